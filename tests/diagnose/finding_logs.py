@@ -6,7 +6,7 @@ import ast
 from functools import lru_cache
 from pathlib import Path
 
-from tests.diagnose import described_logs, pair_logs, prose_texts, releases, test_stacks
+from tests.diagnose import releases, test_stacks
 from tests.diagnose.lines import (
     NEWEST,
     SCHEDULER,
@@ -98,30 +98,11 @@ def without_hits() -> dict[str, list[str]]:
             logged(NEWEST, "configured", "{'remote_url': 'redis://h:6379'}")
             + worker("/m/a") + worker("/models/a", 2) + stores(10) + lookups(10, 900)
         ],
-        "KVD008": [
-            logged(NEWEST, "configured", "{'enable_pd': True, 'pd_role': 'receiver'}") + lookups(1, 900),
-            logged("0.3.9", "engine_configured", "{'pd_role': None, 'nixl_role': 'receiver'}") + lookups(3, 900),
-        ],
         # Few lines, as they are pasted: one short prompt, the same prompt twice, peers that know nothing.
-        "KVD327": [
-            lookups(1, 26), lookups(2, 14),
-            worker() + lookups(1, 900) + stores(1, "(Worker_TP1 pid=9) ") + asked(NEWEST, 900, 0, 0, 0, "x"),
-        ],
-        "KVD1118": [worker() + lookups(1, 900) + stores(1) + asked(NEWEST, 900, 0, 0, 0, "x")],
-        "KVD328": [logged("0.3.9", "hash_seed", which="Centralized") + lookups(1, 900) + stores(1)],
-        "KVD424": [logged(release, "hash_seed", which="P/D Disaggregation") for release in ("0.3.9", NEWEST)],
-        "KVD430": [logged("0.3.13", "lookup_timeout", 1, "Resource temporarily unavailable")],
         # A hit that vLLM has as well, all of it or all but a few tokens; the other way round, whole chunks.
-        "KVD431": [asked("0.3.10", 836, 832, 768, -64), lookups(1, 900) + asked(NEWEST, 900, 509, 512, 3, "x")],
-        "KVD1096": [
-            logged(release, "configured", "{'remote_url': 'redis://h:6379', 'remote_serde': 'cachegen'}")
-            + asked(release, 678, 0, 512, 512, "x") for release in ("0.3.10", NEWEST)
-        ],
-        "KVD432": [asked("0.3.10", 7283, 400, 0, -400), lookups(2, 900, computed=512)],
         "KVD539": [
             vllm("draft_groups", groups, release="0.26.0") for groups in ("[0, 1, 2, 3]", "[0, 1]")
         ],
-        "KVD329": [logged(release, "peer_asked", NOWHERE) + lookups(1, 1201) for release in ("0.3.9", NEWEST)],
     }  # fmt: skip
 
 
@@ -129,7 +110,6 @@ def without_hits() -> dict[str, list[str]]:
 def hits() -> dict[str, list[str]]:
     return {
         **without_hits(),
-        **described_logs.HITS, **pair_logs.HITS,
         "KVD101": [
             version("0.3.10") + asked("0.3.10", 10009, 336, 256, -80)
             + crash("0.3.10", "mismatch", 256, 256, 336, 0, "cmpl-1"),
@@ -176,7 +156,6 @@ def hits() -> dict[str, list[str]]:
         ],
         "KVD201": [
             stats(running=1, waiting=4) + asked("0.3.10", 900, 320, 256, -64) * 1500,
-            asked("0.3.10", 900, 320, 256, -64) * 2,  # two lines of such a flood
         ],
         "KVD202": [
             "".join(stats(waiting=3, second=10 * n) for n in range(3)),
@@ -198,8 +177,7 @@ def hits() -> dict[str, list[str]]:
             logged("0.3.10", "no_handler", "RequestType.REGISTER_KV_CACHE"),
         ],
         "KVD207": [logged(release, "degraded", "No supported connector.") for release in ("0.3.14", NEWEST)],
-        "KVD208": [vllm("kv_waiting", "cmpl-7", release=release) * steps
-                   for release in ("0.9.1", "0.32.0") for steps in (2, 1000)],
+        "KVD208": [vllm("kv_waiting", "cmpl-7", release=release) * 1000 for release in ("0.9.1", "0.32.0")],
         "KVD209": [vllm("broadcast", 60, release=release) * 2 for release in ("0.9.1", "0.11.0", "0.32.0")],
         "KVD210": [logged("0.5.0", "reaped", 7, 3600.5, False), logged(NEWEST, "unregistered", 7, which="RETRIEVE"),
                    logged("0.4.6", "good_bye_of_none", 7)],
@@ -215,7 +193,6 @@ def hits() -> dict[str, list[str]]:
         "KVD271": [logged(release, "mp_failed", "r1", False, which="retrieve") for release in ("0.5.5", NEWEST)],
         "KVD272": [logged(release, "mp_failed", "r1", which="store") for release in ("0.3.13", NEWEST)],
         "KVD301": [logged(release, "mp_failed", "r1", False, which="retrieve") for release in ("0.3.13", "0.5.4")],
-        "KVD499": [(logged(NEWEST, "mp_prefetched", 0, 12) + logged(NEWEST, "mp_stored", 3072, 0.1)) * 2],
         "KVD479": [logged(release, "unretrievable") for release in ("0.3.9", NEWEST)],
         "KVD302": [
             logged("0.3.9", "retrieved", 0, 256, 5888, 0.1, 1.0, 2.0, which="required"),
@@ -238,10 +215,10 @@ def hits() -> dict[str, list[str]]:
         "KVD310": [logged(NEWEST, "keys_missing")],
         "KVD401": [logged(release, "pin_timeout", "1403", 1, 301.0) for release in ("0.3.12", NEWEST)]
         + [logged(NEWEST, "forced_unpin", 3, 10, 300)],
-        "KVD402": [logged(release, "no_candidates", 0.1) * many for release in ("0.3.9", NEWEST) for many in (1, 20)],
+        "KVD402": [logged(release, "no_candidates", 0.1) * 20 for release in ("0.3.9", NEWEST)],
         "KVD403": [logged(release, "double_unpin", "1403", -1) for release in ("0.3.9", NEWEST)]
         + [logged(NEWEST, "double_unpin", "1403 ", -1)],  # as people type it
-        "KVD404": [logged(NEWEST, "not_stored", which="not store") * many for many in (1, 20)],
+        "KVD404": [logged(NEWEST, "not_stored", which="not store") * 20],
         "KVD109": [
             bare("", SCHEDULER, "_update_from_kv_xfer_finished", "assert req_id in self.requests", root=site_packages())
         ],
@@ -256,10 +233,6 @@ def hits() -> dict[str, list[str]]:
                        ast.parse("{}['r1']").body[0], 175)
         ],
         "KVD115": [bare(NEWEST, "gpu_connectors.py", "to_gpu", "assert memory_obj.tensor is not None")],
-        "KVD1253": [
-            "nixl_role: sender\n"
-            + "DEBUG 07-24 07:59:37 [utils.py:475] Waiting for 1 local, 0 remote core engine proc(s) to start.\n" * 5
-        ],
         "KVD159": [
             logged(NEWEST, "creating", "vllm-instance")
             + "(APIServer pid=1) RuntimeError: Engine core initialization failed. Failed core proc(s): {}\n",
@@ -282,16 +255,12 @@ def hits() -> dict[str, list[str]]:
             DECODES + stats(0, 2, 0.0).replace("93.1%", "0.3%"),
             stats(0, 2, 0.0, external=100.0).replace("2 reqs", "2 reqs, Deferred: 2 reqs").replace("93.1%", "0.3%"),
         ],
-        "KVD1057": [ANSWERED_500, DECODES + stats(0, 0, 0.0, 1) + 2 * ANSWERED_500],
+        "KVD1057": [DECODES + ANSWERED_500, DECODES + stats(0, 0, 0.0, 1) + 2 * ANSWERED_500],
         "KVD1059": [DECODES + STARTS],
         "KVD1051": [moved(320.0), moved(320.0) + moved(900.0)],
-        "KVD996": [unread(NEWEST, "integration/vllm/utils.py", "No LMCache configuration file is set")],
-        "KVD198": [unread(NEWEST, "v1/config_base.py", "Unexpected error fetching remote config", "no answer")],
         "KVD1148": [
             raise_in(Path("/opt/app/vllm/v1/gpu_model_runner.py"), "execute_model", WHAT, 8).partition("Runtime")[0]
         ],
-        "KVD1222": [logged("0.4.7", "configured", "{'nixl_pool_size': 0}") + lookups(2, 900, 0, "0.4.7")],
-        **prose_texts.HITS,
         "KVD199": [
             raise_in(path, function, WHAT, 800)
             for path, function in (

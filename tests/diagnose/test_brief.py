@@ -9,6 +9,7 @@ import pytest
 
 from kvfix_tools.diagnose import command, report_brief
 from kvfix_tools.diagnose.diagnosis import Diagnosis, diagnosed
+from kvfix_tools.diagnose.options import Options
 
 LOGS = Path(__file__).parent / "logs"
 CRASH = gzip.decompress((LOGS / "crash-0.3.10.log.gz").read_bytes())
@@ -35,7 +36,7 @@ def test_what_it_has() -> None:
     assert "setting: max_num_batched_tokens=352" in text
     assert "exception of EngineCore pid=4427, line 137: AssertionError: Mismatch in tokens to load: 256 vs 256" in text
     assert "integration/vllm/vllm_v1_adapter.py:1589 update_state_after_alloc" in text
-    assert "do now: KVF001" in text
+    assert "do now: kvfix run -- CMD, or kvfix.apply() (KVF001" in text
     assert "for good: upgrade to LMCache 0.3.10.post1" in text
 
 
@@ -48,8 +49,10 @@ def test_an_unknown_failure_is_in_it() -> None:
     text = brief(log)
     assert "KVD199" in text
     assert "mine.OddError: no such thing" in text
-    assert "mine.py:7 load" in text
+    assert "<file>:7 load" in text
     assert "/home/ada" not in text
+    found = diagnosed(log)
+    assert report_brief.issue(found, found.findings).startswith("# EngineCore died: mine.OddError: no such thing")
 
 
 SECRETS = [
@@ -61,8 +64,21 @@ SECRETS = [
     "api_key=sk-abcdefghijklmnop1234 refused",
     "token ids [15496, 995, 318, 257, 1332, 286, 262, 3496, 99, 100]",
     "cannot read /home/ada/models/private-model/config.json",
+    "[Errno 2] No such file or directory: 'private-model.safetensors'",
+    "cannot open ../private-model/weights.bin",
+    "cannot open /srv/ada/private-model of ours/weights.bin",
+    "cannot open models/private-model/weights.bin",
 ]
-HIDDEN = ("secret illness", "pa55word", "10.1.2.3", "gpu-node-17", "sk-abcdef", "15496, 995, 318", "/home/ada")
+HIDDEN = (
+    "secret illness",
+    "pa55word",
+    "10.1.2.3",
+    "gpu-node-17",
+    "sk-abcdef",
+    "15496, 995, 318",
+    "/home/ada",
+    "private-model",
+)
 
 
 @pytest.mark.parametrize("secret", SECRETS)
@@ -82,14 +98,17 @@ def test_the_bug_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     log = tmp_path / "engine.log"
     log.write_bytes(CRASH)
     out = tmp_path / "issue.md"
-    assert command.main([str(log)], issue=str(out), brief=str(tmp_path / "brief.txt")) == 1
+    assert command.main([str(log)], Options(issue=str(out), brief=str(tmp_path / "brief.txt"))) == 1
     text = out.read_text()
-    assert text.startswith("# granted 256, but hit 256 - computed 288 = -32")
+    title = "# EngineCore died: AssertionError: Mismatch in tokens to load, LMCache 0.3.10, vLLM 0.32.0\n"
+    assert text.startswith(title)
+    assert "engine.log" not in text
+    assert str(tmp_path) not in text
     assert "match(288) promises 0" in text
     assert (tmp_path / "brief.txt").read_text().rstrip() in text
     assert "https://github.com/LMCache/LMCache/issues/2158" in text.partition("## Nearest known")[2]
     assert "AssertionError" in text.partition("## Search terms")[2]
-    assert command.main([str(log)], issue=str(tmp_path / "no/issue.md")) == 2
+    assert command.main([str(log)], Options(issue=str(tmp_path / "no/issue.md"))) == 2
     assert "nothing was written there" in capsys.readouterr().err
 
 

@@ -14,15 +14,16 @@ from typing import Any
 import jsonschema
 import pytest
 
-from kvfix_tools.diagnose import command, report_json
+from kvfix_tools.diagnose import command, log_files, report_json
+from kvfix_tools.diagnose.options import FAIL_ON, Format, Options
 from tests.conftest import ROOT, clean_environment
 
 LOGS = Path(__file__).parent / "logs"
 CRASH, HEALTHY = str(LOGS / "crash-0.3.10.log.gz"), str(LOGS / "healthy-0.5.6.log.gz")
 
 
-def run(capsys: pytest.CaptureFixture[str], *paths: str, **options: Any) -> tuple[int, str, str]:
-    code = command.main(list(paths), **options)
+def run(capsys: pytest.CaptureFixture[str], *paths: str, json: bool = False, **options: Any) -> tuple[int, str, str]:
+    code = command.main(list(paths), Options(format=Format.json if json else Format.text, **options))
     printed = capsys.readouterr()
     return code, printed.out, printed.err
 
@@ -35,7 +36,10 @@ def test_exit_codes_and_summary(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert (code, err) == (1, "")
     assert out.endswith("SUMMARY: kvfix-diagnose: KVD101 cached-hit-promised-whole\n")
     assert "granted 256, but hit 256 - computed 288 = -32; vLLM had 288" in out
-    assert "Do now: KVF001 lookup-cache-ignores-computed: kvfix run -- CMD" in out
+    assert (
+        "Do now: kvfix run -- CMD, or kvfix.apply() (KVF001 lookup-cache-ignores-computed); without kvfix: upgrade to "
+        "LMCache 0.3.10.post1" in out
+    )
     assert "For good: upgrade to LMCache 0.3.10.post1" in out
     assert "\x1b" not in out
     code, out, err = run(capsys, str(tmp_path / "nothing.log"))
@@ -51,7 +55,7 @@ def test_lines_of_an_engine_that_say_nothing_are_not_called_foreign(
     code, out, err = run(capsys, str(log))
     assert code == 2
     assert "the lines of vLLM or LMCache in it do not say what requests did, nor what failed" in out
-    assert "excerpt with the error" in err
+    assert "kvfix search" in err
     log.write_text("2026-02-23 a line of some other program\n")
     code, out, _ = run(capsys, str(log))
     assert code == 2
@@ -119,13 +123,17 @@ def test_json_is_as_documented(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     )
     text = (ROOT / "docs/diagnose.md").read_text()
     schema = json.loads(text.partition("```json\n")[2].partition("```")[0])
-    for log, code in ((CRASH, 1), (HEALTHY, 0), (str(LOGS / "deaf-0.5.6.log.gz"), 1), (str(cut), 1)):
+    for log, code, many in (
+        (CRASH, 1, 1), (HEALTHY, 0, 0), (str(LOGS / "deaf-0.5.6.log.gz"), 1, 1), (str(cut), 0, 1)
+    ):  # fmt: skip
         exit_code, out, _ = run(capsys, log, json=True)
         assert exit_code == code
         answer = json.loads(out)
         jsonschema.validate(answer, schema)
         assert answer["schema"] == report_json.SCHEMA
-        assert len(answer["findings"]) == code
+        assert answer["complete"] is True
+        assert len(answer["findings"]) == many
+    assert answer["findings"][0]["severity"] == "note"
     jsonschema.Draft202012Validator.check_schema(schema)
 
 
@@ -282,3 +290,171 @@ def test_explain_shows_each_finding(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("KVF004")
     assert explain.explain("KVD000", json=False) == 2
     assert "no finding" in capsys.readouterr().err
+
+
+#: A finding that is not certain, a slow one, and a note.
+UNSURE = (
+    "(EngineCore pid=7) ERROR 11-21 01:41:27 [multiproc_executor.py:1] Worker proc VllmWorker-1 died unexpectedly, "
+    "shutting down executor.\n"
+)
+SLOW = (
+    "(Scheduler pid=7) ERROR 11-21 01:41:27 [scheduler.py:7] Failing 1 request(s) due to KV load failure "
+    "(failure_policy=fail, 9 tokens affected). Request IDs: {'a'}\n"
+)
+NOTE = "(APIServer pid=7) ERROR 11-21 01:41:27 [x.py:1] one request was refused\n"
+
+
+@pytest.fixture
+def logs(tmp_path: Path) -> dict[str, str]:
+    texts = {"unsure": UNSURE, "slow": SLOW, "note": NOTE}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    return {"crash": CRASH, **{name: str(tmp_path / name) for name in texts}}
+
+
+@pytest.mark.parametrize(
+    ("fail_on", "failing"),
+    [("certain", {"crash", "slow"}), ("crash", {"crash", "unsure"}), ("hang", {"crash", "unsure"}),
+     ("risk", {"crash", "unsure", "slow"})],
+)  # fmt: skip
+def test_which_findings_fail(
+    capsys: pytest.CaptureFixture[str], logs: dict[str, str], fail_on: str, failing: set[str]
+) -> None:
+    assert {name for name, log in logs.items() if run(capsys, log, fail_on=fail_on)[0] == 1} == failing
+    assert {run(capsys, log, fail_on=fail_on, exit_zero=True)[0] for log in logs.values()} == {0}
+
+
+def test_a_word_that_fail_on_does_not_know_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, CRASH, fail_on="any")
+    assert (code, out) == (2, "")
+    assert all(word in err for word in FAIL_ON)
+
+
+def test_the_summary_says_what_is_not_certain(capsys: pytest.CaptureFixture[str], logs: dict[str, str]) -> None:
+    assert "(not certain)\n" in run(capsys, logs["unsure"])[1]
+    _, out, _ = run(capsys, logs["note"])
+    assert re.search(r"SUMMARY: kvfix-diagnose: nothing found: .*; 1 note\n", out)
+    assert "note: KVD199 unknown-failure: error: one request was refused" in out
+
+
+def test_findings_are_chosen_by_their_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, CRASH, select=("KVD1",))[0] == 1
+    for options in ({"select": ("KVD2", "KVR")}, {"ignore": ("KVD101",)}):
+        code, out, _ = run(capsys, CRASH, **options)
+        assert code == 0
+        assert "KVD101" not in out
+
+
+def test_annotations_of_github(capsys: pytest.CaptureFixture[str], logs: dict[str, str]) -> None:
+    kinds = {}
+    for name, log in logs.items():
+        command.main([log], Options(format=Format.github))
+        (line,) = capsys.readouterr().out.splitlines()
+        kinds[name] = line.partition(" ")[0]
+        assert re.fullmatch(r"::\w+ file=[^,:]+,line=\d+,title=KVD\d+ [\w-]+::.+", line)
+    assert kinds == {"crash": "::error", "slow": "::error", "unsure": "::warning", "note": "::notice"}
+
+
+def test_reading_that_is_interrupted_is_said(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C behind the first 3 MB of 7."""
+    log = tmp_path / "long.log"
+    log.write_bytes(gzip.decompress(Path(CRASH).read_bytes()) + b"nothing that is read\n" * 333_333)
+    take = log_files.blocks
+
+    def blocks(*given: Any) -> Any:
+        for number, block in enumerate(take(*given)):
+            if number == 12:
+                raise KeyboardInterrupt
+            yield block
+
+    monkeypatch.setattr(log_files, "blocks", blocks)
+    code, out, err = run(capsys, str(log))
+    assert code == 130
+    assert "KVD101" in out
+    assert "interrupted after 3 of 7 MB" in out
+    assert "interrupted after 3 of 7 MB" in err
+    assert json.loads(run(capsys, str(log), json=True)[1])["complete"] is False
+
+
+def test_cut_input_is_not_complete(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "cut.gz").write_bytes(Path(CRASH).read_bytes()[:-40])
+    assert json.loads(run(capsys, str(tmp_path / "cut.gz"), json=True)[1])["complete"] is False
+
+
+@pytest.mark.parametrize("option", ["html", "perfetto", "issue", "brief"])
+def test_only_files_of_kvfix_are_overwritten(capsys: pytest.CaptureFixture[str], tmp_path: Path, option: str) -> None:
+    log, out = tmp_path / "engine.log", tmp_path / "out"
+    log.write_bytes(gzip.decompress(Path(CRASH).read_bytes()))
+    before = log.read_bytes()
+    (tmp_path / "link").symlink_to(log)
+    for path in (log, tmp_path / "link"):
+        code, printed, err = run(capsys, str(log), **{option: str(path)})
+        assert (code, printed) == (2, "")
+        assert "is an input" in err
+    assert log.read_bytes() == before
+    for _ in range(2):  # what kvfix wrote is written again
+        code, _, err = run(capsys, str(log), **{option: str(out)})
+        assert code == 1
+        assert f"wrote {out}" in err
+    out.write_text("# notes of mine\n")
+    code, _, err = run(capsys, str(log), **{option: str(out)})
+    assert code == 2
+    assert "kvfix did not write it" in err
+    assert out.read_text() == "# notes of mine\n"
+
+
+def test_a_page_is_written_whole_or_not_at_all(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full behind the first 4 kB."""
+
+    def write_text(path: Path, text: str, **_: str) -> None:
+        path.write_bytes(text.encode()[:4096])
+        raise OSError(28, "No space left on device")
+
+    out = tmp_path / "page.html"
+    out.write_text("<title>kvfix-diagnose: before</title>")
+    monkeypatch.setattr(Path, "write_text", write_text)
+    code, _, err = run(capsys, CRASH, html=str(out))
+    assert code == 2
+    assert "No space left on device; nothing was written there" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+    assert "before" in out.read_text()
+
+
+def test_one_thing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, CRASH, json=True, brief="-")[0] == 2
+    assert run(capsys, CRASH, json=True, request="r")[0] == 2
+
+
+def test_a_report_that_cannot_be_written_is_an_error() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvfix_tools.cli", "diagnose", CRASH],
+            stdout=full, stderr=subprocess.PIPE, env=clean_environment(), check=False, text=True,
+        )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr == "kvfix-diagnose: the report could not be written: No space left on device\n"
+
+
+def test_options_of_the_command_line(logs: dict[str, str]) -> None:
+    def answer(*arguments: str) -> tuple[int, str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvfix_tools.cli", "diagnose", *arguments],
+            env=clean_environment(), capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        return done.returncode, done.stdout
+
+    assert answer("--version")[1].startswith("kvfix ")
+    assert answer("--format", "json", "--exit-zero", logs["crash"])[1].startswith("{")
+    assert answer("--format", "xml", logs["crash"])[0] == 2
+    assert answer("--ignore", "KVD1", "--fail-on", "risk", logs["crash"])[0] == 0
+
+
+def test_a_finding_that_follows_stands_below_its_cause(capsys: pytest.CaptureFixture[str]) -> None:
+    """The server does not know what the worker asks for: that the worker dies follows."""
+    _, out, _ = run(capsys, *(str(LOGS / f"mode-0.5.6{each}.log.gz") for each in ("", ".server")))
+    assert out.index(" hang  KVD206") < out.index("  follows from KVD206 KVD116 server-silent-at-start")
+    assert out.count("Do now: ") == 1

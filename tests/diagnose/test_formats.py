@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import builtins
 import gzip
-import html
 import json
-import sys
 import traceback
 from pathlib import Path
 
 import pytest
 
 from kvfix_tools.diagnose.diagnosis import diagnosed
-from kvfix_tools.diagnose.line_scanner import Scanner
-from kvfix_tools.diagnose.log_formats import plain
 from kvfix_tools.diagnose.log_line import without_colours
 from tests.diagnose.lines import scanned
 
@@ -48,16 +44,9 @@ def one_message(log: bytes) -> bytes:
     return "".join(json.dumps({"level": "info", "message": group}) + "\n" for group in groups).encode()
 
 
-def wrapped(log: bytes, width: int) -> bytes:
-    """A terminal of this width: longer lines go on in the next."""
-    cut = [line[at : at + width] for line in lines(without_colours(log)) for at in range(0, max(1, len(line)), width)]
-    return "".join(f"{line}\n" for line in cut).encode()
-
-
 FORMATS = {
     "as it is": lambda log: log,
     "CRLF": lambda log: log.replace(b"\n", b"\r\n"),
-    "as an editor shows them": lambda log: log.replace(b"\n", b"^M\n"),
     "Docker": docker,
     "Loki": loki,
     "messages of several lines": one_message,
@@ -69,12 +58,8 @@ FORMATS = {
     "found by grep": lambda log: each(docker(log), "f847-json.log:190174:"),
     "quoted": lambda log: each(log, "> "),
     "code fence": lambda log: b"Here is the log:\n```text\n" + log + b"```\n",
-    "HTML entities": lambda log: html.escape(log.decode()).encode(),
     "without colours": without_colours,
     "colours without their escape": lambda log: log.replace(b"\x1b", b""),
-    "wrapped at 80": lambda log: wrapped(log, 80),
-    "wrapped at 133": lambda log: wrapped(log, 133),
-    "wrapped at 200": lambda log: wrapped(log, 200),
 }
 
 
@@ -94,22 +79,6 @@ def test_line_numbers_are_those_of_the_input(name: str) -> None:
     log = FORMATS[name](CRASH)
     number = diagnosed(log).findings[0].evidence[0].line
     assert b"Mismatch in tokens to load" in b"".join(log.split(b"\n")[number - 1 : number + 3])
-
-
-@pytest.mark.parametrize("width", range(60, 220, 7))
-def test_a_traceback_wrapped_at_any_width(width: int) -> None:
-    assert [found.rule.code for found in diagnosed(wrapped(CRASH, width)).findings] == ["KVD101"]
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no exception groups")
-def test_blocks_of_a_stream_are_no_pastes() -> None:
-    """A pipe hands out small blocks. To join the lines of each takes four times as long as to read them."""
-    block = wrapped(CRASH, 80)
-    assert plain(block).text != block
-    assert plain(block, 1 << 20).text == block
-    scanner = Scanner()
-    asked = [sum(line.name == "asked" for line in scanner.scan(block)) for _ in range(1 + (128 << 10) // len(block))]
-    assert asked[0] > asked[-1]
 
 
 def test_a_group_of_exceptions_is_what_its_members_are() -> None:
@@ -136,32 +105,12 @@ def test_a_group_of_exceptions_is_what_its_members_are() -> None:
     assert cut.sentence.startswith("ExceptionGroup: two loads")
 
 
-@pytest.mark.parametrize("date", ["0608", "20260608"])
-def test_lines_of_glog_are_no_pieces_of_one(date: str) -> None:
-    """Mooncake's; a long one and shorter ones, with and without the year."""
-    log = "".join(
-        f"{level}{date} 14:45:44.404{number} 342420 ascend_direct_transport.cpp:1107] {text} 10.0.0.2:20033\n"
-        for level, number, text in (
-            ("E", 89, "Connect timeout, let it be longer:"),
-            ("I", 228, "Connected to:"),
-        )
-    )
-    assert plain(log.encode()).text == log.encode()
-
-
-def test_an_exception_below_a_long_line_is_none_of_its_pieces() -> None:
-    """What is pasted without its traceback: the longest line is not one that a terminal has cut."""
-    log = b"WARNING 05-06 00:00:00 [config.py:1297] Turning off hybrid kv cache manager\nValueError: no memory\n"
-    (found,) = diagnosed(log).findings
-    assert found.rule.code == "KVD199"
-
-
 #: What vLLM's V0 engine raised of a connector of the V1 engine.
 ASSERTED = (
     "Traceback (most recent call last):",
-    '  File "/opt/app/vllm/distributed/kv_transfer/kv_connector/factory.py", line 60, in create_connector_v0',
-    "    assert issubclass(connector_cls, KVConnectorBase)",
-    "           ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^",
+    '  File "/opt/app/lmcache/v1/storage_backend/local_cpu_backend.py", line 60, in initialize_allocator',
+    "    assert effective_cpu_size > 0",
+    "           ^^^^^^^^^^^^^^^^^^^^^^",
     "AssertionError",
 )
 
@@ -190,29 +139,15 @@ def found_in(log: str) -> list[str]:
 def test_a_traceback_behind_the_prefix_of_a_launcher(prefix: str) -> None:
     """As torch, torchrun, Ray, Docker, srun and pdsh print what a process wrote, without a frame of vLLM's logger."""
     rows = [prefix.format(number=number) + line for number, line in enumerate(ASSERTED)]
-    assert found_in("\n".join(rows)) == ["KVD741"]
-    assert found_in("\n".join(rows[1:])) == ["KVD741"], "cut off above"
+    assert found_in("\n".join(rows)) == ["KVD849"]
+    assert found_in("\n".join(rows[1:])) == ["KVD849"], "cut off above"
 
 
 def test_a_traceback_that_lost_its_blanks_or_its_lines() -> None:
     """Pasted without a code fence; and printed by `repr`, in one line."""
-    assert found_in("\n".join(line.strip() for line in ASSERTED if "^" not in line)) == ["KVD741"]
-    typed = (
-        "\n".join(ASSERTED).replace("  ", "\u00a0\u00a0").replace('File "', "File \u201c").replace('py"', "py\u201d")
-    )
-    assert found_in(typed) == ["KVD741"], "as a word processor has it"
+    assert found_in("\n".join(line.strip() for line in ASSERTED if "^" not in line)) == ["KVD849"]
     in_one = "\\n".join(ASSERTED).replace('"', '\\"')
-    assert found_in(f'2026-11-21 ERROR "{in_one}\\n"') == ["KVD741"]
-
-
-@pytest.mark.parametrize(
-    "head",
-    ["ERROR 12-03 01:24:36 [core.py:7] ", "(EngineCore pid=7) ERROR 12-03 01:24:36 [core.py:7] ", "[rank0]: "],
-)
-def test_a_traceback_whose_line_breaks_were_lost(head: str) -> None:
-    assert found_in(" ".join(f"{head}{line}" for line in ASSERTED)) == ["KVD741"]
-    quoted = "INFO 12-03 01:24:36 [core.py:7] one line of a log, which speaks of AssertionError: nothing"
-    assert plain(f"{quoted}\n".encode()).text.count(b"\n") == 1
+    assert found_in(f'2026-11-21 ERROR "{in_one}\\n"') == ["KVD849"]
 
 
 def test_tracebacks_of_two_ranks_are_taken_apart() -> None:

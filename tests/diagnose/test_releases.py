@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 from packaging.specifiers import SpecifierSet
 
 from kvfix_tools.diagnose import advice, places, problems
 from kvfix_tools.diagnose.diagnosis import diagnosed
-from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.problems import Logged, Problem
+from kvfix_tools.diagnose.problem import Problem
 from tests.diagnose.lines import site_packages, vllm
 
 ROOT = Path(__file__).parents[2] / ".cache" / "vllm"
@@ -97,7 +96,7 @@ def test_a_traceback_bounds_the_release() -> None:
 
 
 WARNED = Problem(
-    code="KVD9998", name="of-the-newest", severity=Severity.RISK, title="", shows=(Logged("strange things"),),
+    code="KVD9998", name="of-the-newest", effect="risk", title="", signs=("strange things",),
     cause="", now="", good="-", releases={"vllm": ">=0.32"},
 )  # fmt: skip
 
@@ -118,7 +117,7 @@ def test_between_two_releases_that_were_looked_at(
 
 
 RIGHT = Problem(
-    code="KVD9999", name="of-old-ones", severity=Severity.RISK, title="", shows=(Logged("strange things"),),
+    code="KVD9999", name="of-old-ones", effect="risk", title="", signs=("strange things",),
     cause="", now="", fixed={"vllm": "0.11.0"},
 )  # fmt: skip
 
@@ -145,7 +144,7 @@ def test_a_release_that_is_right_does_not_have_the_problem(
     ],
 )
 def test_a_release_that_ran_is_no_remedy(release: str, good: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = replace(WARNED, releases={}, good="vLLM 0.32.0, which pins in parts of 64 GiB; a smaller cache")
+    problem = structs.replace(WARNED, releases={}, good="vLLM 0.32.0, which pins in parts of 64 GiB; a smaller cache")
     monkeypatch.setattr(problems, "at", lambda line: (problem,) if line.name == "logged" else ())
     named = vllm("vllm_version", release or "0.32.0", "model='m'", which="Initializing") if release else ""
     log = diagnosed(f"{named}WARNING 12-03 01:24:36 [scheduler.py:7] strange things\n".encode())
@@ -153,7 +152,7 @@ def test_a_release_that_ran_is_no_remedy(release: str, good: str, monkeypatch: p
 
 
 def test_what_remains_of_a_remedy_that_ran_is_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = replace(WARNED, releases={}, good="vLLM 0.32.0 or newer")
+    problem = structs.replace(WARNED, releases={}, good="vLLM 0.32.0 or newer")
     monkeypatch.setattr(problems, "at", lambda line: (problem,) if line.name == "logged" else ())
     named = vllm("vllm_version", "0.33.0", "model='m'", which="Initializing")
     log = diagnosed(f"{named}WARNING 12-03 01:24:36 [scheduler.py:7] strange things\n".encode())

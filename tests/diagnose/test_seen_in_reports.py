@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvfix_tools.diagnose import advice
-from tests.diagnose.lines import NEWEST, codes, diagnose, version
-from tests.diagnose.test_problems import LMCACHE
+from tests.diagnose.lines import codes, diagnose, version
+from tests.diagnose.sign_logs import LMCACHE
 
 
 def manager(error: str) -> str:
@@ -20,17 +20,6 @@ def test_a_start_that_failed_without_a_reason_names_the_settings() -> None:
     assert codes(log) == ["KVD833"]
     assert "lmcache_worker_ports" in advice.remedy(log, log.findings[0]).now
     assert codes(diagnose(manager("lmcache_worker_ports: one is missing"))) == ["KVD207"]
-
-
-@pytest.mark.parametrize("release", ["0.3.9", NEWEST])
-def test_dropped_stores_leak_before_0_3_9_alone(release: str) -> None:
-    """The line that 0.3.6 and 0.3.7 have at that place."""
-    line = (
-        "[2025-10-05 20:03:21,359] LMCache WARNING: Local cpu memory under pressure so choosing to not store the KV "
-        "cache. (cache_engine.py:282:lmcache.v1.cache_engine)\n"
-    )
-    assert codes(diagnose(line)) == ["KVD848"]
-    assert codes(diagnose(version(release), line)) == ["KVD404"]
 
 
 def test_a_backend_that_does_not_load_is_one_finding_over_two_lines() -> None:
@@ -78,41 +67,6 @@ def test_a_layers_key_is_read_from_0_3_14_on() -> None:
     assert "0.3.14" in advice.remedy(log, log.findings[0]).now
 
 
-@pytest.mark.parametrize(("name", "code"), [("setup_lmcache", "KVD1280"), ("batch_get_buffer", "KVD889")])
-def test_who_is_of_another_time_depends_on_the_method(name: str, code: str) -> None:
-    text = "An error occurred while loading the configuration: 'mooncake.store.MooncakeDistributedStore' object has no "
-    assert codes(diagnose(LMCACHE.format(level="ERROR", text=f"{text}attribute '{name}'"))) == [code]
-
-
-def test_a_failed_load_of_several_groups_is_known_by_its_function() -> None:
-    text = "Scheduler._update_requests_with_invalid_blocks\nValueError: too many values to unpack\n"
-    assert codes(diagnose(text)) == ["KVD661"]
-
-
-def test_a_format_that_is_refused_explains_what_is_not_loaded() -> None:
-    text = "Failed to read from file /d/m@1.data: Unsupported memory format: MemoryFormat.KV_MLA_FMT"
-    short = LMCACHE.format(level="ERROR", text="Num retrieved tokens: 0, num expected tokens: 15")
-    assert codes(diagnose(LMCACHE.format(level="ERROR", text=text), short)) == ["KVD453"]
-
-
-def test_a_missing_library_is_not_the_engine_v0() -> None:
-    fell_back = "WARNING 04-17 17:56:11 [arg_utils.py:1731] --kv-transfer-config is not supported by the V1 Engine. "
-    missing = "ModuleNotFoundError: No module named 'lmcache.c_ops'\n"
-    assert codes(diagnose(f"{fell_back}Falling back to V0.\n")) == ["KVD741"]
-    assert codes(diagnose(f"{fell_back}Falling back to V0.\n", missing)) == ["KVD714"]
-
-
-@pytest.mark.parametrize(
-    ("line", "code"),
-    [
-        ("No eviction candidates found in local cpu backend.", "KVD402"),
-        ("Recovered from KV load failure: 1 request(s) rescheduled", "KVD303"),
-    ],
-)
-def test_a_line_that_a_sentence_quotes_is_known(line: str, code: str) -> None:
-    assert codes(diagnose(f"We see `{line}` all the time.\n")) == [code]
-
-
 def test_a_failed_load_that_vllm_knows_of_was_reported() -> None:
     """Releases from 0.5.5 on report it; which one it is the line does not say."""
     line = "LMCache ERROR: Something went wrong when processing the retrieve request for request_id=r1, result=False\n"
@@ -121,15 +75,3 @@ def test_a_failed_load_that_vllm_knows_of_was_reported() -> None:
     log = diagnose(line, f"{failing}(failure_policy=fail, 6144 tokens affected)\n")
     assert "KVD303" in codes(log)
     assert "KVD301" not in codes(log)
-
-
-def test_preemptions_that_come_as_metadata() -> None:
-    """base.py 0.15.1 and 0.20.2, handle_preemptions."""
-    error = "TypeError: 'KVConnectorMetadata' object is not iterable\n"
-    assert codes(diagnose(f"handle_preemptions fails at each step\n{error}")) == ["KVD1281"]
-    assert codes(diagnose(error.replace("KVConnectorMetadata", "Thing"))) == ["KVD353"]
-
-
-def test_an_assertion_without_its_frames_is_known_by_its_record() -> None:
-    """0.15.1 v1/kv_offload/worker/cpu_gpu.py:200 and mla/indexer.py:52."""
-    assert codes(diagnose("AssertionError: num_kv_heads == 1 in mla/indexer.py\n")) == ["KVD1258"]

@@ -71,7 +71,9 @@ def run(case: Case, folder: Path, forked: bool) -> dict[str, Any]:
         "healthy": ran.answer is not None and ran.count("load") > 0,
         "lines": sum(path.read_bytes().count(b"\n") for path in logs),
         "lookups": whole.counts["asked"] + whole.counts["mp_prefetched"],
-        "findings": sorted({each.rule.code for log in (whole, *map(found, logs)) for each in log.findings}),
+        "findings": sorted(
+            {each.rule.code for log in (whole, *map(found, logs)) for each in log.findings if not each.is_note}
+        ),
     }
 
 

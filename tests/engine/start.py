@@ -76,7 +76,7 @@ class Ran:
 
     def findings(self) -> set[str]:
         """Codes of what kvfix-diagnose finds in the log."""
-        return {found.rule.code for found in diagnosed(self.log.encode()).findings}
+        return {found.rule.code for found in diagnosed(self.log.encode()).findings if not found.is_note}
 
     def count(self, what: str) -> int:
         return sum(note["what"] == what for note in self.notes)

@@ -112,7 +112,7 @@ def test_the_log_is_diagnosed(shell: Shell, tmp_path: Path) -> None:
     done = shell(line, folder=tmp_path)
     assert done.returncode == 1
     assert "KVD101" in done.stdout
-    assert "Do now: KVF001 lookup-cache-ignores-computed: kvfix run -- CMD, or kvfix.apply()" in done.stdout
+    assert "Do now: kvfix run -- CMD, or kvfix.apply() (KVF001 lookup-cache-ignores-computed)" in done.stdout
 
 
 def test_the_text_of_the_readme_is_diagnosed_too(shell: Shell, tmp_path: Path) -> None:

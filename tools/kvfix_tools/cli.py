@@ -100,6 +100,17 @@ def explain(name: Annotated[str, typer.Argument(metavar="CODE|SLUG")], json: Jso
 
 
 @app.command()
+def search(
+    text: Annotated[str, typer.Argument(metavar="TEXT|FILE|-", help="Words of a symptom, or a file with them.")],
+    json: Json = False,
+) -> None:
+    """Find fixes, known problems and rules by the words of a text. Show the best three, and how to confirm each."""
+    from kvfix_tools import search
+
+    raise typer.Exit(search.search(text, json))
+
+
+@app.command()
 def replay(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...")],
     router: Annotated[Path | None, typer.Option(metavar="LOG", help="Of the router between the engines.")] = None,
@@ -282,7 +293,23 @@ def upstream_export(
 @app.command()
 def diagnose(
     paths: Annotated[list[str], typer.Argument(metavar="PATH... | -", help="Logs, folders, .gz, .zst; - is stdin.")],
-    json: Json = False,
+    json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
+    output_format: Annotated[str, typer.Option("--format", metavar="text|json|github", help="What is printed.")] = "",
+    select: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(metavar="CODE", help="Only these findings; a beginning of a code is enough. Several times."),
+    ] = None,
+    ignore: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(metavar="CODE", help="Not these findings."),
+    ] = None,
+    fail_on: Annotated[
+        str,
+        typer.Option(
+            metavar="WHAT", help="Exit 1 for: certain findings, or crash, wrong, hang, leak, slow, risk and worse."
+        ),
+    ] = "certain",
+    exit_zero: Annotated[bool, typer.Option("--exit-zero", help="Exit 0, whatever is found.")] = False,
     request: Annotated[str, typer.Option(metavar="ID", help="One request's history in full.")] = "",
     html: Annotated[str, typer.Option(metavar="FILE", help="One self-contained page.")] = "",
     perfetto: Annotated[str, typer.Option(metavar="FILE", help="Chrome trace JSON, for ui.perfetto.dev.")] = "",
@@ -294,11 +321,21 @@ def diagnose(
         str, typer.Option(metavar="FILE", help="A bug report to post: versions, settings, excerpt, known threads.")
     ] = "",
     everything: Annotated[bool, typer.Option("--all", help="Every finding in full.")] = False,
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
 ) -> None:
-    """Known bugs in a log: findings with their arithmetic, cause and remedy. Exit 1 if there are any."""
+    """Find known bugs in a log: findings with their arithmetic, cause and remedy. Exit 1 if one is certain."""
     from kvfix_tools.diagnose import command
+    from kvfix_tools.diagnose.options import Format, Options
 
-    raise typer.Exit(command.main(paths, json, request, html, perfetto, everything, brief, issue))
+    printed = output_format or ("json" if json else "text")
+    if printed not in {each.value for each in Format}:
+        raise typer.BadParameter("--format is text, json or github")
+    options = Options(
+        format=Format(printed), request=request, html=html, perfetto=perfetto, brief=brief, issue=issue,
+        everything=everything, select=tuple(select or ()), ignore=tuple(ignore or ()), fail_on=fail_on,
+        exit_zero=exit_zero,
+    )  # fmt: skip
+    raise typer.Exit(command.main(paths, options))
 
 
 @app.command(add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

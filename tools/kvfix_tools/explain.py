@@ -19,7 +19,9 @@ from kvfix.fixes.api import Fix
 from kvfix.ledger import RULES, Rule
 from kvfix.retired import RETIRED
 from kvfix_tools import screen
-from kvfix_tools.diagnose import findings, problems
+from kvfix_tools.diagnose import findings
+from kvfix_tools.diagnose.problem import Problem, knowledge
+from kvfix_tools.diagnose.problem import catalogue as known_problems
 from kvfix_tools.lab import rules as lab_rules
 from kvfix_tools.lab.scenario import scenarios
 
@@ -45,7 +47,7 @@ def _known() -> Iterator[tuple[str, str, Callable[[], Entry]]]:
     yield from ((each.code, each.name, partial(_of_rule, each)) for each in RULES)
     yield from ((each.code, each.name, partial(_of_rule, each)) for each in lab_rules.RULES)
     yield from ((each.code, each.name, partial(_of_finding, each)) for each in findings.catalogue())
-    yield from ((each.code, each.name, partial(_of_problem, each)) for each in problems.catalogue())
+    yield from ((each.code, each.name, partial(_of_problem, each)) for each in known_problems())
 
 
 def explain(name: str, json: bool) -> int:
@@ -67,9 +69,8 @@ def explain(name: str, json: bool) -> int:
 
 def _of_retired(code: str) -> Entry | None:
     """A code that is never used again; None if this one is not retired."""
-    if code not in RETIRED:
-        return None
-    return Entry(code, "", {"code": code, "retired": RETIRED[code]}, f"{code} is retired: {RETIRED[code]}.")
+    why = RETIRED.get(code) or knowledge().retired.get(code)
+    return Entry(code, "", {"code": code, "retired": why}, f"{code} is retired: {why}.") if why else None
 
 
 def _of_fix(fix: Fix) -> Entry:
@@ -100,12 +101,11 @@ def _of_finding(finding: findings.LogRule) -> Entry:
     return Entry(finding.code, finding.name, {**facts, "fixes": list(finding.fixes)}, text)
 
 
-def _of_problem(problem: problems.Problem) -> Entry:
+def _of_problem(problem: Problem) -> Entry:
     """What shows it, its cause, and what to do."""
-    signs = [problems.in_words(sign) for sign in problem.shows]
     facts = {
         "code": problem.code, "name": problem.name, "severity": problem.severity.name.lower(), "title": problem.title,
-        "shows": signs, "cause": problem.cause, "do_now": problem.now, "for_good": problem.for_good,
+        "shows": list(problem.signs), "cause": problem.cause, "do_now": problem.now, "for_good": problem.for_good,
         "connectors": list(problem.connectors), "releases": dict(problem.releases), "fixed": dict(problem.fixed),
         "sure": problem.sure, "threads": list(problem.threads),
     }  # fmt: skip
@@ -113,10 +113,10 @@ def _of_problem(problem: problems.Problem) -> Entry:
     paragraphs = [
         head,
         problem.title,
-        "Shows as:\n" + "\n".join(f"  {sign}" for sign in signs),
+        "Shows as:\n" + "\n".join(f"  {sign}" for sign in problem.signs),
         f"Cause: {problem.cause}",
         f"Do now: {problem.now}",
-        f"For good: {problem.for_good}",
+        *([f"For good: {problem.for_good}"] if problem.for_good else []),
         *(["Reports:\n" + "\n".join(f"  {thread}" for thread in problem.threads)] if problem.threads else []),
     ]
     return Entry(problem.code, problem.name, facts, "\n\n".join(paragraphs))

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 _LIMIT, _LONGEST = 600, 200_000
 INSTRUCTIONS = """kvfix explains failures of KV-cache connectors in vLLM (LMCache, NIXL, OffloadingConnector, Mooncake).
 Begin with `diagnose` and brief=true, or with `look` for an engine that hangs now; look up codes (KVF, KVD, KVR) with
-`explain`. Remedies are exact for the releases that the log names: do not replace them by others."""
+`explain`, descriptions without a log with `search`. Remedies are exact for the releases that the log names: do not
+replace them by others."""
 
 
 def serve(root: Path) -> int:
@@ -58,6 +59,12 @@ def make(root: Path) -> MCPServer[Any]:
     async def explain(name: str) -> dict[str, Any]:
         """A fix (KVF001), a finding or a problem in logs (KVD101), a rule (KVR003, LAB001), by its code or name."""
         return await _run("explain", "--json", "--", name)
+
+    @server.tool()
+    async def search(text: str) -> dict[str, Any]:
+        """Fixes, known problems and rules that have the words of a description, the best three, and how to confirm
+        each. A match is no diagnosis. For a log use `diagnose`."""
+        return await _run("search", "--json", "--", f"{text}\n")  # a text of two lines names no file
 
     @server.tool()
     async def status() -> dict[str, Any]:

@@ -74,15 +74,17 @@ def advice(log: Diagnosis, found: LogFinding) -> list[Advice]:
     """What to do, the surest first: kvfix's fix, the one release that is right for all of it, the setting."""
     concerned = fixes(log, found)
     made = [
-        Advice("fix", each.code, f"{each.code} {each.slug}{_if_of(log, found, each)}: {_how(each)}")
+        Advice("fix", each.code, f"{_how(each)} ({each.code} {each.slug}{_if_of(log, found, each)})")
         for each in concerned
         if each.fixable
     ]
     made += _releases(log, found, [each for each in concerned if each.fixable])
-    made += [Advice("setting", each.code, _workaround(each)) for each in concerned if not each.fixable]
+    unfixable = [each for each in concerned if not each.fixable]
     setting = found.rule.section("Setting")
-    if setting and not any(each.kind == "setting" for each in made):
-        made.append(Advice("setting", "", setting))
+    if setting:
+        made.append(Advice("setting", unfixable[0].code if unfixable else "", setting))
+    else:
+        made += [Advice("setting", each.code, _workaround(each)) for each in unfixable]
     if isinstance(found.rule, Problem):
         made.append(Advice("setting", "", found.rule.now))
         made += _release_of(log, found, found.rule)
@@ -100,12 +102,15 @@ def remedy(log: Diagnosis, found: LogFinding) -> Remedy:
     made = advice(log, found)
     first = [section.removesuffix(".")] if (section := found.rule.section("First")) else []
     by_kind = {kind: [each.text for each in made if each.kind == kind] for kind in ("fix", "setting", "release")}
-    now = by_kind["fix"] or by_kind["setting"]
+    now = by_kind["setting"][:1]
+    if by_kind["fix"]:
+        without = (by_kind["setting"] or [each for each in by_kind["release"] if each.startswith("upgrade")])[:1]
+        now = by_kind["fix"][:2] + [f"without kvfix: {each[:1].lower()}{each[1:]}" for each in without]
     own = found.rule.section("Good")
     good = [own] if own else by_kind["release"]
     if isinstance(found.rule, Problem) and found.rule.good:
         good = [_ahead(log, found, found.rule.good)]
-    return Remedy("; ".join(first + now[: 2 if by_kind["fix"] else 1]), "; ".join(good))
+    return Remedy("; ".join(first + now), "; ".join(good))
 
 
 def _ahead(log: Diagnosis, found: LogFinding, good: str) -> str:
@@ -160,7 +165,7 @@ def _if_of(log: Diagnosis, found: LogFinding, each: Fix) -> str:
     if not broken or _within(log, found, dist, ">=0") is not None:
         return ""
     through = f" to {broken[-1]}" if len(broken) > 1 else ""
-    return f" (for {NAMES.get(dist, dist)} {broken[0]}{through})"
+    return f", for {NAMES.get(dist, dist)} {broken[0]}{through}"
 
 
 def _how(each: Fix) -> str:

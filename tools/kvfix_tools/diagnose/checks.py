@@ -17,7 +17,7 @@ from kvfix_tools.diagnose.problems import NAMES
 from kvfix_tools.diagnose.statements import sample
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from kvfix_tools.diagnose.log_line import LogLine
     from kvfix_tools.diagnose.releases import Releases
@@ -25,12 +25,8 @@ if TYPE_CHECKING:
 FILE = Path(__file__).with_name("checks.json")
 #: Letters of a text, without its values, from which on it is found in any function.
 _TELLS = 16
-#: Letters of a function from which on a text that has its name speaks of it; names of a condition that tell.
-_FUNCTION, _NAME = 8, re.compile(r"\b[a-z]+_[a-z_]{3,}\b")
 _QUOTES, _VALUE = str.maketrans({'"': "'", " ": None, "\n": None}), "\0"
 _NO_ATTRIBUTE = re.compile(r"(?:' object|^module '[\w.]+') has no attribute '")
-#: What goes on with a name, a call or a number.
-_GOES_ON = re.compile(r"[A-Za-z0-9_.(\[]")
 
 
 class Check(NamedTuple):
@@ -76,62 +72,6 @@ def table(data: dict[str, Any]) -> Table:
 def known() -> dict[str, tuple[list[str], Table]]:
     """{dist: (its releases, the oldest first; its checks)}"""
     return {dist: (data["releases"], table(data)) for dist, data in json.loads(FILE.read_text()).items()}
-
-
-def _assertions() -> Iterator[tuple[str, Check]]:
-    """Each with its function, of all releases."""
-    for _, checks in known().values():
-        for _, function, check in checks:
-            if check.kind == "assert":
-                yield function, check
-
-
-@lru_cache(maxsize=1)
-def _asserting() -> dict[str, set[str]]:
-    functions: dict[str, set[str]] = {}
-    for function, check in _assertions():
-        if not check.text:
-            functions.setdefault(check.condition.translate(_QUOTES), set()).add(function)
-    return functions
-
-
-def functions_of(assertion: str) -> set[str]:
-    """Functions in which this line of source (`assert ...`) stands, in any release."""
-    return _asserting().get(assertion.translate(_QUOTES).removeprefix("assert"), set())
-
-
-@lru_cache(maxsize=64)
-def asserted_by_names(text: str) -> tuple[str, str] | None:
-    """(function, condition) of the assertion that a text describes: it names the function and each name of the
-    condition; of several the one with most names. None: there is none, or several."""
-    if "AssertionError" not in text:
-        return None
-    found: dict[str, tuple[int, str]] = {}
-    for function, check in _assertions():
-        names = set(_NAME.findall(check.condition)) if not check.text else set()
-        if len(names) > 1 and len(function) >= _FUNCTION and all(each in text for each in (function, *names)):
-            found[check.condition] = (len(names), function)
-    most = max(found.values(), default=(0, ""))[0]
-    best = [(function, condition) for condition, (names, function) in found.items() if names == most]
-    return best[0] if len(best) == 1 else None
-
-
-def begun_by(text: str) -> str:
-    """The longest assertion of a release, without `assert`, that this text begins with; "" if there is none."""
-    for end in range(len(text), 0, -1):
-        whole = not _GOES_ON.match(text[end : end + 1])
-        if whole and text[:end].translate(_QUOTES) in _asserting():
-            return text[:end]
-    return ""
-
-
-@lru_cache(maxsize=1)
-def asserted_in() -> dict[str, set[str]]:
-    """{function: conditions that it asserts, in any release}"""
-    made: dict[str, set[str]] = {}
-    for function, check in _assertions():
-        made.setdefault(function, set()).add(check.condition)
-    return made
 
 
 def said_of(line: LogLine, ran: Releases) -> str:

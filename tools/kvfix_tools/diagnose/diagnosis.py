@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from msgspec.structs import replace
 
@@ -16,8 +17,7 @@ from kvfix_tools.diagnose.failures import Failures
 from kvfix_tools.diagnose.grammar import MESSAGES
 from kvfix_tools.diagnose.grammar_vllm import RELEASE_IN
 from kvfix_tools.diagnose.line_scanner import DEBUG, Scanner
-from kvfix_tools.diagnose.log_finding import LogFinding
-from kvfix_tools.diagnose.pasted import SHORT
+from kvfix_tools.diagnose.log_finding import LogFinding, in_order
 from kvfix_tools.diagnose.recorder_lines import RecorderLines
 from kvfix_tools.diagnose.releases import Releases
 from kvfix_tools.diagnose.requests_seen import HISTORY, REQUESTS, Requests
@@ -33,10 +33,13 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.log_line import Evidence, LogLine
     from kvfix_tools.diagnose.timeline import Timeline
 
+State = TypeVar("State")
 #: Lines kept of the request that is asked for.
 _REQUEST_LINES = 5000
 #: Findings from which on the crashes of a kind are one.
 FINDINGS = 1000
+#: The rule of the ledger that a traceback breaks, whatever raised it. It has a finding of its own.
+_EXCEPTION = "exception-left-hook"
 #: Lines at whose place EngineCore dies.
 _DEATHS = ("fatal", "raised")
 
@@ -61,10 +64,8 @@ class Diagnosis:
         self.releases = Releases()
         self.who = WhoRan()
         self.failures = Failures()
-        #: Inputs that are short, without the heads of their lines.
-        self.pasted: list[bytes] = []
-        #: The same, with all their lines as they are.
-        self.whole: list[bytes] = []
+        #: Whether any input has a line of vLLM's logger or of LMCache's.
+        self.is_own = False
         #: {rule of the ledger: events that it could not judge}
         self.unknowns: Counter[str] = Counter()
         #: Whether the log has lines at DEBUG.
@@ -74,8 +75,12 @@ class Diagnosis:
         self.requests = Requests(self.ledger)
         self.bytes = 0
         self.request_lines: list[Evidence] = []
-        #: What findings remember, by names of theirs.
-        self.memory: dict[str, Any] = {}
+        #: Whether all of every input was read; why reading was interrupted, in words.
+        self.is_complete = False
+        self.interrupted = ""
+        #: Lines that were taken.
+        self._taken = 0
+        self._states: dict[type, Any] = {}
         self.timeline = timeline
         self._request = request.encode()
         self._on_found = on_found
@@ -89,8 +94,16 @@ class Diagnosis:
         self._unplaced = {message.name for message in MESSAGES if message.source == "lmcache"} | set(RELEASE_IN)
         self._time: float | None = None
 
+    def state(self, kind: type[State]) -> State:
+        """Return what the rules of one module keep while the log is read."""
+        kept = self._states.get(kind)
+        if kept is None:
+            kept = self._states[kind] = kind()
+        return cast("State", kept)
+
     def take(self, line: LogLine) -> None:
         name = line.name
+        self._taken += 1
         self.releases.file = line.file
         if name == DEBUG:
             self.debug = True
@@ -147,18 +160,17 @@ class Diagnosis:
         return own
 
     def end(self) -> list[LogFinding]:
-        """All is read. The findings, the worst first."""
-        self.who.read(self.whole)
+        """All is read. Return the findings, the cause before what follows from it."""
         for rule in self._rules.get("", ()):
             answer = rule.look(self, None)
             if answer is not None:
-                self._add(answer.record or rule, answer, None)
+                self.add(rule, answer, None)
         return self.findings
 
     @property
     def findings(self) -> list[LogFinding]:
-        """The worst first. Of a request that crashed no rule of the ledger is a finding of its own; what a record
-        replaces is none either."""
+        """The cause before what follows from it. If a request crashed, the rules of the ledger that its events break
+        are no findings of their own. What a record replaces is none either."""
         shown = [found for own in self._recorders.connectors.values() for found in own.findings]
         replaced = {code for found in self._found.values() for code in getattr(found.rule, "replaces", ())}
         shown += [
@@ -166,9 +178,12 @@ class Diagnosis:
             for found in self._found.values()
             if found.rule.code not in replaced
             and not (getattr(found.rule, "announces", False) and found.is_explained(self._found.values()))
-            and not (found.rule.code.startswith("KVR") and found.request in self._crashed)
+            and not (found.is_of_ledger and found.request in self._crashed)
         ]
-        return sorted(shown, key=lambda found: found.order)
+        for found in shown:
+            if found.is_foreign and not self.who.engine:
+                found.severity = findings.Severity.NOTE
+        return in_order(shown)
 
     @property
     def done(self) -> tuple[int, int, int, int]:
@@ -234,25 +249,45 @@ class Diagnosis:
     def _answers(self, line: LogLine) -> None:
         rules: tuple[LogRule | problems.Problem, ...] = self._rules.get(line.name, ())
         is_error = line.name in problems.LINES
+        if is_error and self.failures.is_ending(line):
+            return
+        is_degraded = line.name == "degraded"
+        if is_degraded:  # an error as any other, too
+            logged = {"level": "error", "logger": "lmcache", "place": ""}
+            line, is_error = replace(line, name="logged", fields={**line.fields, **logged}), True
         if is_error:
             rules += (at := problems.at(line))
         answered = [(rule, answer) for rule in rules if (answer := rule.look(self, line)) is not None]
         if is_error and not answered:
             answered = [(each, answer) for each in at if (answer := each.look(self, line, True)) is not None]
         records = [rule for rule, _ in answered if isinstance(rule, problems.Problem)]
+        if is_degraded and records:  # the reason is known: that LMCache did not start says less
+            answered = [each for each in answered if isinstance(each[0], problems.Problem)]
         for rule, answer in answered:
-            if not (isinstance(rule, problems.Problem) and rule.gives_way(records, line)):
-                self._add(answer.record or rule, answer, line)
+            if not isinstance(rule, problems.Problem):
+                self.add(rule, answer, line)
+            elif not rule.gives_way(records, line):
+                self.add(*self._of_what_it_quotes(rule, answer, line), line)
         if is_error and not answered:
             self.failures.unknown(line)
+
+    def _of_what_it_quotes(
+        self, record: problems.Problem, answer: Answer, line: LogLine
+    ) -> tuple[problems.Problem, Answer]:
+        """A statement that quotes an error is the finding of that error, if a record knows it."""
+        known = problems.quoted(record, self, line)
+        if known is None:
+            return record, answer
+        return known, answer._replace(verdict="violated" if known.sure else "unknown")
 
     def _judge(self, violated: list[Finding], line: LogLine) -> None:
         """A rule of the ledger that is violated is a finding of its own, unless its request has crashed."""
         for each in violated:
-            if each.code != "KVR011" and each.request not in self._crashed:
-                self._add(findings.ledger_rule(each), findings.Answer(each.message, each.request), line)
+            if each.name != _EXCEPTION and each.request not in self._crashed:
+                self.add(findings.ledger_rule(each), findings.Answer(each.message, each.request), line)
 
-    def _add(self, rule: LogRule | problems.Problem, answer: Answer, line: LogLine | None) -> None:
+    def add(self, rule: LogRule | problems.Problem, answer: Answer, line: LogLine | None) -> None:
+        """Report what a rule or a record found at this line; None: at the end of the log."""
         request = answer.request if answer.request is not None else (line.request if line else "")
         crash = rule.severity is findings.Severity.CRASH
         if crash:
@@ -268,6 +303,8 @@ class Diagnosis:
             return
         found = self._found[key] = LogFinding(rule, answer, redact.text(answer.sentence), request, line)
         found.ran = self.releases.running() if line is not None else {}
+        found.is_foreign = line is not None and _is_foreign(line)
+        found.began = self._taken if line is not None else self._began(found)
         if found.first is None:
             found.first = found.last = self._time
         found.history = self.requests.history(request)
@@ -277,6 +314,18 @@ class Diagnosis:
         if self._on_found is not None:
             self._on_found(found)
 
+    def _began(self, found: LogFinding) -> float:
+        """Return where a finding of the end of the log began: behind those that began in lines before its first one."""
+        if not found.evidence:
+            return math.inf
+        file, number, _ = found.evidence[0]
+        before = [
+            each.began
+            for each in self._found.values()
+            if each is not found and each.file == file and each.evidence[0].line <= number
+        ]
+        return max(before, default=0.0) + 0.5
+
     def _crashes(self, request: str) -> None:
         """What it violates is no finding of its own. Of very many requests the first ones are forgotten."""
         if len(self._crashed) >= REQUESTS:
@@ -284,15 +333,18 @@ class Diagnosis:
         self._crashed[request] = None
 
 
+def _is_foreign(line: LogLine) -> bool:
+    """Return True if any program may log this line. Without a line of an engine beside it, it is no finding."""
+    return line.name == "died" or (line.name == "logged" and not line.fields["logger"])
+
+
 def diagnosed(log: bytes, file: str = "log") -> Diagnosis:
     """Of a log in memory."""
     found = Diagnosis()
-    found.bytes = len(log)
-    found.releases.say(log[:SHORT].decode("utf-8", "replace"), file)
+    found.bytes, found.is_complete = len(log), True
     scanner = Scanner(file)
     for line in chain(scanner.scan(log), scanner.end()):
         found.take(line)
-    found.pasted.append(scanner.short)
-    found.whole.append(scanner.whole)
+    found.is_own = scanner.is_own
     found.end()
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -29,12 +28,10 @@ _DEAD = re.compile(
 _DEATHS = (b"ngine", b"orker", b"died unexpectedly", b"Shutting down due to", b"output_handler failed")
 #: Lines of an engine at work.
 _WORK = frozenset({"asked", "stored", "retrieved", "storing", "mp_stored", "mp_retrieved", "mp_prefetched"})
+#: Lines of an engine or a server that starts, in the same file again.
+_STARTS = frozenset({"vllm_version", "creating", "transfer_mode", "up"})
 #: Failures and processes that are kept in mind.
 _MOST, _PROCESSES, _SHOWN = 200, 64, 8
-#: Beyond all lines.
-_ALWAYS = 1 << 62
-#: A warning of KV code that comes so often is reported of an engine at work too.
-_FLOOD = 50
 #: {part of a file's path: whose code it is}. The first that fits counts.
 _OWNERS = (
     ("/kvcached/", "kvcached"), ("/kvbm/", "Dynamo"), ("/nixl_connect/", "Dynamo"), ("/flashinfer/", "FlashInfer"),
@@ -46,21 +43,12 @@ _OWNERS = (
     ("/triton/", "torch or CUDA"), ("/ray/", "Ray"), ("/transformers/", "transformers"), ("/python3.", "Python"),
     ("/asyncio/", "Python"), ("/dynamo/", "Dynamo"),
 )  # fmt: skip
-#: Words of a warning after which something does not go on as it should.
-_FAILS = re.compile(
-    rb"(?i)\b(?:fail|error|exception|unable|can(?:no|')t|could not|tim(?:ed |e)out|lost\b|no memory|mismatch|corrupt"
-    rb"|refus|invalid|exhaust|expired|disconnect|unreachable|dropp)"
-)
-#: Files of vLLM's KV code; lines of others that speak of KV, and glog's, UCX's and NCCL's own.
-_KV = re.compile(r"nixl|(?:base|pull|push)_worker|mooncake|offload|kv_connector|kv_transfer|moriio|p2p|lmcache")
-_NATIVE = re.compile(
-    rb"\.cpp:\d+\] |UCX  WARN|NCCL WARN|block_manager::|ZmqActiveMessage|P2PSession|\bP2P \S+: |ZmqTransport"
-    rb"|NixlTransport|kv_transfer_params|finished_(?:recving|sending)|[Mm]ooncake"
-    rb"|SimpleCPU|KVCR|NIXL|\bKV (?:load|transfer|post-processing)|oundary-state"
-)
+#: Files of the API server that only one request goes through.
+_OF_A_REQUEST = ("/starlette/", "/fastapi/", "/serving")
+#: Names of processes that end by an exception.
+_ENGINES = ("EngineCore", "Worker", "VllmWorker", "RayWorker")
 #: What the engine says of an exception of a worker, in the words that the exception had.
 _IN_A_WORKER = re.compile(r"Worker failed with error '(?P<text>.*)', please check the stack trace")
-_DIGITS, _WORDS = re.compile(rb"\d+"), 200
 HOOKS = frozenset({
     "create_connector", "ensure_kv_transfer_initialized", "register_kv_caches",
     "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta", "update_connector_output",
@@ -77,9 +65,6 @@ class Failures:
         #: Exceptions of the log, known or not, each once.
         self.raised: list[LogLine] = []
         self._shown: set[tuple[object, ...]] = set()
-        #: Warnings of KV code that no finding knows and that say that something fails, without their numbers: how many.
-        self._warned: Counter[bytes] = Counter()
-        self._first_warned: dict[bytes, LogLine] = {}
         #: Whether an engine or a worker has logged that it is dead; its first line that says so.
         self.dead = False
         self.death: LogLine | None = None
@@ -87,8 +72,8 @@ class Failures:
         self.quoted: LogLine | None = None
         #: {process: its last line}
         self.last: dict[str, LogLine] = {}
-        #: Whether it was asked to end.
-        self._closing = False
+        #: Files whose process was asked to end, and has not worked since.
+        self._closing: set[str] = set()
         self._taken = 0
         self._worked = 0
         self._waited = 0
@@ -97,8 +82,13 @@ class Failures:
     def take(self, line: LogLine) -> None:
         self._taken += 1
         name = line.name
+        if name in _STARTS:
+            self._closing.discard(line.file)
         if name in _WORK or (name == "stats" and float(line.fields["generation"]) > 0):
             self._worked = self._taken
+            self._closing.discard(line.file)
+        elif self.is_ending(line):
+            pass
         elif name in ("raised", "logged"):
             if _is_dead(line.body):
                 self.dead, self.death = True, self.death or line
@@ -110,7 +100,8 @@ class Failures:
                     self._shown.add(key)
                     self.raised.append(line)
         elif name == "closing":
-            self._closing = True
+            if not self.dead:
+                self._closing.add(line.file)
         elif name == "broadcast":
             self._waited = self._taken
         elif name in ("fatal", "died"):
@@ -119,37 +110,23 @@ class Failures:
             self.last[line.process] = line
 
     def unknown(self, line: LogLine) -> None:
-        """No finding knows this line."""
-        ending = self._closing and not self.dead
-        if ending:
-            return
+        """Keep a line that no finding knows."""
         if len(self.lines) < _MOST and _is_failure(line):
             self.lines.append(line)
-            # A report's title speaks of what comes after it.
-            title = line.time is None and line.evidence is not None and line.evidence.line == 1
-            self._at.append(_ALWAYS if title else self._taken)
-        elif (
-            line.name == "logged"
-            and line.fields["level"] == "warning"
-            and _warns_of_kv(line.fields["logger"], line.fields["place"], line.body)
-        ):
-            words = _DIGITS.sub(b"7", line.body[:_WORDS])
-            if words in self._warned or len(self._warned) < _MOST:
-                self._warned[words] += 1
-                self._first_warned.setdefault(words, line)
-
-    @property
-    def warning(self) -> tuple[LogLine, int] | None:
-        """The warning that comes most often, and how often; None: there is none, or a few of an engine at work."""
-        words, many = self._warned.most_common(1)[0] if self._warned else (b"", 0)
-        if not many or (self._worked and many < _FLOOD):
-            return None
-        return self._first_warned[words], many
+            self._at.append(self._taken)
 
     @property
     def heading(self) -> LogLine | None:
-        """The exception that counts what pydantic refuses, or the end that C++ announces; `first` is what they head."""
+        """Return the line that heads `first`: pydantic's count of what it refuses, or the end that C++ announces."""
         return next((line for line in self.lines if _is_heading(line) or _terminates(line)), None)
+
+    def is_ending(self, line: LogLine) -> bool:
+        """Return True if the process of this file was asked to end. Its errors are echoes then."""
+        return line.file in self._closing
+
+    @property
+    def ending(self) -> bool:
+        return bool(self._closing)
 
     @property
     def worked_since_wait(self) -> bool:
@@ -160,7 +137,7 @@ class Failures:
     def first(self) -> LogLine | None:
         """What to report: of a dead engine the first exception, else the first error; None: the engine works."""
         after = [line for line, at in zip(self.lines, self._at, strict=True) if self.dead or at > self._worked]
-        own = [line for line in after if line.name in ("raised", "died") and not _passes_on(line)] or after
+        own = [line for line in after if line.name in ("raised", "died")] or after
         if own:
             first = next((line for line in own if not (_while_ending(line) or _is_heading(line))), own[0])
             what = own[own.index(first) + 1 :][:1] if _terminates(first) else []
@@ -195,11 +172,6 @@ def _terminates(line: LogLine) -> bool:
     return line.name == "died" and b"terminate called after throwing" in line.body
 
 
-def _passes_on(line: LogLine) -> bool:
-    """Whether SGLang only says which request ends by a transfer that failed: what failed may stand before it."""
-    return line.name == "raised" and line.fields["type"] == "KVTransferError"
-
-
 def _while_ending(line: LogLine) -> bool:
     """Whether an object that was dropped raised it, which Python ignores: it comes after a failure, if there is one."""
     frames = line.fields.get("frames") or [("", 0, "")]
@@ -219,14 +191,9 @@ def _is_failure(line: LogLine) -> bool:
         return True
     # What was in the step that failed: vLLM dumps it as an error, with words such as `num_corrupted_reqs=0`.
     is_dump = "dump_input.py" in fields["place"]
+    if fields["logger"] == "vllm" and line.body[:1].isspace():  # of a traceback whose beginning is not here
+        return False
     return fields["level"] in ("error", "critical") and not is_dump and not _is_dead(line.body)
-
-
-@lru_cache(maxsize=256)
-def _warns_of_kv(logger: str, place: str, body: bytes) -> bool:
-    """Whether LMCache, a connector or a transport warns of something that fails."""
-    of_kv = logger == "lmcache" or _KV.search(place) or _NATIVE.search(body)
-    return bool(of_kv) and _FAILS.search(body) is not None
 
 
 @lru_cache(maxsize=256)
@@ -238,6 +205,15 @@ def of_connector(line: LogLine) -> bool:
     """Whether a hook of a connector, or its own code, raised it."""
     frames = line.fields["frames"]
     return any(frame[2] in HOOKS or "/lmcache/" in frame[0] or "kv_connector" in frame[0] for frame in frames[-12:])
+
+
+def is_of_engine(line: LogLine) -> bool:
+    """Return True if an engine, a worker or a connector raised it, and not the API server over one request."""
+    frames = line.fields["frames"]
+    paths = [f"/{frame[0]}" for frame in frames]
+    if any(part in path for path in paths for part in _OF_A_REQUEST):
+        return False
+    return of_connector(line) or line.process.startswith(_ENGINES) or any("/vllm/" in path for path in paths)
 
 
 def hook(frames: list[Frame]) -> str:

@@ -27,11 +27,6 @@ _lmcache(
     "creating", "Creating LMCacheEngine instance ", "Creating LMCacheEngine instance ",
     rb"Creating LMCacheEngine instance (?P<instance>\S+)",
 )  # fmt: skip
-_lmcache("blender", "Creating blender for ", "Creating blender for ", rb"Creating blender for (?P<instance>\S+)")
-_lmcache(
-    "joins_controller", "Registering lmcache instance", "Registering lmcache instance",
-    rb"Registering lmcache instance-worker:? ",
-)  # fmt: skip
 _lmcache(
     "asked", "Reqid: ", "LMCache hit tokens: ",
     rb"Reqid: <ID>, Total tokens (?P<total>\d+), (?:Inference Engine computed tokens: (?P<computed>\d+), )?"

@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count
 
-from kvfix_tools.diagnose import log_formats, needles, pasted, texts
+from msgspec.structs import replace
+
+from kvfix_tools.diagnose import bare_lines, log_formats, needles, texts
+from kvfix_tools.diagnose.bare_lines import Headless
 from kvfix_tools.diagnose.log_line import Fields, LogLine
 from kvfix_tools.diagnose.needles import FRAME
 from kvfix_tools.diagnose.stacks import Stack, Stacks
@@ -18,6 +21,8 @@ from kvfix_tools.diagnose.tracebacks import Part, Raised, Tracebacks
 
 #: Name of a line that stands for all lines of an input at DEBUG: the log's level hides nothing.
 DEBUG = "debug"
+#: Bytes of an input within which a line of an engine stands, if there is one.
+_OWN = 1 << 20
 #: Bytes of a line that are read.
 LONGEST_LINE = 1 << 16
 #: Bytes of all texts that are remembered, and of one; prefixes that are.
@@ -50,21 +55,27 @@ class Scanner:
         self._heads: dict[bytes, dict[bytes, Other]] = {}
         self._kinds: dict[tuple[bytes, ...], dict[bytes, Other]] = {}
         self._remembered = 0
-        #: All of it as long as it is short; None: it is long.
-        self._pasted: bytes | None = b""
+        #: As LMCache's first line has it: vLLM's lines have no year.
+        self._year = b""
+        #: Which lines without a logger's head count; None: not known yet.
+        self._headless: Headless | None = None
+        #: Whether a line has the head of vLLM's logger or of LMCache's.
+        self.is_own = False
         #: {what a container puts in front of a line, without its numbers: whether it says nothing}
         self._prefixes: dict[bytes, bool] = {}
 
     def scan(self, block: bytes) -> Iterator[LogLine]:
-        text, at = log_formats.plain(block, self._scanned)
+        text, at = log_formats.plain(block)
+        if not self.is_own and self._scanned < _OWN:
+            self.is_own = texts.is_own(text)
         self._scanned += len(block)
-        if self._pasted is not None:
-            self._pasted = self._pasted + text if len(self._pasted) + len(text) <= pasted.SHORT else None
-        first, file, known = self._number, self._file, self._framed
-        traces, stacks, heads = self._tracebacks.open, self._stacks, self._heads
         lines = text.split(b"\n")
         if not lines[-1]:
             lines.pop()
+        self._decide(lines)
+        first, file, known = self._number, self._file, self._framed
+        traces, stacks, heads = self._tracebacks.open, self._stacks, self._heads
+        looked_at = self._headless is Headless.WHOLE
         numbers = count(first) if at is None else (first + number for number in at)
         for line, number in zip(lines, numbers, strict=False):
             place = line.find(FRAME)
@@ -79,16 +90,27 @@ class Scanner:
                     yield from self._read(line[:LONGEST_LINE], number)
                 elif framed.name:
                     yield _log_line(framed, line, place, file, number)
-            elif traces or stacks.open or needles.in_line(line):
+            elif looked_at or traces or stacks.open or needles.in_line(line):
                 head, bracket, body = line.partition(b"] ")
                 alike = heads.get(head)
                 other = (alike and alike.get(body)) or self._other(line[:LONGEST_LINE], head + bracket, body)
                 if stacks.open or not other.is_alone or other.process in traces:
-                    yield from self._unframed(other, number)
+                    yield from self._unframed(other, number, line)
                 elif other.found is not None:
                     name, fields = other.found
-                    yield LogLine(name, fields, None, other.process, file, number, other.evidence)
+                    time = texts.clock(line, self._year)
+                    yield LogLine(name, fields, time, other.process, file, number, other.evidence)
+            if place >= STAMP and not self._year.isdigit():
+                self._year = line[place - STAMP :][:4]
         self._number += block.count(b"\n")
+
+    def _decide(self, lines: list[bytes]) -> None:
+        """Decide which lines without a head count. A later block of a stream may show that it is a log, or is none."""
+        now = bare_lines.headless(lines, self.is_own)
+        if self._headless is None or (now is not Headless.WHOLE and self._headless is not Headless.ALL):
+            if self._headless not in (None, now):
+                self._forget()
+            self._headless = now
 
     def end(self) -> Iterator[LogLine]:
         """The input has ended: tracebacks that were cut off."""
@@ -100,16 +122,6 @@ class Scanner:
         stack = self._stacks.end()
         if stack is not None:
             yield self._stack(stack, self._number)
-
-    @property
-    def short(self) -> bytes:
-        """All of a short input, without the heads of its lines; nothing of a long one."""
-        return pasted.stripped(self.whole)
-
-    @property
-    def whole(self) -> bytes:
-        """All of a short input, as it is; nothing of a long one."""
-        return self._pasted or b""
 
     def _behind_frame(self, tail: bytes) -> Framed:
         level = LEVEL.match(tail)
@@ -126,7 +138,7 @@ class Scanner:
     def _other(self, line: bytes, head: bytes, body: bytes) -> Other:
         other = self._others.get(line)
         if other is None:
-            other = Other(line)
+            other = Other(line, self._headless or Headless.ALL)
             if len(line) <= _LONGEST:
                 self._remember(len(line) + len(head))
                 kind = other.kind(head, body)
@@ -141,9 +153,13 @@ class Scanner:
         """Room for a text of this size."""
         self._remembered += size
         if self._remembered > _REMEMBERED:
-            for kept in (self._framed, self._others, self._heads, self._kinds):
-                kept.clear()
+            self._forget()
             self._remembered = size
+
+    def _forget(self) -> None:
+        for kept in (self._framed, self._others, self._heads, self._kinds):
+            kept.clear()
+        self._remembered = 0
 
     def _is_prefix(self, text: bytes) -> bool:
         """Whether a container has put it in front of LMCache's frame: it is no end of another line."""
@@ -167,7 +183,7 @@ class Scanner:
             start = text.find(FRAME)
             level = LEVEL.match(text, start) if start >= 0 else None
             if level is None:
-                yield from self._unframed(Other(text), number)
+                yield from self._unframed(Other(text, self._headless or Headless.ALL), number, text)
                 return
             if level[1] == b"DEBUG" and not self._debug:
                 self._debug = True
@@ -177,7 +193,7 @@ class Scanner:
             if framed.name == "logged":
                 self._tracebacks.take(texts.process(text[:start]), Part(text[at:]))
             if start > _HEAD:
-                yield from self._unframed(Other(text[:start]), number)
+                yield from self._unframed(Other(text[:start]), number, text[:start])
             if framed.name:
                 yield _log_line(framed, text, start, self._file, number)
             again = text.find(FRAME, at)
@@ -185,7 +201,7 @@ class Scanner:
                 return
             text = text[at:]
 
-    def _unframed(self, other: Other, number: int) -> list[LogLine]:
+    def _unframed(self, other: Other, number: int, line: bytes) -> list[LogLine]:
         found: list[LogLine] = []
         if other.of_stack or self._stacks.open:
             inside, stack = self._stacks.take(other.body)
@@ -197,7 +213,8 @@ class Scanner:
         if inside:
             self._placed = (other.process, other.place, number, other.body)
         if raised is not None:
-            found.append(self._raised(raised, other.level, other.process, number, other.body, other.place))
+            made = self._raised(raised, other.level, other.process, number, other.body, other.place)
+            found.append(replace(made, time=texts.clock(line, self._year)))
         if not inside and other.body.lstrip().startswith(b"assert "):
             self._source[other.process] = other.body.strip().decode("utf-8", "replace")
         if not inside and other.found is not None:
@@ -205,7 +222,8 @@ class Scanner:
             if name == "raised":
                 follows = fields["follows"] and self._tracebacks.follows(other.process)
                 fields = {**fields, "follows": follows, "source": self._asserted(fields, other.process)}
-            found.append(LogLine(name, fields, None, other.process, self._file, number, other.evidence))
+            time = texts.clock(line, self._year)
+            found.append(LogLine(name, fields, time, other.process, self._file, number, other.evidence))
         return found
 
     def _asserted(self, fields: Fields, process: str) -> str:

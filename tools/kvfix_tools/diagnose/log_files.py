@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple, cast
 
 from kvfix_tools.diagnose.line_scanner import Scanner
-from kvfix_tools.diagnose.pasted import SHORT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -79,25 +78,22 @@ def read(log: Diagnosis, sources: list[Source], advance: Callable[[int], None] |
     size = max(1 << 16, BLOCK * 8 // max(8, len(sources)))
 
     def lines(source: Source) -> Iterator[LogLine]:
-        scanner, done = Scanner(source.path), 0
+        scanner = Scanner(source.path)
         try:
             with _opened(source) as stream:
                 for block in blocks(source, stream, size):
-                    if done < SHORT:
-                        log.releases.say((scanner.whole + block)[:SHORT].decode("utf-8", "replace"), source.path)
-                        done += len(block)
                     log.bytes += len(block)
                     if advance is not None:
                         advance(len(block))
                     yield from scanner.scan(block)
         except (Unreadable, OSError) as error:
             unreadable.append(str(error))
-        log.pasted.append(scanner.short)
-        log.whole.append(scanner.whole)
+        log.is_own = log.is_own or scanner.is_own
         yield from scanner.end()
 
     for line in _by_time([lines(source) for source in sources]):
         log.take(line)
+    log.is_complete = not unreadable
     return unreadable
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
+
+from kvfix_tools.diagnose.findings import Severity
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -38,8 +41,16 @@ class LogFinding:
         self, rule: LogRule | Problem, answer: Answer, sentence: str, request: str, line: LogLine | None
     ) -> None:
         self.rule = rule
+        self.severity = Severity.NOTE if answer.note else rule.severity
+        #: Place in the order of all lines that were read, at which the trouble began.
+        self.began = math.inf
+        #: True if any program may have logged its line.
+        self.is_foreign = False
+        #: The finding from which this one follows.
+        self.follows: LogFinding | None = None
         self.sentence = sentence
         self.request = request
+        self.process = line.process if line is not None else ""
         self.verdict = answer.verdict
         self.count = 1
         self.evidence: list[Evidence] = [line.evidence] if line else []
@@ -76,8 +87,38 @@ class LogFinding:
         return self.evidence[0].file if self.evidence else None
 
     @property
-    def order(self) -> tuple[int, str]:
-        return (self.rule.severity.value, self.rule.code)
+    def is_symptom(self) -> bool:
+        """Return True if its rule sees what other failures lead to, and not a cause."""
+        return bool(getattr(self.rule, "symptom", False))
+
+    @property
+    def is_of_ledger(self) -> bool:
+        return getattr(self.rule, "message", None) is not None
+
+    @property
+    def is_note(self) -> bool:
+        return self.severity is Severity.NOTE
+
+    @property
+    def is_certain(self) -> bool:
+        return self.verdict == "violated" and not self.is_note
+
+
+def in_order(findings: list[LogFinding]) -> list[LogFinding]:
+    """Return the causes in the order in which they began, what follows from them, the risks, and the notes."""
+    troubles = sorted(
+        (found for found in findings if found.severity not in (Severity.RISK, Severity.NOTE)),
+        key=lambda found: found.began,
+    )
+    # Without a cause the first symptom is the nearest to it.
+    causes = [found for found in troubles if not found.is_symptom] or troubles[:1]
+    for found in findings:
+        before = [each for each in causes if each.began <= found.began or each.file != found.file]
+        # Of a symptom of the whole log the first cause is the likeliest.
+        follows = before and found.is_symptom and found not in causes
+        found.follows = before[0 if math.isinf(found.began) else -1] if follows else None
+    tiers = {Severity.RISK: 2, Severity.NOTE: 3}
+    return sorted(findings, key=lambda found: (tiers.get(found.severity, int(found not in causes)), found.began))
 
 
 def by_kind(findings: list[LogFinding]) -> list[list[LogFinding]]:

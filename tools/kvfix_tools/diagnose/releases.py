@@ -11,7 +11,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import VERSION_PATTERN, Version
 
 from kvfix.applicability import fingerprints
-from kvfix_tools.diagnose import places, releases_said, statements
+from kvfix_tools.diagnose import places, statements
 from kvfix_tools.diagnose.log_line import statement_place
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ class Releases:
         #: {(distribution, file): releases that it names, the last one last}
         self._named: defaultdict[tuple[str, str], dict[str, None]] = defaultdict(dict)
         self._candidates: frozenset[str] = frozenset()
-        #: {(distribution, file): the release of which the file's text speaks}
-        self._said: dict[tuple[str, str], str] = {}
         #: {file: vLLM releases that its places allow}
         self._placed: dict[str, frozenset[str]] = {}
 
@@ -42,12 +40,6 @@ class Releases:
             named = self._named[dist, file]
             named.pop(release, None)
             named[release] = None
-
-    def say(self, text: str, file: str) -> None:
-        """This file's text speaks of releases: they count where no line names one, nor says otherwise by its place."""
-        found = releases_said.said(text)
-        for dist in ("lmcache", "vllm"):
-            self._said[dist, file] = _public(found.get(dist, "")) or ""
 
     def place(self, message: str, body: bytes) -> bool:
         """A line of LMCache: which releases have its statement there. False: it does not name the statement's place."""
@@ -99,19 +91,7 @@ class Releases:
         if others:
             return others[0] if len(others) == 1 else None
         by_lines = self.candidates if dist == "lmcache" else self.placed(file)
-        if self.said(dist, file):
-            return self.said(dist, file)
         return by_lines[0] if len(by_lines) == 1 else None
-
-    def said(self, dist: str, file: str | None = None) -> str:
-        """The release of which the file's text speaks, else that of the others if they agree; "" if there is none, or
-        if the lines are of another."""
-        said = self._said.get((dist, self.file if file is None else file), "")
-        if not said:
-            others = {release for (of, _), release in self._said.items() if of == dist and release}
-            said = others.pop() if len(others) == 1 else ""
-        by_lines = self.candidates if dist == "lmcache" else self.placed(file)
-        return said if not by_lines or said in by_lines else ""
 
     @property
     def too_old(self) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import kvfix
 from kvfix import redact
 from kvfix_tools.diagnose import advice
+from kvfix_tools.diagnose.findings import Severity
 from kvfix_tools.diagnose.log_finding import by_kind
 from kvfix_tools.diagnose.log_line import without_tokens
 from kvfix_tools.diagnose.problems import Problem
@@ -35,12 +36,27 @@ _SETTINGS = re.compile(
     r"|'[^']*'|[^,}]+)"
 )
 _URL = re.compile(r"https://github\.com/[\w./-]*\w")
+#: Code of a package: what stands before its name is of one machine.
+_PACKAGE = re.compile(r"(?:^|/)(?:(?:site|dist)-packages/|(?=(?:vllm|lmcache|nixl|mooncake)/))(\S+)$")
+_PACKAGED = re.compile(
+    r"(?<![\w./])/(?:[\w.@+-]+/)*(?:site-packages/)?((?:vllm|lmcache|nixl|mooncake)/(?:\w+/)*\w+\.py)"
+)
 _HOSTS = (
     (re.compile(r"\b(?:\d{1,3}\.){3}\d{1,3}\b"), "<address>"),
     (re.compile(r"\b([a-z][a-z0-9+]{1,20}://)[^\s'\",/:}\])]+"), r"\1<host>"),
     (re.compile(r"(?i)\b((?:engine_id|hostname|host|server)['\"]?\s*[=:]\s*['\"]?)[^\s'\",}\])]+"), r"\1<left out>"),
-    (re.compile(r"(?<![\w.])/(?:[\w.@+-]+/){2,}(?=[\w.@+-])"), ".../"),
+    (_PACKAGED, r"\1"),
+    # With blanks in the names of folders.
+    (re.compile(r"(?<![\w./])(?:~|\.{1,3})?/(?:[\w.@+= -]+/)*[\w.@+=-]+"), "<path>"),
+    (
+        re.compile(
+            r"(?<![\w./])(?:[\w.@+-]+/)*[\w.@+-]{2,}\.(?:safetensors|jsonl?|ya?ml|toml|bin|pt|data|gguf|log|txt|gz)\b"
+        ),
+        "<file>",
+    ),
 )
+#: Where the values of a message begin.
+_VALUES = re.compile(r"\d|'|\"|<")
 #: Text of a request that an error repeats.
 _PROMPT = re.compile(
     r"(?is)(\b(?:prompt|messages|content|input_text|text)\b['\"]?\s*[=:]\s*)(?:'[^']*'|\"[^\"]*\"|\[[^\]]*\])"
@@ -60,10 +76,10 @@ def brief(log: Diagnosis, findings: list[LogFinding]) -> str:
 def issue(log: Diagnosis, findings: list[LogFinding]) -> str:
     """A bug report to post: Markdown."""
     first = findings[0] if findings else None
-    title = safe(first.sentence) if first is not None else "no failure was found in the log"
     threads = dict.fromkeys(thread for found in findings for thread in _threads(log, found))
-    parts = [f"# {title[:120]}", "", "## What happened", ""]
-    parts += [safe(f"- {event}") for found in findings[:2] for event in found.history[-8:]] or [
+    parts = [f"# {_title(log, first)[:120]}", "", f"<!-- kvfix-diagnose {kvfix.__version__} -->", ""]
+    parts += ["## What happened", ""]
+    parts += [safe(f"- {event.what}") for found in findings[:2] for event in found.history[-8:]] or [
         f"{first.rule.title if first else 'See the log.'}"
     ]
     parts += ["", "## How to see it again", "", "(the command, the model and the requests, without their texts)", ""]
@@ -74,6 +90,23 @@ def issue(log: Diagnosis, findings: list[LogFinding]) -> str:
     if terms:
         parts += ["## Search terms", "", *(f"- `{term}`" for term in terms), ""]
     return "\n".join(parts)
+
+
+def _title(log: Diagnosis, found: LogFinding | None) -> str:
+    """Say what died or hangs, and of what."""
+    if found is None or found.is_note:
+        return "No failure was found in the log"
+    first = log.failures.first
+    process = found.process or (first.process if first is not None else "")
+    who = process.partition(" ")[0] or "vLLM"
+    what = _VALUES.split(safe(found.evidence[0].text if found.evidence else found.sentence))[0].rstrip(" :,(=")
+    if found.severity is Severity.CRASH:
+        return ", ".join((f"{who} died: {what}", *_named(log)))
+    return f"{found.rule.title.rstrip('.')}: {safe(found.sentence)}"
+
+
+def _named(log: Diagnosis) -> list[str]:
+    return [f"{name} {release}" for name, release in versions(log).items() if release]
 
 
 def _threads(log: Diagnosis, found: LogFinding) -> list[str]:
@@ -94,8 +127,7 @@ def safe(text: str) -> str:
 
 def _lines(log: Diagnosis, findings: list[LogFinding]) -> Iterator[str]:
     yield f"kvfix {kvfix.__version__} read a log: {read_words(log)}"
-    named = ", ".join(f"{name} {release}" for name, release in versions(log).items() if release)
-    yield f"releases: {named or 'not named in the log'}"
+    yield f"releases: {', '.join(_named(log)) or 'not named in the log'}"
     if log.releases.too_old:
         yield f"note: {log.releases.too_old}"
     who = log.who
@@ -120,8 +152,8 @@ def _finding(log: Diagnosis, kind: list[LogFinding], full: bool) -> Iterator[str
     found = kind[0]
     rule, many = found.rule, sum(each.count for each in kind)
     times = f", {many} times" if many > 1 else ""
-    sure = ", not certain" if found.verdict == "unknown" else ""
-    yield f"finding: {rule.code} {rule.name} ({rule.severity.word}{times}{sure}): {safe(found.sentence)}"
+    sure = "" if found.is_certain else ", not certain"
+    yield f"finding: {rule.code} {rule.name} ({found.severity.word}{times}{sure}): {safe(found.sentence)}"
     if not full:
         return
     yield f"  {advice.heading(found).lower()}: {safe(advice.cause(log, found))}"
@@ -139,9 +171,15 @@ def _exception(line: LogLine) -> Iterator[str]:
     at = f" of {line.process}" if line.process else ""
     yield f"exception{at}, line {line.number}: {fields['class'] or 'fatal error'}: {safe(fields['text'])}"
     for file, number, function in fields["frames"][-_FRAMES:]:
-        yield f"  {'/'.join(file.split('/')[-3:])}:{number} {function}"
+        yield f"  {_of_package(file)}:{number} {function}"
     if fields["source"]:
         yield f"  {safe(fields['source'])}"
+
+
+def _of_package(file: str) -> str:
+    """Return the path of a file of a package, from its last folders on; files of others are not named."""
+    found = _PACKAGE.search(file)
+    return "/".join(found[1].split("/")[-3:]) if found is not None else "<file>"
 
 
 def settings(line: str) -> list[tuple[str, str]]:
@@ -154,10 +192,10 @@ def _search_terms(log: Diagnosis, findings: list[LogFinding]) -> list[str]:
     terms: dict[str, None] = {}
     for line in log.failures.raised[:3]:
         fields = line.fields
-        text = re.split(r"\d|'|\"|<", fields["text"])[0].strip()
+        text = _VALUES.split(fields["text"])[0].strip()
         function = fields["frames"][-1][2] if fields["frames"] else ""
         terms[safe(" ".join(part for part in (fields["type"], fields["source"] or text, function) if part))] = None
     for found in findings[:3]:
         for each in found.evidence[:1]:
-            terms[safe(re.split(r"\d|'|\"|<", each.text)[0].strip())[:80]] = None
+            terms[safe(_VALUES.split(each.text)[0].strip())[:80]] = None
     return [term for term in terms if len(term) > 12]

@@ -69,7 +69,9 @@ def _article(log: Diagnosis, found: LogFinding, *others: LogFinding) -> str:
     rule = found.rule
     request = f"<span class=soft>request {escape(found.request)}</span>" if found.request else ""
     times = f"<span class=soft>{found.count} times</span>" if found.count > 1 else ""
-    unsure = "<span class=soft>not certain</span>" if found.verdict == "unknown" else ""
+    unsure = "" if found.is_certain else "<span class=soft>not certain</span>"
+    if found.follows is not None:
+        unsure += f"<span class=soft>follows from {found.follows.rule.code}</span>"
     history = "\n".join(map(str, found.history))
     ledger = "\n".join(f"{each.code} {each.name}: {each.message}" for each in found.violated)
     lines = "\n".join(str(line) for line in found.evidence)
@@ -81,8 +83,8 @@ def _article(log: Diagnosis, found: LogFinding, *others: LogFinding) -> str:
         f"<p><b>{name}:</b> {_words(text)}</p>" for name, text in (("Do now", now), ("For good", good)) if text
     )
     return (
-        f"<article class={rule.severity.name.lower()}><div class=head>"
-        f"<span class=word>{escape(rule.severity.word)}</span>"
+        f"<article class={found.severity.name.lower()}><div class=head>"
+        f"<span class=word>{escape(found.severity.word)}</span>"
         f"<span class=code>{rule.code} {rule.name}</span>{request}{times}{unsure}</div>"
         f"<p>{_words(rule.title)}</p><p class=sentence>{_words(found.sentence)}</p>"
         + steps

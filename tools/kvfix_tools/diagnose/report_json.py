@@ -20,6 +20,7 @@ def text(log: Diagnosis, findings: list[LogFinding]) -> str:
     return json.dumps(
         {
             "schema": SCHEMA,
+            "complete": log.is_complete,
             "findings": [_as_dict(log, found) for found in findings],
             "hidden": [{"rule": rule, "what": what, "shown_by": how} for rule, what, how in log.hidden()],
             "unknown": dict(log.unknowns),
@@ -36,8 +37,9 @@ def _as_dict(log: Diagnosis, found: LogFinding) -> dict[str, Any]:
     return {
         "code": rule.code,
         "name": rule.name,
-        "severity": rule.severity.name.lower(),
+        "severity": found.severity.name.lower(),
         "verdict": found.verdict,
+        "follows": found.follows.rule.code if found.follows is not None else None,
         "general": found.is_general,
         "title": rule.title,
         "sentence": found.sentence,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from time import gmtime, strftime
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -11,7 +11,6 @@ from rich.text import Text
 
 from kvfix_tools.diagnose import advice
 from kvfix_tools.diagnose.log_finding import by_kind
-from kvfix_tools.diagnose.texts import is_own
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
@@ -24,6 +23,8 @@ SHOWN = 4
 _LONGEST = 460
 #: Lines that count lookups, loads and stores.
 _COUNTED = ("asked", "retrieved", "stored", "mp_prefetched", "mp_retrieved", "mp_stored")
+#: Lines of the LMCache server alone.
+_OF_SERVER = ("transfer_mode", "no_handler", "unregistered", "reaped", "good_bye")
 #: Events of a history and lines of evidence that are shown of each.
 EVENTS, LINES = 6, 3
 #: Requests that are named, of those with the same finding.
@@ -35,15 +36,16 @@ def print_finding(
 ) -> None:
     """One finding: what, the history with its arithmetic, where it stands, why, and what to do. others: of its kind."""
     rule = found.rule
-    head = Text.assemble(
-        (f" {rule.severity.word} ", _STYLES.get(rule.severity.word, "bold")), " ", (rule.code, "bold"), f" {rule.name}"
-    )
+    word = found.severity.word
+    head = Text.assemble((f" {word} ", _STYLES.get(word, "bold")), " ", (rule.code, "bold"), f" {rule.name}")
     if found.request:
         head.append(f"  request {found.request}")
     if found.count > 1:
         head.append(f"  {found.count} times")
-    if found.verdict == "unknown":
+    if not found.is_certain:
         head.append("  not certain", "yellow")
+    if found.first is not None:
+        head.append(f"  since {strftime('%Y-%m-%d %H:%M:%S', gmtime(found.first))}")
     console.print(head, soft_wrap=True)
     _print(console, rule.title, 2)
     _print(console, found.sentence, 2, "bold")
@@ -85,16 +87,27 @@ def _short(text: str) -> str:
 
 
 def print_all(log: Diagnosis, findings: list[LogFinding], console: Console, everything: bool) -> None:
-    """The worst of each kind in full, up to SHOWN; of the others one line for each kind."""
+    """Print causes in full, up to SHOWN, each with what follows from it; of the others one line for each kind."""
     kinds = [[found] for found in findings] if everything else by_kind(findings)
-    shown = kinds if everything else kinds[:SHOWN]
+    full = [kind for kind in kinds if everything or not (kind[0].follows or kind[0].is_note)]
+    shown = full if everything else full[:SHOWN]
     for found, *others in shown:
         print_finding(log, found, console, everything, others)
-    for found, *others in kinds[len(shown) :]:
-        times = sum(each.count for each in [found, *others])
-        more = f", {times} times" if times > 1 else ""
-        console.print(f"also {found.rule.code} {found.rule.name}: {found.sentence}{more}", soft_wrap=True, markup=False)
+        for kind in kinds:
+            if kind[0].follows is found and kind not in shown:
+                _print_line(console, f"  follows from {found.rule.code}", kind)
+    for kind in kinds:
+        if kind not in shown and not any(kind[0].follows is each[0] for each in shown):
+            _print_line(console, "note:" if kind[0].is_note else "also", kind)
     print_summary(log, findings, console)
+
+
+def _print_line(console: Console, what: str, kind: list[LogFinding]) -> None:
+    found, times = kind[0], sum(each.count for each in kind)
+    more = f", {times} times" if times > 1 else ""
+    at = f" ({found.evidence[0].file}:{found.evidence[0].line})" if found.evidence else ""
+    text = f"{what} {found.rule.code} {found.rule.name}: {found.sentence}{more}{at}"
+    console.print(text, soft_wrap=True, markup=False)
 
 
 def _requests(others: list[LogFinding]) -> str:
@@ -117,7 +130,7 @@ def print_summary(log: Diagnosis, findings: list[LogFinding], console: Console) 
         )
     if log.releases.too_old:
         console.print(f"note: {log.releases.too_old}", soft_wrap=True, markup=False)
-    if "LMCacheMPConnector" in log.who.connectors and not any(log.counts[name] for name in _COUNTED):
+    if "LMCacheMPConnector" in log.who.connectors and not any(log.counts[name] for name in (*_COUNTED, *_OF_SERVER)):
         console.print(
             "note: with LMCacheMPConnector lookups, loads and stores are in the log of `lmcache server`, not in an "
             "engine's: give that file too",
@@ -125,9 +138,22 @@ def print_summary(log: Diagnosis, findings: list[LogFinding], console: Console) 
             markup=False,
         )
     console.print(read_words(log), soft_wrap=True, markup=False)
-    each = Counter(f"{found.rule.code} {found.rule.name}" for found in findings)  # a crash is one for each request
-    words = ", ".join(f"{name} ({many} requests)" if many > 1 else name for name, many in each.items())
-    console.print(f"SUMMARY: kvfix-diagnose: {words or nothing_found(log)}", soft_wrap=True, markup=False)
+    if log.interrupted:
+        console.print(f"note: {log.interrupted}", soft_wrap=True, markup=False)
+    console.print(f"SUMMARY: kvfix-diagnose: {_summary(log, findings)}", soft_wrap=True, markup=False)
+
+
+def _summary(log: Diagnosis, findings: list[LogFinding]) -> str:
+    """Return each kind of finding once: how many requests it concerns, and whether it is certain."""
+    found = [each for each in findings if not each.is_note]
+    words = []
+    for kind in by_kind(found):
+        rule, certain = kind[0].rule, any(each.is_certain for each in kind)
+        marks = [f"{len(kind)} requests"] * (len(kind) > 1) + ["not certain"] * (not certain)
+        words.append(f"{rule.code} {rule.name}" + (f" ({', '.join(marks)})" if marks else ""))
+    notes = len(findings) - len(found)
+    text = ", ".join(words) or nothing_found(log)
+    return text + (f"; {notes} note{'s' if notes > 1 else ''}" if notes else "")
 
 
 def nothing_found(log: Diagnosis) -> str:
@@ -141,8 +167,8 @@ def nothing_found(log: Diagnosis) -> str:
 
 
 def not_recognised(log: Diagnosis) -> str:
-    """Of an input that says nothing: whether it is of vLLM or LMCache at all, as far as it is short."""
-    if any(is_own(text) for text in log.whole):
+    """Say of an input without a line that is read whether it is of vLLM or LMCache at all."""
+    if log.is_own:
         return "the lines of vLLM or LMCache in it do not say what requests did, nor what failed"
     return "no line of vLLM, LMCache or a KV connector was recognised"
 
@@ -158,9 +184,6 @@ def read_words(log: Diagnosis) -> str:
 def versions(log: Diagnosis) -> dict[str, str]:
     """{"LMCache": releases, "vLLM": releases}; "" where none is known."""
     named = {"LMCache": ", ".join(log.releases.named("lmcache")), "vLLM": ", ".join(log.releases.named("vllm"))}
-    for name in named:
-        if not named[name] and (said := log.releases.said(name.lower())):
-            named[name] = f"{said} (as the text says)"
     for name, by_lines in (("LMCache", log.releases.candidates), ("vLLM", log.releases.placed())):
         if not named[name] and by_lines:
             first, last = by_lines[0], by_lines[-1]

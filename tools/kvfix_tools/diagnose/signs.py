@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvfix_tools.diagnose.log_line import without_place
@@ -12,42 +12,42 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.log_line import LogLine
 
 PLACE = re.compile(r"<(\w+)>")
-#: Letters of a function's name from which on it says something.
-_TELLS = 8
-_PYTHONS = re.compile(
-    r"(?:\w+ )?index out of range|\[Errno \d+\][\w -]*|division by zero|\w+ changed size during iteration"
-    r"|(?:<\w+>\.__init__\(\) )?missing <\w+> required positional argument"
-    r"|<\w+>\.__init__\(\) takes <\w+> positional arguments? but <\w+> were given"
-    r"|(?:' )?is invalid for input of size(?: <\w+>)?"
-)
 #: Innermost frames in which a sign is looked for.
 _FRAMES = 8
 
 
-class Logged(NamedTuple):
-    """A line of a logger.
+#: Where an exception left, or a thread stands: `file.py:function`, `function()`, `folder/` or `namespace::function`.
+_PLACE = r"[\w./-]+\.\w+:[\w<>]+|[\w<>~]+\(\)|[\w./-]+/|[^\s`]+::[^\s`]+"
+#: The grammar of a sign (docs/knowledge.md).
+_SIGN = re.compile(
+    r"(?:(?P<form>died|stack): )?"
+    r"(?:(?P<kind>(?:[A-Z]\w*?|nixl\w+?)?(?:Error|Exception|Timeout|StopIteration|Disconnected))"
+    rf"(?:: |(?=$| at `| via | in (?:{_PLACE})(?:$| via ))))?"
+    r"(?P<text>.*?)"
+    r"(?: ?(?<!\S)at `(?P<source>[^`]+)`)?"
+    rf"(?: ?(?<!\S)in (?P<within>{_PLACE}))?"
+    r"(?: via (?P<through>[\w./-]+))?"
+)
 
-    text: of its statement, with `<name>` where a value comes; a part of it is enough.
-    at: the file of the statement, below its package: `lmcache/v1/cache_engine.py`. "": of no release that is here.
-    """
+
+class Logged(NamedTuple):
+    """A line of a logger. text: with `<name>` where a value comes; a part of the line is enough."""
 
     text: str
-    at: str = ""
 
 
 class Failed(NamedTuple):
     """An exception with its traceback. All that is given must fit.
 
     kind: its class, without the module. text: as in `Logged`. within: a function among the last frames, `file.py:name`
-    or `name`, or a folder: `lmcache/`. through: a part of the path of any frame: whose code called it. source: the
-    assertion that failed, without a text of its own. at: as in `Logged`, of the assertion or of the text.
+    or `name`, or a folder: `lmcache/`. through: a part of the path of any frame: whose code called it. source: a part
+    of the line of code that raised it.
     """
 
     kind: str = ""
     text: str = ""
     within: str = ""
     source: str = ""
-    at: str = ""
     through: str = ""
 
 
@@ -69,46 +69,21 @@ class Stuck(NamedTuple):
 Sign = Logged | Failed | Died | Stuck
 
 
-def either(*texts: str) -> tuple[Sign, ...]:
-    """Signs of these texts, as an exception or in the line of a logger."""
-    return (*(Failed(text=text) for text in texts), *(Logged(text) for text in texts))
-
-
-def ended_by(signal: int) -> tuple[Sign, ...]:
-    """Signs of a process that died of this signal, by the exit code that vLLM, Python or a launcher prints."""
-    cores = "Engine core initialization failed. See root cause above. Failed core proc(s): <processes>: "
-    texts = (f"exit code: -{signal}", f"exit code -{signal}", f"with signal {signal}")
-    return (Failed(text=f"{cores}-{signal}"), *(Died(text) for text in texts))
-
-
-def raised_in(sign: Sign) -> tuple[str, str]:
-    """(file, function) in which the sign failed; "" for what it leaves open. Of C++ (`ns::name`) it is no function."""
-    within = getattr(sign, "within", "")
-    if "::" in within or within.endswith("/"):
-        return "", ""
-    file, _, function = within.rpartition(":")
-    return file, function
-
-
-def tells(function: str) -> bool:
-    """Whether a function's name is so much its own that a text with it speaks of this function."""
-    return len(function) >= _TELLS and "_" in function.strip("_") and not function.startswith("__")
-
-
-def is_pythons(text: str) -> bool:
-    """Whether Python, torch or the system says exactly this of any code: the frames tell whose failure it is."""
-    return _PYTHONS.fullmatch(text) is not None
-
-
-def in_words(sign: Sign) -> str:
-    """How the sign looks in a log, with an ellipsis for values."""
-    text = PLACE.sub("...", sign.text)
-    within = sign.within if not isinstance(sign, Logged) else ""
-    source = sign.source if isinstance(sign, Failed) else ""
-    kind = sign.kind if isinstance(sign, Failed) else ""
-    native = {Died: "a native crash", Stuck: "a thread"}.get(type(sign), "")
-    what = ": ".join(part for part in (kind, text) if part) or native
-    return ", ".join(part for part in (what, f"`{source}`" if source else "", f"in {within}" if within else "") if part)
+@cache
+def parse(sign: str) -> tuple[Sign, ...]:
+    """Read a sign as a record writes it. A text without a class or a place is logged or raised: it is two signs."""
+    found = _SIGN.fullmatch(sign)
+    assert found is not None  # every part may be empty
+    form, kind, text, source, within, through = (
+        found[part] or "" for part in ("form", "kind", "text", "source", "within", "through")
+    )
+    within = within.removesuffix("()")
+    if form == "stack":
+        return (Stuck(within or text),)
+    if form == "died":
+        return (Died(text, within),)
+    raised = Failed(kind, text, within, source, through)
+    return (raised,) if kind or source or within or through else (raised, Logged(text))
 
 
 @lru_cache(maxsize=4096)
@@ -155,7 +130,8 @@ def fits(sign: Sign, line: LogLine) -> dict[str, Any] | None:
         return None
     if sign.source and sign.source not in fields["source"]:
         return None
-    if sign.within and not _within(sign.within, fields["frames"][-_FRAMES:]):
+    own = [frame for frame in fields["frames"] if not frame[0].startswith("<frozen")]  # not of the import system
+    if sign.within and not _within(sign.within, own[-_FRAMES:]):
         return None
     if not goes_through(sign, fields["frames"]):
         return None

@@ -11,15 +11,22 @@ from functools import cached_property, lru_cache
 
 import msgspec
 
-from kvfix_tools.diagnose import grammar, log_formats
+from kvfix_tools.diagnose import bare_lines, grammar, grammar_vllm, log_formats
+from kvfix_tools.diagnose.bare_lines import Headless
 from kvfix_tools.diagnose.log_line import ANSI, Fields, without_colours, without_tokens
 from kvfix_tools.diagnose.tracebacks import Part, Raised, by_name
 
+#: Part of each line of kvfix's own recorder.
+RECORDED = b'{"kind":"'
+#: Logger of glog, UCX, spdlog and CANN.
+NATIVE = "native"
 #: Name of a line that names a connector, and says nothing else.
 WHO = "who"
 #: Bytes of a message that are kept for evidence.
 LONGEST_BODY = 1 << 14
 LEVEL = re.compile(rb"\] LMCache ([A-Z]{4,8}):(?:" + ANSI + rb")? ?")
+#: LMCache's frame without its time, and the place of its statement at the end of a line without its frame.
+_CUT = re.compile(rb"(?m)^LMCache [A-Z]{4,8}: |\(\w+\.py:\d+:lmcache\.")
 _SECOND, STAMP = len(b"2026-11-21 01:41:27"), len(b"2026-11-21 01:41:27,007")
 #: `ERROR 12-03 01:24:36 [core.py:844] `, and whose it is: `(EngineCore_DP0 pid=7703) `, `(VllmWorker rank=0 pid=31) `,
 #: Ray's `(RayWorkerWrapper pid=7, ip=10.0.0.5) `, and what torch and torchrun put before lines: `[rank0]: `. The date
@@ -28,13 +35,15 @@ _VLLM = re.compile(
     rb"(DEBUG|INFO|WARNING|ERROR|CRITICAL) +(?:\d{4}-)?\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)? "
     rb"\[{0,2}([^\[\]\s]*:\d+)(?:\]\(http[^()\s]{1,200}\))?\] ?"
 )
+_CLOCK = re.compile(rb"(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) +(?:(\d{4})-)?(\d\d-\d\d \d\d:\d\d:\d\d)")
 _PROCESS = re.compile(rb"\((\w+)(?: rank=(\d+))?[^()\n]{0,40}? ?pid=(\d+)(?:, ip=[\w.:]{1,40})?\)")
 _RANK = re.compile(rb"\[((?:rank|default)\d{1,5})\]: ?")
 #: Levels of other loggers: logging's own format, uvicorn, glog (Mooncake, NIXL), UCX, spdlog (InfiniStore); and what
 #: argparse, Docker and Helm say.
 _OTHER = re.compile(
     rb"(?:^|[\s\]\[|])(?:(?P<level>WARNING|WARN|ERROR|CRITICAL|FATAL)\b[\s:\]-]"
-    rb"|(?P<glog>[WEF])(?:\d{4}){1,2} \d\d:\d\d:\d\d|\[infini\] \[(?P<spdlog>warning|error|critical)\]"
+    rb"|(?P<glog>[WEF])(?:\d{4}){1,2} \d\d:\d\d:\d\d(?!\S* +\d+ \S+\.go:)"
+    rb"|\[infini\] \[(?P<spdlog>warning|error|critical)\]"
     rb"|\[(?P<cann>ERROR)\] [A-Z]{2,12}\(\d"
     rb"|[\w.]+\.c:\d+ +(?:UCX +DIAG +)?(?P<ucx>Fatal: |Transport retry count exceeded)"
     rb"|(?P<usage>error): (?:argument|unrecognized|the following) "
@@ -76,9 +85,13 @@ _OF_VLLM = [message for message in _ANYWHERE if message.source != "lmcache"]
 _RAISED = [message for message in grammar.MESSAGES if message.source == "raised"]
 
 
+#: Kinds of lines that are no statements of a logger of vLLM or LMCache: of uvicorn, of lists of packages, of kvfix.
+_NO_STATEMENTS = ("up", "answered_500", "recorded", *grammar_vllm.RELEASE_IN)
+
+
 def is_own(text: bytes) -> bool:
-    """Whether a line of it has the head of vLLM's logger or of LMCache's."""
-    return LEVEL.search(text) is not None or _VLLM.search(text) is not None
+    """Return True if a line of it has the head of vLLM's logger or of LMCache's, or names a process of an engine."""
+    return any(pattern.search(text) is not None for pattern in (LEVEL, _VLLM, _PROCESS, _CUT))
 
 
 class Framed(msgspec.Struct, frozen=True):
@@ -110,9 +123,13 @@ def framed(level: bytes, body: bytes) -> Framed:
 
 
 class Other:
-    """A line of vLLM, of another logger, of a traceback, or one that has lost its beginning."""
+    """A line of vLLM, of another logger, of a traceback, or one that has lost its beginning.
 
-    def __init__(self, line: bytes) -> None:
+    headless: whether the line counts without a logger's head.
+    """
+
+    def __init__(self, line: bytes, headless: Headless = Headless.ALL) -> None:
+        self._headless = headless
         text = self._text = without_colours(line) if b"\x1b" in line or b"[0" in line else line
         self.process = process(text)
         self._head = _VLLM.search(text)
@@ -124,6 +141,8 @@ class Other:
             self.process, self.body = rank[1].decode(), text[rank.end() :]
         else:
             self.body = log_formats.without_prefix(text)
+            if headless is Headless.WHOLE and self.body[:1] in bare_lines.QUOTES:
+                self.body = bare_lines.stripped(self.body)
         #: Whether it may be of a dump of stacks.
         self.of_stack = b"Thread " in self.body or b"Process " in self.body or self.body.startswith(b"#0 ")
 
@@ -142,10 +161,14 @@ class Other:
         if self._head is not None:
             return self._head[1].decode().lower()
         other = _OTHER.search(self._text[:_LEVELLED])
-        if other is None:
+        if other is None or (other["level"] and self._headless is Headless.NONE and not self._has_head):
             return ""
         name = other["level"] or other["glog"] or other["spdlog"] or other["cann"] or other["usage"] or b"error"
         return _LEVELS.get(name, name.decode().lower())
+
+    @property
+    def _has_head(self) -> bool:
+        return self._head is not None or bool(self.process)
 
     @property
     def place(self) -> str:
@@ -156,9 +179,13 @@ class Other:
     def found(self) -> tuple[str, Fields] | None:
         """(name, fields), where it is no part of a traceback; None: it means nothing."""
         text, body, head = self._text, self.body, self._head
+        whole = not self._has_head and self._headless is Headless.WHOLE
+        if not self._has_head and self._headless is Headless.NONE and RECORDED not in text:
+            level = self.level
+            return ("logged", {"level": level, "logger": NATIVE, "place": ""}) if level else None
         cut = head is None and (b"lmcache" in text or b"LMCache" in text)
         for message in _ANYWHERE if cut else _OF_VLLM:
-            if message.literal in text:
+            if message.literal in text and (not whole or self._is_whole(message)):
                 match = message.pattern.search(body) or message.pattern.search(text)
                 if match is not None:
                     fields = _fields(message, match)
@@ -178,7 +205,25 @@ class Other:
         if any(words in text for words in _BAD_AT_INFO):
             return "logged", {"level": "warning", "logger": "", "place": ""}
         if self.level in ("warning", "error", "critical"):
-            return "logged", {"level": self.level, "logger": "vllm" if head else "", "place": self.place}
+            native = _OTHER.search(self._text[:_LEVELLED])
+            logger = "vllm" if head else "" if native is None or native["level"] else NATIVE
+            return "logged", {"level": self.level, "logger": logger, "place": self.place}
+        return self._statement if whole else None
+
+    def _is_whole(self, message: grammar.Message) -> bool:
+        """Return True if the line is no more than this message, or one that no logger's statement makes."""
+        return message.name in _NO_STATEMENTS or bare_lines.kind(self.body) == message.name
+
+    @property
+    def _statement(self) -> tuple[str, Fields] | None:
+        """A whole statement of a release without its logger's head."""
+        name = bare_lines.kind(self.body)
+        if name == "logged":
+            return name, {"level": "error", "logger": "bare", "place": ""}
+        for message in grammar.MESSAGES if name is not None else ():
+            match = message.pattern.match(bare_lines.stripped(self.body)) if message.name == name else None
+            if match is not None:
+                return message.name, _fields(message, match)
         return None
 
     @cached_property
@@ -245,6 +290,19 @@ def second_and_process(prefix: bytes) -> tuple[float | None, str]:
     if len(prefix) < _SECOND:
         return None, process(prefix)
     return _second(prefix[-_SECOND:]), process(prefix[:-_SECOND])
+
+
+def clock(line: bytes, year: bytes) -> float | None:
+    """Return when vLLM logged this line, as seconds since 1970; None: it has no time, or no year is known."""
+    found = _CLOCK.search(line[:_LEVELLED])
+    if found is None or not (found[1] or year.isdigit()):
+        return None
+    return _second_of((found[1] or year) + b"-" + found[2])
+
+
+@lru_cache(maxsize=256)
+def _second_of(stamp: bytes) -> float | None:
+    return _second(stamp)
 
 
 def _second(stamp: bytes) -> float | None:

@@ -57,6 +57,8 @@ class Timeline:
         if marks is None and len(self.requests) < DRAWN and event.request:
             marks = self.requests[event.request] = []
         if marks is not None and len(marks) < 200:
+            # vLLM's own lines have whole seconds only.
+            time = max(time, marks[-1].time) if marks else time
             marks.append(Mark(time, type(event).__name__, in_words(event)))
 
     def line(self, line: LogLine) -> None:

@@ -10,7 +10,7 @@ from collections import deque
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvfix_tools.diagnose import wrapped
+from kvfix_tools.diagnose.log_formats import shape
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.log_line import Fields
@@ -167,7 +167,7 @@ class Tracebacks:
     def take(self, process: str, part: Part) -> tuple[bool, Raised | None]:
         """(whether the line is part of a traceback, the exception that it ends with)."""
         known = self.open.get(process)
-        if known is not None and known.prefix and wrapped.shape(part.text[: len(known.prefix)]) == known.prefix:
+        if known is not None and known.prefix and shape(part.text[: len(known.prefix)]) == known.prefix:
             part = Part(part.text[len(known.prefix) :])
         in_group = part.in_group
         if known is not None and in_group:
@@ -207,7 +207,7 @@ class Tracebacks:
             self.open.clear()
         trace = self.open[process] = _Traceback()
         trace.follows = self.follows(process)
-        trace.prefix = wrapped.shape(before) if before.strip() and not in_group else b""
+        trace.prefix = shape(before) if before.strip() and not in_group else b""
         if in_group and process in self._groups:
             group, _ = self._groups[process]
             trace.frames.extend(group.frames)  # the hook is among them

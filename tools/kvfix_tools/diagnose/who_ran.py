@@ -33,8 +33,6 @@ _MARKS = (
     (b"dynamo_llm::block_manager", "DynamoConnector"),
     (b"kvbm/vllm_integration", "DynamoConnector"),
 )
-#: Words of what moves its KV by NIXL too.
-_MAY_USE_NIXL = (b"lmcache", b"mooncake", b"offload", b"dynamo", b"kvbm", b"multiconnector", b"p2p")
 _NAMED = re.compile(rb"kv_connector['\"]?\s*[=:]\s*['\"]?(\w+)|connector with name: (\w+)")
 _ROLE = re.compile(rb"kv_role['\"]?\s*[=:]\s*['\"]?(kv_\w+)")
 #: Of an engine; its data parallel ranks add to it.
@@ -48,6 +46,8 @@ class WhoRan:
         self.roles: set[str] = set()
         #: Ids of the engines that made a connector.
         self.engines: set[bytes] = set()
+        #: True if any line is of vLLM, of LMCache or of their code.
+        self.engine = False
         #: vLLM's line of its non-default arguments, cut to 4 kB; "" if the log has none.
         self.settings = ""
 
@@ -56,14 +56,9 @@ class WhoRan:
         """Whether LMCache may have run: as far as the log says."""
         return not self.connectors or any(name.startswith(("LMCache", "Multi")) for name in self.connectors)
 
-    def read(self, texts: list[bytes]) -> None:
-        """What short texts speak of, where no line says it: NIXL, and no cache that may use it too."""
-        words = b"" if self.connectors else b"\n".join(texts).lower()
-        if b"nixl" in words and not any(cache in words for cache in _MAY_USE_NIXL):
-            self.connectors.add("NixlConnector")
-
     def take(self, line: LogLine) -> None:
         body = line.body
+        self.engine = self.engine or _is_of_engine(line)
         if body.find(b"onnector") >= 0:
             connectors, roles = _named(body)
             self.connectors |= connectors
@@ -80,6 +75,14 @@ class WhoRan:
             self.connectors |= _marked(body)
         if line.name == "logged":  # `[nixl_connector.py:815] `
             self.connectors |= _marked(line.fields["place"].encode())
+
+
+def _is_of_engine(line: LogLine) -> bool:
+    if line.process or line.time is not None or line.fields.get("logger"):
+        return True
+    if line.name == "raised":
+        return any(f"/{of}/" in f"/{frame[0]}" for frame in line.fields["frames"] for of in ("vllm", "lmcache"))
+    return line.name not in ("logged", "died", "stack", "who")
 
 
 @lru_cache(maxsize=256)

@@ -123,7 +123,7 @@ def of_finding(finding: findings.LogRule) -> str:
 
 def of_problem(problem: problems.Problem) -> str:
     parts = {
-        "In the log": "".join(f"    {problems.in_words(sign)}\n" for sign in problem.shows),
+        "In the log": "".join(f"    {sign}\n" for sign in problem.signs),
         "Cause": problem.cause + ("" if problem.sure else " The line alone does not prove it."),
         "Do now": problem.now,
         "For good": problem.for_good,

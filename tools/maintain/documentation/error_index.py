@@ -30,7 +30,7 @@ _HEADINGS = {
     None: "Also quoted by fixes",
 }
 #: Names of the texts of exceptions, and the finding of those that no other finding knows.
-_RAISED = {message.name for message in grammar.MESSAGES if message.source == "raised"}
+RAISED = {message.name for message in grammar.MESSAGES if message.source == "raised"}
 _UNKNOWN = "KVD199"
 _EXCEPTION = """Traceback (most recent call last):
   File "/lmcache/integration/vllm/vllm_v1_adapter.py", line 1, in build_connector_meta
@@ -56,14 +56,19 @@ class Entry(NamedTuple):
         return min((rule.severity for rule in self.rules), key=lambda severity: severity.value, default=None)
 
 
+def kinds() -> set[str]:
+    """Return the kinds of lines at which a finding looks."""
+    return RAISED | {kind for rule in findings.catalogue() for kind in rule.on}
+
+
 @lru_cache(maxsize=1)
 def entries() -> tuple[Entry, ...]:
     quoted = [(fix, span) for fix in catalogue.fixes() for span in _quoted(fix)]
-    kinds = _RAISED | {kind for rule in findings.catalogue() for kind in rule.on} | {_kind(span) for _, span in quoted}
+    looked_at = kinds() | {_kind(span) for _, span in quoted}
     #: {text: (its findings, its fixes)}, and {kind of line: its texts}
     found: dict[str, tuple[set[str], set[str]]] = {}
     texts: dict[str, list[str]] = {}
-    for row in (row for rows in statements.known().values() for row in rows if row.message in kinds - _ORDINARY):
+    for row in (row for rows in statements.known().values() for row in rows if row.message in looked_at - _ORDINARY):
         prefix = "AssertionError: " if row.level == "assert" else ""
         text = " ".join((prefix + statements.sample(row.template.partition("\n")[0], "…")).split())
         found.setdefault(text, (set(_findings_of(row.message)), set()))
@@ -85,13 +90,13 @@ def _entry(text: str, of: set[str], fixes: set[str]) -> Entry:
 @lru_cache(maxsize=64)
 def _findings_of(kind: str) -> frozenset[str]:
     """Findings of a kind of line. Where an exception's numbers decide, also those that need the lines before it."""
-    if kind not in _RAISED:
+    if kind not in RAISED:
         return frozenset(rule.code for rule in findings.catalogue() if kind in rule.on)
     diagnosed = _diagnosed(kind)
     if len(diagnosed) < 2:
         return diagnosed
     fixes = {each for rule in findings.catalogue() if rule.code in diagnosed for each in rule.fixes}
-    elsewhere = {code for other in _RAISED - {kind} for code in _diagnosed(other)}
+    elsewhere = {code for other in RAISED - {kind} for code in _diagnosed(other)}
     return diagnosed | frozenset(rule.code for rule in _of_exceptions() if fixes & set(rule.fixes)) - elsewhere
 
 

@@ -92,6 +92,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     """A request whose lease is over. Wrong is to look for a way to its peer."""
     worker = SimpleNamespace(_reqs_to_process=set(), transfer_topo=object(), tp_mappings={}, _sending_transfers={})
     worker._sending_transfers_lock = threading.Lock()
+    vars(worker)[_OVER] = {stubs.NAME: None}
     try:
         hook(worker, stubs.NAME, SimpleNamespace(remote=SimpleNamespace(engine_id="d")))
     except KeyError:

@@ -1,19 +1,20 @@
-"""What is wrong, one function each. A function is a finding by its decorator; nothing lists them.
+"""The rules for logs, one function each.
 
     @finding("KVD101", "cached-hit-promised-whole", Severity.CRASH, on=["raised"])
     def cached_hit_promised_whole(log, line): ...
 
-`on`: kinds of lines (grammar) at which it is asked; "" is the end of the log. It answers None, or an `Answer` with the
-sentence with the numbers of this case. Its docstring: a title, then paragraphs `Cause:` (left out where the fix has
-it), `Setting:` (what avoids it), `First:` (before a fix), `Good:` (what ends it, if not a release of the fix),
-`Normal:` (what looks like it and is not). What a fix knows (cause, releases) is taken from the catalogue of
-kvfix.fixes, not written again.
+`on` lists the kinds of lines (grammar) for which the rule is called. "" is the end of the log. A rule returns None, or
+an `Answer` with the sentence that has the numbers of this case. The docstring of a rule has a title, then paragraphs:
+`Cause:` (left out if the fix has the cause), `Setting:` (what avoids the problem), `First:` (what to do before a fix),
+`Good:` (what ends the problem, if not a release of the fix), `Normal:` (what looks like the problem and is not).
+kvfix.fixes has the cause and the releases of a fix; they are not written again here.
+
+Rules run in the order of `_MODULES`, and within a module in the order of the file. The code of a rule decides nothing.
 """
 
 from __future__ import annotations
 
 import enum
-import pkgutil
 from collections.abc import Callable
 from functools import lru_cache
 from importlib import import_module
@@ -24,9 +25,15 @@ import msgspec
 from kvfix import catalogue as known_fixes
 from kvfix.ledger import RULES, Finding
 
+#: Modules of this package, in the order in which their rules run.
+_MODULES = (
+    "crashes", "hangs", "server", "content", "loads_short", "memory", "lookups_seen", "lookups", "evictions",
+    "standstill", "offloading", "transfers", "native_stacks", "quiet", "unknown",
+)  # fmt: skip
+
 
 class Severity(enum.Enum):
-    """The worst first."""
+    """The worst first. A note is no finding: the log may only begin or end there."""
 
     CRASH = 0
     WRONG = 1
@@ -34,6 +41,7 @@ class Severity(enum.Enum):
     LEAK = 3
     SLOW = 4
     RISK = 5
+    NOTE = 6
 
     @property
     def word(self) -> str:
@@ -42,13 +50,15 @@ class Severity(enum.Enum):
 
 class Answer(NamedTuple):
     """sentence: this case in numbers. request: None: the line's own; "": of no one request. evidence: more lines.
-    record: the finding is this record of a problem, not the one whose function answers."""
+
+    note: True if the excerpt may only begin or end here.
+    """
 
     sentence: str
     request: str | None = None
     verdict: str = "violated"
     evidence: tuple[Any, ...] = ()
-    record: Any = None
+    note: bool = False
 
 
 class LogRule(msgspec.Struct, frozen=True):
@@ -58,8 +68,10 @@ class LogRule(msgspec.Struct, frozen=True):
     on: tuple[str, ...]
     look: Callable[[Any, Any], Answer | None]
     doc: str
-    #: Of a rule of the ledger: the violation, by which its fixes are found.
+    #: The violation, if this is a rule of the ledger. The fixes are found by it.
     message: str | None = None
+    #: True if the rule sees what other failures lead to, and not a cause.
+    symptom: bool = False
 
     @property
     def fixes(self) -> tuple[str, ...]:
@@ -71,7 +83,7 @@ class LogRule(msgspec.Struct, frozen=True):
         return self.doc.strip().partition("\n")[0]
 
     def section(self, name: str) -> str:
-        """The paragraph that begins with `name:`; "" if there is none."""
+        """Return the paragraph that begins with `name:`; "" if there is none."""
         for paragraph in self.doc.split("\n\n"):
             if paragraph.strip().startswith(f"{name}:"):
                 text = " ".join(paragraph.strip().removeprefix(f"{name}:").split())
@@ -90,17 +102,17 @@ HIDDEN = (
 
 
 def finding(
-    code: str, name: str, severity: Severity, on: list[str]
+    code: str, name: str, severity: Severity, on: list[str], symptom: bool = False
 ) -> Callable[[Callable[..., Answer | None]], Callable[..., Answer | None]]:
     def register(look: Callable[..., Answer | None]) -> Callable[..., Answer | None]:
-        _RULES.append(LogRule(code, name, severity, tuple(on), look, look.__doc__ or ""))
+        _RULES.append(LogRule(code, name, severity, tuple(on), look, look.__doc__ or "", symptom=symptom))
         return look
 
     return register
 
 
 def note(on: str) -> Callable[[Callable[[Any, Any], None]], Callable[[Any, Any], None]]:
-    """A function that remembers something of this kind of line in `log.memory`, for findings to look at."""
+    """Register a function that keeps something of this kind of line (`log.state`) for rules to read."""
 
     def register(keep: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
         _NOTES.setdefault(on, []).append(keep)
@@ -110,27 +122,27 @@ def note(on: str) -> Callable[[Callable[[Any, Any], None]], Callable[[Any, Any],
 
 
 def notes() -> dict[str, list[Callable[[Any, Any], None]]]:
-    """{kind of line: what is called before the findings}"""
+    """Return {kind of line: what is called before the rules}."""
     catalogue()
     return _NOTES
 
 
 @lru_cache(maxsize=1)
 def catalogue() -> tuple[LogRule, ...]:
-    """Every finding, in the order of its code."""
-    for module in pkgutil.iter_modules(__path__):
-        import_module(f"{__name__}.{module.name}")
-    return tuple(sorted(_RULES, key=lambda rule: rule.code))
+    """Return every rule, in the order in which they run."""
+    for module in _MODULES:
+        import_module(f"{__name__}.{module}")
+    return tuple(_RULES)
 
 
 def find(name: str) -> LogRule | None:
-    """The finding of this code or name; None if there is none."""
+    """Return the rule of this code or name; None if there is none."""
     return next((rule for rule in catalogue() if name.upper() == rule.code or name.lower() == rule.name), None)
 
 
 @lru_cache(maxsize=1)
 def rules() -> dict[str, tuple[LogRule, ...]]:
-    """{kind of line: the findings that look at it}"""
+    """Return {kind of line: the rules that look at it}."""
     by_name: dict[str, tuple[LogRule, ...]] = {}
     for rule in catalogue():
         for name in rule.on:
@@ -139,7 +151,7 @@ def rules() -> dict[str, tuple[LogRule, ...]]:
 
 
 def ledger_rule(violated: Finding) -> LogRule:
-    """A rule of the ledger as a finding: what no finding of the log explains. Its fixes are those that handle it."""
+    """Return a rule of the ledger as a rule for logs, for a violation that no finding explains."""
     known = next(rule for rule in RULES if rule.code == violated.code)
     doc = f"{known.name.replace('-', ' ').capitalize()}.\n\nCause: {known.doc}"
     return LogRule(known.code, known.name, Severity.WRONG, (), lambda log, line: None, doc, message=violated.message)

@@ -17,13 +17,17 @@ if TYPE_CHECKING:
 _SHOWN = 4
 
 
+class _TakenForDone(list["LogLine"]):
+    """Failed loads of a release that may report them as done."""
+
+
 @finding("KVD301", "failed-load-taken-for-done", Severity.WRONG, on=["mp_failed", ""])
 def failed_load_taken_for_done(log: Diagnosis, line: LogLine | None) -> Answer | None:
     """A load from the server failed and was reported done: the request reads what lies in its blocks. Wrong text.
 
-    Setting: none; a server with room enough, so that chunks are not evicted between lookup and load.
+    Setting: `lmcache server --l1-size-gb` larger, so that chunks are not evicted between lookup and load.
     """
-    unsure: list[LogLine] = log.memory.setdefault("taken_for_done", [])
+    unsure = log.state(_TakenForDone)
     sentence = "its load failed, and is reported as done"
     if line is None:  # where vLLM knows of a load that failed, the release reports it
         if not unsure or log.counts["kv_failing"] or log.counts["kv_recovered"]:
@@ -44,6 +48,7 @@ def failed_load_taken_for_done(log: Diagnosis, line: LogLine | None) -> Answer |
     "load-failed-in-vllm",
     Severity.SLOW,
     on=["kv_failing", "kv_recovered"],
+    symptom=True,
 )
 def load_failed_in_vllm(log: Diagnosis, line: LogLine) -> Answer | None:
     """The connector reported blocks whose load failed.
@@ -51,7 +56,7 @@ def load_failed_in_vllm(log: Diagnosis, line: LogLine) -> Answer | None:
     Cause: lines before this one tell why: a handshake or a transfer that failed, a server or a peer that is gone,
     chunks that were evicted after the lookup.
 
-    First: put right what failed before it.
+    First: `grep -n -B20 'KV load failure' LOG` shows what failed before it: put that right.
 
     Setting: `kv_load_failure_policy: recompute` computes them again; `fail`, the default, ends the requests.
     """
@@ -98,7 +103,7 @@ def ranks_evicted_apart(log: Diagnosis, line: LogLine) -> Answer | None:
     Cause: each rank keeps its part of a chunk under its own key, and a store evicts key by key (Redis at its maxmemory,
     or a full CPU cache). All ranks hit, so their hashes agree: PYTHONHASHSEED is not the cause.
 
-    Setting: more memory for the store (`maxmemory`, `max_local_cpu_size`); nothing where it is rare.
+    Setting: `redis-cli CONFIG SET maxmemory SIZE` larger, or a larger `max_local_cpu_size`; nothing if it is rare.
     """
     if not _evicted_in_parts(line):
         return None
@@ -111,7 +116,7 @@ def servers_differ(log: Diagnosis, line: LogLine) -> Answer | None:
 
     Cause: one of them has evicted or lost what the others have.
 
-    Setting: the same size for all servers.
+    Setting: `lmcache server --l1-size-gb` the same for all servers.
     """
     return Answer("the servers found different hits")
 
@@ -122,7 +127,7 @@ def save_left_out(log: Diagnosis, line: LogLine) -> Answer | None:
 
     Cause: the two came apart after a failed load or a preemption; from 0.4.7 on the worker goes on.
 
-    Setting: more KV blocks, so that fewer requests are preempted.
+    Setting: `--gpu-memory-utilization` higher or `--max-num-seqs` lower, so that fewer requests are preempted.
     """
     f = line.fields
     return Answer(f"{f['ids']} token ids and {f['slots']} slots: not stored")
@@ -145,7 +150,8 @@ def block_ids_missing(log: Diagnosis, line: LogLine) -> Answer | None:
 
     Cause: connector and server count blocks differently: other block or chunk sizes, or another release.
 
-    Setting: the same LMCache release on both sides, `--chunk-size` a multiple of vLLM's block size.
+    Setting: `pip show lmcache` on both sides: the same release; `lmcache server --chunk-size` a multiple of vLLM's
+    block size.
     """
     return Answer(f"{line.fields['what']}: too few block ids, left out")
 
@@ -157,6 +163,6 @@ def keys_lost(log: Diagnosis, line: LogLine) -> Answer | None:
     Cause: the chunks were evicted between lookup and load, their read locks having run out; with an MLA model and
     tensor parallelism before LMCache 0.4.1 the first rank that loads releases them for all.
 
-    Setting: a larger `--l1-size-gb`.
+    Setting: `lmcache server --l1-size-gb GB`, a larger one.
     """
     return Answer("keys were not found when they were to be loaded", request="")

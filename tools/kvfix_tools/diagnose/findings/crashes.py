@@ -84,16 +84,18 @@ def _resumed(line: LogLine) -> str:
 
 
 def _kept_back(log: Diagnosis, line: LogLine) -> bool:
-    """The last answer before the crash was `< min_retrieve`."""
-    least = log.memory.get("least", {})
-    return line.request in least
+    """Return True if the last answer before the crash was `< min_retrieve`."""
+    return line.request in log.state(_BelowMinimum)
+
+
+class _BelowMinimum(dict[str, tuple[int, int]]):
+    """{request: (tokens that were hit and not loaded, the minimum)}"""
 
 
 @note("asked")
 def _note_min_retrieve(log: Diagnosis, line: LogLine) -> None:
-    """What KVD103 has to know."""
     if "least" in line.fields:
-        noted = log.memory.setdefault("least", {})
+        noted = log.state(_BelowMinimum)
         if len(noted) < 50_000:
             noted[line.request] = (line.fields["need"], line.fields["least"])
 
@@ -106,7 +108,7 @@ def resume_below_min_retrieve(log: Diagnosis, line: LogLine) -> Answer | None:
     """
     if not _is(line, "resume_differs") or not _kept_back(log, line):
         return None
-    need, least = log.memory["least"][line.request]
+    need, least = log.state(_BelowMinimum)[line.request]
     return Answer(f"{_resumed(line)}: {need} tokens were hit and not loaded, being fewer than min_retrieve {least}")
 
 
@@ -152,6 +154,10 @@ def resume_without_grant(log: Diagnosis, line: LogLine) -> Answer | None:
         return None
     if fields["against"] == "lmcache_cached_tokens" and fields["computed"] > fields["expected"]:
         return None
+    history = log.ledger.histories.get(line.request)
+    if history is None or history.asked is None:
+        sentence = f"{_resumed(line)}. The log does not have its lookup: below min_retrieve_tokens it is KVD103"
+        return Answer(sentence, verdict="unknown")
     return Answer(f"{_resumed(line)}: what was promised was not granted")
 
 
@@ -265,8 +271,6 @@ def chunk_released_twice(log: Diagnosis, line: LogLine) -> Answer | None:
     old = any(file.endswith("/gpu_connector.py") for file, _, _ in line.fields["frames"][-4:])  # up to 0.3.13
     if recent is False or (recent is None and old):
         return None  # with Mooncake it is KVD801
-    if recent is None and any(b"allocat" in text for text in log.pasted):
-        return None  # in prose: there was none to be had
     return Answer(
         f"a listed chunk has no tensor; double unpins before it: {log.counts['double_unpin']}",
         request="",
@@ -281,7 +285,7 @@ def context_parallel_in_process(log: Diagnosis, line: LogLine) -> Answer | None:
     Cause: each rank holds a part of the tokens' slots; the adapter counts the slots of the whole request, and a save or
     a lookup fails. No release of it (0.3.9 to 0.5.6) knows of context parallelism, nor refuses it at the start.
 
-    Setting: leave `--decode-context-parallel-size` (`-dcp`) out, and restart.
+    Setting: `vllm serve` without `--decode-context-parallel-size` (`-dcp`).
 
     Good: LMCacheMPConnector of LMCache 0.5.5 or newer, which supports it; LMCacheConnectorV1 does in no release.
     """

@@ -19,11 +19,15 @@ _SIZE = re.compile(rb"size: (\d{1,6}(?:\.\d{1,6})?) [gG][bB]")
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
+class _StoredGigabytes(dict[str, float]):
+    """{process: what it has stored}"""
+
+
 @note("stored")
 def _note_size(log: Diagnosis, line: LogLine) -> None:
     found = _SIZE.search(line.body)
     if found is not None:
-        sizes = log.memory.setdefault("stored_gb", {})
+        sizes = log.state(_StoredGigabytes)
         if line.process in sizes or len(sizes) < 64:
             sizes[line.process] = sizes.get(line.process, 0.0) + float(found[1])
 
@@ -40,7 +44,7 @@ def stored_more_than_fits(log: Diagnosis, line: LogLine | None) -> Answer | None
 
     Normal: prompts that never come again.
     """
-    kept, sizes = lookups_of(log), log.memory.get("stored_gb")
+    kept, sizes = lookups_of(log), log.state(_StoredGigabytes)
     if not sizes or kept.number < ENOUGH or log.hit or kept.settings.get("remote_url", "None") != "None":
         return None
     named = _NUMBER.match(kept.settings.get("max_local_cpu_size", ""))

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from kvfix_tools.diagnose import checks
 from kvfix_tools.diagnose.failures import hook, owner
-from kvfix_tools.diagnose.set_by import settings
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
@@ -36,8 +35,6 @@ def _what(log: Diagnosis, line: LogLine) -> str:
     parts = [f"{what} at {'/'.join(file.split('/')[-2:])}{at} in {function}"]
     if fields["source"]:
         parts.append(f"`{fields['source']}`")
-        if fields["source"].startswith("assert") and (set_by := settings(fields["source"])):
-            parts.append(f"of what is set by {'; '.join(set_by)}")
     parts.append(f"raised by {owner(fields['frames'])}")
     if hook(fields["frames"]):
         connectors = ", ".join(sorted(log.who.connectors))

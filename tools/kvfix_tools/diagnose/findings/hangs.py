@@ -2,70 +2,57 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any
 
-from kvfix_tools.diagnose import problems
 from kvfix_tools.diagnose.failures import hook
 from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
-from kvfix_tools.diagnose.findings.memory import PASTE
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
-    from kvfix_tools.diagnose.log_line import Fields, LogLine
+    from kvfix_tools.diagnose.log_line import Evidence, Fields, LogLine
 
 #: The same answer for the same request so many times, and no admission.
 POLLS = 1000
-#: NIXL storage is switched on; its pool has no fixed size.
-_NIXL = re.compile(rb"(?i)enable_nixl_storage\W{1,6}true")
-_DYNAMIC = re.compile(rb"nixl_pool_size\W{1,6}0\b")
 
 
-@finding("KVD201", "asked-for-ever", Severity.HANG, on=["asked", ""])
-def asked_for_ever(log: Diagnosis, line: LogLine | None) -> Answer | None:
+class _Head:
+    """The request that is asked about now: its fields, and the lookups and the work done when it came.
+
+    generation: tokens a second in vLLM's last statistics; None: there are none.
+    """
+
+    def __init__(self) -> None:
+        self.fields: Fields = {}
+        self.asked = self.done = 0
+        self.generation: float | None = None
+
+
+@finding("KVD201", "asked-for-ever", Severity.HANG, on=["asked"])
+def asked_for_ever(log: Diagnosis, line: LogLine) -> Answer | None:
     """One request is asked about on every step, and never admitted.
 
     Cause: the head of the queue gets no blocks: its load needs more than is ever free, or what it is promised can never
     be granted. Everything behind it waits too.
 
-    Setting: more KV blocks (`gpu_memory_utilization`), a smaller `max_model_len` or `max_num_seqs`, or
-    `max_tokens_per_load` unset.
+    Setting: `--num-gpu-blocks-override` or `--gpu-memory-utilization` higher, for more KV blocks; or a smaller
+    `--max-model-len` or `--max-num-seqs`; or `max_tokens_per_load` unset.
     """
-    if line is None:
-        return _asked_in_a_paste(log)
     f = line.fields
     done = log.counts["stored"] + log.counts["retrieved"]
     asked = log.counts["asked"]
-    head = log.memory.get("head")
-    if head is None or head[2] != done or (head[0] is not f and _answer(head[0]) != _answer(f)):
+    head = log.state(_Head)
+    if not head.fields or head.done != done or (head.fields is not f and _answer(head.fields) != _answer(f)):
         # Another request, or work was done: a queue behind a busy engine is asked about on every step too.
-        log.memory["head"] = [f, asked, done]
+        head.fields, head.asked, head.done = f, asked, done
         return None
-    moving = log.memory.get("generation")
-    if moving or asked - head[1] < (POLLS if moving is not None else 5 * POLLS):
+    moving = head.generation
+    if moving or asked - head.asked < (POLLS if moving is not None else 5 * POLLS):
         return None
-    head[1] = asked
+    head.asked = asked
     return Answer(
         f"asked {POLLS} times in a row with the same answer and more: hit {f.get('hit')}, need to load {f.get('need')}"
         + ("" if moving is not None else "; without vLLM's statistics it may be the queue of a busy engine"),
         verdict="unknown" if moving is None else "violated",
-    )
-
-
-def _asked_in_a_paste(log: Diagnosis) -> Answer | None:
-    """A few lines of a flood: one request that has nothing to load, asked about again, and nothing else."""
-    asked = log.counts["asked"]
-    if not 2 <= asked <= PASTE or asked != log.counts.total() or "head" not in log.memory:
-        return None
-    fields, since, _ = log.memory["head"]
-    request, hit, _, need = _answer(fields)
-    if since != 1 or not hit or need is None or need > 0:
-        return None
-    return Answer(
-        f"asked {asked} times, hit {hit}, need to load {need}: nothing is to be loaded, and it is not admitted. It is "
-        "this if the log goes on so; else the queue of a busy engine",
-        request=request,
-        verdict="unknown",
     )
 
 
@@ -75,11 +62,10 @@ def _answer(fields: Fields) -> tuple[Any, ...]:
 
 @note("stats")
 def _note_generation(log: Diagnosis, line: LogLine) -> None:
-    """What KVD201 has to know: whether the engine computes anything."""
-    log.memory["generation"] = float(line.fields["generation"])
+    log.state(_Head).generation = float(line.fields["generation"])
 
 
-@finding("KVD203", "lookups-not-answered", Severity.HANG, on=["lookup_timeout"])
+@finding("KVD203", "lookups-not-answered", Severity.HANG, on=["lookup_timeout"], symptom=True)
 def lookups_not_answered(log: Diagnosis, line: LogLine) -> Answer | None:
     """The workers do not answer lookups, and every step of the scheduler waits for one.
 
@@ -100,43 +86,51 @@ def worker_without_lmcache(log: Diagnosis, line: LogLine) -> Answer | None:
 
     Cause: what the line says. Every lookup then runs into its timeout.
 
-    First: put right what LMCache says (it is at the beginning of the log), and restart.
+    First: `grep -n 'LMCache ERROR' LOG | head` shows what LMCache says at its start: put it right, and restart.
     """
     f = line.fields
     if "what" in f and f["error"]:
         return Answer(f"{f['what']}: {f['error']}", request="")
     if "what" in f:  # an assertion without a text
-        silent = problems.find("KVD833")
-        return Answer(f"{f['what']}, and no reason is given", request="", verdict="unknown", record=silent)
-    process, error, raised = log.memory.get("raised", ("", "", None))
-    if process != line.process or not error:
+        return Answer(f"{f['what']}, and no reason is given", request="", verdict="unknown")
+    raised = log.state(_LastRaised).line
+    if raised is None or raised.process != line.process:
         return Answer("it failed to start; the beginning of the line is not in the log", request="")
+    error = f"{raised.fields['type']}: {raised.fields['text']}".removesuffix(": ")
     return Answer(f"LMCache failed to start: {error}", request="", evidence=(raised.evidence,))
+
+
+class _LastRaised:
+    """The last exception. If the error of KVD207 is a whole traceback, its line begins before the traceback."""
+
+    def __init__(self) -> None:
+        self.line: LogLine | None = None
 
 
 @note("raised")
 def _note_raised(log: Diagnosis, line: LogLine) -> None:
-    """What KVD207 has to know: where the error is a whole traceback, the line that tells of it begins before it."""
-    f = line.fields
-    log.memory["raised"] = (line.process, f"{f['type']}: {f['text']}" if f["text"] else f["type"], line)
+    log.state(_LastRaised).line = line
 
 
-@finding("KVD208", "waits-for-load", Severity.HANG, on=["kv_waiting", ""])
-def waits_for_load(log: Diagnosis, line: LogLine | None) -> Answer | None:
+class _Waits(dict[str, int]):
+    """{request: steps in which it waited for its load}"""
+
+
+@finding("KVD208", "waits-for-load", Severity.HANG, on=["kv_waiting"], symptom=True)
+def waits_for_load(log: Diagnosis, line: LogLine) -> Answer | None:
     """A request waits for a load for very many steps.
 
     Cause: the load does not end, or its end is not reported: the other side (prefill, store, server) does not answer,
     or the connector has lost it. With prefill and decode the proxy may be it: a sidecar that speaks another protocol
     than the connector of this vLLM puts nothing into kv_transfer_params that prefill would send for.
 
-    First: look at the log of the other side, and at the workers' lines about this request; of a proxy or sidecar at its
-    connector's name (llm-d: `--connector=nixlv2` for NixlConnector) and that it is of the same weeks as vLLM.
+    First: `kvfix dump PID` shows what the workers wait for; look at the log of the other side, and at the workers'
+    lines about this request. A proxy or sidecar: its connector's name (llm-d: `--connector=nixlv2` for
+    NixlConnector), and that it is of the same weeks as vLLM.
 
     Normal: some hundred steps, while a load is in flight.
     """
-    waits = log.memory.setdefault("waits", {})
-    if line is None:
-        return _waits_in_a_paste(log, waits)
+    waits = log.state(_Waits)
     if len(waits) < 10_000 or line.request in waits:
         count = waits[line.request] = waits.get(line.request, 0) + 1
         if count == POLLS:
@@ -144,16 +138,17 @@ def waits_for_load(log: Diagnosis, line: LogLine | None) -> Answer | None:
     return None
 
 
-def _waits_in_a_paste(log: Diagnosis, waits: dict[str, int]) -> Answer | None:
-    """A few lines of a flood: one request that waits in each step, and nothing else."""
-    if len(waits) != 1 or not 2 <= log.counts["kv_waiting"] <= PASTE or log.counts.total() != log.counts["kv_waiting"]:
-        return None
-    ((request, steps),) = waits.items()
-    sentence = f"waits for its load in each of {steps} steps. It is this if the log goes on so; else a load in flight"
-    return Answer(sentence, request=request, verdict="unknown")
+class _FirstWait:
+    def __init__(self) -> None:
+        self.evidence: Evidence | None = None
 
 
-@finding("KVD209", "start-waits-for-worker", Severity.HANG, on=[""])
+@note("broadcast")
+def _note_wait(log: Diagnosis, line: LogLine) -> None:
+    log.state(_FirstWait).evidence = log.state(_FirstWait).evidence or line.evidence
+
+
+@finding("KVD209", "start-waits-for-worker", Severity.HANG, on=[""], symptom=True)
 def start_waits_for_worker(log: Diagnosis, line: LogLine | None) -> Answer | None:
     """EngineCore waits for a worker that does not answer.
 
@@ -169,30 +164,18 @@ def start_waits_for_worker(log: Diagnosis, line: LogLine | None) -> Answer | Non
     """
     if log.counts["broadcast"] < 2 or log.failures.worked_since_wait:
         return None
-    return Answer(f"{log.counts['broadcast']} times no worker took what EngineCore gave it in time", request="")
+    first = log.state(_FirstWait).evidence
+    sentence = f"{log.counts['broadcast']} times no worker took what EngineCore gave it in time"
+    return Answer(sentence, request="", evidence=() if first is None else (first,))
 
 
-@finding("KVD211", "lookups-given-up", Severity.SLOW, on=["lookup_given_up", ""])
-def lookups_given_up(log: Diagnosis, line: LogLine | None) -> Answer | None:
+@finding("KVD211", "lookups-given-up", Severity.SLOW, on=["lookup_given_up"])
+def lookups_given_up(log: Diagnosis, line: LogLine) -> Answer | None:
     """Asynchronous lookups take too long and are given up. The next question about such a request kills EngineCore.
 
     Setting: a longer `lookup_timeout_ms`, or `enable_async_loading: false`.
     """
-    if line is None:
-        _never_answered(log)
-        return None
     return Answer(f"not answered after {line.fields['seconds']} seconds, computed instead")
-
-
-def _never_answered(log: Diagnosis) -> None:
-    """NIXL storage next to KVD211: until 0.5.6 NixlStaticStorageBackend has no batched_async_contains."""
-    is_static = any(_NIXL.search(text) and not _DYNAMIC.search(text) for text in log.pasted)
-    if not is_static or log.releases.within("lmcache", ">=0.5.6") is True:
-        return
-    for found in log.findings:
-        if found.rule.code == "KVD211":
-            found.sentence += "; NIXL storage with a pool of fixed size answers no asynchronous lookup before LMCache "
-            found.sentence += "0.5.6: enable_async_loading: false"
 
 
 @finding("KVD213", "stands-in-connector", Severity.HANG, on=["stack"])

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
-from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
-from kvfix_tools.diagnose.findings.lookups_seen import lookups_of
+from kvfix_tools.diagnose.findings import Answer, Severity, finding
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.log_line import LogLine
 
-#: `skip_last_n_tokens` is smaller than this.
-_CUT = 32
 #: Tokens of CacheBlend's separators in a prompt: fewer than these, and a small part of it.
 _SEPARATORS = 64
-#: A worker that is not the first: `Worker_TP1`, `VllmWorker_1`, `VllmWorker TP1`.
-_NOT_FIRST = re.compile(r"(?:TP|Worker_|rank=)[1-9]")
-#: NIXL storage is switched on.
-_NIXL = re.compile(rb"(?i)enable_nixl_storage\W{1,6}true")
-#: A stage of a pipeline that is not the first, or Ray, which hides it.
-_STAGE = re.compile(r"(?:\bPP|_PP)[1-9]|\bRayWorker")
 
 
 @finding("KVD1090", "store-does-not-give-what-it-lists", Severity.WRONG, on=["retrieved", "short"])
@@ -36,8 +26,9 @@ def store_does_not_give_what_it_lists(log: Diagnosis, line: LogLine) -> Answer |
     is restarted (pull 4745). Disk: the file is gone. Each of them: no room in the CPU pool to read it into, which has
     a line of its own.
 
-    First: the error of the store before these lines decides; without one, make the store forget what it lists: restart
-    mooncake_master, redis-cli FLUSHDB, or empty the folder of local_disk, then restart vLLM.
+    First: `grep -n -B20 "can't be retrieved" LOG` shows the error of the store, which decides. Without one, make
+    the store forget what it lists: restart mooncake_master, `redis-cli FLUSHDB`, or empty the folder of local_disk;
+    then restart vLLM.
 
     Good: a store that keeps what it lists (all Mooncake clients up, Redis with enough maxmemory), and kvfix (KVF007,
     KVF203), since in no release does vLLM forget the blocks of a failed load.
@@ -49,25 +40,21 @@ def store_does_not_give_what_it_lists(log: Diagnosis, line: LogLine) -> Answer |
     return Answer(short, verdict="unknown" if evicted else "violated")
 
 
-@finding("KVD302", "load-comes-short", Severity.WRONG, on=["retrieved", "short", "load_failed"])
+@finding("KVD302", "load-comes-short", Severity.WRONG, on=["retrieved", "short", "load_failed"], symptom=True)
 def load_comes_short(log: Diagnosis, line: LogLine) -> Answer | None:
     """What was hit could not be loaded. vLLM computes it again; what is stored meanwhile may be wrong.
 
-    Cause: between lookup and load the chunks were evicted or their pins ran out, or the backend lost them; LMCache
-    before 0.3.9.post1 also loses loads by itself. These are: before 0.3.3 rank 0 alone is asked, so that the chunks of
-    the others are not pinned (pull 1101), and what a peer sends with `enable_p2p` is not counted; in 0.3.1 tokens are
-    cut off wrongly (with `skip_last_n_tokens` twice); before August 2025 engines on one machine answer each other's
-    lookups (pull 1166); before 0.3.9.post1 no rank of a later stage of a pipeline is asked (pull 1813).
+    Cause: between lookup and load the chunks were evicted or their pins ran out, or the backend lost them. LMCache
+    0.3.9 with --pipeline-parallel-size asks no rank of a later stage (pull 1813).
 
-    First: LMCache before 0.3.9.post1: a newer one, until then `skip_last_n_tokens` at 0 and `enable_p2p: false`; else a
-    larger `max_local_cpu_size` (NIXL storage: `nixl_buffer_size`).
+    First: `export LMCACHE_MAX_LOCAL_CPU_SIZE=GB`, a larger one (NIXL storage: `nixl_buffer_size`).
     """
     if line.name == "load_failed":
         return Answer(f"{line.fields['tokens']} tokens in {line.fields['blocks']} blocks were not loaded")
     missing = _missing(line)
     if not missing or log.counts["unretrievable"] or _between_segments(line):
         return None
-    return Answer(missing + _lost_by_itself(log, line))
+    return Answer(missing)
 
 
 @finding("KVD479", "hit-not-read", Severity.SLOW, on=[""])
@@ -78,22 +65,14 @@ def hit_not_read(log: Diagnosis, line: LogLine | None) -> Answer | None:
     to read them into: the CPU pool, or with `enable_nixl_storage` the buffer of `nixl_buffer_size` bytes, which has to
     hold the KV of a whole prompt.
 
-    Setting: look at the errors before these lines; NIXL storage: double `nixl_buffer_size`; else a larger
-    `max_local_cpu_size`; a remote store that keeps what it has (Redis: `maxmemory`), or `local_disk` on a disk of its
-    own.
+    Setting: `grep -n ERROR LOG` shows the errors of the store before these lines. NIXL storage: double
+    `nixl_buffer_size`. Else a larger `max_local_cpu_size`; a remote store that keeps what it has (Redis:
+    `maxmemory`); or `local_disk` on a disk of its own.
     """
     times = log.counts["unretrievable"]
     if not times or log.counts["short"] or log.counts["retrieved"]:
         return None
-    nixl = any(_NIXL.search(text) for text in log.pasted)
-    through = "; what NIXL storage gives passes through nixl_buffer_size" if nixl else ""
-    return Answer(f"{times} times a chunk was found and could not be read{through}", "", "unknown")
-
-
-@note("asked")
-def _note_promise(log: Diagnosis, line: LogLine) -> None:
-    """What KVD302 has to know: the tokens of the last lookup that are to be loaded."""
-    log.memory["promised"] = line.fields.get("need") or 0
+    return Answer(f"{times} times a chunk was found and could not be read", "", "unknown")
 
 
 def _between_segments(line: LogLine) -> bool:
@@ -110,20 +89,3 @@ def _missing(line: LogLine) -> str:
     f = line.fields
     due = f["expected"] if line.name == "short" else f["required"]
     return f"{f['tokens']} of {due} tokens were loaded: {due - f['tokens']} are missing" if f["tokens"] < due else ""
-
-
-def _lost_by_itself(log: Diagnosis, line: LogLine) -> str:
-    """How the release of this log loses loads, where the line shows it; "" where it does not."""
-    if line.name != "short" or log.releases.within("lmcache", ">=0.3.9.post1") is True:
-        return ""
-    cut = log.memory.get("promised", 0) - line.fields["expected"]
-    if 0 < cut < _CUT and log.releases.within("lmcache", ">=0.3.9") is not True:
-        return f"; the lookup promised {cut} more than the load asks for, as skip_last_n_tokens {cut} does before 0.3.9"
-    if log.releases.within("lmcache", "<0.3.3") is True:
-        if lookups_of(log).settings.get("enable_p2p") == "True":
-            return "; with enable_p2p what a peer sends is not counted before 0.3.3"
-        if _NOT_FIRST.search(line.process):
-            return "; before 0.3.3 rank 0 alone is asked, and this rank's chunks are not pinned"
-    if log.releases.within("lmcache", "<0.3.9.post1") is True and _STAGE.search(line.process):
-        return "; with --pipeline-parallel-size ranks of a later stage are not asked before 0.3.9.post1"
-    return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvfix_tools.diagnose.findings import Answer, Severity, finding
-from kvfix_tools.diagnose.findings.lookups_seen import CHUNK, ENOUGH, Lookups, by_layers, lookups_of
+from kvfix_tools.diagnose.findings.lookups_seen import CHUNK, ENOUGH, Lookups, lookups_of
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
@@ -34,8 +34,6 @@ def never_a_hit(log: Diagnosis, line: LogLine) -> Answer | None:
     Normal: the first request with each prompt. Prompts that never begin alike have no hits whatever the seed.
     """
     kept = _never(log)
-    if kept is not None and kept.stored and (known := by_layers(log)) is not None:
-        return Answer(f"{kept.number} lookups, {kept.stored} stores, 0 hits", request="", record=known)
     if kept is None or not kept.stored or not log.counts["hash_seed"]:
         return None
     apart = bool(kept.storers - kept.askers) or len(kept.askers) > 1
@@ -50,15 +48,15 @@ def never_a_hit(log: Diagnosis, line: LogLine) -> Answer | None:
     )
 
 
-@finding("KVD320", "prompts-below-a-chunk", Severity.RISK, on=[""])
+@finding("KVD320", "prompts-below-a-chunk", Severity.NOTE, on=[""])
 def prompts_below_a_chunk(log: Diagnosis, line: LogLine) -> Answer | None:
     """No prompt is as long as a chunk: nothing is stored, and nothing can be found.
 
     Cause: LMCache stores whole chunks. From 0.3.11 on `save_unfull_chunk` is false by default, and what is shorter than
     `chunk_size` tokens is left out.
 
-    Setting: a test with prompts of more than `chunk_size` tokens, each sent twice; or a smaller `chunk_size`
-    (LMCACHE_CHUNK_SIZE), a multiple of vLLM's block size.
+    Setting: `export LMCACHE_CHUNK_SIZE=64`, a smaller chunk and a multiple of vLLM's block size; or test with
+    prompts of more than `chunk_size` tokens, each sent twice.
     """
     kept = _never(log)
     chunk = kept.chunk or CHUNK if kept else 0
@@ -95,13 +93,14 @@ def nothing_stored(log: Diagnosis, line: LogLine) -> Answer | None:
     )
 
 
-@finding("KVD322", "shared-prefix-below-a-chunk", Severity.RISK, on=[""])
+@finding("KVD322", "shared-prefix-below-a-chunk", Severity.NOTE, on=[""])
 def shared_prefix_below_a_chunk(log: Diagnosis, line: LogLine) -> Answer | None:
     """What prompts have in common is shorter than a chunk: vLLM's own prefix cache finds it, LMCache cannot.
 
     Cause: LMCache compares whole chunks from the beginning of the prompt, vLLM whole blocks.
 
-    Setting: a smaller `chunk_size` (LMCACHE_CHUNK_SIZE), a multiple of vLLM's block size; it costs more keys.
+    Setting: `export LMCACHE_CHUNK_SIZE=64`, a smaller chunk and a multiple of vLLM's block size; it costs more
+    keys.
     """
     kept = _never(log)
     if kept is None or not kept.stored or not kept.chunk or not 0 < kept.local < kept.chunk:
@@ -119,7 +118,7 @@ def below_the_minimum(log: Diagnosis, line: LogLine) -> Answer | None:
 
     Cause: what is left to load after vLLM's own prefix cache is less than the minimum that is configured.
 
-    Setting: a smaller `min_retrieve_tokens` (LMCACHE_MIN_RETRIEVE_TOKENS), or 0.
+    Setting: `export LMCACHE_MIN_RETRIEVE_TOKENS=0`, or a smaller number.
     """
     kept = lookups_of(log)
     if kept.below < ENOUGH or kept.loads or log.counts["retrieved"]:
@@ -178,7 +177,8 @@ def engines_with_different_keys(log: Diagnosis, line: LogLine) -> Answer | None:
     Cause: a key has the model's name as it was given to --model, the number of ranks, the rank, the dtype of the KV and
     the hash of a chunk of `chunk_size` tokens. One that differs makes another key.
 
-    Setting: the same --model (the same path), --tensor-parallel-size, --kv-cache-dtype and `chunk_size` in each engine.
+    Setting: `vllm serve MODEL --tensor-parallel-size N --kv-cache-dtype TYPE` and `chunk_size` the same in each
+    engine, MODEL by the same path.
     """
     kept = _never(log)
     if kept is None or not kept.shared or len(kept.engines) < 2:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from kvfix_tools.diagnose import problems
 from kvfix_tools.diagnose.findings import note
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.log_line import LogLine
-    from kvfix_tools.diagnose.problems import Problem
 
 #: Lookups of different requests from which on "never" is worth a word; requests and engines that are kept in mind.
 ENOUGH, _REQUESTS, _ENGINES = 10, 20_000, 64
@@ -31,16 +28,10 @@ class Lookups:
 
     def __init__(self) -> None:
         self.requests: set[str] = set()
-        #: {tokens of a prompt: requests that have so many}
-        self.totals: Counter[int] = Counter()
         self.longest = 0
         #: Most tokens that vLLM's own prefix cache had of a request.
         self.local = 0
         self.hits = self.loads = self.below = self.most = self.least = 0
-        #: Hits of which vLLM itself had a part, and the most tokens that were to be loaded of one of them.
-        self.doubled = self.missing = 0
-        #: Most tokens that vLLM itself had of a prompt of which LMCache had none.
-        self.ahead = 0
         self.stored = 0
         self.askers: set[str] = set()
         self.storers: set[str] = set()
@@ -54,17 +45,9 @@ class Lookups:
     def number(self) -> int:
         return len(self.requests)
 
-    @property
-    def twice(self) -> int:
-        """Tokens of the longest prompt whose length several requests have; 0: there is none."""
-        return max((total for total, times in self.totals.items() if times > 1), default=0)
-
 
 def lookups_of(log: Diagnosis) -> Lookups:
-    kept: Lookups | None = log.memory.get("lookups")
-    if kept is None:
-        kept = log.memory["lookups"] = Lookups()
-    return kept
+    return log.state(Lookups)
 
 
 @note("asked")
@@ -77,15 +60,8 @@ def _note_asked(log: Diagnosis, line: LogLine) -> None:
     if line.request in kept.requests or len(kept.requests) >= _REQUESTS:
         return
     kept.requests.add(line.request)
-    kept.totals[f["total"]] += 1
     kept.askers.add(line.process)
     kept.hits += f["hit"] > 0
-    need = f.get("need") or 0
-    if f["hit"] > need and f["hit"]:
-        kept.doubled += 1
-        kept.missing = max(kept.missing, need)
-    if not f["hit"]:
-        kept.ahead = max(kept.ahead, f.get("computed") or -need)
     if f.get("least") is not None and f["hit"] > 0:
         kept.below += 1
         kept.least, kept.most = f["least"], max(kept.most, f["hit"])
@@ -140,12 +116,3 @@ def _note_engine(log: Diagnosis, line: LogLine) -> None:
 @note("peer_asked")
 def _note_peer(log: Diagnosis, line: LogLine) -> None:
     lookups_of(log).empty += bool(_NOWHERE.search(line.fields["layout"]))
-
-
-def by_layers(log: Diagnosis) -> Problem | None:
-    """The record of chunks that are stored by layer and looked up whole, if the settings say so."""
-    settings = lookups_of(log).settings
-    if any(settings.get(name) != "True" for name in ("use_layerwise", "enable_async_loading")):
-        return None
-    record = problems.find("KVD1250")
-    return record if record is not None and record.concerns(log) else None

@@ -25,7 +25,7 @@ def stands_in_transport(log: Diagnosis, line: LogLine) -> Answer | None:
     all bt'`). If they are the same, it waits there: for a peer that is gone, for memory that is being registered, or
     for a lock that another thread of this dump holds.
 
-    Setting: the log of the peer at this time decides; `kvfix dump PID` takes the Python stacks of the same process.
+    Setting: `kvfix dump PID` takes the Python stacks of the same process. The log of the peer at this time decides.
     """
     fields = line.fields
     frames = fields["frames"]

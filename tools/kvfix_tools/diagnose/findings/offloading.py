@@ -9,23 +9,32 @@ from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
-    from kvfix_tools.diagnose.log_line import LogLine
+    from kvfix_tools.diagnose.log_line import Evidence, LogLine
 
 #: Intervals of vLLM's statistics with prompts and local hits, from which on an external rate of 0 is worth a word.
 ENOUGH = 5
 
 
+class External:
+    """Intervals of vLLM's statistics with prompts: how many, and the highest hit rates in per cent."""
+
+    def __init__(self) -> None:
+        self.intervals = 0
+        self.external = self.local = 0.0
+        self.last: Evidence | None = None
+
+
 @note("stats")
 def _note_external(log: Diagnosis, line: LogLine) -> None:
-    fields, kept = line.fields, log.memory.setdefault("external", {"intervals": 0, "most": 0.0, "local": 0.0})
+    fields, kept = line.fields, log.state(External)
     if fields.get("external") is not None and float(fields["prompt"]):
-        kept["intervals"] += 1
-        kept["most"] = max(kept["most"], float(fields["external"]))
-        kept["local"] = max(kept["local"], float(fields["local"] or 0))
-        kept["line"] = line.evidence
+        kept.intervals += 1
+        kept.external = max(kept.external, float(fields["external"]))
+        kept.local = max(kept.local, float(fields["local"] or 0))
+        kept.last = line.evidence
 
 
-@finding("KVD976", "external-cache-never-hits", Severity.RISK, on=[""])
+@finding("KVD976", "external-cache-never-hits", Severity.NOTE, on=[""])
 def external_cache_never_hits(log: Diagnosis, line: LogLine) -> Answer | None:
     """Prompts begin alike, and not one token comes from the connector's cache.
 
@@ -34,23 +43,23 @@ def external_cache_never_hits(log: Diagnosis, line: LogLine) -> Answer | None:
     a hit (drafts, state, a window), and then the whole hit is 0 (vLLM before 0.32). Engines that share a store hash
     differently (PYTHONHASHSEED), or `store_threshold` keeps blocks out until they were asked for so often.
 
-    Setting: `GPU KV cache usage` far below 100 %: nothing is to be done, the GPU is large enough. Else a larger
-    `--kv-offloading-size`; without `--speculative-config` once: hits then mean that the draft group was it (upgrade to
-    vLLM 0.32.0); `export PYTHONHASHSEED=0` on every engine.
+    Setting: `--kv-offloading-size` larger, if `GPU KV cache usage` is near 100 %; far below it nothing is to be
+    done. Without `--speculative-config` once: hits then mean that the draft group was the cause (upgrade to vLLM
+    0.32.0). `export PYTHONHASHSEED=0` on every engine.
 
     Normal: the first minutes, and prompts that fit into the GPU's cache.
     """
-    kept = log.memory.get("external")
+    kept = log.state(External)
     connectors = log.who.connectors - {"NixlConnector", "MooncakeConnector", "MoRIIOConnector", "P2pNcclConnector"}
-    if kept is None or kept["intervals"] < ENOUGH or kept["most"] or not kept["local"]:
+    if kept.intervals < ENOUGH or kept.external or not kept.local:
         return None
     if log.counts["asked"] or log.counts["mp_prefetched"] or log.findings or log.failures.dead or not connectors:
         return None
     return Answer(
-        f"{kept['intervals']} intervals with prompts, up to {kept['local']}% from the GPU's own cache, 0.0% external",
+        f"{kept.intervals} intervals with prompts, up to {kept.local}% from the GPU's own cache, 0.0% external",
         request="",
         verdict="unknown",
-        evidence=(kept["line"],),
+        evidence=(kept.last,),
     )
 
 
@@ -62,8 +71,8 @@ def every_group_taken_for_drafts(log: Diagnosis, line: LogLine) -> Answer | None
     of state or of a window can serve one chunk only: without its last chunk the whole hit is 0. It is this if `External
     prefix cache hit rate` stays at 0.0%.
 
-    Setting: without `--speculative-config`, or without OffloadingConnector (`--kv-offloading-size`), which then only
-    costs memory.
+    Setting: `vllm serve` without `--speculative-config`, or without OffloadingConnector (`--kv-offloading-size`),
+    which then only costs memory.
 
     Good: upgrade to vLLM 0.32.0 or newer.
 

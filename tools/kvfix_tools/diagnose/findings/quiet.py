@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
 from kvfix_tools.diagnose.findings.lookups_seen import lookups_of
+from kvfix_tools.diagnose.findings.offloading import External
 from kvfix_tools.diagnose.findings.standstill import BY_REQUEST
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
-    from kvfix_tools.diagnose.log_line import LogLine
+    from kvfix_tools.diagnose.log_line import Evidence, LogLine
 
 #: Intervals of vLLM's statistics with prompts, from which on no fetch at all says something.
 INTERVALS = 3
@@ -47,6 +48,7 @@ def ended_at_its_buffer(log: Diagnosis, line: LogLine | None) -> Answer | None:
         request="",
         verdict="unknown",
         evidence=tuple(at.evidence for _, at in last[:4]),
+        note=not log.failures.dead,
     )
 
 
@@ -60,22 +62,23 @@ def decode_fetches_nothing(log: Diagnosis, line: LogLine | None) -> Answer | Non
     `"kv_transfer_params": {"do_remote_decode": true}`, and its answer's kv_transfer_params go into the request to
     decode. No line of prefill at the same time proves the first.
 
-    Setting: one request by hand: POST to prefill as above, its kv_transfer_params to decode; if `External prefix cache
-    hit rate` then is above 0, it is the router: `examples/disaggregated/disaggregated_serving/` of vLLM has one that
-    does it; llm-d: the routing sidecar, and a path that it knows (/v1/completions, /v1/chat/completions).
+    Setting: `curl http://PREFILL/v1/completions` with `"max_tokens": 1` and the kv_transfer_params above, then its
+    kv_transfer_params to decode: if `External prefix cache hit rate` rises above 0, the router is the cause.
+    `examples/disaggregated/disaggregated_serving/` of vLLM has a router that hands them on; llm-d: the routing
+    sidecar, and a path that it knows (/v1/completions, /v1/chat/completions).
 
     Good: a router for this connector; no setting of the engines replaces it.
 
     Normal: prompts shorter than a block, and requests that are sent to decode on purpose.
     """
-    kept = log.memory.get("external")  # as findings/offloading.py notes it
-    if kept is None or kept["intervals"] < INTERVALS or kept["most"] or log.findings or log.failures.dead:
+    kept = log.state(External)
+    if kept.intervals < INTERVALS or kept.external or log.findings or log.failures.dead:
         return None
     if log.who.roles != {"kv_consumer"} or not log.who.connectors or log.who.connectors - BY_REQUEST:
         return None
     return Answer(
-        f"{kept['intervals']} intervals with prompts, 0.0% external", request="", verdict="unknown",
-        evidence=(kept["line"],),
+        f"{kept.intervals} intervals with prompts, 0.0% external", request="", verdict="unknown",
+        evidence=(kept.last,),
     )  # fmt: skip
 
 
@@ -94,20 +97,28 @@ def answers_500_without_error(log: Diagnosis, line: LogLine | None) -> Answer | 
     Good: what those lines name.
     """
     if line is not None:
-        log.memory.setdefault("answered_500", [line.evidence, 0])[1] += 1
+        log.state(_Seen).answered_500 = log.state(_Seen).answered_500 or line.evidence
         return None
-    kept = log.memory.get("answered_500")
-    if kept is None or log.findings or log.failures.dead or log.failures.first is not None:
+    first = log.state(_Seen).answered_500
+    if first is None or log.findings or log.failures.dead or log.failures.first is not None or not log.who.connectors:
         return None
-    return Answer(f"{kept[1]} answers 500", request="", verdict="unknown", evidence=(kept[0],))
+    return Answer(f"{log.counts['answered_500']} answers 500", request="", verdict="unknown", evidence=(first,))
+
+
+class _Seen:
+    """The first answer 500, and the last start of an engine."""
+
+    def __init__(self) -> None:
+        self.answered_500: Evidence | None = None
+        self.start: Evidence | None = None
 
 
 @note("vllm_version")
 def _note_start(log: Diagnosis, line: LogLine) -> None:
-    log.memory["begun"] = line.evidence
+    log.state(_Seen).start = line.evidence
 
 
-@finding("KVD1059", "start-without-an-end", Severity.RISK, on=[""])
+@finding("KVD1059", "start-without-an-end", Severity.NOTE, on=[""])
 def start_without_an_end(log: Diagnosis, line: LogLine | None) -> Answer | None:
     """The log ends while the engine starts, and says nothing of a failure.
 
@@ -116,23 +127,25 @@ def start_without_an_end(log: Diagnosis, line: LogLine | None) -> Answer | None:
     PID` of each EngineCore and worker. A connector hangs there where it opens its transport (NIXL, Mooncake), waits for
     a server (LMCacheMPConnector: 300 s), or fills and pins its CPU buffer (minutes for hundreds of GB).
 
-    Setting: the next minutes of the log; or give `kvfix-diagnose` the stacks that py-spy prints. Without
-    --kv-transfer-config it either starts, and it is the connector, or it does not.
+    Setting: `py-spy dump --pid PID` of EngineCore and each worker: give the stacks to kvfix-diagnose; or the next
+    minutes of the log. Without --kv-transfer-config the engine either starts, and the connector is the cause, or it
+    does not.
 
     Good: what the stacks show.
 
     Normal: a log that was copied before the engine was up.
     """
-    if log.findings or log.failures.dead or log.failures.first is not None or log.failures.warning is not None:
+    if log.findings or log.failures.dead or log.failures.first is not None:
         return None
     counts = log.counts
     works = any(
         counts[name]
         for name in ("up", "engine_up", "stats", "asked", "stored", "moved", "answered_500", "closing", "recorded")
     )
-    if "begun" not in log.memory or not log.who.connectors or works:
+    start = log.state(_Seen).start
+    if start is None or not log.who.connectors or works:
         return None
     return Answer(
         "no process says that it is up after `Initializing a V1 LLM engine`",
-        request="", verdict="unknown", evidence=(log.memory["begun"],),
+        request="", verdict="unknown", evidence=(start,), note=True,
     )  # fmt: skip

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from kvfix import redact
 from kvfix_tools.diagnose import problems
 from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
 
@@ -22,21 +21,27 @@ _BELOW = 120
 _UNASKED = frozenset({"end_session"})
 
 
-@finding("KVD116", "server-silent-at-start", Severity.CRASH, on=["raised", ""])
-def server_silent_at_start(log: Diagnosis, line: LogLine | None) -> Answer | None:
+class Server:
+    """mode: the transfer mode of the server. handler: the line that announces the traceback of a handler."""
+
+    def __init__(self) -> None:
+        self.mode = ""
+        self.handler: LogLine | None = None
+
+
+@finding("KVD116", "server-silent-at-start", Severity.CRASH, on=["raised"], symptom=True)
+def server_silent_at_start(log: Diagnosis, line: LogLine) -> Answer | None:
     """A worker could not register with the LMCache server, and vLLM does not start.
 
     Cause: there is no server at `lmcache.mp.host` and `lmcache.mp.port`; or there is, and it failed at the registration
     (KVD212) or does not know the operation (KVD206). Then its own log alone tells why: it sends no answer.
 
-    Setting: start the server before vLLM, with `--supported-transfer-mode auto` and the same release of LMCache; in
-    containers both with `--network host --ipc host --gpus all`. If it runs, look for `Error handling` in its log.
+    Setting: `lmcache server --supported-transfer-mode auto`, started before vLLM and of the same release of
+    LMCache. Containers: both with `--network host --ipc host --gpus all`. If the server runs, `grep 'Error
+    handling' SERVER.log`.
 
     Good: what the server's log says, put right; no release up to 0.5.6 sends its error to the client.
     """
-    if line is None:
-        _beside_what_the_server_says(log)
-        return None
     if line.fields["meaning"] != "server_silent":
         return None
     server = line.fields.get("server")
@@ -44,24 +49,14 @@ def server_silent_at_start(log: Diagnosis, line: LogLine | None) -> Answer | Non
     return Answer(f"{what}: {line.fields['text'][:160]}", request="")
 
 
-def _beside_what_the_server_says(log: Diagnosis) -> None:
-    """The server's error (KVD212) next to the silence that its client met."""
-    if "server_error" not in log.memory:
-        return
-    _, error, *evidence = log.memory["server_error"]
-    for found in log.findings:
-        if found.rule.code in ("KVD116", "KVD204"):
-            found.sentence += f"; the server failed meanwhile: {error}"
-            found.evidence += [each for each in evidence if each not in found.evidence]
-
-
-@finding("KVD204", "server-does-not-answer", Severity.HANG, on=["mp_timeout", "mp_unhealthy"])
+@finding("KVD204", "server-does-not-answer", Severity.HANG, on=["mp_timeout", "mp_unhealthy"], symptom=True)
 def server_does_not_answer(log: Diagnosis, line: LogLine) -> Answer | None:
     """The LMCache server does not answer: vLLM goes on without the cache.
 
     Cause: no server at `lmcache.mp.host` and `lmcache.mp.port`, or it is overloaded, or has gone.
 
-    Setting: start the server before vLLM, and give both the same port; look into the server's log.
+    Setting: `lmcache server` started again, at the host and port of `lmcache.mp.host` and `lmcache.mp.port`: the
+    engine finds it by itself. `dmesg -T | grep -i 'killed process'` says whether it was killed for memory.
 
     Good: a server that is started again by itself, and LMCache 0.5.6, where a lookup that timed out does not switch the
     cache off for good (KVD205).
@@ -88,13 +83,13 @@ def transfer_mode_mismatch(log: Diagnosis, line: LogLine) -> Answer | None:
     LMCache. Operations that begin with CB_ are CacheBlend's: their names differ by release, and only a server with
     `--engine-type blend` has them. The answer that would tell it is never sent.
 
-    Setting: the same LMCache release on both sides. CB_: a server without `--engine-type blend`, or a client of its
-    release. Others: the server with `--supported-transfer-mode auto`, or the worker with the mode of the server
-    (`lmcache.mp.mp_transfer_mode`, `LMCACHE_MP_TRANSFER_MODE`).
+    Setting: `lmcache server --supported-transfer-mode auto`, or the worker with the mode of the server
+    (`lmcache.mp.mp_transfer_mode`, LMCACHE_MP_TRANSFER_MODE); the same LMCache release on both sides. Operations
+    that begin with CB_: a server without `--engine-type blend`, or a client of its release.
 
     Good: the same, in both units; no release up to 0.5.6 answers what it does not know.
     """
-    mode = log.memory.get("mode")
+    mode = log.state(Server).mode
     return Answer(
         f"the server has no handler for {line.fields['operation']}{'; its transfer mode is ' + mode if mode else ''}",
         request="",
@@ -103,8 +98,7 @@ def transfer_mode_mismatch(log: Diagnosis, line: LogLine) -> Answer | None:
 
 @note("transfer_mode")
 def _note_mode(log: Diagnosis, line: LogLine) -> None:
-    """What KVD206 has to know."""
-    log.memory["mode"] = line.fields["mode"]
+    log.state(Server).mode = line.fields["mode"]
 
 
 @finding("KVD210", "worker-forgotten", Severity.HANG, on=["reaped", "unregistered", ""])
@@ -134,8 +128,8 @@ def worker_fell_silent(log: Diagnosis, line: LogLine) -> Answer | None:
     Cause: the worker's process has ended, hangs (a thread holds Python's global lock, as on ROCm: KVD922), or was
     stopped; the server drops it after `worker_reap_timeout_seconds` (120). A worker that lives on is refused from then.
 
-    Setting: look at vLLM's log of that time; `py-spy dump --pid PID` of its worker, where it still runs; restart vLLM.
-    `--worker-reap-timeout-seconds 0` of the server keeps live workers registered.
+    Setting: `py-spy dump --pid PID` of the worker, if it still runs; then restart vLLM, and look at vLLM's log of
+    that time. `--worker-reap-timeout-seconds 0` of the server keeps live workers registered.
 
     Good: what made the worker silent, put right; no release lets a worker that hangs go on.
 
@@ -154,38 +148,36 @@ def server_handler_fails(log: Diagnosis, line: LogLine | None) -> Answer | None:
     Cause: a handler of the server raised; what is wrong is the last line of its traceback. No release tells the client
     (0.5.6), which can only say that it timed out.
 
-    Setting: put right what the traceback's last line says, then restart the server and after it vLLM;
-    `lmcache.mp.mq_timeout` in kv_connector_extra_config makes the client give up earlier.
+    Setting: `grep -A120 'Error handling' SERVER.log` shows the traceback: put right what its last line says. Then
+    restart the server, and after it vLLM. `lmcache.mp.mq_timeout` in kv_connector_extra_config makes the client
+    give up earlier.
 
     Good: what the traceback's last line says; no release up to 0.5.6 sends the error to the client.
     """
-    head: LogLine | None = log.memory.get("handler")
+    server = log.state(Server)
+    head = server.handler
     if line is None:
         return Answer(head.evidence.text[:160], request="", evidence=(head.evidence,)) if head is not None else None
     if line.name == "logged":
         found = _HANDLER.search(line.evidence.text) if line.body.find(b"andl") >= 0 else None
         if found is None:
             return None
-        log.memory["handler"] = None if found["error"] else line
-        return _failed_handler(log, line, line, found["error"]) if found["error"] else None
+        server.handler = None if found["error"] else line
+        return _failed_handler(line, found["error"]) if found["error"] else None
     if head is None or line.process or head.file != line.file or not 0 < line.number - head.number < _BELOW:
         return None
-    log.memory["handler"] = None
+    server.handler = None
     if any(frame[2] in _UNASKED for frame in line.fields["frames"]):
         return None
     fields = line.fields
-    answer = _failed_handler(log, head, line, f"{fields['type']}: {fields['text']}".rstrip(": "))
-    return None if any(each.look(log, line) for each in problems.at(line)) else answer
+    if any(each.look(log, line) for each in problems.at(line)):
+        return None
+    return _failed_handler(head, f"{fields['type']}: {fields['text']}".rstrip(": "))
 
 
-def _failed_handler(log: Diagnosis, head: LogLine, line: LogLine, error: str) -> Answer:
-    """Noted for the findings of its client. What fails at a registration counts most."""
+def _failed_handler(head: LogLine, error: str) -> Answer:
     found = _HANDLER.search(head.evidence.text)
     operation = (found["operation"] if found is not None else None) or "a request"
-    registers = "register" in operation.lower()
-    known = log.memory.get("server_error")
-    if known is None or (registers and not known[0]):
-        log.memory["server_error"] = (registers, redact.text(error[:160]), head.evidence, line.evidence)
     return Answer(f"{operation.lower()}: {error[:200]}", request="", evidence=(head.evidence,))
 
 
@@ -214,8 +206,8 @@ def store_to_server_failed(log: Diagnosis, line: LogLine) -> Answer | None:
     Cause: the server knows: the worker is not registered (`Rejecting STORE`, KVD210), the blocks do not fit its layout
     (`STORE block ID underflow`), or the copy failed (`Cannot store keys due to exception`).
 
-    Setting: the server's log at this time, with `kvfix-diagnose ENGINE.log SERVER.log`; restart vLLM if the server was
-    restarted without it.
+    Setting: `kvfix-diagnose ENGINE.log SERVER.log` shows what the server says at this time. Restart vLLM if the
+    server was restarted without it.
 
     Good: what the server's log names.
     """

@@ -17,12 +17,17 @@ BY_REQUEST = {"NixlConnector", "NixlPushConnector", "MooncakeConnector", "MoRIIO
 #: Per cent of the KV blocks in use, below which no request waits for blocks; of external hits, above which decode
 #: computes no prompt.
 ROOM, ALL = 80.0, 99.0
+#: What waits: requests in the queue, a step, requests for the KV of prefill.
+_QUEUE, _STEP, _PREFILL = "queue", "step", "prefill"
+
+
+class _Still(dict[tuple[str, str], "tuple[int, str, Evidence, str]"]):
+    """{engine: intervals without a token, what its statistics say, the last line, which of the rules it looks like}"""
 
 
 @note("stats")
 def _note_standstill(log: Diagnosis, line: LogLine) -> None:
-    """What the next three have to know: how long each engine has computed nothing, and what it looks like."""
-    still = log.memory.setdefault("still", {})
+    still = log.state(_Still)
     f = line.fields
     engine = _engine(line)
     if not (f["waiting"] or f["running"]) or float(f["prompt"]) or float(f["generation"]):
@@ -31,11 +36,11 @@ def _note_standstill(log: Diagnosis, line: LogLine) -> None:
     count = still[engine][0] + 1 if engine in still else 1
     what = f"Running {f['running']}, Waiting {f['waiting']}, no token"
     if engine in still or len(still) < 1000:
-        code = "KVD1065" if _awaits_prefill(log, f) else "KVD202" if f["waiting"] else "KVD1196"
-        still[engine] = (count, what, line.evidence, code)
+        looks_like = _PREFILL if _awaits_prefill(log, f) else _QUEUE if f["waiting"] else _STEP
+        still[engine] = (count, what, line.evidence, looks_like)
 
 
-@finding("KVD202", "nothing-moves", Severity.HANG, on=["stats", ""])
+@finding("KVD202", "nothing-moves", Severity.HANG, on=["stats", ""], symptom=True)
 def nothing_moves(log: Diagnosis, line: LogLine | None) -> Answer | None:
     """Requests wait, and the engine computes nothing.
 
@@ -48,10 +53,10 @@ def nothing_moves(log: Diagnosis, line: LogLine | None) -> Answer | None:
 
     Normal: an idle engine; a prefill or a compiler that takes a minute.
     """
-    return _stands(log, line, "KVD202")
+    return _stands(log, line, _QUEUE)
 
 
-@finding("KVD1196", "step-does-not-end", Severity.HANG, on=["stats", ""])
+@finding("KVD1196", "step-does-not-end", Severity.HANG, on=["stats", ""], symptom=True)
 def step_does_not_end(log: Diagnosis, line: LogLine | None) -> Answer | None:
     """Requests run, none waits, and no token comes: a step of the engine does not end.
 
@@ -67,7 +72,7 @@ def step_does_not_end(log: Diagnosis, line: LogLine | None) -> Answer | None:
 
     Normal: a prefill or a compiler that takes a minute.
     """
-    return _stands(log, line, "KVD1196")
+    return _stands(log, line, _STEP)
 
 
 def _awaits_prefill(log: Diagnosis, fields: Fields) -> bool:
@@ -81,7 +86,7 @@ def _awaits_prefill(log: Diagnosis, fields: Fields) -> bool:
     return bool(of_decode and fields["waiting"] and not fields["running"] and float(fields.get("usage") or 0) < ROOM)
 
 
-@finding("KVD1065", "decode-waits-for-prefill", Severity.HANG, on=["stats", ""])
+@finding("KVD1065", "decode-waits-for-prefill", Severity.HANG, on=["stats", ""], symptom=True)
 def decode_waits_for_prefill(log: Diagnosis, line: LogLine | None) -> Answer | None:
     """Requests wait on a decode engine with free blocks: the KV that prefill holds for them does not come.
 
@@ -90,37 +95,37 @@ def decode_waits_for_prefill(log: Diagnosis, line: LogLine | None) -> Answer | N
     decides: prefill's log of that time (`Releasing expired KV blocks`, a traceback, a restart), and decode's with
     `VLLM_LOGGING_LEVEL=DEBUG`, which names the requests (`is still in WAITING_FOR_REMOTE_KVS state`).
 
-    Setting: restart decode, and prefill if it is the one that died; `nc -vz HOST PORT` from decode with prefill's
-    VLLM_NIXL_SIDE_CHANNEL_HOST and PORT; `"kv_load_failure_policy": "recompute"` on decode ends it where the failure is
-    reported. Before the restart `kvfix dump PID` shows what the workers wait for.
+    Setting: `nc -vz HOST PORT` from decode, with prefill's VLLM_NIXL_SIDE_CHANNEL_HOST and PORT; `kvfix dump PID`
+    shows what the workers wait for. Then restart decode, and prefill if it died. `"kv_load_failure_policy":
+    "recompute"` on decode ends the wait if the failure is reported.
 
     Good: prefill that stays, at an address of its own; a router that aborts on both sides.
     """
-    return _stands(log, line, "KVD1065")
+    return _stands(log, line, _PREFILL)
 
 
 def _engine(line: LogLine) -> tuple[str, str]:
     return str(line.fields.get("engine", "")), line.process
 
 
-def _stands(log: Diagnosis, line: LogLine | None, code: str) -> Answer | None:
+def _stands(log: Diagnosis, line: LogLine | None, rule: str) -> Answer | None:
     """Whether an engine has computed nothing for so long, and looks like this finding."""
-    still = log.memory.get("still", {})
+    still = log.state(_Still)
     if line is None:
-        return _still_at_the_end(still, code)
+        return _still_at_the_end(log, still, rule)
     count, what, _, looks_like = still.get(_engine(line), (0, "", None, ""))
-    if looks_like != code or count < IDLE:
+    if looks_like != rule or count < IDLE:
         return None
-    verdict = "violated" if code == "KVD202" else "unknown"  # one step may take so long
+    verdict = "violated" if rule == _QUEUE else "unknown"  # one step may take so long
     return Answer(f"{what} for {count} intervals", request="", verdict=verdict)
 
 
-def _still_at_the_end(still: dict[tuple[str, str], tuple[int, str, Evidence, str]], code: str) -> Answer | None:
+def _still_at_the_end(log: Diagnosis, still: _Still, rule: str) -> Answer | None:
     """An engine that computes nothing says so once; from then on vLLM has its statistics at DEBUG (loggers.py
     0.12.0:194 to 0.32.0:272), and its silence is all that a log at INFO shows.
     """
     for count, what, evidence, looks_like in still.values():
-        if count < IDLE and looks_like == code:
+        if count < IDLE and looks_like == rule and not log.failures.ending:
             sentence = f"{what}, and no statistics after it: vLLM leaves them out at INFO while nothing is computed"
-            return Answer(sentence, request="", verdict="unknown", evidence=(evidence,))
+            return Answer(sentence, request="", verdict="unknown", evidence=(evidence,), note=True)
     return None

@@ -1,0 +1,79 @@
+"""Healthy input gives no finding: logs of engines that work, whole and in parts, and what is no log of an engine.
+
+A note may be there. It says that an excerpt begins or ends there, or that an engine logged an error and went on.
+"""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvfix_tools.diagnose.diagnosis import diagnosed
+from tests.conftest import ROOT
+
+HERE = Path(__file__).parent
+#: Whole lives of real engines, and of an LMCache server.
+HEALTHY = (
+    "healthy-0.5.6", "healthy-0.5.6-debug", "healthy-plain-0.5.6", "healthy-quiet-0.5.6", "healthy-disk-0.5.6",
+    "mp-0.5.6", "mp-0.5.6.server",
+)  # fmt: skip
+#: Lines of an excerpt, and of how many that begin one after the other one is read.
+WINDOWS = {20: 3, 50: 7, 100: 11, 200: 17}
+#: Errors that do no harm: of a request that is refused, of a client that is gone, of a library.
+ERRORS = (
+    b"(APIServer pid=7) ERROR 11-21 10:01:10 [serving_chat.py:257] Error in preprocessing prompt inputs\n",
+    b"[2026-11-21 10:01:10,123] LMCache ERROR: Failed to send heartbeat once (x.py:7:lmcache.v1.x)\n",
+    b"ERROR:    Exception in ASGI application\n",
+    b"ValueError: This model's maximum context length is 8192 tokens.\n",
+)
+#: What is no log of an engine: settings, manifests, logs of other programs; and what kvfix says of itself.
+FOREIGN = sorted((HERE / "foreign").iterdir())
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("*.md"))]
+
+
+def lines(name: str) -> list[bytes]:
+    return gzip.decompress((HERE / f"logs/{name}.log.gz").read_bytes()).splitlines(keepends=True)
+
+
+def parts(whole: list[bytes], step: int) -> Iterator[list[bytes]]:
+    """Beginnings, ends and windows."""
+    for cut in range(1, len(whole), step):
+        yield whole[:cut]
+        yield whole[cut:]
+    for size, apart in WINDOWS.items():
+        for start in range(0, max(1, len(whole) - size), apart):
+            yield whole[start : start + size]
+
+
+def found(text: bytes) -> list[str]:
+    return [each.rule.code for each in diagnosed(text).findings if each.severity.word != "note"]
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_log_has_no_finding(name: str) -> None:
+    whole = lines(name)
+    assert found(b"".join(whole)) == []
+    for part in parts(whole, 5):
+        assert found(b"".join(part)) == [], (whole.index(part[0]), len(part))
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.decode()[:40])
+@pytest.mark.parametrize("name", HEALTHY)
+def test_an_error_that_does_no_harm_is_no_finding(name: str, error: bytes) -> None:
+    whole = lines(name)
+    for part in (whole, *list(parts(whole, 50))[::5]):
+        for text in ([error, *part], [*part, error]):
+            assert found(b"".join(text)) == [], (whole.index(part[0]), len(part))
+
+
+@pytest.mark.parametrize("path", [*FOREIGN, *PAGES], ids=lambda path: path.name)
+def test_what_is_no_log_of_an_engine_has_no_finding(path: Path) -> None:
+    whole = path.read_bytes().splitlines(keepends=True)
+    assert found(b"".join(whole)) == []
+    for part in parts(whole, 10):
+        assert found(b"".join(part)) == [], part[0]
+    for line in whole if path not in PAGES else ():  # a message that a page quotes is a message, alone
+        assert found(line) == [], line

@@ -1,0 +1,129 @@
+"""The records of known problems: their schema, their signs in the released source, and the codes that are retired."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from kvfix_tools.diagnose import findings
+from kvfix_tools.diagnose.problem import FILE, Problem, catalogue, knowledge
+from kvfix_tools.diagnose.signs import Died, Failed, Logged, Stuck, parse
+from kvfix_tools.explain import explain
+from maintain import knowledge as maintained
+from tests.diagnose.anchors import anchors, claimed, needle
+
+EVERY = pytest.mark.parametrize("problem", catalogue(), ids=lambda problem: str(problem.name))
+
+
+def test_the_compiled_records_are_current() -> None:
+    assert FILE.read_text() == maintained.compiled(), "run `make knowledge`"
+
+
+def test_the_records_stay_small() -> None:
+    files = sorted(maintained.FOLDER.glob("*.toml"))
+    assert sum(len(file.read_text().splitlines()) for file in files) <= 10_000
+
+
+@EVERY
+def test_the_record_is_whole(problem: Problem) -> None:
+    assert re.fullmatch(r"KVD(?:\d{3}|[1-9]\d{3})", problem.code)
+    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", problem.name)
+    assert problem.title.endswith(".")
+    assert "\n" not in problem.title
+    assert problem.signs
+    assert problem.cause.endswith(".")
+    assert 0 < len(problem.now) < 400
+    assert all(re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", each) for each in problem.seen)
+    for specifier in problem.releases.values():
+        SpecifierSet(specifier)
+
+
+def test_codes_and_names_are_unique() -> None:
+    every = [*catalogue(), *findings.catalogue()]
+    assert len({each.code for each in every}) == len(every)
+    assert len({each.name for each in every}) == len(every)
+
+
+def test_no_retired_code_is_used_again() -> None:
+    every = {each.code for each in (*catalogue(), *findings.catalogue())}
+    assert not every & knowledge().retired.keys()
+    assert not {code for each in catalogue() for code in each.replaces} - every
+
+
+def test_explain_says_that_a_code_is_retired(capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain("kvd003", json=False) == 0
+    assert capsys.readouterr().out.startswith("KVD003 is retired: it was about software that kvfix does not cover")
+    assert explain("KVD003", json=True) == 0
+    assert set(json.loads(capsys.readouterr().out)) == {"code", "retired"}
+
+
+@pytest.mark.parametrize(
+    ("sign", "read"),
+    [
+        ("lost <key>", (Failed(text="lost <key>"), Logged("lost <key>"))),
+        ("ValueError: Unsupported type: <name>", (Failed("ValueError", "Unsupported type: <name>"),)),
+        ("KeyError in scheduler.py:update", (Failed("KeyError", within="scheduler.py:update"),)),
+        ("nixlBackendError", (Failed("nixlBackendError"),)),
+        ("CUDA error in to_tensor()", (Failed(text="CUDA error", within="to_tensor"),)),
+        ("AssertionError at `assert a in b` in x.py:f", (Failed("AssertionError", "", "x.py:f", "assert a in b"),)),
+        ("TypeError: not <kind> in lmcache/", (Failed("TypeError", "not <kind>", "lmcache/"),)),
+        ("KeyError via kv_offload/", (Failed("KeyError", through="kv_offload/"),)),
+        ("failed in a loop", (Failed(text="failed in a loop"), Logged("failed in a loop"))),
+        ("died: exit code: -9", (Died("exit code: -9"),)),
+        ("died: in mooncake::Session::writeBody", (Died(within="mooncake::Session::writeBody"),)),
+        ("died: std::bad_alloc", (Died("std::bad_alloc"),)),
+        ("stack: mq.py:register", (Stuck("mq.py:register"),)),
+    ],
+)  # fmt: skip
+def test_a_sign_is_one_line(sign: str, read: tuple[object, ...]) -> None:
+    assert parse(sign) == read
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('efect = "crash"', "efect"),
+        ('effect = "bad"', "'bad'"),
+        ("signs = 'no list'", "signs"),
+        ("why = ", "Invalid value"),
+    ],
+)
+def test_a_mistake_names_the_file_and_the_record(line: str, says: str, tmp_path: Path) -> None:
+    fields = {
+        "code": '"KVD9999"', "title": '"It fails."', "effect": '"crash"', "signs": '["it failed"]',
+        "why": '"It does."', "do": '"restart it"',
+    }  # fmt: skip
+    rows = [f"{key} = {value}" for key, value in fields.items() if not line.startswith(key)]
+    file = tmp_path / "any.toml"
+    file.write_text("\n".join(["[it-fails]", *rows, line, ""]))
+    with pytest.raises(maintained.Mistake) as found:
+        maintained.records(file)
+    assert str(found.value).startswith("any.toml: ")
+    assert says in str(found.value)
+    file.write_text("\n".join(["[it-fails]", *(f"{key} = {value}" for key, value in fields.items()), ""]))
+    assert maintained.records(file)[0]["name"] == "it-fails"
+
+
+@EVERY
+def test_the_signs_stand_in_the_releases_that_the_record_covers(problem: Problem) -> None:
+    """In each of these releases one of them does, unless a library prints it or the record says why it does not."""
+    if problem.said_by or problem.unanchored:
+        return
+    found = [anchors().get(needle(sign), {}) for sign in problem.shows]
+    by_dist = {dist: set().union(*(each.get(dist, set()) for each in found)) for dist in ("lmcache", "vllm")}
+    for sign, places in zip(problem.shows, found, strict=True):
+        assert any(places[dist] & set(claimed(problem, dist)) for dist in places), f"{sign} is in no release"
+    dists = [dist for dist, releases in by_dist.items() if releases]
+    known = by_dist["vllm"] != {"0.32.0"}  # of another release of vLLM only what it raises is known
+    if len(dists) == 1 and (dists[0] == "lmcache" or known):
+        missing = [each for each in claimed(problem, dists[0]) if each not in by_dist[dists[0]]]
+        assert not missing, f"narrow `releases`: no sign stands in {missing}"
+
+
+def test_hardly_any_record_is_without_an_anchor() -> None:
+    without = [each.code for each in catalogue() if each.unanchored]
+    assert len(without) < 0.2 * len(catalogue()), without

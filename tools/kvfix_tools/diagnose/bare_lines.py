@@ -1,0 +1,93 @@
+"""A log line that was pasted without its prefix: a whole statement of a release, or an exception, alone on a line.
+
+Such lines count only in an input that is a log otherwise, or that has few other lines. In a manifest, in a page of
+documentation or in the log of another program the same words are no message of an engine.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from functools import lru_cache
+
+from kvfix_tools.diagnose import checks, grammar, log_formats, statements
+from kvfix_tools.diagnose.tracebacks import Part, by_name
+
+
+class Headless(enum.Enum):
+    """Which lines without a logger's head count: none, whole messages, or all, in a log that has lines with one."""
+
+    NONE = 0
+    WHOLE = 1
+    ALL = 2
+
+
+#: Lines of other texts up to which an input is taken for messages that were pasted.
+FEW = 5
+#: Letters of a statement, without its values, from which on it is that of one release or another.
+_TELLS = 16
+_VALUE = "\0"
+#: A heading of a page, or a comment of a file with settings.
+_HEADING = re.compile(rb"\s*#{1,6} \S")
+#: Marks of Markdown and quotes around a message.
+QUOTES = (b"`", b"*", b'"')
+_MARKS = b" \t`*\"'"
+
+
+def headless(lines: list[bytes], is_own: bool) -> Headless:
+    """Return which lines without a head count in an input. is_own: it has lines of an engine's loggers."""
+    return Headless.ALL if is_own else Headless.WHOLE if _are_few_others(lines) else Headless.NONE
+
+
+def _are_few_others(lines: list[bytes]) -> bool:
+    """Return True if at most FEW lines of an input are no lines of a log, of a traceback or messages."""
+    others, in_traceback = 0, False
+    for line in lines:
+        if _HEADING.match(line):
+            return False
+        part = Part(log_formats.without_prefix(line))
+        in_traceback = part.sure or (in_traceback and part.indented)
+        if part.text and not in_traceback and by_name(part.text, anywhere=False) is None and kind(part.text) is None:
+            others += 1
+            if others > FEW:
+                return False
+    return True
+
+
+def stripped(body: bytes) -> bytes:
+    return body.strip().strip(_MARKS)
+
+
+@lru_cache(maxsize=1024)
+def kind(body: bytes) -> str | None:
+    """Return the kind of line (grammar, or "logged") whose whole statement this body is; None: of no release."""
+    text = " ".join(stripped(body).decode("utf-8", "replace").split())
+    for name, longest, pattern in _statements():
+        if longest in text and pattern.fullmatch(text):
+            return name
+    return None
+
+
+@lru_cache(maxsize=1)
+def _statements() -> list[tuple[str, str, re.Pattern[str]]]:
+    """Return (kind of line, longest part without a value, pattern) of each statement of the releases."""
+    read = {message.name for message in grammar.MESSAGES if message.source in ("lmcache", "vllm")}
+    templates = [
+        (row.message, statements.sample(row.template, _VALUE))
+        for rows in statements.known().values()
+        for row in rows
+        if row.message in read
+    ]
+    templates += [
+        ("logged", statements.sample(check.text, _VALUE))
+        for _, table in checks.known().values()
+        for *_, check in table
+        if not check.kind
+    ]
+    made = []
+    for name, template in dict.fromkeys(templates):
+        parts = " ".join(template.strip().partition("\n")[0].split()).split(_VALUE)
+        longest = max(parts, key=len)
+        if sum(map(len, parts)) >= _TELLS:
+            made.append((name, longest, re.compile(".{0,600}?".join(map(re.escape, parts)))))
+    return made

@@ -1,0 +1,181 @@
+"""A known problem: one record of `knowledge/*.toml`. docs/knowledge.md describes its fields and how to add one."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from kvfix import catalogue as known_fixes
+from kvfix_tools.diagnose.findings import Answer, Severity
+from kvfix_tools.diagnose.signs import Sign, fits, implied, parse
+
+if TYPE_CHECKING:
+    from kvfix_tools.diagnose.diagnosis import Diagnosis
+    from kvfix_tools.diagnose.log_line import LogLine
+
+FILE = Path(__file__).with_name("knowledge.json")
+#: {dist: its name for people}
+NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
+#: Releases of vLLM that were examined for the records, each with the one examined before it.
+_BEFORE = {"0.15": "0.11.2.post2", "0.20": "0.15.1", "0.26": "0.20.2", "0.32": "0.26.0"}
+#: What the record calls a field that this class names otherwise.
+_IN_THE_RECORD = {
+    "cause": "why", "now": "do", "good": "for_good", "fixed": "fixed_in", "sure": "certain", "sentence": "case"
+}  # fmt: skip
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=_IN_THE_RECORD):
+    """One known problem. Any of its signs shows it.
+
+    sentence: this case, with `{name}` for a value `<name>` of the sign; empty: the line itself.
+    connectors: the record is for these only, where the log names its connector. named: the log has to name it.
+    releases: {dist: specifier} of the releases with this problem. fixed: {dist: first release without it}.
+    sure: False: the line may have another cause, and `cause` says what decides.
+    general: any code may fail like this. Asked only about a failure that no other record explains.
+    replaces: codes of findings that follow from this one.
+    announces: the line only precedes a traceback, and gives way to what explains that.
+    quotes: the sign ends in `<error>`, the text of any exception: a record that explains it is the finding.
+    said_by: the library whose code prints the signs. unanchored: why no release has the signs in its source.
+    """
+
+    code: str
+    name: str
+    title: str
+    effect: Literal["crash", "wrong", "hang", "leak", "slow", "risk"]
+    signs: tuple[str, ...]
+    cause: str
+    now: str
+    good: str = ""
+    sentence: str = ""
+    connectors: tuple[str, ...] = ()
+    named: bool = False
+    releases: dict[str, str] = {}
+    fixed: dict[str, str] = {}
+    sure: bool = True
+    general: bool = False
+    replaces: tuple[str, ...] = ()
+    announces: bool = False
+    quotes: bool = False
+    seen: tuple[str, ...] = ()
+    said_by: str = ""
+    unanchored: str = ""
+
+    @property
+    def message(self) -> None:
+        """As a rule of the ledger has one (findings.LogRule)."""
+        return None
+
+    @property
+    def severity(self) -> Severity:
+        return Severity[self.effect.upper()]
+
+    @property
+    def shows(self) -> tuple[Sign, ...]:
+        return tuple(each for sign in self.signs for each in parse(sign))
+
+    @property
+    def threads(self) -> tuple[str, ...]:
+        """Addresses of the reports. GitHub redirects from an issue to a pull request of the same number."""
+        return tuple(f"https://github.com/{each.replace('#', '/issues/')}" for each in self.seen)
+
+    @property
+    def fixes(self) -> tuple[str, ...]:
+        """Codes of kvfix's fixes for it."""
+        return tuple(fix.code for fix in known_fixes.handling(self.code, None))
+
+    @property
+    def for_good(self) -> str:
+        """`good`, or the releases without the problem; "" if none is known."""
+        upgrade = " and ".join(f"{NAMES.get(dist, dist)} {release}" for dist, release in self.fixed.items())
+        return self.good or (f"upgrade to {upgrade}" if upgrade else "")
+
+    def section(self, name: str) -> str:
+        return self.cause if name == "Cause" else ""
+
+    def values(self, line: LogLine) -> dict[str, Any] | None:
+        """The values of the first sign that this line shows; None: it shows none."""
+        return next((found for sign in self.shows if (found := fits(sign, line)) is not None), None)
+
+    def look(self, log: Diagnosis, line: LogLine, nearly: bool = False) -> Answer | None:
+        """This problem in this line; None: the line does not show it. nearly: as in `concerns`."""
+        values = self.values(line)
+        if values is None or not self.concerns(log, nearly):
+            return None
+        sentence = self.sentence.format_map(_Values(values)) if self.sentence else _sentence_of(line)
+        verdict = "violated" if self.sure and not nearly else "unknown"
+        return Answer(sentence, verdict=verdict, request=line.request)
+
+    def gives_way(self, records: list[Problem], line: LogLine) -> bool:
+        """Whether another of the line's records is the finding: it says more, or explains the error quoted here."""
+        return (self.quotes and any(not each.quotes for each in records)) or any(
+            self.yields_to(each, line) for each in records
+        )
+
+    def yields_to(self, other: Problem, line: LogLine) -> bool:
+        """Whether the other record says more exactly what this line is."""
+        own, theirs = ([each for each in one.shows if fits(each, line) is not None] for one in (self, other))
+        return bool(own) and any(all(implied(each, by) and not implied(by, each) for each in own) for by in theirs)
+
+    def concerns(self, log: Diagnosis, nearly: bool = True) -> bool:
+        """Whether the log's connector and releases have this problem, as far as the log names them.
+
+        nearly: also for a release of vLLM between the first examined one with the problem and the last without it.
+        """
+        ran = log.who.connectors
+        if self.connectors and (ran or self.named) and not ran & set(self.connectors):
+            return False
+        if any(log.releases.within(dist, f">={right}") is True for dist, right in self.fixed.items()):
+            return False
+        releases = {
+            dist: _widened(broken) if nearly and dist == "vllm" else broken for dist, broken in self.releases.items()
+        }
+        return all(log.releases.within(dist, broken) is not False for dist, broken in releases.items())
+
+
+def _widened(specifier: str) -> str:
+    """`>=0.32` becomes `>0.26.0`, the release examined before it."""
+    return re.sub(
+        r">=(0\.\d+)(?:\.0)?(?=,|$)",
+        lambda found: f">{_BEFORE[found[1]]}" if found[1] in _BEFORE else found[0],
+        specifier,
+    )
+
+
+class _Values(dict[str, Any]):
+    def __missing__(self, name: str) -> str:
+        return "?"
+
+
+def _sentence_of(line: LogLine) -> str:
+    if line.name == "stack":
+        return f"a thread ({line.fields['state']}) stands in {line.fields['frames'][-1][2]}"
+    if line.name == "raised":
+        return f"{line.fields['class'] or 'died'}: {line.fields['text']}"[:240].rstrip(": ")
+    return line.evidence.text[:240]
+
+
+class Knowledge(msgspec.Struct, frozen=True):
+    """problems: in the order in which they are tried. retired: {code: why it is used no more}."""
+
+    problems: tuple[Problem, ...]
+    retired: dict[str, str]
+
+
+@lru_cache(maxsize=1)
+def knowledge() -> Knowledge:
+    """Everything in `knowledge.json`, which `make knowledge` compiles from `knowledge/*.toml`."""
+    return msgspec.json.decode(FILE.read_bytes(), type=Knowledge)
+
+
+def catalogue() -> tuple[Problem, ...]:
+    """Every record."""
+    return knowledge().problems
+
+
+def find(name: str) -> Problem | None:
+    """The record of this code or name; None if there is none."""
+    return next((each for each in catalogue() if name.upper() == each.code or name.lower() == each.name), None)

@@ -1,0 +1,112 @@
+"""`kvfix search`: which fixes, known problems and rules have the words of a text. For what is no log.
+
+A word match is no diagnosis: the answer names candidates, and how to confirm each.
+"""
+
+from __future__ import annotations
+
+import json as jsonlib
+import re
+import sqlite3
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+from kvfix import catalogue as fixes
+from kvfix.fixes.api import Fix
+from kvfix.ledger import RULES
+from kvfix_tools.diagnose import findings, statements
+from kvfix_tools.diagnose.problem import catalogue as known_problems
+
+#: Candidates that are shown; words and characters of the text that are used.
+_SHOWN, _WORDS, _CHARACTERS = 3, 200, 64_000
+#: How much a word counts in the title, in what a log shows, and in the rest.
+_WEIGHTS = "3.0, 6.0, 1.0"
+_WORD = re.compile(r"[A-Za-z]{2,}|\d{2,}")
+
+
+class Candidate(NamedTuple):
+    code: str
+    name: str
+    title: str
+    confirm: str
+
+
+class _Entry(NamedTuple):
+    """shows: what a log or a user sees. rest: the other words of it."""
+
+    candidate: Candidate
+    shows: str
+    rest: str
+
+
+def search(text: str, json: bool) -> int:
+    """Print the best candidates for this text, for the text of a file of this name, or for standard input (`-`)."""
+    try:
+        found = candidates(_read(text))
+    except OSError as error:
+        print(f"kvfix search: cannot read {text}: {error.strerror}", file=sys.stderr)
+        return 2
+    if json:
+        print(jsonlib.dumps({"candidates": [each._asdict() for each in found]}, indent=2))
+    elif not found:
+        print("No fix, known problem or rule has these words. Give the log to kvfix-diagnose.")
+    else:
+        print("These have the most words in common with the text. Confirm one before you act on it.")
+        for each in found:
+            print(f"\n{each.code} {each.name}\n  {each.title}\n  To confirm: {each.confirm}")
+            print(f"  To read more: kvfix explain {each.code}")
+    return 0
+
+
+def _read(text: str) -> str:
+    if text == "-":
+        return sys.stdin.read(_CHARACTERS)
+    if "\n" not in text and len(text) < 4096 and Path(text).is_file():
+        with Path(text).open(encoding="utf-8", errors="replace") as file:
+            return file.read(_CHARACTERS)
+    return text[:_CHARACTERS]
+
+
+def candidates(text: str) -> list[Candidate]:
+    """The entries with the most words in common with the text, the best first."""
+    words = [word.lower() for word in _WORD.findall(text)][:_WORDS]
+    pairs = [f"{first} {second}" for first, second in pairwise(words)]
+    entries = list(_entries())
+    with sqlite3.connect(":memory:") as index:
+        index.execute("CREATE VIRTUAL TABLE entry USING fts5(title, shows, rest, tokenize = 'porter unicode61')")
+        rows = ((each.candidate.title, each.shows, each.rest) for each in entries)
+        index.executemany("INSERT INTO entry VALUES (?, ?, ?)", rows)
+        query = " OR ".join(f'"{each}"' for each in dict.fromkeys((*words, *pairs)))
+        best = f"SELECT rowid FROM entry WHERE entry MATCH ? ORDER BY bm25(entry, {_WEIGHTS}) LIMIT {_SHOWN}"
+        found = index.execute(best, (query,)).fetchall() if words else []
+    return [entries[row - 1].candidate for (row,) in found]
+
+
+def _entries() -> Iterator[_Entry]:
+    for fix in fixes.fixes():
+        shows = fix.section("Symptom")
+        candidate = Candidate(fix.code, fix.slug, fix.title, _confirm(fix))
+        yield _Entry(candidate, shows, " ".join((fix.slug, fix.doc or "")))
+    for problem in known_problems():
+        confirm = f"kvfix-diagnose LOG reports {problem.code}; a log shows `{problem.signs[0]}`"
+        candidate = Candidate(problem.code, problem.name, problem.title, confirm)
+        rest = " ".join((problem.name, problem.cause, problem.now, problem.good, *problem.connectors))
+        yield _Entry(candidate, " ".join(problem.signs), rest)
+    rows = [row for each in statements.known().values() for row in each]
+    for finding in findings.catalogue():
+        candidate = Candidate(finding.code, finding.name, finding.title, f"kvfix-diagnose LOG reports {finding.code}")
+        shows = " ".join(row.template for row in rows if row.message in finding.on)
+        yield _Entry(candidate, shows, " ".join((finding.name, finding.doc)))
+    for rule in RULES:
+        title = rule.doc.strip().partition("\n")[0]
+        candidate = Candidate(rule.code, rule.name, title, f"KVFIX=check kvfix run -- CMD reports {rule.code}")
+        yield _Entry(candidate, "", " ".join((rule.name, rule.doc)))
+
+
+def _confirm(fix: Fix) -> str:
+    if fix.scenarios:
+        return f"kvfix status says whether this installation has the bug; kvfix lab run {fix.scenarios[0]} shows it"
+    return "kvfix status --probe says whether this installation has the bug"

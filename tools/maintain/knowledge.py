@@ -1,0 +1,64 @@
+"""`make knowledge`: compile the known problems, `diagnose/knowledge/*.toml`, to `diagnose/knowledge.json`.
+
+kvfix reads the JSON: Python 3.10 has no reader for TOML, and one JSON file loads in milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import tomllib
+
+from kvfix_tools.diagnose.problem import FILE, Problem
+
+FOLDER = FILE.with_suffix("")
+#: The file of the codes that are used no more.
+RETIRED = "retired.toml"
+
+
+class Mistake(ValueError):
+    """A record that cannot be read. Its text names the file and the record."""
+
+
+def records(file: Path) -> list[dict[str, Any]]:
+    """The records of this file, each checked against the schema (`Problem`)."""
+    try:
+        tables = tomllib.loads(file.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise Mistake(f"{file.name}: {error}") from None
+    made = []
+    for name, table in tables.items():
+        try:
+            record = {"name": name, **table}
+            msgspec.convert(record, Problem)
+        except (TypeError, msgspec.ValidationError) as error:
+            raise Mistake(f"{file.name}: [{name}]: {error}") from None
+        made.append(record)
+    return made
+
+
+def compiled() -> str:
+    """The JSON, one record a line: files in the order of their names, records in the order of their file."""
+    files = sorted(file for file in FOLDER.glob("*.toml") if file.name != RETIRED)
+    rows = ",\n".join(json.dumps(record, ensure_ascii=False) for file in files for record in records(file))
+    gone = tomllib.loads((FOLDER / RETIRED).read_text())["group"]
+    retired = ",\n".join(json.dumps(dict.fromkeys(group["codes"], group["why"]))[1:-1] for group in gone)
+    return f'{{"problems": [\n{rows}\n],\n"retired": {{\n{retired}\n}}}}\n'
+
+
+def main() -> int:
+    try:
+        text = compiled()
+    except Mistake as mistake:
+        print(f"knowledge: {mistake}", file=sys.stderr)
+        return 1
+    FILE.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
