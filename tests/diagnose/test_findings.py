@@ -8,7 +8,7 @@ from kvfix import catalogue as known_fixes
 from kvfix_tools.diagnose import advice
 from kvfix_tools.diagnose.findings import catalogue
 from tests.diagnose import releases
-from tests.diagnose.finding_logs import hits, lookups, without_hits, worker
+from tests.diagnose.finding_logs import STARTS, hits, lookups, without_hits, worker
 from tests.diagnose.lines import (
     NEWEST,
     V1,
@@ -203,3 +203,14 @@ class TestLookupsWithoutHits:
 
     def test_a_request_that_is_asked_for_often_is_one_lookup(self) -> None:
         assert codes(diagnose(asked(NEWEST, 26, 0, 0, 0) * 50)) == []
+
+
+def test_an_error_of_a_process_that_was_asked_to_end_is_an_echo() -> None:
+    """Until an engine starts again in the same log."""
+    ends = (
+        "(EngineCore pid=7) INFO 12-03 01:24:36 [core.py:1454] [shutdown] EngineCore: trigger received signal=SIGTERM\n"
+    )
+    failed = hits()["KVD199"][0]
+    assert codes(diagnose(failed)) == ["KVD199"]
+    assert codes(diagnose(ends, failed)) == []
+    assert codes(diagnose(ends, STARTS, failed)) == ["KVD199"]

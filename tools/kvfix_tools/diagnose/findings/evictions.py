@@ -53,7 +53,7 @@ def stored_more_than_fits(log: Diagnosis, line: LogLine | None) -> Answer | None
         return None
     of = "max_local_cpu_size" if named is not None else "max_local_cpu_size, if it is the default,"
     return Answer(
-        f"{kept.number} lookups, 0 hits; a worker has stored {most:.1f} GB, {of} is {room:g}",
+        f"{kept.number} lookups, 0 hits; a worker has stored {most:.3g} GB, {of} is {room:g}",
         request="",
         verdict="unknown",
     )
