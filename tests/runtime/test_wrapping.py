@@ -157,9 +157,10 @@ class TestFaults:
         hooked = Hooked(kind(code, when=Raises.at_once, on_fault=lambda *given, **named: "closed"))
         assert hooked(1) == "closed"
 
-    def test_a_closed_answer_that_raises_is_none(self, kind: Any, code: Any, calls: int) -> None:
+    def test_if_the_closed_answer_raises_all_is_as_released(self, kind: Any, code: Any, calls: int) -> None:
         hooked = Hooked(kind(code, on_fault=Raises.at_once))
-        assert hooked(1) is None
+        assert hooked(1) == "own"
+        assert len(hooked.calls) == 1
 
 
 class Counted:
