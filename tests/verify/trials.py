@@ -77,6 +77,29 @@ def faults() -> bool:
         return all(results)
 
 
+def partial() -> bool:
+    extra = {**served.IN_PROCESS["kv_connector_extra_config"], "lmcache.save_unfull_chunk": True}
+    transfer = {**served.IN_PROCESS, "kv_connector_extra_config": extra}
+    with in_folder() as folder, Served(folder / "partial", "fix", transfer).running() as server:
+        results = []
+        for fault, expected in (("", 0), ("last_partial_chunk_wrong", 1)):
+            server.plant(fault)
+            results.append(run(fault, (expected,), server.url, "--chunk", str(served.CHUNK)))
+        return all(results)
+
+
+def noisy() -> bool:
+    faults = {"": (0, 77), "last_chunk_wrong": (1,), "other_weights:0.05": (1,)}
+    bits = {f"one_bit:{bit}": (0, 1, 77) for bit in range(30, 21, -2)}
+    settings = {"KVFIX_TEST_NOISE": "0.01"}
+    with in_folder() as folder, Served(folder / "noisy", "fix", served.IN_PROCESS, **settings).running() as server:
+        results = []
+        for fault, expected in {**faults, **bits}.items():
+            server.plant(fault)
+            results.append(run(fault, expected, server.url))
+        return all(results)
+
+
 def ranks() -> bool:
     with in_folder() as folder:
         server = Served(folder / "ranks", "fix", served.IN_PROCESS)
@@ -167,7 +190,8 @@ def noise(runs: int) -> bool:
 
 
 TRIALS: dict[str, Callable[..., bool]] = {
-    "connectors": connectors, "faults": faults, "ranks": ranks, "pd": prefill_decode, "healthy": healthy,
+    "connectors": connectors, "faults": faults, "partial": partial, "noisy": noisy,
+    "ranks": ranks, "pd": prefill_decode, "healthy": healthy,
     "noise": noise,
 }  # fmt: skip
 
