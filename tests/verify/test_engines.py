@@ -44,7 +44,7 @@ def test_with_kvfix(fixed: Served) -> None:
 @pytest.mark.parametrize(
     ("fault", "found"),
     [
-        ("only_one_chunk", "wrong for 'one chunk' and 'one chunk and one token', alone and under load"),
+        ("only_one_chunk", "wrong where exactly 1 chunks come from the connector, alone and under load"),
         ("only_together", "only under load"),
     ],
 )
