@@ -48,6 +48,11 @@ class TestVerdicts:
         assert "wrong for 'one chunk', alone and under load" in text
         assert re.search(r"Fresh prompts of 'one chunk', alone: (\d) of \1 differ", text), text
 
+    def test_one_number_of_chunks_is_wrong(self, capsys: pytest.CaptureFixture[str]) -> None:
+        code, text = run(capsys, Behaviour(noise=0.01, wrong=lambda prompt, hit, running: 0 < hit <= CHUNK))
+        assert code == 1, text
+        assert "SUMMARY: kvfix verify different: wrong where exactly 1 chunks come from the connector" in text
+
     def test_wrong_only_under_load(self, capsys: pytest.CaptureFixture[str]) -> None:
         wrong = lambda prompt, hit, running: running > 1  # noqa: E731
         code, text = run(capsys, Behaviour(noise=0.01, wrong=wrong))

@@ -32,7 +32,8 @@ from tests.verify.served import Served
 #: highest, bit 23 its lowest, bit 0 the mantissa's lowest.
 FAULTS = {
     "": (0,),
-    "two_chunks_swapped": (1,),
+    "two_chunks_swapped": (0, 1),  # a sum in another order: the last bits, on a server that computes exactly
+    "k_of_two_chunks_swapped": (1,),
     "chunk_of_another_prompt": (1,),
     "chunk_shifted_by_one": (1,),
     "last_chunk_wrong": (1,),
@@ -72,6 +73,29 @@ def faults() -> bool:
     with in_folder() as folder, Served(folder / "fixed", "fix", served.IN_PROCESS).running() as server:
         results = []
         for fault, expected in FAULTS.items():
+            server.plant(fault)
+            results.append(run(fault, expected, server.url))
+        return all(results)
+
+
+def partial() -> bool:
+    extra = {**served.IN_PROCESS["kv_connector_extra_config"], "lmcache.save_unfull_chunk": True}
+    transfer = {**served.IN_PROCESS, "kv_connector_extra_config": extra}
+    with in_folder() as folder, Served(folder / "partial", "fix", transfer).running() as server:
+        results = []
+        for fault, expected in (("", 0), ("last_partial_chunk_wrong", 1)):
+            server.plant(fault)
+            results.append(run(fault, (expected,), server.url, "--chunk", str(served.CHUNK)))
+        return all(results)
+
+
+def noisy() -> bool:
+    faults = {"": (0, 77), "last_chunk_wrong": (1,), "other_weights:0.05": (1,)}
+    bits = {f"one_bit:{bit}": (0, 1, 77) for bit in range(30, 21, -2)}
+    settings = {"KVFIX_TEST_NOISE": "0.01"}
+    with in_folder() as folder, Served(folder / "noisy", "fix", served.IN_PROCESS, **settings).running() as server:
+        results = []
+        for fault, expected in {**faults, **bits}.items():
             server.plant(fault)
             results.append(run(fault, expected, server.url))
         return all(results)
@@ -167,7 +191,8 @@ def noise(runs: int) -> bool:
 
 
 TRIALS: dict[str, Callable[..., bool]] = {
-    "connectors": connectors, "faults": faults, "ranks": ranks, "pd": prefill_decode, "healthy": healthy,
+    "connectors": connectors, "faults": faults, "partial": partial, "noisy": noisy,
+    "ranks": ranks, "pd": prefill_decode, "healthy": healthy,
     "noise": noise,
 }  # fmt: skip
 

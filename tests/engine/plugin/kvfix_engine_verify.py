@@ -1,8 +1,11 @@
 """LMCache in process on the CPU as on a GPU, with faults for `kvfix verify` planted where KV has just been loaded.
 
 LMCache's own GPU connector runs on CPU tensors (kvfix_tools.roundtrip.engine_connector). It gets KV as vLLM has it on a
-GPU from 0.26 on: K and V of each token and head packed, heads inside of tokens. vLLM for the CPU packs a block's K rows
-and then its V rows, so a copy in the GPU's layout stands between the two.
+GPU from 0.26 on: K and V of each token and head packed, heads inside of tokens. vLLM for the CPU holds K transposed and
+then V in each block and head (float32), so a copy in the GPU's layout stands between the two.
+
+K carries its position (RoPE), so rows of K and V that change places together change no answer: attention sums over
+them. The faults therefore move K without V, or lose rows.
 
 The file KVFIX_TEST_FAULT names the fault; "" is none.
 """
@@ -63,9 +66,9 @@ class Faulty(InProcess):
             if chunks:
                 FAULTS[name](list(self.packed.values()), chunks, argument, len(loads))
         for cache, packed, blocks in self.blocks(each.slot_mapping for each in loads):
-            _, heads, size, both = cache.shape
-            rows = packed[blocks].reshape(-1, heads, size, 2, both // 2).transpose(2, 3)
-            cache[blocks] = rows.reshape(-1, heads, size, both)
+            k, v = packed[blocks].chunk(2, dim=3)
+            halves = [k.transpose(2, 3).flatten(2), v.flatten(2)]
+            cache[blocks] = torch.cat(halves, dim=2).view(cache[blocks].shape)
 
     def wait_for_save(self) -> None:
         saved = [each for each in self._get_connector_metadata().requests if each.save_spec and each.save_spec.can_save]
@@ -75,8 +78,9 @@ class Faulty(InProcess):
     def copy_out(self, mappings: Iterable[torch.Tensor]) -> None:
         for cache, packed, blocks in self.blocks(mappings):
             _, heads, size, both = cache.shape
-            rows = cache[blocks].view(-1, heads, 2, size, both // 2).transpose(2, 3)
-            packed[blocks] = rows.reshape(-1, heads, size, both)
+            k, v = cache[blocks].flatten(2).chunk(2, dim=2)
+            k = k.reshape(-1, heads, both // 2, size).transpose(2, 3)
+            packed[blocks] = torch.cat([k, v.reshape(-1, heads, size, both // 2)], dim=3)
 
     def blocks(self, mappings: Iterable[torch.Tensor]) -> Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """The engine's tensor of each layer, the packed one, and the blocks of these slots."""
@@ -96,11 +100,26 @@ def put(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
     cache[slots // cache.shape[2], :, slots % cache.shape[2]] = rows
 
 
+def wrong_k(rows: torch.Tensor) -> torch.Tensor:
+    """K of these tokens in reverse order, V as it was."""
+    k, v = rows.chunk(2, dim=2)
+    return torch.cat([k.flip(0), v], dim=2)
+
+
 def two_chunks_swapped(caches: Tensors, chunks: Tensors, _: str, __: int) -> None:
+    """Changes the order of a sum, and so the last bits only."""
     for cache in caches if len(chunks) > 1 and len(chunks[1]) == CHUNK else ():
         one, other = rows_of(cache, chunks[0]), rows_of(cache, chunks[1])
         put(cache, chunks[0], other)
         put(cache, chunks[1], one)
+
+
+def k_of_two_chunks_swapped(caches: Tensors, chunks: Tensors, _: str, __: int) -> None:
+    for cache in caches if len(chunks) > 1 and len(chunks[1]) == CHUNK else ():
+        one, other = rows_of(cache, chunks[0]), rows_of(cache, chunks[1])
+        width = one.shape[2] // 2
+        put(cache, chunks[0], torch.cat([other[:, :, :width], one[:, :, width:]], dim=2))
+        put(cache, chunks[1], torch.cat([one[:, :, :width], other[:, :, width:]], dim=2))
 
 
 def chunk_of_another_prompt(caches: Tensors, chunks: Tensors, _: str, __: int) -> None:
@@ -113,12 +132,13 @@ def chunk_of_another_prompt(caches: Tensors, chunks: Tensors, _: str, __: int) -
 
 def chunk_shifted_by_one(caches: Tensors, chunks: Tensors, _: str, __: int) -> None:
     for cache in caches:
-        put(cache, chunks[0], rows_of(cache, chunks[0]).roll(1, dims=0))
+        rows = rows_of(cache, chunks[0])
+        put(cache, chunks[0], torch.cat([rows[:1], rows[:-1]]))
 
 
 def last_chunk_wrong(caches: Tensors, chunks: Tensors, _: str, __: int) -> None:
     for cache in caches:
-        put(cache, chunks[-1], rows_of(cache, chunks[-1]).flip(0))
+        put(cache, chunks[-1], wrong_k(rows_of(cache, chunks[-1])))
 
 
 def last_partial_chunk_wrong(caches: Tensors, chunks: Tensors, _: str, __: int) -> None:
@@ -146,7 +166,7 @@ def other_adapter(caches: Tensors, chunks: Tensors, share: str, __: int) -> None
 
 
 def one_layer_wrong(caches: Tensors, chunks: Tensors, _: str, __: int) -> None:
-    put(caches[-1], torch.cat(chunks), rows_of(caches[-1], torch.cat(chunks)).flip(0))
+    put(caches[-1], torch.cat(chunks), wrong_k(rows_of(caches[-1], torch.cat(chunks))))
 
 
 def one_rank_wrong(caches: Tensors, chunks: Tensors, _: str, __: int) -> None:
@@ -183,7 +203,8 @@ def only_together(caches: Tensors, chunks: Tensors, _: str, loads: int) -> None:
 FAULTS: dict[str, Callable[[Tensors, Tensors, str, int], None]] = {
     function.__name__: function
     for function in (
-        two_chunks_swapped, chunk_of_another_prompt, chunk_shifted_by_one, last_chunk_wrong, last_partial_chunk_wrong,
+        two_chunks_swapped, k_of_two_chunks_swapped, chunk_of_another_prompt, chunk_shifted_by_one, last_chunk_wrong,
+        last_partial_chunk_wrong,
         other_weights, other_adapter, one_layer_wrong, one_rank_wrong, one_bit, zeros, only_one_chunk, only_together,
     )
 }  # fmt: skip

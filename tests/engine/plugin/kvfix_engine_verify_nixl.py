@@ -13,12 +13,12 @@ NixlConnector: Any = KVConnectorFactory.get_connector_class_by_name("NixlConnect
 
 
 class FaultyNixl(NixlConnector):  # type: ignore[misc]
-    def get_finished(self, finished_req_ids: set[str]) -> Any:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         worker = self.connector_worker
         reads = {name: meta.local_block_ids for name, meta in worker._recving_metadata.items()}
-        sent, received = super().get_finished(finished_req_ids)
-        for name in received if FAULT.exists() and FAULT.read_text() == "zeros" else ():
+        results = super().get_transfer_results(finished_req_ids)
+        for name in results.finished_recving if FAULT.exists() and FAULT.read_text() == "zeros" else ():
             for blocks in reads.get(name, ()):
                 for cache in worker.device_kv_caches.values():
                     cache[list(blocks)] = 0.0
-        return sent, received
+        return results

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from typing import Any
 
@@ -65,10 +66,20 @@ def where(outcome: Outcome) -> str:
     if outcome.shared_with and not any(map(outcome.above, MODES)):
         return "another adapter is served the same KV"
     modes = [mode for mode in MODES if outcome.above(mode)]
-    served = {case.prompt.kind for case in outcome.cases if case.hits}
-    wrong = {case.prompt.kind for mode in modes for case in outcome.above(mode)}
-    kinds = "all hits" if wrong >= served else " and ".join(f"'{kind}'" for kind in sorted(wrong))
-    return f"wrong for {kinds}, {'only under load' if modes == [UNDER_LOAD] else 'alone and under load'}"
+    when = "only under load" if modes == [UNDER_LOAD] else "alone and under load"
+    above = [case for mode in modes for case in outcome.above(mode)]
+    wrong = {case.prompt.kind for case in above}
+    if wrong >= {case.prompt.kind for case in outcome.cases if case.hits}:
+        return f"wrong for all hits, {when}"
+    chunks = {_chunks(case, outcome) for case in above}
+    if len(chunks) == 1 and chunks.isdisjoint(_chunks(case, outcome) for case in outcome.cases if case not in above):
+        return f"wrong where exactly {chunks.pop()} chunks come from the connector, {when}"
+    return f"wrong for {' and '.join(repr(kind) for kind in sorted(wrong))}, {when}"
+
+
+def _chunks(case: Case, outcome: Outcome) -> int:
+    """Chunks from the connector, the last one perhaps less the token that vLLM computes anyway."""
+    return math.ceil((case.hits or 0) / outcome.sizes.chunk)
 
 
 def worst(outcome: Outcome) -> tuple[str, Case] | None:
