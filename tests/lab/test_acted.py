@@ -15,10 +15,6 @@ SEEDS = 20
 DISTURBED = ("preemptions", "aborts", "aborted", "loads_failed", "leases_ended")
 #: What they correct shows only later: a worker that is idle, a load that fails, a request that ends, a copy.
 AHEAD = {"KVF109", "KVF110", "KVF113", "KVF216"}
-#: It asks the peer for its clock at each load.
-ASKS = "KVF368"
-
-
 #: In this scenario no registration raises in the wrapped function: KVF322 gives the load up.
 BY_OTHERS = "nixl-push-thread-loses-notices"
 
@@ -50,7 +46,7 @@ def in_scenarios() -> dict[str, dict[str, int]]:
 def in_healthy(connector: str) -> dict[str, Any]:
     """Which fixes acted in random schedules in which nothing is violated, aborted, preempted or lost as released."""
     from kvfix_tools.lab.fuzz import play
-    from kvfix_tools.lab.runner import applied, drawn
+    from kvfix_tools.lab.runner import applied
     from kvfix_tools.lab.schedule import draw
 
     healthy = 0
@@ -62,7 +58,7 @@ def in_healthy(connector: str) -> dict[str, Any]:
         if released.violations or any(released.counts.get(name) for name in DISTURBED):
             continue
         healthy += 1
-        with applied(True, only=[code for code in drawn() if code != ASKS]):
+        with applied(True):
             play(schedule)
     return {"healthy": healthy, "acted": _counted()}
 
