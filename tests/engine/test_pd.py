@@ -194,7 +194,8 @@ def test_prefill_is_killed(pair: Pair, expected: Answers) -> None:
     assert verdicts(pair.decode) == []
     assert pair.decode.metric("vllm:num_requests_waiting") == pair.decode.metric("vllm:num_requests_running") == 0
     assert pd.ask(pair.decode.url, ROUNDS["prefill"][0]) == expected["prefill"][0]
-    assert findings(pair.decode) == {"KVD591", *LOST_HOST}
+    # KVD1156: a notice to the killed prefill instance that was not sent yet cannot be sent.
+    assert findings(pair.decode) - {"KVD1156"} == {"KVD591", *LOST_HOST}
 
 
 @pytest.mark.skipif("KVFIX_TEST_LONG" not in os.environ, reason="minutes more: KVFIX_TEST_LONG=1 runs it")

@@ -211,7 +211,7 @@ def _scenario(slug: str) -> Case:
     assert scenario is not None
 
     def findings(fixes: bool, skipped: str = "") -> Any:
-        codes = [code for code in runner.drawn(*scenario.fixes) if code != skipped]
+        codes = [code for code in runner.played(*scenario.fixes) if code != skipped]
         return runner.play(scenario, fixes, only=codes).findings
 
     return Case(slug, lambda: findings(False), lambda: findings(True), lambda code: findings(True, code))
@@ -219,11 +219,11 @@ def _scenario(slug: str) -> Case:
 
 def _seed(connector: str, seed: int) -> Case:
     from kvfix_tools.lab.fuzz import play
-    from kvfix_tools.lab.runner import applied, drawn
+    from kvfix_tools.lab.runner import applied, played
     from kvfix_tools.lab.schedule import draw
 
     def findings(fixes: bool, skipped: str = "") -> Any:
-        with applied(fixes, only=[code for code in drawn() if code != skipped]):
+        with applied(fixes, only=[code for code in played() if code != skipped]):
             return play(draw(seed, connector)).findings
 
     return Case(

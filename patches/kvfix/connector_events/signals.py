@@ -34,7 +34,6 @@ def install() -> None:
         atexit.register(_write, dump.write, "exit")
     if signal.getsignal(SIGNAL) in (signal.SIG_DFL, _on_signal):
         signal.signal(SIGNAL, _on_signal)
-        signal.siginterrupt(SIGNAL, False)  # a system call of a native library goes on
         _write(dump.announce)
 
 

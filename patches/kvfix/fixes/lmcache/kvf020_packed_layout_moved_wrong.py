@@ -80,9 +80,13 @@ def _not_loaded(connector: Any, memory_obj: Any, start: int, end: int, *_: Any, 
     vars(connector).setdefault(_EMPTY, []).append((start, end))
 
 
+def _is_empty(memory_obj: Any) -> bool:
+    return _EMPTY in getattr(memory_obj, "__dict__", ())
+
+
 def fix_put(module: ModuleType) -> Callable[..., Any]:
     def batched_put(manager: Any, keys: Any, memory_objs: Any, *more: Any, **named: Any) -> Generator[Any, Any, Any]:
-        filled = [not hasattr(each, _EMPTY) for each in memory_objs]
+        filled = [not _is_empty(each) for each in memory_objs]
         for each, is_filled in zip(memory_objs, filled, strict=True):
             if not is_filled:
                 each.ref_count_down()
@@ -98,7 +102,7 @@ def fix_put(module: ModuleType) -> Callable[..., Any]:
 
     return around(
         batched_put,
-        when=lambda manager, keys, memory_objs, *_, **__: any(hasattr(each, _EMPTY) for each in memory_objs),
+        when=lambda manager, keys, memory_objs, *_, **__: any(map(_is_empty, memory_objs)),
         on_fault=put_nothing,
     )
 
@@ -111,7 +115,7 @@ def fix_retrieve(module: ModuleType) -> Callable[..., Any]:
 
     return after(
         retrieve,
-        when=lambda engine, *_, **__: hasattr(engine.gpu_connector, _EMPTY),
+        when=lambda engine, *_, **__: _EMPTY in getattr(engine.gpu_connector, "__dict__", ()),
         on_fault=lambda engine, mask, *_, **__: mask & False,
     )
 
