@@ -15,7 +15,7 @@ from tests.diagnose.sign_logs import LMCACHE
 
 def test_a_value_in_between_may_be_a_whole_key() -> None:
     """As LMCache prints a CacheEngineKey, with a model that lies below a long path."""
-    key = f"CacheEngineKey(model_name='/root/{'models/' * 30}', world_size=1, worker_id=0, request_configs=None)"
+    key = f"CacheEngineKey(model_name='/data/{'models/' * 30}', world_size=1, worker_id=0, request_configs=None)"
     text = f"Put task failed for key {key}: [Errno 32] Broken pipe"
     assert len(key) > 200
     assert "KVD866" in codes(diagnose(LMCACHE.format(level="ERROR", text=text)))

@@ -11,24 +11,49 @@ from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
+from typer.core import TyperGroup
 
 import kvfix
-from kvfix.config import MODES
 from kvfix_tools.lab.cli import app as lab
 
+
+class _InOrder(TyperGroup):
+    """Lists the commands in the order in which a user needs them."""
+
+    def list_commands(self, ctx: object) -> list[str]:
+        return [name for name in COMMANDS if name in self.commands]
+
+
+#: {command: heading in the help}, in the order of use.
+_CRASHED, _BEFORE, _RUNS, _MAINTAIN = "When it crashed", "Before you launch", "While it runs", "For maintainers"
+COMMANDS = {
+    "diagnose": _CRASHED, "search": _CRASHED, "explain": _CRASHED, "replay": _CRASHED,
+    "status": _BEFORE, "run": _BEFORE, "doctor": _BEFORE, "roundtrip": _BEFORE,
+    "verify": _RUNS, "look": _RUNS, "attach": _RUNS, "detach": _RUNS, "dump": _RUNS,
+    "lab": _MAINTAIN, "conform": _MAINTAIN, "upstream": _MAINTAIN, "mcp": _MAINTAIN,
+}  # fmt: skip
+
 app = typer.Typer(
+    cls=_InOrder,
     name="kvfix",
-    help="Patch set and debugging toolkit for KV-cache connectors in vLLM, LMCache's first of all.",
+    help="Find and fix known bugs of KV-cache connectors in vLLM and LMCache.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # in "rich" markup, help swallows words in square brackets
 )
 
-app.add_typer(lab, name="lab")
+app.add_typer(lab, name="lab", rich_help_panel=_MAINTAIN)
 
-Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 # typer reads annotations at run time, also on Python 3.10: Optional, not `| None`, in this file.
-Names = Annotated[Optional[list[str]], typer.Option(metavar="CODE|SLUG", help="May be given several times.")]  # noqa: UP045
+Only = Annotated[
+    Optional[list[str]],  # noqa: UP045
+    typer.Option(metavar="CODE|SLUG", help="Apply this fix and no others. May be given several times."),
+]
+Skip = Annotated[
+    Optional[list[str]],  # noqa: UP045
+    typer.Option(metavar="CODE|SLUG", help="Leave out this fix. May be given several times."),
+]
 Plus = Annotated[
     Optional[list[str]],  # noqa: UP045
     typer.Option(metavar="CODE|SLUG", help="Apply this opt-in fix too. May be given several times."),
@@ -43,12 +68,14 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def main_options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
 ) -> None:
     """Options before the command."""
 
 
-@app.command()
+@app.command(rich_help_panel=COMMANDS["status"])
 def status(
     names: Annotated[
         Optional[list[str]],  # noqa: UP045
@@ -91,15 +118,15 @@ def status(
     raise typer.Exit(status.status(json, probe, everything, names, connector, severity, transfer_config))
 
 
-@app.command()
+@app.command(rich_help_panel=COMMANDS["explain"])
 def explain(name: Annotated[str, typer.Argument(metavar="CODE|SLUG")], json: Json = False) -> None:
-    """A fix (KVF...): symptom, cause, releases; a rule of the ledger (KVR...); a finding in logs (KVD...)."""
+    """Explain a fix (KVF...), a rule (KVR...) or a finding in logs (KVD...)."""
     from kvfix_tools import explain
 
     raise typer.Exit(explain.explain(name, json))
 
 
-@app.command()
+@app.command(rich_help_panel=COMMANDS["search"])
 def search(
     text: Annotated[str, typer.Argument(metavar="TEXT|FILE|-", help="Words of a symptom, or a file with them.")],
     json: Json = False,
@@ -110,49 +137,56 @@ def search(
     raise typer.Exit(search.search(text, json))
 
 
-@app.command()
+@app.command(rich_help_panel=COMMANDS["replay"])
 def replay(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...")],
-    router: Annotated[Path | None, typer.Option(metavar="LOG", help="Of the router between the engines.")] = None,
+    router: Annotated[
+        Path | None, typer.Option(metavar="LOG", help="Read the log of the router between the engines too.")
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Recorder files or bundles through the ledger again: what was violated, and its history. Exit 1 if anything was.
+    """Check recorder files or bundles again, and print the history of each violation. Exit 1 if there is one.
 
-    Those of several processes, ranks and nodes are laid side by side, and of a prefill and a decode engine.
+    The files may come from several processes, ranks and nodes, and from a prefill and a decode engine.
     """
     from kvfix_tools import replay
 
     raise typer.Exit(replay.replay(files, json, router))
 
 
-@app.command()
+@app.command(rich_help_panel=COMMANDS["mcp"])
 def mcp(
-    root: Annotated[Path, typer.Argument(metavar="DIR", help="Files are read below this folder only.")] = Path(),
+    root: Annotated[Path, typer.Argument(metavar="DIR", help="Read files only below this folder.")] = Path(),
 ) -> None:
-    """A Model Context Protocol server on standard input and output, with kvfix's commands as tools (kvfix[mcp])."""
+    """Offer these commands to a language model: a Model Context Protocol server (kvfix[mcp])."""
     from kvfix_tools import mcp_server
 
     raise typer.Exit(mcp_server.serve(root))
 
 
-@app.command()
+@app.command(rich_help_panel=COMMANDS["conform"])
 def conform(
-    connector: Annotated[str, typer.Argument(metavar="MODULE:CLASS", help="Or what vLLM calls it: ExampleConnector.")],
+    connector: Annotated[
+        str,
+        typer.Argument(metavar="MODULE:CLASS", help="The connector's class, or its name in vLLM: ExampleConnector."),
+    ],
     config: Annotated[
         str,
-        typer.Option(metavar="JSON", help="Its kv_connector_extra_config, or @FILE. {dir}: a new folder each time."),
+        typer.Option(metavar="JSON", help="Set kv_connector_extra_config, or @FILE. {dir} is a new folder each time."),
     ] = "{}",
     lose: Annotated[
         str,
-        typer.Option(metavar="MODULE:FUNCTION", help="Called with the worker's connector: what it has stored is gone."),
+        typer.Option(
+            metavar="MODULE:FUNCTION", help="Call this function to make the connector lose what it has stored."
+        ),
     ] = "",
-    seconds: Annotated[float, typer.Option(help="Of the fuzzer, after the scenarios.")] = 30.0,
-    seeds: Annotated[str, typer.Option(metavar="A:B", help="Of the fuzzer.")] = "0:100000",
-    fixes: Annotated[bool, typer.Option(help="With kvfix's fixes of vLLM, or as it was released.")] = True,
+    seconds: Annotated[float, typer.Option(help="Fuzz for so many seconds after the scenarios.")] = 30.0,
+    seeds: Annotated[str, typer.Option(metavar="A:B", help="Draw schedules with these seeds.")] = "0:100000",
+    fixes: Annotated[bool, typer.Option(help="Play vLLM with the fixes of kvfix, or as released.")] = True,
     json: Json = False,
-    junit: Annotated[Optional[Path], typer.Option(metavar="FILE", help="JUnit XML.")] = None,  # noqa: UP045
+    junit: Annotated[Optional[Path], typer.Option(metavar="FILE", help="Write JUnit XML.")] = None,  # noqa: UP045
 ) -> None:
-    """Does a KV connector keep what vLLM expects? On the real scheduler, without a GPU. Exit 1: no; 2: not tested."""
+    """Test a KV connector against vLLM's connector interface, without a GPU. Exit 1 if a rule is violated."""
     from kvfix_tools.conform import command
 
     first, _, last = seeds.partition(":")
@@ -163,33 +197,37 @@ def conform(
     raise typer.Exit(command.conform(connector, config, lose, seconds, drawn, fixes, json, junit))
 
 
-@app.command()
+@app.command(rich_help_panel=COMMANDS["dump"])
 def dump(
-    pid: Annotated[int, typer.Argument(metavar="PID", help="The engine: this process and all below it.")],
-    out: Annotated[Path, typer.Option("-o", metavar="DIR", help="Where the bundle goes.")] = Path(),
+    pid: Annotated[
+        int, typer.Argument(metavar="PID", help="Any process of the engine; its child processes belong to it.")
+    ],
+    out: Annotated[Path, typer.Option("-o", metavar="DIR", help="Write the bundle into this folder.")] = Path(),
     json: Json = False,
 ) -> None:
-    """A bundle (tar.gz) of a running or hung engine: stacks and flight recorders of its processes, and who waits."""
+    """Save stacks and flight recorders of a running or hung engine in one bundle (tar.gz)."""
     from kvfix_tools.dump import command
 
     raise typer.Exit(command.dump(pid, out, json))
 
 
-@app.command()
+@app.command(rich_help_panel=COMMANDS["look"])
 def look(
     pid: Annotated[
         Optional[int],  # noqa: UP045
         typer.Argument(metavar="PID", help="Any process of the engine."),
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Redraw once a second, with rates.")] = False,
-    request: Annotated[str, typer.Option(metavar="ID", help="One request in full.")] = "",
+    request: Annotated[str, typer.Option(metavar="ID", help="Show one request in full.")] = "",
     json: Json = False,
-    save: Annotated[str, typer.Option(metavar="FILE", help="The state, with each request's blocks.")] = "",
-    core: Annotated[str, typer.Option(metavar="FILE", help="A core file in place of PID (kvfix[core]).")] = "",
+    save: Annotated[str, typer.Option(metavar="FILE", help="Save the state, with the blocks of each request.")] = "",
+    core: Annotated[
+        str, typer.Option(metavar="FILE", help="Read a core file in place of a process (kvfix[core]).")
+    ] = "",
 ) -> None:
-    """Why nothing moves in a running engine, started with kvfix or without: the verdict, and who owes what to whom.
+    """Show why a running engine makes no progress, and what to do. The engine may run without kvfix.
 
-    Exit 0: nothing is known to be wrong. 1: a verdict. 77: it may not be read, and which setting is missing.
+    Exit 0: nothing is known to be wrong. 1: a problem was found. 77: the engine may not be read.
     """
     from kvfix_tools.look import command, core_file
 
@@ -200,78 +238,96 @@ def look(
     raise typer.Exit(command.look(pid, watch, request, json, save))
 
 
-Wait = Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for a moment between two steps.")]
+Wait = Annotated[float, typer.Option(metavar="SECONDS", help="Wait so long for a moment between two steps.")]
 
 
-@app.command()
+@app.command(rich_help_panel=COMMANDS["attach"])
 def attach(
-    pid: Annotated[int, typer.Argument(metavar="PID", help="The engine: this process and all below it.")],
-    mode: Annotated[str, typer.Option(help="What kvfix does in it: fix, observe, check.")] = "fix",
-    only: Names = None,
+    pid: Annotated[
+        int, typer.Argument(metavar="PID", help="Any process of the engine; its child processes belong to it.")
+    ],
+    mode: Annotated[
+        str, typer.Option(help="fix: apply the fixes. observe: record too. check: check the rules too.")
+    ] = "fix",
+    only: Only = None,
     plus: Plus = None,
-    idle: Annotated[bool, typer.Option("--idle", help="Wait until no request is there.")] = False,
+    idle: Annotated[bool, typer.Option("--idle", help="Wait until the engine has no request.")] = False,
     wait: Wait = 60.0,
     json: Json = False,
 ) -> None:
-    """Fixes into an engine that runs, between two of its steps. Exit 1 if one has to wait, or is not applied."""
+    """Apply the fixes to a running engine, between two of its steps. Exit 1 if a fix is not applied."""
     from kvfix_tools.look import attach
 
     raise typer.Exit(attach.attach(pid, mode, only, idle, wait, json, plus))
 
 
-@app.command()
+@app.command(rich_help_panel=COMMANDS["detach"])
 def detach(
-    pid: Annotated[int, typer.Argument(metavar="PID", help="The engine: this process and all below it.")],
+    pid: Annotated[
+        int, typer.Argument(metavar="PID", help="Any process of the engine; its child processes belong to it.")
+    ],
     wait: Wait = 60.0,
     json: Json = False,
 ) -> None:
-    """Fixes out of an engine that runs: every original is back."""
+    """Remove all fixes from a running engine."""
     from kvfix_tools.look import attach
 
     raise typer.Exit(attach.detach(pid, wait, json))
 
 
-@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@app.command(
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    rich_help_panel=COMMANDS["doctor"],
+)
 def doctor(
     command: Annotated[
         Optional[list[str]],  # noqa: UP045
-        typer.Argument(metavar="[-- CMD ...]", help="vllm serve ..., lmcache server ..."),
+        typer.Argument(
+            metavar="[-- CMD ...]", help="The command that you will launch: vllm serve ..., lmcache server ..."
+        ),
     ] = None,
     json: Json = False,
     server_http: Annotated[
         str,
-        typer.Option(metavar="HOST:PORT", help="HTTP port of the LMCache server, to ask it."),
+        typer.Option(metavar="HOST:PORT", help="Ask the LMCache server at its HTTP port."),
     ] = "",
-    names: Annotated[bool, typer.Option("--list", help="The checks, and what each looks at.")] = False,
+    names: Annotated[bool, typer.Option("--list", help="List the checks.")] = False,
 ) -> None:
-    """What cannot work in this set-up, before it is launched. It starts nothing and changes nothing."""
+    """Check a set-up before you launch it. Starts nothing and changes nothing."""
     from kvfix_tools.doctor import command as work
 
     raise typer.Exit(work.doctor(command or [], json, server_http, names))
 
 
-@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@app.command(
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}, rich_help_panel=COMMANDS["run"]
+)
 def run(
     command: Annotated[list[str], typer.Argument(metavar="-- CMD ...", help="The program and its arguments.")],
-    mode: Annotated[str, typer.Option(help=f"What kvfix does in it: {', '.join(MODES)}.")] = "fix",
-    only: Names = None,
-    skip: Names = None,
+    mode: Annotated[
+        str,
+        typer.Option(
+            help="fix: apply the fixes. observe: record too. check: check the rules too. strict: raise on a violation."
+        ),
+    ] = "fix",
+    only: Only = None,
+    skip: Skip = None,
     plus: Plus = None,
-    layers: Annotated[bool, typer.Option("--layers", help="Record hooks that run once per layer too.")] = False,
+    layers: Annotated[bool, typer.Option("--layers", help="Also record the hooks that run once per layer.")] = False,
 ) -> None:
-    """A program with kvfix in it and in all its children, also one that loads no vLLM plugins (lmcache server)."""
+    """Run a program with kvfix in it and in all its child processes, also `lmcache server`."""
     from kvfix_tools import launch
 
     raise typer.Exit(launch.run(command, mode, only, skip, layers, plus))
 
 
-upstream = typer.Typer(no_args_is_help=True, help="Patches ready to be sent to LMCache and vLLM.")
-app.add_typer(upstream, name="upstream")
+upstream = typer.Typer(no_args_is_help=True, help="List and export patches for LMCache and vLLM.")
+app.add_typer(upstream, name="upstream", rich_help_panel=_MAINTAIN)
 
 
 @upstream.command(name="list")
 def upstream_list(json: Json = False) -> None:
-    """Each patch: its fix, the release it is for, its subject."""
+    """List the patches with their fix, release and subject."""
     from kvfix_tools import upstream
 
     raise typer.Exit(upstream.show(json))
@@ -280,9 +336,9 @@ def upstream_list(json: Json = False) -> None:
 @upstream.command(name="export")
 def upstream_export(
     name: Annotated[str, typer.Argument(metavar="CODE|SLUG")],
-    dist: Annotated[Optional[str], typer.Option(help="lmcache or vllm; both if not given.")] = None,  # noqa: UP045
-    version: Annotated[Optional[str], typer.Option(help="The release; all if not given.")] = None,  # noqa: UP045
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Where to.")] = Path("."),
+    dist: Annotated[Optional[str], typer.Option(help="Export only for lmcache, or only for vllm.")] = None,  # noqa: UP045
+    version: Annotated[Optional[str], typer.Option(help="Export only for this release.")] = None,  # noqa: UP045
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Write into this folder.")] = Path("."),
 ) -> None:
     """Write a fix as a patch for `git am`, with its test, signed off by you (from git config)."""
     from kvfix_tools import upstream
@@ -290,38 +346,44 @@ def upstream_export(
     raise typer.Exit(upstream.export(name, dist, version, output))
 
 
-@app.command()
+@app.command(rich_help_panel=COMMANDS["diagnose"])
 def diagnose(
     paths: Annotated[list[str], typer.Argument(metavar="PATH... | -", help="Logs, folders, .gz, .zst; - is stdin.")],
-    json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
-    output_format: Annotated[str, typer.Option("--format", metavar="text|json|github", help="What is printed.")] = "",
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, as --format json.")] = False,
+    output_format: Annotated[
+        str, typer.Option("--format", metavar="text|json|github", help="Choose the output format.")
+    ] = "",
     select: Annotated[
         Optional[list[str]],  # noqa: UP045
-        typer.Option(metavar="CODE", help="Only these findings; a beginning of a code is enough. Several times."),
+        typer.Option(metavar="CODE", help="Show only findings whose code begins so. May be given several times."),
     ] = None,
     ignore: Annotated[
         Optional[list[str]],  # noqa: UP045
-        typer.Option(metavar="CODE", help="Not these findings."),
+        typer.Option(metavar="CODE", help="Leave out findings whose code begins so. May be given several times."),
     ] = None,
     fail_on: Annotated[
         str,
         typer.Option(
-            metavar="WHAT", help="Exit 1 for: certain findings, or crash, wrong, hang, leak, slow, risk and worse."
+            metavar="WHAT",
+            help="Exit 1 for certain findings, or for an effect and worse: crash, wrong, hang, leak, slow, risk.",
         ),
     ] = "certain",
-    exit_zero: Annotated[bool, typer.Option("--exit-zero", help="Exit 0, whatever is found.")] = False,
-    request: Annotated[str, typer.Option(metavar="ID", help="One request's history in full.")] = "",
-    html: Annotated[str, typer.Option(metavar="FILE", help="One self-contained page.")] = "",
-    perfetto: Annotated[str, typer.Option(metavar="FILE", help="Chrome trace JSON, for ui.perfetto.dev.")] = "",
+    exit_zero: Annotated[bool, typer.Option("--exit-zero", help="Exit 0 even if there are findings.")] = False,
+    request: Annotated[str, typer.Option(metavar="ID", help="Show the whole history of one request.")] = "",
+    html: Annotated[str, typer.Option(metavar="FILE", help="Write a self-contained HTML page.")] = "",
+    perfetto: Annotated[str, typer.Option(metavar="FILE", help="Write a Chrome trace for ui.perfetto.dev.")] = "",
     brief: Annotated[
         str,
-        typer.Option(metavar="FILE", help="The log in 8 kB, for a person or a language model; - prints it."),
+        typer.Option(metavar="FILE", help="Write a summary of the log in 8 kB; - prints it."),
     ] = "",
     issue: Annotated[
-        str, typer.Option(metavar="FILE", help="A bug report to post: versions, settings, excerpt, known threads.")
+        str,
+        typer.Option(metavar="FILE", help="Write a bug report to post: versions, settings, excerpt, known threads."),
     ] = "",
-    everything: Annotated[bool, typer.Option("--all", help="Every finding in full.")] = False,
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Show every finding in full.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
 ) -> None:
     """Find known bugs in a log: findings with their arithmetic, cause and remedy. Exit 1 if one is certain."""
     from kvfix_tools.diagnose import command
@@ -338,9 +400,13 @@ def diagnose(
     raise typer.Exit(command.main(paths, options))
 
 
-@app.command(add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@app.command(
+    add_help_option=False,
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    rich_help_panel=COMMANDS["roundtrip"],
+)
 def roundtrip(arguments: Annotated[Optional[list[str]], typer.Argument(metavar="[OPTIONS]")] = None) -> None:  # noqa: UP045
-    """Is every byte of KV what it was? To the host and back, by LMCache's and vLLM's own code. `roundtrip --help`."""
+    """Check that every byte of KV survives the copy to the host and back."""
     if find_spec("torch") is None:
         print("kvfix roundtrip: there is no torch for this Python; run it where the engine runs", file=sys.stderr)
         raise typer.Exit(77)
@@ -349,9 +415,9 @@ def roundtrip(arguments: Annotated[Optional[list[str]], typer.Argument(metavar="
     raise typer.Exit(command.main(arguments or []))
 
 
-@app.command()
+@app.command(rich_help_panel=COMMANDS["verify"])
 def verify(
-    url: Annotated[str, typer.Argument(metavar="URL", help="vLLM's server: http://localhost:8000")],
+    url: Annotated[str, typer.Argument(metavar="URL", help="Address of vLLM's server: http://localhost:8000")],
     model: Annotated[str, typer.Option(metavar="NAME", help="The model; the server's first one if not given.")] = "",
     decode: Annotated[
         str, typer.Option(metavar="URL", help="Decode instance, if URL is the router of prefill and decode instances.")

@@ -22,22 +22,20 @@ from kvfix_tools.lab.options import BY_NIXL, CONNECTORS, PAIRS, SHARED
 from kvfix_tools.lab.scenario import Scenario, scenarios
 from kvfix_tools.lab.schedule import Schedule
 
-app = typer.Typer(
-    help="The bugs on the real vLLM scheduler and LMCache's real connectors, without a GPU.", no_args_is_help=True
-)
+app = typer.Typer(help="Play the bugs on the real vLLM scheduler and connectors, without a GPU.", no_args_is_help=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
-Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write it there too, as JSON.")]
+Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Also write JSON into this file.")]
 LMCachePath = Annotated[
     str | None,
-    typer.Option(metavar="DIR", help="Folder with another LMCache release (pip install --no-deps --target DIR ...)."),
+    typer.Option(metavar="DIR", help="Play another LMCache release (pip install --no-deps --target DIR ...)."),
 ]
-Fixes = Annotated[bool, typer.Option(help="With the fixes of kvfix, or as released.")]
+Fixes = Annotated[bool, typer.Option(help="Play with the fixes of kvfix, or as released.")]
 
 
 @app.command("list")
 def list_scenarios(json: Json = False) -> None:
-    """Every scenario: what it shows, on which releases, and which fix is for it."""
+    """List the scenarios with their bug, releases and fix."""
     if json:
         rows = [
             {"slug": s.slug, "title": s.title, "fixes": s.fixes, "rule": s.rule, "wrong": s.wrong} for s in scenarios()
@@ -55,7 +53,7 @@ def list_scenarios(json: Json = False) -> None:
 @app.command("run")
 def run_scenarios(
     slugs: Annotated[list[str] | None, typer.Argument(metavar="SLUG...")] = None,
-    every: Annotated[bool, typer.Option("--all", help="All scenarios.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Play all scenarios.")] = False,
     fixes: Fixes = True,
     lmcache_path: LMCachePath = None,
     output: Output = None,
@@ -77,13 +75,17 @@ def run_scenarios(
 @app.command("fuzz")
 def fuzz_connector(
     connector: Annotated[str, typer.Option(help=f"{', '.join(CONNECTORS)}.")] = "v1",
-    server: Annotated[str, typer.Option(help="real: a real `lmcache server`, for mp; else the lab's own.")] = "lab",
-    transfers: Annotated[str, typer.Option(help="real: by NIXL over UCX, and compared with the lab's own.")] = "lab",
-    seeds: Annotated[str, typer.Option(metavar="A:B", help="Seeds A to B - 1; one number: that one.")] = "0:1000000",
-    seconds: Annotated[float, typer.Option(help="Stop after so long; shrinking comes on top.")] = 60.0,
+    server: Annotated[
+        str, typer.Option(help="real: start a real `lmcache server` (mp only). lab: use the lab's own.")
+    ] = "lab",
+    transfers: Annotated[
+        str, typer.Option(help="real: NIXL moves the bytes over UCX, and is compared with the lab's model.")
+    ] = "lab",
+    seeds: Annotated[str, typer.Option(metavar="A:B", help="Play seeds A to B - 1, or one seed.")] = "0:1000000",
+    seconds: Annotated[float, typer.Option(help="Stop after this time; shrinking takes longer.")] = 60.0,
     steps: Annotated[float, typer.Option(help="Stop after so many steps of the scheduler.")] = math.inf,
     fixes: Fixes = True,
-    mode: Annotated[str, typer.Option(help="check: what kvfix reports is a violation too.")] = "fix",
+    mode: Annotated[str, typer.Option(help="check: count what kvfix reports as a violation.")] = "fix",
     fixes_in: Annotated[
         str,
         typer.Option(
@@ -91,16 +93,24 @@ def fuzz_connector(
             "engines that share a cache, v1 or mp. Seeds that the release violates by itself are counted apart."
         ),
     ] = "both",
-    plain: Annotated[bool, typer.Option(help="Default options, no aborts, no failed loads, no evictions.")] = False,
-    shrink: Annotated[float, typer.Option(metavar="SECONDS", help="For each violation; 0: as drawn.")] = 20.0,
-    jobs: Annotated[int, typer.Option(min=1, metavar="N", help="Processes side by side.")] = 1,
-    notes: Annotated[Path | None, typer.Option(metavar="FILE", help="Note what is done, and go on from it.")] = None,
-    save: Annotated[Path | None, typer.Option(metavar="DIR", help="Write each minimal schedule there.")] = None,
+    plain: Annotated[
+        bool, typer.Option(help="Draw default options, no aborts, no failed loads, no evictions.")
+    ] = False,
+    shrink: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Shrink each violation for so long; 0: show it as drawn.")
+    ] = 20.0,
+    jobs: Annotated[int, typer.Option(min=1, metavar="N", help="Use so many processes.")] = 1,
+    notes: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Note progress in this file, and continue from it.")
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write each minimal schedule into this folder.")
+    ] = None,
     lmcache_path: LMCachePath = None,
     output: Output = None,
     json: Json = False,
 ) -> None:
-    """Random schedules until the time or the seeds are out. Exit 1 if a rule was violated, 2 if nothing was tested."""
+    """Play random schedules. Exit 1 if a rule was violated, 2 if nothing was tested."""
     with _refusing("fuzz"):
         first, _, last = seeds.partition(":")
         drawn = range(int(first), int(last) if last else int(first) + 1)

@@ -18,10 +18,12 @@ def _pages(config_file: str) -> dict[str, str]:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """An entry `Fixes: fixes/` of the navigation stands for all pages in that folder."""
-    made = _pages(config.config_file_path)
+    """An entry `Fixes: fixes/` of the navigation is the index of that folder.
+
+    The side bar does not list a folder's other pages: each page would repeat the list of a thousand.
+    """
     config.nav = [
-        {title: [page for page in made if page.startswith(place)] if place.endswith("/") else place}
+        {title: f"{place}index.md" if place.endswith("/") else place}
         for entry in config.nav or []
         for title, place in entry.items()
     ]
