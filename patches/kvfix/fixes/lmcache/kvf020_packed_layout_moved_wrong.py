@@ -46,7 +46,7 @@ _EMPTY = "_kvfix_empty"
 def fix_store(connectors: ModuleType) -> Callable[..., Any]:
     def from_gpu(connector: Any, memory_obj: Any, start: int, end: int, **more: Any) -> Any:
         caches = packed(connector, **more)
-        if not caches:
+        if not caches or _is_refused(connector, more):
             return None
         parts = _parts(connector, memory_obj, caches, more)
         _store(connectors.torch, connector, parts, more["slot_mapping"][start:end])
@@ -58,7 +58,7 @@ def fix_store(connectors: ModuleType) -> Callable[..., Any]:
 def fix_load(connectors: ModuleType) -> Callable[..., Any]:
     def to_gpu(connector: Any, memory_obj: Any, start: int, end: int, **more: Any) -> Any:
         caches = packed(connector, **more)
-        if not caches:
+        if not caches or _is_refused(connector, more):
             return None
         skip = min(end - start, max(0, more.get("vllm_cached_tokens", 0) - start))
         parts = _parts(connector, memory_obj, caches, more)
@@ -125,12 +125,22 @@ def packed(connector: Any, kvcaches: Any = None, **_: Any) -> Any:
     return kvcaches if kvcaches and not connector.use_mla and getattr(kvcaches[0], "ndim", 0) == 4 else None
 
 
+def _is_refused(connector: Any, more: Any) -> bool:
+    """Whether V3 refuses this layout itself: it then begins with the same calls, and raises (0.5.3 refuses pools)."""
+    if not hasattr(connector, "_initialize_kv_cache_pointers"):
+        return False
+    try:
+        connector.initialize_kvcaches_ptr(**more)
+        connector._initialize_kv_cache_pointers()
+    except Exception:  # noqa: BLE001  the function's own exception follows
+        return True
+    return False
+
+
 def _parts(connector: Any, memory_obj: Any, caches: Any, more: Any) -> list[tuple[Any, list[Any]]]:
     """The tensors of the memory object, each with the layers it holds: V3 has one tensor for each group of layers."""
     if not hasattr(connector, "_initialize_kv_cache_pointers"):
         return [(memory_obj.tensor, caches)]
-    connector.initialize_kvcaches_ptr(**more)
-    connector._initialize_kv_cache_pointers()
     groups = connector.metadata.kv_layer_groups_manager.kernel_groups
     return [
         (memory_obj.get_tensor(number), [caches[layer] for layer in group.layer_indices])
