@@ -130,8 +130,9 @@ def judge_live(target: Target, module: ModuleType, function: Any = None) -> Appl
     if found is None:
         return by_file if by_file.state == "not-affected" else _judge_absent(target, path)
     owner, name, live = found
-    if by_file.state == "not-affected" and name not in vars(owner):
-        return by_file  # this release's class does not have the function, and inherits one from another file
+    is_elsewhere = name not in vars(owner) or getattr(owner, "__module__", module.__name__) != module.__name__
+    if by_file.state == "not-affected" and is_elsewhere:
+        return by_file  # inherited from another file, or an older name of a class that is in another file
     function = function if function is not None else live
     if path is not None and not installed_source.is_from_file(function, path):
         other = getattr(function, "__module__", None) or "another tool"

@@ -1,5 +1,6 @@
 """The status on the real files of every release, and on edited copies. The version number never decides."""
 
+import contextlib
 import json
 import os
 import re
@@ -93,6 +94,21 @@ def test_no_release_of_vllm_is_unknown_to_any_fix(fresh: Fresh) -> None:
     rows = fresh(SURVEY.format(folders=folders, dist="vllm"))
     assert {row[CODE] for row in rows} <= {"KVF903", "KVF905", "KVF906"}
     assert all("cannot be fixed from outside: " in row[-1] for row in rows)
+
+
+def refused_when_all_is_imported() -> list[list[str]]:
+    """The fixes that are not decided or refused once every module of theirs is imported that can be."""
+    kvfix.apply()
+    for module in catalogue.modules_of_fixes():
+        with contextlib.suppress(Exception):  # some need packages that are not here, or another release
+            import_module(module)
+    return [[row.code, row.reason] for row in kvfix.status() if row.verdict in ("refused", "unknown")]
+
+
+@pytest.mark.parametrize("name", ["0.3.10", "0.4.6", "0.5.6"])
+def test_no_fix_is_refused_on_released_code(name: str, fork_server: ForkServer, release: Callable[[str], Path]) -> None:
+    """A class may inherit a function, or be known under an older name of a class in another file."""
+    assert fork_server(refused_when_all_is_imported, release(name)) == []
 
 
 def test_an_unfixable_bug_can_be_harmless_here(fresh: Fresh, monkeypatch: pytest.MonkeyPatch) -> None:
