@@ -89,7 +89,7 @@ def watch(plant: Callable[[], Any], decided: Callable[[], Any]) -> dict[str, Any
         with plant():
             again = decided()
         names = [path.name for path in Path(folder).rglob("kvfix-*.*")]
-        logged = [line[:200] for line in sorted(session.reported) if "applied" not in line]
+        logged = [line[:200] for line in sorted(session.reported) if "applied" not in line and " acted: " not in line]
         kvfix.revert()
     return {
         "same": again,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +12,6 @@ import pytest
 from kvfix.connector_events import dump, violations
 from kvfix.ledger import Finding
 from kvfix.session import session
-from tests.conftest import clean_environment
 
 OWN = f"kvfix-{os.getuid()}"
 
@@ -117,35 +114,3 @@ def test_a_rule_is_logged_after_the_last_report(
         violations.report(watched, "get_finished", finding, None)  # type: ignore[arg-type]
     assert [line.partition(" ")[0] for line in caplog.messages] == ["KVR001", "KVR002"]
     assert "No report: this process has written 16." in caplog.text
-
-
-def test_a_signal_does_not_end_a_system_call(shared: Path) -> None:
-    """A native library that reads, and takes EINTR for an error, goes on."""
-    assert fresh_reads() == "b 0"
-
-
-def fresh_reads() -> str:
-    """The byte and the errno of a native `read` that SIGUSR2 interrupts."""
-    code = """
-import ctypes, os, signal, threading
-from kvfix.connector_events import signals
-signals.install()
-libc = ctypes.CDLL(None, use_errno=True)
-ours, theirs = os.pipe()
-main = threading.get_native_id()
-
-def interrupt():
-    while open(f"/proc/self/task/{main}/syscall").read().split()[:2] != [READ, hex(ours)]:
-        pass
-    signal.pthread_kill(threading.main_thread().ident, signals.SIGNAL)
-    os.write(theirs, b"b")
-
-READ = {"x86_64": "0"}.get(os.uname().machine, "63")
-threading.Thread(target=interrupt).start()
-held = ctypes.create_string_buffer(1)
-libc.read(ours, held, 1)
-print(held.value.decode(), ctypes.get_errno())
-"""
-    return subprocess.run(
-        [sys.executable, "-c", code], env=clean_environment(), capture_output=True, text=True, timeout=60, check=False
-    ).stdout.strip()

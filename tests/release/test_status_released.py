@@ -97,7 +97,7 @@ def test_what_has_changed_is_listed(fresh: Fresh, index: Path) -> None:
     found = {row["code"]: (row["change"], row["verdict"], row["reason"]) for row in rows}
     assert found["KVF003"][:2] == ("changed", "unknown")
     assert "get_num_new_matched_tokens has code of no release" in found["KVF003"][2]
-    assert found["KVF016"][:2] == ("unknown", "unknown")
+    assert found["KVF016"][:2] == ("unknown", "refused")
     assert "has gone" in found["KVF016"][2]
     assert found["KVF201"][0] == "unknown"
     assert "cannot be read as Python" in found["KVF201"][2]

@@ -31,7 +31,7 @@ def releases_with(target: str, dist: str) -> list[str]:
 PLAYED = [name for name in KNOWN["lmcache"]["releases"] if name in SpecifierSet(">=0.4.2", prereleases=True)]
 
 #: Fixes whose probe calls another function than the fixed one, or more than one.
-BLIND = ["KVF106", "KVF220", "KVF221", "KVF112", "KVF117", "KVF201", "KVF367", "KVF373"]
+BLIND = ["KVF330", "KVF106", "KVF220", "KVF221", "KVF112", "KVF117", "KVF201", "KVF367", "KVF373"]
 
 
 def probed(dist: str, release: str) -> list[list[Any]]:

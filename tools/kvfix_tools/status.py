@@ -71,15 +71,16 @@ def status(
         print(f"kvfix status: {error}", file=sys.stderr)
         return 2
     found = [row for _, row in selected.rows]
+    is_nothing_here = all(row.verdict == "not-installed" for row in rows)
     if json:
         print(jsonlib.dumps([row._asdict() for row in found], indent=2))
-    elif all(row.verdict == "not-installed" for row in rows):
-        print(NOTHING_HERE)
     elif names or everything or severity:
         _print_rows(selected, everything or bool(names))
-    else:
+    elif not is_nothing_here:
         print("\n".join(overview(selected)))
-    if all(row.verdict == "not-installed" for row in rows):
+    if is_nothing_here:
+        if not json:
+            print(NOTHING_HERE)
         return 77
     return int(any(row.verdict in FINDINGS for row in found))
 

@@ -53,7 +53,7 @@ def failures(programs: Path, version: str) -> Iterator[str]:
     no_maintain = ["python", "-c", "import importlib.util as u; print('maintain:', u.find_spec('maintain'))"]
     commands = (
         (["kvfix", "--version"], 0, f"kvfix {version}"),
-        (["kvfix", "status"], 0, "Run it where the engine runs"),
+        (["kvfix", "status"], 77, "Run kvfix status where the engine"),
         (["kvfix-diagnose", "-"], 1, "SUMMARY: kvfix-diagnose: KVD101"),
         (no_maintain, 0, "maintain: None"),
     )

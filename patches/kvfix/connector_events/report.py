@@ -114,6 +114,8 @@ def _fix(row: FixRow) -> str:
         what = "is applied here, and the rule was violated anyway: please report it"
     elif row.verdict == "applicable":
         what = f"fixes it, and is not applied here ({row.reason}): kvfix.apply(), or kvfix run -- CMD"
+    elif row.verdict == "opt-in":
+        what = f"fixes it, and is opt-in: kvfix explain {row.code}, then kvfix run --plus {row.code} -- CMD"
     else:
         what = f"may fix it; {row.verdict}: {row.reason}"
     return f"{row.code} {row.slug} {what}"
