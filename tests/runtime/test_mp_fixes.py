@@ -30,8 +30,8 @@ def releases_with(target: str, dist: str) -> list[str]:
 #: Releases from the first on whose adapter reports failed blocks.
 PLAYED = [name for name in KNOWN["lmcache"]["releases"] if name in SpecifierSet(">=0.4.2", prereleases=True)]
 
-#: Fixes whose probe calls another function than the fixed one, or more than one. KVF330 acts only if it has seen the mark
-#: of the other process.
+#: Fixes whose probe calls another function than the fixed one, or more than one. KVF330 acts only if it has seen the
+#: mark of the other process.
 BLIND = ["KVF330", "KVF106", "KVF220", "KVF221", "KVF112", "KVF117", "KVF201", "KVF367", "KVF373"]
 
 
