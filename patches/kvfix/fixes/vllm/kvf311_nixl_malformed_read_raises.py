@@ -2,15 +2,17 @@
 
 ## Symptom
 The worker of the decode engine dies with `AssertionError`, `TypeError` or `ValueError` out of `start_load_kv`, in
-`_read_blocks_for_req` or below.
+`_read_blocks_for_req` or below. Or the request waits for its load for ever, if the handshake with its peer fails.
 
 ## Cause
 The parameters come with the request. What they say of the remote blocks is used as it is (pull_worker.py 0.32.0:174):
 blocks that are no numbers raise in `_compute_desc_ids`, others elsewhere. Only what NIXL itself raises is caught
-(:560).
+(:560). A failed handshake is logged before it is reported (base_worker.py 0.32.0:1354), and the log line counts the
+blocks of each group: with blocks in one list it raises in a callback, and the failure is never reported.
 
 ## Fix
-An exception of `_read_blocks_for_req` is logged, and the load has failed, as `kv_load_failure_policy` says.
+An exception of `_read_blocks_for_req` is logged, and the load has failed, as `kv_load_failure_policy` says. An
+exception of the log line of a failure is logged, and the failure is reported.
 
 ## Releases
 vLLM 0.32.0, the first one played, and 0.33.0.
@@ -33,7 +35,7 @@ from kvfix import engine_log
 from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
-from kvfix.fixes.targets import NIXL_PULL_WORKER
+from kvfix.fixes.targets import NIXL_BASE_WORKER, NIXL_PULL_WORKER
 
 
 def fix(module: ModuleType) -> Callable[..., Any]:
@@ -51,6 +53,21 @@ def fix(module: ModuleType) -> Callable[..., Any]:
                 return fails(request, None, worker._recv_failures, record_failed_transfer=False)
 
         return _read_blocks_for_req
+
+    return wrap
+
+
+def logs_what_it_can(module: ModuleType) -> Callable[..., Any]:
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def _log_failure(worker: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(worker, *args, **kwargs)
+            except Exception as error:
+                note(__name__, "a failed transfer is reported")
+                engine_log.warning(f"KVF311: a transfer has failed, and its parameters are malformed: {error}")
+
+        return _log_failure
 
     return wrap
 
@@ -76,8 +93,11 @@ FIX = Fix(
     __name__,
     __doc__,
     effect="crash",
-    targets=(NIXL_PULL_WORKER._read_blocks_for_req(broken=">=0.32", place=1, probe=shows_bug, fix=fix),),
+    targets=(
+        NIXL_PULL_WORKER._read_blocks_for_req(broken=">=0.32", place=1, probe=shows_bug, fix=fix),
+        NIXL_BASE_WORKER._log_failure(broken=">=0.32", probe=stubs.cannot_tell, fix=logs_what_it_can, helper=True),
+    ),
     evidence={"KVR011": r"^start_load_kv: (AssertionError|TypeError|ValueError|IndexError)"},
-    scenarios=("nixl-malformed-read-raises",),
+    scenarios=("nixl-malformed-read-raises", "nixl-malformed-handshake-fails"),
     no_patch={"vllm": "it can be abused: vLLM's security channel comes before a public patch (SECURITY.md)"},
 )
