@@ -95,12 +95,15 @@ class Answers:
         #: It does nothing, and answers no heartbeat.
         self.down = False
         self.heartbeats: list[Heartbeat] = []
+        #: A client has lost its connection since the last step.
+        self.was_disconnected = False
 
     def tick(self) -> None:
         """A step of the engine has begun: what is due by now happens."""
         self._now += 1
         for heartbeat in self.heartbeats:
             heartbeat.beat()
+        self.was_disconnected = False
         while self._later and self._later[0].step <= self._now and not self.down:
             self._later.popleft().action()
 
@@ -128,6 +131,7 @@ class Answers:
         """This client has lost its connection meanwhile, as its thread finds out."""
         queue = getattr(client, "_message_queue_client", None)
         if queue is not None:
+            self.was_disconnected = True
             queue.cancel_streams()
         yield
         if queue is not None:

@@ -240,7 +240,7 @@ class RealMP(MP):
                 server.heartbeats.append(self)
 
             def beat(self) -> None:
-                if server.down or not self._health_event.is_set():
+                if server.down or server.was_disconnected or not self._health_event.is_set():
                     self._interval = 0.05 if server.down else server_process.PATIENCE  # seconds for an answer
                     self._execute()
 
