@@ -29,8 +29,9 @@ ROOT = Path(__file__).parent.parent
 RELEASES = Path(os.environ.get("KVFIX_TEST_RELEASES", ROOT / ".cache/lmcache"))
 ADAPTER = "lmcache.integration.vllm.vllm_v1_adapter"
 
-#: Variables of kvfix and of what it talks to; a test starts without them.
-_OURS = ("KVFIX", "VLLM_PLUGINS", "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY")
+#: Variables of kvfix and of what it talks to; a test starts without them. LMCache sets the last one in each process
+#: that imports it, and a server with it shows the metrics of other processes.
+_OURS = ("KVFIX", "VLLM_PLUGINS", "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY", "PROMETHEUS_MULTIPROC_DIR")
 
 
 def release_names() -> list[str]:

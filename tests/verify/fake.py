@@ -9,7 +9,6 @@ import hashlib
 import json
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,14 +18,15 @@ from typing import Any
 BLOCK, CHUNK = 16, 64
 
 
-def never(prompt: list[int], hit: int, running: int) -> bool:
+def never(prompt: list[int], hit: int, together: int) -> bool:
     return False
 
 
 @dataclass
 class Behaviour:
     """noise: deviation of a log probability between two computations. wrong: of a prompt, its tokens from the
-    connector, and the requests that run: True if the answer is another one. keeps: prompts that the connector has room
+    connector, and the requests since the last look at /metrics, which is before and after each one that is asked alone:
+    True if the answer is another one. counts: /metrics counts the requests. keeps: prompts that the connector has room
     for. others: each request comes with one of another client. missing: paths that answer 404.
     ends_after: answers, then the connection ends in the middle of one."""
 
@@ -34,6 +34,7 @@ class Behaviour:
     wrong: Callable[[list[int], int, int], bool] = never
     keeps: int = 1 << 30
     others: bool = False
+    counts: bool = True
     connector: bool = True
     stores: bool = True
     missing: tuple[str, ...] = ()
@@ -53,11 +54,12 @@ class Engine:
     counts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(NAMES, 0.0))
     drawn: random.Random = field(default_factory=lambda: random.Random(0))
     lock: threading.Lock = field(default_factory=threading.Lock)
-    running: int = 0
+    together: int = 0
     paths: list[str] = field(default_factory=list)
 
     def answer(self, model: str, prompt: list[int], count: int) -> list[dict[str, float]]:
         with self.lock:
+            self.together += 1
             cached = min(longest(self.gpu, model, prompt), len(prompt) - 1) if self.behaviour.prefix_caching else 0
             here = cached // BLOCK * BLOCK
             there = "" if self.behaviour.adapters_share else model
@@ -72,7 +74,7 @@ class Engine:
             if self.behaviour.stores:
                 self.external.append((there, prompt))
                 del self.external[: -self.behaviour.keeps]
-            wrong = hit > 0 and self.behaviour.wrong(prompt, hit, self.running)
+            wrong = hit > 0 and self.behaviour.wrong(prompt, hit, self.together)
             seed = hashlib.sha256(f"{model} {prompt} {wrong}".encode()).digest()
             values, noise = random.Random(seed), self.behaviour.noise
             drawn = self.drawn.gauss
@@ -81,7 +83,9 @@ class Engine:
             ]
 
     def metrics(self) -> str:
-        lines = [f'vllm:{name}_total{{engine="0"}} {value}' for name, value in self.counts.items()]
+        self.together = 0
+        counts = self.counts if self.behaviour.counts else dict.fromkeys(self.counts, 0.0)
+        lines = [f'vllm:{name}_total{{engine="0"}} {value}' for name, value in counts.items()]
         info = f'vllm:cache_config_info{{block_size="{BLOCK}",num_gpu_blocks="{self.behaviour.blocks}"}} 1.0'
         return "\n".join([*lines, info, ""])
 
@@ -141,10 +145,7 @@ def served(behaviour: Behaviour) -> Iterator[tuple[str, Engine]]:
 
         def stream(self, body: dict[str, Any]) -> None:
             prompt = words(body["prompt"]) if isinstance(body["prompt"], str) else body["prompt"]
-            engine.running += 1
-            time.sleep(0.002 * (engine.running > 1))  # so that requests are there together
             given = engine.answer(body["model"], prompt, body["max_tokens"])
-            engine.running -= 1
             choices = {"tokens": [min(one) for one in given], "top_logprobs": given}
             self.send_response(200)
             self.end_headers()

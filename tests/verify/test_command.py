@@ -21,7 +21,7 @@ def run(capsys: pytest.CaptureFixture[str], behaviour: Behaviour, **options: Any
     return code, capsys.readouterr().out
 
 
-def every_hit(prompt: list[int], hit: int, running: int) -> bool:
+def every_hit(prompt: list[int], hit: int, together: int) -> bool:
     return True
 
 
@@ -42,19 +42,19 @@ class TestVerdicts:
 
     def test_one_border_is_wrong(self, capsys: pytest.CaptureFixture[str]) -> None:
         """Found by fresh prompts of the kind: three of 48 answers alone are no proof."""
-        wrong = lambda prompt, hit, running: len(prompt) == CHUNK  # noqa: E731
+        wrong = lambda prompt, hit, together: len(prompt) == CHUNK  # noqa: E731
         code, text = run(capsys, Behaviour(noise=0.01, wrong=wrong))
         assert code == 1, text
         assert "wrong for 'one chunk', alone and under load" in text
         assert re.search(r"Fresh prompts of 'one chunk', alone: (\d) of \1 differ", text), text
 
     def test_one_number_of_chunks_is_wrong(self, capsys: pytest.CaptureFixture[str]) -> None:
-        code, text = run(capsys, Behaviour(noise=0.01, wrong=lambda prompt, hit, running: 0 < hit <= CHUNK))
+        code, text = run(capsys, Behaviour(noise=0.01, wrong=lambda prompt, hit, together: 0 < hit <= CHUNK))
         assert code == 1, text
         assert "SUMMARY: kvfix verify different: wrong where exactly 1 chunks come from the connector" in text
 
     def test_wrong_only_under_load(self, capsys: pytest.CaptureFixture[str]) -> None:
-        wrong = lambda prompt, hit, running: running > 1  # noqa: E731
+        wrong = lambda prompt, hit, together: together > 1  # noqa: E731
         code, text = run(capsys, Behaviour(noise=0.01, wrong=wrong))
         assert code == 1, text
         assert "only under load" in text
@@ -62,7 +62,7 @@ class TestVerdicts:
     def test_one_large_difference_that_nothing_repeats(self, capsys: pytest.CaptureFixture[str]) -> None:
         once: list[int] = []
 
-        def wrong(prompt: list[int], hit: int, running: int) -> bool:
+        def wrong(prompt: list[int], hit: int, together: int) -> bool:
             if len(prompt) == CHUNK + 1 and not once:
                 once.append(1)
                 return True
@@ -104,6 +104,9 @@ class TestServers:
         assert code == 1, text
 
     def test_no_connector(self, capsys: pytest.CaptureFixture[str]) -> None:
+        code, text = run(capsys, Behaviour(counts=False))
+        assert code == 77
+        assert "/metrics does not count the requests" in text
         code, text = run(capsys, Behaviour(connector=False))
         assert code == 77, text
         assert "vLLM never asked a connector: start it with --kv-transfer-config" in text

@@ -29,6 +29,10 @@ FEWEST_CONTROLS = 12
 #: In the load round one in so many requests is aborted, and one in so many has a long answer.
 EVERY = 4
 NEVER_ASKED = "vLLM never asked a connector: start it with --kv-transfer-config and kv_role kv_both"
+NOT_COUNTED = (
+    "/metrics does not count the requests: PROMETHEUS_MULTIPROC_DIR is set for the server, or several servers are"
+    " behind this URL"
+)
 NO_HIT = "vLLM asked the connector for each prompt, and no token came from it"
 
 
@@ -82,9 +86,11 @@ class Rounds:
         sizes = Sizes(self.sizes.chunk or self.sizes.block, self.sizes.block, self.sizes.longest)
         kinds = (["many chunks"] if self.maker.vocabulary else ["text"]) * SURVEY
         prompts = list(self.maker.prompts(kinds, sizes))
-        queried = self._metrics().queried
+        before = self._metrics()
         for prompt in prompts:
             self.reference.ask(prompt, 1)
+        if self.reference.metrics_after(before).requests == before.requests:
+            raise Inconclusive(NOT_COUNTED)
         for attempt in range(SURVEYS):
             time.sleep(attempt)
             self.flush()
@@ -92,7 +98,7 @@ class Rounds:
             if any(hit != 0 for hit in hits):
                 break
         else:
-            raise Inconclusive(NEVER_ASKED if self._metrics().queried == queried else NO_HIT)
+            raise Inconclusive(NEVER_ASKED if self._metrics().queried == before.queried else NO_HIT)
         found = math.gcd(*(hit for hit in hits if hit)) if any(hits) else 0
         is_chunk = found >= self.sizes.block and found % self.sizes.block == 0
         self.sizes = Sizes(self.sizes.chunk or (found if is_chunk else self.sizes.block), sizes.block, sizes.longest)
