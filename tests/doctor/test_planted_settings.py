@@ -57,6 +57,28 @@ PLANTED = {
     "a disk of no size": Planted(
         "setting-values", serve(V1), "max_local_disk_size is 0", "max_local_disk_size: 100", yaml="local_disk: /tmp/x"
     ),
+    "a disk that cannot be written": Planted(
+        "local-disk", serve(V1), "cannot be written", "may write", yaml="local_disk: /proc/cpuinfo/x"
+    ),
+    "a disk that is too small": Planted(
+        "local-disk",
+        serve(V1),
+        "all workers together want",
+        "max_local_disk_size:",
+        yaml="local_disk: /tmp/x\nmax_local_disk_size: 1.0e+9",
+    ),
+    "a scheme that LMCache does not have": Planted(
+        "remote-scheme", serve(V1), "no connector for remote_url http://", "redis://", yaml="remote_url: http://h:1"
+    ),
+    "a child without its size": Planted(
+        "offload-size",
+        serve(
+            {"kv_connector": "MultiConnector", "kv_role": "kv_both"},
+            extra={"connectors": [V1, {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}]},
+        ),
+        "has no cpu_bytes_to_use",
+        '"cpu_bytes_to_use"',
+    ),
     "set twice": Planted(
         "set-twice",
         serve(V1),
