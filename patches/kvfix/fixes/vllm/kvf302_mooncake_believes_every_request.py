@@ -125,11 +125,13 @@ def promises(hook: Callable[..., Any], module: ModuleType) -> bool:
 def _raises(hook: Callable[..., Any], *arguments: Any) -> bool:
     """A consumer that is asked to send. Wrong is to raise."""
     params = {"do_remote_decode": True, "transfer_id": "t"}
-    try:
-        hook(_connector("kv_consumer"), stubs.request(32, kv_transfer_params=params, status=None), *arguments)
-    except AssertionError:
-        return True
-    return False
+    return stubs.raises(
+        AssertionError,
+        hook,
+        _connector("kv_consumer"),
+        stubs.request(32, kv_transfer_params=params, status=None),
+        *arguments,
+    )
 
 
 def raises_after_alloc(hook: Callable[..., Any], module: ModuleType) -> bool:
