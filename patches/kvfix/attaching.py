@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvfix import acting, activation, applicability, catalogue, engine_log, fix_status, import_hooks
 from kvfix.applicability import Applicability
 from kvfix.config import Config
+from kvfix.engine_state import places
 from kvfix.fixes.api import AT_START, NEW_REQUESTS
 from kvfix.session import session
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 _PLACES = ("/vllm/", "/lmcache/", "/kvfix/wrapping.py", "/kvfix/connector_events/hooks.py")
 _BUSY = ("schedule", "update_from_output", "add_request", "finish_requests", "execute_model", "sample_tokens")
 _SHOWN = ("refused", "unknown", "applicable", "applied")
-_STATE = "vllm.distributed.kv_transfer.kv_transfer_state"
 #: Where an engine's scheduler is, from a local variable of a frame: EngineCore's loop, a user's LLM, a scheduler's own.
 _PATHS = ("", "scheduler", "engine.scheduler", "llm_engine.engine_core.engine_core.scheduler")
 
@@ -153,17 +153,14 @@ def _unsafe() -> str:
                 return f"in {code.co_name} ({'/'.join(code.co_filename.split('/')[-2:])}:{each.f_lineno})"
             if code.co_filename.endswith(_PLACES[2:]):
                 return "in a wrapper"
-    agent = getattr(sys.modules.get(_STATE), "_KV_CONNECTOR_AGENT", None)
-    if getattr(agent, "_connector_metadata", None) is not None:
+    if getattr(places.worker_connector(), "_connector_metadata", None) is not None:
         return "within a step of the worker"
     return ""
 
 
 def _names() -> Container[str]:
-    from kvfix.connector_events import hooks
-
     targets = {target.function.rpartition(".")[2] for fix in catalogue.fixes() for target in fix.targets}
-    return targets.difference(("__init__", "__del__")).union(_BUSY, hooks.HOOKS, hooks.LAYER_HOOKS)
+    return targets.difference(("__init__", "__del__")).union(_BUSY, places.HOOKS, places.LAYER_HOOKS)
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
