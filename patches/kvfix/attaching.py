@@ -18,8 +18,7 @@ from kvfix.fixes.api import AT_START, NEW_REQUESTS
 from kvfix.session import session
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator
-    from types import FrameType
+    from collections.abc import Container
 
     from kvfix.fixes.api import Fix, Target
 
@@ -147,7 +146,7 @@ def _unsafe() -> str:
     """Where it is not between two steps; "" if it is."""
     names = _names()
     for frame in sys._current_frames().values():
-        for each in _outwards(frame):
+        for each in places.outwards(frame):
             code = each.f_code
             if code.co_name in names and any(place in code.co_filename for place in _PLACES):
                 return f"in {code.co_name} ({'/'.join(code.co_filename.split('/')[-2:])}:{each.f_lineno})"
@@ -163,19 +162,13 @@ def _names() -> Container[str]:
     return targets.difference(("__init__", "__del__")).union(_BUSY, places.HOOKS, places.LAYER_HOOKS)
 
 
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def _scheduler() -> Any:
     """The scheduler of this process; None if it has none. The collector does not find it: vLLM freezes the heap."""
     scheduler_class = getattr(sys.modules.get("vllm.v1.core.sched.scheduler"), "Scheduler", None)
     if scheduler_class is None:
         return None
     for frame in sys._current_frames().values():
-        for each in _outwards(frame):
+        for each in places.outwards(frame):
             for value in list(each.f_locals.values()):
                 for path in _PATHS:
                     found = value

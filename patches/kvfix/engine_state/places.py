@@ -13,6 +13,7 @@ import threading
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import FrameType
     from typing import Any
 
@@ -67,16 +68,19 @@ def versions() -> dict[str, str]:
 
 def frames() -> list[FrameType]:
     """The stack of the main thread, innermost first, without the frames of this package and of what has called it."""
-    here = sys._current_frames().get(threading.main_thread().ident or 0)
-    while here is not None and _is_ours(here):
-        here = here.f_back
-    found = []
-    while here is not None:
-        found.append(here)
-        here = here.f_back
+    found = list(outwards(sys._current_frames().get(threading.main_thread().ident or 0)))
+    while found and _is_ours(found[0]):
+        del found[0]
     while found and found[0].f_code.co_filename.startswith("<"):  # what was injected
         del found[0]
     return found
+
+
+def outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """This frame and those that have called it, innermost first."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def _is_ours(frame: FrameType) -> bool:
