@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvfix import applicability, catalogue, engine_log, installed_source, transaction
@@ -97,7 +96,7 @@ def _settle(fix: Fix, imported: str) -> None:
         if target.module == imported and not _is_wrapped(fix, target):
             session.judged.pop(target, None)
     while True:
-        decisions = transaction.decide(fix, partial(_judged, fix))
+        decisions = transaction.decide(fix, _judged)
         failure = _wrap(fix, [target for decision in decisions for target in decision.targets])
         if failure is None:
             break
@@ -106,7 +105,7 @@ def _settle(fix: Fix, imported: str) -> None:
     _note_outcomes(fix, decisions)
 
 
-def _judged(fix: Fix, target: Target) -> Applicability:
+def _judged(target: Target) -> Applicability:
     """What is known of this function without the fix."""
     module = sys.modules.get(target.module)
     if module is None or target.module in session.executing:
@@ -182,11 +181,11 @@ def _note_outcomes(fix: Fix, decisions: list[Decision]) -> None:
             if target.module not in sys.modules or target.module in session.executing:
                 continue
             if target in wrapped:
-                outcome = Applicability("applied", _judged(fix, target).reason)
+                outcome = Applicability("applied", _judged(target).reason)
             elif decision.outcome.state in ("refused", "unknown"):
                 outcome = decision.outcome
             else:
-                outcome = _judged(fix, target)
+                outcome = _judged(target)
             earlier = session.outcomes.get(target)
             session.outcomes[target] = outcome
             if outcome.state == "applied" and (earlier is None or earlier.state != "applied"):

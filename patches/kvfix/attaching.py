@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from kvfix import acting, activation, applicability, catalogue, engine_log, fix_status, import_hooks
 from kvfix.applicability import Applicability
 from kvfix.config import Config
+from kvfix.engine_state import places
 from kvfix.fixes.api import AT_START, NEW_REQUESTS
 from kvfix.session import session
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator
-    from types import FrameType
+    from collections.abc import Container
 
     from kvfix.fixes.api import Fix, Target
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 _PLACES = ("/vllm/", "/lmcache/", "/kvfix/wrapping.py", "/kvfix/connector_events/hooks.py")
 _BUSY = ("schedule", "update_from_output", "add_request", "finish_requests", "execute_model", "sample_tokens")
 _SHOWN = ("refused", "unknown", "applicable", "applied")
-_STATE = "vllm.distributed.kv_transfer.kv_transfer_state"
 #: Where an engine's scheduler is, from a local variable of a frame: EngineCore's loop, a user's LLM, a scheduler's own.
 _PATHS = ("", "scheduler", "engine.scheduler", "llm_engine.engine_core.engine_core.scheduler")
 
@@ -147,29 +146,20 @@ def _unsafe() -> str:
     """Where it is not between two steps; "" if it is."""
     names = _names()
     for frame in sys._current_frames().values():
-        for each in _outwards(frame):
+        for each in places.outwards(frame):
             code = each.f_code
             if code.co_name in names and any(place in code.co_filename for place in _PLACES):
                 return f"in {code.co_name} ({'/'.join(code.co_filename.split('/')[-2:])}:{each.f_lineno})"
             if code.co_filename.endswith(_PLACES[2:]):
                 return "in a wrapper"
-    agent = getattr(sys.modules.get(_STATE), "_KV_CONNECTOR_AGENT", None)
-    if getattr(agent, "_connector_metadata", None) is not None:
+    if getattr(places.worker_connector(), "_connector_metadata", None) is not None:
         return "within a step of the worker"
     return ""
 
 
 def _names() -> Container[str]:
-    from kvfix.connector_events import hooks
-
     targets = {target.function.rpartition(".")[2] for fix in catalogue.fixes() for target in fix.targets}
-    return targets.difference(("__init__", "__del__")).union(_BUSY, hooks.HOOKS, hooks.LAYER_HOOKS)
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+    return targets.difference(("__init__", "__del__")).union(_BUSY, places.HOOKS, places.LAYER_HOOKS)
 
 
 def _scheduler() -> Any:
@@ -178,7 +168,7 @@ def _scheduler() -> Any:
     if scheduler_class is None:
         return None
     for frame in sys._current_frames().values():
-        for each in _outwards(frame):
+        for each in places.outwards(frame):
             for value in list(each.f_locals.values()):
                 for path in _PATHS:
                     found = value

@@ -15,22 +15,22 @@ from kvfix.session import session
 
 def violated(rule: str) -> None:
     """Count one violation of this rule in kvfix_violations_total."""
-    try:
-        counter = _metric("Counter", "kvfix_violations", "Violated invariants of the KV-cache accounting.", "rule")
-        if counter is not None:
-            counter.labels(rule=rule).inc()
-    except Exception as error:  # noqa: BLE001
-        _give_up(error)
+    _count("kvfix_violations", "Violated invariants of the KV-cache accounting.", rule=rule)
 
 
 def fix_counted(what: str, code: str) -> None:
     """Count in kvfix_fix_acted_total or kvfix_faults_total. what: "acted" or "faults"."""
-    name = "kvfix_fix_acted" if what == "acted" else "kvfix_faults"
-    text = "Outcomes that a fix changed." if what == "acted" else "Errors in the code of a fix of kvfix."
+    if what == "acted":
+        _count("kvfix_fix_acted", "Outcomes that a fix changed.", code=code)
+    else:
+        _count("kvfix_faults", "Errors in the code of a fix of kvfix.", code=code)
+
+
+def _count(name: str, text: str, **label: str) -> None:
     try:
-        counter = _metric("Counter", name, text, "code")
+        counter = _metric("Counter", name, text, *label)
         if counter is not None:
-            counter.labels(code=code).inc()
+            counter.labels(**label).inc()
     except Exception as error:  # noqa: BLE001
         _give_up(error)
 

@@ -74,7 +74,7 @@ def watched_layers(folder: str) -> dict[str, Any]:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory as factory
     from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1 as connector
 
-    from kvfix.connector_events.hooks import LAYER_HOOKS
+    from kvfix.engine_state.places import LAYER_HOOKS
 
     before = {name: vars(connector)[name] for name in LAYER_HOOKS}
 

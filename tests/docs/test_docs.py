@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from kvfix import catalogue
-from kvfix.ledger import RULES
 from kvfix_tools.diagnose import findings, problems
 from kvfix_tools.lab import rules as lab_rules
+from kvfix_tools.ledger import RULES
 from maintain import documentation, scenario_matrix
 from maintain.documentation import error_index, support_matrix
 from maintain.documentation.diagnose_picture import picture

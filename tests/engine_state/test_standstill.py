@@ -9,8 +9,9 @@ import pytest
 
 from kvfix.ledger import owed
 from kvfix.ledger.looks import Look
-from kvfix.ledger.standstill import suspected, verdicts
+from kvfix.ledger.standstill import verdicts
 from kvfix_tools.look import show
+from kvfix_tools.look.owing import owner, suspected
 from tests.conftest import RELEASES, Once
 from tests.engine_state import wedged
 
@@ -57,7 +58,7 @@ def test_a_load_that_no_worker_has(once: Once) -> None:
     found = only(states, 1)
     assert (found.code, found.request) == ("KVD208", "r")
     assert found.message == "r waits for a load that no worker has; it keeps 12 blocks"
-    assert owed.owner(owed.engines(states)[1], wedged_row(states[1])) == "no worker has its load"
+    assert owner(owed.engines(states)[1], wedged_row(states[1])) == "no worker has its load"
     unread = copy.deepcopy(states)
     for state in unread:  # a connector whose transfers are not known
         del state["connectors"][1]["loads"]

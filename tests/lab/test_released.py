@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvfix import catalogue, installed_source
-from kvfix.ledger import RULES
 from kvfix_tools.lab import rules as lab_rules
+from kvfix_tools.ledger import RULES
 from maintain import released_findings
 from maintain.released_findings import CONNECTORS, FILE, fixes_of
 from tests.conftest import RELEASES, ROOT, Once

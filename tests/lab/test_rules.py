@@ -1,6 +1,6 @@
 """The lab's own rules: one table, explained to users, and used by scenarios together with the ledger's."""
 
-from kvfix import ledger
+from kvfix_tools import ledger
 from kvfix_tools.lab.rules import RULES
 from kvfix_tools.lab.scenario import scenarios
 

@@ -1,14 +1,16 @@
 """Each rule: histories that violate it, histories that do not, and histories that it cannot check."""
 
+import re
 import subprocess
 import sys
 
 import pytest
 
-from kvfix.ledger import RULES, Ledger
+from kvfix.ledger import Ledger
 from kvfix.ledger import events as ev
-from kvfix.ledger.describe import line
-from tests.conftest import clean_environment
+from kvfix_tools.ledger import RULES
+from kvfix_tools.ledger.events import LeaseRead, NotReturned, RankDiffers, WriteBegun, WriteEnded, Written
+from tests.conftest import ROOT, clean_environment
 
 ASKED = ev.Asked("r", total=1000, computed=336, hit=256, promised=0)
 FRESH = ev.Asked("r", total=1000, computed=0, hit=512, promised=512)
@@ -18,8 +20,8 @@ REPLAYED = FRESH._replace(replay=128)
 REPLAYING = [REPLAYED, ev.Granted("r", 512), ev.LoadDue("r", 0, 512)]
 DIVERGENT = ASKED._replace(divergent=True)
 #: Blocks that are kept for a peer.
-LEASED, READ, PUSHED = ev.Leased("r", 30.0), ev.LeaseRead("r", "d"), ev.LeaseRead("r", "d", pushed=True)
-WRITES = ev.WriteBegun("r", "d")
+LEASED, READ, PUSHED = ev.Leased("r", 30.0), LeaseRead("r", "d"), LeaseRead("r", "d", pushed=True)
+WRITES = WriteBegun("r", "d")
 EXPIRED, NOTICED = ev.LeaseEnded("r", True), ev.LeaseEnded("r", False)
 #: 336 of 512 tokens are computed.
 AFTER = [FRESH._replace(computed=336, promised=176), ev.Granted("r", 176)]
@@ -126,8 +128,8 @@ CASES: dict[str, list[tuple[str, list[ev.Event], ev.Event, str | None]]] = {
         ("after a pause", [FRESH, ev.TimedOut("r", 3.0, 10.0)], ev.TimedOut("r", 3.0, 16.0), None),
     ],
     "KVR013": [
-        ("not started", ADMITTED, ev.RankDiffers("r", 1, 0, 512, True), "violated"),
-        ("not scheduled", ADMITTED, ev.RankDiffers("r", 1, 0, 512, False), "violated"),
+        ("not started", ADMITTED, RankDiffers("r", 1, 0, 512, True), "violated"),
+        ("not scheduled", ADMITTED, RankDiffers("r", 1, 0, 512, False), "violated"),
     ],
     "KVR014": [("of null blocks", ADMITTED, ev.BlocksLost("r", 1, 512, 768, "null blocks"), "violated")],
     "KVR015": [
@@ -146,7 +148,7 @@ CASES: dict[str, list[tuple[str, list[ev.Event], ev.Event, str | None]]] = {
     ],
     "KVR018": [
         ("by one", [FRESH, LEASED, READ], READ, None),
-        ("by two", [FRESH, LEASED, READ], ev.LeaseRead("r", "e"), "violated"),
+        ("by two", [FRESH, LEASED, READ], LeaseRead("r", "e"), "violated"),
     ],
     "KVR020": [
         ("in time", [FRESH, LEASED], WRITES, None),
@@ -154,16 +156,16 @@ CASES: dict[str, list[tuple[str, list[ev.Event], ev.Event, str | None]]] = {
     ],
     "KVR021": [
         ("not written", [FRESH, LEASED], EXPIRED, None),
-        ("written before", [FRESH, LEASED, WRITES, ev.WriteEnded("r")], EXPIRED, None),
+        ("written before", [FRESH, LEASED, WRITES, WriteEnded("r")], EXPIRED, None),
         ("in flight", [FRESH, LEASED, WRITES], EXPIRED, "violated"),
     ],
     "KVR022": [
-        ("awaited", [FRESH], ev.Written("r", True), None),
-        ("not awaited", [FRESH], ev.Written("r", False), "violated"),
+        ("awaited", [FRESH], Written("r", True), None),
+        ("not awaited", [FRESH], Written("r", False), "violated"),
     ],
     "KVR025": [
-        ("it was read", [FRESH, LEASED, ev.LeaseExtended("r", 20.0)], ev.NotReturned("r", "d", True, True), "violated"),
-        ("its reader is gone", [FRESH, LEASED], ev.NotReturned("r", "d", False, False), "violated"),
+        ("it was read", [FRESH, LEASED, ev.LeaseExtended("r", 20.0)], NotReturned("r", "d", True, True), "violated"),
+        ("its reader is gone", [FRESH, LEASED], NotReturned("r", "d", False, False), "violated"),
     ],
     "KVR026": [
         ("of one that ended otherwise", [FRESH, ev.Finished("r", True)], READ, "violated"),
@@ -184,7 +186,7 @@ def test_rule(code: str, what: str, before: list[ev.Event], event: ev.Event, ver
     assert (found[code].verdict if code in found else None) == verdict, found
     if verdict:
         assert found[code].message
-        assert line(event)
+        assert event.text()
 
 
 def test_every_rule_has_cases_and_a_docstring() -> None:
@@ -193,6 +195,12 @@ def test_every_rule_has_cases_and_a_docstring() -> None:
     for rule in RULES:
         assert any(case[3] == "violated" for case in CASES[rule.code])
         assert rule.doc.strip()
+
+
+def test_tools_do_not_miss_a_rule() -> None:
+    """The rules of kvfix_tools.ledger are registered with its import."""
+    texts = {path: path.read_text() for path in (ROOT / "tools").rglob("*.py") if path.parent.name != "ledger"}
+    assert not [path for path, text in texts.items() if re.search(r"from kvfix\.ledger(\.rules)? import .*RULES", text)]
 
 
 def test_a_healthy_history_has_no_finding() -> None:
@@ -219,7 +227,7 @@ def test_a_healthy_history_has_no_finding() -> None:
     ]
     healthy.insert(0, ev.ReadsFrom("r", "other", "q"))
     assert [finding for event in healthy for finding in ledger.feed(event)] == []
-    assert all(line(event) for event in healthy)
+    assert all(event.text() for event in healthy)
 
 
 def test_loads_that_the_source_cannot_see_are_not_missed() -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from kvfix.connector_events.recorder import Entry
 from kvfix.ledger import events as ev
-from kvfix.ledger.ranks import Compared, compare
+from kvfix_tools.ledger.ranks import Compared, compare
 from kvfix_tools.recording import Recording
 
 

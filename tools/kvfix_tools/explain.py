@@ -16,7 +16,6 @@ from rich.markdown import Markdown
 
 from kvfix import catalogue
 from kvfix.fixes.api import Fix
-from kvfix.ledger import RULES, Rule
 from kvfix.retired import RETIRED
 from kvfix_tools import screen
 from kvfix_tools.diagnose import findings
@@ -24,6 +23,7 @@ from kvfix_tools.diagnose.problem import Problem, knowledge
 from kvfix_tools.diagnose.problem import catalogue as known_problems
 from kvfix_tools.lab import rules as lab_rules
 from kvfix_tools.lab.scenario import scenarios
+from kvfix_tools.ledger import RULES, Rule
 
 
 class Entry(NamedTuple):

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 from kvfix.connector_events.recorder import Entry
 from kvfix.ledger import Finding, Ledger
 from kvfix.ledger import events as ev
-from kvfix.ledger.peers import Kept, Reader, compare
 from kvfix_tools.engine_recordings import Clock, Engine, Part
+from kvfix_tools.ledger.events import LeaseRead, NotReturned
+from kvfix_tools.ledger.peers import Kept, Reader, compare
 
 #: cmpl-ID-0 or chatcmpl-ID, where ID is the router's X-Request-Id, and what vLLM adds to make it another each time.
 _OF_CLIENT = re.compile(r"(?:chat)?cmpl-(.+?)(?:-\d+)?(?:-[0-9a-f]{8})?$")
@@ -140,7 +141,7 @@ class Peers:
             ledger = Ledger()
             for event in compare(self._kept(keeps, kept), [self._reader(link) for link in links]):
                 findings = ledger.feed(event)
-                if isinstance(event, ev.LeaseRead | ev.NotReturned):
+                if isinstance(event, LeaseRead | NotReturned):
                     found += [Between(finding, keeps, self.history(links)) for finding in findings]
         return found
 

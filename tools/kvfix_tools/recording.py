@@ -15,12 +15,12 @@ import msgspec
 
 from kvfix.connector_events.dump import SCHEMA
 from kvfix.connector_events.recorder import Entry
-from kvfix.ledger.events import Event
+from kvfix.ledger.events import EVENTS, Event
 
 #: Files that are larger were not written by a recorder.
 LARGEST = 64 << 20
 #: {name: the event's type}
-_EVENTS: dict[str, Any] = {kind.__name__: kind for kind in Event.__args__}  # type: ignore[attr-defined]
+_EVENTS: dict[str, Any] = {kind.__name__: kind for kind in EVENTS}
 
 
 class Recording(NamedTuple):

@@ -20,6 +20,7 @@ from kvfix.ledger import Finding, Ledger
 from kvfix.ledger import events as ev
 from kvfix_tools import engine_recordings, recording
 from kvfix_tools.engine_recordings import Engine, Part
+from kvfix_tools.ledger.events import RankDiffers
 from kvfix_tools.peer_recordings import Peers, RouterLog
 from kvfix_tools.recording import Recording
 
@@ -98,7 +99,7 @@ def judged_peers(peers: Peers) -> dict[str, list[Judged]]:
     return found
 
 
-def _against(entries: list[Entry], event: ev.RankDiffers) -> list[Finding]:
+def _against(entries: list[Entry], event: RankDiffers) -> list[Finding]:
     """Findings of a rank's event after these of the scheduler."""
     ledger = Ledger()
     for entry in entries:
@@ -201,7 +202,7 @@ def _engine_report(engine: Engine, each: Judged, peers: Peers) -> str:
 def _until(engine: Engine, each: Judged) -> list[tuple[Part, Entry]]:
     """The request's history up to the event."""
     history = engine.history(each.finding.request)
-    if isinstance(each.finding.event, ev.RankDiffers):
+    if isinstance(each.finding.event, RankDiffers):
         return history
     ends = (n for n, (one, other) in enumerate(history) if one is each.part and other.event == each.entry.event)
     return history[: next(ends, len(history)) + 1]

@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from kvfix import catalogue as fixes
 from kvfix.fixes.api import Fix
-from kvfix.ledger import RULES
 from kvfix_tools.diagnose import findings, statements
 from kvfix_tools.diagnose.problem import catalogue as known_problems
+from kvfix_tools.ledger import RULES
 
 #: Candidates that are shown; words and characters of the text that are used.
 _SHOWN, _WORDS, _CHARACTERS = 3, 200, 64_000

@@ -23,7 +23,6 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import os
-import sys
 import tempfile
 import time
 from contextlib import suppress
@@ -32,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvfix import acting, clock, engine_state, installed_source
 from kvfix.connector_events import files, readers, recorder
+from kvfix.engine_state import places
 from kvfix.session import session
 from kvfix.version import VERSION
 
@@ -141,11 +141,9 @@ def _stacks() -> str:
 
 def process() -> dict[str, Any]:
     """The fields of this process."""
-    multiprocessing: Any = sys.modules.get("multiprocessing")
-    name = multiprocessing.current_process().name if multiprocessing else ""
     return {
         "pid": os.getpid(),
-        "process": name,
+        "process": places.process_name(),
         **_clock(),
         "mode": session.mode,
         "kvfix": VERSION,

@@ -17,6 +17,7 @@ from typing import Any
 from kvfix import applying, clock, engine_log, metrics
 from kvfix.connector_events import leases, recorder, signals, violations, watchdog
 from kvfix.connector_events.watched import WatchedConnector
+from kvfix.engine_state import places
 from kvfix.session import session
 
 KEY = "connector events"
@@ -24,30 +25,22 @@ KEY = "connector events"
 _HELD = "_kvfix_watched"
 _BASE, _OF_BASE = "KVConnectorBase_V1", "update_connector_output"
 
-#: {hook: (method of WatchedConnector before the hook, method after it, with its answer)}. "": none. For all of them
-#: the exceptions and the hook that runs now are recorded.
-HOOKS: dict[str, tuple[str, str]] = {
+#: {hook: (method of WatchedConnector before the hook, method after it, with its answer)}. "": none.
+_RECORDED = {
     "get_num_new_matched_tokens": ("", "get_num_new_matched_tokens"),
     "update_state_after_alloc": ("update_state_after_alloc", ""),
     "build_connector_meta": ("", "build_connector_meta"),
     "update_connector_output": ("", "update_connector_output"),
     "request_finished": ("request_finished", "request_finished_answer"),
     "request_finished_all_groups": ("request_finished", "request_finished_answer"),
-    "on_new_request": ("", ""),
-    "reset_cache": ("", ""),
-    "register_kv_caches": ("", ""),
-    "unregister_kv_caches": ("", ""),  # since vLLM 0.33, before and after sleep
-    "restore_kv_caches": ("", ""),
-    "handle_preemptions": ("", ""),
     "start_load_kv": ("start_load_kv", ""),
     "wait_for_save": ("wait_for_save", "wait_for_save_answer"),
     "get_finished": ("", "get_finished"),
-    "get_transfer_results": ("", "get_transfer_results"),  # in its place since vLLM 0.32, where a class has it
-    "get_block_ids_with_load_errors": ("", ""),
-    "shutdown": ("", ""),
+    "get_transfer_results": ("", "get_transfer_results"),
 }
-#: Hooks that run once per layer and step. Their calls are counted if the configuration has `layers`.
-LAYER_HOOKS = ("wait_for_layer_load", "save_kv_layer")
+#: The same for all hooks. The exceptions of each hook and the hook that runs now are recorded too. The calls of
+#: `places.LAYER_HOOKS` are only counted, and only if the configuration has `layers`.
+HOOKS = {name: _RECORDED.get(name, ("", "")) for name in places.HOOKS}
 #: EngineCore dies if one of these raises.
 _SCHEDULER = ("add_request", "schedule", "update_from_output", "finish_requests")
 
@@ -87,7 +80,7 @@ def watch_class(connector_class: type) -> None:
     """Wrap the hooks that this class or one of its bases defines. Idempotent."""
     for name, (before, after) in HOOKS.items():
         _attach(connector_class, name, functools.partial(_around, name, before, after))
-    for name in LAYER_HOOKS if session.config is not None and session.config.layers else ():
+    for name in places.LAYER_HOOKS if session.config is not None and session.config.layers else ():
         _attach(connector_class, name, functools.partial(_around_layer, name))
     signals.install()
     watchdog.start()

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from kvfix.connector_events import leases
-from kvfix.connector_events.reader import Reader, Spans
+from kvfix.engine_state.reader import Reader, Spans
 
 
 class Mooncake(Reader):

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from kvfix.connector_events import leases
-from kvfix.connector_events.reader import Reader, Span, Spans
+from kvfix.engine_state.reader import Reader, Span, Spans
 
 
 class Nixl(Reader):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from kvfix.connector_events.reader import Reader, Spans
+from kvfix.engine_state.reader import Reader, Spans
 
 
 class Offloading(Reader):

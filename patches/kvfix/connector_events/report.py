@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from kvfix.connector_events import dump, files, recorder
 from kvfix.ledger import RULES
-from kvfix.ledger.describe import line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,10 +67,10 @@ def compose(
         "The rule: " + doc.partition("\n")[0],
         "",
         "This event:",
-        f"  {_at(history, finding.event)}{line(finding.event)}",
+        f"  {_at(history, finding.event)}{finding.event.text()}",
     ]
     if finding.earlier is not None:
-        parts += ["", "contradicts this one:", f"  {_at(history, finding.earlier)}{line(finding.earlier)}"]
+        parts += ["", "contradicts this one:", f"  {_at(history, finding.earlier)}{finding.earlier.text()}"]
     parts += ["", f"The history of {whose}, seconds before the end:", *_history(history, who)]
     parts += ["", *holds] if holds else []
     parts += ["", *(fixes or ["No fix of kvfix is known for it in this installation."])]
@@ -89,7 +88,7 @@ def _history(history: list[Entry], who: Sequence[str]) -> list[str]:
         return ["  (the recorder has no events of it)"]
     shown, end = history[-LONGEST:], history[-1].mono
     left_out = [f"  ... {len(history) - len(shown)} before"] if len(history) > len(shown) else []
-    lines = [f"  {(entry.mono - end) / 1e9:+9.3f}  {line(entry.event)}" for entry in shown]
+    lines = [f"  {(entry.mono - end) / 1e9:+9.3f}  {entry.event.text()}" for entry in shown]
     labels = [f"  [{label}]" for label in who[-LONGEST:]] or [""] * len(lines)
     return [*left_out, *map("".join, zip(lines, labels, strict=True))]
 

@@ -13,34 +13,33 @@ import threading
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import FrameType
     from typing import Any
 
-#: Hooks of vLLM's connectors (v1/base.py 0.33.0), as connector_events/hooks.py has them.
-HOOKS = frozenset(
-    (
-        "get_num_new_matched_tokens",
-        "update_state_after_alloc",
-        "build_connector_meta",
-        "update_connector_output",
-        "request_finished",
-        "request_finished_all_groups",
-        "get_transfer_results",
-        "on_new_request",
-        "reset_cache",
-        "register_kv_caches",
-        "unregister_kv_caches",
-        "restore_kv_caches",
-        "handle_preemptions",
-        "start_load_kv",
-        "wait_for_save",
-        "get_finished",
-        "get_block_ids_with_load_errors",
-        "shutdown",
-        "wait_for_layer_load",
-        "save_kv_layer",
-    )
+#: Hooks of vLLM's connectors (v1/base.py 0.33.0).
+HOOKS = (
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "update_connector_output",
+    "request_finished",
+    "request_finished_all_groups",
+    "on_new_request",
+    "reset_cache",
+    "register_kv_caches",
+    "unregister_kv_caches",  # since vLLM 0.33, before and after sleep
+    "restore_kv_caches",
+    "handle_preemptions",
+    "start_load_kv",
+    "wait_for_save",
+    "get_finished",
+    "get_transfer_results",  # in its place since vLLM 0.32, where a class has it
+    "get_block_ids_with_load_errors",
+    "shutdown",
 )
+#: Hooks that run once per layer and step.
+LAYER_HOOKS = ("wait_for_layer_load", "save_kv_layer")
 #: Hooks whose names other functions have too.
 _COMMON = frozenset(("request_finished", "on_new_request", "reset_cache", "get_finished", "shutdown"))
 #: Functions of EngineCore whose `self` is the engine, and of the scheduler that change its queues.
@@ -69,16 +68,19 @@ def versions() -> dict[str, str]:
 
 def frames() -> list[FrameType]:
     """The stack of the main thread, innermost first, without the frames of this package and of what has called it."""
-    here = sys._current_frames().get(threading.main_thread().ident or 0)
-    while here is not None and _is_ours(here):
-        here = here.f_back
-    found = []
-    while here is not None:
-        found.append(here)
-        here = here.f_back
+    found = list(outwards(sys._current_frames().get(threading.main_thread().ident or 0)))
+    while found and _is_ours(found[0]):
+        del found[0]
     while found and found[0].f_code.co_filename.startswith("<"):  # what was injected
         del found[0]
     return found
+
+
+def outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """This frame and those that have called it, innermost first."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def _is_ours(frame: FrameType) -> bool:
@@ -105,7 +107,7 @@ def hook(frames: list[FrameType]) -> str:
 def is_hook(function: str, file: str) -> bool:
     """Whether it is a connector's, by its name and, where that is common, by the path of its file."""
     path = file.lower()
-    return function in HOOKS and (function not in _COMMON or "connector" in path or "lmcache" in path)
+    return function in (*HOOKS, *LAYER_HOOKS) and (function not in _COMMON or "connector" in path or "lmcache" in path)
 
 
 def in_step(frames: list[FrameType]) -> bool:

@@ -20,11 +20,6 @@ def no_hit(*_: Any, **__: Any) -> int:
     return 0
 
 
-def no_promise(*_: Any, **__: Any) -> tuple[int, bool]:
-    """The answer of a connector's `get_num_new_matched_tokens`: nothing is promised."""
-    return 0, False
-
-
 def compute(connector: Any, promise: Any, request: Any, *_: Any, **__: Any) -> Any:
     """For a request with a remote prefill: nothing is promised, and it is computed as if it had loaded."""
     return (0, False) if _is_local(request) else GO_ON

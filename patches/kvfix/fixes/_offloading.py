@@ -1,4 +1,4 @@
-"""Shared by the fixes of vLLM's OffloadingConnector: stores that are done and are not to count."""
+"""Shared by the fixes of vLLM's connectors that keep KV in the CPU's memory: copies that fail, and their reports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from kvfix import engine_log
 from kvfix.fixes import stubs
-from kvfix.wrapping import GO_ON, View, replaced
+from kvfix.wrapping import GO_ON, View, after, replaced
 
 
 @contextmanager
@@ -50,6 +50,46 @@ def all_stores_fail(scheduler: Any, *_: Any, **__: Any) -> Any:
         for group in status.group_states if status.req.is_finished() else ():
             group.block_ids.clear()  # so that nothing more of it is stored
     return GO_ON
+
+
+def tells_worker(mark: str) -> Callable[[ModuleType], Callable[..., Any]]:
+    """The scheduler understands failed copies: without this mark of the metadata the worker reports none as done."""
+
+    def fix(module: ModuleType) -> Callable[..., Any]:
+        def build_connector_meta(scheduler: Any, metadata: Any, *_: Any, **__: Any) -> Any:
+            setattr(metadata, mark, True)  # an attribute of the object, so it travels to the workers
+            return metadata
+
+        return after(build_connector_meta)
+
+    return fix
+
+
+def reports_failed_loads(side: str, requests: str) -> Callable[[ModuleType], Callable[..., Any]]:
+    """Failed loads, by request. The connector has this function of vLLM's base class.
+
+    side: attribute of the connector that is its worker. requests: attribute of the worker with those that have failed.
+    """
+
+    def fix(module: ModuleType) -> Callable[..., Any]:
+        def get_transfer_results(connector: Any, answer: Any, *_: Any) -> Any:
+            failed = vars(getattr(connector, side)).pop(requests)
+            answer.failed_recving.update(failed & answer.finished_recving)
+            return answer
+
+        return after(
+            get_transfer_results,
+            when=lambda connector, *_, **__: getattr(getattr(connector, side, None), requests, None),
+            on_fault=all_loads_fail,
+        )
+
+    return fix
+
+
+def all_loads_fail(connector: Any, answer: Any, *_: Any, **__: Any) -> Any:
+    """For `on_fault` of `get_transfer_results`: all loads that are done count as failed, of any connector."""
+    answer.failed_recving.update(answer.finished_recving or ())
+    return answer
 
 
 def completed(output: Any) -> dict[int, int]:

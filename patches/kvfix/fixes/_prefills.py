@@ -7,7 +7,15 @@ request would compute its prompt.
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from kvfix.fixes import _closed
+from kvfix.wrapping import after
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvfix.wrapping import Wrapper
 
 #: Prefills of which is known who gets them: the last ones. 1.5 MB.
 _KEPT = 10_000
@@ -36,6 +44,24 @@ def loads(connector: Any, prefill: tuple[Any, ...], request: Any) -> bool:
         return True
     compute(request)
     return False
+
+
+def promise_if(reads: Callable[[Any, Any], bool]) -> Wrapper:
+    """For `get_num_new_matched_tokens`: a request with a remote prefill gets its promise only if it reads the blocks.
+
+    reads: (connector, request) -> whether it does.
+    """
+
+    def get_num_new_matched_tokens(
+        connector: Any, promise: tuple[int, bool], request: Any, *_: Any
+    ) -> tuple[int, bool]:
+        return promise if reads(connector, request) else (0, False)
+
+    return after(
+        get_num_new_matched_tokens,
+        when=lambda connector, promise, request, *_: is_to_load(request),
+        on_fault=_closed.compute,
+    )
 
 
 def has_another(connector: Any, prefill: tuple[Any, ...]) -> bool:

@@ -61,6 +61,11 @@ def has_several_groups(connector: Any) -> bool:
     return len(connector._group_tokens_per_block) > 1 and not getattr(connector, "lazy_offload", False)
 
 
+def has_transfers(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> bool:
+    """For `when` of `_process_new_requests` and `_process_cached_requests`: whether such a model transfers anything."""
+    return bool(metadata.requests) and has_several_groups(connector)
+
+
 def stored(hook: Any, module: Any, connector: Any, computed: int, tokens: int, **blocks: Any) -> list[Any]:
     """For probes: the metadata of a step that computes so many tokens more of a request with two groups.
 

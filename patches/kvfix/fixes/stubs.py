@@ -17,6 +17,17 @@ def cannot_tell(hook: Callable[..., Any], module: ModuleType) -> NoReturn:
     raise NotImplementedError("no probe for this fix")
 
 
+def raises(
+    error: type[Exception] | tuple[type[Exception], ...], hook: Callable[..., Any], *args: Any, **kw: Any
+) -> bool:
+    """Whether this call raises this error. Any other error leaves the probe: the function is not one that it knows."""
+    try:
+        hook(*args, **kw)
+    except error:
+        return True
+    return False
+
+
 def scheduler_side(**more: Any) -> Any:
     """The attributes that `LMCacheConnectorV1Impl` of any release reads in the scheduler; `more` adds or replaces."""
     config = SimpleNamespace(

@@ -55,12 +55,8 @@ MP_CLIENT = Owner("lmcache", "lmcache.v1.multiprocess.transport.zmq_impl.mq", "M
 
 # vLLM
 SCHEDULER = Owner("vllm", "vllm.v1.core.sched.scheduler", "Scheduler")
-OFFLOADING_SCHEDULER = Owner(
-    "vllm",
-    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler",
-    "OffloadingConnectorScheduler",
-)
 _OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
+OFFLOADING_SCHEDULER = Owner("vllm", f"{_OFFLOADING}.scheduler", "OffloadingConnectorScheduler")
 OFFLOADING_WORKER = Owner("vllm", f"{_OFFLOADING}.worker", "OffloadingConnectorWorker")
 OFFLOADING_WORKER_METADATA = Owner("vllm", f"{_OFFLOADING}.common", "OffloadingWorkerMetadata")
 OFFLOADING_CONNECTOR = Owner("vllm", f"{_OFFLOADING}_connector", "OffloadingConnector")

@@ -4,7 +4,6 @@ Every known bug is a wrong balance of tokens: computed by vLLM, held by the exte
 and stored. Live hooks, log lines, recorded dumps and the lab feed their events to the same model.
 """
 
-from kvfix.ledger import leases as leases  # its rules are among RULES
 from kvfix.ledger.history import Finding, History, Ledger
 from kvfix.ledger.rules import RULES, Rule
 

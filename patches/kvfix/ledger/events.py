@@ -5,7 +5,7 @@ The names are those of vLLM's connector hooks (vllm/distributed/kv_transfer/kv_c
 
 from __future__ import annotations
 
-from typing import NamedTuple, Union
+from typing import NamedTuple, Protocol
 
 
 def balance(hit: int, computed: int, total: int) -> int:
@@ -14,6 +14,16 @@ def balance(hit: int, computed: int, total: int) -> int:
     vLLM recomputes the last token for its logits (LMCache issue 2158). 0 or less: there is nothing to load.
     """
     return hit - computed - (hit == total)
+
+
+class Event(Protocol):
+    """An event of this module, or of a tool."""
+
+    @property
+    def request(self) -> str: ...
+
+    def text(self) -> str:
+        """One line with its arithmetic, without the request id: a history has only one."""
 
 
 class Asked(NamedTuple):
@@ -36,12 +46,28 @@ class Asked(NamedTuple):
     replay: int = 0
     divergent: bool = False
 
+    def text(self) -> str:
+        if self.promised is None:
+            return f"match({self.computed}) answers: not known yet"
+        answer = f"match({self.computed}) promises {self.promised}"
+        if self.hit is None:
+            return answer
+        last = " - 1" if self.hit == self.total else ""
+        due = balance(self.hit, self.computed, self.total)
+        arithmetic = f"hit {self.hit} - computed {self.computed}{last} = {due}"
+        if self.promised != max(0, due):
+            return f"{answer}, but {arithmetic}: {max(0, due)} is due"
+        return f"{answer}: {arithmetic}" + (", nothing to load" if due < 0 else "")
+
 
 class Granted(NamedTuple):
     """`update_state_after_alloc`: vLLM has blocks for the request and takes `external` tokens of the promise."""
 
     request: str
     external: int
+
+    def text(self) -> str:
+        return f"blocks found, {self.external} external tokens granted"
 
 
 class Scheduled(NamedTuple):
@@ -55,6 +81,10 @@ class Scheduled(NamedTuple):
     tokens: int
     capacity: int | None = None
     first: bool = False
+
+    def text(self) -> str:
+        start = "admitted" if self.first else "continues"
+        return f"{start} at {self.computed} computed tokens, {self.tokens} more are computed"
 
 
 class LoadDue(NamedTuple):
@@ -70,6 +100,9 @@ class LoadDue(NamedTuple):
     block: int = 0
     relative: bool = False
 
+    def text(self) -> str:
+        return f"tokens {self.start} to {self.end} are to be loaded"
+
 
 class Loaded(NamedTuple):
     """The worker has loaded `tokens` tokens up to `end`. Fewer than the LoadDue event: a failed load."""
@@ -77,6 +110,9 @@ class Loaded(NamedTuple):
     request: str
     tokens: int
     end: int
+
+    def text(self) -> str:
+        return f"{self.tokens} tokens loaded, up to {self.end}"
 
 
 class Stored(NamedTuple):
@@ -89,6 +125,9 @@ class Stored(NamedTuple):
     start: int
     end: int
     covered: int = 0
+
+    def text(self) -> str:
+        return f"tokens {self.start} to {self.end} stored"
 
 
 class BlocksLost(NamedTuple):
@@ -103,11 +142,17 @@ class BlocksLost(NamedTuple):
     end: int
     blocks: str
 
+    def text(self) -> str:
+        return f"tokens {self.start} to {self.end} of KV group {self.group} stored from {self.blocks}"
+
 
 class Preempted(NamedTuple):
     """vLLM has freed the request's blocks. The request waits again."""
 
     request: str
+
+    def text(self) -> str:
+        return "preempted: its blocks are freed"
 
 
 class LoadFailed(NamedTuple):
@@ -116,12 +161,18 @@ class LoadFailed(NamedTuple):
     request: str
     computed: int | None
 
+    def text(self) -> str:
+        return "its load failed" + ("" if self.computed is None else f", back to {self.computed} computed tokens")
+
 
 class Finished(NamedTuple):
     """The request has ended, or was aborted."""
 
     request: str
     aborted: bool
+
+    def text(self) -> str:
+        return "aborted" if self.aborted else "finished"
 
 
 class Left(NamedTuple):
@@ -130,12 +181,18 @@ class Left(NamedTuple):
     request: str
     where: str
 
+    def text(self) -> str:
+        return f"ended, and {self.where} still holds it"
+
 
 class Stuck(NamedTuple):
     """The request waits for a load, and none is in flight."""
 
     request: str
     waited: int
+
+    def text(self) -> str:
+        return f"waits for a load that was never started, for {self.waited} steps"
 
 
 class TimedOut(NamedTuple):
@@ -149,6 +206,9 @@ class TimedOut(NamedTuple):
         """Whether the pause between the two lookups was shorter than this lookup's wait."""
         return self.at - other.at < 2 * self.waited
 
+    def text(self) -> str:
+        return f"a lookup timed out after {self.waited:g} s"
+
 
 class Raised(NamedTuple):
     """A hook or the scheduler raised an exception."""
@@ -157,18 +217,8 @@ class Raised(NamedTuple):
     where: str
     error: str
 
-
-class RankDiffers(NamedTuple):
-    """A load of [start, end) is in one record only, the scheduler's or the rank's, between loads that are in both.
-
-    told: True: in the scheduler's metadata, and the rank has not started it. False: the other way round.
-    """
-
-    request: str
-    rank: int
-    start: int
-    end: int
-    told: bool
+    def text(self) -> str:
+        return f"{self.where} raises {self.error}"
 
 
 class Leased(NamedTuple):
@@ -181,6 +231,9 @@ class Leased(NamedTuple):
     seconds: float | None
     name: str = ""
 
+    def text(self) -> str:
+        return "its blocks are kept for a peer" + ("" if self.seconds is None else f", for {self.seconds:g} s")
+
 
 class LeaseExtended(NamedTuple):
     """The peer renews the lease for the first time: the blocks are kept for `seconds` from now (None: not known)."""
@@ -188,16 +241,8 @@ class LeaseExtended(NamedTuple):
     request: str
     seconds: float | None
 
-
-class LeaseRead(NamedTuple):
-    """Request `reader` of the peer has loaded the blocks that are kept of `request`, and takes them for right.
-
-    pushed: as in ReadsFrom.
-    """
-
-    request: str
-    reader: str
-    pushed: bool = False
+    def text(self) -> str:
+        return "the peer renews its lease" + ("" if self.seconds is None else f", for {self.seconds:g} s")
 
 
 class LeaseEnded(NamedTuple):
@@ -209,6 +254,11 @@ class LeaseEnded(NamedTuple):
     request: str
     expired: bool | None
     renewed: int = 0
+
+    def text(self) -> str:
+        how = {None: "", True: ": its lease is over", False: " after a notice"}
+        renewed = f", renewed {self.renewed} times" if self.renewed else ""
+        return "its blocks are free" + how[self.expired] + renewed
 
 
 class ReadsFrom(NamedTuple):
@@ -223,41 +273,14 @@ class ReadsFrom(NamedTuple):
     peer: str
     pushed: bool = False
 
-
-class NotReturned(NamedTuple):
-    """Request `reader` of the peer is done with the kept blocks, and no notice of it has come.
-
-    loaded: it has loaded them; False: it has ended without. expired: their lease has ended by its time; False: they are
-    still kept. Only the records of both engines show it (peers.py).
-    """
-
-    request: str
-    reader: str
-    loaded: bool
-    expired: bool
+    def text(self) -> str:
+        if self.pushed:
+            return f"waits for engine {self.engine} to write the blocks of {self.peer}"
+        return f"is to read the blocks that engine {self.engine} keeps of {self.peer}"
 
 
-class WriteBegun(NamedTuple):
-    """The worker begins to write the kept blocks of the request into those of request `reader` of its peer."""
-
-    request: str
-    reader: str
-
-
-class WriteEnded(NamedTuple):
-    """What it writes of the request is done, or has failed: nothing reads its blocks any more."""
-
-    request: str
-
-
-class Written(NamedTuple):
-    """The peer says that it has written into the blocks of the request. awaited: the request waits for that."""
-
-    request: str
-    awaited: bool
-
-
-Event = Union[  # noqa: UP007  also read at run time on Python 3.10
+#: The events of one process, which its recorder has.
+EVENTS: tuple[type[Event], ...] = (
     Asked,
     Granted,
     Scheduled,
@@ -272,14 +295,8 @@ Event = Union[  # noqa: UP007  also read at run time on Python 3.10
     Stuck,
     TimedOut,
     Raised,
-    RankDiffers,
     Leased,
     LeaseExtended,
-    LeaseRead,
     LeaseEnded,
-    WriteBegun,
-    WriteEnded,
-    Written,
     ReadsFrom,
-    NotReturned,
-]
+)

@@ -45,13 +45,11 @@ class History:
         "granted",
         "lease",
         "lease_ended",
-        "lease_read",
         "recorded_from_start",
         "sees_loads",
         "stored_to",
         "timed_out",
         "timed_out_again",
-        "write_begun",
     )
 
     def __init__(self, events_kept: int, sees_loads: bool) -> None:
@@ -62,10 +60,7 @@ class History:
         self.finished: ev.Finished | None = None
         #: What is known of the lease of its blocks.
         self.lease: ev.Leased | None = None
-        self.lease_read: ev.LeaseRead | None = None
         self.lease_ended: ev.LeaseEnded | None = None
-        #: The write of its blocks that is in flight.
-        self.write_begun: ev.WriteBegun | None = None
         #: Tokens with KV in vLLM once the last scheduled step is done.
         self.computed: int | None = None
         #: The last Asked event since the request began to wait, and what vLLM granted of the promise.
@@ -82,9 +77,11 @@ class History:
 
     def take(self, event: Event) -> None:
         """Add the event to the history. Called after the rules have checked the event against the history so far."""
-        change = _CHANGES.get(type(event))
-        if change is not None:
-            change(self, event)
+        kind: type = type(event)
+        if kind in _LAST:
+            setattr(self, _LAST[kind], event)
+        elif kind in _CHANGES:
+            _CHANGES[kind](self, event)
         self.events.append(event)
 
     def admits_after_load(self, event: ev.Granted) -> bool:
@@ -111,10 +108,6 @@ def _scheduled(history: History, event: ev.Scheduled) -> None:
     history.admitted = True
 
 
-def _due(history: History, event: ev.LoadDue) -> None:
-    history.due = event
-
-
 def _stored(history: History, event: ev.Stored) -> None:
     history.stored_to = max(history.stored_to or 0, event.end, event.covered)
 
@@ -128,46 +121,17 @@ def _timed_out(history: History, event: ev.TimedOut) -> None:
     history.timed_out = event
 
 
-def _finished(history: History, event: ev.Finished) -> None:
-    history.finished = event
-
-
-def _leased(history: History, event: ev.Leased) -> None:
-    history.lease = event
-
-
-def _lease_read(history: History, event: ev.LeaseRead) -> None:
-    history.lease_read = event
-
-
-def _lease_ended(history: History, event: ev.LeaseEnded) -> None:
-    history.lease_ended = event
-
-
-def _write_begun(history: History, event: ev.WriteBegun) -> None:
-    history.write_begun = event
-
-
-def _write_ended(history: History, event: ev.WriteEnded) -> None:
-    history.write_begun = None
-
-
+#: {type of event: attribute of the history that has the last one}.
+_LAST: dict[type, str] = {ev.LoadDue: "due", ev.Finished: "finished", ev.Leased: "lease", ev.LeaseEnded: "lease_ended"}
 #: {type of event: how it changes the history}. The history only keeps other events.
 _CHANGES: dict[type, Callable[[History, Any], None]] = {
     ev.Asked: _asked,
     ev.Granted: _granted,
     ev.Scheduled: _scheduled,
-    ev.LoadDue: _due,
     ev.Stored: _stored,
     ev.Preempted: _waits_again,
     ev.LoadFailed: _waits_again,
     ev.TimedOut: _timed_out,
-    ev.Finished: _finished,
-    ev.Leased: _leased,
-    ev.LeaseRead: _lease_read,
-    ev.LeaseEnded: _lease_ended,
-    ev.WriteBegun: _write_begun,
-    ev.WriteEnded: _write_ended,
 }
 
 

@@ -1,10 +1,11 @@
-"""Who owes each request of an engine its next event. Pure: states of `kvfix.engine_state` in, words and counts out."""
+"""The engines of these processes, and what their requests wait for. Pure: states of `kvfix.engine_state` in."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvfix.engine_state.scheduler import QUEUES
 from kvfix.ledger import liveness
 from kvfix.ledger.liveness import LOAD, LOOKUP, OUTSIDE, PLACE
 
@@ -18,8 +19,6 @@ OUTSIDE_STATUSES = {
 }
 #: Where a worker's connector has a load that it has not reported.
 KINDS = ("loads", "unreported")
-#: Queues of requests that wait; `engine_state.scheduler` has them in the order in which vLLM asks.
-_WAITING = ("kv_holding_waiting", "skipped_waiting", "waiting")
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ def waits_for(row: dict[str, Any]) -> str:
 
 def waiting(engine: Engine) -> list[dict[str, Any]]:
     """Rows of the requests that wait, in the order in which vLLM asks them."""
-    return [row for row in engine.requests if row["queue"] in _WAITING]
+    return [row for row in engine.requests if row["queue"] in QUEUES]
 
 
 def waits(engine: Engine) -> list[tuple[dict[str, Any], str]]:
@@ -122,42 +121,6 @@ def state(engine: Engine) -> liveness.State:
     lookups = sum(each.waits_for == LOOKUP for each in rows)
     free = scheduler["pool"]["free"]
     return liveness.State(rows, free, running, None if unknown and not in_flight else in_flight, lookups)
-
-
-def first_refused(engine: Engine) -> str:
-    """The request that the scheduler has no blocks for, and that the others wait behind; "" if there is none."""
-    row = next((each for each, kind in waits(engine) if kind == PLACE), None)
-    short = row is not None and row["needs"] is not None and row["needs"] > engine.scheduler["pool"]["free"]
-    return str(row["id"]) if row is not None and short else ""
-
-
-def owner(engine: Engine, row: dict[str, Any]) -> str:
-    """Who owes the next event of the request, and which."""
-    queue, name = row["queue"], row["id"]
-    if queue == "ended":
-        ranks = engine.ranks_with(name, "stores", *KINDS)
-        return f"{ranks_text(ranks)}: its transfer, which keeps its blocks" if ranks else "no worker has its transfer"
-    if queue not in _WAITING:
-        return "the workers: its next tokens"
-    kind = next(kind for each, kind in waits(engine) if each["id"] == name)
-    if kind == OUTSIDE:
-        return OUTSIDE_STATUSES[row["status"]]
-    if kind == LOAD:
-        ranks = engine.ranks_with(name, *KINDS)
-        if not ranks and not engine.sees_transfers:
-            return "the connector: its load"
-        return f"{ranks_text(ranks)}: its load" if ranks else "no worker has its load"
-    if kind == LOOKUP:
-        return "the connector: its lookup"
-    if row["report"] == "failed":
-        return "the scheduler: its load has failed"
-    first = first_refused(engine)
-    if first and first != name:
-        return f"{first}, which stands before it"
-    needs, free = row["needs"], engine.scheduler["pool"]["free"]
-    if needs is None:
-        return "the scheduler: a place in a step"
-    return f"the pool: it needs {needs} blocks, {free} are free" if needs > free else "the scheduler: its next step"
 
 
 def ranks_text(ranks: list[int]) -> str:

@@ -228,19 +228,6 @@ def exception_left_hook(history: History, event: ev.Raised) -> Outcome:
     return violated(f"{event.where}: {event.error}")
 
 
-@rule("KVR013", "rank-loads-otherwise", ev.RankDiffers)
-def rank_loads_otherwise(history: History, event: ev.RankDiffers) -> Outcome:
-    """Every rank starts the loads in the scheduler's metadata, and no others.
-
-    The metadata of a step reach all workers completely and in order. A rank that skips a load computes on KV that was
-    not loaded. Only a comparison of the records of several processes shows it.
-    """
-    tokens = f"tokens {event.start} to {event.end}"
-    if event.told:
-        return violated(f"rank {event.rank} has not started the load of {tokens} that was scheduled", history.due)
-    return violated(f"rank {event.rank} loads {tokens}, which was not scheduled", history.due)
-
-
 @rule("KVR014", "store-of-lost-blocks", ev.BlocksLost)
 def store_of_lost_blocks(history: History, event: ev.BlocksLost) -> Outcome:
     """vLLM keeps all blocks that a store reads for the request, until it is done or a step waits for it.
@@ -251,3 +238,19 @@ def store_of_lost_blocks(history: History, event: ev.BlocksLost) -> Outcome:
     whose blocks of the window are all null.) Of a store the next step only is looked at: later it may be done.
     """
     return violated(f"tokens {event.start} to {event.end} of KV group {event.group} are stored from {event.blocks}")
+
+
+@rule("KVR015", "lease-ended-twice", ev.LeaseEnded)
+def lease_ended_twice(history: History, event: ev.LeaseEnded) -> Outcome:
+    """A request is reported as sent once, and only if its blocks were kept for a peer.
+
+    vLLM frees the blocks of a request that is reported as sent, and asserts that it knows it
+    (vllm/v1/core/sched/scheduler.py 0.32.0:3234): the second report ends EngineCore.
+    """
+    if history.lease_ended is not None:
+        return violated("it is reported as sent a second time", history.lease_ended)
+    if history.lease is not None:
+        return None
+    if history.recorded_from_start:
+        return violated("it is reported as sent, and its blocks were not kept for a peer")
+    return unknown("it is reported as sent; whether its blocks were kept is not on record")

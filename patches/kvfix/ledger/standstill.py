@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvfix.ledger import liveness, owed
 from kvfix.ledger.liveness import LOAD, LOOKUP
-from kvfix.ledger.looks import HOOK, LATE, LATER, engines, in_hooks, is_current, moved, of_these_hooks, rows, stands
+from kvfix.ledger.looks import LATE, LATER, engines, in_hooks, is_current, moved, of_these_hooks, rows, stands
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -44,28 +44,6 @@ def verdicts(looks: Sequence[Look]) -> list[Verdict]:
             if each.request not in {other.request for other in found if other.request}:
                 found.append(each)
     return found
-
-
-def suspected(looks: Sequence[Look]) -> float:
-    """For how many seconds the looks must go on before there is a verdict; 0: nothing is suspected, or it is there."""
-    if verdicts(looks):
-        return 0.0
-    looks = of_these_hooks(looks)
-    seconds = 0.0
-    last = looks[-1].processes
-    in_hook = any(each.get("hook") or each.get("silent") for each in last)
-    for engine in owed.engines(last):
-        waits = owed.waits(engine)
-        if {kind for _, kind in waits} & {LOAD, LOOKUP} and not owed.state(engine).running:
-            seconds = LATE
-        lost = [row for row, kind in waits if kind == LOAD and not engine.ranks_with(row["id"], *owed.KINDS)]
-        if lost or liveness.can_move(owed.state(engine)).verdict == "violated":
-            seconds = max(seconds, 1.0)
-    span = looks[-1].at - looks[0].at
-    if len(looks) > 1 and span >= 1.0 and moved(looks):
-        seconds = 0.0
-    seconds = max(seconds, HOOK if in_hook else 0.0)
-    return seconds if span < seconds else 0.0
 
 
 # ---------------------------------------------------------------------- the rules, the gravest first

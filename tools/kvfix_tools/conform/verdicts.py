@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvfix.ledger.describe import line
 from kvfix_tools.conform.contract import RULES, SLUGS, of_finding
 from kvfix_tools.conform.scenario import WITHOUT, scenarios
 from kvfix_tools.lab.rules import WRONG_CONTENT, WRONG_TEXT
@@ -250,4 +249,4 @@ def _history(done: Played, found: Finding) -> list[str]:
     """The last events of its request; of all, if it is about none."""
     of_all = not found.request
     events = [(step, event) for step, event in done.log if of_all or event.request in (found.request, "")]
-    return [f"step {step}: {line(event)}" for step, event in events[-12:]]
+    return [f"step {step}: {event.text()}" for step, event in events[-12:]]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from msgspec.structs import replace
 
 from kvfix import redact
-from kvfix.ledger import RULES, Finding, Ledger
+from kvfix.ledger import Finding, Ledger
 from kvfix.ledger.events import Raised
 from kvfix_tools.diagnose import findings, ledger_events, problems, statements
 from kvfix_tools.diagnose.failures import Failures
@@ -24,6 +24,7 @@ from kvfix_tools.diagnose.requests_seen import HISTORY, REQUESTS, Requests
 from kvfix_tools.diagnose.texts import WHO, with_meaning
 from kvfix_tools.diagnose.tracebacks import Raised as RaisedInLog
 from kvfix_tools.diagnose.who_ran import WhoRan
+from kvfix_tools.ledger import RULES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -6,7 +6,6 @@ from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from kvfix.ledger.describe import line as in_words
 from kvfix_tools.diagnose.log_finding import HistoryEvent
 
 if TYPE_CHECKING:
@@ -62,4 +61,4 @@ class Requests:
         if not request or history is None or known is None:
             return []
         events, places = reversed(history.events), reversed(known.places)  # either may begin before the other
-        return [HistoryEvent(in_words(event), *place) for event, place in zip(events, places, strict=False)][::-1]
+        return [HistoryEvent(event.text(), *place) for event, place in zip(events, places, strict=False)][::-1]

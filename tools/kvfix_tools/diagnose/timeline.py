@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvfix.ledger.describe import line as in_words
 from kvfix.ledger.events import Asked
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ class Timeline:
         if marks is not None and len(marks) < 200:
             # vLLM's own lines have whole seconds only.
             time = max(time, marks[-1].time) if marks else time
-            marks.append(Mark(time, type(event).__name__, in_words(event)))
+            marks.append(Mark(time, type(event).__name__, event.text()))
 
     def line(self, line: LogLine) -> None:
         """Every line counts, also those that are nothing new to the ledger."""

@@ -17,7 +17,6 @@ from rich.console import Console
 from rich.table import Table
 
 from kvfix.ledger import events as ev
-from kvfix.ledger.describe import line
 from kvfix_tools.lab import releases, runner
 from kvfix_tools.lab.runner import Result
 from kvfix_tools.lab.scenario import find
@@ -34,7 +33,7 @@ def main(lmcache_path: Path = Path(".cache/lmcache/0.3.10"), json: bool = False)
     print("importing vLLM and LMCache, a quarter of a minute ...", file=sys.stderr)
     both = released, fixed = runner.play(scenario, fixes=False), runner.play(scenario, fixes=True)
     if json:
-        histories = [[f"step {step}: {line(event)}" for step, event in each.history] for each in both]
+        histories = [[f"step {step}: {event.text()}" for step, event in each.history] for each in both]
         rows = [{**each.as_json(), "story": lines} for each, lines in zip(both, histories, strict=True)]
         print(jsonlib.dumps(rows, indent=2))
     else:
@@ -83,7 +82,7 @@ def _cells(result: Result) -> dict[int, list[str]]:
     cells: dict[int, list[str]] = {}
     for step, event in result.history:
         if not isinstance(event, ev.Left):
-            text = f"{event.where} raises the error below" if isinstance(event, ev.Raised) else line(event)
+            text = f"{event.where} raises the error below" if isinstance(event, ev.Raised) else event.text()
             marked = f"[red]{text}[/]" if " raises " in text or ", but hit " in text else text
             cells.setdefault(step, []).append(marked)
     return cells

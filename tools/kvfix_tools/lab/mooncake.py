@@ -25,6 +25,7 @@ from kvfix_tools.lab.pair_engine import PairSide, Params
 from kvfix_tools.lab.pair_router import MALFORMED
 from kvfix_tools.lab.request_events import STUCK
 from kvfix_tools.lab.workers import Worker
+from kvfix_tools.ledger.events import WriteBegun, WriteEnded
 
 if TYPE_CHECKING:
     from kvfix_tools.lab.request_events import RequestEvents
@@ -163,9 +164,9 @@ class MooncakeSide(PairSide):
     def _noted(self, what: str, kept: str, reader: str) -> None:
         """Of a write, by the network: to both engines' ledger."""
         if what == "begun":
-            self.add_to_pair(ev.WriteBegun(kept, reader))
+            self.add_to_pair(WriteBegun(kept, reader))
         else:
-            self.add_to_pair(ev.WriteEnded(kept))
+            self.add_to_pair(WriteEnded(kept))
 
     def _raised(self, error: BaseException) -> None:
         where = f"a coroutine of the {self._host.name} engine raises {type(error).__name__}: {error}".rstrip(": ")

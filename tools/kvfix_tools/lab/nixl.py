@@ -29,6 +29,7 @@ from kvfix_tools.lab.nixl_real import RealNetwork
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.pair_engine import PairSide, Params
 from kvfix_tools.lab.workers import Worker
+from kvfix_tools.ledger.events import LeaseRead
 
 if TYPE_CHECKING:
     from kvfix_tools.lab.request_events import RequestEvents
@@ -156,7 +157,7 @@ class NixlWorker(Worker):
 
     def has_loaded(self, name: str, of: str) -> None:
         """A load has brought what the prefill engine keeps of its request `of`."""
-        self.side.add_to_pair(ev.LeaseRead(of, name))
+        self.side.add_to_pair(LeaseRead(of, name))
 
     def also_reported(self) -> dict[str, Any]:
         return {"failed_recving": self._failed}

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvfix.ledger import events as ev
 from kvfix_tools.lab.nixl import PORT, NixlSide, NixlWorker
 from kvfix_tools.lab.pair_engine import Params
+from kvfix_tools.ledger.events import WriteBegun, WriteEnded, Written
 
 
 class PushWorker(NixlWorker):
@@ -27,7 +27,7 @@ class PushWorker(NixlWorker):
             write(req_id=req_id, meta=meta)
             if req_id in self.adapter._sending_transfers:
                 self.together.writing.setdefault(req_id, set()).add(self.rank)
-                self.side.add_to_pair(ev.WriteBegun(req_id, meta.remote.request_id))
+                self.side.add_to_pair(WriteBegun(req_id, meta.remote.request_id))
 
         def pops(transfers: Any) -> Any:
             ended, failed = done(transfers)
@@ -37,7 +37,7 @@ class PushWorker(NixlWorker):
                     ranks.discard(self.rank)
                     if not ranks:
                         self.together.writing.pop(name, None)
-                        self.side.add_to_pair(ev.WriteEnded(name))
+                        self.side.add_to_pair(WriteEnded(name))
             return ended, failed
 
         self.adapter._xfer_blocks_for_req = writes
@@ -52,7 +52,7 @@ class PushWorker(NixlWorker):
         for notice in list(self.adapter._pending_completion_notifs.queue):
             name = notice.decode().rpartition(":")[0]
             if name and not notice.startswith(b"HB:"):
-                self.side.add_to_pair(ev.Written(name, name in waiting))
+                self.side.add_to_pair(Written(name, name in waiting))
         return super().get_finished(ended)
 
     def has_loaded(self, name: str, of: str) -> None: ...

@@ -14,7 +14,7 @@ from rich.live import Live
 
 from kvfix.ledger import owed, standstill
 from kvfix_tools import screen
-from kvfix_tools.look import lmcache_server, looking, show
+from kvfix_tools.look import lmcache_server, looking, owing, show
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,7 +67,7 @@ def look(pid: int, watch: bool, request: str, json: bool, save: str) -> int:
 def enough(looker: looking.Looker) -> list[Look]:
     """Looks until there is a verdict or nothing is suspected: two where all is well."""
     looks = [_between_steps(looker)]
-    while standstill.suspected(looks) or len(looks) < 2:
+    while owing.suspected(looks) or len(looks) < 2:
         time.sleep(max(0.0, PAUSE - (time.monotonic() - looks[-1].at)))
         looks.append(_between_steps(looker))
     return looks
@@ -106,7 +106,7 @@ def _answer(last: Look, found: Sequence[Verdict], ways: Sequence[looking.Way]) -
         "schema": SCHEMA,
         "kind": "look",
         "verdicts": [show.as_dict(each, last.processes) for each in found],
-        "owes": {row["id"]: owed.owner(engine, row) for engine in engines for row in engine.requests},
+        "owes": {row["id"]: owing.owner(engine, row) for engine in engines for row in engine.requests},
         "ways": [each._asdict() for each in ways],
         "servers": lmcache_server.of(last.processes),
         "processes": last.processes,

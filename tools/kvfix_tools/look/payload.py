@@ -21,7 +21,7 @@ MISSING = "null"
 #: What is brought, in the order in which it is tried.
 NOTHING, COMPILED, SOURCES = "nothing", "compiled", "sources"
 #: The package last: it imports the others.
-_MODULES = ("places", "recorded", "needs", "connectors", "scheduler", "")
+_MODULES = ("places", "recorded", "needs", "reader", "lmcache_readers", "connectors", "scheduler", "")
 
 _BRING = """
 import sys

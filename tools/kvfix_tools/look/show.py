@@ -12,7 +12,7 @@ from rich.text import Text
 
 from kvfix import catalogue, installed_source
 from kvfix.ledger import liveness, owed
-from kvfix_tools.look import lmcache_server
+from kvfix_tools.look import lmcache_server, owing
 from kvfix_tools.look.looking import INSIDE, Way
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def _table(engine: Engine, rows: int) -> Table:
         table.add_row(
             row["id"], row["status"].lower(), _wait(row), f"{row['computed']} of {row['total']}",
             str(row["blocks"]), _or(row["promised"]), _or(row["granted"]), _load(row), _or(row["stored"]),
-            owed.owner(engine, row),
+            owing.owner(engine, row),
         )  # fmt: skip
     if len(ordered) > rows:
         table.caption = f"and {len(ordered) - rows} more"
@@ -257,5 +257,5 @@ def request(engine: Engine, name: str) -> list[str]:
     for row in engine.requests:
         if row["id"] == name or row["id"].startswith(f"{name}-"):
             lines += [f"{key:12} {value}" for key, value in row.items() if value not in (None, "", [])]
-            lines.append(f"{'owes':12} {owed.owner(engine, row)}")
+            lines.append(f"{'owes':12} {owing.owner(engine, row)}")
     return lines

@@ -8,11 +8,11 @@ from packaging.specifiers import SpecifierSet
 
 from kvfix import applicability, catalogue
 from kvfix.fixes.api import Fix
-from kvfix.ledger import RULES, Rule
 from kvfix_tools import upstream
 from kvfix_tools.diagnose import advice, findings, problems
 from kvfix_tools.lab import rules as lab_rules
 from kvfix_tools.lab.rules import LabRule
+from kvfix_tools.ledger import RULES, Rule
 from maintain.documentation import error_index, support_matrix
 from maintain.documentation.markdown import NAMES, code, facts, link, links, prose, sections, span, table
 from maintain.scenario_matrix import Pairs

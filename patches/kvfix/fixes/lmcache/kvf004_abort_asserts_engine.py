@@ -51,11 +51,13 @@ def fix(adapter: ModuleType) -> Callable[..., Any]:
 
 def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
     """An abort in the scheduler role. Wrong is an AssertionError."""
-    try:
-        hook(stubs.scheduler_side(), stubs.request(16, status=adapter.RequestStatus.FINISHED_ABORTED), [])
-    except AssertionError:
-        return True
-    return False
+    return stubs.raises(
+        AssertionError,
+        hook,
+        stubs.scheduler_side(),
+        stubs.request(16, status=adapter.RequestStatus.FINISHED_ABORTED),
+        [],
+    )
 
 
 FIX = Fix(

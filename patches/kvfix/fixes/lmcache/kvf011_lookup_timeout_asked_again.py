@@ -84,11 +84,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType, *tokens: Any) -> boo
         config=SimpleNamespace(lookup_timeout_ms=3000),
         _cleanup_finished_aborted_lookups=lambda: None,
     )
-    try:
-        hook(client, *tokens, stubs.NAME)
-    except KeyError:
-        return True
-    return False
+    return stubs.raises(KeyError, hook, client, *tokens, stubs.NAME)
 
 
 FIX = Fix(

@@ -51,11 +51,13 @@ def fix(adapter: ModuleType) -> Callable[..., Any]:
 
 def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
     """A request that has no token and is to return its first. Wrong is an IndexError."""
-    try:
-        hook(stubs.scheduler_side(), stubs.request(16, kv_transfer_params={_ASKS: True}, _output_token_ids=[]), [])
-    except IndexError:
-        return True
-    return False
+    return stubs.raises(
+        IndexError,
+        hook,
+        stubs.scheduler_side(),
+        stubs.request(16, kv_transfer_params={_ASKS: True}, _output_token_ids=[]),
+        [],
+    )
 
 
 FIX = Fix(

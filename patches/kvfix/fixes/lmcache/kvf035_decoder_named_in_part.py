@@ -62,11 +62,9 @@ def _in_part(impl: Any, request: Any, *_: Any, **__: Any) -> bool:
 def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
     """A request with blocks, whose `disagg_spec` is empty. Wrong is a KeyError."""
     client = SimpleNamespace(clear_lookup_status=lambda lookup_id: None)
-    try:
-        hook(stubs.scheduler_side(lookup_client=client), stubs.request(16, kv_transfer_params={_SPEC: {}}), 0)
-    except KeyError:
-        return True
-    return False
+    return stubs.raises(
+        KeyError, hook, stubs.scheduler_side(lookup_client=client), stubs.request(16, kv_transfer_params={_SPEC: {}}), 0
+    )
 
 
 FIX = Fix(

@@ -58,11 +58,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     """A request without a lookup asks for its statistics. Wrong is an AssertionError."""
     request = stubs.request(2048, kv_transfer_params=dict.fromkeys(STATISTICS, True))
-    try:
-        hook(_mp.scheduler_side(module), request, [])
-    except AssertionError:
-        return True
-    return False
+    return stubs.raises(AssertionError, hook, _mp.scheduler_side(module), request, [])
 
 
 FIX = Fix(

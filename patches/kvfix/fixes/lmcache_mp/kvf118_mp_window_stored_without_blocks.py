@@ -48,7 +48,7 @@ def fix_new(module: ModuleType) -> Callable[..., Any]:
         _keep_whole(connector, metadata, computed)
         return answer
 
-    return after(_process_new_requests, when=_has_transfers, on_fault=_closed.drop_stores)
+    return after(_process_new_requests, when=_windows.has_transfers, on_fault=_closed.drop_stores)
 
 
 def fix_cached(module: ModuleType) -> Callable[..., Any]:
@@ -57,11 +57,7 @@ def fix_cached(module: ModuleType) -> Callable[..., Any]:
         _keep_whole(connector, metadata, dict(zip(cached.req_ids, cached.num_computed_tokens, strict=False)))
         return answer
 
-    return after(_process_cached_requests, when=_has_transfers, on_fault=_closed.drop_stores)
-
-
-def _has_transfers(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> bool:
-    return bool(metadata.requests) and _windows.has_several_groups(connector)
+    return after(_process_cached_requests, when=_windows.has_transfers, on_fault=_closed.drop_stores)
 
 
 def _keep_whole(connector: Any, metadata: Any, computed: dict[str, int]) -> None:

@@ -40,31 +40,16 @@ from kvfix.fixes.targets import LMCACHE_MP
 from kvfix.wrapping import after
 
 
-def fix_new(module: ModuleType) -> Callable[..., Any]:
-    def _process_new_requests(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> Any:
-        _leave_out(connector, scheduler_output, metadata)
-        return answer
-
-    return after(_process_new_requests, when=_has_transfers, on_fault=_closed.drop_stores)
+def fix(module: ModuleType) -> Callable[..., Any]:
+    """Of the functions for new and for running requests, which have the same parameters."""
+    return after(_leave_out, when=_windows.has_transfers, on_fault=_closed.drop_stores)
 
 
-def fix_cached(module: ModuleType) -> Callable[..., Any]:
-    def _process_cached_requests(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> Any:
-        _leave_out(connector, scheduler_output, metadata)
-        return answer
-
-    return after(_process_cached_requests, when=_has_transfers, on_fault=_closed.drop_stores)
-
-
-def _has_transfers(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> bool:
-    return bool(metadata.requests) and _windows.has_several_groups(connector)
-
-
-def _leave_out(connector: Any, scheduler_output: Any, metadata: Any) -> None:
+def _leave_out(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> Any:
     """Of the step's stores, states that vLLM does not have are null."""
     states, chunk = _windows.states(connector), _mp.chunk_size(connector)
     if not states:
-        return
+        return answer
     computed, scheduled = _windows.computed(scheduler_output), scheduler_output.num_scheduled_tokens
     for meta in metadata.requests:
         if meta.direction != "STORE" or meta.request_id not in computed:
@@ -79,6 +64,7 @@ def _leave_out(connector: Any, scheduler_output: Any, metadata: Any) -> None:
                         note(__name__, f"request {meta.request_id}: the state at token {end} is not stored")
                     ids[last - chunk // size : last] = [0] * (chunk // size)
             meta.op.block_ids[group] = ids
+    return answer
 
 
 def new_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
@@ -104,8 +90,8 @@ FIX = Fix(
     __doc__,
     effect="wrong output",
     targets=(
-        LMCACHE_MP._process_new_requests(broken=">=0.4.7,<=0.5.6", probe=new_shows_bug, fix=fix_new, place=1),
-        LMCACHE_MP._process_cached_requests(broken=">=0.4.7,<=0.5.6", probe=cached_shows_bug, fix=fix_cached, place=1),
+        LMCACHE_MP._process_new_requests(broken=">=0.4.7,<=0.5.6", probe=new_shows_bug, fix=fix, place=1),
+        LMCACHE_MP._process_cached_requests(broken=">=0.4.7,<=0.5.6", probe=cached_shows_bug, fix=fix, place=1),
     ),
     evidence={"KVR014": r"null blocks|freed before"},
     scenarios=("mp-state-stored-null",),

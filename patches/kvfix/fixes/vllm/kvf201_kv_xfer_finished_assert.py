@@ -101,11 +101,9 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     """A report of a request that does not exist. The probe calls the function that reads it, for both targets."""
     reads = inspect.unwrap(module.Scheduler._update_from_kv_xfer_finished)
     scheduler = SimpleNamespace(connector=None, requests={}, finished_recving_kv_req_ids=set())
-    try:
-        reads(scheduler, SimpleNamespace(finished_recving=None, finished_sending={stubs.NAME}))
-    except AssertionError:
-        return True
-    return False
+    return stubs.raises(
+        AssertionError, reads, scheduler, SimpleNamespace(finished_recving=None, finished_sending={stubs.NAME})
+    )
 
 
 FIX = Fix(

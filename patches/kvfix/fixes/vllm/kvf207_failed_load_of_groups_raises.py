@@ -73,11 +73,9 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     scheduler._update_requests_with_invalid_blocks = lambda *more, **_: (
         module.Scheduler._update_requests_with_invalid_blocks(scheduler, *more)
     )
-    try:
-        hook(scheduler, {0, 5}, *_scheduler.scheduled_tokens(hook, scheduler))
-    except (RuntimeError, ValueError):
-        return True
-    return False
+    return stubs.raises(
+        (RuntimeError, ValueError), hook, scheduler, {0, 5}, *_scheduler.scheduled_tokens(hook, scheduler)
+    )
 
 
 FIX = Fix(

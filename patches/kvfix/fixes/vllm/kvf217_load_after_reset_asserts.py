@@ -63,11 +63,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
         _build_partial_tail_store_jobs=nothing, _build_store_jobs=nothing,
         manager=SimpleNamespace(on_schedule_end=nothing),
     )  # fmt: skip
-    try:
-        hook(scheduler, stubs.step(preempted=True))
-    except AssertionError:
-        return True
-    return False
+    return stubs.raises(AssertionError, hook, scheduler, stubs.step(preempted=True))
 
 
 FIX = Fix(

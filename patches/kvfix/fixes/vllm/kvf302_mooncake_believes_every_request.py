@@ -32,7 +32,7 @@ from collections.abc import Callable, Generator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.fixes import stubs
+from kvfix.fixes import _prefills, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import MOONCAKE_SCHEDULER, MOONCAKE_SCHEDULER_0_15
 from kvfix.wrapping import View, around, instead
@@ -69,10 +69,9 @@ def _not_promised(keys: tuple[str, ...]) -> Callable[[ModuleType], Callable[...,
             return instead((0, False))
         return None
 
-    def asks(scheduler: Any, request: Any, *_: Any) -> bool:
-        return bool(request.kv_transfer_params) and bool(request.kv_transfer_params.get("do_remote_prefill"))
-
-    return lambda module: around(get_num_new_matched_tokens, when=asks)
+    return lambda module: around(
+        get_num_new_matched_tokens, when=lambda scheduler, request, *_: _prefills.is_to_load(request)
+    )
 
 
 def _no_state(module: ModuleType) -> Callable[..., Any]:
@@ -125,11 +124,13 @@ def promises(hook: Callable[..., Any], module: ModuleType) -> bool:
 def _raises(hook: Callable[..., Any], *arguments: Any) -> bool:
     """A consumer that is asked to send. Wrong is to raise."""
     params = {"do_remote_decode": True, "transfer_id": "t"}
-    try:
-        hook(_connector("kv_consumer"), stubs.request(32, kv_transfer_params=params, status=None), *arguments)
-    except AssertionError:
-        return True
-    return False
+    return stubs.raises(
+        AssertionError,
+        hook,
+        _connector("kv_consumer"),
+        stubs.request(32, kv_transfer_params=params, status=None),
+        *arguments,
+    )
 
 
 def raises_after_alloc(hook: Callable[..., Any], module: ModuleType) -> bool:

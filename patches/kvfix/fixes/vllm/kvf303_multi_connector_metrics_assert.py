@@ -27,6 +27,7 @@ from collections.abc import Callable, Generator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import MULTI_CONNECTOR_METRICS
 from kvfix.wrapping import around
@@ -45,11 +46,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     """Statistics of a connector without metrics. Wrong is to raise."""
-    try:
-        hook(SimpleNamespace(_prom_metrics={}), {"MooncakeConnector": {}}, 0)
-    except AssertionError:
-        return True
-    return False
+    return stubs.raises(AssertionError, hook, SimpleNamespace(_prom_metrics={}), {"MooncakeConnector": {}}, 0)
 
 
 FIX = Fix(

@@ -58,11 +58,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
         _reqs_need_recv={stubs.NAME: (stubs.request(8, kv_transfer_params={}), [], (), False)}, use_host_buffer=False,
         _reqs_need_send={}, _reqs_in_batch=set(), _reqs_not_processed=set(), _heartbeat_by_engine={},
     )  # fmt: skip
-    try:
-        hook(connector, SimpleNamespace())
-    except KeyError:
-        return True
-    return False
+    return stubs.raises(KeyError, hook, connector, SimpleNamespace())
 
 
 FIX = Fix(

@@ -53,11 +53,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
         "do_remote_prefill": True, "remote_engine_id": [], "remote_request_id": "r", "remote_host": "p",
         "remote_port": 1, "tp_size": 1,
     }  # fmt: skip
-    try:
-        hook(connector, stubs.request(8, kv_transfer_params=params))
-    except TypeError:
-        return True
-    return False
+    return stubs.raises(TypeError, hook, connector, stubs.request(8, kv_transfer_params=params))
 
 
 FIX = Fix(

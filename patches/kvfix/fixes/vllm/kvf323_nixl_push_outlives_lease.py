@@ -93,11 +93,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     worker = SimpleNamespace(_reqs_to_process=set(), transfer_topo=object(), tp_mappings={}, _sending_transfers={})
     worker._sending_transfers_lock = threading.Lock()
     vars(worker)[_OVER] = {stubs.NAME: None}
-    try:
-        hook(worker, stubs.NAME, SimpleNamespace(remote=SimpleNamespace(engine_id="d")))
-    except KeyError:
-        return True
-    return False
+    return stubs.raises(KeyError, hook, worker, stubs.NAME, SimpleNamespace(remote=SimpleNamespace(engine_id="d")))
 
 
 FIX = Fix(

@@ -64,11 +64,9 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     worker = SimpleNamespace(
         _pop_matching_finished_blocks=lambda name: (name, ([1],)), _do_start_push_kv=raises, _pending_d_registrations={}
     )
-    try:
-        hook(worker, module.PUSH_REG_NOTIF_PREFIX + module.msgspec.msgpack.encode({"request_id": stubs.NAME}))
-    except KeyError:
-        return True
-    return False
+    return stubs.raises(
+        KeyError, hook, worker, module.PUSH_REG_NOTIF_PREFIX + module.msgspec.msgpack.encode({"request_id": stubs.NAME})
+    )
 
 
 FIX = Fix(

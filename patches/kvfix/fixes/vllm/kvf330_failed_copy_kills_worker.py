@@ -48,6 +48,9 @@ _REQUESTS, _JOBS = "_kvfix_failed_requests", "_kvfix_failed_jobs"
 #: Of the metadata and of the worker: the scheduler has its part of the fix.
 _TOLD = "_kvfix_knows_failed_copies"
 
+tells_worker = _offloading.tells_worker(_TOLD)
+fix_results = _offloading.reports_failed_loads("connector_worker", _REQUESTS)
+
 
 def fix(module: ModuleType) -> Callable[..., Any]:
     def get_finished(worker: Any, finished_req_ids: Any) -> Generator[None, Any, Any]:
@@ -77,16 +80,6 @@ def _note_failed(worker: Any, done: Any) -> Any:
     return [View(each, success=True) for each in done] if failed else done
 
 
-def tells_worker(module: ModuleType) -> Callable[..., Any]:
-    """The scheduler understands failed copies: without this mark the worker reports none as done."""
-
-    def build_connector_meta(scheduler: Any, metadata: Any, *_: Any, **__: Any) -> Any:
-        setattr(metadata, _TOLD, True)  # an attribute of the object, so it travels to the workers
-        return metadata
-
-    return after(build_connector_meta)
-
-
 def is_told(module: ModuleType) -> Callable[..., Any]:
     def start_kv_transfers(worker: Any, metadata: Any) -> None:
         setattr(worker, _TOLD, True)
@@ -95,27 +88,6 @@ def is_told(module: ModuleType) -> Callable[..., Any]:
         start_kv_transfers,
         when=lambda worker, metadata: not hasattr(worker, _TOLD) and hasattr(metadata, _TOLD),
     )
-
-
-def fix_results(module: ModuleType) -> Callable[..., Any]:
-    """Failed loads, by request. The connector has this function of vLLM's base class."""
-
-    def get_transfer_results(connector: Any, answer: Any, *_: Any) -> Any:
-        failed = vars(connector.connector_worker).pop(_REQUESTS)
-        answer.failed_recving.update(failed & answer.finished_recving)
-        return answer
-
-    return after(
-        get_transfer_results,
-        when=lambda connector, *_, **__: getattr(getattr(connector, "connector_worker", None), _REQUESTS, None),
-        on_fault=_all_failed,
-    )
-
-
-def _all_failed(connector: Any, answer: Any, *_: Any, **__: Any) -> Any:
-    """All loads that are done count as failed, of this connector or of another one."""
-    answer.failed_recving.update(answer.finished_recving or ())
-    return answer
 
 
 def fix_aggregate(module: ModuleType) -> Callable[..., Any]:
@@ -165,11 +137,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
         worker=SimpleNamespace(get_finished=lambda: [result]), _load_jobs={7: stubs.NAME},
         _connector_worker_meta=module.OffloadingWorkerMetadata(),
     )  # fmt: skip
-    try:
-        hook(worker, set())
-    except AssertionError:
-        return True
-    return False
+    return stubs.raises(AssertionError, hook, worker, set())
 
 
 FIX = Fix(

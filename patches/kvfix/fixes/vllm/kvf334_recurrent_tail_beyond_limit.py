@@ -67,11 +67,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
         _build_aligned_boundary_store_jobs=lambda handoffs: {},
     )  # fmt: skip
     handed = SimpleNamespace(boundary_state_offloads={stubs.NAME: [(1, 9, 40)]})
-    try:
-        hook(scheduler, SimpleNamespace(kv_connector_block_state=handed))
-    except AssertionError:
-        return True
-    return False
+    return stubs.raises(AssertionError, hook, scheduler, SimpleNamespace(kv_connector_block_state=handed))
 
 
 FIX = Fix(

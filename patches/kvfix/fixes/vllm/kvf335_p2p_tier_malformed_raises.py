@@ -73,11 +73,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
         set_state=states.append,
         get_state=lambda kind: None,
     )
-    try:
-        hook(SimpleNamespace(), context)
-    except AttributeError:
-        return True
-    return False
+    return stubs.raises(AttributeError, hook, SimpleNamespace(), context)
 
 
 FIX = Fix(

@@ -57,11 +57,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     connector = SimpleNamespace(
         is_kv_producer=False, is_kv_consumer=True, _reqs_need_recv={stubs.NAME: (request, [])}, _reqs_need_send={}
     )
-    try:
-        hook(connector, SimpleNamespace())
-    except KeyError:
-        return True
-    return False
+    return stubs.raises(KeyError, hook, connector, SimpleNamespace())
 
 
 FIX = Fix(

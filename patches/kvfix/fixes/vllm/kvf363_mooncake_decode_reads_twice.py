@@ -35,20 +35,11 @@ from typing import Any
 from kvfix.fixes import _closed, _prefills, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import MOONCAKE_SCHEDULER
-from kvfix.wrapping import after, before
+from kvfix.wrapping import before
 
 
 def fix(module: ModuleType) -> Callable[..., Any]:
-    def get_num_new_matched_tokens(
-        connector: Any, promise: tuple[int, bool], request: Any, *_: Any
-    ) -> tuple[int, bool]:
-        return promise if _reads(connector, request) else (0, False)
-
-    return after(
-        get_num_new_matched_tokens,
-        when=lambda connector, promise, request, *_: _prefills.is_to_load(request),
-        on_fault=_closed.compute,
-    )
+    return _prefills.promise_if(_reads)
 
 
 def ends(module: ModuleType) -> Callable[..., Any]:

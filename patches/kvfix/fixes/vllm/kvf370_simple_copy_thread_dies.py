@@ -34,7 +34,7 @@ from typing import Any
 
 from kvfix import engine_log
 from kvfix.acting import note
-from kvfix.fixes import stubs
+from kvfix.fixes import _offloading, stubs
 from kvfix.fixes.api import AT_START, Fix
 from kvfix.fixes.targets import (
     CONNECTOR_BASE,
@@ -50,6 +50,9 @@ from kvfix.wrapping import GO_ON, View, after, around, before, instead
 _REQUESTS, _STORES = "_kvfix_failed_requests", "_kvfix_failed_stores"
 #: Of the metadata: the scheduler has its part of the fix.
 _TOLD = "_kvfix_knows_failed_copies"
+
+tells_worker = _offloading.tells_worker(_TOLD)
+fix_results = _offloading.reports_failed_loads("worker_handler", _REQUESTS)
 
 
 class _Noting:
@@ -160,16 +163,6 @@ def fix_register(module: ModuleType) -> Callable[..., Any]:
     return before(register_kv_caches)
 
 
-def tells_worker(module: ModuleType) -> Callable[..., Any]:
-    """The scheduler understands failed copies: without this mark the worker reports none as done."""
-
-    def build_connector_meta(scheduler: Any, metadata: Any, *_: Any, **__: Any) -> Any:
-        setattr(metadata, _TOLD, True)  # an attribute of the object, so it travels to the workers
-        return metadata
-
-    return after(build_connector_meta)
-
-
 def is_told(module: ModuleType) -> Callable[..., Any]:
     def bind_connector_metadata(worker: Any, metadata: Any) -> None:
         worker._load_events.told = worker._store_events.told = True
@@ -202,27 +195,6 @@ def fix_finished(module: ModuleType) -> Callable[..., Any]:
         when=lambda worker, *_, **__: getattr(worker._load_events, "failed", None),
         on_fault=all_failed,
     )
-
-
-def fix_results(module: ModuleType) -> Callable[..., Any]:
-    """Failed loads, by request. The connector has this function of vLLM's base class."""
-
-    def get_transfer_results(connector: Any, answer: Any, *_: Any) -> Any:
-        failed = vars(connector.worker_handler).pop(_REQUESTS)
-        answer.failed_recving.update(failed & answer.finished_recving)
-        return answer
-
-    return after(
-        get_transfer_results,
-        when=lambda connector, *_, **__: getattr(getattr(connector, "worker_handler", None), _REQUESTS, None),
-        on_fault=_all_failed,
-    )
-
-
-def _all_failed(connector: Any, answer: Any, *_: Any, **__: Any) -> Any:
-    """All loads that are done count as failed, of this connector or of another one."""
-    answer.failed_recving.update(answer.finished_recving or ())
-    return answer
 
 
 def _all_stores_failed(meta: Any, answer: Any, *_: Any, **__: Any) -> Any:

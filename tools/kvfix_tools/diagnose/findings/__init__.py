@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvfix import catalogue as known_fixes
-from kvfix.ledger import RULES, Finding
+from kvfix.ledger import Finding
+from kvfix_tools.ledger import RULES
 
 #: Modules of this package, in the order in which their rules run.
 _MODULES = (

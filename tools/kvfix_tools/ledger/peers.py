@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvfix.ledger import events as ev
+from kvfix_tools.ledger.events import LeaseRead, NotReturned
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -64,13 +65,13 @@ def compare(kept: Kept, readers: Sequence[Reader]) -> Iterator[Event]:
     if lost is None:
         yield from _reads(kept, readers)
     elif leased:
-        yield ev.NotReturned(kept.request, lost.request, lost.loaded, kept.expired is True)
+        yield NotReturned(kept.request, lost.request, lost.loaded, kept.expired is True)
 
 
 def _reads(kept: Kept, readers: Iterable[Reader]) -> Iterator[Event]:
     for each in readers:
         if each.loaded and not each.failed:
-            yield ev.LeaseRead(kept.request, each.request, each.pushed)
+            yield LeaseRead(kept.request, each.request, each.pushed)
 
 
 def _lost(kept: Kept, readers: Sequence[Reader]) -> Reader | None:

@@ -1,37 +1,39 @@
-"""The rules of leases: blocks that an engine keeps for a peer, which reads them, or into whose blocks they are written.
-
-As in rules.py, of which these are a part.
+"""The rules of what the records of several processes show: ranks of an engine, or two engines of which one keeps blocks
+for the other. They are registered with those of `kvfix.ledger`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvfix.ledger import events as ev
 from kvfix.ledger.rules import Outcome, rule, unknown, violated
+from kvfix_tools.ledger.events import LeaseRead, NotReturned, RankDiffers, WriteBegun, WriteEnded, Written
 
 if TYPE_CHECKING:
     from kvfix.ledger.history import History
 
 
-@rule("KVR015", "lease-ended-twice", ev.LeaseEnded)
-def lease_ended_twice(history: History, event: ev.LeaseEnded) -> Outcome:
-    """A request is reported as sent once, and only if its blocks were kept for a peer.
+def _last(history: History, *kinds: type) -> Any:
+    """The last event of these kinds; None if the history has none."""
+    return next((event for event in reversed(history.events) if isinstance(event, kinds)), None)
 
-    vLLM frees the blocks of a request that is reported as sent, and asserts that it knows it
-    (vllm/v1/core/sched/scheduler.py 0.32.0:3234): the second report ends EngineCore.
+
+@rule("KVR013", "rank-loads-otherwise", RankDiffers)
+def rank_loads_otherwise(history: History, event: RankDiffers) -> Outcome:
+    """Every rank starts the loads in the scheduler's metadata, and no others.
+
+    The metadata of a step reach all workers completely and in order. A rank that skips a load computes on KV that was
+    not loaded. Only a comparison of the records of several processes shows it.
     """
-    if history.lease_ended is not None:
-        return violated("it is reported as sent a second time", history.lease_ended)
-    if history.lease is not None:
-        return None
-    if history.recorded_from_start:
-        return violated("it is reported as sent, and its blocks were not kept for a peer")
-    return unknown("it is reported as sent; whether its blocks were kept is not on record")
+    tokens = f"tokens {event.start} to {event.end}"
+    if event.told:
+        return violated(f"rank {event.rank} has not started the load of {tokens} that was scheduled", history.due)
+    return violated(f"rank {event.rank} loads {tokens}, which was not scheduled", history.due)
 
 
-@rule("KVR017", "read-outlives-lease", ev.LeaseRead)
-def read_outlives_lease(history: History, event: ev.LeaseRead) -> Outcome:
+@rule("KVR017", "read-outlives-lease", LeaseRead)
+def read_outlives_lease(history: History, event: LeaseRead) -> Outcome:
     """A peer reads blocks only as long as they are kept for it.
 
     A read brings its notice with it (nixl/pull_worker.py 0.32.0:546). So where the lease has ended by its time, the
@@ -48,17 +50,17 @@ def read_outlives_lease(history: History, event: ev.LeaseRead) -> Outcome:
     return violated(f"{event.reader} has loaded its blocks, and their lease was over before", ended)
 
 
-@rule("KVR018", "lease-read-twice", ev.LeaseRead)
-def lease_read_twice(history: History, event: ev.LeaseRead) -> Outcome:
+@rule("KVR018", "lease-read-twice", LeaseRead)
+def lease_read_twice(history: History, event: LeaseRead) -> Outcome:
     """One request of the peer reads the blocks: after its notice they are free (nixl/pull_worker.py 0.32.0:684)."""
-    before = history.lease_read
+    before = _last(history, LeaseRead)
     if before is None or before.reader == event.reader:
         return None
     return violated(f"{event.reader} has loaded its blocks, which were free after {before.reader} had", before)
 
 
-@rule("KVR020", "written-after-lease", ev.WriteBegun)
-def written_after_lease(history: History, event: ev.WriteBegun) -> Outcome:
+@rule("KVR020", "written-after-lease", WriteBegun)
+def written_after_lease(history: History, event: WriteBegun) -> Outcome:
     """An engine writes blocks to its peer only as long as it keeps them.
 
     Once they are reported as sent they are free (vllm/v1/core/sched/scheduler.py 0.32.0:3234), and others write there:
@@ -72,20 +74,20 @@ def written_after_lease(history: History, event: ev.WriteBegun) -> Outcome:
 @rule("KVR021", "lease-ends-while-written", ev.LeaseEnded)
 def lease_ends_while_written(history: History, event: ev.LeaseEnded) -> Outcome:
     """An engine keeps the blocks that it writes to its peer until the write is done, whenever their lease ends."""
-    begun = history.write_begun
-    if begun is None:
+    begun = _last(history, WriteBegun, WriteEnded)
+    if not isinstance(begun, WriteBegun):
         return None
     return violated(f"its blocks are free, and a write of them to {begun.reader} is in flight", begun)
 
 
-@rule("KVR022", "written-unawaited", ev.Written)
-def written_unawaited(history: History, event: ev.Written) -> Outcome:
+@rule("KVR022", "written-unawaited", Written)
+def written_unawaited(history: History, event: Written) -> Outcome:
     """A peer writes only into blocks of a request that waits for it: others may have them, and their KV is lost."""
     return None if event.awaited else violated("the peer has written into its blocks, and it does not wait for that")
 
 
-@rule("KVR025", "lease-not-returned", ev.NotReturned)
-def lease_not_returned(history: History, event: ev.NotReturned) -> Outcome:
+@rule("KVR025", "lease-not-returned", NotReturned)
+def lease_not_returned(history: History, event: NotReturned) -> Outcome:
     """A request that is to read what a peer keeps gives it back, whether it has read it or has ended before.
 
     Else the blocks are kept until their time, 30 s as vLLM comes (nixl/base_scheduler.py 0.32.0:73), and are missing to
@@ -96,8 +98,8 @@ def lease_not_returned(history: History, event: ev.NotReturned) -> Outcome:
     return violated(f"{event.reader} {done} and has not given them back: {how}", history.lease)
 
 
-@rule("KVR026", "read-of-freed-blocks", ev.LeaseRead)
-def read_of_freed_blocks(history: History, event: ev.LeaseRead) -> Outcome:
+@rule("KVR026", "read-of-freed-blocks", LeaseRead)
+def read_of_freed_blocks(history: History, event: LeaseRead) -> Outcome:
     """A peer reads only what is kept for it: the blocks of a request that ended otherwise are free from its end on."""
     if history.finished is None or history.lease is not None:
         return None

@@ -1,6 +1,7 @@
 """What a reader of a connector's own state and metadata answers, and what it answers for any connector.
 
-It only reads. If it raises, its connector is still recorded, but no rule is checked any more.
+It only reads. The recorder asks it around the hooks: if it raises there, its connector is still recorded, but no rule
+is checked any more. A look asks for `add_state`, between any two bytecodes of the main thread.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ class Reader:
 
     def __init__(self, connector: Any) -> None:
         self.connector = connector
+
+    def add_state(self, state: dict[str, Any]) -> None:
+        """Add to `state`, which has the connector's class and role, what connectors.py describes."""
 
     def sends(self, request: str) -> bool:
         """Whether the worker will report this ended request as sent."""

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvfix.ledger import events as ev
+from kvfix_tools.ledger.events import RankDiffers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +29,7 @@ class Compared(NamedTuple):
     """
 
     pairs: list[tuple[int, int]]
-    differs: list[tuple[int, ev.RankDiffers]]
+    differs: list[tuple[int, RankDiffers]]
     unknown: int
 
 
@@ -38,7 +39,7 @@ def compare(rank: int, scheduler: Sequence[Event], worker: Sequence[Event]) -> C
     started = [(at, event) for at, event in enumerate(worker) if isinstance(event, ev.LoadDue | ev.Stored)]
     anchors = _anchors([_key(event) for _, event in due], [_key(event) for _, event in started])
     pairs = [(due[one][0], started[other][0]) for one, other in anchors]
-    differs: list[tuple[int, ev.RankDiffers]] = []
+    differs: list[tuple[int, RankDiffers]] = []
     unknown = 0
     for (one, other), (next_one, next_other) in pairwise(anchors):
         scheduled = Counter(event for _, event in due[one + 1 : next_one] if isinstance(event, ev.LoadDue))
@@ -53,15 +54,14 @@ def compare(rank: int, scheduler: Sequence[Event], worker: Sequence[Event]) -> C
         missing = [event for event in missing if event.request not in aborted]
         for found, is_scheduled in ((missing, True), ((loaded - scheduled).elements(), False)):
             differs += [
-                (due[one][0], ev.RankDiffers(event.request, rank, event.start, event.end, is_scheduled))
-                for event in found
+                (due[one][0], RankDiffers(event.request, rank, event.start, event.end, is_scheduled)) for event in found
             ]
     first, last = (anchors[0][0], anchors[-1][0]) if anchors else (len(due), -1)
     outside = [event for at, (_, event) in enumerate(due) if not first <= at <= last]
     return Compared(pairs, differs, unknown + sum(isinstance(event, ev.LoadDue) for event in outside))
 
 
-def _key(event: Event) -> tuple[str, ...]:
+def _key(event: ev.LoadDue | ev.Stored) -> tuple[str, ...]:
     """The part of an event that is the same in both records: only the scheduler knows `covered` of a store."""
     return (type(event).__name__, *map(str, event[:3]))
 
