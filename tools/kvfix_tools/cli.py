@@ -371,7 +371,6 @@ def diagnose(
     exit_zero: Annotated[bool, typer.Option("--exit-zero", help="Exit 0 even if there are findings.")] = False,
     request: Annotated[str, typer.Option(metavar="ID", help="Show the whole history of one request.")] = "",
     html: Annotated[str, typer.Option(metavar="FILE", help="Write a self-contained HTML page.")] = "",
-    perfetto: Annotated[str, typer.Option(metavar="FILE", help="Write a Chrome trace for ui.perfetto.dev.")] = "",
     brief: Annotated[
         str,
         typer.Option(metavar="FILE", help="Write a summary of the log in 8 kB; - prints it."),
@@ -393,7 +392,7 @@ def diagnose(
     if printed not in {each.value for each in Format}:
         raise typer.BadParameter("--format is text, json or github")
     options = Options(
-        format=Format(printed), request=request, html=html, perfetto=perfetto, brief=brief, issue=issue,
+        format=Format(printed), request=request, html=html, brief=brief, issue=issue,
         everything=everything, select=tuple(select or ()), ignore=tuple(ignore or ()), fail_on=fail_on,
         exit_zero=exit_zero,
     )  # fmt: skip
