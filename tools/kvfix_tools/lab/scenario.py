@@ -32,6 +32,8 @@ REQUEST = "no hook is called wrongly: what a request gets is what shows it"
 MEMORY = "it is kept on purpose, for a while: a step does not show that this is for ever"
 LAYERS = "a hook that is called for each layer raises, and those are not watched without `layers=yes`"
 WORKER = "what the worker has fetched is in a queue of LMCache's that has no names"
+#: The lab's rules for what slots and chunks hold.
+_OF_CONTENT = ("LAB001", "LAB004")
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Scenario:
     be violated, {distribution: PEP 440 specifiers}; in all others that can play it, it must be clean. needs: releases
     that can play it at all.
     In an engine only the hooks of the connector are watched. not_in_hooks: why they do not show the bug; "": they do.
+    By default they show the ledger's rules, and not the lab's own.
     hooks_rule: what they show, if not `rule`. hooks_releases: where they show it; (): wherever it is.
     """
 
@@ -58,6 +61,10 @@ class Scenario:
     name: str = ""
     #: The title, then, after an empty line, what happens in detail.
     doc: str = ""
+
+    def __post_init__(self) -> None:
+        if self.rule.startswith("LAB") and not (self.not_in_hooks or self.hooks_rule):
+            object.__setattr__(self, "not_in_hooks", CONTENT if self.rule in _OF_CONTENT else REQUEST)
 
     @property
     def slug(self) -> str:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from kvfix_tools.lab.scenario import CONTENT, LAYERS, REQUEST, Options, Scenario
+from kvfix_tools.lab.scenario import CONTENT, LAYERS, Options, Scenario
 from kvfix_tools.lab.steps import (
     abort,
     admit,
@@ -38,7 +38,6 @@ SCENARIOS = {
             settle(),
         ],
         rule="LAB001",
-        not_in_hooks=CONTENT,
         wrong={"vllm": ">=0.11.2", "lmcache": ">=0.4.1,!=0.4.5,!=0.4.6,!=0.4.7,!=0.5.0"},
         needs={"lmcache": ">=0.4.1"},
         options=Options(chunk_size=32, max_num_batched_tokens=256, async_scheduling=True),
@@ -83,7 +82,6 @@ SCENARIOS = {
         rule="LAB008",
         wrong={"lmcache": ">=0.4.5", "vllm": ">=0.32"},
         needs={"lmcache": ">=0.4.5", "vllm": ">=0.32"},
-        not_in_hooks=REQUEST,
         options=Options(chunk_size=16, num_blocks=40, max_num_batched_tokens=64, ranks=3, pipeline=True),
     ),
     "failed-load-left-to-another": Scenario(
@@ -103,7 +101,6 @@ SCENARIOS = {
             settle(),
         ],
         rule="LAB001",
-        not_in_hooks=CONTENT,
         wrong={"vllm": ">=0.11.2", "lmcache": ">=0.3.9.post1,!=0.4.5,!=0.4.6,!=0.4.7,!=0.5.0"},
         needs={"lmcache": ">=0.3.9.post1"},  # 0.3.9 does not tell vLLM that a load failed
         options=Options(chunk_size=32, max_num_batched_tokens=256),
@@ -130,7 +127,6 @@ SCENARIOS = {
             settle(),
         ],
         rule="LAB001",
-        not_in_hooks=CONTENT,
         text="the step reads token 128 of",
         wrong={"lmcache": ">=0.4.1"},
         # up to 0.3.15 another bug ends it first; several ranks were not tried with earlier releases of vLLM
@@ -160,7 +156,6 @@ SCENARIOS = {
             settle(),
         ],
         rule="LAB001",
-        not_in_hooks=CONTENT,
         text="the step reads token 128 of",
         wrong={"lmcache": ">=0.3.9.post1"},
         # 0.3.9 does not tell vLLM that a load failed; before 0.13 vLLM has no such option, and computes it again
@@ -209,7 +204,6 @@ SCENARIOS = {
             settle(),
         ],
         rule="LAB001",
-        not_in_hooks=CONTENT,
         wrong={"vllm": ">=0.11.2", "lmcache": ">=0.3.9.post1,!=0.4.5,!=0.4.6,!=0.4.7,!=0.5.0"},
         needs={"lmcache": ">=0.3.9.post1"},  # 0.3.9 does not tell vLLM that a load failed
         options=Options(chunk_size=32, max_num_batched_tokens=256),
@@ -234,7 +228,6 @@ SCENARIOS = {
             settle(),
         ],
         rule="LAB001",
-        not_in_hooks=CONTENT,
         text="the step reads token 128 of",
         wrong={"lmcache": ">=0.3.9.post1"},
         needs={"lmcache": ">=0.4.1"},  # before, LMCache dies of such a request (KVF008)
@@ -258,7 +251,6 @@ SCENARIOS = {
             settle(),
         ],
         rule="LAB001",
-        not_in_hooks=CONTENT,
         wrong={"vllm": ">=0.11.2"},
         # before 0.4.1 LMCache dies of such a request (KVF008)
         needs={"lmcache": ">=0.4.1"},
@@ -278,7 +270,6 @@ SCENARIOS = {
         ],
         rule="LAB001",
         text="the step reads token 128 of",
-        not_in_hooks=CONTENT,
         wrong={"lmcache": ">=0.3.15"},
         needs={"lmcache": ">=0.3.15"},
         options=Options(lmcache={"use_layerwise": True}, max_num_batched_tokens=512),
@@ -318,7 +309,6 @@ SCENARIOS = {
             settle(),
         ],
         rule="LAB001",
-        not_in_hooks=CONTENT,
         text="its slot holds other KV",
         wrong={"vllm": ">=0.11.2,<0.20"},
         needs={"lmcache": ">=0.3.10"},  # before, a resumed request loads nothing

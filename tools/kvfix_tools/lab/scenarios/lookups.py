@@ -1,6 +1,6 @@
 """Lookups of LMCache's in-process connector: asked twice, given up, aborted, answered late."""
 
-from kvfix_tools.lab.scenario import REQUEST, WORKER, Options, Scenario
+from kvfix_tools.lab.scenario import WORKER, Options, Scenario
 from kvfix_tools.lab.steps import (
     abort,
     admit,
@@ -198,7 +198,6 @@ SCENARIOS = {
         wrong={"lmcache": ">=0.3.10"},
         options=Options(lmcache={"enable_async_loading": True}),
         needs={"lmcache": ">=0.3.10"},
-        not_in_hooks=REQUEST,
     ),
     "async-lookup-timeout": Scenario(
         doc="""A lookup takes too long, and the next question about the request kills EngineCore: KeyError.
@@ -291,7 +290,6 @@ SCENARIOS = {
             settle(),
         ],
         rule="LAB002",
-        not_in_hooks=REQUEST,
         wrong={"lmcache": ">=0.3.10.post2,<0.3.12"},
         options=Options(num_blocks=64, chunk_size=256, max_num_batched_tokens=512),
     ),
@@ -390,7 +388,6 @@ SCENARIOS = {
             settle(),
         ],
         rule="LAB002",
-        not_in_hooks=REQUEST,
         wrong={"lmcache": ">=0.3.9,!=0.4.5,!=0.4.6,!=0.4.7,!=0.5.0"},
         options=Options(chunk_size=256, max_num_batched_tokens=512),
     ),

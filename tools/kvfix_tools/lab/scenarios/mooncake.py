@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from kvfix_tools.lab.scenario import CONTENT, MEMORY, REQUEST, Options, pair_scenario
+from kvfix_tools.lab.scenario import MEMORY, REQUEST, Options, pair_scenario
 from kvfix_tools.lab.steps import (
     abort,
     ask,
@@ -47,7 +47,6 @@ SCENARIOS = {
         [on("prefill", "budget", 16), ask_at_once("r", prompt(64), 5), step(3), abort("r"), run()],
         "LAB026",
         text="has ended and is not sent",
-        not_in_hooks=REQUEST,
     ),
     "mooncake-decode-reads-twice": mooncake(
         "A router sends a request to decode again while its KV is written: the second one waits for ever.",
@@ -57,7 +56,6 @@ SCENARIOS = {
         request="r-00000003",
         wrong=">=0.32,<0.33",
         options=Options(connector="mooncake", prefix_caching=False, num_blocks=60, delay=5),
-        not_in_hooks=REQUEST,
     ),
     "mooncake-load-ends-again": mooncake(
         """Prefill goes away after it has written one of two loads of a message: decode reports both failed,
@@ -95,14 +93,12 @@ SCENARIOS = {
         text="for ever",
         request="r-00000003",
         wrong=">=0.32,<0.33",
-        not_in_hooks=REQUEST,
     ),
     "mooncake-prefill-generates-more": mooncake(
         "The router lets prefill generate more than one token: the KV is sent shifted by a block.",
         [ask("r", prompt(60), 5, 20), run(), expect_all_ended()],
         "LAB001",
         text="holds other KV",
-        not_in_hooks=CONTENT,
     ),
     "mooncake-promise-without-peer": mooncake(
         "A request does not say from where it is to load: it was promised, and waits for ever.",
@@ -131,7 +127,6 @@ SCENARIOS = {
         [ends_at_once("r", prompt(64)), ask("r", prompt(64), 5), run()],
         "LAB026",
         text="has ended and is not sent",
-        not_in_hooks=REQUEST,
     ),
     "mooncake-transfer-kept-for-ever": mooncake(
         "A request of decode names a transfer that prefill has not: prefill keeps an entry of it for ever.",
@@ -163,6 +158,5 @@ SCENARIOS = {
         options=Options(
             connector="mooncake", prefix_caching=False, num_blocks=60, decode_blocks=18, kv_load_failure_policy="fail"
         ),
-        not_in_hooks=CONTENT,
     ),
 }

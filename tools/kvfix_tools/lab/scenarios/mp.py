@@ -1,6 +1,6 @@
 """LMCache's multi-process connector and vLLM's copy of it."""
 
-from kvfix_tools.lab.scenario import CONTENT, MEMORY, REQUEST, SERVER, mp_scenarios
+from kvfix_tools.lab.scenario import MEMORY, SERVER, mp_scenarios
 from kvfix_tools.lab.scenarios.requests import NEW_WEIGHTS
 from kvfix_tools.lab.steps import (
     abort,
@@ -96,7 +96,6 @@ SCENARIOS = {
             expect_stored("r"),
         ],
         "LAB004",
-        not_in_hooks=CONTENT,
         wrong=">=0.4.5,<0.5.6",
     ),
     "mp-ended-ids-kept": mp_scenarios(
@@ -130,7 +129,6 @@ SCENARIOS = {
             settle(),
         ],
         "LAB005",
-        not_in_hooks=REQUEST,
         request="other",
         kv_load_failure_policy="fail",
     ),
@@ -245,7 +243,6 @@ SCENARIOS = {
             settle(),
         ],
         "LAB001",
-        not_in_hooks=CONTENT,
     ),
     "mp-preempt-store-overwrite": mp_scenarios(
         """A store is in flight, its request is preempted, others write to its blocks: their KV is stored under its
@@ -262,7 +259,6 @@ SCENARIOS = {
             settle(),
         ],
         "LAB001",
-        not_in_hooks=CONTENT,
         text="is stored under their key",
         wrong=">=0.4.5,<0.5.6",
         num_blocks=50,
@@ -283,7 +279,6 @@ SCENARIOS = {
             settle(),
         ],
         "LAB001",
-        not_in_hooks=CONTENT,
     ),
     "mp-reset-keeps-external-cache": mp_scenarios(
         """New weights, and vLLM answers that the connector's cache was reset: the server keeps all, and old KV is hit.
@@ -293,7 +288,6 @@ SCENARIOS = {
         NEW_WEIGHTS,
         "LAB001",
         text="the step reads token 0 of",
-        not_in_hooks=CONTENT,
         wrong=">=0.4.5,<0.5.6",
         max_num_batched_tokens=128,
     ),
@@ -302,7 +296,6 @@ SCENARIOS = {
         no error.""",
         [stored_elsewhere(prompt(128)), admit("r", prompt(140), max_tokens=2), fail_load("r"), run(60), settle()],
         "LAB001",
-        not_in_hooks=CONTENT,
         wrong=">=0.4.5,<0.5.5",
     ),
     "mp-session-stores-ahead": mp_scenarios(

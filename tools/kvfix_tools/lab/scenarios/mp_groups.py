@@ -1,6 +1,6 @@
 """LMCache's multi-process connector and models with several KV groups."""
 
-from kvfix_tools.lab.scenario import CONTENT, REQUEST, Options, Scenario
+from kvfix_tools.lab.scenario import Options, Scenario
 from kvfix_tools.lab.steps import (
     admit,
     evict,
@@ -69,7 +69,6 @@ SCENARIOS = {
         text="in KV group 1",
         wrong={"lmcache": ">=0.5.4"},
         needs={"lmcache": ">=0.5.4", "vllm": ">=0.32"},
-        not_in_hooks=CONTENT,
         options=Options(connector="mp", chunk_size=16, max_num_batched_tokens=48, states=True),
     ),
     "mp-state-stored-null": Scenario(
@@ -150,7 +149,6 @@ SCENARIOS = {
         text="in KV group 1",
         wrong={"lmcache": ">=0.4.7", "vllm": ">=0.32"},
         needs={"lmcache": ">=0.4.7", "vllm": ">=0.32"},
-        not_in_hooks=CONTENT,
         options=Options(connector="mp", num_blocks=60, windows=(32,), drafter="mtp", drafts=3, acceptance=50),
     ),
     "mp-window-reserves-too-little": Scenario(
@@ -172,7 +170,6 @@ SCENARIOS = {
         text="1 request is loaded and waits behind r, which needs 8 blocks; 5 can be had",
         wrong={"vllm": ">=0.32.0", "lmcache": ">=0.4.7"},
         needs={"lmcache": ">=0.4.7", "vllm": ">=0.32.0"},
-        not_in_hooks=REQUEST,
         options=Options(connector="mp", num_blocks=40, windows=(16,), max_num_batched_tokens=64),
     ),
     "mp-window-stored-late": Scenario(

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from kvfix_tools.lab.scenario import CONTENT, REQUEST, SERVER, Options, Scenario
+from kvfix_tools.lab.scenario import SERVER, Options, Scenario
 from kvfix_tools.lab.steps import (
     admit,
     expect_all_ended,
@@ -48,7 +48,6 @@ SCENARIOS = {
         doc="A worker that has had no request for an hour is forgotten by the server, and what it then loads fails.",
         schedule=[stored_elsewhere(prompt(128)), hour_of_silence(), admit("r", prompt(200)), run(60), settle()],
         rule="LAB002",
-        not_in_hooks=REQUEST,
         wrong={"lmcache": ">=0.5.0"},
         needs={"lmcache": ">=0.4.5"},
         options=Options(connector="mp", num_blocks=60, max_num_batched_tokens=256),
@@ -70,7 +69,6 @@ SCENARIOS = {
             settle(),
         ],
         rule="LAB001",
-        not_in_hooks=CONTENT,
         text="computed ones, its slot holds other KV",
         wrong={"vllm": ">=0.22.0", "lmcache": ">=0.5.6"},
         needs={"lmcache": ">=0.5.6"},
@@ -114,7 +112,6 @@ SCENARIOS = {
             settle(),
         ],
         rule="LAB001",
-        not_in_hooks=CONTENT,
         text="is stored under their key",
         wrong={"vllm": ">=0.22.0", "lmcache": ">=0.5.6"},
         needs={"lmcache": ">=0.5.6"},
@@ -135,7 +132,6 @@ SCENARIOS = {
         ],
         rule="LAB001",
         text="other KV than that of tokens 0 on is stored under their key",
-        not_in_hooks=CONTENT,
         wrong={"lmcache": ">=0.5.6", "vllm": ">=0.22.0"},
         needs={"lmcache": ">=0.5.6"},
         options=Options(connector="mp", num_blocks=60, max_num_batched_tokens=256, delay=2),
@@ -154,7 +150,6 @@ SCENARIOS = {
             expect_all_ended(),
         ],
         rule="LAB003",
-        not_in_hooks=REQUEST,
         wrong={"lmcache": ">=0.5.6"},
         needs={"lmcache": ">=0.4.5"},
         options=Options(connector="mp", num_blocks=60, max_num_batched_tokens=256),
@@ -176,7 +171,6 @@ SCENARIOS = {
             settle(),
         ],
         rule="LAB001",
-        not_in_hooks=CONTENT,
         text="is stored under their key",
         wrong={"vllm": ">=0.22.0", "lmcache": ">=0.5.6"},
         needs={"lmcache": ">=0.5.6"},

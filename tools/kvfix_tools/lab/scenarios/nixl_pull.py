@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from kvfix_tools.lab.scenario import CONTENT, MEMORY, REQUEST, Options, pair_scenario
+from kvfix_tools.lab.scenario import MEMORY, Options, pair_scenario
 from kvfix_tools.lab.steps import (
     abort,
     ask,
@@ -47,7 +47,6 @@ SCENARIOS = {
         text="of the decode engine",
         request="",
         options=Options(connector="nixl-pull", extra={"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": 3}),
-        not_in_hooks=REQUEST,
     ),
     "nixl-handshake-thread-dies": pull(
         """The parameters of a request ask for a rank that the prefill engine does not have: its thread for
@@ -56,7 +55,6 @@ SCENARIOS = {
         "LAB021",
         text="answers no handshake",
         request="",
-        not_in_hooks=REQUEST,
     ),
     "nixl-lease-read-twice": pull(
         """A router sends a request to the decode engine again: it reads blocks that are free since the first has
@@ -80,7 +78,6 @@ SCENARIOS = {
         text="holds other KV",
         request="r-00000003",
         options=Options(connector="nixl-pull", prefix_caching=False, num_blocks=60),
-        not_in_hooks=CONTENT,
     ),
     "nixl-load-into-blocks-in-copy": pull(
         """NIXL loads into blocks of an ended request that the OffloadingConnector still copies: it stores other KV.
@@ -100,13 +97,13 @@ SCENARIOS = {
         request="a-00000002",
         wrong=">=0.32,<0.33",
         options=Options(connector="nixl-offload", offloading="last", delay=3, prefix_caching=False),
-        not_in_hooks=CONTENT,
     ),
     "nixl-malformed-handshake-fails": pull(
         "The parameters of a request name its blocks in one list, and the handshake fails: the request waits for ever.",
         [malform("flat_blocks"), fail("handshake"), ask("r", prompt(64)), run(), expect_all_ended()],
         "LAB003",
         text="WAITING_FOR_REMOTE_KVS for ever",
+        hooks_rule="LAB003",
     ),
     "nixl-malformed-read-raises": pull(
         "The parameters of a request name blocks by something that is no number: the decode engine dies.",
@@ -128,7 +125,6 @@ SCENARIOS = {
         [ask("r", prompt(64), 2, 5), run(), expect_all_ended()],
         "LAB001",
         text="holds other KV",
-        not_in_hooks=CONTENT,
     ),
     "nixl-prefill-has-fewer-blocks": pull(
         "The prefill engine names fewer blocks than the prompt has: the decode engine dies.",
@@ -186,7 +182,6 @@ SCENARIOS = {
         "LAB001",
         text="holds other KV",
         options=Options(connector="nixl-pull", prefix_caching=False, num_blocks=20),
-        not_in_hooks=CONTENT,
     ),
     "nixl-refused-peer-stays-refused": pull(
         "The parameters of a request name a wrong number of ranks: the two engines never connect any more.",
@@ -201,7 +196,6 @@ SCENARIOS = {
         ],
         "LAB002",
         text="loaded up to 0 of 64",
-        not_in_hooks=REQUEST,
     ),
     "nixl-second-load-never-starts": pull(
         """With `bidirectional_kv_xfer` a request that loads the blocks of the turn before is preempted: it waits
@@ -244,7 +238,6 @@ SCENARIOS = {
         "LAB001",
         text="holds other KV",
         options=Options(connector="nixl-pull", prefix_caching=False, num_blocks=60),
-        not_in_hooks=CONTENT,
     ),
     "nixl-turn-without-bidirectional": pull(
         "The parameters name blocks of a turn before, and `bidirectional_kv_xfer` is off: the request waits for ever.",
@@ -257,7 +250,6 @@ SCENARIOS = {
         "LAB001",
         text="the step reads token 47 of 62 computed ones, its slot holds other KV in KV group 1",
         options=Options(connector="nixl-pull", windows=(16,)),
-        not_in_hooks=CONTENT,
     ),
     "nixl-window-freed-meanwhile": pull(
         """The router lets the prefill engine generate more than one token: it frees what the prompt's end needs of
@@ -266,6 +258,5 @@ SCENARIOS = {
         "LAB001",
         text="the step reads token 44 of 59 computed ones, its slot holds other KV in KV group 1",
         options=Options(connector="nixl-pull", windows=(16,)),
-        not_in_hooks=CONTENT,
     ),
 }

@@ -85,7 +85,6 @@ SCENARIOS = {
         text="is WAITING",
         request="s-00000001",
         options=Options(connector="nixl-push", num_blocks=7, extra={"push_registration_timeout": 5.0}),
-        not_in_hooks=REQUEST,
     ),
     "nixl-push-heartbeat-refuses-peer": push(
         """A request waits for blocks while its heartbeat tries to connect to ranks that share a KV head: its load
@@ -108,7 +107,6 @@ SCENARIOS = {
             peer_ranks=1,
             extra={"kv_lease_duration": 3, "push_registration_timeout": 30.0},
         ),
-        not_in_hooks=REQUEST,
     ),
     "nixl-push-never-arrives": push(
         "The prefill engine cannot write: the decode engine waits for ever.",
@@ -116,7 +114,6 @@ SCENARIOS = {
         "LAB003",
         text="WAITING_FOR_REMOTE_KVS",
         options=Options(connector="nixl-push", extra={"push_registration_timeout": 5.0}),
-        not_in_hooks=REQUEST,
     ),
     "nixl-push-notified-before-connected": push(
         "One of two ranks of the decode engine gets the notice of a write while it connects yet: the engine dies.",
@@ -158,7 +155,6 @@ SCENARIOS = {
         [ask("r", prompt(64), 2, 5), run(), expect_all_ended()],
         "LAB001",
         text="holds other KV",
-        not_in_hooks=CONTENT,
     ),
     "nixl-push-promise-without-peer": push(
         "The parameters of one request do not say where the prefill engine is: the decode engine dies.",
@@ -184,7 +180,6 @@ SCENARIOS = {
         request="r-00000003",
         # Its end comes while the steps go on: else it would be a pause, after which a load may come short.
         options=Options(connector="nixl-push", prefix_caching=False, extra={"push_registration_timeout": 0.5}),
-        not_in_hooks=REQUEST,
     ),
     "nixl-push-thread-loses-notices": push(
         """A registration is for more blocks than the prefill engine has of an earlier request of this id: others
@@ -202,6 +197,5 @@ SCENARIOS = {
         text="WAITING_FOR_REMOTE_KVS",
         request="s-00000002",
         options=Options(connector="nixl-push", max_num_batched_tokens=64, extra={"push_registration_timeout": 5.0}),
-        not_in_hooks=REQUEST,
     ),
 }

@@ -1,6 +1,6 @@
 """vLLM's OffloadingConnector and SimpleCPUOffloadConnector, alone or beside LMCache's."""
 
-from kvfix_tools.lab.scenario import CONTENT, REQUEST, Options, Scenario
+from kvfix_tools.lab.scenario import Options, Scenario
 from kvfix_tools.lab.steps import (
     add_input,
     admit,
@@ -39,7 +39,6 @@ SCENARIOS = {
         wrong={"vllm": ">=0.32"},
         options=Options(offloading="last", max_num_batched_tokens=512),
         needs={"vllm": ">=0.32", "lmcache": ">=0.5.6"},
-        not_in_hooks=CONTENT,
     ),
     "load-after-reset-asserts": Scenario(
         doc="""A request is preempted between two steps, as by a reset, and loads from the OffloadingConnector in the
@@ -83,7 +82,6 @@ SCENARIOS = {
         options=Options(connector="mp", offloading="last", delay=3, max_num_batched_tokens=128, prefix_caching=False),
         needs={"vllm": ">=0.32", "lmcache": ">=0.5.6"},
         request="a",
-        not_in_hooks=CONTENT,
     ),
     "offload-copy-fails": Scenario(
         doc="A copy of the OffloadingConnector's fails, and the worker dies.",
@@ -122,7 +120,6 @@ SCENARIOS = {
         options=Options(
             connector="offloading", tier="fs", cpu_blocks=4, max_num_batched_tokens=32, extra={"blocks_per_chunk": 2}
         ),
-        not_in_hooks=REQUEST,
     ),
     "offload-reset-keeps-files": Scenario(
         doc="""The weights change, and the OffloadingConnector loads KV of the old ones from the files of its tier.
@@ -140,7 +137,6 @@ SCENARIOS = {
         text="its slot holds other KV",
         wrong={"vllm": ">=0.32"},
         options=Options(connector="offloading", tier="fs", max_num_batched_tokens=512),
-        not_in_hooks=CONTENT,
     ),
     "offload-window-chunk-stored-in-part": Scenario(
         doc="""A window begins within a chunk, and the OffloadingConnector stores the end of the chunk as if it were all
@@ -171,7 +167,6 @@ SCENARIOS = {
             max_num_batched_tokens=512,
             extra={"blocks_per_chunk": 2},
         ),
-        not_in_hooks=CONTENT,
     ),
     "session-offloads-other-blocks": Scenario(
         doc="""A session gets more input, and the OffloadingConnector stores its first blocks under the keys of later
@@ -192,7 +187,6 @@ SCENARIOS = {
         wrong={"vllm": ">=0.32,<0.33"},
         options=Options(offloading="last"),
         needs={"vllm": ">=0.32", "lmcache": ">=0.5.6"},
-        not_in_hooks=CONTENT,
     ),
     "simple-offload-copy-fails": Scenario(
         doc="A copy of the SimpleCPUOffloadConnector's fails, and its thread ends: the request waits for ever.",
@@ -268,7 +262,6 @@ SCENARIOS = {
         wrong={"vllm": ">=0.32"},
         options=Options(offloading="last", simple_offloading=True, max_num_batched_tokens=512),
         needs={"vllm": ">=0.32", "lmcache": ">=0.5.6"},
-        not_in_hooks=CONTENT,
     ),
     "simple-offload-window-not-loaded": Scenario(
         doc="""vLLM keeps more than the window, and the SimpleCPUOffloadConnector loads the window: the rest is cached
@@ -298,6 +291,5 @@ SCENARIOS = {
             num_blocks=128,
             max_num_batched_tokens=512,
         ),
-        not_in_hooks=CONTENT,
     ),
 }

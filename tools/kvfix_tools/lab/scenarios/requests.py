@@ -1,6 +1,6 @@
 """Single requests of a certain kind, and new weights, with LMCache's in-process connector."""
 
-from kvfix_tools.lab.scenario import CONTENT, REQUEST, Options, Scenario
+from kvfix_tools.lab.scenario import Options, Scenario
 from kvfix_tools.lab.steps import abort, admit, budget, new_weights, prompt, run, settle, step
 
 ASKS = {"extra_args": {"kv_transfer_params": {"disagg_spec": {"req_id": "r", "receiver_host": "decoder"}}}}
@@ -50,7 +50,6 @@ SCENARIOS = {
             settle(),
         ],
         rule="LAB001",
-        not_in_hooks=CONTENT,
         wrong={"lmcache": ">=0.3.9"},
         options=Options(num_blocks=90, chunk_size=256, max_num_batched_tokens=1024),
     ),
@@ -72,7 +71,6 @@ SCENARIOS = {
             settle(),
         ],
         rule="LAB001",
-        not_in_hooks=CONTENT,
         text="not the first ones",
         wrong={"vllm": ">=0.11.2", "lmcache": ">=0.3.10,<0.4.3"},
         needs={"lmcache": ">=0.3.10"},
@@ -99,7 +97,6 @@ SCENARIOS = {
             settle(),
         ],
         rule="LAB001",
-        not_in_hooks=CONTENT,
         wrong={"lmcache": ">=0.3.9"},
         options=Options(num_blocks=90, chunk_size=256, max_num_batched_tokens=1024),
     ),
@@ -116,7 +113,6 @@ SCENARIOS = {
         text="and it asks for lmcache.skip_save",
         wrong={"lmcache": ">=0.3.12"},  # before, another bug ends it
         options=Options(kv_role="kv_producer"),
-        not_in_hooks=REQUEST,
     ),
     "prompt-embeds": Scenario(
         doc="A prompt given as embeddings has no token ids, and EngineCore dies counting them.",
@@ -134,7 +130,6 @@ SCENARIOS = {
         schedule=NEW_WEIGHTS,
         rule="LAB001",
         text="the step reads token 0 of",
-        not_in_hooks=CONTENT,
         wrong={"vllm": ">=0.15.1"},
         needs={"vllm": ">=0.15.1"},
         options=Options(max_num_batched_tokens=512),

@@ -1,6 +1,6 @@
 """Sessions, and requests that wait for blocks of one another."""
 
-from kvfix_tools.lab.scenario import CONTENT, REQUEST, Options, Scenario
+from kvfix_tools.lab.scenario import Options, Scenario
 from kvfix_tools.lab.steps import (
     add_input,
     admit,
@@ -38,7 +38,6 @@ SCENARIOS = {
             expect_all_ended(),
         ],
         rule="LAB003",
-        not_in_hooks=REQUEST,
         wrong={"vllm": ">=0.26.0", "lmcache": ">=0.5.6"},
         needs={"lmcache": ">=0.4.5"},
         options=Options(connector="mp", num_blocks=16, max_num_batched_tokens=256),
@@ -68,7 +67,6 @@ SCENARIOS = {
         ],
         rule="LAB009",
         text="1 request is loaded and waits behind r, which needs 8 blocks; 4 can be had",
-        not_in_hooks=REQUEST,
         wrong={"vllm": ">=0.32.0", "lmcache": ">=0.4.5"},
         needs={"lmcache": ">=0.4.5", "vllm": ">=0.32.0"},
         options=Options(
@@ -98,7 +96,6 @@ SCENARIOS = {
         ],
         rule="LAB003",
         request="r-00000001",
-        not_in_hooks=REQUEST,
         wrong={"vllm": ">=0.32"},
         options=Options(
             connector="nixl-offload",
@@ -121,7 +118,6 @@ SCENARIOS = {
         text="is RUNNING for ever",
         wrong={"vllm": ">=0.32"},
         needs={"lmcache": ">=0.5.4", "vllm": ">=0.32"},
-        not_in_hooks=REQUEST,
         options=Options(
             connector="mp",
             chunk_size=16,
@@ -150,7 +146,6 @@ SCENARIOS = {
         text="for ever",
         wrong={"vllm": ">=0.32,<0.33"},
         needs={"vllm": ">=0.32"},
-        not_in_hooks=REQUEST,
         options=Options(async_scheduling=True),
     ),
     "session-and-load-lock-out": Scenario(
@@ -172,7 +167,6 @@ SCENARIOS = {
             expect_all_ended(),
         ],
         rule="LAB009",
-        not_in_hooks=REQUEST,
         wrong={"vllm": ">=0.32.0", "lmcache": ">=0.4.5"},
         needs={"lmcache": ">=0.4.5", "vllm": ">=0.32.0"},
         options=Options(connector="mp", delay=20, num_blocks=21, max_num_batched_tokens=256),
@@ -192,7 +186,6 @@ SCENARIOS = {
         ],
         rule="LAB001",
         text="the step reads token",
-        not_in_hooks=CONTENT,
         wrong={"vllm": ">=0.32"},
         needs={"lmcache": ">=0.5.4", "vllm": ">=0.32"},
         options=Options(connector="mp", states=True, drafter="mtp", drafts=3, acceptance=100),
@@ -211,7 +204,6 @@ SCENARIOS = {
         ],
         rule="LAB001",
         text="the step reads token 4 of 5 computed ones, its slot holds other KV in KV group 1",
-        not_in_hooks=CONTENT,
         wrong={"vllm": ">=0.32"},
         needs={"lmcache": ">=0.5.4", "vllm": ">=0.32"},
         options=Options(connector="mp", ranks=3, pipeline=True, async_scheduling=True, states=True),
@@ -230,7 +222,6 @@ SCENARIOS = {
             settle(),
         ],
         rule="LAB001",
-        not_in_hooks=CONTENT,
         text="the step reads token 22 of 24 computed ones",
         wrong={"vllm": ">=0.32,<0.33"},
         needs={"vllm": ">=0.32"},
