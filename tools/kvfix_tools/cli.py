@@ -45,6 +45,7 @@ app = typer.Typer(
 app.add_typer(lab, name="lab", rich_help_panel=_MAINTAIN)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Pid = Annotated[int, typer.Argument(metavar="PID", help="Any process of the engine; its child processes belong to it.")]
 # typer reads annotations at run time, also on Python 3.10: Optional, not `| None`, in this file.
 Only = Annotated[
     Optional[list[str]],  # noqa: UP045
@@ -199,9 +200,7 @@ def conform(
 
 @app.command(rich_help_panel=COMMANDS["dump"])
 def dump(
-    pid: Annotated[
-        int, typer.Argument(metavar="PID", help="Any process of the engine; its child processes belong to it.")
-    ],
+    pid: Pid,
     out: Annotated[Path, typer.Option("-o", metavar="DIR", help="Write the bundle into this folder.")] = Path(),
     json: Json = False,
 ) -> None:
@@ -243,9 +242,7 @@ Wait = Annotated[float, typer.Option(metavar="SECONDS", help="Wait so long for a
 
 @app.command(rich_help_panel=COMMANDS["attach"])
 def attach(
-    pid: Annotated[
-        int, typer.Argument(metavar="PID", help="Any process of the engine; its child processes belong to it.")
-    ],
+    pid: Pid,
     mode: Annotated[
         str, typer.Option(help="fix: apply the fixes. observe: record too. check: check the rules too.")
     ] = "fix",
@@ -263,9 +260,7 @@ def attach(
 
 @app.command(rich_help_panel=COMMANDS["detach"])
 def detach(
-    pid: Annotated[
-        int, typer.Argument(metavar="PID", help="Any process of the engine; its child processes belong to it.")
-    ],
+    pid: Pid,
     wait: Wait = 60.0,
     json: Json = False,
 ) -> None:

@@ -45,18 +45,10 @@ from kvfix_tools.lab.options import KNOWN, PAIRS, Options
 from kvfix_tools.lab.releases import accepted
 
 _MODEL: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "max_position_embeddings": 1 << 20,
-    "torch_dtype": "float32",
-}
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 64,
+    "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+    "max_position_embeddings": 1 << 20, "torch_dtype": "float32",
+}  # fmt: skip
 #: 0.11 hands sampled tokens on as arrays.
 _ARRAYS = "ndarray" in str(ModelRunnerOutput.__annotations__["sampled_token_ids"])
 
