@@ -20,7 +20,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from kvfix_tools.diagnose import log_files, report_html, report_json, report_perfetto, report_text
+from kvfix_tools.diagnose import log_files, report_html, report_json, report_text
 from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.line_scanner import Scanner
 from kvfix_tools.diagnose.needles import NEEDLES
@@ -103,7 +103,6 @@ def check(log: bytes, size: int = log_files.BLOCK) -> list[str]:
     json.loads(report_json.text(diagnosis, findings))
     report_text.print_all(diagnosis, findings, Console(file=io.StringIO(), force_terminal=True), True)
     assert report_html.page(diagnosis, timeline, findings).endswith("</html>\n")
-    json.loads(report_perfetto.trace(diagnosis, timeline, findings))
     return [found.rule.code for found in findings]
 
 

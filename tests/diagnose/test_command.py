@@ -90,11 +90,11 @@ def test_what_can_be_read_is_reported_when_something_cannot(capsys: pytest.Captu
 
 
 def test_findings_are_shown_when_the_page_cannot_be_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, out, err = run(capsys, CRASH, html=str(tmp_path / "no/page.html"), perfetto=str(tmp_path / "trace.json"))
+    code, out, err = run(capsys, CRASH, html=str(tmp_path / "no/page.html"), issue=str(tmp_path / "issue.md"))
     assert code == 2
     assert "KVD101" in out
     assert "no/page.html: No such file or directory; nothing was written there" in err
-    assert (tmp_path / "trace.json").exists()
+    assert (tmp_path / "issue.md").exists()
 
 
 def test_a_kind_of_failure_is_not_presented_as_its_cause(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -166,29 +166,6 @@ def test_the_page_escapes_what_a_log_holds(capsys: pytest.CaptureFixture[str], t
     assert "<script>" not in page
     assert "<b>x" not in page
     assert "&lt;script&gt;" in page
-
-
-def test_trace_is_chrome_trace_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Every async event that begins ends, in the order of time, with the fields that the format asks for."""
-    run(capsys, CRASH, HEALTHY, perfetto=str(tmp_path / "trace.json"))
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert [event["ts"] for event in events] == sorted(event["ts"] for event in events)
-    open_now: set[str] = set()
-    for event in events:
-        assert event["ph"] in "MbneCi"
-        assert isinstance(event["pid"], int)
-        assert event["name"]
-        if event["ph"] == "b":
-            assert event["id"] not in open_now
-            open_now.add(event["id"])
-        elif event["ph"] in "ne":
-            assert event["id"] in open_now
-            assert event["cat"] == "request"
-        if event["ph"] == "e":
-            open_now.remove(event["id"])
-    assert not open_now
-    assert sum(event["ph"] == "b" for event in events) == 14
-    assert {event["name"] for event in events if event["ph"] == "C"} >= {"lookups", "loaded tokens", "stored tokens"}
 
 
 def test_findings_of_a_stream_are_shown_as_they_come() -> None:
@@ -383,7 +360,7 @@ def test_cut_input_is_not_complete(capsys: pytest.CaptureFixture[str], tmp_path:
     assert json.loads(run(capsys, str(tmp_path / "cut.gz"), json=True)[1])["complete"] is False
 
 
-@pytest.mark.parametrize("option", ["html", "perfetto", "issue", "brief"])
+@pytest.mark.parametrize("option", ["html", "issue", "brief"])
 def test_only_files_of_kvfix_are_overwritten(capsys: pytest.CaptureFixture[str], tmp_path: Path, option: str) -> None:
     log, out = tmp_path / "engine.log", tmp_path / "out"
     log.write_bytes(gzip.decompress(Path(CRASH).read_bytes()))

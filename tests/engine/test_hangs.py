@@ -30,7 +30,7 @@ LIMIT = 150
 #: Ten short prompts, and an engine that asks for all of them in one step: its budget is more than their tokens.
 SHORT = [(prompt(70, seed), 4) for seed in range(31, 41)]
 ONE_STEP = {"max_num_batched_tokens": 1024}
-#: KVF208 (lab/scenarios/loaded_requests_lock_out.py): of 20 blocks either prompt loads 8. The second one, of a higher
+#: KVF208 (`kvfix lab run loaded-requests-lock-out`): of 20 blocks either prompt loads 8. The second one, of a higher
 #: priority, needs 8 more.
 STORED = [(prompt(256, seed), 1) for seed in (21, 22)]
 BOTH = [(prompt(280, 21), 4), (prompt(512, 22), 4)]

@@ -185,7 +185,7 @@ for arguments in {cases!r}:
 
 
 def test_vllms_copy_and_later_releases_have_other_arguments() -> None:
-    """The lines that a refusal names (releases.PLAYABLE)."""
+    """The lines that a refusal names (options.KNOWN)."""
     (copied,) = ROOT.glob(f".venv/lib/python*/site-packages/vllm/{COPY}")
     adapters = [
         RELEASES / each / "lmcache/integration/vllm/vllm_multi_process_adapter.py" for each in ("0.4.7", "0.5.6")

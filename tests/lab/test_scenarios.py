@@ -12,7 +12,6 @@ import pytest
 
 from kvfix import catalogue
 from kvfix_tools.lab import runner
-from kvfix_tools.lab.cli import _write
 from kvfix_tools.lab.scenario import find, scenarios
 from tests.conftest import RELEASES, ROOT, Fresh, Once, run_forked
 
@@ -92,12 +91,6 @@ def test_a_table_that_is_piped_is_whole(fresh: Fresh) -> None:
     assert [line.split()[0] for line in lines[1:]] == SLUGS
     for line, scenario in zip(lines[1:], scenarios(), strict=True):
         assert line.rstrip().endswith(scenario.title)
-
-
-def test_what_is_printed_is_written_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _write([{"slug": "s"}], False, tmp_path / "out.json", lambda: print("the table"))
-    assert capsys.readouterr().out == "the table\n"
-    assert json.loads((tmp_path / "out.json").read_text()) == [{"slug": "s"}]
 
 
 #: What a user searches for: on one line.

@@ -55,9 +55,11 @@ SCENARIO = '''"""A planted one."""
 from kvfix_tools.lab.scenario import Scenario
 from kvfix_tools.lab.steps import admit, prompt, run
 
-SCENARIO = Scenario(
-    schedule=[admit("r", prompt(8)), run()], rule="LAB004", wrong={"lmcache": ">=0.3.10"}
-)
+SCENARIOS = {
+    "planted-scenario": Scenario(
+        doc="A planted one.", schedule=[admit("r", prompt(8)), run()], rule="LAB004", wrong={"lmcache": ">=0.3.10"}
+    )
+}
 '''
 ASK = """
 from kvfix import catalogue, fix_status

@@ -45,6 +45,7 @@ app = typer.Typer(
 app.add_typer(lab, name="lab", rich_help_panel=_MAINTAIN)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Pid = Annotated[int, typer.Argument(metavar="PID", help="Any process of the engine; its child processes belong to it.")]
 # typer reads annotations at run time, also on Python 3.10: Optional, not `| None`, in this file.
 Only = Annotated[
     Optional[list[str]],  # noqa: UP045
@@ -199,9 +200,7 @@ def conform(
 
 @app.command(rich_help_panel=COMMANDS["dump"])
 def dump(
-    pid: Annotated[
-        int, typer.Argument(metavar="PID", help="Any process of the engine; its child processes belong to it.")
-    ],
+    pid: Pid,
     out: Annotated[Path, typer.Option("-o", metavar="DIR", help="Write the bundle into this folder.")] = Path(),
     json: Json = False,
 ) -> None:
@@ -243,9 +242,7 @@ Wait = Annotated[float, typer.Option(metavar="SECONDS", help="Wait so long for a
 
 @app.command(rich_help_panel=COMMANDS["attach"])
 def attach(
-    pid: Annotated[
-        int, typer.Argument(metavar="PID", help="Any process of the engine; its child processes belong to it.")
-    ],
+    pid: Pid,
     mode: Annotated[
         str, typer.Option(help="fix: apply the fixes. observe: record too. check: check the rules too.")
     ] = "fix",
@@ -263,9 +260,7 @@ def attach(
 
 @app.command(rich_help_panel=COMMANDS["detach"])
 def detach(
-    pid: Annotated[
-        int, typer.Argument(metavar="PID", help="Any process of the engine; its child processes belong to it.")
-    ],
+    pid: Pid,
     wait: Wait = 60.0,
     json: Json = False,
 ) -> None:
@@ -371,7 +366,6 @@ def diagnose(
     exit_zero: Annotated[bool, typer.Option("--exit-zero", help="Exit 0 even if there are findings.")] = False,
     request: Annotated[str, typer.Option(metavar="ID", help="Show the whole history of one request.")] = "",
     html: Annotated[str, typer.Option(metavar="FILE", help="Write a self-contained HTML page.")] = "",
-    perfetto: Annotated[str, typer.Option(metavar="FILE", help="Write a Chrome trace for ui.perfetto.dev.")] = "",
     brief: Annotated[
         str,
         typer.Option(metavar="FILE", help="Write a summary of the log in 8 kB; - prints it."),
@@ -393,7 +387,7 @@ def diagnose(
     if printed not in {each.value for each in Format}:
         raise typer.BadParameter("--format is text, json or github")
     options = Options(
-        format=Format(printed), request=request, html=html, perfetto=perfetto, brief=brief, issue=issue,
+        format=Format(printed), request=request, html=html, brief=brief, issue=issue,
         everything=everything, select=tuple(select or ()), ignore=tuple(ignore or ()), fail_on=fail_on,
         exit_zero=exit_zero,
     )  # fmt: skip

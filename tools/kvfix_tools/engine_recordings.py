@@ -52,6 +52,13 @@ class Clock(NamedTuple):
     low: int | None
     high: int | None
 
+    @classmethod
+    def within(cls, ahead: int, lows: list[int], highs: list[int]) -> Clock:
+        """By the wall clocks `ahead`, brought between these bounds."""
+        low, high = max(lows, default=None), min(highs, default=None)
+        ahead = ahead if low is None else max(ahead, low)
+        return cls(ahead if high is None else min(ahead, high), low, high)
+
 
 class Engine(NamedTuple):
     """One connector of one replica of an engine. `scheduler` None: its recording is not here.
@@ -100,12 +107,7 @@ class Engine(NamedTuple):
             pairs = compared[rank].pairs if rank in compared else []
             highs += [part.entries[there].mono - self.scheduler.entries[here].mono for here, there in pairs]
             lows += _answered(self.scheduler, part, pairs)
-        low, high = max(lows, default=None), min(highs, default=None)
-        if low is not None:
-            ahead = max(ahead, low)
-        if high is not None:
-            ahead = min(ahead, high)
-        return Clock(ahead, low, high)
+        return Clock.within(ahead, lows, highs)
 
     def history(self, request: str) -> list[tuple[Part, Entry]]:
         """A request's entries of all parts, in order; `mono` is by the scheduler's clock."""

@@ -120,13 +120,7 @@ class Peers:
             ended, expired = _end(self._of(keeps, link.kept))
             if expired is False and ended is not None and told is not None and readers[link.kept] == 1:
                 lows.append(told.mono - ended)
-        low, high = max(lows, default=None), min(highs, default=None)
-        ahead = _at_same_wall(there) - _at_same_wall(here)
-        if low is not None:
-            ahead = max(ahead, low)
-        if high is not None:
-            ahead = min(ahead, high)
-        return Clock(ahead, low, high)
+        return Clock.within(_at_same_wall(there) - _at_same_wall(here), lows, highs)
 
     # ------------------------------------------------------------------ what is wrong
 

@@ -16,7 +16,6 @@ from kvfix_tools.diagnose import (
     report_github,
     report_html,
     report_json,
-    report_perfetto,
     report_text,
 )
 from kvfix_tools.diagnose.diagnosis import Diagnosis
@@ -41,7 +40,7 @@ def main(paths: list[str], options: Options = Options()) -> int:  # noqa: B008  
         _say(str(error))
         return 2
     console = Console(highlight=False, soft_wrap=False)
-    timeline = Timeline() if options.html or options.perfetto else None
+    timeline = Timeline() if options.html else None
     live = options.format is Format.text and not options.request and any(source.path == "-" for source in sources)
 
     def on_found(found: LogFinding) -> None:
@@ -121,8 +120,6 @@ def _write(log: Diagnosis, timeline: Timeline | None, findings: list[LogFinding]
     texts: dict[str, str] = {}
     if options.html and timeline is not None:
         texts[options.html] = report_html.page(log, timeline, findings)
-    if options.perfetto and timeline is not None:
-        texts[options.perfetto] = report_perfetto.trace(log, timeline, findings)
     if options.brief not in ("", "-"):
         texts[options.brief] = report_brief.brief(log, findings)
     if options.issue:

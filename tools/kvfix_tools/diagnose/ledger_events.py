@@ -90,13 +90,6 @@ def _raised(ledger: Ledger, fields: Fields) -> list[Event]:
 
 #: {kind of line: the function that makes its events, in their order}
 MAKERS: dict[str, Callable[[Ledger, Fields], list[Event]]] = {
-    "asked": _asked,
-    "capped": _capped,
-    "due": _due,
-    "storing": _storing,
-    "retrieved": _retrieved,
-    "load_failed": _load_failed,
-    "kv_failing": _kv_failing,
-    "aborted": _aborted,
-    "raised": _raised,
+    make.__name__.removeprefix("_"): make
+    for make in (_asked, _capped, _due, _storing, _retrieved, _load_failed, _kv_failing, _aborted, _raised)
 }

@@ -43,7 +43,6 @@ class Options:
     format: Format = Format.text
     request: str = ""
     html: str = ""
-    perfetto: str = ""
     brief: str = ""
     issue: str = ""
     everything: bool = False
@@ -77,7 +76,7 @@ class Options:
                 "--brief -, --request and --format json or github each print something else: give one of them"
             )
         named = [path for path in inputs if path != "-"]
-        for path in (self.html, self.perfetto, self.issue, self.brief):
+        for path in (self.html, self.issue, self.brief):
             if not path or path == "-" or not os.path.isfile(path):
                 continue
             if any(os.path.exists(each) and os.path.samefile(path, each) for each in named):

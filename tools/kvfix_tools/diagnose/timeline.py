@@ -1,4 +1,4 @@
-"""What pages and traces draw: spans of requests, and counters over time. Bounded, whatever the log's length."""
+"""What the HTML page draws: spans of requests, and counters over time. Bounded, whatever the log's length."""
 
 from __future__ import annotations
 

@@ -25,7 +25,6 @@ from kvfix_tools.lab.schedule import Schedule
 app = typer.Typer(help="Play the bugs on the real vLLM scheduler and connectors, without a GPU.", no_args_is_help=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
-Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Also write JSON into this file.")]
 LMCachePath = Annotated[
     str | None,
     typer.Option(metavar="DIR", help="Play another LMCache release (pip install --no-deps --target DIR ...)."),
@@ -56,7 +55,6 @@ def run_scenarios(
     every: Annotated[bool, typer.Option("--all", help="Play all scenarios.")] = False,
     fixes: Fixes = True,
     lmcache_path: LMCachePath = None,
-    output: Output = None,
     json: Json = False,
 ) -> None:
     """Play scenarios on what is installed. Exit 1 if one is violated."""
@@ -68,7 +66,7 @@ def run_scenarios(
         if sys.stderr.isatty():
             print(f"\r{scenario.slug:60}", end="\r", file=sys.stderr)
         results.append(runner.play(scenario, fixes))
-    _write([result.as_json() for result in results], json, output, lambda: cli_text.print_results(wanted, results))
+    _print([result.as_json() for result in results], json, lambda: cli_text.print_results(wanted, results))
     raise typer.Exit(int(any(result.outcome == "violated" for result in results)))
 
 
@@ -107,7 +105,6 @@ def fuzz_connector(
         Path | None, typer.Option(metavar="DIR", help="Write each minimal schedule into this folder.")
     ] = None,
     lmcache_path: LMCachePath = None,
-    output: Output = None,
     json: Json = False,
 ) -> None:
     """Play random schedules. Exit 1 if a rule was violated, 2 if nothing was tested."""
@@ -154,7 +151,7 @@ def fuzz_connector(
         for violation in done.violations:
             text = violation.schedule.to_json(releases.versions())
             (save / f"{connector}-{violation.rule}-{violation.seed}.json").write_text(text + "\n")
-    _write(done.as_json(), json, output, lambda: cli_text.print_fuzzed(done))
+    _print(done.as_json(), json, lambda: cli_text.print_fuzzed(done))
     with _refusing("fuzz"):
         if done.tested_nothing:
             raise ValueError(f"it tested nothing: {done.tested_nothing}")
@@ -201,7 +198,7 @@ def replay_recording(
         runner.prepare(lmcache_path)
         done = replay_file(file, fixes)
     answer = {"on_record": kinds(done.on_record), "here": kinds(done.findings), "short": done.short}
-    _write(answer, json, None, lambda: cli_text.print_replayed(done))
+    _print(answer, json, lambda: cli_text.print_replayed(done))
     raise typer.Exit(int(bool(done.findings)))
 
 
@@ -224,7 +221,7 @@ def continue_state(
         done = continued(file)
     if save is not None and done.as_released.stuck:
         save.write_text(shortest(done, shrink).to_json(releases.versions()) + "\n")
-    _write(done.as_json(releases.versions()), json, None, lambda: cli_text.print_continued(done))
+    _print(done.as_json(releases.versions()), json, lambda: cli_text.print_continued(done))
     raise typer.Exit(int(bool(done.as_released.stuck or done.as_released.also)))
 
 
@@ -251,12 +248,8 @@ def _find_all(slugs: list[str]) -> list[Scenario]:
     return [known[slug] for slug in dict.fromkeys(slugs)]
 
 
-def _write(answer: Any, json: bool, file: Path | None, show: Callable[[], None]) -> None:
-    """On stdout as text or as JSON, and as JSON in the file that was asked for."""
-    text = jsonlib.dumps(answer, indent=2)
-    if file is not None:
-        file.write_text(text + "\n")
+def _print(answer: Any, json: bool, show: Callable[[], None]) -> None:
     if json:
-        print(text)
+        print(jsonlib.dumps(answer, indent=2))
     else:
         show()

@@ -22,12 +22,9 @@ from kvfix_tools.lab.lab_steps import Steps
 from kvfix_tools.lab.liveness import Liveness
 from kvfix_tools.lab.memory import Cache, Slots, SlotsOfRank, SlotsOfShard
 from kvfix_tools.lab.model import Model
-from kvfix_tools.lab.mp import MP
-from kvfix_tools.lab.options import OF_VLLM, Options
+from kvfix_tools.lab.options import KNOWN, OF_VLLM, Options
 from kvfix_tools.lab.request_events import RequestEvents
-from kvfix_tools.lab.v1 import ADAPTER, V1
-from kvfix_tools.lab.v1_async import AsyncV1
-from kvfix_tools.lab.v1_layers import LayerwiseV1
+from kvfix_tools.lab.v1 import ADAPTER
 from kvfix_tools.lab.workers import Executor
 
 #: Seconds of the lab's time that a step takes.
@@ -38,20 +35,17 @@ class EngineDied(Exception):
     """EngineCore would be dead: an exception left the scheduler."""
 
 
-def _connector_class(options: Options) -> Any:
-    if options.any_connector:
-        return import_module("kvfix_tools.lab.any_connector").AnyConnector
+def side_class(options: Options) -> Any:
+    """The class of the lab for the connector of these options."""
+    side = "any_connector:AnyConnector" if options.any_connector else KNOWN[options.connector].side
     if options.real_server:
-        return import_module("kvfix_tools.lab.mp_real").RealMP
-    if options.connector == "offloading":
-        return import_module("kvfix_tools.lab.offloading").OffloadingAlone
-    if options.connector == "simple-offload":
-        return import_module("kvfix_tools.lab.simple_offload").SimpleOffload
-    if options.connector != "v1":
-        return MP
-    if options.lmcache.get("use_layerwise"):
-        return LayerwiseV1
-    return AsyncV1 if options.lmcache.get("enable_async_loading") else V1
+        side = "mp_real:RealMP"
+    elif options.connector == "v1" and options.lmcache.get("use_layerwise"):
+        side = "v1_layers:LayerwiseV1"
+    elif options.connector == "v1" and options.lmcache.get("enable_async_loading"):
+        side = "v1_async:AsyncV1"
+    module, name = side.split(":")
+    return getattr(import_module(f"kvfix_tools.lab.{module}"), name)
 
 
 def _forget_configuration() -> None:
@@ -97,7 +91,7 @@ class LabEngine(Steps):
 
     def _connected(self, options: Options, memories: list[Slots]) -> Any:
         """The connector in both roles."""
-        return _connector_class(options)(options, memories, self.caches)
+        return side_class(options)(options, memories, self.caches)
 
     def answered(self, outputs: Any) -> None:
         """The scheduler's outputs of a step, which an engine sends to its clients."""

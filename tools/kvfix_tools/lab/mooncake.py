@@ -21,10 +21,9 @@ from kvfix_tools.lab.mooncake_network import Network
 from kvfix_tools.lab.mp_client import SharedBlock
 from kvfix_tools.lab.nixl import FLOATS
 from kvfix_tools.lab.options import Options
-from kvfix_tools.lab.pair_engine import PairSide, Params
+from kvfix_tools.lab.pair_engine import PairSide, PairWorker, Params
 from kvfix_tools.lab.pair_router import MALFORMED
 from kvfix_tools.lab.request_events import STUCK
-from kvfix_tools.lab.workers import Worker
 from kvfix_tools.ledger.events import WriteBegun, WriteEnded
 
 if TYPE_CHECKING:
@@ -47,18 +46,12 @@ def _transfer_of(request: Any) -> str:
     return str((request.kv_transfer_params or {}).get("transfer_id"))
 
 
-class MooncakeWorker(Worker):
+class MooncakeWorker(PairWorker):
     """The real connector in the worker's role."""
 
-    events: RequestEvents
-
     def __init__(self, side: MooncakeSide, slots: Slots, called: Any, options: Options) -> None:
-        super().__init__(0, slots, called, called, called.connector_worker, {})
-        self.side = side
-        self._failed: set[str] = set()
-        self._reader = readers.reader(called)
-        #: request -> (first token, end) of loads that are not reported, and of those that have failed.
-        self.due: dict[str, tuple[int, int]] = {}
+        super().__init__(side, 0, slots, called, called.connector_worker)
+        #: Requests whose load has failed, and is not reported.
         self.lost: set[str] = set()
         self._note_writes()
         self._note_failures()
@@ -89,19 +82,6 @@ class MooncakeWorker(Worker):
 
         self.adapter._handle_failed_recv = noting
 
-    def start_step(self, metadata: Any, forward: bool) -> None:
-        self.take_due(metadata)
-        super().start_step(metadata, forward)
-
-    def take_due(self, metadata: Any) -> None:
-        """A step begins with these metadata of the connector's own."""
-        self.due.update({name: (start, end) for name, start, end in self._reader.loads(metadata) or ()})
-
-    def finish_step(self, forward: bool, ended: set[str], save_last: bool) -> Any:
-        report = super().finish_step(forward, ended, save_last)
-        self.called.clear_connector_metadata()
-        return report
-
     def get_finished(self, ended: set[str]) -> Any:
         # what is sent leaves the dictionary when it is: what leaves it here has ended by its time
         kept = {each.p_req_id for each in self.adapter.reqs_need_send.values()}
@@ -118,9 +98,6 @@ class MooncakeWorker(Worker):
             self.events.loaded(name, start if failed else end, 0 if failed else end - start)
         return results.finished_sending, results.finished_recving
 
-    def also_reported(self) -> dict[str, Any]:
-        return {"failed_recving": self._failed}
-
 
 class MooncakeSide(PairSide):
     """Both roles of one engine."""
@@ -136,9 +113,7 @@ class MooncakeSide(PairSide):
     ) -> None:
         self.join(network, name)
         self.engine_id = engine_id
-        config = vllm_objects.vllm_config(options)
-        config.kv_transfer_config.engine_id = engine_id
-        config.cache_config.kv_cache_layout = "LBHNC"
+        config = self.between_engines(options, engine_id)
         self.scheduler = vllm_objects.scheduler(options, config)
         self.in_scheduler = self.scheduler.connector
         self.scheduler_side = self.in_scheduler.connector_scheduler
@@ -258,10 +233,6 @@ class MooncakeSide(PairSide):
 
     def loading(self) -> set[str]:
         return set(self.of_mooncake.due)
-
-    def in_flight(self, request: str) -> set[str]:
-        doing = {"loading": request in self.loading(), "storing": request in self.leases}
-        return {name for name, yes in doing.items() if yes}
 
     def kept(self) -> dict[str, set[str]]:
         sends = {each.p_req_id for each in self._sends.values()}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import itertools
-from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,6 +18,7 @@ import numpy
 
 from kvfix import clock
 from kvfix_tools.lab.memory import GARBAGE
+from kvfix_tools.lab.pair_network import PairNetwork
 
 if TYPE_CHECKING:
     from kvfix_tools.lab.mooncake_sockets import Router
@@ -105,21 +105,15 @@ class Write(NamedTuple):
     requests: list[tuple[str, str]]
 
 
-class Network:
-    """What is on its way. delay: steps that a write takes. timeout: seconds, VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT."""
+class Network(PairNetwork):
+    """What is on its way: a transfer is a write, a handshake is a question to the bootstrap server.
+
+    timeout: seconds, VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT.
+    """
 
     def __init__(self, delay: int, timeout: float) -> None:
-        self.delay = delay
+        super().__init__(delay)
         self.timeout = timeout
-        self.now = 0
-        self.counts: Counter[str] = Counter()
-        self.dead_listeners: list[str] = []
-        #: How many of the next fail. transfer: a write; handshake: a question to the bootstrap server.
-        self.failing = {"transfer": 0, "handshake": 0, "setup": 0, "notice": 0}
-        #: Steps that a message takes.
-        self.handshake_steps = 1
-        #: It has no thread whose work is drawn to be late (nixl_network.Network.writers_take).
-        self.writers_take = 0
         #: Those that are there, by the address of their transfer engine.
         self.hosts: dict[str, Host] = {}
         #: tcp://host:port -> the socket that is bound there; http://host:port -> the bootstrap server.
@@ -153,14 +147,7 @@ class Network:
         self.hosts[made.session] = made
         return made
 
-    def fails(self, what: str) -> bool:
-        if not self.failing[what]:
-            return False
-        self.failing[what] -= 1
-        return True
-
     def tick(self) -> None:
-        """A step begins: what is due arrives."""
         self.now += 1
         self._arrive(self.now)
         for host in list(self.hosts.values()):
@@ -168,7 +155,6 @@ class Network:
             host.look()
 
     def time_passes(self) -> None:
-        """Writes go on while engines hang."""
         self._arrive(self.now + self.delay)
 
     def _arrive(self, now: int) -> None:

@@ -15,7 +15,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.v1.outputs import KVConnectorOutput
 
 from kvfix.connector_events import readers
 from kvfix_tools.lab import vllm_objects
@@ -80,6 +79,8 @@ class MessageQueue:
 class MPWorker(Worker):
     """One rank: the real connector and its client, over the lab's server."""
 
+    clears = True
+
     def __init__(self, rank: int, server: Server, slots: Slots, called: Any, in_worker: Any, options: Options) -> None:
         super().__init__(rank, slots, called, in_worker, in_worker.worker_adapter, server.failing[rank])
         self._server = server
@@ -96,11 +97,6 @@ class MPWorker(Worker):
             self.adapter._block_ids_per_group = lambda op: op.block_ids if several else [op.flat_block_ids]
         if options.several_groups:
             self._server.chunks.keep(_registered_windows(self.in_worker))
-
-    def finish_step(self, forward: bool, ended: set[str], save_last: bool) -> KVConnectorOutput:
-        report = super().finish_step(forward, ended, save_last)
-        self.called.clear_connector_metadata()
-        return report
 
     def get_finished(self, ended: set[str]) -> Any:
         if not self.unanswered:

@@ -27,8 +27,7 @@ from kvfix_tools.lab.nixl_network import Network, Signal
 from kvfix_tools.lab.nixl_ranks import Together, blocks_of
 from kvfix_tools.lab.nixl_real import RealNetwork
 from kvfix_tools.lab.options import Options
-from kvfix_tools.lab.pair_engine import PairSide, Params
-from kvfix_tools.lab.workers import Worker
+from kvfix_tools.lab.pair_engine import PairSide, PairWorker, Params
 from kvfix_tools.ledger.events import LeaseRead
 
 if TYPE_CHECKING:
@@ -90,21 +89,14 @@ def of_rank(rank: int, ranks: int) -> Iterator[None]:
     _be_rank(0, 1)
 
 
-class NixlWorker(Worker):
+class NixlWorker(PairWorker):
     """The real connector in the worker's role, over the lab's agent."""
-
-    events: RequestEvents
 
     def __init__(self, side: Any, slots: Slots, called: Any, options: Options) -> None:
         adapter = called.connector_worker
-        super().__init__(adapter.tp_rank, slots, called, called, adapter, {})
-        self.side = side
+        super().__init__(side, adapter.tp_rank, slots, called, adapter)
         #: Of all ranks, where there are several.
         self.together = Together(1)
-        self._failed: set[str] = set()
-        #: request -> (first token, end) of loads that are not reported
-        self._due: dict[str, tuple[int, int]] = {}
-        self._reader = readers.reader(called)
         #: Requests whose lease has ended by its time in this step.
         self._expired: set[str] = set()
         self._note_expired()
@@ -122,19 +114,6 @@ class NixlWorker(Worker):
 
         self.adapter._reap_expired_send_leases = noting
 
-    def start_step(self, metadata: Any, forward: bool) -> None:
-        self.take_due(metadata)
-        super().start_step(metadata, forward)
-
-    def take_due(self, metadata: Any) -> None:
-        """A step begins with these metadata of the connector's own."""
-        self._due.update({name: (start, end) for name, start, end in self._reader.loads(metadata) or ()})
-
-    def finish_step(self, forward: bool, ended: set[str], save_last: bool) -> Any:
-        report = super().finish_step(forward, ended, save_last)
-        self.called.clear_connector_metadata()
-        return report
-
     def get_finished(self, ended: set[str]) -> Any:
         peers = {name: meta.remote.request_id for name, meta in self.adapter._recving_metadata.items()}
         results = self.called.get_transfer_results(ended)
@@ -148,7 +127,7 @@ class NixlWorker(Worker):
             if read and all(read):
                 self.has_loaded(name, peers[name])
         for name in results.finished_recving:
-            start, end = self._due.pop(name, (0, 0))
+            start, end = self.due.pop(name, (0, 0))
             if name in self._failed:
                 self.events.loaded(name, start, 0, self.rank)
             else:
@@ -158,9 +137,6 @@ class NixlWorker(Worker):
     def has_loaded(self, name: str, of: str) -> None:
         """A load has brought what the prefill engine keeps of its request `of`."""
         self.side.add_to_pair(LeaseRead(of, name))
-
-    def also_reported(self) -> dict[str, Any]:
-        return {"failed_recving": self._failed}
 
 
 def close(network: Network, worker: NixlWorker) -> None:
@@ -186,9 +162,7 @@ class NixlSide(PairSide):
         replace(network)
         self.network = network
         self.name, self.engine_id = name, engine_id
-        config = vllm_objects.vllm_config(options)
-        config.kv_transfer_config.engine_id = engine_id
-        config.cache_config.kv_cache_layout = "LBHNC"
+        config = self.between_engines(options, engine_id)
         self.scheduler = vllm_objects.scheduler(options, config)
         self.in_scheduler = self._of_lmcache(options, self.scheduler.connector)
         self.scheduler_side = self.in_scheduler.connector_scheduler
@@ -242,10 +216,6 @@ class NixlSide(PairSide):
 
     def loading(self) -> set[str]:
         return set().union(*(worker.adapter._recving_metadata for worker in self.of_nixl))
-
-    def in_flight(self, request: str) -> set[str]:
-        doing = {"loading": request in self.loading(), "storing": request in self.leases}
-        return {name for name, yes in doing.items() if yes}
 
     def kept(self) -> dict[str, set[str]]:
         in_workers = {

@@ -6,7 +6,6 @@ All is in the lab's steps, so that a schedule plays the same way each time.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -17,29 +16,23 @@ from typing import Any
 import zmq
 
 from kvfix_tools.lab.nixl_agent import Agent
+from kvfix_tools.lab.pair_network import PairNetwork
 
 
-class Network:
-    """The agents by name, who answers handshakes where, and what is on its way. delay: steps that a transfer takes."""
+class Network(PairNetwork):
+    """The agents by name, who answers handshakes where, and what is on its way.
+
+    counts: what real NIXL has done (nixl_real.py).
+    """
 
     def __init__(self, delay: int) -> None:
-        self.delay = delay
+        super().__init__(delay)
         self.agents: dict[str, Agent] = {}
         #: host:port -> the function of the thread that answers handshakes there
         self.listeners: dict[str, Callable[[], None]] = {}
         #: The message that it gets, and what it sends.
         self._asked, self._said = b"", list[bytes]()
-        #: Addresses where that thread has died.
-        self.dead_listeners: list[str] = []
-        #: How many of the next fail, and the steps that a handshake takes. setup: of a transfer.
-        self.failing = {"transfer": 0, "handshake": 0, "setup": 0, "notice": 0}
-        self.handshake_steps = 1
-        #: Steps that the threads that write to a peer take from being woken to their work.
-        self.writers_take = 0
         self._writers: list[_Writer] = []
-        self.now = 0
-        #: What real NIXL has done (nixl_real.py).
-        self.counts: Counter[str] = Counter()
         self._handshakes: list[tuple[int, Context, Future[Any], Callable[[], Any]]] = []
         self._handles = itertools.count(1)
         self._names = itertools.count(1)
@@ -53,20 +46,12 @@ class Network:
     def handle(self) -> int:
         return next(self._handles)
 
-    def fails(self, what: str) -> bool:
-        """Whether this one fails."""
-        if not self.failing[what]:
-            return False
-        self.failing[what] -= 1
-        return True
-
     @property
     def busy(self) -> bool:
         agents = any(agent.in_flight or agent.notices for agent in self.agents.values())
         return agents or bool(self._handshakes) or any(writer.is_woken for writer in self._writers)
 
     def tick(self) -> None:
-        """A step begins: what is due arrives."""
         self.now += 1
         due = [each for each in self._handshakes if each[0] <= self.now]
         self._handshakes = [each for each in self._handshakes if each[0] > self.now]
@@ -77,7 +62,6 @@ class Network:
         self.write()
 
     def time_passes(self) -> None:
-        """Transfers go on while engines hang."""
         latest = self.now + self.delay + max(agent.late for agent in self.agents.values())
         for agent in list(self.agents.values()):
             agent.arrive(latest)

@@ -3,15 +3,74 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
+
+class Known(NamedTuple):
+    """A connector that the lab knows."""
+
+    #: The class that vLLM loads.
+    name: str
+    #: module:class of the lab.
+    side: str
+    #: Releases that the lab plays, and why not the others: {distribution: (specifier, why)}.
+    needs: dict[str, tuple[str, str]]
+    #: Where the class is, if vLLM would prefer another of this name.
+    module: str | None = None
+
+
+_SINCE_0_32 = {"vllm": (">=0.32", "earlier ones were not tried")}
+_WITH_LMCACHE = {**_SINCE_0_32, "lmcache": (">=0.5.6", "earlier ones were not tried")}
+KNOWN = {
+    "v1": Known(
+        "LMCacheConnectorV1",
+        "v1:V1",
+        {
+            "lmcache": (">=0.3.9", "earlier ones do not import under vLLM 0.11 and later"),
+            "vllm": (">=0.11.2", "earlier ones were not tried"),
+        },
+    ),
+    "mp": Known(
+        "LMCacheMPConnector",
+        "mp:MP",
+        {
+            "lmcache": (">=0.4.5", "earlier ones have no connector that vLLM takes for LMCacheMPConnector"),
+            "vllm": (">=0.22.0", "LMCache's connector imports what earlier ones do not have"),
+        },
+        "lmcache.integration.vllm.lmcache_mp_connector",
+    ),
+    "mp-in-tree": Known(
+        "LMCacheMPConnectorUpstream",
+        "mp:MP",
+        {
+            "lmcache": (
+                ">=0.4.4,<0.4.7",
+                "vLLM's copy does not import with earlier ones. With later ones it ends with a TypeError when the "
+                "engine starts: it hands ParallelStrategy seven arguments (vllm lmcache_mp_connector.py 0.32.0, "
+                "0.33.0:120) where 0.4.7 takes five (lmcache vllm_multi_process_adapter.py 0.4.7:284), and the adapter "
+                "a server_url (:131) where 0.5.0 to 0.5.6 take server_urls (0.5.6:673)",
+            ),
+            "vllm": (">=0.22.0", "the copy in earlier ones was not tried"),
+        },
+        "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector",
+    ),
+    "offloading": Known("OffloadingConnector", "offloading:OffloadingAlone", _SINCE_0_32),
+    "simple-offload": Known("SimpleCPUOffloadConnector", "simple_offload:SimpleOffload", _SINCE_0_32),
+    "nixl-pull": Known("NixlConnector", "nixl:NixlSide", _SINCE_0_32),
+    "nixl-push": Known("NixlPushConnector", "nixl_push:PushSide", _SINCE_0_32),
+    "nixl-multi": Known("NixlConnector", "nixl_multi:NixlMultiSide", _WITH_LMCACHE),
+    "nixl-push-multi": Known("NixlPushConnector", "nixl_multi:PushMultiSide", _WITH_LMCACHE),
+    "nixl-offload": Known("NixlConnector", "nixl_offload:OffloadSide", _SINCE_0_32),
+    "mooncake": Known("MooncakeConnector", "mooncake:MooncakeSide", _SINCE_0_32),
+    "mooncake-multi": Known("MooncakeConnector", "mooncake_multi:MooncakeMultiSide", _WITH_LMCACHE),
+}
+CONNECTORS = tuple(KNOWN)
 #: Two engines, one for prefill and one for decode.
-PAIRS = ("nixl-pull", "nixl-push", "nixl-multi", "nixl-push-multi", "nixl-offload", "mooncake", "mooncake-multi")
+PAIRS = tuple(each for each in CONNECTORS if each.startswith(("nixl", "mooncake")))
 #: Those of them that may have several ranks, and not as many on both sides.
 WITH_RANKS = ("nixl-pull", "nixl-push")
 #: Those whose transfers NIXL makes.
-BY_NIXL = ("nixl-pull", "nixl-push", "nixl-multi", "nixl-push-multi", "nixl-offload")
-CONNECTORS = ("v1", "mp", "mp-in-tree", "offloading", "simple-offload", *PAIRS)
+BY_NIXL = tuple(each for each in PAIRS if each.startswith("nixl"))
 #: Those with which two engines may share a cache (neighbours.py).
 SHARED = ("v1", "mp")
 #: vLLM's own, which have nothing of LMCache.

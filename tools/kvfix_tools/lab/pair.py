@@ -14,9 +14,9 @@ from kvfix import clock
 from kvfix.ledger import Finding, Ledger
 from kvfix.ledger.events import Event, Leased
 from kvfix_tools.lab import pair_end, pair_schedule, rules
-from kvfix_tools.lab.lab_engine import STEP
+from kvfix_tools.lab.lab_engine import STEP, side_class
 from kvfix_tools.lab.options import Options
-from kvfix_tools.lab.pair_engine import PairEngine, side_class
+from kvfix_tools.lab.pair_engine import PairEngine
 from kvfix_tools.lab.pair_router import Router
 from kvfix_tools.lab.steps import continued
 

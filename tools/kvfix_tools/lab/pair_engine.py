@@ -4,39 +4,30 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvfix import clock
+from kvfix.connector_events import readers
 from kvfix.ledger.events import Event
-from kvfix_tools.lab import one_side
+from kvfix_tools.lab import one_side, vllm_objects
 from kvfix_tools.lab.connector import Connector
-from kvfix_tools.lab.lab_engine import STEP, LabEngine
+from kvfix_tools.lab.lab_engine import STEP, LabEngine, side_class
 from kvfix_tools.lab.memory import Slots
 from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.workers import Worker
 
 if TYPE_CHECKING:
     from kvfix_tools.lab.pair import Pair
+    from kvfix_tools.lab.request_events import RequestEvents
 
 Params = dict[str, Any]
-#: connector -> (module of the lab, class)
-_SIDES = {
-    "nixl-pull": ("nixl", "NixlSide"),
-    "nixl-push": ("nixl_push", "PushSide"),
-    "nixl-multi": ("nixl_multi", "NixlMultiSide"),
-    "nixl-push-multi": ("nixl_multi", "PushMultiSide"),
-    "nixl-offload": ("nixl_offload", "OffloadSide"),
-    "mooncake": ("mooncake", "MooncakeSide"),
-    "mooncake-multi": ("mooncake_multi", "MooncakeMultiSide"),
-}
 
 
 class PairSide(Connector):
     """A connector between two engines: both its roles in one of them.
 
     It is made with (options, memories, network, name of the engine's host, its engine id, which is another after each
-    start). The network is what `network` has made, one for both engines. Of it the world uses `now` and `tick()`,
-    `busy`, `counts`, `dead_listeners`, `failing` and `handshake_steps`, as nixl_network.Network has them.
+    start). The network is what `make_network` has made, one for both engines (pair_network.py).
     """
 
     #: Takes events of a lease, which is of both engines.
@@ -46,6 +37,14 @@ class PairSide(Connector):
     @abstractmethod
     def make_network(cls, options: Options) -> Any:
         """What is between the two."""
+
+    @staticmethod
+    def between_engines(options: Options, engine_id: str) -> Any:
+        """vLLM's configuration of an engine with this id."""
+        config = vllm_objects.vllm_config(options)
+        config.kv_transfer_config.engine_id = engine_id
+        config.cache_config.kv_cache_layout = "LBHNC"
+        return config
 
     @abstractmethod
     def for_prefill(self, name: str) -> Params:
@@ -63,6 +62,10 @@ class PairSide(Connector):
     def leases(self) -> set[str]:
         """Requests whose blocks are kept for the peer."""
 
+    def in_flight(self, request: str) -> set[str]:
+        doing = {"loading": request in self.loading(), "storing": request in self.leases}
+        return {name for name, yes in doing.items() if yes}
+
     def kept_of_peer(self) -> set[str]:
         """Requests of the peer of which something is kept."""
         return set()
@@ -72,11 +75,30 @@ class PairSide(Connector):
         """Whether the blocks of this request, which has just ended, will be kept for the peer."""
 
 
-def side_class(options: Options) -> type[PairSide]:
-    """The connector of these options."""
-    module, name = _SIDES[options.connector]
-    made: type[PairSide] = getattr(import_module(f"kvfix_tools.lab.{module}"), name)
-    return made
+class PairWorker(Worker):
+    """A connector between two engines in the worker's role. side: of the same engine."""
+
+    events: RequestEvents
+    clears = True
+
+    def __init__(self, side: Any, rank: int, slots: Slots, called: Any, adapter: Any) -> None:
+        super().__init__(rank, slots, called, called, adapter, {})
+        self.side = side
+        self._failed: set[str] = set()
+        self._reader = readers.reader(called)
+        #: request -> (first token, end) of loads that are not reported
+        self.due: dict[str, tuple[int, int]] = {}
+
+    def start_step(self, metadata: Any, forward: bool) -> None:
+        self.take_due(metadata)
+        super().start_step(metadata, forward)
+
+    def take_due(self, metadata: Any) -> None:
+        """A step begins with these metadata of the connector's own."""
+        self.due.update({name: (start, end) for name, start, end in self._reader.loads(metadata) or ()})
+
+    def also_reported(self) -> dict[str, Any]:
+        return {"failed_recving": self._failed}
 
 
 class PairEngine(LabEngine):
@@ -92,8 +114,7 @@ class PairEngine(LabEngine):
             super().__init__(options)
 
     def _connected(self, options: Options, memories: Sequence[Slots]) -> Any:
-        side: Any = side_class(options)
-        made = side(options, memories, self._pair.network, self.name, self._engine_id)
+        made = side_class(options)(options, memories, self._pair.network, self.name, self._engine_id)
         made.add_to_pair = self._pair.add
         return made
 

@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from kvfix.connector_events import readers
 from kvfix.ledger import events as ev
-from kvfix_tools.lab import rules, vllm_objects
+from kvfix_tools.lab import rules
 from kvfix_tools.lab.memory import Cache, Slots
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.pair_engine import PairSide
@@ -70,6 +70,7 @@ class InTurn:
 class InMulti(Worker):
     """The MultiConnector in the worker's role."""
 
+    clears = True
     #: The connector between the engines, and its place among the children.
     child: Any
     place: int
@@ -77,11 +78,6 @@ class InMulti(Worker):
     def start_step(self, metadata: Any, forward: bool) -> None:
         self.child.take_due(metadata.metadata[self.place])
         super().start_step(metadata, forward)
-
-    def finish_step(self, forward: bool, ended: set[str], save_last: bool) -> Any:
-        report = super().finish_step(forward, ended, save_last)
-        self.called.clear_connector_metadata()
-        return report
 
     def get_finished(self, ended: set[str]) -> Any:
         results = self.called.get_transfer_results(ended)
@@ -123,10 +119,7 @@ class MultiSide(V1, PairSide):
         self._reader_beside = readers.reader(self.beside)
 
     def configured(self, options: Options) -> Any:
-        config = vllm_objects.vllm_config(options)
-        config.kv_transfer_config.engine_id = self.engine_id
-        config.cache_config.kv_cache_layout = "LBHNC"
-        return config
+        return self.between_engines(options, self.engine_id)
 
     def listen(self, events: RequestEvents) -> None:
         super().listen(events)

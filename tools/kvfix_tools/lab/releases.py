@@ -14,6 +14,7 @@ from packaging.specifiers import SpecifierSet
 
 import kvfix
 from kvfix import installed_source
+from kvfix_tools.lab.options import KNOWN
 
 if TYPE_CHECKING:
     from kvfix_tools.lab.schedule import Schedule
@@ -54,40 +55,6 @@ RANKS_SINCE = {"lmcache": ">=0.4.5", "vllm": ">=0.32"}
 STOPS_SINCE = {"lmcache": ">=0.5.6", "vllm": ">=0.32"}
 #: Any other connector is played with these: vLLM calls its hooks in this order, with these tensors.
 ANY_SINCE = {"vllm": (">=0.32", "the lab knows no earlier model runner's order of hooks")}
-#: Releases that the lab plays, by connector, and why not the others.
-PLAYABLE = {
-    "v1": {
-        "lmcache": (">=0.3.9", "earlier ones do not import under vLLM 0.11 and later"),
-        "vllm": (">=0.11.2", "earlier ones were not tried"),
-    },
-    "mp": {
-        "lmcache": (">=0.4.5", "earlier ones have no connector that vLLM takes for LMCacheMPConnector"),
-        "vllm": (">=0.22.0", "LMCache's connector imports what earlier ones do not have"),
-    },
-    "mp-in-tree": {
-        "lmcache": (
-            ">=0.4.4,<0.4.7",
-            "vLLM's copy does not import with earlier ones. With later ones it ends with a TypeError when the engine "
-            "starts: it hands ParallelStrategy seven arguments (vllm lmcache_mp_connector.py 0.32.0, 0.33.0:120) where "
-            "0.4.7 takes five (lmcache vllm_multi_process_adapter.py 0.4.7:284), and the adapter a server_url (:131) "
-            "where 0.5.0 to 0.5.6 take server_urls (0.5.6:673)",
-        ),
-        "vllm": (">=0.22.0", "the copy in earlier ones was not tried"),
-    },
-    "offloading": {"vllm": (">=0.32", "earlier ones were not tried")},
-    "simple-offload": {"vllm": (">=0.32", "earlier ones were not tried")},
-    "nixl-pull": {"vllm": (">=0.32", "earlier ones were not tried")},
-    "nixl-push": {"vllm": (">=0.32", "earlier ones were not tried")},
-    "nixl-offload": {"vllm": (">=0.32", "earlier ones were not tried")},
-    "mooncake": {"vllm": (">=0.32", "earlier ones were not tried")},
-    **{
-        connector: {
-            "vllm": (">=0.32", "earlier ones were not tried"),
-            "lmcache": (">=0.5.6", "earlier ones were not tried"),
-        }
-        for connector in ("nixl-multi", "nixl-push-multi", "mooncake-multi")
-    },
-}
 
 
 def versions() -> dict[str, str]:
@@ -125,7 +92,7 @@ def lacking() -> set[str]:
 
 def cannot_play(connector: str, installed: dict[str, str] | None = None) -> str:
     """Why this connector cannot be played on these releases, by default what is installed; "" if it can."""
-    needs = PLAYABLE.get(connector, ANY_SINCE)
+    needs = KNOWN[connector].needs if connector in KNOWN else ANY_SINCE
     lacks = missing({dist: specifier for dist, (specifier, _) in needs.items()}, installed)
     why = "; ".join(reason for dist, (_, reason) in needs.items() if dist in lacks)
     return f"the lab plays {connector} with {lacks}: {why}" if lacks else ""

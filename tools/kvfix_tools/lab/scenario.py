@@ -1,8 +1,9 @@
 """A scenario: the shortest schedule that shows one bug, and the catalogue that finds them.
 
-One file in `scenarios/` is one scenario. Its name is the slug; its docstring says what happens; `SCENARIO` (a tuple of
-them where vLLM's copy of the connector has the bug too) has the schedule, and says what is to be violated on which
-releases. Which fix is for the bug, the fix says (kvfix.fixes). Neither vLLM nor LMCache is imported by listing them.
+A file in `scenarios/` has a dict `SCENARIOS` of one family: {slug: scenario}, or a tuple of two where vLLM's copy of
+the connector has the bug too. `doc` says what happens; the schedule shows it; `wrong` names the releases in which the
+rule must be violated. Which fix is for the bug, the fix says (kvfix.fixes). Listing scenarios imports neither vLLM nor
+LMCache.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ REQUEST = "no hook is called wrongly: what a request gets is what shows it"
 MEMORY = "it is kept on purpose, for a while: a step does not show that this is for ever"
 LAYERS = "a hook that is called for each layer raises, and those are not watched without `layers=yes`"
 WORKER = "what the worker has fetched is in a queue of LMCache's that has no names"
+#: The lab's rules for what slots and chunks hold.
+_OF_CONTENT = ("LAB001", "LAB004")
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Scenario:
     be violated, {distribution: PEP 440 specifiers}; in all others that can play it, it must be clean. needs: releases
     that can play it at all.
     In an engine only the hooks of the connector are watched. not_in_hooks: why they do not show the bug; "": they do.
+    By default they show the ledger's rules, and not the lab's own.
     hooks_rule: what they show, if not `rule`. hooks_releases: where they show it; (): wherever it is.
     """
 
@@ -53,14 +57,18 @@ class Scenario:
     not_in_hooks: str = ""
     hooks_rule: str = ""
     hooks_releases: tuple[str, ...] = ()
-    #: Name and docstring of its file.
+    #: Its key in SCENARIOS.
     name: str = ""
+    #: The title, then, after an empty line, what happens in detail.
     doc: str = ""
+
+    def __post_init__(self) -> None:
+        if self.rule.startswith("LAB") and not (self.not_in_hooks or self.hooks_rule):
+            object.__setattr__(self, "not_in_hooks", CONTENT if self.rule in _OF_CONTENT else REQUEST)
 
     @property
     def slug(self) -> str:
-        slug = self.name.replace("_", "-")
-        return f"{slug}-in-tree" if self.options.connector == "mp-in-tree" else slug
+        return f"{self.name}-in-tree" if self.options.connector == "mp-in-tree" else self.name
 
     @property
     def fixes(self) -> tuple[str, ...]:
@@ -69,7 +77,7 @@ class Scenario:
 
     @property
     def title(self) -> str:
-        return self.doc.strip().partition("\n")[0]
+        return " ".join(self.doc.partition("\n\n")[0].split())
 
     def play(self, engine: LabEngine) -> None:
         """Raises EngineDied where an exception leaves the scheduler."""
@@ -90,7 +98,7 @@ class Scenario:
 
 
 def mp_scenarios(
-    schedule: Sequence[Step], *, wrong: str, vllm: str = ">=0.22.0", **more: Any
+    doc: str, schedule: Sequence[Step], rule: str, *, wrong: str = ">=0.4.5", vllm: str = ">=0.22.0", **more: Any
 ) -> tuple[Scenario, Scenario]:
     """The same schedule on LMCache's multi-process connector and on vLLM's copy of it.
 
@@ -99,14 +107,26 @@ def mp_scenarios(
     more: of `Scenario` and of `Options`.
     """
     names = {each.name for each in fields(Options)} & set(more)
-    sizes = {"block_size": 16, "num_blocks": 60, "chunk_size": 64, **{name: more.pop(name) for name in names}}
+    sizes = {"num_blocks": 60, "max_num_batched_tokens": 256, **{name: more.pop(name) for name in names}}
     own, copied = {"lmcache": ">=0.4.5"}, {"lmcache": ">=0.4.4,<0.4.7"}
 
     def scenario(connector: str, wrong: dict[str, str], needs: dict[str, str]) -> Scenario:
         options = Options(connector=connector, **sizes)
-        return Scenario(schedule, wrong={"vllm": vllm, **wrong}, needs=needs, options=options, **more)
+        return Scenario(schedule, rule, {"vllm": vllm, **wrong}, needs=needs, options=options, doc=doc, **more)
 
     return scenario("mp", {"lmcache": wrong}, own), scenario("mp-in-tree", copied, copied)
+
+
+def pair_scenario(
+    doc: str, schedule: Sequence[Step], rule: str, *, wrong: str = ">=0.32", request: str = "r-00000002", **more: Any
+) -> Scenario:
+    """A schedule of two engines, which the lab plays with vLLM from 0.32 on.
+
+    wrong: releases of vLLM that have the bug. request: by default the first one, as decode knows it.
+    more: of `Scenario`.
+    """
+    needs = {"vllm": ">=0.32"}
+    return Scenario(schedule, rule, {"vllm": wrong}, request=request, needs=needs, doc=doc, **more)
 
 
 def _pair(options: Options) -> Any:
@@ -119,11 +139,10 @@ def scenarios() -> tuple[Scenario, ...]:
     """All of them, by slug."""
     package = import_module("kvfix_tools.lab.scenarios")
     found: list[Scenario] = []
-    for name in sorted(module.name for module in pkgutil.iter_modules(package.__path__)):
-        module = import_module(f"{package.__name__}.{name}")
-        made = module.SCENARIO if isinstance(module.SCENARIO, tuple) else (module.SCENARIO,)
-        found += [replace(scenario, name=name, doc=module.__doc__ or "") for scenario in made]
-    return tuple(found)
+    for module in pkgutil.iter_modules(package.__path__):
+        for name, made in import_module(f"{package.__name__}.{module.name}").SCENARIOS.items():
+            found += [replace(each, name=name) for each in (made if isinstance(made, tuple) else (made,))]
+    return tuple(sorted(found, key=lambda each: each.name))
 
 
 def find(slug: str) -> Scenario | None:

@@ -36,18 +36,11 @@ _SOMETIMES = {
 _OFFLOADING = {"fail_store": 2, "configured": 3}
 _SIMPLE_OFFLOAD = {"fail_store": 2}
 KINDS = frozenset(
-    (
-        *_PLAIN,
-        *_OFFLOADING,
-        *_FAULTS,
-        *_ASYNCHRONOUS,
-        *_MULTI_CONNECTOR,
-        "lose_loads",
-        "lose_stored",
-        "new_weights",
-        "server_restarts",
-    )
-).union(*_SOMETIMES.values(), pair_schedule.KINDS, multi_schedule.KINDS, mooncake_schedule.KINDS)
+    ("lose_loads", "lose_stored", "new_weights", "server_restarts", *_PLAIN, *_OFFLOADING, *_FAULTS)
+).union(
+    _ASYNCHRONOUS, _MULTI_CONNECTOR, *_SOMETIMES.values(),
+    pair_schedule.KINDS, multi_schedule.KINDS, mooncake_schedule.KINDS,
+)  # fmt: skip
 #: Who draws for two engines, where it is not pair_schedule.
 _DRAW = {
     "nixl-multi": multi_schedule.draw,

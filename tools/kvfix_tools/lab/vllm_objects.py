@@ -41,40 +41,14 @@ from vllm.v1.structured_output import StructuredOutputManager
 from kvfix_tools.lab.connector import OtherConnector, no_sockets
 from kvfix_tools.lab.kv_layout import kv_cache, page_bytes
 from kvfix_tools.lab.memory import VOCABULARY
-from kvfix_tools.lab.options import PAIRS, Options
+from kvfix_tools.lab.options import KNOWN, PAIRS, Options
 from kvfix_tools.lab.releases import accepted
 
-#: connector of the options -> (class that vLLM loads, its module where vLLM would prefer another)
-_CONNECTORS = {
-    "v1": ("LMCacheConnectorV1", None),
-    "mp": ("LMCacheMPConnector", "lmcache.integration.vllm.lmcache_mp_connector"),
-    "mp-in-tree": (
-        "LMCacheMPConnectorUpstream",
-        "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector",
-    ),
-    "offloading": ("OffloadingConnector", None),
-    "simple-offload": ("SimpleCPUOffloadConnector", None),
-    "nixl-pull": ("NixlConnector", None),
-    "nixl-multi": ("NixlConnector", None),
-    "nixl-offload": ("NixlConnector", None),
-    "mooncake": ("MooncakeConnector", None),
-    "mooncake-multi": ("MooncakeConnector", None),
-    "nixl-push": ("NixlPushConnector", None),
-    "nixl-push-multi": ("NixlPushConnector", None),
-}
 _MODEL: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "max_position_embeddings": 1 << 20,
-    "torch_dtype": "float32",
-}
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 64,
+    "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+    "max_position_embeddings": 1 << 20, "torch_dtype": "float32",
+}  # fmt: skip
 #: 0.11 hands sampled tokens on as arrays.
 _ARRAYS = "ndarray" in str(ModelRunnerOutput.__annotations__["sampled_token_ids"])
 
@@ -149,8 +123,10 @@ def _simple_offloading(options: Options) -> dict[str, Any]:
 
 def _named(connector: str) -> tuple[str, str | None]:
     """The class that vLLM loads, and the module from which it is to take it, where it has to be told."""
+    if connector in KNOWN:
+        return KNOWN[connector].name, KNOWN[connector].module
     module, _, name = connector.rpartition(":")
-    return _CONNECTORS.get(connector, (name, module or None))
+    return name, module or None
 
 
 def vllm_config(options: Options, folder: str = "") -> VllmConfig:

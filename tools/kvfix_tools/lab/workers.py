@@ -35,6 +35,8 @@ class Worker:
 
     #: Whether an OffloadingConnector is in the MultiConnector.
     offloads = False
+    #: Whether the connector's metadata are cleared at the end of a step.
+    clears = False
 
     def __init__(
         self, rank: int, slots: Slots, called: Any, in_worker: Any, adapter: Any, failing: dict[str, int]
@@ -70,9 +72,12 @@ class Worker:
         failed = self.called.get_block_ids_with_load_errors()
         if save_last:
             self.called.wait_for_save()
-        return KVConnectorOutput(
+        report = KVConnectorOutput(
             finished_sending=sending, finished_recving=receiving, invalid_block_ids=failed, **self.also_reported()
         )
+        if self.clears:
+            self.called.clear_connector_metadata()
+        return report
 
     def get_finished(self, ended: set[str]) -> Any:
         return self.called.get_finished(ended)

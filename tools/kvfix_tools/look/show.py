@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
@@ -26,18 +26,8 @@ if TYPE_CHECKING:
 
 #: Rows of the table on a terminal, and its columns.
 ROWS = 40
-_COLUMNS: dict[str, Literal["left", "right"]] = {
-    "request": "left",
-    "status": "left",
-    "waits": "right",
-    "computed": "left",
-    "blocks": "right",
-    "promised": "right",
-    "granted": "right",
-    "load": "left",
-    "stored": "right",
-    "owes": "left",
-}
+_COLUMNS = ("request", "status", "waits", "computed", "blocks", "promised", "granted", "load", "stored", "owes")
+_NUMBERS = ("waits", "blocks", "promised", "granted", "stored")
 
 
 def fixes(verdict: Verdict, processes: Sequence[dict[str, Any]]) -> list[str]:
@@ -165,8 +155,8 @@ def waited(row: dict[str, Any]) -> float:
 
 def _table(engine: Engine, rows: int) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for name, justify in _COLUMNS.items():
-        table.add_column(name, justify=justify)
+    for name in _COLUMNS:
+        table.add_column(name, justify="right" if name in _NUMBERS else "left")
     ordered = sorted(engine.requests, key=lambda row: (row["queue"] == "running", -waited(row)))
     for row in ordered[:rows]:
         table.add_row(

@@ -176,11 +176,8 @@ def buffer_taken_again(race: Race) -> None:
 
 
 RACES: dict[str, Callable[[Race], None]] = {
-    "late-producer": late_producer,
-    "early-reuse": early_reuse,
-    "neighbours": neighbours,
-    "many-in-flight": many_in_flight,
-    "buffer-taken-again": buffer_taken_again,
+    race.__name__.replace("_", "-"): race
+    for race in (late_producer, early_reuse, neighbours, many_in_flight, buffer_taken_again)
 }
 
 

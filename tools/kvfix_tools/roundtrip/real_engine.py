@@ -22,17 +22,10 @@ from typing import Any, NamedTuple
 
 #: A small model. Its weights are drawn (write_model()).
 MODEL: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 4096,
-}
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512, "hidden_size": 256,
+    "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 64, "max_position_embeddings": 4096,
+}  # fmt: skip
 BLOCK = 32  # vLLM's attention for the CPU wants a multiple of 32
 #: Of the engine's processes, and of the server's.
 ENVIRONMENT = {

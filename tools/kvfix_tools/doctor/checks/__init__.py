@@ -73,17 +73,9 @@ def explained(slug: str) -> str:
 
 #: The order in the report: what all the rest stands on comes first.
 _ORDER = (
-    "installation",
-    "releases",
-    "transfer",
-    "settings",
-    "cache",
-    "model",
-    "addresses",
-    "disaggregated",
-    "memory",
+    "installation", "releases", "transfer", "settings", "cache", "model", "addresses", "disaggregated", "memory",
     "kvfix",
-)
+)  # fmt: skip
 
 
 @lru_cache(maxsize=1)

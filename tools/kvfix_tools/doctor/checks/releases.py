@@ -11,6 +11,7 @@ from kvfix_tools.doctor.definitions import VLLM_CONNECTORS
 from kvfix_tools.doctor.packages import Package
 from kvfix_tools.doctor.setup import Setup
 from kvfix_tools.lab import releases
+from kvfix_tools.lab.options import KNOWN
 
 IN_PROCESS = "lmcache.integration.vllm.vllm_v1_adapter"
 MULTI_PROCESS = "lmcache.integration.vllm.lmcache_mp_connector"
@@ -76,10 +77,10 @@ def _is_import(each: fit.Misfit) -> bool:
 
 
 def _remedy(kind: str, connector: Connector) -> str:
-    needs = releases.PLAYABLE[kind]
+    needs = KNOWN[kind].needs
     wanted = ", ".join(f"{dist}{specifier}" for dist, (specifier, _) in needs.items())
     if kind == "mp-in-tree":
-        both = releases.PLAYABLE["mp"]
+        both = KNOWN["mp"].needs
         better = ", ".join(f"{dist}{specifier}" for dist, (specifier, _) in both.items())
         return f"install {better}, and leave LMCACHE_USE_UPSTREAM_MP unset; vLLM's own copy runs with {wanted} only"
     return f"install {wanted}: tried pairs are in the matrix of kvfix's documentation"
