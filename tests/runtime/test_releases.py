@@ -1,11 +1,9 @@
 """The status on the real files of every release, and on edited copies. The version number never decides."""
 
 import contextlib
-import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -179,28 +177,6 @@ def test_a_right_release_that_claims_to_be_the_wrong_one(tmp_path, release, fork
     folder = copy(release("0.5.6"), tmp_path, version="0.3.10")
     row = fork_server(settled, folder)["KVF001"]
     assert row[VERSION:] == ["0.3.10", "fixed-upstream", row[REASON]]
-
-
-def test_a_file_that_is_not_python(tmp_path, release, fresh: Fresh) -> None:  # type: ignore[no-untyped-def]
-    folder = copy(release("0.3.10"), tmp_path, lambda text: text + "\ndef broken(:\n")
-    row = fresh(f"import sys; sys.path.insert(0, {str(folder)!r}); {STATUS}")["KVF001"]
-    assert row[STATE] == "refused"
-    assert "cannot be read as Python" in row[REASON]
-    assert "reinstall lmcache" in row[REASON]
-
-
-def test_status_command(release, fresh: Fresh) -> None:  # type: ignore[no-untyped-def]
-    def status(name: str) -> tuple[int, list[dict[str, str]]]:
-        code = f"import sys; sys.path.insert(0, {str(release(name))!r}); sys.argv[1:] = ['status', '--json']; "
-        done = fresh.run([sys.executable, "-c", code + "from kvfix_tools.cli import main; main()"])
-        return done.returncode, json.loads(done.stdout)
-
-    code, rows = status("0.3.10")
-    assert code == 1
-    assert list(rows[0]) == ["code", "slug", "dist", "version", "verdict", "reason"]
-    assert rows[0]["verdict"] == "applicable"
-    code, rows = status("0.3.9")
-    assert "applicable" not in {row["verdict"] for row in rows if row["code"] == "KVF001"}
 
 
 def probed() -> dict[str, Any]:
