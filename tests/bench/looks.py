@@ -33,7 +33,7 @@ from kvfix_tools.look import calls, inject, looking
 from tests.bench.row import Row
 from tests.engine import start
 
-LOOKS = int(os.environ.get("KVFIX_BENCH_LOOKS", "1000"))
+LOOKS = 1000
 #: Seconds between two looks, and of a turn.
 PAUSE, TURN = 1.0, 4.0
 #: The engine's core, and the looker's.
