@@ -44,9 +44,6 @@ from tests.diagnose.lines import (
 )
 from tests.diagnose.releases import bare, fail, raise_in
 
-#: A configuration with a serializer that rounds.
-LOSSY = logged("0.3.10", "configured", "{'remote_url': 'redis://h:6379', 'remote_serde': 'cachegen'}")
-
 MP = "integration/vllm/vllm_multi_process_adapter.py"
 DRIVEN = "v1/multiprocess/modules/lmcache_driven_transfer.py"
 LOOKUP = "v1/multiprocess/modules/lookup.py"

@@ -17,14 +17,6 @@ from tests.conftest import ADAPTER, ForkServer
 EVERY = pytest.mark.parametrize("found", catalogue.fixes(), ids=lambda found: found.code)
 
 
-def test_codes_are_unique_and_found_by_code_and_slug() -> None:
-    codes = [found.code for found in catalogue.fixes()]
-    assert len(set(codes)) == len(codes) > 0
-    for found in catalogue.fixes():
-        assert catalogue.find(found.code.lower()) is found
-        assert catalogue.find(found.slug) is found
-
-
 @EVERY
 def test_the_docstring_is_complete(found: Fix) -> None:
     headings = [line[3:] for line in (found.doc or "").splitlines() if line.startswith("## ")]
