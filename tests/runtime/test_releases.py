@@ -24,9 +24,7 @@ FIXED = "            return max(0, cached_num_hit_toks - num_computed_tokens)\n"
 
 STATUS = "import kvfix; result = {row.code: row for row in kvfix.status()}"
 
-STATE, REASON, VERSION = 4, 5, 3
-#: In a row with the release in front.
-CODE = 1
+CODE, VERSION, STATE, REASON = 0, 3, 4, 5
 
 
 def settled() -> dict[str, Any]:
@@ -53,15 +51,6 @@ def rewrite(file: Path, edit: Callable[[str], str]) -> None:
     file.write_text(edit(text))
 
 
-@pytest.mark.parametrize("name", release_names())
-def test_kvf001_on_every_release(name: str, release, fresh: Fresh) -> None:  # type: ignore[no-untyped-def]
-    row = fresh(f"import sys; sys.path.insert(0, {str(release(name))!r}); {STATUS}")["KVF001"]
-    before = ("0.3.9", "0.3.9.post1", "0.3.9.post2")
-    expected = "applicable" if name == "0.3.10" else "not-affected" if name in before else "fixed-upstream"
-    assert (row[VERSION], row[STATE]) == (name, expected)
-    assert name in row[REASON] or "others up to" in row[REASON]
-
-
 SURVEY = """
 import sys, kvfix
 from kvfix import fix_status
@@ -71,27 +60,44 @@ for name, folder in {folders!r}.items():
     sys.path_importer_cache.clear()
     rows = [row for row in fix_status.rows() if row.dist == {dist!r}]
     assert rows and all(row.reason for row in rows) and {{row.version for row in rows}} == {{name}}
-    result += [(name, *row) for row in rows if row.verdict in ("unknown", "refused", "unfixable")]
+    result += rows
     sys.path.remove(folder)
 """
 #: Bugs that cannot be fixed from outside.
 UNFIXED = {found.code for found in catalogue.fixes() if not found.fixable}
 
 
-def test_no_release_is_unknown_to_any_fix(release, fresh: Fresh) -> None:  # type: ignore[no-untyped-def]
+@pytest.fixture(scope="module")
+def rows(release: Callable[[str], Path]) -> list[list[str]]:
+    """The status of every fix on the files of every release, in one process."""
     folders = {name: str(release(name)) for name in release_names()}
-    rows = fresh(SURVEY.format(folders=folders, dist="lmcache"))
-    assert {row[CODE] for row in rows} <= UNFIXED
-    assert all("cannot be fixed from outside: " in row[-1] for row in rows)
+    return list(Fresh()(SURVEY.format(folders=folders, dist="lmcache")))
+
+
+def undecided(rows: list[list[str]]) -> set[str]:
+    found = [row for row in rows if row[STATE] in ("unknown", "refused", "unfixable")]
+    assert all("cannot be fixed from outside: " in row[REASON] for row in found)
+    return {row[CODE] for row in found}
+
+
+@pytest.mark.parametrize("name", release_names())
+def test_kvf001_on_every_release(name: str, rows: list[list[str]]) -> None:
+    (row,) = (row for row in rows if (row[CODE], row[VERSION]) == ("KVF001", name))
+    before = ("0.3.9", "0.3.9.post1", "0.3.9.post2")
+    expected = "applicable" if name == "0.3.10" else "not-affected" if name in before else "fixed-upstream"
+    assert row[STATE] == expected
+    assert name in row[REASON] or "others up to" in row[REASON]
+
+
+def test_no_release_is_unknown_to_any_fix(rows: list[list[str]]) -> None:
+    assert undecided(rows) <= UNFIXED
 
 
 def test_no_release_of_vllm_is_unknown_to_any_fix(fresh: Fresh) -> None:
     folders = {path.parents[2].name: str(path) for path in RELEASES.parent.glob("vllm/*/lib/python*/site-packages")}
     if not folders:
         pytest.skip("no older vLLM is installed in .cache/vllm: `make matrix` does that")
-    rows = fresh(SURVEY.format(folders=folders, dist="vllm"))
-    assert {row[CODE] for row in rows} <= {"KVF903", "KVF905", "KVF906"}
-    assert all("cannot be fixed from outside: " in row[-1] for row in rows)
+    assert undecided(fresh(SURVEY.format(folders=folders, dist="vllm"))) <= {"KVF903", "KVF905", "KVF906"}
 
 
 def refused_when_all_is_imported() -> list[list[str]]:

@@ -2,9 +2,8 @@
 
 connectors   LMCache in process as released and with kvfix, LMCache's server, OffloadingConnector, none
 faults       every planted fault, on LMCache in process with kvfix
-partial      the same where LMCache stores chunks that are not full
-noisy        some planted faults on a server that does not compute exactly
 ranks        two ranks: healthy, and one of them wrong
+lora         an adapter that shares KV with its base model, and with KVF017 not
 pd           prefill and decode instances with NIXL: healthy, and a transfer that returns zeros
 healthy N    N healthy runs in bfloat16 while other clients use the server: no run may exit 1
 noise N      N simulated healthy runs for each kind of noise
@@ -70,25 +69,24 @@ def in_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-def planted(server: Served, faults: dict[str, tuple[int, ...]], *arguments: str) -> bool:
-    """Whether the answer is right with each of these faults. They run all."""
-    results = []
-    for fault, expected in faults.items():
-        server.plant(fault)
-        results.append(run(fault, expected, server.url, *arguments))
-    return all(results)
-
-
 def faults() -> bool:
     with in_folder() as folder, Served(folder / "fixed", "fix", served.IN_PROCESS).running() as server:
-        return planted(server, FAULTS)
+        results = []
+        for fault, expected in FAULTS.items():
+            server.plant(fault)
+            results.append(run(fault, expected, server.url))
+        return all(results)
 
 
 def partial() -> bool:
     extra = {**served.IN_PROCESS["kv_connector_extra_config"], "lmcache.save_unfull_chunk": True}
     transfer = {**served.IN_PROCESS, "kv_connector_extra_config": extra}
     with in_folder() as folder, Served(folder / "partial", "fix", transfer).running() as server:
-        return planted(server, {"": (0,), "last_partial_chunk_wrong": (1,)}, "--chunk", str(served.CHUNK))
+        results = []
+        for fault, expected in (("", 0), ("last_partial_chunk_wrong", 1)):
+            server.plant(fault)
+            results.append(run(fault, (expected,), server.url, "--chunk", str(served.CHUNK)))
+        return all(results)
 
 
 def noisy() -> bool:
@@ -96,13 +94,20 @@ def noisy() -> bool:
     bits = {f"one_bit:{bit}": (0, 1, 77) for bit in range(30, 21, -2)}
     settings = {"KVFIX_TEST_NOISE": "0.01"}
     with in_folder() as folder, Served(folder / "noisy", "fix", served.IN_PROCESS, **settings).running() as server:
-        return planted(server, {**faults, **bits})
+        results = []
+        for fault, expected in {**faults, **bits}.items():
+            server.plant(fault)
+            results.append(run(fault, expected, server.url))
+        return all(results)
 
 
 def ranks() -> bool:
-    two = {"tensor-parallel-size": 2}
-    with in_folder() as folder, Served(folder / "ranks", "fix", served.IN_PROCESS).running(**two) as server:
-        return planted(server, {"": (0,), "one_rank_wrong": (1,)})
+    with in_folder() as folder:
+        server = Served(folder / "ranks", "fix", served.IN_PROCESS)
+        with server.running(**{"tensor-parallel-size": 2}):
+            results = [run("two ranks", (0,), server.url)]
+            server.plant("one_rank_wrong")
+            return all([*results, run("one rank of two wrong", (1,), server.url)])
 
 
 def connectors() -> bool:
