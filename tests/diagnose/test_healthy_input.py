@@ -49,9 +49,11 @@ def parts(whole: list[bytes], step: int) -> Iterator[list[bytes]]:
 
 
 def found(text: bytes, general: bool = False) -> list[str]:
-    """general: notes too, of a failure that is known in general."""
-    findings = diagnosed(text).findings
-    return [each.rule.code for each in findings if not each.is_note or (general and each.is_general)]
+    """general: also notes of failures that are known in general, except KVD1041, which shows at an orderly end."""
+    found = {each.rule.code: each for each in diagnosed(text).findings}
+    return [
+        code for code, each in found.items() if not each.is_note or (general and each.is_general and code != "KVD1041")
+    ]
 
 
 @pytest.mark.parametrize("name", HEALTHY)
