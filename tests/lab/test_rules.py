@@ -1,0 +1,18 @@
+"""The lab's own rules: one table, explained to users, and used by scenarios together with the ledger's."""
+
+from kvfix import ledger
+from kvfix_tools.lab.rules import RULES
+from kvfix_tools.lab.scenario import scenarios
+
+
+def test_codes_and_names_are_unique_and_explained() -> None:
+    codes = [rule.code for rule in RULES]
+    assert codes == sorted(set(codes))
+    assert len({rule.name for rule in [*RULES, *ledger.RULES]}) == len(RULES) + len(ledger.RULES)
+    for rule in RULES:
+        assert rule.doc.strip().partition("\n")[0].endswith("."), rule.code
+
+
+def test_a_scenario_violates_a_known_rule() -> None:
+    known = {rule.code for rule in [*RULES, *ledger.RULES]}
+    assert {scenario.rule for scenario in scenarios()} <= known
