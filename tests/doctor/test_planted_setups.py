@@ -157,3 +157,13 @@ def test_a_hash_that_is_bytes(
     for version_info, seed in (((3, 11), lmcache >= "0.4.1"), ((3, 12), True)):  # KVF901
         monkeypatch.setattr("sys.version_info", version_info)
         assert all(("PYTHONHASHSEED=0" in line.do) == seed for line in problems(setup, "hash-seed"))
+
+
+@pytest.mark.parametrize(("size", "count"), [(0.1, 1), (5.0, 0)])
+def test_a_cpu_cache_of_few_chunks(size: float, count: int, tmp_path: Path, newest: Path) -> None:
+    model = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    words = serve(V1, extra={"lmcache.max_local_cpu_size": size})
+    words[2] = str(tmp_path)
+    found = problems(look(words, newest), "cpu-cache-size")
+    assert ["holds 3.2 chunks of 256 tokens" in line.what for line in found] == [True] * count

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from kvfix_tools.doctor import servers
+from kvfix_tools.doctor.checks import Line
 from kvfix_tools.doctor.command_line import Command
 from tests.doctor.sites import MP, V1, look, problems, say, serve, site
 
@@ -112,6 +113,33 @@ def test_a_store_that_does_not_answer(url: str, place: Path, closed: int, listen
     assert found(listening) == []
     assert len(found(closed)) == 1
     assert "hunter2" not in found(closed)[0]
+
+
+def test_a_store_that_wants_a_password(place: Path) -> None:
+    with socket.create_server(("localhost", 0)) as server:
+
+        def refuse() -> None:
+            for _ in range(2):  # the check connects, then sends PING
+                connection, _ = server.accept()
+                with connection:
+                    if connection.recv(64):
+                        connection.sendall(b"-NOAUTH Authentication required.\r\n")
+
+        thread = threading.Thread(target=refuse, daemon=True)
+        thread.start()
+        url = f"redis://localhost:{server.getsockname()[1]}"
+        found = problems(look(serve(V1, extra={"lmcache.remote_url": url}), place), "remote-store")
+        thread.join(30)
+    assert ["refuses commands without a password" in line.what for line in found] == [True]
+
+
+def test_a_controller_that_does_not_run(place: Path, closed: int, listening: int) -> None:
+    def found(port: int) -> list[Line]:
+        urls = {f"lmcache.controller_{name}_url": f"localhost:{port}" for name in ("pull", "reply")}
+        return problems(look(serve(V1, extra={"lmcache.enable_controller": True, **urls}), place), "controller")
+
+    assert found(listening) == []
+    assert "does not answer" in found(closed)[0].what
 
 
 def test_a_port_that_is_taken(place: Path, listening: int, closed: int) -> None:

@@ -72,7 +72,8 @@ class Engine:
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += ["--port", str(self.port), "--served-model-name", "tiny", "--dtype", "float32", "--seed", "0"]
         command += ["--enforce-eager", *self.options, "--block-size", str(real_engine.BLOCK)]
-        command += ["--kv-transfer-config", json.dumps(self.transfer)]
+        if self.transfer:
+            command += ["--kv-transfer-config", json.dumps(self.transfer)]
         for name, value in {**SIZES, **sizes}.items():
             command += [f"--{name}", str(value)]
         self.folder.mkdir(exist_ok=True)

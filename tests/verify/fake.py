@@ -41,6 +41,7 @@ class Behaviour:
     key: str = ""
     ends_after: int = 1 << 30
     blocks: int = 1000
+    length: int = 4096
     models: tuple[tuple[str, str | None], ...] = (("tiny", None),)
     adapters_share: bool = False
     prefix_caching: bool = True
@@ -130,7 +131,12 @@ def served(behaviour: Behaviour) -> Iterator[tuple[str, Engine]]:
                 return self.reply(404, '{"detail": "Not Found"}')
             answers: dict[str, Callable[[], str]] = {
                 "/v1/models": lambda: json.dumps(
-                    {"data": [{"id": name, "parent": of, "max_model_len": 4096} for name, of in behaviour.models]}
+                    {
+                        "data": [
+                            {"id": name, "parent": of, "max_model_len": None if of else behaviour.length}
+                            for name, of in behaviour.models
+                        ]
+                    }
                 ),
                 "/version": lambda: '{"version": "0.32.0"}',
                 "/metrics": engine.metrics,
@@ -145,6 +151,8 @@ def served(behaviour: Behaviour) -> Iterator[tuple[str, Engine]]:
 
         def stream(self, body: dict[str, Any]) -> None:
             prompt = words(body["prompt"]) if isinstance(body["prompt"], str) else body["prompt"]
+            if len(prompt) + body["max_tokens"] > behaviour.length:
+                return self.reply(400, '{"error": "the maximum context length"}')
             given = engine.answer(body["model"], prompt, body["max_tokens"])
             choices = {"tokens": [min(one) for one in given], "top_logprobs": given}
             self.send_response(200)

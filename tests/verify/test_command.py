@@ -80,6 +80,11 @@ class TestVerdicts:
         assert code == 1, text
         assert "adapter was served KV of a prompt that it was never asked" in text
 
+    def test_an_adapter_has_the_context_length_of_its_base_model(self, capsys: pytest.CaptureFixture[str]) -> None:
+        two = (("base", None), ("adapter", "base"))
+        code, text = run(capsys, Behaviour(models=two, length=250), model="adapter")
+        assert code == 0, text
+
     def test_json(self, capsys: pytest.CaptureFixture[str]) -> None:
         code, text = run(capsys, Behaviour(noise=0.01, wrong=every_hit), json=True)
         answer = json.loads(text)

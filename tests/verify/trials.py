@@ -2,8 +2,10 @@
 
 connectors   LMCache in process as released and with kvfix, LMCache's server, OffloadingConnector, none
 faults       every planted fault, on LMCache in process with kvfix
+partial      the last chunk of a prompt stored in part: healthy, and wrong
+noisy        faults on an engine whose logits have noise
 ranks        two ranks: healthy, and one of them wrong
-lora         an adapter that shares KV with its base model, and with KVF017 not
+lora         an adapter that shares KV with its base model, and one that does not, with KVF017
 pd           prefill and decode instances with NIXL: healthy, and a transfer that returns zeros
 healthy N    N healthy runs in bfloat16 while other clients use the server: no run may exit 1
 noise N      N simulated healthy runs for each kind of noise
@@ -137,6 +139,40 @@ class Pair(pd.Pair):
         self.url = f"http://127.0.0.1:{self.port}"
 
 
+def lora() -> bool:
+    with in_folder() as folder:
+        write_adapter(folder / "adapter")
+        results = []
+        for number, (mode, expected) in enumerate([("fix", 1), ("fix plus=KVF017", 0)]):
+            server = Served(folder / str(number), mode, served.IN_PROCESS)
+            server.options = [*Served.options, "--enable-lora", "--lora-modules", f"adapter={folder / 'adapter'}"]
+            with server.running():
+                results.append(run(f"LoRA, KVFIX={mode!r}", (expected,), server.url, "--model", "adapter"))
+        return all(results)
+
+
+def write_adapter(folder: Path) -> None:
+    """A LoRA of every layer's projections to queries and values, with weights that change each answer."""
+    import torch
+    from safetensors.torch import save_file
+
+    torch.manual_seed(1)
+    model, rank = real_engine.MODEL, 8
+    size = model["hidden_size"]
+    head = size // model["num_attention_heads"]
+    widths = {"q_proj": size, "v_proj": head * model["num_key_value_heads"]}
+    weights = {}
+    for layer in range(model["num_hidden_layers"]):
+        for name, width in widths.items():
+            at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{at}.lora_A.weight"] = torch.randn(rank, size) / 4
+            weights[f"{at}.lora_B.weight"] = torch.randn(width, rank) / 4
+    folder.mkdir()
+    save_file(weights, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(widths), "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
 def prefill_decode() -> bool:
     with in_folder() as folder, pd.running(Pair(folder)) as pair:
         results = []
@@ -186,7 +222,7 @@ def noise(runs: int) -> bool:
 
 TRIALS: dict[str, Callable[..., bool]] = {
     "connectors": connectors, "faults": faults, "partial": partial, "noisy": noisy,
-    "ranks": ranks, "pd": prefill_decode, "healthy": healthy,
+    "ranks": ranks, "lora": lora, "pd": prefill_decode, "healthy": healthy,
     "noise": noise,
 }  # fmt: skip
 

@@ -124,6 +124,16 @@ def connects(host: str, port: int, seconds: float = 3.0) -> str:
         return getattr(error, "strerror", None) or str(error)
 
 
+def needs_password(host: str, port: int, seconds: float = 1.0) -> bool:
+    """True if a Redis refuses PING without a password."""
+    try:
+        with socket.create_connection((host, port), seconds) as connection:
+            connection.sendall(b"PING\r\n")
+            return connection.recv(64).startswith(b"-NOAUTH")
+    except OSError:
+        return False
+
+
 def gib(size: float) -> str:
     """A number of bytes for people."""
     return f"{size / GIB:.4g} GiB" if size >= GIB / 10 else f"{size / 2**20:.4g} MiB"

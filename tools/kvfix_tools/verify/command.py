@@ -72,7 +72,7 @@ def _verify(options: Options, about: dict[str, Any], subject: Server, reference:
             f"{reference.url} has no /metrics of vLLM, so it is unknown whether any token came from the connector."
             " Use the port of the engine itself, not a proxy"
         )
-    maker, sizes = _plan(options, reference, metrics, int(chosen.get("max_model_len") or 0))
+    maker, sizes = _plan(options, reference, metrics, _context_length(models, chosen))
     rounds = Rounds(subject, reference, maker, sizes, options.clients, _progress)
     if options.dry_run:
         return _dry_run(options, maker, sizes, rounds)
@@ -101,6 +101,12 @@ def _plan(options: Options, server: Server, metrics: Metrics, model_length: int)
         raise Refused(f"prompts of {longest} tokens are shorter than three blocks of {block}: use --prompt-tokens")
     maker = Maker(sorted(set(vocabulary)), per_word, random.Random(options.seed))
     return maker, Sizes(options.chunk, block, longest)
+
+
+def _context_length(models: list[dict[str, Any]], chosen: dict[str, Any]) -> int:
+    """Tokens of the longest context. vLLM states the length for the base model only, not for its adapters."""
+    base = next((each for each in models if each["id"] == chosen.get("parent")), chosen)
+    return int(chosen.get("max_model_len") or base.get("max_model_len") or 0)
 
 
 def _adapters(models: list[dict[str, Any]], chosen: dict[str, Any]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvfix_tools.diagnose.findings import Answer, Severity, finding
-from kvfix_tools.diagnose.findings.lookups_seen import CHUNK, ENOUGH, Lookups, lookups_of
+from kvfix_tools.diagnose.findings.lookups_seen import CHUNK, ENOUGH, Lookups, lookups_by_file, lookups_of
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
@@ -34,7 +34,17 @@ def never_a_hit(log: Diagnosis, line: LogLine) -> Answer | None:
     Normal: the first request with each prompt. Prompts that never begin alike have no hits whatever the seed.
     """
     kept = _never(log)
-    if kept is None or not kept.stored or not log.counts["hash_seed"]:
+    if kept is not None:
+        return _never_a_hit(kept)
+    for file, each in lookups_by_file(log).items() if len(lookups_by_file(log)) > 1 else ():
+        answer = _never_a_hit(each)
+        if answer is not None:
+            return answer._replace(sentence=f"{answer.sentence}, in {file}")
+    return None
+
+
+def _never_a_hit(kept: Lookups) -> Answer | None:
+    if kept.number < ENOUGH or kept.hits or not kept.stored or not kept.unseeded:
         return None
     apart = bool(kept.storers - kept.askers) or len(kept.askers) > 1
     lost = kept.local >= (kept.chunk or CHUNK)

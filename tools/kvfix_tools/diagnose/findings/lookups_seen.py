@@ -40,21 +40,41 @@ class Lookups:
         #: {(model, world size, dtype, chunk size) of a worker: its line}
         self.engines: dict[tuple[str, str, str, str], LogLine] = {}
         self.shared = self.empty = 0
+        #: Processes of an engine whose PYTHONHASHSEED is not set.
+        self.unseeded = 0
 
     @property
     def number(self) -> int:
         return len(self.requests)
 
 
+class _Files(dict[str, Lookups]):
+    """{file: the lookups in it}. Each engine has a log of its own, if several are given."""
+
+
 def lookups_of(log: Diagnosis) -> Lookups:
+    """Return the lookups of all files together."""
     return log.state(Lookups)
+
+
+def lookups_by_file(log: Diagnosis) -> dict[str, Lookups]:
+    return log.state(_Files)
+
+
+def _lookups_with(log: Diagnosis, line: LogLine) -> tuple[Lookups, Lookups]:
+    """Return the lookups that a line belongs to: those of all files, and those of its file."""
+    return lookups_of(log), log.state(_Files).setdefault(line.file, Lookups())
 
 
 @note("asked")
 def _note_asked(log: Diagnosis, line: LogLine) -> None:
-    f, kept = line.fields, lookups_of(log)
-    if f.get("hit") is None:  # asynchronous: not answered yet
-        return
+    if line.fields.get("hit") is not None:  # None: asynchronous, not answered yet
+        for kept in _lookups_with(log, line):
+            _note_lookup(kept, line)
+
+
+def _note_lookup(kept: Lookups, line: LogLine) -> None:
+    f = line.fields
     kept.longest = max(kept.longest, f["total"])
     kept.local = max(kept.local, f.get("computed") or 0)
     if line.request in kept.requests or len(kept.requests) >= _REQUESTS:
@@ -70,8 +90,7 @@ def _note_asked(log: Diagnosis, line: LogLine) -> None:
 
 @note("stored")
 def _note_stored(log: Diagnosis, line: LogLine) -> None:
-    if line.fields["tokens"]:
-        kept = lookups_of(log)
+    for kept in _lookups_with(log, line) if line.fields["tokens"] else ():
         kept.stored += 1
         if len(kept.storers) < _ENGINES:
             kept.storers.add(line.process)
@@ -79,16 +98,18 @@ def _note_stored(log: Diagnosis, line: LogLine) -> None:
 
 @note("hash_seed")
 def _note_shared(log: Diagnosis, line: LogLine) -> None:
-    lookups_of(log).shared += not line.fields["why"].startswith("Using builtin")
+    for kept in _lookups_with(log, line):
+        kept.unseeded += 1
+        kept.shared += not line.fields["why"].startswith("Using builtin")
 
 
 @note("configured")
 def _note_settings(log: Diagnosis, line: LogLine) -> None:
-    kept = lookups_of(log)
-    kept.settings.update(_settings(line.fields["settings"]))
-    if kept.settings.get("chunk_size", "").isdigit():
-        kept.chunk = int(kept.settings["chunk_size"])
-    kept.shared += kept.settings.get("remote_url", "None") != "None"
+    for kept in _lookups_with(log, line):
+        kept.settings.update(_settings(line.fields["settings"]))
+        if kept.settings.get("chunk_size", "").isdigit():
+            kept.chunk = int(kept.settings["chunk_size"])
+        kept.shared += kept.settings.get("remote_url", "None") != "None"
 
 
 @lru_cache(maxsize=64)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from kvfix import redact
 from kvfix_tools.doctor import servers
 from kvfix_tools.doctor.checks import Line, check, ok, problem, unchecked
-from kvfix_tools.doctor.machine import connects, port_in_use, resolves
+from kvfix_tools.doctor.machine import connects, needs_password, port_in_use, resolves
 from kvfix_tools.doctor.setup import Setup
 
 _ANY = ("0.0.0.0", "::", "*")
@@ -133,7 +133,7 @@ def server(setup: Setup) -> Iterator[Line]:
 
 @check("remote-store")
 def remote_store(setup: Setup) -> Iterator[Line]:
-    """The store in remote_url answers on its port (lm, redis and valkey)."""
+    """The store in remote_url answers on its port (lm, redis and valkey), and needs no password that is missing."""
     for name, url in _reached(setup):
         at = servers.address(url)
         if name != "remote_url" or at.port is None or at.host in _ANY or not resolves(at.host):
@@ -141,5 +141,7 @@ def remote_store(setup: Setup) -> Iterator[Line]:
         why = connects(at.host, at.port)
         if why:
             yield problem(f"remote_url {redact.text(url)} does not answer: {why}", "start it, or correct remote_url")
+        elif url.startswith("redis://") and "@" not in url and needs_password(at.host, at.port):
+            yield problem(f"{redact.text(url)} refuses commands without a password", "redis://:PASSWORD@HOST:PORT")
         else:
             yield ok(f"remote_url {redact.text(url)} answers")
