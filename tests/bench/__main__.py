@@ -1,6 +1,6 @@
 """`make bench`: every speed that kvfix promises, compared with its peer or the unpatched code, measured in one run.
 
-    python -m tests.bench [NAME ...] [--json]
+    python -m tests.bench [NAME ...]
 
 A bench is a module of this folder with `measure()`, which yields rows. They have no time limit: a busy machine takes
 longer. What one has measured is shown also where another fails. Exit 1 if one failed, or a promise was not kept.
@@ -8,7 +8,6 @@ longer. What one has measured is shown also where another fails. Exit 1 if one f
 
 from __future__ import annotations
 
-import json
 import pkgutil
 import sys
 import traceback
@@ -24,24 +23,19 @@ Bench = Callable[[], Iterable[Row]]
 
 
 def main(arguments: list[str]) -> int:
-    as_json = "--json" in arguments
-    wanted = [name for name in arguments if name != "--json"]
     names = [
         found.name
         for found in pkgutil.iter_modules(import_module("tests.bench").__path__)
         if found.name not in ("row", "engine_logs", "__main__")
     ]
-    unknown = set(wanted) - set(names)
+    unknown = set(arguments) - set(names)
     if unknown:
         print(f"no bench {', '.join(sorted(unknown))}; known: {', '.join(names)}", file=sys.stderr)
         return 2
     failed: list[str] = []
-    benches = ((name, import_module(f"tests.bench.{name}").measure) for name in wanted or names)
+    benches = ((name, import_module(f"tests.bench.{name}").measure) for name in arguments or names)
     rows = list(measured(benches, failed))
-    if as_json:
-        print(json.dumps([{**row._asdict(), "kept": row.kept} for row in rows], indent=2))
-    else:
-        show(rows)
+    show(rows)
     if failed:
         print(f"not measured: {', '.join(failed)}", file=sys.stderr)
     return int(bool(failed) or not all(row.kept for row in rows))

@@ -2,7 +2,7 @@
 
 Real logs: whole lives of engines, one after the other, as they are and with requests and times of their own. A dense
 log: 60% of its lines are LMCache's own and count, each of a new request; a sparse one: 1%. A stream through standard
-input: KVFIX_BENCH_GB gigabytes of it. Seconds are of processor time, so that other work on the machine does not count;
+input: a fifth of a gigabyte. Seconds are of processor time, so that other work on the machine does not count;
 starting Python is left out. grep only searches for the needles; kvfix reads the lines, and keeps the ledger.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import gzip
 import json
-import os
 import re
 import resource
 import subprocess
@@ -35,7 +34,7 @@ CRASH = Path(releases.__file__).parent / "logs/crash-0.3.10.log.gz"
 LOGS = {"dense": (60, 8), "sparse": (1, 30)}
 #: MB/s of real logs, at least: lives that are the same, and lives with requests and times of their own.
 REAL = {False: 40, True: 20}
-GIGABYTES = float(os.environ.get("KVFIX_BENCH_GB", "0.2"))
+GIGABYTES = 0.2
 #: What stands between: vLLM's access log and its requests.
 OTHERS = [
     '(APIServer pid=7) INFO:     10.0.{0}.7:{1} - "POST /v1/chat/completions HTTP/1.1" 200 OK\n',
@@ -78,7 +77,6 @@ def measure() -> Iterator[Row]:
                 what = f"lives of {name}{', requests of their own' if fresh else ''}"
                 peer = f"grep -c {found['bytes'] / 1e6 / grep(log):.0f} MB/s"
                 yield Row(what, found["bytes"] / 1e6 / found["cpu"], "MB/s a core", peer, at_least=REAL[fresh])
-        yield from memory(log)
     yield from stream()
 
 
@@ -96,16 +94,6 @@ def stream() -> Iterator[Row]:
     what = f"{found['bytes'] / 1e9:.1f} GB through standard input"
     yield Row(f"memory for {what}", found["rss"], "MB", "", at_most=200)
     yield Row(f"{what}, requests of their own", speed, "MB/s a core", "as from a file", at_least=REAL[True])
-
-
-def memory(log: Path) -> Iterator[Row]:
-    """Ten times the log and the requests, and the same memory."""
-    write(log, 60, 20)
-    few = read(log)
-    write(log, 60, 200)
-    many = read(log)
-    beside = f"{few['rss']:.0f} MB for 20 MB, {few['asked']} requests"
-    yield Row(f"memory for 200 MB with {many['asked']} requests", many["rss"], "MB", beside, at_most=200)
 
 
 def read(log: Path) -> dict[str, Any]:

@@ -1,29 +1,23 @@
-"""`kvfix look` at an engine under load that was started without kvfix: many looks, one a second.
+"""`kvfix look` at an engine under load that was started without kvfix: a thousand looks, one a second.
 
-Seconds with looks and without take turns, on one engine, so they share the state of the machine. No look may find
-anything wrong, and every round of the same requests has the same answers. KVFIX_BENCH_LOOKS: how many; a thousand take
-forty minutes. On two cores: one is the engine's, with one thread for its kernels, the other one the looker's. An engine
-whose kernels take all cores pays for what a look costs outside of it too, which is a row of its own.
+No look may find anything wrong, and every round of the same requests has the same answers. On two cores: one is the
+engine's, with one thread for its kernels, the other one the looker's. An engine whose kernels take all cores pays for
+what a look costs outside of it too, which is a row of its own.
 
-Rounds a second are of the machine as much as of the looks. So they are counted by the second of a processor that the
-engine had: what it waits for a core that others have is left out. The looks' own time is measured too: how long a
-thread of the engine is stopped, less what it or the looker wait meanwhile, and the processor time of what its main
-thread runs for kvfix.
+What is measured: how long a thread of the engine is stopped, less what it or the looker wait meanwhile, and the
+processor time of what its main thread runs for kvfix.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import resource
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from itertools import pairwise
-from math import sqrt
 from pathlib import Path
-from statistics import mean, median, quantiles, stdev
+from statistics import mean, median, quantiles
 from typing import Any
 from unittest import mock
 
@@ -33,9 +27,9 @@ from kvfix_tools.look import calls, inject, looking
 from tests.bench.row import Row
 from tests.engine import start
 
-LOOKS = int(os.environ.get("KVFIX_BENCH_LOOKS", "1000"))
-#: Seconds between two looks, and of a turn.
-PAUSE, TURN = 1.0, 4.0
+LOOKS = 1000
+#: Seconds between two looks.
+PAUSE = 1.0
 #: The engine's core, and the looker's.
 ENGINE, LOOKER = 0, 1
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": str(ENGINE)}
@@ -47,17 +41,6 @@ exec(compile({whole!r}, "<kvfix>", "exec"), {{}})
 with open({file!r}, "a") as file:
     file.write(f"{{time.thread_time() - began}}\\n")
 """
-_ROUND = re.compile(r"calm round \d+ after ([\d.]+) s, at ([\d.]+)")
-
-
-@dataclass
-class _Turn:
-    """Seconds; `ran`: those that the engine's threads had on a processor."""
-
-    looks: bool
-    begin: float
-    end: float
-    ran: float
 
 
 class _Timed:
@@ -93,8 +76,8 @@ def _waited(threads: Iterable[int]) -> float:
 
 def measure() -> Iterator[Row]:
     looks: list[Look] = []
-    turns: list[_Turn] = []
     outside: list[float] = []
+    seconds: list[float] = []
     with tempfile.TemporaryDirectory(prefix="kvfix-bench-") as place, start.server() as transfer:
         folder = Path(place)
         stopped, run = folder / "stopped", folder / "run"
@@ -111,14 +94,12 @@ def measure() -> Iterator[Row]:
                 for file in (stopped, run):
                     file.write_text("")
                 outside.append(_seconds())
-                threads = [thread.name for each in tree for thread in Path(f"/proc/{each.pid}/task").iterdir()]
+                seconds.append(time.monotonic())
                 while len(looks) < LOOKS:
-                    with_looks, begin, ran = not (turns and turns[-1].looks), time.monotonic(), _ran(threads)
-                    while (now := time.monotonic()) < begin + TURN:
-                        if with_looks:
-                            looks.append(looker.look())
-                        time.sleep(max(0.0, min(begin + TURN, now + PAUSE) - time.monotonic()))
-                    turns.append(_Turn(with_looks, begin, time.monotonic(), _ran(threads) - ran))
+                    now = time.monotonic()
+                    looks.append(looker.look())
+                    time.sleep(max(0.0, now + PAUSE - time.monotonic()))
+                seconds.append(time.monotonic())
                 outside.append(_seconds())
             finally:
                 (folder / "stop").touch()
@@ -130,7 +111,7 @@ def measure() -> Iterator[Row]:
         with timed[0], timed[1]:
             ran = start.run(
                 folder, False, transfer, engine=start.TWO_PROCESSES, program="attached.py", forked=False,
-                when=("calm round 3 ", do), calm=start.CROWD[:2], hard=[], flags=str(folder), limit=4 * LOOKS + 300,
+                when=("calm round 3 ", do), calm=start.CROWD[:2], hard=[], flags=str(folder), limit=2 * LOOKS + 300,
                 environment=_ONE_THREAD,
             )  # fmt: skip
         stops, runs = ([float(line) for line in file.read_text().split()] for file in (stopped, run))
@@ -143,33 +124,14 @@ def measure() -> Iterator[Row]:
     yield Row("a look, reads of all threads", mean(took), "ms", f"{quantiles(took, n=100)[98]:.1f} ms in one of 100", 5)
     beside = f"{len(stops)} of {1000 * median(stops):.2f} ms, {1000 * quantiles(stops, n=100)[98]:.1f} ms in one of 100"
     yield Row("a stop of a thread", 1000 * mean(stops), "ms", beside, 2)
-    seconds = sum(turn.end - turn.begin for turn in turns if turn.looks)
-    shares = [100 * sum(each) / seconds for each in (stops, runs)]
-    beside = f"stopped {shares[0]:.3f}, at work {shares[1]:.3f} in {len(runs)} runs, of {seconds:.0f} s"
+    whole = seconds[1] - seconds[0]
+    shares = [100 * sum(each) / whole for each in (stops, runs)]
+    beside = f"stopped {shares[0]:.3f}, at work {shares[1]:.3f} in {len(runs)} runs, of {whole:.0f} s"
     yield Row("stopped by looks, or at work for them", sum(shares), "%", beside, 1)
     yield Row("a look, outside of the engine", 1000 * (outside[1] - outside[0]) / LOOKS, "ms of a core", "", 20)
-    rounds = [(float(at) - float(of), float(at)) for of, at in _ROUND.findall(ran.log)]
-    ratios = [
-        _rate(first, rounds) / _rate(second, rounds) for first, second in zip(turns[::2], turns[1::2], strict=False)
-    ]
-    error = 2 * stdev(ratios) / sqrt(len(ratios))
-    beside = f"{len(answers)} rounds, {len(ratios)} pairs of turns, +- {error:.3f}; less the time it was stopped"
-    measured = mean(ratios) * (1 - shares[0] / 100)
-    yield Row("rounds a second with looks", measured, "of those without", beside, at_least=0.99 - error)
 
 
 def _seconds() -> float:
     """Of processors, that the looker and its ended children have taken."""
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(each.ru_utime + each.ru_stime for each in used)
-
-
-def _ran(threads: Iterable[str]) -> float:
-    """Seconds, on a processor."""
-    return sum(int(Path(f"/proc/{each}/schedstat").read_text().split()[0]) for each in threads) / 1e9
-
-
-def _rate(turn: _Turn, rounds: list[tuple[float, float]]) -> float:
-    """Rounds by the second of a processor: of a round that began before the turn or ended after it, its part."""
-    parts = ((min(end, turn.end) - max(begin, turn.begin)) / (end - begin) for begin, end in rounds)
-    return sum(part for part in parts if part > 0) / turn.ran

@@ -140,11 +140,13 @@ def test_without_vllm_and_lmcache(fresh: Fresh) -> None:
 def test_json_has_every_row_in_the_order_of_codes(fresh: Fresh) -> None:
     def asked(*options: str) -> list[dict[str, str]]:
         lines = ["import sys", f"sys.path.insert(0, {str(RELEASES / '0.3.10')!r})", f"sys.argv[1:] = {options!r}"]
-        code = "; ".join([*lines, "from kvfix_tools.cli import main", "main()"])
-        return list(json.loads(fresh.run([sys.executable, "-c", code]).stdout))
+        done = fresh.run([sys.executable, "-c", "; ".join([*lines, "from kvfix_tools.cli import main", "main()"])])
+        assert done.returncode == 1
+        return list(json.loads(done.stdout))
 
     found = asked("status", "--json")
     assert found == asked("status", "--json", "--all")
+    assert list(found[0]) == ["code", "slug", "dist", "version", "verdict", "reason"]
     assert [row["code"] for row in found] == sorted(row["code"] for row in found)
     assert {"applicable", "not-affected"} <= {row["verdict"] for row in found}
 

@@ -1,11 +1,10 @@
-"""Plays healthy schedules without kvfix, and with a fault planted in each part of its connector events. Prints JSON.
+"""Plays healthy schedules without kvfix, and with a fault planted in each part of its connector events.
 
-Run as `python faults.py RELEASE`. Real scheduler and connectors: their decisions must be the same each time.
+Real scheduler and connectors: their decisions must be the same each time.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -20,7 +19,7 @@ from unittest import mock
 
 import kvfix
 from kvfix.session import session
-from kvfix_tools.lab import releases, runner
+from kvfix_tools.lab import releases
 
 FIRST = [("v1", 3), ("mp", 3)]
 #: Schedules of each connector that are fuzzed in mode `check`, with aborts, failed loads and all options.
@@ -44,36 +43,34 @@ class Odd:
     __hash__ = None  # type: ignore[assignment]
 
 
-def main(release: str) -> dict[str, Any]:
-    runner.prepare(release)
-    with runner.quiet():
-        from kvfix_tools.lab.fuzz import play
-        from kvfix_tools.lab.schedule import draw
+def play_all() -> dict[str, Any]:
+    from kvfix_tools.lab.fuzz import play
+    from kvfix_tools.lab.schedule import draw
 
-        # with drafts and pauses these two have fewer events
-        schedules = [draw(seed, connector, plain=True, lacks=("drafter", "pause")) for connector, seed in FIRST]
+    # with drafts and pauses these two have fewer events
+    schedules = [draw(seed, connector, plain=True, lacks=("drafter", "pause")) for connector, seed in FIRST]
 
-        def decided() -> list[Any]:
-            """All events except leaks: a fix of kvfix may remove a leak."""
-            logs = [play(schedule).log for schedule in schedules]
-            return [[(step, *event) for step, event in log if type(event).__name__ != "Left"] for log in logs]
+    def decided() -> list[Any]:
+        """All events except leaks: a fix of kvfix may remove a leak."""
+        logs = [play(schedule).log for schedule in schedules]
+        return [[(step, *event) for step, event in log if type(event).__name__ != "Left"] for log in logs]
 
-        kvfix.revert()
-        alone = decided()
-        answer: dict[str, Any] = {"events": sum(map(len, alone)), "faults": {}}
-        for what, plant in FAULTS.items():
-            found = watch(plant, decided)
-            answer["faults"][what] = {**found, "same": found["same"] == alone}
-        steps = 0
+    kvfix.revert()
+    alone = decided()
+    answer: dict[str, Any] = {"events": sum(map(len, alone)), "faults": {}}
+    for what, plant in FAULTS.items():
+        found = watch(plant, decided)
+        answer["faults"][what] = {**found, "same": found["same"] == alone}
+    steps = 0
 
-        def fuzz() -> None:
-            nonlocal steps
-            for connector, _ in FIRST:
-                for seed in range(SEEDS):
-                    steps += play(draw(seed, connector, lacks=releases.lacking())).steps
+    def fuzz() -> None:
+        nonlocal steps
+        for connector, _ in FIRST:
+            for seed in range(SEEDS):
+                steps += play(draw(seed, connector, lacks=releases.lacking())).steps
 
-        answer["fuzz"] = watch(lambda: mock.patch.dict(os.environ), fuzz)["logged"]
-        answer["steps"] = steps
+    answer["fuzz"] = watch(lambda: mock.patch.dict(os.environ), fuzz)["logged"]
+    answer["steps"] = steps
     return answer
 
 
@@ -174,17 +171,10 @@ def read_only() -> Any:
 
 
 HOOKS = (
-    "get_num_new_matched_tokens",
-    "update_state_after_alloc",
-    "build_connector_meta",
-    "update_connector_output",
-    "request_finished",
-    "request_finished_answer",
-    "start_load_kv",
-    "wait_for_save",
-    "wait_for_save_answer",
+    "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta", "update_connector_output",
+    "request_finished", "request_finished_answer", "start_load_kv", "wait_for_save", "wait_for_save_answer",
     "get_finished",
-)
+)  # fmt: skip
 READERS = ("hit", "loads", "stores", "kept", "lookup_timeout")
 FAULTS: dict[str, Callable[[], Any]] = {
     "nothing": lambda: mock.patch.dict(os.environ),
@@ -212,6 +202,3 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "wall clock goes back": lambda: backwards("time.time_ns"),
     "signal in a hook": signal_in_a_hook,
 }
-
-if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1])))

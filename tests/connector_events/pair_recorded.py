@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import kvfix
+from tests.lab.pair_fuzzed import leases_are_over_at_once, nothing  # noqa: F401  planted by their names
 
 #: Seconds that the monotonic and the wall clock of an engine's machine are ahead.
 CLOCKS = {"prefill": (0.0, 0.0), "decode": (5000.0, -3.0)}
@@ -36,20 +37,6 @@ def lose_aborts(pair: Any) -> None:
         return answer
 
     scheduler.request_finished = request_finished
-
-
-def leases_are_over_at_once(pair: Any) -> None:
-    worker = pair.prefill.connector.workers[0].adapter
-    start = worker.start_load_kv
-
-    def start_load_kv(metadata: Any) -> None:
-        start(metadata)
-        worker._reqs_to_send.update(dict.fromkeys(worker._reqs_to_send, 0.0))
-
-    worker.start_load_kv = start_load_kv
-
-
-def nothing(pair: Any) -> None: ...
 
 
 def recorded(fault: str, seconds: float = 0.0, connector: str = "nixl-pull") -> str:

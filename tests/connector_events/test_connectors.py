@@ -45,9 +45,6 @@ def watched() -> dict[str, dict[str, Any]]:
             loaded[name] = factory.get_connector_class_by_name(name)
     before = {name: functions(cls) for name, cls in loaded.items()}
     signatures = {
-        name: {hook: str(inspect.signature(f)) for hook, f in found.items()} for name, found in before.items()
-    }
-    signatures = {
         (name, hook): str(inspect.signature(f)) for name, found in before.items() for hook, f in found.items()
     }
     kvfix.apply("observe", only=[])

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from kvfix_tools import explain, recording, replay
-from tests.conftest import RELEASES, run_forked
+from kvfix_tools import recording, replay
+from tests.conftest import RELEASES, Once, run_forked
+from tests.connector_events import every_mode
 
 MISMATCH = "Mismatch in tokens to load: 256 vs 256 (tokens in lmcache) - 336 (tokens in vllm)"
 CHANGED = "KVR002 promise-changed long: promised 256 where 0 was promised before: hit 256 - computed 336 -> 0"
@@ -24,11 +25,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def played(folder: Path) -> dict[str, Any]:
-    script = Path(__file__).with_name("every_mode.py")
-    done = run_forked([sys.executable, str(script), str(RELEASES / "0.3.10"), str(folder)], folder)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+def played(folder: Path, once: Once) -> dict[str, Any]:
+    return dict(once(every_mode.play_all, RELEASES / "0.3.10", str(folder)))
 
 
 @pytest.mark.parametrize("mode", ["alone", "fix", "observe", "check", "suppressed"])
@@ -187,14 +185,3 @@ def test_the_lab_plays_an_engines_record_again(tmp_path: Path) -> None:
     output = played_again(Path(__file__).with_name("recordings") / "crash-lmcache-0.3.10.jsonl", "--no-fixes", tmp_path)
     assert output["on_record"] == [["KVR002", "1-a2b47532"], ["KVR011", "1-a2b47532"]]
     assert output["here"] == output["on_record"]
-
-
-def test_explain_a_rule(capsys: pytest.CaptureFixture[str]) -> None:
-    assert explain.explain("KVR002", json=False) == 0
-    output = capsys.readouterr().out
-    assert output.startswith("KVR002 promise-changed\n\nThe connector promises the same number of tokens each time")
-    assert "KVF001 lookup-cache-ignores-computed" in output
-    assert explain.explain("promise-changed", json=True) == 0
-    assert json.loads(capsys.readouterr().out)["fixes"] == ["KVF001"]
-    assert explain.explain("KVR999", json=False) == 2
-    assert "no finding 'KVR999'" in capsys.readouterr().err

@@ -9,7 +9,6 @@ from pathlib import Path
 from tests.diagnose import releases, test_stacks
 from tests.diagnose.lines import (
     NEWEST,
-    SCHEDULER,
     V1,
     adapter,
     asked,
@@ -20,6 +19,7 @@ from tests.diagnose.lines import (
     logged,
     site_packages,
     stats,
+    transfer_asserts,
     unread,
     version,
     vllm,
@@ -219,13 +219,8 @@ def hits() -> dict[str, list[str]]:
         "KVD403": [logged(release, "double_unpin", "1403", -1) for release in ("0.3.9", NEWEST)]
         + [logged(NEWEST, "double_unpin", "1403 ", -1)],  # as people type it
         "KVD404": [logged(NEWEST, "not_stored", which="not store") * 20],
-        "KVD109": [
-            bare("", SCHEDULER, "_update_from_kv_xfer_finished", "assert req_id in self.requests", root=site_packages())
-        ],
-        "KVD111": [
-            version("0.5.4") + bare("", SCHEDULER, "_update_from_kv_xfer_finished",
-                 "assert RequestStatus.is_finished(req.status)", root=site_packages())
-        ],
+        "KVD109": [transfer_asserts("assert req_id in self.requests")],
+        "KVD111": [version("0.5.4") + transfer_asserts("assert RequestStatus.is_finished(req.status)")],
         "KVD113": [raise_in(adapter(NEWEST), "from_new_request", ast.parse("len(None)").body[0], 190)],
         "KVD114": [
             logged(NEWEST, "lookup_given_up", "r1", 3)

@@ -15,7 +15,7 @@ from kvfix_tools.diagnose.log_line import LogLine
 from maintain import logging_statements
 from tests.conftest import RELEASES
 from tests.diagnose import releases
-from tests.diagnose.releases import fail, files
+from tests.diagnose.releases import CORE, bare, fail, files
 
 NEWEST = "0.5.6"
 
@@ -124,6 +124,11 @@ def site_packages() -> Path:
     return Path(found.origin).parent.parent
 
 
+def transfer_asserts(source: str) -> str:
+    """The traceback of this assertion of vLLM's scheduler about a transfer that has ended."""
+    return bare("", SCHEDULER, "_update_from_kv_xfer_finished", source, root=site_packages())
+
+
 def adapter(release: str) -> Path:
     return files(release)[V1][0]
 
@@ -139,6 +144,14 @@ def handler_failed(head: str = "Error in blocking handler", error: str = "broken
         f"    raise ValueError({error!r})\n"
         f"ValueError: {error}\n"
     )
+
+
+def raised(frames: list[tuple[str, str, str]], error: str) -> str:
+    """A traceback that EngineCore logs. frames: file, function and line of code."""
+    lines = ["Traceback (most recent call last):"]
+    for file, function, source in frames:
+        lines += [f'  File "/opt/app/{file}", line 7, in {function}', f"    {source}"]
+    return "".join(f"{CORE}{line}\n" for line in [*lines, error])
 
 
 def scanned(log: bytes, file: str = "log") -> list[LogLine]:

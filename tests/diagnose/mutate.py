@@ -13,7 +13,6 @@ import io
 import json
 import random
 import sys
-import time
 import traceback
 from functools import lru_cache
 from pathlib import Path
@@ -112,26 +111,15 @@ def main() -> int:
     options.add_argument("--first", type=int, default=0, help="number of the first")
     options.add_argument("--seed", type=int, default=0)
     given = options.parse_args()
-    start, shown, bad = time.monotonic(), time.monotonic(), 0
-    codes: dict[str, int] = {}
-    size = 0
+    bad = 0
     for number in range(given.first, given.first + given.count):
         log = draw(given.seed, number)
-        size += len(log)
         try:
-            found = check(log, (1 << 12, 1 << 16, log_files.BLOCK)[number % 3])
+            check(log, (1 << 12, 1 << 16, log_files.BLOCK)[number % 3])
         except Exception:  # noqa: BLE001
             bad += 1
             print(f"log {number} of seed {given.seed} ({len(log)} bytes):\n{traceback.format_exc()}", file=sys.stderr)
-            continue
-        for code in found or ["nothing"]:
-            codes[code] = codes.get(code, 0) + 1
-        if time.monotonic() - shown > 10:
-            shown = time.monotonic()
-            done = number + 1 - given.first
-            print(f"{done} of {given.count} logs, {done / (shown - start):.0f} a second", file=sys.stderr)
-    print(f"{given.count} logs, {size / 1e6:.0f} MB, {time.monotonic() - start:.0f} s: {bad} were not read")
-    print("found: " + ", ".join(f"{code} {many}" for code, many in sorted(codes.items())))
+    print(f"{given.count} logs: {bad} were not read")
     return int(bool(bad))
 
 

@@ -10,7 +10,7 @@ import pytest
 from kvfix_tools.diagnose import command, statements
 from kvfix_tools.diagnose.line_scanner import Scanner
 from maintain.documentation import error_index
-from tests.diagnose.lines import NEWEST, codes, diagnose, logged, stats
+from tests.diagnose.lines import NEWEST, codes, diagnose, logged, raised, stats
 from tests.diagnose.releases import CORE
 
 LIBRARY = "/x/site-packages/lmcache/c_ops.cpython-312-x86_64-linux-gnu.so"
@@ -93,8 +93,15 @@ def test_a_message_in_a_sentence_is_none() -> None:
         ("double free or corruption (!prev)", "KVD249"),
         ("CUDA error: an illegal memory access was encountered", "KVD240"),
         ("  what():  HIP error: invalid device function", "KVD199"),
+        ("*** SIGSEGV (@0x0) received by PID 309 (TID 0x7f29) from PID 0; stack trace: ***", "KVD383"),
+        ("Worker process terminated unexpectedly with signal 11", "KVD383"),
+        ("==== backtrace (tid:  59888) ====", "KVD587"),
+        ("/bin/sh: line 1: 77 Bus error               (core dumped) vllm serve", "KVD384"),
+        ("ImportError: libetcd_wrapper.so: cannot open shared object file: No such file or directory", "KVD386"),
+        ("[2026-02-23 16:08:35,513] LMCache ERROR: Error handling request RequestType.LOOKUP (mq.py:7:lmcache.mq)",
+         "KVD212"),
     ],
-)
+)  # fmt: skip
 def test_a_bare_line_is_explained_or_noticed(line: str, code: str) -> None:
     assert codes(diagnose(f"{line}\n")) == [code]
 
@@ -112,13 +119,6 @@ def test_a_line_of_a_healthy_system_is_nothing(line: str) -> None:
     log = diagnose(f"{line}\n")
     assert codes(log) == []
     assert log.failures.lines == []
-
-
-def raised(frames: list[tuple[str, str, str]], error: str) -> str:
-    lines = ["Traceback (most recent call last):"]
-    for file, function, source in frames:
-        lines += [f'  File "/opt/app/{file}", line 7, in {function}', f"    {source}"]
-    return "".join(f"{CORE}{line}\n" for line in [*lines, error])
 
 
 def test_an_engine_that_gives_up_on_a_worker_is_one_finding() -> None:
@@ -221,19 +221,6 @@ def test_who_called_the_transport_tells_its_failures_apart() -> None:
     assert codes(diagnose(raised([("opt/store.py", "put", "agent.transfer(handle)"), call], error))) == ["KVD199"]
 
 
-@pytest.mark.parametrize(
-    ("line", "code"),
-    [
-        ("*** SIGSEGV (@0x0) received by PID 309 (TID 0x7f29) from PID 0; stack trace: ***\n", "KVD383"),
-        ("==== backtrace (tid:  59888) ====\n", "KVD587"),
-        ("/bin/sh: line 1: 77 Bus error               (core dumped) vllm serve\n", "KVD384"),
-        ("ImportError: libetcd_wrapper.so: cannot open shared object file: No such file or directory\n", "KVD386"),
-    ],
-)
-def test_a_death_and_a_thing_that_is_not_there_have_a_class(line: str, code: str) -> None:
-    assert codes(diagnose(line)) == [code]
-
-
 def test_a_line_that_heads_a_traceback_gives_way_to_what_explains_that() -> None:
     """The server's handler logs that it failed, then the exception: one failure, one remedy."""
     heading = "[2026-11-21 01:41:27,007] LMCache ERROR: Cannot store keys due to exception (any.py:7:lmcache.any)\n"
@@ -301,10 +288,6 @@ def test_what_the_store_itself_says_is_why_it_does_not_give(code: str, error: st
     assert codes(log) == [code]
 
 
-def test_a_worker_that_ended_by_a_signal() -> None:
-    assert codes(diagnose("Worker process terminated unexpectedly with signal 11\n")) == ["KVD383"]
-
-
 def test_what_was_in_a_step_is_no_failure() -> None:
     """vLLM dumps the scheduler's statistics as an error; their names have words of failures."""
     dump = "Dumping scheduler stats: SchedulerStats(num_running_reqs=1, num_corrupted_reqs=0)"
@@ -312,11 +295,6 @@ def test_what_was_in_a_step_is_no_failure() -> None:
     frame = f'{CORE}File "/opt/app/vllm/v1/engine/core.py", line 267, in step\n'
     assert codes(diagnose(line)) == []
     assert codes(diagnose(line, frame)) == ["KVD1148"]
-
-
-def test_the_head_of_a_handlers_error_is_its_finding_alone() -> None:
-    head = "[2026-02-23 16:08:35,513] LMCache ERROR: Error handling request RequestType.LOOKUP (mq.py:7:lmcache.mq)\n"
-    assert codes(diagnose(head)) == ["KVD212"]
 
 
 def test_one_failure_has_one_finding() -> None:

@@ -10,7 +10,7 @@ from kvfix_tools.diagnose import checks
 from kvfix_tools.diagnose.checks import Check
 from maintain import released_checks
 from tests.conftest import RELEASES
-from tests.diagnose.lines import NEWEST, diagnose, site_packages
+from tests.diagnose.lines import NEWEST, diagnose, raised, site_packages
 from tests.diagnose.releases import CORE
 
 PACKAGES = {"lmcache": (NEWEST, RELEASES / NEWEST / "lmcache"), "vllm": ("0.32.0", site_packages() / "vllm")}
@@ -19,22 +19,12 @@ RAISED = "lmcache/v1/kv_layer_groups.py", "parse_kvcache_shape_spec", "KV shape 
 ASSERTED = "vllm/v1/core/kv_cache_utils.py", "__init__", "target_block_size % hash_block_size == 0"
 
 
-def traceback(file: str, function: str, source: str, error: str) -> str:
-    lines = (
-        "Traceback (most recent call last):",
-        f'  File "/opt/app/{file}", line 7, in {function}',
-        f"    {source}",
-        error,
-    )
-    return "".join(f"{CORE}{line}\n" for line in lines)
-
-
-def raised(text: str = RAISED[2], function: str = RAISED[1], file: str = RAISED[0]) -> str:
-    return traceback(file, function, f'raise ValueError("{text}")', f"ValueError: {text}")
+def failed(text: str = RAISED[2], function: str = RAISED[1], file: str = RAISED[0]) -> str:
+    return raised([(file, function, f'raise ValueError("{text}")')], f"ValueError: {text}")
 
 
 def asserted(source: str = ASSERTED[2], function: str = ASSERTED[1]) -> str:
-    return traceback(ASSERTED[0], function, f"assert {source}", "AssertionError")
+    return raised([(ASSERTED[0], function, f"assert {source}")], "AssertionError")
 
 
 def sentence(*lines: str) -> str:
@@ -55,7 +45,7 @@ def test_the_file_has_what_the_release_has(dist: str) -> None:
 
 
 def test_it_names_the_releases_and_the_condition() -> None:
-    assert sentence(raised()).endswith(
+    assert sentence(failed()).endswith(
         f", raised by LMCache, which comes of `not spec_str`; LMCache has this code from 0.3.11 to {NEWEST}, the "
         "newest known: no upgrade takes it away"
     )
@@ -72,7 +62,7 @@ def test_an_assertion_without_a_text_is_found_by_its_code() -> None:
     [{"function": "another"}, {"text": "another text"}, {"file": "lmcache/v1/another.py"}, {"file": "x.py"}],
 )
 def test_near_misses(other: dict[str, str]) -> None:
-    assert "has this code" not in sentence(raised(**other))
+    assert "has this code" not in sentence(failed(**other))
 
 
 def test_a_release_that_has_it_no_more_is_named_as_no_promise() -> None:
@@ -86,7 +76,7 @@ def test_a_release_that_has_it_no_more_is_named_as_no_promise() -> None:
     )
     last = max(having, key=releases.index)
     after = releases[releases.index(last) + 1]
-    said = checks.said_of(diagnose(raised(place[2].text, place[1], f"lmcache/{place[0]}")).failures.raised[0], _ran())
+    said = checks.said_of(diagnose(failed(place[2].text, place[1], f"lmcache/{place[0]}")).failures.raised[0], _ran())
     assert f"{last}, and {after} has it no more: whether its cause is gone too is not known" in said
 
 

@@ -87,6 +87,7 @@ def test_what_can_be_read_is_reported_when_something_cannot(capsys: pytest.Captu
     assert code == 2
     assert "KVD101" in out
     assert "cut.gz: damaged" in err
+    assert json.loads(run(capsys, str(tmp_path / "cut.gz"), json=True)[1])["complete"] is False
 
 
 def test_findings_are_shown_when_the_page_cannot_be_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -170,8 +171,6 @@ def test_the_page_escapes_what_a_log_holds(capsys: pytest.CaptureFixture[str], t
 
 def test_findings_of_a_stream_are_shown_as_they_come() -> None:
     """The finding is there while the pipe is still open."""
-    import gzip
-
     crash = gzip.decompress(Path(CRASH).read_bytes())
     process = subprocess.Popen(
         [sys.executable, "-m", "kvfix_tools.cli", "diagnose", "-"],
@@ -254,19 +253,11 @@ def test_explain_shows_each_finding(capsys: pytest.CaptureFixture[str]) -> None:
     from kvfix_tools.diagnose.findings import catalogue as findings
 
     for rule in findings():
-        assert explain.explain(rule.code.lower(), json=False) == 0
+        assert explain.explain(rule.code, json=False) == 0
         printed = capsys.readouterr().out
-        assert printed.startswith(f"{rule.code} {rule.name} (")
-        assert rule.title in printed
-        assert "\nCause: " in printed
-        assert all(code in printed for code in rule.fixes)
+        assert all(text in printed for text in (rule.title, "\nCause: ", *rule.fixes))
         assert explain.explain(rule.code, json=True) == 0
         assert json.loads(capsys.readouterr().out)["fixes"] == list(rule.fixes)
-    # A fix has the name first.
-    assert explain.explain("abort-asserts-engine", json=False) == 0
-    assert capsys.readouterr().out.startswith("KVF004")
-    assert explain.explain("KVD000", json=False) == 2
-    assert "no finding" in capsys.readouterr().err
 
 
 #: A finding that is not certain, a slow one, and a note.
@@ -353,11 +344,6 @@ def test_reading_that_is_interrupted_is_said(
     assert "interrupted after 3 of 7 MB" in out
     assert "interrupted after 3 of 7 MB" in err
     assert json.loads(run(capsys, str(log), json=True)[1])["complete"] is False
-
-
-def test_cut_input_is_not_complete(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "cut.gz").write_bytes(Path(CRASH).read_bytes()[:-40])
-    assert json.loads(run(capsys, str(tmp_path / "cut.gz"), json=True)[1])["complete"] is False
 
 
 @pytest.mark.parametrize("option", ["html", "issue", "brief"])

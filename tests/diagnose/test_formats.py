@@ -68,6 +68,7 @@ def test_a_crash_is_explained_in_every_format(name: str) -> None:
     log, plain = diagnosed(FORMATS[name](CRASH)), diagnosed(CRASH)
     assert [found.rule.code for found in log.findings] == ["KVD101"]
     assert log.findings[0].sentence == plain.findings[0].sentence
+    assert '"stream"' not in log.findings[0].evidence[0].text
     assert log.counts["asked"] == plain.counts["asked"]
     assert {line.fields["class"] for line in log.failures.raised} == {
         line.fields["class"] for line in plain.failures.raised

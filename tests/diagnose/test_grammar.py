@@ -4,7 +4,6 @@ Some 900 statements of 25 releases."""
 
 from __future__ import annotations
 
-import json
 import re
 from functools import lru_cache
 from importlib.metadata import version
@@ -13,7 +12,7 @@ import pytest
 
 from kvfix_tools.diagnose import grammar, statements
 from kvfix_tools.diagnose.line_scanner import DEBUG
-from kvfix_tools.diagnose.log_line import Fields, LogLine, shown, statement_place
+from kvfix_tools.diagnose.log_line import Fields, LogLine, statement_place
 from maintain import logging_statements
 from tests.conftest import release_names
 from tests.diagnose import releases
@@ -138,22 +137,6 @@ def test_prefixes_of_processes_and_containers(prefix: str) -> None:
         assert ("pid=" in prefix) == bool(found[0].process)
         assert found[0].time is not None
     assert lines(PREFIXES[1] + every_line()[0][1])[0].process == "VllmWorker_0 pid=3126069"
-
-
-def test_lines_in_json_as_docker_keeps_them() -> None:
-    for name, line in every_line():
-        kept = json.dumps({"log": line, "stream": "stderr", "time": "2026-11-21T01:41:27.007812345Z"}) + "\n"
-        found = lines(kept)
-        assert [each.name for each in found] == [name], kept
-        at = statement_place(found[0].body)
-        assert at is not None
-        assert statements.releases_at(name, *at)
-        assert '"stream"' not in shown(found[0].body)
-
-
-def test_each_message_names_what_it_begins_with() -> None:
-    for message in grammar.MESSAGES:
-        assert (message.source == "lmcache") == bool(message.starts)
 
 
 def test_what_vllm_prints_is_read() -> None:

@@ -48,16 +48,20 @@ def parts(whole: list[bytes], step: int) -> Iterator[list[bytes]]:
             yield whole[start : start + size]
 
 
-def found(text: bytes) -> list[str]:
-    return [each.rule.code for each in diagnosed(text).findings if each.severity.word != "note"]
+def found(text: bytes, general: bool = False) -> list[str]:
+    """general: also notes of failures that are known in general, except KVD1041, which shows at an orderly end."""
+    found = {each.rule.code: each for each in diagnosed(text).findings}
+    return [
+        code for code, each in found.items() if not each.is_note or (general and each.is_general and code != "KVD1041")
+    ]
 
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_log_has_no_finding(name: str) -> None:
+    """Nor does a part of it, which may hold no more than what an engine says while it starts."""
     whole = lines(name)
-    assert found(b"".join(whole)) == []
-    for part in parts(whole, 5):
-        assert found(b"".join(part)) == [], (whole.index(part[0]), len(part))
+    for part in (whole, *parts(whole, 5)):
+        assert found(b"".join(part), general=True) == [], (whole.index(part[0]), len(part))
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.decode()[:40])

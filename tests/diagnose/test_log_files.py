@@ -13,7 +13,6 @@ import pytest
 from kvfix_tools.diagnose import log_files, report_json
 from kvfix_tools.diagnose.diagnosis import Diagnosis, diagnosed
 from kvfix_tools.diagnose.line_scanner import LONGEST_LINE
-from kvfix_tools.diagnose.requests_seen import REQUESTS
 from tests.conftest import clean_environment
 from tests.diagnose.lines import scanned
 
@@ -163,13 +162,3 @@ def test_files_are_merged_by_time(tmp_path: Path) -> None:
     log = Diagnosis(request="r1")
     log_files.read(log, log_files.sources([str(tmp_path)]))
     assert [f"{Path(line.file).name}:{line.line}" for line in log.request_lines] == ["a:1", "b:1", "a:2"]
-
-
-def test_memory_does_not_grow_with_requests() -> None:
-    """Requests are forgotten, the oldest first; what is counted is not."""
-    log = diagnosed(polls(30_000))
-    assert log.counts["asked"] == 30_000
-    assert len(log.ledger.histories) <= REQUESTS
-    assert len(log.requests) <= REQUESTS
-    assert log.requests.history("r29999")
-    assert not log.requests.history("r0")

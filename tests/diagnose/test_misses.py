@@ -35,17 +35,14 @@ from tests.diagnose.lines import (
     diagnose,
     handler_failed,
     logged,
-    site_packages,
     stats,
+    transfer_asserts,
     unread,
     version,
     vllm,
     vllm_unread,
 )
 from tests.diagnose.releases import bare, fail, raise_in
-
-#: A configuration with a serializer that rounds.
-LOSSY = logged("0.3.10", "configured", "{'remote_url': 'redis://h:6379', 'remote_serde': 'cachegen'}")
 
 MP = "integration/vllm/vllm_multi_process_adapter.py"
 DRIVEN = "v1/multiprocess/modules/lmcache_driven_transfer.py"
@@ -183,14 +180,11 @@ def misses() -> list[tuple[str, str]]:
         ("KVD106", crash("0.3.10.post1", "resume_differs", "r1", 256, 512)),
         ("KVD106", crash("0.4.3", "resume_differs", "r1", 800, 512, False)),
         # The same function of the scheduler, its other assertion; and what it says when all is well.
-        ("KVD109", bare("", SCHEDULER, "_update_from_kv_xfer_finished",
-                        "assert RequestStatus.is_finished(req.status)", root=site_packages())),
+        ("KVD109", transfer_asserts("assert RequestStatus.is_finished(req.status)")),
         ("KVD109", vllm_unread(SCHEDULER, "Finished recving KV transfer", "r1")),
-        ("KVD111", bare("", SCHEDULER, "_update_from_kv_xfer_finished", "assert req_id in self.requests",
-                        root=site_packages())),
+        ("KVD111", transfer_asserts("assert req_id in self.requests")),
         # The same assertion with another connector.
-        ("KVD111", bare("", SCHEDULER, "_update_from_kv_xfer_finished",
-                        "assert RequestStatus.is_finished(req.status)", root=site_packages())),
+        ("KVD111", transfer_asserts("assert RequestStatus.is_finished(req.status)")),
         # A request that is not found, in another dictionary.
         ("KVD110", fail(releases.statement(adapter(NEWEST), "not found in _unfinished_requests", NEWEST), "r1")),
         # The warning that took the assertion's place in 0.4.7; and another assertion of the function.

@@ -53,12 +53,31 @@ def test_ranges_that_meet() -> None:
     assert not meet({"lmcache": ">=0.3.10,<0.3.13"}, {"lmcache": ">=0.4.1"})
 
 
-def test_the_statement_that_goes_on_is_the_finding() -> None:
-    """Both texts are of one loop: with this reason it is the one that failed before."""
-    text = "Failed to process {what} loop: {why}"
-    for why, code in (("Operation cannot be accomplished in current state", "KVD691"), ("gone", "KVD259")):
-        line = LMCACHE.format(level="ERROR", text=text.format(what="mem alloc", why=why))
-        assert codes(diagnose(line)) == [code]
+#: "Please install mooncake ...": vLLM's connectors and LMCache's say the same but for the last words.
+INSTALL = (
+    'Traceback (most recent call last):\n  File "/opt/any.py", line 7, in f\nImportError: Please install mooncake by '
+    "following the instructions at https://any.org/build.md to run "
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        # both texts are of one loop: with this reason it is the one that failed before
+        ("Failed to process mem alloc loop: Operation cannot be accomplished in current state", "KVD691"),
+        ("Failed to process mem alloc loop: gone", "KVD259"),
+        (f"{INSTALL}VLLM with MooncakeTransferEngine.", "KVD509"),
+        (f"{INSTALL}vLLM with MooncakeStoreConnector.", "KVD509"),
+        (f"{INSTALL}vLLM with MooncakeConnector.", "KVD890"),
+        ("pulling kv_caches for ['7'] failed: Timeout waiting for P side ready", "KVD501"),
+        ("pulling kv_caches for ['7'] failed: Mooncake transfer engine returned -1", "KVD502"),
+        ("pulling kv_caches for ['7'] failed: gone", "KVD261"),
+    ],
+)
+def test_the_record_that_says_more_is_the_finding(text: str, code: str) -> None:
+    frame = VLLM if text.startswith("pulling") else LMCACHE
+    log = "".join(f"(EngineCore pid=9) {line}\n" for line in text.splitlines())
+    assert codes(diagnose(log if text.startswith(INSTALL) else frame.format(level="ERROR", text=text))) == [code]
 
 
 def test_a_better_record_of_other_releases_hides_none() -> None:
@@ -73,25 +92,3 @@ def test_which_sign_says_more() -> None:
     assert implied(Logged("failed for <key>: <error>"), Logged("failed for <key>: Broken pipe"))
     assert not implied(Logged("failed for <key>: Broken pipe"), Logged("failed for <key>: <error>"))
     assert not implied(Logged("failed"), Failed(text="failed"))
-
-
-def test_each_import_of_mooncake_is_its_own() -> None:
-    """vLLM's connectors and LMCache's say the same but for the last words."""
-    head = "Please install mooncake by following the instructions at https://any.org/build.md to run"
-    for words, code in (
-        ("VLLM with MooncakeTransferEngine.", "KVD509"),
-        ("vLLM with MooncakeStoreConnector.", "KVD509"),
-        ("vLLM with MooncakeConnector.", "KVD890"),
-    ):
-        log = f'Traceback (most recent call last):\n  File "/opt/any.py", line 7, in f\nImportError: {head} {words}\n'
-        assert codes(diagnose("".join(f"(EngineCore pid=9) {line}\n" for line in log.splitlines()))) == [code]
-
-
-def test_a_pull_of_mooncake_is_what_its_error_says() -> None:
-    text = "pulling kv_caches for ['7'] failed: {why}"
-    for why, code in (
-        ("Timeout waiting for P side ready", "KVD501"),
-        ("Mooncake transfer engine returned -1", "KVD502"),
-        ("gone", "KVD261"),
-    ):
-        assert codes(diagnose(VLLM.format(level="ERROR", text=text.format(why=why)))) == [code]

@@ -71,16 +71,6 @@ def test_an_engine_that_was_upgraded_has_one_log(names: list[str]) -> None:
     assert "KVF001" in advice.remedy(diagnosis, diagnosis.findings[0]).now
 
 
-@pytest.mark.parametrize("name", ["healthy-0.5.6", "healthy-0.5.6-debug", "mp-0.5.6", "mp-0.5.6.server"])
-def test_no_part_of_a_healthy_log_is_a_general_failure(name: str) -> None:
-    """An excerpt may hold nothing but what an engine says while it starts."""
-    lines = gzip.decompress((LOGS / f"{name}.log.gz").read_bytes()).splitlines(keepends=True)
-    for cut in range(1, len(lines), max(1, len(lines) // 25)):
-        for part in (lines[:cut], lines[cut : cut + 25]):
-            found = [each.rule for each in diagnosed(b"".join(part)).findings]
-            assert not [rule.code for rule in found if getattr(rule, "general", False)]
-
-
 def test_a_recorder_file_is_judged_as_in_the_engine() -> None:
     """Written by kvfix's own recorder, of the first report's numbers, where LMCache 0.5.6 was installed."""
     diagnosis = Diagnosis()

@@ -9,7 +9,7 @@ from msgspec import structs
 from packaging.specifiers import SpecifierSet
 
 from kvfix_tools.diagnose import advice, places, problems
-from kvfix_tools.diagnose.diagnosis import diagnosed
+from kvfix_tools.diagnose.diagnosis import Diagnosis, diagnosed
 from kvfix_tools.diagnose.problem import Problem
 from tests.diagnose.lines import site_packages, vllm
 
@@ -95,6 +95,13 @@ def test_a_traceback_bounds_the_release() -> None:
     assert set(here()) <= places.releases()
 
 
+def warned(monkeypatch: pytest.MonkeyPatch, problem: Problem, release: str) -> Diagnosis:
+    """A log of this release ("": it does not say) with the sign of this problem, the only one that is known."""
+    monkeypatch.setattr(problems, "at", lambda line: (problem,) if line.name == "logged" else ())
+    named = vllm("vllm_version", release, "model='m'", which="Initializing") if release else ""
+    return diagnosed(f"{named}WARNING 12-03 01:24:36 [scheduler.py:7] strange things\n".encode())
+
+
 WARNED = Problem(
     code="KVD9998", name="of-the-newest", effect="risk", title="", signs=("strange things",),
     cause="", now="", good="-", releases={"vllm": ">=0.32"},
@@ -108,12 +115,7 @@ def test_between_two_releases_that_were_looked_at(
     release: str, found: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """0.32.0 is the first that has it, of 0.26.0 and 0.32.0: in 0.29.0 it is possible."""
-    monkeypatch.setattr(problems, "at", lambda line: (WARNED,) if line.name == "logged" else ())
-    log = (
-        vllm("vllm_version", release, "model='m'", which="Initializing")
-        + "WARNING 12-03 01:24:36 [scheduler.py:7] strange things\n"
-    )
-    assert [each.verdict for each in diagnosed(log.encode()).findings if each.rule is WARNED] == found
+    assert [each.verdict for each in warned(monkeypatch, WARNED, release).findings if each.rule is WARNED] == found
 
 
 RIGHT = Problem(
@@ -127,12 +129,7 @@ def test_a_release_that_is_right_does_not_have_the_problem(
     release: str, found: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`upgrade to 0.11.0` is no remedy for 0.21.0."""
-    monkeypatch.setattr(problems, "at", lambda line: (RIGHT,) if line.name == "logged" else ())
-    log = (
-        vllm("vllm_version", release, "model='m'", which="Initializing")
-        + "WARNING 12-03 01:24:36 [scheduler.py:7] strange things\n"
-    )
-    assert any(each.rule is RIGHT for each in diagnosed(log.encode()).findings) == found
+    assert any(each.rule is RIGHT for each in warned(monkeypatch, RIGHT, release).findings) == found
 
 
 @pytest.mark.parametrize(
@@ -145,15 +142,11 @@ def test_a_release_that_is_right_does_not_have_the_problem(
 )
 def test_a_release_that_ran_is_no_remedy(release: str, good: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = structs.replace(WARNED, releases={}, good="vLLM 0.32.0, which pins in parts of 64 GiB; a smaller cache")
-    monkeypatch.setattr(problems, "at", lambda line: (problem,) if line.name == "logged" else ())
-    named = vllm("vllm_version", release or "0.32.0", "model='m'", which="Initializing") if release else ""
-    log = diagnosed(f"{named}WARNING 12-03 01:24:36 [scheduler.py:7] strange things\n".encode())
+    log = warned(monkeypatch, problem, release)
     assert advice.remedy(log, log.findings[0]).good == good
 
 
 def test_what_remains_of_a_remedy_that_ran_is_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = structs.replace(WARNED, releases={}, good="vLLM 0.32.0 or newer")
-    monkeypatch.setattr(problems, "at", lambda line: (problem,) if line.name == "logged" else ())
-    named = vllm("vllm_version", "0.33.0", "model='m'", which="Initializing")
-    log = diagnosed(f"{named}WARNING 12-03 01:24:36 [scheduler.py:7] strange things\n".encode())
+    log = warned(monkeypatch, problem, "0.33.0")
     assert "--issue" in advice.remedy(log, log.findings[0]).good

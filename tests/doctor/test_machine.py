@@ -11,7 +11,7 @@ import pytest
 
 from kvfix_tools.doctor import machine as doctor_machine
 from kvfix_tools.doctor.machine import GIB
-from tests.doctor.sites import V1, look, machine, problems, say, serve, site
+from tests.doctor.sites import V1, look, machine, problems, say, serve
 
 GROUP = "proc/self/cgroup"
 #: {how the container's limit is written: its files}
@@ -23,11 +23,6 @@ LIMITED = {
     "v1 own": {GROUP: "4:memory:/a\n", "sys/fs/cgroup/memory/a/memory.limit_in_bytes": f"{8 * GIB}",
                "sys/fs/cgroup/memory/memory.limit_in_bytes": str(2**63 - 4096)},
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return site(tmp_path_factory.mktemp("site"), vllm=False)
 
 
 def cpu(size: float, *more: str) -> list[str]:

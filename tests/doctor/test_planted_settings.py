@@ -1,4 +1,4 @@
-"""Faults planted in the settings: each is found by its check, with the remedy as typed; without it there is none."""
+"""Faults planted in settings and set-ups: each is found by its check, with the remedy as typed, and only there."""
 
 from __future__ import annotations
 
@@ -7,163 +7,88 @@ from pathlib import Path
 import pytest
 
 from tests.doctor.sites import MP, V1, Planted, look, problems, serve, site
-
-
-@pytest.fixture(scope="module")
-def newest(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return site(tmp_path_factory.mktemp("newest"))
-
+from tests.doctor.test_planted_setups import PLANTED as IN_SETUPS
 
 PLANTED = {
-    "unknown key in YAML": Planted(
-        "setting-names", serve(V1), "no setting 'chunk_sise'", "chunk_size: 256", yaml="chunk_sise: 256"
-    ),
-    "unknown variable": Planted(
-        "setting-names",
-        serve(V1),
-        "reads no variable LMCACHE_MAX_LOCAL_CPU",
-        "LMCACHE_MAX_LOCAL_CPU_SIZE",
-        environment={"LMCACHE_MAX_LOCAL_CPU": "5"},
-    ),
-    "an alias that is dropped": Planted(
-        "setting-names", serve(V1), "ignores it", "enable_pd: True", yaml="enable_xpyd: true"
-    ),
-    "unknown key of the connector": Planted(
-        "connector-keys",
-        serve(V1, extra={"lmcache.chunk_sise": 64}),
-        "no key 'lmcache.chunk_sise'",
-        '"lmcache.chunk_size"',
-    ),
-    "the server's key in process": Planted(
-        "connector-keys",
-        serve(V1, extra={"lmcache.mp.host": "h"}),
-        "'lmcache.mp.host'",
-        "only LMCacheMPConnector has it",
-    ),
-    "a key without its prefix": Planted(
-        "connector-keys", serve(MP, extra={"mq_timeout": 5}), "does not read 'mq_timeout'", '"lmcache.mp.mq_timeout"'
-    ),
-    "a port that is text": Planted(
-        "connector-keys", serve(MP, extra={"lmcache.mp.port": "a"}), "lmcache.mp.port is 'a'", "5555"
-    ),
+    "unknown key in YAML": Planted("setting-names", serve(V1), "no setting 'chunk_sise'", "chunk_size: 256",
+        yaml="chunk_sise: 256"),
+    "unknown variable": Planted("setting-names", serve(V1), "reads no variable LMCACHE_MAX_LOCAL_CPU",
+        "LMCACHE_MAX_LOCAL_CPU_SIZE", environment={"LMCACHE_MAX_LOCAL_CPU": "5"}),
+    "an alias that is dropped": Planted("setting-names", serve(V1), "ignores it", "enable_pd: True",
+        yaml="enable_xpyd: true"),
+    "unknown key of the connector": Planted("connector-keys", serve(V1, extra={"lmcache.chunk_sise": 64}),
+        "no key 'lmcache.chunk_sise'", '"lmcache.chunk_size"'),
+    "the server's key in process": Planted("connector-keys", serve(V1, extra={"lmcache.mp.host": "h"}),
+        "'lmcache.mp.host'", "only LMCacheMPConnector has it"),
+    "a key without its prefix": Planted("connector-keys", serve(MP, extra={"mq_timeout": 5}),
+        "does not read 'mq_timeout'", '"lmcache.mp.mq_timeout"'),
+    "a port that is text": Planted("connector-keys", serve(MP, extra={"lmcache.mp.port": "a"}),
+        "lmcache.mp.port is 'a'", "5555"),
     "wrong type in YAML": Planted("setting-values", serve(V1), "chunk_size is many", "256", yaml="chunk_size: many"),
-    "a switch that is silently off": Planted(
-        "setting-values", serve(V1), "true or false", "True", environment={"LMCACHE_LOCAL_CPU": "yes"}
-    ),
+    "a switch that is silently off": Planted("setting-values", serve(V1), "true or false", "True",
+        environment={"LMCACHE_LOCAL_CPU": "yes"}),
     "out of range": Planted("setting-values", serve(V1), "out of range", "0 or more", yaml="max_local_cpu_size: -1"),
-    "a ratio above one": Planted(
-        "setting-values", serve(V1), "out of range", "0 to 1", environment={"LMCACHE_LAZY_MEMORY_STEP_RATIO": "10"}
-    ),
-    "a disk of no size": Planted(
-        "setting-values", serve(V1), "max_local_disk_size is 0", "max_local_disk_size: 100", yaml="local_disk: /tmp/x"
-    ),
-    "a disk that cannot be written": Planted(
-        "local-disk", serve(V1), "cannot be written", "may write", yaml="local_disk: /proc/cpuinfo/x"
-    ),
-    "a disk that is too small": Planted(
-        "local-disk",
-        serve(V1),
-        "all workers together want",
-        "max_local_disk_size:",
-        yaml="local_disk: /tmp/x\nmax_local_disk_size: 1.0e+9",
-    ),
-    "a scheme that LMCache does not have": Planted(
-        "remote-scheme", serve(V1), "no connector for remote_url http://", "redis://", yaml="remote_url: http://h:1"
-    ),
-    "a child without its size": Planted(
-        "offload-size",
-        serve(
-            {"kv_connector": "MultiConnector", "kv_role": "kv_both"},
-            extra={"connectors": [V1, {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}]},
-        ),
-        "has no cpu_bytes_to_use",
-        '"cpu_bytes_to_use"',
-    ),
-    "set twice": Planted(
-        "set-twice",
-        serve(V1),
-        "chunk_size is 256 in the file, LMCACHE_CHUNK_SIZE is 128",
-        "in one place",
-        environment={"LMCACHE_CHUNK_SIZE": "128"},
-        yaml="chunk_size: 256",
-    ),
-    "deprecated": Planted(
-        "deprecated", serve(V1), "is deprecated", "runtime_plugin_locations", yaml="plugin_locations: [x]"
-    ),
-    "settings that no connector reads": Planted(
-        "settings-read",
-        serve(MP),
-        "does not read LMCACHE_CHUNK_SIZE",
-        "lmcache server --chunk-size",
-        environment={"LMCACHE_CHUNK_SIZE": "128"},
-    ),
+    "a ratio above one": Planted("setting-values", serve(V1), "out of range", "0 to 1",
+        environment={"LMCACHE_LAZY_MEMORY_STEP_RATIO": "10"}),
+    "a disk of no size": Planted("setting-values", serve(V1), "max_local_disk_size is 0", "max_local_disk_size: 100",
+        yaml="local_disk: /tmp/x"),
+    "a disk that cannot be written": Planted("local-disk", serve(V1), "cannot be written", "may write",
+        yaml="local_disk: /proc/cpuinfo/x"),
+    "a disk that is too small": Planted("local-disk", serve(V1), "all workers together want", "max_local_disk_size:",
+        yaml="local_disk: /tmp/x\nmax_local_disk_size: 1.0e+9"),
+    "a scheme that LMCache does not have": Planted("remote-scheme", serve(V1), "no connector for remote_url http://",
+        "redis://", yaml="remote_url: http://h:1"),
+    "a child without its size": Planted("offload-size",
+        serve({"kv_connector": "MultiConnector", "kv_role": "kv_both"},
+              extra={"connectors": [V1, {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}]}),
+        "has no cpu_bytes_to_use", '"cpu_bytes_to_use"'),
+    "set twice": Planted("set-twice", serve(V1), "chunk_size is 256 in the file, LMCACHE_CHUNK_SIZE is 128",
+        "in one place", environment={"LMCACHE_CHUNK_SIZE": "128"}, yaml="chunk_size: 256"),
+    "deprecated": Planted("deprecated", serve(V1), "is deprecated", "runtime_plugin_locations",
+        yaml="plugin_locations: [x]"),
+    "settings that no connector reads": Planted("settings-read", serve(MP), "does not read LMCACHE_CHUNK_SIZE",
+        "lmcache server --chunk-size", environment={"LMCACHE_CHUNK_SIZE": "128"}),
     "YAML that is a list": Planted("config-file", serve(V1), "not a mapping", "name: value", yaml="- chunk_size"),
-    "JSON that is cut": Planted(
-        "kv-transfer-config",
-        ["vllm", "serve", "m", "--kv-transfer-config", '{"kv_connector"'],
-        "is not JSON",
-        "--kv-transfer-config '{",
-    ),
+    "JSON that is cut": Planted("kv-transfer-config", ["vllm", "serve", "m", "--kv-transfer-config", '{"kv_connector"'],
+        "is not JSON", "--kv-transfer-config '{"),
     "unknown field": Planted("kv-transfer-config", serve(V1, kv_rol="kv_both"), "has no key 'kv_rol'", '"kv_role"'),
-    "a field in the wrong place": Planted(
-        "kv-transfer-config",
-        serve(V1, **{"lmcache.chunk_size": 64}),
-        "no key 'lmcache.chunk_size'",
-        "kv_connector_extra_config",
-    ),
-    "wrong role": Planted(
-        "kv-transfer-config", serve(V1, kv_role="producer"), "'producer' is none of", '"kv_producer"'
-    ),
-    "no role": Planted(
-        "kv-transfer-config", serve({"kv_connector": "LMCacheConnectorV1"}), "has no kv_role", "kv_both"
-    ),
-    "wrong policy": Planted(
-        "kv-transfer-config", serve(V1, kv_load_failure_policy="retry"), "'retry'", "kv_load_failure_policy"
-    ),
-    "no such connector": Planted(
-        "kv-transfer-config",
-        serve(V1, kv_connector="LMCacheConnector"),
-        "no connector 'LMCacheConnector'",
-        "LMCacheConnectorV1",
-    ),
-    "no such module": Planted(
-        "kv-transfer-config",
-        serve(V1, kv_connector_module_path="lmcache.none"),
-        "no module lmcache.none",
-        "kv_connector_module_path",
-    ),
-    "a child without a role": Planted(
-        "kv-transfer-config",
-        serve(
-            {"kv_connector": "MultiConnector", "kv_role": "kv_both"},
-            extra={"connectors": [{"kv_connector": "LMCacheConnectorV1"}]},
-        ),
-        "LMCacheConnectorV1 has no kv_role",
-        "kv_both",
-    ),
-    "an option of another release": Planted(
-        "server-options",
+    "a field in the wrong place": Planted("kv-transfer-config", serve(V1, **{"lmcache.chunk_size": 64}),
+        "no key 'lmcache.chunk_size'", "kv_connector_extra_config"),
+    "wrong role": Planted("kv-transfer-config", serve(V1, kv_role="producer"), "'producer' is none of",
+        '"kv_producer"'),
+    "no role": Planted("kv-transfer-config", serve({"kv_connector": "LMCacheConnectorV1"}), "has no kv_role",
+        "kv_both"),
+    "wrong policy": Planted("kv-transfer-config", serve(V1, kv_load_failure_policy="retry"), "'retry'",
+        "kv_load_failure_policy"),
+    "no such connector": Planted("kv-transfer-config", serve(V1, kv_connector="LMCacheConnector"),
+        "no connector 'LMCacheConnector'", "LMCacheConnectorV1"),
+    "no such module": Planted("kv-transfer-config", serve(V1, kv_connector_module_path="lmcache.none"),
+        "no module lmcache.none", "kv_connector_module_path"),
+    "a child without a role": Planted("kv-transfer-config",
+        serve({"kv_connector": "MultiConnector", "kv_role": "kv_both"},
+              extra={"connectors": [{"kv_connector": "LMCacheConnectorV1"}]}),
+        "LMCacheConnectorV1 has no kv_role", "kv_both"),
+    "an option of another release": Planted("server-options",
         ["lmcache", "server", "--l1-size-gb", "1", "--eviction-policy", "LRU", "--transfer-mode", "gpu"],
-        "has no option --transfer-mode",
-        "--supported-transfer-mode",
-    ),
-    "a choice that is none": Planted(
-        "server-options",
+        "has no option --transfer-mode", "--supported-transfer-mode"),
+    "a choice that is none": Planted("server-options",
         ["lmcache", "server", "--l1-size-gb", "1", "--eviction-policy", "LRU", "--supported-transfer-mode", "gpu"],
-        "is 'gpu'",
-        "auto",
-    ),
-}
+        "is 'gpu'", "auto"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PLANTED)
+#: Those of test_planted_setups.py too.
+EVERY = {**PLANTED, **IN_SETUPS}
+
+
+@pytest.mark.parametrize("name", EVERY)
 def test_a_planted_fault_is_found(name: str, tmp_path: Path, newest: Path) -> None:
-    planted = PLANTED[name]
+    planted = EVERY[name]
     found = problems(planted.setup(tmp_path, newest), planted.check)
     assert any(planted.what in line.what and planted.do in line.do for line in found), found
 
 
-@pytest.mark.parametrize("check", sorted({each.check for each in PLANTED.values()}))
+@pytest.mark.parametrize("check", sorted({each.check for each in EVERY.values()}))
 def test_without_a_fault_there_is_none(check: str, newest: Path) -> None:
     environment = {"PYTHONHASHSEED": "0", "LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOCAL_CPU": "True"}
     extra = {"lmcache.chunk_size": 64, "lmcache.max_local_cpu_size": 0.2, "use_layerwise": True}

@@ -19,11 +19,6 @@ from kvfix_tools.doctor.command_line import Command
 from tests.doctor.sites import MP, V1, look, problems, say, serve, site
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return site(tmp_path_factory.mktemp("site"), vllm=False)
-
-
 @pytest.fixture
 def listening() -> Iterator[int]:
     """A port on which something listens."""
@@ -148,9 +143,10 @@ def test_a_controller_that_does_not_run(place: Path, closed: int, listening: int
 
 
 def test_a_port_that_is_taken(place: Path, listening: int, closed: int) -> None:
-    found = problems(look(["vllm", "serve", "m", "--host", "127.0.0.1", "--port", str(listening)], place), "listens")
+    words = ["vllm", "serve", "m", "--host", "127.0.0.1", "--port"]
+    found = problems(look([*words, str(listening)], place), "listens")
     assert f"port {listening} (--port) is in use" in found[0].what
-    assert problems(look(["vllm", "serve", "m", "--host", "127.0.0.1", "--port", str(closed)], place), "listens") == []
+    assert problems(look([*words, str(closed)], place), "listens") == []
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -53,7 +52,7 @@ def cases() -> Iterator[Case]:
     return (Case(connector, lmcache, workload, level, mode) for level, workload, mode, (connector, lmcache) in drawn)
 
 
-def run(case: Case, folder: Path, forked: bool) -> dict[str, Any]:
+def run(case: Case, folder: Path) -> dict[str, Any]:
     """What kvfix-diagnose finds in the log of this engine and of its server, in each and in both; whether it worked."""
     logs = [folder / "log", folder / "server.log"][: 2 if case.connector == "mp" else 1]
     levels = {"LMCACHE_LOG_LEVEL": case.level, "VLLM_LOGGING_LEVEL": case.level}
@@ -63,7 +62,7 @@ def run(case: Case, folder: Path, forked: bool) -> dict[str, Any]:
         transfer = stack.enter_context(start.server(log=logs[1], **levels)) if mp else start.v1(64)
         ran = start.run(
             folder, True, transfer, mode=case.mode, lmcache=RELEASES / case.lmcache, environment=levels,
-            forked=forked, **WORKLOADS[case.workload],
+            forked=False, **WORKLOADS[case.workload],
         )  # fmt: skip
     whole = found(*logs)
     return {
@@ -87,17 +86,9 @@ def found(*logs: Path) -> Diagnosis:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.engine.healthy_logs", description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--step", type=int, default=1, help="every so many only: others run beside it")
-    level = "only with this level, forked of a process that has vLLM: sooner, without what vLLM logs of its imports"
-    parser.add_argument("--level", choices=("DEBUG", "INFO"), help=level)
-    wanted = parser.parse_args(arguments)
-    if wanted.level:
-        os.environ["VLLM_LOGGING_LEVEL"] = wanted.level  # read when vLLM is imported
-    drawn = [(number, case) for number, case in enumerate(cases()) if wanted.level in (None, case.level)]
-    wrong = 0
-    for number, case in drawn[wanted.first :: wanted.step]:
-        ran = run(case, wanted.folder / f"{number:02}-{case}", forked=bool(wanted.level))
+    folder, wrong = parser.parse_args(arguments).folder, 0
+    for number, case in enumerate(cases()):
+        ran = run(case, folder / f"{number:02}-{case}")
         wrong += bool(ran["findings"]) or not ran["healthy"]
         print(json.dumps(ran), flush=True)
     return int(wrong > 0)

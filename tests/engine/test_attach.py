@@ -9,9 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from kvfix_tools.look import attach, inject, ptrace
 from kvfix_tools.roundtrip import real_engine
 from tests.bench import serve
 from tests.conftest import clean_environment
-from tests.engine import start
+from tests.engine import pd, start
 from tests.engine.start import CROWD, REPORT
 
 #: Of attach and detach after one another. A hundred take ten minutes.
@@ -139,34 +137,17 @@ def test_it_comes_and_goes_under_load(
         assert memory[-1][pid] < memory[0][pid] + 32 * 1024, memory
 
 
-def asked(port: int) -> list[list[int]]:
-    """What the server answers to the hard requests, all at once."""
-
-    def one(request: tuple[list[int], int]) -> list[int]:
-        prompt, tokens = request
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-        body["return_token_ids"] = True
-        text = json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"}
-        ask = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", text, headers)
-        with urllib.request.urlopen(ask, timeout=300) as answer:
-            return list(json.loads(answer.read())["choices"][0]["token_ids"])
-
-    with ThreadPoolExecutor(len(HARD)) as pool:
-        return list(pool.map(one, HARD))
-
-
 @start.LONG
 def test_vllm_serve(plain: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Requests over HTTP go on meanwhile, and preempt one another."""
     real_engine.write_model(tmp_path, "float32", {})
     subprocess.run([sys.executable, "-c", serve.TOKENIZER, str(tmp_path)], env=clean_environment(), check=True)
-    answers: list[list[list[int]]] = []
+    answers: list[Any] = []
     stop = threading.Event()
 
     def load() -> None:
         while not stop.is_set():
-            answers.append(asked(port))
+            answers.append(pd.ask_all(f"http://127.0.0.1:{port}", HARD))
 
     def after(rounds: int) -> None:
         more = len(answers) + rounds

@@ -24,14 +24,18 @@ from tests.dump.test_dump import hanging
 COMMAND = [sys.executable, "-m", "kvfix_tools.cli", "look"]
 
 
+def of_lab() -> dict[str, str]:
+    """The environment of a program that plays the lab's engine."""
+    environment = clean_environment(PYTHONHASHSEED="0", OMP_NUM_THREADS="1")
+    return {**environment, "PYTHONPATH": f"{environment['PYTHONPATH']}{os.pathsep}{ROOT}"}
+
+
 @contextmanager
 def lab_process(name: str) -> Iterator[int]:
     """An engine of wedged.py."""
-    environment = clean_environment(PYTHONHASHSEED="0", OMP_NUM_THREADS="1")
-    environment["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
     command = [sys.executable, "-m", "tests.engine_state.lab_process", name]
     process = subprocess.Popen(
-        command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        command, env=of_lab(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
     try:
         assert process.stdout is not None
@@ -181,11 +185,9 @@ def test_of_a_container_only_the_engine_is_read() -> None:
     others = ["print('other', flush=True); input()", "import torch; print('other', flush=True); input()"]
     engine = f"{sys.executable} -m tests.engine_state.lab_process busy_engine 2>&-"
     script = " & ".join([engine, *(f'{sys.executable} -c "{code}" <&3' for code in others), "wait"])
-    environment = clean_environment(PYTHONHASHSEED="0", OMP_NUM_THREADS="1")
-    environment["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
     with subprocess.Popen(
         ["sh", "-c", f"exec 3<&0; {script}"],
-        env=environment, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+        env=of_lab(), cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
     ) as process:  # fmt: skip
         try:
             assert process.stdout is not None

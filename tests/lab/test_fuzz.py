@@ -34,48 +34,21 @@ PAIRS = without("more_ranks", "fewer_ranks", "copied_heads")
 #: id of its comes again, and requests ask nothing of it; the OffloadingConnector has one role here and no server.
 NEVER = {
     "v1": {
-        "loads_of_groups",
-        "stores_of_groups",
-        "null_objects_left_out",
-        "ranks_apart",
-        "stores_of_kv_consumer",
-        "server_stops",
-        "loads_of_groups_failed",
-        *SERVER,
-        *without(*GROUPS, "context"),
-        *PAIRS,
+        "loads_of_groups", "stores_of_groups", "null_objects_left_out", "ranks_apart", "stores_of_kv_consumer",
+        "server_stops", "loads_of_groups_failed", *SERVER, *without(*GROUPS, "context"), *PAIRS,
     },
     "mp": {
-        "loads_partial",
-        "ids_used_again",
-        "loaded_beside",
-        "stores_for_decoder",
-        "not_to_store",
-        "stores_of_kv_consumer",
-        *SERVER,
-        *without("layers", "fetch_ahead"),
-        *PAIRS,
+        "loads_partial", "ids_used_again", "loaded_beside", "stores_for_decoder", "not_to_store",
+        "stores_of_kv_consumer", *SERVER, *without("layers", "fetch_ahead"), *PAIRS,
     },
     "offloading": {
-        *SERVER,
+        "stores_of_kv_consumer", "stores_of_kv_producer", "loads_of_kv_consumer", "loads_of_kv_producer",
+        "stores_for_decoder", "server_stops", "lookups_unanswered", "null_objects_left_out", "loads_partial",
+        "ids_used_again", "loaded_beside", "passed_over", "ranks_differ", *SERVER, *PAIRS,
         *without("layers", "fetch_ahead", "multi_connector", "context"),
         *without("states", "states_and_drafts", "separate_objects"),
-        *PAIRS,
-        "stores_of_kv_consumer",
-        "stores_of_kv_producer",
-        "loads_of_kv_consumer",
-        "loads_of_kv_producer",
-        "stores_for_decoder",
-        "server_stops",
-        "lookups_unanswered",
-        "null_objects_left_out",
-        "loads_partial",
-        "ids_used_again",
-        "loaded_beside",
-        "passed_over",
-        "ranks_differ",
     },
-}
+}  # fmt: skip
 #: Played as connectors of their own. A failed copy ends the OffloadingConnector's worker as released.
 CONNECTORS = ["v1", "mp", "offloading"]
 #: A lock-out with a session and the OffloadingConnector, in one of some hundred seeds.

@@ -42,12 +42,11 @@ def without(params: dict[str, Any], key: str) -> dict[str, Any]:
     return {name: value for name, value in params.items() if name != key}
 
 
-def scheduled(connector: str, role: str, params: dict[str, Any], fixes: bool) -> list[object]:
-    """What becomes of it, and whether it can then end."""
+def asked(connector: str, role: str, params: dict[str, dict[str, Any]], fixes: bool) -> tuple[Any, list[Any]]:
+    """A scheduler with this connector, and requests of these names with these parameters in it."""
     if fixes:
         kvfix.apply()
     from vllm.config import KVTransferConfig
-    from vllm.v1.request import RequestStatus
 
     from kvfix_tools.lab import vllm_objects
 
@@ -55,9 +54,18 @@ def scheduled(connector: str, role: str, params: dict[str, Any], fixes: bool) ->
     config = vllm_objects.vllm_config(options)
     config.kv_transfer_config = KVTransferConfig(kv_connector=connector, kv_role=role)
     scheduler = vllm_objects.scheduler(options, config)
-    request = vllm_objects.request(options, "r", prompt(64), 4)
-    request.kv_transfer_params = dict(params)
-    scheduler.add_request(request)
+    requests = [vllm_objects.request(options, name, prompt(64), 4) for name in params]
+    for request in requests:
+        request.kv_transfer_params = dict(params[request.request_id])
+        scheduler.add_request(request)
+    return scheduler, requests
+
+
+def scheduled(connector: str, role: str, params: dict[str, Any], fixes: bool) -> list[object]:
+    """What becomes of it, and whether it can then end."""
+    from vllm.v1.request import RequestStatus
+
+    scheduler, (request,) = asked(connector, role, {"r": params}, fixes)
     try:
         done = scheduler.schedule()
     except AssertionError as error:
@@ -129,20 +137,8 @@ ASKED = {"r-00000001": "p-1", "r-00000002": "p-1", "1_r-00000003": "p-1", "s-000
 
 def sent_again(connector: str, fixes: bool) -> list[object]:
     """Statuses of these requests; what each of those that do not load computes in two steps; who loads."""
-    if fixes:
-        kvfix.apply()
-    from vllm.config import KVTransferConfig
-
-    from kvfix_tools.lab import vllm_objects
-
-    options = Options(block_size=16, num_blocks=32, max_num_batched_tokens=64)
-    config = vllm_objects.vllm_config(options)
-    config.kv_transfer_config = KVTransferConfig(kv_connector=connector, kv_role="kv_consumer")
-    scheduler = vllm_objects.scheduler(options, config)
-    requests = [vllm_objects.request(options, name, prompt(64), 4) for name in ASKED]
-    for request, prefill in zip(requests, ASKED.values(), strict=True):
-        request.kv_transfer_params = {**NIXL, "remote_request_id": prefill}
-        scheduler.add_request(request)
+    params = {name: {**NIXL, "remote_request_id": prefill} for name, prefill in ASKED.items()}
+    scheduler, requests = asked(connector, "kv_consumer", params, fixes)
     done = [scheduler.schedule() for _ in range(2)]
     loads = sorted(name for step in done for name in step.kv_connector_metadata.reqs_to_recv)
     computed = {name: step.num_scheduled_tokens[name] for step in done for name in step.num_scheduled_tokens}

@@ -4,8 +4,6 @@ planted fault of a transfer is found with it too."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import replace
 from math import inf
 from typing import Any
 from unittest import mock
@@ -15,10 +13,9 @@ import pytest
 from kvfix_tools.lab import releases
 from kvfix_tools.lab.memory import GARBAGE
 from kvfix_tools.lab.options import BY_NIXL, Options
-from kvfix_tools.lab.steps import prompt
 from tests.conftest import RELEASES, Fresh, Once
+from tests.lab import pair_fuzzed
 
-OPTIONS = Options(block_size=16, num_blocks=40, max_num_batched_tokens=64)
 #: Some seeds wait long for leases of both directions: not these.
 SEEDS = {
     "nixl-pull": (4, 12),
@@ -130,14 +127,6 @@ def test_the_model_answers_as_nixl_does(once: Once) -> None:
 # ---------------------------------------------------------------------- planted faults
 
 
-def wrong_block(agent: Any) -> None:
-    """A transfer goes from the next block, or to it."""
-    make = agent.make_prepped_xfer
-    agent.make_prepped_xfer = lambda kind, mine, here, theirs, there, **more: make(
-        kind, mine, here, theirs, [each + 1 for each in there], **more
-    )
-
-
 def not_whole(agent: Any) -> None:
     """Of each block half is moved."""
     prepare = agent.prep_xfer_dlist
@@ -150,15 +139,12 @@ def not_whole(agent: Any) -> None:
     agent.prep_xfer_dlist = half
 
 
-FAULTS = {each.__name__: each for each in (wrong_block, not_whole)}
+FAULTS = {each.__name__: each for each in (pair_fuzzed.read_the_next_block, not_whole)}
 
 
 def planted(connector: str, *names: str) -> list[dict[str, Any]]:
     """What is found, and done, when both engines' agents have each of these faults; "": none."""
-    from kvfix_tools.lab import runner
-    from kvfix_tools.lab.lab_engine import EngineDied
     from kvfix_tools.lab.nixl_real import RealNetwork
-    from kvfix_tools.lab.pair import Pair
 
     agent_of, done = RealNetwork.agent, []
     for name in names:
@@ -169,17 +155,8 @@ def planted(connector: str, *names: str) -> list[dict[str, Any]]:
                 FAULTS[name](made)
             return made
 
-        with runner.quiet(), mock.patch.object(RealNetwork, "agent", agent):
-            pair = Pair(replace(OPTIONS, connector=connector, real_transfers=True))
-            with suppress(EngineDied):
-                pair.ask("a", prompt(100), 5)
-                pair.ask("b", prompt(150), 5)
-                pair.step(3)
-                pair.ask("c", prompt(60, seed=1), 5)
-                pair.run()
-                pair.expect_all_ended()
-            pair.close()
-        done.append({"found": sorted({each.code for each in pair.findings}), "counts": dict(pair.counts)})
+        with mock.patch.object(RealNetwork, "agent", agent):
+            done.append(pair_fuzzed.three_requests(connector, real_transfers=True))
     return done
 
 

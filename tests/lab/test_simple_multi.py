@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -12,11 +11,7 @@ from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.steps import prompt
 from tests.conftest import RELEASES, Once
 from tests.lab import pair_fuzzed
-
-Plant = Callable[[Any], None]
-
-
-def nothing(engine: Any) -> None: ...
+from tests.lab.pair_fuzzed import nothing  # noqa: F401  planted by its name
 
 
 def lmcache_loads_other_kv(engine: Any) -> None:
@@ -24,9 +19,7 @@ def lmcache_loads_other_kv(engine: Any) -> None:
 
 
 def copies_take_the_next_block(engine: Any) -> None:
-    slots = engine.connector.offloading.ranks[0].copies._slots
-    read = slots.read
-    slots.read = lambda numbers, *more: read([(number + 1) % len(slots) for number in numbers], *more)
+    pair_fuzzed.copy_the_next_block(engine.connector.offloading)
 
 
 def a_hit_is_never_released(engine: Any) -> None:

@@ -17,14 +17,13 @@ from kvfix.session import session
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.steps import prompt
 from tests.conftest import RELEASES, Once
+from tests.lab import pair_fuzzed
 
 OPTIONS = Options(connector="simple-offload", block_size=16, num_blocks=40, max_num_batched_tokens=64, delay=2)
 
 
 def copies_take_the_next_block(engine: Any) -> None:
-    slots = engine.connector.ranks[0].copies._slots
-    read = slots.read
-    slots.read = lambda numbers, *more: read([(number + 1) % len(slots) for number in numbers], *more)
+    pair_fuzzed.copy_the_next_block(engine.connector)
 
 
 def a_load_is_reported_before_it_is_done(engine: Any) -> None:

@@ -242,29 +242,3 @@ def test_pythons_of_other_releases(way: str, release: str) -> None:
     for does in ("threads", "lock"):
         with target(does, found) as process:
             assert inject.run(process.pid, NAME, seconds=60) == "MainThread"
-
-
-@pytest.mark.skipif(os.getuid() != 0 or not shutil.which("setpriv"), reason="needs root, to take rights away")
-@pytest.mark.parametrize(
-    ("rights", "setting"),
-    [
-        (["--reuid=65534", "--regid=65534", "--clear-groups"], "Run kvfix as its user (id 0), or as root."),
-        (["--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace"], "--cap-add SYS_PTRACE"),
-    ],
-)
-def test_without_rights_it_names_the_setting(rights: list[str], setting: str) -> None:
-    code = (
-        "import sys; from kvfix_tools.look import inject\n"
-        "try: inject.run(int(sys.argv[1]), 'pass', seconds=1)\n"
-        "except inject.Refused as refused: print(refused)"
-    )
-    with target("sleeps") as process:
-        done = subprocess.run(
-            ["setpriv", *rights, sys.executable, "-c", code, str(process.pid)],
-            env=clean_environment(PYTHONPATH=os.pathsep.join(sys.path)),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    assert f"process {process.pid} may not be traced" in done.stdout, done.stderr
-    assert setting in done.stdout

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -12,28 +12,20 @@ from tests.bench.row import Row
 ROW = Row("speed", 2.0, "x", "nothing", at_least=1)
 
 
-def whole() -> Iterator[Row]:
-    yield ROW
+def bench(error: BaseException | None = None) -> Callable[[], Iterator[Row]]:
+    def measure() -> Iterator[Row]:
+        yield ROW
+        if error is not None:
+            raise error
+
+    return measure
 
 
-def half() -> Iterator[Row]:
-    yield ROW
-    raise TimeoutError("planted")
-
-
-def stopped() -> Iterator[Row]:
-    yield ROW
-    raise KeyboardInterrupt
-
-
-def test_a_part_that_fails_takes_nothing_with_it(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("error", "rows"), [(TimeoutError("planted"), 2), (KeyboardInterrupt("planted"), 1)])
+def test_what_was_measured_before_it_failed_or_was_stopped_is_shown(
+    error: BaseException, rows: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     failed: list[str] = []
-    assert list(measured([("half", half), ("whole", whole)], failed)) == [ROW, ROW]
-    assert failed == ["half"]
-    assert "TimeoutError: planted" in capsys.readouterr().err
-
-
-def test_what_was_measured_before_it_was_stopped_is_shown() -> None:
-    failed: list[str] = []
-    assert list(measured([("whole", whole), ("stopped", stopped), ("whole", whole)], failed)) == [ROW, ROW]
-    assert failed == ["stopped"]
+    assert list(measured([("fails", bench(error)), ("whole", bench())], failed)) == [ROW] * rows
+    assert failed == ["fails"]
+    assert f"{type(error).__name__}: planted" in capsys.readouterr().err

@@ -73,22 +73,8 @@ def test_the_text_names_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_full_is_more() -> None:
-    some = [
-        "--backend",
-        "torch",
-        "--layout",
-        "nhd",
-        "mla",
-        "--dtype",
-        "uint8",
-        "float16",
-        "--slots",
-        "random",
-        "holes",
-        "--skip",
-        "none",
-    ]
-    some += ["part", "--tokens", "17", "--block", "16", "--chunk", "16", "--heads", "1", "--gib", "0"]
+    some = ["--backend", "torch", "--layout", "nhd", "mla", "--dtype", "uint8", "float16", "--slots", "random", "holes"]
+    some += ["--skip", "none", "part", "--tokens", "17", "--block", "16", "--chunk", "16", "--heads", "1", "--gib", "0"]
     _, pairs = run(*some)
     code, every = run(*some, "--full")
     assert (code, len(every["cells"])) == (0, 16)

@@ -8,20 +8,11 @@ from kvfix.config import MODES, Config
 @pytest.mark.parametrize(
     "text",
     [
-        "fix",
-        "fix only=KVF001",
-        "fix skip=KVF001",
-        "fix only=",
-        "fix only=KVF001 skip=KVF001",
-        "fix plus=KVF017",
+        "fix", "fix only=KVF001", "fix skip=KVF001", "fix only=", "fix only=KVF001 skip=KVF001", "fix plus=KVF017",
+        "observe", "observe layers=yes", "strict", "check skip=KVF001", "check only= skip=KVF001 layers=yes",
         "check skip=KVF001 plus=KVF017,KVF111 layers=yes",
-        "observe",
-        "check skip=KVF001",
-        "strict",
-        "observe layers=yes",
-        "check only= skip=KVF001 layers=yes",
     ],
-)
+)  # fmt: skip
 def test_text_form_survives_a_round_trip(text: str) -> None:
     assert str(Config.parse(text)) == text
 
@@ -34,16 +25,10 @@ def test_slugs_and_any_case_are_valid() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "fixx",
-        "fix KVF001",
-        "fix only=KVF999",
-        "fix only=KVF001 only=KVF001",
-        "fix =",
-        "\0",
-        "fix layers=yes",
+        "fixx", "fix KVF001", "fix only=KVF999", "fix only=KVF001 only=KVF001", "fix =", "\0", "fix layers=yes",
         "check layers=no",
     ],
-)
+)  # fmt: skip
 def test_invalid_text_is_a_value_error(text: str) -> None:
     with pytest.raises(ValueError, match=r"known|not understood"):
         Config.parse(text)

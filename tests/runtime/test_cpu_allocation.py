@@ -1,6 +1,7 @@
 """KVF016 on LMCache's own `allocate`, with an allocator without memory and a simulated clock."""
 
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,13 @@ CHUNKS = 128
 class Never(Exception): ...
 
 
+def backend_with(take: Callable[..., Any]) -> Any:
+    return SimpleNamespace(
+        layerwise=False, enable_blending=False, use_hot=False, memory_allocator=SimpleNamespace(allocate=take),
+        stats_monitor=SimpleNamespace(update_local_cpu_evict_metrics=lambda keys: None),
+    )  # fmt: skip
+
+
 def allocate(only: list[str] | None, memory: int | None, more: dict[str, Any]) -> list[Any]:
     """The answer of `allocate`, and the seconds that it has slept."""
     kvfix.apply(only=only)
@@ -31,13 +39,7 @@ def allocate(only: list[str] | None, memory: int | None, more: dict[str, Any]) -
             raise Never
 
     time.sleep, clock.now = sleep, lambda: sum(slept)
-    backend = SimpleNamespace(
-        layerwise=False,
-        enable_blending=False,
-        use_hot=False,
-        memory_allocator=SimpleNamespace(allocate=lambda *_: memory),
-        stats_monitor=SimpleNamespace(update_local_cpu_evict_metrics=lambda keys: None),
-    )
+    backend = backend_with(lambda *_: memory)
     try:
         answer = module.LocalCPUBackend.allocate(backend, None, None, **more)
     except Never:
@@ -79,13 +81,7 @@ def loads(every: float) -> list[list[Any]]:
         taken[0] += 1
         return 7
 
-    backend = SimpleNamespace(
-        layerwise=False,
-        enable_blending=False,
-        use_hot=False,
-        memory_allocator=SimpleNamespace(allocate=take),
-        stats_monitor=SimpleNamespace(update_local_cpu_evict_metrics=lambda keys: None),
-    )
+    backend = backend_with(take)
     found = []
     for _ in range(2):
         began = now[0]

@@ -60,11 +60,6 @@ def test_order(steps: tuple[str, ...], fork_server: ForkServer, release) -> None
     assert fork_server(play, release("0.3.10"), steps) == expected
 
 
-def test_the_orders_are_complete() -> None:
-    assert set(permutations(["import", "apply", "apply", "revert"])) <= set(ORDERS)
-    assert len(ORDERS) == 16
-
-
 def wrapped_by_another(kvfix_first: bool) -> list[Any]:
     if kvfix_first:
         kvfix.apply()

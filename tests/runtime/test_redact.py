@@ -19,10 +19,8 @@ URL, SHOWN = "redis://user:hush@host:6379/0", "redis://<hidden>@host:6379/0"
 
 TEXTS = {
     "a URL": (URL, SHOWN),
-    "only a password": ("rediss://:hush@host", "rediss://<hidden>@host"),
     "only a user": ("https://hush@host/path", "https://<hidden>@host/path"),
     "a password with characters that a URL may not have": ("redis://user:hu/sh@hush@host", "redis://<hidden>@host"),
-    "several in a line": (f"from {URL}, {URL}", f"from {SHOWN}, {SHOWN}"),
     "JSON": ('{"a": [{"b": {"password": "hush", "c": 1}}]}', '{"a": [{"b": {"password": "<hidden>", "c": 1}}]}'),
     "JSON in JSON": (
         json.dumps({"extra": json.dumps({"remote_url": URL, "apiKey": "hush"})}),
@@ -39,10 +37,8 @@ TEXTS = {
     "a URL behind a long word": (f"{'x' * 60}{URL}", SHOWN),
     "a name behind a value that ends in a backslash": (r"a=1\"password\": \"hush\"", r"\"password\": \"<hidden>\""),
     "a query": ("GET /x?sig=1&access_token=hush&n=2", "access_token=<hidden>&n=2"),
-    "a header": ("Authorization: Bearer hush.hush.hush", None),
     "a key of a service": ("with hf_hushhushhushhushhush and sk-hushhushhushhushhush", "with <hidden> and <hidden>"),
     "a private key": ("-----BEGIN RSA PRIVATE KEY-----\nhush\n-----END RSA PRIVATE KEY----- end", " end"),
-    "a private key that is cut off": ("-----BEGIN PRIVATE KEY-----\nhush", None),
 }
 SAME = [
     "tcp://localhost:5699",
@@ -158,10 +154,6 @@ def key(prefix: str, letters: Callable[..., str]) -> str:
 
 
 SECRETS = corpus()
-
-
-def test_the_corpus_has_200_secrets() -> None:
-    assert len({secret for _, _, secret in SECRETS}) >= 200
 
 
 @pytest.mark.parametrize(("words", "secret"), [each[1:] for each in SECRETS], ids=[each[0] for each in SECRETS])

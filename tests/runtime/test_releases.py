@@ -1,11 +1,9 @@
 """The status on the real files of every release, and on edited copies. The version number never decides."""
 
 import contextlib
-import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -26,9 +24,7 @@ FIXED = "            return max(0, cached_num_hit_toks - num_computed_tokens)\n"
 
 STATUS = "import kvfix; result = {row.code: row for row in kvfix.status()}"
 
-STATE, REASON, VERSION = 4, 5, 3
-#: In a row with the release in front.
-CODE = 1
+CODE, VERSION, STATE, REASON = 0, 3, 4, 5
 
 
 def settled() -> dict[str, Any]:
@@ -55,15 +51,6 @@ def rewrite(file: Path, edit: Callable[[str], str]) -> None:
     file.write_text(edit(text))
 
 
-@pytest.mark.parametrize("name", release_names())
-def test_kvf001_on_every_release(name: str, release, fresh: Fresh) -> None:  # type: ignore[no-untyped-def]
-    row = fresh(f"import sys; sys.path.insert(0, {str(release(name))!r}); {STATUS}")["KVF001"]
-    before = ("0.3.9", "0.3.9.post1", "0.3.9.post2")
-    expected = "applicable" if name == "0.3.10" else "not-affected" if name in before else "fixed-upstream"
-    assert (row[VERSION], row[STATE]) == (name, expected)
-    assert name in row[REASON] or "others up to" in row[REASON]
-
-
 SURVEY = """
 import sys, kvfix
 from kvfix import fix_status
@@ -73,27 +60,44 @@ for name, folder in {folders!r}.items():
     sys.path_importer_cache.clear()
     rows = [row for row in fix_status.rows() if row.dist == {dist!r}]
     assert rows and all(row.reason for row in rows) and {{row.version for row in rows}} == {{name}}
-    result += [(name, *row) for row in rows if row.verdict in ("unknown", "refused", "unfixable")]
+    result += rows
     sys.path.remove(folder)
 """
 #: Bugs that cannot be fixed from outside.
 UNFIXED = {found.code for found in catalogue.fixes() if not found.fixable}
 
 
-def test_no_release_is_unknown_to_any_fix(release, fresh: Fresh) -> None:  # type: ignore[no-untyped-def]
+@pytest.fixture(scope="module")
+def rows(release: Callable[[str], Path]) -> list[list[str]]:
+    """The status of every fix on the files of every release, in one process."""
     folders = {name: str(release(name)) for name in release_names()}
-    rows = fresh(SURVEY.format(folders=folders, dist="lmcache"))
-    assert {row[CODE] for row in rows} <= UNFIXED
-    assert all("cannot be fixed from outside: " in row[-1] for row in rows)
+    return list(Fresh()(SURVEY.format(folders=folders, dist="lmcache")))
+
+
+def undecided(rows: list[list[str]]) -> set[str]:
+    found = [row for row in rows if row[STATE] in ("unknown", "refused", "unfixable")]
+    assert all("cannot be fixed from outside: " in row[REASON] for row in found)
+    return {row[CODE] for row in found}
+
+
+@pytest.mark.parametrize("name", release_names())
+def test_kvf001_on_every_release(name: str, rows: list[list[str]]) -> None:
+    (row,) = (row for row in rows if (row[CODE], row[VERSION]) == ("KVF001", name))
+    before = ("0.3.9", "0.3.9.post1", "0.3.9.post2")
+    expected = "applicable" if name == "0.3.10" else "not-affected" if name in before else "fixed-upstream"
+    assert row[STATE] == expected
+    assert name in row[REASON] or "others up to" in row[REASON]
+
+
+def test_no_release_is_unknown_to_any_fix(rows: list[list[str]]) -> None:
+    assert undecided(rows) <= UNFIXED
 
 
 def test_no_release_of_vllm_is_unknown_to_any_fix(fresh: Fresh) -> None:
     folders = {path.parents[2].name: str(path) for path in RELEASES.parent.glob("vllm/*/lib/python*/site-packages")}
     if not folders:
         pytest.skip("no older vLLM is installed in .cache/vllm: `make matrix` does that")
-    rows = fresh(SURVEY.format(folders=folders, dist="vllm"))
-    assert {row[CODE] for row in rows} <= {"KVF903", "KVF905", "KVF906"}
-    assert all("cannot be fixed from outside: " in row[-1] for row in rows)
+    assert undecided(fresh(SURVEY.format(folders=folders, dist="vllm"))) <= {"KVF903", "KVF905", "KVF906"}
 
 
 def refused_when_all_is_imported() -> list[list[str]]:
@@ -179,28 +183,6 @@ def test_a_right_release_that_claims_to_be_the_wrong_one(tmp_path, release, fork
     folder = copy(release("0.5.6"), tmp_path, version="0.3.10")
     row = fork_server(settled, folder)["KVF001"]
     assert row[VERSION:] == ["0.3.10", "fixed-upstream", row[REASON]]
-
-
-def test_a_file_that_is_not_python(tmp_path, release, fresh: Fresh) -> None:  # type: ignore[no-untyped-def]
-    folder = copy(release("0.3.10"), tmp_path, lambda text: text + "\ndef broken(:\n")
-    row = fresh(f"import sys; sys.path.insert(0, {str(folder)!r}); {STATUS}")["KVF001"]
-    assert row[STATE] == "refused"
-    assert "cannot be read as Python" in row[REASON]
-    assert "reinstall lmcache" in row[REASON]
-
-
-def test_status_command(release, fresh: Fresh) -> None:  # type: ignore[no-untyped-def]
-    def status(name: str) -> tuple[int, list[dict[str, str]]]:
-        code = f"import sys; sys.path.insert(0, {str(release(name))!r}); sys.argv[1:] = ['status', '--json']; "
-        done = fresh.run([sys.executable, "-c", code + "from kvfix_tools.cli import main; main()"])
-        return done.returncode, json.loads(done.stdout)
-
-    code, rows = status("0.3.10")
-    assert code == 1
-    assert list(rows[0]) == ["code", "slug", "dist", "version", "verdict", "reason"]
-    assert rows[0]["verdict"] == "applicable"
-    code, rows = status("0.3.9")
-    assert "applicable" not in {row["verdict"] for row in rows if row["code"] == "KVF001"}
 
 
 def probed() -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""KVF126 on LMCache's own client, worker adapter and server: the server ends, or starts again, below the worker."""
+"""KVF122 and KVF126 on LMCache's own client, worker adapter and server: the server ends, or starts again, below the
+worker."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -12,22 +13,76 @@ from tests.conftest import RELEASES, ForkServer
 NEWEST = "0.5.6"
 
 
-def lose_connection(only: list[str]) -> dict[str, list[str]]:
-    """Operations that are answered: those in flight when the server goes; those that are sent then; after that, those
-    behind a registration. The server is a socket."""
-    kvfix.apply(only=only)
+class Connected(NamedTuple):
+    """A client of LMCache's whose server is a socket. key: of a chunk."""
+
+    context: Any
+    server: Any
+    port: int
+    client: Any
+    key: Any
+
+    def close(self) -> None:
+        self.client.close()
+        self.server.close(linger=0)
+        self.context.term()
+
+
+def connected() -> Connected:
     import zmq
-    from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey, RegisterEngineDrivenContextPayload
+    from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
     from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
-    from lmcache.v1.multiprocess.transport.zmq_impl.wire import decode_operation
 
     context = zmq.Context()
-    context.linger = 0
+    context.linger = 0  # what cannot be sent any more is dropped
     context.rcvtimeo = 30_000
     server = context.socket(zmq.ROUTER)
     port = server.bind_to_random_port("tcp://127.0.0.1")
-    client: Any = RequestClientFactory.create(f"tcp://127.0.0.1:{port}", context=context)
+    client = RequestClientFactory.create(f"tcp://127.0.0.1:{port}", context=context)
     key = IPCCacheServerKey("model", 1, 0, token_ids=(1,) * 16, start=0, end=16, request_id="r")
+    return Connected(context, server, port, client, key)
+
+
+def lose_load(fixes: bool) -> dict[str, Any]:
+    """A load and a question are in flight when the server goes. A stream of LMCache's ends when its client sees it."""
+    kvfix.apply(only=["KVF122"] if fixes else [])
+    from lmcache.v1.multiprocess.transport.zmq_impl.wire import decode_operation
+
+    here = connected()
+    client, queue = here.client, here.client._message_queue_client
+    load, ping, question = client.retrieve(here.key, 1, [[3]], b"", 0), client.ping(1), client.get_chunk_size()
+    stream = client.subscribe_kv_events(1, "model", 0, 8)
+    requests = {decode_operation(message[2]): message for message in (here.server.recv_multipart() for _ in range(4))}
+    before = getattr(queue, "_kvfix_connected", False)
+    here.server.send_multipart([*requests["ping"][:3], b"\xc3"])  # true
+    ping.wait()
+    is_connected = getattr(queue, "_kvfix_connected", False)
+    here.server.close(linger=0)
+    assert list(stream) == []
+    failed = load.wait(30 if fixes else 0) and load.result() == (b"", False)
+    after = getattr(queue, "_kvfix_connected", False)
+    answer = {"connected": [before, is_connected, after], "failed": failed, "question": question.query()}
+    here.close()
+    return answer
+
+
+@pytest.mark.parametrize("fixes", [False, True])
+def test_the_load_has_failed_and_nothing_else(fixes: bool, fork_server: ForkServer) -> None:
+    """KVF122."""
+    done = fork_server(lose_load, RELEASES / NEWEST, fixes)
+    assert done == {"connected": [False, fixes, False], "failed": fixes, "question": False}
+
+
+def lose_connection(only: list[str]) -> dict[str, list[str]]:
+    """Operations that are answered: those in flight when the server goes; those that are sent then; after that, those
+    behind a registration."""
+    kvfix.apply(only=only)
+    import zmq
+    from lmcache.v1.multiprocess.custom_types import RegisterEngineDrivenContextPayload
+    from lmcache.v1.multiprocess.transport.zmq_impl.wire import decode_operation
+
+    here = connected()
+    server, client, key = here.server, here.client, here.key
 
     def send_all() -> dict[str, Any]:
         return {
@@ -59,8 +114,8 @@ def lose_connection(only: list[str]) -> dict[str, list[str]]:
     server.close(linger=0)
     assert list(stream) == []  # LMCache ends the stream when it notices
     lost = send_all()
-    server = context.socket(zmq.ROUTER)
-    server.bind(f"tcp://127.0.0.1:{port}")
+    server = here.context.socket(zmq.ROUTER)
+    server.bind(f"tcp://127.0.0.1:{here.port}")
     unsent = received(len(lost) - len(TRANSFERS) * bool(only))
     client.register_kv_cache_engine_driven_context(
         RegisterEngineDrivenContextPayload(1, "model", 1, 1, 1, 1, "int8", False)
@@ -68,9 +123,7 @@ def lose_connection(only: list[str]) -> dict[str, list[str]]:
     behind = send_all()
     assert received(1 + len(behind))[1:] == list(behind)
     found = {"in flight": answered(in_flight), "lost": answered(lost), "sent": unsent, "behind": answered(behind)}
-    client.close()
-    server.close(linger=0)
-    context.term()
+    here._replace(server=server).close()
     return found
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvfix import acting
 from kvfix.session import session
-from kvfix.wrapping import WrappedFunction, after, around, before, instead
+from kvfix.wrapping import GO_ON, WrappedFunction, after, around, before, instead
 
 
 @pytest.fixture(autouse=True)
@@ -88,24 +88,6 @@ class TestAround:
             hooked()
         assert len(hooked.calls) == 1  # not called again, and no error of kvfix
 
-    @pytest.mark.parametrize("where", ["at once", "before", "after"])
-    def test_a_wrapper_that_raises(self, where: str) -> None:
-        @around
-        def wrapper(hooked: Hooked, one: int) -> Any:
-            if where == "at once":
-                raise ValueError
-            return steps()
-
-        def steps() -> Generator[None, Any, Any]:
-            if where == "before":
-                raise ValueError
-            yield
-            raise ValueError
-
-        hooked = Hooked(wrapper)
-        assert hooked(1) == "own"
-        assert hooked.calls == [((1,), {})]  # once
-
 
 class Raises:
     """Code of each kind of wrapper that raises, and the answer that it wants then."""
@@ -140,27 +122,33 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize(("kind", "code", "calls"), FAULTS.values(), ids=FAULTS)
-class TestFaults:
-    def test_the_original_answers(self, kind: Any, code: Any, calls: int) -> None:
-        hooked = Hooked(kind(code))
-        assert hooked(1) == "own"
-        assert hooked.calls == [((1,), {})]
-        assert sum(session.faults.values()) == 1
+EVERY_FAULT = pytest.mark.parametrize(("kind", "code", "calls"), FAULTS.values(), ids=FAULTS)
 
-    def test_it_fails_closed(self, kind: Any, code: Any, calls: int) -> None:
-        hooked = Hooked(kind(code, on_fault=lambda *given, **named: "closed"))
-        assert hooked(1) == "closed"
-        assert len(hooked.calls) == calls
 
-    def test_when_fails_closed(self, kind: Any, code: Any, calls: int) -> None:
-        hooked = Hooked(kind(code, when=Raises.at_once, on_fault=lambda *given, **named: "closed"))
-        assert hooked(1) == "closed"
+def closed(*given: Any, **named: Any) -> str:
+    return "closed"
 
-    def test_if_the_closed_answer_raises_all_is_as_released(self, kind: Any, code: Any, calls: int) -> None:
-        hooked = Hooked(kind(code, on_fault=Raises.at_once))
-        assert hooked(1) == "own"
-        assert len(hooked.calls) == 1
+
+def go_on(*given: Any, **named: Any) -> Any:
+    return GO_ON
+
+
+@EVERY_FAULT
+@pytest.mark.parametrize(
+    ("on_fault", "answer"), [(None, "own"), (closed, "closed"), (go_on, "own"), (Raises.at_once, "own")]
+)
+def test_the_answer_of_a_wrapper_that_raises(kind: Any, code: Any, calls: int, on_fault: Any, answer: str) -> None:
+    """If the closed answer raises too, all is as released."""
+    hooked = Hooked(kind(code, on_fault=on_fault))
+    assert hooked(1) == answer
+    assert hooked.calls == [((1,), {})] * (calls if answer == "closed" else 1)
+    assert on_fault is not None or sum(session.faults.values()) == 1
+
+
+@EVERY_FAULT
+def test_when_fails_closed(kind: Any, code: Any, calls: int) -> None:
+    hooked = Hooked(kind(code, when=Raises.at_once, on_fault=closed))
+    assert hooked(1) == "closed"
 
 
 class Counted:
@@ -189,6 +177,10 @@ def acted(wrap: Any, *calls: int, monkeypatch: pytest.MonkeyPatch) -> Any:
     return acting.counts("KVF001")
 
 
+def one_less(counted: Counted, request: Request, tokens: int) -> Generator[Any, Any, Any]:
+    return (yield (request, tokens - 1))
+
+
 @pytest.mark.parametrize(
     ("wrap", "expected", "first"),
     [
@@ -199,23 +191,15 @@ def acted(wrap: Any, *calls: int, monkeypatch: pytest.MonkeyPatch) -> Any:
         (before(lambda counted, request, tokens: None), 0, ""),
         (around(lambda counted, request, tokens: instead(1)), 3, "Counted.hook: the call was skipped (request 'r7')"),
         (around(lambda counted, request, tokens: None), 0, ""),
+        (around(one_less), 3, "Counted.hook: its arguments were corrected (request 'r7')"),
     ],
-    ids=["answer", "the same answer", "an object", "before", "before for nothing", "skipped", "around for nothing"],
+    ids=["answer", "same answer", "object", "before", "no before", "skipped", "no around", "arguments"],
 )
 def test_a_fix_that_acts_is_counted(wrap, expected, first, monkeypatch, caplog) -> None:  # type: ignore[no-untyped-def]
     caplog.set_level("INFO", "kvfix")
     found = acted(wrap, 0, 256, 512, monkeypatch=monkeypatch)
     assert found == {"acted": expected, "faults": 0, "first": first}
     assert caplog.messages == ([f"KVF001 acted: {first}"] if first else [])
-
-
-def test_other_arguments_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    @around
-    def one_less(counted: Counted, request: Request, tokens: int) -> Generator[Any, Any, Any]:
-        return (yield (request, tokens - 1))
-
-    found = acted(one_less, 3, 4, monkeypatch=monkeypatch)
-    assert (found["acted"], found["first"]) == (2, "Counted.hook: its arguments were corrected (request 'r7')")
 
 
 def test_the_faults_of_a_fix_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

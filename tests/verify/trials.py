@@ -71,24 +71,25 @@ def in_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
+def planted(server: Served, faults: dict[str, tuple[int, ...]], *arguments: str) -> bool:
+    """Whether the answer is right with each of these faults. All of them run."""
+    results = []
+    for fault, expected in faults.items():
+        server.plant(fault)
+        results.append(run(fault, expected, server.url, *arguments))
+    return all(results)
+
+
 def faults() -> bool:
     with in_folder() as folder, Served(folder / "fixed", "fix", served.IN_PROCESS).running() as server:
-        results = []
-        for fault, expected in FAULTS.items():
-            server.plant(fault)
-            results.append(run(fault, expected, server.url))
-        return all(results)
+        return planted(server, FAULTS)
 
 
 def partial() -> bool:
     extra = {**served.IN_PROCESS["kv_connector_extra_config"], "lmcache.save_unfull_chunk": True}
     transfer = {**served.IN_PROCESS, "kv_connector_extra_config": extra}
     with in_folder() as folder, Served(folder / "partial", "fix", transfer).running() as server:
-        results = []
-        for fault, expected in (("", 0), ("last_partial_chunk_wrong", 1)):
-            server.plant(fault)
-            results.append(run(fault, (expected,), server.url, "--chunk", str(served.CHUNK)))
-        return all(results)
+        return planted(server, {"": (0,), "last_partial_chunk_wrong": (1,)}, "--chunk", str(served.CHUNK))
 
 
 def noisy() -> bool:
@@ -96,20 +97,13 @@ def noisy() -> bool:
     bits = {f"one_bit:{bit}": (0, 1, 77) for bit in range(30, 21, -2)}
     settings = {"KVFIX_TEST_NOISE": "0.01"}
     with in_folder() as folder, Served(folder / "noisy", "fix", served.IN_PROCESS, **settings).running() as server:
-        results = []
-        for fault, expected in {**faults, **bits}.items():
-            server.plant(fault)
-            results.append(run(fault, expected, server.url))
-        return all(results)
+        return planted(server, {**faults, **bits})
 
 
 def ranks() -> bool:
-    with in_folder() as folder:
-        server = Served(folder / "ranks", "fix", served.IN_PROCESS)
-        with server.running(**{"tensor-parallel-size": 2}):
-            results = [run("two ranks", (0,), server.url)]
-            server.plant("one_rank_wrong")
-            return all([*results, run("one rank of two wrong", (1,), server.url)])
+    two = {"tensor-parallel-size": 2}
+    with in_folder() as folder, Served(folder / "ranks", "fix", served.IN_PROCESS).running(**two) as server:
+        return planted(server, {"": (0,), "one_rank_wrong": (1,)})
 
 
 def connectors() -> bool:
