@@ -1,4 +1,4 @@
-"""A hit from the lookup cache is promised whole: the tokens that vLLM has computed are not subtracted.
+"""EngineCore dies with `Mismatch in tokens to load`: LMCache promises a cached hit without subtracting computed tokens.
 
 ## Symptom
 One of these, and EngineCore dies:

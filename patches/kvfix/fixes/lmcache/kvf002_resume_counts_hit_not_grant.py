@@ -1,4 +1,4 @@
-"""A resumed request has the tokens that were granted, and the connector expects those that were hit.
+"""EngineCore dies when a preempted request resumes: LMCache expects its whole hit, and vLLM took fewer or more tokens.
 
 ## Symptom
 EngineCore dies in `build_connector_meta` when a preempted request is resumed, with one of

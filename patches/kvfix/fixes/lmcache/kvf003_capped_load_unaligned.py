@@ -1,4 +1,4 @@
-"""A load capped by `max_tokens_per_load` is promised whole, and its LoadSpec ends at a chunk boundary before that.
+"""EngineCore dies with `max_tokens_per_load`: LMCache promises the whole cap, but loads only up to a chunk boundary.
 
 ## Symptom
 `AssertionError: Mismatch in tokens to load: 1024 vs 1024 (tokens in lmcache) - 80 (tokens in vllm) - 0 (...)`, and

@@ -1,4 +1,4 @@
-"""A request that ends before it is admitted leaks its LoadSpec, hit, priority and pins.
+"""LMCache leaks the LoadSpec, hit, priority and pins of a request that ends before it is admitted.
 
 ## Symptom
 Nothing is logged at first. `load_specs` and `_requests_priority` grow. After 300 seconds, for chunks that could not be

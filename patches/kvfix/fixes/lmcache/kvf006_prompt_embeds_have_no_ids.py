@@ -1,4 +1,4 @@
-"""A prompt given as embeddings has no token ids, and EngineCore dies when it counts them.
+"""EngineCore dies at the first prompt given as embeddings: LMCache counts token ids, and the request has none.
 
 ## Symptom
 `TypeError: object of type 'NoneType' has no len()` in `RequestTracker.from_new_request`, and EngineCore dies, at the

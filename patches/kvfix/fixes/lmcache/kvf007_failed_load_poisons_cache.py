@@ -1,4 +1,4 @@
-"""A load fails, and the KV that the step computes on top of it is stored under valid keys.
+"""Later requests return wrong text: after a failed load, LMCache stores the KV that the step computed on top of it.
 
 ## Symptom
 None at the time except `Request ... failed to load ... tokens across ... blocks`. Later, wrong text in other requests

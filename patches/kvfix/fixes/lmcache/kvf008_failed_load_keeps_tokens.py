@@ -1,4 +1,4 @@
-"""After a failed load the tracker keeps tokens that vLLM has rolled back: the worker dies when it saves.
+"""The worker dies after a failed load: LMCache's tracker keeps tokens that vLLM has rolled back.
 
 ## Symptom
 A bare `AssertionError` at `assert len(slot_mapping) == len(token_ids)` in `wait_for_save`, and the engine dies, after

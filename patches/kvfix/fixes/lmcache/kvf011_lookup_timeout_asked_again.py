@@ -1,4 +1,4 @@
-"""A lookup times out, and the next `get_num_new_matched_tokens` for its request kills EngineCore.
+"""EngineCore dies after a lookup timeout: the next `get_num_new_matched_tokens` of the request raises KeyError.
 
 ## Symptom
 `Request ... is still waiting for async lookup after 3 seconds, returning 0 lmcache cached tokens so vllm can

@@ -1,4 +1,4 @@
-"""Chunks fetched for a request that then loads nothing are never released: they fill up the cache.
+"""The CPU cache fills up: LMCache never releases chunks that were fetched for a request that then loads nothing.
 
 ## Symptom
 With asynchronous loading, memory of the cache is never freed. In time `No eviction candidates found in local cpu

@@ -1,4 +1,4 @@
-"""A chunk that was loaded asynchronously is released twice: it is freed while the cache still lists it.
+"""A worker dies or reads wrong KV: LMCache releases a chunk twice after an asynchronous load, and still lists it.
 
 ## Symptom
 The next request that hits the chunk finds a memory object without a tensor: `assert memory_obj.tensor is not None`, and

@@ -1,4 +1,4 @@
-"""A resumed request is handled like a running one: its load never starts, and it stores wrong KV.
+"""Preempted requests return wrong text: LMCache handles a resumed request like a running one, and stores wrong KV.
 
 ## Symptom
 Nothing is logged. Wrong text in requests that were preempted, and in others that begin with the same tokens.

@@ -1,4 +1,4 @@
-"""With a dead or degraded worker every lookup waits for the whole timeout, in every step.
+"""The engine almost stops if one worker is dead or slow: every lookup waits for the whole timeout, in every step.
 
 ## Symptom
 `Timeout occurred for rank 0, recreating all sockets. Error: Resource temporarily unavailable`, over and over, and

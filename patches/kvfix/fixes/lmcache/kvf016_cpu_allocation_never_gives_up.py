@@ -1,4 +1,4 @@
-"""A load waits without end for memory of the CPU cache that is never freed, and blocks the worker.
+"""The worker hangs: a load waits without end for memory of the CPU cache that is never freed.
 
 ## Symptom
 `No eviction candidates found in local cpu backend. Local cpu memory is under pressure. Waiting for 0.1 seconds before

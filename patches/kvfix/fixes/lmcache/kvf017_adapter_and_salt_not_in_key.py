@@ -1,4 +1,4 @@
-"""Requests with different LoRA adapters, or different `cache_salt`, share KV: LMCache's key has neither.
+"""Requests with different LoRA adapters or a different `cache_salt` share KV: LMCache's key has neither.
 
 ## Symptom
 None. Wrong text with a LoRA adapter if another adapter had the same prompt before. A tenant can detect the prompt of

@@ -1,4 +1,4 @@
-"""A loaded chunk is unpinned twice, by the load and at the end of the step: the second time another request's pin.
+"""Requests lose their hits: LMCache unpins a loaded chunk twice, and the second time takes another request's pin.
 
 ## Symptom
 At every hit, once for each chunk: `Pin count of MemoryObj ... is negative: -1.Double unpin occurred somewhere.Setting

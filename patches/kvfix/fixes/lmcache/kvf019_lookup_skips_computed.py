@@ -1,4 +1,4 @@
-"""Tokens in vLLM's prefix cache count as found in LMCache, and are promised after vLLM has evicted them.
+"""A load returns fewer tokens than promised: LMCache counts tokens of vLLM's prefix cache as its own.
 
 ## Symptom
 `Num retrieved tokens: 0, num expected tokens: ...`: a load returns fewer tokens than promised. With

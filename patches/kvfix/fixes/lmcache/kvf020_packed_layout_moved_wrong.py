@@ -1,4 +1,4 @@
-"""From vLLM 0.26 on LMCache's in-process connector moves only half of each token's KV, to wrong places.
+"""Every hit returns wrong text with vLLM 0.26 and later: LMCache's in-process connector moves half of each token's KV.
 
 ## Symptom
 None: no exception, no warning. A prompt served from the cache gets another answer than the same prompt computed. With

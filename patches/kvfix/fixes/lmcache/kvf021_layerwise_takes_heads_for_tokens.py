@@ -1,4 +1,4 @@
-"""Without its compiled operations LMCache's layerwise connector takes an HND KV cache for NHD.
+"""Layerwise loads crash or load wrong KV from an HND KV cache: LMCache's torch operations take heads for tokens.
 
 ## Symptom
 With `use_layerwise` and the head axis before the token axis: `IndexError: index 450 is out of bounds for dimension 0

@@ -1,4 +1,4 @@
-"""The tracker of a resumed request shares its list of blocks with the worker: both append to it.
+"""Preempted requests return wrong text: LMCache's tracker and the worker append to the same list of blocks.
 
 ## Symptom
 Nothing is logged. After preemptions (`Preemptions:` in vLLM's statistics), wrong text in the requests that were

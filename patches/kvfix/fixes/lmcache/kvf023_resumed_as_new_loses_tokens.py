@@ -1,4 +1,4 @@
-"""A resumed request is handed over as new, and its generated tokens are missing from its load: wrong text, no error.
+"""Preempted requests return wrong text with model runner V2: the load of a resumed request misses its generated tokens.
 
 ## Symptom
 Nothing is logged. With vLLM's model runner V2, after preemptions (`Preemptions:` in vLLM's statistics), wrong text in

@@ -1,4 +1,4 @@
-"""With asynchronous scheduling `save_decode_cache` skips generated tokens, or stores them under wrong keys.
+"""Wrong text with `save_decode_cache` and asynchronous scheduling: generated tokens are skipped or get wrong keys.
 
 ## Symptom
 Nothing is logged. Wrong text in requests that begin with the generated text of another request, for example the next

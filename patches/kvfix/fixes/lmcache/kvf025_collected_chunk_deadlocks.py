@@ -1,4 +1,4 @@
-"""The garbage collector frees a chunk under a lock that its thread holds: the thread deadlocks.
+"""The engine or the server hangs: the garbage collector frees a chunk under a lock that its own thread holds.
 
 ## Symptom
 The engine or the server hangs, at any time. `py-spy dump` shows `__del__ (lmcache/v1/memory_management.py)` and below

@@ -1,4 +1,4 @@
-"""A layerwise load that brings less than was hit kills the worker, or is not reported: the step reads other KV.
+"""A layerwise load that finds fewer chunks than promised kills the worker, or the request returns wrong text.
 
 ## Symptom
 With `use_layerwise`, if none of the chunks is left: `UnboundLocalError: cannot access local variable 'mem_obj_consumer'

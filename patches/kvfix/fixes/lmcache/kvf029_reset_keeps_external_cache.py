@@ -1,4 +1,4 @@
-"""`reset_prefix_cache(reset_connector=True)` answers True, and LMCache keeps all: old KV after a weight update.
+"""Old KV is hit after a weight update: `reset_prefix_cache(reset_connector=True)` answers True, but LMCache keeps all.
 
 ## Symptom
 None. After an update of the weights and `POST /reset_prefix_cache?reset_external=true` (200), or

@@ -1,4 +1,4 @@
-"""A load fails in one rank, and the others store what they compute on top of it under valid keys.
+"""Later requests return wrong text: a load fails in one rank, and the other ranks store KV computed on top of it.
 
 ## Symptom
 With tensor or pipeline parallelism. None at the time except `Request ... failed to load ... tokens across ... blocks`

@@ -1,4 +1,4 @@
-"""A request that is to return its first token is aborted before it has one, and EngineCore dies.
+"""EngineCore dies when a request with `ret_first_tok` is aborted before its first token: LMCache reads an empty list.
 
 ## Symptom
 EngineCore of the instance for prefill dies in `request_finished` with `IndexError: list index out of range`. A proxy

@@ -1,4 +1,4 @@
-"""A kv_producer stores the prompt of a request that asks for `lmcache.skip_save`.
+"""A kv_producer stores the prompt of a request although the request asks for `lmcache.skip_save`.
 
 ## Symptom
 Nothing is logged but `Storing KV cache for ...` for that request, and later requests hit what it has stored.

@@ -1,4 +1,4 @@
-"""With asynchronous loading a lookup is never answered if one of the request's settings is no text.
+"""A request waits for the whole lookup timeout: the worker cannot decode a lookup with a setting that is not a string.
 
 ## Symptom
 In the worker `Error processing request from scheduler: Expected `str`, got `bool``. The request waits for

@@ -1,4 +1,4 @@
-"""A request that names a decoder and leaves out a part of its address kills EngineCore.
+"""EngineCore dies at a request that names a decoder in `disagg_spec` without its complete address.
 
 ## Symptom
 `KeyError: 'receiver_host'`, or another key, in `update_state_after_alloc`, and EngineCore dies. `TypeError: string

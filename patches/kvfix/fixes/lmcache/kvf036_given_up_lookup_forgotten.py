@@ -1,4 +1,4 @@
-"""A lookup that timed out is forgotten before its answer comes, and the answer is taken for the request's next lookup.
+"""A worker dies or chunks leak: LMCache takes the late answer of a lookup that timed out for that of the next lookup.
 
 ## Symptom
 After `Request ... is still waiting for async lookup after 3 seconds, returning 0 lmcache cached tokens so vllm can

@@ -1,4 +1,4 @@
-"""A truncated chunk file on the local disk is loaded as if it were whole, and the request answers with wrong text.
+"""A request returns wrong text: LMCache loads a truncated chunk file from the local disk as if it were whole.
 
 ## Symptom
 With `local_disk`: none at the time. LMCache logs `Retrieved 256 out of 256 required tokens`, the request ends with HTTP

@@ -1,4 +1,4 @@
-"""A failed write to the local disk leaks the chunk in CPU memory, and LMCache never stores that chunk again.
+"""After a failed disk write the chunk stays in CPU memory for ever, and LMCache never stores that chunk again.
 
 ## Symptom
 With `local_disk`, on a full disk: none. LMCache logs `Stored 256 out of total 256 tokens`, and the hits do not come.

@@ -1,4 +1,4 @@
-"""A client that asks for cache statistics and disconnects before its lookup kills EngineCore.
+"""EngineCore dies when a client asks for cache statistics and disconnects before its lookup.
 
 ## Symptom
 EngineCore dies with `AssertionError: Request tracker for request_id cmpl-... not found. ` in `request_finished`. Any

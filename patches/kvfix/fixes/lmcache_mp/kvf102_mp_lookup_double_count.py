@@ -1,4 +1,4 @@
-"""Each poll of a waiting request counts its hit again as stored: a hole in the stored chunks, no hit beyond it.
+"""The hit of a prompt never grows past one token: each poll of a waiting request counts the hit again as stored.
 
 ## Symptom
 No error. The external hit of a prompt never grows past the same token, although the prompt is used again and again: the

@@ -1,4 +1,4 @@
-"""A failed load is reported as done without its blocks: vLLM reads KV that was never loaded.
+"""Requests return wrong text after a failed load: LMCache reports the load as done, and no failed block.
 
 ## Symptom
 ERROR `Something went wrong when processing the retrieve request for request_id=..., result=False` in the worker, then

@@ -1,4 +1,4 @@
-"""A request whose load failed is promised the same tokens again, nothing loads them, and it waits for ever.
+"""A request waits for ever after a failed load: LMCache promises the same tokens again, and nothing loads them.
 
 ## Symptom
 With `kv_load_failure_policy=recompute`: after `Recovered from KV load failure: 1 request(s) rescheduled` the request

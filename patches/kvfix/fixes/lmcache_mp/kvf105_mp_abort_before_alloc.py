@@ -1,4 +1,4 @@
-"""A request aborted between its lookup and its admission keeps the server's read locks until they time out.
+"""The server cannot evict chunks: a request that is aborted before its admission keeps read locks until they time out.
 
 ## Symptom
 Nothing in the log of vLLM. Chunks that were looked up stay read-locked in the LMCache server for the read TTL

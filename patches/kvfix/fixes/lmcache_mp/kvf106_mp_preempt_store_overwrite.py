@@ -1,4 +1,4 @@
-"""A request is preempted while its store is in flight, and others write to its blocks: wrong KV under its keys.
+"""Hits return wrong text after a preemption: other requests write to blocks while the server still copies them.
 
 ## Symptom
 No error. After preemptions (`Preemptions:` in vLLM's statistics; `<preempted> by preempted requests` from LMCache 0.5.2

@@ -1,4 +1,4 @@
-"""After a failed load the store runs ahead of the computed tokens: KV that was never computed is stored.
+"""Hits return wrong text after a failed load: LMCache stores blocks whose KV was never computed.
 
 ## Symptom
 Nothing in the log but `Recovered from KV load failure: 1 request(s) rescheduled`. Every later hit on the chunk is

@@ -1,4 +1,4 @@
-"""Prompts given as embeddings share KV if they have the same length: their keys are made of zeros.
+"""A prompt given as embeddings gets the KV of another prompt of the same length: LMCache's keys are made of zeros.
 
 ## Symptom
 No error. With `--enable-prompt-embeds`, a prompt of embeddings gets the answer to another one of the same length. So

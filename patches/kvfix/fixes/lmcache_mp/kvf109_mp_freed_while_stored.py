@@ -1,4 +1,4 @@
-"""A request with two stores is reported done after the first: its blocks are freed while they are copied.
+"""Hits return wrong text after chunked prefill: vLLM frees a request's blocks while its second store copies them.
 
 ## Symptom
 No error. Prompts longer than a step (chunked prefill) that hit the cache get wrong text, until the chunks are evicted.

@@ -1,4 +1,4 @@
-"""A failed load also fails requests that only share computed blocks with it.
+"""A failed load also fails other requests, which only share computed blocks with it.
 
 ## Symptom
 `Failing 2 request(s) due to KV load failure`, with ids of requests that loaded nothing or finished loading long ago:

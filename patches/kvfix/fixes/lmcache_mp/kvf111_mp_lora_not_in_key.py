@@ -1,4 +1,4 @@
-"""LoRA adapters share KV through the multi-process server: the name of the LoRA is not in the cache key.
+"""LoRA adapters share KV through the multi-process server: the name of the adapter is not in the cache key.
 
 ## Symptom
 No error. With `--enable-lora`, a prompt that another adapter (or the base model) has cached gets the KV of that

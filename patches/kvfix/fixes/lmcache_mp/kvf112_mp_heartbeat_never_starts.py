@@ -1,4 +1,4 @@
-"""After one lookup that timed out the scheduler never asks the server again: its heartbeat never starts.
+"""After one lookup timeout the scheduler never asks the server again: its heartbeat never starts.
 
 ## Symptom
 WARNING `LOOKUP to ... timed out after 300.0s. Marking server as unhealthy.` once, and no external hit after it until

@@ -1,4 +1,4 @@
-"""The server drops a worker that has had no request for an hour, and the worker's next load fails.
+"""A worker's first load after an idle hour fails: the server drops a worker that has sent no ping.
 
 ## Symptom
 Server: `Reaped GPU instance ...: silent for 3600.0s (pinged=False)`. At the first request afterwards

@@ -1,4 +1,4 @@
-"""The locks of a request with a `cache_salt` are released under another key, and held until they time out.
+"""Chunks stay locked until a timeout: LMCache releases the locks of a request with a `cache_salt` under another key.
 
 ## Symptom
 Nothing in the log of vLLM. With `cache_salt`, chunks that vLLM has itself stay read-locked in the server for the read

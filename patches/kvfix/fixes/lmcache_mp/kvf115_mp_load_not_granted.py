@@ -1,4 +1,4 @@
-"""A load starts for a request that vLLM computes itself, into blocks in use; EngineCore dies when the load is done.
+"""EngineCore dies: LMCache starts a load for a request that vLLM computes itself, into blocks that are in use.
 
 ## Symptom
 EngineCore dies with a bare `AssertionError` at `assert RequestStatus.is_finished(req.status)` in

@@ -1,4 +1,4 @@
-"""A request that reads no cache is looked up, and the chunks that the lookup locks stay locked until they time out.
+"""Chunks stay locked until a timeout: LMCache looks up a request that reads no cache, and never releases the locks.
 
 ## Symptom
 Nothing in the log of vLLM. With requests that ask for `prompt_logprobs`, or pooling requests that skip the cache,

@@ -1,4 +1,4 @@
-"""The worker leaks the id of every request that has ended; a request that reuses an id is never freed.
+"""The worker leaks the id of every ended request, and a request that reuses an id never frees its blocks.
 
 ## Symptom
 None at first: the workers' memory grows with every request, by 100 to 150 bytes. If an id is reused (a vLLM that takes

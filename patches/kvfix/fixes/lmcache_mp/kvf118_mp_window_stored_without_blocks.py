@@ -1,4 +1,4 @@
-"""With a sliding window, blocks that vLLM no longer has are stored: null blocks, or what others have written since.
+"""Hits return wrong text with a sliding window: LMCache stores null blocks, or blocks that vLLM has freed.
 
 ## Symptom
 No error. Wrong text for prompts that hit the cache, with models that have layers of full attention and of sliding

@@ -1,4 +1,4 @@
-"""A block leaves the sliding window, or a state is left behind, while it is stored: wrong KV under valid keys.
+"""Hits return wrong text with sliding windows or Mamba states: vLLM frees a block while the server still copies it.
 
 ## Symptom
 No error. Under load, wrong text for prompts that hit the cache, with models that have layers of full attention and of

@@ -1,4 +1,4 @@
-"""A session that gets more input has chunks stored whose KV is not computed yet: wrong KV under valid keys.
+"""Hits on a streaming session return wrong text: LMCache stores chunks whose KV is not computed yet.
 
 ## Symptom
 None. Wrong text in requests that hit what a session (streaming input) has stored, with speculative decoding or

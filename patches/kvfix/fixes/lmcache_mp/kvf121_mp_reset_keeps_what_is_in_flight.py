@@ -1,4 +1,4 @@
-"""`reset_cache` answers True while chunks are in use: their old KV is still hit, or stored after the reset.
+"""Old KV is hit after a weight update: `reset_cache` answers True while chunks are still in use.
 
 ## Symptom
 None. After an update of the weights and `reset_prefix_cache(reset_running_requests=True, reset_connector=True)`, which

@@ -1,4 +1,4 @@
-"""A worker whose heartbeat is late gives up transfers that the server does later, in blocks of other requests.
+"""Wrong text after a late heartbeat: the worker drops transfers, and the server does them in other requests' blocks.
 
 ## Symptom
 WARNING `LMCache server is unhealthy — entering degraded mode`, and some time later `LMCache server is healthy again`.

@@ -1,4 +1,4 @@
-"""With several MTP modules, a block in front of a sliding window is not loaded, and vLLM caches what is in it.
+"""Wrong text with a sliding window and several MTP modules: vLLM caches a block that LMCache did not load.
 
 ## Symptom
 No error. Wrong text for prompts that hit vLLM's own prefix cache, with a model of full attention and sliding windows

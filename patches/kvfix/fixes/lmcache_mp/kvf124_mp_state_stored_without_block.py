@@ -1,4 +1,4 @@
-"""Of a model with Mamba or GDN layers, a null block or another request's is stored as the state at the end of a chunk.
+"""Hits return wrong text with Mamba or GDN layers: LMCache stores a null block or another request's block as a state.
 
 ## Symptom
 No error. Wrong text for prompts that hit the cache, with models that have layers of attention and of states

@@ -1,4 +1,4 @@
-"""The server stores a chunk of which a part lies in null blocks: whatever the null block holds is read by a later hit.
+"""Hits return wrong text with Mamba or GDN layers: the server stores a chunk whose state lies in a null block.
 
 ## Symptom
 No error. Wrong text for prompts that hit the cache, with models that have layers of attention and of states (Mamba,

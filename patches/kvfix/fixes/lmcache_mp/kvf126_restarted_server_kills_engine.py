@@ -1,4 +1,4 @@
-"""EngineCore dies 300 seconds after a restart of the LMCache server, which does not know the worker any more.
+"""EngineCore dies 300 seconds after a restart of the LMCache server: the new server does not know the worker.
 
 ## Symptom
 Server: `non-GPU context not registered (or reaped) for instance ID ...` after a restart. Engine: no line for 300

@@ -1,4 +1,4 @@
-"""Keys use Python's own hash, which differs between processes: no process finds the chunks of another.
+"""No process finds the chunks of another process: the keys use Python's hash, which differs between processes.
 
 ## Symptom
 No hit across processes or machines, or after a restart, although everything is stored. With tensor parallelism `Lookup

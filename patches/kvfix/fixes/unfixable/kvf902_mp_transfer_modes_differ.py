@@ -1,4 +1,4 @@
-"""Worker and server of the multi-process cache were started for different transfer modes, and neither reports it.
+"""The worker blocks for 300 seconds and dies: worker and server use different transfer modes, and neither reports it.
 
 ## Symptom
 The worker does not start: it blocks for 300 seconds (`mq_timeout`) and dies. The server has logged `No handler

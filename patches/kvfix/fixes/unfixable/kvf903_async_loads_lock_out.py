@@ -1,4 +1,4 @@
-"""Requests that load between steps hold the blocks that the others need for their last tokens, and none starts.
+"""All requests wait for ever: requests that load between steps hold the blocks that each needs for its last tokens.
 
 ## Symptom
 `Running: 0 reqs, Waiting: N reqs`, no throughput, no error, the KV cache nearly full. Under pressure, with a connector

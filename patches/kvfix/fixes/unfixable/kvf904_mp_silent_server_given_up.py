@@ -1,4 +1,4 @@
-"""A worker whose heartbeat is late gives up transfers that the server does later, and cannot see a lost connection.
+"""Wrong text after a late heartbeat: the worker drops transfers that the server still does (LMCache 0.5.5 and earlier).
 
 ## Symptom
 WARNING `LMCache server is unhealthy — entering degraded mode`, and some time later `LMCache server is healthy again`.

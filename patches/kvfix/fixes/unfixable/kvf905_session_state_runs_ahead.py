@@ -1,4 +1,4 @@
-"""A session of a model with Mamba or GDN layers goes on from a state that has a token which was dropped: wrong text.
+"""A streaming session returns wrong text with Mamba or GDN layers: its state includes a token that vLLM dropped.
 
 ## Symptom
 None. Wrong text in a session (streaming input) after its first turn, with a model that has layers of states, and

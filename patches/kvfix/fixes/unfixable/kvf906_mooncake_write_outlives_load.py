@@ -1,4 +1,4 @@
-"""MooncakeConnector's prefill writes into blocks that decode has given to another request: silent wrong text.
+"""Wrong text after a failed load: MooncakeConnector's prefill writes into blocks that decode gave to another request.
 
 ## Symptom
 Wrong text, HTTP 200, after loads that have failed. The decode engine logs `pulling kv_caches for [...] failed: transfer

@@ -1,4 +1,4 @@
-"""A request aborted during its load is freed at the first of two reports, and vLLM dies of the second.
+"""EngineCore dies when a client disconnects during its load: vLLM frees the request at the first of two reports.
 
 ## Symptom
 EngineCore dies with a bare `AssertionError` at `assert req_id in self.requests` in `_update_from_kv_xfer_finished`. Any

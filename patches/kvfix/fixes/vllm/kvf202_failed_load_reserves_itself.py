@@ -1,4 +1,4 @@
-"""After a failed load vLLM reserves blocks for the request against its own next load, and it never starts.
+"""A request waits for ever after a failed load: vLLM reserves the request's own blocks against its next load.
 
 ## Symptom
 With `kv_load_failure_policy=recompute` and a connector that loads between steps: after `Recovered from KV load failure:

@@ -1,4 +1,4 @@
-"""Blocks whose load failed stay in vLLM's prefix cache, and the next request reads them: wrong text, no error.
+"""Later requests return wrong text: blocks whose load failed stay in vLLM's prefix cache.
 
 ## Symptom
 `Recovered from KV load failure: ... request(s) rescheduled (... tokens affected).` Later, wrong text in requests that

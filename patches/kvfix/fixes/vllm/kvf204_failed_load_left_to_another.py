@@ -1,4 +1,4 @@
-"""A request that shares blocks whose load failed counts them as computed: another request must recompute them.
+"""A request returns wrong text: it shares blocks whose load failed, and vLLM counts them as computed.
 
 ## Symptom
 None except `Recovered from KV load failure: ... request(s) rescheduled (... tokens affected).` Wrong text in a request

@@ -1,4 +1,4 @@
-"""A load fails while the next step is in flight, and the output of that step is kept: wrong text.
+"""Wrong text or a dead worker: a load fails while the next step is in flight, and vLLM keeps the output of that step.
 
 ## Symptom
 With asynchronous scheduling or model runner V2, vLLM's defaults on a GPU, or pipeline parallelism, and a connector that

@@ -1,4 +1,4 @@
-"""vLLM misses the failed load of a resumed request: wrong text, no error.
+"""A preempted request returns wrong text: vLLM does not see that the load failed when the request resumed.
 
 ## Symptom
 None except LMCache's `Request ... failed to load ... tokens across ... blocks`. Wrong text in a request that was

@@ -1,4 +1,4 @@
-"""With several KV groups a failed load ends the engine: vLLM cannot tell which request had the failed blocks.
+"""EngineCore dies at a failed load of a model with several KV groups: vLLM cannot tell which request it was.
 
 ## Symptom
 EngineCore dies with `A KV connector reported block-level load failures (invalid_block_ids) which is not supported for

@@ -1,4 +1,4 @@
-"""A loaded request needs more blocks than are free, and those behind it, which hold the blocks, are not asked.
+"""All requests wait for ever: a loaded request needs more blocks than are free, and the requests behind it hold them.
 
 ## Symptom
 `Running: 0 reqs, Waiting: N reqs` for ever, no throughput, no error. With a connector that loads between steps, the

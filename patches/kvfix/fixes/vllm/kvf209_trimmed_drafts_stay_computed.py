@@ -1,4 +1,4 @@
-"""A session's turn ends within accepted drafts, and the first tokens of its next input are never computed: wrong text.
+"""A streaming session returns wrong text with speculative decoding: vLLM never computes the first tokens of an input.
 
 ## Symptom
 None. Wrong text in a session (streaming input) with speculative decoding, without asynchronous scheduling. Connectors

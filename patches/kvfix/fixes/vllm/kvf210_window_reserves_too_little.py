@@ -1,4 +1,4 @@
-"""With a sliding window too few blocks are reserved for a request: loaded requests wait for each other for ever.
+"""Loaded requests wait for each other for ever: vLLM reserves too few blocks for a model with a sliding window.
 
 ## Symptom
 `Running: 0 reqs, Waiting: N reqs` for ever, no throughput, no error. Models that have layers of full attention and of

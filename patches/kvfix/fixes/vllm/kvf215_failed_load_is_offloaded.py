@@ -1,4 +1,4 @@
-"""A load of another connector fails, and the OffloadingConnector stores the blocks: wrong KV under a valid key.
+"""Later requests return wrong text: OffloadingConnector stores blocks that another connector failed to load.
 
 ## Symptom
 None at the time except `Recovered from KV load failure` or `Failing 1 request(s) due to KV load failure`. Later, wrong

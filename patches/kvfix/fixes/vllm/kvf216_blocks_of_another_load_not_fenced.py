@@ -1,4 +1,4 @@
-"""Another connector loads into blocks that the OffloadingConnector is still copying: wrong KV under a valid key.
+"""Later requests return wrong text: another connector loads into blocks that OffloadingConnector still copies.
 
 ## Symptom
 Nothing is logged. Later, wrong text in requests that begin with the same prompt. It takes a MultiConnector of the

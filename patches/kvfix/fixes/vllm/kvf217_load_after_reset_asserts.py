@@ -1,4 +1,4 @@
-"""A request that a reset has preempted loads in the next step from the OffloadingConnector, and EngineCore dies.
+"""EngineCore dies after a prefix cache reset: OffloadingConnector takes the load of a preempted request for a store.
 
 ## Symptom
 EngineCore dies with a bare `AssertionError` at `assert self._jobs[any_jid].is_store` in `build_connector_meta` of

@@ -1,4 +1,4 @@
-"""The OffloadingConnector stores other blocks of a session with more input: wrong KV under a valid key.
+"""Later requests return wrong text: OffloadingConnector stores wrong blocks of a streaming session.
 
 ## Symptom
 Nothing is logged at first. Later, wrong text in requests that begin with the same prompt. A `KeyError` in

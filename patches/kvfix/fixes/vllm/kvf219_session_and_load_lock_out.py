@@ -1,4 +1,4 @@
-"""A session with new input and a request whose load is done hold the blocks that each other needs: none runs again.
+"""All requests wait for ever: a streaming session and a loaded request hold the blocks that each other needs.
 
 ## Symptom
 `Running: 0 reqs, Waiting: N reqs` for ever, no throughput, no error, the KV cache nearly full. With clients that send

@@ -1,4 +1,4 @@
-"""With states and several MTP modules the last tokens of a prompt are never scheduled: the request runs for ever.
+"""A request runs for ever without a token: with Mamba states and several MTP modules its last tokens are not scheduled.
 
 ## Symptom
 `Running: 1 reqs` and more for ever, no throughput for these requests, no error, their blocks in use. Models with Mamba

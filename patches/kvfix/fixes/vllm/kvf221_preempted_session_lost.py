@@ -1,4 +1,4 @@
-"""A session is preempted while the step that ends its turn is in flight, and is in no queue then: its client waits.
+"""The client of a streaming session waits for ever: vLLM preempts the session while its turn ends, and loses it.
 
 ## Symptom
 A client of a session (streaming input) waits for ever, with asynchronous scheduling: `Running: 0 reqs, Waiting: 0 reqs`

@@ -1,4 +1,4 @@
-"""Loads hold all blocks of a kv_producer: each in turn runs, needs a block more, and is preempted without a token.
+"""A prefill engine makes no progress: loads hold all blocks, and each request in turn needs one more and is preempted.
 
 ## Symptom
 `Running: 0 reqs` and `Running: 1 reqs` in turn, no throughput, no error, `Preemptions` grows. A prefill engine (role

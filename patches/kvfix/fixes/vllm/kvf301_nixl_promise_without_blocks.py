@@ -1,4 +1,4 @@
-"""NixlConnector promises remote tokens without knowing where they are: one request ends EngineCore, or waits for ever.
+"""EngineCore dies or a request waits for ever: NixlConnector promises remote tokens without knowing their blocks.
 
 ## Symptom
 EngineCore of the decode engine dies with `assert num_external_tokens == 0` in `update_state_after_alloc`; or a request

@@ -1,4 +1,4 @@
-"""MooncakeConnector takes any request at its word: one for the other role ends EngineCore, others wait for ever.
+"""EngineCore dies or a request waits for ever: MooncakeConnector does not check the parameters of a request.
 
 ## Symptom
 EngineCore dies with `assert not self.is_kv_producer` or `assert not self.is_kv_consumer` (before vLLM 0.20

@@ -1,4 +1,4 @@
-"""Statistics of a connector without Prometheus metrics end the API server of MultiConnector.
+"""The API server dies: MultiConnector gets statistics of a connector that has no Prometheus metrics.
 
 ## Symptom
 After the first transfer the API server dies with `MooncakeConnector is not contained in the list of registered

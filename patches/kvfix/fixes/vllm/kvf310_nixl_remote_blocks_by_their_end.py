@@ -1,4 +1,4 @@
-"""NixlConnector pairs the blocks of both engines from their end: where one has more than the prompt, KV is shifted.
+"""Wrong text with NixlConnector: blocks are paired from their end, and KV is shifted if prefill has more blocks.
 
 ## Symptom
 Wrong text without any message, where the prefill engine has generated more than one token, or has had another prompt.

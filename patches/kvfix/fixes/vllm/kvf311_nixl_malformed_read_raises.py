@@ -1,4 +1,4 @@
-"""A read that NixlConnector cannot make of a request's parameters ends the decode engine.
+"""The decode worker dies: NixlConnector cannot make a read from malformed parameters of a request.
 
 ## Symptom
 The worker of the decode engine dies with `AssertionError`, `TypeError` or `ValueError` out of `start_load_kv`, in

@@ -1,4 +1,4 @@
-"""NixlConnector promises a prefill engine the blocks of a decode engine and starts no load: the request waits for ever.
+"""A request of a prefill engine waits for ever: NixlConnector promises blocks of a decode engine, but starts no load.
 
 ## Symptom
 A request of a prefill engine stays in WAITING_FOR_REMOTE_KVS and keeps its blocks: after a preemption, or after a load

@@ -1,4 +1,4 @@
-"""A request whose parameters lack a key is aborted before it is scheduled, and ends the decode engine.
+"""The decode engine dies when a request is aborted before it is scheduled, and its parameters lack a key of the peer.
 
 ## Symptom
 EngineCore of the decode engine dies with `KeyError: 'remote_request_id'`, or another key of `kv_transfer_params`, in

@@ -1,4 +1,4 @@
-"""A prefill that ends while it is preempted stays in NixlConnector's worker, and the decode engine gets no blocks.
+"""Decode gets no blocks and the prefill worker leaks an id: NixlConnector forgets a prefill that ends while preempted.
 
 ## Symptom
 With asynchronous scheduling the memory of the prefill engine's worker grows by one id for each such request. The decode

@@ -1,4 +1,4 @@
-"""A request whose parameters name the prefill engine by something that is no text ends the decode engine.
+"""The decode engine dies: the parameters of a request name the prefill engine by a value that is not a string.
 
 ## Symptom
 EngineCore of the decode engine dies with `TypeError: unhashable type` in `on_new_request`.

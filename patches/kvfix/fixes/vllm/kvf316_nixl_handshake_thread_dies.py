@@ -1,4 +1,4 @@
-"""One handshake that asks for a rank that is not there ends the thread that answers them, in silence.
+"""No decode engine can connect to a prefill engine any more: one malformed handshake ends the thread that answers.
 
 ## Symptom
 From some time on no decode engine can connect to a prefill engine any more: `NIXL transfer failure:

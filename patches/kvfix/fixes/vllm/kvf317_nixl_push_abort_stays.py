@@ -1,4 +1,4 @@
-"""A request that is aborted before it is scheduled stays in the worker of a decode engine that is pushed to.
+"""The decode worker's memory grows: NixlPushConnector keeps each request that is aborted before it is scheduled.
 
 ## Symptom
 With NixlPushConnector the memory of the decode engine's worker grows by the parameters of each such request, and

@@ -1,4 +1,4 @@
-"""With `bidirectional_kv_xfer` the blocks of a request that loads nothing from a prefill engine are held for ever.
+"""The decode engine runs out of blocks: with `bidirectional_kv_xfer` NixlConnector never frees some blocks.
 
 ## Symptom
 The decode engine runs out of blocks: `GPU KV cache usage` rises to 100% and stays there, requests wait, none runs.

@@ -1,4 +1,4 @@
-"""A decode engine reads blocks whose lease has ended, and takes what others have written there for the prompt's KV.
+"""A decode engine returns wrong text: NixlConnector reads blocks after their lease has ended.
 
 ## Symptom
 Wrong text, HTTP 200. The prefill engine logs `Releasing expired KV blocks for request ...`, and `Potentially invalid KV

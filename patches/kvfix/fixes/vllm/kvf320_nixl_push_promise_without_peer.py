@@ -1,4 +1,4 @@
-"""NixlPushConnector promises tokens without knowing who pushes them: one request ends EngineCore.
+"""EngineCore dies at one request: NixlPushConnector promises tokens without knowing which engine pushes them.
 
 ## Symptom
 EngineCore of the decode engine dies with `KeyError: 'remote_engine_id'`, or another key of `kv_transfer_params`, in

@@ -1,4 +1,4 @@
-"""NixlPushConnector pairs the blocks of both engines from their end: where prefill has more, KV is shifted.
+"""Wrong text with NixlPushConnector: blocks are paired from their end, and KV is shifted if prefill has more blocks.
 
 ## Symptom
 Wrong text without any message, where the prefill engine has generated more than one token.

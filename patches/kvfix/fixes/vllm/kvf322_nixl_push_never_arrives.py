@@ -1,4 +1,4 @@
-"""A decode engine waits for ever for blocks that nobody will push, also for a request that is aborted.
+"""Requests of a decode engine wait for ever: NixlPushConnector waits for blocks that no engine will push.
 
 ## Symptom
 With NixlPushConnector requests of the decode engine stay in WAITING_FOR_REMOTE_KVS and keep their blocks. It logs

@@ -1,4 +1,4 @@
-"""A prefill engine writes blocks to its peer whose lease has ended: others have written there, and decode takes it.
+"""A decode engine returns wrong text: NixlPushConnector writes blocks to it after their lease has ended.
 
 ## Symptom
 Wrong text, HTTP 200. The prefill engine logs `Releasing expired KV blocks for request ...`; the decode engine logs

@@ -1,4 +1,4 @@
-"""A prefill engine keeps every registration that it has no request for, for good, and may serve it later by mistake.
+"""The prefill worker's memory grows: NixlPushConnector keeps registrations of requests that it does not have.
 
 ## Symptom
 With NixlPushConnector the memory of the prefill engine's worker grows by each request of the decode engine whose

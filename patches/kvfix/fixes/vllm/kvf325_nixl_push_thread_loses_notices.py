@@ -1,4 +1,4 @@
-"""One registration that cannot be served takes with it the notices that came with it: their requests wait for ever.
+"""Requests wait for ever: one bad registration makes NixlPushConnector lose the notices that came with it.
 
 ## Symptom
 With NixlPushConnector the log has `nixl-push-writer error; continuing`. Then leases end early, and requests stay in

@@ -1,4 +1,4 @@
-"""A copy of the OffloadingConnector fails, and the worker dies, with the engine.
+"""EngineCore dies when one copy of OffloadingConnector fails: the worker asserts that every copy succeeds.
 
 ## Symptom
 The worker dies with a bare `AssertionError` at `assert transfer_result.success` in `get_finished` of

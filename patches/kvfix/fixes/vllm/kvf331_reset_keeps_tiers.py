@@ -1,4 +1,4 @@
-"""After new weights the OffloadingConnector loads KV of the old ones from its files: wrong text.
+"""Wrong text after a weight update: OffloadingConnector loads KV of the old weights from its secondary tiers.
 
 ## Symptom
 Nothing is logged. After `reset_prefix_cache` with `reset_connector` (a weight update in RLHF), wrong text of prompts

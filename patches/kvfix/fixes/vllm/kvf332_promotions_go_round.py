@@ -1,4 +1,4 @@
-"""A request with a longer hit than the OffloadingConnector has CPU memory waits for ever: chunks evict each other.
+"""A request waits for ever if its hit is larger than OffloadingConnector's CPU memory: its chunks evict each other.
 
 ## Symptom
 Nothing is logged at the default level. A request stays in WAITING, the file system tier reads the same chunks again and

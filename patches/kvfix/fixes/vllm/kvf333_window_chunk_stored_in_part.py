@@ -1,4 +1,4 @@
-"""The OffloadingConnector stores a chunk of a sliding window of which only the end is there: wrong KV for later hits.
+"""Later requests return wrong text: OffloadingConnector stores a chunk of a sliding window that is not complete.
 
 ## Symptom
 Nothing is logged. Later, wrong text in requests that begin with the same tokens. Models with layers of sliding windows,

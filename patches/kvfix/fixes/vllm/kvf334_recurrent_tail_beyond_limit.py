@@ -1,4 +1,4 @@
-"""A request says how many tokens of it the OffloadingConnector may store, and EngineCore dies, or all are stored.
+"""EngineCore dies, or too many tokens are stored: OffloadingConnector does not keep to a request's store limit.
 
 ## Symptom
 EngineCore dies with a bare `AssertionError` at `assert boundary <= max_boundary` in `_build_partial_tail_store_jobs` of

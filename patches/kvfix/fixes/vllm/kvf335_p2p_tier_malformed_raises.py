@@ -1,4 +1,4 @@
-"""A request names its peer for the OffloadingConnector's p2p tier in a wrong form, and EngineCore dies.
+"""EngineCore dies at a request that names its peer for OffloadingConnector's p2p tier in a wrong form.
 
 ## Symptom
 EngineCore dies with `AttributeError: ... object has no attribute 'get'` or `TypeError: unhashable type` in

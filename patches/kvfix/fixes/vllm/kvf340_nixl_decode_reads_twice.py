@@ -1,4 +1,4 @@
-"""NixlConnector lets two decode requests read the same prefill's blocks; the first one frees them: silent wrong text.
+"""Wrong text on decode: NixlConnector lets two decode requests read one prefill's blocks, and the first one frees them.
 
 ## Symptom
 None on decode: HTTP 200, and text that does not fit its prompt. Prefill logs `Potentially invalid KV blocks for

@@ -1,4 +1,4 @@
-"""One request that names a wrong number of ranks keeps two engines from connecting until one of them is restarted.
+"""All loads from one prefill engine fail until a restart: NixlConnector remembers the wrong rank count of one request.
 
 ## Symptom
 From some time on all loads from one prefill engine fail: `NIXL transfer failure: handshake_setup_failed` with

@@ -1,4 +1,4 @@
-"""In push mode a heartbeat refuses a prefill engine that has more ranks than KV heads, and loads fail with it.
+"""Loads fail in push mode: NixlPushConnector's heartbeat refuses a prefill engine that has more ranks than KV heads.
 
 ## Symptom
 In push mode, where the prefill engine has more ranks than the decode engine and than the model has KV heads: `NIXL

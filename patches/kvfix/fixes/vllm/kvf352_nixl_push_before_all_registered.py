@@ -1,4 +1,4 @@
-"""In push mode blocks are written to a rank that has not registered them: decode dies, or another request's KV is lost.
+"""Decode dies or another request returns wrong text: NixlPushConnector writes to a rank that has not registered yet.
 
 ## Symptom
 In push mode, where the decode engine has more ranks than the prefill engine: the decode engine dies with `KeyError:

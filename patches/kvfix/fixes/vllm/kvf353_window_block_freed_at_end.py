@@ -1,4 +1,4 @@
-"""A load ends with the prompt, its last token is computed again, and a sliding window begins one token too late for it.
+"""Wrong text with a sliding window and NixlConnector: the window of the recomputed last token lacks its first token.
 
 ## Symptom
 Wrong text without any message, of models with sliding windows (Gemma, gpt-oss) behind NixlConnector: of one in so many

@@ -1,4 +1,4 @@
-"""MooncakeConnector does not send a prefill whose first token ends the text: decode waits for it for minutes.
+"""Decode waits for minutes if the first token ends the text: MooncakeConnector does not send that prefill.
 
 ## Symptom
 A request whose first token is the end of the text, or a stop token, takes eight minutes and more, or fails. The decode

@@ -1,4 +1,4 @@
-"""A request that does not say from where is aborted before it is scheduled, and ends the engine with MooncakeConnector.
+"""The decode engine dies when a request without a peer is aborted before it is scheduled (MooncakeConnector).
 
 ## Symptom
 EngineCore of the decode engine dies with `KeyError: 'remote_engine_id'`, `KeyError: 'remote_bootstrap_addr'` or

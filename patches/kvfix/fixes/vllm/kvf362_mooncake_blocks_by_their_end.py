@@ -1,4 +1,4 @@
-"""A prefill that has generated more than one token is sent shifted by MooncakeConnector: silent wrong text.
+"""Wrong text with MooncakeConnector: KV is shifted if the prefill engine has generated more than one token.
 
 ## Symptom
 Wrong text, HTTP 200, where the router lets the prefill engine generate more than one token. Nothing is logged.

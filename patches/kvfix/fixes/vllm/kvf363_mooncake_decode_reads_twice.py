@@ -1,4 +1,4 @@
-"""With MooncakeConnector two decode requests read one prefill: the second waits for minutes, or for ever.
+"""A decode request waits for minutes or for ever: MooncakeConnector lets two decode requests read one prefill.
 
 ## Symptom
 A router sends a decode request again with the same transfer_id, or a client asks for several answers (`n`): the second

@@ -1,4 +1,4 @@
-"""With MooncakeConnector decode waits eight minutes for a prefill that was aborted, and holds its blocks.
+"""Decode waits eight minutes for a prefill that was aborted, and holds its blocks: MooncakeConnector tells it nothing.
 
 ## Symptom
 After a client has gone away during its prefill the decode engine keeps the blocks of its request for

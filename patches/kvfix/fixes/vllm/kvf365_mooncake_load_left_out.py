@@ -1,4 +1,4 @@
-"""MooncakeConnector leaves a load out of its answer: decode waits for it for ever, and holds its blocks.
+"""A decode request waits for ever and holds its blocks: MooncakeConnector leaves the load out of its answer.
 
 ## Symptom
 A decode request stays in WAITING_FOR_REMOTE_KVS for ever. The prefill engine logs `Request ... expired before sending

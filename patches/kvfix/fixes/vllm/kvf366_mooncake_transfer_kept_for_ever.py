@@ -1,4 +1,4 @@
-"""MooncakeConnector keeps each transfer for ever that decode has asked for and that never came.
+"""The prefill worker's memory grows: MooncakeConnector keeps each transfer that decode asked for and that never came.
 
 ## Symptom
 The prefill engine's worker grows, by less than a kilobyte for each decode request that asks for a transfer which it has

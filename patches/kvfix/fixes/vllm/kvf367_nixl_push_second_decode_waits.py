@@ -1,4 +1,4 @@
-"""With NixlPushConnector two decode requests wait for one prefill: it is pushed to one, the other waits for ever.
+"""A decode request waits for ever: two decode requests wait for one prefill, and NixlPushConnector serves only one.
 
 ## Symptom
 A router sends a decode request again with the same id and kv_transfer_params: one of the two requests stays in

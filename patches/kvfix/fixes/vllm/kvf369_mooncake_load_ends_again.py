@@ -1,4 +1,4 @@
-"""MooncakeConnector reports a load failed that has ended, or that goes on: EngineCore dies, or silent wrong text.
+"""EngineCore dies or returns wrong text: MooncakeConnector reports loads as failed that have ended or still run.
 
 ## Symptom
 Minutes after the prefill engine is gone, EngineCore of the decode engine dies with `assert req_id in self.requests` in

@@ -1,4 +1,4 @@
-"""A copy of the SimpleCPUOffloadConnector fails, its thread ends, and from then on every load waits for ever.
+"""Every load waits for ever after one failed copy: the copy thread of SimpleCPUOffloadConnector ends.
 
 ## Symptom
 The worker prints `Exception in thread` once, with `batch memcpy failed: err=`; with `kv_offload_backend` "disk" with an

@@ -1,4 +1,4 @@
-"""With `lazy_offload` the SimpleCPUOffloadConnector copies the same blocks round and round: an idle engine never rests.
+"""An idle engine never rests: with `lazy_offload` SimpleCPUOffloadConnector stores the same blocks again and again.
 
 ## Symptom
 Nothing is logged. EngineCore takes a whole core and the GPU copies without a request, after more prompts than

@@ -1,4 +1,4 @@
-"""The SimpleCPUOffloadConnector loads less of a sliding window than vLLM keeps, and vLLM caches what was not loaded.
+"""Later requests return wrong text: SimpleCPUOffloadConnector loads less of a sliding window than vLLM caches.
 
 ## Symptom
 Nothing is logged. Later, wrong text in requests that begin with the same tokens. Models with layers of sliding windows

@@ -1,4 +1,4 @@
-"""A load of another connector fails, and the SimpleCPUOffloadConnector stores the blocks: EngineCore dies, or worse.
+"""EngineCore dies or later requests return wrong text: SimpleCPUOffloadConnector stores blocks of a failed load.
 
 ## Symptom
 `Recovered from KV load failure` or `Failing 1 request(s) due to KV load failure`. Then an `AssertionError` in
