@@ -1,7 +1,6 @@
 """Check that texts are plain English: `python -m maintain.language`, which `make lint` runs.
 
-It reads README.md, CONTRIBUTING.md, docs/*.md and the docstrings of patches/kvfix. The docstrings of tools/ are not read
-yet. It prints `file:line: what is wrong`, and exits with 1 if anything is wrong.
+It reads README.md, CONTRIBUTING.md, docs/*.md and the docstrings of patches/kvfix, not yet those of tools/. It prints `file:line: what is wrong`, and exits with 1 if anything is wrong.
 
 A code span and a link each count as one word. Tables, headings and code blocks are skipped.
 """
@@ -46,7 +45,7 @@ PHRASES = {
 }
 _PHRASE = re.compile(rf"(?<!\w)({'|'.join(map(re.escape, PHRASES))})(?!\w)", re.IGNORECASE)
 
-_CODE = re.compile(r"(`+)(?!`).*?(?<!`)\1(?!`)")
+_CODE = re.compile(r"(`+)(?!`).*?(?<!`)\1(?!`)", re.DOTALL)
 _LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)|https?://\S+")
 _ITEM = re.compile(r"\s*(?:[-*]|\d+\.) +")
 _END = re.compile(r"(?<=[.!?])[\"')*]*\s+(?=[\"'(*<]*[A-Z0-9])")
@@ -80,7 +79,8 @@ def violations(text: str, first: int = 1, is_docstring: bool = False) -> Iterato
     if is_docstring and not text.partition("\n")[0].strip():
         yield first, "the first line of the docstring is empty"
     for line, paragraph in paragraphs(text):
-        prose = _LINK.sub(lambda found: found[1] or "LINK", _CODE.sub("CODE", paragraph))
+        prose = _CODE.sub(lambda found: "\n" * found[0].count("\n") + "CODE", paragraph)
+        prose = _LINK.sub(lambda found: found[1] or "LINK", prose)
         at = 0
         for sentence in _END.split(prose):
             number = first + line + prose.count("\n", 0, prose.index(sentence, at))

@@ -1,15 +1,16 @@
 """Every hit returns wrong text with vLLM 0.26 and later: LMCache's in-process connector moves half of each token's KV.
 
 ## Symptom
-None: no exception, no warning. A prompt served from the cache gets another answer than the same prompt computed. With
+No exception and no warning. A prompt served from the cache gets another answer than the same prompt computed. With
 `use_gpu_connector_v3` the first whole chunk fails: `The size of tensor a (1024) must match the size of tensor b (2048)
-at non-singleton dimension 3`. `kvfix roundtrip --backend lmcache --layout packed --no-fixes` shows it.
+at non-singleton dimension 3`. To see it: `kvfix roundtrip --backend lmcache --layout packed --no-fixes`.
 
 ## Cause
 vLLM 0.26 packs K and V of a head next to each other: `[blocks, heads, block, 2 * head size]` (0.26.0
-flash_attn.py:141), in any order in memory. LMCache's transfer operation takes that for one plane of rows of double
-width. It takes the width of a row from the memory object, which has two planes: `[2, layers, tokens, heads * head
-size]` (0.5.6 gpu_connectors.py:325). So it computes half the real distance between slots, and never moves one plane.
+flash_attn.py:141), in any order in memory. LMCache's transfer operation mistakes this layout for one plane of rows of
+double width. The operation takes the width of a row from the memory object, which has two planes: `[2, layers, tokens,
+heads * head size]` (0.5.6 gpu_connectors.py:325). So the operation computes half the real distance between slots, and
+never moves one plane.
 
 ## Fix
 The fix moves the KV of packed layers by indexing vLLM's tensors by block and slot, for every order in memory. K goes

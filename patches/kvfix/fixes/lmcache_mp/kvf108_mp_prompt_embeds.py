@@ -1,8 +1,8 @@
 """A prompt given as embeddings gets the KV of another prompt of the same length: LMCache's keys are made of zeros.
 
 ## Symptom
-No error. With `--enable-prompt-embeds`, a prompt of embeddings gets the answer to another one of the same length. So
-does a prompt whose token ids are zeros.
+No error. With `--enable-prompt-embeds`, a prompt of embeddings gets the answer to another prompt of embeddings of the
+same length. A prompt whose token ids are zeros gets it too.
 
 ## Cause
 vLLM fills `all_token_ids` of such a request with zeros (v1/request.py 0.32.0:148), and the connector builds its keys

@@ -1,9 +1,9 @@
 """A failed load also fails other requests, which only share computed blocks with it.
 
 ## Symptom
-`Failing 2 request(s) due to KV load failure`, with ids of requests that loaded nothing or finished loading long ago:
-requests with a common prefix, such as a system prompt. With `kv_load_failure_policy=recompute` they recompute tokens
-that they had.
+vLLM logs `Failing 2 request(s) due to KV load failure`, with ids of requests that loaded nothing or finished loading
+long ago. These requests share a prefix with the failed one, such as a system prompt. With
+`kv_load_failure_policy=recompute` they recompute tokens that they had.
 
 ## Cause
 A load begins at the start of a chunk. It does not write the blocks of the chunk that vLLM has computed

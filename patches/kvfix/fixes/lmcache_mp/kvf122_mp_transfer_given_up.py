@@ -2,25 +2,27 @@
 
 ## Symptom
 WARNING `LMCache server is unhealthy — entering degraded mode`, and some time later `LMCache server is healthy again`.
-Then wrong text with HTTP 200: of running requests, and of prompts that hit the cache, until the chunks are evicted.
+Then running requests, and prompts that hit the cache, return wrong text with HTTP 200, until the chunks are evicted.
 
 ## Cause
 A ping that has no answer within 10 seconds (`lmcache.mp.heartbeat_interval`) makes the worker unhealthy
 (vllm_multi_process_adapter.py 0.5.6:583). `get_finished` then drops the futures of all transfers, and reports the loads
-as failed and the stores as done (0.5.6:2074, 2208). vLLM frees the blocks. But nothing recalls a request: a server that
-was only slow, or stopped for a while, does it afterwards. The load overwrites the KV of the requests that have the
-blocks by then; the store puts their KV under the keys of another. After a preemption an unhealthy worker does not wait
-for stores either (0.5.6:2403).
+as failed and the stores as done (0.5.6:2074, 2208). vLLM frees the blocks.
+
+But LMCache does not recall the transfers. A server that was only slow, or stopped for a while, does them afterwards. A
+late load overwrites the KV of the requests that have the blocks by then. A late store saves the KV of those requests
+under keys of the first request. After a preemption an unhealthy worker does not wait for stores either (0.5.6:2403).
 
 ## Fix
-While the worker is unhealthy and connected, `get_finished` reports what the server has answered, and nothing else.
-After a preemption the worker then waits for the stores in flight, for at most LMCache's own `mq_timeout` each. When the
-connection is lost (the server's process has ended), the client answers the transfers in flight with a failure, and
-until it is connected again LMCache goes on as released. A server that hangs for ever keeps the blocks of its transfers
-until it is ended. With gRPC all is as released.
+While the worker is unhealthy and connected, `get_finished` reports only what the server has answered. After a
+preemption the worker then waits for the stores in flight, for at most LMCache's own `mq_timeout` each.
+
+When the connection is lost (the server's process has ended), the client answers the transfers in flight with a failure.
+Until it is connected again, LMCache works as released. A server that hangs for ever keeps the blocks of its transfers
+until its process ends. With gRPC the fix changes nothing.
 
 ## Releases
-LMCache 0.5.6. Up to 0.5.5 it cannot be fixed from outside: KVF904.
+LMCache 0.5.6. Up to 0.5.5 the bug cannot be fixed from outside: KVF904.
 
 ## Upstream
 None known.

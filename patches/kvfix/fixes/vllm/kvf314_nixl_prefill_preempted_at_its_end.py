@@ -1,4 +1,4 @@
-"""Decode gets no blocks and the prefill worker leaks an id: NixlConnector forgets a prefill that ends while preempted.
+"""Decode gets no blocks and the prefill worker leaks an id if a prefill ends while it is preempted (NixlConnector).
 
 ## Symptom
 With asynchronous scheduling the memory of the prefill engine's worker grows by one id for each such request. The decode
