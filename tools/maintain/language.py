@@ -48,7 +48,7 @@ _PHRASE = re.compile(rf"(?<!\w)({'|'.join(map(re.escape, PHRASES))})(?!\w)", re.
 _CODE = re.compile(r"(`+)(?!`).*?(?<!`)\1(?!`)", re.DOTALL)
 _LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)|https?://\S+")
 _ITEM = re.compile(r"\s*(?:[-*]|\d+\.) +")
-_END = re.compile(r"(?<=[.!?])[\"')*]*\s+(?=[\"'(*<]*[A-Z0-9])")
+_END = re.compile(r"(?<=[.!?])[\"')*]*\s+(?=[\"'(*<]*(?:[A-Z0-9]|vLLM|kvfix))")
 
 
 def main() -> int:

@@ -6,9 +6,10 @@ begin with the same prompt.
 
 ## Cause
 With kv_load_failure_policy "recompute" vLLM keeps the blocks in the prefix cache, because the request recomputes them
-at once (scheduler.py 0.32.0:3412). If it is aborted or preempted before that, nothing recomputes them. With either
-policy, KV that another request computed in the same step on top of shared blocks stays cached. And vLLM does not check
-a request that is aborted during its step, or preempted while the next step is in flight.
+at once (scheduler.py 0.32.0:3412). If the request is aborted or preempted before that, nothing recomputes them.
+
+With either policy, KV that another request computed in the same step on top of shared blocks stays cached. vLLM also
+does not check a request that is aborted during its step, or preempted while the next step is in flight.
 
 ## Fix
 With either policy, the fix evicts from the prefix cache the failed blocks and all later blocks of every request that

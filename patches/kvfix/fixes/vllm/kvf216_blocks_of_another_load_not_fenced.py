@@ -1,17 +1,17 @@
 """Later requests return wrong text: another connector loads into blocks that OffloadingConnector still copies.
 
 ## Symptom
-Nothing is logged. Later, wrong text in requests that begin with the same prompt. It takes a MultiConnector of the
-OffloadingConnector and one that loads between steps, such as LMCache's multi-process connector.
+Nothing is logged. Later, requests that begin with the same prompt return wrong text. This needs a MultiConnector with
+OffloadingConnector and a connector that loads between steps, such as LMCache's multi-process connector.
 
 ## Cause
-An ended request's blocks are free while the OffloadingConnector still copies them. Before others write to them, it
-waits for the copy: it looks for such blocks among those that are allocated in a step. A load between steps allocates
-blocks of a request that is in no step yet. `update_state_after_alloc` has them, and returns before it notes them if
-another connector loads (offloading/scheduler.py 0.32.0:1151).
+The blocks of an ended request are free while OffloadingConnector still copies them. Before another request writes to
+these blocks, OffloadingConnector waits for the copy. It looks for them among the blocks that are allocated in a step. A
+load between steps allocates blocks for a request that is not yet in a step. `update_state_after_alloc` gets these
+blocks, but returns before it records them if another connector loads (offloading/scheduler.py 0.32.0:1151).
 
 ## Fix
-The fix notes them in any case.
+The fix always records the blocks.
 
 ## Releases
 vLLM 0.26.0 to 0.32.0.

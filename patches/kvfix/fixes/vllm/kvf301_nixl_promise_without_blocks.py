@@ -1,29 +1,31 @@
 """EngineCore dies or a request waits for ever: NixlConnector promises remote tokens without knowing their blocks.
 
 ## Symptom
-EngineCore of the decode engine dies with `assert num_external_tokens == 0` in `update_state_after_alloc`; or a request
-stays in WAITING_FOR_REMOTE_KVS and keeps its blocks, after `Got invalid KVTransferParams: ... This request will not
-utilize KVTransfer`.
+EngineCore of the decode engine dies with `assert num_external_tokens == 0` in `update_state_after_alloc`. Or the log
+has `Got invalid KVTransferParams: ... This request will not utilize KVTransfer`, and the request stays in
+WAITING_FOR_REMOTE_KVS and keeps its blocks.
 
 ## Cause
-The parameters come with the request, from the router or whoever can reach the engine. If they ask for a remote prefill,
-get_num_new_matched_tokens promises the whole prompt (pull_scheduler.py 0.32.0:60). Only after the blocks were granted
-update_state_after_alloc looks whether remote blocks are named (:186, assertion) and by whom (:179, warning): a prefill
-that kept no blocks (KVF314 has one), a router of another release, a malformed request. Blocks that are not in lists, or
-a name that is no text, raise in the worker later. Blocks in one list, not in one list for each KV group, are promised
-if the worker can fail their load (KVF311).
+The parameters come with the request, from the router or from any client that can reach the engine. If they ask for a
+remote prefill, get_num_new_matched_tokens promises the whole prompt (pull_scheduler.py 0.32.0:60). Only after the
+blocks were granted, update_state_after_alloc checks whether the parameters name remote blocks (:186, assertion) and
+their engine (:179, warning). They may be missing because a prefill kept no blocks (KVF314 is one case), or because of a
+router of another release or a malformed request.
+
+Blocks that are not in lists, or a name that is not a string, raise in the worker later. If the blocks are in one list,
+and not in one list for each KV group, the fix still promises them if the worker can fail their load (KVF311).
 
 ## Fix
-What such parameters promise is nothing: the request computes its prompt itself.
+The fix promises nothing for incomplete or malformed parameters. The request computes its prompt itself.
 
 ## Releases
-vLLM 0.11.2 and later; in 0.33.0 too.
+vLLM 0.11.2 to 0.33.0.
 
 ## Upstream
 None known in public: it can be abused (SECURITY.md).
 
 ## Remove when
-vLLM looks at the parameters before it promises.
+vLLM checks the parameters before it promises.
 """
 
 from __future__ import annotations

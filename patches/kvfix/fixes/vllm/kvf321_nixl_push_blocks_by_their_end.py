@@ -1,19 +1,21 @@
 """Wrong text with NixlPushConnector: blocks are paired from their end, and KV is shifted if prefill has more blocks.
 
 ## Symptom
-Wrong text without any message, where the prefill engine has generated more than one token.
+Wrong text without any message, if the prefill engine has generated more than one token.
 
 ## Cause
-A decode engine that has a prefix hit names the blocks of the rest of the prompt. `_apply_prefix_caching` takes as many
-blocks from the end of what the prefill engine has (push_worker.py 0.32.0:660, base_worker.py:3461). That is right only
-if both end at the same token. A router that lets the prefill engine generate more (no `max_tokens` of 1) gets a block
-more where that crosses into one. In pull mode it is KVF310.
+A decode engine that has a prefix hit names the blocks for the rest of the prompt. `_apply_prefix_caching` takes that
+many blocks from the end of the prefill engine's list (push_worker.py 0.32.0:660, base_worker.py:3461). This is right
+only if both lists end at the same token. A router may let the prefill engine generate more than one token (no
+`max_tokens` of 1). If the generated tokens need a new block, the prefill engine has one block more. KVF310 is the same
+bug in pull mode.
 
 ## Fix
-After request_finished of the prefill engine: of a KV group of full attention the worker gets the prompt's blocks alone.
+After request_finished of the prefill engine, the worker gets only the prompt's blocks of a KV group with full
+attention.
 
 ## Releases
-vLLM 0.32.0, the first one played, and 0.33.0.
+vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 
 ## Upstream
 None known in public: it can be abused (SECURITY.md).

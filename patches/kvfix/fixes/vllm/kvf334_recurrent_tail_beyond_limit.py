@@ -2,16 +2,20 @@
 
 ## Symptom
 EngineCore dies with a bare `AssertionError` at `assert boundary <= max_boundary` in `_build_partial_tail_store_jobs` of
-offloading/scheduler.py. It takes a model with layers of recurrent state (Mamba, `mamba_cache_mode` "align"), one block
-to a chunk, and hits finer than a block (`prefix_match_unit`). The limit is a parameter of the request: whoever can
-reach the engine can do it.
+offloading/scheduler.py. With a limit of 0, all tokens are stored. The limit is a parameter of the request, so any
+client that can reach the engine can cause this. It needs all of:
+
+- a model with layers of recurrent state (Mamba, `mamba_cache_mode` "align")
+- one block to a chunk
+- hits finer than a block (`prefix_match_unit`)
 
 ## Cause
-For the end of such a prompt vLLM hands the connector the block with the recurrent state. It knows nothing of the limit,
-which the connector asserts of it (offloading/scheduler.py 0.32.0:1443). A limit of 0 it takes for none (:1437).
+At the end of a prompt vLLM passes the block with the recurrent state to the connector. vLLM does not know the limit,
+but the connector asserts that the block is within it (offloading/scheduler.py 0.32.0:1443). The connector treats a
+limit of 0 as no limit (:1437).
 
 ## Fix
-What is handed over beyond the limit of its request is left out.
+The fix leaves out a block beyond the limit of its request.
 
 ## Releases
 vLLM 0.32.0 and 0.33.0.

@@ -5,21 +5,21 @@ EngineCore of the decode engine dies with `KeyError: 'remote_engine_id'`, `KeyEr
 `TypeError: unhashable type` in `build_connector_meta`.
 
 ## Cause
-For a request that ends before it was scheduled MooncakeConnector lets the prefill engine free its blocks:
-request_finished puts it among those that are to receive (mooncake_connector.py 0.32.0:1096). The next step reads the
-peer out of the request's parameters (:693), whatever they hold.
+If a request ends before it was scheduled, MooncakeConnector lets the prefill engine free its blocks. For this,
+request_finished adds the request to those that are to receive (mooncake_connector.py 0.32.0:1096). The next step reads
+the peer from the request's parameters without a check (:693).
 
 ## Fix
-Before build_connector_meta: such a request without a peer is taken off the list. No peer waits for a notice.
+Before build_connector_meta, the fix removes a request without a peer from this list. No peer waits for a notice.
 
 ## Releases
-vLLM 0.20 and later, by its code; played with 0.32.0 and 0.33.0.
+vLLM 0.20 to 0.33.0. Tested: 0.32.0 and 0.33.0. In the other releases the code was read.
 
 ## Upstream
 None known in public: it can be abused (SECURITY.md).
 
 ## Remove when
-vLLM looks whether the parameters name a peer before it sends the notice.
+vLLM checks whether the parameters name a peer before it sends the notice.
 """
 
 from __future__ import annotations

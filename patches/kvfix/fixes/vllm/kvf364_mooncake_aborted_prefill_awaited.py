@@ -1,22 +1,25 @@
 """Decode waits eight minutes for a prefill that was aborted, and holds its blocks: MooncakeConnector tells it nothing.
 
 ## Symptom
-After a client has gone away during its prefill the decode engine keeps the blocks of its request for
-VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT, 480 s: `Timeout waiting for P side ready`. The prefill engine logs nothing; it may
+After a client has disconnected during its prefill, the decode engine keeps the blocks of its request for
+VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT, 480 s: `Timeout waiting for P side ready`. The prefill engine logs nothing. It may
 keep transfers of ended requests for ever.
 
 ## Cause
 At an abort the prefill's worker drops the transfer, and does not tell the decode engine that waits for it
-(mooncake_connector.py 0.32.0:2584). Of a prefill that was aborted before it was scheduled it has none: the `pop` raises
-KeyError in a coroutine that nobody waits for, and the transfers after it are not dropped. A prefill that is preempted
-at its end, as with asynchronous scheduling, has no blocks: of it the worker hears nothing at all (:1117).
+(mooncake_connector.py 0.32.0:2584). Two cases are worse:
+
+- The prefill was aborted before it was scheduled, so the worker has no transfer. The `pop` raises KeyError in a
+  coroutine that nobody waits for, and the worker does not drop the transfers after it.
+- The prefill was preempted at its end, as with asynchronous scheduling, and has no blocks. The worker gets no message
+  about it (:1117).
 
 ## Fix
-The worker answers those that wait for the transfer, or come for it within the timeout, that there is none: decode
-computes the prompt itself, or fails the request, as kv_load_failure_policy says.
+The worker answers decode requests that wait for the transfer, or come for it within the timeout, that there is none.
+Decode then computes the prompt itself, or fails the request, as kv_load_failure_policy says.
 
 ## Releases
-vLLM 0.20 and later, by its code; played with 0.32.0 and 0.33.0.
+vLLM 0.20 to 0.33.0. Tested: 0.32.0 and 0.33.0. In the other releases the code was read.
 
 ## Upstream
 None known.

@@ -2,22 +2,22 @@
 
 ## Symptom
 A decode request stays in WAITING_FOR_REMOTE_KVS for ever. The prefill engine logs `Request ... expired before sending
-on P side.`; the decode engine nothing.
+on P side.` The decode engine logs nothing.
 
 ## Cause
-Where a transfer is gone when its turn comes, the prefill engine names the request neither among those that are done
-nor among those that failed (mooncake_connector.py 0.32.0:1621). The decode engine looks at those that are named
-(process_pulling_result, :2402), and ends the connection after the last answer.
+If a transfer no longer exists when its turn comes, the prefill engine names the request neither as done nor as failed
+(mooncake_connector.py 0.32.0:1621). The decode engine handles only the requests that are named (process_pulling_result,
+:2402), and ends the connection after the last answer.
 
 ## Fix
-After the last answer the decode engine takes what was not named for failed: it computes the prompt itself, or fails the
-request, as kv_load_failure_policy says.
+After the last answer the decode engine counts requests that were not named as failed. It computes the prompt itself, or
+fails the request, as kv_load_failure_policy says.
 
 ## Releases
-vLLM 0.32.0, the first one played.
+vLLM 0.32.0. Earlier releases were not tested.
 
 ## Upstream
-None known; fixed in 0.33.0: what the last answer leaves out has failed.
+None known; fixed in 0.33.0, which counts a request that the last answer leaves out as failed.
 
 ## Remove when
 vLLM 0.32.0 is no longer in use.

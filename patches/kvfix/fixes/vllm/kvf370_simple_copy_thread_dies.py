@@ -1,22 +1,24 @@
 """Every load waits for ever after one failed copy: the copy thread of SimpleCPUOffloadConnector ends.
 
 ## Symptom
-The worker prints `Exception in thread` once, with `batch memcpy failed: err=`; with `kv_offload_backend` "disk" with an
-`OSError`, such as `No space left on device` (its file is sparse, so the disk may fill up later). Requests that hit the
-CPU memory then stay in WAITING_FOR_REMOTE_KVS, and blocks that were to be stored are never free again: the engine gets
-slower, and stands still.
+The worker prints `Exception in thread` once, with `batch memcpy failed: err=`. With `kv_offload_backend` "disk" it
+prints an `OSError`, such as `No space left on device` (its file is sparse, so the disk may fill up later). After that,
+requests that hit the CPU memory stay in WAITING_FOR_REMOTE_KVS, and blocks that were to be stored never become free.
+The engine gets slower, and stops.
 
 ## Cause
-The loop of the copy thread catches nothing (copy_backend.py 0.32.0:124, disk_backend.py:231, :262). No event is noted
-for the copy that has failed nor for any later one, and the worker reports only what has an event.
+The loop of the copy thread catches no exception (copy_backend.py 0.32.0:124, disk_backend.py:231, :262). The thread
+records no event for the failed copy, nor for any later copy. The worker reports only copies that have an event.
 
 ## Fix
-The thread goes on. What has failed goes with the worker's report: a store is given up, its blocks are free and not
-found; a load is named as failed to vLLM, which computes it or ends the request (`kv_load_failure_policy`), and what
-could not be loaded is found no more.
+The thread continues. The worker's report names the copies that failed:
+
+- A failed store ends. Its blocks become free, and no request finds them.
+- vLLM gets a failed load as failed, and computes it or ends the request (`kv_load_failure_policy`). No request finds
+  the blocks that could not be loaded.
 
 ## Releases
-vLLM 0.26.0 to 0.33.0. The fix is for 0.32.0 and later: earlier ones know no failed loads by request.
+vLLM 0.26.0 to 0.33.0. The fix is for 0.32.0 and later, because earlier releases cannot report a failed load by request.
 
 ## Upstream
 None known.

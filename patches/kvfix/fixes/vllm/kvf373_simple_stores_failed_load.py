@@ -1,22 +1,24 @@
 """EngineCore dies or later requests return wrong text: SimpleCPUOffloadConnector stores blocks of a failed load.
 
 ## Symptom
-`Recovered from KV load failure` or `Failing 1 request(s) due to KV load failure`. Then an `AssertionError` in
-`_process_store_completion` of simple_kv_offload/manager.py ends EngineCore. Or nothing is logged, and there is wrong
-text later in requests that begin with the same prompt. It takes a MultiConnector of the SimpleCPUOffloadConnector and
-one that loads within the step, such as LMCache's in-process connector.
+The log has `Recovered from KV load failure` or `Failing 1 request(s) due to KV load failure`. Then EngineCore dies with
+an `AssertionError` in `_process_store_completion` of simple_kv_offload/manager.py. Or nothing more is logged, and later
+requests that begin with the same prompt return wrong text. This needs a MultiConnector with SimpleCPUOffloadConnector
+and a connector that loads within the step, such as LMCache's in-process connector.
 
 ## Cause
-The SimpleCPUOffloadConnector takes tokens that another connector is to load in a step for computed, and stores their
-blocks in it (manager.py 0.32.0:840). It does not see that the load has failed: `update_connector_output` reads only its
-own reports (:1005). At the end of the store it takes the key that each block has by then (:1081). With
-kv_load_failure_policy "fail" vLLM has taken the keys from the failed blocks, and the assertion fails; with "recompute"
-they have them still or again, and what was stored is found under them.
+SimpleCPUOffloadConnector counts tokens that another connector loads in a step as computed, and stores their blocks in
+this step (manager.py 0.32.0:840). It does not see that the load has failed, because `update_connector_output` reads
+only its own reports (:1005).
+
+At the end of the store it takes the key that each block has at that time (:1081). With kv_load_failure_policy "fail"
+vLLM has removed the keys from the failed blocks, and the assertion fails. With "recompute" the blocks still have their
+keys, or have them again, and later requests find the wrong KV under them.
 
 ## Fix
-The fix looks at the failed blocks that come with the same report. Of the stores in flight it gives up those blocks, all
-later ones of the same request, and those that have lost their keys: they are free again once they are copied, and not
-found. The request does not offer them again; the next one with this prompt does.
+The fix reads the failed blocks in the same report. It removes these blocks from the stores in flight, together with all
+later blocks of the same request and the blocks that have lost their keys. They become free once they are copied, and no
+request finds them. The request does not offer them again; the next request with this prompt does.
 
 ## Releases
 vLLM 0.20.2 to 0.33.0. The fix is for 0.32.0 and later.
