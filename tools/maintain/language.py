@@ -1,6 +1,7 @@
 """Check that texts are plain English: `python -m maintain.language`, which `make lint` runs.
 
-It reads README.md, CONTRIBUTING.md, docs/*.md and the docstrings of patches/kvfix, not yet those of tools/. It prints `file:line: what is wrong`, and exits with 1 if anything is wrong.
+It reads README.md, CONTRIBUTING.md, docs/*.md and the docstrings of patches/kvfix. It does not read those of tools/ yet.
+It prints `file:line: what is wrong`, and exits with 1 if anything is wrong.
 
 A code span and a link each count as one word. Tables, headings and code blocks are skipped.
 """
@@ -38,8 +39,6 @@ PHRASES = {
     "what is there": "name the thing",
     "come free": "become free",
     "comes free": "becomes free",
-    "so is it": "repeat the statement",
-    "so it is": "repeat the statement",
     "has it right": "does not have the bug",
     "have it right": "do not have the bug",
 }

@@ -70,7 +70,7 @@ def fix(adapter: ModuleType) -> Callable[..., Any]:
 
 
 def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
-    """The numbers of the report: 256 in the lookup cache, 336 computed, 10009 in all. Right is 0."""
+    """256 tokens in the lookup cache, 336 computed, 10009 in total. Right is 0."""
     answer = hook(stubs.scheduler_side(lookup_client=stubs.lookup_client(256)), stubs.request(10009), 336)
     if answer not in (0, 256):
         raise ValueError(f"the probe expects 0 or 256, got {answer!r}")

@@ -89,7 +89,7 @@ def _as_granted(load_spec: Any, impl: Any, scheduler_output: Any, names: Any) ->
 
 
 def _save_from(hit: int, tracker: Any, requests: list[Any]) -> None:
-    """The hit is saved already, and nothing beyond it: this step and the later ones save from its end on.
+    """Save from the end of the hit on: the hit is saved already, and nothing after it.
 
     The worker of a kv_producer saves even if the spec has can_save=False (0.5.6 vllm_v1_adapter.py:1152).
     """

@@ -70,7 +70,7 @@ def fix_worker(adapter: ModuleType) -> Callable[..., Any]:
 
 
 def fix_layers(adapter: ModuleType) -> Callable[..., Any]:
-    """By layers, a save begins at the first layer."""
+    """Wrap the save by layers, which begins at the first layer."""
 
     def start_load_kv(impl: Any, answer: Any, *_: Any, **__: Any) -> Any:
         _store_nothing_of_failed(impl)
@@ -99,7 +99,7 @@ def _store_nothing_of_failed(impl: Any, *_: Any, **__: Any) -> None:
 
 
 def _saves_end(impl: Any, *_: Any, **__: Any) -> Any:
-    """After an error of this fix nothing more is stored: what was computed on failed loads is not known."""
+    """Store nothing after an error of this fix: it is unknown which KV was computed on failed loads."""
     impl._kvfix_failed = None
     return _closed.worker_saves_nothing(impl)
 

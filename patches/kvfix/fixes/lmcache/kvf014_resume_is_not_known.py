@@ -65,7 +65,7 @@ def lookup_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
 
 
 def metadata_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
-    """Resumed with 256 of 512 tokens and 20 new blocks. Wrong is to have the old blocks before them."""
+    """Resumed with 256 of 512 tokens and 20 new blocks. Wrong is a tracker that also has the old blocks."""
     impl, tracker = stubs.scheduled(adapter, 900, tracked=512, computed=256)
     hook(impl, stubs.step(16, computed=256, blocks=list(range(40, 60)), resumed=True))
     return bool(tracker.allocated_block_ids != list(range(40, 60)))

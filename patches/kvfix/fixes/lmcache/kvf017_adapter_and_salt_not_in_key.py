@@ -90,7 +90,7 @@ def fix_metadata(adapter: ModuleType) -> Callable[..., Any]:
 
 
 def _found_by_none(impl: Any, scheduler_output: Any, *_: Any, **__: Any) -> Any:
-    """A tag that no other request has: a load of what was promised fails, and what is stored is not found again."""
+    """Return a tag that no other request has. Promised loads then fail, and no request finds the stores."""
     for new in scheduler_output.scheduled_new_reqs:
         new.sampling_params = copy.copy(new.sampling_params)
         new.sampling_params.extra_args = {

@@ -122,12 +122,12 @@ def fix_retrieve(module: ModuleType) -> Callable[..., Any]:
 
 
 def packed(connector: Any, kvcaches: Any = None, **_: Any) -> Any:
-    """vLLM's tensors if they are packed: vLLM has no other layout of four axes. None: LMCache moves them right."""
+    """vLLM's tensors if they are packed: vLLM has no other layout of four axes. None: LMCache moves them correctly."""
     return kvcaches if kvcaches and not connector.use_mla and getattr(kvcaches[0], "ndim", 0) == 4 else None
 
 
 def _is_refused(connector: Any, more: Any) -> bool:
-    """Whether V3 refuses this layout itself: it then begins with the same calls, and raises (0.5.3 refuses pools)."""
+    """True if V3 itself refuses this layout. V3 begins with the same calls, and raises (0.5.3 refuses pools)."""
     if not hasattr(connector, "_initialize_kv_cache_pointers"):
         return False
     try:
@@ -181,7 +181,7 @@ def scatter(torch: Any, tensor: Any, caches: Any, slots: Any, skip: int) -> None
 
 
 def _layers(torch: Any, tensor: Any, caches: Any) -> Iterator[tuple[Any, Any, int]]:
-    """Of each layer: what the tensor has, [tokens, 2, heads, n]; the cache, [blocks, block, 2, heads, n]; its block."""
+    """For each layer: its tensor [tokens, 2, heads, n], its cache [blocks, block, 2, heads, n], its block."""
     heads, block, width = caches[0].shape[1:]
     word = _word(torch, [*caches, tensor], width * caches[0].element_size() // 2)
     held = tensor.view(2, len(caches), -1, tensor.shape[3] * tensor.shape[0] // 2).view(word)

@@ -65,7 +65,7 @@ def fix(adapter: ModuleType) -> Callable[..., Any]:
 
 
 def _layers(impl: Any, layers: Any, request: Any, mask: Any) -> Iterator[Any]:
-    """What `retrieve_layer` yields: the number of tokens, None for each layer, and which tokens were loaded."""
+    """Yield like `retrieve_layer`: the number of tokens, None for each layer, and which tokens were loaded."""
     first = next(layers, None)
     loaded = engine_log.guarded(_WHERE, _report, impl, request, mask, first)
     if loaded is None:
@@ -98,7 +98,7 @@ def _report(impl: Any, request: Any, mask: Any, first: Any) -> int:
 
 
 def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
-    """Of 32 tokens in blocks 3 and 4 the first 16 are loaded. Right is to record block 4."""
+    """The first 16 of 32 tokens in blocks 3 and 4 are loaded. Right is to record block 4."""
     import torch  # the adapter has imported it
 
     load = SimpleNamespace(vllm_cached_tokens=0, lmcache_cached_tokens=32, can_load=True)
@@ -120,7 +120,7 @@ def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
 
 
 class _Nothing:
-    """It does nothing, whatever it is asked."""
+    """An object whose methods do nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_, **__: None

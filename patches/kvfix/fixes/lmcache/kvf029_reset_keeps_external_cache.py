@@ -61,7 +61,7 @@ def fix(scheduler: ModuleType) -> Callable[..., Any]:
 
 
 def keeps_its_cache(scheduler: Any) -> bool:
-    """Whether a connector of LMCache's has only the `reset_cache` of vLLM's base class."""
+    """True if an LMCache connector has only the `reset_cache` of vLLM's base class."""
     connector = scheduler.connector
     for each in (connector, *getattr(connector, "_connectors", ())):
         kind = type(each)

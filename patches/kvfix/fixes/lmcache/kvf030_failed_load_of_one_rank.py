@@ -56,7 +56,7 @@ _STORE_NOTHING = "_kvfix_store_nothing"
 
 
 class _Save(NamedTuple):
-    """What a request was to save in a step. due: the first step in which it may be saved."""
+    """The save of a request that waits. due: the first step in which it may be done."""
 
     due: int
     meta: Any
@@ -74,7 +74,7 @@ class Unsaved:
         self.saves: dict[str, _Save] = {}
 
     def take(self, scheduler_output: Any) -> dict[str, Any]:
-        """What this step is to save of earlier ones. Only of requests in the step: they still have their blocks."""
+        """Return the waiting saves of the requests in this step: only these still have their blocks."""
         again = {new.req_id for new in scheduler_output.scheduled_new_reqs}
         for name in again.union(scheduling.resumed(scheduler_output), scheduler_output.finished_req_ids):
             self.saves.pop(name, None)
@@ -83,7 +83,7 @@ class Unsaved:
         return {name: self.saves.pop(name).meta for name in due}
 
     def put_off(self, meta: Any) -> None:
-        """The step does not save this; a later one does."""
+        """Let a later step save this, and not the current step."""
         setattr(meta, _STORE_NOTHING, True)
         if not meta.save_spec.can_save:  # a kv_producer would store it all the same; it is part of the next save
             return
@@ -98,7 +98,7 @@ class Unsaved:
 
 
 def _join(meta: Any, earlier: Any) -> None:
-    """Save what the earlier one was to save too. Layer by layer LMCache has one save of a request in a step."""
+    """Add the earlier save to this one. With layers LMCache has one save of a request in a step."""
     first = min(meta.save_spec.skip_leading_tokens, earlier.save_spec.skip_leading_tokens)
     meta.save_spec.skip_leading_tokens = first
 
@@ -131,7 +131,7 @@ def _has_ranks(impl: Any, *_: Any, **__: Any) -> Any:
 
 
 def _saves(impl: Any, meta: Any) -> bool:
-    """Whether the worker saves this, and not as the transfer to a decoder."""
+    """True if the worker saves the request, and the save is not the transfer to a decoder."""
     if meta.save_spec is None or getattr(meta, "disagg_spec", None) is not None:
         return False
     return bool(meta.save_spec.can_save or impl.kv_role == "kv_producer")

@@ -149,7 +149,7 @@ def _chunks(backend: Any, paths: list[str], keys: list[Any], memory_objs: list[A
 
 
 def _is_layer(chunks: list[tuple[Any, ...]]) -> bool:
-    """Whether these are the chunks of one layer, which `retrieve_layer` loads: it takes no shorter list."""
+    """True if these are the chunks of one layer. `retrieve_layer` loads them, and accepts no shorter list."""
     return len({getattr(key, "layer_id", None) for _, key, _ in chunks} - {None}) == 1
 
 

@@ -56,7 +56,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         return answer
 
     def own_salt(tracker: Any, answer: None, request: Any, *_: Any, **__: Any) -> None:
-        """A salt that no other request has: nothing is found, and what is stored is found by none."""
+        """Return a salt that no other request has. The request finds nothing, and no request finds its stores."""
         tracker.cache_salt = f"kvfix-{request.request_id}"
         return answer
 

@@ -52,7 +52,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 
 
 def new_request_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """Such a request arrives, and lookups are sent on arrival. Wrong is to send one."""
+    """A request that reads no cache arrives, and lookups are sent on arrival. Wrong is to send one."""
     return _mp.looks_up_on_arrival(hook, module, skip_reading_prefix_cache=True)
 
 

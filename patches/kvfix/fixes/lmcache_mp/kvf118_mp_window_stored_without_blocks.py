@@ -68,7 +68,7 @@ def _has_transfers(connector: Any, answer: Any, scheduler_output: Any, metadata:
 
 
 def _keep_whole(connector: Any, metadata: Any, computed: dict[str, int]) -> None:
-    """Of these requests' stores keep the chunks that vLLM has all of. computed: tokens before the step."""
+    """Keep only the chunks of these requests' stores whose blocks vLLM has. computed: tokens before the step."""
     windows, chunk = _windows.of(connector), _mp.chunk_size(connector)
     for meta in list(metadata.requests):
         if meta.direction != "STORE" or meta.request_id not in computed:
@@ -91,7 +91,7 @@ def _keep_whole(connector: Any, metadata: Any, computed: dict[str, int]) -> None
 
 
 def _whole_until(op: Any, windows: dict[int, tuple[int, int]], chunk: int, computed: int) -> int:
-    """The end of the last chunk before the first one of which a window's part is not in vLLM's blocks."""
+    """Return the end of the last chunk before the first chunk whose window blocks vLLM does not have."""
     for start in range(op.start, op.end, chunk):
         for group, (window, size) in windows.items():
             # of a chunk the server keeps no more than the window (v1/kv_layer_groups.py 0.5.6:580)

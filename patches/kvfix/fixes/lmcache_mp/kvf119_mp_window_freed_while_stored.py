@@ -7,8 +7,8 @@ of full attention and of sliding windows (Gemma, gpt-oss) or of states (Mamba, G
 ## Cause
 The server copies the blocks of a store after the step, and the engine does not wait for the copy. The window of the
 next step begins further on. vLLM frees the blocks in front of it at once (`remove_skipped_blocks`,
-v1/core/single_type_kv_cache_manager.py 0.32.0:672), and may give them to another request in the same step. Of the
-states vLLM keeps only the state of the last step.
+v1/core/single_type_kv_cache_manager.py 0.32.0:672), and may give them to another request in the same step. vLLM keeps
+only the state of the last step and frees the states before it.
 
 vLLM also frees these blocks at the end of a request (scheduler.py 0.32.0:3025), while the other blocks wait for the end
 of the stores. LMCache waits for its stores only after a preemption (`need_flush_before_forward`,
@@ -16,9 +16,9 @@ lmcache_mp_connector.py 0.5.6:1478).
 
 ## Fix
 The fix acts after the last hook that adds to the step's metadata. The scheduler records the blocks of a window that are
-being stored, and which of them vLLM has freed since. In the step in which such a block is in use again, the fix marks
-the metadata as after a preemption. Workers then wait for the stores in flight before anything is written, for at most
-LMCache's own `mq_timeout` each. Up to 0.5.5 this needs KVF106.
+being stored, and which of them vLLM has freed since. When one of these blocks is in use again in a step, the fix marks
+the metadata of the step as after a preemption. Workers then wait for the stores in flight before anything is written,
+for at most LMCache's own `mq_timeout` each. Up to 0.5.5 this needs KVF106.
 
 ## Releases
 LMCache 0.4.7 to 0.5.6. Earlier releases were not tested with several KV groups.
@@ -69,7 +69,7 @@ class Stored:
 
 
 class Stores:
-    """What vLLM has not freed of the blocks in stores that may be in flight, and what it has."""
+    """The blocks in stores that may be in flight: those that vLLM has not freed, and those that it has freed."""
 
     def __init__(self) -> None:
         self.held: list[Stored] = []

@@ -62,7 +62,7 @@ def hold(module: ModuleType) -> Callable[..., Any]:
 
 
 def _healthy(adapter: Any, *_: Any, **__: Any) -> Any:
-    """Its transfers are waited for, until the next missed heartbeat."""
+    """Keep waiting for its transfers, until the next missed heartbeat."""
     adapter._health_event.set()
     return GO_ON
 
@@ -102,7 +102,7 @@ def fail_transfers(module: ModuleType) -> Callable[..., Any]:
         return answer
 
     def lost(client: Any, answer: Any, *_: Any, **__: Any) -> Any:
-        """The worker gives its transfers up: a server that is gone writes nothing."""
+        """Drop the worker's transfers. A server that has ended writes nothing."""
         client._kvfix_connected = False
         return answer
 
@@ -163,7 +163,7 @@ def preemption_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 
 
 def unnoted(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """An answer without content comes. Right, for this fix, is to note that the client is connected."""
+    """An answer without content comes. Right, for this fix, is to record that the client is connected."""
     client = SimpleNamespace(socket=SimpleNamespace(recv_multipart=list))
     hook(client)
     return not getattr(client, "_kvfix_connected", False)

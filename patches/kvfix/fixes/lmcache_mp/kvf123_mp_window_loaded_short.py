@@ -63,7 +63,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def _specs(group: Any) -> dict[str, Any]:
-    """{layer: its spec}; {"": the spec of all}."""
+    """Return {layer: its spec}, or {"": the spec of all layers}."""
     spec = getattr(group, "kv_cache_spec", None)
     return getattr(spec, "kv_cache_specs", None) or {"": spec}
 

@@ -63,7 +63,7 @@ def _has_transfers(connector: Any, answer: Any, scheduler_output: Any, metadata:
 
 
 def _leave_out(connector: Any, scheduler_output: Any, metadata: Any) -> None:
-    """Of the step's stores, states that vLLM does not have are null."""
+    """Make the states null that vLLM does not have, in the stores of the step."""
     states, chunk = _windows.states(connector), _mp.chunk_size(connector)
     if not states:
         return
@@ -84,14 +84,14 @@ def _leave_out(connector: Any, scheduler_output: Any, metadata: Any) -> None:
 
 
 def new_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """A step of 512 tokens of a new request, whose blocks are null but for the first and the last one. Wrong is to
+    """A step of 512 tokens of a new request. All its blocks but the first and the last are null. Wrong is to
     store the first chunk with the first block."""
     connector = _windows.scheduler_side(module, 0, list(range(1, 65)), [65, *[0] * 30, 96], computed=0)
     return _stored(hook, module, connector, 0)
 
 
 def cached_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """The same of a request that goes on at 256 tokens, and of which nothing is stored."""
+    """The same for a request that continues at 256 tokens and has no store."""
     connector = _windows.scheduler_side(module, 0, list(range(1, 65)), [65, *[0] * 30, 96], computed=256)
     return _stored(hook, module, connector, 256, blocks=[])
 

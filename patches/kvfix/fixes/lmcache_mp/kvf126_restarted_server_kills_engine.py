@@ -96,7 +96,7 @@ def _is_unregistered(client: Any) -> bool:
 
 
 def _is_answered(client: Any, request: Any) -> bool:
-    """Whether the fix has answered this request, which is next to be sent, for the server."""
+    """True if the fix, and not the server, has answered the request that is next to be sent."""
     spec = getattr(request, "rpc_spec", None)  # a control frame of a stream has none
     if spec is not None and spec.operation in _REGISTRATIONS:
         client._kvfix_unregistered = False

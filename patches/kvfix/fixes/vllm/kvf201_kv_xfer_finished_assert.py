@@ -86,7 +86,7 @@ def _with_reports(scheduler: Any, output: Any, waiting: Any) -> Generator[Any, A
 
 
 def _is_due(scheduler: Any, request_id: str, waiting: Any) -> bool:
-    """Whether the scheduler must handle this report now. waiting: for reports of loads, WAITING_FOR_REMOTE_KVS."""
+    """True if the scheduler must handle this report now. waiting: for reports of loads, WAITING_FOR_REMOTE_KVS."""
     request = scheduler.requests.get(request_id)
     if request is None:
         return False

@@ -63,7 +63,7 @@ def _is_free(block: Any) -> bool:
 
 
 def _is_a_request_gone(running: Any, scheduled: Any = (), *_: Any) -> bool:
-    """Whether a request of the failed step no longer runs. Up to 0.15 the hook does not get the step's requests."""
+    """True if a request of the failed step no longer runs. Up to 0.15 the hook does not get these requests."""
     return isinstance(scheduled, dict) and not scheduled.keys() <= {request.request_id for request in running}
 
 

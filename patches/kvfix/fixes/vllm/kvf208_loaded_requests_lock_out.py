@@ -75,7 +75,7 @@ def _ready(scheduler: Any) -> Iterator[Any]:
 
 
 def _to_step_aside(scheduler: Any) -> list[Any]:
-    """The first one, if it was refused in the last step, and all up to one that needs no more blocks than are free."""
+    """The first request, if the last step refused it, and all requests up to one whose blocks are free."""
     refused, aside = getattr(scheduler, "_kvfix_refused", None), list[Any]()
     if refused is None:
         return aside
@@ -91,7 +91,7 @@ def _to_step_aside(scheduler: Any) -> list[Any]:
 
 
 def _kept_back(scheduler: Any, request: Any) -> int:
-    """Blocks that a request which is to load leaves to those in flight (:1249)."""
+    """Return the number of blocks that a load leaves to the requests in flight (:1249)."""
     is_loaded = request.request_id in scheduler.finished_recving_kv_req_ids
     return 0 if is_loaded else int(scheduler._inflight_prefill_reserved_blocks())
 

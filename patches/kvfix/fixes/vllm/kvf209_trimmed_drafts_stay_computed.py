@@ -37,7 +37,7 @@ from kvfix.wrapping import GO_ON, before
 
 
 def _ahead(request: Any) -> int:
-    """Tokens that count as computed, and are not before the last one."""
+    """Return the number of tokens that count as computed, and are not before the last token."""
     return int(request.num_computed_tokens - request.num_output_placeholders - (request.num_tokens - 1))
 
 
@@ -61,7 +61,7 @@ def _last_token_again(scheduler: Any, request: Any, *_: Any, **__: Any) -> Any:
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """A turn ends with 22 tokens, and 24 count as computed. Wrong is to go on from there."""
+    """A turn ends with 22 tokens, and 24 count as computed. Wrong is to continue from 24."""
     request = stubs.request(
         22,
         num_computed_tokens=24,

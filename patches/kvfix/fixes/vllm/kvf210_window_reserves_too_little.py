@@ -84,7 +84,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def _place(function: Callable[..., Any]) -> int:
-    """Of `apply_admission_cap` among the arguments: other releases have others before it."""
+    """The position of `apply_admission_cap` among the arguments, which differs between releases."""
     names = list(inspect.signature(function).parameters)
     return names.index("apply_admission_cap") - 1 if "apply_admission_cap" in names else -1
 
@@ -100,7 +100,7 @@ def _in_use(manager: Any, request: str, hit: Any, computed: int) -> int:
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """Of 256 tokens 192 are a hit: 12 blocks that are to be in the list, or are. 4 more are needed, of 10 at most."""
+    """192 of 256 tokens are a hit: the list has or gets 12 blocks for them. The rest needs 4, the limit is 10."""
     null, block = (SimpleNamespace(is_null=each, ref_cnt=1) for each in (True, False))
     manager = module.SlidingWindowManager.__new__(module.SlidingWindowManager)
     lists: dict[str, Any] = {"req_to_blocks": {}, "num_cached_block": {}}

@@ -59,7 +59,7 @@ def _wait_for_all(scheduler: Any, *_: Any, **__: Any) -> Any:
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """Block 3 is allocated, and another connector loads. Wrong is not to note it."""
+    """Block 3 is allocated, and another connector loads. Wrong is not to record it."""
     allocated: set[int] = set()
     scheduler = SimpleNamespace(_current_batch_allocated_block_ids=allocated, _block_id_to_pending_jobs={3: {7}})
     hook(scheduler, stubs.request(16), SimpleNamespace(blocks=([SimpleNamespace(block_id=3)],)), 0)

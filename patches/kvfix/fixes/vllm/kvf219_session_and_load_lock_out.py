@@ -11,9 +11,9 @@ blocks for its next input. The input needs more blocks, and so does the finished
 request for which it has no blocks (:1282).
 
 ## Fix
-The fix acts when three steps in a row have scheduled nothing, nothing is in flight, and one of the requests that hold
-blocks could run with the blocks of another. The last loaded request that is no session then returns its blocks, as
-after a failed load. vLLM computes it later.
+The fix acts when three steps in a row have scheduled nothing, and nothing is in flight. One of the requests that hold
+blocks must be able to run with the blocks of another. The last loaded request that is no session then returns its
+blocks, as after a failed load. vLLM computes it later.
 
 The fix acts only with LMCache's multi-process connector alone, which accepts a request again that has no computed
 tokens any more. Other connectors do not accept it, so the fix does not act in a MultiConnector.
@@ -69,7 +69,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def _to_give_back(scheduler: Any, waiting_for_load: Any) -> Any:
-    """The last request that is loaded, if another one that holds blocks can go on with its own, and no other can."""
+    """Return the last loaded request, if another request that holds blocks can run only with its blocks."""
     if any(request.is_finished() for request in scheduler.requests.values()):
         return None  # its blocks come free when they are stored
     ready, manager = [], scheduler.kv_cache_manager
@@ -96,7 +96,7 @@ def _has_hit(tracker: Any) -> bool:
 
 
 def _give_back(scheduler: Any, request: Any, states: tuple[Any, Any]) -> None:
-    """As vLLM does after a load of which nothing is valid (`_update_waiting_for_remote_kv`, :3123)."""
+    """Free its blocks, as vLLM does after a load that failed completely (`_update_waiting_for_remote_kv`, :3123)."""
     name = request.request_id
     scheduler.kv_holding_waiting.remove_requests([request])
     scheduler.finished_recving_kv_req_ids.discard(name)

@@ -42,7 +42,7 @@ from kvfix.wrapping import around, replaced
 
 
 def fix(module: ModuleType) -> Callable[..., Any]:
-    """Of `schedule`: a wrapper of the wrong function would run for each request, in engines without states too."""
+    """Wrap `schedule`. A wrapper of the wrong function would run for each request, also in engines without states."""
 
     def schedule(scheduler: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
         shortened = scheduler._reserve_prefill_lookahead
@@ -65,13 +65,13 @@ def _may_stop(scheduler: Any) -> bool:
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """Of 50 tokens 46 are computed, and 2 are left of the block. Wrong is to compute none."""
+    """46 of 50 tokens are computed, and 2 are left of the block. Wrong is to compute none."""
     scheduler = SimpleNamespace(num_prefill_lookahead=4, need_mamba_block_aligned_split=True)
     return bool(hook(scheduler, SimpleNamespace(num_tokens=50), 46, 2) == 0)
 
 
 def calls_it(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """`schedule` takes the wrong function from its scheduler, by its name. Raises ValueError where it does not."""
+    """True if `schedule` calls the wrong function by its name. Raise ValueError if it does not."""
     if "_reserve_prefill_lookahead" not in inspect.unwrap(hook).__code__.co_names:
         raise ValueError("it calls no _reserve_prefill_lookahead")
     return True

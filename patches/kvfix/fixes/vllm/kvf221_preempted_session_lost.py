@@ -73,7 +73,7 @@ def fix_output(module: ModuleType) -> Callable[..., Any]:
 
 
 def _enqueue(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
-    """Without the queue a session has no status to go on with."""
+    """Put the session into a queue. Without a queue it has no status to continue with."""
     while getattr(scheduler, _SESSIONS, None):
         request = getattr(scheduler, _SESSIONS).pop()
         queues = scheduler.waiting, scheduler.kv_holding_waiting

@@ -68,25 +68,25 @@ def _fix(owner: Owner) -> Callable[[ModuleType], Callable[..., Any]]:
 
 
 def _names_blocks(params: Any, part: tuple[type, ...]) -> bool:
-    """Whether there are some, in a list of such parts, of an engine that is named."""
+    """True if the parameters name blocks, in a list of lists, and their engine."""
     blocks, names = params.get("remote_block_ids"), (params.get(key, "") for key in _KEYS[:3])
     lists = isinstance(blocks, (list, tuple)) and all(isinstance(each, part) for each in blocks)
     return lists and any(each not in ([], ()) for each in blocks) and all(isinstance(name, str) for name in names)
 
 
 def _fails_loads(module: ModuleType) -> bool:
-    """Whether the worker of this release can fail one load: with KVF311 a list that it cannot read does not end it."""
+    """True if the worker of this release can fail one load. With KVF311 a list that it cannot read does not end it."""
     worker = sys.modules.get(module.__name__.replace("pull_scheduler", "pull_worker"))
     return hasattr(getattr(worker, "NixlPullConnectorWorker", None), "_handle_failed_transfer")
 
 
 def _has_groups(request_finished: Any) -> bool:
-    """Whether this release's prefill names its blocks by KV group: to 0.15 it has one list of them."""
+    """True if the prefill of this release names its blocks by KV group. Up to 0.15 it names one list."""
     return str(getattr(request_finished, "__annotations__", {}).get("block_ids")) != "list[int]"
 
 
 def _asked_for(function: Any) -> tuple[str, ...]:
-    """The keys without which this release's update_state_after_alloc starts no transfer: before 0.15, no request id."""
+    """The keys that update_state_after_alloc of this release needs to start a transfer. Before 0.15: no request id."""
     constants = getattr(getattr(inspect.unwrap(function), "__code__", None), "co_consts", ())
     return next((each for each in constants if isinstance(each, tuple) and _KEYS[0] in each), _KEYS)
 

@@ -46,7 +46,7 @@ _KEYS_0_15 = ("remote_host", "remote_port")
 
 
 def _names(params: dict[str, Any], key: str) -> bool:
-    """Whether it is there, and what vLLM takes without looking."""
+    """True if the key exists, and its value has the type that vLLM expects without a check."""
     if key == _ADDRESS and isinstance(params.get(key), int):
         return True
     return isinstance(params.get(key), str) or (key == "remote_port" and key in params)
@@ -90,7 +90,7 @@ def _no_state(module: ModuleType) -> Callable[..., Any]:
 
 
 def _with_text(scheduler: Any, request: Any) -> Generator[None, Any, Any]:
-    """The address is text in what the metadata are made of."""
+    """Pass the address as a string to the function that makes the metadata."""
     answer = yield
     name, params = request.request_id, request.kv_transfer_params
     if name in scheduler._reqs_need_recv:
@@ -120,7 +120,7 @@ def _connector(role: str) -> Any:
 
 
 def promises(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """A remote prefill that does not say from where. Wrong is to promise its tokens."""
+    """A remote prefill that names no peer. Wrong is to promise its tokens."""
     request = stubs.request(32, kv_transfer_params={"do_remote_prefill": True})
     return bool(hook(_connector("kv_consumer"), request, 0)[0])
 

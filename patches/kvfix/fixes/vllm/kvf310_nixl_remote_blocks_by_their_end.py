@@ -71,7 +71,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def _groups(worker: Any, meta: Any) -> list[int]:
-    """The KV groups of full attention that are to be read. Of others there are the last blocks only."""
+    """The KV groups of full attention. The other groups have only their last blocks."""
     groups = enumerate(zip(worker._group_spec_types, meta.local_block_ids, strict=True))
     return [
         at
@@ -81,7 +81,7 @@ def _groups(worker: Any, meta: Any) -> list[int]:
 
 
 def _same_blocks(worker: Any, engine: str) -> bool:
-    """Whether a block has the same tokens in both engines, and one worker all of them."""
+    """True if a block has the same tokens in both engines, and one worker has all of these tokens."""
     remote = worker.transfer_topo.get_engine_info(engine)
     ours = worker.block_size, worker._physical_blocks_per_logical_kv_block, worker.dcp_size
     theirs = remote.remote_block_size, remote.remote_physical_blocks_per_logical, remote.remote_dcp_size

@@ -76,7 +76,7 @@ def logs_what_it_can(module: ModuleType) -> Callable[..., Any]:
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """A read of whose peer the worker knows nothing. Wrong is to raise."""
+    """A read from a peer that the worker does not know. Wrong is to raise."""
     failed: set[str] = set()
     worker = SimpleNamespace(
         transfer_topo=object(), _invalid_remote_engines=set(), _remote_agents={"p": {}}, _engine_last_active={},

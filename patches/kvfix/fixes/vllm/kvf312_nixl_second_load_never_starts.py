@@ -53,7 +53,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """The blocks of the turn before, asked for a second time. Wrong is to promise them."""
+    """A second request for the blocks of the previous turn. Wrong is to promise them."""
     connector = SimpleNamespace(kv_recompute_threshold=0, is_bidirectional_kv_xfer_enabled=True)
     params = {
         "do_remote_decode": True, "remote_block_ids": [[1, 2]], "remote_engine_id": "d", "remote_request_id": "r",

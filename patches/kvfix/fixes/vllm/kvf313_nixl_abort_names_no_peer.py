@@ -53,7 +53,7 @@ def _names_peer(params: Any) -> bool:
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """One that names no peer. Wrong is a KeyError."""
+    """An aborted request that names no peer. Wrong is a KeyError."""
     connector = SimpleNamespace(
         _reqs_need_recv={stubs.NAME: (stubs.request(8, kv_transfer_params={}), [], (), False)}, use_host_buffer=False,
         _reqs_need_send={}, _reqs_in_batch=set(), _reqs_not_processed=set(), _heartbeat_by_engine={},

@@ -57,7 +57,7 @@ def _keeps_nothing(connector: Any, answer: tuple[bool, Any], request: Any, *_: A
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """One that ends without blocks. Wrong is to tell the worker nothing."""
+    """A request that ends without blocks. Wrong is to tell the worker nothing."""
     from vllm.v1.request import RequestStatus
 
     parallel = SimpleNamespace(decode_context_parallel_size=1, pipeline_parallel_size=1)

@@ -53,7 +53,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """One without blocks. Wrong is to wait for them."""
+    """A request without blocks. Wrong is to wait for them."""
     worker = SimpleNamespace(
         pcp_rank=0, _logical_to_kernel_block_ids=lambda blocks, ratio: blocks, _remote_agents={}, _recving_metadata={},
         _physical_blocks_per_logical_kv_block=1, _send_heartbeats=lambda _: None,

@@ -52,7 +52,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """A request that loads nothing. Wrong is to tell the worker nothing of it."""
+    """A request that loads nothing. Wrong is not to tell the worker about it."""
     connector = SimpleNamespace(
         _reqs_in_batch=set(), is_bidirectional_kv_xfer_enabled=True, use_host_buffer=False, _reqs_need_recv={}
     )

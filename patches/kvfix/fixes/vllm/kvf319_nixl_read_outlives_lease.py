@@ -54,7 +54,7 @@ def names_the_end(module: ModuleType) -> Callable[..., Any]:
         return answer
 
     def ended(connector: Any, answer: tuple[bool, Any], *_: Any, **__: Any) -> tuple[bool, Any]:
-        """The lease is named as over: a decode engine with this fix takes nothing for loaded."""
+        """Name the lease as ended. A decode engine with this fix then counts no block as loaded."""
         return answer[0], {**answer[1], "remote_blocks_expiry_time": 0.0} if answer[1] else answer[1]
 
     return after(

@@ -52,7 +52,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """A remote prefill that names nobody. Wrong is to promise its tokens."""
+    """A remote prefill that names no peer. Wrong is to promise its tokens."""
     connector = SimpleNamespace(_get_remote_prefill_token_count=lambda tokens: tokens)
     return bool(hook(connector, stubs.request(32, kv_transfer_params={"do_remote_prefill": True}), 0)[0])
 

@@ -60,13 +60,13 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def _not_pushed(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any, **__: Any) -> tuple[bool, Any]:
-    """The decode engine gives the load up at its timeout (KVF322)."""
+    """Push no block. The load of the decode engine then fails at its timeout (KVF322)."""
     connector._newly_finished_push_blocks.pop(request.request_id, None)
     return answer
 
 
 def _is_full(spec: Any) -> bool:
-    """Of the other KV groups there are the last blocks only."""
+    """True for KV groups of full attention. The other groups have only their last blocks."""
     return "FullAttentionSpec" in {each.__name__ for each in type(spec).__mro__}
 
 

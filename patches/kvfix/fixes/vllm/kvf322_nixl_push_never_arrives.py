@@ -24,9 +24,9 @@ decode engine's worker reports the load as failed, and `kv_load_failure_policy` 
 
 ## Mixed roll-out
 The prefill engine and the decode engine must both have the fix. In the prefill engine alone it changes nothing. In the
-decode engine alone it can be worse than the released code: the decode engine frees the blocks of a load that has timed
-out, and a prefill engine without the fix may still write into them. Restart the prefill engines with the fix first.
-Remove the fix from the decode engines first.
+decode engine alone it can be worse than the released code. The decode engine then frees the blocks of a load that has
+timed out, and a prefill engine without the fix may still write into them. Restart the prefill engines with the fix
+first. Remove the fix from the decode engines first.
 
 ## Releases
 vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
@@ -114,7 +114,7 @@ def begins_in_time(module: ModuleType) -> Callable[..., Any]:
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """A registration. Wrong is that it does not say how long it is good for."""
+    """A registration. Wrong is that it does not name its end."""
     blocks = SimpleNamespace(get_unhashed_block_ids_all_groups=lambda: ([1],))
     connector = stubs.push_decode()
     params = {

@@ -5,8 +5,9 @@ Wrong text, HTTP 200. The prefill engine logs `Releasing expired KV blocks for r
 nothing.
 
 ## Cause
-The worker frees the blocks of a request at the end of its lease, even while a write of these blocks is in flight:
-"Expired requests were already reported, even if their WRITEs finish later" (push_worker.py 0.32.0:818).
+The worker frees the blocks of a request at the end of its lease, even while a write of these blocks is in flight.
+vLLM's comment says: "Expired requests were already reported, even if their WRITEs finish later" (push_worker.py
+0.32.0:818).
 
 The thread that writes does not check whether the lease is over. After a handshake that took longer than the lease, it
 writes from free blocks (:240, `_deferred_push_inbox` is not evicted). The notice of the write tells the decode engine
@@ -89,7 +90,7 @@ def begins_with_what_is_kept(module: ModuleType) -> Callable[..., Any]:
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """A request whose lease is over. Wrong is to look for a way to its peer."""
+    """A request whose lease is over. Wrong is to connect to its peer."""
     worker = SimpleNamespace(_reqs_to_process=set(), transfer_topo=object(), tp_mappings={}, _sending_transfers={})
     worker._sending_transfers_lock = threading.Lock()
     vars(worker)[_OVER] = {stubs.NAME: None}

@@ -56,7 +56,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """One that cannot be served. Wrong is to raise."""
+    """A registration that cannot be served. Wrong is to raise."""
 
     def raises(*_: Any) -> None:
         raise KeyError

@@ -66,7 +66,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def _note_failed(worker: Any, done: Any) -> Any:
-    """Note the copies that have failed for the scheduler, and hand all on as made."""
+    """Record the failed copies for the scheduler, and return all copies as done."""
     failed = {each.job_id for each in done if not each.success}
     if failed:
         note(__name__, f"{len(failed)} copies have failed")
@@ -98,7 +98,7 @@ def is_told(module: ModuleType) -> Callable[..., Any]:
 
 
 def fix_results(module: ModuleType) -> Callable[..., Any]:
-    """Failed loads, by request. The connector has this function of vLLM's base class."""
+    """Return failed loads by request. The connector inherits this function from vLLM's base class."""
 
     def get_transfer_results(connector: Any, answer: Any, *_: Any) -> Any:
         failed = vars(connector.connector_worker).pop(_REQUESTS)
@@ -113,13 +113,13 @@ def fix_results(module: ModuleType) -> Callable[..., Any]:
 
 
 def _all_failed(connector: Any, answer: Any, *_: Any, **__: Any) -> Any:
-    """All loads that are done count as failed, of this connector or of another one."""
+    """Count all loads that are done as failed, for this connector and for any other one."""
     answer.failed_recving.update(answer.finished_recving or ())
     return answer
 
 
 def fix_aggregate(module: ModuleType) -> Callable[..., Any]:
-    """Of several ranks: a job has failed if one says so."""
+    """Combine the reports of several ranks. A job has failed if one rank reports it as failed."""
 
     def aggregate(meta: Any, answer: Any, other: Any) -> Any:
         setattr(answer, _JOBS, getattr(meta, _JOBS, set()) | getattr(other, _JOBS, set()))

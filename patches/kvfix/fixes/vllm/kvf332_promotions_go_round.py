@@ -54,7 +54,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def fix_load(module: ModuleType) -> Callable[..., Any]:
-    """With the load a request has what was promoted. It may need it again after a preemption."""
+    """Forget the promotions of a request that loads. It may need them again after a preemption."""
 
     def prepare_load(manager: Any, keys: Any, req_context: Any) -> None:
         vars(req_context).pop(_PROMOTED, None)
@@ -63,7 +63,7 @@ def fix_load(module: ModuleType) -> Callable[..., Any]:
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """A chunk is to be promoted for a request, and again. Wrong is to do it both times."""
+    """A chunk is promoted twice for one request. Wrong is to do it both times."""
     written = SimpleNamespace(keys_to_store=[b"key"], store_spec=module.CPULoadStoreSpec([0]))
     manager = SimpleNamespace(
         primary_tier=SimpleNamespace(prepare_write=lambda *_: written), _request_load_sources={},

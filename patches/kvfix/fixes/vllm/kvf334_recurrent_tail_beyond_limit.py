@@ -63,7 +63,7 @@ def _fits(scheduler: Any, name: str, entry: Any) -> bool:
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """40 tokens of a request that allows 8 are handed over. Wrong is an AssertionError."""
+    """40 tokens of a request that allows 8 are passed on. Wrong is an AssertionError."""
     status = SimpleNamespace(req=stubs.request(40, num_prompt_tokens=40), max_offload_tokens=8, group_states=())
     scheduler = SimpleNamespace(
         _req_status={stubs.NAME: status}, _partial_tail_block_size=16, _cow_source_groups=frozenset(),

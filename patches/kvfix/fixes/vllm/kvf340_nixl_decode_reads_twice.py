@@ -63,14 +63,14 @@ def _arrives(module: ModuleType) -> Callable[..., Any]:
 
 
 def _reads(connector: Any, request: Any) -> bool:
-    """Whether it is the one that reads its prefill's blocks. Else it is to compute its prompt."""
+    """True if this request may read its prefill's blocks. Otherwise it computes its prompt."""
     params = request.kv_transfer_params
     prefill = params.get("remote_engine_id"), params.get("remote_request_id")
     return None in prefill or _prefills.loads(connector, prefill, request)
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """Two requests of one prefill. Wrong is to promise its tokens to both."""
+    """Two requests for one prefill. Wrong is to promise its tokens to both."""
     connector = SimpleNamespace(_get_remote_prefill_token_count=lambda tokens: tokens, kv_recompute_threshold=0)
     params = {
         "do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_engine_id": "p", "remote_request_id": "r",

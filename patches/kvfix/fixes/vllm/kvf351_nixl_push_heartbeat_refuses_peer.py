@@ -62,7 +62,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def _is_refused(worker: Any, ranks: int) -> bool:
-    """Whether the check for reads refuses a peer of so many ranks."""
+    """True if the check for reads refuses a peer with this number of ranks."""
     heads = worker.transfer_topo.total_num_kv_heads
     return bool(ranks > worker.world_size and ranks > heads and not worker.use_mla and not worker._has_mamba)
 

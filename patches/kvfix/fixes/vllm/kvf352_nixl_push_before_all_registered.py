@@ -62,7 +62,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def _registered(module: ModuleType, notice: bytes) -> tuple[str, int]:
-    """Which request, and how many ranks its engine has; none, if it does not say so."""
+    """Return the request, and the number of ranks of its engine. ("", 0) if the registration does not name both."""
     with suppress(module.msgspec.DecodeError, KeyError, TypeError):
         data = module.msgspec.msgpack.decode(notice[len(module.PUSH_REG_NOTIF_PREFIX) :])
         request, ranks = data["request_id"], data["decode_tp_size"]

@@ -47,7 +47,7 @@ from kvfix.wrapping import after
 
 
 def fix(module: ModuleType) -> Callable[..., Any]:
-    """Asked a few times for each request, in no step."""
+    """Wrap a function that runs a few times for each request, but never in a step."""
 
     def _prefill_backoff(scheduler: Any, tokens: int) -> int:
         return tokens or int(any(scheduler.blocks_per_sw))

@@ -52,7 +52,7 @@ def _names_peer(params: Any) -> bool:
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """One that names no peer. Wrong is a KeyError."""
+    """An aborted request that names no peer. Wrong is a KeyError."""
     request = stubs.request(8, kv_transfer_params={"transfer_id": "t"})
     connector = SimpleNamespace(
         is_kv_producer=False, is_kv_consumer=True, _reqs_need_recv={stubs.NAME: (request, [])}, _reqs_need_send={}

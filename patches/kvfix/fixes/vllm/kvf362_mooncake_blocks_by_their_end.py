@@ -61,7 +61,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """A prompt of two blocks that has three. Wrong is to offer the third."""
+    """A prompt of two blocks whose request has three. Wrong is to offer the third."""
     connector = SimpleNamespace(
         is_kv_producer=True, is_kv_consumer=False, _reqs_need_send={}, _reqs_not_processed=set(), block_size=16,
         get_sw_clipped_blocks=lambda blocks: list(blocks), _is_hma_required=False,

@@ -55,7 +55,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def ends(module: ModuleType) -> Callable[..., Any]:
-    """One that is aborted before it is asked would have prefill free the blocks that are written to the first."""
+    """Without this, an aborted second request makes prefill free the blocks that it writes to the first."""
     return before(
         lambda connector, request, *_: not _reads(connector, request),
         when=lambda connector, request, *_: _prefills.is_to_load(request),
@@ -64,14 +64,14 @@ def ends(module: ModuleType) -> Callable[..., Any]:
 
 
 def _reads(connector: Any, request: Any, *_: Any) -> bool:
-    """Whether it is the one that reads its prefill. Else it is to compute its prompt."""
+    """True if this request may read its prefill. Otherwise it computes its prompt."""
     params = request.kv_transfer_params
     prefill = params.get("remote_engine_id"), params.get("transfer_id")
     return not all(isinstance(each, str) for each in prefill) or _prefills.loads(connector, prefill, request)
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """Two requests of one prefill. Wrong is to promise its tokens to both."""
+    """Two requests for one prefill. Wrong is to promise its tokens to both."""
     connector = SimpleNamespace(is_kv_producer=False, _get_remote_prefill_token_count=lambda tokens: tokens)
     params = {
         "do_remote_prefill": True, "remote_engine_id": "p", "remote_bootstrap_addr": "http://p:1", "transfer_id": "t"

@@ -76,7 +76,7 @@ def _drop_all(module: Any, worker: Any, transfers: list[str]) -> None:
 
 
 def _drop(module: Any, worker: Any, transfer: str) -> None:
-    """In the loop of the sender. A transfer that is ready and has no blocks is answered as failed."""
+    """Drop the transfer, in the loop of the sender. A ready transfer without blocks is answered as failed."""
     try:
         dropped = worker.reqs_need_send.get(transfer)
         if dropped is None:
@@ -94,13 +94,13 @@ def _drop(module: Any, worker: Any, transfer: str) -> None:
 
 
 def _forget(worker: Any, dropped: Any) -> None:
-    """At the timeout. Another request of this transfer that has ended since has blocks, and a lease of its own."""
+    """Forget the transfer, at the timeout. A later request of this transfer has blocks and its own lease."""
     if not dropped.local_block_ids and worker.reqs_need_send.get(dropped.transfer_id) is dropped:
         del worker.reqs_need_send[dropped.transfer_id]
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """An aborted prefill that the worker does not know. Wrong is to raise KeyError, or to leave who waits for it so."""
+    """An aborted prefill that the worker does not know. Wrong is to raise KeyError, or to let decode wait."""
     worker = SimpleNamespace(reqs_need_send={}, sender_loop=SimpleNamespace(call_later=lambda *_: None))
     steps = hook(worker, SimpleNamespace(reqs_to_send={}, reqs_not_processed={"t"}))
     try:

@@ -50,7 +50,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """The last answer names nothing. Wrong is to take no load for failed."""
+    """The last answer names nothing. Wrong is to count no load as failed."""
     failed: list[str] = []
     worker = SimpleNamespace(
         _handle_failed_recv=lambda metas, names, reason: failed.extend(names), finished_recving_reqs=set()

@@ -62,7 +62,7 @@ def names_prefills(module: ModuleType) -> Callable[..., Any]:
 
 
 def _name(worker: Any, names: list[tuple[str, str]]) -> None:
-    """In the loop of the sender, before it takes them itself."""
+    """Name the entry, in the loop of the sender, before the sender takes the requests."""
     for transfer, name in names:
         sent = worker.reqs_need_send.get(transfer)
         if sent is not None and not sent.p_req_id:
@@ -70,7 +70,7 @@ def _name(worker: Any, names: list[tuple[str, str]]) -> None:
 
 
 def _look(worker: Any) -> None:
-    """In the loop of the sender."""
+    """Look for entries to remove, in the loop of the sender."""
     try:
         left = {
             name

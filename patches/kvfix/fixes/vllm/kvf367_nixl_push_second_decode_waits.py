@@ -62,7 +62,7 @@ def leaves_others_out(module: ModuleType) -> Callable[..., Any]:
 
 
 def _prefill(request: Any) -> tuple[str, str, str]:
-    """The prefill that is pushed to it, as far as its parameters and its id say."""
+    """Return the prefill for this request, by its parameters and its id."""
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import get_base_request_id
 
     params = request.kv_transfer_params

@@ -55,7 +55,7 @@ _TOLD = "_kvfix_knows_failed_copies"
 
 
 class _Noting:
-    """The queue of a copy thread: what was taken from it last."""
+    """The queue of a copy thread. It remembers the item that was taken last."""
 
     item: Any = None
 
@@ -68,9 +68,9 @@ class _Noting:
 
 
 class _Events(list[Any]):
-    """The worker's list of copies, (number, event): `failed` has the numbers of those that have not been made.
+    """The worker's list of copies, (number, event). `failed` has the numbers of the failed copies.
 
-    told: the scheduler has its part of the fix, and a failed copy may be reported to it.
+    told: the scheduler has its part of the fix, so the worker may report a failed copy to it.
     """
 
     told = False
@@ -185,7 +185,7 @@ def is_told(module: ModuleType) -> Callable[..., Any]:
 
 
 def fix_finished(module: ModuleType) -> Callable[..., Any]:
-    """Loads that have failed, and are reported now."""
+    """Report the loads that have failed."""
 
     def get_finished(worker: Any, answer: Any, finished_req_ids: Any) -> Any:
         failed = worker._load_events.failed
@@ -207,7 +207,7 @@ def fix_finished(module: ModuleType) -> Callable[..., Any]:
 
 
 def fix_results(module: ModuleType) -> Callable[..., Any]:
-    """Failed loads, by request. The connector has this function of vLLM's base class."""
+    """Return failed loads by request. The connector inherits this function from vLLM's base class."""
 
     def get_transfer_results(connector: Any, answer: Any, *_: Any) -> Any:
         failed = vars(connector.worker_handler).pop(_REQUESTS)
@@ -222,7 +222,7 @@ def fix_results(module: ModuleType) -> Callable[..., Any]:
 
 
 def _all_failed(connector: Any, answer: Any, *_: Any, **__: Any) -> Any:
-    """All loads that are done count as failed, of this connector or of another one."""
+    """Count all loads that are done as failed, for this connector and for any other one."""
     answer.failed_recving.update(answer.finished_recving or ())
     return answer
 
@@ -234,7 +234,7 @@ def _all_stores_failed(meta: Any, answer: Any, *_: Any, **__: Any) -> Any:
 
 
 def fix_report(module: ModuleType) -> Callable[..., Any]:
-    """Stores that have failed, and are reported now."""
+    """Report the stores that have failed."""
 
     def build_connector_worker_meta(worker: Any, meta: Any) -> Any:
         failed = worker._store_events.failed
@@ -250,7 +250,7 @@ def fix_report(module: ModuleType) -> Callable[..., Any]:
 
 
 def fix_aggregate(module: ModuleType) -> Callable[..., Any]:
-    """Of several ranks: a store has failed if one says so."""
+    """Combine the reports of several ranks. A store has failed if one rank reports it as failed."""
 
     def aggregate(meta: Any, answer: Any, other: Any) -> Any:
         setattr(answer, _STORES, getattr(meta, _STORES, set()) | getattr(other, _STORES, set()))
@@ -264,7 +264,7 @@ def fix_aggregate(module: ModuleType) -> Callable[..., Any]:
 
 
 def fix_scheduler(module: ModuleType) -> Callable[..., Any]:
-    """What could not be loaded is found no more."""
+    """Remove the blocks that could not be loaded from the cache, so that no request finds them."""
 
     def update_connector_output(scheduler: Any, output: Any) -> Generator[None, Any, Any]:
         stores = getattr(output.kv_connector_worker_meta, _STORES, ())
@@ -313,7 +313,7 @@ def fix_store(module: ModuleType) -> Callable[..., Any]:
 
 
 def _give_up(scheduler: Any, event: int, *_: Any, **__: Any) -> None:
-    """The store does not count; its blocks come free."""
+    """End the store without a result. Its blocks become free."""
     transfer = scheduler._store_event_to_blocks.pop(event, None)
     if transfer is not None:
         scheduler._in_flight_store_gpu_blocks.difference_update(transfer.gpu_block_ids)

@@ -7,8 +7,8 @@ prompts than `cpu_bytes_to_use` holds. `vllm:simple_kv_offload_pending_store_blo
 ## Cause
 In each step `lazy_offload` stores cached blocks of the GPU's free list that the CPU memory does not have (manager.py
 0.32.0:590-640). A stored block goes to the end of that list, and is checked again later. If the list has more blocks
-than the CPU memory holds, the next blocks have evicted it by then, so it is stored again. A store in flight makes
-EngineCore continue with steps (`has_pending_push_work`), and each step stores.
+than the CPU memory holds, the next blocks have evicted it by then, and `lazy_offload` stores it again. A store in
+flight makes EngineCore continue with steps (`has_pending_push_work`), and each step stores.
 
 ## Fix
 After the last step that computes something, the fix stores no more blocks than the CPU memory holds.

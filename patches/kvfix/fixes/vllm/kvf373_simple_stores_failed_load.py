@@ -66,7 +66,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def _bad(scheduler: Any, failed: Collection[int]) -> set[int]:
-    """These blocks, and what was computed on top of them by requests that are known. `lazy_offload` knows none."""
+    """These blocks, and later blocks of their requests. With `lazy_offload` no request is known."""
     bad = set(failed)
     for state in scheduler._reqs_to_store.values():
         for blocks in state.block_ids:
@@ -106,7 +106,7 @@ def _give_up_all(scheduler: Any, *_: Any, **__: Any) -> Any:
 
 
 def _give_up(scheduler: Any, event: int, *_: Any, **__: Any) -> Any:
-    """All blocks of the store come free, and none of them is found."""
+    """Free all blocks of the store. No request finds them."""
     transfer = scheduler._store_event_to_blocks.get(event)
     if transfer is not None:
         scheduler._in_flight_store_gpu_blocks.difference_update(transfer.gpu_block_ids)
@@ -116,7 +116,7 @@ def _give_up(scheduler: Any, event: int, *_: Any, **__: Any) -> Any:
 
 
 def _part(transfer: Any, wanted: Callable[[int], bool]) -> Any:
-    """The same transfer, of some of its blocks."""
+    """Return the same transfer with only some of its blocks."""
     places = [place for place, block in enumerate(transfer.gpu_block_ids) if wanted(block)]
     columns = transfer.gpu_block_ids, transfer.cpu_block_ids, transfer.block_meta
     return type(transfer)(*(None if column is None else [column[place] for place in places] for column in columns))
