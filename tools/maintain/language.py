@@ -1,7 +1,7 @@
 """Check that texts are plain English: `python -m maintain.language`, which `make lint` runs.
 
-It reads README.md, CONTRIBUTING.md, docs/*.md and the docstrings of patches/kvfix. It does not read those of tools/ yet.
-It prints `file:line: what is wrong`, and exits with 1 if anything is wrong.
+It reads README.md, CONTRIBUTING.md, docs/*.md and the docstrings of patches/kvfix, and not yet those of
+tools/. It prints `file:line: what is wrong`, and exits with 1 if anything is wrong.
 
 A code span and a link each count as one word. Tables, headings and code blocks are skipped.
 """
@@ -46,7 +46,8 @@ _PHRASE = re.compile(rf"(?<!\w)({'|'.join(map(re.escape, PHRASES))})(?!\w)", re.
 
 _CODE = re.compile(r"(`+)(?!`).*?(?<!`)\1(?!`)", re.DOTALL)
 _LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)|https?://\S+")
-_ITEM = re.compile(r"\s*(?:[-*]|\d+\.) +")
+#: A list item, or a field of a docstring (`name: text`).
+_ITEM = re.compile(r"^(?:\s*(?:[-*]|\d+\.) +|[a-z_]+(?:, [a-z_]+)*: +)")
 _END = re.compile(r"(?<=[.!?])[\"')*]*\s+(?=[\"'(*<]*(?:[A-Z0-9]|vLLM|kvfix))")
 
 

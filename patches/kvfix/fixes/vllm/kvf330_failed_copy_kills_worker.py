@@ -98,7 +98,7 @@ def is_told(module: ModuleType) -> Callable[..., Any]:
 
 
 def fix_results(module: ModuleType) -> Callable[..., Any]:
-    """Return failed loads by request. The connector inherits this function from vLLM's base class."""
+    """Failed loads, by request. The connector has this function of vLLM's base class."""
 
     def get_transfer_results(connector: Any, answer: Any, *_: Any) -> Any:
         failed = vars(connector.connector_worker).pop(_REQUESTS)
@@ -113,7 +113,7 @@ def fix_results(module: ModuleType) -> Callable[..., Any]:
 
 
 def _all_failed(connector: Any, answer: Any, *_: Any, **__: Any) -> Any:
-    """Count all loads that are done as failed, for this connector and for any other one."""
+    """All loads that are done count as failed, of this connector or of another one."""
     answer.failed_recving.update(answer.finished_recving or ())
     return answer
 
