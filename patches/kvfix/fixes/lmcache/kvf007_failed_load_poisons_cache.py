@@ -94,7 +94,7 @@ def _store_nothing_of_failed(impl: Any, *_: Any, **__: Any) -> None:
             del impl._kvfix_failed
     for request in metadata.requests:
         if request.save_spec is not None and _has_one_of(blocks, request.slot_mapping, impl._block_size):
-            note(__name__, f"request {request.req_id}: its load has failed, and the step stores nothing of it")
+            note(__name__, f"request {request.req_id}: its load failed, so this step does not store it")
             _worker.store_nothing(impl, request)
 
 

@@ -43,7 +43,7 @@ def fix(engine: ModuleType) -> Callable[..., Any]:
         if engine.async_loading:
             events = sys.modules["lmcache.v1.event_manager"]
             if engine.event_manager.get_event_status(events.EventType.LOADING, lookup_id) == events.EventStatus.DONE:
-                note(__name__, f"request {lookup_id}: what was fetched for it is released")
+                note(__name__, f"request {lookup_id}: its fetched chunks are released")
                 engine.cleanup_memory_objs(lookup_id)
 
     return after(lookup_unpin)

@@ -51,7 +51,7 @@ class Pause:
 
     def answered(self) -> None:
         if self.length:
-            engine_log.warning("KVF015: LMCache's worker answers lookups again; hits are looked for as before")
+            engine_log.warning("KVF015: LMCache's worker answers lookups again; the pause has ended")
         self.failures, self.length, self.until = 0, 0.0, 0.0
 
     def failed(self, waited: float) -> None:
@@ -60,8 +60,8 @@ class Pause:
             return
         if not self.length:
             engine_log.warning(
-                "KVF015: LMCache's worker did not answer two lookups in time: none is tried for a while, requests go "
-                "on without a hit. Is the worker alive, and its cache healthy?"
+                "KVF015: LMCache's worker did not answer two lookups in time. kvfix pauses lookups, and requests run "
+                "without a hit. Check that the worker runs and that its cache is healthy."
             )
         self.length = min(max(waited, SHORTEST_PAUSE, 2 * self.length), LONGEST_PAUSE)
         self.until = clock.now() + self.length

@@ -87,8 +87,8 @@ def fix(module: ModuleType) -> Callable[..., Any]:
                     return memory
                 if not waits.wait():
                     engine_log.warning(
-                        f"KVF016: LMCache's CPU cache has had no memory for a load for {LONGEST_WAIT:.0f} s; the load "
-                        "is given up, its tokens are computed. Look at local_cpu and max_local_cpu_size."
+                        f"KVF016: LMCache's CPU cache had no memory for a load for {LONGEST_WAIT:.0f} s. The load "
+                        "has failed, and vLLM computes its tokens. Check local_cpu and max_local_cpu_size."
                     )
                     return None
 

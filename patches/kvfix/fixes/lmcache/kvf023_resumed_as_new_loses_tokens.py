@@ -42,7 +42,7 @@ def fix(adapter: ModuleType) -> Callable[..., Any]:
     def from_new_request(config: Any, tracker: Any, new_request: Any, num_tokens_to_compute: int, *_: Any) -> Any:
         tokens = getattr(new_request, "prefill_token_ids", None)  # only for runner V2
         if tokens is not None and len(tracker.token_ids) < num_tokens_to_compute:
-            note(__name__, f"request {new_request.req_id}: {num_tokens_to_compute} tokens are handed over")
+            note(__name__, f"request {new_request.req_id}: {num_tokens_to_compute} tokens are passed to the tracker")
             tracker.token_ids = tokens[:num_tokens_to_compute].copy()
         return tracker
 

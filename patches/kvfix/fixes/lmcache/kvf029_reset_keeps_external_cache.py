@@ -48,8 +48,8 @@ from kvfix.wrapping import after
 def fix(scheduler: ModuleType) -> Callable[..., Any]:
     def reset_connector_cache(scheduler: Any, answer: bool) -> bool:
         engine_log.warning(
-            "reset_prefix_cache: LMCache's connector cannot empty its cache, which keeps KV of the old weights; "
-            "the answer is False (KVF029)"
+            "KVF029: reset_prefix_cache answers False: LMCache's connector cannot empty its cache, which keeps KV of "
+            "the old weights. Empty it as `kvfix explain KVF029` says."
         )
         return False
 

@@ -91,7 +91,7 @@ class Unsaved:
         delattr(later, _STORE_NOTHING)
         later.load_spec, later.save_spec = None, copy.copy(meta.save_spec)
         meta.save_spec.can_save = False
-        note(__name__, f"request {meta.req_id}: its save is put off")
+        note(__name__, f"request {meta.req_id}: its save waits for the reports of all ranks")
         if meta.req_id in self.saves:
             _join(later, self.saves[meta.req_id].meta)
         self.saves[meta.req_id] = _Save(self.open_from, later)

@@ -40,7 +40,7 @@ _KEYS = ("req_id", "receiver_host", "receiver_init_port", "receiver_alloc_port")
 def fix(adapter: ModuleType) -> Callable[..., Any]:
     def update_state_after_alloc(impl: Any, request: Any, num_external_tokens: int) -> Generator[Any, Any, Any]:
         engine_log.warning(
-            "a request names a decoder in its `disagg_spec`, and not all of its address; it is served without (KVF035)"
+            "KVF035: a request names a decoder in `disagg_spec` without its whole address; kvfix ignores it"
         )
         others = {name: value for name, value in request.kv_transfer_params.items() if name != _SPEC}
         answer = yield View(request, kv_transfer_params=others), num_external_tokens

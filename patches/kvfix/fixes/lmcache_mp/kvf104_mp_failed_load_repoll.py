@@ -57,7 +57,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         ):
             return
         connector.request_trackers[request.request_id] = make_tracker(request)
-        note(__name__, f"request {request.request_id}: its load has failed, and it is computed")
+        note(__name__, f"request {request.request_id}: its load has failed, so vLLM computes it")
         _mp.nothing_cached(connector.scheduler_adapter, request.request_id)
 
     # vLLM calls the hook in every step in which the request waits. The tracker is not READY then.

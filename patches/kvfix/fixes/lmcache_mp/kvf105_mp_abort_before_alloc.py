@@ -64,7 +64,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
             vars(connector).setdefault(_LOOKING, {})[name] = free
             return _session_kept(adapter, name)
         if locked:
-            note(__name__, f"request {name} was aborted with {locked} tokens locked")
+            note(__name__, f"request {name} was aborted with {locked} locked tokens: its locks are released")
             free(end=locked)
         adapter.cleanup_lookup_result(name)
         return None

@@ -66,7 +66,7 @@ def wait(module: ModuleType) -> Callable[..., Any]:
         if adapter is not None and adapter.is_healthy:
             for store in list(adapter.store_futures.values()):
                 if not store.query():
-                    note(__name__, "a store was waited for")
+                    note(__name__, "the worker waited for a store in flight")
                     store.wait(timeout=adapter._mq_timeout)
 
     return before(

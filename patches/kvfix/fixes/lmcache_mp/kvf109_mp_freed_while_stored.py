@@ -66,7 +66,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         store = adapter.store_futures.get(request_id)
         if store is not first:
             if is_in_flight or request_id in adapter.finished_stores:
-                note(__name__, f"request {request_id} has another store")
+                note(__name__, f"request {request_id} has a second store in flight")
             adapter.finished_stores.discard(request_id)
             if is_in_flight:
                 adapter.store_futures[request_id] = both(first, store)

@@ -40,7 +40,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
     def submit_retrieve_request(adapter: Any, answer: Any, request_id: str, op: Any, *_: Any, **__: Any) -> Any:
         skipped = _skipped(op)
         if skipped:
-            note(__name__, f"request {request_id}: {len(skipped)} computed blocks are none of its load")
+            note(__name__, f"request {request_id}: {len(skipped)} computed blocks are not reported as failed")
         if request_id in adapter.retrieve_futures:
             future, blocks = adapter.retrieve_futures[request_id]
             adapter.retrieve_futures[request_id] = (

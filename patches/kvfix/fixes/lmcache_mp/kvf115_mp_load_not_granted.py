@@ -47,7 +47,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         tracker, size = connector.request_trackers[request.request_id], _mp.block_size(connector)
         in_vllm, found = (_mp.tokens(tracker, name, size) for name in ("num_vllm_hit", "num_lmcache_hit"))
         _mp.set_tokens(tracker, "num_vllm_hit", max(in_vllm, found), size)
-        note(__name__, f"request {request.request_id}: nothing of its hit was granted")
+        note(__name__, f"request {request.request_id}: vLLM granted no token of its hit, so no load starts")
         try:
             return (yield)
         finally:

@@ -93,7 +93,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         stores.step(computed, scheduled, connector.request_trackers)
         if stores.freed and (len(stores.freed) > _MOST or _any_in_use(connector, stores.freed)):
             # what LMCache from 0.5.2 on reads, and what KVF106 does
-            note(__name__, "stores in flight are waited for: vLLM has freed their blocks")
+            note(__name__, "workers wait for stores in flight: vLLM has freed their blocks")
             metadata.need_flush_before_forward = metadata._kvfix_preempted = True
         if getattr(metadata, "need_flush_before_forward", False):
             stores.held, stores.freed = [], set()

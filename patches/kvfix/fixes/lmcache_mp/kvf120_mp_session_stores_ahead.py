@@ -43,7 +43,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         for new in scheduler_output.scheduled_new_reqs:
             tracker = connector.request_trackers.get(new.req_id)
             if tracker is not None and tracker.num_scheduled_tokens:
-                note(__name__, f"request {new.req_id} goes on with {new.num_computed_tokens} computed tokens")
+                note(__name__, f"request {new.req_id} continues with {new.num_computed_tokens} computed tokens")
                 tracker.num_scheduled_tokens = new.num_computed_tokens - max(_mp.hits(connector, tracker))
 
     return before(

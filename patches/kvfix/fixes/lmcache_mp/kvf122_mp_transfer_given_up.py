@@ -53,7 +53,7 @@ _SET = SimpleNamespace(is_set=lambda: True)
 
 def hold(module: ModuleType) -> Callable[..., Any]:
     def as_if_healthy(adapter: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
-        note(__name__, "transfers of a silent server are waited for")
+        note(__name__, "the worker waits for transfers of a server that does not answer")
         with replaced(adapter, _health_event=_SET):
             answer = yield
         return answer
@@ -96,7 +96,7 @@ def fail_transfers(module: ModuleType) -> Callable[..., Any]:
         client._kvfix_connected = False
         for request, (future, spec) in list(client.pending_futures.items()):
             if spec.operation in _TRANSFERS:
-                note(__name__, "a transfer of a lost server has failed")
+                note(__name__, "a transfer of a server that has ended is reported as failed")
                 del client.pending_futures[request]
                 future.set_result(_FAILED)
         return answer

@@ -41,7 +41,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         own = {each.block_id for group in blocks.blocks for each in group if each.block_id}
         scheduler._current_batch_allocated_block_ids.update(own)
         if not own.isdisjoint(scheduler._block_id_to_pending_jobs):
-            note(__name__, f"request {request.request_id}: copies of its blocks are waited for")
+            note(__name__, f"request {request.request_id} waits for copies from its blocks")
 
     # Without stores that are still copied there is nothing to wait for.
     return before(

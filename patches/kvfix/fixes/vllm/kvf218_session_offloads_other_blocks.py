@@ -42,7 +42,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         for new in scheduler_output.scheduled_new_reqs:
             for group in scheduler._req_status[new.req_id].group_states:
                 if group.block_ids:
-                    note(__name__, f"request {new.req_id} is handed over anew")
+                    note(__name__, f"request {new.req_id} is scheduled as new again: its old blocks are dropped")
                 group.block_ids.clear()
 
     def forget_blocks(scheduler: Any, scheduler_output: Any, *_: Any, **__: Any) -> Any:

@@ -60,7 +60,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
             scheduler._kvfix_idle = 0
             request = _to_give_back(scheduler, waiting_for_load)
             if request is not None:
-                note(__name__, f"request {request.request_id} gives its blocks back")
+                note(__name__, f"request {request.request_id} returns its blocks")
                 _give_back(scheduler, request, states)
         return output
 

@@ -52,7 +52,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
                 worker._handle_failed_transfer(req_id, None, worker._recv_failures, record_failed_transfer=False)
                 return instead(None)
             remote[number] = list(remote[number][: wanted[number]])
-        note(__name__, f"request {req_id}: blocks behind its prompt are not read")
+        note(__name__, f"request {req_id}: blocks after its prompt are not read")
         meta.remote.block_ids = remote
         return None
 

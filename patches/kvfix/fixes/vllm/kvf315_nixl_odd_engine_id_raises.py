@@ -35,7 +35,7 @@ from kvfix.wrapping import before
 
 def fix(module: ModuleType) -> Callable[..., Any]:
     def on_new_request(connector: Any, request: Any) -> None:
-        note(__name__, f"request {request.request_id} names its peer by something that is no text")
+        note(__name__, f"request {request.request_id} names its peer by a value that is not a string")
         request.kv_transfer_params["do_remote_prefill"] = False
 
     return before(on_new_request, when=lambda connector, request: not _names(request.kv_transfer_params))

@@ -48,9 +48,9 @@ def fix(module: ModuleType) -> Callable[..., Any]:
                     ready, stop = args[1:3] if len(args) > 2 else (None, None)
                     if ready is None or stop is None or not ready.is_set():  # it could not open its socket
                         raise
-                    note(__name__, "a handshake was left out")
+                    note(__name__, "a malformed handshake was ignored")
                     engine_log.warning(
-                        f"KVF316: a handshake that cannot be answered was left out: {type(error).__name__}: {error}"
+                        f"KVF316: ignored a handshake that cannot be answered: {type(error).__name__}: {error}"
                     )
                     if stop.is_set():
                         return None

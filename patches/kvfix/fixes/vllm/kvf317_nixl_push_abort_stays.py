@@ -45,7 +45,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
     def start_load_kv(worker: Any, answer: None, metadata: Any) -> None:
         for name, meta in metadata.reqs_to_recv.items():
             if not any(meta.local_block_ids):
-                note(__name__, f"request {name} waits for nothing")
+                note(__name__, f"request {name} is removed from the requests that wait for blocks")
                 worker._recving_metadata.pop(name, None)
         return answer
 

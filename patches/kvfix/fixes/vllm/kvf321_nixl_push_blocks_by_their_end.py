@@ -46,7 +46,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
             for spec, group in zip(specs, blocks, strict=True)
         )
         if any(len(one) != len(other) for one, other in zip(cut, blocks, strict=True)):
-            note(__name__, f"request {request.request_id}: blocks behind its prompt are not sent")
+            note(__name__, f"request {request.request_id}: blocks after its prompt are not sent")
         connector._newly_finished_push_blocks[request.request_id] = cut
         return answer
 

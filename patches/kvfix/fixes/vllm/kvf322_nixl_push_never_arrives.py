@@ -89,7 +89,7 @@ def gives_up(module: ModuleType) -> Callable[..., Any]:
                 del worker._kvfix_ends[name]
             elif now > until + _GRACE:
                 del worker._kvfix_ends[name]
-                note(__name__, f"request {name}: its load is given up")
+                note(__name__, f"request {name}: its load has timed out")
                 worker._failed_recv_reqs.put(name)
 
     return before(get_transfer_results, when=lambda worker: getattr(worker, "_kvfix_ends", None))

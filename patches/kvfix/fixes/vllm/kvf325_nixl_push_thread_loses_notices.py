@@ -46,8 +46,8 @@ def fix(module: ModuleType) -> Callable[..., Any]:
             except Exception as error:
                 if not hasattr(worker, "_pending_d_registrations"):
                     raise
-                note(__name__, "a registration is not served")
-                engine_log.warning(f"KVF325: a registration is not served: {type(error).__name__}: {error}")
+                note(__name__, "a malformed registration was ignored")
+                engine_log.warning(f"KVF325: ignored a malformed registration: {type(error).__name__}: {error}")
                 return None
 
         return _handle_push_reg_notif

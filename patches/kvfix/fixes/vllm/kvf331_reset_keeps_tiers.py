@@ -40,8 +40,8 @@ from kvfix.wrapping import after
 def fix(module: ModuleType) -> Callable[..., Any]:
     def reset_cache(connector: Any, answer: Any) -> bool:
         engine_log.warning(
-            "reset_prefix_cache: the secondary tiers of the OffloadingConnector keep KV of the old weights; the answer "
-            "is False (KVF331)"
+            "KVF331: reset_prefix_cache answers False: the secondary tiers of OffloadingConnector keep KV of the old "
+            "weights. Delete their files, or use another root_dir."
         )
         return False
 

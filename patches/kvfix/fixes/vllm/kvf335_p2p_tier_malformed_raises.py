@@ -54,8 +54,8 @@ def _malformed(params: Any) -> bool:
 def fix(module: ModuleType) -> Callable[..., Any]:
     def on_new_request(tier: Any, context: Any) -> Generator[None, Any, Any]:
         params = context.kv_transfer_params
-        engine_log.warning("KVF335: what a request says of its peer has no known form, and is left out")
-        note(__name__, "parameters of a peer were left out")
+        engine_log.warning("KVF335: ignored malformed kv_transfer_params of a request for the p2p tier")
+        note(__name__, "malformed parameters of a request were ignored")
         known = {}
         if isinstance(params, dict):
             known = {key: value for key, value in params.items() if key not in _ROLES or _has_form(value)}

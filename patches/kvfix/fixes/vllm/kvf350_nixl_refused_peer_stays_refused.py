@@ -45,7 +45,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
             refused = False
         finally:
             if refused and metadata.engine_id not in worker._remote_agents:
-                note(__name__, f"a refused peer is forgotten: {metadata.engine_id}")
+                note(__name__, f"the stored values of a refused peer are deleted: {metadata.engine_id}")
                 worker.transfer_topo.unregister_remote_engine(metadata.engine_id)
         return answer
 

@@ -47,7 +47,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         ) -> Any:
             return ensure(engine, host, port, ranks, dcp, pp, only or _is_refused(worker, ranks))
 
-        note(__name__, "a heartbeat connects to the agents alone")
+        note(__name__, "a heartbeat connects only to the agents of its peer")
         with replaced(worker, _ensure_handshake=agents_alone):
             answer = yield
         return answer

@@ -43,7 +43,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         if response.status == module.MooncakeXferResponseStatus.FINISH:
             missing = [name for name in pull_metas if name not in known]
             if missing:
-                note(__name__, f"{len(missing)} loads were left out of an answer")
+                note(__name__, f"{len(missing)} loads that prefill did not answer are counted as failed")
                 worker._handle_failed_recv(pull_metas, missing, "the producer's answer leaves it out")
 
     return after(process_pulling_result)

@@ -102,7 +102,7 @@ def _go_on(loop: Callable[[], Any], queue: _Noting, place: int, event: Callable[
                 raise
             taken, queue.item = queue.item, None
             number, events = taken[place : place + 2]
-            engine_log.warning(f"KVF370: a copy has failed and was given up: {type(error).__name__}: {error}")
+            engine_log.warning(f"KVF370: a copy of KV has failed: {type(error).__name__}: {error}")
             note(__name__, f"copy {number} has failed")
             events.failed.add(number)
             events.append((number, event(taken)))
