@@ -1,9 +1,8 @@
 """Check that texts are plain English: `python -m maintain.language`, which `make lint` runs.
 
-It reads README.md, CONTRIBUTING.md, docs/*.md and the docstrings of patches/kvfix, and not yet those of
-tools/. It prints `file:line: what is wrong`, and exits with 1 if anything is wrong.
-
-A code span and a link each count as one word. Tables, headings and code blocks are skipped.
+It prints `file:line: what is wrong`, and exits with 1 if anything is wrong. It reads the files of PAGES, and the
+docstrings in the files of MODULES: in patches/kvfix only the fixes, because the other modules are not clean yet.
+It skips tables, headings and code blocks. A code span and a link each count as one word.
 """
 
 from __future__ import annotations
@@ -16,6 +15,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 MAX_WORDS = 30
+PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/*.md")
+MODULES = ("patches/kvfix/fixes/*/*.py", "patches/kvfix/fixes/api.py")
 
 #: A statement that starts with one of these makes the reader wait for its subject.
 OPENERS = ("Of", "What", "That", "Which", "Whether")
@@ -64,14 +65,18 @@ def main() -> int:
 
 def texts(root: Path) -> Iterator[tuple[Path, int, str, bool]]:
     """Each text that is checked: file, line of its beginning, text, and whether it is a docstring."""
-    for page in (root / "README.md", root / "CONTRIBUTING.md", *sorted((root / "docs").glob("*.md"))):
+    for page in _files(root, PAGES):
         yield page, 1, page.read_text(), False
-    for module in sorted((root / "patches/kvfix").rglob("*.py")):
+    for module in _files(root, MODULES):
         for node in ast.walk(ast.parse(module.read_text())):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 text = ast.get_docstring(node, clean=True)
                 if text is not None:
                     yield module, node.body[0].lineno, text, True
+
+
+def _files(root: Path, patterns: tuple[str, ...]) -> list[Path]:
+    return sorted(file for pattern in patterns for file in root.glob(pattern))
 
 
 def violations(text: str, first: int = 1, is_docstring: bool = False) -> Iterator[tuple[int, str]]:
@@ -115,7 +120,6 @@ def paragraphs(text: str) -> Iterator[tuple[int, str]]:
             start = start if lines else number
             lines.append(_ITEM.sub("", line) if not lines else line)
         is_comment = is_comment and "-->" not in line
-    # The empty last line has ended the last paragraph.
 
 
 if __name__ == "__main__":
