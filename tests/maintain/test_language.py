@@ -33,7 +33,7 @@ def test_a_violation_is_found_in_its_line(text: str, wrong: str) -> None:
         "What does the scheduler do? It frees the blocks.",
         "# What a fix does\n\n| what | Of a table |\n|---|---|\n\n    What a shell prints.\n\n```\nOf code\n```",
         "The scheduler logs `What it frees. Of all blocks, beside the others` and [waits](of.html).",
-        f"The scheduler logs `{LONG}`.",
+        f"The scheduler logs `{LONG.replace(' ', chr(10), 9)}`.",
         "<!-- What is made -->",
     ],
 )
