@@ -10,13 +10,10 @@ EngineCore dies in `build_connector_meta` when a preempted request is resumed, w
 
 ## Cause
 The LoadSpec holds the number of tokens that LMCache has. The LoadSpec does not record how many of the promised tokens
-vLLM took. On a resume the connector asserts that the two numbers are equal. They differ in five cases:
-
-- The connector itself promised less (`min_retrieve_tokens`).
-- vLLM took nothing (prompt_logprobs, or another connector of a MultiConnector).
-- vLLM has more than LMCache (up to 0.3.10.post2).
-- All tokens are hit and the last one is recomputed (up to 0.4.2).
-- There is no LoadSpec (a role or a client that does not look up).
+vLLM took. On a resume the connector asserts that the two numbers are equal. They differ in five cases. First, the
+connector itself promised less (`min_retrieve_tokens`). Second, vLLM took nothing (prompt_logprobs, or another connector
+of a MultiConnector). Third, vLLM has more than LMCache (up to 0.3.10.post2). Fourth, all tokens are hit and the last
+one is recomputed (up to 0.4.2). Fifth, there is no LoadSpec (a role or a client that does not look up).
 
 ## Fix
 The fix takes vLLM's count of computed tokens. For a resumed request that loads nothing, the LoadSpec holds vLLM's count

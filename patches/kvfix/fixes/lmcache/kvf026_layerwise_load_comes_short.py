@@ -7,12 +7,10 @@ variable 'mem_obj_consumer' where it is not associated with a value`. With a par
 
 ## Cause
 `retrieve_layer` looks for the chunks again, and takes the chunks before the first one that is gone. A chunk is gone if
-it was evicted after the lookup, because its pins timed out or another request released them (KVF018).
-
-- If no chunk is left, `retrieve_layer` reads a variable that it sets only if there is something to load (0.5.6
-  cache_engine.py:1133).
-- If a part is left, `retrieve_layer` returns the number of tokens, and the adapter only logs that number
-  (vllm_v1_adapter.py:990-992). Without layers the adapter reports the missing blocks as failed (:886-893).
+it was evicted after the lookup, because its pins timed out or another request released them (KVF018). If no chunk is
+left, `retrieve_layer` reads a variable that it sets only if there is something to load (0.5.6 cache_engine.py:1133). If
+a part is left, `retrieve_layer` returns the number of tokens, and the adapter only logs that number
+(vllm_v1_adapter.py:990-992). Without layers the adapter reports the missing blocks as failed (:886-893).
 
 ## Fix
 The first value of `retrieve_layer` is the number of tokens that it will load. The fix reports the blocks of the missing

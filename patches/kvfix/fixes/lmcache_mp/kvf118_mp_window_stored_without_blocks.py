@@ -7,12 +7,12 @@ attention and of sliding windows (Gemma, gpt-oss).
 ## Cause
 vLLM keeps only the blocks of a window. In front of the window the request's list has null block 0 after a prefix hit,
 and vLLM frees blocks as the window moves on. LMCache's tracker only adds to its own list, and stores later blocks from
-that list (`slice_block_ids_per_group`, v1/multiprocess/group_view.py 0.5.6:180). The list is wrong in two cases:
+that list (`slice_block_ids_per_group`, v1/multiprocess/group_view.py 0.5.6:180).
 
-- vLLM has a prefix hit on tokens that LMCache has evicted. The blocks in the list are null blocks. (Up to 0.5.5 this
-  happens after every prefix hit in vLLM of which LMCache has nothing.)
-- A failed load sets the tracker's hit to 0 (lmcache_mp_connector.py 0.5.6:1288). The store is then late by the prefix
-  hit, and other requests have the blocks.
+The list is wrong in two cases. In the first case, vLLM has a prefix hit on tokens that LMCache has evicted, and the
+blocks in the list are null blocks. (Up to 0.5.5 this happens after every prefix hit in vLLM of which LMCache has
+nothing.) In the second case, a failed load has set the tracker's hit to 0 (lmcache_mp_connector.py 0.5.6:1288). The
+store is then late by the prefix hit, and other requests have the blocks.
 
 The server leaves a chunk out only if all blocks of all its groups are null (modules/lmcache_driven_transfer.py
 0.5.6:86). So the chunk gets a valid key with wrong KV, and a later hit that ends there reads it.

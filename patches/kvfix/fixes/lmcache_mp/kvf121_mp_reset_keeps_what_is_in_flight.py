@@ -6,10 +6,9 @@ reset_connector=True)` answers True. Later requests hit KV of the old weights an
 
 ## Cause
 `reset_cache` (0.5.6 lmcache_mp_connector.py:1201) asks the servers to clear the chunks that have no lock, and answers
-True when the servers have answered. Two kinds of chunks have a lock:
-
-- A chunk of a store in flight. When the store is done, KV of the old weights is under a valid key.
-- A chunk that a waiting request has found. The request loads it after the reset.
+True when the servers have answered. A chunk of a store in flight has a lock. When the store is done, KV of the old
+weights is under a valid key. A chunk that a waiting request has found has a lock too. The request loads this chunk
+after the reset.
 
 ## Fix
 The fix answers False if vLLM still has requests: running, waiting, or ended with a store in flight. The servers are

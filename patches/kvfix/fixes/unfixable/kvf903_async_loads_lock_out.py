@@ -12,14 +12,12 @@ request that holds no blocks may stand first in the queue, and vLLM then does no
 check is in the middle of `schedule`, 500 lines that differ in every release, so kvfix cannot wrap it.
 
 ## Workaround
-Use vLLM 0.32 with `scheduler_reserve_full_isl` at its default (true). 0.32.0 still has three cases of this standstill:
-
-- without that option and with the priority policy: KVF208 (opt-in)
-- with sliding windows: KVF210 (a default fix)
-- with a session: KVF219 (opt-in)
-
-Name the opt-in fixes: `kvfix run --plus KVF208 --plus KVF219 -- CMD`. If you cannot upgrade, allow fewer requests at
+Use vLLM 0.32 with `scheduler_reserve_full_isl` at its default (true). If you cannot upgrade, allow fewer requests at
 once (`--max-num-seqs`), use more blocks, or switch asynchronous loading off.
+
+0.32.0 can still stop in three cases: without that option and with the priority policy (KVF208), with sliding windows
+(KVF210), and with a session (KVF219). KVF210 is a default fix. Name the other two: `kvfix run --plus KVF208 --plus
+KVF219 -- CMD`.
 
 ## Releases
 vLLM 0.11.2 to 0.26.0. This was read in the source and reported by users. The lab does not show it.

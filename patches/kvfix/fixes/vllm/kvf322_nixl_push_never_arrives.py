@@ -7,12 +7,9 @@ logs nothing. `GPU KV cache usage` rises, until no request runs.
 
 ## Cause
 The decode engine sends the prefill engine its blocks and waits. The prefill engine never reports that it cannot write
-them. This happens in these cases:
-
-- The prefill engine does not have the request any more: it was aborted, its lease is over, or another request of the
-  same id was served instead.
-- The prefill engine could not connect, could not write, or has ended.
-- The router sends requests to both engines at once, and a request in each engine waits for the blocks of the other.
+them. For example, the prefill engine may not have the request any more, because the request was aborted or its lease is
+over. Or it served another request of the same id instead, could not connect, could not write, or has ended. If the
+router sends requests to both engines at once, a request in each engine may also wait for the blocks of the other.
 
 At `push_registration_timeout` build_connector_meta drops the registration and logs it (push_scheduler.py
 0.32.0:297-330), but the worker continues to wait. vLLM keeps the blocks of an aborted request until the worker has an

@@ -7,11 +7,9 @@ In push mode, the decode engine has more ranks than the prefill engine. The deco
 
 ## Cause
 Each rank of the decode engine connects to the prefill engine by itself, and then registers its blocks. Prefill takes
-the first registration and writes to all ranks (push_worker.py 0.32.0:308, :584). Two things can go wrong:
-
-- A rank is still connecting. When the write is reported, the rank looks up its peer and does not find it
-  (base_worker.py 0.32.0:2940).
-- A rank could not connect and has freed its blocks. They may belong to another request when prefill writes them.
+the first registration and writes to all ranks (push_worker.py 0.32.0:308, :584). If a rank is still connecting when the
+write is reported, the rank looks up its peer and does not find it (base_worker.py 0.32.0:2940). If a rank could not
+connect, it has freed its blocks. They may belong to another request when prefill writes them.
 
 ## Fix
 Prefill begins to write when all ranks of the decode engine that it writes to have registered. If a rank never

@@ -7,12 +7,10 @@ keep transfers of ended requests for ever.
 
 ## Cause
 At an abort the prefill's worker drops the transfer, and does not tell the decode engine that waits for it
-(mooncake_connector.py 0.32.0:2584). Two cases are worse:
-
-- The prefill was aborted before it was scheduled, so the worker has no transfer. The `pop` raises KeyError in a
-  coroutine that nobody waits for, and the worker does not drop the transfers after it.
-- The prefill was preempted at its end, as with asynchronous scheduling, and has no blocks. The worker gets no message
-  about it (:1117).
+(mooncake_connector.py 0.32.0:2584). If the prefill was aborted before it was scheduled, the worker has no transfer. The
+`pop` then raises KeyError in a coroutine that nobody waits for, and the worker does not drop the transfers after it. If
+the prefill was preempted at its end, as with asynchronous scheduling, it has no blocks. The worker then gets no message
+about it (:1117).
 
 ## Fix
 The worker answers decode requests that wait for the transfer, or come for it within the timeout, that there is none.
