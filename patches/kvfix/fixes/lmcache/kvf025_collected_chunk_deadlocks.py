@@ -1,8 +1,9 @@
 """The engine or the server hangs: the garbage collector frees a chunk under a lock that its own thread holds.
 
 ## Symptom
-The engine or the server hangs, at any time. `py-spy dump` shows `__del__ (lmcache/v1/memory_management.py)` on top of a
-function that holds a lock. Below `__del__`, `free` or `wrapper (lmcache/utils.py)` waits for the same lock.
+The engine or the server hangs, at any time. `py-spy dump` shows a thread in `__del__
+(lmcache/v1/memory_management.py)`, which has called `free` or `wrapper (lmcache/utils.py)` and waits for a lock. An
+outer function in the same stack holds this lock.
 
 ## Cause
 `TensorMemoryObj.__del__` frees a chunk that was never released. To do so it takes the lock of `AddressManager`, and the

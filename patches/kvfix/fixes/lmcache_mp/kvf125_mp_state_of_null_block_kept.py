@@ -13,10 +13,11 @@ are never null. So the server stores the chunk with the null block as its state,
 
 ## Fix
 The fix acts in the server. The server also leaves a chunk out if the chunk's last block is null in any KV group of the
-object. The last block is the only one that is stored of a state, and the last one that a hit reads of a sliding window.
+object. For a state, the server stores only this last block. For a sliding window, the part that a hit reads ends in
+this block.
 
-Start the server with the fix: `kvfix run -- lmcache server ...`. With `--separate-object-groups` more is hit: in one
-object a prompt is hit only up to its first chunk without a state.
+Start the server with the fix: `kvfix run -- lmcache server ...`. With `--separate-object-groups` there are longer hits:
+with one object a prompt is hit only up to its first chunk without a state.
 
 ## Releases
 LMCache 0.5.4 to 0.5.6. Earlier servers do not check the blocks, and refuse steps of two blocks with such models.

@@ -16,8 +16,8 @@ waits for ever.
 
 ## Fix
 Only one request of an engine reads a prefill. A later request with the same remote_engine_id and transfer_id computes
-its prompt itself. It sends prefill no notice, even when it is aborted. The fix does not know what another decode engine
-has read. So a router that tries again must begin at prefill.
+its prompt itself. The later request sends prefill no notice, even when it is aborted. The fix does not know what
+another decode engine has read. So a router that tries again must begin at prefill.
 
 ## Releases
 vLLM 0.32.0. Earlier releases were not tested. In 0.33.0 the code was read: the second request waits for a timeout.

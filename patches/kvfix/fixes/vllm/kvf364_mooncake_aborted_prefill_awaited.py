@@ -13,7 +13,7 @@ the prefill was preempted at its end, as with asynchronous scheduling, it has no
 about it (:1117).
 
 ## Fix
-The worker answers decode requests that wait for the transfer, or come for it within the timeout, that there is none.
+The worker reports the missing transfer to decode requests that wait for it, or that come for it within the timeout.
 Decode then computes the prompt itself, or fails the request, as kv_load_failure_policy says.
 
 ## Releases

@@ -16,9 +16,9 @@ vLLM has removed the keys from the failed blocks, and the assertion fails. With 
 keys, or have them again, and later requests find the wrong KV under them.
 
 ## Fix
-The fix reads the failed blocks in the same report. It removes these blocks from the stores in flight, together with all
-later blocks of the same request and the blocks that have lost their keys. They become free once they are copied, and no
-request finds them. The request does not offer them again; the next request with this prompt does.
+The fix reads the failed blocks in the same report. It removes from the stores in flight the failed blocks, all later
+blocks of the same request, and the blocks that have lost their keys. The removed blocks become free once they are
+copied, and no request finds them. The request does not offer them again; the next request with this prompt does.
 
 ## Releases
 vLLM 0.20.2 to 0.33.0. The fix is for 0.32.0 and later.
