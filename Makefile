@@ -28,8 +28,9 @@ quick: install ## the tests that import neither vLLM nor torch, in about a minut
 test: install lint ## the whole suite
 	@$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-lint: install ## ruff and mypy --strict
+lint: install ## ruff, mypy --strict, and plain English
 	@.venv/bin/ruff check --quiet . && .venv/bin/ruff format --quiet --check . && .venv/bin/mypy --no-error-summary
+	@$(PY) -m maintain.language
 
 docs: install ## the documentation, as pages in .site; a warning is an error
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict  # with --quiet no warning counts

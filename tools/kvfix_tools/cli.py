@@ -181,7 +181,7 @@ def conform(
             metavar="MODULE:FUNCTION", help="Call this function to make the connector lose what it has stored."
         ),
     ] = "",
-    seconds: Annotated[float, typer.Option(help="Fuzz for so many seconds after the scenarios.")] = 30.0,
+    seconds: Annotated[float, typer.Option(help="Fuzz for this many seconds after the scenarios.")] = 30.0,
     seeds: Annotated[str, typer.Option(metavar="A:B", help="Draw schedules with these seeds.")] = "0:100000",
     fixes: Annotated[bool, typer.Option(help="Play vLLM with the fixes of kvfix, or as released.")] = True,
     json: Json = False,
@@ -237,7 +237,7 @@ def look(
     raise typer.Exit(command.look(pid, watch, request, json, save))
 
 
-Wait = Annotated[float, typer.Option(metavar="SECONDS", help="Wait so long for a moment between two steps.")]
+Wait = Annotated[float, typer.Option(metavar="SECONDS", help="Wait at most this long for a moment between two steps.")]
 
 
 @app.command(rich_help_panel=COMMANDS["attach"])
@@ -350,11 +350,11 @@ def diagnose(
     ] = "",
     select: Annotated[
         Optional[list[str]],  # noqa: UP045
-        typer.Option(metavar="CODE", help="Show only findings whose code begins so. May be given several times."),
+        typer.Option(metavar="CODE", help="Show only findings whose code begins with it. May be given several times."),
     ] = None,
     ignore: Annotated[
         Optional[list[str]],  # noqa: UP045
-        typer.Option(metavar="CODE", help="Leave out findings whose code begins so. May be given several times."),
+        typer.Option(metavar="CODE", help="Leave out findings whose code begins with it. May be given several times."),
     ] = None,
     fail_on: Annotated[
         str,

@@ -68,7 +68,7 @@ class Target:
 
     @property
     def can_be_probed(self) -> bool:
-        """Whether the behaviour probe can judge code that no release has."""
+        """True if the behaviour probe can judge code that no release has."""
         return self.probe.__name__ != "cannot_tell"
 
 
@@ -142,7 +142,7 @@ class Fix:
 
     @property
     def fixable(self) -> bool:
-        """Whether any target has a fix."""
+        """True if any target has a fix."""
         return any(target.fix is not None for target in self.targets)
 
     @property

@@ -1,25 +1,29 @@
-"""A hit from the lookup cache is promised whole: the tokens that vLLM has computed are not subtracted.
+"""EngineCore dies with `Mismatch in tokens to load`: LMCache promises a cached hit without subtracting computed tokens.
 
 ## Symptom
-One of these, and EngineCore dies:
+EngineCore dies with one of these:
+
 - `AssertionError: Mismatch in tokens to load: 256 vs 256 (tokens in lmcache) - 336 (tokens in vllm) - 0 (full lmcache
   hits subtracts last token to recalculate logits) for request ...`
-- a bare `AssertionError` at `assert num_new_tokens > 0`, or at the comparison of computed tokens with the tokens of
-  the request, in vLLM's scheduler: the raw hit is larger than what remains of the request.
-- The log may show the same request asked again, `LMCache hit tokens: 256, need to load: -80`.
+- a bare `AssertionError` in vLLM's scheduler, at `assert num_new_tokens > 0` or at the comparison of computed tokens
+  with the tokens of the request. The raw hit is then larger than the rest of the request.
+
+The log may show a second lookup of the same request: `LMCache hit tokens: 256, need to load: -80`.
 
 ## Cause
 `get_num_new_matched_tokens` looks up a request once. The lookup client caches the hit until the request is scheduled.
-The first call returns `hit - computed`. A second call, which comes when there were too few free blocks, finds the
-cached hit and returns it unchanged. It subtracts neither the computed tokens nor the last token of a prompt that is
-cached whole, which must be recomputed. The LoadSpec still holds the first balance, so `update_state_after_alloc` finds
-256 promised where 256 - 336 was due. Chunked prefill and preemption lead to it: vLLM's prefix cache keeps 336 tokens,
-LMCache holds one chunk of 256.
+The first call returns `hit - computed`. If there are too few free blocks, vLLM calls the hook a second time. The second
+call finds the cached hit and returns it unchanged. The second call subtracts neither the computed tokens nor the last
+token of a prompt that is cached whole. vLLM must recompute that last token.
+
+The LoadSpec still holds the first balance. So `update_state_after_alloc` finds 256 promised tokens, but 256 - 336 is
+correct. Chunked prefill and preemption lead to this: vLLM's prefix cache keeps 336 tokens, and LMCache holds one chunk
+of 256.
 
 ## Fix
 The fix checks each answer against the balance that the LoadSpec gives for the current computed tokens. If they differ,
-the answer is a raw hit. The fix returns `max(0, hit - computed - (1 if the hit is the whole request else 0))` and
-rewrites the LoadSpec to match. It does not change a right answer.
+the answer is a raw hit. The fix then returns `max(0, hit - computed - (1 if the hit is the whole request else 0))` and
+rewrites the LoadSpec to match. The fix does not change a correct answer.
 
 ## Releases
 LMCache 0.3.10. 0.3.9.post2 and earlier look up again on every call; 0.3.10.post1 takes the balance from the cached hit.
@@ -66,7 +70,7 @@ def fix(adapter: ModuleType) -> Callable[..., Any]:
 
 
 def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
-    """The numbers of the report: 256 in the lookup cache, 336 computed, 10009 in all. Right is 0."""
+    """256 tokens in the lookup cache, 336 computed, 10009 in total. Right is 0."""
     answer = hook(stubs.scheduler_side(lookup_client=stubs.lookup_client(256)), stubs.request(10009), 336)
     if answer not in (0, 256):
         raise ValueError(f"the probe expects 0 or 256, got {answer!r}")

@@ -1,4 +1,4 @@
-"""A resumed request has the tokens that were granted, and the connector expects those that were hit.
+"""EngineCore dies when a preempted request resumes: LMCache expects its whole hit, and vLLM took fewer or more tokens.
 
 ## Symptom
 EngineCore dies in `build_connector_meta` when a preempted request is resumed, with one of
@@ -9,11 +9,11 @@ EngineCore dies in `build_connector_meta` when a preempted request is resumed, w
 0.3.10 continues, and tokens are missing from the middle of what it then stores. Those chunks are never hit.
 
 ## Cause
-The LoadSpec holds what LMCache has. It does not record how much of the promise vLLM took. On a resume the connector
-asserts that the two are equal. They differ in five cases. The connector itself promised less (`min_retrieve_tokens`).
-vLLM took nothing (prompt_logprobs, or another connector of a MultiConnector). vLLM has more than LMCache (up to
-0.3.10.post2). All tokens are hit and the last one is recomputed (up to 0.4.2). There is no LoadSpec at all (a role or a
-client that does not look up).
+The LoadSpec holds the number of tokens that LMCache has. The LoadSpec does not record how many of the promised tokens
+vLLM took. On a resume the connector asserts that the two numbers are equal. They differ in five cases. First, the
+connector itself promised less (`min_retrieve_tokens`). Second, vLLM took nothing (prompt_logprobs, or another connector
+of a MultiConnector). Third, vLLM has more than LMCache (up to 0.3.10.post2). Fourth, all tokens are hit and the last
+one is recomputed (up to 0.4.2). Fifth, there is no LoadSpec (a role or a client that does not look up).
 
 ## Fix
 The fix takes vLLM's count of computed tokens. For a resumed request that loads nothing, the LoadSpec holds vLLM's count
@@ -86,7 +86,7 @@ def _as_granted(load_spec: Any, impl: Any, scheduler_output: Any, names: Any) ->
 
 
 def _save_from(hit: int, tracker: Any, requests: list[Any]) -> None:
-    """The hit is saved already, and nothing beyond it: this step and the later ones save from its end on.
+    """Save from the end of the hit on: the hit is saved already, and nothing after it.
 
     The worker of a kv_producer saves even if the spec has can_save=False (0.5.6 vllm_v1_adapter.py:1152).
     """

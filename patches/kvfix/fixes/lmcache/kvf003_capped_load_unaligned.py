@@ -1,9 +1,9 @@
-"""A load capped by `max_tokens_per_load` is promised whole, and its LoadSpec ends at a chunk boundary before that.
+"""EngineCore dies with `max_tokens_per_load`: LMCache promises the whole cap, but loads only up to a chunk boundary.
 
 ## Symptom
-`AssertionError: Mismatch in tokens to load: 1024 vs 1024 (tokens in lmcache) - 80 (tokens in vllm) - 0 (...)`, and
-EngineCore dies. It needs no preemption: only a prefix hit of vLLM that is no multiple of LMCache's chunk, and a hit of
-LMCache larger than the cap.
+EngineCore dies with `AssertionError: Mismatch in tokens to load: 1024 vs 1024 (tokens in lmcache) - 80 (tokens in vllm)
+- 0 (...)`. The crash needs no preemption. It needs a prefix hit of vLLM that is no multiple of LMCache's chunk, and a
+hit of LMCache that is larger than the cap.
 
 ## Cause
 `get_num_new_matched_tokens` promises the cap, but writes a LoadSpec that ends at the chunk boundary below `computed +

@@ -1,4 +1,4 @@
-"""The first aborted request kills EngineCore: the scheduler role is asserted to have a cache engine.
+"""EngineCore dies at the first aborted request: LMCache asserts a cache engine, which the scheduler role does not have.
 
 ## Symptom
 A bare `AssertionError` at `assert self.lmcache_engine is not None` in `request_finished`

@@ -1,16 +1,17 @@
-"""A request that ends before it is admitted leaks its LoadSpec, hit, priority and pins.
+"""LMCache leaks the LoadSpec, hit, priority and pins of a request that ends before it is admitted.
 
 ## Symptom
-Nothing is logged at first. `load_specs` and `_requests_priority` grow. After 300 seconds, for chunks that could not be
-evicted until then, `Pin timeout detected for MemoryObj ...`. A reused request id gets the hit of the ended request:
-`Num retrieved tokens: 0, num expected tokens: ...`.
+Nothing is logged at first. `load_specs` and `_requests_priority` grow. The pinned chunks cannot be evicted. After 300
+seconds LMCache logs `Pin timeout detected for MemoryObj ...`. A request that reuses an id gets the hit of the ended
+request: `Num retrieved tokens: 0, num expected tokens: ...`.
 
 ## Cause
-A lookup pins the chunks it finds and keeps the hit until the request is admitted. If the client disconnects before
-that, both leak: `request_finished` releases neither, and the workers unpin only requests in the metadata of a step.
-With asynchronous loading so do the chunks that were fetched, if another connector of a MultiConnector loads for the
-request when it is aborted. The priority of a resumed request leaks in any case, and its decoder (`disagg_spec`): only
-new requests remove theirs.
+A lookup pins the chunks that it finds and keeps the hit until the request is admitted. If the client disconnects before
+that, both leak. `request_finished` releases neither, and the workers unpin only requests in the metadata of a step.
+With asynchronous loading the fetched chunks leak too, if another connector of a MultiConnector loads for the request
+when it is aborted.
+
+The priority and the decoder (`disagg_spec`) of a resumed request always leak: only new requests remove theirs.
 
 ## Fix
 When a request ends, the scheduler role drops its LoadSpec, priority, decoder and hit. The workers, which get the id of

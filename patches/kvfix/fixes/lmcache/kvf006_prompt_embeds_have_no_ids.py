@@ -1,17 +1,17 @@
-"""A prompt given as embeddings has no token ids, and EngineCore dies when it counts them.
+"""EngineCore dies at the first prompt given as embeddings: LMCache counts token ids, and the request has none.
 
 ## Symptom
 `TypeError: object of type 'NoneType' has no len()` in `RequestTracker.from_new_request`, and EngineCore dies, at the
 first request with `prompt_embeds`.
 
 ## Cause
-The tracker counts and copies `prompt_token_ids`, which is None for such a request (0.5.6 vllm_v1_adapter.py:190). The
-lookup uses `all_token_ids`, which vLLM fills with zeros (vllm/v1/request.py 0.32.0:148): all prompts of one length
-would share their KV.
+The tracker counts and copies `prompt_token_ids`, which is None for a request with embeddings (0.5.6
+vllm_v1_adapter.py:190). The lookup uses `all_token_ids`, which vLLM fills with zeros (vllm/v1/request.py 0.32.0:148).
+So all prompts of one length would share their KV.
 
 ## Fix
-LMCache has no key for embeddings, so such a request is neither looked up nor loaded nor stored. The hook gets a copy of
-it with one zero for each token.
+LMCache has no key for embeddings, so the fix lets LMCache neither look up nor load nor store the request. The hook gets
+a copy of the request with one zero for each token.
 
 ## Releases
 LMCache 0.3.9 to 0.5.6.

@@ -1,24 +1,24 @@
-"""A load fails, and the KV that the step computes on top of it is stored under valid keys.
+"""Later requests return wrong text: after a failed load, LMCache stores the KV that the step computed on top of it.
 
 ## Symptom
-None at the time except `Request ... failed to load ... tokens across ... blocks`. Later, wrong text in other requests
-that begin with the same prompt.
+Only `Request ... failed to load ... tokens across ... blocks` is logged. Later, other requests that begin with the same
+prompt return wrong text.
 
 ## Cause
 `start_load_kv` records the blocks whose load failed, and vLLM drops the output of the step. But the step has run on KV
-that was not loaded, and `wait_for_save` stores the result in the same step (0.5.6 vllm_v1_adapter.py:1104-1259 does not
-check the failed blocks). With kv_load_failure_policy "recompute" the right KV comes one step later, and the cache keeps
-the chunks that it has.
+that was not loaded. `wait_for_save` stores the result in the same step, and does not check the failed blocks (0.5.6
+vllm_v1_adapter.py:1104-1259). With kv_load_failure_policy "recompute" the right KV comes one step later, and the cache
+keeps the chunks that it already has.
 
 ## Fix
-The worker does not save a request that has a failed block in that step. With asynchronous scheduling it does not save
-it in the next step either, which is scheduled before vLLM knows of the failure. With speculative decoding vLLM asks for
-the failed blocks before the step is saved (gpu_model_runner.py 0.32.0:4179, 4509), otherwise after. So the worker keeps
-them by step.
+The worker does not save a request that has a failed block in that step. With asynchronous scheduling the worker does
+not save the request in the next step either, because vLLM schedules that step before it knows of the failure. With
+speculative decoding vLLM asks for the failed blocks before the step is saved (gpu_model_runner.py 0.32.0:4179, 4509).
+Otherwise vLLM asks after it. So the worker keeps the failed blocks by step.
 
 vLLM rolls the request back to its last good token, and kvfix records which requests are rolled back. When the connector
-schedules such a request again, all of it counts as not saved (before 0.4.1 KVF008 does that): the scheduler does not
-know which saves were skipped, and a cached chunk is not stored twice.
+schedules a request that was rolled back, all of its tokens count as not saved (before 0.4.1 KVF008 does that). The
+scheduler does not know which saves were skipped, and LMCache does not store a cached chunk twice.
 
 ## Releases
 LMCache 0.3.9 to 0.5.6. 0.3.9 does not know which blocks failed, so the fix has no effect there.
@@ -70,7 +70,7 @@ def fix_worker(adapter: ModuleType) -> Callable[..., Any]:
 
 
 def fix_layers(adapter: ModuleType) -> Callable[..., Any]:
-    """By layers, a save begins at the first layer."""
+    """Wrap the save by layers, which begins at the first layer."""
 
     def start_load_kv(impl: Any, answer: Any, *_: Any, **__: Any) -> Any:
         _store_nothing_of_failed(impl)
@@ -94,12 +94,12 @@ def _store_nothing_of_failed(impl: Any, *_: Any, **__: Any) -> None:
             del impl._kvfix_failed
     for request in metadata.requests:
         if request.save_spec is not None and _has_one_of(blocks, request.slot_mapping, impl._block_size):
-            note(__name__, f"request {request.req_id}: its load has failed, and the step stores nothing of it")
+            note(__name__, f"request {request.req_id}: its load failed, so this step does not store it")
             _worker.store_nothing(impl, request)
 
 
 def _saves_end(impl: Any, *_: Any, **__: Any) -> Any:
-    """After an error of this fix nothing more is stored: what was computed on failed loads is not known."""
+    """Store nothing after an error of this fix: it is unknown which KV was computed on failed loads."""
     impl._kvfix_failed = None
     return _closed.worker_saves_nothing(impl)
 

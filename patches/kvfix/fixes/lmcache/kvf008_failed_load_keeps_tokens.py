@@ -1,13 +1,14 @@
-"""After a failed load the tracker keeps tokens that vLLM has rolled back: the worker dies when it saves.
+"""The worker dies after a failed load: LMCache's tracker keeps tokens that vLLM has rolled back.
 
 ## Symptom
-A bare `AssertionError` at `assert len(slot_mapping) == len(token_ids)` in `wait_for_save`, and the engine dies, after
-lines like `Request ... failed to load 1024 tokens across 64 blocks` and `The number of retrieved tokens is less than
-the expected number of tokens! This should not happen!`.
+The engine dies with a bare `AssertionError` at `assert len(slot_mapping) == len(token_ids)` in `wait_for_save`. Before
+that the log has `Request ... failed to load 1024 tokens across 64 blocks` and `The number of retrieved tokens is less
+than the expected number of tokens! This should not happen!`.
 
 ## Cause
-When a load fails, vLLM rolls the request back to its last good token. The connector's tracker is not rolled back: it
-appends the tokens of the next step to those it has. It then has more tokens than the request has slots, and wrong ones.
+When a load fails, vLLM rolls the request back to its last good token. The connector does not roll its tracker back, and
+appends the tokens of the next step to those it has. The tracker then has more tokens than the request has slots, and
+wrong ones.
 
 ## Fix
 Before the step's metadata are built, the fix cuts a tracker that is ahead of vLLM to the tokens that vLLM has computed.

@@ -1,4 +1,4 @@
-"""A decode instance (kv_consumer) never releases the pins of its lookups.
+"""A decode instance (kv_consumer) cannot evict chunks: it never releases the pins of its lookups.
 
 ## Symptom
 On a consumer, `Pin timeout detected for MemoryObj ...` and `Force unpinned ... timeout objects`. Before that the cache

@@ -1,4 +1,4 @@
-"""With asynchronous loading every aborted request leaks its id in the lookup client.
+"""With asynchronous loading each abort makes lookups slower: the client leaks the id of every aborted request.
 
 ## Symptom
 Nothing is logged. `aborted_lookups` grows by one id per aborted request, and each lookup iterates over all of them.

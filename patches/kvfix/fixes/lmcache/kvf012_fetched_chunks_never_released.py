@@ -1,14 +1,14 @@
-"""Chunks fetched for a request that then loads nothing are never released: they fill up the cache.
+"""The CPU cache fills up: LMCache never releases chunks that were fetched for a request that then loads nothing.
 
 ## Symptom
-With asynchronous loading, memory of the cache is never freed. In time `No eviction candidates found in local cpu
-backend. Local cpu memory is under pressure.`
+With asynchronous loading, memory of the CPU cache is never freed. Later LMCache logs `No eviction candidates found in
+local cpu backend. Local cpu memory is under pressure.`
 
 ## Cause
-A lookup with a hit fetches and pins the chunks. If vLLM has as many tokens itself, nothing is promised and nothing is
-loaded. Only a load, or the clean-up of an aborted lookup, releases the fetched chunks. Neither releases the pins
-(0.3.15 cache_engine.py:1295). From 0.3.10.post1 on the clean-up takes pairs of key and chunk for chunks, and releases
-none: `Error releasing memory object: 'tuple' object has no attribute 'ref_count_down'`.
+A lookup with a hit fetches and pins the chunks. If vLLM itself has as many tokens, LMCache promises and loads nothing.
+Only a load, or the clean-up of an aborted lookup, releases the fetched chunks. Neither releases the pins (0.3.15
+cache_engine.py:1295). From 0.3.10.post1 on the clean-up mistakes pairs of key and chunk for chunks, and releases none:
+`Error releasing memory object: 'tuple' object has no attribute 'ref_count_down'`.
 
 ## Fix
 When the pins of the request are released at the end of its step, the fix also releases the chunks that were fetched and
@@ -43,7 +43,7 @@ def fix(engine: ModuleType) -> Callable[..., Any]:
         if engine.async_loading:
             events = sys.modules["lmcache.v1.event_manager"]
             if engine.event_manager.get_event_status(events.EventType.LOADING, lookup_id) == events.EventStatus.DONE:
-                note(__name__, f"request {lookup_id}: what was fetched for it is released")
+                note(__name__, f"request {lookup_id}: its fetched chunks are released")
                 engine.cleanup_memory_objs(lookup_id)
 
     return after(lookup_unpin)

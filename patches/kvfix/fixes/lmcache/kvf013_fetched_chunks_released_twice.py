@@ -1,8 +1,9 @@
-"""A chunk that was loaded asynchronously is released twice: it is freed while the cache still lists it.
+"""A worker dies or reads wrong KV: LMCache releases a chunk twice after an asynchronous load, and still lists it.
 
 ## Symptom
-The next request that hits the chunk finds a memory object without a tensor: `assert memory_obj.tensor is not None`, and
-the worker dies. Or it finds other KV in its place. Before that, sometimes `Double unpin occurred somewhere.`
+The worker dies at `assert memory_obj.tensor is not None`: the next request that hits the chunk finds a memory object
+without a tensor. Or that request reads other KV in its place. Before that, LMCache sometimes logs `Double unpin
+occurred somewhere.`
 
 ## Cause
 `retrieve` releases the chunks that it has loaded (0.5.6 cache_engine.py:962-964) and those that it did not need
@@ -10,8 +11,8 @@ the worker dies. Or it finds other KV in its place. Before that, sometimes `Doub
 
 ## Fix
 The fix removes the chunks that `retrieve` has released from the chunks of the lookup, so the clean-up releases only the
-rest. A chunk that `retrieve` did not need loses its pin together with its reference: the clean-up would have released
-that pin.
+rest. A chunk that `retrieve` did not need loses its pin together with its reference, because the clean-up would have
+released that pin.
 
 ## Releases
 LMCache 0.4.1 to 0.5.6, with `enable_async_loading`. Up to 0.5.1 only chunks that vLLM already has.

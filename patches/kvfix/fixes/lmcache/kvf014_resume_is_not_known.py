@@ -1,13 +1,14 @@
-"""A resumed request is handled like a running one: its load never starts, and it stores wrong KV.
+"""Preempted requests return wrong text: LMCache handles a resumed request like a running one, and stores wrong KV.
 
 ## Symptom
-Nothing is logged. Wrong text in requests that were preempted, and in others that begin with the same tokens.
+Nothing is logged. Requests that were preempted return wrong text, and so do other requests that begin with the same
+tokens.
 
 ## Cause
-The connector promises a resumed request what LMCache has. vLLM counts it as computed, but no load starts: only new
-requests load. The tracker appends the tokens and blocks of the resume to those from before the preemption. The old
-blocks belong to other requests now: their KV is stored under the keys of this one (0.3.9 vllm_v1_adapter.py,
-`build_connector_meta`).
+The connector promises a resumed request the tokens that LMCache has. vLLM counts them as computed, but no load starts,
+because only new requests load. The tracker appends the tokens and blocks of the resume to those from before the
+preemption. The old blocks belong to other requests now. LMCache stores their KV under the keys of this request (0.3.9
+vllm_v1_adapter.py, `build_connector_meta`).
 
 ## Fix
 The fix promises nothing to a resumed request. It resets the tracker to the tokens that vLLM has computed and to the new
@@ -64,7 +65,7 @@ def lookup_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
 
 
 def metadata_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
-    """Resumed with 256 of 512 tokens and 20 new blocks. Wrong is to have the old blocks before them."""
+    """Resumed with 256 of 512 tokens and 20 new blocks. Wrong is a tracker that also has the old blocks."""
     impl, tracker = stubs.scheduled(adapter, 900, tracked=512, computed=256)
     hook(impl, stubs.step(16, computed=256, blocks=list(range(40, 60)), resumed=True))
     return bool(tracker.allocated_block_ids != list(range(40, 60)))

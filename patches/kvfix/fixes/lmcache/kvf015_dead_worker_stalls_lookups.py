@@ -1,18 +1,19 @@
-"""With a dead or degraded worker every lookup waits for the whole timeout, in every step.
+"""The engine almost stops if one worker is dead or slow: every lookup waits for the whole timeout, in every step.
 
 ## Symptom
-`Timeout occurred for rank 0, recreating all sockets. Error: Resource temporarily unavailable`, over and over, and
-hardly any throughput: each step of the scheduler takes `lookup_timeout_ms` (3 seconds). Six short requests took 374
-seconds.
+The log repeats `Timeout occurred for rank 0, recreating all sockets. Error: Resource temporarily unavailable`, and
+there is hardly any throughput. Each step of the scheduler takes `lookup_timeout_ms` (3 seconds). Six short requests
+took 374 seconds.
 
 ## Cause
-A lookup that times out returns no hit, and nothing remembers the timeout. The next lookup, for the same request if it
-still has no blocks, waits as long again. The scheduler is blocked meanwhile, and so are all running requests.
+A lookup that times out returns no hit, and LMCache does not remember the timeout. The next lookup waits as long again.
+The scheduler is blocked meanwhile, and so are all running requests.
 
 ## Fix
-After two timeouts in a row (one is not enough: the worker may be back) the fix sends no lookup for as long as the last
-one waited. Then it sends one. If that times out too, the pause doubles, up to a minute. During a pause every lookup
-returns no hit. The first answer ends the pauses. The fix logs the first pause and the end, once each.
+After two timeouts in a row the fix pauses the lookups for as long as the last one waited. (One timeout is not enough:
+the worker may be back.) Then the fix sends one lookup. If that lookup times out too, the pause doubles, up to a minute.
+During a pause every lookup returns no hit. The first answer ends the pauses. The fix logs the first pause and the end,
+once each.
 
 ## Releases
 LMCache 0.3.9 to 0.5.6.
@@ -50,7 +51,7 @@ class Pause:
 
     def answered(self) -> None:
         if self.length:
-            engine_log.warning("KVF015: LMCache's worker answers lookups again; hits are looked for as before")
+            engine_log.warning("KVF015: LMCache's worker answers lookups again; the pause has ended")
         self.failures, self.length, self.until = 0, 0.0, 0.0
 
     def failed(self, waited: float) -> None:
@@ -59,8 +60,8 @@ class Pause:
             return
         if not self.length:
             engine_log.warning(
-                "KVF015: LMCache's worker did not answer two lookups in time: none is tried for a while, requests go "
-                "on without a hit. Is the worker alive, and its cache healthy?"
+                "KVF015: LMCache's worker did not answer two lookups in time. kvfix pauses lookups, and requests run "
+                "without a hit. Check that the worker runs and that its cache is healthy."
             )
         self.length = min(max(waited, SHORTEST_PAUSE, 2 * self.length), LONGEST_PAUSE)
         self.until = clock.now() + self.length

@@ -1,29 +1,29 @@
-"""A load waits without end for memory of the CPU cache that is never freed, and blocks the worker.
+"""The worker hangs: a load waits without end for memory of the CPU cache that is never freed.
 
 ## Symptom
-`No eviction candidates found in local cpu backend. Local cpu memory is under pressure. Waiting for 0.1 seconds before
-retrying.`, every 0.1 seconds, for ever. `Running: N reqs`, and no throughput.
+LMCache logs this line every 0.1 seconds, for ever: `No eviction candidates found in local cpu backend. Local cpu memory
+is under pressure. Waiting for 0.1 seconds before retrying.` vLLM logs `Running: N reqs` and no throughput.
 
 ## Cause
-`allocate` evicts only chunks of the CPU cache itself. With `local_cpu: false`, where the CPU only stages chunks for
-disk or remote, or with every chunk pinned, there is nothing to evict: a load waits without end (0.5.6
+`allocate` evicts only chunks of the CPU cache itself. There is nothing to evict if every chunk is pinned, or with
+`local_cpu: false`, where the CPU only stages chunks for disk or remote. A load then waits without end (0.5.6
 local_cpu_backend.py:686-745).
 
 ## Fix
 A load waits for at most ten seconds for all its chunks together. Then it gets no memory and fails, and vLLM computes
-those tokens itself. LMCache does not tell `allocate` which load it serves, so the limit holds for the loading thread:
-after a minute the thread may wait for ten seconds again. A store does not wait, as before. A load from disk that gets
+those tokens itself. LMCache does not tell `allocate` which load it serves, so the limit holds for the loading thread.
+After a minute the thread may wait for ten seconds again. A store does not wait, as before. A load from disk that gets
 no memory returns no chunk instead of an AssertionError.
 
 ## Releases
 LMCache 0.3.9 to 0.5.6.
 
 ## Upstream
-https://github.com/LMCache/LMCache/issues/2942 is open, https://github.com/LMCache/LMCache/issues/3804. Until then:
-`local_cpu: true`, a larger `max_local_cpu_size`, fewer requests at once.
+https://github.com/LMCache/LMCache/issues/2942 is open, https://github.com/LMCache/LMCache/issues/3804. Until then set
+`local_cpu: true`, a larger `max_local_cpu_size`, or fewer requests at once.
 
 ## Remove when
-`allocate` gives up.
+`allocate` has a timeout.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def fix(module: ModuleType) -> Callable[..., Any]:
                     return memory
                 if not waits.wait():
                     engine_log.warning(
-                        f"KVF016: LMCache's CPU cache has had no memory for a load for {LONGEST_WAIT:.0f} s; the load "
-                        "is given up, its tokens are computed. Look at local_cpu and max_local_cpu_size."
+                        f"KVF016: LMCache's CPU cache had no memory for a load for {LONGEST_WAIT:.0f} s. The load "
+                        "has failed, and vLLM computes its tokens. Check local_cpu and max_local_cpu_size."
                     )
                     return None
 

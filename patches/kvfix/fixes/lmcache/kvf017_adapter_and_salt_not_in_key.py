@@ -1,21 +1,21 @@
-"""Requests with different LoRA adapters, or different `cache_salt`, share KV: LMCache's key has neither.
+"""Requests with different LoRA adapters or a different `cache_salt` share KV: LMCache's key has neither.
 
 ## Symptom
-None. Wrong text with a LoRA adapter if another adapter had the same prompt before. A tenant can detect the prompt of
-another tenant by its latency.
+Nothing is logged. A request with a LoRA adapter returns wrong text if another adapter had the same prompt before. A
+tenant can detect the prompt of another tenant by its latency.
 
 ## Cause
-LMCache's in-process connector builds its keys from token ids, model and layout (vllm_v1_adapter.py of every release
-does not name LoRA or cache_salt). vLLM's own prefix cache has both in its keys.
+LMCache's in-process connector builds its keys from token ids, model and layout. vllm_v1_adapter.py names neither LoRA
+nor cache_salt, in any release. vLLM's own prefix cache has both in its keys.
 
 ## Fix
-A request with an adapter or a salt is looked up, stored and loaded under keys with a hash of the two, as a tag: LMCache
-has tags for `kv_transfer_params` that begin with `lmcache.tag.`. All other keys stay the same. With `use_layerwise` the
-adapter does not pass the tags to the cache engine; the fix adds them to the call.
+The fix adds a hash of the adapter and the salt to the keys of such requests, as a tag. Lookup, load and store use these
+keys. LMCache has tags for `kv_transfer_params` that begin with `lmcache.tag.`. All other keys stay the same. With
+`use_layerwise` the adapter of LMCache does not pass the tags to the cache engine; the fix adds them to the call.
 
 ## Mixed roll-out
-All engines that share a cache need it, or none. An engine with the fix does not find the chunks of requests with an
-adapter or a salt that an engine without it has stored, and an engine without it still shares KV between adapters.
+All engines that share a cache need the fix, or none. An engine with the fix does not find chunks of requests with an
+adapter or a salt that an engine without the fix has stored. An engine without the fix still shares KV between adapters.
 After you add or remove the fix, the chunks of such requests are not found until they are stored again. Requests without
 adapter and salt keep their keys.
 
@@ -90,7 +90,7 @@ def fix_metadata(adapter: ModuleType) -> Callable[..., Any]:
 
 
 def _found_by_none(impl: Any, scheduler_output: Any, *_: Any, **__: Any) -> Any:
-    """A tag that no other request has: a load of what was promised fails, and what is stored is not found again."""
+    """Return a tag that no other request has. Promised loads then fail, and no request finds the stores."""
     for new in scheduler_output.scheduled_new_reqs:
         new.sampling_params = copy.copy(new.sampling_params)
         new.sampling_params.extra_args = {

@@ -1,14 +1,14 @@
-"""A loaded chunk is unpinned twice, by the load and at the end of the step: the second time another request's pin.
+"""Requests lose their hits: LMCache unpins a loaded chunk twice, and the second time takes another request's pin.
 
 ## Symptom
-At every hit, once for each chunk: `Pin count of MemoryObj ... is negative: -1.Double unpin occurred somewhere.Setting
-pin count back to 0 as a hack but please find the bug.` Under pressure, requests whose hit is evicted before they load
-it: `Num retrieved tokens: 0, num expected tokens: ...`.
+LMCache logs at every hit, once for each chunk: `Pin count of MemoryObj ... is negative: -1.Double unpin occurred
+somewhere.Setting pin count back to 0 as a hack but please find the bug.` Under pressure, LMCache evicts the hit of a
+request before the request loads it: `Num retrieved tokens: 0, num expected tokens: ...`.
 
 ## Cause
 A lookup pins the chunks that it finds in the CPU cache until `lookup_unpin`. `retrieve` (0.5.2 to 0.5.5
-cache_engine.py:935) and, with `use_layerwise`, `retrieve_layer` (0.4.3 to 0.5.6, 0.5.6:1139) unpin what they have
-loaded. That is right for chunks read from disk, but chunks of the CPU cache are the same objects that the lookup
+cache_engine.py:935) unpins what it has loaded, and so does `retrieve_layer` with `use_layerwise` (0.4.3 to 0.5.6,
+0.5.6:1139). This is right for chunks read from disk. But chunks of the CPU cache are the same objects that the lookup
 pinned. If another request waits with a pin on the same chunk, it loses its pin.
 
 ## Fix

@@ -1,14 +1,14 @@
-"""Tokens in vLLM's prefix cache count as found in LMCache, and are promised after vLLM has evicted them.
+"""A load returns fewer tokens than promised: LMCache counts tokens of vLLM's prefix cache as its own.
 
 ## Symptom
-`Num retrieved tokens: 0, num expected tokens: ...`: a load returns fewer tokens than promised. With
-kv_load_failure_policy "fail" the request ends with an error. Some chunks are never stored: no hit of a prompt goes
+A load returns fewer tokens than promised: `Num retrieved tokens: 0, num expected tokens: ...`. With
+kv_load_failure_policy "fail" the request ends with an error. Some chunks are never stored, and no hit of a prompt goes
 beyond them.
 
 ## Cause
-The lookup skips the chunks that vLLM has computed, which LMCache may not have, and adds their tokens to the hit (0.3.11
-lmcache_lookup_client.py:190-243). The client caches the sum for the next lookup of the request, which may come with
-fewer computed tokens. And the sum counts as stored.
+The lookup skips the chunks that vLLM has computed and adds their tokens to the hit (0.3.11
+lmcache_lookup_client.py:190-243). LMCache may not have these chunks. The client caches the sum for the next lookup of
+the request. vLLM may have evicted the computed tokens by then. The sum also counts as stored.
 
 ## Fix
 The lookup asks for all chunks, as in the releases before and after.

@@ -1,15 +1,16 @@
-"""From vLLM 0.26 on LMCache's in-process connector moves only half of each token's KV, to wrong places.
+"""Every hit returns wrong text with vLLM 0.26 and later: LMCache's in-process connector moves half of each token's KV.
 
 ## Symptom
-None: no exception, no warning. A prompt served from the cache gets another answer than the same prompt computed. With
+No exception and no warning. A prompt served from the cache gets another answer than the same prompt computed. With
 `use_gpu_connector_v3` the first whole chunk fails: `The size of tensor a (1024) must match the size of tensor b (2048)
-at non-singleton dimension 3`. `kvfix roundtrip --backend lmcache --layout packed --no-fixes` shows it.
+at non-singleton dimension 3`. To see it: `kvfix roundtrip --backend lmcache --layout packed --no-fixes`.
 
 ## Cause
 vLLM 0.26 packs K and V of a head next to each other: `[blocks, heads, block, 2 * head size]` (0.26.0
-flash_attn.py:141), in any order in memory. LMCache's transfer operation takes that for one plane of rows of double
-width. It takes the width of a row from the memory object, which has two planes: `[2, layers, tokens, heads * head
-size]` (0.5.6 gpu_connectors.py:325). So it computes half the real distance between slots, and never moves one plane.
+flash_attn.py:141), in any order in memory. LMCache's transfer operation mistakes this layout for one plane of rows of
+double width. The operation takes the width of a row from the memory object, which has two planes: `[2, layers, tokens,
+heads * head size]` (0.5.6 gpu_connectors.py:325). So the operation computes half the real distance between slots, and
+never moves one plane.
 
 ## Fix
 The fix moves the KV of packed layers by indexing vLLM's tensors by block and slot, for every order in memory. K goes
@@ -121,12 +122,12 @@ def fix_retrieve(module: ModuleType) -> Callable[..., Any]:
 
 
 def packed(connector: Any, kvcaches: Any = None, **_: Any) -> Any:
-    """vLLM's tensors if they are packed: vLLM has no other layout of four axes. None: LMCache moves them right."""
+    """vLLM's tensors if they are packed: vLLM has no other layout of four axes. None: LMCache moves them correctly."""
     return kvcaches if kvcaches and not connector.use_mla and getattr(kvcaches[0], "ndim", 0) == 4 else None
 
 
 def _is_refused(connector: Any, more: Any) -> bool:
-    """Whether V3 refuses this layout itself: it then begins with the same calls, and raises (0.5.3 refuses pools)."""
+    """True if V3 itself refuses this layout. V3 begins with the same calls, and raises (0.5.3 refuses pools)."""
     if not hasattr(connector, "_initialize_kv_cache_pointers"):
         return False
     try:
@@ -180,7 +181,7 @@ def scatter(torch: Any, tensor: Any, caches: Any, slots: Any, skip: int) -> None
 
 
 def _layers(torch: Any, tensor: Any, caches: Any) -> Iterator[tuple[Any, Any, int]]:
-    """Of each layer: what the tensor has, [tokens, 2, heads, n]; the cache, [blocks, block, 2, heads, n]; its block."""
+    """For each layer: its tensor [tokens, 2, heads, n], its cache [blocks, block, 2, heads, n], its block."""
     heads, block, width = caches[0].shape[1:]
     word = _word(torch, [*caches, tensor], width * caches[0].element_size() // 2)
     held = tensor.view(2, len(caches), -1, tensor.shape[3] * tensor.shape[0] // 2).view(word)

@@ -1,24 +1,25 @@
-"""The tracker of a resumed request shares its list of blocks with the worker: both append to it.
+"""Preempted requests return wrong text: LMCache's tracker and the worker append to the same list of blocks.
 
 ## Symptom
-Nothing is logged. After preemptions (`Preemptions:` in vLLM's statistics), wrong text in the requests that were
-preempted, and in others that begin with the same tokens, until the chunks are evicted.
+Nothing is logged. After preemptions (`Preemptions:` in vLLM's statistics), the preempted requests return wrong text. So
+do other requests that begin with the same tokens, until the chunks are evicted.
 
 ## Cause
 For a resumed request `RequestTracker.update` keeps the list of new blocks that the scheduler passes (0.5.6
-vllm_v1_adapter.py:245), and so does the worker (vLLM 0.32.0 v1/worker/gpu_model_runner.py:1428). With one worker, which
-runs in the scheduler's process by default (`uni`), it is the same list. In each step both append the new blocks to it
-(:1422): from the second step on each new block is in it twice. The slots of the tracker are then those of other tokens,
-and their KV is stored under valid keys. If a request skips a step, the worker fills its row of the block table from the
-list: it reads from and writes to wrong blocks.
+vllm_v1_adapter.py:245). The worker keeps the list too (vLLM 0.32.0 v1/worker/gpu_model_runner.py:1428). With one
+worker, which runs in the scheduler's process by default (`uni`), both keep the same list. In each step both append the
+new blocks to it (:1422), so from the second step on the list has each new block twice.
+
+The slots of the tracker are then slots of other tokens, and LMCache stores their KV under valid keys. If a request
+skips a step, the worker fills its row of the block table from the list, and then reads and writes wrong blocks.
 
 ## Fix
 After `build_connector_meta`, before the worker runs, the fix gives the trackers of the requests that this step resumes
 their own lists. (A wrapper of `update`, where the bug is, costs a sixth of the time of a step with 256 requests.)
 
 ## Releases
-LMCache 0.3.10 to 0.5.6 with vLLM's model runner V1. V2, which vLLM 0.32 uses for most models on a GPU, copies the list
-(and gets a resumed request as a new one). The multi-process connectors copy it too.
+LMCache 0.3.10 to 0.5.6 with vLLM's model runner V1. vLLM 0.32 uses V2 for most models on a GPU. V2 copies the list, and
+gets a resumed request as a new one. The multi-process connectors copy the list too.
 
 ## Upstream
 None known.

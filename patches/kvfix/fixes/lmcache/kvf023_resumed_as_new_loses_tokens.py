@@ -1,14 +1,14 @@
-"""A resumed request is handed over as new, and its generated tokens are missing from its load: wrong text, no error.
+"""Preempted requests return wrong text with model runner V2: the load of a resumed request misses its generated tokens.
 
 ## Symptom
-Nothing is logged. With vLLM's model runner V2, after preemptions (`Preemptions:` in vLLM's statistics), wrong text in
-the requests that were preempted, and in others that begin with the same tokens.
+Nothing is logged. With vLLM's model runner V2, after preemptions (`Preemptions:` in vLLM's statistics), the preempted
+requests return wrong text. So do other requests that begin with the same tokens.
 
 ## Cause
 vLLM passes a resumed request to runner V2 as a new one, with all of its tokens in `prefill_token_ids` (scheduler.py
-0.32.0:1418). The lookup covers all of them, and vLLM counts the hit as computed. The tracker begins with
-`prompt_token_ids` (0.5.6 vllm_v1_adapter.py:191): a hit beyond the prompt is not loaded, and later tokens are stored
-with the blocks of other tokens.
+0.32.0:1418). The lookup covers all of them, and vLLM counts the hit as computed. But the tracker begins with
+`prompt_token_ids` (0.5.6 vllm_v1_adapter.py:191). So LMCache does not load a hit beyond the prompt, and stores later
+tokens with the blocks of other tokens.
 
 ## Fix
 The tracker begins with all tokens of the request, as with runner V1.
@@ -42,7 +42,7 @@ def fix(adapter: ModuleType) -> Callable[..., Any]:
     def from_new_request(config: Any, tracker: Any, new_request: Any, num_tokens_to_compute: int, *_: Any) -> Any:
         tokens = getattr(new_request, "prefill_token_ids", None)  # only for runner V2
         if tokens is not None and len(tracker.token_ids) < num_tokens_to_compute:
-            note(__name__, f"request {new_request.req_id}: {num_tokens_to_compute} tokens are handed over")
+            note(__name__, f"request {new_request.req_id}: {num_tokens_to_compute} tokens are passed to the tracker")
             tracker.token_ids = tokens[:num_tokens_to_compute].copy()
         return tracker
 

@@ -1,14 +1,14 @@
-"""With asynchronous scheduling `save_decode_cache` skips generated tokens, or stores them under wrong keys.
+"""Wrong text with `save_decode_cache` and asynchronous scheduling: generated tokens are skipped or get wrong keys.
 
 ## Symptom
-Nothing is logged. Wrong text in requests that begin with the generated text of another request, for example the next
-turn of a conversation.
+Nothing is logged. A request that begins with the generated text of another request returns wrong text, for example the
+next turn of a conversation.
 
 ## Cause
 The tracker of a running request appends the tokens from `num_computed_tokens` on (0.4.1 vllm_v1_adapter.py,
 `build_connector_meta`). With asynchronous scheduling, vLLM's default on a GPU, the token at that position is in flight
-and not yet known: nothing is appended, and the next step starts one position later. If a token is known in time,
-because the request skipped a step, it is appended at a wrong position.
+and not yet known. So nothing is appended, and the next step starts one position later. If a request skips a step, the
+token is known in time, and the tracker appends it at a wrong position.
 
 ## Fix
 Before the step's metadata are built, the fix appends the known tokens that the tracker lacks.
@@ -43,7 +43,7 @@ def fix(adapter: ModuleType) -> Callable[..., Any]:
         for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
             has = impl._request_trackers[name].token_ids
             if len(has) < computed and name not in session.before:
-                note(__name__, f"request {name}: {computed - len(has)} tokens were left out")
+                note(__name__, f"request {name}: {computed - len(has)} tokens are added that LMCache left out")
                 has.extend(impl._unfinished_requests[name].all_token_ids[len(has) : computed])
 
     return before(

@@ -1,17 +1,18 @@
-"""The garbage collector frees a chunk under a lock that its thread holds: the thread deadlocks.
+"""The engine or the server hangs: the garbage collector frees a chunk under a lock that its own thread holds.
 
 ## Symptom
-The engine or the server hangs, at any time. `py-spy dump` shows `__del__ (lmcache/v1/memory_management.py)` and below
-it `free` or `wrapper (lmcache/utils.py)`, which wait for a lock, on top of a function that holds it.
+The engine or the server hangs, at any time. `py-spy dump` shows a thread in `__del__
+(lmcache/v1/memory_management.py)`, which has called `free` or `wrapper (lmcache/utils.py)` and waits for a lock. An
+outer function in the same stack holds this lock.
 
 ## Cause
-`TensorMemoryObj.__del__` frees a chunk that was never released. That takes the lock of `AddressManager`, and the one
-that all statistics share (0.5.6 utils.py:714-731). Both are plain locks. A chunk in a reference cycle, which an
-exception creates, can be collected whenever code allocates memory: also while `allocate` or
+`TensorMemoryObj.__del__` frees a chunk that was never released. To do so it takes the lock of `AddressManager`, and the
+lock that all statistics share (0.5.6 utils.py:714-731). Both are plain locks. An exception can leave a chunk in a
+reference cycle. The garbage collector can collect the chunk whenever code allocates memory, also while `allocate` or
 `PrometheusLogger.GetOrCreate` holds one of the locks.
 
 ## Fix
-`__del__` keeps the chunk. The next `ref_count_down` of any chunk frees it first: both locks are free there.
+`__del__` keeps the chunk. The next `ref_count_down` of any chunk frees it first, because both locks are free there.
 
 ## Releases
 LMCache 0.3.14 to 0.5.6.

@@ -1,25 +1,26 @@
-"""A layerwise load that brings less than was hit kills the worker, or is not reported: the step reads other KV.
+"""A layerwise load that finds fewer chunks than promised kills the worker, or the request returns wrong text.
 
 ## Symptom
-With `use_layerwise`, if none of the chunks is left: `UnboundLocalError: cannot access local variable 'mem_obj_consumer'
-where it is not associated with a value`, and EngineCore dies. If a part of them is left: no line but `Retrieved ...
-tokens` with a smaller number, and wrong text.
+With `use_layerwise` and none of the promised chunks left, EngineCore dies: `UnboundLocalError: cannot access local
+variable 'mem_obj_consumer' where it is not associated with a value`. With a part of them left, only the line `Retrieved
+... tokens` has a smaller number, and the request returns wrong text.
 
 ## Cause
-`retrieve_layer` looks for the chunks again, and takes those up to the first that is gone: evicted since the lookup, its
-pins released by another request (KVF018) or timed out. If none is left it goes on with a variable that is set only
-where there is something to load (0.5.6 cache_engine.py:1133). If a part is left it says how many tokens; the adapter
-only logs that (vllm_v1_adapter.py:990-992). Where it does not load by layers, it reports the blocks of the others as
-failed (:886-893).
+`retrieve_layer` looks for the chunks again, and takes the chunks before the first one that is gone. A chunk is gone if
+it was evicted after the lookup, because its pins timed out or another request released them (KVF018). If no chunk is
+left, `retrieve_layer` reads a variable that it sets only if there is something to load (0.5.6 cache_engine.py:1133). If
+a part is left, `retrieve_layer` returns the number of tokens, and the adapter only logs that number
+(vllm_v1_adapter.py:990-992). Without layers the adapter reports the missing blocks as failed (:886-893).
 
 ## Fix
-The first value of `retrieve_layer` is the number of tokens that it will load. The fix reports the blocks of the others
-at once, before the step saves anything; vLLM computes them again, or ends the request with an error
-(`kv_load_failure_policy`). If there is nothing to load, it takes the place of the rest of `retrieve_layer`. That the
-step does not store what it computes is KVF007.
+The first value of `retrieve_layer` is the number of tokens that it will load. The fix reports the blocks of the missing
+tokens as failed at once, before the step saves anything. vLLM then computes these tokens again, or ends the request
+with an error (`kv_load_failure_policy`). If there is nothing to load, the fix replaces the rest of `retrieve_layer`.
+KVF007 prevents the step from storing the KV that it computes.
 
 ## Releases
-LMCache 0.3.9.post1 to 0.5.6. 0.3.9 has it too, and cannot report failed blocks: there a crash would become wrong text.
+LMCache 0.3.9.post1 to 0.5.6. 0.3.9 has the bug too, but cannot report failed blocks. A fix there would turn a crash
+into wrong text.
 
 ## Upstream
 https://github.com/LMCache/LMCache/issues/899
@@ -62,7 +63,7 @@ def fix(adapter: ModuleType) -> Callable[..., Any]:
 
 
 def _layers(impl: Any, layers: Any, request: Any, mask: Any) -> Iterator[Any]:
-    """What `retrieve_layer` yields: the number of tokens, None for each layer, and which tokens were loaded."""
+    """Yield like `retrieve_layer`: the number of tokens, None for each layer, and which tokens were loaded."""
     first = next(layers, None)
     loaded = engine_log.guarded(_WHERE, _report, impl, request, mask, first)
     if loaded is None:
@@ -95,7 +96,7 @@ def _report(impl: Any, request: Any, mask: Any, first: Any) -> int:
 
 
 def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
-    """Of 32 tokens in blocks 3 and 4 the first 16 are loaded. Right is to record block 4."""
+    """The first 16 of 32 tokens in blocks 3 and 4 are loaded. Right is to record block 4."""
     import torch  # the adapter has imported it
 
     load = SimpleNamespace(vllm_cached_tokens=0, lmcache_cached_tokens=32, can_load=True)
@@ -117,7 +118,7 @@ def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
 
 
 class _Nothing:
-    """It does nothing, whatever it is asked."""
+    """An object whose methods do nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_, **__: None

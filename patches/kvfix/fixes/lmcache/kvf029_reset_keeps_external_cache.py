@@ -1,21 +1,26 @@
-"""`reset_prefix_cache(reset_connector=True)` answers True, and LMCache keeps all: old KV after a weight update.
+"""Old KV is hit after a weight update: `reset_prefix_cache(reset_connector=True)` answers True, but LMCache keeps all.
 
 ## Symptom
-None. After an update of the weights and `POST /reset_prefix_cache?reset_external=true` (200), or
-`LLM.reset_prefix_cache(reset_connector=True)` (True): hits on chunks that the old weights have computed, wrong text.
-With debug logging: `Connector cache reset requested, but ... does not implement reset_cache().`
+Nothing is logged. After an update of the weights, `POST /reset_prefix_cache?reset_external=true` answers 200, or
+`LLM.reset_prefix_cache(reset_connector=True)` answers True. Requests then hit chunks that the old weights have
+computed, and return wrong text. With debug logging: `Connector cache reset requested, but ... does not implement
+reset_cache().`
 
 ## Cause
-LMCache's in-process connector has no `reset_cache`, in any release; its multi-process connector has one since 0.5.6,
-vLLM's copy of it has none. vLLM's base class answers None for them (kv_connector/v1/base.py 0.32.0:785-790), and
-`reset_connector_cache` takes anything but False for success (scheduler.py 0.32.0:2898).
+LMCache's in-process connector has no `reset_cache` in any release. LMCache's multi-process connector has one since
+0.5.6. vLLM's copy of that connector has none. vLLM's base class answers None (kv_connector/v1/base.py 0.32.0:785-790),
+and `reset_connector_cache` counts every answer except False as success (scheduler.py 0.32.0:2898).
 
 ## Fix
-The answer is False for a connector of LMCache's that has no `reset_cache`, also in a MultiConnector: the reset has
-failed. LMCache's cache is not emptied. The scheduler cannot do that: the cache is in the workers, in other processes,
-perhaps on disk or in a store that others share. To empty it: `DELETE /cache/clear` at the internal API server of each
-worker (`internal_api_server_enabled`), `POST /cache/clear` at the multi-process server; or restart them, with an empty
-disk and store. Then `reset_prefix_cache()` without the connector answers for vLLM's own.
+The fix answers False for an LMCache connector that has no `reset_cache`, also in a MultiConnector: the reset has
+failed. The fix does not empty LMCache's cache. The scheduler cannot empty it, because the cache is in the workers, in
+other processes, perhaps on disk or in a shared store. To empty the cache, do one of these:
+
+- in process: `DELETE /cache/clear` at the internal API server of each worker (`internal_api_server_enabled`)
+- multi-process: `POST /cache/clear` at the server
+- restart the processes with an empty disk and store
+
+Then call `reset_prefix_cache()` without the connector, which empties vLLM's own cache.
 
 ## Releases
 vLLM 0.15.1 to 0.32.0, with LMCache in process, multi-process before LMCache 0.5.6, and vLLM's copy.
@@ -43,8 +48,8 @@ from kvfix.wrapping import after
 def fix(scheduler: ModuleType) -> Callable[..., Any]:
     def reset_connector_cache(scheduler: Any, answer: bool) -> bool:
         engine_log.warning(
-            "reset_prefix_cache: LMCache's connector cannot empty its cache, which keeps KV of the old weights; "
-            "the answer is False (KVF029)"
+            "KVF029: reset_prefix_cache answers False: LMCache's connector cannot empty its cache, which keeps KV of "
+            "the old weights. Empty it as `kvfix explain KVF029` says."
         )
         return False
 
@@ -56,7 +61,7 @@ def fix(scheduler: ModuleType) -> Callable[..., Any]:
 
 
 def keeps_its_cache(scheduler: Any) -> bool:
-    """Whether a connector of LMCache's has only the `reset_cache` of vLLM's base class."""
+    """True if an LMCache connector has only the `reset_cache` of vLLM's base class."""
     connector = scheduler.connector
     for each in (connector, *getattr(connector, "_connectors", ())):
         kind = type(each)

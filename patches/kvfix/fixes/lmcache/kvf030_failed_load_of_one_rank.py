@@ -1,26 +1,29 @@
-"""A load fails in one rank, and the others store what they compute on top of it under valid keys.
+"""Later requests return wrong text: a load fails in one rank, and the other ranks store KV computed on top of it.
 
 ## Symptom
-With tensor or pipeline parallelism. None at the time except `Request ... failed to load ... tokens across ... blocks`
-from one worker. Later, wrong text in other requests that begin with the same prompt.
+With tensor or pipeline parallelism one worker logs `Request ... failed to load ... tokens across ... blocks`. Nothing
+else is logged. Later, other requests that begin with the same prompt return wrong text.
 
 ## Cause
-Each rank has its own part of a request's KV in its own cache, and loads it by itself. If the load fails in one rank,
-only that rank knows of it in the step (0.5.6 vllm_v1_adapter.py:886-893). But what the step computes depends on the KV
-in all ranks: all of it is wrong, and the other ranks store it in the same step (:1104-1259). vLLM unites the failed
-blocks of all ranks after the step and computes the tokens again; the caches of the others keep the chunks that they
-have. KVF007 fixes the rank whose load failed.
+Each rank has its own part of a request's KV in its own cache, and loads this part by itself. If the load fails in one
+rank, only that rank knows of the failure in the step (0.5.6 vllm_v1_adapter.py:886-893). But the result of the step
+depends on the KV in all ranks. So all of the result is wrong, and the other ranks store it in the same step
+(:1104-1259).
+
+After the step vLLM unites the failed blocks of all ranks and computes the tokens again. The caches of the other ranks
+keep the chunks that they already have. KVF007 fixes the rank whose load failed.
 
 ## Fix
-With several workers, a step in which something is loaded saves nothing. What it was to save is saved later: when vLLM
-has the report of all ranks on the load, and has rolled back or ended the requests whose load failed. That is the next
-step, and with several steps in flight the one after them. Until then the saves of the steps in between wait too, since
-they compute on top of it. A request that ends or is preempted before is not saved: its blocks are others'.
+With several workers, a step that loads something saves nothing. The fix saves later: when vLLM has the reports of all
+ranks on the load, and has rolled back or ended the requests whose load failed. This is in the next step, or with
+several steps in flight in the step after them. Until then the saves of the steps in between wait too, because they
+compute on top of the load. A request that ends or is preempted before that is not saved, because other requests have
+its blocks.
 
-A kv_producer stores whatever has metadata (:1152), so the metadata are marked for its worker. What a request stores
-that names a decoder (`disagg_spec`) is the transfer. It cannot wait: with the step the request ends, and its blocks are
-others'. The decoder may still get wrong KV. With `kv_load_failure_policy=fail`, vLLM's default, the request ends with
-an error at prefill, and the proxy need not ask the decoder: do not set `recompute` there.
+A kv_producer stores every request that has metadata (:1152), so the fix marks the metadata for its worker. A request
+that names a decoder (`disagg_spec`) stores its KV as the transfer to the decoder. This store cannot wait, because the
+request ends with the step. So the decoder may still get wrong KV. With `kv_load_failure_policy=fail`, vLLM's default,
+the request ends with an error at prefill, and the proxy need not ask the decoder. Do not set `recompute` there.
 
 ## Releases
 LMCache 0.3.9 to 0.5.6. 0.3.9 does not know which blocks failed, so the fix has no effect there.
@@ -53,7 +56,7 @@ _STORE_NOTHING = "_kvfix_store_nothing"
 
 
 class _Save(NamedTuple):
-    """What a request was to save in a step. due: the first step in which it may be saved."""
+    """The save of a request that waits. due: the first step in which it may be done."""
 
     due: int
     meta: Any
@@ -71,7 +74,7 @@ class Unsaved:
         self.saves: dict[str, _Save] = {}
 
     def take(self, scheduler_output: Any) -> dict[str, Any]:
-        """What this step is to save of earlier ones. Only of requests in the step: they still have their blocks."""
+        """Return the waiting saves of the requests in this step: only these still have their blocks."""
         again = {new.req_id for new in scheduler_output.scheduled_new_reqs}
         for name in again.union(scheduling.resumed(scheduler_output), scheduler_output.finished_req_ids):
             self.saves.pop(name, None)
@@ -80,7 +83,7 @@ class Unsaved:
         return {name: self.saves.pop(name).meta for name in due}
 
     def put_off(self, meta: Any) -> None:
-        """The step does not save this; a later one does."""
+        """Let a later step save this, and not the current step."""
         setattr(meta, _STORE_NOTHING, True)
         if not meta.save_spec.can_save:  # a kv_producer would store it all the same; it is part of the next save
             return
@@ -88,14 +91,14 @@ class Unsaved:
         delattr(later, _STORE_NOTHING)
         later.load_spec, later.save_spec = None, copy.copy(meta.save_spec)
         meta.save_spec.can_save = False
-        note(__name__, f"request {meta.req_id}: its save is put off")
+        note(__name__, f"request {meta.req_id}: its save waits for the reports of all ranks")
         if meta.req_id in self.saves:
             _join(later, self.saves[meta.req_id].meta)
         self.saves[meta.req_id] = _Save(self.open_from, later)
 
 
 def _join(meta: Any, earlier: Any) -> None:
-    """Save what the earlier one was to save too. Layer by layer LMCache has one save of a request in a step."""
+    """Add the earlier save to this one. With layers LMCache has one save of a request in a step."""
     first = min(meta.save_spec.skip_leading_tokens, earlier.save_spec.skip_leading_tokens)
     meta.save_spec.skip_leading_tokens = first
 
@@ -128,7 +131,7 @@ def _has_ranks(impl: Any, *_: Any, **__: Any) -> Any:
 
 
 def _saves(impl: Any, meta: Any) -> bool:
-    """Whether the worker saves this, and not as the transfer to a decoder."""
+    """True if the worker saves the request, and the save is not the transfer to a decoder."""
     if meta.save_spec is None or getattr(meta, "disagg_spec", None) is not None:
         return False
     return bool(meta.save_spec.can_save or impl.kv_role == "kv_producer")

@@ -1,16 +1,18 @@
-"""A request that is to return its first token is aborted before it has one, and EngineCore dies.
+"""EngineCore dies when a request with `ret_first_tok` is aborted before its first token: LMCache reads an empty list.
 
 ## Symptom
-EngineCore of the instance for prefill dies in `request_finished` with `IndexError: list index out of range`. A proxy
-that asks for the first token (`"kv_transfer_params": {"ret_first_tok": true}`) and disconnects during the prefill is
-enough; so is a load that fails with `kv_load_failure_policy=fail`.
+EngineCore of the prefill instance dies in `request_finished` with `IndexError: list index out of range`. There are two
+triggers:
+
+- A proxy asks for the first token (`"kv_transfer_params": {"ret_first_tok": true}`) and disconnects during the prefill.
+- The load of a request with `ret_first_tok` fails, with `kv_load_failure_policy=fail`.
 
 ## Cause
 `request_finished` returns `request._output_token_ids[0]` (0.5.6 vllm_v1_adapter.py:1926). A request that ends before
 its first token has none.
 
 ## Fix
-The hook does not see that the request is to return its first token, where there is none.
+If the request has no token, the fix hides from the hook that the request wants its first token.
 
 ## Releases
 LMCache 0.3.9 to 0.5.6.
@@ -19,7 +21,7 @@ LMCache 0.3.9 to 0.5.6.
 None known.
 
 ## Remove when
-`request_finished` asks whether there is a token.
+`request_finished` checks whether there is a token.
 """
 
 from __future__ import annotations

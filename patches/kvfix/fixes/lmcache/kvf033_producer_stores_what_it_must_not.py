@@ -1,15 +1,16 @@
-"""A kv_producer stores the prompt of a request that asks for `lmcache.skip_save`.
+"""A kv_producer stores the prompt of a request although the request asks for `lmcache.skip_save`.
 
 ## Symptom
-Nothing is logged but `Storing KV cache for ...` for that request, and later requests hit what it has stored.
+Only `Storing KV cache for ...` is logged for that request. Later requests hit the chunks that it has stored.
 
 ## Cause
-A request whose KV is not to be stored has metadata all the same if there was a lookup for it. A kv_producer stores
-whatever has metadata, since its save is the transfer to the decoder, also where there is none (0.5.6
-vllm_v1_adapter.py:1152).
+A request whose KV must not be stored still has metadata if LMCache looked it up. A kv_producer stores every request
+that has metadata, because its store is the transfer to the decoder. The kv_producer does so also without a decoder
+(0.5.6 vllm_v1_adapter.py:1152).
 
 ## Fix
-The worker stores nothing of such a request, unless it names a decoder (`disagg_spec`).
+The worker does not store a request that asks for `lmcache.skip_save`, unless the request names a decoder
+(`disagg_spec`).
 
 ## Releases
 LMCache 0.3.9 to 0.5.6.
@@ -18,7 +19,7 @@ LMCache 0.3.9 to 0.5.6.
 None known.
 
 ## Remove when
-`wait_for_save` of a kv_producer asks whether a request names a decoder before it ignores `can_save`.
+`wait_for_save` of a kv_producer checks whether a request names a decoder before it ignores `can_save`.
 """
 
 from __future__ import annotations

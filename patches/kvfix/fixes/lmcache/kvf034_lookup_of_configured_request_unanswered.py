@@ -1,17 +1,17 @@
-"""With asynchronous loading a lookup is never answered if one of the request's settings is no text.
+"""A request waits for the whole lookup timeout: the worker cannot decode a lookup with a setting that is not a string.
 
 ## Symptom
-In the worker `Error processing request from scheduler: Expected `str`, got `bool``. The request waits for
-`lookup_timeout_ms`, and then `Request ... is still waiting for async lookup after ... seconds`. Its id stays in the
-lookup client.
+The worker logs `Error processing request from scheduler: Expected `str`, got `bool``. The request waits for
+`lookup_timeout_ms`, and then the scheduler logs `Request ... is still waiting for async lookup after ... seconds`. The
+id of the request stays in the lookup client.
 
 ## Cause
-A request may bring settings for LMCache in its `kv_transfer_params`, such as `"lmcache.skip_save": true`. The scheduler
-sends them with the lookup, but the message is declared with texts only (0.5.6 async_lookup_message.py:22): the worker
-cannot decode it.
+A request may bring settings for LMCache in its `kv_transfer_params`, such as `"lmcache.skip_save": true`. With
+asynchronous loading the scheduler sends the settings with the lookup. But the message is declared with strings only
+(0.5.6 async_lookup_message.py:22), so the worker cannot decode it.
 
 ## Fix
-The scheduler sends only what is part of a key (`lmcache.tag.*`), as text.
+The scheduler sends only the settings that are part of a key (`lmcache.tag.*`), as strings.
 
 ## Releases
 LMCache 0.3.10 to 0.5.6, with `enable_async_loading`.

@@ -1,15 +1,15 @@
-"""A request that names a decoder and leaves out a part of its address kills EngineCore.
+"""EngineCore dies at a request that names a decoder in `disagg_spec` without its complete address.
 
 ## Symptom
-`KeyError: 'receiver_host'`, or another key, in `update_state_after_alloc`, and EngineCore dies. `TypeError: string
-indices must be integers` if the whole `disagg_spec` is a text.
+EngineCore dies with `KeyError: 'receiver_host'`, or another key, in `update_state_after_alloc`. If the whole
+`disagg_spec` is a string: `TypeError: string indices must be integers`.
 
 ## Cause
 `disagg_spec` comes from the client, in the `kv_transfer_params` of its request. When vLLM has blocks for the request,
-LMCache reads five keys of it without asking whether they are there (0.5.6 vllm_v1_adapter.py:1560-1574).
+LMCache reads five keys of `disagg_spec` and does not check that they exist (0.5.6 vllm_v1_adapter.py:1560-1574).
 
 ## Fix
-Where one is missing, the request is served as one that names no decoder. kvfix logs it once.
+If a key is missing, the fix serves the request like a request without a decoder. kvfix logs it once.
 
 ## Releases
 LMCache 0.3.9 to 0.5.6.
@@ -18,7 +18,7 @@ LMCache 0.3.9 to 0.5.6.
 None known.
 
 ## Remove when
-`update_state_after_alloc` asks whether `disagg_spec` is complete.
+`update_state_after_alloc` checks whether `disagg_spec` is complete.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _KEYS = ("req_id", "receiver_host", "receiver_init_port", "receiver_alloc_port")
 def fix(adapter: ModuleType) -> Callable[..., Any]:
     def update_state_after_alloc(impl: Any, request: Any, num_external_tokens: int) -> Generator[Any, Any, Any]:
         engine_log.warning(
-            "a request names a decoder in its `disagg_spec`, and not all of its address; it is served without (KVF035)"
+            "KVF035: a request names a decoder in `disagg_spec` without its whole address; kvfix ignores it"
         )
         others = {name: value for name, value in request.kv_transfer_params.items() if name != _SPEC}
         answer = yield View(request, kv_transfer_params=others), num_external_tokens

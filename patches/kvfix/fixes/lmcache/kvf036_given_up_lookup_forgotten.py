@@ -1,20 +1,23 @@
-"""A lookup that timed out is forgotten before its answer comes, and the answer is taken for the request's next lookup.
+"""A worker dies or chunks leak: LMCache takes the late answer of a lookup that timed out for that of the next lookup.
 
 ## Symptom
-After `Request ... is still waiting for async lookup after 3 seconds, returning 0 lmcache cached tokens so vllm can
-recompute`, for a request that is preempted: `AssertionError: Event ... of type EventType.LOADING is not done or not
-found.` in a worker, which dies (several workers). Or nothing is logged, and fetched chunks are never released.
+The scheduler logs `Request ... is still waiting for async lookup after 3 seconds, returning 0 lmcache cached tokens so
+vllm can recompute`, and the request is preempted later. With several workers, a worker then dies with `AssertionError:
+Event ... of type EventType.LOADING is not done or not found.` Or nothing is logged, and fetched chunks are never
+released.
 
 ## Cause
-A request whose lookup was given up is computed. When it gets its blocks, `update_state_after_alloc` has the client
-forget the lookup (lmcache_async_lookup_client.py 0.5.6:251), which is still in flight. If the request is preempted, it
-is looked up again under the same id, and nothing tells the answers apart. With several workers the answers of one
-worker to both lookups count as one of each, so the load begins before the others have fetched. Then the answer of the
-given-up lookup is cleaned up, a third lookup is sent, and what that one fetches is never released.
+vLLM computes a request whose lookup timed out. When the request gets its blocks, `update_state_after_alloc` deletes the
+lookup from the client (lmcache_async_lookup_client.py 0.5.6:251), although the lookup is still in flight. If vLLM
+preempts the request, LMCache looks it up again under the same id. Nothing distinguishes the answers to the two lookups.
+
+With several workers, two answers of one worker can count as one answer of each worker, so the load begins before the
+other workers have fetched. Then the client cleans up the answer to the first lookup and sends a third lookup. The
+chunks that the third lookup fetches are never released.
 
 ## Fix
-The client keeps a cancelled lookup until its answer has come and was cleaned up. Until then the request is not looked
-up again (KVF011).
+The client keeps a cancelled lookup until its answer has come and was cleaned up. Until then LMCache does not look up
+the request again (KVF011).
 
 ## Releases
 LMCache 0.3.10 to 0.5.6, with `enable_async_loading`.
@@ -23,7 +26,7 @@ LMCache 0.3.10 to 0.5.6, with `enable_async_loading`.
 None known.
 
 ## Remove when
-`clear_lookup_status` leaves a lookup in `aborted_lookups` as it is, or each lookup has an id of its own.
+`clear_lookup_status` does not delete a lookup in `aborted_lookups`, or each lookup has an id of its own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""A truncated chunk file on the local disk is loaded as if it were whole, and the request answers with wrong text.
+"""A request returns wrong text: LMCache loads a truncated chunk file from the local disk as if it were whole.
 
 ## Symptom
-With `local_disk`: none at the time. LMCache logs `Retrieved 256 out of 256 required tokens`, the request ends with HTTP
-200, and its text is wrong. If the file is gone: `File not found on disk: ...`, then `KeyError`, and EngineCore dies.
+With `local_disk` nothing shows at the time. LMCache logs `Retrieved 256 out of 256 required tokens`, the request ends
+with HTTP 200, and its text is wrong. If the file is gone, LMCache logs `File not found on disk: ...`, then raises
+`KeyError`, and EngineCore dies.
 
 ## Cause
 `read_file` does not compare the number of bytes that it read with the size of the chunk (0.5.6
@@ -12,10 +13,10 @@ entry of the chunk (0.5.6:820), and `load_bytes_from_disk` then reads that entry
 
 ## Fix
 Before a read, the fix writes random bytes to the end of the memory. If these bytes are still there after the read, or
-the file is smaller than the memory, the read came short. The chunk then counts as not found: the fix frees its memory,
-and deletes its entry and its file. vLLM computes the tokens again, or ends the request with an error
+the file is smaller than the memory, the read was too short. The chunk then counts as not found. The fix frees its
+memory, and deletes its entry and its file. vLLM computes the tokens again, or ends the request with an error
 (`kv_load_failure_policy`). If the fix itself fails during a read, the chunk counts as not found. With `use_layerwise`
-the fix only logs a warning: LMCache cannot report a failed load there.
+the fix only logs a warning, because LMCache cannot report a failed load there.
 
 Up to 0.4.3, LMCache also drops the chunk before one that is not found, and reports it as loaded (0.4.3
 cache_engine.py:1682). The fix reports only the chunks that LMCache loads.
@@ -148,7 +149,7 @@ def _chunks(backend: Any, paths: list[str], keys: list[Any], memory_objs: list[A
 
 
 def _is_layer(chunks: list[tuple[Any, ...]]) -> bool:
-    """Whether these are the chunks of one layer, which `retrieve_layer` loads: it takes no shorter list."""
+    """True if these are the chunks of one layer. `retrieve_layer` loads them, and accepts no shorter list."""
     return len({getattr(key, "layer_id", None) for _, key, _ in chunks} - {None}) == 1
 
 

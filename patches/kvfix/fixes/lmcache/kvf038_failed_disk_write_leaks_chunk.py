@@ -1,19 +1,20 @@
-"""A failed write to the local disk leaks the chunk in CPU memory, and LMCache never stores that chunk again.
+"""After a failed disk write the chunk stays in CPU memory for ever, and LMCache never stores that chunk again.
 
 ## Symptom
-With `local_disk`, on a full disk: none. LMCache logs `Stored 256 out of total 256 tokens`, and the hits do not come.
-Later the CPU cache is full: `No eviction candidates found in local cpu backend. Local cpu memory is under pressure.`
+With `local_disk` and a full disk nothing shows at the time. LMCache logs `Stored 256 out of total 256 tokens`, but
+there are no hits. Later the CPU cache is full: `No eviction candidates found in local cpu backend. Local cpu memory is
+under pressure.`
 
 ## Cause
-`async_save_bytes_to_disk` counts the memory down, counts the task done and adds the entry after `write_file` (0.5.6
-local_disk_backend.py:699-716). If the write raises, none of that happens: the memory stays in use, and the task stays
-registered, so LMCache skips every later store of the chunk (0.5.6:381). The file stays on the disk in part, and its
-size stays counted against `max_local_disk_size`. No code reads the exception (0.5.6:428).
+After `write_file`, `async_save_bytes_to_disk` releases the memory, marks the task as done and adds the entry (0.5.6
+local_disk_backend.py:699-716). If the write raises, none of this happens. The memory stays in use. The task stays
+registered, so LMCache skips every later store of the chunk (0.5.6:381). A part of the file stays on the disk, and its
+size still counts against `max_local_disk_size`. No code reads the exception (0.5.6:428).
 
 ## Fix
-After a failed write the fix logs the error, frees the memory, ends the task, deletes the file, and takes back what was
-counted. LMCache can store the chunk again. A write with `use_odirect` that raises also leaks a file descriptor; the fix
-cannot close it.
+After a failed write the fix logs the error, frees the memory, ends the task, deletes the file and reverts the size
+count. LMCache can then store the chunk again. A write with `use_odirect` that raises also leaks a file descriptor; the
+fix cannot close it.
 
 ## Releases
 LMCache 0.3.9 to 0.5.6.

@@ -1,9 +1,10 @@
-"""A client that asks for cache statistics and disconnects before its lookup kills EngineCore.
+"""EngineCore dies when a client asks for cache statistics and disconnects before its lookup.
 
 ## Symptom
 EngineCore dies with `AssertionError: Request tracker for request_id cmpl-... not found. ` in `request_finished`. Any
-client can do it: send `kv_transfer_params` with `cached_token_stats` (`num_lmcache_extra_cached_tokens` in vLLM's copy
-and in LMCache 0.4.5), and close the connection while the request waits.
+client can cause this crash. The client sends `kv_transfer_params` with `cached_token_stats`
+(`num_lmcache_extra_cached_tokens` in vLLM's copy and in LMCache 0.4.5), and closes the connection while the request
+waits.
 
 ## Cause
 `request_finished` reads the numbers from the request's tracker (lmcache_mp_connector.py 0.5.6:1552). The first
@@ -11,8 +12,8 @@ and in LMCache 0.4.5), and close the connection while the request waits.
 `_get_request_tracker` asserts.
 
 ## Fix
-Before `request_finished`: if a request asks for statistics and has no tracker, the fix creates one, with zero in all
-numbers. The hook deletes it, as it does with every tracker.
+If a request asks for statistics and has no tracker, the fix creates a tracker before `request_finished`. All numbers of
+this tracker are zero. The hook deletes it, as it does with every tracker.
 
 ## Releases
 LMCache 0.4.5 to 0.5.6, and 0.4.5 to 0.5.5 with lmcache_mp_connector_0201. vLLM 0.26.0 to 0.33.0, its own copy of the

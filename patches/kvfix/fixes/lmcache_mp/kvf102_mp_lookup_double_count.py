@@ -1,20 +1,24 @@
-"""Each poll of a waiting request counts its hit again as stored: a hole in the stored chunks, no hit beyond it.
+"""The hit of a prompt never grows past one token: each poll of a waiting request counts the hit again as stored.
 
 ## Symptom
-No error. The external hit of a prompt never grows past the same token, although the prompt is used again and again: the
-chunks after that token are stored, the ones before them are not. It happens under pressure, when requests wait for
-blocks. Likewise after a miss: the tokens that vLLM's own prefix cache held of a prompt are missing from the end of what
-is stored.
+No error. The external hit of a prompt never grows past the same token, although the prompt is used again and again. The
+chunks after that token are stored, the chunks before it are not. This happens under pressure, when requests wait for
+blocks.
+
+After a miss, the end of a prompt is not stored: as many tokens are missing there as vLLM's own prefix cache held of the
+prompt.
 
 ## Cause
 vLLM calls `get_num_new_matched_tokens` in every step in which the request waits. Each call adds the hit to
-`num_stored_tokens` (lmcache_mp_connector.py 0.5.5:1148; `num_stored_blocks` in vLLM's copy): after three polls with a
-hit of 512 the first store begins at 1536. On a miss it returns before it records what vLLM has computed itself
-(0.5.5:1143), so the store ends too early by that many tokens.
+`num_stored_tokens` (lmcache_mp_connector.py 0.5.5:1148; `num_stored_blocks` in vLLM's copy). After three polls with a
+hit of 512 the first store begins at 1536.
+
+On a miss the hook returns before it records how many tokens vLLM itself has computed (0.5.5:1143), so the store ends
+too early by that number of tokens.
 
 ## Fix
-After each answer for a request that is not admitted yet, the fix sets the stored tokens to the hit and records the
-tokens that vLLM has computed.
+After each answer for a request that is not admitted yet, the fix sets the stored tokens to the hit. The fix also
+records the tokens that vLLM has computed.
 
 ## Releases
 LMCache 0.4.5 to 0.5.5, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.33.0, its own copy

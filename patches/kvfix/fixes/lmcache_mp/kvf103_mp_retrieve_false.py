@@ -1,18 +1,18 @@
-"""A failed load is reported as done without its blocks: vLLM reads KV that was never loaded.
+"""Requests return wrong text after a failed load: LMCache reports the load as done, and no failed block.
 
 ## Symptom
-ERROR `Something went wrong when processing the retrieve request for request_id=..., result=False` in the worker, then
-wrong text with HTTP 200. The log of the server has the reason: `Some keys not found during retrieve!`, `Cannot retrieve
-keys due to exception`, or `No GPU context registered for instance ID`.
+The worker logs ERROR `Something went wrong when processing the retrieve request for request_id=..., result=False`. Then
+the request returns wrong text with HTTP 200. The log of the server has the reason: `Some keys not found during
+retrieve!`, `Cannot retrieve keys due to exception`, or `No GPU context registered for instance ID`.
 
 ## Cause
 `LMCacheMPWorkerAdapter.get_finished` logs the result and drops the blocks (vllm_multi_process_adapter.py
 0.5.4:1635-1648). It reports the load to vLLM as done, and `get_block_ids_with_load_errors` reports no block.
 
 ## Fix
-After `submit_retrieve_request`: when the future of a load returns a failure, the fix adds the load's blocks to those
-with load errors. vLLM then follows `kv_load_failure_policy`: `fail` (its default) ends the request with an error,
-`recompute` computes it.
+When the future of a load returns a failure, the fix adds the load's blocks to the blocks with load errors. vLLM then
+follows `kv_load_failure_policy`: `fail` (its default) ends the request with an error, `recompute` computes it. The fix
+wraps `submit_retrieve_request`.
 
 ## Releases
 LMCache 0.4.2 to 0.5.4, with its own connector and with vLLM's copy. Earlier releases cannot report blocks.

@@ -1,20 +1,22 @@
-"""A request whose load failed is promised the same tokens again, nothing loads them, and it waits for ever.
+"""A request waits for ever after a failed load: LMCache promises the same tokens again, and nothing loads them.
 
 ## Symptom
-With `kv_load_failure_policy=recompute`: after `Recovered from KV load failure: 1 request(s) rescheduled` the request
-stays in WAITING_FOR_REMOTE_KVS and keeps its blocks. `Running: 0 reqs, Waiting: 1 reqs`, no throughput, no error.
-LMCache 0.5.6: `<resume-load> req=...` for the same request in every other step, and it never runs.
+With `kv_load_failure_policy=recompute` the log has `Recovered from KV load failure: 1 request(s) rescheduled`. Then the
+request stays in WAITING_FOR_REMOTE_KVS and keeps its blocks: `Running: 0 reqs, Waiting: 1 reqs`, no throughput, no
+error. LMCache 0.5.6 logs `<resume-load> req=...` for the same request in every other step, and the request never runs.
 
 ## Cause
-vLLM resets the request to nothing computed and asks again. The tracker is READY and keeps the hit: the hook promises it
-again (lmcache_mp_connector.py 0.5.4:777), but `update_state_after_alloc` starts a load only for a tracker that is
-PREFETCHING (0.5.4:852). LMCache 0.5.5 returns 0 instead. 0.5.6 also loads for preempted requests, and gives them a
-fresh tracker before that check (0.5.6:1833): while the load fails they are looked up and loaded in a loop.
+vLLM resets the request to zero computed tokens and asks again. The tracker is READY and keeps the hit, so the hook
+promises the hit again (lmcache_mp_connector.py 0.5.4:777). But `update_state_after_alloc` starts a load only for a
+tracker that is PREFETCHING (0.5.4:852).
+
+LMCache 0.5.5 returns 0 instead. LMCache 0.5.6 also loads for preempted requests, and gives them a fresh tracker before
+that check (0.5.6:1833). While the load fails, 0.5.6 looks them up and loads them in a loop.
 
 ## Fix
-Before `get_num_new_matched_tokens`: a request that was admitted with a hit, has never run since and has nothing
-computed gets a fresh tracker and no hit. vLLM computes it, as with LMCache 0.5.5. Where LMCache has its own fix, this
-one handles only preempted requests, which that one misses.
+The fix acts before `get_num_new_matched_tokens`, on a request that was admitted with a hit, has never run since, and
+has no computed tokens. The request gets a fresh tracker and no hit. vLLM computes it, as with LMCache 0.5.5. LMCache's
+own fix misses preempted requests; in a release that has it, this fix handles only preempted requests.
 
 ## Releases
 LMCache 0.4.5 to 0.5.4, and 0.5.6 for preempted requests; 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM
@@ -55,7 +57,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         ):
             return
         connector.request_trackers[request.request_id] = make_tracker(request)
-        note(__name__, f"request {request.request_id}: its load has failed, and it is computed")
+        note(__name__, f"request {request.request_id}: its load has failed, so vLLM computes it")
         _mp.nothing_cached(connector.scheduler_adapter, request.request_id)
 
     # vLLM calls the hook in every step in which the request waits. The tracker is not READY then.

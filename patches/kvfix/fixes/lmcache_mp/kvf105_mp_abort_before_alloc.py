@@ -1,10 +1,11 @@
-"""A request aborted between its lookup and its admission keeps the server's read locks until they time out.
+"""The server cannot evict chunks: a request that is aborted before its admission keeps read locks until they time out.
 
 ## Symptom
-Nothing in the log of vLLM. Chunks that were looked up stay read-locked in the LMCache server for the read TTL
-(`read_ttl_seconds`, 300 s by default): under pressure the server finds nothing to evict, and stores fail. Up to LMCache
-0.5.4, and in vLLM's copy, the scheduler also leaks the lookup of every such request, and a later request with the same
-id gets its hit.
+vLLM logs nothing. Chunks that were looked up stay read-locked in the LMCache server for the read TTL
+(`read_ttl_seconds`, 300 s by default). Under pressure the server finds nothing to evict, and stores fail.
+
+Up to LMCache 0.5.4, and in vLLM's copy, the scheduler also leaks the lookup of every such request. A later request with
+the same id gets its hit.
 
 ## Cause
 A lookup locks the chunks it finds until they are retrieved or released with `free_lookup_locks`. `request_finished`
@@ -13,8 +14,8 @@ in flight continues and locks the chunks it fetches.
 
 ## Fix
 Before `request_finished`, the fix releases the locks of a request that was looked up and never admitted, while the
-session still knows them. It also deletes the lookup. If the answer has not come yet, or the server is unhealthy, the
-session stays until then: the fix polls for it in the following steps.
+session still knows them. The fix also deletes the lookup. If the answer has not come yet, or the server is unhealthy,
+the session stays. The fix then polls for the answer in the following steps.
 
 ## Releases
 LMCache 0.4.5 to 0.5.6, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.33.0, its own copy
@@ -63,7 +64,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
             vars(connector).setdefault(_LOOKING, {})[name] = free
             return _session_kept(adapter, name)
         if locked:
-            note(__name__, f"request {name} was aborted with {locked} tokens locked")
+            note(__name__, f"request {name} was aborted with {locked} locked tokens: its locks are released")
             free(end=locked)
         adapter.cleanup_lookup_result(name)
         return None

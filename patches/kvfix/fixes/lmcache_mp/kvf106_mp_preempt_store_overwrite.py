@@ -1,14 +1,14 @@
-"""A request is preempted while its store is in flight, and others write to its blocks: wrong KV under its keys.
+"""Hits return wrong text after a preemption: other requests write to blocks while the server still copies them.
 
 ## Symptom
-No error. After preemptions (`Preemptions:` in vLLM's statistics; `<preempted> by preempted requests` from LMCache 0.5.2
-on), prompts that hit the cache get wrong text, until the chunks are evicted.
+No error. After preemptions, prompts that hit the cache return wrong text, until the chunks are evicted. (Preemptions
+show as `Preemptions:` in vLLM's statistics, and from LMCache 0.5.2 on as `<preempted> by preempted requests`.)
 
 ## Cause
-The server copies the blocks of a store after the step, and the engine does not wait for it. A preempted request frees
-its blocks at once, and the next step writes to them. LMCache up to 0.5.1 and vLLM's copy have no `handle_preemptions`.
-0.5.2 to 0.5.5 have it, but it ends in a `flush_inflight_stores` that is `pass` for the transfer used on CUDA
-(transfer_context/worker_transfer.py 0.5.5:648).
+The server copies the blocks of a store after the step, and the engine does not wait for the copy. A preempted request
+frees its blocks at once, and the next step writes to them. LMCache up to 0.5.1 and vLLM's copy have no
+`handle_preemptions`. 0.5.2 to 0.5.5 have it, but it ends in `flush_inflight_stores`, which does nothing for the
+transfer used on CUDA (transfer_context/worker_transfer.py 0.5.5:648).
 
 ## Fix
 The scheduler marks the metadata of a step that comes after a preemption. A worker that gets marked metadata waits for
@@ -66,7 +66,7 @@ def wait(module: ModuleType) -> Callable[..., Any]:
         if adapter is not None and adapter.is_healthy:
             for store in list(adapter.store_futures.values()):
                 if not store.query():
-                    note(__name__, "a store was waited for")
+                    note(__name__, "the worker waited for a store in flight")
                     store.wait(timeout=adapter._mq_timeout)
 
     return before(

@@ -1,12 +1,12 @@
-"""Prompts given as embeddings share KV if they have the same length: their keys are made of zeros.
+"""A prompt given as embeddings gets the KV of another prompt of the same length: LMCache's keys are made of zeros.
 
 ## Symptom
-No error. With `--enable-prompt-embeds`, a prompt of embeddings gets the answer to another one of the same length. So
-does a prompt whose token ids are zeros.
+No error. With `--enable-prompt-embeds`, a prompt of embeddings gets the answer to another prompt of embeddings of the
+same length. A prompt whose token ids are zeros gets it too.
 
 ## Cause
-vLLM fills `all_token_ids` of such a request with zeros (v1/request.py 0.32.0:148), and the connector builds its keys
-from them (lmcache_mp_connector.py 0.5.6:1288).
+vLLM fills `all_token_ids` of a request with embeddings with zeros (v1/request.py 0.32.0:148), and the connector builds
+its keys from them (lmcache_mp_connector.py 0.5.6:1288).
 
 ## Fix
 The fix returns no hit for a request with `prompt_embeds` and sends no lookup. Its tracker counts all of its tokens as

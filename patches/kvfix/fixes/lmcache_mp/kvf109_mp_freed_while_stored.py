@@ -1,17 +1,18 @@
-"""A request with two stores is reported done after the first: its blocks are freed while they are copied.
+"""Hits return wrong text after chunked prefill: vLLM frees a request's blocks while its second store copies them.
 
 ## Symptom
-No error. Prompts longer than a step (chunked prefill) that hit the cache get wrong text, until the chunks are evicted.
+No error. Prompts longer than a step (chunked prefill) that hit the cache return wrong text, until the chunks are
+evicted.
 
 ## Cause
-A worker keeps one store for each request: the next store replaces the last (vllm_multi_process_adapter.py 0.5.6:1848).
-And `finished_stores` keeps the id of a request whose first store has ended. When the request ends, the worker takes
-that for the end of all stores (0.5.6:2651), while the server still copies the last chunks. vLLM frees the blocks,
-others write to them, and their KV is stored under the keys of the request.
+A worker keeps one store for each request: the next store replaces the last one (vllm_multi_process_adapter.py
+0.5.6:1848). `finished_stores` keeps the id of a request whose first store has ended. When the request ends, the worker
+takes this id for the end of all stores (0.5.6:2651), while the server still copies the last chunks. vLLM frees the
+blocks and other requests write to them. The server stores their KV under the keys of the first request.
 
 ## Fix
-After `submit_store_request`: the store that is kept for a request is done when all stores of the request are done. An
-earlier store that has ended does not count.
+The worker gets one store for each request, which is done when all stores of the request are done. An earlier store that
+has ended does not count. The fix wraps `submit_store_request`.
 
 ## Releases
 LMCache 0.4.2 to 0.5.6.
@@ -65,7 +66,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         store = adapter.store_futures.get(request_id)
         if store is not first:
             if is_in_flight or request_id in adapter.finished_stores:
-                note(__name__, f"request {request_id} has another store")
+                note(__name__, f"request {request_id} has a second store in flight")
             adapter.finished_stores.discard(request_id)
             if is_in_flight:
                 adapter.store_futures[request_id] = both(first, store)

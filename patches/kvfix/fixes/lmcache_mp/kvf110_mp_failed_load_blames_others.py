@@ -1,9 +1,9 @@
-"""A failed load also fails requests that only share computed blocks with it.
+"""A failed load also fails other requests, which only share computed blocks with it.
 
 ## Symptom
-`Failing 2 request(s) due to KV load failure`, with ids of requests that loaded nothing or finished loading long ago:
-requests with a common prefix, such as a system prompt. With `kv_load_failure_policy=recompute` they recompute tokens
-that they had.
+vLLM logs `Failing 2 request(s) due to KV load failure`, with ids of requests that loaded nothing or finished loading
+long ago. These requests share a prefix with the failed one, such as a system prompt. With
+`kv_load_failure_policy=recompute` they recompute tokens that they had.
 
 ## Cause
 A load begins at the start of a chunk. It does not write the blocks of the chunk that vLLM has computed
@@ -40,7 +40,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
     def submit_retrieve_request(adapter: Any, answer: Any, request_id: str, op: Any, *_: Any, **__: Any) -> Any:
         skipped = _skipped(op)
         if skipped:
-            note(__name__, f"request {request_id}: {len(skipped)} computed blocks are none of its load")
+            note(__name__, f"request {request_id}: {len(skipped)} computed blocks are not reported as failed")
         if request_id in adapter.retrieve_futures:
             future, blocks = adapter.retrieve_futures[request_id]
             adapter.retrieve_futures[request_id] = (

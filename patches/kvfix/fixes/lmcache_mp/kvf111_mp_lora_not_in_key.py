@@ -1,4 +1,4 @@
-"""LoRA adapters share KV through the multi-process server: the name of the LoRA is not in the cache key.
+"""LoRA adapters share KV through the multi-process server: the name of the adapter is not in the cache key.
 
 ## Symptom
 No error. With `--enable-lora`, a prompt that another adapter (or the base model) has cached gets the KV of that
@@ -13,9 +13,9 @@ The tracker of a request with a LoRA gets a `cache_salt` that combines the reque
 adapter. Lookups, loads and stores read it from there.
 
 ## Mixed roll-out
-All engines that share a server need it, or none. An engine with the fix does not find the chunks of requests with a
-LoRA that an engine without it has stored, and an engine without it still shares KV between adapters. A server with
-quotas by `cache_salt` counts each adapter as a separate tenant. Requests without a LoRA keep their keys.
+All engines that share a server need the fix, or none. An engine with the fix does not find chunks of requests with a
+LoRA that an engine without the fix has stored. An engine without the fix still shares KV between adapters. A server
+with quotas by `cache_salt` counts each adapter as a separate tenant. Requests without a LoRA keep their keys.
 
 ## Releases
 LMCache 0.4.5 to 0.5.6, and 0.4.5 to 0.5.5 with lmcache_mp_connector_0201. vLLM 0.26.0 to 0.33.0, its own copy of the
@@ -56,7 +56,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         return answer
 
     def own_salt(tracker: Any, answer: None, request: Any, *_: Any, **__: Any) -> None:
-        """A salt that no other request has: nothing is found, and what is stored is found by none."""
+        """Return a salt that no other request has. The request finds nothing, and no request finds its stores."""
         tracker.cache_salt = f"kvfix-{request.request_id}"
         return answer
 

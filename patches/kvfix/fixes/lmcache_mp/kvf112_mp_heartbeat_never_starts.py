@@ -1,15 +1,15 @@
-"""After one lookup that timed out the scheduler never asks the server again: its heartbeat never starts.
+"""After one lookup timeout the scheduler never asks the server again: its heartbeat never starts.
 
 ## Symptom
 WARNING `LOOKUP to ... timed out after 300.0s. Marking server as unhealthy.` once, and no external hit after it until
 vLLM restarts. The line `LMCache server is healthy again` never comes.
 
 ## Cause
-The collection of heartbeats is created as an empty dict (vllm_multi_process_adapter.py 0.5.5:731). The function that
-starts them returns if it is not None (0.5.5:756), which is always.
+LMCache creates the collection of heartbeats as an empty dict (vllm_multi_process_adapter.py 0.5.5:731). The function
+that starts the heartbeats returns if the collection is not None (0.5.5:756), which is always true.
 
 ## Fix
-After `_ensure_heartbeat_started`: if there are no heartbeats, the fix starts them, like the unreachable lines of the
+After `_ensure_heartbeat_started`, the fix starts the heartbeats if there are none, like the unreachable lines of the
 hook.
 
 ## Releases

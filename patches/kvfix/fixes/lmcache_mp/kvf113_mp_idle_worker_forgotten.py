@@ -1,7 +1,7 @@
-"""The server drops a worker that has had no request for an hour, and the worker's next load fails.
+"""A worker's first load after an idle hour fails: the server drops a worker that has sent no ping.
 
 ## Symptom
-Server: `Reaped GPU instance ...: silent for 3600.0s (pinged=False)`. At the first request afterwards
+The server logs `Reaped GPU instance ...: silent for 3600.0s (pinged=False)`. At the first request after that it logs
 `No GPU context registered for instance ID ...` (up to 0.5.4, and the request hangs) or `Rejecting RETRIEVE for
 unregistered GPU instance ID ...`.
 

@@ -1,8 +1,8 @@
-"""The locks of a request with a `cache_salt` are released under another key, and held until they time out.
+"""Chunks stay locked until a timeout: LMCache releases the locks of a request with a `cache_salt` under another key.
 
 ## Symptom
-Nothing in the log of vLLM. With `cache_salt`, chunks that vLLM has itself stay read-locked in the server for the read
-TTL (`read_ttl_seconds`, 300 s): under pressure the server finds nothing to evict. The same chunks without a salt, which
+vLLM logs nothing. With `cache_salt`, chunks that vLLM itself has stay read-locked in the server for the read TTL
+(`read_ttl_seconds`, 300 s). Under pressure the server finds nothing to evict. The same chunks without a salt, which
 another request may have locked, lose a lock.
 
 ## Cause

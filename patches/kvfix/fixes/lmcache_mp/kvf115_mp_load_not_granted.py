@@ -1,13 +1,15 @@
-"""A load starts for a request that vLLM computes itself, into blocks in use; EngineCore dies when the load is done.
+"""EngineCore dies: LMCache starts a load for a request that vLLM computes itself, into blocks that are in use.
 
 ## Symptom
 EngineCore dies with a bare `AssertionError` at `assert RequestStatus.is_finished(req.status)` in
-`_update_from_kv_xfer_finished`. It takes a hit and one of: `prompt_logprobs`, with which vLLM reads no cache, or a
-MultiConnector that has chosen another connector.
+`_update_from_kv_xfer_finished`. The crash needs a hit, and one of these:
+
+- `prompt_logprobs`, with which vLLM reads no cache
+- a MultiConnector that has chosen another connector
 
 ## Cause
-`update_state_after_alloc` starts a load if the hit is larger than what vLLM has (lmcache_mp_connector.py 0.5.4:850),
-even if nothing of it was granted (`num_external_tokens` 0).
+`update_state_after_alloc` starts a load if the hit is larger than the number of tokens that vLLM has
+(lmcache_mp_connector.py 0.5.4:850). It does so even if vLLM granted nothing of the hit (`num_external_tokens` 0).
 
 ## Fix
 If nothing was granted, the tracker counts the whole hit as vLLM's own while the hook runs. The hook then starts no load
@@ -45,7 +47,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         tracker, size = connector.request_trackers[request.request_id], _mp.block_size(connector)
         in_vllm, found = (_mp.tokens(tracker, name, size) for name in ("num_vllm_hit", "num_lmcache_hit"))
         _mp.set_tokens(tracker, "num_vllm_hit", max(in_vllm, found), size)
-        note(__name__, f"request {request.request_id}: nothing of its hit was granted")
+        note(__name__, f"request {request.request_id}: vLLM granted no token of its hit, so no load starts")
         try:
             return (yield)
         finally:

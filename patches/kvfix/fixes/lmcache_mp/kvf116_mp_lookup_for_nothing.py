@@ -1,14 +1,14 @@
-"""A request that reads no cache is looked up, and the chunks that the lookup locks stay locked until they time out.
+"""Chunks stay locked until a timeout: LMCache looks up a request that reads no cache, and never releases the locks.
 
 ## Symptom
-Nothing in the log of vLLM. With requests that ask for `prompt_logprobs`, or pooling requests that skip the cache,
-chunks stay read-locked in the server for the read TTL (`read_ttl_seconds`, 300 s): under pressure the server finds
-nothing to evict.
+vLLM logs nothing. Chunks stay read-locked in the server for the read TTL (`read_ttl_seconds`, 300 s), and under
+pressure the server finds nothing to evict. The requests that cause this ask for `prompt_logprobs`, or are pooling
+requests that skip the cache.
 
 ## Cause
-vLLM asks the connector for every request and drops the answer for one with `skip_reading_prefix_cache` (scheduler.py
-0.32.0:983), even if the answer is that the lookup is still running. The request is admitted. The connector deletes its
-lookup (lmcache_mp_connector.py 0.5.6:1432) before it knows the hit, so it releases no lock.
+vLLM asks the connector for every request and drops the answer for a request with `skip_reading_prefix_cache`
+(scheduler.py 0.32.0:983). vLLM does so even if the answer is that the lookup is still running. The request is admitted.
+The connector deletes its lookup (lmcache_mp_connector.py 0.5.6:1432) before it knows the hit, so it releases no lock.
 
 ## Fix
 The fix returns no hit for a request that reads no cache, and sends no lookup. The request is stored as before.
@@ -52,7 +52,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 
 
 def new_request_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """Such a request arrives, and lookups are sent on arrival. Wrong is to send one."""
+    """A request that reads no cache arrives, and lookups are sent on arrival. Wrong is to send one."""
     return _mp.looks_up_on_arrival(hook, module, skip_reading_prefix_cache=True)
 
 

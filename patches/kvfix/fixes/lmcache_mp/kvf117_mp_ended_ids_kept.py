@@ -1,13 +1,13 @@
-"""The worker leaks the id of every request that has ended; a request that reuses an id is never freed.
+"""The worker leaks the id of every ended request, and a request that reuses an id never frees its blocks.
 
 ## Symptom
-None at first: the workers' memory grows with every request, by 100 to 150 bytes. If an id is reused (a vLLM that takes
-ids from clients), the blocks of that request are never freed: the KV cache fills up.
+Nothing shows at first: the workers' memory grows with every request, by 100 to 150 bytes. If an id is reused (a vLLM
+that takes ids from clients), the blocks of that request are never freed, and the KV cache fills up.
 
 ## Cause
-The adapter keeps the ids that it has reported as done: with asynchronous scheduling two consecutive steps may ask for
-the same id. It never removes an id (`_returned_finished`, vllm_multi_process_adapter.py 0.5.6:2034), and it reports
-none twice.
+The adapter keeps the ids that it has reported as done, because with asynchronous scheduling two consecutive steps may
+ask for the same id. The adapter never removes an id (`_returned_finished`, vllm_multi_process_adapter.py 0.5.6:2034),
+and reports no id twice.
 
 ## Fix
 The fix keeps the last 32 ids, at most twice as many, and all ids of the last step in which requests ended.

@@ -1,26 +1,29 @@
-"""With a sliding window, blocks that vLLM no longer has are stored: null blocks, or what others have written since.
+"""Hits return wrong text with a sliding window: LMCache stores null blocks, or blocks that vLLM has freed.
 
 ## Symptom
-No error. Wrong text for prompts that hit the cache, with models that have layers of full attention and of sliding
-windows (Gemma, gpt-oss), until the chunks are evicted.
+No error. Prompts that hit the cache return wrong text, until the chunks are evicted. The model has layers of full
+attention and of sliding windows (Gemma, gpt-oss).
 
 ## Cause
-vLLM keeps the blocks of a window only: in front of it the request's list has null block 0 after a prefix hit, and
-blocks are freed as the window moves on. LMCache's tracker adds to its own list and takes nothing out. What it has not
-stored yet it stores from there (`slice_block_ids_per_group`, v1/multiprocess/group_view.py 0.5.6:180). After a prefix
-hit in vLLM of what LMCache has evicted, these are null blocks; after a failed load, which sets the tracker's hit to 0
-(lmcache_mp_connector.py 0.5.6:1288), the store is late by the prefix hit, and others have the blocks. (Up to 0.5.5 it
-is after every prefix hit in vLLM of which LMCache has nothing.) The server leaves
-a chunk out only if all blocks of all its groups are null (modules/lmcache_driven_transfer.py 0.5.6:86), so the rest is
-a valid key with wrong KV. A later hit that ends there reads it.
+vLLM keeps only the blocks of a window. In front of the window the request's list has null block 0 after a prefix hit,
+and vLLM frees blocks as the window moves on. LMCache's tracker only adds to its own list, and stores later blocks from
+that list (`slice_block_ids_per_group`, v1/multiprocess/group_view.py 0.5.6:180).
+
+The list is wrong in two cases. In the first case, vLLM has a prefix hit on tokens that LMCache has evicted, and the
+blocks in the list are null blocks. (Up to 0.5.5 this happens after every prefix hit in vLLM of which LMCache has
+nothing.) In the second case, a failed load has set the tracker's hit to 0 (lmcache_mp_connector.py 0.5.6:1288). The
+store is then late by the prefix hit, and other requests have the blocks.
+
+The server leaves a chunk out only if all blocks of all its groups are null (modules/lmcache_driven_transfer.py
+0.5.6:86). So the chunk gets a valid key with wrong KV, and a later hit that ends there reads it.
 
 ## Fix
-After the hooks that add stores to the step's metadata: a store ends before the first chunk of which a window's part is
-null or no longer vLLM's, and the request stores nothing behind it, where no prefix hit would find it. With
-`--separate-object-groups` the server could have kept the part of full attention.
+The fix acts after the hooks that add stores to the step's metadata. A store ends before the first chunk in which a part
+of a window is null or no longer belongs to vLLM. The request stores nothing after this chunk, because no prefix hit
+would find it. With `--separate-object-groups` the server could have kept the part of full attention.
 
 ## Releases
-LMCache 0.4.7 to 0.5.6; before, no model with several KV groups is played.
+LMCache 0.4.7 to 0.5.6. Earlier releases were not tested with several KV groups.
 
 ## Upstream
 None known.
@@ -61,7 +64,7 @@ def fix_cached(module: ModuleType) -> Callable[..., Any]:
 
 
 def _keep_whole(connector: Any, metadata: Any, computed: dict[str, int]) -> None:
-    """Of these requests' stores keep the chunks that vLLM has all of. computed: tokens before the step."""
+    """Keep only the chunks of these requests' stores whose blocks vLLM has. computed: tokens before the step."""
     windows, chunk = _windows.of(connector), _mp.chunk_size(connector)
     for meta in list(metadata.requests):
         if meta.direction != "STORE" or meta.request_id not in computed:
@@ -84,7 +87,7 @@ def _keep_whole(connector: Any, metadata: Any, computed: dict[str, int]) -> None
 
 
 def _whole_until(op: Any, windows: dict[int, tuple[int, int]], chunk: int, computed: int) -> int:
-    """The end of the last chunk before the first one of which a window's part is not in vLLM's blocks."""
+    """Return the end of the last chunk before the first chunk whose window blocks vLLM does not have."""
     for start in range(op.start, op.end, chunk):
         for group, (window, size) in windows.items():
             # of a chunk the server keeps no more than the window (v1/kv_layer_groups.py 0.5.6:580)

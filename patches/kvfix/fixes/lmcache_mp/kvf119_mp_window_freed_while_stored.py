@@ -1,25 +1,27 @@
-"""A block leaves the sliding window, or a state is left behind, while it is stored: wrong KV under valid keys.
+"""Hits return wrong text with sliding windows or Mamba states: vLLM frees a block while the server still copies it.
 
 ## Symptom
-No error. Under load, wrong text for prompts that hit the cache, with models that have layers of full attention and of
-sliding windows (Gemma, gpt-oss) or of states (Mamba, GDN: Qwen3-Next, Nemotron-H), until the chunks are evicted.
+No error. Under load, prompts that hit the cache return wrong text, until the chunks are evicted. The model has layers
+of full attention and of sliding windows (Gemma, gpt-oss) or of states (Mamba, GDN: Qwen3-Next, Nemotron-H).
 
 ## Cause
-The server copies the blocks of a store after the step, and the engine does not wait for it. The next step's window
-begins further on: vLLM frees the blocks in front of it at once (`remove_skipped_blocks`,
-v1/core/single_type_kv_cache_manager.py 0.32.0:672), and may give them to another request in the same step; of states it
-keeps that of the last step only. It does so at the end of a request, too (scheduler.py 0.32.0:3025), while the other
-blocks wait for the end of the stores. LMCache waits for its stores only after a preemption
-(`need_flush_before_forward`, lmcache_mp_connector.py 0.5.6:1478).
+The server copies the blocks of a store after the step, and the engine does not wait for the copy. The window of the
+next step begins further on. vLLM frees the blocks in front of it at once (`remove_skipped_blocks`,
+v1/core/single_type_kv_cache_manager.py 0.32.0:672), and may give them to another request in the same step. vLLM keeps
+only the state of the last step and frees the states before it.
+
+vLLM also frees these blocks at the end of a request (scheduler.py 0.32.0:3025), while the other blocks wait for the end
+of the stores. LMCache waits for its stores only after a preemption (`need_flush_before_forward`,
+lmcache_mp_connector.py 0.5.6:1478).
 
 ## Fix
-After the last hook that adds to the step's metadata: the scheduler notes the blocks of a window that are stored, and
-which of them vLLM has freed since. In the step in which one of these is in use again, the metadata are marked as after
-a preemption: workers then wait for the stores in flight, for at most LMCache's own `mq_timeout` each, before anything
-is written. Up to 0.5.5 that takes KVF106.
+The fix acts after the last hook that adds to the step's metadata. The scheduler records the blocks of a window that are
+being stored, and which of them vLLM has freed since. When one of these blocks is in use again in a step, the fix marks
+the metadata of the step as after a preemption. Workers then wait for the stores in flight before anything is written,
+for at most LMCache's own `mq_timeout` each. Up to 0.5.5 this needs KVF106.
 
 ## Releases
-LMCache 0.4.7 to 0.5.6; before, no model with several KV groups is played.
+LMCache 0.4.7 to 0.5.6. Earlier releases were not tested with several KV groups.
 
 ## Upstream
 None known.
@@ -67,7 +69,7 @@ class Stored:
 
 
 class Stores:
-    """What vLLM has not freed of the blocks in stores that may be in flight, and what it has."""
+    """The blocks in stores that may be in flight: those that vLLM has not freed, and those that it has freed."""
 
     def __init__(self) -> None:
         self.held: list[Stored] = []
@@ -91,7 +93,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         stores.step(computed, scheduled, connector.request_trackers)
         if stores.freed and (len(stores.freed) > _MOST or _any_in_use(connector, stores.freed)):
             # what LMCache from 0.5.2 on reads, and what KVF106 does
-            note(__name__, "stores in flight are waited for: vLLM has freed their blocks")
+            note(__name__, "workers wait for stores in flight: vLLM has freed their blocks")
             metadata.need_flush_before_forward = metadata._kvfix_preempted = True
         if getattr(metadata, "need_flush_before_forward", False):
             stores.held, stores.freed = [], set()

@@ -1,17 +1,18 @@
-"""A session that gets more input has chunks stored whose KV is not computed yet: wrong KV under valid keys.
+"""Hits on a streaming session return wrong text: LMCache stores chunks whose KV is not computed yet.
 
 ## Symptom
-None. Wrong text in requests that hit what a session (streaming input) has stored, with speculative decoding or
-asynchronous scheduling.
+Nothing is logged. With speculative decoding or asynchronous scheduling, requests that hit the stored KV of a session
+(streaming input) return wrong text.
 
 ## Cause
-The tracker adds up the tokens of all steps (`num_scheduled_tokens`, lmcache_mp_metadata.py 0.5.6:273). Among them are
-rejected drafts, and what was in flight when a turn ended, which vLLM drops. While a turn is generated, the known tokens
-bound what is stored. When input comes, many more are known than are computed, and the tracker stores ahead of the
-computation.
+The tracker adds up the tokens of all steps (`num_scheduled_tokens`, lmcache_mp_metadata.py 0.5.6:273). The sum includes
+rejected drafts, and tokens that were in flight when a turn ended and that vLLM drops. While a turn is generated, the
+number of known tokens limits what is stored. When input comes, many more tokens are known than are computed, and the
+tracker stores chunks that are not computed yet.
 
 ## Fix
-When vLLM schedules a request that the tracker has counted before as a new one, the count is what vLLM has computed.
+When vLLM schedules a request as new that the tracker has counted before, the fix sets the count to the tokens that vLLM
+has computed.
 
 ## Releases
 LMCache 0.4.5 to 0.5.6, from 0.5.6 on with `lmcache.mp.save_decode_cache`; 0.4.4 to 0.5.5 with
@@ -42,7 +43,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         for new in scheduler_output.scheduled_new_reqs:
             tracker = connector.request_trackers.get(new.req_id)
             if tracker is not None and tracker.num_scheduled_tokens:
-                note(__name__, f"request {new.req_id} goes on with {new.num_computed_tokens} computed tokens")
+                note(__name__, f"request {new.req_id} continues with {new.num_computed_tokens} computed tokens")
                 tracker.num_scheduled_tokens = new.num_computed_tokens - max(_mp.hits(connector, tracker))
 
     return before(

@@ -1,29 +1,30 @@
-"""`reset_cache` answers True while chunks are in use: their old KV is still hit, or stored after the reset.
+"""Old KV is hit after a weight update: `reset_cache` answers True while chunks are still in use.
 
 ## Symptom
-None. After an update of the weights and `reset_prefix_cache(reset_running_requests=True, reset_connector=True)`, which
-answers True: hits on KV of the old weights, wrong text.
+Nothing is logged. After an update of the weights, `reset_prefix_cache(reset_running_requests=True,
+reset_connector=True)` answers True. Later requests hit KV of the old weights and return wrong text.
 
 ## Cause
-`reset_cache` (0.5.6 lmcache_mp_connector.py:1201) asks the servers to clear what has no lock, and answers True when
-they have answered. A store in flight has a lock: when it is done, KV of the old weights is under valid keys. So has a
-chunk that a waiting request has found: it is loaded after the reset.
+`reset_cache` (0.5.6 lmcache_mp_connector.py:1201) asks the servers to clear the chunks that have no lock, and answers
+True when the servers have answered. A chunk of a store in flight has a lock. When the store is done, KV of the old
+weights is under a valid key. A chunk that a waiting request has found has a lock too. The request loads this chunk
+after the reset.
 
 ## Fix
-The answer is False if vLLM still has requests, running, waiting, or ended with a store in flight. The servers are
-cleared all the same: ask again when the requests have ended.
+The fix answers False if vLLM still has requests: running, waiting, or ended with a store in flight. The servers are
+cleared as well. Ask again when the requests have ended.
 
-What a server has in L2 (`--l2-adapter`) is never cleared (v1/distributed/storage_manager.py:1244-1255), and the answer
-is True: the connector cannot know it. Empty it yourself.
+LMCache never clears the L2 of a server (`--l2-adapter`, v1/distributed/storage_manager.py:1244-1255). The answer is
+still True, because the connector cannot know about the L2. Empty the L2 yourself.
 
 ## Releases
-LMCache 0.5.6; earlier ones and vLLM's copy have no `reset_cache`: KVF029.
+LMCache 0.5.6. Earlier releases and vLLM's copy have no `reset_cache`: KVF029.
 
 ## Upstream
 None known.
 
 ## Remove when
-The server drops what is in use when it is cleared, as soon as it is no more.
+The server drops chunks that were in use during a reset, as soon as they are free.
 """
 
 from __future__ import annotations

@@ -1,26 +1,28 @@
-"""A worker whose heartbeat is late gives up transfers that the server does later, in blocks of other requests.
+"""Wrong text after a late heartbeat: the worker drops transfers, and the server does them in other requests' blocks.
 
 ## Symptom
 WARNING `LMCache server is unhealthy — entering degraded mode`, and some time later `LMCache server is healthy again`.
-Then wrong text with HTTP 200: of running requests, and of prompts that hit the cache, until the chunks are evicted.
+Then running requests, and prompts that hit the cache, return wrong text with HTTP 200, until the chunks are evicted.
 
 ## Cause
 A ping that has no answer within 10 seconds (`lmcache.mp.heartbeat_interval`) makes the worker unhealthy
 (vllm_multi_process_adapter.py 0.5.6:583). `get_finished` then drops the futures of all transfers, and reports the loads
-as failed and the stores as done (0.5.6:2074, 2208). vLLM frees the blocks. But nothing recalls a request: a server that
-was only slow, or stopped for a while, does it afterwards. The load overwrites the KV of the requests that have the
-blocks by then; the store puts their KV under the keys of another. After a preemption an unhealthy worker does not wait
-for stores either (0.5.6:2403).
+as failed and the stores as done (0.5.6:2074, 2208). vLLM frees the blocks.
+
+But LMCache does not recall the transfers. A server that was only slow, or stopped for a while, does them afterwards. A
+late load overwrites the KV of the requests that have the blocks by then. A late store saves the KV of those requests
+under keys of the first request. After a preemption an unhealthy worker does not wait for stores either (0.5.6:2403).
 
 ## Fix
-While the worker is unhealthy and connected, `get_finished` reports what the server has answered, and nothing else.
-After a preemption the worker then waits for the stores in flight, for at most LMCache's own `mq_timeout` each. When the
-connection is lost (the server's process has ended), the client answers the transfers in flight with a failure, and
-until it is connected again LMCache goes on as released. A server that hangs for ever keeps the blocks of its transfers
-until it is ended. With gRPC all is as released.
+While the worker is unhealthy and connected, `get_finished` reports only what the server has answered. After a
+preemption the worker then waits for the stores in flight, for at most LMCache's own `mq_timeout` each.
+
+When the connection is lost (the server's process has ended), the client answers the transfers in flight with a failure.
+Until it is connected again, LMCache works as released. A server that hangs for ever keeps the blocks of its transfers
+until its process ends. With gRPC the fix changes nothing.
 
 ## Releases
-LMCache 0.5.6. Up to 0.5.5 it cannot be fixed from outside: KVF904.
+LMCache 0.5.6. Up to 0.5.5 the bug cannot be fixed from outside: KVF904.
 
 ## Upstream
 None known.
@@ -51,7 +53,7 @@ _SET = SimpleNamespace(is_set=lambda: True)
 
 def hold(module: ModuleType) -> Callable[..., Any]:
     def as_if_healthy(adapter: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
-        note(__name__, "transfers of a silent server are waited for")
+        note(__name__, "the worker waits for transfers of a server that does not answer")
         with replaced(adapter, _health_event=_SET):
             answer = yield
         return answer
@@ -60,7 +62,7 @@ def hold(module: ModuleType) -> Callable[..., Any]:
 
 
 def _healthy(adapter: Any, *_: Any, **__: Any) -> Any:
-    """Its transfers are waited for, until the next missed heartbeat."""
+    """Keep waiting for its transfers, until the next missed heartbeat."""
     adapter._health_event.set()
     return GO_ON
 
@@ -94,13 +96,13 @@ def fail_transfers(module: ModuleType) -> Callable[..., Any]:
         client._kvfix_connected = False
         for request, (future, spec) in list(client.pending_futures.items()):
             if spec.operation in _TRANSFERS:
-                note(__name__, "a transfer of a lost server has failed")
+                note(__name__, "a transfer of a server that has ended is reported as failed")
                 del client.pending_futures[request]
                 future.set_result(_FAILED)
         return answer
 
     def lost(client: Any, answer: Any, *_: Any, **__: Any) -> Any:
-        """The worker gives its transfers up: a server that is gone writes nothing."""
+        """Drop the worker's transfers. A server that has ended writes nothing."""
         client._kvfix_connected = False
         return answer
 
@@ -161,7 +163,7 @@ def preemption_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 
 
 def unnoted(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """An answer without content comes. Right, for this fix, is to note that the client is connected."""
+    """An answer without content comes. Right, for this fix, is to record that the client is connected."""
     client = SimpleNamespace(socket=SimpleNamespace(recv_multipart=list))
     hook(client)
     return not getattr(client, "_kvfix_connected", False)

@@ -1,26 +1,26 @@
-"""With several MTP modules, a block in front of a sliding window is not loaded, and vLLM caches what is in it.
+"""Wrong text with a sliding window and several MTP modules: vLLM caches a block that LMCache did not load.
 
 ## Symptom
-No error. Wrong text for prompts that hit vLLM's own prefix cache, with a model of full attention and sliding windows
-and speculative decoding by more than two modules (`num_speculative_tokens` above 2 with MTP).
+No error. Prompts that hit vLLM's own prefix cache return wrong text. The model has layers of full attention and of
+sliding windows, and speculative decoding with more than two modules (`num_speculative_tokens` above 2 with MTP).
 
 ## Cause
-Such a drafter may compute the last tokens once more, so vLLM keeps `extra_retained_tokens` in front of a window
-(v1/core/single_type_kv_cache_manager.py 0.32.0:1154). After a hit it has a block for them, counts it as loaded, and
-caches it under its hash. LMCache registers the window alone (kv_cache_groups.py 0.5.6:129): it stores and loads no more
-than that, and the block keeps what another request wrote.
+With several modules, a drafter may compute the last tokens once more, so vLLM keeps `extra_retained_tokens` in front of
+a window (v1/core/single_type_kv_cache_manager.py 0.32.0:1154). After a hit vLLM has a block for these tokens, counts it
+as loaded, and caches it under its hash. LMCache registers only the window (kv_cache_groups.py 0.5.6:129), so it stores
+and loads only the window. The block keeps the KV of another request.
 
 ## Fix
-The window that is registered with the server has these tokens too, in whole blocks.
+The fix registers the window with the server together with these tokens, in whole blocks.
 
 ## Mixed roll-out
-All engines that share a server need it, or none: they register the sliding window with the server, and where a window
-is shorter than a chunk the stored chunks have other sizes or keys. Stop the engines, empty the server's L2, and start
-all of them with the fix.
+All engines that share a server need the fix, or none. The engines register the sliding window with the server. If a
+window is shorter than a chunk, the stored chunks have other sizes or keys. Stop the engines, empty the server's L2, and
+start all of them with the fix.
 
 ## Releases
-LMCache 0.4.7 to 0.5.6; before, no model with several KV groups is played. vLLM keeps such tokens since 0.32 at the
-latest.
+LMCache 0.4.7 to 0.5.6. Earlier releases were not tested with several KV groups. vLLM keeps such tokens since 0.32 at
+the latest.
 
 ## Upstream
 None known.
@@ -63,7 +63,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def _specs(group: Any) -> dict[str, Any]:
-    """{layer: its spec}; {"": the spec of all}."""
+    """Return {layer: its spec}, or {"": the spec of all layers}."""
     spec = getattr(group, "kv_cache_spec", None)
     return getattr(spec, "kv_cache_specs", None) or {"": spec}
 

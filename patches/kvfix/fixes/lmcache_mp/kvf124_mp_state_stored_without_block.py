@@ -1,21 +1,23 @@
-"""Of a model with Mamba or GDN layers, a null block or another request's is stored as the state at the end of a chunk.
+"""Hits return wrong text with Mamba or GDN layers: LMCache stores a null block or another request's block as a state.
 
 ## Symptom
-No error. Wrong text for prompts that hit the cache, with models that have layers of attention and of states
-(Qwen3-Next, Nemotron-H, Granite 4), until the chunks are evicted.
+No error. Prompts that hit the cache return wrong text, until the chunks are evicted. The model has layers of attention
+and of states (Qwen3-Next, Nemotron-H, Granite 4).
 
 ## Cause
 With `mamba_cache_mode="align"` vLLM keeps a state only at the end of each step. For every other block the request's
-list has null block 0 (`MambaManager.allocate_new_blocks`, v1/core/single_type_kv_cache_manager.py 0.32.0:1780), and the
-state before the last one is freed (:1624). LMCache's tracker keeps the list as it was handed out. Of a chunk the server
-stores the state in its last block, and leaves it out only if all blocks of the chunk are null
-(modules/lmcache_driven_transfer.py 0.5.6:86). In a chunk of several blocks an earlier one may be a state: then the last
-one is stored, null as it is. A store that comes late, after a failed load, takes a block that others have by then.
+list has null block 0 (`MambaManager.allocate_new_blocks`, v1/core/single_type_kv_cache_manager.py 0.32.0:1780). vLLM
+frees the state before the last one (:1624). LMCache's tracker keeps the list as vLLM first gave it.
+
+From each chunk the server stores the state in the last block. The server leaves the state out only if all blocks of the
+chunk are null (modules/lmcache_driven_transfer.py 0.5.6:86). In a chunk of several blocks an earlier block may hold a
+state. The server then stores the last block, although it is null. A store that comes late, after a failed load, stores
+a block that other requests have by then.
 
 ## Fix
-After the hooks that add stores to the step's metadata: where a chunk does not end where the step begins or ends, all
-its blocks in the group of states are null. The server then leaves the state out, and no hit ends there. That is so with
-`lmcache server --separate-object-groups`; without it, see KVF125.
+The fix acts after the hooks that add stores to the step's metadata. If a chunk does not end where the step begins or
+ends, the fix makes all its blocks in the group of states null. The server then leaves the state out, and no hit ends
+there. This works with `lmcache server --separate-object-groups`. Without this option, see KVF125.
 
 ## Releases
 LMCache 0.5.4 to 0.5.6; by their code 0.4.7 to 0.5.3, whose server stores null blocks of every model (KVF125).
@@ -24,7 +26,7 @@ LMCache 0.5.4 to 0.5.6; by their code 0.4.7 to 0.5.3, whose server stores null b
 None known.
 
 ## Remove when
-The server leaves out a state whose own block is null, and the tracker takes out what vLLM has freed.
+The server leaves out a state whose own block is null, and the tracker removes blocks that vLLM has freed.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def _leave_out(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> Any:
-    """Of the step's stores, states that vLLM does not have are null."""
+    """Make the states null that vLLM does not have, in the stores of the step."""
     states, chunk = _windows.states(connector), _mp.chunk_size(connector)
     if not states:
         return answer
@@ -68,14 +70,14 @@ def _leave_out(connector: Any, answer: Any, scheduler_output: Any, metadata: Any
 
 
 def new_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """A step of 512 tokens of a new request, whose blocks are null but for the first and the last one. Wrong is to
+    """A step of 512 tokens of a new request. All its blocks but the first and the last are null. Wrong is to
     store the first chunk with the first block."""
     connector = _windows.scheduler_side(module, 0, list(range(1, 65)), [65, *[0] * 30, 96], computed=0)
     return _stored(hook, module, connector, 0)
 
 
 def cached_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """The same of a request that goes on at 256 tokens, and of which nothing is stored."""
+    """The same for a request that continues at 256 tokens and has no store."""
     connector = _windows.scheduler_side(module, 0, list(range(1, 65)), [65, *[0] * 30, 96], computed=256)
     return _stored(hook, module, connector, 256, blocks=[])
 

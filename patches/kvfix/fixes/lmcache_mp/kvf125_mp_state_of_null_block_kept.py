@@ -1,30 +1,32 @@
-"""The server stores a chunk of which a part lies in null blocks: whatever the null block holds is read by a later hit.
+"""Hits return wrong text with Mamba or GDN layers: the server stores a chunk whose state lies in a null block.
 
 ## Symptom
-No error. Wrong text for prompts that hit the cache, with models that have layers of attention and of states (Mamba,
-GDN: Qwen3-Next, Nemotron-H, Granite 4), until the chunks are evicted. With `lmcache server` as it is started by default
-it takes one step of more than a block.
+No error. Prompts that hit the cache return wrong text, until the chunks are evicted. The model has layers of attention
+and of states (Mamba, GDN: Qwen3-Next, Nemotron-H, Granite 4). With the default options of `lmcache server`, one step of
+more than a block is enough.
 
 ## Cause
-Of layers with states vLLM keeps the state at the end of a step, and has null block 0 for every other block (mode
-"align"). The server leaves a chunk out only if all blocks of all KV groups in its object are null
-(`all_null_chunk_masks`, modules/lmcache_driven_transfer.py 0.5.6:85). By default all KV groups are in one object, and
-those of attention are never null: the chunk is stored with the null block as its state, under a valid key.
+vLLM keeps the state at the end of a step, and has null block 0 for every other block (mode "align"). The server leaves
+a chunk out only if all blocks of all KV groups in its object are null (`all_null_chunk_masks`,
+modules/lmcache_driven_transfer.py 0.5.6:85). By default all KV groups are in one object, and the blocks of attention
+are never null. So the server stores the chunk with the null block as its state, under a valid key.
 
 ## Fix
-In the server: a chunk is left out too if in any KV group of the object the chunk's last block is null. Of a state
-nothing else is stored, and of a sliding window the part that a hit reads ends there. Start the server with it: `kvfix
-run -- lmcache server ...`. With `--separate-object-groups` too much more is hit: in one object a prompt is hit up to
-its first chunk without a state.
+The fix acts in the server. The server also leaves a chunk out if the chunk's last block is null in any KV group of the
+object. For a state, the server stores only this last block. For a sliding window, the part that a hit reads ends in
+this block.
+
+Start the server with the fix: `kvfix run -- lmcache server ...`. With `--separate-object-groups` there are longer hits:
+with one object a prompt is hit only up to its first chunk without a state.
 
 ## Releases
-LMCache 0.5.4 to 0.5.6. Before, the server looks at no block, and steps of two blocks are refused with such models.
+LMCache 0.5.4 to 0.5.6. Earlier servers do not check the blocks, and refuse steps of two blocks with such models.
 
 ## Upstream
 None known.
 
 ## Remove when
-The server stores no chunk with a null block in what a hit reads.
+The server stores no chunk with a null block in a part that a hit reads.
 """
 
 from __future__ import annotations

@@ -1,23 +1,25 @@
-"""EngineCore dies 300 seconds after a restart of the LMCache server, which does not know the worker any more.
+"""EngineCore dies 300 seconds after a restart of the LMCache server: the new server does not know the worker.
 
 ## Symptom
-Server: `non-GPU context not registered (or reaped) for instance ID ...` after a restart. Engine: no line for 300
-seconds, then `TimeoutError: RPC call to execute_model timed out.` and EngineDeadError. With LMCache-driven transfer the
-engine lives: `Rejecting STORE for unregistered GPU instance ID ...`, and no hit until the engine restarts.
+- Server, after a restart: `non-GPU context not registered (or reaped) for instance ID ...`.
+- Engine: no line for 300 seconds, then `TimeoutError: RPC call to execute_model timed out.` and EngineDeadError.
+- With LMCache-driven transfer the engine lives: `Rejecting STORE for unregistered GPU instance ID ...`, and no hit
+  until the engine restarts.
 
 ## Cause
 A worker registers again only after a ping without an answer (vllm_multi_process_adapter.py 0.5.6:583-590). Pings are 10
 seconds apart (`lmcache.mp.heartbeat_interval`), and the new server answers pings of a worker that it does not know. So
-a restart between two pings goes unnoticed. The new server raises at the worker's next store, and sends no answer
-(multiprocess/transport/zmq_impl/mq.py 0.5.6:725). With engine-driven transfer the worker waits for that answer in the
-step, for 300 seconds (`lmcache.mp.mq_timeout`); vLLM gives up the step after 300 seconds too. A request that was in
-flight when the server ended has no answer either.
+nobody notices a restart between two pings.
+
+The new server raises at the worker's next store, and sends no answer (multiprocess/transport/zmq_impl/mq.py 0.5.6:725).
+With engine-driven transfer the worker waits for that answer in the step, for 300 seconds (`lmcache.mp.mq_timeout`).
+vLLM ends the step after 300 seconds too. A request that was in flight when the server ended gets no answer either.
 
 ## Fix
-LMCache's client notices a lost connection. The fix then answers what is in flight: a lookup has no hit, a load or store
-has failed. Until the worker has registered again, the fix answers its loads and stores in the same way, and does not
-send them. The next heartbeat counts the worker as unhealthy, so LMCache registers the worker again. The engine goes on,
-without stores and loads until that heartbeat. With gRPC all is as released.
+LMCache's client notices a lost connection. The fix then answers the calls in flight: a lookup has no hit, a load or
+store has failed. Until the worker has registered again, the fix answers its loads and stores in the same way, and does
+not send them. The next heartbeat counts the worker as unhealthy, so LMCache registers the worker again. The engine
+continues, without stores and loads until that heartbeat. With gRPC the fix changes nothing.
 
 ## Releases
 LMCache 0.5.6. Earlier releases have no fix: up to 0.5.5 the client does not notice a lost connection
@@ -94,7 +96,7 @@ def _is_unregistered(client: Any) -> bool:
 
 
 def _is_answered(client: Any, request: Any) -> bool:
-    """Whether the fix has answered this request, which is next to be sent, for the server."""
+    """True if the fix, and not the server, has answered the request that is next to be sent."""
     spec = getattr(request, "rpc_spec", None)  # a control frame of a stream has none
     if spec is not None and spec.operation in _REGISTRATIONS:
         client._kvfix_unregistered = False

@@ -1,19 +1,22 @@
-"""Keys use Python's own hash, which differs between processes: no process finds the chunks of another.
+"""No process finds the chunks of another process: the keys use Python's hash, which differs between processes.
 
 ## Symptom
-No hit across processes or machines, or after a restart, although everything is stored. With tensor parallelism `Lookup
-results (number of hit tokens) differ across (TP and PP) ranks`. The log may have `Using builtin hash without
-PYTHONHASHSEED set`, `Centralized cache sharing detected but PYTHONHASHSEED not set` or `P/D Disaggregation detected but
-PYTHONHASHSEED not set`.
+No hit across processes or machines, or after a restart, although everything is stored. With tensor parallelism LMCache
+logs `Lookup results (number of hit tokens) differ across (TP and PP) ranks`. The log may also have one of these lines:
+
+- `Using builtin hash without PYTHONHASHSEED set`
+- `Centralized cache sharing detected but PYTHONHASHSEED not set`
+- `P/D Disaggregation detected but PYTHONHASHSEED not set`
 
 ## Cause
 `pre_caching_hash_algorithm` is `builtin` unless it is set (0.5.6 config.py:133), and Python salts the hash of strings
-and bytes in each process. Up to 0.3.15 None is hashed too, which on Python 3.11 and earlier is an address: a fixed seed
-is not enough there. The seed is fixed when the interpreter starts, before kvfix runs.
+and bytes in each process. Up to 0.3.15 LMCache also hashes None. On Python 3.11 and earlier the hash of None is an
+address, so a fixed seed is not enough there. The interpreter fixes the seed when it starts, before kvfix runs.
 
 ## Workaround
-Set PYTHONHASHSEED=0 in the environment of every vLLM and LMCache process, or `pre_caching_hash_algorithm: sha256_cbor`
-in LMCache's configuration, the same everywhere. A process that shares its cache with no other needs neither.
+Set PYTHONHASHSEED=0 in the environment of every vLLM and LMCache process. Or set `pre_caching_hash_algorithm:
+sha256_cbor` in LMCache's configuration, the same everywhere. A process that shares its cache with no other process
+needs neither.
 
 ## Releases
 LMCache 0.3.9 to 0.5.6.

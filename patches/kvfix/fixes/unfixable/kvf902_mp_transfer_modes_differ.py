@@ -1,14 +1,14 @@
-"""Worker and server of the multi-process cache were started for different transfer modes, and neither reports it.
+"""The worker blocks for 300 seconds and dies: worker and server use different transfer modes, and neither reports it.
 
 ## Symptom
-The worker does not start: it blocks for 300 seconds (`mq_timeout`) and dies. The server has logged `No handler
-registered for operation ...` (0.5.6, with `Available handlers: [...]`), or `No handler registered for request type
-...`, and has sent no answer.
+The worker does not start: it blocks for 300 seconds (`mq_timeout`) and dies. The server sends no answer. The server
+logs `No handler registered for operation ...` (0.5.6, with `Available handlers: [...]`), or `No handler registered for
+request type ...`.
 
 ## Cause
 The server loads the handlers of one mode (`--supported-transfer-mode`). The worker chooses its mode by its device, or
 by `lmcache.mp.mp_transfer_mode` or LMCACHE_MP_TRANSFER_MODE. A request without a handler gets no reply. Each side runs
-in its own process, perhaps on another machine: kvfix can neither read nor change the options of the other side.
+in its own process, perhaps on another machine. So kvfix can neither read nor change the options of the other side.
 
 ## Workaround
 Start `lmcache server` with `--supported-transfer-mode auto`, or set LMCACHE_MP_TRANSFER_MODE of the worker to the mode

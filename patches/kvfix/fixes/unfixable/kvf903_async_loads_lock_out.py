@@ -1,24 +1,26 @@
-"""Requests that load between steps hold the blocks that the others need for their last tokens, and none starts.
+"""All requests wait for ever: requests that load between steps hold the blocks that each needs for its last tokens.
 
 ## Symptom
-`Running: 0 reqs, Waiting: N reqs`, no throughput, no error, the KV cache nearly full. Under pressure, with a connector
-that loads between steps.
+`Running: 0 reqs, Waiting: N reqs`, no throughput, no error, and the KV cache is nearly full. This happens under
+pressure, with a connector that loads between steps.
 
 ## Cause
 A load holds its blocks, cannot be preempted, and needs one more block to start. If vLLM admits loads until the last
 block is taken, no request gets that block. vLLM reserves blocks for it since 0.26 at the latest (`reserved_blocks`),
 and for the tokens of speculative decoding since 0.32 at the latest (`_spec_decode_step_blocks`). Up to 0.26 a waiting
-request that holds no blocks may also stand before those that hold them, and no other is asked. The check is in the
-middle of `schedule`, 500 lines that differ in every release.
+request that holds no blocks may stand first in the queue, and vLLM then does not try the requests that hold blocks. The
+check is in the middle of `schedule`, 500 lines that differ in every release, so kvfix cannot wrap it.
 
 ## Workaround
-vLLM 0.32 with `scheduler_reserve_full_isl` as it comes (true). 0.32.0 still locks out without it and with the priority
-policy (KVF208), with sliding windows (KVF210), and with a session (KVF219). KVF210 is a default fix. Name the other
-two: `kvfix run --plus KVF208 --plus KVF219 -- CMD`. Else fewer requests at once (`--max-num-seqs`), more blocks, or no
-asynchronous loading.
+Use vLLM 0.32 with `scheduler_reserve_full_isl` at its default (true). If you cannot upgrade, allow fewer requests at
+once (`--max-num-seqs`), use more blocks, or switch asynchronous loading off.
+
+0.32.0 can still stop in three cases: without that option and with the priority policy (KVF208), with sliding windows
+(KVF210), and with a session (KVF219). KVF210 is a default fix. Name the other two: `kvfix run --plus KVF208 --plus
+KVF219 -- CMD`.
 
 ## Releases
-vLLM 0.11.2 to 0.26.0. Read in the source and reported, not shown in the lab.
+vLLM 0.11.2 to 0.26.0. This was read in the source and reported by users. The lab does not show it.
 
 ## Upstream
 https://github.com/vllm-project/vllm/issues/45388, https://github.com/vllm-project/vllm/pull/44560,

@@ -1,29 +1,32 @@
-"""A session of a model with Mamba or GDN layers goes on from a state that has a token which was dropped: wrong text.
+"""A streaming session returns wrong text with Mamba or GDN layers: its state includes a token that vLLM dropped.
 
 ## Symptom
-None. Wrong text in a session (streaming input) after its first turn, with a model that has layers of states, and
-asynchronous scheduling or speculative decoding. The LMCache server stores the wrong states under valid keys.
+Nothing is logged. A session (streaming input) returns wrong text after its first turn. The model has layers of states,
+and the engine uses asynchronous scheduling or speculative decoding. The LMCache server stores the wrong states under
+valid keys.
 
 ## Cause
-vLLM schedules the next token before it knows that the turn has ended: with pipeline parallelism beyond `max_tokens`,
-else where a stop token or a stop string ends the turn. When input comes it drops the turn's last token and computes on
-from there (`_update_request_as_session`, scheduler.py 0.32.0:1651). The KV of attention is overwritten. A state cannot
-go back: it has the dropped token. The same comes of drafts: those accepted beyond the end of a turn are dropped
-(`_update_request_with_output`, :2506), and the state has them.
+vLLM schedules the next token before it knows that the turn has ended. With pipeline parallelism this happens beyond
+`max_tokens`, otherwise where a stop token or a stop string ends the turn. When input comes, vLLM drops the turn's last
+token and continues to compute from there (`_update_request_as_session`, scheduler.py 0.32.0:1651). The KV of attention
+is overwritten. A state cannot go back, so it still includes the dropped token.
+
+Drafts have the same effect. vLLM drops drafts that were accepted beyond the end of a turn
+(`_update_request_with_output`, :2506), and the state includes them.
 
 ## Workaround
-`--no-async-scheduling` and no speculative decoding, for a model with Mamba or GDN layers whose clients send streaming
-input.
+If clients send streaming input to a model with Mamba or GDN layers, use `--no-async-scheduling` and no speculative
+decoding.
 
 ## Releases
-vLLM 0.32.0 and 0.33.0, the first ones played with states. With pipeline parallelism and with drafts shown in the lab; a
-stop token was read in the source.
+vLLM 0.32.0 and 0.33.0. Earlier releases were not tested with states. The lab shows it with pipeline parallelism and
+with drafts. The case of a stop token was read in the source.
 
 ## Upstream
 None known.
 
 ## Remove when
-vLLM computes a session's state anew from the last one that it has kept.
+vLLM computes a session's state again from the last one that it has kept.
 """
 
 from __future__ import annotations

@@ -1,25 +1,28 @@
-"""A request aborted during its load is freed at the first of two reports, and vLLM dies of the second.
+"""EngineCore dies when a client disconnects during its load: vLLM frees the request at the first of two reports.
 
 ## Symptom
 EngineCore dies with a bare `AssertionError` at `assert req_id in self.requests` in `_update_from_kv_xfer_finished`. Any
 client can cause it: it disconnects while its prompt is loading. With `kv_load_failure_policy=fail`, the default, a
-failed load causes it: `Failing 1 request(s) due to KV load failure`, and EngineCore dies in the next step.
+failed load causes it too: `Failing 1 request(s) due to KV load failure`, and EngineCore dies in the next step.
 
 ## Cause
 A connector that keeps the blocks of a finished request makes two reports about a request that was aborted during its
-load: the load is done, and nothing remains to store. At the first report the scheduler frees the blocks and deletes the
-request (scheduler.py 0.32.0:3231, 3235). At the second it asserts that the request exists. If the store is reported
-first, the load still writes into blocks that other requests have by then: their text is wrong, without an error.
+load. One report says that the load is done, the other that nothing remains to store. At the first report the scheduler
+frees the blocks and deletes the request (scheduler.py 0.32.0:3231, 3235). At the second report it asserts that the
+request exists.
+
+If the report about the store comes first, the load still writes into blocks that other requests have by then. Those
+requests return wrong text, without an error.
 
 ## Fix
-The scheduler records which requests were aborted during their load. For those, only the report of the load frees the
-blocks: they have computed nothing that could still be stored. The fix also filters reports of requests that the
-scheduler does not have, or that are neither finished nor waiting for a load. It does not change the connector's output
-object.
+The scheduler records which requests were aborted during their load. For these requests, only the report of the load
+frees the blocks: they have computed nothing that could still be stored. The fix also filters reports of requests that
+the scheduler does not have, or that are neither finished nor waiting for a load. The fix does not change the
+connector's output object.
 
 ## Releases
-vLLM 0.11.2 to 0.33.0 by their code, with every connector that stores asynchronously. Played: 0.26.0, 0.32.0 and
-0.33.0.
+vLLM 0.11.2 to 0.33.0, with every connector that stores asynchronously. Tested: 0.26.0, 0.32.0 and 0.33.0. For the other
+releases the code was read.
 
 ## Upstream
 https://github.com/vllm-project/vllm/issues/43226, https://github.com/vllm-project/vllm/pull/56089 (open).
@@ -83,7 +86,7 @@ def _with_reports(scheduler: Any, output: Any, waiting: Any) -> Generator[Any, A
 
 
 def _is_due(scheduler: Any, request_id: str, waiting: Any) -> bool:
-    """Whether the scheduler must handle this report now. waiting: for reports of loads, WAITING_FOR_REMOTE_KVS."""
+    """True if the scheduler must handle this report now. waiting: for reports of loads, WAITING_FOR_REMOTE_KVS."""
     request = scheduler.requests.get(request_id)
     if request is None:
         return False

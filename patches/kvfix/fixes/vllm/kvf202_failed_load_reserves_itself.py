@@ -1,15 +1,15 @@
-"""After a failed load vLLM reserves blocks for the request against its own next load, and it never starts.
+"""A request waits for ever after a failed load: vLLM reserves the request's own blocks against its next load.
 
 ## Symptom
-With `kv_load_failure_policy=recompute` and a connector that loads between steps: after `Recovered from KV load failure:
-1 request(s) rescheduled` the request waits for ever with all blocks free. `Running: 0 reqs, Waiting: 1 reqs`. Requests
-behind it wait too.
+With `kv_load_failure_policy=recompute` and a connector that loads between steps, the log has `Recovered from KV load
+failure: 1 request(s) rescheduled`. Then the request waits for ever, although all blocks are free: `Running: 0 reqs,
+Waiting: 1 reqs`. Requests behind it wait too.
 
 ## Cause
 vLLM admits a load only if more blocks are free than all prefills in flight still need (scheduler.py 0.32.0:1249), so
-that loads cannot deadlock each other. A request whose load failed completely frees its blocks (0.32.0:3146) but stays
-in the list of prefills in flight: its own blocks are reserved when it asks for its next load. A request that needs more
-than half of the blocks never starts.
+that loads cannot deadlock each other. A request whose load failed completely frees its blocks (0.32.0:3146), but stays
+in the list of prefills in flight. When it asks for its next load, vLLM reserves the request's own blocks against that
+load. A request that needs more than half of the blocks never starts.
 
 ## Fix
 After `_update_waiting_for_remote_kv`: a request without computed tokens is removed from the prefills in flight. vLLM

@@ -1,4 +1,4 @@
-"""Blocks whose load failed stay in vLLM's prefix cache, and the next request reads them: wrong text, no error.
+"""Later requests return wrong text: blocks whose load failed stay in vLLM's prefix cache.
 
 ## Symptom
 `Recovered from KV load failure: ... request(s) rescheduled (... tokens affected).` Later, wrong text in requests that
@@ -6,9 +6,10 @@ begin with the same prompt.
 
 ## Cause
 With kv_load_failure_policy "recompute" vLLM keeps the blocks in the prefix cache, because the request recomputes them
-at once (scheduler.py 0.32.0:3412). If it is aborted or preempted before that, nothing recomputes them. With either
-policy, KV that another request computed in the same step on top of shared blocks stays cached. And vLLM does not check
-a request that is aborted during its step, or preempted while the next step is in flight.
+at once (scheduler.py 0.32.0:3412). If the request is aborted or preempted before that, nothing recomputes them.
+
+With either policy, KV that another request computed in the same step on top of shared blocks stays cached. vLLM also
+does not check a request that is aborted during its step, or preempted while the next step is in flight.
 
 ## Fix
 With either policy, the fix evicts from the prefix cache the failed blocks and all later blocks of every request that
@@ -62,7 +63,7 @@ def _is_free(block: Any) -> bool:
 
 
 def _is_a_request_gone(running: Any, scheduled: Any = (), *_: Any) -> bool:
-    """Whether a request of the failed step no longer runs. Up to 0.15 the hook does not get the step's requests."""
+    """True if a request of the failed step no longer runs. Up to 0.15 the hook does not get these requests."""
     return isinstance(scheduled, dict) and not scheduled.keys() <= {request.request_id for request in running}
 
 

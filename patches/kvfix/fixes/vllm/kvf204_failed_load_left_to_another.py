@@ -1,14 +1,14 @@
-"""A request that shares blocks whose load failed counts them as computed: another request must recompute them.
+"""A request returns wrong text: it shares blocks whose load failed, and vLLM counts them as computed.
 
 ## Symptom
-None except `Recovered from KV load failure: ... request(s) rescheduled (... tokens affected).` Wrong text in a request
-that began in the same step, with the same prompt, as one whose load failed.
+Only `Recovered from KV load failure: ... request(s) rescheduled (... tokens affected).` is logged. A request returns
+wrong text if it began in the same step, and with the same prompt, as a request whose load failed.
 
 ## Cause
-A load within the step is in vLLM's prefix cache before it is done: other requests that are admitted in this step share
-its blocks. If it fails, vLLM rolls back only the first of them to the failed block. The others count all tokens as
-computed (scheduler.py 0.32.0:3295). If the first is then aborted or preempted, or takes more than one step, they read
-blocks that were never written.
+A load within the step is in vLLM's prefix cache before it is done, so other requests that are admitted in this step
+share its blocks. If the load fails, vLLM rolls back only the first of these requests to the failed block. The other
+requests count all tokens as computed (scheduler.py 0.32.0:3295). If the first request is then aborted or preempted, or
+takes more than one step, the other requests read blocks that were never written.
 
 ## Fix
 The fix rolls back each request to its own first failed block. Two requests that compute a shared block write the same
@@ -18,8 +18,8 @@ KV into it.
 vLLM 0.11.2 to 0.33.0, with kv_load_failure_policy "recompute".
 
 ## Upstream
-https://github.com/vllm-project/vllm/pull/37827 (closed) for asynchronous loads;
-https://github.com/vllm-project/vllm/pull/26813 decided that the others stay.
+https://github.com/vllm-project/vllm/pull/37827 (closed) for asynchronous loads. In
+https://github.com/vllm-project/vllm/pull/26813 vLLM decided not to roll back the other requests.
 
 ## Remove when
 `_update_requests_with_invalid_blocks` rolls back every request.

@@ -1,28 +1,32 @@
-"""A load fails while the next step is in flight, and the output of that step is kept: wrong text.
+"""Wrong text or a dead worker: a load fails while the next step is in flight, and vLLM keeps the output of that step.
 
 ## Symptom
-With asynchronous scheduling or model runner V2, vLLM's defaults on a GPU, or pipeline parallelism, and a connector that
-loads within the step (LMCache in process). kv_load_failure_policy "recompute": wrong text after `Recovered from KV load
-failure: 1 request(s) rescheduled`, a request that stays among `Running` and never ends, or a worker that dies of a
-token id -1. With either policy, rarely: wrong text of a request that was preempted when its load failed.
+The engine uses pipeline parallelism, or asynchronous scheduling or model runner V2, which are vLLM's defaults on a GPU.
+The connector loads within the step (LMCache in process).
+
+- With kv_load_failure_policy "recompute", after `Recovered from KV load failure: 1 request(s) rescheduled`: wrong text,
+  a request that stays among `Running` and never ends, or a worker that dies of a token id -1.
+- With either policy, rarely: wrong text of a request that was preempted when its load failed.
 
 ## Cause
-vLLM schedules a step before it knows that a load of the last one has failed, and the step computes on top of it. vLLM
-drops the output of the failed step (scheduler.py 0.32.0:2088) but not that of the next ones, and
+vLLM schedules a step before it knows that a load of the last step has failed, and the step computes on top of that
+load. vLLM drops the output of the failed step (scheduler.py 0.32.0:2088), but not the output of the next steps.
 `num_output_placeholders` continues to count them. With pipeline parallelism several chunks of a prompt are in flight,
-and the output of its last one is kept as the first token. The worker uses the last token that it sampled as the next
-token of the request (gpu_model_runner.py 0.32.0:1846). Runner V2 continues from its own position (gpu/model_runner.py
-0.32.0:1244), even without asynchronous scheduling. And vLLM does not check a request that was preempted in between: it
-keeps the output of the failed step.
+and vLLM keeps the output of the last chunk as the first token.
+
+The worker uses the last token that it sampled as the next token of the request (gpu_model_runner.py 0.32.0:1846).
+Runner V2 continues from its own position (gpu/model_runner.py 0.32.0:1244), even without asynchronous scheduling. vLLM
+also does not check a request that was preempted in between: it keeps the output of the failed step.
 
 ## Fix
-The fix preempts a request that is rolled back: that drops its outputs in flight in the scheduler and in the worker.
-When it is scheduled again it is computed, and not loaded from LMCache. A request that vLLM has preempted in between
-loses its outputs in flight. KVF203 handles its blocks, and KVF007 what LMCache stores of it.
+The fix preempts a request that is rolled back. The preemption drops the request's outputs in flight in the scheduler
+and in the worker. When vLLM schedules the request again, it is computed, and not loaded from LMCache. A request that
+vLLM has preempted in between loses its outputs in flight. KVF203 handles its blocks, and KVF007 what LMCache stores of
+it.
 
 ## Releases
 vLLM 0.11.2 to 0.33.0 with asynchronous scheduling; with runner V2 also without it. With pipeline parallelism 0.32.0 and
-0.33.0; earlier ones were not tried. Runner V2 has not been run: it needs a GPU.
+0.33.0; earlier releases were not tested. Runner V2 has not been run, because it needs a GPU.
 
 ## Upstream
 https://github.com/vllm-project/vllm/issues/45138, https://github.com/vllm-project/vllm/issues/49250,
@@ -73,9 +77,9 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def _is_ahead(scheduler: Any, of_stages: bool) -> bool:
-    """Whether the scheduler or the worker is ahead of the computed tokens of a request that is rolled back.
+    """True if the scheduler or the worker is ahead of the computed tokens of a request that is rolled back.
 
-    of_stages: also for pipeline parallelism. With it chunks of the same prompt are in flight."""
+    of_stages: also check for pipeline parallelism, with which chunks of the same prompt are in flight."""
     if scheduler.scheduler_config.async_scheduling or getattr(scheduler, "use_v2_model_runner", False):
         return True
     return of_stages and scheduler.vllm_config.parallel_config.pipeline_parallel_size > 1

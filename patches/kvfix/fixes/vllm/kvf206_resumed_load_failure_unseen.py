@@ -1,13 +1,13 @@
-"""vLLM misses the failed load of a resumed request: wrong text, no error.
+"""A preempted request returns wrong text: vLLM does not see that the load failed when the request resumed.
 
 ## Symptom
-None except LMCache's `Request ... failed to load ... tokens across ... blocks`. Wrong text in a request that was
-preempted, also with kv_load_failure_policy "fail".
+Only LMCache's `Request ... failed to load ... tokens across ... blocks` is logged. A request that was preempted returns
+wrong text, also with kv_load_failure_policy "fail".
 
 ## Cause
 vLLM looks for failed blocks among the first `num_cached_tokens` of each running request (scheduler.py 0.15.1:2007).
-That is the number that was cached when the request was first scheduled. The tokens that it loads after a resume are
-beyond it.
+This is the number of tokens that were cached when the request was first scheduled. The tokens that the request loads
+after a resume are beyond this number.
 
 ## Fix
 While the hook runs, the fix extends the number to the last failed block of the request.

@@ -1,20 +1,24 @@
-"""With several KV groups a failed load ends the engine: vLLM cannot tell which request had the failed blocks.
+"""EngineCore dies at a failed load of a model with several KV groups: vLLM cannot tell which request it was.
 
 ## Symptom
 EngineCore dies with `A KV connector reported block-level load failures (invalid_block_ids) which is not supported for
-models with multiple KV cache groups`, or before vLLM 0.32 with `too many values to unpack (expected 1)`. Models with
-layers of full attention and of sliding windows (Gemma, gpt-oss), LMCache's multi-process connector up to 0.5.5, and a
-server that is away or has lost a chunk.
+models with multiple KV cache groups`, or before vLLM 0.32 with `too many values to unpack (expected 1)`. This needs all
+of:
+
+- a model with layers of full attention and of sliding windows (Gemma, gpt-oss)
+- LMCache's multi-process connector up to 0.5.5
+- a server that is not reachable or has lost a chunk
 
 ## Cause
-The connector reports the blocks whose load has failed. With several KV groups vLLM wants the requests
-(`failed_recving`), since the ids of groups may be the same (scheduler.py 0.32.0:3364); earlier releases take a request
-to have one list of blocks (0.26.0:2694). LMCache reports requests since 0.5.6.
+The connector reports the blocks whose load has failed. With several KV groups vLLM needs the requests
+(`failed_recving`), because blocks of different groups may have the same id (scheduler.py 0.32.0:3364). Earlier releases
+assume that a request has one list of blocks (0.26.0:2694). LMCache reports requests since 0.5.6.
 
 ## Fix
-With several groups, the hook is left out if all requests with a failed block wait for their load: these compute their
-prompt again, or end with kv_load_failure_policy "fail", as if reported by name. LMCache's groups take their blocks from
-one pool, so that an id belongs to one of them; null block 0 is no one's.
+With several groups, the fix skips the hook if all requests with a failed block wait for their load. These requests
+compute their prompt again, or end with kv_load_failure_policy "fail", as if the connector had reported them by name.
+LMCache's groups take their blocks from one pool, so an id belongs to one group only. Null block 0 belongs to no
+request.
 
 ## Releases
 vLLM 0.20.2 to 0.32.0.

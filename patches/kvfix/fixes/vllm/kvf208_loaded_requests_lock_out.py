@@ -1,34 +1,37 @@
-"""A loaded request needs more blocks than are free, and those behind it, which hold the blocks, are not asked.
+"""All requests wait for ever: a loaded request needs more blocks than are free, and the requests behind it hold them.
 
 ## Symptom
-`Running: 0 reqs, Waiting: N reqs` for ever, no throughput, no error. With a connector that loads between steps, the
-priority policy (`--scheduling-policy priority`) and `scheduler_reserve_full_isl=False`.
+`Running: 0 reqs, Waiting: N reqs` for ever, no throughput, no error. The engine has a connector that loads between
+steps, the priority policy (`--scheduling-policy priority`) and `scheduler_reserve_full_isl=False`.
 
 ## Cause
-Requests that hold blocks are asked first, by priority, and `schedule` stops at the first one that it has no blocks for
-(scheduler.py 0.32.0:1275-1282). A load is admitted if the blocks are free that those before it need (:1249); for the
-rest of its own prompt they need not be, without `scheduler_reserve_full_isl`. First come, first served, the last one
-admitted is asked last. By priority it may be the first: then those behind it, which have all that they need, wait for
-it, and it for them. So do those behind a request that is to load, for which the blocks of all loads in flight are kept
-back.
+vLLM tries requests that hold blocks first, by priority. `schedule` stops at the first request for which it has no
+blocks (scheduler.py 0.32.0:1275-1282). A load is admitted if the blocks that earlier requests need are free (:1249).
+Without `scheduler_reserve_full_isl` the blocks for the rest of its own prompt need not be free.
+
+With the policy "first come, first served" vLLM tries the last admitted request last. By priority it may try that
+request first. The requests behind it have all the blocks that they need, but wait for it, and it waits for their
+blocks. The same happens to requests behind one that is to load, because vLLM keeps back the blocks of all loads in
+flight.
 
 ## Fix
-After a step that has scheduled nothing because of such a request: in the next one it steps aside, for the first of the
-others whose blocks are free. That one runs, ends, and its blocks come free.
+The fix acts after a step that scheduled nothing because of a request without enough blocks. In the next step this
+request steps aside for the first other request whose blocks are free. The other request runs, ends, and frees its
+blocks.
 
 ## Mixed roll-out
-It acts in one engine: engines with and without it work together. It is opt-in because it changes which of the waiting
-requests runs first, after a step in which none could run.
+The fix acts in one engine: engines with and without it work together. It is opt-in because it changes which of the
+waiting requests runs first, after a step in which none could run.
 
 ## Releases
-vLLM 0.32.0. Earlier ones have other queues: KVF903.
+vLLM 0.32.0. Earlier releases have other queues: KVF903.
 
 ## Upstream
-https://github.com/vllm-project/vllm/pull/45406 describes it, https://github.com/vllm-project/vllm/pull/57841 is the
-case without priorities, which 0.32.0 has right in another way.
+https://github.com/vllm-project/vllm/pull/45406 describes the bug. https://github.com/vllm-project/vllm/pull/57841 is
+about the case without priorities, which 0.32.0 solves in another way.
 
 ## Remove when
-`schedule` goes on to the next request that holds blocks.
+`schedule` tries the next request that holds blocks.
 """
 
 from __future__ import annotations
@@ -72,7 +75,7 @@ def _ready(scheduler: Any) -> Iterator[Any]:
 
 
 def _to_step_aside(scheduler: Any) -> list[Any]:
-    """The first one, if it was refused in the last step, and all up to one that needs no more blocks than are free."""
+    """The first request, if the last step refused it, and all requests up to one whose blocks are free."""
     refused, aside = getattr(scheduler, "_kvfix_refused", None), list[Any]()
     if refused is None:
         return aside
@@ -88,7 +91,7 @@ def _to_step_aside(scheduler: Any) -> list[Any]:
 
 
 def _kept_back(scheduler: Any, request: Any) -> int:
-    """Blocks that a request which is to load leaves to those in flight (:1249)."""
+    """Return the number of blocks that a load leaves to the requests in flight (:1249)."""
     is_loaded = request.request_id in scheduler.finished_recving_kv_req_ids
     return 0 if is_loaded else int(scheduler._inflight_prefill_reserved_blocks())
 

@@ -1,16 +1,17 @@
-"""A session's turn ends within accepted drafts, and the first tokens of its next input are never computed: wrong text.
+"""A streaming session returns wrong text with speculative decoding: vLLM never computes the first tokens of an input.
 
 ## Symptom
-None. Wrong text in a session (streaming input) with speculative decoding, without asynchronous scheduling. Connectors
-store the wrong KV under valid keys.
+Nothing is logged. A session (streaming input) returns wrong text with speculative decoding and without asynchronous
+scheduling. Connectors store the wrong KV under valid keys.
 
 ## Cause
-A step may bring more tokens than the turn has left: the accepted drafts, and one token more. vLLM drops those after the
-stop (`_update_request_with_output`, scheduler.py 0.32.0:2506), but `num_computed_tokens` keeps them. The session goes
-on from there (2471): tokens of the next input take the places of the dropped ones, and count as computed.
+A step may return more tokens than the turn has left: the accepted drafts, and one token more. vLLM drops the tokens
+after the stop (`_update_request_with_output`, scheduler.py 0.32.0:2506), but `num_computed_tokens` still counts them.
+The session continues from there (2471). So tokens of the next input take the places of the dropped tokens, and count as
+computed.
 
 ## Fix
-When a turn ends, its computed tokens are at most those before its last token, which vLLM drops anyway.
+When a turn ends, the fix limits its computed tokens to those before its last token. vLLM drops the last token anyway.
 
 ## Releases
 vLLM 0.15.1 to 0.32.0. With asynchronous scheduling `num_output_placeholders` counts the dropped tokens.
@@ -36,7 +37,7 @@ from kvfix.wrapping import GO_ON, before
 
 
 def _ahead(request: Any) -> int:
-    """Tokens that count as computed, and are not before the last one."""
+    """Return the number of tokens that count as computed, and are not before the last token."""
     return int(request.num_computed_tokens - request.num_output_placeholders - (request.num_tokens - 1))
 
 
@@ -60,7 +61,7 @@ def _last_token_again(scheduler: Any, request: Any, *_: Any, **__: Any) -> Any:
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """A turn ends with 22 tokens, and 24 count as computed. Wrong is to go on from there."""
+    """A turn ends with 22 tokens, and 24 count as computed. Wrong is to continue from 24."""
     request = stubs.request(
         22,
         num_computed_tokens=24,

@@ -1,22 +1,25 @@
-"""With a sliding window too few blocks are reserved for a request: loaded requests wait for each other for ever.
+"""Loaded requests wait for each other for ever: vLLM reserves too few blocks for a model with a sliding window.
 
 ## Symptom
-`Running: 0 reqs, Waiting: N reqs` for ever, no throughput, no error. Models that have layers of full attention and of
-sliding windows (Gemma, gpt-oss), a connector that loads between steps, and a nearly full KV cache. Without a connector:
-requests are admitted that do not fit, and preempted.
+`Running: 0 reqs, Waiting: N reqs` for ever, no throughput, no error. The model has layers of full attention and of
+sliding windows (Gemma, gpt-oss), the connector loads between steps, and the KV cache is nearly full. Without a
+connector, vLLM admits requests that do not fit, and preempts them.
 
 ## Cause
-Of a window a request holds a few blocks at once, however long it is: what it will still need is at most
-`max_admission_blocks_per_request`. vLLM subtracts from that number all places in the request's list, those of null
-blocks in front of the window too, and the places that a hit skips (`get_num_blocks_to_allocate`,
-v1/core/single_type_kv_cache_manager.py 0.32.0:215-253). Behind a hit that is longer than that nothing is left. A load
-is admitted on top of what is reserved for those in flight (scheduler.py 0.32.0:1249), and holds its blocks until it
-runs: each of the loaded requests may then need more blocks than are free, with all of them held by the others.
+A request holds only a few blocks of a window at once, however long it is. The number that it may still need is at most
+`max_admission_blocks_per_request`. vLLM subtracts from this limit all entries in the request's list
+(`get_num_blocks_to_allocate`, v1/core/single_type_kv_cache_manager.py 0.32.0:215-253). The entries include the null
+blocks in front of the window, and the blocks that a hit skips. After a hit that is longer than the limit, nothing is
+left.
+
+vLLM admits a load on top of the blocks that are reserved for loads in flight (scheduler.py 0.32.0:1249). The load holds
+its blocks until it runs. Each of the loaded requests may then need more blocks than are free, while the other loaded
+requests hold all of them.
 
 ## Fix
-The function is asked without the limit. Its answer counts the blocks that the list still needs; of these no more are
-needed at once than the limit leaves, less the blocks in use that the request has. (Only the managers that recycle
-blocks are wrapped: a wrapper in their base class costs a twelfth of the scheduler's time, with 256 requests.)
+The fix calls the function without the limit. The answer counts the blocks that the list still needs. The fix then
+limits it to `max_admission_blocks_per_request` minus the blocks that the request has in use. (Only the managers that
+recycle blocks are wrapped. A wrapper in their base class costs a twelfth of the scheduler's time, with 256 requests.)
 
 ## Releases
 vLLM 0.20.2 to 0.33.0; loads reserve blocks since 0.26.
@@ -81,7 +84,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def _place(function: Callable[..., Any]) -> int:
-    """Of `apply_admission_cap` among the arguments: other releases have others before it."""
+    """The position of `apply_admission_cap` among the arguments, which differs between releases."""
     names = list(inspect.signature(function).parameters)
     return names.index("apply_admission_cap") - 1 if "apply_admission_cap" in names else -1
 
@@ -97,7 +100,7 @@ def _in_use(manager: Any, request: str, hit: Any, computed: int) -> int:
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """Of 256 tokens 192 are a hit: 12 blocks that are to be in the list, or are. 4 more are needed, of 10 at most."""
+    """192 of 256 tokens are a hit: the list has or gets 12 blocks for them. The rest needs 4, the limit is 10."""
     null, block = (SimpleNamespace(is_null=each, ref_cnt=1) for each in (True, False))
     manager = module.SlidingWindowManager.__new__(module.SlidingWindowManager)
     lists: dict[str, Any] = {"req_to_blocks": {}, "num_cached_block": {}}

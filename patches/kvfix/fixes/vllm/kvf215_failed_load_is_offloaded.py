@@ -1,21 +1,23 @@
-"""A load of another connector fails, and the OffloadingConnector stores the blocks: wrong KV under a valid key.
+"""Later requests return wrong text: OffloadingConnector stores blocks that another connector failed to load.
 
 ## Symptom
-None at the time except `Recovered from KV load failure` or `Failing 1 request(s) due to KV load failure`. Later, wrong
-text in requests that begin with the same prompt. It takes a MultiConnector of the OffloadingConnector and one that
-loads within the step, such as LMCache's in-process connector.
+At the time, only `Recovered from KV load failure` or `Failing 1 request(s) due to KV load failure` is logged. Later,
+requests that begin with the same prompt return wrong text. This needs a MultiConnector with OffloadingConnector and a
+connector that loads within the step, such as LMCache's in-process connector.
 
 ## Cause
-The OffloadingConnector plans its stores with the step: also of the blocks that another connector is to load in it, and
-of those that are computed on top. It copies them at the beginning of the next step (offloading/worker.py 0.32.0:260).
-That the load has failed, it is not told: `update_connector_output` reads only its own reports (offloading/scheduler.py
-0.32.0:1822). If the request ends with an error (`kv_load_failure_policy=fail`), it even stores the rest of its prompt
-(:1662).
+OffloadingConnector plans its stores together with the step. The plan includes blocks that another connector loads in
+this step, and blocks that are computed on top of them. OffloadingConnector copies the blocks at the beginning of the
+next step (offloading/worker.py 0.32.0:260).
+
+OffloadingConnector does not learn that the load has failed: `update_connector_output` reads only its own reports
+(offloading/scheduler.py 0.32.0:1822). If the request ends with an error (`kv_load_failure_policy=fail`),
+OffloadingConnector even stores the rest of its prompt (:1662).
 
 ## Fix
-The fix looks at the failed blocks that come with the same report. The stores in flight of each request that has one are
-completed as failed, once they are done: the manager drops their chunks. A request that goes on offers all its chunks
-again; one that has ended, none.
+The fix reads the failed blocks in the same report. It completes the stores in flight of each request that has a failed
+block as failed, once they are done. The manager then drops their chunks. A request that continues offers all its chunks
+again. A request that has ended offers none.
 
 ## Releases
 vLLM 0.26.0 to 0.33.0.

@@ -1,17 +1,17 @@
-"""Another connector loads into blocks that the OffloadingConnector is still copying: wrong KV under a valid key.
+"""Later requests return wrong text: another connector loads into blocks that OffloadingConnector still copies.
 
 ## Symptom
-Nothing is logged. Later, wrong text in requests that begin with the same prompt. It takes a MultiConnector of the
-OffloadingConnector and one that loads between steps, such as LMCache's multi-process connector.
+Nothing is logged. Later, requests that begin with the same prompt return wrong text. This needs a MultiConnector with
+OffloadingConnector and a connector that loads between steps, such as LMCache's multi-process connector.
 
 ## Cause
-An ended request's blocks are free while the OffloadingConnector still copies them. Before others write to them, it
-waits for the copy: it looks for such blocks among those that are allocated in a step. A load between steps allocates
-blocks of a request that is in no step yet. `update_state_after_alloc` has them, and returns before it notes them if
-another connector loads (offloading/scheduler.py 0.32.0:1151).
+The blocks of an ended request are free while OffloadingConnector still copies them. Before another request writes to
+these blocks, OffloadingConnector waits for the copy. It looks for them among the blocks that are allocated in a step. A
+load between steps allocates blocks for a request that is not yet in a step. `update_state_after_alloc` gets these
+blocks, but returns before it records them if another connector loads (offloading/scheduler.py 0.32.0:1151).
 
 ## Fix
-The fix notes them in any case.
+The fix always records the blocks.
 
 ## Releases
 vLLM 0.26.0 to 0.32.0.
@@ -41,7 +41,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         own = {each.block_id for group in blocks.blocks for each in group if each.block_id}
         scheduler._current_batch_allocated_block_ids.update(own)
         if not own.isdisjoint(scheduler._block_id_to_pending_jobs):
-            note(__name__, f"request {request.request_id}: copies of its blocks are waited for")
+            note(__name__, f"request {request.request_id} waits for copies from its blocks")
 
     # Without stores that are still copied there is nothing to wait for.
     return before(
@@ -59,7 +59,7 @@ def _wait_for_all(scheduler: Any, *_: Any, **__: Any) -> Any:
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """Block 3 is allocated, and another connector loads. Wrong is not to note it."""
+    """Block 3 is allocated, and another connector loads. Wrong is not to record it."""
     allocated: set[int] = set()
     scheduler = SimpleNamespace(_current_batch_allocated_block_ids=allocated, _block_id_to_pending_jobs={3: {7}})
     hook(scheduler, stubs.request(16), SimpleNamespace(blocks=([SimpleNamespace(block_id=3)],)), 0)

@@ -1,18 +1,18 @@
-"""A request that a reset has preempted loads in the next step from the OffloadingConnector, and EngineCore dies.
+"""EngineCore dies after a prefix cache reset: OffloadingConnector takes the load of a preempted request for a store.
 
 ## Symptom
 EngineCore dies with a bare `AssertionError` at `assert self._jobs[any_jid].is_store` in `build_connector_meta` of
 offloading/scheduler.py, after `reset_prefix_cache` with `reset_running_requests` and without `reset_connector`.
 
 ## Cause
-When a request is preempted, the OffloadingConnector waits for the stores of it that are in flight, and asserts that
-they are stores (offloading/scheduler.py 0.32.0:1862). A request that is preempted within a step is not admitted in the
-same one. One that a reset has preempted between two steps is: what is in flight then is the load that was granted to
-it.
+When a request is preempted, OffloadingConnector waits for the request's stores in flight, and asserts that they are
+stores (offloading/scheduler.py 0.32.0:1862). vLLM does not admit a request in the step in which it preempts the
+request. But vLLM can admit a request that a reset has preempted between two steps. The job in flight is then the load
+that was granted to the request.
 
 ## Fix
-A preempted request with a load in flight has no stores to wait for (a load is granted only when they are done): the
-hook does not see it among the preempted ones.
+The fix hides a preempted request with a load in flight from the hook. The request has no stores to wait for, because
+vLLM grants a load only when they are done.
 
 ## Releases
 vLLM 0.26.0 to 0.32.0.

@@ -1,17 +1,18 @@
-"""The OffloadingConnector stores other blocks of a session with more input: wrong KV under a valid key.
+"""Later requests return wrong text: OffloadingConnector stores wrong blocks of a streaming session.
 
 ## Symptom
-Nothing is logged at first. Later, wrong text in requests that begin with the same prompt. A `KeyError` in
-`_remove_pending_job` of offloading/scheduler.py may end EngineCore, when a session ends. It takes the
-OffloadingConnector, alone or in a MultiConnector, and streaming input (a resumable request).
+Nothing is logged at first. Later, requests that begin with the same prompt return wrong text. When a session ends, a
+`KeyError` in `_remove_pending_job` of offloading/scheduler.py may end EngineCore. This needs OffloadingConnector, alone
+or in a MultiConnector, and streaming input (a resumable request).
 
 ## Cause
-A session that goes on with more input is scheduled as a new request, with all its blocks. The OffloadingConnector adds
-them to those that it has of the session (offloading/scheduler.py 0.32.0:1282), and from then on takes the first blocks
-for those after the last ones.
+When a session gets more input, vLLM schedules it as a new request, with all its blocks. OffloadingConnector adds them
+to the blocks that it already has of the session (offloading/scheduler.py 0.32.0:1282). From then on it uses the first
+blocks in place of those after the last ones.
 
 ## Fix
-The fix drops the blocks that it has of a request which is scheduled as new. A request that is really new has none.
+When a request is scheduled as new, the fix drops the blocks that OffloadingConnector has of the request. A request that
+is really new has none.
 
 ## Releases
 vLLM 0.26.0 to 0.32.0.
@@ -41,7 +42,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         for new in scheduler_output.scheduled_new_reqs:
             for group in scheduler._req_status[new.req_id].group_states:
                 if group.block_ids:
-                    note(__name__, f"request {new.req_id} is handed over anew")
+                    note(__name__, f"request {new.req_id} is scheduled as new again: its old blocks are dropped")
                 group.block_ids.clear()
 
     def forget_blocks(scheduler: Any, scheduler_output: Any, *_: Any, **__: Any) -> Any:

@@ -1,32 +1,35 @@
-"""A session with new input and a request whose load is done hold the blocks that each other needs: none runs again.
+"""All requests wait for ever: a streaming session and a loaded request hold the blocks that each other needs.
 
 ## Symptom
-`Running: 0 reqs, Waiting: N reqs` for ever, no throughput, no error, the KV cache nearly full. With clients that send
-streaming input, and a connector that loads between steps.
+`Running: 0 reqs, Waiting: N reqs` for ever, no throughput, no error, and the KV cache is nearly full. Clients send
+streaming input, and the connector loads between steps.
 
 ## Cause
-A load is admitted if the blocks for its whole prompt are free, and they are reserved (scheduler.py 0.32.0:1249). A
-session that runs takes blocks without a look at that. When its turn has ended it keeps them, for its next input. That
-needs more, so does the load that is done, and `schedule` stops at the first request that it has no blocks for (:1282).
+vLLM admits a load if the blocks for its whole prompt are free, and reserves these blocks (scheduler.py 0.32.0:1249). A
+running session takes blocks without a check of the reserved blocks. When its turn has ended, the session keeps its
+blocks for its next input. The input needs more blocks, and so does the finished load. `schedule` stops at the first
+request for which it has no blocks (:1282).
 
 ## Fix
-When three steps in a row have scheduled nothing, nothing is in flight, and one of the requests that hold blocks could
-go on with those of another: of the loaded ones that are no session the last one gives its blocks back, as after a load
-that has failed. It is computed later. With LMCache's multi-process connector alone, which takes a request back that has
-no computed tokens any more: not in a MultiConnector, whose other connectors do not.
+The fix acts when three steps in a row have scheduled nothing, and nothing is in flight. One of the requests that hold
+blocks must be able to run with the blocks of another. The last loaded request that is no session then returns its
+blocks, as after a failed load. vLLM computes it later.
+
+The fix acts only with LMCache's multi-process connector alone, which accepts a request again that has no computed
+tokens any more. Other connectors do not accept it, so the fix does not act in a MultiConnector.
 
 ## Mixed roll-out
-It acts in one engine: engines with and without it work together. It is opt-in because it chooses a loaded request that
-loses its blocks, and computes its prompt instead.
+The fix acts in one engine: engines with and without it work together. It is opt-in because it chooses a loaded request
+that loses its blocks, and computes its prompt instead.
 
 ## Releases
-vLLM 0.32.0 and 0.33.0. Earlier ones have other queues: KVF903.
+vLLM 0.32.0 and 0.33.0. Earlier releases have other queues: KVF903.
 
 ## Upstream
 https://github.com/vllm-project/vllm/issues/45388, https://github.com/vllm-project/vllm/pull/57104
 
 ## Remove when
-A session's blocks count as reserved, or a request whose load is done can give them back.
+vLLM counts a session's blocks as reserved, or a loaded request can return its blocks.
 """
 
 from __future__ import annotations
@@ -57,7 +60,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
             scheduler._kvfix_idle = 0
             request = _to_give_back(scheduler, waiting_for_load)
             if request is not None:
-                note(__name__, f"request {request.request_id} gives its blocks back")
+                note(__name__, f"request {request.request_id} returns its blocks")
                 _give_back(scheduler, request, states)
         return output
 
@@ -66,7 +69,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def _to_give_back(scheduler: Any, waiting_for_load: Any) -> Any:
-    """The last request that is loaded, if another one that holds blocks can go on with its own, and no other can."""
+    """Return the last loaded request, if another request that holds blocks can run only with its blocks."""
     if any(request.is_finished() for request in scheduler.requests.values()):
         return None  # its blocks come free when they are stored
     ready, manager = [], scheduler.kv_cache_manager
@@ -93,7 +96,7 @@ def _has_hit(tracker: Any) -> bool:
 
 
 def _give_back(scheduler: Any, request: Any, states: tuple[Any, Any]) -> None:
-    """As vLLM does after a load of which nothing is valid (`_update_waiting_for_remote_kv`, :3123)."""
+    """Free its blocks, as vLLM does after a load that failed completely (`_update_waiting_for_remote_kv`, :3123)."""
     name = request.request_id
     scheduler.kv_holding_waiting.remove_requests([request])
     scheduler.finished_recving_kv_req_ids.discard(name)

@@ -1,28 +1,31 @@
-"""With states and several MTP modules the last tokens of a prompt are never scheduled: the request runs for ever.
+"""A request runs for ever without a token: with Mamba states and several MTP modules its last tokens are not scheduled.
 
 ## Symptom
-`Running: 1 reqs` and more for ever, no throughput for these requests, no error, their blocks in use. Models with Mamba
-or GDN layers (`mamba_cache_mode="align"`) and speculative decoding by several MTP modules, when the engine is busy.
+`Running: 1 reqs` or more for ever, without throughput for these requests and without an error. The requests hold their
+blocks. The model has Mamba or GDN layers (`mamba_cache_mode="align"`) and speculative decoding with several MTP
+modules, and the engine is busy.
 
 ## Cause
-A chunk of a prompt is cut to end where a state is kept (`_mamba_block_aligned_split`, scheduler.py 0.32.0:443). Then it
-is shortened so that it does not end within `num_prefill_lookahead` tokens of the prompt's end, but for the end itself
-(`_reserve_prefill_lookahead`, :570). If fewer tokens than that follow the last whole block, the chunk ends before the
-block does. The next one may go up to the block's end only, which is too near: it is shortened to nothing, in each step.
-It takes a step whose budget does not reach to the prompt's end.
+vLLM cuts a chunk of a prompt so that it ends where a state is kept (`_mamba_block_aligned_split`, scheduler.py
+0.32.0:443). Then vLLM shortens the chunk so that it does not end within `num_prefill_lookahead` tokens before the
+prompt's end (`_reserve_prefill_lookahead`, :570). A chunk may still end at the prompt's end.
+
+If fewer tokens than `num_prefill_lookahead` follow the last whole block, the chunk ends before the block does. The next
+chunk may only go up to the block's end. This end is too near to the prompt's end, so vLLM shortens the chunk to
+nothing, in each step. It starts with a step whose budget does not reach the prompt's end.
 
 ## Fix
-A chunk that would be shortened to nothing is left as it is, where states are kept. The MTP modules then guess some
-tokens that they could know, and fewer of their drafts are accepted.
+If states are kept, the fix does not shorten a chunk to nothing. The MTP modules then guess some tokens that they could
+know, and fewer of their drafts are accepted.
 
 ## Releases
-vLLM 0.32.0 and 0.33.0, the first ones that were played with states.
+vLLM 0.32.0 and 0.33.0. Earlier releases were not tested with states.
 
 ## Upstream
 None known.
 
 ## Remove when
-What is left of a chunk after both is scheduled at some time.
+vLLM schedules the rest of a chunk after both cuts at some time.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ from kvfix.wrapping import around, replaced
 
 
 def fix(module: ModuleType) -> Callable[..., Any]:
-    """Of `schedule`: a wrapper of the wrong function would run for each request, in engines without states too."""
+    """Wrap `schedule`. A wrapper of the wrong function would run for each request, also in engines without states."""
 
     def schedule(scheduler: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
         shortened = scheduler._reserve_prefill_lookahead
@@ -62,13 +65,13 @@ def _may_stop(scheduler: Any) -> bool:
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """Of 50 tokens 46 are computed, and 2 are left of the block. Wrong is to compute none."""
+    """46 of 50 tokens are computed, and 2 are left of the block. Wrong is to compute none."""
     scheduler = SimpleNamespace(num_prefill_lookahead=4, need_mamba_block_aligned_split=True)
     return bool(hook(scheduler, SimpleNamespace(num_tokens=50), 46, 2) == 0)
 
 
 def calls_it(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """`schedule` takes the wrong function from its scheduler, by its name. Raises ValueError where it does not."""
+    """True if `schedule` calls the wrong function by its name. Raise ValueError if it does not."""
     if "_reserve_prefill_lookahead" not in inspect.unwrap(hook).__code__.co_names:
         raise ValueError("it calls no _reserve_prefill_lookahead")
     return True

@@ -1,23 +1,24 @@
-"""A session is preempted while the step that ends its turn is in flight, and is in no queue then: its client waits.
+"""The client of a streaming session waits for ever: vLLM preempts the session while its turn ends, and loses it.
 
 ## Symptom
-A client of a session (streaming input) waits for ever, with asynchronous scheduling: `Running: 0 reqs, Waiting: 0 reqs`
+With asynchronous scheduling, the client of a session (streaming input) waits for ever: `Running: 0 reqs, Waiting: 0
+reqs`.
 
 ## Cause
-Where a turn has ended `_handle_stopped_request` puts the session into a waiting queue for its next turn (scheduler.py
-0.32.0:2490). A request that was preempted meanwhile is taken out of the waiting queues after that, as one that has
-ended (:2298): so is the session. And its next input drops all tokens that are not computed (:1659), which after a
-preemption are all that it has.
+When a turn has ended, `_handle_stopped_request` puts the session into a waiting queue for its next turn (scheduler.py
+0.32.0:2490). If the session was preempted meanwhile, vLLM then removes it from the waiting queues, like a request that
+has ended (:2298). In addition, its next input drops all tokens that are not computed (:1659). After a preemption these
+are all tokens of the session.
 
 ## Fix
-After `update_from_output` a session whose turn has ended and that is in no queue is put into one. All its tokens but
-the last one are kept, as in 0.33.0 (scheduler.py:1889).
+After `update_from_output` the fix puts a session whose turn has ended, and that is in no queue, into one. The fix keeps
+all its tokens but the last one, as 0.33.0 does (scheduler.py:1889).
 
 ## Releases
-vLLM 0.32.0; earlier ones were not tried with sessions.
+vLLM 0.32.0. Earlier releases were not tested with sessions.
 
 ## Upstream
-None known; 0.33.0 puts sessions into the queue when the others are out of it (scheduler.py:2545).
+None known; 0.33.0 puts sessions into the queue after it has removed the other requests (scheduler.py:2545).
 
 ## Remove when
 vLLM 0.32.0 is no longer in use.
@@ -72,7 +73,7 @@ def fix_output(module: ModuleType) -> Callable[..., Any]:
 
 
 def _enqueue(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
-    """Without the queue a session has no status to go on with."""
+    """Put the session into a queue. Without a queue it has no status to continue with."""
     while getattr(scheduler, _SESSIONS, None):
         request = getattr(scheduler, _SESSIONS).pop()
         queues = scheduler.waiting, scheduler.kv_holding_waiting

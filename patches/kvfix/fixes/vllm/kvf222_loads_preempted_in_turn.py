@@ -1,28 +1,35 @@
-"""Loads hold all blocks of a kv_producer: each in turn runs, needs a block more, and is preempted without a token.
+"""A prefill engine makes no progress: loads hold all blocks, and each request in turn needs one more and is preempted.
 
 ## Symptom
-`Running: 0 reqs` and `Running: 1 reqs` in turn, no throughput, no error, `Preemptions` grows. A prefill engine (role
-kv_producer) that generates more than one token, with asynchronous scheduling (the default) or several pipeline stages,
-a connector that loads between steps beside the one that hands KV on, and a full KV cache.
+The log alternates between `Running: 0 reqs` and `Running: 1 reqs`. There is no throughput and no error, and
+`Preemptions` grows. This needs all of:
+
+- a prefill engine (role kv_producer) that generates more than one token
+- asynchronous scheduling (the default) or several pipeline stages
+- a second connector that loads between steps, in addition to the one that sends KV to decode
+- a full KV cache
 
 ## Cause
-A load is admitted if the blocks for its prompt are free (scheduler.py 0.32.0:1249); its first generated token may need
-one more. If none is free, the request preempts itself while the step with its last token is in flight. With a
-connector that must hand KV on (`requires_kv_delivery`) that token is dropped (:836): it is where it began, and loads
-again, into the blocks that it gave back. So does the other request, whose load was done meanwhile. An engine that also
-consumes does not preempt a request of which a step is in flight (`defer_block_free`), and with speculative decoding a
-load leaves blocks free (`_spec_decode_step_blocks`).
+vLLM admits a load if the blocks for its prompt are free (scheduler.py 0.32.0:1249). The first generated token may need
+one more block. If none is free, the request preempts itself while the step with its last token is in flight.
+
+With a connector that must send the KV to decode (`requires_kv_delivery`), vLLM drops that token (:836). So the request
+is where it began, and loads again, into the blocks that it freed. The other request, whose load was done meanwhile,
+does the same.
+
+Other engines are not affected. An engine that also consumes does not preempt a request with a step in flight
+(`defer_block_free`). With speculative decoding a load leaves blocks free (`_spec_decode_step_blocks`).
 
 ## Fix
-There a load that is not the only request leaves a block free in each KV group, as with speculative decoding: one of the
-requests gets it, and with it the token.
+In an affected engine, a load that is not the only request leaves one block free in each KV group, as with speculative
+decoding. One of the requests gets this block, and with it the token.
 
 ## Mixed roll-out
-It acts in one engine: engines with and without it work together. It is opt-in because it changes how many blocks a load
-leaves free, so that a load may start later.
+The fix acts in one engine: engines with and without it work together. It is opt-in because it changes how many blocks a
+load leaves free, so that a load may start later.
 
 ## Releases
-vLLM 0.32.0 and 0.33.0. 0.26.0 has the same function, and keeps the token: there the fix does nothing.
+vLLM 0.32.0 and 0.33.0. 0.26.0 has the same function, but keeps the token. The fix does nothing there.
 
 ## Upstream
 None known.

@@ -1,29 +1,31 @@
-"""NixlConnector promises remote tokens without knowing where they are: one request ends EngineCore, or waits for ever.
+"""EngineCore dies or a request waits for ever: NixlConnector promises remote tokens without knowing their blocks.
 
 ## Symptom
-EngineCore of the decode engine dies with `assert num_external_tokens == 0` in `update_state_after_alloc`; or a request
-stays in WAITING_FOR_REMOTE_KVS and keeps its blocks, after `Got invalid KVTransferParams: ... This request will not
-utilize KVTransfer`.
+EngineCore of the decode engine dies with `assert num_external_tokens == 0` in `update_state_after_alloc`. Or the log
+has `Got invalid KVTransferParams: ... This request will not utilize KVTransfer`, and the request stays in
+WAITING_FOR_REMOTE_KVS and keeps its blocks.
 
 ## Cause
-The parameters come with the request, from the router or whoever can reach the engine. If they ask for a remote prefill,
-get_num_new_matched_tokens promises the whole prompt (pull_scheduler.py 0.32.0:60). Only after the blocks were granted
-update_state_after_alloc looks whether remote blocks are named (:186, assertion) and by whom (:179, warning): a prefill
-that kept no blocks (KVF314 has one), a router of another release, a malformed request. Blocks that are not in lists, or
-a name that is no text, raise in the worker later. Blocks in one list, not in one list for each KV group, are promised
-if the worker can fail their load (KVF311).
+The parameters come with the request, from the router or from any client that can reach the engine. If they ask for a
+remote prefill, get_num_new_matched_tokens promises the whole prompt (pull_scheduler.py 0.32.0:60). Only after the
+blocks were granted, update_state_after_alloc checks whether the parameters name remote blocks (:186, assertion) and
+their engine (:179, warning). They may be missing because a prefill kept no blocks (KVF314 is one case), or because of a
+router of another release or a malformed request.
+
+Blocks that are not in lists, or a name that is not a string, raise in the worker later. If the blocks are in one list,
+and not in one list for each KV group, the fix still promises them if the worker can fail their load (KVF311).
 
 ## Fix
-What such parameters promise is nothing: the request computes its prompt itself.
+The fix promises nothing for incomplete or malformed parameters. The request computes its prompt itself.
 
 ## Releases
-vLLM 0.11.2 and later; in 0.33.0 too.
+vLLM 0.11.2 to 0.33.0.
 
 ## Upstream
 None known in public: it can be abused (SECURITY.md).
 
 ## Remove when
-vLLM looks at the parameters before it promises.
+vLLM checks the parameters before it promises.
 """
 
 from __future__ import annotations
@@ -66,25 +68,25 @@ def _fix(owner: Owner) -> Callable[[ModuleType], Callable[..., Any]]:
 
 
 def _names_blocks(params: Any, part: tuple[type, ...]) -> bool:
-    """Whether there are some, in a list of such parts, of an engine that is named."""
+    """True if the parameters name blocks, in a list of lists, and their engine."""
     blocks, names = params.get("remote_block_ids"), (params.get(key, "") for key in _KEYS[:3])
     lists = isinstance(blocks, (list, tuple)) and all(isinstance(each, part) for each in blocks)
     return lists and any(each not in ([], ()) for each in blocks) and all(isinstance(name, str) for name in names)
 
 
 def _fails_loads(module: ModuleType) -> bool:
-    """Whether the worker of this release can fail one load: with KVF311 a list that it cannot read does not end it."""
+    """True if the worker of this release can fail one load. With KVF311 a list that it cannot read does not end it."""
     worker = sys.modules.get(module.__name__.replace("pull_scheduler", "pull_worker"))
     return hasattr(getattr(worker, "NixlPullConnectorWorker", None), "_handle_failed_transfer")
 
 
 def _has_groups(request_finished: Any) -> bool:
-    """Whether this release's prefill names its blocks by KV group: to 0.15 it has one list of them."""
+    """True if the prefill of this release names its blocks by KV group. Up to 0.15 it names one list."""
     return str(getattr(request_finished, "__annotations__", {}).get("block_ids")) != "list[int]"
 
 
 def _asked_for(function: Any) -> tuple[str, ...]:
-    """The keys without which this release's update_state_after_alloc starts no transfer: before 0.15, no request id."""
+    """The keys that update_state_after_alloc of this release needs to start a transfer. Before 0.15: no request id."""
     constants = getattr(getattr(inspect.unwrap(function), "__code__", None), "co_consts", ())
     return next((each for each in constants if isinstance(each, tuple) and _KEYS[0] in each), _KEYS)
 

@@ -1,29 +1,32 @@
-"""MooncakeConnector takes any request at its word: one for the other role ends EngineCore, others wait for ever.
+"""EngineCore dies or a request waits for ever: MooncakeConnector does not check the parameters of a request.
 
 ## Symptom
-EngineCore dies with `assert not self.is_kv_producer` or `assert not self.is_kv_consumer` (before vLLM 0.20
-`assert self.kv_role != ...`) in a hook of MooncakeConnector; or a request stays in WAITING_FOR_REMOTE_KVS and keeps its
-blocks, after `Got invalid KVTransferParams: ... This request will not utilize KVTransfer`.
+EngineCore dies with `assert not self.is_kv_producer` or `assert not self.is_kv_consumer` in a hook of MooncakeConnector
+(before vLLM 0.20 `assert self.kv_role != ...`). Or the log has `Got invalid KVTransferParams: ... This request will not
+utilize KVTransfer`, and the request stays in WAITING_FOR_REMOTE_KVS and keeps its blocks.
 
 ## Cause
-The parameters come with the request, from the router or whoever can reach the engine. A producer that is asked to load,
-and a consumer that is asked to send, assert that this cannot be (mooncake_connector.py 0.32.0:1022, :1048, :1076).
-get_num_new_matched_tokens promises the whole prompt (:1023); whether the request says from where is looked at only
-after the blocks were granted (:1049), and then it is a warning. What is no text there ends EngineCore or, in the
-worker's own loop, leaves the load undone.
+The parameters come with the request, from the router or from any client that can reach the engine. A producer asserts
+that no request asks it to load, and a consumer asserts that no request asks it to send (mooncake_connector.py
+0.32.0:1022, :1048, :1076).
+
+get_num_new_matched_tokens promises the whole prompt (:1023). Only after the blocks were granted, MooncakeConnector
+checks whether the request names its peer, and then only warns (:1049). A value that is not a string ends EngineCore, or
+in the worker's own loop prevents the load.
 
 ## Fix
-What a request cannot have from this engine is not promised, and the hooks leave it out: the engine computes it. A
-bootstrap address that is a number is handed to the worker as text: the worker fails the load.
+The fix does not promise what a request cannot have from this engine, and the hooks skip the request: the engine
+computes it. The fix passes a bootstrap address that is a number to the worker as a string, and the worker fails the
+load.
 
 ## Releases
-vLLM 0.15.1 and later; in 0.33.0 too.
+vLLM 0.15.1 to 0.33.0.
 
 ## Upstream
 None known in public: it can be abused (SECURITY.md).
 
 ## Remove when
-vLLM looks at the parameters before it promises.
+vLLM checks the parameters before it promises.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ _KEYS_0_15 = ("remote_host", "remote_port")
 
 
 def _names(params: dict[str, Any], key: str) -> bool:
-    """Whether it is there, and what vLLM takes without looking."""
+    """True if the key exists, and its value has the type that vLLM expects without a check."""
     if key == _ADDRESS and isinstance(params.get(key), int):
         return True
     return isinstance(params.get(key), str) or (key == "remote_port" and key in params)
@@ -86,7 +89,7 @@ def _no_state(module: ModuleType) -> Callable[..., Any]:
 
 
 def _with_text(scheduler: Any, request: Any) -> Generator[None, Any, Any]:
-    """The address is text in what the metadata are made of."""
+    """Pass the address as a string to the function that makes the metadata."""
     answer = yield
     name, params = request.request_id, request.kv_transfer_params
     if name in scheduler._reqs_need_recv:
@@ -116,7 +119,7 @@ def _connector(role: str) -> Any:
 
 
 def promises(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """A remote prefill that does not say from where. Wrong is to promise its tokens."""
+    """A remote prefill that names no peer. Wrong is to promise its tokens."""
     request = stubs.request(32, kv_transfer_params={"do_remote_prefill": True})
     return bool(hook(_connector("kv_consumer"), request, 0)[0])
 

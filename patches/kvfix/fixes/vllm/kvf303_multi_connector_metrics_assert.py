@@ -1,15 +1,15 @@
-"""Statistics of a connector without Prometheus metrics end the API server of MultiConnector.
+"""The API server dies: MultiConnector gets statistics of a connector that has no Prometheus metrics.
 
 ## Symptom
 After the first transfer the API server dies with `MooncakeConnector is not contained in the list of registered
-connectors with Prometheus metrics support`. The engine's processes live on; no request is answered any more.
+connectors with Prometheus metrics support`. The engine's processes stay alive, but no request is answered any more.
 
 ## Cause
 Each connector in MultiConnector may send statistics. Only some have Prometheus metrics, and `observe` asserts that all
 do (multi_connector.py 0.32.0:126).
 
 ## Fix
-`observe` gets the statistics of those that have metrics.
+`observe` gets only the statistics of connectors that have metrics.
 
 ## Releases
 vLLM 0.11.2 to 0.32.0.

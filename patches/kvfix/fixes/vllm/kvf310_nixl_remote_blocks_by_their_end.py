@@ -1,23 +1,23 @@
-"""NixlConnector pairs the blocks of both engines from their end: where one has more than the prompt, KV is shifted.
+"""Wrong text with NixlConnector: blocks are paired from their end, and KV is shifted if prefill has more blocks.
 
 ## Symptom
-Wrong text without any message, where the prefill engine has generated more than one token, or has had another prompt.
-Where it has fewer blocks than the decode engine wants, the decode engine's worker dies with `AssertionError` in
-`_apply_prefix_caching`.
+Wrong text without any message, if the prefill engine has generated more than one token, or has had another prompt. If
+the prefill engine has fewer blocks than the decode engine needs, the decode engine's worker dies with `AssertionError`
+in `_apply_prefix_caching`.
 
 ## Cause
-A decode engine that has a prefix hit wants the rest of the prompt. `_apply_prefix_caching` takes as many blocks from
-the end of what the prefill engine names (base_worker.py 0.32.0:3461). That is right only if both end at the same
-token. A router that lets the prefill engine generate more (no `max_tokens` of 1) gets a block more where that crosses
-into one.
+A decode engine that has a prefix hit needs the rest of the prompt. `_apply_prefix_caching` takes that many blocks from
+the end of the list that the prefill engine names (base_worker.py 0.32.0:3461). This is right only if both lists end at
+the same token. A router may let the prefill engine generate more than one token (no `max_tokens` of 1). If the
+generated tokens need a new block, the prefill engine has one block more.
 
 ## Fix
-Before a read: the blocks are paired from the beginning, by the prefix hit. What the prompt has not is not read. If
-there are too few, the load fails, as `kv_load_failure_policy` says. Left alone: KV groups other than of full
-attention, and engines with other block sizes or context parallelism.
+Before a read, the fix pairs the blocks from the beginning, after the prefix hit, and does not read blocks beyond the
+prompt. If there are too few blocks, the load fails, and `kv_load_failure_policy` decides. The fix does not handle KV
+groups other than full attention, engines with different block sizes, and context parallelism.
 
 ## Releases
-vLLM 0.32.0, the first one played, and 0.33.0.
+vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 
 ## Upstream
 None known in public: it can be abused (SECURITY.md).
@@ -52,7 +52,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
                 worker._handle_failed_transfer(req_id, None, worker._recv_failures, record_failed_transfer=False)
                 return instead(None)
             remote[number] = list(remote[number][: wanted[number]])
-        note(__name__, f"request {req_id}: blocks behind its prompt are not read")
+        note(__name__, f"request {req_id}: blocks after its prompt are not read")
         meta.remote.block_ids = remote
         return None
 
@@ -71,7 +71,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def _groups(worker: Any, meta: Any) -> list[int]:
-    """The KV groups of full attention that are to be read. Of others there are the last blocks only."""
+    """The KV groups of full attention. The other groups have only their last blocks."""
     groups = enumerate(zip(worker._group_spec_types, meta.local_block_ids, strict=True))
     return [
         at
@@ -81,7 +81,7 @@ def _groups(worker: Any, meta: Any) -> list[int]:
 
 
 def _same_blocks(worker: Any, engine: str) -> bool:
-    """Whether a block has the same tokens in both engines, and one worker all of them."""
+    """True if a block has the same tokens in both engines, and one worker has all of these tokens."""
     remote = worker.transfer_topo.get_engine_info(engine)
     ours = worker.block_size, worker._physical_blocks_per_logical_kv_block, worker.dcp_size
     theirs = remote.remote_block_size, remote.remote_physical_blocks_per_logical, remote.remote_dcp_size

@@ -1,27 +1,30 @@
-"""A read that NixlConnector cannot make of a request's parameters ends the decode engine.
+"""The decode worker dies: NixlConnector cannot make a read from malformed parameters of a request.
 
 ## Symptom
-The worker of the decode engine dies with `AssertionError`, `TypeError` or `ValueError` out of `start_load_kv`, in
+The worker of the decode engine dies with `AssertionError`, `TypeError` or `ValueError` in `start_load_kv`, in
 `_read_blocks_for_req` or below. Or the request waits for its load for ever, if the handshake with its peer fails.
 
 ## Cause
-The parameters come with the request. What they say of the remote blocks is used as it is (pull_worker.py 0.32.0:174):
-blocks that are no numbers raise in `_compute_desc_ids`, others elsewhere. Only what NIXL itself raises is caught
-(:560). A failed handshake is logged before it is reported (base_worker.py 0.32.0:1354), and the log line counts the
-blocks of each group: with blocks in one list it raises in a callback, and the failure is never reported.
+The parameters come with the request. NixlConnector uses their remote blocks without a check (pull_worker.py
+0.32.0:174). Blocks that are not numbers raise in `_compute_desc_ids`, and other values raise elsewhere. NixlConnector
+catches only exceptions of NIXL itself (:560).
+
+NixlConnector logs a failed handshake before it reports the failure (base_worker.py 0.32.0:1354). The log line counts
+the blocks of each group. If the blocks are in one list, the line raises in a callback, and the failure is never
+reported.
 
 ## Fix
-An exception of `_read_blocks_for_req` is logged, and the load has failed, as `kv_load_failure_policy` says. An
-exception of the log line of a failure is logged, and the failure is reported.
+The fix logs an exception of `_read_blocks_for_req`, and the load fails, as `kv_load_failure_policy` says. The fix also
+logs an exception of the log line of a failure, and reports the failure.
 
 ## Releases
-vLLM 0.32.0, the first one played, and 0.33.0.
+vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 
 ## Upstream
 None known in public: it can be abused (SECURITY.md).
 
 ## Remove when
-vLLM fails such a load.
+vLLM fails a load that it cannot make from the parameters.
 """
 
 from __future__ import annotations
@@ -73,7 +76,7 @@ def logs_what_it_can(module: ModuleType) -> Callable[..., Any]:
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """A read of whose peer the worker knows nothing. Wrong is to raise."""
+    """A read from a peer that the worker does not know. Wrong is to raise."""
     failed: set[str] = set()
     worker = SimpleNamespace(
         transfer_topo=object(), _invalid_remote_engines=set(), _remote_agents={"p": {}}, _engine_last_active={},

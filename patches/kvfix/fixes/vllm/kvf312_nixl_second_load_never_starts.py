@@ -1,27 +1,27 @@
-"""NixlConnector promises a prefill engine the blocks of a decode engine and starts no load: the request waits for ever.
+"""A request of a prefill engine waits for ever: NixlConnector promises blocks of a decode engine, but starts no load.
 
 ## Symptom
-A request of a prefill engine stays in WAITING_FOR_REMOTE_KVS and keeps its blocks: after a preemption, or after a load
-that failed or was declined (`Declining expired remote read`), with `bidirectional_kv_xfer`; without it each request
-whose parameters name the blocks of the turn before.
+A request of a prefill engine stays in WAITING_FOR_REMOTE_KVS and keeps its blocks. With `bidirectional_kv_xfer` this
+happens after a preemption, or after a load that failed or was declined (`Declining expired remote read`). Without this
+option it happens to each request whose parameters name the blocks of the previous turn.
 
 ## Cause
-get_num_new_matched_tokens promises what `remote_num_tokens` says as long as the parameters name remote blocks
-(pull_scheduler.py 0.32.0:66-104). update_state_after_alloc starts a load only with `bidirectional_kv_xfer`, and only
-once (`_remote_blocks_processed`, :135-139). A preempted request, and one whose load failed, is asked again: it is
-promised them a second time.
+get_num_new_matched_tokens promises `remote_num_tokens` as long as the parameters name remote blocks (pull_scheduler.py
+0.32.0:66-104). update_state_after_alloc starts a load only with `bidirectional_kv_xfer`, and only once
+(`_remote_blocks_processed`, :135-139). vLLM asks again for a preempted request, and for a request whose load failed,
+and NixlConnector promises the blocks a second time.
 
 ## Fix
-Where update_state_after_alloc would start no load, nothing is promised: the request computes its prompt itself.
+If update_state_after_alloc would start no load, the fix promises nothing, and the request computes its prompt itself.
 
 ## Releases
-vLLM 0.32.0, the first one played, and 0.33.0.
+vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 
 ## Upstream
 None known.
 
 ## Remove when
-vLLM asks the same of the parameters in both functions.
+vLLM checks the parameters in the same way in both functions.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """The blocks of the turn before, asked for a second time. Wrong is to promise them."""
+    """A second request for the blocks of the previous turn. Wrong is to promise them."""
     connector = SimpleNamespace(kv_recompute_threshold=0, is_bidirectional_kv_xfer_enabled=True)
     params = {
         "do_remote_decode": True, "remote_block_ids": [[1, 2]], "remote_engine_id": "d", "remote_request_id": "r",

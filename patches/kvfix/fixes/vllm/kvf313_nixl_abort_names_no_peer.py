@@ -1,26 +1,26 @@
-"""A request whose parameters lack a key is aborted before it is scheduled, and ends the decode engine.
+"""The decode engine dies when a request is aborted before it is scheduled, and its parameters lack a key of the peer.
 
 ## Symptom
 EngineCore of the decode engine dies with `KeyError: 'remote_request_id'`, or another key of `kv_transfer_params`, in
 `build_connector_meta`.
 
 ## Cause
-For a request that ends before it was scheduled NixlConnector sends a notice to the prefill engine, so that this frees
-its blocks: request_finished puts it among those that are to receive (pull_scheduler.py 0.32.0:243). In the next step
-add_new_req_to_recv reads the peer's address out of the request's parameters (metadata.py 0.32.0:330), whatever they
-hold.
+If a request ends before it was scheduled, NixlConnector sends a notice to the prefill engine, so that the prefill
+engine frees the blocks. For this notice request_finished adds the request to those that are to receive
+(pull_scheduler.py 0.32.0:243). In the next step add_new_req_to_recv reads the peer's address from the request's
+parameters without a check (metadata.py 0.32.0:330).
 
 ## Fix
-Before build_connector_meta: such a request without a peer is taken off the list. No peer waits for a notice.
+Before build_connector_meta, the fix removes a request without a peer from this list. No peer waits for a notice.
 
 ## Releases
-vLLM 0.32.0, the first one played, and 0.33.0.
+vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 
 ## Upstream
 None known in public: it can be abused (SECURITY.md).
 
 ## Remove when
-vLLM looks whether the parameters name a peer before it sends the notice.
+vLLM checks whether the parameters name a peer before it sends the notice.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _names_peer(params: Any) -> bool:
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """One that names no peer. Wrong is a KeyError."""
+    """An aborted request that names no peer. Wrong is a KeyError."""
     connector = SimpleNamespace(
         _reqs_need_recv={stubs.NAME: (stubs.request(8, kv_transfer_params={}), [], (), False)}, use_host_buffer=False,
         _reqs_need_send={}, _reqs_in_batch=set(), _reqs_not_processed=set(), _heartbeat_by_engine={},

@@ -1,21 +1,22 @@
-"""A prefill that ends while it is preempted stays in NixlConnector's worker, and the decode engine gets no blocks.
+"""Decode gets no blocks and the prefill worker leaks an id if a prefill ends while it is preempted (NixlConnector).
 
 ## Symptom
-With asynchronous scheduling the memory of the prefill engine's worker grows by one id for each such request. The decode
-engine is sent `remote_block_ids` without blocks: as released its worker dies with `AssertionError` (KVF301).
+With asynchronous scheduling the memory of the prefill engine's worker grows by one id for each request that is
+preempted at its end. The decode engine gets `remote_block_ids` without blocks, and as released its worker dies with
+`AssertionError` (KVF301).
 
 ## Cause
-With asynchronous scheduling a request can be preempted while the step that computes its last token is in flight. It
-ends with the answer of that step, and holds no blocks any more. request_finished then keeps nothing for the peer, and
-does not tell the worker, which has the request in `_reqs_to_process` since it was scheduled (pull_scheduler.py
-0.32.0:250-271).
+With asynchronous scheduling, vLLM can preempt a request while the step that computes its last token is in flight. The
+request ends with the answer of that step, and holds no blocks any more. request_finished then keeps nothing for the
+peer, and does not tell the worker. The worker has the request in `_reqs_to_process` since it was scheduled
+(pull_scheduler.py 0.32.0:250-271).
 
 ## Fix
-After request_finished: a request of a prefill engine for which no blocks are kept is among those that are not to be
-processed, as an aborted one is.
+After request_finished, the fix tells the worker not to process a request of a prefill engine for which no blocks are
+kept, as for an aborted request.
 
 ## Releases
-vLLM 0.32.0, the first one played, and 0.33.0.
+vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 
 ## Upstream
 None known.
@@ -56,7 +57,7 @@ def _keeps_nothing(connector: Any, answer: tuple[bool, Any], request: Any, *_: A
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """One that ends without blocks. Wrong is to tell the worker nothing."""
+    """A request that ends without blocks. Wrong is to tell the worker nothing."""
     from vllm.v1.request import RequestStatus
 
     parallel = SimpleNamespace(decode_context_parallel_size=1, pipeline_parallel_size=1)

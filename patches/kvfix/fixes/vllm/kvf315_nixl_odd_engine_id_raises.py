@@ -1,23 +1,23 @@
-"""A request whose parameters name the prefill engine by something that is no text ends the decode engine.
+"""The decode engine dies: the parameters of a request name the prefill engine by a value that is not a string.
 
 ## Symptom
 EngineCore of the decode engine dies with `TypeError: unhashable type` in `on_new_request`.
 
 ## Cause
-on_new_request takes `remote_engine_id` and `remote_request_id` of the request's parameters as keys (base_scheduler.py
-0.32.0:236). They come with the request, and may be a list.
+on_new_request uses `remote_engine_id` and `remote_request_id` of the request's parameters as keys (base_scheduler.py
+0.32.0:236). The values come with the request, and may be a list.
 
 ## Fix
-Such a request loads nothing: it computes its prompt itself.
+A request with a value that is not a string loads nothing: it computes its prompt itself.
 
 ## Releases
-vLLM 0.32.0, the first one played, and 0.33.0.
+vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 
 ## Upstream
 None known in public: it can be abused (SECURITY.md).
 
 ## Remove when
-vLLM looks at the types of the parameters.
+vLLM checks the types of the parameters.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kvfix.wrapping import before
 
 def fix(module: ModuleType) -> Callable[..., Any]:
     def on_new_request(connector: Any, request: Any) -> None:
-        note(__name__, f"request {request.request_id} names its peer by something that is no text")
+        note(__name__, f"request {request.request_id} names its peer by a value that is not a string")
         request.kv_transfer_params["do_remote_prefill"] = False
 
     return before(on_new_request, when=lambda connector, request: not _names(request.kv_transfer_params))

@@ -1,25 +1,26 @@
-"""One handshake that asks for a rank that is not there ends the thread that answers them, in silence.
+"""No decode engine can connect to a prefill engine any more: one malformed handshake ends the thread that answers.
 
 ## Symptom
 From some time on no decode engine can connect to a prefill engine any more: `NIXL transfer failure:
-handshake_setup_failed` with `Resource temporarily unavailable`, every load fails. The prefill engine has logged
-`KeyError` in thread `nixl_handshake_listener` once, and seems to be well.
+handshake_setup_failed` with `Resource temporarily unavailable`. Every load fails. The prefill engine has logged
+`KeyError` in thread `nixl_handshake_listener` once, and looks healthy.
 
 ## Cause
 The rank comes from `tp_size` and `pp_size` of a request's parameters. The thread looks it up in a dictionary
-(base_scheduler.py 0.32.0:368) and ends with the exception, as it does with any message that it cannot decode (:354).
+(base_scheduler.py 0.32.0:368) and ends with the exception. The thread also ends at any message that it cannot decode
+(:354).
 
 ## Fix
-The thread goes on: it opens its socket again, and the one that asked gets no answer.
+The thread continues: it opens its socket again, and the engine that sent the message gets no answer.
 
 ## Releases
-vLLM 0.32.0, the first one played, and 0.33.0; 0.26.0 by its code.
+vLLM 0.32.0 and 0.33.0. In 0.26.0 the code was read, not tested.
 
 ## Upstream
 None known in public: it can be abused (SECURITY.md).
 
 ## Remove when
-vLLM catches what a single message raises.
+vLLM catches exceptions of a single message.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ def fix(module: ModuleType) -> Callable[..., Any]:
                     ready, stop = args[1:3] if len(args) > 2 else (None, None)
                     if ready is None or stop is None or not ready.is_set():  # it could not open its socket
                         raise
-                    note(__name__, "a handshake was left out")
+                    note(__name__, "a malformed handshake was ignored")
                     engine_log.warning(
-                        f"KVF316: a handshake that cannot be answered was left out: {type(error).__name__}: {error}"
+                        f"KVF316: ignored a handshake that cannot be answered: {type(error).__name__}: {error}"
                     )
                     if stop.is_set():
                         return None

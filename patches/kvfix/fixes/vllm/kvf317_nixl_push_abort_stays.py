@@ -1,28 +1,31 @@
-"""A request that is aborted before it is scheduled stays in the worker of a decode engine that is pushed to.
+"""The decode worker's memory grows: NixlPushConnector keeps each request that is aborted before it is scheduled.
 
 ## Symptom
-With NixlPushConnector the memory of the decode engine's worker grows by the parameters of each such request, and
-`kvfix look` shows its id in `_recving_metadata`, for good. Where the parameters lack a key EngineCore dies (KVF313).
+With NixlPushConnector the memory of the decode engine's worker grows by the parameters of each request that is aborted
+before it is scheduled. `kvfix look` shows the id of the request in `_recving_metadata` for ever. If the parameters lack
+a key, EngineCore dies (KVF313).
 
 ## Cause
-For a request that ends before it was scheduled request_finished puts it among those that are to receive, without
-blocks, so that the worker tells the prefill engine (push_scheduler.py 0.32.0:231-241). The worker of push mode tells
-nobody: start_load_kv notes it as one that waits (push_worker.py 0.32.0:206), and nothing ever arrives for it. In pull
-mode such a request is not noted (pull_worker.py 0.32.0:73). So it is with a request of which another connector of a
-MultiConnector, or vLLM's own prefix cache, has all tokens: its parameters are still unread at its end (:160).
+If a request ends before it was scheduled, request_finished adds it, without blocks, to those that are to receive, so
+that the worker tells the prefill engine (push_scheduler.py 0.32.0:231-241). The worker of push mode tells no peer.
+start_load_kv records the request as waiting (push_worker.py 0.32.0:206), and nothing ever arrives for it. The worker of
+pull mode does not record the request (pull_worker.py 0.32.0:73).
+
+The same happens to a request if another connector of a MultiConnector, or vLLM's own prefix cache, has all its tokens.
+NixlPushConnector reads its parameters only at its end (:160).
 
 ## Fix
-After start_load_kv: such a request is not noted. The prefill engine keeps its blocks to the end of their lease, as it
-does as released.
+After start_load_kv, the fix removes a request without blocks from the record. The prefill engine keeps its blocks until
+the end of their lease, as in the released code.
 
 ## Releases
-vLLM 0.32.0, the first one played, and 0.33.0.
+vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 
 ## Upstream
 None known.
 
 ## Remove when
-The worker does not note a request without blocks.
+The worker does not record a request without blocks.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
     def start_load_kv(worker: Any, answer: None, metadata: Any) -> None:
         for name, meta in metadata.reqs_to_recv.items():
             if not any(meta.local_block_ids):
-                note(__name__, f"request {name} waits for nothing")
+                note(__name__, f"request {name} is removed from the requests that wait for blocks")
                 worker._recving_metadata.pop(name, None)
         return answer
 
@@ -50,7 +53,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """One without blocks. Wrong is to wait for them."""
+    """A request without blocks. Wrong is to wait for them."""
     worker = SimpleNamespace(
         pcp_rank=0, _logical_to_kernel_block_ids=lambda blocks, ratio: blocks, _remote_agents={}, _recving_metadata={},
         _physical_blocks_per_logical_kv_block=1, _send_heartbeats=lambda _: None,

@@ -1,26 +1,26 @@
-"""With `bidirectional_kv_xfer` the blocks of a request that loads nothing from a prefill engine are held for ever.
+"""The decode engine runs out of blocks: with `bidirectional_kv_xfer` NixlConnector never frees some blocks.
 
 ## Symptom
-The decode engine runs out of blocks: `GPU KV cache usage` rises to 100% and stays there, requests wait, none runs.
+The decode engine runs out of blocks: `GPU KV cache usage` rises to 100% and stays there. Requests wait, and none runs.
 
 ## Cause
 With `bidirectional_kv_xfer` request_finished keeps the blocks of every request with `kv_transfer_params`, so that the
-next turn's prefill can read them (pull_scheduler.py 0.32.0:247-278). The worker starts a lease only for requests of
-which it was told that they are in a batch, and update_state_after_alloc tells it only of those with `do_remote_prefill`
-or `do_remote_decode` (:121-124). A router that has a decode engine compute a prompt sends neither. Their lease never
-begins, and never ends.
+next turn's prefill can read them (pull_scheduler.py 0.32.0:247-278). The worker starts a lease only for requests that
+it knows to be in a batch. update_state_after_alloc tells the worker only about requests with `do_remote_prefill` or
+`do_remote_decode` (:121-124). A router that lets a decode engine compute a prompt sends neither. The lease of this
+request never begins, and never ends.
 
 ## Fix
-After update_state_after_alloc: the metadata name every request whose blocks will be kept.
+After update_state_after_alloc, the fix names every request whose blocks will be kept in the metadata.
 
 ## Releases
-vLLM 0.32.0, the first one played, and 0.33.0.
+vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 
 ## Upstream
 None known.
 
 ## Remove when
-vLLM keeps the blocks of those requests only of which the worker knows.
+vLLM keeps only the blocks of requests that the worker knows.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """A request that loads nothing. Wrong is to tell the worker nothing of it."""
+    """A request that loads nothing. Wrong is not to tell the worker about it."""
     connector = SimpleNamespace(
         _reqs_in_batch=set(), is_bidirectional_kv_xfer_enabled=True, use_host_buffer=False, _reqs_need_recv={}
     )

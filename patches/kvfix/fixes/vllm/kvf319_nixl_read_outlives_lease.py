@@ -1,4 +1,4 @@
-"""A decode engine reads blocks whose lease has ended, and takes what others have written there for the prompt's KV.
+"""A decode engine returns wrong text: NixlConnector reads blocks after their lease has ended.
 
 ## Symptom
 Wrong text, HTTP 200. The prefill engine logs `Releasing expired KV blocks for request ...`, and `Potentially invalid KV
@@ -6,24 +6,24 @@ blocks for unrecognized request ... were retrieved by a decode worker. They may 
 nothing.
 
 ## Cause
-The prefill engine keeps the blocks for `kv_lease_duration`, 30 s, and as long as the decode engine renews that with
-heartbeats (base_worker.py 0.32.0:3014). If the router, or either engine, hangs for longer, it frees them. The decode
-engine does not know when the lease ends (`remote_blocks_expiry_time` is set for the other direction alone,
-pull_scheduler.py 0.32.0:271), and NIXL reads whatever is there.
+The prefill engine keeps the blocks for `kv_lease_duration`, 30 s, and as long as the decode engine renews the lease
+with heartbeats (base_worker.py 0.32.0:3014). If the router or one of the engines hangs for longer, the prefill engine
+frees the blocks. The decode engine does not know when the lease ends, because `remote_blocks_expiry_time` is set only
+for the other direction (pull_scheduler.py 0.32.0:271). NIXL reads the blocks in any case.
 
 ## Fix
 The prefill engine names the end of the lease. The decode engine counts the heartbeats that it has sent before the lease
-was over. A read that ends later has failed, as `kv_load_failure_policy` says. Left alone: `bidirectional_kv_xfer`,
-where the same key has another meaning.
+was over. A read that ends after the lease fails, and `kv_load_failure_policy` decides. The fix does not act with
+`bidirectional_kv_xfer`, where the same key has another meaning.
 
 ## Mixed roll-out
-The prefill engine and the decode engine need it, or none. In one of them alone the decode engine still reads blocks
-whose lease has ended. The prefill engine adds `remote_blocks_expiry_time` to the `kv_transfer_params` that it returns,
-and the router must hand this key on. A decode engine with `bidirectional_kv_xfer` declines a read after that time, also
-if its heartbeats have renewed the lease: do not set the option in one of the two engines alone.
+The prefill engine and the decode engine need the fix, or none. If only one of them has it, the decode engine still
+reads blocks whose lease has ended. The prefill engine adds `remote_blocks_expiry_time` to the `kv_transfer_params` that
+it returns, and the router must pass this key on. A decode engine with `bidirectional_kv_xfer` declines a read after
+that time, even if its heartbeats have renewed the lease. So do not set this option in only one of the two engines.
 
 ## Releases
-vLLM 0.32.0, the first one played, and 0.33.0.
+vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 
 ## Upstream
 None known.
@@ -54,7 +54,7 @@ def names_the_end(module: ModuleType) -> Callable[..., Any]:
         return answer
 
     def ended(connector: Any, answer: tuple[bool, Any], *_: Any, **__: Any) -> tuple[bool, Any]:
-        """The lease is named as over: a decode engine with this fix takes nothing for loaded."""
+        """Name the lease as ended. A decode engine with this fix then counts no block as loaded."""
         return answer[0], {**answer[1], "remote_blocks_expiry_time": 0.0} if answer[1] else answer[1]
 
     return after(

@@ -1,26 +1,26 @@
-"""NixlPushConnector promises tokens without knowing who pushes them: one request ends EngineCore.
+"""EngineCore dies at one request: NixlPushConnector promises tokens without knowing which engine pushes them.
 
 ## Symptom
 EngineCore of the decode engine dies with `KeyError: 'remote_engine_id'`, or another key of `kv_transfer_params`, in
-`update_state_after_alloc` or `build_connector_meta`; or its worker with `TypeError`.
+`update_state_after_alloc` or `build_connector_meta`. Or its worker dies with `TypeError`.
 
 ## Cause
-The parameters come with the request, from the router or whoever can reach the engine. If they ask for a remote prefill,
-get_num_new_matched_tokens promises the whole prompt (push_scheduler.py 0.32.0:122). After the grant
-update_state_after_alloc reads the peer's address out of the parameters, whatever they hold (:189-193), and the metadata
-read `remote_request_id` (metadata.py 0.32.0:330).
+The parameters come with the request, from the router or from any client that can reach the engine. If they ask for a
+remote prefill, get_num_new_matched_tokens promises the whole prompt (push_scheduler.py 0.32.0:122). After the grant,
+update_state_after_alloc reads the peer's address from the parameters without a check (:189-193), and the metadata read
+`remote_request_id` (metadata.py 0.32.0:330).
 
 ## Fix
-Where the parameters do not name a peer nothing is promised: the request computes its prompt itself.
+If the parameters do not name a peer, the fix promises nothing, and the request computes its prompt itself.
 
 ## Releases
-vLLM 0.32.0, the first one played, and 0.33.0.
+vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 
 ## Upstream
 None known in public: it can be abused (SECURITY.md).
 
 ## Remove when
-vLLM looks at the parameters before it promises.
+vLLM checks the parameters before it promises.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """A remote prefill that names nobody. Wrong is to promise its tokens."""
+    """A remote prefill that names no peer. Wrong is to promise its tokens."""
     connector = SimpleNamespace(_get_remote_prefill_token_count=lambda tokens: tokens)
     return bool(hook(connector, stubs.request(32, kv_transfer_params={"do_remote_prefill": True}), 0)[0])
 

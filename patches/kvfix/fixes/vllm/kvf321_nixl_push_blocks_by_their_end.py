@@ -1,19 +1,21 @@
-"""NixlPushConnector pairs the blocks of both engines from their end: where prefill has more, KV is shifted.
+"""Wrong text with NixlPushConnector: blocks are paired from their end, and KV is shifted if prefill has more blocks.
 
 ## Symptom
-Wrong text without any message, where the prefill engine has generated more than one token.
+Wrong text without any message, if the prefill engine has generated more than one token.
 
 ## Cause
-A decode engine that has a prefix hit names the blocks of the rest of the prompt. `_apply_prefix_caching` takes as many
-blocks from the end of what the prefill engine has (push_worker.py 0.32.0:660, base_worker.py:3461). That is right only
-if both end at the same token. A router that lets the prefill engine generate more (no `max_tokens` of 1) gets a block
-more where that crosses into one. In pull mode it is KVF310.
+A decode engine that has a prefix hit names the blocks for the rest of the prompt. `_apply_prefix_caching` takes that
+many blocks from the end of the prefill engine's list (push_worker.py 0.32.0:660, base_worker.py:3461). This is right
+only if both lists end at the same token. A router may let the prefill engine generate more than one token (no
+`max_tokens` of 1). If the generated tokens need a new block, the prefill engine has one block more. KVF310 is the same
+bug in pull mode.
 
 ## Fix
-After request_finished of the prefill engine: of a KV group of full attention the worker gets the prompt's blocks alone.
+After request_finished of the prefill engine, the worker gets only the prompt's blocks of a KV group with full
+attention.
 
 ## Releases
-vLLM 0.32.0, the first one played, and 0.33.0.
+vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 
 ## Upstream
 None known in public: it can be abused (SECURITY.md).
@@ -44,7 +46,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
             for spec, group in zip(specs, blocks, strict=True)
         )
         if any(len(one) != len(other) for one, other in zip(cut, blocks, strict=True)):
-            note(__name__, f"request {request.request_id}: blocks behind its prompt are not sent")
+            note(__name__, f"request {request.request_id}: blocks after its prompt are not sent")
         connector._newly_finished_push_blocks[request.request_id] = cut
         return answer
 
@@ -58,13 +60,13 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def _not_pushed(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any, **__: Any) -> tuple[bool, Any]:
-    """The decode engine gives the load up at its timeout (KVF322)."""
+    """Push no block. The load of the decode engine then fails at its timeout (KVF322)."""
     connector._newly_finished_push_blocks.pop(request.request_id, None)
     return answer
 
 
 def _is_full(spec: Any) -> bool:
-    """Of the other KV groups there are the last blocks only."""
+    """True for KV groups of full attention. The other groups have only their last blocks."""
     return "FullAttentionSpec" in {each.__name__ for each in type(spec).__mro__}
 
 

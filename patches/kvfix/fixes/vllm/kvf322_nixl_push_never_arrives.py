@@ -1,30 +1,32 @@
-"""A decode engine waits for ever for blocks that nobody will push, also for a request that is aborted.
+"""Requests of a decode engine wait for ever: NixlPushConnector waits for blocks that no engine will push.
 
 ## Symptom
-With NixlPushConnector requests of the decode engine stay in WAITING_FOR_REMOTE_KVS and keep their blocks. It logs
-`registration for request ... timed out after 480.0s without a push completion`, or, for an aborted one, nothing.
-`GPU KV cache usage` rises, until none runs.
+With NixlPushConnector, requests of the decode engine stay in WAITING_FOR_REMOTE_KVS and keep their blocks. The decode
+engine logs `registration for request ... timed out after 480.0s without a push completion`. For an aborted request it
+logs nothing. `GPU KV cache usage` rises, until no request runs.
 
 ## Cause
-The decode engine sends the prefill engine its blocks and waits. That the prefill engine has no such request any more
-(aborted, its lease over, another request of the same id served instead), could not connect, could not write, or is
-gone, it never says. Where the router sends requests to both engines at once, one may also wait in each of them for the
-blocks of another. At `push_registration_timeout` build_connector_meta drops what it knows of the registration and
-logs it (push_scheduler.py 0.32.0:297-330); the worker goes on waiting. Of an aborted request the blocks are kept until
-the worker has an answer (v1/core/sched/scheduler.py 0.32.0:2703).
+The decode engine sends the prefill engine its blocks and waits. The prefill engine never reports that it cannot write
+them. For example, the prefill engine may not have the request any more, because the request was aborted or its lease is
+over. Or it served another request of the same id instead, could not connect, could not write, or has ended. If the
+router sends requests to both engines at once, a request in each engine may also wait for the blocks of the other.
+
+At `push_registration_timeout` build_connector_meta drops the registration and logs it (push_scheduler.py
+0.32.0:297-330), but the worker continues to wait. vLLM keeps the blocks of an aborted request until the worker has an
+answer (v1/core/sched/scheduler.py 0.32.0:2703).
 
 ## Fix
-The registration names its end. After it the prefill engine's worker begins no write; some seconds later the decode
-engine's worker has the load failed, as `kv_load_failure_policy` says.
+The registration names its end. After this end the prefill engine's worker begins no write. Some seconds later the
+decode engine's worker reports the load as failed, and `kv_load_failure_policy` decides.
 
 ## Mixed roll-out
-The prefill engine and the decode engine must both have it. In the prefill engine alone it changes nothing. In the
-decode engine alone it can be worse than as released: the decode engine frees the blocks of a load that has timed out,
-and a prefill engine without the fix may still write into them. Restart the prefill engines with the fix first. Remove
-the fix from the decode engines first.
+The prefill engine and the decode engine must both have the fix. In the prefill engine alone it changes nothing. In the
+decode engine alone it can be worse than the released code. The decode engine then frees the blocks of a load that has
+timed out, and a prefill engine without the fix may still write into them. Restart the prefill engines with the fix
+first. Remove the fix from the decode engines first.
 
 ## Releases
-vLLM 0.32.0, the first one played, and 0.33.0.
+vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 
 ## Upstream
 None known.
@@ -84,7 +86,7 @@ def gives_up(module: ModuleType) -> Callable[..., Any]:
                 del worker._kvfix_ends[name]
             elif now > until + _GRACE:
                 del worker._kvfix_ends[name]
-                note(__name__, f"request {name}: its load is given up")
+                note(__name__, f"request {name}: its load has timed out")
                 worker._failed_recv_reqs.put(name)
 
     return before(get_transfer_results, when=lambda worker: getattr(worker, "_kvfix_ends", None))
@@ -109,7 +111,7 @@ def begins_in_time(module: ModuleType) -> Callable[..., Any]:
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """A registration. Wrong is that it does not say how long it is good for."""
+    """A registration. Wrong is that it does not name its end."""
     blocks = SimpleNamespace(get_unhashed_block_ids_all_groups=lambda: ([1],))
     connector = stubs.push_decode()
     params = {

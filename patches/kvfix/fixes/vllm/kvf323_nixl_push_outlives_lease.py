@@ -1,23 +1,24 @@
-"""A prefill engine writes blocks to its peer whose lease has ended: others have written there, and decode takes it.
+"""A decode engine returns wrong text: NixlPushConnector writes blocks to it after their lease has ended.
 
 ## Symptom
 Wrong text, HTTP 200. The prefill engine logs `Releasing expired KV blocks for request ...`; the decode engine logs
 nothing.
 
 ## Cause
-The worker frees the blocks of a request at the end of its lease, also while a write of them is in flight: "Expired
-requests were already reported, even if their WRITEs finish later" (push_worker.py 0.32.0:818). And the thread that
-writes does not look whether the lease is over: after a handshake that took longer it writes from blocks that are free
-(:240, `_deferred_push_inbox` is not evicted). The notice that comes with the write tells the decode engine that all is
-there.
+The worker frees the blocks of a request at the end of its lease, even while a write of these blocks is in flight.
+vLLM's comment says: "Expired requests were already reported, even if their WRITEs finish later" (push_worker.py
+0.32.0:818).
+
+The thread that writes does not check whether the lease is over. After a handshake that took longer than the lease, it
+writes from free blocks (:240, `_deferred_push_inbox` is not evicted). The notice of the write tells the decode engine
+that all blocks have arrived.
 
 ## Fix
-The lease of a request whose write is in flight goes on until the write is done. No write begins after the lease has
-ended. The decode engine then waits for the blocks, as it does for those of an aborted prefill. With KVF322 its load
-fails.
+The fix extends the lease of a request whose write is in flight until the write is done. No write begins after the lease
+has ended. The decode engine then waits for the blocks, as after an aborted prefill. With KVF322 its load fails.
 
 ## Releases
-vLLM 0.32.0, the first one played, and 0.33.0.
+vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 
 ## Upstream
 None known.
@@ -89,7 +90,7 @@ def begins_with_what_is_kept(module: ModuleType) -> Callable[..., Any]:
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """A request whose lease is over. Wrong is to look for a way to its peer."""
+    """A request whose lease is over. Wrong is to connect to its peer."""
     worker = SimpleNamespace(_reqs_to_process=set(), transfer_topo=object(), tp_mappings={}, _sending_transfers={})
     worker._sending_transfers_lock = threading.Lock()
     vars(worker)[_OVER] = {stubs.NAME: None}

@@ -1,27 +1,29 @@
-"""A prefill engine keeps every registration that it has no request for, for good, and may serve it later by mistake.
+"""The prefill worker's memory grows: NixlPushConnector keeps registrations of requests that it does not have.
 
 ## Symptom
-With NixlPushConnector the memory of the prefill engine's worker grows by each request of the decode engine whose
-prefill was aborted, was over before its registration came, or has been pushed to another one already.
+With NixlPushConnector the memory of the prefill engine's worker grows with some requests of the decode engine. These
+are requests whose prefill was aborted, had ended before the registration came, or was pushed to another request.
 
 ## Cause
-A registration that comes before its request has ended waits in `_pending_d_registrations`, under the decode engine's
-id of the request. It is dropped by the prefill engine's id (push_worker.py 0.32.0:276, `_evict_finished_inbox`), which
-has another end (`-` and eight digits): never. It is matched without that end (:413): a later request of the same id is
-written into the blocks of the one that was given up, and its own registration waits.
+A registration that comes before its request has ended waits in `_pending_d_registrations`, under the decode engine's id
+of the request. The worker drops it by the prefill engine's id (push_worker.py 0.32.0:276, `_evict_finished_inbox`). The
+two ids end differently (`-` and eight digits), so the worker never drops it.
+
+The worker matches a registration without this end (:413). So it writes a later request of the same id into the blocks
+of the old registration, and the later request's own registration waits.
 
 ## Fix
-In get_transfer_results: a registration that has waited for `push_registration_timeout` is dropped: the decode engine
-has given it up by then.
+In get_transfer_results the fix drops a registration that has waited for `push_registration_timeout`. The decode engine
+has dropped it by then.
 
 ## Releases
-vLLM 0.32.0, the first one played, and 0.33.0.
+vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 
 ## Upstream
 None known.
 
 ## Remove when
-vLLM drops registrations that nothing is pushed for.
+vLLM drops registrations for which nothing is pushed.
 """
 
 from __future__ import annotations

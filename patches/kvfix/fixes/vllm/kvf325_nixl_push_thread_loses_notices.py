@@ -1,26 +1,26 @@
-"""One registration that cannot be served takes with it the notices that came with it: their requests wait for ever.
+"""Requests wait for ever: one bad registration makes NixlPushConnector lose the notices that came with it.
 
 ## Symptom
-With NixlPushConnector the log has `nixl-push-writer error; continuing`. Then leases end early, and requests stay in
-WAITING_FOR_REMOTE_KVS, which have nothing to do with the one of the error.
+With NixlPushConnector the log has `nixl-push-writer error; continuing`. Then leases of unrelated requests end early,
+and unrelated requests stay in WAITING_FOR_REMOTE_KVS.
 
 ## Cause
-The thread that writes fetches all notices of the peers at once, and handles one after the other: an exception in
-one, of a registration that names more blocks than the prefill engine has, leaves the loop, and the rest are gone
-(push_worker.py 0.32.0:355-361).
+The thread that writes fetches all notices of the peers at once, and handles one after the other. One notice may raise,
+such as a registration that names more blocks than the prefill engine has. The exception leaves the loop, and the thread
+loses the remaining notices (push_worker.py 0.32.0:355-361).
 
 ## Fix
-An exception of `_handle_push_reg_notif` is logged, and the thread goes on with the next notice. What could not be
-written waits for the end of its lease, and of its registration.
+The fix logs an exception of `_handle_push_reg_notif`, and the thread continues with the next notice. A request that
+could not be written waits for the end of its lease, and of its registration.
 
 ## Releases
-vLLM 0.32.0, the first one played, and 0.33.0; 0.26.0 by its code.
+vLLM 0.32.0 and 0.33.0. In 0.26.0 the code was read, not tested.
 
 ## Upstream
 None known.
 
 ## Remove when
-vLLM catches what a single registration raises.
+vLLM catches exceptions of a single registration.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def fix(module: ModuleType) -> Callable[..., Any]:
             except Exception as error:
                 if not hasattr(worker, "_pending_d_registrations"):
                     raise
-                note(__name__, "a registration is not served")
-                engine_log.warning(f"KVF325: a registration is not served: {type(error).__name__}: {error}")
+                note(__name__, "a malformed registration was ignored")
+                engine_log.warning(f"KVF325: ignored a malformed registration: {type(error).__name__}: {error}")
                 return None
 
         return _handle_push_reg_notif
@@ -56,7 +56,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """One that cannot be served. Wrong is to raise."""
+    """A registration that cannot be served. Wrong is to raise."""
 
     def raises(*_: Any) -> None:
         raise KeyError

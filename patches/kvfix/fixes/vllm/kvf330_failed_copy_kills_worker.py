@@ -1,22 +1,22 @@
-"""A copy of the OffloadingConnector fails, and the worker dies, with the engine.
+"""EngineCore dies when one copy of OffloadingConnector fails: the worker asserts that every copy succeeds.
 
 ## Symptom
 The worker dies with a bare `AssertionError` at `assert transfer_result.success` in `get_finished` of
-offloading/worker.py, and EngineCore with it. vLLM's own copies between GPU and CPU memory raise where they fail; those
-of other workers (`spec_module_path`), such as llm-d's to a file system, report it.
+offloading/worker.py, and EngineCore dies with it. vLLM's own copies between GPU and CPU memory raise if they fail.
+Other workers (`spec_module_path`), such as llm-d's for a file system, report the failure.
 
 ## Cause
-`get_finished` asserts that each copy has succeeded, "we currently do not support job failures" (offloading/worker.py
-0.32.0:288). What a failed copy needs is there: the manager drops the chunks of a store that is completed as failed,
-and vLLM computes what was not loaded, or ends the request (`kv_load_failure_policy`), if its worker says so.
+`get_finished` asserts that each copy has succeeded: "we currently do not support job failures" (offloading/worker.py
+0.32.0:288). The code to handle a failed copy exists. The manager drops the chunks of a store that is completed as
+failed. If the worker reports a failed load, vLLM computes the tokens, or ends the request (`kv_load_failure_policy`).
 
 ## Fix
-`get_finished` sees all copies as done. What has failed goes with its report: a store is completed as failed, and a load
-is named as failed to vLLM. That request loads nothing more, else a chunk that can never be read would be tried for
-ever.
+`get_finished` sees all copies as done. The worker's report names the copies that failed: a store is completed as
+failed, and vLLM gets a load as failed. The request of a failed load loads nothing more. Otherwise vLLM would try a
+chunk that can never be read again and again.
 
 ## Releases
-vLLM 0.26.0 to 0.33.0. The fix is for 0.32.0 and later: earlier ones know no failed loads by request.
+vLLM 0.26.0 to 0.33.0. The fix is for 0.32.0 and later, because earlier releases cannot report a failed load by request.
 
 ## Upstream
 https://github.com/vllm-project/vllm/issues/39732, https://github.com/vllm-project/vllm/pull/52838 (open).
@@ -69,7 +69,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def _note_failed(worker: Any, done: Any) -> Any:
-    """Note the copies that have failed for the scheduler, and hand all on as made."""
+    """Record the failed copies for the scheduler, and return all copies as done."""
     failed = {each.job_id for each in done if not each.success}
     if failed:
         note(__name__, f"{len(failed)} copies have failed")
@@ -91,7 +91,7 @@ def is_told(module: ModuleType) -> Callable[..., Any]:
 
 
 def fix_aggregate(module: ModuleType) -> Callable[..., Any]:
-    """Of several ranks: a job has failed if one says so."""
+    """Combine the reports of several ranks. A job has failed if one rank reports it as failed."""
 
     def aggregate(meta: Any, answer: Any, other: Any) -> Any:
         setattr(answer, _JOBS, getattr(meta, _JOBS, set()) | getattr(other, _JOBS, set()))

@@ -1,17 +1,17 @@
-"""After new weights the OffloadingConnector loads KV of the old ones from its files: wrong text.
+"""Wrong text after a weight update: OffloadingConnector loads KV of the old weights from its secondary tiers.
 
 ## Symptom
-Nothing is logged. After `reset_prefix_cache` with `reset_connector` (a weight update in RLHF), wrong text of prompts
-that were offloaded before. It takes `TieringOffloadingSpec` with `secondary_tiers`.
+Nothing is logged. After `reset_prefix_cache` with `reset_connector` (a weight update in RLHF), prompts that were
+offloaded before return wrong text. This needs `TieringOffloadingSpec` with `secondary_tiers`.
 
 ## Cause
-The connector's `reset_cache` empties its CPU memory, says True, and keeps what is in its secondary tiers
+The connector's `reset_cache` empties its CPU memory, returns True, and keeps the secondary tiers
 (`TieringOffloadingManager.reset_cache`, tiering/manager.py 0.32.0:931: "persistent stores keep their data across
-resets"). Their keys are those of the tokens, whatever the weights.
+resets"). The keys of these tiers depend on the tokens only, not on the weights.
 
 ## Fix
-`reset_cache` answers False, and says why in the log, so that `reset_prefix_cache` answers False: its caller learns that
-old KV is still there. kvfix deletes no files. Delete them yourself (`root_dir`), or give each version of the weights a
+`reset_cache` answers False and logs the reason. `reset_prefix_cache` then answers False too, so its caller learns that
+old KV is still stored. kvfix deletes no files. Delete them yourself (`root_dir`), or give each version of the weights a
 folder of its own.
 
 ## Releases
@@ -40,8 +40,8 @@ from kvfix.wrapping import after
 def fix(module: ModuleType) -> Callable[..., Any]:
     def reset_cache(connector: Any, answer: Any) -> bool:
         engine_log.warning(
-            "reset_prefix_cache: the secondary tiers of the OffloadingConnector keep KV of the old weights; the answer "
-            "is False (KVF331)"
+            "KVF331: reset_prefix_cache answers False: the secondary tiers of OffloadingConnector keep KV of the old "
+            "weights. Delete their files, or use another root_dir."
         )
         return False
 

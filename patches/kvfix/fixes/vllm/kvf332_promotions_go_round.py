@@ -1,28 +1,28 @@
-"""A request with a longer hit than the OffloadingConnector has CPU memory waits for ever: chunks evict each other.
+"""A request waits for ever if its hit is larger than OffloadingConnector's CPU memory: its chunks evict each other.
 
 ## Symptom
-Nothing is logged at the default level. A request stays in WAITING, the file system tier reads the same chunks again and
-again. It takes `TieringOffloadingSpec` with `secondary_tiers`, and less CPU memory than the requests that wait have
-in the tier.
+Nothing is logged at the default level. A request stays in WAITING, and the file system tier reads the same chunks again
+and again. This needs `TieringOffloadingSpec` with `secondary_tiers`, and less CPU memory than the chunks of the waiting
+requests need.
 
 ## Cause
-A lookup that finds a chunk in a tier takes room for it in the CPU memory at once, and evicts the chunk used longest ago
-(`_initiate_promotion`, tiering/manager.py 0.32.0:492). This may be one that the same request has just been promoted: a
-chunk that was found is not protected before the load is granted. The lookup says "not yet" while a chunk is on its way,
-so each lookup asks for the chunk that the one before has evicted.
+A lookup that finds a chunk in a tier allocates CPU memory for it at once, and evicts the least recently used chunk
+(`_initiate_promotion`, tiering/manager.py 0.32.0:492). The evicted chunk may be one that was just promoted for the same
+request, because a found chunk is not protected before the load is granted. The lookup answers "not yet" while a chunk
+is being promoted. So each lookup asks for the chunk that the previous lookup has evicted.
 
 ## Fix
-A chunk is promoted for a request once until it has loaded. If it is gone again by then, the lookup takes it for a miss:
-the request loads what is before it and computes the rest.
+The fix promotes a chunk only once for a request, until the request has loaded. If the chunk has been evicted by then,
+the lookup counts it as a miss. The request loads the chunks before it and computes the rest.
 
 ## Releases
-vLLM 0.32.0 and 0.33.0, the first ones played.
+vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 
 ## Upstream
 None known.
 
 ## Remove when
-`TieringOffloadingManager.lookup` protects what it has found, or promotes a chunk no second time.
+`TieringOffloadingManager.lookup` protects found chunks, or promotes no chunk a second time.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def fix_load(module: ModuleType) -> Callable[..., Any]:
-    """With the load a request has what was promoted. It may need it again after a preemption."""
+    """Forget the promotions of a request that loads. It may need them again after a preemption."""
 
     def prepare_load(manager: Any, keys: Any, req_context: Any) -> None:
         vars(req_context).pop(_PROMOTED, None)
@@ -63,7 +63,7 @@ def fix_load(module: ModuleType) -> Callable[..., Any]:
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """A chunk is to be promoted for a request, and again. Wrong is to do it both times."""
+    """A chunk is promoted twice for one request. Wrong is to do it both times."""
     written = SimpleNamespace(keys_to_store=[b"key"], store_spec=module.CPULoadStoreSpec([0]))
     manager = SimpleNamespace(
         primary_tier=SimpleNamespace(prepare_write=lambda *_: written), _request_load_sources={},

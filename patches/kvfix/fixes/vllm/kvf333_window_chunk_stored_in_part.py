@@ -1,26 +1,26 @@
-"""The OffloadingConnector stores a chunk of a sliding window of which only the end is there: wrong KV for later hits.
+"""Later requests return wrong text: OffloadingConnector stores a chunk of a sliding window that is not complete.
 
 ## Symptom
-Nothing is logged. Later, wrong text in requests that begin with the same tokens. Models with layers of sliding windows,
-and `blocks_per_chunk` (or `block_size`) of more than one block.
+Nothing is logged. Later, requests that begin with the same tokens return wrong text. The model has layers of sliding
+windows, and `blocks_per_chunk` (or `block_size`) is more than one block.
 
 ## Cause
-A request that begins with a hit has null blocks in front of its window. Where the window begins within a chunk, the
-OffloadingConnector looks at the chunk's last block only, stores the blocks that are there, and the chunk counts as
-whole (offloading/scheduler.py 0.32.0:1651, 1767). A later request, whose window begins elsewhere in the chunk, loads
-what was in the CPU memory before.
+A request that begins with a hit has null blocks in front of its window. If the window begins within a chunk,
+OffloadingConnector checks only the chunk's last block. It stores the blocks that are not null, and counts the chunk as
+complete (offloading/scheduler.py 0.32.0:1651, 1767). A later request, whose window begins elsewhere in the chunk, loads
+the old content of the CPU memory for the missing blocks.
 
 ## Fix
-A chunk of a window without all its blocks is not stored.
+The fix does not store a chunk of a window in which a block is null.
 
 ## Releases
-vLLM 0.32.0 and 0.33.0, the first ones played.
+vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 
 ## Upstream
 None known.
 
 ## Remove when
-`_build_store_jobs` looks at all blocks of a chunk.
+`_build_store_jobs` checks all blocks of a chunk.
 """
 
 from __future__ import annotations

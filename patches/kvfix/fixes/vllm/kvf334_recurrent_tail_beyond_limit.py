@@ -1,17 +1,21 @@
-"""A request says how many tokens of it the OffloadingConnector may store, and EngineCore dies, or all are stored.
+"""EngineCore dies, or too many tokens are stored: OffloadingConnector does not keep to a request's store limit.
 
 ## Symptom
 EngineCore dies with a bare `AssertionError` at `assert boundary <= max_boundary` in `_build_partial_tail_store_jobs` of
-offloading/scheduler.py. It takes a model with layers of recurrent state (Mamba, `mamba_cache_mode` "align"), one block
-to a chunk, and hits finer than a block (`prefix_match_unit`). The limit is a parameter of the request: whoever can
-reach the engine can do it.
+offloading/scheduler.py. With a limit of 0, all tokens are stored. The limit is a parameter of the request, so any
+client that can reach the engine can cause this. It needs all of:
+
+- a model with layers of recurrent state (Mamba, `mamba_cache_mode` "align")
+- one block to a chunk
+- hits finer than a block (`prefix_match_unit`)
 
 ## Cause
-For the end of such a prompt vLLM hands the connector the block with the recurrent state. It knows nothing of the limit,
-which the connector asserts of it (offloading/scheduler.py 0.32.0:1443). A limit of 0 it takes for none (:1437).
+At the end of a prompt vLLM passes the block with the recurrent state to the connector. vLLM does not know the limit,
+but the connector asserts that the block is within it (offloading/scheduler.py 0.32.0:1443). The connector treats a
+limit of 0 as no limit (:1437).
 
 ## Fix
-What is handed over beyond the limit of its request is left out.
+The fix leaves out a block beyond the limit of its request.
 
 ## Releases
 vLLM 0.32.0 and 0.33.0.
@@ -59,7 +63,7 @@ def _fits(scheduler: Any, name: str, entry: Any) -> bool:
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """40 tokens of a request that allows 8 are handed over. Wrong is an AssertionError."""
+    """40 tokens of a request that allows 8 are passed on. Wrong is an AssertionError."""
     status = SimpleNamespace(req=stubs.request(40, num_prompt_tokens=40), max_offload_tokens=8, group_states=())
     scheduler = SimpleNamespace(
         _req_status={stubs.NAME: status}, _partial_tail_block_size=16, _cow_source_groups=frozenset(),

@@ -1,17 +1,18 @@
-"""A request names its peer for the OffloadingConnector's p2p tier in a wrong form, and EngineCore dies.
+"""EngineCore dies at a request that names its peer for OffloadingConnector's p2p tier in a wrong form.
 
 ## Symptom
 EngineCore dies with `AttributeError: ... object has no attribute 'get'` or `TypeError: unhashable type` in
-tiering/p2p/manager.py. It takes `TieringOffloadingSpec` with a secondary tier of type `p2p`. The form is that of a
-request's parameters: whoever can reach the engine can do it.
+tiering/p2p/manager.py. This needs `TieringOffloadingSpec` with a secondary tier of type `p2p`. The value is a parameter
+of the request, so any client that can reach the engine can cause this.
 
 ## Cause
-What the parameters have under the tier's names is taken for dictionaries, and what names the request at the peer for
-text (tiering/p2p/manager.py 0.32.0:79-146); neither is looked at. It is read where the request is added, and used as a
-key where it is looked up and where it ends (:391, :467): each is a call of the scheduler, which nothing catches.
+The tier expects dictionaries under its names in the parameters, and a string as the name of the request at the peer,
+but checks neither (tiering/p2p/manager.py 0.32.0:79-146). The tier reads the values when the request is added. It uses
+the name as a key in the lookup and at the end of the request (:391, :467). Each is a call of the scheduler, and nothing
+catches an exception there.
 
 ## Fix
-What has another form is left out: the tier has nothing for the request, and it is computed here.
+The fix ignores values of another form. The tier then has nothing for the request, and this engine computes it.
 
 ## Releases
 vLLM 0.32.0 and 0.33.0.
@@ -20,7 +21,7 @@ vLLM 0.32.0 and 0.33.0.
 None known in public: it can be abused (SECURITY.md).
 
 ## Remove when
-`_parse_source` and `_parse_dest` look at the form of what they read.
+`_parse_source` and `_parse_dest` check the form of the values.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ def _malformed(params: Any) -> bool:
 def fix(module: ModuleType) -> Callable[..., Any]:
     def on_new_request(tier: Any, context: Any) -> Generator[None, Any, Any]:
         params = context.kv_transfer_params
-        engine_log.warning("KVF335: what a request says of its peer has no known form, and is left out")
-        note(__name__, "parameters of a peer were left out")
+        engine_log.warning("KVF335: ignored malformed kv_transfer_params of a request for the p2p tier")
+        note(__name__, "malformed parameters of a request were ignored")
         known = {}
         if isinstance(params, dict):
             known = {key: value for key, value in params.items() if key not in _ROLES or _has_form(value)}

@@ -1,22 +1,26 @@
-"""NixlConnector lets two decode requests read the same prefill's blocks; the first one frees them: silent wrong text.
+"""Wrong text on decode: NixlConnector lets two decode requests read one prefill's blocks, and the first one frees them.
 
 ## Symptom
-None on decode: HTTP 200, and text that does not fit its prompt. Prefill logs `Potentially invalid KV blocks for
-unrecognized request ... were retrieved by a decode worker`. A router or a client has sent a decode request again with
-the same kv_transfer_params, or it asks for several answers (`n`), each of which is a request of its own.
+Decode shows nothing: HTTP 200, and text that does not fit its prompt. Prefill logs `Potentially invalid KV blocks for
+unrecognized request ... were retrieved by a decode worker`. There are two triggers:
+
+- A router or a client has sent a decode request again with the same kv_transfer_params.
+- A request asks for several answers (`n`). Each answer is a request of its own.
 
 ## Cause
 get_num_new_matched_tokens promises the prompt to every request that names remote blocks (pull_scheduler.py 0.32.0:60).
-Prefill frees them when the first read is reported (pull_worker.py 0.32.0:690), and others use them: the second request
-reads theirs. Decode's own prefix cache holds whole blocks only, so a hit there does not help the last one.
+Prefill frees the blocks when the first read is reported (pull_worker.py 0.32.0:690). Other requests then use the
+blocks, and the second decode request reads their KV. Decode's own prefix cache holds whole blocks only, so a hit there
+does not help for the last block.
 
 ## Fix
-One request of an engine reads a prefill's blocks, the first to arrive. Another one with the same remote_engine_id and
-remote_request_id computes its prompt itself, on top of what vLLM's prefix cache has, and tells prefill nothing, also
-when it is aborted. What another decode engine has read is not known: a router that tries again has to begin at prefill.
+Only the first request of an engine reads a prefill's blocks. A later request with the same remote_engine_id and
+remote_request_id computes its prompt itself, on top of vLLM's prefix cache. It sends prefill no notice, even when it is
+aborted. The fix does not know which blocks another decode engine has read. So a router that tries again must begin at
+prefill.
 
 ## Releases
-vLLM 0.20 and later; in 0.33.0 too.
+vLLM 0.20 to 0.33.0.
 
 ## Upstream
 None known.
@@ -50,14 +54,14 @@ def _arrives(module: ModuleType) -> Callable[..., Any]:
 
 
 def _reads(connector: Any, request: Any) -> bool:
-    """Whether it is the one that reads its prefill's blocks. Else it is to compute its prompt."""
+    """True if this request may read its prefill's blocks. Otherwise it computes its prompt."""
     params = request.kv_transfer_params
     prefill = params.get("remote_engine_id"), params.get("remote_request_id")
     return None in prefill or _prefills.loads(connector, prefill, request)
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """Two requests of one prefill. Wrong is to promise its tokens to both."""
+    """Two requests for one prefill. Wrong is to promise its tokens to both."""
     connector = SimpleNamespace(_get_remote_prefill_token_count=lambda tokens: tokens, kv_recompute_threshold=0)
     params = {
         "do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_engine_id": "p", "remote_request_id": "r",

@@ -1,26 +1,26 @@
-"""One request that names a wrong number of ranks keeps two engines from connecting until one of them is restarted.
+"""All loads from one prefill engine fail until a restart: NixlConnector remembers the wrong rank count of one request.
 
 ## Symptom
 From some time on all loads from one prefill engine fail: `NIXL transfer failure: handshake_setup_failed` with
-`AssertionError` in `_validate_remote_agent_handshake`, again for each request, though their parameters are right.
+`AssertionError` in `_validate_remote_agent_handshake`. The error repeats for each request, although the parameters are
+right.
 
 ## Cause
-`tp_size` comes from a request's parameters. `add_remote_agent` keeps it for the peer before it checks it
-(base_worker.py 0.32.0:2254), and `register_remote_engine` never replaces what it keeps (utils.py 0.32.0:467). Each
-later handshake with that peer compares its own `tp_size` with that of the one that was refused (base_worker.py
-0.32.0:2425).
+`tp_size` comes from a request's parameters. `add_remote_agent` stores it for the peer before it checks it
+(base_worker.py 0.32.0:2254), and `register_remote_engine` never replaces the stored value (utils.py 0.32.0:467). Each
+later handshake with this peer compares its own `tp_size` with the refused value (base_worker.py 0.32.0:2425).
 
 ## Fix
-What was kept of a peer is forgotten if it is refused.
+If a peer is refused, the fix deletes the stored values of the peer.
 
 ## Releases
-vLLM 0.32.0, the first one played, and 0.33.0.
+vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 
 ## Upstream
 None known in public: it can be abused (SECURITY.md).
 
 ## Remove when
-vLLM keeps nothing of a peer that it has refused.
+vLLM stores nothing about a peer that it has refused.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
             refused = False
         finally:
             if refused and metadata.engine_id not in worker._remote_agents:
-                note(__name__, f"a refused peer is forgotten: {metadata.engine_id}")
+                note(__name__, f"the stored values of a refused peer are deleted: {metadata.engine_id}")
                 worker.transfer_topo.unregister_remote_engine(metadata.engine_id)
         return answer
 

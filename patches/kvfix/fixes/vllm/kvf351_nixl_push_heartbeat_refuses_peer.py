@@ -1,29 +1,28 @@
-"""In push mode a heartbeat refuses a prefill engine that has more ranks than KV heads, and loads fail with it.
+"""Loads fail in push mode: NixlPushConnector's heartbeat refuses a prefill engine that has more ranks than KV heads.
 
 ## Symptom
-In push mode, where the prefill engine has more ranks than the decode engine and than the model has KV heads: `NIXL
-transfer failure: handshake_setup_failed` with `AssertionError` in `_validate_remote_agent_handshake` for each
-heartbeat, and `push_reg_handshake_failed` for requests that come meanwhile; their loads fail. Leases of requests that
-wait for blocks are not renewed.
+In push mode, the prefill engine has more ranks than the decode engine and more ranks than the model has KV heads. Each
+heartbeat logs `NIXL transfer failure: handshake_setup_failed` with `AssertionError` in
+`_validate_remote_agent_handshake`. Requests that come meanwhile log `push_reg_handshake_failed`, and their loads fail.
+Leases of requests that wait for blocks are not renewed.
 
 ## Cause
-A decode engine that is pushed to reads nothing of its peer, and its registrations need no more than the peer's agents.
-A heartbeat that comes first makes the whole handshake of one that reads (base_worker.py 0.32.0:3192), whose check
-refuses ranks that have a copy of a head (:2450). A registration joins a handshake that is in flight, whichever it is
+In push mode a decode engine reads nothing from its peer. Its registrations need only the peer's agents. But a heartbeat
+that comes first makes the complete handshake of an engine that reads (base_worker.py 0.32.0:3192). The check of this
+handshake refuses ranks that have a copy of a head (:2450). A registration joins any handshake that is in flight
 (:1290).
 
 ## Fix
-Where that check would refuse the peer, the handshake of a heartbeat asks for its agents alone, as that of a
-registration.
+If the check would refuse the peer, the handshake of a heartbeat asks only for the peer's agents, like a registration.
 
 ## Releases
-vLLM 0.32.0, the first one played, and 0.33.0.
+vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 
 ## Upstream
 None known.
 
 ## Remove when
-Heartbeats of push mode make the handshake that registrations make.
+Heartbeats of push mode make the same handshake as registrations.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         ) -> Any:
             return ensure(engine, host, port, ranks, dcp, pp, only or _is_refused(worker, ranks))
 
-        note(__name__, "a heartbeat connects to the agents alone")
+        note(__name__, "a heartbeat connects only to the agents of its peer")
         with replaced(worker, _ensure_handshake=agents_alone):
             answer = yield
         return answer
@@ -63,7 +62,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def _is_refused(worker: Any, ranks: int) -> bool:
-    """Whether the check for reads refuses a peer of so many ranks."""
+    """True if the check for reads refuses a peer with this number of ranks."""
     heads = worker.transfer_topo.total_num_kv_heads
     return bool(ranks > worker.world_size and ranks > heads and not worker.use_mla and not worker._has_mamba)
 

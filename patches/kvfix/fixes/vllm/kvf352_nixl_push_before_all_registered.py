@@ -1,28 +1,28 @@
-"""In push mode blocks are written to a rank that has not registered them: decode dies, or another request's KV is lost.
+"""Decode dies or another request returns wrong text: NixlPushConnector writes to a rank that has not registered yet.
 
 ## Symptom
-In push mode, where the decode engine has more ranks than the prefill engine: the decode engine dies with `KeyError:
+In push mode, the decode engine has more ranks than the prefill engine. The decode engine dies with `KeyError:
 ('<engine>', 0)` in `get_transfer_results`. Or a rank logs `push_reg_handshake_failed` and then `Unrecognized request
-... notif (may have expired).`: wrong text of another request, HTTP 200.
+... notif (may have expired).`, and another request returns wrong text with HTTP 200.
 
 ## Cause
-Each rank of the decode engine connects to the prefill engine by itself, and registers its blocks then. Prefill takes
-the first registration and writes to all ranks (push_worker.py 0.32.0:308, :584). One of them may be connecting yet:
-what it looks up of its peer when the write is reported is not there (base_worker.py 0.32.0:2940). Or it has failed
-to, and has given its blocks up: they may be another request's when they are written.
+Each rank of the decode engine connects to the prefill engine by itself, and then registers its blocks. Prefill takes
+the first registration and writes to all ranks (push_worker.py 0.32.0:308, :584). If a rank is still connecting when the
+write is reported, the rank looks up its peer and does not find it (base_worker.py 0.32.0:2940). If a rank could not
+connect, it has freed its blocks. They may belong to another request when prefill writes them.
 
 ## Fix
-Prefill begins to write when all ranks of the decode engine that it writes to have registered. If one never does, the
-decode engine waits for the blocks. With KVF322 the load fails when its registration ends.
+Prefill begins to write when all ranks of the decode engine that it writes to have registered. If a rank never
+registers, the decode engine waits for the blocks. With KVF322 the load fails when its registration ends.
 
 ## Releases
-vLLM 0.26.0 to 0.33.0, by their code. Played: 0.32.0 and 0.33.0.
+vLLM 0.26.0 to 0.33.0. Tested: 0.32.0 and 0.33.0. In the other releases the code was read.
 
 ## Upstream
 None known.
 
 ## Remove when
-vLLM writes to a rank only what that has registered.
+vLLM writes to a rank only the blocks that this rank has registered.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def _registered(module: ModuleType, notice: bytes) -> tuple[str, int]:
-    """Which request, and how many ranks its engine has; none, if it does not say so."""
+    """Return the request, and the number of ranks of its engine. ("", 0) if the registration does not name both."""
     with suppress(module.msgspec.DecodeError, KeyError, TypeError):
         data = module.msgspec.msgpack.decode(notice[len(module.PUSH_REG_NOTIF_PREFIX) :])
         request, ranks = data["request_id"], data["decode_tp_size"]

@@ -1,29 +1,32 @@
-"""A load ends with the prompt, its last token is computed again, and a sliding window begins one token too late for it.
+"""Wrong text with a sliding window and NixlConnector: the window of the recomputed last token lacks its first token.
 
 ## Symptom
-Wrong text without any message, of models with sliding windows (Gemma, gpt-oss) behind NixlConnector: of one in so many
-prompts as a block has tokens, the first token is computed with other KV in place of one token of the window. Where the
-router lets the prefill engine generate more than one token, of all prompts longer than the window.
+Models with sliding windows (Gemma, gpt-oss) return wrong text with NixlConnector, without any message. The first token
+is computed with other KV in place of one token of the window. One prompt in N is affected, where N is the number of
+tokens in a block. If the router lets the prefill engine generate more than one token, all prompts longer than the
+window are affected.
 
 ## Cause
-Of a window vLLM keeps what the next token needs: after a prompt of P tokens, with a window of W, what begins at token
-P - W + 1. The decode engine loads P tokens and computes the last one again, which needs token P - W. Where P - W + 1
-is the edge of a block, neither engine has the block before it. Prefill frees it at the request's end (scheduler.py
-0.32.0:3025), decode allocates none for the load (single_type_kv_cache_manager.py 0.32.0:350). It reads the null block.
-For states, bounded replay and MTP modules prefill stops before the tokens that decode computes again
-(`_prefill_backoff`, nixl/base_scheduler.py 0.32.0:379); for windows it does not.
+vLLM keeps the part of a window that the next token needs. After a prompt of P tokens, with a window of W, this part
+begins at token P - W + 1. The decode engine loads P tokens and computes the last one again, which needs token P - W. If
+a block begins at token P - W + 1, neither engine has the block before it. Prefill frees this block at the request's end
+(scheduler.py 0.32.0:3025), and decode allocates none for the load (single_type_kv_cache_manager.py 0.32.0:350). So
+decode reads the null block.
+
+For states, bounded replay and MTP modules, prefill stops before the tokens that decode computes again
+(`_prefill_backoff`, nixl/base_scheduler.py 0.32.0:379). For windows it does not stop earlier.
 
 ## Fix
-It does for windows too: prefill computes the prompt without its last token, and generates one token.
+Prefill stops earlier for windows too: it computes the prompt without its last token, and generates one token.
 
 ## Mixed roll-out
-The prefill engine and the decode engine need it, or none. In one of them alone the two count tokens differently. Where
-the last token has a block of its own, blocks are paired one too far (base_worker.py 0.32.0:3417): wrong KV, without a
-message.
+The prefill engine and the decode engine need the fix, or none. If only one of them has it, the two engines count tokens
+differently. If the last token has a block of its own, the blocks are then paired one too far (base_worker.py
+0.32.0:3417). The result is wrong KV, without a message.
 
 ## Releases
-vLLM 0.32.0, the first one played, and 0.33.0. By their code also those since 0.20.2, the first one whose NixlConnector
-takes windows; they have no such function.
+vLLM 0.32.0 and 0.33.0. Releases from 0.20.2 on also have the bug by their code (0.20.2 is the first one whose
+NixlConnector supports windows), but they do not have this function. They were not tested.
 
 ## Upstream
 None known.
@@ -44,7 +47,7 @@ from kvfix.wrapping import after
 
 
 def fix(module: ModuleType) -> Callable[..., Any]:
-    """Asked a few times for each request, in no step."""
+    """Wrap a function that runs a few times for each request, but never in a step."""
 
     def _prefill_backoff(scheduler: Any, tokens: int) -> int:
         return tokens or int(any(scheduler.blocks_per_sw))

@@ -1,22 +1,22 @@
-"""MooncakeConnector does not send a prefill whose first token ends the text: decode waits for it for minutes.
+"""Decode waits for minutes if the first token ends the text: MooncakeConnector does not send that prefill.
 
 ## Symptom
 A request whose first token is the end of the text, or a stop token, takes eight minutes and more, or fails. The decode
-engine logs `pulling kv_caches for [...] failed: Timeout waiting for P side ready.`; until then the request holds its
+engine logs `pulling kv_caches for [...] failed: Timeout waiting for P side ready.`. Until then the request holds its
 blocks there.
 
 ## Cause
-request_finished of a prefill sends what has ended as FINISHED_LENGTH_CAPPED alone, and takes everything else for an
-abort (mooncake_connector.py 0.32.0:1105). vLLM looks for a stop token before it looks at max_tokens
-(v1/core/sched/utils.py 0.32.0:105), so a prefill with max_tokens 1 ends as FINISHED_STOPPED where its only token is
-one. The decode engine is not told, and waits VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT, 480 s. NixlConnector sends both
-(nixl/pull_scheduler.py 0.32.0:221).
+request_finished of a prefill sends only requests that ended as FINISHED_LENGTH_CAPPED, and treats every other end as an
+abort (mooncake_connector.py 0.32.0:1105). vLLM checks for a stop token before it checks max_tokens
+(v1/core/sched/utils.py 0.32.0:105). So a prefill with max_tokens 1 whose only token is a stop token ends as
+FINISHED_STOPPED. The decode engine gets no message, and waits VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT, 480 s. NixlConnector
+sends both kinds of requests (nixl/pull_scheduler.py 0.32.0:221).
 
 ## Fix
-A prefill that has stopped is sent as one that has reached its length.
+The fix sends a stopped prefill like one that has reached its length.
 
 ## Releases
-vLLM 0.20 and later, by its code; played with 0.32.0 and 0.33.0.
+vLLM 0.20 to 0.33.0. Tested: 0.32.0 and 0.33.0. In the other releases the code was read.
 
 ## Upstream
 None known.

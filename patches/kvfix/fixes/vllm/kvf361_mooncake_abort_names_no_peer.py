@@ -1,25 +1,25 @@
-"""A request that does not say from where is aborted before it is scheduled, and ends the engine with MooncakeConnector.
+"""The decode engine dies when a request without a peer is aborted before it is scheduled (MooncakeConnector).
 
 ## Symptom
 EngineCore of the decode engine dies with `KeyError: 'remote_engine_id'`, `KeyError: 'remote_bootstrap_addr'` or
 `TypeError: unhashable type` in `build_connector_meta`.
 
 ## Cause
-For a request that ends before it was scheduled MooncakeConnector lets the prefill engine free its blocks:
-request_finished puts it among those that are to receive (mooncake_connector.py 0.32.0:1096). The next step reads the
-peer out of the request's parameters (:693), whatever they hold.
+If a request ends before it was scheduled, MooncakeConnector lets the prefill engine free its blocks. For this,
+request_finished adds the request to those that are to receive (mooncake_connector.py 0.32.0:1096). The next step reads
+the peer from the request's parameters without a check (:693).
 
 ## Fix
-Before build_connector_meta: such a request without a peer is taken off the list. No peer waits for a notice.
+Before build_connector_meta, the fix removes a request without a peer from this list. No peer waits for a notice.
 
 ## Releases
-vLLM 0.20 and later, by its code; played with 0.32.0 and 0.33.0.
+vLLM 0.20 to 0.33.0. Tested: 0.32.0 and 0.33.0. In the other releases the code was read.
 
 ## Upstream
 None known in public: it can be abused (SECURITY.md).
 
 ## Remove when
-vLLM looks whether the parameters name a peer before it sends the notice.
+vLLM checks whether the parameters name a peer before it sends the notice.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _names_peer(params: Any) -> bool:
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """One that names no peer. Wrong is a KeyError."""
+    """An aborted request that names no peer. Wrong is a KeyError."""
     request = stubs.request(8, kv_transfer_params={"transfer_id": "t"})
     connector = SimpleNamespace(
         is_kv_producer=False, is_kv_consumer=True, _reqs_need_recv={stubs.NAME: (request, [])}, _reqs_need_send={}

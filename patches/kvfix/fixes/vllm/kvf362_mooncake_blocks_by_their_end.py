@@ -1,19 +1,19 @@
-"""A prefill that has generated more than one token is sent shifted by MooncakeConnector: silent wrong text.
+"""Wrong text with MooncakeConnector: KV is shifted if the prefill engine has generated more than one token.
 
 ## Symptom
-Wrong text, HTTP 200, where the router lets the prefill engine generate more than one token. Nothing is logged.
+Wrong text, HTTP 200, if the router lets the prefill engine generate more than one token. Nothing is logged.
 
 ## Cause
-The prefill engine sends the last of its blocks, as many as the decode engine has asked for
-(mooncake_connector.py 0.32.0:1811). That is right for a prefix that the decode engine has already; but the blocks of
-tokens that prefill has generated are at the end too, and each of them shifts the whole KV by one.
+The prefill engine sends the last of its blocks, as many as the decode engine has asked for (mooncake_connector.py
+0.32.0:1811). This is right if the decode engine already has a prefix. But blocks of tokens that prefill has generated
+are at the end too. Each of these blocks shifts the whole KV by one block.
 
 ## Fix
-The worker gets the blocks of the prompt alone. Left alone: KV groups that have others, and engines of several
-context-parallel ranks.
+The worker gets only the blocks of the prompt. The fix does not handle KV groups that have other blocks, and engines
+with several context-parallel ranks.
 
 ## Releases
-vLLM 0.20 and later, by its code; played with 0.32.0 and 0.33.0.
+vLLM 0.20 to 0.33.0. Tested: 0.32.0 and 0.33.0. In the other releases the code was read.
 
 ## Upstream
 None known.
@@ -61,7 +61,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """A prompt of two blocks that has three. Wrong is to offer the third."""
+    """A prompt of two blocks whose request has three. Wrong is to offer the third."""
     connector = SimpleNamespace(
         is_kv_producer=True, is_kv_consumer=False, _reqs_need_send={}, _reqs_not_processed=set(), block_size=16,
         get_sw_clipped_blocks=lambda blocks: list(blocks), _is_hma_required=False,

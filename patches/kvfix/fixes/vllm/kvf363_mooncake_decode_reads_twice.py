@@ -1,23 +1,26 @@
-"""With MooncakeConnector two decode requests read one prefill: the second waits for minutes, or for ever.
+"""A decode request waits for minutes or for ever: MooncakeConnector lets two decode requests read one prefill.
 
 ## Symptom
-A router sends a decode request again with the same transfer_id, or a client asks for several answers (`n`): the second
+A router sends a decode request again with the same transfer_id, or a client asks for several answers (`n`). The second
 request takes eight minutes, or waits for ever in WAITING_FOR_REMOTE_KVS. Prefill logs `Request ... expired before
 sending on P side`, or nothing.
 
 ## Cause
-Prefill frees the blocks when one request has them (mooncake_connector.py 0.32.0:1687), also while a write to the other
-is in flight, which then reads what others write there. A second one that is aborted before it is scheduled counts as
-one that has them. If prefill is asked after that, it waits 480 s for a prefill of that transfer_id (:1566); if in
-between, it leaves the request out of its answer (:1621), and decode waits for ever.
+Prefill frees the blocks when one request has read them (mooncake_connector.py 0.32.0:1687). It frees them even while a
+write to the second request is in flight, and this write then reads KV of other requests. A second request that is
+aborted before it is scheduled counts as one that has read the blocks.
+
+If prefill gets the second request after it has freed the blocks, it waits 480 s for a prefill of that transfer_id
+(:1566). If prefill gets the second request before that, it leaves the request out of its answer (:1621), and decode
+waits for ever.
 
 ## Fix
-One request of an engine reads a prefill. Another one with the same remote_engine_id and transfer_id computes its prompt
-itself, and tells prefill nothing, also when it is aborted. What another decode engine has read is not known: a router
-that tries again has to begin at prefill.
+Only one request of an engine reads a prefill. A later request with the same remote_engine_id and transfer_id computes
+its prompt itself. The later request sends prefill no notice, even when it is aborted. The fix does not know what
+another decode engine has read. So a router that tries again must begin at prefill.
 
 ## Releases
-vLLM 0.32.0, the first one played; 0.33.0, by its code, where the second waits for a timeout.
+vLLM 0.32.0. Earlier releases were not tested. In 0.33.0 the code was read: the second request waits for a timeout.
 
 ## Upstream
 None known.
@@ -43,7 +46,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def ends(module: ModuleType) -> Callable[..., Any]:
-    """One that is aborted before it is asked would have prefill free the blocks that are written to the first."""
+    """Without this, an aborted second request makes prefill free the blocks that it writes to the first."""
     return before(
         lambda connector, request, *_: not _reads(connector, request),
         when=lambda connector, request, *_: _prefills.is_to_load(request),
@@ -52,14 +55,14 @@ def ends(module: ModuleType) -> Callable[..., Any]:
 
 
 def _reads(connector: Any, request: Any, *_: Any) -> bool:
-    """Whether it is the one that reads its prefill. Else it is to compute its prompt."""
+    """True if this request may read its prefill. Otherwise it computes its prompt."""
     params = request.kv_transfer_params
     prefill = params.get("remote_engine_id"), params.get("transfer_id")
     return not all(isinstance(each, str) for each in prefill) or _prefills.loads(connector, prefill, request)
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """Two requests of one prefill. Wrong is to promise its tokens to both."""
+    """Two requests for one prefill. Wrong is to promise its tokens to both."""
     connector = SimpleNamespace(is_kv_producer=False, _get_remote_prefill_token_count=lambda tokens: tokens)
     params = {
         "do_remote_prefill": True, "remote_engine_id": "p", "remote_bootstrap_addr": "http://p:1", "transfer_id": "t"

@@ -1,22 +1,23 @@
-"""With MooncakeConnector decode waits eight minutes for a prefill that was aborted, and holds its blocks.
+"""Decode waits eight minutes for a prefill that was aborted, and holds its blocks: MooncakeConnector tells it nothing.
 
 ## Symptom
-After a client has gone away during its prefill the decode engine keeps the blocks of its request for
-VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT, 480 s: `Timeout waiting for P side ready`. The prefill engine logs nothing; it may
+After a client has disconnected during its prefill, the decode engine keeps the blocks of its request for
+VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT, 480 s: `Timeout waiting for P side ready`. The prefill engine logs nothing. It may
 keep transfers of ended requests for ever.
 
 ## Cause
 At an abort the prefill's worker drops the transfer, and does not tell the decode engine that waits for it
-(mooncake_connector.py 0.32.0:2584). Of a prefill that was aborted before it was scheduled it has none: the `pop` raises
-KeyError in a coroutine that nobody waits for, and the transfers after it are not dropped. A prefill that is preempted
-at its end, as with asynchronous scheduling, has no blocks: of it the worker hears nothing at all (:1117).
+(mooncake_connector.py 0.32.0:2584). If the prefill was aborted before it was scheduled, the worker has no transfer. The
+`pop` then raises KeyError in a coroutine that nobody waits for, and the worker does not drop the transfers after it. If
+the prefill was preempted at its end, as with asynchronous scheduling, it has no blocks. The worker then gets no message
+about it (:1117).
 
 ## Fix
-The worker answers those that wait for the transfer, or come for it within the timeout, that there is none: decode
-computes the prompt itself, or fails the request, as kv_load_failure_policy says.
+The worker reports the missing transfer to decode requests that wait for it, or that come for it within the timeout.
+Decode then computes the prompt itself, or fails the request, as kv_load_failure_policy says.
 
 ## Releases
-vLLM 0.20 and later, by its code; played with 0.32.0 and 0.33.0.
+vLLM 0.20 to 0.33.0. Tested: 0.32.0 and 0.33.0. In the other releases the code was read.
 
 ## Upstream
 None known.
@@ -73,7 +74,7 @@ def _drop_all(module: Any, worker: Any, transfers: list[str]) -> None:
 
 
 def _drop(module: Any, worker: Any, transfer: str) -> None:
-    """In the loop of the sender. A transfer that is ready and has no blocks is answered as failed."""
+    """Drop the transfer, in the loop of the sender. A ready transfer without blocks is answered as failed."""
     try:
         dropped = worker.reqs_need_send.get(transfer)
         if dropped is None:
@@ -91,13 +92,13 @@ def _drop(module: Any, worker: Any, transfer: str) -> None:
 
 
 def _forget(worker: Any, dropped: Any) -> None:
-    """At the timeout. Another request of this transfer that has ended since has blocks, and a lease of its own."""
+    """Forget the transfer, at the timeout. A later request of this transfer has blocks and its own lease."""
     if not dropped.local_block_ids and worker.reqs_need_send.get(dropped.transfer_id) is dropped:
         del worker.reqs_need_send[dropped.transfer_id]
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """An aborted prefill that the worker does not know. Wrong is to raise KeyError, or to leave who waits for it so."""
+    """An aborted prefill that the worker does not know. Wrong is to raise KeyError, or to let decode wait."""
     worker = SimpleNamespace(reqs_need_send={}, sender_loop=SimpleNamespace(call_later=lambda *_: None))
     steps = hook(worker, SimpleNamespace(reqs_to_send={}, reqs_not_processed={"t"}))
     try:

@@ -1,23 +1,23 @@
-"""MooncakeConnector leaves a load out of its answer: decode waits for it for ever, and holds its blocks.
+"""A decode request waits for ever and holds its blocks: MooncakeConnector leaves the load out of its answer.
 
 ## Symptom
 A decode request stays in WAITING_FOR_REMOTE_KVS for ever. The prefill engine logs `Request ... expired before sending
-on P side.`; the decode engine nothing.
+on P side.` The decode engine logs nothing.
 
 ## Cause
-Where a transfer is gone when its turn comes, the prefill engine names the request neither among those that are done
-nor among those that failed (mooncake_connector.py 0.32.0:1621). The decode engine looks at those that are named
-(process_pulling_result, :2402), and ends the connection after the last answer.
+If a transfer no longer exists when its turn comes, the prefill engine names the request neither as done nor as failed
+(mooncake_connector.py 0.32.0:1621). The decode engine handles only the requests that are named (process_pulling_result,
+:2402), and ends the connection after the last answer.
 
 ## Fix
-After the last answer the decode engine takes what was not named for failed: it computes the prompt itself, or fails the
-request, as kv_load_failure_policy says.
+After the last answer the decode engine counts requests that were not named as failed. It computes the prompt itself, or
+fails the request, as kv_load_failure_policy says.
 
 ## Releases
-vLLM 0.32.0, the first one played.
+vLLM 0.32.0. Earlier releases were not tested.
 
 ## Upstream
-None known; fixed in 0.33.0: what the last answer leaves out has failed.
+None known; fixed in 0.33.0, which counts a request that the last answer leaves out as failed.
 
 ## Remove when
 vLLM 0.32.0 is no longer in use.
@@ -43,14 +43,14 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         if response.status == module.MooncakeXferResponseStatus.FINISH:
             missing = [name for name in pull_metas if name not in known]
             if missing:
-                note(__name__, f"{len(missing)} loads were left out of an answer")
+                note(__name__, f"{len(missing)} loads that prefill did not answer are counted as failed")
                 worker._handle_failed_recv(pull_metas, missing, "the producer's answer leaves it out")
 
     return after(process_pulling_result)
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """The last answer names nothing. Wrong is to take no load for failed."""
+    """The last answer names nothing. Wrong is to count no load as failed."""
     failed: list[str] = []
     worker = SimpleNamespace(
         _handle_failed_recv=lambda metas, names, reason: failed.extend(names), finished_recving_reqs=set()

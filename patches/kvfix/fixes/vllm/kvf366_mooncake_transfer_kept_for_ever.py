@@ -1,19 +1,21 @@
-"""MooncakeConnector keeps each transfer for ever that decode has asked for and that never came.
+"""The prefill worker's memory grows: MooncakeConnector keeps each transfer that decode asked for and that never came.
 
 ## Symptom
-The prefill engine's worker grows, by less than a kilobyte for each decode request that asks for a transfer which it has
-not: because the prefill's lease is over, or because the request names another. Nothing is logged but `Timeout waiting
-for P side ready`.
+The memory of the prefill engine's worker grows, by less than a kilobyte for each decode request that asks for a
+transfer which does not exist. The prefill's lease is over, or the request names another transfer. Only `Timeout waiting
+for P side ready` is logged.
 
 ## Cause
 A decode request that comes before its prefill makes an entry in reqs_need_send (mooncake_connector.py 0.32.0:1563).
-When the wait for the prefill times out nothing removes it (:1593); only what is sent, or has a prefill and expires, is.
+When the wait for the prefill times out, nothing removes the entry (:1593). MooncakeConnector removes only entries that
+are sent, or that have a prefill and expire.
 
 ## Fix
-An entry that has no prefill, and that nobody waits for, is removed. One whose prefill comes later gets its name.
+The fix removes an entry that has no prefill and for which nobody waits. If its prefill comes later, the entry gets the
+prefill's name.
 
 ## Releases
-vLLM 0.20 and later, by its code; played with 0.32.0 and 0.33.0.
+vLLM 0.20 to 0.33.0. Tested: 0.32.0 and 0.33.0. In the other releases the code was read.
 
 ## Upstream
 None known.
@@ -60,7 +62,7 @@ def names_prefills(module: ModuleType) -> Callable[..., Any]:
 
 
 def _name(worker: Any, names: list[tuple[str, str]]) -> None:
-    """In the loop of the sender, before it takes them itself."""
+    """Name the entry, in the loop of the sender, before the sender takes the requests."""
     for transfer, name in names:
         sent = worker.reqs_need_send.get(transfer)
         if sent is not None and not sent.p_req_id:
@@ -68,7 +70,7 @@ def _name(worker: Any, names: list[tuple[str, str]]) -> None:
 
 
 def _look(worker: Any) -> None:
-    """In the loop of the sender."""
+    """Look for entries to remove, in the loop of the sender."""
     try:
         left = {
             name

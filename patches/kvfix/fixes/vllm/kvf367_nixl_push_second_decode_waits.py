@@ -1,22 +1,23 @@
-"""With NixlPushConnector two decode requests wait for one prefill: it is pushed to one, the other waits for ever.
+"""A decode request waits for ever: two decode requests wait for one prefill, and NixlPushConnector serves only one.
 
 ## Symptom
-A router sends a decode request again with the same id and kv_transfer_params: one of the two requests stays in
+A router sends a decode request again with the same id and kv_transfer_params. One of the two requests stays in
 WAITING_FOR_REMOTE_KVS and keeps its blocks. The decode engine logs `registration for request ... timed out after 480.0s
-without a push completion`; the prefill engine logs nothing.
+without a push completion`. The prefill engine logs nothing.
 
 ## Cause
-Each request that asks for a remote prefill is promised its prompt, and registers its blocks (push_scheduler.py
-0.32.0:125, :183). The prefill engine writes into those that it finds first, and forgets the prefill
-(push_worker.py 0.32.0:404): the other registration is never answered.
+NixlPushConnector promises the prompt to each request that asks for a remote prefill, and each request registers its
+blocks (push_scheduler.py 0.32.0:125, :183). The prefill engine writes into the blocks that it finds first, and forgets
+the prefill (push_worker.py 0.32.0:404). It never answers the other registration.
 
 ## Fix
-One request of an engine registers for a prefill. A later one with the same remote_engine_id and remote_request_id, and
-the same id but for its random end, by which the prefill engine pairs them, computes its prompt itself. What another
-decode engine has registered is not known: with KVF322 its request ends.
+Only one request of an engine registers for a prefill. A later request for the same prefill computes its prompt itself.
+It has the same remote_engine_id and remote_request_id, and the same id except for the random end. (The prefill engine
+pairs requests by the id without this end.) The fix does not know what another decode engine has registered. With KVF322
+the request of that engine ends.
 
 ## Releases
-vLLM 0.32.0, the first one played, and 0.33.0.
+vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 
 ## Upstream
 None known.
@@ -61,7 +62,7 @@ def leaves_others_out(module: ModuleType) -> Callable[..., Any]:
 
 
 def _prefill(request: Any) -> tuple[str, str, str]:
-    """The prefill that is pushed to it, as far as its parameters and its id say."""
+    """Return the prefill for this request, by its parameters and its id."""
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import get_base_request_id
 
     params = request.kv_transfer_params

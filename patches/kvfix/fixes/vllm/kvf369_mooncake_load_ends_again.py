@@ -1,22 +1,27 @@
-"""MooncakeConnector reports a load failed that has ended, or that goes on: EngineCore dies, or silent wrong text.
+"""EngineCore dies or returns wrong text: MooncakeConnector reports loads as failed that have ended or still run.
 
 ## Symptom
-Minutes after the prefill engine is gone, EngineCore of the decode engine dies with `assert req_id in self.requests` in
-`_update_from_kv_xfer_finished`; with KVF201 requests that run fail, or begin anew. The log has `pulling kv_caches for
-[...] failed: transfer failed: Resource temporarily unavailable`, and names requests that have ended long ago. With
-several prefill ranks to one of decode: wrong text, HTTP 200, after a load that failed at one of them.
+The prefill engine has ended. Minutes later EngineCore of the decode engine dies with `assert req_id in self.requests`
+in `_update_from_kv_xfer_finished`. With KVF201, running requests fail or start again instead. The log has `pulling
+kv_caches for [...] failed: transfer failed: Resource temporarily unavailable`, and names requests that ended long ago.
+
+If several prefill ranks write to one decode rank, requests return wrong text with HTTP 200, after a load that failed at
+one of the ranks.
 
 ## Cause
-Decode sends each prefill rank one message for all loads of a step. When that connection fails, all of them are reported
-failed (mooncake_connector.py 0.32.0:2370), those too that the rank has written: requests that have ended, and blocks
-that others have by now. And the first rank that fails ends the load (:2402), while others write into its blocks, which
-vLLM frees.
+Decode sends each prefill rank one message for all loads of a step. When this connection fails, decode reports all of
+these loads as failed (mooncake_connector.py 0.32.0:2370). This includes loads that the rank has already written: their
+requests have ended, and other requests have their blocks now.
+
+The first rank that fails also ends the load (:2402). vLLM then frees the blocks while other ranks still write into
+them.
 
 ## Fix
-Each rank settles each load once. A load that a rank failed is reported when the last one has settled it.
+Each rank reports each load once. If a rank failed a load, decode reports the load as failed when the last rank has
+reported it.
 
 ## Releases
-vLLM 0.32.0, the first one that reports failed loads.
+vLLM 0.32.0, the first release that reports failed loads.
 
 ## Upstream
 None known; fixed in 0.33.0.

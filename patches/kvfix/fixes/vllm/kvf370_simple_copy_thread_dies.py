@@ -1,22 +1,24 @@
-"""A copy of the SimpleCPUOffloadConnector fails, its thread ends, and from then on every load waits for ever.
+"""Every load waits for ever after one failed copy: the copy thread of SimpleCPUOffloadConnector ends.
 
 ## Symptom
-The worker prints `Exception in thread` once, with `batch memcpy failed: err=`; with `kv_offload_backend` "disk" with an
-`OSError`, such as `No space left on device` (its file is sparse, so the disk may fill up later). Requests that hit the
-CPU memory then stay in WAITING_FOR_REMOTE_KVS, and blocks that were to be stored are never free again: the engine gets
-slower, and stands still.
+The worker prints `Exception in thread` once, with `batch memcpy failed: err=`. With `kv_offload_backend` "disk" it
+prints an `OSError`, such as `No space left on device` (its file is sparse, so the disk may fill up later). After that,
+requests that hit the CPU memory stay in WAITING_FOR_REMOTE_KVS, and blocks that were to be stored never become free.
+The engine gets slower, and stops.
 
 ## Cause
-The loop of the copy thread catches nothing (copy_backend.py 0.32.0:124, disk_backend.py:231, :262). No event is noted
-for the copy that has failed nor for any later one, and the worker reports only what has an event.
+The loop of the copy thread catches no exception (copy_backend.py 0.32.0:124, disk_backend.py:231, :262). The thread
+records no event for the failed copy, nor for any later copy. The worker reports only copies that have an event.
 
 ## Fix
-The thread goes on. What has failed goes with the worker's report: a store is given up, its blocks are free and not
-found; a load is named as failed to vLLM, which computes it or ends the request (`kv_load_failure_policy`), and what
-could not be loaded is found no more.
+The thread continues. The worker's report names the copies that failed:
+
+- A failed store ends. Its blocks become free, and no request finds them.
+- vLLM gets a failed load as failed, and computes it or ends the request (`kv_load_failure_policy`). No request finds
+  the blocks that could not be loaded.
 
 ## Releases
-vLLM 0.26.0 to 0.33.0. The fix is for 0.32.0 and later: earlier ones know no failed loads by request.
+vLLM 0.26.0 to 0.33.0. The fix is for 0.32.0 and later, because earlier releases cannot report a failed load by request.
 
 ## Upstream
 None known.
@@ -56,7 +58,7 @@ fix_results = _offloading.reports_failed_loads("worker_handler", _REQUESTS)
 
 
 class _Noting:
-    """The queue of a copy thread: what was taken from it last."""
+    """The queue of a copy thread. It remembers the item that was taken last."""
 
     item: Any = None
 
@@ -69,9 +71,9 @@ class _Noting:
 
 
 class _Events(list[Any]):
-    """The worker's list of copies, (number, event): `failed` has the numbers of those that have not been made.
+    """The worker's list of copies, (number, event). `failed` has the numbers of the failed copies.
 
-    told: the scheduler has its part of the fix, and a failed copy may be reported to it.
+    told: the scheduler has its part of the fix, so the worker may report a failed copy to it.
     """
 
     told = False
@@ -103,7 +105,7 @@ def _go_on(loop: Callable[[], Any], queue: _Noting, place: int, event: Callable[
                 raise
             taken, queue.item = queue.item, None
             number, events = taken[place : place + 2]
-            engine_log.warning(f"KVF370: a copy has failed and was given up: {type(error).__name__}: {error}")
+            engine_log.warning(f"KVF370: a copy of KV has failed: {type(error).__name__}: {error}")
             note(__name__, f"copy {number} has failed")
             events.failed.add(number)
             events.append((number, event(taken)))
@@ -176,7 +178,7 @@ def is_told(module: ModuleType) -> Callable[..., Any]:
 
 
 def fix_finished(module: ModuleType) -> Callable[..., Any]:
-    """Loads that have failed, and are reported now."""
+    """Report the loads that have failed."""
 
     def get_finished(worker: Any, answer: Any, finished_req_ids: Any) -> Any:
         failed = worker._load_events.failed
@@ -204,7 +206,7 @@ def _all_stores_failed(meta: Any, answer: Any, *_: Any, **__: Any) -> Any:
 
 
 def fix_report(module: ModuleType) -> Callable[..., Any]:
-    """Stores that have failed, and are reported now."""
+    """Report the stores that have failed."""
 
     def build_connector_worker_meta(worker: Any, meta: Any) -> Any:
         failed = worker._store_events.failed
@@ -220,7 +222,7 @@ def fix_report(module: ModuleType) -> Callable[..., Any]:
 
 
 def fix_aggregate(module: ModuleType) -> Callable[..., Any]:
-    """Of several ranks: a store has failed if one says so."""
+    """Combine the reports of several ranks. A store has failed if one rank reports it as failed."""
 
     def aggregate(meta: Any, answer: Any, other: Any) -> Any:
         setattr(answer, _STORES, getattr(meta, _STORES, set()) | getattr(other, _STORES, set()))
@@ -234,7 +236,7 @@ def fix_aggregate(module: ModuleType) -> Callable[..., Any]:
 
 
 def fix_scheduler(module: ModuleType) -> Callable[..., Any]:
-    """What could not be loaded is found no more."""
+    """Remove the blocks that could not be loaded from the cache, so that no request finds them."""
 
     def update_connector_output(scheduler: Any, output: Any) -> Generator[None, Any, Any]:
         stores = getattr(output.kv_connector_worker_meta, _STORES, ())
@@ -283,7 +285,7 @@ def fix_store(module: ModuleType) -> Callable[..., Any]:
 
 
 def _give_up(scheduler: Any, event: int, *_: Any, **__: Any) -> None:
-    """The store does not count; its blocks come free."""
+    """End the store without a result. Its blocks become free."""
     transfer = scheduler._store_event_to_blocks.pop(event, None)
     if transfer is not None:
         scheduler._in_flight_store_gpu_blocks.difference_update(transfer.gpu_block_ids)

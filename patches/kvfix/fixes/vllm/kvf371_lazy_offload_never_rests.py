@@ -1,26 +1,26 @@
-"""With `lazy_offload` the SimpleCPUOffloadConnector copies the same blocks round and round: an idle engine never rests.
+"""An idle engine never rests: with `lazy_offload` SimpleCPUOffloadConnector stores the same blocks again and again.
 
 ## Symptom
-Nothing is logged. EngineCore takes a whole core and the GPU copies without a request, after more prompts than
-`cpu_bytes_to_use` holds; `vllm:simple_kv_offload_pending_store_blocks` never comes to 0.
+Nothing is logged. EngineCore uses a whole core and the GPU copies although there is no request. This begins after more
+prompts than `cpu_bytes_to_use` holds. `vllm:simple_kv_offload_pending_store_blocks` never reaches 0.
 
 ## Cause
-In each step `lazy_offload` stores cached blocks of the GPU's free list that the CPU memory does not have
-(manager.py 0.32.0:590-640). A block that is stored goes to the end of that list and is looked at again. Where the list
-has more than the CPU memory holds, the next ones have evicted it by then, so it is stored again. A store in flight
-makes EngineCore go on with steps (`has_pending_push_work`), and each of them stores.
+In each step `lazy_offload` stores cached blocks of the GPU's free list that the CPU memory does not have (manager.py
+0.32.0:590-640). A stored block goes to the end of that list, and is checked again later. If the list has more blocks
+than the CPU memory holds, the next blocks have evicted it by then, and `lazy_offload` stores it again. A store in
+flight makes EngineCore continue with steps (`has_pending_push_work`), and each step stores.
 
 ## Fix
-From the last step that computes something on, no more is stored than the CPU memory holds.
+After the last step that computes something, the fix stores no more blocks than the CPU memory holds.
 
 ## Releases
-vLLM 0.32.0 and 0.33.0, the first ones played.
+vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 
 ## Upstream
 None known.
 
 ## Remove when
-`_prepare_lazy_store_specs` stores no block again that it has stored since it was used.
+`_prepare_lazy_store_specs` does not store a block again that it has stored since the block was used.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
-"""The SimpleCPUOffloadConnector loads less of a sliding window than vLLM keeps, and vLLM caches what was not loaded.
+"""Later requests return wrong text: SimpleCPUOffloadConnector loads less of a sliding window than vLLM caches.
 
 ## Symptom
-Nothing is logged. Later, wrong text in requests that begin with the same tokens. Models with layers of sliding windows
-and several modules that draft (MTP).
+Nothing is logged. Later, requests that begin with the same tokens return wrong text. The model has layers of sliding
+windows and several modules that draft (MTP).
 
 ## Cause
-With such modules vLLM keeps some tokens in front of the window (`extra_retained_tokens`, SlidingWindowSpec). A hit in
-the CPU memory has only the window (`_contiguous_blocks_for_hit`, single_type_kv_cache_manager.py 0.32.0:943), so the
-block in front of it is allocated for the request and nothing is loaded into it (simple_kv_offload/manager.py
-0.32.0:484). When the load is done vLLM caches it with the others.
+With several modules vLLM keeps some tokens in front of the window (`extra_retained_tokens`, SlidingWindowSpec). A hit
+in the CPU memory has only the window (`_contiguous_blocks_for_hit`, single_type_kv_cache_manager.py 0.32.0:943). So
+vLLM allocates the block in front of the window, and nothing is loaded into it (simple_kv_offload/manager.py
+0.32.0:484). When the load is done, vLLM caches this block with the others.
 
 ## Fix
-What a hit lacks in front of the window is looked up too, and loaded. If the CPU memory does not have it, there is no
+The fix also looks up and loads the blocks in front of the window. If the CPU memory does not have them, there is no
 hit.
 
 ## Releases
-vLLM 0.32.0 and 0.33.0, the first ones played.
+vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 
 ## Upstream
 None known.

@@ -1,22 +1,24 @@
-"""A load of another connector fails, and the SimpleCPUOffloadConnector stores the blocks: EngineCore dies, or worse.
+"""EngineCore dies or later requests return wrong text: SimpleCPUOffloadConnector stores blocks of a failed load.
 
 ## Symptom
-`Recovered from KV load failure` or `Failing 1 request(s) due to KV load failure`. Then an `AssertionError` in
-`_process_store_completion` of simple_kv_offload/manager.py ends EngineCore. Or nothing is logged, and there is wrong
-text later in requests that begin with the same prompt. It takes a MultiConnector of the SimpleCPUOffloadConnector and
-one that loads within the step, such as LMCache's in-process connector.
+The log has `Recovered from KV load failure` or `Failing 1 request(s) due to KV load failure`. Then EngineCore dies with
+an `AssertionError` in `_process_store_completion` of simple_kv_offload/manager.py. Or nothing more is logged, and later
+requests that begin with the same prompt return wrong text. This needs a MultiConnector with SimpleCPUOffloadConnector
+and a connector that loads within the step, such as LMCache's in-process connector.
 
 ## Cause
-The SimpleCPUOffloadConnector takes tokens that another connector is to load in a step for computed, and stores their
-blocks in it (manager.py 0.32.0:840). It does not see that the load has failed: `update_connector_output` reads only its
-own reports (:1005). At the end of the store it takes the key that each block has by then (:1081). With
-kv_load_failure_policy "fail" vLLM has taken the keys from the failed blocks, and the assertion fails; with "recompute"
-they have them still or again, and what was stored is found under them.
+SimpleCPUOffloadConnector counts tokens that another connector loads in a step as computed, and stores their blocks in
+this step (manager.py 0.32.0:840). It does not see that the load has failed, because `update_connector_output` reads
+only its own reports (:1005).
+
+At the end of the store it takes the key that each block has at that time (:1081). With kv_load_failure_policy "fail"
+vLLM has removed the keys from the failed blocks, and the assertion fails. With "recompute" the blocks still have their
+keys, or have them again, and later requests find the wrong KV under them.
 
 ## Fix
-The fix looks at the failed blocks that come with the same report. Of the stores in flight it gives up those blocks, all
-later ones of the same request, and those that have lost their keys: they are free again once they are copied, and not
-found. The request does not offer them again; the next one with this prompt does.
+The fix reads the failed blocks in the same report. It removes from the stores in flight the failed blocks, all later
+blocks of the same request, and the blocks that have lost their keys. The removed blocks become free once they are
+copied, and no request finds them. The request does not offer them again; the next request with this prompt does.
 
 ## Releases
 vLLM 0.20.2 to 0.33.0. The fix is for 0.32.0 and later.
@@ -64,7 +66,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def _bad(scheduler: Any, failed: Collection[int]) -> set[int]:
-    """These blocks, and what was computed on top of them by requests that are known. `lazy_offload` knows none."""
+    """These blocks, and later blocks of their requests. With `lazy_offload` no request is known."""
     bad = set(failed)
     for state in scheduler._reqs_to_store.values():
         for blocks in state.block_ids:
@@ -104,7 +106,7 @@ def _give_up_all(scheduler: Any, *_: Any, **__: Any) -> Any:
 
 
 def _give_up(scheduler: Any, event: int, *_: Any, **__: Any) -> Any:
-    """All blocks of the store come free, and none of them is found."""
+    """Free all blocks of the store. No request finds them."""
     transfer = scheduler._store_event_to_blocks.get(event)
     if transfer is not None:
         scheduler._in_flight_store_gpu_blocks.difference_update(transfer.gpu_block_ids)
@@ -114,7 +116,7 @@ def _give_up(scheduler: Any, event: int, *_: Any, **__: Any) -> Any:
 
 
 def _part(transfer: Any, wanted: Callable[[int], bool]) -> Any:
-    """The same transfer, of some of its blocks."""
+    """Return the same transfer with only some of its blocks."""
     places = [place for place, block in enumerate(transfer.gpu_block_ids) if wanted(block)]
     columns = transfer.gpu_block_ids, transfer.cpu_block_ids, transfer.block_meta
     return type(transfer)(*(None if column is None else [column[place] for place in places] for column in columns))

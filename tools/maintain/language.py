@@ -1,0 +1,126 @@
+"""Check that texts are plain English: `python -m maintain.language`, which `make lint` runs.
+
+It prints `file:line: what is wrong`, and exits with 1 if anything is wrong. It reads the files of PAGES, and the
+docstrings in the files of MODULES: in patches/kvfix only the fixes, because the other modules are not clean yet.
+It skips tables, headings and code blocks. A code span and a link each count as one word.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+MAX_WORDS = 30
+PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/*.md")
+MODULES = ("patches/kvfix/fixes/*/*.py", "patches/kvfix/fixes/api.py")
+
+#: A statement that starts with one of these makes the reader wait for its subject.
+OPENERS = ("Of", "What", "That", "Which", "Whether")
+_OPENER = re.compile(rf"\W*({'|'.join(OPENERS)})\b")
+
+#: A phrase that is hard to read at night, and a plain replacement.
+PHRASES = {
+    "beside": "next to; with; in addition to",
+    "anew": "again",
+    "owed": "name who waits for what",
+    "owes": "name who waits for what",
+    "of others": "of other requests",
+    "others'": "name whose",
+    "such a": "name the thing again",
+    "nothing of it": "name the thing again",
+    "nothing of this": "name the thing again",
+    "has it not": "does not have it",
+    "have it not": "do not have it",
+    "is it that": "use a statement",
+    "is no text": "is not a string",
+    "what is there": "name the thing",
+    "come free": "become free",
+    "comes free": "becomes free",
+    "has it right": "does not have the bug",
+    "have it right": "do not have the bug",
+}
+_PHRASE = re.compile(rf"(?<!\w)({'|'.join(map(re.escape, PHRASES))})(?!\w)", re.IGNORECASE)
+
+_CODE = re.compile(r"(`+)(?!`).*?(?<!`)\1(?!`)", re.DOTALL)
+_LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)|https?://\S+")
+#: A list item, or a field of a docstring (`name: text`).
+_ITEM = re.compile(r"^(?:\s*(?:[-*]|\d+\.) +|[a-z_]+(?:, [a-z_]+)*: +)")
+_END = re.compile(r"(?<=[.!?])[\"')*]*\s+(?=[\"'(*<]*(?:[A-Z0-9]|vLLM|kvfix))")
+
+
+def main() -> int:
+    found = sorted(
+        f"{file.relative_to(ROOT)}:{line}: {wrong}"
+        for file, first, text, is_docstring in texts(ROOT)
+        for line, wrong in violations(text, first, is_docstring)
+    )
+    for each in found:
+        print(each)
+    return bool(found)
+
+
+def texts(root: Path) -> Iterator[tuple[Path, int, str, bool]]:
+    """Each text that is checked: file, line of its beginning, text, and whether it is a docstring."""
+    for page in _files(root, PAGES):
+        yield page, 1, page.read_text(), False
+    for module in _files(root, MODULES):
+        for node in ast.walk(ast.parse(module.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                text = ast.get_docstring(node, clean=True)
+                if text is not None:
+                    yield module, node.body[0].lineno, text, True
+
+
+def _files(root: Path, patterns: tuple[str, ...]) -> list[Path]:
+    return sorted(file for pattern in patterns for file in root.glob(pattern))
+
+
+def violations(text: str, first: int = 1, is_docstring: bool = False) -> Iterator[tuple[int, str]]:
+    """(line, what is wrong) of each violation. first: the number of the text's first line."""
+    if is_docstring and not text.partition("\n")[0].strip():
+        yield first, "the first line of the docstring is empty"
+    for line, paragraph in paragraphs(text):
+        prose = _CODE.sub(lambda found: "\n" * found[0].count("\n") + "CODE", paragraph)
+        prose = _LINK.sub(lambda found: found[1] or "LINK", prose)
+        at = 0
+        for sentence in _END.split(prose):
+            number = first + line + prose.count("\n", 0, prose.index(sentence, at))
+            at = prose.index(sentence, at) + len(sentence)
+            words = sentence.split()
+            opener = _OPENER.match(sentence)
+            if opener and not sentence.rstrip(" \"')*").endswith("?"):
+                yield number, f'a sentence starts with "{opener[1]}": begin with the thing that acts'
+            if len(words) > MAX_WORDS:
+                yield number, f"a sentence of {len(words)} words (at most {MAX_WORDS}): {' '.join(words[:6])} ..."
+            for phrase in _PHRASE.findall(sentence.replace("\n", " ")):
+                yield number, f'"{phrase}": {PHRASES[phrase.lower()]}'
+
+
+def paragraphs(text: str) -> Iterator[tuple[int, str]]:
+    """(number of its first line from 0, text) of each paragraph and list item of prose."""
+    lines: list[str] = []
+    start, is_fenced, is_code, is_comment = 0, False, False, False
+    for number, line in enumerate([*text.splitlines(), ""]):
+        begins = not lines
+        if line.lstrip().startswith("```"):
+            is_fenced = not is_fenced
+        is_comment = is_comment or line.lstrip().startswith("<!--")
+        is_code = begins and line.startswith("    ") and (is_code or not _ITEM.match(line))
+        is_prose = bool(line.strip()) and not (
+            is_fenced or is_code or is_comment or line.lstrip().startswith(("|", "#", "```", ">>>"))
+        )
+        if lines and (not is_prose or _ITEM.match(line)):
+            yield start, "\n".join(lines)
+            lines = []
+        if is_prose:
+            start = start if lines else number
+            lines.append(_ITEM.sub("", line) if not lines else line)
+        is_comment = is_comment and "-->" not in line
+
+
+if __name__ == "__main__":
+    sys.exit(main())
