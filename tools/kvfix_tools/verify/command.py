@@ -18,8 +18,8 @@ from kvfix_tools.verify.rounds import SURVEY, TOKENS, Inconclusive, Rounds
 
 #: Of a text, where the server does not tokenize for us.
 TOKENS_PER_WORD = 1.3
-#: Prompts of fewer different tokens have parts in common by chance.
-FEWEST_TOKENS = 32
+#: Prompts of fewer different tokens have whole blocks in common by chance.
+FEWEST_TOKENS = 8
 
 
 @dataclass(frozen=True)
