@@ -42,6 +42,7 @@ class Behaviour:
     ends_after: int = 1 << 30
     blocks: int = 1000
     length: int = 4096
+    vocabulary: int = 1 << 16
     models: tuple[tuple[str, str | None], ...] = (("tiny", None),)
     adapters_share: bool = False
     prefix_caching: bool = True
@@ -140,7 +141,9 @@ def served(behaviour: Behaviour) -> Iterator[tuple[str, Engine]]:
                 ),
                 "/version": lambda: '{"version": "0.32.0"}',
                 "/metrics": engine.metrics,
-                "/tokenize": lambda: json.dumps({"tokens": words(body["prompt"])}),
+                "/tokenize": lambda: json.dumps(
+                    {"tokens": [each % behaviour.vocabulary for each in words(body["prompt"])]}
+                ),
                 "/reset_prefix_cache": reset,
             }
             if self.path in answers:

@@ -116,6 +116,16 @@ class TestServers:
         assert code == 77, text
         assert "vLLM never asked a connector: start it with --kv-transfer-config" in text
 
+    def test_a_context_of_less_than_two_chunks(self, capsys: pytest.CaptureFixture[str]) -> None:
+        code, text = run(capsys, Behaviour(length=150))
+        assert code == 77, text
+        assert "two chunks of 64 tokens do not fit into the model's context of 150 tokens" in text
+
+    def test_a_tokenizer_that_does_not_know_the_words(self, capsys: pytest.CaptureFixture[str]) -> None:
+        code, text = run(capsys, Behaviour(vocabulary=2))
+        assert code == 2, text
+        assert "makes only 2 different tokens" in text
+
     def test_nothing_is_stored(self, capsys: pytest.CaptureFixture[str]) -> None:
         code, text = run(capsys, Behaviour(stores=False))
         assert code == 77, text

@@ -18,6 +18,8 @@ from kvfix_tools.verify.rounds import SURVEY, TOKENS, Inconclusive, Rounds
 
 #: Of a text, where the server does not tokenize for us.
 TOKENS_PER_WORD = 1.3
+#: Prompts of fewer different tokens have whole blocks in common by chance.
+FEWEST_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,13 @@ def _plan(options: Options, server: Server, metrics: Metrics, model_length: int)
     longest = min(longest, model_length - block - TOKENS if model_length else longest)
     if longest < 3 * block:
         raise Refused(f"prompts of {longest} tokens are shorter than three blocks of {block}: use --prompt-tokens")
+    if 0 < len(set(vocabulary)) < FEWEST_TOKENS:
+        raise Refused(
+            f"the tokenizer of {server.url} makes only {len(set(vocabulary))} different tokens of {len(WORDS)} words:"
+            " prompts of these are too much alike"
+        )
     maker = Maker(sorted(set(vocabulary)), per_word, random.Random(options.seed))
-    return maker, Sizes(options.chunk, block, longest)
+    return maker, Sizes(options.chunk, block, longest, model_length)
 
 
 def _context_length(models: list[dict[str, Any]], chosen: dict[str, Any]) -> int:

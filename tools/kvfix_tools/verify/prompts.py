@@ -47,16 +47,22 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Sizes:
-    """`longest`: tokens of the longest prompt. All in tokens."""
+    """`longest`: tokens of the longest prompt. `context`: of the model, 0 if it is unknown. All in tokens."""
 
     chunk: int
     block: int
     longest: int
+    context: int = 0
 
     @property
     def whole(self) -> int:
         """The longest prompt of whole chunks, at least two."""
         return max(2, (self.longest - self.block - 1) // self.chunk) * self.chunk
+
+    @property
+    def fits(self) -> bool:
+        """True if the model takes the longest prompt that is made of whole chunks, and its answer."""
+        return not self.context or self.whole + 3 * self.block < self.context
 
 
 class Maker:

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from kvfix_tools.verify.client import Metrics, Refused, Reply, Server
 from kvfix_tools.verify.compare import SPARE, Judge, difference, is_decided
@@ -83,7 +84,7 @@ class Rounds:
 
     def _survey(self) -> None:
         """Find the chunk size, unless it is given: hits are whole chunks."""
-        sizes = Sizes(self.sizes.chunk or self.sizes.block, self.sizes.block, self.sizes.longest)
+        sizes = replace(self.sizes, chunk=self.sizes.chunk or self.sizes.block)
         kinds = (["many chunks"] if self.maker.vocabulary else ["text"]) * SURVEY
         prompts = list(self.maker.prompts(kinds, sizes))
         before = self._metrics()
@@ -101,7 +102,11 @@ class Rounds:
             raise Inconclusive(NEVER_ASKED if self._metrics().queried == before.queried else NO_HIT)
         found = math.gcd(*(hit for hit in hits if hit)) if any(hits) else 0
         is_chunk = found >= self.sizes.block and found % self.sizes.block == 0
-        self.sizes = Sizes(self.sizes.chunk or (found if is_chunk else self.sizes.block), sizes.block, sizes.longest)
+        self.sizes = replace(sizes, chunk=self.sizes.chunk or (found if is_chunk else sizes.block))
+        if not self.sizes.fits:
+            raise Inconclusive(
+                f"two chunks of {self.sizes.chunk} tokens do not fit into the model's context of {sizes.context} tokens"
+            )
 
     def _expected(self, cases: list[Case]) -> int:
         """Tokens that come from the connector at least: whole chunks, without prompts that share a prefix."""
@@ -218,7 +223,7 @@ class Rounds:
         self.flushed_by = f"{fillers} other prompts each time, which take all GPU blocks"
         self.say(f"emptying the GPU's prefix cache with {fillers} prompts")
         kind = "whole chunks" if self.maker.vocabulary else "text"
-        prompts = self.maker.prompts([kind] * fillers, Sizes(self.sizes.block, self.sizes.block, self.sizes.longest))
+        prompts = self.maker.prompts([kind] * fillers, replace(self.sizes, chunk=self.sizes.block))
         with ThreadPoolExecutor(self.clients) as pool:
             list(pool.map(lambda prompt: self.reference.ask(prompt, 1), prompts))
 

@@ -31,15 +31,17 @@ REQUESTS, CLIENTS, PROMPT, ANSWER, PAIRS = 64, 16, 400, 48, 8
 #: On CPU tensors, to try the scripts.
 FEW = {"REQUESTS": 8, "CLIENTS": 4, "PAIRS": 1}
 #: Seconds for a server to start, and for `kvfix verify`.
-STARTED, VERIFIED = {"cuda": 110, "cpu": 600}, 60
-#: Words t0 to t511, one for each token of the model.
+STARTED, VERIFIED = {"cuda": 110, "cpu": 600}, {"cuda": 60, "cpu": 300}
+#: A token for each byte.
 TOKENIZER = """
 import sys
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-tokenizer = Tokenizer(models.WordLevel({f"t{number}": number for number in range(512)}, unk_token="t0"))
-tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0", eos_token="t1").save_pretrained(sys.argv[1])
+letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
+tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+tokenizer.decoder = decoders.ByteLevel()
+PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(sys.argv[1])
 """
 KVFIX = [sys.executable, "-m", "kvfix_tools.cli"]
 
@@ -57,37 +59,34 @@ def main(arguments: list[str]) -> int:
         real_engine.write_model(folder, "float32", {})
         subprocess.run([sys.executable, "-c", TOKENIZER, place], check=True)
         servers = {}
+        in_process = name == "verify" and device == "cuda"  # LMCache has no connector for the CPU in process
         for mode in ("off", "fix"):
-            transfer = stack.enter_context(connector(folder, device, mode, in_process=name == "verify"))
+            transfer = stack.enter_context(connector(folder, mode, in_process))
             servers[mode] = stack.enter_context(server(folder, device, mode, transfer))
         for mode, (_, process) in servers.items():
             log = folder / f"log-{mode}"
             if not real_engine.wait_for("Application startup complete", log, process, STARTED[device]):
-                done.add(f"server, KVFIX={mode}", False, "does not start", log=log.read_text(errors="replace")[-5000:])
+                done.add(f"server, KVFIX={mode}", False, "does not start", log=_end_of(log))
                 return done.code
         done.add("servers", True, f"started in {time.monotonic() - start:.0f} s")
         try:
-            verify(done, servers) if name == "verify" else serve(done, folder, device, servers)
+            verify(done, folder, device, servers) if name == "verify" else serve(done, folder, device, servers)
         except OSError as error:
-            logs = {mode: (folder / f"log-{mode}").read_text(errors="replace")[-5000:] for mode in servers}
+            logs = {mode: _end_of(folder / f"log-{mode}") for mode in servers}
             done.add("requests", False, str(error), logs=logs)
     return done.code
 
 
 @contextlib.contextmanager
-def connector(folder: Path, device: str, mode: str, in_process: bool) -> Iterator[dict[str, Any]]:
+def connector(folder: Path, mode: str, in_process: bool) -> Iterator[dict[str, Any]]:
     """kv_transfer_config, with an LMCache server of its own if it is not in process."""
     from kvfix_tools.roundtrip import real_engine
 
-    if not in_process:
-        with real_engine.server(folder / f"lmcache-{mode}", 64, dict(os.environ)) as transfer:
-            yield transfer
+    if in_process:
+        yield real_engine.in_process(64, max_local_cpu_size=2.0)
         return
-    transfer = real_engine.in_process(64, max_local_cpu_size=2.0)
-    if device == "cpu":  # LMCache has no connector for the CPU: with stand-ins
-        stand_in = {"kv_connector": "InProcess", "kv_connector_module_path": "kvfix_tools.roundtrip.engine_connector"}
-        transfer.update(stand_in)
-    yield transfer
+    with real_engine.server(folder / f"lmcache-{mode}", 64, dict(os.environ)) as transfer:
+        yield transfer
 
 
 @contextlib.contextmanager
@@ -163,15 +162,22 @@ def load(port: int, requests: int, clients: int, seed: int) -> float:
     return time.monotonic() - start
 
 
-def verify(done: steps.Steps, servers: dict[str, Any]) -> None:
-    """As released it must find the difference (exit 1), with the fixes none (exit 0)."""
-    for mode, code in {"off": 1, "fix": 0}.items():
-        command = [*KVFIX, "verify", f"http://localhost:{servers[mode][0]}", "--seconds", str(VERIFIED), "--json"]
+def verify(done: steps.Steps, folder: Path, device: str, servers: dict[str, Any]) -> None:
+    """As released it must find the difference (exit 1) on CUDA, with the fixes none (exit 0)."""
+    for mode, code in {"off": int(device == "cuda"), "fix": 0}.items():
+        url, seconds = f"http://localhost:{servers[mode][0]}", str(VERIFIED[device])
+        command = [*KVFIX, "verify", url, "--seconds", seconds, "--json"]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
         found = json.loads(ran.stdout) if ran.stdout.startswith("{") else ran.stdout[-2000:]
         what = {"off": "as released", "fix": "with fixes"}[mode]
         figures = f"exit {ran.returncode}, {code} expected"
-        done.add(what, ran.returncode == code, figures, answer=found, errors=ran.stderr[-2000:])
+        right = ran.returncode == code
+        log = "" if right else _end_of(folder / f"log-{mode}")
+        done.add(what, right, figures, answer=found, errors=ran.stderr[-2000:], log=log)
+
+
+def _end_of(log: Path) -> str:
+    return log.read_text(errors="replace")[-5000:]
 
 
 if __name__ == "__main__":

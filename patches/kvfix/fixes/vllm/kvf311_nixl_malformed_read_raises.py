@@ -66,7 +66,7 @@ def logs_what_it_can(module: ModuleType) -> Callable[..., Any]:
         def _log_failure(worker: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 return function(worker, *args, **kwargs)
-            except Exception as error:  # noqa: BLE001
+            except TypeError as error:
                 note(__name__, "a failed transfer is reported")
                 engine_log.warning(f"KVF311: a transfer has failed, and its parameters are malformed: {error}")
 
