@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvfix import engine_state
-from kvfix.engine_state import connectors
+from kvfix.engine_state import lmcache_readers
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.steps import prompt
 
@@ -35,7 +35,7 @@ def _engine(options: Options) -> Any:
     engine = LabEngine(options)
     if "enable_async_loading" in options.lmcache:  # lookups have the lab's time
         now: Any = SimpleNamespace(time=lambda: engine.connector.now, monotonic=time.monotonic)
-        vars(connectors)["time"] = now
+        vars(lmcache_readers)["time"] = now
     return engine
 
 
