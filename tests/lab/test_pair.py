@@ -174,7 +174,7 @@ def test_without_a_fault(connector: str, at_once: str, once: Once) -> None:
     done = once(sound, RELEASES / "0.5.6", connector, at_once)
     assert done["found"] == []
     assert done["counts"]["loaded_tokens"] >= 310 - 96  # the second prompt may hit the first one's blocks
-    assert done["counts"]["leases"] == 3
+    assert connector == MOONCAKE or done["counts"]["leases"] == 3
 
 
 def sound(connector: str, at_once: str) -> dict[str, Any]:
