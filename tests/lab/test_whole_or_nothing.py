@@ -49,8 +49,11 @@ def replaced(fix: Fix, target: Target) -> Iterator[None]:
 
 
 def of_several_functions() -> Iterator[tuple[Fix, str, tuple[Target, ...]]]:
-    """Fixes, each with the functions of one copy of the code that are wrapped together here."""
-    for fix in catalogue.fixes():
+    """Fixes, each with the functions of one copy of the code that are wrapped together here.
+
+    Those without scenarios come first: the lab puts a class of its own in place of LMCache's HeartbeatThread.
+    """
+    for fix in sorted(catalogue.fixes(), key=lambda each: bool(each.scenarios)):
         for copy, targets in fix.groups if fix.fixable else ():
             wrong = [each for each in targets if applicability.judge(each).state == "applicable"]
             if len(wrong) > 1 and any(not each.helper for each in wrong):
