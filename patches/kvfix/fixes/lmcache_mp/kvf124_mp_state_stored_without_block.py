@@ -43,7 +43,7 @@ from kvfix.wrapping import after
 
 
 def fix(module: ModuleType) -> Callable[..., Any]:
-    """Of the functions for new and for running requests, which have the same parameters."""
+    """Wrap the functions for new and for running requests, which have the same parameters."""
     return after(_leave_out, when=_windows.has_transfers, on_fault=_closed.drop_stores)
 
 
