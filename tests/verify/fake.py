@@ -70,6 +70,7 @@ class Engine:
             self.counts["external_prefix_cache_queries"] += (len(prompt) - here) * self.behaviour.connector
             self.counts["external_prefix_cache_hits"] += hit
             self.counts["request_success"] += 1 + self.behaviour.others
+            self.gpu = [each for each in self.gpu if each != (model, prompt)]  # the blocks of a prompt are there once
             self.gpu.append((model, prompt))
             while sum(len(one) for _, one in self.gpu) > self.behaviour.blocks * BLOCK:
                 del self.gpu[0]

@@ -103,7 +103,6 @@ SCENARIOS = {
         [malform("flat_blocks"), fail("handshake"), ask("r", prompt(64)), run(), expect_all_ended()],
         "LAB003",
         text="WAITING_FOR_REMOTE_KVS for ever",
-        hooks_rule="LAB003",
     ),
     "nixl-malformed-read-raises": pull(
         "The parameters of a request name blocks by something that is no number: the decode engine dies.",
