@@ -141,6 +141,8 @@ def scenarios() -> tuple[Scenario, ...]:
     found: list[Scenario] = []
     for module in pkgutil.iter_modules(package.__path__):
         for name, made in import_module(f"{package.__name__}.{module.name}").SCENARIOS.items():
+            if any(each.name == name for each in found):
+                raise ValueError(f"two files have the scenario {name}; the second is {module.name}.py")
             found += [replace(each, name=name) for each in (made if isinstance(made, tuple) else (made,))]
     return tuple(sorted(found, key=lambda each: each.name))
 
