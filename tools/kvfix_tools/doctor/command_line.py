@@ -21,8 +21,6 @@ SHORT = {
     "pcp": "prefill-context-parallel-size",
     "q": "quantization",
 }
-#: Options of vLLM that are JSON; `--NAME.key value` sets one key.
-OBJECTS = ("kv-transfer-config",)
 _SWITCH = re.compile(r"(enable|disable|no|enforce|trust|skip|use|async|headless|isolated)-")
 _MODULES = {
     "vllm.entrypoints.openai.api_server": "vllm serve",

@@ -40,11 +40,9 @@ class Metrics:
     requests: float
     queried: float
     hits: float
-    gpu_hits: float
     preemptions: float
     blocks: int
     block: int
-    has_connector: bool
 
     @property
     def capacity(self) -> int:
@@ -127,8 +125,7 @@ class Server:
 
         return Metrics(
             count("request_success"), count("external_prefix_cache_queries"), count("external_prefix_cache_hits"),
-            count("prefix_cache_hits"), count("num_preemptions"), blocks, block,
-            "vllm:external_prefix_cache_hits_total" in sums,
+            count("num_preemptions"), blocks, block,
         )  # fmt: skip
 
     def metrics_after(self, before: Metrics, requests: int = 1) -> Metrics:
