@@ -150,15 +150,15 @@ def odd_event() -> Iterator[None]:
 
 @contextmanager
 def signal_in_a_hook() -> Iterator[None]:
-    from kvfix.connector_events import readers
+    from kvfix.engine_state import lmcache_readers
 
-    read = readers.V1.hit
+    read = lmcache_readers.V1.hit
 
     def hit(self: Any, request: str) -> Any:
         os.kill(os.getpid(), signal.SIGUSR2)
         return read(self, request)
 
-    with mock.patch.object(readers.V1, "hit", hit):
+    with mock.patch.object(lmcache_readers.V1, "hit", hit):
         yield
 
 
@@ -181,7 +181,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     **{f"hook {name}": patched(f"kvfix.connector_events.watched.WatchedConnector.{name}") for name in HOOKS},
     **{f"reader V1.{name}": partial(reader, "V1", name) for name in READERS},
     **{f"reader MP.{name}": partial(reader, "MP", name) for name in ("hit", "loads", "stores", "kept")},
-    "place": patched("kvfix.connector_events.readers.place"),
+    "place": patched("kvfix.connector_events.watched.place"),
     "sizes": lambda: violated(mock.patch("kvfix.connector_events.readers.sizes", fails)),
     "announcement": patched("kvfix.connector_events.dump.announce"),
     "no WatchedConnector": patched("kvfix.connector_events.watched.WatchedConnector.__init__"),

@@ -1,4 +1,4 @@
-"""Readers of a connector's own state and metadata, for the known connectors.
+"""Choose the reader of a connector's own state and metadata.
 
 A reader runs after the hook. It only reads. If it raises, its connector is still recorded, but no rule is checked any
 more. None: this connector does not have the value.
@@ -8,17 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvfix.connector_events.offload_readers import Offloading as Offloading
-from kvfix.connector_events.offload_readers import SimpleOffload as SimpleOffload
-from kvfix.connector_events.offload_readers import span as span
+from kvfix.connector_events.offload_readers import Offloading, SimpleOffload
 from kvfix.engine_state import lmcache_readers
-from kvfix.engine_state.connectors import place as place
-from kvfix.engine_state.lmcache_readers import MP as MP
-from kvfix.engine_state.lmcache_readers import V1 as V1
-from kvfix.engine_state.reader import PINS as PINS
-from kvfix.engine_state.reader import Reader as Reader
-from kvfix.engine_state.reader import Span as Span
-from kvfix.engine_state.reader import Spans as Spans
+from kvfix.engine_state.reader import Reader
 
 
 def reader(connector: Any) -> Reader:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvfix import clock, scheduling
 from kvfix.connector_events import readers, recorder, violations, windows
+from kvfix.engine_state.connectors import place
+from kvfix.engine_state.reader import PINS, Reader
 from kvfix.ledger import Ledger
 from kvfix.ledger import events as ev
 from kvfix.session import session
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kvfix.connector_events.leases import Leases
+    from kvfix.engine_state.reader import Span
     from kvfix.ledger.events import Event
 
 #: An ended request is checked for leaks after so many steps and so many seconds: transfers and lookups in flight are
@@ -42,7 +45,7 @@ class WatchedConnector:
         self.generation = session.generation
         self.name = type(connector).__name__
         self.role = getattr(getattr(connector, "role", None), "name", "")
-        self.place = readers.place(connector)
+        self.place = place(connector)
         self.model = readers.model(connector)
         self.connector = connector
         self.reader = readers.reader(connector)
@@ -54,13 +57,13 @@ class WatchedConnector:
         self.stepped = 0.0
         #: Of its worker, if it keeps blocks for a peer.
         self.leases: Leases | None = None
-        self.sees_loads = type(self.reader) is not readers.Reader
+        self.sees_loads = type(self.reader) is not Reader
         self.ledger = Ledger(sees_loads=self.sees_loads)
         self._hook = ""
         #: By request: the last Asked event without a grant; in the worker the last transfer.
         self._last: dict[str, Event] = {}
         self._due: dict[str, ev.LoadDue] = {}
-        self._storing: list[readers.Span] = []
+        self._storing: list[Span] = []
         #: Blocks of requests with a granted load, as long as they hold them.
         self._blocks: dict[str, set[int]] = {}
         #: Where the model has sliding windows.
@@ -321,7 +324,7 @@ class WatchedConnector:
             for where in self.reader.left(name):
                 if name in self._unanswered and where.startswith("lookup_client."):
                     continue
-                if where != readers.PINS or self.reader.pinned(name) is pinned:  # else the id is reused
+                if where != PINS or self.reader.pinned(name) is pinned:  # else the id is reused
                     self._record(ev.Left(name, where))
             if name not in self._given_up:
                 self._unanswered.discard(name)

@@ -316,7 +316,7 @@ def _add_worker(state: dict[str, Any], adapter: Any) -> None:
 
 
 def _is_done(future: Any) -> bool:
-    """Of a future, or of a future with its blocks. It is not asked itself: that may ask the device."""
+    """Accept a future or a pair (future, blocks). Read the flag: `query()` could synchronize with the device."""
     future = future[0] if isinstance(future, tuple) else future
     for each in (future, getattr(future, "raw_future_", None)):
         event = getattr(each, "is_done_", None)

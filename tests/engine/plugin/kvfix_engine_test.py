@@ -75,7 +75,8 @@ def override_kernels_beside_llvmlite() -> None:
 
 def plant_faults() -> None:
     """All that kvfix does in a hook raises."""
-    from kvfix.connector_events import dump, hooks, readers, recorder, watched
+    from kvfix.connector_events import dump, hooks, recorder, watched
+    from kvfix.engine_state import lmcache_readers
 
     def planted(*_: Any, **__: Any) -> Any:
         raise RuntimeError("planted")
@@ -83,7 +84,7 @@ def plant_faults() -> None:
     for name in {what for hook in hooks.HOOKS.values() for what in hook if what}:
         setattr(watched.WatchedConnector, name, planted)
     for name in ("hit", "loads", "stores", "kept", "left"):
-        setattr(readers.MP, name, planted)
+        setattr(lmcache_readers.MP, name, planted)
     recorder.add = dump.write = planted
 
 

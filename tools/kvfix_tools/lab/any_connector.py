@@ -18,7 +18,7 @@ from typing import Any
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.v1.outputs import KVConnectorOutput
 
-from kvfix.connector_events import readers
+from kvfix.engine_state.reader import Reader, Spans
 from kvfix.ledger import events as ev
 from kvfix_tools.lab import held, rules, vllm_objects
 from kvfix_tools.lab.any_worker import AnyWorker
@@ -34,14 +34,14 @@ FOLDER = "{dir}"
 PATIENCE = 500
 
 
-class AnyReader(readers.Reader):
+class AnyReader(Reader):
     """What is granted is what is to be loaded: of the connector's own metadata nothing is known."""
 
     def __init__(self, connector: Any) -> None:
         super().__init__(connector)
         self.granted: list[tuple[str, int, int]] = []
 
-    def loads(self, metadata: Any) -> readers.Spans:
+    def loads(self, metadata: Any) -> Spans:
         granted, self.granted = self.granted, []
         return granted
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvfix.connector_events import readers
+from kvfix.engine_state import lmcache_readers
 from kvfix_tools.lab import vllm_objects
 from kvfix_tools.lab.connector import Connector
 from kvfix_tools.lab.memory import Cache, Slots
@@ -162,7 +162,7 @@ class MP(Connector):
         self.in_scheduler = self._of_lmcache(options, self.scheduler.connector)
         self.workers = [self._make_worker(rank, slots, options, config) for rank, slots in enumerate(memories)]
         self._join_others(options)
-        self.reader = readers.MP(self.in_scheduler)
+        self.reader = lmcache_readers.MP(self.in_scheduler)
         self.scheduler_adapter = self.in_scheduler.scheduler_adapter
 
     def _make_server(self, memories: Sequence[Slots], cache: Cache, options: Options) -> Server:
@@ -247,7 +247,7 @@ class MP(Connector):
         }
         in_workers: dict[str, set[str]] = {}
         for worker in self.workers:
-            for where, names in readers.MP(worker.in_worker).kept():
+            for where, names in lmcache_readers.MP(worker.in_worker).kept():
                 in_workers.setdefault(where, set()).update(names)
         return {
             **lookups,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_offload.base import get_offload_group_idx
 
-from kvfix.connector_events import readers
+from kvfix.connector_events import offload_readers
 from kvfix_tools.lab import kv_layout, vllm_objects
 from kvfix_tools.lab.connector import Connector
 from kvfix_tools.lab.kv_groups import kv_groups
@@ -128,7 +128,7 @@ class Offloading:
             self.events.counts["loads_offloaded"] += not rank.rank
             self.events.counts["loads_of_groups"] += sum(map(bool, to.group_sizes)) > 1
             if self.alone:
-                start, end = readers.span(to, [group.block_size for group in self._groups])
+                start, end = offload_readers.span(to, [group.block_size for group in self._groups])
                 self.events.loaded(name, start if fails else end, 0 if fails else end - start, rank.rank)
 
         return loaded
@@ -269,7 +269,7 @@ class OffloadingAlone(Connector):
         self.workers = [OffloadingWorker(*each) for each in zip(ranks, memories, called, strict=True)]
         self.offloading = Offloading(options, ranks, self.in_scheduler)
         self.offloading.alone = True
-        self.reader = readers.Offloading(self.in_scheduler)
+        self.reader = offload_readers.Offloading(self.in_scheduler)
 
     def evict(self, cache: Cache, chunks: int, forced: bool) -> int:
         return self.offloading.evict(chunks, forced)

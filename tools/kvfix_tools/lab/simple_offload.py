@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, resolve_block_hashes
 
-from kvfix.connector_events import readers
+from kvfix.connector_events import offload_readers
 from kvfix_tools.lab import kv_layout, rules, vllm_objects
 from kvfix_tools.lab.connector import Connector
 from kvfix_tools.lab.kv_groups import KVGroup, kv_groups
@@ -97,7 +97,7 @@ class SimpleOffloading:
 
     def __init__(self, options: Options, ranks: Sequence[Rank], scheduler: Any, in_scheduler: Any) -> None:
         self.ranks = ranks
-        self.reader = readers.SimpleOffload(in_scheduler)
+        self.reader = offload_readers.SimpleOffload(in_scheduler)
         self._scheduler = scheduler
         self._manager = in_scheduler.scheduler_manager
         self._groups = kv_groups(options)

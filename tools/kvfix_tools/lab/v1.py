@@ -18,7 +18,8 @@ import torch
 import zmq
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from kvfix.connector_events import readers
+from kvfix.engine_state import lmcache_readers
+from kvfix.engine_state.reader import PINS
 from kvfix_tools.lab import vllm_objects
 from kvfix_tools.lab.connector import Connector
 from kvfix_tools.lab.memory import Cache, Prefix, Slots, of_rank
@@ -200,7 +201,7 @@ class V1(Connector):
         self._join(client)
         self.workers = [self._make_worker(each, vllm_objects.of_rank(config, each.rank)) for each in self.cache_engines]
         self._join_others(options)
-        self.reader = readers.V1(self.in_scheduler)
+        self.reader = lmcache_readers.V1(self.in_scheduler)
 
     def configured(self, options: Options) -> Any:
         """The engine's configuration."""
@@ -277,4 +278,4 @@ class V1(Connector):
         return "it asks for lmcache.skip_save" if "lmcache.skip_save" in asked and "disagg_spec" not in asked else ""
 
     def kept(self) -> dict[str, set[str]]:
-        return {**super().kept(), readers.PINS: set().union(*(each.cache.pins for each in self.cache_engines))}
+        return {**super().kept(), PINS: set().union(*(each.cache.pins for each in self.cache_engines))}
