@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from kvfix import redact
 from kvfix_tools.doctor import servers
-from kvfix_tools.doctor.checks import Line, check, ok, problem, unchecked
+from kvfix_tools.doctor.checks import OK, Line, check, ok, problem, unchecked
 from kvfix_tools.doctor.machine import connects, needs_password, port_in_use, resolves
 from kvfix_tools.doctor.setup import Setup
 
@@ -138,10 +138,22 @@ def remote_store(setup: Setup) -> Iterator[Line]:
         at = servers.address(url)
         if name != "remote_url" or at.port is None or at.host in _ANY or not resolves(at.host):
             continue
-        why = connects(at.host, at.port)
-        if why:
-            yield problem(f"remote_url {redact.text(url)} does not answer: {why}", "start it, or correct remote_url")
-        elif url.startswith("redis://") and "@" not in url and needs_password(at.host, at.port):
-            yield problem(f"{redact.text(url)} refuses commands without a password", "redis://:PASSWORD@HOST:PORT")
-        else:
-            yield ok(f"remote_url {redact.text(url)} answers")
+        line = _answers(f"remote_url {redact.text(url)}", at.host, at.port, "start it, or correct remote_url")
+        if line.status == OK and url.startswith("redis://") and "@" not in url and needs_password(at.host, at.port):
+            line = problem(f"{redact.text(url)} refuses commands without a password", "redis://:PASSWORD@HOST:PORT")
+        yield line
+
+
+@check("controller")
+def controller(setup: Setup) -> Iterator[Line]:
+    """Something listens at the addresses of the controller, if enable_controller is set."""
+    for name, url in _reached(setup):
+        at = servers.address(url)
+        if name.startswith("controller_") and at.host and at.port:
+            what = f"the controller at {name} {at.host}:{at.port}"
+            yield _answers(what, at.host, at.port, "start lmcache_controller first, or correct the URL")
+
+
+def _answers(what: str, host: str, port: int, do: str) -> Line:
+    why = connects(host, port)
+    return problem(f"{what} does not answer: {why}", do) if why else ok(f"{what} answers")

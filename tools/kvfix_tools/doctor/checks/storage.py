@@ -1,4 +1,4 @@
-"""The places where LMCache and vLLM keep chunks: disk, remote store, controller, and the size of the CPU cache."""
+"""The places where LMCache and vLLM keep chunks: disk, remote store, and the size of the CPU cache."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvfix_tools.doctor import servers
 from kvfix_tools.doctor.checks import Line, check, ok, problem, unchecked
 from kvfix_tools.doctor.checks.disaggregated import bytes_per_token
-from kvfix_tools.doctor.machine import GIB, connects, gib
+from kvfix_tools.doctor.machine import GIB, gib
 from kvfix_tools.doctor.setup import Setup
 
 #: A CPU cache of fewer chunks keeps next to nothing of a prompt.
@@ -53,21 +52,6 @@ def remote_scheme(setup: Setup) -> Iterator[Line]:
     known = {each for text in texts for each in re.findall(r"[\"']([a-z0-9-]+)://", text)} - {"http", "https"}
     if known and scheme not in known:
         yield problem(f"LMCache has no connector for remote_url {scheme}://", "redis://HOST:PORT or lm://HOST:PORT")
-
-
-@check("controller")
-def controller(setup: Setup) -> Iterator[Line]:
-    """Something listens at the addresses of the controller, if enable_controller is set."""
-    if setup.connector("v1") is None or not setup.on("enable_controller"):
-        return
-    for name in ("controller_pull_url", "controller_reply_url"):
-        at = servers.address(str(setup.setting(name) or ""))
-        if at.host and at.port:
-            why, what = connects(at.host, at.port), f"the controller at {name} {at.host}:{at.port}"
-            if why:
-                yield problem(f"{what} does not answer: {why}", "start lmcache_controller first, or correct the URL")
-            else:
-                yield ok(f"{what} answers")
 
 
 @check("offload-size")
