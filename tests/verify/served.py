@@ -6,7 +6,6 @@ A fault is planted in the server: the file `fault` names it, and the connector o
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -73,14 +72,7 @@ def write_model(folder: Path) -> None:
     if (folder / "config.json").exists():
         return
     real_engine.write_model(folder, "float32", {})
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    real_engine.write_tokenizer(folder)
 
 
 def verify(*arguments: str, limit: float = 1000) -> tuple[int, str]:

@@ -85,6 +85,18 @@ def write_model(folder: Path, dtype: str, config: dict[str, Any]) -> None:
     model.to(getattr(torch, dtype)).save_pretrained(folder)
 
 
+def write_tokenizer(folder: Path) -> None:
+    """A token for each byte. vLLM takes texts for the model then."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+
+
 def greedy(tokens: int, **more: Any) -> Any:
     from vllm import SamplingParams
 

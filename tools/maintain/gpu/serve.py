@@ -32,17 +32,6 @@ REQUESTS, CLIENTS, PROMPT, ANSWER, PAIRS = 64, 16, 400, 48, 8
 FEW = {"REQUESTS": 8, "CLIENTS": 4, "PAIRS": 1}
 #: Seconds for a server to start, and for `kvfix verify`.
 STARTED, VERIFIED = {"cuda": 110, "cpu": 600}, {"cuda": 60, "cpu": 300}
-#: A token for each byte.
-TOKENIZER = """
-import sys
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
-tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-tokenizer.decoder = decoders.ByteLevel()
-PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(sys.argv[1])
-"""
 KVFIX = [sys.executable, "-m", "kvfix_tools.cli"]
 
 
@@ -57,7 +46,7 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
         folder, start = Path(place), time.monotonic()
         real_engine.write_model(folder, "float32", {})
-        subprocess.run([sys.executable, "-c", TOKENIZER, place], check=True)
+        real_engine.write_tokenizer(folder)
         servers = {}
         in_process = name == "verify" and device == "cuda"  # LMCache has no connector for the CPU in process
         for mode in ("off", "fix"):
