@@ -88,8 +88,8 @@ def violations(text: str, first: int = 1, is_docstring: bool = False) -> Iterato
         prose = _LINK.sub(lambda found: found[1] or "LINK", prose)
         at = 0
         for sentence in _END.split(prose):
-            number = first + line + prose.count("\n", 0, prose.index(sentence, at))
-            at = prose.index(sentence, at) + len(sentence)
+            begin = prose.index(sentence, at)
+            number, at = first + line + prose.count("\n", 0, begin), begin + len(sentence)
             words = sentence.split()
             opener = _OPENER.match(sentence)
             if opener and not sentence.rstrip(" \"')*").endswith("?"):

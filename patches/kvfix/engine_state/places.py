@@ -40,6 +40,7 @@ HOOKS = (
 )
 #: Hooks that run once per layer and step.
 LAYER_HOOKS = ("wait_for_layer_load", "save_kv_layer")
+_ALL_HOOKS = frozenset((*HOOKS, *LAYER_HOOKS))
 #: Hooks whose names other functions have too.
 _COMMON = frozenset(("request_finished", "on_new_request", "reset_cache", "get_finished", "shutdown"))
 #: Functions of EngineCore whose `self` is the engine, and of the scheduler that change its queues.
@@ -107,7 +108,7 @@ def hook(frames: list[FrameType]) -> str:
 def is_hook(function: str, file: str) -> bool:
     """Whether it is a connector's, by its name and, where that is common, by the path of its file."""
     path = file.lower()
-    return function in (*HOOKS, *LAYER_HOOKS) and (function not in _COMMON or "connector" in path or "lmcache" in path)
+    return function in _ALL_HOOKS and (function not in _COMMON or "connector" in path or "lmcache" in path)
 
 
 def in_step(frames: list[FrameType]) -> bool:

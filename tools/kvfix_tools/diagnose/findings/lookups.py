@@ -33,18 +33,19 @@ def never_a_hit(log: Diagnosis, line: LogLine) -> Answer | None:
 
     Normal: the first request with each prompt. Prompts that never begin alike have no hits whatever the seed.
     """
-    kept = _never(log)
+    kept, files = _never(log), lookups_by_file(log)
     if kept is not None:
-        return _never_a_hit(kept)
-    for file, each in lookups_by_file(log).items() if len(lookups_by_file(log)) > 1 else ():
-        answer = _never_a_hit(each)
+        return _hashed_differently(kept)
+    for file, each in files.items() if len(files) > 1 else ():
+        answer = _hashed_differently(each) if each.number >= ENOUGH and not each.hits else None
         if answer is not None:
             return answer._replace(sentence=f"{answer.sentence}, in {file}")
     return None
 
 
-def _never_a_hit(kept: Lookups) -> Answer | None:
-    if kept.number < ENOUGH or kept.hits or not kept.stored or not kept.unseeded:
+def _hashed_differently(kept: Lookups) -> Answer | None:
+    """The answer for lookups that never hit; None if nothing shows that the processes hash differently."""
+    if not kept.stored or not kept.unseeded:
         return None
     apart = bool(kept.storers - kept.askers) or len(kept.askers) > 1
     lost = kept.local >= (kept.chunk or CHUNK)

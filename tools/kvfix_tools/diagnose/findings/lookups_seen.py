@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -48,8 +49,11 @@ class Lookups:
         return len(self.requests)
 
 
-class _Files(dict[str, Lookups]):
+class _Files(defaultdict[str, Lookups]):
     """{file: the lookups in it}. Each engine has a log of its own, if several are given."""
+
+    def __init__(self) -> None:
+        super().__init__(Lookups)
 
 
 def lookups_of(log: Diagnosis) -> Lookups:
@@ -63,7 +67,7 @@ def lookups_by_file(log: Diagnosis) -> dict[str, Lookups]:
 
 def _lookups_with(log: Diagnosis, line: LogLine) -> tuple[Lookups, Lookups]:
     """Return the lookups that a line belongs to: those of all files, and those of its file."""
-    return lookups_of(log), log.state(_Files).setdefault(line.file, Lookups())
+    return lookups_of(log), log.state(_Files)[line.file]
 
 
 @note("asked")
