@@ -4,8 +4,8 @@ No look may find anything wrong, and every round of the same requests has the sa
 engine's, with one thread for its kernels, the other one the looker's. An engine whose kernels take all cores pays for
 what a look costs outside of it too, which is a row of its own.
 
-What is measured: how long a thread of the engine is stopped, less what it or the looker wait meanwhile, and the
-processor time of what its main thread runs for kvfix.
+It measures how long a thread of the engine is stopped, without the time that the thread or the looker waits. It also
+measures the processor time that the engine's main thread runs for kvfix.
 """
 
 from __future__ import annotations

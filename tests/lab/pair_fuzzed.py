@@ -18,7 +18,7 @@ def nothing(pair: Any) -> None:
 
 
 def three_requests(connector: str, plant: Plant = nothing, at_once: str = "", **options: Any) -> dict[str, Any]:
-    """What is found, and done, in a pair with this fault. The second prompt begins as the first one does.
+    """Return the findings and counts of a pair with this fault. The second prompt begins as the first one does.
 
     at_once: the requests whose prefill and decode are asked for together.
     """

@@ -194,7 +194,7 @@ def test_fuzzed_schedules_are_clean_with_the_fixes(connector: str, mode: str, pl
 
 
 def aborted_while_it_waits(fixes: bool) -> list[str]:
-    """What is found, kvfix's own reports too, where decode's request is aborted and prefill never hears of it."""
+    """Return the findings, with kvfix's own reports, if decode's request is aborted and prefill never hears of it."""
     from kvfix_tools.lab.fuzz import play
     from kvfix_tools.lab.runner import applied
     from kvfix_tools.lab.schedule import Schedule

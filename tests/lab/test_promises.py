@@ -62,7 +62,7 @@ def asked(connector: str, role: str, params: dict[str, dict[str, Any]], fixes: b
 
 
 def scheduled(connector: str, role: str, params: dict[str, Any], fixes: bool) -> list[object]:
-    """What becomes of it, and whether it can then end."""
+    """Schedule one request. Return the error, the status of the request, and its scheduled tokens."""
     from vllm.v1.request import RequestStatus
 
     scheduler, (request,) = asked(connector, role, {"r": params}, fixes)

@@ -1,6 +1,6 @@
-"""What the connectors of this process hold of requests.
+"""Read which requests the connectors of this process hold.
 
-Of each connector, the children of a MultiConnector among them:
+Each connector has a row, and so has each child of a MultiConnector:
 
     {"class": "LMCacheMPConnector", "role": "SCHEDULER", "engine": "0a1b2", "rank": 0, "ranks": 2, "chunk_size": 256,
      "healthy": True,            the server answers its pings; in process: LMCache runs; None: it cannot tell

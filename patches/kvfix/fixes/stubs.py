@@ -20,7 +20,7 @@ def cannot_tell(hook: Callable[..., Any], module: ModuleType) -> NoReturn:
 def raises(
     error: type[Exception] | tuple[type[Exception], ...], hook: Callable[..., Any], *args: Any, **kw: Any
 ) -> bool:
-    """Whether this call raises this error. Any other error leaves the probe: the function is not one that it knows."""
+    """True if this call raises this error. Any other error leaves the probe: the probe does not know the function."""
     try:
         hook(*args, **kw)
     except error:
