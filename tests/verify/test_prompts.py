@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from kvfix_tools.verify.prompts import CUE, Maker, Prompt, Sizes
+from kvfix_tools.verify.prompts import CUE, TOKENS, Maker, Prompt, Sizes
 
 SIZES = Sizes(chunk=256, block=16, longest=1200)
 
@@ -56,3 +56,17 @@ def test_texts_where_nothing_tokenizes() -> None:
     prompts = list(maker.prompts(maker.kinds(16), SIZES))
     assert all(isinstance(each.body, str) for each in prompts)
     assert len({str(each.body)[:40] for each in prompts}) == 16
+
+
+@pytest.mark.parametrize("block", [16, 32, 128])
+def test_prompts_as_long_as_the_context_allows_fit(block: int) -> None:
+    context = 1024
+    for chunk in range(block, context // 2 - 2 * block, block):
+        sizes = Sizes(chunk, block, context - block - TOKENS, context)
+        assert sizes.fits
+        prompts = Maker([1], 1.0, random.Random(0)).prompts(["shared prefix"], sizes)
+        assert max(each.length for each in prompts) + block + TOKENS <= context
+
+
+def test_two_chunks_that_are_longer_than_the_context_do_not_fit() -> None:
+    assert not Sizes(512, 16, 1000, 1024).fits

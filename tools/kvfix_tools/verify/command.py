@@ -13,8 +13,8 @@ from typing import Any
 
 from kvfix_tools.verify import report
 from kvfix_tools.verify.client import Metrics, OutOfTime, Refused, Server
-from kvfix_tools.verify.prompts import WORDS, Maker, Sizes
-from kvfix_tools.verify.rounds import SURVEY, TOKENS, Inconclusive, Rounds
+from kvfix_tools.verify.prompts import TOKENS, WORDS, Maker, Sizes
+from kvfix_tools.verify.rounds import SURVEY, Inconclusive, Rounds
 
 #: Of a text, where the server does not tokenize for us.
 TOKENS_PER_WORD = 1.3

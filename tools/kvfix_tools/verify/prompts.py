@@ -19,6 +19,8 @@ cloud coast cold color come common cook cool copy corn cost count country cover 
 door down draw dream
 """
 WORDS = TEXT.split()
+#: Answered tokens.
+TOKENS = 8
 #: Tokens at the end of a prompt that repeat earlier ones.
 CUE = 12
 #: The kinds, with how many of every 16 prompts are of it. {kind: number}
@@ -62,7 +64,7 @@ class Sizes:
     @property
     def fits(self) -> bool:
         """True if the model takes the longest prompt that is made of whole chunks, and its answer."""
-        return not self.context or self.whole + 3 * self.block < self.context
+        return not self.context or self.whole + 2 * self.block + TOKENS < self.context
 
 
 class Maker:

@@ -15,10 +15,8 @@ from dataclasses import replace
 from kvfix_tools.verify.client import Metrics, Refused, Reply, Server
 from kvfix_tools.verify.compare import SPARE, Judge, difference, is_decided
 from kvfix_tools.verify.outcome import ALONE, UNDER_LOAD, Case, Confirmation, Outcome
-from kvfix_tools.verify.prompts import Maker, Prompt, Sizes
+from kvfix_tools.verify.prompts import TOKENS, Maker, Prompt, Sizes
 
-#: Answered tokens.
-TOKENS = 8
 #: Seconds until the blocks of the last requests must be free: a connector may still be storing them.
 STORING = 20.0
 #: Prompts that find out the chunk size, and how often they are asked: a connector may store late.
