@@ -29,10 +29,15 @@ def failed(
         yield name, next(place for place, block in enumerate(blocks) if block in invalid_block_ids), blocks
 
 
-def lmcache_adapters(scheduler: Any) -> Iterator[Any]:
-    """LMCache's in-process adapters of this scheduler, also those in a MultiConnector."""
+def connectors(scheduler: Any) -> tuple[Any, ...]:
+    """The connector of this scheduler, and the connectors in it if it is a MultiConnector."""
     connector = getattr(scheduler, "connector", None)
-    for each in (connector, *getattr(connector, "_connectors", ())):
+    return connector, *getattr(connector, "_connectors", ())
+
+
+def lmcache_adapters(scheduler: Any) -> Iterator[Any]:
+    """LMCache's in-process adapters of this scheduler."""
+    for each in connectors(scheduler):
         adapter = getattr(each, "_lmcache_engine", None)
         if adapter is not None:
             yield adapter

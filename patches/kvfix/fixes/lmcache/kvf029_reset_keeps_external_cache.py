@@ -39,7 +39,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix import engine_log
-from kvfix.fixes import _closed
+from kvfix.fixes import _closed, _scheduler
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import SCHEDULER
 from kvfix.wrapping import after
@@ -62,8 +62,7 @@ def fix(scheduler: ModuleType) -> Callable[..., Any]:
 
 def keeps_its_cache(scheduler: Any) -> bool:
     """True if an LMCache connector has only the `reset_cache` of vLLM's base class."""
-    connector = scheduler.connector
-    for each in (connector, *getattr(connector, "_connectors", ())):
+    for each in _scheduler.connectors(scheduler):
         kind = type(each)
         owner = next((base for base in kind.__mro__ if "reset_cache" in vars(base)), None)
         if kind.__name__.startswith("LMCache") and owner is not None and owner.__name__ == "KVConnectorBase_V1":

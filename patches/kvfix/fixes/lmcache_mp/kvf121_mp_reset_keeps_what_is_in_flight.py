@@ -33,7 +33,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.fixes import _closed, stubs
+from kvfix.fixes import _closed, _scheduler, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import LMCACHE_MP, SCHEDULER
 from kvfix.wrapping import after, before
@@ -50,7 +50,7 @@ def fix_scheduler(scheduler: ModuleType) -> Callable[..., Any]:
     """Tell the connector how many requests vLLM has: the connector does not know those that have ended."""
 
     def reset_connector_cache(scheduler: Any) -> None:
-        for each in (scheduler.connector, *getattr(scheduler.connector, "_connectors", ())):
+        for each in _scheduler.connectors(scheduler):
             if hasattr(each, "request_trackers"):
                 each._kvfix_requests = len(scheduler.requests)
 

@@ -15,10 +15,10 @@ The connector reports the blocks whose load has failed. With several KV groups v
 assume that a request has one list of blocks (0.26.0:2694). LMCache reports requests since 0.5.6.
 
 ## Fix
-With several groups, the fix skips the hook if all requests with a failed block wait for their load. These requests
-compute their prompt again, or end with kv_load_failure_policy "fail", as if the connector had reported them by name.
-LMCache's groups take their blocks from one pool, so an id belongs to one group only. Null block 0 belongs to no
-request.
+With several groups and a connector of LMCache, the fix skips the hook if all requests with a failed block wait for
+their load. These requests compute their prompt again, or end with kv_load_failure_policy "fail", as if the connector
+had reported them by name. LMCache's groups take their blocks from one pool, so an id belongs to one group only. Null
+block 0 belongs to no request.
 
 ## Releases
 vLLM 0.20.2 to 0.32.0.
@@ -63,14 +63,19 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
     return around(
         _handle_invalid_blocks,
-        when=lambda scheduler, *_, **__: len(scheduler.kv_cache_config.kv_cache_groups) > 1,
+        when=lambda scheduler, *_, **__: len(scheduler.kv_cache_config.kv_cache_groups) > 1 and _of_lmcache(scheduler),
     )
+
+
+def _of_lmcache(scheduler: Any) -> bool:
+    return any(type(each).__name__.startswith("LMCache") for each in _scheduler.connectors(scheduler))
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     """A request with two groups loads, and a block of the second has failed. Wrong is to raise."""
     request = stubs.request(32, is_finished=lambda: False, status=module.RequestStatus.WAITING_FOR_REMOTE_KVS)
     scheduler = _scheduler.running(request)
+    scheduler.connector = type("LMCacheMPConnector", (), {})()
     scheduler.kv_cache_config = SimpleNamespace(kv_cache_groups=[None, None])
     scheduler.kv_cache_manager.get_block_ids = lambda name: ([3, 4], [0, 5])
     scheduler.running, scheduler.skipped_waiting, scheduler.kv_holding_waiting = [], [request], [request]
