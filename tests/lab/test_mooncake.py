@@ -72,3 +72,28 @@ def test_abort_leaves_another_prefill_of_its_transfer(aborted_first: bool, once:
     done = once(of_one_transfer, RELEASES / "0.5.6", aborted_first)
     assert done["held"] == (0 if aborted_first else 1)
     assert done["found"] == []
+
+
+def late_write(longer: float) -> list[str]:
+    """Play the scenario of KVF906 with so many more seconds for the decode engine to wait."""
+    from kvfix_tools.lab import mooncake_sockets, runner
+    from kvfix_tools.lab.scenario import find
+
+    released = mooncake_sockets.Dealer.setsockopt
+
+    def setsockopt(dealer: Any, option: int, value: float) -> None:
+        released(dealer, option, value + 1000 * longer)
+
+    vars(mooncake_sockets)["Dealer"].setsockopt = setsockopt
+    with runner.applied(False):
+        scenario = find("mooncake-write-outlives-load")
+        assert scenario
+        return sorted({each.code for each in scenario.played().findings})
+
+
+@pytest.mark.parametrize(("longer", "found"), [(0, ["LAB001", "LAB008"]), (480, [])])
+def test_a_longer_timeout_of_the_decode_engine_prevents_late_writes(
+    longer: float, found: list[str], once: Once
+) -> None:
+    """The workaround of KVF906. Only the decode engine's receive timeout depends on its setting: it is raised here."""
+    assert once(late_write, RELEASES / "0.5.6", longer) == found
