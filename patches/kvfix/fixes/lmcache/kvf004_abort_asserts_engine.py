@@ -5,8 +5,8 @@ A bare `AssertionError` at `assert self.lmcache_engine is not None` in `request_
 (vllm_v1_adapter.py:1779 in 0.4.5), and EngineCore dies, when a request is aborted.
 
 ## Cause
-The hook asks for the cache engine to report the abort to the storage. Only the workers have one. The scheduler role has
-none, unless `enable_scheduler_bypass_lookup` is set.
+The hook needs the cache engine, because it reports the abort to the storage. Only the workers have a cache engine. The
+scheduler role has none, unless `enable_scheduler_bypass_lookup` is set.
 
 ## Fix
 The hook handles an abort without a cache engine like any other end of a request. A lookup in flight is cancelled as

@@ -7,18 +7,18 @@ prompt return wrong text.
 ## Cause
 `start_load_kv` records the blocks whose load failed, and vLLM drops the output of the step. But the step has run on KV
 that was not loaded. `wait_for_save` stores the result in the same step, and does not check the failed blocks (0.5.6
-vllm_v1_adapter.py:1104-1259). With kv_load_failure_policy "recompute" the right KV comes one step later, and the cache
-keeps the chunks that it already has.
+vllm_v1_adapter.py:1104-1259). With kv_load_failure_policy "recompute" the right KV is computed one step later. The
+cache then already has the wrong chunks, and keeps them.
 
 ## Fix
 The worker does not save a request that has a failed block in that step. With asynchronous scheduling the worker does
 not save the request in the next step either, because vLLM schedules that step before it knows of the failure. With
 speculative decoding vLLM asks for the failed blocks before the step is saved (gpu_model_runner.py 0.32.0:4179, 4509).
-Otherwise vLLM asks after it. So the worker keeps the failed blocks by step.
+Otherwise vLLM asks after the step is saved. So the worker keeps the failed blocks by step.
 
-vLLM rolls the request back to its last good token, and kvfix records which requests are rolled back. When the connector
-schedules a request that was rolled back, all of its tokens count as not saved (before 0.4.1 KVF008 does that). The
-scheduler does not know which saves were skipped, and LMCache does not store a cached chunk twice.
+vLLM rolls the request back to its last good token, and kvfix records which requests are rolled back. When a request
+that was rolled back is scheduled, all of its tokens count as not saved. (Before 0.4.1 KVF008 does that.) The scheduler
+does not know which saves were skipped. This costs little, because LMCache does not store a chunk that it has.
 
 ## Releases
 LMCache 0.3.9 to 0.5.6. 0.3.9 does not know which blocks failed, so the fix has no effect there.

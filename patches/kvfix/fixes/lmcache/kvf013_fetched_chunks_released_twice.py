@@ -1,4 +1,4 @@
-"""A worker dies or reads wrong KV: LMCache releases a chunk twice after an asynchronous load, and still lists it.
+"""A worker dies or reads wrong KV: LMCache releases a chunk twice after an asynchronous load.
 
 ## Symptom
 The worker dies at `assert memory_obj.tensor is not None`: the next request that hits the chunk finds a memory object
@@ -11,17 +11,17 @@ occurred somewhere.`
 
 ## Fix
 The fix removes the chunks that `retrieve` has released from the chunks of the lookup, so the clean-up releases only the
-rest. A chunk that `retrieve` did not need loses its pin together with its reference, because the clean-up would have
-released that pin.
+rest. The clean-up would also have released the pin of a chunk that `retrieve` did not need. So the fix releases this
+pin together with the reference.
 
 ## Releases
-LMCache 0.4.1 to 0.5.6, with `enable_async_loading`. Up to 0.5.1 only chunks that vLLM already has.
+LMCache 0.4.1 to 0.5.6, with `enable_async_loading`. Up to 0.5.1 the bug affects only chunks that vLLM already has.
 
 ## Upstream
 https://github.com/LMCache/LMCache/issues/5090, https://github.com/LMCache/LMCache/pull/5120 are open.
 
 ## Remove when
-One of `retrieve` and `cleanup_memory_objs` does not release what the other releases.
+`cleanup_memory_objs` no longer releases the chunks that `retrieve` has released.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ no memory returns no chunk instead of an AssertionError.
 LMCache 0.3.9 to 0.5.6.
 
 ## Upstream
-https://github.com/LMCache/LMCache/issues/2942 is open, https://github.com/LMCache/LMCache/issues/3804. Until then set
-`local_cpu: true`, a larger `max_local_cpu_size`, or fewer requests at once.
+https://github.com/LMCache/LMCache/issues/2942 (open), https://github.com/LMCache/LMCache/issues/3804. Without the fix,
+set `local_cpu: true`, a larger `max_local_cpu_size`, or fewer requests at once.
 
 ## Remove when
 `allocate` has a timeout.

@@ -14,8 +14,9 @@ The slots of the tracker are then slots of other tokens, and LMCache stores thei
 skips a step, the worker fills its row of the block table from the list, and then reads and writes wrong blocks.
 
 ## Fix
-After `build_connector_meta`, before the worker runs, the fix gives the trackers of the requests that this step resumes
-their own lists. (A wrapper of `update`, where the bug is, costs a sixth of the time of a step with 256 requests.)
+After `build_connector_meta`, before the worker runs, the fix copies the list of blocks for each request that this step
+resumes. (The fix does not wrap `update`, which has the bug: that would cost a sixth of the time of a step with 256
+requests.)
 
 ## Releases
 LMCache 0.3.10 to 0.5.6 with vLLM's model runner V1. vLLM 0.32 uses V2 for most models on a GPU. V2 copies the list, and

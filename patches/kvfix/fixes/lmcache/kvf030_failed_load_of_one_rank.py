@@ -15,15 +15,16 @@ keep the chunks that they already have. KVF007 fixes the rank whose load failed.
 
 ## Fix
 With several workers, a step that loads something saves nothing. The fix saves later: when vLLM has the reports of all
-ranks on the load, and has rolled back or ended the requests whose load failed. This is in the next step, or with
-several steps in flight in the step after them. Until then the saves of the steps in between wait too, because they
-compute on top of the load. A request that ends or is preempted before that is not saved, because other requests have
-its blocks.
+ranks on the load, and has rolled back or ended the requests whose load failed. The save happens in the next step. If
+several steps are in flight, it happens after the last of them. The saves of the steps in between wait too, because
+these steps compute on top of the load. If a request ends or is preempted before its save, it is not saved, because
+other requests have its blocks.
 
-A kv_producer stores every request that has metadata (:1152), so the fix marks the metadata for its worker. A request
-that names a decoder (`disagg_spec`) stores its KV as the transfer to the decoder. This store cannot wait, because the
-request ends with the step. So the decoder may still get wrong KV. With `kv_load_failure_policy=fail`, vLLM's default,
-the request ends with an error at prefill, and the proxy need not ask the decoder. Do not set `recompute` there.
+A kv_producer stores every request that has metadata (:1152), so the fix marks the metadata for its worker. For a
+request that names a decoder (`disagg_spec`), the store is the transfer to the decoder. This store cannot wait, because
+the request ends with the step. So the decoder may still get wrong KV. With `kv_load_failure_policy=fail`, vLLM's
+default, the request ends with an error at prefill, and the proxy need not ask the decoder. Do not set `recompute` on a
+prefill engine.
 
 ## Releases
 LMCache 0.3.9 to 0.5.6. 0.3.9 does not know which blocks failed, so the fix has no effect there.

@@ -1,8 +1,8 @@
 """A request returns wrong text: LMCache loads a truncated chunk file from the local disk as if it were whole.
 
 ## Symptom
-With `local_disk` nothing shows at the time. LMCache logs `Retrieved 256 out of 256 required tokens`, the request ends
-with HTTP 200, and its text is wrong. If the file is gone, LMCache logs `File not found on disk: ...`, then raises
+With `local_disk`, nothing is logged. LMCache logs `Retrieved 256 out of 256 required tokens`, the request ends with
+HTTP 200, and its text is wrong. If the file is gone, LMCache logs `File not found on disk: ...`, then raises
 `KeyError`, and EngineCore dies.
 
 ## Cause
@@ -12,13 +12,13 @@ machine, or another process in the same folder can cut a file short. If the file
 entry of the chunk (0.5.6:820), and `load_bytes_from_disk` then reads that entry (0.5.6:773).
 
 ## Fix
-Before a read, the fix writes random bytes to the end of the memory. If these bytes are still there after the read, or
-the file is smaller than the memory, the read was too short. The chunk then counts as not found. The fix frees its
-memory, and deletes its entry and its file. vLLM computes the tokens again, or ends the request with an error
+Before a read, the fix writes random bytes to the end of the chunk's memory. If these bytes are still there after the
+read, or the file is smaller than the memory, the read was too short. The chunk then counts as not found. The fix frees
+its memory, and deletes its entry and its file. vLLM computes the tokens again, or ends the request with an error
 (`kv_load_failure_policy`). If the fix itself fails during a read, the chunk counts as not found. With `use_layerwise`
 the fix only logs a warning, because LMCache cannot report a failed load there.
 
-Up to 0.4.3, LMCache also drops the chunk before one that is not found, and reports it as loaded (0.4.3
+Up to 0.4.3, if a chunk is not found, LMCache also drops the previous chunk, but reports that chunk as loaded (0.4.3
 cache_engine.py:1682). The fix reports only the chunks that LMCache loads.
 
 ## Releases

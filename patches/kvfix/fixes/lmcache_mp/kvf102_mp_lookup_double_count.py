@@ -5,8 +5,8 @@ No error. The external hit of a prompt never grows past the same token, although
 chunks after that token are stored, the chunks before it are not. This happens under pressure, when requests wait for
 blocks.
 
-After a miss, the end of a prompt is not stored: as many tokens are missing there as vLLM's own prefix cache held of the
-prompt.
+After a miss, the end of a prompt is not stored. The number of missing tokens is the number of tokens that vLLM's own
+prefix cache held.
 
 ## Cause
 vLLM calls `get_num_new_matched_tokens` in every step in which the request waits. Each call adds the hit to
@@ -28,7 +28,7 @@ of the connector.
 https://github.com/LMCache/LMCache/issues/4508, fixed in 0.5.6. Open in vLLM's copy.
 
 ## Remove when
-LMCache 0.5.5 is no longer in use, and vLLM's copy assigns where it adds.
+LMCache 0.5.5 is no longer in use, and vLLM's copy assigns the hit instead of adding it.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ vLLM logs nothing. Chunks that were looked up stay read-locked in the LMCache se
 (`read_ttl_seconds`, 300 s by default). Under pressure the server finds nothing to evict, and stores fail.
 
 Up to LMCache 0.5.4, and in vLLM's copy, the scheduler also leaks the lookup of every such request. A later request with
-the same id gets its hit.
+the same id gets the hit of the aborted request.
 
 ## Cause
 A lookup locks the chunks it finds until they are retrieved or released with `free_lookup_locks`. `request_finished`
@@ -14,8 +14,8 @@ in flight continues and locks the chunks it fetches.
 
 ## Fix
 Before `request_finished`, the fix releases the locks of a request that was looked up and never admitted, while the
-session still knows them. The fix also deletes the lookup. If the answer has not come yet, or the server is unhealthy,
-the session stays. The fix then polls for the answer in the following steps.
+session still knows these locks. The fix also deletes the lookup. If the answer has not come yet, or the server is
+unhealthy, the session stays. The fix then polls for the answer in the following steps.
 
 ## Releases
 LMCache 0.4.5 to 0.5.6, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.33.0, its own copy

@@ -5,7 +5,7 @@ No error. With `--enable-prompt-embeds`, a prompt of embeddings gets the answer 
 same length. A prompt whose token ids are zeros gets it too.
 
 ## Cause
-vLLM fills `all_token_ids` of a request with embeddings with zeros (v1/request.py 0.32.0:148), and the connector builds
+For a request with embeddings, vLLM sets `all_token_ids` to zeros (v1/request.py 0.32.0:148), and the connector builds
 its keys from them (lmcache_mp_connector.py 0.5.6:1288).
 
 ## Fix

@@ -13,9 +13,10 @@ The tracker of a request with a LoRA gets a `cache_salt` that combines the reque
 adapter. Lookups, loads and stores read it from there.
 
 ## Mixed roll-out
-All engines that share a server need the fix, or none. An engine with the fix does not find chunks of requests with a
-LoRA that an engine without the fix has stored. An engine without the fix still shares KV between adapters. A server
-with quotas by `cache_salt` counts each adapter as a separate tenant. Requests without a LoRA keep their keys.
+Install the fix on all engines that share a server, or on none of them. An engine with the fix does not find the chunks
+that an engine without the fix has stored for requests with a LoRA. An engine without the fix still shares KV between
+adapters. A server with quotas by `cache_salt` counts each adapter as a separate tenant. Requests without a LoRA keep
+their keys.
 
 ## Releases
 LMCache 0.4.5 to 0.5.6, and 0.4.5 to 0.5.5 with lmcache_mp_connector_0201. vLLM 0.26.0 to 0.33.0, its own copy of the

@@ -1,13 +1,13 @@
 """Chunks stay locked until a timeout: LMCache releases the locks of a request with a `cache_salt` under another key.
 
 ## Symptom
-vLLM logs nothing. With `cache_salt`, chunks that vLLM itself has stay read-locked in the server for the read TTL
-(`read_ttl_seconds`, 300 s). Under pressure the server finds nothing to evict. The same chunks without a salt, which
-another request may have locked, lose a lock.
+vLLM logs nothing. With `cache_salt`, some chunks stay read-locked in the server for the read TTL (`read_ttl_seconds`,
+300 s): the chunks that vLLM itself has. Under pressure the server finds nothing to evict. A request without a salt may
+have locked the same chunks. It loses its lock.
 
 ## Cause
-`update_state_after_alloc` releases the locks of chunks that need no load, without the salt (lmcache_mp_connector.py
-0.5.0:1003). The salt is part of the key.
+`update_state_after_alloc` releases the locks of chunks that need no load, but does not pass the salt
+(lmcache_mp_connector.py 0.5.0:1003). The salt is part of the key.
 
 ## Fix
 While the hook runs, the client's `free_lookup_locks` gets the salt of the request.

@@ -1,8 +1,8 @@
 """The worker leaks the id of every ended request, and a request that reuses an id never frees its blocks.
 
 ## Symptom
-Nothing shows at first: the workers' memory grows with every request, by 100 to 150 bytes. If an id is reused (a vLLM
-that takes ids from clients), the blocks of that request are never freed, and the KV cache fills up.
+Nothing shows at first: the workers' memory grows with every request, by 100 to 150 bytes. If an id is reused (with a
+vLLM that takes ids from clients), the blocks of that request are never freed, and the KV cache fills up.
 
 ## Cause
 The adapter keeps the ids that it has reported as done, because with asynchronous scheduling two consecutive steps may
@@ -10,14 +10,14 @@ ask for the same id. The adapter never removes an id (`_returned_finished`, vllm
 and reports no id twice.
 
 ## Fix
-The fix keeps the last 32 ids, at most twice as many, and all ids of the last step in which requests ended.
+The fix keeps at least the last 32 ids and at most 64, and all ids of the last step in which requests ended.
 
 ## Releases
 LMCache 0.4.3 to 0.5.6, with its own connector and with vLLM's copy.
 
 ## Upstream
-https://github.com/LMCache/LMCache/issues/5339 (open); https://github.com/LMCache/LMCache/pull/5363 (open) bounds their
-number. Found before that in the review of a fork, https://github.com/local-inference-lab/vllm/pull/525.
+https://github.com/LMCache/LMCache/issues/5339 (open); https://github.com/LMCache/LMCache/pull/5363 (open) bounds the
+number of ids. The bug was found before in the review of a fork: https://github.com/local-inference-lab/vllm/pull/525.
 
 ## Remove when
 `_returned_finished` is emptied.

@@ -11,12 +11,12 @@ number of known tokens limits what is stored. When input comes, many more tokens
 tracker stores chunks that are not computed yet.
 
 ## Fix
-When vLLM schedules a request as new that the tracker has counted before, the fix sets the count to the tokens that vLLM
-has computed.
+If vLLM schedules a request as new, and the tracker has counted it before, the fix sets the count to the tokens that
+vLLM has computed.
 
 ## Releases
-LMCache 0.4.5 to 0.5.6, from 0.5.6 on with `lmcache.mp.save_decode_cache`; 0.4.4 to 0.5.5 with
-lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.32.0.
+LMCache 0.4.5 to 0.5.5, and 0.5.6 with `lmcache.mp.save_decode_cache`; 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and
+_0201. vLLM 0.26.0 to 0.32.0.
 
 ## Upstream
 None known.

@@ -14,13 +14,13 @@ and loads only the window. The block keeps the KV of another request.
 The fix registers the window with the server together with these tokens, in whole blocks.
 
 ## Mixed roll-out
-All engines that share a server need the fix, or none. The engines register the sliding window with the server. If a
-window is shorter than a chunk, the stored chunks have other sizes or keys. Stop the engines, empty the server's L2, and
-start all of them with the fix.
+Install the fix on all engines that share a server, or on none of them. The engines register the sliding window with the
+server. If a window is shorter than a chunk, the stored chunks have other sizes or keys. Stop the engines, empty the
+server's L2, and start all of them with the fix.
 
 ## Releases
-LMCache 0.4.7 to 0.5.6. Earlier releases were not tested with several KV groups. vLLM keeps such tokens since 0.32 at
-the latest.
+LMCache 0.4.7 to 0.5.6. Earlier releases were not tested with several KV groups. vLLM 0.32 keeps such tokens; earlier
+releases were not tested.
 
 ## Upstream
 None known.

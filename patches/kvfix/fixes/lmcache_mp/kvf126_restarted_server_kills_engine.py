@@ -21,8 +21,8 @@ store has failed. Until the worker has registered again, the fix answers its loa
 not send them. The next heartbeat counts the worker as unhealthy, so LMCache registers the worker again. The engine
 continues, without stores and loads until that heartbeat. With gRPC the fix changes nothing.
 
-If only the network was interrupted, the server still knows the worker. The loads until the next heartbeat fail then
-too, and their read locks stay on the server until they time out.
+If only the network was interrupted, the server still knows the worker. The loads fail until the next heartbeat all the
+same, and their read locks stay on the server until they time out.
 
 ## Releases
 LMCache 0.5.6. Earlier releases have no fix: up to 0.5.5 the client does not notice a lost connection

@@ -10,8 +10,8 @@ and 60 s (mooncake_connector.py 0.32.0:2350), and vLLM frees the blocks. The pre
 starts it when it takes the message (:1587).
 
 The prefill engine takes the message late if its process hangs, or if all of its 2 * num_workers tasks wait for prefills
-(:1456). It then writes after the decode engine has given the load up, into blocks of another request. A message has no
-field for its end, so neither engine can be fixed alone.
+(:1456). It then writes after the decode engine has given the load up, into blocks of another request. The message
+carries no deadline, so neither engine can be fixed alone.
 
 ## Workaround
 Set VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT to a larger number of seconds on the decode engine than on the prefill engine,

@@ -10,7 +10,7 @@ This is the number of tokens that were cached when the request was first schedul
 after a resume are beyond this number.
 
 ## Fix
-While the hook runs, the fix extends the number to the last failed block of the request.
+While `_update_requests_with_invalid_blocks` runs, the fix extends the number to the last failed block of the request.
 
 ## Releases
 vLLM 0.11.2 to 0.15.1.

@@ -14,7 +14,8 @@ computed.
 When a turn ends, the fix limits its computed tokens to those before its last token. vLLM drops the last token anyway.
 
 ## Releases
-vLLM 0.15.1 to 0.32.0. With asynchronous scheduling `num_output_placeholders` counts the dropped tokens.
+vLLM 0.15.1 to 0.32.0. Asynchronous scheduling is not affected: there `num_output_placeholders` counts the dropped
+tokens.
 
 ## Upstream
 None known; 0.33.0 counts no token that it drops (scheduler.py:2759).

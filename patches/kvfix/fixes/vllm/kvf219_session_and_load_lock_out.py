@@ -1,4 +1,4 @@
-"""All requests wait for ever: a streaming session and a loaded request hold the blocks that each other needs.
+"""All requests wait for ever: a streaming session and a loaded request each hold blocks that the other one needs.
 
 ## Symptom
 `Running: 0 reqs, Waiting: N reqs` for ever, no throughput, no error, and the KV cache is nearly full. Clients send
@@ -11,19 +11,19 @@ blocks for its next input. The input needs more blocks, and so does the finished
 request for which it has no blocks (:1282).
 
 ## Fix
-The fix acts when three steps in a row have scheduled nothing, and nothing is in flight. One of the requests that hold
-blocks must be able to run with the blocks of another. The last loaded request that is no session then returns its
-blocks, as after a failed load. vLLM computes it later.
+The fix acts when three steps in a row have scheduled nothing, nothing is in flight, and the blocks of one waiting
+request are enough for another one to run. The newest loaded request that is no session then returns its blocks, as
+after a failed load. vLLM computes this request later.
 
-The fix acts only with LMCache's multi-process connector alone, which accepts a request again that has no computed
-tokens any more. Other connectors do not accept it, so the fix does not act in a MultiConnector.
+The fix acts only if LMCacheMPConnector is the only connector. Only this connector accepts a request whose computed
+tokens are zero again. So the fix does not act in a MultiConnector.
 
 ## Mixed roll-out
 The fix acts in one engine: engines with and without it work together. It is opt-in because it chooses a loaded request
 that loses its blocks, and computes its prompt instead.
 
 ## Releases
-vLLM 0.32.0 and 0.33.0. Earlier releases have other queues: KVF903.
+vLLM 0.32.0 and 0.33.0. Earlier releases have other queues, and the bug KVF903.
 
 ## Upstream
 https://github.com/vllm-project/vllm/issues/45388, https://github.com/vllm-project/vllm/pull/57104

@@ -14,15 +14,15 @@ vLLM admits a load if the blocks for its prompt are free (scheduler.py 0.32.0:12
 one more block. If none is free, the request preempts itself while the step with its last token is in flight.
 
 With a connector that must send the KV to decode (`requires_kv_delivery`), vLLM drops that token (:836). So the request
-is where it began, and loads again, into the blocks that it freed. The other request, whose load was done meanwhile,
-does the same.
+is where it began, and loads again, into the blocks that it freed. Another request, whose load is done by then, does the
+same.
 
 Other engines are not affected. An engine that also consumes does not preempt a request with a step in flight
 (`defer_block_free`). With speculative decoding a load leaves blocks free (`_spec_decode_step_blocks`).
 
 ## Fix
-In an affected engine, a load that is not the only request leaves one block free in each KV group, as with speculative
-decoding. One of the requests gets this block, and with it the token.
+In an affected engine with more than one request, a load leaves one block free in each KV group, as with speculative
+decoding. One of the requests gets this block, and its token fits.
 
 ## Mixed roll-out
 The fix acts in one engine: engines with and without it work together. It is opt-in because it changes how many blocks a

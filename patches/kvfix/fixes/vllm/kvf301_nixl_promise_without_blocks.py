@@ -22,7 +22,7 @@ The fix promises nothing for incomplete or malformed parameters. The request com
 vLLM 0.11.2 to 0.33.0.
 
 ## Upstream
-None known in public: it can be abused (SECURITY.md).
+No public report, because the bug is a security problem (SECURITY.md).
 
 ## Remove when
 vLLM checks the parameters before it promises.

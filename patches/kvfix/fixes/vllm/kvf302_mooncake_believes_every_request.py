@@ -23,7 +23,7 @@ load.
 vLLM 0.15.1 to 0.33.0.
 
 ## Upstream
-None known in public: it can be abused (SECURITY.md).
+No public report, because the bug is a security problem (SECURITY.md).
 
 ## Remove when
 vLLM checks the parameters before it promises.

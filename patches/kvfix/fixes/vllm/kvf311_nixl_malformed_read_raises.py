@@ -21,7 +21,7 @@ logs an exception of the log line of a failure, and reports the failure.
 vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 
 ## Upstream
-None known in public: it can be abused (SECURITY.md).
+No public report, because the bug is a security problem (SECURITY.md).
 
 ## Remove when
 vLLM fails a load that it cannot make from the parameters.

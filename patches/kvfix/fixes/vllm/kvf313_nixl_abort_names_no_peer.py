@@ -17,7 +17,7 @@ Before build_connector_meta, the fix removes a request without a peer from this 
 vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 
 ## Upstream
-None known in public: it can be abused (SECURITY.md).
+No public report, because the bug is a security problem (SECURITY.md).
 
 ## Remove when
 vLLM checks whether the parameters name a peer before it sends the notice.

@@ -11,7 +11,7 @@ it knows to be in a batch. update_state_after_alloc tells the worker only about 
 request never begins, and never ends.
 
 ## Fix
-After update_state_after_alloc, the fix names every request whose blocks will be kept in the metadata.
+After update_state_after_alloc, the fix adds to the metadata every request whose blocks will be kept.
 
 ## Releases
 vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.

@@ -17,7 +17,7 @@ If the parameters do not name a peer, the fix promises nothing, and the request 
 vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 
 ## Upstream
-None known in public: it can be abused (SECURITY.md).
+No public report, because the bug is a security problem (SECURITY.md).
 
 ## Remove when
 vLLM checks the parameters before it promises.

@@ -2,15 +2,16 @@
 
 ## Symptom
 With NixlPushConnector the memory of the prefill engine's worker grows with some requests of the decode engine. These
-are requests whose prefill was aborted, had ended before the registration came, or was pushed to another request.
+are requests whose prefill was aborted, or had ended before the registration came, or whose KV was pushed to another
+request.
 
 ## Cause
 A registration that comes before its request has ended waits in `_pending_d_registrations`, under the decode engine's id
 of the request. The worker drops it by the prefill engine's id (push_worker.py 0.32.0:276, `_evict_finished_inbox`). The
 two ids end differently (`-` and eight digits), so the worker never drops it.
 
-The worker matches a registration without this end (:413). So it writes a later request of the same id into the blocks
-of the old registration, and the later request's own registration waits.
+The worker compares ids without this suffix (:413). So it writes the KV of a later request with the same id into the
+blocks of the old registration, and the later request's own registration waits.
 
 ## Fix
 In get_transfer_results the fix drops a registration that has waited for `push_registration_timeout`. The decode engine

@@ -18,7 +18,7 @@ The fix ignores values of another form. The tier then has nothing for the reques
 vLLM 0.32.0 and 0.33.0.
 
 ## Upstream
-None known in public: it can be abused (SECURITY.md).
+No public report, because the bug is a security problem (SECURITY.md).
 
 ## Remove when
 `_parse_source` and `_parse_dest` check the form of the values.

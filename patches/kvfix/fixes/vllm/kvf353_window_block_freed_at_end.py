@@ -1,10 +1,10 @@
-"""Wrong text with a sliding window and NixlConnector: the window of the recomputed last token lacks its first token.
+"""Wrong text with a sliding window and NixlConnector: decode lacks a token in the window of the prompt's last token.
 
 ## Symptom
-Models with sliding windows (Gemma, gpt-oss) return wrong text with NixlConnector, without any message. The first token
-is computed with other KV in place of one token of the window. One prompt in N is affected, where N is the number of
-tokens in a block. If the router lets the prefill engine generate more than one token, all prompts longer than the
-window are affected.
+Models with sliding windows (Gemma, gpt-oss) return wrong text with NixlConnector, without any message. The first
+generated token is computed with other KV in place of one token of the window. One prompt in N is affected, where N is
+the number of tokens in a block. If the router lets the prefill engine generate more than one token, all prompts longer
+than the window are affected.
 
 ## Cause
 vLLM keeps the part of a window that the next token needs. After a prompt of P tokens, with a window of W, this part
@@ -13,20 +13,20 @@ a block begins at token P - W + 1, neither engine has the block before it. Prefi
 (scheduler.py 0.32.0:3025), and decode allocates none for the load (single_type_kv_cache_manager.py 0.32.0:350). So
 decode reads the null block.
 
-For states, bounded replay and MTP modules, prefill stops before the tokens that decode computes again
-(`_prefill_backoff`, nixl/base_scheduler.py 0.32.0:379). For windows it does not stop earlier.
+In models with states, with bounded replay or with MTP modules, prefill stops before the tokens that decode computes
+again (`_prefill_backoff`, nixl/base_scheduler.py 0.32.0:379). For windows it does not stop earlier.
 
 ## Fix
 Prefill stops earlier for windows too: it computes the prompt without its last token, and generates one token.
 
 ## Mixed roll-out
-The prefill engine and the decode engine need the fix, or none. If only one of them has it, the two engines count tokens
-differently. If the last token has a block of its own, the blocks are then paired one too far (base_worker.py
-0.32.0:3417). The result is wrong KV, without a message.
+Install the fix on the prefill engine and on the decode engine, or on neither. If only one of them has it, the two
+engines count tokens differently. If the last token has a block of its own, each block is then paired with its neighbour
+(base_worker.py 0.32.0:3417). The result is wrong KV, without a message.
 
 ## Releases
-vLLM 0.32.0 and 0.33.0. Releases from 0.20.2 on also have the bug by their code (0.20.2 is the first one whose
-NixlConnector supports windows), but they do not have this function. They were not tested.
+vLLM 0.32.0 and 0.33.0. By their code, the releases from 0.20.2 on have the bug too. 0.20.2 is the first one whose
+NixlConnector supports windows. They do not have this function, and were not tested.
 
 ## Upstream
 None known.

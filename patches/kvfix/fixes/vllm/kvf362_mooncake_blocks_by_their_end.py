@@ -9,7 +9,7 @@ The prefill engine sends the last of its blocks, as many as the decode engine ha
 are at the end too. Each of these blocks shifts the whole KV by one block.
 
 ## Fix
-The worker gets only the blocks of the prompt. The fix does not handle KV groups that have other blocks, and engines
+The worker gets only the blocks of the prompt. The fix does not handle KV groups without full attention, and engines
 with several context-parallel ranks.
 
 ## Releases

@@ -10,8 +10,8 @@ If a transfer no longer exists when its turn comes, the prefill engine names the
 :2402), and ends the connection after the last answer.
 
 ## Fix
-After the last answer the decode engine counts requests that were not named as failed. It computes the prompt itself, or
-fails the request, as kv_load_failure_policy says.
+After the last answer, a request that no answer has named counts as failed. The decode engine computes the prompt
+itself, or fails the request, as kv_load_failure_policy says.
 
 ## Releases
 vLLM 0.32.0. Earlier releases were not tested.

@@ -1,4 +1,4 @@
-"""EngineCore dies or returns wrong text: MooncakeConnector reports loads as failed that have ended or still run.
+"""EngineCore dies or returns wrong text: MooncakeConnector reports loads as failed after they have ended, or too early.
 
 ## Symptom
 The prefill engine has ended. Minutes later EngineCore of the decode engine dies with `assert req_id in self.requests`
@@ -9,9 +9,9 @@ If several prefill ranks write to one decode rank, requests return wrong text wi
 one of the ranks.
 
 ## Cause
-Decode sends each prefill rank one message for all loads of a step. When this connection fails, decode reports all of
-these loads as failed (mooncake_connector.py 0.32.0:2370). This includes loads that the rank has already written: their
-requests have ended, and other requests have their blocks now.
+Decode sends each prefill rank one message for all loads of a step. When the connection of this message fails, decode
+reports all of these loads as failed (mooncake_connector.py 0.32.0:2370). This includes loads that the rank has already
+written: their requests have ended, and other requests have their blocks now.
 
 The first rank that fails also ends the load (:2402). vLLM then frees the blocks while other ranks still write into
 them.
