@@ -240,6 +240,24 @@ def store_of_lost_blocks(history: History, event: ev.BlocksLost) -> Outcome:
     return violated(f"tokens {event.start} to {event.end} of KV group {event.group} are stored from {event.blocks}")
 
 
+@rule("KVR027", "cache-differs-from-computed", ev.Compared)
+def cache_differs_from_computed(history: History, event: ev.Compared) -> Outcome:
+    """The KV that the external cache has for a token is the KV that vLLM computes for it, within rounding.
+
+    Only `audit=` checks this rule (connector_events/audit.py). The difference is the norm of cached minus computed K or
+    V of a layer, over the tokens of a chunk, divided by the norm of the computed one. Rounding explains up to
+    8 * eps * sqrt(layer + 1): the limit. If one chunk is wrong, a hit returns wrong text. All hits may be wrong, if the
+    store is. Clear the cache once the cause is fixed: wrong chunks stay in it.
+    """
+    if not event.wrong:
+        return None
+    return violated(
+        f"{event.wrong} of {event.chunks} chunks differ from the computed KV. The first, tokens {event.start} to "
+        f"{event.end}: {event.part} of {event.layer} differs by {event.error:.2g} of its norm, most at token "
+        f"{event.token}; rounding explains {event.limit:.2g}"
+    )
+
+
 @rule("KVR015", "lease-ended-twice", ev.LeaseEnded)
 def lease_ended_twice(history: History, event: ev.LeaseEnded) -> Outcome:
     """A request is reported as sent once, and only if its blocks were kept for a peer.
