@@ -104,19 +104,16 @@ def test_an_error_in_the_audit_stops_the_audit_only(ran: Ran) -> None:
     assert found["calls"] == 1
     assert found["answers"][0] == found["answers"][1]
     assert found["faults"] == {"a fault of kvfix itself in kvfix.connector_events.audit: RuntimeError": 1}
-    assert found["same"]
+    assert set(found["left"].values()) == {0}
     assert ran.log.count("a fault of kvfix itself") == 1
 
 
 def test_as_released_every_hit_is_found_wrong(ran: Ran) -> None:
-    """LMCache 0.5.6 under vLLM 0.32 without KVF020: store and load copy wrong in the same way."""
-    if "released" not in part(ran, "half") and "released" not in part(ran, "error") and ran.answer:
-        released = ran.answer.get("released")
-        if released is not None:
-            (event,) = released
-            assert (event["wrong"], event["chunks"]) == (3, 3)
+    """Without KVF020: store and load of LMCache 0.5.6 copy wrong in the same way under vLLM 0.32."""
+    (event,) = part(ran, "released")
+    assert (event["wrong"], event["chunks"]) == (3, 3)
+    assert event["error"] > 0.5
 
 
 def test_strict_raises(ran: Ran) -> None:
-    if ran.answer and "strict" in ran.answer:
-        assert ran.answer["strict"].startswith("Violation: kvfix KVR027 cache-differs-from-computed")
+    assert part(ran, "strict").startswith("Violation: kvfix KVR027 cache-differs-from-computed")

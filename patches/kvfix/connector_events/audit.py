@@ -218,13 +218,15 @@ def _reason(connector: Any) -> str:
     impl = getattr(connector, "_lmcache_engine", None)
     if impl is None:
         return "only LMCache in process is (LMCacheConnectorV1)"
-    config, kv_type = impl.config, str(connector._vllm_config.cache_config.cache_dtype)
+    config, cache = impl.config, getattr(getattr(connector, "_vllm_config", None), "cache_config", None)
+    kv_type = str(getattr(cache, "cache_dtype", "auto"))
     if impl.kv_role == "kv_consumer":
         return "kv_role is kv_consumer, which stores nothing"
     if kv_type not in _EXACT:
         return f"the KV cache is quantized ({kv_type})"
-    if config.remote_url and config.remote_serde not in (None, "naive"):
-        return f"remote_serde={config.remote_serde} changes the stored KV"
+    serde = getattr(config, "remote_serde", None) if getattr(config, "remote_url", None) else None
+    if serde not in (None, "naive"):
+        return f"remote_serde={serde} changes the stored KV"
     return next((f"{name} is set" for name in _OTHER_WAYS if getattr(config, name, False)), "")
 
 

@@ -203,7 +203,7 @@ def _begin(connector: Any, is_scheduler: bool) -> WatchedConnector | None:
         if not is_scheduler and session.config is not None and session.config.audit:
             from kvfix.connector_events import audit
 
-            watched.audit = audit.begin(connector, session.config.audit, AUDIT)
+            watched.audit = engine_log.guarded(audit.__name__, audit.begin, connector, session.config.audit, AUDIT)
         recorder.register(watched)
         if is_scheduler:
             alive = [each for each in session.schedulers if each() is not None]
