@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvfix.connector_events import audit
-from kvfix.connector_events.audit import Audit, Difference, NotAudited
+from kvfix.connector_events.audit import Audit, Difference
 from kvfix.session import session
 from tests.conftest import Fresh
 

@@ -102,10 +102,11 @@ class Engine:
         # With AMX, vLLM has an order of its own for bfloat16 within a block, which the plugin does not know.
         cpu_attn._get_attn_isa = lambda *_, **__: "vec"
         self.llm = real_engine.make(Path(job["model"]), job["transfer"], job["dtype"], **job["engine"])
-        from kvfix.session import session
         from lmcache.integration.vllm.utils import ENGINE_NAME
         from lmcache.v1.cache_engine import LMCacheEngineBuilder
         from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        from kvfix.session import session
 
         self.session = session
         self.lmcache = LMCacheEngineBuilder.get(ENGINE_NAME)
