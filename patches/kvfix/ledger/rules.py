@@ -244,17 +244,17 @@ def store_of_lost_blocks(history: History, event: ev.BlocksLost) -> Outcome:
 def cache_differs_from_computed(history: History, event: ev.Compared) -> Outcome:
     """The KV that the external cache has for a token is the KV that vLLM computes for it, within rounding.
 
-    Only `audit=` checks this rule (connector_events/audit.py). The difference is the norm of cached minus computed K or
-    V of a layer, over the tokens of a chunk, divided by the norm of the computed one. Rounding explains up to
-    8 * eps * sqrt(layer + 1): the limit. If one chunk is wrong, a hit returns wrong text. All hits may be wrong, if the
-    store is. Clear the cache once the cause is fixed: wrong chunks stay in it.
+    Only the audit checks this rule (`KVFIX="check audit=0.001"`, docs/verify.md). It compares K and V of each layer and
+    chunk. The difference is the norm of cached minus computed K, divided by the norm of computed K. Rounding explains
+    a difference of up to 8 * eps * sqrt(layer + 1), with the eps of the KV's type. A hit of a wrong chunk gives wrong
+    text. Wrong chunks stay in the cache until you clear the cache.
     """
     if not event.wrong:
         return None
     return violated(
         f"{event.wrong} of {event.chunks} chunks differ from the computed KV. The first, tokens {event.start} to "
-        f"{event.end}: {event.part} of {event.layer} differs by {event.error:.2g} of its norm, most at token "
-        f"{event.token}; rounding explains {event.limit:.2g}"
+        f"{event.end}: {event.part} of {event.layer} differs by {event.error:.2g} times its norm, most at "
+        f"token {event.token}; rounding explains {event.limit:.2g}"
     )
 
 
