@@ -32,6 +32,7 @@ def apply(
     skip: Iterable[str] | None = None,
     layers: bool = False,
     plus: Iterable[str] | None = None,
+    audit: float = 0,
 ) -> None:
     """Fix the known bugs of the installed vLLM and LMCache, here and in every process started from here.
 
@@ -43,10 +44,11 @@ def apply(
     only, skip, plus: codes (`KVF001`) or slugs of fixes. Default: all that are not opt-in. only: these and no others.
     skip: all but these. plus: these opt-in fixes too.
     layers: also count the hooks that run once per layer and step, and record in which one hangs; not in mode `fix`.
+    audit: the fraction of hits that vLLM computes, to compare them with the cache; in `check` and `strict`.
     Raises ValueError for an unknown mode or fix, and nothing else.
     KVFIX=off in the environment keeps kvfix off, even if a program calls this function.
     """
-    config = Config.make(mode, only, skip, layers, plus)
+    config = Config.make(mode, only, skip, layers, plus, audit)
     text = os.environ.get(ENV)
     if Config.is_off(text):
         engine_log.warning(f"{ENV}=off is set in the environment: kvfix.apply() does nothing")

@@ -6,6 +6,7 @@ KVFIX="fix skip=KVF001,KVF002" all but these
 KVFIX="fix plus=KVF017"        these opt-in fixes too
 KVFIX="check skip=KVF001"      the same in another mode
 KVFIX="observe layers=yes"     also count the hooks that run once per layer
+KVFIX="check audit=0.001"      also compute one hit in a thousand, and compare it with the cache
 KVFIX=off                      nothing, even if a program calls kvfix.apply()
 """
 
@@ -21,16 +22,23 @@ MODES = ("fix", "observe", "check", "strict")
 
 
 class Config:
-    """only: None: all that are not opt-in. `only`, `skip` and `plus` have codes, never slugs."""
+    """only: None: all that are not opt-in. `only`, `skip` and `plus` have codes, never slugs. audit: 0: no audit."""
 
     def __init__(
-        self, mode: str, only: frozenset[str] | None, skip: frozenset[str], layers: bool, plus: frozenset[str]
+        self,
+        mode: str,
+        only: frozenset[str] | None,
+        skip: frozenset[str],
+        layers: bool,
+        plus: frozenset[str],
+        audit: float,
     ) -> None:
         self.mode = mode
         self.only = only
         self.skip = skip
         self.layers = layers
         self.plus = plus
+        self.audit = audit
 
     @classmethod
     def make(
@@ -40,13 +48,18 @@ class Config:
         skip: Iterable[str] | None,
         layers: bool = False,
         plus: Iterable[str] | None = None,
+        audit: float | str = 0,
     ) -> Config:
         """Raises ValueError, for an unknown name with the names that are like it."""
         if mode not in MODES:
             raise ValueError(f"unknown mode {mode!r}; known: {', '.join(MODES)}")
         if layers and mode == "fix":
             raise ValueError(f"mode fix does not record hooks, so layers has no effect; known: {', '.join(MODES)}")
-        return cls(mode, None if only is None else _codes(only), _codes(skip or ()), bool(layers), _codes(plus or ()))
+        fraction = _fraction(audit)
+        if fraction and mode not in MODES[2:]:
+            raise ValueError(f"mode {mode} checks no rule, so audit has no effect; known: {', '.join(MODES[2:])}")
+        taken = None if only is None else _codes(only)
+        return cls(mode, taken, _codes(skip or ()), bool(layers), _codes(plus or ()), fraction)
 
     @classmethod
     def parse(cls, text: str) -> Config:
@@ -55,12 +68,13 @@ class Config:
         lists: dict[str, list[str]] = {}
         for word in rest:
             key, equals, value = word.partition("=")
-            if key not in ("only", "skip", "plus", "layers") or not equals or key in lists:
+            if key not in ("only", "skip", "plus", "layers", "audit") or not equals or key in lists:
                 raise ValueError(f"{word!r} is not understood")
             if key == "layers" and value != "yes":
                 raise ValueError(f"{word!r} is not understood: write layers=yes, or leave it out")
             lists[key] = [name for name in value.split(",") if name]
-        return cls.make(mode, lists.get("only"), lists.get("skip"), "layers" in lists, lists.get("plus"))
+        audit = ",".join(lists.get("audit", ["0"]))
+        return cls.make(mode, lists.get("only"), lists.get("skip"), "layers" in lists, lists.get("plus"), audit)
 
     @staticmethod
     def is_off(text: str | None) -> bool:
@@ -70,7 +84,8 @@ class Config:
         only = "" if self.only is None else f" only={','.join(sorted(self.only))}"
         skip = f" skip={','.join(sorted(self.skip))}" if self.skip else ""
         plus = f" plus={','.join(sorted(self.plus))}" if self.plus else ""
-        return self.mode + only + skip + plus + (" layers=yes" if self.layers else "")
+        audit = f" audit={self.audit}" if self.audit else ""
+        return self.mode + only + skip + plus + (" layers=yes" if self.layers else "") + audit
 
     @property
     def watches(self) -> bool:
@@ -82,6 +97,17 @@ class Config:
         if code in self.skip:
             return False
         return code in self.plus or (not opt_in if self.only is None else code in self.only)
+
+
+def _fraction(value: float | str) -> float:
+    """The value of `audit`. Raises ValueError."""
+    try:
+        found = float(value)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found <= 1:
+        raise ValueError(f"audit={value} is not understood: write a fraction of the hits, such as audit=0.001")
+    return found
 
 
 def _codes(names: Iterable[str]) -> frozenset[str]:

@@ -18,6 +18,11 @@ def violated(rule: str) -> None:
     _count("kvfix_violations", "Violated invariants of the KV-cache accounting.", rule=rule)
 
 
+def audited(chunks: int) -> None:
+    """Count chunks that the audit has compared, in kvfix_audited_chunks_total."""
+    _count("kvfix_audited_chunks", "Cached chunks compared with computed KV.", chunks)
+
+
 def fix_counted(what: str, code: str) -> None:
     """Count in kvfix_fix_acted_total or kvfix_faults_total. what: "acted" or "faults"."""
     if what == "acted":
@@ -26,11 +31,11 @@ def fix_counted(what: str, code: str) -> None:
         _count("kvfix_faults", "Errors in the code of a fix of kvfix.", code=code)
 
 
-def _count(name: str, text: str, **label: str) -> None:
+def _count(name: str, text: str, by: int = 1, **label: str) -> None:
     try:
         counter = _metric("Counter", name, text, *label)
         if counter is not None:
-            counter.labels(**label).inc()
+            (counter.labels(**label) if label else counter).inc(by)
     except Exception as error:  # noqa: BLE001
         _give_up(error)
 

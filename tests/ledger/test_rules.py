@@ -22,6 +22,7 @@ DIVERGENT = ASKED._replace(divergent=True)
 #: Blocks that are kept for a peer.
 LEASED, READ, PUSHED = ev.Leased("r", 30.0), LeaseRead("r", "d"), LeaseRead("r", "d", pushed=True)
 WRITES = WriteBegun("r", "d")
+COMPARED = ev.Compared("r", 3, 1, 64, 128, "model.layers.0.self_attn.attn", "K", 70, 1.4, 0.008)
 EXPIRED, NOTICED = ev.LeaseEnded("r", True), ev.LeaseEnded("r", False)
 #: 336 of 512 tokens are computed.
 AFTER = [FRESH._replace(computed=336, promised=176), ev.Granted("r", 176)]
@@ -132,6 +133,10 @@ CASES: dict[str, list[tuple[str, list[ev.Event], ev.Event, str | None]]] = {
         ("not scheduled", ADMITTED, RankDiffers("r", 1, 0, 512, False), "violated"),
     ],
     "KVR014": [("of null blocks", ADMITTED, ev.BlocksLost("r", 1, 512, 768, "null blocks"), "violated")],
+    "KVR027": [
+        ("differs", [], COMPARED, "violated"),
+        ("is the same", [], COMPARED._replace(wrong=0), None),
+    ],
     "KVR015": [
         ("after a notice", [FRESH, LEASED], NOTICED, None),
         ("a second time", [FRESH, LEASED, NOTICED], NOTICED, "violated"),

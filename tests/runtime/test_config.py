@@ -10,7 +10,7 @@ from kvfix.config import MODES, Config
     [
         "fix", "fix only=KVF001", "fix skip=KVF001", "fix only=", "fix only=KVF001 skip=KVF001", "fix plus=KVF017",
         "observe", "observe layers=yes", "strict", "check skip=KVF001", "check only= skip=KVF001 layers=yes",
-        "check skip=KVF001 plus=KVF017,KVF111 layers=yes",
+        "check skip=KVF001 plus=KVF017,KVF111 layers=yes", "check audit=0.001", "strict layers=yes audit=1.0",
     ],
 )  # fmt: skip
 def test_text_form_survives_a_round_trip(text: str) -> None:
@@ -26,7 +26,8 @@ def test_slugs_and_any_case_are_valid() -> None:
     "text",
     [
         "fixx", "fix KVF001", "fix only=KVF999", "fix only=KVF001 only=KVF001", "fix =", "\0", "fix layers=yes",
-        "check layers=no",
+        "check layers=no", "fix audit=0.001", "observe audit=1", "check audit=2", "check audit=-1", "check audit=1,2",
+        "check audit=some", "check audit=", "check audit=nan", "check audit=0.1 audit=0.1",
     ],
 )  # fmt: skip
 def test_invalid_text_is_a_value_error(text: str) -> None:

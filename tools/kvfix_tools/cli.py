@@ -309,11 +309,14 @@ def run(
     skip: Skip = None,
     plus: Plus = None,
     layers: Annotated[bool, typer.Option("--layers", help="Also record the hooks that run once per layer.")] = False,
+    audit: Annotated[
+        float, typer.Option(help="In check: compute this fraction of the hits, and compare them with the cache.")
+    ] = 0,
 ) -> None:
     """Run a program with kvfix in it and in all its child processes, also `lmcache server`."""
     from kvfix_tools import launch
 
-    raise typer.Exit(launch.run(command, mode, only, skip, layers, plus))
+    raise typer.Exit(launch.run(command, mode, only, skip, layers, plus, audit))
 
 
 upstream = typer.Typer(no_args_is_help=True, help="List and export patches for LMCache and vLLM.")

@@ -21,10 +21,11 @@ def run(
     skip: Sequence[str] | None,
     layers: bool,
     plus: Sequence[str] | None = None,
+    audit: float = 0,
 ) -> int:
     """Replaces this process. Returns only if it cannot: 2 for a wrong choice, 126 or 127 as a shell does."""
     try:
-        choice = Config.make(mode, only, skip, layers, plus)
+        choice = Config.make(mode, only, skip, layers, plus, audit)
     except ValueError as error:
         print(f"kvfix run: {error}", file=sys.stderr)
         return 2
@@ -33,7 +34,7 @@ def run(
         print(f"kvfix run: {command[0]}: no such program on PATH", file=sys.stderr)
         return 127
     if not Config.is_off(os.environ.get("KVFIX")):
-        kvfix.apply(choice.mode, choice.only, choice.skip, choice.layers, choice.plus)
+        kvfix.apply(choice.mode, choice.only, choice.skip, choice.layers, choice.plus, choice.audit)
     else:
         print("kvfix run: KVFIX=off is set in the environment: the program runs unpatched", file=sys.stderr)
     places = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place != str(BOOTSTRAP)]

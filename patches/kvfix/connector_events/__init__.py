@@ -29,6 +29,7 @@ def settle(module: ModuleType) -> None:
 def remove_all() -> None:
     """Remove every wrapper and everything that was recorded."""
     applying.detach(hooks.KEY)
+    applying.detach(hooks.AUDIT)
     hooks.release_factory()
     if "kvfix.connector_events.signals" in sys.modules:
         from kvfix.connector_events import signals, watchdog

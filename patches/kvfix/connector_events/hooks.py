@@ -21,6 +21,8 @@ from kvfix.engine_state import places
 from kvfix.session import session
 
 KEY = "connector events"
+#: Of the wrapper that promises nothing for an audited hit. It sorts before KEY: the record has what vLLM gets.
+AUDIT = "audit"
 #: Attribute of a connector: its WatchedConnector.
 _HELD = "_kvfix_watched"
 _BASE, _OF_BASE = "KVConnectorBase_V1", "update_connector_output"
@@ -198,6 +200,10 @@ def _begin(connector: Any, is_scheduler: bool) -> WatchedConnector | None:
         held[_HELD] = SimpleNamespace(generation=session.generation, running=None)  # if the next line fails
         held[_HELD] = watched = WatchedConnector(connector, next(session.numbers))
         watched.leases = leases.watch(connector, KEY)
+        if not is_scheduler and session.config is not None and session.config.audit:
+            from kvfix.connector_events import audit
+
+            watched.audit = engine_log.guarded(audit.__name__, audit.begin, connector, session.config.audit, AUDIT)
         recorder.register(watched)
         if is_scheduler:
             alive = [each for each in session.schedulers if each() is not None]

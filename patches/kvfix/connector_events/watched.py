@@ -21,6 +21,7 @@ from kvfix.session import session
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from kvfix.connector_events.audit import Audit
     from kvfix.connector_events.leases import Leases
     from kvfix.engine_state.reader import Span
     from kvfix.ledger.events import Event
@@ -57,6 +58,8 @@ class WatchedConnector:
         self.stepped = 0.0
         #: Of its worker, if it keeps blocks for a peer.
         self.leases: Leases | None = None
+        #: If the configuration has `audit`, and the hits of this connector can be audited.
+        self.audit: Audit | None = None
         self.sees_loads = type(self.reader) is not Reader
         self.ledger = Ledger(sees_loads=self.sees_loads)
         self._hook = ""
@@ -184,6 +187,9 @@ class WatchedConnector:
         """Runs before the hook: the hook itself marks the stores as done."""
         metadata = getattr(self.connector, "_connector_metadata", None)
         self._storing = list(self.reader.stores(metadata) or ()) if metadata is not None else []
+        for compared in self.audit.compared(self._storing, metadata) if self.audit is not None else ():
+            self._last[compared.request] = compared
+            self._record(compared)
 
     def wait_for_save_answer(self, answer: Any) -> None:
         storing, self._storing = self._storing, []

@@ -130,6 +130,30 @@ class Stored(NamedTuple):
         return f"tokens {self.start} to {self.end} stored"
 
 
+class Compared(NamedTuple):
+    """The worker has compared chunks of the external cache with the KV that vLLM computed for their tokens (`audit=`).
+
+    chunks: how many; wrong: how many differ by more than the limit. The rest describes the first wrong chunk, or the
+    chunk that differs most: its tokens [start, end), the layer, its part (K, V, or KV of MLA), the token that differs
+    most, the norm of the difference as a share of the computed part's norm, and the limit.
+    """
+
+    request: str
+    chunks: int
+    wrong: int
+    start: int
+    end: int
+    layer: str
+    part: str
+    token: int
+    error: float
+    limit: float
+
+    def text(self) -> str:
+        found = f"{self.chunks} chunks of the cache compared with computed KV, {self.wrong} differ: {self.part} of"
+        return f"{found} {self.layer}, tokens {self.start} to {self.end}, by {self.error:.2g} (limit {self.limit:.2g})"
+
+
 class BlocksLost(NamedTuple):
     """A store of tokens [start, end) of KV group `group` reads blocks that vLLM does not keep for the request.
 
@@ -287,6 +311,7 @@ EVENTS: tuple[type[Event], ...] = (
     LoadDue,
     Loaded,
     Stored,
+    Compared,
     BlocksLost,
     Preempted,
     LoadFailed,

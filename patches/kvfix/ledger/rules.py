@@ -240,6 +240,24 @@ def store_of_lost_blocks(history: History, event: ev.BlocksLost) -> Outcome:
     return violated(f"tokens {event.start} to {event.end} of KV group {event.group} are stored from {event.blocks}")
 
 
+@rule("KVR027", "cache-differs-from-computed", ev.Compared)
+def cache_differs_from_computed(history: History, event: ev.Compared) -> Outcome:
+    """The KV that the external cache has for a token is the KV that vLLM computes for it, within rounding.
+
+    Only the audit checks this rule (`KVFIX="check audit=0.001"`, docs/verify.md). It compares K and V of each layer and
+    chunk. The difference is the norm of cached minus computed K, divided by the norm of computed K. Rounding explains
+    a difference of up to 8 * eps * sqrt(layer + 1), with the eps of the KV's type. A hit of a wrong chunk gives wrong
+    text. Wrong chunks stay in the cache until you clear the cache.
+    """
+    if not event.wrong:
+        return None
+    return violated(
+        f"{event.wrong} of {event.chunks} chunks differ from the computed KV. The first, tokens {event.start} to "
+        f"{event.end}: {event.part} of {event.layer} differs by {event.error:.2g} times its norm, most at "
+        f"token {event.token}; rounding explains {event.limit:.2g}"
+    )
+
+
 @rule("KVR015", "lease-ended-twice", ev.LeaseEnded)
 def lease_ended_twice(history: History, event: ev.LeaseEnded) -> Outcome:
     """A request is reported as sent once, and only if its blocks were kept for a peer.

@@ -91,6 +91,15 @@ class Faulty(InProcess):
                 yield cache, packed, used
 
 
+class Copied(Faulty):
+    """The KV is in the GPU's layout when `wait_for_save` begins, as on a GPU."""
+
+    def save_kv_layer(self, layer_name: str, *arguments: Any, **more: Any) -> None:
+        super().save_kv_layer(layer_name, *arguments, **more)
+        if layer_name == list(self.packed)[-1]:
+            self.copy_out(each.slot_mapping for each in self._get_connector_metadata().requests)
+
+
 def rows_of(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """[tokens, heads, K then V], as a copy."""
     return cache[slots // cache.shape[2], :, slots % cache.shape[2]]

@@ -1,0 +1,240 @@
+"""The audit of hits (`audit=0.001`): vLLM computes a hit instead of loading it, and the worker compares the two.
+
+Scheduler and worker choose the same requests without a message, by a hash of the request id:
+
+- The scheduler promises nothing for the hit. It changes LMCache's record of the request to the record of a miss: the
+  cache has no more tokens than vLLM. So vLLM computes the tokens, and the worker releases the pins of the lookup and
+  stores the chunks again. LMCache's memory keeps a chunk that it has.
+- The worker compares before this store, while the request holds its blocks: each chunk that the cache has, with the KV
+  that vLLM has computed. kvfix reads vLLM's tensors itself, where vLLM's attention reads them: a bug in LMCache's own
+  copy (KVF020) would be in both.
+
+The audit does not copy a chunk into vLLM's blocks, so it cannot see a bug in that copy alone.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvfix import applying, engine_log, metrics
+from kvfix.ledger.events import Compared
+from kvfix.wrapping import after
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from kvfix.engine_state.reader import Span
+
+#: Attribute of a connector: its Audit.
+_HELD = "_kvfix_audit"
+#: Settings of LMCache that store or load in a way that is not audited.
+_OTHER_WAYS = ("use_layerwise", "enable_blending", "enable_async_loading", "enable_pd")
+#: vLLM's types of a KV cache that are not quantized.
+_EXACT = ("auto", "half", "float16", "bfloat16", "float", "float32")
+#: The difference if the cache has NaN, or anything where vLLM has zeros.
+_NO_NUMBER = 1e9
+#: The precision of TF32, in which a GPU may compute float32.
+_TF32 = 2.0**-10
+
+
+class NotAudited(Exception):
+    """Hits of this engine cannot be audited. The text says why."""
+
+
+class Audit:
+    """The audit of one connector. It keeps nothing of a request."""
+
+    def __init__(self, connector: Any, fraction: float) -> None:
+        self.impl = connector._lmcache_engine
+        #: True after an error: this connector is audited no more.
+        self.failed = False
+        self._below = fraction * 2**32
+
+    def takes(self, request: str) -> bool:
+        return not self.failed and zlib.crc32(request.encode()) < self._below
+
+    def miss(self, request: str, computed: int) -> None:
+        """Change LMCache's record of this request to the record of a miss."""
+        chunk = self.impl._lmcache_chunk_size
+        try:
+            self.impl.load_specs[request].lmcache_cached_tokens = computed // chunk * chunk
+        except Exception:
+            self.failed = True
+            raise
+
+    def compared(self, stores: Iterable[Span], metadata: Any) -> list[Compared]:
+        """Compare what the cache has of the tokens that this step is going to store. It never raises."""
+        try:
+            metas = {meta.req_id: meta for meta in metadata.requests}
+            found = [self._compare(metas[name], start) for name, start, _ in stores if self.takes(name)]
+            return [each for each in found if each is not None]
+        except NotAudited as reason:
+            engine_log.warning(f"audit: this process compares no hits: {reason}")
+        except Exception as error:  # noqa: BLE001
+            engine_log.fault("kvfix.connector_events.audit", error)
+        self.failed = True
+        return []
+
+    def _compare(self, meta: Any, start: int) -> Compared | None:
+        """Compare the chunks from token `start` on, up to the first one that the cache does not have.
+
+        The result describes the first wrong chunk or, if no chunk is wrong, the one that differs most.
+        """
+        engine, caches = self.impl.lmcache_engine, self.impl.kv_caches
+        if engine is None or engine._is_passive() or len(meta.token_ids) != len(meta.slot_mapping):
+            return None
+        chunks: list[tuple[Difference, int, int]] = []
+        keys = engine.token_database.process_tokens(tokens=meta.token_ids, request_configs=meta.request_configs)
+        for first, last, key in keys:
+            if first < start:
+                continue
+            held = engine.storage_manager.get(key)
+            if held is None:
+                break
+            try:
+                squares = difference_squares(held.tensor, list(caches.values()), meta.slot_mapping[first:last])
+                chunks.append((largest(*squares, limits(list(caches), held.tensor.dtype)), first, last))
+            finally:
+                held.ref_count_down()
+        if not chunks:
+            return None
+        metrics.audited(len(chunks))
+        wrong = [each for each in chunks if each[0].is_wrong]
+        shown, first, last = wrong[0] if wrong else max(chunks, key=lambda each: each[0].error / each[0].limit)
+        layer, token = list(caches)[shown.layer], first + shown.token
+        return Compared(
+            meta.req_id, len(chunks), len(wrong), first, last, layer, shown.part, token, shown.error, shown.limit
+        )
+
+
+class Difference(NamedTuple):
+    """How far one layer's K or V of a chunk is from the computed one: the norm of the difference, as a share of the
+    norm of the computed one. token: of the chunk, where the difference is largest. layer: its number in vLLM's order.
+    """
+
+    layer: int
+    part: str
+    token: int
+    error: float
+    limit: float
+
+    @property
+    def is_wrong(self) -> bool:
+        return self.error > self.limit
+
+
+def largest(off: Any, of: Any, limits: Sequence[float]) -> Difference:
+    """The first layer that is above its limit; else the layer that is nearest to its limit.
+
+    off, of: squared norms of the difference and of the computed KV, [layers, parts, tokens] on the CPU.
+    limits: of each layer.
+    """
+    parts, computed = off.shape[1], of.sum(2)
+    unknown = (off.sum(2) == 0) | ~computed.isfinite()
+    shares_of_norm = (off.sum(2) / computed).sqrt().masked_fill(unknown, 0)
+    errors = shares_of_norm.nan_to_num(nan=_NO_NUMBER, posinf=_NO_NUMBER).flatten().tolist()
+    shares = [error / limits[number // parts] for number, error in enumerate(errors)]
+    number = next((at for at, share in enumerate(shares) if share > 1), shares.index(max(shares)))
+    layer, part = divmod(number, parts)
+    token = int(off[layer, part].nan_to_num(nan=_NO_NUMBER).argmax())
+    return Difference(layer, "KV" if parts == 1 else "KV"[part], token, errors[number], limits[layer])
+
+
+def limits(names: Sequence[str], dtype: Any) -> list[float]:
+    """For each layer the largest difference that rounding explains: 8 * eps * sqrt(layer + 1), from layer 0 on.
+
+    One rounding is off by eps / 2 at most. A layer rounds at about eight places: norm, QKV, rotary embedding,
+    attention, projection, two in the MLP, residual. Independent errors add up in squares, so the KV of a layer is off
+    by eps / 2 * sqrt(8 * (layer + 1)), and two computations of it differ by sqrt(2) times that. The limit is four times
+    as much, because weights amplify errors. KV of other tokens differs by about 1.
+    """
+    import torch
+
+    eps = max(torch.finfo(dtype).eps, _TF32)
+    found = [re.search(r"\.(\d+)\.", name) for name in names]
+    depths = [int(match[1]) if match else number for number, match in enumerate(found)]
+    return [8 * eps * (depth + 1) ** 0.5 for depth in depths]
+
+
+def difference_squares(held: Any, caches: Sequence[Any], slots: Any) -> tuple[Any, Any]:
+    """Squared norms of the difference between cache and vLLM, and of vLLM's KV: [layers, parts, tokens] on the CPU.
+
+    held: the chunk in the cache [parts, layers, tokens, width]. caches: vLLM's tensor of each layer. slots: of the
+    chunk's tokens. Parts are K and V; MLA has one.
+    """
+    import torch
+
+    slots = slots.to(caches[0].device)
+    rows = []
+    for layer, cache in enumerate(caches):
+        computed = _computed(cache, slots)
+        if held is None or held.ndim != 4 or held[:, layer].shape != computed.shape or held.dtype != computed.dtype:
+            raise NotAudited(f"the chunk is {_kind(held)}, and vLLM's KV {_kind(cache)}")
+        there = held[:, layer].to(computed.device).float()
+        computed = computed.float()
+        rows.append(torch.stack([(there - computed).square().sum(2), computed.square().sum(2)]))
+    off, of = torch.stack(rows, dim=1).cpu()  # waits for the device
+    return off, of
+
+
+def _computed(cache: Any, slots: Any) -> Any:
+    """vLLM's KV in these slots [parts, tokens, width], as its attention reads it."""
+    if not getattr(cache, "is_floating_point", bool)() or cache.element_size() == 1:
+        raise NotAudited(f"vLLM's KV is {_kind(cache)}")
+    if cache.ndim == 3:  # MLA: [blocks, block, width]
+        return cache[slots // cache.shape[1], slots % cache.shape[1]][None]
+    if cache.ndim == 4:  # [blocks, heads, block, K and then V of one token and head]
+        rows = cache[slots // cache.shape[2], :, slots % cache.shape[2]]
+        return rows.unflatten(2, (2, -1)).permute(2, 0, 1, 3).flatten(2)
+    if cache.ndim == 5 and 2 in cache.shape[:2]:  # [K and V, blocks, block, heads, width], or blocks first
+        cache = cache if cache.shape[0] == 2 else cache.transpose(0, 1)
+        return cache[:, slots // cache.shape[2], slots % cache.shape[2]].flatten(2)
+    raise NotAudited(f"vLLM's KV is {_kind(cache)}")
+
+
+def _kind(tensor: Any) -> str:
+    shape = getattr(tensor, "shape", None)
+    return f"{tensor.dtype} {tuple(shape)}" if shape is not None else f"a {type(tensor).__name__}"
+
+
+def begin(connector: Any, fraction: float, key: str) -> Audit | None:
+    """Audit this connector, with the wrapper under this key of `applying.attach`. None: it cannot be audited."""
+    reason = _reason(connector)
+    if reason:
+        engine_log.warning(f"audit: hits of {type(connector).__name__} are not audited: {reason}")
+        return None
+    found = Audit(connector, fraction)
+    vars(connector)[_HELD] = found
+    name = "get_num_new_matched_tokens"
+    owner = next(each for each in type(connector).__mro__ if name in vars(each))
+    applying.attach(owner, name, key, after(_promise_nothing, _is_hit))
+    return found
+
+
+def _reason(connector: Any) -> str:
+    """Why the hits of this connector cannot be audited; "" if they can."""
+    impl = getattr(connector, "_lmcache_engine", None)
+    if impl is None:
+        return "only LMCache in process is (LMCacheConnectorV1)"
+    config, cache = impl.config, getattr(getattr(connector, "_vllm_config", None), "cache_config", None)
+    kv_type = str(getattr(cache, "cache_dtype", "auto"))
+    if impl.kv_role == "kv_consumer":
+        return "kv_role is kv_consumer, which stores nothing"
+    if kv_type not in _EXACT:
+        return f"the KV cache is quantized ({kv_type})"
+    serde = getattr(config, "remote_serde", None) if getattr(config, "remote_url", None) else None
+    if serde not in (None, "naive"):
+        return f"remote_serde={serde} changes the stored KV"
+    return next((f"{name} is set" for name in _OTHER_WAYS if getattr(config, name, False)), "")
+
+
+def _is_hit(connector: Any, answer: Any, request: Any, *_: Any, **__: Any) -> bool:
+    audit = vars(connector).get(_HELD)
+    return bool(audit is not None and answer[0] and not answer[1] and audit.takes(request.request_id))
+
+
+def _promise_nothing(connector: Any, answer: Any, request: Any, num_computed_tokens: int, *_: Any, **__: Any) -> Any:
+    vars(connector)[_HELD].miss(request.request_id, num_computed_tokens)
+    return 0, False

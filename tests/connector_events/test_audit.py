@@ -1,0 +1,227 @@
+"""The arithmetic of the audit, vLLM's layouts, and the engines that are not audited. Real engines: tests/engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvfix.connector_events import audit
+from kvfix.connector_events.audit import Audit, Difference
+from kvfix.session import session
+from tests.conftest import Fresh
+
+LAYERS, BLOCKS, BLOCK, HEADS, WIDTH = 3, 5, 4, 2, 8
+SLOTS = torch.tensor([7, 0, 19, 5, 12])
+NAMES = [f"model.layers.{number}.self_attn.attn" for number in range(LAYERS)]
+
+
+def chunk(parts: int = 2, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """KV as LMCache has it: [parts, layers, tokens, heads * width]."""
+    return torch.randn(parts, LAYERS, len(SLOTS), HEADS * WIDTH, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def in_vllm(kv: torch.Tensor, layout: str) -> list[torch.Tensor]:
+    """The same KV in vLLM's tensors, put there token by token."""
+    shape = {
+        "packed": (BLOCKS, HEADS, BLOCK, 2 * WIDTH),
+        "packed, heads inside": (BLOCKS, BLOCK, HEADS, 2 * WIDTH),
+        "planes first": (2, BLOCKS, BLOCK, HEADS, WIDTH),
+        "blocks first": (BLOCKS, 2, BLOCK, HEADS, WIDTH),
+        "MLA": (BLOCKS, BLOCK, HEADS * WIDTH),
+    }[layout]
+    caches = [torch.randn(shape).to(kv.dtype) for _ in range(LAYERS)]
+    if layout == "packed, heads inside":
+        caches = [cache.transpose(1, 2) for cache in caches]
+    for layer, cache in enumerate(caches):
+        for token, slot in enumerate(SLOTS.tolist()):
+            block, offset = divmod(slot, BLOCK)
+            for part in range(kv.shape[0]):
+                for head in range(HEADS):
+                    row = kv[part, layer, token, head * WIDTH : (head + 1) * WIDTH]
+                    if layout.startswith("packed"):
+                        cache[block, head, offset, part * WIDTH : (part + 1) * WIDTH] = row
+                    elif layout == "MLA":
+                        cache[block, offset, head * WIDTH : (head + 1) * WIDTH] = row
+                    else:
+                        (cache[part, block] if layout == "planes first" else cache[block, part])[offset, head] = row
+    return caches
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", ["packed", "packed, heads inside", "planes first", "blocks first", "MLA"])
+def test_it_reads_vllms_tensors_where_attention_does(layout: str, dtype: torch.dtype) -> None:
+    kv = chunk(1 if layout == "MLA" else 2, dtype)
+    caches = in_vllm(kv, layout)
+    off, of = audit.difference_squares(kv, caches, SLOTS)
+    assert off.shape == of.shape == (LAYERS, kv.shape[0], len(SLOTS))
+    assert not off.any()
+    assert torch.allclose(of, kv.float().square().sum(3).transpose(0, 1))
+    kv[-1, 2, 3] += 1  # the last part of layer 2, token 3
+    off, _ = audit.difference_squares(kv, caches, SLOTS)
+    assert off.nonzero().tolist() == [[2, kv.shape[0] - 1, 3]]
+    assert off[2, -1, 3].item() == pytest.approx(HEADS * WIDTH, rel=0.05)
+
+
+def difference(of: torch.Tensor, **off: float) -> Difference:
+    """Of a chunk of two layers; off: {k0: squared difference of K in layer 0, token 1}."""
+    squares = torch.zeros(2, 2, 3)
+    for name, value in off.items():
+        squares[int(name[1]), "kv".index(name[0]), 1] = value
+    return audit.largest(squares, of, [0.1, 0.2])
+
+
+def test_the_difference_is_a_share_of_the_norm() -> None:
+    of = torch.full((2, 2, 3), 4.0)
+    assert difference(of) == Difference(0, "K", 0, 0.0, 0.1)
+    # sqrt(0.03 / (3 * 4)) = 0.05
+    near = difference(of, v1=0.03)
+    assert (near.layer, near.part, near.token, near.is_wrong) == (1, "V", 1, False)
+    assert near.error == pytest.approx(0.05)
+    # The first layer above its limit is named, and not the layer that differs most.
+    wrong = difference(of, v0=0.48, k1=12.0)
+    assert (wrong.layer, wrong.part, wrong.is_wrong) == (0, "V", True)
+    assert wrong.error == pytest.approx(0.2)
+
+
+def test_what_is_no_number() -> None:
+    of = torch.full((2, 2, 3), 4.0)
+    assert difference(of, k1=float("nan"))[:4] == (1, "K", 1, 1e9)
+    assert difference(torch.zeros(2, 2, 3), k1=1.0)[:4] == (1, "K", 1, 1e9)
+    assert not difference(torch.zeros(2, 2, 3)).is_wrong
+    # What vLLM computed is no number: this is not the cache's fault.
+    assert not difference(torch.full((2, 2, 3), float("nan")), k1=float("nan")).is_wrong
+
+
+def test_one_part_is_mla() -> None:
+    assert audit.largest(torch.ones(2, 1, 3), torch.ones(2, 1, 3), [0.1, 0.1]).part == "KV"
+
+
+def test_limits_grow_with_the_type_and_the_depth() -> None:
+    names = ["model.layers.0.attn", "model.layers.3.attn", "model.layers.15.attn"]
+    assert audit.limits(names, torch.bfloat16) == [1 / 16, 1 / 8, 1 / 4]
+    assert audit.limits(names, torch.float16) == [1 / 128, 1 / 64, 1 / 32]
+    assert audit.limits(names, torch.float32) == audit.limits(names, torch.float16)
+    assert audit.limits(["first", "second"], torch.bfloat16) == [1 / 16, 2**0.5 / 16]
+
+
+def test_two_computations_that_round_differently_are_within_the_limit() -> None:
+    """24 layers that add to a stream of bfloat16, as sums of one and of two parts."""
+    noise = torch.Generator().manual_seed(0)
+    start = torch.randn(64, 256, generator=noise).bfloat16()
+    weights = [torch.randn(256, 256, generator=noise).bfloat16() / 16 for _ in range(24)]
+    shares, streams = [], [start, start]
+    for number, (weight, limit) in enumerate(
+        zip(weights, audit.limits([f".{number}." for number in range(24)], torch.bfloat16), strict=True)
+    ):
+        one, two = streams
+        two = two + ((two[:, :128] @ weight[:128]) + (two[:, 128:] @ weight[128:]))
+        streams = [one + one @ weight, two]
+        off = (streams[0] - streams[1]).float().norm() / streams[0].float().norm()
+        shares.append(off.item() / limit)
+        assert number == 0 or shares[-1] > 0
+    assert max(shares) < 0.5
+
+
+def connector(**settings: Any) -> Any:
+    role = settings.pop("kv_role", "kv_both")
+    cache = SimpleNamespace(cache_dtype=settings.pop("cache_dtype", "auto"))
+    impl = SimpleNamespace(config=SimpleNamespace(**settings), kv_role=role)
+    return SimpleNamespace(_lmcache_engine=impl, _vllm_config=SimpleNamespace(cache_config=cache))
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({}, ""),
+        ({"remote_url": "redis://host", "remote_serde": "naive"}, ""),
+        ({"remote_serde": "cachegen"}, ""),
+        ({"remote_url": "redis://host", "remote_serde": "cachegen"}, "remote_serde=cachegen changes the stored KV"),
+        ({"cache_dtype": "fp8_e4m3"}, "the KV cache is quantized (fp8_e4m3)"),
+        ({"kv_role": "kv_consumer"}, "kv_role is kv_consumer, which stores nothing"),
+        ({"use_layerwise": True}, "use_layerwise is set"),
+        ({"enable_async_loading": True}, "enable_async_loading is set"),
+    ],
+)
+def test_which_engines_are_audited(settings: dict[str, Any], reason: str) -> None:
+    assert audit._reason(connector(**settings)) == reason
+
+
+def test_another_connector_is_named_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(session, "reported", {})
+    for _ in range(2):
+        assert audit.begin(SimpleNamespace(), 0.5, "audit") is None
+    assert caplog.messages == [
+        "audit: hits of SimpleNamespace are not audited: only LMCache in process is (LMCacheConnectorV1)"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("held", "cache"),
+    [
+        (chunk()[:, :, :4], in_vllm(chunk(), "packed")[0]),
+        (chunk().half(), in_vllm(chunk(), "packed")[0]),
+        (None, in_vllm(chunk(), "packed")[0]),
+        (chunk(), torch.zeros(BLOCKS, HEADS, BLOCK, 2 * WIDTH, dtype=torch.uint8)),
+        (chunk(), torch.zeros(BLOCKS, HEADS, BLOCK, 2 * WIDTH).to(torch.float8_e4m3fn)),
+        (chunk(), torch.zeros(BLOCKS, HEADS)),
+    ],
+    ids=["tokens", "type", "no tensor", "bytes", "float8", "layout"],
+)
+def test_kv_that_cannot_be_compared_ends_the_audit(
+    held: Any, cache: torch.Tensor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line in the log that is no error of kvfix, and the chunk is released."""
+    monkeypatch.setattr(session, "reported", {})
+    monkeypatch.setattr(session, "faults", {})
+    released: list[str] = []
+    memory = SimpleNamespace(tensor=held, ref_count_down=lambda: released.append("chunk"))
+    engine = SimpleNamespace(
+        _is_passive=lambda: False,
+        token_database=SimpleNamespace(process_tokens=lambda **_: [(0, 5, "key")]),
+        storage_manager=SimpleNamespace(get=lambda key: memory),
+    )
+    impl = SimpleNamespace(lmcache_engine=engine, kv_caches=dict.fromkeys(NAMES, cache))
+    found = Audit(SimpleNamespace(_lmcache_engine=impl), 1.0)
+    meta = SimpleNamespace(req_id="r", token_ids=[1] * 5, slot_mapping=SLOTS, request_configs=None)
+    for _ in range(2):
+        assert found.compared([("r", 0, 5)], SimpleNamespace(requests=[meta])) == []
+    assert found.failed
+    assert released == ["chunk"]
+    assert session.faults == {}
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("audit: this process compares no hits: ")
+
+
+def test_a_lookup_that_left_no_record_ends_the_audit_of_the_scheduler() -> None:
+    found = Audit(SimpleNamespace(_lmcache_engine=SimpleNamespace(load_specs={}, _lmcache_chunk_size=4)), 1.0)
+    with pytest.raises(KeyError):  # the wrapper keeps LMCache's answer
+        found.miss("r", 8)
+    assert not found.takes("r")
+
+
+def test_the_fraction_of_the_requests() -> None:
+    found = Audit(SimpleNamespace(_lmcache_engine=None), 0.01)
+    assert 80 < sum(found.takes(f"cmpl-{number}") for number in range(10_000)) < 120
+
+
+NOT_IMPORTED = """
+import sys
+from kvfix.config import Config
+from kvfix.connector_events import hooks
+from kvfix.session import session
+
+class Connector:
+    role = None
+
+session.config = Config.parse({text!r})
+assert hooks._begin(Connector(), False) is not None
+result = "kvfix.connector_events.audit" in sys.modules
+"""
+
+
+@pytest.mark.parametrize(("text", "imported"), [("check", False), ("check audit=0.001", True)])
+def test_only_audit_imports_the_module(text: str, imported: bool, fresh: Fresh) -> None:
+    assert fresh(NOT_IMPORTED.format(text=text)) is imported

@@ -1,0 +1,253 @@
+"""One engine whose hits are audited: healthy, with faults planted in LMCache's memory, and as LMCache is released.
+
+Run by start.py as `python audit.py JOB.json`; writes the job's `out`. The engine runs in this process, so that chunks
+can be changed between two rounds. The job has `dtype`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvfix_tools.roundtrip import real_engine
+from kvfix_tools.roundtrip.real_engine import prompt
+
+TOKENS = 4
+#: Of one chunk and some tokens, of whole chunks, and longer than a step: 108 chunks.
+PROMPTS = [prompt(tokens, seed) for seed, tokens in enumerate([100, 128, 200, 256, 411, 657] * 4 + [300], 1)]
+#: The prompt with planted faults: three chunks and a part of one.
+WRONG, OTHER = prompt(200, 77), prompt(200, 78)
+Chunks = list[torch.Tensor]
+
+
+def two_chunks_swapped(chunks: Chunks, _: Chunks) -> None:
+    kept = chunks[1].clone()
+    chunks[1].copy_(chunks[2])
+    chunks[2].copy_(kept)
+
+
+def chunk_of_another_prompt(chunks: Chunks, others: Chunks) -> None:
+    chunks[1].copy_(others[1])
+
+
+def chunk_shifted_by_one(chunks: Chunks, _: Chunks) -> None:
+    chunks[0][:, :, 1:] = chunks[0][:, :, :-1].clone()
+
+
+def last_chunk_wrong(chunks: Chunks, _: Chunks) -> None:
+    chunks[2][0] = chunks[2][0].flip(1)
+
+
+def one_layer_wrong(chunks: Chunks, _: Chunks) -> None:
+    for chunk in chunks:
+        chunk[0, -1] = chunk[0, -1].flip(0)
+
+
+def v_of_one_token_wrong(chunks: Chunks, _: Chunks) -> None:
+    chunks[1][1, 0, 5] = chunks[1][1, 0, 6]
+
+
+def not_a_number(chunks: Chunks, _: Chunks) -> None:
+    chunks[2][1, 1, 7, 0] = float("nan")
+
+
+def zeros(chunks: Chunks, _: Chunks) -> None:
+    for chunk in chunks:
+        chunk.zero_()
+
+
+def other_weights(chunks: Chunks, _: Chunks) -> None:
+    """The model has changed since the cache was filled."""
+    Linear.change = 0.05
+
+
+FAULTS: list[Callable[[Chunks, Chunks], None]] = [
+    two_chunks_swapped, chunk_of_another_prompt, chunk_shifted_by_one, last_chunk_wrong, one_layer_wrong,
+    v_of_one_token_wrong, not_a_number, zeros, other_weights,
+]  # fmt: skip
+
+
+class Linear:
+    """The linear layers of the model. halves: they sum and round as two ranks do. change: of their weights."""
+
+    halves = False
+    change = 0.0
+
+    @classmethod
+    def apply(cls, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if cls.change:
+            noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+            weight = (weight * (1 + cls.change * noise)).to(x.dtype)
+        if not cls.halves:
+            return torch.nn.functional.linear(x, weight, bias)
+        half = weight.shape[1] // 2
+        first = torch.nn.functional.linear(x[..., :half], weight[:, :half], bias)
+        return first + torch.nn.functional.linear(x[..., half:], weight[:, half:])
+
+
+class Engine:
+    def __init__(self, job: dict[str, Any]) -> None:
+        from vllm.model_executor.layers import utils
+        from vllm.v1.attention.backends import cpu_attn
+
+        utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: vars(layer).update(cpu_linear=Linear.apply)
+        # With AMX, vLLM has an order of its own for bfloat16 within a block, which the plugin does not know.
+        cpu_attn._get_attn_isa = lambda *_, **__: "vec"
+        self.llm = real_engine.make(Path(job["model"]), job["transfer"], job["dtype"], **job["engine"])
+        from lmcache.integration.vllm.utils import ENGINE_NAME
+        from lmcache.v1.cache_engine import LMCacheEngineBuilder
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        from kvfix.session import session
+
+        self.session = session
+        self.lmcache = LMCacheEngineBuilder.get(ENGINE_NAME)
+        self.memory = self.lmcache.storage_manager.local_cpu_backend
+        self.connectors = [self.llm.llm_engine.engine_core.engine_core.scheduler.connector, get_kv_transfer_group()]
+
+    def ask(self, prompts: list[list[int]]) -> list[list[int]]:
+        return real_engine.generate(self.llm, [(each, TOKENS) for each in prompts])
+
+    def audited(self, prompts: list[list[int]]) -> tuple[list[dict[str, Any]], list[list[int]]]:
+        """The Compared events of these prompts, and the answers."""
+        self.session.events.clear()
+        answers = self.ask(prompts)
+        return [event._asdict() for event in self.events("Compared")], answers
+
+    def events(self, kind: str) -> list[Any]:
+        return [each.event for each in self.session.events if type(each.event).__name__ == kind]
+
+    def chunks(self, tokens: list[int]) -> Chunks:
+        """What LMCache's memory has of this prompt."""
+        keys = [key for _, _, key in self.lmcache.token_database.process_tokens(tokens=tokens)]
+        return [self.memory.hot_cache[key].tensor for key in keys if key in self.memory.hot_cache]
+
+    def audit(self, fraction: float) -> None:
+        for connector in self.connectors:
+            audit = vars(connector)["_kvfix_audit"]
+            audit.failed, audit._below = False, fraction * 2**32
+
+    def left(self) -> dict[str, int]:
+        """What is held of ended requests."""
+        chunks = list(self.memory.hot_cache.values())
+        scheduler = self.connectors[0]._lmcache_engine
+        return {
+            "pins": len(self.lmcache.lookup_pins),
+            "pinned chunks": sum(each.is_pinned for each in chunks),
+            "references": sum(each.get_ref_count() - 1 for each in chunks),
+            "chunks that are in no cache": self.memory.memory_allocator.pin_allocator.num_active_allocations
+            - len(chunks),
+            "load_specs": len(scheduler.load_specs),
+            "lookups": len(scheduler.lookup_client.reqs_status),
+        }
+
+
+def healthy(engine: Engine) -> dict[str, Any]:
+    """Many requests in a step, in another order, and with other sums: 100 hits."""
+    cold = [engine.ask([each])[0] for each in PROMPTS]
+    compared, right = [], True
+    for order in (1, -1, 1, -1):
+        Linear.halves = order < 0
+        events, answers = engine.audited(PROMPTS[::order])
+        compared += events
+        right = right and (Linear.halves or answers == cold)
+    Linear.halves = False
+    hits = real_engine.counter(engine.llm, "vllm:external_prefix_cache_hits")
+    return {"compared": compared, "right": right, "hits": hits, "violations": dict(engine.session.violations)}
+
+
+def faults(engine: Engine) -> dict[str, Any]:
+    """{fault: what is compared, whether the answer is right, and whether it is without the audit}"""
+    right, _ = (engine.ask([each])[0] for each in (WRONG, OTHER))
+    chunks, others = engine.chunks(WRONG), engine.chunks(OTHER)
+    kept, found = [chunk.clone() for chunk in chunks], {}
+    for fault in FAULTS:
+        fault(chunks, others)
+        events, (answer,) = engine.audited([WRONG])
+        found[fault.__name__] = {"compared": events, "right": answer == right}
+        if fault is zeros:
+            engine.audit(0)
+            _, (answer,) = engine.audited([WRONG])
+            found[fault.__name__]["right when loaded"] = answer == right
+            engine.audit(1)
+        for chunk, before in zip(chunks, kept, strict=True):
+            chunk.copy_(before)
+        Linear.change = 0
+    return found
+
+
+def half_of_the_hits(engine: Engine) -> dict[str, Any]:
+    """Whether scheduler and worker choose the same requests."""
+    engine.audit(0.5)
+    compared, _ = engine.audited(PROMPTS)
+    asked = {event.request: event.promised for event in engine.events("Asked")}
+    engine.audit(1)
+    return {
+        "compared": sorted({event["request"] for event in compared}),
+        "not promised": sorted(name for name, promised in asked.items() if not promised),
+        "chosen": sorted(name for name in asked if zlib.crc32(name.encode()) < 2**31),
+        "asked": len(asked),
+    }
+
+
+def error_in_kvfix(engine: Engine) -> dict[str, Any]:
+    """The comparison raises, and the engine goes on. In the second round the worker compares nothing."""
+    from kvfix.connector_events import audit
+
+    largest, calls = audit.largest, []
+
+    def planted(*arguments: Any) -> Any:
+        calls.append(arguments)
+        raise RuntimeError("planted")
+
+    audit.largest = planted
+    answers = [engine.ask([WRONG])[0] for _ in range(2)]
+    audit.largest = largest
+    engine.audit(1)
+    return {"calls": len(calls), "answers": answers, "faults": engine.session.faults, "left": engine.left()}
+
+
+def strict(engine: Engine) -> str:
+    import kvfix
+
+    kvfix.apply("strict", audit=1.0)
+    zeros(engine.chunks(WRONG), [])
+    try:
+        engine.ask([WRONG])
+    except Exception as error:  # noqa: BLE001
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def main(job: dict[str, Any]) -> None:
+    import kvfix
+
+    kvfix.apply("check", audit=1.0)
+    engine = Engine(job)
+    out: dict[str, Any] = {"healthy": healthy(engine), "faults": faults(engine), "half": half_of_the_hits(engine)}
+    out["left"] = engine.left()
+    out["error"] = error_in_kvfix(engine)
+    kvfix.apply("check", skip=["KVF020"], audit=1.0)
+    engine.memory.clear()
+    engine.ask([WRONG])
+    out["released"], _ = engine.audited([WRONG])
+    out["strict"] = strict(engine)
+    Path(job["out"]).write_text(json.dumps(out))
+
+
+if __name__ == "__main__":
+    try:
+        main(json.loads(Path(sys.argv[1]).read_text()))
+    finally:  # threads of LMCache would go on
+        if sys.exc_info()[1]:
+            traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(0)
