@@ -1,4 +1,4 @@
-"""What the watchdog reports of the lab's engines, and of what it must not take for a hang: run in a fork."""
+"""The watchdog's reports on the lab's engines, also on engines that do not hang. Run in a fork."""
 
 from __future__ import annotations
 

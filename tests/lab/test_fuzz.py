@@ -143,7 +143,7 @@ def test_all_that_is_drawn_happens(connector: str, measured: Measured) -> None:
 
 
 def test_an_engine_is_released_when_its_run_is_over(measured: Measured) -> None:
-    """The last ones may still be looked at, by the metrics of LMCache. (Of v1 alone, more than 200 were played.)"""
+    """LMCache's metrics may still refer to the last engines. More than 200 were played with v1 alone."""
     assert measured["engines"] < 10
 
 
@@ -198,7 +198,10 @@ def test_refusals(fresh: Fresh, tmp_path: Path) -> None:
         (["play", str(tmp_path / "none.json")], "No such file"),
         (["play", str(tmp_path / "odd.json")], "no saved schedule"),
         (["play", str(tmp_path / "old.json")], "schedule format 0"),
-        (["play", str(tmp_path / "elsewhere.json")], "it was found on vllm 0.1, lmcache 0.1; installed here: vllm"),
+        (
+            ["play", str(tmp_path / "elsewhere.json")],
+            "the schedule was found on vllm 0.1, lmcache 0.1; installed here: vllm",
+        ),
         (
             ["fuzz", "--connector", "mp", *early],
             "not applicable: the lab plays mp with lmcache >=0.4.5: earlier ones have no",

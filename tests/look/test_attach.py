@@ -110,7 +110,7 @@ def test_a_fix_that_takes_notes_leaves_the_requests_of_before(
         assert attach.attach(engine.pid, "fix", None, False, 60, json=True) == 0
         found = rows(capsys)
         assert found["KVF002"]["verdict"] == found["KVF024"]["verdict"] == "applied"
-        assert found["KVF024"]["reason"].endswith("; leaves 1 requests of before as they are")
+        assert found["KVF024"]["reason"].endswith("; does not change 1 requests that began before")
         assert "before" not in found["KVF002"]["reason"]
         assert "KVF017" not in found  # it was not asked for
         flag.touch()
