@@ -169,8 +169,10 @@ with runner.quiet():
 
 
 class Once:
-    """What a function answers in a fork, once for all processes of pytest; if it failed, every test that asks says why
-    and none runs it again."""
+    """Run a function in a fork once for all processes of pytest, and return its answer.
+
+    After an error, each test that needs the answer fails with this error, and no test runs the function again.
+    """
 
     def __init__(self, fork_server: ForkServer, answers: Path) -> None:
         """answers: a folder for them, of this run of pytest."""

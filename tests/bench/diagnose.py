@@ -1,9 +1,10 @@
-"""kvfix-diagnose: megabytes a second on one core, beside `grep -c` with the same needles, and its memory, in one run.
+"""Measure kvfix-diagnose: MB/s on one core, relative to `grep -c` with the same needles, and its memory.
 
-Real logs: whole lives of engines, one after the other, as they are and with requests and times of their own. A dense
-log: 60% of its lines are LMCache's own and count, each of a new request; a sparse one: 1%. A stream through standard
-input: a fifth of a gigabyte. Seconds are of processor time, so that other work on the machine does not count;
-starting Python is left out. grep only searches for the needles; kvfix reads the lines, and keeps the ledger.
+- real logs: whole lives of engines, repeated with and without new request ids and times
+- a dense log: 60% of its lines are relevant lines of LMCache, each of a new request; a sparse log: 1%
+- a stream of 200 MB through standard input
+
+Seconds are processor time without the start of Python. grep only searches for the needles, kvfix also keeps the ledger.
 """
 
 from __future__ import annotations

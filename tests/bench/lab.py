@@ -1,7 +1,7 @@
-"""The lab with all oracles on, one core, after imports: its speed, its memory, and how long a shrink takes.
+"""Measure the lab with all checks on one core, after imports: its speed, its memory, and the time of a shrink.
 
-Its speed is in steps a second of a core, and in the time that vLLM's scheduler itself takes for the same steps, with
-LMCache's connector in it: what is more is LMCache's worker, what makes engines and requests, and the lab.
+The speed is given in steps per second, and relative to the time of vLLM's scheduler with LMCache's connector for the
+same steps. The difference is the time of LMCache's worker, of making engines and requests, and of the lab.
 """
 
 from __future__ import annotations

@@ -132,6 +132,6 @@ def measure() -> Iterator[Row]:
 
 
 def _seconds() -> float:
-    """Of processors, that the looker and its ended children have taken."""
+    """Return the processor seconds of the looker and its ended children."""
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(each.ru_utime + each.ru_stime for each in used)

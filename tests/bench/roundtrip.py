@@ -33,6 +33,6 @@ def measure() -> Iterator[Row]:
 
 
 def seconds() -> float:
-    """Of the processor, in children that have ended: the matrix runs on one core, whatever runs on the other."""
+    """Return the processor seconds of ended children: other work on the machine does not count."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime

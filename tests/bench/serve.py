@@ -111,7 +111,7 @@ def measure() -> Iterator[Row]:
 
 
 def own_seconds(folder: Path, mode: str) -> float:
-    """Of all wrappers in the server's EngineCore, so far."""
+    """Return the seconds that all wrappers in the server's EngineCore have taken."""
     lines = [json.loads(line) for file in folder.glob(f"report-{mode}.*") for line in file.read_text().splitlines()]
     return max((line["seconds"] for line in lines if line["what"] == "own"), default=0.0)
 

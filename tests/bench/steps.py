@@ -1,8 +1,12 @@
-"""Of the time that vLLM's scheduler takes for a step with 256 running requests: what kvfix adds to it in each mode.
+"""Measure the time that kvfix adds in each mode to a step of vLLM's scheduler with 256 running requests.
 
-`schedule()` and `update_from_output()` of the real scheduler: with LMCache's connector; with OffloadingConnector, where
-each step begins eight store jobs and ends eight; and with NixlConnector, where in each step a lease begins and another
-one ends. A real step takes milliseconds more, for the model.
+A step is `schedule()` and `update_from_output()` of the real scheduler, with one of these:
+
+- LMCache's connector
+- OffloadingConnector: each step begins and ends eight store jobs
+- NixlConnector: each step begins and ends a lease
+
+A real step takes milliseconds more, for the model.
 """
 
 from __future__ import annotations

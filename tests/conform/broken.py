@@ -107,7 +107,7 @@ class TakesFirstBlocks(FolderConnector):
 
 
 class ReportsTwice(FolderConnector):
-    """What is received is reported in the next step again."""
+    """Reports received requests again in the next step."""
 
     def get_finished(self, finished_req_ids):
         _, received = super().get_finished(finished_req_ids)
@@ -123,7 +123,7 @@ class LeavesOutALayer(FolderConnector):
 
 
 class StoresNothing(FolderConnector):
-    """Not wrong, but nothing of it can be tested."""
+    """Stores nothing: it is right, but no load can be tested."""
 
     def wait_for_save(self): ...
 

@@ -71,7 +71,7 @@ def faults() -> Any:
 
 
 def says() -> Any:
-    """What is said of a connector that stores nothing, and of one that is not there; and the table of a violation."""
+    """Return the output for a connector that stores nothing, for a missing connector, and for a violation."""
     from kvfix_tools.conform import command, verdicts
 
     with command.chosen(fixes=True):

@@ -18,7 +18,7 @@ CLOCKS = {"prefill": (0.0, 0.0), "decode": (5000.0, -3.0)}
 
 
 def lose_notice(pair: Any) -> None:
-    """What decode has read of request b is not given back."""
+    """Lose decode's notice that it has read the blocks of request b."""
     agent = pair.decode.connector.workers[0].adapter.nixl_wrapper
     make = agent.make_prepped_xfer
     agent.make_prepped_xfer = lambda *arguments, notif_msg: make(

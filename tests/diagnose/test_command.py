@@ -227,7 +227,7 @@ def test_progress_goes_to_a_terminal_and_only_there(tmp_path: Path) -> None:
 
 
 def shown_by(terminal: int) -> bytes:
-    """What comes next; nothing at its end. A terminal holds 4 KB; unread it would stop a program on a slow machine."""
+    """Return the next output; "" at its end. A terminal holds 4 KB, and a full terminal would stop the program."""
     try:
         return os.read(terminal, 1 << 16)
     except OSError:  # Linux: no process writes any more.

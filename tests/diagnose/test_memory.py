@@ -31,7 +31,7 @@ def kept(*roots: object) -> int:
 
 
 def requests(first: int, many: int) -> Iterator[bytes]:
-    """Of each a question and its answer, and a worker that dies in the middle of its traceback."""
+    """Yield a call and its answer for each request, and a worker that dies in the middle of its traceback."""
     for number in range(first, first + many):
         yield (
             b"[2026-11-21 11:22:55,512] LMCache INFO: Reqid: r%d, Total tokens 300, Inference Engine computed tokens: "

@@ -1,4 +1,4 @@
-"""What looks like a finding and is none: another assertion of the function, the same once too few, what is normal."""
+"""Logs that look like a finding but have none: another assertion of the function, too few lines, normal lines."""
 
 from __future__ import annotations
 

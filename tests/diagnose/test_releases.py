@@ -1,4 +1,4 @@
-"""Which release of vLLM a log is of, where it does not say so in the words of LMCache."""
+"""Find the release of vLLM of a log that does not name it in a line of LMCache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reports taught: two lines of one failure, a failure without a reason, releases of which only the line tells."""
+"""Cases from real reports: two lines of one failure, a failure without a reason, a release known only by a line."""
 
 from __future__ import annotations
 

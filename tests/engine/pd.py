@@ -67,7 +67,7 @@ class Engine:
         )
 
     def start(self, **sizes: int) -> None:
-        """sizes: options of vLLM that differ this time. What it logs goes to the same file each time."""
+        """Start the engine. sizes: other options of vLLM for this start. All starts log to the same file."""
         model = self.folder.parent / "model"
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += ["--port", str(self.port), "--served-model-name", "tiny", "--dtype", "float32", "--seed", "0"]

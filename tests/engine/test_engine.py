@@ -40,7 +40,7 @@ def in_process(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 @pytest.fixture(scope="module")
 def early(tmp_path_factory: pytest.TempPathFactory, release) -> Ran:  # type: ignore[no-untyped-def]
-    """The LMCache that has the bug, fixed, and every process started anew."""
+    """Run the LMCache that has the bug, with the fix, in new processes."""
     return start.run(
         tmp_path_factory.mktemp("early"), apply=True, transfer=start.v1(256), lmcache=release(EARLY), forked=False
     )

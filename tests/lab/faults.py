@@ -60,7 +60,7 @@ class Plan:
         return self.at
 
     def _is_passed(self, frame: Any, where: Line) -> bool:
-        """Whether the line cannot fail: "try", names alone, `finally`, and the end of a `with` that was entered."""
+        """Return True if the line cannot fail: `try`, a name, `finally`, or the end of a `with`."""
         text = linecache.getline(*where).strip()
         if text == "try:" or where[1] in _cannot_fail(where[0]):
             return True
@@ -251,7 +251,7 @@ class Counted(NamedTuple):
 
 
 def counted(fix: Any, case: Case) -> Counted:
-    """What is found in this play without the fix, and how often each line of the fix is executed in it."""
+    """Return the findings without the fix, and how often each line of the fix runs."""
     released = frozenset(found.code for found in (*case.released(), *case.without(fix.code)))
     PLAN.__init__(fix.code)  # type: ignore[misc]
     case.fixed()

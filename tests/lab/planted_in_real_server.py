@@ -133,7 +133,7 @@ def what_the_server_has_evicted_counts_as_hit(engine: Any) -> None:
 
 
 def schedule_unanswered(engine: Any) -> None:
-    """A lookup is not answered in time, of what is there."""
+    """A lookup of cached chunks is not answered in time."""
     engine.admit("first", prompt(100))
     engine.run()
     engine.reset_prefix_cache()
@@ -152,7 +152,7 @@ def a_lookup_that_times_out_is_waited_for(engine: Any) -> None:
 
 
 def schedule_disk(engine: Any) -> None:
-    """What was evicted is read from the server's disk."""
+    """Evicted chunks are read from the server's disk."""
     engine.admit("first", prompt(100))
     engine.run()
     engine.settle()

@@ -1,4 +1,4 @@
-"""What the OffloadingConnector's p2p tier takes of a request's parameters. The lab has no such tier (KVF335)."""
+"""OffloadingConnector's p2p tier reads the parameters of a request (KVF335). The lab does not have this tier."""
 
 from __future__ import annotations
 

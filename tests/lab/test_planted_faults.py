@@ -110,7 +110,7 @@ def played(connector: str, name: str = "", **options: Any) -> dict[str, Any]:
 
 
 def with_nothing_planted(connector: str, name: str) -> list[str]:
-    """What is found in a fault's own schedule without the fault."""
+    """Return the findings of a fault's own schedule without the fault."""
     from kvfix_tools.lab.lab_engine import LabEngine
 
     planted = FAULTS[connector, name]

@@ -62,7 +62,7 @@ def _played_twice() -> list[list[int]]:
 
 
 def _played(fault: Fault, planted: bool) -> dict[str, Any]:
-    """What is found in the schedule of this fault, and the hits of its requests in tokens."""
+    """Return the findings of the schedule of this fault, and the hits of its requests in tokens."""
     from kvfix_tools.lab.lab_engine import LabEngine
     from kvfix_tools.lab.runner import applied
 

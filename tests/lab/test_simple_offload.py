@@ -88,7 +88,7 @@ FAULTS: dict[Callable[[Any], None], tuple[str, ...]] = {
 
 
 def played(plant: Callable[[Any], None] = lambda _: None) -> tuple[list[str], dict[str, int]]:
-    """Stores, loads into blocks of its own, and gives blocks away while they are copied. What is found; counts."""
+    """Play stores, loads, and blocks that are freed while they are copied. Return findings and counters."""
     from kvfix_tools.lab.lab_engine import EngineDied, LabEngine
 
     engine = LabEngine(OPTIONS)
@@ -167,7 +167,7 @@ def fuzzed(fixes: bool, seeds: int, plain: bool) -> dict[str, Any]:
 
 
 def recorded() -> list[Any]:
-    """What kvfix in an engine records of the request that loads: what it asks for, its loads and stores."""
+    """Return kvfix's records of a request that loads: its Asked events, loads and stores."""
     kvfix.apply("observe", only=[])
     try:
         played()

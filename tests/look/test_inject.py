@@ -27,7 +27,7 @@ NO_REGISTERS = "Couldn't write extended state status"
 
 @functools.cache
 def gdb_says() -> str:
-    """Of a call into a plain process, without kvfix."""
+    """Return gdb's output for a call into a plain process, without kvfix."""
     call = ["gdb", "-nx", "-batch", "-readnever", "-ex", "call (int) getpid()", "-p"]
     with subprocess.Popen(["sleep", "60"]) as process:
         try:

@@ -51,8 +51,10 @@ def as_released(run: Any) -> dict[str, Any]:
 
 
 def test_the_default_matrix_passes(lmcache: dict[str, Any]) -> None:
-    """With kvfix's fixes, which are named; the packed layouts of vLLM 0.26 and later included. What is refused is
-    refused for a reason, and is none of the plain layouts: HND, for which LMCache's torch operations have no code."""
+    """The matrix passes with named fixes, including the packed layouts of vLLM 0.26 and later.
+
+    Refused layouts have a reason. HND is one: LMCache's torch operations have no code for it.
+    """
     assert lmcache["exit"] == 0
     assert {"KVF020", "KVF021"} <= set(lmcache["fixes"])
     for backend in ("lmcache-v2", "lmcache-v3", "lmcache-layerwise", "lmcache-mp", "lmcache-engine"):

@@ -1,4 +1,4 @@
-"""What is decided for a fix, from what is known of each of its functions. No release is read."""
+"""The decision on a fix from the verdicts on its functions, without any release."""
 
 from __future__ import annotations
 

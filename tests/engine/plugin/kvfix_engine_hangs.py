@@ -1,4 +1,4 @@
-"""Hangs planted in a real engine, each where such a hang begins. From the moment that the file SPOIL is there."""
+"""Plant hangs in a real engine, each at the place of a real hang, as soon as the file SPOIL exists."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A stand-in for LMCache's GPU connector on a machine without a GPU: whole KV blocks are copied on the CPU.
 
-Everything else of LMCache is real: adapter, keys, lookup over its sockets, cache engine, CPU storage. vLLM for the CPU
-registers `[blocks, kv_heads, block_size, 2 * head_size]` per layer and packs K rows and V rows inside each block, so a
-token is no row of it: whole blocks are moved, and the chunk size must be a multiple of the block size.
+All other parts of LMCache are real. vLLM for the CPU registers `[blocks, kv_heads, block_size, 2 * head_size]` per
+layer and packs K rows and V rows inside each block, so a token is not a row. The stand-in copies whole blocks, and the
+chunk size must be a multiple of the block size.
 """
 
 from __future__ import annotations
