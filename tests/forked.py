@@ -40,7 +40,7 @@ def start(target: Callable[..., None], *arguments: Any) -> Any:
 
 
 class Forked:
-    """Like subprocess.Popen, as far as it is needed here."""
+    """The parts of subprocess.Popen that the tests need."""
 
     def __init__(
         self, command: list[str], *, env: dict[str, str], stdout: IO[str], stderr: IO[str], cwd: Path, **_: Any

@@ -1,4 +1,4 @@
-"""When a schedule is healthy, and what of it a fix or a patch must leave as it is. For tests that play them twice."""
+"""Healthy schedules, and the events that a fix or a patch must not change. For tests that play a schedule twice."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def show(rows: list[Row]) -> None:
     table = Table("what", "measured", "compared with", "promise", "kept", box=None, pad_edge=False, header_style="bold")
     for row in rows:
         kept = "[green]yes[/]" if row.kept else "[bold red]NO[/]"
-        table.add_row(row.what, f"{row.measured:.3g} {row.unit}", row.beside, row.promise, kept)
+        table.add_row(row.what, f"{row.measured:.3g} {row.unit}", row.context, row.promise, kept)
     Console().print(table)
 
 

@@ -33,7 +33,7 @@ TIME = re.compile(r"\d\d:\d\d:\d\d,\d{3}")
 CRASH = Path(releases.__file__).parent / "logs/crash-0.3.10.log.gz"
 #: {log: (share of lines that count, MB/s at least)}
 LOGS = {"dense": (60, 8), "sparse": (1, 30)}
-#: MB/s of real logs, at least: lives that are the same, and lives with requests and times of their own.
+#: Minimum MB/s of real logs: repeated lives, and lives with new request ids and times.
 REAL = {False: 40, True: 20}
 GIGABYTES = 0.2
 #: What stands between: vLLM's access log and its requests.

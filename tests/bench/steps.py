@@ -139,12 +139,12 @@ CALLS = 24
 
 def measure() -> Iterator[Row]:
     without, unwatched, watched = Fresh(limit=None)(LAYER.format(path=str(RELEASES / "0.5.6")))
-    beside = f"without kvfix {without:.0f} ns"
-    yield Row("a layer's hook, check", unwatched - without, "ns more", f"{beside}, the same function", at_most=50)
-    yield Row("a layer's hook, check with layers", watched - without, "ns more", beside, at_most=1000)
+    context = f"without kvfix {without:.0f} ns"
+    yield Row("a layer's hook, check", unwatched - without, "ns more", f"{context}, the same function", at_most=50)
+    yield Row("a layer's hook, check with layers", watched - without, "ns more", context, at_most=1000)
     for connector, what in STEPS.items():
         found = Fresh(limit=None)(CASE.format(path=str(RELEASES / "0.5.6"), connector=connector))
         for mode, (share, milliseconds, calls) in found.items():
-            beside = f"{milliseconds:.2f} ms a step without kvfix"
-            yield Row(f"{what}, {mode}", 100 * share, "% more", beside, at_most=BUDGET[mode])
+            context = f"{milliseconds:.2f} ms a step without kvfix"
+            yield Row(f"{what}, {mode}", 100 * share, "% more", context, at_most=BUDGET[mode])
             yield Row(f"wrapped calls of {what}, {mode}", calls, "a step", "256 running requests", at_most=CALLS)

@@ -1,4 +1,4 @@
-"""Memory on a log without end: what is kept stops to grow, whatever the lines are of."""
+"""Memory on an endless log: it stops to grow, for any kind of lines."""
 
 from __future__ import annotations
 
@@ -73,5 +73,5 @@ def test_crashes_without_end() -> None:
             log.take(line)
     assert FINDINGS <= len(log._found) < FINDINGS + 10
     assert sum(found.count for found in log.findings if found.rule.code == "KVD101") == log.counts["fatal"]
-    # Nor is what these requests violate a finding of its own, however many crashed before.
+    # These requests' violations are no separate finding either, after any number of crashes.
     assert {found.rule.code for found in log.findings} == {"KVD101"}

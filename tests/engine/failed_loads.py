@@ -55,7 +55,7 @@ class Engine:
         return self._retrieve(tokens, mask, **more)
 
     def update_from_output(self, scheduler_output: Any, model_output: Any) -> Any:
-        """Notes, of a step in which a load has failed: its blocks, and what it and the steps after it compute."""
+        """Records the blocks of a step with a failed load, and the tokens that this and later steps compute."""
         connector = model_output.kv_connector_output
         if connector and connector.invalid_block_ids:
             steps = [scheduler_output, *(step for _, step, _ in reversed(self.core.batch_queue))]

@@ -189,7 +189,7 @@ def verdicts(engine: Engine) -> list[standstill.Verdict]:
 
 
 def test_prefill_is_killed(pair: Pair, expected: Answers) -> None:
-    """Decode hears of it from UCX, ends what it was to read, and goes on."""
+    """UCX reports the failure to decode. Decode ends its reads and continues."""
     killed(pair, pair.prefill, ROUNDS["prefill"], expected["prefill"])
     assert verdicts(pair.decode) == []
     assert pair.decode.metric("vllm:num_requests_waiting") == pair.decode.metric("vllm:num_requests_running") == 0

@@ -91,7 +91,7 @@ class Engines:
         return start.run(self.folder / name, True, start.v1(64, **settings), mode="check", **job)
 
     def on_server(self, name: str, job: dict[str, Any], mix_before: int = -1, **settings: Any) -> Ran:
-        """All but the first round find nothing but what is in the L2."""
+        """After the first round, all hits come from the L2."""
         extra = {f"lmcache.mp.{key}": value for key, value in settings.items()}
         extra |= self.transfer["kv_connector_extra_config"]
         tier = {"server": f"http://{self.http}", "folder": str(self.folder / "l2")}

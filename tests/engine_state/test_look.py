@@ -59,7 +59,7 @@ def watched(pid: int, draws: int) -> tuple[int, str]:
     environment = clean_environment(TERM="xterm", COLUMNS="240")
 
     def listen() -> None:
-        """A shell's background job ignores it, and so does what it starts."""
+        """A background job of a shell, and its children, ignore the signal."""
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     with subprocess.Popen(

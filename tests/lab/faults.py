@@ -1,4 +1,4 @@
-"""Errors in the code of the fixes: the lab raises at a drawn line of a fix, and looks at what comes of it.
+"""Errors in the code of the fixes: the lab raises at a random line of a fix, and checks the outcome.
 
 By hand, for thousands of draws: `python -m tests.lab.faults DRAWS [--seed N] [--lmcache-path FOLDER]`.
 It must be installed before the first fix is loaded: it replaces the functions of `kvfix.wrapping` that fixes use.
@@ -83,7 +83,7 @@ _SAFE = (
 
 @functools.cache
 def _cannot_fail(file: str) -> frozenset[int]:
-    """Lines with names alone, and those in `finally`, which give the engine back what it had."""
+    """Return lines with only a name, and lines in `finally`, which restore the engine's objects."""
     tree = ast.parse("".join(linecache.getlines(file)))
     safe = [each for node in ast.walk(tree) if isinstance(node, ast.Try) for each in node.finalbody]
     for node in ast.walk(tree):
@@ -171,7 +171,7 @@ def _with_faults(wrap: Function) -> Function:
     return with_faults
 
 
-#: What comes of a closed answer: a load that brings less than was promised, chunks that are not stored or not found.
+#: Rules that a closed answer can violate: a load comes short, chunks are not stored or not found.
 CLOSED = ("LAB002", "LAB004", "LAB006")
 
 

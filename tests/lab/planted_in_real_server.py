@@ -13,7 +13,7 @@ from kvfix_tools.lab.server_process import L1_OBJECTS
 from kvfix_tools.lab.steps import prompt
 from tests.lab.planted_faults import Fault, Plant
 
-#: name -> fault, with a schedule of its own
+#: {name: fault with its own schedule}
 FAULTS: dict[str, Fault] = {}
 
 
@@ -28,7 +28,7 @@ def fault(rule: str, schedule: Plant, text: str, **options: Any) -> Callable[[Pl
 
 
 def schedule_loads(engine: Any) -> None:
-    """One prompt is computed, loaded into other blocks, and hit while vLLM has it too."""
+    """A prompt is computed, loaded into other blocks, and hit while vLLM also has it."""
     engine.admit("first", prompt(100), max_tokens=3)
     engine.run()
     engine.reset_prefix_cache()

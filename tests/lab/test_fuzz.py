@@ -1,4 +1,4 @@
-"""The fuzzer: what is healthy comes out clean, all that it draws happens, and what it cannot play it refuses."""
+"""The fuzzer: healthy schedules are clean, all drawn options take effect, and impossible ones are refused."""
 
 import gc
 import json
@@ -49,7 +49,7 @@ NEVER = {
         *without("states", "states_and_drafts", "separate_objects"),
     },
 }  # fmt: skip
-#: Played as connectors of their own. A failed copy ends the OffloadingConnector's worker as released.
+#: Played alone. A failed copy ends OffloadingConnector's worker as released.
 CONNECTORS = ["v1", "mp", "offloading"]
 #: A lock-out with a session and the OffloadingConnector, in one of some hundred seeds.
 RARE = {"locked_out_by_session", "aborted_loading"}
@@ -88,7 +88,7 @@ def _counts(done: Any) -> list[Any]:
 
 
 def _resumed(run: Any) -> dict[str, Any]:
-    """A run that is stopped after some seeds, goes on, and is asked for by another."""
+    """A run that stops after some seeds and continues, and another run with the same notes."""
     from kvfix_tools.lab.fuzz_run import Run, fuzz
 
     with tempfile.TemporaryDirectory() as folder:

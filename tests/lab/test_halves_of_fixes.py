@@ -79,7 +79,7 @@ def failed_store(connector: str) -> Case:
 
 
 def outcomes() -> dict[str, list[str]]:
-    """{fix: what is found with one half of it, and not as released}."""
+    """Return {fix: findings with one half of the fix, and not as released}."""
     found: dict[str, list[str]] = {}
     for fix in map(catalogue.find, FIXES):
         assert fix is not None

@@ -151,7 +151,7 @@ def test_a_session_goes_on_with_what_it_has(found: dict[str, list[str]]) -> None
 
 
 def test_a_fault_of_kvfix_itself(found: dict[str, list[str]]) -> None:
-    """The engine goes on without the fix, and says it once: here one looks at a name that is not there."""
+    """The engine continues without the fix, and logs it once. Here a fix reads an attribute that does not exist."""
     fault = "a fault of kvfix itself in tests.lab.test_incomplete_fixes.<lambda>: LookupError"
     assert f"LAB007 fault-of-kvfix : {fault}" in found["KVF003 fails"]
 

@@ -129,5 +129,5 @@ def held_up() -> list[Any]:
 
 
 def test_a_lookup_that_times_out_holds_up_both(once: Once) -> None:
-    """Their clock goes on: leases end meanwhile, and the next lookup does not begin before this one ended."""
+    """The clock of both engines runs: leases end, and the next lookup begins after this one."""
     assert once(held_up, RELEASES / "0.5.6") == [LOOKUP_TIMEOUT, True]

@@ -143,7 +143,7 @@ def a_load_fails_behind_another() -> list[str]:
 
 
 def a_reset_leaves_a_store() -> list[str]:
-    """A request has lost its blocks when its store is done, and has computed less than what is stored."""
+    """A request has lost its blocks at the end of its store, and has computed fewer tokens than are stored."""
     from kvfix_tools.lab.fuzz import play
     from kvfix_tools.lab.fuzz_run import applied
     from kvfix_tools.lab.schedule import Schedule
@@ -179,7 +179,7 @@ def recorded() -> list[Any]:
 
 
 def on_a_full_disk(fixes: bool) -> list[Any]:
-    """Two stores and the end are in the queue, and the disk is full at the first: what is noted of which."""
+    """Two stores and the end are in the queue, and the disk is full at the first. Return the notes on each."""
     if fixes:
         kvfix.apply(only=["KVF370"])
     import torch

@@ -74,7 +74,7 @@ def rows(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]:
 def test_in_and_out_while_it_plays(
     tmp_path: Path, release: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """KVF005: as released a hit is left behind in every schedule. `check` sees no violation in what it came into."""
+    """KVF005: as released every schedule leaks a hit. Mode `check` reports no violation of requests before attach."""
     with playing(tmp_path, release("0.5.6"), "abort-while-waiting") as engine:
         engine.wait_for("violated", 2)
         for mode in ("fix", "check") * 3:

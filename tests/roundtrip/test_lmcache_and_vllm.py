@@ -167,7 +167,7 @@ def test_an_older_lmcache(run: Any, release: Any) -> None:
 
 @pytest.mark.parametrize("name", ["0.4.5", "0.5.0"])
 def test_the_packed_layout_with_each_age_of_lmcache(run: Any, release: Any, name: str) -> None:
-    """0.4.5 does not know it, 0.5.0 to 0.5.2 take it for another one: with the fix it is moved all the same."""
+    """0.4.5 does not know this layout, and 0.5.0 to 0.5.2 treat it as another one. With the fix it is moved."""
     some = ["--backend", "lmcache-v2", "lmcache-engine", "--layout", "packed", "packed-hnd"]
     assert run(*some, lmcache=release(name))["exit"] == 0
     assert run(*some, "--no-fixes", lmcache=release(name))["exit"] != 0

@@ -171,7 +171,7 @@ def plays_with_fixes(
 
 
 def _imports_of_ours() -> dict[str, frozenset[str]]:
-    """{module that may have to be imported again: what it imports}"""
+    """Return {module that may have to be imported again: its imports}."""
     files = {name: getattr(sys.modules[name], "__file__", None) for name in sys.modules if name.startswith(_OURS)}
     return {name: _imports(Path(file or os.devnull)) for name, file in files.items()}
 

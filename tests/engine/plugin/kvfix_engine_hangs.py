@@ -43,7 +43,7 @@ def lookup_thread_ends(connector: Any) -> None:
 
 
 def server_stops(connector: Any) -> None:
-    """The LMCache server is there and does not answer, from the next lookup on."""
+    """The LMCache server runs, but does not answer from the next lookup on."""
 
     def stop() -> None:
         for pid in SERVER.split():

@@ -126,12 +126,12 @@ def in_tree(connector: Any) -> None:
 
 
 def lookups_hang(cache_engine: Any) -> None:
-    """A worker that hangs: whoever looks something up waits for ever. It is a thread of its own that does."""
+    """A worker that hangs in a separate thread: each lookup waits for ever."""
     cache_engine.LMCacheEngine.lookup = lambda *args, **kwargs: threading.Event().wait()
 
 
 def patient_pings(module: Any) -> None:
-    """A busy machine with two cores may take more than the 10 s after which LMCache goes on without its server."""
+    """A busy machine may take more than 10 s, after which LMCache continues without its server."""
     send_ping = getattr(module, "send_ping", None)
     if send_ping is not None:
         module.send_ping = lambda client, timeout, **more: send_ping(client, timeout=100.0, **more)

@@ -16,7 +16,7 @@ import sys
 from typing import Any
 
 REPORT = os.environ.get("KVFIX_TEST_REPORT", "")
-#: With this in the environment the worker's end of lookups is there, and never answers.
+#: With this variable the worker's lookup server runs, but never answers.
 LOOKUPS_HANG = "KVFIX_TEST_LOOKUPS_HANG" in os.environ
 #: With this in the environment LMCache's own GPU connector runs (kvfix_tools.roundtrip.engine_connector).
 REAL_CONNECTOR = "KVFIX_TEST_REAL_CONNECTOR" in os.environ
