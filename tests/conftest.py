@@ -121,7 +121,7 @@ class ForkServer:
         there.close()
 
     def __call__(self, case: str | Callable[..., Any], lmcache: Path | None = None, *arguments: Any) -> Any:
-        """`result` of the case, run with this LMCache first on sys.path. A failure has what it printed.
+        """Return `result` of the case, run with this LMCache first on sys.path. A failure shows its output.
 
         case: Python that leaves its answer in `result`, or a function of a test module, with these arguments.
         """
@@ -137,7 +137,7 @@ class ForkServer:
 
 
 def run_forked(command: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A Python program, in a fork of a process that has imported vLLM. folder: for what it prints."""
+    """Run a Python program in a fork of a process that has imported vLLM. folder: for its output."""
     files = [folder / "stdout", folder / "stderr"]
     with open(files[0], "w") as stdout, open(files[1], "w") as stderr:
         process = forked.Forked(command, env=clean_environment(**environment), stdout=stdout, stderr=stderr, cwd=ROOT)
@@ -153,7 +153,7 @@ def fork_server() -> Iterator[ForkServer]:
 
 
 def call(function: Callable[..., Any], *arguments: Any) -> str:
-    """Code for a fork server: what this function of a module of the tests answers, with the lab prepared.
+    """Return code for a fork server that prepares the lab and calls this function of a test module.
 
     A fork has none of the threads that its parent has started.
     """
@@ -169,11 +169,13 @@ with runner.quiet():
 
 
 class Once:
-    """What a function answers in a fork, once for all processes of pytest; if it failed, every test that asks says why
-    and none runs it again."""
+    """Run a function in a fork once for all processes of pytest, and return its answer.
+
+    After an error, each test that needs the answer fails with this error, and no test runs the function again.
+    """
 
     def __init__(self, fork_server: ForkServer, answers: Path) -> None:
-        """answers: a folder for them, of this run of pytest."""
+        """answers: a folder of this run of pytest."""
         self._fork_server = fork_server
         self._answers = answers
         self._read: dict[str, tuple[Any, str]] = {}

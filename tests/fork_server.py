@@ -1,6 +1,6 @@
-"""What runs in a fork of the process that has imported vLLM (forked.py): a program, or a server of further forks.
+"""The code of a fork of the process that has imported vLLM (forked.py): run a program, or serve further forks.
 
-It imports nothing of LMCache or kvfix.
+It does not import LMCache or kvfix.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A process that has imported vLLM, and its forks: 12 s of a core less for each process of a test.
+"""A process that has imported vLLM, and its forks. This saves 12 s of a core for each process of a test.
 
-It is the fork server of `multiprocessing`, one for each process of pytest, and has nothing of LMCache or kvfix.
-EngineCore and worker of an engine are forks too, as on a GPU; vLLM for the CPU would start each anew (cpu.py
-0.32.0:409); that takes a stand-in where LMCache is imported already (tests/engine/plugin/kvfix_engine_test.py). A
-program that is to start and end as a user's does is none of them.
+Each process of pytest has one, a fork server of `multiprocessing` without LMCache and kvfix. EngineCore and worker of
+an engine are forks too, as on a GPU. vLLM for the CPU starts new processes (cpu.py 0.32.0:409), so this needs a
+stand-in if LMCache is already imported (tests/engine/plugin/kvfix_engine_test.py). Programs that must start and end
+like a user's program are not forked.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def start(target: Callable[..., None], *arguments: Any) -> Any:
 
 
 class Forked:
-    """Like subprocess.Popen, as far as it is needed here."""
+    """The parts of subprocess.Popen that the tests need."""
 
     def __init__(
         self, command: list[str], *, env: dict[str, str], stdout: IO[str], stderr: IO[str], cwd: Path, **_: Any

@@ -1,4 +1,4 @@
-"""When a schedule is healthy, and what of it a fix or a patch must leave as it is. For tests that play them twice."""
+"""Healthy schedules, and the events that a fix or a patch must not change. For tests that play a schedule twice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def changing(connector: str) -> list[str]:
 
 
 def violated(done: Any) -> list[str]:
-    """What was violated. Not a leak that is in every release and no schedule can do without (KVR009)."""
+    """Return the violations, without the leak (KVR009) that every release has in every schedule."""
     return [str(found) for found in done.findings if found.verdict == "violated" and found.code != "KVR009"]
 
 

@@ -1,6 +1,7 @@
-"""What the process imports that tests are forked from: all that an engine and the lab need of vLLM, and of no LMCache.
+"""The imports of the process that tests are forked from: all modules of vLLM for an engine and the lab, without
+LMCache.
 
-Without the garbage collector: it takes a third of the time here, and in a fork it would walk, and so copy, all of this.
+The garbage collector is off: it takes a third of the time, and in a fork it would copy all of this memory.
 """
 
 import gc

@@ -22,7 +22,10 @@ _ID = 80
 
 
 class Tally:
-    """key: the code of the fix, or the key of wrappers that are no fix. acted, faults: how often since the start."""
+    """The counters of one fix, or of other wrappers with one key.
+
+    acted, faults: how often the wrappers acted, and how often their own code raised, since the start.
+    """
 
     __slots__ = ("acted", "faults", "first", "key")
 
@@ -34,7 +37,7 @@ class Tally:
         self.first = ""
 
 
-#: The tally of the wrappers that are composed now. `session.lock` is held meanwhile.
+#: The tally of the wrappers that `composed_for` makes now, under `session.lock`.
 composing = Tally("")
 
 
@@ -44,14 +47,14 @@ def of(key: str) -> Tally:
 
 
 def counts(key: str) -> dict[str, Any]:
-    """What has come of this fix in this process, for `kvfix status PID` and dumps."""
+    """Return the counters of this fix in this process, for `kvfix status PID` and dumps."""
     tally = session.tallies.get(key) or Tally(key)
     return {"acted": tally.acted, "faults": tally.faults, "first": tally.first}
 
 
 @contextmanager
 def composed_for(key: str) -> Iterator[None]:
-    """Wrappers that are made inside count for this key."""
+    """Count for this key what the wrappers do that are made in this context."""
     global composing
     earlier, composing = composing, of(key)
     try:
@@ -61,12 +64,11 @@ def composed_for(key: str) -> Iterator[None]:
 
 
 def note(module_name: str, what: str = "") -> None:
-    """For a fix that changes an object in place: `note(__name__, "request r7: 16 tokens are not stored")`."""
+    """Count that a fix has changed an object in place: `note(__name__, "request r7: 16 tokens are not stored")`."""
     acted(of(module_name.rpartition(".")[2].partition("_")[0].upper()), what=what)
 
 
 def acted(tally: Tally, function: Callable[..., Any] | None = None, args: tuple[Any, ...] = (), what: str = "") -> None:
-    """Count that the fix has acted in this call."""
     try:
         tally.acted += 1
         if tally.acted == 1 and tally.key.startswith("KVF"):
@@ -85,7 +87,6 @@ def changed(tally: Tally, function: Callable[..., Any], args: tuple[Any, ...], a
 
 
 def count_fault(tally: Tally) -> None:
-    """Count that the code of the fix has raised."""
     tally.faults += 1
     engine_log.guarded("kvfix.acting", _export, "faults", tally.key)
 
@@ -113,7 +114,7 @@ def _request_id(argument: Any) -> str:
 
 
 def _short(value: Any) -> str:
-    """Numbers as they are; of everything else the type only: it may hold what a user sent."""
+    """Return a number as text, and only the type of any other value: the value may hold text of a user."""
     if isinstance(value, tuple) and len(value) < 4:
         return f"({', '.join(map(_short, value))})"
     return repr(value) if type(value) in (int, bool, float, type(None)) else f"a {type(value).__name__}"

@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
     from kvfix.fixes.api import Target
 
-#: The worst first. Of a function: refused: its code is unknown, and no behaviour probe fits it. unknown: the probe
-#: decides in the process that imports it. Of a fix, a group has the worst state of its functions, and there are also:
-#: unfixable: nothing outside of the release can fix the bug. opt-in: only `plus=` applies it.
+#: The states of a function or a fix, the worst first. A fix has the worst state of its functions.
+#: refused: the code is unknown, and no behaviour probe fits it. unknown: the behaviour probe decides in the process
+#: that imports the function. Only a fix is "unfixable" (only a new release can fix the bug) or "opt-in" (only `plus=`
+#: applies it).
 STATES = (
     "refused", "unknown", "unfixable", "applicable", "opt-in", "applied", "fixed-upstream", "not-affected",
     "not-installed",
@@ -32,7 +33,7 @@ STATES = (
 
 
 class Applicability(NamedTuple):
-    """state: one of STATES. releases: those that have the same code of the function; None if that is not known."""
+    """state: one of STATES. releases: the releases with the same code of the function; None if they are not known."""
 
     state: str
     reason: str
@@ -70,7 +71,7 @@ def judge(target: Target) -> Applicability:
     if found is None:
         return _judge_absent(target, path, same_file)
     if found not in prints:
-        where = f"the code of {target.function} in {path} is of no known release"
+        where = f"the code of {target.function} in {path} matches no known release"
         if not target.can_be_probed:
             return Applicability("refused", f"{where}, and no behaviour probe can judge it")
         return Applicability(
@@ -84,7 +85,7 @@ def judge_releases(target: Target, same_code: list[str]) -> Applicability:
     releases = frozenset(same_code)
     broken = _broken(target.dist, target.broken)
     if not broken.isdisjoint(same_code):
-        return Applicability("applicable", f"{code_of}, which is wrong", releases)
+        return Applicability("applicable", f"{code_of}, which has the bug", releases)
     known: list[str] = fingerprints()[target.dist]["releases"]
     last_wrong = max((known.index(release) for release in broken), default=None)
     if last_wrong is not None and known.index(same_code[-1]) > last_wrong:
@@ -94,7 +95,7 @@ def judge_releases(target: Target, same_code: list[str]) -> Applicability:
 
 @lru_cache(maxsize=256)
 def _broken(dist: str, specifiers: str) -> frozenset[str]:
-    """The known releases that these specifiers admit."""
+    """Return the known releases that match these specifiers."""
     from packaging.specifiers import SpecifierSet
 
     admits = SpecifierSet(specifiers, prereleases=True)
@@ -102,14 +103,17 @@ def _broken(dist: str, specifiers: str) -> frozenset[str]:
 
 
 def _judge_absent(target: Target, path: Path | None, same_file: str | None = None) -> Applicability:
-    """same_file: a release that has the installed file. Nothing is wrong if the function is absent there too."""
+    """Judge a function that the installed file does not have. same_file: a release that has the installed file.
+
+    The bug cannot be there if the function is absent from the release too.
+    """
     what = f"{target.function} in {path}" if path is not None else f"the module {target.module}"
     known = fingerprints().get(target.dist, {})
     releases: list[str] = known.get("releases", [])
     having = set[str]().union(*known.get("functions", {}).get(target.name, {}).values())
     absent = frozenset(releases).difference(having)
     version = same_file or installed_source.version(target.dist)
-    # A release that is newer than kvfix: the function may have been moved away long ago.
+    # A release that is newer than kvfix is compared with the newest known one: it may not have the function either.
     compared = version if version in releases else next(reversed(releases), "")
     if compared in absent:
         return Applicability("not-affected", f"{target.dist} {version or '(version unknown)'} has no {what}", absent)
@@ -132,7 +136,7 @@ def judge_live(target: Target, module: ModuleType, function: Any = None) -> Appl
     owner, name, live = found
     is_elsewhere = name not in vars(owner) or getattr(owner, "__module__", module.__name__) != module.__name__
     if by_file.state == "not-affected" and is_elsewhere:
-        return by_file  # inherited from another file, or an older name of a class that is in another file
+        return by_file  # the function is inherited from another file, or its class is only an alias here
     function = function if function is not None else live
     if path is not None and not installed_source.is_from_file(function, path):
         other = getattr(function, "__module__", None) or "another tool"
@@ -151,7 +155,7 @@ def judge_live(target: Target, module: ModuleType, function: Any = None) -> Appl
         )
     if wrong:
         return Applicability("applicable", f"{what}; the behaviour probe shows the bug")
-    return Applicability("fixed-upstream", f"{what}; the behaviour probe finds it right")
+    return Applicability("fixed-upstream", f"{what}; the behaviour probe does not find the bug")
 
 
 @contextmanager

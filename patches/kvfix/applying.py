@@ -85,7 +85,10 @@ def _is_wanted(fix: Fix) -> bool:
 
 
 def _settle(fix: Fix, imported: str) -> None:
-    """Bring the functions of this fix to what holds now. imported: the module that has just been imported."""
+    """Wrap the functions of this fix, or unwrap them if the fix is not wanted or is refused.
+
+    imported: the module that has just been imported.
+    """
     if not _is_wanted(fix):
         for target in fix.targets:
             session.outcomes.pop(target, None)
@@ -106,7 +109,7 @@ def _settle(fix: Fix, imported: str) -> None:
 
 
 def _judged(target: Target) -> Applicability:
-    """What is known of this function without the fix."""
+    """Judge this function without the wrappers of kvfix."""
     module = sys.modules.get(target.module)
     if module is None or target.module in session.executing:
         return applicability.judge(target)
@@ -174,7 +177,7 @@ def _wrapped(target: Target, module: ModuleType) -> WrappedFunction:
 
 
 def _note_outcomes(fix: Fix, decisions: list[Decision]) -> None:
-    """Keep what has come of each imported function, and log what is new."""
+    """Keep the outcome of each function whose module is imported, and log a refused fix."""
     wrapped = {target for decision in decisions for target in decision.targets}
     for decision in decisions:
         for target in dict(fix.groups)[decision.copy]:
@@ -192,13 +195,13 @@ def _note_outcomes(fix: Fix, decisions: list[Decision]) -> None:
                 session.newly_applied.setdefault(target.module, {})[fix.code] = None
         if decision.outcome.state == "refused":
             engine_log.warning(
-                f"{fix.code} {fix.slug} refused, nothing of it is applied: {decision.outcome.reason}. "
-                f"What the bug does: kvfix explain {fix.code}"
+                f"{fix.code} {fix.slug} is refused and not applied: {decision.outcome.reason}. "
+                f"`kvfix explain {fix.code}` describes the bug"
             )
 
 
 def log_applied() -> None:
-    """Log, in one line for each module, which fixes have come into it since the last call."""
+    """Log, in one line for each module, the fixes that were applied to it since the last call."""
     while session.newly_applied:
         module, codes = session.newly_applied.popitem()
         dist = module.partition(".")[0]
@@ -207,7 +210,7 @@ def log_applied() -> None:
 
 
 def _forget_reloaded(module: ModuleType) -> None:
-    """Drop the functions of a reloaded module (importlib.reload), and what is known of them."""
+    """Drop the functions of a reloaded module (importlib.reload), and their outcomes."""
     for (name, function), wrapped in list(session.wrapped.items()):
         if name == module.__name__ and _is_gone(wrapped, module, function):
             del session.wrapped[name, function]
@@ -218,7 +221,7 @@ def _forget_reloaded(module: ModuleType) -> None:
 
 
 def _is_gone(wrapped: WrappedFunction, module: ModuleType, function: str) -> bool:
-    """Whether the module has another function of this name now.
+    """Return True if the module has another function of this name now.
 
     A wrapper of another tool around ours unwraps to the same function. A wrapper without `__wrapped__` is kept.
     """

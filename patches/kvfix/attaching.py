@@ -1,7 +1,7 @@
-"""`kvfix attach` and `detach`, inside the engine: the fixes come and go while it runs, between two of its steps.
+"""`kvfix attach` and `detach`, inside a running engine: apply or remove the fixes between two of its steps.
 
-What is called here runs in the main thread, between two bytecodes (kvfix_tools/look/inject.py). `prepare` runs in a
-thread of its own before: it imports kvfix and reads the installed source, which would hold the engine up.
+The functions run in the main thread, between two bytecodes (kvfix_tools/look/inject.py). Only `prepare` runs before, in
+a separate thread: it imports kvfix and reads the installed source, which would delay the engine.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 
     from kvfix.fixes.api import Fix, Target
 
-#: A function of one of these on any stack: not now.
+#: While a function of one of these files is on any stack, attach and detach change nothing.
 _PLACES = ("/vllm/", "/lmcache/", "/kvfix/wrapping.py", "/kvfix/connector_events/hooks.py")
 _BUSY = ("schedule", "update_from_output", "add_request", "finish_requests", "execute_model", "sample_tokens")
 _SHOWN = ("refused", "unknown", "applicable", "applied")
-#: Where an engine's scheduler is, from a local variable of a frame: EngineCore's loop, a user's LLM, a scheduler's own.
+#: Attribute paths from a local variable of a frame to the engine's scheduler. The frame is a method of the scheduler,
+#: EngineCore's loop, or a user's program with an LLM.
 _PATHS = ("", "scheduler", "engine.scheduler", "llm_engine.engine_core.engine_core.scheduler")
 
 
@@ -36,7 +37,7 @@ class _Everything:
 
 
 def prepare() -> None:
-    """Import and read all that `attach` needs. Runs in a thread of its own."""
+    """Import and read all that `attach` needs."""
     from kvfix import applying, connector_events  # noqa: F401
 
     for fix in catalogue.fixes():
@@ -65,14 +66,14 @@ def attach(text: str, idle: bool = False) -> dict[str, Any]:
         if "requests" in vars(scheduler):
             requests = list(scheduler.requests)
         else:
-            where = where or "in the making of the scheduler"
+            where = where or "while the scheduler is created"
     if where or (idle and requests):
         return {"state": "unsafe" if where else "busy", "where": where, "requests": len(requests)}
     session.held_back = _held_back(config)
     watched, applied = session.config is not None and session.config.watches, _for_new_requests()
     import_hooks.activate(config)
     if _for_new_requests() - applied or (config.watches and not watched):
-        # A worker does not know which requests there are until the scheduler's process has been asked.
+        # A worker does not know the requests. `attached` brings it the list of the scheduler's process.
         session.before = frozenset(requests) if scheduler is not None else _Everything()
     if config.watches:
         _watch_connectors()
@@ -80,7 +81,7 @@ def attach(text: str, idle: bool = False) -> dict[str, Any]:
 
 
 def attached(before: list[str]) -> dict[str, Any]:
-    """In a worker: the scheduler's process is attached too, and had these requests then."""
+    """Tell a worker that the scheduler's process is attached too. before: the requests that it had then."""
     if isinstance(session.before, _Everything):
         session.before = frozenset(before)
     return {"state": "attached"}
@@ -97,7 +98,7 @@ def detach() -> dict[str, Any]:
 
 
 def state() -> dict[str, Any]:
-    """For `kvfix status PID`: the mode, and one row for each fix. Anything may be on the stacks."""
+    """Return the mode and one row for each fix, for `kvfix status PID`. Any function may be on the stacks."""
     rows, scheduler = [], _scheduler()
     left = (
         [name for name in vars(scheduler).get("requests", ()) if name in session.before]
@@ -112,7 +113,7 @@ def state() -> dict[str, Any]:
             if why and row.verdict == "applicable":
                 reason = why
             elif fix.attaches == NEW_REQUESTS and row.verdict == "applied" and left:
-                reason += f"; leaves {len(left)} requests of before as they are"
+                reason += f"; does not change {len(left)} requests that began before"
             rows.append(row._replace(reason=reason))
     return {
         "state": "there",
@@ -122,18 +123,18 @@ def state() -> dict[str, Any]:
 
 
 def _not_here(target: Target) -> Applicability:
-    return Applicability("not-affected", "this process has not imported it, or does not want it fixed")
+    return Applicability("not-affected", "this process has not imported the function, or the fix is switched off")
 
 
 def _held_back(config: Config) -> dict[str, str]:
-    """{code: why the fix is not applied}, of those that are not applied already."""
-    why = "cannot be attached to an engine that runs: start it with kvfix"
+    """Return {code: reason} of the fixes that cannot be applied to a running engine and are not applied already."""
+    why = "cannot be attached to a running engine: start the engine with kvfix"
     wanted = (fix for fix in catalogue.fixes() if fix.attaches == AT_START and config.takes(fix.code, fix.opt_in))
     return {fix.code: why for fix in wanted if not _is_applied(fix)}
 
 
 def _for_new_requests() -> set[str]:
-    """Codes of the applied fixes that leave the requests of before as they are."""
+    """Return the codes of the applied fixes that do not change requests that began before."""
     return {fix.code for fix in catalogue.fixes() if fix.attaches == NEW_REQUESTS and _is_applied(fix)}
 
 
@@ -143,7 +144,7 @@ def _is_applied(fix: Fix) -> bool:
 
 
 def _unsafe() -> str:
-    """Where it is not between two steps; "" if it is."""
+    """Return the place in a step where the process is now; "" if it is between two steps."""
     names = _names()
     for frame in sys._current_frames().values():
         for each in places.outwards(frame):
@@ -163,7 +164,7 @@ def _names() -> Container[str]:
 
 
 def _scheduler() -> Any:
-    """The scheduler of this process; None if it has none. The collector does not find it: vLLM freezes the heap."""
+    """Return the scheduler of this process, or None. `gc` cannot find it: vLLM freezes the heap."""
     scheduler_class = getattr(sys.modules.get("vllm.v1.core.sched.scheduler"), "Scheduler", None)
     if scheduler_class is None:
         return None
@@ -180,7 +181,7 @@ def _scheduler() -> Any:
 
 
 def _watch_connectors() -> None:
-    """Watch the classes of the connectors that exist already: the factory is not asked for them again."""
+    """Watch the classes of the connectors that exist already: vLLM does not call the factory for them again."""
     from kvfix.connector_events import hooks
 
     base = getattr(sys.modules.get("vllm.distributed.kv_transfer.kv_connector.v1.base"), "KVConnectorBase_V1", None)

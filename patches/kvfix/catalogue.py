@@ -80,7 +80,7 @@ def _load(module: str) -> Fix | None:
 
 
 def find(name: str) -> Fix | None:
-    """The fix of this code or slug; None if there is none."""
+    """Return the fix with this code or slug, or None."""
     return next((fix for fix in fixes() if name.upper() == fix.code or name.lower() == fix.slug), None)
 
 

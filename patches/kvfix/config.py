@@ -1,13 +1,15 @@
 """The configuration: a mode and the fixes. The environment variable KVFIX has it as text.
 
-KVFIX=fix                      all fixes that are not opt-in
-KVFIX="fix only=KVF001"        these and no others
-KVFIX="fix skip=KVF001,KVF002" all but these
-KVFIX="fix plus=KVF017"        these opt-in fixes too
-KVFIX="check skip=KVF001"      the same in another mode
-KVFIX="observe layers=yes"     also count the hooks that run once per layer
-KVFIX="check audit=0.001"      also compute one hit in a thousand, and compare it with the cache
-KVFIX=off                      nothing, even if a program calls kvfix.apply()
+`activation.apply` describes the modes.
+
+    KVFIX=fix                      all fixes that are not opt-in
+    KVFIX="fix only=KVF001"        only these fixes
+    KVFIX="fix skip=KVF001,KVF002" all but these
+    KVFIX="fix plus=KVF017"        these opt-in fixes too
+    KVFIX="check skip=KVF001"      another mode
+    KVFIX="observe layers=yes"     also count the hooks that run once per layer
+    KVFIX="check audit=0.001"      also compute one hit in a thousand, and compare it with the cache
+    KVFIX=off                      nothing, even if a program calls kvfix.apply()
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ MODES = ("fix", "observe", "check", "strict")
 
 
 class Config:
-    """only: None: all that are not opt-in. `only`, `skip` and `plus` have codes, never slugs. audit: 0: no audit."""
+    """`only`, `skip` and `plus` have codes, never slugs. `only` is None for all fixes that are not opt-in.
+
+    audit: 0 if there is no audit.
+    """
 
     def __init__(
         self,
@@ -50,7 +55,7 @@ class Config:
         plus: Iterable[str] | None = None,
         audit: float | str = 0,
     ) -> Config:
-        """Raises ValueError, for an unknown name with the names that are like it."""
+        """Raises ValueError. For an unknown fix its text names a similar slug."""
         if mode not in MODES:
             raise ValueError(f"unknown mode {mode!r}; known: {', '.join(MODES)}")
         if layers and mode == "fix":
@@ -89,11 +94,11 @@ class Config:
 
     @property
     def watches(self) -> bool:
-        """Whether connector hooks are watched. If not, kvfix imports nothing of `kvfix.connector_events`."""
+        """True if kvfix watches connector hooks. Otherwise it does not import `kvfix.connector_events`."""
         return self.mode != "fix"
 
     def takes(self, code: str, opt_in: bool = False) -> bool:
-        """Whether the fix of this code is wanted. An opt-in fix must be named."""
+        """Return True if this fix is wanted. An opt-in fix must be named."""
         if code in self.skip:
             return False
         return code in self.plus or (not opt_in if self.only is None else code in self.only)
@@ -114,7 +119,7 @@ def _codes(names: Iterable[str]) -> frozenset[str]:
     names = names.split(",") if isinstance(names, str) else list(names)
     if not names:
         return frozenset()
-    from kvfix import engine_log, fixes  # only here: they import for 20 ms, which the start of a process does not need
+    from kvfix import engine_log, fixes  # only here: these imports take 20 ms, and a process often does not need them
     from kvfix.retired import RETIRED
 
     known = {code: slug for code, (slug, _) in fixes.modules().items()}
@@ -134,7 +139,7 @@ def _codes(names: Iterable[str]) -> frozenset[str]:
 
 
 def _like(name: str, known: dict[str, str]) -> str:
-    """What to write in place of an unknown name. known: {code: slug}."""
+    """Return what to write in place of an unknown name. known: {code: slug}."""
     from difflib import get_close_matches
 
     if not known:

@@ -1,7 +1,7 @@
 """Writes kvfix's lines to the engine's log: few lines, each once in a process, and never an exception.
 
-A line may have the text of an exception, and that may have what a client sends. So the length of a line is bounded, and
-so are the texts that are remembered and the lines of a kind.
+A line may quote an exception, and the exception may quote a client. So the length of a line is bounded, and so are the
+number of remembered texts and of lines of one kind.
 
 The lines go to the logger `kvfix`, or to stderr if logging is not configured. The first line imports `logging`:
 `kvfix.apply()` is on the start-up path of every process.
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-#: Characters of a line; texts and kinds of lines that are remembered.
+#: Maximum characters of a line, remembered texts, and remembered kinds of lines.
 LONGEST, TEXTS, KINDS = 2000, 1000, 200
-#: Lines of a kind before the limit: from then on one line in PAUSE seconds.
+#: After LINES lines of a kind, one line is logged in PAUSE seconds.
 LINES, PAUSE = 8, 60.0
 
 
@@ -77,15 +77,15 @@ def _remember(kept: dict[str, Any], name: str, value: Any, most: int) -> None:
 
 
 def fault(where: str, error: BaseException) -> None:
-    """Log, once, that kvfix itself failed at `where`. The engine goes on as without kvfix."""
+    """Log, once, that kvfix itself failed at `where`. The engine continues as without kvfix."""
     kind = f"a fault of kvfix itself in {where}: {type(error).__name__}"
     session.faults[kind] = session.faults.get(kind, 0) + 1
     if session.faults[kind] == 1:  # the text of the error may differ each time
-        warning(f"{kind}: {error}; the engine goes on without it. Please report it; KVFIX=off switches kvfix off.")
+        warning(f"{kind}: {error}. The engine continues. Please report this error; KVFIX=off switches kvfix off.")
 
 
 def guarded(where: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Call the function; its answer, or None if it raises, which is logged. For code of kvfix in the engine."""
+    """Call code of kvfix. Return its answer, or log its exception and return None."""
     try:
         return function(*args)
     except Exception as error:  # noqa: BLE001

@@ -27,12 +27,12 @@ class FixRow(NamedTuple):
 
 
 def rows(judge: Callable[[Target], Applicability] = applicability.judge) -> list[FixRow]:
-    """One row for each fix and distribution. What is known in this process takes precedence over `judge`."""
+    """Return one row for each fix and distribution. `session.judged` takes precedence over `judge`."""
     return [row for fix in catalogue.fixes() for row in rows_of(fix, judge)]
 
 
 def rows_of(fix: Fix, judge: Callable[[Target], Applicability] = applicability.judge) -> Iterator[FixRow]:
-    """One row for each distribution of this fix. If it has several copies of the code, the worst one counts."""
+    """Yield one row for each distribution of this fix. If the code has several copies, the worst one counts."""
     decisions = transaction.decide(fix, lambda target: session.judged.get(target) or judge(target))
     for dist in fix.dists:
         outcomes = [_outcome(fix, decision) for decision in decisions if dist in decision.dists]
@@ -43,7 +43,7 @@ def rows_of(fix: Fix, judge: Callable[[Target], Applicability] = applicability.j
 
 
 def _outcome(fix: Fix, decision: transaction.Decision) -> Applicability:
-    """What holds for these functions of the fix in this process."""
+    """Return the state of these functions of the fix in this process."""
     if decision.outcome.state != "applicable":
         return decision.outcome
     if not fix.fixable:
@@ -61,7 +61,7 @@ def _outcome(fix: Fix, decision: transaction.Decision) -> Applicability:
 
 
 def handling(finding: Finding) -> list[FixRow]:
-    """Rows of the fixes for this finding that are applied here, can be applied, or are refused."""
+    """Return the rows of the fixes for this finding, without those that this process does not need."""
     return [
         row
         for fix in catalogue.handling(finding.code, finding.message)
@@ -71,7 +71,7 @@ def handling(finding: Finding) -> list[FixRow]:
 
 
 def _unfixable(fix: Fix, reason: str) -> Applicability:
-    """The state of a bug that is there and that no wrapper can fix."""
+    """Return the state of a bug that the installed code has and that no wrapper can fix."""
     harmless = fix.harmless()
     if harmless:
         return Applicability("not-affected", f"{reason}; {harmless}")

@@ -53,7 +53,7 @@ _finder = Finder()
 
 
 def activate(config: Config) -> None:
-    """Activate this configuration in this process. Fixes of an earlier configuration that it lacks are removed."""
+    """Activate this configuration in this process. Remove fixes that only an earlier configuration has."""
     session.config = config
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
@@ -62,7 +62,6 @@ def activate(config: Config) -> None:
 
 
 def deactivate() -> None:
-    """Undo `activate`."""
     session.config = None
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
@@ -121,7 +120,7 @@ def _settle_when_executed(spec: ModuleSpec) -> None:
         return
 
     def exec_module(module: ModuleType) -> None:
-        vars(loader).pop("exec_module", None)  # once: a reload must not find two
+        vars(loader).pop("exec_module", None)  # a reload must not run this function a second time
         session.executing.add(module.__name__)
         try:
             execute(module)

@@ -4,8 +4,8 @@ It finds them by name (a password, a token, an API key), also in JSON at any dep
 name: a URL with a user, an Authorization header, a key in the format of a known service. It hides too much rather than
 too little.
 
-The text may be megabytes long, and chosen to make this slow. So no pattern can read a character again and again: what
-ends a value is looked for once, from where the value begins.
+The text may be megabytes long, and an attacker may have chosen it. So no pattern can read a character again and again:
+the end of a value is searched once, from the beginning of the value.
 """
 
 from __future__ import annotations
@@ -78,19 +78,19 @@ _PAIR = re.compile(
     r"[\"']?\bname[\"']?[=:] ?[\"']?(?P<name>[\w.-]{1,256})[\"']?,?\s{1,64}[\"']?value[\"']?[=:] ?", re.IGNORECASE
 )
 _QUOTE = re.compile(r"\\*[\"']")
-#: A value without quotes. A sign that ends a list or a call ends it only where another name, or nothing, follows.
+#: A value without quotes. A comma or a bracket ends the value only if another name, or nothing, follows.
 _PLAIN = re.compile(r"(?:[^\s\"',;&)\]}]|[,;&](?!\s|$|[\w.-]{1,64}=)|[)\]}](?![\s,;.)\]}\"']|$))+")
 _LINE, _HEADER, _CONTENT = re.compile(r"[^\n]+"), re.compile(r"[^\n\"']+"), re.compile(r"[^<]+")
-#: What stands before a name that begins its line.
+#: The text before a name that begins its line.
 _BEGINS = re.compile(r"(?:^|\n)[ \t]*(?:- |export )?$")
-#: A list or a dict: what is in it is not read.
+#: First characters of a list or a dict, which is hidden as a whole.
 _OPEN = {"[", "{", "("}
 #: Headers whose value has spaces.
 _HEADERS = {"authorization", "cookie"}
 
 
 def is_secret(name: str, keys: bool = True) -> bool:
-    """Whether the value of this name is a secret. keys: the word "key" is enough."""
+    """Return True if the value of this name is a secret. keys: the word "key" is enough."""
     if _HARMLESS.search(name):
         return False
     words = {word.lower() for word in _SPLIT.split(name)}
@@ -100,7 +100,7 @@ def is_secret(name: str, keys: bool = True) -> bool:
 
 
 def text(words: str) -> str:
-    """A text, a line of a log or a whole file, without its secrets."""
+    """Return a text, a line of a log or a whole file, without its secrets."""
     loaded = _json(words)
     if loaded is not None:
         return json.dumps(_walked(loaded), ensure_ascii=False)
@@ -114,12 +114,12 @@ def text(words: str) -> str:
 
 
 def setting(name: str, value: str) -> str:
-    """The value of an environment variable or an option, without its secrets."""
+    """Return the value of an environment variable or an option, without its secrets."""
     return HIDDEN if value and is_secret(name) else text(value)
 
 
 def command(words: Iterable[str]) -> list[str]:
-    """A command line without its secrets: an option with the name of a secret loses its whole value."""
+    """Return a command line without its secrets. An option with the name of a secret loses its whole value."""
     shown: list[str] = []
     hide = is_first = False
     for word in words:
@@ -138,9 +138,9 @@ def command(words: Iterable[str]) -> list[str]:
 
 
 def _without_users(found: re.Match[str]) -> str:
-    """A word without the user and the password of each URL in it.
+    """Return a word without the user and the password of each URL in it.
 
-    A password may have characters that a URL may not: then all up to the last @ is hidden.
+    A password may have characters that are not valid in a URL: then all up to the last @ is hidden.
     """
     first, *rest = found[0].split("://")
     return "://".join([first, *map(_without_user, rest)]) if rest else found[0]
@@ -159,7 +159,7 @@ def _without_user(url: str) -> str:
 
 
 def _without_values(words: str, pattern: re.Pattern[str]) -> str:
-    """The text with the value hidden behind each match whose name is one of a secret."""
+    """Hide the value after each match whose name is the name of a secret."""
     shown: list[str] = []
     done = 0
     found = pattern.search(words)
@@ -176,7 +176,7 @@ def _without_values(words: str, pattern: re.Pattern[str]) -> str:
 
 
 def _value(words: str, found: re.Match[str], name: str) -> tuple[int, int]:
-    """Where the value begins and ends, without its quotes."""
+    """Return where the value begins and ends, without its quotes."""
     begins = found.end()
     opening = _QUOTE.match(words, begins)
     if opening:
@@ -194,7 +194,10 @@ def _value(words: str, found: re.Match[str], name: str) -> tuple[int, int]:
 
 
 def _closing(words: str, opening: re.Match[str]) -> int:
-    """Where the value in these quotes ends: before the same quote with as few backslashes, or with the line."""
+    """Return where the value in these quotes ends: before the closing quote, or at the end of the line.
+
+    The closing quote has at most as many backslashes as the opening one.
+    """
     line = words.find("\n", opening.end())
     for found in _QUOTE.finditer(words, opening.end(), len(words) if line < 0 else line):
         if found[0][-1] == opening[0][-1] and len(found[0]) <= len(opening[0]):

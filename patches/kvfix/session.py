@@ -56,7 +56,7 @@ class Session:
         self.wrapped: dict[tuple[str, str], WrappedFunction] = {}
         #: The outcome of each target with a wanted fix whose module is imported.
         self.outcomes: dict[Target, Applicability] = {}
-        #: What is known of the functions of wanted fixes, from before they were wrapped (applying).
+        #: The verdict on each function of a wanted fix, without the wrappers of kvfix (applying).
         self.judged: dict[Target, Applicability] = {}
         #: Modules whose import has ended, as kvfix has seen it.
         self.complete: dict[str, Any] = {}
@@ -64,9 +64,9 @@ class Session:
         self.newly_applied: dict[str, dict[str, None]] = {}
         #: {key of wrappers: how often they acted and failed} (acting).
         self.tallies: dict[str, Tally] = {}
-        #: {code of a fix that may not come into the running engine: why} (attaching).
+        #: {code of a fix that cannot be applied to a running engine: reason} (attaching).
         self.held_back: dict[str, str] = {}
-        #: Requests that began before kvfix was attached: no rule is checked for them; fixes with notes leave them out.
+        #: Requests that began before kvfix was attached: no rule checks them, and fixes with NEW_REQUESTS skip them.
         self.before: Container[str] = ()
 
         # Connector events, in modes that have them.
@@ -116,8 +116,10 @@ class Session:
         self.reports, self.suppressed = 0, None
 
     def _in_child(self) -> None:
-        """After a fork: records, files and announcements belong to the parent. Its other threads, of which one may have
-        held the lock, are not in the child."""
+        """Reset the child after a fork: records, files and announcements belong to the parent.
+
+        The child does not have the parent's other threads. One of them may have held the lock.
+        """
         self.lock = RLock()
         self.restart_recording()
         for tally in self.tallies.values():

@@ -1,8 +1,8 @@
-"""Decides whether a fix is applied: all of its functions or none. Pure: it gets what is known of each function.
+"""Decides whether a fix is applied: all of its functions or none. Pure: the caller passes the verdict on each function.
 
 A fix may have several groups of functions, one for each copy of the same code (`Owner.copy`): LMCache's multi-process
 connector and vLLM's copy of it, for instance. Each group is decided by itself. A group is refused if one of its
-functions is unknown, gone or cannot be wrapped, and if its functions together are those of no release.
+functions is unknown, missing or cannot be wrapped, or if no release has all of its functions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Decision(NamedTuple):
-    """What holds for a group of a fix. outcome: for all of its functions. targets: the functions to wrap."""
+    """The decision for one group of a fix. outcome: the state of all its functions. targets: the functions to wrap."""
 
     copy: str
     outcome: Applicability
@@ -29,7 +29,6 @@ class Decision(NamedTuple):
 
 
 def decide(fix: Fix, judge: Judge) -> list[Decision]:
-    """A decision for each group of the fix."""
     return [_decide(copy, targets, {target: judge(target) for target in targets}) for copy, targets in fix.groups]
 
 
@@ -49,13 +48,13 @@ def _worst(targets: Iterable[Target], judged: dict[Target, Applicability]) -> Ap
 
 
 def _obstacle(targets: tuple[Target, ...], judged: dict[Target, Applicability]) -> Applicability | None:
-    """Why a group with a wrong function is refused; None if it can be applied."""
+    """Return why a group with a wrong function is refused; None if the fix can be applied."""
     worst = _worst(targets, judged)
     if worst.state in ("refused", "unknown"):
         return worst
     for target in targets:
         if judged[target].state == "fixed-upstream" and judged[target].releases is None:
-            return Applicability("refused", f"{target.function} is right, other functions of the bug are still wrong")
+            return Applicability("refused", f"{target.function} is right, but other functions of the fix have the bug")
     for dist in {target.dist for target in targets}:
         known = [(target, judged[target].releases) for target in targets if target.dist == dist]
         common: frozenset[str] | None = None
@@ -65,6 +64,6 @@ def _obstacle(targets: tuple[Target, ...], judged: dict[Target, Applicability]) 
             common = releases if common is None else common & releases
             if not common:
                 return Applicability(
-                    "refused", f"{target.function} and the other functions are of no one release of {dist}"
+                    "refused", f"no release of {dist} has both {target.function} and the other functions of the fix"
                 )
     return None

@@ -1,12 +1,12 @@
-"""Wrappers of functions of vLLM or LMCache: before, after, or around them. Plain closures.
+"""Wrappers around functions of vLLM or LMCache: `before`, `after` and `around`. They are plain closures.
 
 The function gets its arguments as the caller passed them. A wrapper gets them by position, with the defaults filled in:
 releases and callers differ in what they pass by name.
 
-If the code of a wrapper raises, the error is counted and logged once, and the engine goes on. `on_fault` decides the
+If the code of a wrapper raises, the error is counted and logged once, and the engine continues. `on_fault` decides the
 answer. ORIGINAL, the default, gives the function's own answer: right for crashes, leaks and hangs. A fix of wrong KV
 fails closed instead: its `on_fault` gives the answer of a load that failed, a store that is skipped, or no promise. If
-it has made the call safe, it returns GO_ON (`kvfix.fixes._closed` has those that several fixes share).
+`on_fault` has made the call safe, it returns GO_ON. `kvfix.fixes._closed` has the answers that several fixes share.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Code:
         return self.on_fault is not None
 
     def closed(self, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """The answer of a wrapper that fails closed. If that raises too, all is as released."""
+        """Return the answer of a wrapper that fails closed. If `on_fault` raises too, return GO_ON."""
         try:
             assert self.on_fault is not None
             return self.on_fault(*given, **named)
@@ -220,8 +220,8 @@ def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
 class WrappedFunction:
     """A function of vLLM or LMCache with wrappers around it.
 
-    The class gets one stable function that calls the current wrappers: a tool that wraps it later and keeps a reference
-    to it still works. (wrapt.FunctionWrapper works too, but its import takes three times what `apply()` may take.)
+    The class gets one stable function that calls the current wrappers. A tool that wraps this function later, and keeps
+    a reference to it, still works. (wrapt.FunctionWrapper works too, but takes too long to import: `import_hooks`.)
     """
 
     def __init__(self, owner: Any, name: str, original: Any) -> None:
@@ -232,7 +232,7 @@ class WrappedFunction:
         self.owner = owner
         self.name = name
         self.original = original
-        #: A class that inherits the function gets a wrapper of its own: its base, and others that inherit, do not.
+        #: A class that inherits the function gets its own wrapper. Its base class does not get one.
         self._is_inherited = name not in vars(owner)
         #: {key: (place, wrapper)}; the lowest place is nearest to the original.
         self._wrappers: dict[str, tuple[int, Wrapper]] = {}
@@ -292,7 +292,7 @@ def _where(function: Function) -> str:
 
 
 def positional(function: Function) -> Callable[[tuple[Any, ...], dict[str, Any]], Arguments]:
-    """The arguments of a call, by position if the function has one for them, with the defaults filled in.
+    """Return a function that sorts the arguments of a call by position and fills in the defaults.
 
     Like `inspect.Signature.bind`, without its 5 microseconds for every call of every wrapper.
     """

@@ -1,9 +1,9 @@
-"""`make bench`: every speed that kvfix promises, compared with its peer or the unpatched code, measured in one run.
+"""`make bench`: measure every speed that kvfix promises, relative to another tool or the unpatched code, in one run.
 
     python -m tests.bench [NAME ...]
 
-A bench is a module of this folder with `measure()`, which yields rows. They have no time limit: a busy machine takes
-longer. What one has measured is shown also where another fails. Exit 1 if one failed, or a promise was not kept.
+A bench is a module of this folder with `measure()`, which yields rows. It has no time limit. Results are shown even if
+another bench fails. Exit 1 if a bench failed, or a promise was not kept.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def show(rows: list[Row]) -> None:
     table = Table("what", "measured", "compared with", "promise", "kept", box=None, pad_edge=False, header_style="bold")
     for row in rows:
         kept = "[green]yes[/]" if row.kept else "[bold red]NO[/]"
-        table.add_row(row.what, f"{row.measured:.3g} {row.unit}", row.beside, row.promise, kept)
+        table.add_row(row.what, f"{row.measured:.3g} {row.unit}", row.context, row.promise, kept)
     Console().print(table)
 
 

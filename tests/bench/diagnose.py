@@ -1,9 +1,10 @@
-"""kvfix-diagnose: megabytes a second on one core, beside `grep -c` with the same needles, and its memory, in one run.
+"""Measure kvfix-diagnose: MB/s on one core, relative to `grep -c` with the same needles, and its memory.
 
-Real logs: whole lives of engines, one after the other, as they are and with requests and times of their own. A dense
-log: 60% of its lines are LMCache's own and count, each of a new request; a sparse one: 1%. A stream through standard
-input: a fifth of a gigabyte. Seconds are of processor time, so that other work on the machine does not count;
-starting Python is left out. grep only searches for the needles; kvfix reads the lines, and keeps the ledger.
+- real logs: whole lives of engines, repeated with and without new request ids and times
+- a dense log: 60% of its lines are relevant lines of LMCache, each of a new request; a sparse log: 1%
+- a stream of 200 MB through standard input
+
+Seconds are processor time without the start of Python. grep only searches for the needles, kvfix also keeps the ledger.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ TIME = re.compile(r"\d\d:\d\d:\d\d,\d{3}")
 CRASH = Path(releases.__file__).parent / "logs/crash-0.3.10.log.gz"
 #: {log: (share of lines that count, MB/s at least)}
 LOGS = {"dense": (60, 8), "sparse": (1, 30)}
-#: MB/s of real logs, at least: lives that are the same, and lives with requests and times of their own.
+#: Minimum MB/s of real logs: repeated lives, and lives with new request ids and times.
 REAL = {False: 40, True: 20}
 GIGABYTES = 0.2
 #: What stands between: vLLM's access log and its requests.

@@ -16,7 +16,7 @@ _LASTS = timedelta(minutes=2)
 
 
 def lives(name: str, size: int, fresh: bool, first: int = 0) -> Iterator[bytes]:
-    """About so many bytes. fresh: each life has requests and times of its own, by its number. first: the number."""
+    """Yield about `size` bytes. fresh: each life has new request ids and times. first: number of the first life."""
     life = gzip.decompress((LOGS / f"{name}.log.gz").read_bytes())
     parts = _OWN.split(life)
     for number in range(first, first + max(1, size // len(life))):

@@ -1,7 +1,7 @@
-"""The lab with all oracles on, one core, after imports: its speed, its memory, and how long a shrink takes.
+"""Measure the lab with all checks on one core, after imports: its speed, its memory, and the time of a shrink.
 
-Its speed is in steps a second of a core, and in the time that vLLM's scheduler itself takes for the same steps, with
-LMCache's connector in it: what is more is LMCache's worker, what makes engines and requests, and the lab.
+The speed is given in steps per second, and relative to the time of vLLM's scheduler with LMCache's connector for the
+same steps. The difference is the time of LMCache's worker, of making engines and requests, and of the lab.
 """
 
 from __future__ import annotations
@@ -106,10 +106,10 @@ def measure() -> Iterator[Row]:
             yield Row(f"{name}, its time", times, "x the scheduler's", f"{rate:.0f} steps/s a core", at_most=most)
     for connector in ("v1", "mp"):
         (before, _), (after, rate) = fresh(MEMORY.format(path=path, connector=connector, few=FEW, many=MANY))
-        beside = f"{before:.0f} MiB after {FEW}; {rate:.0f} steps/s in check"
-        yield Row(f"lab fuzz, {connector}, memory after {MANY} steps", after - before, "MiB more", beside, at_most=10)
+        context = f"{before:.0f} MiB after {FEW}; {rate:.0f} steps/s in check"
+        yield Row(f"lab fuzz, {connector}, memory after {MANY} steps", after - before, "MiB more", context, at_most=10)
     for connector in ("v1", "mp"):
         took = fresh(SHRINK.format(path=path, connector=connector))
         longest, steps, short = max(took)
-        beside = f"{len(took)} violations; from {steps} steps to {short}"
-        yield Row(f"lab shrink, the longest, {connector}", longest, "s", beside, at_most=60)
+        context = f"{len(took)} violations; from {steps} steps to {short}"
+        yield Row(f"lab shrink, the longest, {connector}", longest, "s", context, at_most=60)

@@ -122,16 +122,18 @@ def measure() -> Iterator[Row]:
         assert not wrong, wrong[:3]
     took = [sum(each.get("milliseconds", 0.0) for each in look.processes) for look in looks]
     yield Row("a look, reads of all threads", mean(took), "ms", f"{quantiles(took, n=100)[98]:.1f} ms in one of 100", 5)
-    beside = f"{len(stops)} of {1000 * median(stops):.2f} ms, {1000 * quantiles(stops, n=100)[98]:.1f} ms in one of 100"
-    yield Row("a stop of a thread", 1000 * mean(stops), "ms", beside, 2)
+    context = (
+        f"{len(stops)} of {1000 * median(stops):.2f} ms, {1000 * quantiles(stops, n=100)[98]:.1f} ms in one of 100"
+    )
+    yield Row("a stop of a thread", 1000 * mean(stops), "ms", context, 2)
     whole = seconds[1] - seconds[0]
     shares = [100 * sum(each) / whole for each in (stops, runs)]
-    beside = f"stopped {shares[0]:.3f}, at work {shares[1]:.3f} in {len(runs)} runs, of {whole:.0f} s"
-    yield Row("stopped by looks, or at work for them", sum(shares), "%", beside, 1)
+    context = f"stopped {shares[0]:.3f}, at work {shares[1]:.3f} in {len(runs)} runs, of {whole:.0f} s"
+    yield Row("stopped by looks, or at work for them", sum(shares), "%", context, 1)
     yield Row("a look, outside of the engine", 1000 * (outside[1] - outside[0]) / LOOKS, "ms of a core", "", 20)
 
 
 def _seconds() -> float:
-    """Of processors, that the looker and its ended children have taken."""
+    """Return the processor seconds of the looker and its ended children."""
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(each.ru_utime + each.ru_stime for each in used)

@@ -23,8 +23,8 @@ def measure() -> Iterator[Row]:
     speed = json.loads(Fresh(limit=None).run([*COMMAND, *ONE, "--gib", "0.125"]).stdout)["speed"][0]
     for way in ("store", "load"):
         plain = speed[f"plain_{way}_gb_s"]
-        measured, beside = speed[f"{way}_gb_s"] / plain, f"a plain copy, {plain:.1f} GB/s"
-        yield Row(f"roundtrip, torch backend, {way}", measured, "x", beside, at_least=0.2)
+        measured, context = speed[f"{way}_gb_s"] / plain, f"a plain copy, {plain:.1f} GB/s"
+        yield Row(f"roundtrip, torch backend, {way}", measured, "x", context, at_least=0.2)
     start = seconds()
     done = Fresh(limit=None).run([*COMMAND, "--backend", *MATRIX, "--gib", "0"])
     cells = len(json.loads(done.stdout)["cells"])
@@ -33,6 +33,6 @@ def measure() -> Iterator[Row]:
 
 
 def seconds() -> float:
-    """Of the processor, in children that have ended: the matrix runs on one core, whatever runs on the other."""
+    """Return the processor seconds of ended children: other work on the machine does not count."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime

@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 
 class Row(NamedTuple):
-    """`measured` in `unit`; `beside`: what it is compared with, measured in the same run, with that figure."""
+    """A measured value in `unit`. context: other values of the same run, such as the value to compare with."""
 
     what: str
     measured: float
     unit: str
-    beside: str
+    context: str
     at_most: float | None = None
     at_least: float | None = None
 

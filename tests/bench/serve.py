@@ -80,8 +80,8 @@ def measure() -> Iterator[Row]:
             done = client.ask(port, PROMPTS, seed=0)
             fixes = [line for line in metrics(port).splitlines() if line.startswith("kvfix_fixes{")]
             assert any('code="KVF013"' in line and 'verdict="applied"' in line for line in fixes), fixes
-            beside = f"{preemptions(port)} preemptions, {PROMPTS} requests"
-        yield Row("vllm serve in strict, succeeded", done["completed"], "requests", beside, at_least=PROMPTS)
+            context = f"{preemptions(port)} preemptions, {PROMPTS} requests"
+        yield Row("vllm serve in strict, succeeded", done["completed"], "requests", context, at_least=PROMPTS)
         times = {"KVFIX_TEST_TIMES": "1"}
         ports = {mode: stack.enter_context(server(folder, mode, **(times if mode else {}))) for mode in ORDERS[0]}
         took: dict[str, list[float]] = {mode: [] for mode in ports}
@@ -99,19 +99,19 @@ def measure() -> Iterator[Row]:
         speed = f"{SHORT / median(took['']):.1f} requests/s without kvfix"
         for mode, percent in BUDGET.items():
             own, all_of_it = own_seconds(folder, mode) - before[mode], sum(took[mode])
-            beside = f"{own:.2f} s of {all_of_it:.0f} s in which requests ran"
-            yield Row(f"vllm serve in {mode}, kvfix itself", 100 * own / all_of_it, "%", beside, at_most=percent)
+            context = f"{own:.2f} s of {all_of_it:.0f} s in which requests ran"
+            yield Row(f"vllm serve in {mode}, kvfix itself", 100 * own / all_of_it, "%", context, at_most=percent)
             ratios = [
                 plain / fixed for plain, fixed in zip(in_all_orders(took[""]), in_all_orders(took[mode]), strict=True)
             ]
             error = stdev(ratios) / sqrt(len(ratios))
-            beside = f"standard error {error:.4f}; {TURNS} runs of each, {SHORT} requests; {speed}"
+            context = f"standard error {error:.4f}; {TURNS} runs of each, {SHORT} requests; {speed}"
             least = round(1 - percent / 100 - 2 * error, 4)
-            yield Row(f"vllm serve in {mode}, throughput", geometric_mean(ratios), "of it", beside, at_least=least)
+            yield Row(f"vllm serve in {mode}, throughput", geometric_mean(ratios), "of it", context, at_least=least)
 
 
 def own_seconds(folder: Path, mode: str) -> float:
-    """Of all wrappers in the server's EngineCore, so far."""
+    """Return the seconds that all wrappers in the server's EngineCore have taken."""
     lines = [json.loads(line) for file in folder.glob(f"report-{mode}.*") for line in file.read_text().splitlines()]
     return max((line["seconds"] for line in lines if line["what"] == "own"), default=0.0)
 

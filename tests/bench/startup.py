@@ -15,8 +15,8 @@ from tests.conftest import clean_environment
 PAIRS = 25
 IMPORTS = 3
 
-#: Processor time in kvfix, of the processor time of all. Every entry of kvfix is timed: two processes beside each other
-#: would differ by more than kvfix takes.
+#: Processor time in kvfix, and of the whole process. Every entry of kvfix is timed: two processes would differ by more
+#: than kvfix takes.
 WHOLE = """
 import json, time
 from time import process_time
@@ -55,8 +55,8 @@ def measure() -> Iterator[Row]:
     figures = [whole() for _ in range(IMPORTS)]
     share = median(own / (total - own) * 100 for own, total in figures)
     total = median(total for _, total in figures)
-    beside = f"imports of vLLM's scheduler and core and of LMCache's adapter and engine, {total:.1f} s of a core"
-    yield Row("all of kvfix while an engine's process imports", share, "%", beside, at_most=1)
+    context = f"imports of vLLM's scheduler and core and of LMCache's adapter and engine, {total:.1f} s of a core"
+    yield Row("all of kvfix while an engine's process imports", share, "%", context, at_most=1)
 
 
 def run(code: str) -> float:

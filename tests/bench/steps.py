@@ -1,8 +1,12 @@
-"""Of the time that vLLM's scheduler takes for a step with 256 running requests: what kvfix adds to it in each mode.
+"""Measure the time that kvfix adds in each mode to a step of vLLM's scheduler with 256 running requests.
 
-`schedule()` and `update_from_output()` of the real scheduler: with LMCache's connector; with OffloadingConnector, where
-each step begins eight store jobs and ends eight; and with NixlConnector, where in each step a lease begins and another
-one ends. A real step takes milliseconds more, for the model.
+A step is `schedule()` and `update_from_output()` of the real scheduler, with one of these:
+
+- LMCache's connector
+- OffloadingConnector: each step begins and ends eight store jobs
+- NixlConnector: each step begins and ends a lease
+
+A real step takes milliseconds more, for the model.
 """
 
 from __future__ import annotations
@@ -135,12 +139,12 @@ CALLS = 24
 
 def measure() -> Iterator[Row]:
     without, unwatched, watched = Fresh(limit=None)(LAYER.format(path=str(RELEASES / "0.5.6")))
-    beside = f"without kvfix {without:.0f} ns"
-    yield Row("a layer's hook, check", unwatched - without, "ns more", f"{beside}, the same function", at_most=50)
-    yield Row("a layer's hook, check with layers", watched - without, "ns more", beside, at_most=1000)
+    context = f"without kvfix {without:.0f} ns"
+    yield Row("a layer's hook, check", unwatched - without, "ns more", f"{context}, the same function", at_most=50)
+    yield Row("a layer's hook, check with layers", watched - without, "ns more", context, at_most=1000)
     for connector, what in STEPS.items():
         found = Fresh(limit=None)(CASE.format(path=str(RELEASES / "0.5.6"), connector=connector))
         for mode, (share, milliseconds, calls) in found.items():
-            beside = f"{milliseconds:.2f} ms a step without kvfix"
-            yield Row(f"{what}, {mode}", 100 * share, "% more", beside, at_most=BUDGET[mode])
+            context = f"{milliseconds:.2f} ms a step without kvfix"
+            yield Row(f"{what}, {mode}", 100 * share, "% more", context, at_most=BUDGET[mode])
             yield Row(f"wrapped calls of {what}, {mode}", calls, "a step", "256 running requests", at_most=CALLS)

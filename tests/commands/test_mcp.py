@@ -20,7 +20,7 @@ LOGS = ROOT / "tests/diagnose/logs"
 
 
 def call(root: Path, talk: Callable[[Any], Any]) -> Any:
-    """What `talk` answers, given a client that is connected to a server for this folder."""
+    """Return the result of `talk` with a client that is connected to a server for this folder."""
     from mcp.client.client import Client
     from mcp.client.stdio import StdioServerParameters, stdio_client
 

@@ -1,4 +1,4 @@
-"""The connector of the documentation, and what loses what it has stored; each of the others has one planted fault."""
+"""Connectors with one planted fault each, made from the connector of the documentation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def lose(connector):
 
 
 class CountsQuestions(FolderConnector):
-    """It takes a question for a grant, and has nothing more to give."""
+    """It treats a call of get_num_new_matched_tokens as a grant, and then promises nothing more."""
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         asked = self.__dict__.setdefault("asked", set())
@@ -63,14 +63,14 @@ class StoresAhead(FolderConnector):
 
 
 class KeepsEnded(FolderConnector):
-    """It keeps what it knows of a request."""
+    """It never forgets an ended request."""
 
     def request_finished(self, request, block_ids):
         return False, None
 
 
 class ResetsNothing(FolderConnector):
-    """It says that it has forgotten all."""
+    """Its reset does nothing and reports success."""
 
     def reset_cache(self):
         return True
@@ -88,7 +88,7 @@ class ForgetsAborted(FolderConnector):
 
 
 class TakesFirstBlocks(FolderConnector):
-    """After a preemption it goes on with the blocks that the request had first."""
+    """After a preemption it uses the first blocks of the request."""
 
     def build_connector_meta(self, scheduler_output):
         meta = super().build_connector_meta(scheduler_output)
@@ -107,7 +107,7 @@ class TakesFirstBlocks(FolderConnector):
 
 
 class ReportsTwice(FolderConnector):
-    """What is received is reported in the next step again."""
+    """Reports received requests again in the next step."""
 
     def get_finished(self, finished_req_ids):
         _, received = super().get_finished(finished_req_ids)
@@ -123,13 +123,13 @@ class LeavesOutALayer(FolderConnector):
 
 
 class StoresNothing(FolderConnector):
-    """Not wrong, but nothing of it can be tested."""
+    """Stores nothing: it is right, but no load can be tested."""
 
     def wait_for_save(self): ...
 
 
 class ChangesTheOutput(FolderConnector):
-    """It takes what has ended out of the scheduler's output."""
+    """It removes ended requests from the scheduler's output."""
 
     def build_connector_meta(self, scheduler_output):
         meta = super().build_connector_meta(scheduler_output)

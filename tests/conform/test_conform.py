@@ -1,4 +1,4 @@
-"""The kit on connectors of which it is known what is wrong with them: the documentation's own, and planted faults."""
+"""The kit finds the planted fault of each connector, and none in the connector of the documentation."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def subject(name: str) -> Any:
 
 
 def commanded(name: str) -> Any:
-    """All of it, as the command says it."""
+    """Return the result of the command for this connector."""
     from kvfix_tools.conform import command
 
     given = (f"tests.conform.broken:{name}", '{"folder": "{dir}"}', "tests.conform.broken:lose", 60.0, range(6), True)
@@ -52,7 +52,7 @@ def commanded(name: str) -> Any:
 
 
 def faults() -> Any:
-    """By connector, what is found by the scenarios of its rule; and the steps of the scenario that showed it."""
+    """Return {connector: (findings of its rule's scenarios, steps of the scenario that found one)}."""
     from kvfix_tools.conform import command
     from kvfix_tools.conform.verdicts import Run
 
@@ -71,7 +71,7 @@ def faults() -> Any:
 
 
 def says() -> Any:
-    """What is said of a connector that stores nothing, and of one that is not there; and the table of a violation."""
+    """Return the output for a connector that stores nothing, for a missing connector, and for a violation."""
     from kvfix_tools.conform import command, verdicts
 
     with command.chosen(fixes=True):

@@ -1,4 +1,4 @@
-"""`pytest --kv-connector`: the kit as tests, in a pytest of its own."""
+"""`pytest --kv-connector` runs the kit as tests, in a separate pytest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with KV in the tensors is seen, whatever it is; and what was only moved is right."""
+"""Every kind of wrong KV in the tensors is found, and moved KV is right."""
 
 from __future__ import annotations
 

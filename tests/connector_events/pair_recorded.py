@@ -1,4 +1,4 @@
-"""Recorder files of the lab's two engines, each as if of a machine of its own. Leases go by the lab's time."""
+"""Make recorder files of the lab's two engines as if on two machines. Leases use the lab's time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CLOCKS = {"prefill": (0.0, 0.0), "decode": (5000.0, -3.0)}
 
 
 def lose_notice(pair: Any) -> None:
-    """What decode has read of request b is not given back."""
+    """Lose decode's notice that it has read the blocks of request b."""
     agent = pair.decode.connector.workers[0].adapter.nixl_wrapper
     make = agent.make_prepped_xfer
     agent.make_prepped_xfer = lambda *arguments, notif_msg: make(
@@ -27,7 +27,7 @@ def lose_notice(pair: Any) -> None:
 
 
 def lose_aborts(pair: Any) -> None:
-    """Nothing is given back of a request that ends before it is scheduled."""
+    """Lose the notice of a request that ends before it is scheduled."""
     scheduler = pair.decode.connector.scheduler_side
     finished = scheduler.request_finished
 
@@ -40,7 +40,7 @@ def lose_aborts(pair: Any) -> None:
 
 
 def recorded(fault: str, seconds: float = 0.0, connector: str = "nixl-pull") -> str:
-    """The recorder file of a pair in which this fault is planted, after so many more seconds. A lease is 30 s."""
+    """Return the recorder file of a pair with this fault, after so many more seconds. A lease is 30 s."""
     os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp(prefix="kvfix-test-")
     from kvfix import clock
     from kvfix_tools.lab import runner

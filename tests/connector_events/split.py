@@ -43,7 +43,7 @@ class Split:
         return [line for line in self._lines if line["kind"] == "event" and line["connector"] == number]
 
     def whole(self, path: Path) -> Path:
-        """Write it as it is, but for the engine's name: the lab's roles may have two."""
+        """Write the whole recording with one engine name: the lab's roles may have two."""
         lines = [{**line, "engine": "e", "replica": 0} if line in self._connectors else line for line in self._lines]
         path.write_text("\n".join(map(json.dumps, lines)) + "\n")
         return path

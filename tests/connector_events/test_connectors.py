@@ -19,7 +19,7 @@ Functions = dict[str, Callable[..., Any]]
 
 
 def watched() -> dict[str, dict[str, Any]]:
-    """{connector: what is wrong with its watched hooks}."""
+    """Return {connector: errors in its watched hooks}."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory as factory
 
     from kvfix.connector_events.hooks import HOOKS

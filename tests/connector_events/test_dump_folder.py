@@ -113,4 +113,4 @@ def test_a_rule_is_logged_after_the_last_report(
         finding = Finding(code, f"rule-{code}", "violated", f"r{len(session.violations)}", "1 is not 2", None, None)
         violations.report(watched, "get_finished", finding, None)  # type: ignore[arg-type]
     assert [line.partition(" ")[0] for line in caplog.messages] == ["KVR001", "KVR002"]
-    assert "No report: this process has written 16." in caplog.text
+    assert "No report: the limit of 16 per process is reached." in caplog.text

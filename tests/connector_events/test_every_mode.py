@@ -94,7 +94,7 @@ def test_the_report(folder: Path, played: dict[str, Any]) -> None:
         "contradicts this one:\n",
         "match(336) promises 0: hit 256 - computed 336 = -80, nothing to load",
         "admitted at 0 computed tokens, 336 more are computed",
-        "KVF001 lookup-cache-ignores-computed fixes it, and is not applied here",
+        "KVF001 lookup-cache-ignores-computed fixes this, but is not applied in this process",
         "SUMMARY: kvfix KVR002 promise-changed request long: promised 256 where 0 was promised before",
     ):
         assert part in text, (part, text)

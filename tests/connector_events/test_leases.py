@@ -1,6 +1,6 @@
-"""The wrappers of a worker's lease methods: whatever a later release has changed, they do not raise into the engine.
+"""The wrappers of a worker's lease methods do not raise into the engine, even if a later release has changed.
 
-What they see of the real workers: test_peers.py.
+test_peers.py tests them with real workers.
 """
 
 from __future__ import annotations

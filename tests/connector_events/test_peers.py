@@ -1,4 +1,4 @@
-"""What one engine keeps for another: the records of the lab's prefill and decode engine, judged together."""
+"""The records of the lab's prefill and decode engine together: blocks that one engine keeps for the other."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_lease_that_is_not_given_back(
 def test_what_is_written_to_decode(
     files: dict[str, Path], ended: dict[str, bool], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a request that has ended Mooncake's prefill hears; NIXL's, where it pushes, keeps the blocks to their time."""
+    """Mooncake's prefill is notified of ended requests. NIXL's in push mode keeps the blocks until the lease ends."""
     assert violated(list(files.values()), capsys) == []
     ends = [entry.event for entry in recording.read(files["prefill"]).entries if isinstance(entry.event, ev.LeaseEnded)]
     assert {each.request[0]: each.expired for each in ends if each.expired is not None} == ended

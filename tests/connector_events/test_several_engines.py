@@ -31,7 +31,7 @@ def test_two_engines_of_one_process(played: dict[str, Any]) -> None:
 
 
 def test_a_fork_has_its_own_record(played: dict[str, Any]) -> None:
-    """The child starts with an empty record. The parent's engine goes on."""
+    """The child starts with an empty record. The parent's engine continues."""
     assert played["forked"].pop("began with") == 0
     assert all(played["forked"].values()), played["forked"]
 

@@ -38,7 +38,7 @@ def test_the_report_has_the_rule_and_names_the_fix(slug: str, release: str, once
     rule = scenario.hooks_rule or scenario.rule
     reports = [report for report in each["reports"] if f"SUMMARY: kvfix {rule} " in report]
     assert reports, [report.splitlines()[-3] for report in each["reports"]]
-    named = [f"{code} {found.slug} fixes it" for code in scenario.fixes if (found := catalogue.find(code))]
+    named = [f"{code} {found.slug} fixes this" for code in scenario.fixes if (found := catalogue.find(code))]
     assert any(text in report for report in reports for text in named), reports[0]
     assert "The history of " in reports[0]
     assert "Recorder: " in reports[0]

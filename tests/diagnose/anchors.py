@@ -31,7 +31,7 @@ Found = dict[str, frozenset[str]]
 
 
 def needle(sign: Sign) -> str:
-    """What of the sign must stand in the source: the longest part of its text, its line of code, or its function."""
+    """Return the part of the sign that the source must have: of its text, its line, or its function."""
     if sign.text:
         return _plain(max(PLACE.split(sign.text)[::2], key=len))
     if isinstance(sign, Logged | Died):

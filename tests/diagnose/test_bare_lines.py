@@ -155,7 +155,7 @@ def test_an_object_that_is_dropped_is_not_the_failure() -> None:
 
 
 def test_a_number_in_a_sign_tells_failures_apart() -> None:
-    """What was explained before must not decide: numbers of other lines are taken for equal."""
+    """An earlier explanation must not decide, although other lines with other numbers count as equal."""
     frames = [("lmcache/v1/multiprocess/server.py", "store", "lmc_ops.multi_layer_block_kv_transfer(")]
     for number, code in ((7, "KVD766"), (10, "KVD767"), (99, "KVD199"), (6, "KVD766")):
         assert codes(diagnose(raised(frames, f"RuntimeError: Unsupported GPUKVFormat: {number}"))) == [code]
@@ -192,7 +192,7 @@ def test_a_file_that_is_only_spoken_of_is_no_frame() -> None:
 
 
 def test_a_general_failure_is_explained_only_where_no_record_knows_it() -> None:
-    """By its kind, with the place and the hook as an unknown failure has them; never beside what explains it."""
+    """The explanation has the place and hook of an unknown failure, and never comes with a specific one."""
     full = "OSError: [Errno 24] Too many open files"
     missing = "OSError: libcudart.so.12: cannot open shared object file"
     known = raised([("lmcache/any.py", "load", "import c_ops")], missing)

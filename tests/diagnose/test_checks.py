@@ -1,4 +1,4 @@
-"""What the released code says of a failure that no record knows: made of the code of the releases that are here."""
+"""The releases that have the code of an unknown failure, made from the code of the installed releases."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_near_misses(other: dict[str, str]) -> None:
 
 
 def test_a_release_that_has_it_no_more_is_named_as_no_promise() -> None:
-    """Of every check that has gone: the last release that has it is not the newest, and the next one is named."""
+    """For each removed check, the last release that has it is not the newest, and the next release is named."""
     releases, table = checks.known()["lmcache"]
     place, having = next(
         (place, having)
@@ -89,7 +89,7 @@ def _ran(*lines: str) -> checks.Releases:
 
 
 def test_a_release_without_the_check_is_not_called_one_that_has_it() -> None:
-    """A log that names such a release is of changed code."""
+    """A log that names a release without the check comes from changed code."""
     line = "(EngineCore pid=7) INFO 12-03 01:24:31 [core.py:9] Initializing a V1 LLM engine (v0.11.0) with config: x\n"
     said = sentence(line, asserted())
     assert "has this code" not in said

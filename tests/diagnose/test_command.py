@@ -1,4 +1,4 @@
-"""The command as a user has it: exit codes, what it prints where, JSON, page, trace, one request, a stream."""
+"""The command `kvfix-diagnose`: exit codes, stdout and stderr, JSON, page, trace, one request, a stream."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_the_page_escapes_what_a_log_holds(capsys: pytest.CaptureFixture[str], t
 
 
 def test_findings_of_a_stream_are_shown_as_they_come() -> None:
-    """The finding is there while the pipe is still open."""
+    """The finding is printed while the pipe is still open."""
     crash = gzip.decompress(Path(CRASH).read_bytes())
     process = subprocess.Popen(
         [sys.executable, "-m", "kvfix_tools.cli", "diagnose", "-"],
@@ -194,7 +194,7 @@ def test_findings_of_a_stream_are_shown_as_they_come() -> None:
 
 
 def test_the_help_names_the_command_once() -> None:
-    """As the console script has it, and as a command of `kvfix`."""
+    """Run it as the console script, and as a command of `kvfix`."""
     script = "import sys; sys.argv[0] = 'kvfix-diagnose'; from kvfix_tools.cli import main_diagnose; main_diagnose()"
     for program, usage in (
         (["-c", script], "Usage: kvfix-diagnose [OPTIONS] {PATH... | -}..."),
@@ -227,7 +227,7 @@ def test_progress_goes_to_a_terminal_and_only_there(tmp_path: Path) -> None:
 
 
 def shown_by(terminal: int) -> bytes:
-    """What comes next; nothing at its end. A terminal holds 4 KB; unread it would stop a program on a slow machine."""
+    """Return the next output; "" at its end. A terminal holds 4 KB, and a full terminal would stop the program."""
     try:
         return os.read(terminal, 1 << 16)
     except OSError:  # Linux: no process writes any more.

@@ -89,7 +89,7 @@ def test_what_the_level_hides_is_unknown() -> None:
 
 
 def test_the_ledger_judges_log_lines() -> None:
-    """LMCache issue 4508 in a log: what lies between the hit and what is stored is never stored."""
+    """LMCache issue 4508 in a log: the tokens between the hit and the store are never stored."""
     hole = logged("0.3.12", "storing", 512, 2048, 1536, "cmpl-1")
     diagnosis = diagnose(asked("0.3.12", 4096, 0, 512, 512), hole)
     assert codes(diagnosis) == ["KVR007"]

@@ -37,7 +37,7 @@ def placed(release: str) -> list[releases.Place]:
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_the_data_are_those_of_the_release(release: str) -> None:
-    """statements.json is what the release's files hold; taken anew by `python -m kvfix_tools.diagnose.statements`."""
+    """statements.json has the statements of the release's files (`make statements`)."""
     rows = [row for row in statements.known()["lmcache"] if release in row.lines]
     known = {(row.message, row.template, row.level, row.file, line) for row in rows for line in row.lines[release]}
     assert known == releases.extracted(release, {row.file for row in rows})

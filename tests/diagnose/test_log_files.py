@@ -100,7 +100,7 @@ def test_rubbish_between_lines(what: bytes) -> None:
 
 
 def test_a_line_of_100_megabytes(tmp_path: Path) -> None:
-    """In a process of its own, for its memory."""
+    """Run in a separate process, to measure its memory."""
     path = tmp_path / "log"
     with path.open("wb") as file:
         file.write(polls(10))

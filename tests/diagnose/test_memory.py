@@ -1,4 +1,4 @@
-"""Memory on a log without end: what is kept stops to grow, whatever the lines are of."""
+"""Memory on an endless log: it stops to grow, for any kind of lines."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def kept(*roots: object) -> int:
 
 
 def requests(first: int, many: int) -> Iterator[bytes]:
-    """Of each a question and its answer, and a worker that dies in the middle of its traceback."""
+    """Yield a call and its answer for each request, and a worker that dies in the middle of its traceback."""
     for number in range(first, first + many):
         yield (
             b"[2026-11-21 11:22:55,512] LMCache INFO: Reqid: r%d, Total tokens 300, Inference Engine computed tokens: "
@@ -73,5 +73,5 @@ def test_crashes_without_end() -> None:
             log.take(line)
     assert FINDINGS <= len(log._found) < FINDINGS + 10
     assert sum(found.count for found in log.findings if found.rule.code == "KVD101") == log.counts["fatal"]
-    # Nor is what these requests violate a finding of its own, however many crashed before.
+    # These requests' violations are no separate finding either, after any number of crashes.
     assert {found.rule.code for found in log.findings} == {"KVD101"}

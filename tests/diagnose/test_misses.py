@@ -1,4 +1,4 @@
-"""What looks like a finding and is none: another assertion of the function, the same once too few, what is normal."""
+"""Logs that look like a finding but have none: another assertion of the function, too few lines, normal lines."""
 
 from __future__ import annotations
 
@@ -102,14 +102,14 @@ def misses() -> list[tuple[str, str]]:
         # On each resume after a preemption.
         ("KVD302", logged(NEWEST, "rolled_back", "r1", 320, 256)),
         ("KVD305", SEED),
-        # Prompts that are all new, in one process: no hit is to be expected, seed or not.
+        # All prompts are new, in one process: no hit is expected, with or without a seed.
         ("KVD305", SEED + stores(10) + lookups(10, 900)),
         ("KVD305", SEED + stores(10, "(VllmWorker TP1 pid=9) ") + lookups(10, 900)
          + asked(NEWEST, 900, 0, 512, 512, "x")),
         # Up to 0.3.10.post2 a chunk need not be full: it is stored.
         ("KVD320", stores(1) + lookups(10, 26)),
         ("KVD320", lookups(9, 26)),
-        # A sender looks for what it stored itself; a receiver that finds what was sent.
+        # A sender that looks up its own chunks, and a receiver that finds the sent chunks.
         # The first request with a prompt, and one that is found at its second.
         # One hit goes beyond what vLLM has; a part that is worth a load.
         ("KVD320", lookups(10, 26) + asked(NEWEST, 26, 0, 26, 25, "x")),
@@ -179,7 +179,7 @@ def misses() -> list[tuple[str, str]]:
         ("KVD104", crash(NEWEST, "resume_differs", "r1", 800, 1024, False)),
         ("KVD106", crash("0.3.10.post1", "resume_differs", "r1", 256, 512)),
         ("KVD106", crash("0.4.3", "resume_differs", "r1", 800, 512, False)),
-        # The same function of the scheduler, its other assertion; and what it says when all is well.
+        # The other assertion of the same function of the scheduler, and its healthy line.
         ("KVD109", transfer_asserts("assert RequestStatus.is_finished(req.status)")),
         ("KVD109", vllm_unread(SCHEDULER, "Finished recving KV transfer", "r1")),
         ("KVD111", transfer_asserts("assert req_id in self.requests")),
@@ -196,7 +196,7 @@ def misses() -> list[tuple[str, str]]:
         # The file's name is that of releases before asynchronous loading lost its count.
         ("KVD115", bare("0.3.12", "gpu_connector.py", "to_gpu", "assert memory_obj.tensor is not None")),
         ("KVD115", bare(NEWEST, "gpu_connectors.py", "to_gpu", "assert memory_obj.raw_tensor is not None")),
-        # The server does not answer, later: the worker goes on.
+        # The server stops to answer later: the worker continues.
         ("KVD116", logged(NEWEST, "mp_timeout", which="LOOKUP")),
         ("KVD116", unread(NEWEST, MP, "did not respond to unregister", 5)),
         # The line of a worker without context parallelism.

@@ -30,7 +30,7 @@ def troubles(log: Diagnosis) -> list[str]:
 
 
 def test_the_end_of_a_log_and_its_decisive_line_do_not_contradict_the_whole() -> None:
-    """What is certain in a part is found in the whole. A symptom, or a line that is not known, is no contradiction."""
+    """A certain finding in a part is found in the whole. A symptom, or an unknown line, is no contradiction."""
     for log in known():
         whole = diagnosed(log)
         lines = log.splitlines(keepends=True)

@@ -21,7 +21,7 @@ _VERSION = re.compile(r"\d[\w.]*")
 
 
 def meet(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
-    """Whether a release is in both ranges: if one is, then the lowest of either is."""
+    """Return True if a release is in both ranges: then the lowest release of one range is in the other."""
     for dist in one.keys() & other.keys():
         bounds = ["0", *_VERSION.findall(one[dist]), *_VERSION.findall(other[dist])]
         ranges = [SpecifierSet(each[dist], prereleases=True) for each in (one, other)]

@@ -59,7 +59,7 @@ def test_real_logs(names: list[str], codes: list[str]) -> None:
 
 @pytest.mark.parametrize("names", [["healthy-0.5.6", "crash-0.3.10"], ["crash-0.3.10", "healthy-0.5.6"]])
 def test_an_engine_that_was_upgraded_has_one_log(names: list[str]) -> None:
-    """What a finding says is of the release that ran when it showed. Five healthy lives, and one that crashes."""
+    """A finding names the release that ran at its time. The log has five healthy lives, and one that crashes."""
     lives = [gzip.decompress((LOGS / f"{name}.log.gz").read_bytes()) for name in names]
     diagnosis = diagnosed(
         b"".join(life * (5 if "healthy" in name else 1) for name, life in zip(names, lives, strict=True))

@@ -1,4 +1,4 @@
-"""Which release of vLLM a log is of, where it does not say so in the words of LMCache."""
+"""Find the release of vLLM of a log that does not name it in a line of LMCache."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def died(place: str, words: str = "EngineCore encountered a fatal error.") -> st
 
 @pytest.mark.parametrize("release", sorted(here()))
 def test_the_line_at_which_enginecore_dies(release: str) -> None:
-    """Where its own source has it; and where it does not start."""
+    """Releases whose source has the line, and releases that do not start."""
     lines = (here()[release] / "vllm/v1/engine/core.py").read_text().splitlines()
     for words in ("EngineCore failed to start.", "EngineCore encountered a fatal error."):
         at = next(number for number, line in enumerate(lines, 1) if words in line)
@@ -114,7 +114,7 @@ WARNED = Problem(
 def test_between_two_releases_that_were_looked_at(
     release: str, found: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """0.32.0 is the first that has it, of 0.26.0 and 0.32.0: in 0.29.0 it is possible."""
+    """0.26.0 does not have the problem and 0.32.0 has it: 0.29.0 may have it."""
     assert [each.verdict for each in warned(monkeypatch, WARNED, release).findings if each.rule is WARNED] == found
 
 

@@ -1,4 +1,4 @@
-"""What reports taught: two lines of one failure, a failure without a reason, releases of which only the line tells."""
+"""Cases from real reports: two lines of one failure, a failure without a reason, a release known only by a line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_start_that_failed_without_a_reason_names_the_settings() -> None:
 
 
 def test_a_backend_that_does_not_load_is_one_finding_over_two_lines() -> None:
-    """The reason stands in a line of its own, and alone is that of another set-up: a wheel for CUDA on ROCm."""
+    """The reason is in a separate line. Alone, this line has another cause: a wheel for CUDA on ROCm."""
     head = LMCACHE.format(level="WARNING", text="Failed to import backend lmcache.c_ops:")
     reason = "libcudart.so.13: cannot open shared object file: No such file or directory"
     log = diagnose(head, f"{reason}\n")

@@ -1,4 +1,4 @@
-"""Stacks that `py-spy dump` printed of a hung engine, as they are pasted: who waits, and where."""
+"""Pasted stacks of a hung engine from `py-spy dump`: the waiting process and its function are found."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def look(
 
 
 def say(setup: Setup, name: str) -> list[Line]:
-    """What one check says."""
+    """Return the result of one check."""
     check = next(each for each in checks.catalogue() if each.name == name)
     return list(check.look(setup))
 

@@ -118,7 +118,7 @@ def test_names_are_those_of_the_installed_release(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["LMCACHE_STORE_LOCATION", "LMCACHE_RETRIEVE_LOCATIONS"])
 def test_a_variable_that_no_converter_takes(name: str, tmp_path: Path) -> None:
-    """0.4.2 to 0.5.2 convert every variable beside a file, and have no converter for these two (KVD900)."""
+    """With a file, 0.4.2 to 0.5.2 convert every variable, and have no converter for these two (KVD900)."""
     environment = {name: "LocalCPUBackend"}
     with_file = Planted("environment-converted", serve(V1), "", "", environment, yaml="chunk_size: 256")
     old, right = (site(tmp_path / release, release, vllm=False) for release in ("0.5.2", "0.5.3"))

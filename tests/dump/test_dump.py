@@ -18,7 +18,7 @@ import pytest
 from kvfix_tools.dump import command
 from tests.conftest import clean_environment
 
-#: The command in a process of its own.
+#: The command in a separate process.
 DUMP = """
 import sys
 from pathlib import Path

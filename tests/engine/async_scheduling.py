@@ -1,11 +1,11 @@
-"""Makes vLLM's engine on the CPU schedule asynchronously, which is its default on a GPU.
+"""Turn on asynchronous scheduling, the default on a GPU, for vLLM's engine on the CPU.
 
-vLLM's CPU platform switches it off (cpu.py 0.32.0:331). Scheduler, queue of steps and runner have all that it takes,
-but for the events and streams of CUDA by which the runner copies sampled tokens. Here the switch is put back, and
-events and streams are stand-ins that do nothing: on the CPU a copy is done when it returns.
+vLLM's CPU platform turns it off (cpu.py 0.32.0:331). Scheduler, queue of steps and runner support it, but the runner
+copies sampled tokens with CUDA events and streams. These are replaced by stand-ins that do nothing: on the CPU a copy
+ends when it returns.
 
-The forward pass runs inside `execute_model`, so the order of calls is that of a GPU: step N + 1 is scheduled and handed
-to the worker before the scheduler has what step N has sampled. That the two overlap on a device is not played.
+The order of calls is that of a GPU: step N + 1 is scheduled and given to the worker before the scheduler has the tokens
+of step N. The two steps do not overlap, because the forward pass runs inside `execute_model`.
 """
 
 from __future__ import annotations

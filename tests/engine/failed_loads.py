@@ -1,11 +1,11 @@
 """Loads of LMCache in one asynchronous engine: one that succeeds, and some that fail while the next step is in flight.
 
-Run by start.py as `python failed_loads.py JOB.json`; writes the job's `out`. The engine runs in this process, so that
-a case can add a request between two of its steps. What is asked for again after a case is loaded: the prefix cache is
-empty.
+start.py runs it as `python failed_loads.py JOB.json`, and it writes the job's `out`. The engine runs in this process,
+so that a case can add a request between two steps. After a case the prefix cache is empty, so repeated prompts are
+loaded.
 
-A load fails because its chunks have gone from LMCache's store between lookup and load. The request's blocks then hold
-what others have left in them: numbers drawn here, since in a small engine they could be the very ones.
+A load fails because its chunks are removed from LMCache's store between lookup and load. The request's blocks are
+filled with random numbers: in a small engine they could have the right KV from before.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Engine:
         return self._retrieve(tokens, mask, **more)
 
     def update_from_output(self, scheduler_output: Any, model_output: Any) -> Any:
-        """Notes, of a step in which a load has failed: its blocks, and what it and the steps after it compute."""
+        """Records the blocks of a step with a failed load, and the tokens that this and later steps compute."""
         connector = model_output.kv_connector_output
         if connector and connector.invalid_block_ids:
             steps = [scheduler_output, *(step for _, step, _ in reversed(self.core.batch_queue))]
@@ -78,7 +78,7 @@ class Engine:
         return answers
 
     def alone(self, prompts: dict[str, list[int]], cold: bool = False) -> dict[str, Any]:
-        """Each by itself, and nothing of it is in the prefix cache. cold: nor in LMCache."""
+        """Run each request alone, with an empty prefix cache. cold: also without LMCache's chunks."""
         answers = {}
         for name, each in prompts.items():
             self.forget(lmcache=cold)

@@ -53,7 +53,7 @@ def cases() -> Iterator[Case]:
 
 
 def run(case: Case, folder: Path) -> dict[str, Any]:
-    """What kvfix-diagnose finds in the log of this engine and of its server, in each and in both; whether it worked."""
+    """Return the findings in the logs of this engine and its server, and True if the engine worked."""
     logs = [folder / "log", folder / "server.log"][: 2 if case.connector == "mp" else 1]
     levels = {"LMCACHE_LOG_LEVEL": case.level, "VLLM_LOGGING_LEVEL": case.level}
     folder.mkdir(parents=True, exist_ok=True)

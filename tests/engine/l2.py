@@ -13,12 +13,12 @@ from typing import Any
 
 
 def options(folder: Path) -> tuple[str, ...]:
-    """Of a server with an L2 in this folder: everything is stored there too."""
+    """Return the options of a server with an L2 in this folder."""
     return ("--l2-adapter", json.dumps({"type": "fs", "base_path": str(folder)}))
 
 
 def empty_l1(job: dict[str, Any]) -> None:
-    """What is found from now on can only come from the L2, which has everything."""
+    """Empty L1, so that later hits come from the L2, which has all chunks."""
     idle, until = 0, time.monotonic() + 60
     while idle < 3:  # a key that is taken from the queue is not counted for a moment
         assert time.monotonic() < until, "the L2 still stores"

@@ -67,7 +67,7 @@ class Engine:
         )
 
     def start(self, **sizes: int) -> None:
-        """sizes: options of vLLM that differ this time. What it logs goes to the same file each time."""
+        """Start the engine. sizes: other options of vLLM for this start. All starts log to the same file."""
         model = self.folder.parent / "model"
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += ["--port", str(self.port), "--served-model-name", "tiny", "--dtype", "float32", "--seed", "0"]
@@ -94,7 +94,7 @@ class Engine:
         self.until(lambda: text in self.log.read_text(), f"it does not log {text!r}")
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum over what has these labels."""
+        """Return the sum of the samples with these labels."""
         words = [f'{label}="{value}"' for label, value in labels.items()]
         lines = httpx.get(f"{self.url}/metrics", timeout=LIMIT).text.splitlines()
         found = [line for line in lines if line.startswith(name + "{") and all(word in line for word in words)]

@@ -1,14 +1,20 @@
 """A user's program: apply kvfix, start vLLM, generate. Run as `python serve.py JOB.json`; it writes the job's `out`.
 
-The job: `apply` (mode, or None), `transfer`, `engine` (arguments of LLM), `rounds` (of requests), `spoil`. If they are
-there: `config` (of the model), `counters` (of vLLM, to be answered), `l2` (of l2.py), and numbers of rounds:
-`apply_before` (kvfix.apply() in the program, for an engine that is in it), `abort_before` (`abort`: requests `running`
-and `waiting`, `extra_args` of the latter, `steps` between), `spoil_from`, `l2_before` (all come from the
-L2), `mix_before` (L2), `one_by_one_in` (each request has a higher priority than the one before, whose load has begun).
+The job has these fields:
 
-A request is a prompt, and the number of tokens that it generates. A number as the prompt: that request of the round
-before, with its answer.
-Everything of kvfix that the user does stands in this file, and only in the parent process.
+- `apply`: mode, or None; `transfer`; `engine`: arguments of LLM; `rounds`: requests of each round; `spoil`
+- optional: `config` of the model, `counters` of vLLM to return, `l2` of l2.py
+
+These optional fields are numbers of rounds:
+
+- `apply_before`: call kvfix.apply() then, for an engine in this process
+- `abort_before`: abort requests then. `abort`: requests `running` and `waiting`, `extra_args` of the latter, `steps`
+- `spoil_from`; `mix_before`: of the L2
+- `l2_before`: empty L1, so that all chunks come from the L2
+- `one_by_one_in`: each request has a higher priority than the last one, whose load has begun
+
+A request is a prompt, and the number of tokens to generate. A number as the prompt means that request of the previous
+round, with its answer. This file has all that a user does with kvfix, and only in the parent process.
 """
 
 from __future__ import annotations
@@ -99,7 +105,7 @@ def abort_waiting(engine: Any, job: dict[str, Any]) -> None:
 
 
 def one_by_one(engine: Any, requests: list[tuple[list[int], int]], spoil: Path) -> None:
-    """It notes each load that has begun beside the file `spoil` (plugin/kvfix_engine_hangs.py)."""
+    """Read the begun loads from the file next to `spoil` (plugin/kvfix_engine_hangs.py)."""
     for number, (prompt, tokens) in enumerate(requests, 1):
         more = {"priority": len(requests) - number}
         engine.add_request(f"r{number}", {"prompt_token_ids": prompt}, real_engine.greedy(tokens), **more)

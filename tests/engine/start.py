@@ -98,9 +98,16 @@ def run(
     limit: int = LIMIT,
     **more: Any,
 ) -> Ran:
-    """engine: arguments of LLM. lmcache: folder of a release. program: of this folder. forked: from a process that has
-    vLLM; else it starts and ends as a user's program does. when: a text, and what is called with the pid once the text
-    is in the log. limit: seconds. more: of serve.py's job."""
+    """Run an engine, and return its results.
+
+    - engine: arguments of LLM
+    - lmcache: folder of a release
+    - program: of this folder
+    - forked: fork a process that has imported vLLM; otherwise start and end like a user's program
+    - when: (text, function to call with the pid when the log has the text)
+    - limit: seconds
+    - more: fields of serve.py's job
+    """
     folder.mkdir(parents=True, exist_ok=True)
     places = [lmcache, HERE / "plugin", ROOT / "patches", ROOT / "tools"]
     spoil = str(folder / "spoil")

@@ -55,7 +55,7 @@ def wait_for_rounds(folder: Path, kind: str, more: int) -> None:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What vLLM alone answers: to the calm requests, and to the hard ones."""
+    """Return vLLM's own answers to the calm requests and to the hard ones."""
     folder = tmp_path_factory.mktemp("plain")
     ran = start.run(folder, apply=False, transfer=None, environment=start.ONE_PROCESS, rounds=[CALM, HARD])
     assert ran.answer is not None, ran.log[-3000:]

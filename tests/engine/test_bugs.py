@@ -1,8 +1,7 @@
-"""Bugs of the newest LMCache on real vLLM engines: they die, leak or crawl as released, and are right with kvfix.
+"""Bugs of the newest LMCache on real vLLM engines, which die, leak or are slow as released, and work with kvfix.
 
-Eleven engines, in one process or two. vLLM's own copy of the multi-process connector starts with LMCache 0.4.4 to
-0.4.6 only, and on the CPU it takes a stand-in for CUDA's events (plugin/kvfix_engine_stand_ins.py); client and server
-of 0.4.6 are the real ones.
+Eleven engines, in one process or two. vLLM's copy of the multi-process connector starts only with LMCache 0.4.4 to
+0.4.6. On the CPU it needs a stand-in for CUDA events (plugin/kvfix_engine_stand_ins.py). Client and server are real.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def run(
 
 
 def died(ran: Ran, text: str) -> bool:
-    """Whether the engine died of this, and of nothing else."""
+    """Return True if the engine died of this error, and of no other error."""
     if ran.answer is not None:
         return False
     assert text in ran.log, ran.log[-3000:]
@@ -125,7 +124,7 @@ def test_polls_of_a_waiting_request_in_vllms_own_copy(apply: bool, tmp_path: Pat
 
 
 def dump(pid: int, folder: Path) -> Iterator[dict[str, Any]]:
-    """What `kvfix dump` says of the engine, again and again."""
+    """Return the output of `kvfix dump` for the engine, again and again."""
     for number in range(8):
         out = folder / str(number)
         out.mkdir()
@@ -166,8 +165,11 @@ def test_a_worker_that_does_not_answer_lookups(apply: bool, tmp_path: Path) -> N
 
 
 def test_a_preempted_request_whose_worker_is_in_the_schedulers_process(tmp_path: Path) -> None:
-    """As on one GPU: one engine, as released and then with kvfix. One request runs, a longer one is preempted in the
-    middle of its prefill, resumed, and asked for once more: all of it is loaded, and the answer should be the same."""
+    """One engine as on one GPU, as released and then with kvfix.
+
+    While one request runs, a longer one is preempted during its prefill and resumed. Then its prompt is sent again: all
+    of it is loaded, and the answer should be equal.
+    """
 
     def twice(seed: int) -> list[list[tuple[list[int], int]]]:
         other, preempted = (prompt(300, seed), 60), (prompt(900, seed + 1), 8)

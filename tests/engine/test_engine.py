@@ -32,7 +32,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 @pytest.fixture(scope="module")
 def in_process(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """The newest LMCache, in mode `check`. In the fifth round what is loaded has been spoiled."""
+    """The newest LMCache, in mode `check`. In the fifth round the loaded KV is wrong."""
     rounds = [*ROUNDS, CROWD]
     folder = tmp_path_factory.mktemp("v1")
     return start.run(folder, apply=True, transfer=start.v1(64), rounds=rounds, spoil_from=4, mode="check")
@@ -40,7 +40,7 @@ def in_process(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 @pytest.fixture(scope="module")
 def early(tmp_path_factory: pytest.TempPathFactory, release) -> Ran:  # type: ignore[no-untyped-def]
-    """The LMCache that has the bug, fixed, and every process started anew."""
+    """Run the LMCache that has the bug, with the fix, in new processes."""
     return start.run(
         tmp_path_factory.mktemp("early"), apply=True, transfer=start.v1(256), lmcache=release(EARLY), forked=False
     )
@@ -48,7 +48,7 @@ def early(tmp_path_factory: pytest.TempPathFactory, release) -> Ran:  # type: ig
 
 @pytest.fixture(scope="module")
 def multi_process(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """LMCacheMPConnector against a server of its own, in mode `check`, where all that kvfix does in a hook fails."""
+    """LMCacheMPConnector with its own server, in mode `check`. All code of kvfix in the hooks fails."""
     with server() as transfer:
         folder = tmp_path_factory.mktemp("mp")
         more = {"mode": "check", "environment": {"KVFIX_TEST_FAULTS": "1"}}
@@ -71,7 +71,7 @@ def test_kvfix_diagnose_finds_nothing(plain: Ran, in_process: Ran, early: Ran, m
 
 
 def assert_arrived(ran: Ran, verdict: str, mode: str = "fix") -> None:
-    """kvfix is in EngineCore and worker, which are processes of their own, though only the parent called apply()."""
+    """kvfix is in the processes of EngineCore and worker, although only the parent has called apply()."""
     found = ran.processes()
     assert found["SCHEDULER"]["process"] == "EngineCore"
     assert "Worker" in found["WORKER"]["process"]
@@ -105,7 +105,7 @@ def test_check_finds_nothing_and_has_recorded_all(in_process: Ran) -> None:
 
 
 def test_spoiled_loads_are_seen(in_process: Ran, plain: Ran) -> None:
-    """The negative control: 1.0 added to what is loaded, and the outputs differ."""
+    """The negative control: with 1.0 added to loaded KV, the outputs differ."""
     assert in_process.answer is not None
     assert plain.answer is not None
     assert in_process.answer["rounds"][4] != plain.answer["rounds"][3]

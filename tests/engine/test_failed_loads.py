@@ -43,7 +43,7 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 @pytest.fixture(scope="module")
 def fixed(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """In mode `check`: what it reports of a sound engine is seen too."""
+    """In mode `check`, so that false alarms on a healthy engine are seen too."""
     return start.run(tmp_path_factory.mktemp("fixed"), apply=True, transfer=TRANSFER, mode="check", **JOB)
 
 

@@ -114,7 +114,7 @@ def hangs(what: str, folder: Path, until: Callable[[int], bool], environment: di
 
 
 def continued(file: str) -> dict[str, Any]:
-    """What comes in the lab of the state in this file of `kvfix look --save`."""
+    """Return the result of `kvfix lab continue` for this file of `kvfix look --save`."""
     from kvfix_tools.lab import continue_state
 
     answer: dict[str, Any] = json.loads(json.dumps(continue_state.continued(Path(file)).as_json({})))
@@ -143,7 +143,7 @@ def test_look_explains_it(what: str, tmp_path: Path, once: Once) -> None:
     assert HANGS[what].message in found[0].message
     if what == "locked_out":
         lab = once(continued, RELEASES / "0.5.6", str(saved))
-        assert "which needs 8 blocks; 4 can be had" in lab["as_released"]["stuck"]
+        assert "which needs 8 blocks; 4 are free" in lab["as_released"]["stuck"]
         assert lab["with_fixes"] == {"ended": 2, "requests": 2, "stuck": "", "also": []}
         assert lab["differs"] == []
 

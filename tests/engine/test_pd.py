@@ -54,7 +54,7 @@ Answers = dict[str, list[list[int]]]
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    """What one plain engine answers."""
+    """Return the answers of one plain engine."""
     engine = {name.replace("-", "_"): size for name, size in pd.SIZES.items()}
     rounds = list(ROUNDS.values())
     folder = tmp_path_factory.mktemp("plain")
@@ -65,10 +65,10 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Answers:
 
 @pytest.fixture(scope="module")
 def pair(expected: Answers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """Both engines, started once there is nothing else that takes the cores, after the first answer.
+    """Yield both engines after the first answer. They start when no other engine uses the cores.
 
-    Decode waits 5 s for the handshake (nixl/base_worker.py 0.32.0:1044), and the request that asked for it then fails.
-    On a machine with other engines that is too short now and then: they are started anew, so that no log has it.
+    Decode waits 5 s for the handshake (nixl/base_worker.py 0.32.0:1044), and then its request fails. With other engines
+    on the machine this can happen. Then both engines are started again, so that no log has the failure.
     """
     for _ in range(STARTS):
         with pd.running(Pair(tmp_path_factory.mktemp("pd"), kv_lease_duration=LEASE)) as pair:
@@ -82,7 +82,7 @@ def pair(expected: Answers, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def findings(engine: Engine) -> set[str]:
-    """Of its log, once that has the statistics of the last answer: those before it may show requests that wait."""
+    """Return the findings in its log, after the statistics of the last answer."""
     found: set[str] = set()
 
     def has_settled() -> bool:
@@ -184,12 +184,12 @@ def killed(pair: Pair, dies: Engine, asked: list[Request], right: list[list[int]
 
 
 def verdicts(engine: Engine) -> list[standstill.Verdict]:
-    """Of `kvfix look`."""
+    """Return the verdicts of `kvfix look`."""
     return standstill.verdicts(command.enough(looking.Looker(looking.engine_of(engine.process.pid), full=False)))
 
 
 def test_prefill_is_killed(pair: Pair, expected: Answers) -> None:
-    """Decode hears of it from UCX, ends what it was to read, and goes on."""
+    """UCX reports the failure to decode. Decode ends its reads and continues."""
     killed(pair, pair.prefill, ROUNDS["prefill"], expected["prefill"])
     assert verdicts(pair.decode) == []
     assert pair.decode.metric("vllm:num_requests_waiting") == pair.decode.metric("vllm:num_requests_running") == 0
@@ -200,7 +200,7 @@ def test_prefill_is_killed(pair: Pair, expected: Answers) -> None:
 
 @pytest.mark.skipif("KVFIX_TEST_LONG" not in os.environ, reason="minutes more: KVFIX_TEST_LONG=1 runs it")
 def test_decode_is_killed(pair: Pair, expected: Answers) -> None:
-    """Prefill is started anew for it, and serves until then. It keeps the blocks until the lease ends."""
+    """Prefill is started again for this test. It keeps the blocks until the lease ends."""
     pair.prefill.kill()
     pair.prefill.start()
     pair.prefill.until_started()

@@ -1,9 +1,10 @@
-"""What production engines run, in mode `check`, against plain vLLM with the same options: drafts, ranks, windows, L2.
+"""Engines with options of production, in mode `check`, compared with plain vLLM: drafts, ranks, windows, L2.
 
-Speculative decoding (ngram), two ranks, and a model whose layers have full attention or a sliding window; LMCache in
-process, or a real `lmcache server`, whose memory is emptied between rounds: chunks come from the files of its L2 then.
-Equal answers prove something: whatever was granted was loaded, by every rank, and the recorders of the whole engine
-have nothing that is wrong. Stand-ins: LMCache's GPU connector in process, and one for the start of vLLM's worker
+The engines use speculative decoding (ngram), two ranks, or a model with sliding windows, and LMCache in process or a
+real `lmcache server`. The server's L1 is emptied between rounds, so that chunks come from its L2. The tests also check
+that every rank has loaded all granted tokens, and that no recorder has a violation.
+
+Stand-ins replace LMCache's GPU connector in process, and a part of the start of vLLM's worker
 (plugin/kvfix_engine_test.py). Eight engines, one server.
 """
 
@@ -81,7 +82,7 @@ class Engines:
         self._plain: dict[int, Ran] = {}
 
     def plain(self, job: dict[str, Any]) -> Ran:
-        """What its answers have to be."""
+        """Return the right answers."""
         if id(job) not in self._plain:
             self._plain[id(job)] = start.run(self.folder / f"plain-{len(self._plain)}", False, None, **job)
         return self._plain[id(job)]
@@ -90,7 +91,7 @@ class Engines:
         return start.run(self.folder / name, True, start.v1(64, **settings), mode="check", **job)
 
     def on_server(self, name: str, job: dict[str, Any], mix_before: int = -1, **settings: Any) -> Ran:
-        """All but the first round find nothing but what is in the L2."""
+        """After the first round, all hits come from the L2."""
         extra = {f"lmcache.mp.{key}": value for key, value in settings.items()}
         extra |= self.transfer["kv_connector_extra_config"]
         tier = {"server": f"http://{self.http}", "folder": str(self.folder / "l2")}

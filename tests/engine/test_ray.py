@@ -85,7 +85,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def dumped(pid: int, folder: Path) -> dict[str, Any]:
-    """What `kvfix dump` says."""
+    """Return the output of `kvfix dump`."""
     command = [sys.executable, "-m", "kvfix_tools.cli", "dump", str(pid), "-o", str(folder), "--json"]
     environment = clean_environment(KVFIX_DUMP_DIR=str(folder / "engine/dumps"))
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

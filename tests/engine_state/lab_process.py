@@ -1,4 +1,4 @@
-"""An engine in a process of its own: the lab's real scheduler and connectors, in a loop like that of EngineCore.
+"""An engine in a separate process: the lab's real scheduler and connectors, in a loop like EngineCore's.
 
 Run as `python -m tests.engine_state.lab_process NAME`; it prints a line when it is in that state, and goes on.
 """

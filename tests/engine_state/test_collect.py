@@ -1,4 +1,4 @@
-"""What `collect` reads of the real scheduler and LMCache's connectors."""
+"""`collect` reads the real scheduler and LMCache's connectors."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def test_blocks_of_two_kv_groups(once: Once) -> None:
     found = row(second, "r")
     assert (found["needs"], found["blocks"], second["scheduler"]["pool"]["free"]) == (8, 17, 5)
     (verdict,) = verdicts([Look(0.0, [first]), Look(5.0, [second])])
-    assert verdict.message.startswith("1 request is loaded and waits behind r, which needs 8 blocks; 5 can be had")
+    assert verdict.message.startswith("1 request is loaded and waits behind r, which needs 8 blocks; 5 are free")
 
 
 @pytest.mark.parametrize("reserve", [True, False], ids=["whole", "step"])
 @pytest.mark.parametrize("windows", [(), (32,), (64, 16)], ids=str)
 def test_what_a_request_needs_is_what_vllm_counts(once: Once, windows: tuple[int, ...], reserve: bool) -> None:
-    """Of requests that are new, hit something, load, were preempted; in one KV group and in several."""
+    """The requests are new, have a hit, load, or were preempted, with one KV group and with several."""
     compared = once(wedged.asked_and_needed, NEWEST, windows, reserve)
     assert [ours for ours, _ in compared] == [theirs for _, theirs in compared]
     assert len({theirs for _, theirs in compared}) > 3
@@ -105,5 +105,5 @@ def test_what_cannot_be_read_is_named(once: Once) -> None:
 
 
 def test_it_takes_milliseconds(once: Once) -> None:
-    """With 256 requests. The bound is wide: other tests run beside this one."""
+    """With 256 requests. The bound is wide, because other tests run at the same time."""
     assert min(once(wedged.cost, NEWEST, 256)) < 20

@@ -59,7 +59,7 @@ def watched(pid: int, draws: int) -> tuple[int, str]:
     environment = clean_environment(TERM="xterm", COLUMNS="240")
 
     def listen() -> None:
-        """A shell's background job ignores it, and so does what it starts."""
+        """A background job of a shell, and its children, ignore the signal."""
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     with subprocess.Popen(
@@ -94,7 +94,7 @@ def test_an_engine_that_cannot_move(tmp_path: Path) -> None:
     assert (verdict["code"], verdict["request"], verdict["fixes"]) == ("KVD202", "r", ["KVF208", "KVF210", "KVF219"])
     assert answer["owes"] == {"r": "the pool: it needs 8 blocks, 4 are free", "low": "r, which stands before it"}
     assert [(way["pid"], way["how"]) for way in answer["ways"]] == [(pid, looking.INSIDE)]
-    assert text.stdout.startswith("1 request is loaded and waits behind r, which needs 8 blocks; 4 can be had")
+    assert text.stdout.startswith("1 request is loaded and waits behind r, which needs 8 blocks; 4 are free")
     assert "owes         r, which stands before it" in one.stdout
     assert os.stat(file).st_mode & 0o777 == 0o600
     saved = json.loads(file.read_text())

@@ -35,10 +35,10 @@ def test_loaded_requests_behind_one_that_gets_no_blocks(once: Once) -> None:
     found = only(states, 1)
     assert (found.code, found.request) == ("KVD202", "r")
     assert found.message == (
-        "1 request is loaded and waits behind r, which needs 8 blocks; 4 can be had, those that wait hold 16: no "
+        "1 request is loaded and waits behind r, which needs 8 blocks; 4 are free, waiting requests hold 16: no "
         "request can move"
     )
-    assert found.now == "abort r: its 8 blocks come free"
+    assert found.now == "abort r: its 8 blocks become free"
     assert show.fixes(found, states[-1:]) == ["KVF208", "KVF210", "KVF219"]
     old = [{**each, "versions": {"vllm": "0.26.0", "lmcache": "0.5.6"}} for each in states]
     assert show.fixes(found, old[-1:]) == ["KVF210", "KVF903"]

@@ -24,7 +24,7 @@ NEWEST = RELEASES / "0.5.6"
 def test_an_engine_that_stands_still(engine: str, verdict: str, once: Once) -> None:
     found = once(cases.wedge, NEWEST, engine)
     assert found["seconds"] == 65.0  # the first look only begins
-    assert "no request has gone on for " in found["line"]
+    assert "no request has made progress for " in found["line"]
     assert verdict in found["line"]
     assert found["reason"] == "standstill"
     assert found["events"] > 0

@@ -1,4 +1,4 @@
-"""What the watchdog reports of the lab's engines, and of what it must not take for a hang: run in a fork."""
+"""The watchdog's reports on the lab's engines, also on engines that do not hang. Run in a fork."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def logged_reports() -> list[str]:
 
 
 def wedge(name: str) -> dict[str, Any]:
-    """{"seconds", "line", "kinds", "requests"}: what a thread reports of an engine that goes on with empty steps."""
+    """Return {"seconds", "line", "kinds", "requests"}: a thread's report on an engine that makes empty steps."""
     prepare()
     engine = getattr(wedged, name)()
     seconds = due(engine.step, 40)
@@ -83,7 +83,7 @@ def wedge(name: str) -> dict[str, Any]:
 
 
 def quiet() -> dict[str, float]:
-    """{what is no hang: seconds until it was reported}: all 0."""
+    """Return {engine without a hang: seconds until a report}: all 0."""
     prepare()
     found = {}
     engine = wedged._engine(Options(connector="mp", delay=3, num_blocks=48, chunk_size=64))
@@ -119,7 +119,7 @@ def queued_prefill() -> list[float]:
 
 
 def two_standstills() -> list[int]:
-    """Reports after each of: a standstill, the same for longer, a request that goes on, a second standstill."""
+    """Return the reports after a standstill, a longer time, progress of a request, and a second standstill."""
     prepare()
     engine = wedged.silent_server()
     dog, reports, found = watchdog.Watchdog(60.0, clock := Clock()), logged_reports(), []

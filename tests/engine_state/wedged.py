@@ -82,7 +82,7 @@ def busy_engine() -> Any:
 
 
 def engine_without_load() -> Any:
-    """The worker has lost a load: it neither has it nor reports it."""
+    """The worker has lost a load: no transfer is in flight, and none is reported."""
     engine = _begun_to_load()
     engine.connector.server.lose_loads(0, set())
     engine.connector.workers[0].adapter.retrieve_futures.clear()
@@ -186,7 +186,7 @@ def cost(requests: int) -> list[float]:
 
 
 def asked_and_needed(windows: tuple[int, ...], reserve: bool) -> list[tuple[int | None, int]]:
-    """(needs, what vLLM's own count asks of the pool) whenever a waiting request is to be admitted and none runs."""
+    """Yield (`needs`, vLLM's own count of blocks) whenever vLLM tries to admit a request and none runs."""
     from kvfix.engine_state import needs
 
     options = Options(

@@ -1,4 +1,4 @@
-"""Errors in the code of the fixes: the lab raises at a drawn line of a fix, and looks at what comes of it.
+"""Errors in the code of the fixes: the lab raises at a random line of a fix, and checks the outcome.
 
 By hand, for thousands of draws: `python -m tests.lab.faults DRAWS [--seed N] [--lmcache-path FOLDER]`.
 It must be installed before the first fix is loaded: it replaces the functions of `kvfix.wrapping` that fixes use.
@@ -60,7 +60,7 @@ class Plan:
         return self.at
 
     def _is_passed(self, frame: Any, where: Line) -> bool:
-        """Whether the line cannot fail: "try", names alone, `finally`, and the end of a `with` that was entered."""
+        """Return True if the line cannot fail: `try`, a name, `finally`, or the end of a `with`."""
         text = linecache.getline(*where).strip()
         if text == "try:" or where[1] in _cannot_fail(where[0]):
             return True
@@ -83,7 +83,7 @@ _SAFE = (
 
 @functools.cache
 def _cannot_fail(file: str) -> frozenset[int]:
-    """Lines with names alone, and those in `finally`, which give the engine back what it had."""
+    """Return lines with only a name, and lines in `finally`, which restore the engine's objects."""
     tree = ast.parse("".join(linecache.getlines(file)))
     safe = [each for node in ast.walk(tree) if isinstance(node, ast.Try) for each in node.finalbody]
     for node in ast.walk(tree):
@@ -171,7 +171,7 @@ def _with_faults(wrap: Function) -> Function:
     return with_faults
 
 
-#: What comes of a closed answer: a load that brings less than was promised, chunks that are not stored or not found.
+#: Rules that a closed answer can violate: a load comes short, chunks are not stored or not found.
 CLOSED = ("LAB002", "LAB004", "LAB006")
 
 
@@ -251,7 +251,7 @@ class Counted(NamedTuple):
 
 
 def counted(fix: Any, case: Case) -> Counted:
-    """What is found in this play without the fix, and how often each line of the fix is executed in it."""
+    """Return the findings without the fix, and how often each line of the fix runs."""
     released = frozenset(found.code for found in (*case.released(), *case.without(fix.code)))
     PLAN.__init__(fix.code)  # type: ignore[misc]
     case.fixed()

@@ -1,4 +1,4 @@
-"""What tests of a pair of engines, and of connectors beside each other, have in common."""
+"""Shared by tests of two engines, and of several connectors in one engine."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from kvfix_tools.lab.steps import prompt
 from tests.lab.planted_faults import MP, V1, fault
 from tests.lab.planted_in_ranks import tokens_of_a_step_in_flight_count_twice
 
-#: Speculative decoding, and a connector that stores what is generated.
+#: Speculative decoding, and a connector that stores generated tokens.
 DRAFTS: dict[str, dict[str, Any]] = {
     "v1": {"drafter": "eagle", "drafts": 3, "acceptance": 70, "lmcache": {"save_decode_cache": True}},
     "mp": {"drafter": "eagle", "drafts": 3, "acceptance": 70, "lmcache": {"mp.save_decode_cache": True}},
@@ -178,7 +178,7 @@ def a_pause_never_ends(engine: Any) -> None:
 
 
 def schedule_new_weights(engine: Any) -> None:
-    """All KV is to be forgotten while a request runs."""
+    """Reset all KV while a request runs."""
     engine.admit("first", prompt(200), max_tokens=30)
     engine.step(12)
     engine.new_weights()
@@ -227,7 +227,7 @@ def chunks_that_were_fetched_are_mixed_up(engine: Any) -> None:
 
 
 def schedule_decoder(engine: Any) -> None:
-    """A request whose KV is for a decoder, and one of which nothing is to be stored."""
+    """A request whose KV is for a decoder, and a request that must not be stored."""
     from kvfix_tools.lab.parameters import CONFIGURED
 
     for name, seed in (("prefill", 1), ("skip_save", 2)):
@@ -254,7 +254,7 @@ def what_is_not_to_be_stored_is_stored(engine: Any) -> None:
 
 
 def schedule_silent_server(engine: Any) -> None:
-    """The server stops while it stores, is taken for dead, and goes on: it stores what it was asked to."""
+    """The server stops during a store and counts as dead. Then it continues, and ends the store."""
     engine.admit("r", prompt(200), max_tokens=3)
     while not engine.connector.server.storing["r"]:
         engine.step()

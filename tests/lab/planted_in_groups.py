@@ -7,7 +7,7 @@ from typing import Any
 from kvfix_tools.lab.steps import prompt
 from tests.lab.planted_faults import fault
 
-#: `mp` with KV groups of sliding windows, in objects of their own.
+#: `mp` with KV groups of sliding windows, in separate objects.
 WINDOWS = ("mp-windows",)
 #: `mp` with a KV group of states.
 STATES = ("mp-states",)

@@ -92,7 +92,7 @@ def a_rank_loads_what_another_has_stored(engine: Any) -> None:
 
 
 def schedule_failing_rank(engine: Any) -> None:
-    """What is computed is loaded again, and the load fails in the second rank."""
+    """Load computed tokens again, and let the load fail in the second rank."""
     engine.admit("first", prompt(300))
     engine.run()
     engine.reset_prefix_cache()

@@ -13,7 +13,7 @@ from kvfix_tools.lab.server_process import L1_OBJECTS
 from kvfix_tools.lab.steps import prompt
 from tests.lab.planted_faults import Fault, Plant
 
-#: name -> fault, with a schedule of its own
+#: {name: fault with its own schedule}
 FAULTS: dict[str, Fault] = {}
 
 
@@ -28,7 +28,7 @@ def fault(rule: str, schedule: Plant, text: str, **options: Any) -> Callable[[Pl
 
 
 def schedule_loads(engine: Any) -> None:
-    """One prompt is computed, loaded into other blocks, and hit while vLLM has it too."""
+    """A prompt is computed, loaded into other blocks, and hit while vLLM also has it."""
     engine.admit("first", prompt(100), max_tokens=3)
     engine.run()
     engine.reset_prefix_cache()
@@ -133,7 +133,7 @@ def what_the_server_has_evicted_counts_as_hit(engine: Any) -> None:
 
 
 def schedule_unanswered(engine: Any) -> None:
-    """A lookup is not answered in time, of what is there."""
+    """A lookup of cached chunks is not answered in time."""
     engine.admit("first", prompt(100))
     engine.run()
     engine.reset_prefix_cache()
@@ -152,7 +152,7 @@ def a_lookup_that_times_out_is_waited_for(engine: Any) -> None:
 
 
 def schedule_disk(engine: Any) -> None:
-    """What was evicted is read from the server's disk."""
+    """Evicted chunks are read from the server's disk."""
     engine.admit("first", prompt(100))
     engine.run()
     engine.settle()

@@ -44,7 +44,7 @@ def in_scenarios() -> dict[str, dict[str, int]]:
 
 
 def in_healthy(connector: str) -> dict[str, Any]:
-    """Which fixes acted in random schedules in which nothing is violated, aborted, preempted or lost as released."""
+    """Return the fixes that acted in random schedules without violations, aborts, preemptions or losses as released."""
     from kvfix_tools.lab.fuzz import play
     from kvfix_tools.lab.runner import applied
     from kvfix_tools.lab.schedule import draw

@@ -1,11 +1,12 @@
-"""LMCache's own cache engine on the CPU: what a load does to the chunks it has read.
+"""LMCache's own cache engine on the CPU: the references and pins of chunks after a load.
 
-Below what the lab replaces: the real engine, storage manager and memory objects, with a GPU connector that moves
-nothing. From 0.5.2 on each chunk is released twice, by `retrieve` and by the clean-up in `lookup_unpin` (0.5.6
-cache_engine.py:962-964, :1409-1441): it is freed while the cache still lists it, and the next hit of it gets a memory
-object without a tensor, which the GPU connector asserts. Up to 0.3.15 its pin is never released. Without asynchronous
-loading it is the pin that is released twice, from 0.5.2 to 0.5.5, and with layers from 0.4.3 on: that of another
-request.
+The engine, storage manager and memory objects are real. Only the GPU connector is replaced: it copies nothing.
+
+- Since 0.5.2 each chunk is released twice, by `retrieve` and in `lookup_unpin` (0.5.6 cache_engine.py:962-964,
+1409-1441). It is freed while it is cached, and the next hit gets a memory object without a tensor.
+- Up to 0.3.15 its pin is never released.
+- Without asynchronous loading the pin is released twice, from 0.5.2 to 0.5.5, and layerwise since 0.4.3. The second
+release takes the pin of another request.
 """
 
 from __future__ import annotations

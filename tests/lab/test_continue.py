@@ -16,7 +16,7 @@ NEWEST = RELEASES / "0.5.6"
 
 
 def saved(engine: str, steps: int = 0) -> dict[str, Any]:
-    """What `kvfix look --save` writes of this engine after so many more steps, and what comes of it in the lab."""
+    """Return the file of `kvfix look --save` for this engine after so many more steps, and the lab's result for it."""
     from kvfix_tools.lab import continue_state, fuzz, runner
 
     with runner.applied(fixes=False):
@@ -37,7 +37,7 @@ def saved(engine: str, steps: int = 0) -> dict[str, Any]:
 
 
 def of_watchdog(engine: str) -> dict[str, Any]:
-    """What comes of the state that the watchdog has written."""
+    """Return the lab's result for the watchdog's file."""
     from kvfix_tools.lab import continue_state
 
     line = watchdog_cases.wedge(engine)["line"]
@@ -48,7 +48,7 @@ def of_watchdog(engine: str) -> dict[str, Any]:
 
 def test_a_reservation_deadlock_is_stuck_and_moves_with_the_fix(once: Once) -> None:
     found = once(saved, NEWEST, "locked_out_engine")
-    assert "1 request is loaded and waits behind r, which needs 8 blocks; 4 can be had" in found["as_released"]["stuck"]
+    assert "1 request is loaded and waits behind r, which needs 8 blocks; 4 are free" in found["as_released"]["stuck"]
     assert found["with_fixes"]["stuck"] == ""
     assert found["with_fixes"]["ended"] == found["with_fixes"]["requests"] == 2
     assert found["frees"] == ["r", "low"]
@@ -59,7 +59,7 @@ def test_a_reservation_deadlock_is_stuck_and_moves_with_the_fix(once: Once) -> N
 
 def test_the_state_that_the_watchdog_wrote(once: Once) -> None:
     found = once(of_watchdog, NEWEST, "locked_out_engine")
-    assert "1 request is loaded and waits behind r, which needs 8 blocks; 4 can be had" in found["as_released"]["stuck"]
+    assert "1 request is loaded and waits behind r, which needs 8 blocks; 4 are free" in found["as_released"]["stuck"]
     assert found["with_fixes"]["stuck"] == ""
     assert found["differs"] == []
 
@@ -79,5 +79,5 @@ def test_a_file_without_a_state(tmp_path: Path) -> None:
 
     file = tmp_path / "look.json"
     file.write_text('{"schema": 1, "kind": "look", "processes": []}')
-    with pytest.raises(ValueError, match="state of 0 schedulers, and one is needed"):
+    with pytest.raises(ValueError, match="state of 0 schedulers, but the lab needs one"):
         continue_state.continued(file)

@@ -15,8 +15,10 @@ LACKS = ("drafter", "policy", "pause", "sessions", "use_layerwise", "new_weights
 
 
 def stored_after_a_failed_load() -> list[list[int]]:
-    """A load fails under asynchronous scheduling, vLLM makes a step without tokens, and the request starts anew in the
-    blocks that it had (KVR007 as found by `make healthy`: its first chunk was never stored)."""
+    """A load fails with asynchronous scheduling, and the request starts again in the same blocks after an empty step.
+
+    `make healthy` found it: the first chunk was never stored (KVR007).
+    """
     from kvfix_tools.lab.fuzz import play
 
     kvfix.apply()

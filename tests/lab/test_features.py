@@ -1,4 +1,4 @@
-"""docs/lab-features.md: what is drawn is counted, and a planted fault of it is found."""
+"""Each feature of docs/lab-features.md is counted when it is drawn, and its planted fault is found."""
 
 from __future__ import annotations
 

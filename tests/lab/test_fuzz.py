@@ -1,4 +1,4 @@
-"""The fuzzer: what is healthy comes out clean, all that it draws happens, and what it cannot play it refuses."""
+"""The fuzzer: healthy schedules are clean, all drawn options take effect, and impossible ones are refused."""
 
 import gc
 import json
@@ -49,7 +49,7 @@ NEVER = {
         *without("states", "states_and_drafts", "separate_objects"),
     },
 }  # fmt: skip
-#: Played as connectors of their own. A failed copy ends the OffloadingConnector's worker as released.
+#: Played alone. A failed copy ends OffloadingConnector's worker as released.
 CONNECTORS = ["v1", "mp", "offloading"]
 #: A lock-out with a session and the OffloadingConnector, in one of some hundred seeds.
 RARE = {"locked_out_by_session", "aborted_loading"}
@@ -88,7 +88,7 @@ def _counts(done: Any) -> list[Any]:
 
 
 def _resumed(run: Any) -> dict[str, Any]:
-    """A run that is stopped after some seeds, goes on, and is asked for by another."""
+    """A run that stops after some seeds and continues, and another run with the same notes."""
     from kvfix_tools.lab.fuzz_run import Run, fuzz
 
     with tempfile.TemporaryDirectory() as folder:
@@ -143,7 +143,7 @@ def test_all_that_is_drawn_happens(connector: str, measured: Measured) -> None:
 
 
 def test_an_engine_is_released_when_its_run_is_over(measured: Measured) -> None:
-    """The last ones may still be looked at, by the metrics of LMCache. (Of v1 alone, more than 200 were played.)"""
+    """LMCache's metrics may still refer to the last engines. More than 200 were played with v1 alone."""
     assert measured["engines"] < 10
 
 
@@ -198,7 +198,10 @@ def test_refusals(fresh: Fresh, tmp_path: Path) -> None:
         (["play", str(tmp_path / "none.json")], "No such file"),
         (["play", str(tmp_path / "odd.json")], "no saved schedule"),
         (["play", str(tmp_path / "old.json")], "schedule format 0"),
-        (["play", str(tmp_path / "elsewhere.json")], "it was found on vllm 0.1, lmcache 0.1; installed here: vllm"),
+        (
+            ["play", str(tmp_path / "elsewhere.json")],
+            "the schedule was found on vllm 0.1, lmcache 0.1; installed here: vllm",
+        ),
         (
             ["fuzz", "--connector", "mp", *early],
             "not applicable: the lab plays mp with lmcache >=0.4.5: earlier ones have no",

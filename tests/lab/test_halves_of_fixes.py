@@ -1,7 +1,7 @@
-"""Fixes whose functions run in two processes, each half by itself: no outcome that the release does not have,
-but for a load that is given up where the release waits for ever.
+"""Fixes with functions in two processes: each half alone has no outcome that the release does not have.
 
-The halves cannot see each other: one process may have the fix, and the other another release or no kvfix.
+A load that times out, where the release waits for ever, is allowed. One process may have the fix, and the other process
+another release or no kvfix.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def failed_store(connector: str) -> Case:
 
 
 def outcomes() -> dict[str, list[str]]:
-    """{fix: what is found with one half of it, and not as released}."""
+    """Return {fix: findings with one half of the fix, and not as released}."""
     found: dict[str, list[str]] = {}
     for fix in map(catalogue.find, FIXES):
         assert fix is not None

@@ -13,7 +13,7 @@ from tests.conftest import RELEASES, Once
 from tests.healthy import changing, events, violated
 
 SEEDS = 40
-#: connector, release -> healthy schedules of SEEDS. In others a bug shows, which its fix is there to change.
+#: {(connector, release): healthy schedules of SEEDS}. The other schedules show a bug.
 PLAYED = [("v1", "0.3.11"), ("v1", "0.4.3"), ("v1", "0.5.6"), ("mp", "0.5.6"), ("mp-in-tree", "0.4.6")]
 
 

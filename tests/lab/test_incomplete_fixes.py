@@ -20,10 +20,11 @@ OPTIONS = Options(block_size=16, chunk_size=16, num_blocks=40, max_num_batched_t
 
 
 def shared(another_engine: bool = False) -> list[str]:
-    """Of a prompt whose load fails, `sharing` has 64 tokens in vLLM's cache, by then none in LMCache, and computes the
-    rest in the same step. The worker leaves that save out, and vLLM rolls it back to token 64.
+    """A load fails. `sharing` has 64 tokens of its prompt in vLLM, none in LMCache, and computes the rest in this step.
 
-    another_engine: in between one in the same process has a request of the same name, whose load fails too.
+    The worker does not store it, and vLLM rolls it back to token 64.
+
+    another_engine: another engine of the process has a request with the same id, whose load fails too.
     """
     from kvfix_tools.lab.lab_engine import LabEngine
 
@@ -99,7 +100,7 @@ def failing(targets: Targets) -> Targets:
 
 
 def outcomes() -> dict[str, list[str]]:
-    """What is found with each fix, whole and incomplete."""
+    """Return the findings with each fix, whole and incomplete."""
     found = {}
     for code, how, change, play in (
         ("KVF003", "", whole, lambda: of_scenario("max-load-unaligned")),
@@ -150,7 +151,7 @@ def test_a_session_goes_on_with_what_it_has(found: dict[str, list[str]]) -> None
 
 
 def test_a_fault_of_kvfix_itself(found: dict[str, list[str]]) -> None:
-    """The engine goes on without the fix, and says it once: here one looks at a name that is not there."""
+    """The engine continues without the fix, and logs it once. Here a fix reads an attribute that does not exist."""
     fault = "a fault of kvfix itself in tests.lab.test_incomplete_fixes.<lambda>: LookupError"
     assert f"LAB007 fault-of-kvfix : {fault}" in found["KVF003 fails"]
 
@@ -174,5 +175,5 @@ def test_a_failed_load_that_is_tried_again(found: dict[str, list[str]]) -> None:
 
 
 def test_another_engine_in_the_process_takes_nothing_away(once: Once) -> None:
-    """What is noted of a request is the scheduler's own: the other one has a request of the same name."""
+    """Notes on a request belong to one scheduler: the other scheduler has a request with the same id."""
     assert once(shared, RELEASES / "0.5.6", True) == []

@@ -1,8 +1,8 @@
-"""Loads and saves by layers, on LMCache's real adapter in the worker's role and its real cache engine.
+"""Layerwise loads and saves, with LMCache's real adapter in the worker role and its real cache engine.
 
-As released the adapter does not tell the engine whose tokens it loads (0.5.6 vllm_v1_adapter.py:842), nor under which
-tags it saves (:1088), and does not look at how much was loaded (:990). With a GPU connector that moves nothing; the lab
-has one that moves its contents (tools/kvfix_tools/lab/v1_layers.py).
+As released the adapter does not pass the request of a load (0.5.6 vllm_v1_adapter.py:842) or the tags of a save
+(:1088), and ignores the number of loaded tokens (:990). The GPU connector here copies nothing. The lab's GPU connector
+copies contents (tools/kvfix_tools/lab/v1_layers.py).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Worker:
 
 
 def tenants(only: list[str] | None) -> list[Any]:
-    """What two tenants store of the same prompt; then what each finds, and with which tag it loads."""
+    """Return the chunks that two tenants store of one prompt, and then the hit and the tag of each tenant's load."""
     worker = Worker(only)
     worker.step({"one": "a", "other": "b"}, load=False)
     found = [worker.found(*each) for each in (("again", "a"), ("another", "b"), ("stranger", "c"), ("untagged",))]
@@ -101,9 +101,9 @@ def pins(only: list[str] | None) -> list[int]:
 
 
 def short(only: list[str] | None, left: int, hit: int) -> tuple[Any, int]:
-    """What a load of so many tokens reports, of whose chunks only the first are left; and chunks that are cached then.
+    """Return the report of a load whose last chunks are missing, and the cached chunks after it.
 
-    "dies": as the worker does.
+    The report is "dies" if the worker dies.
     """
     worker = Worker(only)
     worker.step({"one": ""}, load=False)

@@ -120,7 +120,7 @@ def test_the_fixes_act_in_that_engine_alone(connector: str, fixes_in: str, other
 
 
 def in_one_engine(code: str, seed: int) -> list[bool]:
-    """Whether a rule is violated with this fix in prefill alone, and as released."""
+    """Return two flags: True if a rule is violated with this fix in prefill alone, and as released."""
     import kvfix
     from kvfix_tools.lab import one_side, runner
     from kvfix_tools.lab.fuzz import play

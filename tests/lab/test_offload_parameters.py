@@ -1,4 +1,4 @@
-"""What the OffloadingConnector's p2p tier takes of a request's parameters. The lab has no such tier (KVF335)."""
+"""OffloadingConnector's p2p tier reads the parameters of a request (KVF335). The lab does not have this tier."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MALFORMED: tuple[dict[str, Any], ...] = (
 
 
 def outcomes(fixes: bool) -> list[str]:
-    """For each of the parameters the policy, or what is raised: where a request is added, looked up, and ends."""
+    """Return the policy or the exception for each parameter, when a request is added, looked up, and ends."""
     if fixes:
         kvfix.apply()
     from vllm.v1.kv_offload.base import ReqContext

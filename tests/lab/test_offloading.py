@@ -16,7 +16,7 @@ LIMITS = (None, 0, 8, 40)
 
 
 def stored(fixes: bool) -> list[Any]:
-    """Of each limit how many blocks are stored of the end of a prompt; what is raised, if something is."""
+    """Return, for each limit, how many blocks at the end of a prompt are stored, or the exception."""
     if fixes:
         kvfix.apply()
     import torch

@@ -1,5 +1,4 @@
-"""Two engines: decode reads from prefill (NIXL pull), or prefill writes to decode (NIXL push, Mooncake). What is sound
-comes out clean, with loads, and each rule finds what is planted."""
+"""Two engines with NIXL pull, NIXL push or Mooncake: healthy schedules are clean, and each planted fault is found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LMCache's connector beside the one between two engines: both load, and wrong KV of either is seen."""
+"""LMCache's connector and a connector between two engines: both load, and wrong KV of each is found."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_wrong_kv_of_either_is_seen(connector: str, plant: str, once: Once) -> N
 
 @pytest.mark.parametrize("connector", CONNECTORS)
 def test_a_load_that_fails_for_no_reason_is_seen(connector: str, once: Once) -> None:
-    """Of a write that failed decode learns at the end of its registration, 480 s later."""
+    """Decode learns of a failed write at the end of its registration, 480 s later."""
     rule = "LAB003" if connector == "nixl-push-multi" else "LAB002"
     assert rule in once(planted, RELEASES / "0.5.6", connector, "a_transfer_fails", False)["found"]
 
@@ -129,5 +129,5 @@ def held_up() -> list[Any]:
 
 
 def test_a_lookup_that_times_out_holds_up_both(once: Once) -> None:
-    """Their clock goes on: leases end meanwhile, and the next lookup does not begin before this one ended."""
+    """The clock of both engines runs: leases end, and the next lookup begins after this one."""
     assert once(held_up, RELEASES / "0.5.6") == [LOOKUP_TIMEOUT, True]

@@ -55,7 +55,7 @@ def schedule_v1(engine: Any) -> None:
 
 
 def schedule_offloading(engine: Any) -> None:
-    """Stores, loads into blocks of its own, and gives blocks away while they are copied."""
+    """Play stores, loads, and blocks that are freed while they are copied."""
     engine.admit("first", prompt(300), max_tokens=3)
     engine.run()
     if engine.options.tier:
@@ -92,7 +92,7 @@ def schedule_mp(engine: Any) -> None:
 
 
 def played(connector: str, name: str = "", **options: Any) -> dict[str, Any]:
-    """Codes and messages of what is found with this fault, and the counts of the run."""
+    """Return codes and messages of the findings with this fault, and the counters of the run."""
     from kvfix_tools.lab.lab_engine import EngineDied, LabEngine
 
     planted = FAULTS.get((connector, name))
@@ -110,7 +110,7 @@ def played(connector: str, name: str = "", **options: Any) -> dict[str, Any]:
 
 
 def with_nothing_planted(connector: str, name: str) -> list[str]:
-    """What is found in a fault's own schedule without the fault."""
+    """Return the findings of a fault's own schedule without the fault."""
     from kvfix_tools.lab.lab_engine import LabEngine
 
     planted = FAULTS[connector, name]

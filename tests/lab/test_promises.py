@@ -1,7 +1,7 @@
 """NixlConnector and MooncakeConnector on the real scheduler, without their transfer libraries.
 
-What a request's own parameters promise, what a request for the other role does (KVF301, KVF302), who reads what one
-prefill holds (KVF340, KVF367), and whose statistics the API server takes (KVF303).
+The tests are about promises from a request's parameters and requests for the other role (KVF301, KVF302), readers of
+one prefill (KVF340, KVF367), and statistics in the API server (KVF303).
 """
 
 from __future__ import annotations

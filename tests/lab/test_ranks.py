@@ -1,4 +1,4 @@
-"""Two ranks: what is saved of a step that loads, and that only all fixes together keep the caches right."""
+"""Two ranks: saves of a step that loads. Only all fixes together keep the caches right."""
 
 from __future__ import annotations
 

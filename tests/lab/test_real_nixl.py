@@ -1,5 +1,4 @@
-"""Real NIXL over UCX between two engines: what it refuses and brings is what its model does, step by step, and a
-planted fault of a transfer is found with it too."""
+"""Real NIXL over UCX between two engines works like its model in each step, and a planted fault is found with it."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ REAL = pytest.mark.skipif(bool(releases.no_nixl()), reason=releases.no_nixl() or
 
 
 def outcomes(real: bool) -> dict[str, Any]:
-    """What an agent makes of calls: its answer, or what it raises."""
+    """Return an agent's answers to calls, or its exceptions."""
     import numpy
 
     from kvfix_tools.lab.nixl_network import Network
@@ -128,7 +127,7 @@ def test_the_model_answers_as_nixl_does(once: Once) -> None:
 
 
 def not_whole(agent: Any) -> None:
-    """Of each block half is moved."""
+    """Move only half of each block."""
     prepare = agent.prep_xfer_dlist
 
     def half(peer: str, places: Any, *more: Any) -> Any:
@@ -143,7 +142,7 @@ FAULTS = {each.__name__: each for each in (pair_fuzzed.read_the_next_block, not_
 
 
 def planted(connector: str, *names: str) -> list[dict[str, Any]]:
-    """What is found, and done, when both engines' agents have each of these faults; "": none."""
+    """Return findings and counters with each of these faults in both engines' agents; "": no fault."""
     from kvfix_tools.lab.nixl_real import RealNetwork
 
     agent_of, done = RealNetwork.agent, []

@@ -1,4 +1,4 @@
-"""The lab against a real `lmcache server`: what it stores, loads and locks; and that each planted fault is found."""
+"""The lab with a real `lmcache server`: stores, loads and locks are right, and each planted fault is found."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _played_twice() -> list[list[int]]:
 
 
 def _played(fault: Fault, planted: bool) -> dict[str, Any]:
-    """What is found in the schedule of this fault, and the hits of its requests in tokens."""
+    """Return the findings of the schedule of this fault, and the hits of its requests in tokens."""
     from kvfix_tools.lab.lab_engine import LabEngine
     from kvfix_tools.lab.runner import applied
 
@@ -78,7 +78,7 @@ def _played(fault: Fault, planted: bool) -> dict[str, Any]:
 
 
 def _slow(fixes: str) -> list[str]:
-    """Rules that are violated where the server is stopped before a load and a store, misses heartbeats and goes on."""
+    """Return the rules that are violated when the server stops before a load and a store, and continues later."""
     from kvfix_tools.lab.lab_engine import LabEngine
     from kvfix_tools.lab.runner import applied
 

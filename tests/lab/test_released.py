@@ -1,4 +1,4 @@
-"""docs/released.json, which `python -m maintain.released_findings` writes: what it has, and that it comes out again."""
+"""docs/released.json (`python -m maintain.released_findings`) is complete, and can be reproduced."""
 
 from __future__ import annotations
 

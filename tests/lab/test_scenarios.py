@@ -101,7 +101,7 @@ REPORTED = (
 
 
 def test_demo_shows_the_report(tmp_path: Path) -> None:
-    """What `make demo` runs: both histories, the exact message on one side, the request finished on the other."""
+    """`make demo` shows both histories: the exact message as released, and a finished request with the fix."""
     demo = [sys.executable, "-m", "kvfix_tools.lab.demo", "--lmcache-path"]
     done = run_forked([*demo, str(RELEASES / "0.3.10")], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]

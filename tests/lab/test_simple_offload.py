@@ -88,7 +88,7 @@ FAULTS: dict[Callable[[Any], None], tuple[str, ...]] = {
 
 
 def played(plant: Callable[[Any], None] = lambda _: None) -> tuple[list[str], dict[str, int]]:
-    """Stores, loads into blocks of its own, and gives blocks away while they are copied. What is found; counts."""
+    """Play stores, loads, and blocks that are freed while they are copied. Return findings and counters."""
     from kvfix_tools.lab.lab_engine import EngineDied, LabEngine
 
     engine = LabEngine(OPTIONS)
@@ -143,7 +143,7 @@ def a_load_fails_behind_another() -> list[str]:
 
 
 def a_reset_leaves_a_store() -> list[str]:
-    """A request has lost its blocks when its store is done, and has computed less than what is stored."""
+    """A request has lost its blocks at the end of its store, and has computed fewer tokens than are stored."""
     from kvfix_tools.lab.fuzz import play
     from kvfix_tools.lab.fuzz_run import applied
     from kvfix_tools.lab.schedule import Schedule
@@ -167,7 +167,7 @@ def fuzzed(fixes: bool, seeds: int, plain: bool) -> dict[str, Any]:
 
 
 def recorded() -> list[Any]:
-    """What kvfix in an engine records of the request that loads: what it asks for, its loads and stores."""
+    """Return kvfix's records of a request that loads: its Asked events, loads and stores."""
     kvfix.apply("observe", only=[])
     try:
         played()
@@ -179,7 +179,7 @@ def recorded() -> list[Any]:
 
 
 def on_a_full_disk(fixes: bool) -> list[Any]:
-    """Two stores and the end are in the queue, and the disk is full at the first: what is noted of which."""
+    """Two stores and the end are in the queue, and the disk is full at the first. Return the notes on each."""
     if fixes:
         kvfix.apply(only=["KVF370"])
     import torch

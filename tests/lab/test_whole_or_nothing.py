@@ -1,5 +1,7 @@
-"""A fix is applied whole or not at all: each of its functions is replaced in turn, as a site patch or a release to come
-would do, and then no other function of the fix is wrapped, and its scenarios come out as released.
+"""A fix is applied whole or not at all.
+
+Each function of a fix is replaced in turn, as a site patch or a later release would do. Then no other function of the
+fix is wrapped, and its scenarios have the outcomes of the release.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether waiting requests can move: the state says it, or it is unknown."""
+"""`can_move` judges a state, or returns "unknown"."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ STUCK = State(
 def test_it_names_the_first_and_counts() -> None:
     assert can_move(STUCK) == (
         "violated",
-        "2 requests are loaded and wait, with 2 more, behind r19, which needs 7 blocks; 3 can be had, those that wait "
-        "hold 20: no request can move",
+        "2 requests are loaded and wait, with 2 more, behind r19, which needs 7 blocks; 3 are free, waiting "
+        "requests hold 20: no request can move",
         "r19",
     )
     alone = replace(STUCK, waiting=(Waiting("r", needs=1),), free=0)
-    assert can_move(alone)[:2] == ("violated", "r needs 1 block; 0 can be had: no request can move")
+    assert can_move(alone)[:2] == ("violated", "r needs 1 block; 0 are free: no request can move")
     one = replace(STUCK, waiting=(replace(FIRST, holds=0), Waiting("r20", holds=4)))
     assert can_move(one).message.startswith("1 request is loaded and waits behind r19, which needs 7 blocks; ")
 

@@ -1,4 +1,4 @@
-"""The lab's engine in a process of its own: it plays a scenario again and again, without kvfix, and prints what came.
+"""The lab's engine in a separate process: it plays a scenario repeatedly, without kvfix, and prints the result.
 
 `plays.py LMCACHE SLUG`. With a third argument, the file of a flag, it holds a request of that schedule until the file
 is there.

@@ -74,7 +74,7 @@ def rows(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]:
 def test_in_and_out_while_it_plays(
     tmp_path: Path, release: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """KVF005: as released a hit is left behind in every schedule. `check` sees no violation in what it came into."""
+    """KVF005: as released every schedule leaks a hit. Mode `check` reports no violation of requests before attach."""
     with playing(tmp_path, release("0.5.6"), "abort-while-waiting") as engine:
         engine.wait_for("violated", 2)
         for mode in ("fix", "check") * 3:
@@ -110,7 +110,7 @@ def test_a_fix_that_takes_notes_leaves_the_requests_of_before(
         assert attach.attach(engine.pid, "fix", None, False, 60, json=True) == 0
         found = rows(capsys)
         assert found["KVF002"]["verdict"] == found["KVF024"]["verdict"] == "applied"
-        assert found["KVF024"]["reason"].endswith("; leaves 1 requests of before as they are")
+        assert found["KVF024"]["reason"].endswith("; does not change 1 requests that began before")
         assert "before" not in found["KVF002"]["reason"]
         assert "KVF017" not in found  # it was not asked for
         flag.touch()

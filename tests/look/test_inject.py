@@ -27,7 +27,7 @@ NO_REGISTERS = "Couldn't write extended state status"
 
 @functools.cache
 def gdb_says() -> str:
-    """Of a call into a plain process, without kvfix."""
+    """Return gdb's output for a call into a plain process, without kvfix."""
     call = ["gdb", "-nx", "-batch", "-readnever", "-ex", "call (int) getpid()", "-p"]
     with subprocess.Popen(["sleep", "60"]) as process:
         try:
@@ -175,7 +175,7 @@ def test_the_code_leaves_no_name_in_the_program(way: str) -> None:
 
 
 def test_a_thread_in_c_is_silent_and_has_one_call_in_its_queue(way: str) -> None:
-    """No call that was given up runs later, and the next one is answered."""
+    """A call that timed out does not run later, and the next call is answered."""
     with target("c") as process:
         assert process.stdin is not None
         for _ in range(3):

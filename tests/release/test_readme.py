@@ -1,7 +1,7 @@
-"""From the error text to a fixed engine and to an exported patch, by the README alone: its own blocks are what is run.
+"""Run the code blocks of the README: from the error text to a fixed engine and to an exported patch.
 
-The machine is new: a fresh Python, an empty home, kvfix from its source archive. What stands for the engine is the
-real vLLM scheduler with the released LMCache 0.3.10, which the schedule of the first report kills.
+The environment is new: a fresh Python, an empty home, kvfix from its source archive. The engine is replaced by the real
+vLLM scheduler with the released LMCache 0.3.10, which dies with the schedule of the first report.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def of(section: str) -> list[Block]:
 
 @pytest.fixture(scope="module")
 def engine() -> dict[str, str]:
-    """Environment of a machine where vLLM and LMCache 0.3.10 are installed beside kvfix."""
+    """Return an environment with vLLM, LMCache 0.3.10 and kvfix."""
     from importlib.util import find_spec
 
     spec = find_spec("vllm")
@@ -62,7 +62,7 @@ def engine() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def died(shell: Shell, engine: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What the engine says: with the README's two lines, and with them and KVFIX=off."""
+    """Return the engine's output with the README's two lines, and with these lines and KVFIX=off."""
     (lines,) = (block.text for block in of(DIED) if block.language == "python")
     folder = tmp_path_factory.mktemp("engine")
     (folder / "serve.py").write_text(f"{lines}\n{ENGINE}")

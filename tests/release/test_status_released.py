@@ -81,7 +81,7 @@ def test_nothing_has_changed(fresh: Fresh, index: Path) -> None:
 
 
 def test_what_has_changed_is_listed(fresh: Fresh, index: Path) -> None:
-    """A newer LMCache in which one function is written anew and one file has gone; a vLLM that Python cannot read."""
+    """A newer LMCache has one rewritten function and lacks one file. Python cannot read a newer vLLM."""
     text = (root("lmcache") / ADAPTER).read_text()
     hook = "def get_num_new_matched_tokens("
     assert text.count(hook) == 1
@@ -110,7 +110,7 @@ def test_what_has_changed_is_listed(fresh: Fresh, index: Path) -> None:
 
 
 def test_an_older_release_is_put_back(fresh: Fresh, index: Path) -> None:
-    """Code that kvfix knows of another release: changed, and what it is."""
+    """Changed code that kvfix knows from another release is recognized."""
     before = (RELEASES / "0.3.10" / ADAPTER).read_text()
     publish(index, "lmcache", "0.5.7", {ADAPTER: before})
     code, rows, _ = ask(fresh, index)

@@ -1,4 +1,4 @@
-"""What `kvfix roundtrip --device cpu --json` prints, in the process that asks."""
+"""Return the output of `kvfix roundtrip --device cpu --json`, run in this process."""
 
 from __future__ import annotations
 

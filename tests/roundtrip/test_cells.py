@@ -104,7 +104,7 @@ def test_through_staging_buffers(layout: str, skip: str, loads: list[int]) -> No
 
 @pytest.mark.usefixtures("no_cuda")
 def test_a_staging_buffer_that_is_shared_by_mistake_is_found() -> None:
-    """What is left in it from the chunk before goes to the host."""
+    """Its content from the previous chunk is copied to the host."""
 
     class Stale(TorchCopy):
         def gather(self, number: int, slots: torch.Tensor) -> None:

@@ -67,7 +67,7 @@ def test_other_outputs(ran: dict[str, Any], name: str) -> None:
 
 
 def test_a_model_that_does_not_look_at_what_is_loaded_proves_nothing(ran: dict[str, Any]) -> None:
-    """vLLM's dummy weights make such a one: the answers are those to any prompt with the same last token."""
+    """A model with vLLM's dummy weights gives the same answers to all prompts with the same last token."""
     plain = copy.deepcopy(PLAIN)
     plain["changed"]["tokens"][1] = plain["cold"]["tokens"][1]
     ran["changed"] = plain["changed"]

@@ -51,8 +51,10 @@ def as_released(run: Any) -> dict[str, Any]:
 
 
 def test_the_default_matrix_passes(lmcache: dict[str, Any]) -> None:
-    """With kvfix's fixes, which are named; the packed layouts of vLLM 0.26 and later included. What is refused is
-    refused for a reason, and is none of the plain layouts: HND, for which LMCache's torch operations have no code."""
+    """The matrix passes with named fixes, including the packed layouts of vLLM 0.26 and later.
+
+    Refused layouts have a reason. HND is one: LMCache's torch operations have no code for it.
+    """
     assert lmcache["exit"] == 0
     assert {"KVF020", "KVF021"} <= set(lmcache["fixes"])
     for backend in ("lmcache-v2", "lmcache-v3", "lmcache-layerwise", "lmcache-mp", "lmcache-engine"):
@@ -165,7 +167,7 @@ def test_an_older_lmcache(run: Any, release: Any) -> None:
 
 @pytest.mark.parametrize("name", ["0.4.5", "0.5.0"])
 def test_the_packed_layout_with_each_age_of_lmcache(run: Any, release: Any, name: str) -> None:
-    """0.4.5 does not know it, 0.5.0 to 0.5.2 take it for another one: with the fix it is moved all the same."""
+    """0.4.5 does not know this layout, and 0.5.0 to 0.5.2 treat it as another one. With the fix it is moved."""
     some = ["--backend", "lmcache-v2", "lmcache-engine", "--layout", "packed", "packed-hnd"]
     assert run(*some, lmcache=release(name))["exit"] == 0
     assert run(*some, "--no-fixes", lmcache=release(name))["exit"] != 0

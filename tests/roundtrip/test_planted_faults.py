@@ -61,8 +61,7 @@ def classes(copy: type[TorchCopy], **cell: str) -> dict[str, set[str]]:
 
 
 class TestErrorsInTheToolsOwnCopy:
-    """The oracle is the definition of the layout and shares nothing with the copy: an error that is in both ways of it,
-    and cancels in a round trip, is found."""
+    """The oracle shares no code with the copy. So it finds an error in both directions that cancels in a round trip."""
 
     def test_k_and_v_swapped_both_ways(self) -> None:
         class Swapped(TorchCopy):
@@ -175,7 +174,7 @@ class TestRaces:
         assert set(finding.classes) == {kind}
 
     def test_a_hostile_write_to_a_slot_that_is_loaded_is_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What the race with the neighbours looks for."""
+        """The race with neighbouring slots finds this."""
         scatter = TorchCopy.scatter
 
         def and_one_more(copy: TorchCopy, *more: Any) -> None:

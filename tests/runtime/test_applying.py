@@ -1,4 +1,4 @@
-"""Which functions kvfix wraps, also from several threads."""
+"""kvfix wraps the right functions, also from several threads."""
 
 from __future__ import annotations
 

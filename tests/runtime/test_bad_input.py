@@ -73,7 +73,7 @@ def test_a_fix_that_cannot_be_loaded_is_skipped_with_a_warning(tmp_path: Path, f
 
 
 def with_error_in(place: str, name: str) -> bool:
-    """Whether the hook is still wrong if this function of kvfix raises."""
+    """Return True if the hook still has the bug when this function of kvfix raises."""
 
     def raises(*_: Any, **__: Any) -> None:
         raise RuntimeError("planted")

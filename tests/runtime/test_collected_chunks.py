@@ -14,9 +14,10 @@ KEPT: list[Any] = []
 
 
 def collect(locked: str, only: list[str] | None, limit: float, revert: bool = False) -> list[Any]:
-    """Whether the thread hangs. If not: the chunks that are allocated then, and after the next release, or `revert`.
+    """Return True if the thread hangs, and otherwise the chunks allocated then and after the next release or `revert`.
 
-    limit: seconds that it is waited for: all of them only where it hangs."""
+    limit: maximum seconds to wait for the thread.
+    """
     kvfix.apply(only=only)
     import lmcache.utils
     import lmcache.v1.memory_management as module

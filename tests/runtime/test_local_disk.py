@@ -82,7 +82,7 @@ class Disk:
         return Path(self.backend._key_to_path(self.keys[chunk]))
 
     def load(self, way: str) -> list[str]:
-        """Of each chunk: whether it came, and right."""
+        """Return a flag for each chunk: True if it was loaded with the right content."""
         for key in self.keys:
             self.backend.pin(key)
         if way == "one by one":
@@ -196,7 +196,7 @@ def test_a_fault_of_the_fix_is_no_chunk(way: str, fork_server: ForkServer, relea
 
 
 def report(only: list[str]) -> list[Any]:
-    """Of three chunks the last is not found: the tokens that LMCache reports, and those of the chunks that it loads."""
+    """Load three chunks of which the last is missing. Return the tokens that LMCache reports and loads."""
     kvfix.apply(only=only)
     import lmcache.v1.cache_engine as module
     import torch

@@ -72,7 +72,7 @@ def test_the_probe_agrees_with_the_fingerprint(name: str, fork_server: ForkServe
 
 
 def wrapped() -> list[bool]:
-    """Whether KVF106 wraps its function, and the helper."""
+    """Return two flags: True if KVF106 wraps its function, and its helper."""
     from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector as connector
 
     kvfix.apply(only=["KVF106"])

@@ -100,7 +100,7 @@ FORMS = {
     "query": "GET /v1?{n}={s}&n=2",
     "nested": "env={n}={s}",
 }
-#: Ways to write a secret that has no name of its own.
+#: Secrets without a name.
 NAMELESS = {
     "URL": "connect to redis://user:{s}@host:6379/0",
     "URL without a user": "rediss://:{s}@host",

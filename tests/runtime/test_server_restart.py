@@ -142,9 +142,9 @@ def test_a_lost_connection(fixes: list[str], fork_server: ForkServer) -> None:
 
 
 def restart(only: list[str], patience: float) -> list[bool]:
-    """Whether a store has succeeded: before the real server starts again, after that, and after a heartbeat.
+    """Return three flags, True if a store succeeded: before the server restarts, after that, and after a heartbeat.
 
-    patience: seconds for an answer of the server; the second store takes twice as long if there is none.
+    patience: seconds to wait for the server. Without an answer the second store waits twice as long.
     """
     kvfix.apply(only=only)
     import torch

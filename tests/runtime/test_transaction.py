@@ -1,4 +1,4 @@
-"""What is decided for a fix, from what is known of each of its functions. No release is read."""
+"""The decision on a fix from the verdicts on its functions, without any release."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def target(owner: Owner, name: str, **more: Any) -> Target:
 FIRST, SECOND, HELPER = target(OURS, "first"), target(OURS, "second"), target(THEIRS, "helper", helper=True)
 FIX = Fix("kvfix.fixes.vllm.kvf299_planted", "", (FIRST, SECOND, HELPER), effect="crash")
 
-#: What is known of a function, and the state that is decided for a fix with one such function beside two wrong ones.
+#: (state of a function, state of a fix with this function and two wrong ones)
 WRONG = Applicability("applicable", "wrong", frozenset({"1", "2"}))
 OTHERS = {
     "unknown code": (Applicability("unknown", "second is unknown"), "unknown"),

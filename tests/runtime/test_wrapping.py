@@ -163,7 +163,7 @@ class Request:
 
 
 def acted(wrap: Any, *calls: int, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The tally of a fix after these calls, and whether the log has what it did the first time."""
+    """Return the tally of a fix after these calls, and True if the log has its first action."""
     monkeypatch.setattr(session, "tallies", {})
     function = WrappedFunction(Counted, "hook", vars(Counted)["hook"])
     function.add("KVF001", 1, wrap)

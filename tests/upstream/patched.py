@@ -106,12 +106,12 @@ _MOONCAKE = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_conn
 
 
 def _is_test(module: str) -> bool:
-    """Whether the module is in the package `tests`, ours or upstream's."""
+    """Return True if the module is in a package `tests`, ours or upstream's."""
     return module.partition(".")[0] == "tests"
 
 
 def _is_own(path: Path, folder: Path) -> bool:
-    """Whether the path is neither a link to the release nor in one."""
+    """Return True if the path is not a link to the release, and not below one."""
     return path.resolve().is_relative_to(folder.resolve())
 
 
@@ -140,9 +140,13 @@ def tried(
     fixes: list[str],
     beside: list[str],
 ) -> dict[str, Any]:
-    """All results of the release in this folder. tests: files of regression tests. code: of the fix that its patch
-    replaces; "" without a patch. faulty, seeds: random schedules with faults and without. fixes: of the latter.
-    beside: fixes that the scenarios of the patch need too."""
+    """Return all results of the release in this folder.
+
+    - tests: files of regression tests
+    - code: the fix that the patch replaces; "" without a patch
+    - faulty, seeds: random schedules with and without faults; fixes: applied to the latter
+    - `beside`: other fixes that the scenarios of the patch need
+    """
     place = Path(folder)
     prefer(place)
     found: dict[str, Any] = {}
@@ -159,13 +163,15 @@ def tried(
 def plays_with_fixes(
     wanted: dict[str, list[str]], beside: dict[str, list[str]], faulty: int
 ) -> dict[str, dict[str, str]]:
-    """{code: what plays() says of the release with this fix of kvfix}. wanted: {code: connectors}. beside: {code: fixes
-    that its scenarios need too}."""
+    """Return {code: result of plays() with this fix}. wanted: {code: connectors}.
+
+    `beside`: {code: other fixes that its scenarios need}.
+    """
     return {code: plays(code, connectors, faulty, [code, *beside.get(code, [])]) for code, connectors in wanted.items()}
 
 
 def _imports_of_ours() -> dict[str, frozenset[str]]:
-    """{module that may have to be imported again: what it imports}"""
+    """Return {module that may have to be imported again: its imports}."""
     files = {name: getattr(sys.modules[name], "__file__", None) for name in sys.modules if name.startswith(_OURS)}
     return {name: _imports(Path(file or os.devnull)) for name, file in files.items()}
 

@@ -1,6 +1,6 @@
-"""The patches for upstream on vLLM's releases of which only the Python files are here: no patch needs another version.
+"""The upstream patches apply to vLLM releases of which only the Python files are available.
 
-A patch that no longer applies is brought over: `vllm-<release>.patch` beside the one for the release before.
+If a patch does not apply any more, add `vllm-<release>.patch` next to the patch for the release before.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ class Release:
 
 
 def regression_tests(row: upstream.Ready) -> list[str]:
-    """Files with tests that the patch adds or changes; what such a file imports it may change too."""
+    """Return test files that the patch adds or changes, and files that only these tests import."""
     touched = (Path(file) for file in patched.touched(row.path.read_text()))
     return [str(file) for file in touched if file.parts[0] == "tests" and file.name.startswith("test_")]
 

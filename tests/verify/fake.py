@@ -24,11 +24,17 @@ def never(prompt: list[int], hit: int, together: int) -> bool:
 
 @dataclass
 class Behaviour:
-    """noise: deviation of a log probability between two computations. wrong: of a prompt, its tokens from the
-    connector, and the requests since the last look at /metrics, which is before and after each one that is asked alone:
-    True if the answer is another one. counts: /metrics counts the requests. keeps: prompts that the connector has room
-    for. others: each request comes with one of another client. missing: paths that answer 404.
-    ends_after: answers, then the connection ends in the middle of one."""
+    """The behaviour of the fake server.
+
+    - noise: deviation of a log probability between two computations
+    - wrong: returns True for a wrong answer. Arguments: prompt, its tokens from the connector, and requests since the
+      last read of /metrics, which is read before and after each request that is sent alone.
+    - counts: /metrics counts the requests
+    - keeps: number of prompts that the connector can keep
+    - others: each request comes together with a request of another client
+    - missing: paths that return 404
+    - ends_after: number of answers until the connection ends in the middle of an answer
+    """
 
     noise: float = 0.0
     wrong: Callable[[list[int], int, int], bool] = never

@@ -76,7 +76,7 @@ def write_model(folder: Path) -> None:
 
 
 def verify(*arguments: str, limit: float = 1000) -> tuple[int, str]:
-    """`kvfix verify`: the exit code, and what it prints."""
+    """Run `kvfix verify` and return its exit code and output."""
     command = [sys.executable, "-m", "kvfix_tools.cli", "verify", *arguments]
     done = subprocess.run(
         command, env=clean_environment(), capture_output=True, text=True, timeout=limit, check=False, cwd=ROOT

@@ -139,7 +139,7 @@ class TestServers:
         assert "is its memory large enough" in text
 
     def test_other_clients_hide_the_hits(self, capsys: pytest.CaptureFixture[str]) -> None:
-        """Wrong answers are found all the same."""
+        """Wrong answers are found here too."""
         code, text = run(capsys, Behaviour(others=True))
         assert code == 77, text
         assert "SUMMARY: kvfix verify nothing proven: requests of other clients hide" in text

@@ -1,14 +1,16 @@
 """Long trials of `kvfix verify` on real servers: `python -m tests.verify.trials NAME`. Each prints a line for each run.
 
-connectors   LMCache in process as released and with kvfix, LMCache's server, OffloadingConnector, none
-faults       every planted fault, on LMCache in process with kvfix
-partial      the last chunk of a prompt stored in part: healthy, and wrong
-noisy        faults on an engine whose logits have noise
-ranks        two ranks: healthy, and one of them wrong
-lora         an adapter that shares KV with its base model, and one that does not, with KVF017
-pd           prefill and decode instances with NIXL: healthy, and a transfer that returns zeros
-healthy N    N healthy runs in bfloat16 while other clients use the server: no run may exit 1
-noise N      N simulated healthy runs for each kind of noise
+NAME is one of these:
+
+    connectors   LMCache in process as released and with kvfix, LMCache's server, OffloadingConnector, none
+    faults       every planted fault, on LMCache in process with kvfix
+    partial      the last chunk of a prompt stored in part: healthy, and wrong
+    noisy        faults on an engine whose logits have noise
+    ranks        two ranks: healthy, and one of them wrong
+    lora         an adapter that shares KV with its base model, and one that does not, with KVF017
+    pd           prefill and decode instances with NIXL: healthy, and a transfer that returns zeros
+    healthy N    N healthy runs in bfloat16 while other clients use the server: no run may exit 1
+    noise N      N simulated healthy runs for each kind of noise
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ FAULTS = {
 
 
 def run(name: str, expected: tuple[int, ...], *arguments: str) -> bool:
-    """Print what it answers."""
+    """Print the result."""
     began = time.monotonic()
     code, text = served.verify(*arguments, "--json")
     answer = json.loads(text.splitlines()[-1]) if text else {}
@@ -72,7 +74,7 @@ def in_folder() -> Iterator[Path]:
 
 
 def planted(server: Served, faults: dict[str, tuple[int, ...]], *arguments: str) -> bool:
-    """Whether the answer is right with each of these faults. All of them run."""
+    """Return a flag for each of these faults, True if the answer is right."""
     results = []
     for fault, expected in faults.items():
         server.plant(fault)

@@ -1,1 +1,1 @@
-"""What only maintainers run. Not in the wheel."""
+"""Commands for maintainers. They are not in the wheel."""

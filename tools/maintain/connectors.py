@@ -1,4 +1,4 @@
-"""docs/connectors.json: what `kvfix conform` says of each connector that vLLM ships, each in a process of its own.
+"""Write docs/connectors.json: the verdicts of `kvfix conform` on each connector of vLLM, each in a separate process.
 
 python -m maintain.connectors [NAME...]
 """
@@ -12,7 +12,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
-#: Seeds of the fuzzer, and the most seconds that a connector may take.
+#: Seeds of the fuzzer, and maximum seconds for a connector.
 SEEDS, LIMIT = 20, 900
 FILE = Path(__file__).parents[2] / "docs/connectors.json"
 _EXAMPLE = {
@@ -23,7 +23,7 @@ _EXAMPLE = {
 
 
 class Subject(NamedTuple):
-    """name: as the table has it. connector: for the command. note: what a reader must know of the verdicts."""
+    """name: in the table. connector: for the command. note: explains the verdicts."""
 
     name: str
     connector: str
@@ -52,7 +52,7 @@ SUBJECTS = (
 
 
 class Said(NamedTuple):
-    """Of one connector. verdicts: by rule. loaded: tokens. cannot: why it could not be run. stand_in: of its side."""
+    """The result of one connector. verdicts: by rule. loaded: tokens. cannot: why it could not be run."""
 
     name: str
     verdicts: dict[str, str]
@@ -72,7 +72,7 @@ def load() -> list[Said]:
 
 
 def version() -> str:
-    """The vLLM of the table."""
+    """Return the release of vLLM in the table."""
     return str(json.loads(FILE.read_text())["vllm"])
 
 
@@ -93,7 +93,7 @@ def main(names: list[str]) -> None:
     command.prepare()
     from kvfix_tools.conform.player import Subject as Played
 
-    Played("ExampleConnector").lacks()  # vLLM looks at its models once, for all processes
+    Played("ExampleConnector").lacks()  # vLLM inspects its models once, before the processes start
     known = {each.name: each for each in load()} if FILE.exists() else {}
     for subject in SUBJECTS:
         if not names or subject.name in names:

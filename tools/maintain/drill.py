@@ -1,11 +1,11 @@
-"""`make drill`: what kvfix does on a release that it has never seen.
+"""`make drill`: test kvfix on a release that it does not know.
 
     python -m maintain.drill [--steps N] [--connector NAME ...] [--edits N]
 
-The newest vLLM and LMCache are taken out of the fingerprints, so that kvfix knows neither. Every scenario and N fuzzed
-steps of each connector are played as released and with the fixes: no outcome may be worse than as released. Then
-machine-made edits change functions of these releases without changing what they do (`maintain.drill_edits`), and all is
-played again. A table says how many fixes are applied, and how many are refused. Exit 1 if an outcome is worse.
+The drill removes the newest vLLM and LMCache from the fingerprints. It plays every scenario and N fuzzed steps of each
+connector, as released and with the fixes. Then it edits functions of these releases without changing their behaviour
+(`maintain.drill_edits`), and plays all again. A table shows how many fixes are applied and refused. Exit 1 if an
+outcome is worse than as released.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from maintain import drill_edits
 
 LMCACHE = Path(".cache/lmcache")
 VLLM = Path(".cache/vllm")
-#: The LMCache release that each connector is played with; default: the newest.
+#: {connector: LMCache release to play it with}. Default: the newest.
 OLDER_LMCACHE = {"mp-in-tree": "0.4.6"}
 CONNECTORS = (
     "v1", "mp", "mp-in-tree", "offloading", "simple-offload", "nixl-pull", "nixl-push", "nixl-offload", "mooncake",
 )  # fmt: skip
-#: Rules of the lab that no fix may break for a request that is answered right as released.
+#: Rules of the lab that no fix may break for a request with a right answer as released.
 WRONG_KV = ("LAB001", "LAB008")
 #: The lab's rule for an error in the code of a fix.
 FAULT = "LAB007"
@@ -45,7 +45,7 @@ def newest(dist: str) -> str:
 
 
 def without(known: dict[str, Any], forgotten: dict[str, str]) -> dict[str, Any]:
-    """The fingerprints without these releases: {dist: version}."""
+    """Return the fingerprints without these releases. forgotten: {dist: version}."""
     found = dict(known)
     for dist, version in forgotten.items():
         mine = known[dist]
@@ -70,7 +70,7 @@ def without(known: dict[str, Any], forgotten: dict[str, str]) -> dict[str, Any]:
 
 
 def answer(connector: str, lmcache: str, steps: int, forgotten: dict[str, str]) -> None:
-    """Play it as released and with the fixes; one line of JSON on stdout."""
+    """Play the connector as released and with the fixes. Print one line of JSON."""
     changed = without(applicability.fingerprints(), forgotten)
     vars(applicability)["fingerprints"] = lambda: changed
     runner.prepare(lmcache)
@@ -92,7 +92,7 @@ def scenarios(connector: str) -> dict[str, Any]:
 
 
 def fuzzed(connector: str, steps: int) -> dict[str, Any]:
-    """Rules that only the fixed runs violate, and seeds that only they serve wrong KV to."""
+    """Return rules that only runs with the fixes violate, and seeds with wrong KV only with the fixes."""
     from kvfix_tools.lab import fuzz_run
 
     both = [fuzz_run.Run(connector, fixes) for fixes in (False, True)]
@@ -121,7 +121,7 @@ def fuzzed(connector: str, steps: int) -> dict[str, Any]:
 
 
 def states() -> dict[str, Any]:
-    """What has become of the fixes, in a process that has imported the connector's modules."""
+    """Return the states of the fixes in this process, which has imported the connector's modules."""
     with runner.applied(True):
         rows = [row for row in kvfix.status() if (fix := catalogue.find(row.code)) is not None and fix.fixable]
     return {
@@ -134,7 +134,7 @@ def states() -> dict[str, Any]:
 
 
 def in_its_process(connector: str, steps: int, edited: Path | None) -> dict[str, Any]:
-    """edited: a folder with edited copies, `vllm` and `lmcache`."""
+    """Play the connector in another process. edited: a folder with edited copies of `vllm` and `lmcache`."""
     vllm = VLLM / newest("vllm")
     older = OLDER_LMCACHE.get(connector)
     lmcache = LMCACHE / (older or newest("lmcache"))

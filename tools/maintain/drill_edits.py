@@ -1,4 +1,4 @@
-"""Edits functions of vLLM and LMCache as a next release would, without changing what they do. For `maintain.drill`."""
+"""Edit functions of vLLM and LMCache as a next release would, without changing their behaviour (`maintain.drill`)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kvfix.fixes.api import Target
 
 Function = ast.FunctionDef
 
-#: The same edits in each run.
+#: A fixed seed, so that each run makes the same edits.
 SEED = 1
 
 
 def make(folder: Path, vllm: Path, lmcache: Path, number: int) -> list[str]:
-    """Copies of both packages in `folder`/vllm and `folder`/lmcache, with so many functions edited; what was done."""
+    """Copy both packages to `folder`/vllm and `folder`/lmcache, and edit `number` functions. Return the edits."""
     (site,) = vllm.glob("lib/python*/site-packages")
     places = {"vllm": folder / "vllm", "lmcache": folder / "lmcache"}
     for dist, source in (("vllm", site), ("lmcache", lmcache)):
@@ -46,7 +46,7 @@ def _targets() -> Iterator[Target]:
 
 
 def edit(path: Path, function: str, change: Callable[[Function, Path], bool], package: Path) -> bool:
-    """Change one function of this file; False if this kind of edit does not fit it."""
+    """Change one function of this file. Return False if this kind of edit does not fit it."""
     text = path.read_text()
     node: ast.AST | None = ast.parse(text)
     for name in function.split("."):
@@ -63,7 +63,7 @@ def edit(path: Path, function: str, change: Callable[[Function, Path], bool], pa
 
 
 def rename_parameter(node: Function, package: Path) -> bool:
-    """The last positional parameter that no caller names."""
+    """Rename the last positional parameter, if no caller passes it by name."""
     for argument in reversed(node.args.args[1:]):
         if _is_named_by_a_caller(node.name, argument.arg, package):
             continue
@@ -82,7 +82,7 @@ def _is_named_by_a_caller(function: str, parameter: str, package: Path) -> bool:
 
 
 def add_default(node: Function, package: Path) -> bool:
-    """The last parameter without a default gets None."""
+    """Add the default None to the last parameter without a default."""
     if len(node.args.args) - len(node.args.defaults) < 2:
         return False
     node.args.defaults.insert(0, ast.Constant(None))
@@ -90,7 +90,7 @@ def add_default(node: Function, package: Path) -> bool:
 
 
 def move_branch(node: Function, package: Path) -> bool:
-    """The first `if` asks the opposite, and its branches change places."""
+    """Negate the first `if` and swap its branches."""
     for each in ast.walk(node):
         if isinstance(each, ast.If):
             each.test = ast.UnaryOp(ast.Not(), each.test)

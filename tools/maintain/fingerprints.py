@@ -1,10 +1,10 @@
-"""`make fingerprints`: take the fingerprints of every function that a fix corrects, and the hashes of their files, from
-unpacked releases, into `kvfix/fingerprints.json`.
+"""`make fingerprints`: write fingerprints of all fixed functions and hashes of their files to
+`kvfix/fingerprints.json`.
 
     python -m maintain.fingerprints lmcache .cache/lmcache/*
 
-Each folder is one release as `pip install --no-deps --target FOLDER` makes it; `site-packages` will do for the one
-installed. What the file has of other releases stays.
+Each folder has one release, as `pip install --no-deps --target FOLDER` makes it, or is `site-packages`. Entries of
+other releases stay in the file.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ FILE = Path(kvfix.__file__).with_name("fingerprints.json")
 
 
 class Taken(NamedTuple):
-    """Of one release. functions: {target: fingerprint}. files: {module: hash of its file}."""
+    """The data of one release. functions: {target: fingerprint}. files: {module: hash of its file}."""
 
     functions: dict[str, str]
     files: dict[str, str]
 
 
 def take(dist: str, folder: Path) -> tuple[str, Taken]:
-    """(version, what was taken) of the release in this folder. Raises ValueError if there is none."""
+    """Return (version, data) of the release in this folder. Raises ValueError if there is none."""
     versions = {found.name: found.version for found in metadata.distributions(path=[str(folder)])}
     providers = [name for name in installed_source.PROVIDERS.get(dist, (dist,)) if name in versions]
     if not providers:
@@ -51,7 +51,7 @@ def take(dist: str, folder: Path) -> tuple[str, Taken]:
 
 
 def merge(known: dict[str, Any], dist: str, taken: dict[str, Taken]) -> dict[str, Any]:
-    """`known` with the releases in `taken` added or replaced; sorted, so that the file changes little."""
+    """Add or replace the releases of `taken` in `known`. Sort them, so that the file changes little."""
     earlier = known.get(dist, {})
     by_release = {release: Taken({}, {}) for release in earlier.get("releases", ())}
     for target, fingerprints in earlier.get("functions", {}).items():
@@ -82,7 +82,7 @@ def merge(known: dict[str, Any], dist: str, taken: dict[str, Taken]) -> dict[str
 
 
 def modules_of_fixes(dist: str) -> dict[str, list[str]]:
-    """{module: modules of the fixes that have a function in it}."""
+    """Return {module: modules of the fixes that have a function in it}."""
     found: dict[str, set[str]] = {}
     for fix in catalogue.fixes():
         for target in fix.targets if fix.fixable else ():

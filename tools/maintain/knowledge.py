@@ -16,7 +16,7 @@ import tomllib
 from kvfix_tools.diagnose.problem import FILE, Problem
 
 FOLDER = FILE.with_suffix("")
-#: The file of the codes that are used no more.
+#: The file with retired codes.
 RETIRED = "retired.toml"
 
 
@@ -25,7 +25,7 @@ class Mistake(ValueError):
 
 
 def records(file: Path) -> list[dict[str, Any]]:
-    """The records of this file, each checked against the schema (`Problem`)."""
+    """Return the records of this file, each checked against the schema (`Problem`)."""
     try:
         tables = tomllib.loads(file.read_text())
     except tomllib.TOMLDecodeError as error:
@@ -42,7 +42,7 @@ def records(file: Path) -> list[dict[str, Any]]:
 
 
 def compiled() -> str:
-    """The JSON, one record a line: files in the order of their names, records in the order of their file."""
+    """Return the JSON with one record in a line: files sorted by name, records in the order of their file."""
     files = sorted(file for file in FOLDER.glob("*.toml") if file.name != RETIRED)
     rows = ",\n".join(json.dumps(record, ensure_ascii=False) for file in files for record in records(file))
     gone = tomllib.loads((FOLDER / RETIRED).read_text())["group"]

@@ -1,7 +1,7 @@
 """Check that texts are plain English: `python -m maintain.language`, which `make lint` runs.
 
 It prints `file:line: what is wrong`, and exits with 1 if anything is wrong. It reads the files of PAGES, and the
-docstrings in the files of MODULES: in patches/kvfix only the fixes, because the other modules are not clean yet.
+docstrings in the files of MODULES.
 It skips tables, headings and code blocks. A code span and a link each count as one word.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 MAX_WORDS = 30
 PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/*.md")
-MODULES = ("patches/kvfix/fixes/*/*.py", "patches/kvfix/fixes/api.py")
+MODULES = ("patches/kvfix/**/*.py", "tools/kvfix_tools/lab/**/*.py", "tools/maintain/**/*.py", "tests/**/*.py")
 
 #: A statement that starts with one of these makes the reader wait for its subject.
 OPENERS = ("Of", "What", "That", "Which", "Whether")
@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def texts(root: Path) -> Iterator[tuple[Path, int, str, bool]]:
-    """Each text that is checked: file, line of its beginning, text, and whether it is a docstring."""
+    """Yield each checked text: its file, its first line number, the text, and True if it is a docstring."""
     for page in _files(root, PAGES):
         yield page, 1, page.read_text(), False
     for module in _files(root, MODULES):
@@ -80,7 +80,7 @@ def _files(root: Path, patterns: tuple[str, ...]) -> list[Path]:
 
 
 def violations(text: str, first: int = 1, is_docstring: bool = False) -> Iterator[tuple[int, str]]:
-    """(line, what is wrong) of each violation. first: the number of the text's first line."""
+    """Yield (line, what is wrong) of each violation. first: the number of the text's first line."""
     if is_docstring and not text.partition("\n")[0].strip():
         yield first, "the first line of the docstring is empty"
     for line, paragraph in paragraphs(text):
@@ -101,7 +101,7 @@ def violations(text: str, first: int = 1, is_docstring: bool = False) -> Iterato
 
 
 def paragraphs(text: str) -> Iterator[tuple[int, str]]:
-    """(number of its first line from 0, text) of each paragraph and list item of prose."""
+    """Yield (number of its first line from 0, text) of each paragraph and list item of prose."""
     lines: list[str] = []
     start, is_fenced, is_code, is_comment = 0, False, False, False
     for number, line in enumerate([*text.splitlines(), ""]):

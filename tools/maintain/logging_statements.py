@@ -1,10 +1,10 @@
-"""`make statements`: take the releases' own logging statements and assertion texts that the grammar of kvfix-diagnose
-reads, into `kvfix_tools/diagnose/statements.json`.
+"""`make statements`: write the releases' log statements and assertion texts to `kvfix_tools/diagnose/statements.json`.
+
+Only texts that the grammar of kvfix-diagnose reads are written. Entries of other releases stay in the file.
 
     python -m maintain.logging_statements lmcache DIR/0.3.1 DIR/0.3.2 ...
     python -m maintain.logging_statements vllm DIR/0.9.2=.../site-packages ...
 
-What the file has of other releases stays.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Call(NamedTuple):
 
 
 def template(node: ast.expr) -> str | None:
-    """The text with `{}` for every value, whether by `%` or as an f-string; None if it is not written out."""
+    """Return the text with `{}` for each value of `%` or of an f-string; None if the source has no text."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -41,7 +41,7 @@ def template(node: ast.expr) -> str | None:
 
 
 def calls(tree: ast.Module) -> Iterator[Call]:
-    """Logging calls, `assert ..., text`, `raise X(text)`, and texts that are given a name first, of a file."""
+    """Yield the logging calls, assertions and exceptions of a file that have a text, also with a text in a variable."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
             level = node.func.attr.removesuffix("_once")
@@ -56,7 +56,7 @@ def calls(tree: ast.Module) -> Iterator[Call]:
 
 
 def meaning(text: str) -> str | None:
-    """Name of the message that the grammar takes this text for."""
+    """Return the name of the message that the grammar recognizes in this text."""
     line = statements.sample(text).encode()
     for message in grammar.MESSAGES:
         if message.source != "trace" and message.literal in line and message.pattern.match(line):
@@ -65,7 +65,7 @@ def meaning(text: str) -> str | None:
 
 
 def extract(source: bytes) -> list[tuple[str, str, str, int]]:
-    """(message, template, level, line) of each statement of a file that the grammar reads."""
+    """Return (message, template, level, line) of each statement of a file that the grammar reads."""
     if not any(message.literal[:8].strip() in source for message in grammar.MESSAGES if message.source != "trace"):
         return []
     found = []
@@ -82,7 +82,7 @@ Table = dict[tuple[str, str, str, str], dict[str, tuple[int, ...]]]
 
 
 def take(table: Table, release: str, root: Path) -> None:
-    """Put the statements of the package in this folder into the table, in place of what it has of the release."""
+    """Replace the statements of this release in the table by those of the package in this folder."""
     for lines in table.values():
         lines.pop(release, None)
     for file in sorted(root.rglob("*.py")):
@@ -92,7 +92,7 @@ def take(table: Table, release: str, root: Path) -> None:
 
 
 def rows(table: Table) -> list[list[object]]:
-    """As the file has them: [message, template, level, file, {line: releases}]; the oldest release first."""
+    """Return the rows of the file: [message, template, level, file, {line: releases}], the oldest release first."""
     made: list[list[object]] = []
     for key, lines in sorted(table.items()):
         by_line: dict[str, list[str]] = {}

@@ -1,13 +1,13 @@
-"""`make peers`: vLLM's and LMCache's own tests, without kvfix, with its fixes, and in mode strict, test by test.
+"""`make peers`: run vLLM's and LMCache's own tests without kvfix, with its fixes, and in mode strict.
 
     python -m maintain.peers [lmcache|vllm ...] [--mode fix|strict ...] [--anew] [--json]
 
---anew runs them without kvfix once, and keeps the tests that do not pass in tests/peers/<dist>-<release>.json. A test
-that passes there and fails with kvfix is run again alone, with kvfix and without: it counts only if it fails with kvfix
-alone. tests/peers/exceptions.json has those that are meant to fail, each with the reason. Exit 1 if there are others,
-or if one of the exceptions does not fail.
+`--anew` runs the tests without kvfix, and writes those that do not pass to tests/peers/<dist>-<release>.json. If any
+other test fails with kvfix, it runs again alone, with and without kvfix. It counts if it fails only with kvfix.
+tests/peers/exceptions.json has the tests that are meant to fail, with the reason. Exit 1 if another test fails, or if
+an exception does not fail.
 
-The tests are in .cache/peers (requirements/peers); they run in the environment of the project, two processes a suite.
+The tests are in .cache/peers (requirements/peers). They run in the environment of the project, in two processes.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "tests/peers"
 EXCEPTIONS = KEPT / "exceptions.json"
 MODES = ("fix", "strict")
-#: Folders of the tests that go through the scheduler, a connector or the cache.
+#: Folders of tests that use the scheduler, a connector or the cache.
 FOLDERS = {"vllm": ("tests/v1/kv_connector/unit", "tests/v1/core"), "lmcache": ("tests/v1",)}
-#: Files that are not run, and why.
+#: {file that is not run: reason}
 LEFT_OUT = {
     "vllm": {
         "tests/v1/core/test_scheduler_e2e.py": "loads the weights of a model",
@@ -47,9 +47,9 @@ LEFT_OUT = {
         "tests/v1/storage_backend/test_resp_connector.py": "half a minute, and nothing of kvfix is in it",
     },
 }
-#: Modules that nearly all of LMCache's tests import, whatever they are about.
+#: Modules that nearly all of LMCache's tests import.
 EVERYWHERE = {"lmcache.v1.memory_management"}
-#: The models that the tests name: only their shape is read.
+#: The models in the tests, which only read their configuration.
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192,
     "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
@@ -76,7 +76,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 class Suite(NamedTuple):
-    """The tests of one distribution: their folder, and the paths in it that are run."""
+    """The tests of one distribution: their folder, and the paths to run in it."""
 
     dist: str
     release: str
@@ -85,12 +85,12 @@ class Suite(NamedTuple):
 
     @property
     def file(self) -> Path:
-        """Its result without kvfix: how many tests pass, and the outcomes of those that do not."""
+        """The file with the result without kvfix: number of passed tests, and outcomes of the other tests."""
         return KEPT / f"{self.dist}-{self.release}.json"
 
 
 def suite(dist: str) -> Suite:
-    """Raises SystemExit where its tests are not there."""
+    """Return the suite of this distribution. Raises SystemExit if its tests are missing."""
     release = installed_source.version(dist).partition("+")[0]
     folder = ROOT / ".cache/peers" / f"{dist}-{release}"
     if not folder.is_dir():
@@ -102,7 +102,7 @@ def suite(dist: str) -> Suite:
 
 
 def importing(dist: str, folder: Path, modules: Iterable[str]) -> list[str]:
-    """Test files that import one of these modules, but for those that are left out."""
+    """Return test files that import one of these modules, without files that are not run."""
     ways = []
     for module in sorted(modules):
         package, _, name = module.rpartition(".")
@@ -114,7 +114,7 @@ def importing(dist: str, folder: Path, modules: Iterable[str]) -> list[str]:
 
 
 def hub(folder: Path) -> dict[str, str]:
-    """Make a cache of Hugging Face's hub with MODELS: nothing is downloaded. Settings, for importing vLLM with it."""
+    """Make a cache of Hugging Face's hub with MODELS, without a download. Return environment variables to use it."""
     for model, config in MODELS.items():
         base = folder / "hub" / f"models--{model.replace('/', '--')}"
         for file, text in (
@@ -128,16 +128,16 @@ def hub(folder: Path) -> dict[str, str]:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Of a process that runs their tests. folder: for what it leaves."""
+    """Return the environment of a process that runs the tests. folder: for its files."""
     return {
         "VLLM_NO_USAGE_STATS": "1", "LMCACHE_TRACK_USAGE": "false", "PYTHONHASHSEED": "0",
         "KVFIX_DUMP_DIR": str(folder),
-        "RAY_AUTH_MODE": "disabled",  # else Ray leaves a token in ~/.ray, for all later clusters
+        "RAY_AUTH_MODE": "disabled",  # otherwise Ray leaves a token in ~/.ray, for all later clusters
     }  # fmt: skip
 
 
 def run(suite: Suite, mode: str, tests: Iterable[str] = (), processes: int = 2) -> dict[str, str]:
-    """{test: passed, skipped or failed} in this mode of kvfix; "": without it. tests: default, all of the suite."""
+    """Return {test: passed, skipped or failed} in this mode of kvfix; "": without kvfix. tests: by default all."""
     with tempfile.TemporaryDirectory(prefix="kvfix-peers-") as place:
         outcomes = Path(place, "outcomes")
         env = {
@@ -160,7 +160,7 @@ def run(suite: Suite, mode: str, tests: Iterable[str] = (), processes: int = 2) 
 
 
 def read(file: Path) -> dict[str, str]:
-    """{test: outcome} as the plugin writes them. A test has one for each phase: the worst counts."""
+    """Return {test: outcome} from the file of the plugin. A test has an outcome for each phase: the worst counts."""
     order = ("passed", "skipped", "failed")
     found: dict[str, str] = {}
     for line in file.read_text().splitlines() if file.exists() else ():
@@ -170,7 +170,7 @@ def read(file: Path) -> dict[str, str]:
 
 
 def take(suite: Suite) -> None:
-    """Run it twice without kvfix; a test that does not pass both times is left out from then on."""
+    """Run the suite twice without kvfix. Tests that do not pass both times are not compared."""
     first, again = run(suite, ""), run(suite, "")
     worse = {name: outcome for name, outcome in (*again.items(), *first.items()) if outcome != "passed"}
     passed = sum(outcome == "passed" for outcome in first.values()) - sum(first.get(name) == "passed" for name in worse)
@@ -180,12 +180,12 @@ def take(suite: Suite) -> None:
 
 
 def baseline(suite: Suite) -> dict[str, Any]:
-    """Without kvfix: how many "passed", and {test: outcome} of those "not passed"."""
+    """Return the result without kvfix: the number of "passed" tests, and {test: outcome} of those "not passed"."""
     return dict(json.loads(suite.file.read_text()))
 
 
 def compare(suite: Suite, mode: str) -> dict[str, Any]:
-    """The difference that a mode of kvfix makes: tests that fail with it alone, and how many passed."""
+    """Return the tests that fail only in this mode of kvfix, and the number of passed tests."""
     begun, kept = time.monotonic(), baseline(suite)
     found = run(suite, mode)
     red = [name for name, outcome in found.items() if outcome == "failed" and name not in kept["not passed"]]
@@ -203,7 +203,7 @@ def compare(suite: Suite, mode: str) -> dict[str, Any]:
 
 
 def exceptions(dist: str, mode: str) -> dict[str, str]:
-    """{test, without its parameters: why it fails with kvfix in this mode, and is meant to}"""
+    """Return {test without its parameters: reason why it is meant to fail in this mode}."""
     known = json.loads(EXCEPTIONS.read_text()) if EXCEPTIONS.exists() else []
     return {each["test"]: each["why"] for each in known if each["dist"] == dist and mode in each["modes"]}
 

@@ -1,4 +1,4 @@
-"""For `make peers`: a plugin of pytest that applies kvfix in the process, and writes down the outcome of each test."""
+"""A plugin of pytest for `make peers`: apply kvfix in the process, and write the outcome of each test to a file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import kvfix
 
 ASKED: dict[str, str] = json.loads(os.environ["KVFIX_PEERS"])
-#: The tests run in the processes that xdist starts; the first process gets all their reports.
+#: True in a process that xdist has started to run tests. The first process gets all reports.
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 
 if IS_WORKER and ASKED["mode"]:
@@ -24,12 +24,12 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
     if ASKED["mode"] == "strict":
         watch_connectors()
     if ASKED["dist"] == "vllm":
-        for item in items:  # vLLM's own clean-up takes half a second a test: once a file will do
+        for item in items:  # vLLM's own clean-up takes half a second: run it once for each file
             item.add_marker(pytest.mark.skip_global_cleanup)
 
 
 def watch_connectors() -> None:
-    """The tests use the connector classes themselves; in an engine kvfix wraps them as vLLM's factory returns them."""
+    """Watch the connector classes, which the tests use without vLLM's factory."""
     from kvfix.connector_events import hooks
 
     base: Any = sys.modules.get("vllm.distributed.kv_transfer.kv_connector.v1.base")

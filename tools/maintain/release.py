@@ -1,9 +1,9 @@
-"""`make release`: source archive and wheel in dist/, and the wheel tried in an empty environment.
+"""`make release`: build source archive and wheel in dist/, and test the wheel in an empty environment.
 
     python -m maintain.release [FOLDER]
 
-The wheel is built from the source archive. It is installed in an empty environment, without vLLM and LMCache, and a few
-commands are run there. Exit 1 if one of them does not work.
+The wheel is built from the source archive. A few commands run in an empty environment with the wheel, without vLLM and
+LMCache. Exit 1 if one of them does not work.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-#: Of an engine that died of KVF001.
+#: The log of an engine that died of KVF001.
 LOG = ROOT / "tests/diagnose/logs/crash-0.3.10.log.gz"
 
 
 def build(folder: Path) -> tuple[Path, Path]:
-    """(source archive, wheel), made in this folder. Raises subprocess.CalledProcessError."""
+    """Build (source archive, wheel) in this folder. Raises subprocess.CalledProcessError."""
     sdist = _built(ROOT, "sdist", folder)
     with tempfile.TemporaryDirectory() as unpacked:
         with tarfile.open(sdist) as archive:
@@ -39,7 +39,7 @@ def _built(tree: Path, target: str, folder: Path) -> Path:
 
 
 def install(wheel: Path, environment: Path) -> Path:
-    """The programs of a new environment with this wheel in it; what it needs comes from pip's index."""
+    """Install this wheel into a new environment and return the folder of its programs."""
     subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
     programs = environment / "bin"
     subprocess.run([str(programs / "python"), "-m", "pip", "install", "--quiet", str(wheel)], check=True)
@@ -47,7 +47,7 @@ def install(wheel: Path, environment: Path) -> Path:
 
 
 def failures(programs: Path, version: str) -> Iterator[str]:
-    """Each command of kvfix that does not work as installed there; and `maintain`, if it is installed too."""
+    """Yield each command that does not work in this environment, and `maintain` if it is installed."""
     log = gzip.decompress(LOG.read_bytes())
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     no_maintain = ["python", "-c", "import importlib.util as u; print('maintain:', u.find_spec('maintain'))"]

@@ -1,10 +1,12 @@
-"""`make statements`: take what the releases' connector code raises, asserts and logs as an error, into
-`kvfix_tools/diagnose/checks.json`: of a failure that no record knows it says in which releases that code stands.
+"""`make statements`: write exceptions, assertions and logged errors of the releases to
+`kvfix_tools/diagnose/checks.json`.
+
+For a failure that no record knows, kvfix-diagnose names the releases that have its code. Entries of other releases stay
+in the file.
 
     python -m maintain.released_checks lmcache DIR/0.3.1 DIR/0.3.2 ...
     python -m maintain.released_checks vllm DIR/0.9.2=.../site-packages ...
 
-What the file has of other releases stays.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from kvfix_tools.diagnose import checks
 from kvfix_tools.diagnose.checks import Check
 from maintain.logging_statements import template
 
-#: Folders and files of the package that are read; of LMCache all but these.
+#: Folders and files of vLLM that are read, and those of LMCache that are not.
 VLLM = (
     "distributed/kv_transfer/", "distributed/kv_events.py", "v1/core/", "v1/kv_offload/", "v1/simple_kv_offload/",
     "v1/worker/kv_connector", "v1/worker/gpu_model_runner.py", "v1/worker/gpu/kv_connector", "v1/engine/core",
@@ -29,12 +31,12 @@ VLLM = (
 )  # fmt: skip
 _NOT_LMCACHE = ("cli/", "tools/", "sdk/")
 _ERRORS = ("error", "exception", "critical")
-#: Characters of a text and of a condition that are kept.
+#: Maximum characters of a text and of a condition.
 _TEXT, _CONDITION = 200, 120
 
 
 def with_place(node: ast.AST, function: str = "<module>", condition: str = "") -> Iterator[tuple[ast.AST, str, str]]:
-    """(node, its function, the innermost `if` that leads to it) of all below this node."""
+    """Yield (node, its function, its innermost `if`) of all nodes below this one."""
     for name, value in ast.iter_fields(node):
         leads = ast.unparse(node.test) if isinstance(node, ast.If) and name == "body" else condition
         if isinstance(node, ast.If) and name == "orelse":
@@ -48,7 +50,7 @@ def with_place(node: ast.AST, function: str = "<module>", condition: str = "") -
 
 
 def extract(source: bytes) -> Iterator[tuple[str, Check]]:
-    """(function, check) of each check of a file."""
+    """Yield (function, check) of each check of a file."""
     for node, function, condition in with_place(ast.parse(source)):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
             kind, text = ast.unparse(node.exc.func).rpartition(".")[2], template(node.exc.args[0])
@@ -73,7 +75,7 @@ def _logs_error(node: ast.Call) -> bool:
 
 
 def take(table: checks.Table, release: str, package: Path) -> int:
-    """Put the checks of this package into the table, in place of what it has of the release. Returns how many."""
+    """Replace the checks of this release in the table by those of this package. Return their number."""
     for found in table.values():
         found.discard(release)
     for file in sorted(package.rglob("*.py")):
@@ -85,7 +87,7 @@ def take(table: checks.Table, release: str, package: Path) -> int:
 
 
 def as_data(table: checks.Table) -> dict[str, object]:
-    """As the file has it: releases, the oldest first, and {file: {function: [[kind, text, condition, *ranges]]}}."""
+    """Return the data of the file: sorted releases, and {file: {function: [[kind, text, condition, *ranges]]}}."""
     releases = sorted({release for found in table.values() for release in found}, key=Version)
     files: dict[str, dict[str, list[list[object]]]] = {}
     for (file, function, check), found in sorted(table.items()):

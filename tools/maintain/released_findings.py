@@ -1,10 +1,10 @@
-"""docs/released.json: what the fuzzer finds as released, without a fix, and which fix is for it.
+"""Write docs/released.json: the findings of the fuzzer without fixes, and the fixes for them.
 
     python -m maintain.released_findings [CONNECTOR...]
 
-Each of CONNECTORS with the vLLM of the running Python and with those newer; `requirements/matrix` has made their
-environments. A finding is of a fix if its schedule shows it with all fixes but this one; of each kind the first
-schedules are asked, until one tells.
+It plays each of CONNECTORS with the vLLM of the running Python and with newer releases, in the environments of
+`requirements/matrix`. A fix is for a finding if a schedule shows the finding with all other fixes. For each kind of
+finding, the first schedules are tried until one names a fix.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 FILE = Path(__file__).parents[2] / "docs/released.json"
 #: Steps of the scheduler for each pair.
 STEPS = 20_000
-#: Schedules of each kind of finding that are asked, until one tells.
+#: Maximum schedules that are tried for each kind of finding.
 ASKED = 5
 #: Releases of vLLM that are newer than the one of the running Python.
 NEWER = Path("requirements/vllm-python-only.txt")
@@ -39,9 +39,9 @@ CONNECTORS = {"v1": "0.5.6", "mp": "0.5.6", "mp-in-tree": "0.4.6"}
 
 
 class Row(NamedTuple):
-    """What is found of one rule, for one reason. seed: the first that tells which. message: the first.
+    """The findings of one rule with the same fixes. seed: the first that names the fixes. message: the first.
 
-    fixes: those that alone keep it away; none where in the first seeds another one does so too.
+    fixes: fixes that alone prevent the findings. Empty if another fix prevents them too.
     """
 
     rule: str
@@ -52,7 +52,7 @@ class Row(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Of a connector, with the releases of `versions`. with_fixes: kinds of findings in these seeds with all fixes."""
+    """The findings of a connector. with_fixes: kinds of findings in the same seeds with all fixes."""
 
     connector: str
     versions: dict[str, str]
@@ -79,7 +79,7 @@ def dump(found: list[Found]) -> str:
 
 
 def look(connector: str, steps: int) -> Found:
-    """Play it as released, in this process."""
+    """Play the connector as released, in this process."""
     from kvfix_tools.lab import fuzz_run
 
     run = fuzz_run.Run(connector, fixes=False)
@@ -112,7 +112,7 @@ def look(connector: str, steps: int) -> Found:
 
 
 def without_each(drawn: Schedule) -> dict[str, list[tuple[str, str]]]:
-    """{fix: rules and signatures that this schedule shows with all fixes but this one}; "": with all."""
+    """Return {fix: rules and signatures that this schedule shows with all other fixes}; "": with all fixes."""
     from kvfix_tools.lab.fuzz import play, signature
 
     mine = [fix for fix in catalogue.fixes() if fix.fixable and fix.code in runner.played()]
@@ -128,7 +128,7 @@ def without_each(drawn: Schedule) -> dict[str, list[tuple[str, str]]]:
 
 
 def fixes_of(rule: str, signature: str, without: dict[str, list[tuple[str, str]]]) -> list[str]:
-    """The fixes without which alone it is there in these words, or, if there is none, this rule is violated."""
+    """Return the fixes without which the schedule has this signature or, if there are none, violates this rule."""
     exact = [code for code, shown in without.items() if code and (rule, signature) in shown]
     return exact or [code for code, shown in without.items() if code and any(each == rule for each, _ in shown)]
 
@@ -142,7 +142,7 @@ def in_its_process(python: Path, connector: str) -> Found:
 
 
 def answer(connector: str) -> None:
-    """What is found, on stdout as one line."""
+    """Print the findings in one line."""
     runner.prepare(str(Path(".cache/lmcache") / CONNECTORS[connector]))
     print(json.dumps(_plain(look(connector, STEPS))))
 

@@ -1,10 +1,10 @@
-"""`make matrix`: all scenarios under several vLLM releases with all LMCache releases, as data: docs/matrix.json.
+"""`make matrix`: play all scenarios with several vLLM releases and all LMCache releases, and write docs/matrix.json.
 
-    make matrix                                  what is new or has changed since it was written
-    python -m maintain.scenario_matrix --again   all of it
+    make matrix                                  only new or changed pairs
+    python -m maintain.scenario_matrix --again   all pairs
 
-`requirements/matrix` has made the environments, .cache/vllm/<release>; the vLLM of the running Python is played too.
-In the file, a row of `outcomes` holds for all its LMCache releases; `code` is a digest of the fixes and the lab.
+`requirements/matrix` makes the environments .cache/vllm/<release>. The vLLM of the running Python is played too. In the
+file, a row of `outcomes` has all LMCache releases with this outcome, and `code` is a digest of the fixes and the lab.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvfix_tools.lab.releases import code
 
 FILE = Path("docs/matrix.json")
 VLLM = Path(".cache/vllm")
-#: Releases of vLLM with an environment there: with a build for the CPU, and the Python files of a wheel.
+#: Releases of vLLM with an environment: with a build for the CPU, and with the Python files of a wheel.
 VLLM_RELEASES = Path("requirements/vllm-releases.txt"), Path("requirements/vllm-python-only.txt")
 LMCACHE = Path(os.environ.get("KVFIX_TEST_RELEASES", ".cache/lmcache"))
 #: Plays the pairs of one vLLM release, in that release's environment.
@@ -36,17 +36,17 @@ PROCESS = Path(__file__).with_name("scenario_matrix_process.py")
 #: Seconds for the import of vLLM, and for one pair, which takes about ten.
 LIMIT = 300
 
-#: {(vllm, lmcache): {"date", "python", "code", and "outcomes" or, where it could not be played, "why"}}
+#: {(vllm, lmcache): {"date", "python", "code", and "outcomes" or, if the pair could not be played, "why"}}
 Pairs = dict[tuple[str, str], dict[str, Any]]
 
 
 def digest() -> str:
-    """Of all that the outcomes depend on, but vLLM and LMCache."""
+    """Return a digest of the code that the outcomes depend on, without vLLM and LMCache."""
     return hashlib.sha256(code().encode() + PROCESS.read_bytes()).hexdigest()[:12]
 
 
 def load(text: str) -> Pairs:
-    """The pairs of a file."""
+    """Return the pairs of a file."""
     whole, pairs = json.loads(text), Pairs()
     for run in whole["runs"]:
         for lmcache in run["lmcache"].split():
@@ -60,7 +60,7 @@ def load(text: str) -> Pairs:
 
 
 def dump(pairs: Pairs) -> str:
-    """One line for all LMCache releases with the same values; sorted, so that a difference can be read."""
+    """Return the text of the file: sorted, with one line for all LMCache releases with the same values."""
     runs: dict[str, list[str]] = {}
     outcomes: dict[str, list[str]] = {}
     for (vllm, lmcache), pair in sorted(pairs.items(), key=lambda each: (Version(each[0][0]), Version(each[0][1]))):
@@ -78,7 +78,7 @@ def dump(pairs: Pairs) -> str:
 
 
 def deviations(pairs: Pairs) -> list[str]:
-    """Whatever did not come out as expected, a line each."""
+    """Return a line for each outcome that differs from the expected one."""
     found = []
     for (vllm, lmcache), pair in pairs.items():
         where = f"vLLM {vllm}, LMCache {lmcache}"
@@ -92,7 +92,7 @@ def deviations(pairs: Pairs) -> list[str]:
 
 
 def play(python: Path, releases: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each of these LMCache releases under the vLLM of this interpreter, as it is done."""
+    """Play these LMCache releases with the vLLM of this interpreter. Yield each result at once."""
     packages = os.pathsep.join(str(Path(package.__path__[0]).parent) for package in (kvfix, kvfix_tools))
     environment = {name: value for name, value in os.environ.items() if name != "KVFIX"} | {"PYTHONPATH": packages}
     command = [str(python), "-m", f"maintain.{PROCESS.stem}", str(LIMIT), *(str(LMCACHE / name) for name in releases)]

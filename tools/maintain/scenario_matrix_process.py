@@ -1,10 +1,9 @@
-"""For `make matrix`: all scenarios under this environment's vLLM, with one LMCache release after the other.
+"""For `make matrix`: play all scenarios with the vLLM of this environment and several LMCache releases.
 
     python -m maintain.scenario_matrix_process LIMIT FOLDER...
 
-Each folder holds an LMCache release; for each, in this order, a line of JSON is printed. vLLM is imported once; each
-release is played in a fork of this process, since one process holds one release. LIMIT: seconds, for the import of
-vLLM and for each release.
+Each folder has an LMCache release, and each release gets a line of JSON. vLLM is imported once. Each release is played
+in a fork of this process. LIMIT: seconds for the import of vLLM, and for each release.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from kvfix_tools.lab.scenario import Scenario, scenarios
 
 
 def play(scenario: Scenario) -> dict[str, Any]:
-    """Outcomes as released and with the fixes, and whether both are as expected."""
+    """Return the outcomes as released and with the fixes, and True if both are as expected."""
     expected = runner.expected(scenario)
     row: dict[str, Any] = {"scenario": scenario.slug, "expected": expected}
     try:
@@ -34,14 +33,14 @@ def play(scenario: Scenario) -> dict[str, Any]:
     row |= {"released": released.outcome, "fixed": fixed.outcome}
     if released.outcome == "not-applicable":
         row["why"] = released.message
-    # A bug without a fix stays as it was; but not where another bug ended the schedule before, and that one is fixed.
+    # A bug without a fix stays, unless another bug, which is fixed, ended the schedule before.
     good = ("clean", "not-applicable") if scenario.fixes else (expected,)
     as_expected = released.outcome == expected and (fixed.outcome in good or bool(not scenario.fixes and released.also))
     return row | {"as_expected": as_expected}
 
 
 def play_all(folder: str, answer: Connection) -> None:
-    """In a fork: every scenario with the LMCache release of this folder."""
+    """Play every scenario with the LMCache release of this folder, in a fork."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
@@ -85,7 +84,7 @@ def main(limit: int, folders: list[str]) -> None:
         import torch
         import vllm.v1.core.sched.scheduler  # noqa: F401
 
-        torch.set_num_threads(1)  # a fork has none of the threads that its parent has started
+        torch.set_num_threads(1)  # a fork does not have the threads of its parent
     except Exception as error:  # noqa: BLE001  an old vLLM among new packages may fail in any way
         failed = first_line(error)
     signal.alarm(0)

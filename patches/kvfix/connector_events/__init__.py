@@ -1,7 +1,7 @@
-"""Connector events: hook calls of a connector become events of the ledger. The flight recorder keeps them, and in modes
-`check` and `strict` the rules check them.
+"""Turn the hook calls of a connector into events of the ledger.
 
-Only modes that need this package import it. An error in it is reported once, and the engine goes on.
+The flight recorder keeps the events, and in modes `check` and `strict` the rules check them. Mode `fix` does not import
+this package. After an error in the package, the engine continues, and kvfix logs the error once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Violation = violations.Violation
 
 
 def settle(module: ModuleType) -> None:
-    """Put the wrappers into this module, or remove all if the configuration needs none. Idempotent."""
+    """Add the wrappers to this module, or remove all wrappers if the configuration needs none. Idempotent."""
     if session.config is None or not session.config.watches:
         remove_all()
     elif hasattr(module, "Scheduler"):

@@ -9,13 +9,16 @@ The first line describes the file. The others follow in any order, each with its
     {"kind": "scheduler", "running": 3, "waiting": 2, "blocks": 60, "free_blocks": 5}
     {"kind": "event", "connector": 1, "hook": "...", "mono": 12, "wall": 34, "event": "Asked", "request": "r", ...}
     {"kind": "finding", "code": "KVR002", "name": "promise-changed", "request": "r", "message": "...", ...}
-    {"kind": "state", "schema": 1, "scheduler": {...}, ...}    at a signal and of a standstill: see kvfix.engine_state
-    {"kind": "stacks", "pid": 1, "text": "Thread 0x... (most recent call first): ..."}    likewise, of all threads
+    {"kind": "state", "schema": 1, "scheduler": {...}, ...}    at a signal or a standstill: see kvfix.engine_state
+    {"kind": "stacks", "pid": 1, "text": "Thread 0x... (most recent call first): ..."}    at a signal or a standstill
     {"kind": "fix", "code": "KVF001", "dist": "lmcache", "version": "0.3.10", "verdict": "applied", ...}
 
-mono: nanoseconds of the monotonic clock, which all processes of the same `boot` share; wall: nanoseconds since 1970.
-stepped: when the scheduler has made its last step, by the same clock as mono; 0 in a worker.
-pid and began (clock ticks after boot) identify a process of a node. A request is its id and counts, without tokens.
+- mono: nanoseconds of the monotonic clock, which all processes of the same `boot` share
+- wall: nanoseconds since 1970
+- stepped: time of the scheduler's last step, by the clock of mono; 0 in a worker
+- pid and began (clock ticks after boot): these identify a process of a node
+
+The file has ids and token counts of requests, but no tokens.
 """
 
 from __future__ import annotations
@@ -42,13 +45,14 @@ if TYPE_CHECKING:
     from kvfix.ledger import Finding
 
 SCHEMA = 1
-#: Maximum bytes of one file: the oldest events are dropped. Number of recorder files kept per process, and of recorder
-#: files and reports of all processes in a folder: an engine that is restarted again and again gets a new pid each time.
-LARGEST, FILES, FILES_OF_ALL = 8 << 20, 32, 256
+#: Maximum bytes of one file: the oldest events are dropped.
+LARGEST = 8 << 20
+#: Maximum recorder files of this process, and maximum files of all processes in a folder: each restart has a new pid.
+FILES, FILES_OF_ALL = 32, 256
 
 
 def announce() -> None:
-    """Announce to `kvfix dump` that this process handles its signal: any other process would die of it."""
+    """Announce to `kvfix dump` that this process handles the signal. The signal would kill any other process."""
     ready = {"kind": "ready", "schema": SCHEMA, "pid": os.getpid(), "began": _began(), "engines": sorted(_engines())}
     with files.folder() as folder:
         session.announced.add(files.write(folder, f"kvfix-{os.getpid()}.ready", _encode(ready)))
@@ -61,7 +65,7 @@ def _engines() -> set[str]:
 
 
 def announced() -> Iterator[int]:
-    """The other processes of this process's engines that have announced themselves. Raises OSError."""
+    """Yield the pids of other processes of the same engines that have announced themselves. Raises OSError."""
     import json
 
     engines = _engines()
@@ -69,7 +73,7 @@ def announced() -> Iterator[int]:
         for name in os.listdir(descriptor):
             if not name.endswith(".ready"):
                 continue
-            with suppress(OSError, ValueError, KeyError, TypeError):  # it has just ended
+            with suppress(OSError, ValueError, KeyError, TypeError):  # the process has just ended
                 with open(os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=descriptor), encoding="utf-8") as file:
                     ready = json.load(file)
                 pid = int(ready["pid"])
@@ -78,13 +82,16 @@ def announced() -> Iterator[int]:
 
 
 def withdraw() -> None:
-    """Remove the announcement. Idempotent."""
+    """Remove the announcements. Idempotent."""
     while session.announced:
         files.remove(session.announced.pop())
 
 
 def write(reason: str, finding: Finding | None = None, more: Iterable[dict[str, Any]] = ()) -> str:
-    """Write a recorder file; its path. reason: violation, exception, standstill, signal or exit. Raises OSError."""
+    """Write a recorder file and return its path. Raises OSError.
+
+    reason: violation, exception, standstill, signal or exit.
+    """
     name = f"kvfix-{os.getpid()}-{time.time_ns() // 1_000_000}-{next(files.numbers)}-{reason}.jsonl"
     with files.folder() as folder:
         recording = files.write(folder, name, _bounded([_encode(line) for line in (*_lines(reason, finding), *more)]))
@@ -102,7 +109,7 @@ def _began(pid: int | str = "self") -> int:
 
 
 def _clock() -> dict[str, Any]:
-    """What identifies the monotonic clock. Containers of a machine share the clock and have names of their own."""
+    """Return fields that identify the monotonic clock. Containers of a machine share it, but differ in `node`."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return {"node": os.uname().nodename, "boot": file.read().strip(), "began": _began()}
@@ -140,7 +147,6 @@ def _stacks() -> str:
 
 
 def process() -> dict[str, Any]:
-    """The fields of this process."""
     return {
         "pid": os.getpid(),
         "process": places.process_name(),
@@ -155,7 +161,8 @@ def process() -> dict[str, Any]:
 
 
 def _connector(watched: WatchedConnector) -> dict[str, Any]:
-    inside, since = min(watched.running.copy().values(), key=itemgetter(1), default=(None, 0.0))  # the longest
+    # Of several threads, the one that has been in its hook longest counts.
+    inside, since = min(watched.running.copy().values(), key=itemgetter(1), default=(None, 0.0))
     return {
         "number": watched.number,
         "name": watched.name,
@@ -174,7 +181,7 @@ def _connector(watched: WatchedConnector) -> dict[str, Any]:
 
 
 def kept(watched: WatchedConnector) -> dict[str, int]:
-    """Number of requests in each place of the connector's own state. Empty if it cannot be read."""
+    """Return the number of requests in each container of the connector's own state; {} if it cannot be read."""
     try:
         return {where: len(names) for where, names in watched.reader.kept()}
     except Exception:  # noqa: BLE001  optional fields
@@ -182,10 +189,7 @@ def kept(watched: WatchedConnector) -> dict[str, int]:
 
 
 def scheduler_state() -> dict[str, int]:
-    """Requests running and waiting, blocks in all and free. Empty without exactly one scheduler that can be read.
-
-    With several engines in one process the state cannot be assigned to one.
-    """
+    """Return the numbers of requests and blocks. Empty if this process has no scheduler or more than one."""
     try:
         (found,) = recorder.schedulers()
         pool = found.kv_cache_manager.block_pool
@@ -219,7 +223,7 @@ def _encode(line: dict[str, Any]) -> bytes:
 
 
 def _bounded(lines: list[bytes]) -> bytes:
-    """All lines that are no events, and the newest events that fit into a file of LARGEST bytes."""
+    """Join the lines. Leave out the oldest events if the file would be larger than LARGEST bytes."""
     events = [index for index, line in enumerate(lines) if line.startswith(b'{"kind":"event"')]
     size = sum(map(len, lines))
     for index in events:

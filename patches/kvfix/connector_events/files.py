@@ -14,7 +14,7 @@ from itertools import count
 #: Environment variable: the folder in which each user gets a private folder. Default: the folder for temporary files.
 DIRECTORY = "KVFIX_DUMP_DIR"
 
-#: A recorder file, its report, or an unfinished part of them. The group is its time in milliseconds.
+#: A recorder file, its report, or an unfinished part of one. The group is the time of the file in milliseconds.
 _DATED = re.compile(r"kvfix-\d+-(\d+)-\d+-\w+\.(?:jsonl|txt)")
 #: Numbers for the names of files.
 numbers = count(1)
@@ -24,8 +24,9 @@ numbers = count(1)
 def folder() -> Iterator[tuple[str, int]]:
     """Path and descriptor of the private folder, created with mode 0700. Raises OSError if others can access it.
 
-    The parent folder may be shared (1777): our name in it may be a link, or a folder of another user. The mode of the
-    parent is not changed. Files are created through the descriptor, so a later change of the path has no effect.
+    The parent folder may be shared (1777): our name in it may be a link, or a folder of another user. kvfix does not
+    change the mode of the parent. Files are created through the descriptor, so a later change of the path has no
+    effect.
     """
     shared = os.environ.get(DIRECTORY) or tempfile.gettempdir()
     os.makedirs(shared, mode=0o700, exist_ok=True)
@@ -47,7 +48,7 @@ def folder() -> Iterator[tuple[str, int]]:
 
 
 def write(folder: tuple[str, int], name: str, content: bytes) -> str:
-    """Write the file; its path. It gets another name first, so that a reader finds the whole file or none."""
+    """Write the file under another name and rename it: a reader finds the whole file or none. Return its path."""
     path, descriptor = folder
     part = f"{name}.{os.getpid()}.{next(numbers)}.part"  # two threads may write the same file
     handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=descriptor)
@@ -62,7 +63,7 @@ def write(folder: tuple[str, int], name: str, content: bytes) -> str:
 
 
 def keep_newest(folder: tuple[str, int], most: int) -> None:
-    """Remove the oldest dated files, of all processes, that are more than `most`."""
+    """Keep `most` recorder files and reports of all processes. Remove the oldest ones."""
     _, descriptor = folder
     dated = sorted((int(found[1]), name) for name in os.listdir(descriptor) if (found := _DATED.match(name)))
     for _, name in dated[: max(0, len(dated) - most)]:

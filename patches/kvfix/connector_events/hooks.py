@@ -2,7 +2,7 @@
 
 MultiConnector's children go through `get_connector_class` and never through `create_connector` (multi_connector.py
 0.32.0:232), so kvfix wraps the class, once. Hooks that a class inherits from `KVConnectorBase_V1` do nothing and are
-not wrapped, but for the one that gets what came of the loads.
+not wrapped, except `update_connector_output`: it gets the results of the loads.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ AUDIT = "audit"
 _HELD = "_kvfix_watched"
 _BASE, _OF_BASE = "KVConnectorBase_V1", "update_connector_output"
 
-#: {hook: (method of WatchedConnector before the hook, method after it, with its answer)}. "": none.
+#: {hook: (method of WatchedConnector before the hook, method after it)}. The method after it gets its answer. "": none.
 _RECORDED = {
     "get_num_new_matched_tokens": ("", "get_num_new_matched_tokens"),
     "update_state_after_alloc": ("update_state_after_alloc", ""),
@@ -40,14 +40,14 @@ _RECORDED = {
     "get_finished": ("", "get_finished"),
     "get_transfer_results": ("", "get_transfer_results"),
 }
-#: The same for all hooks. The exceptions of each hook and the hook that runs now are recorded too. The calls of
-#: `places.LAYER_HOOKS` are only counted, and only if the configuration has `layers`.
+#: All wrapped hooks. kvfix also records their exceptions, and the hook that runs now. Calls of `places.LAYER_HOOKS` are
+#: only counted, and only if the configuration has `layers`.
 HOOKS = {name: _RECORDED.get(name, ("", "")) for name in places.HOOKS}
 #: EngineCore dies if one of these raises.
 _SCHEDULER = ("add_request", "schedule", "update_from_output", "finish_requests")
 
 
-#: {thread that is in a wrapped function: the exception that one of those in it has recorded}
+#: {thread that runs a wrapped function: the exception that kvfix has recorded in this thread}
 _errors: dict[int, BaseException | None] = {}
 
 
@@ -72,7 +72,7 @@ def watch_factory(factory: Any) -> None:
 
 
 def release_factory() -> None:
-    """Put back the factory's own function. The wrappers of the classes are removed already."""
+    """Put back the factory's own function."""
     if session.factory is not None:
         factory, factory.get_connector_class = session.factory[0], session.factory[1]
         session.factory = None
@@ -113,7 +113,7 @@ def _around(name: str, before: str, after: str, original: Callable[..., Any]) ->
         if watched is None or watched.generation != session.generation:
             watched = _begin(connector, is_scheduler)
         running, thread = watched.running if watched is not None else None, get_ident()
-        # A thread that is in one already: a nested call, e.g. of the base class.
+        # The thread runs a hook of this connector already: a nested call, for example of the base class.
         if watched is None or running is None or thread in running:
             return original(connector, *args, **kwargs)
         running[thread] = name, clock.now()
@@ -135,15 +135,13 @@ def _around(name: str, before: str, after: str, original: Callable[..., Any]) ->
             raise
         finally:
             if is_outermost:
-                del _errors[thread]  # it would keep its frames alive
+                del _errors[thread]  # the exception would keep its frames alive
             del running[thread]
 
     return hook
 
 
 def _around_layer(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Counts nothing until another hook of the connector has run."""
-
     @functools.wraps(original)
     def hook(connector: Any, *args: Any, **kwargs: Any) -> Any:
         watched, thread = connector.__dict__.get(_HELD), get_ident()
@@ -186,7 +184,7 @@ def _raised(watched: WatchedConnector, name: str, error: Exception, args: tuple[
 
 
 def _fault(watched: WatchedConnector, what: str, error: Exception) -> None:
-    """Report the error once, for all connectors. The record now has gaps: no rule is checked for this connector."""
+    """Log the error once for all connectors. The record now has gaps: no rule checks this connector any more."""
     watched.trusted = False
     if session.failed_generation != session.generation:
         session.failed_generation = session.generation
@@ -194,7 +192,7 @@ def _fault(watched: WatchedConnector, what: str, error: Exception) -> None:
 
 
 def _begin(connector: Any, is_scheduler: bool) -> WatchedConnector | None:
-    """Start to record this connector, also after a restart. None if that fails: it is not tried again."""
+    """Start to record this connector, also after `restart_recording`. Return None after an error, and do not retry."""
     held = vars(connector)
     try:
         held[_HELD] = SimpleNamespace(generation=session.generation, running=None)  # if the next line fails

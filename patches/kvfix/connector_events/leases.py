@@ -1,9 +1,8 @@
-"""What the worker of a NixlConnector or MooncakeConnector knows of its leases: which were renewed, and which have ended
-by their time.
+"""Leases in the worker of a NixlConnector or MooncakeConnector: which were renewed, and which have expired.
 
-Its report names those only that are over (nixl/base_worker.py 0.32.0:2853, mooncake_connector.py 0.32.0:2219), so
-methods of the worker itself are wrapped. NIXL has them since vLLM 0.26; of earlier ones it is not known how a lease has
-ended.
+The report of the worker only names the ended leases (nixl/base_worker.py 0.32.0:2853, mooncake_connector.py
+0.32.0:2219), so kvfix wraps methods of the worker. NIXL has these methods since vLLM 0.26. In earlier releases kvfix
+does not know how a lease has ended.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ LONGEST = 256
 
 
 class Leases:
-    """Of one worker, until they are reported. extension: seconds for which a renewal keeps the blocks."""
+    """The leases of one worker, until they are reported. extension: seconds that a renewal adds."""
 
     def __init__(self, extension: float | None) -> None:
         self.extension = extension
@@ -40,12 +39,12 @@ class Leases:
         self._expired |= names
 
     def first_renewed(self) -> list[str]:
-        """Those that were renewed for the first time since the last call."""
+        """Return the leases that were renewed for the first time since the last call."""
         found, self._first = self._first, []
         return found
 
     def ended(self, name: str) -> tuple[bool, int]:
-        """`expired` and `renewed` of LeaseEnded."""
+        """Return `expired` and `renewed` of LeaseEnded, and forget the lease."""
         renewed = self._renewed.pop(name, 0)
         if name not in self._expired:
             return False, renewed
@@ -54,7 +53,7 @@ class Leases:
 
 
 def watch(connector: Any, key: str) -> Leases | None:
-    """Wrap the worker of this connector, under this key of `applying.attach`. None: it has no such methods."""
+    """Wrap the worker of this connector, under this key of `applying.attach`. None: the worker lacks the methods."""
     worker = getattr(connector, "connector_worker", None)
     wrappers = next((each for known, each in _WRAPPERS.items() if hasattr(type(worker), known)), {})
     if not wrappers or not all(hasattr(type(worker), name) for name in wrappers):
@@ -68,7 +67,7 @@ def watch(connector: Any, key: str) -> Leases | None:
 
 
 def named(params: Any, engine: str, request: str) -> tuple[str, str] | None:
-    """Both names out of `kv_transfer_params`, which come from the router or whoever has sent the request."""
+    """Return both names from `kv_transfer_params`, or None if a client has sent something else."""
     found = (params.get(engine), params.get(request)) if isinstance(params, dict) else ("", "")
     if not all(isinstance(each, str) and 0 < len(each) <= LONGEST for each in found):
         return None
@@ -92,7 +91,7 @@ def _handle_heartbeat(worker: Any, answer: Any, payload: str, *_: Any, **__: Any
 
 
 def _get_finished(worker: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
-    """Of Mooncake: what expires does so in this call, so it is there before. A send may end meanwhile."""
+    """MooncakeConnector expires leases in this call: compare the unsent requests before and after it."""
     before = list(worker.reqs_need_send.values())
     answer = yield
     if answer[0]:
@@ -105,7 +104,7 @@ _around_expiry = around(_reap_expired_send_leases, _is_watched)
 _around_renewal = after(_handle_heartbeat, _is_watched)
 _around_report = around(_get_finished, _is_watched)
 
-#: By a method that only a worker of NIXL, or of Mooncake, has.
+#: {method by which kvfix recognizes the worker of NIXL or Mooncake: wrappers of its methods}
 _WRAPPERS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "_reap_expired_send_leases": {"_reap_expired_send_leases": _around_expiry, "_handle_heartbeat": _around_renewal},
     "fetch_finished_sending_reqs": {"get_finished": _around_report},

@@ -11,9 +11,9 @@ from kvfix.engine_state.reader import Reader, Spans
 
 
 class Mooncake(Reader):
-    """A producer writes into the consumer's blocks. The metadata name the blocks beyond the prefix hit alone.
+    """Prefill writes into the blocks of decode. The metadata name only blocks after the prefix hit.
 
-    Both engines know a request by its transfer_id, which the router gives it.
+    Both instances identify a request by its transfer_id, which comes from the router.
     """
 
     keeps_for_peer = True
@@ -25,7 +25,7 @@ class Mooncake(Reader):
         self.whole_blocks = int(connector._vllm_config.cache_config.block_size)
 
     def loads(self, metadata: Any) -> Spans:
-        """Without blocks the producer only gets a notice."""
+        """Leave out requests without blocks: for these, decode only notifies prefill."""
         return [
             (name, 0, len(meta.local_block_ids[0]) * self.whole_blocks)
             for of_engine in metadata.reqs_to_recv.values()

@@ -10,7 +10,7 @@ from kvfix.engine_state.reader import Reader, Span, Spans
 
 
 class Nixl(Reader):
-    """vLLM's NixlConnector, where it pulls (nixl/connector.py 0.32.0). It loads whole blocks of a request's prompt."""
+    """vLLM's NixlConnector in pull mode (nixl/connector.py 0.32.0). It loads whole blocks of a request's prompt."""
 
     keeps_for_peer = True
     _SCHEDULER: tuple[str, ...] = ("_reqs_need_recv", "_reqs_need_save", "_reqs_need_send", "_heartbeat_req_engine")
@@ -30,17 +30,17 @@ class Nixl(Reader):
         return leases.named(request.kv_transfer_params, "remote_engine_id", "remote_request_id")
 
     def lease(self, answer: Any) -> float | None:
-        """A decode engine keeps them for the next turn, longer (nixl/pull_scheduler.py 0.32.0:250)."""
+        """A decode instance keeps blocks for the next turn, and longer (nixl/pull_scheduler.py 0.32.0:250)."""
         to_decode = (answer[1] or {}).get("do_remote_prefill", True)
         name = "_kv_lease_duration" if to_decode else "decoder_kv_blocks_ttl"
         return getattr(self.connector.connector_scheduler, name, None)
 
     def sends(self, request: str) -> bool:
-        """The worker has a request from its first batch to the end of its lease."""
+        """The worker lists a request from its first batch to the end of its lease."""
         return request in getattr(getattr(self.connector, "connector_worker", None), "_reqs_to_process", ())
 
     def loads(self, metadata: Any) -> Spans:
-        """Without blocks the peer only gets a notice."""
+        """Leave out requests without blocks: for these, decode only notifies prefill."""
         return [self._span(name, meta) for name, meta in metadata.reqs_to_recv.items() if any(meta.local_block_ids)]
 
     def _span(self, name: str, meta: Any) -> Span:
@@ -59,9 +59,9 @@ class Nixl(Reader):
 
 
 class NixlPush(Nixl):
-    """The same where it pushes (nixl/push_scheduler.py 0.32.0): a load begins with the registration of its blocks.
+    """vLLM's NixlConnector in push mode (nixl/push_scheduler.py 0.32.0): a load begins with a registration of blocks.
 
-    The metadata name the blocks beyond the prefix hit alone.
+    The metadata name only blocks after the prefix hit.
     """
 
     relative = True
@@ -73,7 +73,7 @@ class NixlPush(Nixl):
     _WORKER = (*Nixl._WORKER, "_sending_transfers", "_send_failures", "_push_finished_blocks")
 
     def waits(self, request: str) -> bool:
-        """Its registration is good until its end, also after an abort: KVF322 fails it then."""
+        """The registration stays valid until its deadline, also after an abort. Then KVF322 fails it."""
         return request in getattr(getattr(self.connector, "connector_worker", None), "_kvfix_ends", ())
 
     def _span(self, name: str, meta: Any) -> Span:
@@ -81,5 +81,5 @@ class NixlPush(Nixl):
 
 
 def reader(connector: Any, mode: str) -> Reader:
-    """Its reader. mode: its `_TRANSFER_MODE`."""
+    """Return the reader for the connector's `_TRANSFER_MODE`."""
     return {"pull": Nixl, "push": NixlPush}.get(mode, Reader)(connector)

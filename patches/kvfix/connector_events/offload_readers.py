@@ -11,7 +11,8 @@ from kvfix.engine_state.reader import Reader, Spans
 class Offloading(Reader):
     """vLLM's OffloadingConnector (offloading/scheduler.py and worker.py, 0.32.0).
 
-    Loads and stores are jobs, which outlive a step, and a store its request too. Tokens are those of whole blocks.
+    Loads and stores are jobs. A job can take longer than a step, and a store longer than its request. Jobs move whole
+    blocks.
     """
 
     leaves_out_stored = True
@@ -36,8 +37,10 @@ class Offloading(Reader):
         return [(job.req_id, *span(job.dst_spec, self._sizes)) for job in metadata.load_jobs.values()]
 
     def stores(self, metadata: Any) -> Spans:
-        """Without those of ended requests, which no step computes any more. A store ends there at least: the blocks
-        that it leaves out are not counted."""
+        """Leave out stores of ended requests, which no step computes any more.
+
+        The end is a lower bound: a store may leave out blocks, and these are not counted.
+        """
         return [
             (job.req_id, *span(job.src_spec, self._sizes))
             for job in metadata.store_jobs.values()
@@ -49,17 +52,17 @@ class Offloading(Reader):
         return status is not None and status.req.is_finished()
 
     def kept(self) -> Iterable[tuple[str, Collection[str]]]:
-        """A store that is in flight keeps its request, and a load that of an aborted one."""
+        """Leave out requests with jobs in flight: the connector keeps these on purpose."""
         if self._scheduler is not None:
             requests = self._scheduler._req_status.items()
             yield "_req_status", {name for name, status in requests if not status.transfer_jobs}
 
 
 def span(blocks: Any, sizes: Sequence[int]) -> tuple[int, int]:
-    """First token and end of what a job of the OffloadingConnector moves, in all KV groups together.
+    """Return the first token and the end of a job of the OffloadingConnector, over all KV groups.
 
-    Each KV group ends with a whole block, so the smallest end is nearest to the tokens that are meant.
-    blocks: GPULoadStoreSpec, the job's side of the GPU. sizes: tokens of a block, by KV group.
+    Each KV group ends with a whole block, so the smallest end is nearest to the tokens of the job.
+    blocks: GPULoadStoreSpec, the job's GPU blocks. sizes: tokens of a block, by KV group.
     """
     groups = zip(blocks.block_indices, blocks.group_sizes, sizes, strict=True)
     spans = [(start * size, (start + count) * size) for start, count, size in groups if count]
@@ -69,12 +72,12 @@ def span(blocks: Any, sizes: Sequence[int]) -> tuple[int, int]:
 class SimpleOffload(Reader):
     """vLLM's SimpleCPUOffloadConnector (v1/simple_kv_offload/manager.py 0.32.0).
 
-    The metadata have blocks only, of all requests together: which tokens they are, its scheduler knows. The stores of
-    ended requests, and those of `lazy_offload`, are of no request.
+    The metadata only have blocks, of all requests together. The scheduler's manager knows their tokens. Stores of ended
+    requests, and stores with `lazy_offload`, belong to no request.
     """
 
     leaves_out_stored = True
-    #: Requests of which more is noted than the connector has, before what is noted of others is thrown away.
+    #: Notes on requests that the connector does not know any more are dropped when there are more than this.
     _SPARE = 64
 
     def __init__(self, connector: Any) -> None:
@@ -123,7 +126,7 @@ class SimpleOffload(Reader):
                 del noted[name]
 
     def kept(self) -> Iterable[tuple[str, Collection[str]]]:
-        """A load or store in flight keeps its request."""
+        """Leave out requests with a load or store in flight: the connector keeps these on purpose."""
         if self._manager is not None:
             loads, stores = self._manager._reqs_to_load.items(), self._manager._reqs_to_store.items()
             yield "_pending_cpu_hits", self._manager._pending_cpu_hits

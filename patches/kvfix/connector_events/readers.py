@@ -1,7 +1,6 @@
 """Choose the reader of a connector's own state and metadata.
 
-A reader runs after the hook. It only reads. If it raises, its connector is still recorded, but no rule is checked any
-more. None: this connector does not have the value.
+`kvfix.engine_state.reader` describes readers.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from kvfix.engine_state.reader import Reader
 
 
 def reader(connector: Any) -> Reader:
-    """The reader for this connector, by its attributes, not by its name: forks and copies have the same attributes."""
+    """Choose the reader by the connector's attributes: forks and copies have another name, but the same attributes."""
     found = lmcache_readers.reader(connector)
     if found is not None:
         return found
@@ -37,7 +36,7 @@ def reader(connector: Any) -> Reader:
 
 
 def model(connector: Any) -> tuple[int, bool]:
-    """`replay` and `divergent` of `kvfix.ledger.events.Asked`; the values of most models if they cannot be read."""
+    """Return `replay` and `divergent` of `kvfix.ledger.events.Asked`, or their defaults if they cannot be read."""
     try:
         groups = getattr(getattr(connector, "_kv_cache_config", None), "kv_cache_groups", None) or ()
         replays = [int(getattr(group.kv_cache_spec, "prefix_replay_tokens", 0)) for group in groups]
@@ -47,7 +46,7 @@ def model(connector: Any) -> tuple[int, bool]:
 
 
 def sizes(connector: Any, reader: Reader) -> dict[str, Any]:
-    """Sizes of the engine, so that the lab can replay the record. Empty if they cannot be read."""
+    """Return the sizes that the lab needs to replay the record; {} if they cannot be read."""
     try:
         config, settings = connector._vllm_config, reader.settings()
         cache, scheduler = config.cache_config, config.scheduler_config

@@ -1,7 +1,6 @@
 """The flight recorder: the last events of this process, in a bounded queue. Cheap: a tuple per event, no formatting.
 
-It keeps only events of requests. Hook calls without an event are counted: otherwise steps without a change would push
-the history out of the queue.
+Hook calls without an event are only counted: otherwise steps without a change would push the history out of the queue.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Entry(NamedTuple):
-    """An event of `hook` of a connector. mono: nanoseconds of the monotonic clock; wall: since 1970."""
+    """An event, and the connector and hook that caused it. mono, wall: nanoseconds, see `dump`."""
 
     mono: int
     wall: int
@@ -33,20 +32,20 @@ def add(connector: int, hook: str, event: Event) -> None:
 
 
 def snapshot() -> list[Entry]:
-    """The events, oldest first. Other threads may add events meanwhile."""
+    """Return the events, oldest first."""
     for _ in range(8):
-        with suppress(RuntimeError):  # an event was added meanwhile
+        with suppress(RuntimeError):  # another thread added an event meanwhile
             return list(session.events)
     return []
 
 
 def connectors() -> list[WatchedConnector]:
-    """Every watched connector and scheduler of this process that still exists."""
+    """Return every watched connector and scheduler of this process that still exists."""
     return list(session.connectors.values()) if session.connectors is not None else []
 
 
 def schedulers() -> list[Any]:
-    """Every scheduler of this process that still exists and has run a watched function."""
+    """Return every scheduler of this process that still exists and has run a watched function."""
     return [found for each in list(session.schedulers) if (found := each()) is not None]
 
 

@@ -1,6 +1,4 @@
-"""The report of a violation, like a sanitizer's: the rule and its arithmetic, this event and the one it contradicts,
-the request's history, the state of scheduler and connector, the fix, and one line to grep for.
-"""
+"""Write the report of a violation."""
 
 from __future__ import annotations
 
@@ -25,14 +23,13 @@ LONGEST = 40
 
 
 def write(watched: WatchedConnector, hook: str, finding: Finding, fixes: Sequence[FixRow], recording: str) -> str:
-    """Write the report next to the recorder file; its path. Raises OSError."""
+    """Write the report next to the recorder file and return its path. Raises OSError."""
     name = f"{os.path.basename(recording).removesuffix('.jsonl')}.txt"
     with files.folder() as folder:
         return files.write(folder, name, text(watched, hook, finding, fixes, recording).encode())
 
 
 def text(watched: WatchedConnector, hook: str, finding: Finding, fixes: Sequence[FixRow], recording: str) -> str:
-    """The whole report."""
     whose = finding.request or "the engine"
     entries = [entry for entry in recorder.snapshot() if entry.event.request == finding.request]
     return compose(
@@ -56,7 +53,10 @@ def compose(
     recording: str,
     who: Sequence[str] = (),
 ) -> str:
-    """The report of a finding from any source. who: for records of several processes, the one of each history entry."""
+    """Return the report of a finding from any source.
+
+    who: the process of each history entry, for records of several processes.
+    """
     doc = next((rule.doc for rule in RULES if rule.code == finding.code), "").strip()
     parts = [
         RULE,
@@ -71,9 +71,9 @@ def compose(
     ]
     if finding.earlier is not None:
         parts += ["", "contradicts this one:", f"  {_at(history, finding.earlier)}{finding.earlier.text()}"]
-    parts += ["", f"The history of {whose}, seconds before the end:", *_history(history, who)]
+    parts += ["", f"The history of {whose}, in seconds before its last event:", *_history(history, who)]
     parts += ["", *holds] if holds else []
-    parts += ["", *(fixes or ["No fix of kvfix is known for it in this installation."])]
+    parts += ["", *(fixes or ["This installation of kvfix has no fix for this violation."])]
     parts += ["", f"Recorder: {recording}", f"  kvfix replay {recording}", summary(finding), RULE, ""]
     return "\n".join(parts)
 
@@ -85,7 +85,7 @@ def summary(finding: Finding) -> str:
 
 def _history(history: list[Entry], who: Sequence[str]) -> list[str]:
     if not history:
-        return ["  (the recorder has no events of it)"]
+        return ["  (the recorder has no events of this request)"]
     shown, end = history[-LONGEST:], history[-1].mono
     left_out = [f"  ... {len(history) - len(shown)} before"] if len(history) > len(shown) else []
     lines = [f"  {(entry.mono - end) / 1e9:+9.3f}  {entry.event.text()}" for entry in shown]
@@ -110,11 +110,11 @@ def _holds(scheduler: dict[str, int], kept: dict[str, int]) -> list[str]:
 
 def _fix(row: FixRow) -> str:
     if row.verdict == "applied":
-        what = "is applied here, and the rule was violated anyway: please report it"
+        what = "is applied in this process, but the rule was violated: please report this"
     elif row.verdict == "applicable":
-        what = f"fixes it, and is not applied here ({row.reason}): kvfix.apply(), or kvfix run -- CMD"
+        what = f"fixes this, but is not applied in this process ({row.reason}): kvfix.apply(), or kvfix run -- CMD"
     elif row.verdict == "opt-in":
-        what = f"fixes it, and is opt-in: kvfix explain {row.code}, then kvfix run --plus {row.code} -- CMD"
+        what = f"fixes this, but is opt-in: kvfix explain {row.code}, then kvfix run --plus {row.code} -- CMD"
     else:
-        what = f"may fix it; {row.verdict}: {row.reason}"
+        what = f"may fix this; {row.verdict}: {row.reason}"
     return f"{row.code} {row.slug} {what}"

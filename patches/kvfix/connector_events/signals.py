@@ -1,7 +1,6 @@
-"""A recorder file on demand: at SIGUSR2, if the process has no handler of its own, and at exit with
-KVFIX_DUMP_AT_EXIT=1.
+"""Write a recorder file at SIGUSR2, and at exit with KVFIX_DUMP_AT_EXIT=1.
 
-The handler logs nothing: it may have interrupted a log line.
+A process with its own handler for SIGUSR2 keeps it. The handler of kvfix logs nothing: it may interrupt a log call.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from kvfix.session import session
 
 AT_EXIT = "KVFIX_DUMP_AT_EXIT"
 SIGNAL = signal.SIGUSR2
-#: Begins of the lines that the watchdog takes of another process's file.
+#: First characters of the lines that the watchdog reads from the file of another process.
 _ASKED = (b'{"kind":"state"', b'{"kind":"stacks"')
 
 
@@ -38,7 +37,7 @@ def install() -> None:
 
 
 def announce() -> None:
-    """Announce the process again after a new connector: the announcement has the engine ids."""
+    """Announce the process again after a new connector: the announcement contains the engine ids."""
     if session.signal_installed and signal.getsignal(SIGNAL) is _on_signal:
         _write(dump.announce)
 
@@ -54,7 +53,7 @@ def _write(function: Callable[..., object], *arguments: str) -> None:
 
 
 def remove() -> None:
-    """Remove the handler, if it is still ours."""
+    """Remove the handler, unless another tool has replaced it."""
     if not session.signal_installed or threading.current_thread() is not threading.main_thread():
         return
     session.signal_installed = False
@@ -65,13 +64,15 @@ def remove() -> None:
 
 
 def _on_signal(number: int, frame: Any) -> None:
-    with suppress(Exception):  # it may interrupt anything
+    with suppress(Exception):  # the signal may interrupt any code
         dump.write("signal")
 
 
 def lines_of_others(seconds: float = 1.0) -> list[dict[str, Any]]:
-    """State and stacks of the other processes of this process's engines: each writes its recorder, as for
-    `kvfix dump`. One whose main thread runs no Python does not answer in this time."""
+    """Return the states and stacks of the other processes of the same engines. Each one writes its recorder file.
+
+    A process whose main thread runs no Python does not answer within `seconds`.
+    """
     import json
 
     found: list[dict[str, Any]] = []
@@ -92,5 +93,5 @@ def lines_of_others(seconds: float = 1.0) -> list[dict[str, Any]]:
     return found
 
 
-# A forked child has the handler of its parent, but is not announced (kvfix.session).
+# A forked child has the handler of its parent, but has not announced itself (kvfix.session).
 os.register_at_fork(after_in_child=lambda: atexit.unregister(_write))

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from kvfix.ledger import Finding
     from kvfix.ledger.events import Raised
 
-#: Environment variable: a file with one finding to suppress per line, `KVR009` or `KVR009 _requests_priority*`.
+#: Environment variable: path of a file. Each line has a finding to suppress: `KVR009` or `KVR009 _requests_priority*`.
 SUPPRESS = "KVFIX_SUPPRESS"
 #: Maximum dumps of one process, and seconds between two of the same kind.
 DUMPS, PAUSE = 16, 60.0
 
 
 class Violation(Exception):
-    """Mode `strict`: an invariant of the KV-cache accounting was violated. `finding` has rule and arithmetic."""
+    """Raised in mode `strict`: a rule of the KV-cache accounting is violated. `finding` has rule and arithmetic."""
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(f"kvfix {finding}")
@@ -32,7 +32,7 @@ class Violation(Exception):
 
 
 def report(watched: WatchedConnector, hook: str, finding: Finding, error: Exception | None) -> None:
-    """Report that `hook` violated a rule. Raises Violation in `strict`, unless the hook raises itself."""
+    """Report that `hook` violated a rule. Raises Violation in mode `strict`, unless the hook itself has raised."""
     if _is_suppressed(finding):
         return
     session.violations[finding.code] = session.violations.get(finding.code, 0) + 1
@@ -45,21 +45,25 @@ def report(watched: WatchedConnector, hook: str, finding: Finding, error: Except
         written = f" Report: {path}" if path else ""
         engine_log.warning(f"{finding} (in {hook} of {watched.name}).{handled}{written}")
     elif session.violations[finding.code] == 1:
-        engine_log.warning(f"{finding} (in {hook} of {watched.name}). No report: this process has written {DUMPS}.")
+        engine_log.warning(
+            f"{finding} (in {hook} of {watched.name}). No report: the limit of {DUMPS} per process is reached."
+        )
     if session.mode == "strict" and error is None:
         raise Violation(finding)
 
 
 def report_exception(watched: WatchedConnector, hook: str, event: Raised) -> None:
-    """Mode `observe`: a hook raises. Write the events before it to a recorder file."""
+    """Write the events before an exception of a hook to a recorder file, in mode `observe`."""
     if _is_due(f"exception {hook} {_without_numbers(event.error)}"):
         path = _write("exception", watched, hook, None, [])
         if path:
-            engine_log.warning(f"{event.where} of {watched.name} raises {event.error}. The events before it: {path}")
+            engine_log.warning(
+                f"{event.where} of {watched.name} raises {event.error}. The events before the exception: {path}"
+            )
 
 
 def error_text(error: BaseException) -> str:
-    """Type and message of an exception, short, without secrets and without lists of numbers, which may be token ids."""
+    """Return type and message of an exception, short, without secrets and without long lists of numbers (token ids)."""
     text = redact.text(re.sub(r"[\[(]\s*\d+(,\s*\d+){7,}[^\])]*[\])]?", "[...]", str(error)[:2000]))
     return f"{type(error).__name__}: {text[:300]}".rstrip(": ")
 
@@ -75,7 +79,7 @@ def _fixes(finding: Finding) -> list[FixRow]:
 
 
 def _write(reason: str, watched: WatchedConnector, hook: str, finding: Finding | None, fixes: list[FixRow]) -> str:
-    """Path of the written file; "" if that failed, which is logged."""
+    """Write the file and return its path, or log the error and return ""."""
     try:
         from kvfix.connector_events import dump, report
 
@@ -89,7 +93,6 @@ def _write(reason: str, watched: WatchedConnector, hook: str, finding: Finding |
 
 
 def cannot_write(error: OSError) -> None:
-    """Log that the folder for dumps cannot be written."""
     engine_log.warning(f"no dump can be written ({error.strerror or error}): name another folder in KVFIX_DUMP_DIR")
 
 
@@ -113,7 +116,7 @@ def _is_suppressed(finding: Finding) -> bool:
 
 
 def _read(path: str) -> list[tuple[str, str]]:
-    """Lines `CODE [PATTERN]`; `#` begins a comment."""
+    """Read lines `CODE [PATTERN]`; `#` begins a comment."""
     if not path:
         return []
     try:

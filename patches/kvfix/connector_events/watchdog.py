@@ -1,16 +1,17 @@
-"""Reports an engine that stands still: its requests wait, and none has gone on for KVFIX_WATCHDOG seconds.
+"""Report an engine that stands still: its requests wait, and none has made progress for KVFIX_WATCHDOG seconds.
 
-Each standstill is reported once. The watchdog goes on, and reports the next one.
+Each process with a connector runs the watchdog in a daemon thread. The watchdog reads from time to time, takes no lock
+and calls no function of the engine. It reports each standstill once. A standstill is one of these, without a break:
 
-A daemon thread of each process with a connector. It looks from time to time, takes no lock and calls nothing of the
-engine. Two things count, for as long as they last without a break:
+- the main thread is in one call of a hook, or of LMCache while the engine starts
+- requests wait, no request has computed a token or ended, and the workers compute nothing
 
-- the main thread is in one call of a hook, or of LMCache while the engine starts;
-- requests wait, and no request has computed a token or ended, while the workers compute nothing.
+These are not standstills:
 
-No hang: an engine without requests, a pause, requests that wait for their clients, and a step that the workers have not
-answered: a long prefill, a compiler. Nor is a decode engine that makes steps while its requests wait for the queue of
-the prefill engine: the connector ends that wait by its own timeout. A worker that stands in a hook reports itself.
+- an engine without requests, or a paused engine
+- requests that wait for their clients
+- a step that the workers have not answered yet, such as a long prefill or a compilation
+- a decode instance that makes steps while its requests wait for prefill: the connector has a timeout for that wait
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
 
-#: Environment variable: seconds without any progress; 0: no watchdog. And what holds without it.
+#: Environment variable: seconds without any progress; 0 turns the watchdog off. DEFAULT: the seconds if it is not set.
 SECONDS, DEFAULT = "KVFIX_WATCHDOG", 60.0
-#: Looks within that time.
+#: Number of looks within that time.
 _LOOKS = 12
-#: How often a look is tried, and seconds between.
+#: Maximum tries to read a state outside the scheduler's work, and seconds between two tries.
 _TRIES, _PAUSE = 200, 0.003
-#: Tries in one call after which it is taken for the moment that is looked for.
+#: After so many tries in the same call, the call itself is the standstill: use this state.
 _STANDS = 50
-#: Functions within EngineCore's step that are the scheduler's; in any other a step is with the workers.
+#: Functions of the scheduler within EngineCore's step. In any other function, the step is with the workers.
 _SCHEDULING = frozenset(("schedule", "update_from_output"))
-#: Connectors whose KV comes from a prefill engine. It arrives when that engine's queue has come to the request.
+#: Connectors whose KV comes from a prefill instance, once the queue of that instance has reached the request.
 _PEERS = frozenset(("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector"))
 _STEP, _CORE = frozenset(("step", "step_with_batch_queue")), "/v1/engine/core"
 
@@ -66,7 +67,7 @@ def _limit() -> float:
     try:
         return max(0.0, float(text)) if text else DEFAULT
     except ValueError:
-        engine_log.warning(f"{SECONDS}={text} is no number of seconds: {DEFAULT:g} are taken")
+        engine_log.warning(f"{SECONDS}={text} is not a number of seconds: kvfix uses {DEFAULT:g}")
         return DEFAULT
 
 
@@ -77,11 +78,11 @@ class Watchdog:
         self._limit = limit
         self._clock = clock
         self.stopped = threading.Event()
-        #: What stands, and since when: see `_standing`.
+        #: {item of `_standing`: time when it began}.
         self._since: dict[tuple[Any, ...], float] = {}
-        #: What was reported last, and since when it stood.
+        #: The last reported item of `_since`.
         self._told: tuple[tuple[Any, ...], float] | None = None
-        #: At the last look: computed tokens of each request, and the steps that the connectors have seen.
+        #: Computed tokens of each request, and steps that the connectors have seen, at the last look.
         self._computed: dict[str, int] = {}
         self._steps = 0
 
@@ -90,19 +91,19 @@ class Watchdog:
             engine_log.guarded("kvfix.connector_events.watchdog", self._look_once)
 
     def _look_once(self) -> None:
-        """Report a standstill, if there is one that was not reported yet."""
+        """Report a standstill that was not reported yet."""
         standing = self.is_due()
         if standing and self._told != (found := (standing, self._since[standing])) and self._reported(*found):
             self._told = found
 
     def is_due(self) -> tuple[Any, ...]:
-        """What has stood still for `limit` seconds; (): nothing. It is to be asked again and again."""
+        """Return what has stood still for `limit` seconds, or (). The caller must call it regularly."""
         now = self._clock()
         self._since = {each: self._since.get(each, now) for each in self._standing()}
         return next((each for each, since in self._since.items() if now - since >= self._limit), ())
 
     def _standing(self) -> Iterator[tuple[Any, ...]]:
-        """What stands now, equal for as long as it is the same. A step may stand in one call after another."""
+        """Yield what stands still now: a call, or requests. The same standstill gives equal items at each look."""
         inside = _call(frames := places.frames())
         if inside:
             yield inside
@@ -123,12 +124,12 @@ class Watchdog:
                 if request.status.name not in of_others and not request.status.name.startswith("FINISHED"):
                     computed[request.request_id] = request.num_computed_tokens
         went_on = any(computed.get(name) != tokens for name, tokens in self._computed.items())
-        computing = steps == self._steps and _is_with_workers(frames)  # of a step without tokens it soon has the answer
+        computing = steps == self._steps and _is_with_workers(frames)  # a step without tokens is answered soon
         self._computed, self._steps = computed, steps
         return not computed or paused or went_on or computing
 
     def _reported(self, standing: tuple[Any, ...], began: float) -> bool:
-        """Write and log it, if two looks agree that it stands still."""
+        """Write and log the standstill, if two looks agree on it. Return True if it was reported."""
         looks = [self._look()[0]]
         if self.stopped.wait(min(LATE, self._limit)) or self.is_due() != standing:
             return False
@@ -143,15 +144,15 @@ class Watchdog:
             code, name, _, message, now, _ = found[0]
             what = f" {code} {name}: {message}. Do now: {now}."
         where = f" State, stacks and events: {path}" if path else ""
-        who = f"it has been in {standing[1]}" if standing[0] == "call" else "no request has gone on"
+        who = f"the main thread has been in {standing[1]}" if standing[0] == "call" else "no request has made progress"
         engine_log.warning(f"{who} for {self._clock() - began:.0f} s.{what}{where}")
         return True
 
     def _look(self) -> tuple[Look, list[dict[str, Any]]]:
-        """The look, and the stacks of the other processes.
+        """Return the look, and the stacks of the other processes.
 
-        While the scheduler is at work its queues are not complete: another moment is looked for, unless it
-        stays in one call."""
+        While the scheduler works, its queues are not complete: retry, unless the main thread stays in one call.
+        """
         held, same = (), 0
         for _ in range(_TRIES):
             call = _call(places.frames())
@@ -166,7 +167,7 @@ class Watchdog:
 
 
 def _call(frames: list[FrameType]) -> tuple[Any, ...]:
-    """The call that the main thread is in: of a hook; of LMCache, before the first step."""
+    """Return the call that the main thread is in: a call of a hook or, before the first step, of LMCache."""
     main = threading.main_thread().ident
     for watched in recorder.connectors():
         running = (watched.running or {}).get(main or 0)
@@ -181,15 +182,17 @@ def _call(frames: list[FrameType]) -> tuple[Any, ...]:
 
 
 def _is_with_workers(frames: list[FrameType]) -> bool:
-    """Whether EngineCore's step has given work to the workers and waits for them, or computes in this process."""
+    """Return True if EngineCore's step waits for the workers, or computes in this process."""
     codes = [frame.f_code for frame in frames]
     step = next((at for at, code in enumerate(codes) if code.co_name in _STEP and _CORE in code.co_filename), None)
     return step is not None and _SCHEDULING.isdisjoint(code.co_name for code in codes[:step])
 
 
 def _written(look: Look, stacks: list[dict[str, Any]]) -> str:
-    """Path of the recorder file with all states, that of this process last, and the stacks of the other processes
-    before those of this one; "" if it cannot be written."""
+    """Write the recorder file and return its path; "" if it cannot be written.
+
+    The state and the stacks of this process come after those of the other processes.
+    """
     states = [{"kind": "state", **each} for each in reversed(look.processes)]
     try:
         return dump.write("standstill", None, [*states, *stacks])

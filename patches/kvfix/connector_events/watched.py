@@ -1,8 +1,8 @@
 """One watched connector of this process: its hook calls become events of the ledger.
 
 The methods named after hooks take the hook's own parameters (vllm/distributed/kv_transfer/kv_connector/v1/base.py
-0.32.0). The cost of a step must not grow with the number of running requests: of those, only a request that this step
-loads or stores is recorded.
+0.32.0). The cost of a step must not grow with the number of running requests: a running request is recorded only if the
+step loads or stores for it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from kvfix.engine_state.reader import Span
     from kvfix.ledger.events import Event
 
-#: An ended request is checked for leaks after so many steps and so many seconds: transfers and lookups in flight are
-#: done by then.
+#: An ended request is checked for leaks after so many steps and so many seconds. Its transfers and lookups have ended
+#: by then.
 STEPS, SECONDS = 32, 3.0
-#: Steps after a grant without a load: the request is then stuck. A load is in the next metadata.
+#: A request is stuck if a load is still missing so many steps after its grant. A load is due in the next metadata.
 PATIENCE = 8
 #: Maximum requests kept whose lookup was never answered.
 GIVEN_UP = 1024
@@ -38,7 +38,7 @@ GIVEN_UP = 1024
 class WatchedConnector:
     """running: {thread: (hook that runs now, its start in monotonic seconds)}. calls: {hook: number of calls}.
 
-    trusted: False after an error in kvfix: the record then has gaps, and no rule is checked any more.
+    trusted: False after an error in kvfix. The record then has gaps, and no rule is checked any more.
     """
 
     def __init__(self, connector: Any, number: int) -> None:
@@ -54,34 +54,34 @@ class WatchedConnector:
         self.running: dict[int, tuple[str, float]] = {}
         self.calls: dict[str, int] = {}
         self.steps = 0
-        #: When the scheduler has made its last step, in monotonic seconds.
+        #: Time of the scheduler's last step, in monotonic seconds.
         self.stepped = 0.0
-        #: Of its worker, if it keeps blocks for a peer.
+        #: The leases of its worker, if the worker keeps blocks for a peer.
         self.leases: Leases | None = None
         #: If the configuration has `audit`, and the hits of this connector can be audited.
         self.audit: Audit | None = None
         self.sees_loads = type(self.reader) is not Reader
         self.ledger = Ledger(sees_loads=self.sees_loads)
         self._hook = ""
-        #: By request: the last Asked event without a grant; in the worker the last transfer.
+        #: {request: its last Asked event without a grant, or its last transfer in the worker}
         self._last: dict[str, Event] = {}
         self._due: dict[str, ev.LoadDue] = {}
         self._storing: list[Span] = []
-        #: Blocks of requests with a granted load, as long as they hold them.
+        #: {request with a granted load: its blocks}
         self._blocks: dict[str, set[int]] = {}
-        #: Where the model has sliding windows.
+        #: None if the model has no sliding windows.
         self._windows = windows.stores(connector)
         self._hits: dict[str, int] = {}
         self._admitted: set[str] = set()
-        #: Requests whose lookup is in flight or was given up: their state may go when the answer comes.
+        #: Requests whose lookup is in flight or timed out: LMCache may keep their state until the answer arrives.
         self._unanswered: set[str] = set()
-        #: request -> step of the grant, for a load between steps that is in no metadata yet
+        #: {request: step of the grant} for loads between steps that are in no metadata yet.
         self._granted: dict[str, int] = {}
         #: Ended requests whose blocks the connector still sends.
         self._sending: set[str] = set()
-        #: Requests without any answer, of which the lookup client may keep state; the last GIVEN_UP.
+        #: The last GIVEN_UP requests whose lookup was never answered: the lookup client may keep their state.
         self._given_up: dict[str, None] = {}
-        #: Ended requests to check for leaks: (step, seconds) of the end, and their pins at the end.
+        #: Ended requests to check for leaks: step and time of the end, and their pins at the end.
         self._ended: dict[str, tuple[int, float, Any]] = {}
 
     # ------------------------------------------------------------------ the scheduler's hooks
@@ -184,7 +184,7 @@ class WatchedConnector:
                 self._due_to_load(name, start, end)
 
     def wait_for_save(self) -> None:
-        """Runs before the hook: the hook itself marks the stores as done."""
+        """Read the stores before the hook runs: the hook marks them as done."""
         metadata = getattr(self.connector, "_connector_metadata", None)
         self._storing = list(self.reader.stores(metadata) or ()) if metadata is not None else []
         for compared in self.audit.compared(self._storing, metadata) if self.audit is not None else ():
@@ -223,10 +223,10 @@ class WatchedConnector:
     def get_transfer_results(self, answer: Any, finished_req_ids: Iterable[str], *_: Any) -> None:
         self.get_finished((answer.finished_sending, answer.finished_recving - answer.failed_recving), finished_req_ids)
 
-    # ------------------------------------------------------------------ any of them
+    # ------------------------------------------------------------------ both
 
     def raised(self, hook: str, error: Exception, arguments: tuple[Any, ...]) -> None:
-        """A hook raises."""
+        """Record that a hook raised."""
         name = getattr(arguments[0], "request_id", "") if arguments else ""
         self._hook = hook
         self._record(ev.Raised(name, hook, violations.error_text(error)), error)
@@ -246,7 +246,7 @@ class WatchedConnector:
     def _preempted(self, name: str) -> None:
         self._admitted.discard(name)
         self._last.pop(name, None)
-        self._blocks.pop(name, None)  # a later failed load into them is another request's
+        self._blocks.pop(name, None)  # a later failed load into these blocks belongs to another request
         self._record(ev.Preempted(name))
 
     def _scheduled(self, output: Any, transferred: set[str]) -> None:
@@ -283,7 +283,7 @@ class WatchedConnector:
                 self._record(ev.LeaseEnded(name, None))
 
     def _leases_end(self, names: Iterable[str]) -> None:
-        """In the worker, which knows how. What it has renewed before is recorded before."""
+        """Record the leases that ended, in the worker, which knows how they ended. Record renewals first."""
         found = self.leases
         for name in found.first_renewed() if found is not None else ():
             self._record(ev.LeaseExtended(name, found.extension if found is not None else None))
@@ -315,7 +315,7 @@ class WatchedConnector:
                 self._record(ev.Stuck(name, self.steps - since))
 
     def _look_for_leaks(self) -> None:
-        """Requests that ended first come first in the dictionary: of the others, many, none is looked at."""
+        """Check the ended requests that are due. They are sorted by time: stop at the first that is not due."""
         now = clock.now()
         while self._ended:
             name, (at_step, at, pinned) = next(iter(self._ended.items()))

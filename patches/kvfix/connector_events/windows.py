@@ -1,8 +1,8 @@
-"""Blocks of a sliding window, or with a state, that a store reads and vLLM does not keep: LMCache's multi-process
-connector.
+"""Find stores of LMCache's multi-process connector that read blocks which vLLM has freed.
 
-The store's blocks are compared with vLLM's own list of the request: in its step, and in the next one. The scheduler is
-not told when a store is done; one that is in flight for longer may be.
+This concerns the blocks of a sliding window and blocks with a state. A store's blocks are compared with vLLM's list for
+the request in the step of the store and in the next step. After that step the store may have ended, and the scheduler
+does not learn of it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvfix.ledger import events as ev
 
 
 class Read(NamedTuple):
-    """A chunk in a store, from token `start` on. blocks: {place in the request's list: block} of what is kept of it."""
+    """A chunk of a store: tokens [start, end). blocks: {index in the request's list: block} that the store reads."""
 
     request: str
     group: int
@@ -25,8 +25,11 @@ class Read(NamedTuple):
 
 
 def stores(connector: Any) -> Stores | None:
-    """For the scheduler's side, if the model has sliding windows or states beside other KV groups and vLLM hands out
-    its lists (`bind_kv_cache_manager`); else None."""
+    """Return a Stores for the scheduler's connector, or None.
+
+    None: the model has no sliding windows or states, or only one KV group, or vLLM does not call
+    `bind_kv_cache_manager`.
+    """
     manager = getattr(connector, "_kv_cache_manager", None)
     sizes: list[int] = getattr(connector, "_group_tokens_per_block", [])
     if manager is None or len(sizes) < 2 or getattr(connector, "lazy_offload", False):
@@ -39,7 +42,7 @@ def stores(connector: Any) -> Stores | None:
 
 
 class Stores:
-    """What the last step's stores read of the windows and states."""
+    """The reads of windows and states by the stores of the last step."""
 
     def __init__(
         self, manager: Any, sizes: list[int], windows: dict[int, tuple[int, int]], states: dict[int, int], chunk: int
@@ -52,7 +55,7 @@ class Stores:
         self._last: list[Read] = []
 
     def step(self, metadata: Any, output: Any) -> Iterator[ev.BlocksLost]:
-        """What is lost of these stores, and of those of the step before."""
+        """Yield the lost blocks of the stores of this step and the step before."""
         stores = [meta for meta in metadata.requests if meta.direction == "STORE"]
         if not (stores or self._last):
             return
@@ -76,13 +79,15 @@ class Stores:
                 places = range((end - min(window, self._chunk)) // size, end // size)
                 first = op.start // size
                 if group in self._states and not any(op.block_ids[group][start // size - first : end // size - first]):
-                    continue  # a server with --separate-object-groups leaves it out, as it should
+                    continue  # a server with --separate-object-groups does not store a chunk without blocks
                 blocks = op.block_ids[group][places.start - first : places.stop - first]
                 yield Read(name, group, start, end, dict(zip(places, blocks, strict=False)))
 
     def _lost(self, read: Read) -> list[int]:
-        """Blocks that are null, or not in vLLM's list any more. None of a request that has no list: it was preempted,
-        or has ended."""
+        """Return the blocks that are null, or not in vLLM's list any more.
+
+        A request without a list was preempted or has ended: return [].
+        """
         held = self._managers[read.group].req_to_blocks.get(read.request)
         if not held:
             return []
@@ -93,7 +98,7 @@ class Stores:
         ]
 
     def _written(self, metadata: Any, output: Any) -> set[int]:
-        """Blocks that this step writes to, or a load that begins with it."""
+        """Return the blocks that this step, or a load that begins with this step, writes to."""
         resumed, cached = scheduling.resumed(output), output.scheduled_cached_reqs
         blocks = [(new.block_ids, new.num_computed_tokens) for new in output.scheduled_new_reqs]
         for name, groups, done in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):

@@ -1,20 +1,20 @@
-"""What a running engine waits for, as plain data: `collect()` reads it in one of the engine's processes.
+"""The state of a running engine as plain data: `collect()` reads it in one of the engine's processes.
 
-It reads and changes nothing: no lock, no import of what is not loaded, no call that waits, no exception. So it may run
-between any two bytecodes of the main thread. Its modules import the standard library and each other, by relative names
-alone: `kvfix look` brings them into a process that has no kvfix.
+`collect()` can run between any two bytecodes of the main thread: it changes nothing, takes no lock, imports no new
+module, does not wait and does not raise. The modules of this package import only the standard library and each other,
+by relative names: `kvfix look` brings them into a process without kvfix.
 
-There are no tokens, prompts or names of hosts in it: counts, ids of requests, numbers of blocks and, with `full`,
-hashes of blocks. None: not known. Times are seconds before the look.
+The state has counts, ids of requests and numbers of blocks; with `full`, also hashes of blocks. It has no tokens,
+prompts or host names. None: not known. Times are seconds before the look.
 
     {"schema": 1, "pid": 1, "process": "EngineCore", "mono": 12, "wall": 34, "milliseconds": 2.1,
      "versions": {"vllm": "0.32.0", "lmcache": "0.5.6"},
      "kvfix": {"mode": "observe", "version": "0.1.0", "fixes": ["KVF001"]} or None,
-     "stack": ["recv (zmq/sugar/socket.py:980)", ...],  of the main thread, the innermost first
-     "hook": "get_num_new_matched_tokens",              of a connector on that stack; ""
-     "in_step": True,                                   the scheduler is at work: its queues are not complete
-     "scheduler": {...} or None,                        scheduler.py has its fields
-     "connectors": [{...}],                             of the scheduler and of the worker: connectors.py
+     "stack": ["recv (zmq/sugar/socket.py:980)", ...],  of the main thread, innermost first
+     "hook": "get_num_new_matched_tokens",              hook of a connector on that stack; "" if none
+     "in_step": True,                                   the scheduler works: its queues are not complete
+     "scheduler": {...} or None,                        see scheduler.py
+     "connectors": [{...}],                             of the scheduler and of the worker: see connectors.py
      "unread": {"scheduler": "AttributeError ..."}}     what could not be read, and why
 """
 
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any
 
-#: Raised when a name changes its meaning or goes.
+#: Incremented when a name is removed or changes its meaning.
 SCHEMA = 1
 
 
 def collect(full: bool = False, scheduler: Any = None, workers: Sequence[Any] = ()) -> dict[str, Any]:
-    """The state of this process.
+    """Return the state of this process.
 
-    full: with the numbers and hashes of each request's blocks, from which the lab can build it again.
-    scheduler, workers: the scheduler and the workers' connectors, where they are known; else they are looked for.
+    full: include the numbers and hashes of each request's blocks, so that the lab can rebuild the request.
+    scheduler, workers: the scheduler and the workers' connectors. By default they are searched.
     """
     began = time.perf_counter()
     unread: dict[str, str] = {}
@@ -47,7 +47,7 @@ def collect(full: bool = False, scheduler: Any = None, workers: Sequence[Any] = 
     def read(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return function(*arguments)
-        except Exception as error:  # noqa: BLE001  the engine goes on whatever is wrong here
+        except Exception as error:  # noqa: BLE001  an error here must not stop the engine
             unread[what] = places.where(error)
             return None
 

@@ -3,18 +3,18 @@
 Each connector has a row, and so has each child of a MultiConnector:
 
     {"class": "LMCacheMPConnector", "role": "SCHEDULER", "engine": "0a1b2", "rank": 0, "ranks": 2, "chunk_size": 256,
-     "healthy": True,            the server answers its pings; in process: LMCache runs; None: it cannot tell
+     "healthy": True,            the server answers its pings; in process: LMCache runs; None: not known
      "why": "ValueError",        type of the error with which LMCache failed to start
      "lookup_timeout": 3.0,      seconds
-     "server_ports": [5555],     scheduler, with an LMCache server: where it is asked
+     "server_ports": [5555],     scheduler, with an LMCache server
      "requests": {id: {...}},    scheduler: "lookup", "hit", "promised", "granted", "stored", "phase", "since"
-     "loads": [id], "stores": [id],    worker: begun, and their end is not reported
-     "answered": [id],           worker: those of both whose end is known here, and is reported in the next step
-     "unreported": [id],         worker: ended, and waits for a report for another reason
-     "failed_blocks": 0,         worker: of loads that failed, not reported
-     "pins": {id: 3},            worker, in process: chunks that a lookup has pinned
-     "fetched": [id],            worker, in process: chunks that an asynchronous lookup has brought
-     "threads": {"lookup_server": True}}   worker, in process: whether the thread that answers lookups runs
+     "loads": [id], "stores": [id],    worker: begun, and not reported as ended
+     "answered": [id],           worker: loads and stores that have ended, to be reported in the next step
+     "unreported": [id],         worker: ended, but not reported for another reason
+     "failed_blocks": 0,         worker: blocks of failed loads that are not reported
+     "pins": {id: 3},            worker, in process: number of chunks that a lookup has pinned
+     "fetched": [id],            worker, in process: requests with chunks from an asynchronous lookup
+     "threads": {"lookup_server": True}}   worker, in process: true if the thread that answers lookups runs
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def read(connectors: Sequence[Any]) -> list[dict[str, Any]]:
-    """All of them, without duplicates: a process may hold both roles."""
+    """Return one row for each connector, and for each child of a MultiConnector instead of the MultiConnector."""
     return [_one(each) for each in _with_children(connectors)]
 
 
@@ -43,7 +43,7 @@ def _with_children(connectors: Iterable[Any]) -> Iterable[Any]:
 
 
 def by_request(connectors: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """{request: what the scheduler's connectors hold of it}; of several the one that promises most."""
+    """Return {request: its row}. If several connectors have a row, take the row with the largest promise."""
     found: dict[str, dict[str, Any]] = {}
     for connector in connectors:
         for name, row in (connector.get("requests") or {}).items():
@@ -66,7 +66,7 @@ def _one(connector: Any) -> dict[str, Any]:
 
 
 def place(connector: Any) -> dict[str, Any]:
-    """The connector's engine, data-parallel replica, rank and number of ranks. Empty if it does not have them.
+    """Return the connector's engine, data-parallel replica, rank and number of ranks; {} if it does not have them.
 
     `engine_id` is the same in all processes and nodes of an engine (vllm/config/kv_transfer.py 0.32.0). A scheduler is
     rank 0.

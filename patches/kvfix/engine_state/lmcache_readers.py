@@ -1,4 +1,4 @@
-"""LMCache's connectors: what they hold of requests, by the attributes of LMCache's releases (0.3.9 to 0.5.6)."""
+"""Readers of LMCache's connectors, by the attributes of LMCache's releases (0.3.9 to 0.5.6)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .reader import PINS, Reader, Spans
 
 
 def reader(connector: Any) -> Reader | None:
-    """The reader for a connector of LMCache; None: it is another one's."""
+    """Return the reader for a connector of LMCache; None for any other connector."""
     if hasattr(connector, "_lmcache_engine"):
         return V1(connector)
     if hasattr(connector, "scheduler_adapter") or hasattr(connector, "worker_adapter"):
@@ -37,7 +37,7 @@ class V1(Reader):
         self.impl = connector._lmcache_engine
         self.client = getattr(self.impl, "lookup_client", None)
         self._statuses = getattr(self.client, "reqs_status", {})
-        #: Of the module, and so of both roles where they share a process.
+        #: A dictionary of the module: both roles share it if they are in one process.
         self._decoders = getattr(sys.modules[type(self.impl).__module__], "tmp_disagg_tracker", {})
         config = getattr(self.impl, "config", None)
         self._timeout = (getattr(config, "lookup_timeout_ms", None) or 3000) / 1000
@@ -101,13 +101,15 @@ class V1(Reader):
         return any(request in getattr(self.client, name, ()) for name in self._LOOKUPS)
 
     def _pins(self) -> Any:
-        """The worker's pins by request; None in the scheduler, and in a worker that has none."""
+        """Return the worker's pins by request; None in the scheduler, and in a worker without pins."""
         engine = None if self.client is not None else getattr(self.impl, "lmcache_engine", None)
         return getattr(engine, "lookup_pins", None)
 
     def left(self, request: str) -> list[str]:
-        """The next lookup of any request cleans up an aborted lookup that is answered
-        (lmcache_async_lookup_client.py 0.5.6:260): it has not leaked."""
+        """Leave out an aborted lookup that is answered: the next lookup of any request removes it.
+
+        (lmcache_async_lookup_client.py 0.5.6:260)
+        """
         if request in self._statuses and request in getattr(self.client, "aborted_lookups", ()):
             return [where for where in super().left(request) if not where.startswith("lookup_client.")]
         return super().left(request)
@@ -140,7 +142,7 @@ class V1(Reader):
 
 
 def _unwrapped(client: Any) -> Any:
-    """The client that asks: two others only count or limit (hit_limit_lookup_client.py 0.5.6:31)."""
+    """Return the client that sends lookups. Wrappers only count or limit (hit_limit_lookup_client.py 0.5.6:31)."""
     for _ in range(4):
         inner = getattr(client, "actual_lookup_client", None)
         if inner is None:
@@ -177,7 +179,7 @@ def _v1_requests(impl: Any, client: Any) -> dict[str, dict[str, Any]]:
 
 
 def _count(pins: Any) -> int:
-    """Keys of {location: [keys]}."""
+    """Count the keys of {location: [keys]}."""
     return sum(len(keys) for keys in list(pins.values())) if isinstance(pins, dict) else len(pins)
 
 
@@ -189,7 +191,7 @@ class MP(Reader):
     _TRANSFERS = ("store_futures", "retrieve_futures", "finished_stores", "previously_finished")
 
     def hit(self, request: str) -> int | None:
-        """None as well while the connector takes the server for dead: it then promises nothing, whatever was found."""
+        """Return None also while the connector believes that the server is dead: it then promises nothing."""
         adapter = self.connector.scheduler_adapter
         found = adapter._finished_lookup_results.get(request) if getattr(adapter, "is_healthy", True) else None
         return found if isinstance(found, int) else None
@@ -230,7 +232,7 @@ class MP(Reader):
                 yield f"worker_adapter.{name}", getattr(adapter, name, ())
 
     def left(self, request: str) -> list[str]:
-        """KVF105 keeps the lookup of a request that has ended until the server, silent meanwhile, answers."""
+        """Leave out lookups that KVF105 keeps after the end of the request, until the server answers."""
         found = super().left(request)
         if request in getattr(self.connector, "_kvfix_looking", ()):
             return [where for where in found if not where.startswith("scheduler_adapter.")]
@@ -280,7 +282,7 @@ class MP(Reader):
 
 
 def _server_ports(connector: Any) -> list[int]:
-    """Without the hosts (lmcache_mp_connector.py 0.5.6:600-650)."""
+    """Return the ports of the server URLs, without the hosts (lmcache_mp_connector.py 0.5.6:600-650)."""
     settings = connector._vllm_config.kv_transfer_config.kv_connector_extra_config or {}
     urls = settings.get("lmcache.mp.server_urls") or [f":{settings.get('lmcache.mp.port', 5555)}"]
     urls = urls.split(",") if isinstance(urls, str) else urls
@@ -288,7 +290,7 @@ def _server_ports(connector: Any) -> list[int]:
 
 
 def _tracked(row: dict[str, Any], tracker: Any, size: int) -> None:
-    """Of LMCacheMPRequestTracker, which counts blocks up to 0.4.6 and in vLLM's copy, and tokens later."""
+    """Add the counts of LMCacheMPRequestTracker: in blocks up to 0.4.6 and in vLLM's copy, in tokens since 0.4.7."""
 
     def tokens(name: str) -> int:
         in_blocks = getattr(tracker, f"num_{name}_blocks", None)
@@ -305,7 +307,7 @@ def _tracked(row: dict[str, Any], tracker: Any, size: int) -> None:
 
 
 def _add_worker(state: dict[str, Any], adapter: Any) -> None:
-    """LMCacheMPWorkerAdapter (vllm_multi_process_adapter.py). A transfer has no time of its own there."""
+    """Add the state of LMCacheMPWorkerAdapter (vllm_multi_process_adapter.py). It keeps no times of transfers."""
     state["lookup_timeout"] = getattr(adapter, "_mq_timeout", None)
     state["healthy"] = _healthy(adapter)
     loads, stores = dict(adapter.retrieve_futures), dict(adapter.store_futures)
@@ -316,7 +318,7 @@ def _add_worker(state: dict[str, Any], adapter: Any) -> None:
 
 
 def _is_done(future: Any) -> bool:
-    """Accept a future or a pair (future, blocks). Read the flag: `query()` could synchronize with the device."""
+    """Accept a future or a pair (future, blocks). Read the flag: `query()` could synchronize with the GPU."""
     future = future[0] if isinstance(future, tuple) else future
     for each in (future, getattr(future, "raw_future_", None)):
         event = getattr(each, "is_done_", None)
@@ -326,6 +328,6 @@ def _is_done(future: Any) -> bool:
 
 
 def _healthy(adapter: Any) -> bool | None:
-    """Its flags are set while every server answers the pings."""
+    """Return True if every server answers the pings; None if the release does not ping."""
     events = list(getattr(adapter, "_health_events", {}).values()) or [getattr(adapter, "_health_event", None)]
     return None if None in events else all(event.is_set() for event in events)

@@ -1,7 +1,7 @@
-"""How many free blocks a waiting request needs: what `allocate_slots` compares with them.
+"""Compute how many free blocks a waiting request needs, as `allocate_slots` does.
 
-It is v1/core/kv_cache_manager.py 0.32.0:516-579, by arithmetic: nothing is called that allocates, counts or touches. It
-is known for KV groups of full attention and of sliding windows.
+This is the arithmetic of v1/core/kv_cache_manager.py 0.32.0:516-579, without calls that change the scheduler. It covers
+KV groups of full attention and of sliding windows.
 """
 
 from __future__ import annotations
@@ -12,22 +12,25 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-#: Kinds of layers in which each token keeps its slot, and in which it loses it behind the window.
+#: KV groups in which each token keeps its slot, and KV groups that free the slots behind a window.
 _FULL = ("FullAttentionSpec", "MLAAttentionSpec")
 _WINDOWS = ("SlidingWindowSpec",)
 
 
 def held(scheduler: Any, request: Any) -> tuple[list[Any], ...]:
-    """The blocks of this request, by KV group."""
+    """Return the blocks of this request, by KV group."""
     found: tuple[list[Any], ...] = scheduler.kv_cache_manager.coordinator.get_blocks(request.request_id)
     return found
 
 
 def blocks(scheduler: Any, request: Any, promised: int, between: bool, reserved: int | None) -> int | None:
-    """None: not known. promised: what the connector would load into it, where it has no tokens yet; between steps, or
-    within the step that computes the rest.
+    """Return the free blocks that the request needs to be admitted; None if they are not known.
 
-    The requests that run are left out of it (the watermark): where any runs, something moves.
+    promised: tokens that the connector would load, if the request has no computed tokens yet.
+    between: True if they are loaded between steps, False if within the step that computes the rest.
+    reserved: the result of `reserved`.
+
+    The watermark for running requests is left out: if any request runs, the engine does not stand still.
     """
     groups = _groups(scheduler)
     if groups is None:
@@ -55,24 +58,24 @@ def blocks(scheduler: Any, request: Any, promised: int, between: bool, reserved:
 
 
 class _Group(NamedTuple):
-    """A KV group. window: in tokens; 0: each token keeps its slot. cap: blocks that one request holds at most."""
+    """A KV group. window: tokens; 0: each token keeps its slot. cap: maximum blocks of one request."""
 
     size: int
     window: int
     cap: int | None
 
     def behind(self, computed: int) -> int:
-        """Tokens that have left the window."""
+        """Return the number of tokens that have left the window."""
         return max(0, computed - self.window + 1) if self.window else 0
 
     def at_once(self, tokens: int) -> int:
-        """Blocks that so many tokens hold at the same time."""
+        """Return the number of blocks that so many tokens need at the same time."""
         found = -(-tokens // self.size)
         return min(found, self.cap) if self.cap else found
 
 
 def _groups(scheduler: Any) -> list[_Group] | None:
-    """None: one of them is of another kind."""
+    """Return the KV groups; None if the model has another kind of KV group."""
     found = []
     managers = scheduler.kv_cache_manager.coordinator.single_type_managers
     for group, manager in zip(scheduler.kv_cache_config.kv_cache_groups, managers, strict=True):
@@ -88,8 +91,10 @@ def _groups(scheduler: Any) -> list[_Group] | None:
 
 
 def _of_rest(scheduler: Any, request: Any, groups: list[_Group]) -> int:
-    """Of a request with computed tokens. vLLM checks for the whole request before it frees the blocks that have left a
-    window."""
+    """Return the free blocks that a request with computed tokens needs.
+
+    vLLM checks for the whole request before it frees the blocks that have left a window.
+    """
     computed, total = int(request.num_computed_tokens), min(int(request.num_tokens), int(scheduler.max_model_len))
     tokens = _after_step(scheduler, computed, total)
     whole = total if getattr(scheduler, "scheduler_reserve_full_isl", False) else 0
@@ -101,7 +106,7 @@ def _of_rest(scheduler: Any, request: Any, groups: list[_Group]) -> int:
 
 
 def _after_step(scheduler: Any, computed: int, total: int) -> int:
-    """Tokens that have a slot after its next step."""
+    """Return the number of tokens that have a slot after the next step of the request."""
     step = max(1, total - computed)
     threshold = scheduler.scheduler_config.long_prefill_token_threshold
     if scheduler.scheduler_config.enable_chunked_prefill:
@@ -110,13 +115,15 @@ def _after_step(scheduler: Any, computed: int, total: int) -> int:
 
 
 def count(blocks: list[Any]) -> int:
-    """Without the null blocks, which stand for those that have left a window."""
+    """Count the blocks without null blocks, which replace blocks that have left a window."""
     return sum(not getattr(block, "is_null", False) for block in blocks)
 
 
 def reserved(scheduler: Any) -> int | None:
-    """Blocks that prefills and loads in flight still need (`_inflight_prefill_reserved_blocks`, scheduler.py
-    0.32.0:3088); 0 in releases that keep none. None: not known."""
+    """Return the blocks that prefills and loads in flight still need; 0 in releases that reserve none. None: not known.
+
+    (`_inflight_prefill_reserved_blocks`, scheduler.py 0.32.0:3088)
+    """
     in_flight = list(getattr(scheduler, "_inflight_prefills", ()))
     groups = _groups(scheduler)
     if not in_flight:
@@ -134,9 +141,9 @@ def reserved(scheduler: Any) -> int | None:
 
 
 def _cached(scheduler: Any, request: Any, groups: list[_Group]) -> tuple[list[list[Any]], int]:
-    """The blocks of its longest cached prefix in each KV group, and its tokens; at least the last one is computed anew.
+    """Return the blocks of the longest cached prefix in each KV group, and its number of tokens.
 
-    vLLM's lookup only reads, and which prefix several groups agree on is its own business.
+    The last token of the request is never part of it. vLLM's lookup only reads.
     """
     manager = scheduler.kv_cache_manager
     if not manager.enable_caching or getattr(request, "skip_reading_prefix_cache", False):

@@ -1,8 +1,8 @@
-"""Where the engine's objects are in this process: on the stack of its main thread, or in a module of vLLM.
+"""Find the engine's objects in this process: on the stack of its main thread, or in a module of vLLM.
 
-EngineCore's loop is on that stack for as long as the engine lives (`run_busy_loop`, v1/engine/core.py 0.32.0:1547). An
-engine in the user's own process is there while it computes, and else in what the user's frames hold. `gc` does not
-find it: vLLM freezes the heap after the start (`freeze_gc_heap`, core.py 0.32.0:253).
+EngineCore's loop is on that stack as long as the engine lives (`run_busy_loop`, v1/engine/core.py 0.32.0:1547). An
+engine in the user's own process is on the stack while it computes. Otherwise a variable of the user's program holds the
+engine. `gc` cannot find it: vLLM freezes the heap after the start (`freeze_gc_heap`, core.py 0.32.0:253).
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ HOOKS = (
     "start_load_kv",
     "wait_for_save",
     "get_finished",
-    "get_transfer_results",  # in its place since vLLM 0.32, where a class has it
+    "get_transfer_results",  # since vLLM 0.32, called instead of get_finished if a class has it
     "get_block_ids_with_load_errors",
     "shutdown",
 )
 #: Hooks that run once per layer and step.
 LAYER_HOOKS = ("wait_for_layer_load", "save_kv_layer")
 _ALL_HOOKS = frozenset((*HOOKS, *LAYER_HOOKS))
-#: Hooks whose names other functions have too.
+#: Hooks with names that other functions have too.
 _COMMON = frozenset(("request_finished", "on_new_request", "reset_cache", "get_finished", "shutdown"))
 #: Functions of EngineCore whose `self` is the engine, and of the scheduler that change its queues.
 _ENGINE = ("run_busy_loop", "step", "step_with_batch_queue", "_process_engine_step")
@@ -51,13 +51,13 @@ _SHOWN = 24
 
 
 def process_name() -> str:
-    """As vLLM names its processes; "" for one that multiprocessing has not started."""
+    """Return vLLM's name of this process; "" for a process that multiprocessing has not started."""
     multiprocessing: Any = sys.modules.get("multiprocessing.process")
     return str(multiprocessing.current_process().name) if multiprocessing else ""
 
 
 def versions() -> dict[str, str]:
-    """Of what is loaded here. vLLM and LMCache keep their versions in a module of their own."""
+    """Return the versions of vLLM and LMCache, if this process has imported them."""
     found = {}
     for dist in ("vllm", "lmcache"):
         for name in (f"{dist}._version", f"{dist}.version", dist):
@@ -68,30 +68,30 @@ def versions() -> dict[str, str]:
 
 
 def frames() -> list[FrameType]:
-    """The stack of the main thread, innermost first, without the frames of this package and of what has called it."""
+    """Return the stack of the main thread, innermost first, without the frames of kvfix."""
     found = list(outwards(sys._current_frames().get(threading.main_thread().ident or 0)))
     while found and _is_ours(found[0]):
         del found[0]
-    while found and found[0].f_code.co_filename.startswith("<"):  # what was injected
+    while found and found[0].f_code.co_filename.startswith("<"):  # code that `kvfix look` has injected
         del found[0]
     return found
 
 
 def outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    """This frame and those that have called it, innermost first."""
+    """Yield this frame and its callers, innermost first."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
 def _is_ours(frame: FrameType) -> bool:
-    """Of this package, by whatever name, or of kvfix's signal handler."""
+    """Return True for a frame of this package, which may have another name, or of kvfix's signal handler."""
     package = str(frame.f_globals.get("__package__") or "")
     return package == __package__ or package.startswith("kvfix.")
 
 
 def stack(frames: list[FrameType]) -> list[str]:
-    """function (folder/file:line) of each frame."""
+    """Return "function (folder/file:line)" for each frame."""
     return [f"{frame.f_code.co_name} ({_file(frame)}:{frame.f_lineno})" for frame in frames[:_SHOWN]]
 
 
@@ -100,24 +100,24 @@ def _file(frame: FrameType) -> str:
 
 
 def hook(frames: list[FrameType]) -> str:
-    """The hook of a connector that the main thread is in; "". The outermost: a connector may hold others."""
+    """Return the outermost hook of a connector that the main thread is in, or ""."""
     found = [frame for frame in frames if is_hook(frame.f_code.co_name, frame.f_code.co_filename)]
     return found[-1].f_code.co_name if found else ""
 
 
 def is_hook(function: str, file: str) -> bool:
-    """Whether it is a connector's, by its name and, where that is common, by the path of its file."""
+    """Return True for a hook of a connector, by its name and, if the name is common, by the path of its file."""
     path = file.lower()
     return function in _ALL_HOOKS and (function not in _COMMON or "connector" in path or "lmcache" in path)
 
 
 def in_step(frames: list[FrameType]) -> bool:
-    """Whether a function of the scheduler is on the stack: a request may be in none of its queues then."""
+    """Return True if a function of the scheduler is on the stack: a request may then be in none of the queues."""
     return any(frame.f_code.co_name in _STEP and "/sched/" in frame.f_code.co_filename for frame in frames)
 
 
 def engine(frames: list[FrameType]) -> Any:
-    """vLLM's EngineCore; None: not in this process, or it computes nothing in the user's own process."""
+    """Return vLLM's EngineCore, or None if this process has none or it cannot be found."""
     for frame in reversed(frames):
         if frame.f_code.co_name in _ENGINE:
             found = frame.f_locals.get("self")
@@ -139,13 +139,13 @@ def _is_engine(found: Any) -> bool:
 
 
 def worker_connector() -> Any:
-    """The worker's connector of this process (kv_transfer_state.py 0.32.0:18); None: there is none."""
+    """Return the worker's connector of this process (kv_transfer_state.py 0.32.0:18), or None."""
     module = sys.modules.get("vllm.distributed.kv_transfer.kv_transfer_state")
     return getattr(module, "_KV_CONNECTOR_AGENT", None)
 
 
 def where(error: Exception) -> str:
-    """Type of an exception and the line that raised it; its text may hold anything."""
+    """Return the type of an exception and the line that raised it, without its text, which may hold user data."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

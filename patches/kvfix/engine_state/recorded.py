@@ -1,4 +1,4 @@
-"""What kvfix itself knows in this process: its choice of fixes, and each request's events from its recorder."""
+"""Read kvfix's own state in this process: the applied fixes, and each request's events from the recorder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _session() -> Any:
 
 
 def kvfix() -> dict[str, Any] | None:
-    """Mode and applied fixes; None: kvfix does nothing in this process."""
+    """Return mode and applied fixes; None if kvfix does nothing in this process."""
     session = _session()
     if session is None or session.config is None:
         return None
@@ -25,10 +25,11 @@ def kvfix() -> dict[str, Any] | None:
 
 
 def by_request() -> dict[str, dict[str, Any]]:
-    """{request: its events, newest state}; empty without a recorder.
+    """Return {request: its state by the recorded events}; {} without a recorder.
 
-    {"asked": computed tokens at the last question, "promised", "granted", "loading": [start, end], "loaded": end,
-     "stored": end, "event": name of the last event, "since": seconds since then}
+    {"asked": computed tokens at the last Asked event, "promised", "granted", "loading": [start, end],
+     "loaded": end, "stored": end, "event": name of the last event, "since": seconds since the last event}
+
     """
     recorder = sys.modules.get("kvfix.connector_events.recorder")
     if recorder is None:

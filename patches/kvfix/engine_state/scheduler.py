@@ -1,25 +1,25 @@
-"""What vLLM's scheduler holds (v1/core/sched/scheduler.py, 0.20 to 0.33).
+"""Read the state of vLLM's scheduler (v1/core/sched/scheduler.py, 0.20 to 0.33).
 
     {"class": "Scheduler", "steps": 12, "paused": "", "policy": "fcfs", "block_size": 16,
      "pool": {"blocks": 60, "free": 5, "cached": 40, "reserved": 7},    reserved: for prefills in flight
-     "answers": 1,              steps that are given to the workers and not answered
-     "deferred": 0,             blocks that come free with a later answer
+     "answers": 1,              steps that the workers have not answered
+     "deferred": 0,             blocks that become free with a later answer
      "ended_reports": ["r1"],   transfers reported for requests that the scheduler does not know any more
-     "ranks_left": {"r7": 1},   loads that so many ranks have not reported; the others have
-     "settings": {"max_num_batched_tokens": 8192, ...},    what the lab needs to make such a scheduler; None: not known
-     "requests": [{...}]}       in the order in which the scheduler asks; then those that run, then those that ended
+     "ranks_left": {"r7": 1},   {request: number of ranks that have not reported its load, if others have}
+     "settings": {"max_num_batched_tokens": 8192, ...},    the lab makes a scheduler from these; None: not known
+     "requests": [{...}]}       waiting requests in the scheduler's order, then running ones, then ended ones
 
-Of a request:
+A request has these fields:
 
     {"id": "r7", "status": "WAITING_FOR_REMOTE_KVS", "queue": "kv_holding_waiting", "arrived": 12.5,
-     "since": 3.1,              seconds in what it waits for, where that is known
+     "since": 3.1,              seconds of its current wait; None: not known
      "computed": 128, "total": 140, "prompt": 138, "blocks": 8, "preemptions": 0, "priority": 0,
-     "report": "loaded",        its load's end is reported, and the scheduler has not used that; "failed"; ""
-     "needs": 1,                free blocks without which it is not admitted, with those kept for others; None: unknown
+     "report": "loaded",        its load is reported as done, and the scheduler has not used that; "failed"; ""
+     "needs": 1,                free blocks that it needs to be admitted, with blocks reserved for others; None: unknown
      "lookup": "in flight", "asked": 0, "hit": 128, "promised": 128, "granted": 128, "loading": [0, 128],
      "loaded": 128, "stored": 0, "phase": "READY", "source": "recorder"}
 
-With `full` also "block_ids", [[...]] by KV group, and "hashes", of its whole blocks in hexadecimal.
+With `full`, it also has "block_ids", [[...]] by KV group, and "hashes", of its whole blocks in hexadecimal.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-#: Where vLLM keeps waiting requests, in the order in which it asks them: 0.32.0, and before.
+#: vLLM's queues of waiting requests, in the order in which it admits from them. Earlier releases have not all of them.
 QUEUES = ("kv_holding_waiting", "skipped_waiting", "waiting")
 _OF_CONNECTOR = ("lookup", "hit", "promised", "granted", "stored", "phase")
 _OF_RECORDER = ("asked", "promised", "granted", "loading", "loaded", "stored")
@@ -41,24 +41,24 @@ _OF_RECORDER = ("asked", "promised", "granted", "loading", "loaded", "stored")
 def read(
     scheduler: Any, engine: Any, held: dict[str, dict[str, Any]], recorded: dict[str, dict[str, Any]], full: bool
 ) -> dict[str, Any] | None:
-    """None without a scheduler. held: the connectors' rows by request; recorded: the recorder's."""
+    """Return the state; None without a scheduler. held, recorded: {request: row} of connectors and recorder."""
     if scheduler is None:
         return None
     pool = scheduler.kv_cache_manager.block_pool
     reserved = needs.reserved(scheduler)
     rows = []
-    now = time.time()  # one for all: who came first is to be read from it
+    now = time.time()  # one time for all requests, so that "arrived" shows their order
     for request, queue in _requests(scheduler):
         try:
             name = request.request_id
             row = _row(scheduler, request, queue, held.get(name, {}), recorded.get(name, {}), now)
             if queue in QUEUES:
-                between = bool(row["phase"])  # LMCache loads between steps with its server only
+                between = bool(row["phase"])  # only the multi-process connector loads between steps
                 row["needs"] = needs.blocks(scheduler, request, row["promised"] or 0, between, reserved)
             if full:
                 row["block_ids"] = [[block.block_id for block in group] for group in needs.held(scheduler, request)]
                 row["hashes"] = [bytes(each).hex() for each in list(getattr(request, "block_hashes", ()))]
-        except Exception as error:  # noqa: BLE001  the others are read
+        except Exception as error:  # noqa: BLE001  the other requests can still be read
             row = {"id": getattr(request, "request_id", ""), "queue": queue, "unread": type(error).__name__}
         rows.append(row)
     pause = getattr(scheduler, "_pause_state", None)
@@ -84,7 +84,7 @@ def read(
 
 
 def _requests(scheduler: Any) -> list[tuple[Any, str]]:
-    """Each with the queue that it is in; "ended" for what is kept until its blocks are sent; "": in none now."""
+    """Return (request, its queue). "ended": kept until its blocks are sent. "": in no queue now."""
     found = [(each, name) for name in QUEUES for each in list(getattr(scheduler, name, ()))]
     found += [(each, "running") for each in list(scheduler.running)]
     listed = {request.request_id for request, _ in found}
@@ -143,14 +143,17 @@ def _settings(scheduler: Any) -> dict[str, Any]:
 
 
 def _answers(engine: Any) -> int | None:
-    """Steps in the queue of EngineCore: with asynchronous scheduling and pipeline parallelism; else a step is answered
-    before the next begins. None without the engine."""
+    """Return the number of steps in EngineCore's queue; None without an EngineCore.
+
+    EngineCore uses this queue with asynchronous scheduling or pipeline parallelism. Otherwise a step is answered before
+    the next one begins.
+    """
     if engine is None:
         return None
     return len(getattr(engine, "batch_queue", None) or ())
 
 
 def _ranks_left(engine: Any) -> dict[str, int]:
-    """KVOutputAggregator counts down until all ranks have reported (kv_connector/utils.py 0.32.0:70)."""
+    """Return the counters of KVOutputAggregator: ranks that have not reported (kv_connector/utils.py 0.32.0:70)."""
     aggregator = getattr(getattr(engine, "model_executor", None), "kv_output_aggregator", None)
     return dict(getattr(aggregator, "_recv_remaining_count", None) or {})

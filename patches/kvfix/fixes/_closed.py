@@ -1,6 +1,7 @@
-"""Closed answers: what the fixes of wrong KV do if their own code raises (`on_fault`).
+"""Closed answers: `on_fault` of the fixes of wrong KV, used if the code of the fix raises.
 
-Nothing is promised, nothing is stored, or a load is reported as failed. They share no code with the fixes.
+They promise nothing, store nothing, or report a load as failed. They share no code with the fixes, which have just
+failed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 from kvfix.wrapping import GO_ON
 
-#: More tokens than a request has: what counts as stored is not stored again.
+#: More tokens than any request has: a request that counts as stored so far is not stored again.
 _ALL = 1 << 40
 
 
@@ -21,18 +22,18 @@ def no_hit(*_: Any, **__: Any) -> int:
 
 
 def compute(connector: Any, promise: Any, request: Any, *_: Any, **__: Any) -> Any:
-    """For a request with a remote prefill: nothing is promised, and it is computed as if it had loaded."""
+    """Promise nothing to a request with a remote prefill, so that decode computes its prompt."""
     return (0, False) if _is_local(request) else GO_ON
 
 
 def compute_new(connector: Any, request: Any, *_: Any, **__: Any) -> Any:
-    """For a function that gets such a request before it is asked for."""
+    """Let decode compute the prompt of a new request, before vLLM asks for a promise."""
     _is_local(request)
     return GO_ON
 
 
 def _is_local(request: Any) -> bool:
-    """Make it a request that is computed here; False if it is one."""
+    """Remove the remote prefill from the request. Return False if it has none."""
     asks = bool(request.kv_transfer_params and request.kv_transfer_params.get("do_remote_prefill"))
     if asks:
         request.kv_transfer_params = {**request.kv_transfer_params, "do_remote_prefill": False}
@@ -40,7 +41,7 @@ def _is_local(request: Any) -> bool:
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """The function is left out."""
+    """Skip the function."""
 
 
 def refuse(*_: Any, **__: Any) -> bool:
@@ -52,7 +53,7 @@ def refuse(*_: Any, **__: Any) -> bool:
 
 
 def save_nothing_more(impl: Any, scheduler_output: Any, *_: Any, **__: Any) -> Any:
-    """Before `build_connector_meta`: nothing more is stored of the requests that have a tracker and are in the step."""
+    """Before `build_connector_meta`: store nothing more for the requests of the step that have a tracker."""
     for name in scheduler_output.num_scheduled_tokens:
         if name in impl._request_trackers:
             impl._request_trackers[name].skip_save = True
@@ -60,13 +61,13 @@ def save_nothing_more(impl: Any, scheduler_output: Any, *_: Any, **__: Any) -> A
 
 
 def drop_saves(impl: Any, metadata: Any, *_: Any, **__: Any) -> Any:
-    """After `build_connector_meta`: nothing is stored of the requests in the metadata, in this step and later ones."""
+    """After `build_connector_meta`: store nothing more for the requests in the metadata, from this step on."""
     for meta in metadata.requests:
         if meta.req_id in impl._request_trackers:
             impl._request_trackers[meta.req_id].skip_save = True
         if meta.save_spec is not None:
             meta.save_spec.can_save = False
-            meta.save_spec.skip_leading_tokens = len(meta.token_ids)  # a kv_producer saves what is behind it
+            meta.save_spec.skip_leading_tokens = len(meta.token_ids)  # a kv_producer saves the tokens after these
             if getattr(meta, "disagg_spec", None) is not None:
                 meta.disagg_spec.num_transferred_tokens = len(meta.token_ids)
     return metadata
@@ -76,7 +77,7 @@ def drop_saves(impl: Any, metadata: Any, *_: Any, **__: Any) -> Any:
 
 
 def worker_saves_nothing(impl: Any, *_: Any, **__: Any) -> Any:
-    """The step stores nothing. Its loads and pins are as released."""
+    """Store nothing in this step. Loads and pins stay as released."""
     for meta in impl._parent._get_connector_metadata().requests:
         if meta.save_spec is not None:
             meta.save_spec.can_save = False
@@ -87,14 +88,14 @@ def worker_saves_nothing(impl: Any, *_: Any, **__: Any) -> Any:
 
 
 def worker_loads_fail(impl: Any, *_: Any, **__: Any) -> Any:
-    """All loads of the step are reported as failed, whatever they bring."""
+    """Report all loads of the step as failed, even if they succeed."""
     for meta in impl._parent._get_connector_metadata().requests:
         load_fails(impl, meta)
     return GO_ON
 
 
 def load_fails(impl: Any, meta: Any) -> None:
-    """The load of this request is reported as failed."""
+    """Report the load of this request as failed."""
     spec = meta.load_spec
     if spec is not None and spec.can_load:
         slots = meta.slot_mapping[spec.vllm_cached_tokens : spec.lmcache_cached_tokens]
@@ -105,13 +106,13 @@ def load_fails(impl: Any, meta: Any) -> None:
 
 
 def store_nothing_more(connector: Any, scheduler_output: Any, *_: Any, **__: Any) -> Any:
-    """Before the metadata are built: nothing more is stored of the requests in the step."""
+    """Before the metadata are built: store nothing more for the requests in the step."""
     _stored(connector, scheduler_output.num_scheduled_tokens)
     return GO_ON
 
 
 def drop_stores(connector: Any, answer: Any, scheduler_output: Any, metadata: Any, *_: Any, **__: Any) -> Any:
-    """After the metadata are built: their stores are left out, and nothing more is stored of those requests."""
+    """After the metadata are built: remove their stores, and store nothing more for these requests."""
     _stored(connector, [meta.request_id for meta in metadata.requests if meta.direction == "STORE"])
     metadata.requests[:] = [meta for meta in metadata.requests if meta.direction != "STORE"]
     return answer
@@ -132,20 +133,20 @@ def _counts(tracker: Any) -> str:
 
 
 def forget_cached(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
-    """After a failed load: no block stays in the prefix cache."""
+    """After a failed load: empty the prefix cache."""
     pool = scheduler.kv_cache_manager.block_pool
     for block in pool.blocks:
         pool._maybe_evict_cached_block(block)
     return answer
 
 
-def compute_anew(preempted: Any) -> Callable[..., Any]:
-    """After a failed load: all requests are preempted and the output of their steps in flight is dropped.
+def recompute_all(preempted: Any) -> Callable[..., Any]:
+    """After a failed load: preempt all requests and drop the output of their steps in flight.
 
-    preempted: the status of such a request.
+    preempted: the status of a preempted request.
     """
 
-    def compute_anew(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
+    def recompute_all(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
         forget_cached(scheduler, answer)
         for request in scheduler.requests.values():
             if request.status == preempted and hasattr(request, "drop_stale_output"):
@@ -160,4 +161,4 @@ def compute_anew(preempted: Any) -> Callable[..., Any]:
             scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
         return answer
 
-    return compute_anew
+    return recompute_all

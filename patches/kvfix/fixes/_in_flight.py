@@ -68,5 +68,5 @@ def fix_output(module: ModuleType) -> Callable[..., Any]:
 
 
 def is_needed(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """Whether this release cannot drop the stale output of a step in flight."""
+    """Return True if this release cannot drop the stale output of a step in flight."""
     return "drop_stale_output" not in inspect.unwrap(module.Request.__init__).__code__.co_names

@@ -22,9 +22,9 @@ def is_used(impl: Any, *_: Any, **__: Any) -> bool:
 
 
 def find_load(impl: Any) -> Callable[[Any], Any]:
-    """For `start_load_kv`, which loads the requests of a step in order and slices their tokens.
+    """Return a function for `start_load_kv`: tokens of a load -> metadata of its request, or None.
 
-    Returns a function: tokens of a load -> metadata of its request, each once; None if there is none.
+    `start_load_kv` loads the requests of a step in order and slices their tokens. Each request is returned once.
     """
     metas = impl._parent._get_connector_metadata().requests
     pending = [each for each in metas if each.load_spec is not None and each.load_spec.can_load]
@@ -73,7 +73,7 @@ def _with_request(
     add: Callable[[dict[str, Any], Any], None],
     closed: Callable[[dict[str, Any]], None] | None,
 ) -> Generator[None, Any, Any]:
-    """While the hook runs, calls of the engine's function get the arguments that `add` adds for their request."""
+    """While the hook runs, let `add` add arguments to the calls of the engine's function."""
     call = getattr(engine, name)
 
     def add_arguments(more: dict[str, Any], tokens: Any) -> bool:

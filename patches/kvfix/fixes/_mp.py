@@ -21,7 +21,7 @@ def tokens(tracker: Any, name: str, block_size: int = 16) -> int:
 
 
 def hits(connector: Any, tracker: Any) -> tuple[int, int]:
-    """`num_vllm_hit` and `num_lmcache_hit` in tokens, in one call: the fix reads them of every admitted request."""
+    """Return `num_vllm_hit` and `num_lmcache_hit` in tokens. One call is faster: every admitted request needs both."""
     blocks = getattr(tracker, "num_vllm_hit_blocks", None)
     if blocks is None:
         return tracker.num_vllm_hit_tokens, tracker.num_lmcache_hit_tokens
@@ -29,13 +29,13 @@ def hits(connector: Any, tracker: Any) -> tuple[int, int]:
 
 
 def is_in(connector: Any, request: Any, state: Any) -> bool:
-    """For `when` of a hook that gets a request: whether its tracker exists and is in this state."""
+    """For `when` of a hook that gets a request: return True if its tracker exists and is in this state."""
     tracker = connector.request_trackers.get(request.request_id)
     return tracker is not None and tracker.state is state
 
 
 def set_tokens(tracker: Any, name: str, value: int, block_size: int = 16) -> None:
-    """Set what `tokens` returns."""
+    """Set the count that `tokens` returns."""
     if hasattr(tracker, f"{name}_tokens"):
         setattr(tracker, f"{name}_tokens", value)
     else:
@@ -43,12 +43,11 @@ def set_tokens(tracker: Any, name: str, value: int, block_size: int = 16) -> Non
 
 
 def block_size(connector: Any) -> int:
-    """Tokens of a block. 1 if the trackers count in tokens: the connector then has no block size."""
+    """Return the tokens of a block; 1 if the trackers count in tokens and the connector has no block size."""
     return int(getattr(connector, "vllm_block_size", 1))
 
 
 def chunk_size(connector: Any) -> int:
-    """Tokens of a chunk."""
     adapter = connector.scheduler_adapter
     if hasattr(adapter, "lmcache_tokens_per_chunk"):
         return int(adapter.lmcache_tokens_per_chunk)
@@ -56,13 +55,13 @@ def chunk_size(connector: Any) -> int:
 
 
 def token_ids(tracker: Any) -> list[int]:
-    """The tokens that the keys are built from: from 0.5.4 on not always those of the request."""
+    """Return the tokens that LMCache builds the keys from. Since 0.5.4 these can differ from the request's tokens."""
     return list(tracker.get_token_ids() if hasattr(tracker, "get_token_ids") else tracker.all_token_ids)
 
 
 def nothing_cached(adapter: Any, request_id: str) -> None:
     """Set the lookup result of this request to 0, so that the client sends no lookup."""
-    # In one statement: an error does not come between the two.
+    # One statement, so that no error can occur between the two changes.
     adapter._finished_lookup_results[request_id], _ = 0, adapter._pending_lookups.add(request_id)
 
 
@@ -133,7 +132,7 @@ def tracked(connector: Any, module: ModuleType, request: Any, **counts: int) -> 
 
 
 def looks_up_on_arrival(hook: Callable[..., Any], module: ModuleType, **more: Any) -> bool:
-    """For probes: whether `on_new_request` sends a lookup for a request with these attributes."""
+    """For probes: return True if `on_new_request` sends a lookup for a request with these attributes."""
     connector = scheduler_side(module)
     connector._eager_prefetch, connector._role = True, module.KVConnectorRole.SCHEDULER
     hook(connector, stubs.request(2048, resumable=False, **more))

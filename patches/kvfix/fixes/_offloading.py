@@ -14,9 +14,9 @@ from kvfix.wrapping import GO_ON, View, after, replaced
 
 @contextmanager
 def completed_as_failed(scheduler: Any, jobs: Collection[int]) -> Iterator[None]:
-    """For `update_connector_output`: what it completes of these stores it completes as failed, if it does at all.
+    """While `update_connector_output` runs, let it complete these stores as failed.
 
-    The manager then drops their chunks. Their requests, as far as they go on, offer all of theirs again.
+    The manager then drops their chunks. Requests that still run offer all of their chunks again.
     """
     manager = scheduler.manager
     failed = [scheduler._jobs[job].keys for job in jobs]
@@ -31,14 +31,14 @@ def completed_as_failed(scheduler: Any, jobs: Collection[int]) -> Iterator[None]
     size = scheduler.config.blocks_per_chunk
     for job, request in zip(jobs, requests, strict=True):
         for number, group in enumerate(request.group_states) if job not in scheduler._jobs else ():
-            if number in scheduler._sliding_window_groups:  # what has left the window is not known before that index
+            if number in scheduler._sliding_window_groups:  # blocks before this index may have left the window
                 before = group.next_stored_chunk_idx * size
                 group.block_ids[:before] = [0] * len(group.block_ids[:before])
             group.next_stored_chunk_idx = 0
 
 
 def all_stores_fail(scheduler: Any, *_: Any, **__: Any) -> Any:
-    """For `on_fault` of `update_connector_output`: no store that is in flight counts, whatever it copies."""
+    """For `on_fault` of `update_connector_output`: complete all stores in flight as failed."""
     manager = scheduler.manager
     failed = [job.keys for job in scheduler._jobs.values() if job.is_store]
 
@@ -48,16 +48,16 @@ def all_stores_fail(scheduler: Any, *_: Any, **__: Any) -> Any:
     scheduler.manager = View(manager, complete_store=complete_store)
     for status in scheduler._req_status.values():
         for group in status.group_states if status.req.is_finished() else ():
-            group.block_ids.clear()  # so that nothing more of it is stored
+            group.block_ids.clear()  # so that the request stores nothing more
     return GO_ON
 
 
 def tells_worker(mark: str) -> Callable[[ModuleType], Callable[..., Any]]:
-    """The scheduler understands failed copies: without this mark of the metadata the worker reports none as done."""
+    """Mark the metadata: the scheduler handles failed copies. Otherwise the worker never reports them as done."""
 
     def fix(module: ModuleType) -> Callable[..., Any]:
         def build_connector_meta(scheduler: Any, metadata: Any, *_: Any, **__: Any) -> Any:
-            setattr(metadata, mark, True)  # an attribute of the object, so it travels to the workers
+            setattr(metadata, mark, True)  # the attributes of the metadata are sent to the workers
             return metadata
 
         return after(build_connector_meta)
@@ -66,9 +66,9 @@ def tells_worker(mark: str) -> Callable[[ModuleType], Callable[..., Any]]:
 
 
 def reports_failed_loads(side: str, requests: str) -> Callable[[ModuleType], Callable[..., Any]]:
-    """Failed loads, by request. The connector has this function of vLLM's base class.
+    """Report failed loads by request, in `get_transfer_results` of vLLM's base class.
 
-    side: attribute of the connector that is its worker. requests: attribute of the worker with those that have failed.
+    side: the connector's attribute with its worker. requests: the worker's attribute with the failed requests.
     """
 
     def fix(module: ModuleType) -> Callable[..., Any]:
@@ -87,19 +87,19 @@ def reports_failed_loads(side: str, requests: str) -> Callable[[ModuleType], Cal
 
 
 def all_loads_fail(connector: Any, answer: Any, *_: Any, **__: Any) -> Any:
-    """For `on_fault` of `get_transfer_results`: all loads that are done count as failed, of any connector."""
+    """For `on_fault` of `get_transfer_results`: report all loads that have ended as failed."""
     answer.failed_recving.update(answer.finished_recving or ())
     return answer
 
 
 def completed(output: Any) -> dict[int, int]:
-    """Jobs that this report of the workers completes, with the number of workers that do."""
+    """Return {job: number of workers that have completed it} of this report."""
     jobs: dict[int, int] = getattr(output.kv_connector_worker_meta, "completed_jobs", {})
     return jobs
 
 
 def success_of_store(hook: Callable[..., Any], module: ModuleType, **of_output: Any) -> list[bool]:
-    """For probes: a store of block 3 of a request is done. Whether it is completed as a success."""
+    """For probes: end a store of block 3, and return the `success` flags with which it is completed."""
     group = SimpleNamespace(block_ids=[3], next_stored_chunk_idx=1)
     request = SimpleNamespace(
         req=stubs.request(16, is_finished=lambda: False), group_states=(group,), transfer_jobs={7}, req_context=None,

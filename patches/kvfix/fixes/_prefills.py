@@ -1,7 +1,7 @@
-"""Which request of a decode engine gets what one prefill keeps: the first that asks. Of KVF340, KVF363 and KVF367.
+"""Give the blocks of one prefill to the first request that asks for them. Shared by KVF340, KVF363 and KVF367.
 
-Clients choose the ids, of any length, so only their hashes are kept. If two prefills had the same hash, the second
-request would compute its prompt.
+Only hashes of the ids are kept: clients choose the ids, and these can be of any length. If two prefills have the same
+hash, the second request computes its prompt.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
     from kvfix.wrapping import Wrapper
 
-#: Prefills of which is known who gets them: the last ones. 1.5 MB.
+#: Maximum prefills whose request is remembered. They take 1.5 MB.
 _KEPT = 10_000
 _FIRST = "_kvfix_first"
 
 
 def is_to_load(request: Any) -> bool:
-    """Whether its parameters ask for a remote prefill, and it has not been granted yet."""
+    """Return True if the request asks for a remote prefill that was not granted yet."""
     return bool(request.kv_transfer_params and request.kv_transfer_params.get("do_remote_prefill"))
 
 
 def first(connector: Any, prefill: tuple[Any, ...], request: Any) -> bool:
-    """Note that the request gets this prefill, if none does yet. Whether it is the one."""
+    """Return True if the request is the first one for this prefill."""
     known = vars(connector).setdefault(_FIRST, OrderedDict())
     name = hash(request.request_id)
     if known.setdefault(hash(prefill), name) != name:
@@ -39,7 +39,7 @@ def first(connector: Any, prefill: tuple[Any, ...], request: Any) -> bool:
 
 
 def loads(connector: Any, prefill: tuple[Any, ...], request: Any) -> bool:
-    """Whether the request gets this prefill. Else it is to compute its prompt."""
+    """Return True if the request gets this prefill. Otherwise make it compute its prompt."""
     if first(connector, prefill, request):
         return True
     compute(request)
@@ -47,9 +47,9 @@ def loads(connector: Any, prefill: tuple[Any, ...], request: Any) -> bool:
 
 
 def promise_if(reads: Callable[[Any, Any], bool]) -> Wrapper:
-    """For `get_num_new_matched_tokens`: a request with a remote prefill gets its promise only if it reads the blocks.
+    """For `get_num_new_matched_tokens`: a request with a remote prefill gets its promise only if `reads` returns True.
 
-    reads: (connector, request) -> whether it does.
+    reads: (connector, request) -> True if the request reads the blocks.
     """
 
     def get_num_new_matched_tokens(
@@ -65,13 +65,14 @@ def promise_if(reads: Callable[[Any, Any], bool]) -> Wrapper:
 
 
 def has_another(connector: Any, prefill: tuple[Any, ...]) -> bool:
-    """Whether a request is noted for this prefill."""
+    """Return True if a request has asked for this prefill."""
     return hash(prefill) in getattr(connector, _FIRST, ())
 
 
 def compute(request: Any) -> None:
-    """Have it compute its prompt itself, as vLLM does once it has loaded.
+    """Make the request compute its prompt: remove the remote prefill, as vLLM does after the load.
 
-    Else update_state_after_alloc takes a promise of 0 for a full hit, and reports a load; and the worker hears of a
-    request that is aborted."""
+    Otherwise update_state_after_alloc treats a promise of 0 as a full hit and reports a load, and the worker is
+    notified when the request is aborted.
+    """
     request.kv_transfer_params = {**request.kv_transfer_params, "do_remote_prefill": False}

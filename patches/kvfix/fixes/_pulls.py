@@ -1,4 +1,4 @@
-"""What a prefill rank has said of the loads in one message of MooncakeConnector's decode. Of KVF365 and KVF369."""
+"""Remember which loads of one message to a prefill rank have ended, in MooncakeConnector. For KVF365 and KVF369."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 
 def settled(worker: Any) -> set[str]:
-    """Names of the loads that are written or have failed, for the rank of this coroutine: each message has its own."""
+    """Return the names of the ended loads of this message. Each message to a rank has its own coroutine."""
     try:
         task = asyncio.current_task()
     except RuntimeError:

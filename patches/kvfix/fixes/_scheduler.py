@@ -9,10 +9,10 @@ from typing import Any
 
 
 def is_within_step(*more: Any) -> bool:
-    """Whether the hook handles loads within the step, and not loads between steps.
+    """Return True if the hook handles loads within the step, False for loads between steps.
 
     more: the arguments of `_update_requests_with_invalid_blocks` after the block ids. The last one is `evict_blocks`,
-    which is true for loads within the step. 0.11 has no such argument and no other loads.
+    which is true for loads within the step. vLLM 0.11 does not have this argument and only has loads within the step.
     """
     return not more or bool(more[-1])
 
@@ -20,7 +20,7 @@ def is_within_step(*more: Any) -> bool:
 def failed(
     scheduler: Any, names: Collection[str], invalid_block_ids: Collection[int], *more: Any
 ) -> Iterator[tuple[str, int, list[int]]]:
-    """Of these requests, those that load within the step: name, index of the first failed block, all blocks.
+    """Yield (name, index of the first failed block, all blocks) of the requests that load within the step.
 
     Only loads within a step share their blocks with other requests. more: as in `is_within_step`.
     """
@@ -30,13 +30,13 @@ def failed(
 
 
 def connectors(scheduler: Any) -> tuple[Any, ...]:
-    """The connector of this scheduler, and the connectors in it if it is a MultiConnector."""
+    """Return the connector of this scheduler, and the connectors in it if it is a MultiConnector."""
     connector = getattr(scheduler, "connector", None)
     return connector, *getattr(connector, "_connectors", ())
 
 
 def lmcache_adapters(scheduler: Any) -> Iterator[Any]:
-    """LMCache's in-process adapters of this scheduler."""
+    """Yield LMCache's in-process adapters of this scheduler."""
     for each in connectors(scheduler):
         adapter = getattr(each, "_lmcache_engine", None)
         if adapter is not None:
@@ -64,12 +64,12 @@ def running(*requests: Any, adapter: Any = None) -> Any:
 
 
 def scheduled_tokens(function: Callable[..., Any], scheduler: Any) -> list[dict[str, int]]:
-    """For probes: the argument `num_scheduled_tokens`, if the function has it (since vLLM 0.20)."""
+    """For probes: return the argument `num_scheduled_tokens`, if the function has it (since vLLM 0.20)."""
     has_it = "num_scheduled_tokens" in inspect.signature(function).parameters
     return [dict.fromkeys(scheduler.requests, 4)] if has_it else []
 
 
 def roll_back(hook: Callable[..., Any], *requests: Any, adapter: Any = None) -> Any:
-    """For probes: the answer of `_update_requests_with_invalid_blocks` if block 3 has failed; else as `running`."""
+    """For probes: return the answer of `_update_requests_with_invalid_blocks` after block 3 has failed."""
     scheduler = running(*requests, adapter=adapter)
     return hook(scheduler, list(requests), {3}, *scheduled_tokens(hook, scheduler))

@@ -1,7 +1,7 @@
-"""Shared by the fixes for several KV groups: windows and states, and the blocks that vLLM has taken from their lists.
+"""Shared by the fixes for several KV groups, with sliding windows or states.
 
-vLLM replaces a block by null block 0 once a step begins whose window starts behind it, and frees it
-(v1/core/single_type_kv_cache_manager.py 0.32.0:672, 1135). LMCache keeps the list as it was.
+When a step begins, vLLM frees the blocks before the window and replaces them by null block 0
+(v1/core/single_type_kv_cache_manager.py 0.32.0:672, 1135). LMCache keeps its own list of the blocks unchanged.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from kvfix.fixes import _mp, stubs
 
 
 def of(connector: Any) -> dict[int, tuple[int, int]]:
-    """{KV group: (tokens of its window, tokens of a block)} of the groups with a sliding window. vLLM keeps some more
-    tokens than the window for multi-module MTP: they count as of it."""
+    """Return {KV group: (tokens of its window, tokens of a block)} of the groups with a sliding window.
+
+    The window includes the additional tokens that vLLM keeps for multi-module MTP.
+    """
     return {
         number: (spec.sliding_window + getattr(spec, "extra_retained_tokens", 0), spec.block_size)
         for number, spec in _specs(connector, "SlidingWindowSpec")
@@ -22,18 +24,18 @@ def of(connector: Any) -> dict[int, tuple[int, int]]:
 
 
 def states(connector: Any) -> dict[int, int]:
-    """{KV group: tokens of a block} of the groups whose blocks have the state at their end (Mamba, mode "align")."""
+    """Return {KV group: tokens of a block} of the groups whose blocks have the state at their end (Mamba, "align")."""
     found = _specs(connector, "MambaSpec")
     return {number: spec.block_size for number, spec in found if spec.mamba_cache_mode == "align"}
 
 
-#: A state is freed like a window of two tokens: when a step begins vLLM keeps that of the last computed one
+#: vLLM frees a state like a window of two tokens: when a step begins, it keeps the state of the last computed token
 #: (MambaManager.get_num_skipped_tokens, v1/core/single_type_kv_cache_manager.py 0.32.0:1949).
 STATE = 2
 
 
 def _specs(connector: Any, name: str) -> list[tuple[int, Any]]:
-    """(number, spec) of the KV groups whose spec is of this class."""
+    """Return (number, spec) of the KV groups whose spec is of this class."""
     found = []
     for number, group in enumerate(connector._kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
@@ -44,12 +46,12 @@ def _specs(connector: Any, name: str) -> list[tuple[int, Any]]:
 
 
 def kept_from(computed: int, window: int, block_size: int) -> int:
-    """The first token whose block vLLM keeps when a step begins with so many computed tokens."""
+    """Return the first token whose block vLLM keeps when a step begins with so many computed tokens."""
     return max(0, computed - window + 1) // block_size * block_size
 
 
 def computed(scheduler_output: Any) -> dict[str, int]:
-    """{request: tokens computed before the step} of the requests in it."""
+    """Return {request: tokens computed before the step}."""
     cached = scheduler_output.scheduled_cached_reqs
     found = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=False))
     found.update((new.req_id, new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs)
@@ -57,19 +59,19 @@ def computed(scheduler_output: Any) -> dict[str, int]:
 
 
 def has_several_groups(connector: Any) -> bool:
-    """Whether the model has. Not with lazy stores: they look at the blocks themselves."""
+    """Return True if the model has several KV groups. Return False with lazy stores, which check the blocks."""
     return len(connector._group_tokens_per_block) > 1 and not getattr(connector, "lazy_offload", False)
 
 
 def has_transfers(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> bool:
-    """For `when` of `_process_new_requests` and `_process_cached_requests`: whether such a model transfers anything."""
+    """For `when` of `_process_new_requests` and `_process_cached_requests`: return True if there is work for a fix."""
     return bool(metadata.requests) and has_several_groups(connector)
 
 
 def stored(hook: Any, module: Any, connector: Any, computed: int, tokens: int, **blocks: Any) -> list[Any]:
-    """For probes: the metadata of a step that computes so many tokens more of a request with two groups.
+    """For probes: return the metadata of a step that computes `tokens` more tokens of a request with two KV groups.
 
-    blocks: of `step`, for a request that has been scheduled before; its list in the groups is in the tracker.
+    blocks: arguments of `stubs.step`, for a request that was scheduled before. Its tracker has its blocks.
     """
     metadata = module.LMCacheMPConnectorMetadata()
     new = None if blocks else SimpleNamespace(req_id=stubs.NAME, num_computed_tokens=computed)
@@ -78,10 +80,10 @@ def stored(hook: Any, module: Any, connector: Any, computed: int, tokens: int, *
 
 
 def scheduler_side(module: Any, window: int, *groups: list[int], computed: int) -> Any:
-    """For probes: a connector with a group of full attention and one of this window, or, if that is 0, of states, and
-    a request of 1024 tokens.
+    """For probes: return a connector with two KV groups and a request of 1024 tokens.
 
-    groups: its blocks in each. computed: vLLM has so many of its tokens, LMCache none.
+    window: the first group has full attention, the second a sliding window of so many tokens. 0: the second has states.
+    groups: blocks of the request in each KV group. computed: tokens that vLLM has. LMCache has none.
     """
     connector, request = _mp.scheduler_side(module), stubs.request(1024)
     attributes = {"sliding_window": window, "mamba_cache_mode": "align", "block_size": 16}

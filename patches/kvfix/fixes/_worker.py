@@ -11,10 +11,10 @@ from kvfix.wrapping import after, before
 
 
 def store_nothing(impl: Any, request: Any) -> None:
-    """The step stores nothing of this request. request: its metadata, of this step only.
+    """Store nothing for this request in this step. request: its metadata.
 
-    A kv_producer stores whatever the metadata say, by layers from its first token on (0.5.6 vllm_v1_adapter.py:1022,
-    1152), but it has no tokens then.
+    A kv_producer ignores `can_save` and, with layerwise stores, starts at the first token (0.5.6
+    vllm_v1_adapter.py:1022, 1152). So it gets no tokens.
     """
     request.save_spec.can_save = False
     if impl.kv_role == "kv_producer":
@@ -23,9 +23,9 @@ def store_nothing(impl: Any, request: Any) -> None:
 
 
 def fix_producer(is_meant: Callable[[Any], Any]) -> Callable[..., Any]:
-    """For `wait_for_save`: a kv_producer does not save of the requests that are meant.
+    """For `wait_for_save`: a kv_producer stores nothing for the requests for which `is_meant` is true.
 
-    is_meant: (metadata of a request) -> whether it is.
+    is_meant: (metadata of a request) -> True if the request must not be stored.
     """
     return before(
         _store_nothing_of(is_meant),
@@ -35,9 +35,10 @@ def fix_producer(is_meant: Callable[[Any], Any]) -> Callable[..., Any]:
 
 
 def fix_producer_layers(is_meant: Callable[[Any], Any]) -> Callable[..., Any]:
-    """For `start_load_kv`, the same by layers. The first layer begins the saves; a wrapper there would run for each.
+    """For `start_load_kv`: the same as `fix_producer` for layerwise stores.
 
-    What is loaded needs the tokens of the request, and has them by then.
+    The loads need the tokens of the request, and have read them by then. A wrapper of `save_kv_layer` would run once
+    for each layer.
     """
     store_nothing_of = _store_nothing_of(is_meant)
 
@@ -54,7 +55,6 @@ def fix_producer_layers(is_meant: Callable[[Any], Any]) -> Callable[..., Any]:
 
 def _store_nothing_of(is_meant: Callable[[Any], Any]) -> Callable[..., bool]:
     def store_nothing_of(impl: Any, *_: Any, **__: Any) -> bool:
-        """Whether there is any."""
         meant = [
             request
             for request in impl._parent._get_connector_metadata().requests
@@ -68,7 +68,7 @@ def _store_nothing_of(is_meant: Callable[[Any], Any]) -> Callable[..., bool]:
 
 
 def producer_stores(hook: Callable[..., Any], adapter: ModuleType, **more: Any) -> bool:
-    """For probes of `wait_for_save`: whether a kv_producer stores 16 tokens of a request that has these attributes."""
+    """For probes of `wait_for_save`: return True if a kv_producer stores a request with these attributes."""
     import torch  # the adapter has imported it
 
     stored: list[Any] = []

@@ -13,14 +13,14 @@ NAME = "kvfix-probe"
 
 
 def cannot_tell(hook: Callable[..., Any], module: ModuleType) -> NoReturn:
-    """The probe of a bug that no stub can show in milliseconds: it takes a full cache, a wait, or another process."""
+    """The probe of a bug that needs a full cache, a wait or another process: no stub can show it in milliseconds."""
     raise NotImplementedError("no probe for this fix")
 
 
 def raises(
     error: type[Exception] | tuple[type[Exception], ...], hook: Callable[..., Any], *args: Any, **kw: Any
 ) -> bool:
-    """True if this call raises this error. Any other error leaves the probe: the probe does not know the function."""
+    """Return True if this call raises this error. Any other error means that the probe does not fit the function."""
     try:
         hook(*args, **kw)
     except error:
@@ -29,7 +29,7 @@ def raises(
 
 
 def scheduler_side(**more: Any) -> Any:
-    """The attributes that `LMCacheConnectorV1Impl` of any release reads in the scheduler; `more` adds or replaces."""
+    """Return the attributes that `LMCacheConnectorV1Impl` reads in the scheduler; `more` adds or replaces."""
     config = SimpleNamespace(
         save_decode_cache=False,
         priority_limit=None,
@@ -58,7 +58,7 @@ def scheduler_side(**more: Any) -> Any:
 
 
 def scheduled(adapter: ModuleType, total: int, tracked: int, computed: int, **more: Any) -> tuple[Any, Any]:
-    """A scheduler side with one request of `total` tokens, and the request's tracker.
+    """Return a `scheduler_side` with one request of `total` tokens, and the request's tracker.
 
     tracked: tokens in the tracker. computed: tokens that vLLM has computed. more: as in `scheduler_side`.
     """
@@ -69,7 +69,7 @@ def scheduled(adapter: ModuleType, total: int, tracked: int, computed: int, **mo
 
 
 def worker_side(adapter: ModuleType, meta: Any, **more: Any) -> Any:
-    """The attributes that `LMCacheConnectorV1Impl` reads in a worker, in a step with this request's metadata.
+    """Return the attributes that `LMCacheConnectorV1Impl` reads in a worker, in a step with this request's metadata.
 
     more: attributes to add or replace.
     """
@@ -91,7 +91,7 @@ def worker_side(adapter: ModuleType, meta: Any, **more: Any) -> Any:
 
 
 def push_decode(**more: Any) -> Any:
-    """What NixlPushConnector's scheduler reads where a request of a decode engine registers; `more`: as above."""
+    """Return the attributes that NixlPushConnector's scheduler reads when decode registers; `more` adds or replaces."""
     parallel = SimpleNamespace(tensor_parallel_size=1)
     attributes: dict[str, Any] = {
         "use_host_buffer": False,
@@ -111,12 +111,12 @@ def push_decode(**more: Any) -> Any:
 
 
 def lookup_client(hit: int) -> Any:
-    """A lookup client that returns this hit, also from its cache."""
+    """Return a lookup client that returns this hit, also from its cache."""
     return SimpleNamespace(lookup_cache=lambda lookup_id: hit, lookup=lambda *_, **__: hit)
 
 
 def request(num_tokens: int, **more: Any) -> Any:
-    """A request of vLLM's scheduler; `more`: attributes to add or replace."""
+    """Return a request of vLLM's scheduler; `more`: attributes to add or replace."""
     attributes: dict[str, Any] = {
         "request_id": NAME,
         "num_tokens": num_tokens,
@@ -148,9 +148,10 @@ def step(
     resumed: bool = False,
     preempted: bool = False,
 ) -> Any:
-    """A scheduler output with one request: `new`, or a cached one with `computed` tokens. Without tokens: with none.
+    """Return a scheduler output with one request, `new` or a cached one; without a request if `tokens` is 0.
 
-    blocks: new blocks of a cached request. resumed: it was preempted. preempted: it is preempted in this step.
+    computed, blocks: computed tokens and new blocks of a cached request. resumed: the cached request was preempted.
+    preempted: the request is preempted in this step.
     """
     known = [NAME] if tokens and new is None else []
     return SimpleNamespace(

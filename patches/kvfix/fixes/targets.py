@@ -85,7 +85,7 @@ MULTI_CONNECTOR_METRICS = Owner(
     "vllm", "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector", "MultiKVConnectorPromMetrics"
 )
 _KV_MANAGERS = "vllm.v1.core.single_type_kv_cache_manager"
-#: Of the KV groups that recycle their blocks.
+#: Managers of KV groups that reuse their blocks.
 RECYCLING_MANAGERS = (
     Owner("vllm", _KV_MANAGERS, "SlidingWindowManager", "sliding window"),
     Owner("vllm", _KV_MANAGERS, "ChunkedLocalAttentionManager", "chunked local attention"),
@@ -104,7 +104,7 @@ def multi_process(
     for_0180: str = ">=0.4.4",
     place: int = 0,
 ) -> tuple[Target, ...]:
-    """Targets for one function of all multi-process connectors, with the broken releases of each; "" for none."""
+    """Return targets for one function of all multi-process connectors. The broken releases are "" for no target."""
     broken = {LMCACHE_MP: lmcache, VLLM_MP: vllm, LMCACHE_MP_0201: for_0201, LMCACHE_MP_0180: for_0180}
     return tuple(
         getattr(owner, function)(broken=releases, probe=probe, fix=fix, place=place)

@@ -1,7 +1,4 @@
-"""Events of a request's tokens, from any source. Counts are in tokens; None: the source does not know.
-
-The names are those of vLLM's connector hooks (vllm/distributed/kv_transfer/kv_connector/v1/base.py).
-"""
+"""The events of the ledger. Counts are in tokens; None: the source does not know the count."""
 
 from __future__ import annotations
 
@@ -17,24 +14,27 @@ def balance(hit: int, computed: int, total: int) -> int:
 
 
 class Event(Protocol):
-    """An event of this module, or of a tool."""
+    """An event of this module or of kvfix_tools."""
 
     @property
     def request(self) -> str: ...
 
     def text(self) -> str:
-        """One line with its arithmetic, without the request id: a history has only one."""
+        """Return one line with the arithmetic of the event, without the request id."""
 
 
 class Asked(NamedTuple):
     """`get_num_new_matched_tokens` returned.
 
-    total: tokens of the request. computed: tokens that vLLM has, as passed to the connector (whole blocks). hit: tokens
-    that the external cache has from the start of the request. promised: the answer; None: not known yet, ask again.
-    asynchronous: the load runs between steps.
-    replay: vLLM takes only whole blocks of a hit and recomputes up to so many of its last tokens (prefix replay,
-    `prefix_replay_tokens`). divergent: `computed` may be more than all kinds of layers have. If nothing is granted,
-    vLLM then starts with what they all have (`supports_divergent_local_hybrid_hits`).
+    - total: tokens of the request
+    - computed: tokens that vLLM has, as passed to the connector (whole blocks)
+    - hit: tokens that the external cache has from the start of the request
+    - promised: the answer; None: not known yet, vLLM asks again
+    - asynchronous: the load runs between steps
+    - replay: vLLM only takes whole blocks of a hit and recomputes up to so many tokens (`prefix_replay_tokens`)
+    - divergent: some KV groups may have fewer than `computed` tokens. If nothing is granted, vLLM starts with the
+      tokens
+      that all KV groups have (`supports_divergent_local_hybrid_hits`).
     """
 
     request: str
@@ -71,9 +71,9 @@ class Granted(NamedTuple):
 
 
 class Scheduled(NamedTuple):
-    """The request is in a scheduler output: `tokens` are computed on top of `computed` (local and loaded ones).
+    """The request is in a scheduler output: the step computes `tokens` after `computed` (local and loaded) tokens.
 
-    capacity: slots of its blocks. first: it waited before, as a new or a preempted request.
+    capacity: slots of its blocks. first: the request has waited before this step, as a new or a preempted request.
     """
 
     request: str
@@ -90,8 +90,8 @@ class Scheduled(NamedTuple):
 class LoadDue(NamedTuple):
     """The connector's metadata have a load of tokens [start, end) of the request for the worker.
 
-    block: tokens of a block, if the metadata name blocks alone: the last of them may not be full. 0: they name tokens.
-    relative: they count from the end of the computed tokens, as the metadata do not say where that is.
+    block: tokens of a block, if the metadata name blocks: the last block may not be full. 0: the metadata name tokens.
+    relative: the tokens count from the end of the computed tokens: the metadata do not have that end.
     """
 
     request: str
@@ -105,7 +105,7 @@ class LoadDue(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """The worker has loaded `tokens` tokens up to `end`. Fewer than the LoadDue event: a failed load."""
+    """The worker has loaded `tokens` tokens up to `end`. If these are fewer than in LoadDue, the load has failed."""
 
     request: str
     tokens: int
@@ -118,7 +118,7 @@ class Loaded(NamedTuple):
 class Stored(NamedTuple):
     """The worker has stored tokens [start, end) of the request in the external cache.
 
-    covered: tokens from the start of the request that the cache has already.
+    covered: tokens from the start of the request that are already cached.
     """
 
     request: str
@@ -157,7 +157,7 @@ class Compared(NamedTuple):
 class BlocksLost(NamedTuple):
     """A store of tokens [start, end) of KV group `group` reads blocks that vLLM does not keep for the request.
 
-    blocks: what they are: "null blocks", "blocks freed before the step", or "blocks freed after it and used again".
+    blocks: "null blocks", "blocks freed before the step" or "blocks freed after the step and used again".
     """
 
     request: str
@@ -227,7 +227,7 @@ class TimedOut(NamedTuple):
     at: float
 
     def is_at_once_after(self, other: TimedOut) -> bool:
-        """Whether the pause between the two lookups was shorter than this lookup's wait."""
+        """Return True if the pause between the two lookups was shorter than the wait of this lookup."""
         return self.at - other.at < 2 * self.waited
 
     def text(self) -> str:
@@ -248,7 +248,7 @@ class Raised(NamedTuple):
 class Leased(NamedTuple):
     """The request has ended, and its blocks are kept for a peer: until a notice, or for `seconds` (None: not known).
 
-    name: by which the peer knows it, if not by `request`.
+    name: the peer's name of the request, if that is not `request`.
     """
 
     request: str
@@ -270,7 +270,7 @@ class LeaseExtended(NamedTuple):
 
 
 class LeaseEnded(NamedTuple):
-    """The blocks are reported as sent, and free. expired: by time; False: after a notice; None: not known.
+    """The blocks are reported as sent, and are free. expired: False: after a notice of the peer; None: not known.
 
     renewed: how often the peer has renewed the lease.
     """
@@ -280,16 +280,17 @@ class LeaseEnded(NamedTuple):
     renewed: int = 0
 
     def text(self) -> str:
-        how = {None: "", True: ": its lease is over", False: " after a notice"}
+        how = {None: "", True: ": its lease has expired", False: " after a notice"}
         renewed = f", renewed {self.renewed} times" if self.renewed else ""
         return "its blocks are free" + how[self.expired] + renewed
 
 
 class ReadsFrom(NamedTuple):
-    """The request names blocks that another engine, `engine`, keeps of its request `peer`: it is to read them, and to
-    give them back. Both names are those of the request's `kv_transfer_params`.
+    """The request is to read the blocks that another engine keeps of its request `peer`, and then to notify that
+    engine.
 
-    pushed: that engine writes them, knows itself when it has, and hears nothing of a request that ends before.
+    engine, peer: the names in the request's `kv_transfer_params`.
+    pushed: the other engine writes the blocks. It needs no notice, and does not learn of a request that ends before.
     """
 
     request: str
@@ -303,7 +304,7 @@ class ReadsFrom(NamedTuple):
         return f"is to read the blocks that engine {self.engine} keeps of {self.peer}"
 
 
-#: The events of one process, which its recorder has.
+#: The types of events in a recorder file.
 EVENTS: tuple[type[Event], ...] = (
     Asked,
     Granted,

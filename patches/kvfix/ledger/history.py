@@ -55,24 +55,23 @@ class History:
     def __init__(self, events_kept: int, sees_loads: bool) -> None:
         self.sees_loads = sees_loads
         self.events: deque[Event] = deque(maxlen=events_kept)
-        #: False if the record began after the request did: many counts are then unknown.
+        #: False if the record began after the request: many counts are then unknown.
         self.recorded_from_start = False
         self.finished: ev.Finished | None = None
-        #: What is known of the lease of its blocks.
         self.lease: ev.Leased | None = None
         self.lease_ended: ev.LeaseEnded | None = None
-        #: Tokens with KV in vLLM once the last scheduled step is done.
+        #: Tokens with KV in vLLM after the last scheduled step.
         self.computed: int | None = None
         #: The last Asked event since the request began to wait, and what vLLM granted of the promise.
         self.asked: ev.Asked | None = None
         self.granted: ev.Granted | None = None
         self.due: ev.LoadDue | None = None
-        #: Whether a step has begun with what was granted last.
+        #: True if a step with the last grant has begun.
         self.admitted = False
-        #: The last lookup that timed out, and whether it directly followed another timeout.
+        #: The last lookup that timed out. `timed_out_again`: it directly followed another timeout.
         self.timed_out: ev.TimedOut | None = None
         self.timed_out_again = False
-        #: Tokens from the start that the external cache has or gets, as far as the connector knows.
+        #: Tokens from the start that the external cache has or gets, according to the connector.
         self.stored_to: int | None = None
 
     def take(self, event: Event) -> None:
@@ -98,7 +97,7 @@ def _asked(history: History, event: ev.Asked) -> None:
 def _granted(history: History, event: ev.Granted) -> None:
     if not history.admits_after_load(event):
         if history.admitted:
-            history.asked = None  # a session goes on with more input: vLLM does not ask
+            history.asked = None  # a session continues with more input: vLLM does not ask
         history.granted = event
         history.due = None
 
@@ -121,7 +120,7 @@ def _timed_out(history: History, event: ev.TimedOut) -> None:
     history.timed_out = event
 
 
-#: {type of event: attribute of the history that has the last one}.
+#: {type of event: attribute of the history with the last event of this type}.
 _LAST: dict[type, str] = {ev.LoadDue: "due", ev.Finished: "finished", ev.Leased: "lease", ev.LeaseEnded: "lease_ended"}
 #: {type of event: how it changes the history}. The history only keeps other events.
 _CHANGES: dict[type, Callable[[History, Any], None]] = {
@@ -138,9 +137,9 @@ _CHANGES: dict[type, Callable[[History, Any], None]] = {
 class Ledger:
     """Checks events, fed in the order in which they happened, against the rules.
 
-    events_kept: events kept per request, for the report. They and the open requests bound the memory. A finished
-    request is kept until `forget`, so that its leaks can be reported.
-    sees_loads: False if the source cannot see which loads are due, as with a connector of unknown metadata.
+    events_kept: maximum events kept per request, for the report. A finished request is kept until `forget`, so that its
+    leaks can be reported.
+    sees_loads: False if the source cannot see loads: the metadata of the connector are unknown.
     """
 
     def __init__(self, events_kept: int = 64, sees_loads: bool = True) -> None:
@@ -149,7 +148,7 @@ class Ledger:
         self._sees_loads = sees_loads
 
     def feed(self, event: Event) -> list[Finding]:
-        """Findings of this event, in the order of the rules. Empty: the event violates none."""
+        """Return the findings of this event, in the order of the rules."""
         history = self.histories.get(event.request)
         if history is None or (history.finished is not None and isinstance(event, ev.Asked | ev.ReadsFrom)):
             # A reused request id is another request.

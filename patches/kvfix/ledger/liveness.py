@@ -1,8 +1,8 @@
-"""Whether the waiting requests of an engine can move. Pure: a state in, an answer out; it imports no engine.
+"""Decide if the waiting requests of an engine can move. Pure: it imports no engine.
 
-vLLM asks its waiting requests in order and stops at the first one that it has no blocks for (`schedule`, the `break`
-after `allocate_slots`; v1/core/sched/scheduler.py 0.32.0:1275-1282). That one waits until something ends: a step of a
-running request, a transfer, a lookup. If nothing runs, is in flight or is owed, nothing ever ends.
+vLLM tries to admit its waiting requests in order and stops at the first request that it has no blocks for (`schedule`,
+the `break` after `allocate_slots`; v1/core/sched/scheduler.py 0.32.0:1275-1282). This request waits until a step of a
+running request, a transfer or a lookup ends. If nothing runs and nothing is in flight, the request waits for ever.
 """
 
 from __future__ import annotations
@@ -10,15 +10,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-#: What a waiting request waits for: a place in a step (blocks), its load, an answer to its lookup; or something that no
-#: part of the engine owes: the next part of a streamed prompt, a grammar.
+#: A request waits for free blocks (PLACE), for its load, for the answer to its lookup, or for something outside the
+#: engine: the next part of a streamed prompt, or a grammar.
 PLACE, LOAD, LOOKUP, OUTSIDE = "place", "load", "lookup", "outside"
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """needs: free blocks without which vLLM does not admit it, with those that it keeps for others; None: unknown.
-    holds: blocks it has already, as a request does whose load is done."""
+    """A waiting request.
+
+    needs: free blocks that vLLM needs to admit it, with blocks reserved for other requests; None: unknown.
+    holds: blocks that the request has already, for example because its load has ended.
+    """
 
     name: str
     waits_for: str = PLACE
@@ -28,15 +31,14 @@ class Waiting:
 
 @dataclass(frozen=True)
 class State:
-    """Between two steps. None: the source does not know it."""
+    """The state of an engine between two steps. None: not known."""
 
-    #: In the order in which the scheduler asks.
+    #: In the order in which the scheduler admits them.
     waiting: tuple[Waiting, ...]
-    #: Free blocks, those that hold a cached prefix among them.
+    #: Free blocks, including blocks with a cached prefix.
     free: int | None
-    #: Requests that run.
     running: int | None
-    #: Loads and stores whose end is not reported yet, and reports that the scheduler has not used yet.
+    #: Loads and stores that are not reported as ended, and reports that the scheduler has not used yet.
     in_flight: int | None
     #: Lookups that will be answered.
     lookups: int | None
@@ -51,7 +53,7 @@ class Answer(NamedTuple):
 
 
 def can_move(state: State) -> Answer:
-    """Whether any of the waiting requests can still move."""
+    """Return "valid" if any waiting request can still move, "violated" if none can."""
     waiting = [each for each in state.waiting if each.waits_for != OUTSIDE]
     if not waiting:
         return Answer("valid", "no request waits for the engine")
@@ -59,14 +61,14 @@ def can_move(state: State) -> Answer:
         if count:
             return Answer("valid", f"{count} {what}")
     if None in (state.running, state.in_flight, state.lookups):
-        return Answer("unknown", "whether anything runs, is in flight or is looked up is not known")
+        return Answer("unknown", "the numbers of running requests, transfers and lookups are not known")
     first = next((each for each in waiting if each.waits_for == PLACE), None)
     if first is None:
         what = " or ".join(sorted({each.waits_for for each in waiting}))
         text = f"{_count(len(waiting), 'waits', 'wait')} for a {what}, and none is in flight: no request can move"
         return Answer("violated", text, waiting[0].name)
     if first.needs is None or state.free is None:
-        return Answer("unknown", f"how many blocks {first.name} needs, and how many are free, is not known")
+        return Answer("unknown", f"the number of blocks that {first.name} needs, or of free blocks, is not known")
     if first.needs <= state.free:
         return Answer("valid", f"{first.name} needs {first.needs} of {state.free} free blocks")
     outside = sum(each.holds for each in state.waiting if each.waits_for == OUTSIDE)
@@ -79,12 +81,12 @@ def can_move(state: State) -> Answer:
     others = len(behind) - loaded
     waits = _count(others, "waits", "wait")
     if loaded:
-        beside = f", with {others} more," if others else ""
-        waits = f"{_count(loaded, 'is loaded and waits', 'are loaded and wait')}{beside}"
+        more = f", with {others} more," if others else ""
+        waits = f"{_count(loaded, 'is loaded and waits', 'are loaded and wait')}{more}"
     head = f"{waits} behind {first.name}, which needs" if behind else f"{first.name} needs"
     held = sum(each.holds for each in waiting)
-    holding = f", those that wait hold {held}" if held else ""
-    text = f"{head} {_blocks(first.needs)}; {state.free} can be had{holding}: no request can move"
+    holding = f", waiting requests hold {held}" if held else ""
+    text = f"{head} {_blocks(first.needs)}; {state.free} are free{holding}: no request can move"
     return Answer("violated", text, first.name)
 
 

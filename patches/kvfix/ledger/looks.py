@@ -1,6 +1,6 @@
-"""Looks at the processes of a running engine, and what several of them have in common. Pure.
+"""Compare looks at the processes of a running engine. Pure.
 
-A look is the states of all processes at one time (`kvfix.engine_state`), which are not taken at the same instant.
+A look is the states of all processes (`kvfix.engine_state`). They are read one after the other.
 """
 
 from __future__ import annotations
@@ -14,23 +14,26 @@ if TYPE_CHECKING:
 
     from kvfix.ledger.owed import Engine
 
-#: Seconds after which a hook is taken for stuck, a transfer or lookup for not answered while nothing moves, and either
-#: while other requests move.
-HOOK, LATE, LATER = 3.0, 5.0, 30.0
-#: Of a request: the same for as long as it waits for one thing.
+#: Seconds after which a hook counts as stuck.
+HOOK = 3.0
+#: Seconds after which a transfer or a lookup counts as not answered: if no request moves, and if other requests move.
+LATE, LATER = 5.0, 30.0
+#: Fields of a request that do not change during one wait.
 _OF_A_WAIT = ("computed", "total", "preemptions")
 
 
 class Look(NamedTuple):
-    """at: seconds of any monotonic clock. processes: the states. One that could not be read has no "schema", and
-    {"pid", "name", "silent": why, "stack", "hook"}."""
+    """at: seconds of any monotonic clock. processes: their states.
+
+    A process that could not be read has no "schema", but {"pid", "name", "silent": reason, "stack", "hook"}.
+    """
 
     at: float
     processes: list[dict[str, Any]]
 
 
 def engines(looks: Sequence[Look]) -> Iterator[tuple[Engine, Engine, float]]:
-    """(at the first look, at the last, seconds between)."""
+    """Yield (engine at the first look, engine at the last look, seconds between)."""
     before = {engine.process["pid"]: engine for engine in owed.engines(looks[0].processes)}
     for engine in owed.engines(looks[-1].processes):
         if engine.process["pid"] in before:
@@ -38,9 +41,9 @@ def engines(looks: Sequence[Look]) -> Iterator[tuple[Engine, Engine, float]]:
 
 
 def rows(before: Engine, after: Engine, kind: str) -> Iterator[dict[str, Any]]:
-    """Requests that wait for this at both looks, and have not changed. The row of the last.
+    """Yield the rows, at the last look, of requests that wait for this at both looks and have not changed.
 
-    One that was preempted meanwhile, or has a token more, may wait for another load than at the first look.
+    A request that was preempted or has more tokens may wait for another load than at the first look.
     """
     first = {row["id"]: row for row, waits_for in owed.waits(before) if waits_for == kind}
     for row, waits_for in owed.waits(after):
@@ -50,19 +53,19 @@ def rows(before: Engine, after: Engine, kind: str) -> Iterator[dict[str, Any]]:
 
 
 def steps_between(before: Engine, after: Engine) -> int | None:
-    """Steps that the scheduler has begun between the looks; None: its release does not count them."""
+    """Return the number of steps that began between the looks; None: the release does not count them."""
     first, last = before.scheduler["steps"], after.scheduler["steps"]
     return None if first is None or last is None else int(last - first)
 
 
 def is_current(before: Engine, after: Engine, span: float) -> bool:
-    """Whether a report that was on its way at the first look has arrived at the last: two steps have ended."""
+    """Return True if two steps have ended: a report on its way at the first look has arrived at the last look."""
     steps = steps_between(before, after)
     return span >= 2 * LATE if steps is None else steps > 2
 
 
 def moved(looks: Sequence[Look]) -> bool:
-    """Whether any request has gone on or ended between the first and the last look."""
+    """Return True if any request has made progress or ended between the first and the last look."""
     for before, after, _ in engines(looks):
         last = {row["id"]: _progress(row) for row in after.requests}
         if any(last.get(row["id"]) != _progress(row) for row in before.requests):
@@ -75,7 +78,7 @@ def _progress(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def in_hooks(looks: Sequence[Look]) -> Iterator[tuple[dict[str, Any], Engine | None]]:
-    """Processes that are in the same hook at every look, at the last one, and the engine of a scheduler."""
+    """Yield each process that is in the same hook at every look, and its engine if it has the scheduler."""
     by_pid = {engine.process["pid"]: engine for engine in owed.engines(looks[-1].processes)}
     for process in looks[-1].processes:
         pid, hook = process["pid"], process.get("hook")
@@ -85,9 +88,10 @@ def in_hooks(looks: Sequence[Look]) -> Iterator[tuple[dict[str, Any], Engine | N
 
 
 def of_these_hooks(looks: Sequence[Look]) -> Sequence[Look]:
-    """The last looks, two or more, at which each process that is in a hook at the last one is in it; else all.
+    """Return the last looks at which the processes are in the same hooks as at the last look, if these are two or more.
 
-    Those before are of another time: who entered a hook after the first look may hold up all others.
+    Otherwise return all looks. A process that entered a hook after the first look may block all other processes, so
+    earlier looks show another situation.
     """
     hooks = {each["pid"]: each["hook"] for each in looks[-1].processes if each.get("hook")}
     first = len(looks) - 1
@@ -97,7 +101,7 @@ def of_these_hooks(looks: Sequence[Look]) -> Sequence[Look]:
 
 
 def stands(looks: Sequence[Look], process: dict[str, Any]) -> bool:
-    """Whether a process that is in the same hook at every look does not move either, for `HOOK` seconds."""
+    """Return True if a process that is in the same hook at every look has made no progress for `HOOK` seconds."""
     span = looks[-1].at - looks[0].at
     steps = {after.process["pid"]: steps_between(before, after) for before, after, _ in engines(looks)}
     count = steps.get(process["pid"])

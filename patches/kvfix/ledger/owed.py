@@ -1,4 +1,4 @@
-"""The engines of these processes, and what their requests wait for. Pure: states of `kvfix.engine_state` in."""
+"""Find the engines in states of `kvfix.engine_state`, and what their requests wait for. Pure."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from kvfix.ledger.liveness import LOAD, LOOKUP, OUTSIDE, PLACE
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-#: Statuses of vLLM in which a request waits for something outside of the engine, and for what.
+#: {status of vLLM in which a request waits for something outside of the engine: what it waits for}
 OUTSIDE_STATUSES = {
     "WAITING_FOR_STREAMING_REQ": "the client: the next part of its prompt",
     "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR": "the compiler of its grammar",
 }
-#: Where a worker's connector has a load that it has not reported.
+#: Fields of a worker's connector with loads that it has not reported.
 KINDS = ("loads", "unreported")
 
 
@@ -40,7 +40,7 @@ class Engine:
 
     @property
     def connectors(self) -> list[dict[str, Any]]:
-        """Of the scheduler."""
+        """The connectors of the scheduler."""
         return [each for each in self.process.get("connectors") or () if each["role"] != "WORKER"]
 
     @property
@@ -49,17 +49,17 @@ class Engine:
 
     @property
     def sees_transfers(self) -> bool:
-        """Whether every rank was read, and its connector is one whose transfers are known."""
+        """True if every rank was read, and kvfix can read the transfers of its connector."""
         known = [each for _, each in self.workers if "loads" in each and "unread" not in each]
         return len({each["rank"] for each in known}) >= self.ranks
 
     def ranks_with(self, request: str, *kinds: str) -> list[int]:
-        """Ranks that have the request among these ("loads", "stores", "unreported")."""
+        """Return the ranks that have the request in one of these fields: "loads", "stores", "unreported"."""
         return sorted({each["rank"] or 0 for _, each in self.workers if any(request in each.get(k, ()) for k in kinds)})
 
 
 def engines(processes: Iterable[dict[str, Any]]) -> list[Engine]:
-    """The engines of these processes; one for each scheduler."""
+    """Return one engine for each scheduler in these processes."""
     processes = [each for each in processes if "schema" in each]
     workers = [
         (process, connector)
@@ -77,7 +77,7 @@ def engines(processes: Iterable[dict[str, Any]]) -> list[Engine]:
 
 
 def waits_for(row: dict[str, Any]) -> str:
-    """As `liveness.Waiting` has it, of this row alone."""
+    """Return `waits_for` of `liveness.Waiting`, from this row alone."""
     if row["status"] in OUTSIDE_STATUSES:
         return OUTSIDE
     if row["status"] == "WAITING_FOR_REMOTE_KVS" and not row["report"]:
@@ -88,13 +88,16 @@ def waits_for(row: dict[str, Any]) -> str:
 
 
 def waiting(engine: Engine) -> list[dict[str, Any]]:
-    """Rows of the requests that wait, in the order in which vLLM asks them."""
+    """Return the rows of the waiting requests, in the order in which vLLM admits them."""
     return [row for row in engine.requests if row["queue"] in QUEUES]
 
 
 def waits(engine: Engine) -> list[tuple[dict[str, Any], str]]:
-    """Those rows, each with what it waits for. vLLM stops at the first request that it has no blocks for: behind it
-    none is asked, and nothing takes the answer of a lookup."""
+    """Return (row, what it waits for) of the waiting requests.
+
+    vLLM stops at the first request that it has no blocks for. It does not read the lookup results of later requests, so
+    these wait for blocks too.
+    """
     found: list[tuple[dict[str, Any], str]] = []
     stopped, free = False, engine.scheduler["pool"]["free"]
     for row in waiting(engine):
@@ -107,7 +110,7 @@ def waits(engine: Engine) -> list[tuple[dict[str, Any], str]]:
 
 
 def state(engine: Engine) -> liveness.State:
-    """What `can_move` judges. A lookup counts as one that is answered: that it is not, is another rule."""
+    """Return the state for `liveness.can_move`. Lookups count as in flight: another rule finds unanswered ones."""
     scheduler = engine.scheduler
     rows = tuple(liveness.Waiting(row["id"], kind, row["needs"], row["blocks"]) for row, kind in waits(engine))
     running = sum(row["queue"] in ("running", "") for row in engine.requests)
@@ -115,7 +118,7 @@ def state(engine: Engine) -> liveness.State:
     in_flight += scheduler["deferred"]
     for _, each in engine.workers:
         in_flight += sum(len(each.get(kind, ())) for kind in ("stores", *KINDS))
-    # What transfers keep is in the scheduler too: a request that waits for its load, or that has ended.
+    # A request in a transfer is in the scheduler too: it waits for its load, or it has ended.
     kept = any(row["queue"] == "ended" for row in engine.requests) or any(each.waits_for == LOAD for each in rows)
     unknown = kept and not engine.sees_transfers and bool(engine.connectors)
     lookups = sum(each.waits_for == LOOKUP for each in rows)

@@ -1,8 +1,8 @@
 """The rules: invariants of the token accounting. `kvfix explain` prints the docstring of a rule.
 
 A rule checks an event against the history so far. It returns None (valid), or ("violated" or "unknown", the arithmetic,
-the earlier event that this one contradicts). It returns "unknown" if the record began after the request did or the
-source does not have a count: it never guesses.
+the earlier event that this one contradicts). It returns "unknown" if the record began after the request, or if the
+source does not know a count.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def promise_out_of_bounds(history: History, event: ev.Asked) -> Outcome:
     if event.promised == 0 or 0 < event.promised <= room:
         return None
     return violated(
-        f"promised {event.promised}, but of {event.total} tokens {event.computed} are computed: at most {max(0, room)}"
+        f"promised {event.promised}, but {event.computed} of {event.total} tokens are computed: at most {max(0, room)}"
     )
 
 
@@ -96,23 +96,28 @@ def promise_changed(history: History, event: ev.Asked) -> Outcome:
 
 @rule("KVR003", "grant-differs-from-promise", ev.Granted)
 def grant_differs(history: History, event: ev.Granted) -> Outcome:
-    """vLLM takes all of a promise or nothing of it.
+    """vLLM takes the whole promise or nothing.
 
-    It takes nothing if it chose another connector of a MultiConnector, if the request asks for prompt_logprobs, if its
-    own prefix hit ends inside a block (vllm/v1/core/sched/scheduler.py 0.32.0:971-1027), or if it lacks the routed
-    experts of the hit, which it is to return (`cap_external_hit`, 0.33.0:1189). Models with prefix replay take whole
-    blocks of it (0.32.0:993-1005). The record has no block size, so a smaller grant is then unknown.
+    vLLM takes nothing in these cases (vllm/v1/core/sched/scheduler.py 0.32.0:971-1027):
+
+    - It chose another connector of a MultiConnector.
+    - The request asks for prompt_logprobs.
+    - vLLM's own prefix hit ends inside a block.
+    - vLLM must return the routed experts and lacks those of the hit (`cap_external_hit`, 0.33.0:1189).
+
+    For models with prefix replay, vLLM takes only whole blocks of the promise (0.32.0:993-1005). The record has no
+    block size, so the rule cannot judge a smaller grant.
     """
     if event.external == 0:
         return None
     if history.asked is None:
         if history.recorded_from_start:
-            return violated(f"granted {event.external}, and nothing was promised")
+            return violated(f"granted {event.external}, but nothing was promised")
         return unknown(f"granted {event.external}; the record has no promise")
     if event.external == history.asked.promised:
         return None
     if history.asked.replay and event.external < (history.asked.promised or 0):
-        return unknown(f"granted {event.external}, promised {history.asked.promised}: whole blocks of it are taken")
+        return unknown(f"granted {event.external}, promised {history.asked.promised}: vLLM takes whole blocks only")
     return violated(f"granted {event.external}, promised {history.asked.promised}", history.asked)
 
 
@@ -121,11 +126,11 @@ def load_differs(history: History, event: ev.LoadDue) -> Outcome:
     """A load has the granted tokens, after the computed ones; it may also have the last token of a full hit."""
     if history.granted is None or history.asked is None:
         if history.recorded_from_start:
-            return violated(f"tokens {event.start} to {event.end} are to be loaded, and none were granted")
+            return violated(f"tokens {event.start} to {event.end} are to be loaded, but none were granted")
         return unknown("the record has no grant")
     have, granted = 0 if event.relative else history.asked.computed, history.granted.external
     if granted == 0:
-        return violated(f"tokens {event.start} to {event.end} are to be loaded, and 0 were granted", history.granted)
+        return violated(f"tokens {event.start} to {event.end} are to be loaded, but 0 were granted", history.granted)
     if event.start <= have and event.end in (have + granted, min(have + granted + 1, history.asked.total)):
         return None
     if event.start <= have and have + granted <= event.end < have + granted + event.block:
@@ -138,12 +143,16 @@ def load_differs(history: History, event: ev.LoadDue) -> Outcome:
 
 @rule("KVR005", "computed-differs-from-grant", ev.Scheduled)
 def computed_differs(history: History, event: ev.Scheduled) -> Outcome:
-    """An admitted request starts with the tokens that vLLM had and those that were granted.
+    """An admitted request starts with vLLM's own tokens and the granted tokens.
 
-    vLLM passes a prefix hit that ends inside a block to the connector as whole blocks: if nothing is granted, the
-    request starts with up to one block more (scheduler.py 0.32.0:971-1027). After a load between steps that covers all
-    tokens it starts with one less. With prefix replay it starts with up to a window less (1053-1124, 3159-3170). If
-    nothing is granted on top of a hit that the kinds of layers do not share, it starts with what all have (1029-1038).
+    These differences are correct (vllm/v1/core/sched/scheduler.py 0.32.0):
+
+    - up to one block more, if nothing is granted: vLLM passes a prefix hit that ends inside a block to the connector as
+      whole blocks (971-1027)
+    - one token less, after a load between steps that covers all tokens
+    - up to a window less, with prefix replay (1053-1124, 3159-3170)
+    - fewer tokens, if nothing is granted and the KV groups have different hits: vLLM starts with the tokens that all KV
+      groups have (1029-1038)
     """
     if not event.first or history.asked is None or history.granted is None:
         return None
@@ -166,13 +175,13 @@ def load_without_start(history: History, event: ev.Scheduled) -> Outcome:
     if not event.first or history.granted is None or history.granted.external == 0 or history.due is not None:
         return None
     if not history.sees_loads:
-        return unknown(f"{history.granted.external} tokens were granted; whether a load was started is not on record")
-    return violated(f"{history.granted.external} tokens were granted, and no load of them was started", history.granted)
+        return unknown(f"{history.granted.external} tokens were granted; the record cannot show if a load was started")
+    return violated(f"{history.granted.external} tokens were granted, but no load of them was started", history.granted)
 
 
 @rule("KVR007", "store-leaves-hole", ev.Stored)
 def store_leaves_hole(history: History, event: ev.Stored) -> Outcome:
-    """Stores continue at the end of what the cache has: a hit is a prefix, so tokens after a hole are never hit.
+    """A store continues at the end of the cached tokens. A hit is a prefix, so tokens after a hole are never hit.
 
     (LMCache issue 4508: each poll counts the hit again, and [hit, polls * hit) is never stored.)
     """
@@ -180,7 +189,7 @@ def store_leaves_hole(history: History, event: ev.Stored) -> Outcome:
     if event.start <= covered:
         return None
     if not history.recorded_from_start:
-        return unknown(f"tokens {event.start} to {event.end} are stored; what was stored before is not on record")
+        return unknown(f"tokens {event.start} to {event.end} are stored; the record has no earlier stores")
     hole = f"{covered} to {event.start} never are"
     return violated(f"tokens {event.start} to {event.end} are stored, the cache holds {covered}: {hole}")
 
@@ -195,13 +204,13 @@ def store_beyond_computed(history: History, event: ev.Stored) -> Outcome:
 
 @rule("KVR009", "state-left-behind", ev.Left)
 def state_left_behind(history: History, event: ev.Left) -> Outcome:
-    """No dictionary, pin or lock holds an ended request: it would leak, or be used for a reused id."""
+    """No dictionary, pin or lock holds an ended request. Such state leaks, or a request with the same id uses it."""
     return violated(f"{event.where} still holds it", history.finished)
 
 
 @rule("KVR010", "waits-for-no-load", ev.Stuck)
 def waits_for_no_load(history: History, event: ev.Stuck) -> Outcome:
-    """A request that waits for a load has one in flight; otherwise it waits for ever and keeps its blocks."""
+    """A request that waits for a load has a load in flight. Otherwise it waits for ever and keeps its blocks."""
     return violated(f"has waited {event.waited} steps for a load that was never started", history.granted)
 
 
@@ -209,8 +218,8 @@ def waits_for_no_load(history: History, event: ev.Stuck) -> Outcome:
 def waits_for_lookup_again(history: History, event: ev.TimedOut) -> Outcome:
     """After two lookup timeouts in a row the scheduler pauses before it waits for a third lookup.
 
-    The scheduler is blocked while it waits for a lookup. A pause as long as the wait bounds that to half of the time.
-    One retry at once is allowed: the worker may be back.
+    The scheduler is blocked while it waits for a lookup. If it pauses as long as it has waited, it is blocked for at
+    most half of the time. One immediate retry is allowed: the worker may answer again.
     """
     before = history.timed_out
     if before is None or not history.timed_out_again or not event.is_at_once_after(before):
@@ -224,18 +233,20 @@ def waits_for_lookup_again(history: History, event: ev.TimedOut) -> Outcome:
 
 @rule("KVR011", "exception-left-hook", ev.Raised)
 def exception_left_hook(history: History, event: ev.Raised) -> Outcome:
-    """No connector hook and no scheduler function raises: EngineCore dies of it, with all of its requests."""
+    """No connector hook and no scheduler function raises: an exception ends EngineCore and all of its requests."""
     return violated(f"{event.where}: {event.error}")
 
 
 @rule("KVR014", "store-of-lost-blocks", ev.BlocksLost)
 def store_of_lost_blocks(history: History, event: ev.BlocksLost) -> Outcome:
-    """vLLM keeps all blocks that a store reads for the request, until it is done or a step waits for it.
+    """vLLM keeps all blocks that a store reads for the request until the store has ended or a step waits for it.
 
-    Of a sliding window vLLM keeps the last blocks only. It replaces those before by null block 0, and gives them to
-    others (`remove_skipped_blocks`, v1/core/single_type_kv_cache_manager.py 0.32.0:672). What a store reads there is
-    wrong KV under a valid key: wrong text of a later hit. (`lmcache server --separate-object-groups` leaves out a chunk
-    whose blocks of the window are all null.) Of a store the next step only is looked at: later it may be done.
+    vLLM keeps only the last blocks of a sliding window. It replaces earlier blocks by null block 0 and gives them to
+    other requests (`remove_skipped_blocks`, v1/core/single_type_kv_cache_manager.py 0.32.0:672). A store of these
+    blocks puts wrong KV under a valid key, and a later hit gives wrong text. (`lmcache server --separate-object-groups`
+    skips a chunk if all its blocks of the window are null.)
+
+    The rule checks a store only in its own step and the next one. After that the store may have ended.
     """
     return violated(f"tokens {event.start} to {event.end} of KV group {event.group} are stored from {event.blocks}")
 
@@ -262,13 +273,13 @@ def cache_differs_from_computed(history: History, event: ev.Compared) -> Outcome
 def lease_ended_twice(history: History, event: ev.LeaseEnded) -> Outcome:
     """A request is reported as sent once, and only if its blocks were kept for a peer.
 
-    vLLM frees the blocks of a request that is reported as sent, and asserts that it knows it
+    vLLM frees the blocks of a request that is reported as sent, and asserts that it knows the request
     (vllm/v1/core/sched/scheduler.py 0.32.0:3234): the second report ends EngineCore.
     """
     if history.lease_ended is not None:
-        return violated("it is reported as sent a second time", history.lease_ended)
+        return violated("reported as sent a second time", history.lease_ended)
     if history.lease is not None:
         return None
     if history.recorded_from_start:
-        return violated("it is reported as sent, and its blocks were not kept for a peer")
-    return unknown("it is reported as sent; whether its blocks were kept is not on record")
+        return violated("reported as sent, but its blocks were not kept for a peer")
+    return unknown("reported as sent; the record cannot show if its blocks were kept for a peer")

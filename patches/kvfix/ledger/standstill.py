@@ -1,6 +1,6 @@
-"""Why nothing moves in a running engine: looks at its processes in, verdicts out. Pure.
+"""Find out why a running engine stands still: take looks at its processes, return verdicts. Pure.
 
-A verdict rests on what two looks or more have in common: a report on its way has arrived by the second.
+A verdict needs two looks or more: a report that is on its way at the first look has arrived at the second.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ if TYPE_CHECKING:
     from kvfix.ledger.looks import Look
     from kvfix.ledger.owed import Engine
 
-#: Where LMCache waits for an answer of its server (lmcache/v1/multiprocess/futures.py 0.5.6:86).
+#: The frame in which LMCache waits for an answer of its server (lmcache/v1/multiprocess/futures.py 0.5.6:86).
 _OF_SERVER = "result (multiprocess/futures.py:"
 
 
 class Verdict(NamedTuple):
-    """code, name: of the finding of kvfix-diagnose, or the rule. now: what helps without a restart. waiting: whether
-    waiting helps."""
+    """code, name: of a finding of kvfix-diagnose, or of a rule. now: what to do now. waiting: says if waiting helps."""
 
     code: str
     name: str
@@ -34,7 +33,7 @@ class Verdict(NamedTuple):
 
 
 def verdicts(looks: Sequence[Look]) -> list[Verdict]:
-    """The gravest first. Empty: nothing is known to be wrong."""
+    """Return the verdicts, the worst first, with one verdict for each request."""
     looks = of_these_hooks(looks)
     if len(looks) < 2:
         return []
@@ -46,7 +45,7 @@ def verdicts(looks: Sequence[Look]) -> list[Verdict]:
     return found
 
 
-# ---------------------------------------------------------------------- the rules, the gravest first
+# ---------------------------------------------------------------------- the rules, the worst first
 
 
 def _stands_in_hook(looks: Sequence[Look]) -> Iterator[Verdict]:
@@ -62,15 +61,15 @@ def _stands_in_hook(looks: Sequence[Look]) -> Iterator[Verdict]:
             yield Verdict(
                 "KVD204", "server-does-not-answer", "",
                 f"the LMCache server does not answer {name}, which has waited for it {inside}{rest}",
-                "look whether the LMCache server runs, and at its log",
+                "check that the LMCache server runs, and read its log",
                 "waiting helps if the server answers",
             )  # fmt: skip
             continue
         yield Verdict(
             "KVD213", "stands-in-connector", "",
             f"{name} has been {inside}{at}{rest}",
-            "nothing frees it from outside; `kvfix dump PID` takes all stacks for the report, then restart the engine",
-            "waiting helps only if what it waits for answers: its server, its worker, its storage",
+            "run `kvfix dump PID` to keep all stacks for a report, then restart the engine",
+            "waiting helps only if the server, worker or storage behind this call answers",
         )  # fmt: skip
 
 
@@ -83,7 +82,7 @@ def _name(process: dict[str, Any]) -> str:
 
 
 def _lookup_client(engine: Engine) -> dict[str, Any] | None:
-    """LMCache in process whose lookups block the scheduler until every rank has answered (KVF015)."""
+    """Return the in-process LMCache whose lookups block the scheduler until every rank has answered (KVF015)."""
     connector = next((each for each in engine.connectors if "asynchronous" in each), None)
     return None if connector is None or connector["asynchronous"] else connector
 
@@ -93,12 +92,12 @@ def _blocks_on_lookups(engine: Engine, hook: str) -> bool:
 
 
 def _ended_threads(engine: Engine) -> set[int]:
-    """Ranks whose thread that answers lookups has ended."""
+    """Return the ranks on which the thread that answers lookups has ended."""
     return {each["rank"] for _, each in engine.workers if (each.get("threads") or {}).get("lookup_server") is False}
 
 
 def _lookup_blocks(looks: Sequence[Look]) -> Iterator[Verdict]:
-    """The scheduler stands in its lookups, or a rank has no thread for them at any look, in whatever call it is."""
+    """The scheduler is stuck in lookups, or a rank has no lookup thread at any look."""
     hooks = {process["pid"]: process for process, _ in in_hooks(looks) if stands(looks, process)}
     for before, after, _ in engines(looks):
         connector = _lookup_client(after)
@@ -117,8 +116,8 @@ def _lookup_blocks(looks: Sequence[Look]) -> Iterator[Verdict]:
             "KVD203", "lookups-not-answered", "",
             f"the scheduler waits {connector['lookup_timeout']:g} s for each lookup; "
             + ("; ".join(why) or "a rank does not answer"),
-            "the fix KVF015 asks ever more rarely; without it, restart with a smaller `lookup_timeout_ms`",
-            "waiting does not help: every lookup waits anew",
+            "apply KVF015, which sends lookups less and less often, or restart with a smaller `lookup_timeout_ms`",
+            "waiting does not help: every lookup waits for its timeout",
         )  # fmt: skip
 
 
@@ -135,8 +134,8 @@ def _load_without_worker(looks: Sequence[Look]) -> Iterator[Verdict]:
             yield Verdict(
                 "KVD208", "waits-for-load", name,
                 f"{name} waits for a load that no worker has{ranks}; it keeps {row['blocks']} blocks",
-                f"abort {name}: its client gets an end. vLLM keeps its blocks for the report that does not come, until "
-                "a restart",
+                f"abort {name}: its client gets an answer. vLLM keeps its blocks until a restart, because the report "
+                "of the load does not arrive",
                 "waiting does not help: no load is in flight for it",
             )  # fmt: skip
 
@@ -150,18 +149,18 @@ def _load_not_answered(looks: Sequence[Look]) -> Iterator[Verdict]:
             if not ranks or waits < (LATER if any_moved else LATE) or after.ranks_with(name, "answered"):
                 continue
             timeout = max((each.get("lookup_timeout") or 0 for _, each in after.workers), default=0)
-            given_up = f"; LMCache gives its server up after {timeout:g} s" if timeout else ""
+            given_up = f"; LMCache stops waiting for the server after {timeout:g} s" if timeout else ""
             yield Verdict(
                 "KVD204", "server-does-not-answer", name,
                 f"{name} has waited {waits:.0f} s for its load, which {owed.ranks_text(ranks)} has begun and the "
                 "LMCache server has not answered",
-                "look whether the LMCache server runs, and at its log; the connector finds a new one by its pings",
+                "check that the LMCache server runs, and read its log; the connector reconnects to a restarted server",
                 f"waiting helps if the server answers{given_up}",
             )  # fmt: skip
 
 
 def _lookup_not_answered(looks: Sequence[Look]) -> Iterator[Verdict]:
-    """The scheduler asks for the answer in each step, and a process that stays in one hook holds up the steps."""
+    """A lookup is in flight at both looks. A process that stays in one hook delays all answers: no verdict then."""
     if any(in_hooks(looks)):
         return
     any_moved = moved(looks)
@@ -173,22 +172,23 @@ def _lookup_not_answered(looks: Sequence[Look]) -> Iterator[Verdict]:
             if waits < (LATER if any_moved else LATE):
                 continue
             who = "no worker answers" if in_process else "the LMCache server does not answer"
-            helps = f"waiting helps: LMCache gives it up after {timeout:g} s, and the request is computed"
-            helps += "; without KVF011 EngineCore may die of that" if in_process else ""
+            helps = f"waiting helps: the lookup times out after {timeout:g} s, and vLLM computes the request"
+            helps += "; without KVF011 EngineCore may crash then" if in_process else ""
             yield Verdict(
                 "KVD211" if in_process else "KVD204",
                 "lookups-given-up" if in_process else "server-does-not-answer",
                 row["id"],
                 f"{row['id']} has waited {waits:.0f} s for its lookup, which {who}",
-                "look at LMCache's log " + ("of the workers" if in_process else "of the server, and whether it runs"),
+                "read LMCache's log " + ("of the workers" if in_process else "of the server, and check that it runs"),
                 helps if timeout > waits else "waiting does not help",
             )  # fmt: skip
 
 
 def _cannot_move(looks: Sequence[Look]) -> Iterator[Verdict]:
-    """`can_move` at both looks, and nothing has moved between them. In a step the queues are not complete.
+    """No request can move at both looks, and none has moved between them.
 
-    A process that is in one hook at all of them may hold up what the queues seem to lack.
+    There is no verdict within a step, where the queues are not complete. There is none while a process stays in one
+    hook: that hook may be the cause.
     """
     if moved(looks) or any(in_hooks(looks)):
         return
@@ -202,8 +202,8 @@ def _cannot_move(looks: Sequence[Look]) -> Iterator[Verdict]:
         who = max(held, key=lambda name: (held[name], name == last.request))
         yield Verdict(
             "KVD202", "nothing-moves", last.request, last.message,
-            f"abort {who}: its {held[who]} blocks come free" if held[who] else f"abort {last.request}",
-            "waiting does not help: nothing runs, is in flight or is owed",
+            f"abort {who}: its {held[who]} blocks become free" if held[who] else f"abort {last.request}",
+            "waiting does not help: nothing runs, and nothing is in flight",
         )  # fmt: skip
 
 
@@ -226,7 +226,7 @@ def _kept_after_end(looks: Sequence[Look]) -> Iterator[Verdict]:
 
 
 def _without_lmcache(looks: Sequence[Look]) -> Iterator[Verdict]:
-    """The connector goes on without its cache, at both looks."""
+    """A connector runs without its cache at every look."""
     sick = [_sick(look) for look in looks]
     for key, message in sick[-1].items():
         if all(key in each for each in sick):
@@ -236,9 +236,8 @@ def _without_lmcache(looks: Sequence[Look]) -> Iterator[Verdict]:
                 "worker-without-lmcache" if in_process else "server-does-not-answer",
                 "",
                 message,
-                "the reason is in the log where LMCache starts" if in_process else "start the LMCache server again",
-                "requests are computed meanwhile"
-                + ("; waiting does not help" if in_process else ", until it answers its pings"),
+                "read the log of LMCache's start" if in_process else "start the LMCache server again",
+                "vLLM computes all tokens" + ("; waiting does not help" if in_process else " until the server answers"),
             )
 
 

@@ -1,4 +1,4 @@
-"""Hangs planted in a real engine, each where such a hang begins. From the moment that the file SPOIL is there."""
+"""Plant hangs in a real engine, each at the place of a real hang, as soon as the file SPOIL exists."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def lookup_thread_ends(connector: Any) -> None:
 
 
 def server_stops(connector: Any) -> None:
-    """The LMCache server is there and does not answer, from the next lookup on."""
+    """The LMCache server runs, but does not answer from the next lookup on."""
 
     def stop() -> None:
         for pid in SERVER.split():

@@ -1,8 +1,8 @@
 """A stand-in for LMCache's GPU connector on a machine without a GPU: whole KV blocks are copied on the CPU.
 
-Everything else of LMCache is real: adapter, keys, lookup over its sockets, cache engine, CPU storage. vLLM for the CPU
-registers `[blocks, kv_heads, block_size, 2 * head_size]` per layer and packs K rows and V rows inside each block, so a
-token is no row of it: whole blocks are moved, and the chunk size must be a multiple of the block size.
+All other parts of LMCache are real. vLLM for the CPU registers `[blocks, kv_heads, block_size, 2 * head_size]` per
+layer and packs K rows and V rows inside each block, so a token is not a row. The stand-in copies whole blocks, and the
+chunk size must be a multiple of the block size.
 """
 
 from __future__ import annotations
@@ -126,12 +126,12 @@ def in_tree(connector: Any) -> None:
 
 
 def lookups_hang(cache_engine: Any) -> None:
-    """A worker that hangs: whoever looks something up waits for ever. It is a thread of its own that does."""
+    """A worker that hangs in a separate thread: each lookup waits for ever."""
     cache_engine.LMCacheEngine.lookup = lambda *args, **kwargs: threading.Event().wait()
 
 
 def patient_pings(module: Any) -> None:
-    """A busy machine with two cores may take more than the 10 s after which LMCache goes on without its server."""
+    """A busy machine may take more than 10 s, after which LMCache continues without its server."""
     send_ping = getattr(module, "send_ping", None)
     if send_ping is not None:
         module.send_ping = lambda client, timeout, **more: send_ping(client, timeout=100.0, **more)

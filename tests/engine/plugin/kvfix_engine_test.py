@@ -1,9 +1,9 @@
-"""A vLLM plugin of the test suite: looks into EngineCore and worker, and stands in for LMCache's GPU connector.
+"""A vLLM plugin of the test suite: it reads EngineCore and worker, and replaces LMCache's GPU connector.
 
-vLLM loads it in each of its processes beside kvfix's own. When a connector has been made it writes a line of JSON with
-the pid, the process and what `kvfix.status()` says there; then a line for each grant and each load. It patches nothing
-that kvfix corrects. LMCache is not imported here (it would break the start of vLLM's CPU platform): the stand-in is
-put in place when LMCache's own module arrives.
+vLLM loads it in each of its processes, in addition to kvfix's own plugin. For each connector it writes a line of JSON
+with the pid, the process and `kvfix.status()`, and then a line for each grant and each load. It patches no function
+that kvfix fixes. It does not import LMCache, which would break the start of vLLM's CPU platform: the stand-in is set
+after LMCache's own import.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 from typing import Any
 
 REPORT = os.environ.get("KVFIX_TEST_REPORT", "")
-#: With this in the environment the worker's end of lookups is there, and never answers.
+#: With this variable the worker's lookup server runs, but never answers.
 LOOKUPS_HANG = "KVFIX_TEST_LOOKUPS_HANG" in os.environ
 #: With this in the environment LMCache's own GPU connector runs (kvfix_tools.roundtrip.engine_connector).
 REAL_CONNECTOR = "KVFIX_TEST_REAL_CONNECTOR" in os.environ
@@ -139,7 +139,7 @@ def note_grants_and_loads(connector: Any) -> None:
 
 
 def note_own_time(connector: Any) -> None:
-    """What kvfix took so far, every so many steps. In a process with both, the worker's connector comes first."""
+    """Write the seconds of kvfix after every so many steps. In a process with both roles, the worker's comes first."""
     from kvfix_engine_times import OwnTime
 
     from kvfix.session import session

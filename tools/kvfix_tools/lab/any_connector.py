@@ -1,7 +1,7 @@
-"""Any connector in the lab, in both roles, over KV cache tensors: real bytes, moved by its own code.
+"""Any connector in the lab, in both roles: its own code moves real bytes of KV cache tensors.
 
-Real: the connector, made by vLLM's factory; what vLLM calls around a forward pass (KVConnectorModelRunnerMixin), its
-forward context, its attention metadata for the CPU, its KV cache tensors. Replaced: the model and its layers.
+Only the model and its layers are replaced. vLLM's factory makes the connector, and vLLM's own code calls it around a
+forward pass (KVConnectorModelRunnerMixin), with vLLM's forward context and attention metadata for the CPU.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from kvfix_tools.lab.memory import Cache, Slots
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.tensor_memory import TensorMemory
 
-#: In the connector's configuration: a new, empty folder for each engine.
+#: Placeholder in the connector's configuration for a new, empty folder of each engine.
 FOLDER = "{dir}"
-#: Steps in a row without a forward pass that a transfer may take, a millisecond or more each.
+#: Maximum steps in a row without a forward pass during a transfer. Each takes a millisecond or more.
 PATIENCE = 500
 
 
 class AnyReader(Reader):
-    """What is granted is what is to be loaded: of the connector's own metadata nothing is known."""
+    """The reader for unknown metadata: the granted tokens are the load."""
 
     def __init__(self, connector: Any) -> None:
         super().__init__(connector)
@@ -47,13 +47,12 @@ class AnyReader(Reader):
 
 
 class AnyConnector(Connector):
-    """Both roles. What they say and report is held against the contract (contract.py)."""
+    """Both roles. `Contract` checks their answers and reports."""
 
     workers: Sequence[AnyWorker]
 
     def __init__(self, options: Options, memories: Sequence[Slots], caches: Sequence[Cache]) -> None:
         self.folder = tempfile.mkdtemp(prefix="kvfix-lab-") if FOLDER in str(options.config) else ""
-        #: As the connector gets it.
         self.config = filled(options.config, self.folder)
         self._options = options = dataclasses.replace(options, config=self.config)
         config = vllm_objects.vllm_config(options)
@@ -63,7 +62,7 @@ class AnyConnector(Connector):
         self.reader = AnyReader(self.in_scheduler)
         self.workers = [self._make_worker(rank, slots, config) for rank, slots in enumerate(memories)]
         self.output: Any = None
-        #: Loads in flight; requests whose blocks the connector keeps at their end.
+        #: Loads in flight, and ended requests whose blocks the connector keeps.
         self.loads: dict[str, Load] = {}
         self.sending: set[str] = set()
         self._to_lose = False
@@ -91,12 +90,12 @@ class AnyConnector(Connector):
     # ------------------------------------------------------------------ steps of a schedule
 
     def lose_stored(self) -> None:
-        """A step: what is granted next, the connector does not have any more when it comes to load it, nor else."""
+        """A step: the connector loses the tokens of the next grant before it loads them."""
         self.events.may_fail.add("")
         self._to_lose = True
 
     def handed_out(self) -> None:
-        """The metadata of a step are made, and no worker has got them."""
+        """Called when the metadata of a step are made, before a worker gets them."""
         if self._to_lose and self.reader.granted:
             self._to_lose = False
             module, _, name = self._options.lose.rpartition(":")
@@ -105,19 +104,19 @@ class AnyConnector(Connector):
                 lose(worker.called)
 
     def lookups_fail(self, how_many: int) -> None:
-        """A step of the fuzzer's: this connector has no lookups that the lab could leave without an answer."""
+        """A step of the fuzzer without effect: the lab cannot intercept lookups of this connector."""
 
     def evict(self, cache: Cache, chunks: int, forced: bool) -> int:
         return 0
 
-    # ------------------------------------------------------------------ what happens in a step
+    # ------------------------------------------------------------------ a step
 
     def tick(self) -> None:
         if self._idle and self._in_flight():
-            time.sleep(0.001)  # its transfers take real time, and the engine has nothing else to do
+            time.sleep(0.001)  # transfers take real time
 
     def granted(self, name: str, load: Load) -> None:
-        """The blocks for it hold nothing of use, in no layer: what is right in them later, the connector has loaded."""
+        """Fill the blocks of the load with garbage in all layers: only the connector can put the right KV there."""
         if self.other is None or name not in self.other.has:
             self.loads[name] = load
         self.reader.granted.append((name, load.start, load.end))
@@ -128,11 +127,11 @@ class AnyConnector(Connector):
                     worker.memory.poison(block)
 
     def reads_wrong(self, name: str, message: str) -> None:
-        """Whether it is a violation is known when the step is over: the load may have failed, and be reported."""
+        """Keep the message until the end of the step: it is no violation if the load is reported as failed."""
         self._wrong.append((name, message))
 
     def has_computed(self, wrong: dict[int, int], failed: set[int]) -> None:
-        """The step is over. wrong: blocks of which a later layer than the first has read other KV, and which one."""
+        """Check the contents at the end of the step. wrong: {block: later layer that has read other KV in it}."""
         found, self._wrong = self._wrong, []
         blocks = {name: self._blocks(name) for name in self.output.num_scheduled_tokens}
         for name, of_request in blocks.items():
@@ -146,7 +145,7 @@ class AnyConnector(Connector):
             self._loaded(name, failed)
 
     def has_reported(self, report: KVConnectorOutput) -> None:
-        """What the worker's role says of this step."""
+        """Check the worker's report of this step."""
         self._idle = 0 if self.output.total_num_scheduled_tokens else self._idle + 1
         if report.finished_recving or report.finished_sending:
             self._idle = 0
@@ -157,7 +156,7 @@ class AnyConnector(Connector):
         self.sending -= report.finished_sending or set()
 
     def _loaded(self, name: str, failed: set[int], wholly: bool = False) -> None:
-        """The load is over: up to the first block that has failed it is there."""
+        """Record the end of the load. It brought the tokens before the first failed block."""
         load = self.loads.pop(name)
         size = self.groups[0].kv_cache_spec.block_size
         blocks = self._blocks(name)[load.start // size : -(-load.end // size)]
@@ -169,7 +168,7 @@ class AnyConnector(Connector):
     def _blocks(self, name: str) -> list[int]:
         return list(self.scheduler.kv_cache_manager.get_block_ids(name)[0])
 
-    # ------------------------------------------------------------------ what is in flight
+    # ------------------------------------------------------------------ transfers in flight
 
     def _in_flight(self) -> bool:
         return bool(self.sending or any(load.asynchronous for load in self.loads.values()))
@@ -206,19 +205,19 @@ class AnyConnector(Connector):
                 self.events.violated(rules.NEVER_GIVEN_BACK, name, f"has ended, and keeps its blocks: {what}")
 
     def close(self, keep: bool = False) -> None:
-        """The engine ends. keep: another one begins with what is in its folder."""
+        """Shut the engine down. keep: do not remove its folder, which the next engine uses."""
         kv_transfer_state._KV_CONNECTOR_AGENT = None
         try:
             for role in (self.in_scheduler, *(worker.called for worker in self.workers)):
                 role.shutdown()
-        except Exception as error:  # noqa: BLE001 - it is what is looked for
+        except Exception as error:  # noqa: BLE001 - recorded as an event
             self.events.add(ev.Raised("", "shutdown", f"{type(error).__name__}: {error}"))
         if self.folder and not keep:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def filled(config: Any, folder: str) -> Any:
-    """The configuration, with the folder where it is to have one."""
+    """Return the configuration with the folder in place of FOLDER."""
     if isinstance(config, dict):
         return {key: filled(value, folder) for key, value in config.items()}
     if isinstance(config, list):

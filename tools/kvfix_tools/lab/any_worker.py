@@ -1,9 +1,7 @@
 """The worker's role of any connector (any_connector.py), called as vLLM's model runner calls it.
 
-A step is as in vLLM's model runner (v1/worker/gpu_model_runner.py 0.32.0:3968-4216): `handle_preemptions`; metadata
-bound; `start_load_kv`, before the forward pass where a load of this step needs it, else after it; `wait_for_layer_load`
-and `save_kv_layer` around each layer (model_executor/layers/attention/kv_transfer_utils.py:27-47); `wait_for_save`;
-what is done and what has failed; metadata cleared.
+The order of the calls is that of vLLM (v1/worker/gpu_model_runner.py 0.32.0:3968-4216 and
+model_executor/layers/attention/kv_transfer_utils.py:27-47).
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ class AnyWorker(Worker):
         connector.register_kv_caches(memory.kv_caches)
         self._step = ExitStack()
         self._report = KVConnectorOutput()
-        #: Blocks of which it was reported after the last step that their load has failed.
+        #: Blocks that the last step has reported as failed.
         self._failed: set[int] = set()
         self.owner: AnyConnector
 
@@ -87,7 +85,7 @@ class AnyWorker(Worker):
         return self._failed
 
     def _other_layers(self) -> dict[int, int]:
-        """They compute what the first one has. Blocks in which they read other KV, and in which layer."""
+        """Compute the layers after the first. Return {block: layer that has read other KV than the first in it}."""
         wrong: dict[int, int] = {}
         for layer in list(self.memory.layers())[1:]:
             self._waits(layer)
@@ -105,11 +103,11 @@ class AnyWorker(Worker):
             self.called.save_kv_layer(name, self.memory.kv_caches[name], context.attn_metadata[name])
 
     def _of_place(self, layer: int) -> list[str]:
-        """The layers of all groups that lie in one place of the memory."""
+        """Return the layers of all groups that share this place in the memory."""
         return [group.layer_names[layer] for group in self.owner.groups]
 
     def _attention(self) -> dict[str, CPUAttentionMetadata]:
-        """By layer, for the requests of this step, as vLLM's builder for the CPU makes it."""
+        """Return {layer: attention metadata of this step}, as vLLM's builder for the CPU makes it."""
         model = self.owner.events.model
         scheduled = self._output.num_scheduled_tokens
         starts = {name: model.start(name, tokens) for name, tokens in scheduled.items()}

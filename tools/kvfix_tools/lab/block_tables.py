@@ -1,4 +1,4 @@
-"""What the lab's model runner keeps of each request's blocks, and what a step reads and writes in each KV group."""
+"""The block tables of the lab's model runner, and the reads and writes of a step in each KV group."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from kvfix_tools.lab.memory import GARBAGE, Slots
 
 
 class BlockTable:
-    """What vLLM's model runner keeps of each request's blocks.
+    """The block lists that vLLM's model runner keeps for each request.
 
-    With one worker vLLM's executor is `uni`, in one process with the scheduler: nothing that the scheduler hands out is
-    serialised. So the runner keeps, and adds to, the very lists that the connector was handed before
-    (v1/worker/gpu_model_runner.py 0.32.0:1284 for a new request, 1419-1428 for one that goes on or is resumed;
-    0.11.2.post2:745 and 830-839). A request that is in the batch also has a row of the block table, to which the step's
-    blocks are added (1450); one that comes into the batch has its row filled from the list (gpu_input_batch.py
-    0.32.0:393). With several workers it has copies.
+    With one worker the executor runs in the process of the scheduler and serialises nothing. The runner keeps list
+    objects that the connector has too. It appends to them (v1/worker/gpu_model_runner.py 0.32.0:1284 for a new
+    request, 1419-1428 for a running or resumed one; 0.11.2.post2:745 and 830-839). With several workers it has copies.
+
+    A request in the batch also has a row in the block table, and each step appends its blocks to this row (1450). When
+    a request joins the batch, its row is filled from the list (gpu_input_batch.py 0.32.0:393).
     """
 
     def __init__(self, group: int = 0, copies: bool = False) -> None:
         self._group = group
         self._copies = copies
-        #: Blocks in which a step reads and writes the KV of each request that is scheduled in it.
+        #: {request in the batch: its row of the block table}
         self.rows: dict[str, list[int]] = {}
         self._blocks: dict[str, list[int]] = {}
 
     def update(self, output: Any) -> None:
-        """A step begins for which the scheduler hands out this, as `_update_states` takes it."""
+        """Begin a step with this scheduler output, as `_update_states` does."""
         for name in output.finished_req_ids:
             self._blocks.pop(name, None)
             self.rows.pop(name, None)
@@ -56,8 +56,7 @@ class BlockTable:
 
 
 class Group:
-    """A KV group beside that of full attention, a sliding window's: its blocks for each request, and what the step
-    reads and writes in them."""
+    """A KV group with a sliding window: its block table, and the reads and writes of a step."""
 
     def __init__(self, group: KVGroup, memories: Sequence[Slots]) -> None:
         self.group = group
@@ -65,11 +64,11 @@ class Group:
         self.block_table = BlockTable(group.number, len(memories) > 1)
 
     def begin(self, output: Any) -> None:
-        """The workers get this of the scheduler."""
+        """Begin a step with this scheduler output."""
         self.block_table.update(output)
 
     def first_wrong(self, name: str, done: int, contents: list[int], rank: int) -> int | None:
-        """The first token that the step reads whose slot does not hold what belongs there; None if all do."""
+        """Return the first token that the step reads and whose slot has wrong content, or None."""
         start, blocks = self.group.reads_from(done), self.block_table.rows[name]
         held, right = self._memories[rank].read(blocks, start, done), self.group.right(contents[start:done])
         if held == right:
@@ -78,7 +77,7 @@ class Group:
         return start + next((number for number, each in enumerate(same) if not each), len(held))
 
     def write(self, name: str, done: int, contents: list[int], drafts: int, accepted: int) -> None:
-        """The step computes these tokens after `done`; so many of them, the last ones, are drafts."""
+        """Write the tokens that the step computes after `done`. drafts: how many of them, at the end, are drafts."""
         right = self.group.right(contents)
         for slots in self._memories:
             slots.write(self.block_table.rows[name], done, right)
@@ -87,16 +86,16 @@ class Group:
 class StateGroup(Group):
     """A KV group of states (Mamba, in mode "align").
 
-    A step reads the state from the block in which the last step of the request has left it, and leaves it in the block
-    of its own last token (`preprocess_mamba`, v1/worker/mamba_utils.py 0.32.0:1446). With drafts that block has the
-    state without them, and each of the next ones that with one draft more; what is accepted decides which of them the
-    next step reads. If the last whole block ends among the accepted ones, its state is copied there
+    A step reads the state from the block of the last step and writes it to the block of its own last token
+    (`preprocess_mamba`, v1/worker/mamba_utils.py 0.32.0:1446). With drafts, this block has the state without drafts,
+    and each following block has the state after one more draft. The next step reads the block that fits the number of
+    accepted drafts. If a block ends within the accepted drafts, its state is copied there
     (`postprocess_mamba_fused_kernel`, :362).
     """
 
     def __init__(self, group: KVGroup, memories: Sequence[Slots]) -> None:
         super().__init__(group, memories)
-        #: request -> number of the block, in its list, in which its last step has left the state
+        #: {request: index in its block list of the block with its state}
         self._last: dict[str, int] = {}
 
     def begin(self, output: Any) -> None:
@@ -124,8 +123,10 @@ class StateGroup(Group):
         self._last[name] = last + accepted
 
     def _leave(self, name: str, number: int, content: int) -> None:
-        """In this block of the request's list is the state after the token with this content. Null block 0 is nobody's:
-        what is in it others may have left there."""
+        """Write the state after the token with this content to a block of the request's list.
+
+        Null block 0 belongs to no request: other requests may write to it, so its content is garbage.
+        """
         size, row = self.group.block_size, self.block_table.rows[name]
         is_null = number < len(row) and not row[number]
         right = [GARBAGE] * size if is_null else self.group.right([content] * size)

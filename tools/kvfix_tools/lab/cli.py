@@ -1,4 +1,4 @@
-"""`kvfix lab`: the bugs on the real scheduler, without a GPU."""
+"""The commands of `kvfix lab`."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def fuzz_connector(
 
         with runner.quiet():
             from kvfix_tools.lab import fuzz_run
-        gc.freeze()  # what was imported: a collection that looks at all of it takes half a second, again and again
+        gc.freeze()  # each collection of all imported objects takes half a second
         with _refusing("fuzz"):
             run = fuzz_run.Run(connector, fixes, plain, mode, server == "real", transfers == "real", fixes_in)
             done = fuzz_run.fuzz(run, drawn, seconds, shrink, progress, steps, jobs, notes)
@@ -154,7 +154,7 @@ def fuzz_connector(
     _print(done.as_json(), json, lambda: cli_text.print_fuzzed(done))
     with _refusing("fuzz"):
         if done.tested_nothing:
-            raise ValueError(f"it tested nothing: {done.tested_nothing}")
+            raise ValueError(f"the run tested nothing: {done.tested_nothing}")
     raise typer.Exit(int(bool(done.violations)))
 
 
@@ -164,14 +164,14 @@ def play_schedule(
     fixes: Fixes = True,
     lmcache_path: LMCachePath = None,
 ) -> None:
-    """Play a saved schedule once, and print what is violated. Exit 1 if a rule is."""
+    """Play a saved schedule once, and print the violations. Exit 1 if a rule is violated."""
     with _refusing("play", file):
         runner.prepare(lmcache_path)
         schedule, found_on = Schedule.from_json(file.read_text())
         here = releases.versions()
         if found_on != here:
             was, has = map(cli_text.versions, (found_on, here))
-            raise ValueError(f"it was found on {was}; installed here: {has}")
+            raise ValueError(f"the schedule was found on {was}; installed here: {has}")
         why = releases.cannot_play_schedule(schedule)
         if why:
             raise ValueError(f"not applicable: {why}")
@@ -191,7 +191,7 @@ def replay_recording(
     lmcache_path: LMCachePath = None,
     json: Json = False,
 ) -> None:
-    """What an engine's recorder file holds, made once more in the lab. Exit 1 if a rule is violated."""
+    """Play the requests of a recorder file in the lab. Exit 1 if a rule is violated."""
     from kvfix_tools.lab.replay_recording import kinds, replay_file
 
     with _refusing("replay", file):
@@ -204,13 +204,15 @@ def replay_recording(
 
 @app.command("continue")
 def continue_state(
-    file: Annotated[Path, typer.Argument(help="What `kvfix look PID --save FILE`, or the watchdog, wrote.")],
-    save: Annotated[Path | None, typer.Option(metavar="FILE", help="The shortest schedule that is stuck.")] = None,
-    shrink: Annotated[float, typer.Option(metavar="SECONDS", help="Time for making it short.")] = 45.0,
+    file: Annotated[Path, typer.Argument(help="A file of `kvfix look PID --save FILE` or of the watchdog.")],
+    save: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the shortest schedule that is stuck.")
+    ] = None,
+    shrink: Annotated[float, typer.Option(metavar="SECONDS", help="Shrink the schedule for so long.")] = 45.0,
     lmcache_path: LMCachePath = None,
     json: Json = False,
 ) -> None:
-    """Make an engine's state again and play on: as released, with the fixes, and with a request aborted.
+    """Rebuild an engine's state and continue: as released, with the fixes, and with one request aborted.
 
     Exit 1 if no request can move as released, or a rule is violated.
     """
@@ -227,7 +229,7 @@ def continue_state(
 
 @contextmanager
 def _refusing(command: str, file: Path | None = None) -> Iterator[None]:
-    """What cannot be played, or has tested nothing, ends the command with its reason."""
+    """End the command with exit 2 and the reason, after an OSError or ValueError."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -238,7 +240,7 @@ def _refusing(command: str, file: Path | None = None) -> Iterator[None]:
 
 
 def _find_all(slugs: list[str]) -> list[Scenario]:
-    """Raises ValueError if there is none of one of these names, or no name."""
+    """Raises ValueError for an unknown slug, or without any slug."""
     known = {scenario.slug: scenario for scenario in scenarios()}
     unknown = [slug for slug in slugs if slug not in known]
     if unknown or not slugs:

@@ -1,4 +1,4 @@
-"""What `kvfix lab` prints of what it has played."""
+"""The text output of `kvfix lab`."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ def print_continued(done: Continued) -> None:
     console.print(f"{versions(releases.versions())}, as released: {done.as_released}", highlight=False)
     console.print(f"with the fixes: {done.with_fixes}", highlight=False)
     for name in done.frees:
-        console.print(f"all others end if {name} is aborted", highlight=False)
+        console.print(f"all other requests end if {name} is aborted", highlight=False)
     if done.as_released.stuck and not done.frees:
-        console.print("no request's end alone lets all others end", highlight=False)
+        console.print("no abort of one request lets all other requests end", highlight=False)
     for text in done.differs:
-        console.print(f"not as in the state: {text}", style="yellow", highlight=False)
+        console.print(f"different from the state: {text}", style="yellow", highlight=False)
 
 
 def print_replayed(done: Replayed) -> None:
@@ -71,4 +71,4 @@ def print_replayed(done: Replayed) -> None:
         for finding in findings:
             console.print(f"  {finding}", highlight=False)
     for text in done.short:
-        console.print(f"not as on record: {text}", style="yellow", highlight=False)
+        console.print(f"different from the record: {text}", style="yellow", highlight=False)

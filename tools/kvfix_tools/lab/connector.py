@@ -1,4 +1,4 @@
-"""A connector in both roles, in one process: what the lab's engine asks of it, whichever it is."""
+"""The base class of the lab's connectors: both roles in one process."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ if TYPE_CHECKING:
     from kvfix_tools.lab.workers import Worker
 
 CLIENT = "lmcache.v1.lookup_client.lmcache_async_lookup_client"
-#: Where LMCache opens sockets for lookups: adapters to 0.3, the transport since 0.4, asynchronous loading.
+#: Modules in which LMCache opens sockets for lookups: up to 0.3, since 0.4, and with asynchronous loading.
 _OPENERS = ("lmcache.v1.lookup_client.lmcache_lookup_client", "lmcache.v1.rpc.zmq_transport", CLIENT)
-#: Plugins' launchers to 0.3, and since: they have their clean-up called at the end of the process, and stay until then.
+#: Plugin launchers up to 0.3, and since. They register a clean-up with atexit, which would keep them alive.
 _LAUNCHERS = ("lmcache.v1.plugin.plugin_launcher", "lmcache.v1.plugin.runtime_plugin_launcher")
 
 
 class Connector:
-    """`in_scheduler`: LMCache's in that role; each of the `workers` has it in the other.
+    """A connector with the scheduler role (`in_scheduler`) and the worker role (in each of `workers`).
 
-    What it loads and stores goes to `events`.
+    Its loads and stores become `events`.
     """
 
     scheduler: Scheduler
     in_scheduler: Any
-    #: By rank; one, in a MultiConnector.
+    #: By rank. A MultiConnector has one worker.
     workers: Sequence[Worker]
-    #: Of kvfix.connector_events.readers, for the scheduler's role.
+    #: The reader of kvfix.connector_events.readers for the scheduler role.
     reader: Any
     events: RequestEvents
-    #: The other ones of a MultiConnector.
+    #: The other connectors of a MultiConnector.
     other: OtherConnector | None = None
     offloading: Offloading | SimpleOffloading | None = None
     _place = 0
@@ -61,13 +61,13 @@ class Connector:
     # ------------------------------------------------------------------ alone, or one of a MultiConnector
 
     def _of_lmcache(self, options: Options, connector: Any) -> Any:
-        """LMCache's connector, of what vLLM has made in one of the roles."""
+        """Return LMCache's connector, which may be a child of the MultiConnector that vLLM has made."""
         self._place = options.asked_before
         children = getattr(connector, "_connectors", None)
         return connector if children is None else children[self._place]
 
     def _called(self, in_worker: Any) -> Any:
-        """What vLLM calls in the worker's role, where LMCache's connector is made by hand."""
+        """Return the connector that vLLM calls in the worker role. in_worker: LMCache's connector of the lab."""
         connector = self.scheduler.connector
         if connector is self.in_scheduler:
             return in_worker
@@ -77,7 +77,7 @@ class Connector:
         return worker
 
     def _join_others(self, options: Options) -> None:
-        """The other connectors of a MultiConnector have the lab's memory too."""
+        """Connect the other connectors of a MultiConnector to the lab's memory."""
         worker = self.workers[0]
         if options.beside:
             self.other = next(each for each in worker.called._connectors if isinstance(each, OtherConnector))
@@ -88,7 +88,7 @@ class Connector:
             worker.offloads = True
 
     def _offloads(self, options: Options, slots: Slots, in_scheduler: Any, in_worker: Any) -> Any:
-        """The one of the others that offloads, joined."""
+        """Return the lab's side of the offloading connector."""
         if options.simple_offloading:
             from kvfix_tools.lab import simple_offload
 
@@ -99,88 +99,87 @@ class Connector:
         return offloading.Offloading(options, [offloading.Rank(0, slots, options, in_worker)], in_scheduler)
 
     def loads_by_other(self, request: str) -> bool:
-        """Whether the MultiConnector has chosen another connector to load for this request."""
+        """Return True if the MultiConnector has chosen another connector to load for this request."""
         chosen: dict[str, int] = getattr(self.scheduler.connector, "_requests_to_connector", {})
         return chosen.get(request, self._place) != self._place
 
     def metadata(self, metadata: Any) -> Any:
-        """LMCache's part of what the scheduler's role sends to the worker's in a step."""
+        """Return LMCache's part of the metadata of a step."""
         children = getattr(metadata, "metadata", None)
         return metadata if children is None else children[self._place]
 
     def kept(self) -> dict[str, set[str]]:
-        """Where the connector keeps what of which requests: nothing of those that have ended may be among it."""
+        """Return {place: requests that the connector keeps there}. Ended requests must not be among them."""
         of_others = {} if self.offloading is None else self.offloading.kept()
         return {**{where: set(names) for where, names in self.reader.kept()}, **of_others}
 
     def reads_wrong(self, name: str, message: str) -> None:
-        """A step has read wrong KV, and not in blocks of which it is known that their load has failed."""
+        """Record that a step has read wrong KV in blocks that are not reported as failed."""
         self.events.wrong_content(name, message)
 
     def not_to_store(self, request: Any) -> str:
-        """Why nothing of this request may be stored; "" if it may."""
+        """Return why this request must not be stored; "" if it may be stored."""
         return ""
 
     def evict(self, cache: Cache, chunks: int, forced: bool) -> int:
-        """The oldest chunks leave the cache; forced: pinned ones too. How many it were."""
+        """Evict the oldest chunks, with `forced` also pinned ones. Return how many were evicted."""
         return cache.evict(chunks, forced)
 
     def never_given_back(self) -> None:
-        """All is over: blocks of ended requests that are still kept for the connector are a violation, if it looks."""
+        """At the end of a run: report blocks of ended requests that the connector still keeps."""
         if self.offloading is not None:
             self.offloading.never_given_back()
 
     def close(self) -> None:
-        """The engine ends."""
+        """Shut the engine down."""
 
     # ------------------------------------------------------------------ a step
 
     def tick(self) -> None:
-        """A step of the engine begins."""
+        """Begin a step of the engine."""
         if self.offloading is not None:
             self.offloading.tick()
 
     def exchange(self) -> None:
-        """Lookups of this step reach the workers, and answers the scheduler, where that takes messages."""
+        """Deliver the messages of this step: lookups to the workers, answers to the scheduler."""
 
-    # ------------------------------------------------------------------ what is in flight; of others, by default
+    # ------------------------------------------------------------------ transfers in flight
 
     def busy(self) -> bool:
-        """Whether a transfer or lookup is in flight."""
+        """Return True if a transfer or a lookup is in flight."""
         return self.offloading is not None and self.offloading.busy
 
     def loading(self) -> set[str]:
-        """Requests with a load in flight."""
+        """Return the requests with a load in flight."""
         return set() if self.offloading is None else self.offloading.requests(loads=True)
 
     def looking(self) -> set[str]:
-        """Requests whose lookup is not answered yet."""
+        """Return the requests whose lookup is not answered yet."""
         return set()
 
     def in_flight(self, request: str) -> set[str]:
-        """What is in flight for this request between steps: looking, loading, storing."""
+        """Return what is in flight for this request between steps: "looking", "loading", "storing"."""
         return set() if self.offloading is None else self.offloading.in_flight(request)
 
 
 def _in_worker(connector: Any) -> Any:
-    """Another connector of the MultiConnector, in the worker's role."""
+    """Return another connector of the MultiConnector in the worker role."""
     if isinstance(connector, OtherConnector):
         return connector
     return type(connector)(connector._vllm_config, KVConnectorRole.WORKER, connector._kv_cache_config)
 
 
 class OtherConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """The other connector of a MultiConnector, both roles: it has what the schedule says, and is asked first.
+    """A second connector in a MultiConnector, in both roles. The schedule says what it has.
 
-    vLLM takes the first connector that promises tokens; the other ones are asked too, and granted nothing. What this
-    one loads, the lab's engine writes into the slots.
+    vLLM asks it first, and takes the first promise. The lab's engine writes its loads into the slots.
     """
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
-        #: Requests that it has, all whole blocks but the one with the last token.
+        #: Requests whose whole blocks it has, except the block with the last token.
         self.has: set[str] = set()
-        #: request -> (first token, end) of loads that were granted and are not done
+        #: {request: (first token, end)} of granted loads that have not ended
         self.loads: dict[str, tuple[int, int]] = {}
         self._computed: dict[str, int] = {}
 
@@ -209,7 +208,7 @@ class OtherConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
 
 class _Nothing:
-    """A socket, a context or a thread that does nothing, whatever it is asked."""
+    """A socket, a context or a thread without any effect."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -219,7 +218,7 @@ class _Nothing:
 
 @contextmanager
 def no_sockets() -> Iterator[None]:
-    """A connector made here opens no socket, starts no thread for its lookups, and is not kept for the exit."""
+    """In this context a connector opens no socket, starts no lookup thread, and registers no clean-up."""
     with ExitStack() as patches:
         for name in (*_OPENERS, *_LAUNCHERS):
             try:

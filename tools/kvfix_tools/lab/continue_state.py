@@ -1,9 +1,9 @@
-"""`kvfix lab continue FILE`: the state of an engine, which `kvfix look --save` or the watchdog wrote, played on.
+"""`kvfix lab continue FILE`: rebuild the state of an engine from `kvfix look --save` or the watchdog, and continue it.
 
-In a state are lengths, counts of blocks and queues; not prompts, nor how many tokens a request would still generate.
-So the lab's requests have prompts of their own. Those that hold blocks without running get them by a load, those that
-run compute as much as they had; then the rest arrives. What is not as in the state is listed. The steps are a schedule,
-as `lab fuzz` saves it: `lab play` plays it again.
+A state has lengths, numbers of blocks and queues, but no prompts, and not the number of tokens to generate. So the
+lab's requests have other prompts. Waiting requests with blocks get them by a load, running requests compute their
+tokens, then the other requests arrive. Differences from the state are listed. The steps are a schedule that `lab play`
+can play.
 """
 
 from __future__ import annotations
@@ -27,17 +27,19 @@ if TYPE_CHECKING:
 
     from kvfix_tools.lab.lab_engine import LabEngine
 
-#: Tokens that each request still generates, and steps that are made at most, for one thing and for all to end.
-GENERATED, MOST_STEPS, END = 16, 400, 4000
-#: Steps after which the lab says that no request can move.
+#: Tokens that each request still generates.
+GENERATED = 16
+#: Maximum steps to reach one condition, and until all requests have ended.
+MOST_STEPS, END = 400, 4000
+#: Steps after which the lab reports that no request can move.
 STILL = 3
-#: Requests whose end is tried.
+#: Maximum requests that are aborted, one at a time.
 TRIED = 20
 _SIZES = ("max_num_batched_tokens", "max_num_seqs", "max_model_len")
 
 
 class Outcome(NamedTuple):
-    """ended: of so many requests. stuck: why no request can move; "". also: what else is violated."""
+    """ended: how many of the requests ended. stuck: why no request can move, or "". also: other violations."""
 
     ended: int
     requests: int
@@ -50,7 +52,7 @@ class Outcome(NamedTuple):
 
 
 class Continued(NamedTuple):
-    """frees: the requests whose abort lets all others end, as released. differs: what is not as in the state."""
+    """frees: requests whose abort lets all other requests end, as released. differs: differences from the state."""
 
     schedule: Schedule
     as_released: Outcome
@@ -59,13 +61,13 @@ class Continued(NamedTuple):
     differs: list[str]
 
     def as_json(self, versions: dict[str, str]) -> dict[str, Any]:
-        """The schema of `--json`."""
+        """Return the data of `--json`."""
         parts = {"as_released": self.as_released._asdict(), "with_fixes": self.with_fixes._asdict()}
         return {"schema": 1, "versions": versions, **parts, "frees": self.frees, "differs": self.differs}
 
 
 def continued(path: Path) -> Continued:
-    """Raises OSError, and ValueError for a file without a state that the lab can make."""
+    """Raises OSError, and ValueError if the file has no state that the lab can rebuild."""
     engine = _read(path)
     options = _options(engine)
     with runner.applied(fixes=False):
@@ -75,7 +77,7 @@ def continued(path: Path) -> Continued:
         try:
             builder.build()
         except EngineDied as error:
-            builder.differs.append(f"EngineCore died on the way to it: {error}")
+            builder.differs.append(f"EngineCore died before the lab reached the state: {error}")
     schedule = Schedule(options, tuple(builder.steps))
     as_released, with_fixes = _outcome(schedule, False), _outcome(schedule, True)
     frees = []
@@ -89,7 +91,7 @@ def continued(path: Path) -> Continued:
 
 
 def shortest(done: Continued, seconds: float) -> Schedule:
-    """Of the schedule that is stuck as released."""
+    """Shrink the schedule that is stuck as released."""
     from kvfix_tools.lab import fuzz
 
     with runner.applied(fixes=False):
@@ -99,7 +101,7 @@ def shortest(done: Continued, seconds: float) -> Schedule:
 
 
 def _read(path: Path) -> Engine:
-    """The one engine with a scheduler."""
+    """Return the only engine of the file. Raises ValueError if there is none or more than one."""
     text = path.read_text(errors="replace")
     if text.lstrip().startswith('{"schema"'):
         whole = json.loads(text)
@@ -109,21 +111,21 @@ def _read(path: Path) -> Engine:
     found = owed.engines(processes)
     if len(found) != 1:
         raise ValueError(
-            f"it has the state of {len(found)} schedulers, and one is needed: `kvfix look PID --save FILE` writes it, "
-            "and the watchdog"
+            f"the file has the state of {len(found)} schedulers, but the lab needs one: write it with "
+            "`kvfix look PID --save FILE`, or take the file of the watchdog"
         )
     return found[0]
 
 
 def _options(engine: Engine) -> Options:
-    """Raises ValueError for what the lab does not play."""
+    """Return the options for this engine. Raises ValueError if the lab cannot play it."""
     state, connectors = engine.scheduler, [each for each in engine.connectors if each["class"] in KINDS]
     if len(connectors) != 1:
         names = ", ".join(each["class"] for each in engine.connectors) or "no connector"
         raise ValueError(f"the lab continues one of {', '.join(KINDS)}; the engine has {names}")
     settings = state.get("settings") or {}
     if any(settings.get(each) is None for each in _SIZES):
-        raise ValueError("it does not have the scheduler's settings: it is of an older kvfix")
+        raise ValueError("the file does not have the scheduler's settings: an older kvfix wrote it")
     if settings.get("groups", 1) != 1:
         raise ValueError(f"the lab continues engines with one KV group; this one has {settings['groups']}")
     (connector,), lacks = connectors, lacking()
@@ -143,12 +145,12 @@ def _options(engine: Engine) -> Options:
 
 
 def _loaded(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of those that wait, the ones with blocks: of a load that is in flight or done."""
+    """Return the waiting requests that have blocks, from a load in flight or an ended one."""
     return [row for row in rows if row["queue"] not in ("running", "ended", "") and row["blocks"]]
 
 
 class _Builder:
-    """Makes the steps that lead to the state; `differs` has what is not as in it."""
+    """Makes the steps that lead to the state. `differs`: differences from the state."""
 
     def __init__(self, options: Options, engine: Engine) -> None:
         from kvfix_tools.lab.lab_engine import LabEngine
@@ -160,26 +162,26 @@ class _Builder:
         rows = [row for row in engine.requests if row["queue"] not in ("ended", "")]
         outside = [row["id"] for row in rows if row["status"] in OUTSIDE_STATUSES]
         self._rows = [row for row in rows if row["id"] not in outside]
-        self.differs += [f"{name} waits for its client, and is not made" for name in outside]
+        self.differs += [f"{name} waits for its client: the lab leaves it out" for name in outside]
         ended = [row["id"] for row in engine.requests if row["queue"] == "ended"]
-        self.differs += [f"{name} has ended, and is not made" for name in ended]
+        self.differs += [f"{name} has ended: the lab leaves it out" for name in ended]
         if engine.ranks > 1:
             self.differs.append(f"one rank, not {engine.ranks}")
         self.names = [row["id"] for row in self._rows]
-        # the number of a prompt is the priority of its request, too
+        # the number of a prompt is also the priority of its request
         order = sorted(self._rows, key=lambda row: (row["priority"], -row["arrived"]))
         self._numbers = {row["id"]: number for number, row in enumerate(order)}
 
     def build(self) -> None:
         running = [row for row in self._rows if row["queue"] == "running"]
         loaded = sorted(_loaded(self._rows), key=lambda row: -row["arrived"])
-        # one step computes all that those that run have: what one of them has generated is part of its prompt here
+        # one step computes all tokens of the running requests: generated tokens are part of the prompt here
         self._do("budget", max(1, sum(row["computed"] for row in running)))
         for row in loaded:
             hit = max(row["hit"] or 0, -(-row["computed"] // self._chunk) * self._chunk)
             self._do("stored_elsewhere", self._numbers[row["id"]], hit)
             self._admit(row, row["total"])
-            self._do("step")  # vLLM asks them in the order in which they came
+            self._do("step")  # vLLM admits requests in the order of their arrival
         for row in sorted(running, key=lambda row: row["computed"] < row["prompt"]):
             self._admit(row, row["computed"] if row["computed"] >= row["prompt"] else row["total"])
         self._until(
@@ -188,14 +190,14 @@ class _Builder:
                 and all(self._computed(row["id"]) for row in running)
             )
         )
-        self._do("budget", 0)  # no step asks any of them
+        self._do("budget", 0)  # no step admits a request
         for row in self._rows:
             if row not in running and row not in loaded:
                 self._admit(row, row["total"])
         self._until(lambda: not self.lab.connector.busy())
         others = self.lab.free() - self._state["pool"]["free"]
         if others > 0:
-            self.differs.append(f"{others} blocks of none of these requests are held for good")
+            self.differs.append(f"{others} blocks belong to none of these requests: the lab never frees them")
             self._do("take_blocks", others)
         for row in self._rows:
             have = self._computed(row["id"]), sum(map(len, self._blocks(row["id"])))
@@ -217,7 +219,7 @@ class _Builder:
             if done():
                 return
             self._do("step")
-        self.differs.append(f"what loads is not loaded after {MOST_STEPS} steps")
+        self.differs.append(f"a load has not ended after {MOST_STEPS} steps")
 
     def _do(self, *step: Any) -> None:
         from kvfix_tools.lab.fuzz import move
@@ -233,7 +235,7 @@ class _Builder:
 
 
 def _outcome(schedule: Schedule, fixes: bool, abort: str = "") -> Outcome:
-    """abort: this request, once no request can move."""
+    """Play the schedule. abort: a request to abort when no request can move."""
     from kvfix_tools.lab.fuzz import move
     from kvfix_tools.lab.lab_engine import EngineDied, LabEngine
 
@@ -243,7 +245,7 @@ def _outcome(schedule: Schedule, fixes: bool, abort: str = "") -> Outcome:
     with runner.applied(fixes):
         engine = LabEngine(schedule.options)
         before = 0
-        with suppress(EngineDied):  # among the findings
+        with suppress(EngineDied):  # a finding has the error
             for step in schedule.steps:
                 move(engine, step)
             if abort:

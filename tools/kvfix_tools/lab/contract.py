@@ -1,7 +1,6 @@
-"""What vLLM's base class asks of a connector's hooks, at each call (v1/base.py 0.32.0).
+"""Check each hook call of a connector against the docstrings of vLLM's base class (v1/base.py 0.32.0).
 
-The hooks are wrapped on the instance. What is said here of a call is a violation of a rule of the lab (rules.py); the
-ledger's rules and the contents of the slots say the rest.
+The hooks are wrapped on the instance. A wrong call violates a rule of the lab (rules.py).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Load(NamedTuple):
-    """Tokens that were granted, and are not there yet. asynchronous: the load runs between steps."""
+    """Granted tokens that are not loaded yet. asynchronous: the load runs between steps."""
 
     start: int
     end: int
@@ -26,11 +25,11 @@ class Load(NamedTuple):
 
 
 class Contract:
-    """Of one connector in the scheduler's role, and of what its workers report."""
+    """The checks of one connector in the scheduler role, and of its workers' reports."""
 
     def __init__(self, owner: AnyConnector) -> None:
         self._owner = owner
-        #: request -> (computed, whether its load runs between steps), of the last promise
+        #: {request: (computed tokens, True if its load runs between steps)} of the last promise
         self._promised: dict[str, tuple[int, bool]] = {}
         connector = owner.in_scheduler
         self._ask, self._grant = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
@@ -43,10 +42,10 @@ class Contract:
                 setattr(connector, name, self._finished(name, getattr(connector, name)))
 
     def _kind(self, name: str, hook: str, wanted: str, answer: Any) -> None:
-        self._owner.events.violated(rules.WRONG_KIND, name, f"{hook} answers {answer!r:.80}; it is to be {wanted}")
+        self._owner.events.violated(rules.WRONG_KIND, name, f"{hook} answers {answer!r:.80}; expected: {wanted}")
 
     def get_num_new_matched_tokens(self, request: Any, computed: int) -> Any:
-        """Asked twice: "might be called multiple times for a given request and should be side-effect free" (:15)."""
+        """Ask twice: "might be called multiple times for a given request and should be side-effect free" (:15)."""
         name, first = request.request_id, self._ask(request, computed)
         answer = self._ask(request, computed)
         right = isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], bool)
@@ -56,7 +55,7 @@ class Contract:
         elif answer[0] == 0 and answer[1]:
             self._kind(name, "get_num_new_matched_tokens", "(0, False) if there is nothing to load", answer)
         if first != answer and first[0] is not None:
-            message = f"{first} is promised, and {answer} where it is asked again with the same {computed} computed"
+            message = f"promises {first}, and {answer} when asked again with the same {computed} computed tokens"
             self._owner.events.violated(rules.ASKED_AGAIN, name, message)
         self._promised[name] = computed, answer[1]
         return answer
@@ -68,7 +67,7 @@ class Contract:
         return self._grant(request, blocks, external)
 
     def build_connector_meta(self, output: Any) -> Any:
-        """It should NOT modify the scheduler's output (:606)."""
+        """Check that the hook does not change the scheduler's output (:606)."""
         before = _of_output(output)
         metadata = self._build(output)
         self._owner.output = output
@@ -80,7 +79,7 @@ class Contract:
         try:
             pickle.dumps(metadata)
         except Exception as error:  # noqa: BLE001 - whatever pickle says
-            text = f"build_connector_meta: its metadata do not reach a worker in another process ({error!r:.80})"
+            text = f"build_connector_meta: its metadata cannot be sent to another process ({error!r:.80})"
             self._owner.events.violated(rules.WRONG_KIND, "", text)
         self._owner.handed_out()
         return metadata
@@ -98,7 +97,7 @@ class Contract:
         return request_finished
 
     def reported(self, report: Any) -> None:
-        """What is reported as done was in flight (:395-398): vLLM asserts on it, or frees blocks that are in use."""
+        """Check that reported transfers were in flight (:395-398). Otherwise vLLM asserts, or frees blocks in use."""
         owner = self._owner
         for kind, names, known in (
             ("sent", report.finished_sending, owner.sending),
@@ -106,14 +105,14 @@ class Contract:
         ):
             for name in sorted(names or ()):
                 if name not in known:
-                    message = f"it is reported as {kind}, and nothing of it was in flight"
+                    message = f"reported as {kind}, but no transfer of it was in flight"
                     owner.events.violated(rules.NOT_IN_FLIGHT, name, message)
         if not isinstance(report.invalid_block_ids, (set, frozenset)):
             self._kind("", "get_block_ids_with_load_errors", "a set of block ids", report.invalid_block_ids)
 
 
 def _of_output(output: Any) -> dict[str, Any]:
-    """What a connector must leave as it is in the scheduler's output."""
+    """Return the parts of the scheduler's output that a connector must not change."""
     cached = output.scheduled_cached_reqs
     return {
         "num_scheduled_tokens": dict(output.num_scheduled_tokens),

@@ -1,6 +1,6 @@
-"""What a run counts, by name: a run in which something has not happened has not tested it.
+"""The counters of a run: an event that did not happen was not tested.
 
-Each transfer is counted for all that is in effect of FEATURES: that an option was drawn says nothing yet.
+Each transfer is counted for each active feature: a drawn option alone shows nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from kvfix_tools.lab.options import Options
 
-#: What changes how KV is counted or moved, and whether these options have it.
+#: {feature that changes how KV is counted or moved: function that tells if the options have it}
 FEATURES: dict[str, Callable[[Options], Any]] = {
     "drafts": lambda options: options.drafter,
     "drafts_of_ngram": lambda options: options.drafter == "ngram",
@@ -39,21 +39,16 @@ FEATURES: dict[str, Callable[[Options], Any]] = {
     "pipeline": lambda options: options.pipeline,
     "context": lambda options: options.context,
 }
-#: Tokens of loads and stores, steps without a free block and with a transfer or lookup of the multi-process server in
-#: flight, evicted chunks; requests, calls and answers else.
-#: With several ranks: transfers that one has reported and another has not yet; lookups that find different chunks in
-#: them, and loads that failed in one of them alone.
-#: Steps that are scheduled before the answer of the last one, those with more than two in flight, and how often the
-#: server has stopped, or was killed and started again; objects that a real one has evicted by itself, and chunks that
-#: it has read from its disk.
-#: Transfers with several KV groups, those of them that failed, and what the server did not store because all its blocks
-#: are null.
-#: Steps with so many drafts, with none and all of them accepted; hits of vLLM's whose last block was dropped for EAGLE.
-#: Loads and stores by role; stores for a decoder, and requests of which nothing may be stored. In a MultiConnector:
-#: promises of LMCache's that were passed over for another one's, and chunks and loads of the OffloadingConnector.
-#: Requests that were admitted before one which came earlier, by priority; resets while requests run; steps after which
-#: it was asked whether any request can move.
-#: A store of the in-process connector ends within its step: no request is aborted in one.
+#: The counters. Some need an explanation:
+#: - full_steps, busy_steps: steps without a free block, and with a transfer or a lookup of the server in flight
+#: - ranks_apart, ranks_differ: transfers that only one rank has reported, and lookups that differ between the ranks
+#: - steps_ahead, steps_in_flight: steps scheduled before the last answer, and steps with more than two in flight
+#: - null_objects_left_out: objects that the server did not store because all their blocks are null
+#: - last_blocks_dropped: hits of vLLM's prefix cache without their last block, for EAGLE
+#: - not_to_store: requests that must not be stored
+#: - passed_over: promises of LMCache in a MultiConnector that chose another connector
+#: - came_first_by_priority: requests admitted before an earlier one
+#: - aborted_storing: never with the in-process connector, whose stores end within their step
 COUNTED = (
     "preemptions", "loaded_tokens", "stored_tokens", "finished", "full_steps", "aborted", "aborted_waiting",
     "aborted_running", "aborted_preempted", "aborted_looking", "aborted_loading", "aborted_storing", "ids_used_again",
@@ -72,7 +67,7 @@ COUNTED = (
 
 
 class Counts(Counter[str]):
-    """Those of one engine, from zero on."""
+    """The counters of one engine."""
 
     def __init__(self, options: Options) -> None:
         super().__init__(dict.fromkeys(COUNTED, 0))
@@ -81,7 +76,7 @@ class Counts(Counter[str]):
         self._stores = (f"stores_of_{options.kv_role}", *(f"stores_with_{each}" for each in features))
 
     def loaded(self, tokens: int) -> None:
-        """A load is done in all ranks."""
+        """Count a load that has ended in all ranks."""
         self["loaded_tokens"] += tokens
         for name in self._loads if tokens else self._loads[:1]:
             self[name] += 1

@@ -2,8 +2,8 @@
 
     python -m kvfix_tools.lab.demo [--lmcache-path DIR] [--json]
 
-Exit 0 if the released one dies with the report's own message and the fixed one admits the request, loads nothing twice
-and finishes it.
+Exit 0 if the released engine dies with the message of the report, and the fixed engine finishes the request without
+loading tokens that vLLM has.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def main(lmcache_path: Path = Path(".cache/lmcache/0.3.10"), json: bool = False)
 
 
 def died_as_reported(result: Result) -> bool:
-    """EngineCore would be dead, with the message of the report."""
+    """Return True if EngineCore died with the message of the report."""
     return result.outcome == "violated" and isinstance(result.history[-1][1], ev.Raised)
 
 
 def finished(result: Result) -> bool:
-    """Admitted with nothing loaded that vLLM had, and finished; nothing that the scenario expects was violated."""
+    """Return True if the request finished without a load and without a violation."""
     events = [event for _, event in result.history]
     loaded = sum(event.tokens for event in events if isinstance(event, ev.Loaded))
     return result.outcome == "clean" and loaded == 0 and any(isinstance(event, ev.Finished) for event in events)
@@ -69,7 +69,7 @@ def show(released: Result, fixed: Result) -> None:
     ending = "[bold red]EngineCore is dead.[/]" if died_as_reported(released) else "It did not die as reported."
     console.print(f"As released: {ending}")
     for _, event in released.history:
-        if isinstance(event, ev.Raised):  # whole: it is what a user searches for
+        if isinstance(event, ev.Raised):  # not folded, so that a user can search for the message
             console.print(f"    {event.error}", soft_wrap=True, markup=False, highlight=False)
     good = "[bold green]admitted, nothing loaded twice, finished.[/]"
     console.print(f"With kvfix.apply(): {good if finished(fixed) else '[bold red]not fixed.[/]'}")
@@ -78,7 +78,7 @@ def show(released: Result, fixed: Result) -> None:
 
 
 def _cells(result: Result) -> dict[int, list[str]]:
-    """The lines of each step. What has leaked is printed below the table."""
+    """Return {step: lines}. Leaks are printed below the table."""
     cells: dict[int, list[str]] = {}
     for step, event in result.history:
         if not isinstance(event, ev.Left):

@@ -1,8 +1,8 @@
 """Speculative decoding as vLLM's model runner does it, without a draft model.
 
-A step computes the last sampled token and the drafts after it. The first drafts that are what the model samples there
-are accepted, and one token more is sampled after them. The KV of the rejected ones stays in its slots until a later
-step writes there. Which drafts are right is a function of the tokens before them.
+A step computes the last sampled token and the drafts after it. It accepts the first drafts that equal the tokens that
+the model samples, and samples one more token after these. The KV of rejected drafts stays in its slots until a later
+step writes there. The number of right drafts is a function of the tokens before them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from kvfix_tools.lab.options import Options
 
 
 class Drafter:
-    """Proposes drafts after each sampled token, and knows where the next step of each request really begins.
+    """Proposes drafts after each sampled token, and knows at which token the next step of each request begins.
 
-    With asynchronous scheduling a step is scheduled as if all drafts of the last one were accepted, and without their
-    tokens. The runner has both (v1/spec_decode/utils.py 0.32.0:816 for a request that had drafts in the last step).
+    With asynchronous scheduling the scheduler assumes that all drafts of the last step were accepted, and does not have
+    their tokens. The runner has the number and the tokens (v1/spec_decode/utils.py 0.32.0:816).
     """
 
     #: Drafts proposed, accepted and rejected.
@@ -30,15 +30,15 @@ class Drafter:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        #: Where the step begins for each request that had drafts in the last one.
+        #: {request with drafts in the last step: first token of this step}
         self._starts: dict[str, int] = {}
         self._next_starts: dict[str, int] = {}
-        #: request -> drafts that the last step has proposed
+        #: {request: drafts that the last step has proposed}
         self._last: dict[str, list[int]] = {}
         self._proposed: dict[str, list[int]] = {}
 
     def begin(self, output: Any) -> None:
-        """A step begins for which the scheduler hands out this."""
+        """Begin a step with this scheduler output."""
         self._starts, self._next_starts = self._next_starts, {}
         self._last, self._proposed = self._proposed, {}
         for name in (*scheduling.resumed(output), *(new.req_id for new in output.scheduled_new_reqs)):
@@ -46,16 +46,17 @@ class Drafter:
             self._last.pop(name, None)
 
     def start(self, name: str, computed: int) -> int:
-        """The first token of this request in the step. computed: what the scheduler takes for computed."""
+        """Return the first token of this request in the step. computed: the scheduler's number of computed tokens."""
         return self._starts.get(name, computed)
 
     def verify(
         self, name: str, scheduled: list[int], right: Sequence[int], end: int, misled: bool
     ) -> tuple[int, list[int]]:
-        """How many of the drafts after token `end` are accepted, and what all of them leave in their slots.
+        """Return how many of the drafts after token `end` are accepted, and the contents that all drafts write.
 
-        scheduled: what the scheduler has of the drafts, -1 in place of tokens. right: the right contents, at least as
-        far as the drafts go. misled: the step has read wrong KV; what it samples is no draft.
+        - scheduled: the drafts of the scheduler, with -1 for each unknown token
+        - right: the right contents, up to the last draft or further
+        - misled: the step has read wrong KV, so it samples none of the drafts
         """
         options = self._options
         drafts = self._last.get(name, scheduled)[: len(scheduled)] if options.async_scheduling else scheduled
@@ -75,12 +76,12 @@ class Drafter:
         return accepted, contents
 
     def propose(self, name: str, at: int, right: Callable[[str, int], list[int]]) -> None:
-        """Drafts after token `at` of this request, which has just been sampled."""
+        """Propose drafts after token `at` of this request, which was just sampled."""
         options = self._options
         contents = right(name, at + options.drafts)
         drafts = options.drafts
         if options.drafter == "ngram" and not options.async_scheduling:
-            drafts = contents[at] % (options.drafts + 1)  # it proposes what it finds
+            drafts = contents[at] % (options.drafts + 1)  # an n-gram drafter does not always find all drafts
         self._proposed[name] = proposed = []
         wrong = 0
         for content in contents[at : at + drafts]:
@@ -88,5 +89,5 @@ class Drafter:
             proposed.append((next_token(content) + wrong) % VOCABULARY)
 
     def take(self) -> DraftTokenIds:
-        """What the last step has proposed, as vLLM's runner hands it out without asynchronous scheduling."""
+        """Return the drafts of the last step, as vLLM's runner does without asynchronous scheduling."""
         return DraftTokenIds(list(self._proposed), [list(drafts) for drafts in self._proposed.values()])

@@ -14,7 +14,7 @@ _ROLES = ("kv_producer", "kv_consumer", "kv_both")
 
 
 class Drawn(NamedTuple):
-    """features: of DRAWN_SINCE. room: tokens that a request may have."""
+    """features: a part of DRAWN_SINCE. room: maximum tokens of a request."""
 
     options: Options
     features: set[str]
@@ -24,8 +24,11 @@ class Drawn(NamedTuple):
 def draw(
     rng: random.Random, seed: int, connector: str, plain: bool, lacks: Collection[str], real_server: bool
 ) -> Drawn:
-    """As schedule.draw. Beside rng, which goes on to draw the steps, each option has a generator of its own, so that
-    the rest of a seed is the same where it is not drawn."""
+    """Draw the options, with the arguments of `schedule.draw`.
+
+    Each option has its own random generator. So the other options and the steps of a seed stay the same if an option is
+    not drawn.
+    """
     if real_server:
         lacks = {*lacks, "ranks", "windows", "states", "offloading", "roles", "stops"}
     if connector in OF_VLLM:
@@ -70,7 +73,7 @@ def draw(
 
 
 def _with_features(options: Options, features: set[str], seed: int, plain: bool, lacks: Collection[str]) -> Options:
-    """With these, and with what is drawn of LMCache's loads by layers, of priorities and of ranks."""
+    """Add these features. Draw layerwise loads of LMCache, priorities and ranks."""
     switches: dict[str, Any] = {name: name in features for name in ("async_scheduling", "model_runner_v2")}
     if not plain and "policy" not in lacks and random.Random(f"policy {seed}").random() < 0.2:
         switches["policy"] = "priority"
@@ -91,14 +94,14 @@ def _with_features(options: Options, features: set[str], seed: int, plain: bool,
 
 
 def _with_groups(options: Options, seed: int, lacks: Collection[str]) -> Options:
-    """mp: with several KV groups, or with a share of each block's tokens in each rank."""
+    """Draw several KV groups, or context parallelism, for the multi-process connector."""
     if options.connector != "mp":
         return options
     if "windows" not in lacks:
         options = _with_windows(options, random.Random(f"windows {seed}"))
     own = random.Random(f"states {seed}")
     if not options.windows and "states" not in lacks and own.random() < 0.3:
-        # a request holds two at a time, and one for each draft (MambaSpec.max_memory_usage_bytes)
+        # a request has two states at a time, and one for each draft (MambaSpec.max_memory_usage_bytes)
         drafts = min(options.drafts, options.block_size - 1)
         more = options.num_blocks + own.choice((2, 4, 8)) + 2 * drafts
         options = dataclasses.replace(
@@ -117,7 +120,7 @@ def _with_groups(options: Options, seed: int, lacks: Collection[str]) -> Options
 
 
 def _offloading_beside(options: Options, seed: int, lacks: Collection[str]) -> Options:
-    """v1, mp: in a MultiConnector with one of vLLM's connectors that offload."""
+    """Draw a MultiConnector with one of vLLM's offloading connectors, for v1 and mp."""
     if options.connector not in ("v1", "mp") or options.several_groups or options.ranks > 1 or "offloading" in lacks:
         return options
     own = random.Random(f"offloading {seed}")
@@ -130,7 +133,7 @@ def _offloading_beside(options: Options, seed: int, lacks: Collection[str]) -> O
 
 
 def _settings(connector: str, chunk: int) -> dict[str, tuple[Any, ...]]:
-    """Settings of LMCache that change the accounting, by the names of `Options.lmcache`, and their values."""
+    """Return {name in `Options.lmcache`: values} of the settings that change the accounting."""
     if connector == "v1":
         return {
             "save_decode_cache": (True,),
@@ -143,12 +146,12 @@ def _settings(connector: str, chunk: int) -> dict[str, tuple[Any, ...]]:
 
 
 def _cpu_sizes(options: Options) -> tuple[int, ...]:
-    """Blocks of CPU memory, fewer than the GPU has and more."""
+    """Return sizes of the CPU memory in blocks, smaller and larger than the GPU's."""
     return options.num_blocks // 4, options.num_blocks, 3 * options.num_blocks
 
 
 def _memory_of_vllm(options: Options, rng: random.Random, plain: bool) -> Options:
-    """Settings of one of OF_VLLM, and how much CPU memory it has: from a chunk to more than the GPU."""
+    """Draw settings of a connector in OF_VLLM, and its CPU memory: from one chunk to more than the GPU's."""
     options = dataclasses.replace(options, separate_object_groups=False)
     sizes = _cpu_sizes(options)
     if options.connector == "simple-offload":
@@ -166,7 +169,7 @@ def _memory_of_vllm(options: Options, rng: random.Random, plain: bool) -> Option
 
 
 def _offloads_simply(options: Options, rng: random.Random) -> Options:
-    """Beside LMCache's connector is the SimpleCPUOffloadConnector."""
+    """Add SimpleCPUOffloadConnector to LMCache's connector."""
     return dataclasses.replace(
         options,
         offloading=rng.choice(("first", "last")),
@@ -178,7 +181,7 @@ def _offloads_simply(options: Options, rng: random.Random) -> Options:
 
 
 def _with_windows(options: Options, rng: random.Random) -> Options:
-    """With one or two KV groups of sliding windows in a third of the schedules, and blocks for them."""
+    """Add one or two KV groups of sliding windows, and blocks for them, to a third of the schedules."""
     if rng.random() < 0.67:
         return options
     chunk = options.chunk_size
@@ -186,8 +189,8 @@ def _with_windows(options: Options, rng: random.Random) -> Options:
     block = options.block_size * window_blocks
     # LMCache takes a window shorter than a chunk only in whole blocks (v1/kv_layer_groups.py 0.5.6:727)
     windows = tuple(rng.sample(sorted({block, chunk, 2 * chunk, chunk + block}), rng.choice((1, 1, 2))))
-    # as many as a request of the longest prompt takes, for vLLM starts with no fewer (kv_cache_interface.py 0.32.0:859)
-    # and those that it keeps, and allocates ahead, for drafts
+    # vLLM does not start with fewer blocks than the longest request needs (kv_cache_interface.py 0.32.0:859), and it
+    # keeps and allocates more blocks for drafts
     in_flight = options.max_num_batched_tokens * options.steps_in_flight + 2 * options.drafts
     most = [-(-min(window - 1 + in_flight, options.max_model_len) // block) + 1 for window in windows]
     return dataclasses.replace(
@@ -200,7 +203,7 @@ def _with_windows(options: Options, rng: random.Random) -> Options:
 
 
 def _drafts(rng: random.Random, block: int) -> dict[str, Any]:
-    """Options of speculative decoding. vLLM refuses more modules of MTP than a block has tokens."""
+    """Draw options of speculative decoding. vLLM refuses more MTP modules than a block has tokens."""
     drafter, drafts = rng.choice(("ngram", "eagle", "mtp")), rng.randrange(1, 8)
     return {
         "drafter": drafter,

@@ -1,6 +1,6 @@
-"""One random schedule against the real scheduler and connector, and the shortest that shows the same.
+"""Play one random schedule on the real scheduler and connector, and shrink it.
 
-In mode `check` what kvfix reports is a violation too: a false one if the lab finds none.
+In mode `check` a report of kvfix is a finding too: a false alarm if the lab finds no violation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvfix_tools.lab.steps import prompt
 
 
 class Played(NamedTuple):
-    """What came of a schedule: `log` has all that happened, (step, event)."""
+    """The results of a schedule. log: (step, event) of all events."""
 
     findings: list[Finding]
     steps: int
@@ -37,17 +37,14 @@ class Played(NamedTuple):
 
 
 def play(schedule: Schedule, end: int = 4000) -> Played:
-    """All steps, then everything is freed and the engine runs until nothing is to be done, at most `end` steps.
-
-    In mode `check` what kvfix reports is among the findings.
-    """
+    """Play all steps, then free all blocks and run the engine until it has no work, for at most `end` steps."""
     if schedule.options.connector in PAIRS:
         return _play_with_pair(schedule, end)
     if schedule.options.neighbours:
         return _play_neighbours(schedule, end)
     engine = LabEngine(schedule.options)
     steps = None
-    with reported() as reports, suppress(EngineDied):  # among the findings
+    with reported() as reports, suppress(EngineDied):  # a finding has the error
         for step in schedule.steps:
             move(engine, step)
         if _ends(engine, end):
@@ -58,7 +55,7 @@ def play(schedule: Schedule, end: int = 4000) -> Played:
 
 
 def _ends(engine: LabEngine, end: int) -> bool:
-    """Everything is freed, and the engine runs until nothing is to be done, at most `end` steps. Whether it has."""
+    """Free all blocks and run the engine for at most `end` steps. Return True if it has no more work."""
     engine.free_blocks()
     engine.budget(engine.options.max_num_batched_tokens)
     if engine.counts["pauses"]:
@@ -72,7 +69,7 @@ def _ends(engine: LabEngine, end: int) -> bool:
 
 
 def _play_neighbours(schedule: Schedule, end: int) -> Played:
-    """The same with two engines that share a cache (neighbours.py)."""
+    """Play the schedule with two engines that share a cache (neighbours.py)."""
     from kvfix_tools.lab.neighbours import Neighbours
 
     two = Neighbours(schedule.options)
@@ -90,7 +87,7 @@ def _play_neighbours(schedule: Schedule, end: int) -> Played:
 
 
 def _play_with_pair(schedule: Schedule, end: int) -> Played:
-    """The same with two engines (pair.py); where NIXL itself makes the transfers, with the model of it too."""
+    """Play the schedule with a prefill and a decode engine (pair.py). With real NIXL, play it with the model too."""
     from kvfix_tools.lab import nixl_compare
     from kvfix_tools.lab.pair import Pair
 
@@ -110,14 +107,14 @@ def _play_pair(pair: Any, schedule: Schedule, end: int) -> Played:
             pair.run(4 * end)
             pair.faults_end()
             pair.ask("last", prompt(2 * schedule.options.block_size + 1, 7), 2)
-        pair.run(4 * end)  # a peer is waited for until its timeout, one request after the other
+        pair.run(4 * end)  # requests wait for the timeout of a peer one after the other
         pair.expect_all_ended()
     pair.close()
     return Played(pair.findings + reports, pair.steps, pair.counts, pair.log)
 
 
 def move(engine: LabEngine, step: DrawnStep) -> None:
-    """One step; one that does not fit (an abort where no request is open) does nothing."""
+    """Make one step. A step that is not possible, such as an abort without an open request, does nothing."""
     kind, *rest = step
     if kind in ("step", "lose_loads"):
         if engine.scheduler.has_requests():
@@ -136,7 +133,7 @@ def move(engine: LabEngine, step: DrawnStep) -> None:
         if open_now:
             _move_request(engine, kind, open_now[rest[0] % len(open_now)], *rest[1:])
     elif kind == "stored_elsewhere":
-        if not engine.counts["connector_resets"]:  # the other instance has the old weights
+        if not engine.counts["connector_resets"]:  # otherwise the other instance has the old weights
             engine.do(kind, prompt(rest[1], rest[0]))
     elif kind == "server_restarts":
         engine.do("server_dies")
@@ -149,7 +146,7 @@ def move(engine: LabEngine, step: DrawnStep) -> None:
 
 
 def open_sessions(engine: LabEngine) -> list[str]:
-    """Requests that may get input."""
+    """Return the sessions that may get input."""
     queues = [(name, request, getattr(request, "streaming_queue", None)) for name, request in engine.requests.items()]
     return [name for name, request, queue in queues if not (queue is None or None in queue or request.is_finished())]
 
@@ -157,10 +154,10 @@ def open_sessions(engine: LabEngine) -> list[str]:
 def _move_session(
     engine: LabEngine, kind: str, which: Any, seed: int = 0, tokens: int = 1, max_tokens: int = 1
 ) -> None:
-    """A session begins, or an open one gets input or its end.
+    """Begin a session, or give an open session input or its end.
 
-    What waits for input keeps its blocks. So that all can go on, there are at most three, each with a fourth of the
-    blocks.
+    A session that waits for input keeps its blocks. So there are at most three sessions, each with a fourth of the
+    blocks: otherwise other requests cannot run.
     """
     sessions = open_sessions(engine)
     room = engine.options.max_model_len // 4
@@ -187,7 +184,7 @@ def _move_request(engine: LabEngine, kind: str, name: str, chunks: int, rank: in
     elif kind == "is_beside":
         engine.has_in_other_connector(name)
     elif kind == "fail_load":
-        # A save that is the transfer to a decoder cannot wait for the reports of the other ranks (KVF030).
+        # A save that is a transfer to a decoder cannot wait for the reports of the other ranks (KVF030).
         if engine.options.ranks == 1 or not _names_decoder(engine, name):
             engine.fail_load(name, chunks, rank)
     elif engine.requests[name].status == RequestStatus.RUNNING:
@@ -199,12 +196,15 @@ def _names_decoder(engine: LabEngine, name: str) -> bool:
 
 
 def signature(finding: Finding) -> str:
-    """What is the same about two findings of one bug: the rule, and its words without numbers, names and paths."""
+    """Return the rule and the message without numbers, names and paths: equal for two findings of one bug."""
     return f"{finding.code} {re.sub(r'/[^ ]+|r?[0-9]+', 'N', finding.message)[:160]}"
 
 
 def shrink(schedule: Schedule, wanted: str, seconds: float = 45.0, player: Callable[[Any], Played] = play) -> Schedule:
-    """The shortest schedule found in the time that still has a finding of this signature: steps out, numbers down."""
+    """Return the shortest schedule found in this time that still has a finding with this signature.
+
+    Remove steps and reduce numbers.
+    """
     until = time.monotonic() + seconds
 
     def shows(candidate: Schedule) -> bool:
@@ -232,7 +232,7 @@ def shrink(schedule: Schedule, wanted: str, seconds: float = 45.0, player: Calla
 
 
 def _smaller(step: DrawnStep) -> list[DrawnStep]:
-    """The same step with its last number small."""
+    """Return this step with smaller values of its last number."""
     if step[0] in ("admit", "ask"):
         return [(*step[:4], tokens, *step[5:]) for tokens in (1, 2, 5) if tokens < step[4]]
     return [(*step[:-1], 1)] if step[0] == "take_blocks" and step[-1] > 1 else []

@@ -1,7 +1,7 @@
-"""`kvfix lab fuzz`: many random schedules, until time, steps or seeds are out, on several processes if one likes.
+"""`kvfix lab fuzz`: play random schedules until time, steps or seeds run out, in one or several processes.
 
-What violates a rule is shrunk to its shortest form. A run that loaded nothing, preempted nothing or never filled the
-blocks has tested nothing, and says so.
+Schedules that violate a rule are shrunk. A run without loads, preemptions or full blocks reports that it tested
+nothing.
 """
 
 from __future__ import annotations
@@ -26,21 +26,20 @@ from kvfix_tools.lab.fuzz import play, shrink, signature
 from kvfix_tools.lab.runner import applied
 from kvfix_tools.lab.schedule import Schedule, draw
 
-#: Seeds that a process plays before it answers: a second or two.
+#: Seeds that a process plays before it returns its tally, in a second or two.
 BATCH = 32
-#: Where a run has the fixes, as the engine is called, if otherwise.
+#: {value of `fixes_in`: name of the engine, if that differs}
 _NAMES = {"one": "first"}
 
 
 class Violation(NamedTuple):
-    """One bug as far as its signature tells: how often it was found, and the first schedule, shrunk."""
+    """All findings with one signature: their number, and the first schedule, shrunk."""
 
     rule: str
     times: int
     seed: int
     message: str
     schedule: Schedule
-    #: What all findings of this bug have in common.
     signature: str
 
     def as_json(self) -> dict[str, Any]:
@@ -55,12 +54,12 @@ class Violation(NamedTuple):
 
 
 class Fuzzed(NamedTuple):
-    """What was done, in steps of the scheduler, and what was found, the most frequent first."""
+    """The results of a run. steps: of the scheduler. violations: the most frequent first."""
 
     steps: int
     seeds: int
     seconds: float
-    #: Seeds that were played with each option of LMCache and behind another connector.
+    #: {option: number of seeds that were played with it}
     options: dict[str, int]
     #: See counts.py.
     counts: dict[str, int]
@@ -68,7 +67,7 @@ class Fuzzed(NamedTuple):
 
     @property
     def tested_nothing(self) -> str:
-        """Why the run proves nothing; "" if it does."""
+        """The reason why the run proves nothing, or ""."""
         needed = {
             "loaded_tokens": "loaded no token",
             "stored_tokens": "stored no token",
@@ -88,7 +87,7 @@ class Fuzzed(NamedTuple):
 
 
 class Tally(msgspec.Struct):
-    """What the seeds that were played came to, added up. Times in seconds."""
+    """The sums over all played seeds. Times in seconds."""
 
     seeds: int = 0
     steps: int = 0
@@ -109,18 +108,19 @@ class Tally(msgspec.Struct):
 
 
 class Run(msgspec.Struct, frozen=True):
-    """What is played: the same run plays the same seeds in the same way."""
+    """The settings of a run. Equal runs play equal seeds in the same way."""
 
     connector: str
     fixes: bool
     plain: bool = False
-    #: Of `kvfix.apply`.
+    #: The mode of `kvfix.apply`.
     mode: str = "fix"
     #: See Options.real_server.
     real_server: bool = False
     #: See Options.real_transfers.
     real_transfers: bool = False
-    #: The engine that alone has the default fixes: of a pair prefill or decode, of two with one cache one; both: all.
+    #: The engine that has the default fixes: "prefill" or "decode" of a pair, "one" of two engines that share a cache,
+    #: or "both".
     fixes_in: str = "both"
 
     def schedules(self, seeds: Iterable[int]) -> Iterator[Schedule]:
@@ -131,7 +131,7 @@ class Run(msgspec.Struct, frozen=True):
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """The fixes are where this run has them."""
+        """In this context the fixes are applied in the engines of `fixes_in`."""
         if self.fixes_in == "both" or not self.fixes:
             with applied(self.fixes, self.mode):
                 yield
@@ -141,14 +141,14 @@ class Run(msgspec.Struct, frozen=True):
             yield
 
     def is_violated_as_released(self, schedule: Schedule) -> bool:
-        """Whether the engines by themselves violate a rule: of a run with the fixes in one of two."""
+        """Return True if the schedule violates a rule without any fixes, for a run with the fixes in one engine."""
         if self.fixes_in == "both" or not self.fixes:
             return False
         with one_side.as_released():
             return bool(play(schedule).violations)
 
     def play(self, seeds: range, until: float) -> Tally:
-        """These seeds, in order, until this time of `time.monotonic`."""
+        """Play these seeds in order until this time of `time.monotonic`."""
         counts, options, tally = Counter[str](), Counter[str](), Tally()
         with self.applied():
             for seed, schedule in zip(seeds, self.schedules(seeds), strict=True):
@@ -171,7 +171,7 @@ class Run(msgspec.Struct, frozen=True):
 
 
 class Notes(msgspec.Struct):
-    """What has been done, and of which run."""
+    """The file of `--notes`: the run and its progress."""
 
     releases: dict[str, str]
     code: str
@@ -190,12 +190,14 @@ def fuzz(
     jobs: int = 1,
     notes: Path | None = None,
 ) -> Fuzzed:
-    """Play the seeds in order, at most so many seconds. shrinking: seconds for each kind of violation; 0: as drawn.
+    """Play the seeds in order for at most `seconds`.
 
-    With the fixes in one of two engines, a seed that the release violates by itself counts as `violated_as_released`.
+    - shrinking: seconds for each kind of violation; 0: show the schedule as drawn
+    - most: steps after which no more seeds are played
+    - jobs: number of processes
+    - notes: a file with the progress, from which the run continues. Raises ValueError if it belongs to another run.
 
-    most: steps after which no more seeds are played. jobs: processes. notes: a file where the run goes on from, and
-    notes what is done. Raises ValueError if it is of another run.
+    With the fixes in one of two engines, a seed with a violation in the release alone counts as `violated_as_released`.
     """
     start = time.monotonic()
     kept = Notes(releases.versions(), releases.code(), run, seeds.start, Tally())
@@ -212,7 +214,7 @@ def fuzz(
             break
     violations = []
     if run.fixes_in != "both":
-        shrinking = 0  # the shorter one may be violated as released
+        shrinking = 0  # a shorter schedule may be violated as released
     with run.applied():
         for wanted, (times, seed, rule, message) in sorted(tally.found.items(), key=lambda item: -item[1][0]):
             (schedule,) = run.schedules([seed])
@@ -225,7 +227,7 @@ def fuzz(
 
 
 def _batches(run: Run, seeds: range, until: float, jobs: int) -> Iterator[Tally]:
-    """The seeds in order, some at a time; the first that the time cuts is the last that is answered."""
+    """Yield tallies of the seeds in order. The first batch that runs out of time is the last one."""
     batches = (seeds[at : at + BATCH] for at in range(0, len(seeds), BATCH))
     if jobs == 1:
         for batch in batches:
@@ -248,7 +250,7 @@ def _batches(run: Run, seeds: range, until: float, jobs: int) -> Iterator[Tally]
 
 
 def _first(ahead: deque[tuple[range, Future[Tally]]]) -> Generator[Tally, None, bool]:
-    """What the first of them came to; whether it was played to its end."""
+    """Yield the tally of the first batch. Return True if it was played to its end."""
     batch, future = ahead.popleft()
     done = future.result()
     yield done
@@ -256,7 +258,7 @@ def _first(ahead: deque[tuple[range, Future[Tally]]]) -> Generator[Tally, None, 
 
 
 def _noted(now: Notes, notes: Path) -> Tally:
-    """What this run has done before."""
+    """Return the earlier progress of this run."""
     try:
         kept = msgspec.json.decode(notes.read_bytes(), type=Notes)
     except msgspec.DecodeError as error:

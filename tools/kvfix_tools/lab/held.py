@@ -1,4 +1,4 @@
-"""Where a connector of which nothing is known keeps requests: the places in its objects that have their ids."""
+"""Find requests that an unknown connector keeps: search its objects for their ids."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from kvfix_tools.lab.connector import OtherConnector
 
-#: Links from the connector to its own objects that are followed.
+#: Maximum depth of the search.
 _DEPTH = 4
 _MANY = (dict, set, frozenset, list, tuple, deque)
-#: vLLM's own, which have what they have.
+#: Attributes that vLLM owns.
 _NOT_ITS_OWN = {"_vllm_config", "_kv_transfer_config", "_kv_cache_config", "_kv_cache_manager", "_connector_metadata"}
 
 
 def names(connector: Any, ids: set[str]) -> dict[str, set[str]]:
-    """{place: those of these ids that are in it}, of the connector and of its package's objects that hang on it."""
+    """Return {place: ids found in it}, for the connector and the objects of its package that it refers to."""
     found: dict[str, set[str]] = {}
     seen: set[int] = set()
     waiting: list[tuple[str, Any, int]] = [(type(connector).__name__, connector, 0)]
@@ -27,7 +27,7 @@ def names(connector: Any, ids: set[str]) -> dict[str, set[str]]:
         if id(each) in seen or depth > _DEPTH:
             continue
         seen.add(id(each))
-        if isinstance(each, KVConnectorBase_V1):  # one of a MultiConnector has a package of its own
+        if isinstance(each, KVConnectorBase_V1):  # a child of a MultiConnector may be in another package
             kinds = [kind.__module__ for kind in type(each).__mro__ if issubclass(kind, KVConnectorBase_V1)]
             packages |= {module.rpartition(".")[0] or module for module in kinds}
         for name, value in _attributes(each):
@@ -51,12 +51,12 @@ def _attributes(each: Any) -> list[tuple[str, Any]]:
 def _is_its_own(value: Any, packages: set[str]) -> bool:
     module = type(value).__module__
     if isinstance(value, KVConnectorBase_V1):
-        return not isinstance(value, OtherConnector)  # that is the lab's
+        return not isinstance(value, OtherConnector)  # a class of the lab
     return hasattr(value, "__dict__") and any(module == each or module.startswith(f"{each}.") for each in packages)
 
 
 def _among(many: Any, ids: set[str]) -> set[str]:
-    """Those of the ids that are its keys or elements, or elements of its elements."""
+    """Return the ids that are keys or elements of this container, or elements of its elements."""
     here = {one for one in many if isinstance(one, str) and one in ids}
     inner = many.values() if isinstance(many, dict) else many
     for one in inner:

@@ -1,8 +1,8 @@
-"""KV groups of the lab's model, and what of a chunk the multi-process server stores under which key.
+"""The KV groups of the lab's model, and the objects in which the multi-process server stores a chunk.
 
-The model has one group of full attention, and one of a sliding window for each number in `Options.windows`, or one of
-states. A group has its own list of blocks for each request, and its own contents; all take their blocks from one pool
-(vLLM's hybrid KV cache manager).
+The model has one KV group of full attention, and one with a sliding window for each number in `Options.windows`, or one
+with states. Each KV group has its own block list for each request, and its own contents. All KV groups take blocks from
+one pool (vLLM's hybrid KV cache manager).
 """
 
 from __future__ import annotations
@@ -16,8 +16,13 @@ if TYPE_CHECKING:
 
 
 class KVGroup(NamedTuple):
-    """`window`: a token attends to so many, with itself; 0: to all. `state`: a block has no KV of tokens, but one
-    state, that of all tokens up to its end or, in a request's last block, up to the last one that is computed."""
+    """A KV group.
+
+    - window: number of tokens that a token attends to, including itself; 0: all tokens
+    - state: a block has one state instead of KV. It is the state after the last token of the block or, in the last
+      block
+      of a request, after the last computed token.
+    """
 
     number: int
     block_size: int
@@ -26,38 +31,40 @@ class KVGroup(NamedTuple):
 
     @property
     def kept(self) -> int:
-        """Tokens at the end of a hit whose blocks it needs, 0: all. LMCache takes a state for a window of a block
-        (integration/vllm/kv_cache_groups.py 0.5.6:131)."""
+        """Return how many tokens at the end of a hit this KV group needs; 0: all.
+
+        LMCache treats a state as a window of one block (integration/vllm/kv_cache_groups.py 0.5.6:131).
+        """
         return self.block_size if self.state else self.window
 
     def reads_from(self, computed: int) -> int:
-        """The first token that a step after so many computed ones reads (SlidingWindowManager.get_num_skipped_tokens).
+        """Return the first token that a step reads (SlidingWindowManager.get_num_skipped_tokens).
 
-        Blocks that end before it are null in the request's list.
+        Earlier blocks are null in the request's list.
         """
         return max(0, computed - self.window + 1) if self.window else 0
 
     def right(self, contents: list[int]) -> list[int]:
-        """What belongs in this group's slots of these tokens: no group has the KV of another."""
+        """Return the right contents of these tokens' slots. They differ between the KV groups."""
         if self.state:
             contents = contents[-1:] * len(contents)
         return [content ^ self.number for content in contents] if self.number else contents
 
 
 class StoredObject(NamedTuple):
-    """What of a chunk is under one key of the server."""
+    """The part of a chunk that the server stores under one key."""
 
     number: int
-    #: (group, how many tokens of the chunk's end it keeps): of a window shorter than a chunk, no more are ever read.
+    #: (KV group, number of tokens at the end of the chunk that it keeps). Earlier tokens are never read.
     parts: tuple[tuple[KVGroup, int], ...]
-    #: So many chunks at the end of a hit must have it; 0: all of them.
+    #: Number of chunks at the end of a hit that must have the object; 0: all chunks.
     chunks: int = 0
 
     def key(self, chunk: tuple[object, ...]) -> tuple[object, ...]:
         return (*chunk, self.number) if self.number else chunk
 
     def needed(self, hit: int) -> range:
-        """Chunks that a hit of so many needs this of."""
+        """Return the chunks of which a hit of so many chunks needs this object."""
         return range(max(0, hit - self.chunks) if self.chunks else 0, hit)
 
 
@@ -70,10 +77,11 @@ def kv_groups(options: Options) -> list[KVGroup]:
 
 
 def stored_objects(options: Options, windows: Sequence[int] = ()) -> list[StoredObject]:
-    """All groups in one object, or one for each length of a window in chunks (`lmcache server
-    --separate-object-groups`), as KVLayerGroupsManager makes them (v1/kv_layer_groups.py 0.5.6:666).
+    """Return the objects of a chunk, as KVLayerGroupsManager makes them (v1/kv_layer_groups.py 0.5.6:666).
 
-    windows: how many tokens of each window LMCache keeps; as many as it has, if they are not given.
+    All KV groups are in one object or, with `lmcache server --separate-object-groups`, in one object for each window
+    length in chunks.
+    windows: number of tokens of each window that LMCache keeps. Default: the whole window.
     """
     groups = kv_groups(options)
     chunk, kept = options.chunk_size, (0, *(windows or [group.kept for group in groups[1:]]))

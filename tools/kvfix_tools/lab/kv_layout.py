@@ -1,4 +1,4 @@
-"""The KV groups of the lab's engines, as vLLM's configuration has them, and where their layers lie in the memory."""
+"""The KV groups of the lab's engines in vLLM's configuration, and the memory of their layers."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ LAYER = "model.layers.{}.self_attn.attn"
 
 
 def page_bytes(options: Options) -> int:
-    """Bytes of a block in each layer: K and V of one head of 32 floats, for the KV group with the largest blocks."""
+    """Return the bytes of the largest block in a layer: K and V of one head of 32 floats."""
     return options.block_size * options.window_blocks * 2 * 32 * 4
 
 
 def kv_cache(options: Options, config: VllmConfig) -> KVCacheConfig:
-    """The KV groups. Without tensors, as the lab's memory has the contents; with any other connector with them."""
+    """Return the KV groups. Only AnyConnector uses tensors: otherwise the lab's memory has the contents."""
     shape: dict[str, Any] = {"num_kv_heads": options.heads_of_rank, "head_size": 32, "dtype": torch.float32}
     # as get_kv_cache_configs does (v1/core/kv_cache_utils.py 0.32.0:2585)
     retained = max(0, getattr(config, "num_prefill_lookahead_tokens", 0) - 1)
     extra = accepted(SlidingWindowSpec, extra_retained_tokens=retained)
-    if options.connector in OF_VLLM:  # blocks of all groups have one size, as the layers of a hybrid model
+    if options.connector in OF_VLLM:  # blocks of all KV groups have one size, as in a hybrid model
         shape["page_size_padded"] = page_bytes(options)
     lab_groups = kv_groups(options)
     groups = [
@@ -49,7 +49,7 @@ def kv_cache(options: Options, config: VllmConfig) -> KVCacheConfig:
 
 
 def _tensors(options: Options, groups: list[KVCacheGroupSpec]) -> list[Any]:
-    """Where the layers of each group lie: all groups over the same bytes, for a block is of one group at a time."""
+    """Return the tensors of the layers. All KV groups share the bytes: a block belongs to one of them at a time."""
     page = groups[0].kv_cache_spec.page_size_bytes
     of_layer = page * options.num_blocks
     return [
@@ -61,7 +61,7 @@ def _tensors(options: Options, groups: list[KVCacheGroupSpec]) -> list[Any]:
 
 
 def _placement(options: Options) -> list[Any]:
-    """Where the layers are in the memory of all blocks: one over the other. LMCache's connectors do not ask."""
+    """Return the place of each layer in the memory of all blocks. LMCache's connectors do not read it."""
     if options.connector not in OF_VLLM and not options.simple_offloading:
         return []
     page = page_bytes(options)
@@ -73,13 +73,13 @@ def _placement(options: Options) -> list[Any]:
 
 
 def kv_caches(options: Options, memory: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The layers, all in this memory: its first dimension is the blocks'."""
+    """Return {layer: its view of this memory}. The first dimension of the memory is the block."""
     return {LAYER.format(group.number): memory for group in kv_groups(options)}
 
 
 def _spec(group: KVGroup, options: Options, **shape: Any) -> KVCacheSpec:
     if group.state:
-        state = (group.block_size * 2 * 32,)  # a page is as large as that of full attention
+        state = (group.block_size * 2 * 32,)  # a page is as large as a page of full attention
         return MambaSpec(
             block_size=group.block_size,
             shapes=(state,),

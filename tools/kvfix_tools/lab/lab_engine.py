@@ -1,8 +1,8 @@
-"""The lab's engine: the real scheduler and connector over memory that knows what belongs in it.
+"""The lab's engine: the real scheduler and connector, with memory that knows the right content of each slot.
 
-`iterate` is one iteration of EngineCore; `do` makes a step that a schedule names (steps.py). All that happens to a
-request's tokens goes to the ledger as an event; what rules and memory find wrong is in `findings`. An exception that
-leaves the scheduler ends the engine, as it ends EngineCore.
+`iterate` is one iteration of EngineCore. `do` makes a step of a schedule (steps.py). All changes of a request's tokens
+are events of the ledger. `findings` has the violations of rules and the wrong contents. An exception that leaves the
+scheduler ends the engine, as it ends EngineCore.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ STEP = 0.1
 
 
 class EngineDied(Exception):
-    """EngineCore would be dead: an exception left the scheduler."""
+    """An exception has left the scheduler: EngineCore would be dead."""
 
 
 def side_class(options: Options) -> Any:
-    """The class of the lab for the connector of these options."""
+    """Return the lab's class for the connector of these options."""
     side = "any_connector:AnyConnector" if options.any_connector else KNOWN[options.connector].side
     if options.real_server:
         side = "mp_real:RealMP"
@@ -49,14 +49,14 @@ def side_class(options: Options) -> Any:
 
 
 def _forget_configuration() -> None:
-    """LMCache keeps one configuration per process; the next connector is to read its own."""
+    """Reset LMCache's configuration, which is one per process, so that the next connector reads its own."""
     for name in ("lmcache.integration.vllm.utils", ADAPTER):
         if name in sys.modules and hasattr(sys.modules[name], "_config_instance"):
             sys.modules[name]._config_instance = None  # type: ignore[attr-defined]
 
 
 class LabEngine(Steps):
-    """`log` has the events, `requests` all that were admitted, `counts` what the run has done (request_events.py)."""
+    """log: the events. requests: all requests that arrived. counts: see counts.py."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -66,7 +66,7 @@ class LabEngine(Steps):
         memories: list[Slots] = [Slots(*room), *(SlotsOfRank(rank, *room) for rank in range(1, options.ranks))]
         if options.context:
             memories = [SlotsOfShard(rank, options.ranks, *room) for rank in range(options.ranks)]
-        #: By rank. The server of a multi-process connector has one cache for all.
+        #: By rank. The server of a multi-process connector has one cache for all ranks.
         self.caches = [Cache() for _ in memories]
         self.slots, self.cache = memories[0], self.caches[0]
         _forget_configuration()
@@ -80,21 +80,21 @@ class LabEngine(Steps):
         self.connector.listen(events)
         events.wrap_hooks(self.connector.in_scheduler)
         self.requests, self.log, self.counts = self.model.requests, events.log, events.counts
-        clock.now = lambda: events.seconds  # what fixes go by
+        clock.now = lambda: events.seconds  # the clock of the fixes
         #: Steps in a row in which nothing was scheduled and no transfer was in flight.
         self.idle = 0
-        #: Steps whose answer the scheduler has not been given, and the blocks whose load has failed in them.
+        #: Steps that the scheduler has no answer of, and the blocks whose load failed in them.
         self._answers: deque[tuple[Any, Any]] = deque()
         self._failed: deque[set[int]] = deque()
-        #: Blocks that others have taken.
+        #: Blocks that `take_blocks` has taken.
         self._held: list[Any] = []
 
     def _connected(self, options: Options, memories: list[Slots]) -> Any:
-        """The connector in both roles."""
+        """Return the connector in both roles."""
         return side_class(options)(options, memories, self.caches)
 
     def answered(self, outputs: Any) -> None:
-        """The scheduler's outputs of a step, which an engine sends to its clients."""
+        """Called with the scheduler's outputs of a step, which an engine sends to its clients."""
 
     @property
     def steps(self) -> int:
@@ -102,13 +102,13 @@ class LabEngine(Steps):
 
     @property
     def findings(self) -> list[Finding]:
-        """With what has gone wrong in kvfix itself meanwhile: an engine goes on without the fix."""
+        """All findings, including errors in kvfix itself, which an engine only logs."""
         events = self.request_events
         went_wrong = [kind for kind, times in session.faults.items() if times > self._faults_before.get(kind, 0)]
         return events.findings + [events.finding(rules.FAULT_OF_KVFIX, "", kind) for kind in went_wrong]
 
     def free(self) -> int:
-        """Free blocks, those that hold a cached prefix among them."""
+        """Return the number of free blocks, including blocks with a cached prefix."""
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     # ------------------------------------------------------------------ EngineCore
@@ -153,10 +153,10 @@ class LabEngine(Steps):
         self._take_drafts(forward)
         events.ended()
         events.stuck()
-        self._look_whether_it_stands_still(forward)
+        self._check_liveness(forward)
 
     def _may_schedule_another(self, forward: bool) -> bool:
-        """Whether EngineCore schedules a step before it takes an answer (step_with_batch_queue, core.py 0.32.0:754)."""
+        """Return True if EngineCore schedules before the last answer (step_with_batch_queue, core.py 0.32.0:754)."""
         in_flight = len(self._answers)
         self.counts["steps_ahead"] += in_flight > 1
         self.counts["steps_in_flight"] += in_flight > 2
@@ -169,28 +169,28 @@ class LabEngine(Steps):
         )
         self._failed.popleft()
 
-    def _look_whether_it_stands_still(self, forward: bool) -> None:
-        """Nothing can move (LAB009). What is owed: answers to steps, and the blocks of others, which come free."""
+    def _check_liveness(self, forward: bool) -> None:
+        """Report if no request can move (LAB009). Answers to steps, and taken blocks, count as in flight."""
         paused = bool(getattr(self.scheduler, "pause_state", 0))  # 0.15 has no pause
         idle = paused or not self.scheduler.has_unfinished_requests()
         if forward or idle or self.connector.busy():
             self.request_events.stands_still(None)
             return
-        owed = len(self._answers) + len(self._held)
-        state = self.liveness.state(owed, self.request_events.undecided, len(self.connector.looking()))
+        in_flight = len(self._answers) + len(self._held)
+        state = self.liveness.state(in_flight, self.request_events.undecided, len(self.connector.looking()))
         answer = liveness.can_move(state)
         self.counts["looked_for_standstill"] += 1
         offloads = bool(self.options.offloading) or self.options.connector in OF_VLLM
         may_lock_out = answer.verdict == "violated" and offloads
         locking_out = self.liveness.session_with_blocks() if may_lock_out else ""
-        if locking_out:  # KVF219 is not for that connector: it goes on when the session's client goes away
+        if locking_out:  # KVF219 does not cover this connector: requests move when the session's client disconnects
             self.counts["locked_out_by_session"] += 1
             self.abort(locking_out)
         else:
             self.request_events.stands_still(answer)
 
     def _load_from_other_connector(self) -> None:
-        """What the other connector was granted is in its slots before the step reads them."""
+        """Write the granted tokens of the other connector into their slots before the step reads them."""
         if self.connector.other is not None:
             for name, (start, end) in self.connector.other.loads.items():
                 self.model.fill(name, start, end)
@@ -198,12 +198,12 @@ class LabEngine(Steps):
             self.connector.other.loads.clear()
 
     def _take_drafts(self, forward: bool) -> None:
-        """EngineCore.post_step: with asynchronous scheduling the drafts stay in the worker."""
+        """Do EngineCore.post_step: with asynchronous scheduling the drafts stay in the worker."""
         if self.model.drafter is not None and forward and not self.options.async_scheduling:
             self.scheduler.update_draft_token_ids(self.model.drafter.take())
 
     def _guard(self, where: str, name: str, function: Any, *args: Any) -> Any:
-        """Call it for this request; EngineDied if it raises."""
+        """Call the function for this request. Raises EngineDied if it raises."""
         try:
             return function(*args)
         except Exception as error:
@@ -211,5 +211,5 @@ class LabEngine(Steps):
             raise EngineDied(str(error)) from error
 
     def do(self, step: str, *arguments: Any, **keywords: Any) -> None:
-        """The step of this name: a method of Steps, or one of the connector where it is about its server or lookups."""
+        """Make the step of this name: a method of Steps or of the connector."""
         getattr(self if hasattr(self, step) else self.connector, step)(*arguments, **keywords)

@@ -1,6 +1,6 @@
-"""The steps that a schedule names: what clients, other engines and faults do to the lab's engine, and what is expected.
+"""The steps of a schedule: actions of clients and other engines, faults, and expectations.
 
-Each is a method; its docstring says what it does. Those about its server or its lookups are the connector's.
+Each step is a method. Steps for the server or for lookups are methods of the connector.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from kvfix_tools.lab.request_events import RequestEvents
     from kvfix_tools.lab.workers import Worker
 
-#: After so many steps in which nothing happened, nothing will: longer than any lookup or load of the lab takes.
+#: A run ends after so many steps without an event. Lookups and loads of the lab take fewer steps.
 IDLE = 64
-#: What an aborted request was in, apart from its transfers.
+#: {status of an aborted request: counter}
 _STATE = {
     RequestStatus.WAITING: "waiting",
     RequestStatus.RUNNING: "running",
@@ -37,7 +37,7 @@ _STATE = {
 
 
 class Steps:
-    """Of LabEngine, which says what these are."""
+    """The steps of LabEngine, which describes the attributes."""
 
     options: Options
     scheduler: Any
@@ -64,7 +64,7 @@ class Steps:
     # ------------------------------------------------------------------ requests
 
     def admit(self, name: str, prompt: list[int] | None, max_tokens: int = 1, **more: Any) -> None:
-        """A request arrives. more: of vllm_objects.request."""
+        """A request arrives. more: arguments of vllm_objects.request."""
         request = vllm_objects.request(self.options, name, prompt, max_tokens, **more)
         self.counts["ids_used_again"] += name in self.requests
         self.model.admit(name, request)
@@ -72,32 +72,35 @@ class Steps:
         self._guard("add_request", name, self.scheduler.add_request, request)
 
     def add_input(self, name: str, prompt: list[int], max_tokens: int = 1) -> None:
-        """More input for a session, a request that was admitted as `resumable`."""
+        """A session, a request that was admitted as `resumable`, gets more input."""
         self.counts["inputs"] += 1
         more = vllm_objects.request(self.options, name, prompt, max_tokens, resumable=True)
         self._guard("add_request", name, self.scheduler.add_request, more)
         self.model.take_input()
 
     def end_input(self, name: str) -> None:
-        """A session gets no more input: it ends, at once if it waits for some."""
+        """A session gets no more input. It ends at once if it waits for input."""
         self._guard("add_request", name, self.scheduler.add_request, vllm_objects.request(self.options, name, [1], 1))
         if self.requests[name].is_finished():
             self.request_events.check_text(name)
             self.request_events.aborted(name, set())
 
     def pause(self, everything: bool = False) -> None:
-        """No new request is scheduled, or none at all (`pause_scheduler` of EngineCore), until `unpause`."""
+        """Schedule no new request, or no request at all, until `unpause` (`pause_scheduler` of EngineCore)."""
         self.counts["pauses"] += 1
         states = interface.PauseState
         self.scheduler.set_pause_state(states.PAUSED_ALL if everything else states.PAUSED_NEW)
 
     def unpause(self) -> None:
-        """Requests are scheduled again."""
+        """Undo `pause`."""
         self.scheduler.set_pause_state(interface.PauseState.UNPAUSED)
 
     def is_free(self, name: str) -> bool:
-        """Whether a request of this id may arrive: none has, or it has ended, scheduler and worker know it, and no step
-        of it is in flight."""
+        """Return True if a request with this id may arrive.
+
+        No request has this id, or the request has ended, scheduler and worker know that, and none of its steps is in
+        flight.
+        """
         known = self.requests.get(name)
         if known is None:
             return True
@@ -114,7 +117,7 @@ class Steps:
             self.request_events.aborted(name, doing)
 
     def preempt(self, name: str) -> None:
-        """vLLM takes the blocks of this running request, as it does when one before it needs a block."""
+        """Preempt this running request, as vLLM does when an earlier request needs a block."""
         request = self.requests[name]
         self.scheduler.running.remove(request)
         vllm_objects.preempt(self.scheduler, request, time.monotonic())
@@ -124,15 +127,15 @@ class Steps:
     # ------------------------------------------------------------------ memory
 
     def budget(self, tokens: int) -> None:
-        """From the next step on, at most so many tokens are scheduled in one."""
+        """Limit the scheduled tokens of each later step."""
         self.scheduler.max_num_scheduled_tokens = tokens
 
     def keep_blocks(self, how_many: int) -> None:
-        """Others take all free blocks but so many; a cached prefix loses its end first."""
+        """Take all free blocks except so many. A cached prefix loses its end first."""
         self.take_blocks(self.free() - how_many)
 
     def take_blocks(self, how_many: int) -> None:
-        """Others take so many of the free blocks and write to them, until `free_blocks`."""
+        """Take so many free blocks and write to them, until `free_blocks`."""
         pool = self.scheduler.kv_cache_manager.block_pool
         taken = pool.get_new_blocks(min(how_many, self.free()))
         numbers = [block.block_id for block in taken]
@@ -142,14 +145,15 @@ class Steps:
         self._held += taken
 
     def free_blocks(self) -> None:
-        """The blocks of `take_blocks` come free."""
+        """Free the blocks of `take_blocks`."""
         self.scheduler.kv_cache_manager.block_pool.free_blocks(self._held)
         self._held, self.model.written_by_others = [], []
 
     def reset_prefix_cache(self, running: bool = False) -> None:
-        """vLLM forgets its own prefix cache, if no blocks are in use; `running`: it preempts those that run before.
+        """Reset vLLM's prefix cache, if no blocks are in use. running: preempt the running requests first.
 
-        Then it raises if a request that does not run holds blocks (scheduler.py 0.32.0:2870): its caller gets that.
+        With `running` vLLM raises if a waiting request has blocks (scheduler.py 0.32.0:2870). The caller gets the
+        exception.
         """
         self.counts["resets"] += 1
         if not running:
@@ -161,7 +165,7 @@ class Steps:
         self.request_events.preempted()
 
     def new_weights(self) -> None:
-        """The weights change, and vLLM is to forget all KV, the connector's too; the weights stay where it says no."""
+        """Change the weights and reset all KV, also the connector's. If the reset answers False, keep the weights."""
         self.counts["connector_resets"] += 1
         done = False
         with suppress(RuntimeError):
@@ -171,13 +175,13 @@ class Steps:
             self.model.change_weights()
 
     def has_in_other_connector(self, name: str) -> None:
-        """The other connector of a MultiConnector has the KV of this request."""
+        """Give the other connector of a MultiConnector the KV of this request."""
         self.connector.other.has.add(name)
 
     def evict(self, chunks: int, forced: bool = False, rank: int = 0) -> None:
-        """The cache drops its oldest chunks; `forced`: also those that a lookup has pinned, as when a pin times out.
+        """Evict the oldest chunks. forced: also pinned chunks, as when a pin times out.
 
-        In process each rank has its own cache.
+        rank: in process, each rank has its own cache.
         """
         evicted = self.connector.evict(self.caches[rank], chunks, forced)
         self.counts["evicted_pinned" if forced else "evicted"] += evicted
@@ -187,15 +191,12 @@ class Steps:
     # ------------------------------------------------------------------ faults
 
     def fail_load(self, name: str, after_chunks: int = 0, rank: int = 0) -> None:
-        """The next load of this request brings only so many chunks, in this rank."""
+        """Let the next load of this request bring only `after_chunks` chunks, in this rank."""
         self.workers[rank].failing[name] = after_chunks
         self.request_events.may_fail.add(name)
 
     def lose_loads(self, *ranks: int) -> None:
-        """A step in which workers of a multi-process connector get no answer from the server: their loads fail.
-
-        ranks: of these workers; by default all.
-        """
+        """Make a step in which the server does not answer these workers: their loads fail. Default: all ranks."""
         self.request_events.may_fail.add("")
         for worker in self.workers:
             worker.unanswered = not ranks or worker.rank in ranks
@@ -204,12 +205,12 @@ class Steps:
     # ------------------------------------------------------------------ time
 
     def step(self, times: int = 1) -> None:
-        """So many iterations of EngineCore."""
+        """Make so many iterations of EngineCore."""
         for _ in range(times):
             self.iterate()
 
     def run(self, steps: int = 1000) -> None:
-        """Step until nothing is to be done, at most so often; or until nothing has happened for IDLE steps."""
+        """Make steps until the engine has no work, for at most `steps` steps, or until IDLE steps without an event."""
         self.idle = 0
         for _ in range(steps):
             if not self.scheduler.has_requests() or self.idle > IDLE:
@@ -217,14 +218,14 @@ class Steps:
             self.step()
 
     def run_until_finished(self, name: str) -> None:
-        """Step until this request has ended."""
+        """Make steps until this request has ended."""
         while not self.requests[name].is_finished():
             self.step()
 
-    # ------------------------------------------------------------------ what is expected
+    # ------------------------------------------------------------------ expectations
 
     def settle(self) -> None:
-        """All requests have ended: two more steps let the connector clean up, then nothing may be kept of them."""
+        """After the end of all requests: make two more steps, then expect that no state of them is kept."""
         self.step(2)
         for _ in range(IDLE):  # a transfer in flight holds its blocks
             if not self.scheduler.requests and not self.connector.busy():
@@ -234,8 +235,8 @@ class Steps:
         self.connector.never_given_back()
 
     def expect_all_ended(self) -> bool:
-        """All is free, many steps were made: every request has ended, and nothing is kept of it."""
-        # a scheduler that is paused says that it has none
+        """After many steps with free blocks: expect that every request has ended and that no state of it is kept."""
+        # a paused scheduler reports no unfinished requests
         if not all(request.is_finished() for request in self.requests.values()):
             self.request_events.never_end()
             return False
@@ -243,25 +244,25 @@ class Steps:
         return True
 
     def expect_stored(self, name: str) -> None:
-        """All of this request's prompt was computed: each whole chunk of it must be in the cache."""
+        """Expect that the cache has each whole chunk of this request's prompt."""
         missing = self.connector.not_stored(self.requests[name])
         if missing:
             message = f"was computed, the chunks from tokens {missing} on are not stored"
             self.request_events.violated(rules.NOT_STORED, name, message)
 
     def expect_forgotten(self, name: str) -> None:
-        """This request ended long ago, and many have since: nothing is kept of it."""
+        """Expect that no state of this request is kept, long after its end."""
         for where, names in {**self.connector.kept(), **self.connector.kept_for_a_while()}.items():
             if name in names:
                 self.request_events.add(ev.Left(name, where))
 
     def expect_hit(self, name: str) -> None:
-        """What this request asks for is in the cache: it must have been found."""
+        """Expect that this request had a hit."""
         if not self.request_events.hits.get(name):
             self.request_events.violated(rules.NOT_FOUND, name, "is in the cache and was not found there")
 
     def expect_unharmed(self, name: str) -> None:
-        """No load of this request's own failed: if it has ended, then with an answer."""
+        """Expect that this request did not end with an error: none of its own loads failed."""
         status = self.requests[name].status
         if status == RequestStatus.FINISHED_ERROR:
             self.request_events.violated(rules.HARMED_BY_OTHERS, name, f"ended as {status.name}")

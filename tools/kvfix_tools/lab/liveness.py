@@ -1,4 +1,4 @@
-"""Whether the lab's waiting requests can move: a state of `kvfix.ledger.liveness`, after a step without any tokens."""
+"""Make a state of `kvfix.ledger.liveness` from the lab's scheduler, after a step without any tokens."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from kvfix.ledger.owed import OUTSIDE_STATUSES
 
 
 class Liveness:
-    """It notes for which request the scheduler has found no blocks, and how many it wanted."""
+    """Records for which request the scheduler found no blocks, and how many the request needs."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._manager = manager = scheduler.kv_cache_manager
         coordinator: Any = manager.coordinator
         allocate, count = manager.allocate_slots, coordinator.get_num_blocks_to_allocate
-        #: What vLLM has counted last, and whether that is of the whole request (kv_cache_manager.py 0.32.0:499, 540).
+        #: vLLM's last count of needed blocks, and True if it is for the whole request (kv_cache_manager.py 0.32.0:499,
+        #: 540).
         self._counted = (0, False)
         self._refused: tuple[Any, int] = (None, 0)
 
@@ -40,23 +41,24 @@ class Liveness:
         manager.allocate_slots = allocate_slots
 
     def begin(self) -> None:
-        """A step begins."""
         self._refused = (None, 0)
 
     def state(self, in_flight: int, undecided: set[str], lookups: int) -> State:
-        """After a step that has scheduled nothing. undecided: requests for which the connector promises nothing yet.
+        """Return the state after a step that scheduled nothing.
 
-        in_flight: transfers, answers to steps, and blocks of others that will come free. lookups: in flight.
+        - in_flight: transfers, answers to steps, and blocks of `take_blocks`
+        - undecided: requests whose promise is not known yet
+        - lookups: lookups in flight
         """
         scheduler = self._scheduler
         queues = [getattr(scheduler, name) for name in QUEUES if hasattr(scheduler, name)]
         waiting = [self._waiting(request, undecided) for queue in queues for request in queue]
-        ended = len(scheduler.requests) - len(waiting) - len(scheduler.running)  # until their stores are done
+        ended = len(scheduler.requests) - len(waiting) - len(scheduler.running)  # kept until their stores have ended
         free = self._manager.block_pool.get_num_free_blocks()
         return State(tuple(waiting), free, len(scheduler.running), in_flight + ended, lookups)
 
     def session_with_blocks(self) -> str:
-        """A session that keeps its blocks while it waits for input, or with it for more blocks; "" if there is none."""
+        """Return a session that keeps blocks while it waits for input or for more blocks, or ""."""
         names = (name for name, each in self._scheduler.requests.items() if getattr(each, "resumable", False))
         return next((name for name in names if any(self._manager.get_block_ids(name))), "")
 
@@ -71,10 +73,10 @@ class Liveness:
             waits_for = LOOKUP
         refused, needs = self._refused
         groups = self._manager.get_block_ids(name)
-        held = sum(block != 0 for blocks in groups for block in blocks)  # block 0 is in place of one that is freed
+        held = sum(block != 0 for blocks in groups for block in blocks)  # block 0 replaces a freed block
         return Waiting(name, waits_for, needs if request is refused else None, held)
 
     def _clients_hold_all_places(self) -> bool:
-        """Whether sessions that wait for input are as many as may be in a step: no other request is asked then."""
+        """Return True if as many sessions wait for input as a step can have: vLLM then admits no other request."""
         sessions = getattr(self._scheduler, "num_waiting_for_streaming_input", 0)
         return bool(sessions) and sessions >= self._scheduler.max_num_active_reqs

@@ -1,7 +1,7 @@
-"""Memory that knows what belongs in it: a slot holds the hash of all tokens up to the one whose KV it stands for.
+"""Memory with checkable contents: a slot holds the hash of all tokens up to its own token.
 
-The KV of a token depends on every token before it; so does this hash. A stale block, another request's slot, a wrong
-offset, a chunk under the wrong key: each leaves a slot whose content is not what the step that reads it needs.
+Like KV, this hash depends on all tokens before. So the lab finds a stale block, a slot of another request, a wrong
+offset and a chunk under a wrong key.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-#: What a slot holds that nothing was written to, or that a step wrote from wrong KV.
+#: The content of a slot that was never written, or that a step wrote after it had read wrong KV.
 NOTHING = 0
 GARBAGE = -1
 VOCABULARY = 512
 
 
 def next_token(content: int) -> int:
-    """What the lab's model samples after the token with this KV: a function of all tokens up to there."""
+    """Return the token that the lab's model samples after the token with this content."""
     return content % VOCABULARY
 
 
 class Prefix:
-    """The right content for every token of one request; grows with it."""
+    """The right content for each token of one request."""
 
     def __init__(self, seed: int = hash((1, 1))) -> None:
         self._seed = seed
@@ -30,7 +30,7 @@ class Prefix:
         self.contents: list[int] = []
 
     def of(self, tokens: Sequence[int]) -> list[int]:
-        """Contents of these tokens, which continue what was given before. The list is the prefix's own."""
+        """Return the contents of these tokens, which continue the known ones. The caller must not change the list."""
         known = len(self._tokens)
         if known < len(tokens):
             new = list(tokens[known:])
@@ -42,7 +42,7 @@ class Prefix:
         return self.contents
 
     def keep(self, tokens: Sequence[int]) -> None:
-        """The request has these tokens from now on: what was given before and is not among them is forgotten."""
+        """Forget contents of tokens that the request does not have any more."""
         pairs = enumerate(zip(self._tokens, tokens, strict=False))
         end = next((at for at, (has, is_to_have) in pairs if has != is_to_have), min(len(self._tokens), len(tokens)))
         del self._tokens[end:], self.contents[end:]
@@ -68,35 +68,32 @@ class Slots:
         return len(self._blocks)
 
     def put_in(self, blocks: Sequence[Any]) -> None:
-        """From now on these are the blocks, which are like lists of ints."""
+        """Replace the blocks. A block is like a list of ints."""
         self._blocks[:] = blocks
 
     def of_group(self, block_size: int) -> Slots:
-        """The same memory, as a KV group with blocks of this size sees it."""
+        """Return the same memory with the block size of a KV group."""
         slots = copy.copy(self)
         slots.block_size = block_size
         return slots
 
     def own(self, contents: list[int], start: int = 0) -> list[int]:
-        """Of the contents of tokens from `start` on, those whose KV this rank has: of the others nothing."""
+        """Return the contents that this rank has. The contents belong to the tokens from `start` on."""
         return contents
 
     def spoil(self, block: int) -> None:
-        """Others write to this block."""
+        """Write garbage to this block, as another request would."""
         self._blocks[block][:] = [GARBAGE] * len(self._blocks[block])
 
     def read(self, blocks: Sequence[int], start: int, end: int) -> list[int]:
-        """Contents of the slots of tokens start to `end` of a request with these blocks; fewer if they end before."""
+        """Return the contents of tokens [start, end) of a request with these blocks; fewer if the blocks end before."""
         size = self.block_size
         first = start // size
         held = [content for block in blocks[first : -(-end // size)] for content in self._blocks[block][:size]]
         return held[start - first * size : end - first * size]
 
     def write(self, blocks: Sequence[int], start: int, contents: Sequence[int]) -> None:
-        """Put `contents` where tokens start, start + 1, ... of a request with these blocks have their slots.
-
-        What comes after the last block is not written.
-        """
+        """Write `contents` to the slots of tokens start, start + 1, ... of a request, up to the last of its blocks."""
         size = self.block_size
         position, end = 0, min(len(contents), len(blocks) * size - start)
         while position < end:
@@ -114,7 +111,7 @@ class Slots:
         return self._blocks[block][offset]
 
     def first_wrong(self, blocks: Sequence[int], until: int, contents: Sequence[int]) -> int | None:
-        """The first token of [0, until) whose slot does not hold what belongs there; None if all do."""
+        """Return the first token of [0, until) whose slot has wrong content, or None."""
         size = self.block_size
         for start in range(0, until, size):
             end = min(start + size, until)
@@ -129,7 +126,7 @@ class Slots:
 
 
 class SlotsOfRank(Slots):
-    """The memory of another rank than the first: what goes in and out by slot is that rank's KV, which no other has."""
+    """The memory of a rank after the first: the KV of each rank has other contents."""
 
     def __init__(self, rank: int, num_blocks: int, block_size: int, room: int = 0) -> None:
         super().__init__(num_blocks, block_size, room)
@@ -143,9 +140,9 @@ class SlotsOfRank(Slots):
 
 
 class SlotsOfShard(SlotsOfRank):
-    """The memory of a rank of context parallelism: of so many ranks each has every so many-th token of a block.
+    """The memory of a rank with context parallelism: each of n ranks has every n-th token of a block.
 
-    A slot's number is that of its token; the slots of the others' tokens hold nothing.
+    Slots have the number of their token. The slots of tokens in other ranks stay empty.
     """
 
     def __init__(self, rank: int, ranks: int, num_blocks: int, block_size: int, room: int = 0) -> None:
@@ -180,7 +177,7 @@ def _mark(rank: int) -> int:
 
 
 def of_rank(rank: int, contents: list[int]) -> list[int]:
-    """What a cache holds of these tokens from this rank."""
+    """Return the contents that a cache has of these tokens from this rank."""
     return [content ^ _mark(rank) for content in contents] if rank else contents
 
 
@@ -189,11 +186,11 @@ class Cache(dict[object, list[int]]):
 
     def __init__(self) -> None:
         super().__init__()
-        #: lookup id -> keys it has pinned
+        #: {lookup id: pinned keys}
         self.pins: dict[str, list[Any]] = {}
 
     def pinned_prefix(self, keys: Sequence[object], lookup_id: str) -> int:
-        """How many of the keys, from the first on, are there; they are pinned for this lookup."""
+        """Pin the longest prefix of these keys that the cache has, for this lookup. Return its length."""
         found = 0
         while found < len(keys) and keys[found] in self:
             found += 1
@@ -205,7 +202,7 @@ class Cache(dict[object, list[int]]):
         self.pins.pop(lookup_id, None)
 
     def evict(self, how_many: int, forced: bool = False) -> int:
-        """Drop the oldest chunks that are not pinned; `forced`: pinned ones too, as when a pin times out."""
+        """Evict the oldest chunks that are not pinned. forced: also pinned chunks, as when a pin times out."""
         pinned = set() if forced else {key for keys in self.pins.values() for key in keys}
         evicted = [key for key in self if key not in pinned][:how_many]
         for key in evicted:

@@ -1,6 +1,6 @@
-"""In place of the model: it reads and writes slots in the blocks that a model runner would, and compares contents.
+"""The lab's model: it reads and writes slots in the same blocks as a model runner, and compares contents.
 
-A token sampled is a function of all tokens before it, as a model's is.
+A sampled token is a function of all tokens before it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from kvfix_tools.lab.vllm_objects import sampled
 
 
 class Model:
-    """The slots' right contents for each request, and the step that reads and writes them (LAB001, LAB008)."""
+    """The right contents for each request, and the steps that read and write slots (LAB001, LAB008)."""
 
     def __init__(
         self, scheduler: Scheduler, memories: Sequence[Slots], options: Options, groups: Sequence[KVGroup] = ()
     ) -> None:
         self._scheduler = scheduler
-        #: The KV groups beside that of full attention.
+        #: The KV groups other than the group of full attention.
         self.groups = [(StateGroup if group.state else Group)(group, memories) for group in groups if group.number]
         #: By rank. All ranks have the same block tables.
         self.memories = memories
@@ -35,20 +35,20 @@ class Model:
         self.block_table = BlockTable(copies=len(memories) > 1)
         self.requests: dict[str, Request] = {}
         self.prefixes: dict[str, Prefix] = {}
-        #: How often the weights have changed, and the tokens that each request had then.
+        #: Number of weight changes, and the tokens that each request had at the last one.
         self._weights = 0
         self._given: dict[str, int] = {}
-        #: Tokens of the prompt of each session, which grows with its input.
+        #: Number of prompt tokens of each session. Its input is a part of the prompt.
         self._sessions: dict[str, int] = {}
-        #: Blocks that others write to in the next step.
+        #: Blocks that other requests write to in the next step.
         self.written_by_others: list[int] = []
         #: Requests that this step has computed on top of wrong KV.
         self._misled: set[str] = set()
-        #: request -> (end of what this step has computed without drafts, end of what it has computed rightly)
+        #: {request: (end of the tokens of this step without drafts, end of its right tokens)}
         self._ends: dict[str, tuple[int, int]] = {}
 
     def admit(self, name: str, request: Request) -> None:
-        """KV depends on adapter and embeddings, and is not shared between tenants: all that is in a slot's content."""
+        """Begin the contents of a request. They depend on the LoRA adapter, the embeddings and the cache_salt."""
         self.requests[name] = request
         self.prefixes[name] = Prefix(self._seed(request))
         self._given[name] = request.num_prompt_tokens
@@ -63,7 +63,7 @@ class Model:
         return hash(seed if embeds is None else (*seed, embeds.numpy().tobytes()))
 
     def change_weights(self) -> None:
-        """From now on other contents are right, for all requests. What they have generated before stays."""
+        """Change the right contents of all requests. Tokens that they have generated stay."""
         self._weights += 1
         for name, request in self.requests.items():
             if not request.is_finished():
@@ -71,7 +71,7 @@ class Model:
                 self._given[name] = request.num_tokens
 
     def take_input(self) -> None:
-        """A session that has got input since has other tokens: the last one that was sampled is dropped."""
+        """Update the tokens of sessions with new input: vLLM drops the last sampled token."""
         for name, tokens in self._sessions.items():
             request = self.requests[name]
             if request.num_prompt_tokens != tokens:
@@ -79,9 +79,9 @@ class Model:
                 self.prefixes[name].keep(request.all_token_ids)
 
     def right(self, name: str, end: int = 0) -> list[int]:
-        """What belongs in the slots of the request's tokens.
+        """Return the right contents of the request's tokens, at least up to `end`.
 
-        end: at least up to there. The last may be a sampled token that the scheduler does not know yet.
+        The last token may be a sampled token that the scheduler does not know yet.
         """
         tokens, prefix = self.requests[name].all_token_ids, self.prefixes[name]
         if end > len(tokens):
@@ -94,24 +94,24 @@ class Model:
         return list(self._scheduler.kv_cache_manager.get_block_ids(name)[0])
 
     def fill(self, name: str, start: int, end: int) -> None:
-        """The other connector of a MultiConnector loads these tokens, as they are to be."""
+        """Write the right contents of these tokens, as a load of the other connector."""
         for slots in self.memories:
             slots.write(self.blocks(name), start, self.right(name)[start:end])
 
     def begin(self, output: Any) -> None:
-        """A step begins for which the scheduler hands out this."""
+        """Begin a step with this scheduler output."""
         if self.drafter is not None:
             self.drafter.begin(output)
 
     def start(self, name: str, tokens: int) -> int:
-        """The first of so many tokens of this request in the step. The scheduler has counted them in already."""
+        """Return the first of so many tokens of this request in the step. The scheduler has already counted them."""
         computed = self.requests[name].num_computed_tokens - tokens
         return computed if self.drafter is None else self.drafter.start(name, computed)
 
     def compute(self, output: Any, failed: set[int]) -> list[tuple[str, str]]:
-        """Each request reads the KV of all its computed tokens and writes that of the scheduled ones, drafts too.
+        """For each request, read the KV of its computed tokens and write the KV of the scheduled tokens and drafts.
 
-        Returns (request, what it has read), where that is wrong. failed: blocks in which no load has arrived.
+        Return (request, message) for each request that has read wrong KV. failed: blocks whose load failed.
         """
         for slots in self.memories:
             for block in self.written_by_others:
@@ -148,7 +148,7 @@ class Model:
         return found
 
     def _first_wrong(self, name: str, blocks: list[int], done: int, right: list[int]) -> tuple[int | None, str]:
-        """The first wrong token that the step reads in any rank and KV group, and in which; None if there is none."""
+        """Return the first wrong token that the step reads, or None, and a text with its rank and KV group."""
         for rank, slots in enumerate(self.memories):
             of_rank = f" of rank {rank}" if rank else ""
             wrong = slots.first_wrong(blocks, done, right)
@@ -161,13 +161,13 @@ class Model:
         return None, ""
 
     def step_begins(self, output: Any) -> None:
-        """The workers get this of the scheduler."""
+        """Give the workers this scheduler output."""
         self.block_table.update(output)
         for group in self.groups:
             group.begin(output)
 
     def output(self, scheduled: dict[str, int]) -> ModelRunnerOutput:
-        """A token for each request whose step reached its last one."""
+        """Sample a token for each request whose last token was computed."""
         names = list(scheduled)
         return ModelRunnerOutput(
             req_ids=names,
@@ -188,7 +188,7 @@ class Model:
         return [next_token(content + (name in self._misled)) for content in contents]
 
     def wrong_text(self, name: str) -> int | None:
-        """The first token of this request that is not its prompt's, or not what the model samples after the others."""
+        """Return the first wrong token of this request's prompt or output, or None."""
         request, right = self.requests[name], self.right(name)
         has = request.all_token_ids
         prompt = enumerate(request.prompt_token_ids or ())

@@ -1,7 +1,7 @@
-"""MooncakeConnector in the lab, one engine's side of it (pair.py has two): both its roles are vLLM's own.
+"""One engine with vLLM's MooncakeConnector, in both roles (pair.py has two engines).
 
-The decode engine sends the prefill engine its blocks, and this one writes into them. Replaced: Mooncake's transfer
-engine (mooncake_network.py), the sockets, HTTP and threads (mooncake_sockets.py), the attention backend, and the clock.
+Decode sends its block ids to prefill, and prefill writes into these blocks. The lab replaces Mooncake's transfer engine
+(mooncake_network.py), the sockets, HTTP and threads (mooncake_sockets.py), the attention backend, and the clock.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvfix_tools.ledger.events import WriteBegun, WriteEnded
 if TYPE_CHECKING:
     from kvfix_tools.lab.request_events import RequestEvents
 
-#: What may be wrong with the parameters of a request for decode, beside what may be with NIXL's.
+#: Faults in the parameters of a request for decode, in addition to those for NIXL.
 MALFORMED.update(
     no_transfer=lambda params: {key: value for key, value in params.items() if key != "transfer_id"},
     other_transfer=lambda params: {**params, "transfer_id": "other"},
@@ -38,7 +38,7 @@ MALFORMED.update(
     other_address=lambda params: {**params, "remote_bootstrap_addr": "http://nobody:1"},
     odd_address=lambda params: {**params, "remote_bootstrap_addr": 1},
 )
-#: Seconds for which no prefill of the lab takes, as vLLM comes.
+#: vLLM's default timeout in seconds. No prefill of the lab takes as long.
 _LONG = 480
 
 
@@ -47,15 +47,15 @@ def _transfer_of(request: Any) -> str:
 
 
 class MooncakeWorker(PairWorker):
-    """The real connector in the worker's role."""
+    """The real connector in the worker role."""
 
     def __init__(self, side: MooncakeSide, slots: Slots, called: Any, options: Options) -> None:
         super().__init__(side, 0, slots, called, called.connector_worker)
-        #: Requests whose load has failed, and is not reported.
+        #: Requests with a failed load that is not reported yet.
         self.lost: set[str] = set()
         self._note_writes()
         self._note_failures()
-        #: Kept, since the transfer engine has its addresses alone.
+        #: Keeps the memory alive: the transfer engine only has its addresses.
         self.memory = torch.zeros((options.num_blocks, options.block_size, FLOATS), dtype=torch.float32)
         called.register_kv_caches({kv_layout.LAYER.format(0): self.memory})
         slots.put_in([SharedBlock(block) for block in self.memory.view(torch.int64)[:, :, 0].numpy()])
@@ -83,11 +83,11 @@ class MooncakeWorker(PairWorker):
         self.adapter._handle_failed_recv = noting
 
     def get_finished(self, ended: set[str]) -> Any:
-        # what is sent leaves the dictionary when it is: what leaves it here has ended by its time
+        # sent requests have left the dictionary before: requests that leave it here have expired
         kept = {each.p_req_id for each in self.adapter.reqs_need_send.values()}
         results = self.called.get_transfer_results(ended)
         self._failed = set(results.failed_recving)
-        for name in sorted(results.finished_sending):  # sets of names: their order says nothing
+        for name in sorted(results.finished_sending):  # the order of a set differs between runs
             self.side.add_to_pair(ev.LeaseEnded(name, name in kept))
         for name in sorted(results.finished_recving):
             start, end = self.due.pop(name, (0, 0))
@@ -121,23 +121,23 @@ class MooncakeSide(PairSide):
         self.reader = readers.reader(self.in_scheduler)
 
     def join(self, network: Network, name: str) -> None:
-        """An engine of this name begins: its connector is made next."""
+        """Prepare the network for the connector of an engine with this name."""
         self.network = network
         self._host = network.host(name)
         mooncake_sockets.replace(self._host)
         network.noted = self._noted
         self._host.raised = self._raised
-        #: Requests whose blocks were kept: what comes for them later than their lease waits for the timeout.
+        #: Requests whose blocks were kept. A message after the end of their lease waits for the timeout.
         self._were_kept: set[str] = set()
         #: Transfers that the peer waits for.
         self._awaited: dict[str, Any] = {}
-        #: transfer -> steps in which the peer has waited for it in vain
+        #: {transfer: steps in which the peer waited although no request here will send it}
         self._vain: dict[str, int] = {}
-        #: transfer -> when its request was first seen to have ended
+        #: {transfer: time when its request was first seen to have ended}
         self._ended: dict[str, float] = {}
 
     def _noted(self, what: str, kept: str, reader: str) -> None:
-        """Of a write, by the network: to both engines' ledger."""
+        """Record a write of the network in the ledgers of both engines."""
         if what == "begun":
             self.add_to_pair(WriteBegun(kept, reader))
         else:
@@ -149,7 +149,7 @@ class MooncakeSide(PairSide):
 
     @property
     def of_mooncake(self) -> MooncakeWorker:
-        """MooncakeConnector in the worker's role."""
+        """MooncakeConnector in the worker role."""
         return self.workers[0]
 
     def for_prefill(self, name: str) -> Params:
@@ -157,7 +157,7 @@ class MooncakeSide(PairSide):
         return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": self._transfer(name)}
 
     def for_decode(self, name: str, answer: Params | None) -> Params:
-        """A prefill answers nothing: the router knows what it has asked it."""
+        """Return the parameters for decode. Prefill returns none: the router knows its own request."""
         return {
             "do_remote_decode": False, "do_remote_prefill": True, "remote_engine_id": self.engine_id,
             "remote_bootstrap_addr": f"http://{self._host.name}:{mooncake_sockets.PORT}",
@@ -180,28 +180,28 @@ class MooncakeSide(PairSide):
         self.of_mooncake.events = events
         self._host.look = self._look
         if self.network.timeout < _LONG:
-            events.may_fail.add("")  # of a prefill that takes longer
+            events.may_fail.add("")  # a prefill can take longer than the timeout
 
     def close(self) -> None:
         self._host.end()
 
     def _look(self) -> None:
-        """Which transfers the peer waits for, that no request here will make ready."""
+        """Report transfers that the peer waits for and that no request here will send."""
         for request in self.events.model.requests.values():
             if request.is_finished():
                 self._ended.setdefault(_transfer_of(request), clock.now())
         if self.scheduler_side._reqs_not_processed or self.scheduler_side._reqs_need_send:
-            return  # the worker has not heard of it
+            return  # the worker does not know of all requests yet
         if self.network.timeout < _LONG:
-            return  # it may be asked so late that the worker has forgotten it
+            return  # decode may ask so late that the worker has already dropped the request
         open_now, had = set(), {}
         for name, request in self.events.model.requests.items():
             transfer = _transfer_of(request)
             had[transfer] = name
             if not request.is_finished():
                 open_now.add(transfer)
-        # an aborted prefill leaves the dictionary, and who waits for it does not hear of it
-        # one that is asked for when the timeout is over is not known any more
+        # an aborted prefill leaves the dictionary without a message to decode, which waits for it
+        # after the timeout prefill does not know the request any more
         known = {each: sent for each, sent in self._sends.items() if clock.now() < self._ended.get(each, inf) + _LONG}
         self._awaited.update(known)
         self._awaited = {transfer: sent for transfer, sent in self._awaited.items() if sent.ready._waiters}
@@ -209,10 +209,10 @@ class MooncakeSide(PairSide):
             unsent = had.get(transfer, "") not in {"", *self._were_kept} and transfer not in open_now
             self._vain[transfer] = self._vain.get(transfer, 0) + 1 if unsent and not sent.ready.is_set() else 0
             if self._vain[transfer] == STUCK:
-                message = "a decode request waits for its KV, and it has ended and is not sent"
+                message = "a decode request waits for its KV, but the request has ended and is not sent"
                 self.events.violated(rules.AWAITED_IN_VAIN, had[transfer], message)
 
-    # ------------------------------------------------------------------ what is in flight, and what is kept
+    # ------------------------------------------------------------------ transfers in flight, and kept requests
 
     @property
     def _sends(self) -> dict[str, Any]:
@@ -221,11 +221,11 @@ class MooncakeSide(PairSide):
 
     @property
     def leases(self) -> set[str]:
-        """Requests whose blocks are kept for the peer: those that have ended."""
+        """Ended requests whose blocks are kept for the peer."""
         return {each.p_req_id for each in self._sends.values() if each.local_block_ids}
 
     def kept_of_peer(self) -> set[str]:
-        """Transfers that the peer has asked for, and that no request here has."""
+        """Return transfers that the peer has asked for and that no request here has."""
         return {each.transfer_id for each in self._sends.values() if not each.p_req_id}
 
     def busy(self) -> bool:

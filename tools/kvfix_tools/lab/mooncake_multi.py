@@ -1,4 +1,4 @@
-"""MooncakeConnector beside LMCache's in-process connector (pair_multi.py)."""
+"""MooncakeConnector together with LMCache's in-process connector (pair_multi.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvfix_tools.lab.pair_multi import InTurn, MultiSide
 
 
 class MooncakeChild(InTurn, mooncake.MooncakeWorker):
-    """MooncakeConnector in the worker's role."""
+    """MooncakeConnector in the worker role."""
 
 
 class MooncakeMultiSide(MultiSide, mooncake.MooncakeSide):

@@ -1,8 +1,8 @@
-"""What is between two engines with MooncakeConnector: a stand-in for Mooncake's transfer engine, and what joins them.
+"""The network between two engines with MooncakeConnector, with a stand-in for Mooncake's transfer engine.
 
-The transfer engine writes from one engine's memory to the other's, as mooncake.engine.TransferEngine does; a write
-takes some steps, and what changes meanwhile at its source arrives as garbage. vLLM's own coroutines run, in event loops
-that go on in the lab's steps and by the lab's time (mooncake_sockets.py): no thread, no socket, no HTTP.
+The transfer engine writes from one engine's memory to the other's, as mooncake.engine.TransferEngine does. A write
+takes some steps, and parts of its source that change meanwhile arrive as garbage. vLLM's own coroutines run, in event
+loops that use the lab's steps and time (mooncake_sockets.py), without threads, sockets or HTTP.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from kvfix_tools.lab.pair_network import PairNetwork
 if TYPE_CHECKING:
     from kvfix_tools.lab.mooncake_sockets import Router
 
-#: Element of a slot's contents.
+#: Data type of a slot's contents.
 _ELEMENT = numpy.dtype(numpy.int64)
-#: Rounds of a loop that are run at most before the step goes on.
+#: Maximum rounds of a loop in one step.
 _MOST = 10_000
 
 
 class Loop(asyncio.SelectorEventLoop):
-    """By the lab's time. It runs what is due, and never waits."""
+    """An event loop with the lab's time. It runs the callbacks that are due, and never waits."""
 
     def time(self) -> float:
         return clock.now()
 
     def _check_closed(self) -> None:
-        """Coroutines that end with their engine may still call it."""
+        """Do nothing: coroutines that end with their engine may still call the loop."""
 
     def go_on(self) -> None:
         for _ in range(_MOST):
@@ -47,7 +47,7 @@ class Loop(asyncio.SelectorEventLoop):
 
 
 class Host:
-    """Where one engine runs, from its start to its end. session: the address of its transfer engine."""
+    """The host of one engine, from its start to its end. session: the address of its transfer engine."""
 
     def __init__(self, network: Network, name: str) -> None:
         self.network = network
@@ -56,13 +56,13 @@ class Host:
         self.loop.set_exception_handler(lambda _, what: self.raised(what.get("exception") or Exception()))
         self.session = f"{name}:{network.port()}"
         self.alive = True
-        #: Called with what a coroutine has raised that nobody waits for.
+        #: Called with the exception of a coroutine that no code waits for.
         self.raised: Callable[[BaseException], None] = lambda _: None
-        #: Called in each step, once all that is due has arrived.
+        #: Called in each step, after all messages that are due have arrived.
         self.look: Callable[[], None] = lambda: None
 
     def end(self) -> None:
-        """Its processes are gone."""
+        """End the processes of the engine."""
         self.alive = False
         for places in (self.network.bound, self.network.bootstrap):
             for address in [each for each in places if each.split("//")[1].partition(":")[0] == self.name]:
@@ -74,7 +74,7 @@ class Host:
         del self.network.hosts[self.session]
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """In place of `asyncio.run_coroutine_threadsafe`: it begins at once, as the thread of the loop is idle."""
+        """Replace `asyncio.run_coroutine_threadsafe`: begin at once, because the thread of the loop is idle."""
         done: Future[Any] = Future()
 
         def ended(task: asyncio.Task[Any]) -> None:
@@ -94,7 +94,7 @@ class Host:
 
 
 class Write(NamedTuple):
-    """A write on its way. requests: (of the producer, of the consumer), of each that it is for."""
+    """A write in flight. requests: (request of the producer, request of the consumer) of each load in it."""
 
     due: int
     future: Future[int]
@@ -106,7 +106,7 @@ class Write(NamedTuple):
 
 
 class Network(PairNetwork):
-    """What is on its way: a transfer is a write, a handshake is a question to the bootstrap server.
+    """Messages and transfers in flight. A transfer is a write, a handshake is a request to the bootstrap server.
 
     timeout: seconds, VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT.
     """
@@ -114,16 +114,16 @@ class Network(PairNetwork):
     def __init__(self, delay: int, timeout: float) -> None:
         super().__init__(delay)
         self.timeout = timeout
-        #: Those that are there, by the address of their transfer engine.
+        #: {address of a transfer engine: its host}
         self.hosts: dict[str, Host] = {}
-        #: tcp://host:port -> the socket that is bound there; http://host:port -> the bootstrap server.
+        #: {tcp://host:port: the bound socket; http://host:port: the bootstrap server}
         self.bound: dict[str, Router] = {}
         self.bootstrap: dict[str, Any] = {}
-        #: How often the router has asked for each request: a transfer has an id of its own.
+        #: {request: how often the router has sent it}. Each transfer has a new id.
         self.transfers: dict[str, int] = {}
-        #: Of writes: called with (what, request of the producer, of the consumer).
+        #: Called for each write with ("begun" or "ended", request of the producer, request of the consumer).
         self.noted: Callable[[str, str, str], None] = lambda *_: None
-        #: What the next write is for.
+        #: The requests of the next write.
         self.requests: list[tuple[str, str]] = []
         self._messages: list[tuple[int, Host, Callable[[], None]]] = []
         self._writes: list[Write] = []
@@ -131,7 +131,7 @@ class Network(PairNetwork):
 
     @property
     def longest(self) -> float:
-        """Seconds for which a consumer waits for an answer."""
+        """Seconds that a consumer waits for an answer."""
         return self.timeout + 60
 
     @property
@@ -142,7 +142,7 @@ class Network(PairNetwork):
         return next(self._ports)
 
     def host(self, name: str) -> Host:
-        """An engine begins there."""
+        """Return the host of a new engine."""
         made = Host(self, name)
         self.hosts[made.session] = made
         return made
@@ -169,13 +169,13 @@ class Network(PairNetwork):
             self._end(write)
 
     def send(self, host: Host, deliver: Callable[[], None]) -> None:
-        """A message to this host; it is lost if the host is gone when it arrives."""
+        """Send a message to this host. The message is lost if the host has ended when it arrives."""
         self._messages.append((self.now + self.handshake_steps, host, deliver))
 
     # ------------------------------------------------------------------ writes
 
     def write(self, of: Host, to: str, sources: list[int], targets: list[int], sizes: list[int]) -> Future[int]:
-        """The answer of the transfer engine, once the write is over."""
+        """Write, and return a future with the answer of the transfer engine."""
         future: Future[int] = Future()
         pieces = list(zip(sources, targets, sizes, strict=True))
         requests, self.requests = self.requests, []
@@ -198,13 +198,13 @@ class Network(PairNetwork):
 
 
 class Executor:
-    """In place of the threads that call the transfer engine, which waits for the write."""
+    """Replaces the threads that call the transfer engine and wait for the write."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
 
     def submit(self, send: Any, session: str, sources: list[int], targets: list[int], sizes: list[int]) -> Future[int]:
-        """send: `_send_blocks`. It is called when the write is over."""
+        """Begin a write, and call `send` (`_send_blocks`) at its end."""
         done: Future[int] = Future()
 
         def ended(answer: Future[int]) -> None:
@@ -218,7 +218,7 @@ class Executor:
 
 
 class TransferEngine:
-    """A stand-in for mooncake.engine.TransferEngine. answer: of the write that is just over."""
+    """A stand-in for mooncake.engine.TransferEngine. answer: the result of the write that has just ended."""
 
     answer = 0
 

@@ -16,14 +16,14 @@ _MALFORMED = (
     "no_address", "other_address", "odd_address",
 )  # fmt: skip
 KINDS = frozenset({"ends_at_once"})
-#: Seconds after which a producer gives up, and a consumer 60 later.
+#: Timeout of a producer in seconds. A consumer has 60 s more.
 _TIMEOUTS = (3, 6, 480)
 
 
 def draw(
     seed: int, connector: str, plain: bool = False, lacks: Collection[str] = ()
 ) -> tuple[Options, tuple[DrawnStep, ...]]:
-    """As pair_schedule.draw, with what is Mooncake's in place of NIXL's. Most routers ask both engines at once."""
+    """Draw a schedule as `pair_schedule.draw` does, for Mooncake. Most routers ask both engines at once."""
     options, steps = pair_schedule.draw(seed, connector, plain, lacks)
     rng = random.Random(f"{connector} own {seed}")
     timeout = 480 if plain else rng.choice(_TIMEOUTS)

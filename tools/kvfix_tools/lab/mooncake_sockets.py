@@ -1,6 +1,6 @@
-"""In place of the modules by which MooncakeConnector's coroutines talk to each other: asyncio's threads, zmq, httpx.
+"""Replacements for the modules that MooncakeConnector's coroutines communicate with: asyncio's threads, zmq, httpx.
 
-`replace` puts them, and what else the connector cannot have here, into its module.
+`replace` sets them in the module of the connector.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from kvfix import clock
 from kvfix_tools.lab.mooncake_network import Executor, Host, Network, TransferEngine
 from kvfix_tools.lab.nixl import AnyBlockSize
 
-#: Where the bootstrap server of a producer listens.
+#: Port of a producer's bootstrap server.
 PORT = 8998
 _MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector"
 
 
 class Asyncio:
-    """asyncio, but that its loops run in the lab's steps."""
+    """asyncio with loops that run in the lab's steps."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -42,7 +42,7 @@ class Asyncio:
         return loop.host.run(work)
 
     async def wait(self, tasks: Sequence[Any], **options: Any) -> tuple[list[Any], list[Any]]:
-        """In the order of the tasks. Sets of them are in that of their addresses: each play would be another."""
+        """Return the tasks in their own order. A set has the order of their addresses, which differs between runs."""
         done, pending = await asyncio.wait(tasks, **options)
         return [each for each in tasks if each in done], [each for each in tasks if each in pending]
 
@@ -62,7 +62,7 @@ THREADING = SimpleNamespace(Thread=_Thread, Event=threading.Event)
 
 
 class Router:
-    """The socket of who has the KV."""
+    """The socket of the producer."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
@@ -89,7 +89,7 @@ class Router:
 
 
 class Dealer:
-    """The socket of who asks for it."""
+    """The socket of the consumer."""
 
     def __init__(self, host: Host, address: str) -> None:
         self.host, self._address = host, address
@@ -104,7 +104,7 @@ class Dealer:
         self._came.put_nowait(message)
 
     async def send(self, message: bytes) -> None:
-        """To an address where nobody is it is kept, and never arrives."""
+        """Send a message. A message to an unused address never arrives."""
         bound = self.host.network.bound.get(self._address)
         if bound is not None:
             self.host.network.send(bound.host, lambda: bound.take(self, message))
@@ -138,7 +138,7 @@ def make_zmq_socket(context: _Context, address: str, *_: Any, **__: Any) -> Iter
 
 
 def httpx_module(network: Network) -> Any:
-    """vLLM's own bootstrap server answers, without a socket."""
+    """Return a replacement for httpx: vLLM's own bootstrap server answers without a socket."""
 
     class AsyncClient:
         def __init__(self, **_: Any) -> None: ...
@@ -175,7 +175,7 @@ def _answer(content: Any) -> Any:
 
 
 def replace(host: Host) -> None:
-    """For the engine that is made next on this host. What is looked up later is the same for all hosts."""
+    """Replace the modules for the next engine, which is made on this host."""
     module: Any = import_module(_MODULE)
     network = host.network
     module.time = SimpleNamespace(perf_counter=lambda: clock.now(), monotonic=lambda: clock.now())
@@ -203,7 +203,7 @@ def replace(host: Host) -> None:
     registry = import_module(_MODULE.replace("mooncake_connector", "mooncake_utils"))
 
     class Bootstrap(registry.MooncakeBootstrapServer):  # type: ignore[misc, name-defined]
-        """vLLM's own, without a socket."""
+        """vLLM's bootstrap server without a socket."""
 
         payload = registry.RegisterWorkerPayload
 

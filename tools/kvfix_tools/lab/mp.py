@@ -1,8 +1,8 @@
-"""LMCache's multi-process connectors in the lab: LMCache's own and vLLM's in-tree copy, both roles, without a server.
+"""LMCache's multi-process connector and vLLM's copy of it in the lab, in both roles, without a real server.
 
-Real: the connector classes, their trackers and metadata, LMCache's scheduler and worker adapters with their futures.
-Replaced: the client that speaks to the server, and the transfer context, which copies between slots and chunks
-(mp_server.py, which answers after as many steps as the options say).
+The connector classes, their trackers and metadata, and LMCache's adapters with their futures are real. The lab replaces
+the client of the server, and the transfer context, which copies between slots and chunks (mp_server.py). The server
+answers after `delay` steps.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ADAPTER = "lmcache.integration.vllm.vllm_multi_process_adapter"
 
 
 def _without_gpu() -> None:
-    """vLLM's copy records a CUDA event to order the transfer after the step; here each step is done when it returns."""
+    """Replace the CUDA event of vLLM's copy. No transfer must wait for a step: a step ends when it returns."""
     if torch.cuda.is_available():
         return
     event = SimpleNamespace(record=lambda *_: None, ipc_handle=lambda: b"")
@@ -44,16 +44,16 @@ def _without_gpu() -> None:
 
 @functools.cache
 def released() -> Any:
-    """What LMCache's adapters have under the names that the lab puts its own in place of."""
+    """Return LMCache's own objects that the lab replaces in the adapters."""
     adapter = import_module(ADAPTER)
     names = "RequestClientFactory", "HeartbeatThread", "create_transfer_context"
     return SimpleNamespace(**{name: getattr(adapter, name, None) for name in names})
 
 
 class MessageQueue:
-    """The server behind the message queue of the releases before 0.5.6: requests by type, payloads in a list.
+    """The server behind the message queue of releases before 0.5.6: requests by type, payloads in a list.
 
-    Before 0.4.6 it takes the transfers too: (key, worker, blocks, event), and how many tokens not to write.
+    Before 0.4.6 it also gets transfers: (key, worker, blocks, event), and how many tokens not to write.
     """
 
     def __init__(self, server: Server) -> None:
@@ -73,11 +73,11 @@ class MessageQueue:
         return self._server.submit_retrieve(key.request_id, key, blocks, skip_first_n_tokens=skip)
 
     def close(self) -> None:
-        """The lab's server ends with its engine."""
+        """Do nothing: the lab's server ends with its engine."""
 
 
 class MPWorker(Worker):
-    """One rank: the real connector and its client, over the lab's server."""
+    """One rank: the real connector and its client, with the lab's server."""
 
     clears = True
 
@@ -85,12 +85,12 @@ class MPWorker(Worker):
         super().__init__(rank, slots, called, in_worker, in_worker.worker_adapter, server.failing[rank])
         self._server = server
         self._register(options)
-        #: With several KV groups vLLM wants failed loads by request, from releases of LMCache that know them.
+        #: With several KV groups vLLM needs failed loads by request, if the release of LMCache reports them.
         self._by_request = options.several_groups and hasattr(in_worker, "get_transfer_results")
         self._failed_requests: set[str] = set()
 
     def _register(self, options: Options) -> None:
-        """The worker says that it has KV memory; here the server has it anyway."""
+        """Register the KV memory, which the lab's server has already."""
         self.adapter.register_kv_caches({})
         if hasattr(self.adapter, "_block_ids_per_group"):
             several = options.several_groups
@@ -117,7 +117,7 @@ class MPWorker(Worker):
         return finished
 
     def _unanswered_loads(self) -> set[str]:
-        """Requests whose load has no answer, and which the adapter has not reported."""
+        """Return requests whose load has no answer and is not reported."""
         if not self._server.down:
             return set()
         loads = {name for name, (future, _) in self.adapter.retrieve_futures.items() if not future.query()}
@@ -136,7 +136,7 @@ class MPWorker(Worker):
 
 
 def _registered_windows(connector: Any) -> list[int]:
-    """How many tokens of each sliding window or state LMCache keeps, as it tells the server."""
+    """Return how many tokens of each sliding window or state LMCache keeps, as registered with the server."""
     module: Any = import_module("lmcache.integration.vllm.kv_cache_groups")
     groups = connector._kv_cache_config.kv_cache_groups
     names = [name for group in groups for name in group.layer_names]
@@ -145,7 +145,7 @@ def _registered_windows(connector: Any) -> list[int]:
 
 
 class MP(Connector):
-    """Both roles, joined by the lab's server."""
+    """Both roles, connected by the lab's server."""
 
     workers: list[MPWorker]
     _worker_class = MPWorker
@@ -155,7 +155,7 @@ class MP(Connector):
         adapter: Any = import_module(ADAPTER)
         released()
         self._replace(adapter)
-        adapter.vllm_layout_hints = dict  # it asks the model
+        adapter.vllm_layout_hints = dict  # the real function needs the model
         _without_gpu()
         config = vllm_objects.vllm_config(options)
         self.scheduler = vllm_objects.scheduler(options, config)
@@ -169,7 +169,7 @@ class MP(Connector):
         return Server(memories, cache, options)
 
     def _replace(self, adapter: Any) -> None:
-        """The lab's server is in place of LMCache's client and transfer context."""
+        """Replace LMCache's client and transfer context by the lab's server."""
         if hasattr(adapter, "RequestClientFactory"):
             adapter.RequestClientFactory = SimpleNamespace(create=lambda url, context=None: self.server)
         else:
@@ -186,36 +186,36 @@ class MP(Connector):
         self.server.events = events
 
     def stored_elsewhere(self, prompt: list[int]) -> None:
-        """A step: another instance has stored this prompt in the cache, whole chunks of it."""
+        """A step: another instance has stored the whole chunks of this prompt."""
         self.server.chunks.put(prompt)
 
     def not_stored(self, request: Any) -> list[int]:
-        """First tokens of the whole chunks of this request's prompt that are not in the cache."""
+        """Return the first token of each whole chunk of the prompt that is not in the cache."""
         chunks = self.server.chunks
         keys, _ = chunks.keys(request.prompt_token_ids, request.num_prompt_tokens, request.cache_salt or "")
         return [number * chunks.size for number, key in enumerate(keys) if key not in chunks.cache]
 
     def lookup_times_out(self) -> None:
-        """A step: a lookup was not answered in time, and the scheduler's adapter takes the server for dead."""
+        """A step: a lookup times out, and the scheduler's adapter treats the server as dead."""
         adapter = self.scheduler_adapter
         for event in getattr(adapter, "_health_events", {"": getattr(adapter, "_health_event", None)}).values():
             event.clear()
 
     def lookups_fail(self, how_many: int) -> None:
-        """A step: so many of the next lookups time out, which is answered as no hit."""
+        """A step: so many of the next lookups time out. The connector then answers no hit."""
         self.server.unanswered = how_many
 
     def server_stops(self) -> None:
-        """A step: the server does nothing until `server_goes_on`, and answers no heartbeat; requests to it wait."""
+        """A step: the server does nothing until `server_goes_on`. It answers no heartbeat, and requests wait."""
         self.server.events.counts["server_stops"] += not self.server.down
         self.server.down = True
 
     def server_goes_on(self) -> None:
-        """A step: the server does what it was asked for meanwhile."""
+        """A step: the server continues with the requests that have waited."""
         self.server.down = False
 
     def hour_of_silence(self) -> None:
-        """A step: nothing is asked for an hour, and the server forgets a worker that has never pinged."""
+        """A step: an hour without requests passes, and the server drops a worker that has never pinged."""
         self.server.forget_silent_worker()
 
     # ------------------------------------------------------------------ a step
@@ -226,7 +226,7 @@ class MP(Connector):
         if self.server.down:
             self.server.events.met_silence.update(self.scheduler.requests)
 
-    # ------------------------------------------------------------------ what is in flight, and what is kept
+    # ------------------------------------------------------------------ transfers in flight, and kept requests
 
     def busy(self) -> bool:
         return super().busy() or bool(self.server.busy)
@@ -240,7 +240,7 @@ class MP(Connector):
         return {name for name, yes in doing.items() if yes} | super().in_flight(request)
 
     def kept(self) -> dict[str, set[str]]:
-        """With lookups that were not answered, which an engine's connector may keep for a while."""
+        """Include unanswered lookups, which the connector of an engine may keep for a while."""
         lookups = {
             f"scheduler_adapter.{name}": set(getattr(self.scheduler_adapter, name, ()))
             for name in ("_pending_lookups", "_unacked_lookups")
@@ -257,6 +257,6 @@ class MP(Connector):
         }
 
     def kept_for_a_while(self) -> dict[str, set[str]]:
-        """What is kept on purpose of requests that have ended, for a while."""
+        """Return state of ended requests that is kept on purpose for a while."""
         returned = (worker.adapter._returned_finished for worker in self.workers)
         return {"worker_adapter._returned_finished": set().union(*returned)}

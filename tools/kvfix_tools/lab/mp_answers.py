@@ -1,6 +1,6 @@
-"""When the lab's multi-process server answers: its futures, some steps later, and heartbeats to it.
+"""The answers of the lab's multi-process server: futures that end some steps later, and heartbeats.
 
-Whatever takes some steps is done `delay` steps after it was asked for, or at once.
+An action ends `delay` steps after its request, or at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvfix_tools.lab.options import Options
 
 
 class Heartbeat:
-    """In place of LMCache's HeartbeatThread: it beats once in each step."""
+    """Replaces LMCache's HeartbeatThread: one heartbeat in each step."""
 
     def __init__(self, server: Answers, health_event: Any, instance_id: int | None = None, **more: Any) -> None:
         self._server = server
@@ -42,7 +42,7 @@ class Heartbeat:
 
 
 def _client_without_socket() -> Any:
-    """LMCache's own, from 0.5.6 on: what it does when it is connected, and no more, is what the lab needs of it."""
+    """Return LMCache's client of 0.5.6 and later, without its socket: the lab needs its code for a new connection."""
     try:
         from lmcache.v1.multiprocess.transport.zmq_impl.mq import MessageQueueClient
     except ImportError:
@@ -54,9 +54,9 @@ def _client_without_socket() -> Any:
 
 
 class Due(NamedTuple):
-    """What happens in this step or later, and what it answers.
+    """An action of the server, its step, and its answer.
 
-    load: (rank, request) if it is one. late: what it does once the worker has given it up.
+    load: (rank, request) of a load. late: the action after the worker has dropped the load.
     """
 
     step: int
@@ -66,7 +66,7 @@ class Due(NamedTuple):
 
 
 class Answers:
-    """Futures of what the server does, and the steps that it takes."""
+    """The actions of the server, and their futures."""
 
     def __init__(self, options: Options) -> None:
         from lmcache.v1.multiprocess.futures import MessagingFuture
@@ -74,7 +74,7 @@ class Answers:
         server = self
 
         class Future(MessagingFuture):  # type: ignore[misc]
-            """To wait for it lets time pass: what is in flight is done, in its order, until this is."""
+            """Let time pass: do the actions in flight in their order until this future has its answer."""
 
             def wait(self, timeout: float | None = None) -> bool:
                 while not self.query() and server._later and not server.down:
@@ -82,24 +82,24 @@ class Answers:
                 return bool(super().wait(0))
 
             def to_cuda_future(self, device: Any = None) -> Any:
-                """Here a transfer is done when its future is."""
+                """Return the future itself: a transfer of the lab ends with its future."""
                 return self
 
         self._future = Future
         self._delay = options.delay
         self._rank_delay = options.rank_delay
         self._now = 0
-        #: In the order in which it is due.
+        #: Sorted by the step in which an action is due.
         self._later: deque[Due] = deque()
         self._message_queue_client = _client_without_socket()
-        #: It does nothing, and answers no heartbeat.
+        #: True: the server does nothing, and answers no heartbeat.
         self.down = False
         self.heartbeats: list[Heartbeat] = []
         #: A client has lost its connection since the last step.
         self.was_disconnected = False
 
     def tick(self) -> None:
-        """A step of the engine has begun: what is due by now happens."""
+        """Begin a step of the engine: do the actions that are due."""
         self._now += 1
         for heartbeat in self.heartbeats:
             heartbeat.beat()
@@ -117,7 +117,7 @@ class Answers:
         return future
 
     def _answer_later(self, action: Callable[[], Any], rank: int = 0, **of_load: Any) -> Any:
-        """A future of what `action` returns when it is due. of_load: `load` and `late`, if it is one."""
+        """Return a future of `action`, which runs when it is due. of_load: `load` and `late` of `Due`."""
         delay = self._delay + rank * self._rank_delay
         if not (delay or self.down):
             return self._answer(action())
@@ -128,7 +128,7 @@ class Answers:
 
     @contextmanager
     def disconnected(self, client: Any) -> Iterator[None]:
-        """This client has lost its connection meanwhile, as its thread finds out."""
+        """In this context the client has lost its connection, as its thread would find out."""
         queue = getattr(client, "_message_queue_client", None)
         if queue is not None:
             self.was_disconnected = True

@@ -1,4 +1,4 @@
-"""What stands between LMCache's adapters and a real server: its client, some steps later, and slots that both map."""
+"""The connection between LMCache's adapters and a real server: a delayed client, and slots in shared memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class SharedBlock:
-    """A block with its slots in shared memory; like the list of ints that it stands for."""
+    """A block with its slots in shared memory, with the interface of a list of ints."""
 
     def __init__(self, slots: Any) -> None:
         self._slots = slots
@@ -35,11 +35,11 @@ class SharedBlock:
 
 
 class RequestId(str):
-    """Of a request of the lab."""
+    """The id of a request of the lab."""
 
 
 class Client:
-    """LMCache's client. The lab waits for its answers; where the adapter waits for one, the lab's time passes."""
+    """LMCache's client. The lab waits for each answer. While the adapter waits, the lab's time passes."""
 
     def __init__(self, server: RealServer, client: Any) -> None:
         self._server = server
@@ -50,7 +50,7 @@ class Client:
         return functools.partial(self.send, operation)
 
     def send(self, operation: str, *arguments: Any, **more: Any) -> Any:
-        """A future that has its answer, unless the server is stopped."""
+        """Return a future with the answer, unless the server is stopped."""
         future = getattr(self._client, operation)(*map(self._server.named, arguments), **more)
         if not (self._server.down or future.wait(PATIENCE)):
             raise RuntimeError(f"the server does not answer {operation}: ... {self._server.process.log[-1500:]}")
@@ -60,7 +60,7 @@ class Client:
         return self._server.look(self, key, lambda: self.send("lookup", key, tp_size).result())
 
     def query_prefetch_status(self, request_id: str) -> Any:
-        """It is waited for: how many steps the server needs to read from its disk is not known."""
+        """Wait for the answer: the number of steps in which the server reads from its disk is not known."""
         answer = self.send("wait_prefetch_status", RequestId(request_id), PATIENCE)
         self._server.found(request_id, answer.result())
         return answer
@@ -69,7 +69,7 @@ class Client:
         return self.send("end_session", RequestId(request_id))
 
     def clear(self, force: bool = False) -> Any:
-        """The server clears its L1. Its disk has to be emptied beside (KVF121)."""
+        """Clear the server's L1, and its disk, which the server does not clear (KVF121)."""
         self._server.empty_disk()
         return self.send("clear", force)
 
@@ -78,7 +78,7 @@ class Client:
         return self.send("free_lookup_locks", key, tp_size)
 
     def store(self, key: Any, worker: int, blocks: list[list[int]], event: bytes) -> Any:
-        blocks = [list(group) for group in blocks]  # they are sent now, and may be others when it is done
+        blocks = [list(group) for group in blocks]  # a copy: the list may change before the transfer ends
         return self._server.store(key, blocks, lambda: self.send("store", key, worker, blocks, event).result())
 
     def retrieve(self, key: Any, worker: int, blocks: list[list[int]], event: bytes, skip: int) -> Any:

@@ -1,11 +1,12 @@
-"""LMCache's multi-process connector against a real `lmcache server`, over its sockets, with memory that it copies.
+"""LMCache's multi-process connector with a real `lmcache server`, over its sockets, which copies real memory.
 
-Real, beside what mp.py has: the client, the transfer context of servers that copy (`lmcache_driven`, as on CUDA), the
-heartbeat's code, and the server: keys, sessions, locks, L1 with its eviction, L2 on disk, the copies. The slots are in
-shared memory, eight bytes each, which the server maps as it maps a GPU's.
-Replaced: when a request is sent. Lookups, loads and stores are sent some steps after the adapter hands them over, and
-the lab waits for each answer: so it is known what has happened in which step. CUDA's events are LMCache's own stubs,
-since each step is done when it returns. Only what the server evicts by itself goes by time.
+In addition to mp.py, the client, the transfer context of servers that copy (`lmcache_driven`, as on CUDA), the code of
+the heartbeat, and the server are real. The slots are in shared memory, eight bytes each, which the server maps like GPU
+memory.
+
+The lab only changes the time of requests. It sends lookups, loads and stores some steps after the adapter has made
+them, and waits for each answer, so that a schedule always plays the same way. CUDA events are LMCache's own stubs: a
+step ends when it returns. Only evictions by the server itself depend on real time.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from kvfix_tools.lab.mp_client import Client, RequestId, SharedBlock
 from kvfix_tools.lab.mp_server import Server
 from kvfix_tools.lab.options import Options
 
-#: Each engine has a model of its own: what one has stored no other finds.
+#: Each engine has its own model name, so that no engine finds chunks of another one.
 _ENGINES = itertools.count()
 
 
 class RealServer(Server):
-    """The server's process, as the connector in the lab sees it. `model_name`: the model that the engine runs."""
+    """The process of the server, with the interface of the lab's server. model_name: the model of the engine."""
 
     def __init__(self, memories: Sequence[Slots], cache: Cache, options: Options) -> None:
         super().__init__(memories, cache, options)
@@ -45,21 +46,21 @@ class RealServer(Server):
         self.process = server_process.of_this_process()
         self.model_name = f"lab-{os.getpid()}-{next(_ENGINES)}"
         self._before = self.process.locks()
-        #: request -> its last lookup: the client and the key
+        #: {request: (client, key) of its last lookup}
         self._lookups: dict[str, tuple[Client, Any]] = {}
-        #: Requests whose hit was not asked for yet; the last chunks of the hit that are locked, of the others.
+        #: Requests whose hit was not asked for yet, and the locked chunks at the end of the other requests' hits.
         self._looking: set[str] = set()
         self._locked: dict[str, range] = {}
-        #: Requests whose lookup is answered too late, and those that the adapter may give up for that.
+        #: Requests whose lookup is answered too late, and requests whose lookup the adapter may therefore drop.
         self.unanswered_lookups: set[str] = set()
         self._leases: set[str] = set()
-        #: By the lab's key of a chunk, the server's.
+        #: {the lab's key of a chunk: the server's key}
         self._keys: dict[Any, dict[str, Any]] = {}
-        #: Chunks that were taken from L1, and are on its disk.
+        #: Chunks that were evicted from L1 and are on the server's disk.
         self._on_disk: set[Any] = set()
 
     def named(self, argument: Any) -> Any:
-        """With the name of the request on the server: the lab has r1, r2 in each engine."""
+        """Return the argument with a request name that is unique on the server: each engine of the lab has r1, r2."""
         if isinstance(argument, RequestId):
             return f"{self.model_name}-{argument}"
         if hasattr(argument, "request_id"):
@@ -83,7 +84,7 @@ class RealServer(Server):
         return self._future()
 
     def started_again(self) -> None:
-        """It knows of no lock and no lookup, and of no worker until that has registered again."""
+        """Reset the state after a restart: no locks, no lookups, and no worker until it registers again."""
         self._before = self.process.locks()
         self._looking.clear()
         self._locked.clear()
@@ -91,8 +92,9 @@ class RealServer(Server):
         self.events.counts["server_restarts"] += 1
 
     def give_up_lookups(self) -> None:
-        """The adapter takes the server for dead: it admits requests with no hit, and releases no lock. What is locked
-        for them ends by itself, after five minutes.
+        """Drop lookups when the adapter treats the server as dead: it admits requests without a hit.
+
+        It releases no locks. They time out after five minutes.
         """
         self._leases |= self._whose()
 
@@ -106,7 +108,7 @@ class RealServer(Server):
             client.end_session(name)
 
     def _whose(self) -> set[str]:
-        """Requests for which something may be locked."""
+        """Return requests that may have locks."""
         return self._looking.union(name for name, chunks in self._locked.items() if chunks)
 
     def found(self, request_id: str, chunks: int) -> None:
@@ -117,7 +119,7 @@ class RealServer(Server):
         self._on_disk -= hit
 
     def released(self, key: Any) -> None:
-        """The request has no need of these chunks any more."""
+        """Note that the request has released these chunks."""
         locked = self._locked.get(key.request_id, range(0))
         start, end = key.start // self.chunk_size, key.end // self.chunk_size
         self._locked[key.request_id] = range(end, locked.stop) if start <= locked.start else range(locked.start, start)
@@ -145,7 +147,7 @@ class RealServer(Server):
         def load() -> Any:
             fails_after = self.failing[0].pop(request_id, None)
             if fails_after is not None:
-                self.events.may_fail.add("")  # others have locked these chunks too
+                self.events.may_fail.add("")  # other requests have locked these chunks too
                 self._delete(self._keys_from_start(key)[fails_after:], "all", force=True)
             answer = send()
             self.process.transfers_end()
@@ -162,7 +164,7 @@ class RealServer(Server):
         return self._answer_later(load_in_time, load=(0, request_id), late=load)
 
     def lose_loads(self, rank: int, unreported: set[str]) -> None:
-        """The server does what is in flight; the worker has no answers to its loads, and takes them for failed."""
+        """Let the server finish all transfers, but let the worker treat its loads as failed, without an answer."""
         self.give_up(rank, unreported.union(self.loading))
         while self._later:
             self._later.popleft().action()
@@ -170,10 +172,10 @@ class RealServer(Server):
     def _answer_something(self, client: Client) -> None:
         client.send("ping", None)
 
-    # ------------------------------------------------------------------ what the server has
+    # ------------------------------------------------------------------ state of the server
 
     def evict(self, chunks: int, forced: bool) -> int:
-        """The oldest chunks go from L1; `forced`: locked ones too, and from its disk."""
+        """Evict the oldest chunks from L1. forced: also locked chunks, and from the disk."""
         return self._delete(list(self.chunks.cache)[:chunks], "all" if forced else "l1", forced)
 
     def _delete(self, chunks: list[Any], tier: str, force: bool) -> int:
@@ -184,11 +186,11 @@ class RealServer(Server):
         return self.process.delete(keys, tier, force) if keys else 0
 
     def kept(self) -> dict[str, set[str]]:
-        """Locks, and lookups that the server still has an answer to; whose they are only the lab knows."""
+        """Return locks, and lookups whose answer the server still has. Only the lab knows their requests."""
         self._end_leases()
         now = self.process.locks()
         self.events.counts["evicted_by_server"] += max(0, len(self.chunks.cache) - now["objects"])
-        # a request that is looked up again after a lookup was given up leaves locks that no role knows of
+        # a request that is looked up again after a dropped lookup leaves locks that neither role knows of
         whose = self._whose() or (set() if self._leases else {*self._lookups, *self.storing})
         more = {what: now[what] - self._before[what] for what in ("read locks", "write locks", "lookups")}
         return {f"{what} of the server ({number})": whose for what, number in more.items() if number > 0}
@@ -202,22 +204,22 @@ class RealServer(Server):
 
 
 class RealWorker(MPWorker):
-    """Its slots are memory that the server maps."""
+    """A worker with slots in memory that the server maps."""
 
     _server: RealServer
 
     def _register(self, options: Options) -> None:
-        """The layer of a model with one latent vector of eight bytes for each token."""
+        """Register a layer with one latent vector of eight bytes for each token."""
         self.adapter.model_name = self._server.model_name
         connector: Any = import_module(type(self.in_worker).__module__)
-        connector.vllm_layout_hints = lambda *_: {}  # an engine has one, which a latent vector does not depend on
+        connector.vllm_layout_hints = lambda *_: {}  # a latent vector needs no layout hint
         layer = torch.zeros((options.num_blocks, options.block_size, 8), dtype=torch.uint8)
-        self.in_worker.register_kv_caches({kv_layout.LAYER.format(0): layer})  # its memory is shared from now on
+        self.in_worker.register_kv_caches({kv_layout.LAYER.format(0): layer})  # this call shares its memory
         self.slots.put_in([SharedBlock(block) for block in layer.view(torch.int64).squeeze(-1).numpy()])
 
 
 class RealMP(MP):
-    """Both roles, joined by a real server."""
+    """Both roles, connected by a real server."""
 
     server: RealServer
 
@@ -234,7 +236,7 @@ class RealMP(MP):
         server, its = self.server, released()
 
         class Heartbeat(its.HeartbeatThread):  # type: ignore[misc, name-defined]
-            """It beats in a step, and only where that may change anything."""
+            """Replaces LMCache's thread: a heartbeat in a step, and only if it can change the state."""
 
             def start(self) -> None:
                 server.heartbeats.append(self)
@@ -260,7 +262,7 @@ class RealMP(MP):
             server.give_up_lookups()
         super().tick()
         for name in server.unanswered_lookups & adapter._unacked_lookups.keys():
-            adapter._unacked_lookups[name].submitted_at = -math.inf  # the time to wait for it is over
+            adapter._unacked_lookups[name].submitted_at = -math.inf  # so that the lookup times out
 
     def server_stops(self) -> None:
         super().server_stops()
@@ -271,12 +273,12 @@ class RealMP(MP):
         super().server_goes_on()
 
     def server_dies(self) -> None:
-        """A step: the server's process is killed."""
+        """A step: kill the process of the server."""
         super().server_stops()
         self.server.process.kill()
 
     def server_comes_back(self) -> None:
-        """A step: the server is started again, with what is on its disk."""
+        """A step: start the server again, with the files on its disk."""
         self.server.process.start()
         self.server.started_again()
         super().server_goes_on()
@@ -288,7 +290,7 @@ class RealMP(MP):
         return self.server.evict(chunks, forced)
 
     def close(self) -> None:
-        """The worker leaves the server, whose cache is empty afterwards."""
+        """Unregister the worker and clear the server's cache."""
         self.in_scheduler.shutdown()
         self.workers[0].in_worker.shutdown()
         self.server.close()

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class Server(Answers):
-    """What LMCache's adapters ask of their client and of their transfer context is answered under its own names.
+    """The functions of the client and the transfer context that LMCache's adapters call, under their own names.
 
-    It serves all ranks; LMCache's key of a transfer has the rank (`worker_id`), that of a lookup has None. Each load
-    and store goes to `events`.
+    The server serves all ranks. LMCache's key of a transfer has the rank (`worker_id`), the key of a lookup has None.
+    Loads and stores become `events`.
     """
 
     events: RequestEvents
@@ -32,23 +32,23 @@ class Server(Answers):
         super().__init__(options)
         self.chunks = Chunks(memories, cache, options)
         self.chunk_size = options.chunk_size
-        #: So many of the next lookups are not answered.
+        #: Number of next lookups without an answer.
         self.unanswered = 0
-        #: Whether the server knows the worker's KV memory.
+        #: True if the server knows the worker's KV memory.
         self._registered = True
-        #: By rank the requests whose next load fails.
+        #: {rank: requests whose next load fails}
         self.failing: list[dict[str, int]] = [{} for _ in memories]
-        #: request -> loads in flight, of all ranks
+        #: {request: loads in flight in all ranks}
         self.loading: Counter[str] = Counter()
-        #: request -> stores in flight, of all ranks
+        #: {request: stores in flight in all ranks}
         self.storing: Counter[str] = Counter()
-        #: request -> chunks found, until that is answered; None: the prefetch is in flight
+        #: {request: chunks found}, until the answer is read. None: the prefetch is in flight.
         self._hits: dict[str, int | None] = {}
 
     # ------------------------------------------------------------------ lookups and their locks
 
     def _keys_from_start(self, key: Any) -> list[Any]:
-        """Keys of the chunks that LMCache's key of a whole transfer stands for."""
+        """Return the keys of the chunks in LMCache's key of a transfer."""
         return self.chunks.keys(key.token_ids, key.end, key.cache_salt)[0][key.start // self.chunk_size :]
 
     def is_looking(self, request_id: str) -> bool:
@@ -74,14 +74,14 @@ class Server(Answers):
     def query_prefetch_status(self, request_id: str) -> Any:
         found = self._hits.get(request_id, 0)
         if found is not None:
-            self._hits.pop(request_id, None)  # it is answered once
+            self._hits.pop(request_id, None)  # the answer can be read once
         return self._answer(found)
 
     def free_lookup_locks(self, key: Any, tp_size: int) -> Any:
         self.chunks.unlock(key.request_id, self._keys_from_start(key))
         return self._answer(None)
 
-    # ------------------------------------------------------------------ other questions of the client
+    # ------------------------------------------------------------------ other calls of the client
 
     def get_chunk_size(self) -> Any:
         return self._answer(self.chunk_size)
@@ -90,16 +90,16 @@ class Server(Answers):
         return self._answer([])
 
     def end_session(self, *args: Any) -> Any:
-        """A prefetch in flight goes on, and locks what it finds (modules/lookup.py 0.5.6:462)."""
+        """Do not cancel a prefetch: it continues and locks its chunks (modules/lookup.py 0.5.6:462)."""
         return self._answer(None)
 
     report_block_allocation = end_session
 
     def close(self) -> None:
-        """The lab's server ends with its engine."""
+        """Do nothing: the lab's server ends with its engine."""
 
     def clear(self, force: bool = False) -> Any:
-        """All chunks go but those with a read lock, which are in use (v1/distributed/storage_manager.py 0.5.6:1244)."""
+        """Remove all chunks without a read lock (v1/distributed/storage_manager.py 0.5.6:1244)."""
         self.chunks.cache.evict(len(self.chunks.cache))
         return self._answer(None)
 
@@ -117,7 +117,7 @@ class Server(Answers):
         return self._answer_store_later(key, lambda: self._registered and self._store(key, groups))
 
     def _answer_store_later(self, key: Any, store: Callable[[], Any]) -> Any:
-        """A future of what `store` returns when it is due."""
+        """Return a future with the answer of `store`, which runs when it is due."""
         request_id, rank = key.request_id, key.worker_id or 0
         self.events.stored(request_id, list(key.token_ids), key.start, key.end, rank)
         self.storing[request_id] += 1
@@ -129,7 +129,7 @@ class Server(Answers):
         return self._answer_later(due, rank)
 
     def _store(self, key: Any, groups: list[list[int]]) -> bool:
-        """What is in these blocks now is in the cache from now on; whether it is what belongs under its key is checked.
+        """Store the contents of these blocks, and check that they are right for their keys.
 
         groups: blocks in each KV group, for all tokens of the key.
         """
@@ -181,9 +181,9 @@ class Server(Answers):
             del self.loading[request_id]
 
     def flush_inflight_stores(self, *args: Any, **more: Any) -> None:
-        """All that is in flight is done before this returns, in releases whose transfer on CUDA waits for it at all.
+        """Do all actions in flight, in releases whose transfer context on CUDA waits for them.
 
-        A server that has stopped goes on meanwhile: the wait is for `mq_timeout`, five minutes.
+        A stopped server continues during this wait, which can take `mq_timeout`, five minutes.
         """
         if not releases.missing(releases.FLUSHES):
             self.down = False
@@ -191,7 +191,7 @@ class Server(Answers):
                 self._later.popleft().action()
 
     def give_up(self, rank: int, requests: set[str]) -> None:
-        """The worker reports these loads as failed. What it has asked for is done all the same, when it is due."""
+        """Note that the worker reports these loads as failed. The server still does them when they are due."""
         for place, due in enumerate(self._later):
             if due.load is not None and due.load[0] == rank and due.load[1] in requests:
                 self._later[place] = Due(due.step, due.late or due.action)
@@ -201,9 +201,9 @@ class Server(Answers):
             self.events.loaded(name, 0, 0, rank)
 
     def lose_loads(self, rank: int, unreported: set[str]) -> None:
-        """This rank's loads in flight are never done, `unreported` ones were for nothing.
+        """Drop the loads of this rank in flight. unreported: loads that have ended, but were not reported.
 
-        Stores and lookups are done at once.
+        Do stores and lookups at once.
         """
         in_flight, self._later = self._later, deque()
         lost = set(unreported)
@@ -220,12 +220,12 @@ class Server(Answers):
             self.events.loaded(name, 0, 0, rank)
 
     def forget_silent_worker(self) -> None:
-        """As the server does when `worker_registration_grace_seconds` are over, in releases that have it."""
+        """Drop a silent worker, as the server does after `worker_registration_grace_seconds`, if the release has it."""
         pinged = any(heartbeat.is_of_worker for heartbeat in self.heartbeats)
         self._registered = pinged or bool(releases.missing(releases.FORGETS))
 
 
 def _block_ids(arguments: tuple[Any, ...]) -> list[list[int]]:
-    """The blocks in each KV group among a transfer's arguments: their place and nesting differ by release."""
+    """Return the blocks in each KV group from a transfer's arguments, which differ by release."""
     found: list[Any] = next(argument for argument in arguments if isinstance(argument, list))
     return found if found and isinstance(found[0], list) else [found]

@@ -1,4 +1,4 @@
-"""Schedules for two engines with another connector beside the one between them (pair_multi.py, nixl_offload.py)."""
+"""Schedules for a prefill and a decode engine with a second connector (pair_multi.py, nixl_offload.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS = frozenset({"on"})
 def draw(
     seed: int, connector: str, plain: bool = False, lacks: Collection[str] = ()
 ) -> tuple[Options, tuple[DrawnStep, ...]]:
-    """As for the connector between them, with LMCache in one engine or both, and with what happens to it."""
+    """Draw a schedule of the connector between the engines, with LMCache in one or both, and steps for LMCache."""
     between = mooncake_schedule if connector == "mooncake-multi" else pair_schedule
     options, steps = between.draw(seed, connector, plain, lacks)
     rng = random.Random(f"beside {connector} {seed}")
@@ -34,7 +34,7 @@ def draw(
 def draw_offload(
     seed: int, connector: str, plain: bool = False, lacks: Collection[str] = ()
 ) -> tuple[Options, tuple[DrawnStep, ...]]:
-    """The same with the OffloadingConnector in both engines, and with what happens to its CPU memory."""
+    """Draw a schedule with OffloadingConnector in both engines, and steps for its CPU memory."""
     options, steps = pair_schedule.draw(seed, connector, plain, lacks)
     rng = random.Random(f"beside {connector} {seed}")
     options = dataclasses.replace(
@@ -49,7 +49,7 @@ def draw_offload(
 def _with(
     steps: Sequence[DrawnStep], rng: random.Random, engines: Sequence[str], *others: DrawnStep
 ) -> tuple[DrawnStep, ...]:
-    """Here and there chunks leave the cache of one of these engines, or one of the other steps is made."""
+    """Insert evictions in one of these engines, or other steps, at random places."""
     drawn: list[DrawnStep] = []
     for step in steps:
         drawn.append(step)

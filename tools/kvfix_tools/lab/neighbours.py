@@ -1,6 +1,6 @@
-"""Two engines that share LMCache's cache: what one has stored the other loads.
+"""Two engines that share LMCache's cache: each loads chunks that the other one has stored.
 
-Each has a connector of its own, and its own client of the cache; the chunks and their pins are the same objects.
+Each engine has its own connector and its own client of the cache. They share the chunks and their pins.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from kvfix_tools.lab.memory import Cache, Slots
 from kvfix_tools.lab.mp import ADAPTER, MP
 from kvfix_tools.lab.options import Options
 
-#: Steps that are not for two: the weights of both would have to change.
+#: Steps that are not played with two engines: the weights of both would have to change.
 _NOT_PLAYED = ("new_weights",)
 
 
 class Neighbour(LabEngine):
-    """One of the two. caches: by rank, of the other engine; None: its own."""
+    """One of two engines. caches: caches of the other engine, by rank; None: new caches."""
 
     def __init__(self, options: Options, name: str, caches: list[Cache] | None = None) -> None:
         self.name = name
@@ -40,7 +40,7 @@ class Neighbour(LabEngine):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """It runs: the clock is its own, and what it makes of LMCache's client is for its own side of the server."""
+        """In this context the engine runs: the clock and new clients of LMCache belong to it."""
         clock.now = lambda: self.request_events.seconds
         if isinstance(self.connector, MP):
             self.connector._replace(import_module(ADAPTER))
@@ -56,14 +56,14 @@ class Neighbours:
         self.engines = first, Neighbour(options, "second", first.caches)
 
     def of(self, number: int, step: tuple[Any, ...]) -> tuple[Neighbour, ...]:
-        """Who makes this step of a schedule: both step on; a request stays with one of them, by its number."""
+        """Return the engines that make this step. The number of a request selects its engine."""
         kind = step[0]
         if kind in ("step", *_NOT_PLAYED):
             return self.engines if kind == "step" else ()
         if kind in ("admit", "configured", "session"):
             number = int(step[1].removeprefix("r"))
         if kind == "evict" and step[2]:
-            for engine in self.engines:  # the loads of both may come short
+            for engine in self.engines:  # loads of both engines may come short
                 engine.request_events.may_fail.add("")
         return (self.engines[number % 2],)
 

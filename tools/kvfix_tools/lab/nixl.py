@@ -1,8 +1,7 @@
-"""NixlConnector in the lab, one engine's side of it (pair.py has two): both its roles are vLLM's own. Pull mode.
+"""One engine with vLLM's NixlConnector in pull mode, in both roles (pair.py has two engines).
 
-Replaced: the agent (nixl_agent.py; or it is NIXL's own: nixl_real.py), the handshake's sockets and threads
-(nixl_network.py), the attention backend that says which sizes of blocks it takes, and the clock by which leases end.
-The slots are in memory that the agent has.
+The lab replaces the agent (nixl_agent.py, or NIXL's own agent with nixl_real.py), the sockets and threads of the
+handshake (nixl_network.py), the attention backend, and the clock of the leases. The slots are in memory of the agent.
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ if TYPE_CHECKING:
     from kvfix_tools.lab.request_events import RequestEvents
 
 _MODULES = "base_scheduler", "pull_scheduler", "push_scheduler", "base_worker", "pull_worker", "push_worker"
-#: What the router asks the prefill engine with.
+#: The parameters that the router sends to prefill.
 PREFILL = {
     "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
     "remote_host": None, "remote_port": None,
 }  # fmt: skip
-#: Floats of a slot of one head: its K and V (kv_layout.kv_cache). Its contents are in the first two.
+#: Floats of a slot of one head: K and V (kv_layout.kv_cache). The first two have the content.
 FLOATS = 64
 PORT = 5600
 
 
 class AnyBlockSize(CPUAttentionBackend):  # type: ignore[misc]
-    """The lab draws smaller blocks than the CPU's kernels take; none of them runs."""
+    """Accepts smaller blocks than the CPU's kernels do. No kernel runs in the lab."""
 
     @staticmethod
     def get_supported_kernel_block_sizes(*_: Any) -> list[Any]:
@@ -57,7 +56,7 @@ def module(name: str) -> Any:
 
 
 def replace(network: Network) -> None:
-    """The lab's network and clock are in place of NIXL, its sockets and the process's clock."""
+    """Replace NIXL, its sockets and the clock by the lab's network and clock."""
     time = SimpleNamespace(perf_counter=lambda: clock.now(), monotonic=lambda: clock.now(), time=lambda: clock.now())
     for name in _MODULES:
         module(name).time = time
@@ -70,7 +69,7 @@ def replace(network: Network) -> None:
     worker.ThreadPoolExecutor = lambda **_: network.executor()
     _be_rank(0, 1)
     worker.get_current_attn_backends = lambda *_: [AnyBlockSize]
-    worker.current_platform.discover_numa_topology = lambda *_: []  # else it takes all but one core from the process
+    worker.current_platform.discover_numa_topology = lambda *_: []  # otherwise the process keeps only one core
     if hasattr(worker, "check_nixl_version"):  # since 0.33
         worker.check_nixl_version = lambda _: None
     module("push_worker").threading = SimpleNamespace(Thread=network.writer, Event=Signal, Lock=threading.Lock)
@@ -83,24 +82,24 @@ def _be_rank(rank: int, ranks: int) -> None:
 
 @contextmanager
 def of_rank(rank: int, ranks: int) -> Iterator[None]:
-    """A worker made here is this one of so many; elsewhere there is one."""
+    """In this context a new worker has this rank of so many. Outside there is one rank."""
     _be_rank(rank, ranks)
     yield
     _be_rank(0, 1)
 
 
 class NixlWorker(PairWorker):
-    """The real connector in the worker's role, over the lab's agent."""
+    """The real connector in the worker role, with the lab's agent."""
 
     def __init__(self, side: Any, slots: Slots, called: Any, options: Options) -> None:
         adapter = called.connector_worker
         super().__init__(side, adapter.tp_rank, slots, called, adapter)
-        #: Of all ranks, where there are several.
+        #: The reports of all ranks, if there are several.
         self.together = Together(1)
-        #: Requests whose lease has ended by its time in this step.
+        #: Requests whose lease has expired in this step.
         self._expired: set[str] = set()
         self._note_expired()
-        #: Kept, since the agent has its addresses alone.
+        #: Keeps the memory alive: the agent only has its addresses.
         shape = options.num_blocks, options.heads_of_rank, options.block_size, FLOATS
         self.memory = torch.zeros(shape, dtype=torch.float32)
         called.register_kv_caches(kv_layout.kv_caches(options, self.memory))
@@ -135,12 +134,12 @@ class NixlWorker(PairWorker):
         return results.finished_sending, results.finished_recving
 
     def has_loaded(self, name: str, of: str) -> None:
-        """A load has brought what the prefill engine keeps of its request `of`."""
+        """Record a load of the blocks that prefill keeps of its request `of`."""
         self.side.add_to_pair(LeaseRead(of, name))
 
 
 def close(network: Network, worker: NixlWorker) -> None:
-    """The worker's process ends: what it has registered is gone."""
+    """End the worker's process and its registrations."""
     network.agents[worker.adapter.nixl_wrapper.name].close()
     with suppress(Exception):
         worker.adapter.shutdown()
@@ -192,7 +191,7 @@ class NixlSide(PairSide):
 
     @property
     def of_nixl(self) -> Sequence[NixlWorker]:
-        """NixlConnector in the worker's role, by rank."""
+        """NixlConnector in the worker role, by rank."""
         return self.workers
 
     def listen(self, events: RequestEvents) -> None:
@@ -204,7 +203,7 @@ class NixlSide(PairSide):
         for worker in self.of_nixl:
             close(self.network, worker)
 
-    # ------------------------------------------------------------------ what is in flight, and what is kept
+    # ------------------------------------------------------------------ transfers in flight, and kept requests
 
     @property
     def leases(self) -> set[str]:

@@ -1,8 +1,7 @@
-"""A model of NIXL's agent (1.5): it registers memory, prepares and makes transfers, and delivers their notices.
+"""A model of NIXL's agent (1.5): it registers memory, prepares and makes transfers, and delivers notices.
 
-It has the calls that vLLM makes. The memory is real, what moves are its bytes. A transfer takes some steps: what
-changes meanwhile at its source arrives as garbage. All is in the lab's steps (nixl_network.py). That NIXL itself does
-the same is tried in nixl_real.py.
+It has the calls that vLLM makes, and moves bytes of real memory. A transfer takes some steps of the lab: parts of its
+source that change meanwhile arrive as garbage. nixl_real.py compares this model with NIXL.
 """
 
 from __future__ import annotations
@@ -19,25 +18,25 @@ from kvfix_tools.lab.memory import GARBAGE
 if TYPE_CHECKING:
     from kvfix_tools.lab.nixl_network import Network
 
-#: Elements of a slot's contents, in bytes.
+#: Bytes of a slot's content.
 _ELEMENT = numpy.dtype(numpy.int64)
-#: What NIXL says of a peer whose process has ended.
+#: NIXL's error for a peer whose process has ended.
 GONE = "NIXL_ERR_REMOTE_DISCONNECT"
 
 
 class AgentError(Exception):
-    """What NIXL raises."""
+    """The exception of NIXL."""
 
 
 class _List(NamedTuple):
-    """A prepared list of descriptors. agent: whose memory it is. places: (address, bytes, device)."""
+    """A prepared list of descriptors. agent: the owner of the memory. places: (address, bytes, device)."""
 
     agent: str
     places: Any
 
 
 def _each(places: Any) -> Any:
-    """All of them one by one."""
+    """Yield each descriptor."""
     if places.shape[1] == 3:
         return places
     return numpy.array(
@@ -54,7 +53,7 @@ def _garbage(size: int) -> bytes:
 
 
 class Transfer:
-    """pairs: (address of the source, address of the target, bytes). found: the source's bytes when it began."""
+    """A transfer. pairs: (source address, target address, bytes). found: the bytes of the source at its begin."""
 
     def __init__(self, peer: str, reads: bool, pairs: list[tuple[int, int, int]], notice: bytes) -> None:
         self.peer, self.reads, self.pairs, self.notice = peer, reads, pairs, notice
@@ -63,28 +62,28 @@ class Transfer:
         self.found: list[bytes] = []
 
     def comes_in_part(self) -> None:
-        """It fails: of what it reads anything may have arrived."""
+        """Fail the transfer: any part of it may have arrived."""
         for _, target, size in self.pairs if self.reads else ():
             ctypes.memmove(target, _garbage(size), size)
 
 
 class Agent:
-    """The calls of `nixl_agent` that vLLM makes."""
+    """The functions of `nixl_agent` that vLLM calls."""
 
     def __init__(self, network: Network, name: str) -> None:
         self._network = network
         self.name = name
         self.closed = False
-        #: Steps that its transfers, and those of others with it, take longer.
+        #: Additional steps of transfers from and to this agent.
         self.late = 0
-        #: Notices that have arrived and are not fetched yet: (from, notice)
+        #: Notices that have arrived but are not read yet: (sender, notice)
         self.notices: list[tuple[str, bytes]] = []
         self._lists: dict[int, _List] = {}
         self._transfers: dict[int, Transfer] = {}
         self._peers: set[str] = set()
 
     def close(self) -> None:
-        """Its process has ended."""
+        """End the process of the agent."""
         self.closed = True
         self.notices.clear()
         self._transfers.clear()
@@ -126,7 +125,7 @@ class Agent:
         self._peers.discard(name)
 
     def check_remote_metadata(self, name: str) -> bool:
-        """It stays known when its process has ended, while transfers fail and after (nixl 1.5.1)."""
+        """Return True also for a peer whose process has ended, as nixl 1.5.1 does."""
         return name in self._peers
 
     # ------------------------------------------------------------------ transfers
@@ -152,7 +151,7 @@ class Agent:
     def prepare(
         self, handle: int, operation: str, local: int, here: Sequence[int], remote: int, there: Any, notice: bytes
     ) -> None:
-        """Raises AgentError for what NIXL refuses: no such place, none at all, another number of them or of bytes."""
+        """Raises AgentError for unknown or missing places, and for lists with different numbers of places or bytes."""
         mine, theirs = self._lists[local].places, self._lists[remote].places
         if len(here) == len(there) > 0:
             pairs = zip(here, there, strict=True)
@@ -172,7 +171,7 @@ class Agent:
         return "PROC"
 
     def begin(self, handle: int, transfer: Transfer) -> None:
-        """Raises AgentError if the peer is gone. A part of it may have come then (seen with nixl 1.5.1)."""
+        """Raises AgentError if the peer has ended. A part of the transfer may have arrived (seen with nixl 1.5.1)."""
         if not self._reaches(transfer.peer):
             transfer.comes_in_part()
             raise AgentError(GONE)
@@ -194,13 +193,13 @@ class Agent:
         return any(transfer.state == "PROC" for transfer in self._transfers.values())
 
     def arrive(self, now: int) -> None:
-        """The transfers that are due by this step are done, or have failed if the peer is gone."""
+        """End the transfers that are due. They fail if the peer has ended."""
         for handle, transfer in self._transfers.items():
             if transfer.state == "PROC" and transfer.due <= now:
                 self.finish(handle, transfer)
 
     def finish(self, handle: int, transfer: Transfer) -> None:
-        """What it moves arrives, and its notice; a part of it if the peer is gone."""
+        """Move the bytes and deliver the notice. If the peer has ended, move a part of the bytes."""
         if not self._reaches(transfer.peer):
             transfer.state = GONE
             transfer.comes_in_part()
@@ -222,7 +221,7 @@ class Agent:
         self.notify(agent, notif_msg)
 
     def notify(self, agent: str, notice: bytes) -> None:
-        """The peer has it. Raises AgentError if it is not known, or gone."""
+        """Deliver a notice to the peer. Raises AgentError if the peer is unknown or has ended."""
         if agent not in self._peers:
             raise AgentError("NIXL_ERR_NOT_FOUND")
         if not self._reaches(agent):

@@ -1,8 +1,8 @@
-"""One schedule with real NIXL (nixl_real.py) and with the lab's model of it: what differs in any step is a finding.
+"""Play a schedule with real NIXL (nixl_real.py) and with the lab's model: each difference in a step is a finding.
 
-Compared are the status, the tokens and the last one of each request, the contents of all blocks, what was found, how
-many steps were made, and all events. Where the model has garbage in a slot, since its transfer's source has changed
-meanwhile or its peer has ended, NIXL may have brought anything.
+These are compared: the status and the tokens of each request, the contents of all blocks, the findings, the number of
+steps, and all events. If the model has garbage in a slot, because the source of a transfer changed or the peer has
+ended, NIXL may have any content there.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ State = dict[str, Any]
 
 
 class Watched(Pair):
-    """Two engines whose states are kept. before: those of another pair, which this one's have to be."""
+    """Two engines whose states are recorded. before: the states of another pair, to compare with."""
 
     def __init__(self, options: Options, before: Watched | None = None) -> None:
         self.states: list[State] = []
-        #: What is not as before: (step, what it is about, what it was, what it is). One is enough.
+        #: The first difference: (step, what differs, value before, value now).
         self.differs: tuple[int, str, Any, Any] | None = None
         self._before = before
-        #: The engines' steps when the last state was taken.
+        #: The engines' steps at the last recorded state.
         self._taken = -1
         super().__init__(options)
 
@@ -36,7 +36,7 @@ class Watched(Pair):
         moves = self.network.busy or self.steps != self._taken
         super().tick()
         if not (moves or self.network.busy):
-            self.states.append(self.states[-1])  # both engines wait for a time to be over
+            self.states.append(self.states[-1])  # both engines wait for a time to pass
             return
         self._taken = self.steps
         self.states.append(state := _state(self))
@@ -76,7 +76,7 @@ def _differences(was: State, has: State) -> list[tuple[str, Any, Any]]:
 
 
 def play_both(options: Options, play: Callable[[Pair], Any]) -> Any:
-    """What `play` makes of real NIXL, with what differs from the model among its findings."""
+    """Return the result of `play` with real NIXL. Its findings include the differences from the model."""
     model = Watched(dataclasses.replace(options, real_transfers=False))
     play(model)
     real = Watched(options, model)

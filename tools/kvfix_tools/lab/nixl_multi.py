@@ -1,4 +1,4 @@
-"""NixlConnector, pull and push, beside LMCache's in-process connector (pair_multi.py)."""
+"""NixlConnector in pull and push mode, together with LMCache's in-process connector (pair_multi.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvfix_tools.lab.pair_multi import InTurn, MultiSide, MultiWorker
 
 
 class NixlChild(InTurn, nixl.NixlWorker):
-    """NixlConnector in the worker's role."""
+    """NixlConnector in the worker role."""
 
 
 class NixlMultiSide(MultiSide, nixl.NixlSide):
@@ -38,11 +38,11 @@ class NixlMultiSide(MultiSide, nixl.NixlSide):
 
 
 class PushChild(InTurn, nixl_push.PushWorker):
-    """The same in push mode."""
+    """NixlConnector in push mode in the worker role."""
 
 
 class PushMultiWorker(MultiWorker):
-    """The thread that writes has its turn when the connectors have begun their step."""
+    """A worker whose writer thread runs after the connectors have begun their step."""
 
     def start_step(self, metadata: Any, forward: bool) -> None:
         super().start_step(metadata, forward)

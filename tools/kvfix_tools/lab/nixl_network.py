@@ -1,6 +1,6 @@
-"""What is between two engines with NixlConnector: the agents by name, the sockets of the handshake, and the threads.
+"""The network between two engines with NixlConnector: agents, sockets of the handshake, and threads.
 
-All is in the lab's steps, so that a schedule plays the same way each time.
+All of them run in the lab's steps, so that a schedule plays the same way each time.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from kvfix_tools.lab.pair_network import PairNetwork
 
 
 class Network(PairNetwork):
-    """The agents by name, who answers handshakes where, and what is on its way.
+    """The agents by name, the listeners for handshakes, and the messages and transfers in flight.
 
-    counts: what real NIXL has done (nixl_real.py).
+    counts: counters of real NIXL (nixl_real.py).
     """
 
     def __init__(self, delay: int) -> None:
         super().__init__(delay)
         self.agents: dict[str, Agent] = {}
-        #: host:port -> the function of the thread that answers handshakes there
+        #: {host:port: function of the thread that answers handshakes}
         self.listeners: dict[str, Callable[[], None]] = {}
-        #: The message that it gets, and what it sends.
+        #: The message for this thread, and its answer.
         self._asked, self._said = b"", list[bytes]()
         self._writers: list[_Writer] = []
         self._handshakes: list[tuple[int, Context, Future[Any], Callable[[], Any]]] = []
@@ -38,7 +38,7 @@ class Network(PairNetwork):
         self._names = itertools.count(1)
 
     def agent(self, _: str, config: Any = None) -> Agent:
-        """In place of `nixl_agent`: its name is not vLLM's random one."""
+        """Replaces `nixl_agent`, with a fixed name instead of vLLM's random one."""
         name = f"agent-{next(self._names)}"
         self.agents[name] = made = Agent(self, name)
         return made
@@ -67,12 +67,12 @@ class Network(PairNetwork):
             agent.arrive(latest)
 
     def write(self) -> None:
-        """The threads that write to a peer do what they were woken for."""
+        """Run the writer threads that were woken."""
         for writer in self._writers:
             writer.go_on(self.now)
 
     def writer(self, **thread: Any) -> _Writer:
-        """In place of such a thread."""
+        """Replaces the creation of a writer thread."""
         made = _Writer(self, thread["target"])
         self._writers.append(made)
         return made
@@ -80,7 +80,7 @@ class Network(PairNetwork):
     # ------------------------------------------------------------------ the handshake
 
     def executor(self) -> Any:
-        """In place of the thread that makes the handshakes of one worker."""
+        """Replaces the thread that makes the handshakes of one worker."""
         return _Executor(self)
 
     def shake_hands(self, work: Callable[[], Any]) -> Future[Any]:
@@ -90,18 +90,18 @@ class Network(PairNetwork):
 
     @contextmanager
     def socket(self, kind: Any, path: str) -> Iterator[Any]:
-        """In place of `zmq_ctx`."""
+        """Replaces `zmq_ctx`."""
         yield _Listening(self) if kind == zmq.ROUTER else _Asking(self, path.removeprefix("tcp://"))
 
     def listen(self, **thread: Any) -> _Thread:
-        """In place of the thread that answers handshakes."""
+        """Replaces the thread that answers handshakes."""
         *arguments, ready, _, host, port = thread["args"]
         listener = partial(thread["target"], *arguments, ready, _Stopped, host, port)
         self.listeners[f"{host}:{port}"] = partial(copy_context().run, listener)
         return _Thread(ready)
 
     def ask(self, address: str, message: bytes) -> list[bytes]:
-        """The answer of who listens there. Its thread ends if it raises, and nothing is answered any more."""
+        """Return the answer of the listener at this address. If its thread raises, it ends and never answers again."""
         if address not in self.listeners or self.fails("handshake"):
             raise zmq.Again
         self._asked, self._said = message, []
@@ -133,7 +133,7 @@ class _Executor:
 
 
 class _Stopped:
-    """In place of the event that ends the thread: it is looked at when no message is left."""
+    """Replaces the event that ends the thread. The thread reads it when no message is left."""
 
     @staticmethod
     def is_set() -> bool:
@@ -151,7 +151,7 @@ class _Thread:
 
 
 class _Asking:
-    """The socket of the worker that asks for a handshake."""
+    """The socket of the worker that begins a handshake."""
 
     def __init__(self, network: Network, address: str) -> None:
         self._network = network
@@ -168,7 +168,7 @@ class _Asking:
 
 
 class _Listening:
-    """The socket of the thread that answers it: there is one message."""
+    """The socket of the thread that answers a handshake, with one message."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
@@ -187,11 +187,11 @@ class _Listening:
 
 
 class _Waits(Exception):
-    """A round of a thread's loop ends: the thread waits."""
+    """Ends a round of a thread's loop: the thread waits."""
 
 
 class Signal:
-    """In place of the events of the thread that writes to a peer."""
+    """Replaces the events of the writer thread."""
 
     def __init__(self) -> None:
         self._is_set = False
@@ -210,7 +210,7 @@ class Signal:
 
 
 class _Writer:
-    """In place of the thread of push mode: it makes one round each time it is woken, and in each step while it polls.
+    """Replaces the writer thread of push mode. It makes one round when it is woken, and in each step while it polls.
 
     loop: NixlPushConnectorWorker._push_writer_loop.
     """

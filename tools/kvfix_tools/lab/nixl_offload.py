@@ -1,7 +1,7 @@
-"""NixlConnector and vLLM's OffloadingConnector beside each other, in vLLM's MultiConnector, in both of two engines.
+"""NixlConnector and OffloadingConnector in vLLM's MultiConnector, in both of two engines.
 
-Real: the MultiConnector, both roles of both (nixl.py, offloading.py have what is replaced). vLLM asks them in order and
-loads with the first that promises tokens; both store. Each engine has a CPU memory of its own.
+nixl.py and offloading.py describe the replaced parts. vLLM asks both connectors in order and loads with the first one
+that promises tokens. Both connectors store. Each engine has its own CPU memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class OffloadWorker(InMulti, Worker):
-    """The MultiConnector in the worker's role."""
+    """The MultiConnector in the worker role."""
 
     offloads = True
 
@@ -64,7 +64,7 @@ class OffloadSide(NixlSide):
         super().close()
         self.offloading.close()
 
-    # ------------------------------------------------------------------ what is in flight, and what is kept
+    # ------------------------------------------------------------------ transfers in flight, and kept requests
 
     def busy(self) -> bool:
         return super().busy() or self.offloading.busy

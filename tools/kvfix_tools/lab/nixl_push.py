@@ -1,6 +1,6 @@
-"""NixlConnector in push mode: the prefill engine writes into the decode engine's blocks (nixl.py has the rest).
+"""NixlConnector in push mode: prefill writes into the blocks of decode (nixl.py has the common part).
 
-The decode engine sends the prefill engine its blocks (a registration, as a notice). The thread that writes is the lab's
+Decode sends its block ids to prefill in a notice (a registration). The lab replaces the writer thread
 (nixl_network.py).
 """
 
@@ -14,7 +14,7 @@ from kvfix_tools.ledger.events import WriteBegun, WriteEnded, Written
 
 
 class PushWorker(NixlWorker):
-    """With what it writes, and what is written into its blocks."""
+    """A worker that records its writes, and the writes into its blocks."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -64,7 +64,7 @@ class PushSide(NixlSide):
     worker_class = PushWorker
 
     def busy(self) -> bool:
-        return super().busy() or bool(self.loading())  # the peer may push yet
+        return super().busy() or bool(self.loading())  # the peer may still push
 
     def kept_of_peer(self) -> set[str]:
         return set().union(*(worker.adapter._pending_d_registrations for worker in self.of_nixl))

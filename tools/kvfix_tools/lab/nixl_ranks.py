@@ -1,4 +1,4 @@
-"""The ranks of one of two engines (nixl.py): the KV heads that each has in its memory, and what all of them report."""
+"""The ranks of one engine (nixl.py): the KV heads in their memory, and their reports."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from kvfix_tools.lab.options import Options
 
 
 class HeadsBlock(SharedBlock):
-    """A block of several KV heads, or of others than the first: each slot holds its contents once for each head, under
-    the head's mark. A slot in which one head has other contents than another holds garbage.
+    """A block with several KV heads, or with other heads than the first.
 
-    slots: [heads, slots]. heads: their numbers in the model.
+    Each slot has its content once for each head, combined with the head's number. A slot whose heads have different
+    contents reads as garbage.
+
+    slots: [heads, slots]. heads: the numbers of the heads in the model.
     """
 
     def __init__(self, slots: Any, heads: range) -> None:
@@ -40,7 +42,7 @@ class HeadsBlock(SharedBlock):
 
 
 def blocks_of(slots: Any, rank: int, options: Options) -> list[SharedBlock]:
-    """The blocks of this rank. slots: [blocks, heads, slots]."""
+    """Return the blocks of this rank. slots: [blocks, heads, slots]."""
     first = rank * options.kv_heads // options.ranks
     heads = range(first, first + options.heads_of_rank)
     if heads == range(1):
@@ -49,16 +51,16 @@ def blocks_of(slots: Any, rank: int, options: Options) -> list[SharedBlock]:
 
 
 class Together:
-    """What each of so many ranks reports, until the last one has: vLLM's KVOutputAggregator counts so too."""
+    """Collects the reports of the ranks until all have reported, as vLLM's KVOutputAggregator does."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._reports: dict[tuple[str, str], list[Any]] = {}
-        #: request -> ranks that write of it to the peer
+        #: {request: ranks that write to the peer}
         self.writing: dict[str, set[int]] = {}
 
     def reported(self, what: str, request: str, how: Any) -> list[Any]:
-        """What all ranks have reported; nothing, if one has not yet."""
+        """Add a report. Return the reports of all ranks, or [] if a rank has not reported yet."""
         reports = self._reports.setdefault((what, request), [])
         reports.append(how)
         return self._reports.pop((what, request)) if len(reports) == self._ranks else []

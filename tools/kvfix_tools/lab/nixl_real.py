@@ -1,8 +1,8 @@
-"""Real NIXL over UCX in place of its model (nixl_agent.py): its agents move the bytes, and bring the notices.
+"""Real NIXL over UCX instead of its model (nixl_agent.py): NIXL's agents move the bytes and deliver the notices.
 
-When a transfer is done is the lab's, so that a schedule plays the same way each time, and as with the model: NIXL is
-handed a transfer in the step in which the model has it arrive, and waited for. It may read its source at any time until
-then; the last is the worst. Whether a call is refused, and what comes of a peer whose process has ended, NIXL says.
+The lab decides when a transfer ends, so that a schedule plays the same way each time, and as with the model. NIXL gets
+a transfer in the step in which the model ends it, and the lab waits for NIXL. In an engine NIXL may read the source
+earlier: the latest time is the worst case. NIXL decides which calls it refuses, and the result if a peer has ended.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import numpy
 from kvfix_tools.lab.nixl_agent import GONE, Agent, AgentError, Transfer
 from kvfix_tools.lab.nixl_network import Network
 
-# What it refuses is an exception, too. NIXL reads this when it is loaded, by vLLM.
+# Without this NIXL logs each refused call, which is also an exception. NIXL reads it when vLLM loads NIXL.
 os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
-#: Seconds that the lab waits for a transfer or a notice: it takes milliseconds.
+#: Seconds that the lab waits for a transfer or a notice, which take milliseconds.
 _PATIENCE = 20.0
 
 
 class RealNetwork(Network):
-    """The same with agents of NIXL."""
+    """The network with agents of NIXL."""
 
     def agent(self, _: str, config: Any = None) -> Agent:
         name = f"agent-{next(self._names)}"
@@ -33,7 +33,7 @@ class RealNetwork(Network):
         return made
 
     def wait(self, is_so: Callable[[], bool], what: str) -> None:
-        """All agents go on until it is so. Raises AgentError if it never is."""
+        """Let all agents work until the condition holds. Raises AgentError after a timeout."""
         until = time.monotonic() + _PATIENCE
         while not is_so():
             if time.monotonic() > until:
@@ -44,22 +44,22 @@ class RealNetwork(Network):
 
 
 class RealAgent(Agent):
-    """The lab's agent keeps the books, and when something is seen; a `nixl_agent` does it."""
+    """The lab's agent keeps the state and decides when a result is visible. A `nixl_agent` does the transfers."""
 
     _network: RealNetwork
 
     def __init__(self, network: RealNetwork, name: str) -> None:
         super().__init__(network, name)
         api = import_module("nixl._api")
-        # Without threads, which poll: the lab does, in `progress`.
+        # Without NIXL's polling threads: the lab polls in `progress`.
         self._real: Any = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
         self._real_lists: dict[int, Any] = {}
         self._real_transfers: dict[int, Any] = {}
-        #: What NIXL has brought, and the lab has not shown yet: (from, notice).
+        #: Notices that NIXL has delivered and the lab does not show yet: (sender, notice).
         self._brought: list[tuple[str, bytes]] = []
 
     def close(self) -> None:
-        """With it goes NIXL's: what vLLM lets go of then is the books' alone."""
+        """Close NIXL's agent too. Later releases by vLLM only change the state of the lab."""
         super().close()
         self._real_transfers.clear()
         self._real_lists.clear()
@@ -125,13 +125,13 @@ class RealAgent(Agent):
             self._has_to_be_there(transfer.peer)
 
     def _has_to_be_there(self, peer: str) -> None:
-        """Raises AgentError for a peer whose process has ended, where NIXL does not know it yet: it may take a call."""
+        """Raises AgentError for a peer whose process has ended, which NIXL may not know yet."""
         if not self._reaches(peer):
             self._network.counts["nixl_unaware"] += 1
             raise AgentError(GONE)
 
     def check_xfer_state(self, handle: int) -> str:
-        """What the lab makes of it until it is handed over, and then what NIXL does."""
+        """Return the lab's state until NIXL gets the transfer, and then NIXL's state."""
         if self._transfers[handle].state in ("", "PROC", "ERR", GONE):
             return super().check_xfer_state(handle)
         return str(self._real.check_xfer_state(self._real_transfers[handle]))
@@ -166,7 +166,7 @@ class RealAgent(Agent):
         self._bring(agent)
 
     def _bring(self, peer: str) -> None:
-        """The next notice that NIXL brings this peer is there."""
+        """Wait for the next notice that NIXL delivers to this peer."""
         its: Any = self._network.agents[peer]
         self._network.wait(lambda: bool(its._brought), f"notice for {peer}")
         its.notices.append(its._brought.pop(0))

@@ -1,7 +1,7 @@
-"""In place of a GPU where vLLM copies between it and CPU memory: the driver's copies, streams and events, in steps.
+"""Replacements for the GPU driver's copies, streams and events between GPU and CPU memory.
 
-A copy is done some steps after it was submitted, or when an event of it is waited for. What changes meanwhile at its
-source arrives as garbage: the copy runs beside the steps, and vLLM waits for it before others write there.
+A copy ends some steps after it was submitted, or when vLLM waits for its event. Parts of its source that change
+meanwhile arrive as garbage: vLLM must wait for the copy before other requests write there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WORD = 8
 
 
 class Copy(NamedTuple):
-    """`due`: the step in which it is done. moves: (to, source, bytes), addresses. found: what was at the sources."""
+    """A copy. due: the step in which it ends. moves: (to, source, bytes). found: the contents of the sources."""
 
     due: int
     moves: list[tuple[int, int, int]]
@@ -31,7 +31,7 @@ class Copy(NamedTuple):
 
 
 class Copies:
-    """Those of one rank. `gpu` stands for the GPU memory: its addresses are those of the slots' blocks."""
+    """The copies of one rank. gpu: the GPU memory. Its addresses are the addresses of the slots' blocks."""
 
     def __init__(self, slots: Slots, delay: int, page: int) -> None:
         self._blocks = len(slots)
@@ -46,18 +46,18 @@ class Copies:
         self._fails, self._done = False, _nothing
 
     def take(self, handler: Any) -> None:
-        """This handler of the OffloadingConnector's worker, for one direction, copies here."""
+        """Let this handler of OffloadingConnector's worker, for one direction, copy here."""
         handler._swap_blocks_batch = self._swap
         handler._event_pool = _Events(self)
 
     def tick(self) -> None:
-        """A step of the engine begins."""
+        """Begin a step of the engine."""
         self.now += 1
         self.finish(self.now)
 
     @contextmanager
     def of_job(self, fails: bool = False, done: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """What is submitted meanwhile is for one job. fails: nothing of it is copied. done: is called when it is."""
+        """In this context all copies belong to one job. fails: copy nothing. done: called at the end of the copies."""
         self._fails, self._done = fails, done
         self.last = None
         yield
@@ -68,7 +68,7 @@ class Copies:
         self._submit([] if self._fails else zip(to.tolist(), source.tolist(), sizes.tolist(), strict=True))
 
     def batch(self, to: int, source: int, sizes: int, count: int, *_: Any) -> int:
-        """In place of the driver's cuMemcpyBatchAsync: arrays of addresses, and of sizes. Not 0: it has failed."""
+        """Replaces the driver's cuMemcpyBatchAsync, with arrays of addresses and sizes. Returns 0, or an error."""
         if self._fails:
             return 1
         arrays = [(ctypes.c_uint64 * count).from_address(array) for array in (to, source, sizes)]
@@ -82,7 +82,7 @@ class Copies:
         self.pending.append(self.last)
 
     def finish(self, now: int) -> None:
-        """All copies that are due by then are done, in their order."""
+        """End all copies that are due by then, in their order."""
         while self.pending and self.pending[0].due <= now:
             copy = self.pending.popleft()
             for (to, source, size), before in zip(copy.moves, copy.found, strict=True):
@@ -94,7 +94,7 @@ class Copies:
         return copy is None or copy not in self.pending
 
     def _block(self, address: int) -> int | None:
-        """The block of the slots that begins at this address; None: it is CPU memory."""
+        """Return the block of the slots at this address; None for CPU memory."""
         block, rest = divmod(address - self._start, self._page)
         if not 0 <= block < self._blocks:
             return None
@@ -121,7 +121,7 @@ def _nothing() -> None: ...
 
 
 class Event:
-    """In place of the device's event: what was copied last when it was recorded."""
+    """Replaces the GPU's event: the last copy before it was recorded."""
 
     def __init__(self, copies: Copies) -> None:
         self._copies = copies
@@ -142,7 +142,7 @@ class Event:
 
 
 class _Events:
-    """In place of a handler's pool of events, which has always one."""
+    """Replaces a handler's pool of events, and always has one."""
 
     def __init__(self, copies: Copies) -> None:
         self._copies = copies

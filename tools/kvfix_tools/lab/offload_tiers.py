@@ -1,7 +1,7 @@
-"""The tiers behind the OffloadingConnector's CPU memory in the lab: vLLM's own, with files in a temporary folder.
+"""OffloadingConnector's secondary tiers in the lab: vLLM's own, with files in a temporary folder.
 
-A seed is a schedule, so threads may not decide what happens first. Real are the tiers and their files; lookups run in
-the thread that asks, and what a tier has done it reports some steps later.
+A seed must always play the same way, so threads must not change the order of events. Lookups run in the calling
+thread, and a tier reports its results some steps later.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvfix_tools.lab.options import Options
 
 
 class Tiers:
-    """`manager`: of the connector. delay: steps that a transfer takes."""
+    """The tiers of the connector's `manager`. delay: steps of a transfer."""
 
     def __init__(self, manager: Any, delay: int) -> None:
         self._tiers = list(getattr(manager, "secondary_tiers", ()))
@@ -23,28 +23,28 @@ class Tiers:
         self._late = [_Late(tier, delay) for tier in self._tiers]
         self._lookups = [tier._lookup_manager for tier in self._tiers if hasattr(tier, "_lookup_manager")]
         for lookups in self._lookups:
-            lookups._lookup_queue.put(None)  # its thread ends
+            lookups._lookup_queue.put(None)  # ends its thread
             lookups._thread.join()
             lookups._lookup_queue = _AtOnce(lookups)
         self._files = [Path(tier.file_mapper.base_path) for tier in self._tiers if hasattr(tier, "file_mapper")]
 
     @staticmethod
     def folder(options: Options) -> tempfile.TemporaryDirectory[str] | None:
-        """Where a tier of files has them."""
+        """Return the folder for a tier of files."""
         return tempfile.TemporaryDirectory(prefix="kvfix-lab-") if options.tier == "fs" else None
 
     def tick(self) -> None:
-        """A step of the engine begins."""
+        """Begin a step of the engine."""
         for tier in self._late:
             tier.tick()
 
     @property
     def looking(self) -> bool:
-        """Whether a lookup in a tier is not answered yet."""
+        """Return True if a lookup in a tier is not answered yet."""
         return any(lookups._lookup_batch for lookups in self._lookups)
 
     def delete_files(self, how_many: int) -> int:
-        """Others delete the oldest files."""
+        """Delete the oldest files, as other processes can do."""
         files = sorted(path for folder in self._files for path in folder.parent.rglob("*.bin"))[:how_many]
         for path in files:
             path.unlink()
@@ -61,7 +61,7 @@ class Tiers:
 
 
 class _Late:
-    """A tier reports what it has done `delay` steps after it was told to, by the lab's steps."""
+    """Lets a tier report its results `delay` steps after the request."""
 
     def __init__(self, tier: Any, delay: int) -> None:
         self._tier = tier
@@ -83,7 +83,7 @@ class _Late:
         return due
 
     def _drained(self) -> None:
-        """As at a reset: all is done now."""
+        """Report all results at once, as at a reset."""
         self._drain()
         self._held = [(self._now, done) for _, done in self._held]
         self._held += [(self._now, done) for done in sorted(self._finished(), key=_job)]
@@ -94,7 +94,7 @@ def _job(done: Any) -> Any:
 
 
 class _AtOnce:
-    """In place of the queue to a tier's thread for lookups: its loop runs for what is put in, and ends."""
+    """Replaces the queue to a tier's lookup thread: run the loop of the thread for each item."""
 
     def __init__(self, lookups: Any) -> None:
         self._lookups = lookups

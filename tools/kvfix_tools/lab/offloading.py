@@ -1,7 +1,7 @@
-"""vLLM's OffloadingConnector in the lab, alone or beside LMCache's connector in a MultiConnector.
+"""vLLM's OffloadingConnector in the lab, alone or with LMCache's connector in a MultiConnector.
 
-Real: both its roles, its jobs, the managers of its memory (with tiers: their files too, in a temporary folder), and the
-worker that makes copies of jobs. Replaced: the driver's batched copy and the streams it runs on (offload_copies.py).
+Its roles, jobs, memory managers, tiers and the worker that copies are real. The lab only replaces the driver's batched
+copy and its streams (offload_copies.py).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from kvfix_tools.roundtrip.backends.vllm_offload import offload
 if TYPE_CHECKING:
     from kvfix_tools.lab.request_events import RequestEvents
 
-#: Some request of others, whose chunks take the place of the oldest ones.
+#: A request of another client, whose chunks replace the oldest ones.
 _OTHERS = "others"
 
 
 class Rank:
-    """One worker of the connector: vLLM's own copies between the slots and the CPU memory of this rank."""
+    """One worker of the connector, which copies between the slots and the CPU memory of this rank."""
 
     def __init__(self, rank: int, slots: Slots, options: Options, in_worker: Any) -> None:
         self.rank = rank
@@ -40,19 +40,19 @@ class Rank:
         self.page = kv_layout.page_bytes(options)
         offload("cpu")  # vLLM's worker, with streams that do nothing
         self.copies = Copies(slots, 2 * options.delay + (options.rank_delay if rank else 0), self.page)
-        #: request -> anything: its next load or store fails.
+        #: Requests whose next load or store fails, as keys.
         self.failing: dict[str, int] = {}
         self.failing_stores: set[str] = set()
-        #: Called with (request, job) of a load that has been copied.
+        #: Called with (request, job) of a copied load.
         self.loaded: Callable[[str, Any, bool], None]
         self._failed: set[int] = set()
         spec = self.connector.spec
-        spec.get_worker = spec.create_worker  # it insists on a GPU
+        spec.get_worker = spec.create_worker  # get_worker needs a GPU
         self.connector.register_kv_caches(kv_layout.kv_caches(options, self.copies.gpu))
         worker = self.connector.worker
         for handler in (worker._store_handler, worker._load_handler):
             self.copies.take(handler)
-        #: The CPU memory of this rank, a row for each chunk.
+        #: The CPU memory of this rank, with a row for each chunk.
         self.chunks = worker._store_handler.dst_tensors[0].numpy()
         self._wrap(worker)
 
@@ -70,7 +70,7 @@ class Rank:
             fails = self.stored_by(job) in self.failing_stores
             self.failing_stores.discard(self.stored_by(job))
             self._failed.update([job] if fails else [])
-            self.chunks[to.block_ids.tolist()] = NOTHING  # of a chunk in part: what is not copied is not there
+            self.chunks[to.block_ids.tolist()] = NOTHING  # a chunk can be copied in part: the rest is empty
             with self.copies.of_job(fails):
                 return submit_store(job, source, to)
 
@@ -81,18 +81,18 @@ class Rank:
 
         worker.submit_load, worker.submit_store, worker.get_finished = load, store, finished
 
-    #: The request whose store a job is.
+    #: {job of a store: its request}
     stored_by: Callable[[int], str]
 
     def contents(self, chunk: int, part: int, size: int) -> list[int]:
-        """So many slots of one of the chunk's blocks."""
+        """Return so many slots of one block of the chunk."""
         start = part * self.page
         contents: list[int] = self.chunks[chunk, start : start + size * WORD].view("q").tolist()
         return contents
 
 
 class Offloading:
-    """The OffloadingConnector in both roles, joined by the lab's memory."""
+    """OffloadingConnector in both roles, with the lab's memory."""
 
     events: RequestEvents
 
@@ -109,19 +109,19 @@ class Offloading:
         #: The manager of the CPU memory.
         self.memory = getattr(self.manager, "primary_tier", self.manager)
         self._watch(self.manager)
-        #: Blocks that others have taken since the last step.
+        #: Blocks that `take_blocks` has taken since the last step.
         self._taken: set[int] = set()
         build = self.scheduler.build_connector_meta
 
         def build_connector_meta(output: Any) -> Any:
-            """What others take is in no step of the scheduler, where those of an engine are."""
+            """Add blocks of `take_blocks` to the step. In an engine they would be in a scheduler output."""
             self.scheduler._current_batch_allocated_block_ids |= self._taken
             self._taken.clear()
             return build(output)
 
         self.scheduler.build_connector_meta = build_connector_meta
 
-    # ------------------------------------------------------------------ what is copied
+    # ------------------------------------------------------------------ copies
 
     def _loader(self, rank: Rank) -> Callable[[str, Any, bool], None]:
         def loaded(name: str, to: Any, fails: bool) -> None:
@@ -133,11 +133,11 @@ class Offloading:
 
         return loaded
 
-    #: Whether the connector is the only one, whose loads and stores are events of a request.
+    #: True if this is the only connector: then its loads and stores are events.
     alone = False
 
     def _watch(self, manager: Any) -> None:
-        """What is stored is compared with what belongs there, when the manager takes it for stored."""
+        """Check the content of each chunk when the manager completes its store."""
         complete_store = manager.complete_store
 
         def completed(keys: Any, context: Any, success: bool = True) -> None:
@@ -163,7 +163,7 @@ class Offloading:
         for rank in self.ranks:
             found = [rank.contents(chunk, part, size) for part in range(self._per_chunk)]
             for part, contents in enumerate(found):
-                # of a window only the blocks that vLLM keeps are stored
+                # only the blocks that vLLM keeps of a window are stored
                 if contents != right[part * size : (part + 1) * size] and (any(contents) or not group.window):
                     where = f" in KV group {group.number}" if group.window else ""
                     message = f"the OffloadingConnector stores other KV as tokens {start} to {end}{where}"
@@ -178,11 +178,11 @@ class Offloading:
             rank.copies.tick()
 
     def others_take(self, blocks: Collection[int]) -> None:
-        """Others take blocks of the GPU, and what is in flight from them is to be over first."""
+        """Take blocks of the GPU. The connector must end copies from them first."""
         self._taken.update(blocks)
 
     def evict(self, chunks: int, forced: bool) -> int:
-        """Others store so many chunks, and what they have is dropped; forced: files of a tier are deleted."""
+        """Store so many chunks of another client, which evict older ones. forced: delete files of a tier."""
         if forced:
             return self.tiers.delete_files(chunks)
         memory = self.memory
@@ -201,16 +201,16 @@ class Offloading:
 
         return ReqContext(req_id=_OTHERS)
 
-    # ------------------------------------------------------------------ what is in flight, and what is kept
+    # ------------------------------------------------------------------ transfers in flight, and kept requests
 
     @property
     def busy(self) -> bool:
-        """Whether it has jobs that are not reported as done."""
+        """Return True if a job is not reported as done."""
         copying = any(rank.copies.pending for rank in self.ranks)
         return bool(self.scheduler._jobs or copying or self.manager.has_pending_work() or self.tiers.looking)
 
     def requests(self, loads: bool) -> set[str]:
-        """Those with a load in flight, or with a store."""
+        """Return the requests with a load in flight, or with a store in flight."""
         return {job.req_id for job in self.scheduler._jobs.values() if job.is_store != loads}
 
     def in_flight(self, request: str) -> set[str]:
@@ -226,7 +226,7 @@ class Offloading:
 
 
 def note_stored(events: RequestEvents, name: str, ends: list[int], size: int) -> None:
-    """Stores of whole chunks of so many tokens of a request, each run of them as one. ends: of the chunks, in order."""
+    """Record stores of chunks of a request, adjacent chunks as one store. ends: sorted ends of the chunks."""
     tokens = events.model.requests[name].all_token_ids
     for _, numbered in groupby(enumerate(ends), lambda numbered: numbered[1] - numbered[0] * size):
         run = [end for _, end in numbered]
@@ -234,7 +234,7 @@ def note_stored(events: RequestEvents, name: str, ends: list[int], size: int) ->
 
 
 class OffloadingWorker(Worker):
-    """One rank of a connector that offloads, where it is the only one."""
+    """One rank of an offloading connector that is the only connector."""
 
     offloads = True
 
@@ -252,7 +252,7 @@ class OffloadingWorker(Worker):
 
 
 class OffloadingAlone(Connector):
-    """The OffloadingConnector as the only connector."""
+    """OffloadingConnector as the only connector."""
 
     offloading: Offloading
 
@@ -275,7 +275,7 @@ class OffloadingAlone(Connector):
         return self.offloading.evict(chunks, forced)
 
     def fail_store(self, name: str, rank: int = 0) -> None:
-        """A step: the next store of this request fails, in this rank."""
+        """A step: let the next store of this request fail in this rank."""
         self.offloading.ranks[rank].failing_stores.add(name)
 
     def in_flight(self, request: str) -> set[str]:

@@ -1,7 +1,7 @@
-"""Fixes in one of two engines of this process, and not in the other: a mixed roll-out.
+"""Apply the fixes in only one of two engines of this process: a mixed roll-out.
 
-The engines share vLLM's and LMCache's classes, and so kvfix's wrappers. A wrapper asks which engine runs: the lab says
-so with `running`, for what it calls of an engine and for what an engine leaves to be called later.
+The engines share the classes, and so the wrappers of kvfix. A wrapper reads which engine runs. The lab sets the engine
+with `running`, also for callbacks.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from unittest import mock
 
 from kvfix.wrapping import WrappedFunction
 
-#: The name of the engine that runs, and of the one that has the fixes; "": none. A copy of the context, as asyncio
-#: makes for its tasks, keeps them.
+#: The name of the running engine, and of the engine with the fixes; "": none. asyncio copies them to its tasks.
 _RUNNING = ContextVar("_RUNNING", default="")
 _FIXED = ContextVar("_FIXED", default="")
 
 
 @contextmanager
 def running(name: str) -> Iterator[None]:
-    """The engine of this name runs."""
+    """In this context the engine of this name runs."""
     before = _RUNNING.set(name)
     try:
         yield
@@ -33,7 +32,7 @@ def running(name: str) -> Iterator[None]:
 
 @contextmanager
 def fixes_in(name: str) -> Iterator[None]:
-    """A fix that is applied meanwhile acts in the engine of this name alone."""
+    """Fixes that are applied in this context act only in the engine of this name."""
     add, before = WrappedFunction.add, _FIXED.set(name)
 
     def add_in_one(function: WrappedFunction, key: str, place: int, wrapper: Callable[..., Any]) -> None:
@@ -57,7 +56,7 @@ def _in_one(inner: Callable[..., Any], fixed: Callable[..., Any]) -> Callable[..
 
 @contextmanager
 def as_released() -> Iterator[None]:
-    """Within `fixes_in`: no engine that is made meanwhile has the fixes."""
+    """Inside `fixes_in`: engines that are made in this context do not have the fixes."""
     before = _FIXED.set("")
     try:
         yield

@@ -1,4 +1,4 @@
-"""What a lab engine is made with: everything that changes token accounting."""
+"""The options of a lab engine: all settings that change token accounting."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ class Known(NamedTuple):
 
     #: The class that vLLM loads.
     name: str
-    #: module:class of the lab.
+    #: module:class in the lab.
     side: str
-    #: Releases that the lab plays, and why not the others: {distribution: (specifier, why)}.
+    #: {distribution: (specifier of the releases that the lab plays, reason)}
     needs: dict[str, tuple[str, str]]
-    #: Where the class is, if vLLM would prefer another of this name.
+    #: Module of the class, if vLLM has another class of this name.
     module: str | None = None
 
 
@@ -65,52 +65,51 @@ KNOWN = {
     "mooncake-multi": Known("MooncakeConnector", "mooncake_multi:MooncakeMultiSide", _WITH_LMCACHE),
 }
 CONNECTORS = tuple(KNOWN)
-#: Two engines, one for prefill and one for decode.
+#: Connectors with a prefill and a decode engine.
 PAIRS = tuple(each for each in CONNECTORS if each.startswith(("nixl", "mooncake")))
-#: Those of them that may have several ranks, and not as many on both sides.
+#: Connectors of PAIRS that can have several ranks, and different numbers on both sides.
 WITH_RANKS = ("nixl-pull", "nixl-push")
-#: Those whose transfers NIXL makes.
+#: Connectors whose transfers NIXL makes.
 BY_NIXL = tuple(each for each in PAIRS if each.startswith("nixl"))
-#: Those with which two engines may share a cache (neighbours.py).
+#: Connectors with which two engines can share a cache (neighbours.py).
 SHARED = ("v1", "mp")
-#: vLLM's own, which have nothing of LMCache.
+#: Connectors of vLLM without LMCache.
 OF_VLLM = ("offloading", "simple-offload")
-#: Tokens in a chunk of the real server: it has one size.
+#: Tokens of a chunk of the real server.
 SERVER_CHUNK = 16
 
 
 @dataclass(frozen=True)
 class Options:
-    """Sizes in tokens, but `num_blocks` in blocks. `lmcache`: settings of LMCache by their own names."""
+    """Sizes are in tokens, except `num_blocks`. lmcache: LMCache's settings by their own names."""
 
     #: v1 (in process), mp (LMCache's multi-process connector), mp-in-tree (vLLM's copy of it), or one of OF_VLLM. Any
-    #: other one by what vLLM calls it, or as my_package.connector:MyConnector (any_connector.py).
+    #: other connector by its name in vLLM, or as my_package.connector:MyConnector (any_connector.py).
     connector: str = "v1"
-    #: Of any other connector: its `kv_connector_extra_config`, and the function that loses what it has stored.
+    #: For any other connector: its `kv_connector_extra_config`, and the function that drops its stored KV.
     config: dict[str, Any] = field(default_factory=dict)
     lose: str = ""
-    #: Layers of each KV group. More than one with any other connector only.
+    #: Layers of each KV group: more than one only with any other connector.
     layers: int = 1
-    #: In a MultiConnector, behind another one that is asked first (connector.py). v1 only.
+    #: In a MultiConnector, after another connector that is asked first (connector.py). v1 only.
     beside: bool = False
-    #: In a MultiConnector with vLLM's OffloadingConnector (offloading.py), which is asked first or last; "": without.
+    #: In a MultiConnector with OffloadingConnector (offloading.py), which is asked "first" or "last"; "": not.
     offloading: str = ""
-    #: It is vLLM's SimpleCPUOffloadConnector that offloads (simple_offload.py), not the OffloadingConnector. v1 only.
+    #: Use SimpleCPUOffloadConnector (simple_offload.py) instead of OffloadingConnector. v1 only.
     simple_offloading: bool = False
-    #: Steps that a lookup, load or store of the multi-process server takes, 0: none. A copy of the
-    #: OffloadingConnector takes twice as many.
+    #: Steps of a lookup, load or store of the multi-process server. A copy of OffloadingConnector takes twice as many.
     delay: int = 1
-    #: Workers, the ranks of tensor parallelism. One, in a MultiConnector.
+    #: Workers: the ranks of tensor parallelism. 1 in a MultiConnector.
     ranks: int = 1
-    #: They are the ranks of pipeline parallelism instead: a step is scheduled while others are with the workers.
+    #: The workers are ranks of pipeline parallelism: a step is scheduled while the workers have other steps.
     pipeline: bool = False
-    #: They are the ranks of decode context parallelism (DCP): each has the KV of its share of the tokens, and a block
-    #: has `block_size` tokens of all. mp only: the other connectors take a block for that of one rank (lmcache
-    #: vllm_v1_adapter.py 0.5.6:396), store nothing (:1159), and end the worker at the first load (:815).
+    #: The workers are ranks of decode context parallelism (DCP): each has the KV of a part of the tokens, and a block
+    #: has `block_size` tokens in all ranks together. mp only: LMCache's in-process connector does not support DCP
+    #: (vllm_v1_adapter.py 0.5.6:396, 815, 1159).
     context: bool = False
-    #: Steps that a transfer takes longer in the second rank. Not v1.
+    #: Additional steps of a transfer in the second rank. Not v1.
     rank_delay: int = 0
-    #: That server is a real `lmcache server` (mp_real.py), for one rank with one KV group. mp only, alone.
+    #: Use a real `lmcache server` (mp_real.py), for one rank with one KV group. mp only, without MultiConnector.
     real_server: bool = False
     block_size: int = 16
     num_blocks: int = 64
@@ -119,54 +118,53 @@ class Options:
     max_num_seqs: int = 8
     max_model_len: int = 2048
     prefix_caching: bool = True
-    #: Admit a request only if all of it fits (vLLM's default since it has the option; before, the first chunk decided).
+    #: Admit a request only if all of it fits, vLLM's default. Earlier releases only check the first chunk.
     reserve_full_isl: bool = True
-    #: Which request is first: fcfs, or priority, by the number that each request has.
+    #: Order of requests: fcfs, or priority.
     policy: str = "fcfs"
-    #: Beside the KV group of full attention one for each of these sliding windows, in tokens. mp and OF_VLLM.
+    #: Sliding windows in tokens, each with a KV group in addition to full attention. mp and OF_VLLM.
     windows: tuple[int, ...] = ()
-    #: A block of these groups has so many times the tokens of one of full attention.
+    #: A block of these KV groups has so many times the tokens of a block of full attention.
     window_blocks: int = 1
-    #: Beside the KV group of full attention one of states, as Mamba layers have in mode "align". mp only.
+    #: A KV group with states in addition to full attention, as Mamba layers in mode "align". mp only.
     states: bool = False
-    #: The server keeps the KV groups of a chunk under keys of their own (`--separate-object-groups`).
+    #: The server stores the KV groups of a chunk under separate keys (`--separate-object-groups`).
     separate_object_groups: bool = False
-    #: A step is scheduled before the answer of the last one is there, as vLLM does by itself on a GPU.
+    #: Schedule a step before the answer of the last one, as vLLM does by default on a GPU.
     async_scheduling: bool = False
-    #: For vLLM's model runner V2, which it takes for most models on a GPU: a resumed request comes as a new one.
+    #: Use vLLM's model runner V2, the default for most models on a GPU: a resumed request is scheduled as a new one.
     model_runner_v2: bool = False
-    #: With a drafter vLLM asks a worker what is done, and what has failed, before it has the step saved.
+    #: As with a drafter, vLLM reads the reports of a worker before `wait_for_save`.
     save_last: bool = False
-    #: Speculative decoding: who drafts (ngram, eagle, or mtp with a module for each draft); "": none. ngram proposes
-    #: only what it finds, where scheduling is not asynchronous.
+    #: The drafter of speculative decoding: ngram, eagle, or mtp with a module for each draft; "": none. Without
+    #: asynchronous scheduling, ngram does not always propose all drafts.
     drafter: str = ""
-    #: Tokens that it drafts in a step.
+    #: Drafts in a step.
     drafts: int = 0
-    #: Of 100 drafts, so many are what the model samples.
+    #: Percentage of right drafts.
     acceptance: int = 0
     kv_role: str = "kv_both"
     kv_load_failure_policy: str = "recompute"
     lmcache: dict[str, Any] = field(default_factory=dict)
-    #: Two engines with one cache (neighbours.py). v1 and mp.
+    #: Play two engines with one cache (neighbours.py). v1 and mp.
     neighbours: bool = False
-    #: Of the decode engine (pair.py): its blocks, where it has not as many as the prefill engine.
+    #: Blocks of the decode engine (pair.py), if it has another number than the prefill engine.
     decode_blocks: int = 0
-    #: Of the other engine of a pair: its ranks, where it has not as many; and the KV heads of the model, which ranks
-    #: share, or have each one of where there are fewer.
+    #: Ranks of the other engine of a pair, if it has another number, and KV heads of the model. With more ranks than
+    #: heads, several ranks have the same head.
     peer_ranks: int = 0
     kv_heads: int = 1
-    #: Those of the two engines, by name, that have LMCache's in-process connector too (pair_multi.py); and whether
-    #: vLLM asks it first.
+    #: Names of the engines of a pair that also have LMCache's in-process connector (pair_multi.py), and True if vLLM
+    #: asks LMCache first.
     multi: tuple[str, ...] = ()
     lmcache_first: bool = False
-    #: NIXL itself makes the transfers (nixl_real.py), not the lab's model of it. BY_NIXL.
+    #: Use real NIXL (nixl_real.py) instead of the lab's model. BY_NIXL only.
     real_transfers: bool = False
-    #: Settings of one of OF_VLLM or PAIRS, or of what offloads beside v1, by their own names
-    #: (`kv_connector_extra_config`).
+    #: `kv_connector_extra_config` of a connector in OF_VLLM or PAIRS, or of the offloading connector next to v1.
     extra: dict[str, Any] = field(default_factory=dict)
-    #: Blocks that its CPU memory has room for; 0: as many as the GPU has.
+    #: Blocks of the CPU memory; 0: as many as the GPU has.
     cpu_blocks: int = 0
-    #: What is behind that memory: fs (files) or "".
+    #: The secondary tier: fs (files), or "" for none.
     tier: str = ""
 
     def __post_init__(self) -> None:
@@ -214,40 +212,39 @@ class Options:
 
     @property
     def several_groups(self) -> bool:
-        """Whether the model has several KV groups."""
+        """True if the model has several KV groups."""
         return bool(self.windows) or self.states
 
     @property
     def heads_of_rank(self) -> int:
-        """KV heads that a rank has (config/model.py 0.32.0:get_num_kv_heads)."""
+        """KV heads of a rank (config/model.py 0.32.0:get_num_kv_heads)."""
         return max(1, self.kv_heads // self.ranks)
 
     @property
     def block_of_rank(self) -> int:
-        """Tokens of a block of full attention whose KV one rank has."""
+        """Tokens of a block of full attention in one rank."""
         return self.block_size // self.ranks if self.context else self.block_size
 
     @property
     def any_connector(self) -> bool:
-        """Whether it is none of those that the lab knows."""
+        """True for a connector that the lab does not know."""
         return self.connector not in CONNECTORS
 
     @property
     def steps_in_flight(self) -> int:
-        """Steps that are scheduled before the answer of the first of them is there (`max_concurrent_batches`,
-        config/vllm.py 0.32.0:577)."""
+        """Maximum steps in flight (`max_concurrent_batches`, config/vllm.py 0.32.0:577)."""
         if self.pipeline:
             return self.ranks + (self.async_scheduling and self.model_runner_v2)
         return 2 if self.async_scheduling else 1
 
     @property
     def asked_before(self) -> int:
-        """Connectors of the MultiConnector that vLLM asks before LMCache's."""
+        """Number of connectors that vLLM asks before LMCache's."""
         return self.beside + (self.offloading == "first") + (bool(self.multi) and not self.lmcache_first)
 
     @property
     def changed(self) -> list[str]:
-        """What is not as it comes: settings of LMCache, and options that are no sizes by their own names."""
+        """Return the names of changed settings of LMCache and changed options, except sizes."""
         no_sizes = [
             each
             for each in fields(self)

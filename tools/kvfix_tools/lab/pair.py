@@ -1,4 +1,4 @@
-"""Two lab engines, one for prefill and one for decode, with a router between them, on one network and one clock.
+"""A prefill and a decode engine of the lab, with a router, one network and one clock.
 
 An engine without requests makes no step, as EngineCore does not.
 """
@@ -21,14 +21,14 @@ from kvfix_tools.lab.pair_router import Router
 from kvfix_tools.lab.steps import continued
 
 _ROLES = {"prefill": "producer", "decode": "consumer"}
-#: Steps without anything after which the world stands still.
+#: Steps without an event after which a run ends.
 _IDLE = 64
-#: Seconds of a lease that is waited for step by step.
+#: A run waits step by step for leases of up to so many seconds.
 _SOON = 30
 
 
 class Pair:
-    """A world of two engines: what `fuzz.play` and a scenario ask of a LabEngine, it answers for both."""
+    """Two engines, with the interface of one LabEngine for `fuzz.play` and scenarios."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -41,7 +41,7 @@ class Pair:
         self._findings: list[Finding] = []
         self._ledger = Ledger()
         self._log: list[tuple[int, Event]] = []
-        #: Whether loads may come short.
+        #: True if loads may come short.
         self._faults = False
         self.prefill = self._start("prefill", options.num_blocks)
         self.decode = self._start("decode", options.decode_blocks or options.num_blocks)
@@ -64,7 +64,7 @@ class Pair:
     def engine(self, name: str) -> PairEngine:
         return self.prefill if name == "prefill" else self.decode
 
-    # ------------------------------------------------------------------ what a run has
+    # ------------------------------------------------------------------ results of a run
 
     @property
     def steps(self) -> int:
@@ -84,41 +84,41 @@ class Pair:
 
     @property
     def counts(self) -> Counter[str]:
-        """Of both engines, those that were restarted too."""
+        """The counters of both engines, including engines before a restart."""
         counts: Counter[str] = self._counts + self.router.counts + self.network.counts
         for engine in (*self._gone, *self.engines):
             counts.update(engine.counts)
         return counts
 
     def close(self) -> None:
-        """Both engines end."""
+        """Shut both engines down."""
         for engine in self.engines:
             engine.connector.close()
 
     def do(self, step: str, *arguments: Any, **keywords: Any) -> None:
-        """The step of this name, a method below or one of the router."""
+        """Make the step of this name: a method of this class or of the router."""
         getattr(self if hasattr(self, step) else self.router, step)(*arguments, **keywords)
 
     def move(self, step: tuple[Any, ...]) -> None:
-        """A drawn step; one that does not fit does nothing."""
+        """Make a drawn step. A step that is not possible does nothing."""
         pair_schedule.move(self, step)
 
     # ------------------------------------------------------------------ the router's steps
 
     def ask(self, name: str, prompt: list[int], max_tokens: int = 1, prefill_tokens: int = 1) -> None:
-        """A client's request arrives at the router. prefill_tokens: what it lets the prefill engine generate."""
+        """A client's request arrives at the router. prefill_tokens: tokens that the router lets prefill generate."""
         self.router.ask(name, prompt, max_tokens, prefill_tokens, at_once=False)
 
     def ask_at_once(self, name: str, prompt: list[int], max_tokens: int = 1, prefill_tokens: int = 1) -> None:
-        """The same, and the router sends it to both engines at once."""
+        """A client's request arrives, and the router sends it to both engines at once."""
         self.router.ask(name, prompt, max_tokens, prefill_tokens, at_once=True)
 
     def ends_at_once(self, name: str, prompt: list[int]) -> None:
-        """The first token of this request's text, which is to be asked for, is its last."""
+        """The first token of this request ends its text. The request has not arrived yet."""
         self.router.stops[name] = continued(prompt, 1)[-1]
 
     def ask_again(self, name: str) -> None:
-        """The router gives a request up, tells both engines, and begins anew."""
+        """The router gives a request up, tells both engines, and begins again."""
         self.abort(name)
         self.router.ask_again(name)
 
@@ -183,19 +183,19 @@ class Pair:
         self.prefill.request_events.may_fail.add("")
 
     def time_passes(self, seconds: float) -> None:
-        """Nothing happens for so long: both engines hang, and a lease may end."""
+        """Let so many seconds pass while both engines hang. Leases may expire."""
         self.may_fail()
         self.network.time_passes()
         self.seconds += seconds
         self._counts["pauses"] += 1
 
     def fail(self, what: str, how_many: int = 1) -> None:
-        """So many of the next transfers, or handshakes, fail."""
+        """Let so many of the next transfers or handshakes fail."""
         self.may_fail()
         self.network.failing[what] += how_many
 
     def faults_end(self) -> None:
-        """Whatever was wrong is over: a load that fails from now on is a violation."""
+        """End all faults: from now on a failed load is a violation."""
         self._faults = False
         self.network.failing.update(dict.fromkeys(self.network.failing, 0))
         self.router.malformed.clear()
@@ -203,15 +203,15 @@ class Pair:
             engine.request_events.may_fail.discard("")
 
     def handshakes_take(self, steps: int) -> None:
-        """From now on a handshake takes so many steps."""
+        """Set the number of steps of a handshake."""
         self.network.handshake_steps = steps
 
     def writers_take(self, steps: int) -> None:
-        """From now on a thread that writes to a peer takes so many steps from being woken to its work."""
+        """Set the number of steps from waking a writer thread to its work."""
         self.network.writers_take = steps
 
     def restart(self, name: str, blocks: int) -> None:
-        """An engine ends, with its requests, and starts anew with so many blocks."""
+        """Restart an engine, without its requests, with so many blocks."""
         self._counts["restarts"] += 1
         old = self.engine(name)
         old.connector.close()
@@ -221,10 +221,10 @@ class Pair:
             self.prefill = self._start(name, blocks)
         else:
             self.decode = self._start(name, blocks)
-            self.router.forget_params()  # one that sends to two decode engines reads what is freed: KVF340
+            self.router.forget_params()  # sending to two decode engines would read freed blocks: KVF340
 
     def on(self, name: str, step: str, *arguments: Any) -> None:
-        """A step of one of the engines."""
+        """Make a step of one engine."""
         self.engine(name).do(step, *arguments)
 
     def free_blocks(self) -> None:
@@ -236,8 +236,10 @@ class Pair:
             engine.budget(tokens)
 
     def run(self, steps: int = 1000) -> None:
-        """Step until nothing is to be done, at most so often; or until nothing has happened for longer than all leases
-        and timeouts take."""
+        """Make steps until both engines have no work, for at most `steps` steps.
+
+        Also stop after a time without events that is longer than all leases and timeouts.
+        """
         idle, waited = 0, None
         for _ in range(steps):
             if not self._busy():
@@ -252,7 +254,7 @@ class Pair:
             idle = 0 if self.network.busy or self._state() != before or self._leases_end_soon() else idle + 1
 
     def _leases_end_soon(self) -> bool:
-        """Whether blocks are kept, and for not much longer than the steps that are made anyway."""
+        """Return True if blocks are kept by a lease that expires within the steps of a run."""
         own = getattr(self.network, "timeout", 30)
         return self.options.extra.get("kv_lease_duration", own) <= _SOON and any(
             each.connector.leases for each in self.engines
@@ -275,7 +277,7 @@ class Pair:
             (
                 engine.counts["finished"],
                 len(engine.scheduler.requests),
-                # a request that is preempted over and over has computed its tokens, and gets nowhere
+                # a request that is preempted again and again computes tokens, but does not progress
                 sum(r.num_output_tokens for r in engine.requests.values()),
                 engine.counts["loaded_tokens"],
             )
@@ -283,5 +285,5 @@ class Pair:
         ]
 
     def expect_all_ended(self) -> bool:
-        """All is free, many steps were made: every request has ended; once all leases are over nothing is kept."""
+        """After many steps with free blocks: expect that every request has ended, and that no state is kept."""
         return pair_end.expect_all_ended(self)

@@ -1,4 +1,4 @@
-"""What must be so of two engines (pair.py) when all is over."""
+"""The expectations at the end of a run with two engines (pair.py)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 
 def expect_all_ended(pair: Pair) -> bool:
-    """All is free, many steps were made: every request has ended; once all leases are over nothing is kept."""
+    """After many steps with free blocks: expect that all requests have ended, and that no state outlives the leases."""
     for engine in pair.engines:
         if engine.scheduler.has_unfinished_requests():
             engine.request_events.never_end()
             return False
-    for _ in range(2):  # what comes late is there for a while too
+    for _ in range(2):  # late messages are kept for a timeout too
         pair.time_passes(pair.longest() + 1.0)
         slowest = pair.network.delay + pair.options.rank_delay
         for _ in range(4 + 4 * slowest + pair.network.writers_take):

@@ -1,4 +1,4 @@
-"""One of two engines (pair.py), and what both ask of their connector beyond what one does (connector.py)."""
+"""One of two engines (pair.py), and the base class of its connector, in addition to connector.py."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ Params = dict[str, Any]
 
 
 class PairSide(Connector):
-    """A connector between two engines: both its roles in one of them.
+    """A connector between two engines: both roles in one of the engines.
 
-    It is made with (options, memories, network, name of the engine's host, its engine id, which is another after each
-    start). The network is what `make_network` has made, one for both engines (pair_network.py).
+    Its arguments are options, memories, network, the name of the engine's host, and its engine id, which changes with
+    each start. Both engines share the network of `make_network` (pair_network.py).
     """
 
-    #: Takes events of a lease, which is of both engines.
+    #: Adds events of a lease to the ledgers of both engines.
     add_to_pair: Callable[[Event], None]
 
     @classmethod
     @abstractmethod
     def make_network(cls, options: Options) -> Any:
-        """What is between the two."""
+        """Return the network between the two engines."""
 
     @staticmethod
     def between_engines(options: Options, engine_id: str) -> Any:
-        """vLLM's configuration of an engine with this id."""
+        """Return vLLM's configuration of an engine with this id."""
         config = vllm_objects.vllm_config(options)
         config.kv_transfer_config.engine_id = engine_id
         config.cache_config.kv_cache_layout = "LBHNC"
@@ -48,12 +48,12 @@ class PairSide(Connector):
 
     @abstractmethod
     def for_prefill(self, name: str) -> Params:
-        """The kv_transfer_params with which the router sends this request to the prefill engine."""
+        """Return the kv_transfer_params that the router sends to prefill."""
 
     def for_decode(self, name: str, answer: Params | None) -> Params | None:
-        """Those with which it sends it to the decode engine. Of the prefill engine's side.
+        """Return the kv_transfer_params that the router sends to decode. Called on the side of prefill.
 
-        answer: what the prefill engine has answered; None: the router does not wait for it.
+        answer: the parameters in prefill's answer; None: the router does not wait for it.
         """
         return answer
 
@@ -67,16 +67,16 @@ class PairSide(Connector):
         return {name for name, yes in doing.items() if yes}
 
     def kept_of_peer(self) -> set[str]:
-        """Requests of the peer of which something is kept."""
+        """Return requests of the peer whose state is kept."""
         return set()
 
     @abstractmethod
     def keeps(self, request: str) -> bool:
-        """Whether the blocks of this request, which has just ended, will be kept for the peer."""
+        """Return True if the blocks of this ended request will be kept for the peer."""
 
 
 class PairWorker(Worker):
-    """A connector between two engines in the worker's role. side: of the same engine."""
+    """A connector between two engines in the worker role. side: of the same engine."""
 
     events: RequestEvents
     clears = True
@@ -86,7 +86,7 @@ class PairWorker(Worker):
         self.side = side
         self._failed: set[str] = set()
         self._reader = readers.reader(called)
-        #: request -> (first token, end) of loads that are not reported
+        #: {request: (first token, end)} of loads that are not reported
         self.due: dict[str, tuple[int, int]] = {}
 
     def start_step(self, metadata: Any, forward: bool) -> None:
@@ -94,7 +94,7 @@ class PairWorker(Worker):
         super().start_step(metadata, forward)
 
     def take_due(self, metadata: Any) -> None:
-        """A step begins with these metadata of the connector's own."""
+        """Begin a step with these metadata of the connector."""
         self.due.update({name: (start, end) for name, start, end in self._reader.loads(metadata) or ()})
 
     def also_reported(self) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class PairWorker(Worker):
 
 
 class PairEngine(LabEngine):
-    """One of the two. name: of its host."""
+    """One of two engines. name: of its host."""
 
     connector: PairSide
 
@@ -141,7 +141,7 @@ class PairEngine(LabEngine):
             super().do(step, *arguments, **keywords)
 
     def iterate(self) -> None:
-        """One iteration. While its scheduler waits for a lookup the time passes, for the other engine too."""
+        """Make one iteration. While its scheduler waits for a lookup, time passes for both engines."""
         events, pair = self.request_events, self._pair
         events.seconds = pair.seconds - STEP
         clock.now = lambda: events.seconds

@@ -1,8 +1,7 @@
-"""LMCache's in-process connector beside the one between two engines, in vLLM's MultiConnector.
+"""LMCache's in-process connector and a connector between two engines, in vLLM's MultiConnector.
 
-Real: the MultiConnector, both roles of both (v1.py, and the module of the other one, have what is replaced). vLLM asks
-its children in order and loads with the first that promises tokens; all of them store. Each engine that has LMCache has
-a cache of its own.
+v1.py and the module of the other connector describe the replaced parts. vLLM asks the children in order and loads with
+the first one that promises tokens. All children store. Each engine with LMCache has its own cache.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ if TYPE_CHECKING:
 
 
 class Counted:
-    """What the connector beside LMCache's loads is no event of LMCache's: it is counted, and that it has failed is
-    said. It fails only where the schedule makes it."""
+    """Counts loads of the other connector, which are not LMCache's events, and reports their failures."""
 
     def __init__(self, events: RequestEvents) -> None:
         self._events = events
@@ -50,7 +48,7 @@ class Counted:
 
 
 class InTurn:
-    """A connector in the worker's role which the MultiConnector asks what is done. Of a class with the worker's own."""
+    """A connector whose reports the MultiConnector reads. Mixed into a worker class."""
 
     called: Any
     _failed: set[str]
@@ -68,10 +66,10 @@ class InTurn:
 
 
 class InMulti(Worker):
-    """The MultiConnector in the worker's role."""
+    """The MultiConnector in the worker role."""
 
     clears = True
-    #: The connector between the engines, and its place among the children.
+    #: The connector between the engines, and its index among the children.
     child: Any
     place: int
 
@@ -89,14 +87,14 @@ class InMulti(Worker):
 
 
 class MultiWorker(InMulti, V1Worker):
-    """With LMCache's connector as the other."""
+    """A MultiConnector with LMCache's connector as the other child."""
 
 
 class MultiSide(V1, PairSide):
-    """Both roles of one engine. One that is not in `Options.multi` has the connector between the engines alone."""
+    """Both roles of one engine. An engine that is not in `Options.multi` has no LMCache."""
 
     worker = MultiWorker
-    #: The side of that connector, and its worker in a MultiConnector.
+    #: The side of the connector between the engines, and its worker in a MultiConnector.
     alone: type[Any]
     child_class: type[Any]
 
@@ -109,7 +107,7 @@ class MultiSide(V1, PairSide):
         self.network = network
         self.name, self.engine_id = name, engine_id
         V1.__init__(self, options, memories, [Cache()])
-        self._role = "kv_both"  # LMCache's own, whichever the other one has
+        self._role = "kv_both"  # LMCache's role, independent of the other connector
         worker: Any = self.workers[0]
         worker.place = 1 - self._place
         self.beside = self.scheduler.connector._connectors[worker.place]

@@ -1,7 +1,7 @@
-"""The router between two engines (pair.py): it does what vLLM's toy proxy does.
+"""The router between two engines (pair.py), which works like vLLM's toy proxy.
 
-It has the prefill engine compute the prompt (one token), takes `kv_transfer_params` out of what that answers, and sends
-the request with them to the decode engine. Where the connector pushes, it may send the request to both at once.
+The router lets prefill compute the prompt and one token, and sends the request with prefill's `kv_transfer_params` to
+decode. In push mode it may send the request to both engines at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvfix_tools.lab.pair_engine import PairEngine, Params
 if TYPE_CHECKING:
     from kvfix_tools.lab.pair import Pair
 
-#: What may be wrong with the parameters of a request for decode: they come from the router, or whoever sent it.
+#: Faults in the parameters of a request for decode, which come from the router or a client.
 MALFORMED: dict[str, Callable[[Params], Params]] = {
     "no_blocks": lambda params: {**params, "remote_block_ids": []},
     "no_host": lambda params: {key: value for key, value in params.items() if key != "remote_host"},
@@ -42,7 +42,7 @@ def _blocks(params: Params) -> list[Any]:
 
 
 class _Asked(NamedTuple):
-    """What the client of a request has asked for. at_once: it is with both engines."""
+    """A client's request. at_once: both engines have it."""
 
     prompt: list[int]
     max_tokens: int
@@ -50,21 +50,21 @@ class _Asked(NamedTuple):
 
 
 class Router:
-    """`counts` what it has done."""
+    """The router. counts: its actions."""
 
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
         self.counts: Counter[str] = Counter()
         self._asked: dict[str, _Asked] = {}
-        #: Steps that it takes for an answer, and what it has to send: (step, request, parameters).
+        #: Steps from an answer to the next message, and messages to send: (step, request, parameters).
         self.takes = 0
         self._to_send: list[tuple[int, str, Params | None]] = []
-        #: The last parameters of each request, and what is wrong with the next ones.
+        #: The last parameters of each request, and the fault of the next ones.
         self._params: dict[str, Params] = {}
         self.malformed: list[str] = []
-        #: The token that ends the text of a request.
+        #: {request: token that ends its text}
         self.stops: dict[str, int] = {}
-        #: Ids that each request has had: vLLM adds a part of its own to the router's.
+        #: {request: its ids}. vLLM adds a suffix to the router's id.
         self._ids: Counter[str] = Counter()
 
     @property
@@ -73,21 +73,21 @@ class Router:
 
     @property
     def asked(self) -> list[str]:
-        """Requests that it has got."""
+        """Requests that have arrived."""
         return list(self._asked)
 
     @property
     def sent(self) -> list[str]:
-        """Those that it may send to the decode engine again."""
+        """Requests that the router can send to decode again."""
         return list(self._params)
 
     @property
     def waiting(self) -> set[str]:
-        """Requests that the prefill engine has answered and the decode engine has not got."""
+        """Requests that prefill has answered and that decode does not have yet."""
         return {each[1] for each in self._to_send}
 
     def ask(self, name: str, prompt: list[int], max_tokens: int, prefill_tokens: int, at_once: bool) -> None:
-        """prefill_tokens: what it lets the prefill engine generate. at_once: it sends it to both engines."""
+        """Send a request. prefill_tokens: tokens that prefill generates. at_once: send it to both engines."""
         prefill = self._pair.prefill
         self._asked[name] = _Asked(prompt, max_tokens, at_once)
         self._admit(prefill, self._id(name), prompt, prefill_tokens, prefill.connector.for_prefill(name))
@@ -96,17 +96,17 @@ class Router:
             self._to_send.append((self._pair.network.now, name, prefill.connector.for_decode(name, None)))
 
     def ask_decode(self, name: str, prompt: list[int], max_tokens: int = 1) -> None:
-        """A request goes to the decode engine alone."""
+        """Send a request only to decode."""
         self._admit(self._pair.decode, f"{name}-{2:08x}", prompt, max_tokens, None)
 
     def ask_again(self, name: str) -> None:
-        """It gives a request up and begins anew."""
+        """Abort a request and begin it again."""
         asked = self._asked[name]
         self.counts["asked_again"] += 1
         self.ask(name, asked.prompt, asked.max_tokens, 1, asked.at_once)
 
     def send_again(self, name: str) -> None:
-        """It sends a request to the decode engine once more, as it does if it has got no answer."""
+        """Send a request to decode again, as a router does without an answer."""
         params = self._params.get(name)
         if params is not None:
             self.counts["sent_again"] += 1
@@ -114,19 +114,19 @@ class Router:
             self._admit(self._pair.decode, self._id(name), asked.prompt, asked.max_tokens, dict(params))
 
     def malform(self, what: str) -> None:
-        """The parameters of the next request for decode are wrong in this way (MALFORMED)."""
+        """Put this fault into the parameters of the next request for decode (MALFORMED)."""
         self.malformed.append(what)
 
     def forget(self, name: str) -> None:
-        """Its client is gone."""
+        """Drop a request whose client has disconnected."""
         self._to_send = [each for each in self._to_send if each[1] != name]
 
     def forget_params(self) -> None:
-        """Nothing is sent again."""
+        """Never send a request again."""
         self._params.clear()
 
     def answered(self, engine: PairEngine, output: Any) -> None:
-        """A request of an engine has ended."""
+        """Handle the end of a request in an engine."""
         name = output.request_id.rpartition("-")[0]
         params = output.kv_transfer_params
         aborted = "abort" in str(output.finish_reason).lower()
@@ -140,7 +140,7 @@ class Router:
             self._to_send.append((due, name, engine.connector.for_decode(name, params)))
 
     def tick(self) -> None:
-        """A step begins: what is due is sent."""
+        """Begin a step: send the messages that are due."""
         now = self._pair.network.now
         due = [each for each in self._to_send if each[0] <= now]
         self._to_send = [each for each in self._to_send if each[0] > now]

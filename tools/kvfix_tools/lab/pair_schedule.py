@@ -1,4 +1,4 @@
-"""Schedules for two engines with NixlConnector (pair.py), drawn from a seed, and what their steps do."""
+"""Schedules for two engines with NixlConnector (pair.py): draw them from a seed, and make their steps."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ if TYPE_CHECKING:
 DrawnStep = tuple[Any, ...]
 
 _ENGINES = ("prefill", "decode")
-#: How often each step is drawn. A plain schedule has no faults.
+#: Weight of each step. A plain schedule has no faults.
 _PLAIN = {"step": 60, "ask": 12, "ask_decode": 2, "take_blocks": 2, "free_blocks": 3, "budget": 1, "reset": 1}
 _FAULTS = {
     "abort": 4, "preempt": 3, "step_alone": 5, "time_passes": 1, "router_takes": 1, "send_again": 1, "ask_again": 1,
     "malform": 1, "fail": 2, "handshakes_take": 1, "restart": 1,
 }  # fmt: skip
-#: The same where the prefill engine writes. Requests that are with both engines at once may have them wait for each
-#: other.
+#: Weights in push mode. With requests in both engines at once, the engines can wait for each other.
 _PUSH_FAULTS = {"ask": 6, "ask_at_once": 6, "writers_take": 1, "fail": 3}
 KINDS = frozenset((*_PLAIN, *_FAULTS, *_PUSH_FAULTS))
-#: Requests that the router can do this with.
+#: {step: requests that the router can make it with}
 _AGAIN = {"send_again": "sent", "ask_again": "asked"}
-#: Seconds of a lease. A peer that waits renews it at each sixth of it, by two thirds.
+#: Seconds of a lease. A waiting peer renews it after each sixth of the time, by two thirds.
 _LEASES = (3, 6, 30)
-#: Ranks of both engines, where one has several.
+#: Ranks of both engines, if one has several.
 _RANKS = ((1, 2), (1, 2), (2, 1), (2, 1), (2, 2), (2, 4), (4, 2), (1, 4), (4, 1))
 #: See pair_router.MALFORMED.
 _MALFORMED = (
@@ -42,7 +41,7 @@ _MALFORMED = (
 def draw(
     seed: int, connector: str, plain: bool = False, lacks: Collection[str] = ()
 ) -> tuple[Options, tuple[DrawnStep, ...]]:
-    """Options and steps of this seed."""
+    """Draw options and steps of this seed."""
     rng = random.Random(f"{connector} {seed}")
     block = rng.choice((4, 8, 16))
     blocks, decode_blocks = rng.randrange(12, 40), rng.randrange(12, 40)
@@ -52,7 +51,7 @@ def draw(
     if push and not plain:
         extra["push_registration_timeout"] = rng.choice((5.0, 30.0))
     elif not plain and rng.random() < 0.25:
-        # KVF319 is not for it: no lease ends before its read
+        # KVF319 does not cover this: no lease may expire before its read
         extra |= {"bidirectional_kv_xfer": True, "kv_lease_duration": 30}
         extra |= {"decoder_kv_blocks_ttl": 3, "kv_recompute_threshold": 8}
     options = Options(
@@ -71,7 +70,7 @@ def draw(
         kv_load_failure_policy="recompute" if plain else rng.choice(("recompute", "recompute", "fail")),
         policy="fcfs" if plain or rng.random() < 0.8 else "priority",
     )
-    # from a generator of its own, so that the rest of a seed is the same where they are not drawn
+    # a separate generator, so that the rest of a seed stays the same without them
     own = random.Random(f"ranks {connector} {seed}")
     if connector in WITH_RANKS and not plain and own.random() < 0.3:
         options = _with_ranks(options, own)
@@ -90,9 +89,9 @@ def draw(
 
 
 def _with_ranks(options: Options, rng: random.Random) -> Options:
-    """With several ranks in one engine or in both.
+    """Add several ranks to one engine or both.
 
-    Where the side that reads, or writes, has fewer than the other, that one has a head in each at least: else vLLM
+    If the reading or writing side has fewer ranks, each rank of the other side needs at least one head: otherwise vLLM
     refuses the handshake (base_worker.py 0.32.0:2450).
     """
     prefill, decode = rng.choice(_RANKS)
@@ -110,7 +109,7 @@ def _with_ranks(options: Options, rng: random.Random) -> Options:
 
 
 def _with_windows(options: Options, rng: random.Random) -> Options:
-    """With one or two KV groups of sliding windows, and blocks for them."""
+    """Add one or two KV groups of sliding windows, and blocks for them."""
     block = options.block_size
     windows = tuple(rng.sample((block, 2 * block, 2 * block + 1, 4 * block), rng.choice((1, 1, 2))))
     more = -(-options.max_model_len // block) * len(windows)
@@ -129,7 +128,7 @@ def _step(rng: random.Random, kind: str, number: int, options: Options, room: in
         # few prompts, so that they share prefixes; lengths around the edges of blocks
         whole = rng.randrange(1, max(2, room // block)) * block
         tokens = max(1, min(room - 40, whole + rng.choice((-1, 0, 0, 1, rng.randrange(block)))))
-        # a prompt of one token is prefilled whole: KVF353 has no token less to compute
+        # KVF353 cannot prefill one token less of a prompt of one token
         more = 1 if options.windows and tokens == 1 else 20
         generated = (rng.choice((1, 1, 1, more)),) if kind != "ask_decode" and not plain else ()
         return (kind, f"r{number}", rng.randrange(3), tokens, rng.choice((1, 2, 5, 20, 30)), *generated)
@@ -151,7 +150,7 @@ def _step(rng: random.Random, kind: str, number: int, options: Options, room: in
     if kind == "fail":
         return (kind, rng.choice(("transfer", "handshake", "setup", "notice")), rng.choice((1, 1, 3)))
     if kind == "restart":
-        # vLLM starts with no fewer than the longest request takes
+        # vLLM does not start with fewer blocks than the longest request needs
         longest = -(-options.max_model_len // block)
         return (kind, engine, rng.randrange(longest + 2, 42) + longest * len(options.windows))
     if kind == "take_blocks":
@@ -162,7 +161,7 @@ def _step(rng: random.Random, kind: str, number: int, options: Options, room: in
 
 
 def move(pair: Pair, step: DrawnStep) -> None:
-    """One step; one that does not fit (an abort where no request is open) does nothing."""
+    """Make one step. A step that is not possible, such as an abort without an open request, does nothing."""
     kind, *rest = step
     if kind in ("ask", "ask_at_once", "ask_decode"):
         name, seed, tokens, max_tokens, *more = rest
@@ -187,7 +186,7 @@ def move(pair: Pair, step: DrawnStep) -> None:
 
 
 def _open(pair: Pair) -> list[str]:
-    """Requests of clients that wait for an answer."""
+    """Return requests whose clients wait for an answer."""
     waiting = pair.router.waiting
     for engine in pair.engines:
         waiting |= {name.rpartition("-")[0] for name, each in engine.requests.items() if not each.is_finished()}

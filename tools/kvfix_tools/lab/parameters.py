@@ -1,11 +1,10 @@
-"""What a request can say in its `kv_transfer_params`, by connector, in right forms and in wrong ones."""
+"""Valid and invalid `kv_transfer_params` of a request, by connector."""
 
 from __future__ import annotations
 
 from typing import Any
 
-#: What a request can ask of LMCache's in-process connector, in its `kv_transfer_params`: to store nothing of it, or to
-#: hand it on to a decoder, as a proxy asks the instance for prefill.
+#: For LMCache's in-process connector: store nothing, or send the KV to a decoder.
 OF_LMCACHE: dict[str, dict[str, Any]] = {
     "skip_save": {"lmcache.skip_save": True},
     "prefill": {
@@ -15,14 +14,14 @@ OF_LMCACHE: dict[str, dict[str, Any]] = {
         },
     },
 }  # fmt: skip
-#: What it can ask of vLLM's OffloadingConnector.
+#: For vLLM's OffloadingConnector.
 OF_OFFLOADING: dict[str, dict[str, Any]] = {
     "load_little": {"max_load_tokens": 40},
     "load_nothing": {"max_load_tokens": 0},
     "store_little": {"max_offload_tokens": 40},
     "store_nothing": {"max_offload_tokens": 0},
     "load_of_cpu": {"kv_load_tiers": [{"medium": "cpu"}]},
-    # and in a form that it does not know
+    # invalid values
     "limits_of_no_kind": {"max_load_tokens": "40", "max_offload_tokens": -1},
     "limits_as_flags": {"max_load_tokens": True, "max_offload_tokens": 1.5},
     "limits_beyond_all": {"max_load_tokens": 1 << 60, "max_offload_tokens": 1 << 60},

@@ -1,8 +1,8 @@
-"""`kvfix lab replay FILE`: what is in an engine's recorder file, made to happen again in the lab, as far as it goes.
+"""`kvfix lab replay FILE`: play the events of an engine's recorder file in the lab, as far as possible.
 
-On record are lengths, arrivals, answers of lookups, grants, preemptions, failed loads, ends; not prompts, nor the steps
-without an event. So the lab's requests have prompts of their own, and it steps until what is next on record can happen:
-who waited for blocks waits again, with as much of its prefix in vLLM as then.
+A record has lengths, arrivals, lookup results, grants, preemptions, failed loads and ends, but no prompts and no steps
+without an event. So the lab's requests have other prompts, and the lab makes steps until the next event of the record
+can happen. Requests that waited for blocks wait again, with the same number of tokens in the prefix cache.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ if TYPE_CHECKING:
     from kvfix.ledger.events import Event
     from kvfix_tools.lab.lab_engine import LabEngine
 
-#: Connectors by the classes that vLLM loads. Which of the two with the same name it was, the recorder does not say.
+#: {class of a connector: connector of the lab}. Two connectors have the same class name, and the record has only the
+#: name.
 KINDS = {"LMCacheConnectorV1": "v1", "LMCacheMPConnector": "mp", "LMCacheMPConnectorUpstream": "mp-in-tree"}
-#: Generated tokens of a request that has not ended on record; steps that are made for one event at most.
+#: Generated tokens of a request without an end in the record, and maximum steps for one event.
 ENDLESS, MOST_STEPS = 1 << 14, 2000
 
 
 class Replayed(NamedTuple):
-    """findings: what kvfix reports in the lab; on_record: what is violated in the record itself.
+    """findings: reports of kvfix in the lab. on_record: violations in the record itself.
 
-    short: what could not be made to happen, in words.
+    short: differences between the lab and the record.
     """
 
     findings: list[Finding]
@@ -42,14 +43,14 @@ class Replayed(NamedTuple):
 
 
 def kinds(findings: list[Finding]) -> list[list[str]]:
-    """Rules and requests, each once, in order."""
+    """Return [rule, request] of the findings, each once, in their order."""
     return [list(kind) for kind in dict.fromkeys((finding.code, finding.request) for finding in findings)]
 
 
 def options(found: recording.Recording) -> Options:
-    """The lab's for this record. Raises ValueError where it does not say, or the lab has no such connector.
+    """Return the options for this record. Raises ValueError if it has no sizes or an unknown connector.
 
-    Blocks are there in plenty: who waits on record is made to.
+    There are enough blocks. The lab takes blocks where a request of the record waited for some.
     """
     lines = [line for line in found.connectors.values() if line.get("role") == "SCHEDULER"]
     known = [line for line in lines if line["name"] in KINDS and line.get("sizes")]
@@ -73,7 +74,7 @@ def options(found: recording.Recording) -> Options:
 
 
 def replay_file(path: Path, fixes: bool) -> Replayed:
-    """Raises OSError and ValueError for a file that cannot be played."""
+    """Play a recorder file. Raises OSError and ValueError for a file that cannot be played."""
     found = recording.read(path)
     wanted = options(found)
     roles = {number: line.get("role") for number, line in found.connectors.items()}
@@ -89,7 +90,7 @@ def replay_file(path: Path, fixes: bool) -> Replayed:
 
 
 class _Player:
-    """Makes one event after the other happen: a method for each kind of event that can be made."""
+    """Makes the events of a record happen in order. It has a method for each kind of event that it can make."""
 
     def __init__(self, engine: LabEngine, events: list[Event]) -> None:
         self.engine = engine
@@ -138,7 +139,7 @@ class _Player:
             self._compute(request, event.computed + event.tokens)
 
     def _preempted(self, event: ev.Preempted, later: list[Event]) -> None:
-        """When it is asked about again it has so many tokens, of which so many were computed."""
+        """Preempt the request with as many tokens as its next Asked event has."""
         request = self.engine.requests.get(event.request)
         asked = next((each for each in later if isinstance(each, ev.Asked)), None)
         if request is None or request not in self.engine.scheduler.running:
@@ -162,7 +163,7 @@ class _Player:
         self._step_until(request.is_finished)
 
     def _compute(self, request: Any, tokens: int) -> None:
-        """So many of the request's tokens, and not one more: what is stored depends on it."""
+        """Compute exactly so many of the request's tokens: the stores depend on it."""
         self._step_until(
             lambda: request not in self.engine.scheduler.running or request.num_computed_tokens >= tokens,
             lambda: tokens - request.num_computed_tokens + len(self.engine.scheduler.running) - 1,
@@ -179,7 +180,7 @@ class _Player:
         self.short.append(f"nothing came of it in {MOST_STEPS} steps")
 
     def _seed(self, event: ev.Asked) -> int:
-        """A prompt of its own; where vLLM had some of it already, the one of a request that has computed so much."""
+        """Return a new prompt or, if vLLM had a prefix of it, the prompt of a request with as many computed tokens."""
         if event.computed:
             for name, reached in reversed(self._reached.items()):
                 if reached >= event.computed and name in self._seeds:

@@ -1,7 +1,7 @@
-"""What happens in a run as events of the ledger, what is wrong with it, and counts of what the run has done.
+"""The events, findings and counters of a run in the lab.
 
-Not those of kvfix's own hooks in an engine (kvfix.connector_events): these have what the connector says. The lab has
-every question, every request in every step, and what its memory has really moved, on the lab's own time.
+kvfix.connector_events records the statements of a connector in an engine. The lab records every call, every request in
+every step, and the real moves of its memory, with the lab's time.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from kvfix_tools.lab.counts import Counts
 from kvfix_tools.lab.model import Model
 from kvfix_tools.lab.options import Options
 
-#: Steps that a request may wait for a load that is not in flight: longer than an answer takes.
+#: Maximum steps that a request waits for a load that is not in flight: longer than an answer takes.
 STUCK = 8
 #: Seconds that LMCache waits for a lookup (lookup_timeout_ms).
 LOOKUP_TIMEOUT = 3.0
 
 
 class RequestEvents:
-    """`log`: (step, event). `findings`: what rules say of them, the ledger's and the lab's own."""
+    """log: (step, event). findings: of the rules of the ledger and the lab."""
 
     def __init__(self, scheduler: Scheduler, connector: Connector, model: Model, options: Options) -> None:
         self._scheduler = scheduler
         self._connector = connector
         self._model = model
         self._ranks = options.ranks
-        #: request -> what each rank has loaded of what is due, as (end, tokens)
+        #: {request: [(end, tokens) of each rank that has loaded]}
         self._arrived: dict[str, dict[int, tuple[int, int]]] = {}
         self._found: dict[str, int] = {}
         self.steps = 0
@@ -46,13 +46,13 @@ class RequestEvents:
         self.counts = Counts(options)
         if model.drafter is not None:
             model.drafter.counts = self.counts
-        #: Tokens of the block that vLLM drops at the end of a hit, for EAGLE; 0: of none.
+        #: Tokens of the block that vLLM drops at the end of a hit for EAGLE; 0 without EAGLE.
         self._dropped = options.block_size if getattr(scheduler, "use_eagle_block_drop", False) else 0
         self._by_priority = options.policy == "priority"
-        #: request -> what LMCache has promised last
+        #: {request: LMCache's last promise}
         self._promised: dict[str, int] = {}
-        #: Requests that were there while the server was silent: LMCache stores nothing of them meanwhile, and their
-        #: read locks last until the server times them out.
+        #: Open requests while the server did not answer: LMCache stores nothing for them, and their read locks time
+        #: out.
         self.met_silence: set[str] = set()
         self._ledger = Ledger()
         self._ended: set[str] = set()
@@ -60,13 +60,13 @@ class RequestEvents:
         self._open: dict[str, Any] = {}
         self._preemptions: dict[str, int] = {}
         self._waited: dict[str, int] = {}
-        #: That no request can move, and in how many steps in a row.
+        #: The last verdict that no request can move, and its number of steps in a row.
         self._still: tuple[Answer | None, int] = (None, 0)
-        #: Requests for which the connector has not decided what it promises.
+        #: Requests whose promise is not known yet.
         self.undecided: set[str] = set()
-        #: request -> tokens that its last lookup found
+        #: {request: tokens that its last lookup found}
         self.hits: dict[str, int] = {}
-        #: Requests whose load may come short because the schedule makes it; "" for all.
+        #: Requests whose loads the schedule lets fail; "" for all requests.
         self.may_fail: set[str] = set()
 
     @property
@@ -74,12 +74,12 @@ class RequestEvents:
         return self._model
 
     def add(self, event: ev.Event) -> None:
-        """The ledger's rules look at it."""
+        """Add an event and check the rules of the ledger."""
         self.log.append((self.steps, event))
         self.findings += self._ledger.feed(event)
 
     def violated(self, rule: rules.LabRule, request: str, message: str) -> None:
-        """A rule of the lab's own is violated."""
+        """Add a violation of a rule of the lab."""
         self.findings.append(self.finding(rule, request, message))
 
     def finding(self, rule: rules.LabRule, request: str, message: str) -> Finding:
@@ -87,7 +87,7 @@ class RequestEvents:
         return Finding(rule.code, rule.name, "violated", request, message, event)
 
     def wrap_hooks(self, connector: Any) -> None:
-        """Record the hooks' answers. The wrappers are set on the instance, over what the class has, fixes included."""
+        """Record the hooks' answers. The wrappers on the instance call the class's functions, including fixes."""
         ask, grant = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
 
         def asked(request: Any, computed: int) -> Any:
@@ -110,16 +110,16 @@ class RequestEvents:
         connector.update_state_after_alloc = granted
 
     def _block_is_dropped(self, request: Any, computed: int) -> bool:
-        """Whether vLLM has one block more of the request than it says, which it computes anew for EAGLE."""
+        """Return True if vLLM has one more block of the request, which it computes again for EAGLE."""
         if not self._dropped or computed + self._dropped >= request.num_tokens or computed % self._dropped:
             return False
         pool = self._scheduler.kv_cache_manager.block_pool
         return bool(pool.get_cached_block(request.block_hashes[computed // self._dropped], [0]))
 
-    # ------------------------------------------------------------------ what the scheduler did
+    # ------------------------------------------------------------------ events of the scheduler
 
     def admitted(self, name: str) -> None:
-        """Forget an earlier request of this id."""
+        """Forget an earlier request with this id."""
         self._ended.discard(name)
         self._open[name] = self._model.requests[name]
         self._preemptions[name] = 0
@@ -148,7 +148,7 @@ class RequestEvents:
             self.add(ev.Scheduled(name, done, tokens, capacity, name in first))
 
     def _count_priority(self, admitted: set[str]) -> None:
-        """Requests that were admitted before one which came earlier."""
+        """Count requests that were admitted before an earlier one."""
         waiting = [request.arrival_time for request in self._scheduler.waiting]
         requests = (self._model.requests[name] for name in admitted if waiting)
         self.counts["came_first_by_priority"] += sum(each.arrival_time > min(waiting) for each in requests)
@@ -162,7 +162,7 @@ class RequestEvents:
             self.add(ev.Finished(name, False))
 
     def check_text(self, name: str) -> None:
-        """At its end; of a session also if it waits for input then."""
+        """Check the text of a request at its end, and of a session that waits for input."""
         at = self._model.wrong_text(name)
         if at is not None:
             self.violated(rules.WRONG_TEXT, name, f"token {at} is not what the model says there")
@@ -177,9 +177,9 @@ class RequestEvents:
         self._end(name)
 
     def stuck(self) -> None:
-        """Which requests wait for a load that is not in flight, for longer than an answer takes.
+        """Report requests that wait for a load that is not in flight, for longer than an answer takes.
 
-        One whose load is done and reported waits for a place in a step, as all do.
+        After the report of its load, a request only waits for blocks, as all requests do.
         """
         done = self._scheduler.finished_recving_kv_req_ids | self._scheduler.failed_recving_kv_req_ids
         for name, request in self._open.items():
@@ -190,10 +190,10 @@ class RequestEvents:
                 self.add(ev.Stuck(name, STUCK))
 
     def stands_still(self, answer: Answer | None) -> None:
-        """Whether a request can move, after a step that has scheduled nothing; None: after another one.
+        """Report that no request can move. answer: after a step that scheduled nothing; None: after any other step.
 
-        It is reported if three steps in a row say so: a lookup may have been answered since the scheduler asked for it,
-        and the answer thrown away as that of one that was given up (KVF036).
+        The verdict must hold in three steps in a row. A lookup may have been answered after the scheduler read the
+        answer, or its answer may be dropped as the late answer of another lookup (KVF036).
         """
         before, steps = self._still
         if answer is None or answer.verdict != "violated":
@@ -204,29 +204,29 @@ class RequestEvents:
             self.violated(rules.NO_REQUEST_CAN_MOVE, answer.request, answer.message)
 
     def never_end(self) -> None:
-        """All blocks are free, many steps were made, and these requests are still there."""
+        """Report requests that have not ended after many steps with free blocks."""
         for name, request in self._model.requests.items():
             if not request.is_finished():
                 self.violated(rules.NEVER_ENDS, name, f"is {request.status.name} for ever")
 
     def leaked(self) -> None:
-        """All requests have ended: what the connector keeps of them."""
+        """Report state that the connector keeps after the end of all requests."""
         for where, names in self._connector.kept().items():
             for name in sorted(names & self._ended):
                 self.add(ev.Left(name, where))
 
-    # ------------------------------------------------------------------ what the connector did
+    # ------------------------------------------------------------------ events of the connector
 
     def found(self, name: str, tokens: int, rank: int) -> None:
-        """A rank answers a lookup."""
+        """Record a rank's answer to a lookup."""
         if not rank:
             self._found[name] = tokens
         self.counts["ranks_differ"] += self._found.get(name) != tokens
 
     def loaded(self, name: str, end: int, tokens: int, rank: int = 0) -> None:
-        """A load is done in this rank: so many tokens were moved, the last before `end`.
+        """Record the end of a load in this rank. It moved so many tokens, up to `end`.
 
-        With several ranks it is done with the last of them, and has brought what it has in all.
+        With several ranks the load ends with the last rank, and brings the tokens that all ranks have.
         """
         arrived = self._arrived.setdefault(name, {})
         arrived[rank] = end, tokens
@@ -246,10 +246,10 @@ class RequestEvents:
             self.may_fail.discard(name)
 
     def stored(self, name: str, tokens: list[int], start: int, end: int, rank: int = 0) -> None:
-        """What was hit is there, also if the load of it failed. All ranks are to store the same.
+        """Record a store. All ranks must store the same tokens. Tokens of a hit count as cached, even if their load
+        failed.
 
-        What an ended request has computed in its last step is in no event; such a store, of a connector whose stores
-        outlive their requests, is in none either.
+        A store of an ended request is no event: the tokens of its last step are in no event.
         """
         request = self._model.requests[name]
         if not rank:
@@ -268,11 +268,11 @@ class RequestEvents:
         self.violated(rules.WRONG_CONTENT, name, message)
 
     def right(self, name: str) -> list[int]:
-        """The right contents of this request's tokens."""
+        """Return the right contents of this request's tokens."""
         return self._model.right(name)
 
     def lookup_timed_out(self, name: str) -> None:
-        """The scheduler has waited for it."""
+        """Record a lookup that the scheduler has waited for until its timeout."""
         self.seconds += LOOKUP_TIMEOUT
         self.add(ev.TimedOut(name, LOOKUP_TIMEOUT, self.seconds))
 

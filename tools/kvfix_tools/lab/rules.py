@@ -1,6 +1,6 @@
-"""Rules that only the lab can check: it has the slots, the requests and the server. LAB007 is about kvfix itself.
+"""Rules that only the lab can check, because it has the slots, the requests and the server.
 
-The rules of the ledger (KVR) are in kvfix.ledger.rules; of both a `Finding` has code and name.
+The rules of the ledger (KVR) are in kvfix.ledger.rules.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class LabRule(NamedTuple):
-    """`code` and `name` are for users; `doc` explains it."""
+    """A rule. code, name, doc: for users."""
 
     code: str
     name: str
@@ -18,86 +18,92 @@ class LabRule(NamedTuple):
 
 RULES = (
     LabRule("LAB001", "wrong-content", """\
-Each slot that a step reads holds the KV of the token that belongs there, and so does each chunk that is stored.
+Each slot that a step reads, and each stored chunk, holds the KV of the right token.
 
-A slot of the lab holds the hash of all tokens up to the one whose KV it stands for: a load into the wrong slot, a
-stale block, KV of another prompt, tenant or adapter is found where it is read. In an engine it is wrong text."""),
+A slot of the lab holds the hash of all tokens up to its own token. So the lab finds a load into a wrong slot, a stale
+block, and KV of another prompt, tenant or adapter. An engine generates wrong text from it."""),
     LabRule("LAB002", "load-came-short", """\
-A load brings all tokens that were promised, but where the schedule makes it fail.
+A load brings all promised tokens, unless the schedule makes it fail.
 
-What it does not bring vLLM computes again, or ends the request with an error (`kv_load_failure_policy`)."""),
+vLLM computes missing tokens again, or ends the request with an error (`kv_load_failure_policy`)."""),
     LabRule("LAB003", "never-ends", """\
-Every request ends, once all blocks are free and many steps were made: else its client waits for ever."""),
+Every request ends after many steps with free blocks. Otherwise its client waits for ever."""),
     LabRule("LAB004", "not-stored", """\
-Each whole chunk of a prompt that was computed is in the cache afterwards, where the scenario expects it."""),
+The cache has each whole chunk of a computed prompt, if the scenario expects it."""),
     LabRule("LAB005", "harmed-by-others", """\
-A request none of whose own loads has failed ends with an answer, not with an error."""),
+A request without a failed load ends with an answer, not with an error."""),
     LabRule("LAB006", "not-found", """\
-A lookup finds what is in the cache, where the scenario expects it."""),
+A lookup finds the cached chunks, if the scenario expects it."""),
     LabRule("LAB007", "fault-of-kvfix", """\
-Nothing goes wrong in kvfix itself.
+kvfix itself has no error.
 
-An engine goes on without the fix and logs it once; in the lab it is a violation, so that it is noticed."""),
+An engine logs the error once and continues without the fix. In the lab the error is a violation."""),
     LabRule("LAB008", "wrong-text", """\
-Each token of an answer is the one that the model samples after the tokens before it.
+The model samples each token of an answer from the right tokens before it.
 
-A token sampled in the lab is a function of all tokens before it, and another one where the step has read wrong KV."""),
+In the lab a sampled token is a function of all tokens before it. A step that has read wrong KV samples another
+token."""),
     LabRule("LAB009", "no-request-can-move", """\
-Where requests wait, something runs, is in flight or is owed; or the first of them has the blocks that it needs.
+If requests wait, a request runs, a transfer or lookup is in flight, or the first waiting request has enough blocks.
 
-vLLM asks its waiting requests in order and stops at the first one that it has no blocks for. If nothing runs and
-nothing is in flight, no block ever comes free (kvfix.ledger.liveness)."""),
+vLLM admits its waiting requests in order and stops at the first one that it has no blocks for. If nothing runs and
+nothing is in flight, no block ever becomes free (kvfix.ledger.liveness)."""),
     LabRule("LAB010", "stored-against-policy", """\
-Nothing is stored that is not to be.
+No request is stored that must not be stored.
 
-That is by a kv_consumer, and of a request that asks LMCache for `lmcache.skip_save` and names no decoder, or the
-OffloadingConnector for `max_offload_tokens` 0."""),
+A kv_consumer stores nothing. A request must not be stored if it asks LMCache for `lmcache.skip_save` and names no
+decoder,
+or OffloadingConnector for `max_offload_tokens` 0."""),
     LabRule("LAB015", "answer-changes", """\
-`get_num_new_matched_tokens` answers the same where it is asked again at once: a question changes nothing.
+A second call of `get_num_new_matched_tokens` returns the same answer: the hook has no side effects.
 
 vLLM asks in each step until it has blocks for the request ("might be called multiple times for a given request and
 should be side-effect free", vllm/distributed/kv_transfer/kv_connector/v1/base.py 0.32.0:15)."""),
     LabRule("LAB016", "wrong-kind-of-answer", """\
-Each hook answers what the base class says, in kind: numbers, flags, sets; and metadata that can be pickled.
+Each hook returns the type that the base class documents, and metadata can be pickled.
 
-A number of tokens or None, with a flag that is False where nothing is to be loaded (v1/base.py 0.32.0:503-511); from
-`request_finished` a flag and a dict or None; metadata reach workers in other processes by pickle."""),
+`get_num_new_matched_tokens` returns a number of tokens or None, and a flag that is False if there is no load
+(v1/base.py 0.32.0:503-511). `request_finished` returns a flag, and a dict or None. vLLM sends metadata to workers in
+other
+processes by pickle."""),
     LabRule("LAB017", "blocks-never-given-back", """\
-Blocks that vLLM keeps for the connector at a request's end come free: the transfer is reported as done.
+Blocks that vLLM keeps for the connector at a request's end become free: the transfer is reported as done.
 
-`request_finished` has said True, or a load ran when the request was aborted. vLLM frees them when the worker's role
-reports the request as sent, or as received (scheduler.py 0.32.0:3209). Else the engine runs out of blocks."""),
+vLLM keeps the blocks if `request_finished` returns True, or if a load runs when the request is aborted. vLLM frees them
+when the worker reports the request as sent or received (scheduler.py 0.32.0:3209). Otherwise the engine runs out of
+blocks."""),
     LabRule("LAB018", "changes-what-is-not-its-own", """\
-`build_connector_meta` leaves the scheduler's output as it is (v1/base.py 0.32.0:605-611).
+`build_connector_meta` does not change the scheduler's output (v1/base.py 0.32.0:605-611).
 
-The model runner computes what is in it."""),
+The model runner computes the tokens of this output."""),
     LabRule("LAB019", "nothing-was-in-flight", """\
-A request is reported as sent, or as received, once, and only if it was to be.
+A request is reported as sent or received once, and only after such a transfer.
 
-As sent: after `request_finished` has said True. As received: after a load between steps was granted. On anything else
-vLLM asserts, and EngineCore dies; or it frees blocks that are in use (scheduler.py 0.32.0:3222-3235)."""),
+A request is sent after `request_finished` has returned True, and received after vLLM has granted a load between steps.
+At
+any other report vLLM asserts and EngineCore dies, or vLLM frees blocks in use (scheduler.py 0.32.0:3222-3235)."""),
     LabRule("LAB020", "blocks-held", """\
-All requests of two engines have ended, and all leases between them: then all blocks are free."""),
+All blocks of two engines are free when all their requests and leases have ended."""),
     LabRule("LAB021", "thread-died", """\
-A thread of an engine that answers others goes on: what they ask for is else never answered, and nothing says so."""),
+A thread that answers another engine does not end. Otherwise requests to it are never answered, without an error."""),
     LabRule("LAB022", "kept-of-peer", """\
-All requests of two engines have ended, and all leases between them: then neither keeps anything of the other's."""),
+Neither of two engines keeps state of the other one when all requests and leases have ended."""),
     LabRule("LAB025", "coroutine-raised", """\
-No coroutine of an engine that nobody waits for raises: what it was to do is left undone, and nothing says so."""),
+No coroutine raises while no code waits for it. Otherwise its work is not done, without an error."""),
     LabRule("LAB026", "awaited-in-vain", """\
-No decode request waits for a prefill that has ended, or was aborted, and is not sent: it would until a timeout."""),
+No decode request waits, until a timeout, for a prefill that has ended or was aborted and will not be sent."""),
     LabRule("LAB027", "differs-from-model", """\
-With `--transfers real` NIXL does what the lab's model of it does: events, statuses, tokens and contents, step by step.
+With `--transfers real` NIXL and the lab's model give the same events, statuses, tokens and contents in each step.
 
-If it does not, what the lab finds with the model may not be so in an engine."""),
+If they differ, findings with the model may not be true for an engine."""),
     LabRule("LAB028", "memory-held", """\
-All requests have ended, and no copy is in flight: then all blocks are free, those of the connector's CPU memory too.
+All blocks of GPU and CPU memory are free when all requests have ended and no copy is in flight.
 
-A hit, a load and a store hold the blocks that they are about. What is held by none of them is lost to the engine."""),
+Hits, loads and stores hold blocks. The engine loses a block that is held for another reason."""),
     LabRule("LAB029", "never-rests", """\
-All requests ended many steps ago: then a connector that offloads has copied what it is to copy, and the engine rests.
+Many steps after the end of all requests, an offloading connector has ended its copies, and the engine rests.
 
-Else it makes steps and copies for ever: time, power, and a cache whose contents go round."""),
+Otherwise the engine makes steps and copies for ever."""),
 )  # fmt: skip
 (
     WRONG_CONTENT, LOAD_CAME_SHORT, NEVER_ENDS, NOT_STORED, HARMED_BY_OTHERS, NOT_FOUND, FAULT_OF_KVFIX, WRONG_TEXT,

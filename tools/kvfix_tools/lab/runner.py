@@ -1,6 +1,6 @@
-"""Play scenarios in this process, as released or with the fixes, and say what came of them.
+"""Play scenarios in this process, as released or with the fixes, and return the outcomes.
 
-Importing this module imports neither vLLM nor LMCache; playing does, once for all scenarios.
+Importing this module imports neither vLLM nor LMCache.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from kvfix_tools.lab.scenario import Scenario
 if TYPE_CHECKING:
     from kvfix_tools.lab.lab_engine import LabEngine
 
-#: Opt-in fixes that the lab applies beside the default ones: the fuzzer draws their bugs. All engines have them.
+#: Opt-in fixes that the lab applies in all engines, because the fuzzer draws their bugs.
 NAMED = ("KVF123", "KVF208", "KVF219", "KVF222", "KVF319", "KVF322", "KVF353")
-#: Steps after a schedule: kvfix looks for what is kept of an ended request some steps later.
+#: Steps after a schedule: kvfix checks ended requests for leaks some steps later.
 AFTER = 40
-#: How the message of a finding begins that kvfix reported, to tell it from the lab's own.
+#: First words of the message of a finding that kvfix, and not the lab, has reported.
 REPORTED = "kvfix reports: "
 
 
 class Result(NamedTuple):
-    """`outcome`: violated (the expected rule), clean, or not-applicable. `also`: findings of other rules."""
+    """outcome: violated (the expected rule), clean, or not-applicable. also: findings of other rules."""
 
     slug: str
     fixes: bool
@@ -53,9 +53,9 @@ class Result(NamedTuple):
 
 
 def prepare(lmcache_path: str | None, needs: Sequence[str] = ("vllm", "lmcache")) -> None:
-    """Before anything is imported: this LMCache first, and its log lines off.
+    """Put this LMCache first on the path, and turn its log off. Call it before any import of LMCache.
 
-    needs: what must be installed. Raises ValueError where it is not, and for a wrong path.
+    needs: distributions that must be installed. Raises ValueError if one is missing, and for a wrong path.
     """
     if lmcache_path is not None:
         if not Path(lmcache_path, "lmcache", "__init__.py").is_file():
@@ -70,19 +70,19 @@ def prepare(lmcache_path: str | None, needs: Sequence[str] = ("vllm", "lmcache")
     os.environ.setdefault("LMCACHE_DISABLE_BANNER", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    # Else vLLM looks whether Triton is there, and a seed plays otherwise on a machine with a GPU (model.BlockTable).
+    # Otherwise vLLM uses model runner V2 if it finds Triton, and a seed plays differently there (model.BlockTable).
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     for dist in needs:
         if installed_source.package_dir(dist) is None:
             raise ValueError(f"{dist} is not installed here; the lab plays the real one")
-    # The fixes are applied anew for every scenario, and what is installed stays as it is: look for it once.
+    # The fixes are applied for every scenario, but the installed packages do not change: find them once.
     vars(installed_source)["version"] = functools.cache(
         getattr(installed_source.version, "__wrapped__", installed_source.version)
     )
 
 
 def expected(scenario: Scenario, releases: dict[str, str] | None = None) -> str:
-    """What must come of it without fixes: violated, clean or not-applicable. releases: default, what is installed."""
+    """Return the expected outcome without fixes. releases: by default the installed ones."""
     installed = releases or versions()
     if cannot_play(scenario.options.connector, installed) or missing(scenario.needs, installed):
         return "not-applicable"
@@ -90,7 +90,7 @@ def expected(scenario: Scenario, releases: dict[str, str] | None = None) -> str:
 
 
 def play(scenario: Scenario, fixes: bool, only: Sequence[str] = ()) -> Result:
-    """Play it once. The choice of kvfix in this process is set for it, and reverted afterwards.
+    """Play the scenario once, with kvfix's configuration set in this process and reverted afterwards.
 
     only: codes of the fixes. Default: the default fixes, NAMED, and the fixes of the scenario.
     """
@@ -118,15 +118,15 @@ def play(scenario: Scenario, fixes: bool, only: Sequence[str] = ()) -> Result:
 
 
 def played(*more: str) -> list[str]:
-    """Codes of the default fixes, of NAMED, and of these opt-in fixes."""
+    """Return the codes of the default fixes, of NAMED, and of these opt-in fixes."""
     return [fix.code for fix in catalogue.fixes() if not fix.opt_in or fix.code in (*NAMED, *more)]
 
 
 @contextmanager
 def applied(fixes: bool, mode: str = "fix", only: list[str] | None = None) -> Iterator[None]:
-    """The choice of kvfix in this process, reverted afterwards; the engine logs nothing. only: default, `played`.
+    """In this context kvfix is applied in this process, and the engine logs nothing. only: by default `played()`.
 
-    Without fixes and in mode `fix` kvfix is not there at all: all is as released.
+    Without fixes and in mode `fix`, kvfix does nothing.
     """
     with quiet():
         kvfix.revert()
@@ -140,7 +140,7 @@ def applied(fixes: bool, mode: str = "fix", only: list[str] | None = None) -> It
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """The engine's own log lines are not the lab's output."""
+    """In this context the engine logs nothing."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -149,12 +149,12 @@ def quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-# ---------------------------------------------------------------------- mode `check`: what an engine reports
+# ---------------------------------------------------------------------- reports in mode `check`
 
 
 @contextmanager
 def reported() -> Iterator[list[Finding]]:
-    """What kvfix reports meanwhile. Empty in the modes that look at no rule."""
+    """Yield a list of kvfix's reports in this context. It stays empty in modes that check no rules."""
     found: list[Finding] = []
     violations: Any = sys.modules.get("kvfix.connector_events.violations")
     if violations is None:
@@ -171,13 +171,13 @@ def reported() -> Iterator[list[Finding]]:
 
 
 def let_leaks_be_reported(engine: LabEngine) -> None:
-    """Make the steps after which kvfix, if it watches, looks for what is kept of the last requests."""
+    """Make the steps after which kvfix checks the last requests for leaks, if it watches."""
     if session.config is not None and session.config.watches:
         engine.step(AFTER)
 
 
 def reports(scenario: Scenario) -> list[str]:
-    """The reports of mode `check` without fixes, the first one first."""
+    """Return the reports of mode `check` without fixes, in their order."""
     with tempfile.TemporaryDirectory(prefix="kvfix-lab-") as folder:
         with mock.patch.dict("os.environ", KVFIX_DUMP_DIR=folder), applied(False, "check"):
             scenario.played(let_leaks_be_reported)

@@ -1,9 +1,7 @@
-"""A scenario: the shortest schedule that shows one bug, and the catalogue that finds them.
+"""A scenario: the shortest schedule that shows one bug, and the catalogue of all scenarios.
 
-A file in `scenarios/` has a dict `SCENARIOS` of one family: {slug: scenario}, or a tuple of two where vLLM's copy of
-the connector has the bug too. `doc` says what happens; the schedule shows it; `wrong` names the releases in which the
-rule must be violated. Which fix is for the bug, the fix says (kvfix.fixes). Listing scenarios imports neither vLLM nor
-LMCache.
+A file in `scenarios/` has a dict `SCENARIOS` of one family: {slug: scenario}, or a tuple of two if vLLM's copy of the
+connector has the bug too. A fix names its scenarios (kvfix.fixes). Listing scenarios imports neither vLLM nor LMCache.
 """
 
 from __future__ import annotations
@@ -25,32 +23,35 @@ from kvfix_tools.lab.steps import Step
 if TYPE_CHECKING:
     from kvfix_tools.lab.lab_engine import LabEngine
 
-#: Why the hooks of a connector do not show a bug.
-CONTENT = "only the contents of slots or chunks show it"
-SERVER = "only the server of the multi-process connector holds it"
-REQUEST = "no hook is called wrongly: what a request gets is what shows it"
-MEMORY = "it is kept on purpose, for a while: a step does not show that this is for ever"
-LAYERS = "a hook that is called for each layer raises, and those are not watched without `layers=yes`"
-WORKER = "what the worker has fetched is in a queue of LMCache's that has no names"
-#: The lab's rules for what slots and chunks hold.
-_OF_CONTENT = ("LAB001", "LAB004")
+#: Reasons why the hooks of a connector do not show a bug.
+CONTENT = "only the contents of slots or chunks show the bug"
+SERVER = "only the server of the multi-process connector holds the state"
+REQUEST = "no hook call is wrong: only the result of a request shows the bug"
+MEMORY = "the state is kept on purpose for a while: no hook shows that it is kept for ever"
+LAYERS = "a hook that is called for each layer raises, and kvfix does not watch these hooks without `layers=yes`"
+WORKER = "the fetched chunks are in a queue of LMCache that has no request ids"
+#: The lab's rules for the contents of slots and chunks.
+_CONTENT_RULES = ("LAB001", "LAB004")
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """rule: code that must be among the findings; text: what must stand in its message. wrong: releases where it must
-    be violated, {distribution: PEP 440 specifiers}; in all others that can play it, it must be clean. needs: releases
-    that can play it at all.
-    In an engine only the hooks of the connector are watched. not_in_hooks: why they do not show the bug; "": they do.
-    By default they show the ledger's rules, and not the lab's own.
-    hooks_rule: what they show, if not `rule`. hooks_releases: where they show it; (): wherever it is.
+    """A schedule, and the rule that it must violate.
+
+    - rule, text: code of a finding, and a part of its message
+    - wrong: {distribution: PEP 440 specifiers} of the releases with the bug. In all other releases that `needs` allows,
+      the schedule must have no finding.
+    - not_in_hooks: why an engine, where kvfix watches only hooks, does not show the bug; "": the hooks show it. By
+      default hooks show the rules of the ledger, but not those of the lab.
+    - hooks_rule: the rule that the hooks show, if that is not `rule`
+    - hooks_releases: LMCache releases in which the hooks show the bug; (): all
     """
 
     schedule: Sequence[Step]
     rule: str
     wrong: dict[str, str]
     text: str = ""
-    #: The request whose history it is.
+    #: The request of the finding.
     request: str = "r"
     options: Options = field(default_factory=Options)
     needs: dict[str, str] = field(default_factory=dict)
@@ -59,12 +60,12 @@ class Scenario:
     hooks_releases: tuple[str, ...] = ()
     #: Its key in SCENARIOS.
     name: str = ""
-    #: The title, then, after an empty line, what happens in detail.
+    #: One sentence: what the schedule shows. "": the title of the fix, which has only this scenario.
     doc: str = ""
 
     def __post_init__(self) -> None:
         if self.rule.startswith("LAB") and not (self.not_in_hooks or self.hooks_rule):
-            object.__setattr__(self, "not_in_hooks", CONTENT if self.rule in _OF_CONTENT else REQUEST)
+            object.__setattr__(self, "not_in_hooks", CONTENT if self.rule in _CONTENT_RULES else REQUEST)
 
     @property
     def slug(self) -> str:
@@ -72,22 +73,22 @@ class Scenario:
 
     @property
     def fixes(self) -> tuple[str, ...]:
-        """Codes of the fixes for this bug; none: it is not fixed."""
+        """Codes of the fixes for this bug. Empty if the bug is not fixed."""
         return tuple(fix.code for fix in catalogue.fixes() if fix.fixable and self.slug in fix.scenarios)
 
     @property
     def title(self) -> str:
-        return " ".join(self.doc.partition("\n\n")[0].split())
+        return self.doc or next((fix.title for fix in catalogue.fixes() if self.slug in fix.scenarios), "")
 
     def play(self, engine: LabEngine) -> None:
-        """Raises EngineDied where an exception leaves the scheduler."""
+        """Raises EngineDied if an exception leaves the scheduler."""
         for step in self.schedule:
-            # a copy: vLLM and LMCache may change what they are given
+            # a copy: vLLM and LMCache may change their arguments
             arguments, keywords = copy.deepcopy((step.arguments, step.keywords))
             engine.do(step.method, *arguments, **keywords)
 
     def played(self, then: Callable[[LabEngine], None] = lambda _: None) -> Any:
-        """A new engine that has played it, and done what comes `then`. That it died is among its findings."""
+        """Play the schedule on a new engine, call `then`, and return the engine. If it died, a finding says so."""
         from kvfix_tools.lab.lab_engine import EngineDied, LabEngine
 
         engine: Any = LabEngine(self.options) if self.options.connector not in PAIRS else _pair(self.options)
@@ -98,13 +99,13 @@ class Scenario:
 
 
 def mp_scenarios(
-    doc: str, schedule: Sequence[Step], rule: str, *, wrong: str = ">=0.4.5", vllm: str = ">=0.22.0", **more: Any
+    schedule: Sequence[Step], rule: str, *, wrong: str = ">=0.4.5", vllm: str = ">=0.22.0", **more: Any
 ) -> tuple[Scenario, Scenario]:
-    """The same schedule on LMCache's multi-process connector and on vLLM's copy of it.
+    """Return scenarios with this schedule for LMCache's multi-process connector and for vLLM's copy of it.
 
-    wrong: releases of LMCache that have the bug. vllm: releases of vLLM that show it, if not all that the lab can play.
-    Its copy has what LMCache's own of that time had; the lab plays it with the LMCache that it starts with.
-    more: of `Scenario` and of `Options`.
+    wrong: releases of LMCache that have the bug. vLLM's copy has the bugs of LMCache 0.4.4 to 0.4.6.
+    vllm: releases of vLLM that show the bug.
+    more: fields of `Scenario` and of `Options`.
     """
     names = {each.name for each in fields(Options)} & set(more)
     sizes = {"num_blocks": 60, "max_num_batched_tokens": 256, **{name: more.pop(name) for name in names}}
@@ -112,31 +113,29 @@ def mp_scenarios(
 
     def scenario(connector: str, wrong: dict[str, str], needs: dict[str, str]) -> Scenario:
         options = Options(connector=connector, **sizes)
-        return Scenario(schedule, rule, {"vllm": vllm, **wrong}, needs=needs, options=options, doc=doc, **more)
+        return Scenario(schedule, rule, {"vllm": vllm, **wrong}, needs=needs, options=options, **more)
 
     return scenario("mp", {"lmcache": wrong}, own), scenario("mp-in-tree", copied, copied)
 
 
 def pair_scenario(
-    doc: str, schedule: Sequence[Step], rule: str, *, wrong: str = ">=0.32", request: str = "r-00000002", **more: Any
+    schedule: Sequence[Step], rule: str, *, wrong: str = ">=0.32", request: str = "r-00000002", **more: Any
 ) -> Scenario:
-    """A schedule of two engines, which the lab plays with vLLM from 0.32 on.
+    """Return a scenario for two engines, which the lab plays with vLLM 0.32 and later.
 
-    wrong: releases of vLLM that have the bug. request: by default the first one, as decode knows it.
-    more: of `Scenario`.
+    wrong: releases of vLLM that have the bug. request: by default decode's id of the first request.
+    more: fields of `Scenario`.
     """
-    needs = {"vllm": ">=0.32"}
-    return Scenario(schedule, rule, {"vllm": wrong}, request=request, needs=needs, doc=doc, **more)
+    return Scenario(schedule, rule, {"vllm": wrong}, request=request, needs={"vllm": ">=0.32"}, **more)
 
 
 def _pair(options: Options) -> Any:
-    """Two engines and a router, in place of one engine."""
     return import_module("kvfix_tools.lab.pair").Pair(options)
 
 
 @functools.cache
 def scenarios() -> tuple[Scenario, ...]:
-    """All of them, by slug."""
+    """Return all scenarios, sorted by slug."""
     package = import_module("kvfix_tools.lab.scenarios")
     found: list[Scenario] = []
     for module in pkgutil.iter_modules(package.__path__):
@@ -148,5 +147,5 @@ def scenarios() -> tuple[Scenario, ...]:
 
 
 def find(slug: str) -> Scenario | None:
-    """The scenario of this slug; None if there is none."""
+    """Return the scenario with this slug, or None."""
     return next((scenario for scenario in scenarios() if scenario.slug == slug), None)

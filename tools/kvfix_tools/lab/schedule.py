@@ -1,4 +1,4 @@
-"""A schedule: the lab engine's options and the steps that it makes, as data. Drawn from a seed, played, saved, shrunk.
+"""A schedule: options and steps of a lab engine as data, drawn from a seed, played, saved and shrunk.
 
 {"kvfix-schedule": 1, "versions": {"vllm": "0.32.0", "lmcache": "0.5.6"}, "options": {...},
  "steps": [["admit", "r0", 3, 120, 8], ["step"], ...]}
@@ -18,21 +18,21 @@ from kvfix_tools.lab.options import CONNECTORS, OF_VLLM, PAIRS, Options
 FORMAT = 1
 DrawnStep = tuple[Any, ...]
 
-#: How often each step is drawn. A plain schedule has no faults.
+#: Weight of each step. A plain schedule has no faults.
 _PLAIN = {"step": 60, "admit": 10, "take_blocks": 2, "free_blocks": 3, "budget": 1, "reset_prefix_cache": 1}
 _FAULTS = {"abort": 4, "evict": 1, "fail_load": 2, "admit_again": 2, "timeout": 1, "preempt": 2}
-#: Only where lookups take time.
+#: Drawn only if lookups take time.
 _ASYNCHRONOUS = {"slow_lookups": 2, "wait": 1}
-#: Only where another connector is there: it has the next request, or one that was preempted.
+#: Drawn only with another connector, which has the next request or a preempted one.
 _MULTI_CONNECTOR = {"is_beside": 5}
-#: Drawn for three seeds of ten each, by what they are called in DRAWN_SINCE.
+#: Features of DRAWN_SINCE. Each is drawn for three of ten seeds.
 _SOMETIMES = {
     "pause": {"pause": 1, "unpause": 3},
     "sessions": {"session": 3, "input": 6, "end_input": 1},
     "roles": {"configured": 6, "stored_elsewhere": 3},
     "stops": {"server_stops": 1, "server_goes_on": 5},
 }
-#: Only where vLLM's OffloadingConnector is alone.
+#: Drawn only if vLLM's OffloadingConnector is alone.
 _OFFLOADING = {"fail_store": 2, "configured": 3}
 _SIMPLE_OFFLOAD = {"fail_store": 2}
 KINDS = frozenset(
@@ -41,7 +41,7 @@ KINDS = frozenset(
     _ASYNCHRONOUS, _MULTI_CONNECTOR, *_SOMETIMES.values(),
     pair_schedule.KINDS, multi_schedule.KINDS, mooncake_schedule.KINDS,
 )  # fmt: skip
-#: Who draws for two engines, where it is not pair_schedule.
+#: {connector: module that draws for two engines}, if that is not pair_schedule.
 _DRAW = {
     "nixl-multi": multi_schedule.draw,
     "nixl-push-multi": multi_schedule.draw,
@@ -62,7 +62,7 @@ class Schedule(NamedTuple):
 
     @classmethod
     def from_json(cls, text: str) -> tuple[Schedule, dict[str, str]]:
-        """The schedule and the versions it was found on. Raises ValueError for anything else than a saved schedule."""
+        """Return a saved schedule and the versions it was found on. Raises ValueError for any other text."""
         try:
             whole = json.loads(text)
             version = whole["kvfix-schedule"]
@@ -84,9 +84,11 @@ class Schedule(NamedTuple):
 def draw(
     seed: int, connector: str, plain: bool = False, lacks: Collection[str] = (), real_server: bool = False
 ) -> Schedule:
-    """The schedule of this seed. plain: default options of LMCache, no aborts, failed loads, evictions and sessions.
+    """Draw the schedule of this seed.
 
-    lacks: settings and options that what is installed does not have. real_server: for one, and what it is played with.
+    - plain: default options of LMCache, no aborts, failed loads, evictions or sessions
+    - lacks: settings and options that the installed releases do not have
+    - real_server: draw for a real server, with its options
     """
     if connector in PAIRS:
         return Schedule(*_DRAW.get(connector, pair_schedule.draw)(seed, connector, plain, lacks))
@@ -100,7 +102,7 @@ def draw(
     if options.beside:
         weights |= _MULTI_CONNECTOR
     if options.states and (options.drafter or (options.pipeline and options.async_scheduling)):
-        features -= {"sessions"}  # KVF905, for which there is no fix
+        features -= {"sessions"}  # KVF905 cannot be fixed
     for name, kinds in _SOMETIMES.items():
         weights |= kinds if name in features else {}
     if connector != "v1":
@@ -126,7 +128,7 @@ def draw(
 
 
 def _rank(rng: random.Random, kind: str, options: Options) -> DrawnStep:
-    """In which rank it happens, where there are several. A server's silence may concern all, and its cache is one."""
+    """Draw the rank of a step. A silent server can concern all ranks, and its cache is one for all."""
     kinds = ("fail_load", "fail_store", "lose_loads", "evict" if options.connector == "v1" else "")
     if options.ranks == 1 or kind not in kinds or (kind == "lose_loads" and rng.random() < 0.5):
         return ()
@@ -138,9 +140,9 @@ def _step(rng: random.Random, kind: str, number: int, options: Options, room: in
         # few prompts, so that they share prefixes; lengths around the edges of blocks and chunks
         whole = rng.randrange(1, max(2, room // options.chunk_size)) * options.chunk_size
         tokens = max(1, min(room - 40, whole + rng.choice((-1, 0, 0, 1, rng.randrange(options.chunk_size)))))
-        # vLLM makes every id its own (input_processor.py 0.32.0:371). The worker of the multi-process connector builds
-        # on it: it reports no id twice (vllm_multi_process_adapter.py 0.5.6:2034), so the second one is never freed.
-        # So does the OffloadingConnector, whose stores go on after their request.
+        # vLLM makes every id unique (input_processor.py 0.32.0:371). Some connectors rely on that: the worker of the
+        # multi-process connector never reports an id twice (vllm_multi_process_adapter.py 0.5.6:2034), and stores of
+        # OffloadingConnector can outlive their request.
         again = kind == "admit_again" and options.connector == "v1" and not options.offloading
         which = rng.randrange(8) if again else number
         drawn = (f"r{which}", rng.randrange(3), tokens, rng.choice((1, 2, 5, 20, 30)))

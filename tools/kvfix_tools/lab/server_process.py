@@ -1,6 +1,6 @@
-"""A real `lmcache server` in a process of its own, for the lab: small, on a CPU, with an L2 on disk.
+"""A real `lmcache server` in a separate process, for the lab: small, on a CPU, with an L2 on disk.
 
-It is started once and lives as long as this process. What it says of itself is asked over its HTTP interface.
+The server starts once and ends with this process. The lab reads its state over its HTTP interface.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from kvfix import installed_source
 from kvfix_tools.lab.options import SERVER_CHUNK
 from kvfix_tools.roundtrip import real_engine
 
-#: Objects that its L1 holds; each takes one page of memory, however small it is.
+#: Maximum objects in its L1. Each object takes at least one page of memory.
 L1_OBJECTS = 96
 PAGE = 4096
-#: Seconds that it may take for an answer.
+#: Maximum seconds for an answer.
 PATIENCE = 30.0
 #: Seconds of idleness after which a lock counts as leaked.
 LINGERING = 5.0
-#: Of prctl(2): the signal that a process gets when its parent dies.
+#: The option of prctl(2) for the signal that a process gets when its parent dies.
 _SET_PARENT_DEATH_SIGNAL = 1
-#: LMCache's thread that ends transfers on the server, after their answer.
+#: The thread of the server that completes transfers after their answer.
 _ENDS_TRANSFERS = "/periodic-threads/DeviceHostFuncDispatcher"
 _LIBC = ctypes.CDLL(None)
 
 
 class ServerProcess:
-    """`url` is where it listens. Raises OSError if it does not start."""
+    """The server. url: its address. Raises OSError if it does not start."""
 
     def __init__(self, transfer_mode: str = "lmcache_driven") -> None:
         program = shutil.which("lmcache", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
@@ -51,7 +51,7 @@ class ServerProcess:
         self._environment = {
             **os.environ,
             **real_engine.ENVIRONMENT,
-            # of the same release as the connector
+            # the same release as the connector
             "PYTHONPATH": os.pathsep.join([str(package.parent), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
         }
         self._folder = tempfile.TemporaryDirectory(prefix="kvfix-lab-server-")
@@ -67,11 +67,11 @@ class ServerProcess:
             "--supported-transfer-mode", transfer_mode, "--disable-observability",
         ]  # fmt: skip
         self._process: subprocess.Popen[bytes] | None = None
-        #: Ends it, now or with this process.
+        #: Ends the server, now or at the exit of this process.
         self.close = Finalize(self, ServerProcess._close, (self,), exitpriority=1)
         self.start()
 
-    # ------------------------------------------------------------------ its life
+    # ------------------------------------------------------------------ start and end
 
     def start(self) -> None:
         log = Path(self._folder.name, "log")
@@ -92,14 +92,14 @@ class ServerProcess:
             time.sleep(0.1)
 
     def kill(self) -> None:
-        """It is gone at once, as after a crash."""
+        """Kill the server, as in a crash."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
 
     def stop(self) -> None:
-        """It does nothing until `go_on`, and what is sent to it waits."""
+        """Stop the server until `go_on`. Requests to it wait."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 
@@ -116,7 +116,7 @@ class ServerProcess:
         server.kill()
         server._folder.cleanup()
 
-    # ------------------------------------------------------------------ what it says of itself
+    # ------------------------------------------------------------------ state of the server
 
     def request(self, method: str, path: str, body: Any = None) -> Any:
         connection = HTTPConnection("localhost", self._http_port, timeout=PATIENCE)
@@ -130,29 +130,29 @@ class ServerProcess:
             return json.loads(answer)
 
     def get(self, path: str) -> Any:
-        """None without an answer."""
+        """Return the answer of the server, or None."""
         try:
             return self.request("GET", path)
         except (OSError, HTTPException):
             return None
 
     def until(self, done: Callable[[], bool]) -> None:
-        """Ask until it is so, but not for ever; less and less often."""
+        """Poll until the condition holds, less and less often. Raise after a timeout."""
         end, pause = time.monotonic() + PATIENCE, 0.001
         while not done() and time.monotonic() < end:
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
 
     def locks(self) -> dict[str, int]:
-        """How many objects its L1 has, how many of them have a lock, and how many lookups were never asked for.
+        """Return the numbers of objects in L1, of locked objects, and of lookups whose answer was never read.
 
-        Once it has nothing to do: a store to L2 has read locks of its own while it lasts.
+        Wait until the server is idle: a store to L2 has its own read locks.
         """
         state: dict[str, Any] = {}
         busy_at = time.monotonic()
 
         def done() -> bool:
-            """It counts a store to L2 some moments after it has begun: a lock is left behind if it stays."""
+            """Return True if the locks do not change: the server counts a store to L2 only after its begin."""
             nonlocal busy_at
             state.update(self.request("GET", "/status"))
             if _busy(state["storage_manager"]):
@@ -172,21 +172,21 @@ class ServerProcess:
         }
 
     def transfers_end(self) -> None:
-        """Wait until what is to be done after the answers of all transfers is done."""
+        """Wait until the server has completed all answered transfers."""
         runs = self.request("GET", _ENDS_TRANSFERS)["total_runs"]
         self.until(lambda: self.request("GET", _ENDS_TRANSFERS)["total_runs"] > runs + 1)
 
     def clear(self) -> None:
-        """L1 is empty afterwards, whatever is locked."""
+        """Empty L1, including locked objects."""
         self.request("POST", "/cache/clear", {"tier": "l1", "force": True})
 
     def delete(self, keys: list[dict[str, Any]], tier: str, force: bool) -> int:
-        """Objects out of a tier: l1, l2 or all. force: out of L1 with their locks. How many it has removed."""
+        """Remove objects from a tier (l1, l2 or all) and return their number. force: also locked objects of L1."""
         return int(self.request("DELETE", "/cache/objects", {"keys": keys, "tier": tier, "force": force})["deleted"])
 
 
 def _busy(storage: dict[str, Any]) -> bool:
-    """Whether it moves anything between L1 and L2."""
+    """Return True if the server moves objects between L1 and L2."""
     stores, loads = storage["store_controller"], storage["prefetch_controller"]
     return bool(
         stores["pending_keys_count"]
@@ -202,7 +202,7 @@ def _end_with_parent() -> None:
 
 
 def of_this_process() -> ServerProcess:
-    """The one server of this process. A process that is forked has its own."""
+    """Return the only server of this process. A forked process gets its own."""
     return _of_process(os.getpid())
 
 

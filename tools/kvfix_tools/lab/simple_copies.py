@@ -1,7 +1,7 @@
-"""In place of a GPU and of the copy thread in the worker of vLLM's SimpleCPUOffloadConnector (simple_kv_offload).
+"""Replacements for the GPU and the copy thread of vLLM's SimpleCPUOffloadConnector (simple_kv_offload).
 
-Real: its worker, the loop of its thread, and what gives each copy its addresses. Stand-ins: the driver's batched copy,
-streams and events (offload_copies.py). What the thread is handed it does at once; the copy takes some steps.
+Its worker, the loop of its thread, and the computation of addresses are real. The lab replaces the driver's batched
+copy, streams and events (offload_copies.py). The thread begins a copy at once, and the copy takes some steps.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ class _Event(Event):
     def __init__(self) -> None: ...
 
     def record(self, stream: Any = None) -> None:
-        """stream: with the copies of its rank."""
+        """Record an event. stream: has the copies of its rank."""
         self._copies, self._copy = stream.copies, stream.copies.last
 
 
 class _Torch(cuda_stand_in.Torch):
-    """`torch` for the copy thread."""
+    """Replaces `torch` in the copy thread."""
 
     Event = _Event  # type: ignore[assignment]
 
 
 class _Thread:
-    """In place of the copy thread: from its start on, its queue runs what it would run."""
+    """Replaces the copy thread: after its start, the queue runs its loop."""
 
     def __init__(self, target: Any, args: tuple[Any, ...], **_: Any) -> None:
         self._target, self._arguments = target, args
@@ -39,7 +39,7 @@ class _Thread:
 
 
 class CopyQueue:
-    """In place of the queue to that thread: its loop runs for what is put in. An exception ends it."""
+    """Replaces the queue to the copy thread: run the loop of the thread for each item. An exception ends the loop."""
 
     run: Any
     copies: Copies
@@ -66,7 +66,7 @@ class CopyQueue:
 
 @functools.cache
 def stand_in() -> None:
-    """For all workers of the process: they find no GPU."""
+    """Replace the GPU for all workers of this process."""
     from vllm.v1.simple_kv_offload import copy_backend, cuda_mem_ops, worker
 
     vars(worker).update(torch=cuda_stand_in.Torch(), PIN_MEMORY=False)

@@ -1,7 +1,6 @@
-"""vLLM's SimpleCPUOffloadConnector in the lab, in both its roles: alone or beside LMCache's in a MultiConnector.
+"""vLLM's SimpleCPUOffloadConnector in the lab, in both roles, alone or with LMCache's connector in a MultiConnector.
 
-Real: its scheduler with the pool of CPU blocks, and its worker. Replaced: the GPU and the copy thread
-(simple_copies.py).
+The lab replaces the GPU and the copy thread (simple_copies.py).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Rank:
-    """One worker of the connector: vLLM's own copies between the slots and the CPU memory of this rank."""
+    """One worker of the connector, which copies between the slots and the CPU memory of this rank."""
 
     def __init__(self, rank: int, slots: Slots, options: Options, in_worker: Any) -> None:
         stand_in()
@@ -35,21 +34,21 @@ class Rank:
         self.copies = Copies(
             slots, 2 * options.delay + (options.rank_delay if rank else 0), kv_layout.page_bytes(options)
         )
-        #: request -> anything: its next load or store fails.
+        #: Requests whose next load or store fails, as keys.
         self.failing: dict[str, int] = {}
         self.failing_stores: set[str] = set()
-        #: Requests of the load or store with this number.
+        #: {number of a load or store: its requests}
         self.of_event: Callable[[int, bool], list[str]]
-        #: Called with its number and blocks.
+        #: Called with the number and the blocks of a store.
         self.store_begins: Callable[[int, list[int]], None] = lambda event, blocks: None
-        #: Called with (request, whether it has failed) when a load of it is over.
+        #: Called with (request, True if it has failed) at the end of a load.
         self.loaded: Callable[[str, bool], None]
         self._handler = handler = in_worker.worker_handler
         in_worker.register_kv_caches(kv_layout.kv_caches(options, self.copies.gpu))
         self._thread: CopyQueue = handler._backend._queue
         self._thread.copies = handler.load_stream.copies = handler.store_stream.copies = self.copies
         self._launch_copy, handler._backend.launch_copy = handler._backend.launch_copy, self._launch
-        #: The CPU memory of this rank, a row for each block.
+        #: The CPU memory of this rank, with a row for each block.
         (memory,) = handler.cpu_kv_caches.values()
         self.blocks = memory.numpy()
 
@@ -74,25 +73,25 @@ class Rank:
             self._launch_copy(source, to, is_store, event_idx, events_list, wait_event)
 
     def loading(self) -> set[str]:
-        """Requests with a load that will be reported: one that is done, or has failed, waits for those before it."""
+        """Return requests whose load will be reported. Reports are in order: an ended load waits for earlier ones."""
         return {name for event, _ in self._handler._load_events for name in self.of_event(event, False)}
 
     @property
     def died(self) -> bool:
-        """Whether its copy thread has ended."""
+        """Return True if its copy thread has ended."""
         return self._thread.died
 
     def contents(self, block: int, size: int) -> list[int]:
-        """So many slots of a block of the CPU memory."""
+        """Return so many slots of a block of the CPU memory."""
         contents: list[int] = self.blocks[block, : size * WORD].view("q").tolist()
         return contents
 
 
 class SimpleOffloading:
-    """The SimpleCPUOffloadConnector in both roles, joined by the lab's memory."""
+    """SimpleCPUOffloadConnector in both roles, with the lab's memory."""
 
     events: RequestEvents
-    #: Whether the connector is the only one, whose loads and stores are events of a request.
+    #: True if this is the only connector: then its loads and stores are events.
     alone = False
 
     def __init__(self, options: Options, ranks: Sequence[Rank], scheduler: Any, in_scheduler: Any) -> None:
@@ -102,7 +101,7 @@ class SimpleOffloading:
         self._manager = in_scheduler.scheduler_manager
         self._groups = kv_groups(options)
         self._hash_tokens = options.block_size
-        #: request -> (first token, end) of the load that is in flight
+        #: {request: (first token, end) of its load in flight}
         self._due: dict[str, tuple[int, int]] = {}
         for rank in self.ranks:
             rank.of_event = self._requests_of
@@ -111,18 +110,18 @@ class SimpleOffloading:
         self._process_store_event = self._manager._process_store_event
         self._manager._process_store_event = self._stored
 
-    # ------------------------------------------------------------------ what is copied
+    # ------------------------------------------------------------------ copies
 
     def _requests_of(self, event: int, is_store: bool) -> list[str]:
         of_events = self._manager._store_event_to_reqs if is_store else self._manager._load_event_to_reqs
         return list(of_events.get(event, ()))
 
     def take_due(self, metadata: Any) -> None:
-        """A step begins with these metadata of the connector's own."""
+        """Begin a step with these metadata of the connector."""
         self._due.update({name: (start, end) for name, start, end in self.reader.loads(metadata) or ()})
 
     def _begins(self, event: int, source: list[int]) -> None:
-        """A store is an event when it begins, as for the hooks: at its end the request may have lost its blocks."""
+        """Record a store at its begin, as the hooks do: at its end the request may have lost its blocks."""
         blocks, size = set(source), self._groups[0].block_size
         for name in self._requests_of(event, True) if self.alone else ():
             of_request = self._scheduler.kv_cache_manager.get_block_ids(name)[0]
@@ -143,20 +142,20 @@ class SimpleOffloading:
         return loaded
 
     def _stored(self, event: int) -> None:
-        """What is stored is compared with what belongs there, when the scheduler takes it for stored."""
+        """Check the content of each block when the scheduler completes its store."""
         transfer = self._manager._store_event_to_blocks.get(event)
         names = self._requests_of(event, True)
         self._process_store_event(event)
         for block in transfer.cpu_block_ids if transfer else ():
             key = self._manager.cpu_block_pool.blocks[block].block_hash
-            if key is not None:  # else the copy has failed
+            if key is not None:  # otherwise the copy has failed
                 group = self._groups[get_group_id(key)]
                 self.events.counts["stores_offloaded"] += 1
                 self.events.counts["stores_of_groups"] += bool(group.window)
                 self._compare(get_block_hash(key), group, block, names)
 
     def _compare(self, key: bytes, group: KVGroup, block: int, names: list[str]) -> None:
-        """With what belongs there by any request that the stored block is of."""
+        """Compare a stored block with the right content of any request that has the block."""
         found = [rank.contents(block, group.block_size) for rank in self.ranks]
         owner = "", 0
         for name, end in self._owners(key, group, names):
@@ -167,7 +166,7 @@ class SimpleOffloading:
         self.events.wrong_content(owner[0], message + (f" in KV group {group.number}" if group.window else ""))
 
     def _owners(self, key: bytes, group: KVGroup, names: Iterable[str]) -> Iterator[tuple[str, int]]:
-        """Requests with a block under this key, and where it ends. Of ended ones a store has no names."""
+        """Yield requests with a block under this key, and the end of the block. Stores do not name ended requests."""
         requests = self.events.model.requests
         for name in chain(names, reversed(requests)):
             keys = resolve_block_hashes(requests[name].block_hashes, self._hash_tokens, group.block_size)
@@ -182,10 +181,10 @@ class SimpleOffloading:
             rank.copies.tick()
 
     def others_take(self, blocks: Collection[int]) -> None:
-        """Others take blocks of the GPU. A copy holds its own."""
+        """Take blocks of the GPU. A copy keeps its own blocks."""
 
     def evict(self, chunks: int, forced: bool = False) -> int:
-        """Others store so many blocks, and what they have is dropped."""
+        """Store so many blocks of another client, which evict older ones, and drop them."""
         pool = self._manager.cpu_block_pool
         before = len(pool.cached_block_hash_to_block)
         taken = pool.get_new_blocks(min(chunks, pool.get_num_free_blocks()))
@@ -194,16 +193,16 @@ class SimpleOffloading:
         pool.free_blocks(taken)
         return before - len(pool.cached_block_hash_to_block)
 
-    # ------------------------------------------------------------------ what is in flight, and what is kept
+    # ------------------------------------------------------------------ transfers in flight, and kept requests
 
     @property
     def busy(self) -> bool:
-        """Whether a copy is under way, or done and not reported. Of one that has failed as released nothing comes."""
+        """Return True if a copy is in flight or not reported. A copy that fails as released is never reported."""
         under_way = any(rank.copies.pending for rank in self.ranks)
         return under_way or (self._manager.has_pending_stores() and not any(rank.died for rank in self.ranks))
 
     def requests(self, loads: bool) -> set[str]:
-        """Those with a load in flight, or with a store."""
+        """Return the requests with a load in flight, or with a store in flight."""
         if loads:
             return set().union(*(rank.loading() for rank in self.ranks))
         return {name for name, state in self._manager._reqs_to_store.items() if state.store_events}
@@ -215,7 +214,7 @@ class SimpleOffloading:
         return {f"SimpleCPUOffloadConnector.{where}": set(names) for where, names in self.reader.kept()}
 
     def never_given_back(self) -> None:
-        """All is over, and so are its copies: what is held then is a violation."""
+        """At the end of a run, after all copies: report blocks that are still held."""
         if self.busy:
             self.events.violated(rules.NEVER_RESTS, "", "all requests ended many steps ago, and it still copies")
             return
@@ -233,7 +232,7 @@ class SimpleOffloading:
 
 
 class SimpleOffload(Connector):
-    """The SimpleCPUOffloadConnector as the only connector."""
+    """SimpleCPUOffloadConnector as the only connector."""
 
     offloading: SimpleOffloading
 
@@ -259,7 +258,7 @@ class SimpleOffload(Connector):
         return self.offloading.evict(chunks)
 
     def fail_store(self, name: str, rank: int = 0) -> None:
-        """A step: the next store of this request fails, in this rank."""
+        """A step: let the next store of this request fail in this rank."""
         self.ranks[rank].failing_stores.add(name)
 
     def kept(self) -> dict[str, set[str]]:

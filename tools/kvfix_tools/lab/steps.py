@@ -12,7 +12,7 @@ from kvfix_tools.lab.memory import Prefix, next_token
 
 
 class Step(NamedTuple):
-    """What `LabEngine.do` does."""
+    """A step for `LabEngine.do`."""
 
     method: str
     arguments: tuple[Any, ...]
@@ -20,19 +20,19 @@ class Step(NamedTuple):
 
 
 def __getattr__(method: str) -> Callable[..., Step]:
-    """What makes a step of this method. `LabEngine` is not imported, for it imports vLLM: playing finds a wrong one."""
+    """Return a function that makes a step of this method. The name is checked only when the step is played."""
     if method.startswith("_"):
         raise AttributeError(method)
     return lambda *arguments, **keywords: Step(method, arguments, keywords)
 
 
 def prompt(tokens: int, seed: int = 0) -> list[int]:
-    """A prompt of so many tokens that shares its first token with no prompt of another seed."""
+    """Return a prompt of so many tokens. Its first token differs from prompts with another seed."""
     return [(seed * 101 + position * 7 + position // 97) % 509 + 1 for position in range(tokens)]
 
 
 def continued(tokens: list[int], more: int) -> list[int]:
-    """The prompt with so many of the tokens that the lab's model would generate after it."""
+    """Return the prompt and so many of the tokens that the lab's model generates after it."""
     prefix, whole = Prefix(), list(tokens)
     for _ in range(more):
         whole.append(next_token(prefix.of(whole)[-1]))

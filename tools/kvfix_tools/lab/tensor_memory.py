@@ -1,9 +1,8 @@
-"""KV cache tensors as vLLM allocates them, each element of which says what it is; the lab's slots are a view of them.
+"""KV cache tensors as vLLM allocates them, with checkable elements. The lab's slots are a view of them.
 
-A connector moves real bytes. The content of a slot (memory.py) is eight bytes. They stand in the slot again and again,
-one byte in each element, under a mark for the layer and the element: so K in place of V, another layer's KV, a slot
-that was copied in part, and a wrong offset are seen. Each element is a whole number up to 255, which any float of 16
-bits holds: a connector that moves KV in half precision is right.
+The content of a slot (memory.py) has eight bytes. The slot repeats these bytes, one in each element, combined with a
+mark for the layer and the element. So the lab finds K in the place of V, KV of another layer, a partly copied slot, and
+a wrong offset. Each element is a whole number up to 255, which fits into any 16-bit float.
 """
 
 from __future__ import annotations
@@ -22,24 +21,24 @@ _BYTES = 8
 
 
 class TensorMemory:
-    """The tensors of one rank. `kv_caches`: by layer, [blocks, heads, slots, elements], as a connector gets them.
+    """The tensors of one rank. kv_caches: {layer: [blocks, heads, slots, elements]}, as a connector gets them.
 
-    A step goes through the layers one after the other, but the lab's model computes once: what it reads and writes in
-    the first layer, which `begin` opens, `go_on` does again in each of the others.
+    A step computes the layers in order, but the lab's model computes only the first one, after `begin`. `go_on` repeats
+    its reads and writes in each other layer.
     """
 
     def __init__(self, config: KVCacheConfig) -> None:
         self.kv_caches: dict[str, torch.Tensor] = allocate_kv_cache(config, torch.device("cpu"), KVCacheLayout.LBHNC)
-        # groups lie over the same bytes: their layers of one place are one array
+        # KV groups share the bytes: their layers of one place are one array
         names = config.kv_cache_groups[0].layer_names
         self._arrays = [self.kv_caches[name].numpy() for name in names]
         elements = self._arrays[0].shape[-1]
         marks = numpy.random.default_rng(7).integers(0, 256, (len(names), elements), dtype=numpy.uint8)
         self._marks = list(marks)
-        #: What is in the slots of the layer in which the step is, by block.
+        #: {block: contents of its slots in the current layer}
         self._contents: list[list[int]] = []
         self._layer = 0
-        #: What the step has read and written in the first layer: (block, first slot, contents, whether written).
+        #: Reads and writes of the step in the first layer: (block, first slot, contents, True for a write).
         self._done: list[tuple[int, int, list[int], bool]] = []
         for block in range(config.num_blocks):
             self.poison(block)
@@ -53,17 +52,17 @@ class TensorMemory:
         return range(len(self._arrays))
 
     def poison(self, block: int, start: int = 0, end: int | None = None) -> None:
-        """Nothing that anybody has written is in these slots any more, in no layer."""
+        """Fill these slots with garbage in all layers."""
         for array in self._arrays:
             array[block, :, start:end] = 0
 
     def begin(self) -> None:
-        """A step begins to compute."""
+        """Begin the computation of a step."""
         self._done.clear()
         self._look(0)
 
     def go_on(self, layer: int) -> set[int]:
-        """The step computes in this layer. Blocks in which it reads other KV than in the first one."""
+        """Compute this layer. Return the blocks in which the step reads other KV than in the first layer."""
         self._look(layer)
         wrong = set()
         for block, start, contents, written in self._done:
@@ -102,13 +101,13 @@ class TensorMemory:
 
 
 def _encoded(contents: Any, mark: Any) -> Any:
-    """[..., elements] of these contents."""
+    """Return [..., elements] of these contents."""
     parts = numpy.ascontiguousarray(contents)[..., None].view(numpy.uint8)
     return (numpy.tile(parts, len(mark) // _BYTES) ^ mark).astype(numpy.float32)
 
 
 class TensorBlock:
-    """A block; like the list of ints that `Slots` takes for one."""
+    """A block, with the interface of a list of ints."""
 
     def __init__(self, memory: TensorMemory, block: int) -> None:
         self._memory = memory

@@ -1,8 +1,8 @@
 """LMCache's in-process connector in the lab: the real adapter in both roles, with replacements for what needs a GPU.
 
-Real: `LMCacheConnectorV1Impl`, scheduler and worker, its trackers and metadata, the lookup client with its cache of
-results, LMCache's chunking and keys. Replaced: the socket between lookup client and worker, and the cache engine, which
-copies between the lab's slots and chunks instead of GPU and CPU memory.
+`LMCacheConnectorV1Impl` in both roles, its trackers and metadata, the lookup client and LMCache's keys are real. The
+lab replaces the socket between lookup client and worker, and the cache engine, which copies between the lab's slots and
+chunks.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from kvfix_tools.lab.request_events import RequestEvents
 
 ADAPTER = "lmcache.integration.vllm.vllm_v1_adapter"
-#: What the worker's adapter has of the scheduler's.
+#: Attributes that the worker's adapter gets from the scheduler's adapter.
 _SHARED = ["kv_role", "config", "async_loading", "_block_size", "_lmcache_chunk_size", "_stats_monitor"]
 
 
 class LookupSocket:
-    """In place of the socket between lookup client and worker: the worker's answer, at once.
+    """Replaces the socket between lookup client and worker: the worker answers at once.
 
-    `fails`: how many of the next questions time out. Real is what uses the socket: the client's own code (to 0.3.15),
+    fails: how many of the next lookups time out. The socket is used by the client's own code (up to 0.3.15) and by
     LMCache's transport (since 0.4.1).
     """
 
@@ -45,7 +45,7 @@ class LookupSocket:
 
     def __init__(self, lookup: Callable[[list[Any], list[int], str, str], int], packed: bool) -> None:
         self._lookup = lookup
-        #: Whether every part of a question is packed, or hashes and offsets only.
+        #: True if every part of a lookup is packed, False if only hashes and offsets are.
         self._packed = packed
         self._question: list[Any] = []
         self.fails = 0
@@ -67,7 +67,7 @@ class LookupSocket:
 
 
 class CacheEngine:
-    """In place of `LMCacheEngine` of one rank: the calls that the adapter makes of it, on the lab's memory."""
+    """Replaces `LMCacheEngine` of one rank: the functions that the adapter calls, with the lab's memory."""
 
     storage_manager = None
     gpu_connector = None
@@ -79,21 +79,21 @@ class CacheEngine:
         self.cache = cache
         self.tokens = tokens
         self.lookup_pins: dict[str, Any] = cache.pins
-        #: The connector's metadata of the step that runs.
+        #: The connector's metadata of the current step.
         self.metadata: Any = None
-        #: request -> loads that fail after so many chunks
+        #: {request: chunks after which its load fails}
         self.failing: dict[str, int] = {}
-        #: Requests whose store in this step was named by its slots.
+        #: Requests whose store in this step was found by its slots.
         self._named: set[str] = set()
 
     def is_healthy(self) -> bool:
         return True
 
     def post_init(self, **more: Any) -> None:
-        """The real one looks at the KV tensors here."""
+        """Do nothing: the real engine reads the KV tensors here."""
 
     def lookup(self, hashes: list[Any], offsets: list[int], lookup_id: str, configs: str = "") -> int:
-        """Tokens found, pinned for this lookup (LMCacheEngine.lookup with pin=True)."""
+        """Return the number of found tokens, and pin them (LMCacheEngine.lookup with pin=True)."""
         tags = tags_of(json.loads(configs) if configs else None)
         found = sum(offsets[: self.cache.pinned_prefix([(key, *tags) for key in hashes], lookup_id)])
         self.events.found(lookup_id, found, self.rank)
@@ -104,7 +104,7 @@ class CacheEngine:
             self.cache.unpin(lookup_id)
 
     def retrieve(self, tokens: Any, mask: Any = None, **more: Any) -> Any:
-        """Chunks from the cache into slots, up to the first that is not there. Which tokens were moved, as a mask."""
+        """Copy chunks into slots, up to the first missing one. Return a mask of the copied tokens."""
         slot_mapping, name = more["slot_mapping"].tolist(), str(more["req_id"])
         moved = torch.zeros(len(tokens), dtype=torch.bool)
         chunks_to_load = self.failing.pop(name, sys.maxsize)
@@ -122,11 +122,11 @@ class CacheEngine:
         return moved
 
     def chunk(self, name: str, key: object) -> list[int] | None:
-        """What a load of this request finds under the key."""
+        """Return the chunk that a load of this request finds under the key."""
         return self.cache.get(key)
 
     def store(self, tokens: Any, mask: Any = None, **more: Any) -> None:
-        """Slots into the cache, chunk by chunk; a chunk that is there already stays as it is."""
+        """Copy slots into the cache. Cached chunks do not change."""
         slot_mapping, name = more["slot_mapping"].tolist(), self._name(more)
         self.events.counts["stores_for_decoder"] += more.get("transfer_spec") is not None
         first, last = None, 0
@@ -138,18 +138,18 @@ class CacheEngine:
             self.events.stored(name, list(tokens), first, last, self.rank)
 
     def begin(self, metadata: Any) -> None:
-        """A step begins, with these metadata of the scheduler's role."""
+        """Begin a step with these metadata."""
         self.metadata = metadata
         self._named.clear()
 
     def _keys(self, tokens: Any, mask: Any, call: dict[str, Any]) -> Iterator[tuple[int, int, object]]:
-        """(first token, end, key) of each chunk: LMCache's own hash, and the tags that it puts into its keys."""
+        """Yield (first token, end, key) of each chunk, with LMCache's own hash and the tags of its keys."""
         tags = tags_of(call.get("request_configs"))
         for start, end, key in self.tokens.process_tokens(tokens, mask=mask, make_key=False):
             yield start, end, (key, *tags)
 
     def _name(self, call: dict[str, Any]) -> str:
-        """The request that a store is for. Early releases do not say; its slots do, which it may share with others."""
+        """Return the request of a store. Early releases do not pass it: find it by its slots."""
         if call.get("req_id"):
             return str(call["req_id"])
         slots = call["slot_mapping"]
@@ -162,12 +162,12 @@ class CacheEngine:
 
 
 def tags_of(configs: dict[str, Any] | None) -> list[tuple[str, Any]]:
-    """What of a request's configuration is part of a key (CacheEngineKey, lmcache/utils.py)."""
+    """Return the parts of a request's configuration that are in a key (CacheEngineKey, lmcache/utils.py)."""
     return sorted(item for item in (configs or {}).items() if item[0].startswith("lmcache.tag."))
 
 
 class V1Worker(Worker):
-    """One rank: the real adapter in the worker's role, over the lab's cache engine."""
+    """One rank: the real adapter in the worker role, with the lab's cache engine."""
 
     def __init__(self, cache_engine: CacheEngine, called: Any, in_worker: Any, adapter: Any) -> None:
         super().__init__(cache_engine.rank, cache_engine.slots, called, in_worker, adapter, cache_engine.failing)
@@ -182,7 +182,7 @@ class V1Worker(Worker):
 
 
 class V1(Connector):
-    """Both roles, joined by the lab's memory."""
+    """Both roles, connected by the lab's memory."""
 
     engine: type[CacheEngine] = CacheEngine
     worker: type[V1Worker] = V1Worker
@@ -194,7 +194,7 @@ class V1(Connector):
         self._role = options.kv_role
         self.scheduler_adapter = self.in_scheduler._lmcache_engine
         module: Any = sys.modules[type(self.scheduler_adapter).__module__]
-        module.tmp_disagg_tracker.clear()  # all engines in this process share it
+        module.tmp_disagg_tracker.clear()  # all engines of this process share it
         client = self.scheduler_adapter.lookup_client
         ranks = enumerate(zip(memories, caches, strict=True))
         self.cache_engines = [self.engine(rank, *memory, client.token_database) for rank, memory in ranks]
@@ -204,11 +204,11 @@ class V1(Connector):
         self.reader = lmcache_readers.V1(self.in_scheduler)
 
     def configured(self, options: Options) -> Any:
-        """The engine's configuration."""
+        """Return vLLM's configuration of the engine."""
         return vllm_objects.vllm_config(options)
 
     def _join(self, client: Any) -> None:
-        """The workers' caches answer the scheduler's lookup client."""
+        """Let the workers' caches answer the scheduler's lookup client."""
         owner = getattr(client, "transport", client)
         self.sockets = [LookupSocket(each.lookup, packed=owner is not client) for each in self.cache_engines]
         owner.sockets = list(self.sockets)
@@ -223,10 +223,10 @@ class V1(Connector):
         return self.worker(cache_engine, self._called(in_worker), in_worker, adapter)
 
     def _make_adapter(self, cache_engine: CacheEngine) -> Any:
-        """The adapter in the worker's role. Its `__init__` would start servers and ask for a GPU connector."""
+        """Return the adapter in the worker role, without `__init__`, which starts servers and needs a GPU connector."""
         kind: Any = type(self.scheduler_adapter)
         module = sys.modules[kind.__module__]
-        if not torch.cuda.is_available():  # 0.3.9 moves its slot mappings without asking
+        if not torch.cuda.is_available():  # 0.3.9 moves its slot mappings to the GPU without a check
             torch.Tensor.cuda = lambda tensor, *_, **__: tensor
         if hasattr(module, "get_pp_group"):
             module.get_pp_group = lambda: SimpleNamespace(is_last_rank=True)  # type: ignore[attr-defined]
@@ -257,21 +257,21 @@ class V1(Connector):
             socket.events = events
 
     def stored_elsewhere(self, prompt: list[int]) -> None:
-        """A step: another instance has stored this prompt in the cache, whole chunks of it."""
+        """A step: another instance has stored the whole chunks of this prompt."""
         contents, size = Prefix().of(prompt), self.scheduler_adapter._lmcache_chunk_size
         for start, end, key in self.cache_engines[0].tokens.process_tokens(prompt, make_key=False):
             for each in self.cache_engines if end - start == size else ():
                 each.cache[(key,)] = of_rank(each.rank, contents[start:end])
 
     def lookups_fail(self, how_many: int) -> None:
-        """A step: so many of the next lookups time out, which is answered as no hit. It takes the lab's time only.
+        """A step: so many of the next lookups time out, in the lab's time. The connector then answers no hit.
 
         The last rank does not answer.
         """
         self.sockets[-1].fails = how_many
 
     def not_to_store(self, request: Any) -> str:
-        """0.5.6 vllm_v1_adapter.py:1109 and 300: what is for a decoder is its transfer, and is not left out."""
+        """A request with `lmcache.skip_save` is still sent to its decoder (0.5.6 vllm_v1_adapter.py:1109, 300)."""
         if self._role == "kv_consumer":
             return "this instance is a kv_consumer"
         asked = request.kv_transfer_params or {}

@@ -1,9 +1,9 @@
-"""LMCache's asynchronous loading in the lab: the real lookup client and server, over queues instead of sockets.
+"""LMCache's asynchronous loading in the lab: the real lookup client and server, with queues instead of sockets.
 
-With `enable_async_loading` a lookup is sent and answered later; until then the connector answers "not known yet", and
-the worker fetches the chunks ahead of the load. Real: both ends' message handling, the client's states, time-outs and
-clean-up. Replaced: sockets, threads, and where the fetched chunks are kept. Each end runs when the lab calls it, never
-by itself: the same schedule gives the same run.
+With `enable_async_loading` a lookup is answered later. Until then the connector answers "not known yet", and the worker
+fetches the chunks before the load. Message handling, states, timeouts and clean-up are real. The lab replaces the
+sockets, the threads, and the storage of fetched chunks. Both ends run only when the lab calls them, so that a schedule
+always plays the same way.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvfix_tools.lab.v1 import V1, CacheEngine, tags_of
 
 
 class MessageQueue:
-    """One direction between client and server. Read by the loop of `reader`, which ends with the last message."""
+    """One direction between client and server. The loop of `reader` reads it and ends with the last message."""
 
     def __init__(self, reader: Any) -> None:
         self.waiting: deque[bytes] = deque()
@@ -36,7 +36,7 @@ class MessageQueue:
         return message
 
     def deliver(self, loop: Callable[[], None]) -> None:
-        """Run the reader's own loop over what waits."""
+        """Run the reader's own loop for the waiting messages."""
         if self.waiting:
             self.reader.running = True
             loop()
@@ -45,27 +45,26 @@ class MessageQueue:
 
 
 class PrefetchingEngine(CacheEngine):
-    """A worker's cache with asynchronous loading: a lookup that hits has its chunks fetched, for one load.
+    """A worker's cache with asynchronous loading: a lookup with a hit fetches its chunks for one load.
 
-    Chunks are taken as they are when the lookup is answered: a later eviction does not touch them, as in LMCache,
-    where a fetched object is referenced. `delay`: steps until a lookup is answered. `fetched`: LMCache's events of
-    type LOADING that are done.
+    A later eviction does not change fetched chunks, which have references in LMCache. delay: steps until a lookup is
+    answered. fetched: LMCache's ended events of type LOADING.
     """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.delay = 0
-        #: So many of the next lookups are never answered.
+        #: Number of next lookups that are never answered.
         self.lost = 0
         self.fetched: dict[str, dict[object, list[int]]] = {}
         self.respond: Callable[[str, int], None] = lambda *_: None
-        #: Lookups that were never answered, or not yet.
+        #: Lookups without an answer.
         self.unanswered: set[str] = set()
         self._asked: list[tuple[int, str, list[Any], list[int]]] = []
         events: Any = importlib.import_module("lmcache.v1.event_manager")
-        #: To 0.3.15 a load takes the event away; since 0.4.1 it stays until the lookup is unpinned (LMCache PR 2559).
+        #: Up to 0.3.15 a load removes the event. Since 0.4.1 the event stays until the unpin (LMCache PR 2559).
         self._load_takes = not hasattr(events.EventManager, "get_event_future")
-        # What LMCacheEngine.lookup_unpin reads of itself; the last with the patch for upstream of KVF013.
+        # Attributes that LMCacheEngine.lookup_unpin reads. The upstream patch of KVF013 reads the last one.
         self.lookup_pins = {}
         self._consumed_prefetches: set[str] = set()
         self.async_loading = True
@@ -84,12 +83,12 @@ class PrefetchingEngine(CacheEngine):
             self._asked.append((self.delay, lookup_id, [(key, *tags) for key in hashes], list(offsets)))
 
     def answer(self) -> None:
-        """A step has passed: fetch for the lookups that are due and answer the scheduler."""
+        """Fetch the chunks of lookups that are due, and answer the scheduler."""
         due = [each for each in self._asked if each[0] <= 0]
         self._asked = [(delay - 1, *rest) for delay, *rest in self._asked if delay > 0]  # type: ignore[misc]
         for _, name, keys, offsets in due:
             found = self.cache.pinned_prefix(keys, name)
-            self.cache.unpin(name)  # what is fetched is referenced, not looked for again
+            self.cache.unpin(name)  # fetched chunks have references
             if found:
                 self.fetched[name] = {key: list(self.cache.get(key) or ()) for key in keys[:found]}
             self.unanswered.discard(name)
@@ -110,20 +109,20 @@ class PrefetchingEngine(CacheEngine):
         return self.fetched[name].get(key)
 
     def lookup_unpin(self, lookup_ids: str | list[str]) -> None:
-        """The real engine's own code decides whether what was fetched is released."""
+        """Let the real engine's code decide which fetched chunks are released."""
         real: Any = importlib.import_module("lmcache.v1.cache_engine").LMCacheEngine
         for name in [lookup_ids] if isinstance(lookup_ids, str) else lookup_ids:
             real.lookup_unpin(self, name)
 
     def cleanup_memory_objs(self, lookup_id: str) -> None:
-        """The server's answer to a clean-up message of the client: an aborted lookup's chunks are released."""
+        """Release the chunks of an aborted lookup, at a clean-up message of the client."""
         self.fetched.pop(lookup_id, None)
 
 
 class AsyncV1(V1):
-    """The v1 connector with `enable_async_loading`: the client in the scheduler, and a server over each rank's cache.
+    """The v1 connector with `enable_async_loading`: a client in the scheduler, and a server for each rank's cache.
 
-    `now`: the time of day at all ends, in seconds. Sleeping between polls makes it pass, and so does `wait`.
+    now: the time at all ends, in seconds. It passes while the client sleeps between polls, and with `wait`.
     """
 
     engine = PrefetchingEngine
@@ -145,25 +144,25 @@ class AsyncV1(V1):
         module.time = SimpleNamespace(time=lambda: self.now, sleep=self.wait)
 
     def wait(self, seconds: float) -> None:
-        """A step: so much time passes for lookups, which are given up after `lookup_timeout_ms`."""
+        """A step: let so much time pass for lookups, which time out after `lookup_timeout_ms`."""
         self.now += seconds
 
     def tick(self) -> None:
-        """A step takes a tenth of a second of the lookups' time: one that is never answered is given up after 30."""
+        """Let 0.1 s pass for lookups: an unanswered lookup times out after 30 steps."""
         super().tick()
         self.wait(0.1)
 
     def exchange(self) -> None:
-        """First messages to the workers, their answers, messages to the scheduler."""
+        """Deliver messages to the workers, their answers, and messages to the scheduler."""
         for queue, engine in zip(self.to_workers, self.cache_engines, strict=True):
             queue.deliver(queue.reader.process_requests_from_scheduler)
             engine.answer()
         self.to_scheduler.deliver(self.client.process_responses_from_workers)
 
     def slow_lookups(self, steps: int) -> None:
-        """A step: lookups made from now on are answered so many steps later than they could be.
+        """A step: delay the answers of later lookups by so many steps.
 
-        The first rank answers at once: where there are several, one waits for another.
+        With several ranks the first one still answers at once.
         """
         for engine in self.cache_engines[1:] or self.cache_engines:
             engine.delay = steps
@@ -181,8 +180,10 @@ class AsyncV1(V1):
         return looking | super().in_flight(request)
 
     def kept(self) -> dict[str, set[str]]:
-        """A finished lookup of an aborted request is cleaned up by the next lookup of any other, and so is not counted,
-        nor is one that waits for an answer; an aborted id without either is kept for ever."""
+        """Leave out aborted lookups that are answered or wait for an answer: the next lookup removes them.
+
+        An aborted id without a lookup is kept for ever.
+        """
         status, unanswered = self.client.reqs_status, self.looking()
         aborted = set(getattr(self.client, "aborted_lookups", ()))
         to_clean = {name for name in aborted if status.get(name) is not None} | unanswered

@@ -1,9 +1,9 @@
-"""LMCache's loads and stores by layers in the lab (`use_layerwise`): its own `retrieve_layer` and `store_layer`.
+"""LMCache's layerwise loads and stores in the lab (`use_layerwise`), with its own `retrieve_layer` and `store_layer`.
 
-Real: the two generators, their keys by layer, and the adapter that advances them. Replaced: what they read of the
-engine, its storage and the GPU connector, which copies between the lab's slots and chunks. A chunk is stored with its
-last layer and leaves the cache with all of them. A slot that not every layer has come to holds something else than its
-KV. A step loads all layers, computes, and saves all layers; in an engine the three alternate layer by layer.
+The two generators, their keys, and the adapter that advances them are real. The lab replaces the engine's storage and
+the GPU connector, which copies between the lab's slots and chunks. A chunk is stored with its last layer. A slot
+without all layers holds garbage. A step loads all layers, computes, and saves all layers. An engine alternates layer by
+layer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MODULE = "lmcache.v1.cache_engine"
 
 
 class _Chunk:
-    """In place of a memory object: the contents of a chunk in one layer. Pins are the lookup's (v1.py)."""
+    """Replaces a memory object: the contents of a chunk in one layer. v1.py has the pins."""
 
     is_pinned = False
 
@@ -40,7 +40,7 @@ class _Chunk:
 
 
 class _Storage:
-    """In place of the storage manager, for one load or store. left: chunks that it still has, of those it is asked."""
+    """Replaces the storage manager for one load or store. left: number of chunks that it still has."""
 
     def __init__(self, cache: Cache, left: int = sys.maxsize) -> None:
         self._cache = cache
@@ -66,7 +66,7 @@ class _Storage:
 
 
 class _GPUConnector(NamedTuple):
-    """The generators that `retrieve_layer` and `store_layer` advance, once for each layer."""
+    """The generators that `retrieve_layer` and `store_layer` advance for each layer."""
 
     slots: Slots
 
@@ -95,19 +95,19 @@ class _GPUConnector(NamedTuple):
 
 
 def _key(key: Any) -> object:
-    """The lab's key of a chunk, of LMCache's key of one layer of it."""
+    """Return the lab's key of a chunk for LMCache's key of one layer."""
     return (key.chunk_hash, *tags_of(key.request_configs))
 
 
 class LayerwiseEngine(CacheEngine):
-    """The worker's cache, whose loads and stores by layers are LMCache's own."""
+    """The worker's cache with LMCache's own layerwise loads and stores."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         module: Any = importlib.import_module(_MODULE)
         module.assert_layerwise_gpu_connector = lambda connector: None
         self._real = module.LMCacheEngine
-        #: The metadata of the requests that this step loads, those that are not yet.
+        #: The metadata of the requests that this step has still to load.
         self._to_load: list[Any] = []
 
     def begin(self, metadata: Any) -> None:
@@ -116,7 +116,7 @@ class LayerwiseEngine(CacheEngine):
         self._to_load = [each for each, spec in loads if spec is not None and spec.can_load]
 
     def _as_real(self, storage: _Storage) -> Any:
-        """What the two functions read of their engine. The lookup's pins by chunk are not in the lab."""
+        """Return the attributes that the two functions read. The lab has no pins by chunk."""
         nothing = lambda *_, **__: None  # noqa: E731
         return SimpleNamespace(
             storage_manager=storage,
@@ -146,7 +146,7 @@ class LayerwiseEngine(CacheEngine):
         )
 
     def retrieve_layer(self, tokens: Any, mask: Any = None, **more: Any) -> Iterator[Any]:
-        """The first value is the number of tokens that are loaded, None for none."""
+        """Load by layers. The first value is the number of loaded tokens, or None."""
         name = self._load_name()
         real = self._as_real(_Storage(self.cache, self.failing.pop(name, sys.maxsize)))
         skipped = len(tokens) - int(mask.sum())
@@ -163,12 +163,12 @@ class LayerwiseEngine(CacheEngine):
         yield from self._real.store_layer(self._as_real(_Storage(self.cache)), tokens, mask=mask, **more)
 
     def _load_name(self) -> str:
-        """The request that is loaded: the adapter does not pass it, and loads those of a step in order."""
+        """Return the loaded request: the adapter does not pass it, and loads the requests of a step in order."""
         return str(self._to_load.pop(0).req_id)
 
 
 class LayerwiseWorker(V1Worker):
-    """One rank, of which vLLM loads and saves layer by layer."""
+    """One rank with layerwise loads and saves."""
 
     def start_step(self, metadata: Any, forward: bool) -> None:
         super().start_step(metadata, forward)

@@ -1,7 +1,7 @@
-"""The real vLLM scheduler with a real connector, made by hand: no model, no GPU, no sockets.
+"""Make the real vLLM scheduler with a real connector, without model, GPU or sockets.
 
-Where older vLLM releases differ from 0.32.0, from 0.11.2 on, the release itself is asked, never its number. Importing
-this module imports vLLM, which takes 15 seconds and more.
+Differences between vLLM releases since 0.11.2 are found in the release itself, not by its number. Importing this module
+imports vLLM, which takes 15 seconds or more.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ _MODEL: dict[str, Any] = {
     "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
     "max_position_embeddings": 1 << 20, "torch_dtype": "float32",
 }  # fmt: skip
-#: 0.11 hands sampled tokens on as arrays.
+#: vLLM 0.11 has sampled tokens as arrays.
 _ARRAYS = "ndarray" in str(ModelRunnerOutput.__annotations__["sampled_token_ids"])
 
 
 def sampled(tokens: list[list[int]]) -> list[Any]:
-    """Sampled tokens per request, as ModelRunnerOutput has them in this release."""
+    """Return sampled tokens per request as ModelRunnerOutput of this release has them."""
     return [numpy.array(each, dtype=numpy.int64) for each in tokens] if _ARRAYS else tokens
 
 
 def preempt(scheduler: Scheduler, request: Request, timestamp: float) -> None:
-    """Scheduler._preempt_request, which 0.11 has inline in schedule()."""
+    """Call Scheduler._preempt_request, which 0.11 has inline in schedule()."""
     if hasattr(scheduler, "_preempt_request"):
         scheduler._preempt_request(request, timestamp)
         return
@@ -73,7 +73,7 @@ def preempt(scheduler: Scheduler, request: Request, timestamp: float) -> None:
 
 @functools.cache
 def _model(kv_heads: int) -> ModelConfig:
-    """A model has weights only where it runs; the scheduler asks for its shape. The folder is read at once."""
+    """Return the configuration of a model without weights: the scheduler only needs its shape."""
     with tempfile.TemporaryDirectory(prefix="kvfix-lab-") as folder:
         heads = {"num_key_value_heads": kv_heads, "num_attention_heads": max(kv_heads, _MODEL["num_attention_heads"])}
         Path(folder, "config.json").write_text(json.dumps({**_MODEL, **heads}))
@@ -81,7 +81,7 @@ def _model(kv_heads: int) -> ModelConfig:
 
 
 def _speculative(options: Options, model: ModelConfig) -> SpeculativeConfig | None:
-    """What the scheduler reads of it. There is no draft model: the configuration is that of ngram, which has none."""
+    """Return the configuration of speculative decoding: made for ngram, which has no draft model, then changed."""
     if not options.drafter:
         return None
     config = SpeculativeConfig(
@@ -99,9 +99,9 @@ def _speculative(options: Options, model: ModelConfig) -> SpeculativeConfig | No
 
 
 def _offloading(options: Options, folder: str = "") -> dict[str, Any]:
-    """The OffloadingConnector, with CPU memory for about as many blocks as the GPU has; two blocks to a chunk at times.
+    """Return the settings of OffloadingConnector, with CPU memory for about as many blocks as the GPU has.
 
-    A chunk of vLLM's takes whole pages. folder: of a tier with files.
+    A chunk has one or two blocks, and takes whole pages. folder: of a tier with files.
     """
     blocks = 2 if options.chunk_size // options.block_size % 2 == 0 else 1
     extra = {"blocks_per_chunk": blocks, **({} if options.connector in PAIRS else options.extra)}
@@ -115,14 +115,14 @@ def _offloading(options: Options, folder: str = "") -> dict[str, Any]:
 
 
 def _simple_offloading(options: Options) -> dict[str, Any]:
-    """The SimpleCPUOffloadConnector, with CPU memory for about as many blocks as the GPU has."""
+    """Return the settings of SimpleCPUOffloadConnector, with CPU memory for about as many blocks as the GPU has."""
     memory = max(2, options.cpu_blocks or options.num_blocks) * page_bytes(options) * options.ranks
     extra = {"cpu_bytes_to_use": memory, **options.extra}
     return {"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
 def _named(connector: str) -> tuple[str, str | None]:
-    """The class that vLLM loads, and the module from which it is to take it, where it has to be told."""
+    """Return the class that vLLM loads, and its module if vLLM needs it."""
     if connector in KNOWN:
         return KNOWN[connector].name, KNOWN[connector].module
     module, _, name = connector.rpartition(":")
@@ -130,7 +130,7 @@ def _named(connector: str) -> tuple[str, str | None]:
 
 
 def vllm_config(options: Options, folder: str = "") -> VllmConfig:
-    """The engine's configuration, as `vllm serve` would have made it from these options.
+    """Return the configuration that `vllm serve` makes from these options.
 
     folder: for files of the connector.
     """
@@ -141,7 +141,7 @@ def vllm_config(options: Options, folder: str = "") -> VllmConfig:
     if options.any_connector:
         extra = copy.deepcopy(options.config)
     if options.lmcache.get("enable_async_loading"):
-        # early releases insist on it, and set it themselves only where they read their own configuration
+        # early releases need it, and set it only when they read their own configuration
         extra.setdefault("lmcache.save_unfull_chunk", False)
     name, module = _named(options.connector)
     transfer: dict[str, Any] = {
@@ -149,7 +149,7 @@ def vllm_config(options: Options, folder: str = "") -> VllmConfig:
         "kv_connector_module_path": module,
         "kv_role": options.kv_role,
         "kv_connector_extra_config": options.extra if options.connector in PAIRS else extra,
-        # before 0.13 there is no such option, and vLLM does as with "recompute"
+        # before 0.13 vLLM has no such option, and recomputes
         **accepted(KVTransferConfig, kv_load_failure_policy=options.kv_load_failure_policy),
     }
     if options.connector == "offloading":
@@ -173,7 +173,7 @@ def vllm_config(options: Options, folder: str = "") -> VllmConfig:
             "kv_connector_module_path": None,
             "kv_connector_extra_config": {"connectors": children},
         }
-    # One model for all engines: for each name of a model LMCache keeps its metrics, and what they hold, for ever.
+    # One model name for all engines: LMCache keeps the metrics of each name, and objects in them, for ever.
     model = copy.copy(_model(options.kv_heads))
     model.max_model_len = options.max_model_len
     config = VllmConfig(
@@ -188,16 +188,16 @@ def vllm_config(options: Options, folder: str = "") -> VllmConfig:
             async_scheduling=options.async_scheduling,
             policy=options.policy,
             disable_hybrid_kv_cache_manager=True,
-            # early releases have no such option, and do as if it were false
+            # early releases have no such option, and work as if it were false
             **accepted(SchedulerConfig, scheduler_reserve_full_isl=options.reserve_full_isl),
         ),
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=KVTransferConfig(**transfer),
     )
-    # vLLM's CPU platform switches the one off, and refuses the other
+    # vLLM's CPU platform turns asynchronous scheduling off, and refuses the hybrid KV cache manager
     config.scheduler_config.async_scheduling = options.async_scheduling
     config.scheduler_config.disable_hybrid_kv_cache_manager = not options.several_groups
-    if options.states:  # what vLLM sets when it knows the model (model_executor/models/config.py)
+    if options.states:  # as vLLM sets it for a known model (model_executor/models/config.py)
         config.cache_config.mamba_cache_mode = "align"
         config.cache_config.mamba_block_size = options.block_size
     config.speculative_config = _speculative(options, model)  # vLLM refuses some drafters on a CPU
@@ -209,7 +209,7 @@ def vllm_config(options: Options, folder: str = "") -> VllmConfig:
 
 
 def of_rank(config: VllmConfig, rank: int) -> VllmConfig:
-    """The configuration as the worker of this rank has it."""
+    """Return the configuration of this rank's worker."""
     own = copy.copy(config)
     own.parallel_config = copy.copy(config.parallel_config)
     own.parallel_config.rank = rank
@@ -217,23 +217,23 @@ def of_rank(config: VllmConfig, rank: int) -> VllmConfig:
 
 
 def worker(options: Options, config: VllmConfig) -> Any:
-    """The real connector in the worker's role."""
+    """Return the real connector in the worker role."""
     return KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, kv_cache(options, config))
 
 
 def scheduler(options: Options, config: VllmConfig) -> Scheduler:
-    """The real scheduler; its connector, in the scheduler role, is at `.connector`."""
+    """Return the real scheduler. Its attribute `connector` has the scheduler role."""
     kind = AsyncScheduler if options.async_scheduling else Scheduler
     with no_sockets():
         made = kind(
             vllm_config=config,
             kv_cache_config=kv_cache(options, config),
             structured_output_manager=StructuredOutputManager(config),
-            # a multiple of all groups' blocks; a request's blocks are hashed by the smallest
+            # a multiple of all KV groups' block sizes; blocks are hashed with the smallest size
             block_size=options.block_size * (options.window_blocks if options.windows else 1),
             **(accepted(Scheduler, hash_block_size=options.block_size) if options.several_groups else {}),
         )
-    made.use_v2_model_runner = options.model_runner_v2  # vLLM takes it where there is Triton
+    made.use_v2_model_runner = options.model_runner_v2  # vLLM sets it only with Triton
     return made
 
 
@@ -252,9 +252,9 @@ def request(
     embeddings: tuple[int, float] | None = None,
     **more: Any,
 ) -> Request:
-    """A request as EngineCore makes it. sampling: of SamplingParams; `more`: other arguments of vLLM's Request.
+    """Return a request as EngineCore makes it. sampling: of SamplingParams. more: other arguments of vLLM's Request.
 
-    lora: name of its adapter. embeddings: in place of a prompt, so many, all of whose elements are this.
+    lora: name of its adapter. embeddings: (number, value of all elements) instead of a prompt.
     """
     _none_hash()
     parameters = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0, **(sampling or {}))
@@ -270,6 +270,6 @@ def request(
         sampling_params=parameters,
         pooling_params=None,
         block_hasher=get_request_block_hasher(options.block_size, sha256),
-        **accepted(Request, eos_token_id=0),  # later it is with the sampling parameters alone
+        **accepted(Request, eos_token_id=0),  # later releases have it only in the sampling parameters
         **more,
     )

@@ -1,8 +1,8 @@
-"""The ranks of an engine: each has the connector in the worker's role, its own memory and its own side of the cache.
+"""The ranks of an engine. Each has the connector in the worker role, its own memory and its own part of the cache.
 
-One worker is in the scheduler's process, and gets its objects. Several are the ranks of tensor parallelism, each in a
-process: what the scheduler hands out reaches each as a copy, and their reports go through vLLM's own aggregator. Every
-rank has its heads of all tokens, so a step that reads wrong KV in one of them writes wrong KV in all.
+A single worker shares the process and the objects of the scheduler. Several workers get copies, as ranks of tensor
+parallelism in other processes do, and vLLM's own aggregator joins their reports. A step that reads wrong KV in one rank
+writes wrong KV in all ranks, because each rank has some heads of all tokens.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from kvfix_tools.lab.memory import Slots
 
 
-#: How a copy of a tensor is made: torch's own way takes as long as a step.
+#: A faster way to copy tensors: torch's own takes as long as a step.
 _TENSORS = {**copyreg.dispatch_table, torch.Tensor: lambda tensor: (torch.from_numpy, (tensor.numpy(),))}
 
 
 class Worker:
-    """`in_worker`: LMCache's connector of one rank; `adapter`: its object behind it.
+    """One rank. in_worker: LMCache's connector. adapter: the object behind it.
 
-    `called`: what vLLM calls, that connector or the MultiConnector that it is in.
+    called: the connector that vLLM calls, which can be a MultiConnector with `in_worker` as a child.
     """
 
-    #: Whether an OffloadingConnector is in the MultiConnector.
+    #: True if the MultiConnector has an OffloadingConnector.
     offloads = False
-    #: Whether the connector's metadata are cleared at the end of a step.
+    #: True if the connector's metadata are cleared at the end of a step.
     clears = False
 
     def __init__(
@@ -46,26 +46,26 @@ class Worker:
         self.called = called
         self.in_worker = in_worker
         self.adapter = adapter
-        #: request -> chunks after which its next load fails
+        #: {request: chunks after which its next load fails}
         self.failing = failing
-        #: In this step it gets no answer from a multi-process connector's server.
+        #: True: the server does not answer the multi-process connector in this step.
         self.unanswered = False
 
     def start_step(self, metadata: Any, forward: bool) -> None:
-        """What vLLM's worker calls before the forward pass."""
+        """Make the calls of vLLM's worker before the forward pass."""
         self.bind(metadata)
         self.called.start_load_kv(SimpleNamespace(attn_metadata=object() if forward else None))
 
     def bind(self, metadata: Any) -> None:
-        """The metadata of this step reach the connector, before any load of it."""
+        """Give the connector the metadata of this step, before its loads."""
         if hasattr(self.called, "handle_preemptions"):  # 0.11 has none
             self.called.handle_preemptions(metadata)
         self.called.bind_connector_metadata(metadata)
 
     def finish_step(self, forward: bool, ended: set[str], save_last: bool) -> KVConnectorOutput:
-        """What it calls after, and what this rank reports of the step."""
+        """Make the calls after the forward pass, and return the report of this rank."""
         save_last = save_last and forward
-        # a step without a forward pass has nothing to save but the OffloadingConnector's last chunks of ended requests
+        # in a step without a forward pass, only OffloadingConnector saves: the last chunks of ended requests
         if not save_last and (forward or self.offloads):
             self.called.wait_for_save()
         sending, receiving = self.get_finished(ended)
@@ -83,16 +83,16 @@ class Worker:
         return self.called.get_finished(ended)
 
     def also_reported(self) -> dict[str, Any]:
-        """What else it reports of the step, by the names of KVConnectorOutput."""
+        """Return other fields of KVConnectorOutput."""
         return {"kv_connector_worker_meta": self.called.build_connector_worker_meta()} if self.offloads else {}
 
     def failed_blocks(self) -> set[int]:
-        """Blocks whose load has failed within this step."""
+        """Return blocks whose load has failed in this step."""
         return set()
 
 
 class Executor:
-    """What is between the scheduler and its workers (v1/executor/multiproc_executor.py 0.32.0:385).
+    """The executor between the scheduler and its workers (v1/executor/multiproc_executor.py 0.32.0:385).
 
     counts: of RequestEvents.
     """
@@ -103,7 +103,7 @@ class Executor:
         self._aggregator = KVOutputAggregator.from_connector(connector, ranks) if ranks > 1 else None
 
     def handed_out(self, metadata: Any) -> list[Any]:
-        """What each rank gets of the connector's metadata."""
+        """Return the connector's metadata for each rank."""
         if self._ranks == 1:
             return [metadata]
         message = io.BytesIO()
@@ -113,7 +113,7 @@ class Executor:
         return [pickle.loads(message.getbuffer()) for _ in range(self._ranks)]
 
     def answer(self, output: ModelRunnerOutput, reports: list[KVConnectorOutput]) -> ModelRunnerOutput:
-        """The first rank's output, with what all ranks report."""
+        """Return the first rank's output with the joined reports of all ranks."""
         if self._aggregator is None:
             output.kv_connector_output = reports[0]
             return output

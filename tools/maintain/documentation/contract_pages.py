@@ -1,4 +1,4 @@
-"""What a connector must keep, from the rules of `kvfix conform`; its example, and its verdicts on vLLM's connectors."""
+"""Pages of `kvfix conform`: its rules, its example, and its verdicts on vLLM's connectors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def connector() -> str:
 
 
 def connectors() -> str:
-    """What the kit says of each connector of vLLM: a table of those that run, and why the others do not."""
+    """Return a table of the verdicts on vLLM's connectors, and why some of them do not run."""
     runs = kit.load()
     can = [run for run in runs if not run.cannot]
     headings = ("rule", *(run.name for run in can))

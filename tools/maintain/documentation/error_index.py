@@ -1,7 +1,7 @@
 """The index of messages: the text that is in a log, and which finding and fix that is.
 
-Messages are the releases' own statements that a finding looks at (statements.json), and those that a fix quotes as its
-symptom. Which finding an exception is, kvfix-diagnose itself decides: it reads a traceback with the exception's text.
+Messages are the releases' own statements that a finding reads (statements.json), and those that a fix quotes as its
+symptom. For an exception, kvfix-diagnose finds the finding: it reads a traceback with the exception's text.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _of_exceptions() -> list[LogRule]:
 
 
 def _quoted(fix: Fix) -> list[str]:
-    """What the symptom quotes as a message: it has words, and a beginning."""
+    """Return the messages that the symptom quotes. A message has words and a beginning."""
     spans = (" ".join(span.split()) for span in re.findall(r"`([^`]+)`", fix.section("Symptom")))
     return [span for span in spans if " " in span and not span.startswith("...")]
 

@@ -1,4 +1,4 @@
-"""What mkdocs calls (`hooks:` in mkdocs.yml): the pages that are made, and their places in the navigation."""
+"""The hooks of mkdocs (`hooks:` in mkdocs.yml): add the generated pages, and their places in the navigation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """What a page leaves to be made from the code."""
+    """Fill in the parts of a page that are made from the code."""
     return documentation.filled(markdown)
 
 

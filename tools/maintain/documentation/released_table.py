@@ -1,4 +1,4 @@
-"""What the fuzzer finds as released, from docs/released.json: `python -m maintain.released_findings` has written it."""
+"""The table of the fuzzer's findings as released, from docs/released.json (`python -m maintain.released_findings`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The support matrix, LMCache x vLLM x fix: from docs/matrix.json, written by `make matrix`. Nothing of it is typed."""
+"""The support matrix, LMCache x vLLM x fix, from docs/matrix.json, which `make matrix` writes."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _cells(pairs: Pairs, slugs: set[str]) -> Cells:
 
 
 def _worst(rows: Iterable[dict[str, str]]) -> str:
-    """Of the scenarios of one fix under one pair."""
+    """Return the worst outcome of the scenarios of one fix with one pair of releases."""
     outcomes = [(row["released"], row["fixed"]) for row in rows]
     if any(released in ("violated", "error") for released, _ in outcomes):
         bad = any(released != "clean" and fixed in ("violated", "error") for released, fixed in outcomes)

@@ -18,18 +18,18 @@ from maintain import release
 from maintain.gpu import manifest, trimmed_wheel
 
 ROOT = Path(__file__).parents[3]
-#: Of a folder, in bytes. The host takes 64 MiB in one transfer.
+#: Maximum bytes of a folder. The host takes 64 MiB in one transfer.
 LIMIT = 60 << 20
-#: Of the host. pip takes a platform literally: a wheel for an older glibc fits only if it is named too.
+#: Platforms of the host. pip accepts a wheel for an older glibc only if that platform is named too.
 PYTHON, PLATFORMS = "3.12", ("manylinux2014", *(f"manylinux_2_{glibc}" for glibc in range(39, 4, -1)))
 #: Parts of vLLM that have a folder of their own.
 FOLDERS = {"vllm_operations": "2", "vllm_flash_attention": "3"}
-#: Below tools/maintain.
+#: Files below tools/maintain.
 SCRIPTS = ("__init__.py", "gpu/*.py", "gpu/run.sh")
 
 
 def download(folder: Path) -> None:
-    """The wheels of wheels.txt, without their dependencies. Raises subprocess.CalledProcessError."""
+    """Download the wheels of wheels.txt, without their dependencies. Raises subprocess.CalledProcessError."""
     platforms = [word for platform in PLATFORMS for word in ("--platform", f"{platform}_x86_64")]
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     command += ["--python-version", PYTHON, "--implementation", "cp", *platforms, "--dest", str(folder)]

@@ -1,7 +1,7 @@
 """Stage `engines`: real vLLM engines with LMCache, as released, with kvfix's fixes and in mode `check`.
 
-Each engine answers the rounds of `kvfix roundtrip --backend engine` in its own processes. The engines run at the same
-time where the machine has the cores. An engine without connector says which answers are right.
+Each engine answers the rounds of `kvfix roundtrip --backend engine` in its own processes. With enough cores the engines
+run at the same time. An engine without connector gives the right answers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CORES = 2
 
 
 class Case(NamedTuple):
-    """An engine. connector: of the backend `engine`, or "" for none. mode: the variable KVFIX."""
+    """An engine. connector: for the backend `engine`, or "". mode: value of KVFIX."""
 
     what: str
     connector: str
@@ -33,7 +33,7 @@ class Case(NamedTuple):
 
 
 PLAIN = Case("without connector", "", "off")
-#: LMCache issue 4463: all tokens are promised and loaded, and the answers are others.
+#: LMCache issue 4463: all tokens are promised and loaded, but the answers differ.
 RELEASED = Case("in process, as released", "v1", "off")
 CASES = (
     PLAIN,
@@ -46,7 +46,7 @@ CASES = (
 
 
 def ask(case: Case, device: str) -> dict[str, Any]:
-    """Run one engine, in a process of its own since KVFIX is a variable of the process."""
+    """Run one engine in a separate process, because KVFIX is a variable of the process."""
     command = [sys.executable, "-m", __spec__.name, json.dumps(case), "--device", device]
     dumps = tempfile.mkdtemp(prefix="kvfix-gpu-")
     environment = {**os.environ, "KVFIX": case.mode, "KVFIX_DUMP_DIR": dumps}
@@ -57,7 +57,7 @@ def ask(case: Case, device: str) -> dict[str, Any]:
 
 
 def ask_here(case: Case, device: str) -> dict[str, Any]:
-    """The engine's answer, and its log."""
+    """Return the engine's answer and its log."""
     from kvfix_tools.roundtrip.backends import engine
 
     with tempfile.TemporaryDirectory() as folder, _transfer(case, Path(folder)) as transfer:

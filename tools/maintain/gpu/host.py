@@ -1,4 +1,4 @@
-"""Stage `host`: the releases, the device, and whether vLLM, its compiled operations and LMCache import."""
+"""Stage `host`: show the releases and the device, and import vLLM, its compiled operations and LMCache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODULES = (
     "lmcache.integration.vllm.vllm_multi_process_adapter",
     "lmcache.v1.multiprocess.server",
 )
-#: vLLM's compiled operations are linked with the driver, so they import only where there is one.
+#: vLLM's compiled operations are linked with the driver, so they import only on a host with a driver.
 WITH_DRIVER = "vllm._C_stable_libtorch"
 
 

@@ -1,8 +1,9 @@
-"""The sizes and hashes of a bundle's files: written where the bundle is made, checked where it arrives.
+"""The sizes and hashes of a bundle's files: written with the bundle, and checked on the host.
 
     python -m maintain.gpu.manifest FOLDER1
 
-checks folder 1 and the folders beside it, and prints the wheels that are whole. Exit 1 if a wheel of folder 1 is not.
+checks folder 1 and the folders next to it, and prints the wheels that are complete. Exit 1 if a wheel of folder 1 is
+not.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def write(bundle: Path) -> dict[str, int]:
 
 
 def check(bundle: Path) -> tuple[list[Path], list[str]]:
-    """(files that are as in the manifest, names of those that are missing or damaged)"""
+    """Return (complete files, names of missing or damaged files)."""
     about = json.loads((bundle / "1" / NAME).read_text())
     good, bad = [], []
     for name, file in about.items():

@@ -17,9 +17,9 @@ from typing import Any
 
 from maintain.gpu import steps
 
-#: Cells that are not right and are kept in full.
+#: Maximum failed cells that are kept in full.
 KEPT = 10
-#: Of a plain pinned copy, at least; and the time of the whole check beside that of the bare copies, at most.
+#: Minimum speed relative to a plain pinned copy, and maximum time of the whole check relative to the copies alone.
 OF_PLAIN, OF_COPIES = 0.95, 2.0
 Answer = dict[str, Any]
 
@@ -48,12 +48,12 @@ def found(answer: Answer) -> bool:
 
 
 def known(answer: Answer) -> bool:
-    """LMCache as released: what is wrong is a bug that is known."""
+    """Return True if the failures of LMCache as released are a known bug."""
     return all(cell["known"] for cell in answer["cells"] if cell["verdict"] in ("failed", "crashed"))
 
 
 FAULTS = ("swap-kv", "shift-slot", "stale", "bitflip", "drop-tail", "wrong-layer", "neighbour-write")
-#: 1 GiB: 8192 tokens of a model of 8 billion parameters.
+#: 1 GiB: 8192 tokens of a model with 8 billion parameters.
 LARGE = "--dtype bfloat16 --heads 8 --layers 32 --head-size 128 --block 16 --chunk 256 --slots blocks --tokens 8192"
 LARGE = f"{LARGE} --skip none --gib 0"
 RUNS: dict[str, list[tuple[str, str, Callable[[Answer], bool]]]] = {
@@ -76,7 +76,7 @@ RUNS: dict[str, list[tuple[str, str, Callable[[Answer], bool]]]] = {
     ],
     "vllm": [("matrix", "--backend vllm-simple vllm-offload --gib 4", passes)],
 }
-#: On CPU tensors, to try the scripts.
+#: On CPU tensors, to test the scripts.
 SMALL = {"--gib 32": "--gib 0.03", "--gib 4": "--gib 0.03", "--tokens 8192": "--tokens 512"}
 
 
@@ -101,7 +101,7 @@ def main(arguments: list[str]) -> int:
 
 
 def figures(answer: Answer) -> str:
-    """Verdicts, and for each backend what moved the bytes and how fast."""
+    """Return the verdicts, and the operations and the speed of each backend."""
     verdicts = Counter(cell["verdict"] for cell in answer["cells"])
     parts = [", ".join(f"{count} {verdict}" for verdict, count in verdicts.items())]
     parts += [f"{name} not here: {why}" for name, why in answer["skipped"].items()]
@@ -122,7 +122,7 @@ def figures(answer: Answer) -> str:
 
 
 def moved_by(answer: Answer) -> dict[str, str]:
-    """{backend: the operations that ran}"""
+    """Return {backend: operations that ran}."""
     names: dict[str, list[str]] = {}
     for cell in answer["cells"]:
         ran = names.setdefault(cell["cell"]["backend"], [])
@@ -132,7 +132,7 @@ def moved_by(answer: Answer) -> dict[str, str]:
 
 
 def rate(cells: list[Answer], backend: str) -> str:
-    """GB/s of the median cell of a backend."""
+    """Return the GB/s of the median cell of a backend."""
     timed = [cell for cell in cells if cell["cell"]["backend"] == backend and cell["load_gb_s"] and cell["store_gb_s"]]
     if not timed:
         return ""
@@ -141,13 +141,13 @@ def rate(cells: list[Answer], backend: str) -> str:
 
 
 def times(speed: Answer) -> float:
-    """The time of the whole check beside that of the bare copies there and back."""
+    """Return the time of the whole check relative to the copies alone."""
     copies = speed["bytes"] / 1e9 * (1 / speed["plain_store_gb_s"] + 1 / speed["plain_load_gb_s"])
     return float(speed["check_seconds"] / copies)
 
 
 def kept(answer: Answer) -> Answer:
-    """What is worth keeping of an answer: a cell that passes is only counted."""
+    """Return the answer without passed cells, which are only counted."""
     counts = Counter((c["cell"]["backend"], c["cell"]["layout"], c["race"], c["verdict"]) for c in answer["cells"])
     wrong = [cell for cell in answer["cells"] if cell["verdict"] in ("failed", "crashed")]
     of_fault = answer["inject"] is not None

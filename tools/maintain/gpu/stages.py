@@ -1,10 +1,10 @@
-"""Run the stages on this host, the most valuable first, and write what comes of each at once.
+"""Run the stages on this host, the most valuable first, and write the result of each at once.
 
     python -m maintain.gpu.stages OUT [--resume] [--device cpu] [--slower N]
 
-A stage is a process with a time limit. It prints a line of JSON for each of its steps (steps.py). Whatever becomes of
-it, the next stage runs. OUT/results.json has everything, OUT/table.md the rows for docs/gpu.md. With `--resume` only
-those stages run that OUT has no result of, or that could not be checked where they ran.
+A stage is a process with a time limit. It prints a line of JSON for each of its steps (steps.py). The next stage runs
+after any result. OUT/results.json has all results, OUT/table.md the rows for docs/gpu.md. With `--resume` only stages
+run that have no result in OUT, or whose result is "not checked".
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import IO, Any, NamedTuple
 
 NOT_HERE, TIMED_OUT = 77, 124
 OUTCOMES = {0: "passed", 1: "FAILED", NOT_HERE: "not checked", TIMED_OUT: "TIMED OUT"}
-#: Characters of a stage's messages that are kept.
+#: Maximum characters of a stage's messages.
 KEPT = 20_000
 
 
@@ -61,7 +61,7 @@ def run(stage: Stage, device: str, slower: int) -> dict[str, Any]:
             code = process.wait(timeout=stage.limit * slower)
         except subprocess.TimeoutExpired:
             code = TIMED_OUT
-        finally:  # its engines and servers are in its process group or below it
+        finally:  # its engines and servers are in its process group or are its children
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -81,7 +81,7 @@ def outcome(result: dict[str, Any]) -> str:
 
 
 def figures(result: dict[str, Any]) -> str:
-    """What the steps found. Without a step, or if nothing could be checked: the last line that the stage printed."""
+    """Return the figures of the steps. Without a checked step, return the last line that the stage printed."""
     last = (result["messages"].strip().splitlines() or ["no output"])[-1]
     if result["exit"] == NOT_HERE:
         return str(last)
@@ -89,14 +89,14 @@ def figures(result: dict[str, Any]) -> str:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """Rows for docs/gpu.md."""
+    """Return rows for docs/gpu.md."""
     head = ["| stage | outcome | figures | seconds |", "|---|---|---|---|"]
     rows = [f"| {r['stage']} | {outcome(r)} | {figures(r).replace('|', '/')} | {r['seconds']:.0f} |" for r in results]
     return "\n".join([*head, *rows, ""])
 
 
 def main(arguments: list[str], stages: tuple[Stage, ...] = STAGES) -> int:
-    """Exit 0 if no stage failed, 77 if none could be checked, else 1."""
+    """Return 0 if no stage failed, 77 if none could be checked, else 1."""
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--resume", action="store_true", help="run only the stages that OUT has no result of")

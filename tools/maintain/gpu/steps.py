@@ -1,4 +1,4 @@
-"""A stage's side of the matter: its device, and a line of JSON for each of its steps."""
+"""The part of a stage's process: its device, and a line of JSON for each of its steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Steps:
         self.right: list[bool] = []
 
     def add(self, what: str, right: bool, figures: str, **details: Any) -> None:
-        """Print a step. figures: what it found, in a few words. details: everything else that is worth keeping."""
+        """Print a step. figures: its result in a few words. details: other data to keep."""
         self.right.append(right)
         print(json.dumps({"what": what, "right": right, "figures": figures, **details}), flush=True)
 
@@ -28,7 +28,7 @@ class Steps:
 
 
 def device(arguments: list[str]) -> tuple[str, str]:
-    """(name of the stage, its device). Ends the process if there is no such device."""
+    """Return (name of the stage, its device). Ends the process if the device is missing."""
     parser = argparse.ArgumentParser()
     parser.add_argument("name", nargs="?", default="")
     parser.add_argument("--device", required=True)

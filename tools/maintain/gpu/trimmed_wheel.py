@@ -1,6 +1,6 @@
-"""Make small wheels of vLLM's large one. Each is a wheel that pip installs: its RECORD names exactly its files.
+"""Split vLLM's large wheel into small ones. pip can install each: its RECORD names exactly its files.
 
-The parts are installed in one call of pip, into one folder, and are then one package.
+One call of pip installs all parts into one folder, where they are one package.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import zipfile
 from fnmatch import fnmatch
 from pathlib import Path
 
-#: Files of the wheel that are in no part, and why the stages do without them.
+#: {files of the wheel that are in no part: why the stages do not need them}
 LEFT_OUT = {
     "vllm/vllm_flash_attn/_vllm_fa2_C.*": "FlashAttention 2, 129 MB. The stages use Triton attention",
     "vllm/_moe_C_*": "mixture of experts. The model of the stages is dense",
@@ -24,7 +24,7 @@ LEFT_OUT = {
     "vllm/third_party/tml_fa4/*": "FlashAttention 4",
     "vllm/vllm-rs": "the server in Rust. The stages use the one in Python",
 }
-#: Files that have a wheel of their own, so that each fits into a folder: the name of that wheel.
+#: {files with a separate wheel, so that each wheel fits into a folder: name of the wheel}
 APART = {
     "vllm/_C_stable_libtorch.*": "vllm_operations",  # swap_blocks_batch, and what every model runs
     # On CUDA vLLM imports FlashAttention 2 or 3 with every attention (0.26.0 v1/attention/backends/fa_utils.py:23).
@@ -35,7 +35,7 @@ APART = {
 def split(wheel: Path, folder: Path, left_out: dict[str, str], apart: dict[str, str]) -> list[Path]:
     """Write the parts of this wheel into the folder. Return them, the main part first.
 
-    Raises ValueError if a pattern fits no file: then the release has changed, and the tables above are wrong.
+    Raises ValueError if a pattern matches no file: the release has changed.
     """
     name, version, tag = wheel.name.removesuffix(".whl").split("-", 2)
     with zipfile.ZipFile(wheel) as whole:

@@ -73,7 +73,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
             _in_flight.drop(scheduler, request)
         return answer
 
-    return after(_update_requests_with_invalid_blocks, on_fault=_closed.compute_anew(preempted))
+    return after(_update_requests_with_invalid_blocks, on_fault=_closed.recompute_all(preempted))
 
 
 def _is_ahead(scheduler: Any, of_stages: bool) -> bool:

@@ -1,1 +1,1 @@
-"""One file, one scenario."""
+"""The scenarios. Each file has the scenarios of one family."""

@@ -21,11 +21,12 @@ from kvfix_tools.lab.steps import (
 
 SCENARIOS = {
     "failed-load-gone-under-way": Scenario(
-        doc="""A load fails, and before vLLM hears of it the request is aborted: its blocks stay in the prefix cache as
-        they are.
-
-        vLLM looks at the requests that run. Between a step and its answer one may be aborted, and with asynchronous
-        scheduling be preempted; its blocks can be found by then, and hold nothing.""",
+        doc=(
+            "A load fails, and the request is aborted before vLLM learns of the failure: its blocks stay in the "
+            "prefix cache."
+        ),
+        # vLLM checks only running requests for failed blocks. A request can be aborted between a step and its answer
+        # or, with asynchronous scheduling, be preempted.
         schedule=[
             stored_elsewhere(prompt(96)),
             fail_load("before"),
@@ -43,13 +44,10 @@ SCENARIOS = {
         options=Options(chunk_size=32, max_num_batched_tokens=256, async_scheduling=True),
     ),
     "failed-load-keeps-output": Scenario(
-        doc="""A load fails while the next step is in flight, and the token that this step says is taken for the
-        request's.
-
-        With asynchronous scheduling, vLLM's default on a GPU, a step is scheduled before the answer of the last one
-        is there. 160 tokens are promised of 161, the load brings none. vLLM takes the request back to token 0 and
-        drops what the failed step has said (scheduler.py 0.32.0:2088); the next one has computed on top of it, and
-        its token is kept.""",
+        doc="A load fails while the next step is in flight: vLLM keeps the token of that step.",
+        # With asynchronous scheduling, the default on a GPU, vLLM schedules a step before it has the answer of the last
+        # one. The load brings none of the 160 promised tokens. vLLM rolls the request back to token 0 and drops the
+        # output of the failed step (scheduler.py 0.32.0:2088), but not the output of the next step.
         schedule=[
             admit("first", prompt(192)),
             run(),
@@ -63,15 +61,13 @@ SCENARIOS = {
         not_in_hooks=CONTENT,
         text="is not what the model says",
         wrong={"vllm": ">=0.15"},
-        needs={"lmcache": ">=0.4.1"},  # before, LMCache dies of such a request (KVF008)
+        needs={"lmcache": ">=0.4.1"},  # earlier releases die of this request (KVF008)
         options=Options(max_num_batched_tokens=512, async_scheduling=True, kv_load_failure_policy="recompute"),
     ),
     "failed-load-keeps-output-of-stages": Scenario(
-        doc="""A load fails while two more chunks of the prompt are in flight: what the last one says is taken for the
-        first token.
-
-        Three stages. The load of tokens 0 to 64 brings 16, and the chunks up to token 192 and up to the end are
-        with the workers when vLLM gets to know it.""",
+        doc="A load fails while two more chunks of the prompt are in flight: vLLM keeps the token of the last chunk.",
+        # Three pipeline stages. The load brings 16 of 64 tokens. When vLLM learns of it, the workers already have the
+        # chunks up to token 192 and up to the end.
         schedule=[
             stored_elsewhere(prompt(64)),
             admit("r", prompt(230), max_tokens=2),
@@ -85,11 +81,9 @@ SCENARIOS = {
         options=Options(chunk_size=16, num_blocks=40, max_num_batched_tokens=64, ranks=3, pipeline=True),
     ),
     "failed-load-left-to-another": Scenario(
-        doc="""Two requests with one prompt come in one step; the load of the first fails, it is aborted; the second
-        counts on it.
-
-        A load within the step is in vLLM's prefix cache before it is done, so the second shares its blocks. After
-        the failure only the first goes back to compute them (vLLM 0.32 scheduler.py:3295).""",
+        # Both requests come in one step. A load within the step is in the prefix cache before it has ended, so the
+        # second request shares its blocks. After the failure only the first request is rolled back (vLLM 0.32
+        # scheduler.py:3295).
         schedule=[
             stored_elsewhere(prompt(96)),
             admit("first", prompt(100)),
@@ -102,18 +96,15 @@ SCENARIOS = {
         ],
         rule="LAB001",
         wrong={"vllm": ">=0.11.2", "lmcache": ">=0.3.9.post1,!=0.4.5,!=0.4.6,!=0.4.7,!=0.5.0"},
-        needs={"lmcache": ">=0.3.9.post1"},  # 0.3.9 does not tell vLLM that a load failed
+        needs={"lmcache": ">=0.3.9.post1"},  # 0.3.9 does not report failed loads
         options=Options(chunk_size=32, max_num_batched_tokens=256),
     ),
     "failed-load-of-one-rank": Scenario(
-        doc="""A load fails in one rank, and the other one stores what the step computes on top of it under valid keys.
-
-        Two ranks. 128 tokens are hit and promised, the second rank's load brings none of them. Each rank's
-        attention needs all tokens, and every later layer needs that of all ranks: what the step computes of tokens
-        128 to 300 is wrong in both. The second rank knows that its load failed (and does not store with KVF007);
-        the first one does not know, and stores 128 to 256 in the same step (vllm_v1_adapter.py 0.5.6:1104-1259).
-        vLLM ends the request, or computes it again, and the first rank's cache keeps its chunks. The next request
-        with this prompt is answered from them.""",
+        doc="A load fails in one of two ranks, and the other rank stores the KV that the step computes on top of it.",
+        # The load of the second rank brings none of 128 promised tokens. The KV of tokens 128 to 300 is wrong in both
+        # ranks: each layer needs the attention of all ranks. Only the second rank knows of the failure; with KVF007 it
+        # does not store. The first rank stores tokens 128 to 256 in the same step (vllm_v1_adapter.py 0.5.6:1104-1259),
+        # and the next request with this prompt hits them.
         schedule=[
             admit("first", prompt(128)),
             run(),
@@ -129,20 +120,17 @@ SCENARIOS = {
         rule="LAB001",
         text="the step reads token 128 of",
         wrong={"lmcache": ">=0.4.1"},
-        # up to 0.3.15 another bug ends it first; several ranks were not tried with earlier releases of vLLM
+        # up to 0.3.15 another bug ends the schedule first; earlier releases of vLLM were not tested with several ranks
         needs={"lmcache": ">=0.4.1", "vllm": ">=0.32"},
         options=Options(max_num_batched_tokens=512, ranks=2),
     ),
     "failed-load-poisons-cache": Scenario(
-        doc="""A load fails, and what the step computes on top of it is stored under valid keys: others get wrong
-        answers from it.
-
-        128 tokens are hit and promised, the load brings none of them. vLLM learns of the failed blocks and drops
-        the output of the request, but the step has run: it computed tokens 128 to 300 from KV that is not there,
-        and in the same step `wait_for_save` stores 128 to 256 of them (vllm_v1_adapter.py 0.5.6:1104-1259 does not
-        look at the failed blocks that `start_load_kv` has just recorded). The next request with this prompt is
-        answered from them. No line is logged for it. With kv_load_failure_policy "recompute" the right KV is
-        computed and stored again a step later; the cache keeps the chunks that it has.""",
+        doc="A load fails, and LMCache stores the KV that the step computes on top of it.",
+        # The load brings none of 128 promised tokens. vLLM drops the output of the request, but in the same step
+        # `wait_for_save` stores tokens 128 to 256, computed from missing KV: it does not read the failed blocks that
+        # `start_load_kv` has just recorded (vllm_v1_adapter.py 0.5.6:1104-1259). The next request with this prompt hits
+        # them. With kv_load_failure_policy "recompute" the right KV is computed a step later, but the cache keeps its
+        # chunks.
         schedule=[
             admit("first", prompt(128)),
             run(),
@@ -158,16 +146,16 @@ SCENARIOS = {
         rule="LAB001",
         text="the step reads token 128 of",
         wrong={"lmcache": ">=0.3.9.post1"},
-        # 0.3.9 does not tell vLLM that a load failed; before 0.13 vLLM has no such option, and computes it again
+        # LMCache 0.3.9 does not report failed loads; vLLM has kv_load_failure_policy since 0.13
         needs={"lmcache": ">=0.3.9.post1", "vllm": ">=0.13.0"},
         options=Options(max_num_batched_tokens=512, kv_load_failure_policy="fail"),
     ),
     "failed-load-preempted-under-way": Scenario(
-        doc="""A load fails, and before vLLM hears of it the request is preempted: what the failed step has said is
-        kept.
-
-        vLLM looks at the requests that run. With asynchronous scheduling the next step is scheduled before the
-        answer of the last one is there; here another request needs a block for its first token, and there is none.""",
+        doc=(
+            "A load fails, and the request is preempted before vLLM learns of the failure: vLLM keeps the output of "
+            "the failed step."
+        ),
+        # vLLM checks only running requests. Here another request needs a block for its first token, and none is free.
         schedule=[
             stored_elsewhere(prompt(96)),
             fail_load("r"),
@@ -188,11 +176,9 @@ SCENARIOS = {
         options=Options(chunk_size=32, max_num_batched_tokens=256, async_scheduling=True),
     ),
     "failed-load-stays-cached": Scenario(
-        doc="""Blocks whose load failed stay in vLLM's prefix cache, and the next request reads them: wrong text, no
-        error.
-
-        With kv_load_failure_policy=recompute vLLM leaves them there, since the request is to compute them again at
-        once (scheduler.py 0.32.0:3412). If it is aborted or preempted before that, they stay.""",
+        doc="The load of a request fails, and the request is aborted: its blocks stay in the prefix cache.",
+        # With kv_load_failure_policy=recompute vLLM keeps the blocks in the prefix cache, because the request is to
+        # compute them again (scheduler.py 0.32.0:3412). An abort or a preemption prevents that.
         schedule=[
             stored_elsewhere(prompt(96)),
             admit("before", prompt(100), max_tokens=4),
@@ -205,17 +191,14 @@ SCENARIOS = {
         ],
         rule="LAB001",
         wrong={"vllm": ">=0.11.2", "lmcache": ">=0.3.9.post1,!=0.4.5,!=0.4.6,!=0.4.7,!=0.5.0"},
-        needs={"lmcache": ">=0.3.9.post1"},  # 0.3.9 does not tell vLLM that a load failed
+        needs={"lmcache": ">=0.3.9.post1"},  # 0.3.9 does not report failed loads
         options=Options(chunk_size=32, max_num_batched_tokens=256),
     ),
     "failed-load-stored-last": Scenario(
-        doc="""A load fails with speculative decoding on: vLLM has taken the failed blocks by the time the step is
-        saved.
-
-        With a drafter vLLM defers `wait_for_save` until the drafts are made, and asks for the failed blocks before
-        that (gpu_model_runner.py 0.32.0:4179, 4509). `failing` and `sharing` begin in the same step with the same
-        128 tokens, whose load brings none; both compute the rest of their prompts on top of them, and both are
-        saved.""",
+        doc="A load fails with speculative decoding: vLLM reads the failed blocks before `wait_for_save` runs.",
+        # With a drafter vLLM runs `wait_for_save` after the drafts, and reads the failed blocks before that
+        # (gpu_model_runner.py 0.32.0:4179, 4509). `failing` and `sharing` begin in one step with the same 128 tokens,
+        # compute the rest of their prompts on top of the failed load, and are stored.
         schedule=[
             stored_elsewhere(prompt(128)),
             fail_load("failing"),
@@ -230,16 +213,13 @@ SCENARIOS = {
         rule="LAB001",
         text="the step reads token 128 of",
         wrong={"lmcache": ">=0.3.9.post1"},
-        needs={"lmcache": ">=0.4.1"},  # before, LMCache dies of such a request (KVF008)
+        needs={"lmcache": ">=0.4.1"},  # earlier releases die of this request (KVF008)
         options=Options(max_num_batched_tokens=1024, save_last=True),
     ),
     "failed-load-stored-under-way": Scenario(
-        doc="""A load fails while the next step is in flight, and what that step computes on top of it is stored for
-        others.
-
-        With asynchronous scheduling a step is scheduled before the answer of the last one is there. 128 tokens are
-        promised of 320, 64 are computed in a step: the load brings none, and the second step stores what it has
-        computed after the first.""",
+        doc="A load fails while the next step is in flight, and LMCache stores the KV of that step.",
+        # Asynchronous scheduling, 64 tokens per step. The load brings none of 128 promised tokens, and the second step
+        # stores the tokens that it computes after the first.
         schedule=[
             stored_elsewhere(prompt(128)),
             fail_load("first"),
@@ -252,15 +232,12 @@ SCENARIOS = {
         ],
         rule="LAB001",
         wrong={"vllm": ">=0.11.2"},
-        # before 0.4.1 LMCache dies of such a request (KVF008)
-        needs={"lmcache": ">=0.4.1"},
+        needs={"lmcache": ">=0.4.1"},  # earlier releases die of this request (KVF008)
         options=Options(max_num_batched_tokens=64, async_scheduling=True),
     ),
     "layerwise-load-finds-a-part": Scenario(
-        doc="""By layers: a part of the chunks that were hit is left, the others are not reported, and the step reads
-        other KV.
-
-        `wait_for_layer_load` logs how many tokens were loaded (vllm_v1_adapter.py 0.5.6:990-992), and that is all.""",
+        doc="A layerwise load finds only some of the chunks that were hit, and reports no failed block.",
+        # `wait_for_layer_load` only logs the number of loaded tokens (vllm_v1_adapter.py 0.5.6:990-992).
         schedule=[
             stored_elsewhere(prompt(256)),
             fail_load("r", after_chunks=2),
@@ -275,10 +252,8 @@ SCENARIOS = {
         options=Options(lmcache={"use_layerwise": True}, max_num_batched_tokens=512),
     ),
     "layerwise-load-finds-nothing": Scenario(
-        doc="""By layers: none of the chunks that were hit is left when they are to be loaded, and EngineCore dies.
-
-        `retrieve_layer` (cache_engine.py 0.5.6:1133) goes on with a variable that is set only where a chunk was
-        found.""",
+        doc="A layerwise load finds none of the chunks that were hit, and the worker dies.",
+        # `retrieve_layer` (cache_engine.py 0.5.6:1133) uses a variable that is set only if a chunk was found.
         schedule=[
             stored_elsewhere(prompt(256)),
             fail_load("r"),
@@ -294,11 +269,8 @@ SCENARIOS = {
         options=Options(lmcache={"use_layerwise": True}, max_num_batched_tokens=512),
     ),
     "resumed-load-failure-unseen": Scenario(
-        doc="""A request is preempted, comes back with a load, and that fails: vLLM does not see it and computes on top
-        of nothing.
-
-        vLLM looks for failed blocks among what was cached when the request was first scheduled (scheduler.py
-        0.15.1:2007).""",
+        # vLLM looks for failed blocks among the tokens that were cached when the request was first scheduled
+        # (scheduler.py 0.15.1:2007).
         schedule=[
             admit("r", prompt(100), max_tokens=4),
             step(),
@@ -311,12 +283,10 @@ SCENARIOS = {
         rule="LAB001",
         text="its slot holds other KV",
         wrong={"vllm": ">=0.11.2,<0.20"},
-        needs={"lmcache": ">=0.3.10"},  # before, a resumed request loads nothing
+        needs={"lmcache": ">=0.3.10"},  # in earlier releases a resumed request loads nothing
         options=Options(chunk_size=32, max_num_batched_tokens=256),
     ),
     "retrieve-fail-slot-mismatch": Scenario(
-        doc="""After a failed load the tracker holds tokens for which the request has no slots: the worker dies when
-        it saves.""",
         schedule=[
             stored_elsewhere(prompt(1536)),
             admit("r", prompt(1540), max_tokens=2),
@@ -326,17 +296,15 @@ SCENARIOS = {
         ],
         rule="KVR011",
         text="wait_for_save: AssertionError",
-        wrong={"lmcache": ">=0.3.10,<=0.3.15"},  # before, the tracker is as wrong, but nothing is saved then
-        needs={"lmcache": ">=0.3.9.post1"},  # 0.3.9 does not tell vLLM that a load failed
+        wrong={"lmcache": ">=0.3.10,<=0.3.15"},  # earlier releases have the wrong tracker, but save nothing then
+        needs={"lmcache": ">=0.3.9.post1"},  # 0.3.9 does not report failed loads
         options=Options(num_blocks=110, chunk_size=256, max_num_batched_tokens=2048),
     ),
 }
-_OF_ONE_RANK = SCENARIOS["failed-load-of-one-rank"]
+_ONE_RANK = SCENARIOS["failed-load-of-one-rank"]
 SCENARIOS["failed-load-of-one-rank-in-producer"] = replace(
-    _OF_ONE_RANK,
-    doc="""A load fails in one rank of a kv_producer, and the other one stores what the step computes on top of it.
-
-    The schedule of failed-load-of-one-rank. A request that names no decoder is stored for all, as with kv_both, but a
-    kv_producer stores it even if its metadata say that it is not to be saved (vllm_v1_adapter.py 0.5.6:1152).""",
-    options=replace(_OF_ONE_RANK.options, kv_role="kv_producer"),
+    _ONE_RANK,
+    doc="A load fails in one rank of a kv_producer, and the other rank stores the KV computed on top of it.",
+    # A kv_producer stores a request even if its metadata forbid it (vllm_v1_adapter.py 0.5.6:1152).
+    options=replace(_ONE_RANK.options, kv_role="kv_producer"),
 )

@@ -1,4 +1,4 @@
-"""Lookups of LMCache's in-process connector: asked twice, given up, aborted, answered late."""
+"""Lookups of LMCache's in-process connector: repeated, timed out, aborted, answered late."""
 
 from kvfix_tools.lab.scenario import WORKER, Options, Scenario
 from kvfix_tools.lab.steps import (
@@ -25,10 +25,11 @@ LONG = "long"
 
 SCENARIOS = {
     "abort-while-waiting": Scenario(
-        doc="""A request aborted after its lookup and before its admission leaves LoadSpec, hit, priority and pins
-        behind.
-
-        The pins keep chunks from being evicted until they time out (300 s).""",
+        doc=(
+            "A request is aborted after its lookup and before its admission: LMCache keeps its LoadSpec, hit, "
+            "priority and pins."
+        ),
+        # The pins prevent eviction of the chunks until they time out (300 s).
         schedule=[
             admit("before", prompt(600)),
             run(),
@@ -45,11 +46,9 @@ SCENARIOS = {
         options=Options(chunk_size=256, max_num_batched_tokens=512),
     ),
     "async-abort-keeps-lookup": Scenario(
-        doc="""Every client that goes away leaves its request's id in the asynchronous lookup client, for ever.
-
-        `request_finished` cancels the lookup of an aborted request, also if none is in flight: the id goes to
-        `aborted_lookups` and waits for an answer that was given long ago (lmcache_async_lookup_client.py
-        0.5.6:267-280).""",
+        # `request_finished` cancels the lookup of an aborted request even if none is in flight. The id stays in
+        # `aborted_lookups` and waits for an answer that has already come (lmcache_async_lookup_client.py
+        # 0.5.6:267-280).
         schedule=[
             admit("r", prompt(300), max_tokens=8),
             step(2),
@@ -65,10 +64,11 @@ SCENARIOS = {
         needs={"lmcache": ">=0.3.10"},
     ),
     "async-abort-while-other-loads": Scenario(
-        doc="""A request is aborted while the OffloadingConnector loads for it: what LMCache has fetched for it is kept
-        for ever.
-
-        A MultiConnector asks both, and LMCache's lookup fetches. Only a step with the request in it releases that.""",
+        doc=(
+            "A request is aborted while OffloadingConnector loads for it: LMCache keeps the chunks that it has fetched."
+        ),
+        # A MultiConnector asks both connectors, and LMCache's lookup fetches. Only a step with the request releases the
+        # chunks.
         schedule=[
             admit("first", prompt(300)),
             run(),
@@ -88,12 +88,8 @@ SCENARIOS = {
         needs={"vllm": ">=0.32", "lmcache": ">=0.5.6"},
     ),
     "async-fetched-left": Scenario(
-        doc="""Chunks fetched ahead for a request that then loads nothing are never let go: the cache fills up with
-        them.
-
-        vLLM has as much of the prompt as LMCache, so nothing is promised and nothing loaded; the fetched chunks
-        keep their references and pins (LMCache PR 2559). 0.3.10 dies before that, of what
-        mismatch-in-tokens-to-load shows.""",
+        # vLLM has as many tokens of the prompt as LMCache, so LMCache promises and loads nothing. The fetched chunks
+        # keep their references and pins (LMCache PR 2559). 0.3.10 dies before that (mismatch-in-tokens-to-load).
         schedule=[admit("first", prompt(300)), run(), admit("r", prompt(300)), run(), settle()],
         rule="KVR009",
         not_in_hooks=WORKER,
@@ -103,18 +99,17 @@ SCENARIOS = {
         needs={"lmcache": ">=0.3.10"},
     ),
     "async-given-up-asked-again": Scenario(
-        doc="""A lookup is given up, and its request preempted and looked up again: what is fetched for it at last is
-        kept for ever.
-
-        With asynchronous loading both lookups have the request's id. The answer to the first one is cleaned up
-        while the second is in flight, so a third is sent (lmcache_async_lookup_client.py 0.5.6:251 and 163).""",
+        doc="A lookup times out and the request is preempted. The late result is never released.",
+        # With asynchronous loading both lookups have the id of the request. The client cleans up the answer to the
+        # first lookup while the second is in flight, and sends a third (lmcache_async_lookup_client.py 0.5.6:251 and
+        # 163).
         schedule=[
             stored_elsewhere(prompt(256)),
             slow_lookups(6),
             admit("r", prompt(300), max_tokens=5),
             step(),  # match(0): the lookup is sent
             wait(4),  # lookup_timeout_ms is 3,000
-            step(),  # match(0): given up; computed
+            step(),  # match(0): timed out; "r" is computed
             preempt("r"),
             run(),
             settle(),
@@ -123,23 +118,23 @@ SCENARIOS = {
         text="fetched chunks of the worker",
         wrong={"lmcache": ">=0.3.11"},
         options=Options(lmcache={"enable_async_loading": True}, max_num_batched_tokens=512),
-        needs={"lmcache": ">=0.3.11"},  # in 0.3.10 a resumed request ends the engine before that
+        needs={"lmcache": ">=0.3.11"},  # in 0.3.10 a resumed request ends the engine before
     ),
     "async-given-up-of-one-rank": Scenario(
-        doc="""A lookup that one of two ranks has not answered is given up; the request is preempted, and a worker dies
-        of its load.
-
-        With asynchronous loading the first rank's answers to two lookups of the request count as one of each rank.
-        What that comes to is cleaned up, as of the first lookup, and a third is sent. The second rank's answer to
-        the second lookup and the first one's to the third begin the load before the second rank has fetched
-        (lmcache_async_lookup_client.py 0.5.6:233-246).""",
+        doc=(
+            "A lookup that one of two ranks has not answered times out, the request is preempted, and a worker dies "
+            "at its load."
+        ),
+        # The client counts the first rank's answers to two lookups as one answer of each rank, cleans up, and sends a
+        # third lookup. Then the second rank's answer to the second lookup and the first rank's answer to the third
+        # begin the load before the second rank has fetched (lmcache_async_lookup_client.py 0.5.6:233-246).
         schedule=[
             stored_elsewhere(prompt(256)),
             lookups_fail(1),
             admit("r", prompt(300), max_tokens=5),
             step(),  # match(0): the lookup is sent
             wait(4),  # lookup_timeout_ms is 3,000
-            step(),  # match(0): given up; computed
+            step(),  # match(0): timed out; "r" is computed
             preempt("r"),
             reset_prefix_cache(),
             step(),  # match(0): the lookup is sent, and answered by both ranks
@@ -152,25 +147,21 @@ SCENARIOS = {
         request="",
         wrong={"lmcache": ">=0.4.1"},
         options=Options(lmcache={"enable_async_loading": True}, max_num_batched_tokens=512, ranks=2),
-        # up to 0.3.15 the second rank does not clean up; several ranks were not tried with earlier releases of vLLM
+        # up to 0.3.15 the second rank does not clean up; earlier releases of vLLM were not tested with several ranks
         needs={"lmcache": ">=0.4.1", "vllm": ">=0.32"},
     ),
     "async-late-answer-left": Scenario(
-        doc="""A lookup is given up, the request is served without it and ends; then the answer comes: it is kept,
-        chunks and all.
-
-        With asynchronous loading the client gives up after `lookup_timeout_ms`, the worker goes on. The lookup is
-        not cancelled (it is since 0.4.1): the late answer is kept for a request that has ended, and so is what was
-        fetched.""",
+        doc="A lookup times out and the request ends without it: LMCache keeps the late answer and the fetched chunks.",
+        # The client stops waiting after `lookup_timeout_ms`, but before 0.4.1 it does not cancel the lookup.
         schedule=[
             stored_elsewhere(prompt(256)),
             slow_lookups(3),
             admit("r", prompt(300)),
             step(),  # match(0): the lookup is sent
             wait(4),  # lookup_timeout_ms is 3,000
-            step(),  # match(0): given up; computed, and it ends
+            step(),  # match(0): timed out; "r" is computed and ends
             slow_lookups(0),
-            admit("next 1", prompt(300, seed=1)),  # the answer comes; other lookups would clean up
+            admit("next 1", prompt(300, seed=1)),  # the answer arrives; other lookups would remove it
             run(),
             admit("next 2", prompt(300, seed=2)),
             run(),
@@ -184,9 +175,6 @@ SCENARIOS = {
         needs={"lmcache": ">=0.3.10"},
     ),
     "async-lookup-of-configured": Scenario(
-        doc="""With asynchronous loading a request that asks for `lmcache.skip_save` waits until its lookup is given up.
-
-        The worker cannot decode the message of the lookup, for the setting is no text, and never answers.""",
         schedule=[
             stored_elsewhere(prompt(256)),
             admit("r", prompt(300), sampling={"extra_args": {"kv_transfer_params": {"lmcache.skip_save": True}}}),
@@ -200,12 +188,10 @@ SCENARIOS = {
         needs={"lmcache": ">=0.3.10"},
     ),
     "async-lookup-timeout": Scenario(
-        doc="""A lookup takes too long, and the next question about the request kills EngineCore: KeyError.
-
-        With asynchronous loading the client gives up after `lookup_timeout_ms`: it answers 0 and forgets when the
-        lookup began; the lookup still counts as in flight. If no blocks are free for the request in this step, vLLM
-        asks again in the next, and the client looks for the time that it has forgotten
-        (lmcache_async_lookup_client.py 0.5.6:174, :187). LMCache issue 3685; PR 3766 is open.""",
+        doc="A lookup times out while no blocks are free: the next `get_num_new_matched_tokens` raises KeyError.",
+        # After `lookup_timeout_ms` the client answers 0 and forgets when the lookup began, but still counts the lookup
+        # as in flight. If vLLM has no blocks for the request, it asks again, and the client reads the time that it has
+        # forgotten (lmcache_async_lookup_client.py 0.5.6:174, :187). LMCache issue 3685; PR 3766 is open.
         schedule=[
             slow_lookups(99),
             keep_blocks(0),
@@ -213,7 +199,7 @@ SCENARIOS = {
             step(),  # match(0): the lookup is sent
             step(),  # match(0): not known yet
             wait(4),  # the worker is busy; lookup_timeout_ms is 3,000
-            step(),  # match(0): given up, 0; no free blocks
+            step(),  # match(0): timed out, 0; no free blocks
             step(),  # match(0) again
             free_blocks(),
             run(),
@@ -226,7 +212,6 @@ SCENARIOS = {
         needs={"lmcache": ">=0.3.10"},
     ),
     "consumer-pins-left": Scenario(
-        doc="A decode instance (kv_consumer) never takes back the pins of its lookups.",
         schedule=[stored_elsewhere(prompt(512)), admit("r", prompt(600), max_tokens=2), run(), settle()],
         rule="KVR009",
         text="pins of the worker",
@@ -234,23 +219,18 @@ SCENARIOS = {
         options=Options(chunk_size=256, max_num_batched_tokens=1024, kv_role="kv_consumer"),
     ),
     "dead-worker-stalls-lookups": Scenario(
-        doc="""A worker does not answer, and every step of the scheduler waits the whole timeout for the same request's
-        lookup.
-
-        There is no room for the request, so vLLM asks for it on every step; a lookup that timed out is not
-        remembered.""",
+        # vLLM has no blocks for the request, so it asks in every step. LMCache does not remember that the lookup timed
+        # out.
         schedule=[lookups_fail(4), keep_blocks(0), admit("r", prompt(300)), step(4), free_blocks(), run(), settle()],
         rule="KVR012",
         wrong={"lmcache": ">=0.3.9"},
         options=Options(chunk_size=256, max_num_batched_tokens=512),
     ),
     "full-hit-asked-twice": Scenario(
-        doc="""The whole prompt is hit, and asked a second time the connector promises all of it: nothing is left to
-        compute.
-
-        200 tokens, all in LMCache. The first answer is 199, since the last token has to be computed for its logits;
-        there are too few blocks; the second is 200, and vLLM asserts that there are new tokens (scheduler.py
-        0.32.0:1170).""",
+        doc="The whole prompt is hit, and the second answer promises all of it: no token is left to compute.",
+        # LMCache has all 200 tokens. The first answer is 199, because the last token must be computed for its logits.
+        # vLLM has too few blocks and asks again: the second answer is 200, and vLLM asserts that there are new tokens
+        # (scheduler.py 0.32.0:1170).
         schedule=[
             admit("before", prompt(200)),
             run(),
@@ -268,21 +248,18 @@ SCENARIOS = {
         options=Options(block_size=8, num_blocks=40, chunk_size=40, max_num_batched_tokens=256),
     ),
     "lookup-skips-computed": Scenario(
-        doc="""What vLLM has in its prefix cache counts as found in LMCache, and is promised when vLLM has it no more.
-
-        The lookup leaves out the chunks that vLLM has computed and adds them to what is found
-        (lmcache_lookup_client.py 0.3.11:190-243); the sum is kept for the next question about the request. LMCache
-        has evicted the 256 tokens, vLLM has them, and has no room for the request yet; by the time that it has,
-        others have taken those blocks too. The load comes short, and vLLM computes them again; with
-        kv_load_failure_policy "fail" the request ends with an error. The tokens also count as stored, so they never
-        are: rule KVR007.""",
+        # The lookup skips chunks that vLLM has computed and counts them as found (lmcache_lookup_client.py
+        # 0.3.11:190-243). The sum is cached for the next question about the request. LMCache has evicted the 256
+        # tokens. vLLM has them, but no blocks for the request. When blocks are free, other requests have taken the
+        # blocks of the 256 tokens too. The load comes short: vLLM computes the tokens again, or ends the request with
+        # kv_load_failure_policy "fail". The tokens also count as stored, so they are never stored (KVR007).
         schedule=[
             admit("before", prompt(300)),
             run(),
             evict(9),
-            keep_blocks(20),  # the prefix is among them
+            keep_blocks(20),  # including the prefix
             admit("r", prompt(600)),
-            step(),  # match(288): hit 256, of which LMCache has nothing; no free blocks
+            step(),  # match(288): hit 256, but LMCache has no chunk; no free blocks
             keep_blocks(0),
             step(),  # match(0) from the lookup cache: 256 are promised
             free_blocks(),
@@ -294,10 +271,8 @@ SCENARIOS = {
         options=Options(num_blocks=64, chunk_size=256, max_num_batched_tokens=512),
     ),
     "max-load-unaligned": Scenario(
-        doc="""A capped load on top of a prefix hit that is no multiple of the chunk: promise and LoadSpec differ.
-
-        max_tokens_per_load 1024, 80 tokens in vLLM: the promise is 1,024, the LoadSpec ends at 1,024, and
-        `update_state_after_alloc` finds 1,024 promised where 1,024 - 80 is due. No preemption is needed.""",
+        # max_tokens_per_load is 1024, and vLLM has 80 tokens. LMCache promises 1,024, but its LoadSpec ends at token
+        # 1,024: 1,024 - 80 are due. No preemption is needed.
         schedule=[
             admit("before", prompt(1500)),
             run(),
@@ -317,26 +292,24 @@ SCENARIOS = {
         needs={"lmcache": ">=0.4.7"},
     ),
     "mismatch-in-tokens-to-load": Scenario(
-        doc="""The report of LMCache issue 2158: 256 are promised where vLLM has computed 336, and EngineCore dies.
-
-        A prompt of 10,009 tokens, block 16, chunk 256. One step computes 336 of them, and LMCache stores one chunk.
-        One more token is computed, so that the 21 blocks of the 336 are whole and stay in vLLM's prefix cache when
-        another request takes the long one's blocks. While there are too few free blocks to take it back, vLLM asks
-        the connector on every step: the first answer is made by a lookup and is 0, the next come from the lookup
-        cache. Then the blocks come free.""",
+        doc="LMCache issue 2158: LMCache promises 256 tokens although vLLM has computed 336, and EngineCore dies.",
+        # Prompt of 10,009 tokens, block size 16, chunk size 256. One step computes 336 tokens, and LMCache stores one
+        # chunk. The next step computes one more token, so all 21 blocks of the 336 tokens are full and stay in the
+        # prefix cache when the request is preempted. While too few blocks are free, vLLM asks in every step: a lookup
+        # answers the first time with 0, the lookup cache answers later.
         schedule=[
-            # 637 of the 659 usable blocks, full after its third token; six tokens long
+            # 637 of the 659 usable blocks, full after its third token; generates six tokens
             admit("other", prompt(10190, seed=1), max_tokens=6),
             step(),
             admit(LONG, prompt(10009, seed=2), max_tokens=2),
             budget(1 + 336),
             step(),
             budget(1 + 1),
-            step(),  # the 22nd block of the long one: none is free now
+            step(),  # the long request gets its 22nd block: none is free now
             budget(16384),
-            step(),  # the other one needs a block: the long one is preempted
+            step(),  # the other request needs a block: the long request is preempted
             step(),  # match(336) by a lookup; too few blocks
-            step(),  # match(336) from the lookup cache; too few blocks; the other one finishes
+            step(),  # match(336) from the lookup cache; too few blocks; the other request ends
             run(),
             settle(),
         ],
@@ -350,11 +323,10 @@ SCENARIOS = {
         ),
     ),
     "raw-hit-beyond-request": Scenario(
-        doc="""A hit from the lookup cache is promised whole, and with what vLLM has computed it exceeds the request.
-
-        1,101 tokens, 1,024 of them in LMCache, 800 in vLLM's prefix cache after a preemption. The first answer is
-        224; there are too few blocks; the second is 1,024, and vLLM finds 1,824 computed tokens in a request of
-        1,101: a bare AssertionError (vllm/v1/core/sched/scheduler.py 0.32.0:1048).""",
+        doc="The lookup cache promises a hit without subtracting computed tokens: their sum exceeds the request.",
+        # 1,101 tokens: 1,024 in LMCache, 800 in the prefix cache after a preemption. The first answer is 224. vLLM has
+        # too few blocks and asks again: the second answer is 1,024, and vLLM asserts on 1,824 computed tokens
+        # (vllm/v1/core/sched/scheduler.py 0.32.0:1048).
         schedule=[
             admit("r", prompt(1100), max_tokens=8),
             step(),
@@ -371,8 +343,9 @@ SCENARIOS = {
         options=Options(num_blocks=100, chunk_size=256, max_num_batched_tokens=2048),
     ),
     "reused-id-gets-dead-hit": Scenario(
-        doc="""A request id that is used again gets the hit of the aborted request before it: KV is promised that is
-        not there.""",
+        doc=(
+            "A request reuses the id of an aborted request and gets its hit: LMCache promises KV that it does not have."
+        ),
         schedule=[
             admit("before", prompt(600)),
             run(),
@@ -383,7 +356,7 @@ SCENARIOS = {
             abort("r"),
             step(),
             free_blocks(),
-            admit("r", prompt(700, seed=5), max_tokens=2),  # another prompt, of which nothing is cached
+            admit("r", prompt(700, seed=5), max_tokens=2),  # another prompt, without a cached chunk
             run(),
             settle(),
         ],

@@ -27,7 +27,6 @@ mooncake = partial(pair_scenario, options=Options(connector="mooncake", prefix_c
 
 SCENARIOS = {
     "mooncake-abort-names-no-peer": mooncake(
-        "A request that does not say from where is aborted before it is scheduled: EngineCore of decode dies.",
         [
             malform("no_address"),
             on("decode", "take_blocks", 60),
@@ -43,23 +42,21 @@ SCENARIOS = {
         request="",
     ),
     "mooncake-aborted-prefill-awaited": mooncake(
-        "A client goes away during its prefill: decode waits for the KV until a timeout, and keeps its blocks.",
         [on("prefill", "budget", 16), ask_at_once("r", prompt(64), 5), step(3), abort("r"), run()],
         "LAB026",
         text="has ended and is not sent",
     ),
     "mooncake-decode-reads-twice": mooncake(
-        "A router sends a request to decode again while its KV is written: the second one waits for ever.",
         [ask("r", prompt(64), 2), step(6), send_again("r"), run(), expect_all_ended()],
         "LAB003",
+        doc="A router sends a request to decode again while its KV is written: the second request waits for ever.",
         text="for ever",
         request="r-00000003",
         wrong=">=0.32,<0.33",
         options=Options(connector="mooncake", prefix_caching=False, num_blocks=60, delay=5),
     ),
     "mooncake-load-ends-again": mooncake(
-        """Prefill goes away after it has written one of two loads of a message: decode reports both failed,
-        EngineCore dies.""",
+        # Prefill dies after it has written one of the two loads of a message.
         [
             budget(16),
             ask_at_once("r", prompt(16)),
@@ -76,7 +73,6 @@ SCENARIOS = {
         not_in_hooks=REQUEST,
     ),
     "mooncake-load-left-out": mooncake(
-        "Two requests of decode wait for one prefill: the one that comes second is in no answer, and waits for ever.",
         [
             on("prefill", "budget", 8),
             on("decode", "take_blocks", 60),
@@ -95,20 +91,17 @@ SCENARIOS = {
         wrong=">=0.32,<0.33",
     ),
     "mooncake-prefill-generates-more": mooncake(
-        "The router lets prefill generate more than one token: the KV is sent shifted by a block.",
         [ask("r", prompt(60), 5, 20), run(), expect_all_ended()],
         "LAB001",
         text="holds other KV",
     ),
     "mooncake-promise-without-peer": mooncake(
-        "A request does not say from where it is to load: it was promised, and waits for ever.",
+        # The request does not name its prefill instance.
         [malform("no_address"), ask("r", prompt(64)), run()],
         "KVR010",
         text="never started",
     ),
     "mooncake-second-reader-aborted": mooncake(
-        """A request that was sent to decode again is aborted: prefill frees the blocks that it is writing to the
-        first one.""",
         [
             ask("r", prompt(64), 2),
             step(3),
@@ -118,18 +111,20 @@ SCENARIOS = {
             expect_all_ended(),
         ],
         "KVR021",
+        doc=(
+            "A router sends a request to decode again, and the second request is aborted: prefill frees blocks that "
+            "it still writes."
+        ),
         request="r-00000001",
         options=Options(connector="mooncake", prefix_caching=False, num_blocks=60, delay=5),
         not_in_hooks=REQUEST,
     ),
     "mooncake-stopped-prefill-unsent": mooncake(
-        "The first token of a prefill ends its text: the blocks are not sent, and decode waits until a timeout.",
         [ends_at_once("r", prompt(64)), ask("r", prompt(64), 5), run()],
         "LAB026",
         text="has ended and is not sent",
     ),
     "mooncake-transfer-kept-for-ever": mooncake(
-        "A request of decode names a transfer that prefill has not: prefill keeps an entry of it for ever.",
         [malform("other_transfer"), ask("r", prompt(64)), run(), expect_all_ended()],
         "LAB022",
         text="the prefill engine keeps it",
@@ -137,8 +132,7 @@ SCENARIOS = {
         not_in_hooks=MEMORY,
     ),
     "mooncake-write-outlives-load": mooncake(
-        """Prefill takes decode's message late: decode has given its load up, and prefill writes into blocks of
-        another one.""",
+        # Prefill reads decode's message when decode has already dropped the load.
         [
             ask("a", prompt(32, seed=2)),
             run(),

@@ -29,16 +29,14 @@ ASKS = {"cached_token_stats": True, "num_lmcache_extra_cached_tokens": True}
 
 SCENARIOS = {
     "kv-xfer-finished-assert": mp_scenarios(
-        """A request is aborted while it is loaded: load and request are both reported done, and vLLM asserts on the
-        second.
-
-        vLLM frees the request at the first report and looks for it at the other (scheduler.py 0.32.0:3222-3235).""",
+        # The request is aborted during its load. vLLM frees it at the first report and asserts at the second
+        # (scheduler.py 0.32.0:3222-3235).
         [
             stored_elsewhere(prompt(128)),
             admit("r", prompt(140), max_tokens=4),
             step(5),
             abort("r"),
-            admit("next", prompt(200)),  # if EngineCore lives, it serves the next one
+            admit("next", prompt(200)),  # if EngineCore is alive, it serves this request
             run(),
             settle(),
         ],
@@ -47,8 +45,6 @@ SCENARIOS = {
         delay=4,
     ),
     "mp-abort-before-alloc": mp_scenarios(
-        """A request aborted between its lookup and its admission keeps the read locks of the server until they time
-        out.""",
         [
             stored_elsewhere(prompt(128)),
             keep_blocks(0),
@@ -61,13 +57,15 @@ SCENARIOS = {
             settle(),
         ],
         "KVR009",
-        # the connector lets the scheduler know of its locks only in these
+        doc=(
+            "A request is aborted between its lookup and its admission: the server keeps its read locks until a "
+            "timeout."
+        ),
+        # only in these releases the scheduler's connector knows of the locks
         hooks_releases=("0.4.6", "0.5.4"),
         text="read locks of the server",
     ),
     "mp-abort-while-prefetching": mp_scenarios(
-        """A request aborted while its prefetch runs: the server locks what it finds afterwards, and the lock is
-        never freed.""",
         [
             stored_elsewhere(prompt(128)),
             admit("r", prompt(140)),
@@ -78,13 +76,16 @@ SCENARIOS = {
             settle(),
         ],
         "KVR009",
-        # the connector lets the scheduler know of its locks only in this one
+        doc=(
+            "A request is aborted while the server prefetches for it: the server then locks the chunks and never "
+            "unlocks them."
+        ),
+        # only in this release the scheduler's connector knows of the locks
         hooks_releases=("0.5.4",),
         text="read locks of the server",
         delay=5,
     ),
     "mp-apc-hit-not-stored": mp_scenarios(
-        "A miss in the cache, a hit in vLLM: so many tokens at the end of the prompt are computed and not stored.",
         [
             admit("before", prompt(140)),
             run(),
@@ -96,11 +97,13 @@ SCENARIOS = {
             expect_stored("r"),
         ],
         "LAB004",
+        doc=(
+            "vLLM has a prefix of the prompt that LMCache has not: as many tokens at the end of the prompt are never "
+            "stored."
+        ),
         wrong=">=0.4.5,<0.5.6",
     ),
     "mp-ended-ids-kept": mp_scenarios(
-        """The worker remembers the id of every request that has ended, and a request whose id comes again is never
-        freed.""",
         [
             admit("r", prompt(20)),
             run(),
@@ -112,16 +115,14 @@ SCENARIOS = {
         text="worker_adapter._returned_finished",
     ),
     "mp-failed-load-blames-others": mp_scenarios(
-        """A load fails, and requests that only share computed blocks with it are failed with it.
-
-        The load begins with a chunk of which vLLM has the first blocks; those are reported as failed too, and
-        another request is running on them. With vLLM's default, `kv_load_failure_policy=fail`, that request ends
-        with an error.""",
+        # The load begins with a chunk of which vLLM has the first blocks. LMCache reports these blocks as failed too,
+        # and another request runs on them. With kv_load_failure_policy=fail, vLLM's default, that request ends with an
+        # error.
         [
             admit("other", prompt(90), max_tokens=20),  # five blocks, one chunk
             step(4),
             stored_elsewhere(prompt(128)),
-            admit("r", prompt(140)),  # five blocks are here, the second chunk is loaded
+            admit("r", prompt(140)),  # vLLM has five blocks, the second chunk is loaded
             step(2),
             lose_loads(),
             expect_unharmed("other"),
@@ -133,10 +134,8 @@ SCENARIOS = {
         kv_load_failure_policy="fail",
     ),
     "mp-failed-load-repoll": mp_scenarios(
-        """A request whose load failed is promised the same tokens again, they are never loaded, and it waits for ever.
-
-        The worker loses the server for a moment: that is the failure that these releases report. (For the other
-        they do not, see mp-retrieve-false.)""",
+        # The worker loses the server for a moment. These releases report this failure, but not others
+        # (mp-retrieve-false).
         [
             stored_elsewhere(prompt(128)),
             admit("r", prompt(140), max_tokens=2),
@@ -146,16 +145,15 @@ SCENARIOS = {
             settle(),
         ],
         "KVR010",
+        doc=(
+            "A load fails, and LMCache promises the same tokens again without loading them: the request waits for ever."
+        ),
         wrong=">=0.4.5,<0.5.5",
         delay=4,
     ),
     "mp-failed-load-stores-ahead": mp_scenarios(
-        """After a failed load the store runs ahead of the compute: KV that was never computed is stored under valid
-        keys.
-
-        vLLM had 64 tokens, the cache 128; the load fails and vLLM goes on at 64. The tracker still counts the 128
-        of the hit with what is scheduled, so it stores tokens 128 to 192 when 144 are computed. Every later hit on
-        that chunk is wrong.""",
+        # vLLM has 64 tokens, the cache 128. The load fails, and vLLM continues at token 64. The tracker still counts
+        # the 128 tokens of the hit, so it stores tokens 128 to 192 when only 144 are computed.
         [
             admit("short", prompt(70)),
             run(),
@@ -170,11 +168,10 @@ SCENARIOS = {
         max_num_batched_tokens=40,
     ),
     "mp-free-locks-salt": mp_scenarios(
-        "The locks of a request with a `cache_salt` are given back under another key, and held until they time out.",
         [
             admit("before", prompt(140), cache_salt="tenant"),
             run(),
-            admit("r", prompt(140), cache_salt="tenant"),  # vLLM has all that is found
+            admit("r", prompt(140), cache_salt="tenant"),  # vLLM has all tokens of the hit
             run(),
             settle(),
         ],
@@ -184,15 +181,12 @@ SCENARIOS = {
         wrong=">=0.4.5,<0.5.1",
     ),
     "mp-freed-while-stored": mp_scenarios(
-        """A request with two stores is reported done at the end of the first: its blocks are freed while they are
-        copied.
-
-        The first chunk is stored early and done; the last one is still being copied when the request ends.""",
+        # The store of the first chunk ends early. The last chunk is still copied when the request ends.
         [
             admit("r", prompt(256)),
             run_until_finished("r"),
-            step(),  # the worker hears of it, and answers
-            keep_blocks(0),  # others take its blocks and write to them
+            step(),  # the worker learns of the end, and answers
+            keep_blocks(0),  # other requests take its blocks and write to them
             step(4),
             free_blocks(),
             settle(),
@@ -204,8 +198,6 @@ SCENARIOS = {
         delay=3,
     ),
     "mp-lookup-double-count": mp_scenarios(
-        """Each poll of a waiting request counts its hit again as stored: a hole is left, and what follows is
-        unreachable.""",
         [
             stored_elsewhere(prompt(128)),
             keep_blocks(4),
@@ -216,12 +208,14 @@ SCENARIOS = {
             settle(),
         ],
         "KVR007",
+        doc=(
+            "Each poll of a waiting request counts its hit again as stored: the stores leave a hole, and no later "
+            "token is hit."
+        ),
         wrong=">=0.4.5,<0.5.6",
     ),
     "mp-lookup-for-nothing": mp_scenarios(
-        """A request that reads no cache is looked up all the same, and what it locks stays locked until that times out.
-
-        With `prompt_logprobs` vLLM reads no cache. It admits the request before the lookup is answered.""",
+        # With `prompt_logprobs` vLLM reads no cache, and admits the request before the lookup is answered.
         [
             stored_elsewhere(prompt(128)),
             admit("r", prompt(200), max_tokens=4, sampling={"prompt_logprobs": 1}),
@@ -231,10 +225,9 @@ SCENARIOS = {
         "KVR009",
         not_in_hooks=SERVER,
         text="read locks of the server",
-        vllm=">=0.31.0",  # before, such a request takes what the connector has
+        vllm=">=0.31.0",  # before, this request takes the promise of the connector
     ),
     "mp-lora-not-in-key": mp_scenarios(
-        "Two adapters share KV through the multi-process server: the name of a LoRA is no part of the cache key.",
         [
             admit("before", prompt(140), lora="one"),
             run(),
@@ -245,14 +238,12 @@ SCENARIOS = {
         "LAB001",
     ),
     "mp-preempt-store-overwrite": mp_scenarios(
-        """A store is in flight, its request is preempted, others write to its blocks: their KV is stored under its
-        keys.""",
         [
             admit("r", prompt(200), max_tokens=20),
             step(4),
             step(),  # computed and handed over; the server copies some steps later
             preempt("r"),
-            keep_blocks(0),  # others take its blocks and write to them
+            keep_blocks(0),  # other requests take its blocks and write to them
             step(3),
             free_blocks(),
             run(),
@@ -266,8 +257,6 @@ SCENARIOS = {
         delay=3,
     ),
     "mp-prompt-embeds": mp_scenarios(
-        """Two prompts given as embeddings of the same length share KV: their key is made of the zeros that stand
-        for tokens.""",
         [
             admit("before", None, embeddings=(140, 0.0)),
             run(),
@@ -281,28 +270,23 @@ SCENARIOS = {
         "LAB001",
     ),
     "mp-reset-keeps-external-cache": mp_scenarios(
-        """New weights, and vLLM answers that the connector's cache was reset: the server keeps all, and old KV is hit.
-
-        The multi-process connector has no `reset_cache` before LMCache 0.5.6; vLLM's copy has none. vLLM takes the
-        None of its base class for success (scheduler.py 0.32.0:2898).""",
+        # LMCache's multi-process connector has `reset_cache` since 0.5.6, vLLM's copy does not have it. vLLM treats the
+        # None of its base class as success (scheduler.py 0.32.0:2898).
         NEW_WEIGHTS,
         "LAB001",
+        doc="A weight update does not reset the LMCache server, vLLM answers True, and old KV is hit.",
         text="the step reads token 0 of",
         wrong=">=0.4.5,<0.5.6",
         max_num_batched_tokens=128,
     ),
     "mp-retrieve-false": mp_scenarios(
-        """A load that failed is reported as done without its blocks: vLLM reads what was never loaded. Wrong text,
-        no error.""",
         [stored_elsewhere(prompt(128)), admit("r", prompt(140), max_tokens=2), fail_load("r"), run(60), settle()],
         "LAB001",
         wrong=">=0.4.5,<0.5.5",
     ),
     "mp-session-stores-ahead": mp_scenarios(
-        """A session that gets input counts rejected drafts as computed: a chunk is stored before it is computed.
-
-        Nine steps have had 63 drafts rejected. Of the input's 200 tokens the next step computes 64, up to token
-        113. The tracker counts 176, and has tokens 64 to 128 stored.""",
+        # 63 drafts were rejected in nine steps, and the tracker counts them as computed. The next step computes 64 of
+        # the 200 input tokens, up to token 113. The tracker counts 176 and stores tokens 64 to 128.
         [
             admit("r", prompt(40), max_tokens=10, resumable=True),
             run(),
@@ -322,11 +306,10 @@ SCENARIOS = {
         lmcache={"mp.save_decode_cache": True},
     ),
     "mp-stats-assert": mp_scenarios(
-        "A client that asks for cache statistics and goes away before its lookup kills EngineCore.",
         [
             admit("r", prompt(140), sampling={"extra_args": {"kv_transfer_params": ASKS}}),
             abort("r"),
-            admit("next", prompt(140)),  # if EngineCore is alive, it serves the next one
+            admit("next", prompt(140)),  # if EngineCore is alive, it serves this request
             run(),
             settle(),
         ],

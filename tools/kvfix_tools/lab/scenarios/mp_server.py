@@ -1,4 +1,4 @@
-"""LMCache's multi-process connector alone: failures of its server, and what only some releases play."""
+"""LMCache's multi-process connector without vLLM's copy: failures of its server, and scenarios of some releases."""
 
 from dataclasses import replace
 
@@ -25,14 +25,13 @@ from kvfix_tools.lab.steps import (
 
 SCENARIOS = {
     "mp-heartbeat-never-starts": Scenario(
-        doc="After one lookup that timed out the scheduler never asks the server again: its heartbeat never starts.",
         schedule=[
             stored_elsewhere(prompt(128)),
             admit("before", prompt(140, seed=1)),
             step(),
             lookup_times_out(),
             run(),
-            step(),  # a heartbeat would have found the server by now
+            step(),  # a heartbeat would have found the server before this step
             admit("r", prompt(140)),
             run(),
             settle(),
@@ -45,7 +44,6 @@ SCENARIOS = {
         options=Options(connector="mp", num_blocks=60, max_num_batched_tokens=256),
     ),
     "mp-idle-worker-forgotten": Scenario(
-        doc="A worker that has had no request for an hour is forgotten by the server, and what it then loads fails.",
         schedule=[stored_elsewhere(prompt(128)), hour_of_silence(), admit("r", prompt(200)), run(60), settle()],
         rule="LAB002",
         wrong={"lmcache": ">=0.5.0"},
@@ -53,8 +51,10 @@ SCENARIOS = {
         options=Options(connector="mp", num_blocks=60, max_num_batched_tokens=256),
     ),
     "mp-load-after-given-up": Scenario(
-        doc="""A slow server misses a heartbeat: the worker gives up its load, and the server does it later, into
-        others' blocks.""",
+        doc=(
+            "A slow server misses a heartbeat: the worker drops its load, and the server writes into blocks of other "
+            "requests."
+        ),
         schedule=[
             stored_elsewhere(prompt(128)),
             admit("r", prompt(140)),
@@ -75,11 +75,7 @@ SCENARIOS = {
         options=Options(connector="mp", num_blocks=28, max_num_batched_tokens=1024, delay=3),
     ),
     "mp-load-not-granted": Scenario(
-        doc="""A request that vLLM computes itself is loaded all the same, into blocks in use; EngineCore dies when that
-        is done.
-
-        With `prompt_logprobs` vLLM reads no cache, its own or another. The connector is asked all the same, and
-        told that nothing is granted.""",
+        # With `prompt_logprobs` vLLM reads no cache. It still asks the connector, and tells it that nothing is granted.
         schedule=[
             stored_elsewhere(prompt(128)),
             admit("r", prompt(200), max_tokens=4, sampling={"prompt_logprobs": 1}),
@@ -87,23 +83,24 @@ SCENARIOS = {
             settle(),
         ],
         rule="KVR004",
-        # before vLLM 0.31 such a request takes what the connector has
+        # before vLLM 0.31 this request takes the promise of the connector
         wrong={"vllm": ">=0.31.0", "lmcache": ">=0.4.5,<0.5.5"},
         needs={"lmcache": ">=0.4.5"},
         options=Options(connector="mp", num_blocks=60, max_num_batched_tokens=256, delay=0),
     ),
     "mp-preempted-while-silent": Scenario(
-        doc="""A slow server misses a heartbeat while a store is in flight, and its request is preempted: the worker
-        does not wait.
-
-        Others write to the blocks, and the server stores that under the request's keys when it goes on.""",
+        doc=(
+            "A slow server misses a heartbeat, and a request is preempted during its store: the worker does not wait "
+            "for the store."
+        ),
+        # Other requests write to the blocks, and the server stores their KV under the keys of the request.
         schedule=[
             admit("r", prompt(200), max_tokens=20),
             step(5),  # computed and handed over
             server_stops(),
-            step(),  # the worker takes the server for dead
+            step(),  # the worker believes that the server is dead
             preempt("r"),
-            keep_blocks(0),  # others take its blocks and write to them
+            keep_blocks(0),  # other requests take its blocks and write to them
             step(2),
             server_goes_on(),
             step(4),
@@ -118,14 +115,12 @@ SCENARIOS = {
         options=Options(connector="mp", num_blocks=50, max_num_batched_tokens=1024, delay=9),
     ),
     "mp-reset-keeps-what-is-in-flight": Scenario(
-        doc="""New weights while a store is in flight: it is done after the reset, and KV of the old weights is under
-        valid keys.
-
-        `reset_cache` (lmcache_mp_connector.py 0.5.6:1201) asks the server to clear what has no lock and answers
-        True. With the fix the answer is False: the caller knows that the cache may have old KV.""",
+        # A store is in flight during the reset and ends after it. `reset_cache` (lmcache_mp_connector.py 0.5.6:1201)
+        # clears only chunks without a lock and answers True. With the fix it answers False: the caller knows that the
+        # cache may have old KV.
         schedule=[
             admit("r", prompt(200), max_tokens=4),
-            step(3),  # its lookup is answered, and it is computed and stored
+            step(3),  # the lookup is answered, and the prompt is computed and stored
             new_weights(),
             run(),
             settle(),
@@ -137,13 +132,12 @@ SCENARIOS = {
         options=Options(connector="mp", num_blocks=60, max_num_batched_tokens=256, delay=2),
     ),
     "mp-resume-load-circle": Scenario(
-        doc="""A preempted request is resumed with a load that fails: it is looked up and loaded in a circle, and
-        never runs.""",
+        doc="The load of a preempted request fails again and again, and the request never runs.",
         schedule=[
             admit("r", prompt(140), max_tokens=8),
             step(6),
             preempt("r"),
-            keep_blocks(0),  # vLLM's own prefix cache has none of it when it comes back
+            keep_blocks(0),  # vLLM's prefix cache has no block of the request when it resumes
             step(),
             free_blocks(),
             *[fail_load("r"), step()] * 40,
@@ -155,14 +149,13 @@ SCENARIOS = {
         options=Options(connector="mp", num_blocks=60, max_num_batched_tokens=256),
     ),
     "mp-store-after-given-up": Scenario(
-        doc="""A slow server misses a heartbeat: the worker gives up its store, and the server does it later, of
-        others' KV.""",
+        doc="A slow server misses a heartbeat: the worker drops its store, and the server stores KV of other requests.",
         schedule=[
             admit("r", prompt(200)),
             step(6),  # computed, handed over and ended; vLLM keeps its blocks
             server_stops(),
             step(2),  # the worker reports that the store is done; vLLM frees the blocks
-            keep_blocks(0),  # others take them and write to them
+            keep_blocks(0),  # other requests take these blocks and write to them
             step(),
             server_goes_on(),
             step(4),
@@ -179,7 +172,7 @@ SCENARIOS = {
 }
 SCENARIOS["mp-silent-server-given-up"] = replace(
     SCENARIOS["mp-load-after-given-up"],
-    doc="A slow server misses a heartbeat: mp-load-after-given-up in LMCache 0.4, where the worker cannot know better.",
+    doc="",  # the title of KVF904
     wrong={"vllm": ">=0.22.0", "lmcache": ">=0.4.5,<0.5"},
     needs={"lmcache": ">=0.4.5,<0.5"},
 )

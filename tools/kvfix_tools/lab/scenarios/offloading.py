@@ -1,4 +1,4 @@
-"""vLLM's OffloadingConnector and SimpleCPUOffloadConnector, alone or beside LMCache's."""
+"""vLLM's OffloadingConnector and SimpleCPUOffloadConnector, alone or with LMCache's connector."""
 
 from kvfix_tools.lab.scenario import Options, Scenario
 from kvfix_tools.lab.steps import (
@@ -23,10 +23,8 @@ from kvfix_tools.lab.steps import (
 
 SCENARIOS = {
     "failed-load-is-offloaded": Scenario(
-        doc="""A load of LMCache's fails, and the OffloadingConnector beside it stores the blocks under valid keys.
-
-        A MultiConnector of both. The OffloadingConnector plans its stores with the step, and copies the blocks at
-        the beginning of the next one, whether or not LMCache has filled them.""",
+        # OffloadingConnector plans its stores with the step, and copies the blocks at the beginning of the next step,
+        # even if LMCache's load into them has failed.
         schedule=[
             stored_elsewhere(prompt(256)),
             fail_load("r"),
@@ -41,15 +39,12 @@ SCENARIOS = {
         needs={"vllm": ">=0.32", "lmcache": ">=0.5.6"},
     ),
     "load-after-reset-asserts": Scenario(
-        doc="""A request is preempted between two steps, as by a reset, and loads from the OffloadingConnector in the
-        next.
-
-        EngineCore dies: the OffloadingConnector asserts that what is in flight of a preempted request is a store.""",
+        # The request is preempted between two steps, as by a reset.
         schedule=[
             admit("r", prompt(300), max_tokens=30),
             step(10),  # its prompt is stored
             preempt("r"),
-            keep_blocks(10),  # vLLM's prefix cache loses its end
+            keep_blocks(10),  # vLLM's prefix cache loses the end of the prompt
             free_blocks(),
             run(),
             settle(),
@@ -62,17 +57,15 @@ SCENARIOS = {
         needs={"vllm": ">=0.32", "lmcache": ">=0.5.6"},
     ),
     "mp-load-into-blocks-in-copy": Scenario(
-        doc="""LMCache loads into blocks of an ended request that the OffloadingConnector still copies: it stores other
-        KV.
-
-        A MultiConnector of both. For a load between steps the blocks are allocated before the request is in any
-        step, and the OffloadingConnector waits only for copies of blocks that are allocated in a step.""",
+        doc="LMCache loads into blocks of an ended request that OffloadingConnector still copies.",
+        # A MultiConnector of both. vLLM allocates the blocks of a load between steps before the request is in a step.
+        # OffloadingConnector waits only for copies of blocks that are allocated in a step.
         schedule=[
             stored_elsewhere(prompt(256)),
             stored_elsewhere(prompt(256, seed=1)),
             keep_blocks(20),
-            admit("a", prompt(256)),  # LMCache has it, and stores nothing that would keep the blocks
-            admit("r", prompt(256, seed=1)),  # its load is granted the blocks of "a", when that has ended
+            admit("a", prompt(256)),  # LMCache has the prompt, so no store keeps the blocks
+            admit("r", prompt(256, seed=1)),  # its load gets the blocks of "a", which has ended
             run(),
             settle(),
         ],
@@ -84,7 +77,6 @@ SCENARIOS = {
         request="a",
     ),
     "offload-copy-fails": Scenario(
-        doc="A copy of the OffloadingConnector's fails, and the worker dies.",
         schedule=[
             admit("before", prompt(128)),
             run(),
@@ -101,10 +93,7 @@ SCENARIOS = {
         request="",
     ),
     "offload-promotions-go-round": Scenario(
-        doc="""A request has more in a tier of the OffloadingConnector than its CPU memory holds, and is promoted for
-        ever.
-
-        Each lookup takes room for the next chunk, and evicts one that the lookup before has asked for.""",
+        # Each lookup needs room for the next chunk and evicts a chunk that the previous lookup has requested.
         schedule=[
             budget(4),  # each chunk is in the tier before the next one is computed
             admit("before", prompt(193)),
@@ -122,9 +111,7 @@ SCENARIOS = {
         ),
     ),
     "offload-reset-keeps-files": Scenario(
-        doc="""The weights change, and the OffloadingConnector loads KV of the old ones from the files of its tier.
-
-        Its CPU memory is emptied, and the connector reports that all is.""",
+        # OffloadingConnector empties its CPU memory, but not the files of its tier, and reports success.
         schedule=[
             admit("before", prompt(128)),
             run(),
@@ -139,18 +126,16 @@ SCENARIOS = {
         options=Options(connector="offloading", tier="fs", max_num_batched_tokens=512),
     ),
     "offload-window-chunk-stored-in-part": Scenario(
-        doc="""A window begins within a chunk, and the OffloadingConnector stores the end of the chunk as if it were all
-        of it.
-
-        Another request, whose window begins elsewhere, loads what was in the CPU memory before.""",
+        # The window begins within a chunk, and OffloadingConnector stores only the end of the chunk. Another request,
+        # whose window begins elsewhere, loads the old content of the CPU memory.
         schedule=[
             admit("before", prompt(129)),
             run(),
             evict(100),
-            # vLLM has 128 tokens, and of the window blocks 5 to 7: of blocks 4 and 5, a chunk, the second is stored
+            # vLLM has 128 tokens, with blocks 5 to 7 of the window: only block 5 of the chunk 4 to 5 is stored
             admit("hit", prompt(130)),
             run(),
-            admit("shorter", prompt(97)),  # of its window, blocks 3 to 5, blocks 4 and 5 count as stored
+            admit("shorter", prompt(97)),  # its window has blocks 3 to 5: blocks 4 and 5 count as stored
             run(),
             reset_prefix_cache(),
             admit("r", prompt(120), max_tokens=2),
@@ -169,10 +154,8 @@ SCENARIOS = {
         ),
     ),
     "session-offloads-other-blocks": Scenario(
-        doc="""A session gets more input, and the OffloadingConnector stores its first blocks under the keys of later
-        ones.
-
-        With its input a session is scheduled as a new request, with all its blocks, which are added to those known.""",
+        # With new input, vLLM schedules a session as a new request with all its blocks. OffloadingConnector appends
+        # them to the blocks that it knows.
         schedule=[
             admit("r", prompt(40), resumable=True),
             run(5),
@@ -189,7 +172,6 @@ SCENARIOS = {
         needs={"vllm": ">=0.32", "lmcache": ">=0.5.6"},
     ),
     "simple-offload-copy-fails": Scenario(
-        doc="A copy of the SimpleCPUOffloadConnector's fails, and its thread ends: the request waits for ever.",
         schedule=[
             admit("before", prompt(128)),
             run(),
@@ -203,11 +185,10 @@ SCENARIOS = {
         rule="LAB003",
         wrong={"vllm": ">=0.32"},
         options=Options(connector="simple-offload", max_num_batched_tokens=512),
-        not_in_hooks="the load was started, and a hook does not say how long it takes",
+        not_in_hooks="the load was started, and the hooks do not show how long it takes",
     ),
     "simple-offload-never-rests": Scenario(
-        doc="""More prompts than its CPU memory holds, with `lazy_offload`: the SimpleCPUOffloadConnector copies
-        them for ever.""",
+        # The prompt is larger than the CPU memory.
         schedule=[admit("r", prompt(480)), run(200), settle()],
         rule="LAB029",
         wrong={"vllm": ">=0.32"},
@@ -219,19 +200,17 @@ SCENARIOS = {
             max_num_batched_tokens=32,
             num_blocks=34,
         ),
-        not_in_hooks="no hook is called wrongly: that the same blocks come again is no rule of it",
+        not_in_hooks="no hook call is wrong: repeated stores of the same blocks violate no rule of the hooks",
     ),
     "simple-offload-store-asserts": Scenario(
-        doc="""A load of LMCache's fails, and EngineCore dies at the end of the SimpleCPUOffloadConnector's store of its
-        blocks.
-
-        As in simple-offload-stores-failed-load. With `kv_load_failure_policy=fail`, the default, vLLM takes the
-        keys from the blocks, and the connector insists on them.""",
+        doc="A load of LMCache fails, and EngineCore dies when SimpleCPUOffloadConnector's store of the blocks ends.",
+        # As in simple-offload-stores-failed-load. With `kv_load_failure_policy=fail`, the default, vLLM removes the
+        # keys of the blocks, and the connector asserts that they have keys.
         schedule=[
             stored_elsewhere(prompt(256)),
             fail_load("r"),
             admit("r", prompt(300), max_tokens=4),
-            admit("other", prompt(50, seed=1), max_tokens=8),  # the engine goes on
+            admit("other", prompt(50, seed=1), max_tokens=8),  # so that the engine makes steps
             run(),
             settle(),
         ],
@@ -244,12 +223,9 @@ SCENARIOS = {
         needs={"vllm": ">=0.32", "lmcache": ">=0.5.6"},
     ),
     "simple-offload-stores-failed-load": Scenario(
-        doc="""A load of LMCache's fails, and the SimpleCPUOffloadConnector beside it stores the blocks under valid
-        keys.
-
-        A MultiConnector of both. It takes tokens that are to be loaded in a step for computed, and stores their
-        blocks in it. They are computed anew into the same blocks, which then have their keys when the store is
-        over.""",
+        doc="A load of LMCache fails, and SimpleCPUOffloadConnector stores the blocks under valid keys.",
+        # SimpleCPUOffloadConnector counts tokens of a load within the step as computed, and stores their blocks in the
+        # same step. vLLM then computes the tokens again into the same blocks, which have keys when the store ends.
         schedule=[
             stored_elsewhere(prompt(256)),
             fail_load("r"),
@@ -264,10 +240,8 @@ SCENARIOS = {
         needs={"vllm": ">=0.32", "lmcache": ">=0.5.6"},
     ),
     "simple-offload-window-not-loaded": Scenario(
-        doc="""vLLM keeps more than the window, and the SimpleCPUOffloadConnector loads the window: the rest is cached
-        all the same.
-
-        Another request, whose window begins there, reads what was in the block before.""",
+        # SimpleCPUOffloadConnector loads only the window, and vLLM caches all blocks that it keeps. Another request,
+        # whose window begins there, reads the old content of a block.
         schedule=[
             admit("before", prompt(145)),
             run(),

@@ -22,10 +22,8 @@ ASKS = {"extra_args": {"kv_transfer_params": {"disagg_spec": DECODER}}}
 
 SCENARIOS = {
     "decoder-left-after-resume": Scenario(
-        doc="""A preempted request with a disagg_spec is resumed, and the decoder that it names stays in LMCache for
-        ever.
-
-        `update_state_after_alloc` notes the decoder at each admission, and only a new request takes it out again.""",
+        doc="A preempted request with a disagg_spec is resumed, and LMCache keeps its decoder for ever.",
+        # `update_state_after_alloc` adds the decoder at each admission, and only a new request removes it.
         schedule=[admit("r", prompt(300), max_tokens=2, sampling=ASKS), step(), preempt("r"), run(), settle()],
         rule="KVR009",
         text="tmp_disagg_tracker still holds it",
@@ -33,10 +31,9 @@ SCENARIOS = {
         options=Options(kv_role="kv_producer"),
     ),
     "preempt-full-hit": Scenario(
-        doc="""A preempted request all of whose tokens are in LMCache comes back with one token less than is asserted.
-
-        Another request whose prompt is this one with what was generated since has stored them. The last token has
-        to be computed again, so 255 of 256 are there.""",
+        doc="LMCache has all tokens of a preempted request, and vLLM takes one less than LMCache asserts.",
+        # Another request has stored the same prompt and generated tokens. The last token must be computed again, so
+        # vLLM has 255 of 256 tokens.
         schedule=[
             stored_elsewhere(continued(prompt(250), 6)),
             admit("r", prompt(250), max_tokens=16),
@@ -51,7 +48,7 @@ SCENARIOS = {
         options=Options(chunk_size=256, max_num_batched_tokens=512),
     ),
     "preempt-local-exceeds-lmcache": Scenario(
-        doc="A preempted request of which vLLM has more than LMCache dies on its way back.",
+        doc="vLLM has more tokens of a preempted request than LMCache, and EngineCore dies when it resumes.",
         schedule=[admit("r", prompt(1000), max_tokens=8), step(), preempt("r"), run(), settle()],
         rule="KVR011",
         text="Preempted request r has num_computed_tokens 992 but lmcache_cached_tokens 768",
@@ -59,12 +56,11 @@ SCENARIOS = {
         options=Options(num_blocks=80, chunk_size=256, max_num_batched_tokens=2048),
     ),
     "preempt-min-retrieve": Scenario(
-        doc="""A hit too small to be worth a load is recorded as if it had been loaded: a preempted request dies on its
-        way back.
-
-        min_retrieve_tokens 512: of 1,024 tokens in LMCache, 800 are in vLLM, so the connector promises nothing. Its
-        LoadSpec says 1,024 all the same, and `build_connector_meta` asserts that the resumed request has as many
-        computed tokens.""",
+        doc=(
+            "A hit is too small for a load, but LMCache expects it: EngineCore dies when the preempted request resumes."
+        ),
+        # min_retrieve_tokens is 512. LMCache has 1,024 tokens and vLLM 800, so LMCache promises nothing. Its LoadSpec
+        # still says 1,024, and `build_connector_meta` asserts that the resumed request has 1,024 computed tokens.
         schedule=[
             admit("r", prompt(1100), max_tokens=8),
             step(),
@@ -84,16 +80,14 @@ SCENARIOS = {
         needs={"lmcache": ">=0.3.14"},
     ),
     "preempt-multiconnector-loser": Scenario(
-        doc="""Another connector of a MultiConnector is chosen to load a preempted request, and EngineCore dies on its
-        way back.
-
-        vLLM asks all connectors and takes the first that promises something; LMCache's LoadSpec says what it would
-        have loaded, and `build_connector_meta` asserts it of the resumed request.""",
+        doc="Another connector of a MultiConnector loads a preempted request, and EngineCore dies when it resumes.",
+        # vLLM asks all connectors and takes the first promise. LMCache's LoadSpec keeps LMCache's own hit, and
+        # `build_connector_meta` asserts that the resumed request has it.
         schedule=[
             admit("r", prompt(1100), max_tokens=8),
             step(),
             preempt("r"),
-            keep_blocks(50),  # 800 tokens stay in the prefix cache, LMCache has 1,024, the other connector 1,088
+            keep_blocks(50),  # 800 tokens stay in the prefix cache, LMCache has 1,024 tokens, the other connector 1,088
             has_in_other_connector("r"),
             free_blocks(),
             run(),
@@ -105,10 +99,12 @@ SCENARIOS = {
         options=Options(num_blocks=100, chunk_size=256, max_num_batched_tokens=2048, beside=True),
     ),
     "preempt-prompt-logprobs": Scenario(
-        doc="""With prompt_logprobs vLLM asks the connector and takes nothing; a preempted request dies on its way back.
-
-        vLLM skips reading prefix caches for such a request (scheduler.py 0.32.0:982), its own and the external one;
-        the LoadSpec still says what was hit, and `build_connector_meta` asserts it of the resumed request.""",
+        doc=(
+            "With prompt_logprobs vLLM takes nothing of a promise, and EngineCore dies when the preempted request "
+            "resumes."
+        ),
+        # vLLM reads no prefix cache for this request (scheduler.py 0.32.0:982). The LoadSpec keeps the hit, and
+        # `build_connector_meta` asserts that the resumed request has it.
         schedule=[
             admit("r", prompt(1100), max_tokens=8, sampling={"prompt_logprobs": 1}),
             step(),
@@ -118,12 +114,12 @@ SCENARIOS = {
         ],
         rule="KVR011",
         text="Preempted request r has num_computed_tokens 0 but",
-        # vLLM before 0.31 skips only its own prefix cache for such a request, and takes what the connector has
+        # before vLLM 0.31 this request skips only the prefix cache, and takes the promise of the connector
         wrong={"vllm": ">=0.31.0", "lmcache": ">=0.3.10.post1"},
         options=Options(num_blocks=100, chunk_size=256, max_num_batched_tokens=2048),
     ),
     "priority-left-after-resume": Scenario(
-        doc="A preempted request is looked up again, and the priority kept for that is never taken out.",
+        doc="A preempted request is looked up again, and LMCache keeps its new priority for ever.",
         schedule=[
             admit("r", prompt(300), max_tokens=8),
             step(),
@@ -139,8 +135,7 @@ SCENARIOS = {
         options=Options(chunk_size=256, max_num_batched_tokens=512),
     ),
     "resume-is-not-known": Scenario(
-        doc="""A preempted request is promised what LMCache has, no load is started, and it goes on with KV that is
-        not there.""",
+        # LMCache promises its tokens and starts no load, so the request continues with missing KV.
         schedule=[
             admit("r", prompt(300), max_tokens=8),
             step(),
@@ -155,11 +150,12 @@ SCENARIOS = {
         options=Options(chunk_size=256, max_num_batched_tokens=512),
     ),
     "resume-shares-block-list": Scenario(
-        doc="""A preempted request goes on, its tracker takes blocks of other tokens for its last ones, and stores their
-        KV.
-
-        Tracker and worker keep the same list of the blocks that it came back with. Both add those of the third
-        step; in the fourth, tokens 384 to 512 are taken to be where 256 to 384 are.""",
+        doc=(
+            "LMCache's tracker takes blocks of other tokens for the last tokens of a resumed request, and stores "
+            "their KV."
+        ),
+        # Tracker and worker share the list of blocks with which the request resumed. Both append the blocks of the
+        # third step. In the fourth step the tracker looks for tokens 384 to 512 in the blocks of tokens 256 to 384.
         schedule=[
             admit("preempted", prompt(520)),
             step(),
@@ -172,15 +168,15 @@ SCENARIOS = {
         ],
         rule="LAB001",
         text="the step reads token 384 of",
-        wrong={"lmcache": ">=0.3.11"},  # before, what is stored has tokens missing too, and is never asked for (KVF002)
+        # in earlier releases the stored chunks also lack tokens, and are never hit (KVF002)
+        wrong={"lmcache": ">=0.3.11"},
         options=Options(max_num_batched_tokens=128),
     ),
     "resume-then-sits-out": Scenario(
-        doc="""A preempted request goes on, is left out of a step, and computes in blocks that it has used already.
-
-        Tracker and worker keep the same list of the blocks that it came back with, and both have added those of its
-        tokens 256 to 384. When it joins the batch again the worker takes its blocks from there: tokens 384 to 512
-        go where 256 to 384 are.""",
+        doc="A resumed request is left out of a step, and then computes in blocks that it already uses.",
+        # Tracker and worker share the list of blocks with which the request resumed, and both have appended the blocks
+        # of tokens 256 to 384. When the request joins the batch again, the worker takes blocks from this list: tokens
+        # 384 to 512 overwrite tokens 256 to 384.
         schedule=[
             admit("other", prompt(1, seed=1), max_tokens=20),
             budget(129),
@@ -188,7 +184,7 @@ SCENARIOS = {
             step(),
             preempt("r"),
             step(2),
-            budget(1),  # the other one has it
+            budget(1),  # "other" uses it
             step(),
             budget(129),
             run(),
@@ -200,12 +196,9 @@ SCENARIOS = {
         options=Options(max_num_batched_tokens=129),
     ),
     "resumed-as-new-loses-tokens": Scenario(
-        doc="""To vLLM's model runner V2 a resumed request is a new one, and LMCache loads of it what belongs to the
-        prompt.
-
-        96 tokens are in the cache, 64 of them the prompt: the conversation has gone on elsewhere. The request has
-        generated 33 when it is preempted; 96 of its 97 are hit and promised, and the 32 generated ones are not
-        loaded.""",
+        # For model runner V2 a resumed request is a new request, and LMCache loads only its prompt. The cache has 96
+        # tokens, 64 of them the prompt. The request has generated 33 tokens when it is preempted. LMCache promises 96
+        # of its 97 tokens, but does not load the 32 generated ones.
         schedule=[
             stored_elsewhere(continued(prompt(64), 32)),
             admit("r", prompt(64), max_tokens=40),
@@ -218,7 +211,7 @@ SCENARIOS = {
         rule="KVR004",
         text="tokens 0 to 64 are to be loaded",
         wrong={"vllm": ">=0.32", "lmcache": ">=0.3.10"},
-        needs={"vllm": ">=0.32"},  # before, the second runner was for trials
+        needs={"vllm": ">=0.32"},  # in earlier releases model runner V2 was experimental
         options=Options(chunk_size=32, model_runner_v2=True),
     ),
 }

@@ -1,4 +1,4 @@
-"""Sessions, and requests that wait for blocks of one another."""
+"""Streaming sessions, and requests that wait for each other's blocks."""
 
 from kvfix_tools.lab.scenario import Options, Scenario
 from kvfix_tools.lab.steps import (
@@ -21,16 +21,13 @@ from kvfix_tools.lab.steps import (
 
 SCENARIOS = {
     "failed-load-reserves-itself": Scenario(
-        doc="""A load failed, the request is to be loaded again: vLLM keeps blocks back for it, from itself, and it
-        never starts.
-
-        vLLM admits a load only if the free blocks are more than all prefills in flight still need (scheduler.py
-        0.32.0:1249). A request whose load failed gives its blocks back and stays among them.""",
+        # vLLM admits a load only if the free blocks exceed the needs of all prefills in flight (scheduler.py
+        # 0.32.0:1249). A request whose load failed releases its blocks, but still counts as a prefill in flight.
         schedule=[
             admit("r", prompt(140), max_tokens=8),
             step(6),
             preempt("r"),
-            keep_blocks(0),  # vLLM's own prefix cache has none of it when it comes back
+            keep_blocks(0),  # vLLM's prefix cache has no block of the request when it resumes
             step(),
             free_blocks(),
             fail_load("r"),
@@ -43,13 +40,10 @@ SCENARIOS = {
         options=Options(connector="mp", num_blocks=16, max_num_batched_tokens=256),
     ),
     "loaded-requests-lock-out": Scenario(
-        doc="""Two requests are loaded; the first by priority needs more blocks than are free, the other is not asked:
-        for ever.
-
-        "low" has 8 of 20 blocks, loaded, and needs one more; no step has room for it at first. "r" has a higher
-        priority: 8 of its 16 blocks are loaded, which "low" leaves free. For its next step it needs 8 more, 4 are
-        free, and `schedule` stops there (scheduler.py 0.32.0:1275-1282). With `scheduler_reserve_full_isl` "r"
-        would be admitted when all 16 are free.""",
+        # "low" has 8 of 20 blocks, is loaded and needs one more block, but no step has tokens left for it. "r" has a
+        # higher priority, has loaded 8 of its 16 blocks, and needs 8 more. 4 blocks are free, and `schedule` stops at
+        # "r" (scheduler.py 0.32.0:1275-1282). With `scheduler_reserve_full_isl` vLLM would admit "r" only when all 16
+        # blocks are free.
         schedule=[
             stored_elsewhere(prompt(128)),
             stored_elsewhere(prompt(128, seed=1)),
@@ -59,14 +53,14 @@ SCENARIOS = {
             step(),
             admit("r", prompt(256, seed=1), max_tokens=2, priority=0),
             step(7),  # both load
-            budget(1),  # which "running" takes
+            budget(1),  # "running" uses it
             step(5),
             budget(256),
             run(200),
             expect_all_ended(),
         ],
         rule="LAB009",
-        text="1 request is loaded and waits behind r, which needs 8 blocks; 4 can be had",
+        text="1 request is loaded and waits behind r, which needs 8 blocks; 4 are free",
         wrong={"vllm": ">=0.32.0", "lmcache": ">=0.4.5"},
         needs={"lmcache": ">=0.4.5", "vllm": ">=0.32.0"},
         options=Options(
@@ -79,11 +73,9 @@ SCENARIOS = {
         ),
     ),
     "loads-preempted-in-turn": Scenario(
-        doc="""Two loads hold all blocks: each in turn runs, needs one more, and is preempted; what it has generated is
-        dropped.
-
-        A prefill engine, role kv_producer, whose router lets it generate two tokens, with asynchronous scheduling.
-        The prompts end with a block. While one request loads again, the load of the other is done.""",
+        # A kv_producer whose router lets it generate two tokens, with asynchronous scheduling. The prompts end with a
+        # full block. While one request loads again, the load of the other one ends. Each preemption drops the generated
+        # tokens.
         schedule=[
             ask("a", prompt(64)),
             ask("b", prompt(64, seed=1)),
@@ -109,10 +101,8 @@ SCENARIOS = {
         needs={"vllm": ">=0.32"},
     ),
     "lookahead-stops-prefill": Scenario(
-        doc="""Two tokens after the last whole block, and four MTP modules: a chunk ends before the block, the next has
-        no token.
-
-        Others leave 16 tokens of a step's budget. The third chunk, from token 32 on, ends at token 46 of 50.""",
+        # The first steps compute 16 tokens each. The third chunk, from token 32 on, ends at token 46 of 50, before the
+        # end of a block, and the next chunk gets no token.
         schedule=[admit("r", prompt(50)), budget(16), step(4), budget(64), run(100), expect_all_ended()],
         rule="LAB003",
         text="is RUNNING for ever",
@@ -129,9 +119,8 @@ SCENARIOS = {
         ),
     ),
     "preempted-session-lost": Scenario(
-        doc="""A session is preempted while the step that ends its turn is in flight: it is taken out of all queues.
-
-        It has got its next input meanwhile, and waits for ever. The scheduler says that it has nothing to do.""",
+        # The session is preempted while the last step of its turn is in flight, and vLLM removes it from all queues. It
+        # has its next input by then.
         schedule=[
             admit("r", prompt(30), resumable=True),
             step(),
@@ -149,11 +138,7 @@ SCENARIOS = {
         options=Options(async_scheduling=True),
     ),
     "session-and-load-lock-out": Scenario(
-        doc="""A session has input and needs more blocks, a load is done and needs one more: each holds what the other
-        needs.
-
-        "session" took blocks that were reserved for "r", whose load was on its way, and keeps them when its turn
-        has ended.""",
+        # "session" takes blocks that were reserved for the load of "r", and keeps them at the end of its turn.
         schedule=[
             stored_elsewhere(prompt(264)),
             admit("session", prompt(40, seed=1), max_tokens=12, resumable=True),
@@ -172,11 +157,12 @@ SCENARIOS = {
         options=Options(connector="mp", delay=20, num_blocks=21, max_num_batched_tokens=256),
     ),
     "session-state-has-drafts": Scenario(
-        doc="""A session's turn ends within accepted drafts: the tokens after its end are dropped, and the state has
-        them.
-
-        Of four tokens that the last step has computed the turn's end leaves two. The KV of attention is overwritten
-        by that of the input; a state cannot go back.""",
+        doc=(
+            "A session's turn ends within accepted drafts: vLLM drops the tokens after its end, but the state "
+            "includes them."
+        ),
+        # The last step computes four tokens, and the turn ends after two. The next input overwrites the KV of
+        # attention, but a state cannot be rolled back.
         schedule=[
             admit("r", prompt(20), max_tokens=7, resumable=True),
             add_input("r", prompt(21), max_tokens=5),
@@ -191,10 +177,9 @@ SCENARIOS = {
         options=Options(connector="mp", states=True, drafter="mtp", drafts=3, acceptance=100),
     ),
     "session-state-runs-ahead": Scenario(
-        doc="""A session's turn ends while its next token is computed: the token is dropped, and the state has it.
-
-        Three stages, so three steps are in flight. The sixth token is computed before vLLM knows that the fifth was
-        the last one of the turn. The KV of attention is overwritten by that of the input; a state cannot go back.""",
+        doc="A session's turn ends while its next token is computed: vLLM drops the token, but the state includes it.",
+        # Three pipeline stages, so three steps are in flight. The sixth token is computed before vLLM knows that the
+        # fifth token ends the turn. The next input overwrites the KV of attention, but a state cannot be rolled back.
         schedule=[
             admit("r", prompt(1), max_tokens=5, resumable=True),
             add_input("r", prompt(21), max_tokens=5),
@@ -209,10 +194,8 @@ SCENARIOS = {
         options=Options(connector="mp", ranks=3, pipeline=True, async_scheduling=True, states=True),
     ),
     "trimmed-drafts-stay-computed": Scenario(
-        doc="""A session's turn ends within accepted drafts, and the first tokens of its next input are never computed.
-
-        Of four tokens that a step has brought, the session may have one. vLLM drops the others, but counts their KV
-        as computed: two tokens of the input get the slots, and the KV, of tokens that are gone.""",
+        # A step brings four tokens, and the session may have one. vLLM drops the others, but counts their KV as
+        # computed: two tokens of the next input get their slots and KV.
         schedule=[
             admit("r", prompt(20), max_tokens=2, resumable=True),
             step(2),
