@@ -22,7 +22,7 @@ def run(
     layers: bool,
     plus: Sequence[str] | None = None,
 ) -> int:
-    """Replaces this process. Returns only if it cannot: 2 for a wrong choice, 126 or 127 as a shell does."""
+    """Replace this process by the program. Return only on failure: 2 for wrong options, 126 or 127 as a shell does."""
     try:
         choice = Config.make(mode, only, skip, layers, plus)
     except ValueError as error:
@@ -35,7 +35,7 @@ def run(
     if not Config.is_off(os.environ.get("KVFIX")):
         kvfix.apply(choice.mode, choice.only, choice.skip, choice.layers, choice.plus)
     else:
-        print("kvfix run: KVFIX=off is set in the environment: the program runs unpatched", file=sys.stderr)
+        print("kvfix run: KVFIX=off is set, so the program runs unpatched. To patch it: unset KVFIX", file=sys.stderr)
     places = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place != str(BOOTSTRAP)]
     os.environ["PYTHONPATH"] = os.pathsep.join([str(BOOTSTRAP), *(place for place in places if place)])
     try:
