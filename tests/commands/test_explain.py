@@ -30,7 +30,7 @@ def test_no_code_is_used_twice() -> None:
 
 def test_what_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:
     assert explain.explain("KVX001", json=True) == 2
-    assert capsys.readouterr().err == "kvfix explain: there is no fix, no rule and no finding 'KVX001'.\n"
+    assert capsys.readouterr().err == "kvfix explain: no fix, rule or finding is called 'KVX001'.\n"
     assert explain.explain("hash-differ-by-process", json=False) == 2
     assert capsys.readouterr().err.endswith("'hash-differ-by-process'. Did you mean hash-differs-by-process?\n")
 

@@ -28,7 +28,7 @@ def test_a_description_finds_what_it_is_about(text: str, code: str) -> None:
 def test_the_answer_names_three_candidates_and_claims_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert search("assert slot_mapping == token_ids after a failed load", json=False) == 0
     out = capsys.readouterr().out
-    assert out.startswith("These have the most words in common with the text. Confirm one before you act on it.\n")
+    assert out.startswith("These entries have the most words in common with your text. Confirm an entry before")
     assert out.count("To confirm: ") == out.count("kvfix explain ") == 3
     assert search("assert slot_mapping", json=True) == 0
     found = json.loads(capsys.readouterr().out)["candidates"]

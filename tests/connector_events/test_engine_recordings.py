@@ -102,7 +102,7 @@ def test_a_missing_rank_is_unknown(files: dict[str, Path], capsys: pytest.Captur
     found = replayed(paths, capsys)
     assert (found["violated"], found["missing"]) == ([], [1])
     assert replay.replay(paths, json=False) == 0
-    assert "rank 1: no recording of it is here; what it did is unknown" in capsys.readouterr().out
+    assert "rank 1: no recording was given, so its loads are unknown" in capsys.readouterr().out
 
 
 def test_without_the_scheduler_there_is_no_violation(
@@ -112,7 +112,7 @@ def test_without_the_scheduler_there_is_no_violation(
     assert replayed(paths, capsys)["violated"] == []
     assert replayed(paths, capsys)["unknown"] > 0
     replay.replay(paths, json=False)
-    assert "scheduler: no recording of it is here" in capsys.readouterr().out
+    assert "scheduler: no recording was given" in capsys.readouterr().out
 
 
 def test_a_load_that_one_rank_lost(
@@ -124,7 +124,7 @@ def test_a_load_that_one_rank_lost(
     files["1"] = split.write(tmp_path / "1.jsonl", "WORKER", 1, "n2", lines[:lost] + lines[lost + 1 :])
     found = replayed(list(files.values()), capsys)
     assert [(each["code"], each["request"]) for each in found["violated"]] == [("KVR013", request)]
-    assert "rank 1 has not started the load of tokens" in found["violated"][0]["message"]
+    assert "rank 1 did not start the scheduled load of tokens" in found["violated"][0]["message"]
     assert replay.replay(list(files.values()), json=False) == 1
     text = capsys.readouterr().out
     assert "SUMMARY: kvfix KVR013 rank-loads-otherwise" in text
@@ -167,7 +167,7 @@ def test_bundles_of_two_nodes(files: dict[str, Path], tmp_path: Path, capsys: py
     assert (replayed(bundles, capsys)["violated"], replayed(bundles, capsys)["missing"]) == ([], [])
     bundles[0].write_bytes(bundles[0].read_bytes()[:200])
     assert replay.replay(bundles, json=False) == 2
-    assert "here.tar.gz: it is no whole bundle" in capsys.readouterr().err
+    assert "here.tar.gz: the bundle is damaged or cut off" in capsys.readouterr().err
 
 
 def test_two_engines_are_distinguished(
@@ -178,7 +178,7 @@ def test_two_engines_are_distinguished(
     assert sorted(engine.name for engine in engine_recordings.engines(recordings)) == ["e.0", "other.0"]
     again = split.write(tmp_path / "a.jsonl", "WORKER", 1, "n0", split.events("WORKER"))
     assert replay.replay([*files.values(), again], json=False) == 2
-    assert "two of them are the same rank" in capsys.readouterr().err
+    assert "two recordings are of the same rank" in capsys.readouterr().err
 
 
 def test_without_common_events_the_wall_clocks_are_compared(

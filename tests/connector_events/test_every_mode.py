@@ -137,17 +137,17 @@ def test_replay_of_a_record_without_its_beginning_does_not_guess(
     cut = tmp_path / "cut.jsonl"
     cut.write_text("\n".join([*head, hole]))
     assert replay.replay([cut], json=False) == 0
-    assert "0 violations, 1 not to be judged" in capsys.readouterr().out
+    assert "0 violations, 1 events not checked" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "it is empty"),
-        ("what\n", "line 1 is no line of a recorder"),
-        ('{"kind":"recorder","schema":99}\n', "it is of schema 99, this kvfix reads 1"),
-        ('{"kind":"recorder","schema":1}\n{"kind":"event","event":"RULES"}\n', "line 2 is no line"),
-        ('{"kind":"recorder","schema":1}\n{"kind":"event","event":"Granted","request":1}\n', "line 2 is no line"),
+        ("", "the file is empty"),
+        ("what\n", "line 1 is not a line of a recorder"),
+        ('{"kind":"recorder","schema":99}\n', "the file has schema 99, and this kvfix reads 1"),
+        ('{"kind":"recorder","schema":1}\n{"kind":"event","event":"RULES"}\n', "line 2 is not a line"),
+        ('{"kind":"recorder","schema":1}\n{"kind":"event","event":"Granted","request":1}\n', "line 2 is not a line"),
         (None, "No such file"),
     ],
 )

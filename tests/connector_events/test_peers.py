@@ -139,13 +139,13 @@ def test_a_read_after_prefill_freed(files: dict[str, Path], capsys: pytest.Captu
 @pytest.mark.parametrize("files", [("nothing",)], indirect=True, ids=["healthy"])
 def test_what_is_not_on_record_is_unknown(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert replay.replay([files["decode"], files["decode"]], json=False) == 0
-    assert "4 requests read what engine prefill-1 keeps: no recording of it is here" in capsys.readouterr().out
+    assert "4 requests read blocks of engine prefill-1, of which no recording was given" in capsys.readouterr().out
     lines = files["prefill"].read_text().splitlines()
     ended = [line for line in lines if '"LeaseEnded"' in line]
     files["prefill"].write_text("\n".join(line for line in lines if line not in ended) + "\n")
     assert violated(list(files.values()), capsys) == []
     replay.replay(list(files.values()), json=False)
-    assert "is unknown: no notice orders the records" in capsys.readouterr().out
+    assert "kvfix cannot tell whether the blocks were released" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("files", [("lose_notice", 3.0)], indirect=True, ids=["lost"])
@@ -156,13 +156,14 @@ def test_the_routers_log_says_where_it_names_the_request(
     router.write_text("Using prefill\nrequest b-00000001: prompt 'secret'\n")
     assert replay.replay(list(files.values()), json=False, router=router) == 1
     text = capsys.readouterr().out
-    assert "The router's log names it in line 2 of router.log" in text
+    assert "The router's log names the request in line 2 of router.log" in text
     assert "secret" not in text
     lines = files["decode"].read_text().splitlines()
     files["decode"].write_text("\n".join(line for line in lines if '"ReadsFrom"' not in line) + "\n")
     assert replay.replay(list(files.values()), json=False, router=router) == 0
-    expected = "4 requests are kept for a peer, and none on record was to read them; the router's log names 1 of them"
-    assert expected in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "4 requests have blocks kept for a peer, and no request on record reads them" in out
+    assert "the router's log names 1 of them" in out
     assert replay.replay(list(files.values()), json=False, router=tmp_path / "none") == 2
 
 

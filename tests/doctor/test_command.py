@@ -80,7 +80,7 @@ def test_a_check_that_fails_does_not_end_the_others(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(checks, "catalogue", lambda: (first._replace(look=broken), *others))
     lines = list(checks.lines(look("", tmp_path)))
     assert lines[0] == Line(
-        first.name, "unchecked", "this check failed: ZeroDivisionError: planted", "report it to kvfix"
+        first.name, "unchecked", "this check failed: ZeroDivisionError: planted", "report this error to kvfix"
     )
     assert len(lines) > 1
 

@@ -204,7 +204,7 @@ def test_a_gpu_that_torch_cannot_use(tmp_path: Path) -> None:
     where = machine(tmp_path / "root")
     assert problems(look(serve(V1), folder, where), "gpu") == []
     (tmp_path / "root/dev/nvidiactl").touch()
-    assert "cannot use the GPU that is here" in problems(look(serve(V1), folder, where), "gpu")[0].what
+    assert "cannot use the GPU of this machine" in problems(look(serve(V1), folder, where), "gpu")[0].what
 
 
 @pytest.mark.parametrize(("version", "count"), [("2.13.0", 0), ("2.13.0+cu130", 0), ("2.12.1", 1)])

@@ -93,7 +93,7 @@ def test_locked_memory_does_not_count_for_tcp(
 @pytest.mark.parametrize(
     ("words", "mib", "why"),
     [
-        (cpu(1, "-tp", "2"), 64, "processes send messages"),
+        (cpu(1, "-tp", "2"), 64, "processes exchange messages"),
         (cpu(1, "-tp", "2"), 1024, ""),
         (cpu(1), 64, ""),
         (["lmcache", "server", "--shm-name", "l1", "--l1-size-gb", "2"], 1024, "--shm-name puts L1 there"),

@@ -88,7 +88,7 @@ def test_the_options_of_a_server(place: Path, listening: int) -> None:
         modes, chunks = problems(setup, "transfer-mode"), problems(setup, "chunk-size")
     assert "the worker asks for engine_driven" in modes[0].what
     assert "--supported-transfer-mode auto; kvfix explain KVF902" in modes[0].do
-    assert "--chunk-size of the LMCache server 100 is no multiple of vLLM's block size 16" in chunks[0].what
+    assert "--chunk-size of the LMCache server 100 is not a multiple of vLLM's block size 16" in chunks[0].what
 
 
 @pytest.mark.parametrize(("cuda", "supported", "count"), [("None", "", 1), ("None", "auto", 0), ("'13.0'", "", 0)])

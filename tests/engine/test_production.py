@@ -186,7 +186,7 @@ def test_doctor_knows_the_server(engines: Engines, fresh: Fresh, tmp_path: Path)
     assert done.returncode == 0, done.stdout
     found = [(line["check"], line["status"], line["what"]) for line in json.loads(done.stdout)]
     release = importlib.metadata.version("lmcache")
-    assert ("server", "ok", f"something answers at {url}") in found
+    assert ("server", "ok", f"a server answers at {url}") in found
     assert ("server", "ok", f"the server at {url} is LMCache {release}") in found
     engines.stop_server()
     (line,) = problems(Setup(command_line.read(command), {}), "server")

@@ -92,10 +92,10 @@ def test_an_engine_that_cannot_move(tmp_path: Path) -> None:
     answer = json.loads(done.stdout)
     (verdict,) = answer["verdicts"]
     assert (verdict["code"], verdict["request"], verdict["fixes"]) == ("KVD202", "r", ["KVF208", "KVF210", "KVF219"])
-    assert answer["owes"] == {"r": "the pool: it needs 8 blocks, 4 are free", "low": "r, which stands before it"}
+    assert answer["owes"] == {"r": "free blocks: it needs 8, 4 are free", "low": "r, which is before it in the queue"}
     assert [(way["pid"], way["how"]) for way in answer["ways"]] == [(pid, looking.INSIDE)]
     assert text.stdout.startswith("1 request is loaded and waits behind r, which needs 8 blocks; 4 are free")
-    assert "owes         r, which stands before it" in one.stdout
+    assert "waits for    r, which is before it in the queue" in one.stdout
     assert os.stat(file).st_mode & 0o777 == 0o600
     saved = json.loads(file.read_text())
     rows = saved["processes"][0]["scheduler"]["requests"]
@@ -133,7 +133,7 @@ def test_without_rights() -> None:
         )  # fmt: skip
         process.kill()
     assert done.returncode == 77, done.stdout + done.stderr
-    assert "Run kvfix as its user (id 0), or as root." in done.stderr
+    assert "Run kvfix as the user of the process (id 0), or as root." in done.stderr
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root, to take rights away")

@@ -11,7 +11,7 @@ from kvfix.ledger import owed
 from kvfix.ledger.looks import Look
 from kvfix.ledger.standstill import verdicts
 from kvfix_tools.look import show
-from kvfix_tools.look.owing import owner, suspected
+from kvfix_tools.look.waits import seconds_to_look, waits_for
 from tests.conftest import RELEASES, Once
 from tests.engine_state import wedged
 
@@ -49,8 +49,8 @@ def test_loaded_requests_behind_one_that_gets_no_blocks(once: Once) -> None:
 def test_one_look_is_no_verdict(once: Once) -> None:
     states = once(wedged.locked_out, NEWEST)
     assert verdicts(looks(states, 1)[:1]) == []
-    assert suspected(looks(states, 1)[:1]) == 1.0
-    assert suspected(looks(states, 1)) == 0.0
+    assert seconds_to_look(looks(states, 1)[:1]) == 1.0
+    assert seconds_to_look(looks(states, 1)) == 0.0
 
 
 def test_a_load_that_no_worker_has(once: Once) -> None:
@@ -58,7 +58,7 @@ def test_a_load_that_no_worker_has(once: Once) -> None:
     found = only(states, 1)
     assert (found.code, found.request) == ("KVD208", "r")
     assert found.message == "r waits for a load that no worker has; it keeps 12 blocks"
-    assert owner(owed.engines(states)[1], wedged_row(states[1])) == "no worker has its load"
+    assert waits_for(owed.engines(states)[1], wedged_row(states[1])) == "no worker has its load"
     unread = copy.deepcopy(states)
     for state in unread:  # a connector whose transfers are not known
         del state["connectors"][1]["loads"]
@@ -81,7 +81,7 @@ def wedged_row(state: dict[str, Any]) -> dict[str, Any]:
 def test_a_load_that_the_server_does_not_answer(once: Once) -> None:
     states = once(wedged.load_not_answered, NEWEST)
     assert verdicts(looks(states, 1)) == []
-    assert suspected(looks(states, 1)) > 1
+    assert seconds_to_look(looks(states, 1)) > 1
     found = only(states, 6)
     assert (found.code, found.request) == ("KVD204", "r")
     assert found.message.startswith(
@@ -161,7 +161,7 @@ def test_a_rank_whose_thread_for_lookups_has_ended(once: Once) -> None:
 def test_a_hook_may_hold_up_what_the_queues_lack(once: Once) -> None:
     states = [{**each, "hook": "get_finished"} for each in once(wedged.locked_out, NEWEST)]
     assert verdicts(looks(states, 1)) == []
-    assert suspected(looks(states, 1)) > 1
+    assert seconds_to_look(looks(states, 1)) > 1
     assert [each.code for each in verdicts(looks([states[0], {**states[1], "hook": ""}], 1))] == ["KVD202"]
 
 
@@ -172,11 +172,11 @@ def test_a_hook_that_began_after_the_first_look(once: Once) -> None:
     inside = [after, {**worker, "hook": "start_load_kv"}]
     seen = [Look(0, [before, {**worker, "hook": ""}]), Look(1, inside)]
     assert verdicts(seen) == []
-    assert suspected(seen) > 1
+    assert seconds_to_look(seen) > 1
     for at in (2, 3):
         seen.append(Look(at, inside))
         assert verdicts(seen) == []
-        assert suspected(seen) > 1
+        assert seconds_to_look(seen) > 1
     for at in (4, 6, 20):
         seen.append(Look(at, inside))
         assert [each.code for each in verdicts(seen)] == ["KVD213"]

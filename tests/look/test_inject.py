@@ -179,7 +179,7 @@ def test_a_thread_in_c_is_silent_and_has_one_call_in_its_queue(way: str) -> None
     with target("c") as process:
         assert process.stdin is not None
         for _ in range(3):
-            with pytest.raises(inject.Silent, match=r"no Python bytecode in 0\.2 s"):
+            with pytest.raises(inject.Silent, match=r"ran no Python bytecode in 0\.2 s"):
                 inject.run(process.pid, "import __main__; __main__.late = True", seconds=0.2)
         assert len(folders(process)) == 1
         process.stdin.write("\n")
@@ -204,7 +204,7 @@ def test_what_has_ended_or_is_no_python_is_refused(way: str) -> None:
     with pytest.raises(inject.Refused, match=f"there is no process {process.pid}"):
         inject.run(process.pid, NAME, seconds=1)
     with subprocess.Popen(["sleep", "60"]) as sleep:
-        with pytest.raises(inject.Refused, match="no Python that can be called"):
+        with pytest.raises(inject.Refused, match="not a Python that kvfix can call"):
             inject.run(sleep.pid, NAME, seconds=1)
         assert sleep.poll() is None
         sleep.kill()

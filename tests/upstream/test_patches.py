@@ -258,4 +258,4 @@ def test_export_is_signed_off_by_the_user(tmp_path: Path) -> None:
 
 def test_no_such_patch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert upstream.export("no-such", None, None, tmp_path) == 2
-    assert "there is no such patch. " in capsys.readouterr().err
+    assert "no patch for 'no-such'. " in capsys.readouterr().err

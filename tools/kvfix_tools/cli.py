@@ -1,4 +1,4 @@
-"""The command `kvfix`. Each command's work is a module of its own; this file only names them and their options.
+"""The command `kvfix`: its subcommands and their options. Each subcommand has its own module.
 
 Exit codes of all commands: 0 nothing found, 1 findings, 2 usage or unreadable input, 77 could not be checked here.
 """
@@ -18,7 +18,7 @@ from kvfix_tools.lab.cli import app as lab
 
 
 class _InOrder(TyperGroup):
-    """Lists the commands in the order in which a user needs them."""
+    """List the commands in the order in which a user needs them."""
 
     def list_commands(self, ctx: object) -> list[str]:
         return [name for name in COMMANDS if name in self.commands]
@@ -39,14 +39,14 @@ app = typer.Typer(
     help="Find and fix known bugs of KV-cache connectors in vLLM and LMCache.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",  # in "rich" markup, help swallows words in square brackets
+    rich_markup_mode="markdown",  # "rich" markup would remove words in square brackets from the help
 )
 
 app.add_typer(lab, name="lab", rich_help_panel=_MAINTAIN)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Pid = Annotated[int, typer.Argument(metavar="PID", help="Any process of the engine; its child processes belong to it.")]
-# typer reads annotations at run time, also on Python 3.10: Optional, not `| None`, in this file.
+Pid = Annotated[int, typer.Argument(metavar="PID", help="Process of the engine. Its child processes are included.")]
+# typer reads annotations at run time, also on Python 3.10. This file therefore uses Optional, not `| None`.
 Only = Annotated[
     Optional[list[str]],  # noqa: UP045
     typer.Option(metavar="CODE|SLUG", help="Apply this fix and no others. May be given several times."),
@@ -148,7 +148,7 @@ def replay(
 ) -> None:
     """Check recorder files or bundles again, and print the history of each violation. Exit 1 if there is one.
 
-    The files may come from several processes, ranks and nodes, and from a prefill and a decode engine.
+    The files may come from several processes, ranks and nodes, and from prefill and decode instances.
     """
     from kvfix_tools import replay
 
@@ -183,7 +183,7 @@ def conform(
     ] = "",
     seconds: Annotated[float, typer.Option(help="Fuzz for this many seconds after the scenarios.")] = 30.0,
     seeds: Annotated[str, typer.Option(metavar="A:B", help="Draw schedules with these seeds.")] = "0:100000",
-    fixes: Annotated[bool, typer.Option(help="Play vLLM with the fixes of kvfix, or as released.")] = True,
+    fixes: Annotated[bool, typer.Option(help="Run vLLM with the fixes of kvfix, or as released.")] = True,
     json: Json = False,
     junit: Annotated[Optional[Path], typer.Option(metavar="FILE", help="Write JUnit XML.")] = None,  # noqa: UP045
 ) -> None:
@@ -224,9 +224,9 @@ def look(
         str, typer.Option(metavar="FILE", help="Read a core file in place of a process (kvfix[core]).")
     ] = "",
 ) -> None:
-    """Show why a running engine makes no progress, and what to do. The engine may run without kvfix.
+    """Show why a running engine makes no progress, and what to do. The engine does not need kvfix.
 
-    Exit 0: nothing is known to be wrong. 1: a problem was found. 77: the engine may not be read.
+    Exit 0: no problem was found. 1: a problem was found. 77: kvfix may not read the engine.
     """
     from kvfix_tools.look import command, core_file
 
@@ -237,14 +237,14 @@ def look(
     raise typer.Exit(command.look(pid, watch, request, json, save))
 
 
-Wait = Annotated[float, typer.Option(metavar="SECONDS", help="Wait at most this long for a moment between two steps.")]
+Wait = Annotated[float, typer.Option(metavar="SECONDS", help="Wait at most this long for the end of a step.")]
 
 
 @app.command(rich_help_panel=COMMANDS["attach"])
 def attach(
     pid: Pid,
     mode: Annotated[
-        str, typer.Option(help="fix: apply the fixes. observe: record too. check: check the rules too.")
+        str, typer.Option(help="fix: apply the fixes. observe: also record events. check: also check the rules.")
     ] = "fix",
     only: Only = None,
     plus: Plus = None,
@@ -302,7 +302,8 @@ def run(
     mode: Annotated[
         str,
         typer.Option(
-            help="fix: apply the fixes. observe: record too. check: check the rules too. strict: raise on a violation."
+            help="fix: apply the fixes. observe: also record events. check: also check the rules. "
+            "strict: also raise on a violation."
         ),
     ] = "fix",
     only: Only = None,
@@ -313,7 +314,7 @@ def run(
         float, typer.Option(help="In check: compute this fraction of the hits, and compare them with the cache.")
     ] = 0,
 ) -> None:
-    """Run a program with kvfix in it and in all its child processes, also `lmcache server`."""
+    """Run a program, such as `vllm serve` or `lmcache server`, with kvfix in all its processes."""
     from kvfix_tools import launch
 
     raise typer.Exit(launch.run(command, mode, only, skip, layers, plus, audit))
@@ -405,7 +406,10 @@ def diagnose(
 def roundtrip(arguments: Annotated[Optional[list[str]], typer.Argument(metavar="[OPTIONS]")] = None) -> None:  # noqa: UP045
     """Check that every byte of KV survives the copy to the host and back."""
     if find_spec("torch") is None:
-        print("kvfix roundtrip: there is no torch for this Python; run it where the engine runs", file=sys.stderr)
+        print(
+            "kvfix roundtrip: torch is not installed for this Python. Run kvfix roundtrip where the engine runs",
+            file=sys.stderr,
+        )
         raise typer.Exit(77)
     from kvfix_tools.roundtrip import command
 
@@ -415,22 +419,26 @@ def roundtrip(arguments: Annotated[Optional[list[str]], typer.Argument(metavar="
 @app.command(rich_help_panel=COMMANDS["verify"])
 def verify(
     url: Annotated[str, typer.Argument(metavar="URL", help="Address of vLLM's server: http://localhost:8000")],
-    model: Annotated[str, typer.Option(metavar="NAME", help="The model; the server's first one if not given.")] = "",
+    model: Annotated[str, typer.Option(metavar="NAME", help="Test this model. Default: the server's first.")] = "",
     decode: Annotated[
-        str, typer.Option(metavar="URL", help="Decode instance, if URL is the router of prefill and decode instances.")
+        str,
+        typer.Option(metavar="URL", help="Address of a decode instance, if URL is a router of prefill and decode."),
     ] = "",
-    requests: Annotated[int, typer.Option(min=16, help="Prompts. More prompts find rarer errors.")] = 48,
-    prompt_tokens: Annotated[int, typer.Option(help="Longest prompt.")] = 1200,
-    chunk: Annotated[int, typer.Option(help="Tokens of a chunk. 0: find out.")] = 0,
-    clients: Annotated[int, typer.Option(min=2, help="Requests at once in the load round.")] = 8,
-    seconds: Annotated[float, typer.Option(help="Stop after this time.")] = 300.0,
-    api_key_env: Annotated[str, typer.Option(metavar="NAME", help="Environment variable with the API key.")] = "",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be sent.")] = False,
+    requests: Annotated[int, typer.Option(min=16, help="Send this many prompts. More find rarer errors.")] = 48,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of the longest prompt.")] = 1200,
+    chunk: Annotated[int, typer.Option(help="Tokens of a chunk. 0: measure the chunk size.")] = 0,
+    clients: Annotated[int, typer.Option(min=2, help="Send this many requests at once in the load round.")] = 8,
+    seconds: Annotated[float, typer.Option(help="Stop after this many seconds.")] = 300.0,
+    api_key_env: Annotated[
+        str, typer.Option(metavar="NAME", help="Read the API key from this environment variable.")
+    ] = "",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the requests, and send none.")] = False,
     json: Json = False,
 ) -> None:
     """Check that a running server answers the same with KV from the connector as without.
 
-    Exit 0: same. 1: different. 2: the server cannot be reached or refuses. 77: nothing is proven.
+    Exit 0: the answers are the same. 1: answers differ. 2: the server cannot be reached, or it refuses requests.
+    77: the check proves nothing here.
     """
     if find_spec("httpx") is None or find_spec("prometheus_client") is None:
         print("kvfix verify needs httpx and prometheus_client: pip install httpx prometheus_client", file=sys.stderr)

@@ -1,8 +1,8 @@
-"""Recordings of several processes, nodes and ranks as one: which engine each is of, what rank, and in what order.
+"""Combine the recordings of several processes: assign each to its engine and rank, and order their events.
 
-Processes of one machine have one monotonic clock. Between machines only wall clocks could be compared, and they differ:
-a rank begins a load after the scheduler has ordered it, and before the scheduler hears of its end, which bounds how
-much (`Clock`). A rank without a recording is missing, and what it did is unknown.
+Processes of one machine share one monotonic clock. Clocks of two machines differ. `Clock` bounds the difference by two
+facts: a rank begins a load after the scheduler ordered the load, and before the scheduler learns that the load ended.
+A rank without a recording is missing, and its loads are unknown.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Part(NamedTuple):
 
     @property
     def boot(self) -> str:
-        """Whose monotonic clock its times are."""
+        """Id of the boot whose monotonic clock the times are from."""
         return str(self.recording.head.get("boot", ""))
 
     @property
@@ -44,8 +44,10 @@ class Part(NamedTuple):
 
 
 class Clock(NamedTuple):
-    """Nanoseconds that a machine's monotonic clock is ahead of the scheduler's: by their wall clocks, brought
-    between what the events allow. low, high: None where nothing bounds it.
+    """Nanoseconds that a machine's monotonic clock is ahead of the scheduler's.
+
+    The wall clocks give a first value, which is moved between the bounds that events give. low, high: None without a
+    bound.
     """
 
     ahead: int
@@ -54,16 +56,16 @@ class Clock(NamedTuple):
 
     @classmethod
     def within(cls, ahead: int, lows: list[int], highs: list[int]) -> Clock:
-        """By the wall clocks `ahead`, brought between these bounds."""
+        """Move `ahead`, the value by the wall clocks, between the bounds."""
         low, high = max(lows, default=None), min(highs, default=None)
         ahead = ahead if low is None else max(ahead, low)
         return cls(ahead if high is None else min(ahead, high), low, high)
 
 
 class Engine(NamedTuple):
-    """One connector of one replica of an engine. `scheduler` None: its recording is not here.
+    """One connector of one replica of an engine.
 
-    workers: by rank. ranks: how many there are; 0: not on record.
+    scheduler: None if no recording of it was given. workers: by rank. ranks: number of ranks; 0 if not on record.
     """
 
     name: str
@@ -81,7 +83,7 @@ class Engine(NamedTuple):
         return ([self.scheduler] if self.scheduler else []) + [self.workers[rank] for rank in sorted(self.workers)]
 
     def compared(self) -> dict[int, Compared]:
-        """Each rank against the scheduler. Empty where the scheduler is missing, or loads are not on record."""
+        """Compare each rank with the scheduler. Empty if the scheduler is missing or loads are not on record."""
         if self.scheduler is None or not self.scheduler.line.get("sees_loads", True):
             return {}
         ordered = [entry.event for entry in self.scheduler.entries]
@@ -90,7 +92,7 @@ class Engine(NamedTuple):
         }
 
     def clocks(self) -> dict[str, Clock]:
-        """{boot: its clock} of every machine but the scheduler's own."""
+        """Return {boot: its clock} for every machine except the scheduler's."""
         if self.scheduler is None:
             return {}
         compared = self.compared()
@@ -110,11 +112,11 @@ class Engine(NamedTuple):
         return Clock.within(ahead, lows, highs)
 
     def history(self, request: str) -> list[tuple[Part, Entry]]:
-        """A request's entries of all parts, in order; `mono` is by the scheduler's clock."""
+        """Return a request's entries of all processes in order, with `mono` by the scheduler's clock."""
         return self.by_request().get(request, [])
 
     def by_request(self) -> dict[str, list[tuple[Part, Entry]]]:
-        """The same of every request on record."""
+        """Return {request: its `history`} for every request on record."""
         clocks = self.clocks()
         found: dict[str, list[tuple[Part, Entry]]] = {}
         for part in self.parts:
@@ -123,12 +125,12 @@ class Engine(NamedTuple):
             for entry in part.entries:
                 found.setdefault(entry.event.request, []).append((part, entry._replace(mono=entry.mono - ahead)))
         for entries in found.values():
-            entries.sort(key=lambda each: each[1].mono)  # the scheduler's are first where it is the same
+            entries.sort(key=lambda each: each[1].mono)  # at equal times the scheduler's entries stay first
         return found
 
 
 def engines(recordings: Iterable[Recording]) -> list[Engine]:
-    """Every connector of every engine that is on record."""
+    """Return every connector of every engine on record."""
     found: dict[tuple[str, str, int], list[Part]] = {}
     for recording in processes(recordings):
         counts: dict[tuple[str, str], int] = {}
@@ -136,7 +138,7 @@ def engines(recordings: Iterable[Recording]) -> list[Engine]:
             role = line.get("role")
             if not role:  # the scheduler itself
                 continue
-            # A MultiConnector may have two of a kind. On one GPU both roles are in one process.
+            # A MultiConnector may have two connectors of one class. On one GPU both roles are in one process.
             counts[line["name"], role] = nth = counts.get((line["name"], role), -1) + 1
             name = f"{line.get('engine', '?')}.{line.get('replica', 0)}"
             entries = [entry for entry in recording.entries if entry.connector == number]
@@ -145,18 +147,20 @@ def engines(recordings: Iterable[Recording]) -> list[Engine]:
 
 
 def _engine(name: str, connector: str, parts: list[Part]) -> Engine:
-    """Raises ValueError where two processes are the same rank by their records: then they are of two engines."""
+    """Return the engine of these parts. Raise ValueError if two processes claim one rank: they are of two engines."""
     schedulers = [part for part in parts if part.is_scheduler]
     workers = {part.rank: part for part in parts if not part.is_scheduler}
     if len(schedulers) > 1 or len(workers) + len(schedulers) != len(parts):
         names = ", ".join(part.recording.path for part in parts)
-        raise ValueError(f"two of them are the same rank of {connector}, so they are not of one engine: {names}")
+        raise ValueError(
+            f"two recordings are of the same rank of {connector}. Give the recordings of each engine alone: {names}"
+        )
     ranks = max((int(part.line.get("ranks", 0)) for part in parts), default=0)
     return Engine(name, connector, schedulers[0] if schedulers else None, workers, ranks)
 
 
 def processes(recordings: Iterable[Recording]) -> list[Recording]:
-    """One recording for each process, of all that it has written: each file holds the last events of its time."""
+    """Merge the files of each process into one recording. Each file holds the last events before it was written."""
     by_process: dict[tuple[str, str, int, int], list[Recording]] = {}
     for recording in recordings:
         by_process.setdefault(recording.process, []).append(recording)
@@ -173,13 +177,13 @@ def processes(recordings: Iterable[Recording]) -> list[Recording]:
 
 
 def _mono_at_same_wall(part: Part) -> int:
-    """The monotonic clock when the wall clock was 0."""
+    """Return the monotonic time at which the wall clock was 0."""
     head = part.recording.head
     return int(head.get("mono", 0)) - int(head.get("wall", 0))
 
 
 def _answered(scheduler: Part, worker: Part, pairs: list[tuple[int, int]]) -> list[int]:
-    """A request has not ended by itself before each rank has begun the load that it was admitted with."""
+    """Return lower bounds of the clock: a request ends, unless aborted, only after each rank has begun its load."""
     bounds, ended = [], _ends(scheduler)
     for here, there in pairs:
         event = scheduler.entries[here].event

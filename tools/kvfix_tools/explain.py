@@ -1,6 +1,4 @@
-"""`kvfix explain`: everything that has a code. Fixes (KVF), rules of the ledger (KVR) and of the lab (LAB), findings in
-logs and known problems (KVD).
-"""
+"""`kvfix explain`: print the text of a fix (KVF), a rule (KVR, LAB), a finding in logs or a known problem (KVD)."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ from kvfix_tools.ledger import RULES, Rule
 
 
 class Entry(NamedTuple):
-    """Something that has a code, and its explanation: facts for --json, a text for people."""
+    """The explanation of one code. facts: for --json. text: for people."""
 
     code: str
     name: str
@@ -37,12 +35,12 @@ class Entry(NamedTuple):
 
 
 def entries() -> Iterator[Entry]:
-    """All of them. Some findings have the name of their fix: the fix comes first."""
+    """Yield every entry. A fix comes before a finding of the same name."""
     return (make() for _, _, make in _known())
 
 
 def _known() -> Iterator[tuple[str, str, Callable[[], Entry]]]:
-    """Code, name, and what makes the entry."""
+    """Yield (code, name, function that makes the entry)."""
     yield from ((each.code, each.slug, partial(_of_fix, each)) for each in catalogue.fixes())
     yield from ((each.code, each.name, partial(_of_rule, each)) for each in RULES)
     yield from ((each.code, each.name, partial(_of_rule, each)) for each in lab_rules.RULES)
@@ -51,12 +49,12 @@ def _known() -> Iterator[tuple[str, str, Callable[[], Entry]]]:
 
 
 def explain(name: str, json: bool) -> int:
-    """Print what has this code or name. 2 if nothing has."""
+    """Print the entry with this code or name. Return 2 if there is none."""
     makes = (make for code, known, make in _known() if name.upper() == code or name.lower() == known)
     found = next((make() for make in makes), None) or _of_retired(name.upper())
     if found is None:
         guess = screen.did_you_mean(name, (known for _, known, _ in _known()))
-        print(f"kvfix explain: there is no fix, no rule and no finding {name!r}.{guess}", file=sys.stderr)
+        print(f"kvfix explain: no fix, rule or finding is called {name!r}.{guess}", file=sys.stderr)
         return 2
     if json:
         print(jsonlib.dumps(found.facts, indent=2))
@@ -68,7 +66,7 @@ def explain(name: str, json: bool) -> int:
 
 
 def _of_retired(code: str) -> Entry | None:
-    """A code that is never used again; None if this one is not retired."""
+    """Return the entry of a code that is never used again; None if this code is not retired."""
     why = RETIRED.get(code) or knowledge().retired.get(code)
     return Entry(code, "", {"code": code, "retired": why}, f"{code} is retired: {why}.") if why else None
 
@@ -89,7 +87,7 @@ def _of_rule(rule: Rule | lab_rules.LabRule) -> Entry:
 
 
 def _of_finding(finding: findings.LogRule) -> Entry:
-    """Cause, what avoids it, what looks like it. Where the finding has no cause of its own, its first fix has it."""
+    """Return the entry of a finding. If the finding has no cause of its own, use the cause of its first fix."""
     first = catalogue.find(finding.fixes[0]) if finding.fixes else None
     cause = finding.section("Cause") or (" ".join(first.section("Cause").split()) if first else "")
     sections = {"Cause": cause, **{name: finding.section(name) for name in ("First", "Setting", "Good", "Normal")}}
@@ -102,7 +100,6 @@ def _of_finding(finding: findings.LogRule) -> Entry:
 
 
 def _of_problem(problem: Problem) -> Entry:
-    """What shows it, its cause, and what to do."""
     facts = {
         "code": problem.code, "name": problem.name, "severity": problem.severity.name.lower(), "title": problem.title,
         "shows": list(problem.signs), "cause": problem.cause, "do_now": problem.now, "for_good": problem.for_good,
@@ -123,6 +120,6 @@ def _of_problem(problem: Problem) -> Entry:
 
 
 def _fix_list(heading: str, codes: Iterable[str]) -> str:
-    """Fixes by code and slug; "" without any."""
+    """Return a list of fixes by code and slug, or "" without any."""
     lines = [f"  {code} {fix.slug if (fix := catalogue.find(code)) else ''}" for code in codes]
     return "\n".join(["\n", heading, *lines]) if lines else ""

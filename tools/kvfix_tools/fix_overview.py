@@ -1,4 +1,4 @@
-"""Which connector a fix is for, and what its bug does: the columns by which `kvfix status` counts and filters."""
+"""The connector and the effect of each fix, by which `kvfix status` counts and filters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from kvfix.fixes.api import EFFECTS, Fix
 
 _V1, _MP = "LMCacheConnectorV1", "LMCacheMPConnector"
-#: {beginning of a module's name: connector}. The longest beginning counts. "": every connector.
+#: {prefix of a module name: connector}. The longest prefix wins. "": every connector.
 _CONNECTORS = {
     "lmcache.": _V1,
     "lmcache.integration.vllm.lmcache_mp": _MP,
@@ -36,7 +36,7 @@ KNOWN = sorted({name for name in _CONNECTORS.values() if name} | set(_ALIASES))
 
 
 def connectors(fix: Fix) -> frozenset[str]:
-    """The connectors that have the bug; empty: every connector, for the bug is in vLLM itself."""
+    """Return the connectors that have the bug; empty if the bug is in vLLM itself and concerns every connector."""
     found = {_connector(target.module) for target in fix.targets if not target.helper}
     return frozenset() if "" in found else frozenset(found)
 
@@ -47,15 +47,15 @@ def _connector(module: str) -> str:
 
 
 def concerns(fix: Fix, chosen: frozenset[str]) -> bool:
-    """Whether the bug can show with these connectors. None chosen: any."""
+    """Return True if the bug can happen with one of these connectors. `chosen` is empty for all connectors."""
     mine = connectors(fix)
     return not chosen or not mine or bool(mine & chosen)
 
 
 def in_use(named: str, transfer_config: str) -> tuple[frozenset[str], str]:
-    """(connectors, where they are named). named: `--connector`. transfer_config: `--kv-transfer-config`, as for vLLM.
+    """Return (connectors, the option or variable that names them).
 
-    Raises ValueError for a name or a text that is not understood.
+    named: value of `--connector`. transfer_config: value of `--kv-transfer-config`. Raise ValueError for a wrong value.
     """
     if named:
         return _checked(named.split(",")), "--connector"
@@ -68,7 +68,7 @@ def in_use(named: str, transfer_config: str) -> tuple[frozenset[str], str]:
 
 
 def _of_config(text: str) -> list[str]:
-    """The connector of vLLM's JSON, and the children of a MultiConnector."""
+    """Return the connector of vLLM's JSON and the children of a MultiConnector."""
     try:
         config = jsonlib.loads(text)
         children = (config.get("kv_connector_extra_config") or {}).get("connectors", [])
@@ -92,7 +92,7 @@ def _checked(names: Iterable[str]) -> frozenset[str]:
 
 
 def severity(name: str) -> str:
-    """The effect of this name. Raises ValueError for another one."""
+    """Return the effect with this name. Raise ValueError for an unknown name."""
     for effect in EFFECTS:
         if name.strip().lower().replace("-", " ") == effect:
             return effect

@@ -23,7 +23,7 @@ def run(
     plus: Sequence[str] | None = None,
     audit: float = 0,
 ) -> int:
-    """Replaces this process. Returns only if it cannot: 2 for a wrong choice, 126 or 127 as a shell does."""
+    """Replace this process by the program. Return only on failure: 2 for wrong options, 126 or 127 as a shell does."""
     try:
         choice = Config.make(mode, only, skip, layers, plus, audit)
     except ValueError as error:
@@ -36,7 +36,7 @@ def run(
     if not Config.is_off(os.environ.get("KVFIX")):
         kvfix.apply(choice.mode, choice.only, choice.skip, choice.layers, choice.plus, choice.audit)
     else:
-        print("kvfix run: KVFIX=off is set in the environment: the program runs unpatched", file=sys.stderr)
+        print("kvfix run: KVFIX=off is set, so the program runs unpatched. To patch it: unset KVFIX", file=sys.stderr)
     places = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place != str(BOOTSTRAP)]
     os.environ["PYTHONPATH"] = os.pathsep.join([str(BOOTSTRAP), *(place for place in places if place)])
     try:

@@ -1,8 +1,8 @@
-"""Recordings of several engines as one: which request of one reads what another keeps, and in what order.
+"""Combine the recordings of several engines: find the requests of one engine that read blocks another engine keeps.
 
-vLLM's request ids differ between prefill and decode. A request for decode names both the engine and the request whose
-blocks it is to read (`kv_transfer_params`), and so does its record (ReadsFrom). Between two machines no clocks are
-compared: what one engine has told the other bounds how far its clock is ahead (`Clock`).
+vLLM's request ids differ between prefill and decode. The `kv_transfer_params` of a decode request name the engine and
+the request whose blocks it reads, and the event ReadsFrom records both. Messages between two engines bound the
+difference of their clocks (`Clock`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from kvfix_tools.engine_recordings import Clock, Engine, Part
 from kvfix_tools.ledger.events import LeaseRead, NotReturned
 from kvfix_tools.ledger.peers import Kept, Reader, compare
 
-#: cmpl-ID-0 or chatcmpl-ID, where ID is the router's X-Request-Id, and what vLLM adds to make it another each time.
+#: cmpl-ID-0 or chatcmpl-ID, where ID is the router's X-Request-Id, with the random suffix that vLLM appends.
 _OF_CLIENT = re.compile(r"(?:chat)?cmpl-(.+?)(?:-\d+)?(?:-[0-9a-f]{8})?$")
 
 
 class Link(NamedTuple):
-    """Request `reader` of engine `reads` is to read what engine `keeps` has of its request `kept`."""
+    """Request `reader` of engine `reads` reads blocks of request `kept`, which engine `keeps` holds for it."""
 
     reads: Engine
     reader: str
@@ -34,7 +34,7 @@ class Link(NamedTuple):
 
 
 class Between(NamedTuple):
-    """A finding of two engines' records: of a request of `keeps`; history: whose entry, and the entry, in order."""
+    """A finding about a request of engine `keeps`. history: (label of the process, entry) of each entry, in order."""
 
     finding: Finding
     keeps: Engine
@@ -42,15 +42,15 @@ class Between(NamedTuple):
 
 
 class RouterLog:
-    """The log of a router, of which only the places are told where it names a request: it may hold prompts."""
+    """The log of a router. kvfix reports only its line numbers, because the log may hold prompts."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError."""
+        """Read the log. Raise OSError if this fails."""
         self._name = path.name
         self._lines = path.read_bytes().splitlines()
 
     def lines(self, request: str) -> list[int]:
-        """Numbers of the lines with the router's own id of a request: vLLM puts it between a word and its own."""
+        """Return the numbers of the lines with the router's id of a request. vLLM puts this id into its own id."""
         found = _OF_CLIENT.match(request)
         wanted = (found[1] if found else request).encode()
         return [number for number, line in enumerate(self._lines, 1) if wanted in line]
@@ -58,9 +58,9 @@ class RouterLog:
     def text(self, request: str) -> str:
         lines = ", ".join(map(str, self.lines(request)))
         return (
-            f"The router's log names it in line {lines} of {self._name}"
+            f"The router's log names the request in line {lines} of {self._name}"
             if lines
-            else (f"The router's log, {self._name}, does not name it")
+            else f"The router's log {self._name} does not name the request"
         )
 
 
@@ -72,7 +72,7 @@ class Peers:
         self.router = router
         self._indexes = {engine.name + engine.connector: engine.by_request() for engine in engines}
         self.links: list[Link] = []
-        #: {(engine that reads, name of the engine that is to be read): requests}, of those that are not on record
+        #: {(reading engine, name of an engine that is not on record): number of requests}
         self.missing: Counter[tuple[str, str]] = Counter()
         names = {(engine.name, event.name): event.request for engine in engines for event in _events(engine, ev.Leased)}
         for reads in engines:
@@ -86,19 +86,19 @@ class Peers:
         self._clocks: dict[tuple[str, str], Clock] = {}
 
     def _named(self, name: str, reads: Engine) -> Engine | None:
-        """A replica's name is the last part of an engine's (engine_recordings.engines)."""
+        """Return the engine with this name, whichever of its replicas has a scheduler on record."""
         found = [each for each in self.engines if each.name.rpartition(".")[0] == name and each.scheduler is not None]
         return next((each for each in found if each.connector == reads.connector), found[0] if found else None)
 
     def unread(self, keeps: Engine) -> set[str]:
-        """Requests with a lease that no request on record was to read."""
+        """Return the requests with a lease whose blocks no request on record reads."""
         read = {link.kept for link in self.links if link.keeps is keeps}
         return {event.request for event in _events(keeps, ev.Leased)} - read
 
     # ------------------------------------------------------------------ clocks
 
     def clock(self, reads: Engine, keeps: Engine) -> Clock:
-        """Nanoseconds that the scheduler of the one is ahead of the other's."""
+        """Return how far the clock of `reads`' scheduler is ahead of `keeps`' scheduler."""
         key = reads.name, keeps.name
         if key not in self._clocks:
             self._clocks[key] = self._clock(reads, keeps)
@@ -125,7 +125,7 @@ class Peers:
     # ------------------------------------------------------------------ what is wrong
 
     def findings(self) -> list[Between]:
-        """Of all requests that are read, in the order in which they are named; "unknown" ones among them."""
+        """Return the findings about all requests whose blocks are read, including "unknown" ones."""
         by_kept: dict[tuple[str, str], list[Link]] = {}
         for link in self.links:
             by_kept.setdefault((link.keeps.name, link.kept), []).append(link)
@@ -162,7 +162,7 @@ class Peers:
         return Reader(link.reader, bool(loaded), failed, at, pushed)
 
     def history(self, links: Iterable[Link]) -> list[tuple[str, Entry]]:
-        """What is on record of a kept request and its readers, by the clock of the engine that keeps it."""
+        """Return the entries of a kept request and its readers, by the clock of the engine that keeps the blocks."""
         found: list[tuple[str, Entry]] = []
         for number, link in enumerate(links):
             if not number:
@@ -175,9 +175,9 @@ class Peers:
     # ------------------------------------------------------------------ what is not known
 
     def summary(self, engine: Engine) -> list[str]:
-        """Lines about what this engine keeps for others and reads of them."""
+        """Return lines about the blocks that this engine keeps for other engines, and reads from them."""
         lines = [
-            f"  {count} requests read what engine {name} keeps: no recording of it is here"
+            f"  {count} requests read blocks of engine {name}, of which no recording was given"
             for (reads, name), count in self.missing.items()
             if reads == engine.name
         ]
@@ -186,20 +186,20 @@ class Peers:
             named = sum(bool(self.router.lines(each)) for each in unread) if self.router is not None else None
             by_router = "" if named is None else f"; the router's log names {named} of them"
             lines.append(
-                f"  {len(unread)} requests are kept for a peer, and none on record was to read them{by_router}"
+                f"  {len(unread)} requests have blocks kept for a peer, and no request on record reads them{by_router}"
             )
         for reads in {link.reads.name: link.reads for link in self.links if link.keeps is engine}.values():
             count = len({link.reader for link in self.links if link.keeps is engine and link.reads is reads})
             clock = self.clock(reads, engine)
             bounds = " and ".join(f"{each / 1e9:+.6f}" if each is not None else "?" for each in (clock.low, clock.high))
             lines.append(
-                f"  {count} requests of engine {reads.name} read what it keeps; "
-                f"its clock: {clock.ahead / 1e9:+.6f} s beside this one's, within {bounds}"
+                f"  {count} requests of engine {reads.name} read blocks of this engine; the clock of {reads.name}: "
+                f"{clock.ahead / 1e9:+.6f} s relative to this engine's, between {bounds}"
             )
             if clock.low is None:
-                lines.append("  whether those have given back what they read is unknown: no notice orders the records")
+                lines.append("  kvfix cannot tell whether the blocks were released: no release message is on record")
             elif clock.high is not None and clock.low > clock.high:
-                lines.append("  their records contradict each other: the order between them is unknown")
+                lines.append("  the records of the two engines contradict each other: their order is unknown")
         return lines
 
 
@@ -222,7 +222,7 @@ def _first(entries: list[Entry], kind: type) -> Entry | None:
 
 
 def _end(entries: list[tuple[Part, Entry]]) -> tuple[int | None, bool | None]:
-    """When the lease has ended, by the scheduler's clock, and how: by the workers, which alone know it."""
+    """Return when the lease ended, by the scheduler's clock, and whether it expired, which only workers know."""
     ends = [
         (part, entry.mono, entry.event.expired) for part, entry in entries if isinstance(entry.event, ev.LeaseEnded)
     ]

@@ -1,6 +1,6 @@
-"""A recorder file of `kvfix.connector_events`, read back: who wrote it, its connectors, and its entries in their order.
+"""Read recorder files, which kvfix/connector_events/dump.py writes and describes.
 
-A bundle of `kvfix dump` has those of all processes of a node. kvfix/connector_events/dump.py writes and describes them.
+A bundle of `kvfix dump` has the recorder files of all processes of a node.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from kvfix.connector_events.dump import SCHEMA
 from kvfix.connector_events.recorder import Entry
 from kvfix.ledger.events import EVENTS, Event
 
-#: Files that are larger were not written by a recorder.
+#: No recorder writes a larger file. In bytes.
 LARGEST = 64 << 20
 #: {name: the event's type}
 _EVENTS: dict[str, Any] = {kind.__name__: kind for kind in EVENTS}
 
 
 class Recording(NamedTuple):
-    """`head`: the first line. `lines`: all others that are no event, by kind."""
+    """head: the first line. lines: {kind: lines} of all other lines that are not events."""
 
     path: str
     head: dict[str, Any]
@@ -37,20 +37,20 @@ class Recording(NamedTuple):
 
     @property
     def process(self) -> tuple[str, str, int, int]:
-        """The same for all recordings of one process, and for no other's."""
+        """A key that all recordings of one process share, and no other process has."""
         head = self.head
         return str(head.get("node", "")), str(head.get("boot", "")), int(head["pid"]), int(head.get("began", 0))
 
 
 def read(path: Path) -> Recording:
-    """Raises OSError, and ValueError that says which line is wrong, for what no recorder of this kvfix wrote."""
+    """Read one file. Raise OSError, or ValueError with the wrong line if this kvfix did not write the file."""
     if path.stat().st_size > LARGEST:
-        raise ValueError(f"it has {path.stat().st_size >> 20} MiB: no recorder writes that much")
+        raise ValueError(f"the file has {path.stat().st_size >> 20} MiB; a recorder writes at most {LARGEST >> 20} MiB")
     return parsed(str(path), path.read_bytes().splitlines())
 
 
 def read_all(path: Path) -> list[Recording]:
-    """The recordings of a file or of a bundle, of which nothing is unpacked. Raises as `read` does."""
+    """Read a file, or all recordings of a bundle without unpacking it. Raise the errors of `read`."""
     if not tarfile.is_tarfile(path):
         return [read(path)]
     found = []
@@ -62,17 +62,19 @@ def read_all(path: Path) -> list[Recording]:
                     continue
                 file = archive.extractfile(entry)
                 if entry.size > LARGEST or file is None:
-                    raise ValueError(f"{name} has {entry.size >> 20} MiB: no recorder writes that much")
+                    raise ValueError(
+                        f"{name} has {entry.size >> 20} MiB; a recorder writes at most {LARGEST >> 20} MiB"
+                    )
                 found.append(parsed(f"{path}:{name}", file.read().splitlines()))
     except (tarfile.TarError, EOFError, zlib.error) as error:
-        raise ValueError(f"it is no whole bundle ({type(error).__name__}: {error})") from None
+        raise ValueError(f"the bundle is damaged or cut off ({type(error).__name__}: {error})") from None
     if not found:
-        raise ValueError("the bundle has no recorder of any process")
+        raise ValueError("the bundle has no recorder file")
     return found
 
 
 def parsed(name: str, texts: Iterable[bytes]) -> Recording:
-    """The same of its lines."""
+    """Return the recording with these lines. Raise ValueError as `read` does."""
     head: dict[str, Any] | None = None
     lines: dict[str, list[dict[str, Any]]] = {}
     entries: list[Entry] = []
@@ -90,9 +92,9 @@ def parsed(name: str, texts: Iterable[bytes]) -> Recording:
             else:
                 lines.setdefault(kind, []).append(line)
     except (KeyError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"line {number} is no line of a recorder ({type(error).__name__}: {error})") from None
+        raise ValueError(f"line {number} is not a line of a recorder ({type(error).__name__}: {error})") from None
     if head is None:
-        raise ValueError("it is empty")
+        raise ValueError("the file is empty")
     return Recording(name, head, lines, entries)
 
 
@@ -100,16 +102,18 @@ def _check(kind: Any, head: dict[str, Any]) -> None:
     if kind != "recorder":
         raise KeyError("kind", kind)
     if head["schema"] != SCHEMA:
-        raise ValueError(f"it is of schema {head['schema']!r}, this kvfix reads {SCHEMA}: use the kvfix that wrote it")
+        raise ValueError(
+            f"the file has schema {head['schema']!r}, and this kvfix reads {SCHEMA}: use the kvfix that wrote the file"
+        )
 
 
 def decoded(text: bytes) -> dict[str, Any]:
-    """One line of the file. Raises msgspec.DecodeError or UnicodeDecodeError for what is no JSON object."""
+    """Return one line of the file. Raise msgspec.DecodeError or UnicodeDecodeError if it is not a JSON object."""
     return msgspec.json.decode(text, type=dict[str, Any])
 
 
 def event(line: dict[str, Any]) -> Event:
-    """The event of such a line. Raises KeyError or msgspec.ValidationError where this kvfix has no such event."""
+    """Return the event of a line. Raise KeyError or msgspec.ValidationError if this kvfix does not have the event."""
     kind = _EVENTS[str(line["event"])]
     values = {**kind._field_defaults, **line}
     return msgspec.convert([values[field] for field in kind._fields], kind)  # type: ignore[no-any-return]

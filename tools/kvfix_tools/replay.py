@@ -1,9 +1,11 @@
-"""`kvfix replay FILE ...`: the ledger once more over what recorders kept. The same findings, with their histories.
+"""`kvfix replay FILE ...`: check recorded events with the ledger, and print findings with their histories.
 
-Recordings of several processes, or a bundle, are judged as one engine: each process' own events by a ledger, as alone,
-then each rank's loads against the scheduler's. A load that a rank and the scheduler both have on record is judged with
-the scheduler's events, and so is the end of a lease. What a missing rank did, or one whose record ends before, is
-unknown. Of several engines it is then judged what one has kept for another (peer_recordings.py).
+`replay` treats the recordings of several processes, or a bundle, as one engine:
+
+1. A ledger checks the events of each process.
+2. Each rank's loads are compared with the scheduler's. A load in both records is checked with the scheduler's events
+   only, and so is the end of a lease. A load is "unknown" if the rank has no record of that time.
+3. With several engines, peer_recordings.py checks the blocks that one engine keeps for another.
 """
 
 from __future__ import annotations
@@ -26,9 +28,10 @@ from kvfix_tools.recording import Recording
 
 
 class Judged(NamedTuple):
-    """A finding, and the entry at which it was found; part: the process' part of an engine, where there are several.
+    """A finding, and the entry at which it was found.
 
-    history: of a finding of several engines, whose entry and the entry.
+    part: the process of the engine, if several were read. history: (label of the process, entry) of each entry, if the
+    finding is about several engines.
     """
 
     finding: Finding
@@ -38,7 +41,7 @@ class Judged(NamedTuple):
 
 
 def replay(paths: list[Path], json: bool, router: Path | None = None) -> int:
-    """Print what is violated. 0: nothing; 1: something; 2: a file cannot be read, or two are of the same rank.
+    """Print the violations. Return 0 without one, 1 with one, 2 if a file is unreadable or two are of the same rank.
 
     router: the log of the router between several engines.
     """
@@ -46,7 +49,7 @@ def replay(paths: list[Path], json: bool, router: Path | None = None) -> int:
     for path in paths:
         try:
             recordings += recording.read_all(path)
-        except (OSError, ValueError) as error:  # noqa: PERF203  it is one of a few files
+        except (OSError, ValueError) as error:  # noqa: PERF203  there are few files
             print(f"kvfix replay: {path}: {getattr(error, 'strerror', None) or error}", file=sys.stderr)
             return 2
     if len(recordings) == 1:
@@ -60,7 +63,7 @@ def replay(paths: list[Path], json: bool, router: Path | None = None) -> int:
 
 
 def judged(found: Recording) -> list[Judged]:
-    """Findings of one process in the order of its events; those that cannot be judged ("unknown") among them."""
+    """Return the findings of one process in the order of its events, including "unknown" ones."""
     ledgers = {number: Ledger(sees_loads=line.get("sees_loads", True)) for number, line in found.connectors.items()}
     findings = []
     for entry in found.entries:
@@ -70,7 +73,7 @@ def judged(found: Recording) -> list[Judged]:
 
 
 def judged_engine(engine: Engine) -> list[Judged]:
-    """Findings of the scheduler, of each rank, and of each rank against the scheduler."""
+    """Return the findings of the scheduler, of each rank, and of each rank's comparison with the scheduler."""
     compared = engine.compared()
     findings = []
     for part in engine.parts:
@@ -91,7 +94,7 @@ def judged_engine(engine: Engine) -> list[Judged]:
 
 
 def judged_peers(peers: Peers) -> dict[str, list[Judged]]:
-    """{name of an engine and of its connector: findings of what it has kept for others}."""
+    """Return {name of an engine and of its connector: findings about the blocks that it kept for other engines}."""
     found: dict[str, list[Judged]] = {}
     for finding, keeps, history in peers.findings():
         each = Judged(finding, history[-1][1], keeps.scheduler, history)
@@ -100,7 +103,7 @@ def judged_peers(peers: Peers) -> dict[str, list[Judged]]:
 
 
 def _against(entries: list[Entry], event: RankDiffers) -> list[Finding]:
-    """Findings of a rank's event after these of the scheduler."""
+    """Return the findings of a rank's event that comes after these entries of the scheduler."""
     ledger = Ledger()
     for entry in entries:
         if entry.event.request == event.request:
@@ -131,7 +134,7 @@ def _replay_process(found: Recording, json: bool) -> int:
     print(
         f"{found.path}: {len(found.entries)} events of pid {found.head['pid']} ({found.head['reason']}): "
         f"{len(violated)} violations"
-        + (f", {unknown} not to be judged: the record began after the request did" if unknown else "")
+        + (f", {unknown} events not checked because their request began before the record" if unknown else "")
     )
     return int(bool(violated))
 
@@ -165,7 +168,7 @@ def _process_report(found: Recording, each: Judged) -> str:
         if (one.connector, one.event.request) == (entry.connector, finding.request) and one.mono <= entry.mono
     ]
     fixes = [
-        f"{fix.code} {fix.slug} fixes findings of this kind."
+        f"{fix.code} {fix.slug} may fix it: kvfix explain {fix.code}"
         for fix in catalogue.handling(finding.code, finding.message)
     ]
     return report.compose(
@@ -200,7 +203,7 @@ def _engine_report(engine: Engine, each: Judged, peers: Peers) -> str:
 
 
 def _until(engine: Engine, each: Judged) -> list[tuple[Part, Entry]]:
-    """The request's history up to the event."""
+    """Return the request's history up to the event."""
     history = engine.history(each.finding.request)
     if isinstance(each.finding.event, RankDiffers):
         return history
@@ -212,12 +215,12 @@ def _summary(engine: Engine, findings: list[Judged], peers: Peers) -> list[str]:
     lines = [f"engine {engine.name}, {engine.connector}:"]
     lines += [f"  {part.label}: {len(part.entries)} events" for part in engine.parts]
     if engine.scheduler is None:
-        lines.append("  scheduler: no recording of it is here; what the ranks were told is unknown")
-    lines += [f"  rank {rank}: no recording of it is here; what it did is unknown" for rank in engine.missing]
+        lines.append("  scheduler: no recording was given, so the ranks' loads cannot be compared with its orders")
+    lines += [f"  rank {rank}: no recording was given, so its loads are unknown" for rank in engine.missing]
     if not engine.ranks:
-        lines.append("  how many ranks there are is not on record")
+        lines.append("  the number of ranks is not on record")
     lines += [
-        f"  rank {rank}: {comparison.unknown} loads lie outside of what is certainly on record here"
+        f"  rank {rank}: {comparison.unknown} loads are not checked because its recording does not cover them"
         for rank, comparison in engine.compared().items()
         if comparison.unknown
     ]
@@ -225,11 +228,11 @@ def _summary(engine: Engine, findings: list[Judged], peers: Peers) -> list[str]:
         node = next(part.recording.head.get("node") for part in engine.parts if part.boot == boot)
         bounds = [f"{value / 1e9:+.6f}" if value is not None else "?" for value in (clock.low, clock.high)]
         lines.append(
-            f"  clock of {node}: {clock.ahead / 1e9:+.6f} s beside the scheduler's, within {' and '.join(bounds)}"
+            f"  clock of {node}: {clock.ahead / 1e9:+.6f} s relative to the scheduler's, between {' and '.join(bounds)}"
         )
     lines += peers.summary(engine)
     verdicts = [each.finding.verdict for each in findings]
-    lines.append(f"  {verdicts.count('violated')} violations, {verdicts.count('unknown')} events not to be judged")
+    lines.append(f"  {verdicts.count('violated')} violations, {verdicts.count('unknown')} events not checked")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""Where text for people goes: a terminal, or a file or pipe, which has no width."""
+"""The console for tables, and suggestions for mistyped names."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from difflib import get_close_matches
 
 from rich.console import Console
 
-#: Columns where there is no terminal: rich would take 80, and cut tables there.
+#: Columns without a terminal. rich would take 80 and cut tables.
 _COLUMNS = 10_000
 
 
 def console() -> Console:
-    """Of stdout: as wide as the terminal; without a terminal it cuts nothing and has no colour."""
+    """Return a console for stdout. Without a terminal it cuts nothing and prints no colour."""
     return Console() if sys.stdout.isatty() else Console(width=_COLUMNS)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A sentence with the known name that is like this one, for the end of a message; "" if none is."""
+    """Return " Did you mean NAME?" with the known name nearest to this name; "" if none is near."""
     return "".join(f" Did you mean {each}?" for each in get_close_matches(name.lower(), list(known), n=1))

@@ -1,6 +1,6 @@
-"""`kvfix search`: which fixes, known problems and rules have the words of a text. For what is no log.
+"""`kvfix search`: find the fixes, known problems and rules that have the words of a description.
 
-A word match is no diagnosis: the answer names candidates, and how to confirm each.
+A match of words is not a diagnosis. The answer therefore says how to confirm each candidate.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from kvfix_tools.diagnose import findings, statements
 from kvfix_tools.diagnose.problem import catalogue as known_problems
 from kvfix_tools.ledger import RULES
 
-#: Candidates that are shown; words and characters of the text that are used.
+#: Number of candidates to show, and of words and characters of the text to use.
 _SHOWN, _WORDS, _CHARACTERS = 3, 200, 64_000
-#: How much a word counts in the title, in what a log shows, and in the rest.
+#: Weight of a word in the title, in the symptom, and in the rest.
 _WEIGHTS = "3.0, 6.0, 1.0"
 _WORD = re.compile(r"[A-Za-z]{2,}|\d{2,}")
 
@@ -35,7 +35,7 @@ class Candidate(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """shows: what a log or a user sees. rest: the other words of it."""
+    """shows: the symptom in a log. rest: all other words."""
 
     candidate: Candidate
     shows: str
@@ -43,7 +43,7 @@ class _Entry(NamedTuple):
 
 
 def search(text: str, json: bool) -> int:
-    """Print the best candidates for this text, for the text of a file of this name, or for standard input (`-`)."""
+    """Print the best candidates. text: the description, the name of a file, or `-` for standard input."""
     try:
         found = candidates(_read(text))
     except OSError as error:
@@ -52,12 +52,12 @@ def search(text: str, json: bool) -> int:
     if json:
         print(jsonlib.dumps({"candidates": [each._asdict() for each in found]}, indent=2))
     elif not found:
-        print("No fix, known problem or rule has these words. Give the log to kvfix-diagnose.")
+        print("No fix, known problem or rule has these words. If you have a log, run: kvfix-diagnose LOG")
     else:
-        print("These have the most words in common with the text. Confirm one before you act on it.")
+        print("These entries have the most words in common with your text. Confirm an entry before you act on it.")
         for each in found:
             print(f"\n{each.code} {each.name}\n  {each.title}\n  To confirm: {each.confirm}")
-            print(f"  To read more: kvfix explain {each.code}")
+            print(f"  Read more: kvfix explain {each.code}")
     return 0
 
 
@@ -71,7 +71,7 @@ def _read(text: str) -> str:
 
 
 def candidates(text: str) -> list[Candidate]:
-    """The entries with the most words in common with the text, the best first."""
+    """Return the entries with the most words in common with the text, the best first."""
     words = [word.lower() for word in _WORD.findall(text)][:_WORDS]
     pairs = [f"{first} {second}" for first, second in pairwise(words)]
     entries = list(_entries())
@@ -108,5 +108,5 @@ def _entries() -> Iterator[_Entry]:
 
 def _confirm(fix: Fix) -> str:
     if fix.scenarios:
-        return f"kvfix status says whether this installation has the bug; kvfix lab run {fix.scenarios[0]} shows it"
-    return "kvfix status --probe says whether this installation has the bug"
+        return f"kvfix status shows whether this installation has the bug; kvfix lab run {fix.scenarios[0]} plays it"
+    return "kvfix status --probe shows whether this installation has the bug"

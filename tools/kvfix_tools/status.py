@@ -18,11 +18,11 @@ from kvfix.fix_status import FixRow
 from kvfix.fixes.api import EFFECTS, Fix, Target
 from kvfix_tools import fix_overview
 
-#: The bug is there, and not fixed in this process.
+#: Verdicts of a bug that the installation has and that is not fixed in this process.
 FINDINGS = ("refused", "unknown", "unfixable", "applicable")
-#: The bug is there.
+#: Verdicts of a bug that the installation has.
 _PRESENT = ("refused", "unknown", "unfixable", "applicable", "opt-in", "applied")
-#: Columns of the overview and of the rows; on a wider terminal too.
+#: Columns of the overview and of the rows, also on a wider terminal.
 _WIDTH = 80
 _LINES = 24
 
@@ -31,7 +31,7 @@ Neither vLLM nor LMCache is installed for this Python. Run kvfix status where th
 runs (in its container, with its Python).
 Without them you can run: kvfix-diagnose LOG, kvfix explain CODE, kvfix status --released"""
 
-#: What each verdict asks for.
+#: {verdict: the command to type}
 _TYPE = {
     "applied": "",
     "applicable": "kvfix.apply(), or: kvfix run -- CMD",
@@ -43,7 +43,7 @@ _TYPE = {
 
 
 class Selected(NamedTuple):
-    """The rows that the options leave. where: what named the connectors; "": all connectors."""
+    """The rows that the options select. where: the option that named the connectors; "": all connectors."""
 
     rows: list[tuple[Fix, FixRow]]
     connectors: frozenset[str]
@@ -60,7 +60,7 @@ def status(
     severity: str = "",
     transfer_config: str = "",
 ) -> int:
-    """Print the overview, or the rows that are asked for. 1 if a bug is not fixed, 77 without vLLM and LMCache."""
+    """Print the overview or the selected rows. Return 1 if a bug is not fixed, 77 without vLLM and LMCache."""
     rows = fix_status.rows(_probed) if probe else kvfix.status()
     if not rows:
         print(f"kvfix status: this installation of kvfix has no fixes. {catalogue.REINSTALL}", file=sys.stderr)
@@ -86,7 +86,7 @@ def status(
 
 
 def _select(rows: list[FixRow], names: Sequence[str], connector: str, severity: str, transfer_config: str) -> Selected:
-    """Raises ValueError for a fix, connector or severity that is not known."""
+    """Raise ValueError for an unknown fix, connector or severity."""
     codes = {_code(name) for name in names}
     effect = fix_overview.severity(severity) if severity else ""
     chosen, where = fix_overview.in_use(connector, transfer_config)
@@ -114,7 +114,7 @@ def _code(name: str) -> str:
 
 
 def _probed(target: Target) -> applicability.Applicability:
-    """The verdict by the behaviour probe too, which needs the module imported. Only unknown code is worth that."""
+    """Judge a target, and run its behaviour probe if its code is unknown. The probe imports the target's module."""
     by_file = applicability.judge(target)
     if by_file.state != "unknown":
         return by_file
@@ -130,9 +130,9 @@ def _probed(target: Target) -> applicability.Applicability:
 
 
 def overview(selected: Selected) -> list[str]:
-    """At most 24 lines of 80 columns."""
+    """The overview: at most 24 lines of 80 columns."""
     states = applicability.STATES
-    worst: dict[str, tuple[Fix, FixRow]] = {}  # one row for each fix: it may be of two distributions
+    worst: dict[str, tuple[Fix, FixRow]] = {}  # one row for each fix, whose targets may be in two distributions
     for fix, row in selected.rows:
         if row.verdict in _PRESENT:
             worst[fix.code] = min(
@@ -166,7 +166,7 @@ def _connectors(selected: Selected) -> str:
 
 
 def _counted(fixed: list[tuple[Fix, FixRow]], selected: Selected) -> list[str]:
-    """A table: a row for each connector, a column for each effect."""
+    """A table with a row for each connector and a column for each effect."""
     if not fixed:
         return ["No known bug of these releases is left for kvfix.apply() to fix."]
     groups: dict[str, Counter[str]] = {}
@@ -189,7 +189,7 @@ def _line(fix: Fix, row: FixRow) -> str:
 def _here() -> str:
     choice = os.environ.get("KVFIX", "")
     if choice:
-        return f"KVFIX={choice!r} is set: kvfix acts in the processes that are started from here."
+        return f"KVFIX={choice!r} is set: kvfix acts in processes that you start from this shell."
     return "Is a running engine patched? kvfix status PID"
 
 
@@ -204,7 +204,7 @@ def _summary(fixed: list[tuple[Fix, FixRow]], others: list[tuple[Fix, FixRow]]) 
 
 
 def _print_rows(selected: Selected, everything: bool) -> None:
-    """Three lines for each fix: verdict and effect, title, and why with what to type. The worst effect comes first."""
+    """Print verdict and effect, title, reason and command of each fix. The worst effect comes first."""
     rows = [(fix, row) for fix, row in selected.rows if everything or row.verdict in _PRESENT]
     states = applicability.STATES
     rows.sort(key=lambda each: (states.index(each[1].verdict), EFFECTS.index(each[0].effect), each[1].code))

@@ -1,7 +1,7 @@
-"""`kvfix status --released`: have the newest LMCache and vLLM of the package index changed what the fixes correct?
+"""`kvfix status --released`: show whether the newest LMCache and vLLM have changed the functions that fixes patch.
 
-pip downloads the wheels, with all its settings (index, mirrors, proxies, find-links, certificates); kvfix reads the
-files of the functions in question from them. Nothing is installed, and no code of theirs is run.
+pip downloads the wheels with its own settings (index, mirrors, proxies, find-links, certificates). kvfix reads the
+functions from the wheels. It installs nothing and runs no code of the wheels.
 """
 
 from __future__ import annotations
@@ -23,22 +23,25 @@ from kvfix.fixes.api import Target
 from kvfix_tools import screen
 
 DISTS = ("lmcache", "vllm")
-#: On whatever machine, the wheel for Linux is read: the code of the functions is the same in all.
+#: kvfix reads the wheel for Linux on every machine: all wheels of a release have the same Python code.
 _PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (39, 35, 34, 31, 28, 27, 24, 17)]
 _PYTHON = "3.12"
-#: Seconds for one download; vLLM's wheel has several hundred megabytes.
+#: Time limit of one download in seconds. vLLM's wheel has several hundred megabytes.
 _LIMIT = 1800
 
-#: The worst first: a row is about the worst of a fix's functions. `unknown`: cannot be compared.
+#: The worst first: a row shows the worst of a fix's functions. `unknown`: the function cannot be compared.
 CHANGES = ("unknown", "changed", "unchanged")
 
 
 class Unavailable(Exception):
-    """pip could not fetch a distribution; the text says why, and what to do."""
+    """pip could not fetch a distribution. The text says why, and what to do."""
 
 
 class ReleasedRow(NamedTuple):
-    """A fix on the newest release. change: since the newest release that kvfix knows. verdict: as `kvfix status`."""
+    """A fix on the newest release.
+
+    change: compares with the newest release that kvfix knows. verdict: as in `kvfix status`.
+    """
 
     code: str
     slug: str
@@ -50,7 +53,7 @@ class ReleasedRow(NamedTuple):
 
 
 def status(json: bool) -> int:
-    """Print a row for each fix. 0 nothing has changed, 1 something has, 77 the index could not be asked."""
+    """Print a row for each fix. Return 0 without a change, 1 with one, 77 if pip could not download a wheel."""
     try:
         with tempfile.TemporaryDirectory(prefix="kvfix-released-") as folder:
             rows = [row for dist in DISTS for row in survey(dist, _wheel(dist, Path(folder)))]
@@ -65,7 +68,7 @@ def status(json: bool) -> int:
 
 
 def _wheel(dist: str, folder: Path) -> Path:
-    """The newest release's wheel, as pip finds it. Raises Unavailable."""
+    """Download the newest wheel with pip. Raise Unavailable if pip fails."""
     print(f"asking the package index for the newest {dist} ...", file=sys.stderr)
     platforms = [word for name in _PLATFORMS for word in ("--platform", name)]
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", *platforms,
@@ -73,17 +76,20 @@ def _wheel(dist: str, folder: Path) -> Path:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT, check=False)
     except subprocess.TimeoutExpired:
-        raise Unavailable(f"pip did not have {dist} after {_LIMIT} s") from None
+        raise Unavailable(f"pip did not finish the download of {dist} in {_LIMIT} s") from None
     wheels = list((folder / dist).glob("*.whl")) if done.returncode == 0 else []
     if wheels:
         return wheels[0]
     if "No module named pip" in done.stderr:
-        raise Unavailable(f"{sys.executable} has no pip, which fetches the releases: {sys.executable} -m ensurepip")
+        raise Unavailable(
+            f"{sys.executable} has no pip, and kvfix downloads releases with pip. "
+            f"Run {sys.executable} -m ensurepip, then this command again"
+        )
     errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
-    why = errors[-1].removeprefix("ERROR: ") if errors else f"it ended with {done.returncode}"
+    why = errors[-1].removeprefix("ERROR: ") if errors else f"pip ended with exit code {done.returncode}"
     raise Unavailable(
-        f"pip could not fetch {dist}: {why}. Is the index reached from here? Try: pip download --no-deps {dist}; "
-        "pip's own settings (PIP_INDEX_URL, PIP_FIND_LINKS, PIP_PROXY, pip.conf) are what counts"
+        f"pip could not fetch {dist}: {why}. Run pip download --no-deps {dist}. If pip cannot reach the index, set "
+        "PIP_INDEX_URL, PIP_FIND_LINKS or PIP_PROXY, or edit pip.conf"
     )
 
 
@@ -113,7 +119,7 @@ def _unpack(wheel: Path, names: set[str], folder: Path) -> None:
 
 
 def _judge(target: Target, folder: Path) -> tuple[str, str, str]:
-    """(change, verdict, reason) of one function."""
+    """Return (change, verdict, reason) of one function."""
     known = applicability.fingerprints()[target.dist]
     newest = known["releases"][-1]
     prints = known["functions"].get(target.name, {})
@@ -124,10 +130,10 @@ def _judge(target: Target, folder: Path) -> tuple[str, str, str]:
         return "unknown", "refused", f"{_file(target)} cannot be read as Python here ({error})"
     if found is None:
         if not any(newest in releases for releases in prints.values()):
-            return "unchanged", "not-affected", f"{target.function} is not there, as in {newest}"
-        return "unknown", "refused", f"{target.function} has gone from {_file(target)}"
+            return "unchanged", "not-affected", f"this release does not have {target.function}, like {newest}"
+        return "unknown", "refused", f"{_file(target)} does not have {target.function} any more"
     if found not in prints:
-        reason = f"{target.function} has code of no release that kvfix knows; in an engine the probe decides"
+        reason = f"{target.function} differs from every release that kvfix knows; in an engine the probe decides"
         return "changed", "unknown", reason
     verdict, reason, _ = applicability.judge_releases(target, prints[found])
     return ("unchanged" if newest in prints[found] else "changed"), verdict, f"{target.function} {reason}"
@@ -141,7 +147,7 @@ def _print(rows: list[ReleasedRow]) -> None:
         if mine:
             known = "kvfix knows it" if Version(mine[0].version) <= Version(newest) else f"kvfix knows up to {newest}"
             counts = ", ".join(f"{sum(row.change == change for row in mine)} {change}" for change in CHANGES)
-            console.print(f"newest {dist}: {mine[0].version} ({known}); what the fixes correct: {counts}", markup=False)
+            console.print(f"newest {dist}: {mine[0].version} ({known}); functions of fixes: {counts}", markup=False)
     changed = [row for row in rows if row.change != "unchanged"]
     if not changed:
         return
@@ -152,4 +158,7 @@ def _print(rows: list[ReleasedRow]) -> None:
         table.add_row(row.code, row.slug, f"{row.dist} {row.version}", row.change, row.verdict, row.reason)
     console.print()
     console.print(table)
-    console.print('\nLook at each: does the bug go on? CONTRIBUTING.md, "A new release".', markup=False)
+    console.print(
+        '\nkvfix status --probe shows whether a release still has each bug: see "A new release" in CONTRIBUTING.md.',
+        markup=False,
+    )

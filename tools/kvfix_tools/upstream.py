@@ -1,8 +1,8 @@
 """`kvfix upstream`: the patches that are ready to be sent to LMCache and vLLM.
 
-`patches/upstream/<slug>/<dist>-<version>.patch` is what `git format-patch` writes: the change in the function itself,
-and a test that fails without it. Both projects ask that whoever submits a patch signs it off (DCO), so a stored patch
-has no author of its own; `export` writes the submitter's name into it.
+`git format-patch` writes `patches/upstream/<slug>/<dist>-<version>.patch`: the change in the function itself, and a
+test that fails without the change. Both projects require a sign-off of the submitter (DCO). A stored patch therefore
+has no author, and `export` writes the submitter's name into the patch.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from rich.table import Table
 from kvfix import catalogue
 from kvfix_tools import screen
 
-#: Of the patches: in a wheel, and in a checkout.
+#: Folders of the patches: in a wheel, and in a checkout.
 FOLDERS = (Path(__file__).with_name("upstream_patches"), Path(__file__).parents[2] / "patches/upstream")
 
 NO_SUBMITTER = (
-    "git does not know who you are, and both projects ask for your sign-off (DCO). Set it with: "
+    "git does not know your name and address, and both projects require your sign-off (DCO). Run: "
     "git config --global user.name NAME; git config --global user.email ADDRESS"
 )
 
@@ -44,7 +44,7 @@ class Ready(NamedTuple):
 
 
 def ready() -> list[Ready]:
-    """All of them, in the order of their codes."""
+    """Return all patches in the order of their codes."""
     found = []
     for folder in FOLDERS:
         for path in folder.glob("*/*.patch"):
@@ -61,7 +61,7 @@ def _subject(path: Path) -> str:
 
 
 def show(json: bool) -> int:
-    """Print a row for each patch, and which fixes have none."""
+    """Print a row for each patch, and the fixes without a patch."""
     rows = ready()
     if json:
         print(jsonlib.dumps([row.as_json() for row in rows], indent=2))
@@ -77,7 +77,7 @@ def show(json: bool) -> int:
 
 
 def export(name: str, dist: str | None, version: str | None, folder: Path) -> int:
-    """Write the patches of one fix, signed off by the submitter. 2 where there is none, or git knows no submitter."""
+    """Write the patches of one fix, signed off by the submitter. Return 2 without a patch or a git identity."""
     known = catalogue.find(name)
     wanted = [
         row
@@ -86,7 +86,7 @@ def export(name: str, dist: str | None, version: str | None, folder: Path) -> in
     ]
     if not wanted:
         guess = screen.did_you_mean(name, {row.slug for row in ready()})
-        print(f"kvfix upstream export: there is no such patch.{guess} `kvfix upstream list` lists all", file=sys.stderr)
+        print(f"kvfix upstream export: no patch for {name!r}.{guess} List all: kvfix upstream list", file=sys.stderr)
         return 2
     submitter = {key: _git_config(f"user.{key}") for key in ("name", "email")}
     if not all(submitter.values()):
@@ -101,7 +101,7 @@ def export(name: str, dist: str | None, version: str | None, folder: Path) -> in
 
 
 def signed_off(patch: str, submitter: str) -> str:
-    """The patch as the submitter's own, of now."""
+    """Write the submitter and the current time into the patch, and sign it off."""
     patch = re.sub(r"^From: .*$", f"From: {submitter}", patch, count=1, flags=re.M)
     patch = re.sub(r"^Date: .*$", f"Date: {formatdate(localtime=True)}", patch, count=1, flags=re.M)
     return patch.replace("\n---\n", f"\nSigned-off-by: {submitter}\n---\n", 1)

@@ -1,5 +1,5 @@
-"""`kvfix doctor`: what cannot work in a set-up, before it is launched. Nothing is started, and nothing is changed.
+"""`kvfix doctor`: find problems of a set-up before the launch. It starts nothing and changes nothing.
 
-Data flows one way: what is installed, the command line, the settings and the machine are read into a `Setup`; each
-check (`checks/`) looks at it and answers with lines; the command prints them.
+Data flows one way. A `Setup` reads the installation, the command line, the settings and the machine. Each check
+(`checks/`) reads the `Setup` and yields lines. The command prints the lines.
 """

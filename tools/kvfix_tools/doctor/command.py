@@ -1,4 +1,4 @@
-"""The command: read the set-up, look, print."""
+"""The command `kvfix doctor`: read the set-up, run the checks, print their lines."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ _WORDS = {OK: "ok", PROBLEM: "PROBLEM", UNCHECKED: "not checked"}
 
 
 def doctor(words: list[str], json: bool, server_http: str = "", names: bool = False) -> int:
-    """1: a problem. 2: the words start neither vLLM nor LMCache. 77: no problem, and none of the essential checks could
-    be done. 0: no problem; what could not be checked is listed."""
+    """Print the lines of all checks.
+
+    Return 1 for a problem, 2 if the words start neither vLLM nor LMCache, 77 if no essential check could run, else 0.
+    """
     if names:
         for each in checks.catalogue():
             print(f"{each.name}: {each.doc}")
@@ -26,13 +28,13 @@ def doctor(words: list[str], json: bool, server_http: str = "", names: bool = Fa
         try:
             command = command_line.read(words)
         except ValueError as error:
-            print(f"kvfix doctor: the command cannot be read: {error}", file=sys.stderr)
+            print(f"kvfix doctor: the command cannot be parsed: {error}", file=sys.stderr)
             return 2
         if command is None:
             print("kvfix doctor: the command starts neither vLLM nor an LMCache server", file=sys.stderr)
             return 2
     setup = Setup(command, os.environ, server_http=server_http)
-    print("reading the installation, and trying the compiled extensions ...", file=sys.stderr)
+    print("reading the installation and loading the compiled extensions ...", file=sys.stderr)
     lines = list(checks.lines(setup))
     if json:
         print(jsonlib.dumps([line._asdict() for line in lines], indent=2))
@@ -42,7 +44,7 @@ def doctor(words: list[str], json: bool, server_http: str = "", names: bool = Fa
 
 
 def exit_code(lines: list[Line]) -> int:
-    """As `doctor` says."""
+    """Return the exit code of `doctor` for these lines."""
     if any(line.status == PROBLEM for line in lines):
         return 1
     essential = {each.name for each in checks.catalogue() if each.essential}
@@ -50,7 +52,7 @@ def exit_code(lines: list[Line]) -> int:
 
 
 def text(lines: list[Line]) -> str:
-    """For people: problems first, then what could not be checked, then what is right; the summary last."""
+    """Return the text for people: problems, checks that could not run, passed checks, and the summary."""
     shown = []
     for status in (PROBLEM, UNCHECKED, OK):
         for line in lines:

@@ -1,6 +1,6 @@
-"""Reads a command line that starts vLLM or an LMCache server. Leniently: what it does not know, it keeps.
+"""Parse a command line that starts vLLM or an LMCache server. Unknown options are kept.
 
-The environment in front of the program counts (`LMCACHE_X=1 vllm serve ...`, `env X=1 ...`, `docker run -e X=1 ...`).
+Variables in front of the program count (`LMCACHE_X=1 vllm serve ...`, `env X=1 ...`, `docker run -e X=1 ...`).
 """
 
 from __future__ import annotations
@@ -32,8 +32,12 @@ _MODULES = {
 
 
 class Command(NamedTuple):
-    """program: "vllm serve" or "lmcache server", say. model: "" if not given. options: by their long name, without
-    dashes in front; "" for a switch. container: it runs in a container of its own (docker run)."""
+    """A parsed command.
+
+    program: such as "vllm serve" or "lmcache server". model: "" if not given.
+    options: {long name without leading dashes: value}, with "" for a switch.
+    container: True if the command starts a container (docker run).
+    """
 
     program: str
     model: str
@@ -44,19 +48,19 @@ class Command(NamedTuple):
 
     @property
     def serves(self) -> bool:
-        """Whether it is an engine, and not LMCache's server."""
+        """True if the command starts an engine, not LMCache's server."""
         return self.program.startswith("vllm")
 
     def number(self, option: str, default: int) -> int:
-        """Raises ValueError if it is set and is no whole number."""
+        """Return an option as a number. Raise ValueError if it is not a whole number."""
         return int(self.options.get(option) or default)
 
     def json(self, option: str) -> dict[str, Any]:
-        """An option that holds a JSON object, with keys that are set one by one. Raises ValueError for other text."""
+        """Return an option with a JSON object, with keys set by `--option.key`. Raise ValueError for other text."""
         value = self.options.get(option)
         loaded = json.loads(value) if value else {}
         if not isinstance(loaded, dict):
-            raise ValueError(f"it is {type(loaded).__name__}, not an object")
+            raise ValueError(f"the value is a {type(loaded).__name__}, not an object")
         for name, each in self.options.items():
             first, dot, keys = name.partition(".")
             if dot and first == option:
@@ -65,7 +69,7 @@ class Command(NamedTuple):
 
 
 def read(words: list[str]) -> Command | None:
-    """The command; None if it starts neither vLLM nor LMCache. Raises ValueError for a quote without an end."""
+    """Parse a command. Return None if it starts neither vLLM nor LMCache. Raise ValueError for an unclosed quote."""
     if len(words) == 1 and " " in words[0]:
         words = shlex.split(words[0])
     at, program, after = _program(words)
@@ -79,7 +83,7 @@ def read(words: list[str]) -> Command | None:
 
 
 def _program(words: list[str]) -> tuple[int, str, int]:
-    """(place of the program, its name with the subcommand, place of what follows)"""
+    """Return (index of the program, its name with the subcommand, index of its first argument)."""
     for at, word in enumerate(words):
         name, following = PurePath(word).name, words[at + 1 : at + 2]
         if name in ("vllm", "lmcache") and following and not following[0].startswith("-"):
@@ -123,7 +127,7 @@ def _options(words: list[str], serves: bool) -> tuple[str, dict[str, str]]:
 
 def _long(name: str) -> str:
     name = name.lstrip("-")
-    first, dot, keys = name.partition(".")  # keys of a JSON option stay as they are
+    first, dot, keys = name.partition(".")  # keys of a JSON option do not change
     first = first.replace("_", "-")
     return SHORT.get(first, first) + dot + keys
 
@@ -137,7 +141,7 @@ def _takes_none(name: str, following: str) -> bool:
 
 
 def _put(into: dict[str, Any], keys: list[str], value: Any) -> None:
-    # Keys of a connector have dots themselves: everything after kv_connector_extra_config is one key.
+    # Keys of a connector contain dots, so everything after kv_connector_extra_config is one key.
     if keys[0] == "kv_connector_extra_config" and len(keys) > 1:
         keys = [keys[0], ".".join(keys[1:])]
     for key in keys[:-1]:

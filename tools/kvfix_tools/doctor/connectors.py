@@ -7,17 +7,17 @@ from typing import Any, NamedTuple
 
 
 class Connector(NamedTuple):
-    """One entry of the KV-transfer configuration; MultiConnector's children are entries of their own."""
+    """One connector of the KV-transfer configuration. Each child of a MultiConnector is one too."""
 
     name: str
     role: str
     extra: dict[str, Any]
     module: str  # kv_connector_module_path
-    keys: dict[str, Any]  # as given
+    keys: dict[str, Any]  # as the user wrote them
 
     @property
     def is_v1(self) -> bool:
-        """LMCache in the engine's own process."""
+        """True for LMCache in the engine's own process."""
         return self.name.startswith("LMCacheConnector")
 
     @property
@@ -26,7 +26,7 @@ class Connector(NamedTuple):
 
 
 def read(transfer: dict[str, Any]) -> Iterator[Connector]:
-    """The entry itself, then those of a MultiConnector."""
+    """Yield the connector, then the children of a MultiConnector."""
     extra = transfer.get("kv_connector_extra_config")
     extra = extra if isinstance(extra, dict) else {}
     name, role = str(transfer.get("kv_connector") or ""), str(transfer.get("kv_role") or "")

@@ -1,8 +1,8 @@
-"""For which GPU architectures a library has code, read from its file.
+"""Read from a library's file for which GPU architectures it has code.
 
-nvcc puts code into "fat binaries": a header of 16 bytes (magic 0xBA55ED50, version, header size, size of what follows),
-then entries, each with a header of its own: kind (1 PTX, 2 machine code), version, header size, size of the code, and
-at byte 28 the architecture. `cuobjdump --list-elf` shows the same, and is rarely installed.
+nvcc writes code as "fat binaries". A fat binary begins with a header of 16 bytes: magic 0xBA55ED50, version, header
+size, size of the rest. Entries follow. The header of an entry has its kind (1 PTX, 2 machine code), version, header
+size, size of the code, and at byte 28 the architecture. `cuobjdump --list-elf` prints this, but is rarely installed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _MAGIC = struct.pack("<I", 0xBA55ED50)
 
 
 def architectures(file: Path) -> list[str]:
-    """["80", "90", "compute_90"], in order; [] if there is none, or the file cannot be read."""
+    """Return the sorted architectures, such as ["80", "90", "compute_90"]; [] if the file has none or is unreadable."""
     found: set[tuple[int, int]] = set()
     try:
         with open(file, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:

@@ -1,6 +1,6 @@
-"""The settings that an installed release of LMCache knows, read from its own definitions (lmcache/v1/config.py).
+"""The settings of the installed LMCache, read from its definitions in lmcache/v1/config.py.
 
-Never a list of ours: names come and go with the releases.
+kvfix keeps no list of settings, because their names change with the releases.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from kvfix_tools.doctor.packages import Package, assigned, constant, defined
 
 CONFIG = "lmcache.v1.config"
-#: What a setting's type is called for people; a type that is not here is not judged.
+#: {type of a setting: its name for people}. Values of other types are not checked.
 KINDS = {
     "int": "a whole number",
     "float": "a number",
@@ -26,7 +26,7 @@ KINDS = {
     "list[str]": "a list of text",
     "dict": "a mapping",
 }
-#: Where each of LMCache's connectors looks for keys of kv_connector_extra_config: modules of LMCache, and of vLLM.
+#: {connector: (modules of LMCache, module of vLLM)} that read keys of kv_connector_extra_config.
 READERS = {
     "LMCacheConnectorV1": (("vllm_v1_adapter", "lmcache_connector_v1"), "lmcache_connector"),
     "LMCacheMPConnector": (
@@ -39,8 +39,11 @@ _KEY = re.compile(r"lmcache\.[a-z_.]*[a-z]")
 
 
 class Definition(NamedTuple):
-    """kind: a key of KINDS, or another type as it is written. optional: None is allowed. converted: LMCache has a
-    converter from the text of a variable."""
+    """A setting.
+
+    kind: a key of KINDS, or another type as written. optional: True if None is allowed. converted: True if LMCache can
+    convert the text of a variable.
+    """
 
     name: str
     kind: str
@@ -50,25 +53,28 @@ class Definition(NamedTuple):
 
 
 class Definitions(NamedTuple):
-    """Of one release. aliases: {old name: new name}. deprecated: {name: what LMCache says of it}."""
+    """The settings of one release. aliases: {old name: new name}. deprecated: {name: LMCache's message}."""
 
     known: dict[str, Definition]
     aliases: dict[str, str]
     deprecated: dict[str, str]
 
     def default(self, name: str) -> Any:
-        """None if it is not known."""
+        """Return the default of a setting; None for an unknown name."""
         return self.known[name].default if name in self.known else None
 
     def is_read(self, name: str) -> bool:
-        """Whether the release takes this name in a file or the environment. An alias counts only where the release
-        also lists it as deprecated: else it warns of an unknown key and drops it (config_base.py 0.5.6:185-210)."""
+        """Return True if the release reads this name from a file or the environment.
+
+        An alias counts only if the release lists it as deprecated. Otherwise the release warns about an unknown key and
+        ignores the alias (config_base.py 0.5.6:185-210).
+        """
         return name in self.known or (name in self.deprecated and self.aliases.get(name) in self.known)
 
 
 @lru_cache(maxsize=4)
 def read(lmcache: Package) -> Definitions | None:
-    """None if this release has no such definitions."""
+    """Read the definitions; None if this release has none."""
     tree = lmcache.tree(CONFIG)
     table = assigned(tree, "_CONFIG_DEFINITIONS") if tree else None
     if tree is None or not isinstance(table, ast.Dict):
@@ -98,8 +104,10 @@ def _definition(name: str, node: ast.Dict) -> Definition:
 
 
 def connector_keys(connector: str, lmcache: Package | None, vllm: Package | None) -> dict[str, Any]:
-    """Keys `lmcache.*` of kv_connector_extra_config that this connector looks up, each with its default (None
-    if it cannot be told); {} if its source cannot be read."""
+    """Return {key `lmcache.*` of kv_connector_extra_config that the connector reads: its default, or None if unknown}.
+
+    Return {} if the source cannot be read.
+    """
     modules, own = READERS[connector]
     trees = [lmcache.tree(f"lmcache.integration.vllm.{module}") for module in modules] if lmcache else []
     trees.append(vllm.tree(f"{VLLM_CONNECTORS}.{own}") if vllm else None)
@@ -125,13 +133,13 @@ def connector_keys(connector: str, lmcache: Package | None, vllm: Package | None
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name that it is most like; "" if none is near."""
+    """Return the nearest known name; "" if none is near."""
     close = get_close_matches(name.lower(), list(known), n=1, cutoff=0.7)
     return close[0] if close else ""
 
 
 def also(name: str, known: Iterable[str], first: str) -> str:
-    """Others that it may have been, where it is not like one above all: " (or X, Y)"."""
+    """Return other near names as " (or X, Y)", unless the name is clearly a typing error of `first`."""
     close = get_close_matches(name.lower(), list(known), n=3, cutoff=0.7)
     others = [each for each in close if each != first]
     return f" (or {', '.join(others)})" if first and others and not _is_typo(name, first) else ""
@@ -142,11 +150,11 @@ def _is_typo(name: str, known: str) -> bool:
 
 
 def wrong_type(kind: str, optional: bool, value: Any, typed: bool) -> bool:
-    """Whether LMCache cannot take the value. typed: from YAML or JSON, which have types; the environment has text."""
+    """Return True if LMCache cannot use the value. typed: True for YAML and JSON, False for a variable's text."""
     if value is None:
         return not optional
     if kind == "bool":
-        # _to_bool: everything but true and 1 is silently false
+        # LMCache's _to_bool silently takes everything except true and 1 for false.
         return not isinstance(value, bool) and str(value).strip().lower() not in ("true", "false", "1", "0")
     if kind in ("int", "float"):
         return isinstance(value, bool) or not _converts(int if kind == "int" else float, value)

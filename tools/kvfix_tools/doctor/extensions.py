@@ -1,7 +1,7 @@
-"""Do the compiled extensions load with this torch? Tried in a child process: there a crash is an answer.
+"""Try to load the compiled extensions with the installed torch, in a child process that may crash.
 
-The child imports torch once, and opens each library in a fork of itself with all symbols resolved (RTLD_NOW), as
-Python's own import does; Python code of vLLM or LMCache does not run.
+The child imports torch once. It opens each library in a fork of itself, with all symbols resolved (RTLD_NOW) as in an
+import. No Python code of vLLM or LMCache runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-#: Seconds for all of it; torch alone takes 2 to 20.
+#: Time limit in seconds for all libraries. torch alone takes 2 to 20 s.
 LIMIT = 180
 
 _CHILD = r"""
@@ -63,8 +63,10 @@ for kind, name in targets:
 
 
 class Tried(NamedTuple):
-    """torch: its facts; None if it cannot be imported. errors: {library or module: "" if it loads}. why: of the whole,
-    where it could not be done."""
+    """The result. torch: facts about torch; None if it cannot be imported.
+
+    errors: {library or module: error; "" if it loads}. why: the reason if the whole test failed.
+    """
 
     torch: dict[str, Any] | None
     errors: dict[str, str]
@@ -72,7 +74,7 @@ class Tried(NamedTuple):
 
 
 def attempt(places: list[str], libraries: list[Path], modules: list[str], limit: float = LIMIT) -> Tried:
-    """Open each library and import each module, after torch. places: first on the path of the child."""
+    """Open each library and import each module after torch. places: folders put first on the child's path."""
     targets = [*(("library", str(each)) for each in libraries), *(("module", each) for each in modules)]
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(
@@ -85,7 +87,7 @@ def attempt(places: list[str], libraries: list[Path], modules: list[str], limit:
             output, _ = process.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
             late = True
-        finally:  # its forks too
+        finally:  # end the child and its forks
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
         if late:

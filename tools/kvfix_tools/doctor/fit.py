@@ -1,7 +1,7 @@
-"""Do two packages go together? What one imports and the other has not, and arguments that the other does not take.
+"""Check that two packages work together: find missing imports, and arguments that a function does not accept.
 
-Read from the installed files. What cannot be decided by reading (an import within a condition, a name made at run time,
-`*args`) is no fault.
+The check reads the installed files. It ignores code that it cannot decide by reading: an import inside a condition, a
+name made at run time, `*args`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _CATCHES = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
 
 
 class Misfit(NamedTuple):
-    """where: file and line, below site-packages. what: `cannot import ...`, as Python would say it."""
+    """A missing import or a wrong call. where: file and line below site-packages. what: the message of Python."""
 
     where: str
     what: str
@@ -31,8 +31,10 @@ class _Import(NamedTuple):
 
 
 def misfits(start: tuple[Package, str], other: Package) -> list[Misfit]:
-    """From a module of one package on, through what it imports of its own package at its top: everything that does not
-    fit the other. start: package and module. The start's functions count too, where they import."""
+    """Return every misfit of a module, and of the modules of its package that it imports, with the other package.
+
+    start: package and module. For this module, imports inside `__init__` and conditions count too.
+    """
     package, first = start
     found: list[Misfit] = []
     seen: set[str] = set()
@@ -68,8 +70,11 @@ def _parents(module: str) -> list[str]:
 
 
 def _imports(body: list[ast.stmt], package: Package, other: Package, inside: bool) -> Iterator[_Import]:
-    """Imports that run when these statements do. Of a `try` that catches a failed import: what fits of its parts,
-    or the last one if none does. inside: of `__init__` too."""
+    """Yield the imports that run with these statements.
+
+    For a `try` that catches a failed import, yield the part whose imports succeed, or the last one. inside: True to
+    include `__init__` and conditions.
+    """
     for node in body:
         if isinstance(node, ast.Import):
             yield from (_Import(each.name, "", each.asname or each.name, node.lineno) for each in node.names)
@@ -84,7 +89,7 @@ def _imports(body: list[ast.stmt], package: Package, other: Package, inside: boo
         ):
             yield from _imports(node.body, package, other, inside)
         elif isinstance(node, ast.If) and inside and "TYPE_CHECKING" not in ast.unparse(node.test):
-            # Which branch runs is decided at run time: what fits is followed, what does not is no fault.
+            # The branch is chosen at run time: follow imports that succeed, and ignore those that fail.
             both = [*_imports(node.body, package, other, inside), *_imports(node.orelse, package, other, inside)]
             yield from (each for each in both if not _is_of(each, other) or not _lacks(each, other))
 
@@ -113,7 +118,7 @@ def _catches(handler: ast.ExceptHandler) -> bool:
 
 
 def _lacks(each: _Import, package: Package) -> str:
-    """What Python would say; "" if the import succeeds or cannot be judged."""
+    """Return Python's error message; "" if the import succeeds or cannot be decided."""
     if not package.has(each.module):
         return f"No module named '{each.module}'"
     if not each.name or package.has(f"{each.module}.{each.name}"):
@@ -126,7 +131,7 @@ def _lacks(each: _Import, package: Package) -> str:
 
 @cache
 def _names(tree: ast.Module) -> frozenset[str]:
-    """What the module may provide; with "*" anything."""
+    """Return the names that the module may provide; "*" stands for any name."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -141,7 +146,7 @@ def _names(tree: ast.Module) -> frozenset[str]:
 
 
 class _Signature(NamedTuple):
-    names: list[str]  # those that may be given by position come first
+    names: list[str]  # positional arguments come first
     positional: int
     required: set[str]
 
@@ -170,7 +175,7 @@ def _calls(tree: ast.Module, names: dict[str, tuple[str, str]], other: Package) 
 
 
 def _signature(package: Package, module: str, name: str) -> _Signature | None:
-    """Of a function, or of a class with an `__init__` of its own or a plain dataclass; None if it cannot be told."""
+    """Return the signature of a function, of a class with its own `__init__`, or of a plain dataclass; else None."""
     tree = package.tree(module)
     node = defined(tree, name) if tree else None
     if isinstance(node, ast.ClassDef):

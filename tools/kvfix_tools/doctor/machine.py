@@ -1,6 +1,6 @@
-"""What the machine, or the container, allows: memory, shared memory, locked memory, ports. All sizes are in bytes.
+"""Limits of the machine or the container: memory, shared memory, locked memory, ports. All sizes are in bytes.
 
-root: of the file system that is read; another one in tests.
+root: root of the file system to read, which differs in tests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NO_LIMIT = 2**60
 
 
 class Memory(NamedTuple):
-    """limit: what processes here may have together; None if neither can be read. source: what sets it."""
+    """limit: memory that all processes may use together; None if unknown. source: the container or the machine."""
 
     limit: int | None
     available: int | None
@@ -32,7 +32,7 @@ class Machine:
         self._root = root
 
     def memory(self) -> Memory:
-        """The smaller of the container's limit and the machine's memory."""
+        """Return the smaller of the container's limit and the machine's memory."""
         values = self._meminfo()
         total, available = values.get("MemTotal"), values.get("MemAvailable")
         limit, file = min(self._cgroup_limits(), default=(None, ""))
@@ -41,7 +41,7 @@ class Machine:
         return Memory(total, available, "this machine")
 
     def shared_memory(self) -> tuple[int, int] | None:
-        """(size, free) of /dev/shm; None if there is none."""
+        """Return (size, free) of /dev/shm; None if there is none."""
         try:
             found = os.statvfs(self._root / "dev/shm")
         except OSError:
@@ -49,17 +49,17 @@ class Machine:
         return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
 
     def locked_memory(self) -> int | None:
-        """What `ulimit -l` shows; None if there is no limit."""
+        """Return the limit of `ulimit -l`; None if it is unlimited."""
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         return None if soft == resource.RLIM_INFINITY else soft
 
     def processor_flags(self) -> set[str]:
-        """Flags of an x86 processor as Linux names them (avx2, avx512f); empty for another one."""
+        """Return the flags of an x86 processor as Linux names them (avx2, avx512f); empty for other processors."""
         flags = (line.partition(":")[2] for line in self._text("proc/cpuinfo").splitlines() if line.startswith("flags"))
         return set(next(flags, "").split())
 
     def is_wsl(self) -> bool:
-        """Windows' subsystem for Linux, whose driver allows little pinned memory."""
+        """Return True in Windows' subsystem for Linux, whose driver allows little pinned memory."""
         return "microsoft" in self._text("proc/version").lower()
 
     def has_nvidia(self) -> bool:
@@ -70,8 +70,10 @@ class Machine:
         return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) > 1 and words[1].isdigit()}
 
     def _cgroup_limits(self) -> Iterator[tuple[int, str]]:
-        """Limits of this process's group and of those above it, of both versions. In a container the path that the
-        process sees may not exist below its own mount: then the top is its group."""
+        """Yield (limit, file) of this process's cgroup and of its parents, for both cgroup versions.
+
+        In a container the path of the cgroup may not exist below the mount. Then the top folder is the cgroup.
+        """
         for line in self._text("proc/self/cgroup").splitlines():
             number, _, rest = line.partition(":")
             controllers, _, path = rest.partition(":")
@@ -95,7 +97,7 @@ class Machine:
 
 
 def port_in_use(host: str, port: int) -> bool:
-    """Whether a server could not listen there now. A host that is not of this machine: False."""
+    """Return True if another server listens on this port. Return False for a host of another machine."""
     with contextlib.suppress(OSError), socket.create_server((host, port)):
         return False
     try:
@@ -108,7 +110,7 @@ def port_in_use(host: str, port: int) -> bool:
 
 
 def resolves(host: str) -> bool:
-    """Whether the name has an address here."""
+    """Return True if this machine can resolve the name."""
     try:
         return bool(socket.getaddrinfo(host, None))
     except (OSError, UnicodeError):
@@ -116,7 +118,7 @@ def resolves(host: str) -> bool:
 
 
 def connects(host: str, port: int, seconds: float = 3.0) -> str:
-    """ "" if a TCP connection opens; else why it does not."""
+    """Open a TCP connection. Return the error; "" if it opens."""
     try:
         with socket.create_connection((host, port), seconds):
             return ""
@@ -125,7 +127,7 @@ def connects(host: str, port: int, seconds: float = 3.0) -> str:
 
 
 def needs_password(host: str, port: int, seconds: float = 1.0) -> bool:
-    """True if a Redis refuses PING without a password."""
+    """Return True if a Redis refuses PING without a password."""
     try:
         with socket.create_connection((host, port), seconds) as connection:
             connection.sendall(b"PING\r\n")
@@ -135,5 +137,5 @@ def needs_password(host: str, port: int, seconds: float = 1.0) -> bool:
 
 
 def gib(size: float) -> str:
-    """A number of bytes for people."""
+    """Format a number of bytes for people."""
     return f"{size / GIB:.4g} GiB" if size >= GIB / 10 else f"{size / 2**20:.4g} MiB"

@@ -1,6 +1,6 @@
-"""What is installed, read from its files: versions, modules, the names in them, and the arguments they take.
+"""Read installed packages from their files: versions, modules, their names, and the arguments of functions.
 
-Nothing is imported, so a package that cannot be imported here is read like any other.
+kvfix imports none of the packages, so it can also read a package whose import would fail here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvfix import installed_source
 
 @cache
 def parse(file: Path) -> ast.Module | None:
-    """The file as a syntax tree; None if it cannot be read as Python."""
+    """Return the file as a syntax tree; None if it is not valid Python."""
     try:
         return ast.parse(file.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
@@ -25,7 +25,7 @@ def parse(file: Path) -> ast.Module | None:
 
 
 class Package(NamedTuple):
-    """name: of the top-level package. version: "" without metadata. needs: its Requires-Dist lines."""
+    """A package. name: of the top-level module. version: "" without metadata. needs: its Requires-Dist lines."""
 
     name: str
     folder: Path
@@ -38,7 +38,7 @@ class Package(NamedTuple):
         return f"{shown} {self.version or 'of an unknown release'}"
 
     def file(self, module: str) -> Path | None:
-        """Of `package.module`; None if there is none."""
+        """Return the file of `package.module`; None if there is none."""
         path = self.folder.parent.joinpath(*module.split("."))
         for candidate in (path.with_suffix(".py"), path / "__init__.py"):
             if candidate.is_file():
@@ -46,7 +46,7 @@ class Package(NamedTuple):
         return None
 
     def has(self, module: str) -> bool:
-        """Whether there is such a module, as Python, compiled, or a folder without `__init__.py`."""
+        """Return True if the module exists as Python, as a compiled file, or as a folder without `__init__.py`."""
         path = self.folder.parent.joinpath(*module.split("."))
         return self.file(module) is not None or path.is_dir() or any(path.parent.glob(f"{path.name}.*so"))
 
@@ -55,20 +55,20 @@ class Package(NamedTuple):
         return parse(file) if file else None
 
     def text(self, module: str) -> str:
-        """Source of the module; "" if there is none."""
+        """Return the source of the module; "" if there is none."""
         file = self.file(module)
         return file.read_text(encoding="utf-8", errors="replace") if file else ""
 
 
 class Packages:
-    """Those of this Python, or of some folders like its site-packages. places: the folders; None: this Python's own."""
+    """The packages of this Python, or of other folders like site-packages. places: the folders; None: this Python."""
 
     def __init__(self, places: list[str] | None = None) -> None:
         self.places = places
         self._found: dict[str, Package | None] = {}
 
     def get(self, name: str) -> Package | None:
-        """An installed top-level package; None if it is not installed."""
+        """Return a top-level package; None if it is not installed."""
         if name not in self._found:
             self._found[name] = self._find(name)
         return self._found[name]
@@ -88,7 +88,7 @@ class Packages:
 
 
 def constant(node: ast.expr | None) -> object:
-    """The value of a literal; None if it is none."""
+    """Return the value of a literal; None for any other expression."""
     try:
         return ast.literal_eval(node) if node is not None else None
     except (ValueError, TypeError, SyntaxError, MemoryError):
@@ -96,7 +96,7 @@ def constant(node: ast.expr | None) -> object:
 
 
 def assigned(tree: ast.AST, name: str) -> ast.expr | None:
-    """What a name is set to at the top of a module or class."""
+    """Return the expression that a module or class assigns to a name at its top level."""
     for node in getattr(tree, "body", ()):
         if isinstance(node, ast.Assign) and any(
             isinstance(each, ast.Name) and each.id == name for each in node.targets
@@ -108,7 +108,7 @@ def assigned(tree: ast.AST, name: str) -> ast.expr | None:
 
 
 def defined(tree: ast.AST, name: str) -> ast.ClassDef | ast.FunctionDef | None:
-    """The last class or function of this name in a module or class."""
+    """Return the last class or function of this name in a module or class."""
     found = None
     for node in getattr(tree, "body", ()):
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:

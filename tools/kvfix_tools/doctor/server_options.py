@@ -13,7 +13,7 @@ _PLACES = ("v1/multiprocess", "v1/distributed", "v1/mp_observability", "cli/comm
 
 
 class Option(NamedTuple):
-    """default: None if it is none or cannot be read. choices: () for any."""
+    """An option. default: None if there is none or it is unknown. choices: () if any value is allowed."""
 
     default: Any
     choices: tuple[str, ...]
@@ -22,7 +22,7 @@ class Option(NamedTuple):
 
 @lru_cache(maxsize=4)
 def read(lmcache: Package) -> dict[str, Option]:
-    """{"--chunk-size": Option}; {} if this release has no such server."""
+    """Return {"--chunk-size": Option, ...}; {} if this release has no `lmcache server`."""
     if lmcache.file("lmcache.cli.commands.server") is None:
         return {}
     found: dict[str, Option] = {}
@@ -30,7 +30,7 @@ def read(lmcache: Package) -> dict[str, Option]:
         for file in sorted((lmcache.folder / place).rglob("*.py")):
             if place == "cli/commands" and file.name not in ("server.py", "base.py"):
                 continue
-            if b"add_argument(" not in file.read_bytes():  # parsing takes longer
+            if b"add_argument(" not in file.read_bytes():  # this search is faster than parsing
                 continue
             tree = parse(file)
             for name, option in _arguments(tree) if tree else ():

@@ -1,7 +1,7 @@
-"""The LMCache server that the multi-process connector is to reach: where, is it there, and what was it started with.
+"""The LMCache servers of the multi-process connector: their addresses, options and releases.
 
-On this machine its command line tells; elsewhere, or beside that, its HTTP port if it is known: `GET /version` and
-`GET /config` (lmcache/v1/multiprocess/http_apis 0.5.6).
+The options come from the server's command line if it runs on this machine, and from its HTTP port if this is known:
+`GET /version` and `GET /config` (lmcache/v1/multiprocess/http_apis 0.5.6).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LOCAL = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "")
 
 
 class Address(NamedTuple):
-    """url: as the connector has it. port: None if it is none."""
+    """An address. url: as the user wrote it. port: None if the url has no port."""
 
     url: str
     host: str
@@ -32,7 +32,7 @@ class Address(NamedTuple):
 
 
 def addresses(connector: Connector) -> list[Address]:
-    """As lmcache_mp_connector.py 0.5.6:627-648 reads them: server_urls, else host and port."""
+    """Return the addresses as lmcache_mp_connector.py 0.5.6:627-648 reads them: server_urls, else host and port."""
     urls = connector.extra.get("lmcache.mp.server_urls")
     if isinstance(urls, str):
         urls = urls.split(",")
@@ -43,7 +43,7 @@ def addresses(connector: Connector) -> list[Address]:
 
 
 def address(url: str) -> Address:
-    """Of `scheme://host:port` or `host:port`."""
+    """Parse `scheme://host:port` or `host:port`."""
     scheme, _, rest = url.rpartition("://")
     found = re.fullmatch(r"\[?((?<=\[)[^\]]+|[^:/\[\]]*)\]?:(\d+)(/.*)?", rest.rpartition("@")[2])
     if found is None or scheme == "ipc":
@@ -52,12 +52,12 @@ def address(url: str) -> Address:
 
 
 def autostart(connector: Connector) -> bool:
-    """Whether the connector starts the server itself (lmcache.mp.autostart)."""
+    """Return True if the connector starts the server itself (lmcache.mp.autostart)."""
     return str(connector.extra.get("lmcache.mp.autostart", "")).lower() in ("true", "1", "yes", "on")
 
 
 def running(port: int) -> Command | None:
-    """The `lmcache server` of this machine on that port, by its command line; None if none is seen."""
+    """Return the command of the `lmcache server` on this machine with this port; None if there is none."""
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
         if not any("lmcache" in word for word in words):
@@ -72,7 +72,7 @@ def running(port: int) -> Command | None:
 
 
 def port_of(command: Command) -> int | None:
-    """The port of an `lmcache server` command; None if it is no number."""
+    """Return the port of an `lmcache server` command; None if it is not a number."""
     try:
         return command.number("port", PORT)
     except ValueError:
@@ -80,7 +80,7 @@ def port_of(command: Command) -> int | None:
 
 
 def http_address(given: str, command: Command | None, host: str) -> tuple[str, int] | None:
-    """Of its HTTP frontend: what was given with --server-http, else what its command line says; else None."""
+    """Return the server's HTTP address: from --server-http, else from its command line, else None."""
     if given:
         parts = urlsplit(given if "://" in given else f"http://{given}")
         return parts.hostname or "localhost", parts.port or HTTP_PORT
@@ -91,7 +91,7 @@ def http_address(given: str, command: Command | None, host: str) -> tuple[str, i
 
 
 def ask(host: str, port: int, path: str, seconds: float = 3.0) -> Any:
-    """The JSON that it answers; None if it does not answer, or not with JSON."""
+    """Send a GET request. Return the JSON answer; None without an answer or with another format."""
     connection = http.client.HTTPConnection(host, port, timeout=seconds)
     try:
         connection.request("GET", path)
@@ -104,7 +104,7 @@ def ask(host: str, port: int, path: str, seconds: float = 3.0) -> Any:
 
 
 class Server(NamedTuple):
-    """What is known of it; None or "" for what is not. options: `chunk_size`, `supported_transfer_mode`, ..."""
+    """Facts about a server. options: {"chunk_size": ..., "supported_transfer_mode": ...}. release: "" if unknown."""
 
     address: Address
     why_not: str  # "" if the port answers
@@ -113,9 +113,9 @@ class Server(NamedTuple):
 
 
 def inspect(each: Address, http_given: str) -> Server:
-    """Whether it answers, its options and its release, as far as they can be read. http_given: --server-http."""
+    """Read whether the server answers, its options and its release. http_given: value of --server-http."""
     if each.port is None:
-        return Server(each, "it has no port", {}, "")
+        return Server(each, "the address has no port", {}, "")
     why_not = connects(each.host, each.port)
     if why_not:
         return Server(each, why_not, {}, "")

@@ -1,4 +1,4 @@
-"""What was read: releases, command, KV-transfer configuration, settings, environment, model. Checks look at it."""
+"""The set-up that the checks read: releases, command, KV-transfer configuration, settings, environment, model."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from kvfix_tools.doctor.packages import Package, Packages, assigned, constant
 #: The compiled operations of LMCache: `cuda_ops` from 0.5.4 on, `c_ops` before.
 OPERATIONS = ("cuda_ops", "c_ops")
 FILE, ENVIRONMENT, TRANSFER = "the file", "the environment", "--kv-transfer-config"
-#: Variables that Kubernetes makes for a service called lmcache-...
+#: Variables that Kubernetes sets for a service called lmcache-...
 _OF_KUBERNETES = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP)(_\w+)?)$|_PORT=tcp://")
 
 
 class Setting(NamedTuple):
-    """name: LMCache's own, in lower case. spelled: as the user typed it. source: FILE, ENVIRONMENT or TRANSFER."""
+    """A setting. name: in lower case. spelled: as the user typed it. source: FILE, ENVIRONMENT or TRANSFER."""
 
     name: str
     spelled: str
@@ -32,15 +32,15 @@ class Setting(NamedTuple):
     source: str
 
 
-#: Builds of vLLM's operations for the CPU, of which it loads one, and what PyTorch takes for AVX-512.
+#: Builds of vLLM's operations for the CPU, of which vLLM loads one, and the flags that PyTorch requires for AVX-512.
 _FOR_PROCESSORS = {"_C", "_C_AVX512", "_C_AVX2"}
 _AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 
 
 def _for_processor(files: list[Path], flags: set[str]) -> str:
-    """The one of these builds that vLLM loads (vllm/platforms/cpu.py 0.32.0:633-665). A wheel may have `_C` alone."""
+    """Return the build that vLLM loads (vllm/platforms/cpu.py 0.32.0:633-665). A wheel may have only `_C`."""
     built = {file.name.partition(".")[0] for file in files}
-    if "_C_AVX2" not in built or not flags:  # built for a GPU, or for another processor than x86
+    if "_C_AVX2" not in built or not flags:  # built for a GPU, or for a processor other than x86
         return "_C"
     if not flags >= _AVX512:
         return "_C_AVX2"
@@ -57,8 +57,12 @@ class Setup:
         limit: float = extensions.LIMIT,
         server_http: str = "",
     ) -> None:
-        """environment: of this process; the command's own comes on top of it, and stands alone in a container. limit:
-        seconds for trying the compiled extensions. server_http: address of the LMCache server's HTTP port."""
+        """Keep the inputs. Most facts are read on first use.
+
+        environment: of this process. Variables in the command override it; a container has only those.
+        limit: seconds for loading the compiled extensions.
+        server_http: address of the LMCache server's HTTP port.
+        """
         self.command = command
         inherited = {} if command and command.container else environment
         self.environment = {**inherited, **(command.environment if command else {})}
@@ -77,14 +81,14 @@ class Setup:
 
     @cached_property
     def definitions(self) -> Definitions | None:
-        """The settings of the installed LMCache; None without one."""
+        """Definitions of the installed LMCache's settings; None without LMCache."""
         return definitions.read(self.lmcache) if self.lmcache else None
 
     # The KV-transfer configuration
 
     @cached_property
     def transfer(self) -> dict[str, Any]:
-        """{} if there is none, or it cannot be read: `transfer_error` says why."""
+        """The value of --kv-transfer-config; {} if there is none or `transfer_error` says why it is unreadable."""
         return self._transfer[0]
 
     @property
@@ -105,12 +109,12 @@ class Setup:
         return list(connectors.read(self.transfer)) if self.transfer else []
 
     def connector(self, kind: str) -> Connector | None:
-        """The first of LMCache's connectors of this kind, "v1" or "mp"."""
+        """Return the first LMCache connector of this kind, "v1" or "mp"."""
         return next((each for each in self.connectors if (each.is_v1 if kind == "v1" else each.is_mp)), None)
 
     @cached_property
     def servers(self) -> list[servers.Server]:
-        """Those that the multi-process connector is to reach, with what is known of them."""
+        """Facts about the servers that the multi-process connector uses."""
         connector = self.connector("mp")
         if connector is None or servers.autostart(connector):
             return []
@@ -120,7 +124,7 @@ class Setup:
 
     @cached_property
     def config_file(self) -> tuple[str, dict[str, Any], str]:
-        """(path, its content, why it cannot be read); the path is "" where none is set."""
+        """(path, content, why it cannot be read) of LMCACHE_CONFIG_FILE; the path is "" if none is set."""
         path = self.environment.get("LMCACHE_CONFIG_FILE", "")
         if not path:
             return "", {}, ""
@@ -133,13 +137,15 @@ class Setup:
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             return path, {}, " ".join(str(getattr(error, "strerror", None) or error).split())
         if not isinstance(loaded, dict):
-            return path, {}, f"it is a {type(loaded).__name__}, not a mapping of settings"
+            return path, {}, f"the file is a {type(loaded).__name__}, not a mapping of settings"
         return path, {str(key): value for key, value in loaded.items()}, ""
 
     @cached_property
     def settings(self) -> list[Setting]:
-        """Those of the in-process connector, wherever they are set; a later one of the same name wins. Unknown ones
-        too, but of the environment only what has the name of a setting or an alias."""
+        """Settings of the in-process connector from all sources. A later setting of the same name wins.
+
+        The list includes unknown names of the file and of --kv-transfer-config, but not of the environment.
+        """
         found = [Setting(name, name, value, FILE) for name, value in self.config_file[1].items()]
         if self.definitions:
             for name in (*self.definitions.known, *self.definitions.aliases):
@@ -155,13 +161,13 @@ class Setup:
         return found
 
     def lmcache_variables(self) -> list[str]:
-        """Variables LMCACHE_* of the environment."""
+        """Return the variables LMCACHE_* of the environment."""
         names = (name for name in self.environment if name.startswith("LMCACHE_"))
         own = (name for name in names if not _OF_KUBERNETES.search(name))
         return sorted(name for name in own if not _OF_KUBERNETES.search(f"{name}={self.environment[name]}"))
 
     def setting(self, name: str) -> Any:
-        """The value that counts, the release's default if it is not set; None if neither is known."""
+        """Return the effective value of a setting, or the release's default; None if neither is known."""
         values = [each.value for each in self.settings if self.current(each.name) == name]
         value = values[-1] if values else None
         if value is None:
@@ -169,18 +175,18 @@ class Setup:
         return value
 
     def number(self, name: str) -> float | None:
-        """A setting as a number; None if it is not one."""
+        """Return a setting as a number; None if it is not a number."""
         try:
             return float(self.setting(name))
         except (TypeError, ValueError):
             return None
 
     def on(self, name: str) -> bool:
-        """A switch, as LMCache reads it (config_base.py 0.5.6, _to_bool)."""
+        """Return a switch as LMCache reads it (config_base.py 0.5.6, _to_bool)."""
         return str(self.setting(name)).strip().lower() in ("true", "1")
 
     def current(self, name: str) -> str:
-        """The setting that this name sets: a deprecated one sets another; one that is not read sets itself."""
+        """Return the setting that this name sets: for a deprecated name its new name, otherwise the name itself."""
         if self.definitions and name not in self.definitions.known and self.definitions.is_read(name):
             return self.definitions.aliases[name]
         return name
@@ -188,7 +194,7 @@ class Setup:
     # The engine
 
     def parallel(self, which: str) -> int:
-        """Size of tensor-, pipeline-, data- or decode-context-parallel; 1 if it is not given or no number."""
+        """Return the tensor, pipeline, data or decode-context parallel size; 1 if it is not given or not a number."""
         try:
             return max(self.command.number(f"{which}-parallel-size", 1), 1) if self.command else 1
         except ValueError:
@@ -196,13 +202,15 @@ class Setup:
 
     @property
     def ranks(self) -> int:
-        """Workers of one engine."""
+        """The number of workers of one engine."""
         return self.parallel("tensor") * self.parallel("pipeline")
 
     @cached_property
     def model(self) -> dict[str, Any]:
-        """config.json of the model, from its folder or the Hugging Face cache; {} if it is not here. Of a multi-modal
-        model the part for text."""
+        """config.json of the model from its folder or the Hugging Face cache; {} if it is not on this machine.
+
+        For a multi-modal model, the keys of its text part override the others.
+        """
         name = self.command.model if self.command and not self.command.container else ""
         for file in self._model_files(name) if name else ():
             try:
@@ -222,7 +230,7 @@ class Setup:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the installed torch is built for the CPU only; False if it cannot be told."""
+        """True if the installed torch is built for the CPU only; False if unknown."""
         torch = self.packages.get("torch")
         tree = torch.tree("torch.version") if torch else None
         named = [assigned(tree, name) for name in ("cuda", "hip", "xpu")] if tree else []
@@ -232,7 +240,7 @@ class Setup:
 
     @cached_property
     def tried(self) -> extensions.Tried:
-        """Of the libraries in `libraries`, and the transfer modules that the connectors need."""
+        """The result of loading `libraries` and the transfer modules that the connectors need."""
         modules = [name for name in ("nixl", "mooncake") if self.needs(name) and self.packages.get(name)]
         imports = {"nixl": "nixl._api", "mooncake": "mooncake.engine"}
         return extensions.attempt(
@@ -241,7 +249,7 @@ class Setup:
 
     @property
     def libraries(self) -> list[Path]:
-        """The compiled operations of LMCache and vLLM: those that are loaded on this processor."""
+        """The compiled operations that LMCache and vLLM load on this processor."""
         found: list[Path] = []
         if self.lmcache:
             found += [file for name in OPERATIONS for file in sorted(self.lmcache.folder.glob(f"{name}.*so"))]
@@ -252,7 +260,7 @@ class Setup:
         return found
 
     def needs(self, transport: str) -> bool:
-        """Whether a connector moves KV with nixl or mooncake."""
+        """Return True if a connector moves KV with this library, nixl or mooncake."""
         if any(transport in each.name.lower() for each in self.connectors):
             return True
         channel = str(self.setting("transfer_channel") or "").lower()

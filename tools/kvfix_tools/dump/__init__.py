@@ -1,1 +1,1 @@
-"""`kvfix dump PID`: what a running or hung engine does, in one file to attach to a bug report."""
+"""`kvfix dump PID`: save the stacks and recorders of a running or hung engine in one file for a bug report."""

@@ -1,4 +1,4 @@
-"""The command: gather, say who waits for what, write the bundle."""
+"""The command `kvfix dump`: read the processes, print a summary, write the bundle."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from kvfix_tools.dump import gather, processes
 
 
 def dump(pid: int, out: Path, json: bool) -> int:
-    """0: written. 2: there is no such process, or the bundle cannot be written. 77: no process could be read."""
+    """Return 0 if written, 2 without the process or if the bundle cannot be written, 77 if no process was readable."""
     tree = processes.tree(pid)
     if not tree:
         print(f"kvfix dump: there is no process {pid}", file=sys.stderr)
         return 2
     tree += processes.elsewhere(tree)
-    print(f"{len(tree)} processes: stacks and recorders ...", file=sys.stderr)
+    print(f"reading stacks and recorders of {len(tree)} processes ...", file=sys.stderr)
     gathered = gather.gather(tree)
     rows = [_row(each) for each in gathered]
     name = f"kvfix-dump-{pid}-{time.strftime('%Y%m%dT%H%M%S')}"
@@ -63,7 +63,8 @@ def _summary(rows: list[dict[str, Any]]) -> str:
     lines = []
     for row in rows:
         ranks = f" ({', '.join(row['ranks'])})" if row["ranks"] else ""
-        hook = "not known whether in a connector hook" if row["hook"] is None else row["hook"] or "in no connector hook"
+        unread = "could not be read, and may be in a connector hook"
+        hook = unread if row["hook"] is None else row["hook"] or "in no connector hook"
         lines.append(f"{row['pid']} {row['name']}{ranks}: {hook}")
         lines += [f"    {row[what]}" for what in ("stacks", "recorder") if " " in row[what]]
     return "\n".join(lines) + "\n"
@@ -88,6 +89,6 @@ def _write(bundle: Path, name: str, gathered: list[gather.Gathered], rows: list[
                 entry = tarfile.TarInfo(f"{name}/{part}")
                 entry.size, entry.mode, entry.mtime = len(content), 0o600, int(time.time())
                 archive.addfile(entry, io.BytesIO(content))
-    except BaseException:  # a full disk: a bundle in part is none
+    except BaseException:  # e.g. the disk is full: an incomplete bundle is of no use
         bundle.unlink()
         raise

@@ -1,4 +1,4 @@
-"""What each process shows: its stacks by py-spy, its flight recorder by the signal that it answers to."""
+"""Read the stacks of each process with py-spy, and its flight recorder with the signal SIGUSR2."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from kvfix.connector_events.hooks import HOOKS
 from kvfix_tools import recording
 from kvfix_tools.dump.processes import Process, own_text, ready
 
-#: Seconds for the stacks of one process, and for the recorders of all.
+#: Time limits in seconds: for the stacks of one process, and for the recorders of all processes.
 STACKS, RECORDERS = 20, 5.0
 
 
 class Gathered(NamedTuple):
-    """stacks: py-spy's threads; None: `why_no_stacks`. recorder: text of its file; None: `why_no_recorder`."""
+    """stacks: py-spy's threads, or None with a reason in `why_no_stacks`.
+
+    recorder: text of the recorder file, or None with a reason in `why_no_recorder`.
+    """
 
     process: Process
     stacks: list[dict[str, Any]] | None
@@ -32,18 +35,18 @@ class Gathered(NamedTuple):
 
 
 def gather(tree: list[Process]) -> list[Gathered]:
-    """Recorders are asked for first: a process that py-spy holds does not answer."""
+    """Read all processes. Recorders come first, because a process that py-spy has stopped does not answer."""
     recorded = recorders(tree)
     return [Gathered(process, *stacks(process.pid), *recorded[process.pid]) for process in tree]
 
 
 def stacks(pid: int) -> tuple[list[dict[str, Any]] | None, str]:
-    """py-spy's threads of this process; None, and why not."""
+    """Return py-spy's threads of this process, or None and the reason."""
     program = shutil.which(
         "py-spy", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     )
     if program is None:
-        return None, "py-spy is not installed here: pip install py-spy"
+        return None, "py-spy is not installed. Run: pip install py-spy"
     try:
         done = subprocess.run(
             [program, "dump", "--json", "--pid", str(pid)], capture_output=True, text=True, timeout=STACKS, check=False
@@ -51,15 +54,15 @@ def stacks(pid: int) -> tuple[list[dict[str, Any]] | None, str]:
         if done.returncode == 0:
             return list(json.loads(done.stdout)), ""
         lines = done.stderr.partition("Stack backtrace:")[0].strip().splitlines()
-        return None, re.sub(r"^\s*\d+: ", "", lines[-1]) if lines else f"py-spy ended with {done.returncode}"
+        return None, re.sub(r"^\s*\d+: ", "", lines[-1]) if lines else f"py-spy ended with exit code {done.returncode}"
     except subprocess.TimeoutExpired:
-        return None, f"py-spy had no answer in {STACKS} s"
+        return None, f"py-spy did not finish in {STACKS} s"
     except (OSError, json.JSONDecodeError) as error:
         return None, f"py-spy: {error}"
 
 
 def recorders(tree: list[Process]) -> dict[int, tuple[str | None, str]]:
-    """{process: (text of its recorder file, or None and why not)}"""
+    """Return {process: (text of its recorder file, or None and the reason)}."""
     found: dict[int, tuple[str | None, str]] = {}
     waiting: dict[int, tuple[Process, set[Path]]] = {}
     for process in tree:
@@ -72,7 +75,7 @@ def recorders(tree: list[Process]) -> dict[int, tuple[str | None, str]]:
             os.kill(process.pid, signal.SIGUSR2)
             waiting[process.pid] = process, before
         except OSError as error:
-            found[process.pid] = None, f"it cannot be asked: {error.strerror}"
+            found[process.pid] = None, f"no recorder: the process cannot be signalled ({error.strerror})"
     until = time.monotonic() + RECORDERS
     while waiting and time.monotonic() < until:
         for pid, (process, before) in list(waiting.items()):
@@ -82,7 +85,7 @@ def recorders(tree: list[Process]) -> dict[int, tuple[str | None, str]]:
                 del waiting[pid]
         time.sleep(0.02)
     for pid in waiting:
-        found[pid] = None, f"no answer in {RECORDERS:g} s: its main thread runs no Python, see its stacks"
+        found[pid] = None, f"no recorder: the main thread did not run Python code for {RECORDERS:g} s; see its stacks"
     return found
 
 
@@ -90,7 +93,7 @@ def _text(process: Process, file: Path) -> tuple[str | None, str]:
     try:
         return own_text(process, file), ""
     except OSError as error:
-        return None, f"its recorder cannot be read: {error}"
+        return None, f"no recorder: the file cannot be read ({error})"
 
 
 def _files(process: Process) -> list[Path]:
@@ -98,17 +101,17 @@ def _files(process: Process) -> list[Path]:
 
 
 def _not_ready(process: Process) -> str:
-    """Why this process must not be signalled; "" if it has announced that it answers."""
+    """Return why this process must not be signalled; "" if it has announced that it answers the signal."""
     announced = ready(process)
     if not announced:
-        return "no recorder: it has no connector, or runs without `kvfix run --mode observe`"
+        return "no recorder: the process has no connector, or was started without `kvfix run --mode observe`"
     if announced.get("began") != process.began:
-        return "no recorder: the one of this number belongs to a process that has ended"
+        return "no recorder: the recorder with this process id belongs to a process that has ended"
     return ""
 
 
 def ranks(of: Gathered) -> list[str]:
-    """What this process is of its engine: "scheduler of 0a1b2", "rank 1 of 2 of 0a1b2". Nothing without a recorder."""
+    """Return the roles of this process, such as "scheduler of 0a1b2" or "rank 1 of 2 of 0a1b2", by its recorder."""
     found = set()
     for line in _connectors(of):
         if line.get("engine"):
@@ -125,15 +128,15 @@ def _connectors(of: Gathered) -> list[dict[str, Any]]:
 
 
 def where(of: Gathered) -> str:
-    """The hook that the process is in, how long, and the line at which it stands; "" if it is in none."""
+    """Return the connector hook that the process is in, for how long and at which line; "" if it is in none."""
     main = next((thread for thread in of.stacks or () if thread.get("thread_name") == "MainThread"), None)
-    frames = list(main["frames"]) if main else []  # the innermost first
+    frames = list(main["frames"]) if main else []  # the innermost is first
     line = f", at {frames[0]['name']} ({frames[0]['filename']}:{frames[0]['line']})" if frames else ""
     inside = [each for each in _connectors(of) if each.get("inside")]
-    if inside:  # a connector within the scheduler
+    if inside:  # the innermost hook is the one that began last
         last = min(inside, key=lambda each: each["seconds"])
         return f"in {last['inside']} of {last['name']} for {last['seconds']:.1f} s{line}"
     for frame in frames:
-        if frame["name"].rpartition(".")[2] in HOOKS:  # py-spy has the class too, from Python 3.11 on
+        if frame["name"].rpartition(".")[2] in HOOKS:  # from Python 3.11 on, py-spy puts the class before the name
             return f"in {frame['name']} ({frame['short_filename']}:{frame['line']}){line}"
     return ""

@@ -1,4 +1,4 @@
-"""The processes of an engine; settings of vLLM, LMCache and kvfix, without secrets."""
+"""The processes of an engine, with their settings of vLLM, LMCache and kvfix, without secrets."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _SHOWN = ("KVFIX", "VLLM_", "LMCACHE_", "PYTHONHASHSEED")
 
 
 class Process(NamedTuple):
-    """began: clock ticks after boot. settings: of the environment that it was started with. owner: user id.
+    """One process. began: clock ticks after boot. settings: from its environment at the start. owner: user id.
 
-    directory: where it writes what it has recorded, if it does.
+    directory: the folder for its recorder files.
     """
 
     pid: int
@@ -35,11 +35,11 @@ class Process(NamedTuple):
 
 
 def tree(pid: int) -> list[Process]:
-    """This process and all below it, parents first. Empty if there is none of this number.
+    """Return this process and all its descendants, parents first. Empty if the process does not exist.
 
-    vLLM gives its processes names (setproctitle), which overwrites some of what /proc shows of their environment: what
-    is missing there is what the parent was started with. Ray's workers get theirs later: it is not there either, and
-    the one of `kvfix dump` itself is taken.
+    vLLM names its processes (setproctitle), which overwrites a part of the environment that /proc shows. The parent's
+    settings replace the missing ones. Ray sets the environment of a worker after its start, so /proc does not show it.
+    Then the environment of `kvfix dump` replaces the missing one.
     """
     try:
         pids = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
@@ -57,7 +57,7 @@ def tree(pid: int) -> list[Process]:
 
 
 def elsewhere(tree: list[Process]) -> list[Process]:
-    """Those of the same engine on this node that are not below it: Ray's workers are below its raylet."""
+    """Return processes of the engine on this node that are not in its tree: Ray's workers are children of a raylet."""
     engines = {engine for process in tree for engine in ready(process).get("engines", ())}
     found: list[Process] = []
     for directory in dict.fromkeys(process.directory for process in tree):
@@ -74,7 +74,7 @@ def elsewhere(tree: list[Process]) -> list[Process]:
 
 
 def ready(process: Process) -> dict[str, Any]:
-    """What it has announced, if it answers `kvfix dump`; empty if it does not."""
+    """Return the announcement of a process that answers `kvfix dump`; empty if it has none."""
     try:
         announced = json.loads(own_text(process, Path(process.directory, f"kvfix-{process.pid}.ready")))
     except (OSError, ValueError):
@@ -83,26 +83,26 @@ def ready(process: Process) -> dict[str, Any]:
 
 
 def own_text(process: Process, path: Path) -> str:
-    """A file in the folder of this process. Raises OSError unless both belong to its user, and neither is a link.
+    """Read a file in the folder of this process. Raise OSError unless its user owns both, and neither is a link.
 
-    Whoever reads may be root: a planted folder must not have it signal a process, or show another file.
+    The reader may be root. A folder planted by another user must not make it signal a process or show another file.
     """
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # of a planted pipe nothing ever comes
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # a read from a planted pipe must not block
     folder = os.open(path.parent, flags | os.O_DIRECTORY)
     try:
         handle = os.open(path.name, flags, dir_fd=folder)
         with os.fdopen(handle, encoding="utf-8") as file:
             if {os.fstat(folder).st_uid, os.fstat(handle).st_uid} != {process.owner}:
-                raise PermissionError(f"{path} is not of the user of process {process.pid}")
+                raise PermissionError(f"{path} does not belong to the user of process {process.pid}")
             if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise PermissionError(f"{path} is no regular file")
+                raise PermissionError(f"{path} is not a regular file")
             return file.read()
     finally:
         os.close(folder)
 
 
 def _described(pid: int) -> Process | None:
-    """None: no process, or gone meanwhile. What another user's process does not show is left empty."""
+    """Describe a process; None if it does not exist. Fields that another user's process hides stay empty."""
     if pid not in psutil.pids():
         return None
     try:
@@ -127,20 +127,20 @@ def _described(pid: int) -> Process | None:
 
 
 def _own_folder(shared: str, owner: int) -> str:
-    """As connector_events/dump.py names it."""
+    """Return the folder of a user as connector_events/dump.py names it."""
     return os.path.join(shared, f"kvfix-{owner}")
 
 
 def _state_and_start(pid: int) -> tuple[str, int]:
-    """The kernel's letter, and the clock ticks by which a ready file names a process; psutil has neither."""
+    """Return the kernel's state letter and the start in clock ticks. psutil provides neither."""
     fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return fields[0], int(fields[19])
 
 
 def _environment(pid: int) -> dict[str, str]:
-    """psutil's ends at the first empty entry, and setproctitle leaves such in front of what it has not overwritten."""
+    """Read the environment. psutil stops at the first empty entry, and setproctitle leaves empty entries."""
     try:
         texts = Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
-    except OSError:  # another user's
+    except OSError:  # the process belongs to another user
         return {}
     return {key: value for key, _, value in (text.partition("=") for text in texts) if key}

@@ -1,9 +1,9 @@
-"""The ledger with the events and rules that only tools have. No process of an engine sees these events alone.
+"""The ledger with the events and rules that only tools use. No process of an engine sees these events alone.
 
-A tool that reads all rules takes them from here.
+Import RULES from here to get all rules.
 """
 
 from kvfix.ledger.rules import RULES, Rule
-from kvfix_tools.ledger import rules as rules  # they are registered
+from kvfix_tools.ledger import rules as rules  # the import registers the rules
 
 __all__ = ["RULES", "Rule"]

@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 
 class RankDiffers(NamedTuple):
-    """A load of [start, end) is in one record only, the scheduler's or the rank's, between loads that are in both.
+    """Only one of the scheduler and the rank has recorded the load of [start, end), between loads that both recorded.
 
-    told: True: in the scheduler's metadata, and the rank has not started it. False: the other way round.
+    told: True if the scheduler ordered the load and the rank did not start it. False if the rank started a load that
+    the scheduler did not order.
     """
 
     request: str
@@ -18,12 +19,12 @@ class RankDiffers(NamedTuple):
     told: bool
 
     def text(self) -> str:
-        what = "was scheduled and not started" if self.told else "was started and not scheduled"
+        what = "was scheduled but not started" if self.told else "was started but not scheduled"
         return f"rank {self.rank}: the load of tokens {self.start} to {self.end} {what}"
 
 
 class LeaseRead(NamedTuple):
-    """Request `reader` of the peer has loaded the blocks that are kept of `request`, and takes them for right.
+    """Request `reader` of the peer has loaded the blocks kept for `request`, and takes their KV for correct.
 
     pushed: as in ReadsFrom.
     """
@@ -33,14 +34,14 @@ class LeaseRead(NamedTuple):
     pushed: bool = False
 
     def text(self) -> str:
-        return f"{self.reader} has loaded its blocks"
+        return f"{self.reader} of the peer has loaded the kept blocks"
 
 
 class NotReturned(NamedTuple):
-    """Request `reader` of the peer is done with the kept blocks, and no notice of it has come.
+    """Request `reader` of the peer does not need the kept blocks any more, but no release message has arrived.
 
-    loaded: it has loaded them; False: it has ended without. expired: their lease has ended by its time; False: they are
-    still kept. Only the records of both engines show it (peers.py).
+    loaded: True if `reader` has loaded the blocks, False if it has ended without. expired: True if the lease timed
+    out, False if the blocks are still kept. Only the records of both engines together show this (peers.py).
     """
 
     request: str
@@ -49,34 +50,35 @@ class NotReturned(NamedTuple):
     expired: bool
 
     def text(self) -> str:
-        done = "has loaded its blocks" if self.loaded else "has ended"
-        return f"{self.reader} {done}, and no notice has come"
+        done = "has loaded the kept blocks" if self.loaded else "has ended"
+        return f"{self.reader} of the peer {done}, but no release message has arrived"
 
 
 class WriteBegun(NamedTuple):
-    """The worker begins to write the kept blocks of the request into those of request `reader` of its peer."""
+    """The worker begins to write the kept blocks of the request into blocks of request `reader` of its peer."""
 
     request: str
     reader: str
 
     def text(self) -> str:
-        return f"a write of its blocks to {self.reader} begins"
+        return f"a write of the kept blocks to {self.reader} of the peer begins"
 
 
 class WriteEnded(NamedTuple):
-    """What it writes of the request is done, or has failed: nothing reads its blocks any more."""
+    """The write of the request's kept blocks has ended or failed: nothing reads the blocks any more."""
 
     request: str
 
     def text(self) -> str:
-        return "the write of its blocks has ended"
+        return "the write of the kept blocks has ended"
 
 
 class Written(NamedTuple):
-    """The peer says that it has written into the blocks of the request. awaited: the request waits for that."""
+    """The peer reports that it has written into the request's blocks. awaited: True if the request waits for this."""
 
     request: str
     awaited: bool
 
     def text(self) -> str:
-        return "the peer has written into its blocks" + ("" if self.awaited else ", and it does not wait for that")
+        text = "the peer has written into blocks of the request"
+        return text if self.awaited else f"{text}, which does not wait for the write"

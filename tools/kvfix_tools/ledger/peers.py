@@ -1,7 +1,7 @@
-"""Compares the records of two engines, of which one keeps a request's blocks for the other. Pure, like the ledger.
+"""Compare the records of two engines, one of which keeps a request's blocks for the other. Pure, like the ledger.
 
-What is certain orders them, whatever their clocks show: a lease begins before the router can hand its parameters on,
-and a notice comes after the request that sends it has arrived.
+Two facts order the records without clocks. A lease begins before the router can forward its parameters. A release
+message arrives after the request that sends it has arrived.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ if TYPE_CHECKING:
 
     from kvfix.ledger.events import Event
 
-#: Nanoseconds after which a notice is there, and seen by an engine that makes steps.
+#: Nanoseconds within which a release message arrives, and an engine that makes steps reads it.
 NOTICE = 1_000_000_000
 
 
 class Kept(NamedTuple):
-    """A request whose blocks are kept, as the record of its engine has it; times in ns of that engine's clock.
+    """A request whose blocks are kept, from the record of its engine. Times are ns of this engine's clock.
 
-    events: the scheduler's, in order. ended: when its lease has ended; None: it goes on. expired: how it has ended, as
-    in LeaseEnded. seen: when the engine has made its last step.
+    events: events of the scheduler, in order.
+    ended: end of the lease; None if the lease has not ended.
+    expired: as in LeaseEnded.
+    seen: time of the engine's last step.
     """
 
     request: str
@@ -35,12 +37,13 @@ class Kept(NamedTuple):
 
 
 class Reader(NamedTuple):
-    """A request of the peer that names those blocks, as the record of its own engine has it.
+    """A request of the peer that reads kept blocks, from the record of its own engine.
 
-    loaded: it has loaded them. failed: its load has failed, or it has ended before they were pushed: vLLM gives nothing
-    back. pushed: as in ReadsFrom. done: when it has
-    loaded them or ended, in ns of the keeping engine's clock and at the latest. None: a load of it is in flight, it has
-    not ended, or nothing bounds the clock.
+    loaded: the request has loaded the blocks.
+    failed: the load has failed, or the request ended before the blocks were pushed. vLLM then sends no release message.
+    done: latest time of the end of the load or of the request, in ns of the keeping engine's clock. None if a load is
+        in flight, the request has not ended, or the difference of the clocks has no bound.
+    pushed: as in ReadsFrom.
     """
 
     request: str
@@ -51,7 +54,7 @@ class Reader(NamedTuple):
 
 
 def compare(kept: Kept, readers: Sequence[Reader]) -> Iterator[Event]:
-    """The events of the kept request, with those that come of its readers in their place, for a ledger."""
+    """Yield the events of the kept request for a ledger, with the events of its readers inserted in order."""
     lost = _lost(kept, readers)
     leased = False
     for event in kept.events:
@@ -75,7 +78,7 @@ def _reads(kept: Kept, readers: Iterable[Reader]) -> Iterator[Event]:
 
 
 def _lost(kept: Kept, readers: Sequence[Reader]) -> Reader | None:
-    """The reader whose notice has not come: all are done, long before the lease ended by its time, or goes on still."""
+    """Return a reader whose release message is missing: all readers were done well before the lease timed out."""
     if kept.expired is False or any(each.failed or each.done is None for each in readers):
         return None
     if kept.ended is not None and kept.expired is None:

@@ -1,7 +1,7 @@
-"""Compares the records of one engine: the scheduler's, and a worker's for each rank. Pure, like the ledger.
+"""Compare the scheduler's record with the record of each rank's worker. Pure, like the ledger.
 
-The scheduler's metadata reach every worker completely and in order. So the loads and stores of a worker are a part of
-the scheduler's own sequence. That orders the records, whatever their clocks show.
+The scheduler's metadata reach every worker completely and in order. The loads and stores of a worker are therefore a
+part of the scheduler's sequence. This sequence orders the records without clocks.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 
 
 class Compared(NamedTuple):
-    """pairs: (index in the scheduler's events, index in the rank's) of the events in both records, in order.
+    """The comparison of a scheduler's record and a rank's record.
 
+    pairs: (index in the scheduler's events, index in the rank's events) of each event in both records, in order.
     differs: (index of the scheduler's event before it, event) for each load that is in one record only.
-    unknown: number of the scheduler's loads before the first or after the last pair, and of those that a rank has not
-        started before their request was aborted: with `enable_fault_tolerance` vLLM goes on after a step in which a
-        rank has failed, and aborts all requests (v1/fault_tolerance/engine_core_sentinel.py 0.33.0:90).
+    unknown: number of the scheduler's loads before the first or after the last pair, and of loads whose request was
+        aborted before the rank started them. With `enable_fault_tolerance`, vLLM continues after a step in which a
+        rank failed, and aborts all requests (v1/fault_tolerance/engine_core_sentinel.py 0.33.0:90).
     """
 
     pairs: list[tuple[int, int]]
@@ -34,7 +35,7 @@ class Compared(NamedTuple):
 
 
 def compare(rank: int, scheduler: Sequence[Event], worker: Sequence[Event]) -> Compared:
-    """Compare the loads and stores of both, each in the order of its own record."""
+    """Compare the loads and stores of the scheduler and the rank, in the order of each record."""
     due = [(at, event) for at, event in enumerate(scheduler) if isinstance(event, ev.LoadDue | ev.Stored)]
     started = [(at, event) for at, event in enumerate(worker) if isinstance(event, ev.LoadDue | ev.Stored)]
     anchors = _anchors([_key(event) for _, event in due], [_key(event) for _, event in started])
@@ -62,14 +63,14 @@ def compare(rank: int, scheduler: Sequence[Event], worker: Sequence[Event]) -> C
 
 
 def _key(event: ev.LoadDue | ev.Stored) -> tuple[str, ...]:
-    """The part of an event that is the same in both records: only the scheduler knows `covered` of a store."""
+    """Return the part of an event that both records share. Only the scheduler knows `covered` of a store."""
     return (type(event).__name__, *map(str, event[:3]))
 
 
 def _anchors(due: list[tuple[str, ...]], started: list[tuple[str, ...]]) -> list[tuple[int, int]]:
-    """Pairs of indexes of the same event: keys that are unique in each record, and equal neighbours of those.
+    """Return pairs of indexes of the same event: keys that are unique in each record, and their equal neighbours.
 
-    If two of them are in another order, the records are not of one engine, and no pair is certain.
+    If two unique keys have another order, the records are of different engines, and no pair is certain.
     """
     once = {key for key, count in Counter(due).items() if count == 1}
     once &= {key for key, count in Counter(started).items() if count == 1}
@@ -90,7 +91,7 @@ def _anchors(due: list[tuple[str, ...]], started: list[tuple[str, ...]]) -> list
 
 
 def _increasing(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Without pairs that contradict each other, e.g. if one of two equal loads is missing."""
+    """Remove pairs that contradict each other, e.g. if one of two equal loads is missing."""
     ones, others = Counter(one for one, _ in pairs), Counter(other for _, other in pairs)
     kept = [(one, other) for one, other in pairs if ones[one] == others[other] == 1]
     return kept if all(a[1] < b[1] for a, b in pairwise(kept)) else []

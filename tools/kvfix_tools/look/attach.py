@@ -1,4 +1,4 @@
-"""`kvfix attach`, `kvfix detach` and `kvfix status PID`: fixes in an engine that runs, in all its processes."""
+"""`kvfix attach`, `kvfix detach` and `kvfix status PID`: the fixes in all processes of a running engine."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from kvfix_tools import screen
 from kvfix_tools.dump import processes
 from kvfix_tools.look import inject, looking
 
-#: Seconds for a main thread to come to a bytecode, and between two questions to a process that is within a step.
+#: Seconds for a main thread to reach a bytecode, and between two tries while a process is inside a step.
 _SECONDS, _PAUSE = 5.0, 0.03
 
-#: What runs in each process. The import takes a second: a thread of its own does it, once.
+#: The code that runs in each process. Importing kvfix takes a second, so a new thread imports it, once.
 _CODE = """
 import json, sys
 def prepare(held, folder, version):
@@ -30,7 +30,7 @@ def prepare(held, folder, version):
             sys.path.append(folder)
             import kvfix
         if kvfix.__version__ != version:
-            raise ImportError("it has kvfix " + kvfix.__version__ + ", and this is " + version)
+            raise ImportError("the process has kvfix " + kvfix.__version__ + ", and this command is kvfix " + version)
         from kvfix import attaching
         attaching.prepare()
         held["ready"] = True
@@ -59,7 +59,7 @@ with open(ANSWER, "w") as file:
 
 
 class _Engine:
-    """The processes of an engine. answers: the last one of each that has kvfix, or could have it."""
+    """The processes of an engine. answers: {pid: last answer} of each Python process."""
 
     def __init__(self, pid: int, wait: float) -> None:
         self.processes = {each.pid: each for each in looking.with_vllm(processes.tree(pid), pid)}
@@ -68,7 +68,7 @@ class _Engine:
         self._until = time.monotonic() + wait
 
     def ask(self, pids: list[int], what: str, *arguments: Any, until: tuple[str, ...]) -> None:
-        """Ask each of them, again and again until its answer is one of these states, it fails, or the time is up."""
+        """Ask each process until its answer is one of the states `until`, it fails, or the time is up."""
         left = list(pids)
         while left:
             for pid in list(left):
@@ -84,7 +84,7 @@ class _Engine:
             time.sleep(_PAUSE if left else 0)
 
     def _once(self, pid: int, what: str, arguments: tuple[Any, ...]) -> dict[str, Any] | None:
-        """None: no Python, or gone."""
+        """Ask one process once. Return None if it is not a Python process or has ended."""
         folder = os.path.dirname(os.path.dirname(os.path.abspath(kvfix.__file__)))
         code = _CODE.format(what=what, arguments=arguments, folder=folder, version=kvfix.__version__)
         try:
@@ -110,18 +110,18 @@ class _Engine:
 def attach(
     pid: int, mode: str, only: list[str] | None, idle: bool, wait: float, json: bool, plus: list[str] | None = None
 ) -> int:
-    """0: every process has what it needs. 1: one has not. 2: usage. 77: not allowed."""
+    """Apply the fixes. Return 0 if every process has its fixes, 1 if one does not, 2 for usage, 77 if not allowed."""
     try:
         config = Config.make(mode, only, None, plus=plus)
         if mode == "strict":
-            raise ValueError("mode strict ends the engine at a violation: it cannot be attached")
+            raise ValueError("mode strict ends the engine at a violation. Attach with --mode check")
     except ValueError as error:
         print(f"kvfix attach: {error}", file=sys.stderr)
         return 2
     engine = _Engine(pid, wait)
     engine.ask(list(engine.processes), "ready", until=("ready",))
     workers, schedulers = engine.having(scheduler=False), engine.having(scheduler=True)
-    # Workers first: what the scheduler's fixes ask of them they can do then.
+    # Workers come first, because the scheduler's fixes need the workers' fixes.
     for pids in (workers, schedulers):
         engine.ask(pids, "attach", str(config), idle and pids is schedulers, until=("attached",))
     before = [name for each in schedulers for name in engine.answers.get(each, {}).get("before", ())]
@@ -133,7 +133,7 @@ def attach(
 
 
 def detach(pid: int, wait: float, json: bool) -> int:
-    """As `attach`. The scheduler's process first."""
+    """Remove the fixes, from the scheduler's process first. Return as `attach` does."""
     engine = _Engine(pid, wait)
     engine.ask(list(engine.processes), "ready", until=("ready",))
     for pids in (engine.having(scheduler=True), engine.having(scheduler=False)):
@@ -142,14 +142,14 @@ def detach(pid: int, wait: float, json: bool) -> int:
 
 
 def status(pid: int, json: bool) -> int:
-    """What is applied in each process. As `attach`."""
+    """Print the fixes in each process. Return as `attach` does."""
     engine = _Engine(pid, _SECONDS)
     engine.ask(list(engine.processes), "state", until=("there",))
     return _show(engine, pid, "there", json)
 
 
-def _open(answer: dict[str, Any]) -> bool:
-    """Whether a fix is refused or has raised. One that can only be applied at the start does not count."""
+def _has_failed_fix(answer: dict[str, Any]) -> bool:
+    """Return True if a fix is refused or has raised. A fix that only applies at the start does not count."""
     return any(row["verdict"] in ("refused", "unknown") or row.get("faults") for row in answer.get("rows", ()))
 
 
@@ -171,13 +171,13 @@ def _show(engine: _Engine, pid: int, wanted: str, json: bool) -> int:
         print("\n".join(dict.fromkeys(engine.settings)), file=sys.stderr)
         return 77
     done = shown and all(answer["state"] == wanted for answer in shown.values())
-    return int(not done or any(map(_open, shown.values())))
+    return int(not done or any(map(_has_failed_fix, shown.values())))
 
 
 def _print(engine: _Engine, shown: dict[int, dict[str, Any]], wanted: str) -> None:
     console = screen.console()
     if not shown:
-        console.print(f"No process of it has vLLM or LMCache{', and kvfix' if wanted == 'there' else ''}.")
+        console.print(f"No process of the engine has loaded vLLM or LMCache{' with kvfix' * (wanted == 'there')}.")
     for pid, answer in shown.items():
         mode = f" (mode {answer['mode']})" if "mode" in answer else ""
         where = f": {answer['where']}" if answer.get("where") else ""

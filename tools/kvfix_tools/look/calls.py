@@ -1,6 +1,7 @@
-"""C functions called in a thread of another process, which is stopped for that.
+"""Stop a thread of another process, and call C functions in it.
 
-By `ptrace`, for a tenth of a millisecond; on other machines by gdb, which stops all threads.
+`ptrace` stops the thread for a tenth of a millisecond. Machines without support in ptrace.py use gdb, which stops all
+threads.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from typing import NamedTuple, cast
 
 from kvfix_tools.look import ptrace
 
-#: Seconds for a call; gdb takes a quarter of one.
+#: Time limit of a call in seconds. gdb takes 0.25 s.
 _SECONDS = 20.0
 
 
 class Refused(Exception):
-    """setting: what to change, "" if nothing can be."""
+    """The call is not possible. setting: what the user can change; "" if nothing helps."""
 
     def __init__(self, reason: str, setting: str = "") -> None:
         super().__init__(f"{reason}. {setting}" if setting else reason)
@@ -37,8 +38,11 @@ class Refused(Exception):
 
 
 class Thread(NamedTuple):
-    """wait: `system_call` in which it has been found; if it is in another one when it is stopped, it is left alone. "":
-    wherever it is. trap: address of a breakpoint instruction."""
+    """A thread to stop.
+
+    wait: the `system_call` in which the thread must be, or it is left alone. "": anywhere. trap: address of a
+    breakpoint instruction.
+    """
 
     number: int
     wait: str
@@ -53,15 +57,15 @@ class Call(NamedTuple):
         return call(self.address, *self.arguments)
 
     def commands(self) -> str:
-        """For gdb. The other threads stand still meanwhile."""
+        """Return the commands for gdb, which stops the other threads during the call."""
         return f"set scheduler-locking on\nprint {_expression(self.address, *self.arguments)}\n"
 
 
 class RunWaiting(NamedTuple):
-    """In a long wait without the GIL no lock of malloc or of Python is held: the thread may take the GIL.
+    """Take the GIL in a waiting thread, and run a line of Python.
 
-    A thread that is not in that wait any more has gone on. It may be about to take the GIL, with the GIL's own mutex
-    held (`take_gil`, ceval_gil.h of CPython): it would wait for itself.
+    A thread in a long wait without the GIL holds no lock of malloc or Python, so it may take the GIL. A thread that has
+    left the wait may hold the GIL's mutex (`take_gil`, ceval_gil.h of CPython), and would wait for itself.
     """
 
     check: int
@@ -96,22 +100,22 @@ def _expression(address: int, *arguments: int | str) -> str:
 
 @lru_cache(maxsize=1)
 def _cores() -> threading.Semaphore:
-    """So many threads are stopped at once: each for as long as that takes, not until it has a core too."""
+    """Limit the threads that are stopped at once, so that no stopped thread waits for a core."""
     return threading.Semaphore(len(os.sched_getaffinity(0)))
 
 
 def stop(thread: Thread, work: Call | RunWaiting) -> int | None:
-    """Stop the thread, have it do this, and let it go on. None: it had gone on. Raises Refused."""
+    """Stop the thread, do the work in it, and let it run. Return None if it had left its wait. Raise Refused."""
     if ptrace.MACHINE is not None:
         with _cores():
             return _by_stopper(thread, work)
     if shutil.which("gdb") is not None:
         return _by_gdb(thread, work)
-    raise Refused(f"processes are called by gdb on {platform.machine()}, and it is not here", "Install gdb.")
+    raise Refused(f"kvfix needs gdb on {platform.machine()}, and gdb is not installed", "Install gdb.")
 
 
 class _Stopper:
-    """A process that stops threads for this one: whoever ends this one must not end the call that it has begun."""
+    """A child process that stops threads. If the user ends kvfix, the child still completes the call."""
 
     def __init__(self) -> None:
         self._pipe, there = Pipe()
@@ -120,34 +124,34 @@ class _Stopper:
             try:
                 os.setsid()
                 signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-                with suppress(PermissionError):  # root alone: a thread must not stand still until this has a core
+                with suppress(PermissionError):  # only root may: a stopped thread must not wait until this has a core
                     os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
                 for at in (0, 1, 2):
                     os.dup2(os.open(os.devnull, os.O_RDWR), at)
                 for at in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, there.fileno()}:
-                    with suppress(OSError):  # that of the folder
+                    with suppress(OSError):  # the descriptor of /proc/self/fd itself
                         os.close(at)
                 while True:
                     there.send(_performed(*there.recv()))
-            finally:  # the other end has been closed
+            finally:  # the parent has closed its end
                 os._exit(0)
         there.close()
 
     def stop(self, thread: Thread, work: Call | RunWaiting) -> int | str | None:
-        """A text says why not. Raises TimeoutError."""
+        """Return the result, or a text with the reason of a failure. Raise TimeoutError."""
         self._pipe.send((thread, work))
         if not self._pipe.poll(_SECONDS):
             raise TimeoutError
         return cast("int | str | None", self._pipe.recv())
 
     def end(self) -> None:
-        """It has no work."""
+        """End the child process, which has no work."""
         self._pipe.close()
         os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
 
 
-#: Those without work. One that waits for a thread for ever is not among them.
+#: The stoppers without work. A stopper that waits for a thread for ever is not in the list.
 _STOPPERS: list[_Stopper] = []
 os.register_at_fork(after_in_child=_STOPPERS.clear)
 
@@ -163,8 +167,8 @@ def _by_stopper(thread: Thread, work: Call | RunWaiting) -> int | None:
     try:
         answer = stopper.stop(thread, work)
     except TimeoutError:
-        reason = f"thread {thread.number} does not come back from what it was called for"
-        raise Refused(reason, f"Leave process {stopper.pid} alone: it waits for it.") from None
+        reason = f"thread {thread.number} did not return from a call within {_SECONDS:g} s"
+        raise Refused(reason, f"Do not end process {stopper.pid}: it waits for the thread.") from None
     except (EOFError, OSError) as error:
         raise Refused(f"thread {thread.number} cannot be called: process {stopper.pid} has ended") from error
     _STOPPERS.append(stopper)
@@ -184,7 +188,7 @@ def _performed(thread: Thread, work: Call | RunWaiting) -> int | str | None:
 
 
 def system_call(thread: int) -> str:
-    """In which one it is: number, arguments, stack pointer, place. "": in none, or it has ended."""
+    """Return the thread's system call: number, arguments, stack and code address. "" if it is in none or has ended."""
     with suppress(OSError):
         line = Path(f"/proc/{thread}/syscall").read_text().strip()
         return "" if line.startswith(("-1", "running")) else line
@@ -192,7 +196,7 @@ def system_call(thread: int) -> str:
 
 
 def _by_gdb(thread: Thread, work: Call | RunWaiting) -> int | None:
-    """The main thread, for one: gdb stops all."""
+    """Do the work in the main thread. gdb stops all threads."""
     pid = thread.number
     is_there = f"shell grep -qxF '{thread.wait}' /proc/{pid}/syscall" if thread.wait else "shell true"
     commands = f"""set auto-solib-add off
@@ -224,7 +228,7 @@ detach
 def _output(pid: int, work: Call | RunWaiting, script: str) -> str:
     gdb = subprocess.Popen(
         ["gdb", "-nx", "-batch", "-readnever", "-x", script],
-        start_new_session=True,  # a ctrl-C for this process must not end the call
+        start_new_session=True,  # Ctrl-C must not end the call
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -234,7 +238,7 @@ def _output(pid: int, work: Call | RunWaiting, script: str) -> str:
         return gdb.communicate(timeout=_SECONDS)[0]
     except subprocess.TimeoutExpired:
         if isinstance(work, RunWaiting):
-            reason = f"no thread of process {pid} gives up the GIL"
-            raise Refused(reason, f"Leave gdb (process {gdb.pid}) alone: it waits for it.") from None
-        gdb.send_signal(signal.SIGINT)  # it ends the call, and puts the thread back to where it was
+            reason = f"no thread of process {pid} released the GIL within {_SECONDS:g} s"
+            raise Refused(reason, f"Do not end gdb (process {gdb.pid}): it waits for the GIL.") from None
+        gdb.send_signal(signal.SIGINT)  # gdb ends the call and restores the thread
         return gdb.communicate()[0]

@@ -1,4 +1,4 @@
-"""The command: look until it is clear what holds the engine up, or that nothing is known to."""
+"""The command `kvfix look`: read the engine until there is a verdict, or no problem is suspected."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.live import Live
 
 from kvfix.ledger import owed, standstill
 from kvfix_tools import screen
-from kvfix_tools.look import lmcache_server, looking, owing, show
+from kvfix_tools.look import lmcache_server, looking, show, waits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from kvfix.ledger.standstill import Verdict
 
 SCHEMA = 1
-#: Seconds between two looks. A scheduler in a step, of which no request runs, is looked at again at once, so often: its
-#: queues are not complete. On a busy machine most of its time is in steps.
+#: Seconds between two looks, and the maximum number of immediate repetitions. A scheduler that is inside a step and has
+#: no running request is read again at once, because its queues are incomplete during the step.
 PAUSE, AGAIN = 1.0, 30
 
 
 def look(pid: int, watch: bool, request: str, json: bool, save: str) -> int:
-    """0: nothing is known to be wrong. 1: there is a verdict. 2: no such process. 77: it may not be read."""
+    """Return 0 without a verdict, 1 with one, 2 if the process does not exist, 77 if it may not be read."""
     tree = looking.engine_of(lmcache_server.client_of(pid) or pid)
     if not tree:
         print(f"kvfix look: {looking.why_none(pid)}", file=sys.stderr)
@@ -67,9 +67,9 @@ def look(pid: int, watch: bool, request: str, json: bool, save: str) -> int:
 
 
 def enough(looker: looking.Looker) -> list[Look]:
-    """Looks until there is a verdict or nothing is suspected: two where all is well."""
+    """Look at least twice, until there is a verdict or no problem is suspected."""
     looks = [_between_steps(looker)]
-    while owing.suspected(looks) or len(looks) < 2:
+    while waits.seconds_to_look(looks) or len(looks) < 2:
         time.sleep(max(0.0, PAUSE - (time.monotonic() - looks[-1].at)))
         looks.append(_between_steps(looker))
     return looks
@@ -87,7 +87,7 @@ def _between_steps(looker: looking.Looker) -> Look:
 
 
 def _watch(looker: looking.Looker) -> int:
-    """Redraws until it is interrupted."""
+    """Redraw until the user interrupts."""
     looks: list[Look] = []
     with (
         suppress(KeyboardInterrupt),
@@ -102,13 +102,13 @@ def _watch(looker: looking.Looker) -> int:
 
 
 def _answer(last: Look, found: Sequence[Verdict], ways: Sequence[looking.Way]) -> dict[str, Any]:
-    """The schema of `--json`, and of a saved file, whose states have their blocks."""
+    """Return the answer of `--json` and of a saved file, whose states also have the blocks."""
     engines = owed.engines(last.processes)
     return {
         "schema": SCHEMA,
         "kind": "look",
         "verdicts": [show.as_dict(each, last.processes) for each in found],
-        "owes": {row["id"]: owing.owner(engine, row) for engine in engines for row in engine.requests},
+        "owes": {row["id"]: waits.waits_for(engine, row) for engine in engines for row in engine.requests},
         "ways": [each._asdict() for each in ways],
         "servers": lmcache_server.of(last.processes),
         "processes": last.processes,
@@ -116,7 +116,7 @@ def _answer(last: Look, found: Sequence[Verdict], ways: Sequence[looking.Way]) -
 
 
 def save_state(file: str, last: Look, found: Sequence[Verdict]) -> None:
-    """Readable by its owner only."""
+    """Write the state into a file that only its owner can read."""
     text = jsonlib.dumps(_answer(last, found, []))
     handle = os.open(Path(file), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(handle, "w", encoding="utf-8") as opened:

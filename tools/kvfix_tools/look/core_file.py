@@ -1,4 +1,4 @@
-"""`kvfix look --core FILE`: the stacks of a core file, by PyStack. Values of variables are not read."""
+"""`kvfix look --core FILE`: show the stacks of a core file with PyStack. It does not read variables."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from pathlib import Path
 
 from kvfix_tools.look.looking import of_stack
 
-#: Seconds: a core file of an engine has many gigabytes.
+#: Time limit in seconds. A core file of an engine has many gigabytes.
 _LONGEST = 600
 _THREAD = re.compile(r"^Traceback for thread (\d+)")
 _FRAME = re.compile(r'^\s+\(Python\) File "(.*)", line (\d+), in (.+)$')
 
 
 def look(file: str, json: bool) -> int:
-    """0: no thread is in a connector hook. 1: one is. 2: the file cannot be read. 77: PyStack is not here."""
+    """Return 0 if no thread is in a connector hook, 1 if one is, 2 for an unreadable file, 77 without PyStack."""
     folders = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
     program = shutil.which("pystack", path=os.pathsep.join(folders))
     if program is None:
-        print("kvfix look: a core file is read by PyStack: pip install pystack", file=sys.stderr)
+        print(
+            "kvfix look: PyStack, which reads core files, is not installed. Run: pip install pystack", file=sys.stderr
+        )
         return 77
     command = [program, "--no-color", "core", file]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST, check=False)
@@ -42,13 +44,13 @@ def look(file: str, json: bool) -> int:
     if not in_hook:
         print(f"none of {len(found)} threads was in a connector hook")
     for each in found:
-        print(f"\nthread {each['thread']}, the innermost first:")
+        print(f"\nthread {each['thread']}, innermost frame first:")
         print("\n".join(f"    {frame}" for frame in each["stack"]))
     return int(bool(in_hook))
 
 
 def stacks(text: str) -> dict[int, list[tuple[str, str, int]]]:
-    """{thread: its frames, innermost first} of PyStack's text, which has the innermost last."""
+    """Return {thread: its frames, innermost first}. PyStack prints the innermost frame last."""
     found: dict[int, list[tuple[str, str, int]]] = {}
     frames: list[tuple[str, str, int]] = []
     for line in text.splitlines():

@@ -1,4 +1,4 @@
-"""The LMCache servers of an engine on this machine: what is in their L1, as they say over their HTTP interface."""
+"""The LMCache servers of an engine on this machine, and the state of their L1 from their HTTP interface."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import psutil
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-#: Where it answers over HTTP without `--http-port` (lmcache/v1/multiprocess/config.py 0.5.6:729).
+#: Default of the server's `--http-port` (lmcache/v1/multiprocess/config.py 0.5.6:729).
 HTTP_PORT = 8080
-#: Seconds for its answer.
+#: Time limit of an HTTP answer in seconds.
 PATIENCE = 1.0
-#: Names in an answer, of l1_manager in `/status` (lmcache/v1/distributed/l1_manager.py 0.4.5 to 0.5.6).
+#: {name in kvfix's answer: name in l1_manager of `/status`} (lmcache/v1/distributed/l1_manager.py 0.4.5 to 0.5.6).
 _L1 = {
     "used_bytes": "memory_used_bytes",
     "total_bytes": "memory_total_bytes",
@@ -27,16 +27,16 @@ _L1 = {
 
 
 def of(processes: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """[{"pid", "port", "answers", "lookups", and the names of _L1}] of the servers that the connectors name.
+    """Return [{"pid", "port", "answers", "lookups", and the names of _L1}] of the servers that the connectors name.
 
-    One on another machine, or in another container, is not found. lookups: begun, and not asked for.
+    Servers on another machine or in another container are not found. lookups: lookups whose result nobody has fetched.
     """
     ports = {port for each in processes for one in each.get("connectors") or () for port in one.get("server_ports", ())}
     return [_asked(pid, port) for pid, port in sorted(_listening(ports))]
 
 
 def client_of(pid: int) -> int:
-    """A process of the engine that this LMCache server serves; 0: it serves none, or is no server."""
+    """Return a process of the engine that this LMCache server serves; 0 if it serves none or is not a server."""
     with suppress(psutil.Error, OSError):
         connections = psutil.net_connections("tcp")
         ports = {each.laddr.port for each in connections if each.pid == pid and each.status == psutil.CONN_LISTEN}
@@ -54,16 +54,16 @@ def line(server: dict[str, Any]) -> str:
     if not server["answers"]:
         return f"{head}: no answer on its HTTP port {server['port']}"
     if server["used_bytes"] is None:
-        return f"{head}: what it answers about its L1 is not known"
+        return f"{head}: kvfix does not know the format of its answer about L1"
     return (
         f"{head}: L1 {server['used_bytes'] / 2**30:.2f} of {server['total_bytes'] / 2**30:.2f} GiB, "
         f"{server['objects']} objects, {server['read_locked']} read locked, {server['write_locked']} write locked; "
-        f"{server['lookups']} lookups not asked for"
+        f"{server['lookups']} lookups whose result was not fetched"
     )
 
 
 def _listening(ports: set[int]) -> set[tuple[int, int]]:
-    """(pid, HTTP port) of the processes of this machine that listen on one of these."""
+    """Return (pid, HTTP port) of each process of this machine that listens on one of the ports."""
     found = set()
     with suppress(psutil.Error, OSError):
         for each in psutil.net_connections("tcp"):

@@ -1,4 +1,4 @@
-"""A look at all processes of an engine: from inside where that may be, else the stacks that py-spy reads."""
+"""Read the state of all processes of an engine: from inside if possible, otherwise their stacks with py-spy."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from kvfix_tools.dump.processes import Process
 from kvfix_tools.look import inject, payload
 from kvfix_tools.look.other_process import OTHER_NAMESPACE
 
-#: Seconds for a main thread to come to a bytecode: longer than LMCache's scheduler waits for a lookup.
+#: Seconds for a main thread to reach a bytecode, longer than LMCache's scheduler waits for a lookup.
 PATIENCE = 4.0
-#: A library of vLLM or LMCache in the maps of a process, and either as a word of a command.
+#: Patterns of a library of vLLM or LMCache in the maps of a process, and of either program in a command.
 _LIBRARY = re.compile(r"/(?:vllm|lmcache)/[^/\n]+\.so\b")
 _PROGRAM = re.compile(r"(?:^|/)(?:vllm|lmcache)(?:[._][\w.]+)?$|^VLLM::")
 INSIDE, RECORDER, STACKS, NOT = "inside", "by its recorder", "by its stacks only", "not read"
 
 
 class Way(NamedTuple):
-    """How a process was read. reason: why not better; setting: what that needs."""
+    """How a process was read. reason: why it was not read from inside. setting: what the user can change."""
 
     pid: int
     name: str
@@ -39,15 +39,15 @@ class Way(NamedTuple):
 
 
 def engine_of(pid: int) -> list[Process]:
-    """All processes of the engine that this one belongs to; empty if there is none of this number."""
+    """Return all processes of the engine of this process; empty if the process does not exist."""
     tree = processes.tree(_root(pid))
     return with_vllm([*tree, *processes.elsewhere(tree)], pid)
 
 
 def with_vllm(tree: list[Process], pid: int) -> list[Process]:
-    """Those that have loaded vLLM or LMCache, as far as that is known before they are stopped. Not kvfix itself.
+    """Return the processes that have loaded vLLM or LMCache, without kvfix itself. No process is stopped for this.
 
-    A process with PyTorch alone is one of them if it was asked for (`pid`), or is next to one that is sure.
+    A process with PyTorch alone counts if the user named it (`pid`), or if its parent or child has vLLM or LMCache.
     """
     tree = [each for each in tree if each.pid != os.getpid()]
     maps = {each.pid: _maps(each) for each in tree}
@@ -61,20 +61,20 @@ def with_vllm(tree: list[Process], pid: int) -> list[Process]:
 
 
 def why_none(pid: int) -> str:
-    """Why no process is read for this number."""
+    """Return the reason why no process is read for this process id."""
     if not psutil.pid_exists(pid):
         return f"there is no process {pid}. {OTHER_NAMESPACE}"
     name = ""
     with suppress(psutil.Error):
         name = f" ({psutil.Process(pid).name()})"
     return (
-        f"process {pid}{name} has not loaded vLLM or LMCache, and no process below it has. "
-        "Give the number of a process of the engine."
+        f"process {pid}{name} has not loaded vLLM or LMCache, and none of its child processes has. "
+        "Give the process id of a process of the engine."
     )
 
 
 def _root(pid: int) -> int:
-    """The process that has started the engine: vLLM names those below it, or starts them by multiprocessing."""
+    """Return the process that started the engine. vLLM names its child processes, or multiprocessing starts them."""
     try:
         process = psutil.Process(pid)
         while (parent := process.parent()) is not None and parent.pid > 1:
@@ -89,7 +89,7 @@ def _root(pid: int) -> int:
 
 
 def _maps(process: Process) -> str | None:
-    """The files that it has mapped; None if they may not be read."""
+    """Return the list of mapped files; None if it may not be read."""
     try:
         return Path(f"/proc/{process.pid}/maps").read_text(errors="replace") or None
     except OSError:
@@ -97,7 +97,7 @@ def _maps(process: Process) -> str | None:
 
 
 def _has_vllm(process: Process, maps: str | None) -> bool:
-    """By a library of vLLM or LMCache, by its name or command, or because kvfix has announced itself in it."""
+    """Return True if the process maps a library of vLLM or LMCache, has their name, or runs kvfix's recorder."""
     if maps is not None and _LIBRARY.search(maps):
         return True
     named = "VLLM::" in process.name or any(_PROGRAM.search(word) for word in process.command[:3])
@@ -105,21 +105,21 @@ def _has_vllm(process: Process, maps: str | None) -> bool:
 
 
 def _may_have_vllm(process: Process, maps: str | None) -> bool:
-    """Both load PyTorch. Not the helpers of multiprocessing, which are forks of an engine and run none."""
+    """Return True if PyTorch is loaded. Helpers of multiprocessing do not count: they are forks without an engine."""
     if any("resource_tracker" in word or "forkserver import main" in word for word in process.command):
         return False
     return maps is None or "/libtorch" in maps  # if the maps may not be read, the look shows the reason
 
 
 def _recorded(process: Process) -> dict[str, Any] | None:
-    """The state that kvfix writes at a signal, in modes that record; it takes no rights but those of the user."""
+    """Return the state that kvfix writes at a signal in modes that record. This needs only the user's own rights."""
     text, _ = gather.recorders([process])[process.pid]
     lines = [json.loads(line) for line in (text or "").splitlines() if line.startswith('{"kind":"state"')]
     return {**lines[-1], "name": process.name} if lines else None
 
 
 class Looker:
-    """Looks at the same processes again and again."""
+    """Read the state of the same processes repeatedly."""
 
     def __init__(self, tree: list[Process], full: bool) -> None:
         self.tree = tree
@@ -128,7 +128,7 @@ class Looker:
         self._known: set[int] = set()
 
     def look(self) -> Look:
-        """All processes at once: a few milliseconds, and seconds where a main thread does not come to a bytecode."""
+        """Read all processes at once. This takes milliseconds, or seconds if a main thread reaches no bytecode."""
         with ThreadPoolExecutor(max(1, len(self.tree))) as pool:
             states = list(pool.map(self._one, self.tree))
         return Look(time.monotonic(), [each for each in states if each is not None])
@@ -147,7 +147,7 @@ class Looker:
         except inject.Silent as silent:
             return self._stacks(process, silent.reason, "")
         except (ValueError, OSError) as error:
-            return self._stacks(process, f"its answer cannot be read: {error}", "")
+            return self._stacks(process, f"the answer of the process cannot be read: {error}", "")
 
     def _inside(self, process: Process) -> dict[str, Any]:
         ways = [payload.COMPILED, payload.SOURCES]
@@ -158,7 +158,7 @@ class Looker:
             if answer != payload.MISSING:
                 self._known.add(process.pid)
                 return {**json.loads(answer), "name": process.name}
-        raise ValueError("the modules of kvfix do not stay in it")
+        raise ValueError("the process does not keep the modules of kvfix")
 
     def _stacks(self, process: Process, reason: str, setting: str) -> dict[str, Any] | None:
         threads, why = gather.stacks(process.pid)
@@ -176,7 +176,7 @@ class Looker:
 
 
 def of_stack(frames: list[tuple[str, str, int]]) -> dict[str, Any]:
-    """ "stack" and "hook" as `engine_state` has them, of frames (function, file, line), the innermost first."""
+    """Return "stack" and "hook" as in `engine_state`. frames: (function, file, line), innermost first."""
     hooks = [name for name, file, _ in frames if places.is_hook(name, file)]
     shown = [f"{name} ({'/'.join(file.split('/')[-2:])}:{line})" for name, file, line in frames]
     return {"stack": shown, "hook": hooks[-1] if hooks else ""}

@@ -13,15 +13,18 @@ from kvfix_tools.look import calls, ptrace, shared_folder
 from kvfix_tools.look.calls import Refused
 
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
-OTHER_NAMESPACE = "In a container its number is another one: kubectl debug --target, docker run --pid=container:NAME."
-#: Names of the files whose functions are called.
+OTHER_NAMESPACE = (
+    "If the process is in a container, run kvfix in its process namespace: kubectl debug --target, or docker run "
+    "--pid=container:NAME."
+)
+#: Pattern of the names of files whose functions kvfix calls.
 _CALLED = re.compile(r"(lib)?python\d|libc[.-]|ld-musl")
-#: Among the names of functions: a breakpoint instruction.
+#: Name under which the tables of functions hold a breakpoint instruction.
 TRAP = "breakpoint instruction"
 
 
 class Process:
-    """A process that may be traced. Raises Refused."""
+    """A process that may be traced. Raise Refused if it may not be traced."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -50,10 +53,10 @@ class Process:
     def refuse_if_traced(self) -> None:
         tracer = self._status()["TracerPid"]
         if tracer != "0":
-            raise Refused(f"process {self.pid} is traced by process {tracer}", "End that debugger, strace or py-spy.")
+            raise Refused(f"process {self.pid} is traced by process {tracer}", f"End process {tracer} first.")
 
     def python(self) -> str:
-        """ "3.11": its release, as the name of its library or program has it. "" if that has none."""
+        """Return the release, such as "3.11", from the name of the library or program; "" if it has none."""
         return next(
             (found[1] for path in self._mapped if (found := re.search(r"python(3\.\d+)", path.rpartition("/")[2]))), ""
         )
@@ -72,7 +75,7 @@ class Process:
         os.pwrite(self._memory, content, address)
 
     def folder(self, path: str) -> int:
-        """Descriptor of a folder of the process, which may be in another container. Raises OSError, also for a link."""
+        """Open a folder of the process, which may be in another container. Raise OSError, also for a link."""
         return self._opened(path, os.O_PATH | os.O_DIRECTORY)
 
     def _opened(self, path: str, flags: int) -> int:
@@ -81,11 +84,11 @@ class Process:
     # ------------------------------------------------------------------ calls
 
     def address(self, name: str) -> int:
-        """Address of a function of Python or of the C library, or of a breakpoint instruction (TRAP)."""
+        """Return the address of a function of Python or the C library, or of a breakpoint instruction (TRAP)."""
         return self._symbol(name)[0]
 
     def _symbol(self, name: str) -> tuple[int, int]:
-        """Its address and size."""
+        """Return the address and size of a function."""
         if name not in self._found:
             for path, start in self._mapped.items():
                 found = _symbols(self._opened(path, os.O_RDONLY | os.O_NONBLOCK)).get(name)
@@ -93,34 +96,34 @@ class Process:
                     self._found[name] = start + found[0], found[1]
                     break
             else:
-                raise Refused(f"process {self.pid} is no Python that can be called: it has no {name}", "")
+                raise Refused(f"process {self.pid} is not a Python that kvfix can call: it has no {name}", "")
         return self._found[name]
 
     def call(self, name: str, *arguments: int) -> None:
-        """Call a C function in the main thread. It must neither wait nor take memory."""
+        """Call a C function in the main thread. The function must neither wait nor allocate memory."""
         calls.stop(calls.Thread(self.pid, "", self._trap()), calls.Call(self.address(name), arguments))
 
     def run_waiting(self, line: int) -> bool:
-        """Have the main thread run this line of Python if it waits in a system call without the GIL; whether it did."""
+        """Run a line of Python in the main thread if it waits in a system call without the GIL. True if it ran."""
         check, ensure, release = (self.address(f"PyGILState_{name}") for name in ("Check", "Ensure", "Release"))
         work = calls.RunWaiting(check, ensure, self.address("PyRun_SimpleString"), release, line)
         wait = self.wait()
         return bool(wait and calls.stop(calls.Thread(self.pid, wait, self._trap()), work))
 
     def _trap(self) -> int:
-        """Address of a breakpoint instruction. Raises Refused."""
+        """Return the address of a breakpoint instruction. Raise Refused."""
         if ptrace.MACHINE is None:
             return 0
         address = self.address(TRAP)
         if not ptrace.MACHINE.trap.match(self.read(address, ptrace.MACHINE.multiple)):
-            raise Refused(f"process {self.pid} does not run the files that it has mapped", "")
+            raise Refused(f"the code of process {self.pid} differs from the files that it has mapped", "")
         return address
 
     def wait(self) -> str:
-        """The system call in which the main thread is all the time: its number, arguments, stack and place; or "".
+        """Return the system call in which the main thread waits: number, arguments, stack and code address; or "".
 
-        Not in one on a lock of Python's own, such as the mutex of the GIL. Whoever takes the GIL holds that while it
-        waits for a second one (`take_gil`, ceval_gil.h), on a busy machine for long: called then, it waits for itself.
+        Return "" for a wait on a lock of Python itself, such as the GIL's mutex. A thread that takes the GIL holds this
+        mutex while it waits for a second one (`take_gil`, ceval_gil.h). A call into the thread would wait for itself.
         """
         state, switches, first = self._state()
         time.sleep(0.03)
@@ -130,7 +133,7 @@ class Process:
         return "" if int(first.split()[1], 16) in range(runtime, runtime + size) else first
 
     def _state(self) -> tuple[str, str, str]:
-        """Of the main thread: state, how often it has waited, system call."""
+        """Return the main thread's state, number of waits, and system call."""
         status = self._status()
         return status["State"][0], status["voluntary_ctxt_switches"], calls.system_call(self.pid)
 
@@ -139,19 +142,19 @@ class Process:
         return {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
 
     def _about(self) -> tuple[str, list[str]]:
-        """Its state, and what changes when it starts another program: its start, where its code and its stack are."""
+        """Return the state, and the start, code and stack addresses, which change if it starts another program."""
         fields = (
             (self._proc / "stat").read_text(errors="replace").rpartition(")")[2].split()
-        )  # man proc_pid_stat, from 3
+        )  # man proc_pid_stat, from field 3 on
         return fields[0], [fields[19], *fields[23:26]]
 
 
-#: Read once for all looks: a process with CUDA has thousands of mappings.
+#: {pid: process}, read once for all looks, because a process with CUDA has thousands of mappings.
 _PROCESSES: dict[int, Process] = {}
 
 
 def process(pid: int) -> Process:
-    """A process that nothing else traces. Raises Refused."""
+    """Return a process that nothing else traces. Raise Refused."""
     found = _PROCESSES.get(pid)
     if found is None or not found.is_alive():
         for each in [each for each, known in list(_PROCESSES.items()) if not known.is_alive()]:
@@ -162,7 +165,7 @@ def process(pid: int) -> Process:
 
 
 def _mapped_files(process: Path) -> dict[str, int]:
-    """{path: address} of Python and the C library, as a process has them mapped from their start."""
+    """Return {path: address of the first mapping} of Python and the C library in a process."""
     found: dict[str, int] = {}
     for line in (process / "maps").read_text(errors="replace").splitlines():
         addresses, *_, path = line.split(maxsplit=5)
@@ -171,12 +174,12 @@ def _mapped_files(process: Path) -> dict[str, int]:
     return found
 
 
-#: What `_exported` has found, by the device, inode and time of the file: the processes of an engine share theirs.
+#: {(device, inode, time) of a file: result of `_exported`}, because the processes of an engine share their files.
 _SYMBOLS: dict[tuple[int, int, int], dict[str, tuple[int, int]]] = {}
 
 
 def _symbols(handle: int) -> dict[str, tuple[int, int]]:
-    """Of an open file, which is closed."""
+    """Return the exported functions of an open file, and close the file."""
     about = os.fstat(handle)
     key = about.st_dev, about.st_ino, about.st_mtime_ns
     if key in _SYMBOLS:
@@ -187,7 +190,7 @@ def _symbols(handle: int) -> dict[str, tuple[int, int]]:
 
 
 def _exported(content: bytes) -> dict[str, tuple[int, int]]:
-    """{what the ELF file exports: its offset to the start of the file's mapping, and its size}, and TRAP"""
+    """Return {exported name of an ELF file or TRAP: (offset from the start of the mapping, size)}."""
     if content[:5] != b"\x7fELF\x02":
         return {}
     programs, sections, program_size, program_count, size, count = _header(content)
@@ -219,9 +222,9 @@ def _header(content: bytes) -> tuple[int, int, int, int, int, int]:
 
 
 def _missing_right(user: int) -> str:
-    """The setting because of which a process of this user may not be traced."""
+    """Return what the user can change to trace a process of this user."""
     if os.geteuid() not in (0, user):
-        return f"Run kvfix as its user (id {user}), or as root."
+        return f"Run kvfix as the user of the process (id {user}), or as root."
     if _YAMA.exists() and _YAMA.read_text().strip() != "0":
-        return "sysctl kernel.yama.ptrace_scope=0, or run kvfix as root, in a container with --cap-add SYS_PTRACE."
+        return "Run sysctl kernel.yama.ptrace_scope=0, or run kvfix as root; in a container add --cap-add SYS_PTRACE."
     return "Start the container with --cap-add SYS_PTRACE (securityContext.capabilities.add: [SYS_PTRACE])."

@@ -1,7 +1,7 @@
-"""What `kvfix look` runs inside an engine: kvfix.engine_state, whose modules it brings along.
+"""The code that `kvfix look` runs inside an engine: the modules of kvfix.engine_state, which it sends along.
 
-The modules stay in the process under a name of their own: a second look brings nothing. They come compiled where the
-engine runs this Python, which saves it the work.
+The modules stay in the process under a private name, so a second look sends only a call. If the engine runs the same
+Python release, the modules are sent compiled, which saves the engine time.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 
 import kvfix.engine_state
 
-#: What an answer is where the modules are not there, or are compiled for another Python.
+#: The answer of a process without the modules, or if they are compiled for another Python.
 MISSING = "null"
-#: What is brought, in the order in which it is tried.
+#: What to send: nothing, compiled modules or source text, tried in this order.
 NOTHING, COMPILED, SOURCES = "nothing", "compiled", "sources"
-#: The package last: it imports the others.
+#: The package itself ("") is last, because it imports the other modules.
 _MODULES = ("places", "recorded", "needs", "reader", "lmcache_readers", "connectors", "scheduler", "")
 
 _BRING = """
@@ -49,7 +49,7 @@ if name not in sys.modules and magic in ("", getattr(sys.modules.get("importlib.
             sys.modules.pop(each, None)
         raise
 """
-#: Its text is compiled in the main thread with each look.
+#: The main thread compiles this text in each look, so it is short.
 _ASK = """
 import sys
 package, answer = sys.modules.get({name!r}), "null"
@@ -62,7 +62,7 @@ with open(ANSWER, "w") as file:
 
 
 def code(full: bool, bring: str) -> str:
-    """Python that answers the state as JSON, or MISSING."""
+    """Return Python code that answers the state as JSON, or MISSING."""
     name, sources = _sources()
     ask = _ASK.format(name=name, full=full)
     if bring == COMPILED:
@@ -72,7 +72,7 @@ def code(full: bool, bring: str) -> str:
 
 @cache
 def _sources() -> tuple[str, list[tuple[str, str]]]:
-    """A name that changes with the code, and the code."""
+    """Return a name that changes with the code, and the code of each module."""
     folder = Path(kvfix.engine_state.__file__).parent
     texts = [(each, (folder / f"{each or '__init__'}.py").read_text(encoding="utf-8")) for each in _MODULES]
     return f"_kvfix_engine_state_{hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:12]}", texts

@@ -1,11 +1,11 @@
-"""C functions called in a thread of another process, which is stopped for that: ptrace on Linux, x86-64 and aarch64.
+"""Stop a thread of another process with ptrace, and call C functions in it, on Linux for x86-64 and aarch64.
 
-The thread stops alone and without a signal. It gets all its registers back, those for vectors too: it may be in the
-middle of a kernel. Nothing else of it is written but a return address below its stack: that of a breakpoint instruction
-which the process has in its code anyway. There the thread stops again.
+ptrace stops only this thread, without a signal. Afterwards all registers are restored, including vector registers,
+because the thread may be inside a computation. kvfix writes only a return address below the thread's stack: the address
+of a breakpoint instruction that the process's code already has. The thread stops there again.
 
-Who has stopped a thread has to stay: without it, the thread runs into the breakpoint, and the process ends. So `calls`
-has it done by a process of its own.
+The tracing process must stay alive. Without it the thread hits the breakpoint, and the process dies. So `calls` uses a
+separate process for tracing.
 """
 
 from __future__ import annotations
@@ -23,25 +23,30 @@ from typing import NamedTuple
 
 _POKEDATA, _CONT, _DETACH = 5, 7, 17
 _GETREGSET, _SETREGSET, _SEIZE, _INTERRUPT, _GETSIGMASK, _SETSIGMASK = 0x4204, 0x4205, 0x4206, 0x4207, 0x420A, 0x420B
-#: Option of waitpid: for threads too.
+#: Option of waitpid to wait for threads too.
 _WALL = 0x40000000
-#: NT_PRSTATUS. NT_PRFPREG: on x86-64 and aarch64 without wide vectors.
+#: NT_PRSTATUS and NT_PRFPREG, which is for x86-64 and aarch64 without wide vectors.
 _REGISTERS, _FLOATING = 1, 2
 _LARGEST = 32768
-#: What the x86-64 ABI lets a function use below its stack, and room: bytes.
+#: Bytes below the stack that the x86-64 ABI lets a function use, and a margin.
 _BELOW = 128 + 128
-#: The direction of string instructions (x86-64), and what a jump may land on (aarch64): a function wants them clear.
+#: Flags that a function expects to be clear: direction of string instructions (x86-64), kind of jump target (aarch64).
 _FLAGS = 0xC00
-#: The function has come to the breakpoint, or has gone wrong.
+#: Signals after which the function has reached the breakpoint or has crashed.
 _ENDS = {signal.SIGTRAP, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 
 
 class Machine(NamedTuple):
-    """Places of registers among those of NT_PRSTATUS, of 8 bytes each, and what else differs.
+    """Indexes of registers in NT_PRSTATUS, of 8 bytes each, and other differences of the machines.
 
-    number: of a system call, with its own arguments (called). forgets: whether that is -1 for none. returns: where to,
-    None if that is on the stack. vectors: the set of all of them. trap: the breakpoint instruction, at a multiple of so
-    many bytes. back: bytes by which a thread that is stopped in a system call stands before where it returns to.
+    arguments, answer: arguments and result of a function.
+    place, stack, flags: program counter, stack pointer and flags.
+    number, called: number and arguments of a system call.
+    forgets: True if a system call number of -1 stops the kernel from restarting a system call.
+    returns: the return address; None if it is on the stack.
+    vectors: the register set with all vector registers.
+    trap, multiple: the breakpoint instruction, and the alignment of its address in bytes.
+    back: bytes between the program counter of a thread stopped in a system call and the return from this call.
     """
 
     arguments: tuple[int, ...]
@@ -59,9 +64,9 @@ class Machine(NamedTuple):
     back: int
 
 
-#: brk, with any number.
+#: The instruction brk with any number.
 _BRK = re.compile(rb"(?s)[\0 @`\x80\xa0\xc0\xe0].[ -?]\xd4")
-#: `user_regs_struct` and NT_X86_XSTATE; `user_pt_regs` and NT_ARM_SVE.
+#: The registers are from `user_regs_struct` and NT_X86_XSTATE, and from `user_pt_regs` and NT_ARM_SVE.
 _MACHINES = {
     "x86_64": Machine(
         (14, 13, 12, 11, 9, 8), 10, 16, 19, 18, 15, (14, 13, 12, 7, 9, 8), True, None, 0x202, re.compile(b"\xcc"), 1, 0
@@ -70,7 +75,7 @@ _MACHINES = {
         (0, 1, 2, 3, 4, 5, 6, 7), 0, 32, 31, 33, 8, (0, 1, 2, 3, 4, 5), False, 30, 0x405, _BRK, 4, 4
     ),
 }  # fmt: skip
-#: None: threads are called by gdb.
+#: None if this machine needs gdb.
 MACHINE = _MACHINES.get(platform.machine())
 
 
@@ -82,16 +87,16 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Stopped:
-    """A thread that is. trap: address of a breakpoint instruction in its process."""
+    """A stopped thread. trap: address of a breakpoint instruction in its process."""
 
     def __init__(self, thread: int, trap: int, machine: Machine) -> None:
         self._thread, self._trap, self._machine = thread, trap, machine
         self.registers = _get(thread, _REGISTERS)
 
     def is_in(self, call: str) -> bool:
-        """Whether it waits in this system call: number, arguments, stack and place (`man proc_pid_syscall`).
+        """Return True if the thread waits in this system call, given as in `man proc_pid_syscall`.
 
-        What it is stopped in begins again, or has returned EINTR.
+        The kernel restarts an interrupted system call, or the call has returned EINTR.
         """
         machine, registers = self._machine, self._unpacked(self.registers)
         number, *arguments, stack, place = (int(word, 0) for word in call.split())
@@ -103,7 +108,7 @@ class Stopped:
         )
 
     def call(self, function: int, *arguments: int) -> int:
-        """The lower 32 bits of what it answers. Raises OSError."""
+        """Call a C function. Return the lower 32 bits of its result. Raise OSError if it crashes."""
         machine, registers = self._machine, self._unpacked(self.registers)
         for at, argument in zip(machine.arguments, arguments, strict=False):
             registers[at] = argument & 2**64 - 1
@@ -114,7 +119,7 @@ class Stopped:
         else:
             registers[machine.returns] = self._trap
         if machine.forgets:
-            registers[machine.number] = 2**64 - 1  # nothing begins again before the function does
+            registers[machine.number] = 2**64 - 1  # the kernel must not restart a system call before the function
         registers[machine.stack], registers[machine.place] = stack, function
         registers[machine.flags] &= ~_FLAGS
         _set(self._thread, _REGISTERS, struct.pack(f"<{len(registers)}Q", *registers))
@@ -132,7 +137,7 @@ class Stopped:
 
 @contextmanager
 def stopped(thread: int, trap: int) -> Iterator[Stopped]:
-    """Stop it, and let it go on. Raises OSError."""
+    """Stop the thread, and let it run afterwards. Raise OSError."""
     machine = MACHINE
     assert machine is not None
     _ptrace(_SEIZE, thread)
@@ -142,7 +147,7 @@ def stopped(thread: int, trap: int) -> Iterator[Stopped]:
         found = Stopped(thread, trap, machine)
         vectors, blocked = _vectors(thread, machine), ctypes.c_uint64()
         _ptrace(_GETSIGMASK, thread, 8, ctypes.addressof(blocked))
-        # A breakpoint while SIGTRAP is blocked would unblock it for good.
+        # A breakpoint while SIGTRAP is blocked would unblock SIGTRAP permanently.
         _block(thread, blocked.value & ~(1 << signal.SIGTRAP - 1))
         try:
             yield found
@@ -159,15 +164,15 @@ def _vectors(thread: int, machine: Machine) -> tuple[int, bytes]:
     for kind in (machine.vectors, _FLOATING):
         with suppress(OSError):
             return kind, _get(thread, kind)
-    raise OSError("its vector registers cannot be read")
+    raise OSError("the vector registers of the thread cannot be read")
 
 
 def _wait(thread: int, wanted: Callable[[int, int], bool]) -> int:
-    """Until it stops with this signal and event; the signal. It gets all other signals."""
+    """Wait until the thread stops with a wanted signal and event. Pass on all other signals. Return the signal."""
     while True:
         _, status = os.waitpid(thread, _WALL)
         if not os.WIFSTOPPED(status):
-            raise ProcessLookupError("it has ended")
+            raise ProcessLookupError("the thread has ended")
         number, event = os.WSTOPSIG(status), status >> 16
         if wanted(number, event):
             return number

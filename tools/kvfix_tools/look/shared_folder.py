@@ -1,8 +1,8 @@
-"""A folder in which kvfix and a process that it looks at exchange files.
+"""A folder in which kvfix and the process that it reads exchange files.
 
-kvfix may be root, and the user of the process may rename the folder, or put a link in its place, at any time. So each
-folder on the way is opened once, without following a link, and each file is made, read and removed through the
-descriptor of its folder.
+kvfix may be root, and the user of the process may rename the folder or replace it by a link at any time. So kvfix opens
+each folder of the path once, without following a link. It creates, reads and removes each file through the descriptor
+of the folder.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 def opened(root: int, path: str, flags: int) -> int:
-    """Open the file at this path below the folder `root` without following a link. Closes `root`. Raises OSError."""
+    """Open the file at this path below the folder `root` without following a link. Close `root`. Raise OSError."""
     *folders, name = path.strip("/").split("/")
     at = root
     for part, how in [*((each, os.O_PATH | os.O_DIRECTORY) for each in folders), (name, flags)]:
@@ -29,16 +29,19 @@ def opened(root: int, path: str, flags: int) -> int:
 
 
 def content(handle: int) -> bytes:
-    """Read an open file, and close it. Raises OSError for a pipe or a device, which might never end."""
+    """Read an open file, and close it. Raise OSError for a pipe or a device, which might never end."""
     with os.fdopen(handle, "rb") as file:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise OSError("no regular file")
+            raise OSError("not a regular file")
         return file.read()
 
 
 class SharedFolder:
-    """parent: descriptor of the folder in which it is; it is closed with this object. inside: its path in the process.
-    user: of the process. Raises OSError."""
+    """A folder for files of kvfix and a process. Raise OSError if it cannot be opened.
+
+    parent: descriptor of its parent folder, which this object closes. inside: its path in the process. user: user of
+    the process.
+    """
 
     def __init__(self, parent: int, inside: str, user: int) -> None:
         self.inside = inside
@@ -52,7 +55,7 @@ class SharedFolder:
 
     @classmethod
     def make(cls, parent: int, inside: str, user: int) -> SharedFolder:
-        """Make the folder, and give it to this user. Raises OSError, also if it was exchanged meanwhile."""
+        """Make the folder, and give it to this user. Raise OSError, also if somebody has replaced the folder."""
         try:
             os.mkdir(inside.rpartition("/")[2], 0o700, dir_fd=parent)
         except OSError:
@@ -69,7 +72,7 @@ class SharedFolder:
         return os.fstat(self._here).st_uid == self._user
 
     def is_there(self) -> bool:
-        """Whether it is still in its place: the process removes it after a call that was given up."""
+        """Return True if the folder still exists. The process removes the folder after a call that timed out."""
         with suppress(OSError):
             return os.path.samestat(
                 os.stat(self._name, dir_fd=self._parent, follow_symlinks=False), os.fstat(self._here)
@@ -82,7 +85,7 @@ class SharedFolder:
         return False
 
     def write(self, name: str, text: str) -> None:
-        """Write a file of the user of the process. Its name may be there: that one is replaced."""
+        """Write a file that belongs to the user of the process. An existing file is replaced."""
         part = f"{name}.{os.getpid()}-{time.monotonic_ns()}.new"
         handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=self._here)
         with os.fdopen(handle, "w") as file:
@@ -91,18 +94,18 @@ class SharedFolder:
         os.replace(part, name, src_dir_fd=self._here, dst_dir_fd=self._here)
 
     def read(self, name: str) -> str:
-        """The text of a file of the user. Raises OSError."""
+        """Return the text of a file of the user. Raise OSError."""
         handle = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=self._here)
         if os.fstat(handle).st_uid != self._user:
             os.close(handle)
-            raise PermissionError(f"{self.inside}/{name} is not of the user of the process")
+            raise PermissionError(f"{self.inside}/{name} does not belong to the user of the process")
         return content(handle).decode(errors="replace")
 
     def unlink(self, name: str) -> None:
         os.unlink(name, dir_fd=self._here)
 
     def remove(self) -> None:
-        """Remove the folder, also one that the process has just renamed to remove it."""
+        """Remove the folder, even if the process has just renamed it."""
         with suppress(OSError):
             for name in os.listdir(self._here):
                 self.unlink(name)

@@ -1,4 +1,4 @@
-"""A look as text: the verdict, the requests by who waits longest, what the engine holds, and how it was read."""
+"""The text of `kvfix look`: verdicts, requests by waiting time, transfers of the engine, and how it was read."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rich.text import Text
 
 from kvfix import catalogue, installed_source
 from kvfix.ledger import liveness, owed
-from kvfix_tools.look import lmcache_server, owing
-from kvfix_tools.look.looking import INSIDE, Way
+from kvfix_tools.look import lmcache_server, waits
+from kvfix_tools.look.looking import INSIDE, NOT, Way
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from kvfix.ledger.owed import Engine
     from kvfix.ledger.standstill import Verdict
 
-#: Rows of the table on a terminal, and its columns.
+#: Maximum rows of the table, and its columns.
 ROWS = 40
-_COLUMNS = ("request", "status", "waits", "computed", "blocks", "promised", "granted", "load", "stored", "owes")
+_COLUMNS = ("request", "status", "waits", "computed", "blocks", "promised", "granted", "load", "stored", "waits for")
 _NUMBERS = ("waits", "blocks", "promised", "granted", "stored")
 
 
 def fixes(verdict: Verdict, processes: Sequence[dict[str, Any]]) -> list[str]:
-    """Codes of the fixes for it in the releases that run here, without those that are applied."""
+    """Return the codes of fixes for the verdict that concern the running releases and are not applied yet."""
     applied = {code for each in processes for code in (each.get("kvfix") or {}).get("fixes", ())}
     versions: dict[str, str] = {}
     for each in processes:
@@ -45,12 +45,12 @@ def fixes(verdict: Verdict, processes: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _version(dist: str, versions: dict[str, str]) -> str:
-    """Of the engine; where it does not show it, of what is installed beside kvfix."""
+    """Return the release in the engine, or the release installed for kvfix's Python if the engine's is unknown."""
     return versions.get(dist) or installed_source.version(dist)
 
 
 def _within(version: str, broken: str) -> bool:
-    """True where the release is not known."""
+    """Return True if the release has the bug, or is unknown."""
     try:
         return SpecifierSet(broken, prereleases=True).contains(Version(Version(version).public))
     except InvalidVersion:
@@ -58,7 +58,7 @@ def _within(version: str, broken: str) -> bool:
 
 
 def as_dict(verdict: Verdict, processes: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """As kvfix-diagnose has its findings."""
+    """Return the verdict with the keys of a finding of kvfix-diagnose."""
     return {
         "code": verdict.code,
         "name": verdict.name,
@@ -79,7 +79,7 @@ def screenful(
     servers: Iterable[dict[str, Any]] = (),
     rows: int = ROWS,
 ) -> Group:
-    """All of it, the verdict first. servers: of lmcache_server.py."""
+    """Return the whole text, verdicts first. servers: from lmcache_server.of."""
     parts: list[RenderableType] = [*_verdicts(verdicts, looks[-1].processes)]
     for engine in owed.engines(looks[-1].processes):
         parts.append(_head(engine, looks))
@@ -102,15 +102,15 @@ def _verdicts(verdicts: Sequence[Verdict], processes: Sequence[dict[str, Any]]) 
         yield Text(each.message, style="bold red")
         known = [f"{code} {fix.slug}" for code in fixes(each, processes) if (fix := catalogue.find(code)) is not None]
         yield Text(f"  {each.code} {each.name}" + (f": {', '.join(known)} (kvfix explain CODE)" if known else ""))
-        yield Text(f"  now: {each.now}")
+        yield Text(f"  do now: {each.now}")
         yield Text(f"  {each.waiting}")
 
 
 def _nothing(processes: Sequence[dict[str, Any]]) -> str:
-    """No verdict: what is known of the engine in words."""
+    """Return a sentence about an engine without a verdict."""
     engines = owed.engines(processes)
     if not engines:
-        return "no scheduler was read: nothing is known of its requests"
+        return "kvfix could not read a scheduler, so it knows nothing about requests"
     answers = [
         f"the scheduler is paused ({engine.scheduler['paused']})"
         if engine.scheduler["paused"]
@@ -134,7 +134,7 @@ def _head(engine: Engine, looks: Sequence[Look]) -> Text:
 
 
 def _rates(engine: Engine, looks: Sequence[Look]) -> str:
-    """Between the last two looks."""
+    """Return the rates between the last two looks."""
     if len(looks) < 2:
         return ""
     before = next((e for e in owed.engines(looks[-2].processes) if e.process["pid"] == engine.process["pid"]), None)
@@ -149,7 +149,7 @@ def _rates(engine: Engine, looks: Sequence[Look]) -> str:
 
 
 def waited(row: dict[str, Any]) -> float:
-    """Seconds in what it waits for; where that is not known, since it has arrived."""
+    """Return the seconds since the wait began, or since the request arrived if this is unknown."""
     return float(row["since"] if row["since"] is not None else row["arrived"])
 
 
@@ -162,7 +162,7 @@ def _table(engine: Engine, rows: int) -> Table:
         table.add_row(
             row["id"], row["status"].lower(), _wait(row), f"{row['computed']} of {row['total']}",
             str(row["blocks"]), _or(row["promised"]), _or(row["granted"]), _load(row), _or(row["stored"]),
-            owing.owner(engine, row),
+            waits.waits_for(engine, row),
         )  # fmt: skip
     if len(ordered) > rows:
         table.caption = f"and {len(ordered) - rows} more"
@@ -179,7 +179,7 @@ def _load(row: dict[str, Any]) -> str:
     if row["loading"]:
         return f"{row['loading'][0]} to {row['loading'][1]}"
     if row["report"]:
-        return f"{row['report']}, not taken"
+        return f"{row['report']}, not processed"
     return _or(row["lookup"]) or ("" if row["loaded"] is None else f"{row['loaded']} loaded")
 
 
@@ -188,7 +188,7 @@ def _or(value: Any) -> str:
 
 
 def _held(engine: Engine) -> Iterable[str]:
-    """Transfers, reports, lookups, and what is kept of requests that have ended."""
+    """Yield lines about transfers, reports and lookups, and about state of ended requests that is still kept."""
     scheduler = engine.scheduler
     alive = {row["id"] for row in engine.requests}
     for process, each in engine.workers:
@@ -202,7 +202,7 @@ def _held(engine: Engine) -> Iterable[str]:
         pins = {name: count for name, count in (each.get("pins") or {}).items() if name not in alive}
         if pins:
             kinds.append(f"{sum(pins.values())} chunks pinned for ended requests ({_some(pins)})")
-        health = "" if each.get("healthy") is not False else ", without LMCache"
+        health = "" if each.get("healthy") is not False else ", LMCache is unavailable"
         what = ", ".join(kinds) or "nothing in flight"
         yield f"rank {each['rank']} ({process['pid']}, {each['class']}{health}): {what}"
     missing = engine.ranks - len({each["rank"] for _, each in engine.workers})
@@ -210,16 +210,16 @@ def _held(engine: Engine) -> Iterable[str]:
         yield f"{missing} of {engine.ranks} ranks could not be read"
     reports = [row["id"] for row in engine.requests if row["report"]]
     if reports:
-        yield f"reports of loads that the scheduler has not taken: {_some(reports)}"
+        yield f"loads that have ended, but that the scheduler has not processed: {_some(reports)}"
     lookups = [row["id"] for row in engine.requests if row["lookup"] == "in flight"]
     if lookups:
-        yield f"lookups not answered: {_some(lookups)}"
+        yield f"lookups without an answer: {_some(lookups)}"
     for connector in engine.connectors:
         kept = [name for name in connector.get("requests") or () if name not in alive]
         if kept:
-            yield f"{connector['class']} of the scheduler keeps ended requests: {_some(kept)}"
+            yield f"{connector['class']} of the scheduler still keeps ended requests: {_some(kept)}"
     if scheduler["answers"]:
-        yield f"{scheduler['answers']} steps not answered"
+        yield f"{scheduler['answers']} steps that the workers have not answered"
     if engine.process["hook"]:
         yield f"the scheduler is in {engine.process['hook']}: {engine.process['stack'][0]}"
 
@@ -230,7 +230,7 @@ def _some(names: Iterable[str], most: int = 5) -> str:
 
 
 def way_lines(ways: Iterable[Way]) -> Iterable[str]:
-    """How the processes were read, and what a better way needs."""
+    """Yield how each process was read, and what the user can change to read it from inside."""
     ways = list(ways)
     inside = [each for each in ways if each.how == INSIDE]
     if inside:
@@ -238,14 +238,15 @@ def way_lines(ways: Iterable[Way]) -> Iterable[str]:
     for each in ways:
         if each.how != INSIDE:
             setting = f" {each.setting}" if each.setting else ""
-            yield f"{each.name} ({each.pid}): {each.how}: {each.reason}.{setting}"
+            how = each.how if each.how == NOT else f"read {each.how}"
+            yield f"{each.name} ({each.pid}): {how}: {each.reason}.{setting}"
 
 
 def request(engine: Engine, name: str) -> list[str]:
-    """One request in full; empty if the engine has none of this name."""
+    """Return the lines about one request; empty if the engine does not have it."""
     lines = []
     for row in engine.requests:
         if row["id"] == name or row["id"].startswith(f"{name}-"):
             lines += [f"{key:12} {value}" for key, value in row.items() if value not in (None, "", [])]
-            lines.append(f"{'owes':12} {owing.owner(engine, row)}")
+            lines.append(f"{'waits for':12} {waits.waits_for(engine, row)}")
     return lines

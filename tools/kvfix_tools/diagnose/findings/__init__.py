@@ -4,12 +4,17 @@
     def cached_hit_promised_whole(log, line): ...
 
 `on` lists the kinds of lines (grammar) for which the rule is called. "" is the end of the log. A rule returns None, or
-an `Answer` with the sentence that has the numbers of this case. The docstring of a rule has a title, then paragraphs:
-`Cause:` (left out if the fix has the cause), `Setting:` (what avoids the problem), `First:` (what to do before a fix),
-`Good:` (what ends the problem, if not a release of the fix), `Normal:` (what looks like the problem and is not).
-kvfix.fixes has the cause and the releases of a fix; they are not written again here.
+an `Answer` with a sentence about this case in numbers. The docstring of a rule has a title, then these paragraphs:
 
-Rules run in the order of `_MODULES`, and within a module in the order of the file. The code of a rule decides nothing.
+- `Cause:` is left out if the fix has the cause.
+- `Setting:` avoids the problem.
+- `First:` is to be done before a fix is applied.
+- `Good:` ends the problem, if a release of the fix does not.
+- `Normal:` looks like the problem but is normal.
+
+kvfix.fixes has the cause and the releases of a fix. Rules do not repeat them.
+
+Rules run in the order of `_MODULES`, and within a module in the order of the file.
 """
 
 from __future__ import annotations
@@ -34,7 +39,7 @@ _MODULES = (
 
 
 class Severity(enum.Enum):
-    """The worst first. A note is no finding: the log may only begin or end there."""
+    """Effects, worst first. NOTE is not a finding: the log may only begin or end there."""
 
     CRASH = 0
     WRONG = 1
@@ -50,9 +55,9 @@ class Severity(enum.Enum):
 
 
 class Answer(NamedTuple):
-    """sentence: this case in numbers. request: None: the line's own; "": of no one request. evidence: more lines.
+    """sentence: this case in numbers. request: None for the line's request, "" for no request. evidence: more lines.
 
-    note: True if the excerpt may only begin or end here.
+    note: True if the cause may be that the excerpt begins or ends here.
     """
 
     sentence: str
@@ -69,14 +74,14 @@ class LogRule(msgspec.Struct, frozen=True):
     on: tuple[str, ...]
     look: Callable[[Any, Any], Answer | None]
     doc: str
-    #: The violation, if this is a rule of the ledger. The fixes are found by it.
+    #: The violation, if this is a rule of the ledger. Fixes are found by it.
     message: str | None = None
-    #: True if the rule sees what other failures lead to, and not a cause.
+    #: True if the finding is a consequence of other failures, not a cause.
     symptom: bool = False
 
     @property
     def fixes(self) -> tuple[str, ...]:
-        """Codes of the fixes of which this is evidence."""
+        """Codes of the fixes that name this rule as evidence."""
         return tuple(fix.code for fix in known_fixes.handling(self.code, self.message))
 
     @property
@@ -95,10 +100,10 @@ class LogRule(msgspec.Struct, frozen=True):
 _RULES: list[LogRule] = []
 _NOTES: dict[str, list[Callable[[Any, Any], None]]] = {}
 
-#: (rule of the ledger, the line that it needs, what that line shows): what a log without DEBUG lines cannot show.
+#: (rule of the ledger, the DEBUG line that it needs, what this line shows)
 HIDDEN = (
-    ("KVR004", "due", "what was granted, and what is loaded"),
-    ("KVR007", "storing", "which tokens are stored, and what is left out"),
+    ("KVR004", "due", "granted and loaded tokens"),
+    ("KVR007", "storing", "stored and skipped tokens"),
 )
 
 
@@ -123,7 +128,7 @@ def note(on: str) -> Callable[[Callable[[Any, Any], None]], Callable[[Any, Any],
 
 
 def notes() -> dict[str, list[Callable[[Any, Any], None]]]:
-    """Return {kind of line: what is called before the rules}."""
+    """Return {kind of line: functions that are called before the rules}."""
     catalogue()
     return _NOTES
 

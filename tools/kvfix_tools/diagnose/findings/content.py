@@ -1,4 +1,4 @@
-"""The engine runs on, and the KV is not what it should be; or it may not be."""
+"""Findings about wrong or missing KV in an engine that keeps running."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.log_line import LogLine
 
 
-#: Lines that a finding shows.
+#: Maximum number of lines that a finding shows.
 _SHOWN = 4
 
 
 class _TakenForDone(list["LogLine"]):
-    """Failed loads of a release that may report them as done."""
+    """Failed loads of a release that may report failed loads as done."""
 
 
 @finding("KVD301", "failed-load-taken-for-done", Severity.WRONG, on=["mp_failed", ""])
 def failed_load_taken_for_done(log: Diagnosis, line: LogLine | None) -> Answer | None:
-    """A load from the server failed and was reported done: the request reads what lies in its blocks. Wrong text.
+    """A request returns wrong text: a load from the server failed, but LMCache reported the load as done.
 
-    Setting: `lmcache server --l1-size-gb` larger, so that chunks are not evicted between lookup and load.
+    Setting: `lmcache server --l1-size-gb GB`, with a larger value, so that chunks are not evicted between lookup and
+    load.
     """
     unsure = log.state(_TakenForDone)
-    sentence = "its load failed, and is reported as done"
-    if line is None:  # where vLLM knows of a load that failed, the release reports it
+    sentence = "the load of this request failed, but was reported as done"
+    if line is None:  # if vLLM logs a failed load, this release reports failed loads
         if not unsure or log.counts["kv_failing"] or log.counts["kv_recovered"]:
             return None
         evidence = tuple(each.evidence for each in unsure)
@@ -51,43 +52,45 @@ def failed_load_taken_for_done(log: Diagnosis, line: LogLine | None) -> Answer |
     symptom=True,
 )
 def load_failed_in_vllm(log: Diagnosis, line: LogLine) -> Answer | None:
-    """The connector reported blocks whose load failed.
+    """Requests end with an error or are computed again: the connector reported failed loads.
 
-    Cause: lines before this one tell why: a handshake or a transfer that failed, a server or a peer that is gone,
+    Cause: lines before this one show the cause: a failed handshake or transfer, a server or a peer that is gone, or
     chunks that were evicted after the lookup.
 
-    First: `grep -n -B20 'KV load failure' LOG` shows what failed before it: put that right.
+    First: `grep -n -B20 'KV load failure' LOG` shows the first failure. Fix this failure.
 
-    Setting: `kv_load_failure_policy: recompute` computes them again; `fail`, the default, ends the requests.
+    Setting: `kv_load_failure_policy: recompute` computes these requests again. The default `fail` ends them.
     """
     f = line.fields
     if line.name == "kv_failing":
-        return Answer(f"{f['objects']} requests were ended with an error, {f['tokens']} tokens", request="")
-    return Answer(f"{f['objects']} requests are computed again, {f['tokens']} tokens", request="")
+        return Answer(f"{f['objects']} requests with {f['tokens']} tokens ended with an error", request="")
+    return Answer(f"{f['objects']} requests are computed again ({f['tokens']} tokens)", request="")
 
 
 def _evicted_in_parts(line: LogLine) -> bool:
-    """Some ranks have a shorter hit than others, and all have one: their hashes agree, or none would hit."""
+    """Return True if all ranks have a hit and the lengths differ. Then their hashes agree."""
     hits = {int(each) for each in re.findall(r"\d+", line.fields["results"])}
     return len(hits) > 1 and 0 not in hits
 
 
 @finding("KVD304", "ranks-differ", Severity.WRONG, on=["ranks_differ"])
 def ranks_differ(log: Diagnosis, line: LogLine) -> Answer | None:
-    """The ranks of one engine find different hits for the same tokens.
+    """Hits are lost, because the ranks of one engine find different hits for the same tokens.
 
-    Cause: a rank that never hits hashes with a seed of its own (PYTHONHASHSEED). One that misses now and then: the
-    store has evicted its part of the chunks (KVD311); the least hit is taken, and nothing is wrong. A decoder with PD:
-    chunks go with the first request that fetched them, so that another with the same start finds some at some ranks.
+    Cause: a rank that never hits hashes with its own seed (PYTHONHASHSEED). A rank that sometimes misses has lost
+    chunks by eviction (KVD311). LMCache then uses the shortest hit, which is correct. On a decode instance with
+    `enable_pd`, the first request that fetches chunks removes them. A second request with the same start finds chunks
+    at some ranks only.
 
-    Setting: `PYTHONHASHSEED=0` for every process; `pre_caching_hash_algorithm: sha256_cbor`.
+    Setting: `PYTHONHASHSEED=0` for every process, or `pre_caching_hash_algorithm: sha256_cbor`.
 
-    Good: the same, for good; LMCache 0.4.1 or newer (older ones hash None, which differs on Python 3.11 and older).
+    Good: PYTHONHASHSEED=0 in every unit file and container, with LMCache 0.4.1 or newer. Older releases hash None,
+    whose hash differs by process on Python 3.11 and older.
     """
     if _evicted_in_parts(line):
         return None
     settings = lookups_of(log).settings
-    # Certain only where the configuration is in the log and has no PD.
+    # The finding is certain only if the log has the configuration, and PD is off.
     without_pd = bool(settings) and all(settings.get(role, "None") == "None" for role in ("pd_role", "nixl_role"))
     return Answer(
         f"hit tokens by rank: {line.fields['results'][:80]}",
@@ -98,12 +101,13 @@ def ranks_differ(log: Diagnosis, line: LogLine) -> Answer | None:
 
 @finding("KVD311", "ranks-evicted-apart", Severity.SLOW, on=["ranks_differ"])
 def ranks_evicted_apart(log: Diagnosis, line: LogLine) -> Answer | None:
-    """The store holds more of a prompt for some ranks than for others; the least is taken.
+    """Hits are shorter than possible: the store holds more of a prompt for some ranks than for others.
 
-    Cause: each rank keeps its part of a chunk under its own key, and a store evicts key by key (Redis at its maxmemory,
-    or a full CPU cache). All ranks hit, so their hashes agree: PYTHONHASHSEED is not the cause.
+    Cause: each rank stores its part of a chunk under its own key, and a store evicts key by key (Redis at maxmemory, or
+    a full CPU cache). LMCache uses the shortest hit. All ranks have a hit, so PYTHONHASHSEED is not the cause.
 
-    Setting: `redis-cli CONFIG SET maxmemory SIZE` larger, or a larger `max_local_cpu_size`; nothing if it is rare.
+    Setting: `redis-cli CONFIG SET maxmemory SIZE` with a larger SIZE, or a larger `max_local_cpu_size`. If the line is
+    rare, do nothing.
     """
     if not _evicted_in_parts(line):
         return None
@@ -112,57 +116,58 @@ def ranks_evicted_apart(log: Diagnosis, line: LogLine) -> Answer | None:
 
 @finding("KVD306", "servers-differ", Severity.WRONG, on=["mp_servers_differ"])
 def servers_differ(log: Diagnosis, line: LogLine) -> Answer | None:
-    """The cache servers of one engine hold different parts of a prompt; the least is taken.
+    """Hits are shorter than possible: the cache servers of one engine hold different parts of a prompt.
 
-    Cause: one of them has evicted or lost what the others have.
+    Cause: one server has evicted or lost chunks that other servers have. LMCache uses the shortest hit.
 
-    Setting: `lmcache server --l1-size-gb` the same for all servers.
+    Setting: `lmcache server --l1-size-gb GB`, with the same value for all servers.
     """
     return Answer("the servers found different hits")
 
 
 @finding("KVD307", "save-left-out", Severity.SLOW, on=["save_skipped"])
 def save_left_out(log: Diagnosis, line: LogLine) -> Answer | None:
-    """A save was left out, since the tracker counts other tokens than vLLM has slots for.
+    """A request is not stored: LMCache's tracker has more or fewer tokens than vLLM has slots.
 
-    Cause: the two came apart after a failed load or a preemption; from 0.4.7 on the worker goes on.
+    Cause: after a failed load or a preemption, tracker and slots differ. From LMCache 0.4.7 on the worker skips the
+    store and continues.
 
-    Setting: `--gpu-memory-utilization` higher or `--max-num-seqs` lower, so that fewer requests are preempted.
+    Setting: `--gpu-memory-utilization` higher, or `--max-num-seqs` lower, so that vLLM preempts fewer requests.
     """
     f = line.fields
-    return Answer(f"{f['ids']} token ids and {f['slots']} slots: not stored")
+    return Answer(f"not stored: {f['ids']} token ids, but {f['slots']} slots")
 
 
 @finding("KVD308", "preempted-while-stored", Severity.RISK, on=["mp_preempted"])
 def preempted_while_stored(log: Diagnosis, line: LogLine) -> Answer | None:
-    """Requests are preempted while the server may still copy their blocks: wrong KV under valid keys, silently.
+    """The server may store wrong KV under valid keys, without an error: it copies blocks of preempted requests.
 
-    Setting: more KV blocks, so that nothing is preempted.
+    Setting: `--num-gpu-blocks-override` or `--gpu-memory-utilization` higher, so that vLLM preempts no request.
     """
     if line.fields["what"] != "preempted" or log.releases.within("lmcache", ">=0.5.2,<0.5.6") is not True:
         return None
-    return Answer("preempted, and this LMCache does not wait for stores in flight", request="")
+    return Answer("requests were preempted, and this LMCache does not wait for stores in flight", request="")
 
 
 @finding("KVD309", "block-ids-missing", Severity.WRONG, on=["underflow"])
 def block_ids_missing(log: Diagnosis, line: LogLine) -> Answer | None:
-    """The server was given fewer blocks than the chunks need, and left the transfer out.
+    """The server skipped a transfer, because it got fewer blocks than the chunks need.
 
-    Cause: connector and server count blocks differently: other block or chunk sizes, or another release.
+    Cause: connector and server count blocks differently, because their block sizes, chunk sizes or releases differ.
 
-    Setting: `pip show lmcache` on both sides: the same release; `lmcache server --chunk-size` a multiple of vLLM's
-    block size.
+    Setting: `pip show lmcache` on both sides must show the same release. Start `lmcache server --chunk-size N` with a
+    multiple of vLLM's block size.
     """
-    return Answer(f"{line.fields['what']}: too few block ids, left out")
+    return Answer(f"{line.fields['what']} was skipped: too few block ids")
 
 
 @finding("KVD310", "keys-lost", Severity.SLOW, on=["keys_missing"])
 def keys_lost(log: Diagnosis, line: LogLine) -> Answer | None:
-    """The server no longer has what it had reported: the load fails.
+    """A load fails, because the server has lost chunks that its lookup had found.
 
-    Cause: the chunks were evicted between lookup and load, their read locks having run out; with an MLA model and
-    tensor parallelism before LMCache 0.4.1 the first rank that loads releases them for all.
+    Cause: the read locks of the chunks timed out, and the chunks were evicted between lookup and load. With an MLA
+    model and tensor parallelism before LMCache 0.4.1, the first rank that loads releases the locks of all ranks.
 
-    Setting: `lmcache server --l1-size-gb GB`, a larger one.
+    Setting: `lmcache server --l1-size-gb GB`, with a larger value.
     """
-    return Answer("keys were not found when they were to be loaded", request="")
+    return Answer("keys that the lookup had found were not found at the load", request="")

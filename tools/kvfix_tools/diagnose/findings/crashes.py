@@ -1,4 +1,4 @@
-"""EngineCore or a worker died in a connector hook. What the exception's text and traceback tell."""
+"""Findings about EngineCore or a worker that died in a connector hook, by the text and traceback of its exception."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.log_line import LogLine
 
-#: How some builds of LMCache put `assert len(slot_mapping) == len(token_ids)` into words.
+#: Message of `assert len(slot_mapping) == len(token_ids)` in some builds of LMCache.
 _DESYNC = "Slot mapping and token IDs length mismatch"
-#: What vLLM calls on the way from an abort to the connector.
+#: Calls of vLLM on the way from an abort to the connector.
 _ABORTS = ("self._process_aborts_queue()", "self.abort_requests(", "self._connector_finished(")
 
 
@@ -21,7 +21,7 @@ def _is(line: LogLine, meaning: str) -> bool:
 
 
 def _asserts(line: LogLine, source: str, function: str = "") -> bool:
-    """A bare assertion, by its source; or by its function where the source is not in the log."""
+    """Return True for an assertion without a message, by its source, or by its function if the log has no source."""
     fields = line.fields
     if fields["type"] != "AssertionError" or fields["text"]:
         return False
@@ -38,7 +38,7 @@ def _mismatch(line: LogLine) -> str:
 
 
 def _capped(log: Diagnosis, line: LogLine) -> bool | None:
-    """Whether a load that was capped explains the mismatch; None: it may."""
+    """Return True if a capped load explains the mismatch, None if it may explain it."""
     fields = line.fields
     if fields["granted"] != fields["hit"]:
         return True
@@ -53,14 +53,14 @@ def _capped(log: Diagnosis, line: LogLine) -> bool | None:
 
 @finding("KVD101", "cached-hit-promised-whole", Severity.CRASH, on=["raised"])
 def cached_hit_promised_whole(log: Diagnosis, line: LogLine) -> Answer | None:
-    """A request was asked about again, and promised its whole hit: what vLLM had was not subtracted."""
+    """EngineCore crashes when vLLM asks again about a request: LMCache does not subtract the tokens that vLLM has."""
     if _asserts(line, "assert num_new_tokens > 0") and log.releases.within("lmcache", "==0.3.10"):
-        return Answer("the raw hit is larger than what remains of the request, so nothing is left to compute")
+        return Answer("the whole hit was promised, so no token of the request is left to compute")
     if not _is(line, "mismatch") or line.fields["computed"] == 0 or _capped(log, line):
         return None
     if _capped(log, line) is None:
         return Answer(
-            _mismatch(line) + ". The log does not tell the release of LMCache: in 0.3.10 it is this; from 0.4.7 on, "
+            _mismatch(line) + ". The log does not show LMCache's release: in 0.3.10 it is this finding; from 0.4.7 on, "
             "with max_tokens_per_load set, it is KVD102",
             verdict="unknown",
         )
@@ -69,18 +69,18 @@ def cached_hit_promised_whole(log: Diagnosis, line: LogLine) -> Answer | None:
 
 @finding("KVD102", "capped-load-unaligned", Severity.CRASH, on=["raised"])
 def capped_load_unaligned(log: Diagnosis, line: LogLine) -> Answer | None:
-    """A load was capped by max_tokens_per_load; promise and load end at different tokens.
+    """EngineCore crashes with max_tokens_per_load: promise and load end at different tokens.
 
-    Setting: leave `max_tokens_per_load` at 0.
+    Setting: `max_tokens_per_load: 0`, the default.
     """
     if not _is(line, "mismatch") or not _capped(log, line):
         return None
-    return Answer(_mismatch(line) + "; the load was capped to whole chunks, the promise was not")
+    return Answer(_mismatch(line) + "; the load was cut to whole chunks, but the promise was not")
 
 
 def _resumed(line: LogLine) -> str:
     f = line.fields
-    return f"resumed with {f['computed']} computed tokens, the connector expects {f['expected']}"
+    return f"resumed with {f['computed']} computed tokens, but the connector expects {f['expected']}"
 
 
 def _kept_back(log: Diagnosis, line: LogLine) -> bool:
@@ -89,7 +89,7 @@ def _kept_back(log: Diagnosis, line: LogLine) -> bool:
 
 
 class _BelowMinimum(dict[str, tuple[int, int]]):
-    """{request: (tokens that were hit and not loaded, the minimum)}"""
+    """{request: (tokens hit but not loaded, min_retrieve_tokens)}"""
 
 
 @note("asked")
@@ -102,38 +102,38 @@ def _note_min_retrieve(log: Diagnosis, line: LogLine) -> None:
 
 @finding("KVD103", "resume-below-min-retrieve", Severity.CRASH, on=["raised"])
 def resume_below_min_retrieve(log: Diagnosis, line: LogLine) -> Answer | None:
-    """A preempted request whose hit was not loaded (below min_retrieve_tokens) is expected to have it.
+    """EngineCore crashes at a preempted request whose hit was not loaded because it was below min_retrieve_tokens.
 
-    Setting: leave `min_retrieve_tokens` at 0.
+    Setting: `min_retrieve_tokens: 0`, the default.
     """
     if not _is(line, "resume_differs") or not _kept_back(log, line):
         return None
     need, least = log.state(_BelowMinimum)[line.request]
-    return Answer(f"{_resumed(line)}: {need} tokens were hit and not loaded, being fewer than min_retrieve {least}")
+    return Answer(f"{_resumed(line)}: {need} hit tokens were not loaded, because min_retrieve is {least}")
 
 
 @finding("KVD104", "resume-without-load-spec", Severity.CRASH, on=["raised"])
 def resume_without_load_spec(log: Diagnosis, line: LogLine) -> Answer | None:
-    """A preempted request was never looked up, as on a kv_producer, and is expected to have been.
+    """EngineCore crashes at a preempted request without a lookup, as on a prefill instance (kv_producer).
 
-    Setting: on a prefill instance (`kv_role` kv_producer) more KV blocks, or fewer requests at once, so that nothing is
-    preempted.
+    Setting: `--num-gpu-blocks-override` higher, or `--max-num-seqs` lower, on the prefill instance, so that it preempts
+    no request.
     """
-    return Answer("preempted and resumed; no lookup was made for it") if _is(line, "no_load_spec") else None
+    return Answer("preempted and resumed, but it had no lookup") if _is(line, "no_load_spec") else None
 
 
 @finding("KVD105", "resume-after-full-hit", Severity.CRASH, on=["raised"])
 def resume_after_full_hit(log: Diagnosis, line: LogLine) -> Answer | None:
-    """A preempted request is hit whole: vLLM computes its last token again, the connector expects it too."""
+    """EngineCore crashes at a preempted request whose whole prompt is hit: vLLM computes the last token again."""
     fields = line.fields
     if not _is(line, "resume_differs") or _kept_back(log, line) or fields["computed"] != fields["expected"] - 1:
         return None
-    return Answer(f"{_resumed(line)}: all of it was hit, and its last token is computed again")
+    return Answer(f"{_resumed(line)}: the whole prompt was hit, and vLLM computes the last token again")
 
 
 @finding("KVD106", "resume-with-more-than-cached", Severity.CRASH, on=["raised"])
 def resume_with_more_than_cached(log: Diagnosis, line: LogLine) -> Answer | None:
-    """A preempted request of which vLLM has more than LMCache is expected to have what LMCache has."""
+    """EngineCore crashes at a preempted request, because vLLM has more of its tokens than LMCache."""
     fields = line.fields
     if not _is(line, "resume_differs") or fields["against"] != "lmcache_cached_tokens":
         return None
@@ -142,12 +142,13 @@ def resume_with_more_than_cached(log: Diagnosis, line: LogLine) -> Answer | None
 
 @finding("KVD107", "resume-without-grant", Severity.CRASH, on=["raised"])
 def resume_without_grant(log: Diagnosis, line: LogLine) -> Answer | None:
-    """A preempted request was promised a load that vLLM did not take, and is expected to have it.
+    """EngineCore crashes at a preempted request, because vLLM did not take the load that LMCache had promised.
 
-    Cause: vLLM may take nothing of a promise: another connector of a MultiConnector was chosen, prompt_logprobs are
-    asked for, or its own prefix hit ends inside a block. The connector goes by its promise.
+    Cause: the connector expects that vLLM takes its promise. vLLM takes nothing if it chose another connector of a
+    MultiConnector, if the request asks for prompt_logprobs, or if its own prefix hit ends inside a block.
 
-    Setting: no `prompt_logprobs`; more KV blocks, so that nothing is preempted.
+    Setting: `--num-gpu-blocks-override` higher, so that vLLM preempts no request, or requests without
+    `prompt_logprobs`.
     """
     fields = line.fields
     if not _is(line, "resume_differs") or _kept_back(log, line) or fields["computed"] == fields["expected"] - 1:
@@ -156,84 +157,83 @@ def resume_without_grant(log: Diagnosis, line: LogLine) -> Answer | None:
         return None
     history = log.ledger.histories.get(line.request)
     if history is None or history.asked is None:
-        sentence = f"{_resumed(line)}. The log does not have its lookup: below min_retrieve_tokens it is KVD103"
+        sentence = f"{_resumed(line)}. The log has no lookup of this request: below min_retrieve_tokens it is KVD103"
         return Answer(sentence, verdict="unknown")
-    return Answer(f"{_resumed(line)}: what was promised was not granted")
+    return Answer(f"{_resumed(line)}: vLLM did not grant the promised tokens")
 
 
 @finding("KVD108", "abort-asserts-engine", Severity.CRASH, on=["raised"])
 def abort_asserts_engine(log: Diagnosis, line: LogLine) -> Answer | None:
-    """A request was aborted, and the scheduler's side is asserted to have a cache engine.
+    """EngineCore crashes when a client aborts a request, because LMCache has no cache engine in the scheduler.
 
-    Setting: `enable_scheduler_bypass_lookup: true` gives the scheduler's side one.
+    Setting: `enable_scheduler_bypass_lookup: true` gives the scheduler a cache engine.
     """
     if _asserts(line, "assert self.lmcache_engine is not None", "request_finished"):
-        return Answer("a client went away, and EngineCore died of it", request="")
-    if log.who.lmcache and any(_asserts(line, call) for call in _ABORTS):  # vLLM itself asserts nothing there
-        return Answer("an assertion while a request is aborted; the traceback is cut before it", "", "unknown")
+        return Answer("EngineCore died when a client disconnected", request="")
+    if log.who.lmcache and any(_asserts(line, call) for call in _ABORTS):  # vLLM has no assertion there
+        return Answer("an assertion failed during an abort; the traceback is cut before the assertion", "", "unknown")
     return None
 
 
 @finding("KVD109", "transfer-of-unknown-request", Severity.CRASH, on=["raised"])
 def transfer_of_unknown_request(log: Diagnosis, line: LogLine) -> Answer | None:
-    """A load or store of a request that is gone was reported done, and vLLM asserts that it knows it.
+    """EngineCore crashes when the connector reports a load or store of a request that vLLM has already removed.
 
-    Setting: `kv_load_failure_policy: recompute` avoids it after failed loads, not after aborts.
+    Setting: `kv_load_failure_policy: recompute` avoids the crash after failed loads, but not after aborts.
     """
     if _asserts(line, "assert req_id in self.requests", "_update_from_kv_xfer_finished"):
         policy = ": kv_load_failure_policy `fail` ended it, `recompute` keeps it" if log.counts["kv_failing"] else ""
-        return Answer(f"a transfer of a request was reported done that vLLM had freed already{policy}", request="")
+        return Answer(f"the connector reported a transfer of a request that vLLM had already freed{policy}", request="")
     return None
 
 
 @finding("KVD110", "statistics-of-aborted-request", Severity.CRASH, on=["raised"])
 def statistics_of_aborted_request(log: Diagnosis, line: LogLine) -> Answer | None:
-    """A client asked for cache statistics and went away before the first lookup.
+    """EngineCore crashes when a client asks for cache statistics and disconnects before the first lookup.
 
-    Setting: clients leave `cached_token_stats` (`num_lmcache_extra_cached_tokens`) out of kv_transfer_params.
+    Setting: `cached_token_stats` (`num_lmcache_extra_cached_tokens`) removed from the clients' kv_transfer_params.
     """
     if not _is(line, "no_tracker"):
         return None
-    return Answer("aborted before its first lookup, and asked for statistics: there is no tracker of it")
+    return Answer("it asked for statistics, and was aborted before its first lookup: LMCache has no tracker of it")
 
 
 @finding("KVD111", "load-not-granted", Severity.CRASH, on=["raised"])
 def load_not_granted(log: Diagnosis, line: LogLine) -> Answer | None:
-    """A request that vLLM computes itself was loaded all the same, and its end of load is not expected.
+    """EngineCore crashes because LMCache loads a request that vLLM computes itself, and reports the end of the load.
 
-    Setting: no `prompt_logprobs`; the LMCache connector alone, not in a MultiConnector.
+    Setting: `"kv_connector": "LMCacheConnectorV1"` without a MultiConnector, and requests without `prompt_logprobs`.
     """
     if not _asserts(line, "assert RequestStatus.is_finished(req.status)"):
         return None
     lmcache = any(name.startswith(("LMCache", "Multi")) for name in log.who.connectors)  # KVD659: others
-    return Answer("a load was reported done of a request that waits for none", request="") if lmcache else None
+    return Answer("LMCache reported a load of a request that does not wait for a load", request="") if lmcache else None
 
 
 @finding("KVD112", "failed-load-keeps-tokens", Severity.CRASH, on=["raised"])
 def failed_load_keeps_tokens(log: Diagnosis, line: LogLine) -> Answer | None:
-    """A load failed, vLLM took tokens back, and the tracker kept them: what is saved has no slots.
+    """The worker dies at a store: after a failed load, LMCache counts more tokens than the request has slots.
 
-    Cause: a load came short (a remote store that is slow or gone, chunks that were evicted), vLLM rolled the request
-    back, and the connector's tracker was not: it has more tokens than the request has slots. In 0.4.1 to 0.4.6, which
-    roll it back, a preemption leaves the two apart.
+    Cause: a load came short, because a remote store is slow or gone, or chunks were evicted. vLLM rolled the request
+    back, but LMCache's tracker kept its tokens. LMCache 0.4.1 to 0.4.6 roll the tracker back, but a preemption has the
+    same effect.
 
-    Good: LMCache 0.4.7 or newer: 0.4.1 takes the tokens back after a failed load, and from 0.4.7 on no difference ends
-    the worker (KVD307).
+    Good: LMCache 0.4.7 or newer, whose worker skips the store and continues (KVD307).
     """
     if line.fields["type"] == "AssertionError" and line.fields["text"].startswith(_DESYNC):
-        return Answer("more token ids than slots in a save", request="", verdict="unknown")
+        return Answer("a store has more token ids than slots", request="", verdict="unknown")
     if not _asserts(line, "assert len(slot_mapping) == len(token_ids)") or "_DCP" in line.process:
         return None
     failed = log.counts["load_failed"] + log.counts["short"]
-    sentence = f"more token ids than slots in a save; {failed} lines tell of failed loads before it"
+    sentence = f"a store has more token ids than slots; {failed} earlier lines report failed loads"
     return Answer(sentence, request="", verdict="violated" if failed else "unknown")
 
 
 @finding("KVD113", "prompt-embeds", Severity.CRASH, on=["raised"])
 def prompt_embeds(log: Diagnosis, line: LogLine) -> Answer | None:
-    """A prompt was given as embeddings: it has no token ids to count.
+    """EngineCore crashes at a prompt that is given as embeddings, because it has no token ids.
 
-    Setting: no requests with `prompt_embeds` (`--enable-prompt-embeds` off).
+    Setting: `vllm serve` without `--enable-prompt-embeds`, so that requests cannot have `prompt_embeds`.
     """
     fields = line.fields
     if fields["type"] != "TypeError" or "NoneType" not in fields["text"] or "len()" not in fields["text"]:
@@ -241,12 +241,12 @@ def prompt_embeds(log: Diagnosis, line: LogLine) -> Answer | None:
     in_adapter = any(
         "lmcache" in file and function == "from_new_request" for file, _, function in fields["frames"][-2:]
     )
-    return Answer("a request without token ids was given to the connector", request="") if in_adapter else None
+    return Answer("the connector got a request without token ids", request="") if in_adapter else None
 
 
 @finding("KVD114", "lookup-given-up-asked-again", Severity.CRASH, on=["raised"])
 def lookup_given_up_asked_again(log: Diagnosis, line: LogLine) -> Answer | None:
-    """An asynchronous lookup took too long, was given up, and the next question about it kills EngineCore.
+    """EngineCore crashes when vLLM asks again about a request whose asynchronous lookup has timed out.
 
     Setting: `enable_async_loading: false`, or a longer `lookup_timeout_ms`.
     """
@@ -254,12 +254,12 @@ def lookup_given_up_asked_again(log: Diagnosis, line: LogLine) -> Answer | None:
     if fields["type"] != "KeyError" or not any("async_lookup" in frame[0] for frame in fields["frames"][-3:]):
         return None
     request = fields["text"].strip("'\"")
-    return Answer(f"{log.counts['lookup_given_up']} lookups were given up before", request=request)
+    return Answer(f"{log.counts['lookup_given_up']} lookups timed out before the crash", request=request)
 
 
 @finding("KVD115", "chunk-released-twice", Severity.CRASH, on=["raised"])
 def chunk_released_twice(log: Diagnosis, line: LogLine) -> Answer | None:
-    """A chunk was found that has no memory any more.
+    """EngineCore or a worker crashes at a chunk whose memory LMCache has already freed.
 
     Setting: `enable_async_loading: false`.
     """
@@ -272,7 +272,7 @@ def chunk_released_twice(log: Diagnosis, line: LogLine) -> Answer | None:
     if recent is False or (recent is None and old):
         return None  # with Mooncake it is KVD801
     return Answer(
-        f"a listed chunk has no tensor; double unpins before it: {log.counts['double_unpin']}",
+        f"a listed chunk has no tensor; {log.counts['double_unpin']} chunks were unpinned twice before the crash",
         request="",
         verdict="violated" if recent else "unknown",
     )
@@ -280,21 +280,21 @@ def chunk_released_twice(log: Diagnosis, line: LogLine) -> Answer | None:
 
 @finding("KVD117", "context-parallel-in-process", Severity.CRASH, on=["raised", "logged"])
 def context_parallel_in_process(log: Diagnosis, line: LogLine) -> Answer | None:
-    """LMCacheConnectorV1 runs with decode context parallelism, which it does not support.
+    """A worker dies or lookups fail with decode context parallelism, which LMCacheConnectorV1 does not support.
 
-    Cause: each rank holds a part of the tokens' slots; the adapter counts the slots of the whole request, and a save or
-    a lookup fails. No release of it (0.3.9 to 0.5.6) knows of context parallelism, nor refuses it at the start.
+    Cause: each rank holds the slots of a part of the tokens, but the connector counts the slots of the whole request.
+    So a store or a lookup fails. No release (0.3.9 to 0.5.6) supports context parallelism or refuses it at the start.
 
     Setting: `vllm serve` without `--decode-context-parallel-size` (`-dcp`).
 
-    Good: LMCacheMPConnector of LMCache 0.5.5 or newer, which supports it; LMCacheConnectorV1 does in no release.
+    Good: LMCacheMPConnector of LMCache 0.5.5 or newer, which supports decode context parallelism.
     """
     if "_DCP" not in line.process:
         return None
     worker = line.process.partition(" ")[0]
     if line.name == "logged":
         fails = b"Error processing request from scheduler" in line.body
-        return Answer(f"{worker}: its asynchronous lookups fail", request="") if fails else None
+        return Answer(f"{worker}: asynchronous lookups fail", request="") if fails else None
     if not _asserts(line, "assert len(slot_mapping) == len(token_ids)"):
         return None
-    return Answer(f"{worker}: more token ids than this rank has slots", request="")
+    return Answer(f"{worker}: a store has more token ids than this rank has slots", request="")

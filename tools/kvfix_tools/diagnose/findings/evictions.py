@@ -1,4 +1,4 @@
-"""Nothing is found again because it was evicted: what was stored against the room there is."""
+"""A finding about chunks that are evicted before they are needed again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.log_line import LogLine
 
-#: `max_local_cpu_size` in GB where nothing is configured, in every release.
+#: Default of `max_local_cpu_size` in GB, in every release.
 DEFAULT = 5.0
 #: `size: 1.5300 gb` of `Stored ...`, 0.3.9 to 0.5.6.
 _SIZE = re.compile(rb"size: (\d{1,6}(?:\.\d{1,6})?) [gG][bB]")
@@ -20,7 +20,7 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
 class _StoredGigabytes(dict[str, float]):
-    """{process: what it has stored}"""
+    """{process: gigabytes that it has stored}"""
 
 
 @note("stored")
@@ -34,15 +34,15 @@ def _note_size(log: Diagnosis, line: LogLine) -> None:
 
 @finding("KVD644", "stored-more-than-fits", Severity.SLOW, on=[""])
 def stored_more_than_fits(log: Diagnosis, line: LogLine | None) -> Answer | None:
-    """More is stored than the CPU buffer holds, and nothing is found again.
+    """No lookup has a hit: more KV is stored than the CPU cache holds, so chunks are evicted before they are needed.
 
-    Cause: the oldest chunks are evicted first. Prompts that come round in a turn longer than the buffer are gone each
-    time before they come again: then there is not one hit, whatever else is right.
+    Cause: LMCache evicts the oldest chunks first. If the same prompts repeat in a round that is larger than the cache,
+    each chunk is evicted before its prompt repeats.
 
-    Setting: `max_local_cpu_size` (LMCACHE_MAX_LOCAL_CPU_SIZE, GB for each rank) above what one round stores, as the
-    sentence has it; or a `local_disk` with `max_local_disk_size` of that; or, for a test, fewer prompts in a round.
+    Setting: `max_local_cpu_size` (LMCACHE_MAX_LOCAL_CPU_SIZE, GB for each rank) larger than the KV of one round, which
+    the sentence shows. Or set `local_disk` and `max_local_disk_size` of this size. For a test: use fewer prompts.
 
-    Normal: prompts that never come again.
+    Normal: prompts that never repeat.
     """
     kept, sizes = lookups_of(log), log.state(_StoredGigabytes)
     if not sizes or kept.number < ENOUGH or log.hit or kept.settings.get("remote_url", "None") != "None":
@@ -51,9 +51,9 @@ def stored_more_than_fits(log: Diagnosis, line: LogLine | None) -> Answer | None
     room, most = float(named[0]) if named is not None else DEFAULT, max(sizes.values())
     if most <= room or log.findings:
         return None
-    of = "max_local_cpu_size" if named is not None else "max_local_cpu_size, if it is the default,"
+    of = "max_local_cpu_size is" if named is not None else "the default of max_local_cpu_size is"
     return Answer(
-        f"{kept.number} lookups, 0 hits; a worker has stored {most:.3g} GB, {of} is {room:g}",
+        f"{kept.number} lookups, 0 hits; a worker has stored {most:.3g} GB, and {of} {room:g} GB",
         request="",
         verdict="unknown",
     )

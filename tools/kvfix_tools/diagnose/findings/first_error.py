@@ -1,4 +1,4 @@
-"""How an error that no finding knows is shown: what failed, whose code it is, and what came last."""
+"""The sentence and the evidence for an error that no finding explains."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.log_line import LogLine
 
-#: What an exception's bare name lacks.
-_CUT = ", without a text: the last lines of its traceback, above it, would tell which"
+#: Added to an exception without a text and a traceback.
+_CUT = ", without a message. The last lines of its traceback, before this line, show the cause"
 
 
 def sentence(log: Diagnosis, line: LogLine) -> str:
-    """What failed and whose code it is, and what the releases' code says of it."""
+    """Return a sentence with the error, the package of its code, and a note from the releases' code."""
     return _what(log, line) + checks.said_of(line, log.releases)
 
 
@@ -31,7 +31,7 @@ def _what(log: Diagnosis, line: LogLine) -> str:
         bare = f", `{fields['source']}`" if fields["source"] else "" if fields["text"] else _CUT
         return f"{what}{bare}"
     file, number, function = fields["frames"][-1]
-    at = f":{number}" if number else ""  # a frame that a report shortened has none
+    at = f":{number}" if number else ""  # shortened frames in bug reports have no line number
     parts = [f"{what} at {'/'.join(file.split('/')[-2:])}{at} in {function}"]
     if fields["source"]:
         parts.append(f"`{fields['source']}`")
@@ -43,6 +43,6 @@ def _what(log: Diagnosis, line: LogLine) -> str:
 
 
 def evidence(log: Diagnosis, first: LogLine) -> tuple[object, ...]:
-    """The error, then the last line of each process."""
+    """Return the error, then the last line of each process."""
     last = [line.evidence for line in log.failures.last.values() if line is not first]
     return (first.evidence, *last[:4])

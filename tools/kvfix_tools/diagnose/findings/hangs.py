@@ -1,4 +1,4 @@
-"""Nothing crashes, and nothing moves."""
+"""Findings about an engine that makes no progress, without a crash."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.log_line import Evidence, Fields, LogLine
 
-#: The same answer for the same request so many times, and no admission.
+#: Number of equal answers for one request without an admission, from which on the request counts as stuck.
 POLLS = 1000
 
 
 class _Head:
-    """The request that is asked about now: its fields, and the lookups and the work done when it came.
+    """The request that vLLM asks about now: its fields, and the counts of lookups and transfers at its first lookup.
 
-    generation: tokens a second in vLLM's last statistics; None: there are none.
+    generation: tokens per second in vLLM's last statistics; None without statistics.
     """
 
     def __init__(self) -> None:
@@ -29,20 +29,20 @@ class _Head:
 
 @finding("KVD201", "asked-for-ever", Severity.HANG, on=["asked"])
 def asked_for_ever(log: Diagnosis, line: LogLine) -> Answer | None:
-    """One request is asked about on every step, and never admitted.
+    """All requests wait: vLLM asks about one request in every step, and never schedules it.
 
-    Cause: the head of the queue gets no blocks: its load needs more than is ever free, or what it is promised can never
-    be granted. Everything behind it waits too.
+    Cause: the first request of the queue gets no blocks, because its load needs more blocks than are ever free, or
+    vLLM can never grant its promise. All requests behind it wait too.
 
-    Setting: `--num-gpu-blocks-override` or `--gpu-memory-utilization` higher, for more KV blocks; or a smaller
-    `--max-model-len` or `--max-num-seqs`; or `max_tokens_per_load` unset.
+    Setting: `--num-gpu-blocks-override` or `--gpu-memory-utilization` higher, for more KV blocks. Or lower
+    `--max-model-len` or `--max-num-seqs`, or unset `max_tokens_per_load`.
     """
     f = line.fields
     done = log.counts["stored"] + log.counts["retrieved"]
     asked = log.counts["asked"]
     head = log.state(_Head)
     if not head.fields or head.done != done or (head.fields is not f and _answer(head.fields) != _answer(f)):
-        # Another request, or work was done: a queue behind a busy engine is asked about on every step too.
+        # vLLM asks about another request, or the engine works: it also asks in every step if the engine is busy.
         head.fields, head.asked, head.done = f, asked, done
         return None
     moving = head.generation
@@ -50,8 +50,8 @@ def asked_for_ever(log: Diagnosis, line: LogLine) -> Answer | None:
         return None
     head.asked = asked
     return Answer(
-        f"asked {POLLS} times in a row with the same answer and more: hit {f.get('hit')}, need to load {f.get('need')}"
-        + ("" if moving is not None else "; without vLLM's statistics it may be the queue of a busy engine"),
+        f"asked at least {POLLS} times in a row with the same answer: hit {f.get('hit')}, need to load {f.get('need')}"
+        + ("" if moving is not None else "; the engine may be busy, because the log has no statistics of vLLM"),
         verdict="unknown" if moving is None else "violated",
     )
 
@@ -67,41 +67,42 @@ def _note_generation(log: Diagnosis, line: LogLine) -> None:
 
 @finding("KVD203", "lookups-not-answered", Severity.HANG, on=["lookup_timeout"], symptom=True)
 def lookups_not_answered(log: Diagnosis, line: LogLine) -> Answer | None:
-    """The workers do not answer lookups, and every step of the scheduler waits for one.
+    """The engine is slow or stands still: workers do not answer lookups, and each step waits for a lookup's timeout.
 
-    Setting: a shorter `lookup_timeout_ms`; and look why the worker's LMCache does not answer (KVD207).
+    Setting: `lookup_timeout_ms` shorter, and find out why the worker's LMCache does not answer (KVD207).
     """
     if log.counts["lookup_timeout"] < 3:
         return None
     rank = line.fields["rank"]
     elsewhere = (
-        "" if str(rank) == "0" else "; on another node it never will: lookup_server_worker_ids: [0] asks rank 0 alone"
+        "" if str(rank) == "0" else "; a rank on another node never answers: lookup_server_worker_ids: [0] asks rank 0"
     )
     return Answer(f"rank {rank} did not answer a lookup in time{elsewhere if str(rank) != '0' else ''}", request="")
 
 
 @finding("KVD207", "worker-without-lmcache", Severity.HANG, on=["degraded"])
 def worker_without_lmcache(log: Diagnosis, line: LogLine) -> Answer | None:
-    """LMCache failed to start in a process, which goes on without it; the scheduler is not told, and waits for it.
+    """Each step waits for a lookup timeout, because LMCache failed to start in a worker.
 
-    Cause: what the line says. Every lookup then runs into its timeout.
+    Cause: the line shows why LMCache failed to start. The worker continues without LMCache, and answers no lookup. The
+    scheduler does not know this.
 
-    First: `grep -n 'LMCache ERROR' LOG | head` shows what LMCache says at its start: put it right, and restart.
+    First: `grep -n 'LMCache ERROR' LOG | head` shows the error at the start. Fix it, and restart.
     """
     f = line.fields
     if "what" in f and f["error"]:
         return Answer(f"{f['what']}: {f['error']}", request="")
     if "what" in f:  # an assertion without a text
-        return Answer(f"{f['what']}, and no reason is given", request="", verdict="unknown")
+        return Answer(f"{f['what']}, without a reason", request="", verdict="unknown")
     raised = log.state(_LastRaised).line
     if raised is None or raised.process != line.process:
-        return Answer("it failed to start; the beginning of the line is not in the log", request="")
+        return Answer("LMCache failed to start; the beginning of the line is not in the log", request="")
     error = f"{raised.fields['type']}: {raised.fields['text']}".removesuffix(": ")
     return Answer(f"LMCache failed to start: {error}", request="", evidence=(raised.evidence,))
 
 
 class _LastRaised:
-    """The last exception. If the error of KVD207 is a whole traceback, its line begins before the traceback."""
+    """The last exception. If KVD207 logs a whole traceback, the line with its words begins before the traceback."""
 
     def __init__(self) -> None:
         self.line: LogLine | None = None
@@ -113,22 +114,22 @@ def _note_raised(log: Diagnosis, line: LogLine) -> None:
 
 
 class _Waits(dict[str, int]):
-    """{request: steps in which it waited for its load}"""
+    """{request: number of steps in which it waited for its load}"""
 
 
 @finding("KVD208", "waits-for-load", Severity.HANG, on=["kv_waiting"], symptom=True)
 def waits_for_load(log: Diagnosis, line: LogLine) -> Answer | None:
-    """A request waits for a load for very many steps.
+    """A request waits for its load for very many steps, and gets no answer.
 
-    Cause: the load does not end, or its end is not reported: the other side (prefill, store, server) does not answer,
-    or the connector has lost it. With prefill and decode the proxy may be it: a sidecar that speaks another protocol
-    than the connector of this vLLM puts nothing into kv_transfer_params that prefill would send for.
+    Cause: the load does not end, because the prefill instance, store or server does not answer. Or the load ended, but
+    the connector did not report it. With prefill and decode the proxy may be the cause: a sidecar with another protocol
+    than the connector sends kv_transfer_params that the prefill instance does not answer.
 
-    First: `kvfix dump PID` shows what the workers wait for; look at the log of the other side, and at the workers'
-    lines about this request. A proxy or sidecar: its connector's name (llm-d: `--connector=nixlv2` for
-    NixlConnector), and that it is of the same weeks as vLLM.
+    First: `kvfix dump PID` shows what the workers wait for. Read the log of the prefill instance, store or server, and
+    the workers' lines about this request. For a proxy or sidecar, check the connector's name (llm-d:
+    `--connector=nixlv2` for NixlConnector), and that its release is as old as vLLM's.
 
-    Normal: some hundred steps, while a load is in flight.
+    Normal: a few hundred steps while a load is in flight.
     """
     waits = log.state(_Waits)
     if len(waits) < 10_000 or line.request in waits:
@@ -150,42 +151,43 @@ def _note_wait(log: Diagnosis, line: LogLine) -> None:
 
 @finding("KVD209", "start-waits-for-worker", Severity.HANG, on=[""], symptom=True)
 def start_waits_for_worker(log: Diagnosis, line: LogLine | None) -> Answer | None:
-    """EngineCore waits for a worker that does not answer.
+    """The engine does not start or stands still: EngineCore waits for a worker that does not answer.
 
-    Cause: the worker is busy or stuck. It compiles or loads (minutes, once); it waits in a collective that another rank
-    does not join (a rank that died, another node, P2P between the GPUs); or it stands in a hook of the connector: with
-    the multi-process one for a server that is not there, or that does not know the worker's transfer mode (KVD206).
+    Cause: the worker is busy or stuck. It may compile the model or load weights, which takes minutes, once. It may wait
+    in a collective that another rank does not join: a dead rank, another node, P2P between GPUs. Or it waits in a
+    connector hook: LMCacheMPConnector waits for a server that is not running, or that does not support the worker's
+    transfer mode (KVD206).
 
-    Setting: `kvfix dump PID` (or `py-spy dump --pid` of each worker) names the function. A hook: look whether the
-    server or store that it waits for runs, and at its log (LMCacheMPConnector: `lmcache server`). all_reduce,
-    broadcast: the rank whose stack differs; once with NCCL_P2P_DISABLE=1.
+    Setting: `kvfix dump PID` (or `py-spy dump --pid` of each worker) names the function. If the function is a connector
+    hook, check that its server or store runs, and read its log (LMCacheMPConnector: `lmcache server`). If it is
+    all_reduce or broadcast, find the rank whose stack differs, and try NCCL_P2P_DISABLE=1.
 
-    Normal: for minutes, while a large model is compiled, and then the engine serves.
+    Normal: some minutes while a large model is compiled, if the engine serves afterwards.
     """
     if log.counts["broadcast"] < 2 or log.failures.worked_since_wait:
         return None
     first = log.state(_FirstWait).evidence
-    sentence = f"{log.counts['broadcast']} times no worker took what EngineCore gave it in time"
+    sentence = f"{log.counts['broadcast']} times a worker did not read EngineCore's message in time"
     return Answer(sentence, request="", evidence=() if first is None else (first,))
 
 
 @finding("KVD211", "lookups-given-up", Severity.SLOW, on=["lookup_given_up"])
 def lookups_given_up(log: Diagnosis, line: LogLine) -> Answer | None:
-    """Asynchronous lookups take too long and are given up. The next question about such a request kills EngineCore.
+    """Asynchronous lookups time out. EngineCore dies when vLLM asks again about a request with a timed out lookup.
 
-    Setting: a longer `lookup_timeout_ms`, or `enable_async_loading: false`.
+    Setting: `lookup_timeout_ms` longer, or `enable_async_loading: false`.
     """
-    return Answer(f"not answered after {line.fields['seconds']} seconds, computed instead")
+    return Answer(f"its lookup had no answer after {line.fields['seconds']} seconds, so vLLM computes it")
 
 
 @finding("KVD213", "stands-in-connector", Severity.HANG, on=["stack"])
 def stands_in_connector(log: Diagnosis, line: LogLine) -> Answer | None:
-    """A stack of the engine (py-spy) shows a thread inside a connector hook.
+    """The engine may hang: a stack (py-spy) shows a thread inside a connector hook.
 
-    Cause: one stack shows where it is, not how long: take three, some seconds apart. If they are the same, it waits
-    there: for a server or a worker that does not answer, or for a lock.
+    Cause: one stack does not show how long the thread has been there. Take three stacks, some seconds apart. If they
+    are equal, the thread waits for a server, a worker or a lock.
 
-    Setting: `kvfix dump PID` takes the stacks of all processes with the state of the connector, and says who waits.
+    Setting: `kvfix dump PID` saves the stacks of all processes with the state of the connector.
     """
     fields = line.fields
     in_hook = hook(fields["frames"])

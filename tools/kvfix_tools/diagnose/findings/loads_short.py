@@ -1,4 +1,4 @@
-"""Loads that bring less than the lookup had promised: the store does not give it, or it was lost in between."""
+"""Findings about loads that bring fewer tokens than the lookup had found."""
 
 from __future__ import annotations
 
@@ -10,44 +10,43 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.log_line import LogLine
 
-#: Tokens of CacheBlend's separators in a prompt: fewer than these, and a small part of it.
+#: A prompt has fewer tokens than this in CacheBlend's separators.
 _SEPARATORS = 64
 
 
 @finding("KVD1090", "store-does-not-give-what-it-lists", Severity.WRONG, on=["retrieved", "short"])
 def store_does_not_give_what_it_lists(log: Diagnosis, line: LogLine) -> Answer | None:
-    """The store lists chunks and gives nothing for their keys: the load comes short.
+    """A load brings fewer tokens than the lookup found: the store lists chunks, but does not return them.
 
-    Cause: the worker's store lists the chunk, and gave none (cache_engine.py, `The cache block is in the storage, but
-    it can't be retrieved`). LMCache 0.3.9 to 0.3.12 with one backend alone do not ask it again after the lookup: there
-    the chunk may also have been evicted from CPU memory meanwhile (a larger `max_local_cpu_size`). Mooncake: the master
-    still lists what lay on a client that is gone or was restarted. Redis: the header is left and the data was
-    evicted, or the client timed out. S3: what a lifecycle rule or another writer deletes LMCache remembers until vLLM
-    is restarted (pull 4745). Disk: the file is gone. Each of them: no room in the CPU pool to read it into, which has
-    a line of its own.
+    Cause: the store lists the chunk, but returned nothing at the load (cache_engine.py, `The cache block is in the
+    storage, but it can't be retrieved`). Mooncake: the master still lists chunks of a client that is gone. Redis: the
+    header exists, but the data was evicted, or the client timed out. S3: a lifecycle rule or another writer deleted the
+    object, which LMCache lists until vLLM restarts (pull 4745). Disk: the file is gone. Every store: the CPU pool has
+    no room for the chunk, for which the log has a line. LMCache 0.3.9 to 0.3.12 with a single backend: the chunk was
+    evicted from CPU memory (raise `max_local_cpu_size`).
 
-    First: `grep -n -B20 "can't be retrieved" LOG` shows the error of the store, which decides. Without one, make
-    the store forget what it lists: restart mooncake_master, `redis-cli FLUSHDB`, or empty the folder of local_disk;
-    then restart vLLM.
+    First: `grep -n -B20 "can't be retrieved" LOG` shows the error of the store, which decides. Without an error, clear
+    the list of the store: restart mooncake_master, run `redis-cli FLUSHDB`, or empty the folder of local_disk. Then
+    restart vLLM.
 
-    Good: a store that keeps what it lists (all Mooncake clients up, Redis with enough maxmemory), and kvfix (KVF007,
-    KVF203), since in no release does vLLM forget the blocks of a failed load.
+    Good: a store that keeps all chunks that it lists (all Mooncake clients up, Redis with enough maxmemory), and kvfix
+    (KVF007, KVF203). In no release does vLLM remove the blocks of a failed load from its cache.
     """
     short = _missing(line)
     if not short or not log.counts["unretrievable"]:
         return None
-    evicted = log.releases.within("lmcache", "<0.3.13")  # from then on the store is asked at the load too
+    evicted = log.releases.within("lmcache", "<0.3.13")  # newer releases ask the store again at the load
     return Answer(short, verdict="unknown" if evicted else "violated")
 
 
 @finding("KVD302", "load-comes-short", Severity.WRONG, on=["retrieved", "short", "load_failed"], symptom=True)
 def load_comes_short(log: Diagnosis, line: LogLine) -> Answer | None:
-    """What was hit could not be loaded. vLLM computes it again; what is stored meanwhile may be wrong.
+    """A load brings fewer tokens than the lookup found. vLLM computes the rest, but may store wrong KV before that.
 
-    Cause: between lookup and load the chunks were evicted or their pins ran out, or the backend lost them. LMCache
-    0.3.9 with --pipeline-parallel-size asks no rank of a later stage (pull 1813).
+    Cause: between lookup and load the chunks were evicted, their pins timed out, or the backend lost them. LMCache
+    0.3.9 with --pipeline-parallel-size does not ask ranks of later stages (pull 1813).
 
-    First: `export LMCACHE_MAX_LOCAL_CPU_SIZE=GB`, a larger one (NIXL storage: `nixl_buffer_size`).
+    First: `export LMCACHE_MAX_LOCAL_CPU_SIZE=GB`, with a larger value (NIXL storage: `nixl_buffer_size`).
     """
     if line.name == "load_failed":
         return Answer(f"{line.fields['tokens']} tokens in {line.fields['blocks']} blocks were not loaded")
@@ -59,26 +58,26 @@ def load_comes_short(log: Diagnosis, line: LogLine) -> Answer | None:
 
 @finding("KVD479", "hit-not-read", Severity.SLOW, on=[""])
 def hit_not_read(log: Diagnosis, line: LogLine | None) -> Answer | None:
-    """Chunks that a lookup had found could not be read when they were to be loaded.
+    """Hits are lost: chunks that a lookup had found could not be read at the load.
 
-    Cause: they were evicted meanwhile, the store does not give them (its own error stands before), or there was no room
-    to read them into: the CPU pool, or with `enable_nixl_storage` the buffer of `nixl_buffer_size` bytes, which has to
-    hold the KV of a whole prompt.
+    Cause: the chunks were evicted in the meantime, the store failed (its error is in an earlier line), or the buffer
+    for reading is full. This buffer is the CPU pool, or with `enable_nixl_storage` the `nixl_buffer_size` bytes, which
+    must hold the KV of a whole prompt.
 
     Setting: `grep -n ERROR LOG` shows the errors of the store before these lines. NIXL storage: double
-    `nixl_buffer_size`. Else a larger `max_local_cpu_size`; a remote store that keeps what it has (Redis:
-    `maxmemory`); or `local_disk` on a disk of its own.
+    `nixl_buffer_size`. Other stores: raise `max_local_cpu_size`, give Redis more `maxmemory`, or put `local_disk` on a
+    separate disk.
     """
     times = log.counts["unretrievable"]
     if not times or log.counts["short"] or log.counts["retrieved"]:
         return None
-    return Answer(f"{times} times a chunk was found and could not be read", "", "unknown")
+    return Answer(f"{times} chunks were found by a lookup, but could not be read", "", "unknown")
 
 
 def _between_segments(line: LogLine) -> bool:
-    """Whether what is missing are CacheBlend's separators: hit with the segments, and stored with none.
+    """Return True if the missing tokens are CacheBlend's separators, which lookups count but stores do not.
 
-    It loads layer by layer, and such a load says `out of total`."""
+    CacheBlend loads layer by layer, and logs `out of total` for this."""
     if line.name != "retrieved" or b"out of total" not in line.body:
         return False
     missing = int(line.fields["required"]) - int(line.fields["tokens"])
@@ -88,4 +87,4 @@ def _between_segments(line: LogLine) -> bool:
 def _missing(line: LogLine) -> str:
     f = line.fields
     due = f["expected"] if line.name == "short" else f["required"]
-    return f"{f['tokens']} of {due} tokens were loaded: {due - f['tokens']} are missing" if f["tokens"] < due else ""
+    return f"{f['tokens']} of {due} tokens were loaded, {due - f['tokens']} are missing" if f["tokens"] < due else ""

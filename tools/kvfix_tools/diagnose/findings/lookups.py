@@ -1,4 +1,4 @@
-"""Lookups that find nothing, from ten on: each only where the log shows why."""
+"""Findings about at least ten lookups without a hit, if the log shows the cause."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ if TYPE_CHECKING:
 
 
 def _never(log: Diagnosis) -> Lookups | None:
-    """The lookups, if there are enough of them and none found anything."""
+    """Return the lookups if there are enough of them and none has a hit; else None."""
     kept = lookups_of(log)
     return kept if kept.number >= ENOUGH and not log.hit else None
 
 
 @finding("KVD305", "never-a-hit", Severity.SLOW, on=[""])
 def never_a_hit(log: Diagnosis, line: LogLine) -> Answer | None:
-    """Tokens are stored, and never found again: the processes hash them differently.
+    """No lookup has a hit, although chunks are stored: the processes hash tokens differently.
 
-    Cause: PYTHONHASHSEED is not set, so each process begins its hashes with a number of its own: what a worker has
-    stored the scheduler does not find (tensor parallelism), nor another engine (remote store, P2P, PD). Up to 0.3.15
-    on Python 3.11 and older not even the seed helps: None is hashed, by its address.
+    Cause: PYTHONHASHSEED is not set, so each process hashes with a random seed. The scheduler does not find the chunks
+    of a worker (tensor parallelism), and an engine does not find the chunks of another engine (remote store, P2P, PD).
+    Up to LMCache 0.3.15 on Python 3.11 and older, a seed does not help, because None is hashed by its address.
 
-    Setting: `export PYTHONHASHSEED=0` before every vLLM process (each engine, and the controller), and restart; or
+    Setting: `export PYTHONHASHSEED=0` before every vLLM process (each engine, and the controller), and restart. Or set
     `pre_caching_hash_algorithm: sha256_cbor`.
 
-    Good: the same, in every unit file and container; LMCache 0.4.1 or newer.
+    Good: PYTHONHASHSEED=0 in every unit file and container, with LMCache 0.4.1 or newer.
 
-    Normal: the first request with each prompt. Prompts that never begin alike have no hits whatever the seed.
+    Normal: the first request with each prompt, and prompts without a common beginning.
     """
     kept, files = _never(log), lookups_by_file(log)
     if kept is not None:
@@ -44,14 +44,14 @@ def never_a_hit(log: Diagnosis, line: LogLine) -> Answer | None:
 
 
 def _hashed_differently(kept: Lookups) -> Answer | None:
-    """The answer for lookups that never hit; None if nothing shows that the processes hash differently."""
+    """Return the answer for lookups without a hit; None if nothing shows that the processes hash differently."""
     if not kept.stored or not kept.unseeded:
         return None
     apart = bool(kept.storers - kept.askers) or len(kept.askers) > 1
     lost = kept.local >= (kept.chunk or CHUNK)
     if not (apart or lost or kept.shared or kept.number >= 100):
         return None
-    why = f"; vLLM's own prefix cache had up to {kept.local} tokens of them" if lost else ""
+    why = f"; vLLM's own prefix cache had up to {kept.local} tokens of these prompts" if lost else ""
     return Answer(
         f"{kept.number} lookups, {kept.stored} stores, 0 hits, and PYTHONHASHSEED is not set{why}",
         request="",
@@ -61,20 +61,20 @@ def _hashed_differently(kept: Lookups) -> Answer | None:
 
 @finding("KVD320", "prompts-below-a-chunk", Severity.NOTE, on=[""])
 def prompts_below_a_chunk(log: Diagnosis, line: LogLine) -> Answer | None:
-    """No prompt is as long as a chunk: nothing is stored, and nothing can be found.
+    """Nothing is stored and no lookup has a hit, because every prompt is shorter than a chunk.
 
-    Cause: LMCache stores whole chunks. From 0.3.11 on `save_unfull_chunk` is false by default, and what is shorter than
-    `chunk_size` tokens is left out.
+    Cause: LMCache stores whole chunks. From 0.3.11 on `save_unfull_chunk` is false by default, and LMCache does not
+    store a prompt that is shorter than `chunk_size` tokens.
 
-    Setting: `export LMCACHE_CHUNK_SIZE=64`, a smaller chunk and a multiple of vLLM's block size; or test with
-    prompts of more than `chunk_size` tokens, each sent twice.
+    Setting: `export LMCACHE_CHUNK_SIZE=64`, or another small multiple of vLLM's block size. For a test, send prompts of
+    more than `chunk_size` tokens twice.
     """
     kept = _never(log)
     chunk = kept.chunk or CHUNK if kept else 0
     if kept is None or kept.stored or kept.longest >= chunk:
         return None
     return Answer(
-        f"{kept.number} lookups, the longest of {kept.longest} tokens, no stores, 0 hits; a chunk has {chunk} tokens"
+        f"{kept.number} lookups of up to {kept.longest} tokens, no stores, 0 hits; a chunk has {chunk} tokens"
         + ("" if kept.chunk else ", if chunk_size is the default"),
         request="",
         verdict="violated" if kept.chunk else "unknown",
@@ -83,14 +83,14 @@ def prompts_below_a_chunk(log: Diagnosis, line: LogLine) -> Answer | None:
 
 @finding("KVD321", "nothing-stored", Severity.SLOW, on=[""])
 def nothing_stored(log: Diagnosis, line: LogLine) -> Answer | None:
-    """Lookups find nothing, and nothing is stored.
+    """No lookup has a hit, because nothing is stored.
 
-    Cause: an engine with `kv_role: kv_consumer` never stores: what it finds must come from a producer. Otherwise the
-    stores fail or are left out (a worker without LMCache, a health check, a full CPU cache: other lines tell), or the
-    log of the workers is not here.
+    Cause: an engine with `kv_role: kv_consumer` never stores, and needs a producer. Otherwise the stores fail: a worker
+    runs without LMCache, a health check failed, or the CPU cache is full. Other lines show this. Or the workers' lines
+    are missing in this log.
 
-    Setting: `"kv_role": "kv_both"` in --kv-transfer-config, unless a producer writes into the same store; and the
-    workers' part of the log.
+    Setting: `"kv_role": "kv_both"` in --kv-transfer-config, unless a producer writes into the same store. Then run
+    kvfix-diagnose with the workers' logs too.
     """
     kept = _never(log)
     if kept is None or kept.stored or kept.longest < (kept.chunk or CHUNK):
@@ -106,11 +106,12 @@ def nothing_stored(log: Diagnosis, line: LogLine) -> Answer | None:
 
 @finding("KVD322", "shared-prefix-below-a-chunk", Severity.NOTE, on=[""])
 def shared_prefix_below_a_chunk(log: Diagnosis, line: LogLine) -> Answer | None:
-    """What prompts have in common is shorter than a chunk: vLLM's own prefix cache finds it, LMCache cannot.
+    """No lookup has a hit, because the common beginning of the prompts is shorter than a chunk.
 
-    Cause: LMCache compares whole chunks from the beginning of the prompt, vLLM whole blocks.
+    Cause: LMCache compares whole chunks from the beginning of the prompt. vLLM's own prefix cache compares blocks,
+    which are smaller.
 
-    Setting: `export LMCACHE_CHUNK_SIZE=64`, a smaller chunk and a multiple of vLLM's block size; it costs more
+    Setting: `export LMCACHE_CHUNK_SIZE=64`, or another small multiple of vLLM's block size. Smaller chunks need more
     keys.
     """
     kept = _never(log)
@@ -118,16 +119,16 @@ def shared_prefix_below_a_chunk(log: Diagnosis, line: LogLine) -> Answer | None:
         return None
     return Answer(
         f"{kept.number} lookups, {kept.stored} stores, 0 hits; vLLM itself had at most {kept.local} tokens of a "
-        f"prompt, and a chunk has {kept.chunk}",
+        f"prompt, and a chunk has {kept.chunk} tokens",
         request="",
     )
 
 
 @finding("KVD323", "below-the-minimum", Severity.SLOW, on=[""])
 def below_the_minimum(log: Diagnosis, line: LogLine) -> Answer | None:
-    """Hits are found, and none is loaded: all are below `min_retrieve_tokens`.
+    """Lookups have hits, but no KV is loaded, because all hits are below `min_retrieve_tokens`.
 
-    Cause: what is left to load after vLLM's own prefix cache is less than the minimum that is configured.
+    Cause: the tokens to load beyond vLLM's own prefix hit are fewer than `min_retrieve_tokens`.
 
     Setting: `export LMCACHE_MIN_RETRIEVE_TOKENS=0`, or a smaller number.
     """
@@ -135,17 +136,17 @@ def below_the_minimum(log: Diagnosis, line: LogLine) -> Answer | None:
     if kept.below < ENOUGH or kept.loads or log.counts["retrieved"]:
         return None
     return Answer(
-        f"{kept.below} lookups hit up to {kept.most} tokens, and none was loaded: the minimum is {kept.least}",
+        f"{kept.below} lookups hit up to {kept.most} tokens, but loaded none: min_retrieve_tokens is {kept.least}",
         request="",
     )
 
 
 @finding("KVD324", "peers-without-async-loading", Severity.SLOW, on=[""])
 def peers_without_async_loading(log: Diagnosis, line: LogLine) -> Answer | None:
-    """P2P sharing is on, and asynchronous loading is off: a peer is never asked.
+    """No chunk is loaded from a peer: P2P sharing needs asynchronous loading, which is off.
 
-    Cause: the P2P backend answers the plain lookup with no, always (p2p_backend.py, `contains`, 0.3.9 to 0.5.6); only
-    the asynchronous one asks the controller.
+    Cause: the P2P backend always answers the synchronous lookup with no (p2p_backend.py, `contains`, 0.3.9 to 0.5.6).
+    Only the asynchronous lookup asks the controller.
 
     Setting: `enable_async_loading: true` in each engine.
     """
@@ -159,15 +160,15 @@ def peers_without_async_loading(log: Diagnosis, line: LogLine) -> Answer | None:
 
 @finding("KVD325", "peers-have-nothing", Severity.SLOW, on=[""])
 def peers_have_nothing(log: Diagnosis, line: LogLine) -> Answer | None:
-    """The controller knows of no peer that has what is looked for.
+    """No chunk is loaded from a peer: the controller knows no peer with the chunks.
 
-    Cause: the peers announce nothing (`local_cpu: false`, or no connection to the controller), hash differently
-    (PYTHONHASHSEED not the same in both), or have not stored it yet.
+    Cause: the peers announce no chunks (`local_cpu: false`, or no connection to the controller), hash differently
+    (PYTHONHASHSEED differs), or have not stored the chunks yet.
 
-    Setting: `local_cpu: true`, `enable_async_loading: true` and `PYTHONHASHSEED=0` in each engine; then a prompt of
-    more than `chunk_size` tokens, first to one engine, then to the other.
+    Setting: `local_cpu: true`, `enable_async_loading: true` and `PYTHONHASHSEED=0` in each engine. To test, send a
+    prompt of more than `chunk_size` tokens to one engine, then to the other.
 
-    Normal: one such line for each miss; a filled answer names the peer.
+    Normal: one line for each miss.
     """
     kept = _never(log)
     if kept is None or kept.empty < ENOUGH or log.counts["peer_asked"] > kept.empty:
@@ -175,7 +176,7 @@ def peers_have_nothing(log: Diagnosis, line: LogLine) -> Answer | None:
     alone = kept.settings.get("local_cpu") == "False"
     return Answer(
         f"{kept.number} lookups, 0 hits; the controller was asked {kept.empty} times and knew no peer"
-        + ("; local_cpu is False, so nothing is announced" if alone else ""),
+        + ("; local_cpu is False, so engines announce no chunks" if alone else ""),
         request="",
         verdict="violated" if alone else "unknown",
     )
@@ -183,13 +184,13 @@ def peers_have_nothing(log: Diagnosis, line: LogLine) -> Answer | None:
 
 @finding("KVD326", "engines-with-different-keys", Severity.SLOW, on=[""])
 def engines_with_different_keys(log: Diagnosis, line: LogLine) -> Answer | None:
-    """Engines that share a store name their chunks differently: none finds what another has stored.
+    """Engines that share a store find no chunk of each other, because their keys differ.
 
-    Cause: a key has the model's name as it was given to --model, the number of ranks, the rank, the dtype of the KV and
-    the hash of a chunk of `chunk_size` tokens. One that differs makes another key.
+    Cause: a key has the model's name from --model, the number of ranks, the rank, the dtype of the KV, and the hash of
+    a chunk of `chunk_size` tokens. If one part differs, the key differs.
 
-    Setting: `vllm serve MODEL --tensor-parallel-size N --kv-cache-dtype TYPE` and `chunk_size` the same in each
-    engine, MODEL by the same path.
+    Setting: `vllm serve MODEL --tensor-parallel-size N --kv-cache-dtype TYPE` and `chunk_size` equal in all engines,
+    with the same path for MODEL.
     """
     kept = _never(log)
     if kept is None or not kept.shared or len(kept.engines) < 2:

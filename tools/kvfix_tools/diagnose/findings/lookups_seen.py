@@ -1,4 +1,4 @@
-"""What the lookups and stores of a log have in common: kept while it is read, asked by findings at its end."""
+"""Counts and settings of all lookups and stores of a log, which findings use at the end of the log."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.log_line import LogLine
 
-#: Lookups of different requests from which on "never" is worth a word; requests and engines that are kept in mind.
+#: Minimum number of requests with a lookup for a finding; maximum number of requests, and of engines, to remember.
 ENOUGH, _REQUESTS, _ENGINES = 10, 20_000, 64
-#: `chunk_size` where nothing is configured, in every release.
+#: Default of `chunk_size`, in every release.
 CHUNK = 256
 #: `kv_shape=(layers, 2, tokens of a chunk, heads, head size)` in 0.3.9 to 0.5.6.
 _SHAPE = re.compile(r"kv_shape=\(\d+, \d+, (\d+)")
@@ -25,12 +25,12 @@ _NOWHERE = re.compile(r"\(?'', '', 0, ''\)?")
 
 
 class Lookups:
-    """What the lookups of a log had in common. Polls of the same request count once."""
+    """Counts and settings of the lookups of a log. Several lookups of one request count once."""
 
     def __init__(self) -> None:
         self.requests: set[str] = set()
         self.longest = 0
-        #: Most tokens that vLLM's own prefix cache had of a request.
+        #: Longest hit in vLLM's own prefix cache.
         self.local = 0
         self.hits = self.loads = self.below = self.most = self.least = 0
         self.stored = 0
@@ -50,7 +50,7 @@ class Lookups:
 
 
 class _Files(defaultdict[str, Lookups]):
-    """{file: the lookups in it}. Each engine has a log of its own, if several are given."""
+    """{file: the lookups in it}. Several files are the logs of several engines."""
 
     def __init__(self) -> None:
         super().__init__(Lookups)
@@ -72,7 +72,7 @@ def _lookups_with(log: Diagnosis, line: LogLine) -> tuple[Lookups, Lookups]:
 
 @note("asked")
 def _note_asked(log: Diagnosis, line: LogLine) -> None:
-    if line.fields.get("hit") is not None:  # None: asynchronous, not answered yet
+    if line.fields.get("hit") is not None:  # None: an asynchronous lookup without an answer yet
         for kept in _lookups_with(log, line):
             _note_lookup(kept, line)
 

@@ -1,4 +1,4 @@
-"""Stacks of gdb's: where a process stands in native code."""
+"""A finding about stacks of gdb, which show threads in native code."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.log_line import LogLine
 
-#: Libraries of transports, by their files or in their functions' names; and what only turns their wheels.
+#: Patterns of transport libraries in file or function names, and of their progress threads, which never wait for a
+#: peer.
 _TRANSPORTS = re.compile(r"(?i)nixl|libuc[pst]\b|libuc[pst]-|\buc[pst]_|mooncake|libfabric|ibverbs|libmlx5|nccl")
-_WHEELS = re.compile(r"(?i)progress(?:func|thread|_thread)|poll_?thread|async_thread|workerThread|epoll_loop")
+_PROGRESS = re.compile(r"(?i)progress(?:func|thread|_thread)|poll_?thread|async_thread|workerThread|epoll_loop")
 
 
 @finding("KVD1303", "stands-in-transport", Severity.HANG, on=["stack"])
 def stands_in_transport(log: Diagnosis, line: LogLine) -> Answer | None:
-    """A stack of gdb's shows a thread inside a transport's library.
+    """The engine may hang: a stack of gdb shows a thread inside a transport library.
 
-    Cause: a stack shows where it is, not how long: take three, some seconds apart (`gdb -p PID -batch -ex 'thread apply
-    all bt'`). If they are the same, it waits there: for a peer that is gone, for memory that is being registered, or
-    for a lock that another thread of this dump holds.
+    Cause: one stack does not show how long the thread has been there. Take three stacks, some seconds apart (`gdb -p
+    PID -batch -ex 'thread apply all bt'`). If they are equal, the thread waits for a peer, for the registration of
+    memory, or for a lock that another thread holds.
 
-    Setting: `kvfix dump PID` takes the Python stacks of the same process. The log of the peer at this time decides.
+    Setting: `kvfix dump PID` saves the Python stacks of the process. Then read the peer's log of this time, which
+    decides.
     """
     fields = line.fields
     frames = fields["frames"]
-    if log.failures.dead or fields["state"] != NATIVE or any(_WHEELS.search(frame[2]) for frame in frames):
+    if log.failures.dead or fields["state"] != NATIVE or any(_PROGRESS.search(frame[2]) for frame in frames):
         return None
     inner = next((frame for frame in reversed(frames) if _TRANSPORTS.search(f"{frame[0]} {frame[2]}")), None)
     if inner is None:

@@ -1,4 +1,4 @@
-"""OffloadingConnector of vLLM: what it says of itself at its start."""
+"""Findings about vLLM's OffloadingConnector and about external hit rates."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.log_line import Evidence, LogLine
 
-#: Intervals of vLLM's statistics with prompts and local hits, from which on an external rate of 0 is worth a word.
+#: Minimum number of intervals in vLLM's statistics with prompts and local hits for a finding.
 ENOUGH = 5
 
 
 class External:
-    """Intervals of vLLM's statistics with prompts: how many, and the highest hit rates in per cent."""
+    """Intervals of vLLM's statistics with prompts: their number, and the highest hit rates in per cent."""
 
     def __init__(self) -> None:
         self.intervals = 0
@@ -36,16 +36,16 @@ def _note_external(log: Diagnosis, line: LogLine) -> None:
 
 @finding("KVD976", "external-cache-never-hits", Severity.NOTE, on=[""])
 def external_cache_never_hits(log: Diagnosis, line: LogLine) -> Answer | None:
-    """Prompts begin alike, and not one token comes from the connector's cache.
+    """No token comes from the connector's cache, although prompts have a common beginning.
 
-    Cause: in this order. What repeats is still on the GPU: vLLM's own cache answers first, and the connector is asked
-    for the rest only. The GPU evicts more between two uses than the CPU tier holds. One KV group of the model never has
-    a hit (drafts, state, a window), and then the whole hit is 0 (vLLM before 0.32). Engines that share a store hash
-    differently (PYTHONHASHSEED), or `store_threshold` keeps blocks out until they were asked for so often.
+    Cause: usually the common part is still on the GPU: vLLM's own cache answers first, and asks the connector only for
+    the rest. Or the GPU evicts more KV between two uses than the CPU tier holds. Or one KV group (drafts, state, a
+    window) never has a hit, and the whole hit is 0 (vLLM before 0.32). Or engines that share a store hash differently
+    (PYTHONHASHSEED). Or `store_threshold` delays the store of blocks.
 
-    Setting: `--kv-offloading-size` larger, if `GPU KV cache usage` is near 100 %; far below it nothing is to be
-    done. Without `--speculative-config` once: hits then mean that the draft group was the cause (upgrade to vLLM
-    0.32.0). `export PYTHONHASHSEED=0` on every engine.
+    Setting: `--kv-offloading-size` larger, if `GPU KV cache usage` is near 100 %. If the usage is much lower, do
+    nothing. Try once without `--speculative-config`: if hits appear, upgrade to vLLM 0.32.0. For engines that share a
+    store, `export PYTHONHASHSEED=0` on every engine.
 
     Normal: the first minutes, and prompts that fit into the GPU's cache.
     """
@@ -65,20 +65,20 @@ def external_cache_never_hits(log: Diagnosis, line: LogLine) -> Answer | None:
 
 @finding("KVD539", "every-group-taken-for-drafts", Severity.SLOW, on=["draft_groups"])
 def every_group_taken_for_drafts(log: Diagnosis, line: LogLine) -> Answer | None:
-    """With speculative decoding OffloadingConnector drops the end of every KV group's hit, and may find nothing at all.
+    """With speculative decoding, OffloadingConnector shortens every hit, or has no hits at all.
 
-    Cause: no KV group is marked as the draft model's, and then vLLM before 0.32 takes all for it (vllm#52735). A group
-    of state or of a window can serve one chunk only: without its last chunk the whole hit is 0. It is this if `External
-    prefix cache hit rate` stays at 0.0%.
+    Cause: if no KV group is marked as the draft model's, vLLM before 0.32 takes all groups for draft groups, and drops
+    the last chunk of each hit (vllm#52735). A group of state or of a window needs its last chunk, so the whole hit is
+    0. If `External prefix cache hit rate` stays at 0.0%, this is the cause.
 
-    Setting: `vllm serve` without `--speculative-config`, or without OffloadingConnector (`--kv-offloading-size`),
-    which then only costs memory.
+    Setting: `vllm serve` without `--speculative-config`, or without OffloadingConnector (`--kv-offloading-size`), which
+    otherwise only uses memory.
 
     Good: upgrade to vLLM 0.32.0 or newer.
 
-    Normal: the groups of the draft model alone, such as `[3]`.
+    Normal: a list of the draft model's groups only, such as `[3]`.
     """
     groups = [int(number) for number in re.findall(r"\d{1,6}", line.fields["groups"])]
     if len(groups) < 2 or groups != list(range(len(groups))) or log.releases.within("vllm", ">=0.32"):
         return None
-    return Answer(f"all {len(groups)} groups are taken for those of the draft model", request="", verdict="unknown")
+    return Answer(f"vLLM takes all {len(groups)} groups for groups of the draft model", request="", verdict="unknown")

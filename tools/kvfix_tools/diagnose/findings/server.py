@@ -1,4 +1,4 @@
-"""The LMCache server, as its own log and its clients' tell of it."""
+"""Findings about the LMCache server, from its own log and from the logs of its clients."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.log_line import LogLine
 
-#: How the server begins to tell of a handler that failed; the traceback stands below it, within so many lines.
+#: First line of the server about a failed handler, and the maximum number of lines until its traceback.
 _HANDLER = re.compile(
     r"Error (?:in blocking handler|handling (?:request RequestType\.|operation )(?P<operation>\w+))(?:: (?P<error>.+))?"
 )
 _BELOW = 120
-#: Operations whose answer no client waits for: they fail when a worker has gone.
+#: Operations whose answer no client needs. They fail after a worker has ended.
 _UNASKED = frozenset({"end_session"})
 
 
@@ -31,35 +31,34 @@ class Server:
 
 @finding("KVD116", "server-silent-at-start", Severity.CRASH, on=["raised"], symptom=True)
 def server_silent_at_start(log: Diagnosis, line: LogLine) -> Answer | None:
-    """A worker could not register with the LMCache server, and vLLM does not start.
+    """vLLM does not start, because a worker could not register with the LMCache server.
 
-    Cause: there is no server at `lmcache.mp.host` and `lmcache.mp.port`; or there is, and it failed at the registration
-    (KVD212) or does not know the operation (KVD206). Then its own log alone tells why: it sends no answer.
+    Cause: no server runs at `lmcache.mp.host` and `lmcache.mp.port`. Or the server failed at the registration (KVD212)
+    or does not know the operation (KVD206), and sends no answer: then only the server's log shows the cause.
 
-    Setting: `lmcache server --supported-transfer-mode auto`, started before vLLM and of the same release of
-    LMCache. Containers: both with `--network host --ipc host --gpus all`. If the server runs, `grep 'Error
-    handling' SERVER.log`.
+    Setting: `lmcache server --supported-transfer-mode auto`, started before vLLM, in the same release of LMCache. Start
+    both containers with `--network host --ipc host --gpus all`. If the server runs, `grep 'Error handling' SERVER.log`.
 
-    Good: what the server's log says, put right; no release up to 0.5.6 sends its error to the client.
+    Good: a fix of the error in the server's log. No release up to 0.5.6 sends this error to the client.
     """
     if line.fields["meaning"] != "server_silent":
         return None
     server = line.fields.get("server")
-    what = f"no server at {server}" if server else f"no answer to {line.fields.get('operation', 'a question')}"
+    what = f"no server at {server}" if server else f"no answer to {line.fields.get('operation', 'a request')}"
     return Answer(f"{what}: {line.fields['text'][:160]}", request="")
 
 
 @finding("KVD204", "server-does-not-answer", Severity.HANG, on=["mp_timeout", "mp_unhealthy"], symptom=True)
 def server_does_not_answer(log: Diagnosis, line: LogLine) -> Answer | None:
-    """The LMCache server does not answer: vLLM goes on without the cache.
+    """vLLM runs without the cache, because the LMCache server does not answer.
 
-    Cause: no server at `lmcache.mp.host` and `lmcache.mp.port`, or it is overloaded, or has gone.
+    Cause: no server runs at `lmcache.mp.host` and `lmcache.mp.port`, or the server is overloaded or has died.
 
-    Setting: `lmcache server` started again, at the host and port of `lmcache.mp.host` and `lmcache.mp.port`: the
-    engine finds it by itself. `dmesg -T | grep -i 'killed process'` says whether it was killed for memory.
+    Setting: `lmcache server` restarted at the host and port of `lmcache.mp.host` and `lmcache.mp.port`. The engine
+    reconnects without a restart. `dmesg -T | grep -i 'killed process'` shows if the server was killed for memory.
 
-    Good: a server that is started again by itself, and LMCache 0.5.6, where a lookup that timed out does not switch the
-    cache off for good (KVD205).
+    Good: a supervisor that restarts the server, and LMCache 0.5.6, in which a lookup timeout does not disable the cache
+    permanently (KVD205).
     """
     what = line.fields.get("what", "a ping")
     server = line.fields.get("server")
@@ -68,26 +67,25 @@ def server_does_not_answer(log: Diagnosis, line: LogLine) -> Answer | None:
 
 @finding("KVD205", "server-never-asked-again", Severity.HANG, on=[""])
 def server_never_asked_again(log: Diagnosis, line: LogLine) -> Answer | None:
-    """After one lookup that timed out the cache is off until vLLM is started again."""
+    """The cache is off until vLLM restarts, because one lookup timed out."""
     timed_out = log.counts["mp_timeout"]
     if not timed_out or log.counts["mp_healthy"] or log.releases.within("lmcache", ">=0.5.0,<0.5.6") is not True:
         return None
-    return Answer(f"{timed_out} lookups timed out, and `LMCache server is healthy again` never comes", request="")
+    return Answer(f"{timed_out} lookups timed out, and no line says `LMCache server is healthy again`", request="")
 
 
 @finding("KVD206", "transfer-mode-mismatch", Severity.HANG, on=["no_handler"])
 def transfer_mode_mismatch(log: Diagnosis, line: LogLine) -> Answer | None:
-    """The server does not know the operation a worker asks for, and does not answer: the worker waits for 300 seconds.
+    """A worker waits 300 seconds, because the server does not know its operation and does not answer.
 
-    Cause: the server was started for one transfer mode, the worker chose another; or they are of different releases of
-    LMCache. Operations that begin with CB_ are CacheBlend's: their names differ by release, and only a server with
-    `--engine-type blend` has them. The answer that would tell it is never sent.
+    Cause: the server and the worker have different transfer modes or different releases of LMCache. Operations CB_...
+    are CacheBlend's. Their names differ by release, and only a server with `--engine-type blend` has them.
 
-    Setting: `lmcache server --supported-transfer-mode auto`, or the worker with the mode of the server
-    (`lmcache.mp.mp_transfer_mode`, LMCACHE_MP_TRANSFER_MODE); the same LMCache release on both sides. Operations
-    that begin with CB_: a server without `--engine-type blend`, or a client of its release.
+    Setting: `lmcache server --supported-transfer-mode auto`, or set the worker's mode to the server's
+    (`lmcache.mp.mp_transfer_mode`, LMCACHE_MP_TRANSFER_MODE). Install the same LMCache release on both sides. For
+    operations CB_..., start the server without `--engine-type blend`, or use a client of the server's release.
 
-    Good: the same, in both units; no release up to 0.5.6 answers what it does not know.
+    Good: these settings for server and worker. No release up to 0.5.6 answers an unknown operation.
     """
     mode = log.state(Server).mode
     return Answer(
@@ -103,16 +101,16 @@ def _note_mode(log: Diagnosis, line: LogLine) -> None:
 
 @finding("KVD210", "worker-forgotten", Severity.HANG, on=["reaped", "unregistered", ""])
 def worker_forgotten(log: Diagnosis, line: LogLine | None) -> Answer | None:
-    """The server has forgotten a worker, and refuses what it asks for.
+    """The server refuses all requests of a worker, because it has removed the worker's registration.
 
-    Setting: a longer `worker_registration_grace_seconds` of the server.
+    Setting: `worker_registration_grace_seconds` of the server longer.
 
-    Normal: `No registered GPU context found`, where the same worker has unregistered before.
+    Normal: `No registered GPU context found` after the worker has unregistered.
     """
     if line is None:
         if not log.counts["good_bye_of_none"] or log.counts["good_bye"]:
             return None
-        return Answer("a worker that the server does not know any more says good-bye", "", "unknown")
+        return Answer("a worker unregisters, but the server does not know the worker any more", "", "unknown")
     f = line.fields
     if line.name == "unregistered":
         return Answer(f"worker {f['instance']} is not registered", request="")
@@ -123,15 +121,15 @@ def worker_forgotten(log: Diagnosis, line: LogLine | None) -> Answer | None:
 
 @finding("KVD214", "worker-fell-silent", Severity.HANG, on=["reaped"])
 def worker_fell_silent(log: Diagnosis, line: LogLine) -> Answer | None:
-    """A worker that had pinged the server fell silent, and the server dropped it.
+    """The server refuses all requests of a worker, because the worker stopped its pings and the server removed it.
 
-    Cause: the worker's process has ended, hangs (a thread holds Python's global lock, as on ROCm: KVD922), or was
-    stopped; the server drops it after `worker_reap_timeout_seconds` (120). A worker that lives on is refused from then.
+    Cause: the worker has ended, hangs, or was stopped. On ROCm a thread may hold Python's global lock (KVD922). The
+    server removes a silent worker after `worker_reap_timeout_seconds` (120).
 
-    Setting: `py-spy dump --pid PID` of the worker, if it still runs; then restart vLLM, and look at vLLM's log of
-    that time. `--worker-reap-timeout-seconds 0` of the server keeps live workers registered.
+    Setting: `py-spy dump --pid PID` of the worker, if it still runs. Then restart vLLM, and read vLLM's log of that
+    time. `lmcache server --worker-reap-timeout-seconds 0` keeps live workers registered.
 
-    Good: what made the worker silent, put right; no release lets a worker that hangs go on.
+    Good: a fix of the cause that made the worker silent. No release continues with a worker that was removed.
 
     Normal: a vLLM that was stopped or killed.
     """
@@ -143,16 +141,15 @@ def worker_fell_silent(log: Diagnosis, line: LogLine) -> Answer | None:
 
 @finding("KVD212", "server-handler-fails", Severity.HANG, on=["logged", "raised", ""])
 def server_handler_fails(log: Diagnosis, line: LogLine | None) -> Answer | None:
-    """The server failed at a request and sent no answer: the client waits until its own timeout.
+    """A client waits until its timeout, because the server failed at a request and sent no answer.
 
-    Cause: a handler of the server raised; what is wrong is the last line of its traceback. No release tells the client
-    (0.5.6), which can only say that it timed out.
+    Cause: a handler of the server raised. The last line of its traceback shows the error. No release up to 0.5.6 sends
+    the error to the client, which logs only a timeout.
 
-    Setting: `grep -A120 'Error handling' SERVER.log` shows the traceback: put right what its last line says. Then
-    restart the server, and after it vLLM. `lmcache.mp.mq_timeout` in kv_connector_extra_config makes the client
-    give up earlier.
+    Setting: `grep -A120 'Error handling' SERVER.log` shows the traceback. Fix the error in its last line. Then restart
+    the server, and after it vLLM. `lmcache.mp.mq_timeout` in kv_connector_extra_config shortens the client's wait.
 
-    Good: what the traceback's last line says; no release up to 0.5.6 sends the error to the client.
+    Good: a fix of the error in the last line of the traceback.
     """
     server = log.state(Server)
     head = server.handler
@@ -183,32 +180,32 @@ def _failed_handler(head: LogLine, error: str) -> Answer:
 
 @finding("KVD271", "load-from-server-failed", Severity.SLOW, on=["mp_failed"])
 def load_from_server_failed(log: Diagnosis, line: LogLine) -> Answer | None:
-    """The LMCache server answered that a load has failed. vLLM ends the request with an error, or computes it again.
+    """A request ends with an error or is computed again, because a load from the LMCache server failed.
 
-    Cause: the server knows: a chunk went between lookup and load (`Some keys not found during retrieve!`), a worker is
-    not registered (KVD210), or the copy failed (`Cannot retrieve keys due to exception`). vLLM's
-    `kv_load_failure_policy` is `fail` unless it is set.
+    Cause: the server's log shows the cause. A chunk was evicted between lookup and load (`Some keys not found during
+    retrieve!`), a worker is not registered (KVD210), or the copy failed (`Cannot retrieve keys due to exception`). The
+    default of vLLM's `kv_load_failure_policy` is `fail`.
 
-    Setting: `"kv_load_failure_policy":"recompute"` in --kv-transfer-config; then the server's log at this time, with
-    `kvfix-diagnose ENGINE.log SERVER.log`; a larger `--l1-size-gb` if chunks are missing.
+    Setting: `"kv_load_failure_policy":"recompute"` in --kv-transfer-config. Then run `kvfix-diagnose ENGINE.log
+    SERVER.log`. If chunks are missing, raise `--l1-size-gb` of the server.
 
-    Good: what the server's log names.
+    Good: a fix of the cause in the server's log.
     """
     if line.fields["what"] != "retrieve" or log.releases.within("lmcache", "<0.5.5") is not False:
         return None  # KVD301
-    return Answer("its load from the server failed")
+    return Answer("the load of this request from the server failed")
 
 
 @finding("KVD272", "store-to-server-failed", Severity.SLOW, on=["mp_failed"])
 def store_to_server_failed(log: Diagnosis, line: LogLine) -> Answer | None:
-    """The LMCache server answered that a store has failed: this KV is not in the cache, the request is right.
+    """Later requests have no hits, because a store to the LMCache server failed. The output of this request is right.
 
-    Cause: the server knows: the worker is not registered (`Rejecting STORE`, KVD210), the blocks do not fit its layout
-    (`STORE block ID underflow`), or the copy failed (`Cannot store keys due to exception`).
+    Cause: the server's log shows the cause. The worker is not registered (`Rejecting STORE`, KVD210), the blocks do not
+    match the server's layout (`STORE block ID underflow`), or the copy failed (`Cannot store keys due to exception`).
 
-    Setting: `kvfix-diagnose ENGINE.log SERVER.log` shows what the server says at this time. Restart vLLM if the
-    server was restarted without it.
+    Setting: `kvfix-diagnose ENGINE.log SERVER.log` shows the server's error. If the server was restarted without vLLM,
+    restart vLLM.
 
-    Good: what the server's log names.
+    Good: a fix of the cause in the server's log.
     """
-    return Answer("its store failed at the server") if line.fields["what"] == "store" else None
+    return Answer("the store of this request failed at the server") if line.fields["what"] == "store" else None

@@ -1,4 +1,4 @@
-"""An engine whose statistics say that requests run or wait, and that nothing is computed."""
+"""Findings about an engine whose statistics show requests, but no computed token."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.log_line import Evidence, Fields, LogLine
 
-#: Intervals of vLLM's statistics (10 seconds each) without a token, with requests waiting.
+#: Number of intervals of vLLM's statistics (10 seconds each) with requests but without a token for a finding.
 IDLE = 3
-#: Connectors of a decode engine, by which nothing comes that a request does not name.
+#: Connectors of a decode instance that load only blocks which a request names.
 BY_REQUEST = {"NixlConnector", "NixlPushConnector", "MooncakeConnector", "MoRIIOConnector"}
-#: Per cent of the KV blocks in use, below which no request waits for blocks; of external hits, above which decode
-#: computes no prompt.
+#: Below this per cent of used KV blocks no request waits for blocks. Above this per cent of external hits a decode
+#: instance computes no prompt.
 ROOM, ALL = 80.0, 99.0
-#: What waits: requests in the queue, a step, requests for the KV of prefill.
+#: The kind of standstill: requests in the queue, a step that does not end, requests that wait for prefill.
 _QUEUE, _STEP, _PREFILL = "queue", "step", "prefill"
 
 
 class _Still(dict[tuple[str, str], "tuple[int, str, Evidence, str]"]):
-    """{engine: intervals without a token, what its statistics say, the last line, which of the rules it looks like}"""
+    """{engine: (intervals without a token, text of its statistics, last line, kind of standstill)}"""
 
 
 @note("stats")
@@ -42,43 +42,41 @@ def _note_standstill(log: Diagnosis, line: LogLine) -> None:
 
 @finding("KVD202", "nothing-moves", Severity.HANG, on=["stats", ""], symptom=True)
 def nothing_moves(log: Diagnosis, line: LogLine | None) -> Answer | None:
-    """Requests wait, and the engine computes nothing.
+    """The engine stands still: requests wait, and the engine computes no token.
 
-    Cause: a step that does not end, in a hook or on the device; or what a request at the head of the queue waits for
-    does not come: a load that was never started or does not end, a lookup that is not answered, or blocks that are kept
-    back. Look at the other findings; none: take `kvfix dump PID`.
+    Cause: a step does not end, in a connector hook or on the GPU. Or the first request of the queue waits for a load
+    that does not end, for a lookup without an answer, or for blocks that are not freed. Read the other findings first.
+    Without one, run `kvfix dump PID`.
 
-    Setting: vLLM before 0.32 can lock asynchronous loads out of one another when blocks are short: fewer requests at
-    once (`max_num_seqs`).
+    Setting: `--max-num-seqs` lower. Before vLLM 0.32, asynchronous loads can block each other if blocks are short.
 
-    Normal: an idle engine; a prefill or a compiler that takes a minute.
+    Normal: an idle engine, or a prefill or a compilation that takes a minute.
     """
     return _stands(log, line, _QUEUE)
 
 
 @finding("KVD1196", "step-does-not-end", Severity.HANG, on=["stats", ""], symptom=True)
 def step_does_not_end(log: Diagnosis, line: LogLine | None) -> Answer | None:
-    """Requests run, none waits, and no token comes: a step of the engine does not end.
+    """The engine stands still: requests run, but a step of the engine does not end.
 
-    Cause: a worker stands in a hook of the connector (a load or a transfer that waits for the other side), in a
-    collective that another rank does not join, or on the device; or a compiler or a very long prefill runs. The stacks
-    of the workers decide.
+    Cause: a worker waits in a connector hook for a load or a transfer, in a collective that another rank does not join,
+    or on the GPU. Or a compilation or a very long prefill runs. The stacks of the workers decide.
 
-    Setting: `kvfix dump PID` (or `py-spy dump --pid` of each worker) while it stands: a hook names the connector, then
-    look at the other side (prefill, store, server) and its log; all_reduce or broadcast: the rank whose stack differs.
-    Then restart; without --kv-transfer-config it shows whether the connector is it.
+    Setting: `kvfix dump PID` (or `py-spy dump --pid` of each worker) during the standstill. If the stack is in a
+    connector hook, read the log of its prefill instance, store or server. If it is in all_reduce or broadcast, find the
+    rank whose stack differs. Then restart. A start without --kv-transfer-config shows if the connector is the cause.
 
-    Good: what the stacks show.
+    Good: a fix of the cause that the stacks show.
 
-    Normal: a prefill or a compiler that takes a minute.
+    Normal: a prefill or a compilation that takes a minute.
     """
     return _stands(log, line, _STEP)
 
 
 def _awaits_prefill(log: Diagnosis, fields: Fields) -> bool:
-    """Whether it is a decode engine with room, on which everything waits for the KV that prefill holds.
+    """Return True for a decode instance with free blocks on which all requests wait for KV of a prefill instance.
 
-    Of an engine that does not say its connector: all that wait are deferred, and all hits are external.
+    If the log does not name the connector, all waiting requests must be deferred, and all hits external.
     """
     of_decode = log.who.connectors <= BY_REQUEST and "kv_producer" not in log.who.roles
     if not log.who.connectors:
@@ -88,18 +86,19 @@ def _awaits_prefill(log: Diagnosis, fields: Fields) -> bool:
 
 @finding("KVD1065", "decode-waits-for-prefill", Severity.HANG, on=["stats", ""], symptom=True)
 def decode_waits_for_prefill(log: Diagnosis, line: LogLine | None) -> Answer | None:
-    """Requests wait on a decode engine with free blocks: the KV that prefill holds for them does not come.
+    """Requests wait on a decode instance with free blocks, because their KV does not arrive from the prefill instance.
 
-    Cause: their transfer was not begun, or its end was not reported: prefill died, or gave the blocks up before decode
-    came; the handshake has no answer; a notification was lost. vLLM's scheduler has no time limit for it (0.33.0). What
-    decides: prefill's log of that time (`Releasing expired KV blocks`, a traceback, a restart), and decode's with
-    `VLLM_LOGGING_LEVEL=DEBUG`, which names the requests (`is still in WAITING_FOR_REMOTE_KVS state`).
+    Cause: the transfer did not begin, or its end was not reported. The prefill instance died, freed the blocks before
+    decode read them, or did not answer the handshake, or a notification was lost. vLLM's scheduler has no timeout for
+    this wait (0.33.0). The prefill log of that time decides (`Releasing expired KV blocks`, a traceback, a restart). So
+    does decode's log with `VLLM_LOGGING_LEVEL=DEBUG`, which names requests (`is still in WAITING_FOR_REMOTE_KVS
+    state`).
 
-    Setting: `nc -vz HOST PORT` from decode, with prefill's VLLM_NIXL_SIDE_CHANNEL_HOST and PORT; `kvfix dump PID`
-    shows what the workers wait for. Then restart decode, and prefill if it died. `"kv_load_failure_policy":
-    "recompute"` on decode ends the wait if the failure is reported.
+    Setting: `nc -vz HOST PORT` from decode, with prefill's VLLM_NIXL_SIDE_CHANNEL_HOST and PORT. `kvfix dump PID` shows
+    what the workers wait for. Then restart decode, and prefill if it died. `"kv_load_failure_policy": "recompute"` on
+    decode ends the wait if the connector reports the failure.
 
-    Good: prefill that stays, at an address of its own; a router that aborts on both sides.
+    Good: a prefill instance with a fixed address that does not restart, and a router that aborts on both sides.
     """
     return _stands(log, line, _PREFILL)
 
@@ -109,7 +108,7 @@ def _engine(line: LogLine) -> tuple[str, str]:
 
 
 def _stands(log: Diagnosis, line: LogLine | None, rule: str) -> Answer | None:
-    """Whether an engine has computed nothing for so long, and looks like this finding."""
+    """Return an answer if an engine has computed nothing for IDLE intervals, in a standstill of this kind."""
     still = log.state(_Still)
     if line is None:
         return _still_at_the_end(log, still, rule)
@@ -121,11 +120,13 @@ def _stands(log: Diagnosis, line: LogLine | None, rule: str) -> Answer | None:
 
 
 def _still_at_the_end(log: Diagnosis, still: _Still, rule: str) -> Answer | None:
-    """An engine that computes nothing says so once; from then on vLLM has its statistics at DEBUG (loggers.py
-    0.12.0:194 to 0.32.0:272), and its silence is all that a log at INFO shows.
+    """Return an answer for a log that ends in a standstill.
+
+    An engine without progress logs its statistics once at INFO. From then on vLLM logs them at DEBUG (loggers.py
+    0.12.0:194 to 0.32.0:272).
     """
     for count, what, evidence, looks_like in still.values():
         if count < IDLE and looks_like == rule and not log.failures.ending:
-            sentence = f"{what}, and no statistics after it: vLLM leaves them out at INFO while nothing is computed"
+            sentence = f"{what}, and no later statistics: at INFO vLLM logs none while it computes nothing"
             return Answer(sentence, request="", verdict="unknown", evidence=(evidence,), note=True)
     return None

@@ -1,4 +1,4 @@
-"""Transfers between prefill and decode: what vLLM's statistics say of their speed."""
+"""A finding about the speed of transfers between prefill and decode, from vLLM's statistics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.log_line import LogLine
 
-#: MB of one transfer from which on its rate says something, and MB/s that any RDMA card and NVLink exceed by far.
+#: Minimum size of a transfer in MB for a judgement, and a rate in MB/s that RDMA and NVLink exceed by far.
 LARGE, SLOW = 16.0, 1000.0
 
 
@@ -33,21 +33,21 @@ def _note_rate(log: Diagnosis, line: LogLine) -> None:
 
 @finding("KVD1051", "kv-goes-by-tcp", Severity.SLOW, on=[""])
 def kv_goes_by_tcp(log: Diagnosis, line: LogLine | None) -> Answer | None:
-    """KV moves from prefill to decode at the speed of TCP.
+    """Transfers from prefill to decode are slow, because KV moves over TCP.
 
-    Cause: UCX found no way from GPU to GPU and copies over sockets. It takes cuda_ipc for reads only over NVLink:
-    between two GPUs of one node without it the pulls of NixlConnector go over TCP, at about 0.5 GB/s (vllm#52607).
-    Between nodes: the container has no RDMA card, UCX_TLS or UCX_NET_DEVICES leaves it out, or UCX has no driver for
-    it (AWS EFA). `UCX_PROTO_INFO=y` at the next start decides: the lines of `remote memory read` name the transport.
+    Cause: UCX found no direct path between the GPUs, and copies over sockets. On one node, UCX uses cuda_ipc for reads
+    only over NVLink. Without NVLink the reads of NixlConnector go over TCP, at about 0.5 GB/s (vllm#52607). Between
+    nodes, the container has no RDMA card, UCX_TLS or UCX_NET_DEVICES excludes the card, or UCX has no driver for it
+    (AWS EFA). Start with `UCX_PROTO_INFO=y`: the lines `remote memory read` name the transport.
 
-    Setting: `"kv_connector": "NixlPushConnector"` on both sides, on one node without NVLink (vLLM 0.26 or newer,
-    and a router that knows it). Between nodes: container with `--device /dev/infiniband --ulimit memlock=-1`,
-    `unset UCX_TLS`, `UCX_NET_DEVICES=mlx5_0:1` (a card that `ibv_devinfo` shows as active); AWS EFA:
+    Setting: `"kv_connector": "NixlPushConnector"` on both sides, on one node without NVLink (vLLM 0.26 or newer, and a
+    router that supports it). Between nodes start the container with `--device /dev/infiniband --ulimit memlock=-1`,
+    `unset UCX_TLS`, and set `UCX_NET_DEVICES=mlx5_0:1` (a card that `ibv_devinfo` shows as active). AWS EFA:
     `"kv_connector_extra_config": {"backends": ["LIBFABRIC"]}`.
 
-    Good: the set-up; no release of vLLM or nixl changes the way that UCX finds.
+    Good: these settings. No release of vLLM or nixl changes the path that UCX finds.
 
-    Normal: a network of 10 Gbit/s, and small transfers, which are not looked at.
+    Normal: a network of 10 Gbit/s. kvfix ignores small transfers.
     """
     kept = log.state(_Moved)
     if kept.best is None or float(kept.best.fields["rate"]) >= SLOW:

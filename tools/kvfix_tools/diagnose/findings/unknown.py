@@ -1,4 +1,4 @@
-"""The last rung: a failure that no rule and no record of its own code knows, of a general kind or of none."""
+"""Findings about a failure that no other rule and no specific record explains."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 @finding("KVD199", "unknown-failure", Severity.CRASH, on=[""])
 def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
-    """Something failed, and kvfix does not know it. The line shown is the first error, not what followed from it.
+    """A failure that kvfix does not know. The finding shows the first error, not its consequences.
 
-    Cause: not known to this release of kvfix.
+    Cause: this release of kvfix does not know the cause.
 
-    Setting: `grep -n -m1 -B40 'ERROR' LOG` shows what came before; look at the code and the hook that the sentence
-    names, and report it there with `kvfix-diagnose LOG --issue FILE.md`.
+    Setting: `grep -n -m1 -B40 'ERROR' LOG` shows the lines before the error. Read the code and the hook that the
+    sentence names, and report the failure there with `kvfix-diagnose LOG --issue FILE.md`.
     """
     first = _unexplained(log)
     if first is None or is_cut(first):
@@ -45,12 +45,12 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
 def traceback_is_cut(log: Diagnosis, line: LogLine | None) -> Answer | None:
     """The log ends inside a traceback. It shows where the process failed, but not the exception.
 
-    Cause: an excerpt, a viewer or a limit of the logger cut it.
+    Cause: an excerpt, a viewer or a limit of the logger has cut the log.
 
-    Setting: `grep -nE '^.{0,120}(Error|Exception)\\b' LOG | head` names the exceptions; then kvfix-diagnose with the
-    whole log, of every rank.
+    Setting: `grep -nE '^.{0,120}(Error|Exception)\\b' LOG | head` shows the exceptions. Then run kvfix-diagnose with
+    the whole log of every rank.
 
-    Good: what the exception says.
+    Good: a fix of the exception.
     """
     first = _unexplained(log)
     if first is None or not is_cut(first):
@@ -69,32 +69,32 @@ def _unexplained(log: Diagnosis) -> LogLine | None:
         found.severity is Severity.HANG for found in causes
     ):
         return None
-    # What was found says an error that was only logged, unless it is no more than a risk.
+    # A finding that is more than a risk also explains an error that was only logged.
     said = first.name == "logged" or is_cut(first)
     return None if said and any(found.severity is not Severity.RISK for found in causes) else first
 
 
 def _is_fatal(log: Diagnosis, first: LogLine) -> bool:
-    """Return True if an engine ends by this error, or its connector met it."""
+    """Return True if this error ended an engine, or if it happened in the connector."""
     if not log.who.engine:
         return False
     return log.failures.dead or (first.name == "raised" and is_of_engine(first))
 
 
 def _only_the_end(log: Diagnosis) -> Answer | None:
-    """Answer for an engine that is dead without an error of its own: by what it quotes of a worker, or by its death."""
+    """Return an answer for a dead engine without an error in the log, from a quoted worker error or from its death."""
     quoted, death = log.failures.quoted, log.failures.death
     if any(found.severity is Severity.CRASH for found in log.findings) or log.failures.first is not None:
         return None
     if quoted is not None:
-        sentence = f"a worker's exception, of which the log has no more than its words: {quoted.fields['text'][:200]}"
+        sentence = f"a worker raised an exception without a traceback in the log: {quoted.fields['text'][:200]}"
         answer = Answer(sentence, "", "unknown", (quoted.evidence,))
         known = [each for each in problems.at(quoted) if each.concerns(log)][:1] or problems.general(quoted)
     elif log.failures.dead and log.who.engine:
-        sentence = "the engine is dead, and the log does not show why"
+        sentence = "the engine died, and the log does not show why"
         answer = Answer(sentence, "")
         if death is not None:
-            # The API server says no more in an orderly shutdown whose beginning is not in the log.
+            # After an orderly shutdown whose beginning is not in the log, the API server logs only this.
             echo = b"EngineDeadError" in death.body or b"output_handler failed" in death.body
             shown = f"{sentence}: {death.evidence.text[:160]}"
             answer = Answer(shown, "", "unknown", (death.evidence,), note=echo)

@@ -1,10 +1,10 @@
-"""The checks. One check is one small function; it is found by its decorator, and nothing lists them.
+"""The checks. One check is one small function, which its decorator registers:
 
     @check("chunk-size", essential=True)
     def chunk_size(setup): ...
 
-It yields lines: `ok`, `problem`, `unchecked`; none where it does not apply. Its docstring says what it looks at; the
-documentation is made of it. essential: where none of these could be done, nothing could be checked (exit code 77).
+A check yields lines `ok`, `problem` or `unchecked`, and no line if it does not apply. Its docstring becomes its row in
+the documentation. essential: if no essential check can run, the exit code is 77.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OK, PROBLEM, UNCHECKED = "ok", "problem", "unchecked"
 
 
 class Line(NamedTuple):
-    """what: found, in one sentence. do: the remedy, settings as they are typed; "" where there is nothing to do."""
+    """A result of a check. what: one sentence. do: the remedy as the user types it; "" if there is nothing to do."""
 
     check: str
     status: str
@@ -67,11 +67,11 @@ def unchecked(what: str, do: str = "") -> Line:
 
 
 def explained(slug: str) -> str:
-    """ "; kvfix explain CODE" of a known bug; "" if there is none of this name."""
+    """Return "; kvfix explain CODE" for the fix with this slug; "" if there is none."""
     return next((f"; kvfix explain {fix.code}" for fix in catalogue_of_fixes.fixes() if fix.slug == slug), "")
 
 
-#: The order in the report: what all the rest stands on comes first.
+#: The order in the report. Checks on which the others depend come first.
 _ORDER = (
     "installation", "releases", "transfer", "settings", "cache", "model", "addresses", "disaggregated", "memory",
     "kvfix",
@@ -80,7 +80,7 @@ _ORDER = (
 
 @lru_cache(maxsize=1)
 def catalogue() -> tuple[Check, ...]:
-    """Every check, in the order of the report."""
+    """Return every check, in the order of the report."""
     names = [module.name for module in pkgutil.iter_modules(__path__)]
     for name in sorted(names, key=lambda each: (_ORDER.index(each) if each in _ORDER else len(_ORDER), each)):
         import_module(f"{__name__}.{name}")
@@ -88,11 +88,11 @@ def catalogue() -> tuple[Check, ...]:
 
 
 def lines(setup: Setup) -> Iterator[Line]:
-    """What every check says, without secrets. A check that fails itself says so, and the others go on."""
+    """Yield the lines of every check, without secrets. If a check raises, report this and run the other checks."""
     for each in catalogue():
         try:
             found = list(each.look(setup))
         except Exception as error:  # noqa: BLE001
-            found = [unchecked(f"this check failed: {type(error).__name__}: {error}", "report it to kvfix")]
+            found = [unchecked(f"this check failed: {type(error).__name__}: {error}", "report this error to kvfix")]
         for line in found:
             yield line._replace(check=each.name, what=redact.text(line.what), do=redact.text(line.do))

@@ -1,4 +1,4 @@
-"""Hosts and ports: what this command listens on, and what it is to reach."""
+"""The hosts and ports that the command listens on, and those that it connects to."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _ANY = ("0.0.0.0", "::", "*")
 
 @check("listens")
 def listens(setup: Setup) -> Iterator[Line]:
-    """The ports that this command listens on are free, and it names none twice."""
+    """The ports that this command listens on are free, and no port is used twice."""
     if setup.command is None or setup.command.container:
         return
     taken: dict[int, str] = {}
     for name, host, port in _own(setup):
         if not 0 < port < 65536:
-            yield problem(f"{name} is {port}, which is no port", f"{name} 1 to 65535")
+            yield problem(f"{name} is {port}, which is not a port", f"{name} N, with N from 1 to 65535")
         elif port in taken:
-            yield problem(f"{name} and {taken[port]} are both {port}", f"another port for {name}")
+            yield problem(f"{name} and {taken[port]} are both {port}", f"{name} N, with another free port N")
         elif port_in_use(host, port):
-            yield problem(f"port {port} ({name}) is in use on this machine", f"another port for {name}")
+            yield problem(f"port {port} ({name}) is in use on this machine", f"{name} N, with another free port N")
         else:
             yield ok(f"port {port} ({name}) is free")
         taken.setdefault(port, name)
@@ -61,20 +61,21 @@ def _own(setup: Setup) -> Iterator[tuple[str, str, int]]:
 
 @check("hosts")
 def hosts(setup: Setup) -> Iterator[Line]:
-    """Addresses that this command connects to have a host that is an address, resolves, and is not 0.0.0.0."""
+    """Hosts that this command connects to can be resolved, are not 0.0.0.0, and have a port."""
     for name, url in _reached(setup):
         shown, at = redact.text(url), servers.address(url)
         if at.host in _ANY:
             yield problem(
-                f"{name} is {shown}: {at.host} is where a server listens, not where it is", "its name or address"
+                f"{name} is {shown}: {at.host} is an address to listen on, not to connect to",
+                f"{name}: the host name or IP address of the server",
             )
         elif at.host and not resolves(at.host):
             yield problem(
-                f"{name} is {shown}: no address is known for {at.host} here",
-                "correct the host; in Kubernetes SERVICE.NAMESPACE",
+                f"{name} is {shown}: this machine cannot resolve {at.host}",
+                f"{name}: a host name that resolves; in Kubernetes SERVICE.NAMESPACE",
             )
         elif at.port is None or not 0 < at.port < 65536:
-            yield problem(f"{name} is {shown}, which has no port from 1 to 65535", "tcp://HOST:PORT")
+            yield problem(f"{name} is {shown}, which has no port from 1 to 65535", f"{name}: tcp://HOST:PORT")
 
 
 def _reached(setup: Setup) -> Iterator[tuple[str, str]]:
@@ -98,7 +99,7 @@ def _reached(setup: Setup) -> Iterator[tuple[str, str]]:
 
 @check("server")
 def server(setup: Setup) -> Iterator[Line]:
-    """The LMCache server of the multi-process connector answers on its port, and its release is the connector's."""
+    """The LMCache server of the multi-process connector answers on its port, and has the connector's release."""
     connector = setup.connector("mp")
     if connector is None:
         return
@@ -112,20 +113,21 @@ def server(setup: Setup) -> Iterator[Line]:
         if each.why_not:
             yield problem(
                 f"no LMCache server answers at {each.address.url}: {each.why_not}",
-                f"start it before vLLM: {start.format(each.address.port)}",
+                f"{start.format(each.address.port)}, before vLLM",
             )
             continue
-        yield ok(f"something answers at {each.address.url}")
+        yield ok(f"a server answers at {each.address.url}")
         own = setup.lmcache.version if setup.lmcache else ""
         if not each.release:
             yield unchecked(
-                f"the release of the server at {each.address.url}: its HTTP port is not known, or does not answer",
-                "kvfix doctor --server-http HOST:PORT -- ... (lmcache server --http-port)",
+                f"the release of the server at {each.address.url}: its HTTP port is unknown or does not answer",
+                "kvfix doctor --server-http HOST:PORT -- ..., with the server's --http-port",
             )
         elif own and each.release != own:
             yield problem(
-                f"the server at {each.address.url} is LMCache {each.release}, the connector LMCache {own}",
-                f"pip install lmcache=={own} where the server runs: their messages differ between releases",
+                f"the server at {each.address.url} is LMCache {each.release}, the connector LMCache {own}: messages "
+                "differ between releases",
+                f"pip install lmcache=={own}, where the server runs",
             )
         else:
             yield ok(f"the server at {each.address.url} is LMCache {each.release}")
@@ -133,25 +135,27 @@ def server(setup: Setup) -> Iterator[Line]:
 
 @check("remote-store")
 def remote_store(setup: Setup) -> Iterator[Line]:
-    """The store in remote_url answers on its port (lm, redis and valkey), and needs no password that is missing."""
+    """The store in remote_url answers on its port (lm, redis and valkey), and no password is missing."""
     for name, url in _reached(setup):
         at = servers.address(url)
         if name != "remote_url" or at.port is None or at.host in _ANY or not resolves(at.host):
             continue
-        line = _answers(f"remote_url {redact.text(url)}", at.host, at.port, "start it, or correct remote_url")
+        do = "start this store before vLLM, or correct remote_url"
+        line = _answers(f"remote_url {redact.text(url)}", at.host, at.port, do)
         if line.status == OK and url.startswith("redis://") and "@" not in url and needs_password(at.host, at.port):
-            line = problem(f"{redact.text(url)} refuses commands without a password", "redis://:PASSWORD@HOST:PORT")
+            do = "remote_url: redis://:PASSWORD@HOST:PORT"
+            line = problem(f"{redact.text(url)} refuses commands without a password", do)
         yield line
 
 
 @check("controller")
 def controller(setup: Setup) -> Iterator[Line]:
-    """Something listens at the addresses of the controller, if enable_controller is set."""
+    """The controller answers at its addresses, if enable_controller is set."""
     for name, url in _reached(setup):
         at = servers.address(url)
         if name.startswith("controller_") and at.host and at.port:
             what = f"the controller at {name} {at.host}:{at.port}"
-            yield _answers(what, at.host, at.port, "start lmcache_controller first, or correct the URL")
+            yield _answers(what, at.host, at.port, f"start lmcache_controller before vLLM, or correct {name}")
 
 
 def _answers(what: str, host: str, port: int, do: str) -> Line:

@@ -1,4 +1,4 @@
-"""Will anything be found again: chunks, hashes, and what the multi-process server was started with."""
+"""Settings on which cache hits depend: chunk size, hashes, and the transfer mode of the multi-process server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BLOCKS = (16, 32, 64, 128)
 
 @check("chunk-size")
 def chunk_size(setup: Setup) -> Iterator[Line]:
-    """LMCache's chunk size is a multiple of vLLM's block size, times the ranks of decode context parallelism."""
+    """LMCache's chunk size is a multiple of vLLM's block size times the decode context parallel size."""
     sizes: dict[str, object] = {}
     if setup.connector("v1"):
         sizes["chunk_size"] = setup.setting("chunk_size")
@@ -29,119 +29,123 @@ def chunk_size(setup: Setup) -> Iterator[Line]:
     for name, value in sizes.items():
         chunk = int(str(value)) if str(value).isdigit() else 0
         if not chunk:
-            yield unchecked(f"{name} is not known here, so not compared with vLLM's block size")
+            yield unchecked(f"{name} is unknown, so it was not compared with vLLM's block size")
         elif given.isdigit() and chunk % (int(given) * share):
             block = int(given) * share
             yield problem(
-                f"{name} {chunk} is no multiple of vLLM's block size {given}{times}",
-                f"a multiple of {block}: {max(round(chunk / block), 1) * block}",
+                f"{name} {chunk} is not a multiple of vLLM's block size {given}{times}",
+                f"{name.partition(' of ')[0]} {max(round(chunk / block), 1) * block}, a multiple of {block}",
             )
         elif not given.isdigit() and chunk % (_BLOCKS[0] * share):
             yield problem(
-                f"{name} {chunk} is no multiple of {_BLOCKS[0] * share}, and so of no block size that vLLM takes",
-                f"a multiple of {_BLOCKS[-1] * share}, 256 is the default",
+                f"{name} {chunk} is not a multiple of {_BLOCKS[0] * share}, and so of no block size of vLLM",
+                f"{name.partition(' of ')[0]} N, with N a multiple of {_BLOCKS[-1] * share} (default 256)",
             )
         elif given.isdigit() or not chunk % (_BLOCKS[-1] * share):
             yield ok(f"{name} {chunk} is a multiple of vLLM's block size{f' {given}' if given else ''}")
         else:
-            yield unchecked(f"{name} {chunk} is a multiple of 16; vLLM's block size is not given", "--block-size N")
+            yield unchecked(f"{name} {chunk} is a multiple of 16, but vLLM's block size is unknown", "--block-size N")
 
 
 @check("load-cap")
 def load_cap(setup: Setup) -> Iterator[Line]:
-    """lmcache.max_tokens_per_load, where it is set, is at least one chunk: with less nothing is loaded."""
+    """lmcache.max_tokens_per_load is at least one chunk, if it is set. A smaller value disables all loads."""
     connector = setup.connector("v1")
     cap = str(connector.extra.get("lmcache.max_tokens_per_load", "")) if connector else ""
     chunk = setup.number("chunk_size")
     if cap.isdigit() and chunk and 0 < int(cap) < chunk:
         yield problem(
             f"lmcache.max_tokens_per_load {cap} is less than chunk_size {chunk:g}: nothing is ever loaded",
-            f'"lmcache.max_tokens_per_load": {int(chunk)} or more, or 0 for no limit',
+            f'"lmcache.max_tokens_per_load": {int(chunk)}, or more, or 0 for no limit',
         )
 
 
 @check("hash-seed")
 def hash_seed(setup: Setup) -> Iterator[Line]:
-    """Every process that shares a cache makes the same keys: PYTHONHASHSEED, or a hash that is the same everywhere."""
+    """All processes that share a cache compute the same keys, by PYTHONHASHSEED or by a hash without a seed."""
     seed = setup.environment.get("PYTHONHASHSEED", "random")
     if setup.connector("v1"):
         algorithm, how = str(setup.setting("pre_caching_hash_algorithm") or "builtin"), "pre_caching_hash_algorithm"
         shared = _shared(setup)
     elif setup.command and setup.command.program == "lmcache server":
         algorithm, how = setup.command.options.get("hash-algorithm", ""), "--hash-algorithm"
-        shared = ["other servers and what is stored beyond a restart"] if algorithm == "builtin" else []
+        shared = ["other servers, or this server after a restart"] if algorithm == "builtin" else []
     else:
         return
     no_bytes = _no_bytes(setup)
     if algorithm.startswith("sha256") and how.startswith("pre") and no_bytes:
-        until = "" if _hashes_none(setup) else f"; until then {how}: builtin, and PYTHONHASHSEED=0"
-        yield problem(f"{how} is {algorithm}, whose hashes are bytes: {no_bytes}", f"LMCache 0.4.6 or newer{until}")
+        until = "" if _hashes_none(setup) else f"; until then set {how}: builtin, and PYTHONHASHSEED=0"
+        do = f'pip install "lmcache>=0.4.6"{until}'
+        yield problem(f"{how} is {algorithm}, whose hashes are bytes: {no_bytes}", do)
         return
     if algorithm != "builtin":
-        yield ok(f"keys are made with {algorithm or 'the default hash'}, which is the same in every process")
+        yield ok(f"keys are computed with {algorithm or 'the default hash'}, which is equal in every process")
         return
     fixed = seed.isdigit()
     none_too = fixed and setup.connector("v1") is not None and _hashes_none(setup)
     remedy = "PYTHONHASHSEED=0 in the environment of every process"
     if none_too and no_bytes:
-        remedy = "LMCache 0.4.6 or newer, or Python 3.12"
+        remedy = 'pip install "lmcache>=0.4.6", or use Python 3.12'
     elif how.startswith("pre") and not no_bytes:
         stable = f"{how}: sha256_cbor (LMCACHE_PRE_CACHING_HASH_ALGORITHM=sha256_cbor)"
-        remedy = f"{stable}, the same everywhere" if none_too else f"{remedy}, or {stable}"
+        remedy = f"{stable}, which is equal in every process" if none_too else f"{remedy}, or {stable}"
     if not shared:
-        yield ok("keys are made with Python's own hash; no other process shares this cache")
+        yield ok("keys are computed with Python's own hash, and no other process shares this cache")
     elif none_too:
-        yield problem(f"this LMCache hashes None, on this Python an address: nothing is found by {shared[0]}", remedy)
+        yield problem(
+            f"this LMCache hashes None, whose hash is an address in this Python: {shared[0]} cannot find any chunk",
+            remedy,
+        )
     elif not fixed:
         yield problem(
-            f"PYTHONHASHSEED is {seed!r} and {how} is builtin: keys differ in every process, and nothing is found by "
+            f"PYTHONHASHSEED is {seed!r} and {how} is builtin: keys differ in every process, so no chunk is found by "
             f"{', '.join(shared)}",
             remedy + explained("hash-differs-by-process"),
         )
     else:
-        yield ok(f"PYTHONHASHSEED is {seed}; it must be so in every process that shares the cache")
+        yield ok(f"PYTHONHASHSEED is {seed}. Every process that shares the cache needs this value")
 
 
 def _shared(setup: Setup) -> list[str]:
-    """Who else has to find the chunks."""
+    """Return the other processes that must find the chunks."""
     found = []
     executor = setup.command.options.get("distributed-executor-backend", "") if setup.command else ""
     if setup.ranks > 1 or executor in ("mp", "ray"):
         found.append(f"the {setup.ranks} workers and the scheduler" if setup.ranks > 1 else "the worker")
     if setup.parallel("data") > 1:
         found.append("the other engines (data parallel)")
-    places = {"remote_url": "whoever shares remote_url", "local_disk": "the next start, from local_disk"}
+    places = {"remote_url": "engines that share remote_url", "local_disk": "this engine after a restart (local_disk)"}
     found += [text for name, text in places.items() if setup.setting(name)]
     switches = {
-        "enable_p2p": "its peers",
-        "enable_pd": "the other side of prefill and decode",
-        "enable_controller": "others",
+        "enable_p2p": "P2P peers",
+        "enable_pd": "the prefill or decode instance",
+        "enable_controller": "instances of the same controller",
     }
     return found + [text for name, text in switches.items() if setup.on(name)]
 
 
 def _no_bytes(setup: Setup) -> str:
-    """What this LMCache cannot do with a hash of bytes (KVD739, KVD738); "" if it takes them, or gets numbers."""
+    """Return why this LMCache cannot use hashes of bytes (KVD739, KVD738); "" if it can, or if it gets numbers."""
     lmcache, vllm = setup.lmcache, setup.vllm
     if lmcache is None or vllm is None or "-> bytes" not in vllm.text("vllm.utils.hashing"):
         return ""
     stored = setup.setting("remote_url") or setup.setting("local_disk")
     if stored and "chunk_hash_hex" not in lmcache.text("lmcache.utils"):
-        return "this LMCache cannot write such a key, and nothing is stored outside of memory"
+        return "this LMCache cannot write keys of bytes, so it stores no chunk outside of memory"
     if setup.on("enable_async_loading") and "int.from_bytes" not in lmcache.text("lmcache.v1.token_database"):
-        return "this LMCache's asynchronous lookup takes numbers alone, and fails"
+        return "the asynchronous lookup of this LMCache fails, because it needs hashes that are numbers"
     return ""
 
 
 def _hashes_none(setup: Setup) -> bool:
-    """Read from the code (KVF901 is this bug). From Python 3.12 on the hash of None is a constant."""
+    """Return True if LMCache's code hashes None (KVF901). From Python 3.12 on the hash of None is a constant."""
     source = setup.lmcache.text("lmcache.v1.token_database") if setup.lmcache else ""
     return bool(source) and "_canonicalize_hash_inputs" not in source and sys.version_info < (3, 12)
 
 
 @check("transfer-mode")
 def transfer_mode(setup: Setup) -> Iterator[Line]:
-    """The multi-process worker asks for a transfer mode that its server was started for."""
+    """The server supports the transfer mode that the multi-process worker asks for."""
     connector = setup.connector("mp")
     if connector is None:
         return
@@ -154,8 +158,8 @@ def transfer_mode(setup: Setup) -> Iterator[Line]:
     for server in setup.servers:
         if not server.options:
             yield unchecked(
-                f"which transfer modes the server at {server.address.url} was started for",
-                "lmcache server --supported-transfer-mode auto takes every worker",
+                f"the transfer modes of the server at {server.address.url} are unknown",
+                "lmcache server --supported-transfer-mode auto accepts every worker",
             )
             continue
         options = server_options.read(setup.lmcache) if setup.lmcache else {}
@@ -166,15 +170,15 @@ def transfer_mode(setup: Setup) -> Iterator[Line]:
         supported = str(server.options.get("supported_transfer_mode") or server.options.get("transfer_mode") or default)
         if mode not in ("auto", supported) and supported != "auto":
             yield problem(
-                f"the worker asks for {mode}, and the server at {server.address.url} was started for {supported}: "
-                "the worker waits for mq_timeout and dies",
+                f"the worker asks for {mode}, but the server at {server.address.url} supports {supported} only: "
+                "the worker dies after mq_timeout",
                 "lmcache server --supported-transfer-mode auto" + explained("mp-transfer-modes-differ"),
             )
         elif mode == "auto" and supported != "auto" and setup.on_cpu and "lmcache" in supported:
             yield problem(
-                f"a worker without a GPU asks for engine_driven, and the server at {server.address.url} was started "
-                f"for {supported}",
+                f"the worker asks for engine_driven because it has no GPU, but the server at {server.address.url} "
+                f"supports {supported} only",
                 "lmcache server --supported-transfer-mode auto" + explained("mp-transfer-modes-differ"),
             )
         else:
-            yield ok(f"transfer mode: the worker asks for {mode}, the server takes {supported}")
+            yield ok(f"transfer mode: the worker asks for {mode}, the server supports {supported}")

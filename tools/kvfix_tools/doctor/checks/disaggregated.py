@@ -1,4 +1,4 @@
-"""Prefill and decode in engines of their own, and the libraries that carry KV between machines."""
+"""Prefill and decode in separate engines, and the libraries that transfer KV between machines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvfix_tools.doctor.checks import Line, check, ok, problem, unchecked
 from kvfix_tools.doctor.machine import gib
 from kvfix_tools.doctor.setup import Setup
 
-#: What is imported, and what is to be installed for it.
+#: {library: its distribution} and {library: the module to import}
 _LIBRARIES = {"nixl": "nixl", "mooncake": "mooncake-transfer-engine"}
 _MODULES = {"nixl": "nixl._api", "mooncake": "mooncake.engine"}
 _ROLES = {"sender": "kv_producer", "receiver": "kv_consumer"}
@@ -17,39 +17,44 @@ _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "half": 2, "float": 4}
 
 @check("transfer-library")
 def library(setup: Setup) -> Iterator[Line]:
-    """NIXL or Mooncake is installed where a connector moves KV with it, and can be imported."""
+    """NIXL or Mooncake is installed and can be imported, if a connector moves KV with it."""
     for name, dist in _LIBRARIES.items():
         if not setup.needs(name):
             continue
         package = setup.packages.get(name) or (setup.packages.get("nixl_rocm") if name == "nixl" else None)
         if package is None:
             if setup.vllm is None and setup.lmcache is None:
-                yield unchecked(f"{name} is not installed here, and neither is vLLM")
+                yield unchecked(f"neither {name} nor vLLM is installed here")
             else:
-                yield problem(f"KV is moved with {name}, which is not installed for this Python", f"pip install {dist}")
+                yield problem(
+                    f"a connector needs {name}, which is not installed for this Python", f"pip install {dist}"
+                )
             continue
         error = setup.tried.errors.get(_MODULES[name])
         if error is None:
-            yield unchecked(f"{package.title} is installed; not imported: {setup.tried.why or 'there is no torch'}")
+            why = setup.tried.why or "torch is not installed"
+            yield unchecked(f"{package.title} is installed, but its import was not tried: {why}")
         elif error:
+            wanted = "nixl-cu12 or nixl-cu13, for the CUDA of this machine" if name == "nixl" else dist
             yield problem(f"{_MODULES[name]} cannot be imported: {' '.join(error.split())[:300]}",
-                          f"install {dist} for this CUDA (nixl-cu12 or nixl-cu13), and what it names")  # fmt: skip
+                          f"pip install {wanted}, and any library that the error names")  # fmt: skip
         else:
             yield ok(f"{package.title} can be imported")
 
 
 @check("prefill-decode")
 def prefill_decode(setup: Setup) -> Iterator[Line]:
-    """enable_pd has the settings that LMCache asserts, the roles agree, and the buffer holds a chunk."""
+    """enable_pd has all settings that LMCache requires, the roles agree, and the buffer holds a chunk."""
     connector = setup.connector("v1")
     if connector is None or not setup.on("enable_pd"):
         return
     faults = list(_missing(setup))
     role = str(setup.setting("pd_role") or "")
     if role and role not in _ROLES:
-        faults.append(problem(f"pd_role is {role!r}", "pd_role: sender (prefill) or receiver (decode)"))
+        faults.append(problem(f"pd_role is {role!r}", "pd_role: sender (prefill), or receiver (decode)"))
     elif role and connector.role not in (_ROLES[role], "kv_both"):
-        faults.append(problem(f"pd_role is {role}, and kv_role {connector.role}", f'"kv_role": "{_ROLES[role]}"'))
+        what = f"pd_role is {role}, but kv_role is {connector.role}"
+        faults.append(problem(what, f'"kv_role": "{_ROLES[role]}"'))
     if setup.on("enable_p2p"):
         faults.append(problem("enable_pd and enable_p2p are both on", "enable_p2p: false"))
     mode = setup.setting("pd_backend_mode")
@@ -62,7 +67,7 @@ def prefill_decode(setup: Setup) -> Iterator[Line]:
 
 
 def _missing(setup: Setup) -> Iterator[Line]:
-    """config.py 0.5.6:756-767 and pd_backend.py 0.5.6:124-137."""
+    """Yield the settings that config.py 0.5.6:756-767 and pd_backend.py 0.5.6:124-137 require."""
     examples = {"pd_role": "sender", "pd_buffer_size": "4294967296", "pd_buffer_device": "cuda"}
     if setup.setting("pd_role") == "receiver":
         examples.update(pd_peer_host="0.0.0.0", pd_peer_init_port="[7300]", pd_peer_alloc_port="[7400]")
@@ -83,20 +88,20 @@ def _buffer(setup: Setup) -> Iterator[Line]:
         yield from ()
     elif size < token * chunk:
         yield problem(
-            f"pd_buffer_size {gib(size)} is smaller than a chunk: {chunk:g} tokens, {gib(token * chunk)} a worker",
-            f"pd_buffer_size: {int(token * chunk) * 16} or more",
+            f"pd_buffer_size {gib(size)} is smaller than a chunk of {chunk:g} tokens ({gib(token * chunk)} per worker)",
+            f"pd_buffer_size: {int(token * chunk) * 16}, or more",
         )
     longest = setup.command.options.get("max-model-len", "") if setup.command else ""
     wanted = int(longest) if longest.isdigit() else 0
     if token and size >= token * chunk and size < token * wanted:
         yield problem(
-            f"pd_buffer_size {gib(size)} does not hold {wanted} tokens, --max-model-len ({gib(token * wanted)})",
-            f"pd_buffer_size: {int(token * wanted)} or more",
+            f"pd_buffer_size {gib(size)} is too small for --max-model-len {wanted} ({gib(token * wanted)})",
+            f"pd_buffer_size: {int(token * wanted)}, or more",
         )
 
 
 def bytes_per_token(setup: Setup) -> float | None:
-    """KV of one token in one worker, in bytes; None if config.json does not tell."""
+    """Return the KV bytes of one token in one worker; None if config.json does not have the numbers."""
     model = setup.model
     layers, heads = model.get("num_hidden_layers"), model.get("num_attention_heads")
     if not isinstance(layers, int) or not isinstance(heads, int) or not heads:

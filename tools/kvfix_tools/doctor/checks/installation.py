@@ -1,4 +1,4 @@
-"""What is installed, and does it load with this torch and on this GPU."""
+"""The installed packages, and whether their compiled code loads with this torch and on this GPU."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from kvfix_tools.doctor.packages import Package
 from kvfix_tools.doctor.setup import OPERATIONS, Setup
 
 _WHERE = "run kvfix doctor where the engine runs: in its container, with its Python"
-#: The last word of the messages that dlopen gives.
+#: Patterns of the error messages of dlopen.
 _LIBRARY = re.compile(r"(lib[\w.+-]+): cannot open shared object file")
 _SYMBOL = re.compile(r"undefined symbol: (\S+)")
 
 
 @check("installed", essential=True)
 def installed(setup: Setup) -> Iterator[Line]:
-    """vLLM is installed for this Python, and LMCache where the command needs it."""
+    """vLLM is installed for this Python, and LMCache too if the command needs it."""
     if setup.command and setup.command.container:
-        yield unchecked("the command runs in a container of its own, and this is not it", _WHERE)
+        yield unchecked("the command starts a container, whose installation kvfix cannot see", _WHERE)
         return
     uses = any(each.is_v1 or each.is_mp for each in setup.connectors)
     for name, package in (("vLLM", setup.vllm), ("LMCache", setup.lmcache)):
         if package:
             yield ok(f"{package.title} in {package.folder}")
         elif name == "LMCache" and uses and setup.vllm:
-            yield problem(f"the connector needs LMCache, and {sys.executable} has none", "pip install lmcache")
+            yield problem(f"the connector needs LMCache, but {sys.executable} has none", "pip install lmcache")
         else:
             yield unchecked(f"{name} is not installed for {sys.executable}", _WHERE)
 
 
 @check("program")
 def program(setup: Setup) -> Iterator[Line]:
-    """The program of the command runs with this Python: otherwise all of this is about another installation."""
+    """The program of the command runs with this Python. Otherwise kvfix doctor checks another installation."""
     name = setup.command.executable if setup.command else ""
     path = shutil.which(name, path=setup.environment.get("PATH")) if name else None
     if not path or not name.endswith(("vllm", "lmcache")):
@@ -53,8 +53,8 @@ def program(setup: Setup) -> Iterator[Line]:
     python = first.removeprefix("#!").strip()
     if first.startswith("#!") and "python" in python and " " not in python and Path(python).parent != _bin():
         yield unchecked(
-            f"{path} runs with {python}; what is checked here is the installation of {sys.executable}",
-            f"{python} -m kvfix_tools.cli doctor -- ... (kvfix must be installed for it)",
+            f"{path} runs with {python}, but kvfix doctor checked the installation of {sys.executable}",
+            f"{python} -m kvfix_tools.cli doctor -- ..., after installing kvfix for this Python",
         )
 
 
@@ -64,7 +64,7 @@ def _bin() -> Path:
 
 @check("torch")
 def torch(setup: Setup) -> Iterator[Line]:
-    """The installed torch is the release that vLLM and LMCache ask for."""
+    """The installed torch is a release that vLLM and LMCache require."""
     found = setup.packages.get("torch")
     for package in (setup.vllm, setup.lmcache):
         wanted = _wanted(package, "torch") if package else None
@@ -72,16 +72,16 @@ def torch(setup: Setup) -> Iterator[Line]:
             continue
         if found is None or not found.version:
             yield problem(
-                f"{package.title} needs torch{wanted.specifier}, and there is none",
+                f"{package.title} needs torch{wanted.specifier}, but torch is not installed",
                 f'pip install "torch{wanted.specifier}"',
             )
         elif not _satisfies(wanted, found.version):
             yield problem(
                 f"{package.title} is built for torch{wanted.specifier}; torch {found.version} is installed",
-                f'pip install "torch{wanted.specifier}", or a release that is built for torch {found.version}',
+                f'pip install "torch{wanted.specifier}", or a build of {package.name} for torch {found.version}',
             )
         else:
-            yield ok(f"torch {found.version} is what {package.title} asks for")
+            yield ok(f"torch {found.version} is a release that {package.title} requires")
 
 
 def _wanted(package: Package, name: str) -> Requirement | None:
@@ -96,34 +96,38 @@ def _wanted(package: Package, name: str) -> Requirement | None:
 
 
 def _satisfies(wanted: Requirement, version: str) -> bool:
-    """The local part (+cu130, +cpu) counts on neither side: PyTorch's own index has it, others do not."""
+    """Compare without the local part (+cu130, +cpu), which only wheels of PyTorch's own index have."""
     specifier = re.sub(r"\+[\w.]+", "", str(wanted.specifier))
     return Requirement(f"{wanted.name}{specifier}").specifier.contains(version.partition("+")[0], prereleases=True)
 
 
 @check("extensions", essential=True)
 def loads(setup: Setup) -> Iterator[Line]:
-    """The compiled extensions of vLLM and LMCache load with this torch. They are tried in a child process."""
+    """The compiled extensions of vLLM and LMCache load with this torch. A child process loads them."""
     yield from _other_python(setup)
     if not setup.vllm and not setup.lmcache:
         yield unchecked("neither vLLM nor LMCache is installed", _WHERE)
         return
     if setup.packages.get("torch") is None:
-        yield unchecked(f"there is no torch for {sys.executable}", _WHERE)
+        yield unchecked(f"torch is not installed for {sys.executable}", _WHERE)
         return
     tried = setup.tried
     if tried.torch is None:
         if tried.why.startswith("not done"):
-            yield unchecked(f"import torch: {tried.why}", "try again when the machine is less busy")
+            yield unchecked(f"import torch: {tried.why}", "kvfix doctor again, when the machine is less busy")
         else:
-            yield problem(f"import torch fails: {tried.why}", "install torch again, for the CUDA of this machine")
+            yield problem(
+                f"import torch fails: {tried.why}",
+                "pip install --force-reinstall torch, in a build for the CUDA of this machine",
+            )
         return
     built = f"torch {tried.torch['version']}"
     for file in setup.libraries:
         name = _name(file)
         error = tried.errors.get(str(file))
         if error is None:
-            yield unchecked(f"{name}: {tried.why or 'not tried'}", "try again when the machine is less busy")
+            do = "kvfix doctor again, when the machine is less busy"
+            yield unchecked(f"{name}: {tried.why or 'not tried'}", do)
         elif not error:
             yield ok(f"{name} loads with {built}")
         else:
@@ -142,7 +146,7 @@ def _other_python(setup: Setup) -> Iterator[Line]:
             yield problem(
                 f"{_name(file)} is built for another Python ({suffix}), not for "
                 f"{sys.version_info.major}.{sys.version_info.minor}",
-                "install LMCache again, with the pip of this Python",
+                f"{sys.executable} -m pip install --force-reinstall --no-deps lmcache",
             )
 
 
@@ -155,8 +159,10 @@ def _name(file: Path) -> str:
 
 
 def _failed(name: str, error: str, torch: str, cuda: str | None) -> Line:
+    package = name.partition(".")[0]
     again = (
-        f"install a wheel that is built for {torch}, or build it here: pip install --no-build-isolation --no-deps ..."
+        f"pip install --no-build-isolation --no-deps --no-binary {package} {package}, which builds it here; or install "
+        f"a wheel that is built for {torch}"
     )
     missing, symbol = _LIBRARY.search(error), _SYMBOL.search(error)
     if symbol:
@@ -164,42 +170,43 @@ def _failed(name: str, error: str, torch: str, cuda: str | None) -> Line:
     if missing and re.search("cud|nv|c10_cuda|torch_cuda|hip|roc", missing[1]):
         if not cuda:
             return unchecked(
-                f"{name} needs {missing[1]}, and {torch} is built for the CPU", "run it on the GPU's machine"
+                f"{name} needs {missing[1]}, but {torch} is built for the CPU",
+                "kvfix doctor, on the machine of the GPU",
             )
-        return problem(f"{name} needs {missing[1]}, and {torch} is built for CUDA {cuda}", again)
+        return problem(f"{name} needs {missing[1]}, but {torch} is built for CUDA {cuda}", again)
     if missing:
         return problem(f"{name} needs {missing[1]}, which is not on this machine", f"install {missing[1]}, or {again}")
     if "SIGILL" in error:
         return problem(
             f"{name} has instructions that this processor does not have (SIGILL)",
-            "install a build for this processor: `lscpu` shows what it has",
+            "install a build for this processor; lscpu shows its instructions",
         )
     return problem(f"{name} does not load with {torch}: {' '.join(error.split())[:300]}", again)
 
 
 @check("gpu")
 def gpu(setup: Setup) -> Iterator[Line]:
-    """torch can use the GPU, and the compiled code has its architecture."""
+    """torch can use the GPU, and the compiled code supports its architecture."""
     if setup.packages.get("torch") is None or not (setup.vllm or setup.lmcache):
         return
     facts = setup.tried.torch
     if facts is None:
         return
     if not facts["cuda"]:
-        yield unchecked(f"torch {facts['version']} is built for the CPU: nothing about a GPU can be checked")
+        yield unchecked(f"torch {facts['version']} is built for the CPU, so the GPU cannot be checked")
     elif not facts["available"] and setup.machine.has_nvidia():
         yield problem(
-            f"torch {facts['version']} (CUDA {facts['cuda']}) cannot use the GPU that is here",
-            f"a driver for CUDA {facts['cuda']} (nvidia-smi shows what yours has), or torch for the driver's CUDA",
+            f"torch {facts['version']} (CUDA {facts['cuda']}) cannot use the GPU of this machine",
+            f"nvidia-smi shows the driver's CUDA: install a driver for CUDA {facts['cuda']}, or torch for this CUDA",
         )
     elif not facts["available"]:
-        yield unchecked("there is no GPU here", _WHERE)
+        yield unchecked("this machine has no GPU", _WHERE)
     for capability, model in facts["devices"] if facts["available"] else ():
         listed = [each for each in facts["archs"] if each.startswith("sm_")]
         if listed and not _covers([each.removeprefix("sm_") for each in listed], capability):
             yield problem(
                 f"torch {facts['version']} has no code for {model} (sm_{capability}), only for {' '.join(listed)}",
-                "install a torch that is built for this GPU",
+                f"pip install --force-reinstall torch, in a build for sm_{capability}",
             )
         for file in _operations(setup):
             codes = architectures(file)
@@ -207,16 +214,19 @@ def gpu(setup: Setup) -> Iterator[Line]:
                 shown = " ".join(f"sm_{each}" for each in codes)
                 yield problem(
                     f"{_name(file)} has no code for {model} (sm_{capability}), only for {shown}",
-                    f"build LMCache here: TORCH_CUDA_ARCH_LIST={int(capability) / 10} pip install --no-build-isolation "
-                    "--no-binary lmcache lmcache",
+                    f"TORCH_CUDA_ARCH_LIST={int(capability) / 10} pip install --no-build-isolation --no-binary lmcache "
+                    "lmcache, which builds LMCache here",
                 )
             elif codes:
                 yield ok(f"{_name(file)} has code for {model} (sm_{capability})")
 
 
 def _covers(codes: list[str], capability: str) -> bool:
-    """Code runs on its own architecture, and on a later one of the same generation (sm_80 on 8.6). Names that end in a
-    letter (sm_90a) run on that one only; code for a virtual architecture (compute_90) on all later ones."""
+    """Return True if one of the codes runs on a GPU with this capability.
+
+    Code for sm_80 runs on 8.0 and on later GPUs of its generation (8.6). Code for sm_90a, with a letter, runs on 9.0
+    only. Code for a virtual architecture (compute_90) runs on 9.0 and all later GPUs.
+    """
     device = int(capability)
     for each in codes:
         number = int(re.sub(r"\D", "", each) or 0)

@@ -1,4 +1,4 @@
-"""kvfix itself: does it reach the processes, and what has it for these releases."""
+"""kvfix itself: whether it reaches all processes, and which fixes it has for these releases."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @check("plugins")
 def plugins(setup: Setup) -> Iterator[Line]:
-    """VLLM_PLUGINS, where it is set, names kvfix too, if kvfix is switched on: vLLM drops every other plugin."""
+    """VLLM_PLUGINS names kvfix, if both VLLM_PLUGINS and KVFIX are set. vLLM loads only the plugins named there."""
     listed = setup.environment.get("VLLM_PLUGINS")
     mode = setup.environment.get("KVFIX", "")
     if listed is None or not mode or mode.startswith("off"):
@@ -24,15 +24,15 @@ def plugins(setup: Setup) -> Iterator[Line]:
     names = [each.strip() for each in listed.split(",")]
     if "kvfix" not in names:
         both = ",".join([*filter(None, names), "kvfix"])
-        yield problem(f"KVFIX={mode} is set, and VLLM_PLUGINS={listed} drops kvfix", f"VLLM_PLUGINS={both}")
+        yield problem(f"KVFIX={mode} is set, but VLLM_PLUGINS={listed} drops kvfix", f"VLLM_PLUGINS={both}")
     else:
         yield ok("VLLM_PLUGINS names kvfix")
 
 
 @check("fixes")
 def fixes(setup: Setup) -> Iterator[Line]:
-    """Known bugs of the installed releases for which kvfix has a fix. They are no fault of the set-up, and never a
-    problem here. Fixes that have to be named (KVF017, say) are left out."""
+    """Lists known bugs of the installed releases that kvfix fixes. A bug of a release is not a problem of the set-up.
+    The list leaves out opt-in fixes."""
     if setup.packages.places is not None or (setup.vllm is None and setup.lmcache is None):
         return
     fixes = [fix for fix in catalogue.fixes() if not fix.opt_in]
@@ -40,7 +40,7 @@ def fixes(setup: Setup) -> Iterator[Line]:
     if codes and _is_off(setup):
         yield ok(
             f"kvfix has fixes for {len(codes)} known bugs of these releases: {', '.join(codes)}",
-            "KVFIX=fix in the environment, or kvfix run -- CMD; kvfix status says more",
+            "kvfix run -- CMD, or KVFIX=fix in the environment; kvfix status shows the bugs",
         )
     elif codes:
         yield ok(f"kvfix will apply {len(codes)} fixes: {', '.join(codes)}")
@@ -48,8 +48,8 @@ def fixes(setup: Setup) -> Iterator[Line]:
 
 @check("sliding-windows")
 def sliding_windows(setup: Setup) -> Iterator[Line]:
-    """A model with sliding windows is not behind a multi-process connector that stores wrong KV of them under valid
-    keys, without the fixes for that: wrong text, and no error."""
+    """A model with sliding windows and the multi-process connector has the fixes that it needs. Without the fixes,
+    LMCache stores wrong KV under valid keys, and the model returns wrong text without an error."""
     if setup.connector("mp") is None or setup.command is None or not has_windows(setup):
         return
     if "disable-hybrid-kv-cache-manager" in setup.command.options:
@@ -58,11 +58,11 @@ def sliding_windows(setup: Setup) -> Iterator[Line]:
     codes = [fix.code for fix in fixes if any(_has_bug(target, setup) for target in fix.targets)]
     if codes and _is_off(setup):
         yield problem(
-            f"the model has sliding windows, and this LMCache stores wrong KV of them: {', '.join(codes)}",
-            "KVFIX=fix in the environment, or kvfix run -- CMD; or --disable-hybrid-kv-cache-manager",
+            f"this LMCache stores wrong KV for models with sliding windows, like this one: {', '.join(codes)}",
+            "kvfix run -- CMD, or KVFIX=fix in the environment, or --disable-hybrid-kv-cache-manager",
         )
     elif codes:
-        yield ok(f"the model has sliding windows; kvfix has fixes for the stores of them: {', '.join(codes)}")
+        yield ok(f"the model has sliding windows, and kvfix fixes their stores: {', '.join(codes)}")
 
 
 def _is_off(setup: Setup) -> bool:
@@ -70,7 +70,7 @@ def _is_off(setup: Setup) -> bool:
 
 
 def _has_bug(target: Target, setup: Setup) -> bool:
-    """Whether the function in these packages, which may not be those of this process, is known to be wrong."""
+    """Return True if the installed function is known to have the bug. The packages may be of another Python."""
     package = setup.packages.get(target.dist)
     file = package.file(target.module) if package else None
     known = applicability.fingerprints()[target.dist]["functions"].get(target.name, {})

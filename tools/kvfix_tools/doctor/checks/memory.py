@@ -1,4 +1,4 @@
-"""What LMCache will allocate, against what the machine and the container allow."""
+"""The memory that LMCache will allocate, and the limits of the machine and the container."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from kvfix_tools.doctor.checks import Line, check, ok, problem, unchecked
 from kvfix_tools.doctor.machine import GIB, gib
 from kvfix_tools.doctor.setup import Setup
 
-#: vLLM's processes send one another messages through /dev/shm where there are several: ten chunks of 24 MiB
-#: (vllm/distributed/device_communicators/shm_broadcast.py; VLLM_MQ_MAX_CHUNK_BYTES_MB). Docker gives 64 MiB.
+#: Bytes of /dev/shm that several processes of vLLM need for messages: ten chunks of 24 MiB
+#: (vllm/distributed/device_communicators/shm_broadcast.py, VLLM_MQ_MAX_CHUNK_BYTES_MB). Docker's default is 64 MiB.
 _MESSAGES = 240 * 2**20
 
 
 def _wanted(setup: Setup) -> tuple[float, str] | None:
-    """(bytes of host memory, how they come about); None if there is nothing to compare."""
+    """Return (bytes of host memory, the setting that asks for them); None if there is nothing to compare."""
     if setup.command and setup.command.program == "lmcache server":
         given = setup.command.options.get("l1-size-gb", "")
         return (float(given) * GIB, f"--l1-size-gb {given}") if re.fullmatch(r"\d+(\.\d+)?", given) else None
     size = setup.number("max_local_cpu_size")
     if setup.connector("v1") is None or size is None:
         return None
-    # Only the first worker of a model with MLA stores, if save_only_first_rank is not unset
-    # (local_cpu_backend.py 0.5.6:384-394).
+    # With MLA only the first worker stores, unless save_only_first_rank is false (local_cpu_backend.py 0.5.6:384-394).
     extra = setup.setting("extra_config")
     first_only = extra.get("save_only_first_rank", True) if isinstance(extra, dict) else True
     mla = bool(setup.model.get("kv_lora_rank")) and first_only
@@ -34,7 +33,7 @@ def _wanted(setup: Setup) -> tuple[float, str] | None:
 
 @check("memory")
 def memory(setup: Setup) -> Iterator[Line]:
-    """LMCache's host memory, of all workers together, fits into the container's limit and the machine's memory."""
+    """The host memory of LMCache in all workers fits into the container's limit and the machine's memory."""
     limit, available, source = setup.machine.memory()
     wanted = _wanted(setup)
     if limit is None:
@@ -44,38 +43,39 @@ def memory(setup: Setup) -> Iterator[Line]:
         yield ok(f"{source} has {gib(limit)}")
         return
     size, how = wanted
-    where = "--l1-size-gb" if how.startswith("--") else "max_local_cpu_size (GiB for each worker)"
+    smaller = "--l1-size-gb N, with a smaller N"
+    do = smaller if how.startswith("--") else "max_local_cpu_size: a smaller value (GiB for each worker)"
     if setup.command and setup.command.container:
-        yield unchecked(f"{how} is {gib(size)}: the memory of the container is not known here")
+        yield unchecked(f"{how} is {gib(size)}, but the memory of the container is unknown here")
     elif size > limit:
-        yield problem(f"{how} is {gib(size)}; {source} has {gib(limit)}: it will be killed", f"a smaller {where}")
+        yield problem(f"{how} is {gib(size)}; {source} has {gib(limit)}: the kernel will kill the process", do)
     elif available is not None and size > available:
-        yield problem(f"{how} is {gib(size)}; {gib(available)} of {gib(limit)} are free now", f"a smaller {where}")
+        yield problem(f"{how} is {gib(size)}, but only {gib(available)} of {gib(limit)} are free now", do)
     else:
         yield ok(f"{how} is {gib(size)}; {source} has {gib(limit)}")
 
 
 @check("pinned-memory")
 def pinned(setup: Setup) -> Iterator[Line]:
-    """The driver lets LMCache pin that much host memory."""
+    """The driver lets LMCache pin its host memory."""
     wanted = _wanted(setup)
     if wanted is None or wanted[0] <= 0:
         return
     if setup.machine.is_wsl():
         yield problem(
             f"{wanted[1]}: under WSL 2 the driver pins little host memory (`CUDA error: invalid argument`)",
-            "a small max_local_cpu_size or --l1-size-gb (1 or 2), or Linux itself",
+            "max_local_cpu_size: 1, or --l1-size-gb 1; or use Linux without WSL",
         )
     elif setup.machine.has_nvidia():
-        yield unchecked(f"whether the driver pins {gib(wanted[0])} at once: it shows when LMCache starts")
+        yield unchecked(f"only the start of LMCache shows whether the driver can pin {gib(wanted[0])}")
 
 
-#: Transports of UCX over RDMA: `ib`, `rc_x`, `ud_mlx5`, `srd` ...
+#: Transports of UCX over RDMA, such as `ib`, `rc_x`, `ud_mlx5`, `srd`.
 _RDMA = re.compile(r"(?:all|ib|rdma|srd|(?:rc|ud|dc|gga)(?:_\w+)?)(?::\w+)?")
 
 
 def _may_use_rdma(transports: str) -> bool:
-    """Whether UCX may take RDMA with this UCX_TLS. "^" begins a list of what it must not take."""
+    """Return True if UCX may use RDMA with this UCX_TLS. "^" begins a list of transports that UCX must not use."""
     return not transports or transports.startswith("^") or any(map(_RDMA.fullmatch, transports.split(",")))
 
 
@@ -88,37 +88,37 @@ def locked(setup: Setup) -> Iterator[Line]:
         uses.remove("nixl")
     shown = "unlimited" if limit is None else gib(limit)
     if setup.command and setup.command.container:
-        yield unchecked("ulimit -l of the container is not known here", "docker run --ulimit memlock=-1")
+        yield unchecked("ulimit -l of the container is unknown here", "docker run --ulimit memlock=-1")
     elif limit is not None and uses:
         yield problem(
             f"ulimit -l is {shown}: {' and '.join(uses)} cannot register larger buffers for RDMA (NIXL_ERR_BACKEND)",
             "ulimit -l unlimited (docker run --ulimit memlock=-1; LimitMEMLOCK=infinity in systemd)",
         )
     else:
-        yield ok(f"ulimit -l is {shown}{'' if uses or limit is None else '; nothing here registers memory for RDMA'}")
+        yield ok(f"ulimit -l is {shown}{'' if uses or limit is None else '; no connector registers memory for RDMA'}")
 
 
 @check("shared-memory")
 def shared(setup: Setup) -> Iterator[Line]:
-    """/dev/shm holds the messages between vLLM's processes, and LMCache's L1 where that is in shared memory."""
+    """/dev/shm has room for the messages between vLLM's processes, and for LMCache's L1 with --shm-name."""
     found = setup.machine.shared_memory()
     if setup.command and setup.command.container:
-        yield unchecked("/dev/shm of the container is not known here", "docker run --ipc=host, or --shm-size=16g")
+        yield unchecked("/dev/shm of the container is unknown here", "docker run --ipc=host, or --shm-size=16g")
         return
     if found is None:
-        yield unchecked("there is no /dev/shm here")
+        yield unchecked("this machine has no /dev/shm")
         return
     size, free = found
     command = setup.command
-    wanted, why = (_MESSAGES, "vLLM's processes send messages through it") if setup.ranks > 1 else (0, "")
+    wanted, why = (_MESSAGES, "vLLM's processes exchange messages there") if setup.ranks > 1 else (0, "")
     if command and command.program == "lmcache server" and command.options.get("shm-name"):
         needed = _wanted(setup)
         if needed and needed[0] > wanted:
             wanted, why = int(needed[0]), "--shm-name puts L1 there"
     if free < wanted:
         yield problem(
-            f"/dev/shm has {gib(free)} free of {gib(size)}; {gib(wanted)} are needed: {why}",
-            "docker run --ipc=host, or --shm-size=16g; in Kubernetes an emptyDir of medium Memory at /dev/shm",
+            f"/dev/shm has {gib(free)} free of {gib(size)}, but {gib(wanted)} are needed: {why}",
+            "docker run --ipc=host, or --shm-size=16g; in Kubernetes mount an emptyDir of medium Memory at /dev/shm",
         )
     else:
         yield ok(f"/dev/shm: {gib(free)} free of {gib(size)}")

@@ -1,4 +1,4 @@
-"""The model, the parallel sizes and the layout, as far as the command line and config.json tell."""
+"""The model, the parallel sizes and the layout, from the command line and config.json."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvfix_tools.doctor.checks import Line, check, ok, problem, unchecked
 from kvfix_tools.doctor.packages import Package, constant, defined
 from kvfix_tools.doctor.setup import Setup
 
-#: Keys of config.json that say that some layers have state in place of KV: Mamba, linear attention, their hybrids.
+#: Keys of config.json for models whose layers have state instead of KV: Mamba, linear attention, hybrids.
 _STATE = (
     "mamba_d_state", "ssm_cfg", "mamba_d_conv", "hybrid_override_pattern", "linear_num_key_heads", "attn_layer_period",
     "layers_block_type", "ssm_state_size", "linear_attn_config", "lightning_nope",
@@ -20,13 +20,14 @@ _STATE = (
 
 @check("hybrid-model")
 def hybrid(setup: Setup) -> Iterator[Line]:
-    """A model with Mamba or linear attention layers needs a connector that takes several KV groups."""
+    """A model with Mamba or linear attention layers has a connector that supports several KV groups."""
     lmcache = next((each for each in setup.connectors if each.is_v1 or each.is_mp), None)
     if lmcache is None or setup.command is None:
         return
     if not setup.model:
         yield unchecked(
-            f"whether {setup.command.model or 'the model'} is hybrid: its config.json is not on this machine"
+            f"the config.json of {setup.command.model or 'the model'} is not on this machine, so kvfix cannot tell "
+            "whether the model is hybrid"
         )
         return
     layers = {str(each) for each in setup.model.get("layer_types") or ()}
@@ -36,43 +37,45 @@ def hybrid(setup: Setup) -> Iterator[Line]:
     off = "disable-hybrid-kv-cache-manager" in setup.command.options
     takes = not lmcache.is_v1 and _takes_groups(setup)
     if state and (off or not takes):
-        why = "--disable-hybrid-kv-cache-manager is set" if off and takes else f"{lmcache.name} does not take them"
+        why = "--disable-hybrid-kv-cache-manager is set" if off and takes else f"{lmcache.name} supports one group only"
         yield problem(
-            f"{kind} has layers with state beside those with KV, so several KV groups, and {why}: it will not start",
-            "LMCacheMPConnector with a newer LMCache and vLLM, without --disable-hybrid-kv-cache-manager",
+            f"{kind} will not start: it has layers with state and layers with KV, so several KV groups, but {why}",
+            '"kv_connector": "LMCacheMPConnector" with a newer LMCache and vLLM, without '
+            "--disable-hybrid-kv-cache-manager",
         )
     elif state and _stores_null_states(setup):
         yield unchecked(
-            f"{kind} has layers with state: whether the server has --separate-object-groups, and is started with kvfix "
-            "(kvfix run -- lmcache server ...). Without kvfix it stores states that are not there (KVF125)"
+            f"{kind} has layers with state, and kvfix cannot see the server's options: without kvfix the server stores "
+            "states that do not exist (KVF125)",
+            "kvfix run -- lmcache server --separate-object-groups ...",
         )
     elif lmcache.is_v1 and "no-disable-hybrid-kv-cache-manager" in setup.command.options:
         yield problem(
-            f"{lmcache.name} takes one KV group, and --no-disable-hybrid-kv-cache-manager asks for several",
-            "leave --no-disable-hybrid-kv-cache-manager out",
+            f"{lmcache.name} supports one KV group, but --no-disable-hybrid-kv-cache-manager asks for several",
+            "remove --no-disable-hybrid-kv-cache-manager",
         )
     elif sliding and not takes:
         yield ok(
             f"{kind} has sliding-window layers: with {lmcache.name} vLLM keeps all of their KV, which takes more memory"
         )
     else:
-        yield ok(f"{kind}: {lmcache.name} takes its KV groups")
+        yield ok(f"{kind}: {lmcache.name} supports its KV groups")
 
 
 def _stores_null_states(setup: Setup) -> bool:
-    """Whether the server leaves out only chunks without any block, and takes steps of more than one (0.5.4)."""
+    """Return True if the server skips only chunks without any block, and stores several chunks in a step (0.5.4)."""
     tree = setup.lmcache.tree("lmcache.v1.multiprocess.modules.lmcache_driven_transfer") if setup.lmcache else None
     return tree is not None and defined(tree, "all_null_chunk_masks") is not None
 
 
 def has_windows(setup: Setup) -> bool:
-    """Whether some of the model's layers attend to a part of the tokens only."""
+    """Return True if some layers of the model attend to a part of the tokens only."""
     layers = {str(each) for each in setup.model.get("layer_types") or ()}
     return bool(layers & {"sliding_attention", "chunked_attention"}) and len(layers) > 1
 
 
 def _takes_groups(setup: Setup) -> bool:
-    """Whether LMCache's multi-process connector is a SupportsHMA."""
+    """Return True if LMCache's multi-process connector is a SupportsHMA."""
     module = "lmcache.integration.vllm.lmcache_mp_connector"
     tree = setup.lmcache.tree(module) if setup.lmcache else None
     node = defined(tree, "LMCacheMPConnector") if tree else None
@@ -82,7 +85,7 @@ def _takes_groups(setup: Setup) -> bool:
 
 @check("parallel")
 def parallel(setup: Setup) -> Iterator[Line]:
-    """Tensor, pipeline, data and decode context parallel sizes fit the model, the servers and the lists of ports."""
+    """The tensor, pipeline, data and decode context parallel sizes fit the model, the servers and the port lists."""
     command = setup.command
     if command is None or not command.serves or not setup.connectors:
         return
@@ -90,7 +93,8 @@ def parallel(setup: Setup) -> Iterator[Line]:
     for which in ("tensor", "pipeline", "data", "decode-context"):
         value = command.options.get(f"{which}-parallel-size")
         if value is not None and not (value.isdigit() and int(value)):
-            faults.append(problem(f"--{which}-parallel-size is {value!r}", f"--{which}-parallel-size 1 or more"))
+            what = f"--{which}-parallel-size is {value!r}, not a positive number"
+            faults.append(problem(what, f"--{which}-parallel-size 1, or more"))
     tensor, context = setup.parallel("tensor"), setup.parallel("decode-context")
     if tensor % context:
         faults.append(
@@ -111,8 +115,11 @@ def parallel(setup: Setup) -> Iterator[Line]:
 
 
 def _context(setup: Setup, context: int) -> Iterator[Line]:
-    """A connector that does not know of it takes a block for the tokens of one rank: it stores nothing,
-    and its worker dies at the first load (vllm_v1_adapter.py 0.5.6:1159, :815)."""
+    """Check decode context parallelism.
+
+    A connector without support takes a block for the tokens of one rank. It stores nothing, and its worker dies at the
+    first load (vllm_v1_adapter.py 0.5.6:1159, :815).
+    """
     lmcache = setup.lmcache
     for connector in setup.connectors if context > 1 and lmcache else ():
         module = "vllm_v1_adapter" if connector.is_v1 else "lmcache_mp_connector"
@@ -120,34 +127,41 @@ def _context(setup: Setup, context: int) -> Iterator[Line]:
         source = "" if is_copy or lmcache is None else lmcache.text(f"lmcache.integration.vllm.{module}")
         if (connector.is_v1 or connector.is_mp) and "decode_context_parallel_size" not in source:
             yield problem(
-                f"{connector.name} as it is installed does not know of --decode-context-parallel-size {context}: it "
-                "stores nothing",
-                "LMCacheMPConnector with LMCache 0.5.5 or later, or --decode-context-parallel-size 1",
+                f"the installed {connector.name} does not support --decode-context-parallel-size {context}: it stores "
+                "nothing",
+                '--decode-context-parallel-size 1, or "kv_connector": "LMCacheMPConnector" with LMCache 0.5.5 or later',
             )
 
 
 def _servers(setup: Setup) -> Iterator[Line]:
-    """As LMCacheMPConnector checks it at its start (lmcache_mp_connector.py 0.5.6:656-705)."""
+    """Check several servers as LMCacheMPConnector does at its start (lmcache_mp_connector.py 0.5.6:656-705)."""
     connector = setup.connector("mp")
     count = len(servers.addresses(connector)) if connector else 1
     if count < 2:
         return
     if setup.ranks % count:
         yield problem(
-            f"{setup.ranks} workers cannot be shared by {count} LMCache servers", "as many workers for each server"
+            f"{setup.ranks} workers cannot be shared equally by {count} LMCache servers",
+            "lmcache.mp.server_urls: a number of servers that divides the number of workers",
         )
     for which in ("pipeline", "data"):
         if setup.parallel(which) > 1:
             yield problem(
-                f"several LMCache servers do not go with --{which}-parallel-size {setup.parallel(which)}",
-                f"one server in lmcache.mp.server_urls, or --{which}-parallel-size 1",
+                f"several LMCache servers do not work with --{which}-parallel-size {setup.parallel(which)}",
+                f"lmcache.mp.server_urls: one server, or --{which}-parallel-size 1",
             )
     if setup.ranks // count < setup.parallel("decode-context"):
-        yield problem("each LMCache server has fewer workers than --decode-context-parallel-size", "fewer servers")
+        yield problem(
+            "each LMCache server has fewer workers than --decode-context-parallel-size",
+            "lmcache.mp.server_urls: fewer servers",
+        )
 
 
 def _ports(setup: Setup) -> Iterator[Line]:
-    """Each worker takes the port at its rank (pd_backend.py 0.5.6:146); a shorter list is `list index out of range`."""
+    """Check that lists of ports have a port for each worker.
+
+    Worker N takes port N of the list (pd_backend.py 0.5.6:146). A shorter list raises `list index out of range`.
+    """
     if setup.connector("v1") is None:
         return
     uses = {
@@ -171,7 +185,7 @@ def _ports(setup: Setup) -> Iterator[Line]:
 
 @check("layout")
 def layout(setup: Setup) -> Iterator[Line]:
-    """VLLM_KV_CACHE_LAYOUT is one that vLLM has and LMCache moves."""
+    """VLLM_KV_CACHE_LAYOUT is a layout that vLLM has and LMCache supports."""
     wanted = setup.environment.get("VLLM_KV_CACHE_LAYOUT", "")
     if not wanted:
         return
@@ -180,16 +194,17 @@ def layout(setup: Setup) -> Iterator[Line]:
     moves = _translated(setup.lmcache) if uses else []
     if choices and wanted not in choices:
         yield problem(
-            f"VLLM_KV_CACHE_LAYOUT={wanted}: this vLLM has {', '.join(choices)}", "unset VLLM_KV_CACHE_LAYOUT"
+            f"VLLM_KV_CACHE_LAYOUT={wanted}: this vLLM has only {', '.join(choices)}", "unset VLLM_KV_CACHE_LAYOUT"
         )
     elif moves and wanted not in moves:
         yield problem(
-            f"LMCache cannot move KV in the layout {wanted}", f"unset VLLM_KV_CACHE_LAYOUT, or {', '.join(moves)}"
+            f"LMCache cannot move KV in the layout {wanted}",
+            f"unset VLLM_KV_CACHE_LAYOUT, or set it to {' or '.join(moves)}",
         )
     elif choices:
         yield ok(f"VLLM_KV_CACHE_LAYOUT={wanted}")
     else:
-        yield unchecked(f"VLLM_KV_CACHE_LAYOUT={wanted}: vLLM's choices cannot be read")
+        yield unchecked(f"VLLM_KV_CACHE_LAYOUT={wanted}: the layouts of this vLLM are unknown")
 
 
 def _layouts(vllm: Package | None) -> list[str]:
@@ -207,7 +222,7 @@ def _translated(lmcache: Package | None) -> list[str]:
 
 @check("blending")
 def blending(setup: Setup) -> Iterator[Line]:
-    """CacheBlend needs a line in vLLM's worker that hands it the model, and a model that LMCache knows."""
+    """With enable_blending, vLLM's worker has the line that registers the model, and LMCache supports the model."""
     if setup.connector("v1") is None or not setup.on("enable_blending"):
         return
     worker = setup.vllm.text("vllm.v1.worker.gpu_worker") if setup.vllm else ""
@@ -224,13 +239,13 @@ def blending(setup: Setup) -> Iterator[Line]:
     if "VLLMModelTracker" not in worker:
         faults.append(
             problem(
-                "enable_blending: vLLM's gpu_worker.py does not hand the model to LMCache (`vllm model for "
-                "vllm-instance not found`)",
-                "add VLLMModelTracker.register_model(ENGINE_NAME, self.model_runner.model) at the end of load_model in "
-                "vllm/v1/worker/gpu_worker.py, as LMCache's examples/blend_kv_v1 has it; or enable_blending: false",
+                "enable_blending: vLLM's gpu_worker.py does not register the model (`vllm model for vllm-instance not "
+                "found`)",
+                "enable_blending: false; or add VLLMModelTracker.register_model(ENGINE_NAME, self.model_runner.model) "
+                "at the end of load_model in vllm/v1/worker/gpu_worker.py, as in LMCache's examples/blend_kv_v1",
             )
         )
     if models and architecture and architecture not in models:
-        faults.append(problem(f"enable_blending: LMCache has it for {', '.join(models)}, not for {architecture}",
+        faults.append(problem(f"enable_blending: LMCache supports {', '.join(models)}, not {architecture}",
                               "enable_blending: false"))  # fmt: skip
-    yield from faults or [ok(f"enable_blending: {architecture or 'the model is not known here'}")]
+    yield from faults or [ok(f"enable_blending: {architecture or 'the model is unknown'}")]

@@ -1,4 +1,4 @@
-"""Do these releases of vLLM and LMCache go together, for this connector."""
+"""The check that the installed vLLM and LMCache work together with the connector."""
 
 from __future__ import annotations
 
@@ -15,47 +15,43 @@ from kvfix_tools.lab.options import KNOWN
 
 IN_PROCESS = "lmcache.integration.vllm.vllm_v1_adapter"
 MULTI_PROCESS = "lmcache.integration.vllm.lmcache_mp_connector"
-#: Shown of one pair; the rest is counted.
+#: Maximum number of misfits to show for one pair; the rest is counted.
 _SHOWN = 3
 
 
 @check("releases", essential=True)
 def together(setup: Setup) -> Iterator[Line]:
-    """vLLM and LMCache go together for the connector: what one imports the other has, and takes the arguments it gets.
-    Read from the installed files; then which pairs the lab has run."""
+    """The installed vLLM and LMCache work together: imports exist, functions accept the arguments they get, and the
+    lab has run this pair of releases."""
     vllm, lmcache = setup.vllm, setup.lmcache
     if vllm is None or lmcache is None:
         lacks = "vLLM" if vllm is None else "LMCache"
-        yield unchecked(f"whether the releases go together: {lacks} is not installed here")
+        yield unchecked(f"{lacks} is not installed here, so kvfix cannot tell whether the releases work together")
         return
     connectors = [each for each in setup.connectors if each.is_v1 or each.is_mp]
     if not connectors and not (setup.command and setup.connectors):
-        connectors = [
-            Connector("LMCacheConnectorV1", "", {}, "", {})
-        ]  # without a requirement: the one that all releases have
+        connectors = [Connector("LMCacheConnectorV1", "", {}, "", {})]  # all releases have this connector
     for connector in connectors:
         if connector.extra.get("use_native"):
-            yield unchecked(f"{connector.name}: use_native takes vLLM's copy of LMCache, which kvfix does not know")
+            yield unchecked(f"{connector.name}: use_native uses vLLM's copy of LMCache, which kvfix cannot check")
             continue
         kind, found = _read(setup, connector, vllm, lmcache)
-        pair = (
-            f"{vllm.title} and {lmcache.title} ({connector.name}{', as vLLM has it' if kind == 'mp-in-tree' else ''})"
-        )
+        pair = f"{vllm.title} and {lmcache.title} ({connector.name}{', copy in vLLM' if kind == 'mp-in-tree' else ''})"
         if found:
             shown = "; ".join(f"{each.what} ({each.where})" for each in found[:_SHOWN])
             more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-            yield problem(f"{pair} do not go together: {shown}{more}", _remedy(kind, connector))
+            yield problem(f"{pair} do not work together: {shown}{more}", _remedy(kind, connector))
             continue
         versions = {"vllm": vllm.version, "lmcache": lmcache.version}
-        why = releases.cannot_play(kind, versions) if all(versions.values()) else "a release is not known"
+        why = releases.cannot_play(kind, versions) if all(versions.values()) else "a release is unknown"
         if why:
-            yield unchecked(f"{pair}: nothing is missing as far as the code can be read, but {why}")
+            yield unchecked(f"{pair}: the code shows no missing import or argument, but {why}")
         else:
-            yield ok(f"{pair} go together")
+            yield ok(f"{pair} work together")
 
 
 def _read(setup: Setup, connector: Connector, vllm: Package, lmcache: Package) -> tuple[str, list[fit.Misfit]]:
-    """(kind of connector as the lab calls it, what does not fit)"""
+    """Return (the lab's name of the connector, misfits)."""
     own = f"{VLLM_CONNECTORS}.{'lmcache_connector' if connector.is_v1 else 'lmcache_mp_connector'}"
     if connector.is_v1:
         missing = [] if lmcache.file(IN_PROCESS) else [fit.Misfit(f"{own}", f"No module named '{IN_PROCESS}'")]
@@ -64,8 +60,8 @@ def _read(setup: Setup, connector: Connector, vllm: Package, lmcache: Package) -
     if connector.module.startswith("lmcache"):
         return "mp", fit.misfits((lmcache, connector.module), vllm)
     ours = fit.misfits((vllm, own), lmcache)
-    # vLLM takes LMCache's class if it can be imported (lmcache_mp_connector.py 0.32.0:1010). Its own module has to be
-    # imported for that in any case.
+    # vLLM uses LMCache's class if it can be imported (lmcache_mp_connector.py 0.32.0:1010). The import of vLLM's own
+    # module must succeed in both cases.
     prefers = "_resolve_lmcache_mp_connector" in vllm.text(own) and not setup.environment.get("LMCACHE_USE_UPSTREAM_MP")
     if prefers and lmcache.file(MULTI_PROCESS) and not any(_is_import(each) for each in theirs):
         return "mp", [*(each for each in ours if _is_import(each)), *theirs]
@@ -82,5 +78,5 @@ def _remedy(kind: str, connector: Connector) -> str:
     if kind == "mp-in-tree":
         both = KNOWN["mp"].needs
         better = ", ".join(f"{dist}{specifier}" for dist, (specifier, _) in both.items())
-        return f"install {better}, and leave LMCACHE_USE_UPSTREAM_MP unset; vLLM's own copy runs with {wanted} only"
-    return f"install {wanted}: tried pairs are in the matrix of kvfix's documentation"
+        return f"install {better}, and unset LMCACHE_USE_UPSTREAM_MP. vLLM's own copy works with {wanted} only"
+    return f"install {wanted}. The matrix in kvfix's documentation shows tested pairs"

@@ -1,4 +1,4 @@
-"""LMCache's settings: its YAML file, LMCACHE_* and the keys of the connector."""
+"""LMCache's settings in its YAML file, in variables LMCACHE_* and in the keys of the connector."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from kvfix_tools.doctor.definitions import KINDS, also, nearest, wrong_type
 from kvfix_tools.doctor.packages import Package
 from kvfix_tools.doctor.setup import ENVIRONMENT, FILE, TRANSFER, Setting, Setup
 
-#: Keys of the file that other parts of LMCache read (config.py 0.5.6: `ec`, `ec_...`).
+#: Prefixes of keys in the file that other parts of LMCache read (config.py 0.5.6: `ec`, `ec_...`).
 _OTHERS = ("ec", "ec_")
-#: (from, to) of settings, both included, with what they must be; LMCache checks few of them. 0.5.6, by the definition's
-#: own description, or by what the value is used for.
+#: {setting: (minimum, maximum, unit)} of 0.5.6, from the description or the use of each setting. LMCache checks few.
 _RANGES: dict[str, tuple[float, float, str]] = {
     "chunk_size": (1, math.inf, "tokens"),
     "max_local_cpu_size": (0, math.inf, "GiB for each worker"),
@@ -38,26 +37,26 @@ _RANGES: dict[str, tuple[float, float, str]] = {
 
 @check("config-file", essential=True)
 def file(setup: Setup) -> Iterator[Line]:
-    """LMCACHE_CONFIG_FILE is there, and is a mapping in YAML."""
+    """The file LMCACHE_CONFIG_FILE exists, and is a mapping in YAML."""
     path, content, why = setup.config_file
     if not path:
         return
     if why.startswith("PyYAML"):
         yield unchecked(f"LMCACHE_CONFIG_FILE {path}: {why}")
     elif why:
-        yield problem(f"LMCACHE_CONFIG_FILE {path}: {why}", "correct the path or the file; one `name: value` in a line")
+        yield problem(f"LMCACHE_CONFIG_FILE {path}: {why}", "correct the path, or write one `name: value` in each line")
     else:
         yield ok(f"LMCACHE_CONFIG_FILE {path}: {len(content)} settings")
 
 
 @check("setting-names", essential=True)
 def names(setup: Setup) -> Iterator[Line]:
-    """Every setting in the file and every LMCACHE_* variable is known to the installed LMCache."""
+    """The installed LMCache knows every setting in the file and every LMCACHE_* variable."""
     if not setup.settings and not setup.lmcache_variables():
         return
     known = setup.definitions
     if known is None or setup.lmcache is None:
-        yield unchecked("the names of LMCache's settings: there is no LMCache here, or it is too old to be read")
+        yield unchecked("the names of settings were not checked: LMCache is not installed here, or is too old")
         return
     title, wrong = setup.lmcache.title, 0
     for each in setup.settings:
@@ -75,19 +74,20 @@ def names(setup: Setup) -> Iterator[Line]:
             continue
         wrong += 1
         near = nearest(name, known.known)
-        yield problem(f"{title} reads no variable {variable}", f"LMCACHE_{near.upper()}" if near else "take it out")
+        do = f"LMCACHE_{near.upper()}" if near else f"unset {variable}"
+        yield problem(f"{title} reads no variable {variable}", do)
     if not wrong:
-        yield ok(f"the names of {len(setup.settings)} settings are known to {title}")
+        yield ok(f"{title} knows the names of all {len(setup.settings)} settings")
 
 
 def _instead(each: Setting, name: str) -> str:
     if not name:
-        return "take it out"
+        return f"unset {each.spelled}" if each.source == ENVIRONMENT else f"remove {each.spelled} from {each.source}"
     return f"LMCACHE_{name.upper()}={_shown(each)}" if each.source == ENVIRONMENT else f"{name}: {_shown(each)}"
 
 
 def _occurs(variable: str, *packages: Package | None) -> bool:
-    """Whether the name is anywhere in their source; a plugin of the user may have its own."""
+    """Return True if the source of one of the packages has the name. A user's plugin may read other variables."""
     for package in packages:
         folders = [package.folder] if package and package.name == "lmcache" else []
         folders += [package.folder / "distributed/kv_transfer"] if package and package.name == "vllm" else []
@@ -100,7 +100,7 @@ def _occurs(variable: str, *packages: Package | None) -> bool:
 
 @check("setting-values")
 def values(setup: Setup) -> Iterator[Line]:
-    """Values have the type that the installed LMCache's definitions name, and are in range."""
+    """The values of settings have the type that the installed LMCache defines, and are in range."""
     known = setup.definitions
     if known is None or not setup.settings:
         return
@@ -113,9 +113,9 @@ def values(setup: Setup) -> Iterator[Line]:
         if wrong_type(definition.kind, definition.optional, each.value, each.source != ENVIRONMENT):
             faults.append(
                 problem(
-                    f"{each.spelled} is {_shown(each)} ({each.source}); it takes {KINDS[definition.kind]}",
+                    f"{each.spelled} is {_shown(each)} ({each.source}), but must be {KINDS[definition.kind]}",
                     f"{each.spelled}: {definition.default!r} is the default" if each.source == FILE
-                    else f"the default is {definition.default!r}",
+                    else f"{each.spelled}={definition.default} is the default",
                 )
             )  # fmt: skip
         else:
@@ -123,7 +123,7 @@ def values(setup: Setup) -> Iterator[Line]:
     yield from faults
     yield from _disk(setup)
     if not faults:
-        yield ok(f"the values of {len(setup.settings)} settings have the right type")
+        yield ok(f"the values of all {len(setup.settings)} settings have the right type")
 
 
 def _range(name: str, each: Setting) -> Iterator[Line]:
@@ -138,29 +138,32 @@ def _range(name: str, each: Setting) -> Iterator[Line]:
             continue
         if not low <= number <= high:
             upper = f" to {high:g}" if high < math.inf else " or more"
-            yield problem(f"{each.spelled} is {item} ({each.source}), out of range", f"{low:g}{upper} ({unit})")
+            what = f"{each.spelled} is {item} ({each.source}), which is out of range"
+            yield problem(what, f"{each.spelled}: {low:g}{upper} ({unit})")
 
 
 def _disk(setup: Setup) -> Iterator[Line]:
     size = setup.number("max_local_disk_size")
     if setup.setting("local_disk") and size is not None and size <= 0:
-        yield problem("local_disk is set, and max_local_disk_size is 0: nothing fits on it", "max_local_disk_size: 100")
+        what = "local_disk is set, but max_local_disk_size is 0, so no chunk is stored on disk"
+        yield problem(what, "max_local_disk_size: 100")
 
 
 @check("set-twice")
 def twice(setup: Setup) -> Iterator[Line]:
-    """No setting has different values in the file, the environment and --kv-transfer-config. The last of these wins."""
+    """No setting has different values in the file, the environment and --kv-transfer-config. The last source wins."""
     found: dict[str, list[Setting]] = {}
     for each in setup.settings:
         found.setdefault(setup.current(each.name), []).append(each)
     for name, several in found.items():
         if len({_plain(each.value) for each in several}) > 1:
             listed = ", ".join(f"{each.spelled} is {_shown(each)} in {each.source}" for each in several)
-            yield problem(f"{name} is set differently: {listed}; the last one wins", "set it in one place only")
+            what = f"{name} has different values: {listed}. The last value wins"
+            yield problem(what, f"set {name} in one place only")
 
 
 def _plain(value: Any) -> str:
-    """`true`, True and "True" are the same; so are 256, 256.0 and "256"."""
+    """Return a normal form: `true`, True and "True" are equal, and so are 256, 256.0 and "256"."""
     text = json.dumps(value, sort_keys=True) if isinstance(value, dict | list) else str(value).strip().lower()
     try:
         return f"{float(text):g}"
@@ -170,7 +173,7 @@ def _plain(value: Any) -> str:
 
 @check("deprecated")
 def deprecated(setup: Setup) -> Iterator[Line]:
-    """No setting has a name that the installed LMCache calls deprecated."""
+    """No setting has a name that is deprecated in the installed LMCache."""
     known = setup.definitions
     for each in setup.settings if known else ():
         if known and each.name in known.deprecated and known.is_read(each.name):
@@ -180,7 +183,7 @@ def deprecated(setup: Setup) -> Iterator[Line]:
 
 @check("environment-converted")
 def converted(setup: Setup) -> Iterator[Line]:
-    """Every variable can be converted from text beside a file (KVD900: KeyError 'env_converter' at the start)."""
+    """LMCache can convert every variable if LMCACHE_CONFIG_FILE is also set. KVD900 shows the error."""
     known = setup.definitions
     if known is None or not setup.config_file[0]:
         return
@@ -188,34 +191,35 @@ def converted(setup: Setup) -> Iterator[Line]:
         definition = known.known.get(each.name)
         if each.source == ENVIRONMENT and definition is not None and not definition.converted:
             yield problem(
-                f"{each.spelled} stops LMCache at its start: this release cannot convert it beside a file",
-                f"unset {each.spelled}, and in the file {each.name}: {_shown(each)}",
+                f"{each.spelled} stops LMCache at its start: this release cannot convert the variable if "
+                "LMCACHE_CONFIG_FILE is also set",
+                f"unset {each.spelled}, and write {each.name}: {_shown(each)} into the file",
             )
 
 
 @check("settings-read")
 def who_reads(setup: Setup) -> Iterator[Line]:
-    """With the multi-process connector alone, settings of the in-process one have no effect: the server has options."""
+    """No setting of the in-process connector is set if only the multi-process connector is used. It ignores them."""
     mp = setup.connector("mp")
     if mp is None or setup.connector("v1") is not None or setup.definitions is None:
         return
     unread = sorted(each.spelled for each in setup.settings if each.name in setup.definitions.known)
     if unread:
         yield problem(
-            f"{mp.name} does not read {', '.join(unread)}: these are settings of the in-process connector",
-            "give them to the server: lmcache server --chunk-size N --l1-size-gb N ... (lmcache server --help)",
+            f"{mp.name} does not read {', '.join(unread)}, which only the in-process connector reads",
+            "lmcache server --chunk-size N --l1-size-gb N ...: set the options of the server (lmcache server --help)",
         )
 
 
 @check("server-options")
 def server_options_known(setup: Setup) -> Iterator[Line]:
-    """Every option of an `lmcache server` command is known to the installed release, and none is missing."""
+    """The installed LMCache knows every option of an `lmcache server` command, and no required option is missing."""
     command = setup.command
     if command is None or command.program != "lmcache server":
         return
     known = server_options.read(setup.lmcache) if setup.lmcache else {}
     if not known or setup.lmcache is None:
-        yield unchecked("the options of lmcache server: this LMCache has no such command, or is not here")
+        yield unchecked("the options were not checked: LMCache is not installed here, or has no `lmcache server`")
         return
     wrong = 0
     for name, value in command.options.items():
@@ -228,13 +232,13 @@ def server_options_known(setup: Setup) -> Iterator[Line]:
             )
         elif option.choices and value not in option.choices:
             wrong += 1
-            yield problem(f"--{name} is {value!r}", f"--{name} {' | '.join(option.choices)}")
+            yield problem(f"--{name} is {value!r}, which is not allowed", f"--{name} {' | '.join(option.choices)}")
     for name, option in known.items():
         if option.required and name.removeprefix("--") not in command.options:
             wrong += 1
             yield problem(f"lmcache server needs {name}", f"{name} {' | '.join(option.choices) or 'VALUE'}")
     if not wrong:
-        yield ok(f"{len(command.options)} options are known to {setup.lmcache.title}")
+        yield ok(f"{setup.lmcache.title} knows all {len(command.options)} options")
 
 
 def _shown(each: Setting) -> str:

@@ -15,14 +15,14 @@ from kvfix_tools.doctor.setup import Setup
 
 _CONFIGS = ("vllm.config.kv_transfer", "vllm.config", "vllm.config.__init__")
 _FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
-#: In the code of vLLM 0.11 to 0.33; the installed release's own are read where it is there.
+#: The roles of vLLM 0.11 to 0.33, used if the installed release's roles cannot be read.
 _ROLES = ("kv_producer", "kv_consumer", "kv_both")
 _EXAMPLE = """--kv-transfer-config '{"kv_connector":"LMCacheConnectorV1","kv_role":"kv_both"}'"""
 
 
 @check("kv-transfer-config", essential=True)
 def configuration(setup: Setup) -> Iterator[Line]:
-    """The JSON can be read, its keys and values are of the installed vLLM, and the connector is registered there."""
+    """--kv-transfer-config is valid JSON, and the installed vLLM knows its keys, values and connector."""
     if setup.command is None or not setup.command.serves:
         return
     if setup.transfer_error:
@@ -47,20 +47,20 @@ def _entry(setup: Setup, entry: Connector) -> Iterator[Line]:
             where = '"kv_connector_extra_config": {...}' if key.startswith("lmcache.") else ""
             yield problem(
                 f"{_title(setup)} has no key {key!r} in --kv-transfer-config",
-                f'"{near}"' if near else f"move it into {where}" if where else f"known are: {', '.join(fields)}",
+                f'"{near}"' if near else f"move {key} into {where}" if where else f"use one of {', '.join(fields)}",
             )
         elif choices and value is not None and value not in choices:
             near = nearest(str(value), choices)
-            yield problem(f"{key} {value!r} is none of {', '.join(choices)}", f'"{key}": "{near or choices[-1]}"')
+            yield problem(f"{key} {value!r} is not one of {', '.join(choices)}", f'"{key}": "{near or choices[-1]}"')
     if "kv_connector_extra_config" in entry.keys and not isinstance(entry.keys["kv_connector_extra_config"], dict):
-        yield problem("kv_connector_extra_config is no JSON object", '"kv_connector_extra_config": {"KEY": VALUE}')
+        yield problem("kv_connector_extra_config is not a JSON object", '"kv_connector_extra_config": {"KEY": VALUE}')
     if not entry.name:
         yield problem("kv_connector is missing in --kv-transfer-config", _EXAMPLE)
         return
     if not entry.role:
         yield problem(f"{entry.name} has no kv_role", '"kv_role": "kv_both" (or kv_producer, kv_consumer)')
     elif not fields and entry.role not in _ROLES:
-        yield problem(f"kv_role {entry.role!r} is none of {', '.join(_ROLES)}", '"kv_role": "kv_both"')
+        yield problem(f"kv_role {entry.role!r} is not one of {', '.join(_ROLES)}", '"kv_role": "kv_both"')
     yield from _registered(setup, entry)
     if entry.name == "MultiConnector" and not entry.extra.get("connectors"):
         yield problem("MultiConnector has no connectors", '"kv_connector_extra_config": {"connectors": [{...}, {...}]}')
@@ -72,7 +72,7 @@ def _registered(setup: Setup, entry: Connector) -> Iterator[Line]:
         file = package.file(entry.module) if package else None
         tree = parse(file) if file else None
         if file is None and not Path(*entry.module.split(".")).with_suffix(".py").is_file():
-            yield problem(f"there is no module {entry.module} for this Python", "correct kv_connector_module_path")
+            yield problem(f"this Python has no module {entry.module}", "correct kv_connector_module_path")
         elif tree is not None and entry.name not in {getattr(node, "name", None) for node in ast.walk(tree)}:
             yield problem(f"{entry.module} has no class {entry.name}", "correct kv_connector")
         return
@@ -81,7 +81,7 @@ def _registered(setup: Setup, entry: Connector) -> Iterator[Line]:
         near = next((name for name in sorted(known) if name.startswith(entry.name)), nearest(entry.name, known))
         yield problem(
             f"{_title(setup)} has no connector {entry.name!r}",
-            f'"kv_connector": "{near}"' if near else f"known are: {', '.join(sorted(known))}",
+            f'"kv_connector": "{near}"' if near else f"use one of {', '.join(sorted(known))}",
         )
 
 
@@ -90,7 +90,7 @@ def _title(setup: Setup) -> str:
 
 
 def _fields(vllm: Package | None) -> dict[str, list[str]]:
-    """{field of KVTransferConfig: its choices, [] for any}; {} if it cannot be read."""
+    """Return {field of KVTransferConfig: its choices, [] for any}; {} if it cannot be read."""
     for module in _CONFIGS:
         tree = vllm.tree(module) if vllm else None
         node = defined(tree, "KVTransferConfig") if tree else None
@@ -110,7 +110,7 @@ def _fields(vllm: Package | None) -> dict[str, list[str]]:
 
 
 def _choices(node: ast.AST, aliases: dict[str, ast.expr]) -> Iterator[str]:
-    """Of `Literal[...] | None`, also through names of such (KVRole)."""
+    """Yield the choices of `Literal[...] | None`, also through an alias (KVRole)."""
     if isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("Literal"):
         for each in node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]:
             value = constant(each)
@@ -140,7 +140,7 @@ def _connectors(vllm: Package | None) -> set[str]:
 
 @check("connector-keys")
 def keys(setup: Setup) -> Iterator[Line]:
-    """Keys `lmcache.*` of kv_connector_extra_config are known to the connector, and their values of the right type."""
+    """The connector knows all keys `lmcache.*` of kv_connector_extra_config, and their values have the right type."""
     for entry in setup.connectors:
         given = {key: value for key, value in entry.extra.items() if key.startswith("lmcache")}
         if not (entry.is_v1 or entry.is_mp):
@@ -150,10 +150,10 @@ def keys(setup: Setup) -> Iterator[Line]:
         if not given:
             continue
         if not known:
-            yield unchecked(f"the keys of {entry.name}: its source is not here")
+            yield unchecked(f"the keys of {entry.name} were not checked: its source is not installed here")
             continue
         faults = [line for key, value in given.items() for line in _key(setup, entry, key, value, known)]
-        yield from faults or [ok(f"{len(given)} keys lmcache.* are known to {entry.name}")]
+        yield from faults or [ok(f"{entry.name} knows all {len(given)} keys lmcache.*")]
 
 
 def _class(entry: Connector) -> str:
@@ -172,7 +172,7 @@ def _without_prefix(setup: Setup, entry: Connector, known: dict[str, Any]) -> It
 
 
 def _own_keys(entry: Connector, vllm: Package | None) -> set[str]:
-    """Keys that vLLM itself looks up: `use_layerwise`, say, is for its CUDA graphs, beside lmcache.use_layerwise."""
+    """Return the keys that vLLM itself reads, such as `use_layerwise`, which differs from lmcache.use_layerwise."""
     tree = vllm.tree(f"{VLLM_CONNECTORS}.{READERS[_class(entry)][1]}") if vllm else None
     return {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)} if tree else set()
 
@@ -185,20 +185,20 @@ def _key(setup: Setup, entry: Connector, key: str, value: Any, known: dict[str, 
             do = f'"{near}"'
         elif key in other:
             wants = "LMCacheMPConnector" if entry.is_v1 else "LMCacheConnectorV1"
-            do = f"take it out: only {wants} has it; an LMCache server has options of its own (lmcache server --help)"
+            do = f"remove {key}: only {wants} has it. For options of the LMCache server see lmcache server --help"
         else:
-            do = "take it out"
+            do = f"remove {key}"
         title = setup.lmcache.title if setup.lmcache else "LMCache"
         yield problem(f"{entry.name} of {title} has no key {key!r}, and ignores it", do)
     elif entry.is_mp and known[key] is not None and _other_type(known[key], value):
         default = known[key]
         yield problem(
-            f"{key} is {value!r}; it takes a {type(default).__name__}", f'"{key}": {default!r} is the default'
+            f"{key} is {value!r}, but must be a {type(default).__name__}", f'"{key}": {default!r} is the default'
         )
 
 
 def _other_type(default: Any, value: Any) -> bool:
-    """An integer is as good as a fraction, and a number in quotes is taken too."""
+    """Return True if the types differ. Integers, fractions and numbers in quotes count as one type."""
     if isinstance(default, bool):
         return str(value).strip().lower() not in ("1", "0", "true", "false", "yes", "no", "on", "off")
     if isinstance(default, int | float):

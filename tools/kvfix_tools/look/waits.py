@@ -1,4 +1,4 @@
-"""Who owes each request of an engine its next event, and how long to look until a verdict is sure."""
+"""The event that each request of an engine waits for, and how long to look until a verdict is sure."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 
 def first_refused(engine: Engine) -> str:
-    """The request that the scheduler has no blocks for, and that the others wait behind; "" if there is none."""
+    """Return the first request that the scheduler has no blocks for, and behind which other requests wait; or ""."""
     row = next((each for each, kind in owed.waits(engine) if kind == PLACE), None)
     short = row is not None and row["needs"] is not None and row["needs"] > engine.scheduler["pool"]["free"]
     return str(row["id"]) if row is not None and short else ""
 
 
-def owner(engine: Engine, row: dict[str, Any]) -> str:
-    """Who owes the next event of the request, and which."""
+def waits_for(engine: Engine, row: dict[str, Any]) -> str:
+    """Return what the request waits for: who acts next, and on what."""
     queue, name = row["queue"], row["id"]
     if queue == "ended":
         ranks = engine.ranks_with(name, "stores", *owed.KINDS)
         return (
-            f"{owed.ranks_text(ranks)}: its transfer, which keeps its blocks" if ranks else "no worker has its transfer"
+            f"{owed.ranks_text(ranks)}: its transfer, which holds its blocks" if ranks else "no worker has its transfer"
         )
     if queue not in QUEUES:
         return "the workers: its next tokens"
@@ -44,18 +44,18 @@ def owner(engine: Engine, row: dict[str, Any]) -> str:
     if kind == LOOKUP:
         return "the connector: its lookup"
     if row["report"] == "failed":
-        return "the scheduler: its load has failed"
+        return "the scheduler: to handle its failed load"
     first = first_refused(engine)
     if first and first != name:
-        return f"{first}, which stands before it"
+        return f"{first}, which is before it in the queue"
     needs, free = row["needs"], engine.scheduler["pool"]["free"]
     if needs is None:
-        return "the scheduler: a place in a step"
-    return f"the pool: it needs {needs} blocks, {free} are free" if needs > free else "the scheduler: its next step"
+        return "the scheduler: to be scheduled in a step"
+    return f"free blocks: it needs {needs}, {free} are free" if needs > free else "the scheduler: its next step"
 
 
-def suspected(looks: Sequence[Look]) -> float:
-    """For how many seconds the looks must go on before there is a verdict; 0: nothing is suspected, or it is there."""
+def seconds_to_look(looks: Sequence[Look]) -> float:
+    """Return for how many seconds to look on until a verdict is sure; 0 if there is one, or no problem is suspected."""
     if standstill.verdicts(looks):
         return 0.0
     looks = of_these_hooks(looks)
