@@ -40,6 +40,13 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     return documentation.filled(markdown)
 
 
+@event_priority(-100)  # after the search plugin, which reads the table of contents
+def on_page_context(context: Any, page: Page, **_: Any) -> None:
+    """Leave the table of contents out of the pages of findings, which are short."""
+    if page.file.src_uri.startswith("findings/"):
+        page.toc.items.clear()
+
+
 def on_post_page(output: str, **_: Any) -> str:
     """Remove the theme's indentation, which is half of a page."""
     return re.sub(r"(?s)(<pre\b.*?</pre>)|\s*\n\s*", lambda found: found[1] or "\n", output)

@@ -1,0 +1,92 @@
+// The page "Is my pair safe?": choose two releases and a connector, and read which bugs they have and what helps.
+"use strict"
+{
+  const { vllm, lmcache, failed, fixes } = JSON.parse(document.getElementById("pair-data").textContent)
+  const PRESENT = "FNC", SHOWN = "FN", ABSENT = "-"
+  const EFFECTS = { "wrong output": "wrong output", crash: "a crash", hang: "a hang", leak: "a leak", "lost hits": "lost hits" }
+  const names = [...new Set(fixes.flatMap(fix => fix.connectors))].sort()
+  const page = document.getElementById("pair")
+
+  const escaped = text => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/`([^`]*)`/g, "<code>$1</code>")
+  const link = fix => `<a href="fixes/${fix.code.toLowerCase()}.html">${fix.code}</a>`
+  const bugs = list => (list.length === 1 ? "1 bug" : `${list.length} bugs`)
+  const select = (name, values) => `<label>${name} <select name="${name}">${
+    values.map(value => `<option>${value}</option>`).join("")}</select></label> `
+  const cell = (fix, v, l) => fix.cells[vllm.indexOf(v)][lmcache.indexOf(l)]
+  const present = (list, v, l) => list.filter(fix => PRESENT.includes(cell(fix, v, l)))
+
+  page.innerHTML = `<form>${select("vLLM", [...vllm].reverse())}${select("LMCache", [...lmcache].reverse())}${
+    select("Connector", ["any", ...names])}</form><div aria-live="polite"></div>`
+  const form = page.querySelector("form"), answer = page.querySelector("div")
+
+  // kvfix does not repair the bug by default here.
+  const status = (fix, v, l) => cell(fix, v, l) === "N" || fix.applied === "never" ? ["bad", "not fixed by kvfix"]
+    : fix.applied === "opt-in" ? ["warn", `fixed with <code>--plus ${fix.code}</code>`] : ["good", "fixed by kvfix"]
+
+  function asReleased(found, v, l) {
+    const counts = Object.entries(EFFECTS).map(([effect, words]) => [found.filter(fix => fix.effect === effect).length, words])
+    const list = counts.filter(([count]) => count).map(([count, words]) => `${count} with ${words}`).join(", ")
+    const shown = found.filter(fix => SHOWN.includes(cell(fix, v, l))).length
+    const bad = found.some(fix => fix.effect === "wrong output")
+    return [bad ? "bad" : found.length ? "warn" : "unknown", found.length
+      ? `<b>Without kvfix</b>, this pair has ${bugs(found)} that kvfix knows: ${list}. The lab has shown ${shown} of them here; ${
+        found.length - shown} are in the released code, and the lab has not played them here.`
+      : "kvfix knows no bug of this pair. That does not mean that the pair has none."]
+  }
+
+  function withKvfix(found, v, l) {
+    const of = kind => found.filter(fix => status(fix, v, l)[0] === kind)
+    const [good, warn, bad] = [of("good"), of("warn"), of("bad")]
+    const parts = [`<b>With kvfix</b>, ${bugs(good)} ${good.length === 1 ? "is" : "are"} fixed by default.`]
+    if (warn.length) parts.push(`Read the pages of these opt-in fixes, and name those that concern you: ${warn.map(link).join(", ")}.`)
+    if (bad.length) parts.push(`kvfix does not fix ${bad.map(link).join(", ")}. Each page has a workaround.`)
+    return [bad.length ? "bad" : warn.length ? "warn" : "good", parts.join(" ")]
+  }
+
+  // Names releases by the bugs that they end. Never compares numbers of bugs: old releases were examined less.
+  function upgrades(found, v, l) {
+    const rows = []
+    for (const [dist, name, releases, mine] of [["vllm", "vLLM", vllm, v], ["lmcache", "LMCache", lmcache, l]])
+      for (const release of releases.slice(releases.indexOf(mine) + 1)) {
+        const ended = found.filter(fix => fix.right[dist] === release)
+        if (ended.length) rows.push(`<li>${name} ${release} ends ${ended.map(link).join(", ")}.</li>`)
+      }
+    const newest = found.filter(fix => present([fix], vllm[vllm.length - 1], lmcache[lmcache.length - 1]).length).length
+    const rest = `${newest} of the ${bugs(found)} ${newest === 1 ? "is" : "are"} also in the newest pair, vLLM ${
+      vllm[vllm.length - 1]} with LMCache ${lmcache[lmcache.length - 1]}. New releases also have new bugs.`
+    return ["plain", `<b>Upgrade.</b> ${rows.length ? `<ul>${rows.join("")}</ul>`
+      : "No release that kvfix knows ends one of these bugs."} ${rest}`]
+  }
+
+  function caution(chosen, v, l) {
+    const absent = chosen.filter(fix => cell(fix, v, l) === ABSENT).length
+    return ["unknown", `<b>A short list does not mean a safe pair.</b> The list has only bugs that kvfix knows, and most were found in
+      the newest releases. ${absent} of the ${chosen.length} known bugs are in functions that this pair does not have. Nobody looked for
+      the bugs of the older functions. Do not choose an old release because its list is shorter.`]
+  }
+
+  function show() {
+    const [v, l, connector] = [...form.elements].map(element => element.value)
+    const chosen = fixes.filter(fix => connector === "any" || !fix.connectors.length || fix.connectors.includes(connector))
+    const found = present(chosen, v, l)
+    const why = failed[`${v} ${l}`]
+    const parts = why ? [["unknown", `The lab could not play this pair: ${escaped(why)}`]] : []
+    parts.push(asReleased(found, v, l))
+    if (found.length) parts.push(withKvfix(found, v, l), upgrades(found, v, l))
+    parts.push(caution(chosen, v, l))
+    const row = fix => {
+      const [kind, words] = status(fix, v, l)
+      return `<tr><td>${link(fix)}</td><td>${fix.effect}</td><td class="pair-${kind}">${words}</td><td>${escaped(fix.title)}</td></tr>`
+    }
+    answer.innerHTML = `${parts.map(([kind, text]) => `<div class="pair-part pair-${kind}">${text}</div>`).join("")}
+      <table><thead><tr><th>bug</th><th>effect</th><th>kvfix</th><th>what happens</th></tr></thead><tbody>${
+        found.map(row).join("")}</tbody></table>`
+    history.replaceState(null, "", `#${[v, l, connector].join(",")}`)
+  }
+
+  const wanted = decodeURIComponent(location.hash.slice(1)).split(",")
+  for (const [at, element] of [...form.elements].entries())
+    if ([...element.options].some(option => option.value === wanted[at])) element.value = wanted[at]
+  form.addEventListener("change", show)
+  show()
+}
