@@ -75,7 +75,7 @@ def _finding_rows() -> list[tuple[str, str, str, str]]:
     files = {name: file.stem for file in knowledge.FOLDER.glob("*.toml") for name in tomllib.loads(file.read_text())}
     rows = [(each.code, files[each.name], each.severity.word, each.title) for each in problems.catalogue()]
     rows += [(each.code, _component(each), each.severity.word, each.title) for each in findings.catalogue()]
-    return [(link(code), *rest) for code, *rest in sorted(rows)]
+    return [(link(code), component, effect, title) for code, component, effect, title in sorted(rows)]
 
 
 def _component(finding: findings.LogRule) -> str:
