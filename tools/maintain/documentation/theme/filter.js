@@ -26,6 +26,7 @@
     }
     form.querySelector("output").textContent = `${count} of ${rows.length}`
   }
+  table.dataset.cards = ""
   table.before(form)
   form.addEventListener("input", show)
   form.addEventListener("submit", event => event.preventDefault())

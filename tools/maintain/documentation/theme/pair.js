@@ -27,19 +27,19 @@
     const counts = Object.entries(EFFECTS).map(([effect, words]) => [found.filter(fix => fix.effect === effect).length, words])
     const list = counts.filter(([count]) => count).map(([count, words]) => `${count} with ${words}`).join(", ")
     const shown = found.filter(fix => SHOWN.includes(cell(fix, v, l))).length
-    const bad = found.some(fix => fix.effect === "wrong output")
-    return [bad ? "bad" : found.length ? "warn" : "unknown", found.length
-      ? `<b>Without kvfix</b>, this pair has ${bugs(found)} that kvfix knows: ${list}. The lab has shown ${shown} of them here; ${
-        found.length - shown} are in the released code, and the lab has not played them here.`
-      : "kvfix knows no bug of this pair. That does not mean that the pair has none."]
+    return found.length
+      ? ["bad", `<b>Without kvfix: no.</b> This pair has ${bugs(found)} that kvfix knows: ${list}. The lab has shown ${
+        shown} of them in this pair. A hash of the released code shows the other ${found.length - shown}.`]
+      : ["unknown", "<b>kvfix knows no bug of this pair.</b> The pair may still have bugs."]
   }
 
   function withKvfix(found, v, l) {
     const of = kind => found.filter(fix => status(fix, v, l)[0] === kind)
     const [good, warn, bad] = [of("good"), of("warn"), of("bad")]
-    const parts = [`<b>With kvfix</b>, ${bugs(good)} ${good.length === 1 ? "is" : "are"} fixed by default.`]
-    if (warn.length) parts.push(`Read the pages of these opt-in fixes, and name those that concern you: ${warn.map(link).join(", ")}.`)
-    if (bad.length) parts.push(`kvfix does not fix ${bad.map(link).join(", ")}. Each page has a workaround.`)
+    const verdict = bad.length ? `${bugs(bad)} left` : warn.length ? "yes, with the opt-in fixes that concern you" : "yes"
+    const parts = [`<b>With kvfix: ${verdict}.</b> kvfix fixes ${good.length} of the ${bugs(found)} by default.`]
+    if (bad.length) parts.push(`kvfix does not fix ${bad.map(link).join(", ")}. Their pages have workarounds.`)
+    if (warn.length) parts.push(`These fixes are opt-in: ${warn.map(link).join(", ")}. Name those that concern you.`)
     return [bad.length ? "bad" : warn.length ? "warn" : "good", parts.join(" ")]
   }
 
@@ -51,18 +51,19 @@
         const ended = found.filter(fix => fix.right[dist] === release)
         if (ended.length) rows.push(`<li>${name} ${release} ends ${ended.map(link).join(", ")}.</li>`)
       }
-    const newest = found.filter(fix => present([fix], vllm[vllm.length - 1], lmcache[lmcache.length - 1]).length).length
-    const rest = `${newest} of the ${bugs(found)} ${newest === 1 ? "is" : "are"} also in the newest pair, vLLM ${
-      vllm[vllm.length - 1]} with LMCache ${lmcache[lmcache.length - 1]}. New releases also have new bugs.`
-    return ["plain", `<b>Upgrade.</b> ${rows.length ? `<ul>${rows.join("")}</ul>`
-      : "No release that kvfix knows ends one of these bugs."} ${rest}`]
+    const stay = present(found, vllm[vllm.length - 1], lmcache[lmcache.length - 1]).length
+    return ["plain", rows.length
+      ? `<b>An upgrade helps against ${new Set(rows.flatMap(row => row.match(/KVF\d+/g))).size} of the ${bugs(found)}.</b>
+        <ul>${rows.join("")}</ul> The newest releases still have ${stay} of them, and new bugs of their own.`
+      : "<b>No upgrade helps.</b> No newer release that kvfix knows ends one of these bugs."]
   }
 
   function caution(chosen, v, l) {
     const absent = chosen.filter(fix => cell(fix, v, l) === ABSENT).length
-    return ["unknown", `<b>A short list does not mean a safe pair.</b> The list has only bugs that kvfix knows, and most were found in
-      the newest releases. ${absent} of the ${chosen.length} known bugs are in functions that this pair does not have. Nobody looked for
-      the bugs of the older functions. Do not choose an old release because its list is shorter.`]
+    const older = `${absent} of the ${chosen.length} known bugs are in functions that this pair does not have. Its own older
+      functions were searched less. Do not choose an old release because its list is shorter.`
+    return ["unknown", `<b>A short list does not mean a safe pair.</b> kvfix knows only the bugs that somebody has found, and most
+      of the search was in the newest releases. ${absent ? older : ""}`]
   }
 
   function show() {
@@ -79,7 +80,7 @@
       return `<tr><td>${link(fix)}</td><td>${fix.effect}</td><td class="pair-${kind}">${words}</td><td>${escaped(fix.title)}</td></tr>`
     }
     answer.innerHTML = `${parts.map(([kind, text]) => `<div class="pair-part pair-${kind}">${text}</div>`).join("")}
-      <table><thead><tr><th>bug</th><th>effect</th><th>kvfix</th><th>what happens</th></tr></thead><tbody>${
+      <table data-cards><thead><tr><th>bug</th><th>effect</th><th>kvfix</th><th>what happens</th></tr></thead><tbody>${
         found.map(row).join("")}</tbody></table>`
     history.replaceState(null, "", `#${[v, l, connector].join(",")}`)
   }
