@@ -6,11 +6,13 @@
 {
   // Messages rank before titles, and titles before text. Pages about one bug rank before other pages.
   const [CODE, TITLE, TEXT, OTHER_PAGE] = [1, 0.9, 0.5, 0.7]
-  const MAX_RESULTS = 30
-  const ONE_BUG = /^(findings|fixes|rules)\/(kv|lab)/
+  const ONE_BUG = /^(findings|fixes)\//
+  // Results below this part of the best score are left out.
+  const [WORST, MAX_RESULTS] = [0.5, 30]
   const base = document.currentScript.src.replace(/[^/]*$/, "")
 
-  const plain = html => html.replace(/<[^>]*>/g, " ").replace(/&lt;/g, "<").replace(/&gt;/g, ">").replace(/&amp;/g, "&")
+  const plain = html => html.replace(/<\/?code>/g, "").replace(/<[^>]*>/g, " ")
+    .replace(/&lt;/g, "<").replace(/&gt;/g, ">").replace(/&amp;/g, "&")
   const escaped = text => text.replace(/&/g, "&amp;").replace(/</g, "&lt;")
   const stem = word => (word.length > 4 ? word.replace(/(?:ing|ed|es|s)$/, "") : word)
   const words = text => (text.toLowerCase().match(/[a-z0-9_]+/g) || []).map(stem)
@@ -71,11 +73,16 @@
       if (hit.score > (best.get(section.page) || hit).score || !best.has(section.page))
         best.set(section.page, { ...hit, doc: section.doc })
     }
-    return [...best].sort(([, one], [, other]) => other.score - one.score).slice(0, MAX_RESULTS).map(([page, hit]) => {
-      const teaser = escaped(hit.teaser.slice(0, 300)).replace(/\w+/g, word =>
+    const item = (doc, teaser, score) => {
+      const marked = escaped(teaser).replace(/\w+/g, word =>
         query.includes(stem(word.toLowerCase())) ? `<mark>${word}</mark>` : word)
-      const found = { ...hit.doc, text: `<p>${teaser}</p>`, score: hit.score, terms: {} }
-      return page === hit.doc.location ? [found] : [{ ...articles.get(page), text: "", score: hit.score, terms: {} }, found]
+      return { ...doc, text: `<p>${marked}</p>`, score, terms: {} }
+    }
+    const ranked = [...best].sort(([, one], [, other]) => other.score - one.score)
+    const good = ranked.filter(([, { score }]) => score >= WORST * ranked[0][1].score).slice(0, MAX_RESULTS)
+    return good.map(([page, { doc, teaser, score }]) => {
+      const article = item(articles.get(page), plain(articles.get(page).text).slice(0, 150), score)
+      return page === doc.location ? [article] : [article, item(doc, teaser.slice(0, 300), score)]
     })
   }
 
