@@ -32,8 +32,8 @@ AssertionError: {}
 
 #: Markdown for code: a text between backticks, or one with a backtick between double backticks.
 _SPAN = re.compile(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)", re.S)
-#: How commands and options in a symptom begin.
-_COMMANDS = ("kvfix ", "py-spy ", "lmcache server", "--", "POST ")
+#: Beginnings of spans that are no messages: ends of a message, commands, options.
+_NO_MESSAGES = ("...", ", ", "kvfix ", "py-spy ", "lmcache server", "--", "POST ")
 
 
 class Entry(NamedTuple):
@@ -113,9 +113,9 @@ def _of_exceptions() -> list[LogRule]:
 
 
 def _quoted(fix: Fix) -> list[str]:
-    """Return the messages that the symptom quotes: spans of code with words and a beginning, but no commands."""
+    """Return the messages that the symptom quotes: spans of code with several words."""
     spans = (" ".join(found[2].split()) for found in _SPAN.finditer(fix.section("Symptom")))
-    return [span for span in spans if " " in span and not span.startswith(("...", *_COMMANDS))]
+    return [span for span in spans if " " in span and not span.startswith(_NO_MESSAGES)]
 
 
 def _kind(span: str) -> str:

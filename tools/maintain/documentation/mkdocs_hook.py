@@ -16,7 +16,7 @@ from maintain import documentation
 
 #: Files of the theme that no page needs: source maps, and the search that theme/search.js replaces.
 _UNUSED = re.compile(r"\.map$|^assets/javascripts/(lunr|workers)/")
-#: These pages repeat the titles and messages of the pages that they list, so search leaves them out.
+#: These pages repeat the titles and messages of other pages, so search leaves them out. Their tables are wide.
 _LISTS = {"errors.md", "fixes/index.md", "findings/index.md", "rules/index.md"}
 
 
@@ -36,7 +36,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """What a page leaves to be made from the code."""
     if page.file.src_uri in _LISTS:
-        page.meta["search"] = {"exclude": True}
+        page.meta.update(search={"exclude": True}, hide=["toc"])
     return documentation.filled(markdown)
 
 
