@@ -32,8 +32,12 @@ lint: install ## ruff, mypy --strict, and plain English
 	@.venv/bin/ruff check --quiet . && .venv/bin/ruff format --quiet --check . && .venv/bin/mypy --no-error-summary
 	@$(PY) -m maintain.language
 
-docs: install ## the documentation, as pages in .site; a warning is an error
-	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict  # with --quiet no warning counts
+# Without .venv the pages are built in an environment of their own, which has neither vLLM nor torch.
+docs: DOCS = $(if $(wildcard .venv/.ready),.venv,.cache/docs)
+docs: ## the documentation, as pages in .site; open .site/index.html. A warning is an error. It does not need vLLM
+	@[ -x $(DOCS)/bin/mkdocs ] || { $(or $(PYTHON),python3) -m venv $(DOCS) && \
+	    $(DOCS)/bin/pip install -q -c requirements/dev.txt -e . mkdocs-material; }
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict  # with --quiet no warning counts
 
 bench: install ## speed, as ratios measured in one run
 	@$(PY) -m tests.bench

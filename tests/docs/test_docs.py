@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import re
 import shutil
 import subprocess
@@ -78,36 +79,89 @@ def test_what_is_broken_ends_the_build(tmp_path: Path) -> None:
     assert all(word in output for word in ("nowhere.md", "lmcache-9.9", "nothing.md", "alone.md", "4 warnings")), output
 
 
+def test_the_site_is_small(site: Path) -> None:
+    assert sum(file.stat().st_size for file in site.rglob("*") if file.is_file()) < 15_000_000
+
+
+def found(site: Path, queries: list[str]) -> list[list[str]]:
+    """Return for each query the pages that the search of the site shows, the best first."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("node is not installed: the search of the site runs in it")
+    asked = subprocess.run(
+        [node, str(ROOT / "tests/docs/search.js"), str(site)],
+        input=json.dumps(queries), capture_output=True, text=True, timeout=280, check=True,
+    )  # fmt: skip
+    return [[page.removesuffix(".html").upper() for page in pages] for pages in json.loads(asked.stdout)]
+
+
+#: What stands before a message in a log.
+HEAD = "(EngineCore_DP0 pid=276) ERROR 12-03 01:24:36 [core.py:712] "
+
+
+@pytest.mark.parametrize("head", ["", HEAD])
+def test_search_finds_the_page_of_each_message(site: Path, head: str) -> None:
+    """Of each message of the page "I see this error", as it is there, and as it is in a log."""
+    entries = error_index.entries()
+    queries = [head + entry.text.replace("…", "…" if not head else "1517") for entry in entries]
+    ranks = [
+        min((rank for rank, page in enumerate(pages, 1) if page[-6:] in entry.findings + entry.fixes), default=99)
+        for entry, pages in zip(entries, found(site, queries), strict=True)
+    ]
+    wrong = [(rank, query) for rank, query in zip(ranks, queries, strict=True) if rank > 3]
+    assert not wrong
+    assert ranks.count(1) > 0.95 * len(entries), f"{ranks.count(1)} of {len(entries)} first"
+
+
+def test_search_finds_the_best_known_crash(site: Path) -> None:
+    pages, unknown = found(site, ["Mismatch in tokens to load", "zzqx 4711"])
+    assert pages[:2] == ["FIXES/KVF001", "FINDINGS/KVD101"]
+    assert unknown == []
+
+
 PAIRS = scenario_matrix.load((ROOT / "docs/matrix.json").read_text())
 
 
-def test_the_matrix_is_what_the_lab_ran() -> None:
-    page = support_matrix.page(PAIRS)
-    assert all(played["date"] in page and played["python"] in page for played in PAIRS.values())
-    assert all(f"## LMCache {lmcache} " in page and f"vLLM {vllm} |" in page for vllm, lmcache in PAIRS)
-    section = page.partition("## LMCache 0.3.10 ")[2].partition("\n## ")[0]
-    row = next(line for line in section.splitlines() if "KVF001" in line)
-    assert row.count(support_matrix.FIXED) == len({vllm for vllm, _ in PAIRS})
-    after = page.partition("## LMCache 0.3.10.post1 ")[2].partition("\n## ")[0]
-    assert "KVF001" not in after
-    assert "KVF002" in after
+def letters(pairs: scenario_matrix.Pairs, code: str) -> dict[tuple[str, str], str]:
+    """Return what the page "Is my pair safe?" has for one fix."""
+    made = support_matrix.data(pairs)
+    rows = next(fix["cells"] for fix in made["fixes"] if fix["code"] == code)
+    return {
+        (vllm, lmcache): letter
+        for vllm, row in zip(made["vllm"], rows, strict=True)
+        for lmcache, letter in zip(made["lmcache"], row, strict=True)
+    }
 
 
-def test_the_matrix_shows_bugs_that_are_not_fixed_and_pairs_that_could_not_be_played() -> None:
+def test_the_pair_page_has_what_the_lab_ran() -> None:
+    crash = letters(PAIRS, "KVF001")
+    assert crash.keys() == PAIRS.keys()
+    assert {lmcache for (_, lmcache), letter in crash.items() if letter == "F"} == {"0.3.10"}
+    assert all(played["date"] in support_matrix.page(PAIRS) for played in PAIRS.values())
+
+
+def test_a_bug_that_was_not_played_is_in_the_pair_page_if_the_code_has_it() -> None:
+    """The lab plays the least in old releases: without the code they would look the safest."""
+    not_played = {
+        pair: {**played, "outcomes": [row for row in played["outcomes"] if "mismatch" not in row["scenario"]
+               and not row["scenario"].startswith(("full-hit", "raw-hit"))]}
+        for pair, played in PAIRS.items()
+    }  # fmt: skip
+    crash = letters(not_played, "KVF001")
+    assert {lmcache for (_, lmcache), letter in crash.items() if letter == "C"} == {"0.3.10"}
+    assert "F" not in crash.values()
+
+
+def test_the_pair_page_shows_bugs_that_are_not_fixed_and_pairs_that_could_not_be_played() -> None:
     pairs = {pair: {**played, "outcomes": [dict(row) for row in played["outcomes"]]} for pair, played in PAIRS.items()}
     pair = ("0.32.0", "0.3.10")
     for row in pairs[pair]["outcomes"]:
         if row["scenario"] == "mismatch-in-tokens-to-load":
             row["fixed"] = "violated"
     pairs["0.32.0", "0.5.6"] = {"date": "2026-01-01", "python": "3.11", "code": "x", "why": "ImportError: no"}
-    page = support_matrix.page(pairs)
-    lines = page.splitlines()
-    head, line = (next(line for line in lines if line.startswith(start)) for start in ("| LMCache", "| [0.3.10]"))
-    cells = dict(zip(head.split(" | "), line.split(" | "), strict=True))
-    assert [vllm for vllm, cell in cells.items() if cell.endswith(" fixed, **1 not**")] == ["0.32.0"]
-    assert support_matrix.NOT_FIXED in page.partition("## LMCache 0.3.10 ")[2].partition("\n## ")[0]
+    assert [each for each, letter in letters(pairs, "KVF001").items() if letter == "N"] == [pair]
     assert support_matrix.NOT_FIXED in support_matrix.of_fix(pairs, "KVF001")
-    assert "could not be played |" in next(line for line in page.splitlines() if line.startswith("| [0.5.6]"))
+    assert support_matrix.data(pairs)["failed"] == {"0.32.0 0.5.6": "ImportError: no"}
 
 
 def test_of_a_fix_the_matrix_has_every_pair() -> None:

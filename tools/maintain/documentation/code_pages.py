@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import inspect
 
-from packaging.specifiers import SpecifierSet
+import tomllib
 
 from kvfix import applicability, catalogue
 from kvfix.fixes.api import Fix
-from kvfix_tools import upstream
-from kvfix_tools.diagnose import advice, findings, problems
+from kvfix_tools import fix_overview, upstream
+from kvfix_tools.diagnose import findings, problems
 from kvfix_tools.lab import rules as lab_rules
 from kvfix_tools.lab.rules import LabRule
 from kvfix_tools.ledger import RULES, Rule
+from maintain import knowledge
 from maintain.documentation import error_index, support_matrix
-from maintain.documentation.markdown import NAMES, code, facts, link, links, prose, sections, span, table
+from maintain.documentation.markdown import NAMES, code, facts, filtered, link, links, prose, sections, span, table
 from maintain.scenario_matrix import Pairs
 
 FIXES = """# Fixes
 
-A file of `patches/kvfix/fixes/` each; `kvfix explain CODE` prints the same. KVF0xx is LMCache in the engine's own
-process, KVF1xx its multi-process connectors, KVF2xx vLLM; KVF9xx cannot be fixed from outside, and has a workaround.
+`kvfix explain CODE` prints the page of a fix. KVF0xx is LMCache in the engine's own process, KVF1xx its multi-process
+connectors, KVF2xx and KVF3xx vLLM. KVF9xx cannot be fixed from outside, and has a workaround.
 
 """
 FINDINGS = """# Findings
@@ -37,24 +38,51 @@ engine ([modes](../engine.md)); the lab, `kvfix replay` and `kvfix-diagnose` use
 """
 
 
+#: {connector: component of its findings}, as the files of known problems are named.
+_COMPONENTS = {
+    "LMCacheConnectorV1": "lmcache",
+    "LMCacheMPConnector": "lmcache-server",
+    "MooncakeConnector": "mooncake",
+    "NixlConnector": "nixl",
+    "OffloadingConnector": "offloading",
+    "SimpleCPUOffloadConnector": "offloading",
+}
+
+
 def pages(pairs: Pairs) -> dict[str, str]:
     """{path below docs/: markdown}, in the order in which a section lists them."""
     fixes = catalogue.fixes()
     rules: list[Rule | LabRule] = [*sorted(RULES), *lab_rules.RULES]
-    fix_rows = [(link(each.code), each.slug, each.title, wrong_in(each)) for each in fixes]
-    found: list[findings.LogRule | problems.Problem] = [*findings.catalogue(), *problems.catalogue()]
-    found.sort(key=lambda each: each.code)
-    finding_rows = [(link(each.code), each.name, each.severity.word, each.title) for each in found]
+    fix_rows = [(link(each.code), _connectors(each), each.effect, each.title, wrong_in(each)) for each in fixes]
     rule_rows = [(link(each.code), each.name, _first_paragraph(each)) for each in rules]
+    fix_head = ("fix", "connector", "effect", "what is wrong", "wrong in")
     return {
-        "fixes/index.md": FIXES + table(("code", "fix", "what is wrong", "wrong in"), fix_rows),
+        "fixes/index.md": FIXES + filtered(fix_head, fix_rows, up="../"),
         **{f"fixes/{each.code.lower()}.md": of_fix(each, pairs) for each in fixes},
-        "findings/index.md": FINDINGS + table(("code", "finding", "severity", "what"), finding_rows),
+        "findings/index.md": FINDINGS + filtered(("code", "component", "effect", "what"), _finding_rows(), up="../"),
         **{f"findings/{each.code.lower()}.md": of_finding(each) for each in findings.catalogue()},
         **{f"findings/{each.code.lower()}.md": of_problem(each) for each in problems.catalogue()},
         "rules/index.md": RULES_INDEX + table(("code", "rule", ""), rule_rows),
         **{f"rules/{each.code.lower()}.md": of_rule(each) for each in rules},
     }
+
+
+def _connectors(fix: Fix) -> str:
+    return ", ".join(sorted(fix_overview.connectors(fix))) or "every connector"
+
+
+def _finding_rows() -> list[tuple[str, str, str, str]]:
+    files = {name: file.stem for file in knowledge.FOLDER.glob("*.toml") for name in tomllib.loads(file.read_text())}
+    rows = [(each.code, files[each.name], each.severity.word, each.title) for each in problems.catalogue()]
+    rows += [(each.code, _component(each), each.severity.word, each.title) for each in findings.catalogue()]
+    return [(link(code), component, effect, title) for code, component, effect, title in sorted(rows)]
+
+
+def _component(finding: findings.LogRule) -> str:
+    fixes = [fix for each in finding.fixes if (fix := catalogue.find(each)) is not None]
+    connectors = {connector for fix in fixes for connector in fix_overview.connectors(fix) or ["every connector"]}
+    components = {_COMPONENTS.get(connector, "vllm") for connector in connectors}
+    return components.pop() if len(components) == 1 else "several"
 
 
 def of_fix(fix: Fix, pairs: Pairs) -> str:
@@ -64,7 +92,7 @@ def of_fix(fix: Fix, pairs: Pairs) -> str:
     about = {
         "Wrong in": wrong_in(fix),
         "First right release": "; ".join(
-            f"{NAMES[dist]} {advice.first_right(fix, dist) or 'none yet'}" for dist in fix.dists
+            f"{NAMES[dist]} {support_matrix.first_right(fix, dist) or 'none yet'}" for dist in fix.dists
         ),
         "Applied": _applied(fix),
         "Fixes" if fix.fixable else "Looks at": ", ".join(dict.fromkeys(f"`{each.name}`" for each in fix.targets)),
@@ -78,19 +106,9 @@ def of_fix(fix: Fix, pairs: Pairs) -> str:
 
 
 def wrong_in(fix: Fix) -> str:
-    """Releases of whose code kvfix knows the fingerprint, and knows it to be wrong."""
-    by_dist = []
-    for dist in dict.fromkeys(target.dist for target in fix.targets):
-        known = applicability.fingerprints()[dist]
-        wrong = {
-            release
-            for target in fix.targets
-            for releases in known["functions"].get(target.name, {}).values()
-            for release in releases
-            if target.dist == dist and release in SpecifierSet(target.broken, prereleases=True)
-        }
-        by_dist.append(f"{NAMES[dist]} {span(sorted(wrong), known['releases'])}")
-    return "; ".join(by_dist)
+    wrong = {dist: sorted(support_matrix.wrong_releases(fix, dist)) for dist in fix.dists}
+    known = applicability.fingerprints()
+    return "; ".join(f"{NAMES[dist]} {span(its, known[dist]['releases'])}" for dist, its in wrong.items())
 
 
 def _applied(fix: Fix) -> str:

@@ -1,7 +1,7 @@
 """The index of messages: the text that is in a log, and which finding and fix that is.
 
-Messages are the releases' own statements that a finding reads (statements.json), and those that a fix quotes as its
-symptom. For an exception, kvfix-diagnose finds the finding: it reads a traceback with the exception's text.
+Messages are the releases' own statements that a finding looks at (statements.json), and those that a fix quotes as its
+symptom. Which finding an exception is, kvfix-diagnose itself decides: it reads a traceback with the exception's text.
 """
 
 from __future__ import annotations
@@ -16,19 +16,10 @@ from kvfix.fixes.api import Fix
 from kvfix_tools.diagnose import findings, grammar, statements
 from kvfix_tools.diagnose.diagnosis import diagnosed
 from kvfix_tools.diagnose.findings import LogRule, Severity
-from maintain.documentation.markdown import code, link, links, table
+from maintain.documentation.markdown import code, filtered, link, links
 
 #: Kinds of lines that are in every log; only their numbers matter, and kvfix-diagnose reads those.
 _ORDINARY = {"asked", "retrieved", "stats"}
-_HEADINGS = {
-    Severity.CRASH: "The engine dies",
-    Severity.WRONG: "KV is not what it should be",
-    Severity.HANG: "Nothing moves, or hardly",
-    Severity.LEAK: "Kept too long, or let go twice",
-    Severity.SLOW: "Slower than it should be",
-    Severity.RISK: "May go wrong in silence",
-    None: "Also quoted by fixes",
-}
 #: Names of the texts of exceptions, and the finding of those that no other finding knows.
 RAISED = {message.name for message in grammar.MESSAGES if message.source == "raised"}
 _UNKNOWN = "KVD199"
@@ -37,6 +28,12 @@ _EXCEPTION = """Traceback (most recent call last):
     assert True
 AssertionError: {}
 """
+
+
+#: Markdown for code: a text between backticks, or one with a backtick between double backticks.
+_SPAN = re.compile(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)", re.S)
+#: Beginnings of spans that are no messages: ends of a message, commands, options.
+_NO_MESSAGES = ("...", ", ", "kvfix ", "py-spy ", "lmcache server", "--", "POST ")
 
 
 class Entry(NamedTuple):
@@ -116,9 +113,9 @@ def _of_exceptions() -> list[LogRule]:
 
 
 def _quoted(fix: Fix) -> list[str]:
-    """Return the messages that the symptom quotes. A message has words and a beginning."""
-    spans = (" ".join(span.split()) for span in re.findall(r"`([^`]+)`", fix.section("Symptom")))
-    return [span for span in spans if " " in span and not span.startswith("...")]
+    """Return the messages that the symptom quotes: spans of code with several words."""
+    spans = (" ".join(found[2].split()) for found in _SPAN.finditer(fix.section("Symptom")))
+    return [span for span in spans if " " in span and not span.startswith(_NO_MESSAGES)]
 
 
 def _kind(span: str) -> str:
@@ -136,20 +133,29 @@ def of_finding(rule: LogRule) -> list[str]:
 
 
 def page() -> str:
-    sections = []
-    for severity, heading in _HEADINGS.items():
-        rows = [(code(entry.text), _what(entry), links(entry.fixes, up="")) for entry in entries()
-                if entry.severity == severity]  # fmt: skip
-        sections.append(f"## {heading}\n\n{table(('message', 'what it is', 'fix'), rows)}" if rows else "")
+    """Return the page "I see this error": one table, the worst effects first."""
+    ordered = sorted(entries(), key=lambda entry: entry.severity.value if entry.severity else len(Severity))
+    rows = [(code(entry.text), _effect(entry), _what(entry), links(entry.fixes, up="")) for entry in ordered]
     return f"""# I see this error
 
-The texts as vLLM and LMCache log them, in the releases that kvfix has read; `…` stands for a value. Search this page
-for a few words of yours. Better: give the whole log to [kvfix-diagnose](diagnose.md), which reads the numbers too, and
-tells what is normal from what is not:
+Paste the line of your log into the search field at the top of this page. The search ignores numbers and ids.
+
+Better: give the whole log to [kvfix-diagnose](diagnose.md). The command also reads the numbers, and tells normal lines
+from errors:
 
     kvfix-diagnose engine.log
 
-{chr(10).join(sections)}"""
+The table has the texts as vLLM and LMCache log them; `…` stands for a value. [Findings](findings/index.md) also lists
+known problems of other libraries and of machines.
+
+{filtered(("message", "effect", "what it is", "fix"), rows)}"""
+
+
+def _effect(entry: Entry) -> str:
+    if entry.severity is not None:
+        return entry.severity.word
+    fix = catalogue.find(entry.fixes[0])
+    return fix.effect if fix else ""
 
 
 def _what(entry: Entry) -> str:

@@ -29,6 +29,11 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in (head, ["---"] * len(head), *rows))
 
 
+def filtered(head: Sequence[str], rows: Iterable[Sequence[str]], up: str = "") -> str:
+    """Return a table with fields that filter its rows (theme/filter.js). up: from this page to the top."""
+    return f'{table(head, rows)}\n<script src="{up}filter.js"></script>\n'
+
+
 def facts(rows: dict[str, str]) -> str:
     """A list of the rows that have a value."""
     return "".join(f"- {name}: {value}\n" for name, value in rows.items() if value)

@@ -1,15 +1,23 @@
-"""The hooks of mkdocs (`hooks:` in mkdocs.yml): add the generated pages, and their places in the navigation."""
+"""What mkdocs calls (`hooks:` in mkdocs.yml): the pages that are made, and a site that is small."""
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 from maintain import documentation
+
+#: Files of the theme that no page needs: source maps, and the search that theme/search.js replaces.
+_UNUSED = re.compile(r"\.map$|^assets/javascripts/(lunr|workers)/")
+#: These pages repeat the titles and messages of other pages, so search leaves them out. Their tables are wide.
+_LISTS = {"errors.md", "fixes/index.md", "findings/index.md", "rules/index.md"}
 
 
 @lru_cache(maxsize=1)
@@ -17,25 +25,36 @@ def _pages(config_file: str) -> dict[str, str]:
     return documentation.pages(Path(config_file).parent)
 
 
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """An entry `Fixes: fixes/` of the navigation is the index of that folder.
-
-    The side bar does not list a folder's other pages: each page would repeat the list of a thousand.
-    """
-    config.nav = [
-        {title: f"{place}index.md" if place.endswith("/") else place}
-        for entry in config.nav or []
-        for title, place in entry.items()
-    ]
-    return config
-
-
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Fill in the parts of a page that are made from the code."""
-    return documentation.filled(markdown)
-
-
 def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for file in [file for file in files if _UNUSED.search(file.src_uri)]:
+        files.remove(file)
     for path, text in _pages(config.config_file_path).items():
         files.append(File.generated(config, path, content=text))
     return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """What a page leaves to be made from the code."""
+    if page.file.src_uri in _LISTS:
+        page.meta.update(search={"exclude": True}, hide=["toc"])
+    return documentation.filled(markdown)
+
+
+@event_priority(-100)  # after the search plugin, which reads the table of contents
+def on_page_context(context: Any, page: Page, **_: Any) -> None:
+    """Leave the table of contents out of the pages of findings, which are short."""
+    if page.file.src_uri.startswith("findings/"):
+        page.toc.items.clear()
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """Remove the theme's indentation, which is half of a page."""
+    return re.sub(r"(?s)(<pre\b.*?</pre>)|\s*\n\s*", lambda found: found[1] or "\n", output)
+
+
+@event_priority(-100)
+def on_post_build(config: MkDocsConfig) -> None:
+    """Write the search index as a script, which a browser also loads from file://. The theme asks for the JSON file."""
+    index = Path(config.site_dir) / "search/search_index.json"
+    index.with_suffix(".js").write_text(f"var __index = {index.read_text()}")
+    index.write_text('{"config": {}, "docs": []}')

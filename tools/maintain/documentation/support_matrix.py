@@ -1,51 +1,116 @@
-"""The support matrix, LMCache x vLLM x fix, from docs/matrix.json, which `make matrix` writes."""
+"""The page "Is my pair safe?" (theme/pair.js), from docs/matrix.json, which `make matrix` writes, and the fingerprints.
+
+The lab does not play every bug in every pair, and plays fewest in old releases. For the other bugs the fingerprints say
+whether the released code has the bug. So a bug that was not played does not look like a bug that is not there.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from itertools import groupby
+from typing import Any
 
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from kvfix import catalogue
-from kvfix.fixes.api import Fix
+from kvfix import applicability, catalogue
+from kvfix.fixes.api import Fix, Target
+from kvfix_tools import fix_overview
 from kvfix_tools.lab.scenario import scenarios
-from maintain.documentation.markdown import link, links, span, table
+from maintain.documentation.markdown import span, table
 from maintain.scenario_matrix import Pairs
 
 FIXED, NOT_FIXED, CLEAN, NOT_PLAYED = "bug, fixed", "bug, **not fixed**", "no bug", "-"
+#: Letters of a cell in the data of the page. The last three stand for NOT_PLAYED: the code has the bug, the code does
+#: not have the bug, no release of the pair has the function.
+_LETTERS = {FIXED: "F", NOT_FIXED: "N", CLEAN: "c"}
+_IN_THE_CODE, _RIGHT, _ABSENT = "C", "r", "-"
 
 #: {(vllm, lmcache): one of the four above}
 Cells = dict[tuple[str, str], str]
 
 
 def page(pairs: Pairs) -> str:
-    vllm, lmcache = _releases(pairs)
-    cells = {fix: _cells(pairs, slugs) for fix in catalogue.fixes() if (slugs := _scenarios(fix))}
-    rows, sections = [], []
-    for release in reversed(lmcache):
-        counts = [_count([of_one[each, release] for of_one in cells.values()], pairs[each, release]) for each in vllm]
-        rows.append((f"[{release}](#lmcache-{release})", *counts))
-        by_fix = [(fix, [of_one[each, release] for each in vllm]) for fix, of_one in cells.items()]
-        detail = [(_named(fix), *row) for fix, row in by_fix if FIXED in row or NOT_FIXED in row]
-        head = ("fix", *(f"vLLM {each}" for each in vllm))
-        sections.append(f"## LMCache {release} {{ #lmcache-{release} }}\n\n{table(head, detail)}")
-    not_played = links((fix.code for fix in catalogue.fixes() if fix not in cells), up="")
     return f"""# Is my pair safe?
 
-Each LMCache release in the scheduler of each vLLM release, in [the lab](lab.md): every scenario as released, and again
-with the fixes of kvfix. {_played(pairs)} A number is how many of kvfix's fixes have a bug to fix in that pair that the
-lab could show; the release leads to which ones.
+Choose your releases and your connector. `pip show vllm lmcache` prints the releases.
 
-{table(("LMCache ↓ vLLM →", *vllm), rows)}
-`{FIXED}`: the lab shows the bug as released, and not with kvfix. `{CLEAN}`: it was played, and the bug did not show.
-`{NOT_PLAYED}`: not played there: what the bug needs does not exist in that pair, or the lab cannot play it
-([lab](lab.md)). The data, with the reasons: [matrix.json](matrix.json).
+<noscript>This page needs JavaScript. <code>kvfix status</code> also answers the question.</noscript>
+<div id="pair"></div>
+<script id="pair-data" type="application/json">{_json(data(pairs))}</script>
+<script src="pair.js"></script>
 
-For other releases, and for code that somebody has edited, ask `kvfix status`: it goes by the code that is installed,
-not by this table. Not played by the lab, but shown by other tests, or only reported by kvfix: {not_played}.
+The answer has two sources:
 
-{chr(10).join(sections)}"""
+- [The lab](lab.md) played the released code of each pair, as released and with the fixes of kvfix. {_played(pairs)}
+- Where the lab cannot play a bug, a hash of the released source shows whether the function has the bug.
+
+For other releases, and for code that somebody has edited, run `kvfix status`. The command reads the installed code. The
+outcomes with their reasons are in `docs/matrix.json` of the repository, and on the page of each [fix](fixes/index.md).
+"""
+
+
+def data(pairs: Pairs) -> dict[str, Any]:
+    """Return what pair.js reads. A string of `cells` has one letter for each LMCache release, for one vLLM release."""
+    vllm, lmcache = _releases(pairs)
+    return {
+        "vllm": vllm,
+        "lmcache": lmcache,
+        "failed": {f"{pair[0]} {pair[1]}": played["why"] for pair, played in pairs.items() if "why" in played},
+        "fixes": [
+            {
+                "code": fix.code,
+                "title": fix.title,
+                "effect": fix.effect,
+                "applied": "opt-in" if fix.opt_in else "default" if fix.fixable else "never",
+                "connectors": sorted(fix_overview.connectors(fix)),
+                "right": {dist: first_right(fix, dist) for dist in fix.dists},
+                "cells": _letters(fix, pairs),
+            }
+            for fix in catalogue.fixes()
+        ],
+    }
+
+
+def _json(value: object) -> str:
+    """Return JSON that cannot end the script element that holds it."""
+    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _letters(fix: Fix, pairs: Pairs) -> list[str]:
+    vllm, lmcache = _releases(pairs)
+    cells = _cells(pairs, _scenarios(fix))
+    return [
+        "".join(_LETTERS.get(cells[v, lm]) or _by_code(fix, {"vllm": v, "lmcache": lm}) for lm in lmcache) for v in vllm
+    ]
+
+
+def _by_code(fix: Fix, pair: dict[str, str]) -> str:
+    if any(pair[dist] in wrong_releases(fix, dist) for dist in fix.dists):
+        return _IN_THE_CODE
+    has_function = any(pair[target.dist] in _releases_with(target) for target in fix.targets if not target.helper)
+    return _RIGHT if has_function else _ABSENT
+
+
+def wrong_releases(fix: Fix, dist: str) -> set[str]:
+    """Return the releases of whose code kvfix knows the fingerprint, and knows it to be wrong."""
+    wrong = [target for target in fix.targets if target.dist == dist and not target.helper]
+    broken = {target.name: SpecifierSet(target.broken, prereleases=True) for target in wrong}
+    return {each for target in wrong for each in _releases_with(target) if each in broken[target.name]}
+
+
+def first_right(fix: Fix, dist: str) -> str | None:
+    """Return the release after the last one with the bug; None: there is none that kvfix knows."""
+    wrong = wrong_releases(fix, dist)
+    known = applicability.fingerprints()[dist]["releases"]
+    return next((each for each in known if wrong and Version(each) > max(map(Version, wrong))), None)
+
+
+def _releases_with(target: Target) -> set[str]:
+    """Return the releases that have this function."""
+    known = applicability.fingerprints()[target.dist]["functions"].get(target.name, {})
+    return {release for releases in known.values() for release in releases}
 
 
 def of_fix(pairs: Pairs, code: str) -> str:
@@ -83,7 +148,7 @@ def _cells(pairs: Pairs, slugs: set[str]) -> Cells:
 
 
 def _worst(rows: Iterable[dict[str, str]]) -> str:
-    """Return the worst outcome of the scenarios of one fix with one pair of releases."""
+    """Of the scenarios of one fix under one pair."""
     outcomes = [(row["released"], row["fixed"]) for row in rows]
     if any(released in ("violated", "error") for released, _ in outcomes):
         bad = any(released != "clean" and fixed in ("violated", "error") for released, fixed in outcomes)
@@ -91,18 +156,7 @@ def _worst(rows: Iterable[dict[str, str]]) -> str:
     return CLEAN if any(released == "clean" for released, _ in outcomes) else NOT_PLAYED
 
 
-def _count(outcomes: list[str], pair: dict[str, object]) -> str:
-    if "why" in pair:
-        return "could not be played"
-    not_fixed = outcomes.count(NOT_FIXED)
-    return f"{outcomes.count(FIXED)} fixed" + (f", **{not_fixed} not**" if not_fixed else "")
-
-
 def _played(pairs: Pairs) -> str:
     dates = sorted({pair["date"] for pair in pairs.values()})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     return f"Played {when} on Python {', '.join(sorted({pair['python'] for pair in pairs.values()}, key=Version))}."
-
-
-def _named(fix: Fix) -> str:
-    return f"{link(fix.code, up='')} {fix.slug}{' (opt-in)' if fix.opt_in else ''}"
