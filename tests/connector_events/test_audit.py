@@ -66,7 +66,7 @@ def test_it_reads_vllms_tensors_where_attention_does(layout: str, dtype: torch.d
 
 
 def difference(of: torch.Tensor, **off: float) -> Difference:
-    """Of a chunk of two layers; off: {k0: squared difference of K in layer 0, token 1}."""
+    """Return the difference of a chunk of two layers. off: {k0: squared difference of K in layer 0, token 1}."""
     squares = torch.zeros(2, 2, 3)
     for name, value in off.items():
         squares[int(name[1]), "kv".index(name[0]), 1] = value

@@ -101,7 +101,7 @@ HEAD = "(EngineCore_DP0 pid=276) ERROR 12-03 01:24:36 [core.py:712] "
 
 @pytest.mark.parametrize("head", ["", HEAD])
 def test_search_finds_the_page_of_each_message(site: Path, head: str) -> None:
-    """Of each message of the page "I see this error", as it is there, and as it is in a log."""
+    """The page "I see this error" has each message. It is searched as on the page, and as in a log."""
     entries = error_index.entries()
     queries = [head + entry.text.replace("…", "…" if not head else "1517") for entry in entries]
     ranks = [

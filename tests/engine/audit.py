@@ -126,7 +126,7 @@ class Engine:
         return [each.event for each in self.session.events if type(each.event).__name__ == kind]
 
     def chunks(self, tokens: list[int]) -> Chunks:
-        """What LMCache's memory has of this prompt."""
+        """Return the chunks of this prompt in LMCache's memory."""
         keys = [key for _, _, key in self.lmcache.token_database.process_tokens(tokens=tokens)]
         return [self.memory.hot_cache[key].tensor for key in keys if key in self.memory.hot_cache]
 
@@ -136,7 +136,7 @@ class Engine:
             audit.failed, audit._below = False, fraction * 2**32
 
     def left(self) -> dict[str, int]:
-        """What is held of ended requests."""
+        """Count the pins and other state of ended requests."""
         chunks = list(self.memory.hot_cache.values())
         scheduler = self.connectors[0]._lmcache_engine
         return {
@@ -185,7 +185,7 @@ def faults(engine: Engine) -> dict[str, Any]:
 
 
 def half_of_the_hits(engine: Engine) -> dict[str, Any]:
-    """Whether scheduler and worker choose the same requests."""
+    """Show that scheduler and worker choose the same requests."""
     engine.audit(0.5)
     compared, _ = engine.audited(PROMPTS)
     asked = {event.request: event.promised for event in engine.events("Asked")}

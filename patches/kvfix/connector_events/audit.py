@@ -110,8 +110,10 @@ class Audit:
 
 
 class Difference(NamedTuple):
-    """How far one layer's K or V of a chunk is from the computed one: the norm of the difference, as a share of the
-    norm of the computed one. token: of the chunk, where the difference is largest. layer: its number in vLLM's order.
+    """The difference between cached and computed K or V of one chunk and layer.
+
+    error: the norm of the difference as a share of the norm of the computed part. layer: its number in vLLM's order.
+    token: the token that differs most, counted in the chunk.
     """
 
     layer: int
@@ -146,9 +148,9 @@ def limits(names: Sequence[str], dtype: Any) -> list[float]:
     """For each layer the largest difference that rounding explains: 8 * eps * sqrt(layer + 1), from layer 0 on.
 
     One rounding is off by eps / 2 at most. A layer rounds at about eight places: norm, QKV, rotary embedding,
-    attention, projection, two in the MLP, residual. Independent errors add up in squares, so the KV of a layer is off
-    by eps / 2 * sqrt(8 * (layer + 1)), and two computations of it differ by sqrt(2) times that. The limit is four times
-    as much, because weights amplify errors. KV of other tokens differs by about 1.
+    attention, projection, two in the MLP, residual. Independent errors add up in squares. So the KV of a layer is off
+    by eps / 2 * sqrt(8 * (layer + 1)). Two computations of it differ by sqrt(2) times that. The limit is four times as
+    much, because weights amplify errors. KV of other tokens differs by about 1.
     """
     import torch
 

@@ -133,9 +133,9 @@ class Stored(NamedTuple):
 class Compared(NamedTuple):
     """The worker has compared chunks of the external cache with the KV that vLLM computed for their tokens (`audit=`).
 
-    chunks: how many; wrong: how many differ by more than the limit. The rest describes the first wrong chunk, or the
-    chunk that differs most: its tokens [start, end), the layer, its part (K, V, or KV of MLA), the token that differs
-    most, the norm of the difference as a share of the computed part's norm, and the limit.
+    chunks: their number. wrong: the number of chunks that differ by more than the limit. The other fields describe the
+    first wrong chunk, or else the chunk that differs most. Its tokens are [start, end). part: K, V, or KV for MLA.
+    token: the token that differs most. error: the norm of the difference as a share of the norm of the computed part.
     """
 
     request: str

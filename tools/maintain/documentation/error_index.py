@@ -1,7 +1,7 @@
 """The index of messages: the text that is in a log, and which finding and fix that is.
 
 Messages are the releases' own statements that a finding looks at (statements.json), and those that a fix quotes as its
-symptom. Which finding an exception is, kvfix-diagnose itself decides: it reads a traceback with the exception's text.
+symptom. kvfix-diagnose itself decides which finding an exception is: it reads a traceback with the exception's text.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What mkdocs calls (`hooks:` in mkdocs.yml): the pages that are made, and a site that is small."""
+"""The hooks of mkdocs (`hooks:` in mkdocs.yml): add the generated pages, and remove what no page needs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """What a page leaves to be made from the code."""
+    """Fill in the parts of a page that are generated from the code."""
     if page.file.src_uri in _LISTS:
         page.meta.update(search={"exclude": True}, hide=["toc"])
     return documentation.filled(markdown)

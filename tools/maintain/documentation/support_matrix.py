@@ -148,7 +148,7 @@ def _cells(pairs: Pairs, slugs: set[str]) -> Cells:
 
 
 def _worst(rows: Iterable[dict[str, str]]) -> str:
-    """Of the scenarios of one fix under one pair."""
+    """Return the worst outcome among the scenarios of one fix under one pair."""
     outcomes = [(row["released"], row["fixed"]) for row in rows]
     if any(released in ("violated", "error") for released, _ in outcomes):
         bad = any(released != "clean" and fixed in ("violated", "error") for released, fixed in outcomes)

@@ -1,19 +1,21 @@
 """EngineCore dies when a preempted request resumes: LMCache expects its whole hit, and vLLM took fewer or more tokens.
 
 ## Symptom
-EngineCore dies in `build_connector_meta` when a preempted request is resumed, with one of
+EngineCore dies in `build_connector_meta` when a preempted request is resumed. The error is one of these:
 - `AssertionError: Preempted request ... has num_computed_tokens 800 but expected 1024 (full_hit_adj=False)`
 - `... but max(lmcache_cached_tokens, vllm_cached_tokens) = 1024`, or `... but lmcache_cached_tokens 512`
 - `AssertionError: Request ... is preempted but was not given a load spec`
 
-0.3.10 continues, and tokens are missing from the middle of what it then stores. Those chunks are never hit.
+LMCache 0.3.10 does not raise. But it then stores chunks for a token list that lacks some tokens in the middle. No
+request ever hits these chunks.
 
 ## Cause
 The LoadSpec holds the number of tokens that LMCache has. The LoadSpec does not record how many of the promised tokens
-vLLM took. On a resume the connector asserts that the two numbers are equal. They differ in five cases. First, the
-connector itself promised less (`min_retrieve_tokens`). Second, vLLM took nothing (prompt_logprobs, or another connector
-of a MultiConnector). Third, vLLM has more than LMCache (up to 0.3.10.post2). Fourth, all tokens are hit and the last
-one is recomputed (up to 0.4.2). Fifth, there is no LoadSpec (a role or a client that does not look up).
+vLLM took. On a resume the connector asserts that the two numbers are equal. The two numbers differ in five cases.
+First, the connector itself promised less (`min_retrieve_tokens`). Second, vLLM took nothing (prompt_logprobs, or
+another connector of a MultiConnector). Third, vLLM has more cached tokens than LMCache (up to 0.3.10.post2). Fourth,
+all tokens of the request are hit, and vLLM recomputes the last token (up to 0.4.2). Fifth, there is no LoadSpec (a role
+or a client that does not look up).
 
 ## Fix
 The fix takes vLLM's count of computed tokens. For a resumed request that loads nothing, the LoadSpec holds vLLM's count
@@ -26,7 +28,7 @@ LMCache 0.3.10 to 0.5.6.
 None known for the causes in current releases; https://github.com/LMCache/LMCache/pull/2243 for 0.3.10.post1 and post2.
 
 ## Remove when
-LMCache takes `request.num_computed_tokens` instead of asserting it.
+LMCache uses `request.num_computed_tokens` and no longer asserts its value.
 """
 
 from __future__ import annotations

@@ -2,16 +2,17 @@
 
 ## Symptom
 EngineCore dies with `AssertionError: Mismatch in tokens to load: 1024 vs 1024 (tokens in lmcache) - 80 (tokens in vllm)
-- 0 (...)`. The crash needs no preemption. It needs a prefix hit of vLLM that is no multiple of LMCache's chunk, and a
-hit of LMCache that is larger than the cap.
+- 0 (...)`. The crash also occurs without a preemption. The crash occurs if vLLM's prefix hit is not a multiple of
+  LMCache's chunk size, and LMCache's hit is larger than the cap.
 
 ## Cause
 `get_num_new_matched_tokens` promises the cap, but writes a LoadSpec that ends at the chunk boundary below `computed +
-cap`. With 80 computed tokens and a cap of 1,024 the LoadSpec ends at 1,024, of which 944 tokens are new (0.5.6
-vllm_v1_adapter.py:1490-1525). `update_state_after_alloc` asserts that the two are equal.
+cap`. For example, with 80 computed tokens and a cap of 1,024, the LoadSpec ends at token 1,024. Only 944 of its tokens
+are new (0.5.6 vllm_v1_adapter.py:1490-1525). `update_state_after_alloc` asserts that the promised tokens and the new
+tokens of the LoadSpec are equal.
 
 ## Fix
-The fix promises the end of the LoadSpec minus the computed tokens of vLLM.
+The fix promises only the tokens between vLLM's computed tokens and the end of the LoadSpec.
 
 ## Releases
 LMCache 0.4.7 to 0.5.6, with `max_tokens_per_load` set.

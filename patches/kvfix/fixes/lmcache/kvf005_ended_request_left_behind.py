@@ -2,16 +2,17 @@
 
 ## Symptom
 Nothing is logged at first. `load_specs` and `_requests_priority` grow. The pinned chunks cannot be evicted. After 300
-seconds LMCache logs `Pin timeout detected for MemoryObj ...`. A request that reuses an id gets the hit of the ended
-request: `Num retrieved tokens: 0, num expected tokens: ...`.
+seconds LMCache logs `Pin timeout detected for MemoryObj ...`. A later request with the same id gets the hit of the
+ended request. LMCache then logs `Num retrieved tokens: 0, num expected tokens: ...`.
 
 ## Cause
 A lookup pins the chunks that it finds and keeps the hit until the request is admitted. If the client disconnects before
-that, both leak. `request_finished` releases neither, and the workers unpin only requests in the metadata of a step.
-With asynchronous loading the fetched chunks leak too, if another connector of a MultiConnector loads for the request
-when it is aborted.
+the request is admitted, the pins and the hit leak. `request_finished` releases neither of them. The workers release
+pins only for requests that are in a step's metadata. With asynchronous loading, the chunks that LMCache has fetched can
+leak too. This happens if the request is aborted while another connector of a MultiConnector loads for it.
 
-The priority and the decoder (`disagg_spec`) of a resumed request always leak: only new requests remove theirs.
+LMCache removes the priority and the decoder (`disagg_spec`) only when it handles a new request. The priority and the
+decoder of a resumed request always leak.
 
 ## Fix
 When a request ends, the scheduler role drops its LoadSpec, priority, decoder and hit. The workers, which get the id of

@@ -1,17 +1,17 @@
 """EngineCore dies at the first prompt given as embeddings: LMCache counts token ids, and the request has none.
 
 ## Symptom
-`TypeError: object of type 'NoneType' has no len()` in `RequestTracker.from_new_request`, and EngineCore dies, at the
-first request with `prompt_embeds`.
+At the first request with `prompt_embeds`, EngineCore dies with `TypeError: object of type 'NoneType' has no len()` in
+`RequestTracker.from_new_request`.
 
 ## Cause
 The tracker counts and copies `prompt_token_ids`, which is None for a request with embeddings (0.5.6
 vllm_v1_adapter.py:190). The lookup uses `all_token_ids`, which vLLM fills with zeros (vllm/v1/request.py 0.32.0:148).
-So all prompts of one length would share their KV.
+So all embedding prompts of the same length would share their KV.
 
 ## Fix
-LMCache has no key for embeddings, so the fix lets LMCache neither look up nor load nor store the request. The hook gets
-a copy of the request with one zero for each token.
+LMCache has no key for embeddings. So the fix stops LMCache from looking up, loading or storing the request.
+`build_connector_meta` gets a copy of the request that has the id 0 for each token.
 
 ## Releases
 LMCache 0.3.9 to 0.5.6.

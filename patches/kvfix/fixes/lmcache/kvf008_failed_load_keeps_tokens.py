@@ -6,14 +6,14 @@ that the log has `Request ... failed to load 1024 tokens across 64 blocks` and `
 than the expected number of tokens! This should not happen!`.
 
 ## Cause
-When a load fails, vLLM rolls the request back to its last good token. The connector does not roll its tracker back, and
-appends the tokens of the next step to those it has. The tracker then has more tokens than the request has slots, and
-wrong ones.
+When a load fails, vLLM rolls the request back to its last good token. The connector does not roll its tracker back. The
+connector appends the tokens of the next step to the tracker's old tokens. The tracker then has more tokens than the
+request has slots, and its token list is wrong.
 
 ## Fix
 Before the step's metadata are built, the fix cuts a tracker that is ahead of vLLM to the tokens that vLLM has computed.
-It marks all of them as not saved: the scheduler does not know what the failed step saved, and a cached chunk is not
-stored twice.
+The fix marks all tokens of the tracker as not saved, because the scheduler does not know which tokens the failed step
+saved. LMCache does not store a cached chunk twice.
 
 ## Releases
 LMCache 0.3.9 to 0.3.15.

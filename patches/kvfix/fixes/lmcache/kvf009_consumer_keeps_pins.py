@@ -1,15 +1,15 @@
 """A decode instance (kv_consumer) cannot evict chunks: it never releases the pins of its lookups.
 
 ## Symptom
-On a consumer, `Pin timeout detected for MemoryObj ...` and `Force unpinned ... timeout objects`. Before that the cache
-cannot evict chunks that are no longer needed.
+A consumer logs `Pin timeout detected for MemoryObj ...` and `Force unpinned ... timeout objects`. Before the pin
+timeout, the cache cannot evict chunks that are no longer needed.
 
 ## Cause
 `wait_for_save` unpins the requests of the step and saves them. A consumer saves nothing, so the hook returns before it
 unpins.
 
 ## Fix
-On a consumer the fix unpins the requests of the step after the hook.
+On a consumer, the fix acts after `wait_for_save` and unpins the requests of the step.
 
 ## Releases
 LMCache 0.3.9 to 0.4.2.

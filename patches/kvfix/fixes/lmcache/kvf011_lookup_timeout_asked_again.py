@@ -1,19 +1,19 @@
 """EngineCore dies after a lookup timeout: the next `get_num_new_matched_tokens` of the request raises KeyError.
 
 ## Symptom
-`Request ... is still waiting for async lookup after 3 seconds, returning 0 lmcache cached tokens so vllm can
-recompute`, then `KeyError: '<request id>'` in the asynchronous lookup client, and EngineCore dies.
+LMCache logs `Request ... is still waiting for async lookup after 3 seconds, returning 0 lmcache cached tokens so vllm
+can recompute`. Then the asynchronous lookup client raises `KeyError: '<request id>'`, and EngineCore dies.
 
 ## Cause
 With asynchronous loading the client gives up after `lookup_timeout_ms`. The client returns 0 and deletes the start time
 of the lookup, but the lookup still counts as in flight. If no blocks are free for the request in this step, vLLM asks
 again in the next step, and the client reads the deleted start time (lmcache_async_lookup_client.py 0.5.6:174, :187). Up
-to 0.3.15 the client does not cancel the lookup either. The late answer of an ended request then leaks, together with
-the chunks that were fetched for it.
+to 0.3.15 the client also does not cancel the lookup. If the request has ended when the late answer arrives, the answer
+and the fetched chunks leak.
 
 ## Fix
-After a timeout the fix returns 0 for the lookup, until its answer has come and was cleaned up. Up to 0.3.15 the fix
-also cancels the lookup, as 0.4.1 does.
+After a timeout the fix returns 0 for the lookup. It does so until the late answer has arrived and LMCache has cleaned
+it up. Up to 0.3.15 the fix also cancels the lookup, as 0.4.1 does.
 
 ## Releases
 LMCache 0.3.10 to 0.5.6, with `enable_async_loading`.

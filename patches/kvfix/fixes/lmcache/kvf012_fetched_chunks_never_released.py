@@ -5,14 +5,14 @@ With asynchronous loading, memory of the CPU cache is never freed. Later LMCache
 local cpu backend. Local cpu memory is under pressure.`
 
 ## Cause
-A lookup with a hit fetches and pins the chunks. If vLLM itself has as many tokens, LMCache promises and loads nothing.
-Only a load, or the clean-up of an aborted lookup, releases the fetched chunks. Neither releases the pins (0.3.15
-cache_engine.py:1295). From 0.3.10.post1 on the clean-up mistakes pairs of key and chunk for chunks, and releases none:
-`Error releasing memory object: 'tuple' object has no attribute 'ref_count_down'`.
+A lookup with a hit fetches and pins the chunks. If vLLM's own prefix cache has at least as many tokens as the hit,
+LMCache promises and loads nothing. Only a load, or the clean-up of an aborted lookup, releases the fetched chunks.
+Neither releases the pins (0.3.15 cache_engine.py:1295). From 0.3.10.post1 on the clean-up mistakes pairs of key and
+chunk for chunks, and releases none: `Error releasing memory object: 'tuple' object has no attribute 'ref_count_down'`.
 
 ## Fix
 When the pins of the request are released at the end of its step, the fix also releases the chunks that were fetched and
-not loaded. A load and a clean-up release the pins, and the clean-up releases the chunks.
+not loaded. With the fix, a load and a clean-up also release the pins, and a clean-up really releases the chunks.
 
 ## Releases
 LMCache 0.3.10 to 0.3.15, with `enable_async_loading`.

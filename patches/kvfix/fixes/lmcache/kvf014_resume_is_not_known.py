@@ -6,9 +6,9 @@ tokens.
 
 ## Cause
 The connector promises a resumed request the tokens that LMCache has. vLLM counts them as computed, but no load starts,
-because only new requests load. The tracker appends the tokens and blocks of the resume to those from before the
-preemption. The old blocks belong to other requests now. LMCache stores their KV under the keys of this request (0.3.9
-vllm_v1_adapter.py, `build_connector_meta`).
+because only new requests load. The tracker keeps the tokens and blocks from before the preemption, and appends those of
+the resume. The old blocks now belong to other requests. LMCache stores the KV of the old blocks under the keys of the
+resumed request (0.3.9 vllm_v1_adapter.py, `build_connector_meta`).
 
 ## Fix
 The fix promises nothing to a resumed request. It resets the tracker to the tokens that vLLM has computed and to the new

@@ -7,13 +7,13 @@ took 374 seconds.
 
 ## Cause
 A lookup that times out returns no hit, and LMCache does not remember the timeout. The next lookup waits as long again.
-The scheduler is blocked meanwhile, and so are all running requests.
+The lookup blocks the scheduler during this time, and so all running requests wait.
 
 ## Fix
-After two timeouts in a row the fix pauses the lookups for as long as the last one waited. (One timeout is not enough:
+After two timeouts in a row, the fix sends no lookups for as long as the last lookup waited. (One timeout is not enough:
 the worker may be back.) Then the fix sends one lookup. If that lookup times out too, the pause doubles, up to a minute.
-During a pause every lookup returns no hit. The first answer ends the pauses. The fix logs the first pause and the end,
-once each.
+During a pause every lookup returns no hit. The first answer ends the pauses. The fix logs one line when the first pause
+begins, and one line when the pauses end.
 
 ## Releases
 LMCache 0.3.9 to 0.5.6.

@@ -1,26 +1,27 @@
 """Requests with different LoRA adapters or a different `cache_salt` share KV: LMCache's key has neither.
 
 ## Symptom
-Nothing is logged. A request with a LoRA adapter returns wrong text if another adapter had the same prompt before. A
-tenant can detect the prompt of another tenant by its latency.
+Nothing is logged. A request with a LoRA adapter returns wrong text if another adapter had the same prompt before. From
+the latency of a request, a tenant can detect that another tenant has sent the same prompt.
 
 ## Cause
-LMCache's in-process connector builds its keys from token ids, model and layout. vllm_v1_adapter.py names neither LoRA
-nor cache_salt, in any release. vLLM's own prefix cache has both in its keys.
+LMCache's in-process connector builds its keys from token ids, model and layout. No release of vllm_v1_adapter.py
+mentions LoRA or cache_salt. vLLM's own prefix cache has both in its keys.
 
 ## Fix
-The fix adds a hash of the adapter and the salt to the keys of such requests, as a tag. Lookup, load and store use these
-keys. LMCache has tags for `kv_transfer_params` that begin with `lmcache.tag.`. All other keys stay the same. With
-`use_layerwise` the adapter of LMCache does not pass the tags to the cache engine; the fix adds them to the call.
+If a request has an adapter or a salt, the fix adds a hash of both to its keys, as a tag. Lookup, load and store use
+these keys. LMCache itself supports tags: every parameter in `kv_transfer_params` whose name begins with `lmcache.tag.`
+becomes a part of the key. All other keys stay the same. With `use_layerwise`, LMCache's vllm_v1_adapter.py does not
+pass the tags to the cache engine. The fix adds the tags to the call.
 
 ## Mixed roll-out
-All engines that share a cache need the fix, or none. An engine with the fix does not find chunks of requests with an
-adapter or a salt that an engine without the fix has stored. An engine without the fix still shares KV between adapters.
-After you add or remove the fix, the chunks of such requests are not found until they are stored again. Requests without
-adapter and salt keep their keys.
+Use the fix in all engines that share a cache, or in none of them. Take a request with an adapter or a salt. An engine
+with the fix does not find chunks that an engine without the fix has stored for this request. An engine without the fix
+still shares KV between adapters. After you add or remove the fix, the chunks of requests with an adapter or a salt are
+not found until they are stored again. Requests without adapter and salt keep their keys.
 
 ## Releases
-LMCache 0.3.9 to 0.5.6, in process.
+LMCache 0.3.9 to 0.5.6, with the in-process connector.
 
 ## Upstream
 https://github.com/LMCache/LMCache/issues/2961, https://github.com/vllm-project/vllm/issues/44250 are open.

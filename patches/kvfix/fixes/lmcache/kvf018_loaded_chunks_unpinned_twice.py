@@ -1,4 +1,4 @@
-"""Requests lose their hits: LMCache unpins a loaded chunk twice, and the second time takes another request's pin.
+"""Requests lose their hits: LMCache unpins a loaded chunk twice, and the second unpin removes another request's pin.
 
 ## Symptom
 LMCache logs at every hit, once for each chunk: `Pin count of MemoryObj ... is negative: -1.Double unpin occurred
@@ -9,12 +9,13 @@ request before the request loads it: `Num retrieved tokens: 0, num expected toke
 A lookup pins the chunks that it finds in the CPU cache until `lookup_unpin`. `retrieve` (0.5.2 to 0.5.5
 cache_engine.py:935) unpins what it has loaded, and so does `retrieve_layer` with `use_layerwise` (0.4.3 to 0.5.6,
 0.5.6:1139). This is right for chunks read from disk. But chunks of the CPU cache are the same objects that the lookup
-pinned. If another request waits with a pin on the same chunk, it loses its pin.
+pinned. If another waiting request has a pin on the same chunk, this other request loses its pin.
 
 ## Fix
-While a load runs, each chunk of the CPU cache that its lookup has pinned gets one more pin. If the load did not release
-it, the fix does. Then `lookup_unpin` releases the pins of the lookup once. The adapter does not pass the request id
-when it loads by layers (0.5.6 vllm_v1_adapter.py:842); the fix adds it to the call.
+When a load begins, the fix adds one pin to each chunk of the CPU cache that the request's lookup has pinned. If the
+load does not release the added pin, the fix releases it. Then `lookup_unpin` releases the pins of the lookup once. The
+adapter does not pass the request id when it loads by layers (0.5.6 vllm_v1_adapter.py:842); the fix adds it to the
+call.
 
 ## Releases
 LMCache 0.5.2 to 0.5.5; with `use_layerwise` 0.4.3 to 0.5.6.

@@ -1,25 +1,28 @@
 """Every hit returns wrong text with vLLM 0.26 and later: LMCache's in-process connector moves half of each token's KV.
 
 ## Symptom
-No exception and no warning. A prompt served from the cache gets another answer than the same prompt computed. With
-`use_gpu_connector_v3` the first whole chunk fails: `The size of tensor a (1024) must match the size of tensor b (2048)
-at non-singleton dimension 3`. To see it: `kvfix roundtrip --backend lmcache --layout packed --no-fixes`.
+LMCache raises no exception and logs no warning. A prompt served from the cache gets another answer than the same prompt
+computed. With `use_gpu_connector_v3` the first whole chunk fails: `The size of tensor a (1024) must match the size of
+tensor b (2048) at non-singleton dimension 3`. To see the bug, run `kvfix roundtrip --backend lmcache --layout packed
+--no-fixes`.
 
 ## Cause
 vLLM 0.26 packs K and V of a head next to each other: `[blocks, heads, block, 2 * head size]` (0.26.0
-flash_attn.py:141), in any order in memory. LMCache's transfer operation mistakes this layout for one plane of rows of
-double width. The operation takes the width of a row from the memory object, which has two planes: `[2, layers, tokens,
-heads * head size]` (0.5.6 gpu_connectors.py:325). So the operation computes half the real distance between slots, and
-never moves one plane.
+flash_attn.py:141). The order of these dimensions in memory can differ. LMCache's transfer operation reads this layout
+as a single plane whose rows have double width. The operation takes the width of a row from the memory object, which has
+two planes: `[2, layers, tokens, heads * head size]` (0.5.6 gpu_connectors.py:325). So the operation uses half of the
+real distance between slots, and never moves one of the two planes.
 
 ## Fix
-The fix moves the KV of packed layers by indexing vLLM's tensors by block and slot, for every order in memory. K goes
-into the first plane of the memory object and V into the second, as LMCache defines it and as it was under vLLM before
-0.26. Chunks that were stored before stay wrong: clear disks and remote caches.
+The fix moves the KV of packed layers itself. The fix indexes vLLM's tensors by block and slot, so every order in memory
+works. K goes into the first plane of the memory object, and V into the second. LMCache defines the planes in this
+order, and chunks had this order under vLLM before 0.26. Chunks that were stored without the fix stay wrong. Clear the
+disk caches and the remote caches.
 
 ## Releases
-LMCache 0.4.3 to 0.5.6 under vLLM 0.26 and later (0.4.3 to 0.4.6 have no such layout and fail); with
-`use_gpu_connector_v3` 0.5.0 to 0.5.6. The layerwise connector refuses the layout. The multi-process mode is right.
+LMCache 0.4.3 to 0.5.6 under vLLM 0.26 and later. LMCache 0.4.3 to 0.4.6 do not know the packed layout and fail. With
+`use_gpu_connector_v3`: LMCache 0.5.0 to 0.5.6. The layerwise connector refuses the layout. The multi-process mode does
+not have the bug.
 
 ## Upstream
 https://github.com/LMCache/LMCache/issues/4463; open: https://github.com/LMCache/LMCache/pull/4467 and

@@ -1,10 +1,10 @@
-"""Layerwise loads crash or load wrong KV from an HND KV cache: LMCache's torch operations take heads for tokens.
+"""Layerwise loads of an HND KV cache crash or load wrong KV: LMCache's torch operations mix up heads and tokens.
 
 ## Symptom
 With `use_layerwise` and the head axis before the token axis the worker raises `IndexError: index 450 is out of bounds
 for dimension 0 with size 64`, or `RuntimeError: shape mismatch: value tensor of shape [64, 128] cannot be broadcast to
-indexing result of shape [64, 16]`. If a block has as many tokens as there are KV heads, blocks that are stored in part
-get wrong KV, without an error.
+indexing result of shape [64, 16]`. If a block has as many tokens as there are KV heads, no error is raised. Blocks that
+LMCache stores only in part then get wrong KV.
 
 ## Cause
 LMCache falls back to torch operations, without a warning, if its compiled ones do not load (0.5.4 to 0.5.6 on torch
@@ -14,7 +14,8 @@ torch_ops/mem_kernels.py:323). The operation that moves all layers rejects HND.
 ## Fix
 The fix passes a view of the KV cache with the two axes swapped, and the layout that matches it. The fix does not change
 a KV cache whose blocks have as many tokens as there are KV heads. LMCache stores and loads whole blocks of this KV
-cache in one order, which gives the right KV back. With another order the chunks that are already stored would be wrong.
+cache in the same token order, so a load returns the right KV. If the fix changed the order, chunks that are already
+stored would be loaded wrongly.
 
 ## Releases
 LMCache 0.5.0 to 0.5.6.

@@ -7,16 +7,16 @@ requests return wrong text. So do other requests that begin with the same tokens
 ## Cause
 vLLM passes a resumed request to runner V2 as a new one, with all of its tokens in `prefill_token_ids` (scheduler.py
 0.32.0:1418). The lookup covers all of them, and vLLM counts the hit as computed. But the tracker begins with
-`prompt_token_ids` (0.5.6 vllm_v1_adapter.py:191). So LMCache does not load a hit beyond the prompt, and stores later
-tokens with the blocks of other tokens.
+`prompt_token_ids` (0.5.6 vllm_v1_adapter.py:191). So LMCache does not load the part of a hit that is after the prompt.
+LMCache also stores later tokens with the blocks of other tokens.
 
 ## Fix
 The tracker begins with all tokens of the request, as with runner V1.
 
 ## Releases
 LMCache 0.3.9 to 0.5.6 with vLLM's model runner V2, which vLLM 0.32 uses for most models on a GPU. A hit goes beyond the
-prompt if generated tokens are stored: with `save_decode_cache`, or by the next turn of the same conversation. 0.3.9
-looks up the prompt only.
+prompt if generated tokens are stored. The option `save_decode_cache` stores them, and so does the next turn of the same
+conversation. 0.3.9 looks up the prompt only.
 
 ## Upstream
 None known.

@@ -1,14 +1,14 @@
 """Wrong text with `save_decode_cache` and asynchronous scheduling: generated tokens are skipped or get wrong keys.
 
 ## Symptom
-Nothing is logged. A request that begins with the generated text of another request returns wrong text, for example the
-next turn of a conversation.
+Nothing is logged. A request that begins with the generated text of another request, such as the next turn of a
+conversation, returns wrong text.
 
 ## Cause
 The tracker of a running request appends the tokens from `num_computed_tokens` on (0.4.1 vllm_v1_adapter.py,
 `build_connector_meta`). With asynchronous scheduling, vLLM's default on a GPU, the token at that position is in flight
-and not yet known. So nothing is appended, and the next step starts one position later. If a request skips a step, the
-token is known in time, and the tracker appends it at a wrong position.
+and not yet known. So nothing is appended, and the next step starts one position later. If a request is not scheduled in
+one step, the token is already known. The tracker then appends this token at a wrong position.
 
 ## Fix
 Before the step's metadata are built, the fix appends the known tokens that the tracker lacks.

@@ -1,22 +1,23 @@
 """A layerwise load that finds fewer chunks than promised kills the worker, or the request returns wrong text.
 
 ## Symptom
-With `use_layerwise` and none of the promised chunks left, EngineCore dies: `UnboundLocalError: cannot access local
-variable 'mem_obj_consumer' where it is not associated with a value`. With a part of them left, only the line `Retrieved
-... tokens` has a smaller number, and the request returns wrong text.
+With `use_layerwise`, if none of the promised chunks is left, EngineCore dies: `UnboundLocalError: cannot access local
+variable 'mem_obj_consumer' where it is not associated with a value`. If only some of the promised chunks are left, the
+request returns wrong text. The only sign is that the line `Retrieved ... tokens` shows fewer tokens than promised.
 
 ## Cause
-`retrieve_layer` looks for the chunks again, and takes the chunks before the first one that is gone. A chunk is gone if
-it was evicted after the lookup, because its pins timed out or another request released them (KVF018). If no chunk is
+`retrieve_layer` looks for the chunks again, and loads only the chunks before the first missing chunk. A chunk is gone
+if it was evicted after the lookup, because its pins timed out or another request released them (KVF018). If no chunk is
 left, `retrieve_layer` reads a variable that it sets only if there is something to load (0.5.6 cache_engine.py:1133). If
 a part is left, `retrieve_layer` returns the number of tokens, and the adapter only logs that number
-(vllm_v1_adapter.py:990-992). Without layers the adapter reports the missing blocks as failed (:886-893).
+(vllm_v1_adapter.py:990-992). Without `use_layerwise` the adapter reports the missing blocks as failed (:886-893).
 
 ## Fix
-The first value of `retrieve_layer` is the number of tokens that it will load. The fix reports the blocks of the missing
-tokens as failed at once, before the step saves anything. vLLM then computes these tokens again, or ends the request
-with an error (`kv_load_failure_policy`). If there is nothing to load, the fix replaces the rest of `retrieve_layer`.
-KVF007 prevents the step from storing the KV that it computes.
+The first value that `retrieve_layer` yields is the number of tokens that it will load. The fix reports the blocks of
+the missing tokens as failed at once, before the step saves anything. vLLM then computes these tokens again, or ends the
+request with an error (`kv_load_failure_policy`). If there is nothing to load, the fix does not run the rest of
+`retrieve_layer`, and yields empty results instead. Another fix, KVF007, prevents the step from storing the KV that the
+step computes for this request.
 
 ## Releases
 LMCache 0.3.9.post1 to 0.5.6. 0.3.9 has the bug too, but cannot report failed blocks. A fix there would turn a crash

@@ -1,10 +1,10 @@
-"""Old KV is hit after a weight update: `reset_prefix_cache(reset_connector=True)` answers True, but LMCache keeps all.
+"""Old KV is hit after a weight update: `reset_prefix_cache(reset_connector=True)` does not empty LMCache's cache.
 
 ## Symptom
 Nothing is logged. After an update of the weights, `POST /reset_prefix_cache?reset_external=true` answers 200, or
 `LLM.reset_prefix_cache(reset_connector=True)` answers True. Requests then hit chunks that the old weights have
-computed, and return wrong text. With debug logging: `Connector cache reset requested, but ... does not implement
-reset_cache().`
+computed, and return wrong text. With debug logging, vLLM logs `Connector cache reset requested, but ... does not
+implement reset_cache().`
 
 ## Cause
 LMCache's in-process connector has no `reset_cache` in any release. LMCache's multi-process connector has one since
@@ -12,18 +12,20 @@ LMCache's in-process connector has no `reset_cache` in any release. LMCache's mu
 and `reset_connector_cache` counts every answer except False as success (scheduler.py 0.32.0:2898).
 
 ## Fix
-The fix answers False for an LMCache connector that has no `reset_cache`, also in a MultiConnector: the reset has
-failed. The fix does not empty LMCache's cache. The scheduler cannot empty it, because the cache is in the workers, in
-other processes, perhaps on disk or in a shared store. To empty the cache, do one of these:
+If an LMCache connector has no `reset_cache`, the fix makes the reset return False, because the reset has failed. The
+fix does the same for an LMCache connector in a MultiConnector. The fix does not empty LMCache's cache. The scheduler
+cannot empty the cache, because the cache is in other processes, such as the workers. The cache may also be on disk or
+in a shared store. To empty the cache, do one of these:
 
 - in process: `DELETE /cache/clear` at the internal API server of each worker (`internal_api_server_enabled`)
 - multi-process: `POST /cache/clear` at the server
-- restart the processes with an empty disk and store
+- empty LMCache's disk and shared store, and restart the processes
 
 Then call `reset_prefix_cache()` without the connector, which empties vLLM's own cache.
 
 ## Releases
-vLLM 0.15.1 to 0.32.0, with LMCache in process, multi-process before LMCache 0.5.6, and vLLM's copy.
+vLLM 0.15.1 to 0.32.0, with one of these connectors: LMCache's in-process connector, LMCache's multi-process connector
+before 0.5.6, or vLLM's copy of the multi-process connector.
 
 ## Upstream
 None known.

@@ -8,8 +8,8 @@ triggers:
 - The load of a request with `ret_first_tok` fails, with `kv_load_failure_policy=fail`.
 
 ## Cause
-`request_finished` returns `request._output_token_ids[0]` (0.5.6 vllm_v1_adapter.py:1926). A request that ends before
-its first token has none.
+`request_finished` returns `request._output_token_ids[0]` (0.5.6 vllm_v1_adapter.py:1926). If a request ends before its
+first token, this list is empty.
 
 ## Fix
 If the request has no token, the fix hides from the hook that the request wants its first token.

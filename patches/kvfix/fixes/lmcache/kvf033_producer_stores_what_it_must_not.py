@@ -5,8 +5,8 @@ Only `Storing KV cache for ...` is logged for that request. Later requests hit t
 
 ## Cause
 A request whose KV must not be stored still has metadata if LMCache looked it up. A kv_producer stores every request
-that has metadata, because its store is the transfer to the decoder. The kv_producer does so also without a decoder
-(0.5.6 vllm_v1_adapter.py:1152).
+that has metadata, because its store is the transfer to the decoder. It does so even if the request
+names no decoder (0.5.6 vllm_v1_adapter.py:1152).
 
 ## Fix
 The worker does not store a request that asks for `lmcache.skip_save`, unless the request names a decoder

@@ -1,15 +1,16 @@
-"""EngineCore dies at a request that names a decoder in `disagg_spec` without its complete address.
+"""EngineCore dies when `disagg_spec` of a request names a decoder without the decoder's complete address.
 
 ## Symptom
 EngineCore dies with `KeyError: 'receiver_host'`, or another key, in `update_state_after_alloc`. If the whole
-`disagg_spec` is a string: `TypeError: string indices must be integers`.
+`disagg_spec` is a string, the error is `TypeError: string indices must be integers`.
 
 ## Cause
 `disagg_spec` comes from the client, in the `kv_transfer_params` of its request. When vLLM has blocks for the request,
 LMCache reads five keys of `disagg_spec` and does not check that they exist (0.5.6 vllm_v1_adapter.py:1560-1574).
 
 ## Fix
-If a key is missing, the fix serves the request like a request without a decoder. kvfix logs it once.
+If a key is missing, the fix serves the request like a request without a decoder. kvfix logs one warning about
+incomplete decoders.
 
 ## Releases
 LMCache 0.3.9 to 0.5.6.

@@ -1,4 +1,4 @@
-"""A worker dies or chunks leak: LMCache takes the late answer of a lookup that timed out for that of the next lookup.
+"""A worker dies or chunks leak: LMCache uses the late answer of a timed-out lookup for the next lookup.
 
 ## Symptom
 The scheduler logs `Request ... is still waiting for async lookup after 3 seconds, returning 0 lmcache cached tokens so
@@ -11,13 +11,13 @@ vLLM computes a request whose lookup timed out. When the request gets its blocks
 lookup from the client (lmcache_async_lookup_client.py 0.5.6:251), although the lookup is still in flight. If vLLM
 preempts the request, LMCache looks it up again under the same id. Nothing distinguishes the answers to the two lookups.
 
-With several workers, two answers of one worker can count as one answer of each worker, so the load begins before the
-other workers have fetched. Then the client cleans up the answer to the first lookup and sends a third lookup. The
-chunks that the third lookup fetches are never released.
+With several workers, LMCache can count two answers of one worker as the answers of different workers. The load then
+begins before the other workers have fetched their chunks. Then the client cleans up the answer to the first lookup and
+sends a third lookup. The chunks that the third lookup fetches are never released.
 
 ## Fix
-The client keeps a cancelled lookup until its answer has come and was cleaned up. Until then LMCache does not look up
-the request again (KVF011).
+The client keeps a cancelled lookup until the answer has arrived and the client has cleaned it up. Until then LMCache
+does not look up the request again (KVF011).
 
 ## Releases
 LMCache 0.3.10 to 0.5.6, with `enable_async_loading`.

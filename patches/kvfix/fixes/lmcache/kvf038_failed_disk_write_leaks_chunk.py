@@ -1,9 +1,9 @@
 """After a failed disk write the chunk stays in CPU memory for ever, and LMCache never stores that chunk again.
 
 ## Symptom
-With `local_disk` and a full disk nothing shows at the time. LMCache logs `Stored 256 out of total 256 tokens`, but
-there are no hits. Later the CPU cache is full: `No eviction candidates found in local cpu backend. Local cpu memory is
-under pressure.`
+If the disk of `local_disk` is full, you see no error at the time of the write. LMCache logs `Stored 256 out of total
+256 tokens`, but there are no hits. Later the CPU cache is full: `No eviction candidates found in local cpu backend.
+Local cpu memory is under pressure.`
 
 ## Cause
 After `write_file`, `async_save_bytes_to_disk` releases the memory, marks the task as done and adds the entry (0.5.6
@@ -13,8 +13,8 @@ size still counts against `max_local_disk_size`. No code reads the exception (0.
 
 ## Fix
 After a failed write the fix logs the error, frees the memory, ends the task, deletes the file and reverts the size
-count. LMCache can then store the chunk again. A write with `use_odirect` that raises also leaks a file descriptor; the
-fix cannot close it.
+count. LMCache can then store the chunk again. With `use_odirect`, a failed write also leaks a file descriptor. The fix
+cannot close this file descriptor.
 
 ## Releases
 LMCache 0.3.9 to 0.5.6.

@@ -7,9 +7,9 @@ client can cause this crash. The client sends `kv_transfer_params` with `cached_
 waits.
 
 ## Cause
-`request_finished` reads the numbers from the request's tracker (lmcache_mp_connector.py 0.5.6:1552). The first
-`get_num_new_matched_tokens` creates the tracker. A request that is aborted before that has none, and
-`_get_request_tracker` asserts.
+`request_finished` reads the statistics from the request's tracker (lmcache_mp_connector.py 0.5.6:1552). The first
+`get_num_new_matched_tokens` creates the tracker. A request that is aborted before this hook runs has no tracker, so the
+assertion in `_get_request_tracker` fails.
 
 ## Fix
 If a request asks for statistics and has no tracker, the fix creates a tracker before `request_finished`. All numbers of

@@ -1,4 +1,4 @@
-"""Requests return wrong text after a failed load: LMCache reports the load as done, and no failed block.
+"""Requests return wrong text after a failed load: LMCache reports the load as done and reports no failed block.
 
 ## Symptom
 The worker logs ERROR `Something went wrong when processing the retrieve request for request_id=..., result=False`. Then
@@ -11,11 +11,12 @@ retrieve!`, `Cannot retrieve keys due to exception`, or `No GPU context register
 
 ## Fix
 When the future of a load returns a failure, the fix adds the load's blocks to the blocks with load errors. vLLM then
-follows `kv_load_failure_policy`: `fail` (its default) ends the request with an error, `recompute` computes it. The fix
-wraps `submit_retrieve_request`.
+follows `kv_load_failure_policy`: With `fail` (the default) vLLM ends the request with an error. With `recompute` vLLM
+computes the tokens again. The fix wraps `submit_retrieve_request`.
 
 ## Releases
-LMCache 0.4.2 to 0.5.4, with its own connector and with vLLM's copy. Earlier releases cannot report blocks.
+LMCache 0.4.2 to 0.5.4, with LMCache's own connector and with vLLM's copy of the connector. Earlier releases cannot
+report failed blocks.
 
 ## Upstream
 https://github.com/LMCache/LMCache/issues/3388, fixed in 0.5.5.

@@ -10,13 +10,14 @@ vLLM resets the request to zero computed tokens and asks again. The tracker is R
 promises the hit again (lmcache_mp_connector.py 0.5.4:777). But `update_state_after_alloc` starts a load only for a
 tracker that is PREFETCHING (0.5.4:852).
 
-LMCache 0.5.5 returns 0 instead. LMCache 0.5.6 also loads for preempted requests, and gives them a fresh tracker before
-that check (0.5.6:1833). While the load fails, 0.5.6 looks them up and loads them in a loop.
+LMCache 0.5.5 checks for this request and returns 0. LMCache 0.5.6 also loads for preempted requests, and gives a
+preempted request a fresh tracker before this check (0.5.6:1833). As long as the load fails, LMCache 0.5.6 repeats the
+lookup and the load of this request.
 
 ## Fix
 The fix acts before `get_num_new_matched_tokens`, on a request that was admitted with a hit, has never run since, and
 has no computed tokens. The request gets a fresh tracker and no hit. vLLM computes it, as with LMCache 0.5.5. LMCache's
-own fix misses preempted requests; in a release that has it, this fix handles only preempted requests.
+own fix misses preempted requests. In a release with LMCache's own fix, this fix handles only preempted requests.
 
 ## Releases
 LMCache 0.4.5 to 0.5.4, and 0.5.6 for preempted requests; 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM

@@ -1,29 +1,29 @@
 """Hits return wrong text after a preemption: other requests write to blocks while the server still copies them.
 
 ## Symptom
-No error. After preemptions, prompts that hit the cache return wrong text, until the chunks are evicted. (Preemptions
-show as `Preemptions:` in vLLM's statistics, and from LMCache 0.5.2 on as `<preempted> by preempted requests`.)
+No error is logged. After preemptions, prompts that hit the cache return wrong text, until the chunks are evicted. (vLLM
+shows preemptions as `Preemptions:` in its statistics. LMCache 0.5.2 and later log `<preempted> by preempted requests`.)
 
 ## Cause
 The server copies the blocks of a store after the step, and the engine does not wait for the copy. A preempted request
-frees its blocks at once, and the next step writes to them. LMCache up to 0.5.1 and vLLM's copy have no
-`handle_preemptions`. 0.5.2 to 0.5.5 have it, but it ends in `flush_inflight_stores`, which does nothing for the
-transfer used on CUDA (transfer_context/worker_transfer.py 0.5.5:648).
+frees its blocks at once, and the next step writes to them. The connector of LMCache up to 0.5.1 and vLLM's copy of the
+connector have no `handle_preemptions`. In LMCache 0.5.2 to 0.5.5 `handle_preemptions` calls `flush_inflight_stores`,
+which does nothing for the transfer used on CUDA (transfer_context/worker_transfer.py 0.5.5:648).
 
 ## Fix
-The scheduler marks the metadata of a step that comes after a preemption. A worker that gets marked metadata waits for
-the stores in flight, for at most LMCache's own `mq_timeout` each, before anything is written. Steps without a
-preemption do not wait. KVF109 makes sure that the worker lists all stores of a request.
+The scheduler marks the metadata of a step that comes after a preemption. When a worker gets marked metadata, it waits
+for the stores in flight before the step writes to any block. It waits at most LMCache's own `mq_timeout` for each
+store. Steps without a preemption do not wait. KVF109 makes sure that the worker lists all stores of a request.
 
 ## Releases
-LMCache 0.4.5 to 0.5.5, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.33.0, its own copy
-of the connector.
+LMCache 0.4.5 to 0.5.5, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.33.0, with vLLM's
+own copy of the connector.
 
 ## Upstream
 https://github.com/LMCache/LMCache/issues/5248, https://github.com/LMCache/LMCache/issues/4612, fixed in 0.5.6.
 
 ## Remove when
-LMCache 0.5.5 is no longer in use, and vLLM's copy waits.
+LMCache 0.5.5 is no longer in use, and vLLM's copy of the connector waits for stores in flight.
 """
 
 from __future__ import annotations

@@ -1,18 +1,20 @@
 """Hits return wrong text after chunked prefill: vLLM frees a request's blocks while its second store copies them.
 
 ## Symptom
-No error. Prompts longer than a step (chunked prefill) that hit the cache return wrong text, until the chunks are
-evicted.
+No error is logged. Prompts longer than a step (chunked prefill) that hit the cache return wrong text, until the chunks
+are evicted.
 
 ## Cause
-A worker keeps one store for each request: the next store replaces the last one (vllm_multi_process_adapter.py
-0.5.6:1848). `finished_stores` keeps the id of a request whose first store has ended. When the request ends, the worker
-takes this id for the end of all stores (0.5.6:2651), while the server still copies the last chunks. vLLM frees the
-blocks and other requests write to them. The server stores their KV under the keys of the first request.
+A worker keeps only one store for each request: the next store replaces the previous store
+(vllm_multi_process_adapter.py 0.5.6:1848). `finished_stores` keeps the id of a request whose first store has ended.
+When the request ends, the worker finds this id and reports all stores of the request as done (0.5.6:2651). But the
+server still copies the last chunks. vLLM frees the blocks and other requests write to them. The server stores their KV
+under the keys of the first request.
 
 ## Fix
-The worker gets one store for each request, which is done when all stores of the request are done. An earlier store that
-has ended does not count. The fix wraps `submit_store_request`.
+The fix joins all stores of a request into one. The worker sees this joined store as done only when all stores of the
+request are done. An earlier store that has already ended no longer marks the request as done. The fix wraps
+`submit_store_request`.
 
 ## Releases
 LMCache 0.4.2 to 0.5.6.

@@ -1,4 +1,4 @@
-"""A failed load also fails other requests, which only share computed blocks with it.
+"""A failed load also fails other requests that only share computed blocks with the loading request.
 
 ## Symptom
 vLLM logs `Failing 2 request(s) due to KV load failure`, with ids of requests that loaded nothing or finished loading
@@ -11,7 +11,8 @@ A load begins at the start of a chunk. It does not write the blocks of the chunk
 (vllm_multi_process_adapter.py 0.5.6:1924), and vLLM fails every request that has one of them.
 
 ## Fix
-After `submit_retrieve_request`: the fix removes the skipped blocks of the load from those that it can report.
+After `submit_retrieve_request`, the fix removes the skipped blocks from the blocks that the worker reports if the load
+fails.
 
 ## Releases
 LMCache 0.4.2 to 0.5.6.

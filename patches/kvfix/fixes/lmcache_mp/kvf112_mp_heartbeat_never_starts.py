@@ -1,16 +1,16 @@
 """After one lookup timeout the scheduler never asks the server again: its heartbeat never starts.
 
 ## Symptom
-WARNING `LOOKUP to ... timed out after 300.0s. Marking server as unhealthy.` once, and no external hit after it until
-vLLM restarts. The line `LMCache server is healthy again` never comes.
+The log has WARNING `LOOKUP to ... timed out after 300.0s. Marking server as unhealthy.` once. After this line there is
+no external hit until vLLM restarts. The line `LMCache server is healthy again` never comes.
 
 ## Cause
 LMCache creates the collection of heartbeats as an empty dict (vllm_multi_process_adapter.py 0.5.5:731). The function
 that starts the heartbeats returns if the collection is not None (0.5.5:756), which is always true.
 
 ## Fix
-After `_ensure_heartbeat_started`, the fix starts the heartbeats if there are none, like the unreachable lines of the
-hook.
+If there are no heartbeats after `_ensure_heartbeat_started`, the fix starts them. The fix does the same as the lines of
+this function that are never reached.
 
 ## Releases
 LMCache 0.5.0 to 0.5.5.

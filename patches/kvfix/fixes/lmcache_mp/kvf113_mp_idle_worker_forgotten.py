@@ -1,14 +1,14 @@
 """A worker's first load after an idle hour fails: the server drops a worker that has sent no ping.
 
 ## Symptom
-The server logs `Reaped GPU instance ...: silent for 3600.0s (pinged=False)`. At the first request after that it logs
-`No GPU context registered for instance ID ...` (up to 0.5.4, and the request hangs) or `Rejecting RETRIEVE for
-unregistered GPU instance ID ...`.
+The server logs `Reaped GPU instance ...: silent for 3600.0s (pinged=False)`. At the first request after that, the
+server logs `Rejecting RETRIEVE for unregistered GPU instance ID ...`. Up to 0.5.4 the server logs `No GPU context
+registered for instance ID ...` instead, and the request hangs.
 
 ## Cause
-The server drops workers that have never pinged after `worker_registration_grace_seconds` (multiprocess/config.py
-0.5.6:134). A worker pings from its first store or load on, not from its registration (vllm_multi_process_adapter.py
-0.5.6:1811, 1892).
+If a worker has sent no ping within `worker_registration_grace_seconds`, the server drops this worker
+(multiprocess/config.py 0.5.6:134). A worker pings from its first store or load on, not from its registration
+(vllm_multi_process_adapter.py 0.5.6:1811, 1892).
 
 ## Fix
 The fix starts the worker's heartbeat after `register_kv_caches`.

@@ -7,8 +7,9 @@ requests that skip the cache.
 
 ## Cause
 vLLM asks the connector for every request and drops the answer for a request with `skip_reading_prefix_cache`
-(scheduler.py 0.32.0:983). vLLM does so even if the answer is that the lookup is still running. The request is admitted.
-The connector deletes its lookup (lmcache_mp_connector.py 0.5.6:1432) before it knows the hit, so it releases no lock.
+(scheduler.py 0.32.0:983). vLLM drops even the answer that the lookup is still running, and admits the request. The
+connector then deletes the lookup of the request (lmcache_mp_connector.py 0.5.6:1432). The connector does not know the
+hit yet, so it releases no lock.
 
 ## Fix
 The fix returns no hit for a request that reads no cache, and sends no lookup. The request is stored as before.

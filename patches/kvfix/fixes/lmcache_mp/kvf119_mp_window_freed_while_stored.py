@@ -1,24 +1,26 @@
 """Hits return wrong text with sliding windows or Mamba states: vLLM frees a block while the server still copies it.
 
 ## Symptom
-No error. Under load, prompts that hit the cache return wrong text, until the chunks are evicted. The model has layers
-of full attention and of sliding windows (Gemma, gpt-oss) or of states (Mamba, GDN: Qwen3-Next, Nemotron-H).
+No error. Under load, prompts that hit the cache return wrong text, until the chunks are evicted. The model has
+full-attention layers, and also sliding-window layers (Gemma, gpt-oss) or layers with states (Mamba, GDN: Qwen3-Next,
+Nemotron-H).
 
 ## Cause
-The server copies the blocks of a store after the step, and the engine does not wait for the copy. The window of the
-next step begins further on. vLLM frees the blocks in front of it at once (`remove_skipped_blocks`,
-v1/core/single_type_kv_cache_manager.py 0.32.0:672), and may give them to another request in the same step. vLLM keeps
-only the state of the last step and frees the states before it.
+The server copies the blocks of a store after the step, and the engine does not wait for the copy. In the next step the
+window begins at a later token. vLLM frees the blocks before the window at once (`remove_skipped_blocks`,
+v1/core/single_type_kv_cache_manager.py 0.32.0:672). vLLM may give these blocks to another request in the same step. For
+layers with states, vLLM keeps only the state of the last step and frees the earlier states.
 
-vLLM also frees these blocks at the end of a request (scheduler.py 0.32.0:3025), while the other blocks wait for the end
-of the stores. LMCache waits for its stores only after a preemption (`need_flush_before_forward`,
-lmcache_mp_connector.py 0.5.6:1478).
+At the end of a request, vLLM also frees such blocks at once (scheduler.py 0.32.0:3025). vLLM frees the other blocks of
+the request only when the stores have ended. LMCache waits for its stores only after a preemption
+(`need_flush_before_forward`, lmcache_mp_connector.py 0.5.6:1478).
 
 ## Fix
-The fix acts after the last hook that adds to the step's metadata. The scheduler records the blocks of a window that are
-being stored, and which of them vLLM has freed since. When one of these blocks is in use again in a step, the fix marks
-the metadata of the step as after a preemption. Workers then wait for the stores in flight before anything is written,
-for at most LMCache's own `mq_timeout` each. Up to 0.5.5 this needs KVF106.
+The fix acts after `_process_cached_requests`, the last function that adds to the step's metadata. The fix records which
+blocks of a window are being stored, and which of these blocks vLLM has already freed. When a freed block is in use
+again in a step, the fix sets the flag in the step's metadata that LMCache sets after a preemption. The workers then
+wait for the stores in flight before anything is written. They wait at most LMCache's own `mq_timeout` for each store.
+Up to 0.5.5 this needs KVF106.
 
 ## Releases
 LMCache 0.4.7 to 0.5.6. Earlier releases were not tested with several KV groups.

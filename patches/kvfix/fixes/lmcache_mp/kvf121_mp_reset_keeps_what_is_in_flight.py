@@ -7,18 +7,18 @@ reset_connector=True)` answers True. Later requests hit KV of the old weights an
 ## Cause
 `reset_cache` (0.5.6 lmcache_mp_connector.py:1201) asks the servers to clear the chunks that have no lock, and answers
 True when the servers have answered. A chunk of a store in flight has a lock. When the store is done, KV of the old
-weights is under a valid key. A chunk that a waiting request has found has a lock too. The request loads this chunk
-after the reset.
+weights is under a valid key. If a waiting request has found a chunk in its lookup, this chunk has a lock too. The
+request loads the chunk after the reset.
 
 ## Fix
-The fix answers False if vLLM still has requests: running, waiting, or ended with a store in flight. The servers are
-cleared as well. Ask again when the requests have ended.
+The fix answers False if vLLM still has requests: running, waiting, or ended with a store in flight. The servers still
+clear the chunks that have no lock. Call the reset again when the requests have ended.
 
 LMCache never clears the L2 of a server (`--l2-adapter`, v1/distributed/storage_manager.py:1244-1255). The answer is
 still True, because the connector cannot know about the L2. Empty the L2 yourself.
 
 ## Releases
-LMCache 0.5.6. Earlier releases and vLLM's copy have no `reset_cache`: KVF029.
+LMCache 0.5.6. Earlier releases and vLLM's copy of the connector have no `reset_cache`. For these, see KVF029.
 
 ## Upstream
 None known.

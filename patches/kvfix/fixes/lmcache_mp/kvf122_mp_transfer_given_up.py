@@ -1,25 +1,27 @@
-"""Wrong text after a late heartbeat: the worker drops transfers, and the server does them in other requests' blocks.
+"""Wrong text after a late heartbeat: the server runs transfers that the worker dropped, in other requests' blocks.
 
 ## Symptom
-WARNING `LMCache server is unhealthy — entering degraded mode`, and some time later `LMCache server is healthy again`.
-Then running requests, and prompts that hit the cache, return wrong text with HTTP 200, until the chunks are evicted.
+The worker logs the warning `LMCache server is unhealthy — entering degraded mode`, and some time later `LMCache server
+is healthy again`. Then running requests, and prompts that hit the cache, return wrong text with HTTP 200, until the
+chunks are evicted.
 
 ## Cause
 A ping that has no answer within 10 seconds (`lmcache.mp.heartbeat_interval`) makes the worker unhealthy
 (vllm_multi_process_adapter.py 0.5.6:583). `get_finished` then drops the futures of all transfers, and reports the loads
 as failed and the stores as done (0.5.6:2074, 2208). vLLM frees the blocks.
 
-But LMCache does not recall the transfers. A server that was only slow, or stopped for a while, does them afterwards. A
-late load overwrites the KV of the requests that have the blocks by then. A late store saves the KV of those requests
-under keys of the first request. After a preemption an unhealthy worker does not wait for stores either (0.5.6:2403).
+But LMCache does not recall the transfers. A server that was only slow, or stopped for a while, still runs the transfers
+afterwards. A late load overwrites the KV of the requests that have the blocks by then. A late store saves the KV of
+these new requests under the keys of the request that started the store. After a preemption an unhealthy worker does not
+wait for stores either (0.5.6:2403).
 
 ## Fix
-While the worker is unhealthy and connected, `get_finished` reports only what the server has answered. After a
-preemption the worker then waits for the stores in flight, for at most LMCache's own `mq_timeout` each.
+While the worker is unhealthy and connected, `get_finished` reports only transfers that the server has answered. After a
+preemption the worker waits for the stores in flight. It waits at most LMCache's own `mq_timeout` for each store.
 
 When the connection is lost (the server's process has ended), the client answers the transfers in flight with a failure.
-Until it is connected again, LMCache works as released. A server that hangs for ever keeps the blocks of its transfers
-until its process ends. With gRPC the fix changes nothing.
+Until the client is connected again, LMCache works as it does without the fix. If a server hangs for ever, the blocks of
+its transfers stay in use until the server's process ends. With gRPC the fix changes nothing.
 
 ## Releases
 LMCache 0.5.6. Up to 0.5.5 the bug cannot be fixed from outside: KVF904.

@@ -1,13 +1,13 @@
 """Hits return wrong text with Mamba or GDN layers: the server stores a chunk whose state lies in a null block.
 
 ## Symptom
-No error. Prompts that hit the cache return wrong text, until the chunks are evicted. The model has layers of attention
-and of states (Mamba, GDN: Qwen3-Next, Nemotron-H, Granite 4). With the default options of `lmcache server`, one step of
-more than a block is enough.
+No error. Prompts that hit the cache return wrong text, until the chunks are evicted. The model has attention layers and
+layers with states (Mamba, GDN: Qwen3-Next, Nemotron-H, Granite 4). With the default options of `lmcache server`, one
+step with more tokens than a block triggers the bug.
 
 ## Cause
-vLLM keeps the state at the end of a step, and has null block 0 for every other block (mode "align"). The server leaves
-a chunk out only if all blocks of all KV groups in its object are null (`all_null_chunk_masks`,
+In mode "align", vLLM keeps only the state block at the end of a step. Every other block of the state is the null block
+0. The server leaves a chunk out only if all blocks of all KV groups in its object are null (`all_null_chunk_masks`,
 modules/lmcache_driven_transfer.py 0.5.6:85). By default all KV groups are in one object, and the blocks of attention
 are never null. So the server stores the chunk with the null block as its state, under a valid key.
 
@@ -16,8 +16,8 @@ The fix acts in the server. The server also leaves a chunk out if the chunk's la
 object. For a state, the server stores only this last block. For a sliding window, the part that a hit reads ends in
 this block.
 
-Start the server with the fix: `kvfix run -- lmcache server ...`. With `--separate-object-groups` there are longer hits:
-with one object a prompt is hit only up to its first chunk without a state.
+Start the server with the fix: `kvfix run -- lmcache server ...`. With `--separate-object-groups` hits are longer.
+Without this option all KV groups are in one object, so a hit ends before the first chunk without a state.
 
 ## Releases
 LMCache 0.5.4 to 0.5.6. Earlier servers do not check the blocks, and refuse steps of two blocks with such models.

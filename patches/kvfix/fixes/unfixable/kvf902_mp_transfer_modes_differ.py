@@ -12,13 +12,14 @@ in its own process, perhaps on another machine. So kvfix can neither read nor ch
 
 ## Workaround
 Start `lmcache server` with `--supported-transfer-mode auto`, or set LMCACHE_MP_TRANSFER_MODE of the worker to the mode
-of the server (its log has `Supported transfer mode: ...`). If both sides have the same mode, there is no problem.
+of the server. The server logs its mode: `Supported transfer mode: ...`. If both sides have the same mode, there is no
+problem.
 
 ## Releases
 LMCache 0.4.7 to 0.5.6.
 
 ## Upstream
-https://github.com/LMCache/LMCache/issues/4186 is open, https://github.com/LMCache/LMCache/pull/4194
+https://github.com/LMCache/LMCache/issues/4186 (open), https://github.com/LMCache/LMCache/pull/4194.
 
 ## Remove when
 The server answers a request that it has no handler for.

@@ -1,13 +1,14 @@
 """Wrong text after a late heartbeat: the worker drops transfers that the server still does (LMCache 0.5.5 and earlier).
 
 ## Symptom
-WARNING `LMCache server is unhealthy — entering degraded mode`, and some time later `LMCache server is healthy again`.
-Then running requests, and prompts that hit the cache, return wrong text with HTTP 200, until the chunks are evicted.
+The log has WARNING `LMCache server is unhealthy — entering degraded mode`, and some time later `LMCache server is
+healthy again`. Then running requests, and prompts that hit the cache, return wrong text with HTTP 200, until the chunks
+are evicted.
 
 ## Cause
-The cause is the same as in KVF122. The worker drops the futures of all transfers and reports them
-(vllm_multi_process_adapter.py 0.5.5:1856). vLLM frees the blocks, and a server that was only slow does the transfers
-afterwards.
+The cause is the same as in KVF122. The worker drops the futures of all transfers, and reports the loads as failed and
+the stores as done (vllm_multi_process_adapter.py 0.5.5:1856). vLLM frees the blocks, and a server that was only slow
+does the transfers afterwards.
 
 A fix would have to drop only the transfers that the server will never do. Up to 0.5.5 the client does not watch the
 connection (multiprocess/mq.py 0.5.5:281), and a restarted server answers pings like the old one. So a worker that
@@ -18,7 +19,8 @@ Use LMCache 0.5.6 with kvfix, which has KVF122. Or set `lmcache.mp.heartbeat_int
 pause of the server.
 
 ## Releases
-LMCache 0.4.2 to 0.5.5. The lab shows it in 0.4.5, 0.4.6 and 0.4.7. For the other releases it was read in the source.
+LMCache 0.4.2 to 0.5.5. Tests of kvfix show the bug in 0.4.5, 0.4.6 and 0.4.7. For the other releases only the source
+code was read.
 
 ## Upstream
 None known.

@@ -1,15 +1,16 @@
 """A streaming session returns wrong text with Mamba or GDN layers: its state includes a token that vLLM dropped.
 
 ## Symptom
-Nothing is logged. A session (streaming input) returns wrong text after its first turn. The model has layers of states,
-and the engine uses asynchronous scheduling or speculative decoding. The LMCache server stores the wrong states under
-valid keys.
+Nothing is logged. A session (streaming input) returns wrong text after its first turn. The model has layers with states
+(Mamba, GDN), and the engine uses asynchronous scheduling or speculative decoding. The LMCache server stores the wrong
+states under valid keys.
 
 ## Cause
-vLLM schedules the next token before it knows that the turn has ended. With pipeline parallelism this happens beyond
-`max_tokens`, otherwise where a stop token or a stop string ends the turn. When input comes, vLLM drops the turn's last
-token and continues to compute from there (`_update_request_as_session`, scheduler.py 0.32.0:1651). The KV of attention
-is overwritten. A state cannot go back, so it still includes the dropped token.
+vLLM schedules the next token before it knows that the turn has ended. With pipeline parallelism, vLLM schedules this
+token even beyond `max_tokens`. Without it, vLLM schedules this token only where a stop token or a stop string ends the
+turn. When input comes, vLLM drops the turn's last token and continues to compute from there
+(`_update_request_as_session`, scheduler.py 0.32.0:1651). The KV of attention is overwritten. A state cannot go back, so
+it still includes the dropped token.
 
 Drafts have the same effect. vLLM drops drafts that were accepted beyond the end of a turn
 (`_update_request_with_output`, :2506), and the state includes them.
@@ -19,14 +20,14 @@ If clients send streaming input to a model with Mamba or GDN layers, use `--no-a
 decoding.
 
 ## Releases
-vLLM 0.32.0 and 0.33.0. Earlier releases were not tested with states. The lab shows it with pipeline parallelism and
-with drafts. The case of a stop token was read in the source.
+vLLM 0.32.0 and 0.33.0. Earlier releases were not tested with states. Tests of kvfix show the bug with pipeline
+parallelism and with drafts. For the case of a stop token, only the source was read.
 
 ## Upstream
 None known.
 
 ## Remove when
-vLLM computes a session's state again from the last one that it has kept.
+vLLM recomputes the state of a session from the last state that vLLM has kept.
 """
 
 from __future__ import annotations

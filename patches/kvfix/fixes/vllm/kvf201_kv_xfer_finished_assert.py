@@ -2,8 +2,9 @@
 
 ## Symptom
 EngineCore dies with a bare `AssertionError` at `assert req_id in self.requests` in `_update_from_kv_xfer_finished`. Any
-client can cause it: it disconnects while its prompt is loading. With `kv_load_failure_policy=fail`, the default, a
-failed load causes it too: `Failing 1 request(s) due to KV load failure`, and EngineCore dies in the next step.
+client can cause the crash by disconnecting while its prompt is loading. With `kv_load_failure_policy=fail`, the
+default, a failed load causes the crash too. The log then has `Failing 1 request(s) due to KV load failure`, and
+EngineCore dies in the next step.
 
 ## Cause
 A connector that keeps the blocks of a finished request makes two reports about a request that was aborted during its
@@ -16,8 +17,8 @@ requests return wrong text, without an error.
 
 ## Fix
 The scheduler records which requests were aborted during their load. For these requests, only the report of the load
-frees the blocks: they have computed nothing that could still be stored. The fix also filters reports of requests that
-the scheduler does not have, or that are neither finished nor waiting for a load. The fix does not change the
+frees the blocks. The aborted requests have computed nothing that could still be stored. The fix also ignores reports
+about unknown requests, and about requests that are neither finished nor waiting for a load. The fix does not change the
 connector's output object.
 
 ## Releases

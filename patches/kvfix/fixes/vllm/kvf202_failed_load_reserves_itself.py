@@ -1,4 +1,4 @@
-"""A request waits for ever after a failed load: vLLM reserves the request's own blocks against its next load.
+"""A request waits for ever after a failed load: vLLM counts its blocks twice, and never admits its next load.
 
 ## Symptom
 With `kv_load_failure_policy=recompute` and a connector that loads between steps, the log has `Recovered from KV load
@@ -6,14 +6,14 @@ failure: 1 request(s) rescheduled`. Then the request waits for ever, although al
 Waiting: 1 reqs`. Requests behind it wait too.
 
 ## Cause
-vLLM admits a load only if more blocks are free than all prefills in flight still need (scheduler.py 0.32.0:1249), so
-that loads cannot deadlock each other. A request whose load failed completely frees its blocks (0.32.0:3146), but stays
-in the list of prefills in flight. When it asks for its next load, vLLM reserves the request's own blocks against that
-load. A request that needs more than half of the blocks never starts.
+To avoid a deadlock between loads, vLLM reserves the blocks that all prefills in flight still need. vLLM admits a load
+only if the other free blocks are enough (scheduler.py 0.32.0:1249). A request whose load failed completely frees its
+blocks (0.32.0:3146), but stays in the list of prefills in flight. When the request asks for its next load, vLLM also
+reserves the blocks that this request itself needs. So a request that needs more than half of all blocks never starts.
 
 ## Fix
-After `_update_waiting_for_remote_kv`: a request without computed tokens is removed from the prefills in flight. vLLM
-adds it again when it is admitted.
+After `_update_waiting_for_remote_kv`, the fix removes a request without computed tokens from the prefills in flight.
+vLLM adds it again when it is admitted.
 
 ## Releases
 vLLM 0.26.0 to 0.33.0.

@@ -5,10 +5,11 @@ Only `Recovered from KV load failure: ... request(s) rescheduled (... tokens aff
 wrong text if it began in the same step, and with the same prompt, as a request whose load failed.
 
 ## Cause
-A load within the step is in vLLM's prefix cache before it is done, so other requests that are admitted in this step
-share its blocks. If the load fails, vLLM rolls back only the first of these requests to the failed block. The other
-requests count all tokens as computed (scheduler.py 0.32.0:3295). If the first request is then aborted or preempted, or
-takes more than one step, the other requests read blocks that were never written.
+When a connector loads within the step, vLLM puts the blocks into its prefix cache before the load is done. So other
+requests that are admitted in this step share these blocks. If the load fails, vLLM rolls back only the first of these
+requests to the failed block. The other requests count all tokens as computed (scheduler.py 0.32.0:3295). If the first
+request is then aborted or preempted, or takes more than one step, the other requests read blocks that were never
+written.
 
 ## Fix
 The fix rolls back each request to its own first failed block. Two requests that compute a shared block write the same

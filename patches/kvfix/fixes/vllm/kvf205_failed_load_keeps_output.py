@@ -1,12 +1,12 @@
 """Wrong text or a dead worker: a load fails while the next step is in flight, and vLLM keeps the output of that step.
 
 ## Symptom
-The engine uses pipeline parallelism, or asynchronous scheduling or model runner V2, which are vLLM's defaults on a GPU.
-The connector loads within the step (LMCache in process).
+The engine uses pipeline parallelism, asynchronous scheduling or model runner V2. The last two are vLLM's defaults on a
+GPU. The connector loads within the step (LMCache in process).
 
-- With kv_load_failure_policy "recompute", after `Recovered from KV load failure: 1 request(s) rescheduled`: wrong text,
-  a request that stays among `Running` and never ends, or a worker that dies of a token id -1.
-- With either policy, rarely: wrong text of a request that was preempted when its load failed.
+- With kv_load_failure_policy "recompute", vLLM logs `Recovered from KV load failure: 1 request(s) rescheduled`. Then
+  the text is wrong, a request stays among `Running` and never ends, or a worker dies because of a token id -1.
+- With either policy, in rare cases, a request that was preempted when its load failed returns wrong text.
 
 ## Cause
 vLLM schedules a step before it knows that a load of the last step has failed, and the step computes on top of that
@@ -16,17 +16,18 @@ and vLLM keeps the output of the last chunk as the first token.
 
 The worker uses the last token that it sampled as the next token of the request (gpu_model_runner.py 0.32.0:1846).
 Runner V2 continues from its own position (gpu/model_runner.py 0.32.0:1244), even without asynchronous scheduling. vLLM
-also does not check a request that was preempted in between: it keeps the output of the failed step.
+also does not check a request that was preempted before the failure was reported. vLLM keeps the output of this request
+from the failed step.
 
 ## Fix
 The fix preempts a request that is rolled back. The preemption drops the request's outputs in flight in the scheduler
-and in the worker. When vLLM schedules the request again, it is computed, and not loaded from LMCache. A request that
-vLLM has preempted in between loses its outputs in flight. KVF203 handles its blocks, and KVF007 what LMCache stores of
-it.
+and in the worker. When vLLM schedules the request again, it is computed, and not loaded from LMCache. If vLLM has
+already preempted the request, the fix only drops the request's outputs in flight. KVF203 handles the blocks of this
+request. KVF007 handles the KV that LMCache stores for this request.
 
 ## Releases
-vLLM 0.11.2 to 0.33.0 with asynchronous scheduling; with runner V2 also without it. With pipeline parallelism 0.32.0 and
-0.33.0; earlier releases were not tested. Runner V2 has not been run, because it needs a GPU.
+vLLM 0.11.2 to 0.33.0 with asynchronous scheduling or with runner V2. vLLM 0.32.0 and 0.33.0 with pipeline parallelism;
+earlier releases were not tested with it. The fix was not tested with runner V2, because runner V2 needs a GPU.
 
 ## Upstream
 https://github.com/vllm-project/vllm/issues/45138, https://github.com/vllm-project/vllm/issues/49250,

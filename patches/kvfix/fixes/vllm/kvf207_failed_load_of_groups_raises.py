@@ -1,4 +1,4 @@
-"""EngineCore dies at a failed load of a model with several KV groups: vLLM cannot tell which request it was.
+"""EngineCore dies at a failed load of a model with several KV groups: vLLM cannot tell which request has failed.
 
 ## Symptom
 EngineCore dies with `A KV connector reported block-level load failures (invalid_block_ids) which is not supported for
@@ -10,15 +10,16 @@ of:
 - a server that is not reachable or has lost a chunk
 
 ## Cause
-The connector reports the blocks whose load has failed. With several KV groups vLLM needs the requests
+The connector reports the blocks whose load has failed. With several KV groups vLLM needs the ids of the failed requests
 (`failed_recving`), because blocks of different groups may have the same id (scheduler.py 0.32.0:3364). Earlier releases
-assume that a request has one list of blocks (0.26.0:2694). LMCache reports requests since 0.5.6.
+assume that a request has one list of blocks (0.26.0:2694). Since 0.5.6, LMCache reports the failed requests.
 
 ## Fix
-With several groups and a connector of LMCache, the fix skips the hook if all requests with a failed block wait for
-their load. These requests compute their prompt again, or end with kv_load_failure_policy "fail", as if the connector
-had reported them by name. LMCache's groups take their blocks from one pool, so an id belongs to one group only. Null
-block 0 belongs to no request.
+The fix acts only for a model with several groups and a connector of LMCache. If all requests with a failed block are
+waiting for their load, the fix handles the failure in place of vLLM's function. The requests then compute their prompt
+again. With kv_load_failure_policy "fail" they end instead. The result is the same as if the connector had reported the
+requests by their ids. LMCache's groups take their blocks from one pool, so an id belongs to one group only. Null block
+0 belongs to no request.
 
 ## Releases
 vLLM 0.20.2 to 0.32.0.

@@ -5,23 +5,24 @@
 steps, the priority policy (`--scheduling-policy priority`) and `scheduler_reserve_full_isl=False`.
 
 ## Cause
-vLLM tries requests that hold blocks first, by priority. `schedule` stops at the first request for which it has no
-blocks (scheduler.py 0.32.0:1275-1282). A load is admitted if the blocks that earlier requests need are free (:1249).
-Without `scheduler_reserve_full_isl` the blocks for the rest of its own prompt need not be free.
+vLLM first tries the waiting requests that already hold blocks, in the order of their priority. `schedule` stops at the
+first request for which it has no blocks (scheduler.py 0.32.0:1275-1282). A load is admitted if the blocks that earlier
+requests need are free (:1249). Without `scheduler_reserve_full_isl`, vLLM does not check that the blocks for the rest
+of the load's own prompt are free.
 
-With the policy "first come, first served" vLLM tries the last admitted request last. By priority it may try that
-request first. The requests behind it have all the blocks that they need, but wait for it, and it waits for their
-blocks. The same happens to requests behind one that is to load, because vLLM keeps back the blocks of all loads in
-flight.
+With the policy "first come, first served" vLLM tries the last admitted request last. With priorities, vLLM may try the
+last admitted request first. The requests behind this request hold all blocks that they need, but wait for this request.
+This request waits for their blocks. The same happens if the first request still has to load, because vLLM then reserves
+the blocks of all loads in flight.
 
 ## Fix
-The fix acts after a step that scheduled nothing because of a request without enough blocks. In the next step this
-request steps aside for the first other request whose blocks are free. The other request runs, ends, and frees its
+The fix acts after a step that scheduled nothing because of a request without enough blocks. In the next step, the fix
+lets the first other request whose blocks are free run before this request. The other request runs, ends, and frees its
 blocks.
 
 ## Mixed roll-out
-The fix acts in one engine: engines with and without it work together. It is opt-in because it changes which of the
-waiting requests runs first, after a step in which none could run.
+The fix acts in one engine. Engines with and without the fix work together. The fix is opt-in because it changes the
+order of waiting requests after a step in which no request could run.
 
 ## Releases
 vLLM 0.32.0. Earlier releases have other queues: KVF903.

@@ -1,31 +1,32 @@
 """Loaded requests wait for each other for ever: vLLM reserves too few blocks for a model with a sliding window.
 
 ## Symptom
-`Running: 0 reqs, Waiting: N reqs` for ever, no throughput, no error. The model has layers of full attention and of
-sliding windows (Gemma, gpt-oss), the connector loads between steps, and the KV cache is nearly full. Without a
-connector, vLLM admits requests that do not fit, and preempts them.
+The log shows `Running: 0 reqs, Waiting: N reqs` for ever, no throughput and no error. The model has layers of full
+attention and of sliding windows (Gemma, gpt-oss), the connector loads between steps, and the KV cache is nearly full.
+Without a connector, requests do not wait for ever: vLLM admits requests that do not fit, and preempts them.
 
 ## Cause
-A request holds only a few blocks of a window at once, however long it is. The number that it may still need is at most
-`max_admission_blocks_per_request`. vLLM subtracts from this limit all entries in the request's list
-(`get_num_blocks_to_allocate`, v1/core/single_type_kv_cache_manager.py 0.32.0:215-253). The entries include the null
-blocks in front of the window, and the blocks that a hit skips. After a hit that is longer than the limit, nothing is
-left.
+A request holds only a few blocks of a window at once, however long it is. The number of blocks that the request may
+still need is at most `max_admission_blocks_per_request`. vLLM subtracts from this limit all entries in the request's
+list (`get_num_blocks_to_allocate`, v1/core/single_type_kv_cache_manager.py 0.32.0:215-253). The entries include the
+null blocks in front of the window, and the blocks that a hit skips. After a hit that is longer than the limit, the
+result is 0.
 
-vLLM admits a load on top of the blocks that are reserved for loads in flight (scheduler.py 0.32.0:1249). The load holds
-its blocks until it runs. Each of the loaded requests may then need more blocks than are free, while the other loaded
-requests hold all of them.
+vLLM admits a new load if it fits into the blocks that are free and not reserved for the loads in flight (scheduler.py
+0.32.0:1249). A loaded request holds its blocks until it runs. Each of the loaded requests may then need more blocks
+than are free, while the other loaded requests hold all of them.
 
 ## Fix
-The fix calls the function without the limit. The answer counts the blocks that the list still needs. The fix then
-limits it to `max_admission_blocks_per_request` minus the blocks that the request has in use. (Only the managers that
-recycle blocks are wrapped. A wrapper in their base class costs a twelfth of the scheduler's time, with 256 requests.)
+The fix calls the function without the limit. The answer is the number of blocks that the list still needs. The fix then
+limits this number to `max_admission_blocks_per_request` minus the blocks that the request has in use. (The fix wraps
+only the managers that recycle blocks. A wrapper in their base class costs a twelfth of the scheduler's time, with 256
+requests.)
 
 ## Releases
 vLLM 0.20.2 to 0.33.0; loads reserve blocks since 0.26.
 
 ## Upstream
-None known. The limit is that of https://github.com/vllm-project/vllm/issues/39734.
+None known. For the reason of the limit, see https://github.com/vllm-project/vllm/issues/39734.
 
 ## Remove when
 `get_num_blocks_to_allocate` subtracts no null blocks from the limit.

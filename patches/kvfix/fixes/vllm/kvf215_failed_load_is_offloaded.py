@@ -1,23 +1,24 @@
 """Later requests return wrong text: OffloadingConnector stores blocks that another connector failed to load.
 
 ## Symptom
-At the time, only `Recovered from KV load failure` or `Failing 1 request(s) due to KV load failure` is logged. Later,
-requests that begin with the same prompt return wrong text. This needs a MultiConnector with OffloadingConnector and a
-connector that loads within the step, such as LMCache's in-process connector.
+When the load fails, only `Recovered from KV load failure` or `Failing 1 request(s) due to KV load failure` is logged.
+Later, requests that begin with the same prompt return wrong text. This needs a MultiConnector with OffloadingConnector
+and a connector that loads within the step, such as LMCache's in-process connector.
 
 ## Cause
 OffloadingConnector plans its stores together with the step. The plan includes blocks that another connector loads in
 this step, and blocks that are computed on top of them. OffloadingConnector copies the blocks at the beginning of the
 next step (offloading/worker.py 0.32.0:260).
 
-OffloadingConnector does not learn that the load has failed: `update_connector_output` reads only its own reports
-(offloading/scheduler.py 0.32.0:1822). If the request ends with an error (`kv_load_failure_policy=fail`),
-OffloadingConnector even stores the rest of its prompt (:1662).
+OffloadingConnector does not learn that the load has failed, because `update_connector_output` reads only the reports of
+OffloadingConnector itself (offloading/scheduler.py 0.32.0:1822). If the request ends with an error
+(`kv_load_failure_policy=fail`), OffloadingConnector even stores the rest of its prompt (:1662).
 
 ## Fix
-The fix reads the failed blocks in the same report. It completes the stores in flight of each request that has a failed
-block as failed, once they are done. The manager then drops their chunks. A request that continues offers all its chunks
-again. A request that has ended offers none.
+The fix reads the failed blocks from the output that `update_connector_output` gets. When the stores in flight of a
+request with a failed block are done, the fix reports these stores as failed. The manager then drops the chunks of these
+stores. If the request continues, OffloadingConnector stores all its chunks again. If the request has ended,
+OffloadingConnector stores none.
 
 ## Releases
 vLLM 0.26.0 to 0.33.0.

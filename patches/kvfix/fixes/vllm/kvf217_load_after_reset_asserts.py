@@ -11,8 +11,8 @@ request. But vLLM can admit a request that a reset has preempted between two ste
 that was granted to the request.
 
 ## Fix
-The fix hides a preempted request with a load in flight from the hook. The request has no stores to wait for, because
-vLLM grants a load only when they are done.
+If a preempted request has a load in flight, the fix hides the request from the hook. The request has no stores to wait
+for, because vLLM grants a load only when the request's stores are done.
 
 ## Releases
 vLLM 0.26.0 to 0.32.0.

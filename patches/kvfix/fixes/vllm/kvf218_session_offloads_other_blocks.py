@@ -6,13 +6,13 @@ Nothing is logged at first. Later, requests that begin with the same prompt retu
 or in a MultiConnector, and streaming input (a resumable request).
 
 ## Cause
-When a session gets more input, vLLM schedules it as a new request, with all its blocks. OffloadingConnector adds them
-to the blocks that it already has of the session (offloading/scheduler.py 0.32.0:1282). From then on it uses the first
-blocks in place of those after the last ones.
+When a session gets more input, vLLM schedules it as a new request, with all its blocks. OffloadingConnector appends all
+of them to its list, which already has the earlier blocks of the session (offloading/scheduler.py 0.32.0:1282). So the
+list has the first blocks again where the new blocks should be.
 
 ## Fix
-When a request is scheduled as new, the fix drops the blocks that OffloadingConnector has of the request. A request that
-is really new has none.
+When a request is scheduled as new, the fix drops the blocks that OffloadingConnector has recorded for the request. For
+a really new request no blocks are recorded.
 
 ## Releases
 vLLM 0.26.0 to 0.32.0.

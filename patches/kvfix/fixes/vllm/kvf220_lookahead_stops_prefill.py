@@ -1,18 +1,19 @@
 """A request runs for ever without a token: with Mamba states and several MTP modules its last tokens are not scheduled.
 
 ## Symptom
-`Running: 1 reqs` or more for ever, without throughput for these requests and without an error. The requests hold their
-blocks. The model has Mamba or GDN layers (`mamba_cache_mode="align"`) and speculative decoding with several MTP
-modules, and the engine is busy.
+The log shows `Running: 1 reqs` or more for ever, without throughput for these requests and without an error. The
+requests hold their blocks. The model has Mamba or GDN layers (`mamba_cache_mode="align"`) and speculative decoding with
+several MTP modules, and the engine is busy.
 
 ## Cause
 vLLM cuts a chunk of a prompt so that it ends where a state is kept (`_mamba_block_aligned_split`, scheduler.py
 0.32.0:443). Then vLLM shortens the chunk so that it does not end within `num_prefill_lookahead` tokens before the
 prompt's end (`_reserve_prefill_lookahead`, :570). A chunk may still end at the prompt's end.
 
-If fewer tokens than `num_prefill_lookahead` follow the last whole block, the chunk ends before the block does. The next
-chunk may only go up to the block's end. This end is too near to the prompt's end, so vLLM shortens the chunk to
-nothing, in each step. It starts with a step whose budget does not reach the prompt's end.
+Suppose that fewer tokens than `num_prefill_lookahead` follow the last whole block of the prompt. Then vLLM shortens the
+chunk, and it ends before this block ends. The next chunk may only go up to the block's end. This end is too near to the
+prompt's end, so vLLM shortens the chunk to nothing, in each step. The hang starts in a step whose token budget does not
+reach the prompt's end.
 
 ## Fix
 If states are kept, the fix does not shorten a chunk to nothing. The MTP modules then guess some tokens that they could
@@ -25,7 +26,7 @@ vLLM 0.32.0 and 0.33.0. Earlier releases were not tested with states.
 None known.
 
 ## Remove when
-vLLM schedules the rest of a chunk after both cuts at some time.
+After both cuts, vLLM always schedules the remaining tokens in a later step.
 """
 
 from __future__ import annotations

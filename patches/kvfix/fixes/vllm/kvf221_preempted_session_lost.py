@@ -7,12 +7,13 @@ reqs`.
 ## Cause
 When a turn has ended, `_handle_stopped_request` puts the session into a waiting queue for its next turn (scheduler.py
 0.32.0:2490). If the session was preempted meanwhile, vLLM then removes it from the waiting queues, like a request that
-has ended (:2298). In addition, its next input drops all tokens that are not computed (:1659). After a preemption these
-are all tokens of the session.
+has ended (:2298). In addition, when the next input comes, vLLM drops all tokens of the session that are not computed
+(:1659). After a preemption, no token of the session is computed.
 
 ## Fix
-After `update_from_output` the fix puts a session whose turn has ended, and that is in no queue, into one. The fix keeps
-all its tokens but the last one, as 0.33.0 does (scheduler.py:1889).
+After `update_from_output`, the fix puts each session whose turn has ended into a waiting queue if no queue has the
+session. When the next input comes, the fix keeps all tokens of the session except the last one, as 0.33.0 does
+(scheduler.py:1889).
 
 ## Releases
 vLLM 0.32.0. Earlier releases were not tested with sessions.

@@ -6,14 +6,16 @@ has `Got invalid KVTransferParams: ... This request will not utilize KVTransfer`
 WAITING_FOR_REMOTE_KVS and keeps its blocks.
 
 ## Cause
-The parameters come with the request, from the router or from any client that can reach the engine. If they ask for a
-remote prefill, get_num_new_matched_tokens promises the whole prompt (pull_scheduler.py 0.32.0:60). Only after the
-blocks were granted, update_state_after_alloc checks whether the parameters name remote blocks (:186, assertion) and
-their engine (:179, warning). They may be missing because a prefill kept no blocks (KVF314 is one case), or because of a
-router of another release or a malformed request.
+The parameters come with the request, from the router or from any client that can reach the engine. If the parameters
+ask for a remote prefill, get_num_new_matched_tokens promises the whole prompt (pull_scheduler.py 0.32.0:60).
+update_state_after_alloc checks the parameters only after the blocks were granted. It checks for remote blocks (:186,
+assertion) and for their engine (:179, warning). The remote blocks or the engine may be missing for three reasons.
+First, a prefill kept no blocks (KVF314 is one case). Second, the router is of another release. Third, the request is
+malformed.
 
-Blocks that are not in lists, or a name that is not a string, raise in the worker later. If the blocks are in one list,
-and not in one list for each KV group, the fix still promises them if the worker can fail their load (KVF311).
+If the blocks are not in lists, or a name is not a string, the worker raises later. The blocks may also be in one flat
+list, instead of one list for each KV group. The fix then still promises the tokens, if the worker can fail their load
+(KVF311).
 
 ## Fix
 The fix promises nothing for incomplete or malformed parameters. The request computes its prompt itself.

@@ -10,14 +10,14 @@ The parameters come with the request, from the router or from any client that ca
 that no request asks it to load, and a consumer asserts that no request asks it to send (mooncake_connector.py
 0.32.0:1022, :1048, :1076).
 
-get_num_new_matched_tokens promises the whole prompt (:1023). Only after the blocks were granted, MooncakeConnector
-checks whether the request names its peer, and then only warns (:1049). A value that is not a string ends EngineCore, or
-in the worker's own loop prevents the load.
+get_num_new_matched_tokens promises the whole prompt (:1023). MooncakeConnector checks only after the allocation of the
+blocks whether the request names its peer. If the request does not, MooncakeConnector only logs a warning (:1049). If a
+value is not a string, EngineCore dies, or the worker's own loop raises and the load never starts.
 
 ## Fix
-The fix does not promise what a request cannot have from this engine, and the hooks skip the request: the engine
-computes it. The fix passes a bootstrap address that is a number to the worker as a string, and the worker fails the
-load.
+If a request asks for a transfer that this engine cannot do, or names no peer, the fix promises no tokens. The hooks
+skip the request, and the engine computes its prompt. If the bootstrap address is a number, the fix passes the number to
+the worker as a string, and the load fails in the worker.
 
 ## Releases
 vLLM 0.15.1 to 0.33.0.

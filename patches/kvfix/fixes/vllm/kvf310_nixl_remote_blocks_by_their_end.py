@@ -1,20 +1,20 @@
 """Wrong text with NixlConnector: blocks are paired from their end, and KV is shifted if prefill has more blocks.
 
 ## Symptom
-Wrong text without any message, if the prefill engine has generated more than one token, or has had another prompt. If
-the prefill engine has fewer blocks than the decode engine needs, the decode engine's worker dies with `AssertionError`
-in `_apply_prefix_caching`.
+Requests return wrong text without any message. This happens if the prefill engine has generated more than one token, or
+has had another prompt. If the prefill engine has fewer blocks than the decode engine needs, the decode engine's worker
+dies with `AssertionError` in `_apply_prefix_caching`.
 
 ## Cause
-A decode engine that has a prefix hit needs the rest of the prompt. `_apply_prefix_caching` takes that many blocks from
-the end of the list that the prefill engine names (base_worker.py 0.32.0:3461). This is right only if both lists end at
-the same token. A router may let the prefill engine generate more than one token (no `max_tokens` of 1). If the
-generated tokens need a new block, the prefill engine has one block more.
+A decode engine that has a prefix hit needs only the blocks of the rest of the prompt. `_apply_prefix_caching` takes
+this number of blocks from the end of the prefill engine's list (base_worker.py 0.32.0:3461). This is right only if both
+lists end at the same token. A router may let the prefill engine generate more than one token, if the router does not
+set `max_tokens` to 1. If the generated tokens need a new block, the prefill engine has one block more.
 
 ## Fix
 Before a read, the fix pairs the blocks from the beginning, after the prefix hit, and does not read blocks beyond the
 prompt. If there are too few blocks, the load fails, and `kv_load_failure_policy` decides. The fix does not handle KV
-groups other than full attention, engines with different block sizes, and context parallelism.
+groups other than full attention, engines with different block sizes, or context parallelism.
 
 ## Releases
 vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.

@@ -1,4 +1,4 @@
-"""The decode worker dies: NixlConnector cannot make a read from malformed parameters of a request.
+"""The decode worker dies: NixlConnector raises while it prepares a read from malformed parameters of a request.
 
 ## Symptom
 The worker of the decode engine dies with `AssertionError`, `TypeError` or `ValueError` in `start_load_kv`, in
@@ -10,12 +10,13 @@ The parameters come with the request. NixlConnector uses their remote blocks wit
 catches only exceptions of NIXL itself (:560).
 
 NixlConnector logs a failed handshake before it reports the failure (base_worker.py 0.32.0:1354). The log line counts
-the blocks of each group. If the blocks are in one list, the line raises in a callback, and the failure is never
-reported.
+the blocks of each group. If the blocks are one flat list instead of a list for each group, the log line raises in a
+callback. The failure is then never reported.
 
 ## Fix
-The fix logs an exception of `_read_blocks_for_req`, and the load fails, as `kv_load_failure_policy` says. The fix also
-logs an exception of the log line of a failure, and reports the failure.
+If `_read_blocks_for_req` raises, the fix logs the exception and reports the load as failed. vLLM then applies
+`kv_load_failure_policy`. If the log line of a failure raises, the fix logs this exception too, and the failure is still
+reported.
 
 ## Releases
 vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
@@ -24,7 +25,7 @@ vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 No public report, because the bug is a security problem (SECURITY.md).
 
 ## Remove when
-vLLM fails a load that it cannot make from the parameters.
+vLLM reports a load with malformed parameters as failed.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 ## Symptom
 With asynchronous scheduling the memory of the prefill engine's worker grows by one id for each request that is
-preempted at its end. The decode engine gets `remote_block_ids` without blocks, and as released its worker dies with
-`AssertionError` (KVF301).
+preempted at its end. The decode engine gets `remote_block_ids` without blocks. Without the fix for KVF301, the worker
+of the decode engine then dies with `AssertionError`.
 
 ## Cause
 With asynchronous scheduling, vLLM can preempt a request while the step that computes its last token is in flight. The
@@ -12,8 +12,8 @@ peer, and does not tell the worker. The worker has the request in `_reqs_to_proc
 (pull_scheduler.py 0.32.0:250-271).
 
 ## Fix
-After request_finished, the fix tells the worker not to process a request of a prefill engine for which no blocks are
-kept, as for an aborted request.
+The fix acts after request_finished in the prefill engine. If no blocks are kept for the request, the fix tells the
+worker not to process the request. vLLM tells the worker the same for an aborted request.
 
 ## Releases
 vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.

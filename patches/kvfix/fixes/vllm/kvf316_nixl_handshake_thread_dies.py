@@ -1,14 +1,14 @@
 """No decode engine can connect to a prefill engine any more: one malformed handshake ends the thread that answers.
 
 ## Symptom
-From some time on no decode engine can connect to a prefill engine any more: `NIXL transfer failure:
+At some time, decode engines can no longer connect to a prefill engine. They log `NIXL transfer failure:
 handshake_setup_failed` with `Resource temporarily unavailable`. Every load fails. The prefill engine has logged
 `KeyError` in thread `nixl_handshake_listener` once, and looks healthy.
 
 ## Cause
-The rank comes from `tp_size` and `pp_size` of a request's parameters. The thread looks it up in a dictionary
-(base_scheduler.py 0.32.0:368) and ends with the exception. The thread also ends at any message that it cannot decode
-(:354).
+A handshake message names a rank, which comes from `tp_size` and `pp_size` of a request's parameters. The thread looks
+up the rank in a dictionary (base_scheduler.py 0.32.0:368). If the dictionary does not have the rank, the thread ends
+with a KeyError. The thread also ends at any message that it cannot decode (:354).
 
 ## Fix
 The thread continues: it opens its socket again, and the engine that sent the message gets no answer.

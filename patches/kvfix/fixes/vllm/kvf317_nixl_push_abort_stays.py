@@ -6,17 +6,17 @@ before it is scheduled. `kvfix look` shows the id of the request in `_recving_me
 a key, EngineCore dies (KVF313).
 
 ## Cause
-If a request ends before it was scheduled, request_finished adds it, without blocks, to those that are to receive, so
-that the worker tells the prefill engine (push_scheduler.py 0.32.0:231-241). The worker of push mode tells no peer.
-start_load_kv records the request as waiting (push_worker.py 0.32.0:206), and nothing ever arrives for it. The worker of
-pull mode does not record the request (pull_worker.py 0.32.0:73).
+If a request ends before it was scheduled, request_finished adds the request, without blocks, to the requests that wait
+for KV. The worker should then tell the prefill engine (push_scheduler.py 0.32.0:231-241). In push mode, the worker does
+not tell the prefill engine. start_load_kv records the request as waiting (push_worker.py 0.32.0:206), and nothing ever
+arrives for it. The worker of pull mode does not record the request (pull_worker.py 0.32.0:73).
 
 The same happens to a request if another connector of a MultiConnector, or vLLM's own prefix cache, has all its tokens.
-NixlPushConnector reads its parameters only at its end (:160).
+NixlPushConnector reads the parameters of this request only when it ends (:160).
 
 ## Fix
-After start_load_kv, the fix removes a request without blocks from the record. The prefill engine keeps its blocks until
-the end of their lease, as in the released code.
+After start_load_kv, the fix removes a request without blocks from the record. The prefill engine keeps the blocks of
+the request until their lease ends, as it does without the fix.
 
 ## Releases
 vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.

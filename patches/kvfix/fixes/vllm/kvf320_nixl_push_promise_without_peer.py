@@ -6,9 +6,9 @@ EngineCore of the decode engine dies with `KeyError: 'remote_engine_id'`, or ano
 
 ## Cause
 The parameters come with the request, from the router or from any client that can reach the engine. If they ask for a
-remote prefill, get_num_new_matched_tokens promises the whole prompt (push_scheduler.py 0.32.0:122). After the grant,
-update_state_after_alloc reads the peer's address from the parameters without a check (:189-193), and the metadata read
-`remote_request_id` (metadata.py 0.32.0:330).
+remote prefill, get_num_new_matched_tokens promises the whole prompt (push_scheduler.py 0.32.0:122). After the
+allocation of the blocks, update_state_after_alloc reads the peer's address from the parameters without a check
+(:189-193). The code that builds the metadata reads `remote_request_id` in the same way (metadata.py 0.32.0:330).
 
 ## Fix
 If the parameters do not name a peer, the fix promises nothing, and the request computes its prompt itself.

@@ -6,18 +6,19 @@ engine logs `registration for request ... timed out after 480.0s without a push 
 logs nothing. `GPU KV cache usage` rises, until no request runs.
 
 ## Cause
-The decode engine sends the prefill engine its blocks and waits. The prefill engine never reports that it cannot write
-them. For example, the prefill engine may not have the request any more, because the request was aborted or its lease is
-over. Or it served another request of the same id instead, could not connect, could not write, or has ended. If the
-router sends requests to both engines at once, a request in each engine may also wait for the blocks of the other.
+The decode engine sends the ids of its blocks to the prefill engine and waits. If the prefill engine cannot write to
+these blocks, it never reports this. For example, the prefill engine may not have the request any more, because the
+request was aborted or its lease is over. Other examples: the prefill engine served another request with the same id,
+could not connect, could not write, or has ended. If the router sends requests to both engines at once, each engine may
+also have a request that waits for the other engine's blocks.
 
-At `push_registration_timeout` build_connector_meta drops the registration and logs it (push_scheduler.py
+After `push_registration_timeout`, build_connector_meta drops the registration and logs this (push_scheduler.py
 0.32.0:297-330), but the worker continues to wait. vLLM keeps the blocks of an aborted request until the worker has an
 answer (v1/core/sched/scheduler.py 0.32.0:2703).
 
 ## Fix
-The registration names its end. After this end the prefill engine's worker begins no write. Some seconds later the
-decode engine's worker reports the load as failed, and `kv_load_failure_policy` decides.
+The fix adds an end time to the registration. After this time the prefill engine's worker begins no write. Five seconds
+later the decode engine's worker reports the load as failed, and `kv_load_failure_policy` decides.
 
 ## Mixed roll-out
 The prefill engine and the decode engine must both have the fix. In the prefill engine alone it changes nothing. In the

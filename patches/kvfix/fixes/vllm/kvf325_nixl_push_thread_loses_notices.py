@@ -5,13 +5,13 @@ With NixlPushConnector the log has `nixl-push-writer error; continuing`. Then le
 and unrelated requests stay in WAITING_FOR_REMOTE_KVS.
 
 ## Cause
-The thread that writes fetches all notices of the peers at once, and handles one after the other. One notice may raise,
-such as a registration that names more blocks than the prefill engine has. The exception leaves the loop, and the thread
-loses the remaining notices (push_worker.py 0.32.0:355-361).
+The push writer thread of NixlPushConnector fetches all notices of the peers at once. The thread handles the notices one
+after the other. One notice may raise, such as a registration that names more blocks than the prefill engine has. The
+exception leaves the loop, and the thread loses the remaining notices (push_worker.py 0.32.0:355-361).
 
 ## Fix
-The fix logs an exception of `_handle_push_reg_notif`, and the thread continues with the next notice. A request that
-could not be written waits for the end of its lease, and of its registration.
+The fix logs an exception of `_handle_push_reg_notif`, and the thread continues with the next notice. If the KV of a
+request could not be written, the request waits until its lease and its registration have ended.
 
 ## Releases
 vLLM 0.32.0 and 0.33.0. In 0.26.0 the code was read, not tested.

@@ -1,9 +1,10 @@
-"""EngineCore dies when one copy of OffloadingConnector fails: the worker asserts that every copy succeeds.
+"""EngineCore dies when OffloadingConnector fails to copy blocks: the worker asserts that every copy succeeds.
 
 ## Symptom
 The worker dies with a bare `AssertionError` at `assert transfer_result.success` in `get_finished` of
-offloading/worker.py, and EngineCore dies with it. vLLM's own copies between GPU and CPU memory raise if they fail.
-Other workers (`spec_module_path`), such as llm-d's for a file system, report the failure.
+offloading/worker.py, and EngineCore dies with it. vLLM's own copy between GPU and CPU memory raises an exception if it
+fails, and does not trigger this bug. Other workers (`spec_module_path`), such as llm-d's worker for a file system,
+report the failure and trigger it.
 
 ## Cause
 `get_finished` asserts that each copy has succeeded: "we currently do not support job failures" (offloading/worker.py
@@ -11,9 +12,9 @@ Other workers (`spec_module_path`), such as llm-d's for a file system, report th
 failed. If the worker reports a failed load, vLLM computes the tokens, or ends the request (`kv_load_failure_policy`).
 
 ## Fix
-`get_finished` sees all copies as done. The worker's report names the copies that failed: a store is completed as
-failed, and vLLM gets a load as failed. The request of a failed load loads nothing more. Otherwise vLLM would try a
-chunk that can never be read again and again.
+The fix shows all copies to `get_finished` as successful. The worker's report names the copies that failed. The
+scheduler completes a failed store as failed, and vLLM gets the report of a failed load. The request of a failed load
+loads nothing more. Otherwise vLLM would retry an unreadable chunk for ever.
 
 ## Releases
 vLLM 0.26.0 to 0.33.0. The fix is for 0.32.0 and later, because earlier releases cannot report a failed load by request.

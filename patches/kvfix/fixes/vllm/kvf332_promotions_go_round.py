@@ -12,8 +12,8 @@ request, because a found chunk is not protected before the load is granted. The 
 is being promoted. So each lookup asks for the chunk that the previous lookup has evicted.
 
 ## Fix
-The fix promotes a chunk only once for a request, until the request has loaded. If the chunk has been evicted by then,
-the lookup counts it as a miss. The request loads the chunks before it and computes the rest.
+Until a request has loaded, the fix promotes each chunk only once for this request. If the chunk has been evicted before
+the load, the lookup counts the chunk as a miss. The request loads the earlier chunks and computes the rest.
 
 ## Releases
 vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.

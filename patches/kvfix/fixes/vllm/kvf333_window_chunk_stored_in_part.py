@@ -1,17 +1,17 @@
-"""Later requests return wrong text: OffloadingConnector stores a chunk of a sliding window that is not complete.
+"""Later requests return wrong text: OffloadingConnector stores an incomplete chunk of a sliding window.
 
 ## Symptom
-Nothing is logged. Later, requests that begin with the same tokens return wrong text. The model has layers of sliding
-windows, and `blocks_per_chunk` (or `block_size`) is more than one block.
+Nothing is logged. Later, requests that begin with the same tokens return wrong text. The model has sliding-window
+layers, and `blocks_per_chunk` (or `block_size`) is more than one block.
 
 ## Cause
 A request that begins with a hit has null blocks in front of its window. If the window begins within a chunk,
 OffloadingConnector checks only the chunk's last block. It stores the blocks that are not null, and counts the chunk as
-complete (offloading/scheduler.py 0.32.0:1651, 1767). A later request, whose window begins elsewhere in the chunk, loads
-the old content of the CPU memory for the missing blocks.
+complete (offloading/scheduler.py 0.32.0:1651, 1767). The window of a later request may begin elsewhere in the chunk.
+For the missing blocks, this request loads old content of the CPU memory.
 
 ## Fix
-The fix does not store a chunk of a window in which a block is null.
+If any block of a sliding-window chunk is null, the fix does not store this chunk.
 
 ## Releases
 vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.

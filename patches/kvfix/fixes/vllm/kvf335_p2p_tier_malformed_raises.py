@@ -1,18 +1,19 @@
-"""EngineCore dies at a request that names its peer for OffloadingConnector's p2p tier in a wrong form.
+"""EngineCore dies when the parameters of a request describe the peer of OffloadingConnector's p2p tier in a wrong form.
 
 ## Symptom
 EngineCore dies with `AttributeError: ... object has no attribute 'get'` or `TypeError: unhashable type` in
-tiering/p2p/manager.py. This needs `TieringOffloadingSpec` with a secondary tier of type `p2p`. The value is a parameter
-of the request, so any client that can reach the engine can cause this.
+tiering/p2p/manager.py. This needs `TieringOffloadingSpec` with a secondary tier of type `p2p`. The peer comes from the
+parameters of the request, so any client that can reach the engine can cause this.
 
 ## Cause
-The tier expects dictionaries under its names in the parameters, and a string as the name of the request at the peer,
-but checks neither (tiering/p2p/manager.py 0.32.0:79-146). The tier reads the values when the request is added. It uses
-the name as a key in the lookup and at the end of the request (:391, :467). Each is a call of the scheduler, and nothing
+In the parameters, the tier expects a dictionary under each of its own keys, such as `remote_decoder`. In the dictionary
+it expects a string, `kv_request_id`, which names the request at the peer. The tier checks neither
+(tiering/p2p/manager.py 0.32.0:79-146). The tier reads the values when the request is added. The tier uses the name as a
+key in the lookup and at the end of the request (:391, :467). The scheduler makes all of these calls, and no code
 catches an exception there.
 
 ## Fix
-The fix ignores values of another form. The tier then has nothing for the request, and this engine computes it.
+The fix ignores malformed values. The tier then has nothing for the request, and this engine computes it.
 
 ## Releases
 vLLM 0.32.0 and 0.33.0.

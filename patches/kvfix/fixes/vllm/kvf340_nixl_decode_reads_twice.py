@@ -1,8 +1,8 @@
 """Wrong text on decode: NixlConnector lets two decode requests read one prefill's blocks, and the first one frees them.
 
 ## Symptom
-Decode shows nothing: HTTP 200, and text that does not fit its prompt. Prefill logs `Potentially invalid KV blocks for
-unrecognized request ... were retrieved by a decode worker`. There are two triggers:
+The decode engine logs nothing. The client gets HTTP 200 and text that does not fit the prompt. Prefill logs
+`Potentially invalid KV blocks for unrecognized request ... were retrieved by a decode worker`. There are two triggers:
 
 - A router or a client has sent a decode request again with the same kv_transfer_params.
 - A request asks for several answers (`n`). Each answer is a request of its own.
@@ -14,10 +14,10 @@ blocks, and the second decode request reads their KV. Decode's own prefix cache 
 does not help for the last block.
 
 ## Fix
-Only the first request of an engine reads a prefill's blocks. A later request with the same remote_engine_id and
-remote_request_id computes its prompt itself, on top of vLLM's prefix cache. It sends prefill no notice, even when it is
-aborted. The fix does not know which blocks another decode engine has read. So a router that tries again must begin at
-prefill.
+In each decode engine, only the first request for a prefill reads the blocks of this prefill. A later request with the
+same remote_engine_id and remote_request_id computes its prompt itself, on top of vLLM's prefix cache. It sends prefill
+no notice, even when it is aborted. The fix does not know which blocks another decode engine has read. So a router that
+retries a request must send it to the prefill engine first.
 
 ## Releases
 vLLM 0.20 to 0.33.0.

@@ -12,11 +12,12 @@ write is reported, the rank looks up its peer and does not find it (base_worker.
 connect, it has freed its blocks. They may belong to another request when prefill writes them.
 
 ## Fix
-Prefill begins to write when all ranks of the decode engine that it writes to have registered. If a rank never
-registers, the decode engine waits for the blocks. With KVF322 the load fails when its registration ends.
+The fix lets a prefill rank begin its write only when all decode ranks that this prefill rank writes to have registered.
+If a rank never registers, the decode engine waits for the blocks. With KVF322 the load fails when the registration of
+the request times out.
 
 ## Releases
-vLLM 0.26.0 to 0.33.0. Tested: 0.32.0 and 0.33.0. In the other releases the code was read.
+vLLM 0.26.0 to 0.33.0. 0.32.0 and 0.33.0 were tested. For the other releases, only the code was read.
 
 ## Upstream
 None known.

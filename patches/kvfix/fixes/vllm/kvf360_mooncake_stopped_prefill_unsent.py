@@ -1,9 +1,9 @@
 """Decode waits for minutes if the first token ends the text: MooncakeConnector does not send that prefill.
 
 ## Symptom
-A request whose first token is the end of the text, or a stop token, takes eight minutes and more, or fails. The decode
+A request whose first token is the end of the text, or a stop token, takes at least eight minutes, or fails. The decode
 engine logs `pulling kv_caches for [...] failed: Timeout waiting for P side ready.`. Until then the request holds its
-blocks there.
+blocks in the decode engine.
 
 ## Cause
 request_finished of a prefill sends only requests that ended as FINISHED_LENGTH_CAPPED, and treats every other end as an
@@ -13,7 +13,7 @@ FINISHED_STOPPED. The decode engine gets no message, and waits VLLM_MOONCAKE_ABO
 sends both kinds of requests (nixl/pull_scheduler.py 0.32.0:221).
 
 ## Fix
-The fix sends a stopped prefill like one that has reached its length.
+The fix sends a stopped prefill like a prefill that has reached its length limit.
 
 ## Releases
 vLLM 0.20 to 0.33.0. Tested: 0.32.0 and 0.33.0. In the other releases the code was read.

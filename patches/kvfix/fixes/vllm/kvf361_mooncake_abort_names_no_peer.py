@@ -6,14 +6,15 @@ EngineCore of the decode engine dies with `KeyError: 'remote_engine_id'`, `KeyEr
 
 ## Cause
 If a request ends before it was scheduled, MooncakeConnector lets the prefill engine free its blocks. For this,
-request_finished adds the request to those that are to receive (mooncake_connector.py 0.32.0:1096). The next step reads
-the peer from the request's parameters without a check (:693).
+request_finished adds the request to the list of requests that wait for KV (mooncake_connector.py 0.32.0:1096). The next
+step reads the peer from the request's parameters without a check (:693).
 
 ## Fix
-Before build_connector_meta, the fix removes a request without a peer from this list. No peer waits for a notice.
+Before build_connector_meta, the fix removes a request without a peer from this list. No peer waits for a notice
+about it.
 
 ## Releases
-vLLM 0.20 to 0.33.0. Tested: 0.32.0 and 0.33.0. In the other releases the code was read.
+vLLM 0.20 to 0.33.0. 0.32.0 and 0.33.0 were tested. For the other releases, only the code was read.
 
 ## Upstream
 No public report, because the bug is a security problem (SECURITY.md).

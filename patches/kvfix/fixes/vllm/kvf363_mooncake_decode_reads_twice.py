@@ -11,13 +11,13 @@ write to the second request is in flight, and this write then reads KV of other 
 aborted before it is scheduled counts as one that has read the blocks.
 
 If prefill gets the second request after it has freed the blocks, it waits 480 s for a prefill of that transfer_id
-(:1566). If prefill gets the second request before that, it leaves the request out of its answer (:1621), and decode
-waits for ever.
+(:1566). If prefill gets the second request before it has freed the blocks, it leaves the request out of its answer
+(:1621). Decode then waits for ever.
 
 ## Fix
 Only one request of an engine reads a prefill. A later request with the same remote_engine_id and transfer_id computes
 its prompt itself. The later request sends prefill no notice, even when it is aborted. The fix does not know what
-another decode engine has read. So a router that tries again must begin at prefill.
+another decode engine has read. So a router that retries a request must send it to prefill again.
 
 ## Releases
 vLLM 0.32.0. Earlier releases were not tested. In 0.33.0 the code was read: the second request waits for a timeout.

@@ -1,23 +1,23 @@
-"""Decode waits eight minutes for a prefill that was aborted, and holds its blocks: MooncakeConnector tells it nothing.
+"""Decode waits eight minutes for an aborted prefill and holds blocks: MooncakeConnector does not report the abort.
 
 ## Symptom
-After a client has disconnected during its prefill, the decode engine keeps the blocks of its request for
-VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT, 480 s: `Timeout waiting for P side ready`. The prefill engine logs nothing. It may
-keep transfers of ended requests for ever.
+A client disconnects during the prefill of its request. The decode engine keeps the blocks of the request for
+VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT (480 s). Both engines then log `Timeout waiting for P side ready`. The
+prefill engine may keep transfers of ended requests for ever.
 
 ## Cause
 At an abort the prefill's worker drops the transfer, and does not tell the decode engine that waits for it
 (mooncake_connector.py 0.32.0:2584). If the prefill was aborted before it was scheduled, the worker has no transfer. The
-`pop` then raises KeyError in a coroutine that nobody waits for, and the worker does not drop the transfers after it. If
-the prefill was preempted at its end, as with asynchronous scheduling, it has no blocks. The worker then gets no message
-about it (:1117).
+`pop` then raises KeyError in a coroutine that nobody waits for. The worker does not drop the transfers that come after
+this one. If the prefill was preempted at its end, as with asynchronous scheduling, it has no blocks. The worker then
+gets no message about it (:1117).
 
 ## Fix
-The worker reports the missing transfer to decode requests that wait for it, or that come for it within the timeout.
-Decode then computes the prompt itself, or fails the request, as kv_load_failure_policy says.
+If a decode request waits for the dropped transfer, or asks for it within the timeout, the prefill worker answers that
+the transfer has failed. Decode then computes the prompt itself, or fails the request, as kv_load_failure_policy says.
 
 ## Releases
-vLLM 0.20 to 0.33.0. Tested: 0.32.0 and 0.33.0. In the other releases the code was read.
+vLLM 0.20 to 0.33.0. 0.32.0 and 0.33.0 were tested. For the other releases, only the code was read.
 
 ## Upstream
 None known.

@@ -2,8 +2,8 @@
 
 ## Symptom
 The memory of the prefill engine's worker grows, by less than a kilobyte for each decode request that asks for a
-transfer which does not exist. The prefill's lease is over, or the request names another transfer. Only `Timeout waiting
-for P side ready` is logged.
+transfer which does not exist. A transfer does not exist if the prefill's lease is over, or if the request names a wrong
+transfer. Only `Timeout waiting for P side ready` is logged.
 
 ## Cause
 A decode request that comes before its prefill makes an entry in reqs_need_send (mooncake_connector.py 0.32.0:1563).
@@ -11,8 +11,8 @@ When the wait for the prefill times out, nothing removes the entry (:1593). Moon
 are sent, or that have a prefill and expire.
 
 ## Fix
-The fix removes an entry that has no prefill and for which nobody waits. If its prefill comes later, the entry gets the
-prefill's name.
+The fix removes an entry that has no prefill and for which nobody waits. If a prefill comes later for an entry that
+still exists, the fix writes the prefill's request id into the entry.
 
 ## Releases
 vLLM 0.20 to 0.33.0. Tested: 0.32.0 and 0.33.0. In the other releases the code was read.

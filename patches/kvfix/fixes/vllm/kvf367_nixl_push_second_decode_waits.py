@@ -7,14 +7,14 @@ without a push completion`. The prefill engine logs nothing.
 
 ## Cause
 NixlPushConnector promises the prompt to each request that asks for a remote prefill, and each request registers its
-blocks (push_scheduler.py 0.32.0:125, :183). The prefill engine writes into the blocks that it finds first, and forgets
-the prefill (push_worker.py 0.32.0:404). It never answers the other registration.
+blocks (push_scheduler.py 0.32.0:125, :183). The prefill engine writes into the blocks of the first registration that it
+finds, and then forgets the prefill (push_worker.py 0.32.0:404). It never answers the other registration.
 
 ## Fix
-Only one request of an engine registers for a prefill. A later request for the same prefill computes its prompt itself.
-It has the same remote_engine_id and remote_request_id, and the same id except for the random end. (The prefill engine
-pairs requests by the id without this end.) The fix does not know what another decode engine has registered. With KVF322
-the request of that engine ends.
+In each decode engine, only the first request for a prefill registers. A later request for the same prefill computes its
+prompt itself. Two requests are for the same prefill if their remote_engine_id, their remote_request_id and their ids
+without the random end are equal. (The prefill engine pairs requests by the id without this end.) The fix does not know
+which requests another decode engine has registered. With KVF322 a waiting request of the other engine ends.
 
 ## Releases
 vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.

@@ -2,9 +2,9 @@
 
 ## Symptom
 The worker prints `Exception in thread` once, with `batch memcpy failed: err=`. With `kv_offload_backend` "disk" it
-prints an `OSError`, such as `No space left on device` (its file is sparse, so the disk may fill up later). After that,
-requests that hit the CPU memory stay in WAITING_FOR_REMOTE_KVS, and blocks that were to be stored never become free.
-The engine gets slower, and stops.
+prints an `OSError`, such as `No space left on device` (the cache file is sparse, so the disk may become full after the
+start). After that, requests that hit the CPU memory stay in WAITING_FOR_REMOTE_KVS, and blocks that were to be stored
+never become free. The engine gets slower, and stops.
 
 ## Cause
 The loop of the copy thread catches no exception (copy_backend.py 0.32.0:124, disk_backend.py:231, :262). The thread
@@ -14,8 +14,8 @@ records no event for the failed copy, nor for any later copy. The worker reports
 The thread continues. The worker's report names the copies that failed:
 
 - A failed store ends. Its blocks become free, and no request finds them.
-- vLLM gets a failed load as failed, and computes it or ends the request (`kv_load_failure_policy`). No request finds
-  the blocks that could not be loaded.
+- The worker reports a failed load as failed. vLLM then computes the tokens or ends the request
+  (`kv_load_failure_policy`). No request finds the blocks that could not be loaded.
 
 ## Releases
 vLLM 0.26.0 to 0.33.0. The fix is for 0.32.0 and later, because earlier releases cannot report a failed load by request.

@@ -1,14 +1,16 @@
 """An idle engine never rests: with `lazy_offload` SimpleCPUOffloadConnector stores the same blocks again and again.
 
 ## Symptom
-Nothing is logged. EngineCore uses a whole core and the GPU copies although there is no request. This begins after more
-prompts than `cpu_bytes_to_use` holds. `vllm:simple_kv_offload_pending_store_blocks` never reaches 0.
+Nothing is logged. Although there is no request, EngineCore uses a whole CPU core, and the GPU keeps copying blocks.
+This begins when the KV of the prompts so far needs more memory than `cpu_bytes_to_use`.
+`vllm:simple_kv_offload_pending_store_blocks` never reaches 0.
 
 ## Cause
 In each step `lazy_offload` stores cached blocks of the GPU's free list that the CPU memory does not have (manager.py
 0.32.0:590-640). A stored block goes to the end of that list, and is checked again later. If the list has more blocks
-than the CPU memory holds, the next blocks have evicted it by then, and `lazy_offload` stores it again. A store in
-flight makes EngineCore continue with steps (`has_pending_push_work`), and each step stores.
+than the CPU memory holds, the CPU memory has already evicted the block before that check. `lazy_offload` then stores
+the block again. While a store is in flight, EngineCore runs more steps (`has_pending_push_work`), and each step starts
+a store.
 
 ## Fix
 After the last step that computes something, the fix stores no more blocks than the CPU memory holds.
@@ -20,7 +22,7 @@ vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 None known.
 
 ## Remove when
-`_prepare_lazy_store_specs` does not store a block again that it has stored since the block was used.
+`_prepare_lazy_store_specs` stores a block only once after each use of the block.
 """
 
 from __future__ import annotations

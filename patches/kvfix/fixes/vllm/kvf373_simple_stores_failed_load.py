@@ -16,9 +16,10 @@ vLLM has removed the keys from the failed blocks, and the assertion fails. With 
 keys, or have them again, and later requests find the wrong KV under them.
 
 ## Fix
-The fix reads the failed blocks in the same report. It removes from the stores in flight the failed blocks, all later
-blocks of the same request, and the blocks that have lost their keys. The removed blocks become free once they are
-copied, and no request finds them. The request does not offer them again; the next request with this prompt does.
+The fix also reads the failed blocks of the report that `update_connector_output` gets. The fix removes three kinds of
+blocks from the stores in flight. These are the failed blocks, all later blocks of the same request, and the blocks that
+have lost their keys. The removed blocks become free once they are copied, and no request finds them. The request does
+not store the removed blocks again. The next request with the same prompt stores them.
 
 ## Releases
 vLLM 0.20.2 to 0.33.0. The fix is for 0.32.0 and later.
