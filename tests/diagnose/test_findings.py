@@ -187,13 +187,13 @@ class TestLookupsWithoutHits:
     def test_in_numbers(self) -> None:
         known = {found.rule.code: found for log in without_hits().values() for found in diagnose(log[0]).findings}
         assert known["KVD320"].sentence == (
-            "10 lookups of up to 26 tokens, no stores, 0 hits; "
-            "a chunk has 256 tokens, if chunk_size is the default"
+            "10 lookups of up to 26 tokens, no stores, 0 hits; a chunk has 256 tokens, if chunk_size is the default"
         )
         assert known["KVD322"].sentence == (
             "10 lookups, 10 stores, 0 hits; vLLM itself had at most 128 tokens of a prompt, and a chunk has 256 tokens"
         )
-        assert known["KVD323"].sentence == "10 lookups hit up to 256 tokens, but loaded none: min_retrieve_tokens is 512"
+        below = "10 lookups hit up to 256 tokens, but loaded none: min_retrieve_tokens is 512"
+        assert known["KVD323"].sentence == below
         assert "model /m/a and /models/a; ranks 1 and 2" in known["KVD326"].sentence
 
     def test_what_is_not_known_is_not_certain(self) -> None:
