@@ -1,7 +1,7 @@
 """Check that texts are plain English: `python -m maintain.language`, which `make lint` runs.
 
 It prints `file:line: what is wrong`, and exits with 1 if anything is wrong. It reads the files of PAGES, and the
-docstrings in the files of MODULES: in patches/kvfix only the fixes, because the other modules are not clean yet.
+docstrings in the files of MODULES, which leave out modules that are not clean yet.
 It skips tables, headings and code blocks. A code span and a link each count as one word.
 """
 
@@ -16,7 +16,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 MAX_WORDS = 30
 PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/*.md")
-MODULES = ("patches/kvfix/fixes/*/*.py", "patches/kvfix/fixes/api.py")
+_TOOLS = ("conform", "diagnose", "doctor", "dump", "ledger", "look", "roundtrip", "verify")
+MODULES = (
+    "patches/kvfix/fixes/*/*.py",
+    "patches/kvfix/fixes/api.py",
+    "tools/kvfix_tools/*.py",
+    *(f"tools/kvfix_tools/{tool}/**/*.py" for tool in _TOOLS),
+)
 
 #: A statement that starts with one of these makes the reader wait for its subject.
 OPENERS = ("Of", "What", "That", "Which", "Whether")
