@@ -66,7 +66,7 @@ def test_the_scenarios_run_on_a_side(once: Once) -> None:
     assert done["counts"]["loaded_tokens"] > 1000
     assert {each for each, outcome in done["outcomes"].items() if outcome == "ok"} > {"promise", "stored", "groups"}
     reasons = {case["name"]: case["reason"] for case in done["scenarios"]}
-    assert reasons["without-prefix-caching"] == "it does nothing without vLLM's prefix caching"
+    assert reasons["without-prefix-caching"] == "the connector does nothing without vLLM's prefix caching"
 
 
 def test_two_engines_are_played_by_the_fuzzer(once: Once) -> None:

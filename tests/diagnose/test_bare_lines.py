@@ -138,7 +138,7 @@ def test_the_summary_says_where_a_multi_process_log_has_its_loads(
     log = tmp_path_factory.mktemp("pasted") / "engine.log"
     log.write_text(MP + stats(running=1, generation=3.0))
     assert command.main([str(log)]) == 0
-    assert "lookups, loads and stores are in the log of `lmcache server`" in capsys.readouterr().out
+    assert "the log of `lmcache server` has the lookups, loads and stores" in capsys.readouterr().out
     log.write_text(MP.replace("LMCacheMPConnector", "LMCacheConnectorV1") + stats(running=1, generation=3.0))
     assert command.main([str(log)]) == 0
     assert "lmcache server" not in capsys.readouterr().out

@@ -54,7 +54,7 @@ def test_lines_of_an_engine_that_say_nothing_are_not_called_foreign(
     log.write_text("[2026-02-23 16:08:35,513] LMCache INFO: Initialized NONE_HASH=b'7' (token_hasher.py:159:lmcache)\n")
     code, out, err = run(capsys, str(log))
     assert code == 2
-    assert "the lines of vLLM or LMCache in it do not say what requests did, nor what failed" in out
+    assert "the lines of vLLM and LMCache in the input show neither requests nor failures" in out
     assert "kvfix search" in err
     log.write_text("2026-02-23 a line of some other program\n")
     code, out, _ = run(capsys, str(log))
@@ -78,7 +78,7 @@ def test_the_summary_names_each_crash_once(capsys: pytest.CaptureFixture[str], t
     run(capsys, str(tmp_path / "restarted.log"), html=str(tmp_path / "page.html"))
     page = (tmp_path / "page.html").read_text()
     assert page.count("<article") == 1
-    assert "The same of others (1)" in page
+    assert "Other requests (1)" in page
 
 
 def test_what_can_be_read_is_reported_when_something_cannot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_one_request(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Storing KV cache for 256 out of 256 tokens" in out
     assert "0-8805ffee" not in out
     _, out, _ = run(capsys, CRASH, request="never-seen")
-    assert "no line that is read names never-seen" in out
+    assert "no recognised line names request never-seen" in out
 
 
 def test_page_stands_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -192,9 +192,8 @@ class TestLookupsWithoutHits:
         assert known["KVD322"].sentence == (
             "10 lookups, 10 stores, 0 hits; vLLM itself had at most 128 tokens of a prompt, and a chunk has 256 tokens"
         )
-        assert (
-            known["KVD323"].sentence == "10 lookups hit up to 256 tokens, but loaded none: min_retrieve_tokens is 512"
-        )
+        below = "10 lookups hit up to 256 tokens, but loaded none: min_retrieve_tokens is 512"
+        assert known["KVD323"].sentence == below
         assert "model /m/a and /models/a; ranks 1 and 2" in known["KVD326"].sentence
 
     def test_what_is_not_known_is_not_certain(self) -> None:

@@ -1,6 +1,6 @@
 """The cells: which are run, that the torch backend passes them all, and what of it is written for CUDA.
 
-For the latter `torch.cuda` is stood in for; that a GPU does the same is not shown by this.
+For the latter `torch.cuda` is a stand-in; that a GPU does the same is not shown by this.
 """
 
 from __future__ import annotations

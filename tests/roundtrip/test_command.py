@@ -66,7 +66,7 @@ def test_the_text_names_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> Non
     assert command.main([*ONE, "--device", "cpu", "--inject", "swap-kv"]) == 1
     text = capsys.readouterr().out
     assert "K and V swapped: layer 0 K, token 0, head 0 holds layer 0 V, slot" in text
-    assert "swap-kv was planted in 1 cells and named in 1" in text
+    assert "swap-kv was planted in 1 cells and found in 1" in text
     assert "kvfix roundtrip --backend torch --layout nhd" in text
     assert "SUMMARY: 1 failed" in text
     assert "\x1b" not in text
@@ -205,4 +205,4 @@ def test_it_is_a_command_of_kvfix(fresh: Fresh) -> None:
         [sys.executable, "-m", "kvfix_tools.cli", "roundtrip", *ONE, "--device", "cpu", "--inject", "stale"]
     )
     assert done.returncode == 1, done.stderr
-    assert "stale was planted in 1 cells and named in 1" in done.stdout
+    assert "stale was planted in 1 cells and found in 1" in done.stdout

@@ -48,7 +48,7 @@ def test_equal_outputs_with_hits(ran: dict[str, Any]) -> None:
     ("name", "change", "text"),
     [
         ("warm", {"hits": 0}, "no token came from the external cache"),
-        ("warm", {"loads": {"loaded": 512, "failed": 0}}, "576 tokens were promised and 512 loaded"),
+        ("warm", {"loads": {"loaded": 512, "failed": 0}}, "576 tokens were promised, but only 512 loaded"),
         ("warm", {"loads": {"loaded": 576, "failed": 2}}, "the load of 2 blocks failed"),
         ("cold", {"hits": 64}, "was not empty"),
     ],
@@ -63,7 +63,7 @@ def test_equal_outputs_prove_nothing(ran: dict[str, Any], name: str, change: dic
 def test_other_outputs(ran: dict[str, Any], name: str) -> None:
     ran[name]["tokens"][0] = [3, 5]
     many = len(PLAIN[name]["tokens"])
-    assert engine.judge(PLAIN, ran) == f"{name}: 1 of {many} outputs differ from those without connector"
+    assert engine.judge(PLAIN, ran) == f"{name}: 1 of {many} outputs differ from outputs without a connector"
 
 
 def test_a_model_that_does_not_look_at_what_is_loaded_proves_nothing(ran: dict[str, Any]) -> None:
@@ -71,7 +71,7 @@ def test_a_model_that_does_not_look_at_what_is_loaded_proves_nothing(ran: dict[s
     plain = copy.deepcopy(PLAIN)
     plain["changed"]["tokens"][1] = plain["cold"]["tokens"][1]
     ran["changed"] = plain["changed"]
-    assert str(engine.judge(plain, ran)).startswith("1 outputs are those of prompts with other first tokens")
+    assert str(engine.judge(plain, ran)).startswith("1 outputs do not change with the first tokens")
 
 
 def test_the_others_write_over_nearly_all_blocks() -> None:
@@ -133,10 +133,10 @@ class TestOnRealEngines:
         monkeypatch.setenv("PYTHONPATH", str(release("0.5.5")) + os.pathsep + os.environ.get("PYTHONPATH", ""))
         code, cell = self.run("--no-fixes")
         assert (code, cell["verdict"]) == (1, "failed")
-        assert cell["reason"] == "warm: 3 of 3 outputs differ from those without connector"
-        assert "of 600 prompt tokens 576 promised, 576 loaded" in cell["operations"]
+        assert cell["reason"] == "warm: 3 of 3 outputs differ from outputs without a connector"
+        assert "of 600 prompt tokens 576 were promised and 576 loaded" in cell["operations"]
 
     def test_with_kvfix(self) -> None:
         code, cell = self.run()
         assert code == 0, cell
-        assert "of 600 prompt tokens 576 promised, 576 loaded" in cell["operations"]
+        assert "of 600 prompt tokens 576 were promised and 576 loaded" in cell["operations"]

@@ -1,6 +1,6 @@
 """The installed LMCache's and vLLM's own code moves KV on CPU tensors: what comes back, and what is refused.
 
-Everything is real but what the report names as stood in for: `torch.cuda`, and the driver's batched copy.
+Everything is real but what the report names as a stand-in: `torch.cuda`, and the driver's batched copy.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def test_the_default_matrix_passes(lmcache: dict[str, Any]) -> None:
         if cell["verdict"] == "refused" and cell["cell"]["layout"].startswith("hnd"):
             assert "HND layouts are not supported in the non-CUDA fallback" in cell["reason"]
         elif cell["verdict"] == "passed" and not cell["race"]:
-            assert "its torch fall-back" in cell["operations"]
-            assert "stood in for" in cell["operations"]
+            assert "its torch fallback" in cell["operations"]
+            assert "is a stand-in" in cell["operations"]
 
 
 def test_the_packed_layout_comes_back_wrong_in_silence(as_released: dict[str, Any]) -> None:
@@ -79,7 +79,7 @@ def test_the_packed_layout_comes_back_wrong_in_silence(as_released: dict[str, An
         assert {layout for layout, verdict in found.items() if verdict & {"failed", "crashed"}} <= set(PACKED)
     for cell in of(as_released, "packed"):
         assert cell["known"].startswith("LMCache issue 4463: wrong KV from the packed layout")
-        assert "What to do: kvfix.apply() before vLLM is launched (KVF020)" in cell["known"]
+        assert "Do: kvfix run -- vllm serve ... (KVF020)" in cell["known"]
         assert cell["command"].endswith("--no-fixes")
     [finding] = next(cell for cell in of(as_released, "packed") if "engine" in cell["cell"]["backend"])["findings"]
     assert finding["check"] == "round trip, KV cache"

@@ -1,1 +1,1 @@
-"""`kvfix conform`: does a KV connector keep what vLLM expects of one? On the real scheduler, with real tensors."""
+"""`kvfix conform`: test a KV connector against vLLM's connector interface, on the real scheduler, with real tensors."""

@@ -1,4 +1,4 @@
-"""`kvfix conform`: the table, JSON, JUnit XML."""
+"""The command `kvfix conform`, and its outputs: table, JSON, JUnit XML."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _COLORS = {VIOLATED: "red", NOT_APPLICABLE: "dim"}
 def conform(
     connector: str, config: str, lose: str, seconds: float, seeds: range, fixes: bool, json: bool, junit: Path | None
 ) -> int:
-    """Exit code: 0 it keeps all that was tested; 1 violated; 2 it cannot be run, or nothing was loaded."""
+    """Return 0 if no tested rule is violated, 1 if one is, 2 if the connector cannot run or loaded nothing."""
     try:
         settings = read_config(config)
         prepare()
@@ -46,19 +46,22 @@ def conform(
 
 
 def read_config(text: str) -> dict[str, object]:
-    """The connector's configuration: JSON, or a file with it. Raises ValueError for anything else."""
+    """Return the connector's configuration from JSON or @FILE. Raise ValueError for anything else."""
     source = Path(text[1:]).read_text() if text.startswith("@") else text
     try:
         config = jsonlib.loads(source or "{}")
     except jsonlib.JSONDecodeError as error:
         raise ValueError(f"--config is not JSON: {error}") from None
     if not isinstance(config, dict):
-        raise ValueError("--config is to be a JSON object, what vLLM gets as kv_connector_extra_config")
+        raise ValueError("--config must be a JSON object: the value of vLLM's kv_connector_extra_config")
     return config
 
 
 def prepare() -> None:
-    """Before vLLM is imported. A connector in the current folder is found. Raises ValueError without vLLM."""
+    """Prepare the process before vLLM is imported, so that a connector in the current folder can be imported.
+
+    Raise ValueError without a suitable vLLM.
+    """
     if "" not in sys.path:
         sys.path.insert(0, "")
     runner.prepare(None, ("vllm",))
@@ -68,7 +71,7 @@ def prepare() -> None:
 
 
 def chosen(fixes: bool) -> AbstractContextManager[None]:
-    """With kvfix's fixes of vLLM's own engine, or as released: those of connectors would hide what is looked for."""
+    """Apply kvfix's fixes of vLLM's engine, or none. Fixes of connectors would hide violations."""
     own = [
         fix.code
         for fix in catalogue.fixes()
@@ -83,10 +86,10 @@ def _progress(what: str) -> None:
 
 
 def show(done: Conformance) -> None:
-    """The table of rules; below it each violation, with its shortest schedule and the request's history."""
+    """Print the table of rules, then each violation with its shortest schedule and the request's history."""
     console = screen.console()
     if done.cannot:
-        console.print(f"{escape(done.connector)} cannot be run: {escape(done.cannot)}", highlight=False)
+        console.print(f"{escape(done.connector)} cannot run: {escape(done.cannot)}", highlight=False)
         return
     table = Table("rule", "verdict", "", box=None, pad_edge=False, header_style="bold")
     for verdict in done.verdicts:
@@ -102,17 +105,17 @@ def show(done: Conformance) -> None:
             for line in lines:
                 console.print(f"    {escape(line)}", highlight=False)
     print(
-        f"\n{len(done.cases)} scenarios, {done.seeds} seeds of the fuzzer, {done.steps} steps of the scheduler, "
+        f"\n{len(done.cases)} scenarios, {done.seeds} fuzzer seeds, {done.steps} scheduler steps, "
         f"{done.counts.get('loaded_tokens', 0)} tokens loaded, {done.seconds:.0f} s"
     )
     if done.stand_in:
-        print(f"played through the lab's own side of it: {done.stand_in}")
+        print(f"not tested with its own code: {done.stand_in}")
     if done.tested_nothing:
         print(done.tested_nothing)
 
 
 def as_junit(done: Conformance) -> bytes:
-    """JUnit XML: a test for each scenario, by rule; and one for each violation that only the fuzzer has found."""
+    """Return JUnit XML: a test for each scenario, and one for each violation that only the fuzzer found."""
     suite = ElementTree.Element("testsuite", name=f"kvfix conform {done.connector}", time=f"{done.seconds:.1f}")
     failed = skipped = 0
     for case in done.cases:
@@ -139,7 +142,7 @@ def as_junit(done: Conformance) -> bytes:
 
 
 def details(done: Conformance, message: str) -> str:
-    """Schedule and history of this violation, as text. XML has no control characters."""
+    """Return the schedule and history of a violation as text."""
     found = next((each for each in done.violations if each.message == message), None)
     lines = [] if found is None else [*found.schedule, "", *found.history]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Play schedules on a connector: scenarios of the contract, and what the fuzzer draws. Importing this imports vLLM."""
+"""Play schedules of scenarios and of the fuzzer on a connector. Importing this module imports vLLM."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from kvfix_tools.lab.options import OF_VLLM, Options
 from kvfix_tools.lab.schedule import Schedule, draw
 from kvfix_tools.lab.steps import Step
 
-#: Steps of the fuzzer that are about LMCache, or that need a way to make this connector's loads fail.
+#: Steps of the fuzzer that only LMCache supports, or that need a way to make loads fail.
 _NOT_OF_ANY = {"lose_loads", "evict", "timeout"}
-#: Of what the fuzzer draws; several groups are drawn where the connector supports them.
+#: Features that the fuzzer does not use for any connector. It uses several groups if the connector supports them.
 _NOT_DRAWN = {"ranks", "windows", "offloading", "roles", "stops"}
-#: The same of a MultiConnector that the lab has a side for: it has one rank and one KV group.
+#: Features that the fuzzer does not use for a MultiConnector with a stand-in, which has one rank and one KV group.
 _NOT_DRAWN_OF_MULTI = {"ranks", "windows", "states", "offloading"}
 _OF_REQUEST = {"abort", "preempt", "add_input", "end_input", "expect_unharmed"}
-#: A step of a schedule that has no end by itself.
+#: Maximum number of engine steps for a schedule step that waits for a state.
 _STEPS = 50
 
 
 class Subject(NamedTuple):
-    """The connector under test: what it is called, its kv_connector_extra_config, and what loses what it has stored."""
+    """The connector under test. config: its kv_connector_extra_config. lose: function that deletes its stored KV."""
 
     connector: str
     config: dict[str, Any] = {}
     lose: str = ""
 
     def options(self, **changed: Any) -> Options:
-        """Of a scenario: two layers, four blocks in a step."""
+        """Return the options of the lab's engine for a scenario: two layers, 128 tokens in a step."""
         sizes: dict[str, Any] = {"num_blocks": 64, "max_num_batched_tokens": 128, **changed}
         if self.side is not None:
             return Options(
@@ -55,18 +55,18 @@ class Subject(NamedTuple):
 
     @property
     def side(self) -> sides.Side | None:
-        """The lab's own, where it has one for this connector."""
+        """The lab's stand-in for this connector; None if there is none."""
         return sides.side(self.connector, self.config)
 
     @property
     def _extra(self) -> dict[str, Any]:
-        """Of the connector's configuration what the lab's side takes: it gives it memory as its blocks want."""
+        """The part of the configuration that the stand-in uses. The lab chooses the size of the memory."""
         if self.side is None or self.side.connector not in OF_VLLM:
             return {}
         return {name: value for name, value in self.config.items() if not name.startswith("cpu_bytes_to_use")}
 
     def lacks(self) -> set[str]:
-        """Which of NEEDS it does not have. Raises whatever importing it raises."""
+        """Return the keys of NEEDS that the connector does not have. Raise any error of its import."""
         if self.side is not None:
             return self.side.lacks
         transfer = vllm_objects.vllm_config(self.options()).kv_transfer_config
@@ -74,7 +74,7 @@ class Subject(NamedTuple):
         return {need for need, there in (("lose", self.lose), ("groups", groups)) if not there}
 
     def start(self) -> None:
-        """Raises what making the connector raises, in either role."""
+        """Make the connector in both roles. Raise any error of this."""
         if self.side is not None and self.side.is_pair:
             importlib.import_module("kvfix_tools.lab.pair").Pair(self.options()).close()
         else:
@@ -82,14 +82,14 @@ class Subject(NamedTuple):
 
 
 class Player:
-    """A lab engine, and the steps that only scenarios of the contract have."""
+    """A lab engine with the steps of scenarios."""
 
     def __init__(self, options: Options) -> None:
         self.engine = LabEngine(options)
         self._before: list[LabEngine] = []
 
     def do(self, step: Step) -> None:
-        """A step; one about a request that is not there does nothing, for a schedule may be shrunk."""
+        """Do a step. In a shrunk schedule its request may be missing: then do nothing."""
         if step.method in _OF_REQUEST and step.arguments[0] not in self.engine.requests:
             return
         arguments, keywords = copy.deepcopy((step.arguments, step.keywords))
@@ -100,7 +100,7 @@ class Player:
             self.engine.do(step.method, *arguments, **keywords)
 
     def end(self) -> None:
-        """Everything is free, and runs to its end; then nothing may be left."""
+        """Free all blocks, run all requests to their end, and check that no state is left."""
         engine = self.engine
         engine.free_blocks()
         engine.unpause()
@@ -110,7 +110,7 @@ class Player:
         engine.expect_all_ended()
 
     def played(self) -> Played:
-        """What came of it, on all its engines."""
+        """Return findings and counts of all engines."""
         engines = [*self._before, self.engine]
         self.engine.connector.close()
         counts = dict(sum((each.counts for each in engines[1:]), engines[0].counts))
@@ -119,35 +119,37 @@ class Player:
 
     # ------------------------------------------------------------------ steps
 
-    def admit(self, name: str, prompt: list[int], max_tokens: int = 1, beside: bool = False, **more: Any) -> None:
-        """A request arrives. beside: the other connector of a MultiConnector has it."""
-        if beside:
+    def admit(
+        self, name: str, prompt: list[int], max_tokens: int = 1, in_other_connector: bool = False, **more: Any
+    ) -> None:
+        """Admit a request. in_other_connector: the other connector of a MultiConnector has its KV."""
+        if in_other_connector:
             self.engine.has_in_other_connector(name)
         if self.engine.is_free(name):
             self.engine.admit(name, prompt, max_tokens, **more)
 
     def preempt(self, name: str) -> None:
-        """If it runs."""
+        """Preempt a request if it runs."""
         if self._status(name) == RequestStatus.RUNNING:
             self.engine.preempt(name)
 
     def store(self, name: str, prompt: list[int], max_tokens: int = 1, **more: Any) -> None:
-        """A request is computed and ends, its stores too; then vLLM forgets its own prefix cache."""
+        """Run a request until it and its stores have ended. Then empty vLLM's own prefix cache."""
         self.admit(name, prompt, max_tokens, **more)
         self.engine.run()
         self.engine.step(4)
         self.engine.reset_prefix_cache()
 
     def until_loading(self, name: str) -> None:
-        """Step until a load of this request runs, or is over."""
+        """Step until a load of this request is in flight or over."""
         self._until(name, lambda: self._status(name) == RequestStatus.WAITING_FOR_REMOTE_KVS)
 
     def until_running(self, name: str) -> None:
-        """Step until this request computes."""
+        """Step until this request runs."""
         self._until(name, lambda: self._status(name) == RequestStatus.RUNNING)
 
     def restart(self) -> None:
-        """The engine ends; another one begins with what is in the connector's folder."""
+        """End the engine, and start another one with the connector's folder."""
         before = self.engine
         before.connector.close(keep=True)
         self._before.append(before)
@@ -166,16 +168,16 @@ class Player:
 
 
 class ScenarioSchedule(NamedTuple):
-    """A scenario's schedule; it is shrunk as the fuzzer's are."""
+    """The schedule of a scenario, which can be shrunk like a fuzzer's schedule."""
 
     options: Options
     steps: tuple[Step, ...]
 
 
 def play(schedule: ScenarioSchedule) -> Played:
-    """Play it to its end, or until the engine dies."""
+    """Play a schedule to its end, or until the engine dies."""
     player = Player(schedule.options)
-    with suppress(EngineDied):  # among the findings
+    with suppress(EngineDied):  # the findings include it
         for step in schedule.steps:
             player.do(step)
         player.end()
@@ -183,12 +185,12 @@ def play(schedule: ScenarioSchedule) -> Played:
 
 
 def why_not(scenario: Scenario, lacks: set[str]) -> str:
-    """Why it cannot be played on a connector that lacks these; "" if it can."""
+    """Return why the scenario cannot be played on a connector that lacks these needs; "" if it can."""
     return next((NEEDS[need] for need in ("alone", *scenario.needs) if need in lacks), "")
 
 
 def untested(scenario: Scenario, done: Played) -> str:
-    """Why it has shown nothing; "" if it has."""
+    """Return why the scenario has tested nothing; "" if it has tested its rule."""
     return next((WITHOUT[count] for count in scenario.proof if not done.counts.get(count)), "")
 
 
@@ -197,7 +199,7 @@ def of_scenario(scenario: Scenario, subject: Subject) -> ScenarioSchedule:
 
 
 def drawn(seed: int, subject: Subject) -> Schedule:
-    """What the fuzzer draws for this connector: aborts, preemptions, few blocks, resets, drafts, sessions, pauses."""
+    """Draw a schedule for this connector: aborts, preemptions, few blocks, resets, drafts, sessions, pauses."""
     side = subject.side
     if side is not None and side.offloading:
         schedule = draw(seed, side.connector, lacks={*releases.lacking(), *_NOT_DRAWN_OF_MULTI})
@@ -215,9 +217,9 @@ def drawn(seed: int, subject: Subject) -> Schedule:
 def shortest(
     schedule: Any, wanted: str, seconds: float, player: Callable[[Any], Played], done: Played
 ) -> tuple[Sequence[Any], Finding, Played]:
-    """The shortest schedule found in the time that shows the finding of this signature; the finding; what was played.
+    """Shrink a schedule. Return the shortest one with a finding of this signature, the finding, and the result.
 
-    Where it does not come again, for a connector with threads of its own, the last one that is known to have shown it.
+    If the finding does not repeat, because the connector has threads, return the last schedule that showed it.
     """
     found = fuzz.shrink(schedule, wanted, seconds, player)
     again = player(found)

@@ -1,6 +1,6 @@
-"""`pytest --kv-connector MODULE:CLASS`: the scenarios of the contract as tests, and the fuzzer as one.
+"""`pytest --kv-connector MODULE:CLASS`: run the scenarios of the contract and the fuzzer as tests.
 
-Imports nothing but pytest until the option is given.
+The plugin imports only pytest until the option is given.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ import pytest
 if TYPE_CHECKING:
     from kvfix_tools.conform.verdicts import Run, Violation
 
-#: For all tests of a session: the run, and what ends kvfix's choice in this process.
+#: State of the session: "run", and "ends", which reverts kvfix's fixes in this process.
 _STARTED: dict[str, Any] = {}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("kvfix", "does a KV connector keep what vLLM expects?")
-    group.addoption("--kv-connector", metavar="MODULE:CLASS", help="the connector, or what vLLM calls it")
-    group.addoption("--kv-config", metavar="JSON", default="{}", help="its kv_connector_extra_config, or @FILE")
-    group.addoption("--kv-lose", metavar="MODULE:FUNCTION", default="", help="loses what it has stored")
-    group.addoption("--kv-seconds", metavar="SECONDS", type=float, default=20.0, help="of the fuzzer")
+    group = parser.getgroup("kvfix", "test a KV connector against vLLM's connector interface")
+    group.addoption("--kv-connector", metavar="MODULE:CLASS", help="test this connector class, or this name in vLLM")
+    group.addoption("--kv-config", metavar="JSON", default="{}", help="set kv_connector_extra_config, or @FILE")
+    group.addoption("--kv-lose", metavar="MODULE:FUNCTION", default="", help="call this to delete the stored KV")
+    group.addoption("--kv-seconds", metavar="SECONDS", type=float, default=20.0, help="fuzz for this many seconds")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The tests of the kit come after those that are found."""
+    """Add the tests of the contract after all other tests."""
     if config.getoption("--kv-connector"):
         from kvfix_tools.conform.scenario import scenarios
 
@@ -43,7 +43,7 @@ _FUZZER = "fuzzer"
 
 
 class Broken(Exception):
-    """The connector does not keep a rule of the contract."""
+    """The connector violates a rule of the contract."""
 
 
 class Contract(pytest.Item):
@@ -60,7 +60,7 @@ class Contract(pytest.Item):
                 pytest.skip(case.reason)
             broken = [each for key, each in run.violations.items() if key not in known]
             if case.outcome == "violated" and not broken:
-                raise Broken(f"{case.reason}\n(as in a scenario before)")
+                raise Broken(f"{case.reason}\n(an earlier scenario shows this violation in full)")
         if broken:
             raise Broken("\n\n".join(_text(each) for each in broken))
 
@@ -72,7 +72,7 @@ class Contract(pytest.Item):
 
 
 def _run(config: pytest.Config) -> Run:
-    """The run of this session; vLLM is imported by it."""
+    """Return the run of this session. The first call imports vLLM."""
     if "run" not in _STARTED:
         from kvfix_tools.conform import command
 
@@ -89,7 +89,7 @@ def _run(config: pytest.Config) -> Run:
 
 
 def _fuzzed(run: Run, seconds: float) -> list[Violation]:
-    """What the fuzzer finds in this time. A run that has loaded nothing has tested nothing."""
+    """Run the fuzzer for this time, and return its violations. Raise Broken if the run has loaded nothing."""
     import itertools
     import time
 
@@ -99,7 +99,7 @@ def _fuzzed(run: Run, seconds: float) -> list[Violation]:
             break
         run.seed(seed)
     if not run.counts["loaded_tokens"]:
-        raise Broken("no hit and no load took place: nothing is tested of loads")
+        raise Broken("the connector had no hit and no load, so its loads were not tested")
     return [each for key, each in run.violations.items() if key not in known]
 
 

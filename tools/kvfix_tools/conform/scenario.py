@@ -1,7 +1,7 @@
-"""A scenario of the contract: a schedule, the rule that it is about, and what makes it applicable.
+"""A scenario of the contract: a schedule, the rule that it tests, and its requirements.
 
-The files in `scenarios/` have some each, in `SCENARIOS`, and are found by themselves. A step is a method of `Player`,
-of the lab's engine or of its connector.
+Each file in `scenarios/` has scenarios in `SCENARIOS`. A step is a method of `Player`, of the lab's engine or of its
+connector.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from kvfix_tools.lab.steps import Step
 
-#: Why a scenario says nothing of a connector that has none of these counts.
+#: {count: why a scenario has tested nothing if the count is 0}
 WITHOUT = {
     "loaded_tokens": "nothing was loaded",
     "aborted_loading": "no load was in flight between steps",
@@ -27,26 +27,27 @@ WITHOUT = {
     "connector_resets": "nothing was reset",
     "preemptions": "no request was preempted",
     "drafts_rejected": "no draft was rejected",
-    "loaded_beside": "nothing was loaded by the other connector",
+    "loaded_beside": "the other connector loaded nothing",
     "finished": "no request has ended",
-    "ids_used_again": "no id was used again",
+    "ids_used_again": "no request id was used again",
 }
-#: What a connector, or its tester, may not have, and what is said then.
+#: {requirement of a scenario: the message if the connector, or its stand-in, does not have it}
 NEEDS = {
-    "alone": "its scenarios are for one engine, and this connector takes two: the fuzzer plays it",
-    "beside": "the lab's own side of this connector has no other one beside it",
-    "uncached": "it does nothing without vLLM's prefix caching",
-    "restart": "the lab's own side of this connector has no storage that outlives an engine",
-    "lose": "no --lose: nothing says how to lose what it has stored",
-    "groups": "the connector has no SupportsHMA: vLLM gives it one KV group",
+    "alone": "the scenario is for one engine, but this connector needs two: only the fuzzer tests it",
+    "multi": "the stand-in for this connector cannot be used in a MultiConnector",
+    "uncached": "the connector does nothing without vLLM's prefix caching",
+    "restart": "the stand-in for this connector has no storage that outlives an engine",
+    "lose": "give --lose MODULE:FUNCTION, which deletes the stored KV",
+    "groups": "the connector does not have SupportsHMA, so vLLM gives it one KV group",
 }
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """proof: counts (request_events.py) that must not be 0, else it was not tested. needs: keys of NEEDS.
+    """A scenario.
 
-    options: of the lab's engine, where they are not as they come.
+    proof: counts (request_events.py) that must not be 0, or the rule was not tested. needs: keys of NEEDS.
+    options: options of the lab's engine that differ from their defaults.
     """
 
     name: str
@@ -60,7 +61,7 @@ class Scenario:
 
 @functools.cache
 def scenarios() -> tuple[Scenario, ...]:
-    """All of them, in the order of their files."""
+    """Return all scenarios, in the order of their files."""
     package = import_module("kvfix_tools.conform.scenarios")
     names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
     return tuple(each for name in names for each in import_module(f"{package.__name__}.{name}").SCENARIOS)

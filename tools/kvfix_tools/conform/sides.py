@@ -1,6 +1,6 @@
-"""Connectors of vLLM's that the lab has a side of its own for, because their workers want a GPU, a server or a library.
+"""Stand-ins of the lab for vLLM's connectors whose workers need a GPU, a server or a library.
 
-`kvfix conform` plays them through it, and says what is a stand-in.
+`kvfix conform` tests these connectors with the stand-in, and reports which part is a stand-in.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 from kvfix_tools.lab.options import CONNECTORS, OF_VLLM, PAIRS
 
 _COPIES = "its copies between GPU and CPU memory are a stand-in"
-_ENGINES = "there are two engines, and NIXL is a model of it"
+_ENGINES = "there are two engines, and NIXL is a stand-in"
 
 
 class Side(NamedTuple):
-    """`connector`, `offloading`: of the lab's options. stand_in: what is not its own; "" where nothing is known."""
+    """A stand-in. connector, offloading: options of the lab. stand_in: the part that is a stand-in; "" if unknown."""
 
     connector: str
     stand_in: str
@@ -26,12 +26,12 @@ class Side(NamedTuple):
 
     @property
     def lacks(self) -> set[str]:
-        """Of what scenarios need (scenario.NEEDS)."""
+        """The keys of scenario.NEEDS that the stand-in does not have."""
         has = {"groups"} if self.connector in ("mp", *OF_VLLM) and not self.offloading else set()
-        has |= {"beside"} if self.connector in ("v1", "mp", "mp-in-tree") else set()
+        has |= {"multi"} if self.connector in ("v1", "mp", "mp-in-tree") else set()
         has |= {"uncached"} if self.connector != "simple-offload" else set()
         has |= {"alone"} if self.connector not in PAIRS else set()
-        return {"restart", "lose", "groups", "beside", "uncached", "alone"} - has
+        return {"restart", "lose", "groups", "multi", "uncached", "alone"} - has
 
 
 _SIDES = {
@@ -47,9 +47,9 @@ _SIDES = {
 
 
 def side(connector: str, config: dict[str, Any]) -> Side | None:
-    """The lab's side for what vLLM calls so, or the lab; None: it is played as it is.
+    """Return the stand-in for a connector by its name in vLLM or the lab; None if it is tested with its own code.
 
-    config: of a MultiConnector, with its children. LMCache's beside the OffloadingConnector is what the lab knows.
+    config: the children, for a MultiConnector. The lab supports an LMCache connector with the OffloadingConnector.
     """
     if connector == "MultiConnector":
         return _of_two([str(child.get("kv_connector")) for child in config.get("connectors", ())])

@@ -1,4 +1,4 @@
-"""Run the kit on one connector: the scenarios, the fuzzer, and a verdict for each rule of the contract."""
+"""Test one connector: run the scenarios and the fuzzer, and give a verdict for each rule of the contract."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from kvfix_tools.lab.fuzz import Played
     from kvfix_tools.lab.options import Options
 
-#: Seconds for each violation, and for all of them together.
+#: Seconds to shrink one violation, and all violations together.
 _SHRINK, _SHRINK_ALL = 4.0, 30.0
 OK, VIOLATED, NOT_APPLICABLE = "ok", "violated", "not applicable"
 
 
 class Violation(NamedTuple):
-    """rule: of the contract. code: of the lab's or the ledger's rule. where: scenario, or seed of the fuzzer.
+    """A violation. rule: of the contract. code: of the lab's or the ledger's rule. where: scenario or fuzzer seed.
 
-    schedule: the steps that show it, the shortest found. options: of the lab's engine, where they are not as they come.
+    schedule: the shortest steps that show it. options: options of the lab's engine that differ from their defaults.
     """
 
     rule: str
@@ -39,7 +39,7 @@ class Violation(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One scenario: its outcome, and why it says nothing."""
+    """The result of one scenario. reason: the violation, or why the scenario tested nothing."""
 
     name: str
     rule: str
@@ -55,9 +55,10 @@ class Verdict(NamedTuple):
 
 
 class Conformance(NamedTuple):
-    """Of one connector. counts: of request_events.py, in scenarios and fuzzer. cannot: why it could not be run.
+    """The result for one connector.
 
-    stand_in: what of it is not its own.
+    counts: counts of request_events.py in scenarios and fuzzer. cannot: why the connector could not run.
+    stand_in: the part of the connector that is a stand-in.
     """
 
     connector: str
@@ -76,8 +77,9 @@ class Conformance(NamedTuple):
 
     @property
     def tested_nothing(self) -> str:
-        """Why the run proves nothing of loads; "" if it does."""
-        return "" if self.counts.get("loaded_tokens") else "no hit and no load took place: nothing is tested of loads"
+        """Why the run has tested no loads; "" if it has."""
+        has_loaded = self.counts.get("loaded_tokens")
+        return "" if has_loaded else "the connector had no hit and no load, so its loads were not tested"
 
     @property
     def exit_code(self) -> int:
@@ -94,7 +96,7 @@ class Conformance(NamedTuple):
         proof = SLUGS[slug].proof
         if self.counts.get(proof) and (SLUGS[slug].codes or any(case.outcome == OK for case in cases)):
             return Verdict(slug, OK, "")
-        why = "; ".join(reasons) or ("a violation of another rule ended it" if cases else WITHOUT[proof])
+        why = "; ".join(reasons) or ("a violation of another rule ended its scenarios" if cases else WITHOUT[proof])
         return Verdict(slug, NOT_APPLICABLE, why)
 
     def as_json(self) -> dict[str, Any]:
@@ -114,7 +116,7 @@ class Conformance(NamedTuple):
 
 
 class Run:
-    """One connector, scenario by scenario: pytest has each as a test. The choice of kvfix is in place before."""
+    """The test of one connector, scenario by scenario. The caller has applied kvfix's fixes before."""
 
     def __init__(self, subject: Subject, shrinking: float = _SHRINK_ALL) -> None:
         self.subject = subject
@@ -127,11 +129,11 @@ class Run:
         self._lacks = subject.lacks()
 
     def can_start(self) -> None:
-        """Raises what making the connector raises, in either role."""
+        """Make the connector in both roles. Raise any error of this."""
         self.subject.start()
 
     def scenario(self, name: str) -> Case:
-        """Play it. Its violations are among `violations`."""
+        """Play a scenario, and add its violations to `violations`."""
         from kvfix_tools.conform import player
 
         scenario = next(each for each in scenarios() if each.name == name)
@@ -149,7 +151,7 @@ class Run:
         return case
 
     def seed(self, seed: int) -> list[Violation]:
-        """What the fuzzer draws from this seed."""
+        """Play the schedule that the fuzzer draws from this seed, and return its violations."""
         from kvfix_tools.conform import player
         from kvfix_tools.lab import fuzz
 
@@ -170,7 +172,7 @@ class Run:
 
         made = []
         by_signature = {fuzz.signature(each): each for each in done.violations[::-1]}
-        if any(found.code == WRONG_CONTENT.code for found in by_signature.values()):  # then the text is too
+        if any(found.code == WRONG_CONTENT.code for found in by_signature.values()):  # wrong text is a consequence
             by_signature = {each: found for each, found in by_signature.items() if found.code != WRONG_TEXT.code}
         for wanted, found in by_signature.items():
             rule = of_finding(found.code, about)
@@ -194,13 +196,13 @@ def run(
     progress: Callable[[str], None] = lambda _: None,
     shrinking: float = _SHRINK_ALL,
 ) -> Conformance:
-    """All scenarios, then the fuzzer for so many seconds, or until the seeds are out. shrinking: seconds, for all."""
+    """Run all scenarios, then the fuzzer for some seconds or until the seeds end. shrinking: seconds for all."""
     start = time.monotonic()
     try:
         playing = Run(subject, shrinking)
         progress("first engine")
         playing.can_start()
-    except Exception as error:  # noqa: BLE001 - it is the connector's, and is said
+    except Exception as error:  # noqa: BLE001 - any error of the connector is reported
         return Conformance(subject.connector, [], [], {}, 0, 0, time.monotonic() - start, _why(error))
     for scenario in scenarios():
         progress(scenario.name)
@@ -220,21 +222,21 @@ def run(
 
 
 def _why(error: Exception) -> str:
-    """What it says, in one line, and where in an installed package it was raised."""
-    text = " ".join(str(error).split()) or "it says nothing"
+    """Return the error in one line, with the place in an installed package."""
+    text = " ".join(str(error).split()) or "no message"
     frame = traceback.extract_tb(error.__traceback__)[-1]
     _, _, place = frame.filename.partition("/site-packages/")
     return f"{type(error).__name__}: {text[:240]}" + (f" ({place}:{frame.lineno})" if place else "")
 
 
 def _changed(options: Options) -> dict[str, Any]:
-    """What of the lab engine's options is not as it comes; of its side the connector's settings too."""
+    """Return the options that differ from their defaults, and settings of a stand-in's connector."""
     settings = {**options.lmcache, **options.extra}
     return {name: getattr(options, name, settings.get(name)) for name in options.changed if name != "lose"}
 
 
 def _said(step: Any) -> str:
-    """A step of a scenario or of the fuzzer, as it is typed; long prompts by their length."""
+    """Return a step as it is typed, with the length of a long prompt instead of its tokens."""
     if not hasattr(step, "method"):
         return f"{step[0]}({', '.join(map(repr, step[1:]))})"
     given = [_short(each) for each in step.arguments]
@@ -246,7 +248,7 @@ def _short(value: Any) -> str:
 
 
 def _history(done: Played, found: Finding) -> list[str]:
-    """The last events of its request; of all, if it is about none."""
+    """Return the last events of the finding's request, or of all requests if it has none."""
     of_all = not found.request
     events = [(step, event) for step, event in done.log if of_all or event.request in (found.request, "")]
     return [f"step {step}: {event.text()}" for step, event in events[-12:]]

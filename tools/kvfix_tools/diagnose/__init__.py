@@ -1,15 +1,15 @@
-"""Log text to events to findings: `kvfix-diagnose`.
+"""`kvfix-diagnose`: log text becomes lines, lines become events, and rules find problems.
 
-log_files        files, folders, compressed files and streams, in blocks of whole lines; several in the order of time
-needles          which lines may mean something
-texts            what the text of one line says
-line_scanner     blocks to lines that mean something (log_line)
-grammar          which lines mean something, checked against the releases' own statements (statements.json)
-tracebacks       frames and exceptions, which stand on lines of their own, put together
-ledger_events    lines to events of the ledger (kvfix.ledger), the same as in the engine
-recorder_lines   lines of kvfix's own recorder, which are such events
-diagnosis        what is known so far: histories, releases (releases), counts, findings
-findings/        one function is one rule for logs; nothing lists them
-log_finding      what a rule has found in this input; advice: its cause, and what to do
-report_...       what comes out; timeline: what pages and traces draw
+- `log_files`: read files, folders, compressed files and streams in blocks, and merge several files by time.
+- `needles`: skip lines that cannot matter.
+- `line_scanner`: turn blocks into lines that matter (`log_line`).
+- `texts`: parse the text of one line.
+- `grammar`: patterns of lines, tested against the releases' own logging statements (`statements.json`).
+- `tracebacks`: assemble frames and exceptions from several lines.
+- `ledger_events`: turn lines into events of the ledger (`kvfix.ledger`).
+- `recorder_lines`: read events from lines of kvfix's own recorder.
+- `diagnosis`: the state of the diagnosis: histories, releases, counts, findings.
+- `findings/`: one function for each rule.
+- `log_finding`: a finding in this input. `advice`: its cause, and what to do.
+- `report_...`: the outputs. `timeline`: data for the HTML page.
 """

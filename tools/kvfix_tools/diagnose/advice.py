@@ -1,4 +1,4 @@
-"""Cause of a finding and what to do, in the order in which to try it. Fixes and releases come from the catalogue."""
+"""The cause of a finding, and remedies in the order in which to try them. Fixes come from the catalogue."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 _REPORT = "kvfix-diagnose LOG --issue FILE.md"
-#: What ends it is a release, and nothing else with it.
+#: A remedy that is an upgrade and nothing else.
 _UPGRADE = re.compile(
     r"(?:upgrade to )?(?P<dist>vLLM|LMCache) (?P<release>\d+\.\d+(?:\.\w+)*)(?: or (?:newer|later))?(?:$|,| \()"
 )
@@ -34,7 +34,7 @@ class Advice(NamedTuple):
 
 
 def fixes(log: Diagnosis, found: LogFinding) -> list[Fix]:
-    """Fixes of the finding that are for the releases of its log; where they are not known, all."""
+    """Return the fixes of the finding for the releases of its log, or all if the releases are unknown."""
     return [each for each in _named(found) if _dist(log, found, each) is not None]
 
 
@@ -43,7 +43,7 @@ def _named(found: LogFinding) -> list[Fix]:
 
 
 def _dist(log: Diagnosis, found: LogFinding, each: Fix) -> str | None:
-    """The distribution that the fix is for here; None: the log's releases do not need it."""
+    """Return the distribution that the fix is for; None if the log's releases do not need the fix."""
     concerned = (
         p.dist
         for p in each.targets
@@ -57,7 +57,7 @@ def _within(log: Diagnosis, found: LogFinding, dist: str, specifier: str) -> boo
 
 
 def cause(log: Diagnosis, found: LogFinding) -> str:
-    """In the finding's own words where it has any, else in those of its first fix that concerns this log."""
+    """Return the cause from the finding, or else from its first fix that concerns this log."""
     own = found.rule.section("Cause")
     if own:
         return own
@@ -66,12 +66,12 @@ def cause(log: Diagnosis, found: LogFinding) -> str:
 
 
 def heading(found: LogFinding) -> str:
-    """What stands before the cause: a general record knows the kind of failure, and not this one."""
+    """Return the heading of the cause. A general record knows only the usual causes of a kind of failure."""
     return "Usual causes" if found.is_general else "Why"
 
 
 def advice(log: Diagnosis, found: LogFinding) -> list[Advice]:
-    """What to do, the surest first: kvfix's fix, the one release that is right for all of it, the setting."""
+    """Return the remedies, surest first: a fix of kvfix, a release without the bugs, a setting."""
     concerned = fixes(log, found)
     made = [
         Advice("fix", each.code, f"{_how(each)} ({each.code} {each.slug}{_if_of(log, found, each)})")
@@ -92,7 +92,7 @@ def advice(log: Diagnosis, found: LogFinding) -> list[Advice]:
 
 
 class Remedy(NamedTuple):
-    """now: what to do tonight. good: what ends it. Each one line; "" where there is none."""
+    """now: what to do at once. good: the permanent remedy. Each is one line, or ""."""
 
     now: str
     good: str
@@ -114,13 +114,13 @@ def remedy(log: Diagnosis, found: LogFinding) -> Remedy:
 
 
 def _ahead(log: Diagnosis, found: LogFinding, good: str) -> str:
-    """Without releases that the log's own is not older than: they do not help it."""
+    """Remove upgrades to releases that are not newer than the log's release."""
     kept = [part for part in good.split("; ") if not _is_behind(log, found, part)]
     if kept:
         return "; ".join(kept)
     named = _UPGRADE.match(good)
     right = f"{named['dist']} {named['release']}" if named is not None else good
-    return f"{right} should be right, and this log is not of an older one: report it with `{_REPORT}`"
+    return f"report it with `{_REPORT}`: {right} should not have this problem, and this log is of no older release"
 
 
 def _is_behind(log: Diagnosis, found: LogFinding, part: str) -> bool:
@@ -130,7 +130,7 @@ def _is_behind(log: Diagnosis, found: LogFinding, part: str) -> bool:
 
 
 def _release_of(log: Diagnosis, found: LogFinding, problem: Problem) -> list[Advice]:
-    """The releases that a record names, where the log's are older."""
+    """Return upgrades to the releases that a record names, if the log's releases are older."""
     made = []
     for dist, release in problem.fixed.items():
         if _within(log, found, dist, f">={release}") is not True:
@@ -140,7 +140,7 @@ def _release_of(log: Diagnosis, found: LogFinding, problem: Problem) -> list[Adv
 
 
 def _releases(log: Diagnosis, found: LogFinding, concerned: list[Fix]) -> list[Advice]:
-    """For each distribution the one release that needs none of these fixes."""
+    """Return an upgrade for each distribution: the first release that needs none of these fixes."""
     by_dist: dict[str, list[Fix]] = {}
     for each in concerned:
         by_dist.setdefault(_dist(log, found, each) or each.targets[0].dist, []).append(each)
@@ -149,17 +149,16 @@ def _releases(log: Diagnosis, found: LogFinding, concerned: list[Fix]) -> list[A
         name, codes = NAMES.get(dist, dist), ", ".join(each.code for each in needed)
         rights = [first_right(each, dist) for each in needed]
         if None in rights:
-            made.append(Advice("release", "", f"no release of {name} is right yet: keep kvfix ({codes})"))
+            made.append(Advice("release", "", f"keep kvfix ({codes}): no release of {name} has a correction yet"))
         else:
             right = max((each for each in rights if each is not None), key=Version)
-            made.append(
-                Advice("release", f"{name} {right}", f"upgrade to {name} {right}, which needs none of: {codes}")
-            )
+            text = f"upgrade to {name} {right}, which does not need {codes}"
+            made.append(Advice("release", f"{name} {right}", text))
     return made
 
 
 def _if_of(log: Diagnosis, found: LogFinding, each: Fix) -> str:
-    """The releases that the fix is for, where the log does not say which one ran."""
+    """Return the releases that the fix is for, if the log does not name its release."""
     dist = _dist(log, found, each) or each.targets[0].dist
     broken = _broken(each, dist)
     if not broken or _within(log, found, dist, ">=0") is not None:
@@ -173,13 +172,13 @@ def _how(each: Fix) -> str:
 
 
 def _workaround(each: Fix) -> str:
-    """Of what cannot be fixed from outside."""
+    """Return the workaround of a bug that kvfix cannot fix."""
     return f"{' '.join(each.section('Workaround').split())} ({each.code} {each.slug})"
 
 
 @lru_cache(maxsize=256)
 def first_right(found: Fix, dist: str) -> str | None:
-    """The first release of this distribution after all that are broken; None: there is none that kvfix knows."""
+    """Return the first release of this distribution after all broken ones; None if kvfix knows none."""
     broken = _broken(found, dist)
     releases = applicability.fingerprints().get(dist, {}).get("releases", [])
     return next((each for each in releases if broken and Version(each) > Version(broken[-1])), None)
@@ -187,7 +186,7 @@ def first_right(found: Fix, dist: str) -> str | None:
 
 @lru_cache(maxsize=256)
 def _broken(found: Fix, dist: str) -> tuple[str, ...]:
-    """The releases of this distribution that the fix is for, of those that kvfix knows; the oldest first."""
+    """Return the known releases of this distribution that have the bug, oldest first."""
     specifiers = [SpecifierSet(target.broken, prereleases=True) for target in found.targets if target.dist == dist]
     releases = applicability.fingerprints().get(dist, {}).get("releases", [])
     return tuple(sorted((each for each in releases if any(each in spec for spec in specifiers)), key=Version))

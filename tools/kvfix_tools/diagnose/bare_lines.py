@@ -1,7 +1,7 @@
-"""A log line that was pasted without its prefix: a whole statement of a release, or an exception, alone on a line.
+"""Log lines that were pasted without their prefix: a whole log statement of a release, or an exception.
 
-Such lines count only in an input that is a log otherwise, or that has few other lines. In a manifest, in a page of
-documentation or in the log of another program the same words are no message of an engine.
+A line without a prefix counts only in a log, or in an input with few other lines. In a manifest, in documentation or in
+the log of another program, the same words are not a message of an engine.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from kvfix_tools.diagnose.tracebacks import Part, by_name
 
 
 class Headless(enum.Enum):
-    """Which lines without a logger's head count: none, whole messages, or all, in a log that has lines with one."""
+    """The lines without a logger's prefix that count: none, only whole messages, or all lines of a log."""
 
     NONE = 0
     WHOLE = 1
     ALL = 2
 
 
-#: Lines of other texts up to which an input is taken for messages that were pasted.
+#: Maximum number of other lines in an input of pasted messages.
 FEW = 5
-#: Letters of a statement, without its values, from which on it is that of one release or another.
+#: Minimum number of letters in a statement, without its values, to recognize the statement.
 _TELLS = 16
 _VALUE = "\0"
 #: A heading of a page, or a comment of a file with settings.
@@ -35,12 +35,12 @@ _MARKS = b" \t`*\"'"
 
 
 def headless(lines: list[bytes], is_own: bool) -> Headless:
-    """Return which lines without a head count in an input. is_own: it has lines of an engine's loggers."""
+    """Return the lines without a prefix that count in an input. is_own: True if it has lines of an engine's loggers."""
     return Headless.ALL if is_own else Headless.WHOLE if _are_few_others(lines) else Headless.NONE
 
 
 def _are_few_others(lines: list[bytes]) -> bool:
-    """Return True if at most FEW lines of an input are no lines of a log, of a traceback or messages."""
+    """Return True if at most FEW lines of an input are neither log lines, nor traceback lines, nor messages."""
     others, in_traceback = 0, False
     for line in lines:
         if _HEADING.match(line):
@@ -60,7 +60,7 @@ def stripped(body: bytes) -> bytes:
 
 @lru_cache(maxsize=1024)
 def kind(body: bytes) -> str | None:
-    """Return the kind of line (grammar, or "logged") whose whole statement this body is; None: of no release."""
+    """Return the kind of line (grammar, or "logged") whose whole statement is this body; None if no release has it."""
     text = " ".join(stripped(body).decode("utf-8", "replace").split())
     for name, longest, pattern in _statements():
         if longest in text and pattern.fullmatch(text):

@@ -1,7 +1,7 @@
-"""What the releases' connector code raises, asserts and logs as an error: `checks.json`.
+"""The exceptions, assertions and error logs in the connector code of the releases: `checks.json`.
 
-Of a failure that no record knows it says under which condition the code fails, in which releases that code stands, and
-whether an upgrade takes it away. `make statements` writes the file (tools/maintain/released_checks.py).
+For a failure without a record, they give the condition under which the code fails, and the releases that have this
+code. `make statements` writes the file (tools/maintain/released_checks.py).
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.releases import Releases
 
 FILE = Path(__file__).with_name("checks.json")
-#: Letters of a text, without its values, from which on it is found in any function.
+#: Minimum number of letters in a text, without its values, to find the text in any function.
 _TELLS = 16
 _QUOTES, _VALUE = str.maketrans({'"': "'", " ": None, "\n": None}), "\0"
 _NO_ATTRIBUTE = re.compile(r"(?:' object|^module '[\w.]+') has no attribute '")
 
 
 class Check(NamedTuple):
-    """kind: the class that is raised, `assert`, or "" of an error in the log. text: with a place for each value.
+    """kind: the exception class, `assert`, or "" for a logged error. text: the message, with a mark for each value.
 
-    condition: what has to hold, of an assertion; else the `if` that leads there, if there is one.
+    condition: the asserted condition, or the `if` that leads to the exception.
     """
 
     kind: str
@@ -45,7 +45,7 @@ Table = dict[tuple[str, str, Check], set[str]]
 
 
 def ranges(numbers: Iterable[int]) -> list[int]:
-    """First and last of each run: [0, 1, 2, 7] is [0, 2, 7, 7]."""
+    """Return the first and last number of each run: [0, 1, 2, 7] becomes [0, 2, 7, 7]."""
     made: list[int] = []
     for number in sorted(numbers):
         if made and made[-1] == number - 1:
@@ -56,7 +56,7 @@ def ranges(numbers: Iterable[int]) -> list[int]:
 
 
 def table(data: dict[str, Any]) -> Table:
-    """Of one distribution, as the file has it."""
+    """Return the table of one distribution from the data in the file."""
     releases = data["releases"]
     return {
         (file, function, Check(*row[:3])): {
@@ -70,15 +70,15 @@ def table(data: dict[str, Any]) -> Table:
 
 @lru_cache(maxsize=1)
 def known() -> dict[str, tuple[list[str], Table]]:
-    """{dist: (its releases, the oldest first; its checks)}"""
+    """Return {distribution: (its releases, oldest first; its checks)}."""
     return {dist: (data["releases"], table(data)) for dist, data in json.loads(FILE.read_text()).items()}
 
 
 def said_of(line: LogLine, ran: Releases) -> str:
-    """What the released code says of this failure, as the end of a sentence; "": it is not of this code."""
+    """Return the end of a sentence about the code that failed; "" if no release has this code."""
     for dist, (releases, checks) in known().items():
         found = [each for each in checks if _shows(each, dist, line)]
-        # Moved to another file, it is still there.
+        # Code that was moved to another file counts as the same code.
         alike = {_alike(place) for place in found}
         having = {release for place, some in checks.items() if _alike(place) in alike for release in some}
         if len({function for _, function, _ in found}) == 1:
@@ -96,7 +96,7 @@ def _shows(place: tuple[str, str, Check], dist: str, line: LogLine) -> bool:
     if line.name != "raised" or fields["type"] != ("AssertionError" if check.kind == "assert" else check.kind or None):
         return False
     if not fields["frames"]:
-        # Python says so of any object.
+        # Python raises AttributeError with this text for any object.
         return not _NO_ATTRIBUTE.search(fields["text"]) and _fits(check.text, fields["text"], tells=True)
     path, _, within = fields["frames"][-1]
     if within != function or not f"/{path}".endswith(f"/{dist}/{file}"):
@@ -124,7 +124,7 @@ def _condition(checks: set[Check]) -> str:
     if len(conditions) != 1:
         return ""
     (holds, condition), *_ = conditions
-    return f", which {'asks for' if holds else 'comes of'} `{condition}`"
+    return f", because {'this must hold' if holds else 'this was true'}: `{condition}`"
 
 
 def _releases(name: str, releases: list[str], having: set[str]) -> str:
@@ -132,6 +132,6 @@ def _releases(name: str, releases: list[str], having: set[str]) -> str:
     first, last = ordered[0], ordered[-1]
     span = f"in {first}" if first == last else f"from {first} to {last}"
     if last == releases[-1]:
-        return f"; {name} has this code {span}, the newest known: no upgrade takes it away"
+        return f"; {name} has this code {span}, the newest known release, so an upgrade does not help"
     after = releases[releases.index(last) + 1]
-    return f"; {name} has this code {span}, and {after} has it no more: whether its cause is gone too is not known"
+    return f"; {name} has this code {span}, but not in {after}, which may still have the cause"

@@ -1,4 +1,4 @@
-"""The command: read, judge, show."""
+"""The command `kvfix-diagnose`: read the inputs, find problems, print them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from kvfix_tools.diagnose.timeline import Timeline
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.log_finding import LogFinding
 
-#: Bytes of input from which on progress is shown.
+#: Minimum size of the input in bytes for a progress bar.
 _LONG = 32 << 20
-#: Exit code after Ctrl-C, as shells have it.
+#: Exit code after Ctrl-C, as in shells.
 _INTERRUPTED = 130
 
 
-def main(paths: list[str], options: Options = Options()) -> int:  # noqa: B008  (it is frozen)
-    """Return 0: nothing found, 1: findings (--fail-on), 2: something could not be read or written, 130: interrupted."""
+def main(paths: list[str], options: Options = Options()) -> int:  # noqa: B008  (Options is frozen)
+    """Return 0 without findings, 1 with findings (--fail-on), 2 for a file error, 130 if interrupted."""
     try:
         sources = log_files.sources(paths)
         options.check([*paths, *(source.path for source in sources)])
@@ -58,7 +58,7 @@ def main(paths: list[str], options: Options = Options()) -> int:  # noqa: B008  
             _say(log.interrupted)
         _show(log, findings, console, options, live)
         sys.stdout.flush()
-    except OSError as error:  # of standard output: a full disk, or a reader that has gone
+    except OSError as error:  # of standard output: the disk is full, or the reader has exited
         _give_up_stdout()
         if not isinstance(error, BrokenPipeError):
             _say(f"the report could not be written: {error.strerror or error}")
@@ -66,8 +66,8 @@ def main(paths: list[str], options: Options = Options()) -> int:  # noqa: B008  
     is_foreign = not findings and not log.counts and not log.debug
     if is_foreign and not log.interrupted:
         _say(
-            f"{report_text.not_recognised(log)}; give the engine's log (kubectl logs, docker logs, journalctl). "
-            "For a description in words: kvfix search"
+            f"{report_text.not_recognised(log)}. Give the engine's log (kubectl logs, docker logs, journalctl). "
+            "For a description in words, run: kvfix search TEXT"
         )
     if log.interrupted:
         return _INTERRUPTED
@@ -79,7 +79,7 @@ def _say(text: str) -> None:
 
 
 def _give_up_stdout() -> None:
-    """Python writes what is left when it ends, and would fail again."""
+    """Discard buffered output, because Python would write it at exit and fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -99,9 +99,9 @@ def _show(log: Diagnosis, findings: list[LogFinding], console: Console, options:
 
 
 def _read(log: Diagnosis, sources: list[log_files.Source]) -> list[str]:
-    """Return what could not be read. Progress goes to stderr, for a person and long work only."""
+    """Return the inputs that could not be read. A terminal shows progress for large inputs, on stderr."""
     total = 0 if any(source.size is None for source in sources) else sum(source.size or 0 for source in sources)
-    # How much comes out of what is packed is not known before.
+    # The unpacked size of a compressed file is not known in advance.
     packed = any(source.packed for source in sources)
     shown = sys.stderr.isatty() and total >= _LONG
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
@@ -111,12 +111,12 @@ def _read(log: Diagnosis, sources: list[log_files.Source]) -> list[str]:
             return log_files.read(log, sources, lambda size: progress.advance(task, size))
         except KeyboardInterrupt:
             of = f" of {total / 1e6:.0f}" if total and not packed else ""
-            log.interrupted = f"interrupted after {log.bytes / 1e6:.0f}{of} MB: the findings are of this part"
+            log.interrupted = f"interrupted after {log.bytes / 1e6:.0f}{of} MB: the findings are about this part only"
             return []
 
 
 def _write(log: Diagnosis, timeline: Timeline | None, findings: list[LogFinding], options: Options) -> bool:
-    """Write the files that are asked for. Return True if one could not be written."""
+    """Write the output files. Return True if one could not be written."""
     texts: dict[str, str] = {}
     if options.html and timeline is not None:
         texts[options.html] = report_html.page(log, timeline, findings)
@@ -129,7 +129,7 @@ def _write(log: Diagnosis, timeline: Timeline | None, findings: list[LogFinding]
 
 
 def _is_written(path: str, text: str) -> bool:
-    """Write a file whole or not at all. What is no file (a pipe, /dev/stdout) is written as it is."""
+    """Write a file whole or not at all. Write directly to a pipe or to /dev/stdout."""
     whole = Path(path) if os.path.exists(path) and not os.path.isfile(path) else Path(f"{path}.part")
     try:
         whole.write_text(text, encoding="utf-8")

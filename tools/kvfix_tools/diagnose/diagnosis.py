@@ -1,4 +1,4 @@
-"""What is known of a log as far as it has been read: histories in the ledger, counts, releases, findings."""
+"""The state of a diagnosis while the log is read: histories in the ledger, counts, releases, findings."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.timeline import Timeline
 
 State = TypeVar("State")
-#: Lines kept of the request that is asked for.
+#: Maximum number of lines to keep for --request.
 _REQUEST_LINES = 5000
-#: Findings from which on the crashes of a kind are one.
+#: With more findings, all crashes of one rule are one finding.
 FINDINGS = 1000
-#: The rule of the ledger that a traceback breaks, whatever raised it. It has a finding of its own.
+#: The rule of the ledger that every traceback violates. Other findings report the traceback.
 _EXCEPTION = "exception-left-hook"
-#: Lines at whose place EngineCore dies.
+#: Kinds of lines after which EngineCore dies.
 _DEATHS = ("fatal", "raised")
 
 
 class Diagnosis:
-    """Feed it lines in the order of the log; look at `findings` any time.
+    """A diagnosis that takes lines in the order of the log. `findings` can be read at any time.
 
-    on_found: called with each new finding, for streams. request: one whose lines are all kept.
-    timeline: gets every event too, for pages and traces. sees_loads: as the ledger's.
+    on_found: called with each new finding, for streams. request: keep all lines of this request.
+    timeline: gets every event, for pages and traces. sees_loads: as in Ledger.
     """
 
     def __init__(
@@ -60,26 +60,26 @@ class Diagnosis:
         sees_loads: bool = True,
     ) -> None:
         self.ledger = Ledger(HISTORY, sees_loads)
-        #: {kind of line: how many}
+        #: {kind of line: number of lines}
         self.counts: Counter[str] = Counter()
         self.releases = Releases()
         self.who = WhoRan()
         self.failures = Failures()
-        #: Whether any input has a line of vLLM's logger or of LMCache's.
+        #: True if an input has a line of vLLM's or LMCache's logger.
         self.is_own = False
-        #: {rule of the ledger: events that it could not judge}
+        #: {rule of the ledger: number of events that it could not check}
         self.unknowns: Counter[str] = Counter()
-        #: Whether the log has lines at DEBUG.
+        #: True if the log has lines at DEBUG.
         self.debug = False
-        #: Whether any lookup found anything.
+        #: True if any lookup had a hit.
         self.hit = False
         self.requests = Requests(self.ledger)
         self.bytes = 0
         self.request_lines: list[Evidence] = []
-        #: Whether all of every input was read; why reading was interrupted, in words.
+        #: True if every input was read completely. If reading was interrupted, a sentence about this.
         self.is_complete = False
         self.interrupted = ""
-        #: Lines that were taken.
+        #: Number of lines taken.
         self._taken = 0
         self._states: dict[type, Any] = {}
         self.timeline = timeline
@@ -88,15 +88,15 @@ class Diagnosis:
         self._rules = findings.rules()
         self._notes = findings.notes()
         self._found: dict[tuple[str, str], LogFinding] = {}
-        #: Requests that have a finding of a crash.
+        #: Requests with a crash finding.
         self._crashed: dict[str, None] = {}
         self._recorders = RecorderLines()
-        #: Kinds of lines that name a release, or whose place in LMCache's source has not been looked at.
+        #: Kinds of lines that name a release, or whose line number in LMCache's source was not used yet.
         self._unplaced = {message.name for message in MESSAGES if message.source == "lmcache"} | set(RELEASE_IN)
         self._time: float | None = None
 
     def state(self, kind: type[State]) -> State:
-        """Return what the rules of one module keep while the log is read."""
+        """Return the state of this class, which rules of one module keep while the log is read."""
         kept = self._states.get(kind)
         if kept is None:
             kept = self._states[kind] = kind()
@@ -142,7 +142,7 @@ class Diagnosis:
             self._judge(violated, line)
 
     def take_event(self, event: Event, line: LogLine) -> None:
-        """An event that kvfix recorded in the engine. An exception that left a hook is looked at as in a log."""
+        """Take an event that kvfix recorded in the engine. Treat an exception that left a hook as a line of a log."""
         self._time = line.time
         self.counts[type(event).__name__] += 1
         violated = self._feed(event, line)
@@ -155,13 +155,13 @@ class Diagnosis:
         self._judge(violated, line)
 
     def of_connector(self, sees_loads: bool) -> Diagnosis:
-        """One with a ledger of its own, of the same releases; what it finds goes to the same place."""
+        """Return a diagnosis for one connector, with its own ledger, which shares releases and failures."""
         own = Diagnosis(self._on_found, timeline=self.timeline, sees_loads=sees_loads)
         own.releases, own.failures = self.releases, self.failures
         return own
 
     def end(self) -> list[LogFinding]:
-        """All is read. Return the findings, the cause before what follows from it."""
+        """Run the rules for the end of the log. Return the findings, causes first."""
         for rule in self._rules.get("", ()):
             answer = rule.look(self, None)
             if answer is not None:
@@ -170,8 +170,10 @@ class Diagnosis:
 
     @property
     def findings(self) -> list[LogFinding]:
-        """The cause before what follows from it. If a request crashed, the rules of the ledger that its events break
-        are no findings of their own. What a record replaces is none either."""
+        """The findings, causes before consequences.
+
+        They leave out findings that another record replaces, and rules of the ledger for requests that crashed.
+        """
         shown = [found for own in self._recorders.connectors.values() for found in own.findings]
         replaced = {code for found in self._found.values() for code in getattr(found.rule, "replaces", ())}
         shown += [
@@ -188,7 +190,7 @@ class Diagnosis:
 
     @property
     def done(self) -> tuple[int, int, int, int]:
-        """Requests, lookups, loads and stores, by lines and by recorded events."""
+        """The numbers of requests, lookups, loads and stores, from lines and recorded events."""
         counts, recorded = self.counts, self._recorders.counted()
         return (
             self.requests.named + recorded["requests"],
@@ -198,7 +200,7 @@ class Diagnosis:
         )
 
     def hidden(self) -> list[tuple[str, str, str]]:
-        """(rule, what it would have to see, what shows it): what this log's level leaves out."""
+        """Return (rule, events that it needs, setting that logs them) for each rule that this log level hides."""
         if self.debug or not self.counts["asked"]:
             return []
         release = self.releases.one("lmcache") or (self.releases.candidates or ["0.5.6"])[-1]
@@ -210,7 +212,7 @@ class Diagnosis:
         ]
 
     def _place(self, line: LogLine) -> None:
-        """Once for each kind of line: which releases have this statement at this line."""
+        """Narrow the releases by the line number of a statement, once for each kind of line."""
         if line.name == "version" or line.name in RELEASE_IN:
             for dist in ("lmcache", "vllm"):
                 self.releases.name(dist, str(line.fields.get(dist, "")), line.file)
@@ -218,14 +220,14 @@ class Diagnosis:
             self._unplaced.remove(line.name)
 
     def _is_repeated(self, line: LogLine) -> bool:
-        """A request that waits is asked about on every step. The same answer as before is no event."""
+        """Return True if the answer equals the last one: vLLM asks about a waiting request in every step."""
         self.hit = self.hit or bool(line.fields.get("hit"))
         known = self.requests.known(line.request)
         before, known.asked = known.asked, line.fields
         return before is line.fields or before == line.fields
 
     def _feed(self, event: Event, line: LogLine) -> list[Finding]:
-        """What the event violates; what could not be judged is counted."""
+        """Feed an event to the ledger. Return its violations, and count rules that could not be checked."""
         judged = self.ledger.feed(event)
         known = self.requests.known(event.request)
         known.places.append((line.file, line.number))
@@ -253,7 +255,7 @@ class Diagnosis:
         if is_error and self.failures.is_ending(line):
             return
         is_degraded = line.name == "degraded"
-        if is_degraded:  # an error as any other, too
+        if is_degraded:  # records for errors apply to this line too
             logged = {"level": "error", "logger": "lmcache", "place": ""}
             line, is_error = replace(line, name="logged", fields={**line.fields, **logged}), True
         if is_error:
@@ -262,7 +264,7 @@ class Diagnosis:
         if is_error and not answered:
             answered = [(each, answer) for each in at if (answer := each.look(self, line, True)) is not None]
         records = [rule for rule, _ in answered if isinstance(rule, problems.Problem)]
-        if is_degraded and records:  # the reason is known: that LMCache did not start says less
+        if is_degraded and records:  # a record explains the error, so KVD207 adds nothing
             answered = [each for each in answered if isinstance(each[0], problems.Problem)]
         for rule, answer in answered:
             if not isinstance(rule, problems.Problem):
@@ -275,25 +277,25 @@ class Diagnosis:
     def _of_what_it_quotes(
         self, record: problems.Problem, answer: Answer, line: LogLine
     ) -> tuple[problems.Problem, Answer]:
-        """A statement that quotes an error is the finding of that error, if a record knows it."""
+        """Return the record of the error that a statement quotes, if there is one; else the statement's record."""
         known = problems.quoted(record, self, line)
         if known is None:
             return record, answer
         return known, answer._replace(verdict="violated" if known.sure else "unknown")
 
     def _judge(self, violated: list[Finding], line: LogLine) -> None:
-        """A rule of the ledger that is violated is a finding of its own, unless its request has crashed."""
+        """Report violated rules of the ledger, except for requests that crashed."""
         for each in violated:
             if each.name != _EXCEPTION and each.request not in self._crashed:
                 self.add(findings.ledger_rule(each), findings.Answer(each.message, each.request), line)
 
     def add(self, rule: LogRule | problems.Problem, answer: Answer, line: LogLine | None) -> None:
-        """Report what a rule or a record found at this line; None: at the end of the log."""
+        """Add a finding of a rule or a record at this line, or at the end of the log if `line` is None."""
         request = answer.request if answer.request is not None else (line.request if line else "")
         crash = rule.severity is findings.Severity.CRASH
         if crash:
             self._crashes(request)
-        # One finding of a kind for a crash of a request, one for all requests of what repeats.
+        # A crash has one finding for each request. Other rules have one finding for all requests.
         key = (rule.code, request if crash else "")
         found = self._found.get(key)
         if found is None and len(self._found) >= FINDINGS:
@@ -316,7 +318,7 @@ class Diagnosis:
             self._on_found(found)
 
     def _began(self, found: LogFinding) -> float:
-        """Return where a finding of the end of the log began: behind those that began in lines before its first one."""
+        """Return where a finding of the end of the log began: after findings that began before its first line."""
         if not found.evidence:
             return math.inf
         file, number, _ = found.evidence[0]
@@ -328,19 +330,19 @@ class Diagnosis:
         return max(before, default=0.0) + 0.5
 
     def _crashes(self, request: str) -> None:
-        """What it violates is no finding of its own. Of very many requests the first ones are forgotten."""
+        """Remember that a request crashed, and forget the oldest requests if there are too many."""
         if len(self._crashed) >= REQUESTS:
             del self._crashed[next(iter(self._crashed))]
         self._crashed[request] = None
 
 
 def _is_foreign(line: LogLine) -> bool:
-    """Return True if any program may log this line. Without a line of an engine beside it, it is no finding."""
+    """Return True if any program may log this line. It is a finding only in a log of an engine."""
     return line.name == "died" or (line.name == "logged" and not line.fields["logger"])
 
 
 def diagnosed(log: bytes, file: str = "log") -> Diagnosis:
-    """Of a log in memory."""
+    """Return the diagnosis of a log in memory."""
     found = Diagnosis()
     found.bytes, found.is_complete = len(log), True
     scanner = Scanner(file)

@@ -1,4 +1,4 @@
-"""Failures that no finding knows: the first error of a log whose engine died, and whose code raised it."""
+"""Failures that no finding explains: the first error of a log, and the package whose code raised it."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.log_line import LogLine
     from kvfix_tools.diagnose.tracebacks import Frame
 
-#: Consequences of a death, not its cause.
+#: Texts of exceptions that are consequences of a death, not its cause.
 _ECHOES = (
     "EngineDeadError", "EngineGenerateError", "EngineCore encountered an issue", "EngineCore died",
     "Engine core initialization failed", "WorkerProc initialization failed", "cancelled", "Executor failed",
     "Worker failed with error", "CancelledError", "KeyboardInterrupt", "SystemExit", "BrokenPipeError",
     "collective_rpc should not be called on follower node",
 )  # fmt: skip
-#: What an engine says when it is dead.
+#: Log messages of a dead engine.
 _DEAD = re.compile(
     rb"EngineDeadError|ngine core initialization failed|WorkerProc initialization failed|EngineCore failed to start"
     rb"|EngineCore encountered a|died unexpectedly|Worker proc |Shutting down due to|output_handler failed"
 )
-#: What all of those hold.
+#: Every match of _DEAD contains one of these.
 _DEATHS = (b"ngine", b"orker", b"died unexpectedly", b"Shutting down due to", b"output_handler failed")
-#: Lines of an engine at work.
+#: Kinds of lines of an engine that works.
 _WORK = frozenset({"asked", "stored", "retrieved", "storing", "mp_stored", "mp_retrieved", "mp_prefetched"})
-#: Lines of an engine or a server that starts, in the same file again.
+#: Kinds of lines of an engine or a server that starts, also a second time in the same file.
 _STARTS = frozenset({"vllm_version", "creating", "transfer_mode", "up"})
-#: Failures and processes that are kept in mind.
+#: Maximum numbers of failures, processes and exceptions to keep.
 _MOST, _PROCESSES, _SHOWN = 200, 64, 8
-#: {part of a file's path: whose code it is}. The first that fits counts.
+#: (part of a file's path, its package). The first match counts.
 _OWNERS = (
     ("/kvcached/", "kvcached"), ("/kvbm/", "Dynamo"), ("/nixl_connect/", "Dynamo"), ("/flashinfer/", "FlashInfer"),
     ("/huggingface_hub/", "Hugging Face's client"), ("/lmcache_ascend/", "LMCache"), ("/lmcache/", "LMCache"),
@@ -43,11 +43,11 @@ _OWNERS = (
     ("/triton/", "torch or CUDA"), ("/ray/", "Ray"), ("/transformers/", "transformers"), ("/python3.", "Python"),
     ("/asyncio/", "Python"), ("/dynamo/", "Dynamo"),
 )  # fmt: skip
-#: Files of the API server that only one request goes through.
+#: Files of the API server whose exceptions concern one request only.
 _OF_A_REQUEST = ("/starlette/", "/fastapi/", "/serving")
-#: Names of processes that end by an exception.
+#: Names of processes that die by an exception.
 _ENGINES = ("EngineCore", "Worker", "VllmWorker", "RayWorker")
-#: What the engine says of an exception of a worker, in the words that the exception had.
+#: The engine's message about an exception of a worker, which quotes the exception's text.
 _IN_A_WORKER = re.compile(r"Worker failed with error '(?P<text>.*)', please check the stack trace")
 HOOKS = frozenset({
     "create_connector", "ensure_kv_transfer_initialized", "register_kv_caches",
@@ -60,19 +60,19 @@ HOOKS = frozenset({
 
 class Failures:
     def __init__(self) -> None:
-        #: Lines of failures that no finding and no record knows, the first ones.
+        #: The first lines of failures that no finding and no record explains.
         self.lines: list[LogLine] = []
-        #: Exceptions of the log, known or not, each once.
+        #: Exceptions of the log, explained or not, each once.
         self.raised: list[LogLine] = []
         self._shown: set[tuple[object, ...]] = set()
-        #: Whether an engine or a worker has logged that it is dead; its first line that says so.
+        #: True if an engine or a worker has logged that it died, and the first line about this.
         self.dead = False
         self.death: LogLine | None = None
-        #: What the engine says of a worker's exception: all there is of it where the worker's own lines are missing.
+        #: The engine's line that quotes a worker's exception, for logs without the worker's own lines.
         self.quoted: LogLine | None = None
         #: {process: its last line}
         self.last: dict[str, LogLine] = {}
-        #: Files whose process was asked to end, and has not worked since.
+        #: Files whose process is shutting down and has not worked since.
         self._closing: set[str] = set()
         self._taken = 0
         self._worked = 0
@@ -110,18 +110,18 @@ class Failures:
             self.last[line.process] = line
 
     def unknown(self, line: LogLine) -> None:
-        """Keep a line that no finding knows."""
+        """Keep a failure that no finding explains."""
         if len(self.lines) < _MOST and _is_failure(line):
             self.lines.append(line)
             self._at.append(self._taken)
 
     @property
     def heading(self) -> LogLine | None:
-        """Return the line that heads `first`: pydantic's count of what it refuses, or the end that C++ announces."""
+        """Return the line that announces `first`: pydantic's count of errors, or the terminate message of C++."""
         return next((line for line in self.lines if _is_heading(line) or _terminates(line)), None)
 
     def is_ending(self, line: LogLine) -> bool:
-        """Return True if the process of this file was asked to end. Its errors are echoes then."""
+        """Return True if the process of this file is shutting down. Then its errors are consequences."""
         return line.file in self._closing
 
     @property
@@ -130,24 +130,24 @@ class Failures:
 
     @property
     def worked_since_wait(self) -> bool:
-        """Whether the engine worked after the last time that it waited for a worker."""
+        """True if the engine worked after it last waited for a worker."""
         return self._worked > self._waited
 
     @property
     def first(self) -> LogLine | None:
-        """What to report: of a dead engine the first exception, else the first error; None: the engine works."""
+        """The failure to report: the first exception of a dead engine, else the first error; None if it works."""
         after = [line for line, at in zip(self.lines, self._at, strict=True) if self.dead or at > self._worked]
         own = [line for line in after if line.name in ("raised", "died")] or after
         if own:
             first = next((line for line in own if not (_while_ending(line) or _is_heading(line))), own[0])
             what = own[own.index(first) + 1 :][:1] if _terminates(first) else []
             return next((line for line in what if line.body.lstrip().startswith(b"what():")), first)
-        # A connector's exception that the engine survives is not its normal work either.
+        # An exception of a connector is a failure even if the engine survives it.
         return next((line for line in self.lines if line.name == "raised" and of_connector(line)), None)
 
 
 def _quoted(line: LogLine) -> LogLine | None:
-    """The worker's exception that this one of the engine quotes, without a class or frames; None: it quotes none."""
+    """Return the worker's exception that this line of the engine quotes, without class and frames; else None."""
     text = str(line.fields["text"])
     found = _IN_A_WORKER.match(text) if text.startswith("Worker failed with error") else None
     if found is None or not found["text"]:
@@ -157,23 +157,23 @@ def _quoted(line: LogLine) -> LogLine | None:
 
 
 def is_cut(line: LogLine) -> bool:
-    """Whether the log ends in this traceback, before the exception."""
+    """Return True if the log ends inside this traceback, before the exception."""
     fields = line.fields
     return line.name == "raised" and bool(fields["frames"]) and not (fields["class"] or fields["text"])
 
 
 def _is_heading(line: LogLine) -> bool:
-    """Whether it only counts what pydantic refuses; each of it has a line of its own, below."""
+    """Return True if the line only counts pydantic's errors. Later lines show each error."""
     return line.name == "raised" and " validation error" in str(line.fields.get("text", ""))[:40]
 
 
 def _terminates(line: LogLine) -> bool:
-    """Whether C++ says that an exception ends the process; what it was stands below."""
+    """Return True if C++ reports that an exception ends the process. The next line shows the exception."""
     return line.name == "died" and b"terminate called after throwing" in line.body
 
 
 def _while_ending(line: LogLine) -> bool:
-    """Whether an object that was dropped raised it, which Python ignores: it comes after a failure, if there is one."""
+    """Return True for an exception in `__del__`, which Python ignores. It usually follows another failure."""
     frames = line.fields.get("frames") or [("", 0, "")]
     return bool(frames[0][2] == "__del__")
 
@@ -189,9 +189,9 @@ def _is_failure(line: LogLine) -> bool:
         return fields["type"] not in _ECHOES and not text.startswith(_ECHOES)
     if line.name == "died":
         return True
-    # What was in the step that failed: vLLM dumps it as an error, with words such as `num_corrupted_reqs=0`.
+    # vLLM dumps the input of a failed step as an error, with words such as `num_corrupted_reqs=0`.
     is_dump = "dump_input.py" in fields["place"]
-    if fields["logger"] == "vllm" and line.body[:1].isspace():  # of a traceback whose beginning is not here
+    if fields["logger"] == "vllm" and line.body[:1].isspace():  # a traceback whose beginning is missing
         return False
     return fields["level"] in ("error", "critical") and not is_dump and not _is_dead(line.body)
 
@@ -202,13 +202,13 @@ def _is_dead(body: bytes) -> bool:
 
 
 def of_connector(line: LogLine) -> bool:
-    """Whether a hook of a connector, or its own code, raised it."""
+    """Return True if a connector hook or code of a connector raised the exception."""
     frames = line.fields["frames"]
     return any(frame[2] in HOOKS or "/lmcache/" in frame[0] or "kv_connector" in frame[0] for frame in frames[-12:])
 
 
 def is_of_engine(line: LogLine) -> bool:
-    """Return True if an engine, a worker or a connector raised it, and not the API server over one request."""
+    """Return True if an engine, a worker or a connector raised the exception, not the API server for one request."""
     frames = line.fields["frames"]
     paths = [f"/{frame[0]}" for frame in frames]
     if any(part in path for path in paths for part in _OF_A_REQUEST):
@@ -217,12 +217,12 @@ def is_of_engine(line: LogLine) -> bool:
 
 
 def hook(frames: list[Frame]) -> str:
-    """The connector hook that the exception left; "" if it left none."""
+    """Return the connector hook that the exception left; "" if it left none."""
     return next((frame[2] for frame in frames if frame[2] in HOOKS), "")
 
 
 def owner(frames: list[Frame]) -> str:
-    """Whose code raised it, by the innermost frame."""
+    """Return the package whose code raised the exception, by the innermost frame."""
     if not frames:
         return ""
     for file, _, _ in reversed(frames):
@@ -231,5 +231,5 @@ def owner(frames: list[Frame]) -> str:
             if part in f"/{path}":
                 return name
         if path.startswith("/"):
-            return "code of your own"
-    return "code whose path the log leaves out"  # `.../file.py`
+            return "your own code"
+    return "code whose path is not in the log"  # `.../file.py`

@@ -1,7 +1,7 @@
-"""The lines that mean something, as patterns over a message's body.
+"""Patterns of the log lines that kvfix understands, for the body of a message.
 
-A pattern takes the wording of every release that has the line; `statements.json`, taken from the releases' own logging
-statements, says which, where, and at what level, and tests hold the two together. Numbers come as int, the rest as str.
+A pattern matches the wording of every release. `statements.json` lists the releases, places and levels of each logging
+statement, and tests compare it with the patterns. Numbers become int, other values str.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from kvfix_tools.diagnose.messages import message as _message
 
 __all__ = ["MESSAGES", "Message"]
 
-#: Up to the place of LMCache's statement, or to the line's end.
+#: Lookahead for the place of LMCache's statement or the end of the line.
 _TO_PLACE = rb"(?=\s(?:\x1b?\[3m)?\(\w+\.py:\d+:|\s*$)"
 
 
-# kvfix's own recorder: a line is JSON (kvfix_tools.recording). In a bundle of `kvfix dump` a file's first line
-# stands behind the header of the archive.
+# Lines of kvfix's own recorder are JSON (kvfix_tools.recording). In a bundle of `kvfix dump`, the first line of a file
+# follows the header of the archive.
 _message("recorded", "kvfix", "", '{"kind":"', rb'(?:^|\0)\{"kind":"(?P<kind>recorder|connector|event)"')
 
 # The adapter of LMCacheConnectorV1 (lmcache/integration/vllm/vllm_v1_adapter.py). From 0.3.14 on a line has vLLM's
@@ -133,7 +133,7 @@ _lmcache(
     "not_stored", "Local cpu memory under", "Local cpu memory under pressure so choosing to",
     rb"Local cpu memory under pressure so choosing to (?P<what>not store|store only)",
 )  # fmt: skip
-# From 0.4.3 on the error is a whole traceback (manager.py): the line ends some twenty lines below its beginning.
+# From 0.4.3 on the error is a whole traceback (manager.py), so the message ends about twenty lines below its beginning.
 _lmcache(
     "degraded", "Failed during post_init|Failed to initialize", "System will operate in degraded mode",
     rb"(?:(?P<what>Failed during post_init|Failed to initialize [\w ]+): (?P<error>.*?)\.?|(?:^|\s)\.) "
@@ -176,7 +176,7 @@ _lmcache(
     "unregistered", "Rejecting ", "Rejecting ",
     rb"Rejecting (?P<what>\w+) for unregistered GPU instance ID (?P<instance>\d+)",
 )  # fmt: skip
-# A worker that ends says good-bye: one that the server knows, and one that it does not.
+# A worker unregisters when it ends. The server logs different lines for known and unknown workers.
 _lmcache(
     "good_bye", "Unregistered KV cache", "Unregistered KV cache for GPU ID ",
     rb"Unregistered KV cache for GPU ID (?P<instance>\d+)",
@@ -212,11 +212,11 @@ _lmcache(
     rb"LMCache initialized for role (?P<role>[\w.]+) with version (?P<lmcache>[^\s,]+), vllm version (?P<vllm>[^\s,]+)",
 )  # fmt: skip
 
-# The multi-process connector does not name its release; from these lines' places it is known.
+# The multi-process connector does not log its release. The line numbers of these statements show it.
 _lmcache("mp_started", "LMCache MP worker", "LMCache MP worker adapter created", rb"LMCache MP worker adapter created")
 _lmcache("mp_registers", "Registering kv", "Registering kv caches", rb"Registering kv caches")
 
-# Texts of exceptions: looked for in what a traceback ends with.
+# Texts of exceptions, at the end of a traceback.
 _message(
     "mismatch", "raised", "", "Mismatch in tokens to load",
     rb"Mismatch in tokens to load: (?P<granted>-?\d+) vs (?P<hit>\d+) \(tokens in lmcache\) - (?P<computed>\d+) "

@@ -1,10 +1,10 @@
-"""The lines of vLLM that mean something: what its processes log, and where its release is named."""
+"""Patterns of vLLM's log lines that kvfix understands, and of lines that name vLLM's release."""
 
 from __future__ import annotations
 
 from kvfix_tools.diagnose.messages import message as _message
 
-#: Those that name vLLM's release.
+#: Kinds of lines that name vLLM's release.
 RELEASE_IN = ("vllm_version", "vllm_server", "vllm_environment", "vllm_image")
 
 _message(
@@ -33,13 +33,14 @@ _message(
     "broadcast", "vllm", "", "No available shared memory broadcast block found",
     rb"No available shared memory broadcast block found in (?P<seconds>\d+)",
 )  # fmt: skip
-# What NixlConnector and MooncakeConnector moved in an interval (nixl/stats.py); others have other numbers there.
+# The transfers of NixlConnector and MooncakeConnector in an interval (nixl/stats.py). Other connectors log other
+# numbers.
 _message(
     "moved", "vllm", "", "KV Transfer metrics: ",
     rb"KV Transfer metrics: Num successful transfers=(?P<transfers>\d+), .*?Avg MB per transfer=(?P<size>[\d.]+), "
     rb"Throughput \(MB/s\)=(?P<rate>[\d.]+)",
 )  # fmt: skip
-# The API server is up, the engine is, or a request was answered; and uvicorn's line of an answer 500.
+# The API server or the engine has started; uvicorn answered a request with 500.
 _message("up", "vllm", "", "startup complete", rb"Application startup complete")
 _message("engine_up", "vllm", "", "init engine (", rb"init engine \(profile")
 _message("answered_500", "vllm", "", "500 Internal", rb'" 500 Internal Server Error')
@@ -52,8 +53,8 @@ _message(
     "vllm_version", "vllm", "", " LLM engine (v",
     rb"(?:Initializing a|Dumping input data for) V[01] LLM engine \(v(?P<vllm>[^\s)]+)\)",
 )  # fmt: skip
-# Where else vLLM's release is named: the API server's first line, with or without the logo (its last stroke is U+2588),
-# the environment with which reports begin (collect_env), and the image.
+# The API server's first line names the release, with or without the logo (its last stroke is U+2588). So do the
+# environment at the beginning of a report (collect_env) and the name of the image.
 _message(
     "vllm_server", "vllm", "", " version ",
     rb"(?:vLLM (?:API )?server|\xe2\x96\x88 )\s?version (?P<vllm>\d[^\s,]*)",

@@ -1,4 +1,4 @@
-"""Lines to events of the ledger. What does not stand in a line is not made up: then there is no event."""
+"""Turn lines into events of the ledger. If a line lacks a value of an event, there is no event."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def _asked(ledger: Ledger, fields: Fields) -> list[Event]:
         return [] if computed is None else [ev.Asked(fields["request"], total, computed, None, None)]
     need = fields["need"]
     if computed is None:
-        # Before 0.3.14 the line leaves out what vLLM had, and prints hit - computed, less one if all is hit
-        # (vllm_v1_adapter.py 0.3.13:1283), so that it follows.
+        # Before 0.3.14 the line does not have vLLM's computed tokens, but hit - computed, less one for a whole hit
+        # (vllm_v1_adapter.py 0.3.13:1283). The computed tokens follow from this.
         computed = hit - need - (hit == total)
     promised = 0 if "least" in fields else max(0, need)
     return [ev.Asked(fields["request"], total, computed, hit, promised)]
 
 
 def _capped(ledger: Ledger, fields: Fields) -> list[Event]:
-    """The promise was lowered to this, after its line was printed. No event: it is the same answer."""
+    """Lower the promise, which LMCache caps after it has logged the promise. This is no event."""
     history = ledger.histories.get(fields["request"])
     if history is not None and history.asked is not None:
         history.asked = history.asked._replace(promised=max(0, fields["capped"]))
@@ -36,7 +36,7 @@ def _capped(ledger: Ledger, fields: Fields) -> list[Event]:
 
 
 def _due(ledger: Ledger, fields: Fields) -> list[Event]:
-    """What is due was granted as promised: the connector asserts it before it prints this."""
+    """Return the grant and the load. The connector asserts that the grant equals the promise before it logs this."""
     request, computed = fields["request"], fields.get("computed")
     history = ledger.histories.get(request)
     if computed is None or history is None or history.asked is None or history.asked.promised is None:
@@ -62,7 +62,7 @@ def _load_failed(ledger: Ledger, fields: Fields) -> list[Event]:
 
 
 def _kv_failing(ledger: Ledger, fields: Fields) -> list[Event]:
-    """vLLM names the requests that it ends: a set or a list of ids."""
+    """Return a failed load for each request that vLLM ends. The line has a set or a list of ids."""
     return [ev.LoadFailed(request, None) for request in re.findall(r"'([^']+)'", fields["requests"])[:64]]
 
 
@@ -71,13 +71,13 @@ def _aborted(ledger: Ledger, fields: Fields) -> list[Event]:
 
 
 def _raised(ledger: Ledger, fields: Fields) -> list[Event]:
-    """The exception, and before it the grant that its text names."""
+    """Return the exception, and before it the grant that its text names."""
     request = fields.get("request", "")
     made: list[Event] = []
     history = ledger.histories.get(request)
     if fields["meaning"] == "mismatch" and history is not None and history.asked is not None:
         promised = history.asked.promised
-        # Where the load is capped the promise is less than in the line of the lookup: then nothing follows from this.
+        # A capped load has a lower promise than the line of its lookup. Then the grant is unknown.
         if promised is not None and fields["granted"] > promised:
             made.append(ev.Granted(request, fields["granted"]))
     where = fields["frames"][-1][2] if fields["frames"] else "?"

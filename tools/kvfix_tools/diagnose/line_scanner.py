@@ -1,7 +1,7 @@
-"""Blocks of log text to lines that mean something. Only lines that hold a needle are read, and those of a traceback.
+"""Turn blocks of log text into lines that matter. Only lines with a needle and lines of a traceback are parsed.
 
-What a text says is remembered while there is room: a request that waits is asked about on every step, and warnings
-and tracebacks come in floods, the same but for their time.
+The scanner caches the result of each text, because logs repeat: vLLM asks about a waiting request in every step, and
+warnings and tracebacks repeat with another time.
 """
 
 from __future__ import annotations
@@ -19,49 +19,49 @@ from kvfix_tools.diagnose.stacks import Stack, Stacks
 from kvfix_tools.diagnose.texts import LEVEL, STAMP, Framed, Other
 from kvfix_tools.diagnose.tracebacks import Part, Raised, Tracebacks
 
-#: Name of a line that stands for all lines of an input at DEBUG: the log's level hides nothing.
+#: Name of the one line that stands for all DEBUG lines of an input.
 DEBUG = "debug"
-#: Bytes of an input within which a line of an engine stands, if there is one.
+#: A log of an engine has a line of vLLM's or LMCache's logger within these first bytes.
 _OWN = 1 << 20
-#: Bytes of a line that are read.
+#: Maximum number of bytes of a line to parse.
 LONGEST_LINE = 1 << 16
-#: Bytes of all texts that are remembered, and of one; prefixes that are.
+#: Maximum bytes of all cached texts and of one text; maximum number of cached prefixes.
 _REMEMBERED, _LONGEST, _PREFIXES = 2 << 20, 1 << 14, 1024
-#: What stands in front of LMCache's frame in a line of its own: a process, a colour, the time.
+#: Maximum bytes before LMCache's frame: a process, a colour, the time.
 _HEAD = STAMP + 24
 _DIGITS = b"0123456789"
 
 
 class Scanner:
-    """Of one input. Give it blocks of whole lines, in order; it answers every line that means something."""
+    """The scanner of one input. It takes blocks of whole lines in order, and yields every line that matters."""
 
     def __init__(self, file: str = "log") -> None:
         self._file = file
         self._number = 1
-        #: Bytes of the blocks before.
+        #: Bytes of all earlier blocks.
         self._scanned = 0
         self._debug = False
         self._tracebacks = Tracebacks()
         self._stacks = Stacks()
-        #: {process: an assertion that stands alone}
+        #: {process: the source of an assertion without a traceback}
         self._source: dict[str, str] = {}
-        #: Of the last line of a traceback: its process, the place of the statement that logged it, its number and body.
+        #: The last line of a traceback: its process, the place of the logging statement, its number and body.
         self._placed = ("", "", 0, b"")
-        #: {from LMCache's frame to the line's end: what it says}
+        #: {text from LMCache's frame to the end of the line: its parse}
         self._framed: dict[bytes, Framed] = {}
-        #: {a line of another logger: what it says}
+        #: {line of another logger: its parse}
         self._others: dict[bytes, Other] = {}
-        #: {what stands in front of a line of vLLM, its time too: {body: what it says}}; one for all times.
+        #: {prefix of a vLLM line with its time: {body: its parse}}. Prefixes that differ in the time share one dict.
         self._heads: dict[bytes, dict[bytes, Other]] = {}
         self._kinds: dict[tuple[bytes, ...], dict[bytes, Other]] = {}
         self._remembered = 0
-        #: As LMCache's first line has it: vLLM's lines have no year.
+        #: The year of LMCache's first line, because vLLM's lines have no year.
         self._year = b""
-        #: Which lines without a logger's head count; None: not known yet.
+        #: The lines without a logger's prefix that count; None if not decided yet.
         self._headless: Headless | None = None
-        #: Whether a line has the head of vLLM's logger or of LMCache's.
+        #: True if a line has the prefix of vLLM's or LMCache's logger.
         self.is_own = False
-        #: {what a container puts in front of a line, without its numbers: whether it says nothing}
+        #: {prefix that a container adds to a line, without digits: True if it has no message}
         self._prefixes: dict[bytes, bool] = {}
 
     def scan(self, block: bytes) -> Iterator[LogLine]:
@@ -105,7 +105,7 @@ class Scanner:
         self._number += block.count(b"\n")
 
     def _decide(self, lines: list[bytes]) -> None:
-        """Decide which lines without a head count. A later block of a stream may show that it is a log, or is none."""
+        """Decide which lines without a prefix count. A later block of a stream may change the decision."""
         now = bare_lines.headless(lines, self.is_own)
         if self._headless is None or (now is not Headless.WHOLE and self._headless is not Headless.ALL):
             if self._headless not in (None, now):
@@ -113,7 +113,7 @@ class Scanner:
             self._headless = now
 
     def end(self) -> Iterator[LogLine]:
-        """The input has ended: tracebacks that were cut off."""
+        """Yield the tracebacks that are cut off by the end of the input."""
         for process, raised in self._tracebacks.cut():
             last, place, number, body = self._placed
             if process != last:
@@ -146,11 +146,11 @@ class Scanner:
                     self._others[line] = other
                 else:
                     alike = self._heads.setdefault(head[:-2], self._kinds.setdefault(kind, {}))
-                    other = alike.setdefault(body, other)  # known from another time
+                    other = alike.setdefault(body, other)  # parsed before, with another time
         return other
 
     def _remember(self, size: int) -> None:
-        """Room for a text of this size."""
+        """Count a cached text of this size, and clear the caches if they are full."""
         self._remembered += size
         if self._remembered > _REMEMBERED:
             self._forget()
@@ -162,7 +162,7 @@ class Scanner:
         self._remembered = 0
 
     def _is_prefix(self, text: bytes) -> bool:
-        """Whether a container has put it in front of LMCache's frame: it is no end of another line."""
+        """Return True if the text before LMCache's frame is a container's prefix, not the end of another line."""
         if self._tracebacks.open or self._stacks.open:
             return False
         key = text.translate(None, _DIGITS)
@@ -178,7 +178,7 @@ class Scanner:
         return known
 
     def _read(self, text: bytes, number: int) -> Iterator[LogLine]:
-        """Lines may be glued together: all messages of this one."""
+        """Yield all messages of a line. Two lines may be glued together."""
         while True:
             start = text.find(FRAME)
             level = LEVEL.match(text, start) if start >= 0 else None
@@ -227,7 +227,7 @@ class Scanner:
         return found
 
     def _asserted(self, fields: Fields, process: str) -> str:
-        """The line of code that stood before an AssertionError whose traceback was cut off above it."""
+        """Return the line of code before an AssertionError whose traceback is cut off."""
         source = self._source.pop(process, "")
         return source if fields["type"] == "AssertionError" else str(fields["source"])
 
@@ -242,7 +242,7 @@ class Scanner:
 
 
 def _log_line(framed: Framed, line: bytes, place: int, file: str, number: int) -> LogLine:
-    """Of LMCache's line with its frame there."""
+    """Return the LogLine of a line with LMCache's frame at `place`."""
     if not framed.placed:
         return LogLine(framed.name, framed.fields, None, "", file, number, framed.body)
     time, process = texts.second_and_process(line[: max(0, place - 4)])

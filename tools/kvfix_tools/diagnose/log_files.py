@@ -1,6 +1,6 @@
-"""What is to be read, in blocks of whole lines, whoever wrote it and however it is packed; and its lines, in order.
+"""Read the inputs in blocks of whole lines, unpack compressed files, and merge the lines of several files by time.
 
-Memory does not grow with the input: a block is 256 kB, and a line that is longer is handed on in pieces.
+Memory does not grow with the input. A block has 256 kB, and a longer line is split.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.log_line import LogLine
 
 BLOCK = 256 << 10
-#: Files in a folder that are not text are left out by name; what is given by name is always read.
+#: Suffixes of files in a folder that are not logs. A file that the user names is always read.
 _NOT_LOGS = (".json", ".html", ".py", ".so", ".bin", ".safetensors", ".png", ".zip", ".tar")
 
 
 class Unreadable(Exception):
-    """Names the input, what is wrong, and what can be done."""
+    """An input cannot be read. The text names the input, the reason, and what to do."""
 
 
 class Source(NamedTuple):
-    """One input. `path` is "-" for standard input. `size` in bytes on disk; None: not known."""
+    """One input. path: "-" for standard input. size: bytes on disk; None if unknown."""
 
     path: str
     size: int | None
@@ -44,7 +44,7 @@ class Source(NamedTuple):
 
 
 def sources(paths: list[str]) -> list[Source]:
-    """The inputs behind these paths: files as they are, folders with all their logs. Raises Unreadable."""
+    """Return the inputs of these paths: files, and all logs in folders. Raise Unreadable."""
     found: list[Source] = []
     for path in paths:
         if path == "-":
@@ -52,14 +52,14 @@ def sources(paths: list[str]) -> list[Source]:
         elif os.path.isdir(path):
             inside = [str(file) for file in sorted(Path(path).rglob("*")) if file.is_file() and _is_log(file.name)]
             if not inside:
-                raise Unreadable(f"{path}: the folder has no log files; name one")
+                raise Unreadable(f"{path}: the folder has no log files. Give the name of a log file")
             found += [Source(file, os.path.getsize(file)) for file in inside]
         else:
             try:
                 found.append(Source(path, os.path.getsize(path)))
             except OSError as error:
                 raise Unreadable(
-                    f"{path}: {error.strerror or error}; give a log file, a folder, or - for stdin"
+                    f"{path}: {error.strerror or error}. Give a log file, a folder, or - for stdin"
                 ) from None
     return found
 
@@ -69,12 +69,12 @@ def _is_log(name: str) -> bool:
 
 
 def read(log: Diagnosis, sources: list[Source], advance: Callable[[int], None] | None = None) -> list[str]:
-    """Feed it with the lines of all of them, several files in the order of time.
+    """Feed the lines of all sources to the diagnosis, in the order of time. Return the errors of unreadable sources.
 
-    advance: called with the bytes of each block. Answers what could not be read, each with its reason.
+    advance: called with the number of bytes of each block.
     """
     unreadable: list[str] = []
-    # Of every file a block is in memory at once.
+    # Memory holds a block of every file at once.
     size = max(1 << 16, BLOCK * 8 // max(8, len(sources)))
 
     def lines(source: Source) -> Iterator[LogLine]:
@@ -98,14 +98,14 @@ def read(log: Diagnosis, sources: list[Source], advance: Callable[[int], None] |
 
 
 def _by_time(files: list[Iterator[LogLine]]) -> Iterator[LogLine]:
-    """One file is taken as it is."""
+    """Merge the lines of several files by time. A single file keeps its order."""
     if len(files) == 1:
         return files[0]
     return map(itemgetter(1), heapq.merge(*map(_timed, files), key=itemgetter(0)))
 
 
 def _timed(lines: Iterator[LogLine]) -> Iterator[tuple[float, LogLine]]:
-    """With times that never go back: a line without one has that of the line before."""
+    """Yield (time, line) with times that never decrease. A line without a time gets the time of the line before."""
     now = 0.0
     for line in lines:
         now = max(now, line.time or 0.0)
@@ -113,7 +113,7 @@ def _timed(lines: Iterator[LogLine]) -> Iterator[tuple[float, LogLine]]:
 
 
 def _opened(source: Source) -> BinaryIO:
-    """A stream of the unpacked bytes. Raises Unreadable."""
+    """Open a stream of the unpacked bytes. Raise Unreadable."""
     try:
         if source.path == "-":
             return sys.stdin.buffer
@@ -135,13 +135,13 @@ def _zstd(path: str) -> BinaryIO:
         import zstandard
     except ImportError:
         raise Unreadable(
-            f"{path}: zstd needs `pip install zstandard`, or: zstd -dc {path} | kvfix-diagnose -"
+            f"{path}: zstandard is not installed. Run pip install zstandard, or: zstd -dc {path} | kvfix-diagnose -"
         ) from None
     return cast("BinaryIO", zstandard.open(path, "rb"))
 
 
 def blocks(source: Source, stream: BinaryIO, size: int = BLOCK) -> Iterator[bytes]:
-    """Whole lines, about `size` bytes at a time; from standard input what is there. A damaged end is read up to it."""
+    """Yield whole lines, about `size` bytes at a time, and from standard input as they arrive. Stop at damaged data."""
     rest = b""
     for piece in _pieces(source, stream, size):
         cut = piece.rfind(b"\n") + 1

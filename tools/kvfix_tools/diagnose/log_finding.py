@@ -1,4 +1,4 @@
-"""A finding in this input: its rule, where and how it shows, and the history of its request."""
+"""A finding in this input: its rule, its lines, and the history of its request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.problems import Problem
 
 
-#: Lines from the one that announces a traceback to the end of that.
+#: Maximum number of lines from the announcement of a traceback to its end.
 _TRACEBACK = 80
 
 
@@ -32,9 +32,10 @@ class HistoryEvent(NamedTuple):
 
 
 class LogFinding:
-    """violated: rules of the ledger that events of the request violate. first, last: seconds since 1970.
+    """A finding.
 
-    ran: {distribution: release} that its file had named when it showed first.
+    violated: rules of the ledger that events of the request violate. first, last: seconds since 1970.
+    ran: {distribution: release} that its file had named before the first line of the finding.
     """
 
     def __init__(
@@ -42,11 +43,11 @@ class LogFinding:
     ) -> None:
         self.rule = rule
         self.severity = Severity.NOTE if answer.note else rule.severity
-        #: Place in the order of all lines that were read, at which the trouble began.
+        #: Index of the line, among all lines read, at which the problem began.
         self.began = math.inf
         #: True if any program may have logged its line.
         self.is_foreign = False
-        #: The finding from which this one follows.
+        #: The finding that is the cause of this finding.
         self.follows: LogFinding | None = None
         self.sentence = sentence
         self.request = request
@@ -61,7 +62,7 @@ class LogFinding:
         self.ran: dict[str, str] = {}
 
     def again(self, line: LogLine | None) -> None:
-        """It shows at another line; None: at the end of the log."""
+        """Count the finding again, at this line, or at the end of the log if `line` is None."""
         self.count += 1
         if line is not None:
             self.last = self.last if line.time is None else line.time
@@ -69,7 +70,7 @@ class LogFinding:
                 self.evidence.append(line.evidence)
 
     def is_explained(self, others: Iterable[LogFinding]) -> bool:
-        """Whether records that say more than in general what it is are at tracebacks below each of its lines."""
+        """Return True if a specific record explains a traceback below each of its lines."""
         ends = [each for other in others if other is not self and _is_certain(other.rule) for each in other.evidence]
         return bool(self.evidence) and all(
             any(end.file == each.file and 0 < end.line - each.line <= _TRACEBACK for end in ends)
@@ -78,17 +79,17 @@ class LogFinding:
 
     @property
     def is_general(self) -> bool:
-        """Whether it is known as a kind of failure, of which the cause here is one of several."""
+        """True if its record describes a kind of failure with several possible causes."""
         return bool(getattr(self.rule, "general", False))
 
     @property
     def file(self) -> str | None:
-        """Where it was found first; None: in no one line."""
+        """The file of its first line; None if it has no line."""
         return self.evidence[0].file if self.evidence else None
 
     @property
     def is_symptom(self) -> bool:
-        """Return True if its rule sees what other failures lead to, and not a cause."""
+        """True if its rule finds a consequence of other failures, not a cause."""
         return bool(getattr(self.rule, "symptom", False))
 
     @property
@@ -105,16 +106,16 @@ class LogFinding:
 
 
 def in_order(findings: list[LogFinding]) -> list[LogFinding]:
-    """Return the causes in the order in which they began, what follows from them, the risks, and the notes."""
+    """Return causes in the order in which they began, then consequences, risks and notes."""
     troubles = sorted(
         (found for found in findings if found.severity not in (Severity.RISK, Severity.NOTE)),
         key=lambda found: found.began,
     )
-    # Without a cause the first symptom is the nearest to it.
+    # Without a cause, the first symptom is nearest to the cause.
     causes = [found for found in troubles if not found.is_symptom] or troubles[:1]
     for found in findings:
         before = [each for each in causes if each.began <= found.began or each.file != found.file]
-        # Of a symptom of the whole log the first cause is the likeliest.
+        # For a symptom of the whole log, the first cause is the likeliest.
         follows = before and found.is_symptom and found not in causes
         found.follows = before[0 if math.isinf(found.began) else -1] if follows else None
     tiers = {Severity.RISK: 2, Severity.NOTE: 3}
@@ -122,7 +123,7 @@ def in_order(findings: list[LogFinding]) -> list[LogFinding]:
 
 
 def by_kind(findings: list[LogFinding]) -> list[list[LogFinding]]:
-    """In their order, those of one rule together: a crash is one for each request, and a log may have a thousand."""
+    """Group findings by rule, in their order. A crash has one finding for each request."""
     kinds: dict[str, list[LogFinding]] = {}
     for found in findings:
         kinds.setdefault(found.rule.code, []).append(found)
@@ -130,5 +131,5 @@ def by_kind(findings: list[LogFinding]) -> list[list[LogFinding]]:
 
 
 def _is_certain(rule: LogRule | Problem) -> bool:
-    """Whether it is a record of one problem, or a general one that leaves no doubt."""
+    """Return True for a record of one specific problem, or a general record that is certain."""
     return not getattr(rule, "general", True) or getattr(rule, "sure", False)

@@ -1,7 +1,7 @@
-"""Log text as collectors and pages hand it out, to plain lines: JSON of Docker and of JSON loggers, quotes, `repr`.
+"""Turn log text of collectors into plain lines: JSON of Docker and of JSON loggers, quotes, `repr`.
 
-Prefixes of `kubectl logs`, journald or Docker Compose stay in most lines: who reads a line searches in it. They are
-removed where a line continues a traceback (`without_prefix`).
+Prefixes of `kubectl logs`, journald or Docker Compose stay in most lines, because the parsers search inside a line.
+`without_prefix` removes the prefix of a line that continues a traceback.
 """
 
 from __future__ import annotations
@@ -15,48 +15,48 @@ from ahocorasick_rs import BytesAhoCorasick, Implementation, MatchKind
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-#: Names of the message in a JSON log: Docker, journald, structlog and Kubernetes, Loki's exporter.
+#: Keys of the message in a JSON log: Docker, journald, structlog and Kubernetes, Loki's exporter.
 _MESSAGE = ("log", "MESSAGE", "message", "msg", "event", "line", "text", "body", "textPayload")
-#: A traceback's own field in JSON loggers.
+#: Keys of a traceback in JSON loggers.
 _TRACEBACK = ("exc_info", "exception", "stack_trace", "stack", "traceback")
-#: An object, also in what grep found (`engine.log:190174:{...`), or behind the name of a pod.
+#: A JSON object, also in output of grep (`engine.log:190174:{...`), or after the name of a pod.
 _JSON = re.compile(rb"\s*(?:\S{1,300}?:\d+:|\[?[\w./-]{1,200}\]? )?\{")
 _QUOTE = re.compile(rb"(?m)^(?:> ?)+")
-#: In front of lines: kubectl (`--prefix`, `--timestamps`), journald and syslog, Docker Compose, CRI.
+#: Prefixes of lines: kubectl (`--prefix`, `--timestamps`), journald and syslog, Docker Compose, CRI.
 _PREFIX = re.compile(
     rb"(?:\[pod/[^\]\s]+\] )?"
     rb"(?:[\w.-]{1,60}(?: std(?:out|err))? {0,30}\| ?)?"
     rb"(?:\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?[ \t](?:std(?:out|err) [FP] )?)?"
     rb"(?:[^\s\d]{3,8} [ \d]\d \d\d:\d\d:\d\d \S+ [\w./@-]+(?:\[\d+\])?: )?"
 )
-#: A message that has its level in front.
+#: A message that begins with its level.
 _LEVELLED = re.compile(rb"(?:\(\w+ [^)]*pid=|\[\d{4}-)|(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\b")
-#: What few blocks hold: a traceback in one string, panics of Rust. One search, whose words are so long that it skips
-#: most of a block.
+#: Patterns that few blocks contain: a traceback in one string, panics of Rust. One search finds all. Its words are so
+#: long that it skips most of a block.
 _ESCAPED = {0, 1}
 _odd = BytesAhoCorasick(
     (b'\\n  File "', b'\\n  File \\"', b"' panicked at ", b") panicked at "),
     matchkind=MatchKind.LeftmostFirst, implementation=Implementation.DFA,
 ).find_matches_as_indexes  # fmt: skip
-#: The message of a panic of Rust's stands in the lines below.
+#: A panic of Rust, whose message is in the next line.
 _PANICS = re.compile(rb"( panicked at [^\s:]{1,300}:\d+:\d+:)\n(?!note: |stack backtrace)([^\n]+)")
 _ANY_DIGIT = bytes.maketrans(b"123456789", b"0" * 9)
 
 
 class Plain(NamedTuple):
-    """numbers: of each line in the input; None: they follow one another."""
+    """Plain lines. numbers: the number of each line in the input; None if they are consecutive."""
 
     text: bytes
     numbers: list[int] | None = None
 
 
 def shape(prefix: bytes) -> bytes:
-    """Return what stands in front of a line, with any digits: those of a launcher differ from line to line."""
+    """Return the prefix of a line with all digits replaced by 0, because digits differ from line to line."""
     return prefix.translate(_ANY_DIGIT)
 
 
 def plain(block: bytes) -> Plain:
-    """Return a block of whole lines without what was put around them."""
+    """Return the lines of a block without JSON, quotes and escapes around them."""
     if b"\r" in block:
         block = block.replace(b"\r\n", b"\n")
     if b'{"' in block[:8192] and _is_json(block):
@@ -66,7 +66,7 @@ def plain(block: bytes) -> Plain:
         return _taken_apart(block, _unescaped)
     if b"\n> " in block[:4096] or block.startswith(b"> "):
         block = _QUOTE.sub(b"", block)
-    # An empty line takes the place of the message of a panic.
+    # An empty line replaces the message of a panic, so that line numbers do not change.
     return Plain(_PANICS.sub(rb"\1 \2\n", block) if odd else block)
 
 
@@ -82,7 +82,7 @@ def _is_json(block: bytes) -> bool:
 
 
 def _message(line: bytes) -> str | None:
-    """Return the message of a JSON line, with its traceback; None: it is no such line."""
+    """Return the message of a JSON line, with its traceback; None for any other line."""
     start = _JSON.match(line)
     if start is None:
         return None
@@ -107,7 +107,7 @@ def _level(data: dict[str, Any], text: str) -> str:
 
 
 def _taken_apart(block: bytes, parts: Callable[[bytes], list[bytes]]) -> Plain:
-    """parts: returns the lines of which one line is made."""
+    """Split each line of a block. parts: returns the lines that one line contains."""
     lines: list[bytes] = []
     numbers: list[int] = []
     for number, line in enumerate(block.split(b"\n")):
@@ -123,5 +123,5 @@ def _without_json(line: bytes) -> list[bytes]:
 
 
 def _unescaped(line: bytes) -> list[bytes]:
-    r"""A traceback that was printed in one line, as Python's repr has it, with \n and \" in it."""
+    r"""Split a traceback that Python's repr printed in one line, with \n and \" in it."""
     return line.replace(b'\\"', b'"').split(b"\\n") if b"\\n  File " in line else [line]

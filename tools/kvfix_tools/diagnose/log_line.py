@@ -1,4 +1,4 @@
-"""A line of a log that means something, and what is shown of it."""
+"""A line of a log that matters, and its text for reports."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from kvfix import redact
 
 #: {name: a count (int) or a text}
 Fields = dict[str, Any]
-#: Pasted logs lose the escape character; JSON (Docker's own files) spells it out. Without it a colour has a number:
-#: `[multiproc_executor.py]` begins with none.
+#: A colour code. Pasted logs lose the escape character, and JSON (Docker's files) writes it as \u001b. A code without
+#: the escape character needs a number, because `[multiproc_executor.py]` is not a colour.
 ANSI = rb"(?:(?:\x1b|\\u001b)\[[0-9;]*m|\[[0-9;]+m)"
 #: ` (vllm_v1_adapter.py:1476:lmcache.integration.vllm.vllm_v1_adapter)`
 _TRAILER = re.compile(rb" ?(?:" + ANSI + rb")?\(([\w]+\.py):(\d+):([\w.]+)\)(?:" + ANSI + rb")?(?:\\n\x22.*|\s*)$")
 _COLOURS = re.compile(ANSI)
-#: Lists of token ids stand in dumps of requests; they are a prompt.
+#: Lists of token ids, which dumps of requests contain. They are prompts.
 _TOKEN_IDS = re.compile(r"\d+(?:, ?\d+){7,}")
 
 
 class Evidence(NamedTuple):
-    """A line of the input, as it is shown."""
+    """A line of the input, as reports show it."""
 
     file: str
     line: int
@@ -34,11 +34,12 @@ class Evidence(NamedTuple):
 
 
 class LogLine(msgspec.Struct, frozen=True):
-    """name: of its message in the grammar; or `raised`: an exception with its traceback (tracebacks.py), `died`: a
-    process that died of none, `logged`: an error or a warning that the grammar does not know.
+    """A line that matters.
 
-    fields: of the message. time: seconds since 1970, as the log's clock has it. number: of the line in its file,
-    from 1. body: the message itself, cut to 16 kB.
+    name: kind of line in the grammar, or one of these. `raised`: an exception with its traceback (tracebacks.py).
+        `died`: a process that died without an exception. `logged`: an error or a warning that is not in the grammar.
+    fields: values of the message. time: seconds since 1970 by the log's clock.
+    number: number of the line in its file, from 1. body: the message, cut to 16 kB.
     """
 
     name: str
@@ -67,20 +68,20 @@ def without_tokens(text: str) -> str:
 
 
 def statement_place(body: bytes) -> tuple[str, int] | None:
-    """File name and line of LMCache's logging statement that made this line."""
+    """Return file name and line number of LMCache's statement that logged this line."""
     match = _TRAILER.search(body) if b".py:" in body else None
     return (match[1].decode(), int(match[2][:9])) if match else None
 
 
 @lru_cache(maxsize=256)
 def without_place(body: bytes) -> str:
-    """The message, without the place of its statement."""
+    """Return the message without the place of its statement."""
     return _TRAILER.sub(b"", body).decode("utf-8", "replace")
 
 
 @lru_cache(maxsize=256)
 def shown(body: bytes) -> str:
-    """The message, without the place of its statement, colours, secrets and what could do harm in a terminal."""
+    """Return the message without the place of its statement, colours, secrets and control characters."""
     text = without_colours(_TRAILER.sub(b"", body)).decode("utf-8", "replace")
     text = redact.text(without_tokens(text))
     return "".join(sign if sign.isprintable() else " " for sign in text).strip()[:600]

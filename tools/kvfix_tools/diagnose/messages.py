@@ -1,4 +1,4 @@
-"""Kinds of lines, as they are written down: `grammar.py` has LMCache's, `grammar_vllm.py` vLLM's."""
+"""The type of a kind of line. `grammar.py` has LMCache's kinds, `grammar_vllm.py` vLLM's."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import NamedTuple
 class Message(NamedTuple):
     """One kind of line.
 
-    starts: what the body begins with where LMCache's frame is before it; empty: anywhere in the line.
-    literal: without it the line is not of this kind. pattern: its groups are the fields (name, is it a count).
-    source: whose line it is: `lmcache` (by logging), `vllm`, `kvfix`; `raised`: the text of an exception.
+    starts: beginnings of the body after LMCache's frame; empty for anywhere in the line.
+    literal: text that each line of this kind contains. pattern: its groups are the fields.
+    source: `lmcache`, `vllm` or `kvfix` for their log lines, `raised` for the text of an exception.
+    fields: (name, True if it is a count) of each group.
     """
 
     name: str
@@ -30,7 +31,7 @@ _ID = rb"(?P<request>[^\s,'\"()\[\]]+)"
 
 
 def message(name: str, source: str, starts: str, literal: str, pattern: bytes) -> None:
-    # 18 digits: int() refuses a very long number, and no count is that long.
+    # At most 18 digits, because int() refuses very long numbers.
     compiled = re.compile(pattern.replace(b"<ID>", _ID).replace(rb"\d+)", rb"\d{1,18})"))
     heads = tuple(start.encode() for start in starts.split("|") if start)
     counts = _COUNT.findall(pattern)

@@ -1,7 +1,7 @@
-"""Which lines may mean something. Literals first: most lines are never looked at.
+"""Literals ("needles") that every line that matters contains. Lines without a needle are not parsed.
 
-One search for all needles costs a fraction of looking at a line. What kvfix knows of single problems adds no needle:
-problems are looked for in lines of errors and warnings only.
+One search for all needles is much faster than parsing a line. Records of known problems add no needle, because kvfix
+searches for them in lines of errors and warnings only.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from ahocorasick_rs import BytesAhoCorasick, Implementation, MatchKind
 
 #: `[2026-11-21 01:41:27,007] LMCache INFO: `, the same in 0.3.0 to 0.5.6.
 FRAME = b"] LMCache "
-#: What a line that is read holds. A test shows that they cover every message of the grammar.
+#: A test shows that these needles cover every message of the grammar.
 NEEDLES: tuple[bytes, ...] = (
     b" LMCache ", b":lmcache.", b"_mp_connector)", b'{"kind":"',
     b"throughput: ", b"KV load failure", b"FOR_REMOTE_KVS", b"broadcast block", b"Initializing a V", b"assert ",
@@ -24,7 +24,7 @@ NEEDLES: tuple[bytes, ...] = (
     b"KV Transfer m", b"startup complete", b"init engine (", b"500 Internal", b"Cannot access data ",
     b"with signal ", b"Check failed", b"what(): ", b"Fatal: ", b"retry count exceeded", b"#0  ",
 )  # fmt: skip
-#: Of a line without LMCache's frame: its needles. Leftmost first: many bytes are compared at once.
+#: Finds the needles in a line without LMCache's frame. LeftmostFirst compares many bytes at once.
 in_line = BytesAhoCorasick(
     NEEDLES, matchkind=MatchKind.LeftmostFirst, implementation=Implementation.DFA
 ).find_matches_as_indexes

@@ -1,4 +1,4 @@
-"""What the command was asked for: format, which findings, which of them fail, and where to write."""
+"""The options of `kvfix-diagnose`: format, selected findings, exit code, and output files."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvfix_tools.diagnose.findings import Severity
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.log_finding import LogFinding
 
-#: What kvfix writes has one of these in its first lines.
+#: Every file that kvfix writes has one of these texts in its first lines.
 _OURS = re.compile(rb"kvfix-diagnose|kvfix \d\S* read a log")
 _CERTAIN = "certain"
 _WORDS = {"wrong" if each is Severity.WRONG else each.word: each for each in Severity if each is not Severity.NOTE}
-#: What --fail-on takes.
+#: Values of --fail-on.
 FAIL_ON = (_CERTAIN, *_WORDS)
 
 
@@ -30,14 +30,15 @@ class Format(enum.Enum):
 
 
 class Refused(Exception):
-    """Names the option, and why it cannot be followed."""
+    """An option cannot be used. The text names the option, the reason, and what to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """format, brief: `brief` is "-" or a file. select, ignore: codes, or beginnings of codes. everything: all in full.
+    """The options.
 
-    fail_on: `certain`, or the least severity by which the exit code is 1. exit_zero: it is 0, whatever is found.
+    brief: "-" or a file. select, ignore: codes or prefixes of codes. everything: show every finding in full.
+    fail_on: `certain`, or the least severity for exit code 1. exit_zero: exit 0 even with findings.
     """
 
     format: Format = Format.text
@@ -67,22 +68,22 @@ class Options:
         return any(found.severity.value <= _WORDS[self.fail_on].value for found in findings)
 
     def check(self, inputs: Iterable[str]) -> None:
-        """Raise Refused for a word that is not known, and for a file that must not be overwritten."""
+        """Raise Refused for an unknown word, and for a file that must not be overwritten."""
         if self.fail_on not in FAIL_ON:
             raise Refused(f"--fail-on {self.fail_on}: give one of {', '.join(FAIL_ON)}")
         printed = [self.brief == "-", self.format is not Format.text, bool(self.request)]
         if sum(printed) > 1:
             raise Refused(
-                "--brief -, --request and --format json or github each print something else: give one of them"
+                "--brief -, --request and --format json or github print different outputs. Give only one of them"
             )
         named = [path for path in inputs if path != "-"]
         for path in (self.html, self.issue, self.brief):
             if not path or path == "-" or not os.path.isfile(path):
                 continue
             if any(os.path.exists(each) and os.path.samefile(path, each) for each in named):
-                raise Refused(f"{path} is an input: nothing was read or written; give another file for the output")
+                raise Refused(f"{path} is an input. Nothing was read or written. Give another file for the output")
             if os.path.getsize(path) and not _is_ours(path):
-                raise Refused(f"{path} exists, and kvfix did not write it: remove it, or give another file")
+                raise Refused(f"{path} exists, and kvfix did not write it. Remove it, or give another file")
 
 
 def _is_ours(path: str) -> bool:

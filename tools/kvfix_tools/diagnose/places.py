@@ -1,4 +1,4 @@
-"""What gives vLLM's release away where a log does not name it: where EngineCore dies, and the files of a traceback."""
+"""Infer vLLM's release from the line at which EngineCore dies, and from the files of a traceback."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from packaging.specifiers import SpecifierSet
 
 from kvfix_tools.diagnose import statements
 
-#: `EngineCore failed to start` stands so many lines before `EngineCore encountered a fatal error` (0.9.2 to 0.33.0).
+#: Lines in core.py between `EngineCore failed to start` and `EngineCore encountered a fatal error` (0.9.2 to 0.33.0).
 _BEFORE = 2
 _CONNECTORS, _OFFLOAD = "vllm/distributed/kv_transfer/kv_connector/v1/", "vllm/v1/kv_offload/"
-#: {a file or folder: the releases that can have code there}; of several the longest. Bounds are releases that were
-#: looked at (tests/diagnose/test_releases.py), so a range may be wider than it has to be.
+#: {file or folder: releases that have code there}. The longest match counts. The bounds are examined releases
+#: (tests/diagnose/test_releases.py), so a range may be too wide.
 FILES = {
     f"{_CONNECTORS}nixl_connector.py": "<0.20.2",
     f"{_CONNECTORS}nixl/": ">0.15.1",
@@ -36,7 +36,7 @@ FILES = {
 
 @lru_cache(maxsize=1)
 def releases() -> frozenset[str]:
-    """All releases of vLLM whose statements are known."""
+    """Return all releases of vLLM whose statements are known."""
     return frozenset(release for row in statements.known()["vllm"] for release in row.lines)
 
 
@@ -45,7 +45,7 @@ def _deaths() -> dict[int, frozenset[str]]:
     deaths: dict[int, set[str]] = {}
     for row in statements.known()["vllm"]:
         for release, lines in row.lines.items() if row.message == "fatal" else ():
-            # The first is EngineCoreProc's; an actor of Ray's has no line of its own for a start that fails.
+            # The first line is EngineCoreProc's. Ray's actor has no line for a failed start.
             for line in (*lines, min(lines) - _BEFORE):
                 deaths.setdefault(line, set()).add(release)
     return {line: frozenset(found) for line, found in deaths.items()}
@@ -53,14 +53,14 @@ def _deaths() -> dict[int, frozenset[str]]:
 
 @lru_cache(maxsize=1024)
 def of_statement(place: str) -> frozenset[str]:
-    """Releases whose EngineCore dies, or does not start, here (`core.py:1332`); empty: it is no such place."""
+    """Return the releases that log the death of EngineCore at this place (`core.py:1332`); empty for other places."""
     path, _, line = place.rpartition(":")
     return _deaths().get(int(line), frozenset()) if path.rpartition("/")[2] == "core.py" else frozenset()
 
 
 @lru_cache(maxsize=4096)
 def of_file(path: str) -> frozenset[str]:
-    """Releases that can have code in this file of a traceback; empty: it says nothing."""
+    """Return the releases that have this file of a traceback; empty if the file does not narrow them."""
     for place in sorted(FILES, key=len, reverse=True) if "/kv_" in path or "kv_offload/" in path else ():
         if place in path:
             allowed = SpecifierSet(FILES[place])

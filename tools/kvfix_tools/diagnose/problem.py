@@ -22,7 +22,7 @@ FILE = Path(__file__).with_name("knowledge.json")
 NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
 #: Releases of vLLM that were examined for the records, each with the one examined before it.
 _BEFORE = {"0.15": "0.11.2.post2", "0.20": "0.15.1", "0.26": "0.20.2", "0.32": "0.26.0"}
-#: What the record calls a field that this class names otherwise.
+#: {field of this class: its name in a record}
 _IN_THE_RECORD = {
     "cause": "why", "now": "do", "good": "for_good", "fixed": "fixed_in", "sure": "certain", "sentence": "case"
 }  # fmt: skip
@@ -31,14 +31,14 @@ _IN_THE_RECORD = {
 class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=_IN_THE_RECORD):
     """One known problem. Any of its signs shows it.
 
-    sentence: this case, with `{name}` for a value `<name>` of the sign; empty: the line itself.
-    connectors: the record is for these only, where the log names its connector. named: the log has to name it.
+    sentence: this case, with `{name}` for a value `<name>` of the sign. Empty: the line itself.
+    connectors: the record is only for these, if the log names its connector. named: True if the log must name it.
     releases: {dist: specifier} of the releases with this problem. fixed: {dist: first release without it}.
-    sure: False: the line may have another cause, and `cause` says what decides.
-    general: any code may fail like this. Asked only about a failure that no other record explains.
-    replaces: codes of findings that follow from this one.
-    announces: the line only precedes a traceback, and gives way to what explains that.
-    quotes: the sign ends in `<error>`, the text of any exception: a record that explains it is the finding.
+    sure: False if the line may have another cause. Then `cause` says how to tell.
+    general: any code may fail like this. Used only if no other record explains the failure.
+    replaces: codes of findings that are consequences of this one.
+    announces: the line precedes a traceback, and the record that explains the traceback is the finding.
+    quotes: the sign ends in `<error>`, the text of an exception, and the record that explains it is the finding.
     said_by: the library whose code prints the signs. unanchored: why no release has the signs in its source.
     """
 
@@ -66,7 +66,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def message(self) -> None:
-        """As a rule of the ledger has one (findings.LogRule)."""
+        """None: only rules of the ledger have a message (findings.LogRule)."""
         return None
 
     @property
@@ -79,12 +79,12 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def threads(self) -> tuple[str, ...]:
-        """Addresses of the reports. GitHub redirects from an issue to a pull request of the same number."""
+        """Addresses of the reports. GitHub redirects from an issue to a pull request with the same number."""
         return tuple(f"https://github.com/{each.replace('#', '/issues/')}" for each in self.seen)
 
     @property
     def fixes(self) -> tuple[str, ...]:
-        """Codes of kvfix's fixes for it."""
+        """Codes of kvfix's fixes for the problem."""
         return tuple(fix.code for fix in known_fixes.handling(self.code, None))
 
     @property
@@ -97,11 +97,11 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.cause if name == "Cause" else ""
 
     def values(self, line: LogLine) -> dict[str, Any] | None:
-        """The values of the first sign that this line shows; None: it shows none."""
+        """Return the values of the first sign that this line shows; None if it shows none."""
         return next((found for sign in self.shows if (found := fits(sign, line)) is not None), None)
 
     def look(self, log: Diagnosis, line: LogLine, nearly: bool = False) -> Answer | None:
-        """This problem in this line; None: the line does not show it. nearly: as in `concerns`."""
+        """Return an answer if this line shows the problem, else None. nearly: as in `concerns`."""
         values = self.values(line)
         if values is None or not self.concerns(log, nearly):
             return None
@@ -110,20 +110,20 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return Answer(sentence, verdict=verdict, request=line.request)
 
     def gives_way(self, records: list[Problem], line: LogLine) -> bool:
-        """Whether another of the line's records is the finding: it says more, or explains the error quoted here."""
+        """Return True if another record of the line is more specific, or explains the error that the line quotes."""
         return (self.quotes and any(not each.quotes for each in records)) or any(
             self.yields_to(each, line) for each in records
         )
 
     def yields_to(self, other: Problem, line: LogLine) -> bool:
-        """Whether the other record says more exactly what this line is."""
+        """Return True if the other record describes this line more specifically."""
         own, theirs = ([each for each in one.shows if fits(each, line) is not None] for one in (self, other))
         return bool(own) and any(all(implied(each, by) and not implied(by, each) for each in own) for by in theirs)
 
     def concerns(self, log: Diagnosis, nearly: bool = True) -> bool:
-        """Whether the log's connector and releases have this problem, as far as the log names them.
+        """Return True if the connector and releases that the log names may have this problem.
 
-        nearly: also for a release of vLLM between the first examined one with the problem and the last without it.
+        nearly: also accept releases of vLLM between the last examined one without the problem and the first with it.
         """
         ran = log.who.connectors
         if self.connectors and (ran or self.named) and not ran & set(self.connectors):
@@ -137,7 +137,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def _widened(specifier: str) -> str:
-    """`>=0.32` becomes `>0.26.0`, the release examined before it."""
+    """Widen a specifier to the release examined before: `>=0.32` becomes `>0.26.0`."""
     return re.sub(
         r">=(0\.\d+)(?:\.0)?(?=,|$)",
         lambda found: f">{_BEFORE[found[1]]}" if found[1] in _BEFORE else found[0],
@@ -152,14 +152,14 @@ class _Values(dict[str, Any]):
 
 def _sentence_of(line: LogLine) -> str:
     if line.name == "stack":
-        return f"a thread ({line.fields['state']}) stands in {line.fields['frames'][-1][2]}"
+        return f"a thread ({line.fields['state']}) is in {line.fields['frames'][-1][2]}"
     if line.name == "raised":
         return f"{line.fields['class'] or 'died'}: {line.fields['text']}"[:240].rstrip(": ")
     return line.evidence.text[:240]
 
 
 class Knowledge(msgspec.Struct, frozen=True):
-    """problems: in the order in which they are tried. retired: {code: why it is used no more}."""
+    """All records. problems: in the order in which they are tried. retired: {code: why it is retired}."""
 
     problems: tuple[Problem, ...]
     retired: dict[str, str]
@@ -167,15 +167,14 @@ class Knowledge(msgspec.Struct, frozen=True):
 
 @lru_cache(maxsize=1)
 def knowledge() -> Knowledge:
-    """Everything in `knowledge.json`, which `make knowledge` compiles from `knowledge/*.toml`."""
+    """Read `knowledge.json`, which `make knowledge` compiles from `knowledge/*.toml`."""
     return msgspec.json.decode(FILE.read_bytes(), type=Knowledge)
 
 
 def catalogue() -> tuple[Problem, ...]:
-    """Every record."""
     return knowledge().problems
 
 
 def find(name: str) -> Problem | None:
-    """The record of this code or name; None if there is none."""
+    """Return the record of this code or name; None if there is none."""
     return next((each for each in catalogue() if name.upper() == each.code or name.lower() == each.name), None)

@@ -1,4 +1,4 @@
-"""Which known problems a line of a log shows."""
+"""Find the known problems that a line of a log shows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.log_line import LogLine
 
 __all__ = ["LINES", "NAMES", "Problem", "at", "catalogue", "find", "general", "quoted"]
-#: Kinds of lines in which problems show.
+#: Kinds of lines that can show a problem.
 LINES = ("logged", "raised", "died", "stack")
 
 
@@ -40,7 +40,7 @@ def _general() -> tuple[Problem, ...]:
 
 
 def general(line: LogLine) -> Problem | None:
-    """The record of a general failure that fits this one: of several the one whose sign has the longest text."""
+    """Return the general record that fits this line, with the longest sign if several fit."""
     best, length = None, -1
     for each in _general():
         text = max((len(longest(sign.text)) for sign in each.shows if fits(sign, line) is not None), default=-1)
@@ -50,11 +50,11 @@ def general(line: LogLine) -> Problem | None:
 
 
 def at(line: LogLine) -> tuple[Problem, ...]:
-    """Records whose signs fit the line, whatever ran, but general ones. Floods of a line cost one search."""
+    """Return the specific records whose signs fit the line, whatever ran. Results of repeated lines are cached."""
     if line.name == "logged":
         return _logged(line.body[:2000])
     fields = line.fields
-    # The outer frames count too: they say whose code called it.
+    # The outer frames are part of the key, because signs with `via` need them.
     frames = fields.get("frames", ())
     key = (line.name, fields.get("type"), _NUMBER.sub(_alike, line.body[:400]), fields.get("source"), *frames)
     if key not in _RAISED:
@@ -71,7 +71,7 @@ def at(line: LogLine) -> tuple[Problem, ...]:
 
 
 def quoted(record: Problem, log: Diagnosis, line: LogLine) -> Problem | None:
-    """The record that knows the error whose text this statement quotes; None: there is none."""
+    """Return the record of the error that this statement quotes; None if there is none."""
     known = _of_error(str((record.values(line) or {}).get("error", "")), line) if record.quotes else None
     return known if known is not None and known.concerns(log) else None
 
@@ -85,7 +85,7 @@ def _of_error(error: str, line: LogLine) -> Problem | None:
 
 
 def _alike(number: re.Match[bytes]) -> bytes:
-    """All numbers and ids are one, but those that a sign asks for."""
+    """Replace every number or id by 7, except numbers in a sign."""
     return number[0] if number[0] in _asked_for() else b"7"
 
 
@@ -97,7 +97,7 @@ def _asked_for() -> frozenset[bytes]:
 
 @lru_cache(maxsize=256)
 def _may_show(name: str, kind: str) -> list[tuple[Problem, Sign, str]]:
-    """(record, sign, the longest part of its text without a value) for lines of errors of this class."""
+    """Return (record, sign, longest part of its text without a value) for errors of this class."""
     return [
         (each, sign, longest(sign.text))
         for each in _particular()
@@ -106,9 +106,9 @@ def _may_show(name: str, kind: str) -> list[tuple[Problem, Sign, str]]:
     ]
 
 
-#: {an exception with its frames: its records}; the same one comes again and again.
+#: {exception with its frames: its records}, because exceptions repeat.
 _RAISED: dict[tuple[Any, ...], tuple[Problem, ...]] = {}
-#: Exceptions that are kept in mind.
+#: Maximum number of exceptions in the cache.
 _MOST = 4096
 _DIGITS, _NUMBER = re.compile(rb"\d+"), re.compile(rb"\d[0-9a-f]*")
 _SIGNS: dict[str, tuple[type, ...]] = {"raised": (Failed, Died), "died": (Died,), "stack": (Stuck,)}
@@ -121,7 +121,7 @@ def _logged(body: bytes) -> tuple[Problem, ...]:
 
 @lru_cache(maxsize=4096)
 def _logged_alike(body: bytes) -> tuple[Problem, ...]:
-    """By the body with its numbers made equal."""
+    """Return the records for a body whose digits are all replaced by 7."""
     text = body.decode("utf-8", "replace")
     found = {each.code: each for each, sign, part in _signs() if part in text and pattern(sign).search(text)}
     return tuple(found.values())
@@ -129,7 +129,7 @@ def _logged_alike(body: bytes) -> tuple[Problem, ...]:
 
 @lru_cache(maxsize=1)
 def _signs() -> tuple[tuple[Problem, str, str], ...]:
-    """(problem, text that it logs with its numbers made equal, the longest part of that without a value)"""
+    """Return (problem, logged text with all digits replaced by 7, its longest part without a value)."""
     texts = [
         (each, re.sub(r"\d+", "7", sign.text))
         for each in _particular()

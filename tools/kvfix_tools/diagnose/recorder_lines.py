@@ -1,4 +1,4 @@
-"""Lines of kvfix's own recorder in the input: their events are judged as in the engine."""
+"""Lines of kvfix's own recorder in the input, whose events the ledger checks as in the engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class RecorderLines:
-    """Each connector of each process has a diagnosis, and so a ledger, of its own, as it had in the engine."""
+    """Recorded events. Each connector of each process has its own diagnosis and ledger, as in the engine."""
 
     def __init__(self) -> None:
         #: {(file, pid, number of the connector): its diagnosis}
@@ -26,7 +26,7 @@ class RecorderLines:
         self._pid: dict[str, str] = {}
 
     def take(self, log: Diagnosis, line: LogLine) -> None:
-        """log: the diagnosis that the line was given to."""
+        """Take one line. log: the diagnosis of the whole input."""
         data = _decoded(line.body)
         if line.fields["kind"] == "recorder":
             self._pid[line.file] = str(data.get("pid", ""))
@@ -45,7 +45,7 @@ class RecorderLines:
             own.take_event(event, replace(line, time=wall / 1e9 if isinstance(wall, int) else None))
 
     def counted(self) -> Counter[str]:
-        """{kind of event, or "requests": how many}. What a scheduler hands out, its workers record again."""
+        """Return {kind of event or "requests": number}, without workers' events that their scheduler also recorded."""
         every = self.connectors.values()
         counted: Counter[str] = Counter()
         for own in [own for own in every if own.counts["Asked"]] or every:
@@ -54,7 +54,7 @@ class RecorderLines:
 
 
 def _decoded(body: bytes) -> dict[str, Any]:
-    """A line of the file; empty if it is damaged."""
+    """Return a line of the file; empty if it is damaged."""
     try:
         return recording.decoded(body[max(0, body.find(b'{"kind":')) :])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -62,7 +62,7 @@ def _decoded(body: bytes) -> dict[str, Any]:
 
 
 def _event(data: dict[str, Any]) -> Event | None:
-    """None if it is of a kind that this release does not know, or damaged."""
+    """Return the event; None if it is damaged, or if this release does not know its kind."""
     try:
         return recording.event(data)
     except (KeyError, msgspec.ValidationError):

@@ -1,4 +1,4 @@
-"""Which releases a log is of: it names them, or the line numbers of its statements are theirs."""
+"""The releases of a log, by their names in the log, or by the line numbers of its statements."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ class Releases:
     def __init__(self) -> None:
         #: The file being read.
         self.file = ""
-        #: {(distribution, file): releases that it names, the last one last}
+        #: {(distribution, file): releases that the file names, in order}
         self._named: defaultdict[tuple[str, str], dict[str, None]] = defaultdict(dict)
         self._candidates: frozenset[str] = frozenset()
-        #: {file: vLLM releases that its places allow}
+        #: {file: vLLM releases that match the places in the file}
         self._placed: dict[str, frozenset[str]] = {}
 
     def name(self, dist: str, text: str, file: str) -> None:
-        """This file names a release of the distribution."""
-        release = _public(text[:64].partition("-g")[0])  # 0.5.6-g3e11e108 is 0.5.6, as a checkout says it
-        # A build from a checkout without tags says 0.1.dev1, whatever it is.
+        """Note that this file names a release of the distribution."""
+        release = _public(text[:64].partition("-g")[0])  # a checkout reports 0.5.6 as 0.5.6-g3e11e108
+        # A build from a checkout without tags always reports 0.1.dev1.
         if release is not None and not (dist == "vllm" and Version(release) < _FIRST):
             named = self._named[dist, file]
             named.pop(release, None)
             named[release] = None
 
     def place(self, message: str, body: bytes) -> bool:
-        """A line of LMCache: which releases have its statement there. False: it does not name the statement's place."""
+        """Narrow the releases by the place of LMCache's statement. Return False if the line has no place."""
         at = statement_place(body)
         if at is None:
             return False
         found = statements.releases_at(message, *at)
-        # Two releases in one log: the first one's lines decide.
+        # If the log has two releases, the lines of the first one decide.
         self._candidates = (self._candidates & found or self._candidates) if self._candidates else found
         return True
 
     def failed(self, place: str, frames: Iterable[tuple[str, int, str]], file: str) -> None:
-        """An error of this file. place: of vLLM's statement, `core.py:1332`. frames: of its traceback."""
+        """Narrow the releases by an error. place: of vLLM's statement, `core.py:1332`. frames: of the traceback."""
         for found in (
             places.of_statement(place) if place else frozenset(),
             *(places.of_file(frame[0]) for frame in frames),
@@ -61,27 +61,31 @@ class Releases:
                 self._placed[file] = self._placed.get(file, found) & found or self._placed[file]
 
     def placed(self, file: str | None = None) -> list[str]:
-        """vLLM releases that have such places, the oldest first: of this file (the one being read), else of others."""
+        """Return the vLLM releases that match the places in this file (default: the one being read), oldest first.
+
+        If the file has no place, use the places in all other files.
+        """
         own = self._placed.get(self.file if file is None else file)
         return sorted(own or frozenset[str]().union(*self._placed.values()), key=Version)
 
     def named(self, dist: str) -> list[str]:
-        """All releases that the files name."""
+        """Return all releases that the files name."""
         return sorted({release for (of, _), many in self._named.items() if of == dist for release in many})
 
     def running(self) -> dict[str, str]:
-        """{distribution: the release that the file being read has named last}: upgraded engines go on in one log."""
+        """Return {distribution: release that the file being read has named last}. A log may span an upgrade."""
         return {dist: next(reversed(own)) for (dist, file), own in self._named.items() if own and file == self.file}
 
     @property
     def candidates(self) -> list[str]:
-        """LMCache releases that the line numbers allow, the oldest first; empty: none is known."""
+        """LMCache releases that match the line numbers, oldest first; empty if none is known."""
         return sorted(self._candidates, key=Version)
 
     def one(self, dist: str, file: str | None = None) -> str | None:
-        """The release that the file (the one being read) has named last, else that of the others if they agree.
+        """Return the release, or None if it is unknown.
 
-        Else the one that alone has these line numbers.
+        It is the last release that the file (default: the one being read) names. Otherwise it is the only release that
+        other files name, or the only one that matches the line numbers.
         """
         file = self.file if file is None else file
         own = self._named.get((dist, file))
@@ -95,14 +99,17 @@ class Releases:
 
     @property
     def too_old(self) -> str:
-        """What to say of a release that is older than all that kvfix knows; "" if it is not."""
+        """A note for a release that is older than all releases that kvfix knows; "" for other releases."""
         release, known = self.one("lmcache"), fingerprints()["lmcache"]["releases"]
         if release is None or Version(release) >= Version(known[0]):
             return ""
-        return f"LMCache {release} is older than what kvfix knows ({known[0]}): its fixes and releases may not fit"
+        return (
+            f"LMCache {release} is older than every release that kvfix knows ({known[0]} and newer): the fixes and "
+            "releases in the findings may be wrong"
+        )
 
     def within(self, dist: str, specifier: str, file: str | None = None, ran: str | None = None) -> bool | None:
-        """Whether the release of the file (the one being read), or `ran`, is among these; None: it is not known."""
+        """Return whether `ran`, or the release of the file (default: the one being read), matches; None if unknown."""
         release = ran or self.one(dist, file)
         if release is not None:
             return _within(release, specifier)

@@ -1,6 +1,6 @@
-"""What a person or a language model needs of a log of any size, in at most 8 kB; and a bug report made of it.
+"""A summary of a log in at most 8 kB, for a person or a language model, and a bug report with this summary.
 
-Nothing of a prompt, no secret, no host, no path of a machine: what stands here is meant to be posted.
+Both can be posted in public: they have no prompt, no secret, no host and no path of the machine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.log_finding import LogFinding
     from kvfix_tools.diagnose.log_line import LogLine
 
-#: Bytes of the whole, of each line, and how much of each kind is shown.
+#: Maximum bytes of the summary and of a line, and maximum numbers of each kind of entry.
 LIMIT, _WIDTH = 8000, 300
 _EXCEPTIONS, _FRAMES, _FINDINGS, _UNKNOWN, _PROCESSES = 4, 6, 6, 5, 6
 #: Settings of vLLM that decide what a connector does.
@@ -36,7 +36,7 @@ _SETTINGS = re.compile(
     r"|'[^']*'|[^,}]+)"
 )
 _URL = re.compile(r"https://github\.com/[\w./-]*\w")
-#: Code of a package: what stands before its name is of one machine.
+#: Path of a package's code, without the folders of the machine before it.
 _PACKAGE = re.compile(r"(?:^|/)(?:(?:site|dist)-packages/|(?=(?:vllm|lmcache|nixl|mooncake)/))(\S+)$")
 _PACKAGED = re.compile(
     r"(?<![\w./])/(?:[\w.@+-]+/)*(?:site-packages/)?((?:vllm|lmcache|nixl|mooncake)/(?:\w+/)*\w+\.py)"
@@ -46,7 +46,7 @@ _HOSTS = (
     (re.compile(r"\b([a-z][a-z0-9+]{1,20}://)[^\s'\",/:}\])]+"), r"\1<host>"),
     (re.compile(r"(?i)\b((?:engine_id|hostname|host|server)['\"]?\s*[=:]\s*['\"]?)[^\s'\",}\])]+"), r"\1<left out>"),
     (_PACKAGED, r"\1"),
-    # With blanks in the names of folders.
+    # Names of folders may contain blanks.
     (re.compile(r"(?<![\w./])(?:~|\.{1,3})?/(?:[\w.@+= -]+/)*[\w.@+=-]+"), "<path>"),
     (
         re.compile(
@@ -55,26 +55,26 @@ _HOSTS = (
         "<file>",
     ),
 )
-#: Where the values of a message begin.
+#: The beginning of a value in a message.
 _VALUES = re.compile(r"\d|'|\"|<")
-#: Text of a request that an error repeats.
+#: Text of a request in an error message.
 _PROMPT = re.compile(
     r"(?is)(\b(?:prompt|messages|content|input_text|text)\b['\"]?\s*[=:]\s*)(?:'[^']*'|\"[^\"]*\"|\[[^\]]*\])"
 )
 
 
 def brief(log: Diagnosis, findings: list[LogFinding]) -> str:
-    """At most LIMIT bytes, in the order of what matters: where it does not all fit, the end is left out."""
+    """Return at most LIMIT bytes, the most important lines first. A longer text is cut at its end."""
     text = "\n".join(line[:_WIDTH] for line in _lines(log, findings))
     cut = text.encode()
     if len(cut) <= LIMIT:
         return text + "\n"
     kept = cut[: LIMIT - 40].decode("utf-8", "ignore")
-    return kept[: kept.rfind("\n") + 1] + "(the rest is left out)\n"
+    return kept[: kept.rfind("\n") + 1] + "(cut here)\n"
 
 
 def issue(log: Diagnosis, findings: list[LogFinding]) -> str:
-    """A bug report to post: Markdown."""
+    """Return a bug report in Markdown."""
     first = findings[0] if findings else None
     threads = dict.fromkeys(thread for found in findings for thread in _threads(log, found))
     parts = [f"# {_title(log, first)[:120]}", "", f"<!-- kvfix-diagnose {kvfix.__version__} -->", ""]
@@ -82,10 +82,10 @@ def issue(log: Diagnosis, findings: list[LogFinding]) -> str:
     parts += [safe(f"- {event.what}") for found in findings[:2] for event in found.history[-8:]] or [
         f"{first.rule.title if first else 'See the log.'}"
     ]
-    parts += ["", "## How to see it again", "", "(the command, the model and the requests, without their texts)", ""]
-    parts += ["## The log in short", "", "```text", brief(log, findings).rstrip(), "```", ""]
+    parts += ["", "## How to reproduce", "", "(the command, the model and the requests, without their texts)", ""]
+    parts += ["## Summary of the log", "", "```text", brief(log, findings).rstrip(), "```", ""]
     if threads:
-        parts += ["## Nearest known", "", *(f"- {thread}" for thread in threads), ""]
+        parts += ["## Known reports", "", *(f"- {thread}" for thread in threads), ""]
     terms = _search_terms(log, findings)
     if terms:
         parts += ["## Search terms", "", *(f"- `{term}`" for term in terms), ""]
@@ -93,7 +93,7 @@ def issue(log: Diagnosis, findings: list[LogFinding]) -> str:
 
 
 def _title(log: Diagnosis, found: LogFinding | None) -> str:
-    """Say what died or hangs, and of what."""
+    """Return a title that says what died or hangs, and why."""
     if found is None or found.is_note:
         return "No failure was found in the log"
     first = log.failures.first
@@ -110,14 +110,14 @@ def _named(log: Diagnosis) -> list[str]:
 
 
 def _threads(log: Diagnosis, found: LogFinding) -> list[str]:
-    """Addresses of reports of the same: those of the record, or of the fixes."""
+    """Return the addresses of reports in the record or in the fixes."""
     if isinstance(found.rule, Problem):
         return list(found.rule.threads)
     return [url for fix in advice.fixes(log, found) for url in _URL.findall(fix.section("Upstream"))]
 
 
 def safe(text: str) -> str:
-    """Without secrets, prompts, token ids, hosts and paths."""
+    """Remove secrets, prompts, token ids, hosts and paths from a text."""
     text = redact.text(without_tokens(text))
     text = _PROMPT.sub(r"\1<left out>", text)
     for pattern, shown in _HOSTS:
@@ -141,14 +141,14 @@ def _lines(log: Diagnosis, findings: list[LogFinding]) -> Iterator[str]:
     for line in log.failures.raised[:_EXCEPTIONS]:
         yield from _exception(line)
     for line in [each for each in log.failures.lines if each.name != "raised"][:_UNKNOWN]:
-        yield f"not recognised, line {line.number}: {safe(line.evidence.text)}"
+        yield f"unknown failure, line {line.number}: {safe(line.evidence.text)}"
     for process, line in list(log.failures.last.items())[:_PROCESSES]:
-        yield f"last of {process or 'a process without a name'}, line {line.number}: {safe(line.evidence.text)}"
+        yield f"last line of {process or 'a process without a name'}, line {line.number}: {safe(line.evidence.text)}"
     yield "counts: " + ", ".join(f"{name} {many}" for name, many in log.counts.most_common(20))
 
 
 def _finding(log: Diagnosis, kind: list[LogFinding], full: bool) -> Iterator[str]:
-    """The worst of a kind, and how often it is there."""
+    """Yield the lines of the first finding of a kind, with the count of all."""
     found = kind[0]
     rule, many = found.rule, sum(each.count for each in kind)
     times = f", {many} times" if many > 1 else ""
@@ -177,18 +177,18 @@ def _exception(line: LogLine) -> Iterator[str]:
 
 
 def _of_package(file: str) -> str:
-    """Return the path of a file of a package, from its last folders on; files of others are not named."""
+    """Return the last folders of a package's file, and "<file>" for any other file."""
     found = _PACKAGE.search(file)
     return "/".join(found[1].split("/")[-3:]) if found is not None else "<file>"
 
 
 def settings(line: str) -> list[tuple[str, str]]:
-    """(name, value) of the settings that matter, in vLLM's line of its non-default arguments."""
+    """Return (name, value) of the important settings in vLLM's line of its non-default arguments."""
     return [(found["name"], safe(found["value"])) for found in _SETTINGS.finditer(line)]
 
 
 def _search_terms(log: Diagnosis, findings: list[LogFinding]) -> list[str]:
-    """What another report of the same would have: classes with their functions, and texts without values."""
+    """Return texts that another report of this failure would have: classes with functions, texts without values."""
     terms: dict[str, None] = {}
     for line in log.failures.raised[:3]:
         fields = line.fields

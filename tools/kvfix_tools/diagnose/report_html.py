@@ -1,4 +1,4 @@
-"""One self-contained page: findings, counters over time, a line for each request. No script, nothing loaded."""
+"""A self-contained HTML page without scripts: findings, counters over time, a line for each request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.log_finding import LogFinding
     from kvfix_tools.diagnose.timeline import Mark, Timeline
 
-#: Requests with a line of their own on the page; those of findings first.
+#: Maximum number of requests on the page. Requests of findings come first.
 LANES = 60
 _WIDTH, _LABEL = 1100, 200
 
@@ -50,8 +50,8 @@ svg { display: block; width: 100%; height: auto; } svg text { font: 11px ui-mono
 def page(log: Diagnosis, timeline: Timeline, findings: list[LogFinding]) -> str:
     parts = [_article(log, *kind) for kind in by_kind(findings)] or ["<p>Nothing found.</p>"]
     hidden = "".join(
-        f"<p class=soft>Not known: {escape(rule)} ({escape(what)}) is hidden by the log's level; "
-        f"<code>{escape(how)}</code> shows it.</p>"
+        f"<p class=soft>Not checked: {escape(rule)}. It needs {escape(what)}, which this log level hides. "
+        f"Set <code>{escape(how)}</code>.</p>"
         for rule, what, how in log.hidden()
     )
     return (
@@ -65,7 +65,7 @@ def page(log: Diagnosis, timeline: Timeline, findings: list[LogFinding]) -> str:
 
 
 def _article(log: Diagnosis, found: LogFinding, *others: LogFinding) -> str:
-    """others: of the same kind, a line each."""
+    """Return one finding in full, and a line for each other finding of its rule."""
     rule = found.rule
     request = f"<span class=soft>request {escape(found.request)}</span>" if found.request else ""
     times = f"<span class=soft>{found.count} times</span>" if found.count > 1 else ""
@@ -92,7 +92,7 @@ def _article(log: Diagnosis, found: LogFinding, *others: LogFinding) -> str:
         + (f"<pre>{escape(history)}\n{escape(ledger)}</pre>" if history or ledger else "")
         + f"<details><summary>In the log ({len(found.evidence)})</summary><pre>{escape(lines)}</pre></details>"
         + (
-            f"<details><summary>The same of others ({len(others)})</summary><pre>{escape(same)}</pre></details>"
+            f"<details><summary>Other requests ({len(others)})</summary><pre>{escape(same)}</pre></details>"
             * bool(others)
         )
         + "</article>"
@@ -100,7 +100,7 @@ def _article(log: Diagnosis, found: LogFinding, *others: LogFinding) -> str:
 
 
 def _words(text: str) -> str:
-    """What stands between backticks is code."""
+    """Escape a text, and format text between backticks as code."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
@@ -138,7 +138,6 @@ def _requests(timeline: Timeline, findings: list[LogFinding]) -> str:
 
 
 def _legend() -> str:
-    """What the colours of the dots mean."""
     kinds = (("Asked", "asked"), ("Loaded", "granted, loaded or stored"), ("Raised", "raised, failed or ended"))
     dots = "".join(
         f"<svg class=dot viewBox='0 0 12 12'><circle class={kind} cx=6 cy=6 r=4 /></svg>{words} "

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.log_finding import LogFinding
 
-#: Raised when a name changes its meaning or goes.
+#: Increased when a key changes its meaning or is removed.
 SCHEMA = 1
 
 

@@ -17,24 +17,24 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.log_finding import LogFinding
 
 _STYLES = {"crash": "bold white on red", "wrong KV": "bold red", "hang": "bold red", "leak": "yellow", "slow": "yellow"}
-#: Kinds of findings of which one is shown in full without --all.
+#: Maximum number of findings to show in full without --all.
 SHOWN = 4
-#: Characters of a cause: those of every record.
+#: Maximum length of a cause in characters. The cause of every record fits.
 _LONGEST = 460
-#: Lines that count lookups, loads and stores.
+#: Kinds of lines that count lookups, loads and stores.
 _COUNTED = ("asked", "retrieved", "stored", "mp_prefetched", "mp_retrieved", "mp_stored")
-#: Lines of the LMCache server alone.
+#: Kinds of lines that only the LMCache server logs.
 _OF_SERVER = ("transfer_mode", "no_handler", "unregistered", "reaped", "good_bye")
-#: Events of a history and lines of evidence that are shown of each.
+#: Maximum numbers of history events and of evidence lines to show.
 EVENTS, LINES = 6, 3
-#: Requests that are named, of those with the same finding.
+#: Maximum number of requests to name for one finding.
 REQUESTS = 4
 
 
 def print_finding(
     log: Diagnosis, found: LogFinding, console: Console, full: bool = False, others: list[LogFinding] | None = None
 ) -> None:
-    """One finding: what, the history with its arithmetic, where it stands, why, and what to do. others: of its kind."""
+    """Print one finding: title, history with arithmetic, lines, cause, remedy. others: findings of the same rule."""
     rule = found.rule
     word = found.severity.word
     head = Text.assemble((f" {word} ", _STYLES.get(word, "bold")), " ", (rule.code, "bold"), f" {rule.name}")
@@ -70,7 +70,7 @@ def print_finding(
 
 
 def _print(console: Console, text: str, indent: int, style: str = "") -> None:
-    """Wrapped for a person; one line for a program, to grep."""
+    """Print wrapped text on a terminal, and one line for grep elsewhere."""
     shown = Text(text, style)
     if console.is_terminal:
         console.print(Padding(shown, (0, 0, 0, indent)))
@@ -79,7 +79,7 @@ def _print(console: Console, text: str, indent: int, style: str = "") -> None:
 
 
 def _short(text: str) -> str:
-    """The first sentences, to about four lines: what decides a cause often stands last."""
+    """Return the first sentences, about four lines."""
     if len(text) <= _LONGEST:
         return text
     cut = text[:_LONGEST].rfind(". ")
@@ -87,7 +87,7 @@ def _short(text: str) -> str:
 
 
 def print_all(log: Diagnosis, findings: list[LogFinding], console: Console, everything: bool) -> None:
-    """Print causes in full, up to SHOWN, each with what follows from it; of the others one line for each kind."""
+    """Print at most SHOWN causes in full, each with its consequences, and one line for each other kind."""
     kinds = [[found] for found in findings] if everything else by_kind(findings)
     full = [kind for kind in kinds if everything or not (kind[0].follows or kind[0].is_note)]
     shown = full if everything else full[:SHOWN]
@@ -111,29 +111,31 @@ def _print_line(console: Console, what: str, kind: list[LogFinding]) -> None:
 
 
 def _requests(others: list[LogFinding]) -> str:
-    """Findings of the same kind, by their requests."""
+    """Return a line about other findings of the same rule, with their requests."""
     names = [found.request for found in others if found.request]
     some = ", ".join(names[:REQUESTS]) + (", ..." if len(names) > REQUESTS else "")
     times = sum(found.count for found in others)
-    return f"the same {times} times more: {some or 'no request named'} (--all shows each)"
+    return f"{times} more times: {some or 'no request named'} (--all shows each)"
 
 
 def print_summary(log: Diagnosis, findings: list[LogFinding], console: Console) -> None:
-    """What was read, what the log does not show, and one line to grep."""
+    """Print rules that could not be checked, notes, the size of the input, and one SUMMARY line for grep."""
     for rule, what, how in log.hidden():
         console.print(
-            f"unknown: {rule} ({what}) is hidden by the log's level; {how} shows it", soft_wrap=True, markup=False
+            f"not checked: {rule} needs {what}, which this log level hides. Set {how}", soft_wrap=True, markup=False
         )
     for code, many in sorted(log.unknowns.items()):
         console.print(
-            f"unknown: {code} {many} times: the log does not hold what came before", soft_wrap=True, markup=False
+            f"not checked: {code}, {many} times, because earlier events are not in the log",
+            soft_wrap=True,
+            markup=False,
         )
     if log.releases.too_old:
         console.print(f"note: {log.releases.too_old}", soft_wrap=True, markup=False)
     if "LMCacheMPConnector" in log.who.connectors and not any(log.counts[name] for name in (*_COUNTED, *_OF_SERVER)):
         console.print(
-            "note: with LMCacheMPConnector lookups, loads and stores are in the log of `lmcache server`, not in an "
-            "engine's: give that file too",
+            "note: with LMCacheMPConnector the log of `lmcache server` has the lookups, loads and stores. Give this "
+            "log too: kvfix-diagnose ENGINE.log SERVER.log",
             soft_wrap=True,
             markup=False,
         )
@@ -144,7 +146,7 @@ def print_summary(log: Diagnosis, findings: list[LogFinding], console: Console) 
 
 
 def _summary(log: Diagnosis, findings: list[LogFinding]) -> str:
-    """Return each kind of finding once: how many requests it concerns, and whether it is certain."""
+    """Return each kind of finding once, with its number of requests, and if it is certain."""
     found = [each for each in findings if not each.is_note]
     words = []
     for kind in by_kind(found):
@@ -157,19 +159,19 @@ def _summary(log: Diagnosis, findings: list[LogFinding]) -> str:
 
 
 def nothing_found(log: Diagnosis) -> str:
-    """What was looked at and shows no failure."""
+    """Return a sentence about a log without findings."""
     if not log.counts and not log.debug:
         return not_recognised(log)
     requests, lookups, loads, stores = log.done
     seen = f"{requests} requests, {lookups} lookups, {loads} loads, {stores} stores"
     other = len(log.failures.lines)
-    return f"nothing found: {seen}; {f'{other} errors that did not stop it' if other else 'no error'}"
+    return f"nothing found: {seen}; {f'{other} errors that did not stop the engine' if other else 'no error'}"
 
 
 def not_recognised(log: Diagnosis) -> str:
-    """Say of an input without a line that is read whether it is of vLLM or LMCache at all."""
+    """Return a sentence about an input without a recognised line."""
     if log.is_own:
-        return "the lines of vLLM or LMCache in it do not say what requests did, nor what failed"
+        return "the lines of vLLM and LMCache in the input show neither requests nor failures"
     return "no line of vLLM, LMCache or a KV connector was recognised"
 
 
@@ -182,17 +184,17 @@ def read_words(log: Diagnosis) -> str:
 
 
 def versions(log: Diagnosis) -> dict[str, str]:
-    """{"LMCache": releases, "vLLM": releases}; "" where none is known."""
+    """Return {"LMCache": releases, "vLLM": releases}, with "" for unknown releases."""
     named = {"LMCache": ", ".join(log.releases.named("lmcache")), "vLLM": ", ".join(log.releases.named("vllm"))}
     for name, by_lines in (("LMCache", log.releases.candidates), ("vLLM", log.releases.placed())):
         if not named[name] and by_lines:
             first, last = by_lines[0], by_lines[-1]
-            named[name] = f"{first if first == last else f'{first} to {last}'} (by the lines of its statements)"
+            named[name] = f"{first if first == last else f'{first} to {last}'} (by line numbers in the log)"
     return named
 
 
 def print_request(log: Diagnosis, request: str, console: Console) -> None:
-    """One request's history in full, then every line that names it."""
+    """Print the whole history of one request, then every line that names it."""
     for event in log.requests.history(request):
         _print(console, str(event), 0)
     if log.request_lines:
@@ -200,4 +202,4 @@ def print_request(log: Diagnosis, request: str, console: Console) -> None:
     for line in log.request_lines:
         _print(console, str(line), 0, "dim")
     if not log.request_lines:
-        console.print(f"no line that is read names {request}", markup=False)
+        console.print(f"no recognised line names request {request}", markup=False)

@@ -1,4 +1,4 @@
-"""The requests of a log: where their events stand, what those violate, and what was asked last. The oldest go."""
+"""The requests of a log: lines of their events, violations, and last lookup. The oldest requests are forgotten."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kvfix_tools.diagnose.log_finding import HistoryEvent
 if TYPE_CHECKING:
     from kvfix.ledger import Finding, Ledger
 
-#: Requests that are kept in mind; the oldest are forgotten: millions take no more memory.
+#: Maximum number of requests to keep, so that memory does not grow with the log.
 REQUESTS = 10_000
-#: Events and violations kept of one request.
+#: Maximum numbers of events and violations to keep for one request.
 HISTORY, _VIOLATED = 24, 8
 
 
 class Request:
-    """places: (file, line) of its events. asked: the fields of its last lookup. violated: what its events violate."""
+    """A request. places: (file, line) of its events. asked: fields of its last lookup. violated: violated rules."""
 
     def __init__(self) -> None:
         self.places: deque[tuple[str, int]] = deque(maxlen=HISTORY)
@@ -30,12 +30,12 @@ class Request:
 
 
 class Requests:
-    """Those of one ledger, which forgets with it."""
+    """The requests of one ledger. A forgotten request is removed from the ledger too."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._kept: dict[str, Request] = {}
-        #: Requests that the log names.
+        #: Number of requests that the log names.
         self.named = 0
 
     def __len__(self) -> int:
@@ -56,9 +56,9 @@ class Requests:
         return known
 
     def history(self, request: str) -> list[HistoryEvent]:
-        """The request's events so far, in words, each with its line."""
+        """Return the request's events so far as text, each with its line."""
         history, known = self._ledger.histories.get(request), self._kept.get(request)
         if not request or history is None or known is None:
             return []
-        events, places = reversed(history.events), reversed(known.places)  # either may begin before the other
+        events, places = reversed(history.events), reversed(known.places)  # one may be longer than the other
         return [HistoryEvent(event.text(), *place) for event, place in zip(events, places, strict=False)][::-1]

@@ -1,4 +1,4 @@
-"""How a problem shows in a log: a statement, an exception, a native crash or a stack; and whether a line is one."""
+"""The signs of a problem in a log: a statement, an exception, a native crash or a stack. Match signs with lines."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.log_line import LogLine
 
 PLACE = re.compile(r"<(\w+)>")
-#: Innermost frames in which a sign is looked for.
+#: Number of innermost frames in which to search a sign.
 _FRAMES = 8
 
 
-#: Where an exception left, or a thread stands: `file.py:function`, `function()`, `folder/` or `namespace::function`.
+#: A place in a stack: `file.py:function`, `function()`, `folder/` or `namespace::function`.
 _PLACE = r"[\w./-]+\.\w+:[\w<>]+|[\w<>~]+\(\)|[\w./-]+/|[^\s`]+::[^\s`]+"
 #: The grammar of a sign (docs/knowledge.md).
 _SIGN = re.compile(
@@ -31,17 +31,17 @@ _SIGN = re.compile(
 
 
 class Logged(NamedTuple):
-    """A line of a logger. text: with `<name>` where a value comes; a part of the line is enough."""
+    """A line of a logger. text: a part of the line, with `<name>` for a value."""
 
     text: str
 
 
 class Failed(NamedTuple):
-    """An exception with its traceback. All that is given must fit.
+    """An exception with its traceback. All given parts must match.
 
-    kind: its class, without the module. text: as in `Logged`. within: a function among the last frames, `file.py:name`
-    or `name`, or a folder: `lmcache/`. through: a part of the path of any frame: whose code called it. source: a part
-    of the line of code that raised it.
+    kind: its class, without the module. text: as in `Logged`.
+    within: a function among the last frames (`file.py:name` or `name`), or a folder (`lmcache/`).
+    source: a part of the line of code that raised it. through: a part of the path of any frame.
     """
 
     kind: str = ""
@@ -52,17 +52,17 @@ class Failed(NamedTuple):
 
 
 class Died(NamedTuple):
-    """A process that died of no exception. text: as in `Logged`. within: a function in faulthandler's stack."""
+    """A process that died without an exception. text: as in `Logged`. within: a function in faulthandler's stack."""
 
     text: str = ""
     within: str = ""
 
 
 class Stuck(NamedTuple):
-    """A thread of a process that hangs, in a stack of py-spy's. within: a function among its innermost frames."""
+    """A thread of a hung process, in a stack of py-spy. within: a function among its innermost frames."""
 
     within: str
-    #: As other signs have it: a stack has no text.
+    #: Always empty, because a stack has no text.
     text: str = ""
 
 
@@ -71,7 +71,7 @@ Sign = Logged | Failed | Died | Stuck
 
 @cache
 def parse(sign: str) -> tuple[Sign, ...]:
-    """Read a sign as a record writes it. A text without a class or a place is logged or raised: it is two signs."""
+    """Parse a sign of a record. A text without a class or a place becomes two signs, logged and raised."""
     found = _SIGN.fullmatch(sign)
     assert found is not None  # every part may be empty
     form, kind, text, source, within, through = (
@@ -88,7 +88,7 @@ def parse(sign: str) -> tuple[Sign, ...]:
 
 @lru_cache(maxsize=4096)
 def longest(text: str) -> str:
-    """The longest part of a template without a value."""
+    """Return the longest part of a template without a value."""
     return max(PLACE.split(text)[::2], key=len)
 
 
@@ -98,9 +98,9 @@ def _search(template: str, text: str) -> re.Match[str] | None:
 
 @lru_cache(maxsize=4096)
 def pattern(text: str) -> re.Pattern[str]:
-    """Of a template: `<name>` takes a value."""
+    """Return the pattern of a template, in which `<name>` matches a value."""
     parts = PLACE.split(text)
-    # A value in between may be a whole CacheEngineKey(...).
+    # A value may be as long as a whole CacheEngineKey(...).
     made = [re.escape(part) if number % 2 == 0 else f"(?P<{part}>.{{1,600}}?)" for number, part in enumerate(parts)]
     if len(parts) > 1 and not parts[-1]:
         made[-2] = f"(?P<{parts[-2]}>[^\\n]{{1,200}})"
@@ -108,7 +108,7 @@ def pattern(text: str) -> re.Pattern[str]:
 
 
 def fits(sign: Sign, line: LogLine) -> dict[str, Any] | None:
-    """The values of the sign's text in this line; None: it does not show."""
+    """Return the values of the sign in this line; None if the line does not show the sign."""
     fields = line.fields
     if isinstance(sign, Logged):
         found = _search(sign.text, without_place(line.body)) if line.name == "logged" else None
@@ -130,7 +130,7 @@ def fits(sign: Sign, line: LogLine) -> dict[str, Any] | None:
         return None
     if sign.source and sign.source not in fields["source"]:
         return None
-    own = [frame for frame in fields["frames"] if not frame[0].startswith("<frozen")]  # not of the import system
+    own = [frame for frame in fields["frames"] if not frame[0].startswith("<frozen")]  # without the import system
     if sign.within and not _within(sign.within, own[-_FRAMES:]):
         return None
     if not goes_through(sign, fields["frames"]):
@@ -142,18 +142,18 @@ def fits(sign: Sign, line: LogLine) -> dict[str, Any] | None:
 
 
 def goes_through(sign: Failed, frames: list[tuple[str, int, str]]) -> bool:
-    """Whether any of the frames is of the code that calls it, if the sign asks for one."""
+    """Return True if the sign names no path, or one of the frames is in this path."""
     return not sign.through or any(sign.through in f"/{frame[0]}" for frame in frames)
 
 
 def implied(sign: Sign, by: Sign) -> bool:
-    """Whether whatever shows `by` shows this sign too: it asks for less."""
+    """Return True if every line that shows `by` also shows this sign."""
     if isinstance(sign, Logged) and isinstance(by, Logged):
         return _search(sign.text, by.text) is not None
     if not (isinstance(sign, Failed) and isinstance(by, Failed)):
         return False
     wider = all(own in ("", more) for own, more in ((sign.kind, by.kind), (sign.through, by.through)))
-    # A folder says whose code it is, a text which failure.
+    # A folder names a package, and a text names a failure, which is more specific.
     where = by.within.endswith(sign.within) or (sign.within.endswith("/") and bool(by.text))
     return wider and where and longest(sign.text) in by.text and sign.source in by.source
 

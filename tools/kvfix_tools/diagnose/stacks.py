@@ -1,4 +1,4 @@
-"""Stacks of a process, as `py-spy dump` or gdb prints them: one thread after the other, the innermost frame first."""
+"""Stacks of a process in the format of `py-spy dump` or gdb, which print the innermost frame first."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from kvfix_tools.diagnose.tracebacks import Frame
 
-#: A report may have a name in place of a number, and a remark behind a frame.
+#: A report may have a name instead of a number, and a remark after a frame.
 _PROCESS = re.compile(rb"^\s*Process (?P<pid>\d+|<\w+>): ?(?P<name>[^\n]{0,200})")
 _THREAD = re.compile(
     rb'^\s*Thread (?:(?:0x)?[0-9A-Fa-f]+|<\w+>) \((?P<state>idle|active|active\+gil)\)(?:: "(?P<name>[^"\n]*)")?'
@@ -15,7 +15,7 @@ _THREAD = re.compile(
 _FRAME = re.compile(
     rb"^\s+(?P<function>[^\s(]+) +\((?P<file>[^()\n]+?)(?::(?P<line>\d{1,9}))?\)\s*(?:(?:<-|#).{0,80})?$"
 )
-#: gdb's: `Thread 12 (Thread 0x7f.. (LWP 77) "name"):`, `#1  0x00.. in name (x=7) from lib.so`, or `at file.c:7`.
+#: gdb prints `Thread 12 (Thread 0x7f.. (LWP 77) "name"):`, `#1  0x00.. in name (x=7) from lib.so`, or `at file.c:7`.
 _GDB_THREAD = re.compile(
     rb'^Thread \d+ \((?:Thread 0x[0-9a-f]+ \()?LWP (?P<lwp>\d+)\)?(?: "(?P<name>[^"\n]{0,80})")?\)?'
 )
@@ -23,14 +23,14 @@ _GDB_FRAME = re.compile(
     rb"^\s*#\d+ +(?:0x[0-9a-f]+ in )?(?P<function>[^\s(]+)[^\n]*?(?: at (?P<file>[^\s:]+):(?P<line>\d{1,9})"
     rb"| from (?P<library>\S+))?\s*$"
 )
-#: State of a thread of which gdb shows the native frames.
+#: State of a thread with native frames of gdb.
 NATIVE = "native"
-#: Frames of a thread that are kept, the innermost ones.
+#: Maximum number of frames to keep of a thread, the innermost ones.
 _MOST = 64
 
 
 class Stack(NamedTuple):
-    """A thread. process: `VLLM::EngineCore pid=7`, or "". frames: the innermost one is the last, as in a traceback."""
+    """A thread. process: `VLLM::EngineCore pid=7`, or "". frames: the innermost is last, as in a traceback."""
 
     process: str
     thread: str
@@ -39,17 +39,17 @@ class Stack(NamedTuple):
 
 
 class Stacks:
-    """One for each input."""
+    """The parser of stacks in one input."""
 
     def __init__(self) -> None:
         self._process = ""
         self._thread: tuple[str, str] | None = None
         self._frames: list[Frame] = []
-        #: Whether the next lines may be frames.
+        #: True if the next lines may be frames.
         self.open = False
 
     def take(self, text: bytes) -> tuple[bool, Stack | None]:
-        """(whether the line is part of a dump, the thread that ends with it)."""
+        """Take a line. Return (True if it is part of a dump, the thread that ends before it or None)."""
         thread = _THREAD.match(text)
         if thread is not None:
             ended = self.end()
@@ -80,7 +80,7 @@ class Stacks:
         return self._thread is not None and self._thread[1] == NATIVE and not self._frames
 
     def _frame(self, text: bytes) -> bool:
-        """Whether the line is a frame; it is kept while there is room."""
+        """Return True if the line is a frame, and keep it unless there are too many."""
         native = self._thread is not None and self._thread[1] == NATIVE
         frame = _GDB_FRAME.match(text) if native else _FRAME.match(text)
         if frame is None:
@@ -91,7 +91,7 @@ class Stacks:
         return True
 
     def end(self) -> Stack | None:
-        """The thread whose frames have been read."""
+        """Return the thread whose frames were read, and reset."""
         if self._thread is None:
             return None
         (name, state), frames = self._thread, self._frames[::-1]

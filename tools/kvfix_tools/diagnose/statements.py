@@ -1,7 +1,7 @@
-"""The releases' own logging statements and assertion texts that the grammar reads: `statements.json`.
+"""The logging statements and assertion texts of the releases that the grammar reads: `statements.json`.
 
-From it come the level of a line (what a log cannot show), the release that a statement's line number gives away, and
-samples for tests. `make statements` writes it (tools/maintain/logging_statements.py).
+They give the level of a line, the releases that have a statement at a line number, and samples for tests.
+`make statements` writes the file (tools/maintain/logging_statements.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PLACE = re.compile(rf"{_CONVERSION.pattern}|\{{\}}")
 
 
 class Statement(NamedTuple):
-    """template: with `{}` where a value comes. level: of logging, or what else it is. lines: {release: where}."""
+    """A statement. template: has `{}` for each value. level: of logging, or the kind. lines: {release: numbers}."""
 
     message: str
     template: str
@@ -30,18 +30,18 @@ class Statement(NamedTuple):
 
 
 def filled(template: str, values: Iterator[str]) -> str:
-    """The text as it is printed, with these values in its places."""
+    """Return the printed text with these values."""
     return _PLACE.sub(lambda place: "%" if place[0] == "%%" else next(values), template)
 
 
 def sample(template: str, value: str = "7") -> str:
-    """The text as it is printed, with this for every value."""
+    """Return the printed text with this value for every value."""
     return filled(template, repeat(value))
 
 
 @lru_cache(maxsize=1)
 def known() -> dict[str, list[Statement]]:
-    """{dist: its statements}"""
+    """Return {distribution: its statements}."""
     return {
         dist: [Statement(row[0], row[1], row[2], row[3], _by_release(row[4])) for row in rows]
         for dist, rows in json.loads(FILE.read_text()).items()
@@ -57,7 +57,7 @@ def _by_release(by_line: dict[str, list[str]]) -> dict[str, tuple[int, ...]]:
 
 
 def levels(message: str, release: str) -> set[str]:
-    """The levels at which this release logs the message; empty: it does not."""
+    """Return the levels at which this release logs the message; empty if it does not log it."""
     return {row.level for rows in known().values() for row in rows if row.message == message and release in row.lines}
 
 
@@ -72,5 +72,5 @@ def _places() -> dict[tuple[str, str, int], frozenset[str]]:
 
 
 def releases_at(message: str, file: str, line: int) -> frozenset[str]:
-    """LMCache releases whose statement of this message stands at this line of this file."""
+    """Return the LMCache releases that have this statement at this line of this file."""
     return _places().get((message, file, line), frozenset())

@@ -1,6 +1,6 @@
-"""What the text of one line says, whatever stands around it: LMCache's lines by their frame, and all others.
+"""Parse the text of one line: lines with LMCache's frame, and all other lines.
 
-Nothing here depends on other lines: a text that comes again says the same again.
+The result does not depend on other lines, so it can be cached.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from kvfix_tools.diagnose.tracebacks import Part, Raised, by_name
 
 #: Part of each line of kvfix's own recorder.
 RECORDED = b'{"kind":"'
-#: Logger of glog, UCX, spdlog and CANN.
+#: Name of the logger for glog, UCX, spdlog and CANN.
 NATIVE = "native"
-#: Name of a line that names a connector, and says nothing else.
+#: Name of a line that only names a connector.
 WHO = "who"
-#: Bytes of a message that are kept for evidence.
+#: Maximum bytes of a message to keep for evidence.
 LONGEST_BODY = 1 << 14
 LEVEL = re.compile(rb"\] LMCache ([A-Z]{4,8}):(?:" + ANSI + rb")? ?")
 #: LMCache's frame without its time, and the place of its statement at the end of a line without its frame.
 _CUT = re.compile(rb"(?m)^LMCache [A-Z]{4,8}: |\(\w+\.py:\d+:lmcache\.")
 _SECOND, STAMP = len(b"2026-11-21 01:41:27"), len(b"2026-11-21 01:41:27,007")
-#: `ERROR 12-03 01:24:36 [core.py:844] `, and whose it is: `(EngineCore_DP0 pid=7703) `, `(VllmWorker rank=0 pid=31) `,
-#: Ray's `(RayWorkerWrapper pid=7, ip=10.0.0.5) `, and what torch and torchrun put before lines: `[rank0]: `. The date
-#: may have a year; some web pages make a link of the file, `[[core.py:844](http://core.py:844/)] `.
+#: vLLM's prefix is `ERROR 12-03 01:24:36 [core.py:844] `. The name of a process is `(EngineCore_DP0 pid=7703) `,
+#: `(VllmWorker rank=0 pid=31) ` or Ray's `(RayWorkerWrapper pid=7, ip=10.0.0.5) `. torch and torchrun add `[rank0]: `.
+#: The date may have a year. Some web pages turn the file into a link: `[[core.py:844](http://core.py:844/)] `.
 _VLLM = re.compile(
     rb"(DEBUG|INFO|WARNING|ERROR|CRITICAL) +(?:\d{4}-)?\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)? "
     rb"\[{0,2}([^\[\]\s]*:\d+)(?:\]\(http[^()\s]{1,200}\))?\] ?"
@@ -38,8 +38,8 @@ _VLLM = re.compile(
 _CLOCK = re.compile(rb"(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) +(?:(\d{4})-)?(\d\d-\d\d \d\d:\d\d:\d\d)")
 _PROCESS = re.compile(rb"\((\w+)(?: rank=(\d+))?[^()\n]{0,40}? ?pid=(\d+)(?:, ip=[\w.:]{1,40})?\)")
 _RANK = re.compile(rb"\[((?:rank|default)\d{1,5})\]: ?")
-#: Levels of other loggers: logging's own format, uvicorn, glog (Mooncake, NIXL), UCX, spdlog (InfiniStore); and what
-#: argparse, Docker and Helm say.
+#: Levels of other loggers: logging's own format, uvicorn, glog (Mooncake, NIXL), UCX, spdlog (InfiniStore); and errors
+#: of argparse, Docker and Helm.
 _OTHER = re.compile(
     rb"(?:^|[\s\]\[|])(?:(?P<level>WARNING|WARN|ERROR|CRITICAL|FATAL)\b[\s:\]-]"
     rb"|(?P<glog>[WEF])(?:\d{4}){1,2} \d\d:\d\d:\d\d(?!\S* +\d+ \S+\.go:)"
@@ -50,11 +50,12 @@ _OTHER = re.compile(
     rb"|(?P<container>docker|Error response from daemon|nvidia-container-cli|Error: INSTALLATION FAILED): ."
     rb"|exec format (?P<format>error))"
 )
-#: So far in a line the name of a rank ends, behind what a container puts first; and a level, which prose names later.
+#: The name of a rank ends within the first 128 bytes, after a container's prefix. A level ends within the first 320
+#: bytes. Later in a line, prose may contain the word.
 _RANKED, _LEVELLED = 128, 320
 _LEVELS = {b"W": "warning", b"E": "error", b"F": "critical", b"WARN": "warning", b"FATAL": "critical"}
 MILLISECONDS = {b"%03d" % number: number / 1000 for number in range(1000)}
-#: A process that died of something that is no exception.
+#: A process that died without an exception.
 _DIED = re.compile(
     rb"(?P<what>Segmentation fault|Segfault encountered|SIGSEGV|SIGABRT|SIGBUS|Bus error|oom-kill|OOMKilled"
     rb"|Out of memory: Killed process \d+|(?:^|\s)Killed\s*(?:process \d+|$)|terminate called"
@@ -70,43 +71,43 @@ _DEATHS = (
     b"llegal ins", b"Aborted", b"137", b"(): ", b"corrupt", b"backtrace (", b"panicked at", b"te mask", b"with signal ",
     b"EFA provider",
 )  # fmt: skip
-#: What is bad news, and said at INFO: by KVBM, and by Mooncake's master.
+#: Failures that KVBM and Mooncake's master log at INFO.
 _BAD_AT_INFO = (b"Ping timed out", b"action=client_expired", b"action=unmount_expired_segment")
-#: What an engine or a server says when it is asked to end: errors after it are no failure.
+#: Messages of an engine or a server that shuts down. Errors after these messages are not failures.
 _CLOSING = (b"Unregistered ", b"Shutting down LMCache", b"Gracefully shutting down")
 #: LMCache's messages by the first bytes of their bodies.
 _BY_HEAD: dict[bytes, list[grammar.Message]] = {}
 for _message in grammar.MESSAGES:
     for _start in _message.starts:
         _BY_HEAD.setdefault(_start[:4], []).append(_message)
-#: LMCache's where a line has lost its beginning, or a launcher has put another in front of it.
+#: For lines that have lost their beginning, or got a prefix from a launcher.
 _ANYWHERE = [message for message in grammar.MESSAGES if message.source != "raised"]
 _OF_VLLM = [message for message in _ANYWHERE if message.source != "lmcache"]
 _RAISED = [message for message in grammar.MESSAGES if message.source == "raised"]
 
 
-#: Kinds of lines that are no statements of a logger of vLLM or LMCache: of uvicorn, of lists of packages, of kvfix.
+#: Kinds of lines that no logger of vLLM or LMCache writes: of uvicorn, of lists of packages, of kvfix.
 _NO_STATEMENTS = ("up", "answered_500", "recorded", *grammar_vllm.RELEASE_IN)
 
 
 def is_own(text: bytes) -> bool:
-    """Return True if a line of it has the head of vLLM's logger or of LMCache's, or names a process of an engine."""
+    """Return True if a line has the prefix of vLLM's or LMCache's logger, or names a process of an engine."""
     return any(pattern.search(text) is not None for pattern in (LEVEL, _VLLM, _PROCESS, _CUT))
 
 
 class Framed(msgspec.Struct, frozen=True):
-    """A message behind LMCache's frame. name: "": it means nothing. placed: its time and its process count."""
+    """A message after LMCache's frame. name: "" if it does not matter. placed: True if time and process matter."""
 
     name: str
     fields: Fields
     body: bytes
     level: bytes
     placed: bool = True
-    #: Whether nothing else in its line is of interest.
+    #: True if nothing else in its line matters.
     is_alone: bool = True
 
 
-#: Of a line that has to be read whole.
+#: Stands for a line that must be parsed as a whole.
 IN_ITS_LINE = Framed("", {}, b"", b"", is_alone=False)
 
 
@@ -123,9 +124,9 @@ def framed(level: bytes, body: bytes) -> Framed:
 
 
 class Other:
-    """A line of vLLM, of another logger, of a traceback, or one that has lost its beginning.
+    """A line of vLLM, of another logger or of a traceback, or a line that has lost its beginning.
 
-    headless: whether the line counts without a logger's head.
+    headless: which lines without a logger's prefix count.
     """
 
     def __init__(self, line: bytes, headless: Headless = Headless.ALL) -> None:
@@ -143,12 +144,12 @@ class Other:
             self.body = log_formats.without_prefix(text)
             if headless is Headless.WHOLE and self.body[:1] in bare_lines.QUOTES:
                 self.body = bare_lines.stripped(self.body)
-        #: Whether it may be of a dump of stacks.
+        #: True if the line may be part of a dump of stacks.
         self.of_stack = b"Thread " in self.body or b"Process " in self.body or self.body.startswith(b"#0 ")
 
     @cached_property
     def part(self) -> Part:
-        """What it is to a traceback."""
+        """The line as a part of a traceback."""
         return Part(self.body)
 
     @cached_property
@@ -157,7 +158,7 @@ class Other:
 
     @cached_property
     def level(self) -> str:
-        """Of vLLM's frame, or of another logger's; "" if the line has none."""
+        """The level in vLLM's or another logger's prefix; "" if the line has none."""
         if self._head is not None:
             return self._head[1].decode().lower()
         other = _OTHER.search(self._text[:_LEVELLED])
@@ -172,12 +173,12 @@ class Other:
 
     @property
     def place(self) -> str:
-        """File and line of vLLM's statement, as its frame has them; "" for other loggers."""
+        """File and line of vLLM's statement, from its prefix; "" for other loggers."""
         return self._head[2].decode("utf-8", "replace") if self._head is not None else ""
 
     @cached_property
     def found(self) -> tuple[str, Fields] | None:
-        """(name, fields), where it is no part of a traceback; None: it means nothing."""
+        """(name, fields) of a line that is not part of a traceback; None if it does not matter."""
         text, body, head = self._text, self.body, self._head
         whole = not self._has_head and self._headless is Headless.WHOLE
         if not self._has_head and self._headless is Headless.NONE and RECORDED not in text:
@@ -211,12 +212,12 @@ class Other:
         return self._statement if whole else None
 
     def _is_whole(self, message: grammar.Message) -> bool:
-        """Return True if the line is no more than this message, or one that no logger's statement makes."""
+        """Return True if the line is exactly this message, or a message that no logger writes."""
         return message.name in _NO_STATEMENTS or bare_lines.kind(self.body) == message.name
 
     @property
     def _statement(self) -> tuple[str, Fields] | None:
-        """A whole statement of a release without its logger's head."""
+        """(name, fields) of a whole statement of a release without its logger's prefix."""
         name = bare_lines.kind(self.body)
         if name == "logged":
             return name, {"level": "error", "logger": "bare", "place": ""}
@@ -228,13 +229,13 @@ class Other:
 
     @cached_property
     def is_alone(self) -> bool:
-        """Whether it says what it says, whatever stood before it: where no traceback and no stack is open."""
+        """True if the parse does not depend on earlier lines, while no traceback and no stack is open."""
         if self.of_stack or self.part.sure or b"assert " in self.body:
             return False
         return self.found is None or self.found[0] != "raised"
 
     def kind(self, head: bytes, body: bytes) -> tuple[bytes, ...] | None:
-        """What the head says besides its time, if the line is made of these two and its body names no process."""
+        """Return the prefix without its time, if the line is `head` plus `body` and its body names no process."""
         start = without_colours(head)
         if self._head is None or self.body != body or b"pid=" in body or self._text != start + body:
             return None
@@ -242,7 +243,7 @@ class Other:
 
 
 def _fields(message: grammar.Message, match: re.Match[bytes]) -> Fields:
-    """{field: count or text}"""
+    """Return {field: count or text}."""
     fields: Fields = {}
     for (field, count), value in zip(message.fields, match.groups(), strict=True):
         if value is not None:
@@ -255,7 +256,7 @@ def _fields(message: grammar.Message, match: re.Match[bytes]) -> Fields:
 
 
 def with_meaning(raised: Raised) -> Fields:
-    """Fields of a line of the kind `raised`. meaning: what the grammar reads in the exception's text."""
+    """Return the fields of a line of the kind `raised`. meaning: kind of the exception's text in the grammar."""
     name, fields = _meaning(raised.text)
     return {**fields, **raised.fields, "meaning": name}
 
@@ -271,8 +272,8 @@ def _meaning(text: str) -> tuple[str, Fields]:
 
 @lru_cache(maxsize=256)
 def process(prefix: bytes) -> str:
-    """Of the last process that is named there: what stands before it is another line's end."""
-    if prefix.find(b"pid=") < 0:  # `in` first tries whether that is a number, and takes three times as long
+    """Return the last process that the prefix names. Text before it belongs to another line."""
+    if prefix.find(b"pid=") < 0:  # `in` takes three times as long, because it first tries to convert to a number
         return ""
     named = _PROCESS.findall(prefix)
     return _process_name(named[-1]) if named else ""
@@ -286,14 +287,14 @@ def _process_name(parts: tuple[bytes, bytes, bytes]) -> str:
 
 @lru_cache(maxsize=256)
 def second_and_process(prefix: bytes) -> tuple[float | None, str]:
-    """Of what stands before the milliseconds of LMCache's frame: when it was, and the last process that is named."""
+    """Return the time and the last process in the text before the milliseconds of LMCache's frame."""
     if len(prefix) < _SECOND:
         return None, process(prefix)
     return _second(prefix[-_SECOND:]), process(prefix[:-_SECOND])
 
 
 def clock(line: bytes, year: bytes) -> float | None:
-    """Return when vLLM logged this line, as seconds since 1970; None: it has no time, or no year is known."""
+    """Return the time of vLLM's line in seconds since 1970; None without a time or a year."""
     found = _CLOCK.search(line[:_LEVELLED])
     if found is None or not (found[1] or year.isdigit()):
         return None
@@ -306,7 +307,7 @@ def _second_of(stamp: bytes) -> float | None:
 
 
 def _second(stamp: bytes) -> float | None:
-    """`2026-11-21 01:41:27` as seconds since 1970, as if the log's clock were UTC; None: it is no time."""
+    """Convert `2026-11-21 01:41:27` to seconds since 1970, as if the log's clock were UTC; None if it is not a time."""
     try:
         year, month, day, hour, minute, second = map(int, re.split(rb"[- :]", stamp))
         return float(calendar.timegm((year, month, day, hour, minute, second, 0, 0, 0)))

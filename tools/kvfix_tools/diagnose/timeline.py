@@ -1,4 +1,4 @@
-"""What the HTML page draws: spans of requests, and counters over time. Bounded, whatever the log's length."""
+"""Data for the HTML page: events of requests, and counters over time. Their size does not grow with the log."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ if TYPE_CHECKING:
     from kvfix.ledger.events import Event
     from kvfix_tools.diagnose.log_line import LogLine
 
-#: Seconds since 1970: what is before 2001 is no time, but a damaged line.
+#: Seconds since 1970. A time before 2001 comes from a damaged line.
 _LONG_AGO = 1e9
-#: Requests that are drawn; what is longer ago than so many is not.
+#: Maximum number of requests to draw.
 DRAWN = 2000
-#: Intervals of the counters; they grow wider as the log goes on.
+#: Maximum number of intervals of the counters. Intervals get wider in longer logs.
 BINS = 240
-#: {kind of line: (counter, the field that is added up)}
+#: {kind of line: (counter, field to add)}
 _COUNTED = {
     "retrieved": (("loaded tokens", "tokens"),),
     "mp_retrieved": (("loaded tokens", "tokens"),),
@@ -29,7 +29,7 @@ COUNTERS = ("lookups", "hit tokens", "loaded tokens", "stored tokens", *_LEVELS)
 
 
 class Mark(NamedTuple):
-    """An event on a request's line. time: seconds, as the log's clock has it."""
+    """An event of a request. time: seconds by the log's clock."""
 
     time: float
     kind: str
@@ -37,7 +37,7 @@ class Mark(NamedTuple):
 
 
 class Timeline:
-    """Fed by a diagnosis with every line and every event."""
+    """Events and counters, which a diagnosis adds."""
 
     def __init__(self) -> None:
         self.requests: dict[str, list[Mark]] = {}
@@ -49,26 +49,26 @@ class Timeline:
         if time is None or time < _LONG_AGO:
             return
         if isinstance(event, Asked):
-            # Once for each answer: it is asked again on every step until there is room.
+            # A repeated answer is no event: vLLM asks in every step until it has blocks.
             self.count(time, "lookups", 1)
             self.count(time, "hit tokens", event.hit or 0)
         marks = self.requests.get(event.request)
         if marks is None and len(self.requests) < DRAWN and event.request:
             marks = self.requests[event.request] = []
         if marks is not None and len(marks) < 200:
-            # vLLM's own lines have whole seconds only.
+            # Times of vLLM's lines are whole seconds, so they may go back.
             time = max(time, marks[-1].time) if marks else time
             marks.append(Mark(time, type(event).__name__, event.text()))
 
     def line(self, line: LogLine) -> None:
-        """Every line counts, also those that are nothing new to the ledger."""
+        """Count every line, also if it is no event of the ledger."""
         if line.time is not None and line.time >= _LONG_AGO:
             self._now = line.time
         for counter, field in _COUNTED.get(line.name, ()):
             self.count(self._now, counter, float(line.fields.get(field, 0)))
 
     def count(self, time: float | None, name: str, value: float) -> None:
-        """Add to the counter's interval; of a level the last value stands."""
+        """Add a value to the counter's interval. For `running` and `waiting`, keep the last value."""
         if time is None or time < _LONG_AGO:
             return
         counters = self.bins.setdefault(int(time / self.width), {})
@@ -84,9 +84,9 @@ class Timeline:
                 counters[name] = value if name in _LEVELS else counters.get(name, 0) + value
 
     def series(self) -> dict[str, list[tuple[float, float]]]:
-        """{counter: [(seconds, value)]}, in the order of time."""
+        """Return {counter: [(seconds, value)]} in the order of time."""
         numbers = set(self.bins)
-        # Nothing happened between two intervals that are apart: the curve goes down to zero, not across.
+        # Add empty neighbours, so that the curve is zero between two intervals.
         numbers |= {number + 1 for number in self.bins} | {number - 1 for number in self.bins}
         return {
             name: [(number * self.width, self.bins.get(number, {}).get(name, 0.0)) for number in sorted(numbers)]

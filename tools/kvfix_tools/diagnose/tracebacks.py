@@ -1,6 +1,6 @@
-"""Tracebacks, put together from the lines of one process: frames, what was asserted, and each exception of a chain.
+"""Assemble tracebacks from the lines of one process: frames, source, and each exception of a chain.
 
-Also the stacks that faulthandler prints when a process dies of a signal.
+The stacks of faulthandler, for a process that dies of a signal, are included.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
 Frame = tuple[str, int, str]
 
 _FRAME = re.compile(rb'File "(?P<file>[^"\n]{1,400})", (?:line )?(?P<line>\d{1,9}),? in (?P<function>[^\s(]+)')
-#: The same as people shorten it in a report: `vllm/v1/core/sched/scheduler.py, in update_from_output`.
+#: A frame that people have shortened in a report: `vllm/v1/core/sched/scheduler.py, in update_from_output`.
 _SHORT = re.compile(rb'\s*(?:File )?"?(?P<file>[\w./-]{1,400}\.py)"?, in (?P<function>\w+)(?:\(.{0,40}\))?$')
 #: An exception that ends a traceback, of any class: `zmq.error.Again: ...`, `StopIteration`.
 _EXCEPTION = re.compile(rb"(?P<type>[A-Za-z_][\w.]*[A-Za-z_0-9])(?:: ?(?P<text>.*))?$")
 _NAMED = re.compile(rb"\s+(?P<type>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception))(?:: (?P<text>.*))?$")
-#: The same without a traceback before it: only names that say that they are an exception.
+#: An exception without a traceback: only names that end like an exception.
 _BY_NAME = re.compile(
     rb"(?:^|\] |\) |\s\s|: |with exception )(?P<type>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*"
     rb"(?:Error|Exception|Interrupt|Exit|Timeout|Empty|Full|StopIteration))"
     rb"(?:(?:\(bootstrap_room=\w+\))? ?: (?P<text>.*))?\s*$"  # SGLang's KVTransferError names its request
 )
-#: As repr has it, which vLLM's V0 engine logs: `FileNotFoundError('Error in model execution: ...')`.
+#: The repr of an exception, which vLLM's V0 engine logs: `FileNotFoundError('Error in model execution: ...')`.
 _REPR = re.compile(
     rb"(?:^|: )(?P<type>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception))\((?P<q>['\"])(?P<text>.*)(?P=q),?\)$"
 )
 _ENDS = (b"Error", b"Exception", b"Interrupt", b"Exit", b"Timeout", b"Empty", b"Full", b"StopIteration")
-#: What a check of pydantic's says, in the line below `ValidationError: 1 validation error for VllmConfig`.
+#: The message of pydantic in the line after `ValidationError: 1 validation error for VllmConfig`.
 _CHECKED = re.compile(rb"^\s*(?:Value error|Assertion failed), (?P<text>.*?)(?: \[type=.*)?$")
 _TYPED = re.compile(rb"^\s+(?P<text>[A-Z].*?) \[type=\w+, input_value=")
-#: What the loader of libraries, the device, PyTorch and Python say, pasted without the exception's class before it:
-#: {class: (literals, of which each such line has one; the line)}.
+#: Messages of the library loader, CUDA, PyTorch and Python that were pasted without the exception's class:
+#: {class: (literals, one of which each message has; pattern)}.
 _BARE = {
     "ImportError": (
         (b".so", b"cannot import name '"),
@@ -62,18 +62,18 @@ _LINKS = (b"The above exception was the direct cause", b"During handling of the 
 _FAULT = re.compile(rb"Fatal Python error: (?P<text>[^\n]*)|!!! (?P<native>Segfault encountered)")
 _NATIVE_STACK = b"most recent call first"
 _CARETS = frozenset(b" ~^")
-#: What was raised is in a group's members.
+#: Exceptions whose members have the cause.
 _GROUPS = ("ExceptionGroup", "BaseExceptionGroup")
-#: Lines of its process in which a traceback has to go on; processes whose tracebacks are open.
+#: A traceback ends after so many other lines of its process. Maximum number of processes with an open traceback.
 _GOES_ON, _OPEN = 40, 256
-#: Frames kept: the last ones, of a fault the first ones, which are the innermost. Characters kept of their source.
+#: Maximum number of frames to keep, the innermost ones, and maximum length of their source.
 _FRAMES, _SOURCE = 48, 400
 
 
 class Raised(NamedTuple):
-    """An exception with its frames, the outermost first. kind: its class as logged. source: of the last frame.
+    """An exception with its frames, outermost first. kind: its class as logged. source: of the last frame.
 
-    follows: it stands in a chain behind another one. fault: the process died of a signal, and faulthandler says so.
+    follows: True if it follows another exception in a chain. fault: True if the process died of a signal.
     """
 
     kind: str
@@ -92,11 +92,11 @@ class Raised(NamedTuple):
 
 
 class Part:
-    """A line's body as tracebacks see it, whatever came before it."""
+    """A line's body as a part of a traceback, without knowledge of earlier lines."""
 
     def __init__(self, body: bytes) -> None:
-        text = body.rstrip().removesuffix(b"<br>")  # as a report's list has it
-        text = self.text = text.strip(b"*") if text[:2] == b"**" else text  # a report may set it bold
+        text = body.rstrip().removesuffix(b"<br>")  # a report may have it in a list
+        text = self.text = text.strip(b"*") if text[:2] == b"**" else text  # a report may make it bold
         found = _FRAME.search(text) if b'File "' in text else None
         short = _SHORT.match(text) if found is None and b", in " in text else None
         self.frame: Frame | None = None
@@ -106,10 +106,10 @@ class Part:
             self.frame = (_decoded(short["file"]), 0, _decoded(short["function"]))
         self.begins = b"Traceback (" in text and _HEADER.search(text) is not None
         fault = _FAULT.search(text) if b"Fatal Python error" in text or b"!!! Segfault" in text else None
-        #: Text of a fatal error of Python's, whose stack follows.
+        #: Text of a fatal error of Python, whose stack follows.
         self.fault = _decoded(fault["text"] or fault["native"]) if fault is not None else None
         self.links = any(link in text for link in _LINKS)
-        #: Whether it is part of a traceback for sure.
+        #: True if it is certainly part of a traceback.
         self.sure = self.frame is not None or self.begins or self.fault is not None or self.links
         self.in_group = text.lstrip()[:1] in b"|+"
         self.indented = text[:1].isspace()
@@ -120,7 +120,7 @@ class Part:
 
     @cached_property
     def named(self) -> tuple[str, str] | None:
-        """(class, text) of an exception that is indented: a whole traceback is, where it is pasted into a list."""
+        """(class, text) of an indented exception, as in a traceback that was pasted into a list."""
         found = _NAMED.match(self.text)
         return (_decoded(found["type"]), _decoded(found["text"] or b"")) if found is not None else None
 
@@ -131,15 +131,15 @@ class Part:
             return None
         plain = found["type"].islower() and b"." not in found["type"]
         if plain and (found["text"] is None or b"_" in found["type"]):
-            return None  # what a terminal put into the next line, or a setting: no class has such a name
+            return None  # a wrapped line or a setting, because no class has a name in lower case
         kind = _decoded(found["type"])
-        if kind.startswith("NIXL_ERR_"):  # NIXL's text, its class left out
+        if kind.startswith("NIXL_ERR_"):  # the text of NIXL without its class
             return f"nixl{kind[len('NIXL_ERR_') :].title().replace('_', '')}Error", kind
         return kind, _decoded(found["text"] or b"")
 
     @cached_property
     def source(self) -> str:
-        """Of a frame; "" if it only points at it."""
+        """The source line of a frame; "" for a line of carets."""
         return "" if set(self.text) <= _CARETS else _decoded(self.text)
 
 
@@ -150,22 +150,22 @@ class _Traceback:
         self.missed = 0
         self.follows = False
         self.fault: str | None = None
-        #: What a launcher put in front of its first line, with any digits: `node01: `, `0: `, `[2026-11-21 01:41:27] `.
+        #: A launcher's prefix of its first line, with all digits replaced: `node01: `, `0: `, `[2026-11-21 01:41:27] `.
         self.prefix = b""
 
 
 class Tracebacks:
-    """One for each input. Feed it the bodies of lines, without the prefix of their logger."""
+    """The parser of tracebacks in one input. It takes the bodies of lines without their logger's prefix."""
 
     def __init__(self) -> None:
-        #: {process: its traceback}: the next lines may belong to one of them.
+        #: {process: its traceback}, which the next lines may continue.
         self.open: dict[str, _Traceback] = {}
         self._linked: set[str] = set()
-        #: {process: an exception group, until a traceback that is no member of it; whether a member came}
+        #: {process: (an open exception group, True if a member has come)}
         self._groups: dict[str, tuple[Raised, bool]] = {}
 
     def take(self, process: str, part: Part) -> tuple[bool, Raised | None]:
-        """(whether the line is part of a traceback, the exception that it ends with)."""
+        """Take a line. Return (True if it is part of a traceback, the exception that it completes or None)."""
         known = self.open.get(process)
         if known is not None and known.prefix and shape(part.text[: len(known.prefix)]) == known.prefix:
             part = Part(part.text[len(known.prefix) :])
@@ -190,13 +190,13 @@ class Tracebacks:
         return True, None
 
     def follows(self, process: str) -> bool:
-        """Whether the process has logged that its next exception stands in a chain behind another one."""
+        """Return True if the process has logged that its next exception follows another one in a chain."""
         linked = process in self._linked
         self._linked.discard(process)
         return linked
 
     def cut(self) -> list[tuple[str, Raised]]:
-        """At the end of the input: (process, what its traceback shows without its end)."""
+        """Return (process, its incomplete traceback) at the end of the input."""
         left = [(process, trace) for process, trace in self.open.items() if trace.frames or trace.fault is not None]
         self.open.clear()
         groups = [(process, group) for process, (group, has_member) in self._groups.items() if not has_member]
@@ -210,7 +210,7 @@ class Tracebacks:
         trace.prefix = shape(before) if before.strip() and not in_group else b""
         if in_group and process in self._groups:
             group, _ = self._groups[process]
-            trace.frames.extend(group.frames)  # the hook is among them
+            trace.frames.extend(group.frames)  # they include the hook
             self._groups[process] = group, True
         return trace
 
@@ -233,7 +233,7 @@ class Tracebacks:
             return False, _raised(trace, "", "")
         if indented and trace.frames and part.named is not None:
             return self._ended(process, trace, *part.named)
-        if indented or not text or (trace.frames and text.startswith(b"assert ")):  # pasted without its blanks
+        if indented or not text or (trace.frames and text.startswith(b"assert ")):  # a paste may lose the indentation
             if trace.frames and part.source:  # Python 3.13 prints every line of a statement
                 trace.source = f"{trace.source} {part.source}".strip()[:_SOURCE]
             return True, None
@@ -246,9 +246,9 @@ class Tracebacks:
 
 
 def by_name(body: bytes, anywhere: bool) -> Raised | None:
-    """An exception whose traceback is not in the log. anywhere: also behind a prefix that is not known.
+    """Return an exception without a traceback. anywhere: also accept it after an unknown prefix.
 
-    It follows another one if its process has logged so (`Tracebacks.follows`).
+    `Tracebacks.follows` decides if it follows another exception.
     """
     if b" [type=" in body or b"Value error, " in body:
         checked = _CHECKED.match(body) or _TYPED.match(body)
@@ -275,7 +275,7 @@ def _raised(trace: _Traceback, kind: str, text: str) -> Raised:
 
 
 def _asserted(trace: _Traceback) -> str:
-    """What a traceback that was cut off raised, if its last line shows it."""
+    """Return the class of the exception of an incomplete traceback, if its last line shows it."""
     return "AssertionError" if trace.fault is None and trace.source.startswith("assert ") else ""
 
 

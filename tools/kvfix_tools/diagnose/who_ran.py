@@ -1,4 +1,4 @@
-"""Who ran, as the log says: connectors and their roles, whether a server's log is among the inputs, what was served."""
+"""The connectors, roles, engines and settings that a log names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.log_line import LogLine
 
-#: {what stands in a line or in a path of a traceback: the connector that it gives away}
+#: (text in a line or in a path of a traceback, its connector)
 _MARKS = (
     (b"lmcache_mp_connector", "LMCacheMPConnector"),
     (b"vllm_multi_process_adapter", "LMCacheMPConnector"),
@@ -35,7 +35,7 @@ _MARKS = (
 )
 _NAMED = re.compile(rb"kv_connector['\"]?\s*[=:]\s*['\"]?(\w+)|connector with name: (\w+)")
 _ROLE = re.compile(rb"kv_role['\"]?\s*[=:]\s*['\"]?(kv_\w+)")
-#: Of an engine; its data parallel ranks add to it.
+#: The id of an engine, without the suffix of its data parallel ranks.
 _ENGINE = re.compile(rb"engine_id: ([0-9a-f][\w-]{7,}?)(?:_dp\d+)?(?![\w-])")
 
 
@@ -46,14 +46,14 @@ class WhoRan:
         self.roles: set[str] = set()
         #: Ids of the engines that made a connector.
         self.engines: set[bytes] = set()
-        #: True if any line is of vLLM, of LMCache or of their code.
+        #: True if a line is from vLLM, LMCache or their code.
         self.engine = False
         #: vLLM's line of its non-default arguments, cut to 4 kB; "" if the log has none.
         self.settings = ""
 
     @property
     def lmcache(self) -> bool:
-        """Whether LMCache may have run: as far as the log says."""
+        """True if LMCache may have run, judged by the connectors in the log."""
         return not self.connectors or any(name.startswith(("LMCache", "Multi")) for name in self.connectors)
 
     def take(self, line: LogLine) -> None:
@@ -87,7 +87,7 @@ def _is_of_engine(line: LogLine) -> bool:
 
 @lru_cache(maxsize=256)
 def _named(text: bytes) -> tuple[frozenset[str], frozenset[str]]:
-    """(connectors, roles) by their names."""
+    """Return the names of (connectors, roles) in a text."""
     connectors = frozenset(_plain(either[0] or either[1]) for either in _NAMED.findall(text))
     return connectors, frozenset(role.decode() for role in _ROLE.findall(text))
 
@@ -103,6 +103,6 @@ def _marked(text: bytes) -> frozenset[str]:
 
 
 def _plain(name: bytes) -> str:
-    """LMCacheConnectorV1Dynamic and its like are the connector itself."""
+    """Return the name of the connector, without suffixes as in LMCacheConnectorV1Dynamic."""
     text = name.decode("ascii", "replace")
     return "LMCacheConnectorV1" if text.startswith("LMCacheConnectorV1") else text

@@ -1,1 +1,1 @@
-"""The round trip: is every byte of KV what it was? docs/roundtrip.md. It needs torch, and nothing else of kvfix."""
+"""The round trip: copy KV to the host and back, and check every byte. See docs/roundtrip.md. It needs only torch."""

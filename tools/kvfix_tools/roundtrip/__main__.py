@@ -1,4 +1,4 @@
-"""`python -m kvfix_tools.roundtrip`: needs torch, and for the backend `torch` nothing else."""
+"""`python -m kvfix_tools.roundtrip`, which needs only torch for the backend `torch`."""
 
 import sys
 

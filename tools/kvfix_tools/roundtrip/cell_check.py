@@ -1,9 +1,11 @@
-"""The check of one cell: store, load and round trip, each against what the definition of the layout says.
+"""The check of one cell: compare store, load and round trip with the definition of the layout.
 
-The KV cache is filled with generation 1, every slot with its own identity, and the host buffers with poison. After the
-store the host must hold exactly the stored tokens, and the KV cache what it held. Then the KV cache is poisoned and the
-tokens are loaded into other slots: these must hold them, and every other word its poison. Last the host is made by the
-definition, with generation 2, and loaded: so a store and a load that are wrong in the same way are both found.
+1. Every slot of the KV cache gets its own identity, with generation 1. The host buffers get poison.
+2. After the store, the host must hold exactly the stored tokens, and the KV cache must not have changed.
+3. The KV cache gets poison, and the tokens are loaded into other slots. These slots must hold the tokens, and every
+   other word must still be poison.
+4. The host buffers are filled by the definition, with generation 2, and loaded. This finds a store and a load that are
+   wrong in the same way.
 """
 
 from __future__ import annotations
@@ -21,38 +23,43 @@ from kvfix_tools.roundtrip.matrix import Cell
 from kvfix_tools.roundtrip.mismatch import Mismatch, find
 from kvfix_tools.roundtrip.region import Coordinates, Expected, Region
 
-#: Of a timed copy.
+#: Repetitions of a timed copy.
 REPEATS = 3
 
 
 class Refused(Exception):
-    """The backend cannot do this, and says why before it moves anything: no finding."""
+    """The backend cannot do this cell, and says why before it moves KV. This is not a finding."""
 
 
 class Transfer:
-    """What moves KV between the KV cache and host buffers, for one cell. `host`: these buffers; None where the backend
-    keeps them to itself. `operations`: which operations it runs, in words."""
+    """Moves KV between the KV cache and host buffers, for one cell.
+
+    host: these buffers; None if the backend does not expose them. operations: the operations that it runs, as text.
+    """
 
     host: Region | None = None
     operations = ""
 
     def store(self, slots: torch.Tensor) -> None:
-        """The KV of the tokens in these slots [tokens] to the host; done when it returns."""
+        """Copy the KV of these slots [tokens] to the host, and return when the copy is complete."""
         raise NotImplementedError
 
     def load(self, slots: torch.Tensor, skip: int) -> None:
-        """From the host into these slots, but for the first `skip` tokens; done when it returns."""
+        """Copy from the host into these slots, except for the first `skip` tokens, and return when it is complete."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """At the end, whatever has happened."""
+        """Release all resources. This is called also after an error."""
 
 
 @dataclass
 class Result:
-    """`verdict`: passed, failed, refused or crashed (with `reason`). Bytes, seconds of the fastest store and load; and
-    of a plain copy of as many bytes there and back. `check_seconds`: of a whole check, filling and verifying included,
-    if that was timed."""
+    """The result of a cell.
+
+    verdict: passed, failed, refused or crashed (with `reason`). moved, verified: bytes.
+    store, load: seconds of the fastest store and load. plain_store, plain_load: seconds of plain copies of this size.
+    check_seconds: seconds of a whole check with filling and verifying, if it was timed.
+    """
 
     cell: Cell
     verdict: str = "passed"
@@ -70,7 +77,7 @@ class Result:
 
 
 class CellCheck:
-    """One cell on one device. `cache`: the KV cache that the backend works on; `result`: what is found, as it is."""
+    """The check of one cell on one device. cache: the KV cache of the backend. result: updated during the check."""
 
     def __init__(self, cell: Cell, device: torch.device, result: Result | None = None) -> None:
         self.cell, self.device = cell, device
@@ -81,16 +88,16 @@ class CellCheck:
         self.result.moved = self.geometry.token_bytes(cell.count)
 
     def host(self, axes: str, tokens: int = 0) -> Region:
-        """Host buffers for the tokens of the cell, or for so many; a chunk's axes, outermost first."""
+        """Make host buffers for the tokens of the cell, or for `tokens`. axes: axes of a chunk, outermost first."""
         chunk, tokens = int(self.cell.chunk), tokens or self.cell.count
         return regions.host(self.geometry, axes, chunk, tokens, self.device, self.cell.seed)
 
     def run(self, transfer: Transfer, brief: bool = False) -> Result:
-        """brief: without the load from host buffers made by the definition; after a right store they hold the same."""
+        """Run the check. brief: leave out step 4, the load from host buffers that are filled by the definition."""
         self.result.operations = transfer.operations
         host = transfer.host
         try:
-            if brief:  # the host buffers hold an earlier generation: that is poison enough
+            if brief:  # the host buffers hold an earlier generation, which serves as poison
                 self.cache.fill(everywhere(FIRST))
             else:
                 self.prepare(transfer)
@@ -127,17 +134,17 @@ class CellCheck:
             self.result.findings.append(finding)
 
     def tokens(self, generation: int) -> Expected:
-        """What the host must hold: of each token what was in its slot."""
+        """Return the expected content of the host: for each token the content of its slot."""
         return lambda at: Identity(generation, at["layer"], at["kv"], self.source[at["token"]], at["head"], 0)
 
     def token_in(self, skip: int) -> torch.Tensor:
-        """[slots]: the token that a load brings into each slot; -1 for none."""
+        """Return [slots]: the token that a load puts into each slot; -1 for none."""
         found = torch.full((self.geometry.slots,), -1, dtype=torch.int64, device=self.device)
         found[self.target[skip:]] = torch.arange(skip, self.cell.count, device=self.device)
         return found
 
     def loaded(self, generation: int, skip: int | None = None) -> Expected:
-        """What the KV cache must hold after a load into poison: the tokens in their slots, elsewhere the poison."""
+        """Return the expected KV cache after a load into poison: the tokens in their slots, and poison elsewhere."""
         token_in = self.token_in(self.cell.skipped if skip is None else skip)
 
         def expected(at: Coordinates) -> Identity:
@@ -149,7 +156,7 @@ class CellCheck:
         return expected
 
     def store(self, transfer: Transfer) -> None:
-        """Timed; the fastest counts."""
+        """Store, and keep the time of the fastest store."""
         taken = seconds(lambda: transfer.store(self.source), self.device)
         self.result.store = min(taken, self.result.store or taken)
 
@@ -159,7 +166,7 @@ class CellCheck:
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """That this work takes; the device has finished before and after."""
+    """Return the seconds that this work takes. The device is synchronized before and after."""
     synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda device: None
     synchronize(device)
     start = time.perf_counter()
@@ -170,8 +177,10 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
 
 @lru_cache(maxsize=512)
 def plain(size: int, device: torch.device) -> tuple[float, float]:
-    """Seconds of one plain copy of so many bytes to pinned memory, and of one back: measured once in a run. The fastest
-    counts, and the first does not."""
+    """Return the seconds of a plain copy of this size to pinned memory, and back, measured once in a run.
+
+    The fastest copy counts, without the first one.
+    """
     on_device = torch.zeros(size, dtype=torch.uint8, device=device)
     on_host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     both = (on_host, on_device), (on_device, on_host)
@@ -183,10 +192,10 @@ def plain(size: int, device: torch.device) -> tuple[float, float]:
 
 
 def everywhere(generation: int) -> Expected:
-    """Every slot holds itself."""
+    """Return the content in which every slot holds its own identity."""
     return lambda at: Identity(generation, at["layer"], at["kv"], at["slot"], at["head"], 0)
 
 
 def host_poison(at: Coordinates) -> Identity:
-    """What is in the host buffers before anything is moved there."""
+    """Return the identity of a row of the host buffers before a store."""
     return Identity(HOST_POISON, at["layer"], at["kv"], at["token"], at["head"], 0)

@@ -1,6 +1,6 @@
-"""`kvfix roundtrip`, also `python -m kvfix_tools.roundtrip`: its options, and which cells they choose.
+"""The command `kvfix roundtrip`, also `python -m kvfix_tools.roundtrip`: its options and the cells that they choose.
 
-argparse, so that it runs where there is torch and nothing else.
+It uses argparse, so that it runs with torch alone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvfix_tools.roundtrip.run_report import RunReport
 
 OK, USAGE, NOT_HERE = 0, 2, 77
 Job = Callable[[Result], Result]
-#: Raised by a backend that cannot do what it is asked, before it moves anything.
+#: Exceptions of a backend that cannot do a cell, before it moves KV.
 REFUSALS = (Refused, NotImplementedError, ValueError, AssertionError)
 #: Sizes of a model of 8 billion parameters: 128 KiB of KV for a token in bfloat16.
 MODEL = {"dtype": "bfloat16", "heads": "8", "layers": 32, "head_size": 128, "block": "16", "chunk": "256"}
@@ -42,21 +42,22 @@ def parser() -> argparse.ArgumentParser:
         epilog="Exit codes: 0 every byte is right, 1 a byte is wrong, 2 usage, 77 there is no CUDA device.",
     )
     add = options.add_argument
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA if there is a GPU")
-    add("--backend", nargs="+", metavar="NAME", help="code that moves the KV; default: all that is installed (--list)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="use this device; auto: CUDA if present")
+    add("--backend", nargs="+", metavar="NAME", help="test this code; default: all that is installed (see --list)")
     for name, values in AXES.items():
         free = name in ("tokens", "block", "chunk", "heads")
-        add(f"--{name}", nargs="+", metavar="VALUE", choices=None if free else values, help=f"of {', '.join(values)}")
-    add("--layers", type=int, default=3, help="layers of the KV cache (default: 3)")
-    add("--head-size", type=int, default=32, help="elements of a head; a multiple of 8 bytes (default: 32)")
+        shown = f"use only these values; default: {', '.join(values)}"
+        add(f"--{name}", nargs="+", metavar="VALUE", choices=None if free else values, help=shown)
+    add("--layers", type=int, default=3, help="set the layers of the KV cache (default: 3)")
+    add("--head-size", type=int, default=32, help="set the elements of a head, a multiple of 8 bytes (default: 32)")
     add("--full", action="store_true", help="test every combination, not only every pair of values")
     add("--race", nargs="*", metavar="NAME", help=f"run only races: {', '.join(races.RACES)}")
-    add("--gib", type=float, help="size of the timed transfer; 0: none (default: 1/32 on a CPU, 4 on CUDA)")
-    add("--seed", type=int, default=0, help="draw other slots and values (default: 0)")
-    add("--inject", choices=tuple(FAULTS), help="plant this fault; it must be found")
+    add("--gib", type=float, help="time a transfer of this size; 0: none (default: 1/32 on a CPU, 4 on CUDA)")
+    add("--seed", type=int, default=0, help="draw slots and values with this seed (default: 0)")
+    add("--inject", choices=tuple(FAULTS), help="plant this fault, which the test must find")
     add("--no-fixes", action="store_true", help="test LMCache and vLLM as released, without the fixes of kvfix")
     add("--json", action="store_true", help="print JSON")
-    add("--list", action="store_true", help="list the backends, and what is missing for them here")
+    add("--list", action="store_true", help="list the backends, and what they need that is missing here")
     return options
 
 
@@ -64,11 +65,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     cuda = torch.cuda.is_available()
     if options.device == "cuda" and not cuda:
-        print(f"kvfix roundtrip: no CUDA device: torch {torch.__version__} sees none", file=sys.stderr)
+        print(f"kvfix roundtrip: no CUDA device is visible to torch {torch.__version__}", file=sys.stderr)
         return NOT_HERE
     device = torch.device("cpu")
     if cuda and options.device != "cpu":
-        device = torch.device("cuda", torch.cuda.current_device())  # as a tensor says it: LMCache compares the two
+        device = torch.device("cuda", torch.cuda.current_device())  # with a number, because LMCache compares devices
     if options.list:
         for one in backends.all_backends().values():
             print(f"{one.name:18} {one.missing(device) or one.summary}")
@@ -76,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         unknown = set(options.race or ()) - set(races.RACES)
         if unknown:
-            raise ValueError(f"no race {min(unknown)}; --help names them")
+            raise ValueError(f"no race {min(unknown)}. List the races: kvfix roundtrip --help")
         chosen = backends.named(options.backend or default_backends(options))
         cells = {one.name: choose(one, options) for one in chosen}
     except ValueError as error:
@@ -86,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def default_backends(options: argparse.Namespace) -> list[str]:
-    """The code of LMCache and vLLM, beside the tool's own copy. Planted faults and races test the tool itself."""
+    """Return the tool's own copy, LMCache and vLLM. With planted faults or races, only the tool's own copy."""
     is_self_test = options.inject is not None or options.race is not None
     return ["torch"] if is_self_test else ["torch", "lmcache", "lmcache-engine", "vllm"]
 
@@ -98,7 +99,7 @@ def run(chosen: list[Backend], cells: dict[str, list[Cell]], device: torch.devic
             stack.enter_context(fixes.applied(not options.no_fixes))
         report.skipped = {one.name: why for one in chosen if (why := one.missing(device))}
         here = [one for one in chosen if one.name not in report.skipped]
-        if device.type == "cpu":  # the cells are small: threads would only wait for one another
+        if device.type == "cpu":  # the cells are small, so threads would only wait for each other
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1)
         work = list(jobs(here, cells, device, options))
@@ -115,7 +116,7 @@ def run(chosen: list[Backend], cells: dict[str, list[Cell]], device: torch.devic
 def jobs(
     chosen: list[Backend], cells: dict[str, list[Cell]], device: torch.device, options: argparse.Namespace
 ) -> Iterator[tuple[Result, Job]]:
-    """What is to be done, and the result that it fills in."""
+    """Yield (result, job that fills the result)."""
     events = options.inject != "missing-event"
     if options.race is None and events:
         for one in chosen:
@@ -123,7 +124,7 @@ def jobs(
                 yield Result(Cell(one.name, seed=options.seed)), partial(one.whole, device)
             for cell in cells[one.name] if not one.whole else []:
                 yield Result(cell), partial(check_cell, one, device, options.inject)
-    some = any(getattr(options, axis) for axis in AXES)  # asked for cells, not for races
+    some = any(getattr(options, axis) for axis in AXES)  # the user asked for cells, not for races
     if options.race is not None or not events or not (some or options.inject):
         for one in chosen:
             cell = Cell(one.name, layers=options.layers, head_size=options.head_size, seed=options.seed)
@@ -132,41 +133,40 @@ def jobs(
 
 
 def check_cell(one: Backend, device: torch.device, fault: str | None, result: Result) -> Result:
-    """One cell of a backend, with a fault or without."""
+    """Check one cell of a backend, with or without a planted fault."""
     check = CellCheck(result.cell, device, result)
     transfer = one.open(check)
     return check.run(Faulty(transfer, check, fault) if fault else transfer)
 
 
 def guarded(result: Result, job: Job) -> Result:
-    """What a job answers, or raises. What it has found before is not lost."""
+    """Run a job. If it raises, return its findings so far with the error."""
     try:
         return job(result)
-    except Exception as error:  # noqa: BLE001 - whatever the backend raises is what there is to report
+    except Exception as error:  # noqa: BLE001 - any error of the backend is reported
         verdict = "failed" if result.findings else "refused" if isinstance(error, REFUSALS) else "crashed"
         return replace(result, verdict=verdict, reason=in_one_line(error))
 
 
 def measure(backend: Backend, device: torch.device, gib: float | None, seed: int) -> Result:
-    """One large transfer of a backend, verified as every cell is; the fastest of a few of each way, and of plain copies
-    of as many bytes."""
+    """Time and verify one large transfer of a backend, and plain copies of this size. The fastest of a few counts."""
     cell = Cell(backend.name, layout="nhd", slots="blocks", seed=seed, **MODEL)  # type: ignore[arg-type]
     wanted, chunk = (DEFAULT_GIB[device.type] if gib is None else gib) * (1 << 30), int(cell.chunk)
-    # With its guard bands: pinned memory is taken in powers of two.
+    # Pinned memory is allocated in powers of two, so the guard bands must fit too.
     chunks = max(1, int(wanted // (cell.geometry().token_bytes(chunk) + 2 * BAND * WORD)))
     cell = replace(cell, tokens=str(chunks * chunk))
     try:
         check = CellCheck(cell, device)
         transfer = backend.open(check)
         check.prepare(transfer)
-        check.cache.fill(everywhere(SECOND))  # another generation, which is not looked at
+        check.cache.fill(everywhere(SECOND))  # a generation that is not compared
         for _ in range(REPEATS):
             check.store(transfer)
             check.load(transfer)
         start = time.perf_counter()
         result = check.run(transfer, brief=True)
         result.check_seconds = time.perf_counter() - start
-        del check, transfer  # their memory
+        del check, transfer  # frees their memory
     except (*REFUSALS, RuntimeError) as error:
         return Result(cell, "refused", reason=str(error))
     result.plain_store, result.plain_load = plain(result.moved, device)
@@ -174,7 +174,7 @@ def measure(backend: Backend, device: torch.device, gib: float | None, seed: int
 
 
 def in_one_line(error: BaseException) -> str:
-    """An error, with the place it was raised at."""
+    """Return an error in one line, with the place where it was raised."""
     text = " ".join(str(error).split())
     if isinstance(error, Refused):
         return text
@@ -184,7 +184,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 def choose(one: Backend, options: argparse.Namespace) -> list[Cell]:
-    """The cells of a backend. Raises ValueError for sizes that cannot be."""
+    """Return the cells of a backend. Raise ValueError for impossible sizes."""
     axes: Axes = {name: tuple(getattr(options, name) or one.axes.get(name, values)) for name, values in AXES.items()}
     made = full(one.name, axes) if options.full else pairs(one.name, axes, options.seed)
     cells = [replace(cell, layers=options.layers, head_size=options.head_size, seed=options.seed) for cell in made]

@@ -1,7 +1,7 @@
-"""Stand-ins for what cannot run without a GPU: streams that do everything at once, and the driver's copies as memmove.
+"""Stand-ins for code that needs a GPU: streams that do everything at once, and the driver's copies by memmove.
 
-With them code of LMCache or vLLM that asserts that its tensors are CUDA's runs on CPU tensors. Everything else of it is
-as installed, and the report names what was stood in for.
+With the stand-ins, code of LMCache or vLLM that asserts CUDA tensors runs on CPU tensors. The rest of the code is as
+installed, and the report names the stand-ins.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Event:
         return 0.0
 
 
-#: `torch.cuda`, or vLLM's `current_platform`, as far as the code uses it.
+#: The parts of `torch.cuda` and of vLLM's `current_platform` that the code uses.
 CUDA = SimpleNamespace(
     Event=Event,
     Stream=Stream,
@@ -61,7 +61,7 @@ CUDA = SimpleNamespace(
 
 
 class Torch:
-    """`torch` for one module: with these streams and events."""
+    """A replacement of `torch` for one module, with these streams and events."""
 
     cuda, Event = CUDA, Event
 
@@ -70,7 +70,7 @@ class Torch:
 
 
 class _Assertions(ast.NodeTransformer):
-    """Takes out the assertions that a tensor or device is CUDA's."""
+    """Removes assertions that a tensor or device is on CUDA."""
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
         test = ast.unparse(node.test)
@@ -79,8 +79,10 @@ class _Assertions(ast.NodeTransformer):
 
 
 def on_cpu(module: ModuleType, **names: Any) -> None:
-    """Takes those assertions out of a module's functions, and gives it these names. The functions stay the ones that
-    they are, whatever has been hung on them (kvfix's own fixes, too)."""
+    """Remove the assertions from a module's functions, and set these names in the module.
+
+    The function objects stay the same, so that wrappers of kvfix's fixes keep working.
+    """
     assert module.__file__
     tree = _Assertions().visit(ast.parse(Path(module.__file__).read_text()))
     again = dict(vars(module))
@@ -92,7 +94,7 @@ def on_cpu(module: ModuleType, **names: Any) -> None:
 
 
 def _take_code(old: Any, new: Any) -> None:
-    """The code of a function, or of each function of a class, under its decorators."""
+    """Replace the code of a function, or of each function of a class, under its decorators."""
     if isinstance(new, type):
         for name, value in vars(new).items():
             _take_code(vars(old)[name], value)
@@ -103,6 +105,6 @@ def _take_code(old: Any, new: Any) -> None:
 
 
 def copy_all(to: Iterable[int], source: Iterable[int], sizes: Iterable[int]) -> None:
-    """What the driver's batched copy does."""
+    """Copy several memory ranges, like the driver's batched copy."""
     for one, other, size in zip(to, source, sizes, strict=True):
         ctypes.memmove(int(one), int(other), int(size))

@@ -1,9 +1,9 @@
-"""The content of each KV element: who it is, through a mixing hash that is a bijection.
+"""The content of each KV element: its identity, mixed by a bijection.
 
-Eight bytes are one word, and a word's 63 bits of identity (generation, layer, K or V, slot, head, place in the row) go
-through a bijection of 64 bits. So two words differ in about half their bits, every pattern of a float occurs (NaN,
--0.0, denormals), and what lies in a wrong place is not searched for: it is decoded. Elements of 8 and 16 bits are too
-short to say who they are; their identity is that of the 8 (or 4) elements of the word.
+Eight bytes are one word. The 63 bits of a word's identity (generation, layer, K or V, slot, head, place in the row) go
+through a bijection of 64 bits. So two words differ in about half of their bits, and every pattern of a float occurs
+(NaN, -0.0, denormals). A word in a wrong place is decoded, not searched. Elements of 8 and 16 bits are too short for an
+identity. They share the identity of their word.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import torch
 
 #: Bytes of one word.
 WORD = 8
-#: field -> bits, most significant first: 63 in all, so that an identity is never negative.
+#: {field: bits}, most significant first. The sum is 63, so that an identity is never negative.
 BITS = {"generation": 6, "layer": 10, "kv": 1, "slot": 26, "head": 8, "word": 12}
 _SHIFT = {name: sum(list(BITS.values())[place + 1 :]) for place, name in enumerate(BITS)}
 
-#: Generations with a meaning of their own; those of the content are 1 and up, and what was before it is 0.
+#: Special generations. Content has generation 1 and higher, and earlier content has 0.
 STALE, FIRST, SECOND, OTHER = 0, 1, 2, 3
 POISON, HOST_POISON, GUARD = 60, 61, 62
 
-_A, _B = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93  # odd, so they have an inverse modulo 2**64
+_A, _B = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93  # odd numbers have an inverse modulo 2**64
 _S1, _S2 = 32, 29
 
 
 class Identity(NamedTuple):
-    """Numbers, or tensors of them. `word`: place in the row, in words. `kv`: 0 is K (or MLA's latent), 1 is V."""
+    """An identity, as numbers or tensors. word: place in the row in words. kv: 0 is K (or MLA's latent), 1 is V."""
 
     generation: Any
     layer: Any
@@ -37,7 +37,7 @@ class Identity(NamedTuple):
     word: Any
 
     def number(self) -> Any:
-        """The identity as one number (or a tensor of them)."""
+        """Return the identity as one number (or a tensor of numbers)."""
         return sum(value << _SHIFT[name] for name, value in self._asdict().items())
 
     @classmethod
@@ -46,15 +46,15 @@ class Identity(NamedTuple):
 
 
 def too_large(layers: int, slots: int, heads: int, words: int) -> str | None:
-    """Why an identity of these sizes would not fit, or None."""
+    """Return why identities of these sizes do not fit, or None."""
     for name, size in (("layer", layers), ("slot", slots), ("head", heads), ("word", words)):
         if size > 1 << BITS[name]:
-            return f"{size} {name}s; at most {1 << BITS[name]} can be told apart"
+            return f"{size} {name}s are too many: the limit is {1 << BITS[name]}"
     return None
 
 
 def encode(numbers: torch.Tensor, seed: int) -> torch.Tensor:
-    """The words (int64) that carry these identities. The argument is overwritten: it may be gigabytes."""
+    """Return the words (int64) of these identities. The argument is overwritten, because it may have gigabytes."""
     x = numbers
     x.bitwise_xor_(_signed(_seed(seed)))
     x.mul_(_signed(_A))
@@ -65,7 +65,7 @@ def encode(numbers: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def decode(words: torch.Tensor, seed: int) -> torch.Tensor:
-    """The numbers of the identities; negative or out of range where a word has none."""
+    """Return the numbers of the identities; negative or out of range for words without an identity."""
     x = words ^ _logical_shift(words, _S2) ^ _logical_shift(words, 2 * _S2)
     x = x * _signed(pow(_B, -1, 1 << 64))
     x ^= _logical_shift(x, _S1)
@@ -74,13 +74,13 @@ def decode(words: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def rows(numbers: torch.Tensor, words: int, seed: int) -> torch.Tensor:
-    """[rows, words]: the content of rows whose first words have these numbers."""
+    """Return [rows, words]: the content of rows whose first words have these numbers."""
     places = torch.arange(words, dtype=torch.int64, device=numbers.device)
     return encode(numbers[:, None] + places[None, :], seed)
 
 
 def _seed(seed: int) -> int:
-    """Any number as 62 bits, so that another seed gives other words for every identity."""
+    """Map a seed to 62 bits, so that another seed gives other words for every identity."""
     return (seed * _A + _B) % (1 << 62)
 
 

@@ -1,9 +1,9 @@
-"""LMCache's connectors as vLLM has them, which write down what the worker loads (backends/engine.py reads it).
+"""LMCache's connectors for vLLM, which also log the worker's loads to a file (backends/engine.py reads the file).
 
-vLLM imports this module by its name (`kv_connector_module_path`), in each of its processes. On the CPU, for which
-LMCache has no connector in process, it also puts the stand-ins in place that `lmcache-v2` has: the engine's KV goes
-through LMCache's own VLLMPagedMemGPUConnectorV2. Whole blocks only, since vLLM for the CPU orders what is inside of one
-in its own way.
+vLLM imports this module by its name (`kv_connector_module_path`) in each of its processes. LMCache has no in-process
+connector for the CPU. There the module installs the stand-ins of `lmcache-v2`, and the engine's KV goes through
+LMCache's own VLLMPagedMemGPUConnectorV2. It moves whole blocks only, because vLLM for the CPU orders the inside of a
+block in its own way.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvfix_tools.roundtrip.backends import engine, lmcache
 
 
 def with_loads(name: str) -> type:
-    """The connector that vLLM knows by this name, as a class that writes down its loads."""
+    """Return the connector with this name in vLLM, as a class that logs its loads."""
     connector: Any = KVConnectorFactory.get_connector_class_by_name(name)
 
     class WithLoads(connector):  # type: ignore[misc]
@@ -45,7 +45,7 @@ def with_loads(name: str) -> type:
 
 
 def on_cpu() -> None:
-    """LMCache makes its connector for CUDA, on the CPU."""
+    """Make LMCache use its connector for CUDA on the CPU."""
     from lmcache.v1 import gpu_connector
 
     lmcache.connectors("cpu")
@@ -63,7 +63,7 @@ class InProcess(with_loads("LMCacheConnectorV1")):  # type: ignore[misc]
 
 
 def __getattr__(name: str) -> type:
-    """`MultiProcess` only if it is asked for: vLLM's module of it imports LMCache."""
+    """Make `MultiProcess` on first use, because vLLM's module for it imports LMCache."""
     if name == "MultiProcess":
         globals()[name] = with_loads("LMCacheMPConnector")
         return globals()[name]  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
-"""kvfix's own fixes in what is checked, and the bugs that are known to fail cells.
+"""kvfix's fixes during the round trip, and known bugs that make cells fail.
 
-Fixes are applied unless `--no-fixes` says otherwise, as in an engine with `kvfix.apply()`; the report names them. Where
-kvfix is not installed, everything is as released. A cell that shows a known bug fails all the same.
+The fixes are applied as in an engine with `kvfix.apply()`, unless `--no-fixes` is given, and the report names them.
+Without kvfix, LMCache and vLLM run as released. A cell that shows a known bug also fails.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvfix_tools.roundtrip.cell_check import Result
 
 @contextlib.contextmanager
 def applied(wanted: bool) -> Iterator[None]:
-    """In this process and in those that it starts, or in none of them. KVFIX=off in the environment is off here too."""
+    """Apply the fixes in this process and its child processes, or in none. KVFIX=off in the environment wins."""
     try:
         import kvfix
     except ImportError:
@@ -43,23 +43,23 @@ def applied(wanted: bool) -> Iterator[None]:
 
 
 def _warnings(record: logging.LogRecord) -> bool:
-    """The report names the fixes that are applied."""
+    """Hide lines about applied fixes, because the report names them."""
     return record.levelno >= logging.WARNING
 
 
 def in_children() -> bool:
-    """Are they applied in the engines that this process starts?"""
+    """Return True if the fixes are applied in engines that this process starts."""
     return os.environ.get("KVFIX", "off") != "off"
 
 
 def codes() -> list[str]:
-    """Codes of those that are applied in this process."""
+    """Return the codes of the fixes that are applied in this process."""
     kvfix = sys.modules.get("kvfix")
     return [] if kvfix is None else sorted({row.code for row in kvfix.status() if row.verdict == "applied"})
 
 
 class KnownBug(NamedTuple):
-    """`fix`: kvfix's fix for it; with that applied such a cell has another reason. `remedy`: in the engine."""
+    """A known bug. fix: code of kvfix's fix. If it is applied, a failed cell has another cause. remedy: what to do."""
 
     bug: str
     effect: str
@@ -76,15 +76,15 @@ KNOWN = (
     KnownBug(
         "LMCache issue 4463",
         "wrong KV from the packed layout of vLLM 0.26 and later",
-        "kvfix.apply() before vLLM is launched (KVF020), or LMCacheMPConnector",
+        "kvfix run -- vllm serve ... (KVF020), or use LMCacheMPConnector",
         "KVF020",
         ("lmcache-v2", "lmcache-v3", "lmcache-engine"),
         ("packed", "packed-hnd", "packed-pool"),
     ),
     KnownBug(
         "heads taken for tokens",
-        "LMCache's torch operation for one layer takes HND for NHD",
-        "kvfix.apply() before vLLM is launched (KVF021), or an LMCache whose compiled operations load",
+        "LMCache's torch operation for one layer reads HND as NHD",
+        "kvfix run -- vllm serve ... (KVF021), or install an LMCache whose compiled operations load",
         "KVF021",
         ("lmcache-layerwise",),
         ("hnd", "hnd-block-first"),
@@ -93,7 +93,7 @@ KNOWN = (
 
 
 def known_bug(result: Result, applied: list[str]) -> KnownBug | None:
-    """The bug that a cell which is not right shows. applied: codes of fixes."""
+    """Return the known bug that a failed cell shows, or None. applied: codes of applied fixes."""
     if result.verdict not in ("failed", "crashed"):
         return None
     cell = result.cell

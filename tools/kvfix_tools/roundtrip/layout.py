@@ -1,7 +1,7 @@
-"""How KV lies in memory, as data: the order of the axes. Everything else of a layout follows from it.
+"""The layouts of KV in memory, each defined by the order of its axes.
 
-The innermost axis is always the elements of one head, a *row*: contiguous in every layout that vLLM or LMCache has. So
-a layout is an order of rows, and coordinates say what a row holds.
+The innermost axis has the elements of one head, a *row*, which is contiguous in every layout of vLLM and LMCache. So a
+layout is an order of rows, and coordinates name the content of a row.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Layout:
-    """`axes`: order in memory, outermost first, without the row's elements. With `layer` among them all layers are one
-    tensor, else each layer is a tensor of its own. `tensor`: the axes of the engine's tensor; `a*b` is one axis."""
+    """A layout.
+
+    axes: order in memory, outermost first, without the row's elements. If `layer` is an axis, all layers are one
+    tensor; otherwise each layer has its own tensor. tensor: the axes of the engine's tensor; `a*b` is one axis.
+    """
 
     name: str
     axes: tuple[str, ...]
@@ -39,12 +42,12 @@ class Layout:
 
     @property
     def latent(self) -> bool:
-        """MLA: one vector for each token, neither K nor V, no heads."""
+        """True for MLA: one vector for each token, without K, V and heads."""
         return "kv" not in self.axes
 
     @property
     def fused(self) -> bool:
-        """The tensor has no axis of K and V."""
+        """True if K and V are part of the last axis of the tensor."""
         return "kv*element" in self.tensor
 
 
@@ -62,14 +65,14 @@ LAYOUTS = {
         # vLLM 0.26 and later (PR 44455): K and V of a head side by side.
         _layout("packed", "block offset head kv", "block offset head kv*element"),
         _layout("packed-hnd", "block head offset kv", "block head offset kv*element"),
-        # vLLM for the CPU registers the same shape and means another thing: the K rows of a head, then its V rows.
+        # vLLM for the CPU has the shape of `packed-hnd` with another order: the K rows of a head, then its V rows.
         _layout("packed-cpu", "block head kv offset", "block head offset kv*element"),
-        # With two KV heads this has the shape of `packed`, and means another thing (LMCache PR 4467).
+        # With two KV heads this has the shape of `packed` with another order (LMCache PR 4467).
         _layout("kv-inside", "block offset kv head", "block offset kv head*element"),
         _layout("mla", "block offset"),
         _layout("one-tensor", "layer kv block offset head"),
         _layout("block-outermost", "block layer kv offset head"),
-        # The pool of hybrid models, and vLLM's BLNHC: to each layer the other ones are padding between its blocks.
+        # The pool of hybrid models, and vLLM's BLNHC. For each layer, the other layers are padding between its blocks.
         _layout("packed-pool", "block layer offset head kv", "block layer offset head kv*element"),
     )
 }
@@ -77,7 +80,7 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes of one KV cache. `head_size` in elements, `block` in tokens."""
+    """Sizes of one KV cache. head_size: in elements. block: in tokens."""
 
     layout: Layout
     dtype: torch.dtype
@@ -89,7 +92,7 @@ class Geometry:
 
     @property
     def planes(self) -> int:
-        """K and V; 1 for MLA's latent vector."""
+        """2 for K and V; 1 for MLA's latent vector."""
         return 1 if self.layout.latent else 2
 
     @property
@@ -103,28 +106,28 @@ class Geometry:
     @property
     def row_words(self) -> int:
         if self.row_bytes % WORD:
-            raise ValueError(f"a row of {self.row_bytes} bytes is not a multiple of {WORD}: take another head size")
+            raise ValueError(f"a row has {self.row_bytes} bytes, not a multiple of {WORD}. Give another --head-size")
         return self.row_bytes // WORD
 
     def token_bytes(self, tokens: int) -> int:
-        """Bytes of so many tokens in all layers."""
+        """Return the bytes of this number of tokens in all layers."""
         return tokens * self.layers * self.planes * self.heads * self.row_bytes
 
     def sizes(self, chunk: int = 0) -> dict[str, int]:
-        """Size of each axis; `token` is the axis of a host chunk."""
+        """Return the size of each axis. `token` is the axis of a host chunk."""
         return {
             "layer": self.layers, "kv": self.planes, "block": self.blocks, "offset": self.block, "head": self.heads,
             "token": chunk,
         }  # fmt: skip
 
     def tensor_shape(self) -> tuple[int, ...]:
-        """Of one of the engine's tensors."""
+        """Return the shape of one of the engine's tensors."""
         sizes = {**self.sizes(), "element": self.head_size}
         return tuple(math.prod(sizes[axis] for axis in group.split("*")) for group in self.layout.tensor)
 
 
 def coordinates(axes: tuple[str, ...], sizes: dict[str, int], rows: torch.Tensor) -> dict[str, torch.Tensor]:
-    """{axis: coordinate} of rows by their place in memory: the definition of a layout, and the whole of the oracle."""
+    """Return {axis: coordinate} of rows by their place in memory. This function defines a layout."""
     found, inner = {}, 1
     for axis in reversed(axes):
         found[axis] = (rows // inner) % sizes[axis]

@@ -1,4 +1,4 @@
-"""The matrix: its axes, one cell of it, and which cells are run: all, or enough to have every pair of values."""
+"""The matrix: its axes, its cells, and the selection of all cells or of enough cells for every pair of values."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 
 from kvfix_tools.roundtrip.layout import DTYPES, LAYOUTS, Geometry
 
-#: Names of token counts; a number is itself.
+#: Names of token counts. A number stands for itself.
 TOKENS = ("1", "block-1", "block", "block+1", "chunk-1", "chunk", "chunk+1", "prime")
 SLOTS = ("contiguous", "reversed", "random", "holes", "blocks")
-#: Tokens at the beginning of a load that the engine has already: none, some of a block, a chunk and some.
+#: Tokens at the beginning of a load that the engine already has: none, a part of a block, a chunk and more.
 SKIPS = ("none", "part", "chunk")
-#: axis -> its values, those of the issue.
+#: {axis: its values}
 AXES: dict[str, tuple[str, ...]] = {
     "layout": tuple(LAYOUTS),
     "dtype": tuple(DTYPES),
@@ -28,14 +28,14 @@ AXES: dict[str, tuple[str, ...]] = {
     "skip": SKIPS,
 }
 PRIME = 211
-#: Bytes that each layer's K has at least: LMCache's layerwise connector rounds its buffer, of that size, up to 4 KiB.
+#: Minimum bytes of each layer's K, because LMCache's layerwise connector rounds a buffer of this size up to 4 KiB.
 LEAST = 8192
 Axes = dict[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One round trip. All values as given on the command line; block, chunk and tokens in tokens."""
+    """One round trip. Values are as on the command line. block, chunk and tokens are in tokens."""
 
     backend: str
     layout: str = "nhd"
@@ -51,13 +51,13 @@ class Cell:
     seed: int = 0
 
     def command(self, *more: str) -> str:
-        """What runs this cell and no other."""
+        """Return the command that runs only this cell."""
         options = [f"--{name.replace('_', '-')} {value}" for name, value in asdict(self).items()]
         return " ".join(["kvfix roundtrip", *options, *more])
 
     @property
     def count(self) -> int:
-        """Tokens. `prime` is a prime number: no multiple of anything."""
+        """Number of tokens. `prime` is a prime number, so it is a multiple of no size."""
         named = {"block": int(self.block), "chunk": int(self.chunk), "prime": PRIME}
         for name, value in named.items():
             if self.tokens.startswith(name):
@@ -66,7 +66,7 @@ class Cell:
 
     @property
     def skipped(self) -> int:
-        """Tokens that a load leaves out; less than there are."""
+        """Number of tokens that a load skips, less than `count`."""
         wanted = {"none": 0, "part": int(self.block) // 2 + 1, "chunk": int(self.chunk) + int(self.block) // 2}
         return min(wanted[self.skip], self.count - 1)
 
@@ -79,19 +79,18 @@ class Cell:
         return Geometry(layout, DTYPES[self.dtype], self.layers, blocks, block, heads, self.head_size)
 
     def mappings(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slot of each token, where it is stored from and where it is loaded to: [tokens] int64 each, without a slot in
-        common."""
+        """Return the slots to store from and the slots to load into: [tokens] int64 each, without a common slot."""
         slots, tokens = self.geometry().slots, self.count
         if self.slots == "random":
             shuffled = torch.randperm(slots, generator=torch.Generator().manual_seed(self.seed))
             return shuffled[:tokens], shuffled[tokens : 2 * tokens]
-        if self.slots == "blocks":  # as the engine has them: the tokens in order in blocks that lie anywhere
+        if self.slots == "blocks":  # as in an engine: tokens in order in a block, and blocks in any order
             block = int(self.block)
             order = torch.randperm(slots // block, generator=torch.Generator().manual_seed(self.seed))
             shuffled = (order[:, None] * block + torch.arange(block)).flatten()
             return shuffled[:tokens], shuffled[-(-tokens // block) * block :][:tokens]
         step = 2 if self.slots == "holes" else 1
-        source = torch.arange(tokens) * step + int(self.block)  # the first block belongs to no request, as in vLLM
+        source = torch.arange(tokens) * step + int(self.block)  # in vLLM the first block belongs to no request
         target = source + tokens * step + step // 2
         if self.slots == "reversed":
             source, target = source.flip(0), target.flip(0)
@@ -99,13 +98,15 @@ class Cell:
 
 
 def full(backend: str, axes: Axes) -> list[Cell]:
-    """Every combination."""
+    """Return cells with every combination of values."""
     return [cell_of(backend, dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())]
 
 
 def pairs(backend: str, axes: Axes, seed: int = 0) -> list[Cell]:
-    """Cells in which every value of an axis meets every value of every other: a greedy covering of pairs. The same seed
-    gives the same cells."""
+    """Return cells in which every pair of values of two axes occurs, by a greedy covering.
+
+    The same seed gives the same cells.
+    """
     order, draw = list(axes), random.Random(seed)
     choices = [(axis, value) for axis in axes for value in axes[axis]]
     missing = {(one, other) for one, other in itertools.combinations(choices, 2) if one[0] != other[0]}
@@ -114,7 +115,7 @@ def pairs(backend: str, axes: Axes, seed: int = 0) -> list[Cell]:
         return (one, other) if order.index(one[0]) < order.index(other[0]) else (other, one)
 
     def gain(chosen: dict[str, str], axis: str, value: str) -> tuple[int, float]:
-        """Missing pairs that this value brings; of equal ones any."""
+        """Return the number of missing pairs that this value adds, and a random number to break ties."""
         return sum(pair(one, (axis, value)) in missing for one in chosen.items()), draw.random()
 
     cells: list[Cell] = []

@@ -1,4 +1,4 @@
-"""What a wrong word is: its class, and in plain text what lies where."""
+"""Classify a wrong word, and describe the first one in a region as text."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kvfix_tools.roundtrip import element
 from kvfix_tools.roundtrip.element import GUARD, HOST_POISON, POISON, WORD, Identity
 from kvfix_tools.roundtrip.region import Region, WrongWords
 
-#: Bits that may differ in a word that is still called the right one with flipped bits.
+#: A word with at most this number of wrong bits is a bit flip.
 FEW_BITS = 4
-#: A mismatch in this field alone has a name.
+#: {field: name of a mismatch in this field alone}
 NAMED = {
     "generation": "stale",
     "layer": "wrong layer",
@@ -31,8 +31,10 @@ _POISONS = {POISON: "poison", HOST_POISON: "host poison", GUARD: "guard band"}
 
 @dataclass
 class Mismatch:
-    """One check of one region that found wrong words. `first`: the first of them, in words; `address`: its byte in the
-    region. `classes`: words of each class."""
+    """Wrong words of one check of one region.
+
+    first: text about the first wrong word. address: its byte in the region. classes: number of words of each class.
+    """
 
     stage: str
     first: str
@@ -45,23 +47,23 @@ class Mismatch:
 
     def __str__(self) -> str:
         counted = ", ".join(f"{name} {words * WORD} B" for name, words in self.classes.most_common())
-        return f"{self.stage}: {self.first} (byte {self.address:#x} of it)\n    {counted}"
+        return f"{self.stage}: {self.first} (byte {self.address:#x} of the region)\n    {counted}"
 
 
 def find(region: Region, wrong: list[WrongWords], stage: str, source: bool = False) -> Mismatch | None:
-    """Names and counts what a check of the region has found. source: nothing was to be written there at all."""
+    """Classify and count the wrong words of a region. source: True if nothing may be written to the region."""
     found: Counter[str] = Counter()
     first = ""
-    for part in wrong:  # by address
+    for part in wrong:  # in the order of addresses
         kinds = classify(region, part, source)
         found.update(CLASSES[kind] for kind in kinds.tolist())
-        found.update({"not looked at": part.more} if part.more else {})
+        found.update({"not classified": part.more} if part.more else {})
         first = first or describe(region, part, CLASSES[int(kinds[0])])
     return Mismatch(stage, first, int(wrong[0].address[0]) * WORD, found) if wrong else None
 
 
 def classify(region: Region, wrong: WrongWords, source: bool) -> torch.Tensor:
-    """[n]: place in CLASSES of each wrong word. The last class that holds for a word is its own."""
+    """Return [n]: the index in CLASSES of each wrong word. The last matching class wins."""
     expected, number = Identity.of(wrong.expected), element.decode(wrong.found, region.seed)
     held, known = Identity.of(number), _known(region, number)
     kinds = torch.full_like(wrong.found, CLASSES.index("unknown"))
@@ -87,7 +89,7 @@ def classify(region: Region, wrong: WrongWords, source: bool) -> torch.Tensor:
 
 
 def describe(region: Region, wrong: WrongWords, kind: str) -> str:
-    """Of the first word: `layer 3 V, slot 21 holds layer 4 K, slot 5; ...`"""
+    """Describe the first word: `layer 3 V, slot 21 holds layer 4 K, slot 5; ...`"""
     number = element.decode(wrong.found[:1], region.seed)
     held, expected = Identity.of(int(number)), Identity.of(int(wrong.expected[0]))
     if wrong.guard:
@@ -99,7 +101,7 @@ def describe(region: Region, wrong: WrongWords, kind: str) -> str:
     should = _who(region, expected)
     if not _known(region, number):
         flipped = int(wrong.found[0] ^ _words(region, wrong.expected[:1])[0]) & ((1 << 64) - 1)
-        what = f"differs in bits {flipped:#x}" if kind == "bit flip" else "holds what no word here is"
+        what = f"differs in bits {flipped:#x}" if kind == "bit flip" else "holds a word that is no identity"
         return f"{kind}: {here} {what}; it should hold {should}"
     holds = _who(region, held)
     if held.generation < expected.generation < POISON:
@@ -131,7 +133,7 @@ def _words(region: Region, numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _known(region: Region, numbers: torch.Tensor) -> torch.Tensor:
-    """Are these identities that exist here? A word that is none is one by chance in 2**30 cases or less."""
+    """Return True for identities that exist in this region. A random word is one in less than 1 of 2**30 cases."""
     who, sizes = Identity.of(numbers), region.geometry
     generation = (who.generation <= element.OTHER) | ((who.generation >= POISON) & (who.generation <= GUARD))
     return (
@@ -142,7 +144,7 @@ def _known(region: Region, numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(region: Region, wrong: WrongWords) -> torch.Tensor:
-    """Does a known word begin within this one, at a byte that is not a word's first?"""
+    """Return True if a known word begins inside this word, at a byte that is not the first."""
     next_one = (wrong.address + 1).clamp(max=len(region.words) - 1)
     behind = region.words[next_one.to(region.words.device)].cpu()
     found = torch.zeros_like(wrong.found, dtype=torch.bool)
@@ -153,5 +155,5 @@ def _shifted(region: Region, wrong: WrongWords) -> torch.Tensor:
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
-    """Bits that are set in each word."""
+    """Return the number of set bits of each word."""
     return sum(((x >> bit) & 1 for bit in range(64)), torch.zeros_like(x))

@@ -1,7 +1,7 @@
-"""Faults to be planted, so that the tool can show that it fails: `--inject`.
+"""Planted faults (`--inject`), which prove that the tool finds errors.
 
-Each damages what a sound backend has moved: the host buffers after the store, or, where a backend keeps those to
-itself, the KV cache after the load. The class of what is found must be the one that FAULTS has for it.
+A fault damages the host buffers after the store, or the KV cache after the load if the backend does not expose its host
+buffers. The tool must find the class in FAULTS.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvfix_tools.roundtrip.cell_check import CellCheck, Refused, Transfer, every
 from kvfix_tools.roundtrip.element import FIRST, POISON, STALE, Identity, rows
 from kvfix_tools.roundtrip.region import Coordinates, Region
 
-#: fault -> the class (mismatch.py) that it must be found as.
+#: {fault: the class (mismatch.py) that the tool must find}
 FAULTS = {
     "swap-kv": "K and V swapped",
     "shift-slot": "wrong slot",
@@ -23,13 +23,13 @@ FAULTS = {
     "drop-tail": "not written",
     "wrong-layer": "wrong layer",
     "neighbour-write": "bystander written",
-    "missing-event": "",  # races.py: the events are taken out; each race has its own class
+    "missing-event": "",  # races.py leaves out the events, and each race has its own class
 }
 
 
 @dataclass
 class Faulty(Transfer):
-    """A transfer with a fault in it: some rows hold what the fault makes of their identity."""
+    """A transfer with a planted fault: some rows hold a wrong identity."""
 
     inner: Transfer
     check: CellCheck
@@ -38,11 +38,11 @@ class Faulty(Transfer):
     def __post_init__(self) -> None:
         geometry, cell = self.check.geometry, self.check.cell
         if self.fault == "swap-kv" and geometry.layout.latent:
-            raise Refused("MLA has neither K nor V")
+            raise Refused("MLA has no K and V to swap")
         if self.fault == "shift-slot" and cell.count - cell.skipped < 2:
-            raise Refused("one token has no neighbour")
+            raise Refused("a cell with one token has no other slot")
         if self.fault == "wrong-layer" and geometry.layers < 2:
-            raise Refused("there is one layer")
+            raise Refused("the KV cache has only one layer")
         self.host, self.operations = self.inner.host, self.inner.operations
         self.token_in = self.check.token_in(cell.skipped)
 
@@ -69,7 +69,7 @@ class Faulty(Transfer):
             tensor[chosen.to(tensor.device)] = content.to(tensor.device)
 
     def planted(self, at: Coordinates) -> tuple[torch.Tensor, Identity]:
-        """Which rows are damaged, and what they hold then."""
+        """Return the rows to damage, and their wrong identities."""
         source, last, layers = self.check.source, self.check.cell.count - 1, self.check.geometry.layers
         token = at["token"] if "token" in at else self.token_in[at["slot"]]
         moved = token >= 0

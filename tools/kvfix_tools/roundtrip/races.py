@@ -1,6 +1,6 @@
-"""What a transfer must wait for, with the waiting and, as the negative control, without.
+"""Races: concurrent work for which a transfer must wait, with the events and, as a negative control, without.
 
-A race is some work on a few streams (streams.py), and the events between them. Each says what must not happen.
+A race is work on a few streams (streams.py) with events between them. Its docstring describes the work.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvfix_tools.roundtrip.streams import Streams
 
 
 class Race(CellCheck):
-    """A cell whose transfer runs while other work does: that of the torch backend."""
+    """A cell whose transfer, by the torch backend, runs at the same time as other work."""
 
     def __init__(self, cell: Cell, device: torch.device, events: bool, result: Result | None) -> None:
         super().__init__(cell, device, result)
@@ -48,7 +48,7 @@ class Race(CellCheck):
     def write(
         self, stream: Any, region: Region, expected: Expected, where: Callable[[Coordinates], torch.Tensor]
     ) -> None:
-        """Other work: those rows of the region take that content, tensor by tensor."""
+        """Write the expected content into some rows of the region, as other work on this stream."""
         for section, into in zip(region.sections, region.tensors(), strict=True):
             at = section.coordinates(0, section.rows, self.device)
             chosen = where(at).nonzero()[:, 0]
@@ -61,17 +61,17 @@ class Race(CellCheck):
 
 
 class ConnectorRace(Race):
-    """LMCache's connectors V2 and V3 in place of the tool's own copy.
+    """A race with LMCache's connectors V2 and V3 instead of the tool's own copy.
 
-    What waits is LMCache: a store or a load has been done when it returns. On a GPU its streams are those of the race.
-    On the CPU they are the stand-in's: what LMCache gives to its operations is deferred, and its `synchronize` lets it
-    run; with the events taken out it does not.
+    LMCache itself waits: a store or a load is complete when it returns. On a GPU, LMCache uses the streams of the race.
+    On the CPU, the stand-in defers LMCache's operations, and LMCache's `synchronize` runs them. Without events,
+    `synchronize` does nothing.
     """
 
     def transfer(self) -> Any:
-        """Without its buffer on the device, from which it copies at once."""
+        """Make the connector without its buffer on the device, from which it would copy at once."""
         if self.device.type == "cuda" and not self.streams.events:
-            raise Refused("what LMCache waits for cannot be taken out of it on a GPU")
+            raise Refused("on a GPU, LMCache's events cannot be left out")
         connector = lmcache.Connector(self.cell.backend.partition("-")[2], self, buffer=False)
         self.result.operations = f"{connector.operations.partition(',')[0]}, its {self.result.operations}"
         return connector
@@ -86,7 +86,7 @@ class ConnectorRace(Race):
 
     @contextlib.contextmanager
     def _runs_on(self, stream: Any) -> Iterator[None]:
-        """LMCache's streams are this one, and its operations are submitted to it."""
+        """Make LMCache use this stream for its operations."""
         connector, module = self.copy.connector, lmcache.connectors(self.device.type)
         if self.device.type == "cuda":
             connector.store_stream = connector.load_stream = stream.native
@@ -107,7 +107,7 @@ class ConnectorRace(Race):
 
 
 def late_producer(race: Race) -> None:
-    """The kernel that writes the KV is still to run when the store is submitted."""
+    """Submit a store before the kernel that writes the KV has run."""
     producer, copier = race.streams.stream(slow=True), race.streams.stream()
     race.write_to_source(producer, FIRST)
     race.streams.after(copier, producer)
@@ -117,19 +117,21 @@ def late_producer(race: Race) -> None:
 
 
 def early_reuse(race: Race) -> None:
-    """The blocks of a request are given to another one, which writes to them, while they are being stored."""
+    """Write to the blocks of a request as another request, while the blocks are being stored."""
     race.cache.fill(everywhere(FIRST))
     copier, other = race.streams.stream(slow=True), race.streams.stream()
     race.store_on(copier)
     race.streams.after(other, copier)
     race.write_to_source(other, OTHER)
     race.streams.finish()
-    race.compare("store of blocks that are used again", race.copy.host, race.tokens(FIRST))
+    race.compare("store of blocks that another request writes", race.copy.host, race.tokens(FIRST))
 
 
 def neighbours(race: Race) -> None:
-    """Another stream writes to all other slots, of the same blocks too, while a store and a load run. No event is
-    needed but between the store and its load."""
+    """Write to all other slots, also of these blocks, during a store and a load.
+
+    Only the load needs an event, after the store.
+    """
     race.cache.fill(everywhere(FIRST))
     copier, hostile, loader = race.streams.stream(slow=True), race.streams.stream(), race.streams.stream()
     both = torch.cat([race.source, race.target])
@@ -145,11 +147,11 @@ def neighbours(race: Race) -> None:
         generation = torch.where(who.generation == POISON, torch.where(source, FIRST, OTHER), who.generation)
         return who._replace(generation=generation)
 
-    race.compare("load beside writes to its neighbours", race.cache, expected)
+    race.compare("load during writes to neighbouring slots", race.cache, expected)
 
 
 def many_in_flight(race: Race) -> None:
-    """Four stores and their loads at once, each with its own part of the slots and host buffers of its own."""
+    """Run four stores and their loads at once, each with its own slots and host buffers."""
     race.cache.fill(everywhere(FIRST))
     for source, target in zip(race.source.chunk(4), race.target.chunk(4), strict=False):
         copy = TorchCopy(race, len(source))
@@ -164,7 +166,7 @@ def many_in_flight(race: Race) -> None:
 
 
 def buffer_taken_again(race: Race) -> None:
-    """Host buffers are handed back while a load still reads them, and the next store takes them."""
+    """Write to host buffers as the next store, while a load still reads them."""
     race.cache.fill(everywhere(POISON))
     race.copy.host.fill(race.tokens(FIRST))
     loader, other = race.streams.stream(slow=True), race.streams.stream()
@@ -172,7 +174,7 @@ def buffer_taken_again(race: Race) -> None:
     race.streams.after(other, loader)
     race.write(other, race.copy.host, race.tokens(OTHER), lambda at: at["token"] >= 0)
     race.streams.finish()
-    race.compare("load from a buffer that is taken again", race.cache, race.loaded(FIRST, 0))
+    race.compare("load from a buffer that the next store writes", race.cache, race.loaded(FIRST, 0))
 
 
 RACES: dict[str, Callable[[Race], None]] = {
@@ -182,14 +184,14 @@ RACES: dict[str, Callable[[Race], None]] = {
 
 
 def of(backend: str) -> tuple[str, ...]:
-    """The races of a backend. LMCache's connectors have no more than one transfer each in flight."""
+    """Return the races of a backend. LMCache's connectors have at most one transfer in flight."""
     if backend == "torch":
         return tuple(RACES)
     return tuple(name for name in RACES if name != "many-in-flight") if backend in ("lmcache-v2", "lmcache-v3") else ()
 
 
 def run(name: str, cell: Cell, device: torch.device, events: bool = True, result: Result | None = None) -> Result:
-    """One race. events: False takes out what the streams wait for."""
+    """Run one race. events: False leaves out the events between streams."""
     race = (Race if cell.backend == "torch" else ConnectorRace)(cell, device, events, result)
     RACES[name](race)
     return race.ended(race.copy.host)

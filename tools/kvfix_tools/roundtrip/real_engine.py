@@ -1,7 +1,7 @@
-"""A real vLLM engine on a small model made up here, and LMCache's connectors for it.
+"""A real vLLM engine on a small random model, with LMCache's connectors.
 
-The backend `engine` and the tests of the fixes (tests/engine) start it in the same way: run() starts a program with a
-job, the program makes the engine, and writes its answer to the job's `out`.
+The backend `engine` and the tests of the fixes (tests/engine) use it. run() starts a program with a job. The program
+makes the engine, and writes its answer to the job's `out`.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-#: A small model. Its weights are drawn (write_model()).
+#: Configuration of a small model with random weights (write_model()).
 MODEL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512, "hidden_size": 256,
     "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 64, "max_position_embeddings": 4096,
 }  # fmt: skip
-BLOCK = 32  # vLLM's attention for the CPU wants a multiple of 32
-#: Of the engine's processes, and of the server's.
+BLOCK = 32  # vLLM's attention for the CPU needs a multiple of 32
+#: Environment of the engine's processes and of the server.
 ENVIRONMENT = {
-    "PYTHONHASHSEED": "0",  # else scheduler and worker hash differently, and nothing is ever found
+    "PYTHONHASHSEED": "0",  # otherwise scheduler and worker hash differently, and no lookup has a hit
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    # The model is small, and threads that wait for one another spin; vLLM binds them to cores that others use too.
+    # The model is small, so threads would spin while they wait, on cores that other processes use too.
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "LMCACHE_TRACK_USAGE": "false",
     "LMCACHE_DISABLE_BANNER": "1",
 }
-#: Arguments of LLM on a GPU. Triton attention knows float32: in bfloat16 a prompt that is computed in other parts has
-#: other answers now and then. Little memory, so that several engines fit on one GPU.
+#: Arguments of LLM on a GPU. Triton attention supports float32. In bfloat16 a prompt that is computed in other parts
+#: sometimes has another answer. Memory is limited so that several engines fit on one GPU.
 ON_CUDA = {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 28}
 READY = "LMCache cache server is running"
-#: Of the newest LMCache's server: it takes what the worker has.
+#: Options of the newest LMCache's server to accept the worker's transfer mode.
 ANY_MODE = ("--supported-transfer-mode", "auto")
-#: Seconds, at most, until the blocks are free that the last requests left to be stored: it takes a step.
+#: Maximum seconds until the blocks of the last requests are stored and free, which takes a step.
 STORING = 20
-#: Seconds for the server to be there.
+#: Maximum seconds until the server answers.
 SERVER_LIMIT = 180
 
 
@@ -61,8 +61,7 @@ def make(
     config: dict[str, Any] | None = None,
     **more: Any,
 ) -> Any:
-    """An LLM on that model, whose folder is made here. config: what MODEL has differently. more: further arguments of
-    LLM."""
+    """Make an LLM on the small model, in the folder `model`. config: changes of MODEL. more: arguments of LLM."""
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
@@ -75,8 +74,11 @@ def make(
 
 
 def write_model(folder: Path, dtype: str, config: dict[str, Any]) -> None:
-    """Weights drawn with a deviation that makes attention count. vLLM's own dummy weights, of 0.001 at most, do not:
-    with them the last token alone decides, and an engine that loads anything at all gives the right answers."""
+    """Write a model with random weights that are large enough for attention to matter.
+
+    With vLLM's dummy weights of at most 0.001, only the last token decides, and an engine that loads wrong KV gives
+    right answers.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -86,7 +88,7 @@ def write_model(folder: Path, dtype: str, config: dict[str, Any]) -> None:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A token for each byte. vLLM takes texts for the model then."""
+    """Write a tokenizer with a token for each byte, so that vLLM accepts texts."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -104,32 +106,34 @@ def greedy(tokens: int, **more: Any) -> Any:
 
 
 def generate(engine: Any, requests: list[tuple[list[int], int]]) -> list[list[int]]:
-    """What each prompt is answered, greedily, in so many tokens. Then the prefix cache is emptied: who asks again has
-    it from the external cache, or has it computed."""
+    """Answer each (prompt, number of tokens) greedily, and empty the prefix cache.
+
+    A repeated prompt then comes from the external cache, or is computed.
+    """
     prompts = [{"prompt_token_ids": tokens} for tokens, _ in requests]
     outputs = engine.generate(prompts, [greedy(tokens) for _, tokens in requests], use_tqdm=False)
     client = engine.llm_engine.engine_core
     until = time.monotonic() + STORING
     while not engine.reset_prefix_cache() and time.monotonic() < until:
-        if hasattr(client, "engine_core"):  # in this process: nothing else makes it step
+        if hasattr(client, "engine_core"):  # the engine is in this process, and steps only here
             client.get_output()
         time.sleep(0.01)
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 def counter(engine: Any, name: str) -> int:
-    """One of vLLM's counters, since the engine was made."""
+    """Return one of vLLM's counters since the start of the engine."""
     return sum(int(metric.value) for metric in engine.get_metrics() if metric.name == name)
 
 
 def in_process(chunk: int, **settings: Any) -> dict[str, Any]:
-    """kv_transfer_config for LMCache in the engine's own processes. settings: more of LMCache's."""
+    """Return kv_transfer_config for LMCache in the engine's own processes. settings: more settings of LMCache."""
     every = {
         "chunk_size": chunk,
         "local_cpu": True,
         "max_local_cpu_size": 0.2,
         "save_unfull_chunk": False,
-        # The default hashes None, whose hash is an address before Python 3.12: scheduler and worker never agree.
+        # The default hashes None, whose hash is an address before Python 3.12. Then scheduler and worker never agree.
         "pre_caching_hash_algorithm": "sha256_cbor",
         **settings,
     }
@@ -141,8 +145,10 @@ def in_process(chunk: int, **settings: Any) -> dict[str, Any]:
 def server(
     log: Path, chunk: int, environment: dict[str, str], start: tuple[str, ...] = (), options: tuple[str, ...] = ANY_MODE
 ) -> Iterator[dict[str, Any]]:
-    """A real `lmcache server`; kv_transfer_config for the multi-process connector with it. start: in front of it.
-    options: more of its own."""
+    """Run a real `lmcache server`, and yield kv_transfer_config for the multi-process connector.
+
+    start: words before the command. options: more options of the server.
+    """
     program = shutil.which("lmcache", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     if program is None:
         raise FileNotFoundError("the program lmcache is not on PATH")
@@ -155,7 +161,7 @@ def server(
         )
     try:
         if not wait_for(READY, log, process, SERVER_LIMIT):
-            raise RuntimeError(f"the lmcache server is not there: ... {log.read_text()[-1500:]}")
+            raise RuntimeError(f"the lmcache server did not start: ... {log.read_text()[-1500:]}")
         extra = {"lmcache.mp.host": "tcp://localhost", "lmcache.mp.port": port}
         yield {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     finally:
@@ -167,8 +173,10 @@ def server(
 
 
 class Ended(NamedTuple):
-    """code: None if it was killed after the limit. answer: what it has written; None if it died before. log: all that
-    its processes printed."""
+    """The end of a program. code: None if it was killed after the limit. answer: None if it died before its answer.
+
+    log: the output of all its processes.
+    """
 
     code: int | None
     answer: Any
@@ -185,8 +193,11 @@ def run(
     while_it_runs: Callable[[Any], None] | None = None,
     popen: Callable[..., Any] = subprocess.Popen,
 ) -> Ended:
-    """Runs a Python program with the file of this job as its argument. The job gets the folder of the `model`, and the
-    file for the answer, `out`. folder: for all its files, `log` among them. limit: seconds. popen: starts it."""
+    """Run a Python program with the file of this job as its argument.
+
+    The job gets the folder `model` and the file `out` for the answer. folder: for all files, including `log`. limit:
+    seconds. popen: starts the program.
+    """
     out = folder / "out.json"
     (folder / "job.json").write_text(json.dumps({**job, "model": str(folder / "model"), "out": str(out)}))
     with open(folder / "log", "w+") as log:
@@ -214,7 +225,7 @@ def run(
 
 
 def wait_for(text: str, log: Path, process: subprocess.Popen[Any], limit: float) -> bool:
-    """Until the text is in the log; False if the process ends before, or the seconds do."""
+    """Wait until the text is in the log. Return False if the process ends or the time is over."""
     until = time.monotonic() + limit
     while text not in log.read_text(errors="replace"):
         if process.poll() is not None or time.monotonic() > until:
@@ -224,7 +235,7 @@ def wait_for(text: str, log: Path, process: subprocess.Popen[Any], limit: float)
 
 
 def free_port() -> int:
-    """One below those that the kernel hands to outgoing connections: it is still free when a server gets to it."""
+    """Return a port below those for outgoing connections, so that it is still free when a server uses it."""
     while True:
         port = random.randrange(20000, 32768)
         with socket.socket() as taken, contextlib.suppress(OSError):

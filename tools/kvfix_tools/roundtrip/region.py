@@ -1,4 +1,4 @@
-"""Memory whose every word is known: the KV cache, or the host buffers, each tensor between guard bands."""
+"""A region of memory with known words: the KV cache or the host buffers, each tensor between guard bands."""
 
 from __future__ import annotations
 
@@ -12,22 +12,25 @@ from kvfix_tools.roundtrip import element
 from kvfix_tools.roundtrip.element import GUARD, WORD, Identity
 from kvfix_tools.roundtrip.layout import Geometry, coordinates
 
-#: Words of a guard band (4 KiB), before, between and behind the tensors: alignment of what lies there is kept.
+#: Words of a guard band (4 KiB, which keeps alignment) before, between and after the tensors.
 BAND = 512
-#: Rows that are made or compared at once: bounds the memory needed besides the region.
+#: Number of rows to make or compare at once, which bounds the additional memory.
 AT_ONCE = 1 << 20
-#: Wrong words of one part that are kept to be named; the rest are counted.
+#: Maximum number of wrong words to classify in one part. The rest is counted.
 KEPT = 1 << 16
 
 Coordinates = dict[str, torch.Tensor]
-#: Coordinates of rows (`slot` among them, or `token`) -> their identities; `word` is 0.
+#: Function from coordinates of rows (with `slot` or `token`) to identities; `word` is 0.
 Expected = Callable[[Coordinates], Identity]
 
 
 @dataclass
 class Section:
-    """One tensor of a region, from word `start` on. `fixed`: the layer of all its rows, if that is not one of the axes.
-    `token`: the first one of a host buffer; None in a KV cache."""
+    """One tensor of a region, from word `start` on.
+
+    fixed: the layer of all its rows, if layer is not an axis. token: the first token of a host buffer; None in a KV
+    cache.
+    """
 
     start: int
     axes: tuple[str, ...]
@@ -51,18 +54,18 @@ class Section:
 
 @dataclass
 class WrongWords:
-    """Words that are not what they should be, of a guard band or not. All tensors [n], int64, on the CPU."""
+    """Wrong words, in a guard band or not. All tensors are [n], int64, on the CPU."""
 
     guard: bool
     address: torch.Tensor  # in words, from the beginning of the region
     expected: torch.Tensor  # numbers of identities
     found: torch.Tensor  # words
-    more: int  # wrong words besides these
+    more: int  # number of further wrong words
 
 
 @dataclass
 class Region:
-    """`words`: the whole memory, guard bands included, as int64. `device`: where it is looked at."""
+    """A region. words: the whole memory with guard bands, as int64. device: where words are compared."""
 
     words: torch.Tensor
     sections: list[Section]
@@ -70,26 +73,26 @@ class Region:
     device: torch.device
     seed: int
     name: str
-    verified: int = 0  # bytes that compare() has looked at, in all
+    verified: int = 0  # number of bytes that compare() has checked
 
     def tensors(self) -> list[torch.Tensor]:
-        """The rows of each section: [rows, words of a row], views."""
+        """Return views of the rows of each section: [rows, words of a row]."""
         size = self.geometry.row_words
         return [
             self.words[section.start : section.start + section.rows * size].view(-1, size) for section in self.sections
         ]
 
     def typed(self) -> list[torch.Tensor]:
-        """The engine's tensors (of the KV cache), views."""
+        """Return views of the engine's tensors (KV cache only)."""
         return [rows.view(self.geometry.dtype).view(self.geometry.tensor_shape()) for rows in self.tensors()]
 
     def fill(self, expected: Expected) -> None:
-        """Every word of the region, guard bands included."""
+        """Write every word of the region, with guard bands."""
         for _, start, right in self._parts(expected):
             self.words[start : start + len(right)].copy_(right)
 
     def compare(self, expected: Expected) -> Iterator[WrongWords]:
-        """Every word of the region, guard bands included."""
+        """Compare every word of the region, with guard bands, and yield the wrong words."""
         for guard, start, right in self._parts(expected):
             held = self.words[start : start + len(right)].to(self.device, non_blocking=True)
             self.verified += len(right) * WORD
@@ -100,7 +103,7 @@ class Region:
                 yield WrongWords(guard, (start + at).cpu(), numbers.cpu(), held[at].cpu(), more)
 
     def locate(self, address: int) -> dict[str, int]:
-        """Coordinates of the row that a word lies in. Raises ValueError in a guard band."""
+        """Return the coordinates of the row of a word. Raise ValueError in a guard band."""
         for section in self.sections:
             row = (address - section.start) // self.geometry.row_words
             if 0 <= row < section.rows:
@@ -109,7 +112,7 @@ class Region:
         raise ValueError(f"word {address} is in no row")
 
     def _parts(self, expected: Expected) -> Iterator[tuple[bool, int, torch.Tensor]]:
-        """(is it a guard band, its first word, the words that it should hold) of the whole region, in order."""
+        """Yield (True for a guard band, first word, expected words) for the whole region, in order."""
         size, end = self.geometry.row_words, 0
         for section in self.sections:
             yield True, end, self._band(end, section.start)
@@ -121,7 +124,7 @@ class Region:
         yield True, end, self._band(end, len(self.words))
 
     def _band(self, start: int, end: int) -> torch.Tensor:
-        """Each word of a guard band is its own: what is copied from one to another is found."""
+        """Return the words of a guard band. All differ, so that a copy between guard bands is found."""
         places = torch.arange(start, end, dtype=torch.int64, device=self.device)
         slot, word = places >> element.BITS["word"], places % (1 << element.BITS["word"])
         who = Identity(GUARD, 0, 0, slot % (1 << element.BITS["slot"]), 0, word)
@@ -129,20 +132,22 @@ class Region:
 
 
 def kv_cache(geometry: Geometry, device: torch.device, seed: int) -> Region:
-    """The paged memory of an engine: one tensor, or one for each layer."""
+    """Make the paged memory of an engine: one tensor, or one for each layer."""
     return _region("KV cache", geometry, geometry.layout.axes, [(geometry.sizes(), None)], device, seed)
 
 
 def host(geometry: Geometry, axes: str, chunk: int, tokens: int, device: torch.device, seed: int) -> Region:
-    """Host buffers, one for each chunk of `chunk` tokens, the last one as short as it has to be. `axes`: outermost
-    first; without `layer`, each layer of a chunk is a buffer of its own. Pinned where there is a GPU."""
+    """Make host buffers, one for each chunk of `chunk` tokens. The last buffer may be shorter.
+
+    axes: outermost first. Without `layer`, each layer of a chunk has its own buffer. With a GPU, memory is pinned.
+    """
     order = tuple(axis for axis in axes.split() if axis not in ("kv", "head") or not geometry.layout.latent)
     parts = [(geometry.sizes(min(chunk, tokens - first)), first) for first in range(0, tokens, chunk)]
     return _region("host", geometry, order, parts, device, seed)
 
 
 def host_blocks(geometry: Geometry, blocks: int, device: torch.device, seed: int) -> Region:
-    """Host buffers for whole blocks, as vLLM's own offload has them: the tensors of the KV cache, with fewer blocks."""
+    """Make host buffers for whole blocks, as in vLLM's own offload: the tensors of the KV cache with fewer blocks."""
     parts = [({**geometry.sizes(), "block": blocks}, 0)]
     return _region("host", geometry, geometry.layout.axes, parts, device, seed)
 

@@ -1,4 +1,4 @@
-"""The report of one run: a line of progress, a table for each backend, what is wrong in words, and JSON."""
+"""The report of a run: progress, a table for each backend, descriptions of failures, and JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvfix_tools.roundtrip.cell_check import Result, plain
 from kvfix_tools.roundtrip.matrix import Cell
 from kvfix_tools.roundtrip.planted_faults import FAULTS
 
-#: Cells whose findings are shown in full; the others are counted, and all are in the JSON.
+#: Maximum number of failed cells to show in full. The JSON has all cells.
 SHOWN = 5
 BAD = ("failed", "crashed")
 
@@ -95,7 +95,7 @@ class RunReport:
         here = [one for one in self.results if one.operations and one.cell.backend != "torch" and not of_engine(one)]
         lines += [f"kvfix's fixes: {', '.join(self.fixes) or 'none'}"] if here else []
         if rates(self.results):
-            lines.append("GB/s of the median cell, and percent of a plain copy of as many bytes")
+            lines.append("Rates are GB/s of the median cell, and percent of the rate of a plain copy of this size.")
         lines += [f"{backend}: not tested: {why}" for backend, why in self.skipped.items()]
         for backend in dict.fromkeys(result.cell.backend for result in self.results):
             lines += ["", *self._table(backend)]
@@ -115,7 +115,7 @@ class RunReport:
                 {"check": f.stage, "first": f.first, "address": f.address, "words": f.words, "classes": f.classes}
                 for f in result.findings
             ],
-            "known": bug and f"{bug}. What to do: {bug.remedy}",
+            "known": bug and f"{bug}. Do: {bug.remedy}",
         }
 
     def _table(self, backend: str) -> list[str]:
@@ -151,7 +151,7 @@ class RunReport:
         return [*lines, f"{backend}: checked in {took:.2f} s, {times:.1f} times a plain copy there and back"]
 
     def _wrong(self) -> list[str]:
-        """The first wrong cells in full, and what is wrong in all of them."""
+        """Return the first failed cells in full, and the classes of wrong words in all cells."""
         wrong, lines = [result for result in self.results if result.verdict in BAD], []
         for result in wrong[:SHOWN]:
             lines += [f"{result.verdict}: {self._command(result)}"]
@@ -160,7 +160,7 @@ class RunReport:
             lines.append("")
         classes: Counter[str] = sum((f.classes for result in wrong for f in result.findings), Counter())
         if classes:
-            lines += ["wrong words of 8 bytes, by what they are:"]
+            lines += ["wrong words of 8 bytes, by class:"]
             lines += [f"  {kind:20} {words:>10}" for kind, words in classes.most_common()] + [""]
         return lines
 
@@ -170,9 +170,9 @@ class RunReport:
             tried = [result for result in self.results if result.verdict != "refused"]
             kind = FAULTS[self.options.inject]
             named = [r for r in tried if any(not kind or kind in finding.classes for finding in r.findings)]
-            lines += [f"{self.options.inject} was planted in {len(tried)} cells and named in {len(named)}"]
+            lines += [f"{self.options.inject} was planted in {len(tried)} cells and found in {len(named)}"]
         bugs = Counter(filter(None, map(self._known, wrong)))
-        lines += [f"{count} of the {len(wrong)} are {bug.bug}. What to do: {bug.remedy}" for bug, count in bugs.items()]
+        lines += [f"{count} of {len(wrong)} failed cells: {bug.bug}. Do: {bug.remedy}" for bug, count in bugs.items()]
         every = Counter(result.verdict for result in self.results)
         verdicts = ", ".join(f"{count} {verdict}" for verdict, count in every.items()) or "nothing was checked"
         return [*lines, f"SUMMARY: {verdicts}; {self.verified / (1 << 20):.0f} MiB verified"]
@@ -181,7 +181,7 @@ class RunReport:
         return fixes.known_bug(result, self.fixes)
 
     def _command(self, result: Result) -> str:
-        """One line that runs it again."""
+        """Return the command that repeats a result."""
         cell, inject = result.cell, self.options.inject
         more = [*([f"--inject {inject}"] if inject else []), *(["--no-fixes"] if self.options.no_fixes else [])]
         if not of_engine(result) and not result.race:
@@ -211,7 +211,7 @@ def gb_per_second(result: Result) -> dict[str, float | None]:
 
 
 def rates(results: list[Result]) -> str:
-    """GB/s each way of the median cell, and in percent of a plain copy of as many bytes."""
+    """Return GB/s of the median cell in both directions, and percent of a plain copy of this size."""
     timed = [result for result in results if result.verdict == "passed" and result.plain_load]
     if not timed:
         return ""

@@ -1,8 +1,8 @@
-"""Streams, and the events by which one waits for another.
+"""Streams, and the events by which a stream waits for another stream.
 
-On a GPU they are CUDA's, and a slow one sleeps on the device. On the CPU they are a stand-in, queues of deferred work:
-nothing runs until all has been submitted, then a slow stream runs only when no other can go on. So an event that is
-missing is found every time, and never by chance.
+On a GPU they are CUDA streams, and a slow stream sleeps on the device. On the CPU they are a stand-in: queues of
+deferred work. No work runs until all work is submitted, and a slow stream runs only if no other stream can. So a
+missing event is always found.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-#: Clock cycles that a slow stream sleeps: tens of milliseconds, longer than what it races with.
+#: Clock cycles that a slow stream sleeps: tens of milliseconds, longer than the work of other streams.
 SLEEP = 50_000_000
 Work = Callable[[], Any]
 
@@ -22,19 +22,19 @@ Work = Callable[[], Any]
 class CudaStream:
     def __init__(self, device: torch.device, slow: bool = False) -> None:
         self.device, self.native = device, torch.cuda.Stream(device)
-        self.kept: list[Work] = []  # and so the tensors in it: they must live until the device has read them
+        self.kept: list[Work] = []  # keeps tensors alive until the device has read them
         if slow:
             with torch.cuda.stream(self.native):
                 torch.cuda._sleep(SLEEP)
 
     def submit(self, work: Work, host: bool = False) -> None:
-        """host: it is the host that does it, at once; it waits for what the stream waits for."""
+        """Submit work. host: run it on the host at once, after all earlier work of the stream."""
         if host:
             self.native.synchronize()
             work()
             return
         self.kept.append(work)
-        self.native.wait_stream(torch.cuda.current_stream(self.device))  # where its operands were made
+        self.native.wait_stream(torch.cuda.current_stream(self.device))  # this stream made the operands
         with torch.cuda.stream(self.native):
             work()
 
@@ -51,14 +51,14 @@ class CudaStream:
 
 @dataclass
 class Event:
-    """The stand-in's."""
+    """An event of the stand-in."""
 
     done: bool = False
 
 
 @dataclass
 class DeferredStream:
-    """The stand-in on the CPU."""
+    """A stream of the stand-in on the CPU."""
 
     slow: bool
     queue: deque[Work | Event] = field(default_factory=deque)
@@ -75,7 +75,7 @@ class DeferredStream:
         self.queue.append(event)
 
     def step(self) -> bool:
-        """Do what is next; False if there is nothing, or it has to wait."""
+        """Do the next work. Return False if there is none, or if the stream must wait."""
         while self.queue and isinstance(self.queue[0], Event) and self.queue[0].done:
             self.queue.popleft()
         if not self.queue or isinstance(self.queue[0], Event):
@@ -85,26 +85,26 @@ class DeferredStream:
 
 
 class Streams:
-    """Those of one race. `events`: whether they wait for one another."""
+    """The streams of one race. events: True if they wait for each other."""
 
     def __init__(self, device: torch.device, events: bool) -> None:
         self.device, self.events = device, events
         self.streams: list[Any] = []
 
     def stream(self, slow: bool = False) -> Any:
-        """A new one."""
+        """Make a stream."""
         stream = CudaStream(self.device, slow) if self.device.type == "cuda" else DeferredStream(slow)
         self.streams.append(stream)
         return stream
 
     def after(self, stream: Any, earlier: Any) -> None:
-        """What `stream` does from here on comes after what `earlier` has so far: the event that a race turns on."""
+        """Make later work of `stream` wait for all work of `earlier` so far. A race tests this event."""
         event = earlier.record()
         if self.events:
             stream.wait(event)
 
     def finish(self, until: Any = None) -> None:
-        """Everything; or until nothing is left to do in this stream."""
+        """Run all work, or all work of the stream `until`."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             return
@@ -112,4 +112,4 @@ class Streams:
         while (until is None or until.queue) and any(stream.step() for stream in order):
             pass
         if any(stream.queue for stream in ([until] if until else self.streams)):
-            raise RuntimeError("streams that wait for one another")
+            raise RuntimeError("the streams wait for each other")

@@ -1,4 +1,4 @@
-"""One vLLM server over HTTP: what it says of itself, and answers with their log probabilities."""
+"""One vLLM server over HTTP: its models, metrics, and answers with log probabilities."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvfix_tools.verify.compare import Answer
 from kvfix_tools.verify.prompts import Prompt
 
-#: Log probabilities that are asked for at each answered token.
+#: Number of log probabilities to request for each answered token.
 TOP = 5
-#: Seconds without a byte from the server.
+#: Maximum seconds without a byte from the server.
 SILENCE = 120.0
-#: Seconds until the metrics of an answered request must be there; the server writes them just after the answer.
+#: Maximum seconds until the metrics count an answered request. The server updates them just after the answer.
 METRICS_LATE = 5.0
 
 
 class Refused(Exception):
-    """The server cannot be reached, or answers with an error. The text says which, and what to do."""
+    """The server cannot be reached, or answers with an error. The text has the reason, and what to do."""
 
 
 class OutOfTime(Exception):
-    """The run has used its seconds (--seconds)."""
+    """The time limit of the run (--seconds) is over."""
 
 
 @dataclass(frozen=True)
 class Metrics:
     """Sums over all engines of the server. Counters are in tokens, except `requests` and `preemptions`.
 
-    blocks, block: number of GPU blocks, and tokens of one; 0 if the server does not say.
+    blocks, block: number of GPU blocks, and tokens of one block; 0 if unknown.
     """
 
     requests: float
@@ -46,14 +46,16 @@ class Metrics:
 
     @property
     def capacity(self) -> int:
-        """Tokens whose KV fits on the GPU."""
+        """Number of tokens whose KV fits on the GPU."""
         return self.blocks * self.block
 
 
 @dataclass(frozen=True)
 class Reply:
-    """first: seconds until the first token. prompt_tokens: by the server. cached: tokens of the prompt that some cache
-    served; None unless the server runs with --enable-prompt-tokens-details."""
+    """An answer. first: seconds until the first token. prompt_tokens: as counted by the server.
+
+    cached: tokens of the prompt from any cache; None unless the server runs with --enable-prompt-tokens-details.
+    """
 
     answer: Answer
     first: float
@@ -63,7 +65,7 @@ class Reply:
 
 class Server:
     def __init__(self, url: str, key: str, until: float) -> None:
-        """url: with or without /v1. key: sent as a bearer token; "" sends none. until: time.monotonic() of the end."""
+        """url: with or without /v1. key: bearer token, or "". until: end of the run by time.monotonic()."""
         self.url = url.rstrip("/").removesuffix("/v1")
         self.model = ""
         self.until = until
@@ -77,14 +79,14 @@ class Server:
         return list(self._json("GET", "/v1/models").get("data", []))
 
     def version(self) -> str:
-        """ "" if the server hides it."""
+        """Return vLLM's release; "" if the server hides it."""
         try:
             return str(self._json("GET", "/version").get("version", ""))
         except Refused:
             return ""
 
     def tokenize(self, text: str) -> list[int]:
-        """[] if the server does not offer it."""
+        """Return the token ids of a text; [] if the server does not offer this."""
         body = {"model": self.model, "prompt": text, "add_special_tokens": False}
         try:
             return [int(token) for token in self._json("POST", "/tokenize", body).get("tokens", [])]
@@ -92,16 +94,16 @@ class Server:
             return []
 
     def reset(self) -> bool | None:
-        """Empty the GPU's prefix cache. False: blocks are in use. None: the server does not offer it."""
+        """Empty the GPU's prefix cache. Return False if blocks are in use, None if the server does not offer this."""
         try:
             answer = self._request("POST", "/reset_prefix_cache")
         except Refused:
             return None
-        # Releases before 0.11 answer with an empty body.
+        # vLLM before 0.11 answers with an empty body.
         return bool(answer.json().get("success", True)) if answer.content.strip() else True
 
     def metrics(self) -> Metrics | None:
-        """None: the server has no /metrics, or none of vLLM's."""
+        """Return the metrics; None if the server has no /metrics of vLLM."""
         try:
             text = self._request("GET", "/metrics").text
         except Refused:
@@ -129,18 +131,18 @@ class Server:
         )  # fmt: skip
 
     def metrics_after(self, before: Metrics, requests: int = 1) -> Metrics:
-        """The metrics once they count these requests."""
+        """Wait until the metrics count these requests, and return them."""
         until = time.monotonic() + METRICS_LATE
         while True:
             now = self.metrics()
             if now is None:
-                raise Refused(f"{self.url}/metrics has gone")
+                raise Refused(f"{self.url}/metrics does not answer any more")
             if now.requests >= before.requests + requests or time.monotonic() > until:
                 return now
             time.sleep(0.005)
 
     def ask(self, prompt: Prompt, tokens: int, model: str = "") -> Reply:
-        """The answer in so many tokens, greedily."""
+        """Ask for this number of tokens, greedily."""
         start = time.monotonic()
         first, usage = 0.0, dict[str, Any]()
         answered: list[str] = []
@@ -153,13 +155,13 @@ class Server:
                 answered += given.get("tokens") or []
                 logprobs += [_finite(each) for each in given.get("top_logprobs") or []]
         if not answered:
-            raise Refused(f"{self.url} answers without log probabilities; start it without --max-logprobs 0")
+            raise Refused(f"{self.url} answers without log probabilities. Start the server without --max-logprobs 0")
         details = usage.get("prompt_tokens_details") or {}
         answer = Answer(tuple(answered), tuple(logprobs))
         return Reply(answer, first, int(usage.get("prompt_tokens") or prompt.length), details.get("cached_tokens"))
 
     def abort(self, prompt: Prompt, tokens: int) -> None:
-        """Ask, and close the connection after the first token."""
+        """Send a request, and close the connection after the first token."""
         events = self._events(prompt, tokens, "")
         next(events, None)
         events.close()
@@ -181,10 +183,10 @@ class Server:
                     if line.startswith("data:") and line[5:].strip() != "[DONE]":
                         event = json.loads(line[5:])
                         if "error" in event:
-                            raise Refused(f"{self.url} fails in the middle of an answer: {str(event['error'])[:300]}")
+                            raise Refused(f"{self.url} failed in the middle of an answer: {str(event['error'])[:300]}")
                         yield event
         except (httpx.HTTPError, ValueError) as error:
-            raise Refused(f"{self.url} ends in the middle of an answer: {_text(error)}") from None
+            raise Refused(f"{self.url} closed the connection during an answer: {_text(error)}") from None
 
     def _json(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
         try:
@@ -211,12 +213,12 @@ class Server:
 
     def _why(self, response: httpx.Response, path: str) -> str:
         if response.status_code in (401, 403):
-            return f"{self.url}{path} wants an API key: name its variable with --api-key-env NAME"
+            return f"{self.url}{path} needs an API key. Give --api-key-env NAME, the variable with the key"
         return f"{self.url}{path} answers {response.status_code}: {response.text[:300]}"
 
 
 def _finite(logprobs: dict[str, float | None] | None) -> dict[str, float]:
-    """JSON has no NaN: such a value comes as null. It is as far from every other as vLLM's smallest, -9999."""
+    """Replace null, which stands for NaN in JSON, by vLLM's smallest log probability, -9999."""
     return {token: -9999.0 if value is None else float(value) for token, value in (logprobs or {}).items()}
 
 

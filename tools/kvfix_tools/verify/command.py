@@ -1,4 +1,4 @@
-"""`kvfix verify URL`: options, the servers, and what is printed where."""
+"""The command `kvfix verify URL`: options, servers, and output."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kvfix_tools.verify.client import Metrics, OutOfTime, Refused, Server
 from kvfix_tools.verify.prompts import TOKENS, WORDS, Maker, Sizes
 from kvfix_tools.verify.rounds import SURVEY, Inconclusive, Rounds
 
-#: Of a text, where the server does not tokenize for us.
+#: Estimate, if the server does not offer /tokenize.
 TOKENS_PER_WORD = 1.3
-#: Prompts of fewer different tokens have whole blocks in common by chance.
+#: With fewer different tokens, prompts have whole blocks in common by chance.
 FEWEST_TOKENS = 8
 
 
@@ -39,11 +39,12 @@ class Options:
 
 
 def verify(options: Options) -> int:
-    """The exit code: 0 same, 1 different, 2 unreachable or refused, 77 nothing proven."""
+    """Return 0 if answers are the same, 1 if they differ, 2 if the server refuses, 77 if nothing is proven."""
     about: dict[str, Any] = {"url": options.url, "model": options.model, "vllm": ""}
     key = os.environ.get(options.api_key_env, "") if options.api_key_env else ""
     if options.api_key_env and not key:
-        return _end(options, about, report.REFUSED, f"the variable {options.api_key_env} is not set")
+        why = f"the variable {options.api_key_env} is not set. Set it to the API key of the server"
+        return _end(options, about, report.REFUSED, why)
     start = time.monotonic()
     subject = Server(options.url, key, start + options.seconds)
     reference = Server(options.decode, key, start + options.seconds) if options.decode else subject
@@ -54,7 +55,7 @@ def verify(options: Options) -> int:
     except Inconclusive as why:
         return _end(options, about, report.NOTHING_PROVEN, str(why), look_at=True)
     except OutOfTime:
-        why_not = f"the run was not done after {options.seconds:g} s; use --seconds, or fewer --requests"
+        why_not = f"the run did not finish in {options.seconds:g} s. Use a longer --seconds, or fewer --requests"
         return _end(options, about, report.NOTHING_PROVEN, why_not)
     finally:
         subject.close()
@@ -65,14 +66,15 @@ def _verify(options: Options, about: dict[str, Any], subject: Server, reference:
     models = reference.models()
     chosen = next((each for each in models if options.model in ("", each["id"])), None)
     if chosen is None:
-        raise Refused(f"{reference.url} has no model {options.model!r}, but {', '.join(each['id'] for each in models)}")
+        names = ", ".join(each["id"] for each in models)
+        raise Refused(f"{reference.url} has no model {options.model!r}. Give --model with one of: {names}")
     subject.model = reference.model = about["model"] = chosen["id"]
     about["vllm"] = reference.version()
     metrics = reference.metrics()
     if metrics is None:
         raise Inconclusive(
-            f"{reference.url} has no /metrics of vLLM, so it is unknown whether any token came from the connector."
-            " Use the port of the engine itself, not a proxy"
+            f"{reference.url} has no /metrics of vLLM, so kvfix cannot count tokens from the connector."
+            " Use the port of the engine, not of a proxy"
         )
     maker, sizes = _plan(options, reference, metrics, _context_length(models, chosen))
     rounds = Rounds(subject, reference, maker, sizes, options.clients, _progress)
@@ -100,24 +102,26 @@ def _plan(options: Options, server: Server, metrics: Metrics, model_length: int)
     longest = max(options.prompt_tokens, 2 * options.chunk + block + 1)
     longest = min(longest, model_length - block - TOKENS if model_length else longest)
     if longest < 3 * block:
-        raise Refused(f"prompts of {longest} tokens are shorter than three blocks of {block}: use --prompt-tokens")
+        raise Refused(
+            f"prompts of {longest} tokens are shorter than three blocks of {block}. Use a larger --prompt-tokens"
+        )
     if 0 < len(set(vocabulary)) < FEWEST_TOKENS:
         raise Refused(
-            f"the tokenizer of {server.url} makes only {len(set(vocabulary))} different tokens of {len(WORDS)} words:"
-            " prompts of these are too much alike"
+            f"the tokenizer of {server.url} makes only {len(set(vocabulary))} different tokens of {len(WORDS)} words,"
+            " so prompts are too similar"
         )
     maker = Maker(sorted(set(vocabulary)), per_word, random.Random(options.seed))
     return maker, Sizes(options.chunk, block, longest, model_length)
 
 
 def _context_length(models: list[dict[str, Any]], chosen: dict[str, Any]) -> int:
-    """Tokens of the longest context. vLLM states the length for the base model only, not for its adapters."""
+    """Return the model's context length in tokens. vLLM reports it for the base model only, not for adapters."""
     base = next((each for each in models if each["id"] == chosen.get("parent")), chosen)
     return int(chosen.get("max_model_len") or base.get("max_model_len") or 0)
 
 
 def _adapters(models: list[dict[str, Any]], chosen: dict[str, Any]) -> list[str]:
-    """The LoRA adapters of one base model, and the base model, without the chosen one."""
+    """Return the base model and its LoRA adapters, without the chosen model."""
     base = chosen.get("parent") or chosen["id"]
     related = [each["id"] for each in models if base in (each["id"], each.get("parent"))]
     return [name for name in related if name != chosen["id"]]
@@ -131,12 +135,12 @@ def _dry_run(options: Options, maker: Maker, sizes: Sizes, rounds: Rounds) -> in
     print(f"Requests: about {2 * SURVEY} to find the chunk size, {count} computed, {2 * count} controls,")
     print(f"  {count} alone and {count + count // 4} under load with KV from the connector.")
     print(f"Without POST /reset_prefix_cache also {rounds.fillers} prompts three times, to empty the GPU's cache.")
-    print(f"Ends after {options.seconds:g} s at the latest. Nothing was sent but the questions for these numbers.")
+    print(f"The run ends after at most {options.seconds:g} s. Only requests for these numbers were sent now.")
     return report.SAME
 
 
 def _end(options: Options, about: dict[str, Any], code: int, why: str, look_at: bool = False) -> int:
-    """Without an outcome."""
+    """Print the end of a run without an outcome, and return the exit code."""
     _progress("")
     if options.json:
         print(json.dumps({**about, "verdict": report.VERDICTS[code], "exit": code, "reason": why}))
@@ -148,6 +152,6 @@ def _end(options: Options, about: dict[str, Any], code: int, why: str, look_at: 
 
 
 def _progress(what: str) -> None:
-    """Show it in a terminal; "" takes it away."""
+    """Show the progress on a terminal; "" removes it."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{what}", end="", file=sys.stderr, flush=True)

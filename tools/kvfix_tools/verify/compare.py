@@ -1,12 +1,12 @@
 """Decide whether answers differ by noise or because their KV is wrong. Pure.
 
-A GPU does not compute the same prompt twice with the same last bits: the sums depend on the batch. So the noise is
-measured in the same run: a *control* is the difference between the answer to a computed prompt and the answer to this
-prompt again from the GPU's own prefix cache. The connector takes no part in a control.
+A GPU does not compute a prompt twice with the same last bits, because the order of sums depends on the batch. So the
+run measures this noise. A *control* is the difference between two answers to one prompt: computed, and from the GPU's
+own prefix cache. The connector takes no part in a control.
 
-The only assumption: the difference of a right answer from the connector is drawn like a control. Then every order of
-the differences by size is equally likely, whatever the noise looks like, and the error rates below are exact bounds.
-A difference counts only above `MARGIN` times the largest control, so the assumption may be wrong by this factor.
+The only assumption is that the difference of a right answer from the connector has the distribution of a control. Then
+every order of the differences by size is equally likely, and the error rates below are exact bounds. A difference
+counts only above `MARGIN` times the largest control, so the assumption may be wrong by this factor.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-#: Of healthy runs, at most so many are called different. Half of it belongs to each of the two tests.
+#: Maximum rate of healthy runs that are called different. Half of it belongs to each of the two tests.
 FALSE_ALARMS = 1e-4
 MARGIN = 2.0
-#: Nats. A log probability that noise moves so far says nothing about KV.
+#: In nats. If noise moves a log probability by more, the run proves nothing.
 TOO_NOISY = 2.0
-#: A difference above so many times the largest control is not called noise, even if no second prompt repeats it.
+#: A difference above this multiple of the largest control is not noise, even if no fresh prompt repeats it.
 FAR = 20.0
-#: Fresh prompts beyond the ones that must differ, in the second test.
+#: Number of fresh prompts in the second test, in addition to those that must differ.
 SPARE = 2
 
 
 @dataclass(frozen=True)
 class Answer:
-    """`tokens`: the answered tokens. `logprobs`: of each, {token: log probability} of the likeliest ones."""
+    """An answer. tokens: its tokens. logprobs: for each token, {token: log probability} of the likeliest tokens."""
 
     tokens: tuple[str, ...]
     logprobs: tuple[dict[str, float], ...]
@@ -38,7 +38,7 @@ class Answer:
 class Difference:
     """The largest difference of a log probability, in nats.
 
-    position: of the answered token, from 0. token, computed, cached: the log probability that differs.
+    position: index of the answered token. token, computed, cached: the token, and its two log probabilities.
     """
 
     size: float
@@ -49,11 +49,11 @@ class Difference:
 
 
 def difference(computed: Answer, cached: Answer) -> Difference:
-    """Compare up to the first token that differs: after it, the two answers continue different texts."""
+    """Compare two answers up to the first token that differs, because the texts differ after this token."""
     largest = Difference(0.0, 0)
     for position, (one, other) in enumerate(zip(computed.logprobs, cached.logprobs, strict=False)):
         for token in {*one, *other}:
-            # A token below the likeliest ones has at most the smallest value of the list: a lower bound.
+            # A token that is not in the list has at most the smallest value of the list, which gives a lower bound.
             left = one.get(token, min(one.values(), default=0.0))
             right = other.get(token, min(other.values(), default=0.0))
             is_known = token in one and token in other
@@ -67,7 +67,7 @@ def difference(computed: Answer, cached: Answer) -> Difference:
 
 @dataclass(frozen=True)
 class Judge:
-    """`controls`: one difference for each control prompt."""
+    """Decides about differences. controls: one difference for each control prompt."""
 
     controls: Sequence[float]
 
@@ -77,8 +77,7 @@ class Judge:
 
     @property
     def is_exact(self) -> bool:
-        """True if the server computes every control bit by bit the same (VLLM_BATCH_INVARIANT=1): then any difference
-        counts."""
+        """True if all controls are equal in every bit (VLLM_BATCH_INVARIANT=1). Then any difference counts."""
         return bool(self.controls) and self.noise == 0.0
 
     @property
@@ -92,17 +91,18 @@ class Judge:
         return size > FAR * self.noise
 
     def first_test(self, pairs: Sequence[float]) -> bool:
-        """True if so many differences are above every control that chance is excluded.
+        """Return True if too many differences are above every control to be chance.
 
-        pairs: the differences of prompts that each have a control. P(the `m` largest of n + N are all among the N).
+        pairs: differences of prompts that have a control. The probability is that the m largest of n + N differences
+        are all among the N.
         """
         above = sum(map(self.exceeds, pairs))
         return above > 0 and _all_on_one_side(above, len(pairs), len(self.controls)) < FALSE_ALARMS / 2
 
     def needed(self, compared: int) -> int:
-        """How many of `needed + SPARE` fresh prompts must differ before a suspect is confirmed (second test).
+        """Return how many of `needed + SPARE` fresh prompts must differ to confirm a suspect (second test).
 
-        compared: the comparisons of the run, each of which may become a suspect.
+        compared: number of comparisons in the run, each of which may become a suspect.
         """
         needed = 1
         while compared * _second(needed, len(self.controls)) > FALSE_ALARMS / 2:
@@ -110,12 +110,12 @@ class Judge:
         return needed
 
     def error_rate(self, compared: int) -> float:
-        """The bound for the whole run."""
+        """Return the bound of the error rate for the whole run."""
         return FALSE_ALARMS / 2 + compared * _second(self.needed(compared), len(self.controls))
 
 
 def is_decided(differs: int, asked: int, needed: int) -> bool:
-    """True once the second test has its answer: enough prompts differ, or too few are left to be enough."""
+    """Return True if the second test is decided: enough prompts differ, or too few are left."""
     return differs >= needed or differs + (needed + SPARE - asked) < needed
 
 
@@ -124,5 +124,5 @@ def _all_on_one_side(most: int, pairs: int, controls: int) -> float:
 
 
 def _second(needed: int, controls: int) -> float:
-    """P(a comparison is above all controls, and so are `needed` of `needed + SPARE` fresh ones)."""
+    """Return the probability that a comparison and `needed` of `needed + SPARE` fresh ones exceed all controls."""
     return math.comb(needed + SPARE, needed) / math.comb(controls + needed + 1, controls)

@@ -1,4 +1,4 @@
-"""What a run of `kvfix verify` has found. Pure."""
+"""The results of a run of `kvfix verify`. Pure."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from kvfix_tools.verify.client import Reply
 from kvfix_tools.verify.compare import Difference, Judge
 from kvfix_tools.verify.prompts import Prompt, Sizes
 
-#: How prompts are asked with KV from the connector.
+#: Modes in which prompts are sent with KV from the connector.
 ALONE, UNDER_LOAD = "alone", "under load"
 
 
 @dataclass
 class Case:
-    """One prompt. control: the difference between two answers without the connector; None if there is no clean one.
-    hits: tokens from the connector in the warm round; None if requests of other clients hide it.
-    cached: {mode: the difference between the computed answer and the one with KV from the connector}"""
+    """One prompt.
+
+    control: difference between two answers without the connector; None without a clean pair of answers.
+    hits: tokens from the connector in the warm round; None if requests of other clients hide the number.
+    cached: {mode: difference between the computed answer and the answer with KV from the connector}.
+    """
 
     prompt: Prompt
     tokens: int
@@ -44,9 +47,13 @@ class Confirmation:
 
 @dataclass
 class Outcome:
-    """error_rate: the bound for a healthy run to be called different. expected, hits: tokens from the connector in the
-    warm round, at least and in fact; None if requests of other clients hide them. shared_with: an adapter that was
-    served KV of another."""
+    """The results of a run.
+
+    error_rate: bound of the probability that a healthy run is called different.
+    expected, hits: minimum and actual number of tokens from the connector in the warm round. hits is None if requests
+        of other clients hide the number.
+    shared_with: an adapter that got KV of another adapter.
+    """
 
     sizes: Sizes
     judge: Judge
@@ -65,7 +72,7 @@ class Outcome:
         return bool(self.first_test or self.shared_with or any(each.holds for each in self.confirmations))
 
     def above(self, mode: str, kind: str = "") -> list[Case]:
-        """Cases whose difference is above the limit."""
+        """Return the cases whose difference is above the limit."""
         return [
             case for case in self.cases
             if kind in ("", case.prompt.kind) and mode in case.cached and self.judge.exceeds(case.cached[mode].size)

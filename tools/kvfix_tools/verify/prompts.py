@@ -1,7 +1,7 @@
 """The prompts that `kvfix verify` sends: their kinds and their tokens. Pure.
 
-Each starts with random tokens, so nothing of it is in any cache. Each ends with tokens that it had before: the model
-then reads the KV at that position, and a single wrong chunk far from the end changes the answer.
+A prompt starts with random tokens, so no cache has a part of it. A prompt ends with a copy of earlier tokens. The model
+then reads the KV at the earlier position, so a single wrong chunk far from the end changes the answer.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-#: Common words; each is one token or a few in any vocabulary.
+#: Common words, each of which is a few tokens in any vocabulary.
 TEXT = """
 able about above across again air all also always animal answer any area ask autumn away back bank base bear beat
 before begin below best big bird black blue board boat body bone book both bottle box bread bridge bring brother build
@@ -19,11 +19,11 @@ cloud coast cold color come common cook cool copy corn cost count country cover 
 door down draw dream
 """
 WORDS = TEXT.split()
-#: Answered tokens.
+#: Number of answered tokens.
 TOKENS = 8
-#: Tokens at the end of a prompt that repeat earlier ones.
+#: Number of tokens at the end of a prompt that repeat earlier tokens.
 CUE = 12
-#: The kinds, with how many of every 16 prompts are of it. {kind: number}
+#: {kind: number of prompts among 16}
 SHARES = {
     "many chunks": 5,
     "shared prefix": 3,
@@ -37,7 +37,7 @@ SHARES = {
 
 @dataclass(frozen=True)
 class Prompt:
-    """`body`: token ids, or a text. `length`: in tokens; 0 if only the server knows."""
+    """A prompt. body: token ids, or a text. length: in tokens; 0 if only the server knows it."""
 
     kind: str
     body: tuple[int, ...] | str
@@ -49,7 +49,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Sizes:
-    """`longest`: tokens of the longest prompt. `context`: of the model, 0 if it is unknown. All in tokens."""
+    """Sizes in tokens. longest: of the longest prompt. context: of the model; 0 if unknown."""
 
     chunk: int
     block: int
@@ -58,18 +58,17 @@ class Sizes:
 
     @property
     def whole(self) -> int:
-        """The longest prompt of whole chunks, at least two."""
+        """Length of the longest prompt of whole chunks, at least two."""
         return max(2, (self.longest - self.block - 1) // self.chunk) * self.chunk
 
     @property
     def fits(self) -> bool:
-        """True if the model takes the longest prompt that is made of whole chunks, and its answer."""
+        """True if the longest prompt of whole chunks and its answer fit into the model's context."""
         return not self.context or self.whole + 2 * self.block + TOKENS < self.context
 
 
 class Maker:
-    """Makes prompts. vocabulary: token ids to draw from; without any, every prompt is a text. tokens_per_word: of a
-    text."""
+    """Makes prompts. vocabulary: token ids to draw from; if empty, every prompt is a text."""
 
     def __init__(self, vocabulary: list[int], tokens_per_word: float, drawn: random.Random) -> None:
         self.vocabulary = vocabulary
@@ -77,14 +76,14 @@ class Maker:
         self.drawn = drawn
 
     def kinds(self, count: int) -> list[str]:
-        """The kinds of `count` prompts, in the order in which they are asked."""
+        """Return the kinds of `count` prompts, in the order of the requests."""
         if not self.vocabulary:
             return ["text"] * count
         total = sum(SHARES.values())
         return [kind for kind, share in SHARES.items() for _ in range(max(1, round(count * share / total)))]
 
     def prompts(self, kinds: list[str], sizes: Sizes) -> Iterator[Prompt]:
-        """Three prompts at a time share the prefix of the kind `shared prefix`."""
+        """Yield prompts of these kinds. Three prompts of the kind `shared prefix` at a time share a prefix."""
         prefix: list[int] = []
         for number, kind in enumerate(kinds):
             if kind == "text":
@@ -97,8 +96,11 @@ class Maker:
                 yield self.cued(kind, [], self.length(kind, sizes))
 
     def length(self, kind: str, sizes: Sizes) -> int:
-        """The GPU's prefix cache can serve all but the last token of a prompt that is one token longer than its
-        blocks. Nothing is left for the connector then: such a prompt is a control."""
+        """Return the length of a prompt of this kind.
+
+        The GPU's prefix cache serves all but the last token of a prompt that is one token longer than whole blocks.
+        Then the connector has nothing to load, so the prompt can be a control.
+        """
         chunk, block = sizes.chunk, sizes.block
         if kind == "many chunks":
             least = chunk // block + 1
@@ -110,7 +112,7 @@ class Maker:
         return self.drawn.choices(self.vocabulary, k=tokens)
 
     def text(self, tokens: int) -> str:
-        """About so many tokens."""
+        """Return a text of about this number of tokens."""
         words = self.drawn.choices(WORDS, k=max(8, int(tokens / self.tokens_per_word)))
         at = self.drawn.randrange(len(words) - 3)
         return " ".join([*words, *words[at : at + 3]])

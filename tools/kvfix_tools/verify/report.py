@@ -1,4 +1,4 @@
-"""What `kvfix verify` prints."""
+"""The output of `kvfix verify`."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from kvfix_tools.verify.outcome import ALONE, UNDER_LOAD, Case, Confirmation, Ou
 SAME, DIFFERENT, REFUSED, NOTHING_PROVEN = 0, 1, 2, 77
 VERDICTS = {SAME: "same", DIFFERENT: "different", REFUSED: "refused", NOTHING_PROVEN: "nothing proven"}
 MODES = (ALONE, UNDER_LOAD)
-#: What to look at where too few tokens came from the connector.
+#: Possible reasons why too few tokens came from the connector.
 LOOK_AT = (
-    "Nothing is stored: does the log of vLLM name the connector, and is its memory large enough for all prompts?",
+    "The connector is not active: run `kvfix doctor -- vllm serve ...`, and check that vLLM's log names the connector.",
+    "The memory of the connector is too small for all prompts: increase it, for example max_local_cpu_size.",
     "The chunk is larger than the prompts: use --prompt-tokens of at least three chunks.",
     "LMCache stores whole chunks only, unless save_unfull_chunk is set.",
-    "PYTHONHASHSEED is not set: scheduler and worker of LMCache may hash differently. Set it to 0.",
-    "The connector is not active: see `kvfix doctor -- vllm serve ...`.",
+    "Scheduler and worker of LMCache hash differently: set PYTHONHASHSEED=0.",
     "Several engines are behind this URL: use the port of one engine.",
 )
 NARROW = (
     'kvfix search "wrong output with KV cache hits"',
-    "kvfix roundtrip --backend lmcache vllm    every byte of KV, on the machine of the engine",
-    "kvfix run --mode check -- vllm serve ...  the balance of tokens at every hook",
+    "kvfix roundtrip --backend lmcache vllm    checks every byte of KV, on the machine of the engine",
+    "kvfix run --mode check -- vllm serve ...  checks the token counts at every connector hook",
 )
 
 
 def look_at() -> list[str]:
-    return ["What to look at:", *(f"- {line}" for line in LOOK_AT)]
+    return ["Possible reasons:", *(f"- {line}" for line in LOOK_AT)]
 
 
 def verdict(outcome: Outcome) -> int:
@@ -41,28 +41,28 @@ def verdict(outcome: Outcome) -> int:
 
 
 def why_not(outcome: Outcome) -> str:
-    """Why the answers prove nothing, though no wrong one is confirmed; "" if they do."""
+    """Return why the answers prove nothing, although no wrong answer is confirmed; "" if they prove something."""
     judge = outcome.judge
     if outcome.hits is None:
         return (
-            "requests of other clients hide whether tokens came from the connector: run it while the server is idle,"
-            " or start the server with --enable-prompt-tokens-details"
+            "requests of other clients hide the number of tokens from the connector. Run kvfix verify while the server"
+            " is idle, or start the server with --enable-prompt-tokens-details"
         )
     if outcome.hits < outcome.expected / 2:
-        return f"only {outcome.hits} tokens came from the connector, and {outcome.expected} were expected"
+        return f"only {outcome.hits} of {outcome.expected} expected tokens came from the connector"
     if judge.limit > TOO_NOISY:
-        return f"the noise is too large: a log probability moves by {judge.noise:.3g} without any connector"
+        return f"the noise is too large: a log probability moves by {judge.noise:.3g} without the connector"
     far = [case for mode in MODES for case in outcome.above(mode) if judge.is_far(case.cached[mode].size)]
     if far and not judge.is_exact:
         return (
-            f"{len(far)} answers differ by more than {FAR:g} times the noise, but fresh prompts did not repeat it:"
-            f" run again with --requests {4 * len(outcome.cases)}"
+            f"{len(far)} answers differ by more than {FAR:g} times the noise, but fresh prompts did not repeat this."
+            f" Run again with --requests {4 * len(outcome.cases)}"
         )
     return ""
 
 
 def where(outcome: Outcome) -> str:
-    """For which hits the answers are wrong."""
+    """Return a text about the hits whose answers are wrong."""
     if outcome.shared_with and not any(map(outcome.above, MODES)):
         return "another adapter is served the same KV"
     modes = [mode for mode in MODES if outcome.above(mode)]
@@ -78,7 +78,7 @@ def where(outcome: Outcome) -> str:
 
 
 def _chunks(case: Case, outcome: Outcome) -> int:
-    """Chunks from the connector, the last one perhaps less the token that vLLM computes anyway."""
+    """Return the number of chunks from the connector. The last chunk may lack the token that vLLM computes."""
     return math.ceil((case.hits or 0) / outcome.sizes.chunk)
 
 
@@ -88,7 +88,7 @@ def worst(outcome: Outcome) -> tuple[str, Case] | None:
 
 
 def first_tokens(outcome: Outcome) -> tuple[float, float]:
-    """Median seconds until the first token, computed and with KV from the connector."""
+    """Return the median seconds until the first token, computed and with KV from the connector."""
     pairs = [(case.computed.first, case.warm.first) for case in outcome.cases if case.hits and case.warm]
     if not pairs:
         return 0.0, 0.0
@@ -123,16 +123,16 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
 def lines(outcome: Outcome, vllm: str) -> list[str]:
     computed, cached = first_tokens(outcome)
     judge, code = outcome.judge, verdict(outcome)
-    noise = f"{len(judge.controls)} prompts, asked again without the connector, differ by at most {judge.noise:.3g}"
+    noise = f"{len(judge.controls)} prompts, repeated without the connector, differ by at most {judge.noise:.3g}"
     if judge.is_exact:
-        noise = f"{len(judge.controls)} prompts, asked again without the connector, are equal in every bit"
+        noise = f"{len(judge.controls)} prompts, repeated without the connector, are equal in every bit"
     text = [
         f"From the connector: {outcome.hits or 0} tokens, in chunks of {outcome.sizes.chunk}",
         f"First token:        {computed * 1000:.0f} ms computed, {cached * 1000:.0f} ms from the connector (median)",
         f"GPU cache emptied:  {outcome.flushed_by}",
         f"Noise:              {noise}",
-        f"Limit:              {judge.limit:.3g}, {MARGIN:g} times the noise; false alarms: below"
-        f" {outcome.error_rate:.0e} of runs",
+        f"Limit:              {judge.limit:.3g}, {MARGIN:g} times the noise; rate of false alarms below"
+        f" {outcome.error_rate:.0e}",
         "",
         f"{'prompts':33} {'from the':>9}  largest difference of a log probability",
         f"{'':33} {'connector':>9}  {'alone':>12}  {'under load':>12}",
@@ -192,24 +192,24 @@ def _example(outcome: Outcome) -> list[str]:
         ]
     if outcome.shared_with:
         text += [
-            f"{outcome.shared_with} was served KV of a prompt that it was never asked: adapters share KV.",
-            "  LMCache: kvfix.apply(plus=...) with KVF017 (in process) or KVF111 (server).",
+            f"{outcome.shared_with} got KV of a prompt that was never sent to it: adapters share KV.",
+            "  LMCache: kvfix run --plus KVF017 -- CMD (in process), or --plus KVF111 (server).",
         ]
     return text
 
 
 def _known(outcome: Outcome, vllm: str) -> list[str]:
-    text = ["", "What to do:"]
+    text = ["", "Next steps:"]
     if is_packed(vllm):
         text += [
-            f"  vLLM {vllm} with LMCacheConnectorV1: every hit is wrong in LMCache as released. KVF020 fixes it:",
-            "    kvfix explain KVF020; kvfix run -- vllm serve ...; then empty all disks and remote caches.",
+            f"  With vLLM {vllm} and LMCacheConnectorV1 every hit is wrong in LMCache as released. KVF020 fixes this:",
+            "    kvfix run -- vllm serve ...; then empty all disks and remote caches; see kvfix explain KVF020.",
         ]
     return text + [f"  {line}" for line in NARROW]
 
 
 def is_packed(vllm: str) -> bool:
-    """True from vLLM 0.26 on, which packs K and V of a head."""
+    """Return True from vLLM 0.26 on, which packs K and V of a head."""
     try:
         return Version(vllm) >= Version("0.26")
     except InvalidVersion:

@@ -1,7 +1,8 @@
-"""The requests of `kvfix verify`: computed, again from the GPU's cache, and from the connector, alone and under load.
+"""The requests of `kvfix verify`: computed, from the GPU's cache, and from the connector, alone and under load.
 
-The *reference* server computes the prompts; the *subject* answers them with KV from the connector. Both are one server,
-except for prefill and decode instances: then the subject is the router, and the reference is the decode instance.
+The *reference* server computes the prompts, and the *subject* answers them with KV from the connector. Both are one
+server, except with prefill and decode instances: then the subject is the router, and the reference is the decode
+instance.
 """
 
 from __future__ import annotations
@@ -17,33 +18,33 @@ from kvfix_tools.verify.compare import SPARE, Judge, difference, is_decided
 from kvfix_tools.verify.outcome import ALONE, UNDER_LOAD, Case, Confirmation, Outcome
 from kvfix_tools.verify.prompts import TOKENS, Maker, Prompt, Sizes
 
-#: Seconds until the blocks of the last requests must be free: a connector may still be storing them.
+#: Maximum seconds until the blocks of the last requests are free. A connector may still be storing them.
 STORING = 20.0
-#: Prompts that find out the chunk size, and how often they are asked: a connector may store late.
+#: Number of prompts to find the chunk size, and maximum number of repetitions. A connector may store late.
 SURVEY, SURVEYS = 8, 3
-#: Kinds that are asked again with fresh prompts, the worst ones first.
+#: Maximum number of kinds to confirm with fresh prompts, the worst kinds first.
 SUSPECTS = 3
-#: With fewer controls the noise is not known.
+#: Minimum number of controls to know the noise.
 FEWEST_CONTROLS = 12
-#: In the load round one in so many requests is aborted, and one in so many has a long answer.
+#: In the load round one of so many requests is aborted, and one of so many has a long answer.
 EVERY = 4
-NEVER_ASKED = "vLLM never asked a connector: start it with --kv-transfer-config and kv_role kv_both"
+NEVER_ASKED = "vLLM never asked a connector. Start vLLM with --kv-transfer-config and kv_role kv_both"
 NOT_COUNTED = (
-    "/metrics does not count the requests: PROMETHEUS_MULTIPROC_DIR is set for the server, or several servers are"
-    " behind this URL"
+    "/metrics does not count the requests, because PROMETHEUS_MULTIPROC_DIR is set for the server, or several servers"
+    " are behind this URL"
 )
-NO_HIT = "vLLM asked the connector for each prompt, and no token came from it"
+NO_HIT = "vLLM asked the connector for each prompt, but no token came from the connector"
 
 
 class Inconclusive(Exception):
-    """Nothing can be proven. The text says why, and what to look at."""
+    """Nothing can be proven. The text says why, and what to check."""
 
 
 class Rounds:
     def __init__(
         self, subject: Server, reference: Server, maker: Maker, sizes: Sizes, clients: int, say: Callable[[str], None]
     ) -> None:
-        """sizes: with chunk 0, the survey finds it out. say: called with the progress."""
+        """sizes: if chunk is 0, the survey finds the chunk size. say: called with the progress."""
         self.subject, self.reference, self.maker, self.sizes = subject, reference, maker, sizes
         self.clients, self.say = clients, say
         self.flushed_by = ""
@@ -52,17 +53,17 @@ class Rounds:
         self.capacity = metrics.capacity
 
     def run(self, requests: int, others: list[str]) -> Outcome:
-        """others: adapters of the same base model."""
-        self.say("survey: which part of a prompt comes from the connector")
+        """Run all rounds. others: adapters of the same base model."""
+        self.say("survey: finding the chunk size")
         self._survey()
         prompts = list(self.maker.prompts(self.maker.kinds(requests), self.sizes))
         cases = self._compute(prompts)
         judge = Judge([case.control for case in cases if case.control is not None])
         if len(judge.controls) < FEWEST_CONTROLS:
             raise Inconclusive(
-                f"only {len(judge.controls)} prompts were answered from the GPU's own prefix cache, and"
-                f" {FEWEST_CONTROLS} are needed to know the noise:"
-                " is --enable-prefix-caching on, and are there enough GPU blocks?"
+                f"only {len(judge.controls)} prompts were answered from the GPU's own prefix cache, but"
+                f" {FEWEST_CONTROLS} are needed to know the noise."
+                " Start vLLM with --enable-prefix-caching and enough GPU blocks"
             )
         preemptions = self._ask_with_hits(cases)
         known = [case for case in cases if case.hits is not None]
@@ -78,10 +79,10 @@ class Rounds:
         outcome.shared_with = self._shared_with(cases, others)
         return outcome
 
-    # What the connector serves
+    # The survey
 
     def _survey(self) -> None:
-        """Find the chunk size, unless it is given: hits are whole chunks."""
+        """Find the chunk size, unless it is given. Hits are whole chunks."""
         sizes = replace(self.sizes, chunk=self.sizes.chunk or self.sizes.block)
         kinds = (["many chunks"] if self.maker.vocabulary else ["text"]) * SURVEY
         prompts = list(self.maker.prompts(kinds, sizes))
@@ -107,13 +108,13 @@ class Rounds:
             )
 
     def _expected(self, cases: list[Case]) -> int:
-        """Tokens that come from the connector at least: whole chunks, without prompts that share a prefix."""
+        """Return the minimum of tokens from the connector: whole chunks, without prompts that share a prefix."""
         chunk = self.sizes.chunk
         lengths = [case.computed.prompt_tokens for case in cases if case.prompt.kind != "shared prefix"]
         return sum((length - 1) // chunk * chunk for length in lengths)
 
     def _shared_with(self, cases: list[Case], others: list[str]) -> str:
-        """An adapter that is served KV of a prompt that it was never asked: the KV is another adapter's."""
+        """Return an adapter that gets KV of another adapter, for a prompt that was never sent to it; or ""."""
         case = next((case for case in cases if case.hits), None)
         for other in others if case else []:
             assert case is not None
@@ -125,7 +126,7 @@ class Rounds:
     # The rounds
 
     def _compute(self, prompts: list[Prompt]) -> list[Case]:
-        """The cold round, with the controls right after it while the GPU's prefix cache still holds the prompts."""
+        """Run the cold round, with the controls while the GPU's prefix cache still holds the prompts."""
         cases: list[Case] = []
         for group in self._groups(prompts):
             self.say(f"cold: {len(cases)} of {len(prompts)} prompts")
@@ -146,7 +147,7 @@ class Rounds:
         return cases
 
     def _ask_with_hits(self, cases: list[Case]) -> int:
-        """The warm round, one request at a time, and the load round. Return the preemptions in the latter."""
+        """Run the warm round, one request at a time, and the load round. Return the load round's preemptions."""
         self.flush()
         for number, case in enumerate(cases):
             self.say(f"from the connector: {number} of {len(cases)} prompts")
@@ -169,8 +170,8 @@ class Rounds:
     # Suspects
 
     def _suspects(self, outcome: Outcome) -> list[tuple[str, str]]:
-        """(kind, mode) with answers above the limit, the worst first. A kind that differs alone is not asked under
-        load too."""
+        """Return (kind, mode) with answers above the limit, worst first. A kind that differs alone is not repeated
+        under load."""
         worst: dict[str, tuple[float, str]] = {}
         for mode in (UNDER_LOAD, ALONE):
             for case in outcome.above(mode):
@@ -181,7 +182,7 @@ class Rounds:
         return [(kind, mode) for kind, (_, mode) in ranked[:SUSPECTS]]
 
     def _confirm(self, kind: str, mode: str, judge: Judge, compared: int) -> Confirmation:
-        """Ask fresh prompts of the kind."""
+        """Send fresh prompts of the kind, until the second test is decided."""
         needed = judge.needed(compared)
         self.say(f"confirming: {kind}, {mode}")
         cases = self._compute(list(self.maker.prompts([kind] * (needed + SPARE), self.sizes)))
@@ -202,11 +203,11 @@ class Rounds:
     # The server
 
     def flush(self) -> None:
-        """Empty the GPU's prefix cache: by vLLM's own request, or by other prompts that take all of its blocks."""
+        """Empty the GPU's prefix cache with vLLM's own request, or with other prompts that use all blocks."""
         until = time.monotonic() + STORING
         done = self.reference.reset()
         while done is False and time.monotonic() < until:
-            self.reference.ask(self._tiny(), 1)  # a step in which the connector can end its stores
+            self.reference.ask(self._tiny(), 1)  # in this step the connector can end its stores
             time.sleep(0.1)
             done = self.reference.reset()
         if done:
@@ -214,11 +215,11 @@ class Rounds:
             return
         if not self.capacity:
             raise Inconclusive(
-                "the GPU's prefix cache cannot be emptied: the server has no /reset_prefix_cache (start it with"
-                " VLLM_SERVER_DEV_MODE=1), and its metrics do not name the number of blocks"
+                "the GPU's prefix cache cannot be emptied. Start the server with VLLM_SERVER_DEV_MODE=1, because it has"
+                " no /reset_prefix_cache, and its metrics do not have the number of blocks"
             )
         fillers = self.fillers
-        self.flushed_by = f"{fillers} other prompts each time, which take all GPU blocks"
+        self.flushed_by = f"{fillers} other prompts each time, which use all GPU blocks"
         self.say(f"emptying the GPU's prefix cache with {fillers} prompts")
         kind = "whole chunks" if self.maker.vocabulary else "text"
         prompts = self.maker.prompts([kind] * fillers, replace(self.sizes, chunk=self.sizes.block))
@@ -227,16 +228,16 @@ class Rounds:
 
     @property
     def fillers(self) -> int:
-        """Prompts that take every block once, and a tenth more."""
+        """Number of prompts that use every block once, and a tenth more."""
         return math.ceil(1.1 * self.capacity / (self.sizes.longest - self.sizes.block)) + 1
 
     def _tiny(self) -> Prompt:
         return self.maker.cued("", [], 8) if self.maker.vocabulary else Prompt("", self.maker.text(8))
 
     def _at_once(self, server: Server, cases: list[Case], aborts: bool = False) -> list[Reply]:
-        """Answers to all, from several clients. aborts: requests in between whose clients go away; the load round."""
+        """Send all requests from several clients, and return the answers. aborts: also send aborted requests."""
         clients = self.clients
-        if aborts and self.can_preempt:  # twice as many as the GPU's blocks have room for
+        if aborts and self.can_preempt:  # twice as many requests as fit into the GPU's blocks
             clients = max(clients, 2 * self.capacity * len(cases) // sum(case.computed.prompt_tokens for case in cases))
         with ThreadPoolExecutor(clients) as pool:
             replies = []
@@ -247,7 +248,7 @@ class Rounds:
             return [reply.result() for reply in replies]
 
     def _measured(self, server: Server, prompt: Prompt, tokens: int, model: str = "") -> tuple[Reply, int | None]:
-        """The answer, and how many of its tokens came from the connector. None: other clients' requests hide it."""
+        """Return the answer, and its tokens from the connector, or None if other clients' requests hide the number."""
         before = self._metrics()
         reply = server.ask(prompt, tokens, model)
         after = self.reference.metrics_after(before)
@@ -256,33 +257,36 @@ class Rounds:
         return reply, None
 
     def _hit(self, reply: Reply, measured: int | None) -> int | None:
-        """Tokens from the connector. After a flush the GPU's cache is empty: all cached tokens are the connector's."""
+        """Return the tokens from the connector. After a flush, all cached tokens come from the connector."""
         return reply.cached if measured is None else measured
 
     def _metrics(self) -> Metrics:
         metrics = self.reference.metrics()
         if metrics is None:
-            raise Refused(f"{self.reference.url}/metrics has gone")
+            raise Refused(f"{self.reference.url}/metrics does not answer any more")
         return metrics
 
     def _is_clean(self, reply: Reply, from_connector: int | None) -> bool:
-        """True if no token of an answer from the GPU's own prefix cache came from the connector. Where other clients
-        hide this, the length tells: the GPU's cache leaves nothing of a prompt that is one token longer than blocks."""
+        """Return True if no token of an answer from the GPU's own prefix cache came from the connector.
+
+        If other clients hide the number, the length decides. The GPU's cache serves all but the last token of a prompt
+        that is one token longer than whole blocks.
+        """
         if from_connector is not None:
             return from_connector == 0
         return reply.prompt_tokens % self.sizes.block == 1
 
     @property
     def can_preempt(self) -> bool:
-        """True if a few dozen requests at once need more blocks than there are."""
+        """True if a few dozen requests at once need more blocks than the GPU has."""
         return 0 < self.capacity <= 24 * self.sizes.longest
 
     def _tokens(self, number: int) -> int:
-        """A request that is to be preempted grows by another block while it answers."""
+        """Return the number of answered tokens. A request that shall be preempted grows by another block."""
         return self.sizes.block + TOKENS if self.can_preempt and number % EVERY == 0 else TOKENS
 
     def _groups(self, prompts: list[Prompt]) -> Iterator[list[Prompt]]:
-        """Prompts that fit into half of the GPU's blocks together."""
+        """Yield groups of prompts that together fit into half of the GPU's blocks."""
         group: list[Prompt] = []
         room = (self.capacity or math.inf) / 2 - self.sizes.longest
         for prompt in prompts:

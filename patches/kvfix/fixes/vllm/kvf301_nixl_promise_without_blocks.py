@@ -24,7 +24,7 @@ The fix promises nothing for incomplete or malformed parameters. The request com
 vLLM 0.11.2 to 0.33.0.
 
 ## Upstream
-No public report, because the bug is a security problem (SECURITY.md).
+None known in public: the bug is a security problem (SECURITY.md).
 
 ## Remove when
 vLLM checks the parameters before it promises.

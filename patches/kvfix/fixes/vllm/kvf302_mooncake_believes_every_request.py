@@ -23,7 +23,7 @@ the worker as a string, and the load fails in the worker.
 vLLM 0.15.1 to 0.33.0.
 
 ## Upstream
-No public report, because the bug is a security problem (SECURITY.md).
+None known in public: the bug is a security problem (SECURITY.md).
 
 ## Remove when
 vLLM checks the parameters before it promises.

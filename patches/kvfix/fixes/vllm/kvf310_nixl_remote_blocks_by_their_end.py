@@ -20,7 +20,7 @@ groups other than full attention, engines with different block sizes, or context
 vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 
 ## Upstream
-No public report, because the bug is a security problem (SECURITY.md).
+None known in public: the bug is a security problem (SECURITY.md).
 
 ## Remove when
 vLLM pairs the blocks by their position in the prompt.

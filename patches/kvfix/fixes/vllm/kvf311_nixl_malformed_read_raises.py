@@ -22,7 +22,7 @@ reported.
 vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 
 ## Upstream
-No public report, because the bug is a security problem (SECURITY.md).
+None known in public: the bug is a security problem (SECURITY.md).
 
 ## Remove when
 vLLM reports a load with malformed parameters as failed.

@@ -14,7 +14,7 @@ A request with a value that is not a string loads nothing: it computes its promp
 vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 
 ## Upstream
-No public report, because the bug is a security problem (SECURITY.md).
+None known in public: the bug is a security problem (SECURITY.md).
 
 ## Remove when
 vLLM checks the types of the parameters.

@@ -17,7 +17,7 @@ The thread continues: it opens its socket again, and the engine that sent the me
 vLLM 0.32.0 and 0.33.0. In 0.26.0 the code was read, not tested.
 
 ## Upstream
-No public report, because the bug is a security problem (SECURITY.md).
+None known in public: the bug is a security problem (SECURITY.md).
 
 ## Remove when
 vLLM catches exceptions of a single message.

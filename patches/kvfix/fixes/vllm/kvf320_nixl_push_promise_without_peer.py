@@ -17,7 +17,7 @@ If the parameters do not name a peer, the fix promises nothing, and the request 
 vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 
 ## Upstream
-No public report, because the bug is a security problem (SECURITY.md).
+None known in public: the bug is a security problem (SECURITY.md).
 
 ## Remove when
 vLLM checks the parameters before it promises.

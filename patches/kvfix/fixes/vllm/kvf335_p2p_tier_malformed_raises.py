@@ -19,7 +19,7 @@ The fix ignores malformed values. The tier then has nothing for the request, and
 vLLM 0.32.0 and 0.33.0.
 
 ## Upstream
-No public report, because the bug is a security problem (SECURITY.md).
+None known in public: the bug is a security problem (SECURITY.md).
 
 ## Remove when
 `_parse_source` and `_parse_dest` check the form of the values.

@@ -17,7 +17,7 @@ If a peer is refused, the fix deletes the stored values of the peer.
 vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 
 ## Upstream
-No public report, because the bug is a security problem (SECURITY.md).
+None known in public: the bug is a security problem (SECURITY.md).
 
 ## Remove when
 vLLM stores nothing about a peer that it has refused.

@@ -17,7 +17,7 @@ about it.
 vLLM 0.20 to 0.33.0. 0.32.0 and 0.33.0 were tested. For the other releases, only the code was read.
 
 ## Upstream
-No public report, because the bug is a security problem (SECURITY.md).
+None known in public: the bug is a security problem (SECURITY.md).
 
 ## Remove when
 vLLM checks whether the parameters name a peer before it sends the notice.

@@ -1,1 +1,1 @@
-"""The scenarios of the contract, by what happens in them."""
+"""The scenarios of the contract."""

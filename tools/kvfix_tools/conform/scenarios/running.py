@@ -1,4 +1,4 @@
-"""Failed loads, resets, parameters, and how the engine is run."""
+"""Scenarios about failed loads, resets, client parameters, and modes of the engine."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ from kvfix_tools.lab.steps import (
 
 _STORED = store("a", prompt(160))
 _FAILED: dict[str, Any] = {"needs": ("lose",), "proof": ("loads_failed",)}
-#: What a client may send. A connector may refuse it; none of it may end the engine.
+#: Parameters that a client may send. A connector may refuse them, but must not end the engine.
 _PARAMETERS: tuple[dict[str, Any], ...] = (
     {},
     {"do_remote_prefill": True},
@@ -38,21 +38,21 @@ _PARAMETERS: tuple[dict[str, Any], ...] = (
 _DRAFTS = {"drafter": "ngram", "drafts": 3, "acceptance": 60}
 
 SCENARIOS = (
-    Scenario("failed-load", "failed-load", "What was promised is lost before it is loaded; vLLM computes it.",
+    Scenario("failed-load", "failed-load", "Promised chunks are lost before the load, and vLLM computes them.",
         [_STORED, lose_stored(), admit("b", prompt(160), 4), run(), admit("c", prompt(160), 4), run()], **_FAILED),
-    Scenario("failed-load-ends-it", "failed-load", "The same where a failed load ends the request (policy fail).",
+    Scenario("failed-load-ends-it", "failed-load", "A failed load ends the request (kv_load_failure_policy fail).",
         [_STORED, lose_stored(), admit("b", prompt(160), 4), run(), admit("c", prompt(96, 1), 4), run(),
          expect_unharmed("c")], options={"kv_load_failure_policy": "fail"}, **_FAILED),
-    Scenario("failed-load-of-two", "failed-load", "Two requests load the same, and both loads fail.",
+    Scenario("failed-load-of-two", "failed-load", "Two requests load the same chunks, and both loads fail.",
         [_STORED, lose_stored(), admit("b", prompt(160), 4), admit("c", prompt(160) + [2] * 9, 4), run()],
         **_FAILED),
-    Scenario("failed-load-is-not-stored", "failed-load", "A load fails; what is stored then, a third request loads.",
+    Scenario("failed-load-is-not-stored", "failed-load", "A request loads KV that was stored after a failed load.",
         [_STORED, lose_stored(), admit("b", prompt(160) + prompt(64, 1), 4), run(), store("c", prompt(16, 2)),
          admit("d", prompt(160) + prompt(64, 1), 4), run()], **_FAILED),
-    Scenario("lost-after-the-promise", "failed-load", "A request waits for blocks while what it was promised is lost.",
+    Scenario("lost-after-the-promise", "failed-load", "Promised chunks are lost while the request waits for blocks.",
         [_STORED, keep_blocks(2), admit("b", prompt(160), 4), step(3), lose_stored(), free_blocks(), run()],
         needs=("lose",), proof=("finished",)),
-    Scenario("reset-of-the-connector", "reset", "The weights change, and the same prompt comes again.",
+    Scenario("reset-of-the-connector", "reset", "The weights change, and the same prompt is requested again.",
         [_STORED, new_weights(), admit("b", prompt(160), 4), run(), store("c", prompt(16, 1)),
          admit("d", prompt(160), 4), run()], proof=("connector_resets",)),
     Scenario("reset-while-it-runs", "reset", "The weights change while a request computes.",
@@ -66,10 +66,10 @@ SCENARIOS = (
         [step(3), _STORED, step(3), admit("b", prompt(160), 4), run(), step(5), admit("c", prompt(170), 4), run()]),
     Scenario("pause", "ends", "Scheduling is paused while a request waits for its load.",
         [_STORED, admit("b", prompt(160), 4), step(), pause(), step(4), unpause(), run()]),
-    Scenario("session", "stored", "A request gets more input when it has answered.",
+    Scenario("session", "stored", "A request gets more input after its answer.",
         [admit("a", prompt(40), 5, resumable=True), run(), add_input("a", prompt(50, 1), 5), run(), end_input("a"),
          run(), store("b", prompt(16, 2)), admit("c", continued(prompt(40), 4) + prompt(50, 1), 3), run()]),
-    Scenario("ahead", "ahead", "Each step is scheduled before the answer to the last one.",
+    Scenario("ahead", "ahead", "Each step is scheduled before the answer to the last step.",
         [_STORED, admit("b", prompt(160), 20), admit("c", prompt(100, 1), 40), run(), store("d", prompt(16, 2)),
          admit("e", prompt(100, 1), 3), run()], options={"async_scheduling": True}),
     Scenario("aborted-ahead", "ahead", "A request is aborted while a step with it is in flight.",
@@ -80,17 +80,17 @@ SCENARIOS = (
         [admit("b", prompt(100), 40), step(12), preempt("b"), take_blocks(64), step(), free_blocks(), run(),
          store("d", prompt(16, 2)), admit("e", continued(prompt(100), 38), 3), run()],
         options={"async_scheduling": True}),
-    Scenario("drafts", "drafts", "Some of the drafts are rejected; the answer is loaded by the next turn.",
+    Scenario("drafts", "drafts", "Some drafts are rejected, and the next turn loads the answer.",
         [store("a", prompt(40), 80), admit("b", continued(prompt(40), 76) + [5] * 20, 8), run()],
         options=_DRAFTS, proof=("drafts_rejected", "loaded_tokens")),
-    Scenario("drafts-ahead", "drafts", "The same with asynchronous scheduling.",
+    Scenario("drafts-ahead", "drafts", "Some drafts are rejected with asynchronous scheduling.",
         [store("a", prompt(40), 80), admit("b", continued(prompt(40), 76) + [5] * 20, 8), run()],
         options={**_DRAFTS, "drafter": "eagle", "async_scheduling": True},
         proof=("drafts_rejected", "loaded_tokens")),
     Scenario("sliding-window", "groups", "Full attention and a sliding window, each with its own blocks.",
         [_STORED, admit("b", prompt(160) + [1] * 20, 30), run(), store("c", prompt(16, 1)),
          admit("d", prompt(160), 4), run()], needs=("groups",), options={"windows": (48,), "num_blocks": 96}),
-    Scenario("sliding-window-preempted", "groups", "The same, and a request is preempted when its window has moved on.",
+    Scenario("sliding-window-preempted", "groups", "A request is preempted after its sliding window has moved.",
         [admit("a", prompt(160), 40), step(20), preempt("a"), take_blocks(96), step(), free_blocks(), run(),
          store("c", prompt(16, 1)), admit("d", prompt(160), 4), run()], needs=("groups",),
         options={"windows": (48,), "num_blocks": 96}),

@@ -1,4 +1,4 @@
-"""What a backend is, and which there are: every module here has a tuple BACKENDS and is found by itself."""
+"""The backends. Every module in this folder has a tuple BACKENDS."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from kvfix_tools.roundtrip.matrix import Axes
 
 
 class Backend(NamedTuple):
-    """`open` makes the transfer of one cell, or raises Refused. `missing`: why it cannot be used on this device at
-    all, or None. `group`: another name to ask for it by, together with its like. `axes`: what it is for, of the values
-    of an axis; others are only tried if they are asked for. `whole`: one check in place of all cells; it fills in a
-    result."""
+    """A backend.
+
+    open: makes the transfer of one cell, or raises Refused. missing: why it cannot be used on this device, or None.
+    group: a name for several backends. axes: default values of each axis; other values run only on request.
+    whole: one check instead of all cells, which fills a result.
+    """
 
     name: str
     summary: str
@@ -29,17 +31,17 @@ class Backend(NamedTuple):
 
 
 def all_backends() -> dict[str, Backend]:
-    """{name: backend}; importing their modules imports nothing but torch."""
+    """Return {name: backend}. Importing their modules imports only torch."""
     modules = [importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]
     return {backend.name: backend for module in modules for backend in module.BACKENDS}
 
 
 def named(names: list[str]) -> list[Backend]:
-    """Those of these names and groups, each once. Raises ValueError for a name that is neither."""
+    """Return the backends with these names and groups, each once. Raise ValueError for an unknown name."""
     every, found = all_backends(), dict[str, Backend]()
     for name in names:
         here = [backend for backend in every.values() if name in (backend.name, backend.group)]
         if not here:
-            raise ValueError(f"no backend {name}; --list names them")
+            raise ValueError(f"no backend {name}. List the backends: kvfix roundtrip --list")
         found.update({backend.name: backend for backend in here})
     return list(found.values())

@@ -1,12 +1,15 @@
-"""`engine-mp`, `engine-v1`: a real vLLM engine, with and without LMCache: greedy outputs must be the same.
+"""`engine-mp`, `engine-v1`: compare greedy outputs of a real vLLM engine with and without LMCache.
 
-Rounds of greedy requests: cold; the same with other first tokens, for which the answers must be others, or equal ones
-prove nothing; others, which write over nearly all blocks; the first ones again. After each the prefix cache is emptied,
-so that what the last round does not compute can only come from the external cache.
+The rounds of greedy requests are:
 
-That alone would prove nothing: in the last round tokens must have been promised and loaded, and no load must have
-failed, for then vLLM computes them. A hit is a promise: what the worker loads of it the connector writes down, a line
-for each load (engine_connector.py).
+1. cold: the prompts.
+2. changed: the prompts with other first tokens. Their answers must differ, or equal answers prove nothing.
+3. others: other prompts, which overwrite nearly all blocks.
+4. warm: the prompts again.
+
+After each round the prefix cache is emptied, so that tokens that the last round does not compute come from the external
+cache. In the last round, tokens must have been promised and loaded, and no load may have failed, because vLLM computes
+the tokens of a failed load. The connector logs a line for each load of the worker (engine_connector.py).
 
 The process of one engine is `python -m kvfix_tools.roundtrip.backends.engine JOB.json`.
 """
@@ -34,19 +37,19 @@ from kvfix_tools.roundtrip.backends import Backend, vllm_offload
 from kvfix_tools.roundtrip.cell_check import CellCheck, Refused, Result
 from kvfix_tools.roundtrip.real_engine import BLOCK, prompt
 
-#: Seconds for one engine.
+#: Time limit of one engine in seconds.
 LIMIT = 600
 CHUNK = 64
-BLOCKS = 41  # the first one is vLLM's own
+BLOCKS = 41  # vLLM keeps the first block for itself
 GENERATE = 24
 ASKED = [prompt(200, seed) for seed in (1, 2, 3)]
 OTHERS = [prompt(BLOCK * (BLOCKS - 1) // 2 - GENERATE - BLOCK, seed) for seed in (11, 12)]
 CHANGED = [[*prompt(BLOCK, seed + 20), *one[BLOCK:]] for seed, one in enumerate(ASKED)]
 ROUNDS = {"cold": ASKED, "changed": CHANGED, "others": OTHERS, "warm": ASKED}
-#: Name in kv_connector_extra_config: the file of loads. Its lines: tokens that were loaded, blocks whose load failed.
+#: Key in kv_connector_extra_config of the file of loads. A line has loaded tokens, or blocks whose load failed.
 LOADS = "kvfix.loads"
 KINDS = ("loaded", "failed")
-#: LMCache's connector as vLLM knows it, and the class of engine_connector.py that writes down its loads.
+#: {kind: (LMCache's connector in vLLM, the class of engine_connector.py that logs its loads)}
 CONNECTORS = {"mp": ("LMCacheMPConnector", "MultiProcess"), "v1": ("LMCacheConnectorV1", "InProcess")}
 
 
@@ -56,7 +59,7 @@ def missing(device: torch.device) -> str | None:
 
 
 def check(kind: str, device: torch.device, result: Result) -> Result:
-    """Runs the engine with this connector, and once the one without."""
+    """Run the engine with this connector, and once without a connector, and compare."""
     plain = without_connector(device.type)
     with tempfile.TemporaryDirectory() as folder, connector(kind, Path(folder)) as transfer:
         ran = run_engine(Path(folder), transfer, device.type)
@@ -64,34 +67,34 @@ def check(kind: str, device: torch.device, result: Result) -> Result:
     releases = ", ".join(
         f"{name} {importlib.metadata.version(name)}" for name in (vllm_offload.distribution(), "lmcache")
     )
-    stood_in = "; torch.cuda stood in for" if kind == "v1" and device.type == "cpu" else ""
+    stood_in = "; torch.cuda is a stand-in" if kind == "v1" and device.type == "cpu" else ""
     fixed = "with kvfix's fixes" if fixes.in_children() else "as released"
     operations = (
-        f"{releases}, {CONNECTORS[kind][0]}, {fixed}{stood_in}: of {warm['asked']} prompt tokens {warm['hits']} "
-        f"promised, {warm['loads']['loaded']} loaded"
+        f"{releases}, {CONNECTORS[kind][0]}, {fixed}{stood_in}: of {warm['asked']} prompt tokens {warm['hits']} were "
+        f"promised and {warm['loads']['loaded']} loaded"
     )
     return replace(result, verdict="failed" if wrong else "passed", reason=wrong or "", operations=operations)
 
 
 def judge(plain: dict[str, Any], ran: dict[str, Any]) -> str | None:
-    """What is wrong with an engine's answers, given those of one without connector; None if nothing is."""
+    """Return the error in an engine's answers, compared with an engine without a connector; None if there is none."""
     for name, other in plain.items():
         mine = ran[name]
         differ = sum(one != right for one, right in zip(mine["tokens"], other["tokens"], strict=True))
         if differ:
-            return f"{name}: {differ} of {len(other['tokens'])} outputs differ from those without connector"
+            return f"{name}: {differ} of {len(other['tokens'])} outputs differ from outputs without a connector"
     alike = sum(one == other for one, other in zip(plain["cold"]["tokens"], plain["changed"]["tokens"], strict=True))
     if alike:
-        return f"{alike} outputs are those of prompts with other first tokens: the model does not tell what is loaded"
+        return f"{alike} outputs do not change with the first tokens, so the model cannot show wrong KV"
     warm, loads = ran["warm"], ran["warm"]["loads"]
     if not warm["hits"]:
-        return "warm: no token came from the external cache: nothing was checked"
+        return "warm: no token came from the external cache, so nothing was checked"
     if loads["loaded"] < warm["hits"]:
-        return f"warm: {warm['hits']} tokens were promised and {loads['loaded']} loaded: the others were computed"
+        return f"warm: {warm['hits']} tokens were promised, but only {loads['loaded']} loaded"
     if loads["failed"]:
-        return f"warm: the load of {loads['failed']} blocks failed: they were computed"
+        return f"warm: the load of {loads['failed']} blocks failed, so vLLM computed them"
     if ran["cold"]["hits"]:
-        return f"cold: {ran['cold']['hits']} tokens came from the external cache: it was not empty"
+        return f"cold: {ran['cold']['hits']} tokens came from the external cache, which was not empty"
     return None
 
 
@@ -103,7 +106,7 @@ def without_connector(device: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def connector(kind: str, folder: Path) -> Iterator[dict[str, Any]]:
-    """kv_transfer_config for LMCache's connector of this kind, as one that writes down its loads."""
+    """Yield kv_transfer_config for LMCache's connector of this kind, as a class that logs its loads."""
     with contextlib.ExitStack() as stack:
         if kind == "v1":
             transfer = real_engine.in_process(CHUNK)
@@ -120,7 +123,7 @@ def connector(kind: str, folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def run_engine(folder: Path, transfer: dict[str, Any] | None, device: str) -> dict[str, Any]:
-    """What the process of the engine has written. Raises RuntimeError with the end of its log if it dies or hangs."""
+    """Run an engine, and return its answer. Raise RuntimeError with the error in its log if it dies or hangs."""
     ended = start_engine(folder, transfer, device)
     if ended.code != 0 or ended.answer is None:
         code = f"none after {LIMIT} s" if ended.code is None else ended.code
@@ -132,23 +135,23 @@ def start_engine(folder: Path, transfer: dict[str, Any] | None, device: str) -> 
     """Run the engine's process to its end."""
     engine = real_engine.ON_CUDA if device == "cuda" else {}
     job = {"loads": str(folder / "loads"), "transfer": transfer, "engine": engine}
-    here = str(Path(__file__).parents[3])  # vLLM's processes import the connectors from there, and so does this one
+    here = str(Path(__file__).parents[3])  # vLLM's processes import the connectors from this folder
     path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
     return real_engine.run(["-m", __spec__.name], job, folder, {**os.environ, "PYTHONPATH": path}, LIMIT)
 
 
 def cause(log: str) -> str:
-    """Of a log: the error that came first, or its end."""
+    """Return the first error in a log, or its end."""
     lines = [line for line in log.splitlines() if "WARNING" not in line and "EngineDeadError" not in line]
     first = next((found for line in lines if (found := re.search(r"\b\w*(Error|Exception)\b: .+", line))), None)
     return first[0][:500] if first else f"... {log[-1000:]}"
 
 
 def ask(job: dict[str, Any]) -> None:
-    """In the process of the engine: the rounds, and what came of each."""
+    """Run the rounds in the process of the engine, and write the results."""
     engine = real_engine.make(
         Path(job["model"]), job["transfer"], num_gpu_blocks_override=BLOCKS, max_model_len=1024,
-        distributed_executor_backend="uni",  # as on one GPU; for the CPU vLLM would start one more process
+        distributed_executor_backend="uni",  # as on one GPU, because vLLM for the CPU would start another process
         **job["engine"],
     )  # fmt: skip
     answer = {}
@@ -164,18 +167,18 @@ def ask(job: dict[str, Any]) -> None:
 
 
 def hit_tokens(engine: Any) -> int:
-    """That the scheduler was granted from the external cache so far."""
+    """Return the number of tokens granted from the external cache so far."""
     return real_engine.counter(engine, "vllm:external_prefix_cache_hits")
 
 
 def loads(file: Path) -> dict[str, int]:
-    """{kind: how many so far}"""
+    """Return {kind: number so far}."""
     lines = [line.partition("=") for line in file.read_text().split()] if file.exists() else []
     return {kind: sum(int(count) for of, _, count in lines if of == kind) for kind in KINDS}
 
 
 def tokens_to_load(request: Any) -> int:
-    """That a request of the connector's metadata has the worker load."""
+    """Return the number of tokens that the worker loads for a request of the connector's metadata."""
     if hasattr(request, "op"):  # multi-process
         skipped = getattr(request.op, "skip_first_n_tokens", 0)
         return int(request.op.end - request.op.start - skipped) if request.direction == "RETRIEVE" else 0

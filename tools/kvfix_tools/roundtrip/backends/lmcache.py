@@ -1,16 +1,14 @@
-"""`lmcache-v2`, `lmcache-v3`, `lmcache-layerwise`: the GPU connectors of the installed LMCache.
+"""Backends for the installed LMCache.
 
-On a GPU they run as they are. LMCache has none for the CPU: there the same classes run on CPU tensors, with two things
-stood in for (and named in the report): their `torch.cuda` has streams that do everything at once, and the assertions
-that a device is CUDA are left out. What moves the bytes is LMCache's own in both cases: `lmcache.device_ops`, whose
-operations are compiled ones for CUDA or, silently, LMCache's torch fall-back. The report says which.
-
-`lmcache-engine`: the same through LMCache's cache engine and its CPU storage, as its vLLM adapter calls it. Keys,
-chunks, allocation and storage manager are real. The host memory is LMCache's, so what is looked at is what comes back;
-how many tokens do is asked of the engine's answer.
-
-`lmcache-mp`: the block transfer of LMCache's multi-process mode, as vLLM's worker calls it. Whole chunks only. LMCache
-issue 4463 says that this mode is not affected: it shows what `lmcache-v2` should make of the packed layout.
+- `lmcache-v2`, `lmcache-v3`, `lmcache-layerwise`: the GPU connectors. On a GPU they run as installed. On the CPU they
+  run on CPU tensors with a stand-in for `torch.cuda`, and without the assertions that a device is CUDA. The report
+  names the stand-ins. In both cases LMCache's own `lmcache.device_ops` move the bytes, with compiled operations or with
+  LMCache's torch fallback. The report names which.
+- `lmcache-engine`: the V2 connector with LMCache's cache engine and CPU storage, as its vLLM adapter calls them. Keys,
+  chunks, allocation and storage manager are real. kvfix cannot see the host memory, so it checks the loaded KV and the
+  number of tokens that the engine returns.
+- `lmcache-mp`: the block transfer of LMCache's multi-process mode, as vLLM's worker calls it, for whole chunks only.
+  LMCache issue 4463 does not affect this mode, so it shows the right result for the packed layout.
 """
 
 from __future__ import annotations
@@ -36,8 +34,8 @@ from kvfix_tools.roundtrip.cell_check import CellCheck, Refused, Transfer
 from kvfix_tools.roundtrip.layout import Geometry
 from kvfix_tools.roundtrip.region import Region
 
-#: LMCache's memory objects, outermost first: KV_2LTD, and KV_T2D for each layer (0.5.6 memory_management.py). A chunk
-#: of `lmcache-mp`: K and V packed in one axis stay so (0.5.6 torch_ops/mp_mem_kernels.py:283).
+#: Axes of LMCache's memory objects, outermost first: KV_2LTD, and KV_T2D for each layer (0.5.6 memory_management.py).
+#: In a chunk of `lmcache-mp`, K and V packed in one axis stay packed (0.5.6 torch_ops/mp_mem_kernels.py:283).
 AXES = {
     **dict.fromkeys(("v2", "v3", "split"), "kv layer token head"),
     "layerwise": "token kv head",
@@ -48,15 +46,15 @@ CLASSES = {
     "v3": "VLLMPagedMemGPUConnectorV3",
     "layerwise": "VLLMPagedMemLayerwiseGPUConnector",
 }
-#: Those that LMCache has a format for (0.5.6 kv_format/specs) and that reach its in-process connectors from vLLM.
+#: Layouts for which LMCache has a format (0.5.6 kv_format/specs) and which vLLM gives to its in-process connectors.
 LAYOUTS = ("nhd", "nhd-block-first", "hnd", "hnd-block-first", "packed", "packed-hnd", "packed-pool", "mla")
-#: vLLM hands on a view whose axes are always in one order, whatever they are in memory: HND as NHD, and, from 0.26 on,
-#: NHD as HND (0.20.2 flash_attn.py:138, 0.26.0 flash_attn.py:131).
+#: vLLM passes a view whose axes have a fixed order, independent of the memory order: HND as NHD (0.20.2
+#: flash_attn.py:138). From 0.26 on, it passes NHD as HND (0.26.0 flash_attn.py:131).
 VIEWS = {
     **dict.fromkeys(("hnd", "hnd-block-first"), (0, 1, 3, 2, 4)),
     **dict.fromkeys(("packed", "packed-pool"), (0, 2, 1, 3)),
 }
-#: What vLLM tells LMCache of the layout (0.5.6 integration/vllm/utils.py:43).
+#: Layouts that vLLM calls HND (0.5.6 integration/vllm/utils.py:43).
 HND = ("hnd", "hnd-block-first", "packed-hnd", "packed-cpu")
 NUMBERS = itertools.count()
 
@@ -66,10 +64,10 @@ def missing(device: torch.device) -> str | None:
 
 
 class Connector(Transfer):
-    """One of LMCache's GPU connectors and its memory objects, which are views of the host region."""
+    """A GPU connector of LMCache, and its memory objects, which are views of the host region."""
 
     def __init__(self, kind: str, check: CellCheck, buffer: bool = True) -> None:
-        """buffer: chunks go by a buffer on the device, as the engine has it by default."""
+        """buffer: copy chunks through a buffer on the device, as the engine does by default."""
         geometry, self.caches = as_vllm(check)
         self.connector, _ = make(CLASSES[kind], geometry, check, buffer)
         self.kind, self.count, self.chunk = kind, check.cell.count, int(check.cell.chunk)
@@ -101,7 +99,7 @@ class Connector(Transfer):
             for _ in mover:
                 pass
             return
-        # The engine asks for the chunks from the one on in which its own tokens end (0.5.6 vllm_v1_adapter.py).
+        # The engine loads from the chunk on in which its own tokens end (0.5.6 vllm_v1_adapter.py).
         chunks = slice(skip // self.chunk, None)
         wanted = self.objects[chunks], self.starts[chunks], self.ends[chunks]
         self.connector.batched_to_gpu(*wanted, vllm_cached_tokens=skip, **to)
@@ -123,7 +121,7 @@ class ThroughEngine(Transfer):
             lmcache_instance_id=name,
         )  # fmt: skip
         keys = ChunkedTokenDatabase(config, metadata)
-        # An engine collects garbage when it is made: a second and more for what vLLM's imports have left on the heap.
+        # A new engine collects garbage, which takes more than a second for the objects of vLLM's imports.
         gc.freeze()
         self.engine = LMCacheEngine(config, metadata, keys, connector, _same, _same)
         gc.unfreeze()
@@ -132,7 +130,7 @@ class ThroughEngine(Transfer):
         self.operations = f"{moved_by}; V2, cache engine, LocalCPUBackend"
 
     def store(self, slots: torch.Tensor) -> None:
-        first = next(NUMBERS) * self.count  # tokens of its own: LMCache stores nothing that it has
+        first = next(NUMBERS) * self.count  # new tokens, because LMCache does not store a chunk twice
         self.tokens = list(range(first, first + self.count))
         everything = torch.ones(len(self.tokens), dtype=torch.bool)
         self.engine.store(self.tokens, mask=everything, offset=0, **self._more(slots))
@@ -161,7 +159,7 @@ class BlockTransfer(Transfer):
         try:
             from lmcache.v1.multiprocess.transfer_context import base
         except ImportError as error:
-            raise Refused("this LMCache has another multi-process mode") from error
+            raise Refused("the multi-process mode of this LMCache has another interface") from error
         (geometry, layers), chunk = as_vllm(check), int(check.cell.chunk)
         self.block, self.per_chunk = geometry.block, chunk // geometry.block
         if chunk % geometry.block or check.cell.count % chunk:
@@ -184,10 +182,10 @@ class BlockTransfer(Transfer):
 
 
 def as_vllm(check: CellCheck) -> tuple[Geometry, list[torch.Tensor]]:
-    """The KV cache as vLLM hands it on: a tensor for each layer, and fp8 as uint8 (0.32.0 utils/torch_utils.py:33)."""
+    """Return the KV cache as vLLM passes it: a tensor for each layer, fp8 as uint8 (0.32.0 utils/torch_utils.py:33)."""
     geometry = check.geometry
     if geometry.layout.one_tensor and geometry.layout.name not in VIEWS:
-        raise Refused("LMCache's connectors take a tensor for each layer")
+        raise Refused("LMCache's connectors need a tensor for each layer")
     if geometry.dtype.itemsize == 1:
         geometry = replace(geometry, dtype=torch.uint8)
     tensors = [tensor.view(geometry.dtype) for tensor in layers(check.cache.typed(), geometry)]
@@ -196,7 +194,7 @@ def as_vllm(check: CellCheck) -> tuple[Geometry, list[torch.Tensor]]:
 
 
 def memory_objects(region: Region, geometry: Geometry, kind: str) -> list[Any]:
-    """LMCache's own memory objects over the tensors of a host region."""
+    """Make LMCache's memory objects over the tensors of a host region."""
     from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
 
     split = MemoryFormat.KV_T2D if kind == "layerwise" else MemoryFormat.KV_2LTD
@@ -216,7 +214,7 @@ def memory_objects(region: Region, geometry: Geometry, kind: str) -> list[Any]:
 
 
 def make(name: str, geometry: Geometry, check: CellCheck, buffer: bool = True) -> tuple[Any, Any]:
-    """One of LMCache's GPU connectors, and its metadata."""
+    """Make a GPU connector of LMCache and its metadata."""
     chunk, module = int(check.cell.chunk), connectors(check.device.type)
     from lmcache.v1.metadata import LMCacheMetadata
 
@@ -230,19 +228,19 @@ def make(name: str, geometry: Geometry, check: CellCheck, buffer: bool = True) -
 
 
 def hints(geometry: Geometry) -> dict[str, str]:
-    return {"kv_layout": "HND" if geometry.layout.name in HND else "NHD"}  # of a pool, too: the strides tell
+    return {"kv_layout": "HND" if geometry.layout.name in HND else "NHD"}  # for a pool LMCache uses the strides
 
 
 @functools.cache
 def connectors(device: str) -> Any:
-    """LMCache's module of GPU connectors; on the CPU, with the stand-ins."""
+    """Import LMCache's module of GPU connectors; on the CPU, with the stand-ins."""
     os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
     os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
     from lmcache.v1.gpu_connector import gpu_connectors
 
     if device == "cpu":
         cuda_stand_in.on_cpu(gpu_connectors)
-        # It would take the layout of vLLM's CPU attention for granted (0.5.6 kv_format/detectors/vllm.py:31).
+        # On the CPU, LMCache would assume the layout of vLLM's CPU attention (0.5.6 kv_format/detectors/vllm.py:31).
         with contextlib.suppress(ImportError):
             detector = importlib.import_module("lmcache.v1.gpu_connector.kv_format.detectors.vllm")
             detector.__dict__["torch_device_type"] = "cuda"
@@ -250,21 +248,21 @@ def connectors(device: str) -> Any:
 
 
 def operations(device: torch.device, name: str) -> str:
-    """Which of LMCache's operations moves the bytes: compiled, or the fall-back that it takes without a word."""
+    """Return a text about the operation that moves the bytes: compiled, or LMCache's silent torch fallback."""
     module = connectors(device.type)
     ops = getattr(module, "device_ops", getattr(module, "lmc_ops", None))
     if not hasattr(ops, name):
         raise Refused(f"LMCache {importlib.metadata.version('lmcache')} has no {name} on this machine")
     move = getattr(ops, name)
     compiled = not hasattr(move, "__code__") and not hasattr(move, "__func__")
-    kind = "its compiled operations" if compiled else "its torch fall-back"
-    stood_in = "; torch.cuda stood in for" if device.type == "cpu" else ""
+    kind = "its compiled operations" if compiled else "its torch fallback"
+    stood_in = "; torch.cuda is a stand-in" if device.type == "cpu" else ""
     return f"lmcache {importlib.metadata.version('lmcache')}, {name} of {kind}{stood_in}"
 
 
 MP_AXES = {
     "layout": LAYOUTS,
-    "tokens": ("chunk", "512"),  # one chunk, and two or more of any size
+    "tokens": ("chunk", "512"),  # one chunk, and at least two chunks
     "block": ("16", "32"),
     "chunk": ("32", "64", "128", "256"),
     "slots": ("blocks", "contiguous"),

@@ -1,7 +1,7 @@
-"""`torch`: gather on the device and copy to pinned memory on streams; on the CPU a plain gather. Needs torch alone.
+"""The backend `torch`, which needs only torch: gather on the device, and copy to pinned memory on streams.
 
-It is the yardstick of the other backends and the reference way to write one. It indexes the engine's tensors by their
-shape, and knows nothing of the arithmetic by which its work is checked (layout.py).
+It is the reference for other backends. It indexes the engine's tensors by their shape, and does not use the arithmetic
+of the check (layout.py).
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from kvfix_tools.roundtrip.layout import Geometry
 from kvfix_tools.roundtrip.region import Region
 from kvfix_tools.roundtrip.streams import CudaStream, Work
 
-#: Host buffers, one for each chunk, outermost first: all layers of a token together.
+#: Axes of a host buffer, outermost first. Each chunk has a buffer.
 HOST = "layer token kv head"
-#: Chunks in flight, each with a stream and a staging buffer of its own.
+#: Number of chunks in flight, each with its own stream and staging buffer.
 IN_FLIGHT = 2
 
 
 class TorchCopy(Transfer):
     def __init__(self, check: CellCheck, tokens: int = 0) -> None:
-        """tokens: that there is host memory for; by default those of the cell."""
+        """tokens: size of the host memory; by default the tokens of the cell."""
         self.block, self.chunk, device = check.geometry.block, int(check.cell.chunk), check.device
         self.host: Region = check.host(HOST, tokens)
         self.operations = f"torch {torch.__version__}: index, index_put_, copy_ on {device.type}"
@@ -41,7 +41,7 @@ class TorchCopy(Transfer):
         self._run(self.loads(slots, skip))
 
     def stores(self, slots: torch.Tensor) -> list[Work]:
-        """The work of a store, chunk by chunk."""
+        """Return the work of a store, chunk by chunk."""
         return [partial(self.gather, number, part) for number, part in enumerate(slots.split(self.chunk))]
 
     def loads(self, slots: torch.Tensor, skip: int = 0) -> list[Work]:
@@ -50,7 +50,7 @@ class TorchCopy(Transfer):
         return [partial(self.scatter, number, part, out) for number, part, out in left_out if out < len(part)]
 
     def gather(self, number: int, slots: torch.Tensor) -> None:
-        """The KV in these slots to host buffer `number`."""
+        """Copy the KV of these slots to host buffer `number`."""
         block, offset, buffer = slots // self.block, slots % self.block, self.buffers[number]
         into = self.staging[number % IN_FLIGHT][:, : len(slots)] if self.staging else buffer
         for layer, tensor in enumerate(self.layers):
@@ -68,7 +68,7 @@ class TorchCopy(Transfer):
             tensor[block, offset] = held[layer, skip:]
 
     def _run(self, work: list[Work]) -> None:
-        """In turn on the streams, to the end; what was submitted before comes first. On the CPU at once."""
+        """Run the work in turn on the streams, and wait for its end. On the CPU, run it directly."""
         for number, each in enumerate(work):
             if self.streams:
                 self.streams[number % IN_FLIGHT].submit(each)
@@ -79,14 +79,17 @@ class TorchCopy(Transfer):
 
 
 def layers(tensors: list[torch.Tensor], geometry: Geometry) -> list[torch.Tensor]:
-    """The engine's tensor of each layer."""
+    """Return the engine's tensor of each layer."""
     if not geometry.layout.one_tensor:
         return tensors
     return list(tensors[0].unbind(geometry.layout.axes.index("layer")))
 
 
 def paged(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
-    """A layer as [blocks, block, K and V, heads, words]: a view. Words of 8 bytes: torch indexes no fp8 on the CPU."""
+    """Return a view of a layer: [blocks, block, K and V, heads, words of 8 bytes].
+
+    torch cannot index fp8 on the CPU, so the view has words.
+    """
     words, heads, two = geometry.row_words, geometry.heads, geometry.planes
     held = tensor.view(torch.int64)
     name = geometry.layout.name

