@@ -91,7 +91,6 @@ class Pair:
         return counts
 
     def close(self) -> None:
-        """Shut both engines down."""
         for engine in self.engines:
             engine.connector.close()
 

@@ -78,11 +78,9 @@ class Rank:
 
     @property
     def died(self) -> bool:
-        """Return True if its copy thread has ended."""
         return self._thread.died
 
     def contents(self, block: int, size: int) -> list[int]:
-        """Return so many slots of a block of the CPU memory."""
         contents: list[int] = self.blocks[block, : size * WORD].view("q").tolist()
         return contents
 

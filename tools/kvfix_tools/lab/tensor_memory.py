@@ -57,7 +57,6 @@ class TensorMemory:
             array[block, :, start:end] = 0
 
     def begin(self) -> None:
-        """Begin the computation of a step."""
         self._done.clear()
         self._look(0)
 
@@ -101,7 +100,6 @@ class TensorMemory:
 
 
 def _encoded(contents: Any, mark: Any) -> Any:
-    """Return [..., elements] of these contents."""
     parts = numpy.ascontiguousarray(contents)[..., None].view(numpy.uint8)
     return (numpy.tile(parts, len(mark) // _BYTES) ^ mark).astype(numpy.float32)
 
