@@ -251,8 +251,6 @@ class OffloadingWorker(Worker):
 
 
 class OffloadingAlone(Connector):
-    """OffloadingConnector as the only connector."""
-
     offloading: Offloading
 
     def __init__(self, options: Options, memories: Sequence[Slots], caches: Sequence[Cache]) -> None:

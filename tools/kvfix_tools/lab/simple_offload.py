@@ -230,8 +230,6 @@ class SimpleOffloading:
 
 
 class SimpleOffload(Connector):
-    """SimpleCPUOffloadConnector as the only connector."""
-
     offloading: SimpleOffloading
 
     def __init__(self, options: Options, memories: Sequence[Slots], caches: Sequence[Cache]) -> None:

@@ -82,7 +82,6 @@ class TensorMemory:
         self._put(block, start, contents)
 
     def room(self) -> int:
-        """Slots of a block."""
         return int(self._arrays[0].shape[2])
 
     def _put(self, block: int, start: int, contents: Sequence[int]) -> None:
