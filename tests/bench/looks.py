@@ -70,7 +70,6 @@ def _timed_stop(file: Path) -> Callable[..., Any]:
 
 
 def _waited(threads: Iterable[int]) -> float:
-    """Seconds, for a core."""
     return sum(int(Path(f"/proc/{each}/schedstat").read_text().split()[1]) for each in threads) / 1e9
 
 

@@ -117,7 +117,6 @@ def own_seconds(folder: Path, mode: str) -> float:
 
 
 def in_all_orders(runs: list[float]) -> list[float]:
-    """Sums of runs, one in each order of the servers."""
     return [sum(runs[at : at + len(ORDERS)]) for at in range(0, len(runs), len(ORDERS))]
 
 

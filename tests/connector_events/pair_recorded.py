@@ -75,7 +75,6 @@ def recorded(fault: str, seconds: float = 0.0, connector: str = "nixl-pull") -> 
 
 
 def split(text: str, folder: Path) -> dict[str, Path]:
-    """One file for each engine."""
     lines: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines()]
     files = {}
     for pid, (name, clocks) in enumerate(CLOCKS.items(), 100):

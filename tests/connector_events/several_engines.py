@@ -112,7 +112,6 @@ def in_threads() -> list[list[str]]:
 
 
 def in_turn() -> list[list[str]]:
-    """One step of each engine in turn."""
     from kvfix_tools.lab.fuzz import move
 
     made = [create(seed) for seed in SEEDS]

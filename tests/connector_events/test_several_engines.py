@@ -15,7 +15,6 @@ from tests.conftest import RELEASES, Fresh
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One process, and its children."""
     quick.skip()  # the child wants torch, and the process waits for its answer
     script = Path(__file__).with_name("several_engines.py")
     folder = tmp_path_factory.mktemp("several_engines")

@@ -128,7 +128,6 @@ RIGHT = Problem(
 def test_a_release_that_is_right_does_not_have_the_problem(
     release: str, found: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`upgrade to 0.11.0` is no remedy for 0.21.0."""
     assert any(each.rule is RIGHT for each in warned(monkeypatch, RIGHT, release).findings) == found
 
 

@@ -96,7 +96,6 @@ def look(
 
 
 def say(setup: Setup, name: str) -> list[Line]:
-    """Return the result of one check."""
     check = next(each for each in checks.catalogue() if each.name == name)
     return list(check.look(setup))
 

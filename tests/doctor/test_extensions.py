@@ -209,7 +209,6 @@ def test_a_gpu_that_torch_cannot_use(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("version", "count"), [("2.13.0", 0), ("2.13.0+cu130", 0), ("2.12.1", 1)])
 def test_the_torch_that_vllm_is_built_for(version: str, count: int, tmp_path: Path) -> None:
-    """vLLM 0.32.0 asks for torch 2.13.0."""
     place = site(tmp_path, lmcache="")
     (place / "torch").mkdir()
     (place / f"torch-{version}.dist-info").mkdir()

@@ -42,7 +42,6 @@ def test_a_container_that_is_too_small(how: str, tmp_path: Path, place: Path) ->
 
 @pytest.mark.parametrize(("size", "count"), [(65, 1), (50, 1), (40, 0)])
 def test_a_machine_that_is_too_small(size: float, count: int, tmp_path: Path, place: Path) -> None:
-    """64 GiB, of which 48 are free."""
     where = machine(tmp_path, cgroup={GROUP: "0::/\n", "sys/fs/cgroup/memory.max": "max"})
     assert len(problems(look(cpu(size), place, where), "memory")) == count
 

@@ -21,14 +21,12 @@ from tests.doctor.sites import MP, V1, look, problems, say, serve, site
 
 @pytest.fixture
 def listening() -> Iterator[int]:
-    """A port on which something listens."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 
 
 @pytest.fixture
 def closed() -> int:
-    """A port on which nothing does."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
     return port

@@ -126,8 +126,6 @@ class Engine:
 
 
 class Pair:
-    """Both, and the proxy."""
-
     def __init__(self, folder: Path, mode: str = "check", **extra: Any) -> None:
         """extra: of kv_connector_extra_config."""
         self.folder = folder

@@ -36,7 +36,6 @@ ON_TOP = [[(ONE, 5)], [(ONE[:96], 1), (ONE, 5)]]
 def run(
     folder: Path, apply: bool, transfer: dict[str, Any], environment: dict[str, str] | None = None, **more: Any
 ) -> Ran:
-    """An engine in one process."""
     return start.run(folder, apply, transfer, environment={**start.ONE_PROCESS, **(environment or {})}, **more)
 
 

@@ -54,7 +54,6 @@ Answers = dict[str, list[list[int]]]
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    """Return the answers of one plain engine."""
     engine = {name.replace("-", "_"): size for name, size in pd.SIZES.items()}
     rounds = list(ROUNDS.values())
     folder = tmp_path_factory.mktemp("plain")
@@ -184,7 +183,6 @@ def killed(pair: Pair, dies: Engine, asked: list[Request], right: list[list[int]
 
 
 def verdicts(engine: Engine) -> list[standstill.Verdict]:
-    """Return the verdicts of `kvfix look`."""
     return standstill.verdicts(command.enough(looking.Looker(looking.engine_of(engine.process.pid), full=False)))
 
 

@@ -82,7 +82,6 @@ class Engines:
         self._plain: dict[int, Ran] = {}
 
     def plain(self, job: dict[str, Any]) -> Ran:
-        """Return the right answers."""
         if id(job) not in self._plain:
             self._plain[id(job)] = start.run(self.folder / f"plain-{len(self._plain)}", False, None, **job)
         return self._plain[id(job)]

@@ -77,7 +77,6 @@ def started(command: list[str], environment: dict[str, str], log_path: Path) -> 
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """With all that it has started."""
     for each in reversed(processes.tree(process.pid)):
         with suppress(ProcessLookupError):
             os.kill(each.pid, signal.SIGKILL)
@@ -85,7 +84,6 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def dumped(pid: int, folder: Path) -> dict[str, Any]:
-    """Return the output of `kvfix dump`."""
     command = [sys.executable, "-m", "kvfix_tools.cli", "dump", str(pid), "-o", str(folder), "--json"]
     environment = clean_environment(KVFIX_DUMP_DIR=str(folder / "engine/dumps"))
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

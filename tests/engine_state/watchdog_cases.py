@@ -173,7 +173,6 @@ def in_hook(hook: str, times: int, requests: int = 1) -> list[Any]:
 
 
 def start_of_lmcache() -> list[Any]:
-    """LMCache does not come back from its start."""
     prepare()
     dog = watchdog.Watchdog(60.0, clock := Clock())
     found: list[Any] = []

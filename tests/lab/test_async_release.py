@@ -201,7 +201,6 @@ def test_a_load_that_ends_early_leaves_no_pin(once: Once) -> None:
 
 @FIXES
 def test_chunks_of_an_aborted_lookup(only: list[str] | None, once: Once) -> None:
-    """0.3.15 releases none of them."""
     _, chunks = once(after_one_load, RELEASES / "0.3.15", "async", only, False)
     assert chunks == [[1, 0, True] if only is None else [2, 1, True]] * 4
 

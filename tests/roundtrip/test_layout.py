@@ -81,7 +81,6 @@ def test_every_layout_is_stated_here() -> None:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_each_row_lies_where_attention_reads_it(name: str) -> None:
-    """And where the torch backend does."""
     region = cache(name)
     sizes, tensors = region.geometry, region.typed()
     of_backend = [paged(tensor, sizes) for tensor in layers(tensors, sizes)]

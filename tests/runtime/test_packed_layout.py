@@ -201,7 +201,6 @@ def test_both_are_applied_without_a_warning(fork_server: Any, release: Any, name
 
 
 def probed_kvf021(module: str) -> list[bool]:
-    """The probe as released, and fixed."""
     operations = import_module(module)
     function = operations.single_layer_kv_transfer
     return [kvf021.shows_bug(function, operations), kvf021.shows_bug(kvf021.fix(operations)(function), operations)]

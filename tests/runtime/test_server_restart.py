@@ -68,7 +68,6 @@ def lose_load(fixes: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("fixes", [False, True])
 def test_the_load_has_failed_and_nothing_else(fixes: bool, fork_server: ForkServer) -> None:
-    """KVF122."""
     done = fork_server(lose_load, RELEASES / NEWEST, fixes)
     assert done == {"connected": [False, fixes, False], "failed": fixes, "question": False}
 

@@ -75,4 +75,4 @@ def test_each_copy_of_the_code_is_decided_by_itself() -> None:
 def test_the_reason_names_the_function() -> None:
     (decision,) = transaction.decide(FIX, lambda each: WRONG if each is not SECOND else OTHERS["of another release"][0])
     assert "One." in decision.outcome.reason
-    assert "of no one release of vllm" in decision.outcome.reason
+    assert "no release of vllm has both One.second" in decision.outcome.reason

@@ -49,7 +49,6 @@ FIRST = "from tests.upstream import patched; patched.prepare({lmcache!r}, {conne
 
 
 def release_of(row: upstream.Ready) -> Path:
-    """The folder with the released package."""
     if row.dist == "lmcache":
         return RELEASES / row.version
     spec = find_spec("vllm")

@@ -117,7 +117,6 @@ def longest(cache: list[tuple[str, list[int]]], model: str, prompt: list[int]) -
 
 @contextmanager
 def served(behaviour: Behaviour) -> Iterator[tuple[str, Engine]]:
-    """Its URL."""
     engine = Engine(behaviour)
 
     class Handler(BaseHTTPRequestHandler):

@@ -54,7 +54,6 @@ FAULTS = {
 
 
 def run(name: str, expected: tuple[int, ...], *arguments: str) -> bool:
-    """Print the result."""
     began = time.monotonic()
     code, text = served.verify(*arguments, "--json")
     answer = json.loads(text.splitlines()[-1]) if text else {}

@@ -77,7 +77,6 @@ def version() -> str:
 
 
 def ask(subject: Subject) -> Said:
-    """Play it, in this process."""
     from kvfix_tools.conform import command, player, verdicts
 
     with command.chosen(fixes=True):

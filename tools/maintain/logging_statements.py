@@ -24,8 +24,6 @@ LEVELS = ("debug", "info", "warning", "error", "critical", "exception")
 
 
 class Call(NamedTuple):
-    """One statement in a file."""
-
     node: ast.stmt | ast.Call
     text: ast.expr
     level: str

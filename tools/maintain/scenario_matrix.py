@@ -46,7 +46,6 @@ def digest() -> str:
 
 
 def load(text: str) -> Pairs:
-    """Return the pairs of a file."""
     whole, pairs = json.loads(text), Pairs()
     for run in whole["runs"]:
         for lmcache in run["lmcache"].split():

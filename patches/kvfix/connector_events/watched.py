@@ -226,7 +226,6 @@ class WatchedConnector:
     # ------------------------------------------------------------------ both
 
     def raised(self, hook: str, error: Exception, arguments: tuple[Any, ...]) -> None:
-        """Record that a hook raised."""
         name = getattr(arguments[0], "request_id", "") if arguments else ""
         self._hook = hook
         self._record(ev.Raised(name, hook, violations.error_text(error)), error)

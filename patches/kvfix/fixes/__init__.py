@@ -26,6 +26,5 @@ def modules() -> dict[str, tuple[str, str]]:
 
 
 def code_and_slug(module: str) -> tuple[str, str]:
-    """Code and slug from the name of the module."""
     code, _, slug = module.rpartition(".")[2].partition("_")
     return code.upper(), slug.replace("_", "-")

@@ -40,7 +40,6 @@ class Engine:
 
     @property
     def connectors(self) -> list[dict[str, Any]]:
-        """The connectors of the scheduler."""
         return [each for each in self.process.get("connectors") or () if each["role"] != "WORKER"]
 
     @property

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 
 class AnyWorker(Worker):
-    """One rank."""
-
     def __init__(self, rank: int, slots: Slots, connector: Any, config: Any, memory: TensorMemory) -> None:
         super().__init__(rank, slots, connector, connector, None, {})
         self._config = config

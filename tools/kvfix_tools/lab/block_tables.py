@@ -64,7 +64,6 @@ class Group:
         self.block_table = BlockTable(group.number, len(memories) > 1)
 
     def begin(self, output: Any) -> None:
-        """Begin a step with this scheduler output."""
         self.block_table.update(output)
 
     def first_wrong(self, name: str, done: int, contents: list[int], rank: int) -> int | None:

@@ -136,7 +136,6 @@ class Connector:
     # ------------------------------------------------------------------ a step
 
     def tick(self) -> None:
-        """Begin a step of the engine."""
         if self.offloading is not None:
             self.offloading.tick()
 

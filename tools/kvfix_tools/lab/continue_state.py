@@ -61,7 +61,6 @@ class Continued(NamedTuple):
     differs: list[str]
 
     def as_json(self, versions: dict[str, str]) -> dict[str, Any]:
-        """Return the data of `--json`."""
         parts = {"as_released": self.as_released._asdict(), "with_fixes": self.with_fixes._asdict()}
         return {"schema": 1, "versions": versions, **parts, "frees": self.frees, "differs": self.differs}
 

@@ -67,8 +67,6 @@ COUNTED = (
 
 
 class Counts(Counter[str]):
-    """The counters of one engine."""
-
     def __init__(self, options: Options) -> None:
         super().__init__(dict.fromkeys(COUNTED, 0))
         features = [name for name, has in FEATURES.items() if has(options)]

@@ -38,7 +38,6 @@ class Drafter:
         self._proposed: dict[str, list[int]] = {}
 
     def begin(self, output: Any) -> None:
-        """Begin a step with this scheduler output."""
         self._starts, self._next_starts = self._next_starts, {}
         self._last, self._proposed = self._proposed, {}
         for name in (*scheduling.resumed(output), *(new.req_id for new in output.scheduled_new_reqs)):

@@ -90,7 +90,6 @@ class LabEngine(Steps):
         self._held: list[Any] = []
 
     def _connected(self, options: Options, memories: list[Slots]) -> Any:
-        """Return the connector in both roles."""
         return side_class(options)(options, memories, self.caches)
 
     def answered(self, outputs: Any) -> None:

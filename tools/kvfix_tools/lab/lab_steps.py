@@ -145,7 +145,6 @@ class Steps:
         self._held += taken
 
     def free_blocks(self) -> None:
-        """Free the blocks of `take_blocks`."""
         self.scheduler.kv_cache_manager.block_pool.free_blocks(self._held)
         self._held, self.model.written_by_others = [], []
 
@@ -257,7 +256,6 @@ class Steps:
                 self.request_events.add(ev.Left(name, where))
 
     def expect_hit(self, name: str) -> None:
-        """Expect that this request had a hit."""
         if not self.request_events.hits.get(name):
             self.request_events.violated(rules.NOT_FOUND, name, "is in the cache and was not found there")
 

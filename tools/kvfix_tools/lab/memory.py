@@ -64,7 +64,6 @@ class Slots:
         self._blocks = [[NOTHING] * self.room for _ in range(num_blocks)]
 
     def __len__(self) -> int:
-        """The number of blocks."""
         return len(self._blocks)
 
     def put_in(self, blocks: Sequence[Any]) -> None:

@@ -99,7 +99,6 @@ class Model:
             slots.write(self.blocks(name), start, self.right(name)[start:end])
 
     def begin(self, output: Any) -> None:
-        """Begin a step with this scheduler output."""
         if self.drafter is not None:
             self.drafter.begin(output)
 

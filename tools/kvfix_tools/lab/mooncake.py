@@ -149,7 +149,6 @@ class MooncakeSide(PairSide):
 
     @property
     def of_mooncake(self) -> MooncakeWorker:
-        """MooncakeConnector in the worker role."""
         return self.workers[0]
 
     def for_prefill(self, name: str) -> Params:

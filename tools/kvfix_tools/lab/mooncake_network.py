@@ -62,7 +62,6 @@ class Host:
         self.look: Callable[[], None] = lambda: None
 
     def end(self) -> None:
-        """End the processes of the engine."""
         self.alive = False
         for places in (self.network.bound, self.network.bootstrap):
             for address in [each for each in places if each.split("//")[1].partition(":")[0] == self.name]:

@@ -55,7 +55,6 @@ class Chunks:
         return parts[0] if len(parts) == 1 else [content for part in parts for content in part]
 
     def _keys(self, chunk: Any) -> Iterator[tuple[StoredObject, int, object]]:
-        """Yield (object, rank, key) of all objects of a chunk."""
         for stored in self.objects:
             for rank in range(len(self._slots)):
                 yield stored, rank, self.key(stored, chunk, rank)

@@ -117,7 +117,6 @@ class Server(Answers):
         return self._answer_store_later(key, lambda: self._registered and self._store(key, groups))
 
     def _answer_store_later(self, key: Any, store: Callable[[], Any]) -> Any:
-        """Return a future with the answer of `store`, which runs when it is due."""
         request_id, rank = key.request_id, key.worker_id or 0
         self.events.stored(request_id, list(key.token_ids), key.start, key.end, rank)
         self.storing[request_id] += 1

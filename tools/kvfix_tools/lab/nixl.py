@@ -191,7 +191,6 @@ class NixlSide(PairSide):
 
     @property
     def of_nixl(self) -> Sequence[NixlWorker]:
-        """NixlConnector in the worker role, by rank."""
         return self.workers
 
     def listen(self, events: RequestEvents) -> None:

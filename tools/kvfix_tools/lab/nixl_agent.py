@@ -36,7 +36,6 @@ class _List(NamedTuple):
 
 
 def _each(places: Any) -> Any:
-    """Yield each descriptor."""
     if places.shape[1] == 3:
         return places
     return numpy.array(

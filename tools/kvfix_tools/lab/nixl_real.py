@@ -25,8 +25,6 @@ _PATIENCE = 20.0
 
 
 class RealNetwork(Network):
-    """The network with agents of NIXL."""
-
     def agent(self, _: str, config: Any = None) -> Agent:
         name = f"agent-{next(self._names)}"
         self.agents[name] = made = RealAgent(self, name)

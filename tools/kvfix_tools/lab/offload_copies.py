@@ -51,7 +51,6 @@ class Copies:
         handler._event_pool = _Events(self)
 
     def tick(self) -> None:
-        """Begin a step of the engine."""
         self.now += 1
         self.finish(self.now)
 

@@ -30,11 +30,9 @@ class Tiers:
 
     @staticmethod
     def folder(options: Options) -> tempfile.TemporaryDirectory[str] | None:
-        """Return the folder for a tier of files."""
         return tempfile.TemporaryDirectory(prefix="kvfix-lab-") if options.tier == "fs" else None
 
     def tick(self) -> None:
-        """Begin a step of the engine."""
         for tier in self._late:
             tier.tick()
 

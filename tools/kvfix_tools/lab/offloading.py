@@ -85,7 +85,6 @@ class Rank:
     stored_by: Callable[[int], str]
 
     def contents(self, chunk: int, part: int, size: int) -> list[int]:
-        """Return so many slots of one block of the chunk."""
         start = part * self.page
         contents: list[int] = self.chunks[chunk, start : start + size * WORD].view("q").tolist()
         return contents
@@ -252,8 +251,6 @@ class OffloadingWorker(Worker):
 
 
 class OffloadingAlone(Connector):
-    """OffloadingConnector as the only connector."""
-
     offloading: Offloading
 
     def __init__(self, options: Options, memories: Sequence[Slots], caches: Sequence[Cache]) -> None:

@@ -212,7 +212,6 @@ class Options:
 
     @property
     def several_groups(self) -> bool:
-        """True if the model has several KV groups."""
         return bool(self.windows) or self.states
 
     @property

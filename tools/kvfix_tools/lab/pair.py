@@ -91,7 +91,6 @@ class Pair:
         return counts
 
     def close(self) -> None:
-        """Shut both engines down."""
         for engine in self.engines:
             engine.connector.close()
 
@@ -203,7 +202,6 @@ class Pair:
             engine.request_events.may_fail.discard("")
 
     def handshakes_take(self, steps: int) -> None:
-        """Set the number of steps of a handshake."""
         self.network.handshake_steps = steps
 
     def writers_take(self, steps: int) -> None:

@@ -73,7 +73,6 @@ class Router:
 
     @property
     def asked(self) -> list[str]:
-        """Requests that have arrived."""
         return list(self._asked)
 
     @property
@@ -122,7 +121,6 @@ class Router:
         self._to_send = [each for each in self._to_send if each[1] != name]
 
     def forget_params(self) -> None:
-        """Never send a request again."""
         self._params.clear()
 
     def answered(self, engine: PairEngine, output: Any) -> None:

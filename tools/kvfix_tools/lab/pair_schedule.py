@@ -41,7 +41,6 @@ _MALFORMED = (
 def draw(
     seed: int, connector: str, plain: bool = False, lacks: Collection[str] = ()
 ) -> tuple[Options, tuple[DrawnStep, ...]]:
-    """Draw options and steps of this seed."""
     rng = random.Random(f"{connector} {seed}")
     block = rng.choice((4, 8, 16))
     blocks, decode_blocks = rng.randrange(12, 40), rng.randrange(12, 40)

@@ -59,7 +59,6 @@ ANY_SINCE = {"vllm": (">=0.32", "the lab knows no earlier model runner's order o
 
 
 def versions() -> dict[str, str]:
-    """Return the installed releases."""
     return {dist: installed_source.version(dist) for dist in ("vllm", "lmcache")}
 
 
@@ -114,7 +113,6 @@ def cannot_play_schedule(schedule: Schedule) -> str:
 
 
 def accepted(made: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
-    """Return the arguments that this release accepts."""
     known = _parameters(made)
     return {name: value for name, value in arguments.items() if name in known}
 

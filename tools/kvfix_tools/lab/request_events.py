@@ -218,7 +218,6 @@ class RequestEvents:
     # ------------------------------------------------------------------ events of the connector
 
     def found(self, name: str, tokens: int, rank: int) -> None:
-        """Record a rank's answer to a lookup."""
         if not rank:
             self._found[name] = tokens
         self.counts["ranks_differ"] += self._found.get(name) != tokens
@@ -268,7 +267,6 @@ class RequestEvents:
         self.violated(rules.WRONG_CONTENT, name, message)
 
     def right(self, name: str) -> list[int]:
-        """Return the right contents of this request's tokens."""
         return self._model.right(name)
 
     def lookup_timed_out(self, name: str) -> None:

@@ -135,7 +135,6 @@ def _pair(options: Options) -> Any:
 
 @functools.cache
 def scenarios() -> tuple[Scenario, ...]:
-    """Return all scenarios, sorted by slug."""
     package = import_module("kvfix_tools.lab.scenarios")
     found: list[Scenario] = []
     for module in pkgutil.iter_modules(package.__path__):
@@ -147,5 +146,4 @@ def scenarios() -> tuple[Scenario, ...]:
 
 
 def find(slug: str) -> Scenario | None:
-    """Return the scenario with this slug, or None."""
     return next((scenario for scenario in scenarios() if scenario.slug == slug), None)

@@ -78,11 +78,9 @@ class Rank:
 
     @property
     def died(self) -> bool:
-        """Return True if its copy thread has ended."""
         return self._thread.died
 
     def contents(self, block: int, size: int) -> list[int]:
-        """Return so many slots of a block of the CPU memory."""
         contents: list[int] = self.blocks[block, : size * WORD].view("q").tolist()
         return contents
 
@@ -232,8 +230,6 @@ class SimpleOffloading:
 
 
 class SimpleOffload(Connector):
-    """SimpleCPUOffloadConnector as the only connector."""
-
     offloading: SimpleOffloading
 
     def __init__(self, options: Options, memories: Sequence[Slots], caches: Sequence[Cache]) -> None:

@@ -12,8 +12,6 @@ from kvfix_tools.lab.memory import Prefix, next_token
 
 
 class Step(NamedTuple):
-    """A step for `LabEngine.do`."""
-
     method: str
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]

@@ -57,7 +57,6 @@ class TensorMemory:
             array[block, :, start:end] = 0
 
     def begin(self) -> None:
-        """Begin the computation of a step."""
         self._done.clear()
         self._look(0)
 
@@ -83,7 +82,6 @@ class TensorMemory:
         self._put(block, start, contents)
 
     def room(self) -> int:
-        """Slots of a block."""
         return int(self._arrays[0].shape[2])
 
     def _put(self, block: int, start: int, contents: Sequence[int]) -> None:
@@ -101,7 +99,6 @@ class TensorMemory:
 
 
 def _encoded(contents: Any, mark: Any) -> Any:
-    """Return [..., elements] of these contents."""
     parts = numpy.ascontiguousarray(contents)[..., None].view(numpy.uint8)
     return (numpy.tile(parts, len(mark) // _BYTES) ^ mark).astype(numpy.float32)
 

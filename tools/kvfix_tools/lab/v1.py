@@ -138,7 +138,6 @@ class CacheEngine:
             self.events.stored(name, list(tokens), first, last, self.rank)
 
     def begin(self, metadata: Any) -> None:
-        """Begin a step with these metadata."""
         self.metadata = metadata
         self._named.clear()
 
@@ -204,7 +203,6 @@ class V1(Connector):
         self.reader = lmcache_readers.V1(self.in_scheduler)
 
     def configured(self, options: Options) -> Any:
-        """Return vLLM's configuration of the engine."""
         return vllm_objects.vllm_config(options)
 
     def _join(self, client: Any) -> None:

@@ -209,7 +209,6 @@ def vllm_config(options: Options, folder: str = "") -> VllmConfig:
 
 
 def of_rank(config: VllmConfig, rank: int) -> VllmConfig:
-    """Return the configuration of this rank's worker."""
     own = copy.copy(config)
     own.parallel_config = copy.copy(config.parallel_config)
     own.parallel_config.rank = rank
@@ -217,7 +216,6 @@ def of_rank(config: VllmConfig, rank: int) -> VllmConfig:
 
 
 def worker(options: Options, config: VllmConfig) -> Any:
-    """Return the real connector in the worker role."""
     return KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, kv_cache(options, config))
 
 

@@ -13,7 +13,6 @@ _TOGETHER = "more than one"
 
 
 def text() -> str:
-    """A table for each connector."""
     runs = released_findings.load()
     return "\n".join(_of_connector(name, list(its)) for name, its in groupby(runs, key=lambda run: run.connector))
 

@@ -57,7 +57,6 @@ def ask(case: Case, device: str) -> dict[str, Any]:
 
 
 def ask_here(case: Case, device: str) -> dict[str, Any]:
-    """Return the engine's answer and its log."""
     from kvfix_tools.roundtrip.backends import engine
 
     with tempfile.TemporaryDirectory() as folder, _transfer(case, Path(folder)) as transfer:

@@ -122,7 +122,6 @@ def figures(answer: Answer) -> str:
 
 
 def moved_by(answer: Answer) -> dict[str, str]:
-    """Return {backend: operations that ran}."""
     names: dict[str, list[str]] = {}
     for cell in answer["cells"]:
         ran = names.setdefault(cell["cell"]["backend"], [])

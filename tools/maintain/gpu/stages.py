@@ -89,7 +89,6 @@ def figures(result: dict[str, Any]) -> str:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """Return rows for docs/gpu.md."""
     head = ["| stage | outcome | figures | seconds |", "|---|---|---|---|"]
     rows = [f"| {r['stage']} | {outcome(r)} | {figures(r).replace('|', '/')} | {r['seconds']:.0f} |" for r in results]
     return "\n".join([*head, *rows, ""])

@@ -23,7 +23,6 @@ class Steps:
 
     @property
     def code(self) -> int:
-        """Exit code of the stage."""
         return int(not self.right or not all(self.right))
 
 
