@@ -23,17 +23,22 @@ from maintain.documentation.markdown import span
 from tests.conftest import ROOT, clean_environment
 
 
-def build(root: Path, site: Path) -> subprocess.CompletedProcess[str]:
+def build(root: Path, site: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)],
-        cwd=root, env=clean_environment(NO_MKDOCS_2_WARNING="1"), capture_output=True, text=True, timeout=280,
+        cwd=root, env=clean_environment(NO_MKDOCS_2_WARNING="1", **variables),
+        capture_output=True, text=True, timeout=280,
     )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the site where vLLM, LMCache and torch cannot be imported."""
     folder = tmp_path_factory.mktemp("site")
-    done = build(ROOT, folder)
+    missing = tmp_path_factory.mktemp("missing")
+    for name in ("vllm", "lmcache", "torch"):
+        (missing / f"{name}.py").write_text("raise ImportError('the documentation is built without it')")
+    done = build(ROOT, folder, PYTHONPATH=str(missing))
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 

@@ -15,6 +15,8 @@
     .replace(/&lt;/g, "<").replace(/&gt;/g, ">").replace(/&amp;/g, "&")
   const escaped = text => text.replace(/&/g, "&amp;").replace(/</g, "&lt;")
   const stem = word => (word.length > 4 ? word.replace(/(?:ing|ed|es|s)$/, "") : word)
+  // What vLLM's and LMCache's loggers print before and after a message.
+  const LOGGER = /^.*?(?:\[\w+\.py:\d+\]|LMCache [A-Z]+:)\s+|\s*\(\w+\.py:\d+:[\w.]+\)\s*$/g
   const words = text => (text.toLowerCase().match(/[a-z0-9_]+/g) || []).map(stem)
 
   function read(docs) {
@@ -53,7 +55,7 @@
   function search({ sections, weights, articles }, text) {
     const weight = word => weights.get(word) || 0
     const sum = list => list.reduce((total, word) => total + weight(word), 0)
-    const query = words(text)
+    const query = words(text.replace(LOGGER, ""))
     // The last word may not be complete yet.
     const last = query[query.length - 1]
     if (last && !weights.has(last)) query.push([...weights.keys()].find(word => word.startsWith(last)) || "")
@@ -61,15 +63,19 @@
     if (!whole) return []
     const covers = line => (common(query, line, weight) / whole) * (0.7 + (0.3 * common(query, line, weight)) / sum(line))
 
+    const asked = new Set(query)
     const best = new Map()
+    let top = 0
     for (const section of sections) {
       const inText = sum(query.filter(word => section.text.has(word))) / whole
-      const inTitle = section.title.some(weight) ? covers(section.title) : 0
-      if (!inText && !inTitle) continue
+      const inTitle = section.title.some(word => asked.has(word)) ? covers(section.title) : 0
+      // No line of the section covers more of the query than its whole text does.
+      if (Math.max(inText, inTitle) <= WORST * top) continue
       const lines = section.lines.map(line => ({ score: CODE * covers(line.words), teaser: line.text }))
       const hit = [{ score: Math.max(TITLE * inTitle, TEXT * inText), teaser: plain(section.doc.text) }, ...lines].reduce(
         (one, other) => (other.score > one.score ? other : one))
       if (!ONE_BUG.test(section.page)) hit.score *= OTHER_PAGE
+      top = Math.max(top, hit.score)
       if (hit.score > (best.get(section.page) || hit).score || !best.has(section.page))
         best.set(section.page, { ...hit, doc: section.doc })
     }
