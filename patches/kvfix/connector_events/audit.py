@@ -4,7 +4,7 @@ Scheduler and worker choose the same requests without a message, by a hash of th
 
 - The scheduler promises nothing for the hit. It changes LMCache's record of the request to the record of a miss: the
   cache has no more tokens than vLLM. So vLLM computes the tokens, and the worker releases the pins of the lookup and
-  stores the chunks again. LMCache's memory keeps a chunk that it has.
+  stores the chunks again. LMCache's memory keeps a chunk that it has; a disk or a remote cache may write it again.
 - The worker compares before this store, while the request holds its blocks: each chunk that the cache has, with the KV
   that vLLM has computed. kvfix reads vLLM's tensors itself, where vLLM's attention reads them: a bug in LMCache's own
   copy (KVF020) would be in both.
@@ -67,8 +67,9 @@ class Audit:
     def compared(self, stores: Iterable[Span], metadata: Any) -> list[Compared]:
         """Compare what the cache has of the tokens that this step is going to store. It never raises."""
         try:
-            metas = {meta.req_id: meta for meta in metadata.requests}
-            found = [self._compare(metas[name], start) for name, start, _ in stores if self.takes(name)]
+            starts = {name: start for name, start, _ in stores if self.takes(name)}
+            metas = [meta for meta in metadata.requests if meta.req_id in starts] if starts else []
+            found = [self._compare(meta, starts[meta.req_id]) for meta in metas]
             return [each for each in found if each is not None]
         except NotAudited as reason:
             engine_log.warning(f"audit: this process compares no hits: {reason}")
@@ -134,9 +135,9 @@ def largest(off: Any, of: Any, limits: Sequence[float]) -> Difference:
     limits: of each layer.
     """
     parts, computed = off.shape[1], of.sum(2)
-    unknown = (off.sum(2) == 0) | ~computed.isfinite()
-    shares_of_norm = (off.sum(2) / computed).sqrt().masked_fill(unknown, 0)
-    errors = shares_of_norm.nan_to_num(nan=_NO_NUMBER, posinf=_NO_NUMBER).flatten().tolist()
+    is_right = (off.sum(2) == 0) | ~computed.isfinite()  # not finite: the model's fault, and not the cache's
+    norms = (off.sum(2) / computed).sqrt().masked_fill(is_right, 0)
+    errors = norms.nan_to_num(nan=_NO_NUMBER, posinf=_NO_NUMBER).flatten().tolist()
     shares = [error / limits[number // parts] for number, error in enumerate(errors)]
     number = next((at for at, share in enumerate(shares) if share > 1), shares.index(max(shares)))
     layer, part = divmod(number, parts)
