@@ -96,7 +96,7 @@ def test_a_release_without_the_check_is_not_called_one_that_has_it() -> None:
 
 
 def test_a_line_without_frames_is_found_by_its_words() -> None:
-    assert "comes of `not spec_str`" in sentence(f"{CORE}ValueError: {RAISED[2]}\n")
+    assert "because this was true: `not spec_str`" in sentence(f"{CORE}ValueError: {RAISED[2]}\n")
 
 
 @pytest.mark.parametrize(

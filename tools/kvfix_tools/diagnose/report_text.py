@@ -115,7 +115,7 @@ def _requests(others: list[LogFinding]) -> str:
     names = [found.request for found in others if found.request]
     some = ", ".join(names[:REQUESTS]) + (", ..." if len(names) > REQUESTS else "")
     times = sum(found.count for found in others)
-    return f"{times} more times: {some or 'no request named'} (--all shows each)"
+    return f"{times} more: {some or 'no request named'} (--all shows each)"
 
 
 def print_summary(log: Diagnosis, findings: list[LogFinding], console: Console) -> None:
