@@ -81,16 +81,16 @@ def _json(value: object) -> str:
 def _letters(fix: Fix, pairs: Pairs) -> list[str]:
     vllm, lmcache = _releases(pairs)
     cells = _cells(pairs, _scenarios(fix))
-    return [
-        "".join(_LETTERS.get(cells[v, lm]) or _by_code(fix, {"vllm": v, "lmcache": lm}) for lm in lmcache) for v in vllm
-    ]
+    wrong = {(dist, release) for dist in fix.dists for release in wrong_releases(fix, dist)}
+    targets = [target for target in fix.targets if not target.helper]
+    known = {(target.dist, release) for target in targets for release in _releases_with(target)}
 
+    def letter(pair: tuple[str, str]) -> str:
+        releases = {("vllm", pair[0]), ("lmcache", pair[1])}
+        by_code = _IN_THE_CODE if releases & wrong else _RIGHT if releases & known else _ABSENT
+        return _LETTERS.get(cells[pair], by_code)
 
-def _by_code(fix: Fix, pair: dict[str, str]) -> str:
-    if any(pair[dist] in wrong_releases(fix, dist) for dist in fix.dists):
-        return _IN_THE_CODE
-    has_function = any(pair[target.dist] in _releases_with(target) for target in fix.targets if not target.helper)
-    return _RIGHT if has_function else _ABSENT
+    return ["".join(letter((one, other)) for other in lmcache) for one in vllm]
 
 
 def wrong_releases(fix: Fix, dist: str) -> set[str]:
