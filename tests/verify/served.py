@@ -20,12 +20,9 @@ from tests.engine import pd
 
 CHUNK = 64
 SIZES = {"max-model-len": 1024, "num-gpu-blocks-override": 257, "max-num-batched-tokens": 512}
-#: LMCache in process, with its own GPU connector on CPU tensors.
-IN_PROCESS = {
-    **real_engine.in_process(CHUNK),
-    "kv_connector": "Faulty",
-    "kv_connector_module_path": "kvfix_engine_verify",
-}
+#: LMCache in process, with its own GPU connector on CPU tensors. It reads the fault.
+FAULTY = {"kv_connector": "Faulty", "kv_connector_module_path": "kvfix_engine_verify"}
+IN_PROCESS = {**real_engine.in_process(CHUNK), **FAULTY}
 OFFLOADING = {
     "kv_connector": "Offloading", "kv_connector_module_path": "kvfix_engine_verify_offload", "kv_role": "kv_both",
     "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 28},

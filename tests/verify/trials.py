@@ -6,6 +6,7 @@ NAME is one of these:
     faults       every planted fault, on LMCache in process with kvfix
     partial      the last chunk of a prompt stored in part: healthy, and wrong
     noisy        faults on an engine whose logits have noise
+    refusals     a key, no /reset_prefix_cache, no /metrics, no hit, and a server that ends in the middle
     ranks        two ranks: healthy, and one of them wrong
     lora         an adapter that shares KV with its base model, and one that does not, with KVF017
     pd           prefill and decode instances with NIXL: healthy, and a transfer that returns zeros
@@ -16,6 +17,7 @@ NAME is one of these:
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 import tempfile
@@ -24,8 +26,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from kvfix_tools.roundtrip import real_engine
 from tests.engine import pd, start
@@ -140,6 +145,72 @@ class Pair(pd.Pair):
         self.url = f"http://127.0.0.1:{self.port}"
 
 
+KEY = "KVFIX_TEST_API_KEY"
+
+
+def refusals() -> bool:
+    os.environ[KEY] = "secret"
+    key = ("--api-key-env", KEY)
+    with in_folder() as folder:
+        server = Served(folder / "keyed", "fix", served.IN_PROCESS)
+        server.options = [*Served.options, "--api-key", os.environ[KEY]]
+        server.environment["VLLM_SERVER_DEV_MODE"] = "0"
+        with server.running():
+            results = [
+                run("without the key", (2,), server.url),
+                run("without /reset_prefix_cache", (0,), server.url, *key),
+            ]
+            with without_metrics(server.url) as proxy:
+                results.append(run("a proxy without /metrics", (77,), proxy, *key))
+            threading.Thread(target=kill_within_an_answer, args=(server,)).start()
+            results.append(run("ends in the middle", (2,), server.url, *key))
+        longer = {**real_engine.in_process(1024), **served.FAULTY}
+        with Served(folder / "longer", "fix", longer).running() as server:
+            results.append(run("no prompt has a whole chunk", (77,), server.url))
+    return all(results)
+
+
+def kill_within_an_answer(server: Served) -> None:
+    """Kill the server when it computes its third request from now on."""
+    before = server.metric("vllm:request_success_total")
+    while server.metric("vllm:request_success_total") < before + 3:
+        time.sleep(0.05)
+    server.kill()
+
+
+@contextmanager
+def without_metrics(url: str) -> Iterator[str]:
+    """Run a proxy of this server that has no /metrics, and yield its URL."""
+
+    class Proxy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path == "/metrics":
+                self.send_error(404)
+                return
+            length = int(self.headers.get("Content-Length", 0))
+            headers = {name: self.headers[name] for name in ("Authorization", "Content-Type") if name in self.headers}
+            body = self.rfile.read(length)
+            answer = httpx.request(self.command, url + self.path, content=body, headers=headers, timeout=pd.LIMIT)
+            self.send_response(answer.status_code)
+            self.send_header("Content-Length", str(len(answer.content)))
+            self.end_headers()
+            self.wfile.write(answer.content)
+
+        do_POST = do_GET
+
+        def log_message(self, *_: Any) -> None: ...
+
+    proxy = ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
+    thread = threading.Thread(target=proxy.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{proxy.server_address[1]}"
+    finally:
+        proxy.shutdown()
+        proxy.server_close()
+        thread.join()
+
+
 def lora() -> bool:
     with in_folder() as folder:
         write_adapter(folder / "adapter")
@@ -223,7 +294,7 @@ def noise(runs: int) -> bool:
 
 TRIALS: dict[str, Callable[..., bool]] = {
     "connectors": connectors, "faults": faults, "partial": partial, "noisy": noisy,
-    "ranks": ranks, "lora": lora, "pd": prefill_decode, "healthy": healthy,
+    "refusals": refusals, "ranks": ranks, "lora": lora, "pd": prefill_decode, "healthy": healthy,
     "noise": noise,
 }  # fmt: skip
 
