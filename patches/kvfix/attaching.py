@@ -53,14 +53,14 @@ def ready() -> dict[str, Any]:
 def attach(text: str, idle: bool = False) -> dict[str, Any]:
     """Activate this configuration, if now is a safe point; `state` is then "attached", else "unsafe" or "busy".
 
-    idle: only if no request runs. The answer has the ids of the scheduler's requests, which `attached` of the other
-    processes gets. Raises ValueError for a configuration that cannot be attached.
+    idle: only if no request runs. The answer has the ids of the scheduler's requests. kvfix passes these ids to
+    `attached` in the other processes. Raises ValueError for a configuration that cannot be attached.
     """
     config = Config.parse(text)
     if config.mode == "strict":
-        raise ValueError("mode strict ends the engine at a violation: it cannot be attached")
+        raise ValueError("mode strict ends the engine at a violation, so kvfix cannot attach with it. Use mode check")
     if Config.is_off(os.environ.get(activation.ENV)):
-        raise ValueError(f"{activation.ENV}=off is set in its environment")
+        raise ValueError(f"{activation.ENV}=off is set in the environment of the engine")
     where, scheduler, requests = _unsafe(), _scheduler(), list[str]()
     if scheduler is not None:
         if "requests" in vars(scheduler):
@@ -73,7 +73,7 @@ def attach(text: str, idle: bool = False) -> dict[str, Any]:
     watched, applied = session.config is not None and session.config.watches, _for_new_requests()
     import_hooks.activate(config)
     if _for_new_requests() - applied or (config.watches and not watched):
-        # A worker does not know the requests. `attached` brings it the list of the scheduler's process.
+        # A worker does not know the requests. `attached` gives the worker the list of the scheduler's process.
         session.before = frozenset(requests) if scheduler is not None else _Everything()
     if config.watches:
         _watch_connectors()
@@ -81,14 +81,16 @@ def attach(text: str, idle: bool = False) -> dict[str, Any]:
 
 
 def attached(before: list[str]) -> dict[str, Any]:
-    """Tell a worker that the scheduler's process is attached too. before: the requests that it had then."""
+    """Tell a worker that the scheduler's process is attached too. before: the ids of the requests that the scheduler
+    had at that time.
+    """
     if isinstance(session.before, _Everything):
         session.before = frozenset(before)
     return {"state": "attached"}
 
 
 def detach() -> dict[str, Any]:
-    """Put back every original, if now is a safe point."""
+    """Restore all original functions, if now is a safe point."""
     where = _unsafe()
     if where:
         return {"state": "unsafe", "where": where}
@@ -98,7 +100,7 @@ def detach() -> dict[str, Any]:
 
 
 def state() -> dict[str, Any]:
-    """Return the mode and one row for each fix, for `kvfix status PID`. Any function may be on the stacks."""
+    """Return the mode and one row for each fix, for `kvfix status PID`. This is safe at any point of a step."""
     rows, scheduler = [], _scheduler()
     left = (
         [name for name in vars(scheduler).get("requests", ()) if name in session.before]

@@ -154,7 +154,7 @@ def test_another_connector_is_named_once(monkeypatch: pytest.MonkeyPatch, caplog
     for _ in range(2):
         assert audit.begin(SimpleNamespace(), 0.5, "audit") is None
     assert caplog.messages == [
-        "audit: hits of SimpleNamespace are not audited: only LMCache in process is (LMCacheConnectorV1)"
+        "audit: hits of SimpleNamespace are not audited: the audit supports only LMCache in process (LMCacheConnectorV1)"
     ]
 
 
@@ -192,7 +192,7 @@ def test_kv_that_cannot_be_compared_ends_the_audit(
     assert released == ["chunk"]
     assert session.faults == {}
     assert len(caplog.messages) == 1
-    assert caplog.messages[0].startswith("audit: this process compares no hits: ")
+    assert caplog.messages[0].startswith("audit: this process compares no more hits: ")
 
 
 def test_a_lookup_that_left_no_record_ends_the_audit_of_the_scheduler() -> None:

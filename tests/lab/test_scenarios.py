@@ -76,8 +76,11 @@ def test_commands(fresh: Fresh) -> None:
     done = fresh.run([*lab, "list", "--json"])
     assert {row["slug"] for row in json.loads(done.stdout)} == {scenario.slug for scenario in scenarios()}
     for arguments, text in (
-        (["run", "no-such"], "no scenario no-such. `kvfix lab list` lists all\n"),
-        (["run", "full-hit-asked-twise"], "twise. Did you mean full-hit-asked-twice? `kvfix lab list` lists all\n"),
+        (["run", "no-such"], "no scenario no-such. `kvfix lab list` lists the scenarios\n"),
+        (
+            ["run", "full-hit-asked-twise"],
+            "twise. Did you mean full-hit-asked-twice? `kvfix lab list` lists the scenarios\n",
+        ),
         (["run"], "name a scenario, or --all"),
         (["run", "full-hit-asked-twice", "--lmcache-path", "/nowhere"], "holds no lmcache package"),
     ):

@@ -45,7 +45,10 @@ app = typer.Typer(
 app.add_typer(lab, name="lab", rich_help_panel=_MAINTAIN)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Pid = Annotated[int, typer.Argument(metavar="PID", help="Process of the engine. Its child processes are included.")]
+Pid = Annotated[
+    int,
+    typer.Argument(metavar="PID", help="Process ID of the engine. kvfix includes all child processes of this process."),
+]
 # typer reads annotations at run time, also on Python 3.10. This file therefore uses Optional, not `| None`.
 Only = Annotated[
     Optional[list[str]],  # noqa: UP045
@@ -81,7 +84,8 @@ def status(
     names: Annotated[
         Optional[list[str]],  # noqa: UP045
         typer.Argument(
-            metavar="[PID|KVF...]", help="Show what is applied in a running engine (PID), or the rows of these fixes."
+            metavar="[PID|KVF...]",
+            help="Show the fixes that are applied in a running engine (PID), or the rows of these fixes.",
         ),
     ] = None,
     json: Json = False,
@@ -90,7 +94,12 @@ def status(
         str, typer.Option(metavar="NAME[,NAME]", help="Count only bugs that concern these connectors.")
     ] = "",
     transfer_config: Annotated[
-        str, typer.Option("--kv-transfer-config", metavar="JSON", help="Read the connectors from vLLM's own option.")
+        str,
+        typer.Option(
+            "--kv-transfer-config",
+            metavar="JSON",
+            help="Count only bugs of the connectors in this value of vLLM's --kv-transfer-config.",
+        ),
     ] = "",
     severity: Annotated[
         str,
@@ -99,7 +108,13 @@ def status(
     probe: Annotated[bool, typer.Option(help="Import vLLM and LMCache, and run the behaviour probes.")] = False,
     released: Annotated[
         bool,
-        typer.Option("--released", help="Compare with the newest releases of the package index (uses pip)."),
+        typer.Option(
+            "--released",
+            help=(
+                "Show whether the newest LMCache and vLLM of the package index have changed the fixed functions "
+                "(uses pip)."
+            ),
+        ),
     ] = False,
 ) -> None:
     """Show which known bugs this installation has and which of them kvfix fixes. Exit 1 if a bug is not fixed."""
@@ -129,7 +144,9 @@ def explain(name: Annotated[str, typer.Argument(metavar="CODE|SLUG")], json: Jso
 
 @app.command(rich_help_panel=COMMANDS["search"])
 def search(
-    text: Annotated[str, typer.Argument(metavar="TEXT|FILE|-", help="Words of a symptom, or a file with them.")],
+    text: Annotated[
+        str, typer.Argument(metavar="TEXT|FILE|-", help="Describe the symptom, or name a file with the description.")
+    ],
     json: Json = False,
 ) -> None:
     """Find fixes, known problems and rules by the words of a text. Show the best three, and how to confirm each."""
@@ -146,7 +163,7 @@ def replay(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Check recorder files or bundles again, and print the history of each violation. Exit 1 if there is one.
+    """Check recorder files or bundles again, and print the history of each violation. Exit 1 if there is a violation.
 
     The files may come from several processes, ranks and nodes, and from prefill and decode instances.
     """
@@ -159,7 +176,7 @@ def replay(
 def mcp(
     root: Annotated[Path, typer.Argument(metavar="DIR", help="Read files only below this folder.")] = Path(),
 ) -> None:
-    """Offer these commands to a language model: a Model Context Protocol server (kvfix[mcp])."""
+    """Run a Model Context Protocol server, which offers commands of kvfix to a language model (needs kvfix[mcp])."""
     from kvfix_tools import mcp_server
 
     raise typer.Exit(mcp_server.serve(root))
@@ -173,7 +190,13 @@ def conform(
     ],
     config: Annotated[
         str,
-        typer.Option(metavar="JSON", help="Set kv_connector_extra_config, or @FILE. {dir} is a new folder each time."),
+        typer.Option(
+            metavar="JSON",
+            help=(
+                "kv_connector_extra_config as JSON, or @FILE to read it from a file. kvfix replaces {dir} by a "
+                "new, empty folder for each engine."
+            ),
+        ),
     ] = "{}",
     lose: Annotated[
         str,
@@ -221,12 +244,12 @@ def look(
     json: Json = False,
     save: Annotated[str, typer.Option(metavar="FILE", help="Save the state, with the blocks of each request.")] = "",
     core: Annotated[
-        str, typer.Option(metavar="FILE", help="Read a core file in place of a process (kvfix[core]).")
+        str, typer.Option(metavar="FILE", help="Read a core file instead of a process (needs kvfix[core]).")
     ] = "",
 ) -> None:
     """Show why a running engine makes no progress, and what to do. The engine does not need kvfix.
 
-    Exit 0: no problem was found. 1: a problem was found. 77: kvfix may not read the engine.
+    Exit 0: no problem was found. 1: a problem was found. 77: kvfix cannot read the engine.
     """
     from kvfix_tools.look import command, core_file
 
@@ -284,7 +307,9 @@ def doctor(
     json: Json = False,
     server_http: Annotated[
         str,
-        typer.Option(metavar="HOST:PORT", help="Ask the LMCache server at its HTTP port."),
+        typer.Option(
+            metavar="HOST:PORT", help="Read the options and the release of the LMCache server from its HTTP port."
+        ),
     ] = "",
     names: Annotated[bool, typer.Option("--list", help="List the checks.")] = False,
 ) -> None:
@@ -311,7 +336,13 @@ def run(
     plus: Plus = None,
     layers: Annotated[bool, typer.Option("--layers", help="Also record the hooks that run once per layer.")] = False,
     audit: Annotated[
-        float, typer.Option(help="In check: compute this fraction of the hits, and compare them with the cache.")
+        float,
+        typer.Option(
+            help=(
+                "With --mode check: vLLM computes this fraction of the hits, and kvfix compares the computed KV "
+                "with the cache."
+            )
+        ),
     ] = 0,
 ) -> None:
     """Run a program, such as `vllm serve` or `lmcache server`, with kvfix in all its processes."""
@@ -339,7 +370,7 @@ def upstream_export(
     version: Annotated[Optional[str], typer.Option(help="Export only for this release.")] = None,  # noqa: UP045
     output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Write into this folder.")] = Path("."),
 ) -> None:
-    """Write a fix as a patch for `git am`, with its test, signed off by you (from git config)."""
+    """Write a fix and its test as a patch for `git am`. The sign-off has your name from git config."""
     from kvfix_tools import upstream
 
     raise typer.Exit(upstream.export(name, dist, version, output))
@@ -348,23 +379,30 @@ def upstream_export(
 @app.command(rich_help_panel=COMMANDS["diagnose"])
 def diagnose(
     paths: Annotated[list[str], typer.Argument(metavar="PATH... | -", help="Logs, folders, .gz, .zst; - is stdin.")],
-    json: Annotated[bool, typer.Option("--json", help="Print JSON, as --format json.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON. This is the same as --format json.")] = False,
     output_format: Annotated[
         str, typer.Option("--format", metavar="text|json|github", help="Choose the output format.")
     ] = "",
     select: Annotated[
         Optional[list[str]],  # noqa: UP045
-        typer.Option(metavar="CODE", help="Show only findings whose code begins with it. May be given several times."),
+        typer.Option(
+            metavar="CODE", help="Show only findings whose code begins with CODE. May be given several times."
+        ),
     ] = None,
     ignore: Annotated[
         Optional[list[str]],  # noqa: UP045
-        typer.Option(metavar="CODE", help="Leave out findings whose code begins with it. May be given several times."),
+        typer.Option(
+            metavar="CODE", help="Leave out findings whose code begins with CODE. May be given several times."
+        ),
     ] = None,
     fail_on: Annotated[
         str,
         typer.Option(
             metavar="WHAT",
-            help="Exit 1 for certain findings, or for an effect and worse: crash, wrong, hang, leak, slow, risk.",
+            help=(
+                "certain: exit 1 if a finding is certain. An effect: exit 1 for findings with this effect or a "
+                "worse one: crash, wrong, hang, leak, slow, risk."
+            ),
         ),
     ] = "certain",
     exit_zero: Annotated[bool, typer.Option("--exit-zero", help="Exit 0 even if there are findings.")] = False,
@@ -383,7 +421,10 @@ def diagnose(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """Find known bugs in a log: findings with their arithmetic, cause and remedy. Exit 1 if one is certain."""
+    """Find known bugs in a log. Exit 1 if a finding is certain.
+
+    Each finding has its numbers, its cause and its remedy.
+    """
     from kvfix_tools.diagnose import command
     from kvfix_tools.diagnose.options import Format, Options
 
@@ -407,7 +448,7 @@ def roundtrip(arguments: Annotated[Optional[list[str]], typer.Argument(metavar="
     """Check that every byte of KV survives the copy to the host and back."""
     if find_spec("torch") is None:
         print(
-            "kvfix roundtrip: torch is not installed for this Python. Run kvfix roundtrip where the engine runs",
+            "kvfix roundtrip: torch is not installed for this Python. Run kvfix roundtrip with the engine's Python",
             file=sys.stderr,
         )
         raise typer.Exit(77)
@@ -419,12 +460,14 @@ def roundtrip(arguments: Annotated[Optional[list[str]], typer.Argument(metavar="
 @app.command(rich_help_panel=COMMANDS["verify"])
 def verify(
     url: Annotated[str, typer.Argument(metavar="URL", help="Address of vLLM's server: http://localhost:8000")],
-    model: Annotated[str, typer.Option(metavar="NAME", help="Test this model. Default: the server's first.")] = "",
+    model: Annotated[
+        str, typer.Option(metavar="NAME", help="Test this model. Default: the first model of the server.")
+    ] = "",
     decode: Annotated[
         str,
         typer.Option(metavar="URL", help="Address of a decode instance, if URL is a router of prefill and decode."),
     ] = "",
-    requests: Annotated[int, typer.Option(min=16, help="Send this many prompts. More find rarer errors.")] = 48,
+    requests: Annotated[int, typer.Option(min=16, help="Send this many prompts. More prompts find rarer errors.")] = 48,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of the longest prompt.")] = 1200,
     chunk: Annotated[int, typer.Option(help="Tokens of a chunk. 0: measure the chunk size.")] = 0,
     clients: Annotated[int, typer.Option(min=2, help="Send this many requests at once in the load round.")] = 8,
@@ -435,10 +478,10 @@ def verify(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the requests, and send none.")] = False,
     json: Json = False,
 ) -> None:
-    """Check that a running server answers the same with KV from the connector as without.
+    """Check that a running server gives the same answers with and without KV from the connector.
 
-    Exit 0: the answers are the same. 1: answers differ. 2: the server cannot be reached, or it refuses requests.
-    77: the check proves nothing here.
+    Exit 0: the answers are the same. 1: answers differ. 2: the server cannot be reached, or it refuses requests. 77:
+    the check could not decide, and the output says why.
     """
     if find_spec("httpx") is None or find_spec("prometheus_client") is None:
         print("kvfix verify needs httpx and prometheus_client: pip install httpx prometheus_client", file=sys.stderr)

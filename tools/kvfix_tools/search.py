@@ -91,7 +91,7 @@ def _entries() -> Iterator[_Entry]:
         candidate = Candidate(fix.code, fix.slug, fix.title, _confirm(fix))
         yield _Entry(candidate, shows, " ".join((fix.slug, fix.doc or "")))
     for problem in known_problems():
-        confirm = f"kvfix-diagnose LOG reports {problem.code}; a log shows `{problem.signs[0]}`"
+        confirm = f"kvfix-diagnose LOG reports {problem.code}, or your log has `{problem.signs[0]}`"
         candidate = Candidate(problem.code, problem.name, problem.title, confirm)
         rest = " ".join((problem.name, problem.cause, problem.now, problem.good, *problem.connectors))
         yield _Entry(candidate, " ".join(problem.signs), rest)
@@ -102,7 +102,7 @@ def _entries() -> Iterator[_Entry]:
         yield _Entry(candidate, shows, " ".join((finding.name, finding.doc)))
     for rule in RULES:
         title = rule.doc.strip().partition("\n")[0]
-        candidate = Candidate(rule.code, rule.name, title, f"KVFIX=check kvfix run -- CMD reports {rule.code}")
+        candidate = Candidate(rule.code, rule.name, title, f"kvfix run --mode check -- CMD reports {rule.code}")
         yield _Entry(candidate, "", " ".join((rule.name, rule.doc)))
 
 

@@ -5,9 +5,9 @@ Scheduler and worker choose the same requests without a message, by a hash of th
 - The scheduler promises nothing for the hit. It changes LMCache's record of the request to the record of a miss: the
   cache has no more tokens than vLLM. So vLLM computes the tokens, and the worker releases the pins of the lookup and
   stores the chunks again. LMCache's memory keeps a chunk that it has; a disk or a remote cache may write it again.
-- The worker compares before this store, while the request holds its blocks: each chunk that the cache has, with the KV
-  that vLLM has computed. kvfix reads vLLM's tensors itself, where vLLM's attention reads them: a bug in LMCache's own
-  copy (KVF020) would be in both.
+- Before this store, while the request holds its blocks, the worker compares each chunk in the cache with the KV that
+  vLLM has computed. kvfix reads vLLM's tensors itself, at the positions that vLLM's attention reads. With LMCache's own
+  copy, a bug in it (KVF020) would be on both sides of the comparison.
 
 The audit does not copy a chunk into vLLM's blocks, so it cannot see a bug in that copy alone.
 """
@@ -33,7 +33,7 @@ _HELD = "_kvfix_audit"
 _OTHER_WAYS = ("use_layerwise", "enable_blending", "enable_async_loading", "enable_pd")
 #: vLLM's types of a KV cache that are not quantized.
 _EXACT = ("auto", "half", "float16", "bfloat16", "float", "float32")
-#: The difference if the cache has NaN, or anything where vLLM has zeros.
+#: Value of a difference if the cache has NaN, or if vLLM has only zeros and the cache does not.
 _NO_NUMBER = 1e9
 #: The precision of TF32, in which a GPU may compute float32.
 _TF32 = 2.0**-10
@@ -44,7 +44,7 @@ class NotAudited(Exception):
 
 
 class Audit:
-    """The audit of one connector. It keeps nothing of a request."""
+    """The audit of one connector. It keeps no data of requests."""
 
     def __init__(self, connector: Any, fraction: float) -> None:
         self.impl = connector._lmcache_engine
@@ -65,14 +65,14 @@ class Audit:
             raise
 
     def compared(self, stores: Iterable[Span], metadata: Any) -> list[Compared]:
-        """Compare what the cache has of the tokens that this step is going to store. It never raises."""
+        """Compare the cached chunks of the tokens that this step is going to store. Never raise."""
         try:
             starts = {name: start for name, start, _ in stores if self.takes(name)}
             metas = [meta for meta in metadata.requests if meta.req_id in starts] if starts else []
             found = [self._compare(meta, starts[meta.req_id]) for meta in metas]
             return [each for each in found if each is not None]
         except NotAudited as reason:
-            engine_log.warning(f"audit: this process compares no hits: {reason}")
+            engine_log.warning(f"audit: this process compares no more hits: {reason}")
         except Exception as error:  # noqa: BLE001
             engine_log.fault("kvfix.connector_events.audit", error)
         self.failed = True
@@ -129,7 +129,7 @@ class Difference(NamedTuple):
 
 
 def largest(off: Any, of: Any, limits: Sequence[float]) -> Difference:
-    """The first layer that is above its limit; else the layer that is nearest to its limit.
+    """Return the first layer above its limit. If there is none, return the layer that is nearest to its limit.
 
     off, of: squared norms of the difference and of the computed KV, [layers, parts, tokens] on the CPU.
     limits: of each layer.
@@ -146,12 +146,12 @@ def largest(off: Any, of: Any, limits: Sequence[float]) -> Difference:
 
 
 def limits(names: Sequence[str], dtype: Any) -> list[float]:
-    """For each layer the largest difference that rounding explains: 8 * eps * sqrt(layer + 1), from layer 0 on.
+    """Return for each layer the largest difference that rounding explains: 8 * eps * sqrt(layer + 1), from layer 0 on.
 
     One rounding is off by eps / 2 at most. A layer rounds at about eight places: norm, QKV, rotary embedding,
     attention, projection, two in the MLP, residual. Independent errors add up in squares. So the KV of a layer is off
     by eps / 2 * sqrt(8 * (layer + 1)). Two computations of it differ by sqrt(2) times that. The limit is four times as
-    much, because weights amplify errors. KV of other tokens differs by about 1.
+    much, because weights amplify errors. The KV of wrong tokens differs by about 1.
     """
     import torch
 
@@ -174,7 +174,7 @@ def difference_squares(held: Any, caches: Sequence[Any], slots: Any) -> tuple[An
     for layer, cache in enumerate(caches):
         computed = _computed(cache, slots)
         if held is None or held.ndim != 4 or held[:, layer].shape != computed.shape or held.dtype != computed.dtype:
-            raise NotAudited(f"the chunk is {_kind(held)}, and vLLM's KV {_kind(cache)}")
+            raise NotAudited(f"the cached chunk is {_kind(held)}, but vLLM's KV is {_kind(cache)}")
         there = held[:, layer].to(computed.device).float()
         computed = computed.float()
         rows.append(torch.stack([(there - computed).square().sum(2), computed.square().sum(2)]))
@@ -203,7 +203,7 @@ def _kind(tensor: Any) -> str:
 
 
 def begin(connector: Any, fraction: float, key: str) -> Audit | None:
-    """Audit this connector, with the wrapper under this key of `applying.attach`. None: it cannot be audited."""
+    """Audit this connector. Return None if it cannot be audited. key: the key of the wrapper for `applying.attach`."""
     reason = _reason(connector)
     if reason:
         engine_log.warning(f"audit: hits of {type(connector).__name__} are not audited: {reason}")
@@ -217,10 +217,10 @@ def begin(connector: Any, fraction: float, key: str) -> Audit | None:
 
 
 def _reason(connector: Any) -> str:
-    """Why the hits of this connector cannot be audited; "" if they can."""
+    """Return why the hits of this connector cannot be audited, or "" if they can."""
     impl = getattr(connector, "_lmcache_engine", None)
     if impl is None:
-        return "only LMCache in process is (LMCacheConnectorV1)"
+        return "the audit supports only LMCache in process (LMCacheConnectorV1)"
     config, cache = impl.config, getattr(getattr(connector, "_vllm_config", None), "cache_config", None)
     kv_type = str(getattr(cache, "cache_dtype", "auto"))
     if impl.kv_role == "kv_consumer":

@@ -43,10 +43,10 @@ LAYER_HOOKS = ("wait_for_layer_load", "save_kv_layer")
 _ALL_HOOKS = frozenset((*HOOKS, *LAYER_HOOKS))
 #: Hooks with names that other functions have too.
 _COMMON = frozenset(("request_finished", "on_new_request", "reset_cache", "get_finished", "shutdown"))
-#: Functions of EngineCore whose `self` is the engine, and of the scheduler that change its queues.
+#: Functions of EngineCore whose `self` is the engine, and functions of the scheduler that change its queues.
 _ENGINE = ("run_busy_loop", "step", "step_with_batch_queue", "_process_engine_step")
 _STEP = ("schedule", "update_from_output", "finish_requests", "add_request", "reset_prefix_cache")
-#: Frames that `stack` names.
+#: Maximum number of frames that `stack` returns.
 _SHOWN = 24
 
 
@@ -85,7 +85,9 @@ def outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _is_ours(frame: FrameType) -> bool:
-    """Return True for a frame of this package, which may have another name, or of kvfix's signal handler."""
+    """Return True for a frame of this package (also under another name) or of another package of kvfix, such as its
+    signal handler.
+    """
     package = str(frame.f_globals.get("__package__") or "")
     return package == __package__ or package.startswith("kvfix.")
 
@@ -117,7 +119,7 @@ def in_step(frames: list[FrameType]) -> bool:
 
 
 def engine(frames: list[FrameType]) -> Any:
-    """Return vLLM's EngineCore, or None if this process has none or it cannot be found."""
+    """Return vLLM's EngineCore, or None if this process has no EngineCore or kvfix cannot find it."""
     for frame in reversed(frames):
         if frame.f_code.co_name in _ENGINE:
             found = frame.f_locals.get("self")

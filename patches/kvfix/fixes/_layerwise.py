@@ -1,6 +1,6 @@
 """Layerwise loads and saves: add the arguments of the request that LMCache's adapter does not pass to its cache engine.
 
-(0.5.6 vllm_v1_adapter.py:842; :1088 passes the request id, up to 0.3.14 it did not.)
+(vllm_v1_adapter.py 0.5.6:842. Line 1088 passes the request id; releases up to 0.3.14 do not.)
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def find_load(impl: Any) -> Callable[[Any], Any]:
 def loads(
     add: Callable[[dict[str, Any], Any], None], closed: Callable[[dict[str, Any]], None] | None = None
 ) -> Wrapper:
-    """For `start_load_kv`. add: (keyword arguments of the call, metadata of the request) adds to the arguments.
+    """For `start_load_kv`. add: (keyword arguments of the call, metadata of the request). It adds keyword arguments.
 
     closed: (keyword arguments) makes the call find and store nothing; called if `add` raises.
     """

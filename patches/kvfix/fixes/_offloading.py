@@ -1,4 +1,4 @@
-"""Shared by the fixes of vLLM's connectors that keep KV in the CPU's memory: copies that fail, and their reports."""
+"""Code that the fixes of vLLM's connectors for CPU memory share. It handles failed copies and their reports."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def all_stores_fail(scheduler: Any, *_: Any, **__: Any) -> Any:
 
 
 def tells_worker(mark: str) -> Callable[[ModuleType], Callable[..., Any]]:
-    """Mark the metadata: the scheduler handles failed copies. Otherwise the worker never reports them as done."""
+    """Mark the metadata. The mark tells the worker that the scheduler handles failed copies. Without the mark, the
+    worker never reports failed copies as done.
+    """
 
     def fix(module: ModuleType) -> Callable[..., Any]:
         def build_connector_meta(scheduler: Any, metadata: Any, *_: Any, **__: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Shared by the fixes of LMCache's in-process worker: what a step must not store."""
+"""Code that the fixes of LMCache's in-process worker share. It prevents stores that a step must not make."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def store_nothing(impl: Any, request: Any) -> None:
     """Store nothing for this request in this step. request: its metadata.
 
     A kv_producer ignores `can_save` and, with layerwise stores, starts at the first token (0.5.6
-    vllm_v1_adapter.py:1022, 1152). So it gets no tokens.
+    vllm_v1_adapter.py:1022, 1152). So this function removes the request's tokens.
     """
     request.save_spec.can_save = False
     if impl.kv_role == "kv_producer":
@@ -37,8 +37,8 @@ def fix_producer(is_meant: Callable[[Any], Any]) -> Callable[..., Any]:
 def fix_producer_layers(is_meant: Callable[[Any], Any]) -> Callable[..., Any]:
     """For `start_load_kv`: the same as `fix_producer` for layerwise stores.
 
-    The loads need the tokens of the request, and have read them by then. A wrapper of `save_kv_layer` would run once
-    for each layer.
+    The loads need the tokens of the request. This wrapper removes the tokens after the loads have read them. A wrapper
+    of `save_kv_layer` would run once for each layer.
     """
     store_nothing_of = _store_nothing_of(is_meant)
 

@@ -23,14 +23,15 @@ if TYPE_CHECKING:
 
 #: Sections of a fix's docstring, in this order. `Fix.section` and the documentation read them.
 SECTIONS = ("Symptom", "Cause", "Fix", "Releases", "Upstream", "Remove when")
-#: The same for a bug that cannot be fixed from outside.
+#: Sections for a bug that cannot be fixed from outside.
 SECTIONS_UNFIXABLE = ("Symptom", "Cause", "Workaround", "Releases", "Upstream", "Remove when")
 #: An opt-in fix has this section too, before `Releases`: what happens while only some of the engines have the fix.
 MIXED_ROLL_OUT = "Mixed roll-out"
 
-#: How a fix comes into an engine that runs (`kvfix attach`). Most fixes: for all requests. A fix that relies on what it
-#: has noted or changed of a request since its start leaves those of before as they are (`session.before`). One that
-#: acts only while the engine starts, or after which the cache is read in another way than it was written: not at all.
+#: The requests for which `kvfix attach` applies a fix to a running engine. Most fixes apply to all requests. A fix that
+#: needs its own notes or changes from the start of a request skips the requests that began before (`session.before`).
+#: `kvfix attach` does not apply a fix that acts only while the engine starts, or a fix after which the cache is read in
+#: another way than it was written.
 ALL_REQUESTS, NEW_REQUESTS, AT_START = "all requests", "new requests", "at start"
 
 
@@ -44,12 +45,13 @@ class Target:
         (fingerprints.json) with the installed function, never the installed version number.
     probe: (function, module) -> True if the bug shows on stub objects, False if the function is right. Runs only on
         code that no release has, in milliseconds. If it raises, the status is unknown.
-    fix: (module) -> wrapper of the function (kvfix.wrapping). Called after the import of the module if the fix
-        applies. None: the target only shows whether the bug is there. A helper in its module fixes it, or nothing can.
-    place: order among the wrappers of one function; the lowest is nearest to the function.
+    fix: (module) -> wrapper of the function (kvfix.wrapping). Called after the import of the module if the fix applies.
+    None: the target only shows whether the bug is there. A helper in the same module fixes the bug, or the bug cannot
+    be fixed.
+    place: order among the wrappers of one function. The wrapper with the lowest place is next to the function.
     helper: the fix needs this function, but the bug is not in it. Its code does not show the bug.
-    copy: the copy of the code that the function belongs to; "": the fix needs it in each copy. The functions of one
-        copy are wrapped together or not at all (kvfix.transaction).
+    copy: the copy of the code that the function belongs to; "": the fix needs the function in each copy. The functions
+    of one copy are wrapped together or not at all (kvfix.transaction).
     """
 
     dist: str
@@ -85,7 +87,7 @@ class Owner:
         self.copy = copy
 
     def target(self, function: str, **more: Any) -> Target:
-        """The target for this function; `more`: the other fields of `Target`."""
+        """Return the target for this function. more: the other fields of `Target`."""
         full_name = f"{self.name}.{function}" if self.name else function
         return Target(self.dist, self.module, full_name, **{"copy": self.copy, **more})
 
@@ -95,7 +97,7 @@ class Owner:
         return partial(self.target, function)
 
 
-#: What a bug does to the user, the worst first. "lost hits": more computation, right answers.
+#: Effects of a bug on the user, the worst first. "lost hits": more computation, right answers.
 EFFECTS = ("wrong output", "crash", "hang", "leak", "lost hits")
 
 
@@ -103,18 +105,20 @@ EFFECTS = ("wrong output", "crash", "hang", "leak", "lost hits")
 class Fix:
     """The record of a bug: `FIX = Fix(__name__, __doc__, targets=(...), ...)`.
 
-    effect: what the bug does to the user, one of EFFECTS. A bug with several has the worst.
+    effect: what the bug does to the user, one of EFFECTS. A bug with several effects has the worst of them.
     evidence: {code of a rule or finding (KVR, KVD): regular expression for its message}. A match points to this bug.
     scenarios: slugs of the scenarios that show the bug in the lab. Without any, `proof` names the test and the reason.
-    changes_healthy: connectors with which it also changes schedules that violate no rule as released.
+    changes_healthy: connectors with which the fix also changes schedules that violate no rule without the fix.
     no_patch: {dist: why there is no patch for upstream}, if the newest release has the bug.
     opt_in: not in the default set: the user must name it (`plus`). A default fix acts within one engine or server. It
         changes no key, no stored layout, no message to a peer and no scheduling policy.
     attaches: ALL_REQUESTS, NEW_REQUESTS or AT_START.
-    on_fault: if the code of the fix raises. "original", the default: the function's own answer, as released.
-        "closed": no wrong KV comes of it. The load is reported as failed, the store is skipped, nothing is promised.
+    on_fault: the answer if the code of the fix raises. "original", the default: the function's own answer, as released.
+    "closed": an answer that cannot give wrong KV. The load is reported as failed, the store is skipped, or nothing is
+    promised.
     let_go: called after the wrappers were removed, for a fix that has kept objects of the engine.
-    harmless: () -> why the bug does no harm in this process, "" if it can. For a bug that cannot be fixed.
+    harmless: () -> the reason that the bug does no harm in this process, or "" if it can do harm. For a bug that cannot
+    be fixed.
     """
 
     module_name: str

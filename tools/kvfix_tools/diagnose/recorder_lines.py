@@ -45,7 +45,9 @@ class RecorderLines:
             own.take_event(event, replace(line, time=wall / 1e9 if isinstance(wall, int) else None))
 
     def counted(self) -> Counter[str]:
-        """Return {kind of event or "requests": number}, without workers' events that their scheduler also recorded."""
+        """Return {kind of event or "requests": number}, without the workers' events if the scheduler has recorded
+        events.
+        """
         every = self.connectors.values()
         counted: Counter[str] = Counter()
         for own in [own for own in every if own.counts["Asked"]] or every:

@@ -47,7 +47,7 @@ class AnyReader(Reader):
 
 
 class AnyConnector(Connector):
-    """Both roles. `Contract` checks their answers and reports."""
+    """The scheduler and worker roles of the connector. `Contract` checks the answers and reports of both."""
 
     workers: Sequence[AnyWorker]
 
@@ -127,11 +127,13 @@ class AnyConnector(Connector):
                     worker.memory.poison(block)
 
     def reads_wrong(self, name: str, message: str) -> None:
-        """Keep the message until the end of the step: it is no violation if the load is reported as failed."""
+        """Keep the message until the end of the step: wrong KV is no violation if the load is reported as failed."""
         self._wrong.append((name, message))
 
     def has_computed(self, wrong: dict[int, int], failed: set[int]) -> None:
-        """Check the contents at the end of the step. wrong: {block: later layer that has read other KV in it}."""
+        """Check the contents at the end of the step. wrong: {block: layer that has read other KV in this block than
+        layer 0}.
+        """
         found, self._wrong = self._wrong, []
         blocks = {name: self._blocks(name) for name in self.output.num_scheduled_tokens}
         for name, of_request in blocks.items():

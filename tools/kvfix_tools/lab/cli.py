@@ -24,10 +24,12 @@ from kvfix_tools.lab.schedule import Schedule
 
 app = typer.Typer(help="Play the bugs on the real vLLM scheduler and connectors, without a GPU.", no_args_is_help=True)
 
-Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 LMCachePath = Annotated[
     str | None,
-    typer.Option(metavar="DIR", help="Play another LMCache release (pip install --no-deps --target DIR ...)."),
+    typer.Option(
+        metavar="DIR", help="Use the LMCache release in this folder (pip install --no-deps --target DIR ...)."
+    ),
 ]
 Fixes = Annotated[bool, typer.Option(help="Play with the fixes of kvfix, or as released.")]
 
@@ -57,7 +59,7 @@ def run_scenarios(
     lmcache_path: LMCachePath = None,
     json: Json = False,
 ) -> None:
-    """Play scenarios on what is installed. Exit 1 if one is violated."""
+    """Play scenarios on the installed releases. Exit 1 if a rule is violated."""
     with _refusing("run"):
         wanted = list(scenarios()) if every else _find_all(slugs or [])
         runner.prepare(lmcache_path)
@@ -72,30 +74,44 @@ def run_scenarios(
 
 @app.command("fuzz")
 def fuzz_connector(
-    connector: Annotated[str, typer.Option(help=f"{', '.join(CONNECTORS)}.")] = "v1",
+    connector: Annotated[str, typer.Option(help=f"Play this connector: {', '.join(CONNECTORS)}.")] = "v1",
     server: Annotated[
-        str, typer.Option(help="real: start a real `lmcache server` (mp only). lab: use the lab's own.")
+        str,
+        typer.Option(help="real: start a real `lmcache server` (mp only). lab: use the lab's stand-in for the server."),
     ] = "lab",
     transfers: Annotated[
         str, typer.Option(help="real: NIXL moves the bytes over UCX, and is compared with the lab's model.")
     ] = "lab",
     seeds: Annotated[str, typer.Option(metavar="A:B", help="Play seeds A to B - 1, or one seed.")] = "0:1000000",
-    seconds: Annotated[float, typer.Option(help="Stop after this time; shrinking takes longer.")] = 60.0,
-    steps: Annotated[float, typer.Option(help="Stop after so many steps of the scheduler.")] = math.inf,
+    seconds: Annotated[
+        float, typer.Option(help="Play schedules for this many seconds. Shrinking takes more time.")
+    ] = 60.0,
+    steps: Annotated[float, typer.Option(help="Stop after this many steps of the scheduler.")] = math.inf,
     fixes: Fixes = True,
-    mode: Annotated[str, typer.Option(help="check: count what kvfix reports as a violation.")] = "fix",
+    mode: Annotated[
+        str,
+        typer.Option(
+            help=(
+                "fix: apply the fixes. check: run kvfix in mode check, and count each report of kvfix as a violation."
+            )
+        ),
+    ] = "fix",
     fixes_in: Annotated[
         str,
         typer.Option(
             help="A mixed roll-out, with the default fixes in one engine: prefill or decode of a pair; one: of two "
-            "engines that share a cache, v1 or mp. Seeds that the release violates by itself are counted apart."
+            "engines that share a cache (v1 or mp). kvfix counts seeds that violate a rule without any fix separately."
         ),
     ] = "both",
     plain: Annotated[
         bool, typer.Option(help="Draw default options, no aborts, no failed loads, no evictions.")
     ] = False,
     shrink: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Shrink each violation for so long; 0: show it as drawn.")
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            help="Shrink each violation for at most this many seconds; 0: show the schedule as drawn.",
+        ),
     ] = 20.0,
     jobs: Annotated[int, typer.Option(min=1, metavar="N", help="Use so many processes.")] = 1,
     notes: Annotated[
@@ -114,9 +130,9 @@ def fuzz_connector(
         if connector not in CONNECTORS:
             raise ValueError(f"no connector {connector!r}; known: {', '.join(CONNECTORS)}")
         if server not in ("lab", "real") or (server == "real" and connector != "mp"):
-            raise ValueError(f"no server {server!r} for {connector}; known: lab, and for mp real")
+            raise ValueError(f"no server {server!r} for {connector}; known: lab, and real for mp")
         if transfers not in ("lab", "real"):
-            raise ValueError(f"no transfers {transfers!r}; known: lab, and for {', '.join(BY_NIXL)} real")
+            raise ValueError(f"no transfers {transfers!r}; known: lab, and real for {', '.join(BY_NIXL)}")
         if mode not in ("fix", "check"):
             raise ValueError(f"no mode {mode!r} here; known: fix, check")
         sides = ["both", *(("prefill", "decode") if connector in PAIRS else ("one",) if connector in SHARED else ())]
@@ -204,7 +220,7 @@ def replay_recording(
 
 @app.command("continue")
 def continue_state(
-    file: Annotated[Path, typer.Argument(help="A file of `kvfix look PID --save FILE` or of the watchdog.")],
+    file: Annotated[Path, typer.Argument(help="A file that `kvfix look PID --save FILE` or kvfix's watchdog wrote.")],
     save: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the shortest schedule that is stuck.")
     ] = None,
@@ -212,7 +228,7 @@ def continue_state(
     lmcache_path: LMCachePath = None,
     json: Json = False,
 ) -> None:
-    """Rebuild an engine's state and continue: as released, with the fixes, and with one request aborted.
+    """Rebuild an engine's state and continue it three times: as released, with the fixes, and with one request aborted.
 
     Exit 1 if no request can move as released, or a rule is violated.
     """
@@ -246,7 +262,7 @@ def _find_all(slugs: list[str]) -> list[Scenario]:
     if unknown or not slugs:
         guess = screen.did_you_mean(unknown[0], known) if unknown else ""
         what = f"no scenario {', '.join(unknown)}.{guess}" if unknown else "name a scenario, or --all."
-        raise ValueError(f"{what} `kvfix lab list` lists all")
+        raise ValueError(f"{what} `kvfix lab list` lists the scenarios")
     return [known[slug] for slug in dict.fromkeys(slugs)]
 
 

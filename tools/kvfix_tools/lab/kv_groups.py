@@ -64,7 +64,7 @@ class StoredObject(NamedTuple):
         return (*chunk, self.number) if self.number else chunk
 
     def needed(self, hit: int) -> range:
-        """Return the chunks of which a hit of so many chunks needs this object."""
+        """Return the chunks that must have this object, so that `hit` chunks are a hit."""
         return range(max(0, hit - self.chunks) if self.chunks else 0, hit)
 
 

@@ -101,7 +101,9 @@ class Network(PairNetwork):
         return _Thread(ready)
 
     def ask(self, address: str, message: bytes) -> list[bytes]:
-        """Return the answer of the listener at this address. If its thread raises, it ends and never answers again."""
+        """Return the answer of the listener at this address. If the listener's thread raises an exception, the thread
+        ends and never answers again.
+        """
         if address not in self.listeners or self.fails("handshake"):
             raise zmq.Again
         self._asked, self._said = message, []
@@ -210,7 +212,8 @@ class Signal:
 
 
 class _Writer:
-    """Replaces the writer thread of push mode. It makes one round when it is woken, and in each step while it polls.
+    """Replaces the writer thread of push mode. The writer makes one round when it is woken, and one round in each step
+    while it polls.
 
     loop: NixlPushConnectorWorker._push_writer_loop.
     """

@@ -67,7 +67,7 @@ KNOWN = {
 CONNECTORS = tuple(KNOWN)
 #: Connectors with a prefill and a decode engine.
 PAIRS = tuple(each for each in CONNECTORS if each.startswith(("nixl", "mooncake")))
-#: Connectors of PAIRS that can have several ranks, and different numbers on both sides.
+#: Connectors of PAIRS that can have several ranks. The two engines can have different numbers of ranks.
 WITH_RANKS = ("nixl-pull", "nixl-push")
 #: Connectors whose transfers NIXL makes.
 BY_NIXL = tuple(each for each in PAIRS if each.startswith("nixl"))
@@ -83,17 +83,18 @@ SERVER_CHUNK = 16
 class Options:
     """Sizes are in tokens, except `num_blocks`. lmcache: LMCache's settings by their own names."""
 
-    #: v1 (in process), mp (LMCache's multi-process connector), mp-in-tree (vLLM's copy of it), or one of OF_VLLM. Any
-    #: other connector by its name in vLLM, or as my_package.connector:MyConnector (any_connector.py).
+    #: v1 (in process), mp (LMCache's multi-process connector), mp-in-tree (vLLM's copy of it), or one of OF_VLLM. For
+    #: any other connector: its name in vLLM, or my_package.connector:MyConnector (any_connector.py).
     connector: str = "v1"
     #: For any other connector: its `kv_connector_extra_config`, and the function that drops its stored KV.
     config: dict[str, Any] = field(default_factory=dict)
     lose: str = ""
-    #: Layers of each KV group: more than one only with any other connector.
+    #: Number of layers of each KV group. Only a connector that the lab does not know can have more than one.
     layers: int = 1
-    #: In a MultiConnector, after another connector that is asked first (connector.py). v1 only.
+    #: Play v1 in a MultiConnector, next to another connector that vLLM asks first (connector.py).
     beside: bool = False
-    #: In a MultiConnector with OffloadingConnector (offloading.py), which is asked "first" or "last"; "": not.
+    #: Play a MultiConnector with OffloadingConnector (offloading.py), which vLLM asks "first" or "last". "": no
+    #: OffloadingConnector.
     offloading: str = ""
     #: Use SimpleCPUOffloadConnector (simple_offload.py) instead of OffloadingConnector. v1 only.
     simple_offloading: bool = False
@@ -103,7 +104,7 @@ class Options:
     ranks: int = 1
     #: The workers are ranks of pipeline parallelism: a step is scheduled while the workers have other steps.
     pipeline: bool = False
-    #: The workers are ranks of decode context parallelism (DCP): each has the KV of a part of the tokens, and a block
+    #: The workers are ranks of decode context parallelism (DCP): each rank has the KV of a part of the tokens. A block
     #: has `block_size` tokens in all ranks together. mp only: LMCache's in-process connector does not support DCP
     #: (vllm_v1_adapter.py 0.5.6:396, 815, 1159).
     context: bool = False
@@ -118,19 +119,19 @@ class Options:
     max_num_seqs: int = 8
     max_model_len: int = 2048
     prefix_caching: bool = True
-    #: Admit a request only if all of it fits, vLLM's default. Earlier releases only check the first chunk.
+    #: Admit a request only if all its tokens fit, as vLLM does by default. Earlier releases check only the first chunk.
     reserve_full_isl: bool = True
     #: Order of requests: fcfs, or priority.
     policy: str = "fcfs"
     #: Sliding windows in tokens, each with a KV group in addition to full attention. mp and OF_VLLM.
     windows: tuple[int, ...] = ()
-    #: A block of these KV groups has so many times the tokens of a block of full attention.
+    #: A block of these KV groups has this many times the tokens of a full-attention block.
     window_blocks: int = 1
-    #: A KV group with states in addition to full attention, as Mamba layers in mode "align". mp only.
+    #: Add a KV group with states to full attention, as for Mamba layers in mode "align". mp only.
     states: bool = False
     #: The server stores the KV groups of a chunk under separate keys (`--separate-object-groups`).
     separate_object_groups: bool = False
-    #: Schedule a step before the answer of the last one, as vLLM does by default on a GPU.
+    #: Schedule a step before the previous step has ended, as vLLM does by default on a GPU.
     async_scheduling: bool = False
     #: Use vLLM's model runner V2, the default for most models on a GPU: a resumed request is scheduled as a new one.
     model_runner_v2: bool = False
@@ -150,12 +151,12 @@ class Options:
     neighbours: bool = False
     #: Blocks of the decode engine (pair.py), if it has another number than the prefill engine.
     decode_blocks: int = 0
-    #: Ranks of the other engine of a pair, if it has another number, and KV heads of the model. With more ranks than
-    #: heads, several ranks have the same head.
+    #: peer_ranks: ranks of the other engine of a pair; 0: the same number. kv_heads: KV heads of the model. With more
+    #: ranks than heads, several ranks have the same head.
     peer_ranks: int = 0
     kv_heads: int = 1
-    #: Names of the engines of a pair that also have LMCache's in-process connector (pair_multi.py), and True if vLLM
-    #: asks LMCache first.
+    #: multi: names of the engines of a pair that also have LMCache's in-process connector (pair_multi.py).
+    #: lmcache_first: True if vLLM asks LMCache first.
     multi: tuple[str, ...] = ()
     lmcache_first: bool = False
     #: Use real NIXL (nixl_real.py) instead of the lab's model. BY_NIXL only.

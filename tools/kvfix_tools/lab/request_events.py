@@ -1,7 +1,7 @@
 """The events, findings and counters of a run in the lab.
 
 kvfix.connector_events records the statements of a connector in an engine. The lab records every call, every request in
-every step, and the real moves of its memory, with the lab's time.
+every step, and every copy in its own memory, with the time of the lab.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class RequestEvents:
         self._by_priority = options.policy == "priority"
         #: {request: LMCache's last promise}
         self._promised: dict[str, int] = {}
-        #: Open requests while the server did not answer: LMCache stores nothing for them, and their read locks time
-        #: out.
+        #: Requests that were open while the server did not answer. LMCache stores nothing for these requests, and their
+        #: read locks time out.
         self.met_silence: set[str] = set()
         self._ledger = Ledger()
         self._ended: set[str] = set()
@@ -192,8 +192,8 @@ class RequestEvents:
     def stands_still(self, answer: Answer | None) -> None:
         """Report that no request can move. answer: after a step that scheduled nothing; None: after any other step.
 
-        The verdict must hold in three steps in a row. A lookup may have been answered after the scheduler read the
-        answer, or its answer may be dropped as the late answer of another lookup (KVF036).
+        The verdict must hold in three steps in a row. The answer of a lookup may arrive just after the scheduler looked
+        for it. Or the answer is dropped as the late answer of another lookup (KVF036).
         """
         before, steps = self._still
         if answer is None or answer.verdict != "violated":
@@ -223,7 +223,7 @@ class RequestEvents:
         self.counts["ranks_differ"] += self._found.get(name) != tokens
 
     def loaded(self, name: str, end: int, tokens: int, rank: int = 0) -> None:
-        """Record the end of a load in this rank. It moved so many tokens, up to `end`.
+        """Record the end of a load in this rank. The load moved `tokens` tokens, up to token `end`.
 
         With several ranks the load ends with the last rank, and brings the tokens that all ranks have.
         """
@@ -248,7 +248,7 @@ class RequestEvents:
         """Record a store. All ranks must store the same tokens. Tokens of a hit count as cached, even if their load
         failed.
 
-        A store of an ended request is no event: the tokens of its last step are in no event.
+        Do not record a store of an ended request, because no event has the tokens of the request's last step.
         """
         request = self._model.requests[name]
         if not rank:

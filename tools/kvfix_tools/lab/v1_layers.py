@@ -1,9 +1,9 @@
 """LMCache's layerwise loads and stores in the lab (`use_layerwise`), with its own `retrieve_layer` and `store_layer`.
 
 The two generators, their keys, and the adapter that advances them are real. The lab replaces the engine's storage and
-the GPU connector, which copies between the lab's slots and chunks. A chunk is stored with its last layer. A slot
-without all layers holds garbage. A step loads all layers, computes, and saves all layers. An engine alternates layer by
-layer.
+the GPU connector, which copies between the lab's slots and chunks. The lab stores a chunk when its last layer is saved.
+A slot without all layers holds garbage. A step of the lab loads all layers, computes, and saves all layers. A real
+engine does these three things for each layer.
 """
 
 from __future__ import annotations
@@ -116,7 +116,9 @@ class LayerwiseEngine(CacheEngine):
         self._to_load = [each for each, spec in loads if spec is not None and spec.can_load]
 
     def _as_real(self, storage: _Storage) -> Any:
-        """Return the attributes that the two functions read. The lab has no pins by chunk."""
+        """Return an object with the attributes that `retrieve_layer` and `store_layer` read. The lab has no pins of
+        single chunks.
+        """
         nothing = lambda *_, **__: None  # noqa: E731
         return SimpleNamespace(
             storage_manager=storage,
@@ -163,7 +165,9 @@ class LayerwiseEngine(CacheEngine):
         yield from self._real.store_layer(self._as_real(_Storage(self.cache)), tokens, mask=mask, **more)
 
     def _load_name(self) -> str:
-        """Return the loaded request: the adapter does not pass it, and loads the requests of a step in order."""
+        """Return the id of the next request to load. The adapter does not pass the id, but loads the requests of a step
+        in order.
+        """
         return str(self._to_load.pop(0).req_id)
 
 

@@ -28,7 +28,7 @@ from kvfix_tools.roundtrip.run_report import RunReport
 
 OK, USAGE, NOT_HERE = 0, 2, 77
 Job = Callable[[Result], Result]
-#: Exceptions of a backend that cannot do a cell, before it moves KV.
+#: Exceptions that a backend raises before it moves KV, if it cannot run a cell.
 REFUSALS = (Refused, NotImplementedError, ValueError, AssertionError)
 #: Sizes of a model of 8 billion parameters: 128 KiB of KV for a token in bfloat16.
 MODEL = {"dtype": "bfloat16", "heads": "8", "layers": 32, "head_size": 128, "block": "16", "chunk": "256"}
@@ -87,7 +87,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def default_backends(options: argparse.Namespace) -> list[str]:
-    """Return the tool's own copy, LMCache and vLLM. With planted faults or races, only the tool's own copy."""
+    """Return the backends: the tool's own copy, LMCache and vLLM. For planted faults or races, return only the tool's
+    own copy.
+    """
     is_self_test = options.inject is not None or options.race is not None
     return ["torch"] if is_self_test else ["torch", "lmcache", "lmcache-engine", "vllm"]
 
@@ -149,7 +151,9 @@ def guarded(result: Result, job: Job) -> Result:
 
 
 def measure(backend: Backend, device: torch.device, gib: float | None, seed: int) -> Result:
-    """Time and verify one large transfer of a backend, and plain copies of this size. The fastest of a few counts."""
+    """Time and verify one large transfer of a backend, and plain copies of this size. Only the fastest of several runs
+    is used.
+    """
     cell = Cell(backend.name, layout="nhd", slots="blocks", seed=seed, **MODEL)  # type: ignore[arg-type]
     wanted, chunk = (DEFAULT_GIB[device.type] if gib is None else gib) * (1 << 30), int(cell.chunk)
     # Pinned memory is allocated in powers of two, so the guard bands must fit too.

@@ -1,9 +1,9 @@
 """LMCache's connectors for vLLM, which also log the worker's loads to a file (backends/engine.py reads the file).
 
 vLLM imports this module by its name (`kv_connector_module_path`) in each of its processes. LMCache has no in-process
-connector for the CPU. There the module installs the stand-ins of `lmcache-v2`, and the engine's KV goes through
-LMCache's own VLLMPagedMemGPUConnectorV2. It moves whole blocks only, because vLLM for the CPU orders the inside of a
-block in its own way.
+connector for the CPU. On the CPU, this module therefore installs the stand-ins of `lmcache-v2`, and the engine's KV
+goes through LMCache's own VLLMPagedMemGPUConnectorV2. This connector moves only whole blocks, because vLLM for the CPU
+has its own order of the data inside a block.
 """
 
 from __future__ import annotations

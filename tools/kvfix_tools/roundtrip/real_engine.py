@@ -38,13 +38,13 @@ ENVIRONMENT = {
     "LMCACHE_TRACK_USAGE": "false",
     "LMCACHE_DISABLE_BANNER": "1",
 }
-#: Arguments of LLM on a GPU. Triton attention supports float32. In bfloat16 a prompt that is computed in other parts
-#: sometimes has another answer. Memory is limited so that several engines fit on one GPU.
+#: Arguments of LLM on a GPU. Triton attention supports float32. In bfloat16, the answer sometimes changes if the prompt
+#: is computed in parts of other sizes. Memory is limited so that several engines fit on one GPU.
 ON_CUDA = {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 28}
 READY = "LMCache cache server is running"
-#: Options of the newest LMCache's server to accept the worker's transfer mode.
+#: Options with which the server of the newest LMCache accepts the worker's transfer mode.
 ANY_MODE = ("--supported-transfer-mode", "auto")
-#: Maximum seconds until the blocks of the last requests are stored and free, which takes a step.
+#: Maximum seconds until the blocks of the last requests are stored and free. Storing takes a step.
 STORING = 20
 #: Maximum seconds until the server answers.
 SERVER_LIMIT = 180
@@ -173,7 +173,8 @@ def server(
 
 
 class Ended(NamedTuple):
-    """The end of a program. code: None if it was killed after the limit. answer: None if it died before its answer.
+    """The end of a program. code: None if the program was killed after the limit. answer: None if the program wrote no
+    answer.
 
     log: the output of all its processes.
     """

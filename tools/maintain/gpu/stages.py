@@ -3,8 +3,8 @@
     python -m maintain.gpu.stages OUT [--resume] [--device cpu] [--slower N]
 
 A stage is a process with a time limit. It prints a line of JSON for each of its steps (steps.py). The next stage runs
-after any result. OUT/results.json has all results, OUT/table.md the rows for docs/gpu.md. With `--resume` only stages
-run that have no result in OUT, or whose result is "not checked".
+after any result. OUT/results.json has all results, OUT/table.md the rows for docs/gpu.md. With `--resume`, only those
+stages run that have no result in OUT or the result "not checked".
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def main(arguments: list[str], stages: tuple[Stage, ...] = STAGES) -> int:
     """Return 0 if no stage failed, 77 if none could be checked, else 1."""
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
-    parser.add_argument("--resume", action="store_true", help="run only the stages that OUT has no result of")
+    parser.add_argument("--resume", action="store_true", help="run only the stages that have no result in OUT")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: try the scripts without a GPU")
     parser.add_argument("--slower", type=int, default=1, metavar="N", help="N times the limits: on a busy machine")
     options = parser.parse_args(arguments)
