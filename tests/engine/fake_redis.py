@@ -56,9 +56,11 @@ class Connection(socketserver.StreamRequestHandler):
                 self.wfile.write(self._answer(name, words[1:]))
 
     def _command(self) -> list[bytes]:
-        count = self.rfile.readline()
+        first = self.rfile.readline()
+        if not first.startswith(b"*"):  # an inline command: PING
+            return first.split()
         words = []
-        for _ in range(int(count[1:]) if count else 0):
+        for _ in range(int(first[1:])):
             words.append(self.rfile.read(int(self.rfile.readline()[1:])))
             self.rfile.readline()
         return words
