@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from kvfix import redact
 from kvfix_tools.doctor import servers
 from kvfix_tools.doctor.checks import OK, Line, check, ok, problem, unchecked
-from kvfix_tools.doctor.machine import connects, needs_password, port_in_use, resolves
+from kvfix_tools.doctor.machine import connects, port_in_use, redis_refuses, resolves
 from kvfix_tools.doctor.setup import Setup
 
 _ANY = ("0.0.0.0", "::", "*")
@@ -73,6 +73,8 @@ def hosts(setup: Setup) -> Iterator[Line]:
                 f"{name} is {shown}: no address is known for {at.host} here",
                 "correct the host; in Kubernetes SERVICE.NAMESPACE",
             )
+        elif name == "remote_url" and not at.host:
+            yield problem(f"remote_url is {shown}, which has no host", "redis://HOST:PORT")
         elif at.port is None or not 0 < at.port < 65536:
             yield problem(f"{name} is {shown}, which has no port from 1 to 65535", "tcp://HOST:PORT")
 
@@ -131,16 +133,29 @@ def server(setup: Setup) -> Iterator[Line]:
             yield ok(f"the server at {each.address.url} is LMCache {each.release}")
 
 
+#: First words of Redis's own errors (server.c of Redis 7.4).
+_REFUSALS = {
+    "LOADING": "wait until redis-cli ping answers PONG, then start vLLM",
+    "MISCONF": "free the disk of Redis, or redis-cli config set stop-writes-on-bgsave-error no",
+    "READONLY": "the address of the primary in remote_url (redis-cli info replication: master_host)",
+}
+
+
 @check("remote-store")
 def remote_store(setup: Setup) -> Iterator[Line]:
-    """The store in remote_url answers on its port (lm, redis and valkey), and needs no password that is missing."""
+    """The store in remote_url answers on its port (lm, redis and valkey), and its Redis takes commands."""
     for name, url in _reached(setup):
         at = servers.address(url)
         if name != "remote_url" or at.port is None or at.host in _ANY or not resolves(at.host):
             continue
         line = _answers(f"remote_url {redact.text(url)}", at.host, at.port, "start it, or correct remote_url")
-        if line.status == OK and url.startswith("redis://") and "@" not in url and needs_password(at.host, at.port):
-            line = problem(f"{redact.text(url)} refuses commands without a password", "redis://:PASSWORD@HOST:PORT")
+        if line.status == OK and url.startswith("redis://"):
+            why = redis_refuses(at.host, at.port)
+            word = why.partition(" ")[0].rstrip(":")
+            if word == "NOAUTH" and "@" not in url:
+                line = problem(f"{redact.text(url)} refuses commands without a password", "redis://:PASSWORD@HOST:PORT")
+            elif word in _REFUSALS:
+                line = problem(f"{redact.text(url)} refuses commands: {why[:120]}", _REFUSALS[word])
         yield line
 
 
