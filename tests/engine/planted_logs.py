@@ -17,6 +17,7 @@ import signal
 import socket
 import string
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
@@ -26,8 +27,8 @@ from typing import Any
 import httpx
 
 from kvfix_tools.doctor import checks, command_line
+from kvfix_tools.doctor.packages import Packages
 from kvfix_tools.doctor.setup import Setup
-from kvfix_tools.dump import processes
 from kvfix_tools.roundtrip import real_engine
 from kvfix_tools.roundtrip.real_engine import prompt
 from tests.conftest import ROOT
@@ -37,7 +38,7 @@ from tests.verify import served
 #: Seconds for an answer, and for an engine that was told to end.
 ANSWER, END = 60, 40
 #: Checks of kvfix doctor that say nothing about the planted fault: they are about this machine.
-_OF_THE_MACHINE = ("extensions", "gpu", "memory", "pinned-memory", "locked-memory", "program")
+_OF_THE_MACHINE = ("extensions", "gpu", "pinned-memory", "locked-memory", "program")
 
 
 class Engine(served.Served):
@@ -96,13 +97,10 @@ class Engine(served.Served):
             httpx.post(f"{self.url}/reset_prefix_cache", timeout=ANSWER)
         self.ask(*REQUESTS)
 
-    def process_named(self, part: str) -> int:
-        """The pid of one of its processes whose title has this part."""
-        for each in processes.tree(self.process.pid):
-            with suppress(OSError):
-                if part in Path(f"/proc/{each.pid}/cmdline").read_text().replace("\0", " "):
-                    return each.pid
-        raise LookupError(f"no process of the engine is called {part}")
+    def process_named(self, name: str) -> int:
+        """The pid that the log has beside this name."""
+        found = re.findall(rf"\({name} pid=(\d+)\)", self.log.read_text())
+        return int(found[-1])
 
     def end(self) -> None:
         """As an orderly shutdown: SIGTERM to the API server."""
@@ -174,7 +172,8 @@ class Case:
 
 def doctor(words: list[str], environment: Mapping[str, str]) -> list[str]:
     """Problems that kvfix doctor sees before the launch."""
-    setup = Setup(command_line.read(words), environment, limit=1)
+    places = [each for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each]
+    setup = Setup(command_line.read(words), environment, Packages([*places, *sys.path]), limit=1)
     found = []
     for each in checks.catalogue():
         if each.name not in _OF_THE_MACHINE:
@@ -212,12 +211,13 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
 def keep(log: Path, to: Path, folder: Path) -> Path:
     """A copy without paths and addresses of this machine."""
     text = log.read_text(errors="replace")
-    site = f"{ROOT}/.venv/lib/python3.11/site-packages"
-    for local, neutral in (
-        (str(to.parent / "data"), "/data"), (str(to.parent), "/srv"), (str(folder), "/srv"), (site, "/opt/venv/lib"),
-        (f"{ROOT}/.venv", "/opt/venv"), (str(ROOT), "/opt/src"), (os.path.realpath(sys.base_prefix), "/usr"),
-        (sys.base_prefix, "/usr"), (socket.gethostname(), "host"), (str(Path.home()) + "/", "/home/user/"),
-    ):  # fmt: skip
+    here, base = str(to.parent), os.path.realpath(sys.base_prefix)
+    for local, neutral in {
+        f"{here}/data": "/data", here: "/srv", str(folder): "/srv", here.replace("/", "-"): "-srv",
+        f"{ROOT}/.venv/lib/python3.11/site-packages": "/opt/venv/lib", f"{ROOT}/.venv": "/opt/venv",
+        str(ROOT): "/opt/src", base: "/usr", sys.base_prefix: "/usr", socket.gethostname(): "host",
+        f"{Path.home()}/": "/home/user/",
+    }.items():  # fmt: skip
         text = text.replace(local, neutral)
     text = re.sub(r"(?<![\d.])(?!127\.|0\.0\.0\.0)\d+\.\d+\.\d+\.\d+(?=[:, ])", "192.0.2.2", text)
     to.write_bytes(gzip.compress(text.encode(), 9, mtime=0))
@@ -233,7 +233,10 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     for case in CASES:
         if case.name in given.names or (not given.names and not (given.folder / case.name).exists()):
-            print(json.dumps(run(case, given.folder.absolute())), flush=True)
+            try:
+                print(json.dumps(run(case, given.folder.absolute())), flush=True)
+            except Exception:  # noqa: BLE001  the others go on
+                print(case.name, traceback.format_exc(), flush=True)
     return 0
 
 

@@ -6,6 +6,7 @@ Never a list of ours: names come and go with the releases.
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -180,8 +181,16 @@ def wrong_type(kind: str, optional: bool, value: Any, typed: bool) -> bool:
         items = value if isinstance(value, list) else [part for part in str(value).split(",") if part.strip()]
         return not all(_converts(convert, each) for each in items)
     if kind == "dict":
-        return typed and not isinstance(value, dict | str)
+        return not isinstance(value, dict) and not _is_json(value)
     return kind == "str" and typed and isinstance(value, dict | list)
+
+
+def _is_json(value: Any) -> bool:
+    """LMCache reads the text of a mapping as JSON (config.py 0.5.6:382)."""
+    try:
+        return isinstance(value, str) and (not value or isinstance(json.loads(value), dict))
+    except ValueError:
+        return False
 
 
 def _converts(convert: Any, value: Any) -> bool:

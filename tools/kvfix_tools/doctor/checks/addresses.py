@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from kvfix import redact
@@ -73,8 +74,6 @@ def hosts(setup: Setup) -> Iterator[Line]:
                 f"{name} is {shown}: no address is known for {at.host} here",
                 "correct the host; in Kubernetes SERVICE.NAMESPACE",
             )
-        elif name == "remote_url" and not at.host:
-            yield problem(f"remote_url is {shown}, which has no host", "redis://HOST:PORT")
         elif at.port is None or not 0 < at.port < 65536:
             yield problem(f"{name} is {shown}, which has no port from 1 to 65535", "tcp://HOST:PORT")
 
@@ -89,13 +88,24 @@ def _reached(setup: Setup) -> Iterator[tuple[str, str]]:
     remote = str(setup.setting("remote_url") or "")
     if remote.startswith(("lm://", "redis://", "rediss://", "valkey://")):
         for part in remote.split(","):
-            yield "remote_url", part
+            yield "remote_url", _with_defaults(part)
     if setup.on("enable_pd") and str(setup.setting("pd_role")) == "sender" and setup.setting("pd_proxy_host"):
         yield "pd_proxy_host and port", f"{setup.setting('pd_proxy_host')}:{setup.setting('pd_proxy_port')}"
     if setup.on("enable_controller"):
         for name in ("controller_pull_url", "controller_reply_url"):
             if setup.setting(name):
                 yield name, str(setup.setting(name))
+
+
+def _with_defaults(url: str) -> str:
+    """Redis's client takes localhost and 6379 where a URL names no host or port (redis/connection.py 8.1.0)."""
+    scheme, _, rest = url.partition("://")
+    if not scheme.startswith("redis"):
+        return url
+    at, slash, more = rest.partition("/")
+    user, sign, place = at.rpartition("@")
+    host, _, port = place.rpartition(":") if re.fullmatch(r".*:\d*", place) else (place, "", "")
+    return f"{scheme}://{user}{sign}{host or 'localhost'}:{port or 6379}{slash}{more}"
 
 
 @check("server")

@@ -38,6 +38,21 @@ def library(setup: Setup) -> Iterator[Line]:
             yield ok(f"{package.title} can be imported")
 
 
+@check("nixl-backends")
+def backends(setup: Setup) -> Iterator[Line]:
+    """NIXL has a plugin for each of the `backends` of NixlConnector."""
+    package = setup.packages.get("nixl")
+    if package is None or "NIXL_PLUGIN_DIR" in setup.environment:
+        return
+    files = package.folder.parent.glob("*nixl*.libs/*/libplugin_*.so")
+    known = {file.stem.removeprefix("libplugin_") for file in files}
+    for entry in setup.connectors:
+        given = entry.extra.get("backends")
+        for name in given if isinstance(given, list) and known and "Nixl" in entry.name else ():
+            if name not in known:
+                yield problem(f"{package.title} has no plugin for backends {name!r}", " | ".join(sorted(known)))
+
+
 @check("prefill-decode")
 def prefill_decode(setup: Setup) -> Iterator[Line]:
     """enable_pd has the settings that LMCache asserts, the roles agree, and the buffer holds a chunk."""

@@ -130,9 +130,13 @@ def _offload_names(setup: Setup, extra: dict[str, Any]) -> Iterator[Line]:
 
 @check("cpu-cache-size")
 def cpu_cache_size(setup: Setup) -> Iterator[Line]:
-    """The CPU cache of LMCache holds at least eight chunks of the model."""
+    """The CPU cache of LMCache has a size, and holds at least eight chunks of the model."""
     size, chunk, of_token = setup.number("max_local_cpu_size"), setup.number("chunk_size"), bytes_per_token(setup)
-    if setup.connector("v1") is None or not (size and chunk and of_token):
+    if setup.connector("v1") is None:
+        return
+    if size is not None and size <= 0 and not setup.on("enable_pd"):
+        yield problem(f"max_local_cpu_size is {size:g}: LMCache does not start without memory", "max_local_cpu_size: 5")
+    if not (size and chunk and of_token):
         return
     held = size * GIB / (chunk * of_token)
     if held < _FEWEST_CHUNKS:
