@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import io
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import signal
 import socket
 import string
 import sys
+import tarfile
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
@@ -224,13 +226,27 @@ def keep(log: Path, to: Path, folder: Path) -> Path:
     return to
 
 
+def pack(folder: Path, archive: Path) -> None:
+    """Put the logs of all cases into one archive: most of their lines are the same, so together they are small."""
+    with tarfile.open(archive, "w:xz") as packed:
+        for log in sorted(folder.glob("*/*.log.gz")):
+            entry = tarfile.TarInfo(f"{log.parent.name}/{log.name.removesuffix('.gz')}")
+            content = gzip.decompress(log.read_bytes())
+            entry.size = len(content)
+            packed.addfile(entry, io.BytesIO(content))
+
+
 def main(arguments: list[str]) -> int:
     from tests.engine.planted_cases import CASES
 
     parser = argparse.ArgumentParser(prog="python -m tests.engine.planted_logs", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="*")
+    parser.add_argument("--pack", type=Path, metavar="ARCHIVE", help="run nothing, and put the logs into this archive")
     given = parser.parse_args(arguments)
+    if given.pack:
+        pack(given.folder, given.pack)
+        return 0
     for case in CASES:
         if case.name in given.names or (not given.names and not (given.folder / case.name).exists()):
             try:
