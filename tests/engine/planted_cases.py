@@ -356,9 +356,6 @@ CASES = [
     Case("ok-core-paused", transfer=V1, play=core_paused),
     Case("api-port", "Another process listens at the port of the API server.", "another --port, or end that process",
          "ok-v1", transfer=V1, before=busy, environment={"PORT": "$BUSY"}),
-    Case("kv-memory", "The KV memory does not hold one request of the maximum length.",
-         "more VLLM_CPU_KVCACHE_SPACE / --kv-cache-memory-bytes, or a smaller --max-model-len", "ok-v1", transfer=V1,
-         options=("--kv-cache-memory-bytes", "200000")),
     # LMCache's server.
     Case("mp-nobody", "No LMCache server listens at the port.", "lmcache server --port PORT, before vLLM", "ok-mp",
          transfer=json.loads(json.dumps(MP).replace("$SERVER", "$FREE"))),

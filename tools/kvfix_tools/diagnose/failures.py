@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 _ECHOES = (
     "EngineDeadError", "EngineGenerateError", "EngineCore encountered an issue", "EngineCore died",
     "Engine core initialization failed", "WorkerProc initialization failed", "cancelled", "Executor failed",
+    "Engine Exception caught",
     "Worker failed with error", "CancelledError", "KeyboardInterrupt", "SystemExit", "BrokenPipeError",
     "collective_rpc should not be called on follower node",
 )  # fmt: skip
 #: What an engine says when it is dead.
 _DEAD = re.compile(
     rb"EngineDeadError|ngine core initialization failed|WorkerProc initialization failed|EngineCore failed to start"
-    rb"|EngineCore encountered a|died unexpectedly|Worker proc |Shutting down due to|output_handler failed"
+    rb"|EngineCore encountered a|(?:died|exited) unexpectedly|Worker proc |Shutting down due to|output_handler failed"
 )
 #: What all of those hold.
 _DEATHS = (b"ngine", b"orker", b"died unexpectedly", b"Shutting down due to", b"output_handler failed")

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 
 from kvfix_tools.doctor.checks import Line, check, ok, problem, unchecked
-from kvfix_tools.doctor.checks.disaggregated import bytes_per_token
 from kvfix_tools.doctor.machine import GIB, gib
 from kvfix_tools.doctor.setup import Setup
 
@@ -54,19 +53,6 @@ def memory(setup: Setup) -> Iterator[Line]:
         yield problem(f"{how} is {gib(size)}; {gib(available)} of {gib(limit)} are free now", f"a smaller {where}")
     else:
         yield ok(f"{how} is {gib(size)}; {source} has {gib(limit)}")
-
-
-@check("kv-memory")
-def kv_memory(setup: Setup) -> Iterator[Line]:
-    """--kv-cache-memory-bytes holds one request of --max-model-len."""
-    options = setup.command.options if setup.command and setup.command.serves else {}
-    given, longest = options.get("kv-cache-memory-bytes", ""), options.get("max-model-len", "")
-    of_token = bytes_per_token(setup)
-    if given.isdigit() and longest.isdigit() and of_token and int(given) < int(longest) * of_token:
-        yield problem(
-            f"--kv-cache-memory-bytes {given} does not hold one request of --max-model-len {longest}",
-            f"--kv-cache-memory-bytes {int(int(longest) * of_token)} or more, or a smaller --max-model-len",
-        )
 
 
 @check("pinned-memory")
