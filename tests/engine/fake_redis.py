@@ -12,10 +12,10 @@ _READS, _WRITES = ("EXISTS", "GET"), ("SET",)
 #: The texts of Redis 7.4 (server.c), and the commands that it answers with them.
 ANSWERS = {
     "oom": (_WRITES, b"-OOM command not allowed when used memory > 'maxmemory'.\r\n"),
-    "loading": (_READS + _WRITES, b"-LOADING Redis is loading the dataset in memory\r\n"),
+    "loading": (("PING", *_READS, *_WRITES), b"-LOADING Redis is loading the dataset in memory\r\n"),
     "readonly": (_WRITES, b"-READONLY You can't write against a read only replica.\r\n"),
     "misconf": (
-        _WRITES,
+        ("PING", *_WRITES),
         b"-MISCONF Redis is configured to save RDB snapshots, but it's currently unable to persist to disk. Commands "
         b"that may modify the data set are disabled, because this instance is configured to report errors during "
         b"writes if RDB snapshotting fails (stop-writes-on-bgsave-error option). Please check the Redis logs for "
@@ -73,6 +73,9 @@ class Connection(socketserver.StreamRequestHandler):
             return b":%d\r\n" % sum(word in values for word in words)
         if name == "GET":
             return b"$%d\r\n%b\r\n" % (len(values[words[0]]), values[words[0]]) if words[0] in values else b"_\r\n"
+        if name == "INFO":
+            role = b"role:slave" if self.server.fault == "readonly" else b"role:master"
+            return b"$%d\r\n%b\r\n" % (len(role), role)
         if name == "SET":
             values[words[0]] = words[1]
         elif name not in ("CLIENT", "SELECT"):

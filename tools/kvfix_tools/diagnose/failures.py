@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 _ECHOES = (
     "EngineDeadError", "EngineGenerateError", "EngineCore encountered an issue", "EngineCore died",
     "Engine core initialization failed", "WorkerProc initialization failed", "cancelled", "Executor failed",
-    "Engine Exception caught",
     "Worker failed with error", "CancelledError", "KeyboardInterrupt", "SystemExit", "BrokenPipeError",
     "collective_rpc should not be called on follower node",
 )  # fmt: skip
@@ -192,9 +191,11 @@ def _is_failure(line: LogLine) -> bool:
         return True
     # What was in the step that failed: vLLM dumps it as an error, with words such as `num_corrupted_reqs=0`.
     is_dump = "dump_input.py" in fields["place"]
+    # The API server prints this line above the exception that it has caught.
+    is_heading = b"Engine Exception caught." in line.body
     if fields["logger"] == "vllm" and line.body[:1].isspace():  # of a traceback whose beginning is not here
         return False
-    return fields["level"] in ("error", "critical") and not is_dump and not _is_dead(line.body)
+    return fields["level"] in ("error", "critical") and not (is_dump or is_heading or _is_dead(line.body))
 
 
 @lru_cache(maxsize=256)
