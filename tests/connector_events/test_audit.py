@@ -154,7 +154,8 @@ def test_another_connector_is_named_once(monkeypatch: pytest.MonkeyPatch, caplog
     for _ in range(2):
         assert audit.begin(SimpleNamespace(), 0.5, "audit") is None
     assert caplog.messages == [
-        "audit: hits of SimpleNamespace are not audited: the audit supports only LMCache in process (LMCacheConnectorV1)"
+        "audit: hits of SimpleNamespace are not audited: "
+        "the audit supports only LMCache in process (LMCacheConnectorV1)"
     ]
 
 

@@ -113,22 +113,32 @@ def test_a_store_that_does_not_answer(url: str, place: Path, closed: int, listen
     assert "hunter2" not in found(closed)[0]
 
 
-def test_a_store_that_wants_a_password(place: Path) -> None:
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ("-NOAUTH Authentication required.", "refuses commands without a password"),
+        ("-LOADING Redis is loading the dataset in memory", "refuses commands: LOADING"),
+        ("-MISCONF Redis is configured to save RDB snapshots", "refuses commands: MISCONF"),
+        ("+PONG", "refuses commands: READONLY"),
+    ],
+)
+def test_a_store_that_refuses(answer: str, says: str, place: Path) -> None:
     with socket.create_server(("localhost", 0)) as server:
 
         def refuse() -> None:
-            for _ in range(2):  # the check connects, then sends PING
+            for _ in range(2):  # the check connects, then sends PING, and INFO after PONG
                 connection, _ = server.accept()
                 with connection:
-                    if connection.recv(64):
-                        connection.sendall(b"-NOAUTH Authentication required.\r\n")
+                    while word := connection.recv(64):
+                        role = "$30\r\n# Replication\r\nrole:slave\r\n"
+                        connection.sendall(f"{role if word.startswith(b'INFO') else answer}\r\n".encode())
 
         thread = threading.Thread(target=refuse, daemon=True)
         thread.start()
         url = f"redis://localhost:{server.getsockname()[1]}"
         found = problems(look(serve(V1, extra={"lmcache.remote_url": url}), place), "remote-store")
         thread.join(30)
-    assert ["refuses commands without a password" in line.what for line in found] == [True]
+    assert [says in line.what for line in found] == [True]
 
 
 def test_a_controller_that_does_not_run(place: Path, closed: int, listening: int) -> None:

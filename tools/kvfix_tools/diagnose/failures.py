@@ -22,7 +22,7 @@ _ECHOES = (
 #: Log messages of a dead engine.
 _DEAD = re.compile(
     rb"EngineDeadError|ngine core initialization failed|WorkerProc initialization failed|EngineCore failed to start"
-    rb"|EngineCore encountered a|died unexpectedly|Worker proc |Shutting down due to|output_handler failed"
+    rb"|EngineCore encountered a|(?:died|exited) unexpectedly|Worker proc |Shutting down due to|output_handler failed"
 )
 #: Every match of _DEAD contains one of these.
 _DEATHS = (b"ngine", b"orker", b"died unexpectedly", b"Shutting down due to", b"output_handler failed")
@@ -191,9 +191,11 @@ def _is_failure(line: LogLine) -> bool:
         return True
     # vLLM dumps the input of a failed step as an error, with words such as `num_corrupted_reqs=0`.
     is_dump = "dump_input.py" in fields["place"]
+    # The API server prints this line above the exception that it has caught.
+    is_heading = b"Engine Exception caught." in line.body
     if fields["logger"] == "vllm" and line.body[:1].isspace():  # a traceback whose beginning is missing
         return False
-    return fields["level"] in ("error", "critical") and not is_dump and not _is_dead(line.body)
+    return fields["level"] in ("error", "critical") and not (is_dump or is_heading or _is_dead(line.body))
 
 
 @lru_cache(maxsize=256)

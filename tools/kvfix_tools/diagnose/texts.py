@@ -193,7 +193,7 @@ class Other:
                     return message.name, {**fields, "place": self.place} if message.name == "fatal" else fields
         if b"non-default args" in text:
             return "settings", {}
-        if b"[shutdown]" in text:
+        if b"[shutdown]" in text and b"exited unexpectedly" not in text:
             return "closing", {}
         died = _DIED.search(body) if any(word in body for word in _DEATHS) else None
         if died is not None:

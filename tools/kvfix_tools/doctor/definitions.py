@@ -6,6 +6,7 @@ kvfix keeps no list of settings, because their names change with the releases.
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -36,6 +37,16 @@ READERS = {
 }
 VLLM_CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
 _KEY = re.compile(r"lmcache\.[a-z_.]*[a-z]")
+
+
+#: Settings that take a few words only: the module that knows the words, and the table or function with them.
+_WORDS = {
+    "cache_policy": ("lmcache.v1.storage_backend.cache_policy", "POLICY_MAPPING"),
+    "remote_serde": ("lmcache.v1.storage_backend.naive_serde", "CreateSerde"),
+    "pre_caching_hash_algorithm": ("vllm.utils.hashing", "get_hash_fn_by_name"),
+}
+#: LMCache takes these too (token_database.py 0.5.6:126-188).
+_HASHES = {"builtin", "sha256_cbor_64bit"}
 
 
 class Definition(NamedTuple):
@@ -103,6 +114,21 @@ def _definition(name: str, node: ast.Dict) -> Definition:
     return Definition(name, found[1] if found else written, bool(found), constant(default), converted)
 
 
+def words(name: str, *packages: Package | None) -> set[str]:
+    """The words that this setting may be, as the code has them; empty for any, or if the code cannot be read."""
+    module, holder = _WORDS.get(name, ("", ""))
+    package = next((each for each in packages if each and module.startswith(f"{each.name}.")), None)
+    tree = package.tree(module) if package else None
+    if tree is None:
+        return set()
+    table, function = assigned(tree, holder), defined(tree, holder)
+    if isinstance(table, ast.Dict):
+        return {str(constant(key)) for key in table.keys}
+    compared = [node for node in ast.walk(function) if isinstance(node, ast.Compare)] if function else []
+    found = {str(constant(node.comparators[0])) for node in compared if isinstance(node.ops[0], ast.Eq)}
+    return found | _HASHES if found and module.startswith("vllm") else found
+
+
 def connector_keys(connector: str, lmcache: Package | None, vllm: Package | None) -> dict[str, Any]:
     """Return {key `lmcache.*` of kv_connector_extra_config that the connector reads: its default, or None if unknown}.
 
@@ -163,8 +189,16 @@ def wrong_type(kind: str, optional: bool, value: Any, typed: bool) -> bool:
         items = value if isinstance(value, list) else [part for part in str(value).split(",") if part.strip()]
         return not all(_converts(convert, each) for each in items)
     if kind == "dict":
-        return typed and not isinstance(value, dict | str)
+        return not isinstance(value, dict) and not _is_json(value)
     return kind == "str" and typed and isinstance(value, dict | list)
+
+
+def _is_json(value: Any) -> bool:
+    """LMCache reads the text of a mapping as JSON (config.py 0.5.6:382)."""
+    try:
+        return isinstance(value, str) and (not value or isinstance(json.loads(value), dict))
+    except ValueError:
+        return False
 
 
 def _converts(convert: Any, value: Any) -> bool:

@@ -126,14 +126,19 @@ def connects(host: str, port: int, seconds: float = 3.0) -> str:
         return getattr(error, "strerror", None) or str(error)
 
 
-def needs_password(host: str, port: int, seconds: float = 1.0) -> bool:
-    """Return True if a Redis refuses PING without a password."""
+def redis_refuses(host: str, port: int, seconds: float = 1.0) -> str:
+    """Return the error that a Redis answers to PING, or READONLY for a replica. Return "" if it takes commands."""
     try:
         with socket.create_connection((host, port), seconds) as connection:
             connection.sendall(b"PING\r\n")
-            return connection.recv(64).startswith(b"-NOAUTH")
+            answer = connection.recv(512)
+            if answer.startswith(b"-"):
+                return answer[1:].split(b"\r\n")[0].decode(errors="replace")
+            connection.sendall(b"INFO replication\r\n")
+            role = connection.recv(4096)
     except OSError:
-        return False
+        return ""
+    return "READONLY: it is a replica" if b"role:slave" in role and b"slave_read_only:0" not in role else ""
 
 
 def gib(size: float) -> str:

@@ -30,7 +30,7 @@ def _note_external(log: Diagnosis, line: LogLine) -> None:
     if fields.get("external") is not None and float(fields["prompt"]):
         kept.intervals += 1
         kept.external = max(kept.external, float(fields["external"]))
-        kept.local = max(kept.local, float(fields["local"] or 0))
+        kept.local = max(kept.local, float(fields.get("local") or 0))
         kept.last = line.evidence
 
 

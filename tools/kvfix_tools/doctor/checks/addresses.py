@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from kvfix import redact
 from kvfix_tools.doctor import servers
 from kvfix_tools.doctor.checks import OK, Line, check, ok, problem, unchecked
-from kvfix_tools.doctor.machine import connects, needs_password, port_in_use, resolves
+from kvfix_tools.doctor.machine import connects, port_in_use, redis_refuses, resolves
 from kvfix_tools.doctor.setup import Setup
 
 _ANY = ("0.0.0.0", "::", "*")
@@ -88,13 +89,24 @@ def _reached(setup: Setup) -> Iterator[tuple[str, str]]:
     remote = str(setup.setting("remote_url") or "")
     if remote.startswith(("lm://", "redis://", "rediss://", "valkey://")):
         for part in remote.split(","):
-            yield "remote_url", part
+            yield "remote_url", _with_defaults(part)
     if setup.on("enable_pd") and str(setup.setting("pd_role")) == "sender" and setup.setting("pd_proxy_host"):
         yield "pd_proxy_host and port", f"{setup.setting('pd_proxy_host')}:{setup.setting('pd_proxy_port')}"
     if setup.on("enable_controller"):
         for name in ("controller_pull_url", "controller_reply_url"):
             if setup.setting(name):
                 yield name, str(setup.setting(name))
+
+
+def _with_defaults(url: str) -> str:
+    """Redis's client takes localhost and 6379 where a URL names no host or port (redis/connection.py 8.1.0)."""
+    scheme, _, rest = url.partition("://")
+    if not scheme.startswith("redis"):
+        return url
+    at, slash, more = rest.partition("/")
+    user, sign, place = at.rpartition("@")
+    host, _, port = place.rpartition(":") if re.fullmatch(r".*:\d*", place) else (place, "", "")
+    return f"{scheme}://{user}{sign}{host or 'localhost'}:{port or 6379}{slash}{more}"
 
 
 @check("server")
@@ -133,18 +145,32 @@ def server(setup: Setup) -> Iterator[Line]:
             yield ok(f"the server at {each.address.url} is LMCache {each.release}")
 
 
+#: First words of Redis's own errors (server.c of Redis 7.4).
+_REFUSALS = {
+    "LOADING": "wait until redis-cli ping answers PONG, then start vLLM",
+    "MISCONF": "free the disk of Redis, or redis-cli config set stop-writes-on-bgsave-error no",
+    "READONLY": "the address of the primary in remote_url (redis-cli info replication: master_host)",
+}
+
+
 @check("remote-store")
 def remote_store(setup: Setup) -> Iterator[Line]:
-    """The store in remote_url answers on its port (lm, redis and valkey), and no password is missing."""
+    """The store in remote_url answers on its port (lm, redis and valkey), and its Redis takes commands."""
     for name, url in _reached(setup):
         at = servers.address(url)
         if name != "remote_url" or at.port is None or at.host in _ANY or not resolves(at.host):
             continue
-        do = "start this store before vLLM, or correct remote_url"
-        line = _answers(f"remote_url {redact.text(url)}", at.host, at.port, do)
-        if line.status == OK and url.startswith("redis://") and "@" not in url and needs_password(at.host, at.port):
-            do = "remote_url: redis://:PASSWORD@HOST:PORT"
-            line = problem(f"{redact.text(url)} refuses commands without a password", do)
+        line = _answers(
+            f"remote_url {redact.text(url)}", at.host, at.port, "start this store before vLLM, or correct remote_url"
+        )
+        if line.status == OK and url.startswith("redis://"):
+            why = redis_refuses(at.host, at.port)
+            word = why.partition(" ")[0].rstrip(":")
+            if word == "NOAUTH" and "@" not in url:
+                do = "remote_url: redis://:PASSWORD@HOST:PORT"
+                line = problem(f"{redact.text(url)} refuses commands without a password", do)
+            elif word in _REFUSALS:
+                line = problem(f"{redact.text(url)} refuses commands: {why[:120]}", _REFUSALS[word])
         yield line
 
 

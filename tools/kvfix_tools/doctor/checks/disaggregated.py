@@ -42,6 +42,21 @@ def library(setup: Setup) -> Iterator[Line]:
             yield ok(f"{package.title} can be imported")
 
 
+@check("nixl-backends")
+def backends(setup: Setup) -> Iterator[Line]:
+    """NIXL has a plugin for each of the `backends` of NixlConnector."""
+    package = setup.packages.get("nixl")
+    if package is None or "NIXL_PLUGIN_DIR" in setup.environment:
+        return
+    files = package.folder.parent.glob("*nixl*.libs/*/libplugin_*.so")
+    known = {file.stem.removeprefix("libplugin_") for file in files}
+    for entry in setup.connectors:
+        given = entry.extra.get("backends")
+        for name in given if isinstance(given, list) and known and "Nixl" in entry.name else ():
+            if name not in known:
+                yield problem(f"{package.title} has no plugin for backends {name!r}", " | ".join(sorted(known)))
+
+
 @check("prefill-decode")
 def prefill_decode(setup: Setup) -> Iterator[Line]:
     """enable_pd has all settings that LMCache requires, the roles agree, and the buffer holds a chunk."""
@@ -64,6 +79,25 @@ def prefill_decode(setup: Setup) -> Iterator[Line]:
     yield from faults
     if not faults:
         yield ok(f"enable_pd: {role}")
+
+
+@check("peer-to-peer")
+def peer_to_peer(setup: Setup) -> Iterator[Line]:
+    """enable_p2p has the controller, the ports and the channel that LMCache asserts (config.py 0.5.6:744-752)."""
+    if setup.connector("v1") is None or not setup.on("enable_p2p"):
+        return
+    examples = {
+        "controller_pull_url": "HOST:8300", "controller_reply_url": "HOST:8400", "lmcache_worker_ports": "[8500]",
+        "p2p_host": "HOST", "p2p_init_ports": "[8200]", "p2p_lookup_ports": "[8201]", "transfer_channel": "nixl",
+    }  # fmt: skip
+    known = setup.definitions.known if setup.definitions else examples
+    missing = [name for name in examples if name in known and setup.setting(name) is None]
+    if not setup.on("enable_controller"):
+        missing.insert(0, "enable_controller")
+    for name in missing:
+        yield problem(f"enable_p2p needs {name}", f"{name}: {examples.get(name, 'true')}; or enable_p2p: false")
+    if not missing:
+        yield ok("enable_p2p has all settings that it needs")
 
 
 def _missing(setup: Setup) -> Iterator[Line]:

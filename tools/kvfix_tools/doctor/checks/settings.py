@@ -10,7 +10,7 @@ from typing import Any
 from kvfix import redact
 from kvfix_tools.doctor import server_options
 from kvfix_tools.doctor.checks import Line, check, ok, problem, unchecked
-from kvfix_tools.doctor.definitions import KINDS, also, nearest, wrong_type
+from kvfix_tools.doctor.definitions import KINDS, also, nearest, words, wrong_type
 from kvfix_tools.doctor.packages import Package
 from kvfix_tools.doctor.setup import ENVIRONMENT, FILE, TRANSFER, Setting, Setup
 
@@ -119,7 +119,7 @@ def values(setup: Setup) -> Iterator[Line]:
                 )
             )  # fmt: skip
         else:
-            faults += _range(name, each)
+            faults += [*_range(name, each), *_word(setup, name, each)]
     yield from faults
     yield from _disk(setup)
     if not faults:
@@ -140,6 +140,16 @@ def _range(name: str, each: Setting) -> Iterator[Line]:
             upper = f" to {high:g}" if high < math.inf else " or more"
             what = f"{each.spelled} is {item} ({each.source}), which is out of range"
             yield problem(what, f"{each.spelled}: {low:g}{upper} ({unit})")
+
+
+def _word(setup: Setup, name: str, each: Setting) -> Iterator[Line]:
+    known = words(name, setup.lmcache, setup.vllm)
+    # LMCache takes the name of a policy in small letters too (cache_policy/__init__.py 0.5.6:37).
+    value = str(each.value).upper() if name == "cache_policy" else str(each.value)
+    if known and each.value is not None and value not in known:
+        near = nearest(value, {word.lower(): word for word in known})
+        do = next((word for word in known if word.lower() == near), "") or ", ".join(sorted(known))
+        yield problem(f"{each.spelled} is {each.value} ({each.source}), which LMCache does not have", do)
 
 
 def _disk(setup: Setup) -> Iterator[Line]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from kvfix_tools.doctor.checks import Line, check, ok, problem, unchecked
 from kvfix_tools.doctor.checks.disaggregated import bytes_per_token
@@ -26,8 +28,8 @@ def local_disk(setup: Setup) -> Iterator[Line]:
         yield unchecked("the folder of local_disk is in the container, so kvfix cannot check it")
         return
     folder = Path(given.removeprefix("file://"))
-    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+    there = _nearest_folder(folder)
+    if not _is_writable(there):
         do = "local_disk: a folder that vLLM's user may write"
         yield problem(f"local_disk is {folder}, but {there} cannot be written", do)
         return
@@ -40,6 +42,41 @@ def local_disk(setup: Setup) -> Iterator[Line]:
         )
     else:
         yield ok(f"local_disk {folder} is writable, and {gib(free)} are free")
+
+
+def _nearest_folder(folder: Path) -> Path:
+    """The folder, or that part of its path which is there."""
+    return next(each for each in (folder, *folder.absolute().parents) if each.exists())
+
+
+def _is_writable(there: Path) -> bool:
+    """A file system of the kernel (/sys, /proc) has no room, and takes no folder from root either."""
+    return there.is_dir() and os.access(there, os.W_OK | os.X_OK) and os.statvfs(there).f_blocks > 0
+
+
+@check("l2-adapter")
+def l2_adapter(setup: Setup) -> Iterator[Line]:
+    """The --l2-adapter of an `lmcache server` command is JSON of a known type, and its folder can be written."""
+    given = setup.command.options.get("l2-adapter") if setup.command and not setup.command.serves else None
+    if given is None:
+        return
+    try:
+        adapter = json.loads(given)
+    except ValueError as error:
+        yield problem(
+            f"--l2-adapter is not JSON: {error}", """--l2-adapter '{"type": "fs", "base_path": "/data/l2"}'"""
+        )
+        return
+    folder = setup.lmcache.folder / "v1/distributed/l2_adapters" if setup.lmcache else None
+    texts = (file.read_text(encoding="utf-8", errors="replace") for file in folder.glob("*.py")) if folder else ()
+    known = {each for text in texts for each in re.findall(r"register_l2_adapter_type\(\s*[\"'](\w+)", text)}
+    kind, path = (adapter.get("type"), adapter.get("base_path")) if isinstance(adapter, dict) else (None, None)
+    if known and kind not in known:
+        yield problem(f"--l2-adapter has no type {kind!r}", " | ".join(sorted(known)))
+    elif isinstance(path, str) and not _is_writable(_nearest_folder(Path(path))):
+        yield problem(f"base_path {path} of --l2-adapter cannot be written", "a folder that the server may write")
+    else:
+        yield ok(f"--l2-adapter {kind}")
 
 
 @check("remote-scheme")
@@ -58,21 +95,50 @@ def remote_scheme(setup: Setup) -> Iterator[Line]:
 
 @check("offload-size")
 def offload_size(setup: Setup) -> Iterator[Line]:
-    """OffloadingConnector has a setting for the size of its CPU cache, also as a child of MultiConnector."""
+    """OffloadingConnector has a CPU cache that fits into the memory, a known spec_name and a block_size of whole
+    blocks, also as a child of MultiConnector."""
+    limit, _, source = setup.machine.memory()
     for each in setup.connectors:
-        sizes = {"cpu_bytes_to_use", "num_cpu_blocks", "spec_name"}
-        if each.name == "OffloadingConnector" and not sizes & each.extra.keys():
-            yield problem(
-                "OffloadingConnector has no cpu_bytes_to_use, so vLLM does not start",
-                '"kv_connector_extra_config": {"cpu_bytes_to_use": 10737418240}',
-            )
+        if each.name != "OffloadingConnector":
+            continue
+        given, key = (
+            each.extra.get("cpu_bytes_to_use"),
+            '"kv_connector_extra_config": {"cpu_bytes_to_use": 10737418240}',
+        )
+        size = int(str(given).removesuffix(".0")) if str(given).removesuffix(".0").isdigit() else None
+        if not given and not {"num_cpu_blocks", "spec_name"} & each.extra.keys():
+            yield problem("OffloadingConnector has no cpu_bytes_to_use, so vLLM does not start", key)
+        elif given and size is None:
+            yield problem(f"cpu_bytes_to_use is {given!r}, which is no number of bytes", key)
+        elif size and limit and size > limit:
+            yield problem(f"cpu_bytes_to_use is {gib(size)}; {source} has {gib(limit)}", "a smaller cpu_bytes_to_use")
+        yield from _offload_names(setup, each.extra)
+
+
+def _offload_names(setup: Setup, extra: dict[str, Any]) -> Iterator[Line]:
+    """kv_offload/factory.py and offloading/config.py 0.32.0:128."""
+    text = setup.vllm.text("vllm.v1.kv_offload.factory") if setup.vllm else ""
+    specs = set(re.findall(r"register_spec\(\s*[\"'](\w+)", text))
+    spec, chunk = extra.get("spec_name"), str(extra.get("block_size", ""))
+    if specs and spec and spec not in specs and "spec_module_path" not in extra:
+        yield problem(f"vLLM has no spec_name {spec!r}", " | ".join(sorted(specs)))
+    block = setup.command.options.get("block-size", "") if setup.command else ""
+    if chunk.isdigit() and block.isdigit() and int(chunk) % int(block):
+        yield problem(
+            f"block_size {chunk} of OffloadingConnector is no multiple of vLLM's block size {block}",
+            f'"block_size": {-(-int(chunk) // int(block)) * int(block)}',
+        )
 
 
 @check("cpu-cache-size")
 def cpu_cache_size(setup: Setup) -> Iterator[Line]:
-    """The CPU cache of LMCache holds at least eight chunks of the model."""
+    """The CPU cache of LMCache has a size, and holds at least eight chunks of the model."""
     size, chunk, of_token = setup.number("max_local_cpu_size"), setup.number("chunk_size"), bytes_per_token(setup)
-    if setup.connector("v1") is None or not (size and chunk and of_token):
+    if setup.connector("v1") is None:
+        return
+    if size is not None and size <= 0 and not setup.on("enable_pd"):
+        yield problem(f"max_local_cpu_size is {size:g}: LMCache does not start without memory", "max_local_cpu_size: 5")
+    if not (size and chunk and of_token):
         return
     held = size * GIB / (chunk * of_token)
     if held < _FEWEST_CHUNKS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def _registered(setup: Setup, entry: Connector) -> Iterator[Line]:
         package = setup.packages.get(entry.module.partition(".")[0])
         file = package.file(entry.module) if package else None
         tree = parse(file) if file else None
-        if file is None and not Path(*entry.module.split(".")).with_suffix(".py").is_file():
+        if file is None and not _is_file(setup, entry.module):
             yield problem(f"this Python has no module {entry.module}", "correct kv_connector_module_path")
         elif tree is not None and entry.name not in {getattr(node, "name", None) for node in ast.walk(tree)}:
             yield problem(f"{entry.module} has no class {entry.name}", "correct kv_connector")
@@ -83,6 +84,12 @@ def _registered(setup: Setup, entry: Connector) -> Iterator[Line]:
             f"{_title(setup)} has no connector {entry.name!r}",
             f'"kv_connector": "{near}"' if near else f"use one of {', '.join(sorted(known))}",
         )
+
+
+def _is_file(setup: Setup, module: str) -> bool:
+    """Return True if this folder, or a folder of PYTHONPATH, has the module as one file."""
+    places = ["", *setup.environment.get("PYTHONPATH", "").split(os.pathsep)]
+    return any(Path(place, *module.split(".")).with_suffix(".py").is_file() for place in places)
 
 
 def _title(setup: Setup) -> str:
