@@ -32,6 +32,7 @@ class Behaviour:
     - counts: /metrics counts the requests
     - keeps: number of prompts that the connector can keep
     - others: each request comes together with a request of another client
+    - spreads_nan: the first answer with a hit is NaN, and so is every third later answer
     - missing: paths that return 404
     - ends_after: number of answers until the connection ends in the middle of an answer
     """
@@ -40,6 +41,7 @@ class Behaviour:
     wrong: Callable[[list[int], int, int], bool] = never
     keeps: int = 1 << 30
     others: bool = False
+    spreads_nan: bool = False
     counts: bool = True
     connector: bool = True
     stores: bool = True
@@ -63,9 +65,10 @@ class Engine:
     drawn: random.Random = field(default_factory=lambda: random.Random(0))
     lock: threading.Lock = field(default_factory=threading.Lock)
     together: int = 0
+    since_nan: int = -1
     paths: list[str] = field(default_factory=list)
 
-    def answer(self, model: str, prompt: list[int], count: int) -> list[dict[str, float]]:
+    def answer(self, model: str, prompt: list[int], count: int) -> list[dict[str, float | None]]:
         with self.lock:
             self.together += 1
             cached = min(longest(self.gpu, model, prompt), len(prompt) - 1) if self.behaviour.prefix_caching else 0
@@ -84,6 +87,10 @@ class Engine:
                 self.external.append((there, prompt))
                 del self.external[: -self.behaviour.keeps]
             wrong = hit > 0 and self.behaviour.wrong(prompt, hit, self.together)
+            if self.behaviour.spreads_nan and (hit > 0 or self.since_nan >= 0):
+                self.since_nan += 1
+                if self.since_nan % 3 == 0:
+                    return [dict.fromkeys(f"token_id:{n}" for n in range(5))] * count
             seed = hashlib.sha256(f"{model} {prompt} {wrong}".encode()).digest()
             values, noise = random.Random(seed), self.behaviour.noise
             drawn = self.drawn.gauss

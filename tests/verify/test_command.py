@@ -40,6 +40,13 @@ class TestVerdicts:
         assert "SUMMARY: kvfix verify different: wrong for all hits, alone and under load" in text
         assert "kvfix explain KVF020" in text
 
+    def test_nan_that_spoils_the_noise(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """The survey finds it: from then on computed answers are NaN too, and so is the noise."""
+        code, text = run(capsys, Behaviour(spreads_nan=True))
+        assert code == 1, text
+        assert "SUMMARY: kvfix verify different: the model computes NaN with KV from the connector" in text
+        assert "restart the engine, and empty the cache" in text
+
     def test_one_border_is_wrong(self, capsys: pytest.CaptureFixture[str]) -> None:
         """Found by fresh prompts of the kind: three of 48 answers alone are no proof."""
         wrong = lambda prompt, hit, together: len(prompt) == CHUNK  # noqa: E731
@@ -184,12 +191,12 @@ class TestServers:
     def test_another_model(self, capsys: pytest.CaptureFixture[str]) -> None:
         code, text = run(capsys, Behaviour(), model="large")
         assert code == 2, text
-        assert "has no model 'large', but tiny" in text
+        assert "has no model 'large'. Give --model with one of: tiny" in text
 
     def test_out_of_time(self, capsys: pytest.CaptureFixture[str]) -> None:
         code, text = run(capsys, Behaviour(), seconds=0.2)
         assert code == 77, text
-        assert "use --seconds" in text
+        assert "Use a longer --seconds" in text
 
 
 def test_dry_run_asks_nothing_of_the_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvfix_tools.verify.compare import Answer
+from kvfix_tools.verify.compare import SMALLEST, Answer
 from kvfix_tools.verify.prompts import Prompt
 
 #: Number of log probabilities to request for each answered token.
@@ -218,8 +218,8 @@ class Server:
 
 
 def _finite(logprobs: dict[str, float | None] | None) -> dict[str, float]:
-    """Replace null, which stands for NaN in JSON, by vLLM's smallest log probability, -9999."""
-    return {token: -9999.0 if value is None else float(value) for token, value in (logprobs or {}).items()}
+    """Replace null, which stands for NaN in JSON, by vLLM's smallest log probability."""
+    return {token: SMALLEST if value is None else float(value) for token, value in (logprobs or {}).items()}
 
 
 def _number(text: str | None) -> int:

@@ -26,12 +26,21 @@ FAR = 20.0
 SPARE = 2
 
 
+#: vLLM's smallest log probability. It also stands for NaN here.
+SMALLEST = -9999.0
+
+
 @dataclass(frozen=True)
 class Answer:
     """An answer. tokens: its tokens. logprobs: for each token, {token: log probability} of the likeliest tokens."""
 
     tokens: tuple[str, ...]
     logprobs: tuple[dict[str, float], ...]
+
+
+def has_numbers(answer: Answer) -> bool:
+    """Return False if the model computed NaN: then a token has no log probability at all."""
+    return all(max(each.values(), default=SMALLEST) > SMALLEST for each in answer.logprobs)
 
 
 @dataclass(frozen=True)

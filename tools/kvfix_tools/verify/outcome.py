@@ -53,6 +53,8 @@ class Outcome:
     expected, hits: minimum and actual number of tokens from the connector in the warm round. hits is None if requests
         of other clients hide the number.
     shared_with: an adapter that got KV of another adapter.
+    not_numbers: number of first prompts whose answer became NaN with KV from the connector. NaN stays in the engine's
+        memory, and spoils the later rounds.
     """
 
     sizes: Sizes
@@ -66,10 +68,12 @@ class Outcome:
     preemptions: int
     flushed_by: str
     shared_with: str = ""
+    not_numbers: int = 0
 
     @property
     def is_different(self) -> bool:
-        return bool(self.first_test or self.shared_with or any(each.holds for each in self.confirmations))
+        found = self.first_test or self.shared_with or self.not_numbers
+        return bool(found or any(each.holds for each in self.confirmations))
 
     def above(self, mode: str, kind: str = "") -> list[Case]:
         """Return the cases whose difference is above the limit."""

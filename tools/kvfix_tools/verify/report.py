@@ -63,6 +63,8 @@ def why_not(outcome: Outcome) -> str:
 
 def where(outcome: Outcome) -> str:
     """Return a text about the hits whose answers are wrong."""
+    if outcome.not_numbers:
+        return "the model computes NaN with KV from the connector"
     if outcome.shared_with and not any(map(outcome.above, MODES)):
         return "another adapter is served the same KV"
     modes = [mode for mode in MODES if outcome.above(mode)]
@@ -116,6 +118,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         "flushed_by": outcome.flushed_by, "preemptions": outcome.preemptions,
         "controls": len(judge.controls), "noise": judge.noise, "limit": judge.limit, "is_exact": judge.is_exact,
         "false_alarm_rate": outcome.error_rate, "kinds": kinds, "shared_with": outcome.shared_with,
+        "not_numbers": outcome.not_numbers,
         "confirmations": [vars(each) | {"holds": each.holds} for each in outcome.confirmations],
     }  # fmt: skip
 
@@ -189,6 +192,11 @@ def _example(outcome: Outcome) -> list[str]:
             f"  {case.hits or 0} tokens came from the connector: {(case.hits or 0) / chunk:.4g} chunks of {chunk}.",
             f"  Answered token {different.position + 1}, log probability of {different.token}: {different.computed:.4f}"
             f" computed, {different.cached:.4f} cached.",
+        ]
+    if outcome.not_numbers:
+        text += [
+            f"{outcome.not_numbers} of the first prompts have an answer if they are computed, and NaN with cached KV.",
+            "  NaN stays in the engine's memory and spoils later answers: restart the engine, and empty the cache.",
         ]
     if outcome.shared_with:
         text += [

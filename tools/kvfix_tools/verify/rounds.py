@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from kvfix_tools.verify.client import Metrics, Refused, Reply, Server
-from kvfix_tools.verify.compare import SPARE, Judge, difference, is_decided
+from kvfix_tools.verify.compare import SPARE, Judge, difference, has_numbers, is_decided
 from kvfix_tools.verify.outcome import ALONE, UNDER_LOAD, Case, Confirmation, Outcome
 from kvfix_tools.verify.prompts import TOKENS, Maker, Prompt, Sizes
 
@@ -48,6 +48,7 @@ class Rounds:
         self.subject, self.reference, self.maker, self.sizes = subject, reference, maker, sizes
         self.clients, self.say = clients, say
         self.flushed_by = ""
+        self.not_numbers = 0
         metrics = reference.metrics()
         assert metrics is not None
         self.capacity = metrics.capacity
@@ -76,6 +77,7 @@ class Rounds:
         outcome.first_test = judge.first_test(pairs)
         if not outcome.first_test:
             outcome.confirmations = [self._confirm(*suspect, judge, compared) for suspect in self._suspects(outcome)]
+        outcome.not_numbers = self.not_numbers
         outcome.shared_with = self._shared_with(cases, others)
         return outcome
 
@@ -87,18 +89,22 @@ class Rounds:
         kinds = (["many chunks"] if self.maker.vocabulary else ["text"]) * SURVEY
         prompts = list(self.maker.prompts(kinds, sizes))
         before = self._metrics()
-        for prompt in prompts:
-            self.reference.ask(prompt, 1)
+        computed = [self.reference.ask(prompt, 1) for prompt in prompts]
         if self.reference.metrics_after(before).requests == before.requests:
             raise Inconclusive(NOT_COUNTED)
         for attempt in range(SURVEYS):
             time.sleep(attempt)
             self.flush()
-            hits = [self._hit(*self._measured(self.subject, prompt, 1)) for prompt in prompts]
+            warm = [self._measured(self.subject, prompt, 1) for prompt in prompts]
+            hits = [self._hit(*each) for each in warm]
             if any(hit != 0 for hit in hits):
                 break
         else:
             raise Inconclusive(NEVER_ASKED if self._metrics().queried == before.queried else NO_HIT)
+        self.not_numbers = sum(
+            has_numbers(one.answer) and not has_numbers(other.answer)
+            for one, (other, _) in zip(computed, warm, strict=True)
+        )
         found = math.gcd(*(hit for hit in hits if hit)) if any(hits) else 0
         is_chunk = found >= self.sizes.block and found % self.sizes.block == 0
         self.sizes = replace(sizes, chunk=self.sizes.chunk or (found if is_chunk else sizes.block))
