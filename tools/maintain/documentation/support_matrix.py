@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
@@ -137,7 +138,12 @@ def _releases(pairs: Pairs) -> tuple[list[str], list[str]]:
 
 
 def _scenarios(fix: Fix) -> set[str]:
-    return {each.slug for each in scenarios() if fix.code in each.fixes}
+    return {slug for slug, codes in _fixes_of_scenarios().items() if fix.code in codes}
+
+
+@lru_cache(maxsize=1)
+def _fixes_of_scenarios() -> dict[str, tuple[str, ...]]:
+    return {each.slug: tuple(each.fixes) for each in scenarios()}
 
 
 def _cells(pairs: Pairs, slugs: set[str]) -> Cells:
