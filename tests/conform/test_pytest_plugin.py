@@ -22,7 +22,7 @@ def test_scenarios_are_tests(tmp_path: Path) -> None:
     assert "1 failed, 1 passed, 2 skipped" in done.stdout
     assert "reset: LAB001" in done.stdout
     assert "new_weights()" in done.stdout
-    assert "no SupportsHMA" in done.stdout
+    assert "does not have SupportsHMA" in done.stdout
 
 
 def test_without_the_option_nothing_is_imported(tmp_path: Path) -> None:

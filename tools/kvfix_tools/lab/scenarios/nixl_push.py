@@ -50,7 +50,7 @@ SCENARIOS = {
         [fail("handshake", 1), ask_at_once("r", prompt(64)), run(), expect_all_ended()],
         "KVR022",
         doc="One of two decode ranks cannot connect and fails the load: prefill still writes to it.",
-        text="does not wait for that",
+        text="of a request that does not wait",
         options=Options(connector="nixl-push", peer_ranks=2, kv_heads=2, extra={"push_registration_timeout": 5.0}),
         not_in_hooks=REQUEST,
     ),
