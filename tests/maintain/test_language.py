@@ -48,7 +48,7 @@ def test_a_docstring_begins_with_its_first_line() -> None:
 
 
 def test_files_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    module = tmp_path / language.MODULES[0].replace("**/*", "fixes/vllm/kvf999")
+    module = tmp_path / "patches/kvfix/fixes/vllm/kvf999.py"
     module.parent.mkdir(parents=True)
     module.write_text('"""A fix."""\n\n\ndef fix():\n    """Whether it is there."""\n')
     (tmp_path / "README.md").write_text("The page.\n")
