@@ -151,18 +151,14 @@ def in_its_process(connector: str, steps: int, edited: Path | None) -> dict[str,
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def show(title: str, rows: list[dict[str, Any]]) -> bool:
-    """Print a table; True if an outcome is worse than as released."""
-    print(f"\n{title}")
-    print(f"{'connector':<16}{'scenarios':>10}{'steps':>9}{'applied':>9}{'refused':>9}{'undecided':>11}  worse")
-    for row in rows:
-        fixes, worse = row["fixes"], row["worse_scenarios"] + row["worse_seeds"]
-        counts = f"{fixes.get('applied', 0):>9}{fixes.get('refused', 0):>9}{fixes.get('unknown', 0):>11}"
-        print(f"{row['connector']:<16}{row['scenarios']:>10}{row['steps']:>9}{counts}  {'; '.join(worse) or 'none'}")
-    refused = {code: reason for row in rows for code, reason in row["refused"].items()}
-    for code, reason in sorted(refused.items()):
-        print(f"  {code} refused: {reason}")
-    return any(row["worse_scenarios"] or row["worse_seeds"] for row in rows)
+HEAD = f"{'connector':<16}{'scenarios':>10}{'steps':>9}{'applied':>9}{'refused':>9}{'undecided':>11}  worse"
+
+
+def as_line(row: dict[str, Any]) -> str:
+    """Format the result of one connector."""
+    fixes, worse = row["fixes"], row["worse_scenarios"] + row["worse_seeds"]
+    counts = f"{fixes.get('applied', 0):>9}{fixes.get('refused', 0):>9}{fixes.get('unknown', 0):>11}"
+    return f"{row['connector']:<16}{row['scenarios']:>10}{row['steps']:>9}{counts}  {'; '.join(worse) or 'none'}"
 
 
 def main(arguments: list[str]) -> int:
@@ -179,12 +175,15 @@ def main(arguments: list[str]) -> int:
             if edits:
                 edited = Path(folder).resolve()
                 made = drill_edits.make(edited, VLLM / newest("vllm"), LMCACHE / newest("lmcache"), edits)
-            rows = []
-            for connector in connectors:
-                print(f"{connector}, {edits} edits", file=sys.stderr)
-                rows.append(in_its_process(connector, options.steps, edited))
             title = f"vLLM {newest('vllm')} and LMCache {newest('lmcache')} as unknown releases, {len(made)} edits"
-            worse |= show(title, rows)
+            print(f"\n{title}\n{HEAD}", flush=True)
+            refused: dict[str, str] = {}
+            for connector in connectors:
+                row = in_its_process(connector, options.steps, edited)
+                print(as_line(row), flush=True)
+                refused |= row["refused"]
+                worse |= bool(row["worse_scenarios"] or row["worse_seeds"])
+            print("\n".join(f"  {code} refused: {reason}" for code, reason in sorted(refused.items())))
             print("\n".join(f"  edited: {each}" for each in made))
             if not options.edits:
                 break
