@@ -1,4 +1,4 @@
-"""The connector and the effect of each fix, by which `kvfix status` counts and filters."""
+"""The connector, the effect and the releases of each fix."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import os
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-from kvfix.fixes.api import EFFECTS, Fix
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from kvfix import applicability
+from kvfix.fixes.api import EFFECTS, Fix, Target
 
 _V1, _MP = "LMCacheConnectorV1", "LMCacheMPConnector"
 #: {prefix of a module name: connector}. The longest prefix wins. "": every connector.
@@ -97,3 +101,23 @@ def severity(name: str) -> str:
         if name.strip().lower().replace("-", " ") == effect:
             return effect
     raise ValueError(f"unknown severity {name!r}; known: {', '.join(EFFECTS)}")
+
+
+def wrong_releases(fix: Fix, dist: str) -> set[str]:
+    """Return the releases of whose code kvfix knows the fingerprint, and knows it to be wrong."""
+    wrong = [target for target in fix.targets if target.dist == dist and not target.helper]
+    broken = {target.name: SpecifierSet(target.broken, prereleases=True) for target in wrong}
+    return {each for target in wrong for each in releases_with(target) if each in broken[target.name]}
+
+
+def first_right(fix: Fix, dist: str) -> str | None:
+    """Return the release after the last one with the bug; None: there is none that kvfix knows."""
+    wrong = wrong_releases(fix, dist)
+    known = applicability.fingerprints()[dist]["releases"]
+    return next((each for each in known if wrong and Version(each) > max(map(Version, wrong))), None)
+
+
+def releases_with(target: Target) -> set[str]:
+    """Return the releases that have this function."""
+    known = applicability.fingerprints()[target.dist]["functions"].get(target.name, {})
+    return {release for releases in known.values() for release in releases}

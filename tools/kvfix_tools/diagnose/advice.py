@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from kvfix import applicability, catalogue
+from kvfix import catalogue
 from kvfix.fixes.api import Fix
+from kvfix_tools import fix_overview
 from kvfix_tools.diagnose.problems import NAMES, Problem
 
 if TYPE_CHECKING:
@@ -147,7 +146,7 @@ def _releases(log: Diagnosis, found: LogFinding, concerned: list[Fix]) -> list[A
     made = []
     for dist, needed in by_dist.items():
         name, codes = NAMES.get(dist, dist), ", ".join(each.code for each in needed)
-        rights = [first_right(each, dist) for each in needed]
+        rights = [fix_overview.first_right(each, dist) for each in needed]
         if None in rights:
             made.append(Advice("release", "", f"keep kvfix ({codes}): no release of {name} has a correction yet"))
         else:
@@ -160,7 +159,7 @@ def _releases(log: Diagnosis, found: LogFinding, concerned: list[Fix]) -> list[A
 def _if_of(log: Diagnosis, found: LogFinding, each: Fix) -> str:
     """Return the releases that the fix is for, if the log does not name its release."""
     dist = _dist(log, found, each) or each.targets[0].dist
-    broken = _broken(each, dist)
+    broken = sorted(fix_overview.wrong_releases(each, dist), key=Version)
     if not broken or _within(log, found, dist, ">=0") is not None:
         return ""
     through = f" to {broken[-1]}" if len(broken) > 1 else ""
@@ -174,19 +173,3 @@ def _how(each: Fix) -> str:
 def _workaround(each: Fix) -> str:
     """Return the workaround of a bug that kvfix cannot fix."""
     return f"{' '.join(each.section('Workaround').split())} ({each.code} {each.slug})"
-
-
-@lru_cache(maxsize=256)
-def first_right(found: Fix, dist: str) -> str | None:
-    """Return the first release of this distribution after all broken ones; None if kvfix knows none."""
-    broken = _broken(found, dist)
-    releases = applicability.fingerprints().get(dist, {}).get("releases", [])
-    return next((each for each in releases if broken and Version(each) > Version(broken[-1])), None)
-
-
-@lru_cache(maxsize=256)
-def _broken(found: Fix, dist: str) -> tuple[str, ...]:
-    """Return the known releases of this distribution that have the bug, oldest first."""
-    specifiers = [SpecifierSet(target.broken, prereleases=True) for target in found.targets if target.dist == dist]
-    releases = applicability.fingerprints().get(dist, {}).get("releases", [])
-    return tuple(sorted((each for each in releases if any(each in spec for spec in specifiers)), key=Version))

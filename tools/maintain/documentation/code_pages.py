@@ -92,7 +92,7 @@ def of_fix(fix: Fix, pairs: Pairs) -> str:
     about = {
         "Wrong in": wrong_in(fix),
         "First right release": "; ".join(
-            f"{NAMES[dist]} {support_matrix.first_right(fix, dist) or 'none yet'}" for dist in fix.dists
+            f"{NAMES[dist]} {fix_overview.first_right(fix, dist) or 'none yet'}" for dist in fix.dists
         ),
         "Applied": _applied(fix),
         "Fixes" if fix.fixable else "Looks at": ", ".join(dict.fromkeys(f"`{each.name}`" for each in fix.targets)),
@@ -106,7 +106,7 @@ def of_fix(fix: Fix, pairs: Pairs) -> str:
 
 
 def wrong_in(fix: Fix) -> str:
-    wrong = {dist: sorted(support_matrix.wrong_releases(fix, dist)) for dist in fix.dists}
+    wrong = {dist: sorted(fix_overview.wrong_releases(fix, dist)) for dist in fix.dists}
     known = applicability.fingerprints()
     return "; ".join(f"{NAMES[dist]} {span(its, known[dist]['releases'])}" for dist, its in wrong.items())
 

@@ -12,11 +12,10 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from kvfix import applicability, catalogue
-from kvfix.fixes.api import Fix, Target
+from kvfix import catalogue
+from kvfix.fixes.api import Fix
 from kvfix_tools import fix_overview
 from kvfix_tools.lab.scenario import scenarios
 from maintain.documentation.markdown import span, table
@@ -66,7 +65,7 @@ def data(pairs: Pairs) -> dict[str, Any]:
                 "effect": fix.effect,
                 "applied": "opt-in" if fix.opt_in else "default" if fix.fixable else "never",
                 "connectors": sorted(fix_overview.connectors(fix)),
-                "right": {dist: first_right(fix, dist) for dist in fix.dists},
+                "right": {dist: fix_overview.first_right(fix, dist) for dist in fix.dists},
                 "cells": _letters(fix, pairs),
             }
             for fix in catalogue.fixes()
@@ -82,9 +81,9 @@ def _json(value: object) -> str:
 def _letters(fix: Fix, pairs: Pairs) -> list[str]:
     vllm, lmcache = _releases(pairs)
     cells = _cells(pairs, _scenarios(fix))
-    wrong = {(dist, release) for dist in fix.dists for release in wrong_releases(fix, dist)}
+    wrong = {(dist, release) for dist in fix.dists for release in fix_overview.wrong_releases(fix, dist)}
     targets = [target for target in fix.targets if not target.helper]
-    known = {(target.dist, release) for target in targets for release in _releases_with(target)}
+    known = {(target.dist, release) for target in targets for release in fix_overview.releases_with(target)}
 
     def letter(pair: tuple[str, str]) -> str:
         releases = {("vllm", pair[0]), ("lmcache", pair[1])}
@@ -92,26 +91,6 @@ def _letters(fix: Fix, pairs: Pairs) -> list[str]:
         return _LETTERS.get(cells[pair], by_code)
 
     return ["".join(letter((one, other)) for other in lmcache) for one in vllm]
-
-
-def wrong_releases(fix: Fix, dist: str) -> set[str]:
-    """Return the releases of whose code kvfix knows the fingerprint, and knows it to be wrong."""
-    wrong = [target for target in fix.targets if target.dist == dist and not target.helper]
-    broken = {target.name: SpecifierSet(target.broken, prereleases=True) for target in wrong}
-    return {each for target in wrong for each in _releases_with(target) if each in broken[target.name]}
-
-
-def first_right(fix: Fix, dist: str) -> str | None:
-    """Return the release after the last one with the bug; None: there is none that kvfix knows."""
-    wrong = wrong_releases(fix, dist)
-    known = applicability.fingerprints()[dist]["releases"]
-    return next((each for each in known if wrong and Version(each) > max(map(Version, wrong))), None)
-
-
-def _releases_with(target: Target) -> set[str]:
-    """Return the releases that have this function."""
-    known = applicability.fingerprints()[target.dist]["functions"].get(target.name, {})
-    return {release for releases in known.values() for release in releases}
 
 
 def of_fix(pairs: Pairs, code: str) -> str:
