@@ -22,13 +22,12 @@ INTERVALS = 3
 def ended_at_its_buffer(log: Diagnosis, line: LogLine | None) -> Answer | None:
     """The engine dies or hangs at its start, while LMCache allocates its CPU cache: a process logs nothing after that.
 
-    Cause: LMCache allocates and pins `max_local_cpu_size` GB (default 5) for each rank, page by page. A process that
-    logs no error was killed because the memory of the container or the machine was full. Or the process pins pages for
-    longer than vLLM waits. `dmesg -T | grep -i 'killed process'` and `kubectl describe pod` (OOMKilled, code 137) show
-    which.
+    Cause: LMCache allocates and pins `max_local_cpu_size` GB (default 5) for each rank, page by page. A process without
+    an error was killed for memory of the container or the machine, or pins pages longer than vLLM waits. `dmesg -T |
+    grep -i 'killed process'` and `kubectl describe pod` (OOMKilled, code 137) show which.
 
-    Setting: lower `max_local_cpu_size` (LMCACHE_MAX_LOCAL_CPU_SIZE) to at most 70 % of the container's memory, divided
-    by the number of ranks on this machine. Also set `ulimit -l unlimited`. If no process was killed, set
+    Setting: `max_local_cpu_size` (LMCACHE_MAX_LOCAL_CPU_SIZE) lower, so that its product with the ranks of this machine
+    is at most 70 % of the container's memory; and `ulimit -l unlimited`. If no process was killed, set
     VLLM_ENGINE_READY_TIMEOUT_S=1800.
 
     Good: these settings in every unit file and container.
@@ -63,10 +62,10 @@ def decode_fetches_nothing(log: Diagnosis, line: LogLine | None) -> Answer | Non
     it must copy kv_transfer_params of the answer into the request to decode. Here the router does not copy them, or
     requests go directly to decode. If prefill logs nothing at this time, requests go directly to decode.
 
-    Setting: send `"max_tokens": 1` and the kv_transfer_params above with `curl http://PREFILL/v1/completions`. Then
-    send a request with the kv_transfer_params of the answer to decode. If decode then logs an `External prefix cache
-    hit rate` above 0, the router is the cause. vLLM's `examples/disaggregated/disaggregated_serving/` has a router that
-    copies them. With llm-d, use the routing sidecar and a path that it knows (/v1/completions, /v1/chat/completions).
+    Setting: `curl http://PREFILL/v1/completions` with `"max_tokens": 1` and the kv_transfer_params above, then send the
+    kv_transfer_params of the answer to decode. If `External prefix cache hit rate` rises above 0, the router is the
+    cause. vLLM's `examples/disaggregated/disaggregated_serving/` has a router that copies them. With llm-d, use the
+    routing sidecar and a path that it knows (/v1/completions, /v1/chat/completions).
 
     Good: a router for this connector. No setting of the engines replaces the router.
 
@@ -91,9 +90,9 @@ def answers_500_without_error(log: Diagnosis, line: LogLine | None) -> Answer | 
     vLLM ends the request, and the API server answers 500 without a log line. EngineCore's line `Failing ... request(s)
     due to KV load failure` and earlier lines of the worker show the cause. These lines are not in this log.
 
-    Setting: set `"kv_load_failure_policy": "recompute"` in --kv-transfer-config of the engine that loads (vLLM 0.15 or
-    newer). Then vLLM answers these requests. To find the cause, get the whole log of all processes (`kubectl logs POD
-    -c CONTAINER`, `docker logs`), or start with `--log-error-stack`, which logs the exceptions of the API server.
+    Setting: `"kv_load_failure_policy": "recompute"` in --kv-transfer-config of the engine that loads (vLLM 0.15 or
+    newer) answers these requests. To find the cause, get the whole log of all processes (`kubectl logs POD -c
+    CONTAINER`, `docker logs`), or start with `--log-error-stack`, which logs the exceptions of the API server.
 
     Good: a fix of the failure that EngineCore's and the worker's lines name.
     """
@@ -129,8 +128,8 @@ def start_without_an_end(log: Diagnosis, line: LogLine | None) -> Answer | None:
     worker show which. A connector may hang while it opens its transport (NIXL, Mooncake), waits for a server
     (LMCacheMPConnector: 300 s), or allocates and pins its CPU buffer (minutes for hundreds of GB).
 
-    Setting: run `py-spy dump --pid PID` for EngineCore and each worker. Then run kvfix-diagnose on the stacks, or on
-    the next minutes of the log. If the engine starts without --kv-transfer-config, the connector is the cause.
+    Setting: `py-spy dump --pid PID` of EngineCore and each worker, then run kvfix-diagnose with the stacks, or with the
+    next minutes of the log. If the engine starts without --kv-transfer-config, the connector is the cause.
 
     Good: a fix of the cause that the stacks show.
 
