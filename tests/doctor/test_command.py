@@ -96,7 +96,7 @@ def test_every_check_says_what_it_looks_at(capsys: pytest.CaptureFixture[str]) -
     listed = capsys.readouterr().out.splitlines()
     names = [each.name for each in checks.catalogue()]
     assert len(set(names)) == len(names) == len(listed)
-    assert all(re.fullmatch(r"[a-z-]+: \S.*\.", line) for line in listed)
+    assert all(re.fullmatch(r"[a-z0-9-]+: \S.*\.", line) for line in listed)
 
 
 def test_the_page_tells_the_exit_codes() -> None:
