@@ -7,9 +7,6 @@ can be changed between two rounds. The job has `dtype`.
 from __future__ import annotations
 
 import json
-import os
-import sys
-import traceback
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -244,10 +241,6 @@ def main(job: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(json.loads(Path(sys.argv[1]).read_text()))
-    finally:  # threads of LMCache would go on
-        if sys.exc_info()[1]:
-            traceback.print_exc()
-        sys.stdout.flush()
-        os._exit(0)
+    import job
+
+    job.run(main)

@@ -11,9 +11,6 @@ filled with random numbers: in a small engine they could have the right KV from 
 from __future__ import annotations
 
 import json
-import os
-import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -141,10 +138,6 @@ def main(job: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(json.loads(Path(sys.argv[1]).read_text()))
-    finally:  # threads of LMCache would go on
-        if sys.exc_info()[1]:
-            traceback.print_exc()
-        sys.stdout.flush()
-        os._exit(0)
+    import job
+
+    job.run(main)

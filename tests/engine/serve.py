@@ -22,9 +22,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -116,11 +114,6 @@ def one_by_one(engine: Any, requests: list[tuple[list[int], int]], spoil: Path) 
 
 
 if __name__ == "__main__":
-    in_one_process = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"
-    try:
-        main(json.loads(Path(sys.argv[1]).read_text()))
-    finally:
-        if in_one_process:  # LMCache's threads are in here, and never end
-            if sys.exc_info()[0]:
-                traceback.print_exc()
-            os._exit(0)
+    import job
+
+    job.run(main, engine_is_here=os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0")
