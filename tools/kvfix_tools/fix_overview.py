@@ -6,6 +6,7 @@ import json as jsonlib
 import os
 from collections.abc import Iterable
 from difflib import get_close_matches
+from functools import lru_cache
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -103,11 +104,12 @@ def severity(name: str) -> str:
     raise ValueError(f"unknown severity {name!r}; known: {', '.join(EFFECTS)}")
 
 
-def wrong_releases(fix: Fix, dist: str) -> set[str]:
+@lru_cache(maxsize=512)
+def wrong_releases(fix: Fix, dist: str) -> frozenset[str]:
     """Return the releases of whose code kvfix knows the fingerprint, and knows it to be wrong."""
     wrong = [target for target in fix.targets if target.dist == dist and not target.helper]
     broken = {target.name: SpecifierSet(target.broken, prereleases=True) for target in wrong}
-    return {each for target in wrong for each in releases_with(target) if each in broken[target.name]}
+    return frozenset(each for target in wrong for each in releases_with(target) if each in broken[target.name])
 
 
 def first_right(fix: Fix, dist: str) -> str | None:
