@@ -91,7 +91,7 @@ def test_what_is_no_number() -> None:
     assert difference(of, k1=float("nan"))[:4] == (1, "K", 1, 1e9)
     assert difference(torch.zeros(2, 2, 3), k1=1.0)[:4] == (1, "K", 1, 1e9)
     assert not difference(torch.zeros(2, 2, 3)).is_wrong
-    # What vLLM computed is no number: this is not the cache's fault.
+    # vLLM itself computed NaN: this is not the fault of the cache.
     assert not difference(torch.full((2, 2, 3), float("nan")), k1=float("nan")).is_wrong
 
 

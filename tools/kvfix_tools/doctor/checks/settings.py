@@ -111,13 +111,14 @@ def values(setup: Setup) -> Iterator[Line]:
         if definition is None or definition.kind not in KINDS:
             continue
         if wrong_type(definition.kind, definition.optional, each.value, each.source != ENVIRONMENT):
-            faults.append(
-                problem(
-                    f"{each.spelled} is {_shown(each)} ({each.source}), but must be {KINDS[definition.kind]}",
-                    f"{each.spelled}: {definition.default!r} is the default" if each.source == FILE
-                    else f"{each.spelled}={definition.default} is the default",
-                )
-            )  # fmt: skip
+            what = f"{each.spelled} is {_shown(each)} ({each.source}), but must be {KINDS[definition.kind]}"
+            if each.source == FILE:
+                do = f"{each.spelled}: {definition.default!r} is the default"
+            elif definition.default is None:
+                do = f"unset {each.spelled}: the default is no value"
+            else:
+                do = f"{each.spelled}={definition.default} is the default"
+            faults.append(problem(what, do))
         else:
             faults += [*_range(name, each), *_word(setup, name, each)]
     yield from faults
