@@ -61,7 +61,10 @@
     if (last && !weights.has(last)) query.push([...weights.keys()].find(word => word.startsWith(last)) || "")
     const whole = sum(query)
     if (!whole) return []
-    const covers = line => (common(query, line, weight) / whole) * (0.7 + (0.3 * common(query, line, weight)) / sum(line))
+    const covers = line => {
+      const score = common(query, line, weight)
+      return (score / whole) * (0.7 + (0.3 * score) / sum(line))
+    }
 
     const asked = new Set(query)
     const best = new Map()
