@@ -214,3 +214,27 @@ def test_an_error_of_a_process_that_was_asked_to_end_is_an_echo() -> None:
     assert codes(diagnose(failed)) == ["KVD199"]
     assert codes(diagnose(ends, failed)) == []
     assert codes(diagnose(ends, STARTS, failed)) == ["KVD199"]
+
+
+def test_lines_that_ray_prints_late_do_not_hide_the_shutdown() -> None:
+    """Ray buffers the lines of its workers: work from before the shutdown is printed after it."""
+
+    def work(second: int) -> str:
+        return (
+            f"(RayWorkerProc pid=9) [2026-12-03 01:24:{second},252] LMCache INFO: [req_id=r] Retrieved 256 out of 256 "
+            "required tokens (from 256 total tokens). size: 0.0002 gb, cost 39.6141 ms, throughput: 0.0062 GB/s; "
+            "(cache_engine.py:1012:lmcache.v1.cache_engine)\n"
+        )
+
+    ends = (
+        "(MainProcess pid=7) INFO 12-03 01:24:36 [utils.py:628] [shutdown] Process manager: send sigterm to process "
+        "EngineCore\n"
+    )
+    exits = (
+        "(MainProcess pid=7) WARNING 12-03 01:24:40 [core_client.py:817] [shutdown] MPClient: engine core exited "
+        "unexpectedly; starting cleanup\n"
+    )
+    head = version(NEWEST) + "(EngineCore pid=7) INFO 12-03 01:24:01 [core.py:1] x\n"
+    assert codes(diagnose(head, work(30), ends, exits)) == []
+    assert codes(diagnose(head, ends, work(30), exits)) == []
+    assert codes(diagnose(head, ends, work(38), exits)) == ["KVD1906"]

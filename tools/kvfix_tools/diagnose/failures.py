@@ -72,8 +72,8 @@ class Failures:
         self.quoted: LogLine | None = None
         #: {process: its last line}
         self.last: dict[str, LogLine] = {}
-        #: Files whose process is shutting down and has not worked since.
-        self._closing: set[str] = set()
+        #: {file whose process is shutting down and has not worked since: time of its first line about this}
+        self._closing: dict[str, float | None] = {}
         self._taken = 0
         self._worked = 0
         self._waited = 0
@@ -83,10 +83,10 @@ class Failures:
         self._taken += 1
         name = line.name
         if name in _STARTS:
-            self._closing.discard(line.file)
+            self._reopen(line)
         if name in _WORK or (name == "stats" and float(line.fields["generation"]) > 0):
             self._worked = self._taken
-            self._closing.discard(line.file)
+            self._reopen(line)
         elif self.is_ending(line):
             pass
         elif name in ("raised", "logged"):
@@ -101,7 +101,7 @@ class Failures:
                     self.raised.append(line)
         elif name == "closing":
             if not self.dead:
-                self._closing.add(line.file)
+                self._closing.setdefault(line.file, line.time)
         elif name == "broadcast":
             self._waited = self._taken
         elif name in ("fatal", "died"):
@@ -123,6 +123,13 @@ class Failures:
     def is_ending(self, line: LogLine) -> bool:
         """Return True if the process of this file is shutting down. Then its errors are consequences."""
         return line.file in self._closing
+
+    def _reopen(self, line: LogLine) -> None:
+        """Note that the process of this file works again. Ray prints lines late: an earlier line says nothing."""
+        since = self._closing.get(line.file)
+        is_first = line.name in ("vllm_version", "up")  # the API server or the server itself, never a worker of Ray
+        if is_first or since is None or line.time is None or line.time >= since:
+            self._closing.pop(line.file, None)
 
     @property
     def ending(self) -> bool:
