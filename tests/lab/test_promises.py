@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import kvfix
-from kvfix.fixes.vllm import kvf301_nixl_promise_without_blocks
+from kvfix.fixes.nixl import kvf301_nixl_promise_without_blocks
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.steps import prompt
 from tests.conftest import RELEASES, Once

@@ -48,13 +48,13 @@ def test_a_docstring_begins_with_its_first_line() -> None:
 
 
 def test_files_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    module = tmp_path / "patches/kvfix/fixes/vllm/kvf999.py"
+    module = tmp_path / "patches/kvfix/fixes/nixl/kvf999.py"
     module.parent.mkdir(parents=True)
     module.write_text('"""A fix."""\n\n\ndef fix():\n    """Whether it is there."""\n')
     (tmp_path / "README.md").write_text("The page.\n")
     monkeypatch.setattr(language, "ROOT", tmp_path)
     assert language.main() == 1
-    assert capsys.readouterr().out.startswith('patches/kvfix/fixes/vllm/kvf999.py:5: a sentence starts with "Whether"')
+    assert capsys.readouterr().out.startswith('patches/kvfix/fixes/nixl/kvf999.py:5: a sentence starts with "Whether"')
     module.unlink()
     assert language.main() == 0
     assert not capsys.readouterr().out

@@ -22,7 +22,7 @@ def target(owner: Owner, name: str, **more: Any) -> Target:
 
 
 FIRST, SECOND, HELPER = target(OURS, "first"), target(OURS, "second"), target(THEIRS, "helper", helper=True)
-FIX = Fix("kvfix.fixes.vllm.kvf299_planted", "", (FIRST, SECOND, HELPER), effect="crash")
+FIX = Fix("kvfix.fixes.scheduler.kvf299_planted", "", (FIRST, SECOND, HELPER), effect="crash")
 
 #: (state of a function, state of a fix with this function and two wrong ones)
 WRONG = Applicability("applicable", "wrong", frozenset({"1", "2"}))

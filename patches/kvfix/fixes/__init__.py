@@ -1,8 +1,10 @@
 """The fixes. One file is one bug. `modules` finds the files by their names, without importing them.
 
-`fixes/lmcache/kvf001_lookup_cache_ignores_computed.py` is KVF001, lookup-cache-ignores-computed. The folders are
-`lmcache` (LMCache in the engine's process), `lmcache_mp` (its multi-process connectors), `vllm`, and `unfixable` (bugs
-that cannot be fixed from outside and have a workaround).
+`fixes/lmcache/kvf001_lookup_cache_ignores_computed.py` is KVF001, lookup-cache-ignores-computed.
+
+Each folder is a component. `lmcache` is LMCache in the engine's process, and `lmcache_mp` its multi-process connectors.
+`scheduler`, `offloading`, `nixl` and `mooncake` are vLLM's. `unfixable` has the bugs that cannot be fixed from outside,
+each with a workaround.
 """
 
 from __future__ import annotations

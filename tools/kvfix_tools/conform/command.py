@@ -75,7 +75,7 @@ def chosen(fixes: bool) -> AbstractContextManager[None]:
     own = [
         fix.code
         for fix in catalogue.fixes()
-        if fix.module_name.startswith("kvfix.fixes.vllm.") and fix.targets[0].module.startswith("vllm.v1.core.")
+        if fix.module_name.startswith("kvfix.fixes.scheduler.") and fix.targets[0].module.startswith("vllm.v1.core.")
     ]
     return runner.applied(fixes, only=own)
 

@@ -1,0 +1,1 @@
+"""MooncakeConnector of vLLM."""

@@ -1,0 +1,1 @@
+"""NixlConnector of vLLM."""

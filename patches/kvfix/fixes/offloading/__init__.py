@@ -1,0 +1,1 @@
+"""OffloadingConnector and SimpleCPUOffloadConnector of vLLM."""

@@ -1,1 +1,0 @@
-"""vLLM itself."""
