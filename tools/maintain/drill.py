@@ -34,10 +34,16 @@ OLDER_LMCACHE = {"mp-in-tree": "0.4.6"}
 CONNECTORS = (
     "v1", "mp", "mp-in-tree", "offloading", "simple-offload", "nixl-pull", "nixl-push", "nixl-offload", "mooncake",
 )  # fmt: skip
-#: Rules of the lab that no fix may break for a request with a right answer as released.
-WRONG_KV = ("LAB001", "LAB008")
-#: The lab's rule for an error in the code of a fix.
+#: The lab's rule for an error in the code of a fix: always worse.
 FAULT = "LAB007"
+#: Rules by the effect of a violation, the worst effect first (fixes/api.py). With the fixes, any other rule counts as
+#: wrong output; as released, as lost hits.
+EFFECTS = (
+    ("KVR008", "KVR014", "KVR017", "KVR018", "KVR020", "KVR021", "KVR022", "KVR026", "KVR027", "LAB001", "LAB008"),
+    ("KVR011",),  # a crash
+    ("KVR010", "KVR012", "LAB003", "LAB009", "LAB021", "LAB026"),  # a hang
+    ("KVR009", "KVR015", "KVR025", "LAB017", "LAB020", "LAB022", "LAB028", "LAB029"),  # a leak
+)
 
 
 def newest(dist: str) -> str:
@@ -66,6 +72,17 @@ def without(known: dict[str, Any], forgotten: dict[str, str]) -> dict[str, Any]:
     return found
 
 
+def effect(rule: str, unknown: int) -> int:
+    """Return the position of the rule's effect in EFFECTS. 0 is the worst."""
+    return next((at for at, rules in enumerate(EFFECTS) if rule in rules), unknown)
+
+
+def worse(released: set[str], fixed: set[str]) -> list[str]:
+    """Return the rules that only the run with the fixes violates, and whose effect is worse than all as released."""
+    worst = min((effect(rule, len(EFFECTS)) for rule in released), default=len(EFFECTS) + 1)
+    return sorted(rule for rule in fixed - released if rule == FAULT or effect(rule, 0) < worst)
+
+
 # ------------------------------------------------------------------ in the process of a connector
 
 
@@ -80,43 +97,44 @@ def answer(connector: str, lmcache: str, steps: int, forgotten: dict[str, str]) 
 def scenarios(connector: str) -> dict[str, Any]:
     from kvfix_tools.lab.scenario import scenarios
 
-    worse, played = [], 0
+    found, played = [], 0
     for scenario in scenarios():
         if scenario.options.connector != connector or runner.expected(scenario) == "not-applicable":
             continue
         played += 1
         released, fixed = (runner.play(scenario, fixes) for fixes in (False, True))
-        new = {each.code for each in fixed.findings} - {each.code for each in released.findings}
-        worse += [f"{scenario.slug}: {code}" for code in sorted(new)]
-    return {"scenarios": played, "worse_scenarios": worse}
+        codes = [{each.code for each in result.findings} for result in (released, fixed)]
+        found += [f"{scenario.slug}: {code}" for code in worse(*codes)]
+    return {"scenarios": played, "worse_scenarios": found}
 
 
 def fuzzed(connector: str, steps: int) -> dict[str, Any]:
-    """Return rules that only runs with the fixes violate, and seeds with wrong KV only with the fixes."""
-    from kvfix_tools.lab import fuzz_run
+    """Play seeds as released and with the fixes. Return the seeds that are worse with the fixes.
+
+    A run ends at its first violation, and with the fixes it goes on for longer. So a rule counts only if no run as
+    released violates it, or if it is wrong output in a seed that is right as released.
+    """
+    from kvfix_tools.lab.fuzz import fuzz_run
 
     both = [fuzz_run.Run(connector, fixes) for fixes in (False, True)]
-    seeds, done = 0, 0
-    rules: list[Counter[str]] = [Counter(), Counter()]
-    worse = []
+    done, seeds = 0, list[tuple[set[str], set[str]]]()
     while done < steps:
-        found: list[set[str]] = []
-        for at, run in enumerate(both):
-            tally = run.play(range(seeds, seeds + 1), math.inf)
-            done += tally.steps if run.fixes else 0
-            found.append({rule for _, _, rule, _ in tally.found.values()})
-            rules[at].update(found[-1])
-        released, fixed = found
-        if FAULT in fixed or (not released and fixed.intersection(WRONG_KV)):
-            worse.append(f"seed {seeds}: {', '.join(sorted(fixed))}")
-        seeds += 1
-    new = sorted(set(rules[1]) - set(rules[0]))
+        released, fixed = set[str](), set[str]()
+        for run, rules in zip(both, (released, fixed), strict=True):
+            tally = run.play(range(len(seeds), len(seeds) + 1), math.inf)
+            rules.update(rule for _, _, rule, _ in tally.found.values())
+        done += tally.steps
+        seeds.append((released, fixed))
+    as_released = set[str]().union(*(released for released, _ in seeds))
     return {
         "steps": done,
-        "seeds": seeds,
-        "released": dict(rules[0]),
-        "fixed": dict(rules[1]),
-        "worse_seeds": [*worse, *(f"rule {rule}" for rule in new)],
+        "seeds": len(seeds),
+        "worse_seeds": [
+            f"seed {seed}: {rule}"
+            for seed, (released, fixed) in enumerate(seeds)
+            for rule in worse(released, fixed)
+            if rule not in as_released or (not released and effect(rule, 0) == 0)
+        ],
     }
 
 
@@ -156,9 +174,9 @@ HEAD = f"{'connector':<16}{'scenarios':>10}{'steps':>9}{'applied':>9}{'refused':
 
 def as_line(row: dict[str, Any]) -> str:
     """Format the result of one connector."""
-    fixes, worse = row["fixes"], row["worse_scenarios"] + row["worse_seeds"]
+    fixes, found = row["fixes"], row["worse_scenarios"] + row["worse_seeds"]
     counts = f"{fixes.get('applied', 0):>9}{fixes.get('refused', 0):>9}{fixes.get('unknown', 0):>11}"
-    return f"{row['connector']:<16}{row['scenarios']:>10}{row['steps']:>9}{counts}  {'; '.join(worse) or 'none'}"
+    return f"{row['connector']:<16}{row['scenarios']:>10}{row['steps']:>9}{counts}  {'; '.join(found) or 'none'}"
 
 
 def main(arguments: list[str]) -> int:
@@ -168,7 +186,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--edits", type=int, default=30)
     options = parser.parse_args(arguments)
     connectors = options.connector or CONNECTORS
-    worse = False
+    is_worse = False
     with tempfile.TemporaryDirectory(prefix="kvfix-drill-", dir=".cache") as folder:
         for edits in (0, options.edits):
             edited, made = None, list[str]()
@@ -182,12 +200,12 @@ def main(arguments: list[str]) -> int:
                 row = in_its_process(connector, options.steps, edited)
                 print(as_line(row), flush=True)
                 refused |= row["refused"]
-                worse |= bool(row["worse_scenarios"] or row["worse_seeds"])
+                is_worse |= bool(row["worse_scenarios"] or row["worse_seeds"])
             print("\n".join(f"  {code} refused: {reason}" for code, reason in sorted(refused.items())))
             print("\n".join(f"  edited: {each}" for each in made))
             if not options.edits:
                 break
-    return int(worse)
+    return int(is_worse)
 
 
 if __name__ == "__main__":

@@ -60,6 +60,8 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         remote, hits = meta.remote.block_ids, meta.local_num_computed_blocks
         if not any(meta.local_block_ids) or len(remote) != len(meta.local_block_ids):
             return False
+        if not all(isinstance(group, (list, tuple)) for group in remote):  # malformed: KVF311
+            return False
         if meta.remote.engine_id not in worker._remote_agents:
             return False
         return any(len(remote[at]) != hits[at] + len(meta.local_block_ids[at]) for at in _groups(worker, meta))

@@ -1,0 +1,24 @@
+"""The drill's judgement of an outcome."""
+
+from __future__ import annotations
+
+import pytest
+
+from maintain import drill
+
+
+@pytest.mark.parametrize(
+    ("released", "fixed", "found"),
+    [
+        ({"KVR022"}, {"LAB003"}, []),  # a hang in place of wrong output
+        ({"KVR011"}, {"LAB003", "KVR009"}, []),
+        ({"LAB003"}, {"LAB003"}, []),
+        ({"LAB003"}, {"LAB001", "LAB003"}, ["LAB001"]),
+        ({"LAB020"}, {"LAB003"}, ["LAB003"]),
+        (set(), {"LAB020"}, ["LAB020"]),
+        ({"LAB001"}, {"LAB007"}, ["LAB007"]),  # an error in the code of a fix
+        ({"LAB006"}, {"LAB016"}, ["LAB016"]),  # a rule without a known effect
+    ],
+)
+def test_a_new_rule_is_worse_by_its_effect(released: set[str], fixed: set[str], found: list[str]) -> None:
+    assert drill.worse(released, fixed) == found
