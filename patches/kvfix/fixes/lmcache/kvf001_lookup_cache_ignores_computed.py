@@ -6,7 +6,8 @@ EngineCore dies with one of these:
 - `AssertionError: Mismatch in tokens to load: 256 vs 256 (tokens in lmcache) - 336 (tokens in vllm) - 0 (full lmcache
   hits subtracts last token to recalculate logits) for request ...`
 - a bare `AssertionError` in vLLM's scheduler, at `assert num_new_tokens > 0` or at the comparison of computed tokens
-  with the tokens of the request. The second answer is then the whole hit, which is larger than the rest of the request.
+  with the tokens of the request. LMCache's second answer for the request is then the whole hit. It is larger than the
+  rest of the request.
 
 The log may show a second lookup of the same request: `LMCache hit tokens: 256, need to load: -80`.
 
@@ -16,14 +17,14 @@ The first call returns `hit - computed`. If there are too few free blocks, vLLM 
 call finds the cached hit and returns it unchanged. The second call subtracts neither the computed tokens nor the last
 token of a prompt that is cached whole. vLLM must recompute that last token.
 
-So vLLM grants 256 tokens, but 336 tokens are already computed, and 0 is right. The LoadSpec has the right numbers, and
-`update_state_after_alloc` finds 256 granted tokens and 256 - 336 expected ones. Chunked prefill and preemption lead to
+So vLLM grants 256 tokens, but 336 tokens are already computed, and 0 is right. The LoadSpec has the right numbers. So
+`update_state_after_alloc` expects 256 - 336 tokens and finds 256 granted ones. Chunked prefill and preemption lead to
 this: vLLM's prefix cache keeps 336 tokens, and LMCache holds one chunk of 256.
 
 ## Fix
-The fix checks each answer against hit minus computed, by the LoadSpec and the current computed tokens. If they differ,
-the answer is the whole hit. The fix then returns `max(0, hit - computed - (1 if the hit is the whole request else 0))`
-and rewrites the LoadSpec to match. The fix does not change a correct answer.
+The fix compares each answer with hit minus computed. It takes the hit from the LoadSpec, and uses the current computed
+tokens. If the two differ, LMCache's answer is the whole hit. The fix then returns `max(0, hit - computed - (1 if the
+hit is the whole request else 0))` and rewrites the LoadSpec to match. The fix does not change a correct answer.
 
 ## Releases
 LMCache 0.3.10. 0.3.9.post2 and earlier look up again on every call; 0.3.10.post1 subtracts from the cached hit.

@@ -19,8 +19,8 @@ adapters. A server with quotas by `cache_salt` counts each adapter as a separate
 their keys.
 
 ## Releases
-LMCache 0.4.5 to 0.5.6, and 0.4.5 to 0.5.5 with lmcache_mp_connector_0201. vLLM 0.26.0 to 0.33.0, its own copy of the
-connector.
+LMCache 0.4.5 to 0.5.6. The connector lmcache_mp_connector_0201 has the bug in 0.4.5 to 0.5.5. vLLM's own copy of the
+connector has it in 0.26.0 to 0.33.0.
 
 ## Upstream
 https://github.com/LMCache/LMCache/issues/2961, https://github.com/vllm-project/vllm/issues/44250 (open).

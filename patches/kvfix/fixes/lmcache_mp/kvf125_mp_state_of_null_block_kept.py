@@ -13,14 +13,14 @@ are never null. So the server stores the chunk with the null block as its state,
 
 ## Fix
 The fix acts in the server. The server also leaves a chunk out if the chunk's last block is null in any KV group of the
-object. For a state, the server stores only this last block. For a sliding window, the part that a hit reads ends in
-this block.
+object. For a state, the server stores only this last block. For a sliding window, a hit reads a part of the chunk that
+ends in this block.
 
 Start the server with the fix: `kvfix run -- lmcache server ...`. With `--separate-object-groups` hits are longer.
 Without this option all KV groups are in one object, so a hit ends before the first chunk without a state.
 
 ## Releases
-LMCache 0.5.4 to 0.5.6. Earlier servers do not check the blocks, and refuse steps of two blocks with such models.
+LMCache 0.5.4 to 0.5.6. Earlier servers do not check the blocks. With such models, they refuse a step of two blocks.
 
 ## Upstream
 None known.

@@ -6,9 +6,9 @@ From some time on all loads from one prefill engine fail: `NIXL transfer failure
 right.
 
 ## Cause
-`tp_size` comes from a request's parameters. `add_remote_agent` stores it for the peer before it checks it
-(base_worker.py 0.32.0:2254), and `register_remote_engine` never replaces the stored value (utils.py 0.32.0:467). Each
-later handshake with this peer compares its own `tp_size` with the refused value (base_worker.py 0.32.0:2425).
+`tp_size` comes from a request's parameters. `add_remote_agent` first stores this value for the peer, and checks it
+afterwards (base_worker.py 0.32.0:2254). `register_remote_engine` never replaces the stored value (utils.py 0.32.0:467).
+Each later handshake with this peer compares its own `tp_size` with the refused value (base_worker.py 0.32.0:2425).
 
 ## Fix
 If a peer is refused, the fix deletes the stored values of the peer.
@@ -87,5 +87,7 @@ FIX = Fix(
     targets=(NIXL_BASE_WORKER.add_remote_agent(broken=">=0.32", probe=shows_bug, fix=fix),),
     evidence={},
     scenarios=("nixl-refused-peer-stays-refused",),
-    no_patch={"vllm": "it can be abused: vLLM's security channel comes before a public patch (SECURITY.md)"},
+    no_patch={
+        "vllm": "the bug can be abused, so it goes to vLLM's security channel before a public patch (SECURITY.md)"
+    },
 )

@@ -5,18 +5,19 @@
 pressure, with a connector that loads between steps.
 
 ## Cause
-A load holds its blocks, cannot be preempted, and needs one more block to start. If vLLM admits loads until the last
-block is taken, no request gets that block. vLLM 0.26 reserves blocks for the load (`reserved_blocks`), and vLLM 0.32
-also for the tokens of speculative decoding (`_spec_decode_step_blocks`). Up to 0.26 a waiting request that holds no
-blocks may stand first in the queue, and vLLM then does not try the requests that hold blocks. The check is in the
+A load holds its blocks, cannot be preempted, and needs one more block to start. If vLLM admits loads until all blocks
+are taken, no request gets this one more block. vLLM 0.26 reserves blocks for the load (`reserved_blocks`), and vLLM
+0.32 also for the tokens of speculative decoding (`_spec_decode_step_blocks`). Up to 0.26 a waiting request that holds
+no blocks may stand first in the queue, and vLLM then does not try the requests that hold blocks. The check is in the
 middle of `schedule`, 500 lines that differ in every release, so kvfix cannot wrap it.
 
 ## Workaround
 Use vLLM 0.32 with `scheduler_reserve_full_isl` at its default (true). If you cannot upgrade, allow fewer requests at
 once (`--max-num-seqs`), use more blocks, or switch asynchronous loading off.
 
-0.32.0 can still stop with a session (KVF219), with sliding windows (KVF210), and with the priority policy if that
-option is off (KVF208). KVF210 is a default fix. Name the other two: `kvfix run --plus KVF208 --plus KVF219 -- CMD`.
+vLLM 0.32.0 can still hang with a session (KVF219) or with sliding windows (KVF210). It can also hang with the priority
+policy, if `scheduler_reserve_full_isl` is off (KVF208). KVF210 is a default fix. Name the other two: `kvfix run --plus
+KVF208 --plus KVF219 -- CMD`.
 
 ## Releases
 vLLM 0.11.2 to 0.26.0. This was read in the source and reported by users. The lab does not show it.
