@@ -23,8 +23,8 @@ runner.prepare({path!r})
 with runner.quiet():
     from vllm.v1.core.sched.scheduler import Scheduler
     from kvfix_tools.lab import releases
-    from kvfix_tools.lab.fuzz import play
-    from kvfix_tools.lab.schedule import draw
+    from kvfix_tools.lab.fuzz.fuzz import play
+    from kvfix_tools.lab.fuzz.schedule import draw
 gc.freeze()  # as the command does
 def timed(function):
     @functools.wraps(function)
@@ -65,7 +65,7 @@ import gc, math, os
 from kvfix_tools.lab import runner
 runner.prepare({path!r})
 with runner.quiet():
-    from kvfix_tools.lab.fuzz_run import Run, fuzz
+    from kvfix_tools.lab.fuzz.fuzz_run import Run, fuzz
 gc.freeze()
 def resident():
     gc.collect()
@@ -81,9 +81,9 @@ SHRINK = """
 import time
 from kvfix_tools.lab import runner
 runner.prepare({path!r})
-from kvfix_tools.lab.fuzz_run import Run, fuzz
+from kvfix_tools.lab.fuzz.fuzz_run import Run, fuzz
 with runner.quiet():
-    from kvfix_tools.lab.fuzz import shrink, signature
+    from kvfix_tools.lab.fuzz.fuzz import shrink, signature
     result = []
     for found in fuzz(Run({connector!r}, False), range(60), 600, shrinking=0).violations:
         start = time.monotonic()

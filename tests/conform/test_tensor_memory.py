@@ -46,9 +46,9 @@ WRONG = (another_layer, v_in_place_of_k, one_slot_further, in_part, one_element,
 
 def seen() -> Any:
     """Contents of block 1 as the lab reads them, after each of these."""
-    from kvfix_tools.lab import kv_layout, vllm_objects
+    from kvfix_tools.lab.engine import kv_layout, vllm_objects
+    from kvfix_tools.lab.engine.tensor_memory import TensorMemory
     from kvfix_tools.lab.options import Options
-    from kvfix_tools.lab.tensor_memory import TensorMemory
 
     options = Options(connector="a:B", layers=2, block_size=4, num_blocks=3, max_model_len=64)
     config = kv_layout.kv_cache(options, vllm_objects.vllm_config(Options(num_blocks=3)))

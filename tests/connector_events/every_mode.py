@@ -25,7 +25,7 @@ def play_all(path: str) -> dict[str, Any]:
     from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1 as connector
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from kvfix_tools.lab.lab_engine import EngineDied, LabEngine
+    from kvfix_tools.lab.engine.lab_engine import EngineDied, LabEngine
 
     wrapped = [(connector, name) for name in ("get_num_new_matched_tokens", "build_connector_meta", "get_finished")]
     wrapped += [(Scheduler, "schedule")]

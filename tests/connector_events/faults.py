@@ -44,8 +44,8 @@ class Odd:
 
 
 def play_all() -> dict[str, Any]:
-    from kvfix_tools.lab.fuzz import play
-    from kvfix_tools.lab.schedule import draw
+    from kvfix_tools.lab.fuzz.fuzz import play
+    from kvfix_tools.lab.fuzz.schedule import draw
 
     # with drafts and pauses these two have fewer events
     schedules = [draw(seed, connector, plain=True, lacks=("drafter", "pause")) for connector, seed in FIRST]

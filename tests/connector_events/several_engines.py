@@ -64,15 +64,15 @@ def in_child(queue: Any, release: str) -> None:
 
 
 def create(seed: int) -> Any:
-    from kvfix_tools.lab.lab_engine import LabEngine
-    from kvfix_tools.lab.schedule import draw
+    from kvfix_tools.lab.engine.lab_engine import LabEngine
+    from kvfix_tools.lab.fuzz.schedule import draw
 
     schedule = draw(seed, "v1", plain=True)
     return LabEngine(schedule.options), schedule
 
 
 def run(made: Any) -> Any:
-    from kvfix_tools.lab.fuzz import move
+    from kvfix_tools.lab.fuzz.fuzz import move
 
     engine, schedule = made
     for step in schedule.steps:
@@ -112,7 +112,7 @@ def in_threads() -> list[list[str]]:
 
 
 def in_turn() -> list[list[str]]:
-    from kvfix_tools.lab.fuzz import move
+    from kvfix_tools.lab.fuzz.fuzz import move
 
     made = [create(seed) for seed in SEEDS]
     for number in range(max(len(schedule.steps) for _, schedule in made)):

@@ -155,7 +155,7 @@ def hits_of_an_unhealthy_adapter() -> list[tuple[Any, ...]]:
     """(what the reader says of the hit, what the adapter has found, what is promised) of a request that waits for
     blocks: with its server, while that is silent, and after."""
     from kvfix.ledger import events as ev
-    from kvfix_tools.lab.lab_engine import LabEngine
+    from kvfix_tools.lab.engine.lab_engine import LabEngine
     from kvfix_tools.lab.options import Options
     from kvfix_tools.lab.steps import prompt
 

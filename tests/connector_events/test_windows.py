@@ -59,7 +59,7 @@ def planted(engine: Any, fault: Callable[[Any], None]) -> None:
 
 
 def play_all() -> list[list[str]]:
-    from kvfix_tools.lab.lab_engine import LabEngine
+    from kvfix_tools.lab.engine.lab_engine import LabEngine
 
     scenario, answer = find(SCENARIO), []
     assert scenario is not None

@@ -22,8 +22,8 @@ def played(seeds: int) -> list[tuple[list[str], str, int]]:
     from kvfix_tools.lab import runner
 
     runner.prepare(None)
-    from kvfix_tools.lab.fuzz import play
-    from kvfix_tools.lab.schedule import draw
+    from kvfix_tools.lab.fuzz.fuzz import play
+    from kvfix_tools.lab.fuzz.schedule import draw
 
     found = []
     for seed in range(seeds):

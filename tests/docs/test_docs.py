@@ -14,7 +14,7 @@ import pytest
 
 from kvfix import catalogue
 from kvfix_tools.diagnose import findings, problems
-from kvfix_tools.lab import rules as lab_rules
+from kvfix_tools.lab.engine import rules as lab_rules
 from kvfix_tools.ledger import RULES
 from maintain import documentation, scenario_matrix
 from maintain.documentation import error_index, support_matrix

@@ -106,7 +106,7 @@ def quiet() -> dict[str, float]:
 def queued_prefill() -> list[float]:
     """Seconds until a decode engine is reported whose request waits in the queue of the prefill engine: while the
     decode engine makes steps, and while it makes none."""
-    from kvfix_tools.lab.pair import Pair
+    from kvfix_tools.lab.pair.pair import Pair
 
     prepare()
     pair = Pair(Options(connector="mooncake", block_size=16, num_blocks=40, max_num_batched_tokens=64))

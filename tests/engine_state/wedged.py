@@ -30,7 +30,7 @@ def twice(engine: Any, steps: int = 12, full: bool = False) -> list[dict[str, An
 
 
 def _engine(options: Options) -> Any:
-    from kvfix_tools.lab.lab_engine import LabEngine
+    from kvfix_tools.lab.engine.lab_engine import LabEngine
 
     engine = LabEngine(options)
     if "enable_async_loading" in options.lmcache:  # lookups have the lab's time

@@ -218,9 +218,9 @@ def _scenario(slug: str) -> Case:
 
 
 def _seed(connector: str, seed: int) -> Case:
-    from kvfix_tools.lab.fuzz import play
+    from kvfix_tools.lab.fuzz.fuzz import play
+    from kvfix_tools.lab.fuzz.schedule import draw
     from kvfix_tools.lab.runner import applied, played
-    from kvfix_tools.lab.schedule import draw
 
     def findings(fixes: bool, skipped: str = "") -> Any:
         with applied(fixes, only=[code for code in played() if code != skipped]):

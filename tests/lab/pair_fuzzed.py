@@ -23,8 +23,8 @@ def three_requests(connector: str, plant: Plant = nothing, at_once: str = "", **
     at_once: the requests whose prefill and decode are asked for together.
     """
     from kvfix_tools.lab import runner
-    from kvfix_tools.lab.lab_engine import EngineDied
-    from kvfix_tools.lab.pair import Pair
+    from kvfix_tools.lab.engine.lab_engine import EngineDied
+    from kvfix_tools.lab.pair.pair import Pair
 
     with runner.quiet():
         pair = Pair(Options(connector=connector, num_blocks=40, max_num_batched_tokens=64, **options))
@@ -43,7 +43,7 @@ def three_requests(connector: str, plant: Plant = nothing, at_once: str = "", **
 
 def fuzzed(connector: str, plain: bool, mode: str = "fix", seeds: range = range(16)) -> dict[str, Any]:
     """These schedules with the fixes, twice. same: both times alike."""
-    from kvfix_tools.lab.fuzz_run import Run, fuzz
+    from kvfix_tools.lab.fuzz.fuzz_run import Run, fuzz
 
     first, again = (fuzz(Run(connector, True, plain, mode), seeds, inf, shrinking=0) for _ in range(2))
     return {
@@ -87,7 +87,7 @@ def read_the_next_block(agent: Any) -> None:
 def write_into_the_next_block(pair: Any) -> None:
     """A fault: what Mooncake writes to the peer lies one block further on."""
     network, write = pair.network, pair.network.write
-    from kvfix_tools.lab.nixl import FLOATS
+    from kvfix_tools.lab.connectors.nixl import FLOATS
 
     block = pair.options.block_size * FLOATS * 4
 

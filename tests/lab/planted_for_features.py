@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvfix_tools.lab.memory import GARBAGE
+from kvfix_tools.lab.engine.memory import GARBAGE
 from kvfix_tools.lab.steps import prompt
 from tests.lab.planted_faults import MP, V1, fault
 from tests.lab.planted_in_ranks import tokens_of_a_step_in_flight_count_twice
@@ -228,7 +228,7 @@ def chunks_that_were_fetched_are_mixed_up(engine: Any) -> None:
 
 def schedule_decoder(engine: Any) -> None:
     """A request whose KV is for a decoder, and a request that must not be stored."""
-    from kvfix_tools.lab.parameters import CONFIGURED
+    from kvfix_tools.lab.fuzz.parameters import CONFIGURED
 
     for name, seed in (("prefill", 1), ("skip_save", 2)):
         asked = {"extra_args": {"kv_transfer_params": CONFIGURED[name]}}

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvfix_tools.lab.server_process import L1_OBJECTS
+from kvfix_tools.lab.connectors.server_process import L1_OBJECTS
 from kvfix_tools.lab.steps import prompt
 from tests.lab.planted_faults import Fault, Plant
 

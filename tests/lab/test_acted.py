@@ -45,9 +45,9 @@ def in_scenarios() -> dict[str, dict[str, int]]:
 
 def in_healthy(connector: str) -> dict[str, Any]:
     """Return the fixes that acted in random schedules without violations, aborts, preemptions or losses as released."""
-    from kvfix_tools.lab.fuzz import play
+    from kvfix_tools.lab.fuzz.fuzz import play
+    from kvfix_tools.lab.fuzz.schedule import draw
     from kvfix_tools.lab.runner import applied
-    from kvfix_tools.lab.schedule import draw
 
     healthy = 0
     session.tallies.clear()

@@ -17,7 +17,8 @@ NEWEST = RELEASES / "0.5.6"
 
 def saved(engine: str, steps: int = 0) -> dict[str, Any]:
     """Return the file of `kvfix look --save` for this engine after so many more steps, and the lab's result for it."""
-    from kvfix_tools.lab import continue_state, fuzz, runner
+    from kvfix_tools.lab import continue_state, runner
+    from kvfix_tools.lab.fuzz import fuzz
 
     with runner.applied(fixes=False):
         lab = getattr(wedged, engine)()

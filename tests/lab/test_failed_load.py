@@ -6,8 +6,8 @@ all of its tokens: beyond its blocks. The lab finds that, and is not ended by it
 
 import kvfix
 from kvfix.ledger.events import LoadFailed, Stored
+from kvfix_tools.lab.fuzz.schedule import Schedule, draw
 from kvfix_tools.lab.options import Options
-from kvfix_tools.lab.schedule import Schedule, draw
 from tests.conftest import RELEASES, ForkServer, Once
 
 #: What was not drawn yet when the schedule was found.
@@ -19,7 +19,7 @@ def stored_after_a_failed_load() -> list[list[int]]:
 
     `make healthy` found it: the first chunk was never stored (KVR007).
     """
-    from kvfix_tools.lab.fuzz import play
+    from kvfix_tools.lab.fuzz.fuzz import play
 
     kvfix.apply()
     events = [event for _, event in play(draw(824, "v1", lacks=LACKS)).log if event.request == "r71"]
@@ -32,7 +32,7 @@ def test_the_first_chunk_after_a_failed_load_is_stored(once: Once) -> None:
 
 
 def beyond_the_blocks(fixes: bool) -> list[str]:
-    from kvfix_tools.lab.fuzz import play
+    from kvfix_tools.lab.fuzz.fuzz import play
 
     kvfix.apply(only=None if fixes else [])
     options = Options(num_blocks=18, async_scheduling=True, drafter="eagle", drafts=1, save_last=True)

@@ -7,7 +7,7 @@ from importlib import import_module
 
 import pytest
 
-from kvfix_tools.lab.counts import COUNTED, FEATURES
+from kvfix_tools.lab.engine.counts import COUNTED, FEATURES
 from kvfix_tools.lab.scenario import find
 from tests.conftest import ROOT
 from tests.lab import planted_in_pairs, planted_in_real_server

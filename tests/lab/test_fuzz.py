@@ -59,8 +59,8 @@ Measured = dict[str, Any]
 
 
 def measure() -> Measured:
-    from kvfix_tools.lab.fuzz_run import Run, fuzz
-    from kvfix_tools.lab.lab_engine import LabEngine
+    from kvfix_tools.lab.engine.lab_engine import LabEngine
+    from kvfix_tools.lab.fuzz.fuzz_run import Run, fuzz
 
     own_blocks()
     run, plain = Run("v1", False), {}
@@ -89,7 +89,7 @@ def _counts(done: Any) -> list[Any]:
 
 def _resumed(run: Any) -> dict[str, Any]:
     """A run that stops after some seeds and continues, and another run with the same notes."""
-    from kvfix_tools.lab.fuzz_run import Run, fuzz
+    from kvfix_tools.lab.fuzz.fuzz_run import Run, fuzz
 
     with tempfile.TemporaryDirectory() as folder:
         notes = Path(folder, "notes.json")

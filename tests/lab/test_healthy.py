@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import kvfix
-from kvfix_tools.lab.schedule import draw
+from kvfix_tools.lab.fuzz.schedule import draw
 from tests.conftest import RELEASES, Once
 from tests.healthy import changing, events, violated
 
@@ -18,7 +18,7 @@ PLAYED = [("v1", "0.3.11"), ("v1", "0.4.3"), ("v1", "0.5.6"), ("mp", "0.5.6"), (
 
 
 def compared(connector: str) -> dict[str, Any]:
-    from kvfix_tools.lab.fuzz import play
+    from kvfix_tools.lab.fuzz.fuzz import play
 
     healthy, differ, loaded, preempted = 0, [], 0, 0
     for seed in range(SEEDS):

@@ -26,7 +26,7 @@ def shared(another_engine: bool = False) -> list[str]:
 
     another_engine: another engine of the process has a request with the same id, whose load fails too.
     """
-    from kvfix_tools.lab.lab_engine import LabEngine
+    from kvfix_tools.lab.engine.lab_engine import LabEngine
 
     with runner.applied(True):
         engine = LabEngine(OPTIONS)
@@ -58,7 +58,7 @@ def shared(another_engine: bool = False) -> list[str]:
 
 def fails_again() -> list[str]:
     """The load of `r` fails, and would fail again when it is scheduled next."""
-    from kvfix_tools.lab.lab_engine import LabEngine
+    from kvfix_tools.lab.engine.lab_engine import LabEngine
 
     with runner.applied(True):
         engine = LabEngine(Options(max_num_batched_tokens=512, async_scheduling=True))

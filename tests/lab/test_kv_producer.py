@@ -13,7 +13,7 @@ def cached_chunks(fixes: bool) -> list[int]:
 
     Chunks that are cached: before, when some were evicted, and when it has ended.
     """
-    from kvfix_tools.lab.lab_engine import LabEngine
+    from kvfix_tools.lab.engine.lab_engine import LabEngine
 
     if fixes:
         kvfix.apply()

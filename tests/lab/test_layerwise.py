@@ -2,7 +2,7 @@
 
 As released the adapter does not pass the request of a load (0.5.6 vllm_v1_adapter.py:842) or the tags of a save
 (:1088), and ignores the number of loaded tokens (:990). The GPU connector here copies nothing. The lab's GPU connector
-copies contents (tools/kvfix_tools/lab/v1_layers.py).
+copies contents (tools/kvfix_tools/lab/connectors/v1_layers.py).
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ def test_what_is_computed_on_a_load_that_came_short_is_not_stored(
 
 def in_the_lab(layers_loaded: int) -> tuple[list[str], int]:
     """Rules that are violated, and tokens loaded, if only so many of the layers are."""
-    from kvfix_tools.lab import v1_layers
-    from kvfix_tools.lab.lab_engine import LabEngine
+    from kvfix_tools.lab.connectors import v1_layers
+    from kvfix_tools.lab.engine.lab_engine import LabEngine
     from kvfix_tools.lab.options import Options
     from kvfix_tools.lab.steps import prompt
 

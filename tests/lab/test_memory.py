@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvfix_tools.lab.memory import Cache, Prefix, Slots
+from kvfix_tools.lab.engine.memory import Cache, Prefix, Slots
 
 TOKENS = [7, 8, 9, 7, 8, 9, 7, 8, 9, 1]
 BLOCKS = [4, 2, 5]

@@ -25,7 +25,7 @@ PLAYED = [
 
 
 def fuzzed(connector: str, fixes_in: str, seeds: int) -> dict[str, Any]:
-    from kvfix_tools.lab.fuzz_run import Run, fuzz
+    from kvfix_tools.lab.fuzz.fuzz_run import Run, fuzz
 
     done = fuzz(Run(connector, True, fixes_in=fixes_in), range(seeds), inf, shrinking=0)
     return {
@@ -51,8 +51,9 @@ SALTED: dict[str, Any] = {"cache_salt": "tenant"}
 def shared(fixes: list[str], fixes_in: str) -> list[int]:
     """Tokens that the second engine loads of what the first one has stored, and the other way."""
     import kvfix
-    from kvfix_tools.lab import one_side, runner
-    from kvfix_tools.lab.neighbours import Neighbours
+    from kvfix_tools.lab import runner
+    from kvfix_tools.lab.pair import one_side
+    from kvfix_tools.lab.pair.neighbours import Neighbours
 
     loaded = []
     with runner.quiet(), one_side.fixes_in(fixes_in):
@@ -80,8 +81,9 @@ def test_what_an_opt_in_fix_does_in_one_engine(fixes: list[str], fixes_in: str, 
 def sides(connector: str, fixes_in: str) -> list[list[str]]:
     """Engines in which wrappers ran as fixed, and in which as released, of one pair's requests."""
     import kvfix
-    from kvfix_tools.lab import one_side, runner
-    from kvfix_tools.lab.pair import Pair
+    from kvfix_tools.lab import runner
+    from kvfix_tools.lab.pair import one_side
+    from kvfix_tools.lab.pair.pair import Pair
 
     ran: tuple[set[str], set[str]] = set(), set()
     choose = one_side._in_one
@@ -122,9 +124,10 @@ def test_the_fixes_act_in_that_engine_alone(connector: str, fixes_in: str, other
 def in_one_engine(code: str, seed: int) -> list[bool]:
     """Return two flags: True if a rule is violated with this fix in prefill alone, and as released."""
     import kvfix
-    from kvfix_tools.lab import one_side, runner
-    from kvfix_tools.lab.fuzz import play
-    from kvfix_tools.lab.schedule import draw
+    from kvfix_tools.lab import runner
+    from kvfix_tools.lab.fuzz.fuzz import play
+    from kvfix_tools.lab.fuzz.schedule import draw
+    from kvfix_tools.lab.pair import one_side
 
     with runner.quiet(), one_side.fixes_in("prefill"):
         kvfix.apply(only=[code])

@@ -23,8 +23,8 @@ def ended_tasks() -> list[int]:
     """Numbers of the tasks in the order in which vLLM hears that they are done."""
     import asyncio
 
-    from kvfix_tools.lab import mooncake_sockets
-    from kvfix_tools.lab.mooncake_network import Network
+    from kvfix_tools.lab.connectors import mooncake_sockets
+    from kvfix_tools.lab.connectors.mooncake_network import Network
 
     stand_in = mooncake_sockets.Asyncio(Network(1, 480).host("a"))
 
@@ -47,7 +47,7 @@ def of_one_transfer(aborted_first: bool) -> dict[str, Any]:
     """Two prefills for one transfer, of which one is aborted before or after the other one has ended."""
     import kvfix
     from kvfix_tools.lab import runner
-    from kvfix_tools.lab.pair import Pair
+    from kvfix_tools.lab.pair.pair import Pair
 
     with runner.quiet():
         kvfix.apply(only=["KVF364"])
@@ -76,7 +76,8 @@ def test_abort_leaves_another_prefill_of_its_transfer(aborted_first: bool, once:
 
 def late_write(longer: float) -> list[str]:
     """Play the scenario of KVF906 with so many more seconds for the decode engine to wait."""
-    from kvfix_tools.lab import mooncake_sockets, runner
+    from kvfix_tools.lab import runner
+    from kvfix_tools.lab.connectors import mooncake_sockets
     from kvfix_tools.lab.scenario import find
 
     released = mooncake_sockets.Dealer.setsockopt

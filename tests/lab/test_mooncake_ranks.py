@@ -30,7 +30,7 @@ def played(fixed: bool) -> dict[str, Any]:
     """The lab's prefill engine has one rank. Here decode gets a second one, as of another pipeline stage."""
     import kvfix
     from kvfix_tools.lab import runner
-    from kvfix_tools.lab.pair import Pair
+    from kvfix_tools.lab.pair.pair import Pair
 
     with runner.quiet():
         if fixed:
@@ -69,7 +69,7 @@ def goes_on(fixes: list[str] | None) -> str:
     """Prefill is gone before it has answered for both loads of a message. Status of the one that it has written."""
     import kvfix
     from kvfix_tools.lab import runner
-    from kvfix_tools.lab.pair import Pair
+    from kvfix_tools.lab.pair.pair import Pair
 
     with runner.quiet():
         kvfix.apply(only=fixes)

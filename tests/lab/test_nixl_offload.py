@@ -28,8 +28,8 @@ def nixl_reads_the_next_block(pair: Any) -> None:
 
 def planted(plant: str, offloading: str) -> dict[str, Any]:
     from kvfix_tools.lab import runner
-    from kvfix_tools.lab.lab_engine import EngineDied
-    from kvfix_tools.lab.pair import Pair
+    from kvfix_tools.lab.engine.lab_engine import EngineDied
+    from kvfix_tools.lab.pair.pair import Pair
 
     options = Options(
         connector="nixl-offload",

@@ -24,7 +24,7 @@ def stored(fixes: bool) -> list[Any]:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
-    from kvfix_tools.lab import vllm_objects
+    from kvfix_tools.lab.engine import vllm_objects
 
     options = Options(connector="offloading", block_size=16, num_blocks=32, extra={"blocks_per_chunk": 1})
     config = vllm_objects.vllm_config(options)

@@ -194,9 +194,9 @@ def test_fuzzed_schedules_are_clean_with_the_fixes(connector: str, mode: str, pl
 
 def aborted_while_it_waits(fixes: bool) -> list[str]:
     """Return the findings, with kvfix's own reports, if decode's request is aborted and prefill never hears of it."""
-    from kvfix_tools.lab.fuzz import play
+    from kvfix_tools.lab.fuzz.fuzz import play
+    from kvfix_tools.lab.fuzz.schedule import Schedule
     from kvfix_tools.lab.runner import applied
-    from kvfix_tools.lab.schedule import Schedule
 
     timeout = {"push_registration_timeout": 5.0}
     options = Options(connector=PUSH, num_blocks=40, max_num_batched_tokens=64, extra=timeout)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvfix_tools.lab.lab_engine import STEP
+from kvfix_tools.lab.engine.lab_engine import STEP
+from kvfix_tools.lab.engine.request_events import LOOKUP_TIMEOUT
 from kvfix_tools.lab.options import Options
-from kvfix_tools.lab.request_events import LOOKUP_TIMEOUT
 from kvfix_tools.lab.steps import prompt
 from tests.conftest import RELEASES, Once
 from tests.lab import pair_fuzzed
@@ -41,8 +41,8 @@ def a_transfer_fails(pair: Any) -> None:
 def planted(connector: str, plant: str, lmcache_first: bool) -> dict[str, Any]:
     import kvfix
     from kvfix_tools.lab import runner
-    from kvfix_tools.lab.lab_engine import EngineDied
-    from kvfix_tools.lab.pair import Pair
+    from kvfix_tools.lab.engine.lab_engine import EngineDied
+    from kvfix_tools.lab.pair.pair import Pair
 
     if connector == "nixl-push-multi":
         kvfix.apply()  # as released, its worker waits for what LMCache has loaded (KVF317)
@@ -114,7 +114,7 @@ def test_fuzzed_schedules_are_clean_with_the_fixes(connector: str, plain: bool, 
 def held_up() -> list[Any]:
     """Seconds of both engines before and after a lookup of decode's that times out, and decode's own."""
     from kvfix_tools.lab import runner
-    from kvfix_tools.lab.pair import Pair
+    from kvfix_tools.lab.pair.pair import Pair
 
     options = Options(connector="nixl-multi", multi=("decode",), lmcache_first=True, num_blocks=40, chunk_size=32)
     with runner.quiet():

@@ -18,8 +18,8 @@ from tests.lab.planted_in_pairs import COPIED, FAULTS, FEWER, GROUPS, MORE
 def played(connector: str, ranks: dict[str, Any], planted: str = "") -> dict[str, Any]:
     """Requests; then others take and write the prefill engine's free blocks in each of some steps."""
     from kvfix_tools.lab import runner
-    from kvfix_tools.lab.lab_engine import EngineDied
-    from kvfix_tools.lab.pair import Pair
+    from kvfix_tools.lab.engine.lab_engine import EngineDied
+    from kvfix_tools.lab.pair.pair import Pair
 
     options = Options(connector=connector, max_num_batched_tokens=64, **{"num_blocks": 40, **ranks})
     with runner.applied(True):
@@ -75,9 +75,9 @@ def test_a_planted_fault_is_found(name: str, once: Once) -> None:
 
 def drawn(connector: str) -> dict[str, Any]:
     """The first seeds that have several ranks, and several KV groups."""
-    from kvfix_tools.lab.fuzz import play
+    from kvfix_tools.lab.fuzz.fuzz import play
+    from kvfix_tools.lab.fuzz.schedule import draw
     from kvfix_tools.lab.runner import applied
-    from kvfix_tools.lab.schedule import draw
 
     counts, found = Counter[str](), []
     schedules = [draw(seed, connector) for seed in range(150)]

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from kvfix_tools.lab.fuzz.schedule import draw
 from kvfix_tools.lab.options import Options
-from kvfix_tools.lab.schedule import draw
 from kvfix_tools.lab.steps import prompt
 from tests.conftest import RELEASES, Once
 from tests.healthy import own_blocks
@@ -93,7 +93,7 @@ def schedule_mp(engine: Any) -> None:
 
 def played(connector: str, name: str = "", **options: Any) -> dict[str, Any]:
     """Return codes and messages of the findings with this fault, and the counters of the run."""
-    from kvfix_tools.lab.lab_engine import EngineDied, LabEngine
+    from kvfix_tools.lab.engine.lab_engine import EngineDied, LabEngine
 
     planted = FAULTS.get((connector, name))
     options = options or (planted.options if planted else {})
@@ -111,7 +111,7 @@ def played(connector: str, name: str = "", **options: Any) -> dict[str, Any]:
 
 def with_nothing_planted(connector: str, name: str) -> list[str]:
     """Return the findings of a fault's own schedule without the fault."""
-    from kvfix_tools.lab.lab_engine import LabEngine
+    from kvfix_tools.lab.engine.lab_engine import LabEngine
 
     planted = FAULTS[connector, name]
     engine = LabEngine(dataclasses.replace(OPTIONS[connector], **planted.options))
@@ -122,7 +122,7 @@ def with_nothing_planted(connector: str, name: str) -> list[str]:
 
 def random_schedules(seeds: int) -> dict[str, Any]:
     """Plain schedules with asynchronous loading: no aborts, no failed loads, no evictions."""
-    from kvfix_tools.lab.fuzz import play
+    from kvfix_tools.lab.fuzz.fuzz import play
 
     found, counts = {}, Counter[str]()
     for seed in range(seeds):

@@ -48,7 +48,7 @@ def asked(connector: str, role: str, params: dict[str, dict[str, Any]], fixes: b
         kvfix.apply()
     from vllm.config import KVTransferConfig
 
-    from kvfix_tools.lab import vllm_objects
+    from kvfix_tools.lab.engine import vllm_objects
 
     options = Options(block_size=16, num_blocks=32, max_num_batched_tokens=64)
     config = vllm_objects.vllm_config(options)
@@ -173,7 +173,7 @@ def observed(fixes: bool) -> list[object]:
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-    from kvfix_tools.lab import vllm_objects
+    from kvfix_tools.lab.engine import vllm_objects
 
     config = vllm_objects.vllm_config(Options())
     children = [{"kv_connector": name, "kv_role": "kv_both"} for name in ("NixlConnector", "MooncakeConnector")]

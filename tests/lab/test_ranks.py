@@ -23,7 +23,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def saved(ranks: int, options: dict[str, Any]) -> dict[str, Any]:
     """Chunks in each rank's cache: before a step that loads 128 of 300 tokens, after it, and in the end."""
-    from kvfix_tools.lab.lab_engine import LabEngine
+    from kvfix_tools.lab.engine.lab_engine import LabEngine
 
     with runner.applied(True):
         engine = LabEngine(Options(max_num_batched_tokens=512, ranks=ranks, **options))

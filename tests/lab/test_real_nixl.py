@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from kvfix_tools.lab import releases
-from kvfix_tools.lab.memory import GARBAGE
+from kvfix_tools.lab.engine.memory import GARBAGE
 from kvfix_tools.lab.options import BY_NIXL, Options
 from tests.conftest import RELEASES, Fresh, Once
 from tests.lab import pair_fuzzed
@@ -33,8 +33,8 @@ def outcomes(real: bool) -> dict[str, Any]:
     """Return an agent's answers to calls, or its exceptions."""
     import numpy
 
-    from kvfix_tools.lab.nixl_network import Network
-    from kvfix_tools.lab.nixl_real import RealNetwork
+    from kvfix_tools.lab.connectors.nixl_network import Network
+    from kvfix_tools.lab.connectors.nixl_real import RealNetwork
 
     network = (RealNetwork if real else Network)(delay=1)
     here, there = network.agent(""), network.agent("")
@@ -143,7 +143,7 @@ FAULTS = {each.__name__: each for each in (pair_fuzzed.read_the_next_block, not_
 
 def planted(connector: str, *names: str) -> list[dict[str, Any]]:
     """Return findings and counters with each of these faults in both engines' agents; "": no fault."""
-    from kvfix_tools.lab.nixl_real import RealNetwork
+    from kvfix_tools.lab.connectors.nixl_real import RealNetwork
 
     agent_of, done = RealNetwork.agent, []
     for name in names:
@@ -177,7 +177,8 @@ def test_faults_of_a_transfer_are_found(connector: str, once: Once) -> None:
 
 def compared(connector: str, fixes: bool, fault: bool = False) -> dict[str, Any]:
     """fault: NIXL's transfers go wrong, those of its model do not."""
-    from kvfix_tools.lab import fuzz_run, nixl_real
+    from kvfix_tools.lab.connectors import nixl_real
+    from kvfix_tools.lab.fuzz import fuzz_run
 
     prepare = nixl_real.RealAgent.prepare
 

@@ -20,7 +20,7 @@ ITS_OWN = "evicted_by_server", "lookups_unanswered", "loads_failed"
 
 def play_all() -> dict[str, Any]:
     """One server for all. `why`: it does not start here."""
-    from kvfix_tools.lab import server_process
+    from kvfix_tools.lab.connectors import server_process
 
     try:
         server = server_process.of_this_process()
@@ -33,7 +33,7 @@ def play_all() -> dict[str, Any]:
 
 
 def _measured() -> dict[str, Any]:
-    from kvfix_tools.lab.fuzz_run import Run, fuzz
+    from kvfix_tools.lab.fuzz.fuzz_run import Run, fuzz
 
     done = fuzz(Run("mp", True, real_server=True), SEEDS, inf, shrinking=0)
     return {
@@ -49,7 +49,7 @@ def _measured() -> dict[str, Any]:
 
 def _played_twice() -> list[list[int]]:
     """Steps of each seed, twice, where the server itself did the same: evicted nothing, and was as often late."""
-    from kvfix_tools.lab.fuzz_run import Run
+    from kvfix_tools.lab.fuzz.fuzz_run import Run
 
     run = Run("mp", True, real_server=True)
     twice = [[run.play(range(seed, seed + 1), inf) for _ in range(2)] for seed in SEEDS[:8]]
@@ -63,7 +63,7 @@ def _played_twice() -> list[list[int]]:
 
 def _played(fault: Fault, planted: bool) -> dict[str, Any]:
     """Return the findings of the schedule of this fault, and the hits of its requests in tokens."""
-    from kvfix_tools.lab.lab_engine import LabEngine
+    from kvfix_tools.lab.engine.lab_engine import LabEngine
     from kvfix_tools.lab.runner import applied
 
     options = {"chunk_size": SERVER_CHUNK, "num_blocks": 40, **fault.options}
@@ -79,7 +79,7 @@ def _played(fault: Fault, planted: bool) -> dict[str, Any]:
 
 def _slow(fixes: str) -> list[str]:
     """Return the rules that are violated when the server stops before a load and a store, and continues later."""
-    from kvfix_tools.lab.lab_engine import LabEngine
+    from kvfix_tools.lab.engine.lab_engine import LabEngine
     from kvfix_tools.lab.runner import applied
 
     sizes = {"chunk_size": SERVER_CHUNK, "num_blocks": 28, "max_num_batched_tokens": 1024}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvfix import catalogue, installed_source
-from kvfix_tools.lab import rules as lab_rules
+from kvfix_tools.lab.engine import rules as lab_rules
 from kvfix_tools.ledger import RULES
 from maintain import released_findings
 from maintain.released_findings import CONNECTORS, FILE, fixes_of
@@ -19,7 +19,7 @@ HERE = {run.connector: run for run in RUNS if run.versions["vllm"] == installed_
 
 def shown(connector: str, seed: int, rule: str) -> list[str]:
     """The fixes without which alone the seed violates this rule."""
-    from kvfix_tools.lab.fuzz_run import Run
+    from kvfix_tools.lab.fuzz.fuzz_run import Run
 
     (drawn,) = Run(connector, False).schedules([seed])
     return fixes_of(rule, "", released_findings.without_each(drawn))

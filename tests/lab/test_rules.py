@@ -3,7 +3,7 @@
 import pytest
 
 from kvfix_tools import ledger
-from kvfix_tools.lab.rules import RULES
+from kvfix_tools.lab.engine.rules import RULES
 from kvfix_tools.lab.scenario import scenarios
 from kvfix_tools.lab.scenarios import lookups, nixl_pull
 

@@ -35,7 +35,7 @@ def a_load_keeps_its_request(engine: Any) -> None:
 def planted(plant: str, offloading: str) -> dict[str, Any]:
     """LMCache has two prompts, the SimpleCPUOffloadConnector one of them, and another that LMCache has lost."""
     from kvfix_tools.lab import runner
-    from kvfix_tools.lab.lab_engine import EngineDied, LabEngine
+    from kvfix_tools.lab.engine.lab_engine import EngineDied, LabEngine
 
     options = Options(
         offloading=offloading, simple_offloading=True, num_blocks=40, chunk_size=32, max_num_batched_tokens=64
@@ -87,8 +87,8 @@ def fuzzed(seeds: int) -> dict[str, Any]:
     """Those of so many seeds that have both, with the fixes."""
     from collections import Counter
 
-    from kvfix_tools.lab.fuzz import play
-    from kvfix_tools.lab.fuzz_run import Run, applied
+    from kvfix_tools.lab.fuzz.fuzz import play
+    from kvfix_tools.lab.fuzz.fuzz_run import Run, applied
 
     found, counts = [], Counter[str]()
     with applied(True, "check"):

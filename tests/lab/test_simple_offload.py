@@ -89,7 +89,7 @@ FAULTS: dict[Callable[[Any], None], tuple[str, ...]] = {
 
 def played(plant: Callable[[Any], None] = lambda _: None) -> tuple[list[str], dict[str, int]]:
     """Play stores, loads, and blocks that are freed while they are copied. Return findings and counters."""
-    from kvfix_tools.lab.lab_engine import EngineDied, LabEngine
+    from kvfix_tools.lab.engine.lab_engine import EngineDied, LabEngine
 
     engine = LabEngine(OPTIONS)
     plant(engine)
@@ -121,8 +121,8 @@ def misread() -> list[list[str]]:
 
 def a_load_fails_behind_another() -> list[str]:
     """The worker reports loads in their order: the second one, which has failed, after the first."""
-    from kvfix_tools.lab.fuzz_run import applied
-    from kvfix_tools.lab.lab_engine import LabEngine
+    from kvfix_tools.lab.engine.lab_engine import LabEngine
+    from kvfix_tools.lab.fuzz.fuzz_run import applied
 
     with applied(True, "check"):
         engine = LabEngine(replace(OPTIONS, delay=6))
@@ -144,9 +144,9 @@ def a_load_fails_behind_another() -> list[str]:
 
 def a_reset_leaves_a_store() -> list[str]:
     """A request has lost its blocks at the end of its store, and has computed fewer tokens than are stored."""
-    from kvfix_tools.lab.fuzz import play
-    from kvfix_tools.lab.fuzz_run import applied
-    from kvfix_tools.lab.schedule import Schedule
+    from kvfix_tools.lab.fuzz.fuzz import play
+    from kvfix_tools.lab.fuzz.fuzz_run import applied
+    from kvfix_tools.lab.fuzz.schedule import Schedule
 
     small = replace(OPTIONS, block_size=4, chunk_size=4, num_blocks=25, max_num_batched_tokens=8, delay=5)
     options = replace(
@@ -160,7 +160,7 @@ def a_reset_leaves_a_store() -> list[str]:
 
 
 def fuzzed(fixes: bool, seeds: int, plain: bool) -> dict[str, Any]:
-    from kvfix_tools.lab.fuzz_run import Run, fuzz
+    from kvfix_tools.lab.fuzz.fuzz_run import Run, fuzz
 
     done = fuzz(Run("simple-offload", fixes, plain, "check"), range(seeds), inf, shrinking=0)
     return {"found": sorted({each.message for each in done.violations}), "counts": done.counts}

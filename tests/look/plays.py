@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from kvfix_tools.lab import runner
-from kvfix_tools.lab.lab_engine import LabEngine
+from kvfix_tools.lab.engine.lab_engine import LabEngine
 from kvfix_tools.lab.scenario import find
 
 lmcache, slug, *flag = sys.argv[1:]

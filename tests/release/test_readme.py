@@ -28,7 +28,7 @@ import sys
 from vllm.plugins import load_general_plugins
 load_general_plugins()
 from kvfix_tools.lab.scenario import find
-from kvfix_tools.lab.lab_engine import EngineDied, LabEngine
+from kvfix_tools.lab.engine.lab_engine import EngineDied, LabEngine
 scenario = find("mismatch-in-tokens-to-load")
 world = LabEngine(scenario.options)
 try:

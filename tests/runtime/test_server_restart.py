@@ -154,7 +154,7 @@ def restart(only: list[str], patience: float) -> list[bool]:
         ParallelStrategy,
     )
 
-    from kvfix_tools.lab.server_process import ServerProcess
+    from kvfix_tools.lab.connectors.server_process import ServerProcess
 
     server = ServerProcess("auto")
     alone = ParallelStrategy(False, vllm_world_size=1, vllm_worker_id=0, tp_size=1, pp_size=1, n_servers=1)

@@ -121,8 +121,8 @@ def prepare(lmcache: str, connectors: list[str]) -> None:
 
     runner.prepare(lmcache)
     with runner.quiet():
-        from kvfix_tools.lab.fuzz import play
-        from kvfix_tools.lab.schedule import draw
+        from kvfix_tools.lab.fuzz.fuzz import play
+        from kvfix_tools.lab.fuzz.schedule import draw
 
         for connector in connectors:
             play(draw(0, connector, plain=True))
@@ -313,8 +313,8 @@ def plays(code: str, connectors: list[str], seeds: int, fixes: list[str]) -> dic
 
     found = {}
     with runner.quiet():
-        from kvfix_tools.lab.fuzz import play
-        from kvfix_tools.lab.schedule import draw
+        from kvfix_tools.lab.fuzz.fuzz import play
+        from kvfix_tools.lab.fuzz.schedule import draw
 
         kvfix.revert()
         if fixes:
@@ -350,8 +350,8 @@ def healthy(connector: str, seeds: int, fixes: list[str]) -> list[str]:
     from tests.healthy import events, violated
 
     with runner.quiet():
-        from kvfix_tools.lab.fuzz import play
-        from kvfix_tools.lab.schedule import draw
+        from kvfix_tools.lab.fuzz.fuzz import play
+        from kvfix_tools.lab.fuzz.schedule import draw
 
         if fixes:
             kvfix.apply(only=fixes)

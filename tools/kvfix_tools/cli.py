@@ -400,8 +400,8 @@ def diagnose(
         typer.Option(
             metavar="WHAT",
             help=(
-                "certain: exit 1 if a finding is certain. An effect: exit 1 for findings with this effect or a "
-                "worse one: crash, wrong, hang, leak, slow, risk."
+                "certain: exit 1 if a finding is certain. The name of an effect: exit 1 for findings with this effect "
+                "or a worse one: crash, wrong, hang, leak, slow, risk."
             ),
         ),
     ] = "certain",

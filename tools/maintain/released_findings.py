@@ -25,7 +25,7 @@ from kvfix_tools.lab import releases, runner
 from maintain.scenario_matrix import VLLM
 
 if TYPE_CHECKING:
-    from kvfix_tools.lab.schedule import Schedule
+    from kvfix_tools.lab.fuzz.schedule import Schedule
 
 FILE = Path(__file__).parents[2] / "docs/released.json"
 #: Steps of the scheduler for each pair.
@@ -80,7 +80,7 @@ def dump(found: list[Found]) -> str:
 
 def look(connector: str, steps: int) -> Found:
     """Play the connector as released, in this process."""
-    from kvfix_tools.lab import fuzz_run
+    from kvfix_tools.lab.fuzz import fuzz_run
 
     run = fuzz_run.Run(connector, fixes=False)
     done, of_seed = fuzz_run.Tally(), []
@@ -113,7 +113,7 @@ def look(connector: str, steps: int) -> Found:
 
 def without_each(drawn: Schedule) -> dict[str, list[tuple[str, str]]]:
     """Return {fix: rules and signatures that this schedule shows with all other fixes}; "": with all fixes."""
-    from kvfix_tools.lab.fuzz import play, signature
+    from kvfix_tools.lab.fuzz.fuzz import play, signature
 
     mine = [fix for fix in catalogue.fixes() if fix.fixable and fix.code in runner.played()]
     shown = {}

@@ -15,11 +15,13 @@ from vllm.v1.request import RequestStatus
 from kvfix.ledger import Finding
 from kvfix_tools.conform import sides
 from kvfix_tools.conform.scenario import NEEDS, WITHOUT, Scenario
-from kvfix_tools.lab import fuzz, releases, vllm_objects
-from kvfix_tools.lab.fuzz import Played
-from kvfix_tools.lab.lab_engine import EngineDied, LabEngine
+from kvfix_tools.lab import releases
+from kvfix_tools.lab.engine import vllm_objects
+from kvfix_tools.lab.engine.lab_engine import EngineDied, LabEngine
+from kvfix_tools.lab.fuzz import fuzz
+from kvfix_tools.lab.fuzz.fuzz import Played
+from kvfix_tools.lab.fuzz.schedule import Schedule, draw
 from kvfix_tools.lab.options import OF_VLLM, Options
-from kvfix_tools.lab.schedule import Schedule, draw
 from kvfix_tools.lab.steps import Step
 
 #: Steps of the fuzzer that only LMCache supports, or that need a way to make loads fail.
@@ -76,7 +78,7 @@ class Subject(NamedTuple):
     def start(self) -> None:
         """Make the connector in both roles. Raise any error of this."""
         if self.side is not None and self.side.is_pair:
-            importlib.import_module("kvfix_tools.lab.pair").Pair(self.options()).close()
+            importlib.import_module("kvfix_tools.lab.pair.pair").Pair(self.options()).close()
         else:
             Player(self.options()).played()
 

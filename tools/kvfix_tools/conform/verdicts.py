@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvfix_tools.conform.contract import RULES, SLUGS, of_finding
 from kvfix_tools.conform.scenario import WITHOUT, scenarios
-from kvfix_tools.lab.rules import WRONG_CONTENT, WRONG_TEXT
+from kvfix_tools.lab.engine.rules import WRONG_CONTENT, WRONG_TEXT
 
 if TYPE_CHECKING:
     from kvfix.ledger import Finding
     from kvfix_tools.conform.player import Subject
-    from kvfix_tools.lab.fuzz import Played
+    from kvfix_tools.lab.fuzz.fuzz import Played
     from kvfix_tools.lab.options import Options
 
 #: Seconds to shrink one violation, and all violations together.
@@ -153,7 +153,7 @@ class Run:
     def seed(self, seed: int) -> list[Violation]:
         """Play the schedule that the fuzzer draws from this seed, and return its violations."""
         from kvfix_tools.conform import player
-        from kvfix_tools.lab import fuzz
+        from kvfix_tools.lab.fuzz import fuzz
 
         schedule = player.drawn(seed, self.subject)
         done = self._done(fuzz.play(schedule))
@@ -168,7 +168,7 @@ class Run:
         self, where: str, about: str, schedule: Any, done: Played, play: Callable[[Any], Played]
     ) -> list[Violation]:
         from kvfix_tools.conform import player
-        from kvfix_tools.lab import fuzz
+        from kvfix_tools.lab.fuzz import fuzz
 
         made = []
         by_signature = {fuzz.signature(each): each for each in done.violations[::-1]}

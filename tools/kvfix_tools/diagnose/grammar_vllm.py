@@ -53,8 +53,8 @@ _message(
     "vllm_version", "vllm", "", " LLM engine (v",
     rb"(?:Initializing a|Dumping input data for) V[01] LLM engine \(v(?P<vllm>[^\s)]+)\)",
 )  # fmt: skip
-# The API server's first line names the release, with or without the logo (its last stroke is U+2588). So do the
-# environment at the beginning of a report (collect_env) and the name of the image.
+# The API server's first line names the release. The logo may stand before it, and the last character of the logo is
+# U+2588. So do the environment at the beginning of a report (collect_env) and the name of the image.
 _message(
     "vllm_server", "vllm", "", " version ",
     rb"(?:vLLM (?:API )?server|\xe2\x96\x88 )\s?version (?P<vllm>\d[^\s,]*)",

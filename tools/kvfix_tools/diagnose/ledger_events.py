@@ -20,15 +20,15 @@ def _asked(ledger: Ledger, fields: Fields) -> list[Event]:
         return [] if computed is None else [ev.Asked(fields["request"], total, computed, None, None)]
     need = fields["need"]
     if computed is None:
-        # Before 0.3.14 the line does not have vLLM's computed tokens, but hit - computed, less one for a whole hit
-        # (vllm_v1_adapter.py 0.3.13:1283). The computed tokens follow from this.
+        # Before 0.3.14 the line does not have vLLM's computed tokens. It has hit - computed, and one less if the hit is
+        # the whole request (vllm_v1_adapter.py 0.3.13:1283). The computed tokens follow from this.
         computed = hit - need - (hit == total)
     promised = 0 if "least" in fields else max(0, need)
     return [ev.Asked(fields["request"], total, computed, hit, promised)]
 
 
 def _capped(ledger: Ledger, fields: Fields) -> list[Event]:
-    """Lower the promise, which LMCache caps after it has logged the promise. This is no event."""
+    """Lower the promise. LMCache logs the promise first and caps it afterwards. This makes no event."""
     history = ledger.histories.get(fields["request"])
     if history is not None and history.asked is not None:
         history.asked = history.asked._replace(promised=max(0, fields["capped"]))
@@ -77,7 +77,7 @@ def _raised(ledger: Ledger, fields: Fields) -> list[Event]:
     history = ledger.histories.get(request)
     if fields["meaning"] == "mismatch" and history is not None and history.asked is not None:
         promised = history.asked.promised
-        # A capped load has a lower promise than the line of its lookup. Then the grant is unknown.
+        # If a load is capped, its promise is lower than the line of its lookup says. Then the grant is unknown.
         if promised is not None and fields["granted"] > promised:
             made.append(ev.Granted(request, fields["granted"]))
     where = fields["frames"][-1][2] if fields["frames"] else "?"

@@ -12,8 +12,8 @@ from kvfix import redact
 
 #: {name: a count (int) or a text}
 Fields = dict[str, Any]
-#: A colour code. Pasted logs lose the escape character, and JSON (Docker's files) writes it as \u001b. A code without
-#: the escape character needs a number, because `[multiproc_executor.py]` is not a colour.
+#: A colour code. Pasted logs lose the escape character, and JSON (Docker's files) writes it as \u001b. Without the
+#: escape character, a code must have a number. Otherwise the `[m` of `[multiproc_executor.py]` would be a colour.
 ANSI = rb"(?:(?:\x1b|\\u001b)\[[0-9;]*m|\[[0-9;]+m)"
 #: ` (vllm_v1_adapter.py:1476:lmcache.integration.vllm.vllm_v1_adapter)`
 _TRAILER = re.compile(rb" ?(?:" + ANSI + rb")?\(([\w]+\.py):(\d+):([\w.]+)\)(?:" + ANSI + rb")?(?:\\n\x22.*|\s*)$")

@@ -59,7 +59,8 @@ class Setup:
     ) -> None:
         """Keep the inputs. Most facts are read on first use.
 
-        environment: of this process. Variables in the command override it; a container has only those.
+        environment: of this process. Variables in the command override it. A container has only the variables in the
+        command.
         limit: seconds for loading the compiled extensions.
         server_http: address of the LMCache server's HTTP port.
         """
@@ -88,7 +89,8 @@ class Setup:
 
     @cached_property
     def transfer(self) -> dict[str, Any]:
-        """The value of --kv-transfer-config; {} if there is none or `transfer_error` says why it is unreadable."""
+        """The value of --kv-transfer-config; {} if there is none or it is unreadable. In the second case,
+        `transfer_error` says why."""
         return self._transfer[0]
 
     @property

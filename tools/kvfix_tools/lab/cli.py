@@ -18,9 +18,9 @@ from rich.table import Table
 
 from kvfix_tools import screen
 from kvfix_tools.lab import cli_text, releases, runner
+from kvfix_tools.lab.fuzz.schedule import Schedule
 from kvfix_tools.lab.options import BY_NIXL, CONNECTORS, PAIRS, SHARED
 from kvfix_tools.lab.scenario import Scenario, scenarios
-from kvfix_tools.lab.schedule import Schedule
 
 app = typer.Typer(help="Play the bugs on the real vLLM scheduler and connectors, without a GPU.", no_args_is_help=True)
 
@@ -100,7 +100,8 @@ def fuzz_connector(
         str,
         typer.Option(
             help="A mixed roll-out, with the default fixes in one engine: prefill or decode of a pair; one: of two "
-            "engines that share a cache (v1 or mp). kvfix counts seeds that violate a rule without any fix separately."
+            "engines that share a cache (v1 or mp). If a seed violates a rule without any fix too, kvfix counts it "
+            "separately."
         ),
     ] = "both",
     plain: Annotated[
@@ -157,7 +158,7 @@ def fuzz_connector(
             bar.update(task, completed=took, description=f"{played} seeds, {made} steps, {kinds} kinds of violation")
 
         with runner.quiet():
-            from kvfix_tools.lab import fuzz_run
+            from kvfix_tools.lab.fuzz import fuzz_run
         gc.freeze()  # each collection of all imported objects takes half a second
         with _refusing("fuzz"):
             run = fuzz_run.Run(connector, fixes, plain, mode, server == "real", transfers == "real", fixes_in)
@@ -192,7 +193,7 @@ def play_schedule(
         if why:
             raise ValueError(f"not applicable: {why}")
     with runner.applied(fixes):
-        from kvfix_tools.lab.fuzz import play
+        from kvfix_tools.lab.fuzz.fuzz import play
 
         violations = play(schedule).violations
     for finding in violations:

@@ -12,7 +12,7 @@ from kvfix_tools.lab.scenario import Scenario
 
 if TYPE_CHECKING:
     from kvfix_tools.lab.continue_state import Continued
-    from kvfix_tools.lab.fuzz_run import Fuzzed
+    from kvfix_tools.lab.fuzz.fuzz_run import Fuzzed
     from kvfix_tools.lab.replay_recording import Replayed
 
 

@@ -16,16 +16,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvfix.ledger import owed
 from kvfix.ledger.owed import OUTSIDE_STATUSES, Engine
 from kvfix_tools import recording
-from kvfix_tools.lab import rules, runner
+from kvfix_tools.lab import runner
+from kvfix_tools.lab.engine import rules
+from kvfix_tools.lab.fuzz.schedule import DrawnStep, Schedule
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.releases import lacking
 from kvfix_tools.lab.replay_recording import KINDS
-from kvfix_tools.lab.schedule import DrawnStep, Schedule
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvfix_tools.lab.lab_engine import LabEngine
+    from kvfix_tools.lab.engine.lab_engine import LabEngine
 
 #: Tokens that each request still generates.
 GENERATED = 16
@@ -70,7 +71,7 @@ def continued(path: Path) -> Continued:
     engine = _read(path)
     options = _options(engine)
     with runner.applied(fixes=False):
-        from kvfix_tools.lab.lab_engine import EngineDied
+        from kvfix_tools.lab.engine.lab_engine import EngineDied
 
         builder = _Builder(options, engine)
         try:
@@ -91,7 +92,7 @@ def continued(path: Path) -> Continued:
 
 def shortest(done: Continued, seconds: float) -> Schedule:
     """Shrink the schedule that is stuck as released."""
-    from kvfix_tools.lab import fuzz
+    from kvfix_tools.lab.fuzz import fuzz
 
     with runner.applied(fixes=False):
         found = fuzz.play(done.schedule).findings
@@ -152,7 +153,7 @@ class _Builder:
     """Makes the steps that lead to the state. `differs`: differences from the state."""
 
     def __init__(self, options: Options, engine: Engine) -> None:
-        from kvfix_tools.lab.lab_engine import LabEngine
+        from kvfix_tools.lab.engine.lab_engine import LabEngine
 
         self.lab: LabEngine = LabEngine(options)
         self.steps: list[DrawnStep] = []
@@ -221,7 +222,7 @@ class _Builder:
         self.differs.append(f"a load has not ended after {MOST_STEPS} steps")
 
     def _do(self, *step: Any) -> None:
-        from kvfix_tools.lab.fuzz import move
+        from kvfix_tools.lab.fuzz.fuzz import move
 
         move(self.lab, step)
         self.steps.append(step)
@@ -235,8 +236,8 @@ class _Builder:
 
 def _outcome(schedule: Schedule, fixes: bool, abort: str = "") -> Outcome:
     """Play the schedule. abort: a request to abort when no request can move."""
-    from kvfix_tools.lab.fuzz import move
-    from kvfix_tools.lab.lab_engine import EngineDied, LabEngine
+    from kvfix_tools.lab.engine.lab_engine import EngineDied, LabEngine
+    from kvfix_tools.lab.fuzz.fuzz import move
 
     def stuck() -> list[str]:
         return [found.message for found in engine.findings if found.code == rules.NO_REQUEST_CAN_MOVE.code]

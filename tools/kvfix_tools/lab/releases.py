@@ -17,7 +17,7 @@ from kvfix import installed_source
 from kvfix_tools.lab.options import KNOWN
 
 if TYPE_CHECKING:
-    from kvfix_tools.lab.schedule import Schedule
+    from kvfix_tools.lab.fuzz.schedule import Schedule
 
 #: {setting of LMCache: releases that have it}. Before 0.3.15 layerwise stores of several requests kill EngineCore
 #: (KVD807).

@@ -22,7 +22,7 @@ from kvfix_tools.lab.steps import prompt
 
 if TYPE_CHECKING:
     from kvfix.ledger.events import Event
-    from kvfix_tools.lab.lab_engine import LabEngine
+    from kvfix_tools.lab.engine.lab_engine import LabEngine
 
 #: {class of a connector: connector of the lab}. Two connectors have the same class name, and the record has only the
 #: name.
@@ -80,7 +80,7 @@ def replay_file(path: Path, fixes: bool) -> Replayed:
     roles = {number: line.get("role") for number, line in found.connectors.items()}
     events = [entry.event for entry in found.entries if roles.get(entry.connector) == "SCHEDULER"]
     with runner.applied(fixes, "check"):
-        from kvfix_tools.lab.lab_engine import EngineDied, LabEngine
+        from kvfix_tools.lab.engine.lab_engine import EngineDied, LabEngine
 
         player = _Player(LabEngine(wanted), events)
         with runner.reported() as reported, suppress(EngineDied):

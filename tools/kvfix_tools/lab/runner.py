@@ -21,12 +21,12 @@ from kvfix import catalogue, installed_source
 from kvfix.ledger import Finding
 from kvfix.ledger.events import Event
 from kvfix.session import session
-from kvfix_tools.lab import rules
+from kvfix_tools.lab.engine import rules
 from kvfix_tools.lab.releases import cannot_play, missing, versions
 from kvfix_tools.lab.scenario import Scenario
 
 if TYPE_CHECKING:
-    from kvfix_tools.lab.lab_engine import LabEngine
+    from kvfix_tools.lab.engine.lab_engine import LabEngine
 
 #: Opt-in fixes that the lab applies in all engines, because the fuzzer draws their bugs.
 NAMED = ("KVF123", "KVF208", "KVF219", "KVF222", "KVF319", "KVF322", "KVF353")

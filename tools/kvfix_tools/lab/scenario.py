@@ -21,7 +21,7 @@ from kvfix_tools.lab.options import Options as Options
 from kvfix_tools.lab.steps import Step
 
 if TYPE_CHECKING:
-    from kvfix_tools.lab.lab_engine import LabEngine
+    from kvfix_tools.lab.engine.lab_engine import LabEngine
 
 #: Reasons why the hooks of a connector do not show a bug.
 CONTENT = "only the contents of slots or chunks show the bug"
@@ -89,7 +89,7 @@ class Scenario:
 
     def played(self, then: Callable[[LabEngine], None] = lambda _: None) -> Any:
         """Play the schedule on a new engine, call `then`, and return the engine. If it died, a finding says so."""
-        from kvfix_tools.lab.lab_engine import EngineDied, LabEngine
+        from kvfix_tools.lab.engine.lab_engine import EngineDied, LabEngine
 
         engine: Any = LabEngine(self.options) if self.options.connector not in PAIRS else _pair(self.options)
         with suppress(EngineDied):
@@ -130,7 +130,7 @@ def pair_scenario(
 
 
 def _pair(options: Options) -> Any:
-    return import_module("kvfix_tools.lab.pair").Pair(options)
+    return import_module("kvfix_tools.lab.pair.pair").Pair(options)
 
 
 @functools.cache

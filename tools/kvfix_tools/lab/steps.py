@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from kvfix_tools.lab.memory import Prefix, next_token
+from kvfix_tools.lab.engine.memory import Prefix, next_token
 
 
 class Step(NamedTuple):

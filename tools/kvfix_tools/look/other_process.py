@@ -123,7 +123,8 @@ class Process:
         """Return the system call in which the main thread waits: number, arguments, stack and code address; or "".
 
         Return "" for a wait on a lock of Python itself, such as the GIL's mutex. A thread that takes the GIL holds this
-        mutex while it waits for a second one (`take_gil`, ceval_gil.h). A call into the thread would wait for itself.
+        mutex while it waits for a second one (`take_gil`, ceval_gil.h). A call into this thread would wait for a mutex
+        that the thread itself holds.
         """
         state, switches, first = self._state()
         time.sleep(0.03)
@@ -142,7 +143,8 @@ class Process:
         return {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
 
     def _about(self) -> tuple[str, list[str]]:
-        """Return the state, and the start, code and stack addresses, which change if it starts another program."""
+        """Return the state, the start time, and the addresses of code and stack. These addresses change if the process
+        starts another program."""
         fields = (
             (self._proc / "stat").read_text(errors="replace").rpartition(")")[2].split()
         )  # man proc_pid_stat, from field 3 on

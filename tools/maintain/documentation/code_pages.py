@@ -10,8 +10,8 @@ from kvfix import applicability, catalogue
 from kvfix.fixes.api import Fix
 from kvfix_tools import fix_overview, upstream
 from kvfix_tools.diagnose import findings, problems
-from kvfix_tools.lab import rules as lab_rules
-from kvfix_tools.lab.rules import LabRule
+from kvfix_tools.lab.engine import rules as lab_rules
+from kvfix_tools.lab.engine.rules import LabRule
 from kvfix_tools.ledger import RULES, Rule
 from maintain import knowledge
 from maintain.documentation import error_index, support_matrix

@@ -1,4 +1,4 @@
-"""docs/diagnose.svg: what kvfix-diagnose prints of the log of a real engine that died, as a picture for the README.
+"""docs/diagnose.svg: the output of kvfix-diagnose for the log of a real engine that died, as a picture for the README.
 
 python -m maintain.documentation.diagnose_picture tests/diagnose/logs/crash-0.3.10.log.gz > docs/diagnose.svg
 """
@@ -36,7 +36,7 @@ def picture(log: bytes) -> str:
     console.print(f"[bold]$ kvfix-diagnose {NAME}[/]")
     report_text.print_all(found, found.findings, console, everything=False)
     svg = console.export_svg(title="kvfix-diagnose", unique_id="kvfix")
-    # rich has the reader's browser fetch a font from elsewhere; any monospaced one will do.
+    # rich makes the reader's browser fetch a font from another site. Any monospaced font is good enough.
     lines = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.S).splitlines()
     return "".join(f"{line.rstrip()}\n" for line in lines)
 

@@ -86,8 +86,8 @@ def nothing_stored(log: Diagnosis, line: LogLine) -> Answer | None:
     """No lookup has a hit, because nothing is stored.
 
     Cause: an engine with `kv_role: kv_consumer` never stores, and needs a producer. Otherwise the stores fail: a worker
-    runs without LMCache, a health check failed, or the CPU cache is full. Other lines show this. Or the workers' lines
-    are missing in this log.
+    runs without LMCache, a health check failed, or the CPU cache is full. Other lines of the log show this. Another
+    possible cause: this log does not have the workers' lines.
 
     Setting: `"kv_role": "kv_both"` in --kv-transfer-config, unless a producer writes into the same store. Then run
     kvfix-diagnose with the workers' logs too.
@@ -168,7 +168,7 @@ def peers_have_nothing(log: Diagnosis, line: LogLine) -> Answer | None:
     Setting: `local_cpu: true`, `enable_async_loading: true` and `PYTHONHASHSEED=0` in each engine. To test, send a
     prompt of more than `chunk_size` tokens to one engine, then to the other.
 
-    Normal: one line for each miss.
+    Normal: the log has one line for each miss.
     """
     kept = _never(log)
     if kept is None or kept.empty < ENOUGH or log.counts["peer_asked"] > kept.empty:

@@ -197,7 +197,8 @@ def gpu(setup: Setup) -> Iterator[Line]:
     elif not facts["available"] and setup.machine.has_nvidia():
         yield problem(
             f"torch {facts['version']} (CUDA {facts['cuda']}) cannot use the GPU of this machine",
-            f"nvidia-smi shows the driver's CUDA: install a driver for CUDA {facts['cuda']}, or torch for this CUDA",
+            f"nvidia-smi shows the driver's CUDA: install a driver for CUDA {facts['cuda']}, or a torch "
+            "for the driver's CUDA",
         )
     elif not facts["available"]:
         yield unchecked("this machine has no GPU", _WHERE)

@@ -38,19 +38,19 @@ def local_disk(setup: Setup) -> Iterator[Line]:
     if free < wanted:
         yield problem(
             f"the file system of local_disk has {gib(free)} free, but all workers together need {gib(wanted)}",
-            f"max_local_disk_size: {free / GIB / setup.ranks:.2f}, or less (GiB for each worker); or free space",
+            f"max_local_disk_size: {free / GIB / setup.ranks:.2f}, or less (GiB for each worker); or make space free",
         )
     else:
         yield ok(f"local_disk {folder} is writable, and {gib(free)} are free")
 
 
 def _nearest_folder(folder: Path) -> Path:
-    """The folder, or that part of its path which is there."""
+    """Return the folder, or its nearest parent that exists."""
     return next(each for each in (folder, *folder.absolute().parents) if each.exists())
 
 
 def _is_writable(there: Path) -> bool:
-    """A file system of the kernel (/sys, /proc) has no room, and takes no folder from root either."""
+    """A file system of the kernel (/sys, /proc) has no room. Even root cannot make a folder there."""
     return there.is_dir() and os.access(there, os.W_OK | os.X_OK) and os.statvfs(there).f_blocks > 0
 
 
@@ -95,8 +95,8 @@ def remote_scheme(setup: Setup) -> Iterator[Line]:
 
 @check("offload-size")
 def offload_size(setup: Setup) -> Iterator[Line]:
-    """OffloadingConnector has a CPU cache that fits into the memory, a known spec_name and a block_size of whole
-    blocks, also as a child of MultiConnector."""
+    """OffloadingConnector has a CPU cache that fits into the memory, a known spec_name, and a block_size that is a
+    multiple of vLLM's. This includes a child of MultiConnector."""
     limit, _, source = setup.machine.memory()
     for each in setup.connectors:
         if each.name != "OffloadingConnector":
@@ -116,7 +116,7 @@ def offload_size(setup: Setup) -> Iterator[Line]:
 
 
 def _offload_names(setup: Setup, extra: dict[str, Any]) -> Iterator[Line]:
-    """kv_offload/factory.py and offloading/config.py 0.32.0:128."""
+    """Check spec_name and block_size (kv_offload/factory.py and offloading/config.py 0.32.0:128)."""
     text = setup.vllm.text("vllm.v1.kv_offload.factory") if setup.vllm else ""
     specs = set(re.findall(r"register_spec\(\s*[\"'](\w+)", text))
     spec, chunk = extra.get("spec_name"), str(extra.get("block_size", ""))

@@ -1,0 +1,228 @@
+"""Any connector in the lab, in both roles: its own code moves real bytes of KV cache tensors.
+
+Only the model and its layers are replaced. vLLM's factory makes the connector, and vLLM's own code calls it around a
+forward pass (KVConnectorModelRunnerMixin), with vLLM's forward context and attention metadata for the CPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.v1.outputs import KVConnectorOutput
+
+from kvfix.engine_state.reader import Reader, Spans
+from kvfix.ledger import events as ev
+from kvfix_tools.lab.connectors import held
+from kvfix_tools.lab.connectors.any_worker import AnyWorker
+from kvfix_tools.lab.connectors.connector import Connector, OtherConnector
+from kvfix_tools.lab.connectors.contract import Contract, Load
+from kvfix_tools.lab.engine import rules, vllm_objects
+from kvfix_tools.lab.engine.memory import Cache, Slots
+from kvfix_tools.lab.engine.tensor_memory import TensorMemory
+from kvfix_tools.lab.options import Options
+
+#: Placeholder in the connector's configuration for a new, empty folder of each engine.
+FOLDER = "{dir}"
+#: Maximum steps in a row without a forward pass during a transfer. Each takes a millisecond or more.
+PATIENCE = 500
+
+
+class AnyReader(Reader):
+    """The reader for unknown metadata: the granted tokens are the load."""
+
+    def __init__(self, connector: Any) -> None:
+        super().__init__(connector)
+        self.granted: list[tuple[str, int, int]] = []
+
+    def loads(self, metadata: Any) -> Spans:
+        granted, self.granted = self.granted, []
+        return granted
+
+
+class AnyConnector(Connector):
+    """The scheduler and worker roles of the connector. `Contract` checks the answers and reports of both."""
+
+    workers: Sequence[AnyWorker]
+
+    def __init__(self, options: Options, memories: Sequence[Slots], caches: Sequence[Cache]) -> None:
+        self.folder = tempfile.mkdtemp(prefix="kvfix-lab-") if FOLDER in str(options.config) else ""
+        self.config = filled(options.config, self.folder)
+        self._options = options = dataclasses.replace(options, config=self.config)
+        config = vllm_objects.vllm_config(options)
+        self.scheduler = vllm_objects.scheduler(options, config)
+        self.in_scheduler = self.scheduler.connector
+        self.groups = self.scheduler.kv_cache_config.kv_cache_groups
+        self.reader = AnyReader(self.in_scheduler)
+        self.workers = [self._make_worker(rank, slots, config) for rank, slots in enumerate(memories)]
+        self.output: Any = None
+        #: Loads in flight, and ended requests whose blocks the connector keeps.
+        self.loads: dict[str, Load] = {}
+        self.sending: set[str] = set()
+        self._to_lose = False
+        self._wrong: list[tuple[str, str]] = []
+        #: Steps in a row that had nothing to compute.
+        self._idle = 0
+        self._contract = Contract(self)
+        if options.beside:
+            children = self.in_scheduler._connectors
+            self.other = next(each for each in children if isinstance(each, OtherConnector))
+
+    def _make_worker(self, rank: int, slots: Slots, config: Any) -> AnyWorker:
+        of_rank = vllm_objects.of_rank(config, rank)
+        of_rank.compilation_config = copy.copy(config.compilation_config)
+        connector = vllm_objects.worker(self._options, of_rank)
+        memory = TensorMemory(self.scheduler.kv_cache_config)
+        slots.put_in(memory.blocks)
+        worker = AnyWorker(rank, slots, connector, of_rank, memory)
+        worker.owner = self
+        handshake = connector.get_handshake_metadata()
+        if handshake is not None:
+            self.in_scheduler.set_xfer_handshake_metadata_pp_aware({(0, rank): handshake})
+        return worker
+
+    # ------------------------------------------------------------------ steps of a schedule
+
+    def lose_stored(self) -> None:
+        """A step: the connector loses the tokens of the next grant before it loads them."""
+        self.events.may_fail.add("")
+        self._to_lose = True
+
+    def handed_out(self) -> None:
+        """Called when the metadata of a step are made, before a worker gets them."""
+        if self._to_lose and self.reader.granted:
+            self._to_lose = False
+            module, _, name = self._options.lose.rpartition(":")
+            lose = getattr(importlib.import_module(module), name)
+            for worker in self.workers:
+                lose(worker.called)
+
+    def lookups_fail(self, how_many: int) -> None:
+        """A step of the fuzzer without effect: the lab cannot intercept lookups of this connector."""
+
+    def evict(self, cache: Cache, chunks: int, forced: bool) -> int:
+        return 0
+
+    # ------------------------------------------------------------------ a step
+
+    def tick(self) -> None:
+        if self._idle and self._in_flight():
+            time.sleep(0.001)  # transfers take real time
+
+    def granted(self, name: str, load: Load) -> None:
+        """Fill the blocks of the load with garbage in all layers: only the connector can put the right KV there."""
+        if self.other is None or name not in self.other.has:
+            self.loads[name] = load
+        self.reader.granted.append((name, load.start, load.end))
+        for group, blocks in zip(self.groups, self.scheduler.kv_cache_manager.get_block_ids(name), strict=True):
+            size = group.kv_cache_spec.block_size
+            for block in blocks[load.start // size : -(-load.end // size)]:
+                for worker in self.workers if block else ():
+                    worker.memory.poison(block)
+
+    def reads_wrong(self, name: str, message: str) -> None:
+        """Keep the message until the end of the step: wrong KV is no violation if the load is reported as failed."""
+        self._wrong.append((name, message))
+
+    def has_computed(self, wrong: dict[int, int], failed: set[int]) -> None:
+        """Check the contents at the end of the step. wrong: {block: layer that has read other KV in this block than
+        layer 0}.
+        """
+        found, self._wrong = self._wrong, []
+        blocks = {name: self._blocks(name) for name in self.output.num_scheduled_tokens}
+        for name, of_request in blocks.items():
+            layers = [wrong[block] for block in of_request if block in wrong]
+            if layers and name not in dict(found):
+                found.append((name, f"the step reads other KV in layer {layers[0]} than in layer 0"))
+        for name, message in found:
+            if not failed.intersection(blocks[name]):
+                self.events.wrong_content(name, message)
+        for name in [name for name in blocks if name in self.loads and not self.loads[name].asynchronous]:
+            self._loaded(name, failed)
+
+    def has_reported(self, report: KVConnectorOutput) -> None:
+        """Check the worker's report of this step."""
+        self._idle = 0 if self.output.total_num_scheduled_tokens else self._idle + 1
+        if report.finished_recving or report.finished_sending:
+            self._idle = 0
+        self._contract.reported(report)
+        for name in report.finished_recving or ():
+            if name in self.loads:
+                self._loaded(name, report.invalid_block_ids, name in report.failed_recving)
+        self.sending -= report.finished_sending or set()
+
+    def _loaded(self, name: str, failed: set[int], wholly: bool = False) -> None:
+        """Record the end of the load. It brought the tokens before the first failed block."""
+        load = self.loads.pop(name)
+        size = self.groups[0].kv_cache_spec.block_size
+        blocks = self._blocks(name)[load.start // size : -(-load.end // size)]
+        good = next((number for number, block in enumerate(blocks) if block in failed), None)
+        end = load.start if wholly else load.end if good is None else load.start // size * size + good * size
+        if name in self.scheduler.requests and not self.scheduler.requests[name].is_finished():
+            self.events.loaded(name, end, end - load.start)
+
+    def _blocks(self, name: str) -> list[int]:
+        return list(self.scheduler.kv_cache_manager.get_block_ids(name)[0])
+
+    # ------------------------------------------------------------------ transfers in flight
+
+    def _in_flight(self) -> bool:
+        return bool(self.sending or any(load.asynchronous for load in self.loads.values()))
+
+    def busy(self) -> bool:
+        return self._in_flight() and self._idle < PATIENCE
+
+    def loading(self) -> set[str]:
+        return {name for name, load in self.loads.items() if load.asynchronous}
+
+    def in_flight(self, request: str) -> set[str]:
+        looking = {"looking"} if request in self.events.undecided else set()
+        return looking | {
+            kind for kind, names in (("loading", self.loading()), ("storing", self.sending)) if request in names
+        }
+
+    def metadata(self, metadata: Any) -> Any:
+        return metadata
+
+    def kept(self) -> dict[str, set[str]]:
+        places: dict[str, set[str]] = {}
+        for role, connector in (("scheduler", self.in_scheduler), ("worker", self.workers[0].called)):
+            for where, names in held.names(connector, set(self.events.model.requests)).items():
+                places[f"{where} ({role})"] = names
+        return places
+
+    def kept_for_a_while(self) -> dict[str, set[str]]:
+        return {}
+
+    def never_given_back(self) -> None:
+        for name, request in self.scheduler.requests.items():
+            if request.is_finished():
+                what = "its load was never reported as done" if name in self.loads else "it was never reported as sent"
+                self.events.violated(rules.NEVER_GIVEN_BACK, name, f"has ended, and keeps its blocks: {what}")
+
+    def close(self, keep: bool = False) -> None:
+        """Shut the engine down. keep: do not remove its folder, which the next engine uses."""
+        kv_transfer_state._KV_CONNECTOR_AGENT = None
+        try:
+            for role in (self.in_scheduler, *(worker.called for worker in self.workers)):
+                role.shutdown()
+        except Exception as error:  # noqa: BLE001 - recorded as an event
+            self.events.add(ev.Raised("", "shutdown", f"{type(error).__name__}: {error}"))
+        if self.folder and not keep:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def filled(config: Any, folder: str) -> Any:
+    """Return the configuration with the folder in place of FOLDER."""
+    if isinstance(config, dict):
+        return {key: filled(value, folder) for key, value in config.items()}
+    if isinstance(config, list):
+        return [filled(value, folder) for value in config]
+    return config.replace(FOLDER, folder) if isinstance(config, str) else config

@@ -1,0 +1,233 @@
+"""The base class of the lab's connectors: both roles in one process."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+
+from kvfix_tools.lab.options import Options
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    from kvfix_tools.lab.connectors.offloading import Offloading
+    from kvfix_tools.lab.connectors.simple_offload import SimpleOffloading
+    from kvfix_tools.lab.engine.memory import Cache, Slots
+    from kvfix_tools.lab.engine.request_events import RequestEvents
+    from kvfix_tools.lab.engine.workers import Worker
+
+CLIENT = "lmcache.v1.lookup_client.lmcache_async_lookup_client"
+#: Modules in which LMCache opens sockets for lookups: up to 0.3, since 0.4, and with asynchronous loading.
+_OPENERS = ("lmcache.v1.lookup_client.lmcache_lookup_client", "lmcache.v1.rpc.zmq_transport", CLIENT)
+#: Plugin launchers up to 0.3, and since. They register a clean-up with atexit, which would keep them alive.
+_LAUNCHERS = ("lmcache.v1.plugin.plugin_launcher", "lmcache.v1.plugin.runtime_plugin_launcher")
+
+
+class Connector:
+    """A connector with the scheduler role (`in_scheduler`) and the worker role (in each of `workers`).
+
+    Its loads and stores become `events`.
+    """
+
+    scheduler: Scheduler
+    in_scheduler: Any
+    #: By rank. A MultiConnector has one worker.
+    workers: Sequence[Worker]
+    #: The reader of kvfix.connector_events.readers for the scheduler role.
+    reader: Any
+    events: RequestEvents
+    #: The other connectors of a MultiConnector.
+    other: OtherConnector | None = None
+    offloading: Offloading | SimpleOffloading | None = None
+    _place = 0
+
+    def listen(self, events: RequestEvents) -> None:
+        self.events = events
+        if self.offloading is not None:
+            self.offloading.events = events
+
+    # ------------------------------------------------------------------ alone, or one of a MultiConnector
+
+    def _of_lmcache(self, options: Options, connector: Any) -> Any:
+        """Return LMCache's connector, which may be a child of the MultiConnector that vLLM has made."""
+        self._place = options.asked_before
+        children = getattr(connector, "_connectors", None)
+        return connector if children is None else children[self._place]
+
+    def _called(self, in_worker: Any) -> Any:
+        """Return the connector that vLLM calls in the worker role. in_worker: LMCache's connector of the lab."""
+        connector = self.scheduler.connector
+        if connector is self.in_scheduler:
+            return in_worker
+        children = [in_worker if each is self.in_scheduler else _in_worker(each) for each in connector._connectors]
+        worker = copy.copy(connector)
+        vars(worker).update(_connectors=children, _role=KVConnectorRole.WORKER, _extra_async_saves={})
+        return worker
+
+    def _join_others(self, options: Options) -> None:
+        """Connect the other connectors of a MultiConnector to the lab's memory."""
+        worker = self.workers[0]
+        if options.beside:
+            self.other = next(each for each in worker.called._connectors if isinstance(each, OtherConnector))
+        if options.offloading:
+            place = 0 if options.offloading == "first" else -1
+            in_scheduler, in_worker = (each._connectors[place] for each in (self.scheduler.connector, worker.called))
+            self.offloading = self._offloads(options, worker.slots, in_scheduler, in_worker)
+            worker.offloads = True
+
+    def _offloads(self, options: Options, slots: Slots, in_scheduler: Any, in_worker: Any) -> Any:
+        """Return the lab's side of the offloading connector."""
+        if options.simple_offloading:
+            from kvfix_tools.lab.connectors import simple_offload
+
+            copying = simple_offload.Rank(0, slots, options, in_worker)
+            return simple_offload.SimpleOffloading(options, [copying], self.scheduler, in_scheduler)
+        from kvfix_tools.lab.connectors import offloading
+
+        return offloading.Offloading(options, [offloading.Rank(0, slots, options, in_worker)], in_scheduler)
+
+    def loads_by_other(self, request: str) -> bool:
+        """Return True if the MultiConnector has chosen another connector to load for this request."""
+        chosen: dict[str, int] = getattr(self.scheduler.connector, "_requests_to_connector", {})
+        return chosen.get(request, self._place) != self._place
+
+    def metadata(self, metadata: Any) -> Any:
+        """Return LMCache's part of the metadata of a step."""
+        children = getattr(metadata, "metadata", None)
+        return metadata if children is None else children[self._place]
+
+    def kept(self) -> dict[str, set[str]]:
+        """Return {place: requests that the connector keeps there}. Ended requests must not be among them."""
+        of_others = {} if self.offloading is None else self.offloading.kept()
+        return {**{where: set(names) for where, names in self.reader.kept()}, **of_others}
+
+    def reads_wrong(self, name: str, message: str) -> None:
+        """Record that a step has read wrong KV in blocks that are not reported as failed."""
+        self.events.wrong_content(name, message)
+
+    def not_to_store(self, request: Any) -> str:
+        """Return why this request must not be stored; "" if it may be stored."""
+        return ""
+
+    def evict(self, cache: Cache, chunks: int, forced: bool) -> int:
+        """Evict the oldest chunks, with `forced` also pinned ones. Return how many were evicted."""
+        return cache.evict(chunks, forced)
+
+    def never_given_back(self) -> None:
+        """At the end of a run: report blocks of ended requests that the connector still keeps."""
+        if self.offloading is not None:
+            self.offloading.never_given_back()
+
+    def close(self) -> None:
+        """Shut the engine down."""
+
+    # ------------------------------------------------------------------ a step
+
+    def tick(self) -> None:
+        if self.offloading is not None:
+            self.offloading.tick()
+
+    def exchange(self) -> None:
+        """Deliver the messages of this step: lookups to the workers, answers to the scheduler."""
+
+    # ------------------------------------------------------------------ transfers in flight
+
+    def busy(self) -> bool:
+        """Return True if a transfer or a lookup is in flight."""
+        return self.offloading is not None and self.offloading.busy
+
+    def loading(self) -> set[str]:
+        """Return the requests with a load in flight."""
+        return set() if self.offloading is None else self.offloading.requests(loads=True)
+
+    def looking(self) -> set[str]:
+        """Return the requests whose lookup is not answered yet."""
+        return set()
+
+    def in_flight(self, request: str) -> set[str]:
+        """Return what is in flight for this request between steps: "looking", "loading", "storing"."""
+        return set() if self.offloading is None else self.offloading.in_flight(request)
+
+
+def _in_worker(connector: Any) -> Any:
+    """Return another connector of the MultiConnector in the worker role."""
+    if isinstance(connector, OtherConnector):
+        return connector
+    return type(connector)(connector._vllm_config, KVConnectorRole.WORKER, connector._kv_cache_config)
+
+
+class OtherConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    """A second connector in a MultiConnector, in both roles. The schedule says what it has.
+
+    vLLM asks it first, and takes the first promise. The lab's engine writes its loads into the slots.
+    """
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        #: Requests whose whole blocks it has, except the block with the last token.
+        self.has: set[str] = set()
+        #: {request: (first token, end)} of granted loads that have not ended
+        self.loads: dict[str, tuple[int, int]] = {}
+        self._computed: dict[str, int] = {}
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        self._computed[request.request_id] = num_computed_tokens
+        if request.request_id not in self.has:
+            return 0, False
+        size = self._vllm_config.cache_config.block_size
+        return max(0, (request.num_tokens - 1) // size * size - num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if num_external_tokens:
+            start = self._computed[request.request_id]
+            self.loads[request.request_id] = (start, start + num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return KVConnectorMetadata()
+
+    def start_load_kv(self, forward_context: Any, **more: Any) -> None: ...
+
+    def wait_for_layer_load(self, layer_name: str) -> None: ...
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **more: Any) -> None: ...
+
+    def wait_for_save(self) -> None: ...
+
+
+class _Nothing:
+    """A socket, a context or a thread without any effect."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+@contextmanager
+def no_sockets() -> Iterator[None]:
+    """In this context a connector opens no socket, starts no lookup thread, and registers no clean-up."""
+    with ExitStack() as patches:
+        for name in (*_OPENERS, *_LAUNCHERS):
+            try:
+                module = importlib.import_module(name)
+            except ModuleNotFoundError:
+                continue
+            replaced: dict[str, Any] = {"get_zmq_socket": _Nothing, "get_zmq_context": _Nothing, "atexit": _Nothing()}
+            if name == CLIENT:
+                replaced["threading"] = SimpleNamespace(Thread=_Nothing, Lock=threading.Lock)
+            for key, value in replaced.items():
+                if hasattr(module, key):
+                    patches.enter_context(mock.patch.object(module, key, value))
+        yield

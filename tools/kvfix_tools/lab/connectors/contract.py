@@ -1,0 +1,125 @@
+"""Check each hook call of a connector against the docstrings of vLLM's base class (v1/base.py 0.32.0).
+
+The hooks are wrapped on the instance. A wrong call violates a rule of the lab (rules.py).
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+from kvfix_tools.lab.engine import rules
+
+if TYPE_CHECKING:
+    from kvfix_tools.lab.connectors.any_connector import AnyConnector
+
+
+class Load(NamedTuple):
+    """Granted tokens that are not loaded yet. asynchronous: the load runs between steps."""
+
+    start: int
+    end: int
+    asynchronous: bool
+
+
+class Contract:
+    """The checks of one connector in the scheduler role, and of its workers' reports."""
+
+    def __init__(self, owner: AnyConnector) -> None:
+        self._owner = owner
+        #: {request: (computed tokens, True if its load runs between steps)} of the last promise
+        self._promised: dict[str, tuple[int, bool]] = {}
+        connector = owner.in_scheduler
+        self._ask, self._grant = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
+        self._build = connector.build_connector_meta
+        connector.get_num_new_matched_tokens = self.get_num_new_matched_tokens
+        connector.update_state_after_alloc = self.update_state_after_alloc
+        connector.build_connector_meta = self.build_connector_meta
+        for name in ("request_finished", "request_finished_all_groups"):
+            if hasattr(connector, name):
+                setattr(connector, name, self._finished(name, getattr(connector, name)))
+
+    def _kind(self, name: str, hook: str, wanted: str, answer: Any) -> None:
+        self._owner.events.violated(rules.WRONG_KIND, name, f"{hook} answers {answer!r:.80}; expected: {wanted}")
+
+    def get_num_new_matched_tokens(self, request: Any, computed: int) -> Any:
+        """Ask twice: "might be called multiple times for a given request and should be side-effect free" (:15)."""
+        name, first = request.request_id, self._ask(request, computed)
+        answer = self._ask(request, computed)
+        right = isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], bool)
+        right = right and (answer[0] is None or isinstance(answer[0], int))
+        if not right:
+            self._kind(name, "get_num_new_matched_tokens", "a number of tokens or None, and a bool", answer)
+        elif answer[0] == 0 and answer[1]:
+            self._kind(name, "get_num_new_matched_tokens", "(0, False) if there is nothing to load", answer)
+        if first != answer and first[0] is not None:
+            message = f"promises {first}, and {answer} when asked again with the same {computed} computed tokens"
+            self._owner.events.violated(rules.ASKED_AGAIN, name, message)
+        self._promised[name] = computed, answer[1]
+        return answer
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, external: int) -> Any:
+        if external:
+            computed, asynchronous = self._promised[request.request_id]
+            self._owner.granted(request.request_id, Load(computed, computed + external, asynchronous))
+        return self._grant(request, blocks, external)
+
+    def build_connector_meta(self, output: Any) -> Any:
+        """Check that the hook does not change the scheduler's output (:606)."""
+        before = _of_output(output)
+        metadata = self._build(output)
+        self._owner.output = output
+        changed = [name for name, value in _of_output(output).items() if value != before[name]]
+        if changed:
+            self._owner.events.violated(rules.NOT_ITS_TO_CHANGE, "", f"build_connector_meta changes {changed[0]}")
+        if not isinstance(metadata, KVConnectorMetadata):
+            self._kind("", "build_connector_meta", "a KVConnectorMetadata", metadata)
+        try:
+            pickle.dumps(metadata)
+        except Exception as error:  # noqa: BLE001 - whatever pickle says
+            text = f"build_connector_meta: its metadata cannot be sent to another process ({error!r:.80})"
+            self._owner.events.violated(rules.WRONG_KIND, "", text)
+        self._owner.handed_out()
+        return metadata
+
+    def _finished(self, hook: str, finished: Any) -> Any:
+        def request_finished(request: Any, blocks: Any) -> Any:
+            answer = finished(request, blocks)
+            right = isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], bool)
+            if not (right and (answer[1] is None or isinstance(answer[1], dict))):
+                self._kind(request.request_id, hook, "a bool, and a dict or None", answer)
+            if answer[0]:
+                self._owner.sending.add(request.request_id)
+            return answer
+
+        return request_finished
+
+    def reported(self, report: Any) -> None:
+        """Check that reported transfers were in flight (:395-398). Otherwise vLLM asserts, or frees blocks in use."""
+        owner = self._owner
+        for kind, names, known in (
+            ("sent", report.finished_sending, owner.sending),
+            ("received", report.finished_recving, owner.loading()),
+        ):
+            for name in sorted(names or ()):
+                if name not in known:
+                    message = f"reported as {kind}, but no transfer of it was in flight"
+                    owner.events.violated(rules.NOT_IN_FLIGHT, name, message)
+        if not isinstance(report.invalid_block_ids, (set, frozenset)):
+            self._kind("", "get_block_ids_with_load_errors", "a set of block ids", report.invalid_block_ids)
+
+
+def _of_output(output: Any) -> dict[str, Any]:
+    """Return the parts of the scheduler's output that a connector must not change."""
+    cached = output.scheduled_cached_reqs
+    return {
+        "num_scheduled_tokens": dict(output.num_scheduled_tokens),
+        "total_num_scheduled_tokens": output.total_num_scheduled_tokens,
+        "finished_req_ids": set(output.finished_req_ids),
+        "scheduled_spec_decode_tokens": repr(output.scheduled_spec_decode_tokens),
+        "scheduled_new_reqs": [(new.req_id, repr(new.block_ids), len(new.prompt_token_ids or ()))
+                               for new in output.scheduled_new_reqs],
+        "scheduled_cached_reqs": (list(cached.req_ids), repr(cached.new_block_ids), list(cached.num_computed_tokens)),
+    }  # fmt: skip

@@ -1,0 +1,239 @@
+"""One engine with vLLM's MooncakeConnector, in both roles (pair.py has two engines).
+
+Decode sends its block ids to prefill, and prefill writes into these blocks. The lab replaces Mooncake's transfer engine
+(mooncake_network.py), the sockets, HTTP and threads (mooncake_sockets.py), the attention backend, and the clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvfix import clock
+from kvfix.connector_events import readers
+from kvfix.ledger import events as ev
+from kvfix_tools.lab.connectors import mooncake_sockets
+from kvfix_tools.lab.connectors.mooncake_network import Network
+from kvfix_tools.lab.connectors.mp_client import SharedBlock
+from kvfix_tools.lab.connectors.nixl import FLOATS
+from kvfix_tools.lab.engine import kv_layout, rules, vllm_objects
+from kvfix_tools.lab.engine.memory import Slots
+from kvfix_tools.lab.engine.request_events import STUCK
+from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.pair.pair_engine import PairSide, PairWorker, Params
+from kvfix_tools.lab.pair.pair_router import MALFORMED
+from kvfix_tools.ledger.events import WriteBegun, WriteEnded
+
+if TYPE_CHECKING:
+    from kvfix_tools.lab.engine.request_events import RequestEvents
+
+#: Faults in the parameters of a request for decode, in addition to those for NIXL.
+MALFORMED.update(
+    no_transfer=lambda params: {key: value for key, value in params.items() if key != "transfer_id"},
+    other_transfer=lambda params: {**params, "transfer_id": "other"},
+    odd_transfer=lambda params: {**params, "transfer_id": ["other"]},
+    no_address=lambda params: {key: value for key, value in params.items() if key != "remote_bootstrap_addr"},
+    other_address=lambda params: {**params, "remote_bootstrap_addr": "http://nobody:1"},
+    odd_address=lambda params: {**params, "remote_bootstrap_addr": 1},
+)
+#: vLLM's default timeout in seconds. No prefill of the lab takes as long.
+_LONG = 480
+
+
+def _transfer_of(request: Any) -> str:
+    return str((request.kv_transfer_params or {}).get("transfer_id"))
+
+
+class MooncakeWorker(PairWorker):
+    """The real connector in the worker role."""
+
+    def __init__(self, side: MooncakeSide, slots: Slots, called: Any, options: Options) -> None:
+        super().__init__(side, 0, slots, called, called.connector_worker)
+        #: Requests with a failed load that is not reported yet.
+        self.lost: set[str] = set()
+        self._note_writes()
+        self._note_failures()
+        #: Keeps the memory alive: the transfer engine only has its addresses.
+        self.memory = torch.zeros((options.num_blocks, options.block_size, FLOATS), dtype=torch.float32)
+        called.register_kv_caches({kv_layout.LAYER.format(0): self.memory})
+        slots.put_in([SharedBlock(block) for block in self.memory.view(torch.int64)[:, :, 0].numpy()])
+
+    def _note_writes(self) -> None:
+        build = self.adapter._build_transfer_params
+
+        async def noting(ready: Any, meta: Any, *regions: Any) -> Any:
+            answer = await build(ready, meta, *regions)
+            failed = set(answer[3])
+            self.side.network.requests = [
+                (sent.p_req_id, name) for name, sent in ready if any(meta.req_blocks[name][1]) and name not in failed
+            ]
+            return answer
+
+        self.adapter._build_transfer_params = noting
+
+    def _note_failures(self) -> None:
+        fail = self.adapter._handle_failed_recv
+
+        def noting(metas: Any, names: Any, reason: str) -> None:
+            self.lost.update(name for name in names if name in metas)
+            fail(metas, names, reason)
+
+        self.adapter._handle_failed_recv = noting
+
+    def get_finished(self, ended: set[str]) -> Any:
+        # sent requests have left the dictionary before: requests that leave it here have expired
+        kept = {each.p_req_id for each in self.adapter.reqs_need_send.values()}
+        results = self.called.get_transfer_results(ended)
+        self._failed = set(results.failed_recving)
+        for name in sorted(results.finished_sending):  # the order of a set differs between runs
+            self.side.add_to_pair(ev.LeaseEnded(name, name in kept))
+        for name in sorted(results.finished_recving):
+            start, end = self.due.pop(name, (0, 0))
+            failed = name in self.lost
+            self.lost.discard(name)
+            if failed and self.events.model.requests[name].is_finished():
+                continue
+            self.events.loaded(name, start if failed else end, 0 if failed else end - start)
+        return results.finished_sending, results.finished_recving
+
+
+class MooncakeSide(PairSide):
+    """Both roles of one engine."""
+
+    workers: list[MooncakeWorker]
+
+    @classmethod
+    def make_network(cls, options: Options) -> Network:
+        return Network(options.delay, options.extra.get("kv_lease_duration", _LONG))
+
+    def __init__(
+        self, options: Options, memories: Sequence[Slots], network: Network, name: str, engine_id: str
+    ) -> None:
+        self.join(network, name)
+        self.engine_id = engine_id
+        config = self.between_engines(options, engine_id)
+        self.scheduler = vllm_objects.scheduler(options, config)
+        self.in_scheduler = self.scheduler.connector
+        self.scheduler_side = self.in_scheduler.connector_scheduler
+        self.workers = [MooncakeWorker(self, memories[0], vllm_objects.worker(options, config), options)]
+        self.reader = readers.reader(self.in_scheduler)
+
+    def join(self, network: Network, name: str) -> None:
+        """Prepare the network for the connector of an engine with this name."""
+        self.network = network
+        self._host = network.host(name)
+        mooncake_sockets.replace(self._host)
+        network.noted = self._noted
+        self._host.raised = self._raised
+        #: Requests whose blocks were kept. A message after the end of their lease waits for the timeout.
+        self._were_kept: set[str] = set()
+        #: Transfers that the peer waits for.
+        self._awaited: dict[str, Any] = {}
+        #: {transfer: steps in which the peer waited although no request here will send it}
+        self._vain: dict[str, int] = {}
+        #: {transfer: time when its request was first seen to have ended}
+        self._ended: dict[str, float] = {}
+
+    def _noted(self, what: str, kept: str, reader: str) -> None:
+        """Record a write of the network in the ledgers of both engines."""
+        if what == "begun":
+            self.add_to_pair(WriteBegun(kept, reader))
+        else:
+            self.add_to_pair(WriteEnded(kept))
+
+    def _raised(self, error: BaseException) -> None:
+        where = f"a coroutine of the {self._host.name} engine raises {type(error).__name__}: {error}".rstrip(": ")
+        self.events.violated(rules.COROUTINE_RAISED, "", where)
+
+    @property
+    def of_mooncake(self) -> MooncakeWorker:
+        return self.workers[0]
+
+    def for_prefill(self, name: str) -> Params:
+        self.network.transfers[name] = self.network.transfers.get(name, 0) + 1
+        return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": self._transfer(name)}
+
+    def for_decode(self, name: str, answer: Params | None) -> Params:
+        """Return the parameters for decode. Prefill returns none: the router knows its own request."""
+        return {
+            "do_remote_decode": False, "do_remote_prefill": True, "remote_engine_id": self.engine_id,
+            "remote_bootstrap_addr": f"http://{self._host.name}:{mooncake_sockets.PORT}",
+            "transfer_id": self._transfer(name),
+        }  # fmt: skip
+
+    def _transfer(self, name: str) -> str:
+        return f"xfer-{name}-{self.network.transfers[name]}"
+
+    def keeps(self, request: str) -> bool:
+        blocks = self.scheduler_side._reqs_need_send.get(request, (None, []))[1]
+        if not blocks:
+            return False
+        self._were_kept.add(request)
+        self.events.counts["stored_tokens"] += len(blocks[0]) * self.scheduler_side.block_size
+        return True
+
+    def listen(self, events: RequestEvents) -> None:
+        super().listen(events)
+        self.of_mooncake.events = events
+        self._host.look = self._look
+        if self.network.timeout < _LONG:
+            events.may_fail.add("")  # a prefill can take longer than the timeout
+
+    def close(self) -> None:
+        self._host.end()
+
+    def _look(self) -> None:
+        """Report transfers that the peer waits for and that no request here will send."""
+        for request in self.events.model.requests.values():
+            if request.is_finished():
+                self._ended.setdefault(_transfer_of(request), clock.now())
+        if self.scheduler_side._reqs_not_processed or self.scheduler_side._reqs_need_send:
+            return  # the worker does not know of all requests yet
+        if self.network.timeout < _LONG:
+            return  # decode may ask so late that the worker has already dropped the request
+        open_now, had = set(), {}
+        for name, request in self.events.model.requests.items():
+            transfer = _transfer_of(request)
+            had[transfer] = name
+            if not request.is_finished():
+                open_now.add(transfer)
+        # an aborted prefill leaves the dictionary without a message to decode, which waits for it
+        # after the timeout prefill does not know the request any more
+        known = {each: sent for each, sent in self._sends.items() if clock.now() < self._ended.get(each, inf) + _LONG}
+        self._awaited.update(known)
+        self._awaited = {transfer: sent for transfer, sent in self._awaited.items() if sent.ready._waiters}
+        for transfer, sent in self._awaited.items():
+            unsent = had.get(transfer, "") not in {"", *self._were_kept} and transfer not in open_now
+            self._vain[transfer] = self._vain.get(transfer, 0) + 1 if unsent and not sent.ready.is_set() else 0
+            if self._vain[transfer] == STUCK:
+                message = "a decode request waits for its KV, but the request has ended and is not sent"
+                self.events.violated(rules.AWAITED_IN_VAIN, had[transfer], message)
+
+    # ------------------------------------------------------------------ transfers in flight, and kept requests
+
+    @property
+    def _sends(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.of_mooncake.adapter.reqs_need_send
+        return found
+
+    @property
+    def leases(self) -> set[str]:
+        """Ended requests whose blocks are kept for the peer."""
+        return {each.p_req_id for each in self._sends.values() if each.local_block_ids}
+
+    def kept_of_peer(self) -> set[str]:
+        """Return transfers that the peer has asked for and that no request here has."""
+        return {each.transfer_id for each in self._sends.values() if not each.p_req_id}
+
+    def busy(self) -> bool:
+        return self.network.busy or bool(self.leases) or bool(self.of_mooncake.due)
+
+    def loading(self) -> set[str]:
+        return set(self.of_mooncake.due)
+
+    def kept(self) -> dict[str, set[str]]:
+        sends = {each.p_req_id for each in self._sends.values()}
+        return {**super().kept(), "reqs_need_send": sends, "due": set(self.of_mooncake.due)}

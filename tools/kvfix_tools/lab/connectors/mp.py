@@ -1,0 +1,262 @@
+"""LMCache's multi-process connector and vLLM's copy of it in the lab, in both roles, without a real server.
+
+The connector classes, their trackers and metadata, and LMCache's adapters with their futures are real. The lab replaces
+the client of the server, and the transfer context, which copies between slots and chunks (mp_server.py). The server
+answers after `delay` steps.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from contextlib import nullcontext
+from importlib import import_module
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvfix.engine_state import lmcache_readers
+from kvfix_tools.lab.connectors.connector import Connector
+from kvfix_tools.lab.connectors.mp_answers import Heartbeat
+from kvfix_tools.lab.connectors.mp_server import Server
+from kvfix_tools.lab.engine import vllm_objects
+from kvfix_tools.lab.engine.memory import Cache, Slots
+from kvfix_tools.lab.engine.workers import Worker
+from kvfix_tools.lab.options import Options
+
+if TYPE_CHECKING:
+    from kvfix_tools.lab.engine.request_events import RequestEvents
+
+ADAPTER = "lmcache.integration.vllm.vllm_multi_process_adapter"
+
+
+def _without_gpu() -> None:
+    """Replace the CUDA event of vLLM's copy. No transfer must wait for a step: a step ends when it returns."""
+    if torch.cuda.is_available():
+        return
+    event = SimpleNamespace(record=lambda *_: None, ipc_handle=lambda: b"")
+    cuda: Any = torch.cuda
+    cuda.Event = lambda **_: event
+    cuda.current_stream = lambda: None
+    cuda.stream = lambda *_: nullcontext()
+
+
+@functools.cache
+def released() -> Any:
+    """Return LMCache's own objects that the lab replaces in the adapters."""
+    adapter = import_module(ADAPTER)
+    names = "RequestClientFactory", "HeartbeatThread", "create_transfer_context"
+    return SimpleNamespace(**{name: getattr(adapter, name, None) for name in names})
+
+
+class MessageQueue:
+    """The server behind the message queue of releases before 0.5.6: requests by type, payloads in a list.
+
+    Before 0.4.6 it also gets transfers: (key, worker, blocks, event), and how many tokens not to write.
+    """
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    def submit_request(self, request_type: Any, payloads: list[Any], response_class: Any = None) -> Any:
+        name = request_type.name.lower()
+        return getattr(self if hasattr(self, name) else self._server, name)(*payloads)
+
+    def register_kv_cache(self, *_: Any) -> Any:
+        return self._server.register()
+
+    def store(self, key: Any, worker: int, blocks: list[int], event: bytes) -> Any:
+        return self._server.submit_store(key.request_id, key, blocks)
+
+    def retrieve(self, key: Any, worker: int, blocks: list[int], event: bytes, skip: int) -> Any:
+        return self._server.submit_retrieve(key.request_id, key, blocks, skip_first_n_tokens=skip)
+
+    def close(self) -> None:
+        """Do nothing: the lab's server ends with its engine."""
+
+
+class MPWorker(Worker):
+    """One rank: the real connector and its client, with the lab's server."""
+
+    clears = True
+
+    def __init__(self, rank: int, server: Server, slots: Slots, called: Any, in_worker: Any, options: Options) -> None:
+        super().__init__(rank, slots, called, in_worker, in_worker.worker_adapter, server.failing[rank])
+        self._server = server
+        self._register(options)
+        #: With several KV groups vLLM needs failed loads by request, if the release of LMCache reports them.
+        self._by_request = options.several_groups and hasattr(in_worker, "get_transfer_results")
+        self._failed_requests: set[str] = set()
+
+    def _register(self, options: Options) -> None:
+        """Register the KV memory, which the lab's server has already."""
+        self.adapter.register_kv_caches({})
+        if hasattr(self.adapter, "_block_ids_per_group"):
+            several = options.several_groups
+            self.adapter._block_ids_per_group = lambda op: op.block_ids if several else [op.flat_block_ids]
+        if options.several_groups:
+            self._server.chunks.keep(_registered_windows(self.in_worker))
+
+    def get_finished(self, ended: set[str]) -> Any:
+        if not self.unanswered:
+            return self._get_finished(ended)
+        self.unanswered = False
+        self._server.lose_loads(self.rank, set(self.adapter.retrieve_futures))
+        self.adapter._health_event.clear()
+        with self._server.disconnected(getattr(self.adapter, "req_client", None)):
+            finished = self._get_finished(ended)
+        self.adapter._health_event.set()
+        return finished
+
+    def _get_finished(self, ended: set[str]) -> Any:
+        loads = self._unanswered_loads()
+        finished = self._ask_for_finished(ended)
+        if self._server.down:
+            self._server.give_up(self.rank, loads - self._unanswered_loads())
+        return finished
+
+    def _unanswered_loads(self) -> set[str]:
+        """Return requests whose load has no answer and is not reported."""
+        if not self._server.down:
+            return set()
+        loads = {name for name, (future, _) in self.adapter.retrieve_futures.items() if not future.query()}
+        return loads.union(getattr(self.adapter, "_dropped_retrieves", ()))
+
+    def _ask_for_finished(self, ended: set[str]) -> Any:
+        if not self._by_request:
+            return self.called.get_finished(ended)
+        results = self.called.get_transfer_results(ended)
+        self._failed_requests = results.failed_recving
+        return results.finished_sending, results.finished_recving
+
+    def also_reported(self) -> dict[str, Any]:
+        failed = {"failed_recving": self._failed_requests} if self._by_request else {}
+        return {**super().also_reported(), **failed}
+
+
+def _registered_windows(connector: Any) -> list[int]:
+    """Return how many tokens of each sliding window or state LMCache keeps, as registered with the server."""
+    module: Any = import_module("lmcache.integration.vllm.kv_cache_groups")
+    groups = connector._kv_cache_config.kv_cache_groups
+    names = [name for group in groups for name in group.layer_names]
+    sizes = module._resolve_per_layer_sw_sizes(groups, {name: at for at, name in enumerate(names)}, len(names))
+    return [size for size in sizes if size > 0]
+
+
+class MP(Connector):
+    """Both roles, connected by the lab's server."""
+
+    workers: list[MPWorker]
+    _worker_class = MPWorker
+
+    def __init__(self, options: Options, memories: Sequence[Slots], caches: Sequence[Cache]) -> None:
+        self.server = self._make_server(memories, caches[0], options)
+        adapter: Any = import_module(ADAPTER)
+        released()
+        self._replace(adapter)
+        adapter.vllm_layout_hints = dict  # the real function needs the model
+        _without_gpu()
+        config = vllm_objects.vllm_config(options)
+        self.scheduler = vllm_objects.scheduler(options, config)
+        self.in_scheduler = self._of_lmcache(options, self.scheduler.connector)
+        self.workers = [self._make_worker(rank, slots, options, config) for rank, slots in enumerate(memories)]
+        self._join_others(options)
+        self.reader = lmcache_readers.MP(self.in_scheduler)
+        self.scheduler_adapter = self.in_scheduler.scheduler_adapter
+
+    def _make_server(self, memories: Sequence[Slots], cache: Cache, options: Options) -> Server:
+        return Server(memories, cache, options)
+
+    def _replace(self, adapter: Any) -> None:
+        """Replace LMCache's client and transfer context by the lab's server."""
+        if hasattr(adapter, "RequestClientFactory"):
+            adapter.RequestClientFactory = SimpleNamespace(create=lambda url, context=None: self.server)
+        else:
+            adapter.MessageQueueClient = lambda url, context: MessageQueue(self.server)
+        adapter.HeartbeatThread = functools.partial(Heartbeat, self.server)  # no threads
+        adapter.create_transfer_context = lambda *_, **__: self.server
+
+    def _make_worker(self, rank: int, slots: Slots, options: Options, config: Any) -> MPWorker:
+        called = vllm_objects.worker(options, vllm_objects.of_rank(config, rank))
+        return self._worker_class(rank, self.server, slots, called, self._of_lmcache(options, called), options)
+
+    def listen(self, events: RequestEvents) -> None:
+        super().listen(events)
+        self.server.events = events
+
+    def stored_elsewhere(self, prompt: list[int]) -> None:
+        """A step: another instance has stored the whole chunks of this prompt."""
+        self.server.chunks.put(prompt)
+
+    def not_stored(self, request: Any) -> list[int]:
+        """Return the first token of each whole chunk of the prompt that is not in the cache."""
+        chunks = self.server.chunks
+        keys, _ = chunks.keys(request.prompt_token_ids, request.num_prompt_tokens, request.cache_salt or "")
+        return [number * chunks.size for number, key in enumerate(keys) if key not in chunks.cache]
+
+    def lookup_times_out(self) -> None:
+        """A step: a lookup times out, and the scheduler's adapter treats the server as dead."""
+        adapter = self.scheduler_adapter
+        for event in getattr(adapter, "_health_events", {"": getattr(adapter, "_health_event", None)}).values():
+            event.clear()
+
+    def lookups_fail(self, how_many: int) -> None:
+        """A step: so many of the next lookups time out. The connector then answers no hit."""
+        self.server.unanswered = how_many
+
+    def server_stops(self) -> None:
+        """A step: the server does nothing until `server_goes_on`. It answers no heartbeat, and requests wait."""
+        self.server.events.counts["server_stops"] += not self.server.down
+        self.server.down = True
+
+    def server_goes_on(self) -> None:
+        """A step: the server continues with the requests that have waited."""
+        self.server.down = False
+
+    def hour_of_silence(self) -> None:
+        """A step: an hour without requests passes, and the server drops a worker that has never pinged."""
+        self.server.forget_silent_worker()
+
+    # ------------------------------------------------------------------ a step
+
+    def tick(self) -> None:
+        super().tick()
+        self.server.tick()
+        if self.server.down:
+            self.server.events.met_silence.update(self.scheduler.requests)
+
+    # ------------------------------------------------------------------ transfers in flight, and kept requests
+
+    def busy(self) -> bool:
+        return super().busy() or bool(self.server.busy)
+
+    def loading(self) -> set[str]:
+        return super().loading().union(self.server.loading)
+
+    def in_flight(self, request: str) -> set[str]:
+        doing = {"looking": self.server.is_looking(request), "loading": request in self.server.loading}
+        doing["storing"] = self.server.storing[request] > 0
+        return {name for name, yes in doing.items() if yes} | super().in_flight(request)
+
+    def kept(self) -> dict[str, set[str]]:
+        """Include unanswered lookups, which the connector of an engine may keep for a while."""
+        lookups = {
+            f"scheduler_adapter.{name}": set(getattr(self.scheduler_adapter, name, ()))
+            for name in ("_pending_lookups", "_unacked_lookups")
+        }
+        in_workers: dict[str, set[str]] = {}
+        for worker in self.workers:
+            for where, names in lmcache_readers.MP(worker.in_worker).kept():
+                in_workers.setdefault(where, set()).update(names)
+        return {
+            **lookups,
+            **super().kept(),
+            **in_workers,
+            "read locks of the server": set(self.server.chunks.cache.pins) - self.server.events.met_silence,
+        }
+
+    def kept_for_a_while(self) -> dict[str, set[str]]:
+        """Return state of ended requests that is kept on purpose for a while."""
+        returned = (worker.adapter._returned_finished for worker in self.workers)
+        return {"worker_adapter._returned_finished": set().union(*returned)}

@@ -1,0 +1,167 @@
+"""The chunks of the lab's multi-process server: objects with keys, in the cache, and their locks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+from kvfix_tools.lab.engine.kv_groups import KVGroup, StoredObject, kv_groups, stored_objects
+from kvfix_tools.lab.engine.memory import Cache, Prefix, Slots, of_rank
+from kvfix_tools.lab.options import Options
+
+
+class Chunks:
+    """The objects in `cache`. Arguments `groups`: the blocks of a transfer in each KV group."""
+
+    def __init__(self, memories: Sequence[Slots], cache: Cache, options: Options) -> None:
+        self.cache = cache
+        self.size = options.chunk_size
+        self._options = options
+        #: The memory of each rank with the block size of each KV group.
+        self._slots = [
+            [slots, *(slots.of_group(group.block_size) for group in kv_groups(options)[1:])] for slots in memories
+        ]
+        self.keep()
+
+    def keep(self, windows: Sequence[int] = ()) -> None:
+        """Set the number of tokens that are kept of each window, as a worker registers them."""
+        self.objects = stored_objects(self._options, windows)
+        #: True if a chunk has several objects.
+        self._several = len(self.objects) > 1 or len(self._slots) > 1
+        self._all_null = _all_null(self._options, self.objects) if self._options.several_groups else None
+
+    # ------------------------------------------------------------------ keys and contents
+
+    def keys(self, tokens: Any, end: int, salt: str) -> tuple[list[Any], list[int]]:
+        """Return the keys of the whole chunks up to `end`, and the right contents of the tokens.
+
+        A key depends on all tokens up to the end of its chunk. `key` makes the keys of its objects from it.
+        """
+        contents = Prefix(hash((1, salt or 1))).of(list(tokens[:end]))
+        ends = range(self.size, end + 1, self.size)
+        return [(salt, contents[last - 1]) for last in ends], contents
+
+    def key(self, stored: StoredObject, chunk: Any, rank: int) -> object:
+        """Return the key of a chunk's object in this rank. Each rank has its own KV (ObjectKey.kv_rank)."""
+        return (rank, *stored.key(chunk)) if rank else stored.key(chunk)
+
+    def right(self, stored: StoredObject, contents: list[int], number: int, rank: int) -> list[int]:
+        """Return the right content of an object, from the right contents of the request's tokens."""
+        end = (number + 1) * self.size
+        own = self._slots[rank][0].own  # a chunk begins with a token of the first rank
+        parts = [own(of_rank(rank, group.right(contents[end - kept : end]))) for group, kept in stored.parts]
+        return parts[0] if len(parts) == 1 else [content for part in parts for content in part]
+
+    def _keys(self, chunk: Any) -> Iterator[tuple[StoredObject, int, object]]:
+        for stored in self.objects:
+            for rank in range(len(self._slots)):
+                yield stored, rank, self.key(stored, chunk, rank)
+
+    def put(self, tokens: list[int]) -> None:
+        """Store all objects of the whole chunks of this prompt, with the right contents."""
+        keys, contents = self.keys(tokens, len(tokens), "")
+        for number, chunk in enumerate(keys):
+            for stored, rank, key in self._keys(chunk):
+                self.cache[key] = self.right(stored, contents, number, rank)
+
+    # ------------------------------------------------------------------ locks
+
+    def lock(self, keys: list[Any], request_id: str) -> int:
+        """Return how many of these chunks, from the first on, are hit. Lock the objects that the hit needs."""
+        found = self.cache.pinned_prefix(keys, request_id)
+        if found and self._several:
+            while found and any(key not in self.cache for key in self._needed(keys, found)):
+                found -= 1
+            self.cache.unpin(request_id)
+            if found:
+                self.cache.pins[request_id] = self._needed(keys, found)
+        return found
+
+    def _needed(self, keys: list[Any], hit: int) -> list[object]:
+        return [
+            key
+            for number, chunk in enumerate(keys[:hit])
+            for stored, _, key in self._keys(chunk)
+            if number in stored.needed(hit)
+        ]
+
+    def in_one_rank_only(self, chunk: Any) -> bool:
+        there = [key in self.cache for _, _, key in self._keys(chunk)] if len(self._slots) > 1 else []
+        return any(there) and not all(there)
+
+    def unlock(self, request_id: str, keys: list[Any], rank: int | None = None) -> None:
+        """Release the request's locks on these chunks, in this rank or in all ranks."""
+        if self._several:
+            keys = [key for chunk in keys for _, of, key in self._keys(chunk) if rank in (None, of)]
+        self._keep_locked(request_id, [key for key in self.cache.pins.get(request_id, ()) if key not in keys])
+
+    def unlock_all(self, request_id: str, rank: int) -> None:
+        """Release all locks of the request in this rank."""
+        of_ranks = [(key, key[0] if isinstance(key[0], int) else 0) for key in self.cache.pins.get(request_id, ())]
+        self._keep_locked(request_id, [key for key, of in of_ranks if of != rank])
+
+    def _keep_locked(self, request_id: str, keys: list[Any]) -> None:
+        if keys:
+            self.cache.pins[request_id] = keys
+        else:
+            self.cache.unpin(request_id)
+
+    # ------------------------------------------------------------------ transfers
+
+    def covered(self, groups: list[list[int]], chunks: int) -> bool:
+        """Return True if each KV group has the blocks of so many chunks. Otherwise the server skips the transfer."""
+        return not self._all_null or all(
+            len(blocks) * slots.block_size >= chunks * self.size
+            for blocks, slots in zip(groups, self._slots[0], strict=True)
+        )
+
+    def not_stored(self, groups: list[list[int]], chunks: int) -> list[list[bool]]:
+        """Return, by object and chunk, True if the server does not store it."""
+        return self._all_null(groups, chunks) if self._all_null else [[False] * chunks]
+
+    def read(self, stored: StoredObject, groups: list[list[int]], number: int, rank: int) -> tuple[list[int], bool]:
+        """Return the contents of the rank's slots for this object, and True if null blocks are among them."""
+        found: list[int] = []
+        null = False
+        for group, kept in stored.parts:
+            slots, places = self._slots[rank][group.number], self._slots_of(groups, group, kept, number)
+            found += [slots.get(place) for place in places]
+            null |= places[0] < slots.block_size
+        return found, null
+
+    def load(self, groups: list[list[int]], keys: list[Any], skip_tokens: int, rank: int) -> bool:
+        """Load these chunks into the rank's slots, except the first tokens. Return False if an object is missing."""
+        needed = [(stored, number) for stored in self.objects for number in stored.needed(len(keys))]
+        found = [self.cache.get(self.key(stored, keys[number], rank)) for stored, number in needed]
+        if None in found or not self.covered(groups, len(keys)):
+            return False
+        for (stored, number), contents in zip(needed, found, strict=True):
+            position = 0
+            for group, kept in stored.parts:
+                slots, begin = self._slots[rank][group.number], (number + 1) * self.size - kept
+                for index, place in enumerate(self._slots_of(groups, group, kept, number)):
+                    if begin + index >= skip_tokens and contents is not None:
+                        slots.put(place, contents[position + index])
+                position += kept
+        return True
+
+    def _slots_of(self, groups: list[list[int]], group: KVGroup, kept: int, number: int) -> list[int]:
+        """Return the slots of so many tokens at the end of a chunk."""
+        blocks, size = groups[group.number], group.block_size
+        end = (number + 1) * self.size
+        return [blocks[position // size] * size + position % size for position in range(end - kept, end)]
+
+
+def _all_null(options: Options, objects: list[StoredObject]) -> Callable[[list[list[int]], int], list[list[bool]]]:
+    """Return the server's rule for objects that it does not store: since 0.5.4, objects with only null blocks."""
+    try:
+        module: Any = import_module("lmcache.v1.multiprocess.modules.lmcache_driven_transfer")
+        masks = module.all_null_chunk_masks
+    except (ImportError, AttributeError):
+        return lambda groups, chunks: [[False] * chunks for _ in objects]
+    numbers = [[group.number for group, _ in each.parts] for each in objects]
+    members = [SimpleNamespace(kernel_group_indices=each, aux=False) for each in numbers]
+    blocks = [options.chunk_size // group.block_size for group in kv_groups(options)]
+    return lambda groups, chunks: masks(groups, members, blocks, chunks)

@@ -1,0 +1,297 @@
+"""LMCache's multi-process connector with a real `lmcache server`, over its sockets. The server copies real memory.
+
+More is real than in mp.py: the server, the client, and the code of the heartbeat. The transfer context of servers that
+copy (`lmcache_driven`, as on CUDA) is real too. The slots are in shared memory, eight bytes each, which the server maps
+like GPU memory.
+
+The lab only changes the time of requests. It sends lookups, loads and stores some steps after the adapter has made
+them, and waits for each answer, so that a schedule always plays the same way. CUDA events are LMCache's own stubs: when
+a step returns, its work is complete. Only evictions by the server itself depend on real time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import os
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from kvfix_tools.lab.connectors import server_process
+from kvfix_tools.lab.connectors.mp import MP, MPWorker, released
+from kvfix_tools.lab.connectors.mp_client import Client, RequestId, SharedBlock
+from kvfix_tools.lab.connectors.mp_server import Server
+from kvfix_tools.lab.engine import kv_layout
+from kvfix_tools.lab.engine.memory import Cache, Slots
+from kvfix_tools.lab.options import Options
+
+#: Each engine has its own model name, so that no engine finds chunks of another one.
+_ENGINES = itertools.count()
+
+
+class RealServer(Server):
+    """The process of the server, with the interface of the lab's server. model_name: the model of the engine."""
+
+    def __init__(self, memories: Sequence[Slots], cache: Cache, options: Options) -> None:
+        super().__init__(memories, cache, options)
+        from lmcache.v1.distributed.api import ObjectKey
+        from lmcache.v1.multiprocess.token_hasher import TokenHasher
+
+        self._hasher = TokenHasher(options.chunk_size)
+        self._rank = ObjectKey.ComputeKVRank(world_size=1, global_rank=0, local_world_size=1, local_rank=0)
+        self.process = server_process.of_this_process()
+        self.model_name = f"lab-{os.getpid()}-{next(_ENGINES)}"
+        self._before = self.process.locks()
+        #: {request: (client, key) of its last lookup}
+        self._lookups: dict[str, tuple[Client, Any]] = {}
+        #: Requests whose hit was not asked for yet. For the other requests: the locked chunks at the end of the hit.
+        self._looking: set[str] = set()
+        self._locked: dict[str, range] = {}
+        #: Requests whose lookup is answered too late. Then requests whose lookup the adapter may drop for this reason.
+        self.unanswered_lookups: set[str] = set()
+        self._leases: set[str] = set()
+        #: {the lab's key of a chunk: the server's key}
+        self._keys: dict[Any, dict[str, Any]] = {}
+        #: Chunks that were evicted from L1 and are on the server's disk.
+        self._on_disk: set[Any] = set()
+
+    def named(self, argument: Any) -> Any:
+        """Return the argument with a request name that is unique on the server: each engine of the lab has r1, r2."""
+        if isinstance(argument, RequestId):
+            return f"{self.model_name}-{argument}"
+        if hasattr(argument, "request_id"):
+            return dataclasses.replace(argument, request_id=f"{self.model_name}-{argument.request_id}")
+        return argument
+
+    def is_looking(self, request_id: str) -> bool:
+        return request_id in self._looking
+
+    # ------------------------------------------------------------------ lookups
+
+    def look(self, client: Client, key: Any, lookup: Callable[[], None]) -> Any:
+        self._lookups[key.request_id] = client, key
+        self._looking.add(key.request_id)
+        if not self.unanswered:
+            return self._answer_later(lookup)
+        self.unanswered -= 1
+        self.events.lookup_unanswered()
+        self.unanswered_lookups.add(key.request_id)
+        self._answer_later(lookup)
+        return self._future()
+
+    def started_again(self) -> None:
+        """Reset the state after a restart: no locks, no lookups, and no worker until it registers again."""
+        self._before = self.process.locks()
+        self._looking.clear()
+        self._locked.clear()
+        self.events.may_fail.add("")
+        self.events.counts["server_restarts"] += 1
+
+    def give_up_lookups(self) -> None:
+        """Drop lookups when the adapter treats the server as dead. The adapter then admits requests without a hit.
+
+        The adapter releases no locks. They time out after five minutes.
+        """
+        self._leases |= self._whose()
+
+    def _end_leases(self) -> None:
+        for name in self._leases & self._whose():
+            client, key = self._lookups[name]
+            if name in self._looking:
+                client.query_prefetch_status(name)
+            locked, size = self._locked[name], self.chunk_size
+            client.free_lookup_locks(dataclasses.replace(key, start=locked.start * size, end=locked.stop * size), 1)
+            client.end_session(name)
+
+    def _whose(self) -> set[str]:
+        """Return requests that may have locks."""
+        return self._looking.union(name for name, chunks in self._locked.items() if chunks)
+
+    def found(self, request_id: str, chunks: int) -> None:
+        self._looking.discard(request_id)
+        self._locked[request_id] = range(chunks)
+        hit = self._on_disk.intersection(self._keys_from_start(self._lookups[request_id][1])[:chunks])
+        self.events.counts["read_from_disk"] += len(hit)
+        self._on_disk -= hit
+
+    def released(self, key: Any) -> None:
+        """Note that the request has released these chunks."""
+        locked = self._locked.get(key.request_id, range(0))
+        start, end = key.start // self.chunk_size, key.end // self.chunk_size
+        self._locked[key.request_id] = range(end, locked.stop) if start <= locked.start else range(locked.start, start)
+
+    # ------------------------------------------------------------------ transfers
+
+    def store(self, key: Any, blocks: list[list[int]], send: Callable[[], Any]) -> Any:
+        def store() -> Any:
+            self._store(key, blocks)
+            hashes = self._hasher.compute_chunk_hashes(list(key.token_ids), start=key.start, end=key.end)
+            self._on_disk.difference_update(self._keys_from_start(key))
+            for chunk, digest in zip(self._keys_from_start(key), hashes, strict=True):
+                names = {"chunk_hash_hex": digest.hex(), "model_name": self.model_name, "cache_salt": key.cache_salt}
+                self._keys[chunk] = {**names, "kv_rank": self._rank}
+            answer = send()
+            self.process.transfers_end()
+            return answer
+
+        return self._answer_store_later(key, store)
+
+    def retrieve(self, key: Any, send: Callable[[], Any]) -> Any:
+        request_id = key.request_id
+        self.loading[request_id] += 1
+
+        def load() -> Any:
+            fails_after = self.failing[0].pop(request_id, None)
+            if fails_after is not None:
+                self.events.may_fail.add("")  # other requests have locked these chunks too
+                self._delete(self._keys_from_start(key)[fails_after:], "all", force=True)
+            answer = send()
+            self.process.transfers_end()
+            self.released(key)
+            return answer
+
+        def load_in_time() -> Any:
+            self._end_load(request_id)
+            answer = load()
+            tokens = key.end - key.start if answer[1] else 0
+            self.events.loaded(request_id, key.end if tokens else 0, tokens)
+            return answer
+
+        return self._answer_later(load_in_time, load=(0, request_id), late=load)
+
+    def lose_loads(self, rank: int, unreported: set[str]) -> None:
+        """Let the server finish all transfers, but let the worker treat its loads as failed, without an answer."""
+        self.give_up(rank, unreported.union(self.loading))
+        while self._later:
+            self._later.popleft().action()
+
+    def _answer_something(self, client: Client) -> None:
+        client.send("ping", None)
+
+    # ------------------------------------------------------------------ state of the server
+
+    def evict(self, chunks: int, forced: bool) -> int:
+        """Evict the oldest chunks from L1. forced: also locked chunks, and from the disk."""
+        return self._delete(list(self.chunks.cache)[:chunks], "all" if forced else "l1", forced)
+
+    def _delete(self, chunks: list[Any], tier: str, force: bool) -> int:
+        for chunk in chunks:
+            self.chunks.cache.pop(chunk, None)
+        (self._on_disk.update if tier == "l1" else self._on_disk.difference_update)(chunks)
+        keys = [self._keys[chunk] for chunk in chunks if chunk in self._keys]
+        return self.process.delete(keys, tier, force) if keys else 0
+
+    def kept(self) -> dict[str, set[str]]:
+        """Return locks, and lookups whose answer the server still has. Only the lab knows their requests."""
+        self._end_leases()
+        now = self.process.locks()
+        self.events.counts["evicted_by_server"] += max(0, len(self.chunks.cache) - now["objects"])
+        # a request that is looked up again after a dropped lookup leaves locks that neither role knows of
+        whose = self._whose() or (set() if self._leases else {*self._lookups, *self.storing})
+        more = {what: now[what] - self._before[what] for what in ("read locks", "write locks", "lookups")}
+        return {f"{what} of the server ({number})": whose for what, number in more.items() if number > 0}
+
+    def empty_disk(self) -> None:
+        self._delete(list(self._keys), "l2", force=False)
+
+    def close(self) -> None:
+        self.empty_disk()
+        self.process.clear()
+
+
+class RealWorker(MPWorker):
+    """A worker with slots in memory that the server maps."""
+
+    _server: RealServer
+
+    def _register(self, options: Options) -> None:
+        """Register a layer with one latent vector of eight bytes for each token."""
+        self.adapter.model_name = self._server.model_name
+        connector: Any = import_module(type(self.in_worker).__module__)
+        connector.vllm_layout_hints = lambda *_: {}  # a latent vector needs no layout hint
+        layer = torch.zeros((options.num_blocks, options.block_size, 8), dtype=torch.uint8)
+        self.in_worker.register_kv_caches({kv_layout.LAYER.format(0): layer})  # this call shares its memory
+        self.slots.put_in([SharedBlock(block) for block in layer.view(torch.int64).squeeze(-1).numpy()])
+
+
+class RealMP(MP):
+    """Both roles, connected by a real server."""
+
+    server: RealServer
+
+    _worker_class = RealWorker
+
+    def __init__(self, options: Options, memories: Sequence[Slots], caches: Sequence[Cache]) -> None:
+        super().__init__(options, memories, caches)
+        self.scheduler_adapter.model_name = self.server.model_name
+
+    def _make_server(self, memories: Sequence[Slots], cache: Cache, options: Options) -> RealServer:
+        return RealServer(memories, cache, options)
+
+    def _replace(self, adapter: Any) -> None:
+        server, its = self.server, released()
+
+        class Heartbeat(its.HeartbeatThread):  # type: ignore[misc, name-defined]
+            """Replaces LMCache's thread. A heartbeat happens in a step, and only if it can change the state."""
+
+            def start(self) -> None:
+                server.heartbeats.append(self)
+
+            def beat(self) -> None:
+                if server.down or server.was_disconnected or not self._health_event.is_set():
+                    self._interval = 0.05 if server.down else server_process.PATIENCE  # seconds for an answer
+                    self._execute()
+
+        def client(url: str, context: Any = None) -> Client:
+            return Client(server, its.RequestClientFactory.create(server.process.url, context=context))
+
+        def transfer_context(caches: Any, *, mode: Any, **more: Any) -> Any:
+            return its.create_transfer_context(caches, mode="lmcache_driven", **more)
+
+        adapter.RequestClientFactory = SimpleNamespace(create=client)
+        adapter.HeartbeatThread = Heartbeat
+        adapter.create_transfer_context = transfer_context
+
+    def tick(self) -> None:
+        adapter, server = self.scheduler_adapter, self.server
+        if not adapter.is_healthy:
+            server.give_up_lookups()
+        super().tick()
+        for name in server.unanswered_lookups & adapter._unacked_lookups.keys():
+            adapter._unacked_lookups[name].submitted_at = -math.inf  # so that the lookup times out
+
+    def server_stops(self) -> None:
+        super().server_stops()
+        self.server.process.stop()
+
+    def server_goes_on(self) -> None:
+        self.server.process.go_on()
+        super().server_goes_on()
+
+    def server_dies(self) -> None:
+        """A step: kill the process of the server."""
+        super().server_stops()
+        self.server.process.kill()
+
+    def server_comes_back(self) -> None:
+        """A step: start the server again, with the files on its disk."""
+        self.server.process.start()
+        self.server.started_again()
+        super().server_goes_on()
+
+    def kept(self) -> dict[str, set[str]]:
+        return {**super().kept(), **self.server.kept()}
+
+    def evict(self, cache: Cache, chunks: int, forced: bool) -> int:
+        return self.server.evict(chunks, forced)
+
+    def close(self) -> None:
+        """Unregister the worker and clear the server's cache."""
+        self.in_scheduler.shutdown()
+        self.workers[0].in_worker.shutdown()
+        self.server.close()

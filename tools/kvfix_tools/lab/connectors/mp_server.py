@@ -1,0 +1,230 @@
+"""In place of `lmcache server`, its client and the transfer context: lookups that lock, loads and stores.
+
+When it answers: mp_answers.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvfix_tools.lab import releases
+from kvfix_tools.lab.connectors.mp_answers import Answers, Due
+from kvfix_tools.lab.connectors.mp_chunks import Chunks
+from kvfix_tools.lab.engine.memory import Cache, Slots
+from kvfix_tools.lab.options import Options
+
+if TYPE_CHECKING:
+    from kvfix_tools.lab.engine.request_events import RequestEvents
+
+
+class Server(Answers):
+    """The functions of the client and the transfer context that LMCache's adapters call, under their own names.
+
+    The server serves all ranks. LMCache's key of a transfer has the rank (`worker_id`), the key of a lookup has None.
+    Loads and stores become `events`.
+    """
+
+    events: RequestEvents
+
+    def __init__(self, memories: Sequence[Slots], cache: Cache, options: Options) -> None:
+        super().__init__(options)
+        self.chunks = Chunks(memories, cache, options)
+        self.chunk_size = options.chunk_size
+        #: Number of next lookups without an answer.
+        self.unanswered = 0
+        #: True if the server knows the worker's KV memory.
+        self._registered = True
+        #: {rank: requests whose next load fails}
+        self.failing: list[dict[str, int]] = [{} for _ in memories]
+        #: {request: loads in flight in all ranks}
+        self.loading: Counter[str] = Counter()
+        #: {request: stores in flight in all ranks}
+        self.storing: Counter[str] = Counter()
+        #: {request: chunks found}, until the answer is read. None: the prefetch is in flight.
+        self._hits: dict[str, int | None] = {}
+
+    # ------------------------------------------------------------------ lookups and their locks
+
+    def _keys_from_start(self, key: Any) -> list[Any]:
+        """Return the keys of the chunks in LMCache's key of a transfer."""
+        return self.chunks.keys(key.token_ids, key.end, key.cache_salt)[0][key.start // self.chunk_size :]
+
+    def is_looking(self, request_id: str) -> bool:
+        return self._hits.get(request_id, 0) is None
+
+    def lookup(self, key: Any, tp_size: int) -> Any:
+        if self.unanswered > 0:
+            self.unanswered -= 1
+            self.events.lookup_unanswered()
+            self._hits[key.request_id] = 0
+            return self._answer(None)
+
+        self._hits[key.request_id] = None
+
+        def prefetch() -> None:
+            keys, _ = self.chunks.keys(key.token_ids, key.end, key.cache_salt)
+            self._hits[key.request_id] = found = self.chunks.lock(keys, key.request_id)
+            self.events.counts["ranks_differ"] += found < len(keys) and self.chunks.in_one_rank_only(keys[found])
+
+        self._answer_later(prefetch)
+        return self._answer(None)
+
+    def query_prefetch_status(self, request_id: str) -> Any:
+        found = self._hits.get(request_id, 0)
+        if found is not None:
+            self._hits.pop(request_id, None)  # the answer can be read once
+        return self._answer(found)
+
+    def free_lookup_locks(self, key: Any, tp_size: int) -> Any:
+        self.chunks.unlock(key.request_id, self._keys_from_start(key))
+        return self._answer(None)
+
+    # ------------------------------------------------------------------ other calls of the client
+
+    def get_chunk_size(self) -> Any:
+        return self._answer(self.chunk_size)
+
+    def get_experimental(self) -> Any:
+        return self._answer([])
+
+    def end_session(self, *args: Any) -> Any:
+        """Do not cancel a prefetch: it continues and locks its chunks (modules/lookup.py 0.5.6:462)."""
+        return self._answer(None)
+
+    report_block_allocation = end_session
+
+    def close(self) -> None:
+        """Do nothing: the lab's server ends with its engine."""
+
+    def clear(self, force: bool = False) -> Any:
+        """Remove all chunks without a read lock (v1/distributed/storage_manager.py 0.5.6:1244)."""
+        self.chunks.cache.evict(len(self.chunks.cache))
+        return self._answer(None)
+
+    # ------------------------------------------------------------------ transfers
+
+    def register(self, *args: Any, **more: Any) -> Any:
+        self._registered = True
+        return self._answer(None)
+
+    def create_recorded_event(self) -> Any:
+        return None
+
+    def submit_store(self, request_id: str, key: Any, *rest: Any, **more: Any) -> Any:
+        groups = _block_ids(rest)
+        return self._answer_store_later(key, lambda: self._registered and self._store(key, groups))
+
+    def _answer_store_later(self, key: Any, store: Callable[[], Any]) -> Any:
+        request_id, rank = key.request_id, key.worker_id or 0
+        self.events.stored(request_id, list(key.token_ids), key.start, key.end, rank)
+        self.storing[request_id] += 1
+
+        def due() -> Any:
+            self.storing[request_id] -= 1
+            return store()
+
+        return self._answer_later(due, rank)
+
+    def _store(self, key: Any, groups: list[list[int]]) -> bool:
+        """Store the contents of these blocks, and check that they are right for their keys.
+
+        groups: blocks in each KV group, for all tokens of the key.
+        """
+        request_id, rank, counts = key.request_id, key.worker_id or 0, self.events.counts
+        chunks, right = self._keys_from_start(key), self.events.right(request_id)
+        if not self.chunks.covered(groups, len(chunks)):
+            return False
+        counts["stores_of_groups"] += len(groups) > 1
+        left_out = self.chunks.not_stored(groups, len(chunks))
+        for number, chunk in enumerate(chunks):
+            place = number + key.start // self.chunk_size
+            for stored in self.chunks.objects:
+                if left_out[stored.number][number]:
+                    counts["null_objects_left_out"] += 1
+                    continue
+                read, null = self.chunks.read(stored, groups, number, rank)
+                if read != self.chunks.right(stored, right, place, rank):
+                    message = f"other KV than that of tokens {place * self.chunk_size} on is stored under their key"
+                    self.events.wrong_content(request_id, message + ", from null blocks" * null)
+                self.chunks.cache[self.chunks.key(stored, chunk, rank)] = read
+        return True
+
+    def submit_retrieve(self, request_id: str, key: Any, *rest: Any, skip_first_n_tokens: int = 0, **more: Any) -> Any:
+        groups, rank = _block_ids(rest), key.worker_id or 0
+        self.loading[request_id] += 1
+
+        def load() -> bool:
+            wanted = self._keys_from_start(key)
+            fails = request_id in self.failing[rank] or not self._registered
+            self.failing[rank].pop(request_id, None)
+            done = not fails and self.chunks.load(groups, wanted, skip_first_n_tokens, rank)
+            self.chunks.unlock(request_id, wanted, rank)
+            return done
+
+        def load_in_time() -> bool:
+            self._end_load(request_id)
+            if not load():
+                self.events.loaded(request_id, 0, 0, rank)
+                return False
+            self.events.counts["loads_of_groups"] += len(groups) > 1
+            self.events.loaded(request_id, key.end, key.end - key.start, rank)
+            return True
+
+        return self._answer_later(load_in_time, rank, load=(rank, request_id), late=load)
+
+    def _end_load(self, request_id: str) -> None:
+        self.loading[request_id] -= 1
+        if not self.loading[request_id]:
+            del self.loading[request_id]
+
+    def flush_inflight_stores(self, *args: Any, **more: Any) -> None:
+        """Do all actions in flight, in releases whose transfer context on CUDA waits for them.
+
+        A stopped server continues during this wait, which can take `mq_timeout`, five minutes.
+        """
+        if not releases.missing(releases.FLUSHES):
+            self.down = False
+            while self._later:
+                self._later.popleft().action()
+
+    def give_up(self, rank: int, requests: set[str]) -> None:
+        """Note that the worker reports these loads as failed. The server still does them when they are due."""
+        for place, due in enumerate(self._later):
+            if due.load is not None and due.load[0] == rank and due.load[1] in requests:
+                self._later[place] = Due(due.step, due.late or due.action)
+                self._end_load(due.load[1])
+        for name in sorted(requests):
+            self.events.may_fail.add(name)
+            self.events.loaded(name, 0, 0, rank)
+
+    def lose_loads(self, rank: int, unreported: set[str]) -> None:
+        """Drop the loads of this rank in flight. unreported: loads that have ended, but were not reported.
+
+        Do stores and lookups at once.
+        """
+        in_flight, self._later = self._later, deque()
+        lost = set(unreported)
+        for due in in_flight:
+            if due.load is None:
+                due.action()
+            elif due.load[0] == rank:
+                lost.add(due.load[1])
+                self._end_load(due.load[1])
+            else:
+                self._later.append(due)
+        for name in sorted(lost):
+            self.chunks.unlock_all(name, rank)
+            self.events.loaded(name, 0, 0, rank)
+
+    def forget_silent_worker(self) -> None:
+        """Drop a silent worker, as the server does after `worker_registration_grace_seconds`, if the release has it."""
+        pinged = any(heartbeat.is_of_worker for heartbeat in self.heartbeats)
+        self._registered = pinged or bool(releases.missing(releases.FORGETS))
+
+
+def _block_ids(arguments: tuple[Any, ...]) -> list[list[int]]:
+    """Return the blocks in each KV group from a transfer's arguments, which differ by release."""
+    found: list[Any] = next(argument for argument in arguments if isinstance(argument, list))
+    return found if found and isinstance(found[0], list) else [found]

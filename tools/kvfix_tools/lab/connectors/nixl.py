@@ -1,0 +1,224 @@
+"""One engine with vLLM's NixlConnector in pull mode, in both roles (pair.py has two engines).
+
+The lab replaces the agent (nixl_agent.py, or NIXL's own agent with nixl_real.py), the sockets and threads of the
+handshake (nixl_network.py), the attention backend, and the clock of the leases. The slots are in memory of the agent.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.attention.backend import MultipleOf
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+from kvfix import clock
+from kvfix.connector_events import readers
+from kvfix.ledger import events as ev
+from kvfix_tools.lab.connectors.nixl_network import Network, Signal
+from kvfix_tools.lab.connectors.nixl_ranks import Together, blocks_of
+from kvfix_tools.lab.connectors.nixl_real import RealNetwork
+from kvfix_tools.lab.engine import kv_layout, vllm_objects
+from kvfix_tools.lab.engine.memory import Slots
+from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.pair.pair_engine import PairSide, PairWorker, Params
+from kvfix_tools.ledger.events import LeaseRead
+
+if TYPE_CHECKING:
+    from kvfix_tools.lab.engine.request_events import RequestEvents
+
+_MODULES = "base_scheduler", "pull_scheduler", "push_scheduler", "base_worker", "pull_worker", "push_worker"
+#: The parameters that the router sends to prefill.
+PREFILL = {
+    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
+    "remote_host": None, "remote_port": None,
+}  # fmt: skip
+#: Floats of a slot of one head: K and V (kv_layout.kv_cache). The first two have the content.
+FLOATS = 64
+PORT = 5600
+
+
+class AnyBlockSize(CPUAttentionBackend):  # type: ignore[misc]
+    """Accepts smaller blocks than the CPU's kernels do. No kernel runs in the lab."""
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(*_: Any) -> list[Any]:
+        return [MultipleOf(1)]
+
+
+def module(name: str) -> Any:
+    return import_module(f"vllm.distributed.kv_transfer.kv_connector.v1.nixl.{name}")
+
+
+def replace(network: Network) -> None:
+    """Replace NIXL, its sockets and the clock by the lab's network and clock."""
+    time = SimpleNamespace(perf_counter=lambda: clock.now(), monotonic=lambda: clock.now(), time=lambda: clock.now())
+    for name in _MODULES:
+        module(name).time = time
+    scheduler: Any = module("base_scheduler")
+    scheduler.zmq_ctx = network.socket
+    scheduler.threading = SimpleNamespace(Thread=network.listen, Event=threading.Event)
+    worker: Any = module("base_worker")
+    worker.NixlWrapper = network.agent
+    worker.zmq_ctx = network.socket
+    worker.ThreadPoolExecutor = lambda **_: network.executor()
+    _be_rank(0, 1)
+    worker.get_current_attn_backends = lambda *_: [AnyBlockSize]
+    worker.current_platform.discover_numa_topology = lambda *_: []  # otherwise the process keeps only one core
+    if hasattr(worker, "check_nixl_version"):  # since 0.33
+        worker.check_nixl_version = lambda _: None
+    module("push_worker").threading = SimpleNamespace(Thread=network.writer, Event=Signal, Lock=threading.Lock)
+
+
+def _be_rank(rank: int, ranks: int) -> None:
+    worker: Any = module("base_worker")
+    worker.get_tensor_model_parallel_rank, worker.get_tensor_model_parallel_world_size = lambda: rank, lambda: ranks
+
+
+@contextmanager
+def of_rank(rank: int, ranks: int) -> Iterator[None]:
+    """In this context a new worker has this rank of so many. Outside there is one rank."""
+    _be_rank(rank, ranks)
+    yield
+    _be_rank(0, 1)
+
+
+class NixlWorker(PairWorker):
+    """The real connector in the worker role, with the lab's agent."""
+
+    def __init__(self, side: Any, slots: Slots, called: Any, options: Options) -> None:
+        adapter = called.connector_worker
+        super().__init__(side, adapter.tp_rank, slots, called, adapter)
+        #: The reports of all ranks, if there are several.
+        self.together = Together(1)
+        #: Requests whose lease has expired in this step.
+        self._expired: set[str] = set()
+        self._note_expired()
+        #: Keeps the memory alive: the agent only has its addresses.
+        shape = options.num_blocks, options.heads_of_rank, options.block_size, FLOATS
+        self.memory = torch.zeros(shape, dtype=torch.float32)
+        called.register_kv_caches(kv_layout.kv_caches(options, self.memory))
+        slots.put_in(blocks_of(self.memory.view(torch.int64)[..., 0].numpy(), self.rank, options))
+
+    def _note_expired(self) -> None:
+        def noting(sent: set[str]) -> None:
+            before = set(sent)
+            type(self.adapter)._reap_expired_send_leases(self.adapter, sent)  # as kvfix has it by then
+            self._expired = sent - before
+
+        self.adapter._reap_expired_send_leases = noting
+
+    def get_finished(self, ended: set[str]) -> Any:
+        peers = {name: meta.remote.request_id for name, meta in self.adapter._recving_metadata.items()}
+        results = self.called.get_transfer_results(ended)
+        self._failed = set(results.failed_recving)
+        for name in results.finished_sending:
+            expired = self.together.reported("sent", name, name in self._expired)
+            if expired:
+                self.side.add_to_pair(ev.LeaseEnded(name, any(expired)))
+        for name in [*(results.finished_recving - self._failed), *self._failed]:
+            read = self.together.reported("read", name, name not in self._failed)
+            if read and all(read):
+                self.has_loaded(name, peers[name])
+        for name in results.finished_recving:
+            start, end = self.due.pop(name, (0, 0))
+            if name in self._failed:
+                self.events.loaded(name, start, 0, self.rank)
+            else:
+                self.events.loaded(name, end, end - start, self.rank)
+        return results.finished_sending, results.finished_recving
+
+    def has_loaded(self, name: str, of: str) -> None:
+        """Record a load of the blocks that prefill keeps of its request `of`."""
+        self.side.add_to_pair(LeaseRead(of, name))
+
+
+def close(network: Network, worker: NixlWorker) -> None:
+    """End the worker's process and its registrations."""
+    network.agents[worker.adapter.nixl_wrapper.name].close()
+    with suppress(Exception):
+        worker.adapter.shutdown()
+
+
+class NixlSide(PairSide):
+    """Both roles of one engine."""
+
+    workers: list[NixlWorker]
+    worker_class: type[NixlWorker] = NixlWorker
+
+    @classmethod
+    def make_network(cls, options: Options) -> Network:
+        return RealNetwork(options.delay) if options.real_transfers else Network(options.delay)
+
+    def __init__(
+        self, options: Options, memories: Sequence[Slots], network: Network, name: str, engine_id: str
+    ) -> None:
+        replace(network)
+        self.network = network
+        self.name, self.engine_id = name, engine_id
+        config = self.between_engines(options, engine_id)
+        self.scheduler = vllm_objects.scheduler(options, config)
+        self.in_scheduler = self._of_lmcache(options, self.scheduler.connector)
+        self.scheduler_side = self.in_scheduler.connector_scheduler
+        self.scheduler_side.side_channel_host, self.scheduler_side.side_channel_port = name, PORT
+        self.workers = [self._worker(rank, slots, options, config) for rank, slots in enumerate(memories)]
+        self.reader = readers.reader(self.in_scheduler)
+        self.in_scheduler.set_xfer_handshake_metadata_pp_aware(
+            {(0, worker.rank): worker.in_worker.get_handshake_metadata() for worker in self.workers}
+        )
+        if len(memories) > 1:
+            together = Together(len(memories))
+            for worker in self.workers:
+                worker.together = together
+
+    def _worker(self, rank: int, slots: Slots, options: Options, config: Any) -> NixlWorker:
+        with of_rank(rank, options.ranks):
+            connector = vllm_objects.worker(options, vllm_objects.of_rank(config, rank))
+        made = self.worker_class(self, slots, connector, options)
+        made.adapter.nixl_wrapper.late = options.rank_delay if rank else 0
+        return made
+
+    def for_prefill(self, name: str) -> Params:
+        return dict(PREFILL)
+
+    def keeps(self, request: str) -> bool:
+        return request in self.scheduler_side._reqs_need_send
+
+    @property
+    def of_nixl(self) -> Sequence[NixlWorker]:
+        return self.workers
+
+    def listen(self, events: RequestEvents) -> None:
+        super().listen(events)
+        for worker in self.of_nixl:
+            worker.events = events
+
+    def close(self) -> None:
+        for worker in self.of_nixl:
+            close(self.network, worker)
+
+    # ------------------------------------------------------------------ transfers in flight, and kept requests
+
+    @property
+    def leases(self) -> set[str]:
+        """Requests whose blocks are kept for the peer."""
+        return set().union(*(worker.adapter._reqs_to_send for worker in self.of_nixl))
+
+    def busy(self) -> bool:
+        return self.network.busy or bool(self.leases)
+
+    def loading(self) -> set[str]:
+        return set().union(*(worker.adapter._recving_metadata for worker in self.of_nixl))
+
+    def kept(self) -> dict[str, set[str]]:
+        in_workers = {
+            f"{where} of rank {worker.rank}" if worker.rank else where: set(names)
+            for worker in self.of_nixl
+            for where, names in readers.reader(worker.in_worker).kept()
+        }
+        return {**super().kept(), **in_workers}

@@ -1,0 +1,171 @@
+"""Real NIXL over UCX instead of its model (nixl_agent.py): NIXL's agents move the bytes and deliver the notices.
+
+The lab decides when a transfer ends, so that a schedule plays the same way each time, and as with the model. NIXL gets
+a transfer in the step in which the model ends it, and the lab waits for NIXL. In an engine NIXL may read the source
+earlier: the latest time is the worst case. NIXL decides which calls it refuses, and the result if a peer has ended.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+import numpy
+
+from kvfix_tools.lab.connectors.nixl_agent import GONE, Agent, AgentError, Transfer
+from kvfix_tools.lab.connectors.nixl_network import Network
+
+# Without this NIXL logs each refused call, which is also an exception. NIXL reads it when vLLM loads NIXL.
+os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
+#: Seconds that the lab waits for a transfer or a notice, which take milliseconds.
+_PATIENCE = 20.0
+
+
+class RealNetwork(Network):
+    def agent(self, _: str, config: Any = None) -> Agent:
+        name = f"agent-{next(self._names)}"
+        self.agents[name] = made = RealAgent(self, name)
+        return made
+
+    def wait(self, is_so: Callable[[], bool], what: str) -> None:
+        """Let all agents work until the condition holds. Raises AgentError after a timeout."""
+        until = time.monotonic() + _PATIENCE
+        while not is_so():
+            if time.monotonic() > until:
+                raise AgentError(f"NIXL: no {what} within {_PATIENCE:g} s")
+            agents: Any = self.agents.values()
+            for agent in agents:
+                agent.progress()
+
+
+class RealAgent(Agent):
+    """The lab's agent keeps the state and decides when a result is visible. A `nixl_agent` does the transfers."""
+
+    _network: RealNetwork
+
+    def __init__(self, network: RealNetwork, name: str) -> None:
+        super().__init__(network, name)
+        api = import_module("nixl._api")
+        # Without NIXL's polling threads: the lab polls in `progress`.
+        self._real: Any = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+        self._real_lists: dict[int, Any] = {}
+        self._real_transfers: dict[int, Any] = {}
+        #: Notices that NIXL has delivered and the lab does not show yet: (sender, notice).
+        self._brought: list[tuple[str, bytes]] = []
+
+    def close(self) -> None:
+        """Close NIXL's agent too. Later releases by vLLM only change the state of the lab."""
+        super().close()
+        self._real_transfers.clear()
+        self._real_lists.clear()
+        self._real = None
+
+    def progress(self) -> None:
+        if self._real is not None:
+            for peer, notices in self._real.get_new_notifs().items():
+                self._brought += [(peer, notice) for notice in notices]
+
+    # ------------------------------------------------------------------ memory and peers
+
+    def get_reg_descs(self, ranges: Any, kind: str) -> Any:
+        return self._real.get_reg_descs(ranges, kind)
+
+    def register_memory(self, ranges: Any, backends: Any = None) -> Any:
+        return self._real.register_memory(ranges, backends=["UCX"])
+
+    def deregister_memory(self, ranges: Any) -> None:
+        if not self.closed:
+            self._real.deregister_memory(ranges)
+
+    def prep_xfer_dlist(self, agent: str, places: Any, mem_type: str = "DRAM") -> int:
+        made = self._real.prep_xfer_dlist(agent, numpy.asarray(places, dtype=numpy.uint64), "DRAM")
+        handle = super().prep_xfer_dlist(agent, places, mem_type)
+        self._real_lists[handle] = made
+        return handle
+
+    def release_dlist_handle(self, handle: int) -> None:
+        super().release_dlist_handle(handle)
+        if not self.closed:
+            self._real.release_dlist_handle(self._real_lists.pop(handle))
+
+    def get_agent_metadata(self) -> bytes:
+        return bytes(self._real.get_agent_metadata())
+
+    def add_remote_agent(self, metadata: bytes) -> str:
+        name: Any = self._real.add_remote_agent(metadata)
+        self._peers.add(name := name.decode())
+        return str(name)
+
+    def remove_remote_agent(self, name: str) -> None:
+        super().remove_remote_agent(name)
+        if not self.closed:
+            self._real.remove_remote_agent(name)
+
+    def check_remote_metadata(self, name: str) -> bool:
+        return bool(self._real.check_remote_metadata(name))
+
+    # ------------------------------------------------------------------ transfers and notices
+
+    def prepare(
+        self, handle: int, operation: str, local: int, here: Sequence[int], remote: int, there: Any, notice: bytes
+    ) -> None:
+        mine, theirs = (numpy.asarray(each, dtype=numpy.int32) for each in (here, there))
+        self._real_transfers[handle] = self._real.make_prepped_xfer(
+            operation, self._real_lists[local], mine, self._real_lists[remote], theirs, notice
+        )
+
+    def begin(self, handle: int, transfer: Transfer) -> None:
+        if not self._reaches(transfer.peer):
+            self._real.transfer(self._real_transfers[handle])
+            self._has_to_be_there(transfer.peer)
+
+    def _has_to_be_there(self, peer: str) -> None:
+        """Raises AgentError for a peer whose process has ended, which NIXL may not know yet."""
+        if not self._reaches(peer):
+            self._network.counts["nixl_unaware"] += 1
+            raise AgentError(GONE)
+
+    def check_xfer_state(self, handle: int) -> str:
+        """Return the lab's state until NIXL gets the transfer, and then NIXL's state."""
+        if self._transfers[handle].state in ("", "PROC", "ERR", GONE):
+            return super().check_xfer_state(handle)
+        return str(self._real.check_xfer_state(self._real_transfers[handle]))
+
+    def release_xfer_handle(self, handle: int) -> None:
+        super().release_xfer_handle(handle)
+        if handle in self._real_transfers:
+            self._real.release_xfer_handle(self._real_transfers.pop(handle))
+
+    def finish(self, handle: int, transfer: Transfer) -> None:
+        real = self._real_transfers[handle]
+        transfer.state = "HANDED OVER"
+        try:
+            self._real.transfer(real)
+            if not self._reaches(transfer.peer):
+                transfer.state = GONE
+                self._network.counts["nixl_unaware"] += 1
+                return
+            self._network.wait(lambda: bool(self._real.check_xfer_state(real) != "PROC"), f"transfer {handle}")
+        except AgentError:
+            raise
+        except Exception:  # noqa: BLE001  the worker gets it when it asks
+            return
+        self._network.counts["nixl_transfers"] += 1
+        self._network.counts["nixl_bytes"] += sum(size for _, _, size in transfer.pairs)
+        if transfer.notice:
+            self._bring(transfer.peer)
+
+    def notify(self, agent: str, notice: bytes) -> None:
+        self._real.send_notif(agent, notice)
+        self._has_to_be_there(agent)
+        self._bring(agent)
+
+    def _bring(self, peer: str) -> None:
+        """Wait for the next notice that NIXL delivers to this peer."""
+        its: Any = self._network.agents[peer]
+        self._network.wait(lambda: bool(its._brought), f"notice for {peer}")
+        its.notices.append(its._brought.pop(0))
+        self._network.counts["nixl_notices"] += 1

@@ -1,0 +1,287 @@
+"""vLLM's OffloadingConnector in the lab, alone or with LMCache's connector in a MultiConnector.
+
+Its roles, jobs, memory managers, tiers and the worker that copies are real. The lab only replaces the driver's batched
+copy and its streams (offload_copies.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.kv_offload.base import get_offload_group_idx
+
+from kvfix.connector_events import offload_readers
+from kvfix_tools.lab.connectors.connector import Connector
+from kvfix_tools.lab.connectors.offload_copies import WORD, Copies
+from kvfix_tools.lab.connectors.offload_tiers import Tiers
+from kvfix_tools.lab.engine import kv_layout, vllm_objects
+from kvfix_tools.lab.engine.kv_groups import kv_groups
+from kvfix_tools.lab.engine.memory import NOTHING, Cache, Slots
+from kvfix_tools.lab.engine.workers import Worker
+from kvfix_tools.lab.options import Options
+from kvfix_tools.roundtrip.backends.vllm_offload import offload
+
+if TYPE_CHECKING:
+    from kvfix_tools.lab.engine.request_events import RequestEvents
+
+#: A request of another client, whose chunks replace the oldest ones.
+_OTHERS = "others"
+
+
+class Rank:
+    """One worker of the connector, which copies between the slots and the CPU memory of this rank."""
+
+    def __init__(self, rank: int, slots: Slots, options: Options, in_worker: Any) -> None:
+        self.rank = rank
+        self.connector = in_worker.connector_worker
+        self.page = kv_layout.page_bytes(options)
+        offload("cpu")  # vLLM's worker, with streams that do nothing
+        self.copies = Copies(slots, 2 * options.delay + (options.rank_delay if rank else 0), self.page)
+        #: Requests whose next load or store fails, as keys.
+        self.failing: dict[str, int] = {}
+        self.failing_stores: set[str] = set()
+        #: Called with (request, job) of a copied load.
+        self.loaded: Callable[[str, Any, bool], None]
+        self._failed: set[int] = set()
+        spec = self.connector.spec
+        spec.get_worker = spec.create_worker  # get_worker needs a GPU
+        self.connector.register_kv_caches(kv_layout.kv_caches(options, self.copies.gpu))
+        worker = self.connector.worker
+        for handler in (worker._store_handler, worker._load_handler):
+            self.copies.take(handler)
+        #: The CPU memory of this rank, with a row for each chunk.
+        self.chunks = worker._store_handler.dst_tensors[0].numpy()
+        self._wrap(worker)
+
+    def _wrap(self, worker: Any) -> None:
+        submit_load, submit_store, get_finished = worker.submit_load, worker.submit_store, worker.get_finished
+
+        def load(job: int, source: Any, to: Any) -> Any:
+            name = self.connector._load_jobs[job]
+            fails = self.failing.pop(name, None) is not None
+            self._failed.update([job] if fails else [])
+            with self.copies.of_job(fails, lambda: self.loaded(name, to, fails)):
+                return submit_load(job, source, to)
+
+        def store(job: int, source: Any, to: Any) -> Any:
+            fails = self.stored_by(job) in self.failing_stores
+            self.failing_stores.discard(self.stored_by(job))
+            self._failed.update([job] if fails else [])
+            self.chunks[to.block_ids.tolist()] = NOTHING  # a chunk can be copied in part: the rest is empty
+            with self.copies.of_job(fails):
+                return submit_store(job, source, to)
+
+        def finished() -> Any:
+            done = [replace(each, success=each.job_id not in self._failed) for each in get_finished()]
+            self._failed.difference_update(each.job_id for each in done)
+            return done
+
+        worker.submit_load, worker.submit_store, worker.get_finished = load, store, finished
+
+    #: {job of a store: its request}
+    stored_by: Callable[[int], str]
+
+    def contents(self, chunk: int, part: int, size: int) -> list[int]:
+        start = part * self.page
+        contents: list[int] = self.chunks[chunk, start : start + size * WORD].view("q").tolist()
+        return contents
+
+
+class Offloading:
+    """OffloadingConnector in both roles, with the lab's memory."""
+
+    events: RequestEvents
+
+    def __init__(self, options: Options, ranks: Sequence[Rank], in_scheduler: Any) -> None:
+        self.scheduler = in_scheduler.connector_scheduler
+        self.manager = self.scheduler.manager
+        self.ranks = ranks
+        self.tiers = Tiers(self.manager, options.delay)
+        self._groups = kv_groups(options)
+        self._per_chunk = self.scheduler.config.blocks_per_chunk
+        for rank in ranks:
+            rank.stored_by = lambda job: self.scheduler._jobs[job].req_id if job in self.scheduler._jobs else ""
+            rank.loaded = self._loader(rank)
+        #: The manager of the CPU memory.
+        self.memory = getattr(self.manager, "primary_tier", self.manager)
+        self._watch(self.manager)
+        #: Blocks that `take_blocks` has taken since the last step.
+        self._taken: set[int] = set()
+        build = self.scheduler.build_connector_meta
+
+        def build_connector_meta(output: Any) -> Any:
+            """Add blocks of `take_blocks` to the step. In an engine they would be in a scheduler output."""
+            self.scheduler._current_batch_allocated_block_ids |= self._taken
+            self._taken.clear()
+            return build(output)
+
+        self.scheduler.build_connector_meta = build_connector_meta
+
+    # ------------------------------------------------------------------ copies
+
+    def _loader(self, rank: Rank) -> Callable[[str, Any, bool], None]:
+        def loaded(name: str, to: Any, fails: bool) -> None:
+            self.events.counts["loads_offloaded"] += not rank.rank
+            self.events.counts["loads_of_groups"] += sum(map(bool, to.group_sizes)) > 1
+            if self.alone:
+                start, end = offload_readers.span(to, [group.block_size for group in self._groups])
+                self.events.loaded(name, start if fails else end, 0 if fails else end - start, rank.rank)
+
+        return loaded
+
+    #: True if this is the only connector: then its loads and stores are events.
+    alone = False
+
+    def _watch(self, manager: Any) -> None:
+        """Check the content of each chunk when the manager completes its store."""
+        complete_store = manager.complete_store
+
+        def completed(keys: Any, context: Any, success: bool = True) -> None:
+            ends = []
+            for key in keys if success else ():
+                chunk = self.memory._policy.get(key)
+                if chunk is not None and not chunk.is_ready:
+                    group = self._groups[get_offload_group_idx(key)]
+                    end = context.get_offload_key_position(key)
+                    self._stored(context.req_id, group, end, chunk.chunk_id)
+                    ends += [end] if not group.number else []
+            complete_store(keys, context, success)
+            if self.alone and ends:
+                note_stored(self.events, context.req_id, sorted(ends), self._per_chunk * self._groups[0].block_size)
+
+        manager.complete_store = completed
+
+    def _stored(self, name: str, group: Any, end: int, chunk: int) -> None:
+        self.events.counts["stores_offloaded"] += 1
+        self.events.counts["stores_of_groups"] += bool(group.window)
+        size, start = group.block_size, end - self._per_chunk * group.block_size
+        right = group.right(self.events.right(name)[start:end])
+        for rank in self.ranks:
+            found = [rank.contents(chunk, part, size) for part in range(self._per_chunk)]
+            for part, contents in enumerate(found):
+                # only the blocks that vLLM keeps of a window are stored
+                if contents != right[part * size : (part + 1) * size] and (any(contents) or not group.window):
+                    where = f" in KV group {group.number}" if group.window else ""
+                    message = f"the OffloadingConnector stores other KV as tokens {start} to {end}{where}"
+                    self.events.wrong_content(name, message)
+                    return
+
+    # ------------------------------------------------------------------ steps
+
+    def tick(self) -> None:
+        self.tiers.tick()
+        for rank in self.ranks:
+            rank.copies.tick()
+
+    def others_take(self, blocks: Collection[int]) -> None:
+        """Take blocks of the GPU. The connector must end copies from them first."""
+        self._taken.update(blocks)
+
+    def evict(self, chunks: int, forced: bool) -> int:
+        """Store so many chunks of another client, which evict older ones. forced: delete files of a tier."""
+        if forced:
+            return self.tiers.delete_files(chunks)
+        memory = self.memory
+        before = memory._num_evictable_cache_chunks
+        keys = [f"{_OTHERS} {number}".encode() + bytes(4) for number in range(min(chunks, memory._num_chunks))]
+        context = type(self)._context()
+        store = memory.prepare_store(keys, context) if keys else None
+        if store is None:
+            return 0
+        memory.complete_store(store.keys_to_store, context, success=False)
+        return int(before - memory._num_evictable_cache_chunks)
+
+    @staticmethod
+    def _context() -> Any:
+        from vllm.v1.kv_offload.base import ReqContext
+
+        return ReqContext(req_id=_OTHERS)
+
+    # ------------------------------------------------------------------ transfers in flight, and kept requests
+
+    @property
+    def busy(self) -> bool:
+        """Return True if a job is not reported as done."""
+        copying = any(rank.copies.pending for rank in self.ranks)
+        return bool(self.scheduler._jobs or copying or self.manager.has_pending_work() or self.tiers.looking)
+
+    def requests(self, loads: bool) -> set[str]:
+        """Return the requests with a load in flight, or with a store in flight."""
+        return {job.req_id for job in self.scheduler._jobs.values() if job.is_store != loads}
+
+    def in_flight(self, request: str) -> set[str]:
+        return {name for name, loads in (("loading", True), ("storing", False)) if request in self.requests(loads)}
+
+    def kept(self) -> dict[str, set[str]]:
+        return {"OffloadingConnector._req_status": set(self.scheduler._req_status), **self.tiers.kept()}
+
+    def never_given_back(self) -> None: ...
+
+    def close(self) -> None:
+        self.tiers.close()
+
+
+def note_stored(events: RequestEvents, name: str, ends: list[int], size: int) -> None:
+    """Record stores of chunks of a request, adjacent chunks as one store. ends: sorted ends of the chunks."""
+    tokens = events.model.requests[name].all_token_ids
+    for _, numbered in groupby(enumerate(ends), lambda numbered: numbered[1] - numbered[0] * size):
+        run = [end for _, end in numbered]
+        events.stored(name, list(tokens[: run[-1]]), run[0] - size, run[-1])
+
+
+class OffloadingWorker(Worker):
+    """One rank of an offloading connector that is the only connector."""
+
+    offloads = True
+
+    def __init__(self, rank: Any, slots: Slots, called: Any) -> None:
+        super().__init__(rank.rank, slots, called, called, None, rank.failing)
+        self._failed_requests: set[str] = set()
+
+    def get_finished(self, ended: set[str]) -> Any:
+        results = self.called.get_transfer_results(ended)
+        self._failed_requests = results.failed_recving
+        return results.finished_sending, results.finished_recving
+
+    def also_reported(self) -> dict[str, Any]:
+        return {**super().also_reported(), "failed_recving": self._failed_requests}
+
+
+class OffloadingAlone(Connector):
+    offloading: Offloading
+
+    def __init__(self, options: Options, memories: Sequence[Slots], caches: Sequence[Cache]) -> None:
+        self._folder = Tiers.folder(options)
+        config = vllm_objects.vllm_config(options, self._folder.name if self._folder else "")
+        self.scheduler = vllm_objects.scheduler(options, config)
+        self.in_scheduler = self.scheduler.connector
+        called = [vllm_objects.worker(options, vllm_objects.of_rank(config, rank)) for rank, _ in enumerate(memories)]
+        ranks = [
+            Rank(number, slots, options, each)
+            for number, (slots, each) in enumerate(zip(memories, called, strict=True))
+        ]
+        self.workers = [OffloadingWorker(*each) for each in zip(ranks, memories, called, strict=True)]
+        self.offloading = Offloading(options, ranks, self.in_scheduler)
+        self.offloading.alone = True
+        self.reader = offload_readers.Offloading(self.in_scheduler)
+
+    def evict(self, cache: Cache, chunks: int, forced: bool) -> int:
+        return self.offloading.evict(chunks, forced)
+
+    def fail_store(self, name: str, rank: int = 0) -> None:
+        """A step: let the next store of this request fail in this rank."""
+        self.offloading.ranks[rank].failing_stores.add(name)
+
+    def in_flight(self, request: str) -> set[str]:
+        looking = {"looking"} if request in self.events.undecided else set()
+        return super().in_flight(request) | looking
+
+    def not_to_store(self, request: Any) -> str:
+        asked = (request.kv_transfer_params or {}).get("max_offload_tokens")
+        return "it asks for max_offload_tokens 0" if asked == 0 else ""
+
+    def close(self) -> None:
+        self.offloading.close()

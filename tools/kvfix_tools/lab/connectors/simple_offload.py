@@ -1,0 +1,261 @@
+"""vLLM's SimpleCPUOffloadConnector in the lab, in both roles, alone or with LMCache's connector in a MultiConnector.
+
+The lab replaces the GPU and the copy thread (simple_copies.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, resolve_block_hashes
+
+from kvfix.connector_events import offload_readers
+from kvfix_tools.lab.connectors.connector import Connector
+from kvfix_tools.lab.connectors.offload_copies import WORD, Copies
+from kvfix_tools.lab.connectors.offloading import OffloadingWorker, note_stored
+from kvfix_tools.lab.connectors.simple_copies import CopyQueue, stand_in
+from kvfix_tools.lab.engine import kv_layout, rules, vllm_objects
+from kvfix_tools.lab.engine.kv_groups import KVGroup, kv_groups
+from kvfix_tools.lab.engine.memory import NOTHING, Cache, Slots
+from kvfix_tools.lab.options import Options
+
+if TYPE_CHECKING:
+    from kvfix_tools.lab.engine.request_events import RequestEvents
+
+
+class Rank:
+    """One worker of the connector, which copies between the slots and the CPU memory of this rank."""
+
+    def __init__(self, rank: int, slots: Slots, options: Options, in_worker: Any) -> None:
+        stand_in()
+        self.rank = rank
+        self.copies = Copies(
+            slots, 2 * options.delay + (options.rank_delay if rank else 0), kv_layout.page_bytes(options)
+        )
+        #: Requests whose next load or store fails, as keys.
+        self.failing: dict[str, int] = {}
+        self.failing_stores: set[str] = set()
+        #: {number of a load or store: its requests}
+        self.of_event: Callable[[int, bool], list[str]]
+        #: Called with the number and the blocks of a store.
+        self.store_begins: Callable[[int, list[int]], None] = lambda event, blocks: None
+        #: Called with (request, True if it has failed) at the end of a load.
+        self.loaded: Callable[[str, bool], None]
+        self._handler = handler = in_worker.worker_handler
+        in_worker.register_kv_caches(kv_layout.kv_caches(options, self.copies.gpu))
+        self._thread: CopyQueue = handler._backend._queue
+        self._thread.copies = handler.load_stream.copies = handler.store_stream.copies = self.copies
+        self._launch_copy, handler._backend.launch_copy = handler._backend.launch_copy, self._launch
+        #: The CPU memory of this rank, with a row for each block.
+        (memory,) = handler.cpu_kv_caches.values()
+        self.blocks = memory.numpy()
+
+    def _launch(
+        self, source: list[int], to: list[int], is_store: bool, event_idx: int, events_list: Any, wait_event: Any = None
+    ) -> None:
+        if self._thread.died:
+            return
+        names = self.of_event(event_idx, is_store)
+        failing = self.failing_stores.intersection(names) if is_store else self.failing.keys() & set(names)
+        for name in failing:
+            self.failing_stores.discard(name) if is_store else self.failing.pop(name)
+
+        def done() -> None:
+            for name in () if is_store or self._thread.died else names:
+                self.loaded(name, bool(failing))
+
+        if is_store:
+            self.store_begins(event_idx, source)
+            self.blocks[to] = NOTHING
+        with self.copies.of_job(bool(failing), done):
+            self._launch_copy(source, to, is_store, event_idx, events_list, wait_event)
+
+    def loading(self) -> set[str]:
+        """Return requests whose load will be reported. Reports are in order: an ended load waits for earlier ones."""
+        return {name for event, _ in self._handler._load_events for name in self.of_event(event, False)}
+
+    @property
+    def died(self) -> bool:
+        return self._thread.died
+
+    def contents(self, block: int, size: int) -> list[int]:
+        contents: list[int] = self.blocks[block, : size * WORD].view("q").tolist()
+        return contents
+
+
+class SimpleOffloading:
+    """SimpleCPUOffloadConnector in both roles, with the lab's memory."""
+
+    events: RequestEvents
+    #: True if this is the only connector: then its loads and stores are events.
+    alone = False
+
+    def __init__(self, options: Options, ranks: Sequence[Rank], scheduler: Any, in_scheduler: Any) -> None:
+        self.ranks = ranks
+        self.reader = offload_readers.SimpleOffload(in_scheduler)
+        self._scheduler = scheduler
+        self._manager = in_scheduler.scheduler_manager
+        self._groups = kv_groups(options)
+        self._hash_tokens = options.block_size
+        #: {request: (first token, end) of its load in flight}
+        self._due: dict[str, tuple[int, int]] = {}
+        for rank in self.ranks:
+            rank.of_event = self._requests_of
+            rank.loaded = self._loader(rank)
+        self.ranks[0].store_begins = self._begins
+        self._process_store_event = self._manager._process_store_event
+        self._manager._process_store_event = self._stored
+
+    # ------------------------------------------------------------------ copies
+
+    def _requests_of(self, event: int, is_store: bool) -> list[str]:
+        of_events = self._manager._store_event_to_reqs if is_store else self._manager._load_event_to_reqs
+        return list(of_events.get(event, ()))
+
+    def take_due(self, metadata: Any) -> None:
+        """Begin a step with these metadata of the connector."""
+        self._due.update({name: (start, end) for name, start, end in self.reader.loads(metadata) or ()})
+
+    def _begins(self, event: int, source: list[int]) -> None:
+        """Record a store at its begin, as the hooks do: at its end the request may have lost its blocks."""
+        blocks, size = set(source), self._groups[0].block_size
+        for name in self._requests_of(event, True) if self.alone else ():
+            of_request = self._scheduler.kv_cache_manager.get_block_ids(name)[0]
+            ends = [(place + 1) * size for place, block in enumerate(of_request) if block in blocks]
+            blocks.difference_update(of_request)
+            note_stored(self.events, name, ends, size)
+
+    def _loader(self, rank: Rank) -> Callable[[str, bool], None]:
+        def loaded(name: str, fails: bool) -> None:
+            self.events.counts["loads_offloaded"] += not rank.rank
+            self.events.counts["loads_of_groups"] += len(self._groups) > 1
+            if fails:
+                self.events.may_fail.add(name)
+            if self.alone:
+                start, end = self._due[name]
+                self.events.loaded(name, start if fails else end, 0 if fails else end - start, rank.rank)
+
+        return loaded
+
+    def _stored(self, event: int) -> None:
+        """Check the content of each block when the scheduler completes its store."""
+        transfer = self._manager._store_event_to_blocks.get(event)
+        names = self._requests_of(event, True)
+        self._process_store_event(event)
+        for block in transfer.cpu_block_ids if transfer else ():
+            key = self._manager.cpu_block_pool.blocks[block].block_hash
+            if key is not None:  # otherwise the copy has failed
+                group = self._groups[get_group_id(key)]
+                self.events.counts["stores_offloaded"] += 1
+                self.events.counts["stores_of_groups"] += bool(group.window)
+                self._compare(get_block_hash(key), group, block, names)
+
+    def _compare(self, key: bytes, group: KVGroup, block: int, names: list[str]) -> None:
+        """Compare a stored block with the right content of any request that has the block."""
+        found = [rank.contents(block, group.block_size) for rank in self.ranks]
+        owner = "", 0
+        for name, end in self._owners(key, group, names):
+            owner = name, end
+            if all(each == group.right(self.events.right(name)[end - group.block_size : end]) for each in found):
+                return
+        message = f"the SimpleCPUOffloadConnector stores other KV as tokens {owner[1] - group.block_size} to {owner[1]}"
+        self.events.wrong_content(owner[0], message + (f" in KV group {group.number}" if group.window else ""))
+
+    def _owners(self, key: bytes, group: KVGroup, names: Iterable[str]) -> Iterator[tuple[str, int]]:
+        """Yield requests with a block under this key, and the end of the block. Stores do not name ended requests."""
+        requests = self.events.model.requests
+        for name in chain(names, reversed(requests)):
+            keys = resolve_block_hashes(requests[name].block_hashes, self._hash_tokens, group.block_size)
+            place = next((place for place in range(len(keys)) if keys[place] == key), None)
+            if place is not None:
+                yield name, (place + 1) * group.block_size
+
+    # ------------------------------------------------------------------ steps
+
+    def tick(self) -> None:
+        for rank in self.ranks:
+            rank.copies.tick()
+
+    def others_take(self, blocks: Collection[int]) -> None:
+        """Take blocks of the GPU. A copy keeps its own blocks."""
+
+    def evict(self, chunks: int, forced: bool = False) -> int:
+        """Store so many blocks of another client, which evict older ones, and drop them."""
+        pool = self._manager.cpu_block_pool
+        before = len(pool.cached_block_hash_to_block)
+        taken = pool.get_new_blocks(min(chunks, pool.get_num_free_blocks()))
+        for rank in self.ranks:
+            rank.blocks[[block.block_id for block in taken]] = NOTHING
+        pool.free_blocks(taken)
+        return before - len(pool.cached_block_hash_to_block)
+
+    # ------------------------------------------------------------------ transfers in flight, and kept requests
+
+    @property
+    def busy(self) -> bool:
+        """Return True if a copy is in flight or not reported. A copy that fails as released is never reported."""
+        under_way = any(rank.copies.pending for rank in self.ranks)
+        return under_way or (self._manager.has_pending_stores() and not any(rank.died for rank in self.ranks))
+
+    def requests(self, loads: bool) -> set[str]:
+        """Return the requests with a load in flight, or with a store in flight."""
+        if loads:
+            return set().union(*(rank.loading() for rank in self.ranks))
+        return {name for name, state in self._manager._reqs_to_store.items() if state.store_events}
+
+    def in_flight(self, request: str) -> set[str]:
+        return {name for name, loads in (("loading", True), ("storing", False)) if request in self.requests(loads)}
+
+    def kept(self) -> dict[str, set[str]]:
+        return {f"SimpleCPUOffloadConnector.{where}": set(names) for where, names in self.reader.kept()}
+
+    def never_given_back(self) -> None:
+        """At the end of a run, after all copies: report blocks that are still held."""
+        if self.busy:
+            self.events.violated(rules.NEVER_RESTS, "", "all requests ended many steps ago, and it still copies")
+            return
+        deferred = {block.block_id for _, blocks in self._scheduler.deferred_frees for block in blocks}
+        for where, pool, later in (
+            ("GPU", self._scheduler.kv_cache_manager.block_pool, deferred),
+            ("CPU", self._manager.cpu_block_pool, set()),
+        ):
+            held = {block.block_id for block in pool.blocks if block.ref_cnt and not block.is_null} - later
+            if held:
+                message = f"{len(held)} of {len(pool.blocks)} {where} blocks are held, and all requests have ended"
+                self.events.violated(rules.MEMORY_HELD, "", message)
+
+    def close(self) -> None: ...
+
+
+class SimpleOffload(Connector):
+    offloading: SimpleOffloading
+
+    def __init__(self, options: Options, memories: Sequence[Slots], caches: Sequence[Cache]) -> None:
+        config = vllm_objects.vllm_config(options)
+        self.scheduler = vllm_objects.scheduler(options, config)
+        self.in_scheduler = self.scheduler.connector
+        called = [vllm_objects.worker(options, vllm_objects.of_rank(config, rank)) for rank, _ in enumerate(memories)]
+        self.ranks = [
+            Rank(number, slots, options, each)
+            for number, (slots, each) in enumerate(zip(memories, called, strict=True))
+        ]
+        self.workers = [OffloadingWorker(*each) for each in zip(self.ranks, memories, called, strict=True)]
+        self.offloading = SimpleOffloading(options, self.ranks, self.scheduler, self.in_scheduler)
+        self.offloading.alone = True
+        self.reader = self.offloading.reader
+
+    def metadata(self, metadata: Any) -> Any:
+        self.offloading.take_due(metadata)
+        return metadata
+
+    def evict(self, cache: Cache, chunks: int, forced: bool) -> int:
+        return self.offloading.evict(chunks)
+
+    def fail_store(self, name: str, rank: int = 0) -> None:
+        """A step: let the next store of this request fail in this rank."""
+        self.ranks[rank].failing_stores.add(name)
+
+    def kept(self) -> dict[str, set[str]]:
+        return {where: set(names) for where, names in self.reader.kept()}

@@ -1,0 +1,279 @@
+"""LMCache's in-process connector in the lab: the real adapter in both roles, with replacements for what needs a GPU.
+
+`LMCacheConnectorV1Impl` in both roles, its trackers and metadata, the lookup client and LMCache's keys are real. The
+lab replaces the socket between lookup client and worker, and the cache engine, which copies between the lab's slots and
+chunks.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+import zmq
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from kvfix.engine_state import lmcache_readers
+from kvfix.engine_state.reader import PINS
+from kvfix_tools.lab.connectors.connector import Connector
+from kvfix_tools.lab.engine import vllm_objects
+from kvfix_tools.lab.engine.memory import Cache, Prefix, Slots, of_rank
+from kvfix_tools.lab.engine.workers import Worker
+from kvfix_tools.lab.options import Options
+
+if TYPE_CHECKING:
+    from kvfix_tools.lab.engine.request_events import RequestEvents
+
+ADAPTER = "lmcache.integration.vllm.vllm_v1_adapter"
+#: Attributes that the worker's adapter gets from the scheduler's adapter.
+_SHARED = ["kv_role", "config", "async_loading", "_block_size", "_lmcache_chunk_size", "_stats_monitor"]
+
+
+class LookupSocket:
+    """Replaces the socket between lookup client and worker: the worker answers at once.
+
+    fails: how many of the next lookups time out. The socket is used by the client's own code (up to 0.3.15) and by
+    LMCache's transport (since 0.4.1).
+    """
+
+    events: RequestEvents
+
+    def __init__(self, lookup: Callable[[list[Any], list[int], str, str], int], packed: bool) -> None:
+        self._lookup = lookup
+        #: True if every part of a lookup is packed, False if only hashes and offsets are.
+        self._packed = packed
+        self._question: list[Any] = []
+        self.fails = 0
+
+    def send_multipart(self, parts: list[bytes], copy: bool = True) -> None:
+        unpack = msgspec.msgpack.decode
+        texts = [unpack(part) if self._packed else part.decode() for part in parts[2:]]
+        self._question = [unpack(parts[0]), unpack(parts[1]), *texts]
+
+    def recv(self) -> bytes:
+        if self.fails > 0:
+            self.fails -= 1
+            self.events.lookup_unanswered()
+            self.events.lookup_timed_out(self._question[2])
+            raise zmq.Again
+        return self._lookup(*self._question).to_bytes(4, "big")
+
+    def close(self, linger: int = 0) -> None: ...
+
+
+class CacheEngine:
+    """Replaces `LMCacheEngine` of one rank: the functions that the adapter calls, with the lab's memory."""
+
+    storage_manager = None
+    gpu_connector = None
+    events: RequestEvents
+
+    def __init__(self, rank: int, slots: Slots, cache: Cache, tokens: Any) -> None:
+        self.rank = rank
+        self.slots = slots
+        self.cache = cache
+        self.tokens = tokens
+        self.lookup_pins: dict[str, Any] = cache.pins
+        #: The connector's metadata of the current step.
+        self.metadata: Any = None
+        #: {request: chunks after which its load fails}
+        self.failing: dict[str, int] = {}
+        #: Requests whose store in this step was found by its slots.
+        self._named: set[str] = set()
+
+    def is_healthy(self) -> bool:
+        return True
+
+    def post_init(self, **more: Any) -> None:
+        """Do nothing: the real engine reads the KV tensors here."""
+
+    def lookup(self, hashes: list[Any], offsets: list[int], lookup_id: str, configs: str = "") -> int:
+        """Return the number of found tokens, and pin them (LMCacheEngine.lookup with pin=True)."""
+        tags = tags_of(json.loads(configs) if configs else None)
+        found = sum(offsets[: self.cache.pinned_prefix([(key, *tags) for key in hashes], lookup_id)])
+        self.events.found(lookup_id, found, self.rank)
+        return found
+
+    def lookup_unpin(self, lookup_ids: str | list[str]) -> None:
+        for lookup_id in [lookup_ids] if isinstance(lookup_ids, str) else lookup_ids:
+            self.cache.unpin(lookup_id)
+
+    def retrieve(self, tokens: Any, mask: Any = None, **more: Any) -> Any:
+        """Copy chunks into slots, up to the first missing one. Return a mask of the copied tokens."""
+        slot_mapping, name = more["slot_mapping"].tolist(), str(more["req_id"])
+        moved = torch.zeros(len(tokens), dtype=torch.bool)
+        chunks_to_load = self.failing.pop(name, sys.maxsize)
+        last = 0
+        for start, end, key in self._keys(tokens, mask, more):
+            contents = self.chunk(name, key)
+            if contents is None or chunks_to_load == 0 or end > len(slot_mapping):
+                break
+            chunks_to_load -= 1
+            for slot, content in zip(slot_mapping[start:end], contents, strict=True):
+                self.slots.put(slot, content)
+            moved[start:end] = True
+            last = end
+        self.events.loaded(name, last, int(moved.sum()), self.rank)
+        return moved
+
+    def chunk(self, name: str, key: object) -> list[int] | None:
+        """Return the chunk that a load of this request finds under the key."""
+        return self.cache.get(key)
+
+    def store(self, tokens: Any, mask: Any = None, **more: Any) -> None:
+        """Copy slots into the cache. Cached chunks do not change."""
+        slot_mapping, name = more["slot_mapping"].tolist(), self._name(more)
+        self.events.counts["stores_for_decoder"] += more.get("transfer_spec") is not None
+        first, last = None, 0
+        for start, end, key in self._keys(tokens, mask, more):
+            first, last = start if first is None else first, end
+            if key not in self.cache:
+                self.cache[key] = [self.slots.get(slot) for slot in slot_mapping[start:end]]
+        if first is not None:
+            self.events.stored(name, list(tokens), first, last, self.rank)
+
+    def begin(self, metadata: Any) -> None:
+        self.metadata = metadata
+        self._named.clear()
+
+    def _keys(self, tokens: Any, mask: Any, call: dict[str, Any]) -> Iterator[tuple[int, int, object]]:
+        """Yield (first token, end, key) of each chunk, with LMCache's own hash and the tags of its keys."""
+        tags = tags_of(call.get("request_configs"))
+        for start, end, key in self.tokens.process_tokens(tokens, mask=mask, make_key=False):
+            yield start, end, (key, *tags)
+
+    def _name(self, call: dict[str, Any]) -> str:
+        """Return the request of a store. Early releases do not pass it: find it by its slots."""
+        if call.get("req_id"):
+            return str(call["req_id"])
+        slots = call["slot_mapping"]
+        for meta in self.metadata.requests:
+            saves = meta.save_spec is None or meta.save_spec.can_save
+            if saves and meta.req_id not in self._named and torch.equal(meta.slot_mapping[: len(slots)], slots):
+                self._named.add(meta.req_id)
+                return str(meta.req_id)
+        raise LookupError("a store for no request of this step")
+
+
+def tags_of(configs: dict[str, Any] | None) -> list[tuple[str, Any]]:
+    """Return the parts of a request's configuration that are in a key (CacheEngineKey, lmcache/utils.py)."""
+    return sorted(item for item in (configs or {}).items() if item[0].startswith("lmcache.tag."))
+
+
+class V1Worker(Worker):
+    """One rank: the real adapter in the worker role, with the lab's cache engine."""
+
+    def __init__(self, cache_engine: CacheEngine, called: Any, in_worker: Any, adapter: Any) -> None:
+        super().__init__(cache_engine.rank, cache_engine.slots, called, in_worker, adapter, cache_engine.failing)
+        self.cache_engine = cache_engine
+
+    def bind(self, metadata: Any) -> None:
+        super().bind(metadata)
+        self.cache_engine.begin(self.in_worker._get_connector_metadata())
+
+    def failed_blocks(self) -> set[int]:
+        return set(self.adapter._invalid_block_ids)
+
+
+class V1(Connector):
+    """Both roles, connected by the lab's memory."""
+
+    engine: type[CacheEngine] = CacheEngine
+    worker: type[V1Worker] = V1Worker
+
+    def __init__(self, options: Options, memories: Sequence[Slots], caches: Sequence[Cache]) -> None:
+        config = self.configured(options)
+        self.scheduler = vllm_objects.scheduler(options, config)
+        self.in_scheduler = self._of_lmcache(options, self.scheduler.connector)
+        self._role = options.kv_role
+        self.scheduler_adapter = self.in_scheduler._lmcache_engine
+        module: Any = sys.modules[type(self.scheduler_adapter).__module__]
+        module.tmp_disagg_tracker.clear()  # all engines of this process share it
+        client = self.scheduler_adapter.lookup_client
+        ranks = enumerate(zip(memories, caches, strict=True))
+        self.cache_engines = [self.engine(rank, *memory, client.token_database) for rank, memory in ranks]
+        self._join(client)
+        self.workers = [self._make_worker(each, vllm_objects.of_rank(config, each.rank)) for each in self.cache_engines]
+        self._join_others(options)
+        self.reader = lmcache_readers.V1(self.in_scheduler)
+
+    def configured(self, options: Options) -> Any:
+        return vllm_objects.vllm_config(options)
+
+    def _join(self, client: Any) -> None:
+        """Let the workers' caches answer the scheduler's lookup client."""
+        owner = getattr(client, "transport", client)
+        self.sockets = [LookupSocket(each.lookup, packed=owner is not client) for each in self.cache_engines]
+        owner.sockets = list(self.sockets)
+        owner._recreate_socket = owner._recreate_all_sockets = lambda *_: None
+
+    def _make_worker(self, cache_engine: CacheEngine, config: Any) -> V1Worker:
+        adapter = self._make_adapter(cache_engine)
+        kind: Any = type(self.in_scheduler)
+        in_worker = kind.__new__(kind)
+        vars(in_worker).update(_lmcache_engine=adapter, _connector_metadata=None, _role=KVConnectorRole.WORKER)
+        vars(adapter).update(_parent=in_worker, _vllm_config=config)
+        return self.worker(cache_engine, self._called(in_worker), in_worker, adapter)
+
+    def _make_adapter(self, cache_engine: CacheEngine) -> Any:
+        """Return the adapter in the worker role, without `__init__`, which starts servers and needs a GPU connector."""
+        kind: Any = type(self.scheduler_adapter)
+        module = sys.modules[kind.__module__]
+        if not torch.cuda.is_available():  # 0.3.9 moves its slot mappings to the GPU without a check
+            torch.Tensor.cuda = lambda tensor, *_, **__: tensor
+        if hasattr(module, "get_pp_group"):
+            module.get_pp_group = lambda: SimpleNamespace(is_last_rank=True)  # type: ignore[attr-defined]
+        adapter = kind.__new__(kind)
+        vars(adapter).update({name: getattr(self.scheduler_adapter, name) for name in _SHARED})
+        vars(adapter).update(
+            _invalid_block_ids=set(),
+            device=torch.device("cpu"),
+            use_layerwise=False,
+            enable_blending=False,
+            current_layer=0,
+            num_layers=1,
+            layerwise_retrievers=[],
+            _layerwise_save_storers={},
+            kv_caches={"layer": torch.zeros(1)},
+        )
+        if isinstance(getattr(kind, "lmcache_engine", None), property):
+            adapter._manager = SimpleNamespace(lmcache_engine=cache_engine, lookup_client=None)
+        else:
+            adapter.lmcache_engine = cache_engine
+        return adapter
+
+    def listen(self, events: RequestEvents) -> None:
+        super().listen(events)
+        for engine in self.cache_engines:
+            engine.events = events
+        for socket in self.sockets:
+            socket.events = events
+
+    def stored_elsewhere(self, prompt: list[int]) -> None:
+        """A step: another instance has stored the whole chunks of this prompt."""
+        contents, size = Prefix().of(prompt), self.scheduler_adapter._lmcache_chunk_size
+        for start, end, key in self.cache_engines[0].tokens.process_tokens(prompt, make_key=False):
+            for each in self.cache_engines if end - start == size else ():
+                each.cache[(key,)] = of_rank(each.rank, contents[start:end])
+
+    def lookups_fail(self, how_many: int) -> None:
+        """A step: so many of the next lookups time out, in the lab's time. The connector then answers no hit.
+
+        The last rank does not answer.
+        """
+        self.sockets[-1].fails = how_many
+
+    def not_to_store(self, request: Any) -> str:
+        """A request with `lmcache.skip_save` is still sent to its decoder (0.5.6 vllm_v1_adapter.py:1109, 300)."""
+        if self._role == "kv_consumer":
+            return "this instance is a kv_consumer"
+        asked = request.kv_transfer_params or {}
+        return "it asks for lmcache.skip_save" if "lmcache.skip_save" in asked and "disagg_spec" not in asked else ""
+
+    def kept(self) -> dict[str, set[str]]:
+        return {**super().kept(), PINS: set().union(*(each.cache.pins for each in self.cache_engines))}

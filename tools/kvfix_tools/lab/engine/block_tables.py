@@ -1,0 +1,133 @@
+"""The block tables of the lab's model runner, and the reads and writes of a step in each KV group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvfix import scheduling
+from kvfix_tools.lab.engine.kv_groups import KVGroup
+from kvfix_tools.lab.engine.memory import GARBAGE, Slots
+
+
+class BlockTable:
+    """The block lists that vLLM's model runner keeps for each request.
+
+    With one worker the executor runs in the process of the scheduler and serialises nothing. The runner keeps list
+    objects that the connector has too. It appends to them (v1/worker/gpu_model_runner.py 0.32.0:1284 for a new
+    request, 1419-1428 for a running or resumed one; 0.11.2.post2:745 and 830-839). With several workers it has copies.
+
+    A request in the batch also has a row in the block table, and each step appends its blocks to this row (1450). When
+    a request joins the batch, its row is filled from the list (gpu_input_batch.py 0.32.0:393).
+    """
+
+    def __init__(self, group: int = 0, copies: bool = False) -> None:
+        self._group = group
+        self._copies = copies
+        #: {request in the batch: its row of the block table}
+        self.rows: dict[str, list[int]] = {}
+        self._blocks: dict[str, list[int]] = {}
+
+    def update(self, output: Any) -> None:
+        """Begin a step with this scheduler output, as `_update_states` does."""
+        for name in output.finished_req_ids:
+            self._blocks.pop(name, None)
+            self.rows.pop(name, None)
+        resumed = scheduling.resumed(output)
+        for name in [name for name in self.rows if name not in output.num_scheduled_tokens or name in resumed]:
+            del self.rows[name]
+        for new in output.scheduled_new_reqs:
+            self._blocks[new.req_id] = self._own(new.block_ids[self._group])
+            self.rows[new.req_id] = list(new.block_ids[self._group])
+        cached = output.scheduled_cached_reqs
+        for name, groups in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            blocks = groups[self._group] if groups is not None else []
+            if name in resumed:
+                self._blocks[name] = self._own(blocks)
+            else:
+                self._blocks[name].extend(blocks)
+            if name in self.rows:
+                self.rows[name] += blocks
+            else:
+                self.rows[name] = list(self._blocks[name])
+
+    def _own(self, blocks: list[int]) -> list[int]:
+        return list(blocks) if self._copies else blocks
+
+
+class Group:
+    """A KV group with a sliding window: its block table, and the reads and writes of a step."""
+
+    def __init__(self, group: KVGroup, memories: Sequence[Slots]) -> None:
+        self.group = group
+        self._memories = [slots.of_group(group.block_size) for slots in memories]
+        self.block_table = BlockTable(group.number, len(memories) > 1)
+
+    def begin(self, output: Any) -> None:
+        self.block_table.update(output)
+
+    def first_wrong(self, name: str, done: int, contents: list[int], rank: int) -> int | None:
+        """Return the first token that the step reads and whose slot has wrong content, or None."""
+        start, blocks = self.group.reads_from(done), self.block_table.rows[name]
+        held, right = self._memories[rank].read(blocks, start, done), self.group.right(contents[start:done])
+        if held == right:
+            return None
+        same = (has == needs for has, needs in zip(held, right, strict=False))
+        return start + next((number for number, each in enumerate(same) if not each), len(held))
+
+    def write(self, name: str, done: int, contents: list[int], drafts: int, accepted: int) -> None:
+        """Write the tokens that the step computes after `done`. drafts: how many of them, at the end, are drafts."""
+        right = self.group.right(contents)
+        for slots in self._memories:
+            slots.write(self.block_table.rows[name], done, right)
+
+
+class StateGroup(Group):
+    """A KV group of states (Mamba, in mode "align").
+
+    A step reads the state from the block of the last step and writes it to the block of its own last token
+    (`preprocess_mamba`, v1/worker/mamba_utils.py 0.32.0:1446). With drafts, this block has the state without drafts,
+    and each following block has the state after one more draft. The next step reads the block that fits the number of
+    accepted drafts. If a block ends within the accepted drafts, its state is copied there
+    (`postprocess_mamba_fused_kernel`, :362).
+    """
+
+    def __init__(self, group: KVGroup, memories: Sequence[Slots]) -> None:
+        super().__init__(group, memories)
+        #: {request: index in its block list of the block with its state}
+        self._last: dict[str, int] = {}
+
+    def begin(self, output: Any) -> None:
+        super().begin(output)
+        new = [request.req_id for request in output.scheduled_new_reqs]
+        for name in (*output.finished_req_ids, *(output.preempted_req_ids or ()), *scheduling.resumed(output), *new):
+            self._last.pop(name, None)
+
+    def first_wrong(self, name: str, done: int, contents: list[int], rank: int) -> int | None:
+        size = self.group.block_size
+        start = self._last.get(name, (done - 1) // size) * size
+        held = self._memories[rank].read(self.block_table.rows[name], start, start + size) if done else []
+        right = self.group.right(contents[done - 1 : done] * size) if done else []
+        return None if held == right else done - 1
+
+    def write(self, name: str, done: int, contents: list[int], drafts: int, accepted: int) -> None:
+        size, end = self.group.block_size, done + len(contents) - drafts
+        last = (end + drafts - 1) // size
+        for number, content in enumerate(contents[len(contents) - drafts - 1 :]):
+            self._leave(name, last + number, content)
+        whole = (end + accepted) // size
+        if whole * size >= end:
+            self._leave(name, whole - 1, contents[whole * size - done - 1])
+            accepted = 0 if whole - 1 == last else accepted
+        self._last[name] = last + accepted
+
+    def _leave(self, name: str, number: int, content: int) -> None:
+        """Write the state after the token with this content to a block of the request's list.
+
+        Null block 0 belongs to no request: other requests may write to it, so its content is garbage.
+        """
+        size, row = self.group.block_size, self.block_table.rows[name]
+        is_null = number < len(row) and not row[number]
+        right = [GARBAGE] * size if is_null else self.group.right([content] * size)
+        for slots in self._memories:
+            slots.write(row, number * size, right)

@@ -1,0 +1,198 @@
+"""The lab's model: it reads and writes slots in the same blocks as a model runner, and compares contents.
+
+A sampled token is a function of all tokens before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+
+from kvfix_tools.lab.engine.block_tables import BlockTable, Group, StateGroup
+from kvfix_tools.lab.engine.drafts import Drafter
+from kvfix_tools.lab.engine.kv_groups import KVGroup
+from kvfix_tools.lab.engine.memory import GARBAGE, Prefix, Slots, next_token
+from kvfix_tools.lab.engine.vllm_objects import sampled
+from kvfix_tools.lab.options import Options
+
+
+class Model:
+    """The right contents for each request, and the steps that read and write slots (LAB001, LAB008)."""
+
+    def __init__(
+        self, scheduler: Scheduler, memories: Sequence[Slots], options: Options, groups: Sequence[KVGroup] = ()
+    ) -> None:
+        self._scheduler = scheduler
+        #: The KV groups other than the group of full attention.
+        self.groups = [(StateGroup if group.state else Group)(group, memories) for group in groups if group.number]
+        #: By rank. All ranks have the same block tables.
+        self.memories = memories
+        self.drafter = Drafter(options) if options.drafter else None
+        self.block_table = BlockTable(copies=len(memories) > 1)
+        self.requests: dict[str, Request] = {}
+        self.prefixes: dict[str, Prefix] = {}
+        #: Number of weight changes, and the tokens that each request had at the last one.
+        self._weights = 0
+        self._given: dict[str, int] = {}
+        #: Number of prompt tokens of each session. Its input is a part of the prompt.
+        self._sessions: dict[str, int] = {}
+        #: Blocks that other requests write to in the next step.
+        self.written_by_others: list[int] = []
+        #: Requests that this step has computed on top of wrong KV.
+        self._misled: set[str] = set()
+        #: {request: (end of the tokens of this step without drafts, end of its right tokens)}
+        self._ends: dict[str, tuple[int, int]] = {}
+
+    def admit(self, name: str, request: Request) -> None:
+        """Begin the contents of a request. They depend on the LoRA adapter, the embeddings and the cache_salt."""
+        self.requests[name] = request
+        self.prefixes[name] = Prefix(self._seed(request))
+        self._given[name] = request.num_prompt_tokens
+        self._sessions.pop(name, None)
+        if getattr(request, "resumable", False):
+            self._sessions[name] = request.num_prompt_tokens
+
+    def _seed(self, request: Request) -> int:
+        lora = request.lora_request.lora_name if request.lora_request else 1
+        embeds = request.prompt_embeds
+        seed = (lora, request.cache_salt or 1) if not self._weights else (lora, request.cache_salt or 1, self._weights)
+        return hash(seed if embeds is None else (*seed, embeds.numpy().tobytes()))
+
+    def change_weights(self) -> None:
+        """Change the right contents of all requests. Tokens that they have generated stay."""
+        self._weights += 1
+        for name, request in self.requests.items():
+            if not request.is_finished():
+                self.prefixes[name] = Prefix(self._seed(request))
+                self._given[name] = request.num_tokens
+
+    def take_input(self) -> None:
+        """Update the tokens of sessions with new input: vLLM drops the last sampled token."""
+        for name, tokens in self._sessions.items():
+            request = self.requests[name]
+            if request.num_prompt_tokens != tokens:
+                self._sessions[name] = request.num_prompt_tokens
+                self.prefixes[name].keep(request.all_token_ids)
+
+    def right(self, name: str, end: int = 0) -> list[int]:
+        """Return the right contents of the request's tokens, at least up to `end`.
+
+        The last token may be a sampled token that the scheduler does not know yet.
+        """
+        tokens, prefix = self.requests[name].all_token_ids, self.prefixes[name]
+        if end > len(tokens):
+            tokens = list(tokens)
+            while len(tokens) < end:
+                tokens.append(next_token(prefix.of(tokens)[-1]))
+        return prefix.of(tokens)
+
+    def blocks(self, name: str) -> list[int]:
+        return list(self._scheduler.kv_cache_manager.get_block_ids(name)[0])
+
+    def fill(self, name: str, start: int, end: int) -> None:
+        """Write the right contents of these tokens, as a load of the other connector."""
+        for slots in self.memories:
+            slots.write(self.blocks(name), start, self.right(name)[start:end])
+
+    def begin(self, output: Any) -> None:
+        if self.drafter is not None:
+            self.drafter.begin(output)
+
+    def start(self, name: str, tokens: int) -> int:
+        """Return the first of so many tokens of this request in the step. The scheduler has already counted them."""
+        computed = self.requests[name].num_computed_tokens - tokens
+        return computed if self.drafter is None else self.drafter.start(name, computed)
+
+    def compute(self, output: Any, failed: set[int]) -> list[tuple[str, str]]:
+        """For each request, read the KV of its computed tokens and write the KV of the scheduled tokens and drafts.
+
+        Return (request, message) for each request that has read wrong KV. failed: blocks whose load failed.
+        """
+        for slots in self.memories:
+            for block in self.written_by_others:
+                slots.spoil(block)
+        self.written_by_others = []
+        self._misled.clear()
+        self._ends.clear()
+        found = []
+        for name, tokens in output.num_scheduled_tokens.items():
+            done = self.start(name, tokens)
+            blocks, right = self.block_table.rows[name], self.right(name, done + tokens)
+            scheduled = output.scheduled_spec_decode_tokens.get(name)
+            end = done + tokens - len(scheduled or ())
+            wrong, where = self._first_wrong(name, blocks, done, right)
+            contents, accepted = right[done:end], 0
+            if scheduled and self.drafter is not None:
+                accepted, drafts = self.drafter.verify(name, scheduled, right, end, misled=wrong is not None)
+                contents += drafts
+            self._ends[name] = end, end + accepted
+            written = contents if wrong is None else [GARBAGE] * tokens
+            for slots in self.memories:
+                slots.write(blocks, done, written)
+            for group in self.groups:
+                group.write(name, done, written, len(scheduled or ()), accepted)
+            room = len(blocks) * self.memories[0].block_size
+            if done + tokens > room:
+                found.append((name, f"the step computes tokens {done} to {done + tokens}, its blocks end at {room}"))
+            if wrong is None:
+                continue
+            if not failed.intersection(blocks):
+                message = f"the step reads token {wrong} of {done} computed ones, its slot holds other KV{where}"
+                found.append((name, message))
+            self._misled.add(name)
+        return found
+
+    def _first_wrong(self, name: str, blocks: list[int], done: int, right: list[int]) -> tuple[int | None, str]:
+        """Return the first wrong token that the step reads, or None, and a text with its rank and KV group."""
+        for rank, slots in enumerate(self.memories):
+            of_rank = f" of rank {rank}" if rank else ""
+            wrong = slots.first_wrong(blocks, done, right)
+            if wrong is not None:
+                return wrong, of_rank
+            for group in self.groups:
+                wrong = group.first_wrong(name, done, right, rank)
+                if wrong is not None:
+                    return wrong, f" in KV group {group.group.number}{of_rank}"
+        return None, ""
+
+    def step_begins(self, output: Any) -> None:
+        """Give the workers this scheduler output."""
+        self.block_table.update(output)
+        for group in self.groups:
+            group.begin(output)
+
+    def output(self, scheduled: dict[str, int]) -> ModelRunnerOutput:
+        """Sample a token for each request whose last token was computed."""
+        names = list(scheduled)
+        return ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            sampled_token_ids=sampled([self._sampled(name) for name in names]),
+            logprobs=None,
+            prompt_logprobs_dict={},
+            pooler_output=None,
+        )
+
+    def _sampled(self, name: str) -> list[Any]:
+        end, accepted_end = self._ends[name]
+        if end < self.requests[name].num_tokens:
+            return []
+        if self.drafter is not None:
+            self.drafter.propose(name, accepted_end, self.right)
+        contents = self.right(name, accepted_end)[end - 1 : accepted_end]
+        return [next_token(content + (name in self._misled)) for content in contents]
+
+    def wrong_text(self, name: str) -> int | None:
+        """Return the first wrong token of this request's prompt or output, or None."""
+        request, right = self.requests[name], self.right(name)
+        has = request.all_token_ids
+        prompt = enumerate(request.prompt_token_ids or ())
+        lost = next((at for at, token in prompt if at >= len(has) or has[at] != token), None)
+        if lost is not None:
+            return lost
+        generated = range(max(self._given[name], request.num_prompt_tokens), request.num_tokens)
+        return next((at for at in generated if has[at] != next_token(right[at - 1])), None)

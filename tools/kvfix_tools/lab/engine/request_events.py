@@ -1,0 +1,278 @@
+"""The events, findings and counters of a run in the lab.
+
+kvfix.connector_events records the statements of a connector in an engine. The lab records every call, every request in
+every step, and every copy in its own memory, with the time of the lab.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
+
+from kvfix import scheduling
+from kvfix.ledger import Finding, Ledger
+from kvfix.ledger import events as ev
+from kvfix.ledger.liveness import Answer
+from kvfix_tools.lab.connectors.connector import Connector
+from kvfix_tools.lab.engine import rules
+from kvfix_tools.lab.engine.counts import Counts
+from kvfix_tools.lab.engine.model import Model
+from kvfix_tools.lab.options import Options
+
+#: Maximum steps that a request waits for a load that is not in flight: longer than an answer takes.
+STUCK = 8
+#: Seconds that LMCache waits for a lookup (lookup_timeout_ms).
+LOOKUP_TIMEOUT = 3.0
+
+
+class RequestEvents:
+    """log: (step, event). findings: of the rules of the ledger and the lab."""
+
+    def __init__(self, scheduler: Scheduler, connector: Connector, model: Model, options: Options) -> None:
+        self._scheduler = scheduler
+        self._connector = connector
+        self._model = model
+        self._ranks = options.ranks
+        #: {request: [(end, tokens) of each rank that has loaded]}
+        self._arrived: dict[str, dict[int, tuple[int, int]]] = {}
+        self._found: dict[str, int] = {}
+        self.steps = 0
+        #: The lab's own time, in seconds.
+        self.seconds = 0.0
+        self.log: list[tuple[int, ev.Event]] = []
+        self.findings: list[Finding] = []
+        self.counts = Counts(options)
+        if model.drafter is not None:
+            model.drafter.counts = self.counts
+        #: Tokens of the block that vLLM drops at the end of a hit for EAGLE; 0 without EAGLE.
+        self._dropped = options.block_size if getattr(scheduler, "use_eagle_block_drop", False) else 0
+        self._by_priority = options.policy == "priority"
+        #: {request: LMCache's last promise}
+        self._promised: dict[str, int] = {}
+        #: Requests that were open while the server did not answer. LMCache stores nothing for these requests, and their
+        #: read locks time out.
+        self.met_silence: set[str] = set()
+        self._ledger = Ledger()
+        self._ended: set[str] = set()
+        #: Requests that have not ended.
+        self._open: dict[str, Any] = {}
+        self._preemptions: dict[str, int] = {}
+        self._waited: dict[str, int] = {}
+        #: The last verdict that no request can move, and its number of steps in a row.
+        self._still: tuple[Answer | None, int] = (None, 0)
+        #: Requests whose promise is not known yet.
+        self.undecided: set[str] = set()
+        #: {request: tokens that its last lookup found}
+        self.hits: dict[str, int] = {}
+        #: Requests whose loads the schedule lets fail; "" for all requests.
+        self.may_fail: set[str] = set()
+
+    @property
+    def model(self) -> Model:
+        return self._model
+
+    def add(self, event: ev.Event) -> None:
+        """Add an event and check the rules of the ledger."""
+        self.log.append((self.steps, event))
+        self.findings += self._ledger.feed(event)
+
+    def violated(self, rule: rules.LabRule, request: str, message: str) -> None:
+        """Add a violation of a rule of the lab."""
+        self.findings.append(self.finding(rule, request, message))
+
+    def finding(self, rule: rules.LabRule, request: str, message: str) -> Finding:
+        event = self.log[-1][1] if self.log else ev.Raised(request, "", "")
+        return Finding(rule.code, rule.name, "violated", request, message, event)
+
+    def wrap_hooks(self, connector: Any) -> None:
+        """Record the hooks' answers. The wrappers on the instance call the class's functions, including fixes."""
+        ask, grant = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
+
+        def asked(request: Any, computed: int) -> Any:
+            promised, asynchronous = ask(request, computed)
+            self.counts["last_blocks_dropped"] += self._block_is_dropped(request, computed)
+            hit = self._connector.reader.hit(request.request_id)
+            self.hits[request.request_id] = hit or 0
+            self._promised[request.request_id] = promised or 0
+            (self.undecided.add if promised is None else self.undecided.discard)(request.request_id)
+            self.add(ev.Asked(request.request_id, request.num_tokens, computed, hit, promised, asynchronous))
+            return promised, asynchronous
+
+        def granted(request: Any, blocks: Any, external: int) -> Any:
+            self.add(ev.Granted(request.request_id, external))
+            passed_over = not external and self._promised.pop(request.request_id, 0) > 0
+            self.counts["passed_over"] += passed_over and self._connector.loads_by_other(request.request_id)
+            return grant(request, blocks, external)
+
+        connector.get_num_new_matched_tokens = asked
+        connector.update_state_after_alloc = granted
+
+    def _block_is_dropped(self, request: Any, computed: int) -> bool:
+        """Return True if vLLM has one more block of the request, which it computes again for EAGLE."""
+        if not self._dropped or computed + self._dropped >= request.num_tokens or computed % self._dropped:
+            return False
+        pool = self._scheduler.kv_cache_manager.block_pool
+        return bool(pool.get_cached_block(request.block_hashes[computed // self._dropped], [0]))
+
+    # ------------------------------------------------------------------ events of the scheduler
+
+    def admitted(self, name: str) -> None:
+        """Forget an earlier request with this id."""
+        self._ended.discard(name)
+        self._open[name] = self._model.requests[name]
+        self._preemptions[name] = 0
+
+    def preempted(self) -> None:
+        for name, request in self._open.items():
+            if request.num_preemptions > self._preemptions[name]:
+                self._preemptions[name] = request.num_preemptions
+                self.counts["preemptions"] += 1
+                self.add(ev.Preempted(name))
+
+    def scheduled(self, output: Any, metadata: Any) -> None:
+        first = {new.req_id for new in output.scheduled_new_reqs}.union(scheduling.resumed(output))
+        for load in self._connector.reader.loads(metadata) or []:
+            self._arrived.pop(load[0], None)
+            name, start, end = load
+            reader = self._connector.reader
+            self.add(ev.LoadDue(name, start, end, reader.whole_blocks, reader.relative))
+        if self._by_priority:
+            self._count_priority(first)
+        drafts = output.scheduled_spec_decode_tokens
+        for name, tokens in output.num_scheduled_tokens.items():
+            done = self._model.start(name, tokens)
+            tokens -= len(drafts.get(name, ()))
+            capacity = len(self._model.blocks(name)) * self._model.memories[0].block_size
+            self.add(ev.Scheduled(name, done, tokens, capacity, name in first))
+
+    def _count_priority(self, admitted: set[str]) -> None:
+        """Count requests that were admitted before an earlier one."""
+        waiting = [request.arrival_time for request in self._scheduler.waiting]
+        requests = (self._model.requests[name] for name in admitted if waiting)
+        self.counts["came_first_by_priority"] += sum(each.arrival_time > min(waiting) for each in requests)
+
+    def ended(self) -> None:
+        for name, request in [item for item in self._open.items() if item[1].is_finished()]:
+            self._end(name)
+            self.counts["finished"] += 1
+            self.counts["not_to_store"] += bool(self._connector.not_to_store(request))
+            self.check_text(name)
+            self.add(ev.Finished(name, False))
+
+    def check_text(self, name: str) -> None:
+        """Check the text of a request at its end, and of a session that waits for input."""
+        at = self._model.wrong_text(name)
+        if at is not None:
+            self.violated(rules.WRONG_TEXT, name, f"token {at} is not what the model says there")
+
+    def _end(self, name: str) -> None:
+        self._ended.add(name)
+        self._open.pop(name, None)
+
+    def aborted(self, name: str, doing: set[str]) -> None:
+        self.add(ev.Finished(name, True))
+        self.counts.update(("aborted", *(f"aborted_{each}" for each in doing)))
+        self._end(name)
+
+    def stuck(self) -> None:
+        """Report requests that wait for a load that is not in flight, for longer than an answer takes.
+
+        After the report of its load, a request only waits for blocks, as all requests do.
+        """
+        done = self._scheduler.finished_recving_kv_req_ids | self._scheduler.failed_recving_kv_req_ids
+        for name, request in self._open.items():
+            waits = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+            waits = waits and name not in self._connector.loading() and name not in done
+            self._waited[name] = self._waited.get(name, 0) + 1 if waits else 0
+            if self._waited[name] == STUCK:
+                self.add(ev.Stuck(name, STUCK))
+
+    def stands_still(self, answer: Answer | None) -> None:
+        """Report that no request can move. answer: after a step that scheduled nothing; None: after any other step.
+
+        The verdict must hold in three steps in a row. The answer of a lookup may arrive just after the scheduler looked
+        for it. Or the answer is dropped as the late answer of another lookup (KVF036).
+        """
+        before, steps = self._still
+        if answer is None or answer.verdict != "violated":
+            self._still = None, 0
+            return
+        self._still = answer, steps + 1 if answer == before else 1
+        if self._still[1] == 3:
+            self.violated(rules.NO_REQUEST_CAN_MOVE, answer.request, answer.message)
+
+    def never_end(self) -> None:
+        """Report requests that have not ended after many steps with free blocks."""
+        for name, request in self._model.requests.items():
+            if not request.is_finished():
+                self.violated(rules.NEVER_ENDS, name, f"is {request.status.name} for ever")
+
+    def leaked(self) -> None:
+        """Report state that the connector keeps after the end of all requests."""
+        for where, names in self._connector.kept().items():
+            for name in sorted(names & self._ended):
+                self.add(ev.Left(name, where))
+
+    # ------------------------------------------------------------------ events of the connector
+
+    def found(self, name: str, tokens: int, rank: int) -> None:
+        if not rank:
+            self._found[name] = tokens
+        self.counts["ranks_differ"] += self._found.get(name) != tokens
+
+    def loaded(self, name: str, end: int, tokens: int, rank: int = 0) -> None:
+        """Record the end of a load in this rank. The load moved `tokens` tokens, up to token `end`.
+
+        With several ranks the load ends with the last rank, and brings the tokens that all ranks have.
+        """
+        arrived = self._arrived.setdefault(name, {})
+        arrived[rank] = end, tokens
+        if len(arrived) < self._ranks:
+            return
+        end, tokens = min(arrived.values())
+        self.counts.loaded(tokens)
+        self.add(ev.Loaded(name, tokens, end))
+        due = self._ledger.histories[name].due
+        if due is not None and end < due.end:
+            if not self.may_fail.intersection((name, "")):
+                self.violated(rules.LOAD_CAME_SHORT, name, f"loaded up to {end} of {due.end} that were promised")
+            self.counts["loads_partial" if tokens else "loads_failed"] += 1
+            self.counts["loads_of_groups_failed"] += bool(self._model.groups)
+            self.add(ev.LoadFailed(name, None))
+        if not any(name in worker.failing for worker in self._connector.workers):
+            self.may_fail.discard(name)
+
+    def stored(self, name: str, tokens: list[int], start: int, end: int, rank: int = 0) -> None:
+        """Record a store. All ranks must store the same tokens. Tokens of a hit count as cached, even if their load
+        failed.
+
+        Do not record a store of an ended request, because no event has the tokens of the request's last step.
+        """
+        request = self._model.requests[name]
+        if not rank:
+            self.counts.stored(end - start)
+            leaves_out = self._connector.reader.leaves_out_stored
+            covered = start if leaves_out or name in self.met_silence else self.hits.get(name, 0)
+            if not (leaves_out and request.is_finished()):
+                self.add(ev.Stored(name, start, end, covered))
+        why_not = self._connector.not_to_store(request)
+        if why_not:
+            self.violated(rules.STORED_AGAINST_POLICY, name, f"tokens {start} to {end} are stored, and {why_not}")
+        if not self._model.prefixes[name].is_prefix(tokens):
+            self.wrong_content(name, f"stores {len(tokens)} tokens that are not the first ones of the request")
+
+    def wrong_content(self, name: str, message: str) -> None:
+        self.violated(rules.WRONG_CONTENT, name, message)
+
+    def right(self, name: str) -> list[int]:
+        return self._model.right(name)
+
+    def lookup_timed_out(self, name: str) -> None:
+        """Record a lookup that the scheduler has waited for until its timeout."""
+        self.seconds += LOOKUP_TIMEOUT
+        self.add(ev.TimedOut(name, LOOKUP_TIMEOUT, self.seconds))
+
+    def lookup_unanswered(self) -> None:
+        self.counts["lookups_unanswered"] += 1

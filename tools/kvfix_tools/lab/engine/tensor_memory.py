@@ -1,0 +1,126 @@
+"""KV cache tensors as vLLM allocates them, with checkable elements. The lab's slots are a view of them.
+
+The content of a slot (memory.py) has eight bytes. The slot repeats these bytes, one in each element, combined with a
+mark for the layer and the element. So the lab finds K in the place of V, KV of another layer, a partly copied slot, and
+a wrong offset. Each element is a whole number up to 255, which fits into any 16-bit float.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy
+import torch
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
+from vllm.v1.worker.utils import allocate_kv_cache
+
+from kvfix_tools.lab.engine.memory import GARBAGE
+
+_BYTES = 8
+
+
+class TensorMemory:
+    """The tensors of one rank. kv_caches: {layer: [blocks, heads, slots, elements]}, as a connector gets them.
+
+    A step computes the layers in order, but the lab's model computes only the first one, after `begin`. `go_on` repeats
+    its reads and writes in each other layer.
+    """
+
+    def __init__(self, config: KVCacheConfig) -> None:
+        self.kv_caches: dict[str, torch.Tensor] = allocate_kv_cache(config, torch.device("cpu"), KVCacheLayout.LBHNC)
+        # KV groups share the bytes: their layers of one place are one array
+        names = config.kv_cache_groups[0].layer_names
+        self._arrays = [self.kv_caches[name].numpy() for name in names]
+        elements = self._arrays[0].shape[-1]
+        marks = numpy.random.default_rng(7).integers(0, 256, (len(names), elements), dtype=numpy.uint8)
+        self._marks = list(marks)
+        #: {block: contents of its slots in the current layer}
+        self._contents: list[list[int]] = []
+        self._layer = 0
+        #: Reads and writes of the step in the first layer: (block, first slot, contents, True for a write).
+        self._done: list[tuple[int, int, list[int], bool]] = []
+        for block in range(config.num_blocks):
+            self.poison(block)
+        self.begin()
+
+    @property
+    def blocks(self) -> list[TensorBlock]:
+        return [TensorBlock(self, block) for block in range(len(self._arrays[0]))]
+
+    def layers(self) -> range:
+        return range(len(self._arrays))
+
+    def poison(self, block: int, start: int = 0, end: int | None = None) -> None:
+        """Fill these slots with garbage in all layers."""
+        for array in self._arrays:
+            array[block, :, start:end] = 0
+
+    def begin(self) -> None:
+        self._done.clear()
+        self._look(0)
+
+    def go_on(self, layer: int) -> set[int]:
+        """Compute this layer. Return the blocks in which the step reads other KV than in the first layer."""
+        self._look(layer)
+        wrong = set()
+        for block, start, contents, written in self._done:
+            if written:
+                self._put(block, start, contents)
+            elif self._contents[block][start : start + len(contents)] != contents:
+                wrong.add(block)
+        return wrong
+
+    def get(self, block: int, place: slice) -> list[int]:
+        contents = self._contents[block][place]
+        self._done.append((block, place.start or 0, contents, False))
+        return contents
+
+    def put(self, block: int, place: slice, contents: Sequence[int]) -> None:
+        start = place.start or 0
+        self._done.append((block, start, list(contents), True))
+        self._put(block, start, contents)
+
+    def room(self) -> int:
+        return int(self._arrays[0].shape[2])
+
+    def _put(self, block: int, start: int, contents: Sequence[int]) -> None:
+        self._contents[block][start : start + len(contents)] = contents
+        array, mark = self._arrays[self._layer], self._marks[self._layer]
+        array[block, :, start : start + len(contents)] = _encoded(numpy.array(contents, dtype=numpy.int64), mark)
+
+    def _look(self, layer: int) -> None:
+        self._layer = layer
+        array, mark = self._arrays[layer], self._marks[layer]
+        with numpy.errstate(invalid="ignore"):
+            content = (array[:, 0, :, :_BYTES].astype(numpy.uint8) ^ mark[:_BYTES]).view(numpy.int64)[..., 0]
+        right = (_encoded(content, mark)[:, None] == array).all(axis=(1, 3))
+        self._contents = numpy.where(right, content, GARBAGE).tolist()
+
+
+def _encoded(contents: Any, mark: Any) -> Any:
+    parts = numpy.ascontiguousarray(contents)[..., None].view(numpy.uint8)
+    return (numpy.tile(parts, len(mark) // _BYTES) ^ mark).astype(numpy.float32)
+
+
+class TensorBlock:
+    """A block, with the interface of a list of ints."""
+
+    def __init__(self, memory: TensorMemory, block: int) -> None:
+        self._memory = memory
+        self._block = block
+
+    def __len__(self) -> int:
+        return self._memory.room()
+
+    def __getitem__(self, place: slice) -> list[int]:
+        return self._memory.get(self._block, place)
+
+    def __setitem__(self, place: slice, contents: Sequence[int]) -> None:
+        self._memory.put(self._block, place, contents)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self[:])
+
+    def __eq__(self, other: object) -> bool:
+        return self[:] == other

@@ -1,0 +1,273 @@
+"""Make the real vLLM scheduler with a real connector, without model, GPU or sockets.
+
+Differences between vLLM releases since 0.11.2 are found in the release itself, not by its number. Importing this module
+imports vLLM, which takes 15 seconds or more.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import mmap
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from kvfix_tools.lab.connectors.connector import OtherConnector, no_sockets
+from kvfix_tools.lab.engine.kv_layout import kv_cache, page_bytes
+from kvfix_tools.lab.engine.memory import VOCABULARY
+from kvfix_tools.lab.options import KNOWN, PAIRS, Options
+from kvfix_tools.lab.releases import accepted
+
+_MODEL: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 64,
+    "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+    "max_position_embeddings": 1 << 20, "torch_dtype": "float32",
+}  # fmt: skip
+#: vLLM 0.11 has sampled tokens as arrays.
+_ARRAYS = "ndarray" in str(ModelRunnerOutput.__annotations__["sampled_token_ids"])
+
+
+def sampled(tokens: list[list[int]]) -> list[Any]:
+    """Return sampled tokens per request as ModelRunnerOutput of this release has them."""
+    return [numpy.array(each, dtype=numpy.int64) for each in tokens] if _ARRAYS else tokens
+
+
+def preempt(scheduler: Scheduler, request: Request, timestamp: float) -> None:
+    """Call Scheduler._preempt_request, which 0.11 has inline in schedule()."""
+    if hasattr(scheduler, "_preempt_request"):
+        scheduler._preempt_request(request, timestamp)
+        return
+    scheduler.kv_cache_manager.free(request)
+    scheduler.encoder_cache_manager.free(request)
+    request.status = RequestStatus.PREEMPTED
+    request.num_computed_tokens = 0
+    request.num_preemptions += 1
+    scheduler.waiting.prepend_request(request)
+
+
+@functools.cache
+def _model(kv_heads: int) -> ModelConfig:
+    """Return the configuration of a model without weights: the scheduler only needs its shape."""
+    with tempfile.TemporaryDirectory(prefix="kvfix-lab-") as folder:
+        heads = {"num_key_value_heads": kv_heads, "num_attention_heads": max(kv_heads, _MODEL["num_attention_heads"])}
+        Path(folder, "config.json").write_text(json.dumps({**_MODEL, **heads}))
+        return ModelConfig(model=folder, skip_tokenizer_init=True, dtype="float32", seed=0)
+
+
+def _speculative(options: Options, model: ModelConfig) -> SpeculativeConfig | None:
+    """Return the configuration of speculative decoding: made for ngram, which has no draft model, then changed."""
+    if not options.drafter:
+        return None
+    config = SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=options.drafts,
+        target_model_config=model,
+        target_parallel_config=ParallelConfig(),
+    )
+    config.method = options.drafter
+    if options.drafter == "mtp":
+        config.draft_model_config = copy.copy(model)
+        config.draft_model_config.hf_config = copy.copy(model.hf_config)
+        config.draft_model_config.hf_config.num_nextn_predict_layers = options.drafts
+    return config
+
+
+def _offloading(options: Options, folder: str = "") -> dict[str, Any]:
+    """Return the settings of OffloadingConnector, with CPU memory for about as many blocks as the GPU has.
+
+    A chunk has one or two blocks, and takes whole pages. folder: of a tier with files.
+    """
+    blocks = 2 if options.chunk_size // options.block_size % 2 == 0 else 1
+    extra = {"blocks_per_chunk": blocks, **({} if options.connector in PAIRS else options.extra)}
+    chunk = -(-extra["blocks_per_chunk"] * page_bytes(options) * options.ranks // mmap.PAGESIZE) * mmap.PAGESIZE
+    chunks = max(1, (options.cpu_blocks or options.num_blocks) // extra["blocks_per_chunk"])
+    extra["cpu_bytes_to_use"] = chunks * chunk
+    if options.tier:
+        files = {"root_dir": folder, "n_read_threads": 1, "n_write_threads": 1} if options.tier == "fs" else {}
+        extra |= {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"type": options.tier, **files}]}
+    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+def _simple_offloading(options: Options) -> dict[str, Any]:
+    """Return the settings of SimpleCPUOffloadConnector, with CPU memory for about as many blocks as the GPU has."""
+    memory = max(2, options.cpu_blocks or options.num_blocks) * page_bytes(options) * options.ranks
+    extra = {"cpu_bytes_to_use": memory, **options.extra}
+    return {"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+def _named(connector: str) -> tuple[str, str | None]:
+    """Return the class that vLLM loads, and its module if vLLM needs it."""
+    if connector in KNOWN:
+        return KNOWN[connector].name, KNOWN[connector].module
+    module, _, name = connector.rpartition(":")
+    return name, module or None
+
+
+def vllm_config(options: Options, folder: str = "") -> VllmConfig:
+    """Return the configuration that `vllm serve` makes from these options.
+
+    folder: for files of the connector.
+    """
+    cache = CacheConfig(block_size=options.block_of_rank, enable_prefix_caching=options.prefix_caching)
+    cache.num_gpu_blocks = options.num_blocks
+    extra: dict[str, Any] = {"lmcache.chunk_size": options.chunk_size}
+    extra |= {f"lmcache.{name}": value for name, value in options.lmcache.items()}
+    if options.any_connector:
+        extra = copy.deepcopy(options.config)
+    if options.lmcache.get("enable_async_loading"):
+        # early releases need it, and set it only when they read their own configuration
+        extra.setdefault("lmcache.save_unfull_chunk", False)
+    name, module = _named(options.connector)
+    transfer: dict[str, Any] = {
+        "kv_connector": name,
+        "kv_connector_module_path": module,
+        "kv_role": options.kv_role,
+        "kv_connector_extra_config": options.extra if options.connector in PAIRS else extra,
+        # before 0.13 vLLM has no such option, and recomputes
+        **accepted(KVTransferConfig, kv_load_failure_policy=options.kv_load_failure_policy),
+    }
+    if options.connector == "offloading":
+        transfer |= _offloading(options, folder)
+    elif options.connector == "simple-offload":
+        transfer |= {**_simple_offloading(options), "kv_role": options.kv_role}
+    children = [transfer]
+    if options.beside:
+        name, module = OtherConnector.__name__, OtherConnector.__module__
+        children.insert(0, {"kv_connector": name, "kv_connector_module_path": module, "kv_role": "kv_both"})
+    if options.offloading:
+        offloading = _simple_offloading(options) if options.simple_offloading else _offloading(options)
+        children.insert(0 if options.offloading == "first" else len(children), offloading)
+    if options.multi:
+        lmcache = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+        children.insert(0 if options.lmcache_first else 1, lmcache)
+    if len(children) > 1:
+        transfer = {
+            **transfer,
+            "kv_connector": "MultiConnector",
+            "kv_connector_module_path": None,
+            "kv_connector_extra_config": {"connectors": children},
+        }
+    # One model name for all engines: LMCache keeps the metrics of each name, and objects in them, for ever.
+    model = copy.copy(_model(options.kv_heads))
+    model.max_model_len = options.max_model_len
+    config = VllmConfig(
+        model_config=model,
+        cache_config=cache,
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_model_len=options.max_model_len,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+            async_scheduling=options.async_scheduling,
+            policy=options.policy,
+            disable_hybrid_kv_cache_manager=True,
+            # early releases have no such option, and work as if it were false
+            **accepted(SchedulerConfig, scheduler_reserve_full_isl=options.reserve_full_isl),
+        ),
+        device_config=DeviceConfig("cpu"),
+        kv_transfer_config=KVTransferConfig(**transfer),
+    )
+    # vLLM's CPU platform turns asynchronous scheduling off, and refuses the hybrid KV cache manager
+    config.scheduler_config.async_scheduling = options.async_scheduling
+    config.scheduler_config.disable_hybrid_kv_cache_manager = not options.several_groups
+    if options.states:  # as vLLM sets it for a known model (model_executor/models/config.py)
+        config.cache_config.mamba_cache_mode = "align"
+        config.cache_config.mamba_block_size = options.block_size
+    config.speculative_config = _speculative(options, model)  # vLLM refuses some drafters on a CPU
+    config.parallel_config.world_size = options.ranks
+    config.parallel_config.tensor_parallel_size = 1 if options.pipeline else options.ranks
+    config.parallel_config.pipeline_parallel_size = options.ranks if options.pipeline else 1
+    config.parallel_config.decode_context_parallel_size = options.ranks if options.context else 1
+    return config
+
+
+def of_rank(config: VllmConfig, rank: int) -> VllmConfig:
+    own = copy.copy(config)
+    own.parallel_config = copy.copy(config.parallel_config)
+    own.parallel_config.rank = rank
+    return own
+
+
+def worker(options: Options, config: VllmConfig) -> Any:
+    return KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, kv_cache(options, config))
+
+
+def scheduler(options: Options, config: VllmConfig) -> Scheduler:
+    """Return the real scheduler. Its attribute `connector` has the scheduler role."""
+    kind = AsyncScheduler if options.async_scheduling else Scheduler
+    with no_sockets():
+        made = kind(
+            vllm_config=config,
+            kv_cache_config=kv_cache(options, config),
+            structured_output_manager=StructuredOutputManager(config),
+            # a multiple of all KV groups' block sizes; blocks are hashed with the smallest size
+            block_size=options.block_size * (options.window_blocks if options.windows else 1),
+            **(accepted(Scheduler, hash_block_size=options.block_size) if options.several_groups else {}),
+        )
+    made.use_v2_model_runner = options.model_runner_v2  # vLLM sets it only with Triton
+    return made
+
+
+@functools.cache
+def _none_hash() -> None:
+    init_none_hash(sha256)
+
+
+def request(
+    options: Options,
+    name: str,
+    prompt: list[int] | None,
+    max_tokens: int,
+    sampling: dict[str, Any] | None = None,
+    lora: str = "",
+    embeddings: tuple[int, float] | None = None,
+    **more: Any,
+) -> Request:
+    """Return a request as EngineCore makes it. sampling: of SamplingParams. more: other arguments of vLLM's Request.
+
+    lora: name of its adapter. embeddings: (number, value of all elements) instead of a prompt.
+    """
+    _none_hash()
+    parameters = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0, **(sampling or {}))
+    parameters.update_from_generation_config({}, 0)
+    if lora:
+        more["lora_request"] = LoRARequest(lora, len(lora), lora)
+    if embeddings:
+        tokens, element = embeddings
+        more["prompt_embeds"] = torch.full((tokens, _MODEL["hidden_size"]), element)
+    return Request(
+        request_id=name,
+        prompt_token_ids=prompt,
+        sampling_params=parameters,
+        pooling_params=None,
+        block_hasher=get_request_block_hasher(options.block_size, sha256),
+        **accepted(Request, eos_token_id=0),  # later releases have it only in the sampling parameters
+        **more,
+    )

@@ -1,0 +1,132 @@
+"""The ranks of an engine. Each has the connector in the worker role, its own memory and its own part of the cache.
+
+A single worker shares the process and the objects of the scheduler. Several workers get copies, as ranks of tensor
+parallelism in other processes do, and vLLM's own aggregator joins their reports. A step that reads wrong KV in one rank
+writes wrong KV in all ranks, because each rank has some heads of all tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+import io
+import pickle
+from collections import Counter
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
+
+if TYPE_CHECKING:
+    from kvfix_tools.lab.engine.memory import Slots
+
+
+#: A faster way to copy tensors: torch's own takes as long as a step.
+_TENSORS = {**copyreg.dispatch_table, torch.Tensor: lambda tensor: (torch.from_numpy, (tensor.numpy(),))}
+
+
+class Worker:
+    """One rank. in_worker: LMCache's connector. adapter: the object behind it.
+
+    called: the connector that vLLM calls, which can be a MultiConnector with `in_worker` as a child.
+    """
+
+    #: True if the MultiConnector has an OffloadingConnector.
+    offloads = False
+    #: True if the connector's metadata are cleared at the end of a step.
+    clears = False
+
+    def __init__(
+        self, rank: int, slots: Slots, called: Any, in_worker: Any, adapter: Any, failing: dict[str, int]
+    ) -> None:
+        self.rank = rank
+        self.slots = slots
+        self.called = called
+        self.in_worker = in_worker
+        self.adapter = adapter
+        #: {request: chunks after which its next load fails}
+        self.failing = failing
+        #: True: the server does not answer the multi-process connector in this step.
+        self.unanswered = False
+
+    def start_step(self, metadata: Any, forward: bool) -> None:
+        """Make the calls of vLLM's worker before the forward pass."""
+        self.bind(metadata)
+        self.called.start_load_kv(SimpleNamespace(attn_metadata=object() if forward else None))
+
+    def bind(self, metadata: Any) -> None:
+        """Give the connector the metadata of this step, before its loads."""
+        if hasattr(self.called, "handle_preemptions"):  # 0.11 has none
+            self.called.handle_preemptions(metadata)
+        self.called.bind_connector_metadata(metadata)
+
+    def finish_step(self, forward: bool, ended: set[str], save_last: bool) -> KVConnectorOutput:
+        """Make the calls after the forward pass, and return the report of this rank."""
+        save_last = save_last and forward
+        # in a step without a forward pass, only OffloadingConnector saves: the last chunks of ended requests
+        if not save_last and (forward or self.offloads):
+            self.called.wait_for_save()
+        sending, receiving = self.get_finished(ended)
+        failed = self.called.get_block_ids_with_load_errors()
+        if save_last:
+            self.called.wait_for_save()
+        report = KVConnectorOutput(
+            finished_sending=sending, finished_recving=receiving, invalid_block_ids=failed, **self.also_reported()
+        )
+        if self.clears:
+            self.called.clear_connector_metadata()
+        return report
+
+    def get_finished(self, ended: set[str]) -> Any:
+        return self.called.get_finished(ended)
+
+    def also_reported(self) -> dict[str, Any]:
+        """Return other fields of KVConnectorOutput."""
+        return {"kv_connector_worker_meta": self.called.build_connector_worker_meta()} if self.offloads else {}
+
+    def failed_blocks(self) -> set[int]:
+        """Return blocks whose load has failed in this step."""
+        return set()
+
+
+class Executor:
+    """The executor between the scheduler and its workers (v1/executor/multiproc_executor.py 0.32.0:385).
+
+    counts: of RequestEvents.
+    """
+
+    def __init__(self, connector: Any, ranks: int, counts: Counter[str]) -> None:
+        self._ranks = ranks
+        self._counts = counts
+        self._aggregator = KVOutputAggregator.from_connector(connector, ranks) if ranks > 1 else None
+
+    def handed_out(self, metadata: Any) -> list[Any]:
+        """Return the connector's metadata for each rank."""
+        if self._ranks == 1:
+            return [metadata]
+        message = io.BytesIO()
+        pickler = pickle.Pickler(message, pickle.HIGHEST_PROTOCOL)
+        pickler.dispatch_table = _TENSORS
+        pickler.dump(metadata)
+        return [pickle.loads(message.getbuffer()) for _ in range(self._ranks)]
+
+    def answer(self, output: ModelRunnerOutput, reports: list[KVConnectorOutput]) -> ModelRunnerOutput:
+        """Return the first rank's output with the joined reports of all ranks."""
+        if self._aggregator is None:
+            output.kv_connector_output = reports[0]
+            return output
+        outputs = [output, *(copy.copy(EMPTY_MODEL_RUNNER_OUTPUT) for _ in reports[1:])]
+        for each, report in zip(outputs, reports, strict=True):
+            each.kv_connector_output = report
+        self._aggregator.aggregate(outputs)
+        self._count(reports, output.kv_connector_output)
+        return output
+
+    def _count(self, reports: list[KVConnectorOutput], together: KVConnectorOutput) -> None:
+        for kind in ("finished_sending", "finished_recving"):
+            reported = set().union(*(getattr(report, kind) or () for report in reports))
+            self._counts["ranks_apart"] += len(reported - (getattr(together, kind) or set()))
+        failed = [(report.invalid_block_ids, getattr(report, "failed_recving", None)) for report in reports]
+        self._counts["failed_on_one_rank"] += any(each != failed[0] for each in failed)

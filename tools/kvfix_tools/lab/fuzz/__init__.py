@@ -1,0 +1,1 @@
+"""Random schedules: draw them from a seed, play them and shrink them."""

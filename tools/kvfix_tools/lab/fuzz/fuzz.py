@@ -1,0 +1,238 @@
+"""Play one random schedule on the real scheduler and connector, and shrink it.
+
+In mode `check` a report of kvfix is a finding too: a false alarm if the lab finds no violation.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from vllm.v1.request import RequestStatus
+
+from kvfix.ledger import Finding
+from kvfix.ledger.events import Event
+from kvfix_tools.lab.engine.lab_engine import EngineDied, LabEngine
+from kvfix_tools.lab.fuzz.parameters import CONFIGURED
+from kvfix_tools.lab.fuzz.schedule import DrawnStep, Schedule
+from kvfix_tools.lab.options import PAIRS
+from kvfix_tools.lab.runner import let_leaks_be_reported, reported
+from kvfix_tools.lab.steps import prompt
+
+
+class Played(NamedTuple):
+    """The results of a schedule. log: (step, event) of all events."""
+
+    findings: list[Finding]
+    steps: int
+    counts: dict[str, int]
+    log: list[tuple[int, Event]]
+
+    @property
+    def violations(self) -> list[Finding]:
+        return [found for found in self.findings if found.verdict == "violated"]
+
+
+def play(schedule: Schedule, end: int = 4000) -> Played:
+    """Play all steps, then free all blocks and run the engine until it has no work, for at most `end` steps."""
+    if schedule.options.connector in PAIRS:
+        return _play_with_pair(schedule, end)
+    if schedule.options.neighbours:
+        return _play_neighbours(schedule, end)
+    engine = LabEngine(schedule.options)
+    steps = None
+    with reported() as reports, suppress(EngineDied):  # a finding has the error
+        for step in schedule.steps:
+            move(engine, step)
+        if _ends(engine, end):
+            steps = engine.steps
+            let_leaks_be_reported(engine)
+    engine.connector.close()
+    return Played(engine.findings + reports, steps or engine.steps, engine.counts, engine.log)
+
+
+def _ends(engine: LabEngine, end: int) -> bool:
+    """Free all blocks and run the engine for at most `end` steps. Return True if it has no more work."""
+    engine.free_blocks()
+    engine.budget(engine.options.max_num_batched_tokens)
+    if engine.counts["pauses"]:
+        engine.unpause()
+    if engine.counts["server_stops"]:
+        engine.do("server_goes_on")
+    for session in open_sessions(engine):
+        engine.end_input(session)
+    engine.run(end)
+    return engine.expect_all_ended()
+
+
+def _play_neighbours(schedule: Schedule, end: int) -> Played:
+    """Play the schedule with two engines that share a cache (neighbours.py)."""
+    from kvfix_tools.lab.pair.neighbours import Neighbours
+
+    two = Neighbours(schedule.options)
+    with suppress(EngineDied):
+        for number, step in enumerate(schedule.steps):
+            for engine in two.of(number, step):
+                with engine.running():
+                    move(engine, step)
+        for engine in two.engines:
+            with engine.running():
+                _ends(engine, end)
+    for engine in two.engines:
+        engine.connector.close()
+    return Played(two.findings, two.steps, two.counts, two.log)
+
+
+def _play_with_pair(schedule: Schedule, end: int) -> Played:
+    """Play the schedule with a prefill and a decode engine (pair.py). With real NIXL, play it with the model too."""
+    from kvfix_tools.lab.fuzz import nixl_compare
+    from kvfix_tools.lab.pair.pair import Pair
+
+    if schedule.options.real_transfers:
+        done: Played = nixl_compare.play_both(schedule.options, lambda pair: _play_pair(pair, schedule, end))
+        return done
+    return _play_pair(Pair(schedule.options), schedule, end)
+
+
+def _play_pair(pair: Any, schedule: Schedule, end: int) -> Played:
+    with reported() as reports, suppress(EngineDied):
+        for step in schedule.steps:
+            pair.move(step)
+        pair.free_blocks()
+        pair.budget(schedule.options.max_num_batched_tokens)
+        if schedule.options.peer_ranks:
+            pair.run(4 * end)
+            pair.faults_end()
+            pair.ask("last", prompt(2 * schedule.options.block_size + 1, 7), 2)
+        pair.run(4 * end)  # requests wait for the timeout of a peer one after the other
+        pair.expect_all_ended()
+    pair.close()
+    return Played(pair.findings + reports, pair.steps, pair.counts, pair.log)
+
+
+def move(engine: LabEngine, step: DrawnStep) -> None:
+    """Make one step. A step that is not possible, such as an abort without an open request, does nothing."""
+    kind, *rest = step
+    if kind in ("step", "lose_loads"):
+        if engine.scheduler.has_requests():
+            getattr(engine, kind)(*rest)
+    elif kind in ("admit", "configured"):
+        name, seed, tokens, max_tokens, *configured = rest
+        if engine.is_free(name):
+            more: dict[str, Any] = {"priority": seed} if engine.options.policy == "priority" else {}
+            if configured:
+                more["sampling"] = {"extra_args": {"kv_transfer_params": CONFIGURED[configured[0]]}}
+            engine.admit(name, prompt(tokens, seed), max_tokens, **more)
+    elif kind in ("session", "input", "end_input"):
+        _move_session(engine, kind, *rest)
+    elif kind in ("abort", "fail_load", "fail_store", "preempt", "is_beside"):
+        open_now = [name for name, request in engine.requests.items() if not request.is_finished()]
+        if open_now:
+            _move_request(engine, kind, open_now[rest[0] % len(open_now)], *rest[1:])
+    elif kind == "stored_elsewhere":
+        if not engine.counts["connector_resets"]:  # otherwise the other instance has the old weights
+            engine.do(kind, prompt(rest[1], rest[0]))
+    elif kind == "server_restarts":
+        engine.do("server_dies")
+        engine.step(rest[0])
+        engine.do("server_comes_back")
+    elif kind == "timeout":
+        engine.do("lookups_fail", 1)
+    else:
+        engine.do(kind, *rest)
+
+
+def open_sessions(engine: LabEngine) -> list[str]:
+    """Return the sessions that may get input."""
+    queues = [(name, request, getattr(request, "streaming_queue", None)) for name, request in engine.requests.items()]
+    return [name for name, request, queue in queues if not (queue is None or None in queue or request.is_finished())]
+
+
+def _move_session(
+    engine: LabEngine, kind: str, which: Any, seed: int = 0, tokens: int = 1, max_tokens: int = 1
+) -> None:
+    """Begin a session, or give an open session input or its end.
+
+    A session that waits for input keeps its blocks. So there are at most three sessions, each with a fourth of the
+    blocks: otherwise other requests cannot run.
+    """
+    sessions = open_sessions(engine)
+    room = engine.options.max_model_len // 4
+    if kind == "session":
+        if len(sessions) < 3 and tokens + max_tokens <= room and engine.is_free(which):
+            engine.admit(which, prompt(tokens, seed), max_tokens, resumable=True)
+        return
+    if not sessions:
+        return
+    name = sessions[which % len(sessions)]
+    request: Any = engine.requests[name]
+    queued = sum(len(update.prompt_token_ids) + update.max_tokens for update in request.streaming_queue)
+    if kind == "end_input":
+        engine.end_input(name)
+    elif request.num_prompt_tokens + request.max_tokens + queued + tokens + max_tokens <= room:
+        engine.add_input(name, prompt(tokens, seed), max_tokens)
+
+
+def _move_request(engine: LabEngine, kind: str, name: str, chunks: int, rank: int = 0) -> None:
+    if kind == "abort":
+        engine.abort(name)
+    elif kind == "fail_store":
+        engine.do(kind, name, rank)
+    elif kind == "is_beside":
+        engine.has_in_other_connector(name)
+    elif kind == "fail_load":
+        # A save that is a transfer to a decoder cannot wait for the reports of the other ranks (KVF030).
+        if engine.options.ranks == 1 or not _names_decoder(engine, name):
+            engine.fail_load(name, chunks, rank)
+    elif engine.requests[name].status == RequestStatus.RUNNING:
+        engine.preempt(name)
+
+
+def _names_decoder(engine: LabEngine, name: str) -> bool:
+    return "disagg_spec" in (getattr(engine.requests[name], "kv_transfer_params", None) or {})
+
+
+def signature(finding: Finding) -> str:
+    """Return the rule and the message without numbers, names and paths: equal for two findings of one bug."""
+    return f"{finding.code} {re.sub(r'/[^ ]+|r?[0-9]+', 'N', finding.message)[:160]}"
+
+
+def shrink(schedule: Schedule, wanted: str, seconds: float = 45.0, player: Callable[[Any], Played] = play) -> Schedule:
+    """Return the shortest schedule found in this time that still has a finding with this signature.
+
+    Remove steps and reduce numbers.
+    """
+    until = time.monotonic() + seconds
+
+    def shows(candidate: Schedule) -> bool:
+        return any(signature(found) == wanted for found in player(candidate).findings)
+
+    best = schedule
+    size = max(1, len(best.steps) // 2)
+    while size and time.monotonic() < until:
+        start, shorter = 0, False
+        while start < len(best.steps) and time.monotonic() < until:
+            candidate = best._replace(steps=best.steps[:start] + best.steps[start + size :])
+            if candidate.steps and shows(candidate):
+                best, shorter = candidate, True
+            else:
+                start += size
+        if not shorter or size > len(best.steps):
+            size //= 2
+    for index, step in enumerate(best.steps if player is play else ()):
+        for smaller in _smaller(step):
+            candidate = best._replace(steps=(*best.steps[:index], smaller, *best.steps[index + 1 :]))
+            if time.monotonic() < until and shows(candidate):
+                best = candidate
+                break
+    return best
+
+
+def _smaller(step: DrawnStep) -> list[DrawnStep]:
+    """Return this step with smaller values of its last number."""
+    if step[0] in ("admit", "ask"):
+        return [(*step[:4], tokens, *step[5:]) for tokens in (1, 2, 5) if tokens < step[4]]
+    return [(*step[:-1], 1)] if step[0] == "take_blocks" and step[-1] > 1 else []

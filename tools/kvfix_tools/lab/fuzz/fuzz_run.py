@@ -1,0 +1,277 @@
+"""`kvfix lab fuzz`: play random schedules until time, steps or seeds run out, in one or several processes.
+
+Schedules that violate a rule are shrunk. A run without loads, preemptions or full blocks reports that it tested
+nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from kvfix import catalogue
+from kvfix_tools.lab import releases
+from kvfix_tools.lab.engine.counts import COUNTED
+from kvfix_tools.lab.fuzz.fuzz import play, shrink, signature
+from kvfix_tools.lab.fuzz.schedule import Schedule, draw
+from kvfix_tools.lab.pair import one_side
+from kvfix_tools.lab.runner import applied
+
+#: Seeds that a process plays before it returns its tally, in a second or two.
+BATCH = 32
+#: {value of `fixes_in`: name of the engine, if that differs}
+_NAMES = {"one": "first"}
+
+
+class Violation(NamedTuple):
+    """All findings with one signature: their number, and the first schedule, shrunk."""
+
+    rule: str
+    times: int
+    seed: int
+    message: str
+    schedule: Schedule
+    signature: str
+
+    def as_json(self) -> dict[str, Any]:
+        steps = [list(step) for step in self.schedule.steps]
+        return {
+            "rule": self.rule,
+            "count": self.times,
+            "seed": self.seed,
+            "message": self.message,
+            "schedule": {"options": vars(self.schedule.options), "steps": steps},
+        }
+
+
+class Fuzzed(NamedTuple):
+    """The results of a run. steps: of the scheduler. violations: the most frequent first."""
+
+    steps: int
+    seeds: int
+    seconds: float
+    #: {option: number of seeds that were played with it}
+    options: dict[str, int]
+    #: See counts.py.
+    counts: dict[str, int]
+    violations: list[Violation]
+
+    @property
+    def tested_nothing(self) -> str:
+        """The reason why the run proves nothing, or ""."""
+        needed = {
+            "loaded_tokens": "loaded no token",
+            "stored_tokens": "stored no token",
+            "preemptions": "preempted no request",
+            "full_steps": "never filled the blocks",
+        }
+        return ", ".join(missing for count, missing in needed.items() if not self.counts[count])
+
+    def as_json(self) -> dict[str, Any]:
+        violations = [violation.as_json() for violation in self.violations]
+        counts = {
+            "preemptions": self.counts["preemptions"],
+            "retrieved_tokens": self.counts["loaded_tokens"],
+            "stored_tokens": self.counts["stored_tokens"],
+        }
+        return {**self._asdict(), **counts, "violations": violations, "tested_nothing": self.tested_nothing}
+
+
+class Tally(msgspec.Struct):
+    """The sums over all played seeds. Times in seconds."""
+
+    seeds: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    counts: dict[str, int] = {}
+    options: dict[str, int] = {}
+    #: {signature: (times, first seed, rule, message)}
+    found: dict[str, tuple[int, int, str, str]] = {}
+
+    def add(self, other: Tally) -> None:
+        self.seeds += other.seeds
+        self.steps += other.steps
+        self.counts = dict(Counter(self.counts) + Counter(other.counts))
+        self.options = dict(Counter(self.options) + Counter(other.options))
+        for wanted, new in other.found.items():
+            first = self.found.get(wanted, (0, *new[1:]))
+            self.found[wanted] = (first[0] + new[0], *first[1:])
+
+
+class Run(msgspec.Struct, frozen=True):
+    """The settings of a run. Equal runs play equal seeds in the same way."""
+
+    connector: str
+    fixes: bool
+    plain: bool = False
+    #: The mode of `kvfix.apply`.
+    mode: str = "fix"
+    #: See Options.real_server.
+    real_server: bool = False
+    #: See Options.real_transfers.
+    real_transfers: bool = False
+    #: The engine that has the default fixes: "prefill" or "decode" of a pair, "one" of two engines that share a cache,
+    #: or "both".
+    fixes_in: str = "both"
+
+    def schedules(self, seeds: Iterable[int]) -> Iterator[Schedule]:
+        lacks = releases.lacking()
+        drawn = (draw(seed, self.connector, self.plain, lacks, self.real_server) for seed in seeds)
+        more: dict[str, Any] = {"real_transfers": self.real_transfers, "neighbours": self.fixes_in == "one"}
+        return (each._replace(options=replace(each.options, **more)) for each in drawn)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """In this context the fixes are applied in the engines of `fixes_in`."""
+        if self.fixes_in == "both" or not self.fixes:
+            with applied(self.fixes, self.mode):
+                yield
+            return
+        default = [fix.code for fix in catalogue.fixes() if not fix.opt_in]
+        with one_side.fixes_in(_NAMES.get(self.fixes_in, self.fixes_in)), applied(True, self.mode, default):
+            yield
+
+    def is_violated_as_released(self, schedule: Schedule) -> bool:
+        """Return True if the schedule violates a rule without any fixes, for a run with the fixes in one engine."""
+        if self.fixes_in == "both" or not self.fixes:
+            return False
+        with one_side.as_released():
+            return bool(play(schedule).violations)
+
+    def play(self, seeds: range, until: float) -> Tally:
+        """Play these seeds in order until this time of `time.monotonic`."""
+        counts, options, tally = Counter[str](), Counter[str](), Tally()
+        with self.applied():
+            for seed, schedule in zip(seeds, self.schedules(seeds), strict=True):
+                if time.monotonic() > until:
+                    break
+                done = play(schedule)
+                tally.seeds += 1
+                tally.steps += done.steps
+                counts.update(done.counts)
+                options.update(schedule.options.changed)
+                violations = done.violations
+                if violations and self.is_violated_as_released(schedule):
+                    counts["violated_as_released"] += 1
+                    violations = []
+                for finding in violations:
+                    each = {signature(finding): (1, seed, finding.code, str(finding))}
+                    tally.add(Tally(found=each))
+        tally.counts, tally.options = dict(counts), dict(options)
+        return tally
+
+
+class Notes(msgspec.Struct):
+    """The file of `--notes`: the run and its progress."""
+
+    releases: dict[str, str]
+    code: str
+    options: Run
+    first_seed: int
+    tally: Tally
+
+
+def fuzz(
+    run: Run,
+    seeds: range,
+    seconds: float,
+    shrinking: float = 45.0,
+    progress: Callable[[int, int, int, float], None] = lambda *_: None,
+    most: float = math.inf,
+    jobs: int = 1,
+    notes: Path | None = None,
+) -> Fuzzed:
+    """Play the seeds in order for at most `seconds`.
+
+    - shrinking: seconds for each kind of violation; 0: show the schedule as drawn
+    - most: steps after which no more seeds are played
+    - jobs: number of processes
+    - notes: a file with the progress, from which the run continues. Raises ValueError if it belongs to another run.
+
+    With the fixes in one of two engines, a seed with a violation in the release alone counts as `violated_as_released`.
+    """
+    start = time.monotonic()
+    kept = Notes(releases.versions(), releases.code(), run, seeds.start, Tally())
+    if notes is not None and notes.exists():
+        kept.tally = _noted(kept, notes)
+    tally, before = kept.tally, kept.tally.seconds
+    for done in _batches(run, seeds[tally.seeds :], start + seconds, jobs):
+        tally.add(done)
+        tally.seconds = before + time.monotonic() - start
+        if notes is not None:
+            _note(kept, notes)
+        progress(tally.seeds, tally.steps, len(tally.found), tally.seconds)
+        if tally.steps >= most:
+            break
+    violations = []
+    if run.fixes_in != "both":
+        shrinking = 0  # a shorter schedule may be violated as released
+    with run.applied():
+        for wanted, (times, seed, rule, message) in sorted(tally.found.items(), key=lambda item: -item[1][0]):
+            (schedule,) = run.schedules([seed])
+            if shrinking:
+                schedule = shrink(schedule, wanted, shrinking)
+                message = str(next(each for each in play(schedule).findings if signature(each) == wanted))
+            violations.append(Violation(rule, times, seed, message, schedule, wanted))
+    counts = {**dict.fromkeys(COUNTED, 0), **tally.counts}
+    return Fuzzed(tally.steps, tally.seeds, round(tally.seconds, 3), tally.options, counts, violations)
+
+
+def _batches(run: Run, seeds: range, until: float, jobs: int) -> Iterator[Tally]:
+    """Yield tallies of the seeds in order. The first batch that runs out of time is the last one."""
+    batches = (seeds[at : at + BATCH] for at in range(0, len(seeds), BATCH))
+    if jobs == 1:
+        for batch in batches:
+            done = run.play(batch, until)
+            yield done
+            if done.seeds < len(batch):
+                return
+        return
+    with ProcessPoolExecutor(jobs, get_context("fork")) as pool:
+        ahead: deque[tuple[range, Future[Tally]]] = deque()
+        try:
+            for batch in batches:
+                ahead.append((batch, pool.submit(run.play, batch, until)))
+                if len(ahead) > 2 * jobs and not (yield from _first(ahead)):
+                    return
+            while ahead and (yield from _first(ahead)):
+                pass
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _first(ahead: deque[tuple[range, Future[Tally]]]) -> Generator[Tally, None, bool]:
+    """Yield the tally of the first batch. Return True if it was played to its end."""
+    batch, future = ahead.popleft()
+    done = future.result()
+    yield done
+    return done.seeds == len(batch)
+
+
+def _noted(now: Notes, notes: Path) -> Tally:
+    """Return the earlier progress of this run."""
+    try:
+        kept = msgspec.json.decode(notes.read_bytes(), type=Notes)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{notes} has no notes of a run of `kvfix lab fuzz`: {error}") from None
+    names = [name for name in Notes.__struct_fields__ if name != "tally"]
+    changed = [name for name in names if getattr(kept, name) != getattr(now, name)]
+    if changed:
+        raise ValueError(f"{notes} is of a run with another {' and '.join(changed)}: remove it, or name another file")
+    return kept.tally
+
+
+def _note(kept: Notes, notes: Path) -> None:
+    part = notes.with_name(notes.name + ".part")
+    part.write_bytes(msgspec.json.encode(kept))
+    part.replace(notes)

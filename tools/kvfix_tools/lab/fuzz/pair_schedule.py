@@ -1,0 +1,192 @@
+"""Schedules for two engines with NixlConnector (pair.py): draw them from a seed, and make their steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+from kvfix_tools.lab.options import WITH_RANKS, Options
+from kvfix_tools.lab.steps import prompt
+
+if TYPE_CHECKING:
+    from kvfix_tools.lab.pair.pair import Pair
+
+DrawnStep = tuple[Any, ...]
+
+_ENGINES = ("prefill", "decode")
+#: Weight of each step. A plain schedule has no faults.
+_PLAIN = {"step": 60, "ask": 12, "ask_decode": 2, "take_blocks": 2, "free_blocks": 3, "budget": 1, "reset": 1}
+_FAULTS = {
+    "abort": 4, "preempt": 3, "step_alone": 5, "time_passes": 1, "router_takes": 1, "send_again": 1, "ask_again": 1,
+    "malform": 1, "fail": 2, "handshakes_take": 1, "restart": 1,
+}  # fmt: skip
+#: Weights in push mode. With requests in both engines at once, the engines can wait for each other.
+_PUSH_FAULTS = {"ask": 6, "ask_at_once": 6, "writers_take": 1, "fail": 3}
+KINDS = frozenset((*_PLAIN, *_FAULTS, *_PUSH_FAULTS))
+#: {step: requests that the router can make it with}
+_AGAIN = {"send_again": "sent", "ask_again": "asked"}
+#: Seconds of a lease. A waiting peer renews it after each sixth of the time, by two thirds.
+_LEASES = (3, 6, 30)
+#: Ranks of both engines, if one has several.
+_RANKS = ((1, 2), (1, 2), (2, 1), (2, 1), (2, 2), (2, 4), (4, 2), (1, 4), (4, 1))
+#: See pair_router.MALFORMED.
+_MALFORMED = (
+    "no_blocks", "no_host", "no_request", "no_tp_size", "fewer_blocks", "odd_blocks", "more_blocks", "flat_blocks",
+    "far_blocks", "other_engine", "other_port", "decode_too", "more_ranks", "odd_engine", "alone", "nothing",
+)  # fmt: skip
+
+
+def draw(
+    seed: int, connector: str, plain: bool = False, lacks: Collection[str] = ()
+) -> tuple[Options, tuple[DrawnStep, ...]]:
+    rng = random.Random(f"{connector} {seed}")
+    block = rng.choice((4, 8, 16))
+    blocks, decode_blocks = rng.randrange(12, 40), rng.randrange(12, 40)
+    room = block * (min(blocks, decode_blocks) - 2)
+    extra: dict[str, Any] = {"kv_lease_duration": 30 if plain else rng.choice(_LEASES)}
+    push = connector in ("nixl-push", "nixl-push-multi")
+    if push and not plain:
+        extra["push_registration_timeout"] = rng.choice((5.0, 30.0))
+    elif not plain and rng.random() < 0.25:
+        # KVF319 does not cover this: no lease may expire before its read
+        extra |= {"bidirectional_kv_xfer": True, "kv_lease_duration": 30}
+        extra |= {"decoder_kv_blocks_ttl": 3, "kv_recompute_threshold": 8}
+    options = Options(
+        connector=connector,
+        block_size=block,
+        num_blocks=blocks,
+        decode_blocks=decode_blocks,
+        max_num_batched_tokens=rng.choice((max(block, 8), 3 * block + 1, 8 * block, 64 * block)),
+        max_num_seqs=rng.choice((2, 4, 8)),
+        max_model_len=max(64, room),
+        prefix_caching=rng.random() < 0.85,
+        reserve_full_isl=rng.random() < 0.5,
+        async_scheduling=rng.random() < 0.3,
+        extra=extra,
+        delay=rng.choice((1, 1, 2, 5)),
+        kv_load_failure_policy="recompute" if plain else rng.choice(("recompute", "recompute", "fail")),
+        policy="fcfs" if plain or rng.random() < 0.8 else "priority",
+    )
+    # a separate generator, so that the rest of a seed stays the same without them
+    own = random.Random(f"ranks {connector} {seed}")
+    if connector in WITH_RANKS and not plain and own.random() < 0.3:
+        options = _with_ranks(options, own)
+    own = random.Random(f"windows {connector} {seed}")
+    if connector in WITH_RANKS and not plain and own.random() < 0.2:
+        options = _with_windows(options, own)
+    weights = dict(_PLAIN) if plain else {**_PLAIN, **_FAULTS, **(_PUSH_FAULTS if push else {})}
+    if "bidirectional_kv_xfer" in extra:
+        weights = {kind: weight for kind, weight in weights.items() if kind not in ("time_passes", "step_alone")}
+    names = list(weights)
+    steps: list[DrawnStep] = []
+    for number in range(rng.randrange(30, 160)):
+        kind = rng.choices(names, [weights[name] for name in names])[0] if number else "ask"
+        steps.append(_step(rng, kind, number, options, room, plain))
+    return options, tuple(steps)
+
+
+def _with_ranks(options: Options, rng: random.Random) -> Options:
+    """Add several ranks to one engine or both.
+
+    If the reading or writing side has fewer ranks, each rank of the other side needs at least one head: otherwise vLLM
+    refuses the handshake (base_worker.py 0.32.0:2450).
+    """
+    prefill, decode = rng.choice(_RANKS)
+    reads = [(prefill, decode)] if options.connector == "nixl-push" else [(decode, prefill)]
+    if "bidirectional_kv_xfer" in options.extra:
+        reads.append((prefill, decode))
+    least = max((other for own, other in reads if other > own), default=1)
+    return dataclasses.replace(
+        options,
+        ranks=prefill,
+        peer_ranks=decode,
+        kv_heads=rng.choice([heads for heads in (1, 2, 4) if heads >= least]),
+        rank_delay=rng.choice((0, 0, 1, 3)),
+    )
+
+
+def _with_windows(options: Options, rng: random.Random) -> Options:
+    """Add one or two KV groups of sliding windows, and blocks for them."""
+    block = options.block_size
+    windows = tuple(rng.sample((block, 2 * block, 2 * block + 1, 4 * block), rng.choice((1, 1, 2))))
+    more = -(-options.max_model_len // block) * len(windows)
+    return dataclasses.replace(
+        options,
+        windows=windows,
+        num_blocks=options.num_blocks + more,
+        decode_blocks=options.decode_blocks + more,
+    )
+
+
+def _step(rng: random.Random, kind: str, number: int, options: Options, room: int, plain: bool) -> DrawnStep:
+    block = options.block_size
+    engine = rng.choice(_ENGINES)
+    if kind in ("ask", "ask_at_once", "ask_decode"):
+        # few prompts, so that they share prefixes; lengths around the edges of blocks
+        whole = rng.randrange(1, max(2, room // block)) * block
+        tokens = max(1, min(room - 40, whole + rng.choice((-1, 0, 0, 1, rng.randrange(block)))))
+        # KVF353 cannot prefill one token less of a prompt of one token
+        more = 1 if options.windows and tokens == 1 else 20
+        generated = (rng.choice((1, 1, 1, more)),) if kind != "ask_decode" and not plain else ()
+        return (kind, f"r{number}", rng.randrange(3), tokens, rng.choice((1, 2, 5, 20, 30)), *generated)
+    if kind in ("abort", "send_again", "ask_again"):
+        return (kind, rng.randrange(8))
+    if kind == "preempt":
+        return (kind, engine, rng.randrange(8))
+    if kind == "step_alone":
+        return (kind, engine, rng.choice((1, 2, 5, 20)))
+    if kind == "time_passes":
+        return (
+            kind,
+            rng.choice((1.0, options.extra["kv_lease_duration"] / 2, options.extra["kv_lease_duration"] + 1.0)),
+        )
+    if kind in ("router_takes", "handshakes_take", "writers_take"):
+        return (kind, rng.choice((0, 1, 1, 3, 10)))
+    if kind == "malform":
+        return (kind, rng.choice(_MALFORMED))
+    if kind == "fail":
+        return (kind, rng.choice(("transfer", "handshake", "setup", "notice")), rng.choice((1, 1, 3)))
+    if kind == "restart":
+        # vLLM does not start with fewer blocks than the longest request needs
+        longest = -(-options.max_model_len // block)
+        return (kind, engine, rng.randrange(longest + 2, 42) + longest * len(options.windows))
+    if kind == "take_blocks":
+        return (kind, engine, rng.randrange(1, 40))
+    if kind == "budget":
+        return (kind, engine, rng.choice((1, block, options.max_num_batched_tokens)))
+    return (kind, engine) if kind in ("free_blocks", "reset") else (kind,)
+
+
+def move(pair: Pair, step: DrawnStep) -> None:
+    """Make one step. A step that is not possible, such as an abort without an open request, does nothing."""
+    kind, *rest = step
+    if kind in ("ask", "ask_at_once", "ask_decode"):
+        name, seed, tokens, max_tokens, *more = rest
+        pair.do(kind, name, prompt(tokens, seed), max_tokens, *more)
+    elif kind == "ends_at_once":
+        pair.ends_at_once(rest[0], prompt(rest[2], rest[1]))
+    elif kind in ("abort", "send_again", "ask_again"):
+        names = _open(pair) if kind == "abort" else getattr(pair.router, _AGAIN[kind])
+        if names:
+            pair.do(kind, names[rest[0] % len(names)])
+    elif kind == "preempt":
+        engine = pair.engine(rest[0])
+        running = [each.request_id for each in engine.scheduler.running]
+        if running:
+            engine.preempt(running[rest[1] % len(running)])
+    elif kind in ("take_blocks", "free_blocks", "budget"):
+        pair.on(rest[0], kind, *rest[1:])
+    elif kind == "reset":
+        pair.on(rest[0], "reset_prefix_cache")
+    else:
+        pair.do(kind, *rest)
+
+
+def _open(pair: Pair) -> list[str]:
+    """Return requests whose clients wait for an answer."""
+    waiting = pair.router.waiting
+    for engine in pair.engines:
+        waiting |= {name.rpartition("-")[0] for name, each in engine.requests.items() if not each.is_finished()}
+    return sorted(waiting)

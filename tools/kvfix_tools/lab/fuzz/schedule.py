@@ -1,0 +1,170 @@
+"""A schedule: options and steps of a lab engine as data, drawn from a seed, played, saved and shrunk.
+
+{"kvfix-schedule": 1, "versions": {"vllm": "0.32.0", "lmcache": "0.5.6"}, "options": {...},
+ "steps": [["admit", "r0", 3, 120, 8], ["step"], ...]}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+from kvfix_tools.lab.fuzz import drawn_options, mooncake_schedule, multi_schedule, pair_schedule, parameters
+from kvfix_tools.lab.options import CONNECTORS, OF_VLLM, PAIRS, Options
+
+FORMAT = 1
+DrawnStep = tuple[Any, ...]
+
+#: Weight of each step. A plain schedule has no faults.
+_PLAIN = {"step": 60, "admit": 10, "take_blocks": 2, "free_blocks": 3, "budget": 1, "reset_prefix_cache": 1}
+_FAULTS = {"abort": 4, "evict": 1, "fail_load": 2, "admit_again": 2, "timeout": 1, "preempt": 2}
+#: Drawn only if lookups take time.
+_ASYNCHRONOUS = {"slow_lookups": 2, "wait": 1}
+#: Drawn only with another connector beside it. That connector has the KV of the next request or of a preempted one.
+_MULTI_CONNECTOR = {"is_beside": 5}
+#: Features of DRAWN_SINCE. Each is drawn for three of ten seeds.
+_SOMETIMES = {
+    "pause": {"pause": 1, "unpause": 3},
+    "sessions": {"session": 3, "input": 6, "end_input": 1},
+    "roles": {"configured": 6, "stored_elsewhere": 3},
+    "stops": {"server_stops": 1, "server_goes_on": 5},
+}
+#: Drawn only if vLLM's OffloadingConnector is alone.
+_OFFLOADING = {"fail_store": 2, "configured": 3}
+_SIMPLE_OFFLOAD = {"fail_store": 2}
+KINDS = frozenset(
+    ("lose_loads", "lose_stored", "new_weights", "server_restarts", *_PLAIN, *_OFFLOADING, *_FAULTS)
+).union(
+    _ASYNCHRONOUS, _MULTI_CONNECTOR, *_SOMETIMES.values(),
+    pair_schedule.KINDS, multi_schedule.KINDS, mooncake_schedule.KINDS,
+)  # fmt: skip
+#: {connector: module that draws for two engines}, if that is not pair_schedule.
+_DRAW = {
+    "nixl-multi": multi_schedule.draw,
+    "nixl-push-multi": multi_schedule.draw,
+    "nixl-offload": multi_schedule.draw_offload,
+    "mooncake": mooncake_schedule.draw,
+    "mooncake-multi": multi_schedule.draw,
+}
+
+
+class Schedule(NamedTuple):
+    options: Options
+    steps: tuple[DrawnStep, ...]
+
+    def to_json(self, versions: dict[str, str]) -> str:
+        options = dataclasses.asdict(self.options)
+        whole = {"kvfix-schedule": FORMAT, "versions": versions, "options": options, "steps": self.steps}
+        return json.dumps(whole, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> tuple[Schedule, dict[str, str]]:
+        """Return a saved schedule and the versions it was found on. Raises ValueError for any other text."""
+        try:
+            whole = json.loads(text)
+            version = whole["kvfix-schedule"]
+            if version != FORMAT:
+                text = f"it is of schedule format {version}, this kvfix reads {FORMAT}: find it again by its seed"
+                raise ValueError(text)
+            steps = tuple(tuple(step) for step in whole["steps"])
+            unknown = {str(step[0]) for step in steps} - KINDS
+            if unknown:
+                raise ValueError(f"this kvfix knows no step {', '.join(sorted(unknown))}")
+            options = Options(**whole["options"])
+            if options.any_connector and ":" not in options.connector:
+                raise ValueError(f"no connector {options.connector!r}; known: {', '.join(CONNECTORS)}")
+            return cls(options, steps), whole["versions"]
+        except (KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"it is no saved schedule ({type(error).__name__}: {error})") from None
+
+
+def draw(
+    seed: int, connector: str, plain: bool = False, lacks: Collection[str] = (), real_server: bool = False
+) -> Schedule:
+    """Draw the schedule of this seed.
+
+    - plain: default options of LMCache, no aborts, failed loads, evictions or sessions
+    - lacks: settings and options that the installed releases do not have
+    - real_server: draw for a real server, with its options
+    """
+    if connector in PAIRS:
+        return Schedule(*_DRAW.get(connector, pair_schedule.draw)(seed, connector, plain, lacks))
+    rng = random.Random(seed)
+    options, features, room = drawn_options.draw(rng, seed, connector, plain, lacks, real_server)
+    weights = dict(_PLAIN) if plain else {**_PLAIN, **_FAULTS}
+    if connector.startswith("mp") and not plain:
+        weights["lose_loads"] = 1
+    if "enable_async_loading" in options.lmcache:
+        weights |= _ASYNCHRONOUS
+    if options.beside:
+        weights |= _MULTI_CONNECTOR
+    if options.states and (options.drafter or (options.pipeline and options.async_scheduling)):
+        features -= {"sessions"}  # KVF905 cannot be fixed
+    for name, kinds in _SOMETIMES.items():
+        weights |= kinds if name in features else {}
+    if connector != "v1":
+        weights.pop("configured", None)
+    if connector in OF_VLLM:
+        weights.pop("timeout", None)
+        weights |= {} if plain else _OFFLOADING if connector == "offloading" else _SIMPLE_OFFLOAD
+    names = list(weights)
+    steps: list[DrawnStep] = []
+    for number in range(rng.randrange(30, 160)):
+        kind = rng.choices(names, [weights[name] for name in names])[0] if number else "admit"
+        steps.append((*_step(rng, kind, number, options, room), *_rank(rng, kind, options)))
+    own = random.Random(f"reset {seed}")
+    if not plain and "new_weights" not in lacks:
+        steps = [(*step, True) if step[0] == "reset_prefix_cache" and own.random() < 0.5 else step for step in steps]
+    own = random.Random(f"restart {seed}")
+    if real_server and not plain and own.random() < 0.1:
+        steps.insert(own.randrange(len(steps)), ("server_restarts", own.randrange(1, 5)))
+    own = random.Random(f"new_weights {seed}")
+    if not plain and "new_weights" not in lacks and own.random() < 0.2:
+        steps.insert(own.randrange(len(steps)), ("new_weights",))
+    return Schedule(options, tuple(steps))
+
+
+def _rank(rng: random.Random, kind: str, options: Options) -> DrawnStep:
+    """Draw the rank of a step. A silent server can affect all ranks, and all ranks share its cache."""
+    kinds = ("fail_load", "fail_store", "lose_loads", "evict" if options.connector == "v1" else "")
+    if options.ranks == 1 or kind not in kinds or (kind == "lose_loads" and rng.random() < 0.5):
+        return ()
+    return (rng.randrange(options.ranks),)
+
+
+def _step(rng: random.Random, kind: str, number: int, options: Options, room: int) -> DrawnStep:
+    if kind in ("admit", "admit_again", "configured"):
+        # few prompts, so that they share prefixes; lengths around the edges of blocks and chunks
+        whole = rng.randrange(1, max(2, room // options.chunk_size)) * options.chunk_size
+        tokens = max(1, min(room - 40, whole + rng.choice((-1, 0, 0, 1, rng.randrange(options.chunk_size)))))
+        # vLLM makes every id unique (input_processor.py 0.32.0:371). Some connectors rely on that: the worker of the
+        # multi-process connector never reports an id twice (vllm_multi_process_adapter.py 0.5.6:2034), and stores of
+        # OffloadingConnector can outlive their request.
+        again = kind == "admit_again" and options.connector == "v1" and not options.offloading
+        which = rng.randrange(8) if again else number
+        drawn = (f"r{which}", rng.randrange(3), tokens, rng.choice((1, 2, 5, 20, 30)))
+        asked = tuple(parameters.OF_OFFLOADING if options.connector in OF_VLLM else parameters.OF_LMCACHE)
+        return (kind, *drawn, rng.choice(asked)) if kind == "configured" else ("admit", *drawn)
+    if kind == "stored_elsewhere":
+        return (kind, rng.randrange(3), rng.randrange(1, room))
+    if kind in ("session", "input"):
+        session = f"r{number}" if kind == "session" else rng.randrange(3)
+        return (kind, session, rng.randrange(3), rng.randrange(1, room // 8), rng.choice((1, 2, 5)))
+    if kind == "pause":
+        return (kind, rng.random() < 0.5)
+    if kind == "end_input":
+        return (kind, rng.randrange(3))
+    if kind in ("abort", "fail_load", "fail_store", "preempt", "is_beside"):
+        return (kind, rng.randrange(8), rng.randrange(3))
+    if kind == "take_blocks":
+        return (kind, rng.randrange(1, options.num_blocks))
+    if kind == "evict":
+        return (kind, rng.randrange(1, 6), rng.random() < 0.3)
+    if kind in ("slow_lookups", "wait"):
+        return (kind, rng.randrange(5))
+    if kind == "budget":
+        return (kind, rng.choice((1, options.block_size, options.max_num_batched_tokens)))
+    return (kind,)

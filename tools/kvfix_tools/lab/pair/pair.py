@@ -1,0 +1,289 @@
+"""A prefill and a decode engine of the lab, with a router, one network and one clock.
+
+An engine without requests makes no step, as EngineCore does not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+from typing import Any
+
+from kvfix import clock
+from kvfix.ledger import Finding, Ledger
+from kvfix.ledger.events import Event, Leased
+from kvfix_tools.lab.engine import rules
+from kvfix_tools.lab.engine.lab_engine import STEP, side_class
+from kvfix_tools.lab.fuzz import pair_schedule
+from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.pair import pair_end
+from kvfix_tools.lab.pair.pair_engine import PairEngine
+from kvfix_tools.lab.pair.pair_router import Router
+from kvfix_tools.lab.steps import continued
+
+_ROLES = {"prefill": "producer", "decode": "consumer"}
+#: Steps without an event after which a run ends.
+_IDLE = 64
+#: A run waits step by step for leases of up to so many seconds.
+_SOON = 30
+
+
+class Pair:
+    """Two engines, with the interface of one LabEngine for `fuzz.play` and scenarios."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.network = side_class(options).make_network(options)
+        self.router = Router(self)
+        self.seconds = 0.0
+        self._counts: Counter[str] = Counter()
+        self._starts = itertools.count(1)
+        self._gone: list[PairEngine] = []
+        self._findings: list[Finding] = []
+        self._ledger = Ledger()
+        self._log: list[tuple[int, Event]] = []
+        #: True if loads may come short.
+        self._faults = False
+        self.prefill = self._start("prefill", options.num_blocks)
+        self.decode = self._start("decode", options.decode_blocks or options.num_blocks)
+
+    def _start(self, name: str, blocks: int) -> PairEngine:
+        role = "kv_both" if self.options.extra.get("bidirectional_kv_xfer") else f"kv_{_ROLES[name]}"
+        options = dataclasses.replace(self.options, num_blocks=blocks, kv_role=role)
+        if name == "decode" and options.peer_ranks:
+            options = dataclasses.replace(options, ranks=options.peer_ranks, peer_ranks=options.ranks)
+        engine = PairEngine(options, self, name, f"{name}-{next(self._starts)}")
+        clock.now = lambda: self.seconds
+        if self._faults:
+            engine.request_events.may_fail.add("")
+        return engine
+
+    @property
+    def engines(self) -> tuple[PairEngine, PairEngine]:
+        return self.prefill, self.decode
+
+    def engine(self, name: str) -> PairEngine:
+        return self.prefill if name == "prefill" else self.decode
+
+    # ------------------------------------------------------------------ results of a run
+
+    @property
+    def steps(self) -> int:
+        return sum(engine.steps for engine in (*self._gone, *self.engines))
+
+    @property
+    def findings(self) -> list[Finding]:
+        return [found for engine in (*self._gone, *self.engines) for found in engine.findings] + self._findings
+
+    @property
+    def log(self) -> list[tuple[int, Event]]:
+        return [entry for engine in (*self._gone, *self.engines) for entry in engine.log] + self._log
+
+    @property
+    def requests(self) -> dict[str, Any]:
+        return {**self.prefill.requests, **self.decode.requests}
+
+    @property
+    def counts(self) -> Counter[str]:
+        """The counters of both engines, including engines before a restart."""
+        counts: Counter[str] = self._counts + self.router.counts + self.network.counts
+        for engine in (*self._gone, *self.engines):
+            counts.update(engine.counts)
+        return counts
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.connector.close()
+
+    def do(self, step: str, *arguments: Any, **keywords: Any) -> None:
+        """Make the step of this name: a method of this class or of the router."""
+        getattr(self if hasattr(self, step) else self.router, step)(*arguments, **keywords)
+
+    def move(self, step: tuple[Any, ...]) -> None:
+        """Make a drawn step. A step that is not possible does nothing."""
+        pair_schedule.move(self, step)
+
+    # ------------------------------------------------------------------ the router's steps
+
+    def ask(self, name: str, prompt: list[int], max_tokens: int = 1, prefill_tokens: int = 1) -> None:
+        """A client's request arrives at the router. prefill_tokens: tokens that the router lets prefill generate."""
+        self.router.ask(name, prompt, max_tokens, prefill_tokens, at_once=False)
+
+    def ask_at_once(self, name: str, prompt: list[int], max_tokens: int = 1, prefill_tokens: int = 1) -> None:
+        """A client's request arrives, and the router sends it to both engines at once."""
+        self.router.ask(name, prompt, max_tokens, prefill_tokens, at_once=True)
+
+    def ends_at_once(self, name: str, prompt: list[int]) -> None:
+        """The first token of this request ends its text. The request has not arrived yet."""
+        self.router.stops[name] = continued(prompt, 1)[-1]
+
+    def ask_again(self, name: str) -> None:
+        """The router gives a request up, tells both engines, and begins again."""
+        self.abort(name)
+        self.router.ask_again(name)
+
+    def router_takes(self, steps: int) -> None:
+        """From now on the router takes so many steps for an answer."""
+        self.router.takes = steps
+
+    def abort(self, name: str) -> None:
+        """The client of this request is gone, and the router tells both engines."""
+        self.router.forget(name)
+        for engine in self.engines:
+            for request in [each for each in engine.requests if each.rpartition("-")[0] == name]:
+                if not engine.requests[request].is_finished():
+                    engine.abort(request)
+
+    def add(self, event: Event) -> None:
+        """An event of a lease: what is wrong with it is a finding."""
+        self._log.append((self.network.now, event))
+        self._findings += [found for found in self._ledger.feed(event) if found.verdict == "violated"]
+
+    def answered(self, engine: PairEngine, output: Any) -> None:
+        """A request of an engine has ended."""
+        if engine.connector.keeps(output.request_id):
+            self.add(Leased(output.request_id, None))
+        self.router.answered(engine, output)
+
+    # ------------------------------------------------------------------ steps
+
+    def step(self, times: int = 1) -> None:
+        """So many steps of both engines."""
+        for _ in range(times):
+            self.tick()
+            for engine in self.engines:
+                self._iterate(engine)
+
+    def step_alone(self, name: str, times: int = 1) -> None:
+        """So many steps of one engine, while the other one hangs: a lease may end."""
+        self.may_fail()
+        for _ in range(times):
+            self.tick()
+            self._iterate(self.engine(name))
+
+    def tick(self) -> None:
+        self.seconds += STEP
+        self.network.tick()
+        for address in self.network.dead_listeners:
+            engine = self.engine(address.partition(":")[0])
+            engine.request_events.violated(
+                rules.THREAD_DIED, "", f"the {engine.name} engine answers no handshake any more"
+            )
+        self.network.dead_listeners.clear()
+        self.router.tick()
+
+    def _iterate(self, engine: PairEngine) -> None:
+        if engine.scheduler.has_requests():
+            engine.iterate()
+
+    def may_fail(self) -> None:
+        """Loads may come short from now on."""
+        self._faults = True
+        self.decode.request_events.may_fail.add("")
+        self.prefill.request_events.may_fail.add("")
+
+    def time_passes(self, seconds: float) -> None:
+        """Let so many seconds pass while both engines hang. Leases may expire."""
+        self.may_fail()
+        self.network.time_passes()
+        self.seconds += seconds
+        self._counts["pauses"] += 1
+
+    def fail(self, what: str, how_many: int = 1) -> None:
+        """Let so many of the next transfers or handshakes fail."""
+        self.may_fail()
+        self.network.failing[what] += how_many
+
+    def faults_end(self) -> None:
+        """End all faults: from now on a failed load is a violation."""
+        self._faults = False
+        self.network.failing.update(dict.fromkeys(self.network.failing, 0))
+        self.router.malformed.clear()
+        for engine in self.engines:
+            engine.request_events.may_fail.discard("")
+
+    def handshakes_take(self, steps: int) -> None:
+        self.network.handshake_steps = steps
+
+    def writers_take(self, steps: int) -> None:
+        """Set the number of steps from waking a writer thread to its work."""
+        self.network.writers_take = steps
+
+    def restart(self, name: str, blocks: int) -> None:
+        """Restart an engine, without its requests, with so many blocks."""
+        self._counts["restarts"] += 1
+        old = self.engine(name)
+        old.connector.close()
+        self._gone.append(old)
+        self.may_fail()
+        if name == "prefill":
+            self.prefill = self._start(name, blocks)
+        else:
+            self.decode = self._start(name, blocks)
+            self.router.forget_params()  # sending to two decode engines would read freed blocks: KVF340
+
+    def on(self, name: str, step: str, *arguments: Any) -> None:
+        """Make a step of one engine."""
+        self.engine(name).do(step, *arguments)
+
+    def free_blocks(self) -> None:
+        for engine in self.engines:
+            engine.free_blocks()
+
+    def budget(self, tokens: int) -> None:
+        for engine in self.engines:
+            engine.budget(tokens)
+
+    def run(self, steps: int = 1000) -> None:
+        """Make steps until both engines have no work, for at most `steps` steps.
+
+        Also stop after a time without events that is longer than all leases and timeouts.
+        """
+        idle, waited = 0, None
+        for _ in range(steps):
+            if not self._busy():
+                return
+            before = self._state()
+            if idle > _IDLE:
+                if before == waited:
+                    return
+                idle, waited = 0, before
+                self.time_passes(self.longest() + 1.0)
+            self.step()
+            idle = 0 if self.network.busy or self._state() != before or self._leases_end_soon() else idle + 1
+
+    def _leases_end_soon(self) -> bool:
+        """Return True if blocks are kept by a lease that expires within the steps of a run."""
+        own = getattr(self.network, "timeout", 30)
+        return self.options.extra.get("kv_lease_duration", own) <= _SOON and any(
+            each.connector.leases for each in self.engines
+        )
+
+    def _busy(self) -> bool:
+        work = any(
+            engine.scheduler.has_unfinished_requests() or engine.scheduler.has_requests() for engine in self.engines
+        )
+        return work or self.router.busy or bool(self.network.busy)
+
+    def longest(self) -> float:
+        """Seconds of the longest lease or timeout."""
+        extra = self.options.extra
+        longest = max(extra.get("kv_lease_duration", 30), extra.get("decoder_kv_blocks_ttl", 480))
+        return float(max(longest, getattr(self.network, "longest", 0)))
+
+    def _state(self) -> list[Any]:
+        return [
+            (
+                engine.counts["finished"],
+                len(engine.scheduler.requests),
+                # a request that is preempted again and again computes tokens, but does not progress
+                sum(r.num_output_tokens for r in engine.requests.values()),
+                engine.counts["loaded_tokens"],
+            )
+            for engine in self.engines
+        ]
+
+    def expect_all_ended(self) -> bool:
+        """After many steps with free blocks: expect that every request has ended, and that no state is kept."""
+        return pair_end.expect_all_ended(self)

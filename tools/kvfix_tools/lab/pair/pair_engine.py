@@ -1,0 +1,153 @@
+"""One of two engines (pair.py), and the base class of its connector, in addition to connector.py."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvfix import clock
+from kvfix.connector_events import readers
+from kvfix.ledger.events import Event
+from kvfix_tools.lab.connectors.connector import Connector
+from kvfix_tools.lab.engine import vllm_objects
+from kvfix_tools.lab.engine.lab_engine import STEP, LabEngine, side_class
+from kvfix_tools.lab.engine.memory import Slots
+from kvfix_tools.lab.engine.workers import Worker
+from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.pair import one_side
+
+if TYPE_CHECKING:
+    from kvfix_tools.lab.engine.request_events import RequestEvents
+    from kvfix_tools.lab.pair.pair import Pair
+
+Params = dict[str, Any]
+
+
+class PairSide(Connector):
+    """A connector between two engines: both roles in one of the engines.
+
+    Its arguments are options, memories, network, the name of the engine's host, and its engine id, which changes with
+    each start. Both engines share the network of `make_network` (pair_network.py).
+    """
+
+    #: Adds events of a lease to the ledgers of both engines.
+    add_to_pair: Callable[[Event], None]
+
+    @classmethod
+    @abstractmethod
+    def make_network(cls, options: Options) -> Any:
+        """Return the network between the two engines."""
+
+    @staticmethod
+    def between_engines(options: Options, engine_id: str) -> Any:
+        """Return vLLM's configuration of an engine with this id."""
+        config = vllm_objects.vllm_config(options)
+        config.kv_transfer_config.engine_id = engine_id
+        config.cache_config.kv_cache_layout = "LBHNC"
+        return config
+
+    @abstractmethod
+    def for_prefill(self, name: str) -> Params:
+        """Return the kv_transfer_params that the router sends to prefill."""
+
+    def for_decode(self, name: str, answer: Params | None) -> Params | None:
+        """Return the kv_transfer_params that the router sends to decode. Called on the side of prefill.
+
+        answer: the parameters in prefill's answer; None: the router does not wait for it.
+        """
+        return answer
+
+    @property
+    @abstractmethod
+    def leases(self) -> set[str]:
+        """Requests whose blocks are kept for the peer."""
+
+    def in_flight(self, request: str) -> set[str]:
+        doing = {"loading": request in self.loading(), "storing": request in self.leases}
+        return {name for name, yes in doing.items() if yes}
+
+    def kept_of_peer(self) -> set[str]:
+        """Return requests of the peer whose state is kept."""
+        return set()
+
+    @abstractmethod
+    def keeps(self, request: str) -> bool:
+        """Return True if the blocks of this ended request will be kept for the peer."""
+
+
+class PairWorker(Worker):
+    """A connector between two engines in the worker role. side: of the same engine."""
+
+    events: RequestEvents
+    clears = True
+
+    def __init__(self, side: Any, rank: int, slots: Slots, called: Any, adapter: Any) -> None:
+        super().__init__(rank, slots, called, called, adapter, {})
+        self.side = side
+        self._failed: set[str] = set()
+        self._reader = readers.reader(called)
+        #: {request: (first token, end)} of loads that are not reported
+        self.due: dict[str, tuple[int, int]] = {}
+
+    def start_step(self, metadata: Any, forward: bool) -> None:
+        self.take_due(metadata)
+        super().start_step(metadata, forward)
+
+    def take_due(self, metadata: Any) -> None:
+        """Begin a step with these metadata of the connector."""
+        self.due.update({name: (start, end) for name, start, end in self._reader.loads(metadata) or ()})
+
+    def also_reported(self) -> dict[str, Any]:
+        return {"failed_recving": self._failed}
+
+
+class PairEngine(LabEngine):
+    """One of two engines. name: of its host."""
+
+    connector: PairSide
+
+    def __init__(self, options: Options, pair: Pair, name: str, engine_id: str) -> None:
+        self.name = name
+        self._pair = pair
+        self._engine_id = engine_id
+        with one_side.running(name):
+            super().__init__(options)
+
+    def _connected(self, options: Options, memories: Sequence[Slots]) -> Any:
+        made = side_class(options)(options, memories, self._pair.network, self.name, self._engine_id)
+        made.add_to_pair = self._pair.add
+        return made
+
+    def answered(self, outputs: Any) -> None:
+        for of_client in outputs.values():
+            for output in of_client.outputs:
+                if output.finish_reason is not None:
+                    self._pair.answered(self, output)
+
+    def admit(self, name: str, prompt: list[int] | None, max_tokens: int = 1, **more: Any) -> None:
+        with one_side.running(self.name):
+            super().admit(name, prompt, max_tokens, **more)
+
+    def abort(self, name: str) -> None:
+        with one_side.running(self.name):
+            super().abort(name)
+
+    def preempt(self, name: str) -> None:
+        with one_side.running(self.name):
+            super().preempt(name)
+
+    def do(self, step: str, *arguments: Any, **keywords: Any) -> None:
+        with one_side.running(self.name):
+            super().do(step, *arguments, **keywords)
+
+    def iterate(self) -> None:
+        """Make one iteration. While its scheduler waits for a lookup, time passes for both engines."""
+        events, pair = self.request_events, self._pair
+        events.seconds = pair.seconds - STEP
+        clock.now = lambda: events.seconds
+        with one_side.running(self.name):
+            super().iterate()
+        clock.now = lambda: pair.seconds
+        if (waited := events.seconds - pair.seconds) > STEP:
+            pair.time_passes(waited)

@@ -1,0 +1,131 @@
+"""LMCache's in-process connector and a connector between two engines, in vLLM's MultiConnector.
+
+v1.py and the module of the other connector describe the replaced parts. vLLM asks the children in order and loads with
+the first one that promises tokens. All children store. Each engine with LMCache has its own cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+from kvfix.connector_events import readers
+from kvfix.ledger import events as ev
+from kvfix_tools.lab.connectors.v1 import V1, V1Worker
+from kvfix_tools.lab.engine import rules
+from kvfix_tools.lab.engine.memory import Cache, Slots
+from kvfix_tools.lab.engine.workers import Worker
+from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.pair.pair_engine import PairSide
+
+if TYPE_CHECKING:
+    from kvfix_tools.lab.engine.model import Model
+    from kvfix_tools.lab.engine.request_events import RequestEvents
+
+
+class Counted:
+    """Counts loads of the other connector, which are not LMCache's events, and reports their failures."""
+
+    def __init__(self, events: RequestEvents) -> None:
+        self._events = events
+
+    @property
+    def model(self) -> Model:
+        return self._events.model
+
+    def loaded(self, name: str, end: int, tokens: int, rank: int = 0) -> None:
+        self._events.counts["loaded_beside"] += bool(tokens)
+        self._events.counts["loaded_tokens"] += tokens
+        if not tokens:
+            self._events.counts["loads_failed"] += 1
+            self._events.add(ev.LoadFailed(name, None))
+            if not self._events.may_fail.intersection((name, "")):
+                self._events.violated(rules.LOAD_CAME_SHORT, name, "the connector beside LMCache's has loaded nothing")
+
+
+class InTurn:
+    """A connector whose reports the MultiConnector reads. Mixed into a worker class."""
+
+    called: Any
+    _failed: set[str]
+
+    def __init__(self, side: Any, slots: Slots, called: Any, options: Options) -> None:
+        super().__init__(side, slots, called, options)  # type: ignore[call-arg]
+        self.called = SimpleNamespace(get_transfer_results=called.get_transfer_results)
+        called.get_transfer_results = self._results
+
+    def _results(self, ended: set[str]) -> KVConnectorTransferResults:
+        sending, receiving = self.get_finished(ended)  # type: ignore[attr-defined]
+        return KVConnectorTransferResults(
+            finished_sending=sending, finished_recving=receiving, failed_recving=self._failed
+        )
+
+
+class InMulti(Worker):
+    """The MultiConnector in the worker role."""
+
+    clears = True
+    #: The connector between the engines, and its index among the children.
+    child: Any
+    place: int
+
+    def start_step(self, metadata: Any, forward: bool) -> None:
+        self.child.take_due(metadata.metadata[self.place])
+        super().start_step(metadata, forward)
+
+    def get_finished(self, ended: set[str]) -> Any:
+        results = self.called.get_transfer_results(ended)
+        self._failed = set(results.failed_recving)
+        return results.finished_sending, results.finished_recving
+
+    def also_reported(self) -> dict[str, Any]:
+        return {**super().also_reported(), "failed_recving": self._failed}
+
+
+class MultiWorker(InMulti, V1Worker):
+    """A MultiConnector with LMCache's connector as the other child."""
+
+
+class MultiSide(V1, PairSide):
+    """Both roles of one engine. An engine that is not in `Options.multi` has no LMCache."""
+
+    worker = MultiWorker
+    #: The side of the connector between the engines, and its worker in a MultiConnector.
+    alone: type[Any]
+    child_class: type[Any]
+
+    def __new__(cls, options: Options, memories: Sequence[Slots], network: Any, name: str, engine_id: str) -> Any:
+        if name in options.multi:
+            return super().__new__(cls)
+        return cls.alone(dataclasses.replace(options, multi=()), memories, network, name, engine_id)
+
+    def __init__(self, options: Options, memories: Sequence[Slots], network: Any, name: str, engine_id: str) -> None:
+        self.network = network
+        self.name, self.engine_id = name, engine_id
+        V1.__init__(self, options, memories, [Cache()])
+        self._role = "kv_both"  # LMCache's role, independent of the other connector
+        worker: Any = self.workers[0]
+        worker.place = 1 - self._place
+        self.beside = self.scheduler.connector._connectors[worker.place]
+        self.scheduler_side = self.beside.connector_scheduler
+        self.in_worker = worker.called._connectors[worker.place]
+        self.child = worker.child = self.child_class(self, memories[0], self.in_worker, options)
+        self._reader_beside = readers.reader(self.beside)
+
+    def configured(self, options: Options) -> Any:
+        return self.between_engines(options, self.engine_id)
+
+    def listen(self, events: RequestEvents) -> None:
+        super().listen(events)
+        self.child.events = Counted(events)
+
+    def evict(self, cache: Cache, chunks: int, forced: bool) -> int:
+        return super().evict(self.cache_engines[0].cache, chunks, forced)
+
+    def kept(self) -> dict[str, set[str]]:
+        beside = {f"beside: {where}": set(names) for where, names in self._reader_beside.kept()}
+        return {**super().kept(), **beside}
