@@ -87,7 +87,5 @@ FIX = Fix(
     targets=(NIXL_BASE_WORKER.add_remote_agent(broken=">=0.32", probe=shows_bug, fix=fix),),
     evidence={},
     scenarios=("nixl-refused-peer-stays-refused",),
-    no_patch={
-        "vllm": "the bug can be abused, so it goes to vLLM's security channel before a public patch (SECURITY.md)"
-    },
+    no_patch={"vllm": "it can be abused: vLLM's security channel comes before a public patch (SECURITY.md)"},
 )
