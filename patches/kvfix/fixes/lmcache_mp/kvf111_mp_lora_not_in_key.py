@@ -13,10 +13,10 @@ The tracker of a request with a LoRA gets a `cache_salt` that combines the reque
 adapter. Lookups, loads and stores read it from there.
 
 ## Mixed roll-out
-Install the fix on all engines that share a server, or on none of them. An engine with the fix does not find the chunks
-that an engine without the fix has stored for requests with a LoRA. An engine without the fix still shares KV between
-adapters. A server with quotas by `cache_salt` counts each adapter as a separate tenant. Requests without a LoRA keep
-their keys.
+Install the fix on all engines that share a server, or on none of them. The server does not need the fix. An engine with
+the fix does not find the chunks that an engine without the fix has stored for requests with a LoRA. An engine without
+the fix still shares KV between adapters. A server with quotas by `cache_salt` counts each adapter as a separate tenant.
+Requests without a LoRA keep their keys.
 
 ## Releases
 LMCache 0.4.5 to 0.5.6. The connector lmcache_mp_connector_0201 has the bug in 0.4.5 to 0.5.5. vLLM's own copy of the

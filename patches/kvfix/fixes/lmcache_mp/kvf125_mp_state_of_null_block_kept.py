@@ -16,8 +16,9 @@ The fix acts in the server. The server also leaves a chunk out if the chunk's la
 object. For a state, the server stores only this last block. For a sliding window, a hit reads a part of the chunk that
 ends in this block.
 
-Start the server with the fix: `kvfix run -- lmcache server ...`. With `--separate-object-groups` hits are longer.
-Without this option all KV groups are in one object, so a hit ends before the first chunk without a state.
+Start the server with the fix: `kvfix run -- lmcache server ...`. The engines do not need the fix. Delete the files of
+the server's L2 adapters first, because chunks that were stored wrong stay wrong. With `--separate-object-groups` hits
+are longer. Without this option all KV groups are in one object, so a hit ends before the first chunk without a state.
 
 ## Releases
 LMCache 0.5.4 to 0.5.6. Earlier servers do not check the blocks. With such models, they refuse a step of two blocks.

@@ -3,7 +3,7 @@
 ## Symptom
 From some time on all loads from one prefill engine fail: `NIXL transfer failure: handshake_setup_failed` with
 `AssertionError` in `_validate_remote_agent_handshake`. The error repeats for each request, although the parameters are
-right.
+right. Without the fix, only a restart of the engine that loads ends the errors.
 
 ## Cause
 `tp_size` comes from a request's parameters. `add_remote_agent` first stores this value for the peer, and checks it
