@@ -196,7 +196,7 @@ def load_from_server_failed(log: Diagnosis, line: LogLine) -> Answer | None:
     return Answer("the load of this request from the server failed")
 
 
-@finding("KVD272", "store-to-server-failed", Severity.SLOW, on=["mp_failed"])
+@finding("KVD272", "store-to-server-failed", Severity.SLOW, on=["mp_failed"], symptom=True)
 def store_to_server_failed(log: Diagnosis, line: LogLine) -> Answer | None:
     """Later requests have no hits, because a store to the LMCache server failed. The output of this request is right.
 
