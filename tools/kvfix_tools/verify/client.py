@@ -86,12 +86,9 @@ class Server:
             return ""
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the token ids of a text; [] if the server does not offer this."""
+        """Return the token ids of a text."""
         body = {"model": self.model, "prompt": text, "add_special_tokens": False}
-        try:
-            return [int(token) for token in self._json("POST", "/tokenize", body).get("tokens", [])]
-        except Refused:
-            return []
+        return [int(token) for token in self._json("POST", "/tokenize", body).get("tokens", [])]
 
     def reset(self) -> bool | None:
         """Empty the GPU's prefix cache. Return False if blocks are in use, None if the server does not offer this."""
@@ -158,7 +155,7 @@ class Server:
             raise Refused(f"{self.url} answers without log probabilities. Start the server without --max-logprobs 0")
         details = usage.get("prompt_tokens_details") or {}
         answer = Answer(tuple(answered), tuple(logprobs))
-        return Reply(answer, first, int(usage.get("prompt_tokens") or prompt.length), details.get("cached_tokens"))
+        return Reply(answer, first, int(usage.get("prompt_tokens") or len(prompt.tokens)), details.get("cached_tokens"))
 
     def abort(self, prompt: Prompt, tokens: int) -> None:
         """Send a request, and close the connection after the first token."""
@@ -167,9 +164,9 @@ class Server:
         events.close()
 
     def _events(self, prompt: Prompt, tokens: int, model: str) -> Generator[dict[str, Any], None, None]:
-        body = prompt.body if isinstance(prompt.body, str) else list(prompt.body)
         wanted = {
-            "model": model or self.model, "prompt": body, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
+            "model": model or self.model, "prompt": prompt.tokens, "max_tokens": tokens,
+            "temperature": 0, "ignore_eos": True,
             "logprobs": TOP, "return_tokens_as_token_ids": True,
             "stream": True, "stream_options": {"include_usage": True},
         }  # fmt: skip

@@ -13,11 +13,9 @@ from typing import Any
 
 from kvfix_tools.verify import report
 from kvfix_tools.verify.client import Metrics, OutOfTime, Refused, Server
-from kvfix_tools.verify.prompts import TOKENS, WORDS, Maker, Sizes
+from kvfix_tools.verify.prompts import TEXT, TOKENS, Maker, Sizes
 from kvfix_tools.verify.rounds import SURVEY, Inconclusive, Rounds
 
-#: Estimate, if the server does not offer /tokenize.
-TOKENS_PER_WORD = 1.3
 #: With fewer different tokens, prompts have whole blocks in common by chance.
 FEWEST_TOKENS = 8
 
@@ -30,7 +28,6 @@ class Options:
     requests: int = 48
     prompt_tokens: int = 1200
     chunk: int = 0
-    clients: int = 8
     seconds: float = 300.0
     api_key_env: str = ""
     json: bool = False
@@ -77,7 +74,7 @@ def _verify(options: Options, about: dict[str, Any], subject: Server, reference:
             " Use the port of the engine, not of a proxy"
         )
     maker, sizes = _plan(options, reference, metrics, _context_length(models, chosen))
-    rounds = Rounds(subject, reference, maker, sizes, options.clients, _progress)
+    rounds = Rounds(subject, reference, maker, sizes, _progress)
     if options.dry_run:
         return _dry_run(options, maker, sizes, rounds)
     started = time.monotonic()
@@ -95,9 +92,7 @@ def _verify(options: Options, about: dict[str, Any], subject: Server, reference:
 
 
 def _plan(options: Options, server: Server, metrics: Metrics, model_length: int) -> tuple[Maker, Sizes]:
-    text = " ".join(WORDS)
-    vocabulary = server.tokenize(text)
-    per_word = len(vocabulary) / len(WORDS) if vocabulary else TOKENS_PER_WORD
+    vocabulary = sorted(set(server.tokenize(TEXT)))
     block = metrics.block or 16
     longest = max(options.prompt_tokens, 2 * options.chunk + block + 1)
     longest = min(longest, model_length - block - TOKENS if model_length else longest)
@@ -105,13 +100,12 @@ def _plan(options: Options, server: Server, metrics: Metrics, model_length: int)
         raise Refused(
             f"prompts of {longest} tokens are shorter than three blocks of {block}. Use a larger --prompt-tokens"
         )
-    if 0 < len(set(vocabulary)) < FEWEST_TOKENS:
+    if len(vocabulary) < FEWEST_TOKENS:
         raise Refused(
-            f"the tokenizer of {server.url} makes only {len(set(vocabulary))} different tokens of {len(WORDS)} words,"
-            " so prompts are too similar"
+            f"the tokenizer of {server.url} makes only {len(vocabulary)} different tokens of common words, so prompts"
+            " are too similar"
         )
-    maker = Maker(sorted(set(vocabulary)), per_word, random.Random(options.seed))
-    return maker, Sizes(options.chunk, block, longest, model_length)
+    return Maker(vocabulary, random.Random(options.seed)), Sizes(options.chunk, block, longest, model_length)
 
 
 def _context_length(models: list[dict[str, Any]], chosen: dict[str, Any]) -> int:

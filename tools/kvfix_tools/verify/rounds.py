@@ -24,6 +24,8 @@ STORING = 20.0
 SURVEY, SURVEYS = 8, 3
 #: Maximum number of kinds to confirm with fresh prompts, the worst kinds first.
 SUSPECTS = 3
+#: Number of requests at once.
+CLIENTS = 8
 #: Minimum number of controls to know the noise.
 FEWEST_CONTROLS = 12
 #: In the load round one of so many requests is aborted, and one of so many has a long answer.
@@ -42,11 +44,11 @@ class Inconclusive(Exception):
 
 class Rounds:
     def __init__(
-        self, subject: Server, reference: Server, maker: Maker, sizes: Sizes, clients: int, say: Callable[[str], None]
+        self, subject: Server, reference: Server, maker: Maker, sizes: Sizes, say: Callable[[str], None]
     ) -> None:
         """sizes: if chunk is 0, the survey finds the chunk size. say: called with the progress."""
         self.subject, self.reference, self.maker, self.sizes = subject, reference, maker, sizes
-        self.clients, self.say = clients, say
+        self.say = say
         self.flushed_by = ""
         self.not_numbers = 0
         metrics = reference.metrics()
@@ -73,7 +75,7 @@ class Rounds:
             self.sizes, judge, cases, False, [], judge.error_rate(compared), self._expected(known),
             sum(case.hits or 0 for case in known) if known else None, preemptions, self.flushed_by,
         )  # fmt: skip
-        pairs = [max(each.size for each in case.cached.values()) for case in cases if case.control is not None]
+        pairs = [max(case.cached.values()) for case in cases if case.control is not None]
         outcome.first_test = judge.first_test(pairs)
         if not outcome.first_test:
             outcome.confirmations = [self._confirm(*suspect, judge, compared) for suspect in self._suspects(outcome)]
@@ -86,8 +88,7 @@ class Rounds:
     def _survey(self) -> None:
         """Find the chunk size, unless it is given. Hits are whole chunks."""
         sizes = replace(self.sizes, chunk=self.sizes.chunk or self.sizes.block)
-        kinds = (["many chunks"] if self.maker.vocabulary else ["text"]) * SURVEY
-        prompts = list(self.maker.prompts(kinds, sizes))
+        prompts = list(self.maker.prompts(["many chunks"] * SURVEY, sizes))
         before = self._metrics()
         computed = [self.reference.ask(prompt, 1) for prompt in prompts]
         if self.reference.metrics_after(before).requests == before.requests:
@@ -143,12 +144,12 @@ class Rounds:
                 again, from_connector = self._measured(self.reference, prompt, tokens)
                 case = Case(prompt, tokens, reply)
                 if self._is_clean(reply, from_connector):
-                    case.control = difference(reply.answer, again.answer).size
+                    case.control = difference(reply.answer, again.answer)
                 if not hits:
                     computed.append(case)
             controls = [case for case in computed if case.control is not None]
             for case, reply in zip(controls, self._at_once(self.reference, controls), strict=True):
-                case.control = max(case.control or 0.0, difference(case.computed.answer, reply.answer).size)
+                case.control = max(case.control or 0.0, difference(case.computed.answer, reply.answer))
             cases += computed
         return cases
 
@@ -181,7 +182,7 @@ class Rounds:
         worst: dict[str, tuple[float, str]] = {}
         for mode in (UNDER_LOAD, ALONE):
             for case in outcome.above(mode):
-                size = case.cached[mode].size
+                size = case.cached[mode]
                 before, of = worst.get(case.prompt.kind, (0.0, mode))
                 worst[case.prompt.kind] = (max(size, before if of == mode else 0.0), mode)
         ranked = sorted(worst.items(), key=lambda item: -item[1][0])
@@ -201,7 +202,7 @@ class Rounds:
             if mode == ALONE:
                 self._ask_alone(case)
             confirmation.asked += 1
-            confirmation.differs += judge.exceeds(case.cached[mode].size)
+            confirmation.differs += judge.exceeds(case.cached[mode])
             if is_decided(confirmation.differs, confirmation.asked, needed):
                 break
         return confirmation
@@ -213,7 +214,7 @@ class Rounds:
         until = time.monotonic() + STORING
         done = self.reference.reset()
         while done is False and time.monotonic() < until:
-            self.reference.ask(self._tiny(), 1)  # in this step the connector can end its stores
+            self.reference.ask(self.maker.cued("", [], 8), 1)  # in this step the connector can end its stores
             time.sleep(0.1)
             done = self.reference.reset()
         if done:
@@ -227,9 +228,8 @@ class Rounds:
         fillers = self.fillers
         self.flushed_by = f"{fillers} other prompts each time, which use all GPU blocks"
         self.say(f"emptying the GPU's prefix cache with {fillers} prompts")
-        kind = "whole chunks" if self.maker.vocabulary else "text"
-        prompts = self.maker.prompts([kind] * fillers, replace(self.sizes, chunk=self.sizes.block))
-        with ThreadPoolExecutor(self.clients) as pool:
+        prompts = self.maker.prompts(["whole chunks"] * fillers, replace(self.sizes, chunk=self.sizes.block))
+        with ThreadPoolExecutor(CLIENTS) as pool:
             list(pool.map(lambda prompt: self.reference.ask(prompt, 1), prompts))
 
     @property
@@ -237,14 +237,11 @@ class Rounds:
         """Number of prompts that use every block once, and a tenth more."""
         return math.ceil(1.1 * self.capacity / (self.sizes.longest - self.sizes.block)) + 1
 
-    def _tiny(self) -> Prompt:
-        return self.maker.cued("", [], 8) if self.maker.vocabulary else Prompt("", self.maker.text(8))
-
     def _at_once(self, server: Server, cases: list[Case], aborts: bool = False) -> list[Reply]:
         """Send all requests from several clients, and return the answers. aborts: also send aborted requests."""
-        clients = self.clients
+        clients = CLIENTS
         if aborts and self.can_preempt:  # twice as many requests as fit into the GPU's blocks
-            clients = max(clients, 2 * self.capacity * len(cases) // sum(case.computed.prompt_tokens for case in cases))
+            clients = max(CLIENTS, 2 * self.capacity * len(cases) // sum(case.computed.prompt_tokens for case in cases))
         with ThreadPoolExecutor(clients) as pool:
             replies = []
             for number, case in enumerate(cases):
@@ -297,7 +294,7 @@ class Rounds:
         room = (self.capacity or math.inf) / 2 - self.sizes.longest
         for prompt in prompts:
             group.append(prompt)
-            if sum(each.length or self.sizes.longest for each in group) > room:
+            if sum(len(each.tokens) for each in group) > room:
                 yield group
                 group = []
         if group:
