@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from kvfix import catalogue as catalogue_of_fixes
 from kvfix import redact
+from kvfix_tools.diagnose import problem as known_problems
 from kvfix_tools.doctor.setup import Setup
 
 OK, PROBLEM, UNCHECKED = "ok", "problem", "unchecked"
@@ -64,6 +65,11 @@ def problem(what: str, do: str) -> Line:
 
 def unchecked(what: str, do: str = "") -> Line:
     return Line("", UNCHECKED, what, do)
+
+
+def remedy(code: str) -> str:
+    """Return what kvfix-diagnose says to do if a log shows the problem with this code."""
+    return next(f"{each.now}; kvfix explain {code}" for each in known_problems.catalogue() if each.code == code)
 
 
 def explained(slug: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvfix_tools.doctor.checks import Line, check, ok, problem, unchecked
+from kvfix_tools.doctor.checks import Line, check, ok, problem, remedy, unchecked
 from kvfix_tools.doctor.checks.disaggregated import bytes_per_token
 from kvfix_tools.doctor.machine import GIB, gib
 from kvfix_tools.doctor.setup import Setup
@@ -101,10 +101,7 @@ def offload_size(setup: Setup) -> Iterator[Line]:
     for each in setup.connectors:
         if each.name != "OffloadingConnector":
             continue
-        given, key = (
-            each.extra.get("cpu_bytes_to_use"),
-            '"kv_connector_extra_config": {"cpu_bytes_to_use": 10737418240}',
-        )
+        given, key = each.extra.get("cpu_bytes_to_use"), remedy("KVD611")
         size = int(str(given).removesuffix(".0")) if str(given).removesuffix(".0").isdigit() else None
         if not given and not {"num_cpu_blocks", "spec_name"} & each.extra.keys():
             yield problem("OffloadingConnector has no cpu_bytes_to_use, so vLLM does not start", key)
