@@ -10,7 +10,7 @@ from typing import Any
 from kvfix import redact
 from kvfix_tools.doctor import server_options
 from kvfix_tools.doctor.checks import Line, check, ok, problem, unchecked
-from kvfix_tools.doctor.definitions import KINDS, also, nearest, words, wrong_type
+from kvfix_tools.doctor.definitions import KINDS, nearest, words, wrong_type
 from kvfix_tools.doctor.packages import Package
 from kvfix_tools.doctor.setup import ENVIRONMENT, FILE, TRANSFER, Setting, Setup
 
@@ -64,8 +64,7 @@ def names(setup: Setup) -> Iterator[Line]:
             continue
         wrong += 1
         new = known.aliases.get(each.name) or nearest(each.name, known.known)
-        do = _instead(each, new) + also(each.name, known.known, new)
-        yield problem(f"{title} has no setting {each.spelled!r} ({each.source}), and ignores it", do)
+        yield problem(f"{title} has no setting {each.spelled!r} ({each.source}), and ignores it", _instead(each, new))
     for variable in setup.lmcache_variables():
         name = variable.removeprefix("LMCACHE_").lower()
         if name in known.known or name in known.aliases or _occurs(variable, setup.lmcache, setup.vllm):

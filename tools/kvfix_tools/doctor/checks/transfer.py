@@ -118,31 +118,18 @@ def _fields(vllm: Package | None) -> dict[str, list[str]]:
 
 def _choices(node: ast.AST, aliases: dict[str, ast.expr]) -> Iterator[str]:
     """Yield the choices of `Literal[...] | None`, also through an alias (KVRole)."""
-    if isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("Literal"):
-        for each in node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]:
-            value = constant(each)
-            if isinstance(value, str):
-                yield value
-            elif isinstance(each, ast.Name) and each.id in aliases:
-                yield from _choices(aliases[each.id], aliases)
-    elif isinstance(node, ast.BinOp):
-        yield from _choices(node.left, aliases)
-        yield from _choices(node.right, aliases)
-    elif isinstance(node, ast.Name) and node.id in aliases:
-        yield from _choices(aliases[node.id], aliases)
+    for each in ast.walk(node):
+        if isinstance(each, ast.Subscript) and ast.unparse(each.value).endswith("Literal"):
+            constants = (one.value for one in ast.walk(each.slice) if isinstance(one, ast.Constant))
+            yield from (value for value in constants if isinstance(value, str))
+        if isinstance(each, ast.Name) and each.id in aliases:
+            yield from _choices(aliases[each.id], aliases)
 
 
 def _connectors(vllm: Package | None) -> set[str]:
     tree = vllm.tree(_FACTORY) if vllm else None
-    found = set()
-    for node in ast.walk(tree) if tree else ():
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr == "register_connector"
-        ):
-            found.add(constant(node.args[0]) if node.args else None)
-    return {name for name in found if isinstance(name, str)}
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args] if tree else []
+    return {str(constant(each.args[0])) for each in calls if ast.unparse(each.func).endswith(".register_connector")}
 
 
 @check("connector-keys")
