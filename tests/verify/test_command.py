@@ -85,7 +85,7 @@ CASES: dict[str, tuple[Behaviour, dict[str, Any], int, tuple[str, ...]]] = {
         ("two chunks of 64 tokens do not fit into the model's context of 150 tokens",)),
     "nothing is stored": (Behaviour(stores=False), {}, 77, ("no token came from the connector", "PYTHONHASHSEED")),
     "the cache is too small": (Behaviour(keeps=8), {}, 77,
-        ("expected tokens came from the connector", "is too small for all prompts")),
+        ("expected tokens came from the connector", "Give the connector more memory")),
     "other clients": (Behaviour(others=True), {}, 77,
         ("SUMMARY: kvfix verify nothing proven: requests of other clients hide",)),
     "other clients, every hit": (Behaviour(others=True, wrong=every_hit), {}, 1, ()),

@@ -99,12 +99,9 @@ class Server:
         # vLLM before 0.11 answers with an empty body.
         return bool(answer.json().get("success", True)) if answer.content.strip() else True
 
-    def metrics(self) -> Metrics | None:
-        """Return the metrics; None if the server has no /metrics of vLLM."""
-        try:
-            text = self._request("GET", "/metrics").text
-        except Refused:
-            return None
+    def metrics(self) -> Metrics:
+        """Return the metrics. Raise Refused if the server has no /metrics of vLLM."""
+        text = self._request("GET", "/metrics").text
         sums: dict[str, float] = {}
         blocks, block = 0, 0
         try:
@@ -115,9 +112,9 @@ class Server:
                         blocks += _number(sample.labels.get("num_gpu_blocks"))
                         block = _number(sample.labels.get("block_size"))
         except ValueError:  # a page that is not Prometheus text
-            return None
+            sums = {}
         if not any(name.startswith("vllm:") for name in sums):
-            return None
+            raise Refused(f"{self.url}/metrics does not answer as vLLM does")
 
         def count(name: str) -> float:
             return sums.get(f"vllm:{name}_total", 0.0)
@@ -132,8 +129,6 @@ class Server:
         until = time.monotonic() + METRICS_LATE
         while True:
             now = self.metrics()
-            if now is None:
-                raise Refused(f"{self.url}/metrics does not answer any more")
             if now.requests >= before.requests + requests or time.monotonic() > until:
                 return now
             time.sleep(0.005)

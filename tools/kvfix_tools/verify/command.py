@@ -50,7 +50,7 @@ def verify(options: Options) -> int:
     except Refused as refused:
         return _end(options, about, report.REFUSED, str(refused))
     except Inconclusive as why:
-        return _end(options, about, report.NOTHING_PROVEN, str(why), look_at=True)
+        return _end(options, about, report.NOTHING_PROVEN, str(why))
     except OutOfTime:
         why_not = f"the run did not finish in {options.seconds:g} s. Use a longer --seconds, or fewer --requests"
         return _end(options, about, report.NOTHING_PROVEN, why_not)
@@ -67,14 +67,15 @@ def _verify(options: Options, about: dict[str, Any], subject: Server, reference:
         raise Refused(f"{reference.url} has no model {options.model!r}. Give --model with one of: {names}")
     subject.model = reference.model = about["model"] = chosen["id"]
     about["vllm"] = reference.version()
-    metrics = reference.metrics()
-    if metrics is None:
+    try:
+        metrics = reference.metrics()
+    except Refused:
         raise Inconclusive(
             f"{reference.url} has no /metrics of vLLM, so kvfix cannot count tokens from the connector."
             " Use the port of the engine, not of a proxy"
-        )
+        ) from None
     maker, sizes = _plan(options, reference, metrics, _context_length(models, chosen))
-    rounds = Rounds(subject, reference, maker, sizes, _progress)
+    rounds = Rounds(subject, reference, maker, sizes, metrics.capacity, _progress)
     if options.dry_run:
         return _dry_run(options, maker, sizes, rounds)
     started = time.monotonic()
@@ -133,14 +134,12 @@ def _dry_run(options: Options, maker: Maker, sizes: Sizes, rounds: Rounds) -> in
     return report.SAME
 
 
-def _end(options: Options, about: dict[str, Any], code: int, why: str, look_at: bool = False) -> int:
+def _end(options: Options, about: dict[str, Any], code: int, why: str) -> int:
     """Print the end of a run without an outcome, and return the exit code."""
     _progress("")
     if options.json:
         print(json.dumps({**about, "verdict": report.VERDICTS[code], "exit": code, "reason": why}))
     else:
-        if look_at:
-            print("\n".join(report.look_at()))
         print(f"SUMMARY: kvfix verify {report.VERDICTS[code]}: {why}")
     return code
 

@@ -14,24 +14,11 @@ from kvfix_tools.verify.outcome import ALONE, UNDER_LOAD, Case, Confirmation, Ou
 SAME, DIFFERENT, REFUSED, NOTHING_PROVEN = 0, 1, 2, 77
 VERDICTS = {SAME: "same", DIFFERENT: "different", REFUSED: "refused", NOTHING_PROVEN: "nothing proven"}
 MODES = (ALONE, UNDER_LOAD)
-#: Possible reasons why too few tokens came from the connector.
-LOOK_AT = (
-    "The connector is not active: run `kvfix doctor -- vllm serve ...`, and check that vLLM's log names the connector.",
-    "The memory of the connector is too small for all prompts: increase it, for example max_local_cpu_size.",
-    "The chunk is larger than the prompts: use --prompt-tokens of at least three chunks.",
-    "LMCache stores whole chunks only, unless save_unfull_chunk is set.",
-    "Scheduler and worker of LMCache hash differently: set PYTHONHASHSEED=0.",
-    "Several engines are behind this URL: use the port of one engine.",
-)
 NARROW = (
     'kvfix search "wrong output with KV cache hits"',
     "kvfix roundtrip --backend lmcache vllm    checks every byte of KV, on the machine of the engine",
     "kvfix run --mode check -- vllm serve ...  checks the token counts at every connector hook",
 )
-
-
-def look_at() -> list[str]:
-    return ["Possible reasons:", *(f"- {line}" for line in LOOK_AT)]
 
 
 def verdict(outcome: Outcome) -> int:
@@ -49,7 +36,10 @@ def why_not(outcome: Outcome) -> str:
             " is idle, or start the server with --enable-prompt-tokens-details"
         )
     if outcome.hits < outcome.expected / 2:
-        return f"only {outcome.hits} of {outcome.expected} expected tokens came from the connector"
+        return (
+            f"only {outcome.hits} of {outcome.expected} expected tokens came from the connector. Give the connector"
+            " more memory, or use fewer --requests"
+        )
     if judge.limit > TOO_NOISY:
         return f"the noise is too large: a log probability moves by {judge.noise:.3g} without the connector"
     far = [case for mode in MODES for case in outcome.above(mode) if judge.is_far(case.cached[mode])]
@@ -133,8 +123,6 @@ def lines(outcome: Outcome, vllm: str) -> list[str]:
         text.append(f"Under load, vLLM preempted {outcome.preemptions} times.")
     if code == DIFFERENT:
         text += ["", *_other_signs(outcome), *_known(vllm)]
-    if code == NOTHING_PROVEN and (outcome.hits or 0) < outcome.expected / 2:
-        text += ["", *look_at()]
     return text
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from kvfix_tools.verify.client import Metrics, Refused, Reply, Server
+from kvfix_tools.verify.client import Reply, Server
 from kvfix_tools.verify.compare import SPARE, Judge, difference, has_numbers, is_decided
 from kvfix_tools.verify.outcome import ALONE, UNDER_LOAD, Case, Confirmation, Outcome
 from kvfix_tools.verify.prompts import TOKENS, Maker, Prompt, Sizes
@@ -35,7 +35,10 @@ NOT_COUNTED = (
     "/metrics does not count the requests, because PROMETHEUS_MULTIPROC_DIR is set for the server, or several servers"
     " are behind this URL"
 )
-NO_HIT = "vLLM asked the connector for each prompt, but no token came from the connector"
+NO_HIT = (
+    "vLLM asked the connector for each prompt, but no token came from the connector. Set PYTHONHASHSEED=0, and use"
+    " --prompt-tokens of at least three chunks"
+)
 
 
 class Inconclusive(Exception):
@@ -44,16 +47,13 @@ class Inconclusive(Exception):
 
 class Rounds:
     def __init__(
-        self, subject: Server, reference: Server, maker: Maker, sizes: Sizes, say: Callable[[str], None]
+        self, subject: Server, reference: Server, maker: Maker, sizes: Sizes, capacity: int, say: Callable[[str], None]
     ) -> None:
-        """sizes: if chunk is 0, the survey finds the chunk size. say: called with the progress."""
+        """sizes: if chunk is 0, the survey finds the chunk size. capacity: in tokens. say: called with the progress."""
         self.subject, self.reference, self.maker, self.sizes = subject, reference, maker, sizes
-        self.say = say
+        self.capacity, self.say = capacity, say
         self.flushed_by = ""
         self.not_numbers = 0
-        metrics = reference.metrics()
-        assert metrics is not None
-        self.capacity = metrics.capacity
 
     def run(self, requests: int, others: list[str]) -> Outcome:
         """Run all rounds. others: adapters of the same base model."""
@@ -89,7 +89,7 @@ class Rounds:
         """Find the chunk size, unless it is given. Hits are whole chunks."""
         sizes = replace(self.sizes, chunk=self.sizes.chunk or self.sizes.block)
         prompts = list(self.maker.prompts(["many chunks"] * SURVEY, sizes))
-        before = self._metrics()
+        before = self.reference.metrics()
         computed = [self.reference.ask(prompt, 1) for prompt in prompts]
         if self.reference.metrics_after(before).requests == before.requests:
             raise Inconclusive(NOT_COUNTED)
@@ -101,7 +101,7 @@ class Rounds:
             if any(hit != 0 for hit in hits):
                 break
         else:
-            raise Inconclusive(NEVER_ASKED if self._metrics().queried == before.queried else NO_HIT)
+            raise Inconclusive(NEVER_ASKED if self.reference.metrics().queried == before.queried else NO_HIT)
         self.not_numbers = sum(
             has_numbers(one.answer) and not has_numbers(other.answer)
             for one, (other, _) in zip(computed, warm, strict=True)
@@ -169,10 +169,10 @@ class Rounds:
 
     def _ask_under_load(self, cases: list[Case]) -> int:
         self.flush()
-        before = self._metrics()
+        before = self.reference.metrics()
         for case, reply in zip(cases, self._at_once(self.subject, cases, aborts=True), strict=True):
             case.cached[UNDER_LOAD] = difference(case.computed.answer, reply.answer)
-        return int(self._metrics().preemptions - before.preemptions)
+        return int(self.reference.metrics().preemptions - before.preemptions)
 
     # Suspects
 
@@ -252,7 +252,7 @@ class Rounds:
 
     def _measured(self, server: Server, prompt: Prompt, tokens: int, model: str = "") -> tuple[Reply, int | None]:
         """Return the answer, and its tokens from the connector, or None if other clients' requests hide the number."""
-        before = self._metrics()
+        before = self.reference.metrics()
         reply = server.ask(prompt, tokens, model)
         after = self.reference.metrics_after(before)
         if after.queried - before.queried <= reply.prompt_tokens and after.requests - before.requests <= 1:
@@ -262,12 +262,6 @@ class Rounds:
     def _hit(self, reply: Reply, measured: int | None) -> int | None:
         """Return the tokens from the connector. After a flush, all cached tokens come from the connector."""
         return reply.cached if measured is None else measured
-
-    def _metrics(self) -> Metrics:
-        metrics = self.reference.metrics()
-        if metrics is None:
-            raise Refused(f"{self.reference.url}/metrics does not answer any more")
-        return metrics
 
     def _is_clean(self, reply: Reply, from_connector: int | None) -> bool:
         """Return True if no token of an answer from the GPU's own prefix cache came from the connector.
