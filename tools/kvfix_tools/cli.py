@@ -345,14 +345,12 @@ def upstream_list(json: Json = False) -> None:
 @upstream.command(name="export")
 def upstream_export(
     name: Annotated[str, typer.Argument(metavar="CODE|SLUG")],
-    dist: Annotated[Optional[str], typer.Option(help="Export only for lmcache, or only for vllm.")] = None,  # noqa: UP045
-    version: Annotated[Optional[str], typer.Option(help="Export only for this release.")] = None,  # noqa: UP045
     output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Write into this folder.")] = Path("."),
 ) -> None:
     """Write a fix and its test as a patch for `git am`. The sign-off has your name from git config."""
     from kvfix_tools import upstream
 
-    raise typer.Exit(upstream.export(name, dist, version, output))
+    raise typer.Exit(upstream.export(name, output))
 
 
 @app.command(rich_help_panel=COMMANDS["diagnose"])
