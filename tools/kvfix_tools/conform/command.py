@@ -37,9 +37,8 @@ def conform(
     from kvfix_tools.conform.player import Subject
 
     with chosen(fixes):
-        done = run(Subject(connector, settings, lose), seconds, seeds, _progress)
-    if sys.stderr.isatty():
-        print(f"\r{'':60}", end="\r", file=sys.stderr)
+        done = run(Subject(connector, settings, lose), seconds, seeds, screen.progress)
+    screen.progress("")
     if junit is not None:
         junit.write_bytes(as_junit(done))
     if json:
@@ -82,11 +81,6 @@ def chosen(fixes: bool) -> AbstractContextManager[None]:
         if fix.module_name.startswith("kvfix.fixes.scheduler.") and fix.targets[0].module.startswith("vllm.v1.core.")
     ]
     return runner.applied(fixes, only=own)
-
-
-def _progress(what: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r{what:60.60}", end="\r", file=sys.stderr)
 
 
 def show(done: Conformance) -> None:

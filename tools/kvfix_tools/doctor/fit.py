@@ -150,15 +150,16 @@ def _names(tree: ast.Module) -> frozenset[str]:
 def _calls(tree: ast.Module, names: dict[str, tuple[str, str]], other: Package) -> Iterator[tuple[int, str]]:
     """Yield (line, Python's error message) for each call that the other package does not accept."""
     signatures = {bound: _signature(other, *where) for bound, where in names.items()}
-    for node in ast.walk(tree):
-        signature = (
-            signatures.get(node.func.id) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else None
-        )
+    for node in ast.walk(tree) if signatures else ():
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+            continue
+        signature = signatures.get(node.func.id)
         if signature is None or any(isinstance(each, ast.Starred) for each in node.args):
             continue
-        if all(each.arg for each in node.keywords):  # no **
+        keywords = {each.arg: each.value for each in node.keywords if each.arg is not None}
+        if len(keywords) == len(node.keywords):  # there is no **
             try:
-                signature.bind(*node.args, **{each.arg: each for each in node.keywords})
+                signature.bind(*node.args, **keywords)
             except TypeError as error:
                 yield node.lineno, f"{names[node.func.id][1]}() {error}"
 

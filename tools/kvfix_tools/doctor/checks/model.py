@@ -89,11 +89,6 @@ def parallel(setup: Setup) -> Iterator[Line]:
     if command is None or not command.serves or not setup.connectors:
         return
     faults = []
-    for which in ("tensor", "pipeline", "data", "decode-context"):
-        value = command.options.get(f"{which}-parallel-size")
-        if value is not None and not (value.isdigit() and int(value)):
-            what = f"--{which}-parallel-size is {value!r}, not a positive number"
-            faults.append(problem(what, f"--{which}-parallel-size 1, or more"))
     tensor, context = setup.parallel("tensor"), setup.parallel("decode-context")
     if tensor % context:
         faults.append(

@@ -16,8 +16,6 @@ from kvfix_tools.doctor.setup import Setup
 
 _CONFIGS = ("vllm.config.kv_transfer", "vllm.config", "vllm.config.__init__")
 _FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
-#: The roles of vLLM 0.11 to 0.33, used if the installed release's roles cannot be read.
-_ROLES = ("kv_producer", "kv_consumer", "kv_both")
 _EXAMPLE = """--kv-transfer-config '{"kv_connector":"LMCacheConnectorV1","kv_role":"kv_both"}'"""
 
 
@@ -60,8 +58,6 @@ def _entry(setup: Setup, entry: Connector) -> Iterator[Line]:
         return
     if not entry.role:
         yield problem(f"{entry.name} has no kv_role", '"kv_role": "kv_both" (or kv_producer, kv_consumer)')
-    elif not fields and entry.role not in _ROLES:
-        yield problem(f"kv_role {entry.role!r} is not one of {', '.join(_ROLES)}", '"kv_role": "kv_both"')
     yield from _registered(setup, entry)
     if entry.name == "MultiConnector" and not entry.extra.get("connectors"):
         yield problem("MultiConnector has no connectors", '"kv_connector_extra_config": {"connectors": [{...}, {...}]}')
