@@ -103,9 +103,7 @@ def parallel(setup: Setup) -> Iterator[Line]:
         what = f"{heads} attention heads cannot be divided by --tensor-parallel-size {tensor}"
         faults.append(problem(what, f"--tensor-parallel-size {divisor}"))
     faults += [*_context(setup, context), *_servers(setup), *_ports(setup)]
-    yield from faults
-    if not faults:
-        yield ok(f"{setup.ranks} workers (tensor {tensor}, pipeline {setup.parallel('pipeline')})")
+    yield from faults or [ok(f"{setup.ranks} workers (tensor {tensor}, pipeline {setup.parallel('pipeline')})")]
 
 
 def _context(setup: Setup, context: int) -> Iterator[Line]:

@@ -31,10 +31,8 @@ def configuration(setup: Setup) -> Iterator[Line]:
         yield unchecked("the command has no --kv-transfer-config: no connector is used", _EXAMPLE)
         return
     faults = [line for each in setup.connectors for line in _entry(setup, each)]
-    yield from faults
-    if not faults:
-        names = " with ".join(each.name for each in setup.connectors)
-        yield ok(f"--kv-transfer-config: {names}, kv_role {setup.transfer.get('kv_role')}")
+    names = " with ".join(each.name for each in setup.connectors)
+    yield from faults or [ok(f"--kv-transfer-config: {names}, kv_role {setup.transfer.get('kv_role')}")]
 
 
 def _entry(setup: Setup, entry: Connector) -> Iterator[Line]:
