@@ -70,7 +70,7 @@ def test_built_for_another_torch(tmp_path: Path) -> None:
         "lmcache.c_ops is built for another torch than torch 2.99.0+cu130 (undefined symbol _ZN3c105Error"
         in found[0].what
     )
-    assert "a wheel that is built for torch 2.99.0+cu130" in found[0].do
+    assert "kvfix explain KVD701" in found[0].do
 
 
 def test_what_loads_is_right(tmp_path: Path) -> None:

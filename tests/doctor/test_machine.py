@@ -106,7 +106,7 @@ def test_shared_memory(
     monkeypatch.setattr(doctor_machine.os, "statvfs", lambda path: size)
     found = problems(look(words, place, machine(tmp_path)), "shared-memory")
     assert bool(found) == bool(why)
-    assert all(why in line.what and "--ipc=host" in line.do for line in found)
+    assert all(why in line.what and "--ipc host" in line.do for line in found)
 
 
 def test_of_a_container_that_is_not_this_one_nothing_is_said(tmp_path: Path) -> None:

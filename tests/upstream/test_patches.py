@@ -256,5 +256,5 @@ def test_export_is_signed_off_by_the_user(tmp_path: Path) -> None:
 
 
 def test_no_such_patch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert upstream.export("no-such", None, None, tmp_path) == 2
+    assert upstream.export("no-such", tmp_path) == 2
     assert "no patch for 'no-such'. " in capsys.readouterr().err

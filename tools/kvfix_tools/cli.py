@@ -30,7 +30,7 @@ COMMANDS = {
     "diagnose": _CRASHED, "search": _CRASHED, "explain": _CRASHED, "replay": _CRASHED,
     "status": _BEFORE, "run": _BEFORE, "doctor": _BEFORE, "roundtrip": _BEFORE,
     "verify": _RUNS, "look": _RUNS, "attach": _RUNS, "detach": _RUNS, "dump": _RUNS,
-    "lab": _MAINTAIN, "conform": _MAINTAIN, "upstream": _MAINTAIN, "mcp": _MAINTAIN,
+    "lab": _MAINTAIN, "conform": _MAINTAIN, "upstream": _MAINTAIN,
 }  # fmt: skip
 
 app = typer.Typer(
@@ -90,17 +90,6 @@ def status(
     ] = None,
     json: Json = False,
     everything: Annotated[bool, typer.Option("--all", help="Show the row of every fix.")] = False,
-    connector: Annotated[
-        str, typer.Option(metavar="NAME[,NAME]", help="Count only bugs that concern these connectors.")
-    ] = "",
-    transfer_config: Annotated[
-        str,
-        typer.Option(
-            "--kv-transfer-config",
-            metavar="JSON",
-            help="Count only bugs of the connectors in this value of vLLM's --kv-transfer-config.",
-        ),
-    ] = "",
     severity: Annotated[
         str,
         typer.Option(metavar="EFFECT", help="Show rows of one effect: wrong-output, crash, hang, leak or lost-hits."),
@@ -124,14 +113,14 @@ def status(
 
         raise typer.Exit(attach.status(int(names[0]), json))
     if released:
-        if probe or everything or names or connector or severity or transfer_config:
+        if probe or everything or names or severity:
             raise typer.BadParameter("--released takes no other option: it does not read the installation")
         from kvfix_tools import status_released
 
         raise typer.Exit(status_released.status(json))
     from kvfix_tools import status
 
-    raise typer.Exit(status.status(json, probe, everything, names, connector, severity, transfer_config))
+    raise typer.Exit(status.status(json, probe, everything, names, severity))
 
 
 @app.command(rich_help_panel=COMMANDS["explain"])
@@ -170,16 +159,6 @@ def replay(
     from kvfix_tools import replay
 
     raise typer.Exit(replay.replay(files, json, router))
-
-
-@app.command(rich_help_panel=COMMANDS["mcp"])
-def mcp(
-    root: Annotated[Path, typer.Argument(metavar="DIR", help="Read files only below this folder.")] = Path(),
-) -> None:
-    """Run a Model Context Protocol server, which offers commands of kvfix to a language model (needs kvfix[mcp])."""
-    from kvfix_tools import mcp_server
-
-    raise typer.Exit(mcp_server.serve(root))
 
 
 @app.command(rich_help_panel=COMMANDS["conform"])
@@ -366,14 +345,12 @@ def upstream_list(json: Json = False) -> None:
 @upstream.command(name="export")
 def upstream_export(
     name: Annotated[str, typer.Argument(metavar="CODE|SLUG")],
-    dist: Annotated[Optional[str], typer.Option(help="Export only for lmcache, or only for vllm.")] = None,  # noqa: UP045
-    version: Annotated[Optional[str], typer.Option(help="Export only for this release.")] = None,  # noqa: UP045
     output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Write into this folder.")] = Path("."),
 ) -> None:
     """Write a fix and its test as a patch for `git am`. The sign-off has your name from git config."""
     from kvfix_tools import upstream
 
-    raise typer.Exit(upstream.export(name, dist, version, output))
+    raise typer.Exit(upstream.export(name, output))
 
 
 @app.command(rich_help_panel=COMMANDS["diagnose"])
@@ -470,7 +447,6 @@ def verify(
     requests: Annotated[int, typer.Option(min=16, help="Send this many prompts. More prompts find rarer errors.")] = 48,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of the longest prompt.")] = 1200,
     chunk: Annotated[int, typer.Option(help="Tokens of a chunk. 0: measure the chunk size.")] = 0,
-    clients: Annotated[int, typer.Option(min=2, help="Send this many requests at once in the load round.")] = 8,
     seconds: Annotated[float, typer.Option(help="Stop after this many seconds.")] = 300.0,
     api_key_env: Annotated[
         str, typer.Option(metavar="NAME", help="Read the API key from this environment variable.")
@@ -488,9 +464,7 @@ def verify(
         raise typer.Exit(77)
     from kvfix_tools.verify import command
 
-    options = command.Options(
-        url, model, decode, requests, prompt_tokens, chunk, clients, seconds, api_key_env, json, dry_run
-    )
+    options = command.Options(url, model, decode, requests, prompt_tokens, chunk, seconds, api_key_env, json, dry_run)
     raise typer.Exit(command.verify(options))
 
 

@@ -37,6 +37,11 @@ class Part(NamedTuple):
         return str(self.recording.head.get("boot", ""))
 
     @property
+    def mono_at_wall_0(self) -> int:
+        """Monotonic time of this process at which the wall clock was 0."""
+        return int(self.recording.head.get("mono", 0)) - int(self.recording.head.get("wall", 0))
+
+    @property
     def label(self) -> str:
         where = f"pid {self.recording.head['pid']}"
         node = self.recording.head.get("node")
@@ -53,6 +58,11 @@ class Clock(NamedTuple):
     ahead: int
     low: int | None
     high: int | None
+
+    def text(self, other: str) -> str:
+        """Return the offset from the clock of `other`, and its bounds."""
+        low, high = (f"{value / 1e9:+.6f}" if value is not None else "?" for value in (self.low, self.high))
+        return f"{self.ahead / 1e9:+.6f} s relative to {other}, between {low} and {high}"
 
     @classmethod
     def within(cls, ahead: int, lows: list[int], highs: list[int]) -> Clock:
@@ -105,7 +115,7 @@ class Engine(NamedTuple):
         for rank, part in self.workers.items():
             if part.boot != boot:
                 continue
-            ahead = _mono_at_same_wall(part) - _mono_at_same_wall(self.scheduler)
+            ahead = part.mono_at_wall_0 - self.scheduler.mono_at_wall_0
             pairs = compared[rank].pairs if rank in compared else []
             highs += [part.entries[there].mono - self.scheduler.entries[here].mono for here, there in pairs]
             lows += _answered(self.scheduler, part, pairs)
@@ -174,12 +184,6 @@ def processes(recordings: Iterable[Recording]) -> list[Recording]:
         ordered = sorted(entries, key=lambda entry: entry.mono)
         merged.append(last._replace(lines=lines, entries=ordered))
     return merged
-
-
-def _mono_at_same_wall(part: Part) -> int:
-    """Return the monotonic time at which the wall clock was 0."""
-    head = part.recording.head
-    return int(head.get("mono", 0)) - int(head.get("wall", 0))
 
 
 def _answered(scheduler: Part, worker: Part, pairs: list[tuple[int, int]]) -> list[int]:

@@ -120,7 +120,7 @@ class Peers:
             ended, expired = _end(self._of(keeps, link.kept))
             if expired is False and ended is not None and told is not None and readers[link.kept] == 1:
                 lows.append(told.mono - ended)
-        return Clock.within(_at_same_wall(there) - _at_same_wall(here), lows, highs)
+        return Clock.within(there.mono_at_wall_0 - here.mono_at_wall_0, lows, highs)
 
     # ------------------------------------------------------------------ what is wrong
 
@@ -191,10 +191,9 @@ class Peers:
         for reads in {link.reads.name: link.reads for link in self.links if link.keeps is engine}.values():
             count = len({link.reader for link in self.links if link.keeps is engine and link.reads is reads})
             clock = self.clock(reads, engine)
-            bounds = " and ".join(f"{each / 1e9:+.6f}" if each is not None else "?" for each in (clock.low, clock.high))
             lines.append(
                 f"  {count} requests of engine {reads.name} read blocks of this engine; the clock of {reads.name}: "
-                f"{clock.ahead / 1e9:+.6f} s relative to this engine's, between {bounds}"
+                + clock.text("this engine's")
             )
             if clock.low is None:
                 lines.append("  kvfix cannot tell whether the blocks were released: no release message is on record")
@@ -229,8 +228,3 @@ def _end(entries: list[tuple[Part, Entry]]) -> tuple[int | None, bool | None]:
     how = [expired for part, _, expired in ends if not part.is_scheduler]
     expired = True if True in how else False if how and all(each is False for each in how) else None
     return min((mono for _, mono, _ in ends), default=None), expired
-
-
-def _at_same_wall(part: Part) -> int:
-    head = part.recording.head
-    return int(head.get("mono", 0)) - int(head.get("wall", 0))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json as jsonlib
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,11 +119,7 @@ def _replay_process(found: Recording, json: bool) -> int:
         rows = [
             {
                 **_as_dict(each.finding),
-                "connector": each.entry.connector,
-                "hook": each.entry.hook,
-                "mono": each.entry.mono,
-                "wall": each.entry.wall,
-                "cures": [fix.code for fix in catalogue.handling(each.finding.code, each.finding.message)],
+                **{name: getattr(each.entry, name) for name in ("connector", "hook", "mono", "wall")},
             }
             for each in findings
         ]
@@ -167,19 +164,8 @@ def _process_report(found: Recording, each: Judged) -> str:
         for one in found.entries
         if (one.connector, one.event.request) == (entry.connector, finding.request) and one.mono <= entry.mono
     ]
-    fixes = [
-        f"{fix.code} {fix.slug} may fix it: kvfix explain {fix.code}"
-        for fix in catalogue.handling(finding.code, finding.message)
-    ]
-    return report.compose(
-        finding,
-        history,
-        where=f"{entry.hook} of {connector.get('name', 'a connector')}{role}, pid {found.head['pid']}",
-        whose=finding.request or "the engine",
-        holds=[],
-        fixes=fixes,
-        recording=found.path,
-    )
+    where = f"{entry.hook} of {connector.get('name', 'a connector')}{role}, pid {found.head['pid']}"
+    return _report(finding, history, where, found, [])
 
 
 def _engine_report(engine: Engine, each: Judged, peers: Peers) -> str:
@@ -187,18 +173,29 @@ def _engine_report(engine: Engine, each: Judged, peers: Peers) -> str:
     assert part is not None
     where = f"{entry.hook} of {engine.connector} ({part.label})" if of_peers is None else "the records of both engines"
     history = of_peers if of_peers is not None else [(one.label, other) for one, other in _until(engine, each)]
+    holds = [peers.router.text(finding.request)] if peers.router is not None and of_peers is not None else []
+    who = [label for label, _ in history]
+    return _report(finding, [one for _, one in history], where, part.recording, holds, who)
+
+
+def _report(
+    finding: Finding,
+    history: list[Entry],
+    where: str,
+    found: Recording,
+    holds: list[str],
+    who: Sequence[str] = (),
+) -> str:
+    fixes = catalogue.handling(finding.code, finding.message)
     return report.compose(
         finding,
-        [one for _, one in history],
+        history,
         where=where,
         whose=finding.request or "the engine",
-        holds=[peers.router.text(finding.request)] if peers.router is not None and of_peers is not None else [],
-        fixes=[
-            f"{fix.code} may fix it: kvfix explain {fix.code}"
-            for fix in catalogue.handling(finding.code, finding.message)
-        ],
-        recording=part.recording.path,
-        who=[label for label, _ in history],
+        holds=holds,
+        fixes=[f"{fix.code} {fix.slug} may fix it: kvfix explain {fix.code}" for fix in fixes],
+        recording=found.path,
+        who=who,
     )
 
 
@@ -226,10 +223,8 @@ def _summary(engine: Engine, findings: list[Judged], peers: Peers) -> list[str]:
     ]
     for boot, clock in engine.clocks().items():
         node = next(part.recording.head.get("node") for part in engine.parts if part.boot == boot)
-        bounds = [f"{value / 1e9:+.6f}" if value is not None else "?" for value in (clock.low, clock.high)]
-        lines.append(
-            f"  clock of {node}: {clock.ahead / 1e9:+.6f} s relative to the scheduler's, between {' and '.join(bounds)}"
-        )
+        offset = clock.text("the scheduler's")
+        lines.append(f"  clock of {node}: {offset}")
     lines += peers.summary(engine)
     verdicts = [each.finding.verdict for each in findings]
     lines.append(f"  {verdicts.count('violated')} violations, {verdicts.count('unknown')} events not checked")
@@ -237,18 +232,12 @@ def _summary(engine: Engine, findings: list[Judged], peers: Peers) -> list[str]:
 
 
 def _as_dict(finding: Finding) -> dict[str, Any]:
-    return {name: getattr(finding, name) for name in ("code", "name", "verdict", "request", "message")}
+    about = {name: getattr(finding, name) for name in ("code", "name", "verdict", "request", "message")}
+    return {**about, "cures": [fix.code for fix in catalogue.handling(finding.code, finding.message)]}
 
 
 def _engine_as_dict(engine: Engine, findings: list[Judged]) -> dict[str, Any]:
-    rows = [
-        {
-            **_as_dict(finding),
-            "part": part.label if part else "",
-            "cures": [fix.code for fix in catalogue.handling(finding.code, finding.message)],
-        }
-        for finding, _, part, _ in findings
-    ]
+    rows = [{**_as_dict(finding), "part": part.label if part else ""} for finding, _, part, _ in findings]
     return {
         "engine": engine.name,
         "connector": engine.connector,

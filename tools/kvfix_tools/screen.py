@@ -1,4 +1,4 @@
-"""The console for tables, and suggestions for mistyped names."""
+"""The console for tables, the progress on a terminal, and suggestions for mistyped names."""
 
 from __future__ import annotations
 
@@ -15,6 +15,12 @@ _COLUMNS = 10_000
 def console() -> Console:
     """Return a console for stdout. Without a terminal it cuts nothing and prints no colour."""
     return Console() if sys.stdout.isatty() else Console(width=_COLUMNS)
+
+
+def progress(what: str) -> None:
+    """Show the progress in one line of a terminal; "" removes it."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{what}", end="", file=sys.stderr, flush=True)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -76,14 +76,10 @@ def show(json: bool) -> int:
     return 0
 
 
-def export(name: str, dist: str | None, version: str | None, folder: Path) -> int:
+def export(name: str, folder: Path) -> int:
     """Write the patches of one fix, signed off by the submitter. Return 2 without a patch or a git identity."""
     known = catalogue.find(name)
-    wanted = [
-        row
-        for row in ready()
-        if known is not None and row.code == known.code and dist in (None, row.dist) and version in (None, row.version)
-    ]
+    wanted = [row for row in ready() if known is not None and row.code == known.code]
     if not wanted:
         guess = screen.did_you_mean(name, {row.slug for row in ready()})
         print(f"kvfix upstream export: no patch for {name!r}.{guess} List all: kvfix upstream list", file=sys.stderr)

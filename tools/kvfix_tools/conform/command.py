@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as jsonlib
 import sys
+from collections import Counter
 from contextlib import AbstractContextManager
 from pathlib import Path
 from xml.etree import ElementTree
@@ -18,6 +19,9 @@ from kvfix_tools.conform.verdicts import NOT_APPLICABLE, VIOLATED, Conformance, 
 from kvfix_tools.lab import releases, runner
 
 _COLORS = {VIOLATED: "red", NOT_APPLICABLE: "dim"}
+#: {outcome: element of JUnit XML}, and {attribute that counts an element: the element}.
+_TAGS = {VIOLATED: "failure", NOT_APPLICABLE: "skipped"}
+_COUNTS = {"failures": "failure", "skipped": "skipped", "errors": "error"}
 
 
 def conform(
@@ -33,9 +37,8 @@ def conform(
     from kvfix_tools.conform.player import Subject
 
     with chosen(fixes):
-        done = run(Subject(connector, settings, lose), seconds, seeds, _progress)
-    if sys.stderr.isatty():
-        print(f"\r{'':60}", end="\r", file=sys.stderr)
+        done = run(Subject(connector, settings, lose), seconds, seeds, screen.progress)
+    screen.progress("")
     if junit is not None:
         junit.write_bytes(as_junit(done))
     if json:
@@ -80,11 +83,6 @@ def chosen(fixes: bool) -> AbstractContextManager[None]:
     return runner.applied(fixes, only=own)
 
 
-def _progress(what: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r{what:60.60}", end="\r", file=sys.stderr)
-
-
 def show(done: Conformance) -> None:
     """Print the table of rules, then each violation with its shortest schedule and the request's history."""
     console = screen.console()
@@ -116,27 +114,18 @@ def show(done: Conformance) -> None:
 
 def as_junit(done: Conformance) -> bytes:
     """Return JUnit XML: a test for each scenario, and one for each violation that only the fuzzer found."""
-    suite = ElementTree.Element("testsuite", name=f"kvfix conform {done.connector}", time=f"{done.seconds:.1f}")
-    failed = skipped = 0
-    for case in done.cases:
-        test = ElementTree.SubElement(suite, "testcase", classname=case.rule, name=case.name, time=f"{case.seconds}")
-        if case.outcome == VIOLATED:
-            failed += 1
-            ElementTree.SubElement(test, "failure", message=case.reason).text = details(done, case.reason)
-        elif case.outcome == NOT_APPLICABLE:
-            skipped += 1
-            ElementTree.SubElement(test, "skipped", message=case.reason)
+    tests = [(each.rule, each.name, _TAGS.get(each.outcome, ""), each.reason, each.seconds) for each in done.cases]
     of_fuzzer = [each for each in done.violations if each.where.startswith("seed")]
-    for each in of_fuzzer:
-        test = ElementTree.SubElement(suite, "testcase", classname=each.rule, name=f"{each.code} {each.where}")
-        ElementTree.SubElement(test, "failure", message=each.message).text = details(done, each.message)
+    tests += [(each.rule, f"{each.code} {each.where}", "failure", each.message, 0.0) for each in of_fuzzer]
     if done.cannot or done.tested_nothing:
-        test = ElementTree.SubElement(suite, "testcase", classname="run", name="tests something")
-        ElementTree.SubElement(test, "error", message=done.cannot or done.tested_nothing)
-    errors = int(bool(done.cannot or done.tested_nothing))
-    tests = len(done.cases) + len(of_fuzzer) + errors
-    suite.attrib.update(tests=str(tests), failures=str(failed + len(of_fuzzer)), skipped=str(skipped))
-    suite.set("errors", str(errors))
+        tests.append(("run", "tests something", "error", done.cannot or done.tested_nothing, 0.0))
+    tags = Counter(tag for _, _, tag, *_ in tests)
+    suite = ElementTree.Element("testsuite", name=f"kvfix conform {done.connector}", time=f"{done.seconds:.1f}")
+    suite.attrib.update({"tests": str(len(tests)), **{name: str(tags[tag]) for name, tag in _COUNTS.items()}})
+    for rule, name, tag, message, seconds in tests:
+        test = ElementTree.SubElement(suite, "testcase", classname=rule, name=name, time=f"{seconds}")
+        if tag:
+            ElementTree.SubElement(test, tag, message=message).text = details(done, message)
     text: bytes = ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True)
     return text
 

@@ -164,17 +164,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return close[0] if close else ""
 
 
-def also(name: str, known: Iterable[str], first: str) -> str:
-    """Return other near names as " (or X, Y)", unless the name is clearly a typing error of `first`."""
-    close = get_close_matches(name.lower(), list(known), n=3, cutoff=0.7)
-    others = [each for each in close if each != first]
-    return f" (or {', '.join(others)})" if first and others and not _is_typo(name, first) else ""
-
-
-def _is_typo(name: str, known: str) -> bool:
-    return bool(get_close_matches(name.lower(), [known], n=1, cutoff=0.9))
-
-
 def wrong_type(kind: str, optional: bool, value: Any, typed: bool) -> bool:
     """Return True if LMCache cannot use the value. typed: True for YAML and JSON, False for a variable's text."""
     if value is None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from functools import cache
-from typing import NamedTuple
+from inspect import Parameter, Signature
+from typing import Any, NamedTuple
 
 from kvfix_tools.doctor.packages import Package, defined
 
 _CATCHES = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
+_DATACLASS = ("dataclass", "dataclasses.dataclass")
 
 
 class Misfit(NamedTuple):
@@ -145,67 +147,51 @@ def _names(tree: ast.Module) -> frozenset[str]:
     return frozenset(names)
 
 
-class _Signature(NamedTuple):
-    names: list[str]  # positional arguments come first
-    positional: int
-    required: set[str]
-
-
 def _calls(tree: ast.Module, names: dict[str, tuple[str, str]], other: Package) -> Iterator[tuple[int, str]]:
+    """Yield (line, Python's error message) for each call that the other package does not accept."""
     signatures = {bound: _signature(other, *where) for bound, where in names.items()}
     for node in ast.walk(tree) if signatures else ():
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
             continue
         signature = signatures.get(node.func.id)
-        starred = any(isinstance(each, ast.Starred) for each in node.args) or any(
-            not each.arg for each in node.keywords
-        )
-        if signature is None or starred:
+        if signature is None or any(isinstance(each, ast.Starred) for each in node.args):
             continue
-        given = [*signature.names[: len(node.args)], *(each.arg or "" for each in node.keywords)]
-        unknown = [each for each in given if each not in signature.names]
-        missing = sorted(signature.required - set(given))
-        name = names[node.func.id][1]
-        if len(node.args) > signature.positional:
-            yield node.lineno, f"{name}() takes {signature.positional} positional arguments, {len(node.args)} are given"
-        elif unknown:
-            yield node.lineno, f"{name}() got an unexpected keyword argument '{unknown[0]}'"
-        elif missing:
-            yield node.lineno, f"{name}() missing required argument '{missing[0]}'"
+        keywords = {each.arg: each.value for each in node.keywords if each.arg is not None}
+        if len(keywords) == len(node.keywords):  # there is no **
+            try:
+                signature.bind(*node.args, **keywords)
+            except TypeError as error:
+                yield node.lineno, f"{names[node.func.id][1]}() {error}"
 
 
-def _signature(package: Package, module: str, name: str) -> _Signature | None:
+def _signature(package: Package, module: str, name: str) -> Signature | None:
     """Return the signature of a function, of a class with its own `__init__`, or of a plain dataclass; else None."""
     tree = package.tree(module)
     node = defined(tree, name) if tree else None
+    skip = 0
     if isinstance(node, ast.ClassDef):
-        init = defined(node, "__init__")
-        if isinstance(init, ast.FunctionDef) and not init.decorator_list and not node.keywords:
-            return _of_function(init, 1)
-        plain = any(ast.unparse(each) in ("dataclass", "dataclasses.dataclass") for each in node.decorator_list)
-        if plain and not node.bases:
+        is_dataclass = any(ast.unparse(each) in _DATACLASS for each in node.decorator_list)
+        if is_dataclass and not node.bases and defined(node, "__init__") is None:
             return _of_dataclass(node)
+        node, skip = (None if node.keywords else defined(node, "__init__")), 1
+    if not isinstance(node, ast.FunctionDef) or node.decorator_list:
         return None
-    if isinstance(node, ast.FunctionDef) and not node.decorator_list:
-        return _of_function(node, 0)
-    return None
-
-
-def _of_function(node: ast.FunctionDef, skip: int) -> _Signature | None:
-    if node.args.vararg or node.args.kwarg or node.args.posonlyargs:
+    given = node.args
+    if given.vararg or given.kwarg or given.posonlyargs:
         return None
-    positional = [each.arg for each in node.args.args][skip:]
-    required = set(positional[: len(positional) - len(node.args.defaults)])
-    for each, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True):
-        if default is None:
-            required.add(each.arg)
-    return _Signature(positional + [each.arg for each in node.args.kwonlyargs], len(positional), required)
+    first_default = len(given.args) - len(given.defaults)
+    parameters = [_parameter(each.arg, at >= first_default) for at, each in enumerate(given.args)][skip:]
+    for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
+        parameters.append(_parameter(each.arg, default is not None, Parameter.KEYWORD_ONLY))
+    return Signature(parameters)
 
 
-def _of_dataclass(node: ast.ClassDef) -> _Signature | None:
+def _of_dataclass(node: ast.ClassDef) -> Signature | None:
     fields = [each for each in node.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)]
     if any("field(" in ast.unparse(each) or "ClassVar" in ast.unparse(each.annotation) for each in fields):
         return None
-    names = [each.target.id for each in fields if isinstance(each.target, ast.Name)]
-    required = {each.target.id for each in fields if isinstance(each.target, ast.Name) and each.value is None}
-    return _Signature(names, len(names), required)
+    return Signature([_parameter(ast.unparse(each.target), each.value is not None) for each in fields])
+
+
+def _parameter(name: str, has_default: bool, kind: Any = Parameter.POSITIONAL_OR_KEYWORD) -> Parameter:
+    return Parameter(name, kind, default=None if has_default else Parameter.empty)

@@ -6,6 +6,7 @@ kvfix imports none of the packages, so it can also read a package whose import w
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from functools import cache
 from importlib import metadata
@@ -58,6 +59,11 @@ class Package(NamedTuple):
         """Return the source of the module; "" if there is none."""
         file = self.file(module)
         return file.read_text(encoding="utf-8", errors="replace") if file else ""
+
+    def found(self, folder: str, pattern: str) -> set[str]:
+        """Return the matches of a pattern in the source files of a folder of the package."""
+        texts = (file.read_text(encoding="utf-8", errors="replace") for file in (self.folder / folder).glob("*.py"))
+        return {each for text in texts for each in re.findall(pattern, text)}
 
 
 class Packages:

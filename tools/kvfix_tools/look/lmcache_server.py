@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from contextlib import closing, suppress
-from http.client import HTTPConnection, HTTPException
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from kvfix_tools.doctor import command_line, servers
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-#: Default of the server's `--http-port` (lmcache/v1/multiprocess/config.py 0.5.6:729).
-HTTP_PORT = 8080
 #: Time limit of an HTTP answer in seconds.
 PATIENCE = 1.0
 #: {name in kvfix's answer: name in l1_manager of `/status`} (lmcache/v1/distributed/l1_manager.py 0.4.5 to 0.5.6).
@@ -73,20 +71,14 @@ def _listening(ports: set[int]) -> set[tuple[int, int]]:
 
 
 def _http_port(pid: int) -> int:
-    with suppress(psutil.Error, ValueError, IndexError):
-        words = [part for word in psutil.Process(pid).cmdline() for part in word.split("=", 1)]
-        return int(words[words.index("--http-port") + 1])
-    return HTTP_PORT
+    with suppress(psutil.Error, ValueError):
+        if command := command_line.read(psutil.Process(pid).cmdline()):
+            return command.number("http-port", servers.HTTP_PORT)
+    return servers.HTTP_PORT
 
 
 def _asked(pid: int, port: int) -> dict[str, Any]:
-    answer: dict[str, Any] = {}
-    with (
-        suppress(OSError, HTTPException, ValueError),
-        closing(HTTPConnection("127.0.0.1", port, timeout=PATIENCE)) as c,
-    ):
-        c.request("GET", "/status")
-        answer = json.loads(c.getresponse().read())
+    answer = servers.ask("127.0.0.1", port, "/status", PATIENCE)
     status = answer if isinstance(answer, dict) else {}
     manager = (status.get("storage_manager") or {}).get("l1_manager") or {}
     return {

@@ -15,8 +15,8 @@ from functools import lru_cache
 from importlib import import_module
 from typing import NamedTuple
 
-from kvfix import catalogue as catalogue_of_fixes
 from kvfix import redact
+from kvfix_tools.diagnose import problem as known_problems
 from kvfix_tools.doctor.setup import Setup
 
 OK, PROBLEM, UNCHECKED = "ok", "problem", "unchecked"
@@ -66,9 +66,9 @@ def unchecked(what: str, do: str = "") -> Line:
     return Line("", UNCHECKED, what, do)
 
 
-def explained(slug: str) -> str:
-    """Return "; kvfix explain CODE" for the fix with this slug; "" if there is none."""
-    return next((f"; kvfix explain {fix.code}" for fix in catalogue_of_fixes.fixes() if fix.slug == slug), "")
+def remedy(code: str) -> str:
+    """Return what kvfix-diagnose says to do if a log shows the problem with this code."""
+    return next(f"{each.now}; kvfix explain {code}" for each in known_problems.catalogue() if each.code == code)
 
 
 #: The order in the report. Checks on which the others depend come first.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from kvfix import redact
 from kvfix_tools.doctor import servers
-from kvfix_tools.doctor.checks import OK, Line, check, ok, problem, unchecked
+from kvfix_tools.doctor.checks import OK, Line, check, ok, problem, remedy, unchecked
 from kvfix_tools.doctor.machine import connects, port_in_use, redis_refuses, resolves
 from kvfix_tools.doctor.setup import Setup
 
@@ -145,10 +145,9 @@ def server(setup: Setup) -> Iterator[Line]:
             yield ok(f"the server at {each.address.url} is LMCache {each.release}")
 
 
-#: First words of Redis's own errors (server.c of Redis 7.4).
+#: Remedies by the first word of Redis's errors (server.c of Redis 7.4). KVD874 has the others.
 _REFUSALS = {
     "LOADING": "wait until redis-cli ping answers PONG, then start vLLM",
-    "MISCONF": "free the disk of Redis, or redis-cli config set stop-writes-on-bgsave-error no",
     "READONLY": "the address of the primary in remote_url (redis-cli info replication: master_host)",
 }
 
@@ -166,11 +165,9 @@ def remote_store(setup: Setup) -> Iterator[Line]:
         if line.status == OK and url.startswith("redis://"):
             why = redis_refuses(at.host, at.port)
             word = why.partition(" ")[0].rstrip(":")
-            if word == "NOAUTH" and "@" not in url:
-                do = "remote_url: redis://:PASSWORD@HOST:PORT"
-                line = problem(f"{redact.text(url)} refuses commands without a password", do)
-            elif word in _REFUSALS:
-                line = problem(f"{redact.text(url)} refuses commands: {why[:120]}", _REFUSALS[word])
+            if word in ("NOAUTH", "MISCONF", *_REFUSALS) and not (word == "NOAUTH" and "@" in url):
+                do = _REFUSALS.get(word) or remedy("KVD874")
+                line = problem(f"{redact.text(url)} refuses commands: {why[:120]}", do)
         yield line
 
 
@@ -181,7 +178,7 @@ def controller(setup: Setup) -> Iterator[Line]:
         at = servers.address(url)
         if name.startswith("controller_") and at.host and at.port:
             what = f"the controller at {name} {at.host}:{at.port}"
-            yield _answers(what, at.host, at.port, f"start lmcache_controller before vLLM, or correct {name}")
+            yield _answers(what, at.host, at.port, remedy("KVD964"))
 
 
 def _answers(what: str, host: str, port: int, do: str) -> Line:

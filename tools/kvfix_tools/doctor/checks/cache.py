@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 
 from kvfix_tools.doctor import server_options
-from kvfix_tools.doctor.checks import Line, check, explained, ok, problem, unchecked
+from kvfix_tools.doctor.checks import Line, check, ok, problem, unchecked
 from kvfix_tools.doctor.setup import Setup
 
 #: vLLM's usual block sizes in tokens: 16, and 32, 64, 128 for some attention backends.
@@ -100,7 +100,7 @@ def hash_seed(setup: Setup) -> Iterator[Line]:
         yield problem(
             f"PYTHONHASHSEED is {seed!r} and {how} is builtin: keys differ in every process, so no chunk is found by "
             f"{', '.join(shared)}",
-            remedy + explained("hash-differs-by-process"),
+            f"{remedy}; kvfix explain KVF901",
         )
     else:
         yield ok(f"PYTHONHASHSEED is {seed}. Every process that shares the cache needs this value")
@@ -168,17 +168,13 @@ def transfer_mode(setup: Setup) -> Iterator[Line]:
             "auto",
         )
         supported = str(server.options.get("supported_transfer_mode") or server.options.get("transfer_mode") or default)
-        if mode not in ("auto", supported) and supported != "auto":
+        # A worker without a GPU asks for engine_driven.
+        asks = "engine_driven" if mode == "auto" and setup.on_cpu and "lmcache" in supported else mode
+        if asks not in ("auto", supported) and supported != "auto":
             yield problem(
-                f"the worker asks for {mode}, but the server at {server.address.url} supports {supported} only: "
-                "the worker dies after mq_timeout",
-                "lmcache server --supported-transfer-mode auto" + explained("mp-transfer-modes-differ"),
-            )
-        elif mode == "auto" and supported != "auto" and setup.on_cpu and "lmcache" in supported:
-            yield problem(
-                f"the worker asks for engine_driven because it has no GPU, but the server at {server.address.url} "
-                f"supports {supported} only",
-                "lmcache server --supported-transfer-mode auto" + explained("mp-transfer-modes-differ"),
+                f"the worker asks for {asks}, but the server at {server.address.url} supports {supported} only: the "
+                "worker dies after mq_timeout",
+                "lmcache server --supported-transfer-mode auto; kvfix explain KVF902",
             )
         else:
             yield ok(f"transfer mode: the worker asks for {mode}, the server supports {supported}")

@@ -75,10 +75,8 @@ def prefill_decode(setup: Setup) -> Iterator[Line]:
     mode = setup.setting("pd_backend_mode")
     if mode is not None and mode not in ("sync", "async"):
         faults.append(problem(f"pd_backend_mode is {mode!r}", "pd_backend_mode: async"))
-    faults += list(_buffer(setup))
-    yield from faults
-    if not faults:
-        yield ok(f"enable_pd: {role}")
+    faults += _buffer(setup)
+    yield from faults or [ok(f"enable_pd: {role}")]
 
 
 @check("peer-to-peer")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 
-from kvfix_tools.doctor.checks import Line, check, ok, problem, unchecked
+from kvfix_tools.doctor.checks import Line, check, ok, problem, remedy, unchecked
 from kvfix_tools.doctor.cuda_code import architectures
 from kvfix_tools.doctor.packages import Package
 from kvfix_tools.doctor.setup import OPERATIONS, Setup
@@ -135,7 +135,7 @@ def loads(setup: Setup) -> Iterator[Line]:
     if setup.lmcache and tried.torch["cuda"] and not _operations(setup):
         yield problem(
             f"{setup.lmcache.title} has no compiled operations ({' or '.join(OPERATIONS)}): it was built without CUDA",
-            f"pip install --force-reinstall --no-deps lmcache=={setup.lmcache.version}",
+            remedy("KVD714"),
         )
 
 
@@ -159,11 +159,7 @@ def _name(file: Path) -> str:
 
 
 def _failed(name: str, error: str, torch: str, cuda: str | None) -> Line:
-    package = name.partition(".")[0]
-    again = (
-        f"pip install --no-build-isolation --no-deps --no-binary {package} {package}, which builds it here; or install "
-        f"a wheel that is built for {torch}"
-    )
+    again = remedy("KVD701" if name.startswith("lmcache.") else "KVD712")
     missing, symbol = _LIBRARY.search(error), _SYMBOL.search(error)
     if symbol:
         return problem(f"{name} is built for another torch than {torch} (undefined symbol {symbol[1]})", again)
@@ -213,11 +209,8 @@ def gpu(setup: Setup) -> Iterator[Line]:
             codes = architectures(file)
             if codes and not _covers(codes, capability):
                 shown = " ".join(f"sm_{each}" for each in codes)
-                yield problem(
-                    f"{_name(file)} has no code for {model} (sm_{capability}), only for {shown}",
-                    f"TORCH_CUDA_ARCH_LIST={int(capability) / 10} pip install --no-build-isolation --no-binary lmcache "
-                    "lmcache, which builds LMCache here",
-                )
+                what = f"{_name(file)} has no code for {model} (sm_{capability}), only for {shown}"
+                yield problem(what, remedy("KVD710"))
             elif codes:
                 yield ok(f"{_name(file)} has code for {model} (sm_{capability})")
 

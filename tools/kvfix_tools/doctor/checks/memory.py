@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from kvfix_tools.doctor.checks import Line, check, ok, problem, unchecked
+from kvfix_tools.doctor.checks import Line, check, ok, problem, remedy, unchecked
 from kvfix_tools.doctor.machine import GIB, gib
 from kvfix_tools.doctor.setup import Setup
 
@@ -103,7 +103,7 @@ def shared(setup: Setup) -> Iterator[Line]:
     """/dev/shm has room for the messages between vLLM's processes, and for LMCache's L1 with --shm-name."""
     found = setup.machine.shared_memory()
     if setup.command and setup.command.container:
-        yield unchecked("/dev/shm of the container is unknown here", "docker run --ipc=host, or --shm-size=16g")
+        yield unchecked("/dev/shm of the container is unknown here", remedy("KVD1894"))
         return
     if found is None:
         yield unchecked("this machine has no /dev/shm")
@@ -116,9 +116,7 @@ def shared(setup: Setup) -> Iterator[Line]:
         if needed and needed[0] > wanted:
             wanted, why = int(needed[0]), "--shm-name puts L1 there"
     if free < wanted:
-        yield problem(
-            f"/dev/shm has {gib(free)} free of {gib(size)}, but {gib(wanted)} are needed: {why}",
-            "docker run --ipc=host, or --shm-size=16g; in Kubernetes mount an emptyDir of medium Memory at /dev/shm",
-        )
+        what = f"/dev/shm has {gib(free)} free of {gib(size)}, but {gib(wanted)} are needed: {why}"
+        yield problem(what, remedy("KVD1894" if wanted == _MESSAGES else "KVD913"))
     else:
         yield ok(f"/dev/shm: {gib(free)} free of {gib(size)}")

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from kvfix_tools.doctor import servers
-from kvfix_tools.doctor.checks import Line, check, ok, problem, unchecked
+from kvfix_tools.doctor.checks import Line, check, ok, problem, remedy, unchecked
 from kvfix_tools.doctor.packages import Package, constant, defined
 from kvfix_tools.doctor.setup import Setup
 
@@ -40,8 +40,7 @@ def hybrid(setup: Setup) -> Iterator[Line]:
         why = "--disable-hybrid-kv-cache-manager is set" if off and takes else f"{lmcache.name} supports one group only"
         yield problem(
             f"{kind} will not start: it has layers with state and layers with KV, so several KV groups, but {why}",
-            '"kv_connector": "LMCacheMPConnector" with a newer LMCache and vLLM, without '
-            "--disable-hybrid-kv-cache-manager",
+            remedy("KVD072" if off and takes else "KVD650"),
         )
     elif state and _stores_null_states(setup):
         yield unchecked(
@@ -52,7 +51,7 @@ def hybrid(setup: Setup) -> Iterator[Line]:
     elif lmcache.is_v1 and "no-disable-hybrid-kv-cache-manager" in setup.command.options:
         yield problem(
             f"{lmcache.name} supports one KV group, but --no-disable-hybrid-kv-cache-manager asks for several",
-            "remove --no-disable-hybrid-kv-cache-manager",
+            remedy("KVD652"),
         )
     elif sliding and not takes:
         yield ok(
@@ -90,11 +89,6 @@ def parallel(setup: Setup) -> Iterator[Line]:
     if command is None or not command.serves or not setup.connectors:
         return
     faults = []
-    for which in ("tensor", "pipeline", "data", "decode-context"):
-        value = command.options.get(f"{which}-parallel-size")
-        if value is not None and not (value.isdigit() and int(value)):
-            what = f"--{which}-parallel-size is {value!r}, not a positive number"
-            faults.append(problem(what, f"--{which}-parallel-size 1, or more"))
     tensor, context = setup.parallel("tensor"), setup.parallel("decode-context")
     if tensor % context:
         faults.append(
@@ -109,9 +103,7 @@ def parallel(setup: Setup) -> Iterator[Line]:
         what = f"{heads} attention heads cannot be divided by --tensor-parallel-size {tensor}"
         faults.append(problem(what, f"--tensor-parallel-size {divisor}"))
     faults += [*_context(setup, context), *_servers(setup), *_ports(setup)]
-    yield from faults
-    if not faults:
-        yield ok(f"{setup.ranks} workers (tensor {tensor}, pipeline {setup.parallel('pipeline')})")
+    yield from faults or [ok(f"{setup.ranks} workers (tensor {tensor}, pipeline {setup.parallel('pipeline')})")]
 
 
 def _context(setup: Setup, context: int) -> Iterator[Line]:
@@ -197,10 +189,7 @@ def layout(setup: Setup) -> Iterator[Line]:
             f"VLLM_KV_CACHE_LAYOUT={wanted}: this vLLM has only {', '.join(choices)}", "unset VLLM_KV_CACHE_LAYOUT"
         )
     elif moves and wanted not in moves:
-        yield problem(
-            f"LMCache cannot move KV in the layout {wanted}",
-            f"unset VLLM_KV_CACHE_LAYOUT, or set it to {' or '.join(moves)}",
-        )
+        yield problem(f"LMCache cannot move KV in the layout {wanted}", remedy("KVD779"))
     elif choices:
         yield ok(f"VLLM_KV_CACHE_LAYOUT={wanted}")
     else:
@@ -237,14 +226,8 @@ def blending(setup: Setup) -> Iterator[Line]:
     architecture = next(iter(setup.model.get("architectures") or ()), "")
     faults = []
     if "VLLMModelTracker" not in worker:
-        faults.append(
-            problem(
-                "enable_blending: vLLM's gpu_worker.py does not register the model (`vllm model for vllm-instance not "
-                "found`)",
-                "enable_blending: false; or add VLLMModelTracker.register_model(ENGINE_NAME, self.model_runner.model) "
-                "at the end of load_model in vllm/v1/worker/gpu_worker.py, as in LMCache's examples/blend_kv_v1",
-            )
-        )
+        what = "enable_blending: vLLM's gpu_worker.py does not register the model with VLLMModelTracker"
+        faults.append(problem(what, remedy("KVD746")))
     if models and architecture and architecture not in models:
         faults.append(problem(f"enable_blending: LMCache supports {', '.join(models)}, not {architecture}",
                               "enable_blending: false"))  # fmt: skip

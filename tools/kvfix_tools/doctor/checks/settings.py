@@ -10,7 +10,7 @@ from typing import Any
 from kvfix import redact
 from kvfix_tools.doctor import server_options
 from kvfix_tools.doctor.checks import Line, check, ok, problem, unchecked
-from kvfix_tools.doctor.definitions import KINDS, also, nearest, words, wrong_type
+from kvfix_tools.doctor.definitions import KINDS, nearest, words, wrong_type
 from kvfix_tools.doctor.packages import Package
 from kvfix_tools.doctor.setup import ENVIRONMENT, FILE, TRANSFER, Setting, Setup
 
@@ -58,26 +58,23 @@ def names(setup: Setup) -> Iterator[Line]:
     if known is None or setup.lmcache is None:
         yield unchecked("the names of settings were not checked: LMCache is not installed here, or is too old")
         return
-    title, wrong = setup.lmcache.title, 0
+    title, faults = setup.lmcache.title, list[Line]()
     for each in setup.settings:
         if each.source == TRANSFER or known.is_read(each.name) or each.name.startswith(_OTHERS):
             continue
-        wrong += 1
         new = known.aliases.get(each.name) or nearest(each.name, known.known)
-        do = _instead(each, new) + also(each.name, known.known, new)
-        yield problem(f"{title} has no setting {each.spelled!r} ({each.source}), and ignores it", do)
+        what = f"{title} has no setting {each.spelled!r} ({each.source}), and ignores it"
+        faults.append(problem(what, _instead(each, new)))
     for variable in setup.lmcache_variables():
         name = variable.removeprefix("LMCACHE_").lower()
         if name in known.known or name in known.aliases or _occurs(variable, setup.lmcache, setup.vllm):
             continue
         if name.startswith("ec_") and name.removeprefix("ec_") in known.known:
             continue
-        wrong += 1
         near = nearest(name, known.known)
         do = f"LMCACHE_{near.upper()}" if near else f"unset {variable}"
-        yield problem(f"{title} reads no variable {variable}", do)
-    if not wrong:
-        yield ok(f"{title} knows the names of all {len(setup.settings)} settings")
+        faults.append(problem(f"{title} reads no variable {variable}", do))
+    yield from faults or [ok(f"{title} knows the names of all {len(setup.settings)} settings")]
 
 
 def _instead(each: Setting, name: str) -> str:
@@ -121,10 +118,8 @@ def values(setup: Setup) -> Iterator[Line]:
             faults.append(problem(what, do))
         else:
             faults += [*_range(name, each), *_word(setup, name, each)]
-    yield from faults
-    yield from _disk(setup)
-    if not faults:
-        yield ok(f"the values of all {len(setup.settings)} settings have the right type")
+    faults += _disk(setup)
+    yield from faults or [ok(f"the values of all {len(setup.settings)} settings have the right type")]
 
 
 def _range(name: str, each: Setting) -> Iterator[Line]:
@@ -232,24 +227,20 @@ def server_options_known(setup: Setup) -> Iterator[Line]:
     if not known or setup.lmcache is None:
         yield unchecked("the options were not checked: LMCache is not installed here, or has no `lmcache server`")
         return
-    wrong = 0
+    faults = []
     for name, value in command.options.items():
         option = known.get(f"--{name}")
-        near = nearest(f"--{name}", known)
         if option is None:
-            wrong += 1
-            yield problem(
-                f"lmcache server of {setup.lmcache.title} has no option --{name}", near or "lmcache server --help"
-            )
+            do = nearest(f"--{name}", known) or "lmcache server --help"
+            faults.append(problem(f"lmcache server of {setup.lmcache.title} has no option --{name}", do))
         elif option.choices and value not in option.choices:
-            wrong += 1
-            yield problem(f"--{name} is {value!r}, which is not allowed", f"--{name} {' | '.join(option.choices)}")
+            do = f"--{name} {' | '.join(option.choices)}"
+            faults.append(problem(f"--{name} is {value!r}, which is not allowed", do))
     for name, option in known.items():
         if option.required and name.removeprefix("--") not in command.options:
-            wrong += 1
-            yield problem(f"lmcache server needs {name}", f"{name} {' | '.join(option.choices) or 'VALUE'}")
-    if not wrong:
-        yield ok(f"{setup.lmcache.title} knows all {len(command.options)} options")
+            do = f"{name} {' | '.join(option.choices) or 'VALUE'}"
+            faults.append(problem(f"lmcache server needs {name}", do))
+    yield from faults or [ok(f"{setup.lmcache.title} knows all {len(command.options)} options")]
 
 
 def _shown(each: Setting) -> str:

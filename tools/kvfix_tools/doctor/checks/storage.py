@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvfix_tools.doctor.checks import Line, check, ok, problem, unchecked
+from kvfix_tools.doctor.checks import Line, check, ok, problem, remedy, unchecked
 from kvfix_tools.doctor.checks.disaggregated import bytes_per_token
 from kvfix_tools.doctor.machine import GIB, gib
 from kvfix_tools.doctor.setup import Setup
@@ -67,9 +67,8 @@ def l2_adapter(setup: Setup) -> Iterator[Line]:
             f"--l2-adapter is not JSON: {error}", """--l2-adapter '{"type": "fs", "base_path": "/data/l2"}'"""
         )
         return
-    folder = setup.lmcache.folder / "v1/distributed/l2_adapters" if setup.lmcache else None
-    texts = (file.read_text(encoding="utf-8", errors="replace") for file in folder.glob("*.py")) if folder else ()
-    known = {each for text in texts for each in re.findall(r"register_l2_adapter_type\(\s*[\"'](\w+)", text)}
+    pattern = r"register_l2_adapter_type\(\s*[\"'](\w+)"
+    known = setup.lmcache.found("v1/distributed/l2_adapters", pattern) if setup.lmcache else set()
     kind, path = (adapter.get("type"), adapter.get("base_path")) if isinstance(adapter, dict) else (None, None)
     if known and kind not in known:
         yield problem(f"--l2-adapter has no type {kind!r}", " | ".join(sorted(known)))
@@ -83,11 +82,9 @@ def l2_adapter(setup: Setup) -> Iterator[Line]:
 def remote_scheme(setup: Setup) -> Iterator[Line]:
     """The installed LMCache has a connector for the scheme of remote_url."""
     scheme, separator, _ = str(setup.setting("remote_url") or "").partition("://")
-    folder = setup.lmcache.folder / "v1/storage_backend/connector" if setup.lmcache else None
-    if setup.connector("v1") is None or not separator or folder is None or not folder.is_dir():
+    if setup.connector("v1") is None or not separator or setup.lmcache is None:
         return
-    texts = (file.read_text(encoding="utf-8", errors="replace") for file in folder.glob("*.py"))
-    known = {each for text in texts for each in re.findall(r"[\"']([a-z0-9-]+)://", text)} - {"http", "https"}
+    known = setup.lmcache.found("v1/storage_backend/connector", r"[\"']([a-z0-9-]+)://") - {"http", "https"}
     if known and scheme not in known:
         do = "remote_url: redis://HOST:PORT, or lm://HOST:PORT"
         yield problem(f"LMCache has no connector for remote_url {scheme}://", do)
@@ -101,10 +98,7 @@ def offload_size(setup: Setup) -> Iterator[Line]:
     for each in setup.connectors:
         if each.name != "OffloadingConnector":
             continue
-        given, key = (
-            each.extra.get("cpu_bytes_to_use"),
-            '"kv_connector_extra_config": {"cpu_bytes_to_use": 10737418240}',
-        )
+        given, key = each.extra.get("cpu_bytes_to_use"), remedy("KVD611")
         size = int(str(given).removesuffix(".0")) if str(given).removesuffix(".0").isdigit() else None
         if not given and not {"num_cpu_blocks", "spec_name"} & each.extra.keys():
             yield problem("OffloadingConnector has no cpu_bytes_to_use, so vLLM does not start", key)

@@ -16,8 +16,6 @@ from kvfix_tools.doctor.setup import Setup
 
 _CONFIGS = ("vllm.config.kv_transfer", "vllm.config", "vllm.config.__init__")
 _FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
-#: The roles of vLLM 0.11 to 0.33, used if the installed release's roles cannot be read.
-_ROLES = ("kv_producer", "kv_consumer", "kv_both")
 _EXAMPLE = """--kv-transfer-config '{"kv_connector":"LMCacheConnectorV1","kv_role":"kv_both"}'"""
 
 
@@ -33,10 +31,8 @@ def configuration(setup: Setup) -> Iterator[Line]:
         yield unchecked("the command has no --kv-transfer-config: no connector is used", _EXAMPLE)
         return
     faults = [line for each in setup.connectors for line in _entry(setup, each)]
-    yield from faults
-    if not faults:
-        names = " with ".join(each.name for each in setup.connectors)
-        yield ok(f"--kv-transfer-config: {names}, kv_role {setup.transfer.get('kv_role')}")
+    names = " with ".join(each.name for each in setup.connectors)
+    yield from faults or [ok(f"--kv-transfer-config: {names}, kv_role {setup.transfer.get('kv_role')}")]
 
 
 def _entry(setup: Setup, entry: Connector) -> Iterator[Line]:
@@ -60,8 +56,6 @@ def _entry(setup: Setup, entry: Connector) -> Iterator[Line]:
         return
     if not entry.role:
         yield problem(f"{entry.name} has no kv_role", '"kv_role": "kv_both" (or kv_producer, kv_consumer)')
-    elif not fields and entry.role not in _ROLES:
-        yield problem(f"kv_role {entry.role!r} is not one of {', '.join(_ROLES)}", '"kv_role": "kv_both"')
     yield from _registered(setup, entry)
     if entry.name == "MultiConnector" and not entry.extra.get("connectors"):
         yield problem("MultiConnector has no connectors", '"kv_connector_extra_config": {"connectors": [{...}, {...}]}')
@@ -118,31 +112,18 @@ def _fields(vllm: Package | None) -> dict[str, list[str]]:
 
 def _choices(node: ast.AST, aliases: dict[str, ast.expr]) -> Iterator[str]:
     """Yield the choices of `Literal[...] | None`, also through an alias (KVRole)."""
-    if isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("Literal"):
-        for each in node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]:
-            value = constant(each)
-            if isinstance(value, str):
-                yield value
-            elif isinstance(each, ast.Name) and each.id in aliases:
-                yield from _choices(aliases[each.id], aliases)
-    elif isinstance(node, ast.BinOp):
-        yield from _choices(node.left, aliases)
-        yield from _choices(node.right, aliases)
-    elif isinstance(node, ast.Name) and node.id in aliases:
-        yield from _choices(aliases[node.id], aliases)
+    for each in ast.walk(node):
+        if isinstance(each, ast.Subscript) and ast.unparse(each.value).endswith("Literal"):
+            constants = (one.value for one in ast.walk(each.slice) if isinstance(one, ast.Constant))
+            yield from (value for value in constants if isinstance(value, str))
+        if isinstance(each, ast.Name) and each.id in aliases:
+            yield from _choices(aliases[each.id], aliases)
 
 
 def _connectors(vllm: Package | None) -> set[str]:
     tree = vllm.tree(_FACTORY) if vllm else None
-    found = set()
-    for node in ast.walk(tree) if tree else ():
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr == "register_connector"
-        ):
-            found.add(constant(node.args[0]) if node.args else None)
-    return {name for name in found if isinstance(name, str)}
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args] if tree else []
+    return {str(constant(each.args[0])) for each in calls if ast.unparse(each.func).endswith(".register_connector")}
 
 
 @check("connector-keys")
