@@ -21,7 +21,7 @@ WHY = "imports torch, vLLM or LMCache"
 #: Not even collected: they install kvfix, start engines or other programs, look into them, build a release with a patch
 #: or the documentation, or read all of vLLM, all releases or a log without end.
 LEFT_OUT = (
-    "docs", "dump", "engine", "look", "release", "upstream", "diagnose/test_memory.py",
+    "docs", "dump", "engine", "look", "release", "upstream", "commands/test_mcp.py", "diagnose/test_memory.py",
     "doctor/test_good.py", "doctor/test_releases.py", "engine_state/test_look.py", "runtime/test_releases.py",
 )  # fmt: skip
 #: Names a file that a program makes where it imports torch.

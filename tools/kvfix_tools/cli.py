@@ -30,7 +30,7 @@ COMMANDS = {
     "diagnose": _CRASHED, "search": _CRASHED, "explain": _CRASHED, "replay": _CRASHED,
     "status": _BEFORE, "run": _BEFORE, "doctor": _BEFORE, "roundtrip": _BEFORE,
     "verify": _RUNS, "look": _RUNS, "attach": _RUNS, "detach": _RUNS, "dump": _RUNS,
-    "lab": _MAINTAIN, "conform": _MAINTAIN, "upstream": _MAINTAIN,
+    "lab": _MAINTAIN, "conform": _MAINTAIN, "upstream": _MAINTAIN, "mcp": _MAINTAIN,
 }  # fmt: skip
 
 app = typer.Typer(
@@ -159,6 +159,16 @@ def replay(
     from kvfix_tools import replay
 
     raise typer.Exit(replay.replay(files, json, router))
+
+
+@app.command(rich_help_panel=COMMANDS["mcp"])
+def mcp(
+    root: Annotated[Path, typer.Argument(metavar="DIR", help="Read files only below this folder.")] = Path(),
+) -> None:
+    """Run a Model Context Protocol server, which offers commands of kvfix to a language model (needs kvfix[mcp])."""
+    from kvfix_tools import mcp_server
+
+    raise typer.Exit(mcp_server.serve(root))
 
 
 @app.command(rich_help_panel=COMMANDS["conform"])

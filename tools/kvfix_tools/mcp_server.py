@@ -1,0 +1,120 @@
+"""`kvfix mcp`: kvfix's commands as tools of a Model Context Protocol server, on standard input and output.
+
+Each tool runs a kvfix command in a new process and returns its JSON. The server reads files below one folder only,
+which the user names at the start. It opens no connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mcp.server.mcpserver import MCPServer
+
+#: Time limit of one command in seconds, and size limit of its answer in characters.
+_LIMIT, _LONGEST = 600, 200_000
+INSTRUCTIONS = """kvfix explains failures of KV-cache connectors in vLLM (LMCache, NIXL, OffloadingConnector, Mooncake).
+Begin with `diagnose` and brief=true, or with `look` for an engine that hangs now. Look up a code (KVF, KVD, KVR) with
+`explain`, and a description without a log with `search`. A remedy is exact for the releases that the log names: do not
+replace the remedy by another one."""
+
+
+def serve(root: Path) -> int:
+    """Serve until the client disconnects. Return 2 if the package mcp is missing."""
+    try:
+        server = make(root)
+    except ImportError:
+        print("kvfix mcp: the package mcp 2 is not installed. Run: pip install 'mcp>=2'", file=sys.stderr)
+        return 2
+    server.run("stdio")
+    return 0
+
+
+def make(root: Path) -> MCPServer[Any]:
+    """Return the server. It reads files below `root` only. Raise ImportError without the package mcp 2."""
+    from mcp.server.mcpserver import MCPServer
+    from mcp.server.mcpserver.exceptions import ToolError
+
+    root = root.resolve()
+    server: MCPServer[Any] = MCPServer("kvfix", instructions=INSTRUCTIONS, log_level="WARNING")
+
+    def below(path: str) -> str:
+        found = (root / path).resolve()
+        if not found.is_relative_to(root):
+            raise ToolError(f"{path} is not below {root}. This server reads files below {root} only")
+        return str(found)
+
+    @server.tool()
+    async def diagnose(paths: list[str], brief: bool = False, request: str = "") -> dict[str, Any]:
+        """Explain log files of vLLM and LMCache: findings with cause, evidence and remedy.
+
+        brief: return 8 kB of text with root exceptions and unrecognised failures.
+        request: return the history of this request as text."""
+        options = ["--brief", "-"] if brief else ["--request", request] if request else ["--json"]
+        return await _run("diagnose", *options, "--", *map(below, paths))
+
+    @server.tool()
+    async def explain(name: str) -> dict[str, Any]:
+        """Explain a fix (KVF001), a finding or a problem in logs (KVD101) or a rule (KVR003, LAB001)."""
+        return await _run("explain", "--json", "--", name)
+
+    @server.tool()
+    async def search(text: str) -> dict[str, Any]:
+        """Find the three fixes, known problems or rules that best match a description, and how to confirm each.
+
+        A match is not a diagnosis. For a log use `diagnose`."""
+        return await _run("search", "--json", "--", f"{text}\n")  # a text of two lines names no file
+
+    @server.tool()
+    async def status() -> dict[str, Any]:
+        """Show the fixes that the vLLM and LMCache installed with this server need."""
+        return await _run("status", "--json")
+
+    @server.tool()
+    async def doctor(command: list[str] | None = None) -> dict[str, Any]:
+        """Check a set-up before the launch. command: e.g. ["vllm", "serve", "MODEL", ...]; it is not run."""
+        return await _run("doctor", "--json", *(["--", *command] if command else []))
+
+    @server.tool()
+    async def replay(paths: list[str]) -> dict[str, Any]:
+        """Check recorder files or bundles of `kvfix dump` again, and return the violated rules."""
+        return await _run("replay", "--json", "--", *map(below, paths))
+
+    @server.tool()
+    async def look(pid: int) -> dict[str, Any]:
+        """Find out why the running engine of this process makes no progress, without changing the engine.
+
+        The answer has the verdict, what to do without a restart, whether waiting helps, and what each request waits
+        for."""
+        return await _run("look", "--json", "--", str(pid))
+
+    return server
+
+
+async def _run(*arguments: str) -> dict[str, Any]:
+    """Run a kvfix command. Return {"exit_code", "answer": its JSON or text, "errors": its standard error}."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "kvfix_tools.cli", *arguments,
+        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        out, errors = await asyncio.wait_for(process.communicate(), _LIMIT)
+    except TimeoutError:
+        process.kill()
+        return {"exit_code": None, "answer": None, "errors": f"kvfix {arguments[0]} took more than {_LIMIT} s"}
+    text = out.decode("utf-8", "replace")
+    if len(text) > _LONGEST:
+        return {
+            "exit_code": process.returncode,
+            "answer": text[:_LONGEST],
+            "errors": f"the answer has {len(text)} characters and was cut to {_LONGEST}. Ask with brief=true",
+        }
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        answer = text
+    return {"exit_code": process.returncode, "answer": answer, "errors": errors.decode("utf-8", "replace")[:4000]}
