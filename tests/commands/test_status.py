@@ -24,30 +24,32 @@ def rows(*verdicts: str) -> list[fix_status.FixRow]:
     ]
 
 
-def overview(found: list[fix_status.FixRow]) -> list[str]:
-    return status.overview(status._select(found, (), ""))
+def overview(found: list[fix_status.FixRow], connector: str = "") -> list[str]:
+    return status.overview(status._select(found, (), connector, "", ""))
 
 
 def test_every_fix_has_an_effect() -> None:
     assert {fix.code for fix in FIXES if fix.effect not in EFFECTS} == set()
 
 
+@pytest.mark.parametrize("connector", ["", *fix_overview.KNOWN])
 @pytest.mark.parametrize("verdicts", [("applicable",), ("refused",), ("opt-in", "applicable", "unfixable", "applied")])
-def test_it_fits_one_screen(verdicts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_fits_one_screen(connector: str, verdicts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "_releases", lambda: "Installed: vllm 0.32.0, lmcache 0.5.6; kvfix 0.1.0")
-    lines = overview(rows(*verdicts))
+    lines = overview(rows(*verdicts), connector)
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 80
     assert lines[-1].startswith("SUMMARY: ")
 
 
 def test_the_counts_are_those_of_the_fixes() -> None:
-    """A bug that two distributions have counts once in the summary."""
-    lines = overview(rows("applicable"))
-    assert lines[-1] == f"SUMMARY: {len(FIXES)} to be fixed by kvfix.apply()"
-    (counted,) = (line.split() for line in lines if line.startswith("  every connector"))
-    mine = [fix for fix in FIXES if not fix_overview.connectors(fix)]
+    """A bug that two distributions have counts once; another connector's does not count."""
+    lines = overview(rows("applicable"), "NixlConnector")
+    mine = [fix for fix in FIXES if not fix_overview.connectors(fix) or "NixlConnector" in fix_overview.connectors(fix)]
+    assert lines[-1] == f"SUMMARY: {len(mine)} to be fixed by kvfix.apply()"
+    (counted,) = (line.split() for line in lines if line.startswith("  these connectors"))
     assert counted[2:] == [str(sum(fix.effect == effect for fix in mine)) for effect in EFFECTS]
+    assert 0 < len(mine) < len(FIXES)
 
 
 def test_what_is_not_fixed_is_named_and_the_rest_is_counted() -> None:
@@ -65,7 +67,7 @@ def test_nothing_known() -> None:
 
 
 def test_the_rows_of_named_fixes(capsys: pytest.CaptureFixture[str]) -> None:
-    selected = status._select(rows("opt-in"), ["kvf017", "lookup-cache-ignores-computed"], "")
+    selected = status._select(rows("opt-in"), ["kvf017", "lookup-cache-ignores-computed"], "", "", "")
     status._print_rows(selected, everything=True)
     printed = capsys.readouterr().out
     assert [line.split()[:2] for line in printed.splitlines() if line.startswith("KVF")] == [
@@ -77,10 +79,33 @@ def test_the_rows_of_named_fixes(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_rows_of_one_severity(capsys: pytest.CaptureFixture[str]) -> None:
-    status._print_rows(status._select(rows("applicable"), (), "wrong-output"), everything=False)
+    status._print_rows(status._select(rows("applicable"), (), "", "wrong-output", ""), everything=False)
     heads = [line for line in capsys.readouterr().out.splitlines() if line.startswith("KVF")]
     assert heads
     assert all("(wrong output; " in line for line in heads)
+
+
+TRANSFER = '{"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [%s]}}'
+
+
+@pytest.mark.parametrize(
+    ("named", "config", "environment", "expected"),
+    [
+        ("NixlConnector", "", "", ({"NixlConnector"}, "--connector")),
+        ("", '{"kv_connector": "NixlPushConnector"}', "", ({"NixlConnector"}, "--kv-transfer-config")),
+        (
+            "",
+            TRANSFER % '{"kv_connector": "LMCacheConnectorV1"}, {"kv_connector": "OffloadingConnector"}',
+            "",
+            ({"MultiConnector", "LMCacheConnectorV1", "OffloadingConnector"}, "--kv-transfer-config"),
+        ),
+        ("", "", "LMCacheMPConnector", ({"LMCacheMPConnector"}, "KVFIX_CONNECTOR")),
+        ("", "", "", (set(), "")),
+    ],
+)
+def test_where_the_connector_is_named(named, config, environment, expected, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setenv("KVFIX_CONNECTOR", environment)
+    assert fix_overview.in_use(named, config) == expected
 
 
 @pytest.mark.parametrize(
@@ -88,7 +113,10 @@ def test_rows_of_one_severity(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["KVF0017"], "unknown fix 'KVF0017'. Did you mean KVF0"),
         (["lookup-cache-ignores"], "Did you mean lookup-cache-ignores-computed?"),
+        (["--connector", "LMCacheConectorV1"], "Did you mean LMCacheConnectorV1?"),
+        (["--connector", "x"], "kvfix has fixes for LMCacheConnectorV1"),
         (["--severity", "bad"], "known: wrong output, crash, hang, leak, lost hits"),
+        (["--kv-transfer-config", "{"], 'is not JSON with a key "kv_connector"'),
     ],
 )
 def test_a_name_that_is_not_known(options: list[str], message: str, fresh: Fresh) -> None:

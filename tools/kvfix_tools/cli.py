@@ -90,6 +90,17 @@ def status(
     ] = None,
     json: Json = False,
     everything: Annotated[bool, typer.Option("--all", help="Show the row of every fix.")] = False,
+    connector: Annotated[
+        str, typer.Option(metavar="NAME[,NAME]", help="Count only bugs that concern these connectors.")
+    ] = "",
+    transfer_config: Annotated[
+        str,
+        typer.Option(
+            "--kv-transfer-config",
+            metavar="JSON",
+            help="Count only bugs of the connectors in this value of vLLM's --kv-transfer-config.",
+        ),
+    ] = "",
     severity: Annotated[
         str,
         typer.Option(metavar="EFFECT", help="Show rows of one effect: wrong-output, crash, hang, leak or lost-hits."),
@@ -113,14 +124,14 @@ def status(
 
         raise typer.Exit(attach.status(int(names[0]), json))
     if released:
-        if probe or everything or names or severity:
+        if probe or everything or names or connector or severity or transfer_config:
             raise typer.BadParameter("--released takes no other option: it does not read the installation")
         from kvfix_tools import status_released
 
         raise typer.Exit(status_released.status(json))
     from kvfix_tools import status
 
-    raise typer.Exit(status.status(json, probe, everything, names, severity))
+    raise typer.Exit(status.status(json, probe, everything, names, connector, severity, transfer_config))
 
 
 @app.command(rich_help_panel=COMMANDS["explain"])

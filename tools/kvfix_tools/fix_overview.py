@@ -1,14 +1,18 @@
-"""The connectors and the releases of each fix."""
+"""The connector, the effect and the releases of each fix."""
 
 from __future__ import annotations
 
+import json as jsonlib
+import os
+from collections.abc import Iterable
+from difflib import get_close_matches
 from functools import lru_cache
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from kvfix import applicability
-from kvfix.fixes.api import Fix, Target
+from kvfix.fixes.api import EFFECTS, Fix, Target
 
 _V1, _MP = "LMCacheConnectorV1", "LMCacheMPConnector"
 #: {prefix of a module name: connector}. The longest prefix wins. "": every connector.
@@ -27,6 +31,13 @@ _CONNECTORS = {
     "vllm.distributed.kv_transfer.kv_connector.v1.mooncake": "MooncakeConnector",
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading": "OffloadingConnector",
 }
+#: Other names under which vLLM knows a connector of the table.
+_ALIASES = {
+    "LMCacheConnectorV1Dynamic": _V1,
+    "NixlPullConnector": "NixlConnector",
+    "NixlPushConnector": "NixlConnector",
+}
+KNOWN = sorted({name for name in _CONNECTORS.values() if name} | set(_ALIASES))
 
 
 def connectors(fix: Fix) -> frozenset[str]:
@@ -38,6 +49,59 @@ def connectors(fix: Fix) -> frozenset[str]:
 def _connector(module: str) -> str:
     beginning = max((each for each in _CONNECTORS if module.startswith(each)), key=len, default="vllm.v1.core.")
     return _CONNECTORS[beginning]
+
+
+def concerns(fix: Fix, chosen: frozenset[str]) -> bool:
+    """Return True if the bug can happen with one of these connectors. `chosen` is empty for all connectors."""
+    mine = connectors(fix)
+    return not chosen or not mine or bool(mine & chosen)
+
+
+def in_use(named: str, transfer_config: str) -> tuple[frozenset[str], str]:
+    """Return (connectors, the option or variable that names them).
+
+    named: value of `--connector`. transfer_config: value of `--kv-transfer-config`. Raise ValueError for a wrong value.
+    """
+    if named:
+        return _checked(named.split(",")), "--connector"
+    if transfer_config:
+        return _checked(_of_config(transfer_config)), "--kv-transfer-config"
+    from_environment = os.environ.get("KVFIX_CONNECTOR", "")
+    if from_environment:
+        return _checked(from_environment.split(",")), "KVFIX_CONNECTOR"
+    return frozenset(), ""
+
+
+def _of_config(text: str) -> list[str]:
+    """Return the connector of vLLM's JSON and the children of a MultiConnector."""
+    try:
+        config = jsonlib.loads(text)
+        children = (config.get("kv_connector_extra_config") or {}).get("connectors", [])
+        return [config["kv_connector"], *(child["kv_connector"] for child in children)]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(
+            f'--kv-transfer-config is not JSON with a key "kv_connector": {text[:80]!r}. '
+            """Write it as for vLLM: '{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}'"""
+        ) from None
+
+
+def _checked(names: Iterable[str]) -> frozenset[str]:
+    found = set()
+    for name in filter(None, (name.strip() for name in names)):
+        if name not in KNOWN:
+            near = get_close_matches(name, KNOWN, 1)
+            hint = f"Did you mean {near[0]}?" if near else f"kvfix has fixes for {', '.join(KNOWN)}."
+            raise ValueError(f"unknown connector {name!r}. {hint}")
+        found.add(_ALIASES.get(name, name))
+    return frozenset(found)
+
+
+def severity(name: str) -> str:
+    """Return the effect with this name. Raise ValueError for an unknown name."""
+    for effect in EFFECTS:
+        if name.strip().lower().replace("-", " ") == effect:
+            return effect
+    raise ValueError(f"unknown severity {name!r}; known: {', '.join(EFFECTS)}")
 
 
 @lru_cache(maxsize=512)

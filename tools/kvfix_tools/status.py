@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
+from typing import NamedTuple
 
 import kvfix
 from kvfix import applicability, catalogue, fix_status, installed_source
@@ -41,12 +42,23 @@ _TYPE = {
 }
 
 
+class Selected(NamedTuple):
+    """The rows that the options select. where: the option that named the connectors; "": all connectors."""
+
+    rows: list[tuple[Fix, FixRow]]
+    connectors: frozenset[str]
+    where: str
+    left_out: int
+
+
 def status(
     json: bool,
     probe: bool,
     everything: bool = False,
     names: Sequence[str] = (),
+    connector: str = "",
     severity: str = "",
+    transfer_config: str = "",
 ) -> int:
     """Print the overview or the selected rows. Return 1 if a bug is not fixed, 77 without vLLM and LMCache."""
     rows = fix_status.rows(_probed) if probe else kvfix.status()
@@ -54,11 +66,11 @@ def status(
         print(f"kvfix status: this installation of kvfix has no fixes. {catalogue.REINSTALL}", file=sys.stderr)
         return 2
     try:
-        selected = _select(rows, names, severity)
+        selected = _select(rows, names, connector, severity, transfer_config)
     except ValueError as error:
         print(f"kvfix status: {error}", file=sys.stderr)
         return 2
-    found = [row for _, row in selected]
+    found = [row for _, row in selected.rows]
     is_nothing_here = all(row.verdict == "not-installed" for row in rows)
     if json:
         print(jsonlib.dumps([row._asdict() for row in found], indent=2))
@@ -73,15 +85,22 @@ def status(
     return int(any(row.verdict in FINDINGS for row in found))
 
 
-def _select(rows: list[FixRow], names: Sequence[str], severity: str) -> list[tuple[Fix, FixRow]]:
-    """Raise ValueError for an unknown fix or severity."""
+def _select(rows: list[FixRow], names: Sequence[str], connector: str, severity: str, transfer_config: str) -> Selected:
+    """Raise ValueError for an unknown fix, connector or severity."""
     codes = {_code(name) for name in names}
-    effect = severity.strip().lower().replace("-", " ")
-    if effect and effect not in EFFECTS:
-        raise ValueError(f"unknown severity {severity!r}; known: {', '.join(EFFECTS)}")
+    effect = fix_overview.severity(severity) if severity else ""
+    chosen, where = fix_overview.in_use(connector, transfer_config)
     fixes = {fix.code: fix for fix in catalogue.fixes()}
-    chosen = [(fixes[row.code], row) for row in rows if not codes or row.code in codes]
-    return [(fix, row) for fix, row in chosen if effect in ("", fix.effect)]
+    found, left_out = [], 0
+    for row in rows:
+        fix = fixes[row.code]
+        if (codes and row.code not in codes) or (effect and fix.effect != effect):
+            continue
+        if fix_overview.concerns(fix, chosen):
+            found.append((fix, row))
+        else:
+            left_out += 1
+    return Selected(found, chosen, where, left_out)
 
 
 def _code(name: str) -> str:
@@ -110,18 +129,18 @@ def _probed(target: Target) -> applicability.Applicability:
 # ------------------------------------------------------------------ one screen
 
 
-def overview(selected: list[tuple[Fix, FixRow]]) -> list[str]:
+def overview(selected: Selected) -> list[str]:
     """The overview: at most 24 lines of 80 columns."""
     states = applicability.STATES
     worst: dict[str, tuple[Fix, FixRow]] = {}  # one row for each fix, whose targets may be in two distributions
-    for fix, row in selected:
+    for fix, row in selected.rows:
         if row.verdict in _PRESENT:
             worst[fix.code] = min(
                 worst.get(fix.code, (fix, row)), (fix, row), key=lambda each: states.index(each[1].verdict)
             )
     fixed = [(fix, row) for fix, row in worst.values() if row.verdict in ("applicable", "applied")]
     others = [(fix, row) for fix, row in worst.values() if row.verdict not in ("applicable", "applied")]
-    lines = [_releases(), "", *_counted(fixed)]
+    lines = [_releases(), _connectors(selected), "", *_counted(fixed, selected)]
     end = ["", _here(), _summary(fixed, others)]
     if others:
         lines += ["", "Not fixed by kvfix.apply():"]
@@ -140,13 +159,20 @@ def _releases() -> str:
     return f"Installed: {', '.join(found)}; kvfix {kvfix.__version__}"
 
 
-def _counted(fixed: list[tuple[Fix, FixRow]]) -> list[str]:
+def _connectors(selected: Selected) -> str:
+    if selected.where:
+        return f"Connector: {', '.join(sorted(selected.connectors))} (from {selected.where})"
+    return "Connector: not named (--connector NAME counts only what concerns it)"
+
+
+def _counted(fixed: list[tuple[Fix, FixRow]], selected: Selected) -> list[str]:
     """A table with a row for each connector and a column for each effect."""
     if not fixed:
         return ["No known bug of these releases is left for kvfix.apply() to fix."]
     groups: dict[str, Counter[str]] = {}
     for fix, _ in fixed:
-        for name in fix_overview.connectors(fix) or ["every connector"]:
+        names = sorted(fix_overview.connectors(fix) or ["every connector"])
+        for name in ["these connectors"] if selected.where else names:
             groups.setdefault(name, Counter())[fix.effect] += 1
     width = max(map(len, groups))
     table = [f"  {'':<{width}}" + "".join(f"  {effect}" for effect in EFFECTS)]
@@ -177,9 +203,9 @@ def _summary(fixed: list[tuple[Fix, FixRow]], others: list[tuple[Fix, FixRow]]) 
 # ------------------------------------------------------------------ rows
 
 
-def _print_rows(selected: list[tuple[Fix, FixRow]], everything: bool) -> None:
+def _print_rows(selected: Selected, everything: bool) -> None:
     """Print verdict and effect, title, reason and command of each fix. The worst effect comes first."""
-    rows = [(fix, row) for fix, row in selected if everything or row.verdict in _PRESENT]
+    rows = [(fix, row) for fix, row in selected.rows if everything or row.verdict in _PRESENT]
     states = applicability.STATES
     rows.sort(key=lambda each: (states.index(each[1].verdict), EFFECTS.index(each[0].effect), each[1].code))
     for fix, row in rows:
@@ -189,6 +215,8 @@ def _print_rows(selected: list[tuple[Fix, FixRow]], everything: bool) -> None:
         for text in (fix.title, row.reason, f"Type: {do}" if do else ""):
             if text:
                 print(textwrap.fill(text, _WIDTH, initial_indent="  ", subsequent_indent="    "))
-    left = len(selected) - len(rows)
+    if selected.left_out:
+        print(f"{selected.left_out} rows do not concern the connector.")
+    left = len(selected.rows) - len(rows)
     if left:
         print(f"{left} rows need nothing (kvfix status --all lists them).")
