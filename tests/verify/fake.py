@@ -166,7 +166,7 @@ def served(behaviour: Behaviour) -> Iterator[tuple[str, Engine]]:
         do_POST = do_GET
 
         def stream(self, body: dict[str, Any]) -> None:
-            prompt = body["prompt"]
+            prompt = words(body["prompt"]) if isinstance(body["prompt"], str) else body["prompt"]
             if len(prompt) + body["max_tokens"] > behaviour.length:
                 return self.reply(400, '{"error": "the maximum context length"}')
             given = engine.answer(body["model"], prompt, body["max_tokens"])

@@ -17,23 +17,24 @@ def answer(*positions: dict[str, float]) -> Answer:
 
 
 class TestDifference:
-    def test_the_largest_one(self) -> None:
+    def test_the_largest_one_and_its_place(self) -> None:
         one, other = answer({"a": -0.1, "b": -3.0}, {"c": -0.5}), answer({"a": -0.2, "b": -3.5}, {"c": -2.0})
-        assert difference(one, other) == 1.5
+        found = difference(one, other)
+        assert (found.size, found.position, found.token) == (1.5, 1, "c")
 
     def test_not_after_the_first_token_that_differs(self) -> None:
         one, other = answer({"a": -0.1, "b": -0.2}, {"c": -0.5}), answer({"a": -0.2, "b": -0.1}, {"c": -9.0})
-        assert difference(one, other) == pytest.approx(0.1)
+        assert difference(one, other).size == pytest.approx(0.1)
 
     def test_a_token_that_one_list_lacks(self) -> None:
         """Its value there is at most the smallest of the list."""
         one, other = answer({"a": -0.1, "b": -1.0}), answer({"a": -0.1, "c": -4.0})
-        assert difference(one, other) == pytest.approx(3.0)
-        assert difference(other, one) == pytest.approx(3.0)
+        assert difference(one, other).size == pytest.approx(3.0)
+        assert difference(other, one).size == pytest.approx(3.0)
 
     def test_equal(self) -> None:
         one = answer({"a": -0.1}, {"b": -0.2})
-        assert difference(one, one) == 0.0
+        assert difference(one, one).size == 0.0
 
 
 NOISE: dict[str, Callable[[random.Random], float]] = {

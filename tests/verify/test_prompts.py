@@ -14,12 +14,12 @@ SIZES = Sizes(chunk=256, block=16, longest=1200)
 
 @pytest.fixture
 def prompts() -> list[Prompt]:
-    maker = Maker(list(range(100, 600)), random.Random(0))
+    maker = Maker(list(range(100, 600)), 1.0, random.Random(0))
     return list(maker.prompts(maker.kinds(48), SIZES))
 
 
 def lengths(prompts: list[Prompt], kind: str) -> set[int]:
-    return {len(each.tokens) for each in prompts if each.kind == kind}
+    return {each.length for each in prompts if each.kind == kind}
 
 
 def test_lengths_at_the_borders(prompts: list[Prompt]) -> None:
@@ -28,26 +28,34 @@ def test_lengths_at_the_borders(prompts: list[Prompt]) -> None:
     assert lengths(prompts, "one chunk") == {256}
     assert lengths(prompts, "one chunk and one token") == {257}
     assert lengths(prompts, "whole chunks") == {1024}
-    assert max(len(each.tokens) for each in prompts) <= SIZES.longest
+    assert max(each.length for each in prompts) <= SIZES.longest
 
 
 def test_most_are_controls(prompts: list[Prompt]) -> None:
     """All but their last token are whole blocks."""
-    assert sum(len(each.tokens) % 16 == 1 for each in prompts) == 36
+    assert sum(each.length % 16 == 1 for each in prompts) == 36
 
 
 def test_no_two_start_alike_unless_they_share_their_prefix(prompts: list[Prompt]) -> None:
-    starts = Counter((each.kind, each.tokens[:16]) for each in prompts)
+    starts = Counter((each.kind, each.body[:16]) for each in prompts)
     assert {kind for (kind, _), count in starts.items() if count > 1} == {"shared prefix"}
-    shared = [each.tokens for each in prompts if each.kind == "shared prefix"]
+    shared = [each.body for each in prompts if each.kind == "shared prefix"]
     assert len({body[:1024] for body in shared}) == 3
     assert len(set(shared)) == 9
 
 
 def test_the_end_repeats_earlier_tokens(prompts: list[Prompt]) -> None:
     for each in prompts:
-        cue = each.tokens[-CUE:]
-        assert any(each.tokens[at : at + CUE] == cue for at in range(len(each.tokens) - CUE))
+        if not isinstance(each.body, str):
+            cue = each.body[-CUE:]
+            assert any(each.body[at : at + CUE] == cue for at in range(each.length - CUE))
+
+
+def test_texts_where_nothing_tokenizes() -> None:
+    maker = Maker([], 1.3, random.Random(0))
+    prompts = list(maker.prompts(maker.kinds(16), SIZES))
+    assert all(isinstance(each.body, str) for each in prompts)
+    assert len({str(each.body)[:40] for each in prompts}) == 16
 
 
 @pytest.mark.parametrize("block", [16, 32, 128])
@@ -56,8 +64,8 @@ def test_prompts_as_long_as_the_context_allows_fit(block: int) -> None:
     for chunk in range(block, context // 2 - 2 * block, block):
         sizes = Sizes(chunk, block, context - block - TOKENS, context)
         assert sizes.fits
-        prompts = Maker([1], random.Random(0)).prompts(["shared prefix"], sizes)
-        assert max(len(each.tokens) for each in prompts) + block + TOKENS <= context
+        prompts = Maker([1], 1.0, random.Random(0)).prompts(["shared prefix"], sizes)
+        assert max(each.length for each in prompts) + block + TOKENS <= context
 
 
 def test_two_chunks_that_are_longer_than_the_context_do_not_fit() -> None:

@@ -468,6 +468,7 @@ def verify(
     requests: Annotated[int, typer.Option(min=16, help="Send this many prompts. More prompts find rarer errors.")] = 48,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of the longest prompt.")] = 1200,
     chunk: Annotated[int, typer.Option(help="Tokens of a chunk. 0: measure the chunk size.")] = 0,
+    clients: Annotated[int, typer.Option(min=2, help="Send this many requests at once in the load round.")] = 8,
     seconds: Annotated[float, typer.Option(help="Stop after this many seconds.")] = 300.0,
     api_key_env: Annotated[
         str, typer.Option(metavar="NAME", help="Read the API key from this environment variable.")
@@ -485,7 +486,9 @@ def verify(
         raise typer.Exit(77)
     from kvfix_tools.verify import command
 
-    options = command.Options(url, model, decode, requests, prompt_tokens, chunk, seconds, api_key_env, json, dry_run)
+    options = command.Options(
+        url, model, decode, requests, prompt_tokens, chunk, clients, seconds, api_key_env, json, dry_run
+    )
     raise typer.Exit(command.verify(options))
 
 

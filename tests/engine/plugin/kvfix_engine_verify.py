@@ -1,6 +1,6 @@
 """LMCache in process on the CPU as on a GPU, with faults for `kvfix verify` planted where KV has just been loaded.
 
-LMCache's own GPU connector runs on CPU tensors (maintain.gpu.engine_connector). It gets KV as vLLM has it on a
+LMCache's own GPU connector runs on CPU tensors (kvfix_tools.roundtrip.engine_connector). It gets KV as vLLM has it on a
 GPU from 0.26 on: K and V of each token and head packed, heads inside of tokens. vLLM for the CPU holds K transposed and
 then V in each block and head (float32), so a copy in the GPU's layout stands between the two.
 
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from maintain.gpu.engine_connector import InProcess
+from kvfix_tools.roundtrip.engine_connector import InProcess
 
 FAULT = Path(os.environ.get("KVFIX_TEST_FAULT", "/nonexistent"))
 CHUNK = 64

@@ -86,9 +86,12 @@ class Server:
             return ""
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the token ids of a text."""
+        """Return the token ids of a text; [] if the server does not offer this."""
         body = {"model": self.model, "prompt": text, "add_special_tokens": False}
-        return [int(token) for token in self._json("POST", "/tokenize", body).get("tokens", [])]
+        try:
+            return [int(token) for token in self._json("POST", "/tokenize", body).get("tokens", [])]
+        except Refused:
+            return []
 
     def reset(self) -> bool | None:
         """Empty the GPU's prefix cache. Return False if blocks are in use, None if the server does not offer this."""
@@ -99,9 +102,12 @@ class Server:
         # vLLM before 0.11 answers with an empty body.
         return bool(answer.json().get("success", True)) if answer.content.strip() else True
 
-    def metrics(self) -> Metrics:
-        """Return the metrics. Raise Refused if the server has no /metrics of vLLM."""
-        text = self._request("GET", "/metrics").text
+    def metrics(self) -> Metrics | None:
+        """Return the metrics; None if the server has no /metrics of vLLM."""
+        try:
+            text = self._request("GET", "/metrics").text
+        except Refused:
+            return None
         sums: dict[str, float] = {}
         blocks, block = 0, 0
         try:
@@ -112,9 +118,9 @@ class Server:
                         blocks += _number(sample.labels.get("num_gpu_blocks"))
                         block = _number(sample.labels.get("block_size"))
         except ValueError:  # a page that is not Prometheus text
-            sums = {}
+            return None
         if not any(name.startswith("vllm:") for name in sums):
-            raise Refused(f"{self.url}/metrics does not answer as vLLM does")
+            return None
 
         def count(name: str) -> float:
             return sums.get(f"vllm:{name}_total", 0.0)
@@ -129,6 +135,8 @@ class Server:
         until = time.monotonic() + METRICS_LATE
         while True:
             now = self.metrics()
+            if now is None:
+                raise Refused(f"{self.url}/metrics does not answer any more")
             if now.requests >= before.requests + requests or time.monotonic() > until:
                 return now
             time.sleep(0.005)
@@ -150,7 +158,7 @@ class Server:
             raise Refused(f"{self.url} answers without log probabilities. Start the server without --max-logprobs 0")
         details = usage.get("prompt_tokens_details") or {}
         answer = Answer(tuple(answered), tuple(logprobs))
-        return Reply(answer, first, int(usage.get("prompt_tokens") or len(prompt.tokens)), details.get("cached_tokens"))
+        return Reply(answer, first, int(usage.get("prompt_tokens") or prompt.length), details.get("cached_tokens"))
 
     def abort(self, prompt: Prompt, tokens: int) -> None:
         """Send a request, and close the connection after the first token."""
@@ -159,9 +167,9 @@ class Server:
         events.close()
 
     def _events(self, prompt: Prompt, tokens: int, model: str) -> Generator[dict[str, Any], None, None]:
+        body = prompt.body if isinstance(prompt.body, str) else list(prompt.body)
         wanted = {
-            "model": model or self.model, "prompt": prompt.tokens, "max_tokens": tokens,
-            "temperature": 0, "ignore_eos": True,
+            "model": model or self.model, "prompt": body, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
             "logprobs": TOP, "return_tokens_as_token_ids": True,
             "stream": True, "stream_options": {"include_usage": True},
         }  # fmt: skip

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import os
 import random
+import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from kvfix_tools import screen
 from kvfix_tools.verify import report
 from kvfix_tools.verify.client import Metrics, OutOfTime, Refused, Server
-from kvfix_tools.verify.prompts import TEXT, TOKENS, Maker, Sizes
+from kvfix_tools.verify.prompts import TOKENS, WORDS, Maker, Sizes
 from kvfix_tools.verify.rounds import SURVEY, Inconclusive, Rounds
 
+#: Estimate, if the server does not offer /tokenize.
+TOKENS_PER_WORD = 1.3
 #: With fewer different tokens, prompts have whole blocks in common by chance.
 FEWEST_TOKENS = 8
 
@@ -28,6 +30,7 @@ class Options:
     requests: int = 48
     prompt_tokens: int = 1200
     chunk: int = 0
+    clients: int = 8
     seconds: float = 300.0
     api_key_env: str = ""
     json: bool = False
@@ -50,7 +53,7 @@ def verify(options: Options) -> int:
     except Refused as refused:
         return _end(options, about, report.REFUSED, str(refused))
     except Inconclusive as why:
-        return _end(options, about, report.NOTHING_PROVEN, str(why))
+        return _end(options, about, report.NOTHING_PROVEN, str(why), look_at=True)
     except OutOfTime:
         why_not = f"the run did not finish in {options.seconds:g} s. Use a longer --seconds, or fewer --requests"
         return _end(options, about, report.NOTHING_PROVEN, why_not)
@@ -67,21 +70,20 @@ def _verify(options: Options, about: dict[str, Any], subject: Server, reference:
         raise Refused(f"{reference.url} has no model {options.model!r}. Give --model with one of: {names}")
     subject.model = reference.model = about["model"] = chosen["id"]
     about["vllm"] = reference.version()
-    try:
-        metrics = reference.metrics()
-    except Refused:
+    metrics = reference.metrics()
+    if metrics is None:
         raise Inconclusive(
             f"{reference.url} has no /metrics of vLLM, so kvfix cannot count tokens from the connector."
             " Use the port of the engine, not of a proxy"
-        ) from None
+        )
     maker, sizes = _plan(options, reference, metrics, _context_length(models, chosen))
-    rounds = Rounds(subject, reference, maker, sizes, metrics.capacity, screen.progress)
+    rounds = Rounds(subject, reference, maker, sizes, options.clients, _progress)
     if options.dry_run:
         return _dry_run(options, maker, sizes, rounds)
     started = time.monotonic()
     outcome = rounds.run(options.requests, _adapters(models, chosen))
     about["seconds"] = time.monotonic() - started
-    screen.progress("")
+    _progress("")
     code = report.verdict(outcome)
     if options.json:
         print(json.dumps({**about, "verdict": report.VERDICTS[code], "exit": code, **report.as_json(outcome)}))
@@ -93,7 +95,9 @@ def _verify(options: Options, about: dict[str, Any], subject: Server, reference:
 
 
 def _plan(options: Options, server: Server, metrics: Metrics, model_length: int) -> tuple[Maker, Sizes]:
-    vocabulary = sorted(set(server.tokenize(TEXT)))
+    text = " ".join(WORDS)
+    vocabulary = server.tokenize(text)
+    per_word = len(vocabulary) / len(WORDS) if vocabulary else TOKENS_PER_WORD
     block = metrics.block or 16
     longest = max(options.prompt_tokens, 2 * options.chunk + block + 1)
     longest = min(longest, model_length - block - TOKENS if model_length else longest)
@@ -101,12 +105,13 @@ def _plan(options: Options, server: Server, metrics: Metrics, model_length: int)
         raise Refused(
             f"prompts of {longest} tokens are shorter than three blocks of {block}. Use a larger --prompt-tokens"
         )
-    if len(vocabulary) < FEWEST_TOKENS:
+    if 0 < len(set(vocabulary)) < FEWEST_TOKENS:
         raise Refused(
-            f"the tokenizer of {server.url} makes only {len(vocabulary)} different tokens of common words, so prompts"
-            " are too similar"
+            f"the tokenizer of {server.url} makes only {len(set(vocabulary))} different tokens of {len(WORDS)} words,"
+            " so prompts are too similar"
         )
-    return Maker(vocabulary, random.Random(options.seed)), Sizes(options.chunk, block, longest, model_length)
+    maker = Maker(sorted(set(vocabulary)), per_word, random.Random(options.seed))
+    return maker, Sizes(options.chunk, block, longest, model_length)
 
 
 def _context_length(models: list[dict[str, Any]], chosen: dict[str, Any]) -> int:
@@ -134,11 +139,19 @@ def _dry_run(options: Options, maker: Maker, sizes: Sizes, rounds: Rounds) -> in
     return report.SAME
 
 
-def _end(options: Options, about: dict[str, Any], code: int, why: str) -> int:
+def _end(options: Options, about: dict[str, Any], code: int, why: str, look_at: bool = False) -> int:
     """Print the end of a run without an outcome, and return the exit code."""
-    screen.progress("")
+    _progress("")
     if options.json:
         print(json.dumps({**about, "verdict": report.VERDICTS[code], "exit": code, "reason": why}))
     else:
+        if look_at:
+            print("\n".join(report.look_at()))
         print(f"SUMMARY: kvfix verify {report.VERDICTS[code]}: {why}")
     return code
+
+
+def _progress(what: str) -> None:
+    """Show the progress on a terminal; "" removes it."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{what}", end="", file=sys.stderr, flush=True)

@@ -43,20 +43,32 @@ def has_numbers(answer: Answer) -> bool:
     return all(max(each.values(), default=SMALLEST) > SMALLEST for each in answer.logprobs)
 
 
-def difference(computed: Answer, cached: Answer) -> float:
-    """Return the largest difference of a log probability, in nats.
+@dataclass(frozen=True)
+class Difference:
+    """The largest difference of a log probability, in nats.
 
-    The answers are compared up to the first token that differs, because the texts differ after this token.
+    position: index of the answered token. token, computed, cached: the token, and its two log probabilities.
     """
-    largest = 0.0
+
+    size: float
+    position: int
+    token: str = ""
+    computed: float = 0.0
+    cached: float = 0.0
+
+
+def difference(computed: Answer, cached: Answer) -> Difference:
+    """Compare two answers up to the first token that differs, because the texts differ after this token."""
+    largest = Difference(0.0, 0)
     for position, (one, other) in enumerate(zip(computed.logprobs, cached.logprobs, strict=False)):
         for token in {*one, *other}:
             # A token that is not in the list has at most the smallest value of the list, which gives a lower bound.
             left = one.get(token, min(one.values(), default=0.0))
             right = other.get(token, min(other.values(), default=0.0))
             is_known = token in one and token in other
-            size = abs(left - right) if is_known else (left - right) if token in one else (right - left)
-            largest = max(largest, size)
+            size = abs(left - right) if is_known else max(0.0, (left - right) if token in one else (right - left))
+            if size > largest.size:
+                largest = Difference(size, position, token, left, right)
         if computed.tokens[position : position + 1] != cached.tokens[position : position + 1]:
             break
     return largest

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvfix_tools.verify.client import Reply
-from kvfix_tools.verify.compare import Judge
+from kvfix_tools.verify.compare import Difference, Judge
 from kvfix_tools.verify.prompts import Prompt, Sizes
 
 #: Modes in which prompts are sent with KV from the connector.
@@ -27,7 +27,7 @@ class Case:
     control: float | None = None
     hits: int | None = 0
     warm: Reply | None = None
-    cached: dict[str, float] = field(default_factory=dict)
+    cached: dict[str, Difference] = field(default_factory=dict)
 
 
 @dataclass
@@ -79,5 +79,5 @@ class Outcome:
         """Return the cases whose difference is above the limit."""
         return [
             case for case in self.cases
-            if kind in ("", case.prompt.kind) and mode in case.cached and self.judge.exceeds(case.cached[mode])
+            if kind in ("", case.prompt.kind) and mode in case.cached and self.judge.exceeds(case.cached[mode].size)
         ]  # fmt: skip

@@ -18,6 +18,7 @@ burn busy call came camp car care carry case cat catch cause chair chance city c
 cloud coast cold color come common cook cool copy corn cost count country cover cross cry cup cut dance dark day deep
 door down draw dream
 """
+WORDS = TEXT.split()
 #: Number of answered tokens.
 TOKENS = 8
 #: Number of tokens at the end of a prompt that repeat earlier tokens.
@@ -27,16 +28,23 @@ SHARES = {
     "many chunks": 5,
     "shared prefix": 3,
     "one chunk and one token": 4,
-    "whole chunks": 2,
+    "whole chunks": 1,
     "one chunk": 1,
     "one chunk less one token": 1,
+    "text": 1,
 }
 
 
 @dataclass(frozen=True)
 class Prompt:
+    """A prompt. body: token ids, or a text. length: in tokens; 0 if only the server knows it."""
+
     kind: str
-    tokens: tuple[int, ...]
+    body: tuple[int, ...] | str
+
+    @property
+    def length(self) -> int:
+        return 0 if isinstance(self.body, str) else len(self.body)
 
 
 @dataclass(frozen=True)
@@ -60,13 +68,17 @@ class Sizes:
 
 
 class Maker:
-    """Makes prompts. vocabulary: token ids to draw from."""
+    """Makes prompts. vocabulary: token ids to draw from; if empty, every prompt is a text."""
 
-    def __init__(self, vocabulary: list[int], drawn: random.Random) -> None:
-        self.vocabulary, self.drawn = vocabulary, drawn
+    def __init__(self, vocabulary: list[int], tokens_per_word: float, drawn: random.Random) -> None:
+        self.vocabulary = vocabulary
+        self.tokens_per_word = tokens_per_word
+        self.drawn = drawn
 
     def kinds(self, count: int) -> list[str]:
         """Return the kinds of `count` prompts, in the order of the requests."""
+        if not self.vocabulary:
+            return ["text"] * count
         total = sum(SHARES.values())
         return [kind for kind, share in SHARES.items() for _ in range(max(1, round(count * share / total)))]
 
@@ -74,7 +86,9 @@ class Maker:
         """Yield prompts of these kinds. Three prompts of the kind `shared prefix` at a time share a prefix."""
         prefix: list[int] = []
         for number, kind in enumerate(kinds):
-            if kind == "shared prefix":
+            if kind == "text":
+                yield Prompt(kind, self.text(sizes.longest // 2))
+            elif kind == "shared prefix":
                 if number % 3 == 0 or not prefix:
                     prefix = self.fresh(sizes.whole)
                 yield self.cued(kind, prefix, sizes.whole + sizes.block + 1)
@@ -96,6 +110,12 @@ class Maker:
 
     def fresh(self, tokens: int) -> list[int]:
         return self.drawn.choices(self.vocabulary, k=tokens)
+
+    def text(self, tokens: int) -> str:
+        """Return a text of about this number of tokens."""
+        words = self.drawn.choices(WORDS, k=max(8, int(tokens / self.tokens_per_word)))
+        at = self.drawn.randrange(len(words) - 3)
+        return " ".join([*words, *words[at : at + 3]])
 
     def cued(self, kind: str, start: list[int], tokens: int) -> Prompt:
         body = [*start, *self.fresh(tokens - len(start))]

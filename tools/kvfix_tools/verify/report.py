@@ -14,11 +14,24 @@ from kvfix_tools.verify.outcome import ALONE, UNDER_LOAD, Case, Confirmation, Ou
 SAME, DIFFERENT, REFUSED, NOTHING_PROVEN = 0, 1, 2, 77
 VERDICTS = {SAME: "same", DIFFERENT: "different", REFUSED: "refused", NOTHING_PROVEN: "nothing proven"}
 MODES = (ALONE, UNDER_LOAD)
+#: Possible reasons why too few tokens came from the connector.
+LOOK_AT = (
+    "The connector is not active: run `kvfix doctor -- vllm serve ...`, and check that vLLM's log names the connector.",
+    "The memory of the connector is too small for all prompts: increase it, for example max_local_cpu_size.",
+    "The chunk is larger than the prompts: use --prompt-tokens of at least three chunks.",
+    "LMCache stores whole chunks only, unless save_unfull_chunk is set.",
+    "Scheduler and worker of LMCache hash differently: set PYTHONHASHSEED=0.",
+    "Several engines are behind this URL: use the port of one engine.",
+)
 NARROW = (
     'kvfix search "wrong output with KV cache hits"',
     "kvfix roundtrip --backend lmcache vllm    checks every byte of KV, on the machine of the engine",
     "kvfix run --mode check -- vllm serve ...  checks the token counts at every connector hook",
 )
+
+
+def look_at() -> list[str]:
+    return ["Possible reasons:", *(f"- {line}" for line in LOOK_AT)]
 
 
 def verdict(outcome: Outcome) -> int:
@@ -36,13 +49,10 @@ def why_not(outcome: Outcome) -> str:
             " is idle, or start the server with --enable-prompt-tokens-details"
         )
     if outcome.hits < outcome.expected / 2:
-        return (
-            f"only {outcome.hits} of {outcome.expected} expected tokens came from the connector. Give the connector"
-            " more memory, or use fewer --requests"
-        )
+        return f"only {outcome.hits} of {outcome.expected} expected tokens came from the connector"
     if judge.limit > TOO_NOISY:
         return f"the noise is too large: a log probability moves by {judge.noise:.3g} without the connector"
-    far = [case for mode in MODES for case in outcome.above(mode) if judge.is_far(case.cached[mode])]
+    far = [case for mode in MODES for case in outcome.above(mode) if judge.is_far(case.cached[mode].size)]
     if far and not judge.is_exact:
         return (
             f"{len(far)} answers differ by more than {FAR:g} times the noise, but fresh prompts did not repeat this."
@@ -74,6 +84,11 @@ def _chunks(case: Case, outcome: Outcome) -> int:
     return math.ceil((case.hits or 0) / outcome.sizes.chunk)
 
 
+def worst(outcome: Outcome) -> tuple[str, Case] | None:
+    wrong = [(mode, case) for mode in MODES for case in outcome.above(mode)]
+    return max(wrong, key=lambda pair: pair[1].cached[pair[0]].size, default=None)
+
+
 def first_tokens(outcome: Outcome) -> tuple[float, float]:
     """Return the median seconds until the first token, computed and with KV from the connector."""
     pairs = [(case.computed.first, case.warm.first) for case in outcome.cases if case.hits and case.warm]
@@ -85,13 +100,24 @@ def first_tokens(outcome: Outcome) -> tuple[float, float]:
 def as_json(outcome: Outcome) -> dict[str, Any]:
     computed, cached = first_tokens(outcome)
     judge = outcome.judge
+    kinds = {
+        kind: {
+            "prompts": len(cases),
+            "hit_tokens": sum(case.hits or 0 for case in cases),
+            "largest_difference": {
+                mode: max((case.cached[mode].size for case in cases), default=0.0) for mode in MODES
+            },
+            "above_limit": {mode: len(outcome.above(mode, kind)) for mode in MODES},
+        }
+        for kind, cases in _by_kind(outcome).items()
+    }
     return {
         "chunk": outcome.sizes.chunk, "block": outcome.sizes.block,
         "hit_tokens": outcome.hits, "expected_hit_tokens": outcome.expected,
         "first_token_seconds": {"computed": computed, "cached": cached},
         "flushed_by": outcome.flushed_by, "preemptions": outcome.preemptions,
         "controls": len(judge.controls), "noise": judge.noise, "limit": judge.limit, "is_exact": judge.is_exact,
-        "false_alarm_rate": outcome.error_rate, "kinds": _kinds(outcome), "shared_with": outcome.shared_with,
+        "false_alarm_rate": outcome.error_rate, "kinds": kinds, "shared_with": outcome.shared_with,
         "not_numbers": outcome.not_numbers,
         "confirmations": [vars(each) | {"holds": each.holds} for each in outcome.confirmations],
     }  # fmt: skip
@@ -114,15 +140,21 @@ def lines(outcome: Outcome, vllm: str) -> list[str]:
         f"{'prompts':33} {'from the':>9}  largest difference of a log probability",
         f"{'':33} {'connector':>9}  {'alone':>12}  {'under load':>12}",
     ]
-    for kind, row in _kinds(outcome).items():
-        sizes = [f"{size:>12.3g}{'*' if judge.exceeds(size) else ' '}" for size in row["largest_difference"].values()]
-        text.append(f"{row['prompts']:3} {kind:29} {row['hit_tokens']:>9}  {' '.join(sizes)}".rstrip())
+    for kind, cases in _by_kind(outcome).items():
+        sizes = [max((case.cached[mode].size for case in cases), default=0.0) for mode in MODES]
+        marks = ["*" if judge.exceeds(size) else " " for size in sizes]
+        hits = sum(case.hits or 0 for case in cases)
+        text.append(
+            f"{len(cases):3} {kind:29} {hits:>9}  {sizes[0]:>12.3g}{marks[0]} {sizes[1]:>12.3g}{marks[1]}".rstrip()
+        )
     text.append("* above the limit" if any(map(outcome.above, MODES)) else "")
     text += [_confirmed(each) for each in outcome.confirmations]
     if outcome.preemptions:
         text.append(f"Under load, vLLM preempted {outcome.preemptions} times.")
     if code == DIFFERENT:
-        text += ["", *_other_signs(outcome), *_known(vllm)]
+        text += ["", *_example(outcome), *_known(outcome, vllm)]
+    if code == NOTHING_PROVEN and (outcome.hits or 0) < outcome.expected / 2:
+        text += ["", *look_at()]
     return text
 
 
@@ -135,20 +167,11 @@ def summary(outcome: Outcome) -> str:
     return f"same: {len(outcome.cases)} prompts, {outcome.hits} tokens from the connector"
 
 
-def _kinds(outcome: Outcome) -> dict[str, dict[str, Any]]:
-    """Return {kind of prompt: its numbers}."""
+def _by_kind(outcome: Outcome) -> dict[str, list[Case]]:
     kinds: dict[str, list[Case]] = {}
     for case in outcome.cases:
         kinds.setdefault(case.prompt.kind, []).append(case)
-    return {
-        kind: {
-            "prompts": len(cases),
-            "hit_tokens": sum(case.hits or 0 for case in cases),
-            "largest_difference": {mode: max(case.cached[mode] for case in cases) for mode in MODES},
-            "above_limit": {mode: len(outcome.above(mode, kind)) for mode in MODES},
-        }
-        for kind, cases in kinds.items()
-    }
+    return kinds
 
 
 def _confirmed(each: Confirmation) -> str:
@@ -158,8 +181,18 @@ def _confirmed(each: Confirmation) -> str:
     )
 
 
-def _other_signs(outcome: Outcome) -> list[str]:
+def _example(outcome: Outcome) -> list[str]:
+    found = worst(outcome)
     text = []
+    if found:
+        mode, case = found
+        different, chunk = case.cached[mode], outcome.sizes.chunk
+        text = [
+            f"Largest: a prompt of {case.computed.prompt_tokens} tokens ('{case.prompt.kind}'), {mode}.",
+            f"  {case.hits or 0} tokens came from the connector: {(case.hits or 0) / chunk:.4g} chunks of {chunk}.",
+            f"  Answered token {different.position + 1}, log probability of {different.token}: {different.computed:.4f}"
+            f" computed, {different.cached:.4f} cached.",
+        ]
     if outcome.not_numbers:
         text += [
             f"{outcome.not_numbers} of the first prompts have an answer if they are computed, and NaN with cached KV.",
@@ -173,7 +206,7 @@ def _other_signs(outcome: Outcome) -> list[str]:
     return text
 
 
-def _known(vllm: str) -> list[str]:
+def _known(outcome: Outcome, vllm: str) -> list[str]:
     text = ["", "Next steps:"]
     if is_packed(vllm):
         text += [

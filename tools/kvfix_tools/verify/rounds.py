@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from kvfix_tools.verify.client import Reply, Server
+from kvfix_tools.verify.client import Metrics, Refused, Reply, Server
 from kvfix_tools.verify.compare import SPARE, Judge, difference, has_numbers, is_decided
 from kvfix_tools.verify.outcome import ALONE, UNDER_LOAD, Case, Confirmation, Outcome
 from kvfix_tools.verify.prompts import TOKENS, Maker, Prompt, Sizes
@@ -24,8 +24,6 @@ STORING = 20.0
 SURVEY, SURVEYS = 8, 3
 #: Maximum number of kinds to confirm with fresh prompts, the worst kinds first.
 SUSPECTS = 3
-#: Number of requests at once.
-CLIENTS = 8
 #: Minimum number of controls to know the noise.
 FEWEST_CONTROLS = 12
 #: In the load round one of so many requests is aborted, and one of so many has a long answer.
@@ -35,10 +33,7 @@ NOT_COUNTED = (
     "/metrics does not count the requests, because PROMETHEUS_MULTIPROC_DIR is set for the server, or several servers"
     " are behind this URL"
 )
-NO_HIT = (
-    "vLLM asked the connector for each prompt, but no token came from the connector. Set PYTHONHASHSEED=0, and use"
-    " --prompt-tokens of at least three chunks"
-)
+NO_HIT = "vLLM asked the connector for each prompt, but no token came from the connector"
 
 
 class Inconclusive(Exception):
@@ -47,13 +42,16 @@ class Inconclusive(Exception):
 
 class Rounds:
     def __init__(
-        self, subject: Server, reference: Server, maker: Maker, sizes: Sizes, capacity: int, say: Callable[[str], None]
+        self, subject: Server, reference: Server, maker: Maker, sizes: Sizes, clients: int, say: Callable[[str], None]
     ) -> None:
-        """sizes: if chunk is 0, the survey finds the chunk size. capacity: in tokens. say: called with the progress."""
+        """sizes: if chunk is 0, the survey finds the chunk size. say: called with the progress."""
         self.subject, self.reference, self.maker, self.sizes = subject, reference, maker, sizes
-        self.capacity, self.say = capacity, say
+        self.clients, self.say = clients, say
         self.flushed_by = ""
         self.not_numbers = 0
+        metrics = reference.metrics()
+        assert metrics is not None
+        self.capacity = metrics.capacity
 
     def run(self, requests: int, others: list[str]) -> Outcome:
         """Run all rounds. others: adapters of the same base model."""
@@ -75,7 +73,7 @@ class Rounds:
             self.sizes, judge, cases, False, [], judge.error_rate(compared), self._expected(known),
             sum(case.hits or 0 for case in known) if known else None, preemptions, self.flushed_by,
         )  # fmt: skip
-        pairs = [max(case.cached.values()) for case in cases if case.control is not None]
+        pairs = [max(each.size for each in case.cached.values()) for case in cases if case.control is not None]
         outcome.first_test = judge.first_test(pairs)
         if not outcome.first_test:
             outcome.confirmations = [self._confirm(*suspect, judge, compared) for suspect in self._suspects(outcome)]
@@ -88,8 +86,9 @@ class Rounds:
     def _survey(self) -> None:
         """Find the chunk size, unless it is given. Hits are whole chunks."""
         sizes = replace(self.sizes, chunk=self.sizes.chunk or self.sizes.block)
-        prompts = list(self.maker.prompts(["many chunks"] * SURVEY, sizes))
-        before = self.reference.metrics()
+        kinds = (["many chunks"] if self.maker.vocabulary else ["text"]) * SURVEY
+        prompts = list(self.maker.prompts(kinds, sizes))
+        before = self._metrics()
         computed = [self.reference.ask(prompt, 1) for prompt in prompts]
         if self.reference.metrics_after(before).requests == before.requests:
             raise Inconclusive(NOT_COUNTED)
@@ -101,7 +100,7 @@ class Rounds:
             if any(hit != 0 for hit in hits):
                 break
         else:
-            raise Inconclusive(NEVER_ASKED if self.reference.metrics().queried == before.queried else NO_HIT)
+            raise Inconclusive(NEVER_ASKED if self._metrics().queried == before.queried else NO_HIT)
         self.not_numbers = sum(
             has_numbers(one.answer) and not has_numbers(other.answer)
             for one, (other, _) in zip(computed, warm, strict=True)
@@ -144,12 +143,12 @@ class Rounds:
                 again, from_connector = self._measured(self.reference, prompt, tokens)
                 case = Case(prompt, tokens, reply)
                 if self._is_clean(reply, from_connector):
-                    case.control = difference(reply.answer, again.answer)
+                    case.control = difference(reply.answer, again.answer).size
                 if not hits:
                     computed.append(case)
             controls = [case for case in computed if case.control is not None]
             for case, reply in zip(controls, self._at_once(self.reference, controls), strict=True):
-                case.control = max(case.control or 0.0, difference(case.computed.answer, reply.answer))
+                case.control = max(case.control or 0.0, difference(case.computed.answer, reply.answer).size)
             cases += computed
         return cases
 
@@ -169,10 +168,10 @@ class Rounds:
 
     def _ask_under_load(self, cases: list[Case]) -> int:
         self.flush()
-        before = self.reference.metrics()
+        before = self._metrics()
         for case, reply in zip(cases, self._at_once(self.subject, cases, aborts=True), strict=True):
             case.cached[UNDER_LOAD] = difference(case.computed.answer, reply.answer)
-        return int(self.reference.metrics().preemptions - before.preemptions)
+        return int(self._metrics().preemptions - before.preemptions)
 
     # Suspects
 
@@ -182,7 +181,7 @@ class Rounds:
         worst: dict[str, tuple[float, str]] = {}
         for mode in (UNDER_LOAD, ALONE):
             for case in outcome.above(mode):
-                size = case.cached[mode]
+                size = case.cached[mode].size
                 before, of = worst.get(case.prompt.kind, (0.0, mode))
                 worst[case.prompt.kind] = (max(size, before if of == mode else 0.0), mode)
         ranked = sorted(worst.items(), key=lambda item: -item[1][0])
@@ -202,7 +201,7 @@ class Rounds:
             if mode == ALONE:
                 self._ask_alone(case)
             confirmation.asked += 1
-            confirmation.differs += judge.exceeds(case.cached[mode])
+            confirmation.differs += judge.exceeds(case.cached[mode].size)
             if is_decided(confirmation.differs, confirmation.asked, needed):
                 break
         return confirmation
@@ -214,7 +213,7 @@ class Rounds:
         until = time.monotonic() + STORING
         done = self.reference.reset()
         while done is False and time.monotonic() < until:
-            self.reference.ask(self.maker.cued("", [], 8), 1)  # in this step the connector can end its stores
+            self.reference.ask(self._tiny(), 1)  # in this step the connector can end its stores
             time.sleep(0.1)
             done = self.reference.reset()
         if done:
@@ -228,8 +227,9 @@ class Rounds:
         fillers = self.fillers
         self.flushed_by = f"{fillers} other prompts each time, which use all GPU blocks"
         self.say(f"emptying the GPU's prefix cache with {fillers} prompts")
-        prompts = self.maker.prompts(["whole chunks"] * fillers, replace(self.sizes, chunk=self.sizes.block))
-        with ThreadPoolExecutor(CLIENTS) as pool:
+        kind = "whole chunks" if self.maker.vocabulary else "text"
+        prompts = self.maker.prompts([kind] * fillers, replace(self.sizes, chunk=self.sizes.block))
+        with ThreadPoolExecutor(self.clients) as pool:
             list(pool.map(lambda prompt: self.reference.ask(prompt, 1), prompts))
 
     @property
@@ -237,11 +237,14 @@ class Rounds:
         """Number of prompts that use every block once, and a tenth more."""
         return math.ceil(1.1 * self.capacity / (self.sizes.longest - self.sizes.block)) + 1
 
+    def _tiny(self) -> Prompt:
+        return self.maker.cued("", [], 8) if self.maker.vocabulary else Prompt("", self.maker.text(8))
+
     def _at_once(self, server: Server, cases: list[Case], aborts: bool = False) -> list[Reply]:
         """Send all requests from several clients, and return the answers. aborts: also send aborted requests."""
-        clients = CLIENTS
+        clients = self.clients
         if aborts and self.can_preempt:  # twice as many requests as fit into the GPU's blocks
-            clients = max(CLIENTS, 2 * self.capacity * len(cases) // sum(case.computed.prompt_tokens for case in cases))
+            clients = max(clients, 2 * self.capacity * len(cases) // sum(case.computed.prompt_tokens for case in cases))
         with ThreadPoolExecutor(clients) as pool:
             replies = []
             for number, case in enumerate(cases):
@@ -252,7 +255,7 @@ class Rounds:
 
     def _measured(self, server: Server, prompt: Prompt, tokens: int, model: str = "") -> tuple[Reply, int | None]:
         """Return the answer, and its tokens from the connector, or None if other clients' requests hide the number."""
-        before = self.reference.metrics()
+        before = self._metrics()
         reply = server.ask(prompt, tokens, model)
         after = self.reference.metrics_after(before)
         if after.queried - before.queried <= reply.prompt_tokens and after.requests - before.requests <= 1:
@@ -262,6 +265,12 @@ class Rounds:
     def _hit(self, reply: Reply, measured: int | None) -> int | None:
         """Return the tokens from the connector. After a flush, all cached tokens come from the connector."""
         return reply.cached if measured is None else measured
+
+    def _metrics(self) -> Metrics:
+        metrics = self.reference.metrics()
+        if metrics is None:
+            raise Refused(f"{self.reference.url}/metrics does not answer any more")
+        return metrics
 
     def _is_clean(self, reply: Reply, from_connector: int | None) -> bool:
         """Return True if no token of an answer from the GPU's own prefix cache came from the connector.
@@ -288,7 +297,7 @@ class Rounds:
         room = (self.capacity or math.inf) / 2 - self.sizes.longest
         for prompt in prompts:
             group.append(prompt)
-            if sum(len(each.tokens) for each in group) > room:
+            if sum(each.length or self.sizes.longest for each in group) > room:
                 yield group
                 group = []
         if group:
