@@ -1,16 +1,23 @@
-"""The rounds of the stage `engines`: how the answers of an engine are judged."""
+"""The backend `engine`: its judgement of an engine's answers. The engines themselves are those of tests/engine."""
 
 from __future__ import annotations
 
 import copy
+import functools
+import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from maintain.gpu import engine_rounds as engine
-from maintain.gpu.engine_rounds import ASKED, BLOCK, BLOCKS, GENERATE, OTHERS
+from kvfix_tools.roundtrip import real_engine
+from kvfix_tools.roundtrip.backends import engine
+from kvfix_tools.roundtrip.backends.engine import ASKED, BLOCK, BLOCKS, GENERATE, OTHERS
+from tests.fork_server import FORK_WORKERS
+from tests.forked import Forked
+from tests.roundtrip.output import output_of
 
 PLAIN: dict[str, Any] = {
     name: {"tokens": tokens, "hits": 0, "loads": {"loaded": 0, "failed": 0}, "asked": 600}
@@ -94,9 +101,42 @@ def test_what_is_loaded_is_written_down(request_: Any, tokens: int, tmp_path: Pa
     assert engine.tokens_to_load(request_) == tokens
 
 
+def test_an_engine_that_dies_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(RuntimeError, match="the engine ended with 1"):
+        engine.run_engine(tmp_path, None, "cpu")
+
+
 def test_the_error_that_came_first_is_reported() -> None:
     log = (
         "WARNING ValueError: none of it\n(Worker pid=1) KeyError: 'the cause'\nTraceback:\nEngineDeadError: look above"
     )
     assert engine.cause(log) == "KeyError: 'the cause'"
     assert engine.cause("x" * 2000) == "... " + "x" * 1000
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(900)
+class TestOnRealEngines:
+    """LMCache's own connector V2 moves the KV of vLLM's attention. (Multi-process: tests/engine, the same set-up.)"""
+
+    def run(self, *more: str) -> tuple[int, dict[str, Any]]:
+        answer = output_of("--backend", "engine-v1", *more)
+        [cell] = answer["cells"]
+        return answer["exit"], cell
+
+    def test_as_released(self, monkeypatch: pytest.MonkeyPatch, release: Any) -> None:
+        """LMCache issue 4463: everything is promised and loaded, nothing is logged, and the answers differ. (0.5.6 is
+        the first whose torch operations refuse the layout that vLLM for the CPU has.)"""
+        monkeypatch.setattr(real_engine, "run", functools.partial(real_engine.run, popen=Forked))
+        monkeypatch.setenv(FORK_WORKERS, "")
+        monkeypatch.setenv("PYTHONPATH", str(release("0.5.5")) + os.pathsep + os.environ.get("PYTHONPATH", ""))
+        code, cell = self.run("--no-fixes")
+        assert (code, cell["verdict"]) == (1, "failed")
+        assert cell["reason"] == "warm: 3 of 3 outputs differ from outputs without a connector"
+        assert "of 600 prompt tokens 576 were promised and 576 loaded" in cell["operations"]
+
+    def test_with_kvfix(self) -> None:
+        code, cell = self.run()
+        assert code == 0, cell
+        assert "of 600 prompt tokens 576 were promised and 576 loaded" in cell["operations"]

@@ -163,7 +163,7 @@ def test_a_stage_without_a_gpu_ends_with_77(
 
 
 def answered(warm: list[list[int]], hits: int) -> dict[str, object]:
-    """An engine's answers, as engine_rounds.py writes them."""
+    """An engine's answers, as the rounds of `kvfix roundtrip --backend engine` write them."""
     rounds = {"cold": [[1, 2]], "changed": [[3, 4]], "others": [[5, 5]], "warm": warm}
     answer = {
         name: {"tokens": tokens, "hits": 0, "loads": {"loaded": 0, "failed": 0}} for name, tokens in rounds.items()

@@ -18,7 +18,7 @@ from typing import Any
 REPORT = os.environ.get("KVFIX_TEST_REPORT", "")
 #: With this variable the worker's lookup server runs, but never answers.
 LOOKUPS_HANG = "KVFIX_TEST_LOOKUPS_HANG" in os.environ
-#: With this in the environment LMCache's own GPU connector runs (maintain.gpu.engine_connector).
+#: With this in the environment LMCache's own GPU connector runs (kvfix_tools.roundtrip.engine_connector).
 REAL_CONNECTOR = "KVFIX_TEST_REAL_CONNECTOR" in os.environ
 STAND_INS = {
     **({} if REAL_CONNECTOR else {"lmcache.v1.gpu_connector": "current_releases"}),

@@ -109,7 +109,7 @@ def run(chosen: list[Backend], cells: dict[str, list[Cell]], device: torch.devic
             report.progress(number, len(work), result.cell)
             report.add(guarded(result, job))
         timed = options.gib != 0 and options.race is None and options.inject is None
-        for one in here if timed else ():
+        for one in [one for one in here if timed and not one.whole]:
             report.progress(len(work), len(work), Cell(one.name))
             report.add_speed(measure(one, device, options.gib, options.seed))
         return report.end()
@@ -122,7 +122,9 @@ def jobs(
     events = options.inject != "missing-event"
     if options.race is None and events:
         for one in chosen:
-            for cell in cells[one.name]:
+            if one.whole and options.inject is None:
+                yield Result(Cell(one.name, seed=options.seed)), partial(one.whole, device)
+            for cell in cells[one.name] if not one.whole else []:
                 yield Result(cell), partial(check_cell, one, device, options.inject)
     some = any(getattr(options, axis) for axis in AXES)  # the user asked for cells, not for races
     if options.race is not None or not events or not (some or options.inject):

@@ -18,7 +18,7 @@ from kvfix_tools.roundtrip.cell_check import Result
 
 @contextlib.contextmanager
 def applied(wanted: bool) -> Iterator[None]:
-    """Apply the fixes in this process, or none. KVFIX=off in the environment wins."""
+    """Apply the fixes in this process and its child processes, or in none. KVFIX=off in the environment wins."""
     try:
         import kvfix
     except ImportError:
@@ -45,6 +45,11 @@ def applied(wanted: bool) -> Iterator[None]:
 def _warnings(record: logging.LogRecord) -> bool:
     """Hide lines about applied fixes, because the report names them."""
     return record.levelno >= logging.WARNING
+
+
+def in_children() -> bool:
+    """Return True if the fixes are applied in engines that this process starts."""
+    return os.environ.get("KVFIX", "off") != "off"
 
 
 def codes() -> list[str]:

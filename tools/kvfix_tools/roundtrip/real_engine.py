@@ -1,7 +1,7 @@
 """A real vLLM engine on a small random model, with LMCache's connectors.
 
-The lab, the stages for a GPU host and the tests of the fixes (tests/engine) use it. run() starts a program with a job.
-The program makes the engine, and writes its answer to the job's `out`.
+The backend `engine` and the tests of the fixes (tests/engine) use it. run() starts a program with a job. The program
+makes the engine, and writes its answer to the job's `out`.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class RunReport:
 
     def lines(self) -> list[str]:
         lines = [f"{name(self.device)}, torch {torch.__version__}, seed {self.options.seed}"]
-        here = [one for one in self.results if one.operations and one.cell.backend != "torch"]
+        here = [one for one in self.results if one.operations and one.cell.backend != "torch" and not of_engine(one)]
         lines += [f"kvfix's fixes: {', '.join(self.fixes) or 'none'}"] if here else []
         if rates(self.results):
             lines.append("Rates are GB/s of the median cell, and percent of the rate of a plain copy of this size.")
@@ -184,10 +184,10 @@ class RunReport:
         """Return the command that repeats a result."""
         cell, inject = result.cell, self.options.inject
         more = [*([f"--inject {inject}"] if inject else []), *(["--no-fixes"] if self.options.no_fixes else [])]
-        if not result.race:
+        if not of_engine(result) and not result.race:
             return cell.command("--gib 0", *more)
-        race = f"--race {result.race} --seed {cell.seed}"
-        return " ".join([f"kvfix roundtrip --backend {cell.backend}", race, *more])
+        race = [f"--race {result.race} --seed {cell.seed}"] if result.race else []
+        return " ".join([f"kvfix roundtrip --backend {cell.backend}", *race, *more])
 
 
 def counted(results: list[Result]) -> str:
@@ -195,7 +195,13 @@ def counted(results: list[Result]) -> str:
     return "  ".join(f"{verdicts[one]} {one}" for one in ("passed", *BAD, "refused") if verdicts[one])
 
 
+def of_engine(result: Result) -> bool:
+    return result.cell.backend.startswith("engine-")
+
+
 def row(result: Result) -> str:
+    if of_engine(result):
+        return "greedy outputs"
     return f"race {result.race}" if result.race else result.cell.layout
 
 

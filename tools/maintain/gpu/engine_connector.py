@@ -1,4 +1,4 @@
-"""LMCache's connectors for vLLM, which also log the worker's loads to a file (engine_rounds.py reads the file).
+"""LMCache's connectors for vLLM, which also log the worker's loads to a file (backends/engine.py reads the file).
 
 vLLM imports this module by its name (`kv_connector_module_path`) in each of its processes. LMCache has no in-process
 connector for the CPU. On the CPU, this module therefore installs the stand-ins of `lmcache-v2`, and the engine's KV
@@ -17,8 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.platforms import current_platform
 
 from kvfix_tools.roundtrip import cuda_stand_in
-from kvfix_tools.roundtrip.backends import lmcache
-from maintain.gpu import engine_rounds
+from kvfix_tools.roundtrip.backends import engine, lmcache
 
 
 def with_loads(name: str) -> type:
@@ -29,7 +28,7 @@ def with_loads(name: str) -> type:
         def start_load_kv(self, forward_context: Any, **more: Any) -> None:
             super().start_load_kv(forward_context, **more)
             for request in self._get_connector_metadata().requests:
-                self._write("loaded", engine_rounds.tokens_to_load(request))
+                self._write("loaded", engine.tokens_to_load(request))
 
         def get_block_ids_with_load_errors(self) -> set[int]:
             failed: set[int] = super().get_block_ids_with_load_errors()
@@ -37,7 +36,7 @@ def with_loads(name: str) -> type:
             return failed
 
         def _write(self, kind: str, count: int) -> None:
-            path = self._vllm_config.kv_transfer_config.get_from_extra_config(engine_rounds.LOADS, None)
+            path = self._vllm_config.kv_transfer_config.get_from_extra_config(engine.LOADS, None)
             if count and path:
                 with open(path, "a") as file:
                     file.write(f"{kind}={count}\n")

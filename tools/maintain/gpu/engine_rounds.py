@@ -1,4 +1,4 @@
-"""Compare greedy outputs of a real vLLM engine with and without LMCache (stage `engines`).
+"""`engine-mp`, `engine-v1`: compare greedy outputs of a real vLLM engine with and without LMCache.
 
 The rounds of greedy requests are:
 
@@ -11,21 +11,30 @@ After each round the prefix cache is emptied, so that tokens that the last round
 cache. In the last round, tokens must have been promised and loaded, and no load may have failed, because vLLM computes
 the tokens of a failed load. The connector logs a line for each load of the worker (engine_connector.py).
 
-The process of one engine is `python -m maintain.gpu.engine_rounds JOB.json`.
+The process of one engine is `python -m kvfix_tools.roundtrip.backends.engine JOB.json`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.metadata
+import importlib.util
 import json
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvfix_tools.roundtrip import real_engine
+import torch
+
+from kvfix_tools.roundtrip import fixes, real_engine
+from kvfix_tools.roundtrip.backends import Backend, vllm_offload
+from kvfix_tools.roundtrip.cell_check import CellCheck, Refused, Result
 from kvfix_tools.roundtrip.real_engine import BLOCK, prompt
 
 #: Time limit of one engine in seconds.
@@ -40,8 +49,31 @@ ROUNDS = {"cold": ASKED, "changed": CHANGED, "others": OTHERS, "warm": ASKED}
 #: Key in kv_connector_extra_config of the file of loads. A line has loaded tokens, or blocks whose load failed.
 LOADS = "kvfix.loads"
 KINDS = ("loaded", "failed")
-#: {kind: class of engine_connector.py that logs its loads}
-CONNECTORS = {"mp": "MultiProcess", "v1": "InProcess"}
+#: {kind: (LMCache's connector in vLLM, the class of engine_connector.py that logs its loads)}
+CONNECTORS = {"mp": ("LMCacheMPConnector", "MultiProcess"), "v1": ("LMCacheConnectorV1", "InProcess")}
+
+
+def missing(device: torch.device) -> str | None:
+    absent = [name for name in ("vllm", "lmcache") if not importlib.util.find_spec(name)]
+    return f"{' and '.join(absent)} not installed" if absent else None
+
+
+def check(kind: str, device: torch.device, result: Result) -> Result:
+    """Run the engine with this connector, and once without a connector, and compare."""
+    plain = without_connector(device.type)
+    with tempfile.TemporaryDirectory() as folder, connector(kind, Path(folder)) as transfer:
+        ran = run_engine(Path(folder), transfer, device.type)
+    wrong, warm = judge(plain, ran), ran["warm"]
+    releases = ", ".join(
+        f"{name} {importlib.metadata.version(name)}" for name in (vllm_offload.distribution(), "lmcache")
+    )
+    stood_in = "; torch.cuda is a stand-in" if kind == "v1" and device.type == "cpu" else ""
+    fixed = "with kvfix's fixes" if fixes.in_children() else "as released"
+    operations = (
+        f"{releases}, {CONNECTORS[kind][0]}, {fixed}{stood_in}: of {warm['asked']} prompt tokens {warm['hits']} were "
+        f"promised and {warm['loads']['loaded']} loaded"
+    )
+    return replace(result, verdict="failed" if wrong else "passed", reason=wrong or "", operations=operations)
 
 
 def judge(plain: dict[str, Any], ran: dict[str, Any]) -> str | None:
@@ -66,27 +98,44 @@ def judge(plain: dict[str, Any], ran: dict[str, Any]) -> str | None:
     return None
 
 
+@functools.cache
+def without_connector(device: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        return run_engine(Path(folder), None, device)
+
+
 @contextlib.contextmanager
-def connector(kind: str, folder: Path) -> Iterator[dict[str, Any] | None]:
-    """Yield kv_transfer_config for LMCache's connector of this kind, as a class that logs its loads; None for ""."""
-    if not kind:
-        yield None
-        return
+def connector(kind: str, folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield kv_transfer_config for LMCache's connector of this kind, as a class that logs its loads."""
     with contextlib.ExitStack() as stack:
         if kind == "v1":
             transfer = real_engine.in_process(CHUNK)
         else:
-            transfer = stack.enter_context(real_engine.server(folder / "server.log", CHUNK, dict(os.environ)))
+            try:
+                server = real_engine.server(folder / "server.log", CHUNK, dict(os.environ))
+                transfer = stack.enter_context(server)
+            except FileNotFoundError as error:
+                raise Refused(str(error)) from error
         extra = {**transfer["kv_connector_extra_config"], LOADS: str(folder / "loads")}
-        here = {"kv_connector": CONNECTORS[kind], "kv_connector_module_path": "maintain.gpu.engine_connector"}
+        module = "kvfix_tools.roundtrip.engine_connector"
+        here = {"kv_connector": CONNECTORS[kind][1], "kv_connector_module_path": module}
         yield {**transfer, **here, "kv_connector_extra_config": extra}
+
+
+def run_engine(folder: Path, transfer: dict[str, Any] | None, device: str) -> dict[str, Any]:
+    """Run an engine, and return its answer. Raise RuntimeError with the error in its log if it dies or hangs."""
+    ended = start_engine(folder, transfer, device)
+    if ended.code != 0 or ended.answer is None:
+        code = f"none after {LIMIT} s" if ended.code is None else ended.code
+        raise RuntimeError(f"the engine ended with {code}: {cause(ended.log)}")
+    return dict(ended.answer)
 
 
 def start_engine(folder: Path, transfer: dict[str, Any] | None, device: str) -> real_engine.Ended:
     """Run the engine's process to its end."""
     engine = real_engine.ON_CUDA if device == "cuda" else {}
     job = {"loads": str(folder / "loads"), "transfer": transfer, "engine": engine}
-    here = str(Path(__file__).parents[2])  # vLLM's processes import the connectors from this folder
+    here = str(Path(__file__).parents[3])  # vLLM's processes import the connectors from this folder
     path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
     return real_engine.run(["-m", __spec__.name], job, folder, {**os.environ, "PYTHONPATH": path}, LIMIT)
 
@@ -136,6 +185,18 @@ def tokens_to_load(request: Any) -> int:
     spec = request.load_spec
     return int(spec.lmcache_cached_tokens - spec.vllm_cached_tokens) if spec is not None and spec.can_load else 0
 
+
+def _no_cells(check: CellCheck) -> Any:
+    raise Refused("an engine has no cells")
+
+
+BACKENDS = tuple(
+    Backend(
+        f"engine-{kind}", f"a vLLM engine with {name}", _no_cells, missing, "engine",
+        whole=functools.partial(check, kind),
+    )
+    for kind, (name, _) in CONNECTORS.items()
+)  # fmt: skip
 
 if __name__ == "__main__":
     ask(json.loads(Path(sys.argv[1]).read_text()))

@@ -1,29 +1,31 @@
 """Stage `engines`: real vLLM engines with LMCache, as released, with kvfix's fixes and in mode `check`.
 
-Each engine answers the rounds of engine_rounds.py in its own processes. With enough cores the engines
+Each engine answers the rounds of `kvfix roundtrip --backend engine` in its own processes. With enough cores the engines
 run at the same time. An engine without connector gives the right answers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from maintain.gpu import engine_rounds, steps
+from maintain.gpu import steps
 
 #: Cores that one engine needs, with its server.
 CORES = 2
 
 
 class Case(NamedTuple):
-    """An engine. connector: key of engine_rounds.CONNECTORS, or "". mode: value of KVFIX."""
+    """An engine. connector: for the backend `engine`, or "". mode: value of KVFIX."""
 
     what: str
     connector: str
@@ -55,18 +57,33 @@ def ask(case: Case, device: str) -> dict[str, Any]:
 
 
 def ask_here(case: Case, device: str) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder, engine_rounds.connector(case.connector, Path(folder)) as transfer:
-        ended = engine_rounds.start_engine(Path(folder), transfer, device)
+    from kvfix_tools.roundtrip.backends import engine
+
+    with tempfile.TemporaryDirectory() as folder, _transfer(case, Path(folder)) as transfer:
+        ended = engine.start_engine(Path(folder), transfer, device)
     return {"answer": ended.answer, "log": ended.log}
 
 
+@contextlib.contextmanager
+def _transfer(case: Case, folder: Path) -> Iterator[dict[str, Any] | None]:
+    from kvfix_tools.roundtrip.backends import engine
+
+    if not case.connector:
+        yield None
+        return
+    with engine.connector(case.connector, folder) as transfer:
+        yield transfer
+
+
 def judge(done: steps.Steps, case: Case, plain: dict[str, Any] | None, ran: dict[str, Any]) -> None:
+    from kvfix_tools.roundtrip.backends import engine
+
     answer, log = ran["answer"], ran["log"]
     if answer is None or plain is None:
-        why = engine_rounds.cause(log) if answer is None else "no answers to compare with"
+        why = engine.cause(log) if answer is None else "no answers to compare with"
         done.add(case.what, False, why, log=log[-5000:])
         return
-    wrong = engine_rounds.judge(plain, answer) if case != PLAIN else None
+    wrong = engine.judge(plain, answer) if case != PLAIN else None
     violations = re.findall(r"^.*SUMMARY: kvfix .*$", log, re.MULTILINE)
     fixes = sorted(set(re.findall(r"\b(KVF\d+) \S+ applied to", log)))
     warm = answer["warm"]

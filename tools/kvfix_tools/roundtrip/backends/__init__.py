@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvfix_tools.roundtrip.cell_check import CellCheck, Transfer
+from kvfix_tools.roundtrip.cell_check import CellCheck, Result, Transfer
 from kvfix_tools.roundtrip.matrix import Axes
 
 
@@ -18,6 +18,7 @@ class Backend(NamedTuple):
 
     open: makes the transfer of one cell, or raises Refused. missing: why it cannot be used on this device, or None.
     group: a name for several backends. axes: default values of each axis; other values run only on request.
+    whole: one check instead of all cells, which fills a result.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Backend(NamedTuple):
     missing: Callable[[torch.device], str | None] = lambda device: None
     group: str = ""
     axes: Axes = {}
+    whole: Callable[[torch.device, Result], Result] | None = None
 
 
 def all_backends() -> dict[str, Backend]:
