@@ -59,18 +59,28 @@ def load_is_lost(connector: Any) -> None:
 
 
 def abort_comes_first(connector: Any) -> None:
-    """EngineCore makes no step before a first abort has come: the aborted request is still in its queue."""
+    """EngineCore makes no step before it has handled a first abort.
+
+    So vLLM has never asked the connector about the aborted request. After a step it might have: if the lookup of the
+    running request is not answered in that step, vLLM asks about the next request.
+    """
     from vllm.v1.engine.core import EngineCoreProc
 
-    step = EngineCoreProc._process_engine_step
+    step, abort = EngineCoreProc._process_engine_step, EngineCoreProc.abort_requests
+    aborted: list[str] = []
+
+    def abort_requests(core: Any, requests: list[str]) -> None:
+        aborted.extend(requests)
+        abort(core, requests)
 
     def _process_engine_step(core: Any) -> Any:
-        while core.aborts_queue.empty():
+        while not aborted:
             time.sleep(0.01)
-        vars(core)["_process_engine_step"] = step.__get__(core)
+            core._process_input_queue()
         return step(core)
 
-    setattr(EngineCoreProc, "_process_engine_step", _process_engine_step)  # noqa: B010
+    EngineCoreProc.abort_requests = abort_requests  # type: ignore[method-assign]
+    EngineCoreProc._process_engine_step = _process_engine_step  # type: ignore[method-assign]
 
 
 def loads_end_together(connector: Any) -> None:
