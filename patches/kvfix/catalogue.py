@@ -42,7 +42,7 @@ def fixes_of(module: str) -> list[Fix]:
 def modules_of_fixes() -> dict[str, list[str]]:
     """{module of vLLM or LMCache: modules of the fixes that have a function in it}.
 
-    From fingerprints.json. Only a fix that is newer than the file is loaded for it.
+    From fingerprints.json. This function loads only fixes that are newer than the file.
     """
     found: dict[str, list[str]] = {}
     indexed = set()

@@ -30,7 +30,8 @@ class Nixl(Reader):
         return leases.named(request.kv_transfer_params, "remote_engine_id", "remote_request_id")
 
     def lease(self, answer: Any) -> float | None:
-        """A decode instance keeps blocks for the next turn, and longer (nixl/pull_scheduler.py 0.32.0:250)."""
+        """A decode instance keeps blocks for the next turn. It keeps them longer than a prefill instance does
+        (nixl/pull_scheduler.py 0.32.0:250)."""
         to_decode = (answer[1] or {}).get("do_remote_prefill", True)
         name = "_kv_lease_duration" if to_decode else "decoder_kv_blocks_ttl"
         return getattr(self.connector.connector_scheduler, name, None)
@@ -61,7 +62,7 @@ class Nixl(Reader):
 class NixlPush(Nixl):
     """vLLM's NixlConnector in push mode (nixl/push_scheduler.py 0.32.0): a load begins with a registration of blocks.
 
-    The metadata name only blocks after the prefix hit.
+    The metadata has only the blocks after the prefix hit.
     """
 
     relative = True
@@ -73,7 +74,8 @@ class NixlPush(Nixl):
     _WORKER = (*Nixl._WORKER, "_sending_transfers", "_send_failures", "_push_finished_blocks")
 
     def waits(self, request: str) -> bool:
-        """The registration stays valid until its deadline, also after an abort. Then KVF322 fails it."""
+        """The registration stays valid until its deadline, also after an abort. After the deadline KVF322 reports the
+        load as failed."""
         return request in getattr(getattr(self.connector, "connector_worker", None), "_kvfix_ends", ())
 
     def _span(self, name: str, meta: Any) -> Span:

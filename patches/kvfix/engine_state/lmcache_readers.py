@@ -56,7 +56,7 @@ class V1(Reader):
         return {"chunk_size": self._chunk, **{name: value for name, value in found.items() if value is not None}}
 
     def loads(self, metadata: Any) -> Spans:
-        return [  # the worker loads no more tokens than it gets (0.5.6 vllm_v1_adapter.py:856)
+        return [  # the worker loads at most the tokens in `token_ids` (0.5.6 vllm_v1_adapter.py:856)
             (
                 meta.req_id,
                 meta.load_spec.vllm_cached_tokens,
@@ -290,7 +290,8 @@ def _server_ports(connector: Any) -> list[int]:
 
 
 def _tracked(row: dict[str, Any], tracker: Any, size: int) -> None:
-    """Add the counts of LMCacheMPRequestTracker: in blocks up to 0.4.6 and in vLLM's copy, in tokens since 0.4.7."""
+    """Add the counts of LMCacheMPRequestTracker. LMCache counts in blocks up to 0.4.6, and in tokens since 0.4.7.
+    vLLM's copy counts in blocks."""
 
     def tokens(name: str) -> int:
         in_blocks = getattr(tracker, f"num_{name}_blocks", None)

@@ -1,4 +1,4 @@
-"""Layerwise loads and saves: add the arguments of the request that LMCache's adapter does not pass to its cache engine.
+"""Add arguments that LMCache's adapter does not pass to its cache engine, in layerwise loads and saves.
 
 (vllm_v1_adapter.py 0.5.6:842. Line 1088 passes the request id; releases up to 0.3.14 do not.)
 """
@@ -41,7 +41,7 @@ def loads(
 ) -> Wrapper:
     """For `start_load_kv`. add: (keyword arguments of the call, metadata of the request). It adds keyword arguments.
 
-    closed: (keyword arguments) makes the call find and store nothing; called if `add` raises.
+    closed: (keyword arguments of the call). It is called if `add` raises. It makes the call find and store nothing.
     """
 
     def start_load_kv(impl: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:

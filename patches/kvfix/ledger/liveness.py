@@ -19,7 +19,7 @@ PLACE, LOAD, LOOKUP, OUTSIDE = "place", "load", "lookup", "outside"
 class Waiting:
     """A waiting request.
 
-    needs: free blocks that vLLM needs to admit it, with blocks reserved for other requests; None: unknown.
+    needs: free blocks that vLLM needs to admit it, including blocks reserved for other requests; None: unknown.
     holds: blocks that the request has already, for example because its load has ended.
     """
 
@@ -68,7 +68,7 @@ def can_move(state: State) -> Answer:
         text = f"{_count(len(waiting), 'waits', 'wait')} for a {what}, and none is in flight: no request can move"
         return Answer("violated", text, waiting[0].name)
     if first.needs is None or state.free is None:
-        return Answer("unknown", f"the number of blocks that {first.name} needs, or of free blocks, is not known")
+        return Answer("unknown", f"it is not known how many blocks {first.name} needs, or how many are free")
     if first.needs <= state.free:
         return Answer("valid", f"{first.name} needs {first.needs} of {state.free} free blocks")
     outside = sum(each.holds for each in state.waiting if each.waits_for == OUTSIDE)

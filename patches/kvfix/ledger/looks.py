@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 #: Seconds after which a hook counts as stuck.
 HOOK = 3.0
-#: Seconds after which a transfer or a lookup counts as not answered: if no request moves, and if other requests move.
+#: Seconds after which a transfer or a lookup counts as not answered. LATE: if no request moves. LATER: if other
+#: requests move.
 LATE, LATER = 5.0, 30.0
 #: Fields of a request that do not change during one wait.
 _OF_A_WAIT = ("computed", "total", "preemptions")
@@ -41,7 +42,7 @@ def engines(looks: Sequence[Look]) -> Iterator[tuple[Engine, Engine, float]]:
 
 
 def rows(before: Engine, after: Engine, kind: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows, at the last look, of requests that wait for this at both looks and have not changed.
+    """Yield the rows of the last look, for requests that wait for `kind` at both looks and have not changed.
 
     A request that was preempted or has more tokens may wait for another load than at the first look.
     """
@@ -59,7 +60,7 @@ def steps_between(before: Engine, after: Engine) -> int | None:
 
 
 def is_current(before: Engine, after: Engine, span: float) -> bool:
-    """Return True if two steps have ended: a report on its way at the first look has arrived at the last look."""
+    """Return True if two steps have ended: then a report that was on its way at the first look has arrived."""
     steps = steps_between(before, after)
     return span >= 2 * LATE if steps is None else steps > 2
 
@@ -88,7 +89,7 @@ def in_hooks(looks: Sequence[Look]) -> Iterator[tuple[dict[str, Any], Engine | N
 
 
 def of_these_hooks(looks: Sequence[Look]) -> Sequence[Look]:
-    """Return the last looks at which the processes are in the same hooks as at the last look, if these are two or more.
+    """Return the newest looks with the processes in the same hooks as at the last look, if they are two or more.
 
     Otherwise return all looks. A process that entered a hook after the first look may block all other processes, so
     earlier looks show another situation.

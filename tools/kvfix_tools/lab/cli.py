@@ -99,7 +99,7 @@ def fuzz_connector(
     fixes_in: Annotated[
         str,
         typer.Option(
-            help="A mixed roll-out, with the default fixes in one engine: prefill or decode of a pair; one: of two "
+            help="A mixed roll-out. One engine has the default fixes: prefill or decode of a pair. one: one of two "
             "engines that share a cache (v1 or mp). If a seed violates a rule without any fix too, kvfix counts it "
             "separately."
         ),
@@ -114,7 +114,7 @@ def fuzz_connector(
             help="Shrink each violation for at most this many seconds; 0: show the schedule as drawn.",
         ),
     ] = 20.0,
-    jobs: Annotated[int, typer.Option(min=1, metavar="N", help="Use so many processes.")] = 1,
+    jobs: Annotated[int, typer.Option(min=1, metavar="N", help="Use this many processes.")] = 1,
     notes: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Note progress in this file, and continue from it.")
     ] = None,

@@ -2,8 +2,8 @@
 
 Eight bytes are one word. The 63 bits of a word's identity (generation, layer, K or V, slot, head, place in the row) go
 through a bijection of 64 bits. So two words differ in about half of their bits, and every pattern of a float occurs
-(NaN, -0.0, denormals). A word in a wrong place is decoded, not searched. Elements of 8 and 16 bits are too short for an
-identity. They share the identity of their word.
+(NaN, -0.0, denormals). Decoding a word in a wrong place gives its identity, without a search. Elements of 8 and 16 bits
+are too short for an identity. They share the identity of their word.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _S1, _S2 = 32, 29
 
 
 class Identity(NamedTuple):
-    """An identity, as numbers or tensors. word: place in the row in words. kv: 0 is K (or MLA's latent), 1 is V."""
+    """An identity, as numbers or tensors. word: place in the row, in words. kv: 0 is K (or MLA's latent), 1 is V."""
 
     generation: Any
     layer: Any
@@ -74,7 +74,7 @@ def decode(words: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def rows(numbers: torch.Tensor, words: int, seed: int) -> torch.Tensor:
-    """Return [rows, words]: the content of rows whose first words have these numbers."""
+    """Return the content of rows as [rows, words]. `numbers` are the identities of the first word of each row."""
     places = torch.arange(words, dtype=torch.int64, device=numbers.device)
     return encode(numbers[:, None] + places[None, :], seed)
 

@@ -1,7 +1,7 @@
 """The layouts of KV in memory, each defined by the order of its axes.
 
 The innermost axis has the elements of one head, a *row*, which is contiguous in every layout of vLLM and LMCache. So a
-layout is an order of rows, and coordinates name the content of a row.
+layout is an order of rows. The coordinates of a row say which content the row has.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from kvfix_tools.roundtrip.element import WORD
 
-#: fp8 by torch's names, shortened.
+#: The fp8 names are torch's names, shortened.
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,

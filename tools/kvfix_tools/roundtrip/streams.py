@@ -28,13 +28,13 @@ class CudaStream:
                 torch.cuda._sleep(SLEEP)
 
     def submit(self, work: Work, host: bool = False) -> None:
-        """Submit work. host: run it on the host at once, after all earlier work of the stream."""
+        """Submit work. host: wait for all earlier work of the stream, then run this work on the host."""
         if host:
             self.native.synchronize()
             work()
             return
         self.kept.append(work)
-        self.native.wait_stream(torch.cuda.current_stream(self.device))  # this stream made the operands
+        self.native.wait_stream(torch.cuda.current_stream(self.device))  # the current stream made the operands
         with torch.cuda.stream(self.native):
             work()
 

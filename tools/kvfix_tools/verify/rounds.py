@@ -1,4 +1,4 @@
-"""The requests of `kvfix verify`: computed, from the GPU's cache, and from the connector, alone and under load.
+"""The requests of `kvfix verify`: they compute KV, or take it from the GPU's cache or from the connector.
 
 The *reference* server computes the prompts, and the *subject* answers them with KV from the connector. Both are one
 server, except with prefill and decode instances: then the subject is the router, and the reference is the decode
@@ -26,7 +26,7 @@ SURVEY, SURVEYS = 8, 3
 SUSPECTS = 3
 #: Minimum number of controls to know the noise.
 FEWEST_CONTROLS = 12
-#: In the load round one of so many requests is aborted, and one of so many has a long answer.
+#: In the load round, one of EVERY requests is aborted, and one of EVERY requests has a long answer.
 EVERY = 4
 NEVER_ASKED = "vLLM never asked a connector. Start vLLM with --kv-transfer-config and kv_role kv_both"
 NOT_COUNTED = (
@@ -114,7 +114,8 @@ class Rounds:
             )
 
     def _expected(self, cases: list[Case]) -> int:
-        """Return the minimum of tokens from the connector: whole chunks, without prompts that share a prefix."""
+        """Return how many tokens must at least come from the connector: whole chunks. Prompts that share a prefix do
+        not count."""
         chunk = self.sizes.chunk
         lengths = [case.computed.prompt_tokens for case in cases if case.prompt.kind != "shared prefix"]
         return sum((length - 1) // chunk * chunk for length in lengths)
@@ -132,7 +133,7 @@ class Rounds:
     # The rounds
 
     def _compute(self, prompts: list[Prompt]) -> list[Case]:
-        """Run the cold round, with the controls while the GPU's prefix cache still holds the prompts."""
+        """Run the cold round, with the controls: they run while the GPU's prefix cache still holds the prompts."""
         cases: list[Case] = []
         for group in self._groups(prompts):
             self.say(f"cold: {len(cases)} of {len(prompts)} prompts")
@@ -176,8 +177,8 @@ class Rounds:
     # Suspects
 
     def _suspects(self, outcome: Outcome) -> list[tuple[str, str]]:
-        """Return (kind, mode) with answers above the limit, worst first. A kind that differs alone is not repeated
-        under load."""
+        """Return (kind, mode) with answers above the limit, worst first. If a kind differs in the mode ALONE, it is not
+        repeated under load."""
         worst: dict[str, tuple[float, str]] = {}
         for mode in (UNDER_LOAD, ALONE):
             for case in outcome.above(mode):
@@ -254,7 +255,7 @@ class Rounds:
             return [reply.result() for reply in replies]
 
     def _measured(self, server: Server, prompt: Prompt, tokens: int, model: str = "") -> tuple[Reply, int | None]:
-        """Return the answer, and its tokens from the connector, or None if other clients' requests hide the number."""
+        """Return the answer, and the number of its tokens from the connector. None: other clients hide it."""
         before = self._metrics()
         reply = server.ask(prompt, tokens, model)
         after = self.reference.metrics_after(before)
@@ -273,10 +274,10 @@ class Rounds:
         return metrics
 
     def _is_clean(self, reply: Reply, from_connector: int | None) -> bool:
-        """Return True if no token of an answer from the GPU's own prefix cache came from the connector.
+        """Return True if none of the tokens of an answer from the GPU's own prefix cache came from the connector.
 
-        If other clients hide the number, the length decides. The GPU's cache serves all but the last token of a prompt
-        that is one token longer than whole blocks.
+        If other clients hide the number, the length decides. If a prompt is one token longer than whole blocks, the
+        GPU's cache serves all its tokens except the last.
         """
         if from_connector is not None:
             return from_connector == 0
@@ -288,7 +289,7 @@ class Rounds:
         return 0 < self.capacity <= 24 * self.sizes.longest
 
     def _tokens(self, number: int) -> int:
-        """Return the number of answered tokens. A request that shall be preempted grows by another block."""
+        """Return the number of tokens of the answer. A request that shall be preempted grows by another block."""
         return self.sizes.block + TOKENS if self.can_preempt and number % EVERY == 0 else TOKENS
 
     def _groups(self, prompts: list[Prompt]) -> Iterator[list[Prompt]]:

@@ -7,8 +7,9 @@ local cpu backend. Local cpu memory is under pressure.`
 ## Cause
 A lookup with a hit fetches and pins the chunks. If vLLM's own prefix cache has at least as many tokens as the hit,
 LMCache promises and loads nothing. Only a load, or the clean-up of an aborted lookup, releases the fetched chunks.
-Neither releases the pins (0.3.15 cache_engine.py:1295). From 0.3.10.post1 on the clean-up mistakes pairs of key and
-chunk for chunks, and releases none: `Error releasing memory object: 'tuple' object has no attribute 'ref_count_down'`.
+Neither releases the pins (0.3.15 cache_engine.py:1295). From 0.3.10.post1 on, the clean-up gets pairs of key and chunk
+but treats each pair as a chunk. It then releases no chunk: `Error releasing memory object: 'tuple' object has no
+attribute 'ref_count_down'`.
 
 ## Fix
 When the pins of the request are released at the end of its step, the fix also releases the chunks that were fetched and
@@ -81,7 +82,7 @@ def _unpinned_after(chunks: list[Any]) -> Generator[None, Any, Any]:
 
 
 def shows_bug(hook: Callable[..., Any], engine: ModuleType) -> bool:
-    """Fetched, and not loaded. Wrong is not to clean up."""
+    """The chunks are fetched and not loaded. A function with the bug does not clean them up."""
     cleaned: list[str] = []
     done = sys.modules["lmcache.v1.event_manager"].EventStatus.DONE
     stub = SimpleNamespace(

@@ -65,6 +65,6 @@ FIX = Fix(
     effect="wrong output",
     targets=(OFFLOADING_CONNECTOR.reset_cache(broken=">=0.26.0", probe=shows_bug, fix=fix),),
     scenarios=("offload-reset-keeps-files",),
-    no_patch={"vllm": "vLLM keeps a tier's data on purpose; what reset_cache should answer is for it to decide"},
+    no_patch={"vllm": "vLLM keeps a tier's data on purpose, so vLLM must decide what reset_cache should answer"},
     on_fault="closed",
 )

@@ -11,8 +11,8 @@ the stores as done (vllm_multi_process_adapter.py 0.5.5:1856). vLLM frees the bl
 does the transfers afterwards.
 
 A fix would have to drop only the transfers that the server will never do. Up to 0.5.5 the client does not watch the
-connection (multiprocess/mq.py 0.5.5:281), and a restarted server answers pings like the old one. So a worker that
-waited would wait for ever for transfers that were lost with the old server.
+connection (multiprocess/mq.py 0.5.5:281), and a restarted server answers pings like the old one. So if the worker
+waited, it would wait for ever for transfers that were lost with the old server.
 
 ## Workaround
 Use LMCache 0.5.6 with kvfix, which has KVF122. Or set `lmcache.mp.heartbeat_interval` to more seconds than the longest

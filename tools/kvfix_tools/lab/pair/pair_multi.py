@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Counted:
-    """Counts loads of the other connector, which are not LMCache's events, and reports their failures."""
+    """Counts loads of the other connector, which are not events of LMCache, and reports their failures."""
 
     def __init__(self, events: RequestEvents) -> None:
         self._events = events
@@ -94,7 +94,8 @@ class MultiSide(V1, PairSide):
     """Both roles of one engine. An engine that is not in `Options.multi` has no LMCache."""
 
     worker = MultiWorker
-    #: The side of the connector between the engines, and its worker in a MultiConnector.
+    #: alone: the side of an engine without LMCache. child_class: the worker of the connector between the engines, in a
+    #: MultiConnector.
     alone: type[Any]
     child_class: type[Any]
 
