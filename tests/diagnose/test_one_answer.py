@@ -85,4 +85,3 @@ def forget() -> None:
         for kept in vars(module).values():
             if hasattr(kept, "cache_clear"):
                 kept.cache_clear()
-    problems._RAISED.clear()

@@ -12,7 +12,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from kvfix_tools.diagnose import problems
-from kvfix_tools.diagnose.problem import Problem
+from kvfix_tools.diagnose.problems import Problem
 from kvfix_tools.diagnose.signs import Failed, Logged, implied
 from tests.diagnose.lines import NEWEST, codes, diagnose, version
 from tests.diagnose.sign_logs import LMCACHE, VLLM, shown

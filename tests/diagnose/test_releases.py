@@ -10,7 +10,7 @@ from packaging.specifiers import SpecifierSet
 
 from kvfix_tools.diagnose import advice, places, problems
 from kvfix_tools.diagnose.diagnosis import Diagnosis, diagnosed
-from kvfix_tools.diagnose.problem import Problem
+from kvfix_tools.diagnose.problems import Problem
 from tests.diagnose.lines import site_packages, vllm
 
 ROOT = Path(__file__).parents[2] / ".cache" / "vllm"

@@ -16,7 +16,7 @@ from kvfix_tools.diagnose import findings, ledger_events, problems, statements
 from kvfix_tools.diagnose.failures import Failures
 from kvfix_tools.diagnose.grammar import MESSAGES
 from kvfix_tools.diagnose.grammar_vllm import RELEASE_IN
-from kvfix_tools.diagnose.line_scanner import DEBUG, Scanner
+from kvfix_tools.diagnose.line_scanner import Scanner
 from kvfix_tools.diagnose.log_finding import LogFinding, in_order
 from kvfix_tools.diagnose.recorder_lines import RecorderLines
 from kvfix_tools.diagnose.releases import Releases
@@ -106,9 +106,6 @@ class Diagnosis:
         name = line.name
         self._taken += 1
         self.releases.file = line.file
-        if name == DEBUG:
-            self.debug = True
-            return
         if name == WHO:
             self.who.take(line)
             return
@@ -348,6 +345,6 @@ def diagnosed(log: bytes, file: str = "log") -> Diagnosis:
     scanner = Scanner(file)
     for line in chain(scanner.scan(log), scanner.end()):
         found.take(line)
-    found.is_own = scanner.is_own
+    found.is_own, found.debug = scanner.is_own, scanner.debug
     found.end()
     return found

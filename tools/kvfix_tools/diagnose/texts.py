@@ -14,6 +14,7 @@ import msgspec
 from kvfix_tools.diagnose import bare_lines, grammar, grammar_vllm, log_formats
 from kvfix_tools.diagnose.bare_lines import Headless
 from kvfix_tools.diagnose.log_line import ANSI, Fields, without_colours, without_tokens
+from kvfix_tools.diagnose.needles import FRAME
 from kvfix_tools.diagnose.tracebacks import Part, Raised, by_name
 
 #: Part of each line of kvfix's own recorder.
@@ -27,6 +28,8 @@ LONGEST_BODY = 1 << 14
 LEVEL = re.compile(rb"\] LMCache ([A-Z]{4,8}):(?:" + ANSI + rb")? ?")
 #: LMCache's frame without its time, and the place of its statement at the end of a line without its frame.
 _CUT = re.compile(rb"(?m)^LMCache [A-Z]{4,8}: |\(\w+\.py:\d+:lmcache\.")
+#: Replaces the time in vLLM's prefix.
+_NO_TIME, _DIGITS = b"00-00 00:00:00", b"0123456789"
 _SECOND, STAMP = len(b"2026-11-21 01:41:27"), len(b"2026-11-21 01:41:27,007")
 #: vLLM's prefix is `ERROR 12-03 01:24:36 [core.py:844] `. The name of a process is `(EngineCore_DP0 pid=7703) `,
 #: `(VllmWorker rank=0 pid=31) ` or Ray's `(RayWorkerWrapper pid=7, ip=10.0.0.5) `. torch and torchrun add `[rank0]: `.
@@ -111,6 +114,18 @@ class Framed(msgspec.Struct, frozen=True):
 IN_ITS_LINE = Framed("", {}, b"", b"", is_alone=False)
 
 
+#: Logs repeat: vLLM asks about a waiting request in every step, and warnings repeat with another time.
+@lru_cache(maxsize=2048)
+def behind_frame(tail: bytes) -> Framed:
+    """Parse a line from LMCache's frame to its end."""
+    level = LEVEL.match(tail)
+    if level is None or len(tail) == LONGEST_BODY or tail.find(FRAME, level.end()) >= 0:
+        return IN_ITS_LINE
+    body = tail[level.end() :]
+    found = framed(level[1], body)
+    return IN_ITS_LINE if found.name == "logged" and Part(body).sure else found
+
+
 def framed(level: bytes, body: bytes) -> Framed:
     for message in _BY_HEAD.get(body[:4], ()):
         match = message.pattern.match(body)
@@ -134,6 +149,7 @@ class Other:
         text = self._text = without_colours(line) if b"\x1b" in line or b"[0" in line else line
         self.process = process(text)
         self._head = _VLLM.search(text)
+        self.has_head = self._head is not None
         if self._head is not None:
             self.body = text[self._head.end() :]
         elif self.process:
@@ -234,12 +250,24 @@ class Other:
             return False
         return self.found is None or self.found[0] != "raised"
 
-    def kind(self, head: bytes, body: bytes) -> tuple[bytes, ...] | None:
-        """Return the prefix without its time, if the line is `head` plus `body` and its body names no process."""
-        start = without_colours(head)
-        if self._head is None or self.body != body or b"pid=" in body or self._text != start + body:
-            return None
-        return start[: self._head.start()], self._head[1], self._head[2]
+
+def parsed(line: bytes, headless: Headless) -> tuple[Other, bytes]:
+    """Return the parse of a line, and the time in vLLM's prefix (`12-03 01:24:36`), or b"" if it is elsewhere.
+
+    Lines that differ in this time only are parsed once.
+    """
+    at = line.find(b" [")
+    stamp = line[at - 14 : at]
+    if at > 14 and line[at - 15 : at].translate(None, _DIGITS) == b" - ::":
+        other = _parsed(line[: at - 14] + _NO_TIME + line[at:], headless)
+        if other.has_head:
+            return other, stamp
+    return (Other(line, headless) if len(line) > LONGEST_BODY else _parsed(line, headless)), b""
+
+
+@lru_cache(maxsize=2048)
+def _parsed(line: bytes, headless: Headless) -> Other:
+    return Other(line, headless)
 
 
 def _fields(message: grammar.Message, match: re.Match[bytes]) -> Fields:
@@ -293,8 +321,10 @@ def second_and_process(prefix: bytes) -> tuple[float | None, str]:
     return _second(prefix[-_SECOND:]), process(prefix[:-_SECOND])
 
 
-def clock(line: bytes, year: bytes) -> float | None:
-    """Return the time of vLLM's line in seconds since 1970; None without a time or a year."""
+def clock(line: bytes, year: bytes, stamp: bytes = b"") -> float | None:
+    """Return the time of vLLM's line in seconds since 1970; None without a time or a year. stamp: as in `parsed`."""
+    if stamp:
+        return _second_of(year + b"-" + stamp) if year.isdigit() else None
     found = _CLOCK.search(line[:_LEVELLED])
     if found is None or not (found[1] or year.isdigit()):
         return None
