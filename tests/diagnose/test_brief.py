@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvfix_tools.diagnose import command, report_brief
+from kvfix_tools.diagnose.command import Options
 from kvfix_tools.diagnose.diagnosis import Diagnosis, diagnosed
-from kvfix_tools.diagnose.options import Options
 
 LOGS = Path(__file__).parent / "logs"
 CRASH = gzip.decompress((LOGS / "crash-0.3.10.log.gz").read_bytes())

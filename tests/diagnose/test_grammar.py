@@ -11,7 +11,6 @@ from importlib.metadata import version
 import pytest
 
 from kvfix_tools.diagnose import grammar, statements
-from kvfix_tools.diagnose.line_scanner import DEBUG
 from kvfix_tools.diagnose.log_line import Fields, LogLine, statement_place
 from maintain import logging_statements
 from tests.conftest import release_names
@@ -27,7 +26,7 @@ def read(text: str) -> list[tuple[str, Fields]]:
 
 
 def lines(text: str) -> list[LogLine]:
-    return [line for line in scanned(text.encode()) if line.name != DEBUG]
+    return scanned(text.encode())
 
 
 @lru_cache(maxsize=64)

@@ -14,8 +14,7 @@ from kvfix.ledger import Finding, Ledger
 from kvfix.ledger.events import Raised
 from kvfix_tools.diagnose import findings, ledger_events, problems, statements
 from kvfix_tools.diagnose.failures import Failures
-from kvfix_tools.diagnose.grammar import MESSAGES
-from kvfix_tools.diagnose.grammar_vllm import RELEASE_IN
+from kvfix_tools.diagnose.grammar import MESSAGES, RELEASE_IN
 from kvfix_tools.diagnose.line_scanner import Scanner
 from kvfix_tools.diagnose.log_finding import LogFinding, in_order
 from kvfix_tools.diagnose.recorder_lines import RecorderLines

@@ -8,10 +8,10 @@ from itertools import count
 
 from msgspec.structs import replace
 
-from kvfix_tools.diagnose import bare_lines, log_formats, needles, texts
+from kvfix_tools.diagnose import bare_lines, grammar, log_formats, texts
 from kvfix_tools.diagnose.bare_lines import Headless
+from kvfix_tools.diagnose.grammar import FRAME
 from kvfix_tools.diagnose.log_line import Fields, LogLine
-from kvfix_tools.diagnose.needles import FRAME
 from kvfix_tools.diagnose.stacks import Stack, Stacks
 from kvfix_tools.diagnose.texts import LEVEL, LONGEST_BODY, STAMP, Framed, Other
 from kvfix_tools.diagnose.tracebacks import Part, Raised, Tracebacks
@@ -75,10 +75,10 @@ class Scanner:
                     yield from self._read(line[:LONGEST_LINE], number)
                 elif framed.name:
                     yield _log_line(framed, line, place, file, number)
-            elif looked_at or traces or stacks.open or needles.in_line(line):
+            elif looked_at or traces or stacks.open or grammar.in_line(line):
                 other, stamp = parsed(line[:LONGEST_LINE], headless)
                 if stacks.open or not other.is_alone or other.process in traces:
-                    yield from self._unframed(other, number, line)
+                    yield from self._unframed(other, number, line, stamp)
                 elif other.found is not None:
                     name, fields = other.found
                     time = texts.clock(line, self._year, stamp)
@@ -129,7 +129,7 @@ class Scanner:
                 return
             text = text[at:]
 
-    def _unframed(self, other: Other, number: int, line: bytes) -> list[LogLine]:
+    def _unframed(self, other: Other, number: int, line: bytes, stamp: bytes = b"") -> list[LogLine]:
         found: list[LogLine] = []
         if other.of_stack or self._stacks.open:
             inside, stack = self._stacks.take(other.body)
@@ -142,7 +142,7 @@ class Scanner:
             self._placed = (other.process, other.place, number, other.body)
         if raised is not None:
             made = self._raised(raised, other.level, other.process, number, other.body, other.place)
-            found.append(replace(made, time=texts.clock(line, self._year)))
+            found.append(replace(made, time=texts.clock(line, self._year, stamp)))
         if not inside and other.body.lstrip().startswith(b"assert "):
             self._source[other.process] = other.body.strip().decode("utf-8", "replace")
         if not inside and other.found is not None:
@@ -150,7 +150,7 @@ class Scanner:
             if name == "raised":
                 follows = fields["follows"] and self._tracebacks.follows(other.process)
                 fields = {**fields, "follows": follows, "source": self._asserted(fields, other.process)}
-            time = texts.clock(line, self._year)
+            time = texts.clock(line, self._year, stamp)
             found.append(LogLine(name, fields, time, other.process, self._file, number, other.evidence))
         return found
 

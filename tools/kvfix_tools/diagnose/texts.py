@@ -11,10 +11,10 @@ from functools import cached_property, lru_cache
 
 import msgspec
 
-from kvfix_tools.diagnose import bare_lines, grammar, grammar_vllm, log_formats
+from kvfix_tools.diagnose import bare_lines, grammar, log_formats
 from kvfix_tools.diagnose.bare_lines import Headless
+from kvfix_tools.diagnose.grammar import FRAME
 from kvfix_tools.diagnose.log_line import ANSI, Fields, without_colours, without_tokens
-from kvfix_tools.diagnose.needles import FRAME
 from kvfix_tools.diagnose.tracebacks import Part, Raised, by_name
 
 #: Part of each line of kvfix's own recorder.
@@ -90,7 +90,7 @@ _RAISED = [message for message in grammar.MESSAGES if message.source == "raised"
 
 
 #: Kinds of lines that no logger of vLLM or LMCache writes: of uvicorn, of lists of packages, of kvfix.
-_NO_STATEMENTS = ("up", "answered_500", "recorded", *grammar_vllm.RELEASE_IN)
+_NO_STATEMENTS = ("up", "answered_500", "recorded", *grammar.RELEASE_IN)
 
 
 def is_own(text: bytes) -> bool:

@@ -33,8 +33,7 @@ from kvfix_tools.ledger import RULES
 
 #: Modules of this package, in the order in which their rules run.
 _MODULES = (
-    "crashes", "hangs", "server", "content", "loads_short", "memory", "lookups_seen", "lookups", "evictions",
-    "standstill", "offloading", "transfers", "native_stacks", "quiet", "unknown",
+    "crashes", "hangs", "server", "content", "memory", "lookups_seen", "lookups", "statistics", "quiet", "unknown",
 )  # fmt: skip
 
 
