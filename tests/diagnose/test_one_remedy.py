@@ -33,7 +33,8 @@ def meet(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
 def second(problem: Problem, log: str) -> list[str]:
     """Codes of findings in this log of one line that are due to nothing."""
     found = [code for code in codes(diagnose(log)) if code != problem.code]
-    records = {code: problems.find(code) for code in found}
+    known = {each.code: each for each in problems.catalogue()}
+    records = {code: known.get(code) for code in found}
     return [code for code, record in records.items() if record is None or meet(problem.releases, record.releases)]
 
 

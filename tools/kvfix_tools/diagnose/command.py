@@ -17,7 +17,6 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 from kvfix_tools.diagnose import (
     log_files,
     report_brief,
-    report_github,
     report_html,
     report_json,
     report_text,
@@ -164,7 +163,7 @@ def _show(log: Diagnosis, findings: list[LogFinding], console: Console, options:
     elif options.format is Format.json:
         print(report_json.text(log, findings))
     elif options.format is Format.github:
-        print(report_github.text(findings), end="")
+        print(report_json.github(findings), end="")
     elif options.request:
         report_text.print_request(log, options.request, console)
     elif live:

@@ -171,12 +171,12 @@ class Diagnosis:
         They leave out findings that another record replaces, and rules of the ledger for requests that crashed.
         """
         shown = [found for own in self._recorders.connectors.values() for found in own.findings]
-        replaced = {code for found in self._found.values() for code in getattr(found.rule, "replaces", ())}
+        replaced = {code for found in self._found.values() for code in found.rule.replaces}
         shown += [
             found
             for found in self._found.values()
             if found.rule.code not in replaced
-            and not (getattr(found.rule, "announces", False) and found.is_explained(self._found.values()))
+            and not (found.rule.announces and found.is_explained(self._found.values()))
             and not (found.is_of_ledger and found.request in self._crashed)
         ]
         for found in shown:
@@ -266,18 +266,13 @@ class Diagnosis:
             if not isinstance(rule, problems.Problem):
                 self.add(rule, answer, line)
             elif not rule.gives_way(records, line):
-                self.add(*self._of_what_it_quotes(rule, answer, line), line)
+                # The record of the error that a statement quotes replaces the record of the statement.
+                quoted = problems.quoted(rule, self, line)
+                if quoted is not None:
+                    rule, answer = quoted, answer._replace(verdict="violated" if quoted.sure else "unknown")
+                self.add(rule, answer, line)
         if is_error and not answered:
             self.failures.unknown(line)
-
-    def _of_what_it_quotes(
-        self, record: problems.Problem, answer: Answer, line: LogLine
-    ) -> tuple[problems.Problem, Answer]:
-        """Return the record of the error that a statement quotes, if there is one; else the statement's record."""
-        known = problems.quoted(record, self, line)
-        if known is None:
-            return record, answer
-        return known, answer._replace(verdict="violated" if known.sure else "unknown")
 
     def _judge(self, violated: list[Finding], line: LogLine) -> None:
         """Report violated rules of the ledger, except for requests that crashed."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvfix_tools.diagnose.findings import Severity
+from kvfix_tools.diagnose.findings import LogRule, Severity
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kvfix.ledger import Finding
-    from kvfix_tools.diagnose.findings import Answer, LogRule
+    from kvfix_tools.diagnose.findings import Answer
     from kvfix_tools.diagnose.log_line import Evidence, LogLine
     from kvfix_tools.diagnose.problems import Problem
 
@@ -80,7 +80,7 @@ class LogFinding:
     @property
     def is_general(self) -> bool:
         """True if its record describes a kind of failure with several possible causes."""
-        return bool(getattr(self.rule, "general", False))
+        return self.rule.general
 
     @property
     def file(self) -> str | None:
@@ -90,11 +90,11 @@ class LogFinding:
     @property
     def is_symptom(self) -> bool:
         """True if its rule finds a consequence of other failures, not a cause."""
-        return bool(getattr(self.rule, "symptom", False))
+        return self.rule.symptom
 
     @property
     def is_of_ledger(self) -> bool:
-        return getattr(self.rule, "message", None) is not None
+        return self.rule.message is not None
 
     @property
     def is_note(self) -> bool:
@@ -132,4 +132,4 @@ def by_kind(findings: list[LogFinding]) -> list[list[LogFinding]]:
 
 def _is_certain(rule: LogRule | Problem) -> bool:
     """Return True for a record of one specific problem, or a general record that is certain."""
-    return not getattr(rule, "general", True) or getattr(rule, "sure", False)
+    return not isinstance(rule, LogRule) and (not rule.general or rule.sure)

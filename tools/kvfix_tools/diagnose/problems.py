@@ -9,7 +9,7 @@ import re
 from functools import lru_cache
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 from ahocorasick_rs import BytesAhoCorasick
@@ -72,10 +72,9 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     said_by: str = ""
     unanchored: str = ""
 
-    @property
-    def message(self) -> None:
-        """None: only rules of the ledger have a message (findings.LogRule)."""
-        return None
+    # Only rules are of the ledger or symptoms (findings.LogRule).
+    message: ClassVar[None] = None
+    symptom: ClassVar[bool] = False
 
     @property
     def severity(self) -> Severity:
@@ -181,11 +180,6 @@ def knowledge() -> Knowledge:
 
 def catalogue() -> tuple[Problem, ...]:
     return knowledge().problems
-
-
-def find(name: str) -> Problem | None:
-    """Return the record of this code or name; None if there is none."""
-    return next((each for each in catalogue() if name.upper() == each.code or name.lower() == each.name), None)
 
 
 class _Index(NamedTuple):

@@ -201,7 +201,7 @@ class Other:
             level = self.level
             return ("logged", {"level": level, "logger": NATIVE, "place": ""}) if level else None
         cut = head is None and (b"lmcache" in text or b"LMCache" in text)
-        for message in _ANYWHERE if cut else _OF_VLLM:
+        for message in _ANYWHERE if cut or whole else _OF_VLLM:
             if message.literal in text and (not whole or self._is_whole(message)):
                 match = message.pattern.search(body) or message.pattern.search(text)
                 if match is not None:
@@ -225,23 +225,13 @@ class Other:
             native = _OTHER.search(self._text[:_LEVELLED])
             logger = "vllm" if head else "" if native is None or native["level"] else NATIVE
             return "logged", {"level": self.level, "logger": logger, "place": self.place}
-        return self._statement if whole else None
+        if whole and bare_lines.kind(body) == "logged":
+            return "logged", {"level": "error", "logger": "bare", "place": ""}
+        return None
 
     def _is_whole(self, message: grammar.Message) -> bool:
         """Return True if the line is exactly this message, or a message that no logger writes."""
         return message.name in _NO_STATEMENTS or bare_lines.kind(self.body) == message.name
-
-    @property
-    def _statement(self) -> tuple[str, Fields] | None:
-        """(name, fields) of a whole statement of a release without its logger's prefix."""
-        name = bare_lines.kind(self.body)
-        if name == "logged":
-            return name, {"level": "error", "logger": "bare", "place": ""}
-        for message in grammar.MESSAGES if name is not None else ():
-            match = message.pattern.match(bare_lines.stripped(self.body)) if message.name == name else None
-            if match is not None:
-                return message.name, _fields(message, match)
-        return None
 
     @cached_property
     def is_alone(self) -> bool:
