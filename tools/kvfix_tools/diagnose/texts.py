@@ -19,7 +19,7 @@ from kvfix_tools.diagnose.tracebacks import Part, Raised, by_name
 
 #: Part of each line of kvfix's own recorder.
 RECORDED = b'{"kind":"'
-#: Name of the logger for glog, UCX, spdlog and CANN.
+#: Name of the logger for glog and UCX.
 NATIVE = "native"
 #: Name of a line that only names a connector.
 WHO = "who"
@@ -41,13 +41,11 @@ _VLLM = re.compile(
 _CLOCK = re.compile(rb"(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) +(?:(\d{4})-)?(\d\d-\d\d \d\d:\d\d:\d\d)")
 _PROCESS = re.compile(rb"\((\w+)(?: rank=(\d+))?[^()\n]{0,40}? ?pid=(\d+)(?:, ip=[\w.:]{1,40})?\)")
 _RANK = re.compile(rb"\[((?:rank|default)\d{1,5})\]: ?")
-#: Levels of other loggers: logging's own format, uvicorn, glog (Mooncake, NIXL), UCX, spdlog (InfiniStore); and errors
-#: of argparse, Docker and Helm.
+#: Levels of other loggers: logging's own format, uvicorn, glog (Mooncake, NIXL), UCX; and errors of argparse, Docker
+#: and Helm.
 _OTHER = re.compile(
     rb"(?:^|[\s\]\[|])(?:(?P<level>WARNING|WARN|ERROR|CRITICAL|FATAL)\b[\s:\]-]"
     rb"|(?P<glog>[WEF])(?:\d{4}){1,2} \d\d:\d\d:\d\d(?!\S* +\d+ \S+\.go:)"
-    rb"|\[infini\] \[(?P<spdlog>warning|error|critical)\]"
-    rb"|\[(?P<cann>ERROR)\] [A-Z]{2,12}\(\d"
     rb"|[\w.]+\.c:\d+ +(?:UCX +DIAG +)?(?P<ucx>Fatal: |Transport retry count exceeded)"
     rb"|(?P<usage>error): (?:argument|unrecognized|the following) "
     rb"|(?P<container>docker|Error response from daemon|nvidia-container-cli|Error: INSTALLATION FAILED): ."
@@ -180,7 +178,7 @@ class Other:
         other = _OTHER.search(self._text[:_LEVELLED])
         if other is None or (other["level"] and self._headless is Headless.NONE and not self._has_head):
             return ""
-        name = other["level"] or other["glog"] or other["spdlog"] or other["cann"] or other["usage"] or b"error"
+        name = other["level"] or other["glog"] or other["usage"] or b"error"
         return _LEVELS.get(name, name.decode().lower())
 
     @property
