@@ -177,7 +177,7 @@ class Diagnosis:
             for found in self._found.values()
             if found.rule.code not in replaced
             and not (found.rule.announces and found.is_explained(self._found.values()))
-            and not (found.is_of_ledger and found.request in self._crashed)
+            and not (found.rule.message is not None and found.request in self._crashed)
         ]
         for found in shown:
             if found.is_foreign and not self.who.engine:

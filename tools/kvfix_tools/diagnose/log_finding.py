@@ -78,23 +78,9 @@ class LogFinding:
         )
 
     @property
-    def is_general(self) -> bool:
-        """True if its record describes a kind of failure with several possible causes."""
-        return self.rule.general
-
-    @property
     def file(self) -> str | None:
         """The file of its first line; None if it has no line."""
         return self.evidence[0].file if self.evidence else None
-
-    @property
-    def is_symptom(self) -> bool:
-        """True if its rule finds a consequence of other failures, not a cause."""
-        return self.rule.symptom
-
-    @property
-    def is_of_ledger(self) -> bool:
-        return self.rule.message is not None
 
     @property
     def is_note(self) -> bool:
@@ -112,11 +98,11 @@ def in_order(findings: list[LogFinding]) -> list[LogFinding]:
         key=lambda found: found.began,
     )
     # Without a cause, the first symptom is nearest to the cause.
-    causes = [found for found in troubles if not found.is_symptom] or troubles[:1]
+    causes = [found for found in troubles if not found.rule.symptom] or troubles[:1]
     for found in findings:
         before = [each for each in causes if each.began <= found.began or each.file != found.file]
         # For a symptom of the whole log, the first cause is the likeliest.
-        follows = before and found.is_symptom and found not in causes
+        follows = before and found.rule.symptom and found not in causes
         found.follows = before[0 if math.isinf(found.began) else -1] if follows else None
     tiers = {Severity.RISK: 2, Severity.NOTE: 3}
     return sorted(findings, key=lambda found: (tiers.get(found.severity, int(found not in causes)), found.began))

@@ -40,7 +40,7 @@ def _as_dict(log: Diagnosis, found: LogFinding) -> dict[str, Any]:
         "severity": found.severity.name.lower(),
         "verdict": found.verdict,
         "follows": found.follows.rule.code if found.follows is not None else None,
-        "general": found.is_general,
+        "general": found.rule.general,
         "title": rule.title,
         "sentence": found.sentence,
         "request": found.request or None,

@@ -67,7 +67,7 @@ def _unexplained(log: Diagnosis) -> LogLine | None:
     if first is None or first is log.state(Server).handler:
         return None
     known = [found for found in log.findings if not found.is_note]
-    causes = [found for found in known if not found.is_symptom]
+    causes = [found for found in known if not found.rule.symptom]
     if any(found.severity is Severity.CRASH for found in known) or any(
         found.severity is Severity.HANG for found in causes
     ):
