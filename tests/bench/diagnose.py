@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvfix_tools.diagnose.needles import NEEDLES
+from kvfix_tools.diagnose.grammar import NEEDLES
 from tests.bench.engine_logs import FIXTURES, lives
 from tests.bench.row import Row
 from tests.conftest import clean_environment

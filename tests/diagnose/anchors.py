@@ -14,7 +14,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from kvfix_tools.diagnose import checks
-from kvfix_tools.diagnose.problem import Problem, catalogue
+from kvfix_tools.diagnose.problems import Problem, catalogue
 from kvfix_tools.diagnose.signs import PLACE, Died, Logged, Sign, Stuck
 from tests.conftest import RELEASES, release_names
 from tests.diagnose.lines import site_packages

@@ -98,8 +98,6 @@ def without_hits() -> dict[str, list[str]]:
             logged(NEWEST, "configured", "{'remote_url': 'redis://h:6379'}")
             + worker("/m/a") + worker("/models/a", 2) + stores(10) + lookups(10, 900)
         ],
-        # Few lines, as in a pasted excerpt: one short prompt, the same prompt twice, peers without a hit.
-        # A hit that vLLM has as well, all of it or all but a few tokens; the other way round, whole chunks.
         "KVD539": [
             vllm("draft_groups", groups, release="0.26.0") for groups in ("[0, 1, 2, 3]", "[0, 1]")
         ],

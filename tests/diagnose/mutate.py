@@ -21,8 +21,8 @@ from rich.console import Console
 
 from kvfix_tools.diagnose import log_files, report_html, report_json, report_text
 from kvfix_tools.diagnose.diagnosis import Diagnosis
+from kvfix_tools.diagnose.grammar import NEEDLES
 from kvfix_tools.diagnose.line_scanner import Scanner
-from kvfix_tools.diagnose.needles import NEEDLES
 from kvfix_tools.diagnose.timeline import Timeline
 
 LOGS = Path(__file__).parent / "logs"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from kvfix_tools.diagnose.problem import Problem
+from kvfix_tools.diagnose.problems import Problem
 from kvfix_tools.diagnose.signs import Died, Logged, Sign, Stuck
 from tests.diagnose.releases import CORE
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvfix_tools.diagnose import command, report_brief
+from kvfix_tools.diagnose.command import Options
 from kvfix_tools.diagnose.diagnosis import Diagnosis, diagnosed
-from kvfix_tools.diagnose.options import Options
 
 LOGS = Path(__file__).parent / "logs"
 CRASH = gzip.decompress((LOGS / "crash-0.3.10.log.gz").read_bytes())
@@ -107,7 +107,6 @@ def test_the_bug_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "match(288) promises 0" in text
     assert (tmp_path / "brief.txt").read_text().rstrip() in text
     assert "https://github.com/LMCache/LMCache/issues/2158" in text.partition("## Known reports")[2]
-    assert "AssertionError" in text.partition("## Search terms")[2]
     assert command.main([str(log)], Options(issue=str(tmp_path / "no/issue.md"))) == 2
     assert "nothing was written there" in capsys.readouterr().err
 

@@ -15,7 +15,7 @@ import jsonschema
 import pytest
 
 from kvfix_tools.diagnose import command, log_files, report_json
-from kvfix_tools.diagnose.options import FAIL_ON, Format, Options
+from kvfix_tools.diagnose.command import FAIL_ON, Format, Options
 from tests.conftest import ROOT, clean_environment
 
 LOGS = Path(__file__).parent / "logs"

@@ -10,7 +10,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from kvfix_tools.diagnose import findings
-from kvfix_tools.diagnose.problem import FILE, Problem, catalogue, knowledge
+from kvfix_tools.diagnose.problems import FILE, Problem, catalogue, knowledge
 from kvfix_tools.diagnose.signs import Died, Failed, Logged, Stuck, parse
 from kvfix_tools.explain import explain
 from maintain import knowledge as maintained

@@ -48,7 +48,6 @@ def test_what_is_kept_of_a_log_without_end(monkeypatch: pytest.MonkeyPatch) -> N
     """Some 50 MB. The limits are lowered, so that one object kept of each request would show."""
     for module in (diagnosis, requests_seen):
         monkeypatch.setattr(module, "REQUESTS", 200)
-    monkeypatch.setattr(line_scanner, "_REMEMBERED", 1 << 16)
     for name in ("_REQUESTS", "_ENGINES"):
         monkeypatch.setattr(lookups_seen, name, 50)
     log, scanner = diagnosis.Diagnosis(), line_scanner.Scanner()

@@ -109,9 +109,6 @@ def misses() -> list[tuple[str, str]]:
         # Up to 0.3.10.post2 a chunk need not be full: it is stored.
         ("KVD320", stores(1) + lookups(10, 26)),
         ("KVD320", lookups(9, 26)),
-        # A sender that looks up its own chunks, and a receiver that finds the sent chunks.
-        # The first request with a prompt, and one that is found at its second.
-        # One hit goes beyond what vLLM has; a part that is worth a load.
         ("KVD320", lookups(10, 26) + asked(NEWEST, 26, 0, 26, 25, "x")),
         ("KVD321", stores(1) + lookups(10, 900)),
         ("KVD321", lookups(10, 26)),
@@ -167,7 +164,6 @@ def misses() -> list[tuple[str, str]]:
         # One fast interval; and transfers too small to say anything.
         ("KVD1051", moved(320.0) + moved(12000.0)),
         ("KVD1051", moved(320.0, size=0.5)),
-        # An engine at work.
         # A failed load that vLLM recovers from is no failure of the engine.
         ("KVD199", vllm("kv_recovered", 1, 512)),
         ("KVD1148", hits()["KVD199"][0]),

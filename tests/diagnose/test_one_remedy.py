@@ -12,7 +12,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from kvfix_tools.diagnose import problems
-from kvfix_tools.diagnose.problem import Problem
+from kvfix_tools.diagnose.problems import Problem
 from kvfix_tools.diagnose.signs import Failed, Logged, implied
 from tests.diagnose.lines import NEWEST, codes, diagnose, version
 from tests.diagnose.sign_logs import LMCACHE, VLLM, shown
@@ -33,7 +33,8 @@ def meet(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
 def second(problem: Problem, log: str) -> list[str]:
     """Codes of findings in this log of one line that are due to nothing."""
     found = [code for code in codes(diagnose(log)) if code != problem.code]
-    records = {code: problems.find(code) for code in found}
+    known = {each.code: each for each in problems.catalogue()}
+    records = {code: known.get(code) for code in found}
     return [code for code, record in records.items() if record is None or meet(problem.releases, record.releases)]
 
 

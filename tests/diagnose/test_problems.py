@@ -1,4 +1,4 @@
-"""Lines that only a few words tell apart, and what of a line a record needs."""
+"""Lines that only a few words tell apart, cases from reports, and what of a line a record needs."""
 
 from __future__ import annotations
 
@@ -8,47 +8,89 @@ import pytest
 
 from kvfix_tools.diagnose import problems
 from kvfix_tools.diagnose.signs import PLACE
-from tests.diagnose.lines import codes, diagnose, site_packages
+from tests.diagnose.lines import codes, diagnose, site_packages, version
 from tests.diagnose.releases import CORE
 from tests.diagnose.sign_logs import LMCACHE
 
-
-def test_a_value_in_between_may_be_a_whole_key() -> None:
-    """As LMCache prints a CacheEngineKey, with a model that lies below a long path."""
-    key = f"CacheEngineKey(model_name='/data/{'models/' * 30}', world_size=1, worker_id=0, request_configs=None)"
-    text = f"Put task failed for key {key}: [Errno 32] Broken pipe"
-    assert len(key) > 200
-    assert "KVD866" in codes(diagnose(LMCACHE.format(level="ERROR", text=text)))
-
-
-def test_a_broken_connection_of_ucx_is_no_file_system() -> None:
-    """Both say `Input/output error`: the one of a socket or a card, the other of a disk."""
-    ucx = "[1744331142.028115] [node:2802608:3]  tcp_ep.c:1 UCX  ERROR tcp_ep 0x5: send failed: Input/output error\n"
-    assert codes(diagnose(ucx)) == ["KVD148"]
-    disk = LMCACHE.format(level="ERROR", text="Failed to write /kv/7.pt: [Errno 5] Input/output error")
-    assert "KVD148" not in codes(diagnose(disk))
-
-
-def test_a_socket_that_cannot_read_gpu_memory_is_no_network() -> None:
-    """Errno 14 is of the memory; the same statement with another one is of the peer or the network."""
-    line = (
-        "E0612 14:05:26.176716 1192408 tcp_transport.cpp:136] Session::writeBody failed. {data}Error: {why}, "
-        "total_transferred_bytes_: 0, current transferred_bytes: 0\n"
-    )
-    bad, data = "Bad address (value: 14)", "Attempt to write data 0x7f using buffer 0x7f. "
-    for text in (line.format(data="", why=bad), line.format(data=data, why=bad)):
-        assert codes(diagnose(text)) == ["KVD1134"]
-    reset = line.format(data="", why="Connection reset by peer (value: 104)")
-    assert codes(diagnose(reset)) == ["KVD224"]
+#: LMCache prints a CacheEngineKey, here with a model that lies below a long path.
+KEY = f"CacheEngineKey(model_name='/data/{'models/' * 30}', world_size=1, worker_id=0, request_configs=None)"
+TCP = (
+    "E0612 14:05:26.176716 1192408 tcp_transport.cpp:136] Session::writeBody failed. {}, total_transferred_bytes_: 0\n"
+)
+BAD_ADDRESS = "Error: Bad address (value: 14)"
+LIBRARY = "libcudart.so.13: cannot open shared object file: No such file or directory"
+NO_KEY = "unsupported format string passed to bytes.__format__"
+#: CUDA does not have the GPU that this code chooses.
+NO_GPU = (
+    'Traceback (most recent call last):\n  File "/opt/app/{}", line 7, in {}\n    torch.cuda.set_device(rank)\n'
+    "RuntimeError: CUDA error: invalid device ordinal\n"
+)
+QUOTED = f"{CORE}RuntimeError: Worker failed with error '{{}}', please check the stack trace above for the root cause\n"
+DEAD = "(APIServer pid=7) ERROR 11-21 01:42:28 [async_llm.py:525] AsyncLLM output_handler failed.\n"
+#: Without a release in the log. Releases from 0.5.5 on report a failed load.
+FAILED = "LMCache ERROR: Something went wrong when processing the retrieve request for request_id=r1, result=False\n"
+FAILING = (
+    "ERROR 09-20 10:00:00 [scheduler.py:3043] Failing 1 request(s) due to KV load failure (failure_policy=fail, "
+    "6144 tokens affected)\n"
+)
 
 
-def test_a_refused_handshake_of_rdma_is_not_the_metadata() -> None:
-    """The file that logs it is the metadata's; what failed is the queue pair."""
-    line = (
-        "E1216 08:39:47.366148 15997 transfer_metadata.cpp:793] Handshake request is rejected by peer endpoint "
-        "127.0.0.1:8144@mlx5_0, message: Failed to modity QP to RTR, check mtu, gid, peer lid, peer qp num. Please\n"
-    )
-    assert codes(diagnose(line)) == ["KVD505"]
+def error(text: str, level: str = "ERROR") -> str:
+    return LMCACHE.format(level=level, text=text)
+
+
+def manager(reason: str) -> str:
+    text = f"Failed to initialize LMCacheManager components: {reason}. System will operate in degraded mode"
+    return error(f"{text} (recompute).")
+
+
+@pytest.mark.parametrize(
+    ("log", "code"),
+    [
+        (error(f"Put task failed for key {KEY}: [Errno 32] Broken pipe"), "KVD866"),
+        # `Input/output error` of a socket or a card, and of a disk.
+        ("[1744331142.028115] [node:2802608:3]  tcp_ep.c:1 UCX  ERROR tcp_ep 0x5: send failed: Input/output error\n",
+         "KVD148"),
+        (error("Failed to write /kv/7.pt: [Errno 5] Input/output error"), "KVD229"),
+        # Errno 14 is of the memory; the same statement with another one is of the peer or the network.
+        (TCP.format(BAD_ADDRESS), "KVD1134"),
+        (TCP.format(f"Attempt to write data 0x7f using buffer 0x7f. {BAD_ADDRESS}"), "KVD1134"),
+        (TCP.format("Error: Connection reset by peer (value: 104)"), "KVD224"),
+        # The file that logs a refused handshake is the metadata's; what failed is the queue pair.
+        ("E1216 08:39:47.366148 15997 transfer_metadata.cpp:793] Handshake request is rejected by peer endpoint "
+         "127.0.0.1:8144@mlx5_0, message: Failed to modity QP to RTR, check mtu, gid, peer lid, peer qp num. Please\n",
+         "KVD505"),
+        # An assertion without its frames is known by its source.
+        ("    assert effective_cpu_size > 0\nAssertionError\n", "KVD849"),
+        ("    assert effective_cpu_size > 0\nValueError\n", "KVD199"),
+        # What an engine quotes of a worker is looked at.
+        (QUOTED.format("CUDA out of memory. Tried to allocate 2.00 GiB."), "KVD215"),
+        # A log of echoes says where the cause stands.
+        (DEAD, "KVD1041"),
+        (f"{CORE}Worker proc VllmWorker-1 died unexpectedly, shutting down executor.\n{DEAD}", "KVD1040"),
+        # str() of an assertion without a text (manager.py 0.4.2:110); with a reason the line says it itself.
+        (manager(""), "KVD833"),
+        (manager("lmcache_worker_ports: one is missing"), "KVD207"),
+        # The reason is in a separate line. Alone, this line has another cause: a wheel for CUDA on ROCm.
+        (error("Failed to import backend lmcache.c_ops:", "WARNING") + f"{LIBRARY}\n", "KVD831"),
+        (error(f"Failed to import backend lmcache.c_ops: {LIBRARY}", "WARNING"), "KVD831"),
+        (f"{LIBRARY}\n", "KVD704"),
+        ("cannot import name 'LMCacheEngineMetadata' from 'lmcache.config'\n", "KVD442"),
+        ("we cannot import name tags from the registry\n", ""),
+        # Whatever the store: the key cannot be written (0.3.12 utils.py, to_string).
+        (version("0.3.12") + error(f"batched put error: {NO_KEY}"), "KVD739"),
+        (version("0.3.12") + error(f"Remote connection failed in contains: {NO_KEY}"), "KVD739"),
+        # A GPU that LMCache counts otherwise; and a container with too few GPUs.
+        (NO_GPU.format("lmcache/integration/vllm/vllm_v1_adapter.py", "init_lmcache_engine"), "KVD750"),
+        (NO_GPU.format("vllm/v1/worker/gpu_worker.py", "init_device"), "KVD242"),
+        # utils.py, parse_cache_key: 0.3.9.post1 to 0.3.13 look for the layer one part too early.
+        (version("0.3.13") + "ValueError: Invalid key string: vllm@m@1@0@-5d1b@bfloat16@0\n", "KVD899"),
+        (FAILED, "KVD301"),
+        (FAILED + FAILING, "KVD303"),
+    ],
+)  # fmt: skip
+def test_a_log_has_one_finding(log: str, code: str) -> None:
+    assert codes(diagnose(log)) == ([code] if code else [])
 
 
 def test_signs_of_ucx_stand_in_the_ucx_that_nixl_brings() -> None:
@@ -57,9 +99,10 @@ def test_signs_of_ucx_stand_in_the_ucx_that_nixl_brings() -> None:
     if not libraries:
         pytest.skip("nixl is not installed here, so that there is no UCX to look into")
     texts = b"".join(path.read_bytes() for path in libraries)
-    for name in ("ucx-cannot-address-peer", "ucx-has-no-way-for-this-memory", "ucx-cuda-ipc-refused"):
-        problem = problems.find(name)
-        assert problem is not None
+    names = {"ucx-cannot-address-peer", "ucx-has-no-way-for-this-memory", "ucx-cuda-ipc-refused"}
+    known = [each for each in problems.catalogue() if each.name in names]
+    assert len(known) == 3
+    for problem in known:
         for sign in problem.shows:
             part = max((each.removeprefix("UCX  ERROR ") for each in PLACE.split(sign.text)[::2]), key=len)
             assert part.strip().encode() in texts, sign
@@ -75,21 +118,3 @@ def test_signs_of_nixl_stand_in_its_wheel() -> None:
         for sign in problem.shows:
             for part in PLACE.split(re.sub(r"^\w+: ", "", sign.text))[::2]:
                 assert part.encode() in texts, sign
-
-
-def test_an_assertion_without_its_frames_is_known_by_its_source() -> None:
-    assert codes(diagnose("    assert effective_cpu_size > 0\nAssertionError\n")) == ["KVD849"]
-    assert codes(diagnose("    assert effective_cpu_size > 0\nValueError\n")) != ["KVD849"]
-
-
-def test_what_an_engine_quotes_of_a_worker_is_looked_at() -> None:
-    quoted = "Worker failed with error '{text}', please check the stack trace above for the root cause"
-    line = f"{CORE}RuntimeError: {quoted}\n"
-    assert codes(diagnose(line.format(text="CUDA out of memory. Tried to allocate 2.00 GiB."))) == ["KVD215"]
-
-
-def test_a_log_of_echoes_says_where_the_cause_stands() -> None:
-    dead = "(APIServer pid=7) ERROR 11-21 01:42:28 [async_llm.py:525] AsyncLLM output_handler failed.\n"
-    assert codes(diagnose(dead)) == ["KVD1041"]
-    died = f"{CORE}Worker proc VllmWorker-1 died unexpectedly, shutting down executor.\n"
-    assert codes(diagnose(died + dead)) == ["KVD1040"]

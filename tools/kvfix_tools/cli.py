@@ -424,7 +424,7 @@ def diagnose(
     Each finding has its numbers, its cause and its remedy.
     """
     from kvfix_tools.diagnose import command
-    from kvfix_tools.diagnose.options import Format, Options
+    from kvfix_tools.diagnose.command import Format, Options
 
     printed = output_format or ("json" if json else "text")
     if printed not in {each.value for each in Format}:

@@ -17,8 +17,8 @@ from kvfix.fixes.api import Fix
 from kvfix.retired import RETIRED
 from kvfix_tools import screen
 from kvfix_tools.diagnose import findings
-from kvfix_tools.diagnose.problem import Problem, knowledge
-from kvfix_tools.diagnose.problem import catalogue as known_problems
+from kvfix_tools.diagnose.problems import Problem, knowledge
+from kvfix_tools.diagnose.problems import catalogue as known_problems
 from kvfix_tools.lab.engine import rules as lab_rules
 from kvfix_tools.lab.scenario import scenarios
 from kvfix_tools.ledger import RULES, Rule

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from kvfix import catalogue as fixes
 from kvfix.fixes.api import Fix
 from kvfix_tools.diagnose import findings, statements
-from kvfix_tools.diagnose.problem import catalogue as known_problems
+from kvfix_tools.diagnose.problems import catalogue as known_problems
 from kvfix_tools.ledger import RULES
 
 #: Number of candidates to show, and of words and characters of the text to use.

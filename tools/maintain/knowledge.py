@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import tomllib
 
-from kvfix_tools.diagnose.problem import FILE, Problem
+from kvfix_tools.diagnose.problems import FILE, Problem
 
 FOLDER = FILE.with_suffix("")
 #: The file with retired codes.

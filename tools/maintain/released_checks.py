@@ -14,7 +14,7 @@ from __future__ import annotations
 import ast
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from packaging.version import Version
@@ -86,6 +86,17 @@ def take(table: checks.Table, release: str, package: Path) -> int:
     return sum(release in found for found in table.values())
 
 
+def _ranges(numbers: Iterable[int]) -> list[int]:
+    """Return the first and last number of each run: [0, 1, 2, 7] becomes [0, 2, 7, 7]."""
+    made: list[int] = []
+    for number in sorted(numbers):
+        if made and made[-1] == number - 1:
+            made[-1] = number
+        else:
+            made += [number, number]
+    return made
+
+
 def as_data(table: checks.Table) -> dict[str, object]:
     """Return the data of the file: sorted releases, and {file: {function: [[kind, text, condition, *ranges]]}}."""
     releases = sorted({release for found in table.values() for release in found}, key=Version)
@@ -93,7 +104,7 @@ def as_data(table: checks.Table) -> dict[str, object]:
     for (file, function, check), found in sorted(table.items()):
         if found:
             numbers = [releases.index(each) for each in found]
-            files.setdefault(file, {}).setdefault(function, []).append([*check, *checks.ranges(numbers)])
+            files.setdefault(file, {}).setdefault(function, []).append([*check, *_ranges(numbers)])
     return {"releases": releases, "files": files}
 
 

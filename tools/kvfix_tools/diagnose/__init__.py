@@ -1,8 +1,7 @@
 """`kvfix-diagnose`: log text becomes lines, lines become events, and rules find problems.
 
 - `log_files`: read files, folders, compressed files and streams in blocks, and merge several files by time.
-- `needles`: skip lines that cannot matter.
-- `line_scanner`: turn blocks into lines that matter (`log_line`).
+- `line_scanner`: turn blocks into lines that matter (`log_line`), and skip all other lines.
 - `texts`: parse the text of one line.
 - `grammar`: patterns of lines, tested against the releases' own logging statements (`statements.json`).
 - `tracebacks`: assemble frames and exceptions from several lines.

@@ -66,7 +66,7 @@ def cause(log: Diagnosis, found: LogFinding) -> str:
 
 def heading(found: LogFinding) -> str:
     """Return the heading of the cause. A general record knows only the usual causes of a kind of failure."""
-    return "Usual causes" if found.is_general else "Why"
+    return "Usual causes" if found.rule.general else "Why"
 
 
 def advice(log: Diagnosis, found: LogFinding) -> list[Advice]:

@@ -17,8 +17,6 @@ from kvfix_tools.diagnose.problems import NAMES
 from kvfix_tools.diagnose.statements import sample
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from kvfix_tools.diagnose.log_line import LogLine
     from kvfix_tools.diagnose.releases import Releases
 
@@ -42,17 +40,6 @@ class Check(NamedTuple):
 
 #: {(file below the package, function, check): releases}
 Table = dict[tuple[str, str, Check], set[str]]
-
-
-def ranges(numbers: Iterable[int]) -> list[int]:
-    """Return the first and last number of each run: [0, 1, 2, 7] becomes [0, 2, 7, 7]."""
-    made: list[int] = []
-    for number in sorted(numbers):
-        if made and made[-1] == number - 1:
-            made[-1] = number
-        else:
-            made += [number, number]
-    return made
 
 
 def table(data: dict[str, Any]) -> Table:

@@ -14,9 +14,8 @@ from kvfix.ledger import Finding, Ledger
 from kvfix.ledger.events import Raised
 from kvfix_tools.diagnose import findings, ledger_events, problems, statements
 from kvfix_tools.diagnose.failures import Failures
-from kvfix_tools.diagnose.grammar import MESSAGES
-from kvfix_tools.diagnose.grammar_vllm import RELEASE_IN
-from kvfix_tools.diagnose.line_scanner import DEBUG, Scanner
+from kvfix_tools.diagnose.grammar import MESSAGES, RELEASE_IN
+from kvfix_tools.diagnose.line_scanner import Scanner
 from kvfix_tools.diagnose.log_finding import LogFinding, in_order
 from kvfix_tools.diagnose.recorder_lines import RecorderLines
 from kvfix_tools.diagnose.releases import Releases
@@ -106,9 +105,6 @@ class Diagnosis:
         name = line.name
         self._taken += 1
         self.releases.file = line.file
-        if name == DEBUG:
-            self.debug = True
-            return
         if name == WHO:
             self.who.take(line)
             return
@@ -175,13 +171,13 @@ class Diagnosis:
         They leave out findings that another record replaces, and rules of the ledger for requests that crashed.
         """
         shown = [found for own in self._recorders.connectors.values() for found in own.findings]
-        replaced = {code for found in self._found.values() for code in getattr(found.rule, "replaces", ())}
+        replaced = {code for found in self._found.values() for code in found.rule.replaces}
         shown += [
             found
             for found in self._found.values()
             if found.rule.code not in replaced
-            and not (getattr(found.rule, "announces", False) and found.is_explained(self._found.values()))
-            and not (found.is_of_ledger and found.request in self._crashed)
+            and not (found.rule.announces and found.is_explained(self._found.values()))
+            and not (found.rule.message is not None and found.request in self._crashed)
         ]
         for found in shown:
             if found.is_foreign and not self.who.engine:
@@ -270,18 +266,13 @@ class Diagnosis:
             if not isinstance(rule, problems.Problem):
                 self.add(rule, answer, line)
             elif not rule.gives_way(records, line):
-                self.add(*self._of_what_it_quotes(rule, answer, line), line)
+                # The record of the error that a statement quotes replaces the record of the statement.
+                quoted = problems.quoted(rule, self, line)
+                if quoted is not None:
+                    rule, answer = quoted, answer._replace(verdict="violated" if quoted.sure else "unknown")
+                self.add(rule, answer, line)
         if is_error and not answered:
             self.failures.unknown(line)
-
-    def _of_what_it_quotes(
-        self, record: problems.Problem, answer: Answer, line: LogLine
-    ) -> tuple[problems.Problem, Answer]:
-        """Return the record of the error that a statement quotes, if there is one; else the statement's record."""
-        known = problems.quoted(record, self, line)
-        if known is None:
-            return record, answer
-        return known, answer._replace(verdict="violated" if known.sure else "unknown")
 
     def _judge(self, violated: list[Finding], line: LogLine) -> None:
         """Report violated rules of the ledger, except for requests that crashed."""
@@ -348,6 +339,6 @@ def diagnosed(log: bytes, file: str = "log") -> Diagnosis:
     scanner = Scanner(file)
     for line in chain(scanner.scan(log), scanner.end()):
         found.take(line)
-    found.is_own = scanner.is_own
+    found.is_own, found.debug = scanner.is_own, scanner.debug
     found.end()
     return found

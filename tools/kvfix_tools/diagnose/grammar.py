@@ -1,4 +1,4 @@
-"""Patterns of the log lines that kvfix understands, for the body of a message.
+"""Patterns of the log lines that kvfix understands, for the body of a message, and the words that such lines contain.
 
 A pattern matches the wording of every release. `statements.json` lists the releases, places and levels of each logging
 statement, and tests compare it with the patterns. Numbers become int, other values str.
@@ -6,12 +6,110 @@ statement, and tests compare it with the patterns. Numbers become int, other val
 
 from __future__ import annotations
 
-from kvfix_tools.diagnose import grammar_vllm  # noqa: F401  (its messages are in the list)
-from kvfix_tools.diagnose.messages import MESSAGES, Message
-from kvfix_tools.diagnose.messages import lmcache as _lmcache
-from kvfix_tools.diagnose.messages import message as _message
+import re
+from typing import NamedTuple
 
-__all__ = ["MESSAGES", "Message"]
+from ahocorasick_rs import BytesAhoCorasick, Implementation, MatchKind
+
+
+class Message(NamedTuple):
+    """One kind of line.
+
+    starts: beginnings of the body after LMCache's frame; empty for anywhere in the line.
+    literal: text that each line of this kind contains. pattern: its groups are the fields.
+    source: `lmcache`, `vllm` or `kvfix` for their log lines, `raised` for the text of an exception.
+    fields: (name, True if it is a count) of each group.
+    """
+
+    name: str
+    starts: tuple[bytes, ...]
+    literal: bytes
+    pattern: re.Pattern[bytes]
+    source: str
+    fields: tuple[tuple[str, bool], ...]
+
+
+MESSAGES: list[Message] = []
+
+#: Groups that take digits only are counts; everything else is text.
+_COUNT = re.compile(rb"\(\?P<(\w+)>(?:-\?)?\\d\+\)")
+_ID = rb"(?P<request>[^\s,'\"()\[\]]+)"
+
+
+def _message(name: str, source: str, starts: str, literal: str, pattern: bytes) -> None:
+    # At most 18 digits, because int() refuses very long numbers.
+    compiled = re.compile(pattern.replace(b"<ID>", _ID).replace(rb"\d+)", rb"\d{1,18})"))
+    heads = tuple(start.encode() for start in starts.split("|") if start)
+    counts = _COUNT.findall(pattern)
+    fields = tuple((field, field.encode() in counts) for field in compiled.groupindex)
+    assert compiled.groups == len(fields), f"{name}: only named groups"
+    MESSAGES.append(Message(name, heads, literal.encode(), compiled, source, fields))
+
+
+def _lmcache(name: str, starts: str, literal: str, pattern: bytes) -> None:
+    _message(name, "lmcache", starts, literal, pattern)
+
+
+#: Kinds of lines that name vLLM's release.
+RELEASE_IN = ("vllm_version", "vllm_server", "vllm_environment", "vllm_image")
+
+_message(
+    "stats", "vllm", "", "Avg prompt throughput: ",
+    rb"(?:Engine (?P<engine>\d+): )?Avg prompt throughput: (?P<prompt>\d+\.?\d*) tokens/s, Avg generation throughput: "
+    rb"(?P<generation>\d+\.?\d*) tokens/s, Running: (?P<running>\d+) reqs, Waiting: (?P<waiting>\d+) reqs"
+    rb"(?:, Deferred: (?P<deferred>\d+) reqs)?(?:, KV fetch: [^%]*? completed waiting)?"
+    rb"(?:, Preemptions: (?P<preemptions>\d+))?"
+    rb"(?:, \w+ KV cache usage: (?P<usage>[\d.]+)%)?(?:, Prefix cache hit rate: (?P<local>[\d.]+)%)?"
+    rb"(?:, External prefix cache hit rate: (?P<external>[\d.]+)%)?",
+)  # fmt: skip
+_message(
+    "kv_failing", "vllm", "", " due to KV load failure",
+    rb"Failing (?P<objects>\d+) request\(s\) due to KV load failure \(failure_policy=fail, (?P<tokens>\d+) tokens "
+    rb"affected\)(?:\. Request IDs: )?(?P<requests>.*)",
+)  # fmt: skip
+_message(
+    "kv_recovered", "vllm", "", "Recovered from KV load failure: ",
+    rb"Recovered from KV load failure: (?P<objects>\d+) request\(s\) rescheduled \((?P<tokens>\d+) tokens affected\)",
+)  # fmt: skip
+_message(
+    "kv_waiting", "vllm", "", " is still in WAITING_FOR_REMOTE_KVS state",
+    rb"<ID> is still in WAITING_FOR_REMOTE_KVS state",
+)  # fmt: skip
+_message(
+    "broadcast", "vllm", "", "No available shared memory broadcast block found",
+    rb"No available shared memory broadcast block found in (?P<seconds>\d+)",
+)  # fmt: skip
+# The transfers of NixlConnector and MooncakeConnector in an interval (nixl/stats.py). Other connectors log other
+# numbers.
+_message(
+    "moved", "vllm", "", "KV Transfer metrics: ",
+    rb"KV Transfer metrics: Num successful transfers=(?P<transfers>\d+), .*?Avg MB per transfer=(?P<size>[\d.]+), "
+    rb"Throughput \(MB/s\)=(?P<rate>[\d.]+)",
+)  # fmt: skip
+# The API server or the engine has started; uvicorn answered a request with 500.
+_message("up", "vllm", "", "startup complete", rb"Application startup complete")
+_message("engine_up", "vllm", "", "init engine (", rb"init engine \(profile")
+_message("answered_500", "vllm", "", "500 Internal", rb'" 500 Internal Server Error')
+_message("fatal", "vllm", "", "EngineCore encountered a fatal error", rb"EngineCore encountered a fatal error")
+_message(
+    "draft_groups", "vllm", "", "KV offloading: EAGLE/MTP draft attention groups ",
+    rb"KV offloading: EAGLE/MTP draft attention groups (?P<groups>[^\n]{1,200}?) detected",
+)  # fmt: skip
+_message(
+    "vllm_version", "vllm", "", " LLM engine (v",
+    rb"(?:Initializing a|Dumping input data for) V[01] LLM engine \(v(?P<vllm>[^\s)]+)\)",
+)  # fmt: skip
+# The API server's first line names the release. The logo may stand before it, and the last character of the logo is
+# U+2588. The environment at the beginning of a report (collect_env) and the name of the image name the release too.
+_message(
+    "vllm_server", "vllm", "", " version ",
+    rb"(?:vLLM (?:API )?server|\xe2\x96\x88 )\s?version (?P<vllm>\d[^\s,]*)",
+)  # fmt: skip
+_message("vllm_environment", "vllm", "", "vLLM Version", rb"vLLM Version\s*:\s*v?(?P<vllm>\d\S*)")
+_message(
+    "vllm_image", "vllm", "", "vllm/vllm-openai:v",
+    rb"(?<!\w)vllm/vllm-openai:v(?P<vllm>\d+\.\d+\.\d+(?:\.post\d+|rc\d+)?)",
+)  # fmt: skip
 
 #: Lookahead for the place of LMCache's statement or the end of the line.
 _TO_PLACE = rb"(?=\s(?:\x1b?\[3m)?\(\w+\.py:\d+:|\s*$)"
@@ -239,3 +337,28 @@ _message(
 _message(
     "no_tracker", "raised", "", "Request tracker for request_id ", rb"Request tracker for request_id <ID> not found"
 )
+
+# Every line that matters contains one of these needles. Lines without a needle are not parsed: one search for all
+# needles is much faster than parsing a line. Records of known problems add no needle, because kvfix searches for them
+# in lines of errors and warnings only.
+
+#: `[2026-11-21 01:41:27,007] LMCache INFO: `, the same in 0.3.0 to 0.5.6.
+FRAME = b"] LMCache "
+#: A test shows that these needles cover every message of the grammar.
+NEEDLES: tuple[bytes, ...] = (
+    b" LMCache ", b":lmcache.", b"_mp_connector)", b'{"kind":"',
+    b"throughput: ", b"KV load failure", b"FOR_REMOTE_KVS", b"broadcast block", b"Initializing a V", b"assert ",
+    b"server version ", b"\xe2\x96\x88  version ", b"vLLM Version", b"vllm/vllm-openai:v",
+    b'", line ', b'.py", ', b".py, in ", b"KV offloading: EAGLE",
+    b"rror", b"ERROR", b"WARN", b"Traceback (", b"xception", b"fault", b"illed", b"terminate called",
+    b"kv_connector", b"connector with name", b"[shutdown]", b"Thread ", b"Process ", b".cpp:",
+    b"Assertion `", b"undefined symbol", b"shared object", b"GLIBC", b"CXXABI_", b"FATAL", b"core dumped", b"Aborted",
+    b"double free", b"free(): ", b"malloc(): ", b"corrupted ", b"code 137", b"Exit Code: ",
+    b"cannot import name", b"received by PID", b"backtrace (tid", b"Ping timed out", b"panicked at", b"allocate mask",
+    b"KV Transfer m", b"startup complete", b"init engine (", b"500 Internal", b"Cannot access data ",
+    b"with signal ", b"Check failed", b"what(): ", b"Fatal: ", b"retry count exceeded", b"#0  ",
+)  # fmt: skip
+#: Finds the needles in a line without LMCache's frame. LeftmostFirst compares many bytes at once.
+in_line = BytesAhoCorasick(
+    NEEDLES, matchkind=MatchKind.LeftmostFirst, implementation=Implementation.DFA
+).find_matches_as_indexes

@@ -88,7 +88,7 @@ def read(log: Diagnosis, sources: list[Source], advance: Callable[[int], None] |
                     yield from scanner.scan(block)
         except (Unreadable, OSError) as error:
             unreadable.append(str(error))
-        log.is_own = log.is_own or scanner.is_own
+        log.is_own, log.debug = log.is_own or scanner.is_own, log.debug or scanner.debug
         yield from scanner.end()
 
     for line in _by_time([lines(source) for source in sources]):

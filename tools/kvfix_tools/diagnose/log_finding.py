@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvfix_tools.diagnose.findings import Severity
+from kvfix_tools.diagnose.findings import LogRule, Severity
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kvfix.ledger import Finding
-    from kvfix_tools.diagnose.findings import Answer, LogRule
+    from kvfix_tools.diagnose.findings import Answer
     from kvfix_tools.diagnose.log_line import Evidence, LogLine
     from kvfix_tools.diagnose.problems import Problem
 
@@ -78,23 +78,9 @@ class LogFinding:
         )
 
     @property
-    def is_general(self) -> bool:
-        """True if its record describes a kind of failure with several possible causes."""
-        return bool(getattr(self.rule, "general", False))
-
-    @property
     def file(self) -> str | None:
         """The file of its first line; None if it has no line."""
         return self.evidence[0].file if self.evidence else None
-
-    @property
-    def is_symptom(self) -> bool:
-        """True if its rule finds a consequence of other failures, not a cause."""
-        return bool(getattr(self.rule, "symptom", False))
-
-    @property
-    def is_of_ledger(self) -> bool:
-        return getattr(self.rule, "message", None) is not None
 
     @property
     def is_note(self) -> bool:
@@ -112,11 +98,11 @@ def in_order(findings: list[LogFinding]) -> list[LogFinding]:
         key=lambda found: found.began,
     )
     # Without a cause, the first symptom is nearest to the cause.
-    causes = [found for found in troubles if not found.is_symptom] or troubles[:1]
+    causes = [found for found in troubles if not found.rule.symptom] or troubles[:1]
     for found in findings:
         before = [each for each in causes if each.began <= found.began or each.file != found.file]
         # For a symptom of the whole log, the first cause is the likeliest.
-        follows = before and found.is_symptom and found not in causes
+        follows = before and found.rule.symptom and found not in causes
         found.follows = before[0 if math.isinf(found.began) else -1] if follows else None
     tiers = {Severity.RISK: 2, Severity.NOTE: 3}
     return sorted(findings, key=lambda found: (tiers.get(found.severity, int(found not in causes)), found.began))
@@ -132,4 +118,4 @@ def by_kind(findings: list[LogFinding]) -> list[list[LogFinding]]:
 
 def _is_certain(rule: LogRule | Problem) -> bool:
     """Return True for a record of one specific problem, or a general record that is certain."""
-    return not getattr(rule, "general", True) or getattr(rule, "sure", False)
+    return not isinstance(rule, LogRule) and (not rule.general or rule.sure)

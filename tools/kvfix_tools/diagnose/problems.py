@@ -1,73 +1,243 @@
-"""Find the known problems that a line of a log shows."""
+"""Known problems: the records of `knowledge/*.toml`, and the records that a line of a log shows.
+
+docs/knowledge.md describes the fields of a record and how to add one.
+"""
 
 from __future__ import annotations
 
 import re
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from operator import itemgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
+import msgspec
+from ahocorasick_rs import BytesAhoCorasick
 from msgspec.structs import replace
 
-from kvfix_tools.diagnose.problem import NAMES, Problem, catalogue, find
-from kvfix_tools.diagnose.signs import (
-    Died,
-    Failed,
-    Logged,
-    Sign,
-    Stuck,
-    fits,
-    longest,
-    pattern,
-)
+from kvfix import catalogue as known_fixes
+from kvfix_tools.diagnose.findings import Answer, Severity
+from kvfix_tools.diagnose.signs import Died, Failed, Logged, Sign, Stuck, fits, implied, longest, parse
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.log_line import LogLine
 
-__all__ = ["LINES", "NAMES", "Problem", "at", "catalogue", "find", "general", "quoted"]
-#: Kinds of lines that can show a problem.
-LINES = ("logged", "raised", "died", "stack")
+FILE = Path(__file__).with_name("knowledge.json")
+#: {kind of line that can show a problem: the kind of sign that it can show}. A fault is an exception of faulthandler.
+LINES: dict[str, type[Sign]] = {"logged": Logged, "raised": Failed, "fault": Died, "died": Died, "stack": Stuck}
+#: {dist: its name for people}
+NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
+#: Releases of vLLM that were examined for the records, each with the one examined before it.
+_BEFORE = {"0.15": "0.11.2.post2", "0.20": "0.15.1", "0.26": "0.20.2", "0.32": "0.26.0"}
+#: {field of this class: its name in a record}
+_IN_THE_RECORD = {
+    "cause": "why", "now": "do", "good": "for_good", "fixed": "fixed_in", "sure": "certain", "sentence": "case"
+}  # fmt: skip
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=_IN_THE_RECORD):
+    """One known problem. Any of its signs shows it.
+
+    sentence: this case, with `{name}` for a value `<name>` of the sign. Empty: the line itself.
+    connectors: the record is only for these, if the log names its connector. named: True if the log must name it.
+    releases: {dist: specifier} of the releases with this problem. fixed: {dist: first release without it}.
+    sure: False if the line may have another cause. Then `cause` says how to tell.
+    general: any code may fail like this. Used only if no other record explains the failure.
+    replaces: codes of findings that are consequences of this one.
+    announces: the line precedes a traceback, and the record that explains the traceback is the finding.
+    quotes: the sign ends in `<error>`, the text of an exception, and the record that explains it is the finding.
+    said_by: the library whose code prints the signs. unanchored: why no release has the signs in its source.
+    """
+
+    code: str
+    name: str
+    title: str
+    effect: Literal["crash", "wrong", "hang", "leak", "slow", "risk"]
+    signs: tuple[str, ...]
+    cause: str
+    now: str
+    good: str = ""
+    sentence: str = ""
+    connectors: tuple[str, ...] = ()
+    named: bool = False
+    releases: dict[str, str] = {}
+    fixed: dict[str, str] = {}
+    sure: bool = True
+    general: bool = False
+    replaces: tuple[str, ...] = ()
+    announces: bool = False
+    quotes: bool = False
+    seen: tuple[str, ...] = ()
+    said_by: str = ""
+    unanchored: str = ""
+
+    # Only rules are of the ledger or symptoms (findings.LogRule).
+    message: ClassVar[None] = None
+    symptom: ClassVar[bool] = False
+
+    @property
+    def severity(self) -> Severity:
+        return Severity[self.effect.upper()]
+
+    @property
+    def shows(self) -> tuple[Sign, ...]:
+        return tuple(each for sign in self.signs for each in parse(sign))
+
+    @property
+    def threads(self) -> tuple[str, ...]:
+        """Addresses of the reports. GitHub redirects from an issue to a pull request with the same number."""
+        return tuple(f"https://github.com/{each.replace('#', '/issues/')}" for each in self.seen)
+
+    @property
+    def fixes(self) -> tuple[str, ...]:
+        """Codes of kvfix's fixes for the problem."""
+        return tuple(fix.code for fix in known_fixes.handling(self.code, None))
+
+    @property
+    def for_good(self) -> str:
+        """`good`, or the releases without the problem; "" if none is known."""
+        upgrade = " and ".join(f"{NAMES.get(dist, dist)} {release}" for dist, release in self.fixed.items())
+        return self.good or (f"upgrade to {upgrade}" if upgrade else "")
+
+    def section(self, name: str) -> str:
+        return self.cause if name == "Cause" else ""
+
+    def values(self, line: LogLine) -> dict[str, Any] | None:
+        """Return the values of the first sign that this line shows; None if it shows none."""
+        return next((found for sign in self.shows if (found := fits(sign, line)) is not None), None)
+
+    def look(self, log: Diagnosis, line: LogLine, nearly: bool = False) -> Answer | None:
+        """Return an answer if this line shows the problem, else None. nearly: as in `concerns`."""
+        values = self.values(line)
+        if values is None or not self.concerns(log, nearly):
+            return None
+        sentence = self.sentence.format_map(_Values(values)) if self.sentence else _sentence_of(line)
+        verdict = "violated" if self.sure and not nearly else "unknown"
+        return Answer(sentence, verdict=verdict, request=line.request)
+
+    def gives_way(self, records: list[Problem], line: LogLine) -> bool:
+        """Return True if another record of the line is more specific, or explains the error that the line quotes."""
+        return (self.quotes and any(not each.quotes for each in records)) or any(
+            self.yields_to(each, line) for each in records
+        )
+
+    def yields_to(self, other: Problem, line: LogLine) -> bool:
+        """Return True if the other record describes this line more specifically."""
+        own, theirs = ([each for each in one.shows if fits(each, line) is not None] for one in (self, other))
+        return bool(own) and any(all(implied(each, by) and not implied(by, each) for each in own) for by in theirs)
+
+    def concerns(self, log: Diagnosis, nearly: bool = True) -> bool:
+        """Return True if the connector and releases that the log names may have this problem.
+
+        nearly: also accept releases of vLLM between the last examined one without the problem and the first with it.
+        """
+        ran = log.who.connectors
+        if self.connectors and (ran or self.named) and not ran & set(self.connectors):
+            return False
+        if any(log.releases.within(dist, f">={right}") is True for dist, right in self.fixed.items()):
+            return False
+        releases = {
+            dist: _widened(broken) if nearly and dist == "vllm" else broken for dist, broken in self.releases.items()
+        }
+        return all(log.releases.within(dist, broken) is not False for dist, broken in releases.items())
+
+
+def _widened(specifier: str) -> str:
+    """Widen a specifier to the release examined before: `>=0.32` becomes `>0.26.0`."""
+    return re.sub(
+        r">=(0\.\d+)(?:\.0)?(?=,|$)",
+        lambda found: f">{_BEFORE[found[1]]}" if found[1] in _BEFORE else found[0],
+        specifier,
+    )
+
+
+class _Values(dict[str, Any]):
+    def __missing__(self, name: str) -> str:
+        return "?"
+
+
+def _sentence_of(line: LogLine) -> str:
+    if line.name == "stack":
+        return f"a thread ({line.fields['state']}) is in {line.fields['frames'][-1][2]}"
+    if line.name == "raised":
+        return f"{line.fields['class'] or 'died'}: {line.fields['text']}"[:240].rstrip(": ")
+    return line.evidence.text[:240]
+
+
+class Knowledge(msgspec.Struct, frozen=True):
+    """All records. problems: in the order in which they are tried. retired: {code: why it is retired}."""
+
+    problems: tuple[Problem, ...]
+    retired: dict[str, str]
 
 
 @lru_cache(maxsize=1)
-def _particular() -> tuple[Problem, ...]:
-    return tuple(each for each in catalogue() if not each.general)
+def knowledge() -> Knowledge:
+    """Read `knowledge.json`, which `make knowledge` compiles from `knowledge/*.toml`."""
+    return msgspec.json.decode(FILE.read_bytes(), type=Knowledge)
+
+
+def catalogue() -> tuple[Problem, ...]:
+    return knowledge().problems
+
+
+class _Index(NamedTuple):
+    """The signs of all specific records, each with the number of its record.
+
+    search: finds in a line the longest part of each sign's text, or else its source. signs: the signs with this part.
+    others: {class of the exception, or "" for any line: signs without a part}
+    """
+
+    records: tuple[Problem, ...]
+    search: BytesAhoCorasick
+    signs: tuple[list[tuple[int, Sign]], ...]
+    others: dict[str, list[tuple[int, Sign]]]
 
 
 @lru_cache(maxsize=1)
-def _general() -> tuple[Problem, ...]:
-    return tuple(each for each in catalogue() if each.general)
+def _index() -> _Index:
+    records = tuple(each for each in catalogue() if not each.general)
+    by_part: dict[bytes, list[tuple[int, Sign]]] = {}
+    others: dict[str, list[tuple[int, Sign]]] = {}
+    for number, record in enumerate(records):
+        for sign in record.shows:
+            kind, source = (sign.kind, sign.source) if isinstance(sign, Failed) else ("", "")
+            part = (longest(sign.text) or source).encode()
+            (by_part.setdefault(part, []) if part else others.setdefault(kind, [])).append((number, sign))
+    return _Index(records, BytesAhoCorasick(list(by_part)), tuple(by_part.values()), others)
+
+
+@lru_cache(maxsize=1024)
+def _may_fit(name: str, kind: str, text: bytes) -> list[tuple[int, Sign]]:
+    """Return the signs that may fit a line, in the order of the records. kind: class of the exception."""
+    index = _index()
+    parts = {number for number, _, _ in index.search.find_matches_as_indexes(text, overlapping=True)}
+    found = [each for part in parts for each in index.signs[part]]
+    found += [each for of in {"", kind} for each in index.others.get(of, ())]
+    return sorted((each for each in found if isinstance(each[1], LINES[name])), key=itemgetter(0))
+
+
+def at(line: LogLine) -> tuple[Problem, ...]:
+    """Return the specific records whose signs fit the line, whatever ran."""
+    fields = line.fields
+    name = "fault" if fields.get("fault") else line.name
+    text = f"{fields['text']}\n{fields['source']}".encode() if line.name == "raised" else line.body
+    signs = _may_fit(name, fields.get("type", ""), text)
+    if not signs:
+        return ()
+    numbers = dict.fromkeys(number for number, sign in signs if fits(sign, line) is not None)
+    return tuple(_index().records[number] for number in numbers)
 
 
 def general(line: LogLine) -> Problem | None:
     """Return the general record that fits this line, with the longest sign if several fit."""
     best, length = None, -1
-    for each in _general():
+    for each in (each for each in catalogue() if each.general):
         text = max((len(longest(sign.text)) for sign in each.shows if fits(sign, line) is not None), default=-1)
         if text > length:
             best, length = each, text
     return best
-
-
-def at(line: LogLine) -> tuple[Problem, ...]:
-    """Return the specific records whose signs fit the line, whatever ran. Results of repeated lines are cached."""
-    if line.name == "logged":
-        return _logged(line.body[:2000])
-    fields = line.fields
-    # The outer frames are part of the key, because signs with `via` need them.
-    frames = fields.get("frames", ())
-    key = (line.name, fields.get("type"), _NUMBER.sub(_alike, line.body[:400]), fields.get("source"), *frames)
-    if key not in _RAISED:
-        if len(_RAISED) >= _MOST:
-            _RAISED.clear()
-        text = fields.get("text", "")
-        found = {
-            each.code: each
-            for each, sign, part in _may_show(line.name, fields.get("type", ""))
-            if (line.name != "raised" or part in text) and fits(sign, line) is not None
-        }
-        _RAISED[key] = tuple(found.values())
-    return _RAISED[key]
 
 
 def quoted(record: Problem, log: Diagnosis, line: LogLine) -> Problem | None:
@@ -82,58 +252,3 @@ def _of_error(error: str, line: LogLine) -> Problem | None:
     fields = {"type": kind if named else "", "class": "", "text": text if named else error, "source": "", "frames": []}
     raised = replace(line, name="raised", fields=fields, body=error.encode())
     return next(iter(at(raised)), None) or general(raised) or general(replace(line, body=error.encode()))
-
-
-def _alike(number: re.Match[bytes]) -> bytes:
-    """Replace every number or id by 7, except numbers in a sign."""
-    return number[0] if number[0] in _asked_for() else b"7"
-
-
-@lru_cache(maxsize=1)
-def _asked_for() -> frozenset[bytes]:
-    signs = (sign for each in _particular() for sign in each.shows if not isinstance(sign, Logged))
-    return frozenset(number for sign in signs for number in _NUMBER.findall(sign.text.encode()))
-
-
-@lru_cache(maxsize=256)
-def _may_show(name: str, kind: str) -> list[tuple[Problem, Sign, str]]:
-    """Return (record, sign, longest part of its text without a value) for errors of this class."""
-    return [
-        (each, sign, longest(sign.text))
-        for each in _particular()
-        for sign in each.shows
-        if isinstance(sign, _SIGNS[name]) and getattr(sign, "kind", "") in ("", kind)
-    ]
-
-
-#: {exception with its frames: its records}, because exceptions repeat.
-_RAISED: dict[tuple[Any, ...], tuple[Problem, ...]] = {}
-#: Maximum number of exceptions in the cache.
-_MOST = 4096
-_DIGITS, _NUMBER = re.compile(rb"\d+"), re.compile(rb"\d[0-9a-f]*")
-_SIGNS: dict[str, tuple[type, ...]] = {"raised": (Failed, Died), "died": (Died,), "stack": (Stuck,)}
-
-
-@lru_cache(maxsize=4096)
-def _logged(body: bytes) -> tuple[Problem, ...]:
-    return _logged_alike(_DIGITS.sub(b"7", body))
-
-
-@lru_cache(maxsize=4096)
-def _logged_alike(body: bytes) -> tuple[Problem, ...]:
-    """Return the records for a body whose digits are all replaced by 7."""
-    text = body.decode("utf-8", "replace")
-    found = {each.code: each for each, sign, part in _signs() if part in text and pattern(sign).search(text)}
-    return tuple(found.values())
-
-
-@lru_cache(maxsize=1)
-def _signs() -> tuple[tuple[Problem, str, str], ...]:
-    """Return (problem, logged text with all digits replaced by 7, its longest part without a value)."""
-    texts = [
-        (each, re.sub(r"\d+", "7", sign.text))
-        for each in _particular()
-        for sign in each.shows
-        if isinstance(sign, Logged)
-    ]
-    return tuple((each, text, longest(text)) for each, text in texts)

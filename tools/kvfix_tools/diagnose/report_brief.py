@@ -86,9 +86,6 @@ def issue(log: Diagnosis, findings: list[LogFinding]) -> str:
     parts += ["## Summary of the log", "", "```text", brief(log, findings).rstrip(), "```", ""]
     if threads:
         parts += ["## Known reports", "", *(f"- {thread}" for thread in threads), ""]
-    terms = _search_terms(log, findings)
-    if terms:
-        parts += ["## Search terms", "", *(f"- `{term}`" for term in terms), ""]
     return "\n".join(parts)
 
 
@@ -185,17 +182,3 @@ def _of_package(file: str) -> str:
 def settings(line: str) -> list[tuple[str, str]]:
     """Return (name, value) of the important settings in vLLM's line of its non-default arguments."""
     return [(found["name"], safe(found["value"])) for found in _SETTINGS.finditer(line)]
-
-
-def _search_terms(log: Diagnosis, findings: list[LogFinding]) -> list[str]:
-    """Return texts that another report of this failure would have: classes with functions, texts without values."""
-    terms: dict[str, None] = {}
-    for line in log.failures.raised[:3]:
-        fields = line.fields
-        text = _VALUES.split(fields["text"])[0].strip()
-        function = fields["frames"][-1][2] if fields["frames"] else ""
-        terms[safe(" ".join(part for part in (fields["type"], fields["source"] or text, function) if part))] = None
-    for found in findings[:3]:
-        for each in found.evidence[:1]:
-            terms[safe(_VALUES.split(each.text)[0].strip())[:80]] = None
-    return [term for term in terms if len(term) > 12]

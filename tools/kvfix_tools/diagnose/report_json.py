@@ -1,4 +1,4 @@
-"""Findings as JSON. docs/diagnose.md has the schema."""
+"""Findings for programs: JSON (docs/diagnose.md has the schema), and annotations of GitHub Actions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _as_dict(log: Diagnosis, found: LogFinding) -> dict[str, Any]:
         "severity": found.severity.name.lower(),
         "verdict": found.verdict,
         "follows": found.follows.rule.code if found.follows is not None else None,
-        "general": found.is_general,
+        "general": found.rule.general,
         "title": rule.title,
         "sentence": found.sentence,
         "request": found.request or None,
@@ -55,3 +55,24 @@ def _as_dict(log: Diagnosis, found: LogFinding) -> dict[str, Any]:
         "do_now": advice.remedy(log, found).now,
         "for_good": advice.remedy(log, found).good,
     }
+
+
+def github(findings: list[LogFinding]) -> str:
+    """Return workflow commands that annotate the lines of the log."""
+    return "".join(_annotation(found) for found in findings)
+
+
+def _annotation(found: LogFinding) -> str:
+    """Return an error for a certain finding, a warning for an uncertain one, a notice for a note."""
+    kind = "notice" if found.is_note else "error" if found.is_certain else "warning"
+    at = f"file={_property(found.evidence[0].file)},line={found.evidence[0].line}," if found.evidence else ""
+    title = _property(f"{found.rule.code} {found.rule.name}")
+    return f"::{kind} {at}title={title}::{_data(f'{found.rule.title} {found.sentence}')}\n"
+
+
+def _data(value: str) -> str:
+    return value.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(value: str) -> str:
+    return _data(value).replace(":", "%3A").replace(",", "%2C")

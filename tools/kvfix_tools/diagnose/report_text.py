@@ -106,8 +106,7 @@ def _print_line(console: Console, what: str, kind: list[LogFinding]) -> None:
     found, times = kind[0], sum(each.count for each in kind)
     more = f", {times} times" if times > 1 else ""
     at = f" ({found.evidence[0].file}:{found.evidence[0].line})" if found.evidence else ""
-    text = f"{what} {found.rule.code} {found.rule.name}: {found.sentence}{more}{at}"
-    console.print(text, soft_wrap=True, markup=False)
+    _print_whole(console, f"{what} {found.rule.code} {found.rule.name}: {found.sentence}{more}{at}")
 
 
 def _requests(others: list[LogFinding]) -> str:
@@ -121,28 +120,26 @@ def _requests(others: list[LogFinding]) -> str:
 def print_summary(log: Diagnosis, findings: list[LogFinding], console: Console) -> None:
     """Print rules that could not be checked, notes, the size of the input, and one SUMMARY line for grep."""
     for rule, what, how in log.hidden():
-        console.print(
-            f"not checked: {rule} needs {what}, which this log level hides. Set {how}", soft_wrap=True, markup=False
-        )
+        _print_whole(console, f"not checked: {rule} needs {what}, which this log level hides. Set {how}")
     for code, many in sorted(log.unknowns.items()):
-        console.print(
-            f"not checked: {code}, {many} times, because earlier events are not in the log",
-            soft_wrap=True,
-            markup=False,
-        )
+        _print_whole(console, f"not checked: {code}, {many} times, because earlier events are not in the log")
     if log.releases.too_old:
-        console.print(f"note: {log.releases.too_old}", soft_wrap=True, markup=False)
+        _print_whole(console, f"note: {log.releases.too_old}")
     if "LMCacheMPConnector" in log.who.connectors and not any(log.counts[name] for name in (*_COUNTED, *_OF_SERVER)):
-        console.print(
+        _print_whole(
+            console,
             "note: with LMCacheMPConnector the log of `lmcache server` has the lookups, loads and stores. Give this "
             "log too: kvfix-diagnose ENGINE.log SERVER.log",
-            soft_wrap=True,
-            markup=False,
         )
-    console.print(read_words(log), soft_wrap=True, markup=False)
+    _print_whole(console, read_words(log))
     if log.interrupted:
-        console.print(f"note: {log.interrupted}", soft_wrap=True, markup=False)
-    console.print(f"SUMMARY: kvfix-diagnose: {_summary(log, findings)}", soft_wrap=True, markup=False)
+        _print_whole(console, f"note: {log.interrupted}")
+    _print_whole(console, f"SUMMARY: kvfix-diagnose: {_summary(log, findings)}")
+
+
+def _print_whole(console: Console, text: str) -> None:
+    """Print one line, which is not wrapped."""
+    console.print(text, soft_wrap=True, markup=False)
 
 
 def _summary(log: Diagnosis, findings: list[LogFinding]) -> str:

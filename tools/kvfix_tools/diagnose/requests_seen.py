@@ -38,9 +38,6 @@ class Requests:
         #: Number of requests that the log names.
         self.named = 0
 
-    def __len__(self) -> int:
-        return len(self._kept)
-
     def get(self, request: str) -> Request | None:
         return self._kept.get(request)
 

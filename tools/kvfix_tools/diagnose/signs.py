@@ -130,20 +130,16 @@ def fits(sign: Sign, line: LogLine) -> dict[str, Any] | None:
         return None
     if sign.source and sign.source not in fields["source"]:
         return None
-    own = [frame for frame in fields["frames"] if not frame[0].startswith("<frozen")]  # without the import system
-    if sign.within and not _within(sign.within, own[-_FRAMES:]):
-        return None
-    if not goes_through(sign, fields["frames"]):
-        return None
     found = _search(sign.text, fields["text"]) if sign.text else None
     if sign.text and found is None:
         return None
+    if sign.through and not any(sign.through in f"/{frame[0]}" for frame in fields["frames"]):
+        return None
+    if sign.within:
+        own = [frame for frame in fields["frames"] if not frame[0].startswith("<frozen")]  # without the import system
+        if not _within(sign.within, own[-_FRAMES:]):
+            return None
     return found.groupdict() if found is not None else {}
-
-
-def goes_through(sign: Failed, frames: list[tuple[str, int, str]]) -> bool:
-    """Return True if the sign names no path, or one of the frames is in this path."""
-    return not sign.through or any(sign.through in f"/{frame[0]}" for frame in frames)
 
 
 def implied(sign: Sign, by: Sign) -> bool:

@@ -11,14 +11,15 @@ from functools import cached_property, lru_cache
 
 import msgspec
 
-from kvfix_tools.diagnose import bare_lines, grammar, grammar_vllm, log_formats
+from kvfix_tools.diagnose import bare_lines, grammar, log_formats
 from kvfix_tools.diagnose.bare_lines import Headless
+from kvfix_tools.diagnose.grammar import FRAME
 from kvfix_tools.diagnose.log_line import ANSI, Fields, without_colours, without_tokens
 from kvfix_tools.diagnose.tracebacks import Part, Raised, by_name
 
 #: Part of each line of kvfix's own recorder.
 RECORDED = b'{"kind":"'
-#: Name of the logger for glog, UCX, spdlog and CANN.
+#: Name of the logger for glog and UCX.
 NATIVE = "native"
 #: Name of a line that only names a connector.
 WHO = "who"
@@ -27,6 +28,8 @@ LONGEST_BODY = 1 << 14
 LEVEL = re.compile(rb"\] LMCache ([A-Z]{4,8}):(?:" + ANSI + rb")? ?")
 #: LMCache's frame without its time, and the place of its statement at the end of a line without its frame.
 _CUT = re.compile(rb"(?m)^LMCache [A-Z]{4,8}: |\(\w+\.py:\d+:lmcache\.")
+#: Replaces the time in vLLM's prefix.
+_NO_TIME, _DIGITS = b"00-00 00:00:00", b"0123456789"
 _SECOND, STAMP = len(b"2026-11-21 01:41:27"), len(b"2026-11-21 01:41:27,007")
 #: vLLM's prefix is `ERROR 12-03 01:24:36 [core.py:844] `. The name of a process is `(EngineCore_DP0 pid=7703) `,
 #: `(VllmWorker rank=0 pid=31) ` or Ray's `(RayWorkerWrapper pid=7, ip=10.0.0.5) `. torch and torchrun add `[rank0]: `.
@@ -38,13 +41,11 @@ _VLLM = re.compile(
 _CLOCK = re.compile(rb"(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) +(?:(\d{4})-)?(\d\d-\d\d \d\d:\d\d:\d\d)")
 _PROCESS = re.compile(rb"\((\w+)(?: rank=(\d+))?[^()\n]{0,40}? ?pid=(\d+)(?:, ip=[\w.:]{1,40})?\)")
 _RANK = re.compile(rb"\[((?:rank|default)\d{1,5})\]: ?")
-#: Levels of other loggers: logging's own format, uvicorn, glog (Mooncake, NIXL), UCX, spdlog (InfiniStore); and errors
-#: of argparse, Docker and Helm.
+#: Levels of other loggers: logging's own format, uvicorn, glog (Mooncake, NIXL), UCX; and errors of argparse, Docker
+#: and Helm.
 _OTHER = re.compile(
     rb"(?:^|[\s\]\[|])(?:(?P<level>WARNING|WARN|ERROR|CRITICAL|FATAL)\b[\s:\]-]"
     rb"|(?P<glog>[WEF])(?:\d{4}){1,2} \d\d:\d\d:\d\d(?!\S* +\d+ \S+\.go:)"
-    rb"|\[infini\] \[(?P<spdlog>warning|error|critical)\]"
-    rb"|\[(?P<cann>ERROR)\] [A-Z]{2,12}\(\d"
     rb"|[\w.]+\.c:\d+ +(?:UCX +DIAG +)?(?P<ucx>Fatal: |Transport retry count exceeded)"
     rb"|(?P<usage>error): (?:argument|unrecognized|the following) "
     rb"|(?P<container>docker|Error response from daemon|nvidia-container-cli|Error: INSTALLATION FAILED): ."
@@ -87,7 +88,7 @@ _RAISED = [message for message in grammar.MESSAGES if message.source == "raised"
 
 
 #: Kinds of lines that no logger of vLLM or LMCache writes: of uvicorn, of lists of packages, of kvfix.
-_NO_STATEMENTS = ("up", "answered_500", "recorded", *grammar_vllm.RELEASE_IN)
+_NO_STATEMENTS = ("up", "answered_500", "recorded", *grammar.RELEASE_IN)
 
 
 def is_own(text: bytes) -> bool:
@@ -109,6 +110,18 @@ class Framed(msgspec.Struct, frozen=True):
 
 #: Stands for a line that must be parsed as a whole.
 IN_ITS_LINE = Framed("", {}, b"", b"", is_alone=False)
+
+
+#: Logs repeat: vLLM asks about a waiting request in every step, and warnings repeat with another time.
+@lru_cache(maxsize=2048)
+def behind_frame(tail: bytes) -> Framed:
+    """Parse a line from LMCache's frame to its end."""
+    level = LEVEL.match(tail)
+    if level is None or len(tail) == LONGEST_BODY or tail.find(FRAME, level.end()) >= 0:
+        return IN_ITS_LINE
+    body = tail[level.end() :]
+    found = framed(level[1], body)
+    return IN_ITS_LINE if found.name == "logged" and Part(body).sure else found
 
 
 def framed(level: bytes, body: bytes) -> Framed:
@@ -134,6 +147,7 @@ class Other:
         text = self._text = without_colours(line) if b"\x1b" in line or b"[0" in line else line
         self.process = process(text)
         self._head = _VLLM.search(text)
+        self.has_head = self._head is not None
         if self._head is not None:
             self.body = text[self._head.end() :]
         elif self.process:
@@ -164,7 +178,7 @@ class Other:
         other = _OTHER.search(self._text[:_LEVELLED])
         if other is None or (other["level"] and self._headless is Headless.NONE and not self._has_head):
             return ""
-        name = other["level"] or other["glog"] or other["spdlog"] or other["cann"] or other["usage"] or b"error"
+        name = other["level"] or other["glog"] or other["usage"] or b"error"
         return _LEVELS.get(name, name.decode().lower())
 
     @property
@@ -185,7 +199,7 @@ class Other:
             level = self.level
             return ("logged", {"level": level, "logger": NATIVE, "place": ""}) if level else None
         cut = head is None and (b"lmcache" in text or b"LMCache" in text)
-        for message in _ANYWHERE if cut else _OF_VLLM:
+        for message in _ANYWHERE if cut or whole else _OF_VLLM:
             if message.literal in text and (not whole or self._is_whole(message)):
                 match = message.pattern.search(body) or message.pattern.search(text)
                 if match is not None:
@@ -209,23 +223,13 @@ class Other:
             native = _OTHER.search(self._text[:_LEVELLED])
             logger = "vllm" if head else "" if native is None or native["level"] else NATIVE
             return "logged", {"level": self.level, "logger": logger, "place": self.place}
-        return self._statement if whole else None
+        if whole and bare_lines.kind(body) == "logged":
+            return "logged", {"level": "error", "logger": "bare", "place": ""}
+        return None
 
     def _is_whole(self, message: grammar.Message) -> bool:
         """Return True if the line is exactly this message, or a message that no logger writes."""
         return message.name in _NO_STATEMENTS or bare_lines.kind(self.body) == message.name
-
-    @property
-    def _statement(self) -> tuple[str, Fields] | None:
-        """(name, fields) of a whole statement of a release without its logger's prefix."""
-        name = bare_lines.kind(self.body)
-        if name == "logged":
-            return name, {"level": "error", "logger": "bare", "place": ""}
-        for message in grammar.MESSAGES if name is not None else ():
-            match = message.pattern.match(bare_lines.stripped(self.body)) if message.name == name else None
-            if match is not None:
-                return message.name, _fields(message, match)
-        return None
 
     @cached_property
     def is_alone(self) -> bool:
@@ -234,12 +238,24 @@ class Other:
             return False
         return self.found is None or self.found[0] != "raised"
 
-    def kind(self, head: bytes, body: bytes) -> tuple[bytes, ...] | None:
-        """Return the prefix without its time, if the line is `head` plus `body` and its body names no process."""
-        start = without_colours(head)
-        if self._head is None or self.body != body or b"pid=" in body or self._text != start + body:
-            return None
-        return start[: self._head.start()], self._head[1], self._head[2]
+
+def parsed(line: bytes, headless: Headless) -> tuple[Other, bytes]:
+    """Return the parse of a line, and the time in vLLM's prefix (`12-03 01:24:36`), or b"" if it is elsewhere.
+
+    Lines that differ in this time only are parsed once.
+    """
+    at = line.find(b" [")
+    stamp = line[at - 14 : at]
+    if at > 14 and line[at - 15 : at].translate(None, _DIGITS) == b" - ::":
+        other = _parsed(line[: at - 14] + _NO_TIME + line[at:], headless)
+        if other.has_head:
+            return other, stamp
+    return (Other(line, headless) if len(line) > LONGEST_BODY else _parsed(line, headless)), b""
+
+
+@lru_cache(maxsize=2048)
+def _parsed(line: bytes, headless: Headless) -> Other:
+    return Other(line, headless)
 
 
 def _fields(message: grammar.Message, match: re.Match[bytes]) -> Fields:
@@ -293,8 +309,10 @@ def second_and_process(prefix: bytes) -> tuple[float | None, str]:
     return _second(prefix[-_SECOND:]), process(prefix[:-_SECOND])
 
 
-def clock(line: bytes, year: bytes) -> float | None:
-    """Return the time of vLLM's line in seconds since 1970; None without a time or a year."""
+def clock(line: bytes, year: bytes, stamp: bytes = b"") -> float | None:
+    """Return the time of vLLM's line in seconds since 1970; None without a time or a year. stamp: as in `parsed`."""
+    if stamp:
+        return _second_of(year + b"-" + stamp) if year.isdigit() else None
     found = _CLOCK.search(line[:_LEVELLED])
     if found is None or not (found[1] or year.isdigit()):
         return None

@@ -27,11 +27,7 @@ _NAMED = re.compile(rb"\s+(?P<type>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Excep
 _BY_NAME = re.compile(
     rb"(?:^|\] |\) |\s\s|: |with exception )(?P<type>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*"
     rb"(?:Error|Exception|Interrupt|Exit|Timeout|Empty|Full|StopIteration))"
-    rb"(?:(?:\(bootstrap_room=\w+\))? ?: (?P<text>.*))?\s*$"  # SGLang's KVTransferError names its request
-)
-#: The repr of an exception, which vLLM's V0 engine logs: `FileNotFoundError('Error in model execution: ...')`.
-_REPR = re.compile(
-    rb"(?:^|: )(?P<type>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception))\((?P<q>['\"])(?P<text>.*)(?P=q),?\)$"
+    rb"(?: ?: (?P<text>.*))?\s*$"
 )
 _ENDS = (b"Error", b"Exception", b"Interrupt", b"Exit", b"Timeout", b"Empty", b"Full", b"StopIteration")
 #: The message of pydantic in the line after `ValidationError: 1 validation error for VllmConfig`.
@@ -261,7 +257,7 @@ def by_name(body: bytes, anywhere: bool) -> Raised | None:
             return Raised(kind, _decoded(bare[1]), [], "", False)
     if not any(end in body for end in _ENDS):
         return None
-    found = _BY_NAME.search(body) or (_REPR.search(body.rstrip()) if b"('" in body or b'("' in body else None)
+    found = _BY_NAME.search(body)
     if found is None or not (anywhere or found.start("type") == 0):
         return None
     return Raised(_decoded(found["type"]), _decoded(found["text"] or b""), [], "", True)

@@ -23,7 +23,7 @@ import enum
 from collections.abc import Callable
 from functools import lru_cache
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
@@ -33,8 +33,7 @@ from kvfix_tools.ledger import RULES
 
 #: Modules of this package, in the order in which their rules run.
 _MODULES = (
-    "crashes", "hangs", "server", "content", "loads_short", "memory", "lookups_seen", "lookups", "evictions",
-    "standstill", "offloading", "transfers", "native_stacks", "quiet", "unknown",
+    "crashes", "hangs", "server", "content", "memory", "lookups_seen", "lookups", "statistics", "quiet", "unknown",
 )  # fmt: skip
 
 
@@ -78,6 +77,10 @@ class LogRule(msgspec.Struct, frozen=True):
     message: str | None = None
     #: True if the finding is a consequence of other failures, not a cause.
     symptom: bool = False
+    # Only records are general, replace findings or announce a traceback (problems.Problem).
+    general: ClassVar[bool] = False
+    announces: ClassVar[bool] = False
+    replaces: ClassVar[tuple[str, ...]] = ()
 
     @property
     def fixes(self) -> tuple[str, ...]:
@@ -139,11 +142,6 @@ def catalogue() -> tuple[LogRule, ...]:
     for module in _MODULES:
         import_module(f"{__name__}.{module}")
     return tuple(_RULES)
-
-
-def find(name: str) -> LogRule | None:
-    """Return the rule of this code or name; None if there is none."""
-    return next((rule for rule in catalogue() if name.upper() == rule.code or name.lower() == rule.name), None)
 
 
 @lru_cache(maxsize=1)

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
 from kvfix_tools.diagnose.findings.lookups_seen import lookups_of
-from kvfix_tools.diagnose.findings.offloading import External
-from kvfix_tools.diagnose.findings.standstill import BY_REQUEST
+from kvfix_tools.diagnose.findings.statistics import BY_REQUEST, External
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis

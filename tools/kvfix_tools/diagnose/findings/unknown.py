@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvfix_tools.diagnose import problems
-from kvfix_tools.diagnose.failures import is_cut, is_of_engine
-from kvfix_tools.diagnose.findings import Answer, Severity, finding, first_error
+from kvfix_tools.diagnose import checks, problems
+from kvfix_tools.diagnose.failures import hook, is_cut, is_of_engine, owner
+from kvfix_tools.diagnose.findings import Answer, Severity, finding
 from kvfix_tools.diagnose.findings.server import Server
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.log_line import LogLine
+
+#: Added to an exception without a text and a traceback.
+_CUT = ", without a message. The last lines of its traceback, before this line, show the cause"
 
 
 @finding("KVD199", "unknown-failure", Severity.CRASH, on=[""])
@@ -29,10 +32,10 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
     heading = log.failures.heading if not first.fields.get("frames") else None
     general = problems.general(first) or (problems.general(heading) if heading is not None else None)
     answer = Answer(
-        first_error.sentence(log, first),
+        _sentence(log, first),
         request=str(first.fields.get("request", "")),
         verdict="violated" if general is None or general.sure else "unknown",
-        evidence=first_error.evidence(log, first),
+        evidence=_evidence(log, first),
         note=not _is_fatal(log, first),
     )
     if general is None:
@@ -55,7 +58,7 @@ def traceback_is_cut(log: Diagnosis, line: LogLine | None) -> Answer | None:
     first = _unexplained(log)
     if first is None or not is_cut(first):
         return None
-    return Answer(first_error.sentence(log, first), "", "unknown", first_error.evidence(log, first), note=True)
+    return Answer(_sentence(log, first), "", "unknown", _evidence(log, first), note=True)
 
 
 def _unexplained(log: Diagnosis) -> LogLine | None:
@@ -64,7 +67,7 @@ def _unexplained(log: Diagnosis) -> LogLine | None:
     if first is None or first is log.state(Server).handler:
         return None
     known = [found for found in log.findings if not found.is_note]
-    causes = [found for found in known if not found.is_symptom]
+    causes = [found for found in known if not found.rule.symptom]
     if any(found.severity is Severity.CRASH for found in known) or any(
         found.severity is Severity.HANG for found in causes
     ):
@@ -106,3 +109,36 @@ def _only_the_end(log: Diagnosis) -> Answer | None:
         return answer
     log.add(record, answer, None)
     return None
+
+
+def _sentence(log: Diagnosis, line: LogLine) -> str:
+    """Return a sentence with the error, the package of its code, and a note from the releases' code."""
+    return _what(log, line) + checks.said_of(line, log.releases)
+
+
+def _what(log: Diagnosis, line: LogLine) -> str:
+    fields = line.fields
+    if line.name == "died":
+        return f"a process died: {line.evidence.text[:200]}"
+    if line.name == "logged":
+        return f"{fields['level']}: {line.evidence.text[:200]}"
+    what = f"{fields['class'] or 'fatal error'}{': ' + fields['text'][:200] if fields['text'] else ''}"
+    if not fields["frames"]:
+        bare = f", `{fields['source']}`" if fields["source"] else "" if fields["text"] else _CUT
+        return f"{what}{bare}"
+    file, number, function = fields["frames"][-1]
+    at = f":{number}" if number else ""  # shortened frames in bug reports have no line number
+    parts = [f"{what} at {'/'.join(file.split('/')[-2:])}{at} in {function}"]
+    if fields["source"]:
+        parts.append(f"`{fields['source']}`")
+    parts.append(f"raised by {owner(fields['frames'])}")
+    if hook(fields["frames"]):
+        connectors = ", ".join(sorted(log.who.connectors))
+        parts.append(f"in the hook {hook(fields['frames'])}{' of ' + connectors if connectors else ''}")
+    return ", ".join(parts)
+
+
+def _evidence(log: Diagnosis, first: LogLine) -> tuple[object, ...]:
+    """Return the error, then the last line of each process."""
+    last = [line.evidence for line in log.failures.last.values() if line is not first]
+    return (first.evidence, *last[:4])

@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import NamedTuple
 
 from kvfix import redact
-from kvfix_tools.diagnose import problem as known_problems
+from kvfix_tools.diagnose import problems as known_problems
 from kvfix_tools.doctor.setup import Setup
 
 OK, PROBLEM, UNCHECKED = "ok", "problem", "unchecked"

@@ -1,7 +1,8 @@
-"""Findings about an engine whose statistics show requests, but no computed token."""
+"""Findings from vLLM's statistics: an engine that stands still, external hit rates, slow transfers."""
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
@@ -9,6 +10,7 @@ from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.log_line import Evidence, Fields, LogLine
+
 
 #: Number of intervals of vLLM's statistics (10 seconds each) with requests but without a token for a finding.
 IDLE = 3
@@ -130,3 +132,127 @@ def _still_at_the_end(log: Diagnosis, still: _Still, rule: str) -> Answer | None
             sentence = f"{what}, and no later statistics: at INFO vLLM logs none while it computes nothing"
             return Answer(sentence, request="", verdict="unknown", evidence=(evidence,), note=True)
     return None
+
+
+#: Minimum number of intervals in vLLM's statistics with prompts and local hits for a finding.
+PROMPTS = 5
+
+
+class External:
+    """Intervals of vLLM's statistics with prompts: their number, and the highest hit rates in per cent."""
+
+    def __init__(self) -> None:
+        self.intervals = 0
+        self.external = self.local = 0.0
+        self.last: Evidence | None = None
+
+
+@note("stats")
+def _note_external(log: Diagnosis, line: LogLine) -> None:
+    fields, kept = line.fields, log.state(External)
+    if fields.get("external") is not None and float(fields["prompt"]):
+        kept.intervals += 1
+        kept.external = max(kept.external, float(fields["external"]))
+        kept.local = max(kept.local, float(fields.get("local") or 0))
+        kept.last = line.evidence
+
+
+@finding("KVD976", "external-cache-never-hits", Severity.NOTE, on=[""])
+def external_cache_never_hits(log: Diagnosis, line: LogLine) -> Answer | None:
+    """No token comes from the connector's cache, although prompts have a common beginning.
+
+    Cause: usually the common part is still on the GPU: vLLM's own cache answers first, and asks the connector only for
+    the rest. Or the GPU evicts more KV between two uses than the CPU tier holds. Or one KV group (drafts, state, a
+    window) never has a hit, and the whole hit is 0 (vLLM before 0.32). Or engines that share a store hash differently
+    (PYTHONHASHSEED). Or `store_threshold` delays the store of blocks.
+
+    Setting: `--kv-offloading-size` larger, if `GPU KV cache usage` is near 100 %. If the usage is much lower, do
+    nothing. Try once without `--speculative-config`: if hits appear, upgrade to vLLM 0.32.0. For engines that share a
+    store, `export PYTHONHASHSEED=0` on every engine.
+
+    Normal: the first minutes, and prompts that fit into the GPU's cache.
+    """
+    kept = log.state(External)
+    connectors = log.who.connectors - {"NixlConnector", "MooncakeConnector", "MoRIIOConnector", "P2pNcclConnector"}
+    if kept.intervals < PROMPTS or kept.external or not kept.local:
+        return None
+    if log.counts["asked"] or log.counts["mp_prefetched"] or log.findings or log.failures.dead or not connectors:
+        return None
+    return Answer(
+        f"{kept.intervals} intervals with prompts, up to {kept.local}% from the GPU's own cache, 0.0% external",
+        request="",
+        verdict="unknown",
+        evidence=(kept.last,),
+    )
+
+
+@finding("KVD539", "every-group-taken-for-drafts", Severity.SLOW, on=["draft_groups"])
+def every_group_taken_for_drafts(log: Diagnosis, line: LogLine) -> Answer | None:
+    """With speculative decoding, OffloadingConnector shortens every hit, or has no hits at all.
+
+    Cause: if no KV group is marked as the draft model's, vLLM before 0.32 takes all groups for draft groups, and drops
+    the last chunk of each hit (vllm#52735). A group of state or of a window needs its last chunk, so the whole hit is
+    0. If `External prefix cache hit rate` stays at 0.0%, this is the cause.
+
+    Setting: `vllm serve` without `--speculative-config`, or without OffloadingConnector (`--kv-offloading-size`), which
+    otherwise only uses memory.
+
+    Good: upgrade to vLLM 0.32.0 or newer.
+
+    Normal: a list of the draft model's groups only, such as `[3]`.
+    """
+    groups = [int(number) for number in re.findall(r"\d{1,6}", line.fields["groups"])]
+    if len(groups) < 2 or groups != list(range(len(groups))) or log.releases.within("vllm", ">=0.32"):
+        return None
+    return Answer(f"vLLM takes all {len(groups)} groups for groups of the draft model", request="", verdict="unknown")
+
+
+#: Minimum size of a transfer in MB for a judgement, and a rate in MB/s that RDMA and NVLink exceed by far.
+LARGE, SLOW = 16.0, 1000.0
+
+
+class _Moved:
+    """Intervals with large transfers, and the fastest one."""
+
+    def __init__(self) -> None:
+        self.intervals = 0
+        self.best: LogLine | None = None
+
+
+@note("moved")
+def _note_rate(log: Diagnosis, line: LogLine) -> None:
+    if float(line.fields["size"]) >= LARGE:
+        kept = log.state(_Moved)
+        kept.intervals += 1
+        if kept.best is None or float(line.fields["rate"]) >= float(kept.best.fields["rate"]):
+            kept.best = line
+
+
+@finding("KVD1051", "kv-goes-by-tcp", Severity.SLOW, on=[""])
+def kv_goes_by_tcp(log: Diagnosis, line: LogLine | None) -> Answer | None:
+    """Transfers from prefill to decode are slow, because KV moves over TCP.
+
+    Cause: UCX found no direct path between the GPUs, and copies over sockets. On one node, UCX uses cuda_ipc for reads
+    only over NVLink. Without NVLink the reads of NixlConnector go over TCP, at about 0.5 GB/s (vllm#52607). Between
+    nodes, the container has no RDMA card, UCX_TLS or UCX_NET_DEVICES excludes the card, or UCX has no driver for it
+    (AWS EFA). Start with `UCX_PROTO_INFO=y`: the lines `remote memory read` name the transport.
+
+    Setting: `"kv_connector": "NixlPushConnector"` on both sides, on one node without NVLink (vLLM 0.26 or newer, and a
+    router that supports it). Between nodes start the container with `--device /dev/infiniband --ulimit memlock=-1`,
+    `unset UCX_TLS`, and set `UCX_NET_DEVICES=mlx5_0:1` (a card that `ibv_devinfo` shows as active). AWS EFA:
+    `"kv_connector_extra_config": {"backends": ["LIBFABRIC"]}`.
+
+    Good: these settings. No release of vLLM or nixl changes the path that UCX finds.
+
+    Normal: a network of 10 Gbit/s. kvfix ignores small transfers.
+    """
+    kept = log.state(_Moved)
+    if kept.best is None or float(kept.best.fields["rate"]) >= SLOW:
+        return None
+    fields = kept.best.fields
+    return Answer(
+        f"at best {float(fields['rate']):.0f} MB/s in {kept.intervals} intervals, {fields['size']} MB each",
+        request="",
+        verdict="unknown",
+        evidence=(kept.best.evidence,),
+    )
