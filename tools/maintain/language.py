@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 MAX_WORDS = 30
-PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/*.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "docs/*.md")
 MODULES = ("patches/**/*.py", "tools/**/*.py", "tests/**/*.py")
 
 #: A statement that starts with one of these makes the reader wait for its subject.
