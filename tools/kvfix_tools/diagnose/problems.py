@@ -183,12 +183,13 @@ def catalogue() -> tuple[Problem, ...]:
 
 
 class _Index(NamedTuple):
-    """The signs of all specific records, each with the number of its record.
+    """The general records, and the signs of all specific records, each with the number of its record.
 
     search: finds in a line the longest part of each sign's text, or else its source. signs: the signs with this part.
     others: {class of the exception, or "" for any line: signs without a part}
     """
 
+    general: tuple[Problem, ...]
     records: tuple[Problem, ...]
     search: BytesAhoCorasick
     signs: tuple[list[tuple[int, Sign]], ...]
@@ -205,7 +206,8 @@ def _index() -> _Index:
             kind, source = (sign.kind, sign.source) if isinstance(sign, Failed) else ("", "")
             part = (longest(sign.text) or source).encode()
             (by_part.setdefault(part, []) if part else others.setdefault(kind, [])).append((number, sign))
-    return _Index(records, BytesAhoCorasick(list(by_part)), tuple(by_part.values()), others)
+    general = tuple(each for each in catalogue() if each.general)
+    return _Index(general, records, BytesAhoCorasick(list(by_part)), tuple(by_part.values()), others)
 
 
 @lru_cache(maxsize=1024)
@@ -233,7 +235,7 @@ def at(line: LogLine) -> tuple[Problem, ...]:
 def general(line: LogLine) -> Problem | None:
     """Return the general record that fits this line, with the longest sign if several fit."""
     best, length = None, -1
-    for each in (each for each in catalogue() if each.general):
+    for each in _index().general:
         text = max((len(longest(sign.text)) for sign in each.shows if fits(sign, line) is not None), default=-1)
         if text > length:
             best, length = each, text

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import random
-import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from kvfix_tools import screen
 from kvfix_tools.verify import report
 from kvfix_tools.verify.client import Metrics, OutOfTime, Refused, Server
 from kvfix_tools.verify.prompts import TOKENS, WORDS, Maker, Sizes
@@ -77,13 +77,13 @@ def _verify(options: Options, about: dict[str, Any], subject: Server, reference:
             " Use the port of the engine, not of a proxy"
         )
     maker, sizes = _plan(options, reference, metrics, _context_length(models, chosen))
-    rounds = Rounds(subject, reference, maker, sizes, options.clients, _progress)
+    rounds = Rounds(subject, reference, maker, sizes, options.clients, screen.progress)
     if options.dry_run:
         return _dry_run(options, maker, sizes, rounds)
     started = time.monotonic()
     outcome = rounds.run(options.requests, _adapters(models, chosen))
     about["seconds"] = time.monotonic() - started
-    _progress("")
+    screen.progress("")
     code = report.verdict(outcome)
     if options.json:
         print(json.dumps({**about, "verdict": report.VERDICTS[code], "exit": code, **report.as_json(outcome)}))
@@ -141,7 +141,7 @@ def _dry_run(options: Options, maker: Maker, sizes: Sizes, rounds: Rounds) -> in
 
 def _end(options: Options, about: dict[str, Any], code: int, why: str, look_at: bool = False) -> int:
     """Print the end of a run without an outcome, and return the exit code."""
-    _progress("")
+    screen.progress("")
     if options.json:
         print(json.dumps({**about, "verdict": report.VERDICTS[code], "exit": code, "reason": why}))
     else:
@@ -149,9 +149,3 @@ def _end(options: Options, about: dict[str, Any], code: int, why: str, look_at: 
             print("\n".join(report.look_at()))
         print(f"SUMMARY: kvfix verify {report.VERDICTS[code]}: {why}")
     return code
-
-
-def _progress(what: str) -> None:
-    """Show the progress on a terminal; "" removes it."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{what}", end="", file=sys.stderr, flush=True)
