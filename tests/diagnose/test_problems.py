@@ -63,7 +63,7 @@ def manager(reason: str) -> str:
         # An assertion without its frames is known by its source.
         ("    assert effective_cpu_size > 0\nAssertionError\n", "KVD849"),
         ("    assert effective_cpu_size > 0\nValueError\n", "KVD199"),
-        # What an engine quotes of a worker is looked at.
+        # An engine quotes the error of a worker, and the record of this error is the finding.
         (QUOTED.format("CUDA out of memory. Tried to allocate 2.00 GiB."), "KVD215"),
         # A log of echoes says where the cause stands.
         (DEAD, "KVD1041"),

@@ -23,7 +23,7 @@ _PLAIN = {"step": 60, "admit": 10, "take_blocks": 2, "free_blocks": 3, "budget":
 _FAULTS = {"abort": 4, "evict": 1, "fail_load": 2, "admit_again": 2, "timeout": 1, "preempt": 2}
 #: Drawn only if lookups take time.
 _ASYNCHRONOUS = {"slow_lookups": 2, "wait": 1}
-#: Drawn only with another connector beside it. That connector has the KV of the next request or of a preempted one.
+#: Drawn only with a second connector. The second connector has the KV of the next request or of a preempted one.
 _MULTI_CONNECTOR = {"is_beside": 5}
 #: Features of DRAWN_SINCE. Each is drawn for three of ten seeds.
 _SOMETIMES = {
