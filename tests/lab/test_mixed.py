@@ -121,23 +121,30 @@ def test_the_fixes_act_in_that_engine_alone(connector: str, fixes_in: str, other
     assert once(sides, RELEASES / "0.5.6", connector, fixes_in) == [[fixes_in], [other]]
 
 
-def in_one_engine(code: str, seed: int) -> list[bool]:
-    """Return two flags: True if a rule is violated with this fix in prefill alone, and as released."""
+def in_one_engine(connector: str, seed: int, code: str) -> list[int]:
+    """Count this seed's violations with this fix in prefill alone: all, and those that the release does not have."""
     import kvfix
     from kvfix_tools.lab import runner
     from kvfix_tools.lab.fuzz.fuzz import play
-    from kvfix_tools.lab.fuzz.schedule import draw
+    from kvfix_tools.lab.fuzz.fuzz_run import Run
     from kvfix_tools.lab.pair import one_side
 
+    run = Run(connector, True, fixes_in="prefill")
+    (schedule,) = run.schedules([seed])
     with runner.quiet(), one_side.fixes_in("prefill"):
         kvfix.apply(only=[code])
-        violated = [bool(play(draw(seed, "nixl-pull")).violations)]
-        with one_side.as_released():
-            violated.append(bool(play(draw(seed, "nixl-pull")).violations))
+        violations = play(schedule).violations
+        by_itself = run.not_as_released(schedule, violations)
         kvfix.revert()
-    return violated
+    return [len(violations), len(by_itself)]
 
 
 def test_a_fix_that_both_engines_need_is_found(once: Once) -> None:
     """KVF353, which is opt-in for that: the two engines count tokens differently."""
-    assert once(in_one_engine, RELEASES / "0.5.6", "KVF353", 1) == [True, False]
+    violations, by_itself = once(in_one_engine, RELEASES / "0.5.6", "nixl-pull", 1, "KVF353")
+    assert violations == by_itself > 0
+
+
+def test_a_bug_that_the_release_shows_one_step_away_is_the_bug_of_the_release(once: Once) -> None:
+    """With KVF364 in prefill, requests end earlier: other loads share a message, and decode shows KVF369's bug."""
+    assert once(in_one_engine, RELEASES / "0.5.6", "mooncake-multi", 35, "KVF364") == [1, 0]
