@@ -107,7 +107,7 @@ FIX = Fix(
     __name__,
     __doc__,
     effect="wrong output",
-    targets=(MP_WORKER_ADAPTER.submit_retrieve_request(broken=">=0.4.2,<=0.5.4", probe=shows_bug, fix=fix, place=1),),
+    targets=(MP_WORKER_ADAPTER.submit_retrieve_request(broken=">=0.4.2,<=0.5.4", probe=shows_bug, fix=fix, place=2),),
     evidence={"KVD301": "", "KVD310": ""},
     scenarios=(
         "mp-retrieve-false",

@@ -77,7 +77,7 @@ FIX = Fix(
     __name__,
     __doc__,
     effect="lost hits",
-    targets=(MP_WORKER_ADAPTER.submit_retrieve_request(broken=">=0.4.2,<=0.5.6", probe=shows_bug, fix=fix, place=2),),
+    targets=(MP_WORKER_ADAPTER.submit_retrieve_request(broken=">=0.4.2,<=0.5.6", probe=shows_bug, fix=fix, place=1),),
     scenarios=(
         "mp-failed-load-blames-others",
         "mp-failed-load-blames-others-in-tree",
