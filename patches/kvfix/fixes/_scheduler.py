@@ -1,11 +1,11 @@
 """Shared by the fixes of vLLM's scheduler: the requests that it rolls back after a failed load."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Collection, Iterator
 from types import SimpleNamespace
 from typing import Any
+
+from kvfix.fixes import stubs
 
 
 def is_within_step(*more: Any) -> bool:
@@ -73,3 +73,21 @@ def roll_back(hook: Callable[..., Any], *requests: Any, adapter: Any = None) -> 
     """For probes: return the answer of `_update_requests_with_invalid_blocks` after block 3 has failed."""
     scheduler = running(*requests, adapter=adapter)
     return hook(scheduler, list(requests), {3}, *scheduled_tokens(hook, scheduler))
+
+
+def end_turn(hook: Callable[..., Any], computed: int) -> tuple[Any, list[Any]]:
+    """For probes: end the turn of a session with 22 tokens, and return it with the sessions that are put into a queue.
+
+    hook: `_handle_stopped_request`. computed: computed tokens of the session.
+    """
+    session = stubs.request(
+        22, num_computed_tokens=computed, num_output_placeholders=0, num_in_flight_tokens=0, resumable=True,
+        streaming_queue=(),
+    )  # fmt: skip
+    queued: list[Any] = []
+    waiting = SimpleNamespace(add_request=queued.append)
+    scheduler = SimpleNamespace(
+        num_waiting_for_streaming_input=0, waiting=waiting, _enqueue_waiting_request=queued.append
+    )
+    hook(scheduler, session)
+    return session, queued

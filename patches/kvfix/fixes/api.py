@@ -7,19 +7,24 @@ function, and all other facts. Every list of kvfix is a query over these records
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvfix.fixes import code_and_slug
+from kvfix import wrapping
+from kvfix.fixes import code_and_slug, stubs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from types import ModuleType
 
-    from kvfix.wrapping import Wrapper
-
     Probe = Callable[[Callable[..., Any], ModuleType], bool]
+
+#: A wrapper of `kvfix.wrapping`; the `fix` of a target, which makes a wrapper; what a function for `around` returns.
+Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+MakeWrapper = Callable[[Any], Wrapper]
+Steps = Generator[Any, Any, Any]
 
 #: Sections of a fix's docstring, in this order. `Fix.section` and the documentation read them.
 SECTIONS = ("Symptom", "Cause", "Fix", "Releases", "Upstream", "Remove when")
@@ -59,7 +64,7 @@ class Target:
     function: str
     broken: str
     probe: Probe
-    fix: Callable[[ModuleType], Wrapper] | None
+    fix: MakeWrapper | None
     place: int = 0
     helper: bool = False
     copy: str = ""
@@ -87,15 +92,65 @@ class Owner:
         self.copy = copy
 
     def target(self, function: str, **more: Any) -> Target:
-        """Return the target for this function. more: the other fields of `Target`."""
+        """Return the target for this function.
+
+        more: the other fields of `Target`. Without `probe`, no stub can show the bug.
+        """
         full_name = f"{self.name}.{function}" if self.name else function
-        return Target(self.dist, self.module, full_name, **{"copy": self.copy, **more})
+        return Target(self.dist, self.module, full_name, **{"copy": self.copy, "probe": stubs.cannot_tell, **more})
 
     def __getattr__(self, function: str) -> Callable[..., Target]:
         if function.startswith("__"):
             raise AttributeError(function)
-        return partial(self.target, function)
+        return functools.partial(self.target, function)
 
+
+#: What a function for `fix_raised` returns to have the function of vLLM or LMCache called again.
+AGAIN = object()
+
+
+def fix_before(when: Any = None, on_fault: Any = wrapping.ORIGINAL) -> Callable[[Callable[..., Any]], MakeWrapper]:
+    """Make a fix of the decorated function, for `kvfix.wrapping.before`. The fix needs nothing of the target's module.
+
+        @fix_before(when=lambda connector, *_: connector._reqs_need_recv)
+        def build_connector_meta(connector, *_): ...
+
+        FIX = Fix(..., targets=(OWNER.build_connector_meta(broken=..., probe=..., fix=build_connector_meta),))
+
+    `fix_after` and `fix_around` do the same for `after` and `around`.
+    """
+    return lambda prepare: lambda module: wrapping.before(prepare, when, on_fault=on_fault)
+
+
+def fix_after(when: Any = None, on_fault: Any = wrapping.ORIGINAL) -> Callable[[Callable[..., Any]], MakeWrapper]:
+    return lambda change: lambda module: wrapping.after(change, when, on_fault=on_fault)
+
+
+def fix_around(when: Any = None, on_fault: Any = wrapping.ORIGINAL) -> Callable[[Callable[..., Any]], MakeWrapper]:
+    return lambda steps: lambda module: wrapping.around(steps, when, on_fault=on_fault)
+
+
+def fix_raised(recover: Callable[..., Any]) -> MakeWrapper:
+    """Answer with `recover(error, *arguments)` if the function raises. `recover` raises what it does not handle."""
+
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            while True:
+                try:
+                    return function(*args, **kwargs)
+                except Exception as error:  # noqa: BLE001, PERF203
+                    answer = recover(error, *args, **kwargs)
+                    if answer is not AGAIN:
+                        return answer
+
+        return wrapper
+
+    return lambda module: wrap
+
+
+#: `no_patch` of a bug that can be abused.
+PRIVATE = {"vllm": "it can be abused: vLLM's security channel comes before a public patch (SECURITY.md)"}
 
 #: Effects of a bug on the user, the worst first. "lost hits": more computation, right answers.
 EFFECTS = ("wrong output", "crash", "hang", "leak", "lost hits")

@@ -90,26 +90,6 @@ def worker_side(adapter: ModuleType, meta: Any, **more: Any) -> Any:
     return SimpleNamespace(**{**attributes, **more})
 
 
-def push_decode(**more: Any) -> Any:
-    """Return the attributes that NixlPushConnector's scheduler reads when decode registers; `more` adds or replaces."""
-    parallel = SimpleNamespace(tensor_parallel_size=1)
-    attributes: dict[str, Any] = {
-        "use_host_buffer": False,
-        "get_exchange_clipped_blocks": lambda blocks: blocks,
-        "engine_id": "d",
-        "side_channel_host": "d",
-        "side_channel_port": 1,
-        "vllm_config": SimpleNamespace(parallel_config=parallel),
-        "_push_pending_registrations": {},
-        "_push_registration_deadlines": {},
-        "_push_registration_timeout": 1.0,
-        "_registered_prefills": {},  # of patches/upstream/nixl-push-second-decode-waits
-        "_reqs_need_recv": {},
-        "_reqs_in_batch": set(),
-    }
-    return SimpleNamespace(**{**attributes, **more})
-
-
 def lookup_client(hit: int) -> Any:
     """Return a lookup client that returns this hit, also from its cache."""
     return SimpleNamespace(lookup_cache=lambda lookup_id: hit, lookup=lambda *_, **__: hit)

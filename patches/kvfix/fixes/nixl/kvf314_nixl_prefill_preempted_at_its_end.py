@@ -25,51 +25,31 @@ None known.
 vLLM tells the worker of every request that keeps no blocks.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix.acting import note
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes import _nixl
+from kvfix.fixes.api import Fix, fix_after
 from kvfix.fixes.targets import NIXL_PULL_SCHEDULER, NIXL_PUSH_SCHEDULER
-from kvfix.wrapping import after
-
-
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any) -> tuple[bool, Any]:
-        note(__name__, f"request {request.request_id} keeps no blocks")
-        connector._reqs_not_processed.add(request.request_id)
-        return answer
-
-    return after(request_finished, when=_keeps_nothing)
 
 
 def _keeps_nothing(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any) -> bool:
     params = request.kv_transfer_params
-    return (
-        not answer[0]
-        and bool(params)
-        and (params.get("do_remote_decode") or connector.is_bidirectional_kv_xfer_enabled)
-    )
+    asked = bool(params) and (params.get("do_remote_decode") or connector.is_bidirectional_kv_xfer_enabled)
+    return not answer[0] and asked
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+@fix_after(when=_keeps_nothing)
+def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any) -> tuple[bool, Any]:
+    note(__name__, f"request {request.request_id} keeps no blocks")
+    connector._reqs_not_processed.add(request.request_id)
+    return answer
+
+
+def shows_bug(hook: Any, module: Any) -> bool:
     """A request that ends without blocks. Wrong is to tell the worker nothing."""
-    from vllm.v1.request import RequestStatus
-
-    parallel = SimpleNamespace(decode_context_parallel_size=1, pipeline_parallel_size=1)
-    connector = SimpleNamespace(
-        _stop_heartbeat=lambda _: None, is_bidirectional_kv_xfer_enabled=False, _reqs_not_processed=set(),
-        engine_id="p", side_channel_host="p", side_channel_port=1, transfer_tp_size=1, _TRANSFER_MODE="pull",
-        vllm_config=SimpleNamespace(parallel_config=parallel), _push_registration_deadlines={}, _reqs_need_save={},
-        _registration_generation=0,
-    )  # fmt: skip
-    request = stubs.request(8, kv_transfer_params={"do_remote_decode": True})
-    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
-    hook(connector, request, ([],))
+    connector = _nixl.scheduler_side()
+    hook(connector, _nixl.finished_prefill(8), ([],))
     return not connector._reqs_not_processed
 
 
@@ -78,7 +58,7 @@ FIX = Fix(
     __doc__,
     effect="hang",
     targets=tuple(
-        owner.request_finished(broken=">=0.32", probe=shows_bug, fix=fix)
+        owner.request_finished(broken=">=0.32", probe=shows_bug, fix=request_finished)
         for owner in (NIXL_PULL_SCHEDULER, NIXL_PUSH_SCHEDULER)
     ),
     evidence={"KVR009": r"^_reqs_to_process "},

@@ -26,36 +26,32 @@ None known.
 vLLM writes to a rank only the blocks that this rank has registered.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Generator
 from contextlib import suppress
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
-from kvfix.fixes import _closed, stubs
-from kvfix.fixes.api import NEW_REQUESTS, Fix
+from kvfix.fixes import _closed, _nixl
+from kvfix.fixes.api import NEW_REQUESTS, Fix, Steps, Wrapper
 from kvfix.fixes.targets import NIXL_PUSH_WORKER
-from kvfix.wrapping import around, instead
+from kvfix.wrapping import around
 
 #: Requests of which some ranks have registered and others have not: of more the oldest are forgotten.
 MOST = 4096
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def _handle_push_reg_notif(worker: Any, notice: bytes) -> Generator[Any, Any, Any] | None:
+def fix(module: ModuleType) -> Wrapper:
+    def _handle_push_reg_notif(worker: Any, notice: bytes) -> Steps:
         request, ranks = _registered(module, notice)
         needed = ranks // worker.world_size
-        if needed <= 1:
-            return None
-        came = vars(worker).setdefault("_kvfix_registered", {})
-        came[request] = came.get(request, 0) + 1
-        if came[request] < needed:
-            while len(came) > MOST:
-                del came[next(iter(came))]
-            return instead(None)
-        del came[request]
-        return None
+        if needed > 1:
+            came = vars(worker).setdefault("_kvfix_registered", {})
+            came[request] = came.get(request, 0) + 1
+            if came[request] < needed:
+                while len(came) > MOST:
+                    del came[next(iter(came))]
+                return None
+            del came[request]
+        return (yield)
 
     return around(_handle_push_reg_notif, on_fault=_closed.nothing)
 
@@ -70,15 +66,11 @@ def _registered(module: ModuleType, notice: bytes) -> tuple[str, int]:
     return "", 0
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """The first registration of two. Wrong is to begin to write."""
     begun: list[Any] = []
-    worker = SimpleNamespace(
-        world_size=1, _pop_matching_finished_blocks=lambda request: (request, ([1],)), _pending_d_registrations={},
-        _do_start_push_kv=lambda *arguments: begun.append(arguments),
-    )  # fmt: skip
-    data = {"request_id": stubs.NAME, "decode_tp_size": 2}
-    hook(worker, module.PUSH_REG_NOTIF_PREFIX + module.msgspec.msgpack.encode(data))
+    worker = _nixl.worker_side(_do_start_push_kv=lambda *arguments: begun.append(arguments))
+    hook(worker, _nixl.registration(module, decode_tp_size=2))
     return bool(begun)
 
 

@@ -24,43 +24,33 @@ None known; fixed in 0.33.0.
 vLLM 0.32.0 is no longer in use.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Generator
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, Steps, fix_around
 from kvfix.fixes.targets import OFFLOADING_SCHEDULER
-from kvfix.wrapping import View, around
+from kvfix.wrapping import View
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def build_connector_meta(scheduler: Any, scheduler_output: Any) -> Generator[Any, Any, Any] | None:
-        preempted = scheduler_output.preempted_req_ids
-        loading = {scheduler._jobs[job].req_id for job in scheduler._current_batch_load_jobs}.intersection(preempted)
-        return _without(scheduler_output, preempted - loading) if loading else None
-
-    return around(
-        build_connector_meta,
-        when=lambda scheduler, output, *_, **__: output.preempted_req_ids and scheduler._current_batch_load_jobs,
-    )
+@fix_around(when=lambda scheduler, output, *_, **__: output.preempted_req_ids and scheduler._current_batch_load_jobs)
+def hide_loading(scheduler: Any, scheduler_output: Any) -> Steps:
+    preempted = scheduler_output.preempted_req_ids
+    loading = {scheduler._jobs[job].req_id for job in scheduler._current_batch_load_jobs}.intersection(preempted)
+    return (yield (View(scheduler_output, preempted_req_ids=preempted - loading),) if loading else None)
 
 
-def _without(scheduler_output: Any, preempted: set[str]) -> Generator[Any, Any, Any]:
-    return (yield (View(scheduler_output, preempted_req_ids=preempted),))
-
-
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """A request that was preempted has a load in flight. Wrong is an AssertionError."""
-    nothing: Callable[..., Any] = lambda *_: {}  # noqa: E731
-    request = SimpleNamespace(transfer_jobs={7})
+
+    def nothing(*_: Any) -> dict[Any, Any]:
+        return {}
+
     scheduler = SimpleNamespace(
-        _jobs={7: SimpleNamespace(req_id=stubs.NAME, is_store=False)}, _req_status={stubs.NAME: request},
-        _current_batch_load_jobs={7: None}, _current_batch_jobs_to_flush=set(),
-        _current_batch_allocated_block_ids=set(), _block_id_to_pending_jobs={}, _update_req_states=nothing,
-        _build_partial_tail_store_jobs=nothing, _build_store_jobs=nothing,
+        _jobs={7: SimpleNamespace(req_id=stubs.NAME, is_store=False)},
+        _req_status={stubs.NAME: SimpleNamespace(transfer_jobs={7})}, _current_batch_load_jobs={7: None},
+        _current_batch_jobs_to_flush=set(), _current_batch_allocated_block_ids=set(), _block_id_to_pending_jobs={},
+        _update_req_states=nothing, _build_partial_tail_store_jobs=nothing, _build_store_jobs=nothing,
         manager=SimpleNamespace(on_schedule_end=nothing),
     )  # fmt: skip
     return stubs.raises(AssertionError, hook, scheduler, stubs.step(preempted=True))
@@ -70,7 +60,7 @@ FIX = Fix(
     __name__,
     __doc__,
     effect="crash",
-    targets=(OFFLOADING_SCHEDULER.build_connector_meta(broken=">=0.26.0,<0.33", probe=shows_bug, fix=fix),),
+    targets=(OFFLOADING_SCHEDULER.build_connector_meta(broken=">=0.26.0,<0.33", probe=shows_bug, fix=hide_loading),),
     evidence={"KVR011": r"^(schedule|build_connector_meta): AssertionError$"},
     scenarios=("load-after-reset-asserts",),
     no_patch={"vllm": "fixed in 0.33.0"},

@@ -16,10 +16,9 @@ assume that a request has one list of blocks (0.26.0:2694). Since 0.5.6, LMCache
 
 ## Fix
 The fix acts only for a model with several groups and a connector of LMCache. If all requests with a failed block are
-waiting for their load, the fix handles the failure in place of vLLM's function. The requests then compute their prompt
-again. With kv_load_failure_policy "fail" they end instead. The result is the same as if the connector had reported the
-requests by their ids. LMCache's groups take their blocks from one pool, so an id belongs to one group only. Null block
-0 belongs to no request.
+waiting for their load, the fix handles the failure in place of vLLM's function. The result is the same as if the
+connector had reported the requests by their ids. LMCache's groups take their blocks from one pool, so an id belongs to
+one group only. Null block 0 belongs to no request.
 
 ## Releases
 vLLM 0.20.2 to 0.32.0.
@@ -31,48 +30,38 @@ https://github.com/vllm-project/vllm/issues/50687; fixed in LMCache 0.5.6.
 LMCache 0.5.5 is no longer in use.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Generator
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import _scheduler, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, Steps, fix_around
 from kvfix.fixes.targets import SCHEDULER
-from kvfix.wrapping import around, instead
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    loading = module.RequestStatus.WAITING_FOR_REMOTE_KVS
-
-    def _handle_invalid_blocks(scheduler: Any, invalid_block_ids: Any, *_: Any) -> Generator[None, Any, Any] | None:
-        failed, blocks = [], set(invalid_block_ids) - {0}
-        for request in scheduler.requests.values():
-            groups = scheduler.kv_cache_manager.get_block_ids(request.request_id)
-            if not request.is_finished() and any(not blocks.isdisjoint(group) for group in groups):
-                failed.append(request)
-        if any(request.status != loading for request in failed):
-            return None
-        names = {request.request_id for request in failed}
-        if not scheduler.recompute_kv_load_failures:
-            return instead(names)
-        for request in failed:
-            request.num_computed_tokens = 0
-        scheduler.failed_recving_kv_req_ids |= names
-        return instead(set())
-
-    return around(
-        _handle_invalid_blocks,
-        when=lambda scheduler, *_, **__: len(scheduler.kv_cache_config.kv_cache_groups) > 1 and _of_lmcache(scheduler),
-    )
+def _has_groups_and_lmcache(scheduler: Any, *_: Any, **__: Any) -> bool:
+    of_lmcache = (type(each).__name__.startswith("LMCache") for each in _scheduler.connectors(scheduler))
+    return len(scheduler.kv_cache_config.kv_cache_groups) > 1 and any(of_lmcache)
 
 
-def _of_lmcache(scheduler: Any) -> bool:
-    return any(type(each).__name__.startswith("LMCache") for each in _scheduler.connectors(scheduler))
+@fix_around(when=_has_groups_and_lmcache)
+def _handle_invalid_blocks(scheduler: Any, invalid_block_ids: Any, *_: Any) -> Steps:
+    failed, blocks = [], set(invalid_block_ids) - {0}
+    for request in scheduler.requests.values():
+        groups = scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        if not request.is_finished() and any(not blocks.isdisjoint(group) for group in groups):
+            failed.append(request)
+    if any(request.status.name != "WAITING_FOR_REMOTE_KVS" for request in failed):
+        return (yield)
+    names = {request.request_id for request in failed}
+    if not scheduler.recompute_kv_load_failures:
+        return names
+    for request in failed:
+        request.num_computed_tokens = 0
+    scheduler.failed_recving_kv_req_ids |= names
+    return set()
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """A request with two groups loads, and a block of the second has failed. Wrong is to raise."""
     request = stubs.request(32, is_finished=lambda: False, status=module.RequestStatus.WAITING_FOR_REMOTE_KVS)
     scheduler = _scheduler.running(request)
@@ -92,7 +81,7 @@ FIX = Fix(
     __name__,
     __doc__,
     effect="crash",
-    targets=(SCHEDULER._handle_invalid_blocks(broken=">=0.20.2", probe=shows_bug, fix=fix),),
+    targets=(SCHEDULER._handle_invalid_blocks(broken=">=0.20.2", probe=shows_bug, fix=_handle_invalid_blocks),),
     evidence={"KVR011": r"block-level load failures|too many values to unpack"},
     scenarios=("mp-failed-load-of-groups",),
     no_patch={"vllm": "LMCache reports failed requests since 0.5.6, as vLLM asks of a connector"},

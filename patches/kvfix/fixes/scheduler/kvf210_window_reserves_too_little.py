@@ -17,10 +17,9 @@ vLLM admits a new load if it fits into the blocks that are free and not reserved
 than are free, while the other loaded requests hold all of them.
 
 ## Fix
-The fix calls the function without the limit. The answer is the number of blocks that the list still needs. The fix then
-limits this number to `max_admission_blocks_per_request` minus the blocks that the request has in use. (The fix wraps
-only the managers that recycle blocks. A wrapper in their base class costs a twelfth of the scheduler's time, with 256
-requests.)
+The fix calls the function without the limit, and then limits the answer to `max_admission_blocks_per_request` minus the
+blocks that the request has in use. (The fix wraps only the managers that recycle blocks. A wrapper in their base class
+costs a twelfth of the scheduler's time, with 256 requests.)
 
 ## Releases
 vLLM 0.20.2 to 0.33.0; loads reserve blocks since 0.26.
@@ -31,8 +30,6 @@ None known. For the reason of the limit, see https://github.com/vllm-project/vll
 ## Remove when
 `get_num_blocks_to_allocate` subtracts no null blocks from the limit.
 """
-
-from __future__ import annotations
 
 import functools
 import inspect
@@ -100,7 +97,7 @@ def _in_use(manager: Any, request: str, hit: Any, computed: int) -> int:
     return held + sum(1 for block in hit[skipped:] if not block.is_null and block.ref_cnt > 0)
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """192 of 256 tokens are a hit: the list has or gets 12 blocks for them. The rest needs 4, the limit is 10."""
     null, block = (SimpleNamespace(is_null=each, ref_cnt=1) for each in (True, False))
     manager = module.SlidingWindowManager.__new__(module.SlidingWindowManager)

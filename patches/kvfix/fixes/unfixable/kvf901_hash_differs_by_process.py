@@ -30,11 +30,8 @@ https://github.com/LMCache/LMCache/issues/2136, https://github.com/LMCache/LMCac
 The default is an algorithm that is the same everywhere.
 """
 
-from __future__ import annotations
-
 import os
 
-from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import TOKEN_DATABASE
 
@@ -49,7 +46,7 @@ FIX = Fix(
     __name__,
     __doc__,
     effect="lost hits",
-    targets=(TOKEN_DATABASE.target("__init__", broken=">=0.3.9", probe=stubs.cannot_tell, fix=None),),
+    targets=(TOKEN_DATABASE.target("__init__", broken=">=0.3.9", fix=None),),
     evidence={"KVD304": "", "KVD305": ""},
     no_patch={
         "lmcache": "the default hash is LMCache's decision: with another one, no chunk that is stored now is found"

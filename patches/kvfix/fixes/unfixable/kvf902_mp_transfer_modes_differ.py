@@ -25,11 +25,8 @@ https://github.com/LMCache/LMCache/issues/4186 (open), https://github.com/LMCach
 The server answers a request that it has no handler for.
 """
 
-from __future__ import annotations
-
 import os
 
-from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import MP_WORKER_ADAPTER
 
@@ -44,7 +41,7 @@ FIX = Fix(
     __name__,
     __doc__,
     effect="hang",
-    targets=(MP_WORKER_ADAPTER._send_register_kv_caches_request(broken=">=0.4.7", probe=stubs.cannot_tell, fix=None),),
+    targets=(MP_WORKER_ADAPTER._send_register_kv_caches_request(broken=">=0.4.7", fix=None),),
     evidence={"KVD206": ""},
     no_patch={"lmcache": "a server that answers unknown requests is a change of the protocol, not of a function"},
     harmless=harmless,

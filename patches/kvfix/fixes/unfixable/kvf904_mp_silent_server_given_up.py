@@ -29,9 +29,6 @@ None known.
 LMCache 0.5.5 is no longer in use.
 """
 
-from __future__ import annotations
-
-from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import MP_WORKER_ADAPTER
 
@@ -39,7 +36,7 @@ FIX = Fix(
     __name__,
     __doc__,
     effect="wrong output",
-    targets=(MP_WORKER_ADAPTER.get_finished(broken=">=0.4.2,<=0.5.5", probe=stubs.cannot_tell, fix=None),),
+    targets=(MP_WORKER_ADAPTER.get_finished(broken=">=0.4.2,<=0.5.5", fix=None),),
     evidence={"KVD204": r"^a ping timed out"},
     scenarios=("mp-silent-server-given-up",),
 )

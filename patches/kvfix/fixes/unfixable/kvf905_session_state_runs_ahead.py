@@ -30,9 +30,6 @@ None known.
 vLLM recomputes the state of a session from the last state that vLLM has kept.
 """
 
-from __future__ import annotations
-
-from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import SCHEDULER
 
@@ -40,7 +37,7 @@ FIX = Fix(
     __name__,
     __doc__,
     effect="wrong output",
-    targets=(SCHEDULER._update_request_as_session(broken=">=0.32", probe=stubs.cannot_tell, fix=None),),
+    targets=(SCHEDULER._update_request_as_session(broken=">=0.32", fix=None),),
     scenarios=("session-state-runs-ahead", "session-state-has-drafts"),
     no_patch={"vllm": "the scheduler has no way to take a state back; where it keeps one is for vLLM to decide"},
 )
