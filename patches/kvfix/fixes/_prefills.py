@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvfix.acting import note
-from kvfix.fixes import _closed
+from kvfix.fixes import _closed, stubs
 from kvfix.fixes.api import MakeWrapper, fix_after, fix_before
 
 #: Maximum prefills whose request is remembered. They take 1.5 MB.
@@ -65,6 +65,13 @@ def for_the_first(names: Callable[[Any, Any], tuple[Any, ...] | None]) -> tuple[
         return not reads(connector, request)
 
     return get_num_new_matched_tokens, tells_prefill
+
+
+def promised_twice(hook: Any, connector: Any, **params: Any) -> bool:
+    """For probes of `get_num_new_matched_tokens`: return True if two requests for one prefill get a promise."""
+    given = {"do_remote_prefill": True, **params}
+    requests = [stubs.request(32, kv_transfer_params={**given}, request_id=name) for name in ("a", "b")]
+    return all(hook(connector, request, 0)[0] for request in requests)
 
 
 def promise_if(is_right: Callable[[Any, Any], Any]) -> MakeWrapper:

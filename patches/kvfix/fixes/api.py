@@ -131,7 +131,11 @@ def fix_around(when: Any = None, on_fault: Any = wrapping.ORIGINAL) -> Callable[
 
 
 def fix_raised(recover: Callable[..., Any]) -> MakeWrapper:
-    """Answer with `recover(error, *arguments)` if the function raises. `recover` raises what it does not handle."""
+    """Answer with `recover(error, *arguments)` if the function raises.
+
+    recover: `def recover(error, /, ...)`, because the function may have an argument `error` too. `recover` raises an
+    error that it does not handle.
+    """
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)

@@ -2,8 +2,7 @@
 
 ## Symptom
 A request whose first token is the end of the text, or a stop token, takes at least eight minutes, or fails. The decode
-engine logs `pulling kv_caches for [...] failed: Timeout waiting for P side ready.`. Until then the request holds its
-blocks in the decode engine.
+engine keeps the blocks until then, and logs `pulling kv_caches for [...] failed: Timeout waiting for P side ready.`.
 
 ## Cause
 request_finished of a prefill sends only requests that ended as FINISHED_LENGTH_CAPPED, and treats every other end as an
@@ -33,13 +32,10 @@ from kvfix.fixes.targets import MOONCAKE_SCHEDULER
 from kvfix.wrapping import View
 
 
-def _has_stopped(connector: Any, request: Any, *_: Any) -> bool:
-    params = request.kv_transfer_params
-    return bool(params) and bool(params.get("do_remote_decode")) and request.status.name == "FINISHED_STOPPED"
-
-
-@fix_around(when=_has_stopped)
+@fix_around(when=lambda connector, request, *_: request.kv_transfer_params)
 def request_finished(connector: Any, request: Any, blocks: Any) -> Steps:
+    if not request.kv_transfer_params.get("do_remote_decode") or request.status.name != "FINISHED_STOPPED":
+        return (yield)
     capped = type(request.status).FINISHED_LENGTH_CAPPED
     return (yield (View(request, status=capped), blocks))
 

@@ -5,8 +5,7 @@ Wrong text, HTTP 200, if the router lets the prefill engine generate more than o
 
 ## Cause
 The prefill engine sends the last of its blocks, as many as the decode engine has asked for (mooncake_connector.py
-0.32.0:1811). This is right if the decode engine already has a prefix. But blocks of tokens that prefill has generated
-are at the end too. Each of these blocks shifts the whole KV by one block.
+0.32.0:1811). Each block of tokens that prefill has generated is at the end too, and shifts the whole KV by one block.
 
 ## Fix
 The worker gets only the blocks of the prompt. The fix does not handle KV groups without full attention, and engines

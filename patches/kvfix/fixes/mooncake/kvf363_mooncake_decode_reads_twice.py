@@ -11,8 +11,7 @@ write to the second request is in flight, and this write then reads KV of other 
 aborted before it is scheduled counts as one that has read the blocks.
 
 If prefill gets the second request after it has freed the blocks, it waits 480 s for a prefill of that transfer_id
-(:1566). If prefill gets the second request before it has freed the blocks, it leaves the request out of its answer
-(:1621). Decode then waits for ever.
+(:1566). Otherwise prefill leaves the request out of its answer (:1621), and decode waits for ever.
 
 ## Fix
 Only one request of an engine reads a prefill. A later request with the same remote_engine_id and transfer_id computes
@@ -31,7 +30,7 @@ Prefill refuses the second read.
 
 from typing import Any
 
-from kvfix.fixes import _mooncake, _prefills, stubs
+from kvfix.fixes import _mooncake, _prefills
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import MOONCAKE_SCHEDULER
 
@@ -48,12 +47,8 @@ promise_once, end_once = _prefills.for_the_first(_prefill)
 
 def shows_bug(hook: Any, module: Any) -> bool:
     """Two requests for one prefill. Wrong is to promise its tokens to both."""
-    connector = _mooncake.scheduler_side("kv_consumer")
-    params = {
-        "do_remote_prefill": True, "remote_engine_id": "p", "remote_bootstrap_addr": "http://p:1", "transfer_id": "t"
-    }  # fmt: skip
-    requests = [stubs.request(32, kv_transfer_params=dict(params), request_id=name) for name in ("a", "b")]
-    return all(hook(connector, request, 0)[0] for request in requests)
+    connector, peer = _mooncake.scheduler_side("kv_consumer"), dict.fromkeys(_mooncake.PEER, "p")
+    return _prefills.promised_twice(hook, connector, **peer)
 
 
 FIX = Fix(

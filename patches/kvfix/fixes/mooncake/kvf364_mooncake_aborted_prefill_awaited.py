@@ -8,8 +8,7 @@ The decode engine keeps the blocks of the request for VLLM_MOONCAKE_ABORT_REQUES
 At an abort the prefill's worker drops the transfer, and does not tell the decode engine that waits for it
 (mooncake_connector.py 0.32.0:2584). If the prefill was aborted before it was scheduled, the worker has no transfer. The
 `pop` then raises KeyError in a coroutine that nobody waits for. The worker does not drop the transfers that come after
-this one. If the prefill was preempted at its end, as with asynchronous scheduling, it has no blocks. The worker then
-gets no message about it (:1117).
+this one. The worker gets no message about a prefill that was preempted at its end and has no blocks (:1117).
 
 ## Fix
 If a decode request waits for the dropped transfer, or asks for it within the timeout, the prefill worker answers that
@@ -47,16 +46,13 @@ def start_load_kv(worker: Any, metadata: Any) -> Steps:
     return (yield (View(metadata, reqs_not_processed=set()),))
 
 
-def _is_not_sent(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any) -> bool:
-    params = request.kv_transfer_params
-    asked = bool(params) and params.get("do_remote_decode") and isinstance(params.get("transfer_id"), str)
-    return bool(asked) and not answer[0] and not connector.is_kv_consumer
-
-
-@fix_after(when=_is_not_sent)
+@fix_after()
 def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any) -> tuple[bool, Any]:
-    """Tell the worker."""
-    connector._reqs_not_processed.add(request.kv_transfer_params["transfer_id"])
+    """Tell the worker about a prefill that is not sent."""
+    params = request.kv_transfer_params or {}
+    asked = params.get("do_remote_decode") and isinstance(params.get("transfer_id"), str)
+    if asked and not answer[0] and not connector.is_kv_consumer:
+        connector._reqs_not_processed.add(params["transfer_id"])
     return answer
 
 

@@ -6,8 +6,7 @@ transfer. Only `Timeout waiting for P side ready` is logged.
 
 ## Cause
 A decode request that comes before its prefill makes an entry in reqs_need_send (mooncake_connector.py 0.32.0:1563).
-When the wait for the prefill times out, nothing removes the entry (:1593). MooncakeConnector removes only entries that
-are sent, or that have a prefill and expire.
+When the wait for the prefill times out, nothing removes the entry (:1593).
 
 ## Fix
 The fix removes an entry that has no prefill and for which nobody waits. If a prefill comes later for an entry that
@@ -35,15 +34,11 @@ from kvfix.fixes.targets import MOONCAKE_WORKER
 _PAUSE = 0.25
 
 
-def _is_due(worker: Any) -> bool:
-    known = not worker.is_kv_consumer and worker.reqs_need_send
-    return bool(known) and clock.now() - vars(worker).get("_kvfix_looked", -_PAUSE) >= _PAUSE
-
-
-@fix_before(when=_is_due)
+@fix_before(when=lambda worker: not worker.is_kv_consumer and worker.reqs_need_send)
 def get_finished(worker: Any) -> None:
-    worker._kvfix_looked = clock.now()
-    _mooncake.in_sender(worker, _look, worker)
+    if clock.now() - vars(worker).get("_kvfix_looked", -_PAUSE) >= _PAUSE:
+        worker._kvfix_looked = clock.now()
+        _mooncake.in_sender(worker, _look, worker)
 
 
 @fix_before(when=lambda worker, metadata: metadata.reqs_to_send and not worker.is_kv_consumer)

@@ -5,19 +5,16 @@ The prefill engine has ended. Minutes later EngineCore of the decode engine dies
 in `_update_from_kv_xfer_finished`. With KVF201, running requests fail or start again instead. The log has `pulling
 kv_caches for [...] failed: transfer failed: Resource temporarily unavailable`, and names requests that ended long ago.
 
-If several prefill ranks write to one decode rank, requests return wrong text with HTTP 200, after a load that failed at
-one of the ranks.
+If several prefill ranks write to one decode rank, requests return wrong text after a load that failed at one rank.
 
 ## Cause
 Decode sends each prefill rank one message for all loads of a step. When the connection of this message fails, decode
 reports all of these loads as failed (mooncake_connector.py 0.32.0:2370), also those that the rank has already written.
 
-The first rank that fails also ends the load (:2402). vLLM then frees the blocks while other ranks still write into
-them.
+The first rank that fails also ends the load (:2402). vLLM frees the blocks while other ranks still write into them.
 
 ## Fix
-Each rank reports each load once. If a rank failed a load, decode reports the load as failed when the last rank has
-reported it.
+Each rank reports each load once. A load that failed at a rank is reported as failed when the last rank has reported it.
 
 ## Releases
 vLLM 0.32.0, the first release that reports failed loads.

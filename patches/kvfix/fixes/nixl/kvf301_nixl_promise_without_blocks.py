@@ -12,9 +12,8 @@ update_state_after_alloc checks the parameters only after the blocks were grante
 assertion) and for their engine (:179, warning). The blocks or the engine may be missing because a
 prefill kept no blocks (KVF314), the router is of another release, or the request is malformed.
 
-If the blocks are not in lists, or a name is not a string, the worker raises later. The blocks may also be in one flat
-list, instead of one list for each KV group. The fix then still promises the tokens, if the worker can fail their load
-(KVF311).
+If the blocks are not in lists, or a name is not a string, the worker raises later. If the blocks are in one flat list,
+the fix still promises the tokens if the worker can fail their load (KVF311).
 
 ## Fix
 The fix promises nothing for incomplete or malformed parameters. The request computes its prompt itself.
@@ -31,21 +30,22 @@ vLLM checks the parameters before it promises.
 
 import inspect
 import sys
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from kvfix.fixes import _nixl, _prefills, stubs
-from kvfix.fixes.api import Fix, Owner
+from kvfix.fixes.api import PRIVATE, Fix, MakeWrapper, Owner
 from kvfix.fixes.targets import NIXL_PULL_SCHEDULER, NIXL_SCHEDULER, NIXL_SCHEDULER_0_15
 
 _KEYS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 
 
-def _fix(owner: Owner) -> Callable[[ModuleType], Callable[..., Any]]:
-    def fix(module: ModuleType) -> Callable[..., Any]:
+def _fix(owner: Owner) -> MakeWrapper:
+    def fix(module: Any) -> Any:
         scheduler = getattr(module, owner.name)
-        keys, groups = _asked_for(scheduler.update_state_after_alloc), _has_groups(scheduler.request_finished)
+        keys = _asked_for(scheduler.update_state_after_alloc)
+        # The prefill of this release names its blocks by KV group. Up to 0.15 it names one list.
+        named = getattr(scheduler.request_finished, "__annotations__", {}).get("block_ids")
+        groups = str(named) != "list[int]"
 
         def is_complete(connector: Any, request: Any) -> bool:
             params = request.kv_transfer_params
@@ -66,15 +66,10 @@ def _names_blocks(params: Any, part: tuple[type, ...]) -> bool:
     return lists and any(each not in ([], ()) for each in blocks) and all(isinstance(name, str) for name in names)
 
 
-def _fails_loads(module: ModuleType) -> bool:
+def _fails_loads(module: Any) -> bool:
     """True if the worker of this release can fail one load. With KVF311 a list that it cannot read does not end it."""
     worker = sys.modules.get(module.__name__.replace("pull_scheduler", "pull_worker"))
     return hasattr(getattr(worker, "NixlPullConnectorWorker", None), "_handle_failed_transfer")
-
-
-def _has_groups(request_finished: Any) -> bool:
-    """True if the prefill of this release names its blocks by KV group. Up to 0.15 it names one list."""
-    return str(getattr(request_finished, "__annotations__", {}).get("block_ids")) != "list[int]"
 
 
 def _asked_for(function: Any) -> tuple[str, ...]:
@@ -103,5 +98,5 @@ FIX = Fix(
     ),
     evidence={"KVD290": "", "KVD584": "", "KVR010": "", "KVR011": r"^update_state_after_alloc: AssertionError$"},
     scenarios=("nixl-promise-without-blocks", "nixl-promise-without-host"),
-    no_patch={"vllm": "it can be abused: vLLM's security channel comes before a public patch (SECURITY.md)"},
+    no_patch=PRIVATE,
 )

@@ -6,10 +6,9 @@ has had another prompt. If the prefill engine has fewer blocks than the decode e
 dies with `AssertionError` in `_apply_prefix_caching`.
 
 ## Cause
-A decode engine that has a prefix hit needs only the blocks of the rest of the prompt. `_apply_prefix_caching` takes
-this number of blocks from the end of the prefill engine's list (base_worker.py 0.32.0:3461). This is right only if both
-lists end at the same token. A router may let the prefill engine generate more than one token, if the router does not
-set `max_tokens` to 1. If the generated tokens need a new block, the prefill engine has one block more.
+After a prefix hit, `_apply_prefix_caching` takes the blocks for the rest of the prompt from the end of the prefill
+engine's list (base_worker.py 0.32.0:3461). This is right only if both lists end at the same token. If the router does
+not set `max_tokens` to 1 and the generated tokens need a new block, the prefill engine has one block more.
 
 ## Fix
 Before a read, the fix pairs the blocks from the beginning, after the prefix hit, and does not read blocks beyond the
@@ -35,37 +34,23 @@ from kvfix.fixes.api import PRIVATE, Fix, Steps, fix_around
 from kvfix.fixes.targets import NIXL_PULL_WORKER
 
 
-def _differs(worker: Any, req_id: str, meta: Any) -> bool:
-    """True if prefill has another number of blocks than decode needs."""
-    remote, hits = meta.remote.block_ids, meta.local_num_computed_blocks
-    if not any(meta.local_block_ids) or len(remote) != len(meta.local_block_ids):
-        return False
-    if not all(isinstance(group, (list, tuple)) for group in remote):  # malformed: KVF311
-        return False
-    if meta.remote.engine_id not in worker._remote_agents:
-        return False
-    return any(len(remote[at]) != hits[at] + len(meta.local_block_ids[at]) for at in _groups(worker, meta))
-
-
-@fix_around(when=_differs, on_fault=_nixl.fail_load)
+@fix_around(when=lambda worker, req_id, meta: any(meta.local_block_ids), on_fault=_nixl.fail_load)
 def pair_from_start(worker: Any, req_id: str, meta: Any) -> Steps:
-    if not _same_blocks(worker, meta.remote.engine_id):
+    engine, remote, own = meta.remote.engine_id, list(meta.remote.block_ids), meta.local_block_ids
+    is_malformed = len(remote) != len(own) or not all(isinstance(group, (list, tuple)) for group in remote)  # KVF311
+    if is_malformed or engine not in worker._remote_agents:
         return (yield)
-    hits, own, remote = meta.local_num_computed_blocks, meta.local_block_ids, list(meta.remote.block_ids)
-    for number in _groups(worker, meta):
-        wanted = hits[number] + len(own[number])
-        if len(remote[number]) < wanted:
-            return _nixl.fail_load(worker, req_id)
-        remote[number] = list(remote[number][:wanted])
-    note(__name__, f"request {req_id}: blocks after its prompt are not read")
-    meta.remote.block_ids = remote
+    for number, (spec, blocks) in enumerate(zip(worker._group_spec_types, own, strict=True)):
+        wanted = meta.local_num_computed_blocks[number] + len(blocks)
+        if blocks and _nixl.has_full_attention(spec) and len(remote[number]) != wanted:
+            if not _same_blocks(worker, engine):
+                return (yield)
+            if len(remote[number]) < wanted:
+                return _nixl.fail_load(worker, req_id)
+            remote[number] = list(remote[number][:wanted])
+            note(__name__, f"request {req_id}: blocks after its prompt are not read")
+            meta.remote.block_ids = remote
     return (yield)
-
-
-def _groups(worker: Any, meta: Any) -> list[int]:
-    """The KV groups of full attention, by number."""
-    groups = enumerate(zip(worker._group_spec_types, meta.local_block_ids, strict=True))
-    return [number for number, (spec, blocks) in groups if blocks and _nixl.has_full_attention(spec)]
 
 
 def _same_blocks(worker: Any, engine: str) -> bool:

@@ -36,7 +36,7 @@ from kvfix.fixes.targets import NIXL_BASE_WORKER, NIXL_PULL_WORKER
 
 
 @fix_raised
-def _read_blocks_for_req(error: Exception, worker: Any, request: Any = "", *_: Any, **__: Any) -> Any:
+def _read_blocks_for_req(error: Exception, /, worker: Any, request: Any = "", *_: Any, **__: Any) -> Any:
     if not hasattr(worker, "_handle_failed_transfer") or not isinstance(request, str):
         raise error
     note(__name__, f"request {request}: its load has failed")
@@ -45,7 +45,7 @@ def _read_blocks_for_req(error: Exception, worker: Any, request: Any = "", *_: A
 
 
 @fix_raised
-def _log_failure(error: Exception, *_: Any, **__: Any) -> None:
+def _log_failure(error: Exception, /, *_: Any, **__: Any) -> None:
     if not isinstance(error, TypeError):
         raise error
     note(__name__, "a failed transfer is reported")

@@ -1,18 +1,15 @@
 """The decode engine dies when a request is aborted before it is scheduled, and its parameters lack a key of the peer.
 
 ## Symptom
-EngineCore of the decode engine dies with `KeyError: 'remote_request_id'`, or another key of `kv_transfer_params`, in
-`build_connector_meta`.
+EngineCore dies with `KeyError: 'remote_request_id'`, or another key of `kv_transfer_params`, in `build_connector_meta`.
 
 ## Cause
-If a request ends before it was scheduled, NixlConnector sends a notice to the prefill engine, so that the prefill
-engine frees the blocks. For this notice, request_finished adds the request to the list of requests that receive KV
-(pull_scheduler.py 0.32.0:243). In the next step add_new_req_to_recv reads the peer's address from the request's
-parameters without a check (metadata.py 0.32.0:330).
+If a request ends before it was scheduled, request_finished adds it to the list of requests that receive KV, so that the
+prefill engine frees the blocks (pull_scheduler.py 0.32.0:243). In the next step add_new_req_to_recv reads the peer's
+address from the request's parameters without a check (metadata.py 0.32.0:330).
 
 ## Fix
-Before build_connector_meta, the fix removes a request without a peer from this list. No peer waits for a notice
-about it.
+Before build_connector_meta, the fix removes a request without a peer from this list.
 
 ## Releases
 vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.

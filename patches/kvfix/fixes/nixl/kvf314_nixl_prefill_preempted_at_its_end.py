@@ -7,9 +7,8 @@ of the decode engine then dies with `AssertionError`.
 
 ## Cause
 With asynchronous scheduling, vLLM can preempt a request while the step that computes its last token is in flight. The
-request ends with the answer of that step, and holds no blocks any more. request_finished then keeps nothing for the
-peer, and does not tell the worker. The worker has the request in `_reqs_to_process` since it was scheduled
-(pull_scheduler.py 0.32.0:250-271).
+request then ends without blocks. request_finished keeps nothing for the peer, and does not tell the worker. The worker
+has the request in `_reqs_to_process` since it was scheduled (pull_scheduler.py 0.32.0:250-271).
 
 ## Fix
 The fix acts after request_finished in the prefill engine. If no blocks are kept for the request, the fix tells the
@@ -33,16 +32,13 @@ from kvfix.fixes.api import Fix, fix_after
 from kvfix.fixes.targets import NIXL_PULL_SCHEDULER, NIXL_PUSH_SCHEDULER
 
 
-def _keeps_nothing(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any) -> bool:
-    params = request.kv_transfer_params
-    asked = bool(params) and (params.get("do_remote_decode") or connector.is_bidirectional_kv_xfer_enabled)
-    return not answer[0] and asked
-
-
-@fix_after(when=_keeps_nothing)
+@fix_after()
 def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any) -> tuple[bool, Any]:
-    note(__name__, f"request {request.request_id} keeps no blocks")
-    connector._reqs_not_processed.add(request.request_id)
+    params = request.kv_transfer_params
+    asked = params and (params.get("do_remote_decode") or connector.is_bidirectional_kv_xfer_enabled)
+    if asked and not answer[0]:
+        note(__name__, f"request {request.request_id} keeps no blocks")
+        connector._reqs_not_processed.add(request.request_id)
     return answer
 
 

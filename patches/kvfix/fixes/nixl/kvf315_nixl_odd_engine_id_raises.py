@@ -28,15 +28,12 @@ from kvfix.fixes.api import PRIVATE, Fix, fix_before
 from kvfix.fixes.targets import NIXL_BASE_SCHEDULER
 
 
-def _has_odd_name(connector: Any, request: Any) -> bool:
-    params = request.kv_transfer_params or {}
-    return not all(isinstance(params.get(key), str | None) for key in ("remote_engine_id", "remote_request_id"))
-
-
-@fix_before(when=_has_odd_name)
+@fix_before()
 def on_new_request(connector: Any, request: Any) -> None:
-    note(__name__, f"request {request.request_id} names its peer by a value that is not a string")
-    request.kv_transfer_params["do_remote_prefill"] = False
+    params = request.kv_transfer_params or {}
+    if not all(isinstance(params.get(key), str | None) for key in ("remote_engine_id", "remote_request_id")):
+        note(__name__, f"request {request.request_id} names its peer by a value that is not a string")
+        params["do_remote_prefill"] = False
 
 
 def shows_bug(hook: Any, module: Any) -> bool:

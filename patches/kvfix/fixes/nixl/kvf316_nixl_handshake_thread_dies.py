@@ -31,7 +31,7 @@ from kvfix.fixes.targets import NIXL_BASE_SCHEDULER
 
 
 @fix_raised
-def _nixl_handshake_listener(error: Exception, *args: Any, **_: Any) -> Any:
+def _nixl_handshake_listener(error: Exception, /, *args: Any, **_: Any) -> Any:
     ready, stop = args[1:3] if len(args) > 2 else (None, None)
     if ready is None or stop is None or not ready.is_set():  # it could not open its socket
         raise error

@@ -1,9 +1,8 @@
 """A decode engine returns wrong text: NixlConnector reads blocks after their lease has ended.
 
 ## Symptom
-Requests return wrong text with HTTP 200. The prefill engine logs `Releasing expired KV blocks for request ...`, and
-`Potentially invalid KV blocks for unrecognized request ... were retrieved by a decode worker. They may have expired.`
-The decode engine logs nothing.
+The prefill engine logs `Releasing expired KV blocks for request ...`, and `Potentially invalid KV blocks for
+unrecognized request ... were retrieved by a decode worker. They may have expired.` The decode engine logs nothing.
 
 ## Cause
 The prefill engine keeps the blocks for `kv_lease_duration` (30 s by default). The prefill engine keeps them longer if
@@ -18,11 +17,10 @@ sent before the lease was over. A read that ends after the lease fails, and `kv_
 `bidirectional_kv_xfer` the fix does nothing, because the key `remote_blocks_expiry_time` has another meaning there.
 
 ## Mixed roll-out
-Use the fix in both the prefill engine and the decode engine, or in neither of them. If only one of them has it, the
-decode engine still reads blocks whose lease has ended. The prefill engine adds `remote_blocks_expiry_time` to the
-`kv_transfer_params` that it returns, and the router must pass this key on. A decode engine with `bidirectional_kv_xfer`
-declines a read after that time, even if its heartbeats have renewed the lease. So do not set this option in only one of
-the two engines.
+Use the fix in both the prefill engine and the decode engine, or in neither. If only one has it, the decode engine still
+reads blocks whose lease has ended. The prefill engine adds `remote_blocks_expiry_time` to the `kv_transfer_params` that
+it returns, and the router must pass this key on. A decode engine with `bidirectional_kv_xfer` declines a read after
+that time, even if its heartbeats have renewed the lease. So do not set this option in only one of the two engines.
 
 ## Releases
 vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.

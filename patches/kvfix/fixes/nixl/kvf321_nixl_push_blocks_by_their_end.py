@@ -4,14 +4,12 @@
 Wrong text without any message, if the prefill engine has generated more than one token.
 
 ## Cause
-A decode engine that has a prefix hit names the blocks for the rest of the prompt. `_apply_prefix_caching` takes that
-many blocks from the end of the prefill engine's list (push_worker.py 0.32.0:660, base_worker.py:3461). This is right
-only if both lists end at the same token. If the generated tokens need a new block, the prefill engine has one block
-more. KVF310 is the same bug in pull mode.
+After a prefix hit, `_apply_prefix_caching` takes the blocks for the rest of the prompt from the end of the prefill
+engine's list (push_worker.py 0.32.0:660, base_worker.py:3461). This is right only if both lists end at the same token.
+If the generated tokens need a new block, the prefill engine has one block more. KVF310 is the same bug in pull mode.
 
 ## Fix
-After request_finished of the prefill engine, the worker gets only the prompt's blocks of a KV group with full
-attention.
+After request_finished of prefill, the worker gets only the prompt's blocks of a KV group with full attention.
 
 ## Releases
 vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
@@ -38,14 +36,11 @@ def _not_pushed(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any,
     return answer
 
 
-@fix_after(
-    when=lambda connector, answer, request, *_: (
-        answer[0] and request.request_id in connector._newly_finished_push_blocks
-    ),
-    on_fault=_not_pushed,
-)
+@fix_after(when=lambda connector, answer, *_: answer[0], on_fault=_not_pushed)
 def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any) -> tuple[bool, Any]:
     pushed = connector._newly_finished_push_blocks
+    if request.request_id not in pushed:
+        return answer
     specs = [group.kv_cache_spec for group in connector.kv_cache_config.transfer_groups]
     cut = []
     for spec, blocks in zip(specs, pushed[request.request_id], strict=True):

@@ -21,9 +21,8 @@ later the decode engine's worker reports the load as failed, and `kv_load_failur
 
 ## Mixed roll-out
 The prefill engine and the decode engine must both have the fix. In the prefill engine alone it changes nothing. In the
-decode engine alone it can be worse than the released code. The decode engine then frees the blocks of a load that has
-timed out, and a prefill engine without the fix may still write into them. Restart the prefill engines with the fix
-first. Remove the fix from the decode engines first.
+decode engine alone it can be worse than the released code: a prefill engine without the fix may write into blocks of a
+load that has timed out. Restart the prefill engines with the fix first. Remove the fix from the decode engines first.
 
 ## Releases
 vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.

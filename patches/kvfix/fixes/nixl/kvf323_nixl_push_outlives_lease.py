@@ -1,22 +1,19 @@
 """A decode engine returns wrong text: NixlPushConnector writes blocks to it after their lease has ended.
 
 ## Symptom
-Requests return wrong text with HTTP 200. The prefill engine logs `Releasing expired KV blocks for request ...`; the
-decode engine logs nothing.
+The prefill engine logs `Releasing expired KV blocks for request ...`; the decode engine logs nothing.
 
 ## Cause
-The worker frees the blocks of a request at the end of its lease, even while a write of these blocks is in flight.
-vLLM's comment says: "Expired requests were already reported, even if their WRITEs finish later" (push_worker.py
-0.32.0:818).
+The worker frees the blocks of a request at the end of its lease, even while a write reads them. vLLM's comment says:
+"Expired requests were already reported, even if their WRITEs finish later" (push_worker.py 0.32.0:818).
 
 The thread that writes does not check whether the lease is over. After a handshake that took longer than the lease, the
 thread writes from blocks that are already free. vLLM does not remove the expired request from `_deferred_push_inbox`
 (:240). The notice of the write tells the decode engine that all blocks have arrived.
 
 ## Fix
-While a write of a request is in flight, the fix keeps the lease of the request. The lease then ends when the write is
-done. No write begins after the lease has ended. In this case the decode engine waits for the blocks, as after an
-aborted prefill. With KVF322 the load fails.
+The fix keeps the lease of a request until its write is done. No write begins after the lease has ended. In this case
+the decode engine waits for the blocks, as after an aborted prefill. With KVF322 the load fails.
 
 ## Releases
 vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.

@@ -13,8 +13,7 @@ The worker compares ids without this suffix (:413). So it writes the KV of a lat
 blocks of the old registration, and the later request's own registration waits.
 
 ## Fix
-In get_transfer_results the fix drops a registration that has waited for `push_registration_timeout`. The decode engine
-has dropped it by then.
+The fix drops a registration after `push_registration_timeout`. The decode engine has dropped it by then.
 
 ## Releases
 vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.

@@ -32,7 +32,7 @@ from kvfix.fixes.targets import NIXL_PUSH_WORKER
 
 
 @fix_raised
-def _handle_push_reg_notif(error: Exception, worker: Any, *_: Any, **__: Any) -> None:
+def _handle_push_reg_notif(error: Exception, /, worker: Any, *_: Any, **__: Any) -> None:
     if not hasattr(worker, "_pending_d_registrations"):
         raise error
     note(__name__, "a malformed registration was ignored")

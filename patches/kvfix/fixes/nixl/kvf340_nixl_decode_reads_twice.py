@@ -13,10 +13,9 @@ Prefill frees the blocks when the first read is reported (pull_worker.py 0.32.0:
 blocks, and the second decode request reads their KV.
 
 ## Fix
-In each decode engine, only the first request for a prefill reads the blocks of this prefill. A later request with the
-same remote_engine_id and remote_request_id computes its prompt itself, on top of vLLM's prefix cache. It sends prefill
-no notice, even when it is aborted. The fix does not know which blocks another decode engine has read. So a router that
-retries a request must send it to the prefill engine first.
+In each decode engine, only the first request for a prefill reads its blocks. A later request with the same
+remote_engine_id and remote_request_id computes its prompt itself, and sends prefill no notice. The fix does not know
+what another decode engine has read. So a router that retries a request must send it to the prefill engine first.
 
 ## Releases
 vLLM 0.20 to 0.33.0.
@@ -46,8 +45,8 @@ promise_once, arrive_once = _prefills.for_the_first(_prefill)
 
 def shows_bug(hook: Any, module: Any) -> bool:
     """Two requests for one prefill. Wrong is to promise its tokens to both."""
-    connector = _nixl.scheduler_side()
-    return all(hook(connector, _nixl.remote_prefill(32, name), 0)[0] for name in ("a", "b"))
+    peer = _nixl.remote_prefill(32).kv_transfer_params
+    return _prefills.promised_twice(hook, _nixl.scheduler_side(), **peer)
 
 
 FIX = Fix(

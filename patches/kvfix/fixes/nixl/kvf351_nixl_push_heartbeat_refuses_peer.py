@@ -35,13 +35,10 @@ from kvfix.fixes.targets import NIXL_BASE_WORKER
 from kvfix.wrapping import replaced
 
 
-@fix_around(
-    when=lambda worker, metadata: (
-        worker._TRANSFER_MODE == "push"
-        and any(_is_refused(worker, info.tp_size) for info in metadata.heartbeat_by_engine.values())
-    )
-)
+@fix_around(when=lambda worker, metadata: worker._TRANSFER_MODE == "push")
 def _send_heartbeats(worker: Any, metadata: Any) -> Steps:
+    if not any(_is_refused(worker, info.tp_size) for info in metadata.heartbeat_by_engine.values()):
+        return (yield)
     ensure = worker._ensure_handshake
 
     def agents_alone(
@@ -51,8 +48,7 @@ def _send_heartbeats(worker: Any, metadata: Any) -> Steps:
 
     note(__name__, "a heartbeat connects only to the agents of its peer")
     with replaced(worker, _ensure_handshake=agents_alone):
-        answer = yield
-    return answer
+        return (yield)
 
 
 def _is_refused(worker: Any, ranks: int) -> bool:

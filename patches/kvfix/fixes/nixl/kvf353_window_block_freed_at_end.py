@@ -44,7 +44,6 @@ from kvfix.fixes.targets import NIXL_BASE_SCHEDULER
 @fix_after(on_fault=lambda scheduler, tokens, *_, **__: max(tokens, 1))
 def _prefill_backoff(scheduler: Any, tokens: int) -> int:
     """Wrap a function that runs a few times for each request, but never in a step."""
-
     return tokens or int(any(scheduler.blocks_per_sw))
 
 

@@ -40,13 +40,11 @@ from kvfix.fixes.targets import OFFLOADING_SCHEDULER
 _STORES = "_kvfix_failed_stores"
 
 
-# In almost all steps there is neither.
-@fix_around(
-    when=lambda scheduler, output, *_, **__: output.invalid_block_ids or getattr(scheduler, _STORES, None),
-    on_fault=_offloading.all_stores_fail,
-)
+@fix_around(on_fault=_offloading.all_stores_fail)
 def fail_stores(scheduler: Any, output: Any) -> Steps:
     failed = _failed_stores(scheduler, output.invalid_block_ids) if output.invalid_block_ids else ()
+    if not failed and not getattr(scheduler, _STORES, None):  # almost all steps
+        return (yield)
     with _offloading.completed_as_failed(scheduler, output, _STORES, failed):
         return (yield)
 

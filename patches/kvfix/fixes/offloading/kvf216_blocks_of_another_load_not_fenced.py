@@ -39,13 +39,10 @@ def _wait_for_all(scheduler: Any, *_: Any, **__: Any) -> Any:
 
 
 # Without stores that are still copied there is nothing to wait for.
-@fix_before(
-    when=lambda scheduler, request, blocks, num_external_tokens, *_, **__: (
-        not num_external_tokens and scheduler._block_id_to_pending_jobs
-    ),
-    on_fault=_wait_for_all,
-)
+@fix_before(when=lambda scheduler, *_, **__: scheduler._block_id_to_pending_jobs, on_fault=_wait_for_all)
 def record_blocks(scheduler: Any, request: Any, blocks: Any, num_external_tokens: int) -> None:
+    if num_external_tokens:
+        return
     own = {each.block_id for group in blocks.blocks for each in group if each.block_id}
     scheduler._current_batch_allocated_block_ids.update(own)
     if not own.isdisjoint(scheduler._block_id_to_pending_jobs):

@@ -6,12 +6,10 @@ end EngineCore. This needs OffloadingConnector, alone or in a MultiConnector, an
 
 ## Cause
 When a session gets more input, vLLM schedules it as a new request, with all its blocks. OffloadingConnector appends all
-of them to its list, which already has the earlier blocks of the session (offloading/scheduler.py 0.32.0:1282). So the
-list has the first blocks again where the new blocks should be.
+of them to its list, which already has the earlier blocks of the session (offloading/scheduler.py 0.32.0:1282).
 
 ## Fix
-When a request is scheduled as new, the fix drops the blocks that OffloadingConnector has recorded for the request. For
-a really new request no blocks are recorded.
+When a request is scheduled as new, the fix drops the blocks that OffloadingConnector has recorded for the request.
 
 ## Releases
 vLLM 0.26.0 to 0.32.0.

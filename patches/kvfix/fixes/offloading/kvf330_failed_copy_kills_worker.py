@@ -75,15 +75,11 @@ def start_kv_transfers(worker: Any, metadata: Any) -> None:
     setattr(worker, _TOLD, True)
 
 
-# In almost all steps there is neither.
-@fix_around(
-    when=lambda scheduler, output, *_, **__: (
-        getattr(scheduler, _JOBS, None) or hasattr(output.kv_connector_worker_meta, _JOBS)
-    ),
-    on_fault=_offloading.all_stores_fail,
-)
+@fix_around(on_fault=_offloading.all_stores_fail)
 def update_connector_output(scheduler: Any, output: Any) -> Steps:
     failed = getattr(output.kv_connector_worker_meta, _JOBS, ())
+    if not failed and not getattr(scheduler, _JOBS, None):  # almost all steps
+        return (yield)
     with _offloading.completed_as_failed(scheduler, output, _JOBS, failed):
         return (yield)
 

@@ -1,9 +1,8 @@
 """A request waits for ever if its hit is larger than OffloadingConnector's CPU memory: its chunks evict each other.
 
 ## Symptom
-Nothing is logged at the default level. A request stays in WAITING, and the file system tier reads the same chunks again
-and again. This needs `TieringOffloadingSpec` with `secondary_tiers`, and less CPU memory than the chunks of the waiting
-requests need.
+Nothing is logged. A request stays in WAITING, and the file system tier reads the same chunks again and again. This
+needs `TieringOffloadingSpec` with `secondary_tiers`, and less CPU memory than the chunks of the waiting requests need.
 
 ## Cause
 A lookup that finds a chunk in a tier allocates CPU memory for it at once, and evicts the least recently used chunk

@@ -36,13 +36,11 @@ from kvfix.fixes.targets import OFFLOADING_SCHEDULER
 from kvfix.wrapping import View
 
 
-@fix_around(
-    when=lambda scheduler, output, *_, **__: (
-        output.kv_connector_block_state and output.kv_connector_block_state.boundary_state_offloads
-    )
-)
+@fix_around(when=lambda scheduler, output, *_, **__: output.kv_connector_block_state)
 def keep_limit(scheduler: Any, scheduler_output: Any) -> Steps:
     state = scheduler_output.kv_connector_block_state
+    if not state.boundary_state_offloads:
+        return (yield)
     within = {
         name: [entry for entry in entries if _fits(scheduler, name, entry)]
         for name, entries in state.boundary_state_offloads.items()

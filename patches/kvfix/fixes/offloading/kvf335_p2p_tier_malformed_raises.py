@@ -29,16 +29,15 @@ from typing import Any
 from kvfix import engine_log
 from kvfix.acting import note
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, Steps, fix_around
+from kvfix.fixes.api import PRIVATE, Fix, Steps, fix_around
 from kvfix.fixes.targets import OFFLOADING_P2P
 from kvfix.wrapping import replaced
 
 _ROLES = ("remote_prefiller", "remote_kv_source", "remote_decoder")
-_NAME = "kv_request_id"
 
 
 def _has_form(role: Any) -> bool:
-    return role is None or (isinstance(role, dict) and not isinstance(role.get(_NAME), (dict, list)))
+    return role is None or (isinstance(role, dict) and not isinstance(role.get("kv_request_id"), (dict, list)))
 
 
 def _malformed(params: Any) -> bool:
@@ -61,12 +60,8 @@ def on_new_request(tier: Any, context: Any) -> Steps:
 
 def shows_bug(hook: Any, module: Any) -> bool:
     """A request whose peer is a number. Wrong is to raise."""
-    states: list[Any] = []
     context = SimpleNamespace(
-        kv_transfer_params={"remote_decoder": 1},
-        req_id=stubs.NAME,
-        set_state=states.append,
-        get_state=lambda kind: None,
+        kv_transfer_params={"remote_decoder": 1}, req_id=stubs.NAME, set_state=id, get_state=lambda kind: None
     )
     return stubs.raises(AttributeError, hook, SimpleNamespace(), context)
 
@@ -78,5 +73,5 @@ FIX = Fix(
     targets=(OFFLOADING_P2P.on_new_request(broken=">=0.32", probe=shows_bug, fix=on_new_request),),
     evidence={"KVR011": r"^(add_request|on_new_request): AttributeError: .* has no attribute 'get'"},
     proof="tests/lab/test_offload_parameters.py: the lab has no tier of other engines",
-    no_patch={"vllm": "it can be abused: vLLM's security channel comes before a public patch (SECURITY.md)"},
+    no_patch=PRIVATE,
 )

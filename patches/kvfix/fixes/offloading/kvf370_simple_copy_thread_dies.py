@@ -147,13 +147,10 @@ def register_kv_caches(worker: Any, *_: Any) -> None:
     worker._load_events, worker._store_events = _Events(), _Events()
 
 
-@fix_before(
-    when=lambda worker, metadata: (
-        hasattr(metadata, _TOLD) and isinstance(worker._load_events, _Events) and not worker._load_events.told
-    )
-)
+@fix_before(when=lambda worker, metadata: hasattr(metadata, _TOLD))
 def bind_connector_metadata(worker: Any, metadata: Any) -> None:
-    worker._load_events.told = worker._store_events.told = True
+    if isinstance(worker._load_events, _Events):
+        worker._load_events.told = worker._store_events.told = True
 
 
 def _all_loads_failed(worker: Any, answer: Any, *_: Any, **__: Any) -> Any:

@@ -6,10 +6,9 @@ prompts so far needs more memory than `cpu_bytes_to_use`. `vllm:simple_kv_offloa
 
 ## Cause
 In each step `lazy_offload` stores cached blocks of the GPU's free list that the CPU memory does not have (manager.py
-0.32.0:590-640). A stored block goes to the end of that list, and is checked again later. If the list has more blocks
-than the CPU memory holds, the CPU memory has already evicted the block before that check. `lazy_offload` then stores
-the block again. While a store is in flight, EngineCore runs more steps (`has_pending_push_work`), and each step starts
-a store.
+0.32.0:590-640). A stored block goes to the end of that list, and is checked again. If the list has more blocks than the
+CPU memory holds, the CPU memory has evicted the block before that check. `lazy_offload` then stores the block again.
+While a store is in flight, EngineCore runs more steps (`has_pending_push_work`), and each step starts a store.
 
 ## Fix
 After the last step that computes something, the fix stores no more blocks than the CPU memory holds.

@@ -10,8 +10,7 @@ vLLM allocates the block in front of the window, and nothing is loaded into it (
 0.32.0:484). When the load is done, vLLM caches this block with the others.
 
 ## Fix
-The fix also looks up and loads the blocks in front of the window. If the CPU memory does not have them, there is no
-hit.
+The fix also looks up and loads the blocks in front of the window. Without them in the CPU memory, there is no hit.
 
 ## Releases
 vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.

@@ -10,9 +10,8 @@ and a connector that loads within the step, such as LMCache's in-process connect
 SimpleCPUOffloadConnector stores blocks in the step in which another connector loads them (manager.py 0.32.0:840).
 `update_connector_output` reads only its own reports (:1005), so it does not see that the load has failed.
 
-At the end of the store it takes the key that each block has at that time (:1081). With kv_load_failure_policy "fail"
-vLLM has removed the keys from the failed blocks, and the assertion fails. With "recompute" the blocks still have their
-keys, or have them again, and later requests find the wrong KV under them.
+At the end of the store it takes the key that each block has then (:1081). With kv_load_failure_policy "fail" the failed
+blocks have no key, and the assertion fails. With "recompute" later requests find the wrong KV under the keys.
 
 ## Fix
 The fix also reads the failed blocks of the report that `update_connector_output` gets. The fix removes three kinds of
@@ -45,11 +44,8 @@ _GIVEN_UP = "_kvfix_given_up"
 
 
 def _give_up_all(scheduler: Any, *_: Any, **__: Any) -> Any:
-    setattr(
-        scheduler,
-        _GIVEN_UP,
-        {event: set(transfer.gpu_block_ids) for event, transfer in scheduler._store_event_to_blocks.items()},
-    )
+    stores = scheduler._store_event_to_blocks.items()
+    setattr(scheduler, _GIVEN_UP, {event: set(transfer.gpu_block_ids) for event, transfer in stores})
     return GO_ON
 
 

@@ -2,8 +2,7 @@
 
 ## Symptom
 With `kv_load_failure_policy=recompute` and a connector that loads between steps, the log has `Recovered from KV load
-failure: 1 request(s) rescheduled`. Then the request waits for ever, although all blocks are free: `Running: 0 reqs,
-Waiting: 1 reqs`. Requests behind it wait too.
+failure: 1 request(s) rescheduled`, and then `Running: 0 reqs, Waiting: 1 reqs` for ever, although all blocks are free.
 
 ## Cause
 To avoid a deadlock between loads, vLLM reserves the blocks that all prefills in flight still need. vLLM admits a load

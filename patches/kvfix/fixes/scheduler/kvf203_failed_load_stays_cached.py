@@ -1,8 +1,7 @@
 """Later requests return wrong text: blocks whose load failed stay in vLLM's prefix cache.
 
 ## Symptom
-`Recovered from KV load failure: ... request(s) rescheduled (... tokens affected).` Later, wrong text in requests that
-begin with the same prompt.
+The log has `Recovered from KV load failure: ... request(s) rescheduled (... tokens affected).`
 
 ## Cause
 With kv_load_failure_policy "recompute" vLLM keeps the blocks in the prefix cache, because the request recomputes them

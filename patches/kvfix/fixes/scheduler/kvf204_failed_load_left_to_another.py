@@ -6,14 +6,12 @@ wrong text if it began in the same step, and with the same prompt, as a request 
 
 ## Cause
 When a connector loads within the step, vLLM puts the blocks into its prefix cache before the load is done. So other
-requests that are admitted in this step share these blocks. If the load fails, vLLM rolls back only the first of these
-requests to the failed block. The other requests count all tokens as computed (scheduler.py 0.32.0:3295). If the first
-request is then aborted or preempted, or takes more than one step, the other requests read blocks that were never
-written.
+requests of this step share these blocks. If the load fails, vLLM rolls back only the first of these requests to the
+failed block. The other requests count all tokens as computed (scheduler.py 0.32.0:3295). If the first request is then
+aborted or preempted, or takes more than one step, the other requests read blocks that were never written.
 
 ## Fix
-The fix rolls back each request to its own first failed block. Two requests that compute a shared block write the same
-KV into it.
+The fix rolls back each request to its own first failed block. Requests that share a block write the same KV into it.
 
 ## Releases
 vLLM 0.11.2 to 0.33.0, with kv_load_failure_policy "recompute".

@@ -6,8 +6,7 @@ wrong text, also with kv_load_failure_policy "fail".
 
 ## Cause
 vLLM looks for failed blocks among the first `num_cached_tokens` of each running request (scheduler.py 0.15.1:2007).
-This is the number of tokens that were cached when the request was first scheduled. The tokens that the request loads
-after a resume are beyond this number.
+These tokens were cached when the request was first scheduled. Tokens that are loaded after a resume come later.
 
 ## Fix
 While `_update_requests_with_invalid_blocks` runs, the fix extends the number to the last failed block of the request.

@@ -2,8 +2,7 @@
 
 ## Symptom
 EngineCore dies with `A KV connector reported block-level load failures (invalid_block_ids) which is not supported for
-models with multiple KV cache groups`, or before vLLM 0.32 with `too many values to unpack (expected 1)`. This needs all
-of:
+models with multiple KV cache groups`, or before vLLM 0.32 with `too many values to unpack (expected 1)`. This needs:
 
 - a model with layers of full attention and of sliding windows (Gemma, gpt-oss)
 - LMCache's multi-process connector up to 0.5.5
@@ -38,13 +37,10 @@ from kvfix.fixes.api import Fix, Steps, fix_around
 from kvfix.fixes.targets import SCHEDULER
 
 
-def _has_groups_and_lmcache(scheduler: Any, *_: Any, **__: Any) -> bool:
-    of_lmcache = (type(each).__name__.startswith("LMCache") for each in _scheduler.connectors(scheduler))
-    return len(scheduler.kv_cache_config.kv_cache_groups) > 1 and any(of_lmcache)
-
-
-@fix_around(when=_has_groups_and_lmcache)
+@fix_around(when=lambda scheduler, *_, **__: len(scheduler.kv_cache_config.kv_cache_groups) > 1)
 def _handle_invalid_blocks(scheduler: Any, invalid_block_ids: Any, *_: Any) -> Steps:
+    if not any(type(each).__name__.startswith("LMCache") for each in _scheduler.connectors(scheduler)):
+        return (yield)
     failed, blocks = [], set(invalid_block_ids) - {0}
     for request in scheduler.requests.values():
         groups = scheduler.kv_cache_manager.get_block_ids(request.request_id)

@@ -76,16 +76,12 @@ def _to_step_aside(scheduler: Any) -> list[Any]:
         if not aside and request is not refused:
             return []
         needs = scheduler._request_remaining_blocks(request)
-        if needs + (_kept_back(scheduler, request) if request is refused else 0) <= free:
+        if request is refused and request.request_id not in scheduler.finished_recving_kv_req_ids:
+            needs += scheduler._inflight_prefill_reserved_blocks()  # a load leaves these blocks free (:1249)
+        if needs <= free:
             return aside
         aside.append(request)
     return []
-
-
-def _kept_back(scheduler: Any, request: Any) -> int:
-    """Return the number of blocks that a load leaves to the requests in flight (:1249)."""
-    is_loaded = request.request_id in scheduler.finished_recving_kv_req_ids
-    return 0 if is_loaded else int(scheduler._inflight_prefill_reserved_blocks())
 
 
 FIX = Fix(

@@ -3,14 +3,12 @@
 ## Symptom
 The log shows `Running: 0 reqs, Waiting: N reqs` for ever, no throughput and no error. The model has layers of full
 attention and of sliding windows (Gemma, gpt-oss), the connector loads between steps, and the KV cache is nearly full.
-Without a connector, requests do not wait for ever: vLLM admits requests that do not fit, and preempts them.
 
 ## Cause
 A request holds only a few blocks of a window at once, however long it is. The number of blocks that the request may
 still need is at most `max_admission_blocks_per_request`. vLLM subtracts from this limit all entries in the request's
-list (`get_num_blocks_to_allocate`, v1/core/single_type_kv_cache_manager.py 0.32.0:215-253). The entries include the
-null blocks in front of the window, and the blocks that a hit skips. After a hit that is longer than the limit, the
-result is 0.
+list (`get_num_blocks_to_allocate`, v1/core/single_type_kv_cache_manager.py 0.32.0:215-253). The entries include null
+blocks in front of the window and blocks that a hit skips. After a hit that is longer than the limit, the result is 0.
 
 vLLM admits a new load if it fits into the blocks that are free and not reserved for the loads in flight (scheduler.py
 0.32.0:1249). A loaded request holds its blocks until it runs. Each of the loaded requests may then need more blocks

@@ -5,10 +5,9 @@
 streaming input, and the connector loads between steps.
 
 ## Cause
-vLLM admits a load if the blocks for its whole prompt are free, and reserves these blocks (scheduler.py 0.32.0:1249). A
-running session takes blocks without a check of the reserved blocks. When its turn has ended, the session keeps its
-blocks for its next input. The input needs more blocks, and so does the finished load. `schedule` stops at the first
-request for which it has no blocks (:1282).
+vLLM reserves the blocks for the whole prompt of a load (scheduler.py 0.32.0:1249). A running session takes blocks
+without a check of the reserved blocks, and keeps them after its turn. Its next input needs more blocks, and so does the
+finished load. `schedule` stops at the first request for which it has no blocks (:1282).
 
 ## Fix
 The fix acts when three steps in a row have scheduled nothing, nothing is in flight, and the blocks of one waiting

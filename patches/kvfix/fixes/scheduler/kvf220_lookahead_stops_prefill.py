@@ -1,9 +1,8 @@
 """A request runs for ever without a token: with Mamba states and several MTP modules its last tokens are not scheduled.
 
 ## Symptom
-The log shows `Running: 1 reqs` or more for ever, without throughput for these requests and without an error. The
-requests hold their blocks. The model has Mamba or GDN layers (`mamba_cache_mode="align"`) and speculative decoding with
-several MTP modules, and the engine is busy.
+The log shows `Running: 1 reqs` or more for ever, without throughput and without an error. The model has Mamba or GDN
+layers (`mamba_cache_mode="align"`) and speculative decoding with several MTP modules, and the engine is busy.
 
 ## Cause
 vLLM cuts a chunk of a prompt so that it ends where a state is kept (`_mamba_block_aligned_split`, scheduler.py
@@ -44,7 +43,6 @@ from kvfix.wrapping import replaced
 )
 def schedule(scheduler: Any, *_: Any, **__: Any) -> Steps:
     """Wrap `schedule`. A wrapper of the wrong function would run for each request, also in engines without states."""
-
     shortened = scheduler._reserve_prefill_lookahead
 
     def _reserve_prefill_lookahead(request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:

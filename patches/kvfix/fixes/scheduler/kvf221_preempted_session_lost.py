@@ -36,14 +36,11 @@ from kvfix.wrapping import GO_ON, replaced
 _SESSIONS = "_kvfix_preempted_sessions"
 
 
-@fix_around(
-    when=lambda scheduler, request, *_, **__: (
-        request.resumable and request not in getattr(scheduler, "running", (request,))
-    )
-)
+@fix_around(when=lambda scheduler, request, *_, **__: request.resumable)
 def _handle_stopped_request(scheduler: Any, request: Any) -> Steps:
+    was_running = request in getattr(scheduler, "running", (request,))
     finished = yield
-    if not finished:
+    if not finished and not was_running:
         vars(scheduler).setdefault(_SESSIONS, []).append(request)
     return finished
 
@@ -60,9 +57,9 @@ def _enqueue(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
     return answer
 
 
-update_from_output = fix_after(when=lambda scheduler, *_, **__: getattr(scheduler, _SESSIONS, None), on_fault=_enqueue)(
-    _enqueue
-)
+@fix_after(when=lambda scheduler, *_, **__: getattr(scheduler, _SESSIONS, None), on_fault=_enqueue)
+def update_from_output(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
+    return _enqueue(scheduler, answer)
 
 
 def _with_its_tokens(scheduler: Any, session: Any, *more: Any, **named: Any) -> Any:

@@ -43,21 +43,17 @@ from kvfix.fixes.api import Fix, fix_after
 from kvfix.fixes.targets import SCHEDULER
 
 
-def _may_drop_token(scheduler: Any, reserved: int) -> bool:
-    return bool(
+@fix_after()
+def reserve_one_more(scheduler: Any, reserved: int) -> int:
+    """The function is asked once for each load that is to be admitted."""
+    may_drop_token = (
         getattr(scheduler, "requires_kv_delivery", False)
         and not scheduler.defer_block_free
         and not scheduler._spec_decode_step_blocks
         and scheduler.vllm_config.max_concurrent_batches > 1
         and (scheduler.running or scheduler._inflight_prefills)
     )
-
-
-@fix_after(when=_may_drop_token)
-def reserve_one_more(scheduler: Any, reserved: int) -> int:
-    """The function is asked once for each load that is to be admitted."""
-
-    return reserved + len(scheduler.kv_cache_manager.coordinator.single_type_managers)
+    return reserved + len(scheduler.kv_cache_manager.coordinator.single_type_managers) if may_drop_token else reserved
 
 
 def shows_bug(hook: Any, module: Any) -> bool:

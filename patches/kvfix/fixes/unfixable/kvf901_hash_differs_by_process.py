@@ -17,8 +17,7 @@ it cannot change the seed.
 
 ## Workaround
 Set PYTHONHASHSEED=0 in the environment of every vLLM and LMCache process. Or set `pre_caching_hash_algorithm:
-sha256_cbor` in LMCache's configuration, the same everywhere. A process that shares its cache with no other process
-needs neither.
+sha256_cbor` in LMCache's configuration, the same everywhere. A process that shares no cache needs neither.
 
 ## Releases
 LMCache 0.3.9 to 0.5.6.

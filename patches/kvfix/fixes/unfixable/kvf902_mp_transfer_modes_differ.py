@@ -12,8 +12,7 @@ in its own process, perhaps on another machine. So kvfix can neither read nor ch
 
 ## Workaround
 Start `lmcache server` with `--supported-transfer-mode auto`, or set LMCACHE_MP_TRANSFER_MODE of the worker to the mode
-of the server. The server logs its mode: `Supported transfer mode: ...`. If both sides have the same mode, there is no
-problem.
+of the server. The server logs its mode: `Supported transfer mode: ...`.
 
 ## Releases
 LMCache 0.4.7 to 0.5.6.

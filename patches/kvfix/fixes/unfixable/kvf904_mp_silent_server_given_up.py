@@ -19,8 +19,7 @@ Use LMCache 0.5.6 with kvfix, which has KVF122. Or set `lmcache.mp.heartbeat_int
 pause of the server.
 
 ## Releases
-LMCache 0.4.2 to 0.5.5. Tests of kvfix show the bug in 0.4.5, 0.4.6 and 0.4.7. For the other releases only the source
-code was read.
+LMCache 0.4.2 to 0.5.5. Tests of kvfix show the bug in 0.4.5 to 0.4.7. For the other releases only the code was read.
 
 ## Upstream
 None known.
