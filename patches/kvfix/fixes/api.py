@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvfix.wrapping import Wrapper
 
     Probe = Callable[[Callable[..., Any], ModuleType], bool]
+    Fixing = Callable[[ModuleType], Wrapper]
 
 #: Sections of a fix's docstring, in this order. `Fix.section` and the documentation read them.
 SECTIONS = ("Symptom", "Cause", "Fix", "Releases", "Upstream", "Remove when")
@@ -59,7 +60,7 @@ class Target:
     function: str
     broken: str
     probe: Probe
-    fix: Callable[[ModuleType], Wrapper] | None
+    fix: Fixing | None
     place: int = 0
     helper: bool = False
     copy: str = ""
@@ -72,6 +73,14 @@ class Target:
     def can_be_probed(self) -> bool:
         """True if the behaviour probe can judge code that no release has."""
         return self.probe.__name__ != "cannot_tell"
+
+
+def wrapper(kind: Callable[..., Wrapper], **options: Any) -> Callable[[Callable[..., Any]], Fixing]:
+    """Make the decorated function the `fix` of a target, for a fix that needs nothing of the target's module.
+
+    kind: `before`, `after` or `around` of kvfix.wrapping. options: its `when` and `on_fault`.
+    """
+    return lambda code: lambda module: kind(code, **options)
 
 
 class Owner:

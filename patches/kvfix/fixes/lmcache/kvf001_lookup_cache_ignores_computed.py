@@ -70,7 +70,7 @@ def fix(adapter: ModuleType) -> Callable[..., Any]:
     return after(get_num_new_matched_tokens)
 
 
-def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+def shows_bug(hook: Any, adapter: Any) -> bool:
     """256 tokens in the lookup cache, 336 computed, 10009 in total. Right is 0."""
     answer = hook(stubs.scheduler_side(lookup_client=stubs.lookup_client(256)), stubs.request(10009), 336)
     if answer not in (0, 256):
@@ -84,9 +84,5 @@ FIX = Fix(
     effect="crash",
     targets=(LMCACHE_V1.get_num_new_matched_tokens(broken="==0.3.10", probe=shows_bug, fix=fix, place=1),),
     evidence={"KVD101": "", "KVR001": "", "KVR002": "", "KVR003": "", "KVR011": "Mismatch in tokens to load"},
-    scenarios=(
-        "full-hit-asked-twice",
-        "mismatch-in-tokens-to-load",
-        "raw-hit-beyond-request",
-    ),
+    scenarios=("full-hit-asked-twice", "mismatch-in-tokens-to-load", "raw-hit-beyond-request"),
 )

@@ -99,7 +99,7 @@ def _save_from(hit: int, tracker: Any, requests: list[Any]) -> None:
     tracker.num_saved_tokens = max(hit, tracker.num_saved_tokens if saved else 0)
 
 
-def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+def shows_bug(hook: Any, adapter: Any) -> bool:
     """Resumed with 800 computed tokens, 1024 hit, none granted, 50 scheduled.
 
     Right is a tracker of 850 tokens. Wrong is another number, or an AssertionError.

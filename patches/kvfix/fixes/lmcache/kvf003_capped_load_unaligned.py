@@ -26,30 +26,24 @@ LMCache promises `capped_lmcache_tokens - num_computed_tokens`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, wrapper
 from kvfix.fixes.targets import LMCACHE_V1
 from kvfix.wrapping import after
 
 
-def fix(adapter: ModuleType) -> Callable[..., Any]:
-    def get_num_new_matched_tokens(impl: Any, promised: int, request: Any, num_computed_tokens: int) -> int:
-        spec = impl.load_specs[request.request_id]
-        if spec.lmcache_cached_tokens == request.num_tokens:  # not capped: one less than all
-            return promised
-        due: int = spec.lmcache_cached_tokens - num_computed_tokens
-        return max(0, due)
-
-    return after(
-        get_num_new_matched_tokens, when=lambda impl, promised, *_, **__: promised and impl._max_tokens_per_load
-    )
+@wrapper(after, when=lambda impl, promised, *_, **__: promised and impl._max_tokens_per_load)
+def fix(impl: Any, promised: int, request: Any, num_computed_tokens: int) -> int:
+    spec = impl.load_specs[request.request_id]
+    if spec.lmcache_cached_tokens == request.num_tokens:  # not capped: one less than all
+        return promised
+    due: int = spec.lmcache_cached_tokens - num_computed_tokens
+    return max(0, due)
 
 
-def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+def shows_bug(hook: Any, adapter: Any) -> bool:
     """80 computed tokens, a hit of 1280, a cap of 1024, chunks of 256. Right is 944, wrong is 1024."""
     impl = stubs.scheduler_side(lookup_client=stubs.lookup_client(1280), _max_tokens_per_load=1024)
     answer = hook(impl, stubs.request(1500), 80)

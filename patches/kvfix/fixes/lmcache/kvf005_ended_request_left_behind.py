@@ -37,7 +37,7 @@ from typing import Any
 
 from kvfix.acting import note
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, wrapper
 from kvfix.fixes.targets import LMCACHE_V1
 from kvfix.wrapping import after
 
@@ -65,19 +65,17 @@ def fix_scheduler(adapter: ModuleType) -> Callable[..., Any]:
     )
 
 
-def fix_worker(adapter: ModuleType) -> Callable[..., Any]:
-    def get_finished(impl: Any, answer: Any, finished_req_ids: Any) -> Any:
-        # With asynchronous loading this releases what the lookup has fetched.
-        engine = impl.lmcache_engine
-        if engine is not None:
-            for name in finished_req_ids:
-                engine.lookup_unpin(name)
-        return answer
-
-    return after(get_finished, when=lambda impl, answer, finished_req_ids, *_, **__: finished_req_ids)
+@wrapper(after, when=lambda impl, answer, finished_req_ids, *_, **__: finished_req_ids)
+def fix_worker(impl: Any, answer: Any, finished_req_ids: Any) -> Any:
+    # With asynchronous loading this releases what the lookup has fetched.
+    engine = impl.lmcache_engine
+    if engine is not None:
+        for name in finished_req_ids:
+            engine.lookup_unpin(name)
+    return answer
 
 
-def scheduler_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+def scheduler_shows_bug(hook: Any, adapter: Any) -> bool:
     """A request ends while its LoadSpec is there. Wrong is a LoadSpec that stays."""
     client = SimpleNamespace(clear_lookup_status=lambda lookup_id: None)
     impl = stubs.scheduler_side(lookup_client=client, load_specs={stubs.NAME: object()})
@@ -85,7 +83,7 @@ def scheduler_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
     return stubs.NAME in impl.load_specs
 
 
-def worker_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+def worker_shows_bug(hook: Any, adapter: Any) -> bool:
     """The worker gets the id of an ended request. Wrong is not to unpin it."""
     unpinned: list[Any] = []
     engine = SimpleNamespace(lookup_unpin=unpinned.append)

@@ -31,20 +31,14 @@ from types import ModuleType
 from typing import Any
 
 from kvfix.fixes import _closed, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, wrapper
 from kvfix.fixes.targets import LMCACHE_V1
 from kvfix.wrapping import after, around, instead
 
 
-def fix_lookup(adapter: ModuleType) -> Callable[..., Any]:
-    def get_num_new_matched_tokens(impl: Any, request: Any, num_computed_tokens: int) -> Any:
-        return instead(0)
-
-    return around(
-        get_num_new_matched_tokens,
-        when=lambda impl, request, *_, **__: request.prompt_embeds is not None,
-        on_fault=_closed.no_hit,
-    )
+@wrapper(around, when=lambda impl, request, *_, **__: request.prompt_embeds is not None, on_fault=_closed.no_hit)
+def fix_lookup(impl: Any, request: Any, num_computed_tokens: int) -> Any:
+    return instead(0)
 
 
 def fix_metadata(adapter: ModuleType) -> Callable[..., Any]:
@@ -86,13 +80,13 @@ def _with_zeros(new_request: Any) -> Any:
     return with_ids
 
 
-def lookup_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+def lookup_shows_bug(hook: Any, adapter: Any) -> bool:
     """A request with embeddings; the cache holds the zeros that stand for it. Right is 0, wrong is the hit."""
     impl = stubs.scheduler_side(lookup_client=stubs.lookup_client(256))
     return bool(hook(impl, stubs.request(300, prompt_token_ids=None, prompt_embeds=[0] * 300), 0) != 0)
 
 
-def metadata_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+def metadata_shows_bug(hook: Any, adapter: Any) -> bool:
     """A new request without token ids. Wrong is a TypeError."""
     blocks = (list(range(20)),)
     new = stubs.request(300, req_id=stubs.NAME, prompt_token_ids=None, prompt_embeds=[0] * 300, block_ids=blocks)

@@ -27,31 +27,27 @@ LMCache 0.3.15 is no longer in use.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from kvfix.acting import note
 from kvfix.fixes import _closed, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, wrapper
 from kvfix.fixes.targets import LMCACHE_V1
 from kvfix.wrapping import before
 
 
-def fix(adapter: ModuleType) -> Callable[..., Any]:
-    def build_connector_meta(impl: Any, scheduler_output: Any) -> None:
-        cached = scheduler_output.scheduled_cached_reqs
-        for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=False):
-            tracker = impl._request_trackers[name]
-            if computed < len(tracker.token_ids):
-                tracker.token_ids = list(impl._unfinished_requests[name].all_token_ids[:computed])
-                tracker.num_saved_tokens = 0
-                note(__name__, f"request {name} was rolled back to {computed} tokens")
-
-    return before(build_connector_meta, on_fault=_closed.save_nothing_more)
+@wrapper(before, on_fault=_closed.save_nothing_more)
+def fix(impl: Any, scheduler_output: Any) -> None:
+    cached = scheduler_output.scheduled_cached_reqs
+    for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=False):
+        tracker = impl._request_trackers[name]
+        if computed < len(tracker.token_ids):
+            tracker.token_ids = list(impl._unfinished_requests[name].all_token_ids[:computed])
+            tracker.num_saved_tokens = 0
+            note(__name__, f"request {name} was rolled back to {computed} tokens")
 
 
-def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+def shows_bug(hook: Any, adapter: Any) -> bool:
     """The load of 512 tokens failed, vLLM has 256 and computes 16 more. Right is 272 tokens, wrong is 528."""
     impl, tracker = stubs.scheduled(adapter, 900, tracked=512, computed=256)
     hook(impl, stubs.step(16, computed=256))

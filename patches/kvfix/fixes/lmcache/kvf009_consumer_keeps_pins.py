@@ -23,28 +23,25 @@ LMCache 0.4.2 is no longer in use.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 from kvfix.acting import note
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, wrapper
 from kvfix.fixes.targets import LMCACHE_V1
 from kvfix.wrapping import after
 
 
-def fix(adapter: ModuleType) -> Callable[..., Any]:
-    def wait_for_save(impl: Any, answer: None) -> None:
-        if impl.kv_role == "kv_consumer":
-            for request in impl._parent._get_connector_metadata().requests:
-                note(__name__, f"request {request.req_id}: its pins are released")
-                impl.lmcache_engine.lookup_unpin(request.req_id)
-
-    return after(wait_for_save)
+@wrapper(after)
+def fix(impl: Any, answer: None) -> None:
+    if impl.kv_role == "kv_consumer":
+        for request in impl._parent._get_connector_metadata().requests:
+            note(__name__, f"request {request.req_id}: its pins are released")
+            impl.lmcache_engine.lookup_unpin(request.req_id)
 
 
-def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+def shows_bug(hook: Any, adapter: Any) -> bool:
     """A step with one request on a consumer. Wrong is not to unpin it."""
     unpinned: list[Any] = []
     engine = SimpleNamespace(lookup_unpin=unpinned.append)

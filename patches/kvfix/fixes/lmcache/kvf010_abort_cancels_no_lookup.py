@@ -23,25 +23,21 @@ None known.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, wrapper
 from kvfix.fixes.targets import ASYNC_LOOKUP_CLIENT
 from kvfix.wrapping import around, instead
 
 
-def fix(client: ModuleType) -> Callable[..., Any]:
-    @around
-    def cancel_lookup(client: Any, lookup_id: str) -> Any:
-        return None if lookup_id in client.reqs_status else instead(None)
-
-    return cancel_lookup
+@wrapper(around)
+def fix(client: Any, lookup_id: str) -> Any:
+    return None if lookup_id in client.reqs_status else instead(None)
 
 
-def shows_bug(hook: Callable[..., Any], client: ModuleType) -> bool:
+def shows_bug(hook: Any, client: Any) -> bool:
     """A lookup that the client does not have is cancelled. Wrong is to keep its id."""
     stub = SimpleNamespace(aborted_lookups=set(), reqs_status={})
     hook(stub, stubs.NAME)

@@ -28,12 +28,12 @@ https://github.com/LMCache/LMCache/issues/3685, https://github.com/LMCache/LMCac
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator
-from types import ModuleType, SimpleNamespace
+from collections.abc import Generator
+from types import SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, wrapper
 from kvfix.fixes.targets import ASYNC_LOOKUP_CLIENT
 from kvfix.wrapping import around
 
@@ -45,12 +45,9 @@ def given_up(client: Any, lookup_id: str) -> bool:
     return client.reqs_status.get(lookup_id, _UNKNOWN) is None and lookup_id not in client.first_lookup_time
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    @around
-    def lookup_cache(client: Any, lookup_id: str) -> Generator[None, Any, Any]:
-        return _answered(client, lookup_id)
-
-    return lookup_cache
+@wrapper(around)
+def fix(client: Any, lookup_id: str) -> Generator[None, Any, Any]:
+    return _answered(client, lookup_id)
 
 
 def _answered(client: Any, lookup_id: str) -> Generator[None, Any, Any]:
@@ -62,17 +59,13 @@ def _answered(client: Any, lookup_id: str) -> Generator[None, Any, Any]:
     return answer
 
 
-def fix_0_3_10(module: ModuleType) -> Callable[..., Any]:
+@wrapper(around)
+def fix_0_3_10(client: Any, tokens: Any, lookup_id: str, request_configs: Any = None) -> Generator[None, Any, Any]:
     """In 0.3.10 `lookup` itself keeps the state."""
-
-    @around
-    def lookup(client: Any, tokens: Any, lookup_id: str, request_configs: Any = None) -> Generator[None, Any, Any]:
-        return _answered(client, lookup_id)
-
-    return lookup
+    return _answered(client, lookup_id)
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType, *tokens: Any) -> bool:
+def shows_bug(hook: Any, module: Any, *tokens: Any) -> bool:
     """A lookup in flight without a start time. Right is 0, wrong is a KeyError."""
     client = SimpleNamespace(
         lock=threading.Lock(),
@@ -98,8 +91,5 @@ FIX = Fix(
         ),
     ),
     evidence={"KVD114": "", "KVD211": "", "KVR011": "KeyError"},
-    scenarios=(
-        "async-late-answer-left",
-        "async-lookup-timeout",
-    ),
+    scenarios=("async-late-answer-left", "async-lookup-timeout"),
 )

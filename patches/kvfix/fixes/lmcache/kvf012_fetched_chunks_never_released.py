@@ -28,50 +28,42 @@ LMCache 0.3.15 is no longer in use.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator
-from types import ModuleType, SimpleNamespace
+from collections.abc import Generator
+from types import SimpleNamespace
 from typing import Any
 
 from kvfix.acting import note
 from kvfix.fixes import _engine, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, wrapper
 from kvfix.fixes.targets import CACHE_ENGINE
 from kvfix.wrapping import after, around, instead
 
 
-def fix(engine: ModuleType) -> Callable[..., Any]:
-    def lookup_unpin(engine: Any, answer: None, lookup_id: str) -> None:
-        if engine.async_loading:
-            events = sys.modules["lmcache.v1.event_manager"]
-            if engine.event_manager.get_event_status(events.EventType.LOADING, lookup_id) == events.EventStatus.DONE:
-                note(__name__, f"request {lookup_id}: its fetched chunks are released")
-                engine.cleanup_memory_objs(lookup_id)
-
-    return after(lookup_unpin)
+@wrapper(after)
+def fix(engine: Any, answer: None, lookup_id: str) -> None:
+    if engine.async_loading:
+        events = sys.modules["lmcache.v1.event_manager"]
+        if engine.event_manager.get_event_status(events.EventType.LOADING, lookup_id) == events.EventStatus.DONE:
+            note(__name__, f"request {lookup_id}: its fetched chunks are released")
+            engine.cleanup_memory_objs(lookup_id)
 
 
-def fix_clean_up(engine: ModuleType) -> Callable[..., Any]:
-    @around
-    def cleanup_memory_objs(engine: Any, lookup_id: str) -> Any:
-        chunks = _engine.fetched(engine, lookup_id)
-        if not chunks:
-            return None
-        engine.event_manager.pop_event(sys.modules["lmcache.v1.event_manager"].EventType.LOADING, lookup_id)
-        for chunk in chunks:
-            _engine.unpin(chunk)
-            chunk.ref_count_down()
-        return instead(None)
-
-    return cleanup_memory_objs
+@wrapper(around)
+def fix_clean_up(engine: Any, lookup_id: str) -> Any:
+    chunks = _engine.fetched(engine, lookup_id)
+    if not chunks:
+        return None
+    engine.event_manager.pop_event(sys.modules["lmcache.v1.event_manager"].EventType.LOADING, lookup_id)
+    for chunk in chunks:
+        _engine.unpin(chunk)
+        chunk.ref_count_down()
+    return instead(None)
 
 
-def fix_load(engine: ModuleType) -> Callable[..., Any]:
-    @around
-    def retrieve(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Generator[None, Any, Any] | None:
-        chunks = _engine.fetched(engine, more.get("req_id")) if engine.async_loading else []
-        return _unpinned_after(chunks) if chunks else None
-
-    return retrieve
+@wrapper(around)
+def fix_load(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Generator[None, Any, Any] | None:
+    chunks = _engine.fetched(engine, more.get("req_id")) if engine.async_loading else []
+    return _unpinned_after(chunks) if chunks else None
 
 
 def _unpinned_after(chunks: list[Any]) -> Generator[None, Any, Any]:
@@ -81,7 +73,7 @@ def _unpinned_after(chunks: list[Any]) -> Generator[None, Any, Any]:
     return answer
 
 
-def shows_bug(hook: Callable[..., Any], engine: ModuleType) -> bool:
+def shows_bug(hook: Any, engine: Any) -> bool:
     """The chunks are fetched and not loaded. A function with the bug does not clean them up."""
     cleaned: list[str] = []
     done = sys.modules["lmcache.v1.event_manager"].EventStatus.DONE

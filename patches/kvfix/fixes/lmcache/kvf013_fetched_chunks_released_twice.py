@@ -27,26 +27,22 @@ https://github.com/LMCache/LMCache/issues/5090, https://github.com/LMCache/LMCac
 from __future__ import annotations
 
 from _thread import get_ident
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import ExitStack
-from types import ModuleType
 from typing import Any
 
 from kvfix.fixes import _engine, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, wrapper
 from kvfix.fixes.targets import CACHE_ENGINE
 from kvfix.wrapping import around, replaced
 
 
-def fix(engine: ModuleType) -> Callable[..., Any]:
-    @around
-    def retrieve(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Generator[None, Any, Any] | None:
-        lookup_id = more.get("req_id")
-        if not engine.async_loading or engine.remove_after_retrieve or not _engine.fetched(engine, lookup_id):
-            return None
-        return _consumed(engine, lookup_id)
-
-    return retrieve
+@wrapper(around)
+def fix(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Generator[None, Any, Any] | None:
+    lookup_id = more.get("req_id")
+    if not engine.async_loading or engine.remove_after_retrieve or not _engine.fetched(engine, lookup_id):
+        return None
+    return _consumed(engine, lookup_id)
 
 
 class Calls:

@@ -33,7 +33,7 @@ from typing import Any
 
 from kvfix import clock, engine_log
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, wrapper
 from kvfix.fixes.targets import LOOKUP_CLIENT, ZMQ_CLIENT
 from kvfix.wrapping import after, around, instead
 
@@ -95,21 +95,18 @@ def fix(module: ModuleType) -> Callable[..., Any]:
     return lambda function: outside(inside(function))
 
 
-def fix_lookup(module: ModuleType) -> Callable[..., Any]:
-    @around
-    def lookup(client: Any, *args: Any, **kwargs: Any) -> Generator[None, Any, Any]:
-        pause, begun = pause_of(client), clock.now()
-        if begun < pause.until:
-            return 0
-        hit = yield
-        waited = clock.now() - begun
-        if hit == 0 and waited > SLOW:
-            pause.failed(waited)
-        else:
-            pause.answered()
-        return hit
-
-    return lookup
+@wrapper(around)
+def fix_lookup(client: Any, *args: Any, **kwargs: Any) -> Generator[None, Any, Any]:
+    pause, begun = pause_of(client), clock.now()
+    if begun < pause.until:
+        return 0
+    hit = yield
+    waited = clock.now() - begun
+    if hit == 0 and waited > SLOW:
+        pause.failed(waited)
+    else:
+        pause.answered()
+    return hit
 
 
 class _Silent:
@@ -126,7 +123,7 @@ class _Silent:
         raise self.error
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """Three lookups in a row to a worker that does not answer. Wrong is to wait for all three."""
     socket = _Silent(module.zmq.Again)
     transport = module.ZmqReqRepClientTransport.__new__(module.ZmqReqRepClientTransport)

@@ -113,7 +113,7 @@ def fix_disk(module: ModuleType) -> Callable[..., Any]:
     return without_memory
 
 
-def disk_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def disk_shows_bug(hook: Any, module: Any) -> bool:
     """A load of a chunk without free memory. Right is None, wrong is an AssertionError."""
     backend = SimpleNamespace(local_cpu_backend=SimpleNamespace(allocate=lambda *_, **__: None))
     try:

@@ -39,7 +39,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import _closed, _layerwise, stubs
-from kvfix.fixes.api import NEW_REQUESTS, Fix
+from kvfix.fixes.api import NEW_REQUESTS, Fix, wrapper
 from kvfix.fixes.targets import LMCACHE_V1
 from kvfix.session import session
 from kvfix.wrapping import GO_ON, View, around
@@ -60,34 +60,13 @@ def tagged(sampling_params: Any, lora_request: Any, salt: str | None) -> Any:
     return copied
 
 
-def fix_lookup(adapter: ModuleType) -> Callable[..., Any]:
-    def get_num_new_matched_tokens(impl: Any, request: Any, num_computed_tokens: int) -> Generator[Any, Any, Any]:
-        own = request.sampling_params
-        if request.request_id in session.before:
-            return (yield)
-        with_tag = tagged(own, request.lora_request, getattr(request, "cache_salt", None))
-        return (yield None if with_tag is own else (View(request, sampling_params=with_tag), num_computed_tokens))
-
-    return around(get_num_new_matched_tokens, on_fault=_closed.no_hit)
-
-
-def fix_metadata(adapter: ModuleType) -> Callable[..., Any]:
-    def build_connector_meta(impl: Any, scheduler_output: Any) -> Generator[Any, Any, Any]:
-        new_requests, changed = [], False
-        for new in scheduler_output.scheduled_new_reqs:
-            salt = getattr(impl._unfinished_requests.get(new.req_id), "cache_salt", None)
-            with_tag = tagged(new.sampling_params, new.lora_request, salt)
-            if with_tag is not new.sampling_params and new.req_id not in session.before:
-                new, changed = copy.copy(new), True
-                new.sampling_params = with_tag
-            new_requests.append(new)
-        if not changed:
-            return (yield)
-        output = copy.copy(scheduler_output)
-        output.scheduled_new_reqs = new_requests
-        return (yield (output,))
-
-    return around(build_connector_meta, on_fault=_found_by_none)
+@wrapper(around, on_fault=_closed.no_hit)
+def fix_lookup(impl: Any, request: Any, num_computed_tokens: int) -> Generator[Any, Any, Any]:
+    own = request.sampling_params
+    if request.request_id in session.before:
+        return (yield)
+    with_tag = tagged(own, request.lora_request, getattr(request, "cache_salt", None))
+    return (yield None if with_tag is own else (View(request, sampling_params=with_tag), num_computed_tokens))
 
 
 def _found_by_none(impl: Any, scheduler_output: Any, *_: Any, **__: Any) -> Any:
@@ -98,6 +77,23 @@ def _found_by_none(impl: Any, scheduler_output: Any, *_: Any, **__: Any) -> Any:
             **(new.sampling_params.extra_args or {}), "kv_transfer_params": {TAG: f"error-{new.req_id}"},
         }  # fmt: skip
     return GO_ON
+
+
+@wrapper(around, on_fault=_found_by_none)
+def fix_metadata(impl: Any, scheduler_output: Any) -> Generator[Any, Any, Any]:
+    new_requests, changed = [], False
+    for new in scheduler_output.scheduled_new_reqs:
+        salt = getattr(impl._unfinished_requests.get(new.req_id), "cache_salt", None)
+        with_tag = tagged(new.sampling_params, new.lora_request, salt)
+        if with_tag is not new.sampling_params and new.req_id not in session.before:
+            new, changed = copy.copy(new), True
+            new.sampling_params = with_tag
+        new_requests.append(new)
+    if not changed:
+        return (yield)
+    output = copy.copy(scheduler_output)
+    output.scheduled_new_reqs = new_requests
+    return (yield (output,))
 
 
 def _layers_found_by_none(call: dict[str, Any]) -> None:
@@ -117,7 +113,7 @@ def fix_layer_saves(adapter: ModuleType) -> Callable[..., Any]:
     return _layerwise.saves(_add_request_configs, _layers_found_by_none)
 
 
-def lookup_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+def lookup_shows_bug(hook: Any, adapter: Any) -> bool:
     """A request with a salt is looked up. Wrong is a lookup without request_configs."""
     asked: list[Any] = []
 
@@ -130,7 +126,7 @@ def lookup_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
     return not (asked and asked[0])
 
 
-def metadata_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+def metadata_shows_bug(hook: Any, adapter: Any) -> bool:
     """A new request with an adapter. Wrong is a tracker without a tag."""
     lora = SimpleNamespace(lora_name="a", lora_int_id=1)
     new = stubs.request(300, req_id=stubs.NAME, lora_request=lora, block_ids=(list(range(20)),))
@@ -164,14 +160,14 @@ def _layers(adapter: ModuleType, **meta: Any) -> tuple[Any, list[Any]]:
     return impl, passed
 
 
-def layer_loads_show_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+def layer_loads_show_bug(hook: Any, adapter: Any) -> bool:
     """A request with a tag is loaded by layers. Wrong is a load without the tag."""
     impl, passed = _layers(adapter, load_spec=adapter.LoadSpec(0, 16, can_load=True))
     hook(impl, SimpleNamespace(attn_metadata=object()))
     return passed == [None]
 
 
-def layer_saves_show_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+def layer_saves_show_bug(hook: Any, adapter: Any) -> bool:
     """A request with a tag is saved by layers. Wrong is a save without the tag."""
     impl, passed = _layers(adapter, save_spec=SimpleNamespace(skip_leading_tokens=0, can_save=True))
     hook(impl, "layer", None, None)
@@ -188,10 +184,7 @@ FIX = Fix(
         LMCACHE_V1.start_load_kv(broken=">=0.3.9", probe=layer_loads_show_bug, fix=fix_layer_loads, place=1),
         LMCACHE_V1.save_kv_layer(broken=">=0.3.9", probe=layer_saves_show_bug, fix=fix_layer_saves),
     ),
-    scenarios=(
-        "cache-salt-not-in-key",
-        "lora-not-in-key",
-    ),
+    scenarios=("cache-salt-not-in-key", "lora-not-in-key"),
     opt_in=True,
     attaches=NEW_REQUESTS,  # a lookup without the tag and a load with it would not meet
     on_fault="closed",

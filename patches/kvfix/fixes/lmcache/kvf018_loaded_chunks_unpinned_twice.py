@@ -38,7 +38,7 @@ from typing import Any
 
 from kvfix import engine_log
 from kvfix.fixes import _layerwise, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, wrapper
 from kvfix.fixes.targets import CACHE_ENGINE, LMCACHE_V1
 from kvfix.wrapping import after, around
 
@@ -110,13 +110,10 @@ def _pinned(engine: Any, lookup_id: Any) -> _Load | None:
     return _Load(chunks) if chunks else None
 
 
-def fix(engine: ModuleType) -> Callable[..., Any]:
-    @around
-    def retrieve(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Generator[None, Any, Any] | None:
-        load = _pinned(engine, more.get("req_id"))
-        return _loading(load) if load else None
-
-    return retrieve
+@wrapper(around)
+def fix(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Generator[None, Any, Any] | None:
+    load = _pinned(engine, more.get("req_id"))
+    return _loading(load) if load else None
 
 
 def _loading(load: _Load) -> Generator[None, Any, Any]:
@@ -127,14 +124,11 @@ def _loading(load: _Load) -> Generator[None, Any, Any]:
         load.end()
 
 
-def fix_layers(engine: ModuleType) -> Callable[..., Any]:
+@wrapper(after)
+def fix_layers(engine: Any, layers: Any, tokens: Any, mask: Any = None, **more: Any) -> Any:
     """The hook is a generator: it loads while it is iterated, a layer at a time."""
-
-    def retrieve_layer(engine: Any, layers: Any, tokens: Any, mask: Any = None, **more: Any) -> Any:
-        load = _pinned(engine, more.get("req_id"))
-        return _layers(layers, load) if load else layers
-
-    return after(retrieve_layer)
+    load = _pinned(engine, more.get("req_id"))
+    return _layers(layers, load) if load else layers
 
 
 def _layers(layers: Any, load: _Load) -> Iterator[Any]:

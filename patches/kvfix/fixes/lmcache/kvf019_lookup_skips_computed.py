@@ -25,26 +25,24 @@ LMCache 0.3.11 is no longer in use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from types import ModuleType, SimpleNamespace
+from collections.abc import Generator
+from types import SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import _closed, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, wrapper
 from kvfix.fixes.targets import BYPASS_LOOKUP_CLIENT, LOOKUP_CLIENT
 from kvfix.wrapping import around
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def lookup(
-        client: Any, token_ids: Any, lookup_id: str, request_configs: Any = None, num_computed_tokens: int = 0
-    ) -> Generator[Any, Any, Any]:
-        return (yield (token_ids, lookup_id, request_configs, 0))
-
-    return around(lookup, on_fault=_closed.no_hit)
+@wrapper(around, on_fault=_closed.no_hit)
+def fix(
+    client: Any, token_ids: Any, lookup_id: str, request_configs: Any = None, num_computed_tokens: int = 0
+) -> Generator[Any, Any, Any]:
+    return (yield (token_ids, lookup_id, request_configs, 0))
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """All 512 tokens are computed. Wrong is to count them as found without asking a worker."""
     asked: list[Any] = []
 

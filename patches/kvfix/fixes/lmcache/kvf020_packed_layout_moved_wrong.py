@@ -39,7 +39,7 @@ from types import ModuleType
 from typing import Any
 
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, wrapper
 from kvfix.fixes.targets import CACHE_ENGINE, GPU_CONNECTOR_V2, GPU_CONNECTOR_V3, STORAGE_MANAGER
 from kvfix.wrapping import after, around, instead
 
@@ -88,40 +88,34 @@ def _is_empty(memory_obj: Any) -> bool:
     return _EMPTY in getattr(memory_obj, "__dict__", ())
 
 
-def fix_put(module: ModuleType) -> Callable[..., Any]:
-    def batched_put(manager: Any, keys: Any, memory_objs: Any, *more: Any, **named: Any) -> Generator[Any, Any, Any]:
-        filled = [not _is_empty(each) for each in memory_objs]
-        for each, is_filled in zip(memory_objs, filled, strict=True):
-            if not is_filled:
-                each.ref_count_down()
-        kept = [
-            [each for each, is_filled in zip(all_of, filled, strict=True) if is_filled]
-            for all_of in (keys, memory_objs)
-        ]
-        return (yield (*kept, *more))
+def _put_nothing(manager: Any, keys: Any, memory_objs: Any, *_: Any, **__: Any) -> None:
+    for each in memory_objs:
+        each.ref_count_down()
 
-    def put_nothing(manager: Any, keys: Any, memory_objs: Any, *_: Any, **__: Any) -> None:
-        for each in memory_objs:
+
+@wrapper(
+    around, when=lambda manager, keys, memory_objs, *_, **__: any(map(_is_empty, memory_objs)), on_fault=_put_nothing
+)
+def fix_put(manager: Any, keys: Any, memory_objs: Any, *more: Any, **named: Any) -> Generator[Any, Any, Any]:
+    filled = [not _is_empty(each) for each in memory_objs]
+    for each, is_filled in zip(memory_objs, filled, strict=True):
+        if not is_filled:
             each.ref_count_down()
-
-    return around(
-        batched_put,
-        when=lambda manager, keys, memory_objs, *_, **__: any(map(_is_empty, memory_objs)),
-        on_fault=put_nothing,
-    )
+    kept = [
+        [each for each, is_filled in zip(all_of, filled, strict=True) if is_filled] for all_of in (keys, memory_objs)
+    ]
+    return (yield (*kept, *more))
 
 
-def fix_retrieve(module: ModuleType) -> Callable[..., Any]:
-    def retrieve(engine: Any, mask: Any, *_: Any, **__: Any) -> Any:
-        for start, end in vars(engine.gpu_connector).pop(_EMPTY):
-            mask[start:end] = False
-        return mask
-
-    return after(
-        retrieve,
-        when=lambda engine, *_, **__: _EMPTY in getattr(engine.gpu_connector, "__dict__", ()),
-        on_fault=lambda engine, mask, *_, **__: mask & False,
-    )
+@wrapper(
+    after,
+    when=lambda engine, *_, **__: _EMPTY in getattr(engine.gpu_connector, "__dict__", ()),
+    on_fault=lambda engine, mask, *_, **__: mask & False,
+)
+def fix_retrieve(engine: Any, mask: Any, *_: Any, **__: Any) -> Any:
+    for start, end in vars(engine.gpu_connector).pop(_EMPTY):
+        mask[start:end] = False
+    return mask
 
 
 def packed(connector: Any, kvcaches: Any = None, **_: Any) -> Any:

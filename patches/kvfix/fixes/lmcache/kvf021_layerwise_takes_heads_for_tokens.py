@@ -29,33 +29,28 @@ None known.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from types import ModuleType
+from collections.abc import Generator
 from typing import Any
 
-from kvfix.fixes.api import AT_START, Fix, Owner
+from kvfix.fixes.api import AT_START, Fix, Owner, wrapper
 from kvfix.wrapping import around
 
 #: Layouts of five axes whose third axis is the head, and the same with the third and fourth axes swapped.
 SWAPPED = {"NL_X_TWO_NB_NH_BS_HS": "NL_X_TWO_NB_BS_NH_HS", "NL_X_NB_TWO_NH_BS_HS": "NL_X_NB_TWO_BS_NH_HS"}
 
 
-def fix(operations: ModuleType) -> Callable[..., Any]:
-    def single_layer_kv_transfer(
-        held: Any, cache: Any, slots: Any, direction: Any, layout: Any, token_major: bool = False
-    ) -> Generator[Any, Any, Any]:
-        swapped = getattr(type(layout), SWAPPED[layout.name])
-        return (yield (cache.transpose(2, 3), slots, direction, swapped, token_major))
-
-    return around(
-        single_layer_kv_transfer,
-        when=lambda held, cache, slots, direction, layout, *_: (
-            layout.name in SWAPPED and cache.shape[2] != cache.shape[3]
-        ),
-    )
+@wrapper(
+    around,
+    when=lambda held, cache, slots, direction, layout, *_: layout.name in SWAPPED and cache.shape[2] != cache.shape[3],
+)
+def fix(
+    held: Any, cache: Any, slots: Any, direction: Any, layout: Any, token_major: bool = False
+) -> Generator[Any, Any, Any]:
+    swapped = getattr(type(layout), SWAPPED[layout.name])
+    return (yield (cache.transpose(2, 3), slots, direction, swapped, token_major))
 
 
-def shows_bug(hook: Callable[..., Any], operations: ModuleType) -> bool:
+def shows_bug(hook: Any, operations: Any) -> bool:
     """The token in slot 1, two heads, blocks of one: no index is out of range. Right is the two rows of the token."""
     if getattr(hook, "__module__", operations.__name__) != operations.__name__:
         return False  # re-exported by a package (0.5.6): another target has the module that defines it

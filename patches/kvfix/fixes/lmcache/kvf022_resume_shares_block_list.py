@@ -32,36 +32,33 @@ LMCache copies the list.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from kvfix import scheduling
 from kvfix.acting import note
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, wrapper
 from kvfix.fixes.targets import LMCACHE_V1, REQUEST_TRACKER
 from kvfix.wrapping import after
 
 
-def fix(adapter: ModuleType) -> Callable[..., Any]:
-    def build_connector_meta(impl: Any, answer: Any, scheduler_output: Any) -> Any:
-        for name in scheduling.resumed(scheduler_output):
-            tracker = impl._request_trackers.get(name)
-            if tracker is not None:
-                note(__name__, f"request {name} is resumed")
-                tracker.allocated_block_ids = list(tracker.allocated_block_ids)
-        return answer
+def _own_lists(impl: Any, answer: Any, *_: Any, **__: Any) -> Any:
+    for tracker in impl._request_trackers.values():
+        tracker.allocated_block_ids = list(tracker.allocated_block_ids)
+    return answer
 
-    def own_lists(impl: Any, answer: Any, *_: Any, **__: Any) -> Any:
-        for tracker in impl._request_trackers.values():
+
+@wrapper(after, on_fault=_own_lists)
+def fix(impl: Any, answer: Any, scheduler_output: Any) -> Any:
+    for name in scheduling.resumed(scheduler_output):
+        tracker = impl._request_trackers.get(name)
+        if tracker is not None:
+            note(__name__, f"request {name} is resumed")
             tracker.allocated_block_ids = list(tracker.allocated_block_ids)
-        return answer
-
-    return after(build_connector_meta, on_fault=own_lists)
+    return answer
 
 
-def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+def shows_bug(hook: Any, adapter: Any) -> bool:
     """Resumed with two blocks; the worker appends a third to its list. Wrong is a tracker that has it too."""
     tracker, blocks = adapter.RequestTracker(stubs.NAME, 48, [0] * 16, [0]), [1, 2]
     tokens = (
@@ -74,7 +71,7 @@ def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
     return bool(tracker.allocated_block_ids != [1, 2])
 
 
-def step_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+def step_shows_bug(hook: Any, adapter: Any) -> bool:
     """The same in a step that resumes the request. Wrong is a tracker with the list of the scheduler output."""
     blocks = [1, 2]
     tracker = adapter.RequestTracker(stubs.NAME, 48, [0] * 32, [0])
@@ -97,9 +94,6 @@ FIX = Fix(
         REQUEST_TRACKER.update(broken=">=0.3.10", probe=shows_bug, fix=None),
         LMCACHE_V1.build_connector_meta(broken=">=0.3.10", probe=step_shows_bug, fix=fix, place=8, helper=True),
     ),
-    scenarios=(
-        "resume-shares-block-list",
-        "resume-then-sits-out",
-    ),
+    scenarios=("resume-shares-block-list", "resume-then-sits-out"),
     on_fault="closed",
 )

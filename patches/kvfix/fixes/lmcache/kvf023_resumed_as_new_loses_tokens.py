@@ -27,36 +27,32 @@ None known.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 from kvfix.acting import note
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, wrapper
 from kvfix.fixes.targets import REQUEST_TRACKER
 from kvfix.wrapping import after
 
 
-def fix(adapter: ModuleType) -> Callable[..., Any]:
-    def from_new_request(config: Any, tracker: Any, new_request: Any, num_tokens_to_compute: int, *_: Any) -> Any:
-        tokens = getattr(new_request, "prefill_token_ids", None)  # only for runner V2
-        if tokens is not None and len(tracker.token_ids) < num_tokens_to_compute:
-            note(__name__, f"request {new_request.req_id}: {num_tokens_to_compute} tokens are passed to the tracker")
-            tracker.token_ids = tokens[:num_tokens_to_compute].copy()
-        return tracker
-
-    def found_nowhere(
-        config: Any, tracker: Any, new_request: Any, num_tokens_to_compute: int, *_: Any, **__: Any
-    ) -> Any:
-        """Tokens that no key has: a load of them fails, and nothing is stored."""
-        tracker.token_ids, tracker.skip_save = [-1] * num_tokens_to_compute, True
-        return tracker
-
-    return after(from_new_request, on_fault=found_nowhere)
+def _found_nowhere(config: Any, tracker: Any, new_request: Any, num_tokens_to_compute: int, *_: Any, **__: Any) -> Any:
+    """Tokens that no key has: a load of them fails, and nothing is stored."""
+    tracker.token_ids, tracker.skip_save = [-1] * num_tokens_to_compute, True
+    return tracker
 
 
-def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+@wrapper(after, on_fault=_found_nowhere)
+def fix(config: Any, tracker: Any, new_request: Any, num_tokens_to_compute: int, *_: Any) -> Any:
+    tokens = getattr(new_request, "prefill_token_ids", None)  # only for runner V2
+    if tokens is not None and len(tracker.token_ids) < num_tokens_to_compute:
+        note(__name__, f"request {new_request.req_id}: {num_tokens_to_compute} tokens are passed to the tracker")
+        tracker.token_ids = tokens[:num_tokens_to_compute].copy()
+    return tracker
+
+
+def shows_bug(hook: Any, adapter: Any) -> bool:
     """A prompt of 32 tokens and 16 generated ones, all scheduled. Wrong is a tracker without the generated ones."""
     new = SimpleNamespace(
         req_id=stubs.NAME, prompt_token_ids=[0] * 32, prefill_token_ids=[0] * 48, block_ids=([0, 1, 2],),

@@ -33,7 +33,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, wrapper
 from kvfix.fixes.targets import TENSOR_MEMORY_OBJ
 from kvfix.wrapping import around, before, instead
 
@@ -43,15 +43,12 @@ COLLECTED: deque[Any] = deque()
 FREE = "_kvfix_free"
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    @around
-    def __del__(chunk: Any) -> Generator[None, Any, Any] | None:
-        if chunk.parent_allocator is None or not chunk.is_valid() or FREE in vars(chunk):
-            return None
-        COLLECTED.append(chunk)
-        return instead(None)
-
-    return __del__
+@wrapper(around)
+def fix(chunk: Any) -> Generator[None, Any, Any] | None:
+    if chunk.parent_allocator is None or not chunk.is_valid() or FREE in vars(chunk):
+        return None
+    COLLECTED.append(chunk)
+    return instead(None)
 
 
 def fix_release(module: ModuleType) -> Callable[..., Any]:
@@ -68,7 +65,7 @@ def free_collected() -> None:
         gone.__del__()
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """A chunk that is collected. Wrong is to free it at once."""
     freed: list[Any] = []
     chunk = SimpleNamespace(

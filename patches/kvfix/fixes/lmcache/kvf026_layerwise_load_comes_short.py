@@ -33,34 +33,32 @@ https://github.com/LMCache/LMCache/issues/899
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 from kvfix import engine_log
 from kvfix.acting import note
 from kvfix.fixes import _closed, _layerwise, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, wrapper
 from kvfix.fixes.targets import LMCACHE_V1
 from kvfix.wrapping import around, replaced
 
 _WHERE = f"{__name__}.retrieve_layer"
 
 
-def fix(adapter: ModuleType) -> Callable[..., Any]:
-    def start_load_kv(impl: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
-        find, load = _layerwise.find_load(impl), impl.lmcache_engine.retrieve_layer
+@wrapper(around, when=_layerwise.is_used, on_fault=_closed.worker_loads_fail)
+def fix(impl: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
+    find, load = _layerwise.find_load(impl), impl.lmcache_engine.retrieve_layer
 
-        def retrieve_layer(tokens: Any, mask: Any = None, **more: Any) -> Any:
-            layers, request = load(tokens, mask, **more), engine_log.guarded(_WHERE, find, tokens)
-            if request is None:  # an error of `find`: which load this is, is not known
-                engine_log.guarded(_WHERE, _closed.worker_loads_fail, impl)
-                return layers
-            return _layers(impl, layers, request, mask)
+    def retrieve_layer(tokens: Any, mask: Any = None, **more: Any) -> Any:
+        layers, request = load(tokens, mask, **more), engine_log.guarded(_WHERE, find, tokens)
+        if request is None:  # an error of `find`: which load this is, is not known
+            engine_log.guarded(_WHERE, _closed.worker_loads_fail, impl)
+            return layers
+        return _layers(impl, layers, request, mask)
 
-        with replaced(impl.lmcache_engine, retrieve_layer=retrieve_layer):
-            return (yield)
-
-    return around(start_load_kv, when=_layerwise.is_used, on_fault=_closed.worker_loads_fail)
+    with replaced(impl.lmcache_engine, retrieve_layer=retrieve_layer):
+        return (yield)
 
 
 def _layers(impl: Any, layers: Any, request: Any, mask: Any) -> Iterator[Any]:
@@ -96,7 +94,7 @@ def _report(impl: Any, request: Any, mask: Any, first: Any) -> int:
     return loaded
 
 
-def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+def shows_bug(hook: Any, adapter: Any) -> bool:
     """The first 16 of 32 tokens in blocks 3 and 4 are loaded. Right is to record block 4."""
     import torch  # the adapter has imported it
 

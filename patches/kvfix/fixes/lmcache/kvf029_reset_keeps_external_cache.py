@@ -36,30 +36,23 @@ LMCache's connectors have a `reset_cache` that empties the cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 from kvfix import engine_log
 from kvfix.fixes import _closed, _scheduler
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, wrapper
 from kvfix.fixes.targets import SCHEDULER
 from kvfix.wrapping import after
 
 
-def fix(scheduler: ModuleType) -> Callable[..., Any]:
-    def reset_connector_cache(scheduler: Any, answer: bool) -> bool:
-        engine_log.warning(
-            "KVF029: reset_prefix_cache answers False: LMCache's connector cannot empty its cache, which keeps KV of "
-            "the old weights. Empty it as `kvfix explain KVF029` says."
-        )
-        return False
-
-    return after(
-        reset_connector_cache,
-        when=lambda scheduler, answer: answer and keeps_its_cache(scheduler),
-        on_fault=_closed.refuse,
+@wrapper(after, when=lambda scheduler, answer: answer and keeps_its_cache(scheduler), on_fault=_closed.refuse)
+def fix(scheduler: Any, answer: bool) -> bool:
+    engine_log.warning(
+        "KVF029: reset_prefix_cache answers False: LMCache's connector cannot empty its cache, which keeps KV of "
+        "the old weights. Empty it as `kvfix explain KVF029` says."
     )
+    return False
 
 
 def keeps_its_cache(scheduler: Any) -> bool:
@@ -72,7 +65,7 @@ def keeps_its_cache(scheduler: Any) -> bool:
     return False
 
 
-def shows_bug(hook: Callable[..., Any], scheduler: ModuleType) -> bool:
+def shows_bug(hook: Any, scheduler: Any) -> bool:
     """The connector has no `reset_cache` of its own. Wrong is to take that for success."""
     connector = SimpleNamespace(reset_cache=lambda: None)
     return hook(SimpleNamespace(connector=connector, log_stats=False)) is not False
@@ -83,11 +76,7 @@ FIX = Fix(
     __doc__,
     effect="wrong output",
     targets=(SCHEDULER.reset_connector_cache(broken=">=0.15.1", probe=shows_bug, fix=fix),),
-    scenarios=(
-        "reset-keeps-external-cache",
-        "mp-reset-keeps-external-cache",
-        "mp-reset-keeps-external-cache-in-tree",
-    ),
+    scenarios=("reset-keeps-external-cache", "mp-reset-keeps-external-cache", "mp-reset-keeps-external-cache-in-tree"),
     no_patch={
         "vllm": "connectors that have no cache answer None too; what empties LMCache's is a message to its workers, "
         "which is for its owners to design"

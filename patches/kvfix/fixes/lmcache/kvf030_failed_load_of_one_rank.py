@@ -46,7 +46,7 @@ from typing import Any, NamedTuple
 from kvfix import scheduling
 from kvfix.acting import note
 from kvfix.fixes import _closed, _scheduler, _worker, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, wrapper
 from kvfix.fixes.targets import LMCACHE_V1, SCHEDULER
 from kvfix.wrapping import after
 
@@ -104,31 +104,29 @@ def _join(meta: Any, earlier: Any) -> None:
     meta.save_spec.skip_leading_tokens = first
 
 
-def fix_metadata(adapter: ModuleType) -> Callable[..., Any]:
-    def build_connector_meta(impl: Any, metadata: Any, scheduler_output: Any) -> Any:
-        unsaved = getattr(impl, _UNSAVED, None)
-        if unsaved is None:
-            unsaved = Unsaved(impl._vllm_config)
-            setattr(impl, _UNSAVED, unsaved)
-        unsaved.step += 1
-        due = unsaved.take(scheduler_output) if unsaved.saves else {}
-        if any(meta.load_spec is not None and meta.load_spec.can_load for meta in metadata.requests):
-            unsaved.open_from = unsaved.step + unsaved.in_flight
-        for meta in metadata.requests:
-            if not _saves(impl, meta):
-                continue
-            if unsaved.step < unsaved.open_from:
-                unsaved.put_off(meta)
-            elif meta.req_id in due:
-                _join(meta, due.pop(meta.req_id))
-        metadata.requests[:0] = due.values()
-        return metadata
-
-    return after(build_connector_meta, when=_has_ranks, on_fault=_closed.drop_saves)
-
-
 def _has_ranks(impl: Any, *_: Any, **__: Any) -> Any:
     return impl._vllm_config.parallel_config.world_size > 1 and impl.kv_role in ("kv_both", "kv_producer")
+
+
+@wrapper(after, when=_has_ranks, on_fault=_closed.drop_saves)
+def fix_metadata(impl: Any, metadata: Any, scheduler_output: Any) -> Any:
+    unsaved = getattr(impl, _UNSAVED, None)
+    if unsaved is None:
+        unsaved = Unsaved(impl._vllm_config)
+        setattr(impl, _UNSAVED, unsaved)
+    unsaved.step += 1
+    due = unsaved.take(scheduler_output) if unsaved.saves else {}
+    if any(meta.load_spec is not None and meta.load_spec.can_load for meta in metadata.requests):
+        unsaved.open_from = unsaved.step + unsaved.in_flight
+    for meta in metadata.requests:
+        if not _saves(impl, meta):
+            continue
+        if unsaved.step < unsaved.open_from:
+            unsaved.put_off(meta)
+        elif meta.req_id in due:
+            _join(meta, due.pop(meta.req_id))
+    metadata.requests[:0] = due.values()
+    return metadata
 
 
 def _saves(impl: Any, meta: Any) -> bool:
@@ -150,26 +148,25 @@ def _is_put_off(request: Any) -> bool:
     return getattr(request, _STORE_NOTHING, False)
 
 
-def fix_rollback(scheduler: ModuleType) -> Callable[..., Any]:
-    def _update_requests_with_invalid_blocks(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
-        for impl in _scheduler.lmcache_adapters(scheduler):
-            unsaved = getattr(impl, _UNSAVED, None)
-            saves = unsaved.saves if unsaved is not None else {}
-            for name in saves.keys() & answer[0]:
-                del saves[name]
-        return answer
-
-    def drop_all(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
-        for impl in _scheduler.lmcache_adapters(scheduler):
-            setattr(impl, _UNSAVED, None)
-            for tracker in impl._request_trackers.values():
-                tracker.skip_save = True  # what was not saved is a hole
-        return answer
-
-    return after(_update_requests_with_invalid_blocks, on_fault=drop_all)
+def _drop_all(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
+    for impl in _scheduler.lmcache_adapters(scheduler):
+        setattr(impl, _UNSAVED, None)
+        for tracker in impl._request_trackers.values():
+            tracker.skip_save = True  # what was not saved is a hole
+    return answer
 
 
-def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+@wrapper(after, on_fault=_drop_all)
+def fix_rollback(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
+    for impl in _scheduler.lmcache_adapters(scheduler):
+        unsaved = getattr(impl, _UNSAVED, None)
+        saves = unsaved.saves if unsaved is not None else {}
+        for name in saves.keys() & answer[0]:
+            del saves[name]
+    return answer
+
+
+def shows_bug(hook: Any, adapter: Any) -> bool:
     """Two ranks load 256 tokens of a request and compute 256 more. Wrong is to save them in this step."""
     config = SimpleNamespace(
         max_concurrent_batches=1,
@@ -182,12 +179,12 @@ def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
     return bool(meta.requests[0].save_spec.can_save)
 
 
-def stores_all_the_same(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+def stores_all_the_same(hook: Any, adapter: Any) -> bool:
     """A kv_producer's request whose metadata are marked. Wrong is to store it."""
     return _worker.producer_stores(hook, adapter, **{_STORE_NOTHING: True})
 
 
-def rollback_is_not_recorded(hook: Callable[..., Any], scheduler: ModuleType) -> bool:
+def rollback_is_not_recorded(hook: Any, scheduler: Any) -> bool:
     """One running request with a save that waits, its first block has failed: it is rolled back, and still saved."""
     request, saves = stubs.request(32, num_computed_tokens=20, num_cached_tokens=16), {stubs.NAME: None}
     impl = SimpleNamespace(**{_UNSAVED: SimpleNamespace(saves=saves)})

@@ -26,32 +26,29 @@ None known.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from types import ModuleType
+from collections.abc import Generator
 from typing import Any
 
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, wrapper
 from kvfix.fixes.targets import LMCACHE_V1
 from kvfix.wrapping import View, around
 
 _ASKS = "ret_first_tok"
 
 
-def fix(adapter: ModuleType) -> Callable[..., Any]:
-    def request_finished(impl: Any, request: Any, block_ids: Any) -> Generator[Any, Any, Any]:
-        others = {name: value for name, value in request.kv_transfer_params.items() if name != _ASKS}
-        return (yield View(request, kv_transfer_params=others), block_ids)
-
-    return around(
-        request_finished,
-        when=lambda impl, request, *_, **__: (
-            request.kv_transfer_params and _ASKS in request.kv_transfer_params and not request._output_token_ids
-        ),
-    )
+@wrapper(
+    around,
+    when=lambda impl, request, *_, **__: (
+        request.kv_transfer_params and _ASKS in request.kv_transfer_params and not request._output_token_ids
+    ),
+)
+def fix(impl: Any, request: Any, block_ids: Any) -> Generator[Any, Any, Any]:
+    others = {name: value for name, value in request.kv_transfer_params.items() if name != _ASKS}
+    return (yield View(request, kv_transfer_params=others), block_ids)
 
 
-def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+def shows_bug(hook: Any, adapter: Any) -> bool:
     """A request that has no token and is to return its first. Wrong is an IndexError."""
     return stubs.raises(
         IndexError,

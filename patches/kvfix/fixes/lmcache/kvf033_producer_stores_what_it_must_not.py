@@ -48,7 +48,7 @@ def _must_not_be_stored(request: Any) -> Any:
     return configs and configs.get("lmcache.skip_save") and request.disagg_spec is None
 
 
-def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+def shows_bug(hook: Any, adapter: Any) -> bool:
     """A kv_producer saves a step of a request that asks for `lmcache.skip_save`. Wrong is to store it."""
     return _worker.producer_stores(hook, adapter, request_configs=_CONFIG)
 

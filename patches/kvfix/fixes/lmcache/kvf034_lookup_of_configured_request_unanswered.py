@@ -25,32 +25,30 @@ None known.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from types import ModuleType, SimpleNamespace
+from collections.abc import Generator
+from types import SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, wrapper
 from kvfix.fixes.targets import ASYNC_LOOKUP_CLIENT
 from kvfix.wrapping import around
 
 
-def fix(client: ModuleType) -> Callable[..., Any]:
-    def lookup(
-        client: Any, token_ids: Any, lookup_id: str, request_configs: dict[str, Any], *more: Any
-    ) -> Generator[Any, Any, Any]:
-        tags = {name: str(value) for name, value in request_configs.items() if name.startswith("lmcache.tag.")}
-        return (yield token_ids, lookup_id, tags or None, *more)  # 0.3.11: num_computed_tokens
-
-    return around(
-        lookup,
-        when=lambda client, token_ids, lookup_id, request_configs=None, *_, **__: (
-            request_configs and not all(isinstance(value, str) for value in request_configs.values())
-        ),
-    )
+@wrapper(
+    around,
+    when=lambda client, token_ids, lookup_id, request_configs=None, *_, **__: (
+        request_configs and not all(isinstance(value, str) for value in request_configs.values())
+    ),
+)
+def fix(
+    client: Any, token_ids: Any, lookup_id: str, request_configs: dict[str, Any], *more: Any
+) -> Generator[Any, Any, Any]:
+    tags = {name: str(value) for name, value in request_configs.items() if name.startswith("lmcache.tag.")}
+    return (yield token_ids, lookup_id, tags or None, *more)  # 0.3.11: num_computed_tokens
 
 
-def shows_bug(hook: Callable[..., Any], client: ModuleType) -> bool:
+def shows_bug(hook: Any, client: Any) -> bool:
     """A lookup with a setting that is true. Wrong is a message that the worker cannot decode."""
     import msgspec  # the client has imported it
 

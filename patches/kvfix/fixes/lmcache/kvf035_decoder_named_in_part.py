@@ -24,32 +24,18 @@ None known.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from types import ModuleType, SimpleNamespace
+from collections.abc import Generator
+from types import SimpleNamespace
 from typing import Any
 
 from kvfix import engine_log
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, wrapper
 from kvfix.fixes.targets import LMCACHE_V1
 from kvfix.wrapping import View, around
 
 _SPEC = "disagg_spec"
 _KEYS = ("req_id", "receiver_host", "receiver_init_port", "receiver_alloc_port")
-
-
-def fix(adapter: ModuleType) -> Callable[..., Any]:
-    def update_state_after_alloc(impl: Any, request: Any, num_external_tokens: int) -> Generator[Any, Any, Any]:
-        engine_log.warning(
-            "KVF035: a request names a decoder in `disagg_spec` without its whole address; kvfix ignores it"
-        )
-        others = {name: value for name, value in request.kv_transfer_params.items() if name != _SPEC}
-        answer = yield View(request, kv_transfer_params=others), num_external_tokens
-        if request.request_id in impl._unfinished_requests:  # the hook keeps what it is given
-            impl._unfinished_requests[request.request_id] = request
-        return answer
-
-    return around(update_state_after_alloc, when=_in_part)
 
 
 def _in_part(impl: Any, request: Any, *_: Any, **__: Any) -> bool:
@@ -60,7 +46,17 @@ def _in_part(impl: Any, request: Any, *_: Any, **__: Any) -> bool:
     return not isinstance(spec, dict) or any(k not in spec for k in _KEYS) or not isinstance(spec["receiver_host"], str)
 
 
-def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+@wrapper(around, when=_in_part)
+def fix(impl: Any, request: Any, num_external_tokens: int) -> Generator[Any, Any, Any]:
+    engine_log.warning("KVF035: a request names a decoder in `disagg_spec` without its whole address; kvfix ignores it")
+    others = {name: value for name, value in request.kv_transfer_params.items() if name != _SPEC}
+    answer = yield View(request, kv_transfer_params=others), num_external_tokens
+    if request.request_id in impl._unfinished_requests:  # the hook keeps what it is given
+        impl._unfinished_requests[request.request_id] = request
+    return answer
+
+
+def shows_bug(hook: Any, adapter: Any) -> bool:
     """A request with blocks, whose `disagg_spec` is empty. Wrong is a KeyError."""
     client = SimpleNamespace(clear_lookup_status=lambda lookup_id: None)
     return stubs.raises(

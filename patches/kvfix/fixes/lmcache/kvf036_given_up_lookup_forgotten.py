@@ -32,25 +32,22 @@ None known.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, wrapper
 from kvfix.fixes.targets import ASYNC_LOOKUP_CLIENT
 from kvfix.wrapping import around, instead
 
 
-def fix(client: ModuleType) -> Callable[..., Any]:
-    def clear_lookup_status(client: Any, lookup_id: str) -> Any:
-        return instead(None)
-
-    # The clean-up takes the lookup out of `aborted_lookups` before it clears it.
-    return around(clear_lookup_status, when=lambda client, lookup_id: lookup_id in client.aborted_lookups)
+# The clean-up takes the lookup out of `aborted_lookups` before it clears it.
+@wrapper(around, when=lambda client, lookup_id: lookup_id in client.aborted_lookups)
+def fix(client: Any, lookup_id: str) -> Any:
+    return instead(None)
 
 
-def shows_bug(hook: Callable[..., Any], client: ModuleType) -> bool:
+def shows_bug(hook: Any, client: Any) -> bool:
     """A cancelled lookup in flight is cleared. Wrong is to forget it."""
     stub = SimpleNamespace(
         lock=threading.Lock(), reqs_status={stubs.NAME: None}, first_lookup_time={}, aborted_lookups={stubs.NAME}

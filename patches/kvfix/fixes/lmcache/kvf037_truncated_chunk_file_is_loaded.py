@@ -44,7 +44,7 @@ from typing import Any
 
 from kvfix import engine_log
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, wrapper
 from kvfix.fixes.targets import CACHE_ENGINE, LOCAL_DISK_BACKEND
 from kvfix.wrapping import after, around, positional
 
@@ -66,22 +66,20 @@ class _Reads(threading.local):
 _READS = _Reads()
 
 
-def fix_read(module: ModuleType) -> Callable[..., Any]:
-    def read_file(backend: Any, key: Any, buffer: Any, path: str) -> Generator[None, Any, Any]:
-        _READS.started += 1
-        size, entry = len(buffer), backend.dict.get(key)
-        end = (ctypes.c_ubyte * min(_MARK_BYTES, size)).from_buffer(buffer, max(0, size - _MARK_BYTES))
-        mark = os.urandom(len(end))
-        end[:] = list(mark)
-        answer = yield
-        if bytes(end) == mark:
-            if entry is not None:  # LMCache deletes the entry of a missing file, and the caller of read_file needs it
-                backend.dict.setdefault(key, entry)
-        elif os.path.getsize(path) >= size:  # the end of the file may be within the mark
-            _READS.whole += 1
-        return answer
-
-    return around(read_file)
+@wrapper(around)
+def fix_read(backend: Any, key: Any, buffer: Any, path: str) -> Generator[None, Any, Any]:
+    _READS.started += 1
+    size, entry = len(buffer), backend.dict.get(key)
+    end = (ctypes.c_ubyte * min(_MARK_BYTES, size)).from_buffer(buffer, max(0, size - _MARK_BYTES))
+    mark = os.urandom(len(end))
+    end[:] = list(mark)
+    answer = yield
+    if bytes(end) == mark:
+        if entry is not None:  # LMCache deletes the entry of a missing file, and the caller of read_file needs it
+            backend.dict.setdefault(key, entry)
+    elif os.path.getsize(path) >= size:  # the end of the file may be within the mark
+        _READS.whole += 1
+    return answer
 
 
 def fix_load(module: ModuleType) -> Callable[..., Any]:
@@ -186,17 +184,15 @@ def _warn(what: str, path: str) -> None:
     engine_log.warning(f"KVF037: a chunk file in {folder} {what}. Check the disk, and that nothing else writes there.")
 
 
-def fix_report(module: ModuleType) -> Callable[..., Any]:
-    def _process_tokens_internal(engine: Any, answer: Any, tokens: Any, mask: Any, ret_mask: Any, **_: Any) -> Any:
-        ret_mask[:] = False
-        for _, _, start, end in answer[0]:
-            ret_mask[start:end] = True
-        return answer
-
-    return after(_process_tokens_internal)
+@wrapper(after)
+def fix_report(engine: Any, answer: Any, tokens: Any, mask: Any, ret_mask: Any, **_: Any) -> Any:
+    ret_mask[:] = False
+    for _, _, start, end in answer[0]:
+        ret_mask[start:end] = True
+    return answer
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """A read of 32 bytes from an empty file. Wrong is to end without an error."""
     backend = SimpleNamespace(os_disk_bs=4096, use_odirect=False, dict={})
     try:

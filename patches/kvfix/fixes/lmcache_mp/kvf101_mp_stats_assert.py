@@ -56,7 +56,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
     )
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """A request without a lookup asks for its statistics. Wrong is an AssertionError."""
     request = stubs.request(2048, kv_transfer_params=dict.fromkeys(STATISTICS, True))
     return stubs.raises(AssertionError, hook, _mp.scheduler_side(module), request, [])
@@ -70,8 +70,5 @@ FIX = Fix(
         "request_finished", shows_bug, fix, lmcache=">=0.4.5,<=0.5.6", vllm=">=0.26.0", for_0180="", place=1
     ),
     evidence={"KVD110": "", "KVR011": "Request tracker for request_id"},
-    scenarios=(
-        "mp-stats-assert",
-        "mp-stats-assert-in-tree",
-    ),
+    scenarios=("mp-stats-assert", "mp-stats-assert-in-tree"),
 )

@@ -63,7 +63,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
     )
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """The numbers of the report: a hit of 512, looked up twice. Then a miss where vLLM has computed 1024."""
     request = stubs.request(2048)
     connector = _mp.scheduler_side(module, found=512)

@@ -28,14 +28,13 @@ LMCache 0.5.4 is no longer in use.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 from kvfix import engine_log
 from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, wrapper
 from kvfix.fixes.targets import MP_WORKER_ADAPTER
 from kvfix.wrapping import View, after
 
@@ -60,27 +59,24 @@ def load(adapter: Any, future: Any, blocks: Any) -> Any:
     return View(future, result=result)
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def submit_retrieve_request(adapter: Any, answer: Any, request_id: str, *_: Any, **__: Any) -> Any:
-        future, blocks = adapter.retrieve_futures[request_id]
-        adapter.retrieve_futures[request_id] = (load(adapter, future, blocks), blocks)
-        return answer
-
-    def failed(adapter: Any, answer: Any, request_id: str, *_: Any, **__: Any) -> Any:
-        """The load is reported as failed, whatever it brings."""
-        if request_id in adapter.retrieve_futures:
-            adapter.error_block_ids.update(adapter.retrieve_futures[request_id][1])
-        return answer
-
-    # If the server does not answer, no load starts, and its blocks are reported already.
-    return after(
-        submit_retrieve_request,
-        when=lambda adapter, answer, request_id, *_, **__: request_id in adapter.retrieve_futures,
-        on_fault=failed,
-    )
+def _failed(adapter: Any, answer: Any, request_id: str, *_: Any, **__: Any) -> Any:
+    """The load is reported as failed, whatever it brings."""
+    if request_id in adapter.retrieve_futures:
+        adapter.error_block_ids.update(adapter.retrieve_futures[request_id][1])
+    return answer
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+# If the server does not answer, no load starts, and its blocks are reported already.
+@wrapper(
+    after, when=lambda adapter, answer, request_id, *_, **__: request_id in adapter.retrieve_futures, on_fault=_failed
+)
+def fix(adapter: Any, answer: Any, request_id: str, *_: Any, **__: Any) -> Any:
+    future, blocks = adapter.retrieve_futures[request_id]
+    adapter.retrieve_futures[request_id] = (load(adapter, future, blocks), blocks)
+    return answer
+
+
+def shows_bug(hook: Any, module: Any) -> bool:
     """One load of blocks 3 and 4, whose result is false. The probe then calls the function that reads the result."""
     failed = SimpleNamespace(query=lambda: True, wait=lambda timeout=None: True, result=lambda timeout=None: False)
     failed.to_cuda_future = lambda: failed  # up to 0.4.5 the hook sends the request itself
@@ -109,9 +105,6 @@ FIX = Fix(
     effect="wrong output",
     targets=(MP_WORKER_ADAPTER.submit_retrieve_request(broken=">=0.4.2,<=0.5.4", probe=shows_bug, fix=fix, place=1),),
     evidence={"KVD301": "", "KVD310": ""},
-    scenarios=(
-        "mp-retrieve-false",
-        "mp-retrieve-false-in-tree",
-    ),
+    scenarios=("mp-retrieve-false", "mp-retrieve-false-in-tree"),
     on_fault="closed",
 )

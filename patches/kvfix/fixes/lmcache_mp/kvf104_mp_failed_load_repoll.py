@@ -65,7 +65,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
     return before(get_num_new_matched_tokens, when=lambda connector, request, *_: _mp.is_in(connector, request, ready))
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """A tracker that is READY with a hit of 512, a request with nothing computed; then the same, preempted."""
     for status in (None, module.RequestStatus.PREEMPTED):
         connector, request = _mp.scheduler_side(module, found=512), stubs.request(2048)
@@ -85,9 +85,5 @@ FIX = Fix(
         "get_num_new_matched_tokens", shows_bug, fix, lmcache=">=0.4.5,<=0.5.6,!=0.5.5", vllm=">=0.26.0", place=2
     ),
     evidence={"KVD208": "", "KVR010": ""},
-    scenarios=(
-        "mp-failed-load-repoll",
-        "mp-failed-load-repoll-in-tree",
-        "mp-resume-load-circle",
-    ),
+    scenarios=("mp-failed-load-repoll", "mp-failed-load-repoll-in-tree", "mp-resume-load-circle"),
 )

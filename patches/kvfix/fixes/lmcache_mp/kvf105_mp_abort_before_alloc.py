@@ -40,7 +40,7 @@ from typing import Any
 
 from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, wrapper
 from kvfix.fixes.targets import multi_process
 from kvfix.wrapping import around, before, replaced
 
@@ -95,24 +95,22 @@ def _except_for(name: str, end: Callable[..., Any]) -> Callable[..., Any]:
     return except_for
 
 
-def fix_step(module: ModuleType) -> Callable[..., Any]:
-    def build_connector_meta(connector: Any, scheduler_output: Any) -> None:
-        adapter, looking = connector.scheduler_adapter, getattr(connector, _LOOKING)
-        if not adapter.is_healthy:
-            return  # it is asked nothing, and answers that nothing was found
-        for name, free in list(looking.items()):
-            locked = adapter.check_lookup_result(name)
-            if locked is not None:
-                del looking[name]
-                if locked:
-                    free(end=locked)
-                adapter.cleanup_lookup_result(name)
-                adapter.end_session(name)
-
-    return before(build_connector_meta, when=lambda connector, *_: getattr(connector, _LOOKING, None))
+@wrapper(before, when=lambda connector, *_: getattr(connector, _LOOKING, None))
+def fix_step(connector: Any, scheduler_output: Any) -> None:
+    adapter, looking = connector.scheduler_adapter, getattr(connector, _LOOKING)
+    if not adapter.is_healthy:
+        return  # it is asked nothing, and answers that nothing was found
+    for name, free in list(looking.items()):
+        locked = adapter.check_lookup_result(name)
+        if locked is not None:
+            del looking[name]
+            if locked:
+                free(end=locked)
+            adapter.cleanup_lookup_result(name)
+            adapter.end_session(name)
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """512 tokens were found for a request that ends before it is admitted. Wrong is not to free their locks."""
     connector, request = _mp.scheduler_side(module), stubs.request(2048)
     _mp.tracked(connector, module, request, num_lmcache_hit=512)
@@ -120,7 +118,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     return "free_lookup_locks" not in connector.scheduler_adapter.names()
 
 
-def step_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def step_shows_bug(hook: Any, module: Any) -> bool:
     """The request ends before the answer of 512 tokens has come, and a step follows. Wrong is not to free the locks."""
     connector, request = _mp.scheduler_side(module, found=None), stubs.request(2048)
     _mp.tracked(connector, module, request)

@@ -29,14 +29,13 @@ LMCache 0.5.5 is no longer in use, and vLLM's copy of the connector waits for st
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, wrapper
 from kvfix.fixes.targets import CONNECTOR_BASE, LMCACHE_MP, VLLM_MP, multi_process
 from kvfix.wrapping import GO_ON, after, before
 
@@ -45,35 +44,19 @@ _LONGEST_WAIT = 10.0
 _TRANSFER = "lmcache.v1.multiprocess.transfer_context.worker_transfer"
 
 
-def mark(module: ModuleType) -> Callable[..., Any]:
-    def build_connector_meta(connector: Any, metadata: Any, scheduler_output: Any) -> Any:
-        metadata._kvfix_preempted = True  # an attribute of the object, so it travels to the workers
-        return metadata
-
-    def some_preempted(connector: Any, metadata: Any, scheduler_output: Any) -> Any:
-        return scheduler_output.scheduled_cached_reqs.resumed_req_ids or scheduler_output.preempted_req_ids
-
-    def as_if_preempted(connector: Any, metadata: Any, *_: Any, **__: Any) -> Any:
-        metadata._kvfix_preempted = True
-        return metadata
-
-    return after(build_connector_meta, when=some_preempted, on_fault=as_if_preempted)
+def _some_preempted(connector: Any, metadata: Any, scheduler_output: Any) -> Any:
+    return scheduler_output.scheduled_cached_reqs.resumed_req_ids or scheduler_output.preempted_req_ids
 
 
-def wait(module: ModuleType) -> Callable[..., Any]:
-    def wait_for_stores(connector: Any, metadata: Any) -> None:
-        adapter = getattr(connector, "worker_adapter", None)
-        if adapter is not None and adapter.is_healthy:
-            for store in list(adapter.store_futures.values()):
-                if not store.query():
-                    note(__name__, "the worker waited for a store in flight")
-                    store.wait(timeout=adapter._mq_timeout)
+def _as_if_preempted(connector: Any, metadata: Any, *_: Any, **__: Any) -> Any:
+    metadata._kvfix_preempted = True
+    return metadata
 
-    return before(
-        wait_for_stores,
-        when=lambda connector, metadata, *_, **__: getattr(metadata, "_kvfix_preempted", False),
-        on_fault=_wait_for_all,
-    )
+
+@wrapper(after, when=_some_preempted, on_fault=_as_if_preempted)
+def mark(connector: Any, metadata: Any, scheduler_output: Any) -> Any:
+    metadata._kvfix_preempted = True  # an attribute of the object, so it travels to the workers
+    return metadata
 
 
 def _wait_for_all(connector: Any, *_: Any, **__: Any) -> Any:
@@ -81,6 +64,20 @@ def _wait_for_all(connector: Any, *_: Any, **__: Any) -> Any:
         for store in list(connector.worker_adapter.store_futures.values()):
             store.wait(timeout=_LONGEST_WAIT)
     return GO_ON
+
+
+@wrapper(
+    before,
+    when=lambda connector, metadata, *_, **__: getattr(metadata, "_kvfix_preempted", False),
+    on_fault=_wait_for_all,
+)
+def wait(connector: Any, metadata: Any) -> None:
+    adapter = getattr(connector, "worker_adapter", None)
+    if adapter is not None and adapter.is_healthy:
+        for store in list(adapter.store_futures.values()):
+            if not store.query():
+                note(__name__, "the worker waited for a store in flight")
+                store.wait(timeout=adapter._mq_timeout)
 
 
 class _Store:
@@ -102,7 +99,7 @@ def _worker(store: _Store) -> Any:
     return SimpleNamespace(worker_adapter=adapter, mq_timeout=1.0)
 
 
-def connector_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def connector_shows_bug(hook: Any, module: Any) -> bool:
     """A step after a preemption. Right is marked metadata, and a worker that then waits."""
     metadata = hook(_mp.scheduler_side(module), stubs.step(preempted=True))
     if not getattr(metadata, "need_flush_before_forward", False):
@@ -114,7 +111,7 @@ def connector_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     return own_shows_bug(hook, module)
 
 
-def own_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def own_shows_bug(hook: Any, module: Any) -> bool:
     """The function that LMCache's own `handle_preemptions` calls in the end. Wrong is not to wait."""
     store = _Store()
     context = SimpleNamespace(
@@ -124,7 +121,7 @@ def own_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     return not store.waited
 
 
-def base_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def base_shows_bug(hook: Any, module: Any) -> bool:
     """The base class waits for nothing, which is right for connectors that store within the step."""
     store = _Store()
     hook(_worker(store), SimpleNamespace())
@@ -143,9 +140,6 @@ FIX = Fix(
         LMCACHE_MP.handle_preemptions(broken=">=0.5.2,<=0.5.5", probe=own_shows_bug, fix=wait, helper=True),
     ),
     evidence={"KVD308": ""},
-    scenarios=(
-        "mp-preempt-store-overwrite",
-        "mp-preempt-store-overwrite-in-tree",
-    ),
+    scenarios=("mp-preempt-store-overwrite", "mp-preempt-store-overwrite-in-tree"),
     on_fault="closed",
 )

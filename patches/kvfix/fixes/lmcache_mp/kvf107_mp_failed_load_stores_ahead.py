@@ -28,36 +28,33 @@ The tracker gets the report of a failed load.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 from kvfix.acting import note
 from kvfix.fixes import _closed, _mp, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, wrapper
 from kvfix.fixes.targets import multi_process
 from kvfix.wrapping import before
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def build_connector_meta(connector: Any, scheduler_output: Any) -> None:
-        trackers = connector.request_trackers
-        for new in scheduler_output.scheduled_new_reqs:
-            if new.req_id in trackers:
-                _count_from(connector, trackers[new.req_id], new.num_computed_tokens)
-        cached = scheduler_output.scheduled_cached_reqs
-        if cached.resumed_req_ids:
-            for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=False):
-                if request_id in cached.resumed_req_ids and request_id in trackers:
-                    _count_from(connector, trackers[request_id], computed)
-
-    return before(
-        build_connector_meta,
-        when=lambda connector, scheduler_output, *_, **__: (
-            scheduler_output.scheduled_new_reqs or scheduler_output.scheduled_cached_reqs.resumed_req_ids
-        ),
-        on_fault=_closed.store_nothing_more,
-    )
+@wrapper(
+    before,
+    when=lambda connector, scheduler_output, *_, **__: (
+        scheduler_output.scheduled_new_reqs or scheduler_output.scheduled_cached_reqs.resumed_req_ids
+    ),
+    on_fault=_closed.store_nothing_more,
+)
+def fix(connector: Any, scheduler_output: Any) -> None:
+    trackers = connector.request_trackers
+    for new in scheduler_output.scheduled_new_reqs:
+        if new.req_id in trackers:
+            _count_from(connector, trackers[new.req_id], new.num_computed_tokens)
+    cached = scheduler_output.scheduled_cached_reqs
+    if cached.resumed_req_ids:
+        for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=False):
+            if request_id in cached.resumed_req_ids and request_id in trackers:
+                _count_from(connector, trackers[request_id], computed)
 
 
 def _count_from(connector: Any, tracker: Any, computed: int) -> None:
@@ -74,7 +71,7 @@ def _count_from(connector: Any, tracker: Any, computed: int) -> None:
     _mp.set_tokens(tracker, "num_stored", stored, size)
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """vLLM had 256 tokens, the cache 1024, the load failed. 1024 are scheduled: wrong is to store beyond 1280."""
     connector, request = _mp.scheduler_side(module), stubs.request(4096)
     tracker = _mp.tracked(connector, module, request, num_vllm_hit=256, num_lmcache_hit=1024, num_stored=1024)
@@ -92,9 +89,6 @@ FIX = Fix(
     effect="wrong output",
     targets=multi_process("build_connector_meta", shows_bug, fix, lmcache=">=0.4.5,<=0.5.6", vllm=">=0.26.0", place=3),
     evidence={"KVR008": ""},
-    scenarios=(
-        "mp-failed-load-stores-ahead",
-        "mp-failed-load-stores-ahead-in-tree",
-    ),
+    scenarios=("mp-failed-load-stores-ahead", "mp-failed-load-stores-ahead-in-tree"),
     on_fault="closed",
 )

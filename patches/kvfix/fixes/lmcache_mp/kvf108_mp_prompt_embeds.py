@@ -64,13 +64,13 @@ def fix(module: ModuleType) -> Callable[..., Any]:
     )
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """A request with embeddings; 512 zeros are cached. Wrong is a hit."""
     connector = _mp.scheduler_side(module, found=512)
     return bool(hook(connector, stubs.request(2048, prompt_embeds=object()), 0)[0])
 
 
-def new_request_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def new_request_shows_bug(hook: Any, module: Any) -> bool:
     """A request with embeddings arrives, and lookups are sent on arrival. Wrong is to send one."""
     return _mp.looks_up_on_arrival(hook, module, prompt_embeds=object())
 
@@ -85,9 +85,6 @@ FIX = Fix(
         ),
         LMCACHE_MP.on_new_request(broken=">=0.5.4,<=0.5.6", probe=new_request_shows_bug, fix=fix, place=1),
     ),
-    scenarios=(
-        "mp-prompt-embeds",
-        "mp-prompt-embeds-in-tree",
-    ),
+    scenarios=("mp-prompt-embeds", "mp-prompt-embeds-in-tree"),
     on_fault="closed",
 )

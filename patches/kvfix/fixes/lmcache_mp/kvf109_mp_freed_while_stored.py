@@ -29,12 +29,12 @@ The worker keeps all stores of a request.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, wrapper
 from kvfix.fixes.targets import MP_WORKER_ADAPTER
 from kvfix.wrapping import View, around
 
@@ -60,24 +60,22 @@ def both(first: Any, second: Any) -> Any:
     return View(second, _kvfix_stores=stores, **{name: each(name) for name in ("query", "wait", "result")})
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def submit_store_request(adapter: Any, request_id: str, *_: Any, **__: Any) -> Generator[None, Any, Any]:
-        first = adapter.store_futures.get(request_id)
-        is_in_flight = first is not None and not first.query()
-        answer = yield
-        store = adapter.store_futures.get(request_id)
-        if store is not first:
-            if is_in_flight or request_id in adapter.finished_stores:
-                note(__name__, f"request {request_id} has a second store in flight")
-            adapter.finished_stores.discard(request_id)
-            if is_in_flight:
-                adapter.store_futures[request_id] = both(first, store)
-        return answer
-
-    return around(submit_store_request)
+@wrapper(around)
+def fix(adapter: Any, request_id: str, *_: Any, **__: Any) -> Generator[None, Any, Any]:
+    first = adapter.store_futures.get(request_id)
+    is_in_flight = first is not None and not first.query()
+    answer = yield
+    store = adapter.store_futures.get(request_id)
+    if store is not first:
+        if is_in_flight or request_id in adapter.finished_stores:
+            note(__name__, f"request {request_id} has a second store in flight")
+        adapter.finished_stores.discard(request_id)
+        if is_in_flight:
+            adapter.store_futures[request_id] = both(first, store)
+    return answer
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """Two stores of one request after one that has ended; only the second is done. Wrong is to count all as done."""
     stores = [SimpleNamespace(query=lambda: False), SimpleNamespace(query=lambda: True)]
     for store in stores:
@@ -102,8 +100,5 @@ FIX = Fix(
     effect="wrong output",
     targets=(MP_WORKER_ADAPTER.submit_store_request(broken=">=0.4.2,<=0.5.6", probe=shows_bug, fix=fix),),
     evidence={"KVR009": r"^worker_adapter\.finished_stores "},
-    scenarios=(
-        "mp-freed-while-stored",
-        "mp-freed-while-stored-in-tree",
-    ),
+    scenarios=("mp-freed-while-stored", "mp-freed-while-stored-in-tree"),
 )

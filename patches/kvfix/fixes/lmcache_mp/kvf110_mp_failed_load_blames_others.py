@@ -26,33 +26,29 @@ The worker keeps only the blocks that a load writes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, wrapper
 from kvfix.fixes.targets import MP_WORKER_ADAPTER
 from kvfix.wrapping import after
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def submit_retrieve_request(adapter: Any, answer: Any, request_id: str, op: Any, *_: Any, **__: Any) -> Any:
-        skipped = _skipped(op)
-        if skipped:
-            note(__name__, f"request {request_id}: {len(skipped)} computed blocks are not reported as failed")
-        if request_id in adapter.retrieve_futures:
-            future, blocks = adapter.retrieve_futures[request_id]
-            adapter.retrieve_futures[request_id] = (
-                future,
-                [block for block in blocks if block not in skipped],
-            )
-        else:  # the server does not answer: reported at once
-            adapter.error_block_ids.difference_update(skipped)
-        return answer
-
-    return after(submit_retrieve_request, when=lambda adapter, answer, request_id, op, *_, **__: op.skip_first_n_tokens)
+@wrapper(after, when=lambda adapter, answer, request_id, op, *_, **__: op.skip_first_n_tokens)
+def fix(adapter: Any, answer: Any, request_id: str, op: Any, *_: Any, **__: Any) -> Any:
+    skipped = _skipped(op)
+    if skipped:
+        note(__name__, f"request {request_id}: {len(skipped)} computed blocks are not reported as failed")
+    if request_id in adapter.retrieve_futures:
+        future, blocks = adapter.retrieve_futures[request_id]
+        adapter.retrieve_futures[request_id] = (
+            future,
+            [block for block in blocks if block not in skipped],
+        )
+    else:  # the server does not answer: reported at once
+        adapter.error_block_ids.difference_update(skipped)
+    return answer
 
 
 def _skipped(op: Any) -> list[int]:
@@ -65,7 +61,7 @@ def _skipped(op: Any) -> list[int]:
     return list(blocks[: op.skip_first_n_tokens * len(blocks) // (op.end - op.start)])
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """Blocks 3 to 6 of 16 tokens, vLLM has computed block 3, the server does not answer. Wrong is to report block 3."""
     adapter = _mp.worker_side(is_healthy=False)
     op = module.LoadStoreOp(token_ids=[0] * 64, block_ids=[3, 4, 5, 6], start=0, end=64, skip_first_n_tokens=16)
@@ -78,8 +74,5 @@ FIX = Fix(
     __doc__,
     effect="lost hits",
     targets=(MP_WORKER_ADAPTER.submit_retrieve_request(broken=">=0.4.2,<=0.5.6", probe=shows_bug, fix=fix, place=2),),
-    scenarios=(
-        "mp-failed-load-blames-others",
-        "mp-failed-load-blames-others-in-tree",
-    ),
+    scenarios=("mp-failed-load-blames-others", "mp-failed-load-blames-others-in-tree"),
 )

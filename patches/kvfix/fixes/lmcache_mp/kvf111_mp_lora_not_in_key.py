@@ -32,13 +32,12 @@ The adapter is in the key.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 from kvfix.acting import note
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, Owner
+from kvfix.fixes.api import Fix, Owner, wrapper
 from kvfix.fixes.targets import LMCACHE_MP, LMCACHE_MP_0201, VLLM_MP
 from kvfix.wrapping import after
 
@@ -48,23 +47,22 @@ def salt(own: str, lora_name: str) -> str:
     return f"{own}+lora-{hashlib.sha256(lora_name.encode()).hexdigest()[:16]}"
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def __init__(tracker: Any, answer: None, request: Any) -> None:
-        lora = getattr(request, "lora_request", None)
-        if lora is not None:
-            note(__name__, f"request {request.request_id} has a LoRA adapter")
-            tracker.cache_salt = salt(request.cache_salt or "", lora.lora_name)
-        return answer
-
-    def own_salt(tracker: Any, answer: None, request: Any, *_: Any, **__: Any) -> None:
-        """Return a salt that no other request has. The request finds nothing, and no request finds its stores."""
-        tracker.cache_salt = f"kvfix-{request.request_id}"
-        return answer
-
-    return after(__init__, on_fault=own_salt)
+def _own_salt(tracker: Any, answer: None, request: Any, *_: Any, **__: Any) -> None:
+    """Return a salt that no other request has. The request finds nothing, and no request finds its stores."""
+    tracker.cache_salt = f"kvfix-{request.request_id}"
+    return answer
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+@wrapper(after, on_fault=_own_salt)
+def fix(tracker: Any, answer: None, request: Any) -> None:
+    lora = getattr(request, "lora_request", None)
+    if lora is not None:
+        note(__name__, f"request {request.request_id} has a LoRA adapter")
+        tracker.cache_salt = salt(request.cache_salt or "", lora.lora_name)
+    return answer
+
+
+def shows_bug(hook: Any, module: Any) -> bool:
     """The same request with an adapter and without. Wrong is the same salt."""
     salts = []
     for lora in (None, SimpleNamespace(lora_name=stubs.NAME)):
@@ -89,10 +87,7 @@ FIX = Fix(
             ("vllm", VLLM_MP.module, ">=0.11.2"),
         )
     ),
-    scenarios=(
-        "mp-lora-not-in-key",
-        "mp-lora-not-in-key-in-tree",
-    ),
+    scenarios=("mp-lora-not-in-key", "mp-lora-not-in-key-in-tree"),
     opt_in=True,
     on_fault="closed",
 )

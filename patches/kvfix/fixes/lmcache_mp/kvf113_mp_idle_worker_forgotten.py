@@ -26,26 +26,23 @@ A worker pings from its registration on.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 from kvfix.acting import note
-from kvfix.fixes.api import AT_START, Fix
+from kvfix.fixes.api import AT_START, Fix, wrapper
 from kvfix.fixes.targets import MP_WORKER_ADAPTER
 from kvfix.wrapping import after
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def register_kv_caches(adapter: Any, answer: None, *_: Any, **__: Any) -> None:
-        note(__name__, "heartbeats are started")
-        adapter._ensure_heartbeat_started()
-        return answer
-
-    return after(register_kv_caches)
+@wrapper(after)
+def fix(adapter: Any, answer: None, *_: Any, **__: Any) -> None:
+    note(__name__, "heartbeats are started")
+    adapter._ensure_heartbeat_started()
+    return answer
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """A registration. Wrong is not to start the heartbeat."""
     started: list[bool] = []
     adapter = SimpleNamespace(

@@ -26,33 +26,30 @@ LMCache 0.5.0 is no longer in use, and vLLM's copy passes the salt.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator
-from types import ModuleType, SimpleNamespace
+from collections.abc import Generator
+from types import SimpleNamespace
 from typing import Any
 
 from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, wrapper
 from kvfix.fixes.targets import multi_process
 from kvfix.wrapping import around, replaced
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def update_state_after_alloc(
-        connector: Any, request: Any, blocks: Any, num_external_tokens: int
-    ) -> Generator[None, Any, Any]:
-        adapter, salt = connector.scheduler_adapter, connector.request_trackers[request.request_id].cache_salt
-        note(__name__, f"request {request.request_id} has a salt")
-        with replaced(adapter, free_lookup_locks=functools.partial(adapter.free_lookup_locks, cache_salt=salt)):
-            return (yield)
-
-    def has_salt(connector: Any, request: Any, *_: Any) -> Any:
-        return getattr(connector.request_trackers.get(request.request_id), "cache_salt", "")
-
-    return around(update_state_after_alloc, when=has_salt)
+def _has_salt(connector: Any, request: Any, *_: Any) -> Any:
+    return getattr(connector.request_trackers.get(request.request_id), "cache_salt", "")
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+@wrapper(around, when=_has_salt)
+def fix(connector: Any, request: Any, blocks: Any, num_external_tokens: int) -> Generator[None, Any, Any]:
+    adapter, salt = connector.scheduler_adapter, connector.request_trackers[request.request_id].cache_salt
+    note(__name__, f"request {request.request_id} has a salt")
+    with replaced(adapter, free_lookup_locks=functools.partial(adapter.free_lookup_locks, cache_salt=salt)):
+        return (yield)
+
+
+def shows_bug(hook: Any, module: Any) -> bool:
     """512 tokens were found, and vLLM has them too. Wrong is to free their locks without the salt."""
     connector, request = _mp.scheduler_side(module), stubs.request(2048, cache_salt="tenant")
     _mp.tracked(connector, module, request, num_vllm_hit=512, num_lmcache_hit=512)
@@ -76,8 +73,5 @@ FIX = Fix(
         place=1,
     ),
     evidence={"KVR009": "^read locks of the server "},
-    scenarios=(
-        "mp-free-locks-salt",
-        "mp-free-locks-salt-in-tree",
-    ),
+    scenarios=("mp-free-locks-salt", "mp-free-locks-salt-in-tree"),
 )

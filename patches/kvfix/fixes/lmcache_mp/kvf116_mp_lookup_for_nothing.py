@@ -27,32 +27,28 @@ The connector sends no lookup for a request that reads no cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, wrapper
 from kvfix.fixes.targets import LMCACHE_MP, multi_process
 from kvfix.wrapping import before
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def asks(connector: Any, request: Any, num_computed_tokens: int = 0) -> None:
-        _mp.nothing_cached(connector.scheduler_adapter, request.request_id)
-        note(__name__, f"request {request.request_id} reads no cache")
-
-    return before(asks, when=lambda connector, request, *_, **__: request.skip_reading_prefix_cache)
+@wrapper(before, when=lambda connector, request, *_, **__: request.skip_reading_prefix_cache)
+def fix(connector: Any, request: Any, num_computed_tokens: int = 0) -> None:
+    _mp.nothing_cached(connector.scheduler_adapter, request.request_id)
+    note(__name__, f"request {request.request_id} reads no cache")
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """A request that reads no cache; 512 tokens are cached. Wrong is a hit."""
     connector = _mp.scheduler_side(module, found=512)
     return bool(hook(connector, stubs.request(2048, skip_reading_prefix_cache=True), 0)[0])
 
 
-def new_request_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def new_request_shows_bug(hook: Any, module: Any) -> bool:
     """A request that reads no cache arrives, and lookups are sent on arrival. Wrong is to send one."""
     return _mp.looks_up_on_arrival(hook, module, skip_reading_prefix_cache=True)
 
@@ -68,8 +64,5 @@ FIX = Fix(
         LMCACHE_MP.on_new_request(broken=">=0.5.4,<=0.5.6", probe=new_request_shows_bug, fix=fix, place=2),
     ),
     evidence={"KVR009": "^read locks of the server "},
-    scenarios=(
-        "mp-lookup-for-nothing",
-        "mp-lookup-for-nothing-in-tree",
-    ),
+    scenarios=("mp-lookup-for-nothing", "mp-lookup-for-nothing-in-tree"),
 )

@@ -26,12 +26,12 @@ number of ids. The bug was found before in the review of a fork: https://github.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, MutableSet
-from types import ModuleType, SimpleNamespace
+from collections.abc import Iterable, Iterator, MutableSet
+from types import SimpleNamespace
 from typing import Any
 
 from kvfix.acting import note
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, wrapper
 from kvfix.fixes.targets import MP_WORKER_ADAPTER
 from kvfix.wrapping import after
 
@@ -75,15 +75,13 @@ class Recent(MutableSet[str]):
         self._old.discard(value)
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def __init__(adapter: Any, answer: None, *_: Any, **__: Any) -> None:
-        adapter._returned_finished = Recent()
-        return answer
-
-    return after(__init__)
+@wrapper(after)
+def fix(adapter: Any, answer: None, *_: Any, **__: Any) -> None:
+    adapter._returned_finished = Recent()
+    return answer
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """A request ends in each of 128 steps. The probe calls the function that uses the set of `__init__`."""
     adapter = SimpleNamespace(
         finished_stores=set(),
@@ -104,8 +102,5 @@ FIX = Fix(
     effect="wrong output",
     targets=(MP_WORKER_ADAPTER.target("__init__", broken=">=0.4.3", probe=shows_bug, fix=fix),),
     evidence={"KVR009": r"^worker_adapter\._returned_finished "},
-    scenarios=(
-        "mp-ended-ids-kept",
-        "mp-ended-ids-kept-in-tree",
-    ),
+    scenarios=("mp-ended-ids-kept", "mp-ended-ids-kept-in-tree"),
 )

@@ -37,33 +37,27 @@ The tracker stores no block that vLLM has taken out of the list.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from kvfix.acting import note
 from kvfix.fixes import _closed, _mp, _windows
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, wrapper
 from kvfix.fixes.targets import LMCACHE_MP
 from kvfix.wrapping import after
 
 
-def fix_new(module: ModuleType) -> Callable[..., Any]:
-    def _process_new_requests(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> Any:
-        computed = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
-        _keep_whole(connector, metadata, computed)
-        return answer
-
-    return after(_process_new_requests, when=_windows.has_transfers, on_fault=_closed.drop_stores)
+@wrapper(after, when=_windows.has_transfers, on_fault=_closed.drop_stores)
+def fix_new(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> Any:
+    computed = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
+    _keep_whole(connector, metadata, computed)
+    return answer
 
 
-def fix_cached(module: ModuleType) -> Callable[..., Any]:
-    def _process_cached_requests(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> Any:
-        cached = scheduler_output.scheduled_cached_reqs
-        _keep_whole(connector, metadata, dict(zip(cached.req_ids, cached.num_computed_tokens, strict=False)))
-        return answer
-
-    return after(_process_cached_requests, when=_windows.has_transfers, on_fault=_closed.drop_stores)
+@wrapper(after, when=_windows.has_transfers, on_fault=_closed.drop_stores)
+def fix_cached(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> Any:
+    cached = scheduler_output.scheduled_cached_reqs
+    _keep_whole(connector, metadata, dict(zip(cached.req_ids, cached.num_computed_tokens, strict=False)))
+    return answer
 
 
 def _keep_whole(connector: Any, metadata: Any, computed: dict[str, int]) -> None:
@@ -101,13 +95,13 @@ def _whole_until(op: Any, windows: dict[int, tuple[int, int]], chunk: int, compu
     return int(op.end)
 
 
-def new_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def new_shows_bug(hook: Any, module: Any) -> bool:
     """vLLM has 512 tokens, LMCache none; the window's list begins with null blocks. Wrong is to store them."""
     connector = _windows.scheduler_side(module, 256, list(range(1, 65)), [0] * 16 + list(range(65, 113)), computed=512)
     return any(0 in meta.op.block_ids[1] for meta in _windows.stored(hook, module, connector, 512, 512)[1:])
 
 
-def cached_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def cached_shows_bug(hook: Any, module: Any) -> bool:
     """768 tokens are computed, and the tracker knows of none. Wrong is to store the first 256 of them."""
     connector = _windows.scheduler_side(module, 256, list(range(1, 65)), list(range(65, 129)), computed=0)
     return len(_windows.stored(hook, module, connector, 768, 256, blocks=[])) > 1

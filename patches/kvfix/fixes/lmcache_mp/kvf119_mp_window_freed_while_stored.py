@@ -34,13 +34,12 @@ vLLM keeps a block, or LMCache holds it, until it is stored.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 from kvfix.acting import note
 from kvfix.fixes import _closed, _windows
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, wrapper
 from kvfix.fixes.targets import LMCACHE_MP
 from kvfix.wrapping import after
 
@@ -88,40 +87,37 @@ class Stores:
         self.held = [stored for stored in self.held if stored.blocks and stored.request in open_requests]
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def _process_cached_requests(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> Any:
-        stores = vars(connector).setdefault("_kvfix_stores", Stores())
-        computed, scheduled = _windows.computed(scheduler_output), scheduler_output.num_scheduled_tokens
-        stores.step(computed, scheduled, connector.request_trackers)
-        if stores.freed and (len(stores.freed) > _MOST or _any_in_use(connector, stores.freed)):
-            # what LMCache from 0.5.2 on reads, and what KVF106 does
-            note(__name__, "workers wait for stores in flight: vLLM has freed their blocks")
-            metadata.need_flush_before_forward = metadata._kvfix_preempted = True
-        if getattr(metadata, "need_flush_before_forward", False):
-            stores.held, stores.freed = [], set()
-        states = {group: (_windows.STATE, size) for group, size in _windows.states(connector).items()}
-        windows = {**_windows.of(connector), **states}
-        for meta in metadata.requests:
-            if meta.direction == "STORE":
-                done = computed[meta.request_id] + scheduled[meta.request_id]
-                stores.held += [
-                    Stored(window, meta.request_id, meta.op.start, list(meta.op.block_ids[group]), done)
-                    for group, window in windows.items()
-                ]
-        return answer
+def _wait_and_store_nothing(
+    connector: Any, answer: Any, scheduler_output: Any, metadata: Any, *_: Any, **__: Any
+) -> Any:
+    metadata.need_flush_before_forward = metadata._kvfix_preempted = True
+    vars(connector).pop("_kvfix_stores", None)
+    return _closed.drop_stores(connector, answer, scheduler_output, metadata)
 
-    def wait_and_store_nothing(
-        connector: Any, answer: Any, scheduler_output: Any, metadata: Any, *_: Any, **__: Any
-    ) -> Any:
+
+@wrapper(
+    after, when=lambda connector, *_, **__: _windows.has_several_groups(connector), on_fault=_wait_and_store_nothing
+)
+def fix(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> Any:
+    stores = vars(connector).setdefault("_kvfix_stores", Stores())
+    computed, scheduled = _windows.computed(scheduler_output), scheduler_output.num_scheduled_tokens
+    stores.step(computed, scheduled, connector.request_trackers)
+    if stores.freed and (len(stores.freed) > _MOST or _any_in_use(connector, stores.freed)):
+        # what LMCache from 0.5.2 on reads, and what KVF106 does
+        note(__name__, "workers wait for stores in flight: vLLM has freed their blocks")
         metadata.need_flush_before_forward = metadata._kvfix_preempted = True
-        vars(connector).pop("_kvfix_stores", None)
-        return _closed.drop_stores(connector, answer, scheduler_output, metadata)
-
-    return after(
-        _process_cached_requests,
-        when=lambda connector, *_, **__: _windows.has_several_groups(connector),
-        on_fault=wait_and_store_nothing,
-    )
+    if getattr(metadata, "need_flush_before_forward", False):
+        stores.held, stores.freed = [], set()
+    states = {group: (_windows.STATE, size) for group, size in _windows.states(connector).items()}
+    windows = {**_windows.of(connector), **states}
+    for meta in metadata.requests:
+        if meta.direction == "STORE":
+            done = computed[meta.request_id] + scheduled[meta.request_id]
+            stores.held += [
+                Stored(window, meta.request_id, meta.op.start, list(meta.op.block_ids[group]), done)
+                for group, window in windows.items()
+            ]
+    return answer
 
 
 def _any_in_use(connector: Any, blocks: set[int]) -> bool:
@@ -129,7 +125,7 @@ def _any_in_use(connector: Any, blocks: set[int]) -> bool:
     return any(pool.blocks[block].ref_cnt for block in blocks)
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """256 tokens are stored with a window of 16; their blocks are used when the next step begins. Right is to wait."""
     connector = _windows.scheduler_side(module, 16, list(range(1, 65)), list(range(65, 129)), computed=0)
     connector._gpu_block_pool = SimpleNamespace(blocks=[SimpleNamespace(ref_cnt=1)] * 129)

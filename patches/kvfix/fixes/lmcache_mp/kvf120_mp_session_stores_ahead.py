@@ -27,33 +27,30 @@ None known.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 from kvfix.acting import note
 from kvfix.fixes import _closed, _mp, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, wrapper
 from kvfix.fixes.targets import multi_process
 from kvfix.wrapping import before
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def _process_new_requests(connector: Any, scheduler_output: Any, metadata: Any) -> None:
-        for new in scheduler_output.scheduled_new_reqs:
-            tracker = connector.request_trackers.get(new.req_id)
-            if tracker is not None and tracker.num_scheduled_tokens:
-                note(__name__, f"request {new.req_id} continues with {new.num_computed_tokens} computed tokens")
-                tracker.num_scheduled_tokens = new.num_computed_tokens - max(_mp.hits(connector, tracker))
-
-    return before(
-        _process_new_requests,
-        when=lambda connector, scheduler_output, *_, **__: scheduler_output.scheduled_new_reqs,
-        on_fault=_closed.store_nothing_more,
-    )
+@wrapper(
+    before,
+    when=lambda connector, scheduler_output, *_, **__: scheduler_output.scheduled_new_reqs,
+    on_fault=_closed.store_nothing_more,
+)
+def fix(connector: Any, scheduler_output: Any, metadata: Any) -> None:
+    for new in scheduler_output.scheduled_new_reqs:
+        tracker = connector.request_trackers.get(new.req_id)
+        if tracker is not None and tracker.num_scheduled_tokens:
+            note(__name__, f"request {new.req_id} continues with {new.num_computed_tokens} computed tokens")
+            tracker.num_scheduled_tokens = new.num_computed_tokens - max(_mp.hits(connector, tracker))
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """A session with 400 tokens counted goes on with 100 computed ones, and 16 new ones. Wrong is to count 416."""
     connector = _mp.scheduler_side(module)
     tracker = _mp.tracked(connector, module, stubs.request(2048))

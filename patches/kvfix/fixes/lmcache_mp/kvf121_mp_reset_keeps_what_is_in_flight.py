@@ -29,35 +29,29 @@ The server drops chunks that were in use during a reset, as soon as they are fre
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import _closed, _scheduler, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, wrapper
 from kvfix.fixes.targets import LMCACHE_MP, SCHEDULER
 from kvfix.wrapping import after, before
 
 
-def fix(connector: ModuleType) -> Callable[..., Any]:
-    def reset_cache(impl: Any, answer: bool) -> bool:
-        return answer and not getattr(impl, "_kvfix_requests", 0)
-
-    return after(reset_cache, when=lambda impl, answer: answer, on_fault=_closed.refuse)
+@wrapper(after, when=lambda impl, answer: answer, on_fault=_closed.refuse)
+def fix(impl: Any, answer: bool) -> bool:
+    return answer and not getattr(impl, "_kvfix_requests", 0)
 
 
-def fix_scheduler(scheduler: ModuleType) -> Callable[..., Any]:
+@wrapper(before, on_fault=_closed.refuse)
+def fix_scheduler(scheduler: Any) -> None:
     """Tell the connector how many requests vLLM has: the connector does not know those that have ended."""
-
-    def reset_connector_cache(scheduler: Any) -> None:
-        for each in _scheduler.connectors(scheduler):
-            if hasattr(each, "request_trackers"):
-                each._kvfix_requests = len(scheduler.requests)
-
-    return before(reset_connector_cache, on_fault=_closed.refuse)
+    for each in _scheduler.connectors(scheduler):
+        if hasattr(each, "request_trackers"):
+            each._kvfix_requests = len(scheduler.requests)
 
 
-def shows_bug(hook: Callable[..., Any], connector: ModuleType) -> bool:
+def shows_bug(hook: Any, connector: Any) -> bool:
     """A request is open, and the servers answer. Wrong is True."""
     adapter = SimpleNamespace(reset_cache=lambda: True)
     role = connector.KVConnectorRole.SCHEDULER

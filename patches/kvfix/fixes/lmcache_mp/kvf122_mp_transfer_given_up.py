@@ -36,13 +36,13 @@ A worker keeps a transfer until the server has answered or is gone.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, wrapper
 from kvfix.fixes.targets import MP_CLIENT, MP_WORKER_ADAPTER
 from kvfix.wrapping import GO_ON, after, around, before, replaced
 
@@ -53,14 +53,11 @@ _FAILED = (b"", False)
 _SET = SimpleNamespace(is_set=lambda: True)
 
 
-def hold(module: ModuleType) -> Callable[..., Any]:
-    def as_if_healthy(adapter: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
-        note(__name__, "the worker waits for transfers of a server that does not answer")
-        with replaced(adapter, _health_event=_SET):
-            answer = yield
-        return answer
-
-    return around(as_if_healthy, when=_silent_server_has_transfers, on_fault=_healthy)
+def _silent_server_has_transfers(adapter: Any, *_: Any, **__: Any) -> bool:
+    if adapter.is_healthy or not (adapter.retrieve_futures or adapter.store_futures):
+        return False
+    client = getattr(adapter.req_client, "_message_queue_client", None)
+    return getattr(client, "_kvfix_connected", False)
 
 
 def _healthy(adapter: Any, *_: Any, **__: Any) -> Any:
@@ -69,46 +66,40 @@ def _healthy(adapter: Any, *_: Any, **__: Any) -> Any:
     return GO_ON
 
 
-def _silent_server_has_transfers(adapter: Any, *_: Any, **__: Any) -> bool:
-    if adapter.is_healthy or not (adapter.retrieve_futures or adapter.store_futures):
-        return False
-    client = getattr(adapter.req_client, "_message_queue_client", None)
-    return getattr(client, "_kvfix_connected", False)
+@wrapper(around, when=_silent_server_has_transfers, on_fault=_healthy)
+def hold(adapter: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
+    note(__name__, "the worker waits for transfers of a server that does not answer")
+    with replaced(adapter, _health_event=_SET):
+        answer = yield
+    return answer
 
 
-def note_connection(module: ModuleType) -> Callable[..., Any]:
-    def process_inbound(client: Any) -> None:
-        client._kvfix_connected = True
-
-    def connected(client: Any, *_: Any, **__: Any) -> Any:
-        client._kvfix_connected = True
-        return GO_ON
-
-    return before(
-        process_inbound,
-        when=lambda client: not getattr(client, "_kvfix_connected", False),
-        on_fault=connected,
-    )
+def _connected(client: Any, *_: Any, **__: Any) -> Any:
+    client._kvfix_connected = True
+    return GO_ON
 
 
-def fail_transfers(module: ModuleType) -> Callable[..., Any]:
+@wrapper(before, when=lambda client: not getattr(client, "_kvfix_connected", False), on_fault=_connected)
+def note_connection(client: Any) -> None:
+    client._kvfix_connected = True
+
+
+def _lost(client: Any, answer: Any, *_: Any, **__: Any) -> Any:
+    """Drop the worker's transfers. A server that has ended writes nothing."""
+    client._kvfix_connected = False
+    return answer
+
+
+@wrapper(after, on_fault=_lost)
+def fail_transfers(client: Any, answer: Any) -> Any:
     """LMCache calls it when the connection is lost, in the one thread that has the client's futures."""
-
-    def cancel_streams(client: Any, answer: Any) -> Any:
-        client._kvfix_connected = False
-        for request, (future, spec) in list(client.pending_futures.items()):
-            if spec.operation in _TRANSFERS:
-                note(__name__, "a transfer of a server that has ended is reported as failed")
-                del client.pending_futures[request]
-                future.set_result(_FAILED)
-        return answer
-
-    def lost(client: Any, answer: Any, *_: Any, **__: Any) -> Any:
-        """Drop the worker's transfers. A server that has ended writes nothing."""
-        client._kvfix_connected = False
-        return answer
-
-    return after(cancel_streams, on_fault=lost)
+    client._kvfix_connected = False
+    for request, (future, spec) in list(client.pending_futures.items()):
+        if spec.operation in _TRANSFERS:
+            note(__name__, "a transfer of a server that has ended is reported as failed")
+            del client.pending_futures[request]
+            future.set_result(_FAILED)
+    return answer
 
 
 class _Unhealthy(SimpleNamespace):
@@ -135,7 +126,7 @@ def _unhealthy(module: ModuleType, **more: Any) -> Any:
     return _Unhealthy(**attributes)
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """A load that has no answer. Wrong is to report it."""
     adapter = _unhealthy(
         module,
@@ -150,7 +141,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     return stubs.NAME in loads
 
 
-def preemption_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def preemption_shows_bug(hook: Any, module: Any) -> bool:
     """A step after a preemption, with a store in flight. Wrong is not to wait for it."""
 
     def wait() -> None:
@@ -164,14 +155,14 @@ def preemption_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     return True
 
 
-def unnoted(hook: Callable[..., Any], module: ModuleType) -> bool:
+def unnoted(hook: Any, module: Any) -> bool:
     """An answer without content comes. Right, for this fix, is to record that the client is connected."""
     client = SimpleNamespace(socket=SimpleNamespace(recv_multipart=list))
     hook(client)
     return not getattr(client, "_kvfix_connected", False)
 
 
-def unanswered(hook: Callable[..., Any], module: ModuleType) -> bool:
+def unanswered(hook: Any, module: Any) -> bool:
     """A load is in flight when the connection is lost. Wrong is to leave it without an answer."""
     answers: list[Any] = []
     load = SimpleNamespace(set_result=answers.append, set_exception=answers.append)

@@ -31,35 +31,32 @@ None known.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
-from kvfix.fixes.api import AT_START, Fix, Owner
+from kvfix.fixes.api import AT_START, Fix, Owner, wrapper
 from kvfix.wrapping import after
 
 _EXTRA = "extra_retained_tokens"
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def _resolve_per_layer_sw_sizes(groups: Any, sizes: list[int], layer_to_idx: Any, num_layers: int) -> list[int]:
-        sizes = list(sizes)
-        for group in groups:
-            specs = _specs(group)
-            for name in group.layer_names:
-                spec = specs.get(name) or specs[""]
-                if getattr(spec, _EXTRA, 0) > 1:  # the window counts the own token of a step: one is there
-                    kept = spec.sliding_window - 1 + getattr(spec, _EXTRA)
-                    whole = -(-kept // spec.block_size) * spec.block_size
-                    sizes[layer_to_idx[name]] = max(sizes[layer_to_idx[name]], whole)
-        return sizes
-
-    return after(
-        _resolve_per_layer_sw_sizes,
-        when=lambda groups, *_, **__: any(
-            getattr(spec, _EXTRA, 0) > 1 for group in groups for spec in _specs(group).values()
-        ),
-    )
+@wrapper(
+    after,
+    when=lambda groups, *_, **__: any(
+        getattr(spec, _EXTRA, 0) > 1 for group in groups for spec in _specs(group).values()
+    ),
+)
+def fix(groups: Any, sizes: list[int], layer_to_idx: Any, num_layers: int) -> list[int]:
+    sizes = list(sizes)
+    for group in groups:
+        specs = _specs(group)
+        for name in group.layer_names:
+            spec = specs.get(name) or specs[""]
+            if getattr(spec, _EXTRA, 0) > 1:  # the window counts the own token of a step: one is there
+                kept = spec.sliding_window - 1 + getattr(spec, _EXTRA)
+                whole = -(-kept // spec.block_size) * spec.block_size
+                sizes[layer_to_idx[name]] = max(sizes[layer_to_idx[name]], whole)
+    return sizes
 
 
 def _specs(group: Any) -> dict[str, Any]:
@@ -68,7 +65,7 @@ def _specs(group: Any) -> dict[str, Any]:
     return getattr(spec, "kv_cache_specs", None) or {"": spec}
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """A window of 64 tokens, and three in front of it. Wrong is to register 64."""
     kind = type("SlidingWindowSpec", (), {"sliding_window": 64, "block_size": 16, _EXTRA: 3})
     return bool(hook([SimpleNamespace(kv_cache_spec=kind(), layer_names=["layer"])], {"layer": 0}, 1)[0] < 66)
@@ -81,7 +78,7 @@ FIX = Fix(
     targets=(
         Owner("lmcache", "lmcache.integration.vllm.kv_cache_groups").target(
             "_resolve_per_layer_sw_sizes", broken=">=0.4.7", probe=shows_bug, fix=fix
-        ),
+        )
     ),
     scenarios=("mp-window-loaded-short",),
     no_patch={

@@ -32,32 +32,27 @@ The server stores no chunk with a null block in a part that a hit reads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
-from kvfix.fixes.api import AT_START, Fix, Owner
+from kvfix.fixes.api import AT_START, Fix, Owner, wrapper
 from kvfix.wrapping import after
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def all_null_chunk_masks(
-        block_ids: Any, masks: list[list[bool]], object_groups: Any, blocks_per_chunk: Any, chunks: int, null: int = 0
-    ) -> list[list[bool]]:
-        found = []
-        for mask, group in zip(masks, object_groups, strict=True):
-            parts = [] if getattr(group, "aux", False) else group.kernel_group_indices
-            lasts = [block_ids[part][blocks_per_chunk[part] - 1 :: blocks_per_chunk[part]] for part in parts]
-            found.append([out or any(last[number] == null for last in lasts) for number, out in enumerate(mask)])
-        return found if found != masks else masks
-
-    # Every chunk is left out of the store.
-    return after(
-        all_null_chunk_masks, on_fault=lambda block_ids, masks, *_, **__: [[True] * len(each) for each in masks]
-    )
+# Every chunk is left out of the store.
+@wrapper(after, on_fault=lambda block_ids, masks, *_, **__: [[True] * len(each) for each in masks])
+def fix(
+    block_ids: Any, masks: list[list[bool]], object_groups: Any, blocks_per_chunk: Any, chunks: int, null: int = 0
+) -> list[list[bool]]:
+    found = []
+    for mask, group in zip(masks, object_groups, strict=True):
+        parts = [] if getattr(group, "aux", False) else group.kernel_group_indices
+        lasts = [block_ids[part][blocks_per_chunk[part] - 1 :: blocks_per_chunk[part]] for part in parts]
+        found.append([out or any(last[number] == null for last in lasts) for number, out in enumerate(mask)])
+    return found if found != masks else masks
 
 
-def shows_bug(function: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(function: Any, module: Any) -> bool:
     """One object of two KV groups, and a chunk whose last block is null in the second. Wrong is to store it."""
     group = SimpleNamespace(kernel_group_indices=[0, 1], aux=False)
     return not function([[1, 2], [3, 0]], [group], [2, 2], 1)[0][0]
@@ -70,7 +65,7 @@ FIX = Fix(
     targets=(
         Owner("lmcache", "lmcache.v1.multiprocess.modules.lmcache_driven_transfer").target(
             "all_null_chunk_masks", broken=">=0.5.4", probe=shows_bug, fix=fix
-        ),
+        )
     ),
     scenarios=("mp-state-kept-null",),
     attaches=AT_START,  # it is for the server, which `kvfix attach` does not reach

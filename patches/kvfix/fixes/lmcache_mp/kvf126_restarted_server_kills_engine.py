@@ -37,13 +37,13 @@ A worker registers again after a lost connection, and a request in flight fails 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from types import ModuleType, SimpleNamespace
+from collections.abc import Generator
+from types import SimpleNamespace
 from typing import Any
 
 from kvfix import engine_log
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, wrapper
 from kvfix.fixes.targets import MP_CLIENT, MP_HEARTBEAT
 from kvfix.wrapping import View, after, around, before, replaced
 
@@ -62,40 +62,34 @@ _WHERE = f"{__name__}.process_outbound_task"
 _REGISTRATIONS = ("register_kv_cache", "register_kv_cache_engine_driven_context")
 
 
-def fail_in_flight(module: ModuleType) -> Callable[..., Any]:
+@wrapper(after)
+def fail_in_flight(client: Any, answer: Any) -> Any:
     """LMCache calls it when the connection is lost, in the one thread that sends and receives for the client."""
-
-    def cancel_streams(client: Any, answer: Any) -> Any:
-        client._kvfix_unregistered = True
-        for uid, (future, spec) in list(client.pending_futures.items()):
-            if spec.operation in _IN_FLIGHT:
-                del client.pending_futures[uid]
-                future.set_result(_IN_FLIGHT[spec.operation])
-        return answer
-
-    return after(cancel_streams)
-
-
-def hold_transfers(module: ModuleType) -> Callable[..., Any]:
-    """The function sends what it takes from the queue. It does not get the requests that the fix answers."""
-
-    def process_outbound_task(client: Any) -> Generator[None, Any, Any]:
-        queue = client.input_queue
-
-        def get_nowait() -> Any:
-            while True:
-                request = queue.get_nowait()
-                if not engine_log.guarded(_WHERE, _is_answered, client, request):
-                    return request
-
-        with replaced(client, input_queue=View(queue, get_nowait=get_nowait)):
-            return (yield)
-
-    return around(process_outbound_task, when=_is_unregistered)
+    client._kvfix_unregistered = True
+    for uid, (future, spec) in list(client.pending_futures.items()):
+        if spec.operation in _IN_FLIGHT:
+            del client.pending_futures[uid]
+            future.set_result(_IN_FLIGHT[spec.operation])
+    return answer
 
 
 def _is_unregistered(client: Any) -> bool:
     return getattr(client, "_kvfix_unregistered", False)
+
+
+@wrapper(around, when=_is_unregistered)
+def hold_transfers(client: Any) -> Generator[None, Any, Any]:
+    """The function sends what it takes from the queue. It does not get the requests that the fix answers."""
+    queue = client.input_queue
+
+    def get_nowait() -> Any:
+        while True:
+            request = queue.get_nowait()
+            if not engine_log.guarded(_WHERE, _is_answered, client, request):
+                return request
+
+    with replaced(client, input_queue=View(queue, get_nowait=get_nowait)):
+        return (yield)
 
 
 def _is_answered(client: Any, request: Any) -> bool:
@@ -109,23 +103,22 @@ def _is_answered(client: Any, request: Any) -> bool:
     return True
 
 
-def register_again(module: ModuleType) -> Callable[..., Any]:
-    def _execute(heartbeat: Any) -> None:
-        heartbeat._health_event.clear()
-        engine_log.warning(
-            "KVF126: the connection to the LMCache server was lost; the worker registers again. Loads and stores until "
-            "then have failed, and vLLM computes their tokens."
-        )
-
-    def is_needed(heartbeat: Any) -> bool:
-        """The heartbeat of the scheduler, which registers nothing, has no instance ID."""
-        client = getattr(heartbeat._req_client, "_message_queue_client", None)
-        return heartbeat._instance_id is not None and _is_unregistered(client)
-
-    return before(_execute, when=is_needed)
+def _is_needed(heartbeat: Any) -> bool:
+    """The heartbeat of the scheduler, which registers nothing, has no instance ID."""
+    client = getattr(heartbeat._req_client, "_message_queue_client", None)
+    return heartbeat._instance_id is not None and _is_unregistered(client)
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+@wrapper(before, when=_is_needed)
+def register_again(heartbeat: Any) -> None:
+    heartbeat._health_event.clear()
+    engine_log.warning(
+        "KVF126: the connection to the LMCache server was lost; the worker registers again. Loads and stores until "
+        "then have failed, and vLLM computes their tokens."
+    )
+
+
+def shows_bug(hook: Any, module: Any) -> bool:
     """A store is in flight when the connection is lost. Wrong is to leave it without an answer."""
     answers: list[Any] = []
     store = SimpleNamespace(set_result=answers.append, set_exception=answers.append)
