@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+from kvfix.fixes import stubs
+
 
 def is_within_step(*more: Any) -> bool:
     """Return True if the hook handles loads within the step, False for loads between steps.
@@ -73,3 +75,10 @@ def roll_back(hook: Callable[..., Any], *requests: Any, adapter: Any = None) -> 
     """For probes: return the answer of `_update_requests_with_invalid_blocks` after block 3 has failed."""
     scheduler = running(*requests, adapter=adapter)
     return hook(scheduler, list(requests), {3}, *scheduled_tokens(hook, scheduler))
+
+
+def roll_back_one(hook: Any, adapter: Any) -> None:
+    """For probes: let the first block of a request fail, whose scheduler has this adapter of LMCache."""
+    rolled_back, *_ = roll_back(hook, stubs.request(32, num_computed_tokens=20, num_cached_tokens=16), adapter=adapter)
+    if rolled_back != {stubs.NAME}:
+        raise LookupError("the first value that the hook returns is not the rolled back requests")

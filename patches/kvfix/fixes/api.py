@@ -7,19 +7,21 @@ function, and all other facts. Every list of kvfix is a query over these records
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from kvfix import wrapping
 from kvfix.fixes import code_and_slug
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import ModuleType
 
-    from kvfix.wrapping import Wrapper
+    from kvfix.wrapping import Function, Wrapper
 
-    Probe = Callable[[Callable[..., Any], ModuleType], bool]
+    Probe = Callable[[Function, ModuleType], bool]
     Fixing = Callable[[ModuleType], Wrapper]
 
 #: Sections of a fix's docstring, in this order. `Fix.section` and the documentation read them.
@@ -75,12 +77,22 @@ class Target:
         return self.probe.__name__ != "cannot_tell"
 
 
-def wrapper(kind: Callable[..., Wrapper], **options: Any) -> Callable[[Callable[..., Any]], Fixing]:
-    """Make the decorated function the `fix` of a target, for a fix that needs nothing of the target's module.
+def fix_before(**options: Any) -> Callable[[Function], Fixing]:
+    """Decorate the code of a fix that runs before the function, and needs nothing of the function's module.
 
-    kind: `before`, `after` or `around` of kvfix.wrapping. options: its `when` and `on_fault`.
+    options: `when` and `on_fault` of `kvfix.wrapping.before`.
     """
-    return lambda code: lambda module: kind(code, **options)
+    return lambda code: lambda module: wrapping.before(code, **options)
+
+
+def fix_after(**options: Any) -> Callable[[Function], Fixing]:
+    """Decorate the code of a fix that runs after the function: `kvfix.wrapping.after`."""
+    return lambda code: lambda module: wrapping.after(code, **options)
+
+
+def fix_around(**options: Any) -> Callable[[Function], Fixing]:
+    """Decorate the code of a fix that runs before and after the function: `kvfix.wrapping.around`."""
+    return lambda code: lambda module: wrapping.around(code, **options)
 
 
 class Owner:
@@ -112,8 +124,9 @@ EFFECTS = ("wrong output", "crash", "hang", "leak", "lost hits")
 
 @dataclass(frozen=True, eq=False)
 class Fix:
-    """The record of a bug: `FIX = Fix(__name__, __doc__, targets=(...), ...)`.
+    """The record of a bug: `FIX = Fix(__name__, targets=(...), ...)`.
 
+    doc: the docstring of the module, if it is not given.
     effect: what the bug does to the user, one of EFFECTS. A bug with several effects has the worst of them.
     evidence: {code of a rule or finding (KVR, KVD): regular expression for its message}. A match points to this bug.
     scenarios: slugs of the scenarios that show the bug in the lab. Without any, `proof` names the test and the reason.
@@ -131,8 +144,8 @@ class Fix:
     """
 
     module_name: str
-    doc: str | None
-    targets: tuple[Target, ...]
+    doc: str | None = None
+    targets: tuple[Target, ...] = ()
     effect: str = field(kw_only=True)
     evidence: Mapping[str, str] = field(default_factory=dict, kw_only=True)
     scenarios: tuple[str, ...] = field(default=(), kw_only=True)
@@ -144,6 +157,10 @@ class Fix:
     on_fault: str = field(default="original", kw_only=True)
     let_go: Callable[[], None] = field(default=lambda: None, kw_only=True)
     harmless: Callable[[], str] = field(default=str, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.doc is None:
+            object.__setattr__(self, "doc", sys.modules[self.module_name].__doc__)
 
     @property
     def code(self) -> str:

@@ -6,25 +6,22 @@ EngineCore dies with one of these:
 - `AssertionError: Mismatch in tokens to load: 256 vs 256 (tokens in lmcache) - 336 (tokens in vllm) - 0 (full lmcache
   hits subtracts last token to recalculate logits) for request ...`
 - a bare `AssertionError` in vLLM's scheduler, at `assert num_new_tokens > 0` or at the comparison of computed tokens
-  with the tokens of the request. LMCache's second answer for the request is then the whole hit. It is larger than the
-  rest of the request.
+  with the tokens of the request
 
 The log may show a second lookup of the same request: `LMCache hit tokens: 256, need to load: -80`.
 
 ## Cause
-`get_num_new_matched_tokens` looks up a request once. The lookup client caches the hit until the request is scheduled.
-The first call returns `hit - computed`. If there are too few free blocks, vLLM calls the hook a second time. The second
-call finds the cached hit and returns it unchanged. The second call subtracts neither the computed tokens nor the last
-token of a prompt that is cached whole. vLLM must recompute that last token.
+The first `get_num_new_matched_tokens` returns `hit - computed`, and the lookup client caches the hit. If there are too
+few free blocks, vLLM calls the hook again. The second call returns the cached hit unchanged. It subtracts neither the
+computed tokens nor the last token of a prompt that is cached whole, which vLLM must recompute.
 
-So vLLM grants 256 tokens, but 336 tokens are already computed, and 0 is right. The LoadSpec has the right numbers. So
-`update_state_after_alloc` expects 256 - 336 tokens and finds 256 granted ones. Chunked prefill and preemption lead to
-this: vLLM's prefix cache keeps 336 tokens, and LMCache holds one chunk of 256.
+With a hit of 256 and 336 computed tokens, vLLM grants 256 tokens, and 0 is right. The LoadSpec has the right numbers,
+so `update_state_after_alloc` raises. Chunked prefill and preemption lead to this: vLLM's prefix cache then keeps more
+tokens than LMCache.
 
 ## Fix
-The fix compares each answer with hit minus computed. It takes the hit from the LoadSpec, and uses the current computed
-tokens. If the two differ, LMCache's answer is the whole hit. The fix then returns `max(0, hit - computed - (1 if the
-hit is the whole request else 0))` and rewrites the LoadSpec to match. The fix does not change a correct answer.
+If an answer is not hit minus computed, the fix returns `max(0, hit - computed - (1 if the hit is the whole request else
+0))` and rewrites the LoadSpec to match. The fix does not change a correct answer.
 
 ## Releases
 LMCache 0.3.10. 0.3.9.post2 and earlier look up again on every call; 0.3.10.post1 subtracts from the cached hit.
@@ -80,7 +77,6 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="crash",
     targets=(LMCACHE_V1.get_num_new_matched_tokens(broken="==0.3.10", probe=shows_bug, fix=fix, place=1),),
     evidence={"KVD101": "", "KVR001": "", "KVR002": "", "KVR003": "", "KVR011": "Mismatch in tokens to load"},

@@ -7,9 +7,8 @@ EngineCore dies with `AssertionError: Mismatch in tokens to load: 1024 vs 1024 (
 
 ## Cause
 `get_num_new_matched_tokens` promises the cap, but writes a LoadSpec that ends at the chunk boundary below `computed +
-cap`. For example, with 80 computed tokens and a cap of 1,024, the LoadSpec ends at token 1,024. Only 944 of its tokens
-are new (0.5.6 vllm_v1_adapter.py:1490-1525). `update_state_after_alloc` asserts that the promised tokens and the new
-tokens of the LoadSpec are equal.
+cap`. With 80 computed tokens and a cap of 1,024, the LoadSpec ends at token 1,024, and only 944 of its tokens are new
+(0.5.6 vllm_v1_adapter.py:1490-1525). `update_state_after_alloc` asserts that both numbers are equal.
 
 ## Fix
 The fix promises only the tokens between vLLM's computed tokens and the end of the LoadSpec.
@@ -29,12 +28,11 @@ from __future__ import annotations
 from typing import Any
 
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, wrapper
+from kvfix.fixes.api import Fix, fix_after
 from kvfix.fixes.targets import LMCACHE_V1
-from kvfix.wrapping import after
 
 
-@wrapper(after, when=lambda impl, promised, *_, **__: promised and impl._max_tokens_per_load)
+@fix_after(when=lambda impl, promised, *_, **__: promised and impl._max_tokens_per_load)
 def fix(impl: Any, promised: int, request: Any, num_computed_tokens: int) -> int:
     spec = impl.load_specs[request.request_id]
     if spec.lmcache_cached_tokens == request.num_tokens:  # not capped: one less than all
@@ -54,7 +52,6 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="crash",
     targets=(LMCACHE_V1.get_num_new_matched_tokens(broken=">=0.4.7", probe=shows_bug, fix=fix, place=2),),
     evidence={"KVD102": "", "KVR003": "", "KVR004": "", "KVR011": "Mismatch in tokens to load"},

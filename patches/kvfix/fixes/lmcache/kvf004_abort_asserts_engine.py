@@ -9,8 +9,7 @@ The hook needs the cache engine, because it reports the abort to the storage. On
 scheduler role has none, unless `enable_scheduler_bypass_lookup` is set.
 
 ## Fix
-The hook handles an abort without a cache engine like any other end of a request. A lookup in flight is cancelled as
-before.
+Without a cache engine, the hook handles an abort like any other end of a request, and still cancels a lookup in flight.
 
 ## Releases
 LMCache 0.4.5 to 0.5.0.
@@ -62,7 +61,6 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="crash",
     targets=(LMCACHE_V1.request_finished(broken=">=0.4.5,<0.5.1", probe=shows_bug, fix=fix, place=1),),
     evidence={"KVD108": "", "KVR011": "^request_finished: AssertionError$"},

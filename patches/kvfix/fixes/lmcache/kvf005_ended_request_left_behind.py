@@ -37,7 +37,7 @@ from typing import Any
 
 from kvfix.acting import note
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, wrapper
+from kvfix.fixes.api import Fix, fix_after
 from kvfix.fixes.targets import LMCACHE_V1
 from kvfix.wrapping import after
 
@@ -65,7 +65,7 @@ def fix_scheduler(adapter: ModuleType) -> Callable[..., Any]:
     )
 
 
-@wrapper(after, when=lambda impl, answer, finished_req_ids, *_, **__: finished_req_ids)
+@fix_after(when=lambda impl, answer, finished_req_ids, *_, **__: finished_req_ids)
 def fix_worker(impl: Any, answer: Any, finished_req_ids: Any) -> Any:
     # With asynchronous loading this releases what the lookup has fetched.
     engine = impl.lmcache_engine
@@ -93,7 +93,6 @@ def worker_shows_bug(hook: Any, adapter: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="leak",
     targets=(
         LMCACHE_V1.request_finished(broken=">=0.3.9", probe=scheduler_shows_bug, fix=fix_scheduler, place=2),

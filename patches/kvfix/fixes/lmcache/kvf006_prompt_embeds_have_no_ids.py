@@ -1,8 +1,7 @@
 """EngineCore dies at the first prompt given as embeddings: LMCache counts token ids, and the request has none.
 
 ## Symptom
-At the first request with `prompt_embeds`, EngineCore dies with `TypeError: object of type 'NoneType' has no len()` in
-`RequestTracker.from_new_request`.
+EngineCore dies with `TypeError: object of type 'NoneType' has no len()` in `RequestTracker.from_new_request`.
 
 ## Cause
 The tracker counts and copies `prompt_token_ids`, which is None for a request with embeddings (0.5.6
@@ -31,12 +30,12 @@ from types import ModuleType
 from typing import Any
 
 from kvfix.fixes import _closed, stubs
-from kvfix.fixes.api import Fix, wrapper
+from kvfix.fixes.api import Fix, fix_around
 from kvfix.fixes.targets import LMCACHE_V1
 from kvfix.wrapping import after, around, instead
 
 
-@wrapper(around, when=lambda impl, request, *_, **__: request.prompt_embeds is not None, on_fault=_closed.no_hit)
+@fix_around(when=lambda impl, request, *_, **__: request.prompt_embeds is not None, on_fault=_closed.no_hit)
 def fix_lookup(impl: Any, request: Any, num_computed_tokens: int) -> Any:
     return instead(0)
 
@@ -101,7 +100,6 @@ def metadata_shows_bug(hook: Any, adapter: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="crash",
     targets=(
         LMCACHE_V1.get_num_new_matched_tokens(broken=">=0.3.9", probe=lookup_shows_bug, fix=fix_lookup, place=3),

@@ -6,14 +6,12 @@ that the log has `Request ... failed to load 1024 tokens across 64 blocks` and `
 than the expected number of tokens! This should not happen!`.
 
 ## Cause
-When a load fails, vLLM rolls the request back to its last good token. The connector does not roll its tracker back. The
-connector appends the tokens of the next step to the tracker's old tokens. The tracker then has more tokens than the
-request has slots, and its token list is wrong.
+When a load fails, vLLM rolls the request back to its last good token. The connector appends the tokens of the next step
+to the tracker's old tokens. The tracker then has more tokens than the request has slots.
 
 ## Fix
-Before the step's metadata are built, the fix cuts a tracker that is ahead of vLLM to the tokens that vLLM has computed.
-The fix marks all tokens of the tracker as not saved, because the scheduler does not know which tokens the failed step
-saved. LMCache does not store a cached chunk twice.
+Before the step's metadata are built, the fix cuts a tracker that is ahead of vLLM to vLLM's computed tokens, and marks
+them as not saved. LMCache does not store a cached chunk twice.
 
 ## Releases
 LMCache 0.3.9 to 0.3.15.
@@ -31,12 +29,11 @@ from typing import Any
 
 from kvfix.acting import note
 from kvfix.fixes import _closed, stubs
-from kvfix.fixes.api import Fix, wrapper
+from kvfix.fixes.api import Fix, fix_before
 from kvfix.fixes.targets import LMCACHE_V1
-from kvfix.wrapping import before
 
 
-@wrapper(before, on_fault=_closed.save_nothing_more)
+@fix_before(on_fault=_closed.save_nothing_more)
 def fix(impl: Any, scheduler_output: Any) -> None:
     cached = scheduler_output.scheduled_cached_reqs
     for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=False):
@@ -56,7 +53,6 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="crash",
     targets=(LMCACHE_V1.build_connector_meta(broken=">=0.3.9,<0.4.1", probe=shows_bug, fix=fix, place=4),),
     evidence={"KVD112": "", "KVD302": "", "KVD1090": "", "KVR008": "", "KVR011": "^wait_for_save: AssertionError"},

@@ -5,8 +5,7 @@ A consumer logs `Pin timeout detected for MemoryObj ...` and `Force unpinned ...
 timeout, the cache cannot evict chunks that are no longer needed.
 
 ## Cause
-`wait_for_save` unpins the requests of the step and saves them. A consumer saves nothing, so the hook returns before it
-unpins.
+`wait_for_save` unpins the requests of the step. On a consumer, which saves nothing, the hook returns before that.
 
 ## Fix
 On a consumer, the fix acts after `wait_for_save` and unpins the requests of the step.
@@ -28,12 +27,11 @@ from typing import Any
 
 from kvfix.acting import note
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, wrapper
+from kvfix.fixes.api import Fix, fix_after
 from kvfix.fixes.targets import LMCACHE_V1
-from kvfix.wrapping import after
 
 
-@wrapper(after)
+@fix_after()
 def fix(impl: Any, answer: None) -> None:
     if impl.kv_role == "kv_consumer":
         for request in impl._parent._get_connector_metadata().requests:
@@ -52,7 +50,6 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="leak",
     targets=(LMCACHE_V1.wait_for_save(broken=">=0.3.9,<0.4.3", probe=shows_bug, fix=fix, place=2),),
     evidence={"KVD401": "", "KVR009": "^pins of the worker "},

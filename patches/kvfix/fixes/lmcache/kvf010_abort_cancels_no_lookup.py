@@ -27,12 +27,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, wrapper
+from kvfix.fixes.api import Fix, fix_around
 from kvfix.fixes.targets import ASYNC_LOOKUP_CLIENT
-from kvfix.wrapping import around, instead
+from kvfix.wrapping import instead
 
 
-@wrapper(around)
+@fix_around()
 def fix(client: Any, lookup_id: str) -> Any:
     return None if lookup_id in client.reqs_status else instead(None)
 
@@ -46,7 +46,6 @@ def shows_bug(hook: Any, client: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="leak",
     targets=(ASYNC_LOOKUP_CLIENT.cancel_lookup(broken=">=0.3.10", probe=shows_bug, fix=fix),),
     evidence={"KVR009": r"^lookup_client\.(aborted_lookups|reqs_status) "},

@@ -5,11 +5,10 @@ LMCache logs `Request ... is still waiting for async lookup after 3 seconds, ret
 can recompute`. Then the asynchronous lookup client raises `KeyError: '<request id>'`, and EngineCore dies.
 
 ## Cause
-With asynchronous loading the client gives up after `lookup_timeout_ms`. The client returns 0 and deletes the start time
-of the lookup, but the lookup still counts as in flight. If no blocks are free for the request in this step, vLLM asks
-again in the next step, and the client reads the deleted start time (lmcache_async_lookup_client.py 0.5.6:174, :187). Up
-to 0.3.15 the client also does not cancel the lookup. If the request has ended when the late answer arrives, the answer
-and the fetched chunks leak.
+With asynchronous loading the client gives up after `lookup_timeout_ms`. It returns 0 and deletes the start time of the
+lookup, which still counts as in flight. If vLLM has no free blocks, it asks again in the next step, and the client
+reads the deleted start time (lmcache_async_lookup_client.py 0.5.6:174, :187). Up to 0.3.15 the client also does not
+cancel the lookup, so the late answer and the fetched chunks of an ended request leak.
 
 ## Fix
 After a timeout the fix returns 0 for the lookup. It does so until the late answer has arrived and LMCache has cleaned
@@ -33,9 +32,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, wrapper
+from kvfix.fixes.api import Fix, fix_around
 from kvfix.fixes.targets import ASYNC_LOOKUP_CLIENT
-from kvfix.wrapping import around
 
 _UNKNOWN = -1
 
@@ -45,7 +43,7 @@ def given_up(client: Any, lookup_id: str) -> bool:
     return client.reqs_status.get(lookup_id, _UNKNOWN) is None and lookup_id not in client.first_lookup_time
 
 
-@wrapper(around)
+@fix_around()
 def fix(client: Any, lookup_id: str) -> Generator[None, Any, Any]:
     return _answered(client, lookup_id)
 
@@ -59,7 +57,7 @@ def _answered(client: Any, lookup_id: str) -> Generator[None, Any, Any]:
     return answer
 
 
-@wrapper(around)
+@fix_around()
 def fix_0_3_10(client: Any, tokens: Any, lookup_id: str, request_configs: Any = None) -> Generator[None, Any, Any]:
     """In 0.3.10 `lookup` itself keeps the state."""
     return _answered(client, lookup_id)
@@ -82,7 +80,6 @@ def shows_bug(hook: Any, module: Any, *tokens: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="crash",
     targets=(
         ASYNC_LOOKUP_CLIENT.lookup_cache(broken=">=0.3.10.post1", probe=shows_bug, fix=fix),

@@ -6,10 +6,9 @@ local cpu backend. Local cpu memory is under pressure.`
 
 ## Cause
 A lookup with a hit fetches and pins the chunks. If vLLM's own prefix cache has at least as many tokens as the hit,
-LMCache promises and loads nothing. Only a load, or the clean-up of an aborted lookup, releases the fetched chunks.
-Neither releases the pins (0.3.15 cache_engine.py:1295). From 0.3.10.post1 on, the clean-up gets pairs of key and chunk
-but treats each pair as a chunk. It then releases no chunk: `Error releasing memory object: 'tuple' object has no
-attribute 'ref_count_down'`.
+LMCache loads nothing, and only a load or the clean-up of an aborted lookup releases the chunks. Neither releases the
+pins (0.3.15 cache_engine.py:1295). From 0.3.10.post1 on, the clean-up releases no chunk at all, because it takes pairs
+of key and chunk for chunks: `Error releasing memory object: 'tuple' object has no attribute 'ref_count_down'`.
 
 ## Fix
 When the pins of the request are released at the end of its step, the fix also releases the chunks that were fetched and
@@ -34,12 +33,12 @@ from typing import Any
 
 from kvfix.acting import note
 from kvfix.fixes import _engine, stubs
-from kvfix.fixes.api import Fix, wrapper
+from kvfix.fixes.api import Fix, fix_after, fix_around
 from kvfix.fixes.targets import CACHE_ENGINE
-from kvfix.wrapping import after, around, instead
+from kvfix.wrapping import instead
 
 
-@wrapper(after)
+@fix_after()
 def fix(engine: Any, answer: None, lookup_id: str) -> None:
     if engine.async_loading:
         events = sys.modules["lmcache.v1.event_manager"]
@@ -48,7 +47,7 @@ def fix(engine: Any, answer: None, lookup_id: str) -> None:
             engine.cleanup_memory_objs(lookup_id)
 
 
-@wrapper(around)
+@fix_around()
 def fix_clean_up(engine: Any, lookup_id: str) -> Any:
     chunks = _engine.fetched(engine, lookup_id)
     if not chunks:
@@ -60,7 +59,7 @@ def fix_clean_up(engine: Any, lookup_id: str) -> Any:
     return instead(None)
 
 
-@wrapper(around)
+@fix_around()
 def fix_load(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Generator[None, Any, Any] | None:
     chunks = _engine.fetched(engine, more.get("req_id")) if engine.async_loading else []
     return _unpinned_after(chunks) if chunks else None
@@ -91,7 +90,6 @@ def shows_bug(hook: Any, engine: Any) -> bool:
 BROKEN = ">=0.3.10,<0.4.1"
 FIX = Fix(
     __name__,
-    __doc__,
     effect="leak",
     targets=(
         CACHE_ENGINE.lookup_unpin(broken=BROKEN, probe=shows_bug, fix=fix),

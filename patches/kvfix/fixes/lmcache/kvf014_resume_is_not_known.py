@@ -1,8 +1,7 @@
 """Preempted requests return wrong text: LMCache handles a resumed request like a running one, and stores wrong KV.
 
 ## Symptom
-Nothing is logged. Requests that were preempted return wrong text, and so do other requests that begin with the same
-tokens.
+Nothing is logged. Requests that were preempted, and others that begin with the same tokens, return wrong text.
 
 ## Cause
 The connector promises a resumed request the tokens that LMCache has. vLLM counts them as computed, but no load starts,
@@ -11,8 +10,7 @@ the resume. The old blocks now belong to other requests. LMCache stores the KV o
 resumed request (0.3.9 vllm_v1_adapter.py, `build_connector_meta`).
 
 ## Fix
-The fix promises nothing to a resumed request. It resets the tracker to the tokens that vLLM has computed and to the new
-blocks.
+The fix promises nothing to a resumed request, and resets the tracker to vLLM's computed tokens and the new blocks.
 
 ## Releases
 LMCache 0.3.9 to 0.3.9.post2.
@@ -31,17 +29,17 @@ from typing import Any
 from kvfix import scheduling
 from kvfix.acting import note
 from kvfix.fixes import _closed, stubs
-from kvfix.fixes.api import Fix, wrapper
+from kvfix.fixes.api import Fix, fix_around, fix_before
 from kvfix.fixes.targets import LMCACHE_V1
-from kvfix.wrapping import around, before, instead
+from kvfix.wrapping import instead
 
 
-@wrapper(around, on_fault=_closed.no_hit)
+@fix_around(on_fault=_closed.no_hit)
 def fix_lookup(impl: Any, request: Any, num_computed_tokens: int) -> Any:
     return instead(0) if request.request_id in impl._request_trackers else None
 
 
-@wrapper(before, on_fault=_closed.save_nothing_more)
+@fix_before(on_fault=_closed.save_nothing_more)
 def fix_metadata(impl: Any, scheduler_output: Any) -> None:
     for name in scheduling.resumed(scheduler_output):
         tracker, request = impl._request_trackers[name], impl._unfinished_requests[name]
@@ -67,7 +65,6 @@ def metadata_shows_bug(hook: Any, adapter: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(
         LMCACHE_V1.get_num_new_matched_tokens(

@@ -124,7 +124,6 @@ def disk_shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
     targets=(
         LOCAL_CPU_BACKEND.allocate(broken=">=0.3.9", probe=stubs.cannot_tell, fix=fix),

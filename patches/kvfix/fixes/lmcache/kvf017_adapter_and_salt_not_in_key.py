@@ -9,10 +9,9 @@ LMCache's in-process connector builds its keys from token ids, model and layout.
 mentions LoRA or cache_salt. vLLM's own prefix cache has both in its keys.
 
 ## Fix
-If a request has an adapter or a salt, the fix adds a hash of both to its keys, as a tag. Lookup, load and store use
-these keys. LMCache itself supports tags: every parameter in `kv_transfer_params` whose name begins with `lmcache.tag.`
-becomes a part of the key. All other keys stay the same. With `use_layerwise`, LMCache's vllm_v1_adapter.py does not
-pass the tags to the cache engine. The fix adds the tags to the call.
+If a request has an adapter or a salt, the fix adds a hash of both to its keys, as a tag. LMCache itself supports tags:
+a parameter in `kv_transfer_params` whose name begins with `lmcache.tag.` becomes a part of the key. With
+`use_layerwise`, LMCache does not pass the tags to the cache engine, so the fix adds them to the call.
 
 ## Mixed roll-out
 Use the fix in all engines that share a cache, or in none of them. Take a request with an adapter or a salt. An engine
@@ -34,15 +33,15 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Generator
-from types import ModuleType, SimpleNamespace
+from collections.abc import Generator
+from types import SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import _closed, _layerwise, stubs
-from kvfix.fixes.api import NEW_REQUESTS, Fix, wrapper
+from kvfix.fixes.api import NEW_REQUESTS, Fix, fix_around
 from kvfix.fixes.targets import LMCACHE_V1
 from kvfix.session import session
-from kvfix.wrapping import GO_ON, View, around
+from kvfix.wrapping import GO_ON, View
 
 TAG = "lmcache.tag.kvfix"
 
@@ -60,7 +59,7 @@ def tagged(sampling_params: Any, lora_request: Any, salt: str | None) -> Any:
     return copied
 
 
-@wrapper(around, on_fault=_closed.no_hit)
+@fix_around(on_fault=_closed.no_hit)
 def fix_lookup(impl: Any, request: Any, num_computed_tokens: int) -> Generator[Any, Any, Any]:
     own = request.sampling_params
     if request.request_id in session.before:
@@ -79,7 +78,7 @@ def _found_by_none(impl: Any, scheduler_output: Any, *_: Any, **__: Any) -> Any:
     return GO_ON
 
 
-@wrapper(around, on_fault=_found_by_none)
+@fix_around(on_fault=_found_by_none)
 def fix_metadata(impl: Any, scheduler_output: Any) -> Generator[Any, Any, Any]:
     new_requests, changed = [], False
     for new in scheduler_output.scheduled_new_reqs:
@@ -105,12 +104,8 @@ def _add_request_configs(call: dict[str, Any], request: Any) -> None:
         call.setdefault("request_configs", request.request_configs)
 
 
-def fix_layer_loads(adapter: ModuleType) -> Callable[..., Any]:
-    return _layerwise.loads(_add_request_configs, _layers_found_by_none)
-
-
-def fix_layer_saves(adapter: ModuleType) -> Callable[..., Any]:
-    return _layerwise.saves(_add_request_configs, _layers_found_by_none)
+fix_layer_loads = _layerwise.loads(_add_request_configs, _layers_found_by_none)
+fix_layer_saves = _layerwise.saves(_add_request_configs, _layers_found_by_none)
 
 
 def lookup_shows_bug(hook: Any, adapter: Any) -> bool:
@@ -135,29 +130,17 @@ def metadata_shows_bug(hook: Any, adapter: Any) -> bool:
     return not impl._request_trackers[stubs.NAME].request_configs
 
 
-def _layers(adapter: ModuleType, **meta: Any) -> tuple[Any, list[Any]]:
+def _layers(adapter: Any, **meta: Any) -> tuple[Any, list[Any]]:
     """A worker that loads or saves one request by layers, and the request_configs that its engine gets."""
-    import torch  # the adapter has imported it
-
     passed: list[Any] = []
 
     def layers(*_: Any, request_configs: Any = None, **__: Any) -> Any:
         passed.append(request_configs)
         return iter([None, None, None])
 
-    request = SimpleNamespace(
-        req_id=stubs.NAME, token_ids=[0] * 16, slot_mapping=torch.arange(16), request_configs={TAG: "a"},
-        load_spec=None, save_spec=None,
-    )  # fmt: skip
-    vars(request).update(meta)
-    nothing = SimpleNamespace(
-        update_interval_vllm_hit_tokens=lambda _: None, update_interval_prompt_tokens=lambda _: None
-    )
-    impl = stubs.worker_side(
-        adapter, request, use_layerwise=True, current_layer=0, layerwise_storers=[], _layerwise_save_storers={},
-        _stats_monitor=nothing, lmcache_engine=SimpleNamespace(retrieve_layer=layers, store_layer=layers),
-    )  # fmt: skip
-    return impl, passed
+    engine = SimpleNamespace(retrieve_layer=layers, store_layer=layers)
+    request = stubs.metadata(16, request_configs={TAG: "a"}, **meta)
+    return stubs.worker_side(adapter, request, use_layerwise=True, lmcache_engine=engine), passed
 
 
 def layer_loads_show_bug(hook: Any, adapter: Any) -> bool:
@@ -176,7 +159,6 @@ def layer_saves_show_bug(hook: Any, adapter: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(
         LMCACHE_V1.get_num_new_matched_tokens(broken=">=0.3.9", probe=lookup_shows_bug, fix=fix_lookup, place=5),

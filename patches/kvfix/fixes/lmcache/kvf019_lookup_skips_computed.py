@@ -30,12 +30,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import _closed, stubs
-from kvfix.fixes.api import Fix, wrapper
+from kvfix.fixes.api import Fix, fix_around
 from kvfix.fixes.targets import BYPASS_LOOKUP_CLIENT, LOOKUP_CLIENT
-from kvfix.wrapping import around
 
 
-@wrapper(around, on_fault=_closed.no_hit)
+@fix_around(on_fault=_closed.no_hit)
 def fix(
     client: Any, token_ids: Any, lookup_id: str, request_configs: Any = None, num_computed_tokens: int = 0
 ) -> Generator[Any, Any, Any]:
@@ -67,7 +66,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="lost hits",
     targets=(
         LOOKUP_CLIENT.lookup(broken=">=0.3.10.post2,<0.3.12", probe=shows_bug, fix=fix, place=2),

@@ -12,10 +12,9 @@ LMCache falls back to torch operations, without a warning, if its compiled ones 
 torch_ops/mem_kernels.py:323). The operation that moves all layers rejects HND.
 
 ## Fix
-The fix passes a view of the KV cache with the two axes swapped, and the layout that matches it. The fix does not change
-a KV cache whose blocks have as many tokens as there are KV heads. LMCache stores and loads whole blocks of this KV
-cache in the same token order, so a load returns the right KV. If the fix changed the order, chunks that are already
-stored would be loaded wrongly.
+The fix passes a view of the KV cache with the two axes swapped, and the layout that matches it. It does not change a KV
+cache whose blocks have as many tokens as there are KV heads. Whole blocks of this cache are stored and loaded in the
+same order, which is right, and another order would make stored chunks wrong.
 
 ## Releases
 LMCache 0.5.0 to 0.5.6.
@@ -32,16 +31,14 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any
 
-from kvfix.fixes.api import AT_START, Fix, Owner, wrapper
-from kvfix.wrapping import around
+from kvfix.fixes.api import AT_START, Fix, Owner, fix_around
 
 #: Layouts of five axes whose third axis is the head, and the same with the third and fourth axes swapped.
 SWAPPED = {"NL_X_TWO_NB_NH_BS_HS": "NL_X_TWO_NB_BS_NH_HS", "NL_X_NB_TWO_NH_BS_HS": "NL_X_NB_TWO_BS_NH_HS"}
 
 
-@wrapper(
-    around,
-    when=lambda held, cache, slots, direction, layout, *_: layout.name in SWAPPED and cache.shape[2] != cache.shape[3],
+@fix_around(
+    when=lambda held, cache, slots, direction, layout, *_: layout.name in SWAPPED and cache.shape[2] != cache.shape[3]
 )
 def fix(
     held: Any, cache: Any, slots: Any, direction: Any, layout: Any, token_major: bool = False
@@ -64,18 +61,14 @@ def shows_bug(hook: Any, operations: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
-    targets=(
-        Owner("lmcache", "lmcache.python_ops_fallback", copy="lmcache.python_ops_fallback").single_layer_kv_transfer(
-            broken=">=0.5.0,<0.5.3", probe=shows_bug, fix=fix
-        ),
-        Owner(
-            "lmcache", "lmcache.v1.platform.torch_ops", copy="lmcache.v1.platform.torch_ops"
-        ).single_layer_kv_transfer(broken=">=0.5.3,<0.5.6", probe=shows_bug, fix=fix),
-        Owner(
-            "lmcache", "lmcache.v1.platform.torch_ops.mem_kernels", copy="lmcache.v1.platform.torch_ops.mem_kernels"
-        ).single_layer_kv_transfer(broken=">=0.5.6", probe=shows_bug, fix=fix),
+    targets=tuple(
+        Owner("lmcache", module, copy=module).single_layer_kv_transfer(broken=broken, probe=shows_bug, fix=fix)
+        for module, broken in (
+            ("lmcache.python_ops_fallback", ">=0.5.0,<0.5.3"),
+            ("lmcache.v1.platform.torch_ops", ">=0.5.3,<0.5.6"),
+            ("lmcache.v1.platform.torch_ops.mem_kernels", ">=0.5.6"),
+        )
     ),
     proof="tests/runtime/test_packed_layout.py, on LMCache's own kernels: the lab moves hashes, not tensors",
     # The operation has no answer for "not moved", and a worker must not raise. An error of this fix is as released.

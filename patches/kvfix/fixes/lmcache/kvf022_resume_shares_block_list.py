@@ -15,8 +15,7 @@ skips a step, the worker fills its row of the block table from the list, and the
 
 ## Fix
 After `build_connector_meta`, before the worker runs, the fix copies the list of blocks for each request that this step
-resumes. (The fix does not wrap `update`, which has the bug: that would cost a sixth of the time of a step with 256
-requests.)
+resumes. (A wrapper of `update` would cost a sixth of the time of a step with 256 requests.)
 
 ## Releases
 LMCache 0.3.10 to 0.5.6 with vLLM's model runner V1. vLLM 0.32 uses V2 for most models on a GPU. V2 copies the list, and
@@ -37,9 +36,8 @@ from typing import Any
 from kvfix import scheduling
 from kvfix.acting import note
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, wrapper
+from kvfix.fixes.api import Fix, fix_after
 from kvfix.fixes.targets import LMCACHE_V1, REQUEST_TRACKER
-from kvfix.wrapping import after
 
 
 def _own_lists(impl: Any, answer: Any, *_: Any, **__: Any) -> Any:
@@ -48,7 +46,7 @@ def _own_lists(impl: Any, answer: Any, *_: Any, **__: Any) -> Any:
     return answer
 
 
-@wrapper(after, on_fault=_own_lists)
+@fix_after(on_fault=_own_lists)
 def fix(impl: Any, answer: Any, scheduler_output: Any) -> Any:
     for name in scheduling.resumed(scheduler_output):
         tracker = impl._request_trackers.get(name)
@@ -88,7 +86,6 @@ def step_shows_bug(hook: Any, adapter: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(
         REQUEST_TRACKER.update(broken=">=0.3.10", probe=shows_bug, fix=None),

@@ -32,9 +32,8 @@ from typing import Any
 
 from kvfix.acting import note
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, wrapper
+from kvfix.fixes.api import Fix, fix_after
 from kvfix.fixes.targets import REQUEST_TRACKER
-from kvfix.wrapping import after
 
 
 def _found_nowhere(config: Any, tracker: Any, new_request: Any, num_tokens_to_compute: int, *_: Any, **__: Any) -> Any:
@@ -43,7 +42,7 @@ def _found_nowhere(config: Any, tracker: Any, new_request: Any, num_tokens_to_co
     return tracker
 
 
-@wrapper(after, on_fault=_found_nowhere)
+@fix_after(on_fault=_found_nowhere)
 def fix(config: Any, tracker: Any, new_request: Any, num_tokens_to_compute: int, *_: Any) -> Any:
     tokens = getattr(new_request, "prefill_token_ids", None)  # only for runner V2
     if tokens is not None and len(tracker.token_ids) < num_tokens_to_compute:
@@ -63,7 +62,6 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(REQUEST_TRACKER.from_new_request(broken=">=0.3.9", probe=shows_bug, fix=fix),),
     evidence={"KVR004": ""},

@@ -29,13 +29,12 @@ from typing import Any
 
 from kvfix.acting import note
 from kvfix.fixes import _closed, stubs
-from kvfix.fixes.api import NEW_REQUESTS, Fix, wrapper
+from kvfix.fixes.api import NEW_REQUESTS, Fix, fix_before
 from kvfix.fixes.targets import LMCACHE_V1
 from kvfix.session import session
-from kvfix.wrapping import before
 
 
-@wrapper(before, when=lambda impl, *_, **__: impl.config.save_decode_cache, on_fault=_closed.save_nothing_more)
+@fix_before(when=lambda impl, *_, **__: impl.config.save_decode_cache, on_fault=_closed.save_nothing_more)
 def fix(impl: Any, scheduler_output: Any) -> None:
     cached = scheduler_output.scheduled_cached_reqs
     for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
@@ -55,7 +54,6 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(LMCACHE_V1.build_connector_meta(broken=">=0.3.10,<0.4.3", probe=shows_bug, fix=fix, place=7),),
     scenarios=("decode-tokens-left-out",),

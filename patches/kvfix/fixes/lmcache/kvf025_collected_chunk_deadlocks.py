@@ -28,14 +28,14 @@ https://github.com/LMCache/LMCache/issues/3533, about the lock of the allocator,
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator
-from types import ModuleType, SimpleNamespace
+from collections.abc import Generator
+from types import SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, wrapper
+from kvfix.fixes.api import Fix, fix_around, fix_before
 from kvfix.fixes.targets import TENSOR_MEMORY_OBJ
-from kvfix.wrapping import around, before, instead
+from kvfix.wrapping import instead
 
 #: Chunks that the collector has found. append and popleft are atomic.
 COLLECTED: deque[Any] = deque()
@@ -43,7 +43,7 @@ COLLECTED: deque[Any] = deque()
 FREE = "_kvfix_free"
 
 
-@wrapper(around)
+@fix_around()
 def fix(chunk: Any) -> Generator[None, Any, Any] | None:
     if chunk.parent_allocator is None or not chunk.is_valid() or FREE in vars(chunk):
         return None
@@ -51,11 +51,7 @@ def fix(chunk: Any) -> Generator[None, Any, Any] | None:
     return instead(None)
 
 
-def fix_release(module: ModuleType) -> Callable[..., Any]:
-    return before(lambda chunk: free_collected(), when=lambda *_: COLLECTED)
-
-
-def free_collected() -> None:
+def free_collected(*_: Any) -> None:
     while COLLECTED:
         try:
             gone = COLLECTED.popleft()
@@ -65,21 +61,20 @@ def free_collected() -> None:
         gone.__del__()
 
 
+fix_release = fix_before(when=lambda *_: COLLECTED)(free_collected)
+
+
 def shows_bug(hook: Any, module: Any) -> bool:
     """A chunk that is collected. Wrong is to free it at once."""
     freed: list[Any] = []
-    chunk = SimpleNamespace(
-        parent_allocator=SimpleNamespace(free=freed.append),
-        is_valid=lambda: True,
-        meta=SimpleNamespace(ref_count=0, pin_count=0, address=0),
-    )
+    allocator, meta = SimpleNamespace(free=freed.append), SimpleNamespace(ref_count=0, pin_count=0, address=0)
+    chunk = SimpleNamespace(parent_allocator=allocator, is_valid=lambda: True, meta=meta)
     hook(chunk)
     return bool(freed)
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
     targets=(
         TENSOR_MEMORY_OBJ.target("__del__", broken=">=0.3.14", probe=shows_bug, fix=fix),

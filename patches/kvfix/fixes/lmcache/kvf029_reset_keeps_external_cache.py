@@ -12,10 +12,8 @@ LMCache's in-process connector has no `reset_cache` in any release. LMCache's mu
 and `reset_connector_cache` counts every answer except False as success (scheduler.py 0.32.0:2898).
 
 ## Fix
-If an LMCache connector has no `reset_cache`, the fix makes the reset return False, because the reset has failed. The
-fix does the same for an LMCache connector in a MultiConnector. The fix does not empty LMCache's cache. The scheduler
-cannot empty the cache, because the cache is in other processes, such as the workers. The cache may also be on disk or
-in a shared store. To empty the cache, do one of these:
+If an LMCache connector has no `reset_cache`, also in a MultiConnector, the reset returns False. The fix does not empty
+LMCache's cache: it is in other processes, on disk or in a shared store. To empty it, do one of these:
 
 - in process: `DELETE /cache/clear` at the internal API server of each worker (`internal_api_server_enabled`)
 - multi-process: `POST /cache/clear` at the server
@@ -41,12 +39,11 @@ from typing import Any
 
 from kvfix import engine_log
 from kvfix.fixes import _closed, _scheduler
-from kvfix.fixes.api import Fix, wrapper
+from kvfix.fixes.api import Fix, fix_after
 from kvfix.fixes.targets import SCHEDULER
-from kvfix.wrapping import after
 
 
-@wrapper(after, when=lambda scheduler, answer: answer and keeps_its_cache(scheduler), on_fault=_closed.refuse)
+@fix_after(when=lambda scheduler, answer: answer and keeps_its_cache(scheduler), on_fault=_closed.refuse)
 def fix(scheduler: Any, answer: bool) -> bool:
     engine_log.warning(
         "KVF029: reset_prefix_cache answers False: LMCache's connector cannot empty its cache, which keeps KV of "
@@ -73,7 +70,6 @@ def shows_bug(hook: Any, scheduler: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(SCHEDULER.reset_connector_cache(broken=">=0.15.1", probe=shows_bug, fix=fix),),
     scenarios=("reset-keeps-external-cache", "mp-reset-keeps-external-cache", "mp-reset-keeps-external-cache-in-tree"),

@@ -5,20 +5,17 @@ With tensor or pipeline parallelism one worker logs `Request ... failed to load 
 else is logged. Later, other requests that begin with the same prompt return wrong text.
 
 ## Cause
-Each rank has its own part of a request's KV in its own cache, and loads this part by itself. If the load fails in one
-rank, only that rank knows of the failure in the step (0.5.6 vllm_v1_adapter.py:886-893). But the result of the step
-depends on the KV in all ranks. So all of the result is wrong, and the other ranks store it in the same step
-(:1104-1259).
+Each rank loads its own part of a request's KV from its own cache. If the load fails in one rank, only that rank knows
+of the failure in the step (0.5.6 vllm_v1_adapter.py:886-893). But the result of the step depends on the KV in all
+ranks, and the other ranks store it in the same step (:1104-1259).
 
 After the step vLLM unites the failed blocks of all ranks and computes the tokens again. The caches of the other ranks
-keep the chunks that they already have. KVF007 fixes the rank whose load failed.
+keep the wrong chunks. KVF007 fixes the rank whose load failed.
 
 ## Fix
-With several workers, a step that loads something saves nothing. The fix saves later: when vLLM has the reports of all
-ranks on the load, and has rolled back or ended the requests whose load failed. The save happens in the next step. If
-several steps are in flight, it happens after the last of them. The saves of the steps in between wait too, because
-these steps compute on top of the load. If a request ends or is preempted before its save, it is not saved, because
-other requests have its blocks.
+With several workers, a step that loads something saves nothing, and neither do the steps in flight behind it. The fix
+saves when vLLM has the reports of all ranks on the load, and has rolled back or ended the requests whose load failed.
+If a request ends or is preempted before its save, it is not saved, because other requests have its blocks.
 
 A kv_producer stores every request that has metadata (:1152), so the fix marks the metadata for its worker. For a
 request that names a decoder (`disagg_spec`), the store is the transfer to the decoder. This store cannot wait, because
@@ -39,16 +36,14 @@ The ranks agree which loads have failed before they save a step.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from kvfix import scheduling
 from kvfix.acting import note
 from kvfix.fixes import _closed, _scheduler, _worker, stubs
-from kvfix.fixes.api import Fix, wrapper
+from kvfix.fixes.api import Fix, fix_after
 from kvfix.fixes.targets import LMCACHE_V1, SCHEDULER
-from kvfix.wrapping import after
 
 #: Attribute of an adapter in the scheduler: its Unsaved.
 _UNSAVED = "_kvfix_unsaved"
@@ -67,8 +62,7 @@ class Unsaved:
     """The saves that wait for the reports of all ranks, one for each request: a save has all its tokens."""
 
     def __init__(self, config: Any) -> None:
-        in_flight = getattr(config, "max_concurrent_batches", None)  # since vLLM 0.26
-        self.in_flight = in_flight or 1 + bool(config.scheduler_config.async_scheduling)
+        self.in_flight = scheduling.most_in_flight(config)
         self.step = 0
         #: The first step whose saves need not wait.
         self.open_from = 0
@@ -108,7 +102,7 @@ def _has_ranks(impl: Any, *_: Any, **__: Any) -> Any:
     return impl._vllm_config.parallel_config.world_size > 1 and impl.kv_role in ("kv_both", "kv_producer")
 
 
-@wrapper(after, when=_has_ranks, on_fault=_closed.drop_saves)
+@fix_after(when=_has_ranks, on_fault=_closed.drop_saves)
 def fix_metadata(impl: Any, metadata: Any, scheduler_output: Any) -> Any:
     unsaved = getattr(impl, _UNSAVED, None)
     if unsaved is None:
@@ -136,16 +130,11 @@ def _saves(impl: Any, meta: Any) -> bool:
     return bool(meta.save_spec.can_save or impl.kv_role == "kv_producer")
 
 
-def fix_worker(adapter: ModuleType) -> Callable[..., Any]:
-    return _worker.fix_producer(_is_put_off)
-
-
-def fix_layers(adapter: ModuleType) -> Callable[..., Any]:
-    return _worker.fix_producer_layers(_is_put_off)
-
-
 def _is_put_off(request: Any) -> bool:
     return getattr(request, _STORE_NOTHING, False)
+
+
+fix_stores, fix_layers = _worker.fix_producer(_is_put_off), _worker.fix_producer_layers(_is_put_off)
 
 
 def _drop_all(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
@@ -156,7 +145,7 @@ def _drop_all(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
     return answer
 
 
-@wrapper(after, on_fault=_drop_all)
+@fix_after(on_fault=_drop_all)
 def fix_rollback(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
     for impl in _scheduler.lmcache_adapters(scheduler):
         unsaved = getattr(impl, _UNSAVED, None)
@@ -186,21 +175,17 @@ def stores_all_the_same(hook: Any, adapter: Any) -> bool:
 
 def rollback_is_not_recorded(hook: Any, scheduler: Any) -> bool:
     """One running request with a save that waits, its first block has failed: it is rolled back, and still saved."""
-    request, saves = stubs.request(32, num_computed_tokens=20, num_cached_tokens=16), {stubs.NAME: None}
-    impl = SimpleNamespace(**{_UNSAVED: SimpleNamespace(saves=saves)})
-    rolled_back, *_ = _scheduler.roll_back(hook, request, adapter=impl)
-    if rolled_back != {stubs.NAME}:
-        raise LookupError("the first value that the hook returns is not the rolled back requests")
+    saves = {stubs.NAME: None}
+    _scheduler.roll_back_one(hook, SimpleNamespace(**{_UNSAVED: SimpleNamespace(saves=saves)}))
     return bool(saves)
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(
         LMCACHE_V1.build_connector_meta(broken=">=0.3.9", probe=shows_bug, fix=fix_metadata, place=9),
-        LMCACHE_V1.wait_for_save(broken=">=0.3.9", probe=stores_all_the_same, fix=fix_worker, place=4, helper=True),
+        LMCACHE_V1.wait_for_save(broken=">=0.3.9", probe=stores_all_the_same, fix=fix_stores, place=4, helper=True),
         LMCACHE_V1.start_load_kv(broken=">=0.3.9", probe=stubs.cannot_tell, fix=fix_layers, place=6, helper=True),
         SCHEDULER._update_requests_with_invalid_blocks(
             broken=">=0.11.2", probe=rollback_is_not_recorded, fix=fix_rollback, place=6, helper=True

@@ -30,15 +30,14 @@ from collections.abc import Generator
 from typing import Any
 
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, wrapper
+from kvfix.fixes.api import Fix, fix_around
 from kvfix.fixes.targets import LMCACHE_V1
-from kvfix.wrapping import View, around
+from kvfix.wrapping import View
 
 _ASKS = "ret_first_tok"
 
 
-@wrapper(
-    around,
+@fix_around(
     when=lambda impl, request, *_, **__: (
         request.kv_transfer_params and _ASKS in request.kv_transfer_params and not request._output_token_ids
     ),
@@ -61,7 +60,6 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="crash",
     targets=(LMCACHE_V1.request_finished(broken=">=0.3.9", probe=shows_bug, fix=fix, place=3),),
     evidence={"KVR011": "IndexError: list index out of range"},

@@ -1,9 +1,8 @@
 """A request waits for the whole lookup timeout: the worker cannot decode a lookup with a setting that is not a string.
 
 ## Symptom
-The worker logs `Error processing request from scheduler: Expected `str`, got `bool``. The request waits for
-`lookup_timeout_ms`, and then the scheduler logs `Request ... is still waiting for async lookup after ... seconds`. The
-id of the request stays in the lookup client.
+The worker logs `Error processing request from scheduler: Expected `str`, got `bool``. Then the scheduler logs `Request
+... is still waiting for async lookup after ... seconds`. The id of the request stays in the lookup client.
 
 ## Cause
 A request may bring settings for LMCache in its `kv_transfer_params`, such as `"lmcache.skip_save": true`. With
@@ -30,13 +29,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, wrapper
+from kvfix.fixes.api import Fix, fix_around
 from kvfix.fixes.targets import ASYNC_LOOKUP_CLIENT
-from kvfix.wrapping import around
 
 
-@wrapper(
-    around,
+@fix_around(
     when=lambda client, token_ids, lookup_id, request_configs=None, *_, **__: (
         request_configs and not all(isinstance(value, str) for value in request_configs.values())
     ),
@@ -64,7 +61,6 @@ def shows_bug(hook: Any, client: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
     targets=(ASYNC_LOOKUP_CLIENT.lookup(broken=">=0.3.10", probe=shows_bug, fix=fix),),
     evidence={"KVR009": r"^lookup_client\.(aborted_lookups|reqs_status) "},

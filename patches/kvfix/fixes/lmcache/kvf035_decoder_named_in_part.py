@@ -30,9 +30,9 @@ from typing import Any
 
 from kvfix import engine_log
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, wrapper
+from kvfix.fixes.api import Fix, fix_around
 from kvfix.fixes.targets import LMCACHE_V1
-from kvfix.wrapping import View, around
+from kvfix.wrapping import View
 
 _SPEC = "disagg_spec"
 _KEYS = ("req_id", "receiver_host", "receiver_init_port", "receiver_alloc_port")
@@ -46,7 +46,7 @@ def _in_part(impl: Any, request: Any, *_: Any, **__: Any) -> bool:
     return not isinstance(spec, dict) or any(k not in spec for k in _KEYS) or not isinstance(spec["receiver_host"], str)
 
 
-@wrapper(around, when=_in_part)
+@fix_around(when=_in_part)
 def fix(impl: Any, request: Any, num_external_tokens: int) -> Generator[Any, Any, Any]:
     engine_log.warning("KVF035: a request names a decoder in `disagg_spec` without its whole address; kvfix ignores it")
     others = {name: value for name, value in request.kv_transfer_params.items() if name != _SPEC}
@@ -66,7 +66,6 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="crash",
     targets=(LMCACHE_V1.update_state_after_alloc(broken=">=0.3.9", probe=shows_bug, fix=fix),),
     evidence={"KVR011": "KeyError: '(req_id|receiver_)"},

@@ -3,8 +3,7 @@
 ## Symptom
 The scheduler logs `Request ... is still waiting for async lookup after 3 seconds, returning 0 lmcache cached tokens so
 vllm can recompute`, and the request is preempted later. With several workers, a worker then dies with `AssertionError:
-Event ... of type EventType.LOADING is not done or not found.` Or nothing is logged, and fetched chunks are never
-released.
+Event ... of type EventType.LOADING is not done or not found.` Or nothing is logged, and fetched chunks leak.
 
 ## Cause
 vLLM computes a request whose lookup timed out. When the request gets its blocks, `update_state_after_alloc` deletes the
@@ -36,13 +35,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, wrapper
+from kvfix.fixes.api import Fix, fix_around
 from kvfix.fixes.targets import ASYNC_LOOKUP_CLIENT
-from kvfix.wrapping import around, instead
+from kvfix.wrapping import instead
 
 
 # The clean-up takes the lookup out of `aborted_lookups` before it clears it.
-@wrapper(around, when=lambda client, lookup_id: lookup_id in client.aborted_lookups)
+@fix_around(when=lambda client, lookup_id: lookup_id in client.aborted_lookups)
 def fix(client: Any, lookup_id: str) -> Any:
     return instead(None)
 
@@ -58,7 +57,6 @@ def shows_bug(hook: Any, client: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="crash",
     targets=(ASYNC_LOOKUP_CLIENT.clear_lookup_status(broken=">=0.3.10", probe=shows_bug, fix=fix),),
     evidence={

@@ -1,9 +1,8 @@
 """A request returns wrong text: LMCache loads a truncated chunk file from the local disk as if it were whole.
 
 ## Symptom
-With `local_disk`, nothing is logged. LMCache logs `Retrieved 256 out of 256 required tokens`, the request ends with
-HTTP 200, and its text is wrong. If the file is gone, LMCache logs `File not found on disk: ...`, then raises
-`KeyError`, and EngineCore dies.
+With `local_disk`, LMCache logs `Retrieved 256 out of 256 required tokens`, the request ends with HTTP 200, and its text
+is wrong. If the file is gone, LMCache logs `File not found on disk: ...`, then raises `KeyError`, and EngineCore dies.
 
 ## Cause
 `read_file` does not compare the number of bytes that it read with the size of the chunk (0.5.6
@@ -44,9 +43,9 @@ from typing import Any
 
 from kvfix import engine_log
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, wrapper
+from kvfix.fixes.api import Fix, fix_after, fix_around
 from kvfix.fixes.targets import CACHE_ENGINE, LOCAL_DISK_BACKEND
-from kvfix.wrapping import after, around, positional
+from kvfix.wrapping import positional
 
 _MARK_BYTES = 16
 _LOADED_ANYWAY = "is truncated or missing, and LMCache has loaded it (use_layerwise)"
@@ -66,7 +65,7 @@ class _Reads(threading.local):
 _READS = _Reads()
 
 
-@wrapper(around)
+@fix_around()
 def fix_read(backend: Any, key: Any, buffer: Any, path: str) -> Generator[None, Any, Any]:
     _READS.started += 1
     size, entry = len(buffer), backend.dict.get(key)
@@ -184,7 +183,7 @@ def _warn(what: str, path: str) -> None:
     engine_log.warning(f"KVF037: a chunk file in {folder} {what}. Check the disk, and that nothing else writes there.")
 
 
-@wrapper(after)
+@fix_after()
 def fix_report(engine: Any, answer: Any, tokens: Any, mask: Any, ret_mask: Any, **_: Any) -> Any:
     ret_mask[:] = False
     for _, _, start, end in answer[0]:
@@ -205,7 +204,6 @@ _HELPER = {"broken": ">=0.3.9.post1", "probe": stubs.cannot_tell, "helper": True
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(
         LOCAL_DISK_BACKEND.read_file(broken=">=0.3.9.post1", probe=shows_bug, fix=fix_read),

@@ -1,9 +1,8 @@
 """After a failed disk write the chunk stays in CPU memory for ever, and LMCache never stores that chunk again.
 
 ## Symptom
-If the disk of `local_disk` is full, you see no error at the time of the write. LMCache logs `Stored 256 out of total
-256 tokens`, but there are no hits. Later the CPU cache is full: `No eviction candidates found in local cpu backend.
-Local cpu memory is under pressure.`
+When the disk of `local_disk` is full, LMCache logs `Stored 256 out of total 256 tokens`, but there are no hits. Later
+the CPU cache is full: `No eviction candidates found in local cpu backend. Local cpu memory is under pressure.`
 
 ## Cause
 After `write_file`, `async_save_bytes_to_disk` releases the memory, marks the task as done and adds the entry (0.5.6
@@ -79,10 +78,6 @@ def _undo(error: OSError, backend: Any, key: Any, memory: Any, *_: Any) -> None:
     )
 
 
-def _nothing(*_: Any) -> None:
-    """Do nothing."""
-
-
 def shows_bug(hook: Any, module: Any) -> bool:
     """A write that fails. Wrong is to leave the memory in use."""
     released: list[bool] = []
@@ -91,23 +86,15 @@ def shows_bug(hook: Any, module: Any) -> bool:
         raise OSError("no space")
 
     memory = SimpleNamespace(
-        tensor=object(),
-        byte_array=b"",
-        get_size=lambda: 0,
-        get_physical_size=lambda: 0,
+        tensor=object(), byte_array=b"", get_size=lambda: 0, get_physical_size=lambda: 0,
         ref_count_down=lambda: released.append(True),
-    )
+    )  # fmt: skip
     backend = module.LocalDiskBackend.__new__(module.LocalDiskBackend)  # with the methods that a release may add
     vars(backend).update(
-        _key_to_path=lambda key: os.devnull + "/none",
-        write_file=write_file,
-        usage=0,
-        current_cache_size=0,
-        stats_monitor=SimpleNamespace(update_local_storage_usage=_nothing),
-        disk_lock=nullcontext(),
-        disk_worker=SimpleNamespace(remove_put_task=_nothing),
-        cache_policy=SimpleNamespace(update_on_force_evict=_nothing),
-    )
+        _key_to_path=lambda key: os.devnull + "/none", write_file=write_file, usage=0, current_cache_size=0,
+        disk_lock=nullcontext(), stats_monitor=stubs.Nothing(), disk_worker=stubs.Nothing(),
+        cache_policy=stubs.Nothing(),
+    )  # fmt: skip
     with suppress(OSError):
         hook(backend, stubs.NAME, memory)
     return not released
@@ -115,7 +102,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="leak",
     targets=(LOCAL_DISK_BACKEND.async_save_bytes_to_disk(broken=">=0.3.9", probe=shows_bug, fix=fix),),
     proof="tests/runtime/test_local_disk.py, on LMCache's own backend: the lab has no disk",

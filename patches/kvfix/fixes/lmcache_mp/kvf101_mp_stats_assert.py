@@ -64,7 +64,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="crash",
     targets=multi_process(
         "request_finished", shows_bug, fix, lmcache=">=0.4.5,<=0.5.6", vllm=">=0.26.0", for_0180="", place=1

@@ -33,34 +33,22 @@ LMCache 0.5.5 is no longer in use, and vLLM's copy assigns the hit instead of ad
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, fix_after
 from kvfix.fixes.targets import multi_process
-from kvfix.wrapping import after
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    prefetching = module.LMCacheMPRequestState.PREFETCHING
-
-    def get_num_new_matched_tokens(
-        connector: Any, answer: tuple[int | None, bool], request: Any, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        tracker, size = connector.request_trackers[request.request_id], _mp.block_size(connector)
-        aligned = getattr(connector, "_hit_alignment_tokens", size)
-        _mp.set_tokens(tracker, "num_stored", _mp.tokens(tracker, "num_lmcache_hit", size), size)
-        _mp.set_tokens(tracker, "num_vllm_hit", num_computed_tokens // aligned * aligned, size)
-        return answer
-
-    return after(
-        get_num_new_matched_tokens,
-        when=lambda connector, answer, request, *_: (
-            answer[0] is not None and _mp.is_in(connector, request, prefetching)
-        ),
-    )
+@fix_after(
+    when=lambda connector, answer, request, *_: answer[0] is not None and _mp.is_in(connector, request, "PREFETCHING")
+)
+def fix(connector: Any, answer: Any, request: Any, num_computed_tokens: int) -> Any:
+    tracker, size = connector.request_trackers[request.request_id], _mp.block_size(connector)
+    aligned = getattr(connector, "_hit_alignment_tokens", size)
+    _mp.set_tokens(tracker, "num_stored", _mp.tokens(tracker, "num_lmcache_hit", size), size)
+    _mp.set_tokens(tracker, "num_vllm_hit", num_computed_tokens // aligned * aligned, size)
+    return answer
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
@@ -77,7 +65,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="lost hits",
     targets=multi_process(
         "get_num_new_matched_tokens", shows_bug, fix, lmcache=">=0.4.5,<=0.5.5", vllm=">=0.26.0", place=1

@@ -34,9 +34,9 @@ from typing import Any
 from kvfix import engine_log
 from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix, wrapper
+from kvfix.fixes.api import Fix, fix_after
 from kvfix.fixes.targets import MP_WORKER_ADAPTER
-from kvfix.wrapping import View, after
+from kvfix.wrapping import View
 
 
 def load(adapter: Any, future: Any, blocks: Any) -> Any:
@@ -67,9 +67,7 @@ def _failed(adapter: Any, answer: Any, request_id: str, *_: Any, **__: Any) -> A
 
 
 # If the server does not answer, no load starts, and its blocks are reported already.
-@wrapper(
-    after, when=lambda adapter, answer, request_id, *_, **__: request_id in adapter.retrieve_futures, on_fault=_failed
-)
+@fix_after(when=lambda adapter, answer, request_id, *_, **__: request_id in adapter.retrieve_futures, on_fault=_failed)
 def fix(adapter: Any, answer: Any, request_id: str, *_: Any, **__: Any) -> Any:
     future, blocks = adapter.retrieve_futures[request_id]
     adapter.retrieve_futures[request_id] = (load(adapter, future, blocks), blocks)
@@ -84,24 +82,18 @@ def shows_bug(hook: Any, module: Any) -> bool:
         lazy_offload=True,
         mq_client=SimpleNamespace(submit_request=lambda *_: failed),
         transfer_ctx=SimpleNamespace(submit_retrieve=lambda *_, **__: failed),
-        request_telemetry=SimpleNamespace(on_request_store_finished=lambda **_: None),
-        _completed_store_requests={},
-        _failed_store_requests=set(),
-        _pending_store_kv_events={},
-        _process_finished_stores=lambda *_: set(),
+        request_telemetry=stubs.Nothing(),
     )
     op = module.LoadStoreOp(token_ids=[0] * 32, block_ids=[3, 4], start=0, end=32)
     hook(adapter, stubs.NAME, op, SimpleNamespace(ipc_handle=lambda: b""))
     if adapter.error_block_ids:
         raise LookupError("the load did not start")
-    takes = inspect.unwrap(module.LMCacheMPWorkerAdapter.get_finished)
-    takes(adapter, *([set()] * (len(inspect.signature(takes).parameters) - 1)))
+    _mp.get_finished(inspect.unwrap(module.LMCacheMPWorkerAdapter.get_finished), adapter)
     return bool(adapter.error_block_ids != {3, 4})
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(MP_WORKER_ADAPTER.submit_retrieve_request(broken=">=0.4.2,<=0.5.4", probe=shows_bug, fix=fix, place=1),),
     evidence={"KVD301": "", "KVD310": ""},

@@ -44,8 +44,7 @@ from kvfix.wrapping import before
 
 
 def fix(module: ModuleType) -> Callable[..., Any]:
-    make_tracker, ready = module.LMCacheMPRequestTracker, module.LMCacheMPRequestState.READY
-    preempted = module.RequestStatus.PREEMPTED
+    make_tracker, preempted = module.LMCacheMPRequestTracker, module.RequestStatus.PREEMPTED
     bypasses = hasattr(module.LMCacheMPRequestState, "BYPASS_LMCACHE")
 
     def get_num_new_matched_tokens(connector: Any, request: Any, num_computed_tokens: int) -> None:
@@ -62,7 +61,9 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         _mp.nothing_cached(connector.scheduler_adapter, request.request_id)
 
     # vLLM calls the hook in every step in which the request waits. The tracker is not READY then.
-    return before(get_num_new_matched_tokens, when=lambda connector, request, *_: _mp.is_in(connector, request, ready))
+    return before(
+        get_num_new_matched_tokens, when=lambda connector, request, *_: _mp.is_in(connector, request, "READY")
+    )
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
@@ -79,7 +80,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
     targets=multi_process(
         "get_num_new_matched_tokens", shows_bug, fix, lmcache=">=0.4.5,<=0.5.6,!=0.5.5", vllm=">=0.26.0", place=2

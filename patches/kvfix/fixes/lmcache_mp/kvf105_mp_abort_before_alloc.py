@@ -35,42 +35,37 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Generator
-from types import ModuleType
 from typing import Any
 
 from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix, wrapper
+from kvfix.fixes.api import Fix, fix_around, fix_before
 from kvfix.fixes.targets import multi_process
-from kvfix.wrapping import around, before, replaced
+from kvfix.wrapping import replaced
 
 #: Of a connector: {request that ended before its lookup was answered: function that frees its locks}.
 _LOOKING = "_kvfix_looking"
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    prefetching = module.LMCacheMPRequestState.PREFETCHING
-
-    def request_finished(connector: Any, request: Any, block_ids: Any) -> Generator[None, Any, Any] | None:
-        name, adapter = request.request_id, connector.scheduler_adapter
-        tracker = connector.request_trackers[name]
-        known = ("cache_salt", "request_configs")  # arguments of the lookup
-        more = {each: getattr(tracker, each) for each in known if hasattr(tracker, each)}
-        tokens = _mp.token_ids(tracker)
-        free = functools.partial(adapter.free_lookup_locks, token_ids=tokens, start=0, request_id=name, **more)
-        locked = _mp.tokens(tracker, "num_lmcache_hit", _mp.block_size(connector)) or _found(adapter, name)
-        if locked is None or (name in adapter._pending_lookups and not adapter.is_healthy):
-            note(__name__, f"request {name} was aborted during its lookup")
-            vars(connector).setdefault(_LOOKING, {})[name] = free
-            return _session_kept(adapter, name)
-        if locked:
-            note(__name__, f"request {name} was aborted with {locked} locked tokens: its locks are released")
-            free(end=locked)
-        adapter.cleanup_lookup_result(name)
-        return None
-
-    # The admission or the load releases the locks of an admitted request.
-    return around(request_finished, when=lambda connector, request, *_: _mp.is_in(connector, request, prefetching))
+# The admission or the load releases the locks of an admitted request.
+@fix_around(when=lambda connector, request, *_: _mp.is_in(connector, request, "PREFETCHING"))
+def fix(connector: Any, request: Any, block_ids: Any) -> Generator[None, Any, Any] | None:
+    name, adapter = request.request_id, connector.scheduler_adapter
+    tracker = connector.request_trackers[name]
+    known = ("cache_salt", "request_configs")  # arguments of the lookup
+    more = {each: getattr(tracker, each) for each in known if hasattr(tracker, each)}
+    tokens = _mp.token_ids(tracker)
+    free = functools.partial(adapter.free_lookup_locks, token_ids=tokens, start=0, request_id=name, **more)
+    locked = _mp.tokens(tracker, "num_lmcache_hit", _mp.block_size(connector)) or _found(adapter, name)
+    if locked is None or (name in adapter._pending_lookups and not adapter.is_healthy):
+        note(__name__, f"request {name} was aborted during its lookup")
+        vars(connector).setdefault(_LOOKING, {})[name] = free
+        return _session_kept(adapter, name)
+    if locked:
+        note(__name__, f"request {name} was aborted with {locked} locked tokens: its locks are released")
+        free(end=locked)
+    adapter.cleanup_lookup_result(name)
+    return None
 
 
 def _found(adapter: Any, name: str) -> int | None:
@@ -95,7 +90,7 @@ def _except_for(name: str, end: Callable[..., Any]) -> Callable[..., Any]:
     return except_for
 
 
-@wrapper(before, when=lambda connector, *_: getattr(connector, _LOOKING, None))
+@fix_before(when=lambda connector, *_: getattr(connector, _LOOKING, None))
 def fix_step(connector: Any, scheduler_output: Any) -> None:
     adapter, looking = connector.scheduler_adapter, getattr(connector, _LOOKING)
     if not adapter.is_healthy:
@@ -112,16 +107,16 @@ def fix_step(connector: Any, scheduler_output: Any) -> None:
 
 def shows_bug(hook: Any, module: Any) -> bool:
     """512 tokens were found for a request that ends before it is admitted. Wrong is not to free their locks."""
-    connector, request = _mp.scheduler_side(module), stubs.request(2048)
-    _mp.tracked(connector, module, request, num_lmcache_hit=512)
+    request = stubs.request(2048)
+    connector, _ = _mp.tracked(module, request, num_lmcache_hit=512)
     hook(connector, request, [])
     return "free_lookup_locks" not in connector.scheduler_adapter.names()
 
 
 def step_shows_bug(hook: Any, module: Any) -> bool:
     """The request ends before the answer of 512 tokens has come, and a step follows. Wrong is not to free the locks."""
-    connector, request = _mp.scheduler_side(module, found=None), stubs.request(2048)
-    _mp.tracked(connector, module, request)
+    request = stubs.request(2048)
+    connector, _ = _mp.tracked(module, request, found=None)
     connector.scheduler_adapter._pending_lookups.add(request.request_id)
     fix(module)(inspect.unwrap(type(connector).request_finished))(connector, request, [])  # the other part of the fix
     connector.scheduler_adapter.found = 512
@@ -132,7 +127,6 @@ def step_shows_bug(hook: Any, module: Any) -> bool:
 _RELEASES = {"lmcache": ">=0.4.5,<=0.5.6", "vllm": ">=0.26.0"}
 FIX = Fix(
     __name__,
-    __doc__,
     effect="leak",
     targets=(
         *multi_process("request_finished", shows_bug, fix, **_RELEASES, place=2),

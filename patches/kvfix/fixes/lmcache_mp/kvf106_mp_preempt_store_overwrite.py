@@ -35,9 +35,9 @@ from typing import Any
 
 from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix, wrapper
+from kvfix.fixes.api import Fix, fix_after, fix_before
 from kvfix.fixes.targets import CONNECTOR_BASE, LMCACHE_MP, VLLM_MP, multi_process
-from kvfix.wrapping import GO_ON, after, before
+from kvfix.wrapping import GO_ON
 
 #: Seconds for each store, after an error of this fix.
 _LONGEST_WAIT = 10.0
@@ -53,7 +53,7 @@ def _as_if_preempted(connector: Any, metadata: Any, *_: Any, **__: Any) -> Any:
     return metadata
 
 
-@wrapper(after, when=_some_preempted, on_fault=_as_if_preempted)
+@fix_after(when=_some_preempted, on_fault=_as_if_preempted)
 def mark(connector: Any, metadata: Any, scheduler_output: Any) -> Any:
     metadata._kvfix_preempted = True  # an attribute of the object, so it travels to the workers
     return metadata
@@ -66,8 +66,7 @@ def _wait_for_all(connector: Any, *_: Any, **__: Any) -> Any:
     return GO_ON
 
 
-@wrapper(
-    before,
+@fix_before(
     when=lambda connector, metadata, *_, **__: getattr(metadata, "_kvfix_preempted", False),
     on_fault=_wait_for_all,
 )
@@ -130,7 +129,6 @@ def base_shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(
         *multi_process(

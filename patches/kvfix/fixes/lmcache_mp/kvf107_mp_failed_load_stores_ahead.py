@@ -33,13 +33,11 @@ from typing import Any
 
 from kvfix.acting import note
 from kvfix.fixes import _closed, _mp, stubs
-from kvfix.fixes.api import Fix, wrapper
+from kvfix.fixes.api import Fix, fix_before
 from kvfix.fixes.targets import multi_process
-from kvfix.wrapping import before
 
 
-@wrapper(
-    before,
+@fix_before(
     when=lambda connector, scheduler_output, *_, **__: (
         scheduler_output.scheduled_new_reqs or scheduler_output.scheduled_cached_reqs.resumed_req_ids
     ),
@@ -73,19 +71,18 @@ def _count_from(connector: Any, tracker: Any, computed: int) -> None:
 
 def shows_bug(hook: Any, module: Any) -> bool:
     """vLLM had 256 tokens, the cache 1024, the load failed. 1024 are scheduled: wrong is to store beyond 1280."""
-    connector, request = _mp.scheduler_side(module), stubs.request(4096)
-    tracker = _mp.tracked(connector, module, request, num_vllm_hit=256, num_lmcache_hit=1024, num_stored=1024)
+    counts = {"num_vllm_hit": 256, "num_lmcache_hit": 1024, "num_stored": 1024}
+    connector, tracker = _mp.tracked(module, stubs.request(4096), **counts)
     tracker.state = module.LMCacheMPRequestState.READY
     blocks = list(range(256))
     tracker.append_block_ids((blocks,) if isinstance(tracker.allocated_block_ids, dict) else blocks)
-    new = SimpleNamespace(req_id=request.request_id, num_computed_tokens=256)
+    new = SimpleNamespace(req_id=stubs.NAME, num_computed_tokens=256)
     metadata = hook(connector, stubs.step(1024, new=new))
     return any(each.direction == "STORE" and each.op.end > 1280 for each in metadata.requests)
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=multi_process("build_connector_meta", shows_bug, fix, lmcache=">=0.4.5,<=0.5.6", vllm=">=0.26.0", place=3),
     evidence={"KVR008": ""},

@@ -30,7 +30,7 @@ from types import ModuleType
 from typing import Any
 
 from kvfix.acting import note
-from kvfix.fixes import _mp, stubs
+from kvfix.fixes import _mp
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import LMCACHE_MP, multi_process
 from kvfix.wrapping import GO_ON, around
@@ -66,8 +66,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 def shows_bug(hook: Any, module: Any) -> bool:
     """A request with embeddings; 512 zeros are cached. Wrong is a hit."""
-    connector = _mp.scheduler_side(module, found=512)
-    return bool(hook(connector, stubs.request(2048, prompt_embeds=object()), 0)[0])
+    return _mp.finds(hook, module, prompt_embeds=object())
 
 
 def new_request_shows_bug(hook: Any, module: Any) -> bool:
@@ -77,7 +76,6 @@ def new_request_shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(
         *multi_process(

@@ -34,9 +34,9 @@ from typing import Any
 
 from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix, wrapper
+from kvfix.fixes.api import Fix, fix_around
 from kvfix.fixes.targets import MP_WORKER_ADAPTER
-from kvfix.wrapping import View, around
+from kvfix.wrapping import View
 
 
 def both(first: Any, second: Any) -> Any:
@@ -60,7 +60,7 @@ def both(first: Any, second: Any) -> Any:
     return View(second, _kvfix_stores=stores, **{name: each(name) for name in ("query", "wait", "result")})
 
 
-@wrapper(around)
+@fix_around()
 def fix(adapter: Any, request_id: str, *_: Any, **__: Any) -> Generator[None, Any, Any]:
     first = adapter.store_futures.get(request_id)
     is_in_flight = first is not None and not first.query()
@@ -96,7 +96,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(MP_WORKER_ADAPTER.submit_store_request(broken=">=0.4.2,<=0.5.6", probe=shows_bug, fix=fix),),
     evidence={"KVR009": r"^worker_adapter\.finished_stores "},

@@ -30,12 +30,11 @@ from typing import Any
 
 from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix, wrapper
+from kvfix.fixes.api import Fix, fix_after
 from kvfix.fixes.targets import MP_WORKER_ADAPTER
-from kvfix.wrapping import after
 
 
-@wrapper(after, when=lambda adapter, answer, request_id, op, *_, **__: op.skip_first_n_tokens)
+@fix_after(when=lambda adapter, answer, request_id, op, *_, **__: op.skip_first_n_tokens)
 def fix(adapter: Any, answer: Any, request_id: str, op: Any, *_: Any, **__: Any) -> Any:
     skipped = _skipped(op)
     if skipped:
@@ -71,7 +70,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="lost hits",
     targets=(MP_WORKER_ADAPTER.submit_retrieve_request(broken=">=0.4.2,<=0.5.6", probe=shows_bug, fix=fix, place=2),),
     scenarios=("mp-failed-load-blames-others", "mp-failed-load-blames-others-in-tree"),

@@ -37,9 +37,8 @@ from typing import Any
 
 from kvfix.acting import note
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, Owner, wrapper
+from kvfix.fixes.api import Fix, Owner, fix_after
 from kvfix.fixes.targets import LMCACHE_MP, LMCACHE_MP_0201, VLLM_MP
-from kvfix.wrapping import after
 
 
 def salt(own: str, lora_name: str) -> str:
@@ -53,7 +52,7 @@ def _own_salt(tracker: Any, answer: None, request: Any, *_: Any, **__: Any) -> N
     return answer
 
 
-@wrapper(after, on_fault=_own_salt)
+@fix_after(on_fault=_own_salt)
 def fix(tracker: Any, answer: None, request: Any) -> None:
     lora = getattr(request, "lora_request", None)
     if lora is not None:
@@ -74,7 +73,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=tuple(
         Owner(dist, module, "LMCacheMPRequestTracker", copy=module).target(

@@ -62,7 +62,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="lost hits",
     targets=(MP_SCHEDULER_ADAPTER._ensure_heartbeat_started(broken=">=0.5.0,<=0.5.5", probe=shows_bug, fix=fix),),
     evidence={"KVD205": ""},

@@ -30,12 +30,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvfix.acting import note
-from kvfix.fixes.api import AT_START, Fix, wrapper
+from kvfix.fixes.api import AT_START, Fix, fix_after
 from kvfix.fixes.targets import MP_WORKER_ADAPTER
-from kvfix.wrapping import after
 
 
-@wrapper(after)
+@fix_after()
 def fix(adapter: Any, answer: None, *_: Any, **__: Any) -> None:
     note(__name__, "heartbeats are started")
     adapter._ensure_heartbeat_started()
@@ -57,7 +56,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="lost hits",
     targets=(MP_WORKER_ADAPTER.register_kv_caches(broken=">=0.4.5,<=0.5.6", probe=shows_bug, fix=fix),),
     evidence={"KVD210": ""},

@@ -27,21 +27,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Generator
-from types import SimpleNamespace
 from typing import Any
 
 from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix, wrapper
+from kvfix.fixes.api import Fix, fix_around
 from kvfix.fixes.targets import multi_process
-from kvfix.wrapping import around, replaced
+from kvfix.wrapping import replaced
 
 
-def _has_salt(connector: Any, request: Any, *_: Any) -> Any:
-    return getattr(connector.request_trackers.get(request.request_id), "cache_salt", "")
-
-
-@wrapper(around, when=_has_salt)
+@fix_around(
+    when=lambda connector, request, *_: getattr(connector.request_trackers.get(request.request_id), "cache_salt", "")
+)
 def fix(connector: Any, request: Any, blocks: Any, num_external_tokens: int) -> Generator[None, Any, Any]:
     adapter, salt = connector.scheduler_adapter, connector.request_trackers[request.request_id].cache_salt
     note(__name__, f"request {request.request_id} has a salt")
@@ -51,16 +48,15 @@ def fix(connector: Any, request: Any, blocks: Any, num_external_tokens: int) -> 
 
 def shows_bug(hook: Any, module: Any) -> bool:
     """512 tokens were found, and vLLM has them too. Wrong is to free their locks without the salt."""
-    connector, request = _mp.scheduler_side(module), stubs.request(2048, cache_salt="tenant")
-    _mp.tracked(connector, module, request, num_vllm_hit=512, num_lmcache_hit=512)
-    hook(connector, request, SimpleNamespace(get_block_ids=lambda: (list(range(32)),)), 0)
+    request = stubs.request(2048, cache_salt="tenant")
+    connector, _ = _mp.tracked(module, request, num_vllm_hit=512, num_lmcache_hit=512)
+    hook(connector, request, _mp.BLOCKS, 0)
     (asked,) = [more for name, _, more in connector.scheduler_adapter.asked if name == "free_lookup_locks"]
     return bool(asked.get("cache_salt") != "tenant")
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="leak",
     targets=multi_process(
         "update_state_after_alloc",

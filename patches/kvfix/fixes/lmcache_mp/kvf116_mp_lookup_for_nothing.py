@@ -30,13 +30,12 @@ from __future__ import annotations
 from typing import Any
 
 from kvfix.acting import note
-from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix, wrapper
+from kvfix.fixes import _mp
+from kvfix.fixes.api import Fix, fix_before
 from kvfix.fixes.targets import LMCACHE_MP, multi_process
-from kvfix.wrapping import before
 
 
-@wrapper(before, when=lambda connector, request, *_, **__: request.skip_reading_prefix_cache)
+@fix_before(when=lambda connector, request, *_, **__: request.skip_reading_prefix_cache)
 def fix(connector: Any, request: Any, num_computed_tokens: int = 0) -> None:
     _mp.nothing_cached(connector.scheduler_adapter, request.request_id)
     note(__name__, f"request {request.request_id} reads no cache")
@@ -44,8 +43,7 @@ def fix(connector: Any, request: Any, num_computed_tokens: int = 0) -> None:
 
 def shows_bug(hook: Any, module: Any) -> bool:
     """A request that reads no cache; 512 tokens are cached. Wrong is a hit."""
-    connector = _mp.scheduler_side(module, found=512)
-    return bool(hook(connector, stubs.request(2048, skip_reading_prefix_cache=True), 0)[0])
+    return _mp.finds(hook, module, skip_reading_prefix_cache=True)
 
 
 def new_request_shows_bug(hook: Any, module: Any) -> bool:
@@ -55,7 +53,6 @@ def new_request_shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="leak",
     targets=(
         *multi_process(

@@ -31,9 +31,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvfix.acting import note
-from kvfix.fixes.api import Fix, wrapper
+from kvfix.fixes.api import Fix, fix_after
 from kvfix.fixes.targets import MP_WORKER_ADAPTER
-from kvfix.wrapping import after
 
 KEPT = 32
 
@@ -75,7 +74,7 @@ class Recent(MutableSet[str]):
         self._old.discard(value)
 
 
-@wrapper(after)
+@fix_after()
 def fix(adapter: Any, answer: None, *_: Any, **__: Any) -> None:
     adapter._returned_finished = Recent()
     return answer
@@ -98,7 +97,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(MP_WORKER_ADAPTER.target("__init__", broken=">=0.4.3", probe=shows_bug, fix=fix),),
     evidence={"KVR009": r"^worker_adapter\._returned_finished "},

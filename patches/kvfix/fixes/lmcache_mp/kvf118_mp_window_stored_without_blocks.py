@@ -41,19 +41,18 @@ from typing import Any
 
 from kvfix.acting import note
 from kvfix.fixes import _closed, _mp, _windows
-from kvfix.fixes.api import Fix, wrapper
+from kvfix.fixes.api import Fix, fix_after
 from kvfix.fixes.targets import LMCACHE_MP
-from kvfix.wrapping import after
 
 
-@wrapper(after, when=_windows.has_transfers, on_fault=_closed.drop_stores)
+@fix_after(when=_windows.has_transfers, on_fault=_closed.drop_stores)
 def fix_new(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> Any:
     computed = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
     _keep_whole(connector, metadata, computed)
     return answer
 
 
-@wrapper(after, when=_windows.has_transfers, on_fault=_closed.drop_stores)
+@fix_after(when=_windows.has_transfers, on_fault=_closed.drop_stores)
 def fix_cached(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> Any:
     cached = scheduler_output.scheduled_cached_reqs
     _keep_whole(connector, metadata, dict(zip(cached.req_ids, cached.num_computed_tokens, strict=False)))
@@ -109,7 +108,6 @@ def cached_shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(
         LMCACHE_MP._process_new_requests(broken=">=0.4.7,<=0.5.6", probe=new_shows_bug, fix=fix_new),

@@ -39,9 +39,8 @@ from typing import Any
 
 from kvfix.acting import note
 from kvfix.fixes import _closed, _windows
-from kvfix.fixes.api import Fix, wrapper
+from kvfix.fixes.api import Fix, fix_after
 from kvfix.fixes.targets import LMCACHE_MP
-from kvfix.wrapping import after
 
 #: With more freed blocks that may still be copied a step waits anyway: each step looks at all of them.
 _MOST = 1024
@@ -95,9 +94,7 @@ def _wait_and_store_nothing(
     return _closed.drop_stores(connector, answer, scheduler_output, metadata)
 
 
-@wrapper(
-    after, when=lambda connector, *_, **__: _windows.has_several_groups(connector), on_fault=_wait_and_store_nothing
-)
+@fix_after(when=lambda connector, *_, **__: _windows.has_several_groups(connector), on_fault=_wait_and_store_nothing)
 def fix(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> Any:
     stores = vars(connector).setdefault("_kvfix_stores", Stores())
     computed, scheduled = _windows.computed(scheduler_output), scheduler_output.num_scheduled_tokens
@@ -136,7 +133,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(LMCACHE_MP._process_cached_requests(broken=">=0.4.7,<=0.5.6", probe=shows_bug, fix=fix, place=2),),
     evidence={"KVR014": r"used again"},

@@ -32,13 +32,11 @@ from typing import Any
 
 from kvfix.acting import note
 from kvfix.fixes import _closed, _mp, stubs
-from kvfix.fixes.api import Fix, wrapper
+from kvfix.fixes.api import Fix, fix_before
 from kvfix.fixes.targets import multi_process
-from kvfix.wrapping import before
 
 
-@wrapper(
-    before,
+@fix_before(
     when=lambda connector, scheduler_output, *_, **__: scheduler_output.scheduled_new_reqs,
     on_fault=_closed.store_nothing_more,
 )
@@ -52,8 +50,7 @@ def fix(connector: Any, scheduler_output: Any, metadata: Any) -> None:
 
 def shows_bug(hook: Any, module: Any) -> bool:
     """A session with 400 tokens counted goes on with 100 computed ones, and 16 new ones. Wrong is to count 416."""
-    connector = _mp.scheduler_side(module)
-    tracker = _mp.tracked(connector, module, stubs.request(2048))
+    connector, tracker = _mp.tracked(module, stubs.request(2048))
     tracker.num_scheduled_tokens = 400
     new = SimpleNamespace(req_id=stubs.NAME, num_computed_tokens=100)
     hook(connector, stubs.step(16, new=new), SimpleNamespace(add_request_metadata=lambda meta: None))
@@ -62,7 +59,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=multi_process("_process_new_requests", shows_bug, fix, lmcache=">=0.4.5", vllm=">=0.26.0"),
     evidence={"KVR008": ""},

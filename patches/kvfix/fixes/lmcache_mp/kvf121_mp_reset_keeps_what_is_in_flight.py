@@ -33,17 +33,16 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import _closed, _scheduler, stubs
-from kvfix.fixes.api import Fix, wrapper
+from kvfix.fixes.api import Fix, fix_after, fix_before
 from kvfix.fixes.targets import LMCACHE_MP, SCHEDULER
-from kvfix.wrapping import after, before
 
 
-@wrapper(after, when=lambda impl, answer: answer, on_fault=_closed.refuse)
+@fix_after(when=lambda impl, answer: answer, on_fault=_closed.refuse)
 def fix(impl: Any, answer: bool) -> bool:
     return answer and not getattr(impl, "_kvfix_requests", 0)
 
 
-@wrapper(before, on_fault=_closed.refuse)
+@fix_before(on_fault=_closed.refuse)
 def fix_scheduler(scheduler: Any) -> None:
     """Tell the connector how many requests vLLM has: the connector does not know those that have ended."""
     for each in _scheduler.connectors(scheduler):
@@ -62,7 +61,6 @@ def shows_bug(hook: Any, connector: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(
         LMCACHE_MP.reset_cache(broken=">=0.5.6", probe=shows_bug, fix=fix),

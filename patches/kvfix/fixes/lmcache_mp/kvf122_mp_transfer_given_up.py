@@ -35,20 +35,18 @@ A worker keeps a transfer until the server has answered or is gone.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Generator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix, wrapper
+from kvfix.fixes.api import Fix, fix_after, fix_around, fix_before
 from kvfix.fixes.targets import MP_CLIENT, MP_WORKER_ADAPTER
-from kvfix.wrapping import GO_ON, after, around, before, replaced
+from kvfix.wrapping import GO_ON, replaced
 
 #: Operations of the client that move KV, and what the server answers if it has moved nothing: no event, no success.
-_TRANSFERS = ("store", "retrieve")
-_FAILED = (b"", False)
+_FAILED = {"store": (b"", False), "retrieve": (b"", False)}
 #: In place of the event that is set while the worker is healthy.
 _SET = SimpleNamespace(is_set=lambda: True)
 
@@ -66,12 +64,11 @@ def _healthy(adapter: Any, *_: Any, **__: Any) -> Any:
     return GO_ON
 
 
-@wrapper(around, when=_silent_server_has_transfers, on_fault=_healthy)
+@fix_around(when=_silent_server_has_transfers, on_fault=_healthy)
 def hold(adapter: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
     note(__name__, "the worker waits for transfers of a server that does not answer")
     with replaced(adapter, _health_event=_SET):
-        answer = yield
-    return answer
+        return (yield)
 
 
 def _connected(client: Any, *_: Any, **__: Any) -> Any:
@@ -79,7 +76,7 @@ def _connected(client: Any, *_: Any, **__: Any) -> Any:
     return GO_ON
 
 
-@wrapper(before, when=lambda client: not getattr(client, "_kvfix_connected", False), on_fault=_connected)
+@fix_before(when=lambda client: not getattr(client, "_kvfix_connected", False), on_fault=_connected)
 def note_connection(client: Any) -> None:
     client._kvfix_connected = True
 
@@ -90,15 +87,11 @@ def _lost(client: Any, answer: Any, *_: Any, **__: Any) -> Any:
     return answer
 
 
-@wrapper(after, on_fault=_lost)
+@fix_after(on_fault=_lost)
 def fail_transfers(client: Any, answer: Any) -> Any:
-    """LMCache calls it when the connection is lost, in the one thread that has the client's futures."""
     client._kvfix_connected = False
-    for request, (future, spec) in list(client.pending_futures.items()):
-        if spec.operation in _TRANSFERS:
-            note(__name__, "a transfer of a server that has ended is reported as failed")
-            del client.pending_futures[request]
-            future.set_result(_FAILED)
+    if _mp.answer_in_flight(client, _FAILED):
+        note(__name__, "transfers of a server that has ended are reported as failed")
     return answer
 
 
@@ -132,12 +125,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
         module,
         lazy_offload=True,
         retrieve_futures={stubs.NAME: (SimpleNamespace(query=lambda: False), [3, 4])},
-        _completed_store_requests={},
-        _failed_store_requests=set(),
-        _pending_store_kv_events={},
-        _process_finished_stores=lambda *_: set(),
     )
-    _, loads = hook(adapter, *([set()] * (len(inspect.signature(hook).parameters) - 1)))
+    _, loads = _mp.get_finished(hook, adapter)
     return stubs.NAME in loads
 
 
@@ -164,15 +153,11 @@ def unnoted(hook: Any, module: Any) -> bool:
 
 def unanswered(hook: Any, module: Any) -> bool:
     """A load is in flight when the connection is lost. Wrong is to leave it without an answer."""
-    answers: list[Any] = []
-    load = SimpleNamespace(set_result=answers.append, set_exception=answers.append)
-    hook(SimpleNamespace(pending_streams={}, pending_futures={0: (load, SimpleNamespace(operation="retrieve"))}))
-    return not answers
+    return _mp.is_left_unanswered(hook, "retrieve")
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(
         MP_WORKER_ADAPTER.get_finished(broken="==0.5.6", probe=shows_bug, fix=hold),

@@ -34,14 +34,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from kvfix.fixes.api import AT_START, Fix, Owner, wrapper
-from kvfix.wrapping import after
+from kvfix.fixes.api import AT_START, Fix, Owner, fix_after
 
 _EXTRA = "extra_retained_tokens"
 
 
-@wrapper(
-    after,
+@fix_after(
     when=lambda groups, *_, **__: any(
         getattr(spec, _EXTRA, 0) > 1 for group in groups for spec in _specs(group).values()
     ),
@@ -73,12 +71,11 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(
         Owner("lmcache", "lmcache.integration.vllm.kv_cache_groups").target(
             "_resolve_per_layer_sw_sizes", broken=">=0.4.7", probe=shows_bug, fix=fix
-        )
+        ),
     ),
     scenarios=("mp-window-loaded-short",),
     no_patch={

@@ -32,24 +32,17 @@ The server leaves out a state whose own block is null, and the tracker removes b
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from kvfix.acting import note
 from kvfix.fixes import _closed, _mp, _windows
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, fix_after
 from kvfix.fixes.targets import LMCACHE_MP
-from kvfix.wrapping import after
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    """Wrap the functions for new and for running requests, which have the same parameters."""
-    return after(_leave_out, when=_windows.has_transfers, on_fault=_closed.drop_stores)
-
-
-def _leave_out(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> Any:
-    """Make the states null that vLLM does not have, in the stores of the step."""
+@fix_after(when=_windows.has_transfers, on_fault=_closed.drop_stores)
+def fix(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> Any:
+    """Make the states null that vLLM does not have, in the stores of the step. For new and for running requests."""
     states, chunk = _windows.states(connector), _mp.chunk_size(connector)
     if not states:
         return answer
@@ -90,7 +83,6 @@ def _stored(hook: Any, module: Any, connector: Any, computed: int, **blocks: Any
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(
         LMCACHE_MP._process_new_requests(broken=">=0.4.7,<=0.5.6", probe=new_shows_bug, fix=fix, place=1),

@@ -35,12 +35,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from kvfix.fixes.api import AT_START, Fix, Owner, wrapper
-from kvfix.wrapping import after
+from kvfix.fixes.api import AT_START, Fix, Owner, fix_after
 
 
 # Every chunk is left out of the store.
-@wrapper(after, on_fault=lambda block_ids, masks, *_, **__: [[True] * len(each) for each in masks])
+@fix_after(on_fault=lambda block_ids, masks, *_, **__: [[True] * len(each) for each in masks])
 def fix(
     block_ids: Any, masks: list[list[bool]], object_groups: Any, blocks_per_chunk: Any, chunks: int, null: int = 0
 ) -> list[list[bool]]:
@@ -60,12 +59,11 @@ def shows_bug(function: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(
         Owner("lmcache", "lmcache.v1.multiprocess.modules.lmcache_driven_transfer").target(
             "all_null_chunk_masks", broken=">=0.5.4", probe=shows_bug, fix=fix
-        )
+        ),
     ),
     scenarios=("mp-state-kept-null",),
     attaches=AT_START,  # it is for the server, which `kvfix attach` does not reach

@@ -42,10 +42,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvfix import engine_log
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, wrapper
+from kvfix.fixes import _mp, stubs
+from kvfix.fixes.api import Fix, fix_after, fix_around, fix_before
 from kvfix.fixes.targets import MP_CLIENT, MP_HEARTBEAT
-from kvfix.wrapping import View, after, around, before, replaced
+from kvfix.wrapping import View, replaced
 
 #: {operation: the answer of a server that has found nothing and moved nothing}. The server answers lookups of a worker
 #: that it does not know; it needs to know the worker for transfers.
@@ -62,14 +62,10 @@ _WHERE = f"{__name__}.process_outbound_task"
 _REGISTRATIONS = ("register_kv_cache", "register_kv_cache_engine_driven_context")
 
 
-@wrapper(after)
+@fix_after()
 def fail_in_flight(client: Any, answer: Any) -> Any:
-    """LMCache calls it when the connection is lost, in the one thread that sends and receives for the client."""
     client._kvfix_unregistered = True
-    for uid, (future, spec) in list(client.pending_futures.items()):
-        if spec.operation in _IN_FLIGHT:
-            del client.pending_futures[uid]
-            future.set_result(_IN_FLIGHT[spec.operation])
+    _mp.answer_in_flight(client, _IN_FLIGHT)
     return answer
 
 
@@ -77,7 +73,7 @@ def _is_unregistered(client: Any) -> bool:
     return getattr(client, "_kvfix_unregistered", False)
 
 
-@wrapper(around, when=_is_unregistered)
+@fix_around(when=_is_unregistered)
 def hold_transfers(client: Any) -> Generator[None, Any, Any]:
     """The function sends what it takes from the queue. It does not get the requests that the fix answers."""
     queue = client.input_queue
@@ -109,7 +105,7 @@ def _is_needed(heartbeat: Any) -> bool:
     return heartbeat._instance_id is not None and _is_unregistered(client)
 
 
-@wrapper(before, when=_is_needed)
+@fix_before(when=_is_needed)
 def register_again(heartbeat: Any) -> None:
     heartbeat._health_event.clear()
     engine_log.warning(
@@ -120,18 +116,11 @@ def register_again(heartbeat: Any) -> None:
 
 def shows_bug(hook: Any, module: Any) -> bool:
     """A store is in flight when the connection is lost. Wrong is to leave it without an answer."""
-    answers: list[Any] = []
-    store = SimpleNamespace(set_result=answers.append, set_exception=answers.append)
-    client = SimpleNamespace(
-        pending_streams={}, pending_futures={0: (store, SimpleNamespace(operation="prepare_store"))}
-    )
-    hook(client)
-    return not answers
+    return _mp.is_left_unanswered(hook, "prepare_store")
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
     targets=(
         MP_CLIENT.cancel_streams(broken="==0.5.6", probe=shows_bug, fix=fail_in_flight),
