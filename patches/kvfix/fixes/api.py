@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvfix import wrapping
+from kvfix.acting import note as note  # for the code of the fixes
 from kvfix.fixes import code_and_slug
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
 NAME = "kvfix-probe"
+Stub = SimpleNamespace
 
 
 def cannot_tell(hook: Callable[..., Any], module: ModuleType) -> NoReturn:

@@ -40,10 +40,7 @@ LMCACHE_MP = Owner("lmcache", _MP, "LMCacheMPConnector", "LMCache")
 LMCACHE_MP_0201 = Owner("lmcache", f"{_MP}_0201", "LMCacheMPConnector", "LMCache 0201")
 LMCACHE_MP_0180 = Owner("lmcache", f"{_MP}_0180", "LMCacheMPConnector", "LMCache 0180")
 VLLM_MP = Owner(
-    "vllm",
-    "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector",
-    "LMCacheMPConnectorUpstream",
-    "vLLM",
+    "vllm", "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector", "LMCacheMPConnectorUpstream", "vLLM"
 )
 MP_WORKER_ADAPTER = Owner("lmcache", "lmcache.integration.vllm.vllm_multi_process_adapter", "LMCacheMPWorkerAdapter")
 MP_SCHEDULER_ADAPTER = Owner(

@@ -33,8 +33,6 @@ https://github.com/LMCache/LMCache/issues/2158 (also 2090, 2091, 2159), fixed in
 LMCache 0.3.10 is no longer in use.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any

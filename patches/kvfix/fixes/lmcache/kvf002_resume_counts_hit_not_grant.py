@@ -31,16 +31,13 @@ None known for the causes in current releases; https://github.com/LMCache/LMCach
 LMCache uses `request.num_computed_tokens` and no longer asserts its value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator
 from types import ModuleType
 from typing import Any
 
 from kvfix import scheduling
-from kvfix.acting import note
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, note
 from kvfix.fixes.targets import LMCACHE_V1
 from kvfix.wrapping import around
 

@@ -23,8 +23,6 @@ None known; the option came with https://github.com/LMCache/LMCache/pull/3382.
 LMCache promises `capped_lmcache_tokens - num_computed_tokens`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from kvfix.fixes import stubs

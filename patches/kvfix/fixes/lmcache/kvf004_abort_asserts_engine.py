@@ -21,8 +21,6 @@ https://github.com/LMCache/LMCache/issues/3337, https://github.com/LMCache/LMCac
 LMCache 0.4.5 to 0.5.0 are no longer in use.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator
 from types import ModuleType
 from typing import Any
@@ -43,8 +41,7 @@ def fix(adapter: ModuleType) -> Callable[..., Any]:
         return answer
 
     return around(
-        request_finished,
-        when=lambda impl, request, *_, **__: impl.lmcache_engine is None and request.status == aborted,
+        request_finished, when=lambda impl, request, *_, **__: impl.lmcache_engine is None and request.status == aborted
     )
 
 

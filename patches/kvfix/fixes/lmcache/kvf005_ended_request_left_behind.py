@@ -29,15 +29,12 @@ https://github.com/LMCache/LMCache/pull/4512 is open (pins only).
 client, and `get_finished` unpins.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, fix_after
+from kvfix.fixes.api import Fix, fix_after, note
 from kvfix.fixes.targets import LMCACHE_V1
 from kvfix.wrapping import after
 
@@ -77,7 +74,7 @@ def fix_worker(impl: Any, answer: Any, finished_req_ids: Any) -> Any:
 
 def scheduler_shows_bug(hook: Any, adapter: Any) -> bool:
     """A request ends while its LoadSpec is there. Wrong is a LoadSpec that stays."""
-    client = SimpleNamespace(clear_lookup_status=lambda lookup_id: None)
+    client = stubs.Stub(clear_lookup_status=lambda lookup_id: None)
     impl = stubs.scheduler_side(lookup_client=client, load_specs={stubs.NAME: object()})
     hook(impl, stubs.request(16), [])
     return stubs.NAME in impl.load_specs
@@ -86,8 +83,8 @@ def scheduler_shows_bug(hook: Any, adapter: Any) -> bool:
 def worker_shows_bug(hook: Any, adapter: Any) -> bool:
     """The worker gets the id of an ended request. Wrong is not to unpin it."""
     unpinned: list[Any] = []
-    engine = SimpleNamespace(lookup_unpin=unpinned.append)
-    hook(SimpleNamespace(lmcache_engine=engine, async_loading=False), {stubs.NAME})
+    engine = stubs.Stub(lookup_unpin=unpinned.append)
+    hook(stubs.Stub(lmcache_engine=engine, async_loading=False), {stubs.NAME})
     return not unpinned
 
 

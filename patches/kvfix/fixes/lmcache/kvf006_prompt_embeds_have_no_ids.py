@@ -22,8 +22,6 @@ https://github.com/vllm-project/vllm/issues/42119
 LMCache skips such requests, or includes embeddings in its keys.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Generator
 from types import ModuleType

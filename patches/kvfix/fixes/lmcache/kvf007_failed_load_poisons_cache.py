@@ -29,16 +29,12 @@ None known.
 `wait_for_save` skips the requests whose load failed.
 """
 
-from __future__ import annotations
-
 from collections import deque
-from types import SimpleNamespace
 from typing import Any
 
 from kvfix import scheduling
-from kvfix.acting import note
 from kvfix.fixes import _closed, _scheduler, _worker, stubs
-from kvfix.fixes.api import Fix, fix_after, fix_before
+from kvfix.fixes.api import Fix, fix_after, fix_before, note
 from kvfix.fixes.targets import LMCACHE_V1, SCHEDULER
 from kvfix.wrapping import GO_ON
 
@@ -154,8 +150,8 @@ def worker_shows_bug(hook: Any, adapter: Any) -> bool:
 
 def failed_blocks_are_forgotten(hook: Any, adapter: Any) -> bool:
     """Block 3 has failed, and the next step is in flight: the hook reports the block and forgets it."""
-    config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=True))
-    impl = SimpleNamespace(_invalid_block_ids={3}, _vllm_config=config, _parent=None, _recent_load_errors=())
+    config = stubs.Stub(scheduler_config=stubs.Stub(async_scheduling=True))
+    impl = stubs.Stub(_invalid_block_ids={3}, _vllm_config=config, _parent=None, _recent_load_errors=())
     if hook(impl) != {3}:
         raise LookupError("the hook does not report the failed blocks")
     return not getattr(impl, "_kvfix_failed", None)
@@ -171,7 +167,7 @@ def scheduler_shows_bug(hook: Any, adapter: Any) -> bool:
 
 def rollback_is_not_recorded(hook: Any, scheduler: Any) -> bool:
     """One running request, its first block has failed: the hook rolls it back, and nothing records that."""
-    impl = SimpleNamespace()
+    impl = stubs.Stub()
     _scheduler.roll_back_one(hook, impl)
     return not getattr(impl, "_kvfix_rolled_back", None)
 

@@ -23,13 +23,10 @@ https://github.com/LMCache/LMCache/issues/2294, https://github.com/LMCache/LMCac
 LMCache 0.3.15 is no longer in use.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _closed, stubs
-from kvfix.fixes.api import Fix, fix_before
+from kvfix.fixes.api import Fix, fix_before, note
 from kvfix.fixes.targets import LMCACHE_V1
 
 

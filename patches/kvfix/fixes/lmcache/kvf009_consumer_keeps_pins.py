@@ -20,14 +20,10 @@ https://github.com/LMCache/LMCache/pull/2786; fixed in 0.4.3.
 LMCache 0.4.2 is no longer in use.
 """
 
-from __future__ import annotations
-
-from types import SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, fix_after
+from kvfix.fixes.api import Fix, fix_after, note
 from kvfix.fixes.targets import LMCACHE_V1
 
 
@@ -42,8 +38,8 @@ def fix(impl: Any, answer: None) -> None:
 def shows_bug(hook: Any, adapter: Any) -> bool:
     """A step with one request on a consumer. Wrong is not to unpin it."""
     unpinned: list[Any] = []
-    engine = SimpleNamespace(lookup_unpin=unpinned.append)
-    meta = SimpleNamespace(req_id=stubs.NAME, save_spec=None)
+    engine = stubs.Stub(lookup_unpin=unpinned.append)
+    meta = stubs.Stub(req_id=stubs.NAME, save_spec=None)
     hook(stubs.worker_side(adapter, meta, kv_role="kv_consumer", lmcache_engine=engine))
     return not unpinned
 

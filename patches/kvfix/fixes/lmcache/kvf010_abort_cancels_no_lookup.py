@@ -21,9 +21,6 @@ None known.
 `cancel_lookup` checks whether the lookup exists.
 """
 
-from __future__ import annotations
-
-from types import SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import stubs
@@ -39,7 +36,7 @@ def fix(client: Any, lookup_id: str) -> Any:
 
 def shows_bug(hook: Any, client: Any) -> bool:
     """A lookup that the client does not have is cancelled. Wrong is to keep its id."""
-    stub = SimpleNamespace(aborted_lookups=set(), reqs_status={})
+    stub = stubs.Stub(aborted_lookups=set(), reqs_status={})
     hook(stub, stubs.NAME)
     return stubs.NAME in stub.aborted_lookups
 

@@ -24,11 +24,8 @@ https://github.com/LMCache/LMCache/issues/3685, https://github.com/LMCache/LMCac
 `lookup_cache` returns an answer for a lookup that has timed out.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Generator
-from types import SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import stubs
@@ -65,14 +62,14 @@ def fix_0_3_10(client: Any, tokens: Any, lookup_id: str, request_configs: Any = 
 
 def shows_bug(hook: Any, module: Any, *tokens: Any) -> bool:
     """A lookup in flight without a start time. Right is 0, wrong is a KeyError."""
-    client = SimpleNamespace(
+    client = stubs.Stub(
         lock=threading.Lock(),
         reqs_status={stubs.NAME: None},
         first_lookup_time={},
         lookup_backoff_time=0,
         aborted_lookups=set(),
         timeout_ms=3000,
-        config=SimpleNamespace(lookup_timeout_ms=3000),
+        config=stubs.Stub(lookup_timeout_ms=3000),
         _cleanup_finished_aborted_lookups=lambda: None,
     )
     return stubs.raises(KeyError, hook, client, *tokens, stubs.NAME)

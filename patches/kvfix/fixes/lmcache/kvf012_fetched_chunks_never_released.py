@@ -24,16 +24,12 @@ https://github.com/LMCache/LMCache/pull/2559; fixed in 0.4.1.
 LMCache 0.3.15 is no longer in use.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Generator
-from types import SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _engine, stubs
-from kvfix.fixes.api import Fix, fix_after, fix_around
+from kvfix.fixes.api import Fix, fix_after, fix_around, note
 from kvfix.fixes.targets import CACHE_ENGINE
 from kvfix.wrapping import instead
 
@@ -76,11 +72,11 @@ def shows_bug(hook: Any, engine: Any) -> bool:
     """The chunks are fetched and not loaded. A function with the bug does not clean them up."""
     cleaned: list[str] = []
     done = sys.modules["lmcache.v1.event_manager"].EventStatus.DONE
-    stub = SimpleNamespace(
+    stub = stubs.Stub(
         lookup_pins={},
         async_loading=True,
         storage_manager=None,
-        event_manager=SimpleNamespace(get_event_status=lambda kind, name: done),
+        event_manager=stubs.Stub(get_event_status=lambda kind, name: done),
         cleanup_memory_objs=cleaned.append,
     )
     hook(stub, stubs.NAME)

@@ -22,8 +22,6 @@ https://github.com/LMCache/LMCache/issues/5090, https://github.com/LMCache/LMCac
 `cleanup_memory_objs` no longer releases the chunks that `retrieve` has released.
 """
 
-from __future__ import annotations
-
 from _thread import get_ident
 from collections.abc import Generator
 from contextlib import ExitStack

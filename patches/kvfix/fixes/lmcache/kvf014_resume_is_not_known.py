@@ -22,14 +22,11 @@ None known; 0.3.10 handles resumed requests.
 LMCache 0.3.9.post2 is no longer in use.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from kvfix import scheduling
-from kvfix.acting import note
 from kvfix.fixes import _closed, stubs
-from kvfix.fixes.api import Fix, fix_around, fix_before
+from kvfix.fixes.api import Fix, fix_around, fix_before, note
 from kvfix.fixes.targets import LMCACHE_V1
 from kvfix.wrapping import instead
 

@@ -24,10 +24,8 @@ None known.
 LMCache's lookup transport backs off after a timeout.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 from kvfix import clock, engine_log
@@ -130,7 +128,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
         _world_size=1,
         sockets=[socket],
         timeout_ms=3000,
-        encoder=SimpleNamespace(encode=lambda part: b""),
+        encoder=stubs.Stub(encode=lambda part: b""),
         _recreate_all_sockets=lambda: None,
     )
     for _ in range(3):

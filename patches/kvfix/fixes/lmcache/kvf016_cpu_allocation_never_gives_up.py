@@ -26,13 +26,11 @@ set `local_cpu: true`, a larger `max_local_cpu_size`, or fewer requests at once.
 `allocate` has a timeout.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 import time
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 from kvfix import clock, engine_log
@@ -115,7 +113,7 @@ def fix_disk(module: ModuleType) -> Callable[..., Any]:
 
 def disk_shows_bug(hook: Any, module: Any) -> bool:
     """A load of a chunk without free memory. Right is None, wrong is an AssertionError."""
-    backend = SimpleNamespace(local_cpu_backend=SimpleNamespace(allocate=lambda *_, **__: None))
+    backend = stubs.Stub(local_cpu_backend=stubs.Stub(allocate=lambda *_, **__: None))
     try:
         return hook(backend, None, "", dtype=None, shape=None, fmt=None) is not None
     except AssertionError:

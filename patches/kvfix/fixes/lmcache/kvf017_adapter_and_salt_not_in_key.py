@@ -29,12 +29,9 @@ https://github.com/LMCache/LMCache/issues/2961, https://github.com/vllm-project/
 LMCache has LoRA and cache_salt in its keys.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 from collections.abc import Generator
-from types import SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import _closed, _layerwise, stubs
@@ -116,14 +113,14 @@ def lookup_shows_bug(hook: Any, adapter: Any) -> bool:
         asked.append(request_configs)
         return 0
 
-    client = SimpleNamespace(lookup_cache=lambda lookup_id: -1, lookup=lookup)
+    client = stubs.Stub(lookup_cache=lambda lookup_id: -1, lookup=lookup)
     hook(stubs.scheduler_side(lookup_client=client), stubs.request(300, lora_request=None, cache_salt="a"), 0)
     return not (asked and asked[0])
 
 
 def metadata_shows_bug(hook: Any, adapter: Any) -> bool:
     """A new request with an adapter. Wrong is a tracker without a tag."""
-    lora = SimpleNamespace(lora_name="a", lora_int_id=1)
+    lora = stubs.Stub(lora_name="a", lora_int_id=1)
     new = stubs.request(300, req_id=stubs.NAME, lora_request=lora, block_ids=(list(range(20)),))
     impl = stubs.scheduler_side()
     hook(impl, stubs.step(300, new=new))
@@ -138,7 +135,7 @@ def _layers(adapter: Any, **meta: Any) -> tuple[Any, list[Any]]:
         passed.append(request_configs)
         return iter([None, None, None])
 
-    engine = SimpleNamespace(retrieve_layer=layers, store_layer=layers)
+    engine = stubs.Stub(retrieve_layer=layers, store_layer=layers)
     request = stubs.metadata(16, request_configs={TAG: "a"}, **meta)
     return stubs.worker_side(adapter, request, use_layerwise=True, lmcache_engine=engine), passed
 
@@ -146,13 +143,13 @@ def _layers(adapter: Any, **meta: Any) -> tuple[Any, list[Any]]:
 def layer_loads_show_bug(hook: Any, adapter: Any) -> bool:
     """A request with a tag is loaded by layers. Wrong is a load without the tag."""
     impl, passed = _layers(adapter, load_spec=adapter.LoadSpec(0, 16, can_load=True))
-    hook(impl, SimpleNamespace(attn_metadata=object()))
+    hook(impl, stubs.Stub(attn_metadata=object()))
     return passed == [None]
 
 
 def layer_saves_show_bug(hook: Any, adapter: Any) -> bool:
     """A request with a tag is saved by layers. Wrong is a save without the tag."""
-    impl, passed = _layers(adapter, save_spec=SimpleNamespace(skip_leading_tokens=0, can_save=True))
+    impl, passed = _layers(adapter, save_spec=stubs.Stub(skip_leading_tokens=0, can_save=True))
     hook(impl, "layer", None, None)
     return passed == [None]
 

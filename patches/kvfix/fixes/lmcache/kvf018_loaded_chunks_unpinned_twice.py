@@ -27,8 +27,6 @@ https://github.com/LMCache/LMCache/pull/5095 are open; `retrieve` is right in 0.
 `retrieve_layer` does not release the pins of a lookup.
 """
 
-from __future__ import annotations
-
 from _thread import get_ident
 from collections import Counter
 from collections.abc import Generator, Iterator

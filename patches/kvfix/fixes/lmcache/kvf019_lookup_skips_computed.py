@@ -23,10 +23,7 @@ None known; fixed in 0.3.12.
 LMCache 0.3.11 is no longer in use.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator
-from types import SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import _closed, stubs
@@ -49,15 +46,15 @@ def shows_bug(hook: Any, module: Any) -> bool:
         asked.append(1)
         return 0
 
-    keys = SimpleNamespace(process_tokens=lambda *_, **__: [(0, 256, 1), (256, 512, 2)])
-    socket = SimpleNamespace(send_multipart=ask, recv=lambda: bytes(8))
-    client = SimpleNamespace(
+    keys = stubs.Stub(process_tokens=lambda *_, **__: [(0, 256, 1), (256, 512, 2)])
+    socket = stubs.Stub(send_multipart=ask, recv=lambda: bytes(8))
+    client = stubs.Stub(
         enable_blending=False,
         token_database=keys,
-        encoder=SimpleNamespace(encode=lambda part: b""),
+        encoder=stubs.Stub(encode=lambda part: b""),
         num_ranks=1,
         sockets=[socket],
-        lmcache_engine=SimpleNamespace(lookup=ask),
+        lmcache_engine=stubs.Stub(lookup=ask),
         reqs_status={},
     )
     hook(client, [0] * 512, stubs.NAME, None, 512)

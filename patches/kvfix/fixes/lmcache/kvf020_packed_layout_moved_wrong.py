@@ -28,8 +28,6 @@ https://github.com/LMCache/LMCache/pull/4887.
 `kvfix roundtrip --backend lmcache --layout packed packed-hnd --no-fixes` passes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterator
 from types import ModuleType
 from typing import Any

@@ -26,8 +26,6 @@ None known.
 `kvfix roundtrip --backend lmcache-layerwise --layout hnd --no-fixes` passes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from typing import Any
 

@@ -28,15 +28,12 @@ None known.
 LMCache copies the list.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 
 from kvfix import scheduling
-from kvfix.acting import note
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, fix_after
+from kvfix.fixes.api import Fix, fix_after, note
 from kvfix.fixes.targets import LMCACHE_V1, REQUEST_TRACKER
 
 

@@ -25,14 +25,10 @@ None known.
 `RequestTracker.from_new_request` takes `prefill_token_ids`.
 """
 
-from __future__ import annotations
-
-from types import SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, fix_after
+from kvfix.fixes.api import Fix, fix_after, note
 from kvfix.fixes.targets import REQUEST_TRACKER
 
 
@@ -53,11 +49,11 @@ def fix(config: Any, tracker: Any, new_request: Any, num_tokens_to_compute: int,
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
     """A prompt of 32 tokens and 16 generated ones, all scheduled. Wrong is a tracker without the generated ones."""
-    new = SimpleNamespace(
+    new = stubs.Stub(
         req_id=stubs.NAME, prompt_token_ids=[0] * 32, prefill_token_ids=[0] * 48, block_ids=([0, 1, 2],),
-        sampling_params=SimpleNamespace(extra_args=None), mm_features=[], mm_hashes=[], mm_positions=[],
+        sampling_params=stubs.Stub(extra_args=None), mm_features=[], mm_hashes=[], mm_positions=[],
     )  # fmt: skip
-    return len(hook(SimpleNamespace(), new, 48, 0, False).token_ids) != 48
+    return len(hook(stubs.Stub(), new, 48, 0, False).token_ids) != 48
 
 
 FIX = Fix(

@@ -23,13 +23,10 @@ None known; fixed in 0.4.3, which continues from the end of the tracker.
 LMCache 0.4.2 is no longer in use.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _closed, stubs
-from kvfix.fixes.api import NEW_REQUESTS, Fix, fix_before
+from kvfix.fixes.api import NEW_REQUESTS, Fix, fix_before, note
 from kvfix.fixes.targets import LMCACHE_V1
 from kvfix.session import session
 

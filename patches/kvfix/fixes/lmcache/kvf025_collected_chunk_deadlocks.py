@@ -25,11 +25,8 @@ https://github.com/LMCache/LMCache/issues/3533, about the lock of the allocator,
 `__del__` takes no lock, or the locks are reentrant.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Generator
-from types import SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import stubs
@@ -67,8 +64,8 @@ fix_release = fix_before(when=lambda *_: COLLECTED)(free_collected)
 def shows_bug(hook: Any, module: Any) -> bool:
     """A chunk that is collected. Wrong is to free it at once."""
     freed: list[Any] = []
-    allocator, meta = SimpleNamespace(free=freed.append), SimpleNamespace(ref_count=0, pin_count=0, address=0)
-    chunk = SimpleNamespace(parent_allocator=allocator, is_valid=lambda: True, meta=meta)
+    allocator, meta = stubs.Stub(free=freed.append), stubs.Stub(ref_count=0, pin_count=0, address=0)
+    chunk = stubs.Stub(parent_allocator=allocator, is_valid=lambda: True, meta=meta)
     hook(chunk)
     return bool(freed)
 

@@ -27,16 +27,12 @@ https://github.com/LMCache/LMCache/issues/899
 `start_load_kv` records the failed blocks of a layerwise load.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 from kvfix import engine_log
-from kvfix.acting import note
 from kvfix.fixes import _closed, _layerwise, stubs
-from kvfix.fixes.api import Fix, fix_around
+from kvfix.fixes.api import Fix, fix_around, note
 from kvfix.fixes.targets import LMCACHE_V1
 from kvfix.wrapping import replaced
 
@@ -95,13 +91,13 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
     """The first 16 of 32 tokens in blocks 3 and 4 are loaded. Right is to record block 4."""
     import torch  # the adapter has imported it
 
-    load = SimpleNamespace(vllm_cached_tokens=0, lmcache_cached_tokens=32, can_load=True)
+    load = stubs.Stub(vllm_cached_tokens=0, lmcache_cached_tokens=32, can_load=True)
     mask = torch.arange(32) < 16
-    engine = SimpleNamespace(retrieve_layer=lambda *_, **__: iter([torch.sum(mask), None, mask]))
+    engine = stubs.Stub(retrieve_layer=lambda *_, **__: iter([torch.sum(mask), None, mask]))
     more = {"lmcache_engine": engine, "use_layerwise": True, "_invalid_block_ids": set(), "num_layers": 1}
     impl = stubs.worker_side(adapter, stubs.metadata(32, load_spec=load), **more)
     impl.record_failed_blocks = adapter.LMCacheConnectorV1Impl.record_failed_blocks.__get__(impl)
-    hook(impl, SimpleNamespace(attn_metadata=object()))
+    hook(impl, stubs.Stub(attn_metadata=object()))
     if impl._invalid_block_ids not in (set(), {4}):
         raise LookupError(f"it records blocks {impl._invalid_block_ids}")
     return not impl._invalid_block_ids

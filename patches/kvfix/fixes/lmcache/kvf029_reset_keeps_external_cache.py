@@ -32,13 +32,10 @@ None known.
 LMCache's connectors have a `reset_cache` that empties the cache.
 """
 
-from __future__ import annotations
-
-from types import SimpleNamespace
 from typing import Any
 
 from kvfix import engine_log
-from kvfix.fixes import _closed, _scheduler
+from kvfix.fixes import _closed, _scheduler, stubs
 from kvfix.fixes.api import Fix, fix_after
 from kvfix.fixes.targets import SCHEDULER
 
@@ -64,8 +61,8 @@ def keeps_its_cache(scheduler: Any) -> bool:
 
 def shows_bug(hook: Any, scheduler: Any) -> bool:
     """The connector has no `reset_cache` of its own. Wrong is to take that for success."""
-    connector = SimpleNamespace(reset_cache=lambda: None)
-    return hook(SimpleNamespace(connector=connector, log_stats=False)) is not False
+    connector = stubs.Stub(reset_cache=lambda: None)
+    return hook(stubs.Stub(connector=connector, log_stats=False)) is not False
 
 
 FIX = Fix(

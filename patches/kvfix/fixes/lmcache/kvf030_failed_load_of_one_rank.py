@@ -33,16 +33,12 @@ None known.
 The ranks agree which loads have failed before they save a step.
 """
 
-from __future__ import annotations
-
 import copy
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from kvfix import scheduling
-from kvfix.acting import note
 from kvfix.fixes import _closed, _scheduler, _worker, stubs
-from kvfix.fixes.api import Fix, fix_after
+from kvfix.fixes.api import Fix, fix_after, note
 from kvfix.fixes.targets import LMCACHE_V1, SCHEDULER
 
 #: Attribute of an adapter in the scheduler: its Unsaved.
@@ -157,10 +153,10 @@ def fix_rollback(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
     """Two ranks load 256 tokens of a request and compute 256 more. Wrong is to save them in this step."""
-    config = SimpleNamespace(
+    config = stubs.Stub(
         max_concurrent_batches=1,
-        parallel_config=SimpleNamespace(world_size=2),
-        scheduler_config=SimpleNamespace(async_scheduling=False),
+        parallel_config=stubs.Stub(world_size=2),
+        scheduler_config=stubs.Stub(async_scheduling=False),
     )
     new = stubs.request(512, req_id=stubs.NAME, block_ids=(list(range(32)),), num_computed_tokens=256)
     load = adapter.LoadSpec(vllm_cached_tokens=0, lmcache_cached_tokens=256, can_load=True)
@@ -176,7 +172,7 @@ def stores_all_the_same(hook: Any, adapter: Any) -> bool:
 def rollback_is_not_recorded(hook: Any, scheduler: Any) -> bool:
     """One running request with a save that waits, its first block has failed: it is rolled back, and still saved."""
     saves = {stubs.NAME: None}
-    _scheduler.roll_back_one(hook, SimpleNamespace(**{_UNSAVED: SimpleNamespace(saves=saves)}))
+    _scheduler.roll_back_one(hook, stubs.Stub(**{_UNSAVED: stubs.Stub(saves=saves)}))
     return bool(saves)
 
 

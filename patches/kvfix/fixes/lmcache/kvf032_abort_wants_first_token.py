@@ -24,8 +24,6 @@ None known.
 `request_finished` checks whether there is a token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from typing import Any
 
@@ -40,7 +38,7 @@ _ASKS = "ret_first_tok"
 @fix_around(
     when=lambda impl, request, *_, **__: (
         request.kv_transfer_params and _ASKS in request.kv_transfer_params and not request._output_token_ids
-    ),
+    )
 )
 def fix(impl: Any, request: Any, block_ids: Any) -> Generator[Any, Any, Any]:
     others = {name: value for name, value in request.kv_transfer_params.items() if name != _ASKS}

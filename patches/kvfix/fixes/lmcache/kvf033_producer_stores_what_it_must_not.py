@@ -21,8 +21,6 @@ None known.
 `wait_for_save` of a kv_producer checks whether a request names a decoder before it ignores `can_save`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from kvfix.fixes import _worker, stubs

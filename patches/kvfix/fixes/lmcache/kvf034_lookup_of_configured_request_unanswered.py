@@ -22,10 +22,7 @@ None known.
 `LookupRequestMsg` takes settings of any type.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator
-from types import SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import stubs
@@ -36,7 +33,7 @@ from kvfix.fixes.targets import ASYNC_LOOKUP_CLIENT
 @fix_around(
     when=lambda client, token_ids, lookup_id, request_configs=None, *_, **__: (
         request_configs and not all(isinstance(value, str) for value in request_configs.values())
-    ),
+    )
 )
 def fix(
     client: Any, token_ids: Any, lookup_id: str, request_configs: dict[str, Any], *more: Any
@@ -50,9 +47,9 @@ def shows_bug(hook: Any, client: Any) -> bool:
     import msgspec  # the client has imported it
 
     sent: list[bytes] = []
-    stub = SimpleNamespace(
-        token_database=SimpleNamespace(process_tokens=lambda *_, **__: [(0, 16, 1)]),
-        push_sockets=[SimpleNamespace(send=lambda message, copy=True: sent.append(message))],
+    stub = stubs.Stub(
+        token_database=stubs.Stub(process_tokens=lambda *_, **__: [(0, 16, 1)]),
+        push_sockets=[stubs.Stub(send=lambda message, copy=True: sent.append(message))],
         world_size=1, lookup_backoff_time=0, reqs_status={}, first_lookup_time={}, aborted_lookups=set(),
     )  # fmt: skip
     hook(stub, [0] * 16, stubs.NAME, {"lmcache.skip_save": True})

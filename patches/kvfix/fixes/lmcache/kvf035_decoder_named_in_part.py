@@ -22,10 +22,7 @@ None known.
 `update_state_after_alloc` checks whether `disagg_spec` is complete.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator
-from types import SimpleNamespace
 from typing import Any
 
 from kvfix import engine_log
@@ -58,7 +55,7 @@ def fix(impl: Any, request: Any, num_external_tokens: int) -> Generator[Any, Any
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
     """A request with blocks, whose `disagg_spec` is empty. Wrong is a KeyError."""
-    client = SimpleNamespace(clear_lookup_status=lambda lookup_id: None)
+    client = stubs.Stub(clear_lookup_status=lambda lookup_id: None)
     return stubs.raises(
         KeyError, hook, stubs.scheduler_side(lookup_client=client), stubs.request(16, kv_transfer_params={_SPEC: {}}), 0
     )

@@ -28,10 +28,7 @@ None known.
 `clear_lookup_status` does not delete a lookup in `aborted_lookups`, or each lookup has an id of its own.
 """
 
-from __future__ import annotations
-
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import stubs
@@ -48,7 +45,7 @@ def fix(client: Any, lookup_id: str) -> Any:
 
 def shows_bug(hook: Any, client: Any) -> bool:
     """A cancelled lookup in flight is cleared. Wrong is to forget it."""
-    stub = SimpleNamespace(
+    stub = stubs.Stub(
         lock=threading.Lock(), reqs_status={stubs.NAME: None}, first_lookup_time={}, aborted_lookups={stubs.NAME}
     )
     hook(stub, stubs.NAME)

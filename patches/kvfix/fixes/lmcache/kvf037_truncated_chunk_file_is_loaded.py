@@ -30,15 +30,13 @@ None known.
 `read_file` raises an error when it reads fewer bytes than the chunk has.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os
 import threading
 from collections.abc import Callable, Generator
 from contextlib import suppress
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 from kvfix import engine_log
@@ -193,7 +191,7 @@ def fix_report(engine: Any, answer: Any, tokens: Any, mask: Any, ret_mask: Any, 
 
 def shows_bug(hook: Any, module: Any) -> bool:
     """A read of 32 bytes from an empty file. Wrong is to end without an error."""
-    backend = SimpleNamespace(os_disk_bs=4096, use_odirect=False, dict={})
+    backend = stubs.Stub(os_disk_bs=4096, use_odirect=False, dict={})
     try:
         return hook(backend, stubs.NAME, bytearray(32), os.devnull) is None
     except OSError:

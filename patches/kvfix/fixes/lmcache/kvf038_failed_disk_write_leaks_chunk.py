@@ -25,13 +25,11 @@ None known.
 `async_save_bytes_to_disk` handles an error of `write_file`.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 from kvfix import engine_log
@@ -85,7 +83,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
     def write_file(*_: Any) -> None:
         raise OSError("no space")
 
-    memory = SimpleNamespace(
+    memory = stubs.Stub(
         tensor=object(), byte_array=b"", get_size=lambda: 0, get_physical_size=lambda: 0,
         ref_count_down=lambda: released.append(True),
     )  # fmt: skip

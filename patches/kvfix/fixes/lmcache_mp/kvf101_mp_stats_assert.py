@@ -26,15 +26,12 @@ https://github.com/vllm-project/vllm/pull/56780 (open).
 `request_finished` no longer asserts that there is a tracker.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, note
 from kvfix.fixes.targets import multi_process
 from kvfix.wrapping import before
 

@@ -31,8 +31,6 @@ https://github.com/LMCache/LMCache/issues/4508, fixed in 0.5.6. Open in vLLM's c
 LMCache 0.5.5 is no longer in use, and vLLM's copy assigns the hit instead of adding it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from kvfix.fixes import _mp, stubs

@@ -25,16 +25,12 @@ https://github.com/LMCache/LMCache/issues/3388, fixed in 0.5.5.
 LMCache 0.5.4 is no longer in use.
 """
 
-from __future__ import annotations
-
 import inspect
-from types import SimpleNamespace
 from typing import Any
 
 from kvfix import engine_log
-from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix, fix_after
+from kvfix.fixes.api import Fix, fix_after, note
 from kvfix.fixes.targets import MP_WORKER_ADAPTER
 from kvfix.wrapping import View
 
@@ -76,16 +72,16 @@ def fix(adapter: Any, answer: Any, request_id: str, *_: Any, **__: Any) -> Any:
 
 def shows_bug(hook: Any, module: Any) -> bool:
     """One load of blocks 3 and 4, whose result is false. The probe then calls the function that reads the result."""
-    failed = SimpleNamespace(query=lambda: True, wait=lambda timeout=None: True, result=lambda timeout=None: False)
+    failed = stubs.Stub(query=lambda: True, wait=lambda timeout=None: True, result=lambda timeout=None: False)
     failed.to_cuda_future = lambda: failed  # up to 0.4.5 the hook sends the request itself
     adapter = _mp.worker_side(
         lazy_offload=True,
-        mq_client=SimpleNamespace(submit_request=lambda *_: failed),
-        transfer_ctx=SimpleNamespace(submit_retrieve=lambda *_, **__: failed),
+        mq_client=stubs.Stub(submit_request=lambda *_: failed),
+        transfer_ctx=stubs.Stub(submit_retrieve=lambda *_, **__: failed),
         request_telemetry=stubs.Nothing(),
     )
     op = module.LoadStoreOp(token_ids=[0] * 32, block_ids=[3, 4], start=0, end=32)
-    hook(adapter, stubs.NAME, op, SimpleNamespace(ipc_handle=lambda: b""))
+    hook(adapter, stubs.NAME, op, stubs.Stub(ipc_handle=lambda: b""))
     if adapter.error_block_ids:
         raise LookupError("the load did not start")
     _mp.get_finished(inspect.unwrap(module.LMCacheMPWorkerAdapter.get_finished), adapter)

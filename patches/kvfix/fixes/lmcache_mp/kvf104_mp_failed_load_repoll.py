@@ -30,15 +30,12 @@ None known. LMCache 0.5.5 has its own fix ("Bypassing LMCache for request").
 LMCache 0.5.4 is no longer in use, LMCache bypasses preempted requests too, and so does vLLM's copy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, note
 from kvfix.fixes.targets import multi_process
 from kvfix.wrapping import before
 

@@ -30,16 +30,13 @@ https://github.com/LMCache/LMCache/pull/5248; for a prefetch in flight: https://
 `request_finished` frees the locks of a lookup that was not used.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Generator
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix, fix_around, fix_before
+from kvfix.fixes.api import Fix, fix_around, fix_before, note
 from kvfix.fixes.targets import multi_process
 from kvfix.wrapping import replaced
 

@@ -26,16 +26,12 @@ https://github.com/LMCache/LMCache/issues/5248, https://github.com/LMCache/LMCac
 LMCache 0.5.5 is no longer in use, and vLLM's copy of the connector waits for stores in flight.
 """
 
-from __future__ import annotations
-
 import sys
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix, fix_after, fix_before
+from kvfix.fixes.api import Fix, fix_after, fix_before, note
 from kvfix.fixes.targets import CONNECTOR_BASE, LMCACHE_MP, VLLM_MP, multi_process
 from kvfix.wrapping import GO_ON
 
@@ -67,8 +63,7 @@ def _wait_for_all(connector: Any, *_: Any, **__: Any) -> Any:
 
 
 @fix_before(
-    when=lambda connector, metadata, *_, **__: getattr(metadata, "_kvfix_preempted", False),
-    on_fault=_wait_for_all,
+    when=lambda connector, metadata, *_, **__: getattr(metadata, "_kvfix_preempted", False), on_fault=_wait_for_all
 )
 def wait(connector: Any, metadata: Any) -> None:
     adapter = getattr(connector, "worker_adapter", None)
@@ -94,8 +89,8 @@ class _Store:
 
 def _worker(store: _Store) -> Any:
     """A worker's connector with this store in flight."""
-    adapter = SimpleNamespace(store_futures={stubs.NAME: store}, is_healthy=True, _mq_timeout=1.0)
-    return SimpleNamespace(worker_adapter=adapter, mq_timeout=1.0)
+    adapter = stubs.Stub(store_futures={stubs.NAME: store}, is_healthy=True, _mq_timeout=1.0)
+    return stubs.Stub(worker_adapter=adapter, mq_timeout=1.0)
 
 
 def connector_shows_bug(hook: Any, module: Any) -> bool:
@@ -113,7 +108,7 @@ def connector_shows_bug(hook: Any, module: Any) -> bool:
 def own_shows_bug(hook: Any, module: Any) -> bool:
     """The function that LMCache's own `handle_preemptions` calls in the end. Wrong is not to wait."""
     store = _Store()
-    context = SimpleNamespace(
+    context = stubs.Stub(
         _inflight_lock=nullcontext(), _inflight_stores=[store], _store_settled=lambda each: False, _mq_timeout=1.0
     )
     sys.modules[_TRANSFER].LMCacheDrivenTransferContext.flush_inflight_stores(context)
@@ -123,7 +118,7 @@ def own_shows_bug(hook: Any, module: Any) -> bool:
 def base_shows_bug(hook: Any, module: Any) -> bool:
     """The base class waits for nothing, which is right for connectors that store within the step."""
     store = _Store()
-    hook(_worker(store), SimpleNamespace())
+    hook(_worker(store), stubs.Stub())
     return not store.waited
 
 

@@ -26,14 +26,10 @@ None known.
 The tracker gets the report of a failed load.
 """
 
-from __future__ import annotations
-
-from types import SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _closed, _mp, stubs
-from kvfix.fixes.api import Fix, fix_before
+from kvfix.fixes.api import Fix, fix_before, note
 from kvfix.fixes.targets import multi_process
 
 
@@ -76,7 +72,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
     tracker.state = module.LMCacheMPRequestState.READY
     blocks = list(range(256))
     tracker.append_block_ids((blocks,) if isinstance(tracker.allocated_block_ids, dict) else blocks)
-    new = SimpleNamespace(req_id=stubs.NAME, num_computed_tokens=256)
+    new = stubs.Stub(req_id=stubs.NAME, num_computed_tokens=256)
     metadata = hook(connector, stubs.step(1024, new=new))
     return any(each.direction == "STORE" and each.op.end > 1280 for each in metadata.requests)
 

@@ -23,15 +23,12 @@ https://github.com/vllm-project/vllm/issues/42119 (closed as stale).
 The connector distinguishes embeddings from tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator
 from types import ModuleType
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _mp
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, note
 from kvfix.fixes.targets import LMCACHE_MP, multi_process
 from kvfix.wrapping import GO_ON, around
 
@@ -58,9 +55,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         return 0, False
 
     return around(
-        asks,
-        when=lambda connector, request, *_, **__: request.prompt_embeds is not None,
-        on_fault=without_lookup,
+        asks, when=lambda connector, request, *_, **__: request.prompt_embeds is not None, on_fault=without_lookup
     )
 
 

@@ -26,15 +26,11 @@ https://github.com/LMCache/LMCache/issues/3640 (the futures of a request overwri
 The worker keeps all stores of a request.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator
-from types import SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix, fix_around
+from kvfix.fixes.api import Fix, fix_around, note
 from kvfix.fixes.targets import MP_WORKER_ADAPTER
 from kvfix.wrapping import View
 
@@ -77,18 +73,18 @@ def fix(adapter: Any, request_id: str, *_: Any, **__: Any) -> Generator[None, An
 
 def shows_bug(hook: Any, module: Any) -> bool:
     """Two stores of one request after one that has ended; only the second is done. Wrong is to count all as done."""
-    stores = [SimpleNamespace(query=lambda: False), SimpleNamespace(query=lambda: True)]
+    stores = [stubs.Stub(query=lambda: False), stubs.Stub(query=lambda: True)]
     for store in stores:
         store.to_cuda_future = lambda store=store: store  # 0.4.5 sends the request itself
     queue = list(stores)
     adapter = _mp.worker_side(
         is_kv_writer=True,
-        mq_client=SimpleNamespace(submit_request=lambda *_: queue.pop(0)),
-        transfer_ctx=SimpleNamespace(submit_store=lambda *_, **__: queue.pop(0)),
+        mq_client=stubs.Stub(submit_request=lambda *_: queue.pop(0)),
+        transfer_ctx=stubs.Stub(submit_store=lambda *_, **__: queue.pop(0)),
         finished_stores={stubs.NAME},
         _kv_events_enabled=False,
     )
-    event = SimpleNamespace(ipc_handle=lambda: b"")
+    event = stubs.Stub(ipc_handle=lambda: b"")
     for _ in stores:
         hook(adapter, stubs.NAME, module.LoadStoreOp(token_ids=[0] * 64, block_ids=[3, 4, 5, 6], end=64), event)
     return adapter.store_futures[stubs.NAME].query() or stubs.NAME in adapter.finished_stores

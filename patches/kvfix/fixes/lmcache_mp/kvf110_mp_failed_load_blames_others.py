@@ -24,13 +24,10 @@ None known.
 The worker keeps only the blocks that a load writes.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix, fix_after
+from kvfix.fixes.api import Fix, fix_after, note
 from kvfix.fixes.targets import MP_WORKER_ADAPTER
 
 
@@ -41,10 +38,7 @@ def fix(adapter: Any, answer: Any, request_id: str, op: Any, *_: Any, **__: Any)
         note(__name__, f"request {request_id}: {len(skipped)} computed blocks are not reported as failed")
     if request_id in adapter.retrieve_futures:
         future, blocks = adapter.retrieve_futures[request_id]
-        adapter.retrieve_futures[request_id] = (
-            future,
-            [block for block in blocks if block not in skipped],
-        )
+        adapter.retrieve_futures[request_id] = (future, [block for block in blocks if block not in skipped])
     else:  # the server does not answer: reported at once
         adapter.error_block_ids.difference_update(skipped)
     return answer

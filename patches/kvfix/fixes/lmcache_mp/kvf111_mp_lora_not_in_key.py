@@ -29,15 +29,11 @@ https://github.com/LMCache/LMCache/issues/2961, https://github.com/vllm-project/
 The adapter is in the key.
 """
 
-from __future__ import annotations
-
 import hashlib
-from types import SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, Owner, fix_after
+from kvfix.fixes.api import Fix, Owner, fix_after, note
 from kvfix.fixes.targets import LMCACHE_MP, LMCACHE_MP_0201, VLLM_MP
 
 
@@ -64,7 +60,7 @@ def fix(tracker: Any, answer: None, request: Any) -> None:
 def shows_bug(hook: Any, module: Any) -> bool:
     """The same request with an adapter and without. Wrong is the same salt."""
     salts = []
-    for lora in (None, SimpleNamespace(lora_name=stubs.NAME)):
+    for lora in (None, stubs.Stub(lora_name=stubs.NAME)):
         tracker = module.LMCacheMPRequestTracker.__new__(module.LMCacheMPRequestTracker)
         hook(tracker, stubs.request(2048, cache_salt="tenant", lora_request=lora))
         salts.append(tracker.cache_salt)

@@ -22,15 +22,13 @@ https://github.com/LMCache/LMCache/pull/5233, in 0.5.6.
 LMCache 0.5.5 is no longer in use.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
-from kvfix.acting import note
-from kvfix.fixes.api import Fix
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix, note
 from kvfix.fixes.targets import MP_SCHEDULER_ADAPTER
 from kvfix.wrapping import after
 
@@ -55,7 +53,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 def shows_bug(hook: Any, module: Any) -> bool:
     """No server, so no thread. Right is to replace None by the heartbeats that were started."""
-    adapter = SimpleNamespace(_heartbeats=None, _heartbeat_lock=nullcontext(), mq_clients={}, req_clients={})
+    adapter = stubs.Stub(_heartbeats=None, _heartbeat_lock=nullcontext(), mq_clients={}, req_clients={})
     hook(adapter)
     return adapter._heartbeats is None
 

@@ -23,14 +23,11 @@ https://github.com/LMCache/LMCache/issues/4715 (open).
 A worker pings from its registration on.
 """
 
-from __future__ import annotations
-
 import inspect
-from types import SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
-from kvfix.fixes.api import AT_START, Fix, fix_after
+from kvfix.fixes import stubs
+from kvfix.fixes.api import AT_START, Fix, fix_after, note
 from kvfix.fixes.targets import MP_WORKER_ADAPTER
 
 
@@ -44,7 +41,7 @@ def fix(adapter: Any, answer: None, *_: Any, **__: Any) -> None:
 def shows_bug(hook: Any, module: Any) -> bool:
     """A registration. Wrong is not to start the heartbeat."""
     started: list[bool] = []
-    adapter = SimpleNamespace(
+    adapter = stubs.Stub(
         lmcache_tokens_per_chunk=256,
         _send_register_kv_caches_request=lambda kv_caches: None,
         _ensure_heartbeat_started=lambda: started.append(True),

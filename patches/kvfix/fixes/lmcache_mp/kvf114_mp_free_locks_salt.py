@@ -23,15 +23,12 @@ https://github.com/LMCache/LMCache/issues/3770, fixed in 0.5.1; https://github.c
 LMCache 0.5.0 is no longer in use, and vLLM's copy passes the salt.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Generator
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix, fix_around
+from kvfix.fixes.api import Fix, fix_around, note
 from kvfix.fixes.targets import multi_process
 from kvfix.wrapping import replaced
 

@@ -25,14 +25,11 @@ https://github.com/LMCache/LMCache/issues/4355, fixed in 0.5.5.
 LMCache 0.5.4 is no longer in use.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix, fix_around
+from kvfix.fixes.api import Fix, fix_around, note
 from kvfix.fixes.targets import multi_process
 from kvfix.wrapping import GO_ON
 

@@ -25,13 +25,10 @@ None known.
 The connector sends no lookup for a request that reads no cache.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _mp
-from kvfix.fixes.api import Fix, fix_before
+from kvfix.fixes.api import Fix, fix_before, note
 from kvfix.fixes.targets import LMCACHE_MP, multi_process
 
 

@@ -23,15 +23,12 @@ number of ids. The bug was found before in the review of a fork: https://github.
 `_returned_finished` is emptied.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Iterator, MutableSet
-from types import SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
-from kvfix.fixes.api import Fix, fix_after
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix, fix_after, note
 from kvfix.fixes.targets import MP_WORKER_ADAPTER
 
 KEPT = 32
@@ -82,7 +79,7 @@ def fix(adapter: Any, answer: None, *_: Any, **__: Any) -> None:
 
 def shows_bug(hook: Any, module: Any) -> bool:
     """A request ends in each of 128 steps. The probe calls the function that uses the set of `__init__`."""
-    adapter = SimpleNamespace(
+    adapter = stubs.Stub(
         finished_stores=set(),
         store_futures={},
         previously_finished=set(),

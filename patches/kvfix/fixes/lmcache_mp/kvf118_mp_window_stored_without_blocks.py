@@ -35,13 +35,10 @@ None known.
 The tracker stores no block that vLLM has taken out of the list.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _closed, _mp, _windows
-from kvfix.fixes.api import Fix, fix_after
+from kvfix.fixes.api import Fix, fix_after, note
 from kvfix.fixes.targets import LMCACHE_MP
 
 

@@ -32,14 +32,10 @@ None known.
 vLLM keeps a block, or LMCache holds it, until it is stored.
 """
 
-from __future__ import annotations
-
-from types import SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
-from kvfix.fixes import _closed, _windows
-from kvfix.fixes.api import Fix, fix_after
+from kvfix.fixes import _closed, _windows, stubs
+from kvfix.fixes.api import Fix, fix_after, note
 from kvfix.fixes.targets import LMCACHE_MP
 
 #: With more freed blocks that may still be copied a step waits anyway: each step looks at all of them.
@@ -125,7 +121,7 @@ def _any_in_use(connector: Any, blocks: set[int]) -> bool:
 def shows_bug(hook: Any, module: Any) -> bool:
     """256 tokens are stored with a window of 16; their blocks are used when the next step begins. Right is to wait."""
     connector = _windows.scheduler_side(module, 16, list(range(1, 65)), list(range(65, 129)), computed=0)
-    connector._gpu_block_pool = SimpleNamespace(blocks=[SimpleNamespace(ref_cnt=1)] * 129)
+    connector._gpu_block_pool = stubs.Stub(blocks=[stubs.Stub(ref_cnt=1)] * 129)
     _windows.stored(hook, module, connector, 0, 256, blocks=[])
     metadata = _windows.stored(hook, module, connector, 256, 256, blocks=[])[0]
     return not getattr(metadata, "need_flush_before_forward", False)

@@ -25,14 +25,10 @@ None known.
 `_process_new_requests` sets the count from `num_computed_tokens`.
 """
 
-from __future__ import annotations
-
-from types import SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _closed, _mp, stubs
-from kvfix.fixes.api import Fix, fix_before
+from kvfix.fixes.api import Fix, fix_before, note
 from kvfix.fixes.targets import multi_process
 
 
@@ -52,8 +48,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
     """A session with 400 tokens counted goes on with 100 computed ones, and 16 new ones. Wrong is to count 416."""
     connector, tracker = _mp.tracked(module, stubs.request(2048))
     tracker.num_scheduled_tokens = 400
-    new = SimpleNamespace(req_id=stubs.NAME, num_computed_tokens=100)
-    hook(connector, stubs.step(16, new=new), SimpleNamespace(add_request_metadata=lambda meta: None))
+    new = stubs.Stub(req_id=stubs.NAME, num_computed_tokens=100)
+    hook(connector, stubs.step(16, new=new), stubs.Stub(add_request_metadata=lambda meta: None))
     return bool(tracker.num_scheduled_tokens != 116)
 
 

@@ -27,9 +27,6 @@ None known.
 The server drops chunks that were in use during a reset, as soon as they are free.
 """
 
-from __future__ import annotations
-
-from types import SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import _closed, _scheduler, stubs
@@ -52,10 +49,10 @@ def fix_scheduler(scheduler: Any) -> None:
 
 def shows_bug(hook: Any, connector: Any) -> bool:
     """A request is open, and the servers answer. Wrong is True."""
-    adapter = SimpleNamespace(reset_cache=lambda: True)
+    adapter = stubs.Stub(reset_cache=lambda: True)
     role = connector.KVConnectorRole.SCHEDULER
     trackers = {stubs.NAME: None}
-    impl = SimpleNamespace(role=role, scheduler_adapter=adapter, request_trackers=trackers, _kvfix_requests=1)
+    impl = stubs.Stub(role=role, scheduler_adapter=adapter, request_trackers=trackers, _kvfix_requests=1)
     return bool(hook(impl))
 
 

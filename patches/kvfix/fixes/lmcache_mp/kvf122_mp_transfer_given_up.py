@@ -33,22 +33,19 @@ None known.
 A worker keeps a transfer until the server has answered or is gone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix, fix_after, fix_around, fix_before
+from kvfix.fixes.api import Fix, fix_after, fix_around, fix_before, note
 from kvfix.fixes.targets import MP_CLIENT, MP_WORKER_ADAPTER
 from kvfix.wrapping import GO_ON, replaced
 
 #: Operations of the client that move KV, and what the server answers if it has moved nothing: no event, no success.
 _FAILED = {"store": (b"", False), "retrieve": (b"", False)}
 #: In place of the event that is set while the worker is healthy.
-_SET = SimpleNamespace(is_set=lambda: True)
+_SET = stubs.Stub(is_set=lambda: True)
 
 
 def _silent_server_has_transfers(adapter: Any, *_: Any, **__: Any) -> bool:
@@ -95,11 +92,11 @@ def fail_transfers(client: Any, answer: Any) -> Any:
     return answer
 
 
-class _Unhealthy(SimpleNamespace):
+class _Unhealthy(stubs.Stub):
     """A worker's adapter that has missed a heartbeat, and is connected."""
 
-    _health_event = SimpleNamespace(is_set=lambda: False)
-    req_client = SimpleNamespace(_message_queue_client=SimpleNamespace(_kvfix_connected=True))
+    _health_event = stubs.Stub(is_set=lambda: False)
+    req_client = stubs.Stub(_message_queue_client=stubs.Stub(_kvfix_connected=True))
 
     @property
     def is_healthy(self) -> bool:
@@ -122,9 +119,7 @@ def _unhealthy(module: ModuleType, **more: Any) -> Any:
 def shows_bug(hook: Any, module: Any) -> bool:
     """A load that has no answer. Wrong is to report it."""
     adapter = _unhealthy(
-        module,
-        lazy_offload=True,
-        retrieve_futures={stubs.NAME: (SimpleNamespace(query=lambda: False), [3, 4])},
+        module, lazy_offload=True, retrieve_futures={stubs.NAME: (stubs.Stub(query=lambda: False), [3, 4])}
     )
     _, loads = _mp.get_finished(hook, adapter)
     return stubs.NAME in loads
@@ -136,7 +131,7 @@ def preemption_shows_bug(hook: Any, module: Any) -> bool:
     def wait() -> None:
         raise _Waited
 
-    context = SimpleNamespace(flush_inflight_stores=wait)
+    context = stubs.Stub(flush_inflight_stores=wait)
     try:
         hook(_unhealthy(module, transfer_ctx=context, store_futures={stubs.NAME: object()}), True)
     except _Waited:
@@ -146,7 +141,7 @@ def preemption_shows_bug(hook: Any, module: Any) -> bool:
 
 def unnoted(hook: Any, module: Any) -> bool:
     """An answer without content comes. Right, for this fix, is to record that the client is connected."""
-    client = SimpleNamespace(socket=SimpleNamespace(recv_multipart=list))
+    client = stubs.Stub(socket=stubs.Stub(recv_multipart=list))
     hook(client)
     return not getattr(client, "_kvfix_connected", False)
 

@@ -29,11 +29,9 @@ None known.
 `_resolve_per_layer_sw_sizes` adds `extra_retained_tokens`.
 """
 
-from __future__ import annotations
-
-from types import SimpleNamespace
 from typing import Any
 
+from kvfix.fixes import stubs
 from kvfix.fixes.api import AT_START, Fix, Owner, fix_after
 
 _EXTRA = "extra_retained_tokens"
@@ -42,7 +40,7 @@ _EXTRA = "extra_retained_tokens"
 @fix_after(
     when=lambda groups, *_, **__: any(
         getattr(spec, _EXTRA, 0) > 1 for group in groups for spec in _specs(group).values()
-    ),
+    )
 )
 def fix(groups: Any, sizes: list[int], layer_to_idx: Any, num_layers: int) -> list[int]:
     sizes = list(sizes)
@@ -66,7 +64,7 @@ def _specs(group: Any) -> dict[str, Any]:
 def shows_bug(hook: Any, module: Any) -> bool:
     """A window of 64 tokens, and three in front of it. Wrong is to register 64."""
     kind = type("SlidingWindowSpec", (), {"sliding_window": 64, "block_size": 16, _EXTRA: 3})
-    return bool(hook([SimpleNamespace(kv_cache_spec=kind(), layer_names=["layer"])], {"layer": 0}, 1)[0] < 66)
+    return bool(hook([stubs.Stub(kv_cache_spec=kind(), layer_names=["layer"])], {"layer": 0}, 1)[0] < 66)
 
 
 FIX = Fix(

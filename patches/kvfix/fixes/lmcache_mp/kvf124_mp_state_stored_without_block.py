@@ -30,13 +30,10 @@ None known.
 The server leaves out a state whose own block is null, and the tracker removes blocks that vLLM has freed.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _closed, _mp, _windows
-from kvfix.fixes.api import Fix, fix_after
+from kvfix.fixes.api import Fix, fix_after, note
 from kvfix.fixes.targets import LMCACHE_MP
 
 

@@ -30,11 +30,9 @@ None known.
 The server stores no chunk with a null block in a part that a hit reads.
 """
 
-from __future__ import annotations
-
-from types import SimpleNamespace
 from typing import Any
 
+from kvfix.fixes import stubs
 from kvfix.fixes.api import AT_START, Fix, Owner, fix_after
 
 
@@ -53,7 +51,7 @@ def fix(
 
 def shows_bug(function: Any, module: Any) -> bool:
     """One object of two KV groups, and a chunk whose last block is null in the second. Wrong is to store it."""
-    group = SimpleNamespace(kernel_group_indices=[0, 1], aux=False)
+    group = stubs.Stub(kernel_group_indices=[0, 1], aux=False)
     return not function([[1, 2], [3, 0]], [group], [2, 2], 1)[0][0]
 
 

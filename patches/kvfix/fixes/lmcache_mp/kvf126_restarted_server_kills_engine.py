@@ -35,10 +35,7 @@ None known.
 A worker registers again after a lost connection, and a request in flight fails when the connection is lost.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator
-from types import SimpleNamespace
 from typing import Any
 
 from kvfix import engine_log
@@ -50,9 +47,9 @@ from kvfix.wrapping import View, replaced
 #: {operation: the answer of a server that has found nothing and moved nothing}. The server answers lookups of a worker
 #: that it does not know; it needs to know the worker for transfers.
 _TRANSFERS = {
-    "prepare_store": SimpleNamespace(context={}),
+    "prepare_store": stubs.Stub(context={}),
     "commit_store": False,
-    "prepare_retrieve": SimpleNamespace(success=False, data=b"", context={}),
+    "prepare_retrieve": stubs.Stub(success=False, data=b"", context={}),
     "commit_retrieve": False,
     "store": (b"", False),
     "retrieve": (b"", False),
