@@ -7,23 +7,23 @@ function, and all other facts. Every list of kvfix is a query over these records
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
 from kvfix import wrapping
 from kvfix.acting import note as note  # for the code of the fixes
 from kvfix.fixes import code_and_slug
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from types import ModuleType
-
-    from kvfix.wrapping import Function, Wrapper
-
-    Probe = Callable[[Function, ModuleType], bool]
-    Fixing = Callable[[ModuleType], Wrapper]
+Function = Callable[..., Any]
+Wrapper = Callable[[Function], Function]
+#: The answer of a function under `fix_around`.
+Steps = Generator[Any, Any, Any]
+Probe = Callable[[Function, ModuleType], bool]
+Fixing = Callable[[ModuleType], Wrapper]
 
 #: Sections of a fix's docstring, in this order. `Fix.section` and the documentation read them.
 SECTIONS = ("Symptom", "Cause", "Fix", "Releases", "Upstream", "Remove when")
@@ -96,6 +96,18 @@ def fix_around(**options: Any) -> Callable[[Function], Fixing]:
     return lambda code: lambda module: wrapping.around(code, **options)
 
 
+def fix_calls(code: Function) -> Fixing:
+    """Decorate the code of a fix that calls the function itself, such as to handle its exception.
+
+    code: (function, *arguments of the caller) -> the answer.
+    """
+
+    def wrap(function: Function) -> Function:
+        return functools.wraps(function)(lambda *args, **kwargs: code(function, *args, **kwargs))
+
+    return lambda module: wrap
+
+
 class Owner:
     """A class or a module with fixed functions: `SCHEDULER.schedule(broken=..., probe=..., fix=...)` is a target.
 
@@ -116,7 +128,7 @@ class Owner:
     def __getattr__(self, function: str) -> Callable[..., Target]:
         if function.startswith("__"):
             raise AttributeError(function)
-        return partial(self.target, function)
+        return functools.partial(self.target, function)
 
 
 #: Effects of a bug on the user, the worst first. "lost hits": more computation, right answers.

@@ -5,6 +5,7 @@ The module imports nothing that the engine has not imported: a probe runs in a p
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
@@ -101,6 +102,15 @@ def push_decode(**more: Any) -> Any:
         _push_pending_registrations={}, _push_registration_deadlines={}, _push_registration_timeout=1.0,
         _registered_prefills={},  # of patches/upstream/nixl-push-second-decode-waits
         _reqs_need_recv={}, _reqs_in_batch=set(),
+    )  # fmt: skip
+
+
+def async_lookup_client(**more: Any) -> Any:
+    """Return the attributes that LMCacheAsyncLookupClient reads, with a lookup in flight; `more` adds or replaces."""
+    return stub(
+        more, lock=threading.Lock(), reqs_status={NAME: None}, first_lookup_time={}, lookup_backoff_time=0,
+        aborted_lookups=set(), timeout_ms=3000, config=SimpleNamespace(lookup_timeout_ms=3000), world_size=1,
+        _cleanup_finished_aborted_lookups=lambda: None,
     )  # fmt: skip
 
 

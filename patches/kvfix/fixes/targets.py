@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from kvfix.fixes.api import Owner, Target
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import ModuleType
-
-    from kvfix.fixes.api import Probe
-    from kvfix.wrapping import Wrapper
+from kvfix.fixes.api import Fixing, Owner, Probe, Target
 
 # LMCache in vLLM's own processes
 LMCACHE_V1 = Owner("lmcache", "lmcache.integration.vllm.vllm_v1_adapter", "LMCacheConnectorV1Impl")
@@ -93,10 +84,10 @@ CONNECTOR_BASE = Owner("vllm", "vllm.distributed.kv_transfer.kv_connector.v1.bas
 def multi_process(
     function: str,
     probe: Probe,
-    fix: Callable[[ModuleType], Wrapper],
+    fix: Fixing,
     *,
-    lmcache: str,
-    vllm: str,
+    lmcache: str = ">=0.4.5,<=0.5.6",
+    vllm: str = ">=0.26.0",
     for_0201: str = ">=0.4.5",
     for_0180: str = ">=0.4.4",
     place: int = 0,

@@ -5,8 +5,7 @@ EngineCore dies with one of these:
 
 - `AssertionError: Mismatch in tokens to load: 256 vs 256 (tokens in lmcache) - 336 (tokens in vllm) - 0 (full lmcache
   hits subtracts last token to recalculate logits) for request ...`
-- a bare `AssertionError` in vLLM's scheduler, at `assert num_new_tokens > 0` or at the comparison of computed tokens
-  with the tokens of the request
+- a bare `AssertionError` in vLLM's scheduler, at `assert num_new_tokens > 0` or where it compares numbers of tokens
 
 The log may show a second lookup of the same request: `LMCache hit tokens: 256, need to load: -80`.
 
@@ -33,18 +32,16 @@ https://github.com/LMCache/LMCache/issues/2158 (also 2090, 2091, 2159), fixed in
 LMCache 0.3.10 is no longer in use.
 """
 
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, Wrapper
 from kvfix.fixes.targets import LMCACHE_V1
 from kvfix.ledger.events import balance
 from kvfix.wrapping import after
 
 
-def fix(adapter: ModuleType) -> Callable[..., Any]:
+def fix(adapter: Any) -> Wrapper:
     load_spec = adapter.LoadSpec
 
     def get_num_new_matched_tokens(

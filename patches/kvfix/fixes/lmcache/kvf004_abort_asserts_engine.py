@@ -21,20 +21,18 @@ https://github.com/LMCache/LMCache/issues/3337, https://github.com/LMCache/LMCac
 LMCache 0.4.5 to 0.5.0 are no longer in use.
 """
 
-from collections.abc import Callable, Generator
-from types import ModuleType
 from typing import Any
 
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, Steps, Wrapper
 from kvfix.fixes.targets import LMCACHE_V1
 from kvfix.wrapping import View, around
 
 
-def fix(adapter: ModuleType) -> Callable[..., Any]:
+def fix(adapter: Any) -> Wrapper:
     aborted = adapter.RequestStatus.FINISHED_ABORTED
 
-    def request_finished(impl: Any, request: Any, block_ids: Any) -> Generator[Any, Any, Any]:
+    def request_finished(impl: Any, request: Any, block_ids: Any) -> Steps:
         answer = yield View(request, status=None), block_ids
         if impl.async_loading and impl.lookup_client is not None:
             impl.lookup_client.cancel_lookup(request.request_id)

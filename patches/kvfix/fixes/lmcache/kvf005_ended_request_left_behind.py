@@ -15,8 +15,7 @@ LMCache removes the priority and the decoder (`disagg_spec`) only when it handle
 decoder of a resumed request always leak.
 
 ## Fix
-When a request ends, the scheduler role drops its LoadSpec, priority, decoder and hit. The workers, which get the id of
-every ended request, release its pins.
+When a request ends, the scheduler role drops its LoadSpec, priority, decoder and hit, and the workers release its pins.
 
 ## Releases
 LMCache 0.3.9 to 0.5.6.
@@ -29,17 +28,15 @@ https://github.com/LMCache/LMCache/pull/4512 is open (pins only).
 client, and `get_finished` unpins.
 """
 
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, fix_after, note
+from kvfix.fixes.api import Fix, Wrapper, fix_after, note
 from kvfix.fixes.targets import LMCACHE_V1
 from kvfix.wrapping import after
 
 
-def fix_scheduler(adapter: ModuleType) -> Callable[..., Any]:
+def fix_scheduler(adapter: Any) -> Wrapper:
     def request_finished(impl: Any, answer: Any, request: Any, block_ids: Any) -> Any:
         name = request.request_id
         note(__name__, f"request {name} has ended before it was admitted")
@@ -74,8 +71,7 @@ def fix_worker(impl: Any, answer: Any, finished_req_ids: Any) -> Any:
 
 def scheduler_shows_bug(hook: Any, adapter: Any) -> bool:
     """A request ends while its LoadSpec is there. Wrong is a LoadSpec that stays."""
-    client = stubs.Stub(clear_lookup_status=lambda lookup_id: None)
-    impl = stubs.scheduler_side(lookup_client=client, load_specs={stubs.NAME: object()})
+    impl = stubs.scheduler_side(lookup_client=stubs.Nothing(), load_specs={stubs.NAME: object()})
     hook(impl, stubs.request(16), [])
     return stubs.NAME in impl.load_specs
 

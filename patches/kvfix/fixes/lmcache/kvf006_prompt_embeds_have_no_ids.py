@@ -23,12 +23,10 @@ LMCache skips such requests, or includes embeddings in its keys.
 """
 
 import copy
-from collections.abc import Callable, Generator
-from types import ModuleType
 from typing import Any
 
 from kvfix.fixes import _closed, stubs
-from kvfix.fixes.api import Fix, fix_around
+from kvfix.fixes.api import Fix, Steps, Wrapper, fix_around
 from kvfix.fixes.targets import LMCACHE_V1
 from kvfix.wrapping import after, around, instead
 
@@ -38,8 +36,8 @@ def fix_lookup(impl: Any, request: Any, num_computed_tokens: int) -> Any:
     return instead(0)
 
 
-def fix_metadata(adapter: ModuleType) -> Callable[..., Any]:
-    def build_connector_meta(impl: Any, scheduler_output: Any) -> Generator[Any, Any, Any] | None:
+def fix_metadata(adapter: Any) -> Wrapper:
+    def build_connector_meta(impl: Any, scheduler_output: Any) -> Steps | None:
         if any(new.prompt_token_ids is None for new in scheduler_output.scheduled_new_reqs):
             return _with_ids(scheduler_output)
         return None
@@ -62,7 +60,7 @@ def _has_new(impl: Any, scheduler_output: Any, *_: Any, **__: Any) -> Any:
     return scheduler_output.scheduled_new_reqs
 
 
-def _with_ids(scheduler_output: Any) -> Generator[Any, Any, Any]:
+def _with_ids(scheduler_output: Any) -> Steps:
     with_ids = copy.copy(scheduler_output)
     with_ids.scheduled_new_reqs = [
         _with_zeros(new) if new.prompt_token_ids is None else new for new in scheduler_output.scheduled_new_reqs

@@ -24,28 +24,19 @@ https://github.com/LMCache/LMCache/issues/3685, https://github.com/LMCache/LMCac
 `lookup_cache` returns an answer for a lookup that has timed out.
 """
 
-import threading
-from collections.abc import Generator
 from typing import Any
 
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, fix_around
+from kvfix.fixes.api import Fix, Steps, fix_around
 from kvfix.fixes.targets import ASYNC_LOOKUP_CLIENT
-
-_UNKNOWN = -1
 
 
 def given_up(client: Any, lookup_id: str) -> bool:
     """The lookup is in flight and has no start time."""
-    return client.reqs_status.get(lookup_id, _UNKNOWN) is None and lookup_id not in client.first_lookup_time
+    return client.reqs_status.get(lookup_id, "unknown") is None and lookup_id not in client.first_lookup_time
 
 
-@fix_around()
-def fix(client: Any, lookup_id: str) -> Generator[None, Any, Any]:
-    return _answered(client, lookup_id)
-
-
-def _answered(client: Any, lookup_id: str) -> Generator[None, Any, Any]:
+def _answered(client: Any, lookup_id: str) -> Steps:
     if given_up(client, lookup_id):
         return 0
     answer = yield
@@ -54,25 +45,18 @@ def _answered(client: Any, lookup_id: str) -> Generator[None, Any, Any]:
     return answer
 
 
+fix = fix_around()(_answered)
+
+
 @fix_around()
-def fix_0_3_10(client: Any, tokens: Any, lookup_id: str, request_configs: Any = None) -> Generator[None, Any, Any]:
+def fix_0_3_10(client: Any, tokens: Any, lookup_id: str, request_configs: Any = None) -> Steps:
     """In 0.3.10 `lookup` itself keeps the state."""
     return _answered(client, lookup_id)
 
 
 def shows_bug(hook: Any, module: Any, *tokens: Any) -> bool:
     """A lookup in flight without a start time. Right is 0, wrong is a KeyError."""
-    client = stubs.Stub(
-        lock=threading.Lock(),
-        reqs_status={stubs.NAME: None},
-        first_lookup_time={},
-        lookup_backoff_time=0,
-        aborted_lookups=set(),
-        timeout_ms=3000,
-        config=stubs.Stub(lookup_timeout_ms=3000),
-        _cleanup_finished_aborted_lookups=lambda: None,
-    )
-    return stubs.raises(KeyError, hook, client, *tokens, stubs.NAME)
+    return stubs.raises(KeyError, hook, stubs.async_lookup_client(), *tokens, stubs.NAME)
 
 
 FIX = Fix(

@@ -6,7 +6,7 @@ local cpu backend. Local cpu memory is under pressure.`
 
 ## Cause
 A lookup with a hit fetches and pins the chunks. If vLLM's own prefix cache has at least as many tokens as the hit,
-LMCache loads nothing, and only a load or the clean-up of an aborted lookup releases the chunks. Neither releases the
+LMCache loads nothing. Only a load or the clean-up of an aborted lookup releases the chunks, and neither releases the
 pins (0.3.15 cache_engine.py:1295). From 0.3.10.post1 on, the clean-up releases no chunk at all, because it takes pairs
 of key and chunk for chunks: `Error releasing memory object: 'tuple' object has no attribute 'ref_count_down'`.
 
@@ -25,11 +25,10 @@ LMCache 0.3.15 is no longer in use.
 """
 
 import sys
-from collections.abc import Generator
 from typing import Any
 
 from kvfix.fixes import _engine, stubs
-from kvfix.fixes.api import Fix, fix_after, fix_around, note
+from kvfix.fixes.api import Fix, Steps, fix_after, fix_around, note
 from kvfix.fixes.targets import CACHE_ENGINE
 from kvfix.wrapping import instead
 
@@ -56,12 +55,12 @@ def fix_clean_up(engine: Any, lookup_id: str) -> Any:
 
 
 @fix_around()
-def fix_load(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Generator[None, Any, Any] | None:
+def fix_load(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Steps | None:
     chunks = _engine.fetched(engine, more.get("req_id")) if engine.async_loading else []
     return _unpinned_after(chunks) if chunks else None
 
 
-def _unpinned_after(chunks: list[Any]) -> Generator[None, Any, Any]:
+def _unpinned_after(chunks: list[Any]) -> Steps:
     answer = yield
     for chunk in chunks:
         _engine.unpin(chunk)

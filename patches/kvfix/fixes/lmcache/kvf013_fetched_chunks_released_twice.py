@@ -23,18 +23,17 @@ https://github.com/LMCache/LMCache/issues/5090, https://github.com/LMCache/LMCac
 """
 
 from _thread import get_ident
-from collections.abc import Generator
 from contextlib import ExitStack
 from typing import Any
 
 from kvfix.fixes import _engine, stubs
-from kvfix.fixes.api import Fix, fix_around
+from kvfix.fixes.api import Fix, Steps, fix_around
 from kvfix.fixes.targets import CACHE_ENGINE
 from kvfix.wrapping import replaced
 
 
 @fix_around()
-def fix(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Generator[None, Any, Any] | None:
+def fix(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Steps | None:
     lookup_id = more.get("req_id")
     if not engine.async_loading or engine.remove_after_retrieve or not _engine.fetched(engine, lookup_id):
         return None
@@ -60,7 +59,7 @@ class Calls:
         self.counted = {"ref_count_down": ref_count_down, "unpin": take_pin}
 
 
-def _consumed(engine: Any, lookup_id: Any) -> Generator[None, Any, Any]:
+def _consumed(engine: Any, lookup_id: Any) -> Steps:
     chunks = {id(chunk): (chunk, Calls(chunk)) for chunk in _engine.fetched(engine, lookup_id)}
     try:
         with ExitStack() as stack:

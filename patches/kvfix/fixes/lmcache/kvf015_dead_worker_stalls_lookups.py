@@ -24,13 +24,11 @@ None known.
 LMCache's lookup transport backs off after a timeout.
 """
 
-from collections.abc import Callable, Generator
-from types import ModuleType
 from typing import Any
 
 from kvfix import clock, engine_log
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, fix_around
+from kvfix.fixes.api import Fix, Steps, Wrapper, fix_around
 from kvfix.fixes.targets import LOOKUP_CLIENT, ZMQ_CLIENT
 from kvfix.wrapping import after, around, instead
 
@@ -66,14 +64,12 @@ class Pause:
 
 def pause_of(holder: Any) -> Pause:
     """The pause of this client or transport."""
-    if not hasattr(holder, "_kvfix_pause"):
-        holder._kvfix_pause = Pause()
-    found: Pause = holder._kvfix_pause
-    return found
+    pause: Pause = vars(holder).setdefault("_kvfix_pause", Pause())
+    return pause
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def unless_paused(transport: Any, message: Any) -> Generator[None, Any, Any] | None:
+def fix(module: Any) -> Wrapper:
+    def unless_paused(transport: Any, message: Any) -> Steps | None:
         return instead([]) if clock.now() < transport._kvfix_pause.until else None
 
     def send_and_recv_all(transport: Any, answers: Any, message: Any) -> Any:
@@ -93,7 +89,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 @fix_around()
-def fix_lookup(client: Any, *args: Any, **kwargs: Any) -> Generator[None, Any, Any]:
+def fix_lookup(client: Any, *args: Any, **kwargs: Any) -> Steps:
     pause, begun = pause_of(client), clock.now()
     if begun < pause.until:
         return 0
@@ -106,34 +102,22 @@ def fix_lookup(client: Any, *args: Any, **kwargs: Any) -> Generator[None, Any, A
     return hit
 
 
-class _Silent:
-    """A socket whose peer is dead."""
-
-    def __init__(self, error: type[Exception]) -> None:
-        self.asked = 0
-        self.error = error
-
-    def send_multipart(self, *_: Any, **__: Any) -> None:
-        self.asked += 1
-
-    def recv(self) -> bytes:
-        raise self.error
-
-
 def shows_bug(hook: Any, module: Any) -> bool:
     """Three lookups in a row to a worker that does not answer. Wrong is to wait for all three."""
-    socket = _Silent(module.zmq.Again)
+    asked: list[Any] = []
+
+    def recv() -> bytes:
+        raise module.zmq.Again
+
+    socket = stubs.Stub(send_multipart=lambda *_, **__: asked.append(1), recv=recv)
     transport = module.ZmqReqRepClientTransport.__new__(module.ZmqReqRepClientTransport)
     vars(transport).update(
-        _world_size=1,
-        sockets=[socket],
-        timeout_ms=3000,
-        encoder=stubs.Stub(encode=lambda part: b""),
+        _world_size=1, sockets=[socket], timeout_ms=3000, encoder=stubs.Stub(encode=lambda part: b""),
         _recreate_all_sockets=lambda: None,
-    )
+    )  # fmt: skip
     for _ in range(3):
         hook(transport, [[], [], "", ""])
-    return socket.asked == 3
+    return len(asked) == 3
 
 
 FIX = Fix(

@@ -31,11 +31,10 @@ LMCache has LoRA and cache_salt in its keys.
 
 import copy
 import hashlib
-from collections.abc import Generator
 from typing import Any
 
 from kvfix.fixes import _closed, _layerwise, stubs
-from kvfix.fixes.api import NEW_REQUESTS, Fix, fix_around
+from kvfix.fixes.api import NEW_REQUESTS, Fix, Steps, fix_around
 from kvfix.fixes.targets import LMCACHE_V1
 from kvfix.session import session
 from kvfix.wrapping import GO_ON, View
@@ -57,7 +56,7 @@ def tagged(sampling_params: Any, lora_request: Any, salt: str | None) -> Any:
 
 
 @fix_around(on_fault=_closed.no_hit)
-def fix_lookup(impl: Any, request: Any, num_computed_tokens: int) -> Generator[Any, Any, Any]:
+def fix_lookup(impl: Any, request: Any, num_computed_tokens: int) -> Steps:
     own = request.sampling_params
     if request.request_id in session.before:
         return (yield)
@@ -76,7 +75,7 @@ def _found_by_none(impl: Any, scheduler_output: Any, *_: Any, **__: Any) -> Any:
 
 
 @fix_around(on_fault=_found_by_none)
-def fix_metadata(impl: Any, scheduler_output: Any) -> Generator[Any, Any, Any]:
+def fix_metadata(impl: Any, scheduler_output: Any) -> Steps:
     new_requests, changed = [], False
     for new in scheduler_output.scheduled_new_reqs:
         salt = getattr(impl._unfinished_requests.get(new.req_id), "cache_salt", None)

@@ -29,12 +29,12 @@ https://github.com/LMCache/LMCache/pull/5095 are open; `retrieve` is right in 0.
 
 from _thread import get_ident
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from kvfix import engine_log
 from kvfix.fixes import _layerwise, stubs
-from kvfix.fixes.api import Fix, fix_after, fix_around
+from kvfix.fixes.api import Fix, Steps, fix_after, fix_around
 from kvfix.fixes.targets import CACHE_ENGINE, LMCACHE_V1
 
 #: Attribute of a chunk: the loads that have added a pin to it.
@@ -106,12 +106,12 @@ def _pinned(engine: Any, lookup_id: Any) -> _Load | None:
 
 
 @fix_around()
-def fix(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Generator[None, Any, Any] | None:
+def fix(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Steps | None:
     load = _pinned(engine, more.get("req_id"))
     return _loading(load) if load else None
 
 
-def _loading(load: _Load) -> Generator[None, Any, Any]:
+def _loading(load: _Load) -> Steps:
     try:
         with load:
             return (yield)

@@ -1,9 +1,8 @@
 """A load returns fewer tokens than promised: LMCache counts tokens of vLLM's prefix cache as its own.
 
 ## Symptom
-A load returns fewer tokens than promised: `Num retrieved tokens: 0, num expected tokens: ...`. With
-kv_load_failure_policy "fail" the request ends with an error. Some chunks are never stored, and no hit of a prompt goes
-beyond them.
+The log has `Num retrieved tokens: 0, num expected tokens: ...`. With kv_load_failure_policy "fail" the request ends
+with an error. Some chunks are never stored, and no hit of a prompt goes beyond them.
 
 ## Cause
 The lookup skips the chunks that vLLM has computed and adds their tokens to the hit (0.3.11
@@ -23,18 +22,17 @@ None known; fixed in 0.3.12.
 LMCache 0.3.11 is no longer in use.
 """
 
-from collections.abc import Generator
 from typing import Any
 
 from kvfix.fixes import _closed, stubs
-from kvfix.fixes.api import Fix, fix_around
+from kvfix.fixes.api import Fix, Steps, fix_around
 from kvfix.fixes.targets import BYPASS_LOOKUP_CLIENT, LOOKUP_CLIENT
 
 
 @fix_around(on_fault=_closed.no_hit)
 def fix(
     client: Any, token_ids: Any, lookup_id: str, request_configs: Any = None, num_computed_tokens: int = 0
-) -> Generator[Any, Any, Any]:
+) -> Steps:
     return (yield (token_ids, lookup_id, request_configs, 0))
 
 
@@ -49,14 +47,9 @@ def shows_bug(hook: Any, module: Any) -> bool:
     keys = stubs.Stub(process_tokens=lambda *_, **__: [(0, 256, 1), (256, 512, 2)])
     socket = stubs.Stub(send_multipart=ask, recv=lambda: bytes(8))
     client = stubs.Stub(
-        enable_blending=False,
-        token_database=keys,
-        encoder=stubs.Stub(encode=lambda part: b""),
-        num_ranks=1,
-        sockets=[socket],
-        lmcache_engine=stubs.Stub(lookup=ask),
-        reqs_status={},
-    )
+        enable_blending=False, token_database=keys, encoder=stubs.Stub(encode=lambda part: b""), num_ranks=1,
+        sockets=[socket], lmcache_engine=stubs.Stub(lookup=ask), reqs_status={},
+    )  # fmt: skip
     hook(client, [0] * 512, stubs.NAME, None, 512)
     return not asked
 

@@ -28,12 +28,11 @@ https://github.com/LMCache/LMCache/pull/4887.
 `kvfix roundtrip --backend lmcache --layout packed packed-hnd --no-fixes` passes.
 """
 
-from collections.abc import Callable, Generator, Iterator
-from types import ModuleType
+from collections.abc import Iterator
 from typing import Any
 
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, fix_after, fix_around
+from kvfix.fixes.api import Fix, Steps, Wrapper, fix_after, fix_around
 from kvfix.fixes.targets import CACHE_ENGINE, GPU_CONNECTOR_V2, GPU_CONNECTOR_V3, STORAGE_MANAGER
 from kvfix.wrapping import around, instead
 
@@ -41,7 +40,7 @@ from kvfix.wrapping import around, instead
 _EMPTY = "_kvfix_empty"
 
 
-def fix_store(connectors: ModuleType) -> Callable[..., Any]:
+def fix_store(connectors: Any) -> Wrapper:
     def from_gpu(connector: Any, memory_obj: Any, start: int, end: int, **more: Any) -> Any:
         caches = packed(connector, **more)
         if not caches or _is_refused(connector, more):
@@ -53,7 +52,7 @@ def fix_store(connectors: ModuleType) -> Callable[..., Any]:
     return around(from_gpu, on_fault=_not_stored)
 
 
-def fix_load(connectors: ModuleType) -> Callable[..., Any]:
+def fix_load(connectors: Any) -> Wrapper:
     def to_gpu(connector: Any, memory_obj: Any, start: int, end: int, **more: Any) -> Any:
         caches = packed(connector, **more)
         if not caches or _is_refused(connector, more):
@@ -88,7 +87,7 @@ def _put_nothing(manager: Any, keys: Any, memory_objs: Any, *_: Any, **__: Any) 
 
 
 @fix_around(when=lambda manager, keys, memory_objs, *_, **__: any(map(_is_empty, memory_objs)), on_fault=_put_nothing)
-def fix_put(manager: Any, keys: Any, memory_objs: Any, *more: Any, **named: Any) -> Generator[Any, Any, Any]:
+def fix_put(manager: Any, keys: Any, memory_objs: Any, *more: Any, **named: Any) -> Steps:
     filled = [not _is_empty(each) for each in memory_objs]
     for each, is_filled in zip(memory_objs, filled, strict=True):
         if not is_filled:

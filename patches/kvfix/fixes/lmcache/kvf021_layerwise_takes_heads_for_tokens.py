@@ -26,10 +26,9 @@ None known.
 `kvfix roundtrip --backend lmcache-layerwise --layout hnd --no-fixes` passes.
 """
 
-from collections.abc import Generator
 from typing import Any
 
-from kvfix.fixes.api import AT_START, Fix, Owner, fix_around
+from kvfix.fixes.api import AT_START, Fix, Owner, Steps, fix_around
 
 #: Layouts of five axes whose third axis is the head, and the same with the third and fourth axes swapped.
 SWAPPED = {"NL_X_TWO_NB_NH_BS_HS": "NL_X_TWO_NB_BS_NH_HS", "NL_X_NB_TWO_NH_BS_HS": "NL_X_NB_TWO_BS_NH_HS"}
@@ -38,9 +37,7 @@ SWAPPED = {"NL_X_TWO_NB_NH_BS_HS": "NL_X_TWO_NB_BS_NH_HS", "NL_X_NB_TWO_NH_BS_HS
 @fix_around(
     when=lambda held, cache, slots, direction, layout, *_: layout.name in SWAPPED and cache.shape[2] != cache.shape[3]
 )
-def fix(
-    held: Any, cache: Any, slots: Any, direction: Any, layout: Any, token_major: bool = False
-) -> Generator[Any, Any, Any]:
+def fix(held: Any, cache: Any, slots: Any, direction: Any, layout: Any, token_major: bool = False) -> Steps:
     swapped = getattr(type(layout), SWAPPED[layout.name])
     return (yield (cache.transpose(2, 3), slots, direction, swapped, token_major))
 

@@ -56,10 +56,8 @@ def fix(impl: Any, answer: Any, scheduler_output: Any) -> Any:
 def shows_bug(hook: Any, adapter: Any) -> bool:
     """Resumed with two blocks; the worker appends a third to its list. Wrong is a tracker that has it too."""
     tracker, blocks = adapter.RequestTracker(stubs.NAME, 48, [0] * 16, [0]), [1, 2]
-    tokens = (
-        {"all_token_ids": [0] * 48} if "all_token_ids" in inspect.signature(hook).parameters else {}
-    )  # since 0.3.11
-    hook(tracker, [0] * 16, (blocks,), True, **tokens)
+    since_0_3_11 = "all_token_ids" in inspect.signature(hook).parameters
+    hook(tracker, [0] * 16, (blocks,), True, **({"all_token_ids": [0] * 48} if since_0_3_11 else {}))
     if tracker.allocated_block_ids != [1, 2]:
         raise ValueError(f"the probe expects [1, 2], got {tracker.allocated_block_ids!r}")
     blocks.append(3)
@@ -69,12 +67,8 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 def step_shows_bug(hook: Any, adapter: Any) -> bool:
     """The same in a step that resumes the request. Wrong is a tracker with the list of the scheduler output."""
     blocks = [1, 2]
-    tracker = adapter.RequestTracker(stubs.NAME, 48, [0] * 32, [0])
-    impl = stubs.scheduler_side(
-        load_specs={stubs.NAME: adapter.LoadSpec(32, 32, can_load=False)},
-        _request_trackers={stubs.NAME: tracker},
-        _unfinished_requests={stubs.NAME: stubs.request(48, num_computed_tokens=32)},
-    )
+    specs = {stubs.NAME: adapter.LoadSpec(32, 32, can_load=False)}
+    impl, tracker = stubs.scheduled(adapter, 48, tracked=32, computed=32, load_specs=specs)
     hook(impl, stubs.step(16, computed=32, blocks=blocks, resumed=True))
     if tracker.allocated_block_ids != blocks:
         raise ValueError(f"the probe expects {blocks!r}, got {tracker.allocated_block_ids!r}")

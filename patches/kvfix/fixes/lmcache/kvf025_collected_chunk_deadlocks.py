@@ -26,11 +26,10 @@ https://github.com/LMCache/LMCache/issues/3533, about the lock of the allocator,
 """
 
 from collections import deque
-from collections.abc import Generator
 from typing import Any
 
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, fix_around, fix_before
+from kvfix.fixes.api import Fix, Steps, fix_around, fix_before
 from kvfix.fixes.targets import TENSOR_MEMORY_OBJ
 from kvfix.wrapping import instead
 
@@ -41,7 +40,7 @@ FREE = "_kvfix_free"
 
 
 @fix_around()
-def fix(chunk: Any) -> Generator[None, Any, Any] | None:
+def fix(chunk: Any) -> Steps | None:
     if chunk.parent_allocator is None or not chunk.is_valid() or FREE in vars(chunk):
         return None
     COLLECTED.append(chunk)

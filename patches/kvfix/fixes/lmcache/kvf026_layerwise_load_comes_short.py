@@ -27,12 +27,12 @@ https://github.com/LMCache/LMCache/issues/899
 `start_load_kv` records the failed blocks of a layerwise load.
 """
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from kvfix import engine_log
 from kvfix.fixes import _closed, _layerwise, stubs
-from kvfix.fixes.api import Fix, fix_around, note
+from kvfix.fixes.api import Fix, Steps, fix_around, note
 from kvfix.fixes.targets import LMCACHE_V1
 from kvfix.wrapping import replaced
 
@@ -40,7 +40,7 @@ _WHERE = f"{__name__}.retrieve_layer"
 
 
 @fix_around(when=_layerwise.is_used, on_fault=_closed.worker_loads_fail)
-def fix(impl: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
+def fix(impl: Any, *_: Any, **__: Any) -> Steps:
     find, load = _layerwise.find_load(impl), impl.lmcache_engine.retrieve_layer
 
     def retrieve_layer(tokens: Any, mask: Any = None, **more: Any) -> Any:

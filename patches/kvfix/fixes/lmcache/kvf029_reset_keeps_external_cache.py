@@ -2,9 +2,8 @@
 
 ## Symptom
 Nothing is logged. After an update of the weights, `POST /reset_prefix_cache?reset_external=true` answers 200, or
-`LLM.reset_prefix_cache(reset_connector=True)` answers True. Requests then hit chunks that the old weights have
-computed, and return wrong text. With debug logging, vLLM logs `Connector cache reset requested, but ... does not
-implement reset_cache().`
+`LLM.reset_prefix_cache(reset_connector=True)` answers True. Requests then hit KV of the old weights. With debug
+logging, vLLM logs `Connector cache reset requested, but ... does not implement reset_cache().`
 
 ## Cause
 LMCache's in-process connector has no `reset_cache` in any release. LMCache's multi-process connector has one since

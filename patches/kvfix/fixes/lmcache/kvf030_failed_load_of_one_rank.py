@@ -20,8 +20,7 @@ If a request ends or is preempted before its save, it is not saved, because othe
 A kv_producer stores every request that has metadata (:1152), so the fix marks the metadata for its worker. For a
 request that names a decoder (`disagg_spec`), the store is the transfer to the decoder. This store cannot wait, because
 the request ends with the step. So the decoder may still get wrong KV. With `kv_load_failure_policy=fail`, vLLM's
-default, the request ends with an error at prefill, and the proxy need not ask the decoder. Do not set `recompute` on a
-prefill engine.
+default, the request ends with an error at prefill. Do not set `recompute` on a prefill engine.
 
 ## Releases
 LMCache 0.3.9 to 0.5.6. 0.3.9 does not know which blocks failed, so the fix has no effect there.
@@ -34,7 +33,7 @@ The ranks agree which loads have failed before they save a step.
 """
 
 import copy
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvfix import scheduling
 from kvfix.fixes import _closed, _scheduler, _worker, stubs
@@ -47,13 +46,6 @@ _UNSAVED = "_kvfix_unsaved"
 _STORE_NOTHING = "_kvfix_store_nothing"
 
 
-class _Save(NamedTuple):
-    """The save of a request that waits. due: the first step in which it may be done."""
-
-    due: int
-    meta: Any
-
-
 class Unsaved:
     """The saves that wait for the reports of all ranks, one for each request: a save has all its tokens."""
 
@@ -62,7 +54,8 @@ class Unsaved:
         self.step = 0
         #: The first step whose saves need not wait.
         self.open_from = 0
-        self.saves: dict[str, _Save] = {}
+        #: {request: (the first step in which its save may be done, the save)}
+        self.saves: dict[str, tuple[int, Any]] = {}
 
     def take(self, scheduler_output: Any) -> dict[str, Any]:
         """Return the waiting saves of the requests in this step: only these still have their blocks."""
@@ -70,8 +63,8 @@ class Unsaved:
         for name in again.union(scheduling.resumed(scheduler_output), scheduler_output.finished_req_ids):
             self.saves.pop(name, None)
         names = self.saves.keys() & scheduler_output.num_scheduled_tokens
-        due = sorted(name for name in names if self.saves[name].due <= self.step)
-        return {name: self.saves.pop(name).meta for name in due}
+        due = sorted(name for name in names if self.saves[name][0] <= self.step)
+        return {name: self.saves.pop(name)[1] for name in due}
 
     def put_off(self, meta: Any) -> None:
         """Let a later step save this, and not the current step."""
@@ -84,14 +77,14 @@ class Unsaved:
         meta.save_spec.can_save = False
         note(__name__, f"request {meta.req_id}: its save waits for the reports of all ranks")
         if meta.req_id in self.saves:
-            _join(later, self.saves[meta.req_id].meta)
-        self.saves[meta.req_id] = _Save(self.open_from, later)
+            _join(later, self.saves[meta.req_id][1])
+        self.saves[meta.req_id] = self.open_from, later
 
 
 def _join(meta: Any, earlier: Any) -> None:
     """Add the earlier save to this one. With layers LMCache has one save of a request in a step."""
-    first = min(meta.save_spec.skip_leading_tokens, earlier.save_spec.skip_leading_tokens)
-    meta.save_spec.skip_leading_tokens = first
+    save = meta.save_spec
+    save.skip_leading_tokens = min(save.skip_leading_tokens, earlier.save_spec.skip_leading_tokens)
 
 
 def _has_ranks(impl: Any, *_: Any, **__: Any) -> Any:
@@ -100,10 +93,8 @@ def _has_ranks(impl: Any, *_: Any, **__: Any) -> Any:
 
 @fix_after(when=_has_ranks, on_fault=_closed.drop_saves)
 def fix_metadata(impl: Any, metadata: Any, scheduler_output: Any) -> Any:
-    unsaved = getattr(impl, _UNSAVED, None)
-    if unsaved is None:
-        unsaved = Unsaved(impl._vllm_config)
-        setattr(impl, _UNSAVED, unsaved)
+    unsaved = getattr(impl, _UNSAVED, None) or Unsaved(impl._vllm_config)
+    setattr(impl, _UNSAVED, unsaved)
     unsaved.step += 1
     due = unsaved.take(scheduler_output) if unsaved.saves else {}
     if any(meta.load_spec is not None and meta.load_spec.can_load for meta in metadata.requests):
@@ -153,11 +144,7 @@ def fix_rollback(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
     """Two ranks load 256 tokens of a request and compute 256 more. Wrong is to save them in this step."""
-    config = stubs.Stub(
-        max_concurrent_batches=1,
-        parallel_config=stubs.Stub(world_size=2),
-        scheduler_config=stubs.Stub(async_scheduling=False),
-    )
+    config = stubs.Stub(max_concurrent_batches=1, parallel_config=stubs.Stub(world_size=2))
     new = stubs.request(512, req_id=stubs.NAME, block_ids=(list(range(32)),), num_computed_tokens=256)
     load = adapter.LoadSpec(vllm_cached_tokens=0, lmcache_cached_tokens=256, can_load=True)
     meta = hook(stubs.scheduler_side(load_specs={stubs.NAME: load}, _vllm_config=config), stubs.step(256, new=new))

@@ -8,8 +8,7 @@ A request whose KV must not be stored still has metadata if LMCache looked it up
 that has metadata, even if the request names no decoder (0.5.6 vllm_v1_adapter.py:1152).
 
 ## Fix
-The worker does not store a request that asks for `lmcache.skip_save`, unless the request names a decoder
-(`disagg_spec`).
+The worker does not store a request with `lmcache.skip_save`, unless the request names a decoder (`disagg_spec`).
 
 ## Releases
 LMCache 0.3.9 to 0.5.6.

@@ -22,11 +22,10 @@ None known.
 `LookupRequestMsg` takes settings of any type.
 """
 
-from collections.abc import Generator
 from typing import Any
 
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, fix_around
+from kvfix.fixes.api import Fix, Steps, fix_around
 from kvfix.fixes.targets import ASYNC_LOOKUP_CLIENT
 
 
@@ -35,9 +34,7 @@ from kvfix.fixes.targets import ASYNC_LOOKUP_CLIENT
         request_configs and not all(isinstance(value, str) for value in request_configs.values())
     )
 )
-def fix(
-    client: Any, token_ids: Any, lookup_id: str, request_configs: dict[str, Any], *more: Any
-) -> Generator[Any, Any, Any]:
+def fix(client: Any, token_ids: Any, lookup_id: str, request_configs: dict[str, Any], *more: Any) -> Steps:
     tags = {name: str(value) for name, value in request_configs.items() if name.startswith("lmcache.tag.")}
     return (yield token_ids, lookup_id, tags or None, *more)  # 0.3.11: num_computed_tokens
 
@@ -47,11 +44,9 @@ def shows_bug(hook: Any, client: Any) -> bool:
     import msgspec  # the client has imported it
 
     sent: list[bytes] = []
-    stub = stubs.Stub(
-        token_database=stubs.Stub(process_tokens=lambda *_, **__: [(0, 16, 1)]),
-        push_sockets=[stubs.Stub(send=lambda message, copy=True: sent.append(message))],
-        world_size=1, lookup_backoff_time=0, reqs_status={}, first_lookup_time={}, aborted_lookups=set(),
-    )  # fmt: skip
+    keys = stubs.Stub(process_tokens=lambda *_, **__: [(0, 16, 1)])
+    sockets = [stubs.Stub(send=lambda message, copy=True: sent.append(message))]
+    stub = stubs.async_lookup_client(token_database=keys, push_sockets=sockets, reqs_status={})
     hook(stub, [0] * 16, stubs.NAME, {"lmcache.skip_save": True})
     return stubs.raises(msgspec.ValidationError, msgspec.msgpack.decode, sent[0], type=client.LookupRequestMsg)
 

@@ -9,8 +9,7 @@ EngineCore dies with `KeyError: 'receiver_host'`, or another key, in `update_sta
 LMCache reads five keys of `disagg_spec` and does not check that they exist (0.5.6 vllm_v1_adapter.py:1560-1574).
 
 ## Fix
-If a key is missing, the fix serves the request like a request without a decoder. kvfix logs one warning about
-incomplete decoders.
+If a key is missing, the fix serves the request like one without a decoder. kvfix logs one warning about this.
 
 ## Releases
 LMCache 0.3.9 to 0.5.6.
@@ -22,12 +21,11 @@ None known.
 `update_state_after_alloc` checks whether `disagg_spec` is complete.
 """
 
-from collections.abc import Generator
 from typing import Any
 
 from kvfix import engine_log
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, fix_around
+from kvfix.fixes.api import Fix, Steps, fix_around
 from kvfix.fixes.targets import LMCACHE_V1
 from kvfix.wrapping import View
 
@@ -44,7 +42,7 @@ def _in_part(impl: Any, request: Any, *_: Any, **__: Any) -> bool:
 
 
 @fix_around(when=_in_part)
-def fix(impl: Any, request: Any, num_external_tokens: int) -> Generator[Any, Any, Any]:
+def fix(impl: Any, request: Any, num_external_tokens: int) -> Steps:
     engine_log.warning("KVF035: a request names a decoder in `disagg_spec` without its whole address; kvfix ignores it")
     others = {name: value for name, value in request.kv_transfer_params.items() if name != _SPEC}
     answer = yield View(request, kv_transfer_params=others), num_external_tokens
@@ -55,10 +53,8 @@ def fix(impl: Any, request: Any, num_external_tokens: int) -> Generator[Any, Any
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
     """A request with blocks, whose `disagg_spec` is empty. Wrong is a KeyError."""
-    client = stubs.Stub(clear_lookup_status=lambda lookup_id: None)
-    return stubs.raises(
-        KeyError, hook, stubs.scheduler_side(lookup_client=client), stubs.request(16, kv_transfer_params={_SPEC: {}}), 0
-    )
+    impl = stubs.scheduler_side(lookup_client=stubs.Nothing())
+    return stubs.raises(KeyError, hook, impl, stubs.request(16, kv_transfer_params={_SPEC: {}}), 0)
 
 
 FIX = Fix(

@@ -28,7 +28,6 @@ None known.
 `clear_lookup_status` does not delete a lookup in `aborted_lookups`, or each lookup has an id of its own.
 """
 
-import threading
 from typing import Any
 
 from kvfix.fixes import stubs
@@ -45,9 +44,7 @@ def fix(client: Any, lookup_id: str) -> Any:
 
 def shows_bug(hook: Any, client: Any) -> bool:
     """A cancelled lookup in flight is cleared. Wrong is to forget it."""
-    stub = stubs.Stub(
-        lock=threading.Lock(), reqs_status={stubs.NAME: None}, first_lookup_time={}, aborted_lookups={stubs.NAME}
-    )
+    stub = stubs.async_lookup_client(aborted_lookups={stubs.NAME})
     hook(stub, stubs.NAME)
     return stubs.NAME not in stub.reqs_status
 

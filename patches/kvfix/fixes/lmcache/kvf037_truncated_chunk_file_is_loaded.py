@@ -31,41 +31,32 @@ None known.
 """
 
 import ctypes
-import functools
 import os
 import threading
-from collections.abc import Callable, Generator
 from contextlib import suppress
-from types import ModuleType
 from typing import Any
 
 from kvfix import engine_log
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, fix_after, fix_around
+from kvfix.fixes.api import Fix, Steps, fix_after, fix_around, fix_calls
 from kvfix.fixes.targets import CACHE_ENGINE, LOCAL_DISK_BACKEND
 from kvfix.wrapping import positional
 
 _MARK_BYTES = 16
-_LOADED_ANYWAY = "is truncated or missing, and LMCache has loaded it (use_layerwise)"
 
 
 class _Reads(threading.local):
-    """The reads of this thread. LMCache reads a file in the thread that asks for its chunk."""
+    """The reads of this thread that were short. LMCache reads a file in the thread that asks for its chunk."""
 
-    started = 0
-    whole = 0
-
-    @property
-    def short(self) -> int:
-        return self.started - self.whole
+    short = 0
 
 
 _READS = _Reads()
 
 
 @fix_around()
-def fix_read(backend: Any, key: Any, buffer: Any, path: str) -> Generator[None, Any, Any]:
-    _READS.started += 1
+def fix_read(backend: Any, key: Any, buffer: Any, path: str) -> Steps:
+    _READS.short += 1  # until the whole file is read
     size, entry = len(buffer), backend.dict.get(key)
     end = (ctypes.c_ubyte * min(_MARK_BYTES, size)).from_buffer(buffer, max(0, size - _MARK_BYTES))
     mark = os.urandom(len(end))
@@ -75,68 +66,53 @@ def fix_read(backend: Any, key: Any, buffer: Any, path: str) -> Generator[None, 
         if entry is not None:  # LMCache deletes the entry of a missing file, and the caller of read_file needs it
             backend.dict.setdefault(key, entry)
     elif os.path.getsize(path) >= size:  # the end of the file may be within the mark
-        _READS.whole += 1
+        _READS.short -= 1
     return answer
 
 
-def fix_load(module: ModuleType) -> Callable[..., Any]:
+def _read(load: Any, *args: Any, **kwargs: Any) -> tuple[Any, bool]:
+    """Call this function of LMCache. Return its answer, and True if all its reads were whole."""
+    before, answer = _READS.short, None
+    try:
+        answer = load(*args, **kwargs)
+    except OSError:  # of the disk: no file that is whole either
+        if _READS.short == before:
+            raise
+    return answer, _READS.short == before
+
+
+@fix_calls
+def fix_load(load: Any, *args: Any, **kwargs: Any) -> Any:
     """For the functions that load the chunk of their first argument. They return None if they have no chunk."""
-
-    def whole_or_none(original: Callable[..., Any]) -> Callable[..., Any]:
-        by_position = positional(original)
-
-        @functools.wraps(original)
-        def load(*args: Any, **kwargs: Any) -> Any:
-            before, memory = _READS.short, None
-            try:
-                memory = original(*args, **kwargs)
-            except OSError:  # of the disk: no file that is whole either
-                if _READS.short == before:
-                    raise
-            if _READS.short == before:
-                return memory
-            engine_log.guarded(f"{__name__}.load", lambda: _give_up(memory, *by_position(args, kwargs)[0]))
-            return None
-
-        return load
-
-    return whole_or_none
+    memory, is_whole = _read(load, *args, **kwargs)
+    if is_whole:
+        return memory
+    engine_log.guarded(f"{__name__}.load", lambda: _give_up(memory, *positional(load)(args, kwargs)[0]))
+    return None
 
 
-def fix_prefetch(module: ModuleType) -> Callable[..., Any]:
+@fix_calls
+def fix_prefetch(load: Any, *args: Any, **kwargs: Any) -> Any:
     """Load chunk after chunk, up to the first that is not whole. LMCache takes a shorter list for fewer chunks."""
-
-    def whole_only(original: Callable[..., Any]) -> Callable[..., Any]:
-        by_position = positional(original)
-
-        @functools.wraps(original)
-        def load_all(*args: Any, **kwargs: Any) -> Any:
-            before = _READS.short
-            chunks = engine_log.guarded(f"{__name__}.load_all", lambda: _chunks(*by_position(args, kwargs)[0]))
-            if chunks is None:
-                answer = original(*args, **kwargs)
-                return answer if _READS.short == before else []
-            if _is_layer(chunks):
-                answer = original(*args, **kwargs)
-                if _READS.short != before:
-                    engine_log.guarded(f"{__name__}.load_all", _warn, _LOADED_ANYWAY, chunks[0][0])
-                return answer
-            loaded = []
-            for at, (path, key, memory) in enumerate(chunks):
-                try:
-                    original(args[0], [path], [key], [memory])
-                except OSError:
-                    if _READS.short == before:
-                        raise
-                if _READS.short != before:
-                    engine_log.guarded(f"{__name__}.load_all", _give_up_all, args[0], chunks[at:])
-                    break
-                loaded.append(memory)
-            return loaded
-
-        return load_all
-
-    return whole_only
+    where, before = f"{__name__}.load_all", _READS.short
+    chunks = engine_log.guarded(where, lambda: _chunks(*positional(load)(args, kwargs)[0]))
+    if chunks is None:
+        answer = load(*args, **kwargs)
+        return answer if _READS.short == before else []
+    if _is_layer(chunks):
+        answer = load(*args, **kwargs)
+        if _READS.short != before:
+            what = "is truncated or missing, and LMCache has loaded it (use_layerwise)"
+            engine_log.guarded(where, _warn, what, chunks[0][0])
+        return answer
+    loaded = []
+    for at, (path, key, memory) in enumerate(chunks):
+        _, is_whole = _read(load, args[0], [path], [key], [memory])
+        if not is_whole:
+            engine_log.guarded(where, _give_up_all, args[0], chunks[at:])
+            break
+        loaded.append(memory)
+    return loaded
 
 
 def _chunks(backend: Any, paths: list[str], keys: list[Any], memory_objs: list[Any], *_: Any) -> list[tuple[Any, ...]]:

@@ -25,37 +25,26 @@ None known.
 `async_save_bytes_to_disk` handles an error of `write_file`.
 """
 
-import functools
 import os
-from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from types import ModuleType
 from typing import Any
 
 from kvfix import engine_log
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, fix_calls
 from kvfix.fixes.targets import LOCAL_DISK_BACKEND
 from kvfix.wrapping import positional
 
-_WHERE = f"{__name__}.undo"
 
-
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def undone(original: Callable[..., Any]) -> Callable[..., Any]:
-        by_position = positional(original)
-
-        @functools.wraps(original)
-        def async_save_bytes_to_disk(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return original(*args, **kwargs)
-            except OSError as error:
-                engine_log.guarded(_WHERE, lambda failure: _undo(failure, *by_position(args, kwargs)[0]), error)
-                raise  # as released: it ends in a future that nobody reads
-
-        return async_save_bytes_to_disk
-
-    return undone
+@fix_calls
+def fix(save: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return save(*args, **kwargs)
+    except OSError as error:
+        engine_log.guarded(
+            f"{__name__}.undo", lambda failure: _undo(failure, *positional(save)(args, kwargs)[0]), error
+        )
+        raise  # as released: it ends in a future that nobody reads
 
 
 def _undo(error: OSError, backend: Any, key: Any, memory: Any, *_: Any) -> None:

@@ -15,8 +15,7 @@ follows `kv_load_failure_policy`: With `fail` (the default) vLLM ends the reques
 computes the tokens again. The fix wraps `submit_retrieve_request`.
 
 ## Releases
-LMCache 0.4.2 to 0.5.4, with LMCache's own connector and with vLLM's copy of the connector. Earlier releases cannot
-report failed blocks.
+LMCache 0.4.2 to 0.5.4, also with vLLM's copy of the connector. Earlier releases cannot report failed blocks.
 
 ## Upstream
 https://github.com/LMCache/LMCache/issues/3388, fixed in 0.5.5.

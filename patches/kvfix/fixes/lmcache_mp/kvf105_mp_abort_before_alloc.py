@@ -18,13 +18,11 @@ session still knows these locks. The fix also deletes the lookup. If the answer 
 unhealthy, the session stays. The fix then polls for the answer in the following steps.
 
 ## Releases
-LMCache 0.4.5 to 0.5.6, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.33.0, its own copy
-of the connector.
+LMCache 0.4.5 to 0.5.6, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM's copy: 0.26.0 to 0.33.0.
 
 ## Upstream
 https://github.com/vllm-project/vllm/issues/44100, https://github.com/vllm-project/vllm/pull/44101 (open),
-https://github.com/LMCache/LMCache/pull/5248; for a prefetch in flight: https://github.com/LMCache/LMCache/issues/5339
-(open).
+https://github.com/LMCache/LMCache/pull/5248; prefetch: https://github.com/LMCache/LMCache/issues/5339 (open).
 
 ## Remove when
 `request_finished` frees the locks of a lookup that was not used.
@@ -32,11 +30,11 @@ https://github.com/LMCache/LMCache/pull/5248; for a prefetch in flight: https://
 
 import functools
 import inspect
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
 from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix, fix_around, fix_before, note
+from kvfix.fixes.api import Fix, Steps, fix_around, fix_before, note
 from kvfix.fixes.targets import multi_process
 from kvfix.wrapping import replaced
 
@@ -46,7 +44,7 @@ _LOOKING = "_kvfix_looking"
 
 # The admission or the load releases the locks of an admitted request.
 @fix_around(when=lambda connector, request, *_: _mp.is_in(connector, request, "PREFETCHING"))
-def fix(connector: Any, request: Any, block_ids: Any) -> Generator[None, Any, Any] | None:
+def fix(connector: Any, request: Any, block_ids: Any) -> Steps | None:
     name, adapter = request.request_id, connector.scheduler_adapter
     tracker = connector.request_trackers[name]
     known = ("cache_salt", "request_configs")  # arguments of the lookup
@@ -71,7 +69,7 @@ def _found(adapter: Any, name: str) -> int | None:
     return answer
 
 
-def _session_kept(adapter: Any, name: str) -> Generator[None, Any, Any]:
+def _session_kept(adapter: Any, name: str) -> Steps:
     """Keep the session and the lookup, which the hook would end: `fix_step` ends them later."""
     ends = ("cleanup_lookup_result", "end_session")
     with replaced(adapter, **{end: _except_for(name, getattr(adapter, end)) for end in ends}):
@@ -121,13 +119,12 @@ def step_shows_bug(hook: Any, module: Any) -> bool:
     return "free_lookup_locks" not in connector.scheduler_adapter.names()
 
 
-_RELEASES = {"lmcache": ">=0.4.5,<=0.5.6", "vllm": ">=0.26.0"}
 FIX = Fix(
     __name__,
     effect="leak",
     targets=(
-        *multi_process("request_finished", shows_bug, fix, **_RELEASES, place=2),
-        *multi_process("build_connector_meta", step_shows_bug, fix_step, **_RELEASES, place=1),
+        *multi_process("request_finished", shows_bug, fix, place=2),
+        *multi_process("build_connector_meta", step_shows_bug, fix_step, place=1),
     ),
     evidence={"KVR009": r"^scheduler_adapter\.|^read locks of the server "},
     scenarios=(

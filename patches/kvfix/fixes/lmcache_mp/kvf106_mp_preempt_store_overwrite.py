@@ -16,8 +16,7 @@ for the stores in flight before the step writes to any block. It waits at most L
 store. Steps without a preemption do not wait. KVF109 makes sure that the worker lists all stores of a request.
 
 ## Releases
-LMCache 0.4.5 to 0.5.5, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.33.0, with vLLM's
-own copy of the connector.
+LMCache 0.4.5 to 0.5.5, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM's copy: 0.26.0 to 0.33.0.
 
 ## Upstream
 https://github.com/LMCache/LMCache/issues/5248, https://github.com/LMCache/LMCache/issues/4612, fixed in 0.5.6.
@@ -44,15 +43,12 @@ def _some_preempted(connector: Any, metadata: Any, scheduler_output: Any) -> Any
     return scheduler_output.scheduled_cached_reqs.resumed_req_ids or scheduler_output.preempted_req_ids
 
 
-def _as_if_preempted(connector: Any, metadata: Any, *_: Any, **__: Any) -> Any:
-    metadata._kvfix_preempted = True
-    return metadata
-
-
-@fix_after(when=_some_preempted, on_fault=_as_if_preempted)
-def mark(connector: Any, metadata: Any, scheduler_output: Any) -> Any:
+def _mark(connector: Any, metadata: Any, *_: Any, **__: Any) -> Any:
     metadata._kvfix_preempted = True  # an attribute of the object, so it travels to the workers
     return metadata
+
+
+mark = fix_after(when=_some_preempted, on_fault=_mark)(_mark)
 
 
 def _wait_for_all(connector: Any, *_: Any, **__: Any) -> Any:
@@ -74,20 +70,14 @@ def wait(connector: Any, metadata: Any) -> None:
                 store.wait(timeout=adapter._mq_timeout)
 
 
-class _Store:
+def _store() -> Any:
     """A store in flight that records whether the hook waited for it."""
-
-    waited = False
-
-    def query(self) -> bool:
-        return False
-
-    def wait(self, timeout: float | None = None) -> bool:
-        self.waited = True
-        return True
+    store = stubs.Stub(query=lambda: False, waited=False)
+    store.wait = lambda timeout=None: setattr(store, "waited", True)
+    return store
 
 
-def _worker(store: _Store) -> Any:
+def _worker(store: Any) -> Any:
     """A worker's connector with this store in flight."""
     adapter = stubs.Stub(store_futures={stubs.NAME: store}, is_healthy=True, _mq_timeout=1.0)
     return stubs.Stub(worker_adapter=adapter, mq_timeout=1.0)
@@ -98,7 +88,7 @@ def connector_shows_bug(hook: Any, module: Any) -> bool:
     metadata = hook(_mp.scheduler_side(module), stubs.step(preempted=True))
     if not getattr(metadata, "need_flush_before_forward", False):
         return True
-    store = _Store()
+    store = _store()
     if module.__name__ == VLLM_MP.module:
         getattr(module, VLLM_MP.name).handle_preemptions(_worker(store), metadata)
         return not store.waited
@@ -107,7 +97,7 @@ def connector_shows_bug(hook: Any, module: Any) -> bool:
 
 def own_shows_bug(hook: Any, module: Any) -> bool:
     """The function that LMCache's own `handle_preemptions` calls in the end. Wrong is not to wait."""
-    store = _Store()
+    store = _store()
     context = stubs.Stub(
         _inflight_lock=nullcontext(), _inflight_stores=[store], _store_settled=lambda each: False, _mq_timeout=1.0
     )
@@ -117,7 +107,7 @@ def own_shows_bug(hook: Any, module: Any) -> bool:
 
 def base_shows_bug(hook: Any, module: Any) -> bool:
     """The base class waits for nothing, which is right for connectors that store within the step."""
-    store = _Store()
+    store = _store()
     hook(_worker(store), stubs.Stub())
     return not store.waited
 
@@ -126,9 +116,7 @@ FIX = Fix(
     __name__,
     effect="wrong output",
     targets=(
-        *multi_process(
-            "build_connector_meta", connector_shows_bug, mark, lmcache=">=0.4.5,<=0.5.5", vllm=">=0.26.0", place=2
-        ),
+        *multi_process("build_connector_meta", connector_shows_bug, mark, lmcache=">=0.4.5,<=0.5.5", place=2),
         CONNECTOR_BASE.handle_preemptions(broken=">=0.20.2", probe=base_shows_bug, fix=wait, helper=True),
         LMCACHE_MP.handle_preemptions(broken=">=0.5.2,<=0.5.5", probe=own_shows_bug, fix=wait, helper=True),
     ),

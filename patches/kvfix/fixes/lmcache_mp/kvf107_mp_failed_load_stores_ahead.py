@@ -16,8 +16,7 @@ request has fewer computed tokens than the hits of its tracker, the fix makes th
 computed tokens. LMCache stores the part of the hit that was not loaded again, because this part may have been evicted.
 
 ## Releases
-LMCache 0.4.5 to 0.5.6, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.33.0, its own copy
-of the connector.
+LMCache 0.4.5 to 0.5.6, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM's copy: 0.26.0 to 0.33.0.
 
 ## Upstream
 None known.
@@ -80,7 +79,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
 FIX = Fix(
     __name__,
     effect="wrong output",
-    targets=multi_process("build_connector_meta", shows_bug, fix, lmcache=">=0.4.5,<=0.5.6", vllm=">=0.26.0", place=3),
+    targets=multi_process("build_connector_meta", shows_bug, fix, place=3),
     evidence={"KVR008": ""},
     scenarios=("mp-failed-load-stores-ahead", "mp-failed-load-stores-ahead-in-tree"),
     on_fault="closed",

@@ -11,8 +11,7 @@ A load begins at the start of a chunk. It does not write the blocks of the chunk
 (vllm_multi_process_adapter.py 0.5.6:1924), and vLLM fails every request that has one of them.
 
 ## Fix
-After `submit_retrieve_request`, the fix removes the skipped blocks from the blocks that the worker reports if the load
-fails.
+The fix removes the skipped blocks from the blocks that the worker reports if the load fails.
 
 ## Releases
 LMCache 0.4.2 to 0.5.6.

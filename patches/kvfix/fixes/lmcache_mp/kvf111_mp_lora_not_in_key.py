@@ -1,8 +1,7 @@
 """LoRA adapters share KV through the multi-process server: the name of the adapter is not in the cache key.
 
 ## Symptom
-No error. With `--enable-lora`, a prompt that another adapter (or the base model) has cached gets the KV of that
-adapter.
+No error. With `--enable-lora`, a prompt gets the KV that another adapter (or the base model) has cached for it.
 
 ## Cause
 The key consists of the model, the tokens and `cache_salt` (lmcache_mp_metadata.py 0.5.6:91). The adapter changes the KV
@@ -19,8 +18,7 @@ the fix still shares KV between adapters. A server with quotas by `cache_salt` c
 Requests without a LoRA keep their keys.
 
 ## Releases
-LMCache 0.4.5 to 0.5.6. The connector lmcache_mp_connector_0201 has the bug in 0.4.5 to 0.5.5. vLLM's own copy of the
-connector has it in 0.26.0 to 0.33.0.
+LMCache 0.4.5 to 0.5.6, and 0.4.5 to 0.5.5 with lmcache_mp_connector_0201. vLLM's copy: 0.26.0 to 0.33.0.
 
 ## Upstream
 https://github.com/LMCache/LMCache/issues/2961, https://github.com/vllm-project/vllm/issues/44250 (open).

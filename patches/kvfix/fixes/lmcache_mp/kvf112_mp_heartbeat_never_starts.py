@@ -9,8 +9,7 @@ LMCache creates the collection of heartbeats as an empty dict (vllm_multi_proces
 that starts the heartbeats returns if the collection is not None (0.5.5:756), which is always true.
 
 ## Fix
-If there are no heartbeats after `_ensure_heartbeat_started`, the fix starts them. The fix does the same as the lines of
-this function that are never reached.
+If there are no heartbeats after `_ensure_heartbeat_started`, the fix starts them, as this function should.
 
 ## Releases
 LMCache 0.5.0 to 0.5.5.
@@ -22,18 +21,16 @@ https://github.com/LMCache/LMCache/pull/5233, in 0.5.6.
 LMCache 0.5.5 is no longer in use.
 """
 
-from collections.abc import Callable
 from contextlib import nullcontext
-from types import ModuleType
 from typing import Any
 
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, note
+from kvfix.fixes.api import Fix, Wrapper, note
 from kvfix.fixes.targets import MP_SCHEDULER_ADAPTER
 from kvfix.wrapping import after
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
+def fix(module: Any) -> Wrapper:
     def _ensure_heartbeat_started(adapter: Any, answer: None) -> None:
         if adapter._heartbeats:
             return answer

@@ -13,8 +13,7 @@ have locked the same chunks. It loses its lock.
 While the hook runs, the client's `free_lookup_locks` gets the salt of the request.
 
 ## Releases
-LMCache 0.4.5 to 0.5.0, and 0.4.5 to 0.5.4 with lmcache_mp_connector_0201. vLLM 0.26.0 to 0.33.0, its own copy of the
-connector.
+LMCache 0.4.5 to 0.5.0, and 0.4.5 to 0.5.4 with lmcache_mp_connector_0201. vLLM's copy: 0.26.0 to 0.33.0.
 
 ## Upstream
 https://github.com/LMCache/LMCache/issues/3770, fixed in 0.5.1; https://github.com/vllm-project/vllm/pull/44097.
@@ -24,11 +23,10 @@ LMCache 0.5.0 is no longer in use, and vLLM's copy passes the salt.
 """
 
 import functools
-from collections.abc import Generator
 from typing import Any
 
 from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix, fix_around, note
+from kvfix.fixes.api import Fix, Steps, fix_around, note
 from kvfix.fixes.targets import multi_process
 from kvfix.wrapping import replaced
 
@@ -36,7 +34,7 @@ from kvfix.wrapping import replaced
 @fix_around(
     when=lambda connector, request, *_: getattr(connector.request_trackers.get(request.request_id), "cache_salt", "")
 )
-def fix(connector: Any, request: Any, blocks: Any, num_external_tokens: int) -> Generator[None, Any, Any]:
+def fix(connector: Any, request: Any, blocks: Any, num_external_tokens: int) -> Steps:
     adapter, salt = connector.scheduler_adapter, connector.request_trackers[request.request_id].cache_salt
     note(__name__, f"request {request.request_id} has a salt")
     with replaced(adapter, free_lookup_locks=functools.partial(adapter.free_lookup_locks, cache_salt=salt)):
@@ -60,7 +58,6 @@ FIX = Fix(
         shows_bug,
         fix,
         lmcache=">=0.4.5,<=0.5.0",
-        vllm=">=0.26.0",
         for_0201=">=0.4.5,<=0.5.4",
         for_0180="",
         place=1,

@@ -25,11 +25,10 @@ https://github.com/LMCache/LMCache/issues/4355, fixed in 0.5.5.
 LMCache 0.5.4 is no longer in use.
 """
 
-from collections.abc import Generator
 from typing import Any
 
 from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix, fix_around, note
+from kvfix.fixes.api import Fix, Steps, fix_around, note
 from kvfix.fixes.targets import multi_process
 from kvfix.wrapping import GO_ON
 
@@ -47,7 +46,7 @@ def _without_hit(connector: Any, request: Any, blocks: Any, num_external_tokens:
     ),
     on_fault=_without_hit,
 )
-def fix(connector: Any, request: Any, blocks: Any, num_external_tokens: int) -> Generator[None, Any, Any]:
+def fix(connector: Any, request: Any, blocks: Any, num_external_tokens: int) -> Steps:
     tracker, size = connector.request_trackers[request.request_id], _mp.block_size(connector)
     in_vllm, found = _mp.hits(connector, tracker)
     _mp.set_tokens(tracker, "num_vllm_hit", max(in_vllm, found), size)

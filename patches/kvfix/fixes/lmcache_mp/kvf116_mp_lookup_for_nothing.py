@@ -7,16 +7,14 @@ requests that skip the cache.
 
 ## Cause
 vLLM asks the connector for every request and drops the answer for a request with `skip_reading_prefix_cache`
-(scheduler.py 0.32.0:983). vLLM drops even the answer that the lookup is still running, and admits the request. The
-connector then deletes the lookup of the request (lmcache_mp_connector.py 0.5.6:1432). The connector does not know the
-hit yet, so it releases no lock.
+(scheduler.py 0.32.0:983). If the lookup is still running, vLLM admits the request all the same. The connector then
+deletes the lookup (lmcache_mp_connector.py 0.5.6:1432), and releases no lock, because it does not know the hit.
 
 ## Fix
 The fix returns no hit for a request that reads no cache, and sends no lookup. The request is stored as before.
 
 ## Releases
-LMCache 0.4.5 to 0.5.6, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.33.0, its own copy
-of the connector.
+LMCache 0.4.5 to 0.5.6, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM's copy: 0.26.0 to 0.33.0.
 
 ## Upstream
 None known.
@@ -52,9 +50,7 @@ FIX = Fix(
     __name__,
     effect="leak",
     targets=(
-        *multi_process(
-            "get_num_new_matched_tokens", shows_bug, fix, lmcache=">=0.4.5,<=0.5.6", vllm=">=0.26.0", place=4
-        ),
+        *multi_process("get_num_new_matched_tokens", shows_bug, fix, place=4),
         LMCACHE_MP.on_new_request(broken=">=0.5.4,<=0.5.6", probe=new_request_shows_bug, fix=fix, place=2),
     ),
     evidence={"KVR009": "^read locks of the server "},

@@ -5,9 +5,8 @@ Nothing shows at first: the workers' memory grows with every request, by 100 to 
 vLLM that takes ids from clients), the blocks of that request are never freed, and the KV cache fills up.
 
 ## Cause
-The adapter keeps the ids that it has reported as done, because with asynchronous scheduling two consecutive steps may
-ask for the same id. The adapter never removes an id (`_returned_finished`, vllm_multi_process_adapter.py 0.5.6:2034),
-and reports no id twice.
+The adapter keeps the ids that it has reported as done, because with asynchronous scheduling two steps may ask for the
+same id. It never removes an id (`_returned_finished`, vllm_multi_process_adapter.py 0.5.6:2034).
 
 ## Fix
 The fix keeps at least the last 32 ids and at most 64, and all ids of the last step in which requests ended.
@@ -80,13 +79,10 @@ def fix(adapter: Any, answer: None, *_: Any, **__: Any) -> None:
 def shows_bug(hook: Any, module: Any) -> bool:
     """A request ends in each of 128 steps. The probe calls the function that uses the set of `__init__`."""
     adapter = stubs.Stub(
-        finished_stores=set(),
-        store_futures={},
-        previously_finished=set(),
-        _returned_finished=set(),
+        finished_stores=set(), store_futures={}, previously_finished=set(), _returned_finished=set(),
         _returned_finished_steps=deque(),  # of patches/upstream/mp-ended-ids-kept
         _update_and_get_finished_store=set,
-    )
+    )  # fmt: skip
     for number in range(4 * KEPT):
         module.LMCacheMPWorkerAdapter._process_finished_stores(adapter, set(), {str(number)})
     return len(set(adapter._returned_finished)) == 4 * KEPT

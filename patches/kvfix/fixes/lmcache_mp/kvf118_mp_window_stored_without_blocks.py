@@ -6,24 +6,21 @@ full attention and of sliding windows (Gemma, gpt-oss).
 
 ## Cause
 vLLM keeps only the blocks of a window. After a prefix hit, the request's list has null block 0 in place of the blocks
-before the window. vLLM frees more blocks as the window moves on. LMCache's tracker keeps its own list, and only adds
-blocks to it. Later stores take their blocks from that list (`slice_block_ids_per_group`, v1/multiprocess/group_view.py
-0.5.6:180).
+before the window. vLLM frees more blocks as the window moves on. LMCache's tracker only adds blocks to its own list,
+which later stores use (`slice_block_ids_per_group`, v1/multiprocess/group_view.py 0.5.6:180).
 
 The list is wrong in two cases. In the first case, vLLM has a prefix hit on tokens that LMCache has evicted, and the
 blocks in the list are null blocks. (Up to 0.5.5 this happens after every prefix hit in vLLM for which LMCache has no
-chunk.) In the second case, a failed load has set the tracker's hit to 0 (lmcache_mp_connector.py 0.5.6:1288). The
-tracker is then behind by the length of the prefix hit. When a chunk is stored at last, other requests already have its
-blocks.
+chunk.) In the second case, a failed load has set the tracker's hit to 0 (lmcache_mp_connector.py 0.5.6:1288). Then a
+chunk is stored late, when other requests already have its blocks.
 
 The server leaves a chunk out only if all blocks of all its groups are null (modules/lmcache_driven_transfer.py
 0.5.6:86). So the chunk gets a valid key with wrong KV. A later hit that ends at this chunk reads the wrong KV.
 
 ## Fix
-The fix acts after the hooks that add stores to the step's metadata. The fix ends a store before the first chunk whose
-window blocks vLLM no longer has, because they are null or freed. The request stores no later chunk, because no prefix
-hit would find it. One disadvantage: with `--separate-object-groups` the server could have stored the
-full-attention part of these chunks.
+The fix ends a store before the first chunk whose window blocks vLLM no longer has, because they are null or freed. The
+request stores no later chunk, because no prefix hit would find it. One disadvantage: with `--separate-object-groups`
+the server could have stored the full-attention part of these chunks.
 
 ## Releases
 LMCache 0.4.7 to 0.5.6. Earlier releases were not tested with several KV groups.

@@ -1,9 +1,8 @@
 """Hits return wrong text with sliding windows or Mamba states: vLLM frees a block while the server still copies it.
 
 ## Symptom
-No error. Under load, prompts that hit the cache return wrong text, until the chunks are evicted. The model has
-full-attention layers, and also sliding-window layers (Gemma, gpt-oss) or layers with states (Mamba, GDN: Qwen3-Next,
-Nemotron-H).
+No error. Under load, prompts that hit the cache return wrong text, until the chunks are evicted. The model has full
+attention, and sliding windows (Gemma, gpt-oss) or states (Mamba, GDN: Qwen3-Next, Nemotron-H).
 
 ## Cause
 The server copies the blocks of a store after the step, and the engine does not wait for the copy. In the next step the
@@ -16,11 +15,10 @@ the request only when the stores have ended. LMCache waits for its stores only a
 (`need_flush_before_forward`, lmcache_mp_connector.py 0.5.6:1478).
 
 ## Fix
-The fix acts after `_process_cached_requests`, the last function that adds to the step's metadata. The fix records which
-blocks of a window are being stored, and which of these blocks vLLM has already freed. When a freed block is in use
-again in a step, the fix sets the flag in the step's metadata that LMCache sets after a preemption. The workers then
-wait for the stores in flight before anything is written. They wait at most LMCache's own `mq_timeout` for each store.
-Up to 0.5.5 this needs KVF106.
+The fix records which blocks of a window are being stored, and which of these blocks vLLM has already freed. When a
+freed block is in use again in a step, the fix sets the flag in the step's metadata that LMCache sets after a
+preemption. The workers then wait for the stores in flight before anything is written. They wait at most LMCache's own
+`mq_timeout` for each store. Up to 0.5.5 this needs KVF106.
 
 ## Releases
 LMCache 0.4.7 to 0.5.6. Earlier releases were not tested with several KV groups.
@@ -32,6 +30,7 @@ None known.
 vLLM keeps a block, or LMCache holds it, until it is stored.
 """
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvfix.fixes import _closed, _windows, stubs
@@ -42,18 +41,18 @@ from kvfix.fixes.targets import LMCACHE_MP
 _MOST = 1024
 
 
+@dataclass
 class Stored:
     """Blocks of a window, from token `first` on, in a store that may be in flight.
 
     computed: tokens of the request once the last step is done, with which vLLM frees blocks at its end.
     """
 
-    def __init__(self, window: tuple[int, int], request: str, first: int, blocks: list[int], computed: int) -> None:
-        self.window = window
-        self.request = request
-        self.first = first
-        self.blocks = blocks
-        self.computed = computed
+    window: tuple[int, int]
+    request: str
+    first: int
+    blocks: list[int]
+    computed: int
 
     def leave(self, computed: int) -> list[int]:
         """The blocks that vLLM frees with so many computed tokens."""
@@ -64,12 +63,12 @@ class Stored:
         return [block for block in left if block]  # null block 0 is no one's
 
 
+@dataclass
 class Stores:
     """The blocks in stores that may be in flight: those that vLLM has not freed, and those that it has freed."""
 
-    def __init__(self) -> None:
-        self.held: list[Stored] = []
-        self.freed: set[int] = set()
+    held: list[Stored] = field(default_factory=list)
+    freed: set[int] = field(default_factory=set)
 
     def step(self, computed: dict[str, int], scheduled: dict[str, int], open_requests: Any) -> None:
         """A step begins. computed, scheduled: tokens of the requests in it."""

@@ -11,8 +11,7 @@ number of known tokens limits what is stored. When input comes, many more tokens
 tracker stores chunks that are not computed yet.
 
 ## Fix
-If vLLM schedules a request as new, and the tracker has counted it before, the fix sets the count to the tokens that
-vLLM has computed.
+If vLLM schedules a tracked request as new, the fix sets the count to the tokens that vLLM has computed.
 
 ## Releases
 LMCache 0.4.5 to 0.5.5, and 0.5.6 with `lmcache.mp.save_decode_cache`; 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and
@@ -56,7 +55,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
 FIX = Fix(
     __name__,
     effect="wrong output",
-    targets=multi_process("_process_new_requests", shows_bug, fix, lmcache=">=0.4.5", vllm=">=0.26.0"),
+    targets=multi_process("_process_new_requests", shows_bug, fix, lmcache=">=0.4.5"),
     evidence={"KVR008": ""},
     scenarios=("mp-session-stores-ahead", "mp-session-stores-ahead-in-tree"),
     on_fault="closed",

@@ -1,19 +1,17 @@
 """Wrong text after a late heartbeat: the server runs transfers that the worker dropped, in other requests' blocks.
 
 ## Symptom
-The worker logs the warning `LMCache server is unhealthy — entering degraded mode`, and some time later `LMCache server
-is healthy again`. Then running requests, and prompts that hit the cache, return wrong text with HTTP 200, until the
-chunks are evicted.
+The worker logs `LMCache server is unhealthy — entering degraded mode`, and later `LMCache server is healthy again`.
+Then running requests, and prompts that hit the cache, return wrong text with HTTP 200, until the chunks are evicted.
 
 ## Cause
 A ping that has no answer within 10 seconds (`lmcache.mp.heartbeat_interval`) makes the worker unhealthy
 (vllm_multi_process_adapter.py 0.5.6:583). `get_finished` then drops the futures of all transfers, and reports the loads
 as failed and the stores as done (0.5.6:2074, 2208). vLLM frees the blocks.
 
-But LMCache does not recall the transfers. A server that was only slow, or stopped for a while, still runs the transfers
+But LMCache does not recall the transfers. A server that was only slow, or stopped for a while, still runs them
 afterwards. A late load overwrites the KV of the requests that have the blocks by then. A late store saves the KV of
-these new requests under the keys of the request that started the store. After a preemption an unhealthy worker does not
-wait for stores either (0.5.6:2403).
+these requests under wrong keys. After a preemption an unhealthy worker does not wait for stores either (0.5.6:2403).
 
 ## Fix
 While the worker is unhealthy and connected, `get_finished` reports only transfers that the server has answered. After a
@@ -33,12 +31,10 @@ None known.
 A worker keeps a transfer until the server has answered or is gone.
 """
 
-from collections.abc import Generator
-from types import ModuleType
 from typing import Any
 
 from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix, fix_after, fix_around, fix_before, note
+from kvfix.fixes.api import Fix, Steps, fix_after, fix_around, fix_before, note
 from kvfix.fixes.targets import MP_CLIENT, MP_WORKER_ADAPTER
 from kvfix.wrapping import GO_ON, replaced
 
@@ -62,7 +58,7 @@ def _healthy(adapter: Any, *_: Any, **__: Any) -> Any:
 
 
 @fix_around(when=_silent_server_has_transfers, on_fault=_healthy)
-def hold(adapter: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
+def hold(adapter: Any, *_: Any, **__: Any) -> Steps:
     note(__name__, "the worker waits for transfers of a server that does not answer")
     with replaced(adapter, _health_event=_SET):
         return (yield)
@@ -103,11 +99,7 @@ class _Unhealthy(stubs.Stub):
         return bool(self._health_event.is_set())
 
 
-class _Waited(Exception):
-    """The function waits for the stores in flight."""
-
-
-def _unhealthy(module: ModuleType, **more: Any) -> Any:
+def _unhealthy(module: Any, **more: Any) -> Any:
     """Raises LookupError for a release whose client does not watch its connection (KVF904)."""
     if not hasattr(module, "MessagingStream"):  # for whose end it watches
         raise LookupError("the client does not watch its connection")
@@ -129,14 +121,11 @@ def preemption_shows_bug(hook: Any, module: Any) -> bool:
     """A step after a preemption, with a store in flight. Wrong is not to wait for it."""
 
     def wait() -> None:
-        raise _Waited
+        raise TimeoutError
 
     context = stubs.Stub(flush_inflight_stores=wait)
-    try:
-        hook(_unhealthy(module, transfer_ctx=context, store_futures={stubs.NAME: object()}), True)
-    except _Waited:
-        return False
-    return True
+    adapter = _unhealthy(module, transfer_ctx=context, store_futures={stubs.NAME: object()})
+    return not stubs.raises(TimeoutError, hook, adapter, True)
 
 
 def unnoted(hook: Any, module: Any) -> bool:

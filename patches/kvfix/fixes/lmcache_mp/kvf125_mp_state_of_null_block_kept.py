@@ -12,9 +12,8 @@ modules/lmcache_driven_transfer.py 0.5.6:85). By default all KV groups are in on
 are never null. So the server stores the chunk with the null block as its state, under a valid key.
 
 ## Fix
-The fix acts in the server. The server also leaves a chunk out if the chunk's last block is null in any KV group of the
-object. For a state, the server stores only this last block. For a sliding window, a hit reads a part of the chunk that
-ends in this block.
+The fix acts in the server. It also leaves a chunk out if the chunk's last block is null in any KV group of the object.
+The server stores only this last block of a state, and a hit reads the part of a sliding window that ends in it.
 
 Start the server with the fix: `kvfix run -- lmcache server ...`. The engines do not need the fix. Delete the files of
 the server's L2 adapters first, because chunks that were stored wrong stay wrong. With `--separate-object-groups` hits

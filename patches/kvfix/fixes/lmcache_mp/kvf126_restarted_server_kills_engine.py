@@ -3,8 +3,7 @@
 ## Symptom
 - Server, after a restart: `non-GPU context not registered (or reaped) for instance ID ...`.
 - Engine: no line for 300 seconds, then `TimeoutError: RPC call to execute_model timed out.` and EngineDeadError.
-- With LMCache-driven transfer the engine lives: `Rejecting STORE for unregistered GPU instance ID ...`, and no hit
-  until the engine restarts.
+- With LMCache-driven transfer, no hits until the engine restarts: `Rejecting STORE for unregistered GPU instance ID`.
 
 ## Cause
 A worker registers again only after a ping without an answer (vllm_multi_process_adapter.py 0.5.6:583-590). Pings are 10
@@ -35,12 +34,11 @@ None known.
 A worker registers again after a lost connection, and a request in flight fails when the connection is lost.
 """
 
-from collections.abc import Generator
 from typing import Any
 
 from kvfix import engine_log
 from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix, fix_after, fix_around, fix_before
+from kvfix.fixes.api import Fix, Steps, fix_after, fix_around, fix_before
 from kvfix.fixes.targets import MP_CLIENT, MP_HEARTBEAT
 from kvfix.wrapping import View, replaced
 
@@ -71,7 +69,7 @@ def _is_unregistered(client: Any) -> bool:
 
 
 @fix_around(when=_is_unregistered)
-def hold_transfers(client: Any) -> Generator[None, Any, Any]:
+def hold_transfers(client: Any) -> Steps:
     """The function sends what it takes from the queue. It does not get the requests that the fix answers."""
     queue = client.input_queue
 
