@@ -4,8 +4,6 @@ They promise nothing, store nothing, or report a load as failed. They share no c
 failed.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable
 from typing import Any

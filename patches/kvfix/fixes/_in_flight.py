@@ -5,8 +5,6 @@ back or preempted in between must not get the output of the steps in flight. Up 
 if it preempts all requests at once (`reset_prefix_cache`), and counts one step for each.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from types import ModuleType

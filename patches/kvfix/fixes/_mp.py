@@ -4,8 +4,6 @@ LMCache counts in tokens since 0.4.7; 0.4.6 and before, its two connectors for o
 blocks.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from types import ModuleType, SimpleNamespace

@@ -1,7 +1,5 @@
 """Code that the fixes of vLLM's connectors for CPU memory share. It handles failed copies and their reports."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from types import ModuleType, SimpleNamespace

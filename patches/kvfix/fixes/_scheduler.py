@@ -1,7 +1,5 @@
 """Shared by the fixes of vLLM's scheduler: the requests that it rolls back after a failed load."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Collection, Iterator
 from types import SimpleNamespace

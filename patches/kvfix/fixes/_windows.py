@@ -4,8 +4,6 @@ When a step begins, vLLM frees the blocks before the window and replaces them by
 (v1/core/single_type_kv_cache_manager.py 0.32.0:672, 1135). LMCache keeps its own list of the blocks unchanged.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -78,22 +78,36 @@ class Target:
         return self.probe.__name__ != "cannot_tell"
 
 
-def fix_before(**options: Any) -> Callable[[Function], Fixing]:
-    """Decorate the code of a fix that runs before the function, and needs nothing of the function's module.
+class _Fixing:
+    """The code of a fix that needs nothing of the function's module: the `fix` of a target.
 
-    options: `when` and `on_fault` of `kvfix.wrapping.before`.
+    kind: before, after or around. options: its `when` and `on_fault` (kvfix.wrapping).
     """
-    return lambda code: lambda module: wrapping.before(code, **options)
+
+    def __init__(self, kind: str, code: Function, options: Mapping[str, Any]) -> None:
+        self.kind = kind
+        self.code = code
+        self.options = options
+        self.fails_closed = options.get("on_fault") is not None
+
+    def __call__(self, module: ModuleType) -> Wrapper:
+        wrapper: Wrapper = getattr(wrapping, self.kind)(self.code, **self.options)
+        return wrapper
+
+
+def fix_before(**options: Any) -> Callable[[Function], Fixing]:
+    """Decorate the code of a fix that runs before the function. options: `when` and `on_fault`."""
+    return lambda code: _Fixing("before", code, options)
 
 
 def fix_after(**options: Any) -> Callable[[Function], Fixing]:
-    """Decorate the code of a fix that runs after the function: `kvfix.wrapping.after`."""
-    return lambda code: lambda module: wrapping.after(code, **options)
+    """Decorate the code of a fix that runs after the function. options: `when` and `on_fault`."""
+    return lambda code: _Fixing("after", code, options)
 
 
 def fix_around(**options: Any) -> Callable[[Function], Fixing]:
-    """Decorate the code of a fix that runs before and after the function: `kvfix.wrapping.around`."""
-    return lambda code: lambda module: wrapping.around(code, **options)
+    """Decorate the code of a fix that runs before and after the function. options: `when` and `on_fault`."""
+    return lambda code: _Fixing("around", code, options)
 
 
 def fix_calls(code: Function) -> Fixing:
@@ -148,9 +162,9 @@ class Fix:
     opt_in: not in the default set: the user must name it (`plus`). A default fix acts within one engine or server. It
         changes no key, no stored layout, no message to a peer and no scheduling policy.
     attaches: ALL_REQUESTS, NEW_REQUESTS or AT_START.
-    on_fault: the answer if the code of the fix raises. "original", the default: the function's own answer, as released.
-    "closed": an answer that cannot give wrong KV. The load is reported as failed, the store is skipped, or nothing is
-    promised.
+    on_fault: the answer if the code of the fix raises. "original": the function's own answer, as released. "closed": an
+    answer that cannot give wrong KV. The load is reported as failed, the store is skipped, or nothing is promised. The
+    default is "closed" if a decorated function of the fix has an `on_fault`.
     let_go: called after the wrappers were removed, for a fix that has kept objects of the engine.
     harmless: () -> the reason that the bug does no harm in this process, or "" if it can do harm. For a bug that cannot
     be fixed.
@@ -167,13 +181,16 @@ class Fix:
     no_patch: Mapping[str, str] = field(default_factory=dict, kw_only=True)
     opt_in: bool = field(default=False, kw_only=True)
     attaches: str = field(default=ALL_REQUESTS, kw_only=True)
-    on_fault: str = field(default="original", kw_only=True)
+    on_fault: str = field(default="", kw_only=True)
     let_go: Callable[[], None] = field(default=lambda: None, kw_only=True)
     harmless: Callable[[], str] = field(default=str, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.doc is None:
             object.__setattr__(self, "doc", sys.modules[self.module_name].__doc__)
+        if not self.on_fault:
+            is_closed = any(getattr(target.fix, "fails_closed", False) for target in self.targets)
+            object.__setattr__(self, "on_fault", "closed" if is_closed else "original")
 
     @property
     def code(self) -> str:

@@ -3,8 +3,6 @@
 The module imports nothing that the engine has not imported: a probe runs in a production engine.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace

@@ -11,8 +11,7 @@ the request is admitted, the pins and the hit leak. `request_finished` releases 
 pins only for requests that are in a step's metadata. With asynchronous loading, the chunks that LMCache has fetched can
 leak too. This happens if the request is aborted while another connector of a MultiConnector loads for it.
 
-LMCache removes the priority and the decoder (`disagg_spec`) only when it handles a new request. The priority and the
-decoder of a resumed request always leak.
+LMCache removes the priority and the decoder (`disagg_spec`) of new requests only. Those of a resumed request leak.
 
 ## Fix
 When a request ends, the scheduler role drops its LoadSpec, priority, decoder and hit, and the workers release its pins.

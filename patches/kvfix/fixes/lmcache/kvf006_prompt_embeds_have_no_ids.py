@@ -103,5 +103,4 @@ FIX = Fix(
     ),
     evidence={"KVD113": "", "KVR011": "object of type 'NoneType' has no len|'NoneType' object is not"},
     scenarios=("prompt-embeds",),
-    on_fault="closed",
 )

@@ -188,5 +188,4 @@ FIX = Fix(
     ),
     evidence={"KVD302": "", "KVD1090": ""},
     scenarios=("failed-load-poisons-cache", "failed-load-stored-last", "failed-load-stored-under-way"),
-    on_fault="closed",
 )

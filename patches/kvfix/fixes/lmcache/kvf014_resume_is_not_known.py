@@ -71,5 +71,4 @@ FIX = Fix(
     ),
     evidence={"KVR006": ""},
     scenarios=("resume-is-not-known",),
-    on_fault="closed",
 )

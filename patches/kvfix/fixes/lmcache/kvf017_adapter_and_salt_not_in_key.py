@@ -165,5 +165,4 @@ FIX = Fix(
     scenarios=("cache-salt-not-in-key", "lora-not-in-key"),
     opt_in=True,
     attaches=NEW_REQUESTS,  # a lookup without the tag and a load with it would not meet
-    on_fault="closed",
 )

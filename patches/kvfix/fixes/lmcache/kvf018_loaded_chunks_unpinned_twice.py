@@ -13,8 +13,7 @@ pinned. If another waiting request has a pin on the same chunk, this other reque
 
 ## Fix
 When a load begins, the fix adds one pin to each chunk of the CPU cache that the request's lookup has pinned, and
-releases it if the load does not. The adapter does not pass the request id when it loads by layers (0.5.6
-vllm_v1_adapter.py:842); the fix adds it to the call.
+releases it if the load does not. For loads by layers, it also passes on the request id (0.5.6 vllm_v1_adapter.py:842).
 
 ## Releases
 LMCache 0.5.2 to 0.5.5; with `use_layerwise` 0.4.3 to 0.5.6.

@@ -65,5 +65,4 @@ FIX = Fix(
     scenarios=("lookup-skips-computed",),
     # As released, 0.3.11 forgets what was found where vLLM has it too.
     changes_healthy=("v1",),
-    on_fault="closed",
 )

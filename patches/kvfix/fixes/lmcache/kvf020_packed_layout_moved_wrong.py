@@ -211,5 +211,4 @@ FIX = Fix(
         )
     },
     proof="tests/runtime/test_packed_layout.py, on LMCache's own kernels: the lab moves hashes, not tensors",
-    on_fault="closed",
 )

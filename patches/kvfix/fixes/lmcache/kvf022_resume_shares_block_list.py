@@ -83,5 +83,4 @@ FIX = Fix(
         LMCACHE_V1.build_connector_meta(broken=">=0.3.10", probe=step_shows_bug, fix=fix, place=8, helper=True),
     ),
     scenarios=("resume-shares-block-list", "resume-then-sits-out"),
-    on_fault="closed",
 )

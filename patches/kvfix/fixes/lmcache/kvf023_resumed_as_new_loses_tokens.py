@@ -15,8 +15,7 @@ The tracker begins with all tokens of the request, as with runner V1.
 
 ## Releases
 LMCache 0.3.9 to 0.5.6 with vLLM's model runner V2, which vLLM 0.32 uses for most models on a GPU. A hit goes beyond the
-prompt if generated tokens are stored. The option `save_decode_cache` stores them, and so does the next turn of the same
-conversation. 0.3.9 looks up the prompt only.
+prompt if `save_decode_cache` or the next turn has stored generated tokens. 0.3.9 looks up the prompt only.
 
 ## Upstream
 None known.
@@ -64,5 +63,4 @@ FIX = Fix(
     scenarios=("resumed-as-new-loses-tokens",),
     # With model runner V2, what a resumed request has generated and computes again is stored, as it is with V1.
     changes_healthy=("v1",),
-    on_fault="closed",
 )

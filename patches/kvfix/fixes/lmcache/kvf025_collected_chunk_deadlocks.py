@@ -6,10 +6,9 @@ The engine or the server hangs, at any time. `py-spy dump` shows a thread in `__
 outer function in the same stack holds this lock.
 
 ## Cause
-`TensorMemoryObj.__del__` frees a chunk that was never released. To do so it takes the lock of `AddressManager`, and the
-lock that all statistics share (0.5.6 utils.py:714-731). Both are plain locks. An exception can leave a chunk in a
-reference cycle. The garbage collector can collect the chunk whenever code allocates memory, also while `allocate` or
-`PrometheusLogger.GetOrCreate` holds one of the locks.
+`TensorMemoryObj.__del__` frees a chunk that was never released. It takes the plain locks of `AddressManager` and of all
+statistics (0.5.6 utils.py:714-731). An exception can leave a chunk in a reference cycle. The garbage collector can
+collect it at any allocation, also while `allocate` or `PrometheusLogger.GetOrCreate` holds one of the locks.
 
 ## Fix
 `__del__` keeps the chunk. The next `ref_count_down` of any chunk frees it first, because both locks are free there.

@@ -109,5 +109,4 @@ FIX = Fix(
     targets=(LMCACHE_V1.start_load_kv(broken=">=0.3.9.post1", probe=shows_bug, fix=fix, place=3),),
     evidence={"KVD810": "", "KVR011": "mem_obj_consumer"},
     scenarios=("layerwise-load-finds-nothing", "layerwise-load-finds-a-part"),
-    on_fault="closed",
 )

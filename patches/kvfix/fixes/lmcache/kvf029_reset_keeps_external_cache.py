@@ -73,5 +73,4 @@ FIX = Fix(
         "vllm": "connectors that have no cache answer None too; what empties LMCache's is a message to its workers, "
         "which is for its owners to design"
     },
-    on_fault="closed",
 )

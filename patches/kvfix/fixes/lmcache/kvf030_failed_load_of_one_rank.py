@@ -176,5 +176,4 @@ FIX = Fix(
     ),
     scenarios=("failed-load-of-one-rank", "failed-load-of-one-rank-in-producer"),
     no_patch={"lmcache": "upstream's ranks would agree on it within the step, by a collective"},
-    on_fault="closed",
 )

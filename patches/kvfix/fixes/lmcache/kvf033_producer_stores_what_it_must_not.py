@@ -48,5 +48,4 @@ FIX = Fix(
         LMCACHE_V1.start_load_kv(broken=">=0.3.9", probe=stubs.cannot_tell, fix=fix_layers, place=5, helper=True),
     ),
     scenarios=("producer-stores-what-it-must-not",),
-    on_fault="closed",
 )

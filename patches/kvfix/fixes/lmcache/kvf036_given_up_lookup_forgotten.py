@@ -15,8 +15,7 @@ begins before the other workers have fetched their chunks. Then the client clean
 sends a third lookup. The chunks that the third lookup fetches are never released.
 
 ## Fix
-The client keeps a cancelled lookup until the answer has arrived and the client has cleaned it up. Until then LMCache
-does not look up the request again (KVF011).
+The client keeps a cancelled lookup until its answer is cleaned up. Until then LMCache does not look up again (KVF011).
 
 ## Releases
 LMCache 0.3.10 to 0.5.6, with `enable_async_loading`.

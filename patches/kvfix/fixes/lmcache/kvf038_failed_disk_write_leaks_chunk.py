@@ -12,8 +12,7 @@ size still counts against `max_local_disk_size`. No code reads the exception (0.
 
 ## Fix
 After a failed write the fix logs the error, frees the memory, ends the task, deletes the file and reverts the size
-count. LMCache can then store the chunk again. With `use_odirect`, a failed write also leaks a file descriptor. The fix
-cannot close this file descriptor.
+count. LMCache can then store the chunk again. With `use_odirect`, a file descriptor leaks all the same.
 
 ## Releases
 LMCache 0.3.9 to 0.5.6.

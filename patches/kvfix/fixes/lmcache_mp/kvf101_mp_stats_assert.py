@@ -7,8 +7,7 @@ in vLLM's copy and in LMCache 0.4.5), and disconnects while the request waits.
 
 ## Cause
 `request_finished` reads the statistics from the request's tracker (lmcache_mp_connector.py 0.5.6:1552). The first
-`get_num_new_matched_tokens` creates the tracker. A request that is aborted before this hook runs has no tracker, so the
-assertion in `_get_request_tracker` fails.
+`get_num_new_matched_tokens` creates the tracker. A request that is aborted before this hook runs has no tracker.
 
 ## Fix
 If a request asks for statistics and has no tracker, the fix creates a tracker before `request_finished`. All numbers of

@@ -93,5 +93,4 @@ FIX = Fix(
     targets=(MP_WORKER_ADAPTER.submit_retrieve_request(broken=">=0.4.2,<=0.5.4", probe=shows_bug, fix=fix, place=1),),
     evidence={"KVD301": "", "KVD310": ""},
     scenarios=("mp-retrieve-false", "mp-retrieve-false-in-tree"),
-    on_fault="closed",
 )

@@ -122,5 +122,4 @@ FIX = Fix(
     ),
     evidence={"KVD308": ""},
     scenarios=("mp-preempt-store-overwrite", "mp-preempt-store-overwrite-in-tree"),
-    on_fault="closed",
 )

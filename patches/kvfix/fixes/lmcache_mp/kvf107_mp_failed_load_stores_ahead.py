@@ -82,5 +82,4 @@ FIX = Fix(
     targets=multi_process("build_connector_meta", shows_bug, fix, place=3),
     evidence={"KVR008": ""},
     scenarios=("mp-failed-load-stores-ahead", "mp-failed-load-stores-ahead-in-tree"),
-    on_fault="closed",
 )

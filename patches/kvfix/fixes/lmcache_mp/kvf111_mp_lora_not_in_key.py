@@ -81,5 +81,4 @@ FIX = Fix(
     ),
     scenarios=("mp-lora-not-in-key", "mp-lora-not-in-key-in-tree"),
     opt_in=True,
-    on_fault="closed",
 )

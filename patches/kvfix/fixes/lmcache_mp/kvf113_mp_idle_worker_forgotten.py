@@ -6,9 +6,8 @@ server logs `Rejecting RETRIEVE for unregistered GPU instance ID ...`. Up to 0.5
 registered for instance ID ...` instead, and the request hangs.
 
 ## Cause
-If a worker has sent no ping within `worker_registration_grace_seconds`, the server drops this worker
-(multiprocess/config.py 0.5.6:134). A worker pings from its first store or load on, not from its registration
-(vllm_multi_process_adapter.py 0.5.6:1811, 1892).
+A server drops a worker that sends no ping within `worker_registration_grace_seconds` (multiprocess/config.py
+0.5.6:134). A worker pings only from its first store or load on (vllm_multi_process_adapter.py 0.5.6:1811, 1892).
 
 ## Fix
 The fix starts the worker's heartbeat after `register_kv_caches`.

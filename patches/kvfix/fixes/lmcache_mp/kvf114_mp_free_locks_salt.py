@@ -1,9 +1,8 @@
 """Chunks stay locked until a timeout: LMCache releases the locks of a request with a `cache_salt` under another key.
 
 ## Symptom
-vLLM logs nothing. With `cache_salt`, some chunks stay read-locked in the server for the read TTL (`read_ttl_seconds`,
-300 s): the chunks that vLLM itself has. Under pressure the server finds nothing to evict. A request without a salt may
-have locked the same chunks. It loses its lock.
+vLLM logs nothing. With `cache_salt`, the chunks that vLLM itself has stay read-locked in the server for the read TTL
+(`read_ttl_seconds`, 300 s). Under pressure the server finds nothing to evict. Another request may lose its lock.
 
 ## Cause
 `update_state_after_alloc` releases the locks of chunks that need no load, but does not pass the salt

@@ -71,5 +71,4 @@ FIX = Fix(
     targets=multi_process("update_state_after_alloc", shows_bug, fix, lmcache=">=0.4.5,<=0.5.4", vllm="", place=2),
     evidence={"KVD111": "", "KVR004": ""},
     scenarios=("mp-load-not-granted",),
-    on_fault="closed",
 )

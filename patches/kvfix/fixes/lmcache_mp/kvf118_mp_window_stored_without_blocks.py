@@ -113,5 +113,4 @@ FIX = Fix(
         "lmcache": "the tracker is given neither windows nor what vLLM has taken out of a list: which it is to have is "
         "for LMCache to decide"
     },
-    on_fault="closed",
 )

@@ -58,5 +58,4 @@ FIX = Fix(
     targets=multi_process("_process_new_requests", shows_bug, fix, lmcache=">=0.4.5"),
     evidence={"KVR008": ""},
     scenarios=("mp-session-stores-ahead", "mp-session-stores-ahead-in-tree"),
-    on_fault="closed",
 )

@@ -6,9 +6,8 @@ reset_connector=True)` answers True. Later requests hit KV of the old weights an
 
 ## Cause
 `reset_cache` (0.5.6 lmcache_mp_connector.py:1201) asks the servers to clear the chunks that have no lock, and answers
-True when the servers have answered. A chunk of a store in flight has a lock. When the store is done, KV of the old
-weights is under a valid key. If a waiting request has found a chunk in its lookup, this chunk has a lock too. The
-request loads the chunk after the reset.
+True. A chunk of a store in flight has a lock. When the store is done, KV of the old weights is under a valid key. A
+chunk that the lookup of a waiting request has found has a lock too, and is loaded after the reset.
 
 ## Fix
 The fix answers False if vLLM still has requests: running, waiting, or ended with a store in flight. The servers still
@@ -65,5 +64,4 @@ FIX = Fix(
     ),
     scenarios=("mp-reset-keeps-what-is-in-flight",),
     no_patch={"lmcache": "what is in use can be dropped only when that is done: a change of the server's protocol"},
-    on_fault="closed",
 )

@@ -19,8 +19,7 @@ server. If a window is shorter than a chunk, the stored chunks have other sizes 
 server's L2, and start all of them with the fix.
 
 ## Releases
-LMCache 0.4.7 to 0.5.6. Earlier releases were not tested with several KV groups. vLLM 0.32 keeps such tokens; earlier
-releases were not tested.
+LMCache 0.4.7 to 0.5.6 with vLLM 0.32. Earlier releases of both were not tested with such models.
 
 ## Upstream
 None known.

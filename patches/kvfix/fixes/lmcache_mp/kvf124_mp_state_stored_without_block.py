@@ -87,5 +87,4 @@ FIX = Fix(
     ),
     evidence={"KVR014": r"null blocks|freed before"},
     scenarios=("mp-state-stored-null",),
-    on_fault="closed",
 )

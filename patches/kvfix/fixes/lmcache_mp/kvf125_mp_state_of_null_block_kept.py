@@ -64,5 +64,4 @@ FIX = Fix(
     ),
     scenarios=("mp-state-kept-null",),
     attaches=AT_START,  # it is for the server, which `kvfix attach` does not reach
-    on_fault="closed",
 )
