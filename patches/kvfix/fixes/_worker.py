@@ -66,18 +66,14 @@ def _store_nothing_of(is_meant: Callable[[Any], Any]) -> Callable[..., bool]:
     return store_nothing_of
 
 
-def stores(hook: Any, adapter: Any, impl: dict[str, Any], *, can_save: bool, **more: Any) -> bool:
+def stores(hook: Any, adapter: Any, impl: dict[str, Any], **more: Any) -> bool:
     """For probes of `wait_for_save`: return True if a worker stores a request in block 3.
 
-    impl: attributes of the adapter. can_save: of the request's save. more: attributes of the request's metadata.
+    impl: attributes of the adapter. more: attributes of the request's metadata.
     """
     stored: list[Any] = []
+    can_save = impl.get("kv_role") != "kv_producer"
     request = stubs.metadata(16, save_spec=SimpleNamespace(skip_leading_tokens=0, can_save=can_save), **more)
     engine = SimpleNamespace(lookup_unpin=lambda *_: None, store=lambda *_, **__: stored.append(1))
     hook(stubs.worker_side(adapter, request, lmcache_engine=engine, **impl))
     return bool(stored)
-
-
-def producer_stores(hook: Any, adapter: Any, **more: Any) -> bool:
-    """For probes of `wait_for_save`: return True if a kv_producer stores a request with these attributes."""
-    return stores(hook, adapter, {"kv_role": "kv_producer"}, can_save=False, **more)

@@ -38,6 +38,8 @@ MP_SCHEDULER_ADAPTER = Owner(
     "lmcache", "lmcache.integration.vllm.vllm_multi_process_adapter", "LMCacheMPSchedulerAdapter"
 )
 MP_HEARTBEAT = Owner("lmcache", "lmcache.integration.vllm.vllm_multi_process_adapter", "HeartbeatThread")
+MP_KV_GROUPS = Owner("lmcache", "lmcache.integration.vllm.kv_cache_groups")
+MP_SERVER_TRANSFER = Owner("lmcache", "lmcache.v1.multiprocess.modules.lmcache_driven_transfer")
 # The worker's client since 0.5.6, up to then in multiprocess.mq.
 MP_CLIENT = Owner("lmcache", "lmcache.v1.multiprocess.transport.zmq_impl.mq", "MessageQueueClient")
 

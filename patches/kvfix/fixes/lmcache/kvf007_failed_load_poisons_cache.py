@@ -145,7 +145,7 @@ def fix_scheduler(impl: Any, scheduler_output: Any) -> None:
 
 def worker_shows_bug(hook: Any, adapter: Any) -> bool:
     """Block 3 failed to load, and the step saves its request. Wrong is to save it."""
-    return _worker.stores(hook, adapter, {"_invalid_block_ids": {3}}, can_save=True)
+    return _worker.stores(hook, adapter, {"_invalid_block_ids": {3}})
 
 
 def failed_blocks_are_forgotten(hook: Any, adapter: Any) -> bool:

@@ -88,14 +88,10 @@ def _put_nothing(manager: Any, keys: Any, memory_objs: Any, *_: Any, **__: Any) 
 
 @fix_around(when=lambda manager, keys, memory_objs, *_, **__: any(map(_is_empty, memory_objs)), on_fault=_put_nothing)
 def fix_put(manager: Any, keys: Any, memory_objs: Any, *more: Any, **named: Any) -> Steps:
-    filled = [not _is_empty(each) for each in memory_objs]
-    for each, is_filled in zip(memory_objs, filled, strict=True):
-        if not is_filled:
-            each.ref_count_down()
-    kept = [
-        [each for each, is_filled in zip(all_of, filled, strict=True) if is_filled] for all_of in (keys, memory_objs)
-    ]
-    return (yield (*kept, *more))
+    for each in filter(_is_empty, memory_objs):
+        each.ref_count_down()
+    filled = [(key, each) for key, each in zip(keys, memory_objs, strict=True) if not _is_empty(each)]
+    return (yield ([key for key, _ in filled], [each for _, each in filled], *more))
 
 
 @fix_after(

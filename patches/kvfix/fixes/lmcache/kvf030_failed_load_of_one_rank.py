@@ -153,7 +153,7 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 def stores_all_the_same(hook: Any, adapter: Any) -> bool:
     """A kv_producer's request whose metadata are marked. Wrong is to store it."""
-    return _worker.producer_stores(hook, adapter, **{_STORE_NOTHING: True})
+    return _worker.stores(hook, adapter, {"kv_role": "kv_producer"}, **{_STORE_NOTHING: True})
 
 
 def rollback_is_not_recorded(hook: Any, scheduler: Any) -> bool:

@@ -37,7 +37,7 @@ fix, fix_layers = _worker.fix_producer(_must_not_be_stored), _worker.fix_produce
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
     """A kv_producer saves a step of a request that asks for `lmcache.skip_save`. Wrong is to store it."""
-    return _worker.producer_stores(hook, adapter, request_configs={"lmcache.skip_save": True})
+    return _worker.stores(hook, adapter, {"kv_role": "kv_producer"}, request_configs={"lmcache.skip_save": True})
 
 
 FIX = Fix(

@@ -50,8 +50,11 @@ def fix(connector: Any, request: Any, block_ids: Any) -> Steps | None:
     more = {each: getattr(tracker, each) for each in known if hasattr(tracker, each)}
     tokens = _mp.token_ids(tracker)
     free = functools.partial(adapter.free_lookup_locks, token_ids=tokens, start=0, request_id=name, **more)
-    locked = _mp.tokens(tracker, "num_lmcache_hit", _mp.block_size(connector)) or _found(adapter, name)
-    if locked is None or (name in adapter._pending_lookups and not adapter.is_healthy):
+    is_pending = name in adapter._pending_lookups
+    locked = _mp.tokens(tracker, "num_lmcache_hit", _mp.block_size(connector))
+    if not locked and is_pending:  # the answer was not read yet; None: it has not come
+        locked = adapter.check_lookup_result(name)
+    if locked is None or (is_pending and not adapter.is_healthy):
         note(__name__, f"request {name} was aborted during its lookup")
         vars(connector).setdefault(_LOOKING, {})[name] = free
         return _session_kept(adapter, name)
@@ -60,12 +63,6 @@ def fix(connector: Any, request: Any, block_ids: Any) -> Steps | None:
         free(end=locked)
     adapter.cleanup_lookup_result(name)
     return None
-
-
-def _found(adapter: Any, name: str) -> int | None:
-    """The hit of a lookup whose answer was not read yet. None: it has not come."""
-    answer: int | None = adapter.check_lookup_result(name) if name in adapter._pending_lookups else 0
-    return answer
 
 
 def _session_kept(adapter: Any, name: str) -> Steps:

@@ -6,7 +6,7 @@ vLLM that takes ids from clients), the blocks of that request are never freed, a
 
 ## Cause
 The adapter keeps the ids that it has reported as done, because with asynchronous scheduling two steps may ask for the
-same id. It never removes an id (`_returned_finished`, vllm_multi_process_adapter.py 0.5.6:2034).
+same id (`_returned_finished`, vllm_multi_process_adapter.py 0.5.6:2034). It removes no id, and reports none twice.
 
 ## Fix
 The fix keeps at least the last 32 ids and at most 64, and all ids of the last step in which requests ended.

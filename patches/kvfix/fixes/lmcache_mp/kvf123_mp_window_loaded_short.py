@@ -31,7 +31,8 @@ None known.
 from typing import Any
 
 from kvfix.fixes import stubs
-from kvfix.fixes.api import AT_START, Fix, Owner, fix_after
+from kvfix.fixes.api import AT_START, Fix, fix_after
+from kvfix.fixes.targets import MP_KV_GROUPS
 
 _EXTRA = "extra_retained_tokens"
 
@@ -69,11 +70,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
 FIX = Fix(
     __name__,
     effect="wrong output",
-    targets=(
-        Owner("lmcache", "lmcache.integration.vllm.kv_cache_groups").target(
-            "_resolve_per_layer_sw_sizes", broken=">=0.4.7", probe=shows_bug, fix=fix
-        ),
-    ),
+    targets=(MP_KV_GROUPS._resolve_per_layer_sw_sizes(broken=">=0.4.7", probe=shows_bug, fix=fix),),
     scenarios=("mp-window-loaded-short",),
     no_patch={
         "lmcache": "with it the server's objects change: what to do with those of before is for LMCache to decide"

@@ -32,7 +32,8 @@ The server stores no chunk with a null block in a part that a hit reads.
 from typing import Any
 
 from kvfix.fixes import stubs
-from kvfix.fixes.api import AT_START, Fix, Owner, fix_after
+from kvfix.fixes.api import AT_START, Fix, fix_after
+from kvfix.fixes.targets import MP_SERVER_TRANSFER
 
 
 # Every chunk is left out of the store.
@@ -57,11 +58,7 @@ def shows_bug(function: Any, module: Any) -> bool:
 FIX = Fix(
     __name__,
     effect="wrong output",
-    targets=(
-        Owner("lmcache", "lmcache.v1.multiprocess.modules.lmcache_driven_transfer").target(
-            "all_null_chunk_masks", broken=">=0.5.4", probe=shows_bug, fix=fix
-        ),
-    ),
+    targets=(MP_SERVER_TRANSFER.all_null_chunk_masks(broken=">=0.5.4", probe=shows_bug, fix=fix),),
     scenarios=("mp-state-kept-null",),
     attaches=AT_START,  # it is for the server, which `kvfix attach` does not reach
 )
