@@ -1,7 +1,6 @@
 """Shared by the fixes of NixlConnector: a load that fails, KV groups of full attention, and the stubs of the probes."""
 
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import stubs
@@ -25,10 +24,10 @@ def has_full_attention(spec: type) -> bool:
 
 def scheduler_side(**more: Any) -> Any:
     """For probes: return the attributes that NixlConnector's schedulers read; `more` adds or replaces."""
-    parallel = SimpleNamespace(tensor_parallel_size=1, decode_context_parallel_size=1, pipeline_parallel_size=1)
-    connector = SimpleNamespace(
+    parallel = stubs.Stub(tensor_parallel_size=1, decode_context_parallel_size=1, pipeline_parallel_size=1)
+    connector = stubs.Stub(
         _TRANSFER_MODE="pull", engine_id="p", side_channel_host="p", side_channel_port=1, transfer_tp_size=1,
-        vllm_config=SimpleNamespace(parallel_config=parallel), use_host_buffer=False, kv_recompute_threshold=0,
+        vllm_config=stubs.Stub(parallel_config=parallel), use_host_buffer=False, kv_recompute_threshold=0,
         is_bidirectional_kv_xfer_enabled=False, _kv_lease_duration=30, _registration_generation=0,
         get_exchange_clipped_blocks=lambda blocks: blocks, _get_remote_prefill_token_count=lambda tokens: tokens,
         _stop_heartbeat=lambda _: None, _heartbeat_by_engine={}, _heartbeat_req_engine={}, _reqs_need_recv={},
@@ -43,9 +42,9 @@ def scheduler_side(**more: Any) -> Any:
 
 def worker_side(**more: Any) -> Any:
     """For probes: return the attributes that NixlConnector's workers read; `more` adds or replaces."""
-    worker = SimpleNamespace(
+    worker = stubs.Stub(
         _TRANSFER_MODE="pull", world_size=1, pp_size=1, pcp_rank=0, dcp_size=1, block_size=16, use_mla=False,
-        _has_mamba=False, transfer_topo=SimpleNamespace(), tp_mappings={}, _physical_blocks_per_logical_kv_block=1,
+        _has_mamba=False, transfer_topo=stubs.Stub(), tp_mappings={}, _physical_blocks_per_logical_kv_block=1,
         _logical_to_kernel_block_ids=lambda blocks, ratio: blocks, _bidirectional_kv_xfer_enabled=False,
         _remote_agents={}, _remote_registration_generations={}, _invalid_remote_engines=set(), _engine_last_active={},
         _recving_transfers={}, _recving_metadata={}, _reqs_to_process=set(), _sending_transfers={},
@@ -58,8 +57,8 @@ def worker_side(**more: Any) -> Any:
 
 def load(remote: list[int], own: list[int]) -> Any:
     """For probes: return the metadata of a load from engine "p". remote, own: blocks of prefill and of decode."""
-    source = SimpleNamespace(block_ids=[remote], engine_id="p", request_id=stubs.NAME, registration_generation=0)
-    return SimpleNamespace(
+    source = stubs.Stub(block_ids=[remote], engine_id="p", request_id=stubs.NAME, registration_generation=0)
+    return stubs.Stub(
         local_block_ids=(own,), local_physical_block_ids=(own,), local_num_computed_blocks=(0,), remote=source,
         awaiting_kvs=True, region_blocks_to_zero=None,
     )  # fmt: skip
@@ -90,7 +89,7 @@ def finished_prefill(tokens: int, **more: Any) -> Any:
 
 def allocated(*blocks: int) -> Any:
     """For probes: return these blocks as `update_state_after_alloc` gets them."""
-    return SimpleNamespace(get_unhashed_block_ids_all_groups=lambda: (list(blocks),))
+    return stubs.Stub(get_unhashed_block_ids_all_groups=lambda: (list(blocks),))
 
 
 def registration(module: Any, **data: Any) -> bytes:

@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 from kvfix import engine_log
 from kvfix.fixes import stubs
-from kvfix.fixes.api import MakeWrapper, fix_after
+from kvfix.fixes.api import Fixing, fix_after
 from kvfix.wrapping import GO_ON, View, replaced
 
 
@@ -63,7 +62,7 @@ def all_stores_fail(scheduler: Any, *_: Any, **__: Any) -> Any:
     return GO_ON
 
 
-def tells_worker(mark: str) -> MakeWrapper:
+def tells_worker(mark: str) -> Fixing:
     """Mark the metadata. The mark tells the worker that the scheduler handles failed copies. Without the mark, the
     worker never reports failed copies as done.
     """
@@ -90,7 +89,7 @@ def all_failed(mark: str, completed: str) -> Callable[..., Any]:
     return all_failed
 
 
-def combines_reports(mark: str, completed: str) -> MakeWrapper:
+def combines_reports(mark: str, completed: str) -> Fixing:
     """Combine the reports of several ranks. A job has failed if one rank reports it as failed.
 
     mark, completed: as in `all_failed`.
@@ -113,7 +112,7 @@ def all_loads_fail(connector: Any, answer: Any, *_: Any, **__: Any) -> Any:
     return answer
 
 
-def reports_failed_loads(side: str, requests: str) -> MakeWrapper:
+def reports_failed_loads(side: str, requests: str) -> Fixing:
     """Report failed loads by request, in `get_transfer_results` of vLLM's base class.
 
     side: the connector's attribute with its worker. requests: the worker's attribute with the failed requests.
@@ -133,20 +132,20 @@ def reports_failed_loads(side: str, requests: str) -> MakeWrapper:
 
 def success_of_store(hook: Any, module: Any, **of_output: Any) -> list[bool]:
     """For probes: end a store of block 3, and return the `success` flags with which it is completed."""
-    group = SimpleNamespace(block_ids=[3], next_stored_chunk_idx=1)
-    request = SimpleNamespace(
+    group = stubs.Stub(block_ids=[3], next_stored_chunk_idx=1)
+    request = stubs.Stub(
         req=stubs.request(16, is_finished=lambda: False), group_states=(group,), transfer_jobs={7}, req_context=None,
         finished_signaled=False,
     )  # fmt: skip
-    job = SimpleNamespace(
+    job = stubs.Stub(
         req_id=stubs.NAME, pending_count=1, keys={b"key"}, is_store=True, fenced_block_ids=None,
         deferred_fence_block_ids=None,
     )  # fmt: skip
     found: list[bool] = []
-    scheduler = SimpleNamespace(
-        manager=SimpleNamespace(complete_store=lambda keys, context, success=True: found.append(success)),
+    scheduler = stubs.Stub(
+        manager=stubs.Stub(complete_store=lambda keys, context, success=True: found.append(success)),
         _jobs={7: job}, _req_status={stubs.NAME: request}, _block_id_to_pending_jobs={}, _stale_job_threshold=0,
-        _reset_fence={}, _manager_locked=nullcontext, config=SimpleNamespace(blocks_per_chunk=1),
+        _reset_fence={}, _manager_locked=nullcontext, config=stubs.Stub(blocks_per_chunk=1),
         _sliding_window_groups=(),
     )  # fmt: skip
     scheduler._update_connector_output = lambda output: module.OffloadingConnectorScheduler._update_connector_output(
@@ -155,5 +154,5 @@ def success_of_store(hook: Any, module: Any, **of_output: Any) -> list[bool]:
     meta = module.OffloadingWorkerMetadata()
     meta.mark_completed(7)
     vars(meta).update(of_output.pop("meta", {}))
-    hook(scheduler, SimpleNamespace(kv_connector_worker_meta=meta, **{"invalid_block_ids": set(), **of_output}))
+    hook(scheduler, stubs.Stub(kv_connector_worker_meta=meta, **{"invalid_block_ids": set(), **of_output}))
     return found

@@ -9,9 +9,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _closed, stubs
-from kvfix.fixes.api import MakeWrapper, fix_after, fix_before
+from kvfix.fixes.api import Fixing, fix_after, fix_before, note
 
 #: Maximum prefills whose request is remembered. They take 1.5 MB.
 _KEPT = 10_000
@@ -42,7 +41,7 @@ def loads(connector: Any, prefill: tuple[Any, ...], request: Any) -> bool:
     return False
 
 
-def for_the_first(names: Callable[[Any, Any], tuple[Any, ...] | None]) -> tuple[MakeWrapper, MakeWrapper]:
+def for_the_first(names: Callable[[Any, Any], tuple[Any, ...] | None]) -> tuple[Fixing, Fixing]:
     """Let only the first request for a prefill read its blocks. Return two fixes.
 
     The first one is for `get_num_new_matched_tokens`. The second one is for a hook that runs before vLLM tells the
@@ -74,7 +73,7 @@ def promised_twice(hook: Any, connector: Any, **params: Any) -> bool:
     return all(hook(connector, request, 0)[0] for request in requests)
 
 
-def promise_if(is_right: Callable[[Any, Any], Any]) -> MakeWrapper:
+def promise_if(is_right: Callable[[Any, Any], Any]) -> Fixing:
     """For `get_num_new_matched_tokens`: promise nothing to a request for which `is_right` is false.
 
     is_right: (connector, request) -> True if the connector can bring what it promises.
@@ -89,7 +88,7 @@ def promise_if(is_right: Callable[[Any, Any], Any]) -> MakeWrapper:
     return get_num_new_matched_tokens
 
 
-def tell_no_unknown_peer(module_name: str, names_peer: Callable[[Any], bool]) -> MakeWrapper:
+def tell_no_unknown_peer(module_name: str, names_peer: Callable[[Any], bool]) -> Fixing:
     """For `build_connector_meta`: forget the waiting requests without a peer. No peer waits for a notice about them.
 
     names_peer: (parameters of the request) -> True if they name a peer.

@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Collection, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import stubs
@@ -48,18 +47,18 @@ def running(*requests: Any, adapter: Any = None) -> Any:
 
     adapter: LMCache's adapter in the scheduler's connector.
     """
-    manager = SimpleNamespace(
+    manager = stubs.Stub(
         get_block_ids=lambda name: ([3, 4],),
         evict_blocks=lambda blocks: None,
-        block_pool=SimpleNamespace(blocks=[SimpleNamespace(ref_cnt=1, block_hash=None)] * 5),
+        block_pool=stubs.Stub(blocks=[stubs.Stub(ref_cnt=1, block_hash=None)] * 5),
     )
     by_name = {request.request_id: request for request in requests}
-    return SimpleNamespace(
+    return stubs.Stub(
         block_size=16, recompute_kv_load_failures=True, kv_cache_manager=manager, requests=by_name,
         running=list(requests), waiting=(), skipped_waiting=(), kv_holding_waiting=(), failed_recving_kv_req_ids=set(),
         prev_step_scheduled_req_ids=set(by_name), _preempt_request=lambda *_: None,
-        kv_cache_config=SimpleNamespace(kv_cache_groups=[None]), connector=SimpleNamespace(_lmcache_engine=adapter),
-        scheduler_config=SimpleNamespace(async_scheduling=True),
+        kv_cache_config=stubs.Stub(kv_cache_groups=[None]), connector=stubs.Stub(_lmcache_engine=adapter),
+        scheduler_config=stubs.Stub(async_scheduling=True),
     )  # fmt: skip
 
 
@@ -85,9 +84,14 @@ def end_turn(hook: Callable[..., Any], computed: int) -> tuple[Any, list[Any]]:
         streaming_queue=(),
     )  # fmt: skip
     queued: list[Any] = []
-    waiting = SimpleNamespace(add_request=queued.append)
-    scheduler = SimpleNamespace(
-        num_waiting_for_streaming_input=0, waiting=waiting, _enqueue_waiting_request=queued.append
-    )
+    waiting = stubs.Stub(add_request=queued.append)
+    scheduler = stubs.Stub(num_waiting_for_streaming_input=0, waiting=waiting, _enqueue_waiting_request=queued.append)
     hook(scheduler, session)
     return session, queued
+
+
+def roll_back_one(hook: Any, adapter: Any) -> None:
+    """For probes: let the first block of a request fail, whose scheduler has this adapter of LMCache."""
+    rolled_back, *_ = roll_back(hook, stubs.request(32, num_computed_tokens=20, num_cached_tokens=16), adapter=adapter)
+    if rolled_back != {stubs.NAME}:
+        raise LookupError("the first value that the hook returns is not the rolled back requests")

@@ -32,7 +32,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvfix.fixes import _mooncake, _prefills, stubs
-from kvfix.fixes.api import PRIVATE, Fix, MakeWrapper, Steps, fix_around
+from kvfix.fixes.api import PRIVATE, Fix, Fixing, Steps, fix_around
 from kvfix.fixes.targets import MOONCAKE_SCHEDULER, MOONCAKE_SCHEDULER_0_15
 from kvfix.wrapping import View, instead
 
@@ -61,7 +61,7 @@ def _of_other_role(scheduler: Any, request: Any, *_: Any) -> bool:
     return bool(params.get("do_remote_decode")) and _is(scheduler, "kv_consumer")
 
 
-def _promises(keys: tuple[str, ...]) -> MakeWrapper:
+def _promises(keys: tuple[str, ...]) -> Fixing:
     @fix_around(when=lambda scheduler, request, *_: _prefills.is_to_load(request))
     def get_num_new_matched_tokens(scheduler: Any, request: Any, *_: Any) -> Steps:
         named = all(_names(request.kv_transfer_params, key) for key in keys)
@@ -106,7 +106,6 @@ def _raises_with(*arguments: Any) -> Callable[[Any, Any], bool]:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="crash",
     targets=tuple(
         target

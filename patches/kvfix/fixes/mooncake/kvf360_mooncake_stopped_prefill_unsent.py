@@ -48,7 +48,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
     targets=(MOONCAKE_SCHEDULER.request_finished(broken=">=0.20", probe=shows_bug, fix=request_finished, place=1),),
     scenarios=("mooncake-stopped-prefill-unsent",),

@@ -22,7 +22,6 @@ None known in public: the bug is a security problem (SECURITY.md).
 vLLM checks whether the parameters name a peer before it sends the notice.
 """
 
-from types import SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import _mooncake, _prefills, stubs
@@ -38,12 +37,11 @@ def shows_bug(hook: Any, module: Any) -> bool:
     """An aborted request that names no peer. Wrong is a KeyError."""
     waiting: dict[str, Any] = {stubs.NAME: (stubs.request(8, kv_transfer_params={"transfer_id": "t"}), [])}
     connector = _mooncake.scheduler_side("kv_consumer", _reqs_need_recv=waiting)
-    return stubs.raises(KeyError, hook, connector, SimpleNamespace())
+    return stubs.raises(KeyError, hook, connector, stubs.Stub())
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="crash",
     targets=(MOONCAKE_SCHEDULER.build_connector_meta(broken=">=0.20", probe=shows_bug, fix=fix),),
     evidence={"KVR011": r"KeyError: 'remote_(engine_id|bootstrap_addr)"},

@@ -53,7 +53,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
     targets=(
         MOONCAKE_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", probe=shows_bug, fix=promise_once, place=1),
@@ -61,5 +60,4 @@ FIX = Fix(
     ),
     scenarios=("mooncake-decode-reads-twice", "mooncake-second-reader-aborted"),
     no_patch={"vllm": "prefill has to refuse the second read"},
-    on_fault="closed",
 )

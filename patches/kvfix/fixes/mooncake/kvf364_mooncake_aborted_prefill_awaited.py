@@ -29,9 +29,8 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _mooncake
-from kvfix.fixes.api import NEW_REQUESTS, Fix, Steps, fix_after, fix_around
+from kvfix.fixes.api import NEW_REQUESTS, Fix, Steps, fix_after, fix_around, note
 from kvfix.fixes.targets import MOONCAKE_SCHEDULER, MOONCAKE_WORKER
 from kvfix.wrapping import View
 
@@ -96,7 +95,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
     targets=(
         MOONCAKE_WORKER.record_send_reqs(broken=">=0.20", probe=shows_bug, fix=None),

@@ -26,9 +26,8 @@ vLLM 0.32.0 is no longer in use.
 from types import SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _mooncake
-from kvfix.fixes.api import Fix, fix_after
+from kvfix.fixes.api import Fix, fix_after, note
 from kvfix.fixes.targets import MOONCAKE_WORKER
 
 
@@ -58,7 +57,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
     targets=(
         MOONCAKE_WORKER.process_pulling_result(broken=">=0.32,<0.33", probe=shows_bug, fix=process_pulling_result),

@@ -25,9 +25,8 @@ vLLM removes the entry at the timeout.
 from typing import Any
 
 from kvfix import clock
-from kvfix.acting import note
 from kvfix.fixes import _mooncake
-from kvfix.fixes.api import Fix, fix_before
+from kvfix.fixes.api import Fix, fix_before, note
 from kvfix.fixes.targets import MOONCAKE_WORKER
 
 #: Seconds between two looks. An entry is removed at the second one: who waits for it comes just after it is made.
@@ -70,7 +69,6 @@ def _look(worker: Any) -> None:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="leak",
     targets=(
         MOONCAKE_WORKER.send_kv_to_decode(broken=">=0.20", fix=None),

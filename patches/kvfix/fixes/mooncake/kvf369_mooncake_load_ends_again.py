@@ -87,7 +87,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(
         MOONCAKE_WORKER._handle_failed_recv(broken=">=0.32,<0.33", probe=shows_bug, fix=handle_failed_recv),

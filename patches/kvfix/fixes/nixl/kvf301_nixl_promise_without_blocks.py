@@ -33,13 +33,13 @@ import sys
 from typing import Any
 
 from kvfix.fixes import _nixl, _prefills, stubs
-from kvfix.fixes.api import PRIVATE, Fix, MakeWrapper, Owner
+from kvfix.fixes.api import PRIVATE, Fix, Fixing, Owner
 from kvfix.fixes.targets import NIXL_PULL_SCHEDULER, NIXL_SCHEDULER, NIXL_SCHEDULER_0_15
 
 _KEYS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 
 
-def _fix(owner: Owner) -> MakeWrapper:
+def _fix(owner: Owner) -> Fixing:
     def fix(module: Any) -> Any:
         scheduler = getattr(module, owner.name)
         keys = _asked_for(scheduler.update_state_after_alloc)
@@ -86,7 +86,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="crash",
     targets=tuple(
         owner.get_num_new_matched_tokens(broken=broken, probe=shows_bug, fix=_fix(owner))

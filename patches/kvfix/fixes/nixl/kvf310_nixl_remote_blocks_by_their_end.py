@@ -25,12 +25,10 @@ None known in public: the bug is a security problem (SECURITY.md).
 vLLM pairs the blocks by their position in the prompt.
 """
 
-from types import SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _nixl, stubs
-from kvfix.fixes.api import PRIVATE, Fix, Steps, fix_around
+from kvfix.fixes.api import PRIVATE, Fix, Steps, fix_around, note
 from kvfix.fixes.targets import NIXL_PULL_WORKER
 
 
@@ -72,11 +70,9 @@ def shows_bug(hook: Any, module: Any) -> bool:
     class FullAttentionSpec:
         pass
 
-    engine = SimpleNamespace(
-        remote_block_size=16, remote_physical_blocks_per_logical=1, remote_dcp_size=1, remote_tp_size=1
-    )
-    topo = SimpleNamespace(get_engine_info=lambda _: engine, tp_ratio=lambda _: 1, block_size_ratio=lambda _: 1)
-    plan = SimpleNamespace(all_source_ranks=(0,), source_ranks_per_group=((0,),), local_consumers=1)
+    engine = stubs.Stub(remote_block_size=16, remote_physical_blocks_per_logical=1, remote_dcp_size=1, remote_tp_size=1)
+    topo = stubs.Stub(get_engine_info=lambda _: engine, tp_ratio=lambda _: 1, block_size_ratio=lambda _: 1)
+    plan = stubs.Stub(all_source_ranks=(0,), source_ranks_per_group=((0,),), local_consumers=1)
     worker = _nixl.worker_side(
         transfer_topo=topo, tp_mappings={"p": plan}, _remote_agents={"p": {(0, 0): "a"}}, _mixed_mem_types=False,
         dst_region_group_ids={"p": [0]}, region_group_ids=[0], _group_spec_types=(FullAttentionSpec,),
@@ -88,11 +84,9 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(NIXL_PULL_WORKER._read_blocks_for_req(broken=">=0.32", probe=shows_bug, fix=pair_from_start),),
     evidence={"KVR011": r"^start_load_kv: AssertionError"},
     scenarios=("nixl-prefill-generates-more", "nixl-prefill-has-fewer-blocks"),
     no_patch=PRIVATE,
-    on_fault="closed",
 )

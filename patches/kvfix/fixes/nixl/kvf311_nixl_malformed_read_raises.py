@@ -29,27 +29,31 @@ vLLM reports a load with malformed parameters as failed.
 from typing import Any
 
 from kvfix import engine_log
-from kvfix.acting import note
 from kvfix.fixes import _nixl, stubs
-from kvfix.fixes.api import PRIVATE, Fix, fix_raised
+from kvfix.fixes.api import PRIVATE, Fix, fix_calls, note
 from kvfix.fixes.targets import NIXL_BASE_WORKER, NIXL_PULL_WORKER
 
 
-@fix_raised
-def _read_blocks_for_req(error: Exception, /, worker: Any, request: Any = "", *_: Any, **__: Any) -> Any:
-    if not hasattr(worker, "_handle_failed_transfer") or not isinstance(request, str):
-        raise error
-    note(__name__, f"request {request}: its load has failed")
-    engine_log.warning(f"KVF311: the load of {request} has failed: {type(error).__name__}: {error}")
-    return _nixl.fail_load(worker, request)
+@fix_calls
+def _read_blocks_for_req(function: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return function(worker, *args, **kwargs)
+    except Exception as error:
+        request = args[0] if args else ""
+        if not hasattr(worker, "_handle_failed_transfer") or not isinstance(request, str):
+            raise
+        note(__name__, f"request {request}: its load has failed")
+        engine_log.warning(f"KVF311: the load of {request} has failed: {type(error).__name__}: {error}")
+        return _nixl.fail_load(worker, request)
 
 
-@fix_raised
-def _log_failure(error: Exception, /, *_: Any, **__: Any) -> None:
-    if not isinstance(error, TypeError):
-        raise error
-    note(__name__, "a failed transfer is reported")
-    engine_log.warning(f"KVF311: a transfer has failed, and its parameters are malformed: {error}")
+@fix_calls
+def _log_failure(function: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return function(*args, **kwargs)
+    except TypeError as error:
+        note(__name__, "a failed transfer is reported")
+        engine_log.warning(f"KVF311: a transfer has failed, and its parameters are malformed: {error}")
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
@@ -63,7 +67,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="crash",
     targets=(
         NIXL_PULL_WORKER._read_blocks_for_req(broken=">=0.32", place=1, probe=shows_bug, fix=_read_blocks_for_req),

@@ -52,7 +52,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
     targets=(NIXL_PULL_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", place=2, probe=shows_bug, fix=fix),),
     evidence={"KVR010": ""},

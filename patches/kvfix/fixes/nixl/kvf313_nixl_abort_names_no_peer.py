@@ -21,7 +21,6 @@ None known in public: the bug is a security problem (SECURITY.md).
 vLLM checks whether the parameters name a peer before it sends the notice.
 """
 
-from types import SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import _nixl, _prefills, stubs
@@ -36,12 +35,11 @@ fix = _prefills.tell_no_unknown_peer(__name__, lambda params: all(key in params 
 def shows_bug(hook: Any, module: Any) -> bool:
     """An aborted request that names no peer. Wrong is a KeyError."""
     waiting: dict[str, Any] = {stubs.NAME: (stubs.request(8, kv_transfer_params={}), [], (), False)}
-    return stubs.raises(KeyError, hook, _nixl.scheduler_side(_reqs_need_recv=waiting), SimpleNamespace())
+    return stubs.raises(KeyError, hook, _nixl.scheduler_side(_reqs_need_recv=waiting), stubs.Stub())
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="crash",
     targets=(NIXL_BASE_SCHEDULER.build_connector_meta(broken=">=0.32", probe=shows_bug, fix=fix),),
     evidence={"KVR011": r"KeyError: 'remote_"},

@@ -26,9 +26,8 @@ vLLM tells the worker of every request that keeps no blocks.
 
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _nixl
-from kvfix.fixes.api import Fix, fix_after
+from kvfix.fixes.api import Fix, fix_after, note
 from kvfix.fixes.targets import NIXL_PULL_SCHEDULER, NIXL_PUSH_SCHEDULER
 
 
@@ -51,7 +50,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
     targets=tuple(
         owner.request_finished(broken=">=0.32", probe=shows_bug, fix=request_finished)

@@ -22,9 +22,8 @@ vLLM checks the types of the parameters.
 
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _nixl, stubs
-from kvfix.fixes.api import PRIVATE, Fix, fix_before
+from kvfix.fixes.api import PRIVATE, Fix, fix_before, note
 from kvfix.fixes.targets import NIXL_BASE_SCHEDULER
 
 
@@ -44,7 +43,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="crash",
     targets=(NIXL_BASE_SCHEDULER.on_new_request(broken=">=0.32", probe=shows_bug, fix=on_new_request),),
     evidence={"KVR011": r"TypeError: (unhashable type|cannot use 'list')"},

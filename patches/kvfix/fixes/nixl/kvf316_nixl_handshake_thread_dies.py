@@ -25,24 +25,27 @@ vLLM catches exceptions of a single message.
 from typing import Any
 
 from kvfix import engine_log
-from kvfix.acting import note
-from kvfix.fixes.api import AGAIN, AT_START, PRIVATE, Fix, fix_raised
+from kvfix.fixes.api import AT_START, PRIVATE, Fix, fix_calls, note
 from kvfix.fixes.targets import NIXL_BASE_SCHEDULER
 
 
-@fix_raised
-def _nixl_handshake_listener(error: Exception, /, *args: Any, **_: Any) -> Any:
-    ready, stop = args[1:3] if len(args) > 2 else (None, None)
-    if ready is None or stop is None or not ready.is_set():  # it could not open its socket
-        raise error
-    note(__name__, "a malformed handshake was ignored")
-    engine_log.warning(f"KVF316: ignored a handshake that cannot be answered: {type(error).__name__}: {error}")
-    return None if stop.is_set() else AGAIN
+@fix_calls
+def _nixl_handshake_listener(function: Any, *args: Any, **kwargs: Any) -> Any:
+    while True:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:  # noqa: PERF203
+            ready, stop = args[1:3] if len(args) > 2 else (None, None)
+            if ready is None or stop is None or not ready.is_set():  # it could not open its socket
+                raise
+            note(__name__, "a malformed handshake was ignored")
+            engine_log.warning(f"KVF316: ignored a handshake that cannot be answered: {type(error).__name__}: {error}")
+            if stop.is_set():
+                return None
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
     targets=(NIXL_BASE_SCHEDULER._nixl_handshake_listener(broken=">=0.26", fix=_nixl_handshake_listener),),
     scenarios=("nixl-handshake-thread-dies",),

@@ -27,12 +27,10 @@ None known.
 The worker does not record a request without blocks.
 """
 
-from types import SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _nixl, stubs
-from kvfix.fixes.api import Fix, fix_after
+from kvfix.fixes.api import Fix, fix_after, note
 from kvfix.fixes.targets import NIXL_PUSH_WORKER
 
 
@@ -48,8 +46,8 @@ def start_load_kv(worker: Any, answer: None, metadata: Any) -> None:
 def shows_bug(hook: Any, module: Any) -> bool:
     """A request without blocks. Wrong is to wait for them."""
     worker = _nixl.worker_side()
-    meta = SimpleNamespace(local_block_ids=[], remote=SimpleNamespace(engine_id="p", block_ids=()))
-    metadata = SimpleNamespace(
+    meta = stubs.Stub(local_block_ids=[], remote=stubs.Stub(engine_id="p", block_ids=()))
+    metadata = stubs.Stub(
         reqs_to_recv={stubs.NAME: meta}, push_registrations={}, push_finished_blocks={}, reqs_in_batch=(),
         reqs_not_processed=(), reqs_to_send={}, scheduler_clock=0.0,
     )  # fmt: skip
@@ -59,7 +57,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="leak",
     targets=(NIXL_PUSH_WORKER.start_load_kv(broken=">=0.32", probe=shows_bug, fix=start_load_kv),),
     evidence={"KVR009": r"^_recving_metadata "},

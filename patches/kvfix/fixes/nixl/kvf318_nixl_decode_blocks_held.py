@@ -25,9 +25,8 @@ vLLM keeps only the blocks of requests that the worker knows.
 
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _nixl, stubs
-from kvfix.fixes.api import Fix, fix_after
+from kvfix.fixes.api import Fix, fix_after, note
 from kvfix.fixes.targets import NIXL_PULL_SCHEDULER
 
 
@@ -49,7 +48,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
     targets=(NIXL_PULL_SCHEDULER.update_state_after_alloc(broken=">=0.32", probe=shows_bug, fix=begin_lease),),
     evidence={"LAB020": "of the decode engine"},

@@ -125,7 +125,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(
         NIXL_PULL_SCHEDULER.request_finished(broken=">=0.32", place=1, probe=shows_bug, fix=request_finished),
@@ -137,5 +136,4 @@ FIX = Fix(
     attaches=NEW_REQUESTS,
     no_patch={"vllm": "the end of the lease has to be a parameter that all routers hand on, of both kinds of lease"},
     opt_in=True,
-    on_fault="closed",
 )

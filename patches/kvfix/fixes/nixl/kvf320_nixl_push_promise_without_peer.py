@@ -50,7 +50,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="crash",
     targets=(NIXL_PUSH_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", probe=shows_bug, fix=fix),),
     evidence={"KVR011": r"^(update_state_after_alloc|schedule|build_connector_meta): KeyError"},

@@ -24,9 +24,8 @@ vLLM pairs the blocks by their position in the prompt.
 from types import SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _nixl
-from kvfix.fixes.api import PRIVATE, Fix, fix_after
+from kvfix.fixes.api import PRIVATE, Fix, fix_after, note
 from kvfix.fixes.targets import NIXL_PUSH_SCHEDULER
 
 
@@ -69,10 +68,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(NIXL_PUSH_SCHEDULER.request_finished(broken=">=0.32", place=2, probe=shows_bug, fix=request_finished),),
     scenarios=("nixl-push-prefill-generates-more",),
     no_patch=PRIVATE,
-    on_fault="closed",
 )

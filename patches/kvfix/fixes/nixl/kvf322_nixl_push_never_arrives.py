@@ -36,9 +36,8 @@ vLLM fails a load whose registration has timed out.
 
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _closed, _nixl, stubs
-from kvfix.fixes.api import NEW_REQUESTS, Fix, Steps, fix_after, fix_around, fix_before
+from kvfix.fixes.api import NEW_REQUESTS, Fix, Steps, fix_after, fix_around, fix_before, note
 from kvfix.fixes.targets import NIXL_PUSH_SCHEDULER, NIXL_PUSH_WORKER
 
 #: Of the registration: its end, by the clock of the decode engine's scheduler.
@@ -110,7 +109,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
     targets=(
         NIXL_PUSH_SCHEDULER.update_state_after_alloc(broken=">=0.32", probe=shows_bug, fix=update_state_after_alloc),
@@ -128,5 +126,4 @@ FIX = Fix(
     attaches=NEW_REQUESTS,
     no_patch={"vllm": "how long a write may take has to be agreed between both engines: a change of NIXL's messages"},
     opt_in=True,
-    on_fault="closed",
 )

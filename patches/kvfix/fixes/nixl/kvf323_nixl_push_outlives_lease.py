@@ -26,12 +26,10 @@ vLLM keeps blocks as long as a write reads them.
 """
 
 import threading
-from types import SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _closed, _nixl, stubs
-from kvfix.fixes.api import Fix, Steps, fix_around
+from kvfix.fixes.api import Fix, Steps, fix_around, note
 from kvfix.fixes.targets import NIXL_BASE_WORKER, NIXL_PUSH_WORKER
 from kvfix.wrapping import GO_ON
 
@@ -84,12 +82,11 @@ def _xfer_blocks_for_req(worker: Any, req_id: str, meta: Any) -> Steps:
 def shows_bug(hook: Any, module: Any) -> bool:
     """A request whose lease is over. Wrong is to connect to its peer."""
     worker = _nixl.worker_side(_sending_transfers_lock=threading.Lock(), **{_OVER: {stubs.NAME: None}})
-    return stubs.raises(KeyError, hook, worker, stubs.NAME, SimpleNamespace(remote=SimpleNamespace(engine_id="d")))
+    return stubs.raises(KeyError, hook, worker, stubs.NAME, stubs.Stub(remote=stubs.Stub(engine_id="d")))
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(
         NIXL_PUSH_WORKER._xfer_blocks_for_req(broken=">=0.32", probe=shows_bug, fix=_xfer_blocks_for_req),
@@ -97,5 +94,4 @@ FIX = Fix(
     ),
     evidence={"KVR020": "", "KVR021": ""},
     scenarios=("nixl-push-outlives-lease", "nixl-push-begins-after-lease"),
-    on_fault="closed",
 )

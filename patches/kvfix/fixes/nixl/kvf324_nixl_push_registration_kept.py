@@ -27,9 +27,8 @@ vLLM drops registrations for which nothing is pushed.
 
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _nixl
-from kvfix.fixes.api import Fix, fix_before
+from kvfix.fixes.api import Fix, fix_before, note
 from kvfix.fixes.targets import NIXL_PUSH_WORKER
 
 
@@ -48,7 +47,6 @@ def get_transfer_results(worker: Any) -> None:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(NIXL_PUSH_WORKER.get_transfer_results(broken=">=0.32", place=1, fix=get_transfer_results),),
     evidence={"LAB022": ""},

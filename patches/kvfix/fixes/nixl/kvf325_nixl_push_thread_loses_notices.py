@@ -25,18 +25,20 @@ vLLM catches exceptions of a single registration.
 from typing import Any
 
 from kvfix import engine_log
-from kvfix.acting import note
 from kvfix.fixes import _nixl, stubs
-from kvfix.fixes.api import Fix, fix_raised
+from kvfix.fixes.api import Fix, fix_calls, note
 from kvfix.fixes.targets import NIXL_PUSH_WORKER
 
 
-@fix_raised
-def _handle_push_reg_notif(error: Exception, /, worker: Any, *_: Any, **__: Any) -> None:
-    if not hasattr(worker, "_pending_d_registrations"):
-        raise error
-    note(__name__, "a malformed registration was ignored")
-    engine_log.warning(f"KVF325: ignored a malformed registration: {type(error).__name__}: {error}")
+@fix_calls
+def _handle_push_reg_notif(function: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return function(worker, *args, **kwargs)
+    except Exception as error:
+        if not hasattr(worker, "_pending_d_registrations"):
+            raise
+        note(__name__, "a malformed registration was ignored")
+        engine_log.warning(f"KVF325: ignored a malformed registration: {type(error).__name__}: {error}")
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
@@ -47,7 +49,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
     targets=(NIXL_PUSH_WORKER._handle_push_reg_notif(broken=">=0.26", probe=shows_bug, fix=_handle_push_reg_notif),),
     scenarios=("nixl-push-thread-loses-notices",),

@@ -51,7 +51,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(
         NIXL_SCHEDULER.get_num_new_matched_tokens(broken=">=0.20,<0.26", probe=shows_bug, fix=promise_once, place=1),
@@ -61,5 +60,4 @@ FIX = Fix(
     evidence={"KVR018": ""},
     scenarios=("nixl-lease-read-twice", "nixl-second-reader-aborted"),
     no_patch={"vllm": "prefill has to refuse the second read, which takes a change of NIXL's messages"},
-    on_fault="closed",
 )

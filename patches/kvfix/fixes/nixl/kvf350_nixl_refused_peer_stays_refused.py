@@ -24,12 +24,10 @@ vLLM stores nothing about a peer that it has refused.
 """
 
 from contextlib import suppress
-from types import SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _nixl, stubs
-from kvfix.fixes.api import PRIVATE, Fix, Steps, fix_around
+from kvfix.fixes.api import PRIVATE, Fix, Steps, fix_around, note
 from kvfix.fixes.targets import NIXL_BASE_WORKER
 
 
@@ -57,14 +55,14 @@ def shows_bug(hook: Any, module: Any) -> bool:
     def refuses(*_: Any) -> Any:
         raise _Refused
 
-    topo = SimpleNamespace(
+    topo = stubs.Stub(
         tp_size=1, register_remote_engine=lambda engine, _: kept.add(engine), unregister_remote_engine=kept.discard,
         describe=refuses,
     )  # fmt: skip
     worker = _nixl.worker_side(
         transfer_topo=topo, block_len_per_layer=[1], _transfer_layer_region_indices=(), _packed_member_layouts={}
     )
-    metadata = SimpleNamespace(
+    metadata = stubs.Stub(
         engine_id=stubs.NAME, physical_blocks_per_logical_kv_block=1, block_size=16, block_lens=[1],
         kv_caches_base_addr=[1], packed_member_layouts={},
     )  # fmt: skip
@@ -75,7 +73,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
     targets=(NIXL_BASE_WORKER.add_remote_agent(broken=">=0.32", probe=shows_bug, fix=add_remote_agent),),
     scenarios=("nixl-refused-peer-stays-refused",),

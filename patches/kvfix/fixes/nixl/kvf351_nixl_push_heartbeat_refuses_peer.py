@@ -25,12 +25,10 @@ None known.
 Heartbeats of push mode make the same handshake as registrations.
 """
 
-from types import SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _nixl, stubs
-from kvfix.fixes.api import Fix, Steps, fix_around
+from kvfix.fixes.api import Fix, Steps, fix_around, note
 from kvfix.fixes.targets import NIXL_BASE_WORKER
 from kvfix.wrapping import replaced
 
@@ -65,18 +63,17 @@ def shows_bug(hook: Any, module: Any) -> bool:
         asked.append(arguments[6])
         return asked
 
-    peer = SimpleNamespace(host="p", port=1, tp_size=2, dcp_size=1, pp_size=1, req_ids={stubs.NAME})
+    peer = stubs.Stub(host="p", port=1, tp_size=2, dcp_size=1, pp_size=1, req_ids={stubs.NAME})
     worker = _nixl.worker_side(
         _TRANSFER_MODE="push", _hb_handshake_notif_only=True, _ensure_handshake=ensures,
-        transfer_topo=SimpleNamespace(total_num_kv_heads=1),
+        transfer_topo=stubs.Stub(total_num_kv_heads=1),
     )  # fmt: skip
-    hook(worker, SimpleNamespace(heartbeat_by_engine={"p": peer}))
+    hook(worker, stubs.Stub(heartbeat_by_engine={"p": peer}))
     return not asked[0]
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
     targets=(NIXL_BASE_WORKER._send_heartbeats(broken=">=0.32", place=1, probe=shows_bug, fix=_send_heartbeats),),
     scenarios=("nixl-push-heartbeat-refuses-peer",),

@@ -73,7 +73,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(
         NIXL_PUSH_WORKER._handle_push_reg_notif(broken=">=0.26", place=1, probe=shows_bug, fix=wait_for_all_ranks),
@@ -82,5 +81,4 @@ FIX = Fix(
     scenarios=("nixl-push-before-all-registered", "nixl-push-notified-before-connected"),
     attaches=NEW_REQUESTS,
     no_patch={"vllm": "a registration does not say which rank sends it, or all would count: a change of its message"},
-    on_fault="closed",
 )

@@ -56,11 +56,9 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(NIXL_BASE_SCHEDULER._prefill_backoff(broken=">=0.32", probe=shows_bug, fix=_prefill_backoff),),
     attaches=AT_START,
     scenarios=("nixl-window-freed-at-end", "nixl-window-freed-meanwhile"),
     opt_in=True,
-    on_fault="closed",
 )

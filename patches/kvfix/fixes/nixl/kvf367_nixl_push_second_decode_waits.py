@@ -68,7 +68,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
     targets=(
         NIXL_PUSH_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", place=1, probe=shows_bug, fix=promise_once),

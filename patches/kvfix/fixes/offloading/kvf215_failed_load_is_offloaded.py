@@ -31,9 +31,8 @@ None known.
 
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _offloading
-from kvfix.fixes.api import Fix, Steps, fix_around
+from kvfix.fixes.api import Fix, Steps, fix_around, note
 from kvfix.fixes.targets import OFFLOADING_SCHEDULER
 
 #: Of a scheduler: failed stores.
@@ -69,9 +68,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(OFFLOADING_SCHEDULER.update_connector_output(broken=">=0.26.0", probe=shows_bug, fix=fail_stores),),
     scenarios=("failed-load-is-offloaded",),
-    on_fault="closed",
 )

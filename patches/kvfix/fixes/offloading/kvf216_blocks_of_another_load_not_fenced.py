@@ -23,12 +23,10 @@ https://github.com/vllm-project/vllm/issues/46951, https://github.com/vllm-proje
 vLLM 0.32.0 is no longer in use.
 """
 
-from types import SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, fix_before
+from kvfix.fixes.api import Fix, fix_before, note
 from kvfix.fixes.targets import OFFLOADING_SCHEDULER
 from kvfix.wrapping import GO_ON
 
@@ -52,19 +50,17 @@ def record_blocks(scheduler: Any, request: Any, blocks: Any, num_external_tokens
 def shows_bug(hook: Any, module: Any) -> bool:
     """Block 3 is allocated, and another connector loads. Wrong is not to record it."""
     allocated: set[int] = set()
-    scheduler = SimpleNamespace(_current_batch_allocated_block_ids=allocated, _block_id_to_pending_jobs={3: {7}})
-    hook(scheduler, stubs.request(16), SimpleNamespace(blocks=([SimpleNamespace(block_id=3)],)), 0)
+    scheduler = stubs.Stub(_current_batch_allocated_block_ids=allocated, _block_id_to_pending_jobs={3: {7}})
+    hook(scheduler, stubs.request(16), stubs.Stub(blocks=([stubs.Stub(block_id=3)],)), 0)
     return not allocated
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(
         OFFLOADING_SCHEDULER.update_state_after_alloc(broken=">=0.26.0,<0.33", probe=shows_bug, fix=record_blocks),
     ),
     scenarios=("mp-load-into-blocks-in-copy", "nixl-load-into-blocks-in-copy"),
     no_patch={"vllm": "fixed in 0.33.0"},
-    on_fault="closed",
 )

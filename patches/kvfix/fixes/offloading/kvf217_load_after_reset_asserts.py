@@ -23,7 +23,6 @@ None known; fixed in 0.33.0.
 vLLM 0.32.0 is no longer in use.
 """
 
-from types import SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import stubs
@@ -45,19 +44,18 @@ def shows_bug(hook: Any, module: Any) -> bool:
     def nothing(*_: Any) -> dict[Any, Any]:
         return {}
 
-    scheduler = SimpleNamespace(
-        _jobs={7: SimpleNamespace(req_id=stubs.NAME, is_store=False)},
-        _req_status={stubs.NAME: SimpleNamespace(transfer_jobs={7})}, _current_batch_load_jobs={7: None},
+    scheduler = stubs.Stub(
+        _jobs={7: stubs.Stub(req_id=stubs.NAME, is_store=False)},
+        _req_status={stubs.NAME: stubs.Stub(transfer_jobs={7})}, _current_batch_load_jobs={7: None},
         _current_batch_jobs_to_flush=set(), _current_batch_allocated_block_ids=set(), _block_id_to_pending_jobs={},
         _update_req_states=nothing, _build_partial_tail_store_jobs=nothing, _build_store_jobs=nothing,
-        manager=SimpleNamespace(on_schedule_end=nothing),
+        manager=stubs.Stub(on_schedule_end=nothing),
     )  # fmt: skip
     return stubs.raises(AssertionError, hook, scheduler, stubs.step(preempted=True))
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="crash",
     targets=(OFFLOADING_SCHEDULER.build_connector_meta(broken=">=0.26.0,<0.33", probe=shows_bug, fix=hide_loading),),
     evidence={"KVR011": r"^(schedule|build_connector_meta): AssertionError$"},

@@ -21,12 +21,10 @@ None known; fixed in 0.33.0.
 vLLM 0.32.0 is no longer in use.
 """
 
-from types import SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, fix_before
+from kvfix.fixes.api import Fix, fix_before, note
 from kvfix.fixes.targets import OFFLOADING_SCHEDULER
 from kvfix.wrapping import GO_ON
 
@@ -51,13 +49,13 @@ def drop_old_blocks(scheduler: Any, scheduler_output: Any) -> None:
 def shows_bug(hook: Any, module: Any) -> bool:
     """A session that has blocks 3 and 4 is scheduled as new with 3, 4 and 5. Wrong is to have five blocks then."""
     blocks = [3, 4]
-    request = SimpleNamespace(group_states=(SimpleNamespace(block_ids=blocks),), update_offload_keys=lambda: None)
+    request = stubs.Stub(group_states=(stubs.Stub(block_ids=blocks),), update_offload_keys=lambda: None)
     request.update_block_id_groups = lambda groups: blocks.extend(groups[0])
-    scheduler = SimpleNamespace(
+    scheduler = stubs.Stub(
         _req_status={stubs.NAME: request}, _sliding_window_groups=(), _current_batch_allocated_block_ids=set(),
-        config=SimpleNamespace(kv_group_configs=()),
+        config=stubs.Stub(kv_group_configs=()),
     )  # fmt: skip
-    output = stubs.step(1, new=SimpleNamespace(req_id=stubs.NAME, block_ids=([3, 4, 5],)))
+    output = stubs.step(1, new=stubs.Stub(req_id=stubs.NAME, block_ids=([3, 4, 5],)))
     output.kv_cache_block_copies = None
     hook(scheduler, output)
     return len(blocks) > 3
@@ -65,11 +63,9 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(OFFLOADING_SCHEDULER._update_req_states(broken=">=0.26.0,<0.33", probe=shows_bug, fix=drop_old_blocks),),
     evidence={"KVR011": "^update_from_output: KeyError: "},
     scenarios=("session-offloads-other-blocks",),
     no_patch={"vllm": "fixed in 0.33.0"},
-    on_fault="closed",
 )

@@ -24,13 +24,11 @@ https://github.com/vllm-project/vllm/issues/39732, https://github.com/vllm-proje
 `get_finished` of offloading/worker.py handles a result without success.
 """
 
-from types import SimpleNamespace
 from typing import Any
 
 from kvfix import engine_log
-from kvfix.acting import note
 from kvfix.fixes import _offloading, stubs
-from kvfix.fixes.api import Fix, Steps, fix_around, fix_before
+from kvfix.fixes.api import Fix, Steps, fix_around, fix_before, note
 from kvfix.fixes.targets import CONNECTOR_BASE, OFFLOADING_SCHEDULER, OFFLOADING_WORKER, OFFLOADING_WORKER_METADATA
 from kvfix.wrapping import View, replaced
 
@@ -86,9 +84,9 @@ def update_connector_output(scheduler: Any, output: Any) -> Steps:
 
 def shows_bug(hook: Any, module: Any) -> bool:
     """The copy of a load has failed. Wrong is an AssertionError."""
-    result = SimpleNamespace(job_id=7, success=False, transfer_size=None, transfer_time=None)
-    worker = SimpleNamespace(
-        worker=SimpleNamespace(get_finished=lambda: [result]), _load_jobs={7: stubs.NAME},
+    result = stubs.Stub(job_id=7, success=False, transfer_size=None, transfer_time=None)
+    worker = stubs.Stub(
+        worker=stubs.Stub(get_finished=lambda: [result]), _load_jobs={7: stubs.NAME},
         _connector_worker_meta=module.OffloadingWorkerMetadata(),
     )  # fmt: skip
     return stubs.raises(AssertionError, hook, worker, set())
@@ -96,7 +94,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="crash",
     targets=(
         OFFLOADING_WORKER.get_finished(broken=">=0.32", probe=shows_bug, fix=get_finished, helper=True),
@@ -109,6 +106,5 @@ FIX = Fix(
     ),
     evidence={"KVR011": "^(wait_for_save|get_finished): AssertionError", "KVD987": ""},
     scenarios=("offload-copy-fails",),
-    on_fault="closed",
     no_patch={"vllm": "vLLM PR 52838 is open"},
 )

@@ -54,10 +54,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(OFFLOADING_CONNECTOR.reset_cache(broken=">=0.26.0", probe=shows_bug, fix=reset_cache),),
     scenarios=("offload-reset-keeps-files",),
     no_patch={"vllm": "vLLM keeps a tier's data on purpose, so vLLM must decide what reset_cache should answer"},
-    on_fault="closed",
 )

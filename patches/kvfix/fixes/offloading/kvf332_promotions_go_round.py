@@ -24,7 +24,6 @@ None known.
 `TieringOffloadingManager.lookup` protects found chunks, or promotes no chunk a second time.
 """
 
-from types import SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import stubs
@@ -52,10 +51,10 @@ def prepare_load(manager: Any, keys: Any, req_context: Any) -> None:
 
 def shows_bug(hook: Any, module: Any) -> bool:
     """A chunk is promoted twice for one request. Wrong is to do it both times."""
-    written = SimpleNamespace(keys_to_store=[b"key"], store_spec=module.CPULoadStoreSpec([0]))
-    manager = SimpleNamespace(
-        primary_tier=SimpleNamespace(prepare_write=lambda *_: written), _request_load_sources={},
-        secondary_tiers=[SimpleNamespace(cache_hit_source=None)], _pending_load_submissions={},
+    written = stubs.Stub(keys_to_store=[b"key"], store_spec=module.CPULoadStoreSpec([0]))
+    manager = stubs.Stub(
+        primary_tier=stubs.Stub(prepare_write=lambda *_: written), _request_load_sources={},
+        secondary_tiers=[stubs.Stub(cache_hit_source=None)], _pending_load_submissions={},
     )  # fmt: skip
     context = module.ReqContext(req_id=stubs.NAME)
     return [hook(manager, 0, b"key", context) for _ in range(2)] == [True, True]
@@ -63,7 +62,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
     targets=(
         OFFLOADING_TIERS._initiate_promotion(broken=">=0.32", probe=shows_bug, fix=_initiate_promotion),

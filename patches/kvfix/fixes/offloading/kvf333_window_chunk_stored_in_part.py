@@ -25,8 +25,7 @@ None known.
 from itertools import chain
 from typing import Any
 
-from kvfix.acting import note
-from kvfix.fixes.api import Fix, fix_before
+from kvfix.fixes.api import Fix, fix_before, note
 from kvfix.fixes.targets import OFFLOADING_SCHEDULER
 
 
@@ -51,9 +50,7 @@ def _build_store_jobs(scheduler: Any, scheduler_output: Any) -> None:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(OFFLOADING_SCHEDULER._build_store_jobs(broken=">=0.32", fix=_build_store_jobs),),
     scenarios=("offload-window-chunk-stored-in-part",),
-    on_fault="closed",
 )

@@ -27,7 +27,6 @@ None known.
 `_build_partial_tail_store_jobs` compares with the limit, and with 0 too.
 """
 
-from types import SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import stubs
@@ -56,19 +55,18 @@ def _fits(scheduler: Any, name: str, entry: Any) -> bool:
 
 def shows_bug(hook: Any, module: Any) -> bool:
     """40 tokens of a request that allows 8 are passed on. Wrong is an AssertionError."""
-    status = SimpleNamespace(req=stubs.request(40, num_prompt_tokens=40), max_offload_tokens=8, group_states=())
-    scheduler = SimpleNamespace(
+    status = stubs.Stub(req=stubs.request(40, num_prompt_tokens=40), max_offload_tokens=8, group_states=())
+    scheduler = stubs.Stub(
         _req_status={stubs.NAME: status}, _partial_tail_block_size=16, _cow_source_groups=frozenset(),
-        config=SimpleNamespace(supports_partial_tail=True, tokens_per_hash=8, kv_group_configs=()),
+        config=stubs.Stub(supports_partial_tail=True, tokens_per_hash=8, kv_group_configs=()),
         _build_aligned_boundary_store_jobs=lambda handoffs: {},
     )  # fmt: skip
-    handed = SimpleNamespace(boundary_state_offloads={stubs.NAME: [(1, 9, 40)]})
-    return stubs.raises(AssertionError, hook, scheduler, SimpleNamespace(kv_connector_block_state=handed))
+    handed = stubs.Stub(boundary_state_offloads={stubs.NAME: [(1, 9, 40)]})
+    return stubs.raises(AssertionError, hook, scheduler, stubs.Stub(kv_connector_block_state=handed))
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="crash",
     targets=(OFFLOADING_SCHEDULER._build_partial_tail_store_jobs(broken=">=0.32", probe=shows_bug, fix=keep_limit),),
     evidence={"KVR011": r"^(schedule|build_connector_meta): AssertionError$", "KVD988": ""},

@@ -23,13 +23,11 @@ None known in public: the bug is a security problem (SECURITY.md).
 `_parse_source` and `_parse_dest` check the form of the values.
 """
 
-from types import SimpleNamespace
 from typing import Any
 
 from kvfix import engine_log
-from kvfix.acting import note
 from kvfix.fixes import stubs
-from kvfix.fixes.api import PRIVATE, Fix, Steps, fix_around
+from kvfix.fixes.api import PRIVATE, Fix, Steps, fix_around, note
 from kvfix.fixes.targets import OFFLOADING_P2P
 from kvfix.wrapping import replaced
 
@@ -60,15 +58,14 @@ def on_new_request(tier: Any, context: Any) -> Steps:
 
 def shows_bug(hook: Any, module: Any) -> bool:
     """A request whose peer is a number. Wrong is to raise."""
-    context = SimpleNamespace(
+    context = stubs.Stub(
         kv_transfer_params={"remote_decoder": 1}, req_id=stubs.NAME, set_state=id, get_state=lambda kind: None
     )
-    return stubs.raises(AttributeError, hook, SimpleNamespace(), context)
+    return stubs.raises(AttributeError, hook, stubs.Stub(), context)
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="crash",
     targets=(OFFLOADING_P2P.on_new_request(broken=">=0.32", probe=shows_bug, fix=on_new_request),),
     evidence={"KVR011": r"^(add_request|on_new_request): AttributeError: .* has no attribute 'get'"},

@@ -27,15 +27,14 @@ None known.
 `_copy_loop` catches what a copy raises, and the worker reports it.
 """
 
-import functools
+import sys
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 from kvfix import engine_log
-from kvfix.acting import note
 from kvfix.fixes import _offloading
-from kvfix.fixes.api import AT_START, Fix, MakeWrapper, Steps, Wrapper, fix_after, fix_around, fix_before
+from kvfix.fixes.api import AT_START, Fix, Fixing, Steps, fix_after, fix_around, fix_before, fix_calls, note
 from kvfix.fixes.targets import (
     CONNECTOR_BASE,
     SIMPLE_COPIES,
@@ -83,16 +82,16 @@ class _Events(list[Any]):
         self.failed: set[int] = set()
 
 
-def _recorded(module: ModuleType, stream: Any) -> Any:
+def _recorded(stream: Any) -> Any:
     try:
-        event = module.torch.Event()
+        event = sys.modules["torch"].Event()
         event.record(stream)
     except Exception:  # noqa: BLE001 - nothing can be recorded any more
         return SimpleNamespace(query=lambda: True, synchronize=lambda: None)
     return event
 
 
-def _survives(least: int, place: int, noting: Callable[..., Any]) -> MakeWrapper:
+def _survives(least: int, place: int, noting: Callable[..., Any]) -> Fixing:
     """Let the loop of a copy thread go on after a failed copy.
 
     least: the number of arguments of the loop. A loop with fewer arguments is not changed.
@@ -101,31 +100,25 @@ def _survives(least: int, place: int, noting: Callable[..., Any]) -> MakeWrapper
     may do a part of it.
     """
 
-    def fix(module: ModuleType) -> Wrapper:
-        def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(function)
-            def loop(*args: Any, **kwargs: Any) -> Any:
-                if len(args) < least:
-                    return function(*args, **kwargs)
-                queue, given, stream = noting(*args)
-                while True:
-                    try:
-                        return function(*given, **kwargs)
-                    except Exception as error:  # noqa: PERF203
-                        if queue.item is None or not getattr(queue.item[place + 1], "told", False):
-                            raise
-                        taken, queue.item = queue.item, None
-                        number, events = taken[place : place + 2]
-                        engine_log.warning(f"KVF370: a copy of KV has failed: {type(error).__name__}: {error}")
-                        note(__name__, f"copy {number} has failed")
-                        events.failed.add(number)
-                        events.append((number, _recorded(module, stream(taken))))
+    @fix_calls
+    def loop(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) < least:
+            return function(*args, **kwargs)
+        queue, given, stream = noting(*args)
+        while True:
+            try:
+                return function(*given, **kwargs)
+            except Exception as error:  # noqa: PERF203
+                if queue.item is None or not getattr(queue.item[place + 1], "told", False):
+                    raise
+                taken, queue.item = queue.item, None
+                number, events = taken[place : place + 2]
+                engine_log.warning(f"KVF370: a copy of KV has failed: {type(error).__name__}: {error}")
+                note(__name__, f"copy {number} has failed")
+                events.failed.add(number)
+                events.append((number, _recorded(stream(taken))))
 
-            return loop
-
-        return wrap
-
-    return fix
+    return loop
 
 
 def _noting_gpu(q: Any, device: Any, load_stream: Any, store_stream: Any, *more: Any) -> tuple[Any, ...]:
@@ -230,7 +223,6 @@ def _process_store_event(scheduler: Any, event: int) -> Steps:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
     targets=(
         # wrong in 0.26.0 too, where a worker cannot name failed loads: the functions below differ
@@ -249,6 +241,5 @@ FIX = Fix(
     ),
     evidence={"KVD629": "", "KVD999": ""},
     scenarios=("simple-offload-copy-fails",),
-    on_fault="closed",
     attaches=AT_START,  # the thread runs
 )

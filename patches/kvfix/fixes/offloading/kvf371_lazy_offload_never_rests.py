@@ -47,7 +47,6 @@ def prepare_store_specs(scheduler: Any, output: Any) -> Steps:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
     targets=(SIMPLE_SCHEDULER.prepare_store_specs(broken=">=0.32", fix=prepare_store_specs),),
     scenarios=("simple-offload-never-rests",),

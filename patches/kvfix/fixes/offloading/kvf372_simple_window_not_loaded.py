@@ -25,8 +25,7 @@ None known.
 import sys
 from typing import Any
 
-from kvfix.acting import note
-from kvfix.fixes.api import Fix, fix_after
+from kvfix.fixes.api import Fix, fix_after, note
 from kvfix.fixes.targets import SIMPLE_SCHEDULER
 
 
@@ -69,10 +68,8 @@ def get_num_new_matched_tokens(
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(SIMPLE_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", fix=get_num_new_matched_tokens),),
     scenarios=("simple-offload-window-not-loaded",),
     no_patch={"vllm": "whether a hit has all that is kept, or what is not loaded is not cached, is for vLLM to decide"},
-    on_fault="closed",
 )

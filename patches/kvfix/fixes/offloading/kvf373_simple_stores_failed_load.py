@@ -30,12 +30,10 @@ None known.
 """
 
 from collections.abc import Callable, Collection
-from types import SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, fix_before
+from kvfix.fixes.api import Fix, fix_before, note
 from kvfix.fixes.targets import SIMPLE_SCHEDULER
 from kvfix.wrapping import GO_ON
 
@@ -103,14 +101,14 @@ def _part(transfer: Any, wanted: Callable[[int], bool]) -> Any:
 def shows_bug(hook: Any, module: Any) -> bool:
     """A store of block 3 is done, whose load has failed in the same step. Wrong is to have it found by its key."""
     found: list[Any] = []
-    block = SimpleNamespace(
+    block = stubs.Stub(
         block_id=3, block_hash=b"key", block_hash_num_tokens=16, is_null=False, ref_cnt=1, reset_hash=lambda: None
     )
-    pool = SimpleNamespace(
+    pool = stubs.Stub(
         blocks={3: block}, cached_block_hashes_by_block={}, free_blocks=list,
         _insert_block_hash=lambda *args, **_: found.append(args),
     )  # fmt: skip
-    state = SimpleNamespace(block_ids=([3],), store_events={7}, finished=False, num_stored_blocks=[1])
+    state = stubs.Stub(block_ids=([3],), store_events={7}, finished=False, num_stored_blocks=[1])
     kind = module.SimpleCPUOffloadScheduler
     scheduler = kind.__new__(kind)
     vars(scheduler).update(
@@ -120,7 +118,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
         _reqs_to_store={stubs.NAME: state}, _store_event_pending_counts={}, _expected_worker_count=1,
     )  # fmt: skip
     report = module.SimpleCPUOffloadWorkerMetadata(completed_store_events={7: 1})
-    output = SimpleNamespace(
+    output = stubs.Stub(
         finished_recving=None, failed_recving=None, invalid_block_ids={3}, kv_connector_worker_meta=report
     )
     hook(scheduler, output)
@@ -129,7 +127,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(
         SIMPLE_SCHEDULER.update_connector_output(broken=">=0.32", probe=shows_bug, fix=update_connector_output),
@@ -137,5 +134,4 @@ FIX = Fix(
     ),
     evidence={"KVR011": "^update_(from|connector)_output: AssertionError", "KVD1388": ""},
     scenarios=("simple-offload-stores-failed-load", "simple-offload-store-asserts"),
-    on_fault="closed",
 )

@@ -30,7 +30,6 @@ vLLM counts the reports of a finished request.
 
 import copy
 import inspect
-from types import SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import stubs
@@ -75,15 +74,14 @@ def _is_due(scheduler: Any, request_id: str, of_load: bool) -> bool:
 def shows_bug(hook: Any, module: Any) -> bool:
     """A report of a request that does not exist. The probe calls the function that reads it, for both targets."""
     reads = inspect.unwrap(module.Scheduler._update_from_kv_xfer_finished)
-    scheduler = SimpleNamespace(connector=None, requests={}, finished_recving_kv_req_ids=set())
+    scheduler = stubs.Stub(connector=None, requests={}, finished_recving_kv_req_ids=set())
     return stubs.raises(
-        AssertionError, reads, scheduler, SimpleNamespace(finished_recving=None, finished_sending={stubs.NAME})
+        AssertionError, reads, scheduler, stubs.Stub(finished_recving=None, finished_sending={stubs.NAME})
     )
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="crash",
     targets=(
         SCHEDULER._free_request(broken=">=0.11.2", probe=shows_bug, fix=_free_request),

@@ -25,12 +25,10 @@ vLLM removes a request whose load failed from `_inflight_prefills`.
 """
 
 import inspect
-from types import SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, fix_after
+from kvfix.fixes.api import Fix, fix_after, note
 from kvfix.fixes.targets import SCHEDULER
 
 
@@ -53,9 +51,9 @@ def shows_bug(hook: Any, module: Any) -> bool:
     if "_inflight_prefills" not in inspect.unwrap(module.Scheduler.__init__).__code__.co_names:
         return False
     request = _Request()
-    scheduler = SimpleNamespace(
+    scheduler = stubs.Stub(
         connector=object(), failed_recving_kv_req_ids={stubs.NAME}, finished_recving_kv_req_ids={stubs.NAME},
-        kv_cache_manager=SimpleNamespace(free=lambda request: None), _inflight_prefills={request},
+        kv_cache_manager=stubs.Stub(free=lambda request: None), _inflight_prefills={request},
         _mark_prefix_replay=lambda *_, **__: 0,
     )  # fmt: skip
     hook(scheduler, request)
@@ -64,7 +62,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
     targets=(SCHEDULER._update_waiting_for_remote_kv(broken=">=0.26.0", probe=shows_bug, fix=forget_failed_load),),
     evidence={"KVD208": "", "KVD303": ""},

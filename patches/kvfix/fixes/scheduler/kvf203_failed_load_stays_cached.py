@@ -29,9 +29,8 @@ import functools
 import inspect
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _closed, _scheduler, stubs
-from kvfix.fixes.api import Fix, fix_after
+from kvfix.fixes.api import Fix, fix_after, note
 from kvfix.fixes.targets import SCHEDULER
 
 
@@ -74,12 +73,10 @@ def shows_bug(hook: Any, scheduler: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(
         SCHEDULER._update_requests_with_invalid_blocks(broken=">=0.11.2", probe=shows_bug, fix=evict_failed, place=2),
     ),
     evidence={"KVD302": "", "KVD303": "", "KVD1090": ""},
     scenarios=("failed-load-gone-under-way", "failed-load-stays-cached"),
-    on_fault="closed",
 )

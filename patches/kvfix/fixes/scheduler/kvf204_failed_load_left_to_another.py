@@ -26,9 +26,8 @@ https://github.com/vllm-project/vllm/pull/26813 vLLM decided not to roll back th
 
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _scheduler, stubs
-from kvfix.fixes.api import Fix, fix_after
+from kvfix.fixes.api import Fix, fix_after, note
 from kvfix.fixes.targets import SCHEDULER
 
 
@@ -57,11 +56,9 @@ def shows_bug(hook: Any, scheduler: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(
         SCHEDULER._update_requests_with_invalid_blocks(broken=">=0.11.2", probe=shows_bug, fix=roll_back_all, place=3),
     ),
     scenarios=("failed-load-left-to-another",),
-    on_fault="closed",
 )

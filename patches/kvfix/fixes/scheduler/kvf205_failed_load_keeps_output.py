@@ -42,9 +42,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _closed, _in_flight, _scheduler, stubs
-from kvfix.fixes.api import Fix, fix_around
+from kvfix.fixes.api import Fix, fix_around, note
 from kvfix.fixes.targets import LMCACHE_V1, SCHEDULER
 from kvfix.wrapping import after, instead
 
@@ -130,7 +129,6 @@ def lookup_is_needed(hook: Any, adapter: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(
         SCHEDULER._update_requests_with_invalid_blocks(broken=">=0.11.2", probe=shows_bug, fix=fix, place=4),
@@ -149,5 +147,4 @@ FIX = Fix(
         "vllm": "https://github.com/vllm-project/vllm/pull/49252 and https://github.com/vllm-project/vllm/pull/45146"
         " are open, and fix it in the runner, which cannot be tried without a GPU"
     },
-    on_fault="closed",
 )

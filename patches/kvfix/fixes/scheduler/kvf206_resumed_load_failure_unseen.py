@@ -23,9 +23,8 @@ vLLM 0.15.1 is no longer in use.
 
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _scheduler, stubs
-from kvfix.fixes.api import Fix, Steps, fix_around
+from kvfix.fixes.api import Fix, Steps, fix_around, note
 from kvfix.fixes.targets import SCHEDULER
 from kvfix.wrapping import GO_ON
 
@@ -64,7 +63,6 @@ def shows_bug(hook: Any, scheduler: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(
         SCHEDULER._update_requests_with_invalid_blocks(
@@ -72,5 +70,4 @@ FIX = Fix(
         ),
     ),
     scenarios=("resumed-load-failure-unseen",),
-    on_fault="closed",
 )

@@ -29,7 +29,6 @@ https://github.com/vllm-project/vllm/issues/50687; fixed in LMCache 0.5.6.
 LMCache 0.5.5 is no longer in use.
 """
 
-from types import SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import _scheduler, stubs
@@ -62,7 +61,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
     request = stubs.request(32, is_finished=lambda: False, status=module.RequestStatus.WAITING_FOR_REMOTE_KVS)
     scheduler = _scheduler.running(request)
     scheduler.connector = type("LMCacheMPConnector", (), {})()
-    scheduler.kv_cache_config = SimpleNamespace(kv_cache_groups=[None, None])
+    scheduler.kv_cache_config = stubs.Stub(kv_cache_groups=[None, None])
     scheduler.kv_cache_manager.get_block_ids = lambda name: ([3, 4], [0, 5])
     scheduler.running, scheduler.skipped_waiting, scheduler.kv_holding_waiting = [], [request], [request]
     scheduler._update_requests_with_invalid_blocks = lambda *more, **_: (
@@ -75,7 +74,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="crash",
     targets=(SCHEDULER._handle_invalid_blocks(broken=">=0.20.2", probe=shows_bug, fix=_handle_invalid_blocks),),
     evidence={"KVR011": r"block-level load failures|too many values to unpack"},

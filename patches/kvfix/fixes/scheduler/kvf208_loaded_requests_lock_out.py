@@ -36,8 +36,7 @@ about the case without priorities, which 0.32.0 solves in another way.
 from collections.abc import Iterator
 from typing import Any
 
-from kvfix.acting import note
-from kvfix.fixes.api import Fix, Steps, fix_around
+from kvfix.fixes.api import Fix, Steps, fix_around, note
 from kvfix.fixes.targets import SCHEDULER
 
 
@@ -86,7 +85,6 @@ def _to_step_aside(scheduler: Any) -> list[Any]:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
     targets=(SCHEDULER.schedule(broken=">=0.32.0", fix=schedule),),
     evidence={"KVD202": ""},

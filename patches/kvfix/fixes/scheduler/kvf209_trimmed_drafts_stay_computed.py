@@ -23,9 +23,8 @@ vLLM 0.32.0 is no longer in use.
 
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _scheduler
-from kvfix.fixes.api import Fix, fix_before
+from kvfix.fixes.api import Fix, fix_before, note
 from kvfix.fixes.targets import SCHEDULER
 from kvfix.wrapping import GO_ON
 
@@ -58,10 +57,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(SCHEDULER._handle_stopped_request(broken=">=0.15.1,<0.33", probe=shows_bug, fix=compute_last_again),),
     scenarios=("trimmed-drafts-stay-computed",),
     no_patch={"vllm": "fixed in 0.33.0"},
-    on_fault="closed",
 )

@@ -32,12 +32,11 @@ None known. For the reason of the limit, see https://github.com/vllm-project/vll
 import functools
 import inspect
 from collections.abc import Callable, Generator
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, note
 from kvfix.fixes.targets import RECYCLING_MANAGERS
 from kvfix.wrapping import around, replaced
 
@@ -97,7 +96,7 @@ def _in_use(manager: Any, request: str, hit: Any, computed: int) -> int:
 
 def shows_bug(hook: Any, module: Any) -> bool:
     """192 of 256 tokens are a hit: the list has or gets 12 blocks for them. The rest needs 4, the limit is 10."""
-    null, block = (SimpleNamespace(is_null=each, ref_cnt=1) for each in (True, False))
+    null, block = (stubs.Stub(is_null=each, ref_cnt=1) for each in (True, False))
     manager = module.SlidingWindowManager.__new__(module.SlidingWindowManager)
     lists: dict[str, Any] = {"req_to_blocks": {}, "num_cached_block": {}}
     window = {"block_size": 16, "sliding_window": 16, "extra_retained_tokens": 0}
@@ -111,7 +110,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
     targets=tuple(
         manager.get_num_blocks_to_allocate(broken=">=0.20.2", probe=shows_bug, fix=fix)

@@ -33,9 +33,8 @@ vLLM counts a session's blocks as reserved, or a loaded request can return its b
 
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _mp
-from kvfix.fixes.api import Fix, Steps, fix_around
+from kvfix.fixes.api import Fix, Steps, fix_around, note
 from kvfix.fixes.targets import SCHEDULER
 
 #: Idle steps after which it is no more waited: a connector may report something in between.
@@ -100,7 +99,6 @@ def _give_back(scheduler: Any, request: Any) -> None:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
     targets=(SCHEDULER.schedule(broken=">=0.32.0", fix=schedule, place=1),),
     evidence={"KVD202": ""},

@@ -31,8 +31,7 @@ import inspect
 from types import SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
-from kvfix.fixes.api import Fix, Steps, fix_around
+from kvfix.fixes.api import Fix, Steps, fix_around, note
 from kvfix.fixes.targets import SCHEDULER
 from kvfix.wrapping import replaced
 
@@ -70,7 +69,6 @@ def calls_it(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
     targets=(
         SCHEDULER._reserve_prefill_lookahead(broken=">=0.32", probe=shows_bug, fix=None),

@@ -26,9 +26,8 @@ vLLM 0.32.0 is no longer in use.
 import inspect
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _scheduler
-from kvfix.fixes.api import Fix, Steps, fix_after, fix_around
+from kvfix.fixes.api import Fix, Steps, fix_after, fix_around, note
 from kvfix.fixes.targets import SCHEDULER
 from kvfix.wrapping import GO_ON, replaced
 
@@ -88,7 +87,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
     targets=(
         SCHEDULER._handle_stopped_request(broken=">=0.32,<0.33", probe=shows_bug, fix=_handle_stopped_request, place=1),
@@ -97,5 +95,4 @@ FIX = Fix(
     ),
     scenarios=("preempted-session-lost",),
     no_patch={"vllm": "fixed in 0.33.0"},
-    on_fault="closed",
 )

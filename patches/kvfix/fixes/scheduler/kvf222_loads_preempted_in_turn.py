@@ -68,7 +68,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
     targets=(SCHEDULER._inflight_prefill_reserved_blocks(broken=">=0.26", probe=shows_bug, fix=reserve_one_more),),
     scenarios=("loads-preempted-in-turn",),

@@ -21,7 +21,6 @@ https://github.com/vllm-project/vllm/issues/43828; fixed in 0.33.0.
 vLLM 0.32.0 is no longer in use.
 """
 
-from types import SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import stubs
@@ -41,12 +40,11 @@ def observe(metrics: Any, transfer_stats_data: dict[str, Any], *engine: Any) -> 
 
 def shows_bug(hook: Any, module: Any) -> bool:
     """Statistics of a connector without metrics. Wrong is to raise."""
-    return stubs.raises(AssertionError, hook, SimpleNamespace(_prom_metrics={}), {"MooncakeConnector": {}}, 0)
+    return stubs.raises(AssertionError, hook, stubs.Stub(_prom_metrics={}), {"MooncakeConnector": {}}, 0)
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="crash",
     targets=(MULTI_CONNECTOR_METRICS.observe(broken="<0.33", probe=shows_bug, fix=observe),),
     evidence={"KVD517": ""},

@@ -43,7 +43,6 @@ def harmless() -> str:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="lost hits",
     targets=(TOKEN_DATABASE.target("__init__", broken=">=0.3.9", fix=None),),
     evidence={"KVD304": "", "KVD305": ""},

@@ -38,7 +38,6 @@ def harmless() -> str:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
     targets=(MP_WORKER_ADAPTER._send_register_kv_caches_request(broken=">=0.4.7", fix=None),),
     evidence={"KVD206": ""},

@@ -33,6 +33,4 @@ vLLM 0.26 is no longer in use.
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import SCHEDULER
 
-FIX = Fix(
-    __name__, __doc__, effect="hang", targets=(SCHEDULER.schedule(broken="<0.32", fix=None),), evidence={"KVD202": ""}
-)
+FIX = Fix(__name__, effect="hang", targets=(SCHEDULER.schedule(broken="<0.32", fix=None),), evidence={"KVD202": ""})

@@ -33,7 +33,6 @@ from kvfix.fixes.targets import MP_WORKER_ADAPTER
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(MP_WORKER_ADAPTER.get_finished(broken=">=0.4.2,<=0.5.5", fix=None),),
     evidence={"KVD204": r"^a ping timed out"},

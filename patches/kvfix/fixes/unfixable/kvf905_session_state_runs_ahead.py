@@ -33,7 +33,6 @@ from kvfix.fixes.targets import SCHEDULER
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(SCHEDULER._update_request_as_session(broken=">=0.32", fix=None),),
     scenarios=("session-state-runs-ahead", "session-state-has-drafts"),

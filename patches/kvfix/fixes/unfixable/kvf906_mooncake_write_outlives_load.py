@@ -33,7 +33,6 @@ from kvfix.fixes.targets import MOONCAKE_WORKER
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(MOONCAKE_WORKER.register_kv_caches(broken=">=0.32", fix=None),),
     evidence={"LAB001": "", "LAB008": ""},
