@@ -32,13 +32,11 @@ def in_sender(worker: Any, function: Callable[..., Any], *arguments: Any) -> Non
 
 def scheduler_side(role: str, **more: Any) -> Any:
     """For probes: return the attributes that MooncakeConnector's scheduler reads; `more` adds or replaces."""
-    connector = stubs.Stub(
-        kv_role=role, is_kv_producer=role == "kv_producer", is_kv_consumer=role == "kv_consumer", block_size=16,
+    return stubs.stub(
+        more, kv_role=role, is_kv_producer=role == "kv_producer", is_kv_consumer=role == "kv_consumer", block_size=16,
         _get_remote_prefill_token_count=lambda tokens: tokens, get_sw_clipped_blocks=lambda blocks: list(blocks),
         _reqs_need_recv={}, _reqs_need_send={}, _reqs_not_processed=set(),
     )  # fmt: skip
-    vars(connector).update(more)
-    return connector
 
 
 def finished_prefill(tokens: int, status: Any, **more: Any) -> Any:

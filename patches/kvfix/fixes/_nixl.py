@@ -25,8 +25,8 @@ def has_full_attention(spec: type) -> bool:
 def scheduler_side(**more: Any) -> Any:
     """For probes: return the attributes that NixlConnector's schedulers read; `more` adds or replaces."""
     parallel = stubs.Stub(tensor_parallel_size=1, decode_context_parallel_size=1, pipeline_parallel_size=1)
-    connector = stubs.Stub(
-        _TRANSFER_MODE="pull", engine_id="p", side_channel_host="p", side_channel_port=1, transfer_tp_size=1,
+    return stubs.stub(
+        more, _TRANSFER_MODE="pull", engine_id="p", side_channel_host="p", side_channel_port=1, transfer_tp_size=1,
         vllm_config=stubs.Stub(parallel_config=parallel), use_host_buffer=False, kv_recompute_threshold=0,
         is_bidirectional_kv_xfer_enabled=False, _kv_lease_duration=30, _registration_generation=0,
         get_exchange_clipped_blocks=lambda blocks: blocks, _get_remote_prefill_token_count=lambda tokens: tokens,
@@ -36,14 +36,12 @@ def scheduler_side(**more: Any) -> Any:
         _finished_request_blocks={}, _newly_finished_push_blocks={},
         _registered_prefills={},  # of patches/upstream/nixl-push-second-decode-waits
     )  # fmt: skip
-    vars(connector).update(more)
-    return connector
 
 
 def worker_side(**more: Any) -> Any:
     """For probes: return the attributes that NixlConnector's workers read; `more` adds or replaces."""
-    worker = stubs.Stub(
-        _TRANSFER_MODE="pull", world_size=1, pp_size=1, pcp_rank=0, dcp_size=1, block_size=16, use_mla=False,
+    return stubs.stub(
+        more, _TRANSFER_MODE="pull", world_size=1, pp_size=1, pcp_rank=0, dcp_size=1, block_size=16, use_mla=False,
         _has_mamba=False, transfer_topo=stubs.Stub(), tp_mappings={}, _physical_blocks_per_logical_kv_block=1,
         _logical_to_kernel_block_ids=lambda blocks, ratio: blocks, _bidirectional_kv_xfer_enabled=False,
         _remote_agents={}, _remote_registration_generations={}, _invalid_remote_engines=set(), _engine_last_active={},
@@ -51,8 +49,6 @@ def worker_side(**more: Any) -> Any:
         _pending_d_registrations={}, _pop_matching_finished_blocks=lambda name: (name, ([1],)),
         _send_heartbeats=lambda _: None,
     )  # fmt: skip
-    vars(worker).update(more)
-    return worker
 
 
 def load(remote: list[int], own: list[int]) -> Any:

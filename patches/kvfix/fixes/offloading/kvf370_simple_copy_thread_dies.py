@@ -82,9 +82,9 @@ class _Events(list[Any]):
         self.failed: set[int] = set()
 
 
-def _recorded(stream: Any) -> Any:
+def _recorded(module: Any, stream: Any) -> Any:
     try:
-        event = sys.modules["torch"].Event()
+        event = module.torch.Event()
         event.record(stream)
     except Exception:  # noqa: BLE001 - nothing can be recorded any more
         return SimpleNamespace(query=lambda: True, synchronize=lambda: None)
@@ -116,7 +116,7 @@ def _survives(least: int, place: int, noting: Callable[..., Any]) -> Fixing:
                 engine_log.warning(f"KVF370: a copy of KV has failed: {type(error).__name__}: {error}")
                 note(__name__, f"copy {number} has failed")
                 events.failed.add(number)
-                events.append((number, _recorded(stream(taken))))
+                events.append((number, _recorded(sys.modules[function.__module__], stream(taken))))
 
     return loop
 
