@@ -1,16 +1,10 @@
 """Code that the fixes of LMCache's in-process worker share. It prevents stores that a step must not make."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvfix.fixes import _closed, stubs
-from kvfix.fixes.api import fix_after, fix_before
-
-if TYPE_CHECKING:
-    from kvfix.fixes.api import Fixing
+from kvfix.fixes.api import Fixing, fix_after, fix_before
 
 
 def store_nothing(impl: Any, request: Any) -> None:
@@ -73,7 +67,7 @@ def stores(hook: Any, adapter: Any, impl: dict[str, Any], **more: Any) -> bool:
     """
     stored: list[Any] = []
     can_save = impl.get("kv_role") != "kv_producer"
-    request = stubs.metadata(16, save_spec=SimpleNamespace(skip_leading_tokens=0, can_save=can_save), **more)
-    engine = SimpleNamespace(lookup_unpin=lambda *_: None, store=lambda *_, **__: stored.append(1))
+    request = stubs.metadata(16, save_spec=stubs.Stub(skip_leading_tokens=0, can_save=can_save), **more)
+    engine = stubs.Stub(lookup_unpin=lambda *_: None, store=lambda *_, **__: stored.append(1))
     hook(stubs.worker_side(adapter, request, lmcache_engine=engine, **impl))
     return bool(stored)

@@ -5,8 +5,6 @@ fixed sections. `FIX` has the fixed functions, the broken releases, a probe that
 function, and all other facts. Every list of kvfix is a query over these records.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable, Generator, Mapping

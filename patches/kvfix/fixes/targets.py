@@ -1,7 +1,5 @@
 """The classes and modules of vLLM and LMCache that have fixed functions."""
 
-from __future__ import annotations
-
 from kvfix.fixes.api import Fixing, Owner, Probe, Target
 
 # LMCache in vLLM's own processes
