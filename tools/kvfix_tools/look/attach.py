@@ -115,7 +115,7 @@ def attach(
 ) -> int:
     """Apply the fixes. Return 0 if every process has its fixes, 1 if one does not, 2 for usage, 77 if not allowed."""
     try:
-        config = Config.make(mode, only, None, plus=plus)
+        config = Config(mode, only, None, plus=plus)
         if mode == "strict":
             raise ValueError("mode strict ends the engine at a violation. Attach with --mode check")
     except ValueError as error:
