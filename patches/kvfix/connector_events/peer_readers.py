@@ -50,8 +50,8 @@ class _Peer(Reader):
 class Nixl(_Peer):
     """vLLM's NixlConnector in pull mode (nixl/connector.py 0.32.0). It loads whole blocks of a request's prompt."""
 
-    _SCHEDULER = ("_reqs_need_recv", "_reqs_need_save", "_reqs_need_send", "_heartbeat_req_engine")
-    _WORKER = (
+    _SCHEDULER: tuple[str, ...] = ("_reqs_need_recv", "_reqs_need_save", "_reqs_need_send", "_heartbeat_req_engine")
+    _WORKER: tuple[str, ...] = (
         "_recving_metadata",
         "_recving_transfers",
         "_reqs_to_send",
