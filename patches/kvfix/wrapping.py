@@ -252,9 +252,12 @@ class WrappedFunction:
 
     def _compose(self, wrappers: dict[str, tuple[int, Wrapper]]) -> None:
         call = self._function
-        for _, key, wrap in sorted((place, key, wrap) for key, (place, wrap) in wrappers.items()):
-            with acting.composed_for(key):
+        try:
+            for _, key, wrap in sorted((place, key, wrap) for key, (place, wrap) in wrappers.items()):
+                acting.composing = acting.of(key)
                 call = wrap(call)
+        finally:
+            acting.composing = acting.NONE
         self._wrappers, self._call = wrappers, call
         current = vars(self.owner).get(self.name)
         if wrappers and current is (None if self._is_inherited else self.original):
