@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from kvfix import redact
 from kvfix.connector_events.files import DIRECTORY
+from kvfix_tools import redact
 
 _SHOWN = ("KVFIX", "VLLM_", "LMCACHE_", "PYTHONHASHSEED")
 
