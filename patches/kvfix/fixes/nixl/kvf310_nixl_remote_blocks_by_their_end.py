@@ -36,8 +36,8 @@ from kvfix.fixes.targets import NIXL_PULL_WORKER
 def pair_from_start(worker: Any, req_id: str, meta: Any) -> Steps:
     engine, remote, own = meta.remote.engine_id, list(meta.remote.block_ids), meta.local_block_ids
     is_malformed = len(remote) != len(own) or not all(isinstance(group, (list, tuple)) for group in remote)  # KVF311
-    if is_malformed or engine not in worker._remote_agents:
-        return (yield)
+    if is_malformed or engine not in worker._remote_agents or not meta.local_num_computed_blocks:
+        return (yield)  # without its hits, as in vLLM's own tests, the release pairs the blocks by their end
     for number, (spec, blocks) in enumerate(zip(worker._group_spec_types, own, strict=True)):
         wanted = meta.local_num_computed_blocks[number] + len(blocks)
         if blocks and _nixl.has_full_attention(spec) and len(remote[number]) != wanted:
