@@ -41,7 +41,7 @@ from kvfix.fixes.targets import multi_process
 def fix(connector: Any, scheduler_output: Any) -> None:
     trackers = connector.request_trackers
     for new in scheduler_output.scheduled_new_reqs:
-        if new.req_id in trackers:
+        if new.req_id in trackers and any(_mp.hits(connector, trackers[new.req_id])):
             _count_from(connector, trackers[new.req_id], new.num_computed_tokens)
     cached = scheduler_output.scheduled_cached_reqs
     if cached.resumed_req_ids:

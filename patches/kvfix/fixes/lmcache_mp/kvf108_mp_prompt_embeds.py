@@ -30,6 +30,10 @@ from kvfix.fixes.targets import LMCACHE_MP, multi_process
 from kvfix.wrapping import GO_ON, around
 
 
+def _has_embeddings(connector: Any, request: Any, *_: Any, **__: Any) -> bool:
+    return getattr(request, "prompt_embeds", None) is not None  # the requests of LMCache's own tests do not have it
+
+
 def fix(module: Any) -> Wrapper:
     def asks(connector: Any, request: Any, num_computed_tokens: int = 0) -> Steps:
         _mp.nothing_cached(connector.scheduler_adapter, request.request_id)
@@ -41,15 +45,13 @@ def fix(module: Any) -> Wrapper:
         return answer
 
     def without_lookup(connector: Any, request: Any, *_: Any, **__: Any) -> Any:
-        if getattr(request, "prompt_embeds", None) is None:
+        if not _has_embeddings(connector, request):
             return GO_ON
         tracker = connector.request_trackers.setdefault(request.request_id, module.LMCacheMPRequestTracker(request))
         _closed.all_is_stored(tracker)
         return 0, False
 
-    return around(
-        asks, when=lambda connector, request, *_, **__: request.prompt_embeds is not None, on_fault=without_lookup
-    )
+    return around(asks, when=_has_embeddings, on_fault=without_lookup)
 
 
 def shows_bug(hook: Any, module: Any) -> bool:

@@ -30,7 +30,7 @@ from kvfix.fixes.api import Fix, fix_before, note
 from kvfix.fixes.targets import LMCACHE_MP, multi_process
 
 
-@fix_before(when=lambda connector, request, *_, **__: request.skip_reading_prefix_cache)
+@fix_before(when=lambda connector, request, *_, **__: getattr(request, "skip_reading_prefix_cache", False))
 def fix(connector: Any, request: Any, num_computed_tokens: int = 0) -> None:
     _mp.nothing_cached(connector.scheduler_adapter, request.request_id)
     note(__name__, f"request {request.request_id} reads no cache")
