@@ -193,3 +193,5 @@ def gpu(setup: Setup) -> Iterator[Line]:
         )
     elif not facts["available"]:
         yield unchecked("this machine has no GPU", _WHERE)
+    else:
+        yield ok(f"torch {facts['version']} can use the GPU of this machine")
