@@ -101,7 +101,7 @@ def environment(*first: Path) -> dict[str, str]:
 
 
 def answer_of(python: Path, code: str, *first: Path) -> Any:
-    """Run this code in such a process, and return the JSON in its last line."""
+    """Run this code with this Python, and return the JSON in its last line."""
     command = [str(python), "-c", code]
     done = subprocess.run(command, env=environment(*first), stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
