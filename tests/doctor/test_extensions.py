@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from kvfix import installed_source
 from kvfix_tools.doctor import extensions
-from kvfix_tools.doctor.cuda_code import architectures
 from tests.conftest import RELEASES
 from tests.doctor.sites import V1, look, machine, problems, say, serve, site
 
@@ -21,30 +17,20 @@ __version__ = "2.99.0+cu130"
 class version:
     cuda, hip = {cuda!r}, None
 class cuda:
-    is_available = staticmethod(lambda: {available})
-    get_arch_list = staticmethod(lambda: ["sm_80", "sm_90", "sm_120"])
-    device_count = staticmethod(lambda: 1)
-    get_device_capability = staticmethod(lambda number: {capability})
-    get_device_name = staticmethod(lambda number: "NVIDIA Test")
+    is_available = staticmethod(lambda: False)
 """
 SUFFIX = EXTENSION_SUFFIXES[0]
 SYMBOL = "_ZN3c105ErrorC2ENS_14SourceLocationE"
 
 
-def make(
-    folder: Path,
-    files: dict[str, bytes],
-    cuda: str | None = "13.0",
-    available: bool = False,
-    capability: str = "(9, 0)",
-) -> Path:
+def make(folder: Path, files: dict[str, bytes], cuda: str | None = "13.0") -> Path:
     """LMCache with these compiled files, and a torch."""
     (folder / "lmcache").mkdir(parents=True)
     (folder / "lmcache/__init__.py").touch()
     for name, content in files.items():
         (folder / "lmcache" / name).write_bytes(content)
     (folder / "torch").mkdir()
-    (folder / "torch/__init__.py").write_text(TORCH.format(cuda=cuda, available=available, capability=capability))
+    (folder / "torch/__init__.py").write_text(TORCH.format(cuda=cuda))
     return folder
 
 
@@ -76,42 +62,6 @@ def test_built_for_another_torch(tmp_path: Path) -> None:
 def test_what_loads_is_right(tmp_path: Path) -> None:
     setup = look(serve(V1), make(tmp_path, {f"c_ops{SUFFIX}": library()}))
     assert [line.what for line in say(setup, "extensions")] == ["lmcache.c_ops loads with torch 2.99.0+cu130"]
-
-
-AVX2 = "fpu sse2 avx avx2 fma"
-AVX512 = f"{AVX2} avx512f avx512bw avx512dq avx512vl"
-#: (flags of the processor, builds in the wheel) -> the one that vLLM loads
-BUILDS = [
-    (AVX2, ["_C", "_C_AVX2", "_C_AVX512"], "_C_AVX2"),
-    (f"{AVX2} avx512f", ["_C", "_C_AVX2", "_C_AVX512"], "_C_AVX2"),
-    (AVX512, ["_C", "_C_AVX2", "_C_AVX512"], "_C_AVX512"),
-    (f"{AVX512} avx512_bf16", ["_C", "_C_AVX2", "_C_AVX512"], "_C"),
-    (AVX512, ["_C", "_C_AVX2"], "_C"),  # an earlier release
-    (AVX2, ["_C"], "_C"),  # for a GPU
-    ("", ["_C", "_C_AVX2"], "_C"),  # no x86
-]
-
-
-@pytest.mark.parametrize(("flags", "builds", "loaded"), BUILDS)
-def test_the_build_for_this_processor(flags: str, builds: list[str], loaded: str, tmp_path: Path) -> None:
-    place = tmp_path / "site/vllm"
-    place.mkdir(parents=True)
-    (place / "__init__.py").touch()
-    for each in [*builds, "_C_stable_libtorch"]:
-        (place / f"{each}.abi3.so").touch()
-    setup = look(serve(V1), place.parent, machine(tmp_path / "root", flags=flags))
-    assert [file.name for file in setup.libraries] == [f"{loaded}.abi3.so", "_C_stable_libtorch.abi3.so"]
-
-
-@pytest.mark.skipif(os.uname().machine != "x86_64", reason="vLLM has these builds for x86")
-def test_what_vllm_loads_without_avx512(tmp_path: Path) -> None:
-    """On any x86 machine: the build for AVX2, and not the one that ends in SIGILL without AVX-512."""
-    package = installed_source.package_dir("vllm")
-    assert package is not None
-    setup = look(serve(V1), package.parent, machine(tmp_path, flags=AVX2))
-    said = [(line.status, line.what.partition(" with ")[0]) for line in say(setup, "extensions")]
-    assert ("ok", "vllm._C_AVX2 loads") in said
-    assert "vllm._C loads" not in [what for _, what in said]
 
 
 def test_a_build_for_another_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,24 +129,6 @@ def test_what_takes_too_long_is_not_checked(tmp_path: Path) -> None:
     make(tmp_path, {})
     (tmp_path / "torch/__init__.py").write_text("import threading; threading.Event().wait()")
     assert extensions.attempt([str(tmp_path)], [], [], limit=0.5) == (None, {}, "not done after 0.5 s")
-
-
-def test_the_architectures_in_a_library() -> None:
-    """As `cuobjdump --list-elf` shows them."""
-    released = next((RELEASES / "0.3.10/lmcache").glob("c_ops*.so"))
-    assert architectures(released) == ["70", "75", "80", "86", "89", "90", "100"]
-    assert architectures(Path(sys.executable)) == []
-
-
-@pytest.mark.parametrize(("capability", "count"), [("(9, 0)", 0), ("(8, 6)", 0), ("(12, 1)", 1), ("(7, 0)", 1)])
-def test_a_gpu_that_nobody_built_for(capability: str, count: int, tmp_path: Path) -> None:
-    """LMCache 0.3.10 has no code for 12.x; this torch none for 7.0."""
-    folder = make(tmp_path, {}, available=True, capability=capability)
-    released = next((RELEASES / "0.3.10/lmcache").glob("c_ops*.so"))
-    (folder / "lmcache" / released.name).symlink_to(released)
-    found = problems(look(serve(V1), folder), "gpu")
-    assert len(found) == count
-    assert all("has no code for NVIDIA Test" in line.what for line in found)
 
 
 def test_a_gpu_that_torch_cannot_use(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -30,7 +29,7 @@ PAIRS = int(os.environ.get("KVFIX_TEST_PAIRS", "3"))
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.timeout(900 + 40 * PAIRS),
-    pytest.mark.skipif(not (ptrace.MACHINE or shutil.which("gdb")), reason="no gdb here"),
+    pytest.mark.skipif(not ptrace.MACHINE, reason="kvfix cannot call into a process of this machine"),
 ]
 
 HARD = [*REPORT, *CROWD]

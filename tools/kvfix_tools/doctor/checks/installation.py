@@ -12,7 +12,6 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 
 from kvfix_tools.doctor.checks import Line, check, ok, problem, remedy, unchecked
-from kvfix_tools.doctor.cuda_code import architectures
 from kvfix_tools.doctor.packages import Package
 from kvfix_tools.doctor.setup import OPERATIONS, Setup
 
@@ -103,7 +102,7 @@ def _satisfies(wanted: Requirement, version: str) -> bool:
 
 @check("extensions", essential=True)
 def loads(setup: Setup) -> Iterator[Line]:
-    """The compiled extensions of vLLM and LMCache load with this torch. A child process loads them."""
+    """The compiled operations of LMCache load with this torch. A child process loads them."""
     yield from _other_python(setup)
     if not setup.vllm and not setup.lmcache:
         yield unchecked("neither vLLM nor LMCache is installed", _WHERE)
@@ -132,7 +131,7 @@ def loads(setup: Setup) -> Iterator[Line]:
             yield ok(f"{name} loads with {built}")
         else:
             yield _failed(name, error, built, tried.torch["cuda"])
-    if setup.lmcache and tried.torch["cuda"] and not _operations(setup):
+    if setup.lmcache and tried.torch["cuda"] and not setup.libraries:
         yield problem(
             f"{setup.lmcache.title} has no compiled operations ({' or '.join(OPERATIONS)}): it was built without CUDA",
             remedy("KVD714"),
@@ -140,7 +139,7 @@ def loads(setup: Setup) -> Iterator[Line]:
 
 
 def _other_python(setup: Setup) -> Iterator[Line]:
-    for file in _operations(setup):
+    for file in setup.libraries:
         suffix = file.name[file.name.index(".") :]
         if suffix not in EXTENSION_SUFFIXES:
             yield problem(
@@ -150,16 +149,12 @@ def _other_python(setup: Setup) -> Iterator[Line]:
             )
 
 
-def _operations(setup: Setup) -> list[Path]:
-    return [file for file in setup.libraries if file.name.partition(".")[0] in OPERATIONS]
-
-
 def _name(file: Path) -> str:
     return f"{file.parent.name}.{file.name.partition('.')[0]}"
 
 
 def _failed(name: str, error: str, torch: str, cuda: str | None) -> Line:
-    again = remedy("KVD701" if name.startswith("lmcache.") else "KVD712")
+    again = remedy("KVD701")
     missing, symbol = _LIBRARY.search(error), _SYMBOL.search(error)
     if symbol:
         return problem(f"{name} is built for another torch than {torch} (undefined symbol {symbol[1]})", again)
@@ -182,7 +177,7 @@ def _failed(name: str, error: str, torch: str, cuda: str | None) -> Line:
 
 @check("gpu")
 def gpu(setup: Setup) -> Iterator[Line]:
-    """torch can use the GPU, and the compiled code supports its architecture."""
+    """torch can use the GPU of this machine."""
     if setup.packages.get("torch") is None or not (setup.vllm or setup.lmcache):
         return
     facts = setup.tried.torch
@@ -198,35 +193,5 @@ def gpu(setup: Setup) -> Iterator[Line]:
         )
     elif not facts["available"]:
         yield unchecked("this machine has no GPU", _WHERE)
-    for capability, model in facts["devices"] if facts["available"] else ():
-        listed = [each for each in facts["archs"] if each.startswith("sm_")]
-        if listed and not _covers([each.removeprefix("sm_") for each in listed], capability):
-            yield problem(
-                f"torch {facts['version']} has no code for {model} (sm_{capability}), only for {' '.join(listed)}",
-                f"pip install --force-reinstall torch, in a build for sm_{capability}",
-            )
-        for file in _operations(setup):
-            codes = architectures(file)
-            if codes and not _covers(codes, capability):
-                shown = " ".join(f"sm_{each}" for each in codes)
-                what = f"{_name(file)} has no code for {model} (sm_{capability}), only for {shown}"
-                yield problem(what, remedy("KVD710"))
-            elif codes:
-                yield ok(f"{_name(file)} has code for {model} (sm_{capability})")
-
-
-def _covers(codes: list[str], capability: str) -> bool:
-    """Return True if one of the codes runs on a GPU with this capability.
-
-    Code for sm_80 runs on 8.0 and on later GPUs of its generation (8.6). Code for sm_90a, with a letter, runs on 9.0
-    only. Code for a virtual architecture (compute_90) runs on 9.0 and all later GPUs.
-    """
-    device = int(capability)
-    for each in codes:
-        number = int(re.sub(r"\D", "", each) or 0)
-        if each.startswith("compute_"):
-            if number <= device:
-                return True
-        elif number == device or (each[-1].isdigit() and number // 10 == device // 10 and number <= device):
-            return True
-    return False
+    else:
+        yield ok(f"torch {facts['version']} can use the GPU of this machine")
