@@ -1,4 +1,4 @@
-"""Pairs of releases, as the lab knows them (kvfix_tools/lab/options.py)."""
+"""Pairs of releases, read from the files: as the lab knows them (kvfix_tools/lab/releases.py)."""
 
 from __future__ import annotations
 
@@ -6,39 +6,86 @@ from pathlib import Path
 
 import pytest
 
-from kvfix import applicability
-from tests.doctor.sites import MP, V1, look, say, serve, site
+from kvfix_tools.doctor import fit
+from kvfix_tools.doctor.packages import Package
+from tests.doctor.sites import MP, V1, look, problems, say, serve, site
 
 
 @pytest.mark.parametrize(
-    ("lmcache", "transfer", "upstream", "status"),
+    ("lmcache", "transfer", "upstream", "what"),
     [
-        ("0.3.10", V1, "", "ok"),
-        ("0.5.6", V1, "", "ok"),
-        ("0.5.6", MP, "", "ok"),
-        ("0.4.4", MP, "", "ok"),
-        ("0.3.10", MP, "", "problem"),
-        ("0.5.6", MP, "1", "problem"),
-        ("0.4.7", MP, "1", "problem"),
+        ("0.3.10", V1, "", ""),
+        ("0.5.6", V1, "", ""),
+        ("0.5.6", MP, "", ""),
+        ("0.3.10", MP, "", "cannot import name 'BlockAllocationRecord' from 'lmcache.v1.multiprocess.custom_types'"),
+        ("0.5.6", MP, "1", "LMCacheMPSchedulerAdapter() missing a required argument: 'server_urls'"),
+        ("0.4.7", MP, "1", "ParallelStrategy() too many positional arguments"),
     ],
 )
 def test_pairs_with_the_installed_vllm(
-    lmcache: str, transfer: dict[str, str], upstream: str, status: str, tmp_path: Path
+    lmcache: str, transfer: dict[str, str], upstream: str, what: str, tmp_path: Path
 ) -> None:
     """vLLM 0.32 has a copy of the multi-process connector; it takes it where LMCache's is missing, or if asked to."""
     environment = {"LMCACHE_USE_UPSTREAM_MP": upstream} if upstream else {}
-    (line,) = say(look(serve(transfer), site(tmp_path, lmcache), environment=environment), "releases")
-    assert line.status == status
-    assert status == "ok" or "install lmcache>=0.4.5" in line.do
+    setup = look(serve(transfer), site(tmp_path, lmcache), environment=environment)
+    found = problems(setup, "releases")
+    assert bool(found) == bool(what)
+    assert all(what in line.what and "install " in line.do for line in found)
+    assert what or [line.status for line in say(setup, "releases")] == ["ok"]
 
 
-def test_a_release_that_the_lab_has_not_run_is_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = applicability.fingerprints()
-    monkeypatch.setattr(
-        applicability, "fingerprints", lambda: {**known, "lmcache": {**known["lmcache"], "releases": ["0.5.5"]}}
+def write(folder: Path, **modules: str) -> Package:
+    """A package of these modules; `sub__mod` is sub/mod.py."""
+    for name, text in modules.items():
+        file = folder.joinpath(*name.split("__")).with_suffix(".py")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        (file.parent / "__init__.py").touch()
+        file.write_text(text)
+    (folder / "__init__.py").touch()
+    return Package(folder.name, folder, "1", ())
+
+
+THEIRS = {
+    "things": "import os\nVALUE = 1\ndef function(a, b=1, *, c=2): ...\n"
+    "class Taking:\n    def __init__(self, a, *rest): ...\n",
+    "records": "from dataclasses import dataclass\n@dataclass\nclass Record:\n    a: int\n    b: int = 2\n",
+}
+#: {what the other does: what is reported; "" for nothing}
+CASES = {
+    "from theirs.things import VALUE, function, os": "",
+    "from theirs.things import gone": "cannot import name 'gone' from 'theirs.things'",
+    "from theirs import things": "",
+    "import theirs.gone": "No module named 'theirs.gone'",
+    "try:\n    from theirs.things import gone\nexcept ImportError:\n    gone = None": "",
+    "try:\n    from theirs.gone import x\nexcept (OSError, ImportError):\n    from theirs.things import y": "name 'y'",
+    "try:\n    from theirs.things import gone\nexcept ImportError:\n    raise": "cannot import name 'gone'",
+    "try:\n    from theirs.things import gone\nexcept KeyError:\n    pass": "cannot import name 'gone'",
+    "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from theirs.things import gone": "",
+    "def later():\n    from theirs.things import gone": "",
+    "class Connector:\n    def __init__(self):\n        from theirs.things import gone": "cannot import name 'gone'",
+    "from theirs.things import function\nfunction(1, 2, c=3)": "",
+    "from theirs.things import function\nfunction(1, d=3)": "function() got an unexpected keyword argument 'd'",
+    "from theirs.things import function\nfunction(1, 2, 3)": "function() too many positional arguments",
+    "from theirs.things import function as other\nother(b=1)": "function() missing a required argument: 'a'",
+    "from theirs.things import function\nfunction(*x, **y)": "",
+    "from theirs.things import Taking\nTaking(1, 2, 3, 4)": "",
+    "from theirs.records import Record\nRecord(1, c=2)": "Record() got an unexpected keyword argument 'c'",
+    "from theirs.records import Record\nRecord(1, b=2)": "",
+}
+
+
+@pytest.mark.parametrize("code", CASES)
+def test_what_fits_and_what_does_not(code: str, tmp_path: Path) -> None:
+    theirs = write(tmp_path / "theirs", **THEIRS)
+    ours = write(tmp_path / "ours", connector=code)
+    found = fit.misfits((ours, "ours.connector"), theirs)
+    assert bool(found) == bool(CASES[code]), found
+    assert all(CASES[code] in each.what and each.where.startswith("ours/connector.py:") for each in found)
+
+
+def test_what_is_imported_on_the_way_counts(tmp_path: Path) -> None:
+    theirs = write(tmp_path / "theirs", **THEIRS)
+    ours = write(
+        tmp_path / "ours", connector="from ours.sub.helper import x", sub__helper="from theirs.things import gone"
     )
-    (line,) = say(look(serve(V1), site(tmp_path)), "releases")
-    assert (line.status, "kvfix does not know LMCache 0.5.6, only releases up to 0.5.5" in line.what) == (
-        "unchecked",
-        True,
-    )
+    assert [each.where for each in fit.misfits((ours, "ours.connector"), theirs)] == ["ours/sub/helper.py:1"]

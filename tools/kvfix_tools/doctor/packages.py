@@ -1,4 +1,4 @@
-"""Read installed packages from their files: versions, modules, and their names.
+"""Read installed packages from their files: versions, modules, their names, and the arguments of functions.
 
 kvfix imports none of the packages, so it can also read a package whose import would fail here.
 """
@@ -45,6 +45,11 @@ class Package(NamedTuple):
             if candidate.is_file():
                 return candidate
         return None
+
+    def has(self, module: str) -> bool:
+        """Return True if the module exists as Python, as a compiled file, or as a folder without `__init__.py`."""
+        path = self.folder.parent.joinpath(*module.split("."))
+        return self.file(module) is not None or path.is_dir() or any(path.parent.glob(f"{path.name}.*so"))
 
     def tree(self, module: str) -> ast.Module | None:
         file = self.file(module)

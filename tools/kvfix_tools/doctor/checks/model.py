@@ -84,7 +84,7 @@ def _takes_groups(setup: Setup) -> bool:
 
 @check("parallel")
 def parallel(setup: Setup) -> Iterator[Line]:
-    """The tensor, pipeline, data and decode context parallel sizes fit the servers and the port lists."""
+    """The tensor, pipeline, data and decode context parallel sizes fit the model, the servers and the port lists."""
     command = setup.command
     if command is None or not command.serves or not setup.connectors:
         return
@@ -97,6 +97,11 @@ def parallel(setup: Setup) -> Iterator[Line]:
                 f"--decode-context-parallel-size {max(n for n in range(1, context + 1) if not tensor % n)}",
             )
         )
+    heads = setup.model.get("num_attention_heads")
+    if isinstance(heads, int) and heads % tensor:
+        divisor = max(size for size in range(1, tensor) if not heads % size)
+        what = f"{heads} attention heads cannot be divided by --tensor-parallel-size {tensor}"
+        faults.append(problem(what, f"--tensor-parallel-size {divisor}"))
     faults += [*_context(setup, context), *_servers(setup), *_ports(setup)]
     yield from faults or [ok(f"{setup.ranks} workers (tensor {tensor}, pipeline {setup.parallel('pipeline')})")]
 
@@ -137,6 +142,11 @@ def _servers(setup: Setup) -> Iterator[Line]:
                 f"several LMCache servers do not work with --{which}-parallel-size {setup.parallel(which)}",
                 f"lmcache.mp.server_urls: one server, or --{which}-parallel-size 1",
             )
+    if setup.ranks // count < setup.parallel("decode-context"):
+        yield problem(
+            "each LMCache server has fewer workers than --decode-context-parallel-size",
+            "lmcache.mp.server_urls: fewer servers",
+        )
 
 
 def _ports(setup: Setup) -> Iterator[Line]:
@@ -201,14 +211,24 @@ def _translated(lmcache: Package | None) -> list[str]:
 
 @check("blending")
 def blending(setup: Setup) -> Iterator[Line]:
-    """With enable_blending, vLLM's worker has the line that registers the model."""
+    """With enable_blending, vLLM's worker has the line that registers the model, and LMCache supports the model."""
     if setup.connector("v1") is None or not setup.on("enable_blending"):
         return
     worker = setup.vllm.text("vllm.v1.worker.gpu_worker") if setup.vllm else ""
-    if not worker:
-        yield unchecked("enable_blending: vLLM is not installed here")
-    elif "VLLMModelTracker" not in worker:
+    tree = setup.lmcache.tree("lmcache.v1.compute.models.utils") if setup.lmcache else None
+    if not worker or tree is None:
+        yield unchecked("enable_blending: vLLM or LMCache is not installed here")
+        return
+    function = defined(tree, "infer_model_from_vllm")
+    models = [
+        str(constant(node.comparators[0])) for node in ast.walk(function) if isinstance(node, ast.Compare)
+    ] if function else []  # fmt: skip
+    architecture = next(iter(setup.model.get("architectures") or ()), "")
+    faults = []
+    if "VLLMModelTracker" not in worker:
         what = "enable_blending: vLLM's gpu_worker.py does not register the model with VLLMModelTracker"
-        yield problem(what, remedy("KVD746"))
-    else:
-        yield ok("enable_blending: vLLM registers the model with VLLMModelTracker")
+        faults.append(problem(what, remedy("KVD746")))
+    if models and architecture and architecture not in models:
+        faults.append(problem(f"enable_blending: LMCache supports {', '.join(models)}, not {architecture}",
+                              "enable_blending: false"))  # fmt: skip
+    yield from faults or [ok(f"enable_blending: {architecture or 'the model is unknown'}")]

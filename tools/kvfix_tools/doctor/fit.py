@@ -1,0 +1,197 @@
+"""Check that two packages work together: find missing imports, and arguments that a function does not accept.
+
+The check reads the installed files. It ignores code that it cannot decide by reading: an import inside a condition, a
+name made at run time, `*args`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from inspect import Parameter, Signature
+from typing import Any, NamedTuple
+
+from kvfix_tools.doctor.packages import Package, defined
+
+_CATCHES = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
+_DATACLASS = ("dataclass", "dataclasses.dataclass")
+
+
+class Misfit(NamedTuple):
+    """A missing import or a wrong call. where: file and line below site-packages. what: the message of Python."""
+
+    where: str
+    what: str
+
+
+class _Import(NamedTuple):
+    module: str
+    name: str  # "" for `import module`
+    bound: str
+    line: int
+
+
+def misfits(start: tuple[Package, str], other: Package) -> list[Misfit]:
+    """Return every misfit of a module, and of the modules of its package that it imports, with the other package.
+
+    start: package and module. For this module, imports inside `__init__` and conditions count too.
+    """
+    package, first = start
+    found: list[Misfit] = []
+    seen: set[str] = set()
+    waiting = [first]
+    while waiting:
+        module = waiting.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        tree = package.tree(module)
+        if tree is None:
+            continue
+        file = "/".join(module.split("."))
+        names: dict[str, tuple[str, str]] = {}
+        for each in _imports(tree.body, package, other, module == first):
+            top = each.module.partition(".")[0]
+            if top == package.name:
+                waiting += [each.module, *([f"{each.module}.{each.name}"] if each.name else [])]
+                waiting += _parents(each.module)
+            elif top == other.name:
+                lacks = _lacks(each, other)
+                if lacks:
+                    found.append(Misfit(f"{file}.py:{each.line}", lacks))
+                elif each.name:
+                    names[each.bound] = each.module, each.name
+        found += [Misfit(f"{file}.py:{line}", what) for line, what in _calls(tree, names, other)]
+    return found
+
+
+def _parents(module: str) -> list[str]:
+    parts = module.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
+
+
+def _imports(body: list[ast.stmt], package: Package, other: Package, inside: bool) -> Iterator[_Import]:
+    """Yield the imports that run with these statements.
+
+    For a `try` that catches a failed import, yield the part whose imports succeed, or the last one. inside: True to
+    include `__init__` and conditions.
+    """
+    for node in body:
+        if isinstance(node, ast.Import):
+            yield from (_Import(each.name, "", each.asname or each.name, node.lineno) for each in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for each in node.names:
+                if each.name != "*":
+                    yield _Import(node.module, each.name, each.asname or each.name, node.lineno)
+        elif isinstance(node, ast.Try):
+            yield from _of_try(node, package, other, inside)
+        elif isinstance(node, ast.ClassDef | ast.With) or (
+            inside and isinstance(node, ast.FunctionDef) and node.name == "__init__"
+        ):
+            yield from _imports(node.body, package, other, inside)
+        elif isinstance(node, ast.If) and inside and "TYPE_CHECKING" not in ast.unparse(node.test):
+            # The branch is chosen at run time: follow imports that succeed, and ignore those that fail.
+            both = [*_imports(node.body, package, other, inside), *_imports(node.orelse, package, other, inside)]
+            yield from (each for each in both if not _is_of(each, other) or not _lacks(each, other))
+
+
+def _of_try(node: ast.Try, package: Package, other: Package, inside: bool) -> Iterator[_Import]:
+    tried = list(_imports(node.body, package, other, inside))
+    handler = next((each for each in node.handlers if _catches(each)), None)
+    if handler is None or not any(_lacks(each, other) for each in tried if _is_of(each, other)):
+        yield from tried
+    elif not any(isinstance(each, ast.Raise) for each in handler.body):
+        yield from _imports(handler.body, package, other, inside)
+    else:
+        yield from tried
+    yield from _imports(node.orelse, package, other, inside)
+
+
+def _is_of(each: _Import, package: Package) -> bool:
+    return each.module.partition(".")[0] == package.name
+
+
+def _catches(handler: ast.ExceptHandler) -> bool:
+    if handler.type is None:
+        return True
+    types = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    return any(ast.unparse(each).rpartition(".")[2] in _CATCHES for each in types)
+
+
+def _lacks(each: _Import, package: Package) -> str:
+    """Return Python's error message; "" if the import succeeds or cannot be decided."""
+    if not package.has(each.module):
+        return f"No module named '{each.module}'"
+    if not each.name or package.has(f"{each.module}.{each.name}"):
+        return ""
+    tree = package.tree(each.module)
+    if tree is None or not _names(tree).isdisjoint((each.name, "*")):
+        return ""
+    return f"cannot import name '{each.name}' from '{each.module}'"
+
+
+@cache
+def _names(tree: ast.Module) -> frozenset[str]:
+    """Return the names that the module may provide; "*" stands for any name."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add("*" if node.name == "__getattr__" and node in tree.body else node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names.update(each.asname or each.name.partition(".")[0] for each in node.names)
+        elif isinstance(node, ast.Name) and node.id in ("globals", "setattr", "exec"):
+            names.add("*")
+    return frozenset(names)
+
+
+def _calls(tree: ast.Module, names: dict[str, tuple[str, str]], other: Package) -> Iterator[tuple[int, str]]:
+    """Yield (line, Python's error message) for each call that the other package does not accept."""
+    signatures = {bound: _signature(other, *where) for bound, where in names.items()}
+    for node in ast.walk(tree) if signatures else ():
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+            continue
+        signature = signatures.get(node.func.id)
+        if signature is None or any(isinstance(each, ast.Starred) for each in node.args):
+            continue
+        keywords = {each.arg: each.value for each in node.keywords if each.arg is not None}
+        if len(keywords) == len(node.keywords):  # there is no **
+            try:
+                signature.bind(*node.args, **keywords)
+            except TypeError as error:
+                yield node.lineno, f"{names[node.func.id][1]}() {error}"
+
+
+def _signature(package: Package, module: str, name: str) -> Signature | None:
+    """Return the signature of a function, of a class with its own `__init__`, or of a plain dataclass; else None."""
+    tree = package.tree(module)
+    node = defined(tree, name) if tree else None
+    skip = 0
+    if isinstance(node, ast.ClassDef):
+        is_dataclass = any(ast.unparse(each) in _DATACLASS for each in node.decorator_list)
+        if is_dataclass and not node.bases and defined(node, "__init__") is None:
+            return _of_dataclass(node)
+        node, skip = (None if node.keywords else defined(node, "__init__")), 1
+    if not isinstance(node, ast.FunctionDef) or node.decorator_list:
+        return None
+    given = node.args
+    if given.vararg or given.kwarg or given.posonlyargs:
+        return None
+    first_default = len(given.args) - len(given.defaults)
+    parameters = [_parameter(each.arg, at >= first_default) for at, each in enumerate(given.args)][skip:]
+    for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
+        parameters.append(_parameter(each.arg, default is not None, Parameter.KEYWORD_ONLY))
+    return Signature(parameters)
+
+
+def _of_dataclass(node: ast.ClassDef) -> Signature | None:
+    fields = [each for each in node.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)]
+    if any("field(" in ast.unparse(each) or "ClassVar" in ast.unparse(each.annotation) for each in fields):
+        return None
+    return Signature([_parameter(ast.unparse(each.target), each.value is not None) for each in fields])
+
+
+def _parameter(name: str, has_default: bool, kind: Any = Parameter.POSITIONAL_OR_KEYWORD) -> Parameter:
+    return Parameter(name, kind, default=None if has_default else Parameter.empty)
