@@ -67,11 +67,13 @@ def machine(
     available_gib: float = 48,
     cgroup: dict[str, str] | None = None,
     text: str = "Linux",
+    flags: str = "",
 ) -> Machine:
-    """cgroup: {path below the root: content}."""
+    """cgroup: {path below the root: content}. flags: of the processor."""
     (root / "proc/self").mkdir(parents=True)
     (root / "dev/shm").mkdir(parents=True)
     (root / "proc/version").write_text(text)
+    (root / "proc/cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
     kib = 2**20
     lines = [f"MemTotal: {int(memory_gib * kib)} kB", f"MemAvailable: {int(available_gib * kib)} kB"]
     (root / "proc/meminfo").write_text("\n".join(lines) + "\n")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from kvfix import installed_source
 from kvfix_tools.doctor import extensions
 from tests.conftest import RELEASES
 from tests.doctor.sites import V1, look, machine, problems, say, serve, site
@@ -62,6 +64,42 @@ def test_built_for_another_torch(tmp_path: Path) -> None:
 def test_what_loads_is_right(tmp_path: Path) -> None:
     setup = look(serve(V1), make(tmp_path, {f"c_ops{SUFFIX}": library()}))
     assert [line.what for line in say(setup, "extensions")] == ["lmcache.c_ops loads with torch 2.99.0+cu130"]
+
+
+AVX2 = "fpu sse2 avx avx2 fma"
+AVX512 = f"{AVX2} avx512f avx512bw avx512dq avx512vl"
+#: (flags of the processor, builds in the wheel) -> the one that vLLM loads
+BUILDS = [
+    (AVX2, ["_C", "_C_AVX2", "_C_AVX512"], "_C_AVX2"),
+    (f"{AVX2} avx512f", ["_C", "_C_AVX2", "_C_AVX512"], "_C_AVX2"),
+    (AVX512, ["_C", "_C_AVX2", "_C_AVX512"], "_C_AVX512"),
+    (f"{AVX512} avx512_bf16", ["_C", "_C_AVX2", "_C_AVX512"], "_C"),
+    (AVX512, ["_C", "_C_AVX2"], "_C"),  # an earlier release
+    (AVX2, ["_C"], "_C"),  # for a GPU
+    ("", ["_C", "_C_AVX2"], "_C"),  # no x86
+]
+
+
+@pytest.mark.parametrize(("flags", "builds", "loaded"), BUILDS)
+def test_the_build_for_this_processor(flags: str, builds: list[str], loaded: str, tmp_path: Path) -> None:
+    place = tmp_path / "site/vllm"
+    place.mkdir(parents=True)
+    (place / "__init__.py").touch()
+    for each in [*builds, "_C_stable_libtorch"]:
+        (place / f"{each}.abi3.so").touch()
+    setup = look(serve(V1), place.parent, machine(tmp_path / "root", flags=flags))
+    assert [file.name for file in setup.libraries] == [f"{loaded}.abi3.so", "_C_stable_libtorch.abi3.so"]
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="vLLM has these builds for x86")
+def test_what_vllm_loads_without_avx512(tmp_path: Path) -> None:
+    """On any x86 machine: the build for AVX2, and not the one that ends in SIGILL without AVX-512."""
+    package = installed_source.package_dir("vllm")
+    assert package is not None
+    setup = look(serve(V1), package.parent, machine(tmp_path, flags=AVX2))
+    said = [(line.status, line.what.partition(" with ")[0]) for line in say(setup, "extensions")]
+    assert ("ok", "vllm._C_AVX2 loads") in said
+    assert "vllm._C loads" not in [what for _, what in said]
 
 
 def test_a_build_for_another_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,11 @@ class Machine:
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         return None if soft == resource.RLIM_INFINITY else soft
 
+    def processor_flags(self) -> set[str]:
+        """Return the flags of an x86 processor as Linux names them (avx2, avx512f); empty for other processors."""
+        flags = (line.partition(":")[2] for line in self._text("proc/cpuinfo").splitlines() if line.startswith("flags"))
+        return set(next(flags, "").split())
+
     def is_wsl(self) -> bool:
         """Return True in Windows' subsystem for Linux, whose driver allows little pinned memory."""
         return "microsoft" in self._text("proc/version").lower()

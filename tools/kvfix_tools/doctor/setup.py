@@ -32,6 +32,21 @@ class Setting(NamedTuple):
     source: str
 
 
+#: Builds of vLLM's operations for the CPU, of which vLLM loads one, and the flags that PyTorch requires for AVX-512.
+_FOR_PROCESSORS = {"_C", "_C_AVX512", "_C_AVX2"}
+_AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+
+
+def _for_processor(files: list[Path], flags: set[str]) -> str:
+    """Return the build that vLLM loads (vllm/platforms/cpu.py 0.32.0:633-665). A wheel may have only `_C`."""
+    built = {file.name.partition(".")[0] for file in files}
+    if "_C_AVX2" not in built or not flags:  # built for a GPU, or for a processor other than x86
+        return "_C"
+    if not flags >= _AVX512:
+        return "_C_AVX2"
+    return "_C_AVX512" if "_C_AVX512" in built and "avx512_bf16" not in flags else "_C"
+
+
 class Setup:
     def __init__(
         self,
@@ -236,10 +251,15 @@ class Setup:
 
     @property
     def libraries(self) -> list[Path]:
-        """The compiled operations of LMCache."""
-        if self.lmcache is None:
-            return []
-        return [file for name in OPERATIONS for file in sorted(self.lmcache.folder.glob(f"{name}.*so"))]
+        """The compiled operations that LMCache and vLLM load on this processor."""
+        found: list[Path] = []
+        if self.lmcache:
+            found += [file for name in OPERATIONS for file in sorted(self.lmcache.folder.glob(f"{name}.*so"))]
+        if self.vllm:
+            files = sorted(self.vllm.folder.glob("_C*.so"))
+            others = _FOR_PROCESSORS - {_for_processor(files, self.machine.processor_flags())}
+            found += [file for file in files if file.name.partition(".")[0] not in others]
+        return found
 
     def needs(self, transport: str) -> bool:
         """Return True if a connector moves KV with this library, nixl or mooncake."""

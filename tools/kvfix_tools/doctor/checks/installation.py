@@ -102,7 +102,7 @@ def _satisfies(wanted: Requirement, version: str) -> bool:
 
 @check("extensions", essential=True)
 def loads(setup: Setup) -> Iterator[Line]:
-    """The compiled operations of LMCache load with this torch. A child process loads them."""
+    """The compiled extensions of vLLM and LMCache load with this torch. A child process loads them."""
     yield from _other_python(setup)
     if not setup.vllm and not setup.lmcache:
         yield unchecked("neither vLLM nor LMCache is installed", _WHERE)
@@ -131,7 +131,7 @@ def loads(setup: Setup) -> Iterator[Line]:
             yield ok(f"{name} loads with {built}")
         else:
             yield _failed(name, error, built, tried.torch["cuda"])
-    if setup.lmcache and tried.torch["cuda"] and not setup.libraries:
+    if setup.lmcache and tried.torch["cuda"] and not _operations(setup):
         yield problem(
             f"{setup.lmcache.title} has no compiled operations ({' or '.join(OPERATIONS)}): it was built without CUDA",
             remedy("KVD714"),
@@ -139,7 +139,7 @@ def loads(setup: Setup) -> Iterator[Line]:
 
 
 def _other_python(setup: Setup) -> Iterator[Line]:
-    for file in setup.libraries:
+    for file in _operations(setup):
         suffix = file.name[file.name.index(".") :]
         if suffix not in EXTENSION_SUFFIXES:
             yield problem(
@@ -149,12 +149,16 @@ def _other_python(setup: Setup) -> Iterator[Line]:
             )
 
 
+def _operations(setup: Setup) -> list[Path]:
+    return [file for file in setup.libraries if file.name.partition(".")[0] in OPERATIONS]
+
+
 def _name(file: Path) -> str:
     return f"{file.parent.name}.{file.name.partition('.')[0]}"
 
 
 def _failed(name: str, error: str, torch: str, cuda: str | None) -> Line:
-    again = remedy("KVD701")
+    again = remedy("KVD701" if name.startswith("lmcache.") else "KVD712")
     missing, symbol = _LIBRARY.search(error), _SYMBOL.search(error)
     if symbol:
         return problem(f"{name} is built for another torch than {torch} (undefined symbol {symbol[1]})", again)
