@@ -43,12 +43,12 @@ def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_:
     specs = [group.kv_cache_spec for group in connector.kv_cache_config.transfer_groups]
     cut = []
     for spec, blocks in zip(specs, pushed[request.request_id], strict=True):
-        own = -(-request.num_prompt_tokens // spec.block_size)
-        if _nixl.has_full_attention(type(spec)) and len(blocks) > own:
+        own = blocks
+        if _nixl.has_full_attention(type(spec)):
+            own = blocks[: -(-request.num_prompt_tokens // spec.block_size)]
+        if len(own) != len(blocks):
             note(__name__, f"request {request.request_id}: blocks after its prompt are not sent")
-            cut.append(blocks[:own])
-        else:
-            cut.append(blocks)
+        cut.append(own)
     pushed[request.request_id] = tuple(cut)
     return answer
 
