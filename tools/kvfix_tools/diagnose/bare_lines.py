@@ -14,12 +14,12 @@ from kvfix_tools.diagnose import checks, grammar, log_formats, statements
 from kvfix_tools.diagnose.tracebacks import Part, by_name
 
 
-class Headless(enum.Enum):
+class Headless(enum.IntEnum):
     """The lines without a logger's prefix that count: none, only whole messages, or all lines of a log."""
 
-    NONE = 0
-    WHOLE = 1
-    ALL = 2
+    NONE = 1
+    WHOLE = 2
+    ALL = 3
 
 
 #: Maximum number of other lines in an input of pasted messages.

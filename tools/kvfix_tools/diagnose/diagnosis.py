@@ -61,6 +61,9 @@ class Diagnosis:
         self.ledger = Ledger(HISTORY, sees_loads)
         #: {kind of line: number of lines}
         self.counts: Counter[str] = Counter()
+        #: {kind of line: its first line}, {kind of line: its last line}
+        self.first: dict[str, LogLine] = {}
+        self.last: dict[str, LogLine] = {}
         self.releases = Releases()
         self.who = WhoRan()
         self.failures = Failures()
@@ -70,8 +73,6 @@ class Diagnosis:
         self.unknowns: Counter[str] = Counter()
         #: True if the log has lines at DEBUG.
         self.debug = False
-        #: True if any lookup had a hit.
-        self.hit = False
         self.requests = Requests(self.ledger)
         self.bytes = 0
         self.request_lines: list[Evidence] = []
@@ -109,6 +110,8 @@ class Diagnosis:
             self.who.take(line)
             return
         self.counts[name] += 1
+        self.first.setdefault(name, line)
+        self.last[name] = line
         if self.timeline is not None:
             self.timeline.line(line)
         if self._request and self._request in line.body and len(self.request_lines) < _REQUEST_LINES:
@@ -217,7 +220,6 @@ class Diagnosis:
 
     def _is_repeated(self, line: LogLine) -> bool:
         """Return True if the answer equals the last one: vLLM asks about a waiting request in every step."""
-        self.hit = self.hit or bool(line.fields.get("hit"))
         known = self.requests.known(line.request)
         before, known.asked = known.asked, line.fields
         return before is line.fields or before == line.fields

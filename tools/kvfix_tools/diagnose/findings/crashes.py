@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
+from kvfix_tools.diagnose.findings import Answer, Severity, finding
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
-    from kvfix_tools.diagnose.log_line import LogLine
+    from kvfix_tools.diagnose.log_line import Fields, LogLine
 
 #: Message of `assert len(slot_mapping) == len(token_ids)` in some builds of LMCache.
 _DESYNC = "Slot mapping and token IDs length mismatch"
@@ -83,21 +83,10 @@ def _resumed(line: LogLine) -> str:
     return f"resumed with {f['computed']} computed tokens, but the connector expects {f['expected']}"
 
 
-def _kept_back(log: Diagnosis, line: LogLine) -> bool:
-    """Return True if the last answer before the crash was `< min_retrieve`."""
-    return line.request in log.state(_BelowMinimum)
-
-
-class _BelowMinimum(dict[str, tuple[int, int]]):
-    """{request: (tokens hit but not loaded, min_retrieve_tokens)}"""
-
-
-@note("asked")
-def _note_min_retrieve(log: Diagnosis, line: LogLine) -> None:
-    if "least" in line.fields:
-        noted = log.state(_BelowMinimum)
-        if len(noted) < 50_000:
-            noted[line.request] = (line.fields["need"], line.fields["least"])
+def _kept_back(log: Diagnosis, line: LogLine) -> Fields | None:
+    """Return the last lookup of the request if its answer was `< min_retrieve`, else None."""
+    known = log.requests.get(line.request)
+    return known.asked if known is not None and known.asked is not None and "least" in known.asked else None
 
 
 @finding("KVD103", "resume-below-min-retrieve", Severity.CRASH, on=["raised"])
@@ -106,10 +95,11 @@ def resume_below_min_retrieve(log: Diagnosis, line: LogLine) -> Answer | None:
 
     Setting: `min_retrieve_tokens: 0`, the default.
     """
-    if not _is(line, "resume_differs") or not _kept_back(log, line):
+    asked = _kept_back(log, line)
+    if not _is(line, "resume_differs") or asked is None:
         return None
-    need, least = log.state(_BelowMinimum)[line.request]
-    return Answer(f"{_resumed(line)}: {need} hit tokens were not loaded, because min_retrieve is {least}")
+    why = f"{asked['need']} hit tokens were not loaded, because min_retrieve is {asked['least']}"
+    return Answer(f"{_resumed(line)}: {why}")
 
 
 @finding("KVD104", "resume-without-load-spec", Severity.CRASH, on=["raised"])
@@ -263,9 +253,7 @@ def chunk_released_twice(log: Diagnosis, line: LogLine) -> Answer | None:
 
     Setting: `enable_async_loading: false`.
     """
-    if not (
-        _asserts(line, "assert memory_obj.tensor is not None") or _asserts(line, "assert memory_obj_tensor is not None")
-    ):
+    if not any(_asserts(line, f"assert memory_obj{of}tensor is not None") for of in "._"):
         return None
     recent = log.releases.within("lmcache", ">=0.4.1")
     old = any(file.endswith("/gpu_connector.py") for file, _, _ in line.fields["frames"][-4:])  # up to 0.3.13
