@@ -10,7 +10,8 @@ from packaging.version import Version
 from kvfix import catalogue
 from kvfix.fixes.api import Fix
 from kvfix_tools import fix_overview
-from kvfix_tools.diagnose.problems import NAMES, Problem
+from kvfix_tools.diagnose.problems import Problem
+from kvfix_tools.diagnose.statements import NAMES
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from kvfix import catalogue as known_fixes
 from kvfix_tools.diagnose.findings import Answer, Severity
 from kvfix_tools.diagnose.signs import Died, Failed, Logged, Sign, Stuck, fits, implied, longest, parse
+from kvfix_tools.diagnose.statements import NAMES
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 FILE = Path(__file__).with_name("knowledge.json")
 #: {kind of line that can show a problem: the kind of sign that it can show}. A fault is an exception of faulthandler.
 LINES: dict[str, type[Sign]] = {"logged": Logged, "raised": Failed, "fault": Died, "died": Died, "stack": Stuck}
-#: {dist: its name for people}
-NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
 #: Releases of vLLM that were examined for the records, each with the one examined before it.
 _BEFORE = {"0.15": "0.11.2.post2", "0.20": "0.15.1", "0.26": "0.20.2", "0.32": "0.26.0"}
 #: {field of this class: its name in a record}

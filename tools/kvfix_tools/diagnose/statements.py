@@ -14,6 +14,8 @@ from itertools import repeat
 from pathlib import Path
 from typing import NamedTuple
 
+#: {dist: its name for people}
+NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
 FILE = Path(__file__).with_name("statements.json")
 _CONVERSION = re.compile(r"%[-+ #0]*\d*(?:\.\d+)?[diouxXeEfFgGcrs]|%%")
 _PLACE = re.compile(rf"{_CONVERSION.pattern}|\{{\}}")

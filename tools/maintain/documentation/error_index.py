@@ -122,7 +122,7 @@ def _kind(span: str) -> str:
     """Name of the kind of line of which this is a part; "": of none."""
     for message in grammar.MESSAGES:
         literal = message.literal.decode().strip()
-        if message.source != "trace" and len(literal) > 12 and literal in span:
+        if len(literal) > 12 and literal in span:
             return message.name
     return ""
 
