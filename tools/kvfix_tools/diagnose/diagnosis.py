@@ -249,6 +249,8 @@ class Diagnosis:
 
     def _answers(self, line: LogLine) -> None:
         rules: tuple[LogRule | problems.Problem, ...] = self._rules.get(line.name, ())
+        if meaning := line.fields.get("meaning"):
+            rules = tuple(dict.fromkeys(rules + self._rules.get(meaning, ())))
         is_error = line.name in problems.LINES
         if is_error and self.failures.is_ending(line):
             return

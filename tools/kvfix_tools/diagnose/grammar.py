@@ -16,13 +16,15 @@ from ahocorasick_rs import BytesAhoCorasick, Implementation, MatchKind
 class Message(NamedTuple):
     """One kind of line.
 
-    literal: text that each line of this kind contains, by default the beginning of the pattern without a value.
+    start: the beginning of the pattern without a value.
+    literal: text that each line of this kind contains, by default the start.
     pattern: its groups are the fields.
     source: `lmcache`, `vllm` or `kvfix` for their log lines, `raised` for the text of an exception.
     fields: (name, True if it is a count) of each group.
     """
 
     name: str
+    start: bytes
     literal: bytes
     pattern: re.Pattern[bytes]
     source: str
@@ -44,7 +46,8 @@ def _message(source: str, name: str, pattern: bytes, literal: str = "") -> None:
     counts = _COUNT.findall(pattern)
     fields = tuple((field, field.encode() in counts) for field in compiled.groupindex)
     assert compiled.groups == len(fields), f"{name}: only named groups"
-    MESSAGES.append(Message(name, literal.encode() or _VALUE.split(pattern, 1)[0], compiled, source, fields))
+    start = _VALUE.split(pattern, 1)[0]
+    MESSAGES.append(Message(name, start, literal.encode() or start, compiled, source, fields))
 
 
 _vllm, _lmcache, _kvfix, _raised = (partial(_message, source) for source in ("vllm", "lmcache", "kvfix", "raised"))
@@ -277,24 +280,20 @@ _raised(
 _raised("no_tracker", rb"Request tracker for request_id <ID> not found")
 
 
-@lru_cache(maxsize=1)
-def _literals() -> tuple[BytesAhoCorasick, list[list[int]]]:
-    """Return a search for all literals, and for each literal the numbers of its messages."""
-    by_literal: dict[bytes, list[int]] = {}
-    for number, message in enumerate(MESSAGES):
-        by_literal.setdefault(message.literal, []).append(number)
-    return BytesAhoCorasick(list(by_literal)), list(by_literal.values())
+#: The literals, and a search for all of them.
+_LITERALS = sorted({message.literal for message in MESSAGES})
+_literals_in = BytesAhoCorasick(_LITERALS, implementation=Implementation.DFA).find_matches_as_indexes
 
 
-def containing(text: bytes) -> list[Message]:
+def containing(text: bytes) -> tuple[Message, ...]:
     """Return the messages whose literal is in the text, in the order of MESSAGES."""
-    search, numbers = _literals()
-    found = {
-        number
-        for literal, _, _ in search.find_matches_as_indexes(text, overlapping=True)
-        for number in numbers[literal]
-    }
-    return [MESSAGES[number] for number in sorted(found)]
+    return _with_literals(frozenset(number for number, _, _ in _literals_in(text, overlapping=True)))
+
+
+@lru_cache(maxsize=1024)
+def _with_literals(numbers: frozenset[int]) -> tuple[Message, ...]:
+    literals = {_LITERALS[number] for number in numbers}
+    return tuple(message for message in MESSAGES if message.literal in literals)
 
 
 # Every line that matters contains one of these needles. Lines without a needle are not parsed: one search for all

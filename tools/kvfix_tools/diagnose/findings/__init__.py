@@ -3,8 +3,9 @@
     @finding("KVD101", "cached-hit-promised-whole", Severity.CRASH, on=["raised"])
     def cached_hit_promised_whole(log, line): ...
 
-`on` lists the kinds of lines (grammar) for which the rule is called. "" is the end of the log. A rule returns None, or
-an `Answer` with a sentence about this case in numbers. The docstring of a rule has a title, then these paragraphs:
+`on` lists the kinds of lines and of texts of exceptions (grammar) for which the rule is called. "" is the end of the
+log. A rule returns None, or an `Answer` with a sentence about this case in numbers. The docstring of a rule has a
+title, then these paragraphs:
 
 - `Cause:` is left out if the fix has the cause.
 - `Setting:` avoids the problem.

@@ -27,7 +27,7 @@ class Server:
     handler: LogLine | None = None
 
 
-@finding("KVD116", "server-silent-at-start", Severity.CRASH, on=["raised"], symptom=True)
+@finding("KVD116", "server-silent-at-start", Severity.CRASH, on=["server_silent"], symptom=True)
 def server_silent_at_start(log: Diagnosis, line: LogLine) -> Answer | None:
     """vLLM does not start, because a worker could not register with the LMCache server.
 
@@ -39,8 +39,6 @@ def server_silent_at_start(log: Diagnosis, line: LogLine) -> Answer | None:
 
     Good: a fix of the error in the server's log. No release up to 0.5.6 sends this error to the client.
     """
-    if line.fields["meaning"] != "server_silent":
-        return None
     server = line.fields.get("server")
     what = f"no server at {server}" if server else f"no answer to {line.fields.get('operation', 'a request')}"
     return Answer(f"{what}: {line.fields['text'][:160]}", request="")
