@@ -100,7 +100,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.good or (f"upgrade to {upgrade}" if upgrade else "")
 
     def section(self, name: str) -> str:
-        return self.cause if name == "Cause" else ""
+        """Return a paragraph as in the text of a rule (findings.LogRule)."""
+        return {"Cause": self.cause, "Setting": self.now, "Good": self.good}.get(name, "")
 
     def values(self, line: LogLine) -> dict[str, Any] | None:
         """Return the values of the first sign that this line shows; None if it shows none."""

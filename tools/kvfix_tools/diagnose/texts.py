@@ -97,14 +97,13 @@ class Framed(msgspec.Struct, frozen=True):
     name: str
     fields: Fields
     body: bytes
-    level: bytes
     placed: bool = True
     #: True if nothing else in its line matters.
     is_alone: bool = True
 
 
 #: Stands for a line that must be parsed as a whole.
-IN_ITS_LINE = Framed("", {}, b"", b"", is_alone=False)
+IN_ITS_LINE = Framed("", {}, b"", is_alone=False)
 
 
 #: Logs repeat: vLLM asks about a waiting request in every step, and warnings repeat with another time.
@@ -123,12 +122,10 @@ def framed(level: bytes, body: bytes) -> Framed:
     for message in (*_BY_START.get(body[:4], ()), *_BY_START[b""]):
         match = message.pattern.match(body) if message.literal in body else None
         if match is not None:
-            return Framed(message.name, _fields(message, match), body[:LONGEST_BODY], level)
+            return Framed(message.name, _fields(message, match), body[:LONGEST_BODY])
     if level in (b"INFO", b"DEBUG"):
-        return Framed("closing" if body.startswith(_CLOSING) else "", {}, body[:LONGEST_BODY], level, placed=False)
-    return Framed(
-        "logged", {"level": level.decode().lower(), "logger": "lmcache", "place": ""}, body[:LONGEST_BODY], level
-    )
+        return Framed("closing" if body.startswith(_CLOSING) else "", {}, body[:LONGEST_BODY], placed=False)
+    return Framed("logged", {"level": level.decode().lower(), "logger": "lmcache", "place": ""}, body[:LONGEST_BODY])
 
 
 class Other:
@@ -287,12 +284,9 @@ def process(prefix: bytes) -> str:
     if prefix.find(b"pid=") < 0:  # `in` takes three times as long, because it first tries to convert to a number
         return ""
     named = _PROCESS.findall(prefix)
-    return _process_name(named[-1]) if named else ""
-
-
-@lru_cache(maxsize=1024)
-def _process_name(parts: tuple[bytes, bytes, bytes]) -> str:
-    name, rank, pid = (part.decode("ascii", "replace") for part in parts)
+    if not named:
+        return ""
+    name, rank, pid = (part.decode("ascii", "replace") for part in named[-1])
     return f"{name}{'_' if rank else ''}{rank} pid={pid}"
 
 
@@ -307,18 +301,14 @@ def second_and_process(prefix: bytes) -> tuple[float | None, str]:
 def clock(line: bytes, year: bytes, stamp: bytes = b"") -> float | None:
     """Return the time of vLLM's line in seconds since 1970; None without a time or a year. stamp: as in `parsed`."""
     if stamp:
-        return _second_of(year + b"-" + stamp) if year.isdigit() else None
+        return _second(year + b"-" + stamp) if year.isdigit() else None
     found = _CLOCK.search(line[:_LEVELLED])
     if found is None or not (found[1] or year.isdigit()):
         return None
-    return _second_of((found[1] or year) + b"-" + found[2])
+    return _second((found[1] or year) + b"-" + found[2])
 
 
 @lru_cache(maxsize=256)
-def _second_of(stamp: bytes) -> float | None:
-    return _second(stamp)
-
-
 def _second(stamp: bytes) -> float | None:
     """Convert `2026-11-21 01:41:27` to seconds since 1970, as if the log's clock were UTC; None if it is not a time."""
     try:

@@ -78,8 +78,9 @@ class LogRule(msgspec.Struct, frozen=True):
     message: str | None = None
     #: True if the finding is a consequence of other failures, not a cause.
     symptom: bool = False
-    # Only records are general, replace findings or announce a traceback (problems.Problem).
+    # Only records are general, name fixed releases, replace findings or announce a traceback (problems.Problem).
     general: ClassVar[bool] = False
+    fixed: ClassVar[dict[str, str]] = {}
     announces: ClassVar[bool] = False
     replaces: ClassVar[tuple[str, ...]] = ()
 

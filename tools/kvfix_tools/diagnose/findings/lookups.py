@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
-from kvfix_tools.diagnose.findings.lookups_seen import CHUNK, ENOUGH, Lookups, lookups_by_file, lookups_of
+from kvfix_tools.diagnose.findings.lookups_seen import CHUNK, ENOUGH, Lookups, LookupsByFile, lookups_of
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
@@ -34,7 +34,7 @@ def never_a_hit(log: Diagnosis, line: LogLine) -> Answer | None:
 
     Normal: the first request with each prompt, and prompts without a common beginning.
     """
-    kept, files = _never(log), lookups_by_file(log)
+    kept, files = _never(log), log.state(LookupsByFile)
     if kept is not None:
         return _hashed_differently(kept)
     for file, each in files.items() if len(files) > 1 else ():

@@ -50,7 +50,7 @@ class Lookups:
         return len(self.requests)
 
 
-class _Files(dict[str, Lookups]):
+class LookupsByFile(dict[str, Lookups]):
     """{file: the lookups in it}. Several files are the logs of several engines."""
 
     def __missing__(self, file: str) -> Lookups:
@@ -62,13 +62,9 @@ def lookups_of(log: Diagnosis) -> Lookups:
     return log.state(Lookups)
 
 
-def lookups_by_file(log: Diagnosis) -> dict[str, Lookups]:
-    return log.state(_Files)
-
-
 def _lookups_with(log: Diagnosis, line: LogLine) -> tuple[Lookups, Lookups]:
     """Return the lookups that a line belongs to: those of all files, and those of its file."""
-    return lookups_of(log), log.state(_Files)[line.file]
+    return lookups_of(log), log.state(LookupsByFile)[line.file]
 
 
 @note("asked")
