@@ -245,7 +245,8 @@ def chunk_released_twice(log: Diagnosis, line: LogLine) -> Answer | None:
 
     Setting: `enable_async_loading: false`.
     """
-    if not any(_asserts(line, f"assert memory_obj{of}tensor is not None") for of in "._"):
+    names = ("memory_obj.tensor", "memory_obj_tensor")
+    if not any(_asserts(line, f"assert {name} is not None") for name in names):
         return None
     recent = log.releases.within("lmcache", ">=0.4.1")
     old = any(file.endswith("/gpu_connector.py") for file, _, _ in line.fields["frames"][-4:])  # up to 0.3.13
