@@ -89,7 +89,7 @@ class Diagnosis:
         self._notes = findings.notes()
         self._found: dict[tuple[str, str], LogFinding] = {}
         #: Requests with a crash finding.
-        self._crashed: dict[str, None] = {}
+        self._crashed: set[str] = set()
         self._recorders = RecorderLines()
         #: Kinds of lines that name a release, or whose line number in LMCache's source was not used yet.
         self._unplaced = {message.name for message in MESSAGES if message.source == "lmcache"} | set(RELEASE_IN)
@@ -288,8 +288,8 @@ class Diagnosis:
         """Add a finding of a rule or a record at this line, or at the end of the log if `line` is None."""
         request = answer.request if answer.request is not None else (line.request if line else "")
         crash = rule.severity is findings.Severity.CRASH
-        if crash:
-            self._crashes(request)
+        if crash and len(self._crashed) < REQUESTS:
+            self._crashed.add(request)
         # A crash has one finding for each request. Other rules have one finding for all requests.
         key = (rule.code, request if crash else "")
         found = self._found.get(key)
@@ -323,12 +323,6 @@ class Diagnosis:
             if each is not found and each.file == file and each.evidence[0].line <= number
         ]
         return max(before, default=0.0) + 0.5
-
-    def _crashes(self, request: str) -> None:
-        """Remember that a request crashed, and forget the oldest requests if there are too many."""
-        if len(self._crashed) >= REQUESTS:
-            del self._crashed[next(iter(self._crashed))]
-        self._crashed[request] = None
 
 
 def _is_foreign(line: LogLine) -> bool:
