@@ -127,7 +127,8 @@ def _what(log: Diagnosis, line: LogLine) -> str:
         bare = f", `{fields['source']}`" if fields["source"] else "" if fields["text"] else _CUT
         return f"{what}{bare}"
     file, number, function = fields["frames"][-1]
-    parts = [f"{what} at {'/'.join(file.split('/')[-2:])}:{number} in {function}"]
+    at = f":{number}" if number else ""  # a recorded exception has no line number
+    parts = [f"{what} at {'/'.join(file.split('/')[-2:])}{at} in {function}"]
     if fields["source"]:
         parts.append(f"`{fields['source']}`")
     parts.append(f"raised by {owner(fields['frames'])}")
