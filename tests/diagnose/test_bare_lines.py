@@ -50,7 +50,6 @@ def test_a_message_is_the_same_finding_bare_with_its_prefix_and_in_a_log() -> No
         assert codes(diagnose(log, line)) == expected, text
         if text not in BOTH:
             assert codes(diagnose(f"{kind}{text}\n")) == expected, text
-            assert codes(diagnose(f"`{kind}{text}`\n")) == expected, text
             assert diagnose(f"{kind}{text}\n").counts or message in error_index.RAISED, f"not recognised: {text}"
         known += bool(expected)
     assert known > 40
@@ -187,25 +186,6 @@ def test_files_of_lmcache_do_not_say_that_vllms_connector_ran() -> None:
     assert "NixlConnector" not in log.who.connectors
 
 
-@pytest.mark.parametrize(
-    "frame",
-    [
-        "vllm/v1/core/sched/scheduler.py, in _update_from_kv_xfer_finished",
-        'File "vllm/v1/core/sched/scheduler.py", in _update_from_kv_xfer_finished',
-        "  vllm/v1/core/sched/scheduler.py, in _update_from_kv_xfer_finished(output)",
-    ],
-)
-@pytest.mark.parametrize("end", ["AssertionError\n", ""])
-def test_a_frame_may_be_shortened_to_its_file_and_function(frame: str, end: str) -> None:
-    assert codes(diagnose(f"{frame}\n    assert req_id in self.requests\n{end}")) == ["KVD109"]
-
-
-def test_a_shortened_frame_that_is_not_known_shows_no_line_number() -> None:
-    log = diagnose("vllm/v1/worker/any.py, in any\n    assert rows == 7\nAssertionError\n")
-    assert codes(log) == ["KVD199"]
-    assert "worker/any.py in any" in log.findings[0].sentence
-
-
 def test_a_file_that_is_only_spoken_of_is_no_frame() -> None:
     assert codes(diagnose("see vllm/v1/core/sched/scheduler.py, in which requests wait\n")) == []
 
@@ -274,15 +254,9 @@ def test_an_error_that_a_statement_quotes_has_its_own_remedy(error: str, code: s
     assert codes(diagnose(line.format(error))) == [code]
 
 
-@pytest.mark.parametrize(
-    "head",
-    [
-        "(Worker pid=7) ERROR 2026-01-12 16:28:02.921 [multiproc_executor.py:824] ",
-        "(Worker pid=7) ERROR 01-12 16:28:02 [[multiproc_executor.py:824](http://multiproc_executor.py:824/)] ",
-    ],
-)
-def test_a_frame_of_another_date_or_with_a_link_is_vllms(head: str) -> None:
+def test_a_frame_of_another_date_is_vllms() -> None:
     """The place of the statement is read, and what comes behind it is the exception."""
+    head = "(Worker pid=7) ERROR 2026-01-12 16:28:02.921 [multiproc_executor.py:824] "
     trace = (
         "Traceback (most recent call last):",
         '  File "/opt/app/lmcache/v1/storage_backend/pd_backend.py", line 7, in from_cache_engine_config',

@@ -98,6 +98,7 @@ def test_an_unknown_exception_in_a_recorder_file_is_a_failure() -> None:
     diagnosis = diagnosed(recorder)
     assert [found.rule.code for found in diagnosis.findings] == ["KVR002", "KVD199"]
     assert "AssertionError: 7 in" in diagnosis.findings[1].sentence
+    assert ":0 in" not in diagnosis.findings[1].sentence, "a recorder has no line numbers"
 
 
 def test_a_bundle_of_kvfix_dump_is_read(tmp_path: Path) -> None:

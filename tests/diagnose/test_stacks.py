@@ -38,11 +38,6 @@ def test_an_idle_engine_is_no_finding() -> None:
     assert [found.rule.code for found in diagnosed(idle).findings] == []
 
 
-def test_a_report_may_hide_numbers_and_remark_on_a_frame() -> None:
-    hidden = DUMP.replace(b"4242", b"<PID>").replace(b"py:1030)", b"py:1030)   <-- waits for ever")
-    assert [found.rule.code for found in diagnosed(hidden).findings] == ["KVD213"]
-
-
 #: The shape is gdb's (`thread apply all bt`); the functions are NIXL's, UCX's and libc's.
 NATIVE = b"""\
 Thread 12 (Thread 0x7f1234 (LWP 77) "VLLM::Worker"):

@@ -57,14 +57,14 @@ def meaning(text: str) -> str | None:
     """Return the name of the message that the grammar recognizes in this text."""
     line = statements.sample(text).encode()
     for message in grammar.MESSAGES:
-        if message.source != "trace" and message.literal in line and message.pattern.match(line):
+        if message.literal in line and message.pattern.match(line):
             return message.name
     return None
 
 
 def extract(source: bytes) -> list[tuple[str, str, str, int]]:
     """Return (message, template, level, line) of each statement of a file that the grammar reads."""
-    if not any(message.literal[:8].strip() in source for message in grammar.MESSAGES if message.source != "trace"):
+    if not any(message.literal[:8].strip() in source for message in grammar.MESSAGES):
         return []
     found = []
     for call in calls(ast.parse(source)):

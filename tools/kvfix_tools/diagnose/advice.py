@@ -10,7 +10,7 @@ from packaging.version import Version
 from kvfix import catalogue
 from kvfix.fixes.api import Fix
 from kvfix_tools import fix_overview
-from kvfix_tools.diagnose.problems import NAMES, Problem
+from kvfix_tools.diagnose.statements import NAMES
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
@@ -84,10 +84,7 @@ def advice(log: Diagnosis, found: LogFinding) -> list[Advice]:
         made.append(Advice("setting", unfixable[0].code if unfixable else "", setting))
     else:
         made += [Advice("setting", each.code, _workaround(each)) for each in unfixable]
-    if isinstance(found.rule, Problem):
-        made.append(Advice("setting", "", found.rule.now))
-        made += _release_of(log, found, found.rule)
-    return made
+    return made + _release_of(log, found)
 
 
 class Remedy(NamedTuple):
@@ -105,11 +102,8 @@ def remedy(log: Diagnosis, found: LogFinding) -> Remedy:
     if by_kind["fix"]:
         without = (by_kind["setting"] or [each for each in by_kind["release"] if each.startswith("upgrade")])[:1]
         now = by_kind["fix"][:2] + [f"without kvfix: {each[:1].lower()}{each[1:]}" for each in without]
-    own = found.rule.section("Good")
-    good = [own] if own else by_kind["release"]
-    if isinstance(found.rule, Problem) and found.rule.good:
-        good = [_ahead(log, found, found.rule.good)]
-    return Remedy("; ".join(first + now), "; ".join(good))
+    good = found.rule.section("Good")
+    return Remedy("; ".join(first + now), _ahead(log, found, good) if good else "; ".join(by_kind["release"]))
 
 
 def _ahead(log: Diagnosis, found: LogFinding, good: str) -> str:
@@ -128,10 +122,10 @@ def _is_behind(log: Diagnosis, found: LogFinding, part: str) -> bool:
     return named is not None and alone and _within(log, found, named["dist"].lower(), f">={named['release']}") is True
 
 
-def _release_of(log: Diagnosis, found: LogFinding, problem: Problem) -> list[Advice]:
+def _release_of(log: Diagnosis, found: LogFinding) -> list[Advice]:
     """Return upgrades to the releases that a record names, if the log's releases are older."""
     made = []
-    for dist, release in problem.fixed.items():
+    for dist, release in found.rule.fixed.items():
         if _within(log, found, dist, f">={release}") is not True:
             name = NAMES.get(dist, dist)
             made.append(Advice("release", f"{name} {release}", f"upgrade to {name} {release}"))

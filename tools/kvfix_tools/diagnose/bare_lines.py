@@ -14,12 +14,12 @@ from kvfix_tools.diagnose import checks, grammar, log_formats, statements
 from kvfix_tools.diagnose.tracebacks import Part, by_name
 
 
-class Headless(enum.Enum):
+class Headless(enum.IntEnum):
     """The lines without a logger's prefix that count: none, only whole messages, or all lines of a log."""
 
-    NONE = 0
-    WHOLE = 1
-    ALL = 2
+    NONE = 1
+    WHOLE = 2
+    ALL = 3
 
 
 #: Maximum number of other lines in an input of pasted messages.
@@ -29,9 +29,6 @@ _TELLS = 16
 _VALUE = "\0"
 #: A heading of a page, or a comment of a file with settings.
 _HEADING = re.compile(rb"\s*#{1,6} \S")
-#: Marks of Markdown and quotes around a message.
-QUOTES = (b"`", b"*", b'"')
-_MARKS = b" \t`*\"'"
 
 
 def headless(lines: list[bytes], is_own: bool) -> Headless:
@@ -54,14 +51,10 @@ def _are_few_others(lines: list[bytes]) -> bool:
     return True
 
 
-def stripped(body: bytes) -> bytes:
-    return body.strip().strip(_MARKS)
-
-
 @lru_cache(maxsize=1024)
 def kind(body: bytes) -> str | None:
     """Return the kind of line (grammar, or "logged") whose whole statement is this body; None if no release has it."""
-    text = " ".join(stripped(body).decode("utf-8", "replace").split())
+    text = " ".join(body.decode("utf-8", "replace").split())
     for name, longest, pattern in _statements():
         if longest in text and pattern.fullmatch(text):
             return name

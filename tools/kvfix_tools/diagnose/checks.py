@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvfix_tools.diagnose.log_line import without_place
-from kvfix_tools.diagnose.problems import NAMES
-from kvfix_tools.diagnose.statements import sample
+from kvfix_tools.diagnose.statements import NAMES, sample
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.log_line import LogLine

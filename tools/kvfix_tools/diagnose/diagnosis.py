@@ -61,6 +61,9 @@ class Diagnosis:
         self.ledger = Ledger(HISTORY, sees_loads)
         #: {kind of line: number of lines}
         self.counts: Counter[str] = Counter()
+        #: {kind of line: its first line}, {kind of line: its last line}
+        self.first: dict[str, LogLine] = {}
+        self.last: dict[str, LogLine] = {}
         self.releases = Releases()
         self.who = WhoRan()
         self.failures = Failures()
@@ -70,8 +73,6 @@ class Diagnosis:
         self.unknowns: Counter[str] = Counter()
         #: True if the log has lines at DEBUG.
         self.debug = False
-        #: True if any lookup had a hit.
-        self.hit = False
         self.requests = Requests(self.ledger)
         self.bytes = 0
         self.request_lines: list[Evidence] = []
@@ -88,7 +89,7 @@ class Diagnosis:
         self._notes = findings.notes()
         self._found: dict[tuple[str, str], LogFinding] = {}
         #: Requests with a crash finding.
-        self._crashed: dict[str, None] = {}
+        self._crashed: set[str] = set()
         self._recorders = RecorderLines()
         #: Kinds of lines that name a release, or whose line number in LMCache's source was not used yet.
         self._unplaced = {message.name for message in MESSAGES if message.source == "lmcache"} | set(RELEASE_IN)
@@ -109,6 +110,8 @@ class Diagnosis:
             self.who.take(line)
             return
         self.counts[name] += 1
+        self.first.setdefault(name, line)
+        self.last[name] = line
         if self.timeline is not None:
             self.timeline.line(line)
         if self._request and self._request in line.body and len(self.request_lines) < _REQUEST_LINES:
@@ -217,7 +220,6 @@ class Diagnosis:
 
     def _is_repeated(self, line: LogLine) -> bool:
         """Return True if the answer equals the last one: vLLM asks about a waiting request in every step."""
-        self.hit = self.hit or bool(line.fields.get("hit"))
         known = self.requests.known(line.request)
         before, known.asked = known.asked, line.fields
         return before is line.fields or before == line.fields
@@ -247,6 +249,8 @@ class Diagnosis:
 
     def _answers(self, line: LogLine) -> None:
         rules: tuple[LogRule | problems.Problem, ...] = self._rules.get(line.name, ())
+        if meaning := line.fields.get("meaning"):
+            rules = tuple(dict.fromkeys(rules + self._rules.get(meaning, ())))
         is_error = line.name in problems.LINES
         if is_error and self.failures.is_ending(line):
             return
@@ -284,8 +288,8 @@ class Diagnosis:
         """Add a finding of a rule or a record at this line, or at the end of the log if `line` is None."""
         request = answer.request if answer.request is not None else (line.request if line else "")
         crash = rule.severity is findings.Severity.CRASH
-        if crash:
-            self._crashes(request)
+        if crash and len(self._crashed) < REQUESTS:
+            self._crashed.add(request)
         # A crash has one finding for each request. Other rules have one finding for all requests.
         key = (rule.code, request if crash else "")
         found = self._found.get(key)
@@ -319,12 +323,6 @@ class Diagnosis:
             if each is not found and each.file == file and each.evidence[0].line <= number
         ]
         return max(before, default=0.0) + 0.5
-
-    def _crashes(self, request: str) -> None:
-        """Remember that a request crashed, and forget the oldest requests if there are too many."""
-        if len(self._crashed) >= REQUESTS:
-            del self._crashed[next(iter(self._crashed))]
-        self._crashed[request] = None
 
 
 def _is_foreign(line: LogLine) -> bool:

@@ -24,8 +24,6 @@ _DEAD = re.compile(
     rb"EngineDeadError|ngine core initialization failed|WorkerProc initialization failed|EngineCore failed to start"
     rb"|EngineCore encountered a|(?:died|exited) unexpectedly|Worker proc |Shutting down due to|output_handler failed"
 )
-#: Every match of _DEAD contains one of these.
-_DEATHS = (b"ngine", b"orker", b"died unexpectedly", b"Shutting down due to", b"output_handler failed")
 #: Kinds of lines of an engine that works.
 _WORK = frozenset({"asked", "stored", "retrieved", "storing", "mp_stored", "mp_retrieved", "mp_prefetched"})
 #: Kinds of lines of an engine or a server that starts, also a second time in the same file.
@@ -207,7 +205,7 @@ def _is_failure(line: LogLine) -> bool:
 
 @lru_cache(maxsize=256)
 def _is_dead(body: bytes) -> bool:
-    return any(word in body for word in _DEATHS) and _DEAD.search(body) is not None
+    return _DEAD.search(body) is not None
 
 
 def of_connector(line: LogLine) -> bool:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
@@ -17,17 +16,17 @@ from msgspec.structs import replace
 
 from kvfix import catalogue as known_fixes
 from kvfix_tools.diagnose.findings import Answer, Severity
+from kvfix_tools.diagnose.log_line import LogLine
 from kvfix_tools.diagnose.signs import Died, Failed, Logged, Sign, Stuck, fits, implied, longest, parse
+from kvfix_tools.diagnose.statements import NAMES
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
-    from kvfix_tools.diagnose.log_line import LogLine
+    from kvfix_tools.diagnose.tracebacks import Frame
 
 FILE = Path(__file__).with_name("knowledge.json")
 #: {kind of line that can show a problem: the kind of sign that it can show}. A fault is an exception of faulthandler.
 LINES: dict[str, type[Sign]] = {"logged": Logged, "raised": Failed, "fault": Died, "died": Died, "stack": Stuck}
-#: {dist: its name for people}
-NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
 #: Releases of vLLM that were examined for the records, each with the one examined before it.
 _BEFORE = {"0.15": "0.11.2.post2", "0.20": "0.15.1", "0.26": "0.20.2", "0.32": "0.26.0"}
 #: {field of this class: its name in a record}
@@ -101,7 +100,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.good or (f"upgrade to {upgrade}" if upgrade else "")
 
     def section(self, name: str) -> str:
-        return self.cause if name == "Cause" else ""
+        """Return a paragraph as in the text of a rule (findings.LogRule)."""
+        return {"Cause": self.cause, "Setting": self.now, "Good": self.good}.get(name, "")
 
     def values(self, line: LogLine) -> dict[str, Any] | None:
         """Return the values of the first sign that this line shows; None if it shows none."""
@@ -210,26 +210,28 @@ def _index() -> _Index:
     return _Index(general, records, BytesAhoCorasick(list(by_part)), tuple(by_part.values()), others)
 
 
-@lru_cache(maxsize=1024)
-def _may_fit(name: str, kind: str, text: bytes) -> list[tuple[int, Sign]]:
-    """Return the signs that may fit a line, in the order of the records. kind: class of the exception."""
-    index = _index()
-    parts = {number for number, _, _ in index.search.find_matches_as_indexes(text, overlapping=True)}
-    found = [each for part in parts for each in index.signs[part]]
-    found += [each for of in {"", kind} for each in index.others.get(of, ())]
-    return sorted((each for each in found if isinstance(each[1], LINES[name])), key=itemgetter(0))
-
-
 def at(line: LogLine) -> tuple[Problem, ...]:
     """Return the specific records whose signs fit the line, whatever ran."""
     fields = line.fields
-    name = "fault" if fields.get("fault") else line.name
-    text = f"{fields['text']}\n{fields['source']}".encode() if line.name == "raised" else line.body
-    signs = _may_fit(name, fields.get("type", ""), text)
-    if not signs:
-        return ()
-    numbers = dict.fromkeys(number for number, sign in signs if fits(sign, line) is not None)
-    return tuple(_index().records[number] for number in numbers)
+    kind, text, source = (fields.get(name, "") for name in ("type", "text", "source"))
+    return _at(line.name, line.body, kind, text, source, tuple(fields.get("frames", ())), bool(fields.get("fault")))
+
+
+#: Logs repeat. This function takes all that `fits` reads of a line.
+@lru_cache(maxsize=1024)
+def _at(
+    name: str, body: bytes, kind: str, text: str, source: str, frames: tuple[Frame, ...], fault: bool
+) -> tuple[Problem, ...]:
+    index = _index()
+    searched = f"{text}\n{source}".encode() if name == "raised" else body
+    parts = {number for number, _, _ in index.search.find_matches_as_indexes(searched, overlapping=True)}
+    signs = [each for part in parts for each in index.signs[part]]
+    signs += [each for of in {"", kind} for each in index.others.get(of, ())]
+    shown = LINES["fault" if fault else name]
+    fields = {"type": kind, "text": text, "source": source, "frames": frames, "fault": fault}
+    line = LogLine(name, fields, None, "", "", 0, body)
+    fitting = {number for number, sign in signs if isinstance(sign, shown) and fits(sign, line) is not None}
+    return tuple(index.records[number] for number in sorted(fitting))
 
 
 def general(line: LogLine) -> Problem | None:

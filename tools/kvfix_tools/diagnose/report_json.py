@@ -34,6 +34,7 @@ def text(log: Diagnosis, findings: list[LogFinding]) -> str:
 
 def _as_dict(log: Diagnosis, found: LogFinding) -> dict[str, Any]:
     rule = found.rule
+    now, good = advice.remedy(log, found)
     return {
         "code": rule.code,
         "name": rule.name,
@@ -52,8 +53,8 @@ def _as_dict(log: Diagnosis, found: LogFinding) -> dict[str, Any]:
         "evidence": [line._asdict() for line in found.evidence],
         "cause": advice.cause(log, found),
         "remedy": [each._asdict() for each in advice.advice(log, found)],
-        "do_now": advice.remedy(log, found).now,
-        "for_good": advice.remedy(log, found).good,
+        "do_now": now,
+        "for_good": good,
     }
 
 

@@ -135,10 +135,8 @@ def fits(sign: Sign, line: LogLine) -> dict[str, Any] | None:
         return None
     if sign.through and not any(sign.through in f"/{frame[0]}" for frame in fields["frames"]):
         return None
-    if sign.within:
-        own = [frame for frame in fields["frames"] if not frame[0].startswith("<frozen")]  # without the import system
-        if not _within(sign.within, own[-_FRAMES:]):
-            return None
+    if sign.within and not _within(sign.within, fields["frames"], _FRAMES):
+        return None
     return found.groupdict() if found is not None else {}
 
 
@@ -154,8 +152,14 @@ def implied(sign: Sign, by: Sign) -> bool:
     return wider and where and longest(sign.text) in by.text and sign.source in by.source
 
 
-def _within(place: str, frames: list[tuple[str, int, str]]) -> bool:
+def _within(place: str, frames: list[tuple[str, int, str]], most: int = 0) -> bool:
+    """Return True if a frame is at this place. most: look at so many innermost frames outside of the import system."""
     if place.endswith("/"):
-        return any(f"/{place}" in f"/{frame[0]}" for frame in frames)
-    file, _, function = ("", "", place) if "::" in place else place.rpartition(":")
-    return any(frame[2] == function and (not file or frame[0].endswith(file)) for frame in frames)
+        found = [frame for frame in frames if f"/{place}" in f"/{frame[0]}"]
+    else:
+        file, _, function = ("", "", place) if "::" in place else place.rpartition(":")
+        found = [frame for frame in frames if frame[2] == function and frame[0].endswith(file)]
+    if not (found and most):
+        return bool(found)
+    own = [frame for frame in frames if not frame[0].startswith("<frozen")]
+    return any(frame in own[-most:] for frame in found)

@@ -7,14 +7,11 @@ from typing import NamedTuple
 
 from kvfix_tools.diagnose.tracebacks import Frame
 
-#: A report may have a name instead of a number, and a remark after a frame.
-_PROCESS = re.compile(rb"^\s*Process (?P<pid>\d+|<\w+>): ?(?P<name>[^\n]{0,200})")
+_PROCESS = re.compile(rb"^\s*Process (?P<pid>\d+): ?(?P<name>[^\n]{0,200})")
 _THREAD = re.compile(
-    rb'^\s*Thread (?:(?:0x)?[0-9A-Fa-f]+|<\w+>) \((?P<state>idle|active|active\+gil)\)(?:: "(?P<name>[^"\n]*)")?'
+    rb'^\s*Thread (?:0x)?[0-9A-Fa-f]+ \((?P<state>idle|active|active\+gil)\)(?:: "(?P<name>[^"\n]*)")?'
 )
-_FRAME = re.compile(
-    rb"^\s+(?P<function>[^\s(]+) +\((?P<file>[^()\n]+?)(?::(?P<line>\d{1,9}))?\)\s*(?:(?:<-|#).{0,80})?$"
-)
+_FRAME = re.compile(rb"^\s+(?P<function>[^\s(]+) +\((?P<file>[^()\n]+?)(?::(?P<line>\d{1,9}))?\)\s*$")
 #: gdb prints `Thread 12 (Thread 0x7f.. (LWP 77) "name"):`, `#1  0x00.. in name (x=7) from lib.so`, or `at file.c:7`.
 _GDB_THREAD = re.compile(
     rb'^Thread \d+ \((?:Thread 0x[0-9a-f]+ \()?LWP (?P<lwp>\d+)\)?(?: "(?P<name>[^"\n]{0,80})")?\)?'
@@ -50,30 +47,23 @@ class Stacks:
 
     def take(self, text: bytes) -> tuple[bool, Stack | None]:
         """Take a line. Return (True if it is part of a dump, the thread that ends before it or None)."""
-        thread = _THREAD.match(text)
-        if thread is not None:
-            ended = self.end()
-            self._thread = (_decoded(thread["name"] or b""), _decoded(thread["state"]))
-            self.open = True
-            return True, ended
-        native = _GDB_THREAD.match(text)
-        if native is not None or (text.startswith(b"#0 ") and _GDB_FRAME.match(text) and not self._is_native_at_start):
-            ended = self.end()
-            name = _decoded(native["name"] or b"") if native is not None else ""
-            self._thread, self.open = (name, NATIVE), True
-            if native is None:
-                self._frame(text)
-            return True, ended
+        head = _THREAD.match(text) or _GDB_THREAD.match(text)
+        is_first = text.startswith(b"#0 ") and not self._is_native_at_start and _GDB_FRAME.match(text) is not None
         process = _PROCESS.match(text)
+        if head is None and process is None and not is_first:
+            if self._thread is None:
+                return False, None
+            return (True, None) if self._frame(text) else (False, self.end())
+        ended = self.end()
         if process is not None:
-            ended = self.end()
             self._process = f"{_decoded(process['name']).split(' ')[0] or 'process'} pid={_decoded(process['pid'])}"
             return True, ended
-        if self._thread is None:
-            return False, None
-        if self._frame(text):
-            return True, None
-        return False, self.end()
+        known = head.groupdict() if head is not None else {}
+        self._thread = _decoded(known.get("name") or b""), _decoded(known.get("state") or NATIVE.encode())
+        self.open = True
+        if is_first:
+            self._frame(text)
+        return True, ended
 
     @property
     def _is_native_at_start(self) -> bool:

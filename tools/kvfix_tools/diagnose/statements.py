@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from functools import lru_cache
-from itertools import repeat
 from pathlib import Path
 from typing import NamedTuple
 
+#: {dist: its name for people}
+NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
 FILE = Path(__file__).with_name("statements.json")
 _CONVERSION = re.compile(r"%[-+ #0]*\d*(?:\.\d+)?[diouxXeEfFgGcrs]|%%")
 _PLACE = re.compile(rf"{_CONVERSION.pattern}|\{{\}}")
@@ -29,14 +29,9 @@ class Statement(NamedTuple):
     lines: dict[str, tuple[int, ...]]
 
 
-def filled(template: str, values: Iterator[str]) -> str:
-    """Return the printed text with these values."""
-    return _PLACE.sub(lambda place: "%" if place[0] == "%%" else next(values), template)
-
-
 def sample(template: str, value: str = "7") -> str:
     """Return the printed text with this value for every value."""
-    return filled(template, repeat(value))
+    return _PLACE.sub(lambda place: "%" if place[0] == "%%" else value, template)
 
 
 @lru_cache(maxsize=1)

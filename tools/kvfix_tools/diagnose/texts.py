@@ -33,10 +33,10 @@ _NO_TIME, _DIGITS = b"00-00 00:00:00", b"0123456789"
 _SECOND, STAMP = len(b"2026-11-21 01:41:27"), len(b"2026-11-21 01:41:27,007")
 #: vLLM's prefix is `ERROR 12-03 01:24:36 [core.py:844] `. The name of a process is `(EngineCore_DP0 pid=7703) `,
 #: `(VllmWorker rank=0 pid=31) ` or Ray's `(RayWorkerWrapper pid=7, ip=10.0.0.5) `. torch and torchrun add `[rank0]: `.
-#: The date may have a year. Some web pages turn the file into a link: `[[core.py:844](http://core.py:844/)] `.
+#: The date may have a year.
 _VLLM = re.compile(
     rb"(DEBUG|INFO|WARNING|ERROR|CRITICAL) +(?:\d{4}-)?\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)? "
-    rb"\[{0,2}([^\[\]\s]*:\d+)(?:\]\(http[^()\s]{1,200}\))?\] ?"
+    rb"\[([^\[\]\s]*:\d+)\] ?"
 )
 _CLOCK = re.compile(rb"(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) +(?:(\d{4})-)?(\d\d-\d\d \d\d:\d\d:\d\d)")
 _PROCESS = re.compile(rb"\((\w+)(?: rank=(\d+))?[^()\n]{0,40}? ?pid=(\d+)(?:, ip=[\w.:]{1,40})?\)")
@@ -76,16 +76,11 @@ _DEATHS = (
 _BAD_AT_INFO = (b"Ping timed out", b"action=client_expired", b"action=unmount_expired_segment")
 #: Messages of an engine or a server that shuts down. Errors after these messages are not failures.
 _CLOSING = (b"Unregistered ", b"Shutting down LMCache", b"Gracefully shutting down")
-#: LMCache's messages by the first bytes of their bodies.
-_BY_HEAD: dict[bytes, list[grammar.Message]] = {}
+#: LMCache's messages by the first bytes of their pattern, or b"" for patterns that begin with a value.
+_BY_START: dict[bytes, list[grammar.Message]] = {}
 for _message in grammar.MESSAGES:
-    for _start in _message.starts:
-        _BY_HEAD.setdefault(_start[:4], []).append(_message)
-#: For lines that have lost their beginning, or got a prefix from a launcher.
-_ANYWHERE = [message for message in grammar.MESSAGES if message.source != "raised"]
-_OF_VLLM = [message for message in _ANYWHERE if message.source != "lmcache"]
-_RAISED = [message for message in grammar.MESSAGES if message.source == "raised"]
-
+    if _message.source == "lmcache":
+        _BY_START.setdefault(_message.start[:4], []).append(_message)
 
 #: Kinds of lines that no logger of vLLM or LMCache writes: of uvicorn, of lists of packages, of kvfix.
 _NO_STATEMENTS = ("up", "answered_500", "recorded", *grammar.RELEASE_IN)
@@ -102,14 +97,13 @@ class Framed(msgspec.Struct, frozen=True):
     name: str
     fields: Fields
     body: bytes
-    level: bytes
     placed: bool = True
     #: True if nothing else in its line matters.
     is_alone: bool = True
 
 
 #: Stands for a line that must be parsed as a whole.
-IN_ITS_LINE = Framed("", {}, b"", b"", is_alone=False)
+IN_ITS_LINE = Framed("", {}, b"", is_alone=False)
 
 
 #: Logs repeat: vLLM asks about a waiting request in every step, and warnings repeat with another time.
@@ -125,15 +119,13 @@ def behind_frame(tail: bytes) -> Framed:
 
 
 def framed(level: bytes, body: bytes) -> Framed:
-    for message in _BY_HEAD.get(body[:4], ()):
-        match = message.pattern.match(body)
+    for message in (*_BY_START.get(body[:4], ()), *_BY_START[b""]):
+        match = message.pattern.match(body) if message.literal in body else None
         if match is not None:
-            return Framed(message.name, _fields(message, match), body[:LONGEST_BODY], level)
+            return Framed(message.name, _fields(message, match), body[:LONGEST_BODY])
     if level in (b"INFO", b"DEBUG"):
-        return Framed("closing" if body.startswith(_CLOSING) else "", {}, body[:LONGEST_BODY], level, placed=False)
-    return Framed(
-        "logged", {"level": level.decode().lower(), "logger": "lmcache", "place": ""}, body[:LONGEST_BODY], level
-    )
+        return Framed("closing" if body.startswith(_CLOSING) else "", {}, body[:LONGEST_BODY], placed=False)
+    return Framed("logged", {"level": level.decode().lower(), "logger": "lmcache", "place": ""}, body[:LONGEST_BODY])
 
 
 class Other:
@@ -156,8 +148,6 @@ class Other:
             self.process, self.body = rank[1].decode(), text[rank.end() :]
         else:
             self.body = log_formats.without_prefix(text)
-            if headless is Headless.WHOLE and self.body[:1] in bare_lines.QUOTES:
-                self.body = bare_lines.stripped(self.body)
         #: True if the line may be part of a dump of stacks.
         self.of_stack = b"Thread " in self.body or b"Process " in self.body or self.body.startswith(b"#0 ")
 
@@ -198,9 +188,11 @@ class Other:
         if not self._has_head and self._headless is Headless.NONE and RECORDED not in text:
             level = self.level
             return ("logged", {"level": level, "logger": NATIVE, "place": ""}) if level else None
+        # A line may have lost its beginning, or got a prefix from a launcher.
         cut = head is None and (b"lmcache" in text or b"LMCache" in text)
-        for message in _ANYWHERE if cut or whole else _OF_VLLM:
-            if message.literal in text and (not whole or self._is_whole(message)):
+        skipped = ("raised",) if cut or whole else ("raised", "lmcache")
+        for message in grammar.containing(text):
+            if message.source not in skipped and (not whole or self._is_whole(message)):
                 match = message.pattern.search(body) or message.pattern.search(text)
                 if match is not None:
                     fields = _fields(message, match)
@@ -279,8 +271,8 @@ def with_meaning(raised: Raised) -> Fields:
 
 def _meaning(text: str) -> tuple[str, Fields]:
     line = text.encode()
-    for message in _RAISED:
-        match = message.pattern.search(line) if message.literal in line else None
+    for message in grammar.containing(line):
+        match = message.pattern.search(line) if message.source == "raised" else None
         if match is not None:
             return message.name, _fields(message, match)
     return "", {}
@@ -292,12 +284,9 @@ def process(prefix: bytes) -> str:
     if prefix.find(b"pid=") < 0:  # `in` takes three times as long, because it first tries to convert to a number
         return ""
     named = _PROCESS.findall(prefix)
-    return _process_name(named[-1]) if named else ""
-
-
-@lru_cache(maxsize=1024)
-def _process_name(parts: tuple[bytes, bytes, bytes]) -> str:
-    name, rank, pid = (part.decode("ascii", "replace") for part in parts)
+    if not named:
+        return ""
+    name, rank, pid = (part.decode("ascii", "replace") for part in named[-1])
     return f"{name}{'_' if rank else ''}{rank} pid={pid}"
 
 
@@ -312,18 +301,14 @@ def second_and_process(prefix: bytes) -> tuple[float | None, str]:
 def clock(line: bytes, year: bytes, stamp: bytes = b"") -> float | None:
     """Return the time of vLLM's line in seconds since 1970; None without a time or a year. stamp: as in `parsed`."""
     if stamp:
-        return _second_of(year + b"-" + stamp) if year.isdigit() else None
+        return _second(year + b"-" + stamp) if year.isdigit() else None
     found = _CLOCK.search(line[:_LEVELLED])
     if found is None or not (found[1] or year.isdigit()):
         return None
-    return _second_of((found[1] or year) + b"-" + found[2])
+    return _second((found[1] or year) + b"-" + found[2])
 
 
 @lru_cache(maxsize=256)
-def _second_of(stamp: bytes) -> float | None:
-    return _second(stamp)
-
-
 def _second(stamp: bytes) -> float | None:
     """Convert `2026-11-21 01:41:27` to seconds since 1970, as if the log's clock were UTC; None if it is not a time."""
     try:

@@ -18,11 +18,8 @@ if TYPE_CHECKING:
 Frame = tuple[str, int, str]
 
 _FRAME = re.compile(rb'File "(?P<file>[^"\n]{1,400})", (?:line )?(?P<line>\d{1,9}),? in (?P<function>[^\s(]+)')
-#: A frame that people have shortened in a report: `vllm/v1/core/sched/scheduler.py, in update_from_output`.
-_SHORT = re.compile(rb'\s*(?:File )?"?(?P<file>[\w./-]{1,400}\.py)"?, in (?P<function>\w+)(?:\(.{0,40}\))?$')
 #: An exception that ends a traceback, of any class: `zmq.error.Again: ...`, `StopIteration`.
 _EXCEPTION = re.compile(rb"(?P<type>[A-Za-z_][\w.]*[A-Za-z_0-9])(?:: ?(?P<text>.*))?$")
-_NAMED = re.compile(rb"\s+(?P<type>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception))(?:: (?P<text>.*))?$")
 #: An exception without a traceback: only names that end like an exception.
 _BY_NAME = re.compile(
     rb"(?:^|\] |\) |\s\s|: |with exception )(?P<type>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*"
@@ -91,15 +88,11 @@ class Part:
     """A line's body as a part of a traceback, without knowledge of earlier lines."""
 
     def __init__(self, body: bytes) -> None:
-        text = body.rstrip().removesuffix(b"<br>")  # a report may have it in a list
-        text = self.text = text.strip(b"*") if text[:2] == b"**" else text  # a report may make it bold
+        text = self.text = body.rstrip()
         found = _FRAME.search(text) if b'File "' in text else None
-        short = _SHORT.match(text) if found is None and b", in " in text else None
         self.frame: Frame | None = None
         if found is not None:
             self.frame = (_decoded(found["file"]), int(found["line"]), _decoded(found["function"]))
-        elif short is not None:
-            self.frame = (_decoded(short["file"]), 0, _decoded(short["function"]))
         self.begins = b"Traceback (" in text and _HEADER.search(text) is not None
         fault = _FAULT.search(text) if b"Fatal Python error" in text or b"!!! Segfault" in text else None
         #: Text of a fatal error of Python, whose stack follows.
@@ -115,12 +108,6 @@ class Part:
         return Part(_GROUP.sub(b"", self.text))
 
     @cached_property
-    def named(self) -> tuple[str, str] | None:
-        """(class, text) of an indented exception, as in a traceback that was pasted into a list."""
-        found = _NAMED.match(self.text)
-        return (_decoded(found["type"]), _decoded(found["text"] or b"")) if found is not None else None
-
-    @cached_property
     def exception(self) -> tuple[str, str] | None:
         found = _EXCEPTION.match(self.text)
         if found is None or self.text.startswith((b"INFO", b"WARNING", b"ERROR", b"DEBUG")):
@@ -128,10 +115,7 @@ class Part:
         plain = found["type"].islower() and b"." not in found["type"]
         if plain and (found["text"] is None or b"_" in found["type"]):
             return None  # a wrapped line or a setting, because no class has a name in lower case
-        kind = _decoded(found["type"])
-        if kind.startswith("NIXL_ERR_"):  # the text of NIXL without its class
-            return f"nixl{kind[len('NIXL_ERR_') :].title().replace('_', '')}Error", kind
-        return kind, _decoded(found["text"] or b"")
+        return _decoded(found["type"]), _decoded(found["text"] or b"")
 
     @cached_property
     def source(self) -> str:
@@ -227,8 +211,6 @@ class Tracebacks:
                 return True, None
             del self.open[process]
             return False, _raised(trace, "", "")
-        if indented and trace.frames and part.named is not None:
-            return self._ended(process, trace, *part.named)
         if indented or not text or (trace.frames and text.startswith(b"assert ")):  # a paste may lose the indentation
             if trace.frames and part.source:  # Python 3.13 prints every line of a statement
                 trace.source = f"{trace.source} {part.source}".strip()[:_SOURCE]

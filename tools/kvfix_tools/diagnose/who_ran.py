@@ -1,4 +1,4 @@
-"""The connectors, roles, engines and settings that a log names."""
+"""The connectors, roles and settings that a log names."""
 
 from __future__ import annotations
 
@@ -35,8 +35,6 @@ _MARKS = (
 )
 _NAMED = re.compile(rb"kv_connector['\"]?\s*[=:]\s*['\"]?(\w+)|connector with name: (\w+)")
 _ROLE = re.compile(rb"kv_role['\"]?\s*[=:]\s*['\"]?(kv_\w+)")
-#: The id of an engine, without the suffix of its data parallel ranks.
-_ENGINE = re.compile(rb"engine_id: ([0-9a-f][\w-]{7,}?)(?:_dp\d+)?(?![\w-])")
 
 
 class WhoRan:
@@ -44,8 +42,6 @@ class WhoRan:
         #: Names of vLLM's connector classes, e.g. "LMCacheConnectorV1".
         self.connectors: set[str] = set()
         self.roles: set[str] = set()
-        #: Ids of the engines that made a connector.
-        self.engines: set[bytes] = set()
         #: True if a line is from vLLM, LMCache or their code.
         self.engine = False
         #: vLLM's line of its non-default arguments, cut to 4 kB; "" if the log has none.
@@ -63,7 +59,6 @@ class WhoRan:
             connectors, roles = _named(body)
             self.connectors |= connectors
             self.roles |= roles
-            self.engines |= _engines(body) if b"engine_id: " in body else set()
         if line.name == "settings":
             self.settings = self.settings or body[:4096].decode("utf-8", "replace")
             if b"'kv_offloading_size'" in body:
@@ -90,11 +85,6 @@ def _named(text: bytes) -> tuple[frozenset[str], frozenset[str]]:
     """Return the names of (connectors, roles) in a text."""
     connectors = frozenset(_plain(either[0] or either[1]) for either in _NAMED.findall(text))
     return connectors, frozenset(role.decode() for role in _ROLE.findall(text))
-
-
-@lru_cache(maxsize=256)
-def _engines(text: bytes) -> frozenset[bytes]:
-    return frozenset(_ENGINE.findall(text))
 
 
 @lru_cache(maxsize=256)

@@ -1,35 +1,25 @@
 """The index of messages: the text that is in a log, and which finding and fix that is.
 
 Messages are the releases' own statements that a finding looks at (statements.json), and those that a fix quotes as its
-symptom. kvfix-diagnose itself decides which finding an exception is: it reads a traceback with the exception's text.
+symptom.
 """
 
 from __future__ import annotations
 
 import re
 from functools import lru_cache
-from itertools import count, repeat
 from typing import NamedTuple
 
 from kvfix import catalogue
 from kvfix.fixes.api import Fix
 from kvfix_tools.diagnose import findings, grammar, statements
-from kvfix_tools.diagnose.diagnosis import diagnosed
 from kvfix_tools.diagnose.findings import LogRule, Severity
 from maintain.documentation.markdown import code, filtered, link, links
 
 #: Kinds of lines that are in every log; only their numbers matter, and kvfix-diagnose reads those.
 _ORDINARY = {"asked", "retrieved", "stats"}
-#: Names of the texts of exceptions, and the finding of those that no other finding knows.
+#: Names of the texts of exceptions.
 RAISED = {message.name for message in grammar.MESSAGES if message.source == "raised"}
-_UNKNOWN = "KVD199"
-_EXCEPTION = """Traceback (most recent call last):
-  File "/lmcache/integration/vllm/vllm_v1_adapter.py", line 1, in build_connector_meta
-    assert True
-AssertionError: {}
-"""
-
-
 #: Markdown for code: a text between backticks, or one with a backtick between double backticks.
 _SPAN = re.compile(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)", re.S)
 #: Beginnings of spans that are no messages: ends of a message, commands, options.
@@ -86,30 +76,12 @@ def _entry(text: str, of: set[str], fixes: set[str]) -> Entry:
 
 @lru_cache(maxsize=64)
 def _findings_of(kind: str) -> frozenset[str]:
-    """Findings of a kind of line. Where an exception's numbers decide, also those that need the lines before it."""
-    if kind not in RAISED:
-        return frozenset(rule.code for rule in findings.catalogue() if kind in rule.on)
-    diagnosed = _diagnosed(kind)
-    if len(diagnosed) < 2:
-        return diagnosed
-    fixes = {each for rule in findings.catalogue() if rule.code in diagnosed for each in rule.fixes}
-    elsewhere = {code for other in RAISED - {kind} for code in _diagnosed(other)}
-    return diagnosed | frozenset(rule.code for rule in _of_exceptions() if fixes & set(rule.fixes)) - elsewhere
-
-
-@lru_cache(maxsize=64)
-def _diagnosed(kind: str) -> frozenset[str]:
-    """Codes that kvfix-diagnose finds where an exception has this text, with numbers equal, rising, falling."""
-    codes: set[str] = set()
-    for template in {row.template for rows in statements.known().values() for row in rows if row.message == kind}:
-        for numbers in (repeat(70), count(70), count(70, -1)):
-            text = _EXCEPTION.format(statements.filled(template, map(str, numbers)))
-            codes |= {found.rule.code for found in diagnosed(text.encode()).findings}
-    return frozenset(codes - {_UNKNOWN})
+    """Return the codes of the findings that look at this kind of line or exception."""
+    return frozenset(rule.code for rule in findings.catalogue() if kind in rule.on)
 
 
 def _of_exceptions() -> list[LogRule]:
-    return [rule for rule in findings.catalogue() if "raised" in rule.on]
+    return [rule for rule in findings.catalogue() if {"raised", *RAISED} & set(rule.on)]
 
 
 def _quoted(fix: Fix) -> list[str]:
@@ -122,7 +94,7 @@ def _kind(span: str) -> str:
     """Name of the kind of line of which this is a part; "": of none."""
     for message in grammar.MESSAGES:
         literal = message.literal.decode().strip()
-        if message.source != "trace" and len(literal) > 12 and literal in span:
+        if len(literal) > 12 and literal in span:
             return message.name
     return ""
 

@@ -3,8 +3,9 @@
     @finding("KVD101", "cached-hit-promised-whole", Severity.CRASH, on=["raised"])
     def cached_hit_promised_whole(log, line): ...
 
-`on` lists the kinds of lines (grammar) for which the rule is called. "" is the end of the log. A rule returns None, or
-an `Answer` with a sentence about this case in numbers. The docstring of a rule has a title, then these paragraphs:
+`on` lists the kinds of lines and of texts of exceptions (grammar) for which the rule is called. "" is the end of the
+log. A rule returns None, or an `Answer` with a sentence about this case in numbers. The docstring of a rule has a
+title, then these paragraphs:
 
 - `Cause:` is left out if the fix has the cause.
 - `Setting:` avoids the problem.
@@ -77,8 +78,9 @@ class LogRule(msgspec.Struct, frozen=True):
     message: str | None = None
     #: True if the finding is a consequence of other failures, not a cause.
     symptom: bool = False
-    # Only records are general, replace findings or announce a traceback (problems.Problem).
+    # Only records are general, name fixed releases, replace findings or announce a traceback (problems.Problem).
     general: ClassVar[bool] = False
+    fixed: ClassVar[dict[str, str]] = {}
     announces: ClassVar[bool] = False
     replaces: ClassVar[tuple[str, ...]] = ()
 

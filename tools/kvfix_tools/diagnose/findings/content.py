@@ -63,8 +63,8 @@ def load_failed_in_vllm(log: Diagnosis, line: LogLine) -> Answer | None:
     """
     f = line.fields
     if line.name == "kv_failing":
-        return Answer(f"{f['objects']} requests with {f['tokens']} tokens ended with an error", request="")
-    return Answer(f"{f['objects']} requests are computed again ({f['tokens']} tokens)", request="")
+        return Answer(f"{f['objects']} requests with {f['tokens']} tokens ended with an error")
+    return Answer(f"{f['objects']} requests are computed again ({f['tokens']} tokens)")
 
 
 def _evicted_in_parts(line: LogLine) -> bool:
@@ -94,7 +94,6 @@ def ranks_differ(log: Diagnosis, line: LogLine) -> Answer | None:
     without_pd = bool(settings) and all(settings.get(role, "None") == "None" for role in ("pd_role", "nixl_role"))
     return Answer(
         f"hit tokens by rank: {line.fields['results'][:80]}",
-        request="",
         verdict="violated" if without_pd else "unknown",
     )
 
@@ -111,7 +110,7 @@ def ranks_evicted_apart(log: Diagnosis, line: LogLine) -> Answer | None:
     """
     if not _evicted_in_parts(line):
         return None
-    return Answer(f"hit tokens by rank: {line.fields['results'][:80]}", request="")
+    return Answer(f"hit tokens by rank: {line.fields['results'][:80]}")
 
 
 @finding("KVD306", "servers-differ", Severity.WRONG, on=["mp_servers_differ"])
@@ -146,7 +145,7 @@ def preempted_while_stored(log: Diagnosis, line: LogLine) -> Answer | None:
     """
     if line.fields["what"] != "preempted" or log.releases.within("lmcache", ">=0.5.2,<0.5.6") is not True:
         return None
-    return Answer("requests were preempted, and this LMCache does not wait for stores in flight", request="")
+    return Answer("requests were preempted, and this LMCache does not wait for stores in flight")
 
 
 @finding("KVD309", "block-ids-missing", Severity.WRONG, on=["underflow"])
@@ -170,7 +169,7 @@ def keys_lost(log: Diagnosis, line: LogLine) -> Answer | None:
 
     Setting: `lmcache server --l1-size-gb GB`, with a larger value.
     """
-    return Answer("keys that the lookup had found were not found at the load", request="")
+    return Answer("keys that the lookup had found were not found at the load")
 
 
 #: A prompt has fewer tokens than this in CacheBlend's separators.

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
+from kvfix_tools.diagnose.findings import Answer, Severity, finding
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
-    from kvfix_tools.diagnose.log_line import LogLine
+    from kvfix_tools.diagnose.log_line import Fields, LogLine
 
 #: Message of `assert len(slot_mapping) == len(token_ids)` in some builds of LMCache.
 _DESYNC = "Slot mapping and token IDs length mismatch"
 #: Calls of vLLM on the way from an abort to the connector.
 _ABORTS = ("self._process_aborts_queue()", "self.abort_requests(", "self._connector_finished(")
-
-
-def _is(line: LogLine, meaning: str) -> bool:
-    return bool(line.fields["meaning"] == meaning)
 
 
 def _asserts(line: LogLine, source: str, function: str = "") -> bool:
@@ -51,12 +47,12 @@ def _capped(log: Diagnosis, line: LogLine) -> bool | None:
     return None
 
 
-@finding("KVD101", "cached-hit-promised-whole", Severity.CRASH, on=["raised"])
+@finding("KVD101", "cached-hit-promised-whole", Severity.CRASH, on=["raised", "mismatch"])
 def cached_hit_promised_whole(log: Diagnosis, line: LogLine) -> Answer | None:
     """EngineCore crashes when vLLM asks again about a request: LMCache does not subtract the tokens that vLLM has."""
     if _asserts(line, "assert num_new_tokens > 0") and log.releases.within("lmcache", "==0.3.10"):
         return Answer("the whole hit was promised, so no token of the request is left to compute")
-    if not _is(line, "mismatch") or line.fields["computed"] == 0 or _capped(log, line):
+    if line.fields["meaning"] != "mismatch" or line.fields["computed"] == 0 or _capped(log, line):
         return None
     if _capped(log, line) is None:
         return Answer(
@@ -67,15 +63,14 @@ def cached_hit_promised_whole(log: Diagnosis, line: LogLine) -> Answer | None:
     return Answer(_mismatch(line))
 
 
-@finding("KVD102", "capped-load-unaligned", Severity.CRASH, on=["raised"])
+@finding("KVD102", "capped-load-unaligned", Severity.CRASH, on=["mismatch"])
 def capped_load_unaligned(log: Diagnosis, line: LogLine) -> Answer | None:
     """EngineCore crashes with max_tokens_per_load: promise and load end at different tokens.
 
     Setting: `max_tokens_per_load: 0`, the default.
     """
-    if not _is(line, "mismatch") or not _capped(log, line):
-        return None
-    return Answer(_mismatch(line) + "; the load was cut to whole chunks, but the promise was not")
+    cut = "; the load was cut to whole chunks, but the promise was not"
+    return Answer(_mismatch(line) + cut) if _capped(log, line) else None
 
 
 def _resumed(line: LogLine) -> str:
@@ -83,64 +78,53 @@ def _resumed(line: LogLine) -> str:
     return f"resumed with {f['computed']} computed tokens, but the connector expects {f['expected']}"
 
 
-def _kept_back(log: Diagnosis, line: LogLine) -> bool:
-    """Return True if the last answer before the crash was `< min_retrieve`."""
-    return line.request in log.state(_BelowMinimum)
+def _kept_back(log: Diagnosis, line: LogLine) -> Fields | None:
+    """Return the last lookup of the request if its answer was `< min_retrieve`, else None."""
+    known = log.requests.get(line.request)
+    return known.asked if known is not None and known.asked is not None and "least" in known.asked else None
 
 
-class _BelowMinimum(dict[str, tuple[int, int]]):
-    """{request: (tokens hit but not loaded, min_retrieve_tokens)}"""
-
-
-@note("asked")
-def _note_min_retrieve(log: Diagnosis, line: LogLine) -> None:
-    if "least" in line.fields:
-        noted = log.state(_BelowMinimum)
-        if len(noted) < 50_000:
-            noted[line.request] = (line.fields["need"], line.fields["least"])
-
-
-@finding("KVD103", "resume-below-min-retrieve", Severity.CRASH, on=["raised"])
+@finding("KVD103", "resume-below-min-retrieve", Severity.CRASH, on=["resume_differs"])
 def resume_below_min_retrieve(log: Diagnosis, line: LogLine) -> Answer | None:
     """EngineCore crashes at a preempted request whose hit was not loaded because it was below min_retrieve_tokens.
 
     Setting: `min_retrieve_tokens: 0`, the default.
     """
-    if not _is(line, "resume_differs") or not _kept_back(log, line):
+    asked = _kept_back(log, line)
+    if asked is None:
         return None
-    need, least = log.state(_BelowMinimum)[line.request]
-    return Answer(f"{_resumed(line)}: {need} hit tokens were not loaded, because min_retrieve is {least}")
+    why = f"{asked['need']} hit tokens were not loaded, because min_retrieve is {asked['least']}"
+    return Answer(f"{_resumed(line)}: {why}")
 
 
-@finding("KVD104", "resume-without-load-spec", Severity.CRASH, on=["raised"])
+@finding("KVD104", "resume-without-load-spec", Severity.CRASH, on=["no_load_spec"])
 def resume_without_load_spec(log: Diagnosis, line: LogLine) -> Answer | None:
     """EngineCore crashes at a preempted request without a lookup, as on a prefill instance (kv_producer).
 
     Setting: `--num-gpu-blocks-override` higher, or `--max-num-seqs` lower, on the prefill instance, so that it preempts
     no request.
     """
-    return Answer("preempted and resumed, but it had no lookup") if _is(line, "no_load_spec") else None
+    return Answer("preempted and resumed, but it had no lookup")
 
 
-@finding("KVD105", "resume-after-full-hit", Severity.CRASH, on=["raised"])
+@finding("KVD105", "resume-after-full-hit", Severity.CRASH, on=["resume_differs"])
 def resume_after_full_hit(log: Diagnosis, line: LogLine) -> Answer | None:
     """EngineCore crashes at a preempted request whose whole prompt is hit: vLLM computes the last token again."""
     fields = line.fields
-    if not _is(line, "resume_differs") or _kept_back(log, line) or fields["computed"] != fields["expected"] - 1:
+    if _kept_back(log, line) or fields["computed"] != fields["expected"] - 1:
         return None
     return Answer(f"{_resumed(line)}: the whole prompt was hit, and vLLM computes the last token again")
 
 
-@finding("KVD106", "resume-with-more-than-cached", Severity.CRASH, on=["raised"])
+@finding("KVD106", "resume-with-more-than-cached", Severity.CRASH, on=["resume_differs"])
 def resume_with_more_than_cached(log: Diagnosis, line: LogLine) -> Answer | None:
     """EngineCore crashes at a preempted request, because vLLM has more of its tokens than LMCache."""
     fields = line.fields
-    if not _is(line, "resume_differs") or fields["against"] != "lmcache_cached_tokens":
-        return None
-    return Answer(_resumed(line)) if fields["computed"] > fields["expected"] else None
+    more = fields["against"] == "lmcache_cached_tokens" and fields["computed"] > fields["expected"]
+    return Answer(_resumed(line)) if more else None
 
 
-@finding("KVD107", "resume-without-grant", Severity.CRASH, on=["raised"])
+@finding("KVD107", "resume-without-grant", Severity.CRASH, on=["resume_differs"])
 def resume_without_grant(log: Diagnosis, line: LogLine) -> Answer | None:
     """EngineCore crashes at a preempted request, because vLLM did not take the load that LMCache had promised.
 
@@ -151,7 +135,7 @@ def resume_without_grant(log: Diagnosis, line: LogLine) -> Answer | None:
     `prompt_logprobs`.
     """
     fields = line.fields
-    if not _is(line, "resume_differs") or _kept_back(log, line) or fields["computed"] == fields["expected"] - 1:
+    if _kept_back(log, line) or fields["computed"] == fields["expected"] - 1:
         return None
     if fields["against"] == "lmcache_cached_tokens" and fields["computed"] > fields["expected"]:
         return None
@@ -187,14 +171,12 @@ def transfer_of_unknown_request(log: Diagnosis, line: LogLine) -> Answer | None:
     return None
 
 
-@finding("KVD110", "statistics-of-aborted-request", Severity.CRASH, on=["raised"])
+@finding("KVD110", "statistics-of-aborted-request", Severity.CRASH, on=["no_tracker"])
 def statistics_of_aborted_request(log: Diagnosis, line: LogLine) -> Answer | None:
     """EngineCore crashes when a client asks for cache statistics and disconnects before the first lookup.
 
     Setting: `cached_token_stats` (`num_lmcache_extra_cached_tokens`) removed from the clients' kv_transfer_params.
     """
-    if not _is(line, "no_tracker"):
-        return None
     return Answer("it asked for statistics, and was aborted before its first lookup: LMCache has no tracker of it")
 
 
@@ -263,9 +245,8 @@ def chunk_released_twice(log: Diagnosis, line: LogLine) -> Answer | None:
 
     Setting: `enable_async_loading: false`.
     """
-    if not (
-        _asserts(line, "assert memory_obj.tensor is not None") or _asserts(line, "assert memory_obj_tensor is not None")
-    ):
+    names = ("memory_obj.tensor", "memory_obj_tensor")
+    if not any(_asserts(line, f"assert {name} is not None") for name in names):
         return None
     recent = log.releases.within("lmcache", ">=0.4.1")
     old = any(file.endswith("/gpu_connector.py") for file, _, _ in line.fields["frames"][-4:])  # up to 0.3.13

@@ -6,12 +6,12 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from kvfix_tools.diagnose.failures import hook
-from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
+from kvfix_tools.diagnose.findings import Answer, Severity, finding
 from kvfix_tools.diagnose.stacks import NATIVE
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
-    from kvfix_tools.diagnose.log_line import Evidence, Fields, LogLine
+    from kvfix_tools.diagnose.log_line import Fields, LogLine
 
 
 #: Number of equal answers for one request without an admission, from which on the request counts as stuck.
@@ -19,15 +19,11 @@ POLLS = 1000
 
 
 class _Head:
-    """The request that vLLM asks about now: its fields, and the counts of lookups and transfers at its first lookup.
-
-    generation: tokens per second in vLLM's last statistics; None without statistics.
-    """
+    """The request that vLLM asks about now: its fields, and the counts of lookups and transfers at its first lookup."""
 
     def __init__(self) -> None:
         self.fields: Fields = {}
         self.asked = self.done = 0
-        self.generation: float | None = None
 
 
 @finding("KVD201", "asked-for-ever", Severity.HANG, on=["asked"])
@@ -48,7 +44,8 @@ def asked_for_ever(log: Diagnosis, line: LogLine) -> Answer | None:
         # vLLM asks about another request, or the engine works: it also asks in every step if the engine is busy.
         head.fields, head.asked, head.done = f, asked, done
         return None
-    moving = head.generation
+    statistics = log.last.get("stats")
+    moving = float(statistics.fields["generation"]) if statistics is not None else None
     if moving or asked - head.asked < (POLLS if moving is not None else 5 * POLLS):
         return None
     head.asked = asked
@@ -63,11 +60,6 @@ def _answer(fields: Fields) -> tuple[Any, ...]:
     return fields["request"], fields.get("hit"), fields.get("computed"), fields.get("need")
 
 
-@note("stats")
-def _note_generation(log: Diagnosis, line: LogLine) -> None:
-    log.state(_Head).generation = float(line.fields["generation"])
-
-
 @finding("KVD203", "lookups-not-answered", Severity.HANG, on=["lookup_timeout"], symptom=True)
 def lookups_not_answered(log: Diagnosis, line: LogLine) -> Answer | None:
     """The engine is slow or stands still: workers do not answer lookups, and each step waits for a lookup's timeout.
@@ -77,10 +69,8 @@ def lookups_not_answered(log: Diagnosis, line: LogLine) -> Answer | None:
     if log.counts["lookup_timeout"] < 3:
         return None
     rank = line.fields["rank"]
-    elsewhere = (
-        "" if str(rank) == "0" else "; a rank on another node never answers: lookup_server_worker_ids: [0] asks rank 0"
-    )
-    return Answer(f"rank {rank} did not answer a lookup in time{elsewhere if str(rank) != '0' else ''}", request="")
+    elsewhere = "; a rank on another node never answers: lookup_server_worker_ids: [0] asks rank 0"
+    return Answer(f"rank {rank} did not answer a lookup in time{elsewhere if rank != '0' else ''}")
 
 
 @finding("KVD207", "worker-without-lmcache", Severity.HANG, on=["degraded"])
@@ -94,26 +84,15 @@ def worker_without_lmcache(log: Diagnosis, line: LogLine) -> Answer | None:
     """
     f = line.fields
     if "what" in f and f["error"]:
-        return Answer(f"{f['what']}: {f['error']}", request="")
+        return Answer(f"{f['what']}: {f['error']}")
     if "what" in f:  # an assertion without a text
-        return Answer(f"{f['what']}, without a reason", request="", verdict="unknown")
-    raised = log.state(_LastRaised).line
+        return Answer(f"{f['what']}, without a reason", verdict="unknown")
+    # From 0.4.3 on the line with these words is the last line of a traceback.
+    raised = log.last.get("raised")
     if raised is None or raised.process != line.process:
-        return Answer("LMCache failed to start; the beginning of the line is not in the log", request="")
+        return Answer("LMCache failed to start; the beginning of the line is not in the log")
     error = f"{raised.fields['type']}: {raised.fields['text']}".removesuffix(": ")
-    return Answer(f"LMCache failed to start: {error}", request="", evidence=(raised.evidence,))
-
-
-class _LastRaised:
-    """The last exception. If KVD207 logs a whole traceback, the line with its words begins before the traceback."""
-
-    def __init__(self) -> None:
-        self.line: LogLine | None = None
-
-
-@note("raised")
-def _note_raised(log: Diagnosis, line: LogLine) -> None:
-    log.state(_LastRaised).line = line
+    return Answer(f"LMCache failed to start: {error}", evidence=(raised.evidence,))
 
 
 class _Waits(dict[str, int]):
@@ -142,16 +121,6 @@ def waits_for_load(log: Diagnosis, line: LogLine) -> Answer | None:
     return None
 
 
-class _FirstWait:
-    def __init__(self) -> None:
-        self.evidence: Evidence | None = None
-
-
-@note("broadcast")
-def _note_wait(log: Diagnosis, line: LogLine) -> None:
-    log.state(_FirstWait).evidence = log.state(_FirstWait).evidence or line.evidence
-
-
 @finding("KVD209", "start-waits-for-worker", Severity.HANG, on=[""], symptom=True)
 def start_waits_for_worker(log: Diagnosis, line: LogLine | None) -> Answer | None:
     """The engine does not start or stands still: EngineCore waits for a worker that does not answer.
@@ -169,9 +138,8 @@ def start_waits_for_worker(log: Diagnosis, line: LogLine | None) -> Answer | Non
     """
     if log.counts["broadcast"] < 2 or log.failures.worked_since_wait:
         return None
-    first = log.state(_FirstWait).evidence
     sentence = f"{log.counts['broadcast']} times a worker did not read EngineCore's message in time"
-    return Answer(sentence, request="", evidence=() if first is None else (first,))
+    return Answer(sentence, evidence=(log.first["broadcast"].evidence,))
 
 
 @finding("KVD211", "lookups-given-up", Severity.SLOW, on=["lookup_given_up"])

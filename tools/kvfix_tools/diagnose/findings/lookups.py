@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
-from kvfix_tools.diagnose.findings.lookups_seen import CHUNK, ENOUGH, Lookups, lookups_by_file, lookups_of
+from kvfix_tools.diagnose.findings.lookups_seen import CHUNK, ENOUGH, Lookups, LookupsByFile, lookups_of
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def _never(log: Diagnosis) -> Lookups | None:
     """Return the lookups if there are enough of them and none has a hit; else None."""
     kept = lookups_of(log)
-    return kept if kept.number >= ENOUGH and not log.hit else None
+    return kept if kept.number >= ENOUGH and not kept.hit else None
 
 
 @finding("KVD305", "never-a-hit", Severity.SLOW, on=[""])
@@ -34,11 +34,11 @@ def never_a_hit(log: Diagnosis, line: LogLine) -> Answer | None:
 
     Normal: the first request with each prompt, and prompts without a common beginning.
     """
-    kept, files = _never(log), lookups_by_file(log)
+    kept, files = _never(log), log.state(LookupsByFile)
     if kept is not None:
         return _hashed_differently(kept)
     for file, each in files.items() if len(files) > 1 else ():
-        answer = _hashed_differently(each) if each.number >= ENOUGH and not each.hits else None
+        answer = _hashed_differently(each) if each.number >= ENOUGH and not each.hit else None
         if answer is not None:
             return answer._replace(sentence=f"{answer.sentence}, in {file}")
     return None
@@ -55,7 +55,6 @@ def _hashed_differently(kept: Lookups) -> Answer | None:
     why = f"; vLLM's own prefix cache had up to {kept.local} tokens of these prompts" if lost else ""
     return Answer(
         f"{kept.number} lookups, {kept.stored} stores, 0 hits, and PYTHONHASHSEED is not set{why}",
-        request="",
         verdict="violated" if apart or lost else "unknown",
     )
 
@@ -77,7 +76,6 @@ def prompts_below_a_chunk(log: Diagnosis, line: LogLine) -> Answer | None:
     return Answer(
         f"{kept.number} lookups of up to {kept.longest} tokens, no stores, 0 hits; a chunk has {chunk} tokens"
         + ("" if kept.chunk else ", if chunk_size is the default"),
-        request="",
         verdict="violated" if kept.chunk else "unknown",
     )
 
@@ -100,7 +98,6 @@ def nothing_stored(log: Diagnosis, line: LogLine) -> Answer | None:
     return Answer(
         f"{kept.number} lookups of up to {kept.longest} tokens, no stores, 0 hits"
         + ("; kv_role is kv_consumer, which does not store" if consumer else ""),
-        request="",
         verdict="violated" if consumer else "unknown",
     )
 
@@ -121,7 +118,6 @@ def shared_prefix_below_a_chunk(log: Diagnosis, line: LogLine) -> Answer | None:
     return Answer(
         f"{kept.number} lookups, {kept.stored} stores, 0 hits; vLLM itself had at most {kept.local} tokens of a "
         f"prompt, and a chunk has {kept.chunk} tokens",
-        request="",
     )
 
 
@@ -138,7 +134,6 @@ def below_the_minimum(log: Diagnosis, line: LogLine) -> Answer | None:
         return None
     return Answer(
         f"{kept.below} lookups hit up to {kept.most} tokens, but loaded none: min_retrieve_tokens is {kept.least}",
-        request="",
     )
 
 
@@ -156,7 +151,7 @@ def peers_without_async_loading(log: Diagnosis, line: LogLine) -> Answer | None:
         return None
     if kept.settings.get("enable_async_loading") != "False":
         return None
-    return Answer(f"{kept.number} lookups, 0 hits; enable_p2p is True, enable_async_loading is False", request="")
+    return Answer(f"{kept.number} lookups, 0 hits; enable_p2p is True, enable_async_loading is False")
 
 
 @finding("KVD325", "peers-have-nothing", Severity.SLOW, on=[""])
@@ -178,7 +173,6 @@ def peers_have_nothing(log: Diagnosis, line: LogLine) -> Answer | None:
     return Answer(
         f"{kept.number} lookups, 0 hits; the controller was asked {kept.empty} times and knew no peer"
         + ("; local_cpu is False, so engines announce no chunks" if alone else ""),
-        request="",
         verdict="violated" if alone else "unknown",
     )
 
@@ -204,7 +198,6 @@ def engines_with_different_keys(log: Diagnosis, line: LogLine) -> Answer | None:
     ]
     return Answer(
         f"{kept.number} lookups, 0 hits in a shared store; the engines differ: {'; '.join(differ)[:300]}",
-        request="",
         evidence=tuple(each.evidence for each in kept.engines.values())[:4],
     )
 
@@ -242,7 +235,7 @@ def stored_more_than_fits(log: Diagnosis, line: LogLine | None) -> Answer | None
     Normal: prompts that never repeat.
     """
     kept, sizes = lookups_of(log), log.state(_StoredGigabytes)
-    if not sizes or kept.number < ENOUGH or log.hit or kept.settings.get("remote_url", "None") != "None":
+    if not sizes or kept.number < ENOUGH or kept.hit or kept.settings.get("remote_url", "None") != "None":
         return None
     named = _NUMBER.match(kept.settings.get("max_local_cpu_size", ""))
     room, most = float(named[0]) if named is not None else DEFAULT, max(sizes.values())
@@ -251,6 +244,5 @@ def stored_more_than_fits(log: Diagnosis, line: LogLine | None) -> Answer | None
     of = "max_local_cpu_size is" if named is not None else "the default of max_local_cpu_size is"
     return Answer(
         f"{kept.number} lookups, 0 hits; a worker has stored {most:.3g} GB, and {of} {room:g} GB",
-        request="",
         verdict="unknown",
     )

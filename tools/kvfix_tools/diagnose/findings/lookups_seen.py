@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -32,7 +31,9 @@ class Lookups:
         self.longest = 0
         #: Longest hit in vLLM's own prefix cache.
         self.local = 0
-        self.hits = self.loads = self.below = self.most = self.least = 0
+        #: True if any lookup had a hit.
+        self.hit = False
+        self.loads = self.below = self.most = self.least = 0
         self.stored = 0
         self.askers: set[str] = set()
         self.storers: set[str] = set()
@@ -49,11 +50,11 @@ class Lookups:
         return len(self.requests)
 
 
-class _Files(defaultdict[str, Lookups]):
+class LookupsByFile(dict[str, Lookups]):
     """{file: the lookups in it}. Several files are the logs of several engines."""
 
-    def __init__(self) -> None:
-        super().__init__(Lookups)
+    def __missing__(self, file: str) -> Lookups:
+        return self.setdefault(file, Lookups())
 
 
 def lookups_of(log: Diagnosis) -> Lookups:
@@ -61,13 +62,9 @@ def lookups_of(log: Diagnosis) -> Lookups:
     return log.state(Lookups)
 
 
-def lookups_by_file(log: Diagnosis) -> dict[str, Lookups]:
-    return log.state(_Files)
-
-
 def _lookups_with(log: Diagnosis, line: LogLine) -> tuple[Lookups, Lookups]:
     """Return the lookups that a line belongs to: those of all files, and those of its file."""
-    return lookups_of(log), log.state(_Files)[line.file]
+    return lookups_of(log), log.state(LookupsByFile)[line.file]
 
 
 @note("asked")
@@ -81,11 +78,11 @@ def _note_lookup(kept: Lookups, line: LogLine) -> None:
     f = line.fields
     kept.longest = max(kept.longest, f["total"])
     kept.local = max(kept.local, f.get("computed") or 0)
+    kept.hit = kept.hit or f["hit"] > 0
     if line.request in kept.requests or len(kept.requests) >= _REQUESTS:
         return
     kept.requests.add(line.request)
     kept.askers.add(line.process)
-    kept.hits += f["hit"] > 0
     if f.get("least") is not None and f["hit"] > 0:
         kept.below += 1
         kept.least, kept.most = f["least"], max(kept.most, f["hit"])
@@ -107,6 +104,7 @@ def _note_shared(log: Diagnosis, line: LogLine) -> None:
         kept.shared += not line.fields["why"].startswith("Using builtin")
 
 
+@note("engine_configured")
 @note("configured")
 def _note_settings(log: Diagnosis, line: LogLine) -> None:
     for kept in _lookups_with(log, line):
@@ -119,11 +117,6 @@ def _note_settings(log: Diagnosis, line: LogLine) -> None:
 @lru_cache(maxsize=64)
 def _settings(text: str) -> dict[str, str]:
     return {name: value.strip("'") for name, value in _SETTING.findall(text)}
-
-
-@note("engine_configured")
-def _note_engine_settings(log: Diagnosis, line: LogLine) -> None:
-    _note_settings(log, line)
 
 
 @note("version")

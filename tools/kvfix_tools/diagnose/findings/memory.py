@@ -21,8 +21,8 @@ def pins_run_out(log: Diagnosis, line: LogLine) -> Answer | None:
     Setting: `pin_timeout_sec` shorter, so that LMCache frees the chunks earlier.
     """
     if line.name == "forced_unpin":
-        return Answer(f"{line.fields['objects']} chunks were unpinned after the timeout", request="")
-    return Answer(f"a chunk had {line.fields['pins']} pins that were not released", request="")
+        return Answer(f"{line.fields['objects']} chunks were unpinned after the timeout")
+    return Answer(f"a chunk had {line.fields['pins']} pins that were not released")
 
 
 @finding("KVD402", "no-memory-to-be-had", Severity.HANG, on=["no_candidates"])
@@ -39,7 +39,7 @@ def no_memory_to_be_had(log: Diagnosis, line: LogLine) -> Answer | None:
     Normal: a few lines under load.
     """
     times = log.counts["no_candidates"]
-    return Answer(f"LMCache could not evict a chunk, at least {times} times", request="") if times >= MANY else None
+    return Answer(f"LMCache could not evict a chunk, at least {times} times") if times >= MANY else None
 
 
 @finding("KVD403", "unpinned-twice", Severity.LEAK, on=["double_unpin"])
@@ -55,7 +55,7 @@ def unpinned_twice(log: Diagnosis, line: LogLine) -> Answer | None:
     Good: LMCache 0.5.6 without `use_layerwise` and `enable_async_loading`. With one of these settings no release is
     fixed: keep kvfix (KVF018, KVF013).
     """
-    return Answer(f"a chunk has pin count {line.fields['count']}", request="")
+    return Answer(f"a chunk has pin count {line.fields['count']}")
 
 
 @finding("KVD404", "stores-dropped", Severity.SLOW, on=["not_stored"])
@@ -71,4 +71,4 @@ def stores_dropped(log: Diagnosis, line: LogLine) -> Answer | None:
     Normal: a few lines under load, while other requests are stored.
     """
     times = log.counts["not_stored"]
-    return Answer(f"at least {times} stores were cut or dropped", request="") if times >= MANY else None
+    return Answer(f"at least {times} stores were cut or dropped") if times >= MANY else None

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
+from kvfix_tools.diagnose.findings import Answer, Severity, finding
 from kvfix_tools.diagnose.findings.lookups_seen import lookups_of
 from kvfix_tools.diagnose.findings.statistics import BY_REQUEST, External
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
-    from kvfix_tools.diagnose.log_line import Evidence, LogLine
+    from kvfix_tools.diagnose.log_line import LogLine
 
 #: Minimum number of intervals in vLLM's statistics with prompts but without a load for a finding.
 INTERVALS = 3
@@ -42,13 +42,9 @@ def ended_at_its_buffer(log: Diagnosis, line: LogLine | None) -> Answer | None:
     if size is not None and not float(size[0]):
         return None  # LMCache has no CPU buffer
     room = f"; {len(last)} times {size[0]} GB are {len(last) * float(size[0]):g} GB" if size is not None else ""
-    return Answer(
-        f"{ranks} no line after `Creating LMCacheEngine`{room}",
-        request="",
-        verdict="unknown",
-        evidence=tuple(at.evidence for _, at in last[:4]),
-        note=not log.failures.dead,
-    )
+    evidence = tuple(at.evidence for _, at in last[:4])
+    sentence = f"{ranks} no line after `Creating LMCacheEngine`{room}"
+    return Answer(sentence, verdict="unknown", evidence=evidence, note=not log.failures.dead)
 
 
 @finding("KVD1055", "decode-fetches-nothing", Severity.SLOW, on=[""])
@@ -75,13 +71,11 @@ def decode_fetches_nothing(log: Diagnosis, line: LogLine | None) -> Answer | Non
         return None
     if log.who.roles != {"kv_consumer"} or not log.who.connectors or log.who.connectors - BY_REQUEST:
         return None
-    return Answer(
-        f"{kept.intervals} intervals with prompts, 0.0% external", request="", verdict="unknown",
-        evidence=(kept.last,),
-    )  # fmt: skip
+    sentence = f"{kept.intervals} intervals with prompts, 0.0% external"
+    return Answer(sentence, verdict="unknown", evidence=(kept.last,))
 
 
-@finding("KVD1057", "answers-500-without-error", Severity.RISK, on=["answered_500", ""])
+@finding("KVD1057", "answers-500-without-error", Severity.RISK, on=[""])
 def answers_500_without_error(log: Diagnosis, line: LogLine | None) -> Answer | None:
     """Requests are answered with 500, but this log has no error.
 
@@ -95,27 +89,11 @@ def answers_500_without_error(log: Diagnosis, line: LogLine | None) -> Answer | 
 
     Good: a fix of the failure that EngineCore's and the worker's lines name.
     """
-    if line is not None:
-        log.state(_Seen).answered_500 = log.state(_Seen).answered_500 or line.evidence
-        return None
-    first = log.state(_Seen).answered_500
+    first = log.first.get("answered_500")
     if first is None or log.findings or log.failures.dead or log.failures.first is not None or not log.who.connectors:
         return None
     sentence = f"{log.counts['answered_500']} requests were answered with 500"
-    return Answer(sentence, request="", verdict="unknown", evidence=(first,))
-
-
-class _Seen:
-    """The first answer 500, and the last start of an engine."""
-
-    def __init__(self) -> None:
-        self.answered_500: Evidence | None = None
-        self.start: Evidence | None = None
-
-
-@note("vllm_version")
-def _note_start(log: Diagnosis, line: LogLine) -> None:
-    log.state(_Seen).start = line.evidence
+    return Answer(sentence, verdict="unknown", evidence=(first.evidence,))
 
 
 @finding("KVD1059", "start-without-an-end", Severity.NOTE, on=[""])
@@ -141,10 +119,8 @@ def start_without_an_end(log: Diagnosis, line: LogLine | None) -> Answer | None:
         counts[name]
         for name in ("up", "engine_up", "stats", "asked", "stored", "moved", "answered_500", "closing", "recorded")
     )
-    start = log.state(_Seen).start
+    start = log.last.get("vllm_version")
     if start is None or not log.who.connectors or works:
         return None
-    return Answer(
-        "no process reports the end of its start after `Initializing a V1 LLM engine`",
-        request="", verdict="unknown", evidence=(start,), note=True,
-    )  # fmt: skip
+    sentence = "no process reports the end of its start after `Initializing a V1 LLM engine`"
+    return Answer(sentence, verdict="unknown", evidence=(start.evidence,), note=True)

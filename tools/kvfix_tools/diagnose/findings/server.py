@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from kvfix_tools.diagnose import problems
-from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
+from kvfix_tools.diagnose.findings import Answer, Severity, finding
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
@@ -22,14 +22,12 @@ _UNASKED = frozenset({"end_session"})
 
 
 class Server:
-    """mode: the transfer mode of the server. handler: the line that announces the traceback of a handler."""
+    """handler: the line that announces the traceback of a handler."""
 
-    def __init__(self) -> None:
-        self.mode = ""
-        self.handler: LogLine | None = None
+    handler: LogLine | None = None
 
 
-@finding("KVD116", "server-silent-at-start", Severity.CRASH, on=["raised"], symptom=True)
+@finding("KVD116", "server-silent-at-start", Severity.CRASH, on=["server_silent"], symptom=True)
 def server_silent_at_start(log: Diagnosis, line: LogLine) -> Answer | None:
     """vLLM does not start, because a worker could not register with the LMCache server.
 
@@ -41,8 +39,6 @@ def server_silent_at_start(log: Diagnosis, line: LogLine) -> Answer | None:
 
     Good: a fix of the error in the server's log. No release up to 0.5.6 sends this error to the client.
     """
-    if line.fields["meaning"] != "server_silent":
-        return None
     server = line.fields.get("server")
     what = f"no server at {server}" if server else f"no answer to {line.fields.get('operation', 'a request')}"
     return Answer(f"{what}: {line.fields['text'][:160]}", request="")
@@ -62,7 +58,7 @@ def server_does_not_answer(log: Diagnosis, line: LogLine) -> Answer | None:
     """
     what = line.fields.get("what", "a ping")
     server = line.fields.get("server")
-    return Answer(f"{what} timed out{' at ' + server if server else ''}; the server is marked unhealthy", request="")
+    return Answer(f"{what} timed out{' at ' + server if server else ''}; the server is marked unhealthy")
 
 
 @finding("KVD205", "server-never-asked-again", Severity.HANG, on=[""])
@@ -71,7 +67,7 @@ def server_never_asked_again(log: Diagnosis, line: LogLine) -> Answer | None:
     timed_out = log.counts["mp_timeout"]
     if not timed_out or log.counts["mp_healthy"] or log.releases.within("lmcache", ">=0.5.0,<0.5.6") is not True:
         return None
-    return Answer(f"{timed_out} lookups timed out, and no line says `LMCache server is healthy again`", request="")
+    return Answer(f"{timed_out} lookups timed out, and no line says `LMCache server is healthy again`")
 
 
 @finding("KVD206", "transfer-mode-mismatch", Severity.HANG, on=["no_handler"])
@@ -87,16 +83,8 @@ def transfer_mode_mismatch(log: Diagnosis, line: LogLine) -> Answer | None:
 
     Good: these settings for server and worker. No release up to 0.5.6 answers an unknown operation.
     """
-    mode = log.state(Server).mode
-    return Answer(
-        f"the server has no handler for {line.fields['operation']}{'; its transfer mode is ' + mode if mode else ''}",
-        request="",
-    )
-
-
-@note("transfer_mode")
-def _note_mode(log: Diagnosis, line: LogLine) -> None:
-    log.state(Server).mode = line.fields["mode"]
+    mode = f"; its transfer mode is {log.last['transfer_mode'].fields['mode']}" if log.counts["transfer_mode"] else ""
+    return Answer(f"the server has no handler for {line.fields['operation']}{mode}")
 
 
 @finding("KVD210", "worker-forgotten", Severity.HANG, on=["reaped", "unregistered", ""])
@@ -113,10 +101,10 @@ def worker_forgotten(log: Diagnosis, line: LogLine | None) -> Answer | None:
         return Answer("a worker unregisters, but the server does not know the worker any more", "", "unknown")
     f = line.fields
     if line.name == "unregistered":
-        return Answer(f"worker {f['instance']} is not registered", request="")
+        return Answer(f"worker {f['instance']} is not registered")
     if f["pinged"] == "True":
         return None  # KVD214
-    return Answer(f"worker {f['instance']} was silent for {f['silent']} s and has never pinged", request="")
+    return Answer(f"worker {f['instance']} was silent for {f['silent']} s and has never pinged")
 
 
 @finding("KVD214", "worker-fell-silent", Severity.HANG, on=["reaped"])
@@ -136,7 +124,7 @@ def worker_fell_silent(log: Diagnosis, line: LogLine) -> Answer | None:
     f = line.fields
     if f["pinged"] != "True":
         return None  # KVD210
-    return Answer(f"worker {f['instance']} was silent for {f['silent']} s", request="", verdict="unknown")
+    return Answer(f"worker {f['instance']} was silent for {f['silent']} s", verdict="unknown")
 
 
 @finding("KVD212", "server-handler-fails", Severity.HANG, on=["logged", "raised", ""])
@@ -154,7 +142,7 @@ def server_handler_fails(log: Diagnosis, line: LogLine | None) -> Answer | None:
     server = log.state(Server)
     head = server.handler
     if line is None:
-        return Answer(head.evidence.text[:160], request="", evidence=(head.evidence,)) if head is not None else None
+        return Answer(head.evidence.text[:160], evidence=(head.evidence,)) if head is not None else None
     if line.name == "logged":
         found = _HANDLER.search(line.evidence.text) if line.body.find(b"andl") >= 0 else None
         if found is None:

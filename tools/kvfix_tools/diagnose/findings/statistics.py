@@ -118,7 +118,7 @@ def _stands(log: Diagnosis, line: LogLine | None, rule: str) -> Answer | None:
     if looks_like != rule or count < IDLE:
         return None
     verdict = "violated" if rule == _QUEUE else "unknown"  # one step may take so long
-    return Answer(f"{what} for {count} intervals", request="", verdict=verdict)
+    return Answer(f"{what} for {count} intervals", verdict=verdict)
 
 
 def _still_at_the_end(log: Diagnosis, still: _Still, rule: str) -> Answer | None:
@@ -130,7 +130,7 @@ def _still_at_the_end(log: Diagnosis, still: _Still, rule: str) -> Answer | None
     for count, what, evidence, looks_like in still.values():
         if count < IDLE and looks_like == rule and not log.failures.ending:
             sentence = f"{what}, and no later statistics: at INFO vLLM logs none while it computes nothing"
-            return Answer(sentence, request="", verdict="unknown", evidence=(evidence,), note=True)
+            return Answer(sentence, verdict="unknown", evidence=(evidence,), note=True)
     return None
 
 
@@ -180,7 +180,6 @@ def external_cache_never_hits(log: Diagnosis, line: LogLine) -> Answer | None:
         return None
     return Answer(
         f"{kept.intervals} intervals with prompts, up to {kept.local}% from the GPU's own cache, 0.0% external",
-        request="",
         verdict="unknown",
         evidence=(kept.last,),
     )
@@ -204,7 +203,7 @@ def every_group_taken_for_drafts(log: Diagnosis, line: LogLine) -> Answer | None
     groups = [int(number) for number in re.findall(r"\d{1,6}", line.fields["groups"])]
     if len(groups) < 2 or groups != list(range(len(groups))) or log.releases.within("vllm", ">=0.32"):
         return None
-    return Answer(f"vLLM takes all {len(groups)} groups for groups of the draft model", request="", verdict="unknown")
+    return Answer(f"vLLM takes all {len(groups)} groups for groups of the draft model", verdict="unknown")
 
 
 #: Minimum size of a transfer in MB for a judgement, and a rate in MB/s that RDMA and NVLink exceed by far.
@@ -252,7 +251,6 @@ def kv_goes_by_tcp(log: Diagnosis, line: LogLine | None) -> Answer | None:
     fields = kept.best.fields
     return Answer(
         f"at best {float(fields['rate']):.0f} MB/s in {kept.intervals} intervals, {fields['size']} MB each",
-        request="",
         verdict="unknown",
         evidence=(kept.best.evidence,),
     )

@@ -127,7 +127,7 @@ def _what(log: Diagnosis, line: LogLine) -> str:
         bare = f", `{fields['source']}`" if fields["source"] else "" if fields["text"] else _CUT
         return f"{what}{bare}"
     file, number, function = fields["frames"][-1]
-    at = f":{number}" if number else ""  # shortened frames in bug reports have no line number
+    at = f":{number}" if number else ""  # a recorded exception has no line number
     parts = [f"{what} at {'/'.join(file.split('/')[-2:])}{at} in {function}"]
     if fields["source"]:
         parts.append(f"`{fields['source']}`")
