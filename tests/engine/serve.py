@@ -7,8 +7,7 @@ The job has these fields:
 
 These optional fields are numbers of rounds:
 
-- `apply_before`: call kvfix.apply() then, for an engine in this process
-- `abort_before`: abort requests then. `abort`: requests `running` and `waiting`, `extra_args` of the latter, `steps`
+- `abort_before`: abort a request then. `abort`: requests `running` and `waiting`
 - `spoil_from`; `mix_before`: of the L2
 - `l2_before`: empty L1, so that all chunks come from the L2
 - `one_by_one_in`: each request has a higher priority than the last one, whose load has begun
@@ -42,10 +41,6 @@ def main(job: dict[str, Any]) -> None:
     preempted: list[int] = []
     for number, asked in enumerate(job["rounds"]):
         requests = [(continued(each, requests, rounds), tokens) for each, tokens in asked]
-        if number == job.get("apply_before"):
-            import kvfix
-
-            kvfix.apply()
         if number == job.get("abort_before"):
             abort_waiting(llm.llm_engine, job["abort"])
         if number == job.get("spoil_from"):
@@ -81,22 +76,12 @@ def ask_for_recorders(folder: Path) -> None:
 
 
 def abort_waiting(engine: Any, job: dict[str, Any]) -> None:
-    """One request runs, another waits behind it and is aborted; the first one runs to its end.
-
-    `steps` of each are between these. An engine in another process does not wait for this one: there steps are 0, and
-    the plugin holds the engine until the abort is there (`abort_comes_first` of kvfix_engine_hangs.py).
-    """
-
-    def add(name: str, **more: Any) -> None:
+    """One request runs, another waits behind it and is aborted; the first one runs to its end."""
+    for name in ("running", "waiting"):
         prompt, tokens = job[name]
-        engine.add_request(name, {"prompt_token_ids": prompt}, real_engine.greedy(tokens, **more))
-
-    add("running")
-    for _ in range(job["steps"]):
-        engine.step()
-    add("waiting", extra_args=job["extra_args"])
-    for _ in range(job["steps"]):
-        engine.step()
+        engine.add_request(name, {"prompt_token_ids": prompt}, real_engine.greedy(tokens))
+        for _ in range(4):
+            engine.step()
     engine.abort_request(["waiting"])
     while engine.has_unfinished_requests():
         engine.step()

@@ -16,16 +16,12 @@ import sys
 from typing import Any
 
 REPORT = os.environ.get("KVFIX_TEST_REPORT", "")
-#: With this variable the worker's lookup server runs, but never answers.
-LOOKUPS_HANG = "KVFIX_TEST_LOOKUPS_HANG" in os.environ
 #: With this in the environment LMCache's own GPU connector runs (kvfix_tools.roundtrip.engine_connector).
 REAL_CONNECTOR = "KVFIX_TEST_REAL_CONNECTOR" in os.environ
 STAND_INS = {
     **({} if REAL_CONNECTOR else {"lmcache.v1.gpu_connector": "current_releases"}),
     "lmcache.integration.vllm.vllm_v1_adapter": "early_releases",
     "lmcache.integration.vllm.vllm_multi_process_adapter": "patient_pings",
-    "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector": "in_tree",
-    **({"lmcache.v1.cache_engine": "lookups_hang"} if LOOKUPS_HANG else {}),
 }
 
 
@@ -120,20 +116,6 @@ def note_grants_and_loads(connector: Any) -> None:
             note("load", request=request)
         return sending, receiving
 
-    built, impl = connector.build_connector_meta, getattr(connector, "_lmcache_engine", None)
-    client = getattr(impl, "lookup_client", None)  # in the scheduler only
-    kept: list[int] = []
-
-    def build_connector_meta(*args: Any, **kwargs: Any) -> Any:
-        metadata = built(*args, **kwargs)
-        now = [len(impl.load_specs), len(impl._requests_priority), len(client.reqs_status)]
-        if now != kept:
-            kept[:] = now
-            note("kept", load_specs=now[0], priorities=now[1], lookups=now[2])
-        return metadata
-
-    if hasattr(impl, "load_specs") and hasattr(client, "reqs_status"):
-        connector.build_connector_meta = build_connector_meta
     connector.update_state_after_alloc = update_state_after_alloc
     connector.get_finished = get_finished
 
