@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import ast
 from functools import lru_cache
-from pathlib import Path
 
-from tests.diagnose import releases, test_stacks
+from tests.diagnose import test_stacks
 from tests.diagnose.lines import (
+    FATAL,
     NEWEST,
     V1,
-    adapter,
     asked,
+    bare,
     below,
     crash,
+    fail,
     framed,
     handler_failed,
     logged,
+    raised,
+    rows,
     site_packages,
     stats,
     transfer_asserts,
@@ -24,7 +26,6 @@ from tests.diagnose.lines import (
     version,
     vllm,
 )
-from tests.diagnose.releases import bare, fail, files, raise_in
 
 LOOKUPS = "v1/lookup_client/lmcache_async_lookup_client.py"
 METADATA = (
@@ -42,7 +43,9 @@ ANSWERED_500 = (
 )
 NOWHERE = "('', '', 0, '')"
 #: A failure that no record knows.
-WHAT = ast.parse("raise RuntimeError('what?')").body[0]
+WHAT = "RuntimeError: what?"
+ADAPTER = "lmcache/integration/vllm/vllm_v1_adapter.py"
+RUNNER = ("vllm/v1/gpu_model_runner.py", "execute_model", "call()")
 
 
 def worker(model: str = "/m/a", ranks: int = 1, chunk: int = 256, release: str = NEWEST) -> str:
@@ -142,9 +145,9 @@ def hits() -> dict[str, list[str]]:
             for release in ("0.3.9", "0.3.15")
         ],
         "KVD116": [
-            fail(place, *(["tcp://h:5"] if place.level == "text" else []), "300.0")
+            fail(release, row, *(["tcp://h:5"] if row.level == "text" else []), "300.0")
             for release in ("0.4.2", NEWEST)
-            for place in releases.places(release, "server_silent")
+            for row in rows(release, "server_silent")
         ],
         "KVD117": [
             bare("0.3.15", V1, "wait_for_save", "assert len(slot_mapping) == len(token_ids)").replace(
@@ -219,11 +222,13 @@ def hits() -> dict[str, list[str]]:
         "KVD404": [logged(NEWEST, "not_stored", which="not store") * 20],
         "KVD109": [transfer_asserts("assert req_id in self.requests")],
         "KVD111": [version("0.5.4") + transfer_asserts("assert RequestStatus.is_finished(req.status)")],
-        "KVD113": [raise_in(adapter(NEWEST), "from_new_request", ast.parse("len(None)").body[0], 190)],
+        "KVD113": [
+            FATAL + raised([(ADAPTER, "from_new_request", "len(it)")],
+                           "TypeError: object of type 'NoneType' has no len()")
+        ],
         "KVD114": [
             logged(NEWEST, "lookup_given_up", "r1", 3)
-            + raise_in(files(NEWEST)["lmcache_async_lookup_client.py"][0], "lookup_cache",
-                       ast.parse("{}['r1']").body[0], 175)
+            + FATAL + raised([(f"lmcache/{LOOKUPS}", "lookup_cache", "self.kept[lookup_id]")], "KeyError: 'r1'")
         ],
         "KVD115": [bare(NEWEST, "gpu_connectors.py", "to_gpu", "assert memory_obj.tensor is not None")],
         "KVD159": [
@@ -252,12 +257,9 @@ def hits() -> dict[str, list[str]]:
         "KVD1059": [DECODES + STARTS],
         "KVD1051": [moved(320.0), moved(320.0) + moved(900.0)],
         "KVD1148": [
-            raise_in(Path("/opt/app/vllm/v1/gpu_model_runner.py"), "execute_model", WHAT, 8).partition("Runtime")[0]
+            FATAL + raised([RUNNER], WHAT).partition("Runtime")[0]
         ],
         "KVD199": [
-            raise_in(path, function, WHAT, 800)
-            for path, function in (
-                (adapter(NEWEST), "start_load_kv"), (Path("/opt/app/vllm/v1/gpu_model_runner.py"), "execute_model")
-            )
+            FATAL + raised([frame], WHAT) for frame in ((ADAPTER, "start_load_kv", "call()"), RUNNER)
         ],
     }  # fmt: skip

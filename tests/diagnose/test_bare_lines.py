@@ -10,8 +10,7 @@ import pytest
 from kvfix_tools.diagnose import command, statements
 from kvfix_tools.diagnose.line_scanner import Scanner
 from maintain.documentation import error_index
-from tests.diagnose.lines import NEWEST, codes, diagnose, logged, raised, scanned, stats
-from tests.diagnose.releases import CORE
+from tests.diagnose.lines import CORE, NEWEST, codes, diagnose, logged, raised, scanned, stats
 
 LIBRARY = "/x/site-packages/lmcache/c_ops.cpython-312-x86_64-linux-gnu.so"
 TORCH = "_ZN3c106detail14torchCheckFailEPKcS2_jRKSs"

@@ -10,8 +10,7 @@ from kvfix_tools.diagnose import checks
 from kvfix_tools.diagnose.checks import Check
 from maintain import released_checks
 from tests.conftest import RELEASES
-from tests.diagnose.lines import NEWEST, diagnose, raised, site_packages
-from tests.diagnose.releases import CORE
+from tests.diagnose.lines import CORE, NEWEST, diagnose, raised, site_packages
 
 PACKAGES = {"lmcache": (NEWEST, RELEASES / NEWEST / "lmcache"), "vllm": ("0.32.0", site_packages() / "vllm")}
 #: A check that no record names, with a text; and an assertion without one.

@@ -7,12 +7,12 @@ import pytest
 from kvfix import catalogue as known_fixes
 from kvfix_tools.diagnose import advice
 from kvfix_tools.diagnose.findings import catalogue
-from tests.diagnose import releases
 from tests.diagnose.finding_logs import STARTS, hits, lookups, without_hits, worker
 from tests.diagnose.lines import (
     NEWEST,
     V1,
     asked,
+    bare,
     codes,
     crash,
     diagnose,
@@ -20,7 +20,6 @@ from tests.diagnose.lines import (
     logged,
     version,
 )
-from tests.diagnose.releases import bare, fail
 
 
 @pytest.mark.parametrize("code", [rule.code for rule in catalogue()])
@@ -143,8 +142,7 @@ def test_a_crash_without_its_lookup_is_found() -> None:
 
 
 def test_what_failed_in_the_server_stands_before_its_clients_silence() -> None:
-    place = releases.places(NEWEST, "server_silent")[0]
-    client = fail(place, *(["tcp://h:5"] if place.level == "text" else []), "300.0")
+    client = hits()["KVD116"][-1]
     server = handler_failed() + handler_failed("Error handling operation register_kv_cache", "no such device")
     for log in (client + server, server + client):
         diagnosis = diagnose(log)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 from functools import lru_cache
-from pathlib import Path
 
 import pytest
 
 from kvfix_tools.diagnose.findings import catalogue
-from tests.diagnose import releases, test_stacks
+from tests.diagnose import test_stacks
 from tests.diagnose.finding_logs import (
+    ADAPTER,
     ANSWERED_500,
     DECODES,
     LOOKUPS,
@@ -27,14 +26,15 @@ from tests.diagnose.lines import (
     NEWEST,
     SCHEDULER,
     V1,
-    adapter,
     asked,
+    bare,
     below,
     codes,
     crash,
     diagnose,
     handler_failed,
     logged,
+    raised,
     stats,
     transfer_asserts,
     unread,
@@ -42,7 +42,6 @@ from tests.diagnose.lines import (
     vllm,
     vllm_unread,
 )
-from tests.diagnose.releases import bare, fail, raise_in
 
 MP = "integration/vllm/vllm_multi_process_adapter.py"
 DRIVEN = "v1/multiprocess/modules/lmcache_driven_transfer.py"
@@ -170,7 +169,7 @@ def misses() -> list[tuple[str, str]]:
         # The same threads outside of a hook.
         ("KVD213", test_stacks.DUMP.replace(b"get_num_new_matched_tokens", b"step").decode()),
         ("KVD1303", test_stacks.NATIVE.replace(b"nixl", b"any").replace(b"uct_ib_mlx5", b"any").decode()),
-        ("KVD113", raise_in(Path("/opt/app/vllm/x.py"), "f", ast.parse("len(None)").body[0], 12)),
+        ("KVD113", raised([("vllm/x.py", "f", "len(it)")], "TypeError: object of type 'NoneType' has no len()")),
         # The other assertions of a resume.
         ("KVD104", crash(NEWEST, "resume_differs", "r1", 800, 1024, False)),
         ("KVD106", crash("0.3.10.post1", "resume_differs", "r1", 256, 512)),
@@ -182,12 +181,12 @@ def misses() -> list[tuple[str, str]]:
         # The same assertion with another connector.
         ("KVD111", transfer_asserts("assert RequestStatus.is_finished(req.status)")),
         # A request that is not found, in another dictionary.
-        ("KVD110", fail(releases.statement(adapter(NEWEST), "not found in _unfinished_requests", NEWEST), "r1")),
+        ("KVD110", unread(NEWEST, ADAPTER.removeprefix("lmcache/"), "not found in _unfinished_requests", "r1")),
         # The warning that took the assertion's place in 0.4.7; and another assertion of the function.
         ("KVD112", logged(NEWEST, "save_skipped", "r1", 1024, 1536)),
         ("KVD112", bare("0.3.15", V1, "wait_for_save", "assert len(self.kv_caches) > 0")),
         ("KVD114", logged(NEWEST, "lookup_given_up", "r1", 3)),
-        ("KVD114", raise_in(adapter(NEWEST), "get_num_new_matched_tokens", ast.parse("{}['r1']").body[0], 1400)),
+        ("KVD114", raised([(ADAPTER, "get_num_new_matched_tokens", "it['r1']")], "KeyError: 'r1'")),
         ("KVD115", logged(NEWEST, "double_unpin", "1403", -1)),
         # The file's name is that of releases before asynchronous loading lost its count.
         ("KVD115", bare("0.3.12", "gpu_connector.py", "to_gpu", "assert memory_obj.tensor is not None")),

@@ -8,8 +8,7 @@ import pytest
 
 from kvfix_tools.diagnose import problems
 from kvfix_tools.diagnose.signs import PLACE
-from tests.diagnose.lines import codes, diagnose, site_packages, version
-from tests.diagnose.releases import CORE
+from tests.diagnose.lines import CORE, codes, diagnose, site_packages, version
 from tests.diagnose.sign_logs import LMCACHE
 
 #: LMCache prints a CacheEngineKey, here with a model that lies below a long path.
