@@ -1,4 +1,4 @@
-"""Each finding is found in its logs (finding_logs.py). Those that only look like it are in test_misses.py."""
+"""Each finding is found in its logs, and not in logs that only look like it (finding_logs.py)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from kvfix import catalogue as known_fixes
 from kvfix_tools.diagnose import advice
 from kvfix_tools.diagnose.findings import catalogue
-from tests.diagnose.finding_logs import STARTS, hits, lookups, without_hits, worker
+from tests.diagnose.finding_logs import STARTS, hits, lookups, misses, without_hits, worker
 from tests.diagnose.lines import (
     NEWEST,
     V1,
@@ -24,6 +24,7 @@ from tests.diagnose.lines import (
 
 @pytest.mark.parametrize("code", [rule.code for rule in catalogue()])
 def test_is_found(code: str) -> None:
+    assert hits()[code]
     for log in hits()[code]:
         diagnosis = diagnose(log)
         assert code in codes(diagnosis), log[-2000:]
@@ -33,6 +34,15 @@ def test_is_found(code: str) -> None:
         assert advice.advice(diagnosis, found)
         now = advice.remedy(diagnosis, found).now
         assert now.startswith(("`", "kvfix run")), f"what to do begins with what can be typed: {now}"
+
+
+@pytest.mark.parametrize("code", [rule.code for rule in catalogue()])
+def test_is_not_found(code: str) -> None:
+    """In what looks like it and is right, and in what is another crash."""
+    logs = [log for about, log in misses() if about == code]
+    assert logs
+    for log in logs:
+        assert code not in codes(diagnose(log)), log[-2000:]
 
 
 def test_a_crash_has_one_name() -> None:

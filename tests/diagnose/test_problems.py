@@ -8,8 +8,8 @@ import pytest
 
 from kvfix_tools.diagnose import problems
 from kvfix_tools.diagnose.signs import PLACE
-from tests.diagnose.lines import CORE, codes, diagnose, site_packages, version
-from tests.diagnose.sign_logs import LMCACHE
+from tests.diagnose.lines import CORE, NEWEST, codes, diagnose, logged, raised, site_packages, version
+from tests.diagnose.sign_logs import LMCACHE, VLLM
 
 #: LMCache prints a CacheEngineKey, here with a model that lies below a long path.
 KEY = f"CacheEngineKey(model_name='/data/{'models/' * 30}', world_size=1, worker_id=0, request_configs=None)"
@@ -34,6 +34,34 @@ FAILING = (
 )
 
 
+UNHEALTHY = "LMCache server is unhealthy — entering degraded mode"
+TRANSFER = [("lmcache/v1/multiprocess/server.py", "store", "lmc_ops.multi_layer_block_kv_transfer(")]
+NIXL = "vllm/distributed/kv_transfer/kv_connector/v1/nixl/"
+POSTS = ("nixl_cu12/_api.py", "transfer", "self.agent.postXferReq(handle, b'')")
+BACKEND = "nixl_cu12._bindings.nixlBackendError: NIXL_ERR_BACKEND"
+RETRIEVE = (
+    "Traceback (most recent call last):\n"
+    '  File "/opt/app/lmcache/v1/multiprocess/modules/lmcache_driven_transfer.py", line 600, in retrieve\n'
+    "    self.context(instance)\n"
+    "ValueError: {}\n"
+)
+PORTS = raised(
+    [("lmcache/v1/storage_backend/pd_backend.py", "from_cache_engine_config", "ports[rank]")],
+    "IndexError: list index out of range",
+)
+MISSED = logged(NEWEST, "unretrievable") + logged(NEWEST, "short", 0, 15)
+DUMPED = (
+    "(EngineCore_DP0 pid=276) ERROR 12-03 01:24:36 [dump_input.py:79] Dumping scheduler stats: "
+    "SchedulerStats(num_running_reqs=1, num_corrupted_reqs=0)\n"
+)
+INSTALL = (
+    '(EngineCore pid=9) Traceback (most recent call last):\n(EngineCore pid=9)   File "/opt/any.py", line 7, in f\n'
+    "(EngineCore pid=9) ImportError: Please install mooncake by following the instructions at "
+    "https://any.org/build.md to run "
+)
+PULLING = VLLM.format(level="ERROR", text="pulling kv_caches for ['7'] failed: {}")
+
+
 def error(text: str, level: str = "ERROR") -> str:
     return LMCACHE.format(level=level, text=text)
 
@@ -41,6 +69,16 @@ def error(text: str, level: str = "ERROR") -> str:
 def manager(reason: str) -> str:
     text = f"Failed to initialize LMCacheManager components: {reason}. System will operate in degraded mode"
     return error(f"{text} (recompute).")
+
+
+def init_failed(reason: str) -> str:
+    return error(f"LMCacheEngine marked as init failed: {reason}")
+
+
+STORE_FAILED = error("Cannot store keys due to exception")
+NO_INTEGER = error(
+    "Failed to initialize/re-establish remote connection: 'NoneType' object cannot be interpreted as an integer"
+)
 
 
 @pytest.mark.parametrize(
@@ -86,10 +124,80 @@ def manager(reason: str) -> str:
         (version("0.3.13") + "ValueError: Invalid key string: vllm@m@1@0@-5d1b@bfloat16@0\n", "KVD899"),
         (FAILED, "KVD301"),
         (FAILED + FAILING, "KVD303"),
+        # A message alone on its line, in a sentence, and among lines of another text.
+        (f"{UNHEALTHY}\n", "KVD204"),
+        (f"We saw that {UNHEALTHY}, once.\n", ""),
+        ("a line of a letter\n" * 9 + f"\n{UNHEALTHY}\n", ""),
+        ("see vllm/v1/core/sched/scheduler.py, in which requests wait\n", ""),
+        # The time-out of the queue is the cause of the one that is raised; neither is an unknown failure.
+        (raised([("vllm/distributed/device_communicators/shm_broadcast.py", "acquire_read", "raise")], "TimeoutError")
+         + f"{CORE}The above exception was the direct cause of the following exception:\n"
+         + raised([("vllm/v1/executor/multiproc_executor.py", "get_response", "raise TimeoutError(")],
+                  "TimeoutError: RPC call to sample_tokens timed out."), "KVD945"),
+        # Lines with other numbers count as equal, but a number in a sign tells failures apart.
+        (raised(TRANSFER, "RuntimeError: Unsupported GPUKVFormat: 7"), "KVD766"),
+        (raised(TRANSFER, "RuntimeError: Unsupported GPUKVFormat: 10"), "KVD767"),
+        (raised(TRANSFER, "RuntimeError: Unsupported GPUKVFormat: 99"), "KVD199"),
+        (raised(TRANSFER, "RuntimeError: Unsupported GPUKVFormat: 6"), "KVD766"),
+        # NIXL serves vLLM's connector and LMCache's storage: what failed is known by the frames above it.
+        (raised([(f"{NIXL}worker.py", "_read_blocks", "wrapper.transfer(handle)"), POSTS], BACKEND), "KVD571"),
+        (raised([("lmcache/v1/storage_backend/nixl_storage_backend.py", "post_blocking", "agent.transfer(handle)"),
+                 POSTS], BACKEND), "KVD359"),
+        (raised([("opt/store.py", "put", "agent.transfer(handle)"), POSTS], BACKEND), "KVD199"),
+        # The server's handler logs that it failed, then the exception: one failure, one remedy.
+        (STORE_FAILED, "KVD915"),
+        (STORE_FAILED + RETRIEVE.format("No GPU context registered for instance ID 7"), "KVD920"),
+        # One line, one remedy: that of the error which the line quotes, where a record knows it.
+        (init_failed("Address already in use (addr='tcp://0.0.0.0:8500')"), "KVD220"),
+        (init_failed("[Errno 13] Permission denied: '/data/kv'"), "KVD227"),
+        (init_failed("RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB"), "KVD215"),
+        (init_failed("pd_buffer_size (7) is smaller than a single chunk (9)"), "KVD528"),
+        (init_failed("list index out of range"), "KVD527"),
+        (init_failed("what nobody knows"), "KVD923"),
+        # A frame of another date, or with a link, is vLLM's.
+        (PORTS.replace(CORE, "(Worker pid=7) ERROR 2026-01-12 16:28:02.921 [multiproc_executor.py:824] "), "KVD526"),
+        (PORTS.replace(CORE, "(Worker pid=7) ERROR 01-12 16:28:02 [[multiproc_executor.py:824](http://m.py:8/)] "),
+         "KVD526"),
+        # The store itself says why it does not give.
+        (error("batch_get_into failed for key m@1@0@77 (code=-704)") + MISSED, "KVD888"),
+        (error("Failed to allocate memory during remote receive", "WARNING") + MISSED, "KVD847"),
+        (error("Key exists but KV cache does not exist.Might happen when the cache is evicted by redis", "WARNING")
+         + MISSED, "KVD872"),
+        # vLLM dumps the scheduler's statistics as an error; their names have words of failures.
+        (DUMPED, ""),
+        (f'{DUMPED}{CORE}File "/opt/app/vllm/v1/engine/core.py", line 267, in step\n', "KVD1148"),
+        # The record that says more replaces those that say less of one failure.
+        (raised([("vllm/distributed/device_communicators/all2all.py", "<module>", "import nixl_ep"),
+                 ("nixl_ep/__init__.py", "<module>", "import nixl_ep_cpp")],
+                "ImportError: libcudart.so.12: cannot open shared object file: No such file or directory"), "KVD151"),
+        ("INFO 12-03 01:24:30 [core.py:69] Initializing a V1 LLM engine (v0.32.0) with config: model='m'\n"
+         "(Worker pid=7) ERROR 12-03 01:24:36 [base_worker.py:1260] NIXL transfer failure: transfer_failed | "
+         "Context: {}\n" + raised([(f"{NIXL}base_worker.py", "_pop_done_transfers", "check()")],
+                                  "nixl_cu12._bindings.nixlRemoteDisconnectError: NIXL_ERR_REMOTE_DISCONNECT"),
+         "KVD591"),
+        # Both texts are of one loop: with this reason it is the one that failed before.
+        (error("Failed to process mem alloc loop: Operation cannot be accomplished in current state"), "KVD691"),
+        (error("Failed to process mem alloc loop: gone"), "KVD259"),
+        # "Please install mooncake ...": vLLM's connectors and LMCache's say the same but for the last words.
+        (f"{INSTALL}VLLM with MooncakeTransferEngine.\n", "KVD509"),
+        (f"{INSTALL}vLLM with MooncakeStoreConnector.\n", "KVD509"),
+        (f"{INSTALL}vLLM with MooncakeConnector.\n", "KVD890"),
+        (PULLING.format("Timeout waiting for P side ready"), "KVD501"),
+        (PULLING.format("Mooncake transfer engine returned -1"), "KVD502"),
+        (PULLING.format("gone"), "KVD261"),
+        # KVD960 says more exactly what the line is, but is of LMCache before 0.3.10.post1.
+        (version("0.3.9") + NO_INTEGER, "KVD960"),
+        (version(NEWEST) + NO_INTEGER, "KVD860"),
     ],
 )  # fmt: skip
 def test_a_log_has_one_finding(log: str, code: str) -> None:
     assert codes(diagnose(log)) == ([code] if code else [])
+
+
+def test_a_line_far_above_a_traceback_heads_nothing() -> None:
+    """It stands alone, as it does above an exception that no record knows."""
+    for apart, text in (("", "nobody knows this"), ("x\n" * 200, "No GPU context registered for 7")):
+        assert "KVD915" in codes(diagnose(STORE_FAILED, apart, RETRIEVE.format(text)))
 
 
 def test_signs_of_ucx_stand_in_the_ucx_that_nixl_brings() -> None:
