@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from kvfix_tools.diagnose import checks
@@ -110,15 +108,3 @@ def test_a_line_without_frames_is_found_by_its_words() -> None:
 )  # fmt: skip
 def test_what_is_taken_of_a_file(code: str, expected: list[tuple[str, str, str]]) -> None:
     assert [tuple(check) for _, check in released_checks.extract(code.encode())] == expected
-
-
-def test_ranges_go_there_and_back() -> None:
-    data = released_checks.as_data({("a.py", "f", Check("E", "x", "")): {"0.1", "0.2", "0.10"},
-                                    ("a.py", "g", Check("E", "y", "")): {"0.1", "0.10"}})  # fmt: skip
-    assert data["releases"] == ["0.1", "0.2", "0.10"]
-    assert {len(having) for having in checks.table(data).values()} == {2, 3}
-
-
-def test_the_folder_of_a_package_decides_what_is_read() -> None:
-    assert not any(place[0].startswith("cli/") for place in checks.known()["lmcache"][1])
-    assert Path(checks.FILE).exists()

@@ -135,25 +135,6 @@ def test_one_piece_many_times_over(piece: bytes) -> None:
     assert log.counts["asked"] == 1
 
 
-def test_numbers_without_end() -> None:
-    """int() refuses more than 4300 digits."""
-    nines = b"9" * 5000
-    lines = [
-        (POLL % (0, 1)).replace(b"900", nines).replace(b"256", nines),
-        b"INFO 12-03 01:24:36 [core.py:7] Initializing a V1 LLM engine (v0." + nines + b") with config\n",
-        POLL.replace(b"1476", nines) % (0, 2),
-        (POLL % (0, 3)).replace(b"2026", nines),
-        b'  File "x.py", line ' + nines + b", in f\n",
-        b"Engine 000: Avg prompt throughput: 0.0 tokens/s, Avg generation throughput: 0.0 tokens/s, Running: "
-        + nines + b" reqs, Waiting: 1 reqs\n",
-        b"Engine 000: Avg prompt throughput: 0.0.0 tokens/s, Avg generation throughput: . tokens/s, Running: 1 reqs, "
-        b"Waiting: 1 reqs\n",
-    ]  # fmt: skip
-    for _ in range(2):
-        for line in lines:
-            diagnosed(line)
-
-
 def test_files_are_merged_by_time(tmp_path: Path) -> None:
     """A line of one node comes between the lines of another by its time."""
     early, late = POLL.replace(b"01:41:27", b"01:41:00"), POLL.replace(b"01:41:27", b"01:42:00")

@@ -46,14 +46,6 @@ def test_a_line_is_one_record(problem: Problem) -> None:
         assert second(problem, shown(problem, sign)) == [], sign
 
 
-def test_ranges_that_meet() -> None:
-    assert meet({"lmcache": ">=0.4"}, {"lmcache": "<0.5"})
-    assert meet({"lmcache": ">=0.4"}, {"vllm": "<0.5"})
-    assert meet({"vllm": "<0.32"}, {"vllm": "<=0.20"})
-    assert not meet({"vllm": "<0.32"}, {"vllm": ">=0.32"})
-    assert not meet({"lmcache": ">=0.3.10,<0.3.13"}, {"lmcache": ">=0.4.1"})
-
-
 def test_which_sign_says_more() -> None:
     assert implied(Logged("failed for <key>: <error>"), Logged("failed for <key>: Broken pipe"))
     assert not implied(Logged("failed for <key>: Broken pipe"), Logged("failed for <key>: <error>"))

@@ -10,7 +10,6 @@ These optional fields are numbers of rounds:
 - `abort_before`: abort a request then. `abort`: requests `running` and `waiting`
 - `spoil_from`; `mix_before`: of the L2
 - `l2_before`: empty L1, so that all chunks come from the L2
-- `one_by_one_in`: each request has a higher priority than the last one, whose load has begun
 
 A request is a prompt, and the number of tokens to generate. A number as the prompt means that request of the previous
 round, with its answer. This file has all that a user does with kvfix, and only in the parent process.
@@ -49,8 +48,6 @@ def main(job: dict[str, Any]) -> None:
             l2.empty_l1(job["l2"])
         if number == job.get("mix_before"):
             l2.mix(job["l2"])
-        if number == job.get("one_by_one_in"):
-            one_by_one(llm.llm_engine, requests, Path(job["spoil"]))
         rounds.append(real_engine.generate(llm, requests))
         preempted.append(real_engine.counter(llm, "vllm:num_preemptions") - sum(preempted))
     ask_for_recorders(Path(os.environ["KVFIX_DUMP_DIR"]))
@@ -83,17 +80,6 @@ def abort_waiting(engine: Any, job: dict[str, Any]) -> None:
         for _ in range(4):
             engine.step()
     engine.abort_request(["waiting"])
-    while engine.has_unfinished_requests():
-        engine.step()
-
-
-def one_by_one(engine: Any, requests: list[tuple[list[int], int]], spoil: Path) -> None:
-    """Read the begun loads from the file next to `spoil` (plugin/kvfix_engine_hangs.py)."""
-    for number, (prompt, tokens) in enumerate(requests, 1):
-        more = {"priority": len(requests) - number}
-        engine.add_request(f"r{number}", {"prompt_token_ids": prompt}, real_engine.greedy(tokens), **more)
-        while not spoil.with_suffix(f".{number}").exists():
-            time.sleep(0.01)
     while engine.has_unfinished_requests():
         engine.step()
 

@@ -51,37 +51,6 @@ def server_stops(connector: Any) -> None:
     _before(connector.scheduler_adapter, "maybe_submit_lookup_request", stop)
 
 
-def load_is_lost(connector: Any) -> None:
-    """The worker forgets its loads and never reports them."""
-    adapter = connector.worker_adapter
-    _before(adapter, "get_finished", lambda: adapter.retrieve_futures.clear())
-
-
-def loads_end_together(connector: Any) -> None:
-    """Two loads, of which the second is as fast as the first is slow."""
-    adapter = connector.worker_adapter
-    begin, finished, held = adapter.batched_submit_retrieve_requests, adapter.get_finished, set[str]()
-    begun: list[str] = []
-
-    def batched_submit_retrieve_requests(requests: Any, *args: Any, **kwargs: Any) -> Any:
-        answer = begin(requests, *args, **kwargs)
-        for name in requests if SPOIL.exists() else ():
-            begun.append(name)
-            SPOIL.with_suffix(f".{len(begun)}").touch()
-        return answer
-
-    def get_finished(*args: Any, **kwargs: Any) -> Any:
-        stored, loaded = finished(*args, **kwargs)
-        held.update(loaded or ())
-        if SPOIL.exists() and len(held) < 2:
-            return stored, set()
-        loaded = set(held)
-        held.clear()
-        return stored, loaded
-
-    adapter.batched_submit_retrieve_requests, adapter.get_finished = batched_submit_retrieve_requests, get_finished
-
-
 def hook_waits(connector: Any) -> None:
     """A hook of the worker waits in a C function that does not come back."""
     reading, _ = os.pipe()
@@ -92,7 +61,5 @@ def hook_waits(connector: Any) -> None:
 PLANTS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "lookup_thread_ends": ("WORKER", lookup_thread_ends),
     "server_stops": ("SCHEDULER", server_stops),
-    "load_is_lost": ("WORKER", load_is_lost),
     "hook_waits": ("WORKER", hook_waits),
-    "locked_out": ("WORKER", loads_end_together),
 }
