@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kvfix_tools.diagnose import command, statements
+from kvfix_tools.diagnose import statements
 from kvfix_tools.diagnose.line_scanner import Scanner
 from maintain.documentation import error_index
-from tests.diagnose.lines import CORE, codes, diagnose, raised, scanned, stats
+from tests.diagnose.lines import CORE, codes, diagnose, raised, scanned
 
 LIBRARY = "/x/site-packages/lmcache/c_ops.cpython-312-x86_64-linux-gnu.so"
 TORCH = "_ZN3c106detail14torchCheckFailEPKcS2_jRKSs"
@@ -114,33 +114,6 @@ def test_a_bare_line_is_explained_or_noticed(line: str, code: str) -> None:
     """Alone, and in the log of a running engine."""
     assert codes(diagnose(f"{line}\n"))[:1] == [code]
     assert codes(diagnose(f"{WORKS}{line}\n(APIServer pid=7) INFO any\n"))[:1] == [code]
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "INFO 12-03 01:24:31 [pynccl.py:70] loaded /x/libnccl.so: 2.27.3",
-        "INFO 12-03 01:24:31 [async_llm.py:436] Aborted request(s) cmpl-7.",
-        "loading /x/libnixl.so",
-        "DEBUG 12-03 01:24:31 [x.py:7] the shared object store has 137 blocks",
-    ],
-)
-def test_a_line_of_a_healthy_system_is_nothing(line: str) -> None:
-    log = diagnose(f"{line}\n")
-    assert codes(log) == []
-    assert log.failures.lines == []
-
-
-def test_the_summary_says_where_a_multi_process_log_has_its_loads(
-    capsys: pytest.CaptureFixture[str], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    log = tmp_path_factory.mktemp("pasted") / "engine.log"
-    log.write_text(MP + stats(running=1, generation=3.0))
-    assert command.main([str(log)]) == 0
-    assert "the log of `lmcache server` has the lookups, loads and stores" in capsys.readouterr().out
-    log.write_text(MP.replace("LMCacheMPConnector", "LMCacheConnectorV1") + stats(running=1, generation=3.0))
-    assert command.main([str(log)]) == 0
-    assert "lmcache server" not in capsys.readouterr().out
 
 
 def test_an_object_that_is_dropped_is_not_the_failure() -> None:

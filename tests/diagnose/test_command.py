@@ -96,14 +96,6 @@ def test_what_can_be_read_is_reported_when_something_cannot(run: Run, tmp_path: 
     assert json.loads(run(str(tmp_path / "cut.gz"), json=True)[1])["complete"] is False
 
 
-def test_findings_are_shown_when_the_page_cannot_be_written(run: Run, tmp_path: Path) -> None:
-    code, out, err = run(CRASH, html=str(tmp_path / "no/page.html"), issue=str(tmp_path / "issue.md"))
-    assert code == 2
-    assert "KVD101" in out
-    assert "no/page.html: No such file or directory; nothing was written there" in err
-    assert (tmp_path / "issue.md").exists()
-
-
 def test_a_kind_of_failure_is_not_presented_as_its_cause(run: Run, tmp_path: Path) -> None:
     """A general record knows what a message means in general: it says so, for people and for programs."""
     log = tmp_path / "engine.log"

@@ -14,7 +14,6 @@ from kvfix_tools.diagnose import log_files, report_json
 from kvfix_tools.diagnose.diagnosis import Diagnosis, diagnosed
 from kvfix_tools.diagnose.line_scanner import LONGEST_LINE
 from tests.conftest import clean_environment
-from tests.diagnose.lines import scanned
 
 POLL = (
     b"\x1b[32;20m[2026-11-21 01:41:27,%03d] LMCache INFO:\x1b[0m Reqid: r%d, Total tokens 900, Inference Engine "
@@ -80,23 +79,6 @@ def test_a_log_in_blocks_is_diagnosed_as_one_in_memory(tmp_path: Path) -> None:
     assert '"KVD101"' in report_json.text(log, log.findings)
     assert [event.line for event in log.requests.history("r2999")] == [3000]
     assert len(list(log_files.blocks(log_files.Source("log", None), io.BytesIO(text)))) > 2
-
-
-@pytest.mark.parametrize(
-    "what",
-    [
-        b"\x00" * 1000,
-        b"\xff\xfe\x80",
-        b"\r\n\r\n",
-        b"\x1b[31m",
-        bytes(range(256)),
-        b"Error",
-        b'File "x.py", line 99999',
-    ],
-)
-def test_rubbish_between_lines(what: bytes) -> None:
-    log = b"".join(POLL % (n, n) + what + b"\n" for n in range(50))
-    assert sum(line.name == "asked" for line in scanned(log)) == 50
 
 
 def test_a_line_of_100_megabytes(tmp_path: Path) -> None:

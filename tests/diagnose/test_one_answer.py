@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 import gzip
-from functools import lru_cache
 
 from kvfix_tools.diagnose.diagnosis import Diagnosis, diagnosed
-from kvfix_tools.diagnose.log_line import Evidence
 from tests.diagnose.finding_logs import hits
 from tests.diagnose.test_real_logs import LOGS
-
-
-@lru_cache(maxsize=1)
-def known() -> list[bytes]:
-    """Return logs of real engines that fail, and the logs of the rules."""
-    real = [gzip.decompress(path.read_bytes()) for path in sorted(LOGS.glob("*.gz"))]
-    return [log for log in real if troubles(diagnosed(log))] + [
-        log.encode() for logs in hits().values() for log in logs
-    ]
 
 
 def troubles(log: Diagnosis) -> list[str]:
@@ -26,10 +15,15 @@ def troubles(log: Diagnosis) -> list[str]:
 
 def test_the_end_of_a_log_and_its_decisive_line_do_not_contradict_the_whole() -> None:
     """A certain finding in a part is found in the whole. A symptom, or an unknown line, is no contradiction."""
-    for log in known():
+    real = [gzip.decompress(path.read_bytes()) for path in sorted(LOGS.glob("*.gz"))]
+    failing = [log for log in real if troubles(diagnosed(log))]
+    for log in failing + [log.encode() for logs in hits().values() for log in logs]:
         whole = diagnosed(log)
         lines = log.splitlines(keepends=True)
-        parts = [lines[-200:], *(lines[each.line - 1 : each.line] for each in first_lines(whole))]
+        parts = [
+            lines[-200:],
+            *(lines[each.line - 1 : each.line] for found in whole.findings[:1] for each in found.evidence[:1]),
+        ]
         for part in parts:
             certain = [
                 found.rule.code
@@ -37,7 +31,3 @@ def test_the_end_of_a_log_and_its_decisive_line_do_not_contradict_the_whole() ->
                 if found.is_certain and not found.rule.symptom and found.rule.name != "unknown-failure"
             ]
             assert set(certain) <= set(troubles(whole)), (troubles(whole), part[-1][:200])
-
-
-def first_lines(log: Diagnosis) -> list[Evidence]:
-    return log.findings[0].evidence[:1] if log.findings else []

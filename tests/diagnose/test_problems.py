@@ -8,7 +8,8 @@ import pytest
 
 from kvfix_tools.diagnose import problems
 from kvfix_tools.diagnose.signs import PLACE
-from tests.diagnose.lines import CORE, NEWEST, codes, diagnose, logged, raised, site_packages, version
+from tests.diagnose.finding_logs import STARTS, hits
+from tests.diagnose.lines import CORE, NEWEST, asked, codes, diagnose, logged, raised, site_packages, version
 from tests.diagnose.sign_logs import LMCACHE, VLLM
 
 #: LMCache prints a CacheEngineKey, here with a model that lies below a long path.
@@ -60,6 +61,26 @@ INSTALL = (
     "https://any.org/build.md to run "
 )
 PULLING = VLLM.format(level="ERROR", text="pulling kv_caches for ['7'] failed: {}")
+
+
+GRANTED = asked(NEWEST, 3000, 0, 2048, 2048)
+CAPPED = logged(NEWEST, "capped", "cmpl-1", 2048, 1024, 1024)
+ENDS = "(EngineCore pid=7) INFO 12-03 01:24:36 [core.py:1454] [shutdown] EngineCore: trigger received signal=SIGTERM\n"
+UNKNOWN = hits()["KVD199"][0]
+RAN = version(NEWEST) + "(EngineCore pid=7) INFO 12-03 01:24:01 [core.py:1] x\n"
+RETRIEVED = (
+    "(RayWorkerProc pid=9) [2026-12-03 01:24:{},252] LMCache INFO: [req_id=r] Retrieved 256 out of 256 "
+    "required tokens (from 256 total tokens). size: 0.0002 gb, cost 39.6141 ms, throughput: 0.0062 GB/s; "
+    "(cache_engine.py:1012:lmcache.v1.cache_engine)\n"
+)
+SIGTERM = (
+    "(MainProcess pid=7) INFO 12-03 01:24:36 [utils.py:628] [shutdown] Process manager: send sigterm to process "
+    "EngineCore\n"
+)
+EXITS = (
+    "(MainProcess pid=7) WARNING 12-03 01:24:40 [core_client.py:817] [shutdown] MPClient: engine core exited "
+    "unexpectedly; starting cleanup\n"
+)
 
 
 def error(text: str, level: str = "ERROR") -> str:
@@ -189,6 +210,24 @@ NO_INTEGER = error(
         ("(APIServer pid=4153) INFO 11-28 14:18:36 [loggers.py:335] Engine 000: Avg prompt throughput: 2.4 tokens/s, "
          "Avg generation throughput: 1.2 tokens/s, Running: 0 reqs, Waiting: 1 reqs, Deferred: 1 reqs, CPU KV cache "
          "usage: 0.0%, External prefix cache hit rate: 41.8%\n", ""),
+        # Loads are judged by lines at DEBUG: as much as was granted, or as much as a limit of LMCache allows.
+        (GRANTED + logged(NEWEST, "due", 2048, 0, "cmpl-1"), ""),
+        (GRANTED + CAPPED + logged(NEWEST, "due", 1024, 0, "cmpl-1"), ""),
+        (GRANTED + logged(NEWEST, "due", 1024, 0, "cmpl-1"), "KVR004"),
+        (GRANTED + CAPPED + logged(NEWEST, "due", 2048, 0, "cmpl-1"), "KVR004"),
+        # An error of a process that was asked to end is an echo, until an engine starts again in the same log.
+        (UNKNOWN, "KVD199"),
+        (ENDS + UNKNOWN, ""),
+        (ENDS + STARTS + UNKNOWN, "KVD199"),
+        # Ray buffers the lines of its workers: work from before the shutdown is printed after it.
+        (RAN + RETRIEVED.format(30) + SIGTERM + EXITS, ""),
+        (RAN + SIGTERM + RETRIEVED.format(30) + EXITS, ""),
+        (RAN + SIGTERM + RETRIEVED.format(38) + EXITS, "KVD1906"),
+        # Lines of a healthy system.
+        ("INFO 12-03 01:24:31 [pynccl.py:70] loaded /x/libnccl.so: 2.27.3\n", ""),
+        ("INFO 12-03 01:24:31 [async_llm.py:436] Aborted request(s) cmpl-7.\n", ""),
+        ("loading /x/libnixl.so\n", ""),
+        ("DEBUG 12-03 01:24:31 [x.py:7] the shared object store has 137 blocks\n", ""),
         # KVD960 says more exactly what the line is, but is of LMCache before 0.3.10.post1.
         (version("0.3.9") + NO_INTEGER, "KVD960"),
         (version(NEWEST) + NO_INTEGER, "KVD860"),

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from kvfix.ledger.events import Stored
 from kvfix_tools.diagnose import advice, log_files, report_text
 from kvfix_tools.diagnose.diagnosis import Diagnosis, diagnosed
 
@@ -129,15 +128,6 @@ def test_why_a_worker_goes_on_without_lmcache() -> None:
     found = diagnose("degraded-0.5.6").findings[1]
     assert found.sentence == "LMCache failed to start: RuntimeError: No supported cpu connector found."
     assert [line.line for line in found.evidence] == [90, 89]
-
-
-def test_a_debug_log_hides_nothing() -> None:
-    diagnosis = diagnose("healthy-0.5.6-debug")
-    assert diagnosis.debug
-    assert diagnosis.hidden() == []
-    assert diagnosis.counts["storing"] > 0
-    events = [event for history in diagnosis.ledger.histories.values() for event in history.events]
-    assert sum(isinstance(event, Stored) for event in events) == diagnosis.counts["storing"]
 
 
 def test_the_innermost_frames_of_a_deep_fault_are_kept() -> None:
