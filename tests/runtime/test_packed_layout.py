@@ -16,7 +16,6 @@ import torch
 import kvfix
 from kvfix.fixes.lmcache import kvf020_packed_layout_moved_wrong as kvf020
 from kvfix.fixes.lmcache import kvf021_layerwise_takes_heads_for_tokens as kvf021
-from kvfix.session import session
 from tests.conftest import RELEASES, Once
 
 LAYERS, BLOCKS, BLOCK, HEADS = 2, 5, 4, 3
@@ -65,12 +64,6 @@ def test_each_row_goes_where_it_belongs(order: str, width: int, dtype: torch.dty
                 if slot in written:
                     right = held[kv, layer, written[slot]].view(torch.uint8).tolist()
                 assert row(cache, slot, kv, width) == right, slot
-
-
-def test_the_widest_word_that_fits() -> None:
-    assert kvf020._word(torch, caches(32, torch.bfloat16, "NHD"), 64) is torch.int64
-    assert kvf020._word(torch, caches(3, torch.bfloat16, "NHD"), 6) is torch.int16
-    assert kvf020._word(torch, caches(1, torch.uint8, "NHD"), 1) is torch.uint8
 
 
 class Elsewhere:
@@ -184,20 +177,6 @@ def test_what_cannot_be_moved_is_not_stored_and_not_loaded(once: Once) -> None:
     assert found["stored"] == ["of right"]
     assert found["released"] == ["wrong", "right"]  # LMCache releases what it has stored
     assert found["retrieved"] == [False, False, False, True, True]
-
-
-def applied() -> list[Any]:
-    """The status of both fixes, and the warnings about them."""
-    kvfix.apply()
-    import_module("lmcache.v1.gpu_connector.gpu_connectors")
-    rows = {row.code: row.verdict for row in kvfix.status()}
-    warned = [line for line in session.reported if "KVF02" in line and "applied to" not in line]
-    return [rows["KVF020"], rows["KVF021"], warned]
-
-
-@pytest.mark.parametrize("name", ["0.5.2", "0.5.3", "0.5.5", "0.5.6"])
-def test_both_are_applied_without_a_warning(fork_server: Any, release: Any, name: str) -> None:
-    assert fork_server(applied, release(name)) == ["applied", "applied", []]
 
 
 def probed_kvf021(module: str) -> list[bool]:
