@@ -3,16 +3,10 @@
 The job has these fields:
 
 - `apply`: mode, or None; `transfer`; `engine`: arguments of LLM; `rounds`: requests of each round; `spoil`
-- optional: `config` of the model, `counters` of vLLM to return, `l2` of l2.py
+- optional, numbers of rounds: `spoil_from`; `abort_before`: abort `waiting` of `abort` then, behind its `running`
 
-These optional fields are numbers of rounds:
-
-- `abort_before`: abort a request then. `abort`: requests `running` and `waiting`
-- `spoil_from`; `mix_before`: of the L2
-- `l2_before`: empty L1, so that all chunks come from the L2
-
-A request is a prompt, and the number of tokens to generate. A number as the prompt means that request of the previous
-round, with its answer. This file has all that a user does with kvfix, and only in the parent process.
+A request is a prompt, and the number of tokens to generate. This file has all that a user does with kvfix, and only in
+the parent process.
 """
 
 from __future__ import annotations
@@ -24,8 +18,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import l2
-
 from kvfix_tools.roundtrip import real_engine
 
 
@@ -34,32 +26,17 @@ def main(job: dict[str, Any]) -> None:
         import kvfix
 
         kvfix.apply(job["apply"])
-    llm = real_engine.make(Path(job["model"]), job["transfer"], config=job.get("config"), **job["engine"])
+    llm = real_engine.make(Path(job["model"]), job["transfer"], **job["engine"])
     rounds: list[list[list[int]]] = []
-    requests: list[tuple[list[int], int]] = []
-    preempted: list[int] = []
-    for number, asked in enumerate(job["rounds"]):
-        requests = [(continued(each, requests, rounds), tokens) for each, tokens in asked]
+    for number, requests in enumerate(job["rounds"]):
         if number == job.get("abort_before"):
             abort_waiting(llm.llm_engine, job["abort"])
         if number == job.get("spoil_from"):
             Path(job["spoil"]).touch()
-        if number in job.get("l2_before", ()):
-            l2.empty_l1(job["l2"])
-        if number == job.get("mix_before"):
-            l2.mix(job["l2"])
         rounds.append(real_engine.generate(llm, requests))
-        preempted.append(real_engine.counter(llm, "vllm:num_preemptions") - sum(preempted))
     ask_for_recorders(Path(os.environ["KVFIX_DUMP_DIR"]))
-    counters = {name: real_engine.counter(llm, name) for name in job.get("counters", ())}
-    answer = {"rounds": rounds, "preempted": preempted, "preemptions": sum(preempted), "counters": counters}
+    answer = {"rounds": rounds, "preemptions": real_engine.counter(llm, "vllm:num_preemptions")}
     Path(job["out"]).write_text(json.dumps(answer))
-
-
-def continued(
-    prompt: list[int] | int, requests: list[tuple[list[int], int]], rounds: list[list[list[int]]]
-) -> list[int]:
-    return [*requests[prompt][0], *rounds[-1][prompt]] if isinstance(prompt, int) else prompt
 
 
 def ask_for_recorders(folder: Path) -> None:
