@@ -14,9 +14,9 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
+from kvfix_tools.look import lmcache_server
 from kvfix_tools.roundtrip import real_engine
 from tests.engine import fake_redis, start
 from tests.engine.planted_logs import REQUESTS, Case, Engine, Run, doctor
@@ -119,16 +119,13 @@ def disk_deleted(run: Run, engine: Engine) -> None:
     engine.twice()
 
 
-def rank_killed(run: Run, engine: Engine) -> None:
-    engine.ask(*REQUESTS)
-    os.kill(engine.process_named("Worker_TP1"), signal.SIGKILL)
-    engine.ask(REQUESTS[0])
+def killed(process: str) -> Callable[[Run, Engine], None]:
+    def play(run: Run, engine: Engine) -> None:
+        engine.ask(*REQUESTS)
+        os.kill(engine.process_named(process), signal.SIGKILL)
+        engine.ask(REQUESTS[0])
 
-
-def core_killed(run: Run, engine: Engine) -> None:
-    engine.ask(*REQUESTS)
-    os.kill(engine.process_named("EngineCore"), signal.SIGKILL)
-    engine.ask(REQUESTS[0])
+    return play
 
 
 def core_paused(run: Run, engine: Engine) -> None:
@@ -139,7 +136,8 @@ def core_paused(run: Run, engine: Engine) -> None:
 
 def server_paused(run: Run, engine: Engine) -> None:
     engine.twice()
-    paused(listening(int(run.values["SERVER"])), 60, engine.twice)
+    ((pid, _),) = lmcache_server._listening({int(run.values["SERVER"])})
+    paused(pid, 60, engine.twice)
 
 
 def paused(pid: int, seconds: float, do: Callable[[], Any]) -> None:
@@ -148,19 +146,6 @@ def paused(pid: int, seconds: float, do: Callable[[], Any]) -> None:
     again.start()
     do()
     again.join()
-
-
-def listening(port: int) -> int:
-    from kvfix_tools.doctor import servers
-
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (folder / "cmdline").read_text().split("\0")
-        except OSError:
-            continue
-        if "server" in words and str(port) in words and servers.running(port) is not None:
-            return int(folder.name)
-    raise LookupError(f"nothing listens at {port}")
 
 
 def two_engines(second: dict[str, Any], *options: str) -> Callable[[Case, Run], list[str]]:
@@ -324,9 +309,9 @@ CASES = [
          "ok-store", transfer=FS, main=two_engines(FS, "--dtype", "bfloat16")),
     # Processes.
     Case("rank-killed", "One of two workers was killed from outside (SIGKILL).", "ok-ranks", "KVD853", transfer=V1,
-         options=("--tensor-parallel-size", "2"), play=rank_killed),
+         options=("--tensor-parallel-size", "2"), play=killed("Worker_TP1")),
     Case("core-killed", "EngineCore was killed from outside (SIGKILL).", "ok-v1", "KVD1906", transfer=V1,
-         play=core_killed),
+         play=killed("EngineCore")),
     Case("ok-core-paused", transfer=V1, play=core_paused),
     Case("api-port", "Another process listens at the port of the API server.", "ok-v1", "KVD220", transfer=V1,
          before=busy, environment={"PORT": "$BUSY"}),
