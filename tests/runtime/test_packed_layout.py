@@ -121,26 +121,6 @@ def unreached(connector: Any, memory_obj: Any, start: int, end: int, **more: Any
     raise AssertionError("LMCache's own")
 
 
-def theirs(connector: Any, memory_obj: Any, start: int, end: int, **more: Any) -> str:
-    return "LMCache's own"
-
-
-@pytest.mark.parametrize(
-    ("mla", "kvcaches"),
-    [
-        (False, [torch.zeros(2, 5, 4, 3, 8)]),
-        (True, [torch.zeros(5, 4, 8)]),
-        (False, [(SLOTS, SLOTS)]),
-    ],
-    ids=["split", "MLA", "K and V apart"],
-)
-def test_lmcache_handles_other_layouts_itself(mla: bool, kvcaches: Any) -> None:
-    connector = SimpleNamespace(use_mla=mla)
-    for fix in (kvf020.fix_store, kvf020.fix_load):
-        hook = fix(SimpleNamespace(torch=torch))(theirs)
-        assert hook(connector, None, 0, 5, kvcaches=kvcaches, slot_mapping=SLOTS) == "LMCache's own"
-
-
 def closed() -> dict[str, Any]:
     """Memory objects of another size than the KV cache, through LMCache's own connector and storage manager."""
     kvfix.apply()
