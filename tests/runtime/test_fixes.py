@@ -1,7 +1,6 @@
-"""Rules that every fix keeps, and the probes of KVF022 on the real functions of their releases."""
+"""Rules that every fix keeps."""
 
 from contextlib import suppress
-from importlib import import_module
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -9,8 +8,6 @@ import pytest
 
 from kvfix import catalogue
 from kvfix.fixes.api import MIXED_ROLL_OUT, Fix
-from kvfix.fixes.lmcache import kvf022_resume_shares_block_list as kvf022
-from tests.conftest import ADAPTER, ForkServer
 
 EVERY = pytest.mark.parametrize("found", catalogue.fixes(), ids=lambda found: found.code)
 
@@ -59,19 +56,3 @@ def test_a_wrapper_that_fails_changes_nothing(found: Fix, caplog: Any) -> None:
 
         with suppress(LookupError) if is_closed else pytest.raises(LookupError, match="its own"):
             wrap(raises)(instance, request)
-
-
-def probed_kvf022() -> list[bool]:
-    """The probes of `update` and of a step as released, and of a step with the fix."""
-    adapter = import_module(ADAPTER)
-    step = adapter.LMCacheConnectorV1Impl.build_connector_meta
-    return [
-        kvf022.shows_bug(adapter.RequestTracker.update, adapter),
-        kvf022.step_shows_bug(step, adapter),
-        kvf022.step_shows_bug(kvf022.fix(adapter)(step), adapter),
-    ]
-
-
-@pytest.mark.parametrize("name", ["0.3.10", "0.3.10.post1", "0.3.11", "0.4.1", "0.5.6"])
-def test_the_probes_of_kvf022_on_each_version_of_update(name: str, fork_server: ForkServer, release: Any) -> None:
-    assert fork_server(probed_kvf022, release(name)) == [True, True, False]
