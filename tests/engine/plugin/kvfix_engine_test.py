@@ -35,8 +35,6 @@ def load() -> None:
         return
     sys.meta_path.insert(0, StandInFinder())
     override_kernels_beside_llvmlite()
-    if "KVFIX_TEST_FAULTS" in os.environ:
-        plant_faults()
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     create = KVConnectorFactory.create_connector
@@ -67,21 +65,6 @@ def override_kernels_beside_llvmlite() -> None:
         return found if hasattr(found, "get") else {}
 
     dispatcher.vars = of
-
-
-def plant_faults() -> None:
-    """All that kvfix does in a hook raises."""
-    from kvfix.connector_events import dump, hooks, recorder, watched
-    from kvfix.engine_state import lmcache_readers
-
-    def planted(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("planted")
-
-    for name in {what for hook in hooks.HOOKS.values() for what in hook if what}:
-        setattr(watched.WatchedConnector, name, planted)
-    for name in ("hit", "loads", "stores", "kept", "left"):
-        setattr(lmcache_readers.MP, name, planted)
-    recorder.add = dump.write = planted
 
 
 def kvfix_here() -> dict[str, Any]:
