@@ -7,14 +7,13 @@ code in the fix. A fix that changes an object in place says so with `note`.
 from __future__ import annotations
 
 import sys
-from contextlib import contextmanager
 
 from kvfix import engine_log
 from kvfix.session import session
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from typing import Any
 
 #: Characters of a request id in a log line.
@@ -37,8 +36,8 @@ class Tally:
         self.first = ""
 
 
-#: The tally of the wrappers that `composed_for` makes now, under `session.lock`.
-composing = Tally("")
+#: The tally of the wrappers that a `WrappedFunction` makes now, under `session.lock`; else NONE.
+composing = NONE = Tally("")
 
 
 def of(key: str) -> Tally:
@@ -50,17 +49,6 @@ def counts(key: str) -> dict[str, Any]:
     """Return the counters of this fix in this process, for `kvfix status PID` and dumps."""
     tally = session.tallies.get(key) or Tally(key)
     return {"acted": tally.acted, "faults": tally.faults, "first": tally.first}
-
-
-@contextmanager
-def composed_for(key: str) -> Iterator[None]:
-    """Count for this key what the wrappers do that are made in this context."""
-    global composing
-    earlier, composing = composing, of(key)
-    try:
-        yield
-    finally:
-        composing = earlier
 
 
 def note(module_name: str, what: str = "") -> None:

@@ -48,7 +48,7 @@ def apply(
     Raises ValueError for an unknown mode or fix, and nothing else.
     KVFIX=off in the environment keeps kvfix off, even if a program calls this function.
     """
-    config = Config.make(mode, only, skip, layers, plus, audit)
+    config = Config(mode, only, skip, layers, plus, audit)
     text = os.environ.get(ENV)
     if Config.is_off(text):
         engine_log.warning(f"{ENV}=off is set in the environment: kvfix.apply() does nothing")

@@ -146,20 +146,13 @@ def _wrap(fix: Fix, targets: list[Target]) -> tuple[Target, Exception] | None:
     for target in fix.targets:
         if target not in targets and _is_wrapped(fix, target):
             session.wrapped[target.module, target.function].remove(fix.code)
-    for number, (function, target, wrapper) in enumerate(new):
-        failed = _added(function, fix.code, target.place, wrapper)
-        if failed is not None:
-            for added, _, _ in new[:number]:
+    for function, target, wrapper in new:
+        try:
+            function.add(fix.code, target.place, wrapper)
+        except Exception as error:  # noqa: BLE001, PERF203
+            for added, _, _ in new:
                 added.remove(fix.code)
-            return target, failed
-    return None
-
-
-def _added(function: WrappedFunction, key: str, place: int, wrapper: Wrapper) -> Exception | None:
-    try:
-        function.add(key, place, wrapper)
-    except Exception as error:  # noqa: BLE001
-        return error
+            return target, error
     return None
 
 

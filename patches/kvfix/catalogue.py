@@ -21,7 +21,7 @@ REINSTALL = "Install kvfix again, from its wheel or its checkout."
 @functools.lru_cache(maxsize=1)
 def fixes() -> tuple[Fix, ...]:
     """Every fix, sorted by code. A fix that cannot be loaded is skipped, with a warning."""
-    found = [fix for fix in map(_load, _known_modules().values()) if fix is not None]
+    found = [fix for _, module in folder.modules().values() if (fix := _load(module)) is not None]
     if not found:
         engine_log.warning(
             f"this installation of kvfix is broken and fixes nothing: no fix in {folder.__file__}. {REINSTALL}"
@@ -50,7 +50,7 @@ def modules_of_fixes() -> dict[str, list[str]]:
         for module, names in known.get("fixes", {}).items():
             found.setdefault(module, []).extend(names)
             indexed.update(names)
-    for name in _known_modules().values():
+    for _, name in folder.modules().values():
         fix = _load(name) if name not in indexed else None
         for module in {target.module for target in fix.targets} if fix is not None else ():
             found.setdefault(module, []).append(name)
@@ -59,14 +59,8 @@ def modules_of_fixes() -> dict[str, list[str]]:
 
 def loaded() -> list[Fix]:
     """The fixes whose modules are loaded in this process."""
-    names = _known_modules().values() if "kvfix.fixes.api" in sys.modules else ()
-    return [sys.modules[name].FIX for name in names if hasattr(sys.modules.get(name), "FIX")]
-
-
-@functools.lru_cache(maxsize=1)
-def _known_modules() -> dict[str, str]:
-    """{code: module}."""
-    return {code: module for code, (_, module) in folder.modules().items()}
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("kvfix.fixes.")]
+    return [module.FIX for module in modules if hasattr(module, "FIX")]
 
 
 @functools.cache

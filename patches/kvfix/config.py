@@ -26,45 +26,30 @@ MODES = ("fix", "observe", "check", "strict")
 class Config:
     """`only`, `skip` and `plus` have codes, never slugs. `only` is None for all fixes that are not opt-in.
 
-    audit: 0 if there is no audit.
+    audit: 0 if there is no audit. Raises ValueError. For an unknown fix its text names a similar slug.
     """
 
     def __init__(
         self,
         mode: str,
-        only: frozenset[str] | None,
-        skip: frozenset[str],
-        layers: bool,
-        plus: frozenset[str],
-        audit: float,
-    ) -> None:
-        self.mode = mode
-        self.only = only
-        self.skip = skip
-        self.layers = layers
-        self.plus = plus
-        self.audit = audit
-
-    @classmethod
-    def make(
-        cls,
-        mode: str,
-        only: Iterable[str] | None,
-        skip: Iterable[str] | None,
+        only: Iterable[str] | None = None,
+        skip: Iterable[str] | None = None,
         layers: bool = False,
         plus: Iterable[str] | None = None,
         audit: float | str = 0,
-    ) -> Config:
-        """Raises ValueError. For an unknown fix its text names a similar slug."""
+    ) -> None:
         if mode not in MODES:
             raise ValueError(f"unknown mode {mode!r}; known: {', '.join(MODES)}")
         if layers and mode == "fix":
             raise ValueError(f"mode fix does not record hooks, so layers has no effect; known: {', '.join(MODES)}")
-        fraction = _fraction(audit)
-        if fraction and mode not in MODES[2:]:
+        self.audit = _fraction(audit)
+        if self.audit and mode not in MODES[2:]:
             raise ValueError(f"mode {mode} checks no rule, so audit has no effect; known: {', '.join(MODES[2:])}")
-        taken = None if only is None else _codes(only)
-        return cls(mode, taken, _codes(skip or ()), bool(layers), _codes(plus or ()), fraction)
+        self.mode = mode
+        self.only = None if only is None else _codes(only)
+        self.skip = _codes(skip or ())
+        self.layers = bool(layers)
+        self.plus = _codes(plus or ())
 
     @classmethod
     def parse(cls, text: str) -> Config:
@@ -79,7 +64,7 @@ class Config:
                 raise ValueError(f"{word!r} is not understood: write layers=yes, or leave it out")
             lists[key] = [name for name in value.split(",") if name]
         audit = ",".join(lists.get("audit", ["0"]))
-        return cls.make(mode, lists.get("only"), lists.get("skip"), "layers" in lists, lists.get("plus"), audit)
+        return cls(mode, lists.get("only"), lists.get("skip"), "layers" in lists, lists.get("plus"), audit)
 
     @staticmethod
     def is_off(text: str | None) -> bool:

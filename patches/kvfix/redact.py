@@ -1,8 +1,7 @@
-"""Hides secrets in text that others read: settings, command lines, configuration files, errors, log lines.
+"""Hides secrets in text that others read, such as errors and log lines. For settings and JSON: kvfix_tools/redact.py.
 
-It finds them by name (a password, a token, an API key), also in JSON at any depth. It finds them by value, whatever the
-name: a URL with a user, an Authorization header, a key in the format of a known service. It hides too much rather than
-too little.
+It finds them by name (a password, a token, an API key). It finds them by value, whatever the name: a URL with a user,
+an Authorization header, a key in the format of a known service. It hides too much rather than too little.
 
 The text may be megabytes long, and an attacker may have chosen it. So no pattern can read a character again and again:
 the end of a value is searched once, from the beginning of the value.
@@ -10,10 +9,7 @@ the end of a value is searched once, from the beginning of the value.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable
-from typing import Any
 
 HIDDEN = "<hidden>"
 
@@ -100,10 +96,7 @@ def is_secret(name: str, keys: bool = True) -> bool:
 
 
 def text(words: str) -> str:
-    """Return a text, a line of a log or a whole file, without its secrets."""
-    loaded = _json(words)
-    if loaded is not None:
-        return json.dumps(_walked(loaded), ensure_ascii=False)
+    """Return a text without its secrets."""
     if "://" in words:
         words = _WORD.sub(_without_users, words)
     for pattern, shown in _VALUES:
@@ -111,30 +104,6 @@ def text(words: str) -> str:
     for pattern in (_NAMED, _OPTION, _ELEMENT, _PAIR):
         words = _without_values(words, pattern)
     return words
-
-
-def setting(name: str, value: str) -> str:
-    """Return the value of an environment variable or an option, without its secrets."""
-    return HIDDEN if value and is_secret(name) else text(value)
-
-
-def command(words: Iterable[str]) -> list[str]:
-    """Return a command line without its secrets. An option with the name of a secret loses its whole value."""
-    shown: list[str] = []
-    hide = is_first = False
-    for word in words:
-        option, equals, value = word.partition("=")
-        is_option = option.startswith("--" if is_first else "-")  # a secret may begin with -
-        if hide and not is_option:
-            shown.append(HIDDEN)
-            is_first = False
-            continue  # an option may have several values
-        if shown[-1:] in (["-u"], ["--user"]):
-            shown += text(f"{shown.pop()} {word}").split(" ", 1)
-            continue
-        hide = is_first = is_option and not equals and is_secret(option)
-        shown.append(f"{option}={setting(option, value)}" if is_option and equals else text(word))
-    return shown
 
 
 def _without_users(found: re.Match[str]) -> str:
@@ -203,27 +172,3 @@ def _closing(words: str, opening: re.Match[str]) -> int:
         if found[0][-1] == opening[0][-1] and len(found[0]) <= len(opening[0]):
             return found.start()
     return len(words) if line < 0 else line
-
-
-def _json(words: str) -> Any:
-    """The parsed JSON object or list; None if the text is neither."""
-    if words.lstrip()[:1] not in ("{", "["):
-        return None
-    try:
-        loaded = json.loads(words)
-    except (ValueError, RecursionError):
-        return None
-    return loaded if isinstance(loaded, dict | list) else None
-
-
-def _walked(value: Any) -> Any:
-    if isinstance(value, dict):
-        named = value.get("name")  # of an environment variable in Kubernetes
-        hides = isinstance(named, str) and is_secret(named)
-        return {
-            name: HIDDEN if each and (is_secret(name) or (hides and name == "value")) else _walked(each)
-            for name, each in value.items()
-        }
-    if isinstance(value, list):
-        return command(value) if value and all(isinstance(each, str) for each in value) else [*map(_walked, value)]
-    return text(value) if isinstance(value, str) else value

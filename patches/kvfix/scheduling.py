@@ -1,4 +1,4 @@
-"""Reads vLLM's scheduler output, of any release."""
+"""Reads vLLM's scheduler output and configuration, of any release."""
 
 from __future__ import annotations
 
@@ -12,3 +12,9 @@ def resumed(scheduler_output: Any) -> Any:
     if ids is not None:
         return ids
     return [name for name, was in zip(cached.req_ids, cached.resumed_from_preemption, strict=True) if was]
+
+
+def most_in_flight(config: Any) -> int:
+    """Return the number of steps that vLLM schedules before it has the output of the first of them."""
+    batches: int | None = getattr(config, "max_concurrent_batches", None)  # since vLLM 0.26
+    return batches or 1 + bool(config.scheduler_config.async_scheduling)

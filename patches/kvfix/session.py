@@ -64,7 +64,7 @@ class Session:
         self.newly_applied: dict[str, dict[str, None]] = {}
         #: {key of wrappers: how often they acted and failed} (acting).
         self.tallies: dict[str, Tally] = {}
-        #: {code of a fix that cannot be applied to a running engine: reason} (attaching).
+        #: {code of a fix that cannot be applied to a running engine: reason} (kvfix attach).
         self.held_back: dict[str, str] = {}
         #: Requests that began before kvfix was attached: no rule checks them, and fixes with NEW_REQUESTS skip them.
         self.before: Container[str] = ()

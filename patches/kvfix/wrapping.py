@@ -43,19 +43,14 @@ class _Code:
         self.on_fault = on_fault
         self.tally = acting.composing
 
-    def failed(self, error: Exception) -> bool:
-        """Count the error; True if the wrapper fails closed."""
+    def failed(self, error: Exception, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Count the error. Return the answer of `on_fault`; GO_ON if there is none, or if `on_fault` raises too."""
         engine_log.fault(self.where, error)
         acting.count_fault(self.tally)
-        return self.on_fault is not None
-
-    def closed(self, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Return the answer of a wrapper that fails closed. If `on_fault` raises too, return GO_ON."""
         try:
-            assert self.on_fault is not None
-            return self.on_fault(*given, **named)
-        except Exception as error:  # noqa: BLE001
-            engine_log.fault(f"{self.where} (on_fault)", error)
+            return GO_ON if self.on_fault is None else self.on_fault(*given, **named)
+        except Exception as second:  # noqa: BLE001
+            engine_log.fault(f"{self.where} (on_fault)", second)
             return GO_ON
 
 
@@ -77,10 +72,9 @@ def before(prepare: Function, when: Function | None = None, on_fault: Function |
                 if (when is None or when(*given, **named)) and prepare(*given, **named):
                     acting.acted(code.tally, function, args)
             except Exception as error:  # noqa: BLE001
-                if code.failed(error):
-                    answer = code.closed(args, kwargs)
-                    if answer is not GO_ON:
-                        return answer
+                answer = code.failed(error, args, kwargs)
+                if answer is not GO_ON:
+                    return answer
             return function(*args, **kwargs)
 
         return wrapper
@@ -110,9 +104,8 @@ def after(change: Function, when: Function | None = None, on_fault: Function | N
                         acting.changed(code.tally, function, args, answer, changed)
                     return changed
             except Exception as error:  # noqa: BLE001
-                if code.failed(error):
-                    closed = code.closed((*args[:1], answer, *args[1:]), kwargs)
-                    return answer if closed is GO_ON else closed
+                closed = code.failed(error, (*args[:1], answer, *args[1:]), kwargs)
+                return answer if closed is GO_ON else closed
             return answer
 
         return wrapper
@@ -143,10 +136,9 @@ def around(steps: Function, when: Function | None = None, on_fault: Function | N
                 given, named = by_position(args, kwargs)
                 running = steps(*given, **named) if when is None or when(*given, **named) else None
             except Exception as error:  # noqa: BLE001
-                if code.failed(error):
-                    answer = code.closed(args, kwargs)
-                    if answer is not GO_ON:
-                        return answer
+                answer = code.failed(error, args, kwargs)
+                if answer is not GO_ON:
+                    return answer
             if running is None:
                 return function(*args, **kwargs)
             try:
@@ -155,10 +147,9 @@ def around(steps: Function, when: Function | None = None, on_fault: Function | N
                 acting.acted(code.tally, function, args, "the call was skipped")
                 return done.value
             except Exception as error:  # noqa: BLE001
-                if code.failed(error):
-                    answer = code.closed(args, kwargs)
-                    if answer is not GO_ON:
-                        return answer
+                answer = code.failed(error, args, kwargs)
+                if answer is not GO_ON:
+                    return answer
                 return function(*args, **kwargs)
             try:
                 answer = function(*args, **kwargs) if changed is None else function(args[0], *changed)
@@ -175,9 +166,8 @@ def around(steps: Function, when: Function | None = None, on_fault: Function | N
                     acting.changed(code.tally, function, args, answer, done.value)
                 return done.value
             except Exception as error:  # noqa: BLE001
-                if code.failed(error):
-                    closed = code.closed(args, kwargs)
-                    return answer if closed is GO_ON else closed
+                closed = code.failed(error, args, kwargs)
+                return answer if closed is GO_ON else closed
             return answer
 
         return wrapper
@@ -262,9 +252,12 @@ class WrappedFunction:
 
     def _compose(self, wrappers: dict[str, tuple[int, Wrapper]]) -> None:
         call = self._function
-        for _, key, wrap in sorted((place, key, wrap) for key, (place, wrap) in wrappers.items()):
-            with acting.composed_for(key):
+        try:
+            for _, key, wrap in sorted((place, key, wrap) for key, (place, wrap) in wrappers.items()):
+                acting.composing = acting.of(key)
                 call = wrap(call)
+        finally:
+            acting.composing = acting.NONE
         self._wrappers, self._call = wrappers, call
         current = vars(self.owner).get(self.name)
         if wrappers and current is (None if self._is_inherited else self.original):

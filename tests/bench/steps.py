@@ -25,7 +25,7 @@ from tests.engine.plugin.kvfix_engine_times import OwnTime
 runner.prepare({path!r})
 os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp(prefix="kvfix-bench-")
 with runner.quiet():
-    from kvfix_tools.lab import vllm_objects
+    from kvfix_tools.lab.engine import vllm_objects
     from kvfix_tools.lab.options import Options
     from kvfix_tools.lab.steps import prompt
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory

@@ -171,9 +171,9 @@ def read_only() -> Any:
 
 
 HOOKS = (
-    "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta", "update_connector_output",
-    "request_finished", "request_finished_answer", "start_load_kv", "wait_for_save", "wait_for_save_answer",
-    "get_finished",
+    "after_get_num_new_matched_tokens", "before_update_state_after_alloc", "after_build_connector_meta",
+    "after_update_connector_output", "before_request_finished", "after_request_finished", "before_start_load_kv",
+    "before_wait_for_save", "after_wait_for_save", "after_get_finished",
 )  # fmt: skip
 READERS = ("hit", "loads", "stores", "kept", "lookup_timeout")
 FAULTS: dict[str, Callable[[], Any]] = {

@@ -12,10 +12,14 @@ from typing import Any
 
 import kvfix
 from tests.connector_events.split import on_node
-from tests.lab.pair_fuzzed import leases_are_over_at_once, nothing  # noqa: F401  planted by their names
+from tests.lab.planted_in_pairs import leases_are_over_at_once  # noqa: F401  planted by its name
 
 #: Seconds that the monotonic and the wall clock of an engine's machine are ahead.
 CLOCKS = {"prefill": (0.0, 0.0), "decode": (5000.0, -3.0)}
+
+
+def nothing(pair: Any) -> None:
+    """No fault."""
 
 
 def lose_notice(pair: Any) -> None:

@@ -48,7 +48,7 @@ class Weak(Exception):
 @pytest.fixture(autouse=True)
 def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("KVFIX_DUMP_DIR", str(tmp_path))
-    monkeypatch.setattr(session, "config", Config.make("observe", None, None))
+    monkeypatch.setattr(session, "config", Config("observe", None, None))
     session.restart_recording()
     for connector in (Parent, Child):
         hooks.watch_class(connector)

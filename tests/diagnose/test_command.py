@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 import subprocess
 import sys
@@ -94,6 +95,14 @@ def test_what_can_be_read_is_reported_when_something_cannot(run: Run, tmp_path: 
     assert "KVD101" in out
     assert "cut.gz: damaged" in err
     assert json.loads(run(str(tmp_path / "cut.gz"), json=True)[1])["complete"] is False
+
+
+def test_findings_are_shown_when_the_page_cannot_be_written(run: Run, tmp_path: Path) -> None:
+    code, out, err = run(CRASH, html=str(tmp_path / "no/page.html"), issue=str(tmp_path / "issue.md"))
+    assert code == 2
+    assert "KVD101" in out
+    assert "no/page.html: No such file or directory; nothing was written there" in err
+    assert (tmp_path / "issue.md").exists()
 
 
 def test_a_kind_of_failure_is_not_presented_as_its_cause(run: Run, tmp_path: Path) -> None:
@@ -189,6 +198,32 @@ def test_findings_of_a_stream_are_shown_as_they_come() -> None:
     finally:
         process.kill()
         process.stdout.close()  # type: ignore[union-attr]
+
+
+def test_progress_goes_to_a_terminal_and_only_there(tmp_path: Path) -> None:
+    log = tmp_path / "long.log"
+    log.write_bytes(gzip.decompress(Path(HEALTHY).read_bytes()) + b"nothing that is read\n" * 1_700_000)
+    ours, theirs = os.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvfix_tools.cli", "diagnose", str(log)],
+        stderr=theirs, stdout=subprocess.PIPE, env=clean_environment(TERM="xterm"),
+    ) as process:  # fmt: skip
+        os.close(theirs)
+        shown = b"".join(iter(lambda: shown_by(ours), b""))
+        assert process.stdout is not None
+        report = process.stdout.read()
+    os.close(ours)
+    assert process.returncode == 0
+    assert b"MB" in shown
+    assert b"\nread 35.8 MB of " in report
+
+
+def shown_by(terminal: int) -> bytes:
+    """Return the next output; "" at its end. A terminal holds 4 KB, and a full terminal would stop the program."""
+    try:
+        return os.read(terminal, 1 << 16)
+    except OSError:  # Linux: no process writes any more.
+        return b""
 
 
 def test_no_token_ids_in_what_is_shown(run: Run, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from kvfix_tools.diagnose import log_files, report_json
 from kvfix_tools.diagnose.diagnosis import Diagnosis, diagnosed
 from kvfix_tools.diagnose.line_scanner import LONGEST_LINE
 from tests.conftest import clean_environment
+from tests.diagnose.lines import scanned
 
 POLL = (
     b"\x1b[32;20m[2026-11-21 01:41:27,%03d] LMCache INFO:\x1b[0m Reqid: r%d, Total tokens 900, Inference Engine "
@@ -81,6 +82,23 @@ def test_a_log_in_blocks_is_diagnosed_as_one_in_memory(tmp_path: Path) -> None:
     assert len(list(log_files.blocks(log_files.Source("log", None), io.BytesIO(text)))) > 2
 
 
+@pytest.mark.parametrize(
+    "what",
+    [
+        b"\x00" * 1000,
+        b"\xff\xfe\x80",
+        b"\r\n\r\n",
+        b"\x1b[31m",
+        bytes(range(256)),
+        b"Error",
+        b'File "x.py", line 99999',
+    ],
+)
+def test_rubbish_between_lines(what: bytes) -> None:
+    log = b"".join(POLL % (n, n) + what + b"\n" for n in range(50))
+    assert sum(line.name == "asked" for line in scanned(log)) == 50
+
+
 def test_a_line_of_100_megabytes(tmp_path: Path) -> None:
     """Run in a separate process, to measure its memory."""
     path = tmp_path / "log"
@@ -115,6 +133,25 @@ def test_one_piece_many_times_over(piece: bytes) -> None:
     """A line of 64 kB that is glued together of nothing else."""
     log = diagnosed(piece * (LONGEST_LINE // len(piece)) + b" Error\n" + polls(1))
     assert log.counts["asked"] == 1
+
+
+def test_numbers_without_end() -> None:
+    """int() refuses more than 4300 digits."""
+    nines = b"9" * 5000
+    lines = [
+        (POLL % (0, 1)).replace(b"900", nines).replace(b"256", nines),
+        b"INFO 12-03 01:24:36 [core.py:7] Initializing a V1 LLM engine (v0." + nines + b") with config\n",
+        POLL.replace(b"1476", nines) % (0, 2),
+        (POLL % (0, 3)).replace(b"2026", nines),
+        b'  File "x.py", line ' + nines + b", in f\n",
+        b"Engine 000: Avg prompt throughput: 0.0 tokens/s, Avg generation throughput: 0.0 tokens/s, Running: "
+        + nines + b" reqs, Waiting: 1 reqs\n",
+        b"Engine 000: Avg prompt throughput: 0.0.0 tokens/s, Avg generation throughput: . tokens/s, Running: 1 reqs, "
+        b"Waiting: 1 reqs\n",
+    ]  # fmt: skip
+    for _ in range(2):
+        for line in lines:
+            diagnosed(line)
 
 
 def test_files_are_merged_by_time(tmp_path: Path) -> None:

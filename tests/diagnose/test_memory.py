@@ -10,6 +10,7 @@ from itertools import chain
 import pytest
 
 from kvfix_tools.diagnose import diagnosis, line_scanner, requests_seen
+from kvfix_tools.diagnose.diagnosis import FINDINGS
 from kvfix_tools.diagnose.findings import lookups_seen
 from tests.bench.engine_logs import FIXTURES, lives
 
@@ -62,3 +63,14 @@ def test_what_is_kept_of_a_log_without_end(monkeypatch: pytest.MonkeyPatch) -> N
     assert size > 45e6
     assert log.requests.named > 30_000
     assert max(counted) < counted[0] + 10_000, counted
+
+
+def test_crashes_without_end() -> None:
+    log, scanner = diagnosis.Diagnosis(), line_scanner.Scanner()
+    for life in lives("crash-0.3.10", 36 << 20, fresh=True):
+        for line in scanner.scan(life):
+            log.take(line)
+    assert FINDINGS <= len(log._found) < FINDINGS + 10
+    assert sum(found.count for found in log.findings if found.rule.code == "KVD101") == log.counts["fatal"]
+    # These requests' violations are no separate finding either, after any number of crashes.
+    assert {found.rule.code for found in log.findings} == {"KVD101"}

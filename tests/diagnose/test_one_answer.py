@@ -1,12 +1,28 @@
-"""One situation has one answer: in a whole log, in its end and in its decisive line."""
+"""One situation has one answer: in a whole log, in its end and in its decisive line; and under whatever code."""
 
 from __future__ import annotations
 
 import gzip
+import random
+from functools import lru_cache
 
+import pytest
+from msgspec import structs
+
+from kvfix_tools.diagnose import findings, problems
 from kvfix_tools.diagnose.diagnosis import Diagnosis, diagnosed
+from kvfix_tools.diagnose.log_line import Evidence
 from tests.diagnose.finding_logs import hits
 from tests.diagnose.test_real_logs import LOGS
+
+
+@lru_cache(maxsize=1)
+def known() -> list[bytes]:
+    """Return logs of real engines that fail, and the logs of the rules."""
+    real = [gzip.decompress(path.read_bytes()) for path in sorted(LOGS.glob("*.gz"))]
+    return [log for log in real if troubles(diagnosed(log))] + [
+        log.encode() for logs in hits().values() for log in logs
+    ]
 
 
 def troubles(log: Diagnosis) -> list[str]:
@@ -15,15 +31,10 @@ def troubles(log: Diagnosis) -> list[str]:
 
 def test_the_end_of_a_log_and_its_decisive_line_do_not_contradict_the_whole() -> None:
     """A certain finding in a part is found in the whole. A symptom, or an unknown line, is no contradiction."""
-    real = [gzip.decompress(path.read_bytes()) for path in sorted(LOGS.glob("*.gz"))]
-    failing = [log for log in real if troubles(diagnosed(log))]
-    for log in failing + [log.encode() for logs in hits().values() for log in logs]:
+    for log in known():
         whole = diagnosed(log)
         lines = log.splitlines(keepends=True)
-        parts = [
-            lines[-200:],
-            *(lines[each.line - 1 : each.line] for found in whole.findings[:1] for each in found.evidence[:1]),
-        ]
+        parts = [lines[-200:], *(lines[each.line - 1 : each.line] for each in first_lines(whole))]
         for part in parts:
             certain = [
                 found.rule.code
@@ -31,3 +42,46 @@ def test_the_end_of_a_log_and_its_decisive_line_do_not_contradict_the_whole() ->
                 if found.is_certain and not found.rule.symptom and found.rule.name != "unknown-failure"
             ]
             assert set(certain) <= set(troubles(whole)), (troubles(whole), part[-1][:200])
+
+
+def first_lines(log: Diagnosis) -> list[Evidence]:
+    return log.findings[0].evidence[:1] if log.findings else []
+
+
+def shown(log: Diagnosis, codes: dict[str, str]) -> list[tuple[object, ...]]:
+    return [
+        (codes.get(found.rule.code, found.rule.code), found.verdict, found.severity, found.sentence, found.count,
+         found.follows and codes.get(found.follows.rule.code, found.follows.rule.code))
+        for found in log.findings
+    ]  # fmt: skip
+
+
+def test_other_codes_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rules and records get codes in another order; each log has the findings that it had."""
+    before = [shown(diagnosed(log), {}) for log in known()]
+    rules, records = findings.catalogue(), problems.catalogue()
+    codes = [each.code for each in (*rules, *records)]
+    numbers = random.Random(7).sample(range(2000, 10_000), len(codes))
+    new = {code: f"KVD{number}" for code, number in zip(codes, numbers, strict=True)}
+    renumbered = tuple(
+        structs.replace(each, code=new[each.code], replaces=tuple(new.get(code, code) for code in each.replaces))
+        for each in records
+    )
+    monkeypatch.setattr(findings, "_RULES", [structs.replace(rule, code=new[rule.code]) for rule in rules])
+    monkeypatch.setattr(problems, "catalogue", lambda: renumbered)
+    forget()
+    try:
+        old = {code: each for each, code in new.items()}
+        assert [shown(diagnosed(log), old) for log in known()] == before
+        assert any(found[0] in new for log in before for found in log)
+    finally:
+        monkeypatch.undo()
+        forget()
+
+
+def forget() -> None:
+    """Empty what rules and records keep."""
+    for module in (findings, problems):
+        for kept in vars(module).values():
+            if hasattr(kept, "cache_clear"):
+                kept.cache_clear()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kvfix.ledger.events import Stored
 from kvfix_tools.diagnose import advice, log_files, report_text
 from kvfix_tools.diagnose.diagnosis import Diagnosis, diagnosed
 
@@ -123,11 +124,54 @@ def test_a_bundle_of_kvfix_dump_is_read(tmp_path: Path) -> None:
     assert diagnosis.done == (4, 6, 2, 0)
 
 
+def test_a_damaged_recorder_file_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    whole = (LOGS / "recorder.jsonl").read_bytes()
+    for old, new in [
+        ('"total":10009', '"total":"x"'),
+        ('"event":"Asked"', '"event":"Later"'),
+        ('"computed":336', '"compu":336'),
+        ('"connector":1', '"connector":[]'),
+        ('"versions":{', '"versions":7,"v":{'),
+        ("}\n", "}\x00{\n"),
+        ("cmpl-1", "\x80"),  # no UTF-8
+        ('"cmpl-1"', "[" * 5000),
+        ('"wall":', '"wall":"'),
+    ]:
+        path = tmp_path / "damaged.jsonl"
+        path.write_bytes(whole.replace(old.encode(), new.encode("latin-1")))
+        diagnosis = Diagnosis()
+        assert log_files.read(diagnosis, log_files.sources([str(path)])) == []
+        diagnosis.end()
+
+
+def test_the_history_of_a_crash() -> None:
+    found = diagnose("crash-0.3.10").findings[0]
+    assert found.sentence == "granted 256, but hit 256 - computed 288 = -32; vLLM had 288"
+    assert [event.what for event in found.history] == [
+        "match(0) promises 0: hit 0 - computed 0 = 0",
+        "tokens 0 to 256 stored",
+        "match(288) promises 0: hit 256 - computed 288 = -32, nothing to load",
+        "blocks found, 256 external tokens granted",
+        "update_state_after_alloc raises AssertionError: Mismatch in tokens to load: 256 vs 256 (tokens in lmcache) - "
+        "288 (tokens in vllm) - 0 (full lmcache hits subtracts last token to recalculate logits) for request "
+        "1-aa3dc6b7",
+    ]
+
+
 def test_why_a_worker_goes_on_without_lmcache() -> None:
     """The reason is a traceback in the middle of the line."""
     found = diagnose("degraded-0.5.6").findings[1]
     assert found.sentence == "LMCache failed to start: RuntimeError: No supported cpu connector found."
     assert [line.line for line in found.evidence] == [90, 89]
+
+
+def test_a_debug_log_hides_nothing() -> None:
+    diagnosis = diagnose("healthy-0.5.6-debug")
+    assert diagnosis.debug
+    assert diagnosis.hidden() == []
+    assert diagnosis.counts["storing"] > 0
+    events = [event for history in diagnosis.ledger.histories.values() for event in history.events]
+    assert sum(isinstance(event, Stored) for event in events) == diagnosis.counts["storing"]
 
 
 def test_the_innermost_frames_of_a_deep_fault_are_kept() -> None:

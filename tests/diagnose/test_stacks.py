@@ -33,6 +33,11 @@ def test_a_thread_in_a_hook_is_found() -> None:
     assert log.findings[0].verdict == "unknown"
 
 
+def test_an_idle_engine_is_no_finding() -> None:
+    idle = DUMP.replace(b"get_num_new_matched_tokens", b"step").replace(b"lookup (", b"get (")
+    assert [found.rule.code for found in diagnosed(idle).findings] == []
+
+
 def test_a_report_may_hide_numbers_and_remark_on_a_frame() -> None:
     hidden = DUMP.replace(b"4242", b"<PID>").replace(b"py:1030)", b"py:1030)   <-- waits for ever")
     assert [found.rule.code for found in diagnosed(hidden).findings] == ["KVD213"]

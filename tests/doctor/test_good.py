@@ -47,7 +47,7 @@ def test_a_set_up_that_works_has_no_complaint(
     which: str, tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All but the compiled extensions, for which torch is needed: test_the_installation_itself."""
-    facts = {"version": "2.13.0", "cuda": None, "available": False, "devices": [], "archs": []}
+    facts = {"version": "2.13.0", "cuda": None, "available": False}
     monkeypatch.setattr(extensions, "attempt", lambda *_: extensions.Tried(facts, {}, "not in this test"))
     with socket.create_server(("127.0.0.1", 0)) as server:
         transfer = {

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from kvfix_tools.doctor import servers
-from kvfix_tools.doctor.checks import Line
 from kvfix_tools.doctor.command_line import Command
 from tests.doctor.sites import MP, V1, look, problems, say, serve, site
 
@@ -102,15 +101,26 @@ def test_a_worker_without_a_gpu(
     assert len(problems(look(mp(listening), here), "transfer-mode")) == count
 
 
-@pytest.mark.parametrize("url", ["redis://:hunter2@localhost:{}", "lm://localhost:{}"])
-def test_a_store_that_does_not_answer(url: str, place: Path, closed: int, listening: int) -> None:
+CONTROLLER = {f"lmcache.controller_{name}_url": "localhost:{}" for name in ("pull", "reply")}
+
+
+@pytest.mark.parametrize(
+    ("check", "settings"),
+    [
+        ("remote-store", {"lmcache.remote_url": "redis://:hunter2@localhost:{}"}),
+        ("remote-store", {"lmcache.remote_url": "lm://localhost:{}"}),
+        ("controller", CONTROLLER),
+    ],
+)
+def test_what_does_not_answer(check: str, settings: dict[str, str], place: Path, closed: int, listening: int) -> None:
     def found(port: int) -> list[str]:
-        setup = look(serve(V1, extra={"lmcache.remote_url": url.format(port)}), place)
-        return [line.what for line in problems(setup, "remote-store")]
+        urls = {name: url.format(port) for name, url in settings.items()}
+        setup = look(serve(V1, extra={"lmcache.enable_controller": check == "controller", **urls}), place)
+        return [line.what for line in problems(setup, check)]
 
     assert found(listening) == []
-    assert len(found(closed)) == 1
-    assert "hunter2" not in found(closed)[0]
+    assert len(found(closed)) == len(settings)
+    assert all("does not answer" in what and "hunter2" not in what for what in found(closed))
 
 
 @pytest.mark.parametrize(
@@ -139,15 +149,6 @@ def test_a_store_that_refuses(answer: str, says: str, place: Path) -> None:
         found = problems(look(serve(V1, extra={"lmcache.remote_url": url}), place), "remote-store")
         thread.join(30)
     assert [says in line.what for line in found] == [True]
-
-
-def test_a_controller_that_does_not_run(place: Path, closed: int, listening: int) -> None:
-    def found(port: int) -> list[Line]:
-        urls = {f"lmcache.controller_{name}_url": f"localhost:{port}" for name in ("pull", "reply")}
-        return problems(look(serve(V1, extra={"lmcache.enable_controller": True, **urls}), place), "controller")
-
-    assert found(listening) == []
-    assert "does not answer" in found(closed)[0].what
 
 
 def test_a_port_that_is_taken(place: Path, listening: int, closed: int) -> None:

@@ -34,6 +34,6 @@ class Connector:
         threading.Event().wait(120)
 
 
-session.config = Config.make("observe", None, None)
+session.config = Config("observe", None, None)
 hooks.watch_class(Connector)
 Connector().start_load_kv(None)

@@ -1,4 +1,4 @@
-"""`kvfix dump PID` on processes that hang in a hook. A real engine: tests/engine/test_ray.py."""
+"""`kvfix dump PID` on processes that hang in a hook. A real engine that hangs: tests/engine/test_bugs.py."""
 
 import json
 import os

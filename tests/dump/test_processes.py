@@ -55,19 +55,5 @@ def test_a_linked_folder_is_not(process: Process, shared: Path) -> None:
     assert processes.ready(process) == {}
 
 
-def test_a_linked_file_is_not(process: Process, shared: Path) -> None:
-    file = shared / OWN / f"kvfix-{os.getpid()}.ready"
-    file.rename(shared / "moved")
-    file.symlink_to(shared / "moved")
-    assert processes.ready(process) == {}
-
-
-def test_a_pipe_is_not_waited_for(process: Process, shared: Path) -> None:
-    path = Path(process.directory, f"kvfix-{process.pid}.ready")
-    path.unlink()
-    os.mkfifo(path)
-    assert processes.ready(process) == {}
-
-
 def test_another_users_is_not(process: Process) -> None:
     assert processes.ready(process._replace(owner=process.owner + 1)) == {}

@@ -21,11 +21,9 @@ from kvfix_tools.diagnose import log_files
 from kvfix_tools.diagnose.diagnosis import Diagnosis
 from tests.conftest import RELEASES
 from tests.engine import start
-from tests.engine.start import CROWD, REPORT, prompt
+from tests.engine.start import CROWD, REPORT
+from tests.engine.test_bugs import ABORT, ONE
 
-ONE = prompt(300, 1)
-#: `running` leaves no room for `waiting`, which is aborted.
-ABORT = {"running": (prompt(760, 9), 230), "waiting": (ONE, 2)}
 WORKLOADS: dict[str, dict[str, Any]] = {
     "preemptions": {"rounds": [CROWD, CROWD]},
     "long prompts": {"rounds": [REPORT, REPORT, REPORT]},

@@ -68,8 +68,20 @@ class Engine(served.Served):
 
     def command(self) -> list[str]:
         sizes = [word for name, value in served.SIZES.items() for word in (f"--{name}", str(value))]
-        options = f"--dtype float32 --block-size 32 --port {self.port}".split()
-        return ["vllm", "serve", str(self.folder.parent / "model"), *options, *sizes, *self.options]
+        model = str(self.folder.parent / "model")
+        return [
+            "vllm",
+            "serve",
+            model,
+            "--dtype",
+            "float32",
+            "--block-size",
+            "32",
+            "--port",
+            str(self.port),
+            *sizes,
+            *self.options,
+        ]
 
     def ask(self, *requests: pd.Request, **more: Any) -> list[dict[str, Any] | None]:
         return [self._post(request, more) for request in requests]
@@ -144,6 +156,7 @@ class Case:
 
     truth: the cause in one sentence, written before the first run; "" for a healthy twin
     code: the first finding of kvfix-diagnose
+    setup: True if the fault can be seen before the launch
     before: makes the values of the run, and other things that the engine needs
     play: runs while the engine runs
     main: plays the whole case without an engine of its own, in place of the other fields
@@ -151,8 +164,10 @@ class Case:
 
     name: str
     truth: str = ""
+    remedy: str = ""
     twin: str = ""
     code: str = ""
+    setup: bool = True
     transfer: Any = None
     options: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)

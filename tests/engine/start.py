@@ -135,13 +135,21 @@ def run(
 
 
 @contextmanager
-def server(options: tuple[str, ...] = (), log: Path | None = None, **settings: str) -> Iterator[dict[str, Any]]:
+def server(
+    lmcache: Path | None = None, options: tuple[str, ...] = (), log: Path | None = None, **settings: str
+) -> Iterator[dict[str, Any]]:
     """A real `lmcache server`, started by `kvfix run`: it loads no vLLM plugin. vLLM's kv_transfer_config for
-    LMCacheMPConnector with it. options: more of the server's own. log: kept there. settings: of its environment."""
+    LMCacheMPConnector with it. lmcache: folder of 0.4.6; else the newest. options: more of the server's own.
+    log: kept there. settings: of its environment."""
     start = (sys.executable, "-m", "kvfix_tools.cli", "run", "--")
-    options = (*real_engine.ANY_MODE, *options)
+    environment = clean_environment(**settings)
+    transfer_mode = real_engine.ANY_MODE
+    if lmcache:
+        places = [str(place) for place in (lmcache, ROOT / "patches", ROOT / "tools")]
+        environment["PYTHONPATH"] = os.pathsep.join(places)
+        transfer_mode = ("--transfer-mode", "non_gpu")
     with (
         tempfile.TemporaryDirectory() as folder,
-        real_engine.server(log or Path(folder) / "log", 64, clean_environment(**settings), start, options) as transfer,
+        real_engine.server(log or Path(folder) / "log", 64, environment, start, (*transfer_mode, *options)) as transfer,
     ):
         yield transfer

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from kvfix_tools.look import attach, inject, ptrace
-from tests.engine import start
+from kvfix_tools.roundtrip import real_engine
+from tests.bench import serve
+from tests.conftest import clean_environment
+from tests.engine import pd, start
 from tests.engine.start import CROWD, REPORT
 
 #: Of attach and detach after one another. A hundred take ten minutes.
@@ -23,7 +29,7 @@ PAIRS = int(os.environ.get("KVFIX_TEST_PAIRS", "3"))
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.timeout(900 + 40 * PAIRS),
-    pytest.mark.skipif(not (ptrace.MACHINE or shutil.which("gdb")), reason="no gdb here"),
+    pytest.mark.skipif(not ptrace.MACHINE, reason="kvfix cannot call into a process of this machine"),
 ]
 
 HARD = [*REPORT, *CROWD]
@@ -128,3 +134,46 @@ def test_it_comes_and_goes_under_load(
     assert not wrong
     for pid in memory[0]:
         assert memory[-1][pid] < memory[0][pid] + 32 * 1024, memory
+
+
+@start.LONG
+def test_vllm_serve(plain: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Requests over HTTP go on meanwhile, and preempt one another."""
+    real_engine.write_model(tmp_path, "float32", {})
+    subprocess.run([sys.executable, "-c", serve.TOKENIZER, str(tmp_path)], env=clean_environment(), check=True)
+    answers: list[Any] = []
+    stop = threading.Event()
+
+    def load() -> None:
+        while not stop.is_set():
+            answers.append(pd.ask_all(f"http://127.0.0.1:{port}", HARD))
+
+    def after(rounds: int) -> None:
+        more = len(answers) + rounds
+        while len(answers) < more:
+            assert loading.is_alive()
+            time.sleep(0.1)
+
+    with serve.server(tmp_path, "", weights="auto") as port:
+        here = psutil.Process().children(recursive=True)
+        (pid,) = (each.pid for each in here if str(port) in each.cmdline())
+        loading = threading.Thread(target=load, daemon=True)
+        loading.start()
+        try:
+            after(1)
+            for mode in ("fix", "check"):
+                assert attach.attach(pid, mode, None, False, 120, json=True) == 0
+                after(2)
+                capsys.readouterr()
+                assert attach.status(pid, json=True) == 0
+                found = json.loads(capsys.readouterr().out)
+                rows = [row for each in found for row in each["rows"] or ()]
+                assert "KVF007" in {row["code"] for row in rows if row["verdict"] == "applied"}
+                assert attach.detach(pid, 120, json=True) == 0
+                after(1)
+        finally:
+            stop.set()
+            loading.join(300)
+        assert serve.preemptions(port) > 0
+    assert len(answers) >= 7
+    assert [at for at, each in enumerate(answers) if each != plain[1]] == []

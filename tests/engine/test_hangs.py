@@ -3,6 +3,7 @@ where it was."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -19,6 +20,7 @@ from kvfix.ledger.standstill import Verdict
 from kvfix_tools import recording
 from kvfix_tools.dump import processes
 from kvfix_tools.look import command, lmcache_server, looking
+from tests.conftest import RELEASES, Once
 from tests.engine import start
 from tests.engine.start import TWO_PROCESSES, prompt
 
@@ -28,6 +30,11 @@ LIMIT = 150
 #: Ten short prompts, and an engine that asks for all of them in one step: its budget is more than their tokens.
 SHORT = [(prompt(70, seed), 4) for seed in range(31, 41)]
 ONE_STEP = {"max_num_batched_tokens": 1024}
+#: KVF208 (`kvfix lab run loaded-requests-lock-out`): of 20 blocks either prompt loads 8. The second one, of a higher
+#: priority, needs 8 more.
+STORED = [(prompt(256, seed), 1) for seed in (21, 22)]
+BOTH = [(prompt(280, 21), 4), (prompt(512, 22), 4)]
+TWENTY = {"num_gpu_blocks_override": 21, "max_model_len": 640, "scheduling_policy": "priority"}
 
 
 class Hang(NamedTuple):
@@ -35,6 +42,7 @@ class Hang(NamedTuple):
 
     code: str
     message: str
+    rounds: list[Any] = [SHORT, SHORT]
     engine: dict[str, Any] = {}
     in_process: bool = False
     fix: str = ""
@@ -49,12 +57,19 @@ HANGS = {
         fix="KVF015",
     ),
     "server_stops": Hang("KVD204", "the LMCache server "),
+    "load_is_lost": Hang("KVD208", "waits for a load that no worker has"),
     "hook_waits": Hang("KVD213", "has been in start_load_kv for at least "),
+    "locked_out": Hang(
+        "KVD202",
+        "1 request is loaded and waits behind r2-",
+        rounds=[STORED, BOTH],
+        engine=TWENTY,
+    ),
 }
 
 
 #: The watchdog's, in tests/engine_state/test_watchdog.py. The others take a state of another process, or a long step.
-SHOWN_IN_THE_LAB = ("server_stops", "hook_waits")
+SHOWN_IN_THE_LAB = ("server_stops", "hook_waits", "locked_out")
 
 
 @contextmanager
@@ -92,14 +107,24 @@ def hangs(what: str, folder: Path, until: Callable[[int], bool], environment: di
     with transfer_of(hang) as (transfer, servers):
         planted = {"KVFIX_TEST_HANG": what, "KVFIX_TEST_SERVER": " ".join(map(str, servers)), **environment}
         return start.run(
-            folder, False, transfer, rounds=[SHORT, SHORT], engine={**TWO_PROCESSES, **hang.engine},
-            environment=planted, when=("Initializing a V1 LLM engine", do), spoil_from=1,
+            folder, False, transfer, rounds=hang.rounds, engine={**TWO_PROCESSES, **hang.engine}, environment=planted,
+            when=("Initializing a V1 LLM engine", do), spoil_from=1,
+            **({"one_by_one_in": 1} if what == "locked_out" else {}),
         )  # fmt: skip
 
 
+def continued(file: str) -> dict[str, Any]:
+    """Return the result of `kvfix lab continue` for this file of `kvfix look --save`."""
+    from kvfix_tools.lab import continue_state
+
+    answer: dict[str, Any] = json.loads(json.dumps(continue_state.continued(Path(file)).as_json({})))
+    return answer
+
+
 @pytest.mark.parametrize("what", HANGS)
-def test_look_explains_it(what: str, tmp_path: Path) -> None:
+def test_look_explains_it(what: str, tmp_path: Path, once: Once) -> None:
     found: list[Verdict] = []
+    saved = tmp_path / "look.json"
 
     def looked(pid: int) -> bool:
         # not engine_of(pid): the process above this engine is the test's own
@@ -110,11 +135,17 @@ def test_look_explains_it(what: str, tmp_path: Path) -> None:
         if found:
             servers = lmcache_server.of(looks[-1].processes)
             assert [each["answers"] for each in servers] == ([] if HANGS[what].in_process else [what != "server_stops"])
+            command.save_state(str(saved), looks[-1], found)
         return bool(found)
 
     hangs(what, tmp_path, looked, {"KVFIX": "off"})
     assert found[0].code == HANGS[what].code, found
     assert HANGS[what].message in found[0].message
+    if what == "locked_out":
+        lab = once(continued, RELEASES / "0.5.6", str(saved))
+        assert "which needs 8 blocks; 4 are free" in lab["as_released"]["stuck"]
+        assert lab["with_fixes"] == {"ended": 2, "requests": 2, "stuck": "", "also": []}
+        assert lab["differs"] == []
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,7 @@
-"""`kvfix look` at a real engine under load that was started without kvfix, and `kvfix doctor` with its real server."""
+"""`kvfix look` at a real engine under load that was started without kvfix: read from inside, and nothing is wrong."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
-import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -15,13 +12,7 @@ import pytest
 from kvfix.ledger import owed
 from kvfix.ledger.looks import Look
 from kvfix.ledger.standstill import verdicts
-from kvfix_tools.doctor import command_line
-from kvfix_tools.doctor.setup import Setup
 from kvfix_tools.look import command, lmcache_server, looking
-from kvfix_tools.roundtrip import real_engine
-from tests.conftest import Fresh
-from tests.doctor.sites import problems
-from tests.doctor.test_good import words
 from tests.engine.start import CROWD, TWO_PROCESSES, run, server
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -29,7 +20,6 @@ LOOKS, ROUNDS = 12, 8
 
 
 def test_a_healthy_engine(tmp_path: Path) -> None:
-    """It is read from inside, and nothing is wrong."""
     looks: list[Look] = []
     decided: list[Look] = []
     servers: list[dict[str, Any]] = []
@@ -75,19 +65,3 @@ def test_a_healthy_engine(tmp_path: Path) -> None:
 
 def _busy(look: Look) -> bool:
     return any(engine.requests for engine in owed.engines(look.processes))
-
-
-def test_doctor_knows_the_server(fresh: Fresh, tmp_path: Path) -> None:
-    """It tells its release while it runs, and misses it when it has gone."""
-    with server() as transfer:
-        command = words(tmp_path, transfer)
-        url = f"tcp://localhost:{transfer['kv_connector_extra_config']['lmcache.mp.port']}"
-        doctor = [sys.executable, "-m", "kvfix_tools.cli", "doctor", "--json", "--", *command]
-        done = fresh.run(doctor, **real_engine.ENVIRONMENT)
-    assert done.returncode == 0, done.stdout
-    found = [(line["check"], line["status"], line["what"]) for line in json.loads(done.stdout)]
-    release = importlib.metadata.version("lmcache")
-    assert ("server", "ok", f"a server answers at {url}") in found
-    assert ("server", "ok", f"the server at {url} is LMCache {release}") in found
-    (line,) = problems(Setup(command_line.read(command), {}), "server")
-    assert f"no LMCache server answers at {url}: Connection refused" in line.what

@@ -13,6 +13,7 @@ import random
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -35,6 +36,8 @@ LEASE = 120
 #: How often both are started, until a handshake comes in time.
 STARTS = 4
 SEEDS = itertools.count(1)
+#: What decode's log says of the request whose parameters name no host.
+LOST_HOST = {"KVD584"}
 #: Bytes of a block: K and V of 32 tokens in each layer, in float32.
 BLOCK_BYTES = BLOCK * 2 * 4 * MODEL["num_hidden_layers"] * MODEL["num_key_value_heads"] * MODEL["head_dim"]
 
@@ -127,6 +130,27 @@ def test_equal_answers(pair: Pair, expected: Answers) -> None:
     assert replay.replay(both, json=True) == 0
 
 
+def test_a_lease_that_is_not_given_back(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    """The router loses the prefill's host: decode computes the prompt itself, and has nobody to tell. Both records
+    together show it, neither alone."""
+    tokens, count = prompt(100, next(SEEDS)), 4
+    asked = {"do_remote_decode": True}
+    params = pd.post(pair.prefill.url, (tokens, 1), kv_transfer_params=asked)["kv_transfer_params"]
+    del params["remote_host"]
+    assert pd.ask(pair.decode.url, (tokens, count), kv_transfer_params=params) is not None
+    files: list[list[Path]] = []
+
+    def shows() -> bool:
+        files[:] = [pair.prefill.recorders(), pair.decode.recorders()]
+        return replay.replay([*files[0], *files[1]], json=False) == 1
+
+    pair.prefill.until(shows, "the lease is given back")
+    text = capsys.readouterr().out
+    assert f"SUMMARY: kvfix KVR025 lease-not-returned request {params['remote_request_id']}" in text
+    assert [replay.replay(of_engine, json=False) for of_engine in files] == [0, 0]
+    assert findings(pair.decode) == LOST_HOST
+
+
 def test_the_kv_of_another_prompt(pair: Pair, expected: Answers) -> None:
     """The negative control: decode is told to read the KV of a prompt as long, and answers something else."""
     (((tokens, count),), (right,)) = ROUNDS["crossed"], expected["crossed"]
@@ -169,7 +193,7 @@ def test_prefill_is_killed(pair: Pair, expected: Answers) -> None:
     assert pair.decode.metric("vllm:num_requests_waiting") == pair.decode.metric("vllm:num_requests_running") == 0
     assert pd.ask(pair.decode.url, ROUNDS["prefill"][0]) == expected["prefill"][0]
     # KVD1156: a notice to the killed prefill instance that was not sent yet cannot be sent.
-    assert findings(pair.decode) - {"KVD1156"} == {"KVD591"}
+    assert findings(pair.decode) - {"KVD1156"} == {"KVD591", *LOST_HOST}
 
 
 @pytest.mark.skipif("KVFIX_TEST_LONG" not in os.environ, reason="minutes more: KVFIX_TEST_LONG=1 runs it")

@@ -1,61 +1,22 @@
-"""Faults planted in an engine of the lab, by connector: each one it must find."""
+"""Faults planted in one engine of the lab."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 from kvfix_tools.lab.steps import prompt
+from tests.lab.planted import fault, wrap
 
-CHUNK = 64
-
-Plant = Callable[[Any], None]
-
-
-class Fault(NamedTuple):
-    """`rules`: of which one must find it, with this text in its message. options: of the lab, to play it with.
-
-    schedule: what plays it, if not what plays all of the connector.
-    """
-
-    rules: tuple[str, ...]
-    text: str
-    plant: Plant
-    options: dict[str, Any] = {}
-    schedule: Plant | None = None
-
-
-#: (connector, name) -> fault
-FAULTS: dict[tuple[str, str], Fault] = {}
-
-
-def fault(
-    *rules: str,
-    text: str = "",
-    on: tuple[str, ...] = ("v1", "mp"),
-    schedule: Plant | None = None,
-    **options: dict[str, Any],
-) -> Callable[[Plant], Plant]:
-    """options: of the lab, by connector; what is not part of a name stands for "-"."""
-    of = {name.replace("_", "-"): each for name, each in options.items()}
-
-    def register(plant: Plant) -> Plant:
-        for connector in on:
-            FAULTS[connector, plant.__name__] = Fault(rules, text, plant, of.get(connector, {}), schedule)
-        return plant
-
-    return register
-
-
-V1, MP = ("v1",), ("mp",)
-#: vLLM's OffloadingConnector alone.
-OFFLOADING = ("offloading",)
+V1, MP, OFFLOADING, SIMPLE = ("v1",), ("mp",), ("offloading",), ("simple-offload",)
+#: LMCache's connector in a MultiConnector with OffloadingConnector.
+LAST: dict[str, Any] = {"v1": {"offloading": "last"}, "mp": {"offloading": "last"}}
 
 
 @fault("LAB001")
 def load_goes_one_slot_too_far(engine: Any) -> None:
-    put = engine.slots.put
-    engine.slots.put = lambda slot, content: put(slot + 1 if slot % 16 < 15 else slot, content)
+    wrap(engine.slots, "put", lambda put, slot, content: put(slot + 1 if slot % 16 < 15 else slot, content))
 
 
 @fault("LAB001")
@@ -70,34 +31,29 @@ def load_takes_the_chunk_of_another_key(engine: Any) -> None:
 
 @fault("LAB001")
 def store_reads_the_next_block(engine: Any) -> None:
-    get = engine.slots.get
-    engine.slots.get = lambda slot: get((slot + 16) % (engine.options.num_blocks * 16))
+    wrap(engine.slots, "get", lambda get, slot: get((slot + 16) % (engine.options.num_blocks * 16)))
 
 
 @fault("LAB001", on=MP)
 def step_writes_a_wrong_slot(engine: Any) -> None:
-    write = engine.slots.write
+    wrap(
+        engine.slots,
+        "write",
+        lambda write, blocks, start, contents: write(
+            blocks, start, [*contents[:-1], 7] if len(contents) > 40 else contents
+        ),
+    )
 
-    def shifted(blocks: Any, start: int, contents: Any) -> None:
-        write(blocks, start, [*contents[:-1], 7] if len(contents) > 40 else contents)
 
-    engine.slots.write = shifted
-
-
-@fault(
-    "LAB001", text="the OffloadingConnector stores", on=("v1", "mp", "offloading"),
-    v1={"offloading": "last"}, mp={"offloading": "last"},
-)  # fmt: skip
+@fault("LAB001", text="Connector stores", on=("v1", "mp", "offloading", "simple-offload", "v1-simple"), **LAST)
 def copy_takes_the_next_block(engine: Any) -> None:
-    copies, blocks = engine.connector.offloading.ranks[0].copies, engine.options.num_blocks
-    read = copies._slots.read
-    copies._slots.read = lambda numbers, *more: read([(number + 1) % blocks for number in numbers], *more)
+    slots = engine.connector.offloading.ranks[0].copies._slots
+    wrap(slots, "read", lambda read, numbers, *more: read([(each + 1) % len(slots) for each in numbers], *more))
 
 
-@fault("LAB001", text="the step reads", on=OFFLOADING)
+@fault("LAB001", text="the step reads", on=(*OFFLOADING, *SIMPLE))
 def a_load_is_reported_before_it_is_done(engine: Any) -> None:
-    copies = engine.connector.offloading.ranks[0].copies
-    copies.is_done = lambda copy: True
+    engine.connector.offloading.ranks[0].copies.is_done = lambda copy: True
 
 
 @fault("LAB001", text="the OffloadingConnector stores", on=OFFLOADING)
@@ -116,14 +72,12 @@ def a_file_is_that_of_another_chunk(engine: Any) -> None:
         names.append(name(key))
         return names[0]
 
-    load = tier.submit_load
-
-    def submit_load(job: Any) -> None:
+    def submit_load(load: Any, job: Any) -> None:
         tier.file_mapper.get_file_name = first
         load(job)
         tier.file_mapper.get_file_name = name
 
-    tier.submit_load = submit_load
+    wrap(tier, "submit_load", submit_load)
 
 
 @fault("KVR009", text="_req_status", on=OFFLOADING)
@@ -135,28 +89,24 @@ def a_job_is_never_reported(engine: Any) -> None:
 
 @fault("LAB010", text="max_offload_tokens 0", on=OFFLOADING)
 def what_a_request_asks_for_is_not_read(engine: Any) -> None:
-    scheduler = engine.connector.offloading.scheduler
-    asked = scheduler.on_new_request
-
-    def on_new_request(request: Any) -> None:
+    def on_new_request(asked: Any, request: Any) -> None:
         asked(request)
         request.kv_transfer_params = {"max_offload_tokens": 0}
 
-    scheduler.on_new_request = on_new_request
+    wrap(engine.connector.offloading.scheduler, "on_new_request", on_new_request)
 
 
-@fault("LAB001", "KVR006", "KVR011", v1={"offloading": "last"}, mp={"offloading": "last"})
+@fault("LAB001", "KVR006", "KVR011", **LAST)
 def promise_is_granted_to_another(engine: Any) -> None:
     """The MultiConnector has another one load than the one that has promised."""
     multi = engine.scheduler.connector
-    grant = multi.update_state_after_alloc
 
-    def granted(request: Any, blocks: Any, external: int) -> None:
+    def granted(grant: Any, request: Any, blocks: Any, external: int) -> None:
         if external:
             multi._requests_to_connector[request.request_id] ^= 1
         grant(request, blocks, external)
 
-    multi.update_state_after_alloc = granted
+    wrap(multi, "update_state_after_alloc", granted)
 
 
 @fault("LAB010", text="this instance is a kv_consumer", on=V1, v1={"kv_role": "kv_consumer"})
@@ -166,16 +116,16 @@ def a_consumer_does_not_know_its_role(engine: Any) -> None:
 
 @fault("LAB001", on=V1)
 def two_blocks_are_exchanged(engine: Any) -> None:
-    iterate, memory, done = engine.iterate, engine.slots._blocks, []
+    memory, done = engine.slots._blocks, []
 
-    def exchange() -> None:
+    def exchange(iterate: Any) -> None:
         iterate()
         blocks = engine.model.blocks("again")
         if not done and len(blocks) > 1:
             memory[blocks[0]], memory[blocks[1]] = memory[blocks[1]], memory[blocks[0]]
             done.append(True)
 
-    engine.iterate = exchange
+    wrap(engine, "iterate", exchange)
 
 
 @fault("LAB002", text="loaded up to 192 of 256", on=V1)
@@ -224,50 +174,43 @@ def changes_its_promise(engine: Any) -> None:
 def load_of_less_than_was_granted(engine: Any) -> None:
     def less(meta: Any) -> None:
         if meta.load_spec is not None and meta.load_spec.can_load:
-            meta.load_spec.lmcache_cached_tokens -= CHUNK
+            meta.load_spec.lmcache_cached_tokens -= engine.options.chunk_size
 
-    _metadata(engine, less)
+    change_metadata(engine, less)
 
 
 @fault("KVR006", text="no load of them was started", on=V1)
 def load_is_forgotten(engine: Any) -> None:
-    def forget(meta: Any) -> None:
-        meta.load_spec = None
-
-    _metadata(engine, forget)
+    change_metadata(engine, lambda meta: setattr(meta, "load_spec", None))
 
 
 @fault("KVR006", "KVR010", on=MP)
 def loads_are_dropped(engine: Any) -> None:
-    build = engine.scheduler.connector.build_connector_meta
-
-    def without(output: Any) -> Any:
+    def without(build: Any, output: Any) -> Any:
         meta = build(output)
         meta.requests = [each for each in meta.requests if each.direction != "RETRIEVE"]
         return meta
 
-    engine.scheduler.connector.build_connector_meta = without
+    wrap(engine.scheduler.connector, "build_connector_meta", without)
 
 
 @fault("KVR007", text="never are", on=V1)
 def store_skips_a_chunk(engine: Any) -> None:
     def skip(meta: Any) -> None:
         if meta.req_id == "other" and meta.save_spec is not None:
-            meta.save_spec.skip_leading_tokens += CHUNK
+            meta.save_spec.skip_leading_tokens += engine.options.chunk_size
 
-    _metadata(engine, skip)
+    change_metadata(engine, skip)
 
 
 @fault("KVR007", on=MP)
 def store_has_a_gap(engine: Any) -> None:
-    stored = engine.request_events.stored
-    engine.request_events.stored = lambda name, tokens, start, end, rank=0: stored(name, tokens, start + 32, end + 32)
+    _stored(engine, 32, 32)
 
 
 @fault("KVR008", text="are computed")
 def store_reports_more_than_there_is(engine: Any) -> None:
-    stored = engine.request_events.stored
-    engine.request_events.stored = lambda name, tokens, start, end, rank=0: stored(name, tokens, start, end + CHUNK)
+    _stored(engine, 0, 64)
 
 
 @fault("KVR009", text="pins of the worker", on=V1)
@@ -277,22 +220,16 @@ def pins_are_kept(engine: Any) -> None:
 
 @fault("KVR009", text="load_specs", on=V1)
 def a_load_spec_is_kept(engine: Any) -> None:
-    class Sticky(dict):  # type: ignore[type-arg]
-        def pop(self, key: Any, default: Any = None) -> Any:
-            return self.get(key, default)
-
-    engine.connector.scheduler_adapter.load_specs = Sticky()
+    engine.connector.scheduler_adapter.load_specs = _Kept()
 
 
 @fault("KVR009", on=MP)
 def a_lookup_is_kept(engine: Any) -> None:
-    settle = engine.settle
-
-    def leaking() -> None:
+    def leaking(settle: Any) -> None:
         engine.connector.scheduler_adapter._finished_lookup_results["a"] = 0
         settle()
 
-    engine.settle = leaking
+    wrap(engine, "settle", leaking)
 
 
 @fault("KVR011", text="ZeroDivisionError")
@@ -310,12 +247,103 @@ def blocks_of_others_never_come_free(engine: Any) -> None:
     engine.free_blocks = engine._held.clear
 
 
+# ---------------------------------------------------------------------- SimpleCPUOffloadConnector
+
+
+@fault("LAB001", "KVR011", on=SIMPLE)
+def a_store_holds_no_blocks(engine: Any) -> None:
+    """Others get the blocks while they are copied."""
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    manager = engine.connector.in_scheduler.scheduler_manager
+    manager._gpu_block_pool = SimpleNamespace(
+        blocks=pool.blocks, touch=lambda blocks: None, free_blocks=lambda blocks: None,
+        cached_block_hashes_by_block=pool.cached_block_hashes_by_block,
+    )  # fmt: skip
+
+
+@fault("KVR009", on=SIMPLE)
+def a_hit_is_kept(engine: Any) -> None:
+    manager = engine.connector.in_scheduler.scheduler_manager
+
+    def get_num_new_matched_tokens(ask: Any, request: Any, computed: int) -> Any:
+        answer = ask(request, computed)
+        manager._pending_cpu_hits.setdefault(request.request_id, (([],), 0, computed))
+        return answer
+
+    wrap(manager, "get_num_new_matched_tokens", get_num_new_matched_tokens)
+    manager.request_finished_all_groups = lambda request, blocks: (False, None)
+
+
+@fault("KVR004", "LAB002", on=SIMPLE)
+def a_load_ends_a_block_early(engine: Any) -> None:
+    def early(loads: Any, metadata: Any) -> Any:
+        return [(name, start, end - 16) for name, start, end in loads(metadata)]
+
+    wrap(engine.connector.reader, "loads", early)
+
+
+@fault("KVR006", "KVR010", "LAB003", on=SIMPLE)
+def a_load_is_lost(engine: Any) -> None:
+    """The worker is told of no load."""
+
+    def build_connector_meta(build: Any, output: Any) -> Any:
+        metadata = build(output)
+        metadata.load_cpu_blocks, metadata.load_event = [], -1
+        return metadata
+
+    wrap(engine.scheduler.connector, "build_connector_meta", build_connector_meta)
+
+
+@fault("LAB028", on=SIMPLE)
+def a_load_holds_its_memory_for_ever(engine: Any) -> None:
+    manager = engine.connector.in_scheduler.scheduler_manager
+    manager._cleanup_load_request = lambda name: manager._reqs_to_load.pop(name, None) and 0
+
+
+@fault("LAB001", text="the step reads", on=("v1-simple",))
+def lmcache_loads_other_kv(engine: Any) -> None:
+    load_other_kv(engine.connector)
+
+
+@fault("LAB028", on=("v1-simple",))
+def a_hit_is_never_released(engine: Any) -> None:
+    """LMCache, which is asked first, has the request: the other one's hit is not used."""
+    engine.connector.offloading._manager._free_pending_cpu_hit = lambda pending: None
+
+
+@fault("KVR009", on=("v1-simple",))
+def a_load_keeps_its_request(engine: Any) -> None:
+    engine.connector.offloading._manager.request_finished = lambda request, block_ids: (False, None)
+
+
+# ---------------------------------------------------------------------- parts of faults
+
+
 class _Kept(dict):  # type: ignore[type-arg]
+    """Keeps what is removed."""
+
     def __delitem__(self, key: Any) -> None: ...
+
+    def pop(self, key: Any, default: Any = None) -> Any:
+        return self.get(key, default)
+
+
+def load_other_kv(connector: Any) -> None:
+    """Each chunk that LMCache loads has other KV."""
+    wrap(connector.cache_engines[0], "chunk", lambda chunk, name, key: [7] * len(chunk(name, key) or ()) or None)
+
+
+def _stored(engine: Any, start_later: int, end_later: int) -> None:
+    """Report stores with another start and end."""
+
+    def stored(report: Any, name: str, tokens: list[int], start: int, end: int, rank: int = 0) -> None:
+        report(name, tokens, start + start_later, end + end_later)
+
+    wrap(engine.request_events, "stored", stored)
 
 
 def _answer(engine: Any, change: Callable[[Any, int, Any], Any]) -> None:
-    """The hook itself promises otherwise; the lab's wrapper is put around it again."""
+    """Let the hook promise otherwise, and put the lab's wrapper around it again."""
     connector = engine.scheduler.connector
     ask = type(connector).get_num_new_matched_tokens.__get__(connector)
 
@@ -329,15 +357,13 @@ def _answer(engine: Any, change: Callable[[Any, int, Any], Any]) -> None:
     engine.request_events.wrap_hooks(connector)
 
 
-def _metadata(engine: Any, changed: Callable[[Any], None]) -> None:
-    """Change each request's metadata, between the adapter in the scheduler and that in the worker."""
-    adapter = engine.connector.scheduler_adapter
-    build = adapter.build_connector_meta
+def change_metadata(engine: Any, changed: Callable[[Any], None]) -> None:
+    """Change each request's metadata between the adapter in the scheduler and the adapter in the worker."""
 
-    def built(output: Any) -> Any:
+    def built(build: Any, output: Any) -> Any:
         metadata = build(output)
         for meta in metadata.requests:
             changed(meta)
         return metadata
 
-    adapter.build_connector_meta = built
+    wrap(engine.connector.scheduler_adapter, "build_connector_meta", built)

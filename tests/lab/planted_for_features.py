@@ -6,7 +6,8 @@ from typing import Any
 
 from kvfix_tools.lab.engine.memory import GARBAGE
 from kvfix_tools.lab.steps import prompt
-from tests.lab.planted_faults import MP, V1, fault
+from tests.lab.planted import fault, wrap
+from tests.lab.planted_faults import MP, V1, change_metadata
 from tests.lab.planted_in_ranks import tokens_of_a_step_in_flight_count_twice
 
 #: Speculative decoding, and a connector that stores generated tokens.
@@ -15,10 +16,10 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "mp": {"drafter": "eagle", "drafts": 3, "acceptance": 70, "lmcache": {"mp.save_decode_cache": True}},
 }
 #: A step is scheduled before the answer of the last one.
-AHEAD: dict[str, dict[str, Any]] = {each: {"async_scheduling": True} for each in ("v1", "mp")}
+AHEAD: dict[str, Any] = {"every": {"async_scheduling": True}}
 #: A worker reports before it has the step saved.
-SAVE_LAST: dict[str, dict[str, Any]] = {each: {"save_last": True} for each in ("v1", "mp")}
-PRIORITY: dict[str, dict[str, Any]] = {each: {"policy": "priority", "num_blocks": 32} for each in ("v1", "mp")}
+SAVE_LAST: dict[str, Any] = {"every": {"save_last": True}}
+PRIORITY: dict[str, Any] = {"every": {"policy": "priority", "num_blocks": 32}}
 
 
 # ---------------------------------------------------------------------- speculative decoding
@@ -27,10 +28,8 @@ PRIORITY: dict[str, dict[str, Any]] = {each: {"policy": "priority", "num_blocks"
 @fault("LAB001", text="store", **DRAFTS)
 def drafts_are_stored_before_they_are_accepted(engine: Any) -> None:
     """The connector takes the scheduled drafts for tokens of the request."""
-    connector = engine.scheduler.connector
-    build = connector.build_connector_meta
 
-    def with_drafts(output: Any) -> Any:
+    def with_drafts(build: Any, output: Any) -> Any:
         known = {name: len(engine.requests[name].all_token_ids) for name in output.scheduled_spec_decode_tokens}
         for name, drafts in output.scheduled_spec_decode_tokens.items():
             engine.requests[name]._all_token_ids += drafts
@@ -40,35 +39,32 @@ def drafts_are_stored_before_they_are_accepted(engine: Any) -> None:
             for name, tokens in known.items():
                 del engine.requests[name]._all_token_ids[tokens:]
 
-    connector.build_connector_meta = with_drafts
+    wrap(engine.scheduler.connector, "build_connector_meta", with_drafts)
 
 
 @fault("LAB001", text="the step reads", **DRAFTS)
 def rejected_drafts_stay_computed(engine: Any) -> None:
     """The scheduler does not take back the computed tokens of rejected drafts."""
-    update = engine.scheduler.update_from_output
 
-    def update_from_output(output: Any, answer: Any) -> Any:
+    def update_from_output(update: Any, output: Any, answer: Any) -> Any:
         computed = {name: engine.requests[name].num_computed_tokens for name in output.scheduled_spec_decode_tokens}
         outputs = update(output, answer)
         for name, tokens in computed.items():
             engine.requests[name].num_computed_tokens = tokens
         return outputs
 
-    engine.scheduler.update_from_output = update_from_output
+    wrap(engine.scheduler, "update_from_output", update_from_output)
 
 
 @fault("LAB001", text="the step reads", on=MP, **DRAFTS)
 def last_block_of_a_hit_is_dropped_and_counts(engine: Any) -> None:
     """vLLM drops it for EAGLE, and counts its tokens as computed."""
-    coordinator = engine.scheduler.kv_cache_manager.coordinator
-    find = coordinator.find_longest_cache_hit
 
-    def found(*args: Any) -> Any:
+    def found(find: Any, *args: Any) -> Any:
         blocks, hit, more = find(*args)
         return blocks, hit + 16 if hit else 0, more
 
-    coordinator.find_longest_cache_hit = found
+    wrap(engine.scheduler.kv_cache_manager.coordinator, "find_longest_cache_hit", found)
 
 
 # ---------------------------------------------------------------------- the order of a step
@@ -81,16 +77,14 @@ def tokens_of_the_step_before_count_twice(engine: Any) -> None:
 
 @fault("LAB001", text="the step reads", on=MP, mp={"model_runner_v2": True})
 def a_resumed_request_that_comes_as_new_keeps_its_old_blocks(engine: Any) -> None:
-    table = engine.model.block_table
-    update = table.update
-    known: dict[str, list[int]] = {}
+    table, known = engine.model.block_table, dict[str, list[int]]()
 
-    def updated(output: Any) -> None:
+    def updated(update: Any, output: Any) -> None:
         update(output)
         for new in output.scheduled_new_reqs:
             table.rows[new.req_id][:] = known.setdefault(new.req_id, list(table.rows[new.req_id]))
 
-    table.update = updated
+    wrap(table, "update", updated)
 
 
 def schedule_stored(engine: Any) -> None:
@@ -102,14 +96,13 @@ def schedule_stored(engine: Any) -> None:
 
 @fault("LAB004", on=MP, schedule=schedule_stored, **SAVE_LAST)
 def nothing_is_saved_after_the_report(engine: Any) -> None:
-    (worker,) = engine.workers
-    report = worker.called.get_finished
+    called = engine.workers[0].called
 
-    def reported(ended: set[str]) -> Any:
-        worker.called.wait_for_save = lambda: None
+    def reported(report: Any, ended: set[str]) -> Any:
+        called.wait_for_save = lambda: None
         return report(ended)
 
-    worker.called.get_finished = reported
+    wrap(called, "get_finished", reported)
 
 
 # ---------------------------------------------------------------------- sessions, priorities, pauses, resets
@@ -126,14 +119,11 @@ def schedule_session(engine: Any) -> None:
 
 @fault("LAB001", text="the step reads token", schedule=schedule_session)
 def dropped_token_of_a_turn_counts_as_computed(engine: Any) -> None:
-    scheduler = engine.scheduler
-    update = scheduler._update_request_as_session
-
-    def updated(session: Any, more: Any) -> None:
+    def updated(update: Any, session: Any, more: Any) -> None:
         update(session, more)
         session.num_computed_tokens += 1
 
-    scheduler._update_request_as_session = updated
+    wrap(engine.scheduler, "_update_request_as_session", updated)
 
 
 def schedule_priority(engine: Any) -> None:
@@ -151,15 +141,12 @@ def schedule_priority(engine: Any) -> None:
 
 @fault("LAB001", "KVR011", schedule=schedule_priority, **PRIORITY)
 def the_request_that_gives_way_keeps_its_computed_tokens(engine: Any) -> None:
-    scheduler = engine.scheduler
-    preempt = scheduler._preempt_request
-
-    def preempted(request: Any, *more: Any, **named: Any) -> None:
+    def preempted(preempt: Any, request: Any, *more: Any, **named: Any) -> None:
         computed = request.num_computed_tokens
         preempt(request, *more, **named)
         request.num_computed_tokens = computed
 
-    scheduler._preempt_request = preempted
+    wrap(engine.scheduler, "_preempt_request", preempted)
 
 
 def schedule_pause(engine: Any) -> None:
@@ -216,8 +203,7 @@ def a_request_that_a_reset_preempts_keeps_its_computed_tokens(engine: Any) -> No
 
 @fault("LAB001", text="the step reads", on=V1, v1={"lmcache": {"use_layerwise": True}})
 def the_last_layer_is_not_loaded(engine: Any) -> None:
-    put = engine.slots.put
-    engine.slots.put = lambda slot, content: put(slot, content) if content == GARBAGE else None
+    wrap(engine.slots, "put", lambda put, slot, content: put(slot, content) if content == GARBAGE else None)
 
 
 @fault("LAB001", text="the step reads", on=V1, v1={"lmcache": {"enable_async_loading": True}})
@@ -239,15 +225,7 @@ def schedule_decoder(engine: Any) -> None:
 
 @fault("LAB010", text="it asks for lmcache.skip_save", on=V1, schedule=schedule_decoder)
 def what_is_not_to_be_stored_is_stored(engine: Any) -> None:
-    build = engine.connector.scheduler_adapter.build_connector_meta
-
-    def built(output: Any) -> Any:
-        metadata = build(output)
-        for meta in metadata.requests:
-            meta.save_spec.can_save = True
-        return metadata
-
-    engine.connector.scheduler_adapter.build_connector_meta = built
+    change_metadata(engine, lambda meta: setattr(meta.save_spec, "can_save", True))
 
 
 # ---------------------------------------------------------------------- a server that stops
@@ -268,10 +246,7 @@ def schedule_silent_server(engine: Any) -> None:
 
 @fault("LAB001", text="is stored under their key", on=MP, schedule=schedule_silent_server, mp={"delay": 3})
 def a_store_after_silence_takes_other_blocks(engine: Any) -> None:
-    server = engine.connector.server
-    store = server._store
-
-    def stored(key: Any, groups: list[list[int]]) -> Any:
+    def stored(store: Any, key: Any, groups: list[list[int]]) -> Any:
         return store(key, [group[::-1] for group in groups] if engine.counts["server_stops"] else groups)
 
-    server._store = stored
+    wrap(engine.connector.server, "_store", stored)

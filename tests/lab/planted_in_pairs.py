@@ -1,22 +1,16 @@
-"""Faults planted in two engines with NixlConnector that have not as many ranks, or several KV groups."""
+"""Faults planted in two engines of the lab."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
+from tests.lab.planted import fault, wrap
+from tests.lab.planted_faults import load_other_kv
 
-class Planted(NamedTuple):
-    """options: of the pair. text: of a finding of rule LAB001."""
-
-    plant: Callable[[Any], None]
-    connector: str
-    options: dict[str, Any]
-    text: str
-
-
-FAULTS: dict[str, Planted] = {}
+PULL, PUSH, MOONCAKE = ("nixl-pull",), ("nixl-push",), ("mooncake",)
+PULL_RANKS, PUSH_RANKS = ("nixl-pull-ranks",), ("nixl-push-ranks",)
+MULTI = ("nixl-multi", "nixl-push-multi", "mooncake-multi")
 #: The second rank takes longer.
 MORE: dict[str, Any] = {"ranks": 1, "peer_ranks": 2, "kv_heads": 2, "rank_delay": 3}
 FEWER: dict[str, Any] = {"ranks": 2, "peer_ranks": 1, "kv_heads": 2, "rank_delay": 3}
@@ -24,84 +18,251 @@ COPIED: dict[str, Any] = {"ranks": 1, "peer_ranks": 4, "kv_heads": 2}
 GROUPS: dict[str, Any] = {"windows": (32,), "num_blocks": 80}
 
 
-def fault(connector: str, options: dict[str, Any], text: str) -> Callable[[Any], Any]:
-    def register(plant: Any) -> Any:
-        FAULTS[plant.__name__] = Planted(plant, connector, options, text)
-        return plant
-
-    return register
+def _worker(engine: Any) -> Any:
+    return getattr(engine.connector, "child", engine.connector.workers[0])
 
 
 def _adapters(engine: Any) -> list[Any]:
     return [worker.adapter for worker in engine.connector.workers]
 
 
+# ---------------------------------------------------------------------- wrong KV
+
+
+def read_the_next_block(agent: Any) -> None:
+    """Each of the agent's transfers reads or writes the peer's block after the right one."""
+
+    def make(original: Any, kind: str, mine: Any, here: Any, theirs: Any, there: Any, **more: Any) -> Any:
+        return original(kind, mine, here, theirs, [each + 1 for each in there], **more)
+
+    wrap(agent, "make_prepped_xfer", make)
+
+
+@fault("LAB001", on=(*PULL, "nixl-multi", "nixl-offload"))
+def nixl_reads_the_next_block(pair: Any) -> None:
+    read_the_next_block(_worker(pair.decode).adapter.nixl_wrapper)
+
+
+@fault("LAB001", on=(*PUSH, "nixl-push-multi"))
+def nixl_writes_into_the_next_block(pair: Any) -> None:
+    read_the_next_block(_worker(pair.prefill).adapter.nixl_wrapper)
+
+
+@fault("LAB001", on=PUSH)
+def writes_come_from_the_next_block(pair: Any) -> None:
+    def make(original: Any, kind: str, mine: Any, here: Any, theirs: Any, there: Any, **more: Any) -> Any:
+        return original(kind, mine, [each + 1 for each in here], theirs, there, **more)
+
+    wrap(_worker(pair.prefill).adapter.nixl_wrapper, "make_prepped_xfer", make)
+
+
+@fault("LAB001", on=(*MOONCAKE, "mooncake-multi"))
+def mooncake_writes_into_the_next_block(pair: Any) -> None:
+    from kvfix_tools.lab.connectors.nixl import FLOATS
+
+    block = pair.options.block_size * FLOATS * 4
+
+    def write(original: Any, of: Any, to: str, sources: Any, targets: list[int], sizes: Any) -> Any:
+        return original(of, to, sources, [target + block for target in targets], sizes)
+
+    wrap(pair.network, "write", write)
+
+
+@fault("LAB001", on=MULTI)
+def lmcache_of_decode_loads_other_kv(pair: Any) -> None:
+    load_other_kv(pair.decode.connector)
+
+
+@fault("LAB001", on=("nixl-offload",))
+def other_kv_comes_from_the_cpu(pair: Any) -> None:
+    rank = pair.decode.connector.offloading.ranks[0]
+    wrap(rank.copies, "_swap", lambda swap, source, *more, **named: swap(source.flip(0), *more, **named))
+    rank.connector.worker._load_handler._swap_blocks_batch = rank.copies._swap
+
+
+# decode learns of a failed write at the end of its registration, 480 s later
+@fault("LAB003", on=("nixl-push-multi",))
+@fault("LAB002", on=("nixl-multi", "mooncake-multi"))
+def a_transfer_fails(pair: Any) -> None:
+    pair.network.failing["transfer"] = 1
+
+
+# ---------------------------------------------------------------------- leases, threads and messages
+
+
+@fault("LAB003", on=PUSH)
+def registrations_are_lost(pair: Any) -> None:
+    _worker(pair.decode).adapter._do_send_reg_notif = lambda *_: None
+
+
+@fault("LAB020", on=(*PULL, *MOONCAKE))
+def blocks_stay_when_they_are_sent(pair: Any) -> None:
+    pair.prefill.scheduler._free_blocks = lambda request: None
+
+
+@fault("LAB021", on=PULL)
+def the_thread_for_handshakes_dies(pair: Any) -> None:
+    def listener() -> None:
+        raise KeyError
+
+    pair.network.listeners["prefill:5600"] = listener
+
+
+@fault("LAB022", on=PUSH)
+def a_registration_is_kept(pair: Any) -> None:
+    _worker(pair.prefill).adapter._pending_d_registrations["r-00000009"] = {}
+
+
+@fault("LAB025", on=MOONCAKE)
+def a_coroutine_raises(pair: Any) -> None:
+    async def record_send_reqs(metadata: Any) -> None:
+        raise KeyError
+
+    _worker(pair.prefill).adapter.record_send_reqs = record_send_reqs
+
+
+@fault("LAB026", on=MOONCAKE)
+def prefills_are_taken_for_aborted(pair: Any) -> None:
+    pair.prefill.connector.scheduler_side.request_finished = lambda request, blocks: (False, None)
+
+
+@fault("KVR015", on=PULL)
+def what_is_sent_is_reported_again(pair: Any) -> None:
+    sent = set()
+
+    def get_transfer_results(results: Any, ended: set[str]) -> Any:
+        answer = results(ended)
+        again = set(sent)
+        sent.update(answer.finished_sending)
+        answer.finished_sending.update(again)
+        return answer
+
+    wrap(_worker(pair.prefill).called, "get_transfer_results", get_transfer_results)
+
+
+@fault("KVR017", on=PULL)
+def leases_are_over_at_once(pair: Any) -> None:
+    """Each lease has ended when the worker's step has begun."""
+    worker = _worker(pair.prefill).adapter
+
+    def start_load_kv(start: Any, metadata: Any) -> None:
+        start(metadata)
+        worker._reqs_to_send.update(dict.fromkeys(worker._reqs_to_send, 0.0))
+
+    wrap(worker, "start_load_kv", start_load_kv)
+
+
+@fault("KVR018", on=PULL)
+def a_request_is_sent_twice(pair: Any) -> None:
+    def admit_both(admit: Any, engine: Any, name: str, tokens: list[int], most: int, params: dict[str, Any]) -> None:
+        admit(engine, name, tokens, most, dict(params))
+        if engine is pair.decode:
+            admit(engine, f"{name}-again", tokens, most, dict(params))
+
+    wrap(pair.router, "_admit", admit_both)
+
+
+@fault("KVR020", on=PUSH)
+def what_is_over_is_still_written(pair: Any) -> None:
+    leases_are_over_at_once(pair)
+    _worker(pair.prefill).adapter._evict_finished_inbox.put = lambda _: None
+
+
+@fault("KVR021", on=PUSH)
+def leases_are_over_once_it_is_written(pair: Any) -> None:
+    worker = _worker(pair.prefill).adapter
+
+    def reap_too_much(reap: Any, sent: set[str]) -> None:
+        worker._reqs_to_send.update(dict.fromkeys(worker._sending_transfers, 0.0))
+        reap(sent)
+
+    wrap(worker, "_reap_expired_send_leases", reap_too_much)
+
+
+@fault("KVR021", on=MOONCAKE)
+def what_is_sent_is_free_at_once(pair: Any) -> None:
+    adapter = _worker(pair.prefill).adapter
+
+    async def built(build: Any, ready: Any, *more: Any) -> Any:
+        answer = await build(ready, *more)
+        adapter.finished_sending_reqs.update(sent.p_req_id for _, sent in ready)
+        return answer
+
+    wrap(adapter, "_build_transfer_params", built)
+
+
+@fault("KVR022", on=PUSH)
+def decode_forgets_what_it_waits_for(pair: Any) -> None:
+    worker = _worker(pair.decode).adapter
+
+    def sends(send: Any, request: str, registration: Any) -> None:
+        send(request, registration)
+        worker._recving_metadata.pop(request, None)
+
+    wrap(worker, "_do_send_reg_notif", sends)
+
+
+# ---------------------------------------------------------------------- several ranks
+
+
 def _reads_at(pair: Any, factor: int) -> None:
     """Decode's second rank reads from this place of prefill's blocks, in shares of its own."""
-    adapter = _adapters(pair.decode)[1]
-    build = adapter._build_fa_remote
-    adapter._build_fa_remote = lambda plan, *more: build(dataclasses.replace(plan, rank_offset_factor=factor), *more)
+
+    def build_remote(build: Any, plan: Any, *more: Any) -> Any:
+        return build(dataclasses.replace(plan, rank_offset_factor=factor), *more)
+
+    wrap(_adapters(pair.decode)[1], "_build_fa_remote", build_remote)
 
 
-@fault("nixl-pull", MORE, "other KV of rank 1")
+@fault("LAB001", text="other KV of rank 1", on=PULL_RANKS, every=MORE)
 def a_rank_reads_the_heads_of_another(pair: Any) -> None:
     _reads_at(pair, 0)
 
 
-@fault("nixl-pull", MORE, "other KV of rank 1")
+@fault("LAB001", text="other KV of rank 1", on=PULL_RANKS, every=MORE)
 def blocks_are_free_after_the_first_of_two_notices(pair: Any) -> None:
+    def adds(add: Any, metadata: Any, *more: Any) -> Any:
+        answer, mappings = add(metadata, *more), add.__self__.tp_mappings
+        mappings[metadata.engine_id] = dataclasses.replace(mappings[metadata.engine_id], local_consumers=1)
+        return answer
+
     for adapter in _adapters(pair.decode):
-        add = adapter.add_remote_agent
-
-        def adds(metadata: Any, *more: Any, adapter: Any = adapter, add: Any = add) -> Any:
-            answer = add(metadata, *more)
-            mappings = adapter.tp_mappings
-            mappings[metadata.engine_id] = dataclasses.replace(mappings[metadata.engine_id], local_consumers=1)
-            return answer
-
-        adapter.add_remote_agent = adds
+        wrap(adapter, "add_remote_agent", adds)
 
 
-@fault("nixl-pull", FEWER, "other KV")
+@fault("LAB001", text="other KV", on=PULL_RANKS, every=FEWER)
 def heads_of_two_ranks_are_mixed_up(pair: Any) -> None:
     (adapter,) = _adapters(pair.decode)
-    build = adapter._build_local_splits_from_plan
-    adapter._build_local_splits_from_plan = lambda *arguments: reversed(list(build(*arguments)))
+    wrap(adapter, "_build_local_splits_from_plan", lambda build, *arguments: reversed(list(build(*arguments))))
 
 
-@fault("nixl-pull", COPIED, "other KV of rank 1")
+@fault("LAB001", text="other KV of rank 1", on=PULL_RANKS, every=COPIED)
 def a_copied_head_is_read_from_the_place_of_another(pair: Any) -> None:
     _reads_at(pair, 1)
 
 
-@fault("nixl-push", FEWER, "other KV")
+@fault("LAB001", text="other KV", on=PUSH_RANKS, every=FEWER)
 def the_second_writer_is_not_waited_for(pair: Any) -> None:
+    def make(original: Any, *places: Any, notif_msg: bytes) -> Any:
+        return original(*places, notif_msg=notif_msg.rpartition(b":")[0] + b":1")
+
     for adapter in _adapters(pair.prefill):
-        make = adapter.nixl_wrapper.make_prepped_xfer
-        adapter.nixl_wrapper.make_prepped_xfer = lambda *places, notif_msg, make=make: make(
-            *places, notif_msg=notif_msg.rpartition(b":")[0] + b":1"
-        )
+        wrap(adapter.nixl_wrapper, "make_prepped_xfer", make)
 
 
-@fault("nixl-pull", GROUPS, "other KV in KV group 1")
+@fault("LAB001", text="other KV in KV group 1", on=PULL_RANKS, every=GROUPS)
 def blocks_of_a_window_are_read_in_another_order(pair: Any) -> None:
-    (adapter,) = _adapters(pair.decode)
-    read = adapter._read_blocks
-
-    def reads(read_spec: Any, **more: Any) -> Any:
+    def reads(read: Any, read_spec: Any, **more: Any) -> Any:
         whole, window = read_spec.remote_block_ids
         return read(dataclasses.replace(read_spec, remote_block_ids=[whole, window[::-1]]), **more)
 
-    adapter._read_blocks = reads
+    wrap(_worker(pair.decode).adapter, "_read_blocks", reads)
 
 
-@fault("nixl-push", GROUPS, "other KV in KV group 1")
+@fault("LAB001", text="other KV in KV group 1", on=PUSH_RANKS, every=GROUPS)
 def a_window_is_not_written(pair: Any) -> None:
-    (adapter,) = _adapters(pair.prefill)
-    write = adapter._xfer_blocks
-
-    def writes(read_spec: Any, **more: Any) -> Any:
+    def writes(write: Any, read_spec: Any, **more: Any) -> Any:
         ours, theirs = ([each[0], []] for each in (read_spec.local_block_ids, read_spec.remote_block_ids))
         return write(dataclasses.replace(read_spec, local_block_ids=ours, remote_block_ids=theirs), **more)
 
-    adapter._xfer_blocks = writes
+    wrap(_worker(pair.prefill).adapter, "_xfer_blocks", writes)

@@ -1,37 +1,20 @@
-"""Faults planted where the lab plays a real `lmcache server`: in what is sent, and where it is killed, full or silent.
-
-They are in a list of their own, for only a server that starts can play them.
-"""
+"""Faults planted where the lab plays a real `lmcache server`: in messages, and in a dead, full or silent server."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from kvfix_tools.lab.connectors.server_process import L1_OBJECTS
 from kvfix_tools.lab.steps import prompt
-from tests.lab.planted_faults import Fault, Plant
+from tests.lab.planted import fault, wrap
 
-#: {name: fault with its own schedule}
-FAULTS: dict[str, Fault] = {}
-
-
-def fault(rule: str, schedule: Plant, text: str, **options: Any) -> Callable[[Plant], Plant]:
-    """options: of the lab."""
-
-    def register(plant: Plant) -> Plant:
-        FAULTS[plant.__name__] = Fault((rule,), text, plant, options, schedule)
-        return plant
-
-    return register
+REAL = ("mp-real",)
 
 
 def schedule_loads(engine: Any) -> None:
     """A prompt is computed, loaded into other blocks, and hit while vLLM also has it."""
-    engine.admit("first", prompt(100), max_tokens=3)
-    engine.run()
-    engine.reset_prefix_cache()
+    engine.store("first", prompt(100), max_tokens=3)
     engine.admit("other", prompt(100, seed=1), max_tokens=3)
     engine.admit("again", prompt(100), max_tokens=3)
     engine.run()
@@ -41,32 +24,27 @@ def schedule_loads(engine: Any) -> None:
     assert engine.counts["loaded_tokens"] >= 96
 
 
-@fault("KVR009", schedule_loads, "read locks of the server")
+@fault("KVR009", text="read locks of the server", on=REAL, schedule=schedule_loads)
 def end_of_a_hit_is_not_sent(engine: Any) -> None:
     """vLLM has what a lookup has locked, and the server is not asked to release it."""
     engine.connector.scheduler_adapter.free_lookup_locks = lambda *_, **__: None
 
 
-@fault("LAB001", schedule_loads, "the step reads token 0")
+@fault("LAB001", text="the step reads token 0", on=REAL, schedule=schedule_loads)
 def load_goes_to_other_blocks(engine: Any) -> None:
-    context = engine.workers[0].adapter.transfer_ctx
-    submit = context.submit_retrieve
+    _reverse_blocks(engine, "submit_retrieve")
 
-    def elsewhere(request: str, key: Any, caches: Any, blocks: list[list[int]], *rest: Any, **more: Any) -> Any:
+
+@fault("LAB001", text="other KV than that of tokens 0 on is stored", on=REAL, schedule=schedule_loads)
+def store_takes_other_blocks(engine: Any) -> None:
+    _reverse_blocks(engine, "submit_store")
+
+
+def _reverse_blocks(engine: Any, name: str) -> None:
+    def reversed_blocks(submit: Any, request: str, key: Any, caches: Any, blocks: Any, *rest: Any, **more: Any) -> Any:
         return submit(request, key, caches, [group[::-1] for group in blocks], *rest, **more)
 
-    context.submit_retrieve = elsewhere
-
-
-@fault("LAB001", schedule_loads, "other KV than that of tokens 0 on is stored")
-def store_takes_other_blocks(engine: Any) -> None:
-    context = engine.workers[0].adapter.transfer_ctx
-    submit = context.submit_store
-
-    def other(request: str, key: Any, caches: Any, blocks: list[list[int]], *rest: Any) -> Any:
-        return submit(request, key, caches, [group[::-1] for group in blocks], *rest)
-
-    context.submit_store = other
+    wrap(engine.workers[0].adapter.transfer_ctx, name, reversed_blocks)
 
 
 def begin_load_and_store(engine: Any) -> None:
@@ -96,7 +74,7 @@ def schedule_killed(engine: Any) -> None:
     assert engine.counts["server_restarts"] == 1
 
 
-@fault("LAB001", schedule_killed, "the step reads", delay=3)
+@fault("LAB001", text="the step reads", on=REAL, schedule=schedule_killed, every={"delay": 3})
 def a_load_from_a_dead_server_counts_as_done(engine: Any) -> None:
     engine.workers[0].adapter.get_block_ids_with_load_errors = set
 
@@ -120,23 +98,18 @@ def schedule_filled(engine: Any) -> None:
     engine.settle()
 
 
-@fault("LAB002", schedule_filled, "loaded up to 0 of 96")
+@fault("LAB002", text="loaded up to 0 of 96", on=REAL, schedule=schedule_filled)
 def what_the_server_has_evicted_counts_as_hit(engine: Any) -> None:
-    adapter = engine.connector.scheduler_adapter
-    check = adapter.check_lookup_result
-
-    def checked(name: str) -> int | None:
+    def checked(check: Any, name: str) -> int | None:
         found: int | None = check(name)
         return 96 if name == "again" and found is not None else found
 
-    adapter.check_lookup_result = checked
+    wrap(engine.connector.scheduler_adapter, "check_lookup_result", checked)
 
 
 def schedule_unanswered(engine: Any) -> None:
     """A lookup of cached chunks is not answered in time."""
-    engine.admit("first", prompt(100))
-    engine.run()
-    engine.reset_prefix_cache()
+    engine.store("first", prompt(100))
     engine.do("lookups_fail", 1)
     engine.admit("again", prompt(100), max_tokens=3)
     engine.run()
@@ -144,11 +117,10 @@ def schedule_unanswered(engine: Any) -> None:
     assert engine.counts["lookups_unanswered"] == 1
 
 
-@fault("LAB003", schedule_unanswered, "is WAITING for ever")
+@fault("LAB003", text="is WAITING for ever", on=REAL, schedule=schedule_unanswered)
 def a_lookup_that_times_out_is_waited_for(engine: Any) -> None:
     adapter, unanswered = engine.connector.scheduler_adapter, engine.connector.server.unanswered_lookups
-    check = adapter.check_lookup_result
-    adapter.check_lookup_result = lambda name: None if name in unanswered else check(name)
+    wrap(adapter, "check_lookup_result", lambda check, name: None if name in unanswered else check(name))
 
 
 def schedule_disk(engine: Any) -> None:
@@ -165,15 +137,15 @@ def schedule_disk(engine: Any) -> None:
     assert engine.counts["read_from_disk"] == 6
 
 
-@fault("LAB001", schedule_disk, "the step reads")
+@fault("LAB001", text="the step reads", on=REAL, schedule=schedule_disk)
 def files_on_the_disk_are_mixed_up(engine: Any) -> None:
-    evict, folder = engine.evict, Path(engine.connector.server.process.disk)
+    folder = Path(engine.connector.server.process.disk)
 
-    def evicted(chunks: int) -> None:
+    def evicted(evict: Any, chunks: int) -> None:
         files = sorted(file for file in folder.rglob("*") if engine.connector.server.model_name in file.name)
         assert len(files) == 6
         for file, contents in zip(files, [file.read_bytes() for file in reversed(files)], strict=True):
             file.write_bytes(contents)
         evict(chunks)
 
-    engine.evict = evicted
+    wrap(engine, "evict", evicted)

@@ -5,7 +5,7 @@ all of its tokens: beyond its blocks. The lab finds that, and is not ended by it
 """
 
 import kvfix
-from kvfix.ledger.events import LoadFailed, Stored
+from kvfix.ledger.events import LoadFailed, Scheduled, Stored
 from kvfix_tools.lab.fuzz.schedule import Schedule, draw
 from kvfix_tools.lab.options import Options
 from tests.conftest import RELEASES, ForkServer, Once
@@ -43,3 +43,21 @@ def beyond_the_blocks(fixes: bool) -> list[str]:
 def test_a_step_beyond_the_blocks_of_its_request(fork_server: ForkServer) -> None:
     assert any("its blocks end at" in found for found in fork_server(beyond_the_blocks, RELEASES / "0.5.6", False))
     assert fork_server(beyond_the_blocks, RELEASES / "0.5.6", True) == []
+
+
+def computed_beside_a_failed_load() -> list[int]:
+    """Return the computed tokens of `other` at each of its steps. The load of `r`, which shares its blocks, fails."""
+    from kvfix_tools.lab.fuzz.fuzz import play
+
+    kvfix.apply()
+    begin = (("admit", "other", 0, 90, 20), *[("step",)] * 4, ("stored_elsewhere", 0, 128), ("admit", "r", 0, 140, 1))
+    log = [event for _, event in play(Schedule(Options(connector="mp-in-tree"), (*begin, ("fail_load", 1, 1)))).log]
+    assert any(isinstance(event, LoadFailed) and event.request == "r" for event in log)
+    return [event.computed for event in log if isinstance(event, Scheduled) and event.request == "other"]
+
+
+def test_a_failed_load_of_another_request_computes_nothing_anew(once: Once) -> None:
+    """KVF103 and KVF110 wrap one function: the failed blocks are reported without those that the load did not write."""
+    computed = once(computed_beside_a_failed_load, RELEASES / "0.4.6")
+    assert computed == sorted(computed)
+    assert len(computed) >= 20

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import re
-from importlib import import_module
 
 import pytest
 
 from kvfix_tools.lab.engine.counts import COUNTED, FEATURES
 from kvfix_tools.lab.scenario import find
 from tests.conftest import ROOT
-from tests.lab import planted_in_pairs, planted_in_real_server
-from tests.lab.planted_faults import FAULTS
+from tests.lab import planted_in_real_server  # noqa: F401  it registers its faults
+from tests.lab.test_planted_faults import FAULTS
 
 ROWS = [
     [cell.strip() for cell in line.strip("|").split("|")]
     for line in (ROOT / "docs/lab-features.md").read_text().splitlines()
     if line.startswith("| ") and "counted as" not in line
 ]
-for module in ("planted_for_features", "planted_in_groups", "planted_in_ranks"):
-    import_module(f"tests.lab.{module}")
-PLANTED = {name for _, name in FAULTS}.union(planted_in_real_server.FAULTS, planted_in_pairs.FAULTS)
+PLANTED = {name for _, name in FAULTS}
+REAL = {name for setup, name in FAULTS if setup == "mp-real"}
 
 
 def named(cell: str) -> list[str]:
@@ -44,5 +42,4 @@ def test_every_feature_has_its_place() -> None:
 
 
 def test_each_fault_of_the_real_server_is_in_a_row() -> None:
-    others = {name for _, name in FAULTS}.union(planted_in_pairs.FAULTS)
-    assert set(planted_in_real_server.FAULTS) == {name for row in ROWS for name in named(row[3])} - others
+    assert {name for row in ROWS for name in named(row[3])} >= REAL

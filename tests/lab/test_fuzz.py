@@ -3,6 +3,8 @@
 import gc
 import json
 import tempfile
+from collections import Counter
+from collections.abc import Sequence
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvfix_tools.lab import releases
+from kvfix_tools.lab.options import SERVER_CHUNK, WITH_RANKS, Options
 from tests.conftest import RELEASES, ROOT, Fresh, Once
 from tests.healthy import own_blocks
 
@@ -145,6 +148,100 @@ def test_all_that_is_drawn_happens(connector: str, measured: Measured) -> None:
 def test_an_engine_is_released_when_its_run_is_over(measured: Measured) -> None:
     """LMCache's metrics may still refer to the last engines. More than 200 were played with v1 alone."""
     assert measured["engines"] < 10
+
+
+# ---------------------------------------------------------------------- with the fixes
+
+PAIR = ("restarts", "sent_again", "malformed")
+OF_RANKS = (
+    "failed_on_one_rank",
+    *(f"loads_with_{each}" for each in ("more_ranks", "fewer_ranks", "late_rank", "copied_heads")),
+)
+OF_GROUPS = ("loads_with_one_window", "loads_with_two_windows")
+WITH_LMCACHE = ("nixl-multi", "nixl-push-multi", "mooncake-multi")
+SIMPLE = ("loads_failed", "aborted_loading", "aborted_storing", "loads_of_groups", "ranks_apart", "inputs")
+BOTH = ("loads_offloaded", "passed_over", "loads_failed", "evicted", "preemptions", "full_steps", "inputs")
+#: (connector, mode, seeds, option that a schedule must have, what happens in schedules with faults)
+FUZZED: list[tuple[str, str, Sequence[int], str, tuple[str, ...]]] = [
+    ("simple-offload", "check", range(60), "", SIMPLE),
+    ("v1", "check", range(400), "simple_offloading", BOTH),
+    ("nixl-pull", "fix", range(16), "", (*PAIR, "leases", "aborted_loading")),
+    ("nixl-push", "check", range(16), "", (*PAIR, "leases", "at_once", "asked_again")),
+    ("mooncake", "check", range(16), "", (*PAIR, "at_once")),
+    *((connector, "check", range(16), "", ("loaded_beside",)) for connector in WITH_LMCACHE),
+    ("nixl-offload", "fix", range(5, 13), "", ("loads_offloaded",)),
+    ("nixl-pull", "check", range(64), "peer_ranks", OF_RANKS),
+    ("nixl-push", "check", range(119), "peer_ranks", OF_RANKS),
+    *((connector, "check", range(70), "windows", OF_GROUPS) for connector in WITH_RANKS),
+    # LAB026 by mistake; a request that is sent again after its abort (KVF363)
+    ("mooncake", "check", (664, 1255, 1302), "", ()),
+]
+
+
+def fuzzed(connector: str, plain: bool, mode: str, seeds: list[int], only: str) -> list[Any]:
+    """Play these schedules with the fixes, or as released if they are plain ones of SimpleCPUOffloadConnector.
+
+    only: an option that a schedule must have; "": play all schedules, twice. Return violations and counts of each time.
+    """
+    from kvfix_tools.lab.fuzz.fuzz import play
+    from kvfix_tools.lab.fuzz.fuzz_run import Run
+
+    def played() -> list[Any]:
+        violations, counts = [], Counter[str]()
+        with run.applied():
+            for schedule in run.schedules(seeds):
+                if not only or getattr(schedule.options, only):
+                    done = play(schedule)
+                    violations += [str(each) for each in done.violations]
+                    counts.update(done.counts, steps=done.steps)
+        return [violations, counts]
+
+    run = Run(connector, not (plain and connector == "simple-offload"), plain, mode)
+    return [played() for _ in range(1 if only else 2)]
+
+
+#: The arguments of `fuzzed`, and what must happen. A plain schedule has no faults, ranks or windows.
+CASES = [
+    *((connector, False, mode, list(seeds), only, happened) for connector, mode, seeds, only, happened in FUZZED),
+    *((connector, True, mode, list(seeds), "", ()) for connector, mode, seeds, only, happened in FUZZED if not only),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[4]}-{'plain' if case[1] else 'faults'}")
+def test_schedules_are_clean_with_the_fixes(case: tuple[Any, ...], once: Once) -> None:
+    *arguments, happened = case
+    first, *others = once(fuzzed, RELEASES / "0.5.6", *arguments)
+    assert others in ([], [first])
+    violations, counts = first
+    assert violations == []
+    assert [each for each in ("loaded_tokens", "stored_tokens", "preemptions", *happened) if not counts.get(each)] == []
+
+
+SIMPLE_AND_V1 = {"simple_offloading": True, "offloading": "last"}
+REAL_SERVER = {"connector": "mp", "chunk_size": SERVER_CHUNK, "real_server": True}
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        *(
+            ({**REAL_SERVER, **more}, "the lab plays a real server with mp, ")
+            for more in (
+                {"connector": "v1"}, {"ranks": 2}, {"windows": (16,)}, {"states": True}, {"offloading": "last"},
+                {"chunk_size": 64},
+            )
+        ),
+        *(
+            ({**SIMPLE_AND_V1, **more}, r"SimpleCPUOffloadConnector|one rank")
+            for more in ({"connector": "mp"}, {"offloading": ""}, {"prefix_caching": False}, {"ranks": 2})
+        ),
+        ({"connector": "mooncake", "real_transfers": True}, "real transfers with nixl-pull, nixl-push, nixl-multi"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_options_that_the_lab_does_not_play_are_refused(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        Options(**options)
 
 
 ASK = """

@@ -6,8 +6,6 @@ another release or no kvfix.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +14,7 @@ import pytest
 from kvfix import catalogue
 from kvfix.fixes.api import Fix, Target
 from tests.conftest import RELEASES, Once
-from tests.lab.faults import CLOSED, Case, cases
+from tests.lab.faults import CLOSED, Case, cases, with_targets
 
 #: Functions of connectors that run in a worker. Classes of workers have "Worker" in their name.
 IN_WORKER = {
@@ -47,17 +45,6 @@ def halves(fix: Fix) -> list[tuple[Target, ...]]:
 FIXES = [fix.code for fix in catalogue.fixes() if fix.scenarios and halves(fix)]
 
 
-@contextmanager
-def only(fix: Fix, targets: tuple[Target, ...]) -> Iterator[None]:
-    whole = fix.targets
-    # A helper alone does not show the bug: each function counts.
-    object.__setattr__(fix, "targets", tuple(replace(each, helper=False) for each in targets))
-    try:
-        yield
-    finally:
-        object.__setattr__(fix, "targets", whole)
-
-
 def failed_store(connector: str) -> Case:
     """A store fails, and another request has the same prompt."""
     from kvfix_tools.lab.options import Options
@@ -69,7 +56,7 @@ def failed_store(connector: str) -> Case:
     schedule = [
         fails, admit("before", prompt(128)), run(), settle(), reset_prefix_cache(), admit("r", prompt(128)), run(),
     ]  # fmt: skip
-    scenario = Scenario(schedule, rule="LAB001", wrong={}, options=options)
+    scenario = Scenario(schedule, rule="LAB001", wrong={}, options=options, ends=False)
 
     def findings(fixes: bool) -> Any:
         with applied(fixes):
@@ -87,7 +74,8 @@ def outcomes() -> dict[str, list[str]]:
         for case in cases(fix) + [failed_store(connector) for connector in STORES.get(fix.code, ())]:
             released = {*CLOSED, *(each.code for each in case.released())}
             for targets in halves(fix):
-                with only(fix, targets):
+                # a helper alone does not show the bug: each function counts
+                with with_targets(fix, tuple(replace(each, helper=False) for each in targets)):
                     new = [str(each) for each in case.fixed() if each.code not in released]
                 found[fix.code] += [f"{case.name} with {targets[0].function}: {each}" for each in new]
     return found

@@ -1,4 +1,4 @@
-"""Two engines with MooncakeConnector: schedules that were wrong once, its tasks, and two prefills for one transfer."""
+"""Two engines with MooncakeConnector: its tasks, and two prefills for one transfer."""
 
 from __future__ import annotations
 
@@ -9,14 +9,6 @@ import pytest
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.steps import prompt
 from tests.conftest import RELEASES, Once
-from tests.lab import pair_fuzzed
-
-
-@pytest.mark.parametrize("seed", [664, 1255, 1302])
-def test_seeds_that_were_violated_are_clean(seed: int, once: Once) -> None:
-    """LAB026 by mistake; a request that is sent again after its abort (KVF363)."""
-    seeds = range(seed, seed + 1)
-    assert once(pair_fuzzed.fuzzed, RELEASES / "0.5.6", "mooncake", False, "check", seeds)["violations"] == []
 
 
 def ended_tasks() -> list[int]:

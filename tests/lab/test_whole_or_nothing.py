@@ -23,6 +23,7 @@ from kvfix.session import session
 from kvfix_tools.lab import runner
 from kvfix_tools.lab.scenario import find
 from tests.conftest import RELEASES, Once
+from tests.lab.faults import with_targets
 
 
 @contextmanager
@@ -37,13 +38,11 @@ def replaced(fix: Fix, target: Target) -> Iterator[None]:
     other = FunctionType(code, inner.__globals__, name, inner.__defaults__, inner.__closure__)
     other.__kwdefaults__, other.__module__ = inner.__kwdefaults__, "site_patch"
     setattr(owner, name, staticmethod(other) if is_static else other)
-    targets = fix.targets
-    same = [replace(each, probe=stubs.cannot_tell) if each.name == target.name else each for each in targets]
-    object.__setattr__(fix, "targets", tuple(same))
+    same = [replace(each, probe=stubs.cannot_tell) if each.name == target.name else each for each in fix.targets]
     try:
-        yield
+        with with_targets(fix, tuple(same)):
+            yield
     finally:
-        object.__setattr__(fix, "targets", targets)
         if own:
             setattr(owner, name, original)
         else:

@@ -1,6 +1,5 @@
-"""Code injected into real processes, by each way that is installed here."""
+"""Code injected into real processes."""
 
-import functools
 import os
 import shutil
 import subprocess
@@ -15,35 +14,9 @@ from kvfix_tools.look import inject, other_process, ptrace
 from kvfix_tools.look.other_process import Process
 from tests.conftest import clean_environment
 
-WAYS = [way for way, here in (("ptrace", ptrace.MACHINE), ("gdb", shutil.which("gdb"))) if here]
 NAME = "import threading; open(ANSWER, 'w').write(threading.current_thread().name)"
 
-pytestmark = pytest.mark.skipif(not WAYS, reason="this machine is called by gdb, which is not here")
-
-
-#: Of gdb 13 on processors with AMX, whose registers are more than it knows.
-NO_REGISTERS = "Couldn't write extended state status"
-
-
-@functools.cache
-def gdb_says() -> str:
-    """Return gdb's output for a call into a plain process, without kvfix."""
-    call = ["gdb", "-nx", "-batch", "-readnever", "-ex", "call (int) getpid()", "-p"]
-    with subprocess.Popen(["sleep", "60"]) as process:
-        try:
-            done = subprocess.run([*call, str(process.pid)], capture_output=True, text=True, check=False)
-        finally:
-            process.kill()
-    return done.stdout + done.stderr
-
-
-@pytest.fixture(params=WAYS or ["none"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "gdb":
-        if NO_REGISTERS in gdb_says():
-            pytest.skip(f"gdb cannot call into any process of this machine: {NO_REGISTERS}")
-        monkeypatch.setattr(ptrace, "MACHINE", None)
-    return str(request.param)
+pytestmark = pytest.mark.skipif(not ptrace.MACHINE, reason="kvfix cannot call into a process of this machine")
 
 
 @contextmanager
@@ -76,7 +49,7 @@ def remove_folders(process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.parametrize("does", ["sleeps", "threads", "busy-threads", "lock", "sleep", "read"])
-def test_the_main_thread_answers(way: str, does: str) -> None:
+def test_the_main_thread_answers(does: str) -> None:
     with target(does) as process:
         assert inject.run(process.pid, NAME, seconds=60) == "MainThread"
         assert inject.run(process.pid, NAME, seconds=60) == "MainThread"
@@ -84,7 +57,7 @@ def test_the_main_thread_answers(way: str, does: str) -> None:
         assert not folders(process)
 
 
-def test_a_thread_that_has_gone_on_meanwhile_is_left_alone(way: str) -> None:
+def test_a_thread_that_has_gone_on_meanwhile_is_left_alone() -> None:
     """It may be about to take the GIL. Called then, it waited for itself, and EngineCore stood still."""
 
     class GoesOn(Process):
@@ -104,7 +77,7 @@ def test_a_thread_that_has_gone_on_meanwhile_is_left_alone(way: str) -> None:
         assert inject.run(program.pid, NAME, seconds=60) == "MainThread"
 
 
-def test_a_thread_that_waits_for_a_lock_of_python_is_left_alone(way: str) -> None:
+def test_a_thread_that_waits_for_a_lock_of_python_is_left_alone() -> None:
     """It may hold the mutex of the GIL meanwhile. Called then, it waited for itself, and all threads for it."""
     with target("own-lock") as process:
         with pytest.raises(inject.Silent):
@@ -137,17 +110,16 @@ def test_the_maps_of_a_process_are_read_once(monkeypatch: pytest.MonkeyPatch) ->
     assert len(read) == 1
 
 
-def test_a_hundred_in_a_row_take_one_page(way: str) -> None:
+def test_a_hundred_in_a_row_take_one_page() -> None:
     count = "import __main__; open(ANSWER, 'w').write(str(__main__.counted))"
     with target("sleeps") as process:
-        counted = [int(inject.run(process.pid, count, seconds=60)) for _ in range(100 if way == "ptrace" else 20)]
+        counted = [int(inject.run(process.pid, count, seconds=60)) for _ in range(100)]
         maps = Path(f"/proc/{process.pid}/maps").read_text()
     assert counted == sorted(counted)
     assert counted[-1] > counted[0]  # the loop went on between them
     assert maps.count("6b76000") == 2  # start and end of one line
 
 
-@pytest.mark.skipif(not ptrace.MACHINE, reason="of gdb's own")
 def test_a_computation_gets_its_registers_and_its_signals_back() -> None:
     """In the middle of a kernel all vector registers are in use, and `difftime` writes to them."""
     after = "import __main__, signal; open(ANSWER, 'w').write(f'{__main__.wrong} {signal.pthread_sigmask(0, ())}')"
@@ -158,14 +130,14 @@ def test_a_computation_gets_its_registers_and_its_signals_back() -> None:
         assert inject.run(process.pid, after, seconds=60) == "0 {<Signals.SIGTRAP: 5>}"
 
 
-def test_an_error_of_the_code_is_an_answer(way: str) -> None:
+def test_an_error_of_the_code_is_an_answer() -> None:
     with target("sleeps") as process:
         assert inject.run(process.pid, "1 / 0", seconds=60) == "failed: ZeroDivisionError: division by zero"
         assert inject.run(process.pid, "(", seconds=60).startswith("failed: SyntaxError")
         assert inject.run(process.pid, NAME, seconds=60) == "MainThread"
 
 
-def test_the_code_leaves_no_name_in_the_program(way: str) -> None:
+def test_the_code_leaves_no_name_in_the_program() -> None:
     names = "import __main__; open(ANSWER, 'w').write(' '.join(sorted(vars(__main__))))"
     with target("sleeps") as process:
         assert inject.run(process.pid, "left = 1", seconds=60) == ""
@@ -174,7 +146,7 @@ def test_the_code_leaves_no_name_in_the_program(way: str) -> None:
     assert not {"left", "os", "folder", "ANSWER"} & set(found)
 
 
-def test_a_thread_in_c_is_silent_and_has_one_call_in_its_queue(way: str) -> None:
+def test_a_thread_in_c_is_silent_and_has_one_call_in_its_queue() -> None:
     """A call that timed out does not run later, and the next call is answered."""
     with target("c") as process:
         assert process.stdin is not None
@@ -189,7 +161,7 @@ def test_a_thread_in_c_is_silent_and_has_one_call_in_its_queue(way: str) -> None
         assert not folders(process)
 
 
-def test_an_exception_of_a_signal_handler_reaches_the_program(way: str) -> None:
+def test_an_exception_of_a_signal_handler_reaches_the_program() -> None:
     """As vLLM's, up to 0.11: it raises SystemExit, and must not end in the code that it happens to interrupt."""
     code = "import signal; signal.raise_signal(signal.SIGINT)\nfor _ in range(10): pass"
     with target("sleeps") as process:
@@ -198,7 +170,7 @@ def test_an_exception_of_a_signal_handler_reaches_the_program(way: str) -> None:
         assert process.stdout.readline() == "interrupted\n"
 
 
-def test_what_has_ended_or_is_no_python_is_refused(way: str) -> None:
+def test_what_has_ended_or_is_no_python_is_refused() -> None:
     with target("sleeps") as process:
         pass
     with pytest.raises(inject.Refused, match=f"there is no process {process.pid}"):
@@ -210,12 +182,18 @@ def test_what_has_ended_or_is_no_python_is_refused(way: str) -> None:
         sleep.kill()
 
 
-def test_a_process_that_ends_meanwhile(way: str) -> None:
+def test_another_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ptrace, "MACHINE", None)
+    monkeypatch.setattr(other_process, "_SYMBOLS", {})
+    with target("sleeps") as process, pytest.raises(inject.Refused, match=r"cannot call .* Use Python 3\.14"):
+        inject.run(process.pid, NAME, seconds=1)
+
+
+def test_a_process_that_ends_meanwhile() -> None:
     with target("sleeps") as process, pytest.raises(inject.Refused, match="has ended"):
         inject.run(process.pid, "import os; os._exit(0)", seconds=5)
 
 
-@pytest.mark.skipif(not ptrace.MACHINE, reason="gdb is a process of its own")
 def test_the_end_of_the_looker_is_not_that_of_the_call(tmp_path: Path) -> None:
     """A thread that nothing waits for runs into the breakpoint, and the process ends."""
     pipe = tmp_path / "pipe"
@@ -235,7 +213,7 @@ def test_the_end_of_the_looker_is_not_that_of_the_call(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("release", ["3.10", "3.12", "3.13"])
-def test_pythons_of_other_releases(way: str, release: str) -> None:
+def test_pythons_of_other_releases(release: str) -> None:
     found = next(map(str, Path.home().glob(f".pyenv/versions/{release}.*/bin/python3")), None)
     if found is None:
         pytest.skip(f"there is no Python {release} here")

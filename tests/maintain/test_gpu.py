@@ -1,21 +1,29 @@
-"""The bundle for a GPU host: its wheels, its manifest, and the stages that run there. No download, and no GPU."""
+"""The bundle for a GPU host: its wheels, and the stages that run there. No download, and no GPU."""
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import subprocess
 import sys
 import zipfile
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
-from maintain.gpu import bundle, engines, manifest, roundtrips, stages, steps, trimmed_wheel
+from kvfix_tools.roundtrip.cell_check import Result
+from kvfix_tools.roundtrip.matrix import Cell
+from kvfix_tools.roundtrip.mismatch import Mismatch
+from kvfix_tools.roundtrip.run_report import RunReport
+from maintain.gpu import bundle, roundtrips, stages, steps, trimmed_wheel
 from maintain.gpu.stages import NOT_HERE, TIMED_OUT, Stage
 
-CHECKED = engines.Case("in process, check", "v1", "check")
 FILES = {
     "large/__init__.py": "from large import kept\n",
     "large/kept.py": "VALUE = 7\n",
@@ -60,25 +68,13 @@ def test_a_pattern_that_fits_no_file_is_an_error(wheel: Path, tmp_path: Path) ->
         trimmed_wheel.split(wheel, tmp_path, {"large/fa9.*": "a reason"}, {})
 
 
-def test_the_manifest_finds_what_a_transfer_damaged(
-    wheel: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    parts = [wheel, wheel.with_name("vllm_operations-1.0-py3-none-any.whl")]
-    parts[1].write_bytes(wheel.read_bytes())
-    folder = tmp_path / "bundle"
-    sizes = bundle.make(folder, parts)
+def test_the_bundle_has_the_wheels_and_the_scripts(wheel: Path, tmp_path: Path) -> None:
+    operations = wheel.with_name("vllm_operations-1.0-py3-none-any.whl")
+    operations.write_bytes(wheel.read_bytes())
+    sizes = bundle.make(tmp_path / "bundle", [wheel, operations])
     assert sizes["2"] == wheel.stat().st_size
-    first, second = folder / "1" / parts[0].name, folder / "2" / parts[1].name
-    assert manifest.main(folder / "1") == 0
-    assert capsys.readouterr().out.split() == [str(first), str(second)]
-    second.unlink()  # a folder is not there: the stages that do without it run
-    assert manifest.main(folder / "1") == 0
-    printed = capsys.readouterr()
-    assert printed.out.split() == [str(first)]
-    assert f"2/{second.name}" in printed.err
-    first.write_bytes(first.read_bytes()[:-1] + b"x")
-    assert manifest.main(folder / "1") == 1
-    assert capsys.readouterr().out.split() == []
+    assert (tmp_path / "bundle/1/maintain/gpu/run.sh").is_file()
+    assert [path.name for path in (tmp_path / "bundle/1").glob("*.whl")] == [wheel.name]
 
 
 def test_a_folder_that_is_too_large_is_an_error(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,8 +147,8 @@ def test_a_stage_without_a_gpu_ends_with_77(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here = [False]
-    torch = SimpleNamespace(__version__="2.11.0", cuda=SimpleNamespace(is_available=lambda: here[0]))
-    monkeypatch.setitem(sys.modules, "torch", torch)
+    stand_in = SimpleNamespace(__version__="2.11.0", cuda=SimpleNamespace(is_available=lambda: here[0]))
+    monkeypatch.setitem(sys.modules, "torch", stand_in)
     with pytest.raises(SystemExit) as ended:
         steps.device(["torch", "--device", "cuda"])
     assert ended.value.code == NOT_HERE
@@ -162,62 +158,52 @@ def test_a_stage_without_a_gpu_ends_with_77(
     assert steps.device(["torch", "--device", "cuda"]) == ("torch", "cuda")
 
 
-def answered(warm: list[list[int]], hits: int) -> dict[str, object]:
-    """An engine's answers, as the rounds of `kvfix roundtrip --backend engine` write them."""
-    rounds = {"cold": [[1, 2]], "changed": [[3, 4]], "others": [[5, 5]], "warm": warm}
-    answer = {
-        name: {"tokens": tokens, "hits": 0, "loads": {"loaded": 0, "failed": 0}} for name, tokens in rounds.items()
-    }
-    return {**answer, "warm": {"tokens": warm, "hits": hits, "loads": {"loaded": hits, "failed": 0}}}
+def report(*results: Result, speeds: tuple[Result, ...] = (), inject: str | None = None) -> RunReport:
+    made = RunReport(torch.device("cpu"), argparse.Namespace(inject=inject))
+    made.results, made.speeds = list(results), list(speeds)
+    return made
 
 
-@pytest.mark.parametrize(
-    ("case", "warm", "hits", "log", "right"),
-    [
-        (engines.RELEASED, [[9, 9]], 64, "", True),
-        (engines.RELEASED, [[1, 2]], 64, "", False),
-        (engines.RELEASED, [[9, 9]], 0, "", False),
-        (CHECKED, [[1, 2]], 64, "", True),
-        (CHECKED, [[9, 9]], 64, "", False),
-        (CHECKED, [[1, 2]], 64, "kvfix SUMMARY: kvfix KVR101 wrong: 1 token", False),
-    ],
-    ids=["wrong KV", "as released it is right", "nothing loaded", "right", "wrong with fixes", "a violation"],
-)
-def test_what_is_right_of_an_engine(
-    case: engines.Case, warm: list[list[int]], hits: int, log: str, right: bool
-) -> None:
-    done = steps.Steps()
-    engines.judge(done, case, answered([[1, 2]], 0), {"answer": answered(warm, hits), "log": log})
-    assert done.right == [right]
-
-
-def speed(**changes: object) -> dict[str, object]:
-    """32 GiB at 50 GB/s each way: the copies there and back take 1.37 s."""
-    rates = {f"{plain}{way}_gb_s": 50.0 for plain in ("", "plain_") for way in ("store", "load")}
-    return {"backend": "torch", "verdict": "passed", "bytes": 32 << 30, "check_seconds": 2.0, **rates, **changes}
+def result(verdict: str, kinds: tuple[str, ...] = (), layout: str = "nhd") -> Result:
+    findings = [Mismatch("store, host", "", 0, Counter(kinds))] if kinds else []
+    return Result(Cell("lmcache-v2", layout=layout), verdict, findings)
 
 
 @pytest.mark.parametrize(
     ("changes", "right"),
-    [({}, True), ({"store_gb_s": 47.0}, False), ({"check_seconds": 3.0}, False), ({"verdict": "refused"}, False)],
+    [({}, True), ({"store": 0.74}, False), ({"check_seconds": 3.0}, False), ({"verdict": "refused"}, False)],
     ids=["both goals", "slower than a plain copy", "a slow check", "not timed"],
 )
-def test_the_goals_of_the_large_transfer(changes: dict[str, object], right: bool) -> None:
-    assert roundtrips.fast({"exit": 0, "speed": [speed(**changes)]}) is right
+def test_the_goals_of_the_large_transfer(changes: dict[str, Any], right: bool) -> None:
+    seconds = {"store": 0.7, "load": 0.7, "plain_store": 0.69, "plain_load": 0.69, "check_seconds": 2.0}
+    timed = replace(result("passed"), **{**seconds, **changes})
+    assert roundtrips.fast(report(result("passed"), speeds=(timed,))) is right
 
 
 @pytest.mark.parametrize(
-    ("verdict", "kinds", "right"),
-    [("failed", {"stale": 3}, True), ("failed", {"bit flip": 3}, False), ("passed", {}, False), ("refused", {}, False)],
+    ("cells", "right"),
+    [
+        ([result("failed", ("stale",)), result("failed", ("stale", "bit flip")), result("refused")], True),
+        ([result("failed", ("stale",)), result("failed", ("bit flip",))], False),
+        ([result("failed", ("stale",)), result("passed")], False),
+        ([result("refused")], False),
+    ],
 )
-def test_a_planted_fault_is_found_if_every_cell_names_it(verdict: str, kinds: dict[str, int], right: bool) -> None:
-    cell = {"verdict": verdict, "findings": [{"classes": kinds}] if kinds else []}
-    found = {"verdict": "failed", "findings": [{"classes": {"stale": 1}}]}
-    cells = [cell] if verdict == "refused" else [found, cell]
-    assert roundtrips.found({"inject": "stale", "cells": cells}) is right
+def test_a_planted_fault_is_found_if_every_cell_names_it(cells: list[Result], right: bool) -> None:
+    assert roundtrips.found(report(*cells, inject="stale")) is right
 
 
 def test_only_a_known_bug_is_right_as_released() -> None:
-    cells = [{"verdict": "passed", "known": None}, {"verdict": "failed", "known": "LMCache issue 4463"}]
-    assert roundtrips.known({"cells": cells})
-    assert not roundtrips.known({"cells": [*cells, {"verdict": "crashed", "known": None}]})
+    cells = [result("passed"), result("failed", layout="packed")]  # LMCache issue 4463
+    assert roundtrips.known(report(*cells))
+    assert not roundtrips.known(report(*cells, result("crashed")))
+
+
+@pytest.mark.parametrize(
+    ("reason", "loaded", "right"),
+    [("warm: 3 of 3 outputs differ", 576, True), ("", 576, False), ("warm: 3 of 3 outputs differ", 0, False)],
+    ids=["wrong KV", "as released it is right", "nothing loaded"],
+)
+def test_an_engine_as_released_must_be_wrong(reason: str, loaded: int, right: bool) -> None:
+    engine = replace(result("failed"), reason=reason, operations=f"576 were promised and {loaded} loaded")
+    assert roundtrips.differs(report(engine)) is right

@@ -148,7 +148,13 @@ def test_a_backend_that_refuses_and_one_that_crashes(with_backend: Any) -> None:
 
 @pytest.mark.parametrize(
     ("more", "before", "inside"),
-    [([], None, "fix"), ([], "off", "off"), (["--no-fixes"], None, "off"), (["--no-fixes"], "fix", "off")],
+    [
+        ([], None, "fix"),
+        ([], "check", "check"),
+        ([], "off", "off"),
+        (["--no-fixes"], None, "off"),
+        (["--no-fixes"], "fix", "off"),
+    ],
 )
 def test_kvfixes_fixes_are_applied_while_it_runs(
     with_backend: Any, monkeypatch: pytest.MonkeyPatch, more: list[str], before: str | None, inside: str

@@ -37,11 +37,12 @@ def ran() -> dict[str, Any]:
     """An engine whose last round had its hits, and the same outputs."""
     answer = copy.deepcopy(PLAIN)
     answer["warm"].update(hits=576, loads={"loaded": 576, "failed": 0})
-    return answer
+    return {**answer, "violations": []}
 
 
 def test_equal_outputs_with_hits(ran: dict[str, Any]) -> None:
     assert engine.judge(PLAIN, ran) is None
+    assert engine.judge(PLAIN, {**ran, "violations": ["KVR001 wrong"]}) == "kvfix reports a violation: KVR001 wrong"
 
 
 @pytest.mark.parametrize(

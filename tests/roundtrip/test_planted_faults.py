@@ -89,26 +89,6 @@ class TestErrorsInTheToolsOwnCopy:
         found = classes(Mistaken, layout="packed", heads="2")
         assert found == {"store, host": {"misplaced"}, "load, KV cache": {"misplaced"}}
 
-    def test_every_slot_off_by_one(self) -> None:
-        class Shifted(TorchCopy):
-            def store(self, slots: torch.Tensor) -> None:
-                super().store(slots + 1)
-
-            def load(self, slots: torch.Tensor, skip: int) -> None:
-                super().load(slots + 1, skip)
-
-        found = classes(Shifted, slots="contiguous")
-        assert found["store, host"] == {"wrong slot"}
-        assert found["load, KV cache"] == {"wrong slot", "bystander written", "not written"}
-
-    def test_nothing_moves(self) -> None:
-        class Idle(TorchCopy):
-            def store(self, slots: torch.Tensor) -> None: ...
-
-            def load(self, slots: torch.Tensor, skip: int) -> None: ...
-
-        assert set.union(*classes(Idle).values()) == {"not written"}
-
     @pytest.mark.parametrize(
         ("spoil", "stage", "kind"),
         [

@@ -18,8 +18,8 @@ def test_text_form_survives_a_round_trip(text: str) -> None:
 
 
 def test_slugs_and_any_case_are_valid() -> None:
-    assert str(Config.make("fix", ["lookup-cache-ignores-computed"], None)) == "fix only=KVF001"
-    assert str(Config.make("fix", "kvf001", None)) == "fix only=KVF001"
+    assert str(Config("fix", ["lookup-cache-ignores-computed"], None)) == "fix only=KVF001"
+    assert str(Config("fix", "kvf001", None)) == "fix only=KVF001"
 
 
 @pytest.mark.parametrize(
@@ -46,12 +46,12 @@ def test_invalid_text_is_a_value_error(text: str) -> None:
 @pytest.mark.parametrize("argument", ["only", "skip", "plus"])
 def test_the_error_for_an_unknown_fix_is_short(name: str, meant: str, argument: str) -> None:
     with pytest.raises(ValueError, match="unknown fix") as raised:
-        Config.make("fix", **{"only": None, "skip": None, argument: [name]})
+        Config("fix", **{"only": None, "skip": None, argument: [name]})
     assert str(raised.value) == f"unknown fix {name!r}: {meant}`kvfix status --all` lists the known fixes"
 
 
 def test_a_retired_fix_is_left_out_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    assert str(Config.make("fix", None, ["KVF368", "KVF001"])) == "fix skip=KVF001"
+    assert str(Config("fix", None, ["KVF368", "KVF001"])) == "fix skip=KVF001"
     assert "KVF368 is retired and left out: " in caplog.text
 
 
@@ -60,15 +60,15 @@ def test_all_modes_except_fix_watch_the_hooks() -> None:
 
 
 def test_which_fixes_a_configuration_takes() -> None:
-    everything = Config.make("fix", None, None)
+    everything = Config("fix", None, None)
     assert everything.takes("KVF001")
     assert not everything.takes("KVF001", opt_in=True)
-    assert Config.make("fix", ["KVF001"], None).takes("KVF001", opt_in=True)
-    assert not Config.make("fix", [], None).takes("KVF001")
-    assert not Config.make("fix", ["KVF001"], ["KVF001"]).takes("KVF001")
-    plus = Config.make("fix", None, None, plus=["KVF017"])
+    assert Config("fix", ["KVF001"], None).takes("KVF001", opt_in=True)
+    assert not Config("fix", [], None).takes("KVF001")
+    assert not Config("fix", ["KVF001"], ["KVF001"]).takes("KVF001")
+    plus = Config("fix", None, None, plus=["KVF017"])
     assert plus.takes("KVF017", opt_in=True)
     assert plus.takes("KVF001")
     assert not plus.takes("KVF111", opt_in=True)
-    assert not Config.make("fix", ["KVF001"], None, plus=["KVF017"]).takes("KVF002")
-    assert not Config.make("fix", None, ["KVF017"], plus=["KVF017"]).takes("KVF017", opt_in=True)
+    assert not Config("fix", ["KVF001"], None, plus=["KVF017"]).takes("KVF002")
+    assert not Config("fix", None, ["KVF017"], plus=["KVF017"]).takes("KVF017", opt_in=True)

@@ -1,13 +1,18 @@
-"""Rules that every fix keeps."""
+"""Rules that every fix keeps, and KVF001 and KVF022 on the real functions of their releases."""
 
 from contextlib import suppress
+from importlib import import_module
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 
+import kvfix
 from kvfix import catalogue
+from kvfix.fixes import stubs
 from kvfix.fixes.api import MIXED_ROLL_OUT, Fix
+from kvfix.fixes.lmcache import kvf022_resume_shares_block_list as kvf022
+from tests.conftest import ADAPTER, ForkServer
 
 EVERY = pytest.mark.parametrize("found", catalogue.fixes(), ids=lambda found: found.code)
 
@@ -56,3 +61,108 @@ def test_a_wrapper_that_fails_changes_nothing(found: Fix, caplog: Any) -> None:
 
         with suppress(LookupError) if is_closed else pytest.raises(LookupError, match="its own"):
             wrap(raises)(instance, request)
+
+
+def promises(cases: list[tuple[int, int, int, int]], only: list[str] | None, skip: list[str] | None) -> list[Any]:
+    """The real hook of 0.3.10, first with an empty lookup cache, then twice from the cache with other computed tokens.
+
+    The lookup client is a stub that keeps a hit, like the real one. cases: hit, computed tokens at first, then, total.
+    """
+    kvfix.apply(only=only, skip=skip)
+    adapter = import_module(ADAPTER)
+    adapter.logger.disabled = True
+    adapter.extract_request_configs = lambda params: None
+
+    class Client:
+        supports_producer_reuse = True
+
+        def __init__(self, hit: int) -> None:
+            self.hit = hit
+            self.kept: dict[str, int] = {}
+
+        def lookup_cache(self, lookup_id: str) -> int | None:
+            return self.kept.get(lookup_id)
+
+        def clear_lookup_status(self, lookup_id: str) -> None:
+            self.kept.pop(lookup_id, None)
+
+        def lookup(self, tokens: Any, lookup_id: str, request_configs: Any) -> int:
+            return self.kept.setdefault(lookup_id, self.hit)
+
+    result = []
+    for hit, first, then, total in cases:
+        impl = adapter.LMCacheConnectorV1Impl.__new__(adapter.LMCacheConnectorV1Impl)
+        impl.kv_role, impl.lookup_client, impl.skip_last_n_tokens = "kv_both", Client(hit), 0
+        impl.load_specs, impl._requests_priority, impl._unfinished_requests = {}, {}, {}
+        request = stubs.request(total)
+        answers = [impl.get_num_new_matched_tokens(request, first)]
+        answers += [impl.get_num_new_matched_tokens(request=request, num_computed_tokens=then) for _ in range(2)]
+        spec = impl.load_specs[stubs.NAME]
+        try:
+            impl.update_state_after_alloc(request, answers[-1])
+            died = ""
+        except AssertionError as error:
+            died = str(error)
+        result.append([answers, spec.vllm_cached_tokens, spec.lmcache_cached_tokens, spec.can_load, died])
+    return result
+
+
+class TestKVF001:
+    #: hit, computed tokens at first, then, tokens of the request
+    CASES = [
+        (256, 336, 336, 10009),  # the report
+        (256, 0, 240, 10009),
+        (256, 256, 256, 10009),
+        (200, 0, 0, 200),  # a full hit leaves the last token to compute
+        (200, 199, 199, 200),
+        (200, 96, 96, 200),
+        (1024, 0, 800, 1100),  # as released 1024 is promised, more than the 300 that remain
+    ]
+
+    def test_as_released(self, fork_server: ForkServer, release: Any) -> None:
+        found = fork_server(promises, release("0.3.10"), self.CASES, [], None)
+        assert [answers for answers, *_ in found] == [
+            [0, 256, 256],
+            [256, 256, 256],
+            [0, 256, 256],
+            [199, 200, 200],
+            [0, 200, 200],
+            [103, 200, 200],
+            [1024, 1024, 1024],
+        ]
+        assert found[0][4] == (
+            "Mismatch in tokens to load: 256 vs 256 (tokens in lmcache) - 336 (tokens in vllm) - 0 "
+            "(full lmcache hits subtracts last token to recalculate logits) for request kvfix-probe"
+        )
+
+    def test_fixed(self, fork_server: ForkServer, release: Any) -> None:
+        found = fork_server(promises, release("0.3.10"), self.CASES, None, None)
+        assert found == [
+            [[0, 0, 0], 336, 256, False, ""],
+            [[256, 16, 16], 240, 256, True, ""],
+            [[0, 0, 0], 256, 256, False, ""],
+            [[199, 199, 199], 0, 200, True, ""],
+            [[0, 0, 0], 199, 200, False, ""],
+            [[103, 103, 103], 96, 200, True, ""],
+            [[1024, 224, 224], 800, 1024, True, ""],
+        ]
+
+    def test_switched_off_alone(self, fork_server: ForkServer, release: Any) -> None:
+        found = fork_server(promises, release("0.3.10"), self.CASES[:1], None, ["KVF001"])
+        assert found[0][0] == [0, 256, 256]
+
+
+def probed_kvf022() -> list[bool]:
+    """The probes of `update` and of a step as released, and of a step with the fix."""
+    adapter = import_module(ADAPTER)
+    step = adapter.LMCacheConnectorV1Impl.build_connector_meta
+    return [
+        kvf022.shows_bug(adapter.RequestTracker.update, adapter),
+        kvf022.step_shows_bug(step, adapter),
+        kvf022.step_shows_bug(kvf022.fix(adapter)(step), adapter),
+    ]
+
+
+@pytest.mark.parametrize("name", ["0.3.10", "0.3.10.post1", "0.3.11", "0.4.1", "0.5.6"])
+def test_the_probes_of_kvf022_on_each_version_of_update(name: str, fork_server: ForkServer, release: Any) -> None:
+    assert fork_server(probed_kvf022, release(name)) == [True, True, False]

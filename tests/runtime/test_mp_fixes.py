@@ -1,4 +1,4 @@
-"""The probes of fixes on the real functions of every release that has them, before and after the fix."""
+"""The fixes of the multi-process connectors and of vLLM, on the real functions of every release that has them."""
 
 import json
 from importlib import import_module
@@ -18,9 +18,7 @@ PATCHES = [
     (found.code, target)
     for found in catalogue.fixes()
     for target in found.targets
-    if (found.code >= "KVF100" or found.code in ("KVF021", "KVF022"))
-    and target.fix
-    and target.probe is not stubs.cannot_tell
+    if found.code >= "KVF100" and target.fix and target.probe is not stubs.cannot_tell
 ]
 KNOWN = json.loads(Path(kvfix.__file__).with_name("fingerprints.json").read_text())
 
@@ -29,9 +27,8 @@ def releases_with(target: str, dist: str) -> list[str]:
     return sorted({release for same in KNOWN[dist]["functions"].get(target, {}).values() for release in same})
 
 
-#: In these releases, from before a bug, some probes do not fit.
-EARLY = ("0.3.9", "0.3.9.post1", "0.3.9.post2", "0.3.15", "0.4.1")
-PLAYED = [name for name in KNOWN["lmcache"]["releases"] if name not in EARLY]
+#: Releases from the first on whose adapter reports failed blocks.
+PLAYED = [name for name in KNOWN["lmcache"]["releases"] if name in SpecifierSet(">=0.4.2", prereleases=True)]
 
 #: Fixes whose probe calls another function than the fixed one, or more than one. KVF330 acts only if it has seen the
 #: mark of the other process.

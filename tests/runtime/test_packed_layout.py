@@ -16,6 +16,7 @@ import torch
 import kvfix
 from kvfix.fixes.lmcache import kvf020_packed_layout_moved_wrong as kvf020
 from kvfix.fixes.lmcache import kvf021_layerwise_takes_heads_for_tokens as kvf021
+from kvfix.session import session
 from tests.conftest import RELEASES, Once
 
 LAYERS, BLOCKS, BLOCK, HEADS = 2, 5, 4, 3
@@ -64,6 +65,12 @@ def test_each_row_goes_where_it_belongs(order: str, width: int, dtype: torch.dty
                 if slot in written:
                     right = held[kv, layer, written[slot]].view(torch.uint8).tolist()
                 assert row(cache, slot, kv, width) == right, slot
+
+
+def test_the_widest_word_that_fits() -> None:
+    assert kvf020._word(torch, caches(32, torch.bfloat16, "NHD"), 64) is torch.int64
+    assert kvf020._word(torch, caches(3, torch.bfloat16, "NHD"), 6) is torch.int16
+    assert kvf020._word(torch, caches(1, torch.uint8, "NHD"), 1) is torch.uint8
 
 
 class Elsewhere:
@@ -121,6 +128,26 @@ def unreached(connector: Any, memory_obj: Any, start: int, end: int, **more: Any
     raise AssertionError("LMCache's own")
 
 
+def theirs(connector: Any, memory_obj: Any, start: int, end: int, **more: Any) -> str:
+    return "LMCache's own"
+
+
+@pytest.mark.parametrize(
+    ("mla", "kvcaches"),
+    [
+        (False, [torch.zeros(2, 5, 4, 3, 8)]),
+        (True, [torch.zeros(5, 4, 8)]),
+        (False, [(SLOTS, SLOTS)]),
+    ],
+    ids=["split", "MLA", "K and V apart"],
+)
+def test_lmcache_handles_other_layouts_itself(mla: bool, kvcaches: Any) -> None:
+    connector = SimpleNamespace(use_mla=mla)
+    for fix in (kvf020.fix_store, kvf020.fix_load):
+        hook = fix(SimpleNamespace(torch=torch))(theirs)
+        assert hook(connector, None, 0, 5, kvcaches=kvcaches, slot_mapping=SLOTS) == "LMCache's own"
+
+
 def closed() -> dict[str, Any]:
     """Memory objects of another size than the KV cache, through LMCache's own connector and storage manager."""
     kvfix.apply()
@@ -159,6 +186,26 @@ def test_what_cannot_be_moved_is_not_stored_and_not_loaded(once: Once) -> None:
     assert found["retrieved"] == [False, False, False, True, True]
 
 
+def applied() -> list[Any]:
+    """The status of both fixes, and the warnings about them."""
+    kvfix.apply()
+    import_module("lmcache.v1.gpu_connector.gpu_connectors")
+    rows = {row.code: row.verdict for row in kvfix.status()}
+    warned = [line for line in session.reported if "KVF02" in line and "applied to" not in line]
+    return [rows["KVF020"], rows["KVF021"], warned]
+
+
+@pytest.mark.parametrize("name", ["0.5.2", "0.5.3", "0.5.5", "0.5.6"])
+def test_both_are_applied_without_a_warning(fork_server: Any, release: Any, name: str) -> None:
+    assert fork_server(applied, release(name)) == ["applied", "applied", []]
+
+
+def probed_kvf021(module: str) -> list[bool]:
+    operations = import_module(module)
+    function = operations.single_layer_kv_transfer
+    return [kvf021.shows_bug(function, operations), kvf021.shows_bug(kvf021.fix(operations)(function), operations)]
+
+
 def loaded_back(module: str, only: list[str]) -> bool:
     """Whole blocks that have as many tokens as there are heads, stored as released, come back by this operation."""
     operations = import_module(module)
@@ -174,3 +221,9 @@ def loaded_back(module: str, only: list[str]) -> bool:
 @pytest.mark.parametrize("only", [[], ["KVF021"]], ids=["as released", "fixed"])
 def test_kvf021_leaves_stored_chunks_readable(fork_server: Any, release: Any, only: list[str]) -> None:
     assert fork_server(loaded_back, release("0.5.6"), kvf021.FIX.targets[-1].module, only)
+
+
+def test_the_probe_of_kvf021_in_each_module(fork_server: Any, release: Any) -> None:
+    modules = dict(zip(("0.5.2", "0.5.3", "0.5.6"), [target.module for target in kvf021.FIX.targets], strict=True))
+    for name, module in modules.items():
+        assert fork_server(probed_kvf021, release(name), module) == [True, False], name

@@ -110,6 +110,38 @@ def test_apply_warns_of_a_wrong_configuration_in_the_environment(fresh: Fresh) -
     assert fresh(code, KVFIX="check skip=KVF001") == ["fix"]
 
 
+def test_unknown_names_are_a_value_error(fresh: Fresh) -> None:
+    code = """
+import os, kvfix
+result = []
+for arguments in ({"only": ["KVF999"]}, {"skip": ["nope"]}, {"mode": "heal"}):
+    try:
+        kvfix.apply(**arguments)
+    except ValueError as error:
+        result.append(str(error))
+result.append(os.environ.get("KVFIX"))
+"""
+    only, skip, mode, environment = fresh(code)
+    assert only.startswith("unknown fix 'KVF999'")
+    assert skip.startswith("unknown fix 'nope'")
+    assert "known: fix" in mode
+    assert environment is None
+
+
+def test_fork_inherits(fresh: Fresh) -> None:
+    code = """
+import os, kvfix, kvfix.session
+kvfix.apply()
+read, write = os.pipe()
+if os.fork() == 0:
+    os.write(write, str(kvfix.session.session.config).encode())
+    os._exit(0)
+os.wait()
+result = os.read(read, 99).decode()
+"""
+    assert fresh(code) == "fix"
+
+
 def test_spawn_runs_the_main_script_again(tmp_path: Path, fresh: Fresh) -> None:
     script = tmp_path / "serve.py"
     script.write_text("""

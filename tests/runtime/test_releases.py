@@ -80,6 +80,15 @@ def undecided(rows: list[list[str]]) -> set[str]:
     return {row[CODE] for row in found}
 
 
+@pytest.mark.parametrize("name", release_names())
+def test_kvf001_on_every_release(name: str, rows: list[list[str]]) -> None:
+    (row,) = (row for row in rows if (row[CODE], row[VERSION]) == ("KVF001", name))
+    before = ("0.3.9", "0.3.9.post1", "0.3.9.post2")
+    expected = "applicable" if name == "0.3.10" else "not-affected" if name in before else "fixed-upstream"
+    assert row[STATE] == expected
+    assert name in row[REASON] or "others up to" in row[REASON]
+
+
 def test_no_release_is_unknown_to_any_fix(rows: list[list[str]]) -> None:
     assert undecided(rows) <= UNFIXED
 
@@ -168,6 +177,12 @@ def test_edited_copies(edit, version, by_file, by_probe, tmp_path, release, fres
     assert row[STATE] == by_file, row
     row = fork_server(settled, folder)["KVF001"]
     assert row[STATE] == by_probe, row
+
+
+def test_a_right_release_that_claims_to_be_the_wrong_one(tmp_path, release, fork_server: ForkServer) -> None:  # type: ignore[no-untyped-def]
+    folder = copy(release("0.5.6"), tmp_path, version="0.3.10")
+    row = fork_server(settled, folder)["KVF001"]
+    assert row[VERSION:] == ["0.3.10", "fixed-upstream", row[REASON]]
 
 
 def probed() -> dict[str, Any]:

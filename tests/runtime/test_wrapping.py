@@ -82,6 +82,12 @@ class TestAround:
             hooked()
         assert hooked.steps == ["put back"]
 
+    def test_the_hooks_exception_without_a_generator(self) -> None:
+        hooked = Hooked(around(lambda hooked: None), LookupError("its own"))
+        with pytest.raises(LookupError, match="its own"):
+            hooked()
+        assert len(hooked.calls) == 1  # not called again, and no error of kvfix
+
 
 class Raises:
     """Code of each kind of wrapper that raises, and the answer that it wants then."""
@@ -199,6 +205,33 @@ def test_a_fix_that_acts_is_counted(wrap, expected, first, monkeypatch, caplog) 
 def test_the_faults_of_a_fix_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     found = acted(after(Raises.at_once), 3, 4, monkeypatch=monkeypatch)
     assert found == {"acted": 0, "faults": 2, "first": ""}
+
+
+def test_a_request_that_cannot_be_named_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Odd:
+        @property
+        def request_id(self) -> str:
+            raise LookupError("planted")
+
+    monkeypatch.setattr(session, "tallies", {})
+    function = WrappedFunction(Counted, "hook", vars(Counted)["hook"])
+    function.add("KVF001", 1, after(lambda counted, answer, *_: 0, on_fault=lambda *_: -1))
+    try:
+        assert Counted().hook(Odd(), 5) == 0
+    finally:
+        function.clear()
+
+
+def test_before_and_after() -> None:
+    def prepare(hooked: Hooked, one: int) -> None:
+        hooked.steps.append(one)
+
+    def wrapper(hooked: Hooked, answer: str, one: int) -> str:
+        return answer + str(one)
+
+    hooked = Hooked(lambda original: after(wrapper)(before(prepare)(original)))
+    assert hooked(1) == "own1"
+    assert (hooked.steps, hooked.calls) == ([1], [((1,), {})])
 
 
 def as_named(answer: Hooked, hooked: int) -> str:

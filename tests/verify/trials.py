@@ -6,7 +6,7 @@ NAME is one of these:
     faults       every planted fault, on LMCache in process with kvfix
     partial      the last chunk of a prompt stored in part: healthy, and wrong
     noisy        faults on an engine whose logits have noise
-    refusals     a key, no /reset_prefix_cache, no /metrics, no hit, and a server that ends in the middle
+    refusals     a key, no /reset_prefix_cache, no hit, and a server that ends in the middle
     ranks        two ranks: healthy, and one of them wrong
     lora         an adapter that shares KV with its base model, and one that does not, with KVF017
     pd           prefill and decode instances with NIXL: healthy, and a transfer that returns zeros
@@ -26,11 +26,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-
-import httpx
 
 from kvfix_tools.roundtrip import real_engine
 from tests.engine import pd, start
@@ -160,8 +157,6 @@ def refusals() -> bool:
                 run("without the key", (2,), server.url),
                 run("without /reset_prefix_cache", (0,), server.url, *key),
             ]
-            with without_metrics(server.url) as proxy:
-                results.append(run("a proxy without /metrics", (77,), proxy, *key))
             threading.Thread(target=kill_within_an_answer, args=(server,)).start()
             results.append(run("ends in the middle", (2,), server.url, *key))
         longer = {**real_engine.in_process(1024), **served.FAULTY}
@@ -176,39 +171,6 @@ def kill_within_an_answer(server: Served) -> None:
     while server.metric("vllm:request_success_total") < before + 3:
         time.sleep(0.05)
     server.kill()
-
-
-@contextmanager
-def without_metrics(url: str) -> Iterator[str]:
-    """Run a proxy of this server that has no /metrics, and yield its URL."""
-
-    class Proxy(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            if self.path == "/metrics":
-                self.send_error(404)
-                return
-            length = int(self.headers.get("Content-Length", 0))
-            headers = {name: self.headers[name] for name in ("Authorization", "Content-Type") if name in self.headers}
-            body = self.rfile.read(length)
-            answer = httpx.request(self.command, url + self.path, content=body, headers=headers, timeout=pd.LIMIT)
-            self.send_response(answer.status_code)
-            self.send_header("Content-Length", str(len(answer.content)))
-            self.end_headers()
-            self.wfile.write(answer.content)
-
-        do_POST = do_GET
-
-        def log_message(self, *_: Any) -> None: ...
-
-    proxy = ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
-    thread = threading.Thread(target=proxy.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{proxy.server_address[1]}"
-    finally:
-        proxy.shutdown()
-        proxy.server_close()
-        thread.join()
 
 
 def lora() -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json as jsonlib
 import os
 from collections.abc import Iterable
-from difflib import get_close_matches
 from functools import lru_cache
 
 from packaging.specifiers import SpecifierSet
@@ -13,6 +12,7 @@ from packaging.version import Version
 
 from kvfix import applicability
 from kvfix.fixes.api import EFFECTS, Fix, Target
+from kvfix_tools import screen
 
 _V1, _MP = "LMCacheConnectorV1", "LMCacheMPConnector"
 #: {prefix of a module name: connector}. The longest prefix wins. "": every connector.
@@ -89,9 +89,8 @@ def _checked(names: Iterable[str]) -> frozenset[str]:
     found = set()
     for name in filter(None, (name.strip() for name in names)):
         if name not in KNOWN:
-            near = get_close_matches(name, KNOWN, 1)
-            hint = f"Did you mean {near[0]}?" if near else f"kvfix has fixes for {', '.join(KNOWN)}."
-            raise ValueError(f"unknown connector {name!r}. {hint}")
+            hint = screen.did_you_mean(name, KNOWN) or f" kvfix has fixes for {', '.join(KNOWN)}."
+            raise ValueError(f"unknown connector {name!r}.{hint}")
         found.add(_ALIASES.get(name, name))
     return frozenset(found)
 

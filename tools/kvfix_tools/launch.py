@@ -25,7 +25,7 @@ def run(
 ) -> int:
     """Replace this process by the program. Return only on failure: 2 for wrong options, 126 or 127 as a shell does."""
     try:
-        choice = Config.make(mode, only, skip, layers, plus, audit)
+        choice = Config(mode, only, skip, layers, plus, audit)
     except ValueError as error:
         print(f"kvfix run: {error}", file=sys.stderr)
         return 2

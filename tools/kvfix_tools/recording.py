@@ -15,12 +15,15 @@ import msgspec
 
 from kvfix.connector_events.dump import SCHEMA
 from kvfix.connector_events.recorder import Entry
-from kvfix.ledger.events import EVENTS, Event
+from kvfix.ledger import events
+from kvfix.ledger.events import Event
 
 #: No recorder writes a larger file. In bytes.
 LARGEST = 64 << 20
 #: {name: the event's type}
-_EVENTS: dict[str, Any] = {kind.__name__: kind for kind in EVENTS}
+_EVENTS: dict[str, Any] = {
+    name: kind for name, kind in vars(events).items() if isinstance(kind, type) and issubclass(kind, tuple)
+}
 
 
 class Recording(NamedTuple):

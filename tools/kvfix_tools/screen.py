@@ -24,5 +24,6 @@ def progress(what: str) -> None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return " Did you mean NAME?" with the known name nearest to this name; "" if none is near."""
-    return "".join(f" Did you mean {each}?" for each in get_close_matches(name.lower(), list(known), n=1))
+    """Return " Did you mean NAME?" with the known name nearest to this name, in any case; "" if none is near."""
+    spelled = {each.lower(): each for each in known}
+    return "".join(f" Did you mean {spelled[each]}?" for each in get_close_matches(name.lower(), spelled, n=1))

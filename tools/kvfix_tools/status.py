@@ -8,7 +8,6 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
-from difflib import get_close_matches
 from importlib import import_module
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ import kvfix
 from kvfix import applicability, catalogue, fix_status, installed_source
 from kvfix.fix_status import FixRow
 from kvfix.fixes.api import EFFECTS, Fix, Target
-from kvfix_tools import fix_overview
+from kvfix_tools import fix_overview, screen
 
 #: Verdicts of a bug that the installation has and that is not fixed in this process.
 FINDINGS = ("refused", "unknown", "unfixable", "applicable")
@@ -107,9 +106,8 @@ def _code(name: str) -> str:
     fix = catalogue.find(name)
     if fix is None:
         known = [text for each in catalogue.fixes() for text in (each.code, each.slug)]
-        near = get_close_matches(name.upper(), known, 1) or get_close_matches(name.lower(), known, 1)
-        hint = f"Did you mean {near[0]}?" if near else "kvfix status --all lists the fixes."
-        raise ValueError(f"unknown fix {name!r}. {hint}")
+        hint = screen.did_you_mean(name, known) or " kvfix status --all lists the fixes."
+        raise ValueError(f"unknown fix {name!r}.{hint}")
     return fix.code
 
 

@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -22,13 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import kvfix
-import kvfix_tools
 from kvfix import applicability, catalogue
 from kvfix_tools.lab import runner
 from maintain import drill_edits
+from maintain.scenario_matrix import VLLM, answer_of
 
 LMCACHE = Path(".cache/lmcache")
-VLLM = Path(".cache/vllm")
 #: {connector: LMCache release to play it with}. Default: the newest.
 OLDER_LMCACHE = {"mp-in-tree": "0.4.6"}
 CONNECTORS = (
@@ -153,20 +150,14 @@ def states() -> dict[str, Any]:
 
 def in_its_process(connector: str, steps: int, edited: Path | None) -> dict[str, Any]:
     """Play the connector in another process. edited: a folder with edited copies of `vllm` and `lmcache`."""
-    vllm = VLLM / newest("vllm")
     older = OLDER_LMCACHE.get(connector)
     lmcache = LMCACHE / (older or newest("lmcache"))
-    packages = [str(Path(package.__path__[0]).parent) for package in (kvfix, kvfix_tools)]
-    if edited is not None:
-        packages.insert(0, str(edited / "vllm"))
-        lmcache = lmcache if older else edited / "lmcache"
-    environment = {name: value for name, value in os.environ.items() if name != "KVFIX"}
-    environment["PYTHONPATH"] = os.pathsep.join(packages)
+    if edited is not None and not older:
+        lmcache = edited / "lmcache"
     forgotten = {dist: newest(dist) for dist in ("vllm", "lmcache")}
     code = f"from maintain import drill; drill.answer({connector!r}, {str(lmcache)!r}, {steps}, {forgotten!r})"
-    command = [str(vllm / "bin/python"), "-c", code]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    first = [edited / "vllm"] if edited is not None else []
+    return dict(answer_of(VLLM / newest("vllm") / "bin/python", code, *first))
 
 
 HEAD = f"{'connector':<16}{'scenarios':>10}{'steps':>9}{'applied':>9}{'refused':>9}{'undecided':>11}  worse"

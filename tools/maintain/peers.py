@@ -1,6 +1,6 @@
 """`make peers`: run vLLM's and LMCache's own tests without kvfix, with its fixes, and in mode strict.
 
-    python -m maintain.peers [lmcache|vllm ...] [--mode fix|strict ...] [--anew] [--json]
+    python -m maintain.peers [lmcache|vllm ...] [--mode fix|strict ...] [--anew]
 
 `--anew` runs the tests without kvfix, and writes those that do not pass to tests/peers/<dist>-<release>.json. If any
 other test fails with kvfix, it runs again alone, with and without kvfix. It counts if it fails only with kvfix.
@@ -225,7 +225,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("dists", nargs="*", choices=["lmcache", "vllm", []], help="default: both")
     parser.add_argument("--mode", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--anew", action="store_true", help="take what passes without kvfix first")
-    parser.add_argument("--json", action="store_true")
     wanted = parser.parse_args(arguments)
     results = []
     for each in map(suite, wanted.dists or ("lmcache", "vllm")):
@@ -240,10 +239,7 @@ def main(arguments: list[str]) -> int:
             result["not meant"] = {name: "" for name, test in red.items() if test not in meant}
             result["no more"] = {name: why for name, why in meant.items() if name not in red.values()}
             results.append(result)
-            if not wanted.json:
-                show(result)
-    if wanted.json:
-        print(json.dumps(results, indent=2))
+            show(result)
     return int(any(result["not meant"] or result["no more"] or result["not run"] for result in results))
 
 

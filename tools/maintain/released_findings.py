@@ -11,18 +11,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import kvfix
-import kvfix_tools
 from kvfix import catalogue
 from kvfix.session import session
 from kvfix_tools.lab import releases, runner
-from maintain.scenario_matrix import VLLM
+from maintain.scenario_matrix import VLLM, answer_of
 
 if TYPE_CHECKING:
     from kvfix_tools.lab.fuzz.schedule import Schedule
@@ -133,14 +129,6 @@ def fixes_of(rule: str, signature: str, without: dict[str, list[tuple[str, str]]
     return exact or [code for code, shown in without.items() if code and any(each == rule for each, _ in shown)]
 
 
-def in_its_process(python: Path, connector: str) -> Found:
-    packages = os.pathsep.join(str(Path(package.__path__[0]).parent) for package in (kvfix, kvfix_tools))
-    environment = {name: value for name, value in os.environ.items() if name != "KVFIX"} | {"PYTHONPATH": packages}
-    code = f"from maintain import released_findings as it; it.answer({connector!r})"
-    done = subprocess.run([str(python), "-c", code], env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    return _found(json.loads(done.stdout.splitlines()[-1]))
-
-
 def answer(connector: str) -> None:
     """Print the findings in one line."""
     runner.prepare(str(Path(".cache/lmcache") / CONNECTORS[connector]))
@@ -154,7 +142,8 @@ def main(connectors: list[str]) -> None:
     for connector in connectors or CONNECTORS:
         for release, python in pythons.items():
             print(f"{connector}, vLLM {release or 'installed here'}", file=sys.stderr)
-            run = in_its_process(python, connector)
+            code = f"from maintain import released_findings as it; it.answer({connector!r})"
+            run = _found(answer_of(python, code))
             known[connector, run.versions["vllm"]] = run
             order = list(CONNECTORS)
             FILE.write_text(

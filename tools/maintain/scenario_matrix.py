@@ -90,12 +90,27 @@ def deviations(pairs: Pairs) -> list[str]:
     return found
 
 
+def environment(*first: Path) -> dict[str, str]:
+    """Return the environment of a process with another vLLM: kvfix can be imported, and no fix is applied.
+
+    first: folders in front of its path.
+    """
+    packages = [str(Path(package.__path__[0]).parent) for package in (kvfix, kvfix_tools)]
+    others = {name: value for name, value in os.environ.items() if name != "KVFIX"}
+    return {**others, "PYTHONPATH": os.pathsep.join([*map(str, first), *packages])}
+
+
+def answer_of(python: Path, code: str, *first: Path) -> Any:
+    """Run this code with this Python, and return the JSON in its last line."""
+    command = [str(python), "-c", code]
+    done = subprocess.run(command, env=environment(*first), stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def play(python: Path, releases: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Play these LMCache releases with the vLLM of this interpreter. Yield each result at once."""
-    packages = os.pathsep.join(str(Path(package.__path__[0]).parent) for package in (kvfix, kvfix_tools))
-    environment = {name: value for name, value in os.environ.items() if name != "KVFIX"} | {"PYTHONPATH": packages}
     command = [str(python), "-m", f"maintain.{PROCESS.stem}", str(LIMIT), *(str(LMCACHE / name) for name in releases)]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for release in releases:
             line = process.stdout.readline()

@@ -27,22 +27,13 @@ AUDIT = "audit"
 _HELD = "_kvfix_watched"
 _BASE, _OF_BASE = "KVConnectorBase_V1", "update_connector_output"
 
-#: {hook: (method of WatchedConnector before the hook, method after it)}. The method after it gets its answer. "": none.
-_RECORDED = {
-    "get_num_new_matched_tokens": ("", "get_num_new_matched_tokens"),
-    "update_state_after_alloc": ("update_state_after_alloc", ""),
-    "build_connector_meta": ("", "build_connector_meta"),
-    "update_connector_output": ("", "update_connector_output"),
-    "request_finished": ("request_finished", "request_finished_answer"),
-    "request_finished_all_groups": ("request_finished", "request_finished_answer"),
-    "start_load_kv": ("start_load_kv", ""),
-    "wait_for_save": ("wait_for_save", "wait_for_save_answer"),
-    "get_finished": ("", "get_finished"),
-    "get_transfer_results": ("", "get_transfer_results"),
+#: {wrapped hook: (method of WatchedConnector that runs before the hook, method that gets its answer)}. "": none. kvfix
+#: also records the exceptions of these hooks, and the hook that runs now. `places.LAYER_HOOKS` are wrapped too if the
+#: configuration has `layers`.
+HOOKS = {
+    name: [each if hasattr(WatchedConnector, each) else "" for each in (f"before_{name}", f"after_{name}")]
+    for name in places.HOOKS
 }
-#: All wrapped hooks. kvfix also records their exceptions, and the hook that runs now. Calls of `places.LAYER_HOOKS` are
-#: only counted, and only if the configuration has `layers`.
-HOOKS = {name: _RECORDED.get(name, ("", "")) for name in places.HOOKS}
 #: EngineCore dies if one of these raises.
 _SCHEDULER = ("add_request", "schedule", "update_from_output", "finish_requests")
 
@@ -83,7 +74,7 @@ def watch_class(connector_class: type) -> None:
     for name, (before, after) in HOOKS.items():
         _attach(connector_class, name, functools.partial(_around, name, before, after))
     for name in places.LAYER_HOOKS if session.config is not None and session.config.layers else ():
-        _attach(connector_class, name, functools.partial(_around_layer, name))
+        _attach(connector_class, name, functools.partial(_around, name, "", ""))
     signals.install()
     watchdog.start()
 
@@ -137,25 +128,6 @@ def _around(name: str, before: str, after: str, original: Callable[..., Any]) ->
             if is_outermost:
                 del _errors[thread]  # the exception would keep its frames alive
             del running[thread]
-
-    return hook
-
-
-def _around_layer(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def hook(connector: Any, *args: Any, **kwargs: Any) -> Any:
-        watched, thread = connector.__dict__.get(_HELD), get_ident()
-        if watched is None or watched.running is None or thread in watched.running:
-            return original(connector, *args, **kwargs)
-        watched.running[thread] = name, clock.now()
-        watched.calls[name] = watched.calls.get(name, 0) + 1
-        try:
-            return original(connector, *args, **kwargs)
-        except Exception as error:
-            _raised(watched, name, error, ())
-            raise
-        finally:
-            del watched.running[thread]
 
     return hook
 

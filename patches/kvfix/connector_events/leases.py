@@ -24,7 +24,7 @@ class Leases:
 
     def __init__(self, extension: float | None) -> None:
         self.extension = extension
-        self._expired: set[str] = set()
+        self.expired: set[str] = set()
         self._renewed: dict[str, int] = {}
         self._first: list[str] = []
 
@@ -35,9 +35,6 @@ class Leases:
             if not before:
                 self._first.append(name)
 
-    def expire(self, names: set[str]) -> None:
-        self._expired |= names
-
     def first_renewed(self) -> list[str]:
         """Return the leases that were renewed for the first time since the last call."""
         found, self._first = self._first, []
@@ -45,11 +42,9 @@ class Leases:
 
     def ended(self, name: str) -> tuple[bool, int]:
         """Return `expired` and `renewed` of LeaseEnded, and forget the lease."""
-        renewed = self._renewed.pop(name, 0)
-        if name not in self._expired:
-            return False, renewed
-        self._expired.discard(name)
-        return True, renewed
+        expired = name in self.expired
+        self.expired.discard(name)
+        return expired, self._renewed.pop(name, 0)
 
 
 def watch(connector: Any, key: str) -> Leases | None:
@@ -81,7 +76,7 @@ def _is_watched(worker: Any, *_: Any, **__: Any) -> bool:
 def _reap_expired_send_leases(worker: Any, done_sending: set[str], *_: Any, **__: Any) -> Generator[None, Any, Any]:
     before = set(done_sending)
     answer = yield
-    vars(worker)[_HELD].expire(set(done_sending) - before)
+    vars(worker)[_HELD].expired |= set(done_sending) - before
     return answer
 
 
@@ -96,7 +91,7 @@ def _get_finished(worker: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
     answer = yield
     if answer[0]:
         unsent = {each.p_req_id for each in before if not each.need_send or each.sent < each.need_send}
-        vars(worker)[_HELD].expire(unsent & answer[0])
+        vars(worker)[_HELD].expired |= unsent & answer[0]
     return answer
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvfix.connector_events import peer_readers
 from kvfix.connector_events.offload_readers import Offloading, SimpleOffload
 from kvfix.engine_state import lmcache_readers
 from kvfix.engine_state.reader import Reader
@@ -25,13 +26,9 @@ def reader(connector: Any) -> Reader:
         return SimpleOffload(connector)
     side = getattr(connector, "connector_scheduler", None) or getattr(connector, "connector_worker", None)
     if hasattr(side, "_nixl_handshake_listener_t") or hasattr(side, "nixl_wrapper"):
-        from kvfix.connector_events import nixl_readers
-
-        return nixl_readers.reader(connector, getattr(side, "_TRANSFER_MODE", ""))
+        return peer_readers.OF_NIXL.get(getattr(side, "_TRANSFER_MODE", ""), Reader)(connector)
     if hasattr(side, "_reqs_not_processed") or hasattr(side, "reqs_need_send"):
-        from kvfix.connector_events.mooncake import Mooncake
-
-        return Mooncake(connector)
+        return peer_readers.Mooncake(connector)
     return Reader(connector)
 
 

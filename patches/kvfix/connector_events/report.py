@@ -24,23 +24,18 @@ LONGEST = 40
 
 def write(watched: WatchedConnector, hook: str, finding: Finding, fixes: Sequence[FixRow], recording: str) -> str:
     """Write the report next to the recorder file and return its path. Raises OSError."""
-    name = f"{os.path.basename(recording).removesuffix('.jsonl')}.txt"
-    with files.folder() as folder:
-        return files.write(folder, name, text(watched, hook, finding, fixes, recording).encode())
-
-
-def text(watched: WatchedConnector, hook: str, finding: Finding, fixes: Sequence[FixRow], recording: str) -> str:
-    whose = finding.request or "the engine"
     entries = [entry for entry in recorder.snapshot() if entry.event.request == finding.request]
-    return compose(
+    text = compose(
         finding,
         [entry for entry in entries if entry.connector == watched.number],
         where=f"{hook} of {watched.name}{f' ({watched.role})' if watched.role else ''}, pid {os.getpid()}",
-        whose=whose,
+        whose=finding.request or "the engine",
         holds=_holds(dump.scheduler_state(), dump.kept(watched)),
         fixes=[_fix(row) for row in fixes],
         recording=recording,
     )
+    with files.folder() as folder:
+        return files.write(folder, f"{os.path.basename(recording).removesuffix('.jsonl')}.txt", text.encode())
 
 
 def compose(

@@ -10,11 +10,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from kvfix import engine_log
 from kvfix.connector_events import dump, files, violations
 from kvfix.session import session
 
@@ -30,26 +28,16 @@ def install() -> None:
         return
     session.signal_installed = True
     if os.environ.get(AT_EXIT, "") not in ("", "0"):
-        atexit.register(_write, dump.write, "exit")
+        atexit.register(violations.written, dump.write, "exit")
     if signal.getsignal(SIGNAL) in (signal.SIG_DFL, _on_signal):
         signal.signal(SIGNAL, _on_signal)
-        _write(dump.announce)
+        violations.written(dump.announce)
 
 
 def announce() -> None:
     """Announce the process again after a new connector: the announcement contains the engine ids."""
     if session.signal_installed and signal.getsignal(SIGNAL) is _on_signal:
-        _write(dump.announce)
-
-
-def _write(function: Callable[..., object], *arguments: str) -> None:
-    """Call a function that writes a file, and log its error."""
-    try:
-        function(*arguments)
-    except OSError as error:
-        violations.cannot_write(error)
-    except Exception as error:  # noqa: BLE001
-        engine_log.fault("kvfix.connector_events.signals", error)
+        violations.written(dump.announce)
 
 
 def remove() -> None:
@@ -59,7 +47,7 @@ def remove() -> None:
     session.signal_installed = False
     if signal.getsignal(SIGNAL) is _on_signal:
         signal.signal(SIGNAL, signal.SIG_DFL)
-    atexit.unregister(_write)
+    atexit.unregister(violations.written)
     dump.withdraw()
 
 
@@ -94,4 +82,4 @@ def lines_of_others(seconds: float = 1.0) -> list[dict[str, Any]]:
 
 
 # A forked child has the handler of its parent, but has not announced itself (kvfix.session).
-os.register_at_fork(after_in_child=lambda: atexit.unregister(_write))
+os.register_at_fork(after_in_child=lambda: atexit.unregister(violations.written))

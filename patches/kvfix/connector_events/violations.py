@@ -8,12 +8,16 @@ import time
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from kvfix import engine_log, metrics, redact
+from kvfix import engine_log, fix_status, metrics, redact
+from kvfix.connector_events import dump
+from kvfix.connector_events import report as text_report
 from kvfix.session import session
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
     from kvfix.connector_events.watched import WatchedConnector
-    from kvfix.fix_status import FixRow
     from kvfix.ledger import Finding
     from kvfix.ledger.events import Raised
 
@@ -39,11 +43,12 @@ def report(watched: WatchedConnector, hook: str, finding: Finding, error: Except
     metrics.violated(finding.code)
     kind = f"{finding.code} {_without_numbers(finding.message)}"
     if _is_due(kind):
-        fixes = _fixes(finding)
-        path = _write("violation", watched, hook, finding, fixes)
+        fixes = engine_log.guarded("kvfix.fix_status", fix_status.handling, finding) or []
+        path = written(dump.write, "violation", finding)
+        path = path and written(text_report.write, watched, hook, finding, fixes, path)
         handled = f" Fixed by {', '.join(f'{row.code} {row.slug}' for row in fixes)}." if fixes else ""
-        written = f" Report: {path}" if path else ""
-        engine_log.warning(f"{finding} (in {hook} of {watched.name}).{handled}{written}")
+        where = f" Report: {path}" if path else ""
+        engine_log.warning(f"{finding} (in {hook} of {watched.name}).{handled}{where}")
     elif session.violations[finding.code] == 1:
         engine_log.warning(
             f"{finding} (in {hook} of {watched.name}). No report: the limit of {DUMPS} per process is reached."
@@ -55,7 +60,7 @@ def report(watched: WatchedConnector, hook: str, finding: Finding, error: Except
 def report_exception(watched: WatchedConnector, hook: str, event: Raised) -> None:
     """Write the events before an exception of a hook to a recorder file, in mode `observe`."""
     if _is_due(f"exception {hook} {_without_numbers(event.error)}"):
-        path = _write("exception", watched, hook, None, [])
+        path = written(dump.write, "exception")
         if path:
             engine_log.warning(
                 f"{event.where} of {watched.name} raises {event.error}. The events before the exception: {path}"
@@ -68,32 +73,16 @@ def error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:300]}".rstrip(": ")
 
 
-def _fixes(finding: Finding) -> list[FixRow]:
+def written(write: Callable[..., Any], *arguments: Any) -> str:
+    """Call a function that writes a file and returns its path. If it raises, log the error and return ""."""
     try:
-        from kvfix import fix_status
-
-        return fix_status.handling(finding)
-    except Exception as error:  # noqa: BLE001
-        engine_log.fault("kvfix.fix_status", error)
-        return []
-
-
-def _write(reason: str, watched: WatchedConnector, hook: str, finding: Finding | None, fixes: list[FixRow]) -> str:
-    """Write the file and return its path, or log the error and return ""."""
-    try:
-        from kvfix.connector_events import dump, report
-
-        recording = dump.write(reason, finding)
-        return report.write(watched, hook, finding, fixes, recording) if finding is not None else recording
+        return str(write(*arguments))
     except OSError as error:
-        cannot_write(error)
+        reason = error.strerror or error
+        engine_log.warning(f"no dump can be written ({reason}): name another folder in KVFIX_DUMP_DIR")
     except Exception as error:  # noqa: BLE001
         engine_log.fault("kvfix.connector_events.dump", error)
     return ""
-
-
-def cannot_write(error: OSError) -> None:
-    engine_log.warning(f"no dump can be written ({error.strerror or error}): name another folder in KVFIX_DUMP_DIR")
 
 
 def _is_due(kind: str) -> bool:

@@ -138,7 +138,9 @@ class Watchdog:
         look, stacks = self._look()
         looks.append(look)
         found = standstill.verdicts(looks)
-        path = _written(look, stacks)
+        # The state and the stacks of this process come last.
+        states = [{"kind": "state", **each} for each in reversed(look.processes)]
+        path = violations.written(dump.write, "standstill", None, [*states, *stacks])
         what = " The cause is not known: see its state and stacks."
         if found:
             code, name, _, message, now, _ = found[0]
@@ -186,16 +188,3 @@ def _is_with_workers(frames: list[FrameType]) -> bool:
     codes = [frame.f_code for frame in frames]
     step = next((at for at, code in enumerate(codes) if code.co_name in _STEP and _CORE in code.co_filename), None)
     return step is not None and _SCHEDULING.isdisjoint(code.co_name for code in codes[:step])
-
-
-def _written(look: Look, stacks: list[dict[str, Any]]) -> str:
-    """Write the recorder file and return its path; "" if it cannot be written.
-
-    The state and the stacks of this process come after those of the other processes.
-    """
-    states = [{"kind": "state", **each} for each in reversed(look.processes)]
-    try:
-        return dump.write("standstill", None, [*states, *stacks])
-    except OSError as error:
-        violations.cannot_write(error)
-        return ""

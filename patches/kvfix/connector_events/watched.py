@@ -1,8 +1,8 @@
 """One watched connector of this process: its hook calls become events of the ledger.
 
-The methods named after hooks take the hook's own parameters (vllm/distributed/kv_transfer/kv_connector/v1/base.py
-0.32.0). The cost of a step must not grow with the number of running requests: a running request is recorded only if the
-step loads or stores for it.
+`before_HOOK` and `after_HOOK` run before and after this hook (`hooks.HOOKS`). They take the hook's own parameters
+(vllm/distributed/kv_transfer/kv_connector/v1/base.py 0.32.0), `after_HOOK` behind its answer. The cost of a step must
+not grow with the number of running requests: a running request is recorded only if the step loads or stores for it.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class WatchedConnector:
 
     # ------------------------------------------------------------------ the scheduler's hooks
 
-    def get_num_new_matched_tokens(self, answer: Any, request: Any, num_computed_tokens: int) -> None:
+    def after_get_num_new_matched_tokens(self, answer: Any, request: Any, num_computed_tokens: int) -> None:
         name = request.request_id
         promised, asynchronous = answer
         if self._ended.pop(name, None) is not None:  # a reused id
@@ -111,7 +111,7 @@ class WatchedConnector:
         if timeout and (waited := clock.now() - self.running[get_ident()][1]) >= timeout:
             self._record(ev.TimedOut(name, round(waited, 3), clock.now()))
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+    def before_update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         name = request.request_id
         asked = self._last.pop(name, None)
         if num_external_tokens and isinstance(asked, ev.Asked) and asked.asynchronous:
@@ -120,7 +120,7 @@ class WatchedConnector:
             self._blocks[name] = {block for group in blocks.get_block_ids() for block in group}
         self._record(ev.Granted(name, num_external_tokens))
 
-    def build_connector_meta(self, answer: Any, scheduler_output: Any) -> None:
+    def after_build_connector_meta(self, answer: Any, scheduler_output: Any) -> None:
         self.steps += 1
         self.stepped = self.running[get_ident()][1]
         for name in getattr(scheduler_output, "preempted_req_ids", None) or ():
@@ -143,7 +143,7 @@ class WatchedConnector:
         if self._ended:
             self._look_for_leaks()
 
-    def update_connector_output(self, answer: Any, connector_output: Any) -> None:
+    def after_update_connector_output(self, answer: Any, connector_output: Any) -> None:
         for name in connector_output.finished_sending or ():
             self._sent(name)
         received = set(connector_output.finished_recving or ())
@@ -157,7 +157,7 @@ class WatchedConnector:
         for name in received - failed:
             self._received(name)
 
-    def request_finished(self, request: Any, *blocks: Any) -> None:
+    def before_request_finished(self, request: Any, *blocks: Any) -> None:
         name = request.request_id
         if name not in self._hits:
             self._reads_from(request)
@@ -167,7 +167,7 @@ class WatchedConnector:
         self._end(name)
         self._record(ev.Finished(name, request.status.name == "FINISHED_ABORTED"))
 
-    def request_finished_answer(self, answer: Any, request: Any, *blocks: Any) -> None:
+    def after_request_finished(self, answer: Any, request: Any, *blocks: Any) -> None:
         if answer and answer[0]:  # the blocks are kept until the connector has sent them
             self._ended.pop(request.request_id, None)
             self._sending.add(request.request_id)
@@ -175,15 +175,18 @@ class WatchedConnector:
                 name = self.reader.lease_name(request)
                 self._record(ev.Leased(request.request_id, self.reader.lease(answer), name))
 
+    before_request_finished_all_groups = before_request_finished
+    after_request_finished_all_groups = after_request_finished
+
     # ------------------------------------------------------------------ the worker's hooks
 
-    def start_load_kv(self, forward_context: Any, **_: Any) -> None:
+    def before_start_load_kv(self, forward_context: Any, **_: Any) -> None:
         metadata = getattr(self.connector, "_connector_metadata", None)
         if metadata is not None:
             for name, start, end in self.reader.loads(metadata) or ():
                 self._due_to_load(name, start, end)
 
-    def wait_for_save(self) -> None:
+    def before_wait_for_save(self) -> None:
         """Read the stores before the hook runs: the hook marks them as done."""
         metadata = getattr(self.connector, "_connector_metadata", None)
         self._storing = list(self.reader.stores(metadata) or ()) if metadata is not None else []
@@ -191,7 +194,7 @@ class WatchedConnector:
             self._last[compared.request] = compared
             self._record(compared)
 
-    def wait_for_save_answer(self, answer: Any) -> None:
+    def after_wait_for_save(self, answer: Any) -> None:
         storing, self._storing = self._storing, []
         not_stored = self.reader.not_stored(self.connector._connector_metadata) if storing else ()
         for name, start, end in storing:
@@ -200,7 +203,7 @@ class WatchedConnector:
                 self._ended.pop(name, None)
                 self._record(stored)
 
-    def get_finished(self, answer: Any, finished_req_ids: Iterable[str]) -> None:
+    def after_get_finished(self, answer: Any, finished_req_ids: Iterable[str]) -> None:
         self.steps += 1
         sending, receiving = answer
         for name in receiving or ():
@@ -220,8 +223,9 @@ class WatchedConnector:
         if self._ended:
             self._look_for_leaks()
 
-    def get_transfer_results(self, answer: Any, finished_req_ids: Iterable[str], *_: Any) -> None:
-        self.get_finished((answer.finished_sending, answer.finished_recving - answer.failed_recving), finished_req_ids)
+    def after_get_transfer_results(self, answer: Any, finished_req_ids: Iterable[str], *_: Any) -> None:
+        received = answer.finished_recving - answer.failed_recving
+        self.after_get_finished((answer.finished_sending, received), finished_req_ids)
 
     # ------------------------------------------------------------------ both
 

@@ -151,6 +151,12 @@ def _unwrapped(client: Any) -> Any:
     return client
 
 
+def _row(hit: int | None, lookup: str) -> dict[str, Any]:
+    """Return the row of a request without a promise (connectors.py)."""
+    unknown = dict.fromkeys(("promised", "granted", "stored", "since"))
+    return {"hit": hit, "lookup": lookup, "phase": "", **unknown}
+
+
 def _v1_requests(impl: Any, client: Any) -> dict[str, dict[str, Any]]:
     specs, trackers = dict(getattr(impl, "load_specs", {})), dict(getattr(impl, "_request_trackers", {}))
     statuses = dict(getattr(client, "reqs_status", {}))
@@ -158,23 +164,16 @@ def _v1_requests(impl: Any, client: Any) -> dict[str, dict[str, Any]]:
     aborted = getattr(client, "aborted_lookups", ())
     found = {}
     for name in {**statuses, **trackers, **specs}:
-        row: dict[str, Any] = {"hit": None, "promised": None, "granted": None, "stored": None, "since": None}
-        row["phase"] = ""
-        row["lookup"] = "in flight" if name in statuses and statuses[name] is None else ""
-        if name in aborted:
-            row["lookup"] = "given up"
+        lookup = "in flight" if name in statuses and statuses[name] is None else ""
+        found[name] = row = _row(statuses.get(name), "given up" if name in aborted else lookup)
         if row["lookup"] and name in began:
             row["since"] = round(now - began[name], 3)
-        if name in statuses:
-            row["hit"] = statuses[name]
         if name in specs:
             spec = specs[name]
             row["hit"] = spec.lmcache_cached_tokens
             row["promised"] = max(0, spec.lmcache_cached_tokens - spec.vllm_cached_tokens)
             row["granted"] = row["promised"] if spec.can_load else None
-        if name in trackers:
-            row["stored"] = getattr(trackers[name], "num_saved_tokens", None)
-        found[name] = row
+        row["stored"] = getattr(trackers.get(name), "num_saved_tokens", None)
     return found
 
 
@@ -255,30 +254,21 @@ class MP(Reader):
         done = dict(getattr(adapter, "_finished_lookup_results", {}))
         unacknowledged = dict(getattr(adapter, "_unacked_lookups", {}))
         asked, now = dict(getattr(adapter, "_lookup_status", {})), time.monotonic()
-        found: dict[str, dict[str, Any]] = {}
+        state["requests"] = found = dict[str, "dict[str, Any]"]()
         trackers = dict(getattr(connector, "request_trackers", {}))
         for name in {**dict.fromkeys(pending), **dict.fromkeys(done), **trackers}:
-            row: dict[str, Any] = {
-                "lookup": "",
-                "hit": done.get(name),
-                "promised": None,
-                "granted": None,
-                "since": None,
-            }
+            is_pending = name in pending and name not in done
+            found[name] = row = _row(done.get(name), "in flight" if is_pending else "")
             times = [at for _, at in list(asked.get(name, {}).values())]
             if name in unacknowledged:
                 times.append(unacknowledged[name].submitted_at)
-            if name in pending and name not in done:
-                row["lookup"] = "in flight"
             tracker = trackers.get(name)
             if tracker is not None:
                 _tracked(row, tracker, size)
-                if row["lookup"] and getattr(tracker, "lookup_started_at", None):
+                if getattr(tracker, "lookup_started_at", None):
                     times.append(tracker.lookup_started_at)
-            if row["lookup"] and times:
+            if is_pending and times:
                 row["since"] = round(now - min(times), 3)
-            found[name] = row
-        state["requests"] = found
 
 
 def _server_ports(connector: Any) -> list[int]:

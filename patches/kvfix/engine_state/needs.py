@@ -1,20 +1,18 @@
 """Compute how many free blocks a waiting request needs, as `allocate_slots` does.
 
-This is the arithmetic of v1/core/kv_cache_manager.py 0.32.0:516-579, without calls that change the scheduler. It covers
-KV groups of full attention and of sliding windows.
+(v1/core/kv_cache_manager.py 0.32.0:516-579.) It calls only functions of vLLM that change nothing. It covers KV groups
+of full attention and of sliding windows.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import Any
 
 #: KV groups in which each token keeps its slot, and KV groups that free the slots behind a window.
-_FULL = ("FullAttentionSpec", "MLAAttentionSpec")
-_WINDOWS = ("SlidingWindowSpec",)
+_KINDS = frozenset(("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec"))
 
 
 def held(scheduler: Any, request: Any) -> tuple[list[Any], ...]:
@@ -32,86 +30,28 @@ def blocks(scheduler: Any, request: Any, promised: int, between: bool, reserved:
 
     The watermark for running requests is left out: if any request runs, the engine does not stand still.
     """
-    groups = _groups(scheduler)
-    if groups is None:
+    managers, local = _managers(scheduler), int(request.num_computed_tokens)
+    if reserved is None or not managers:
         return None
-    if request.num_computed_tokens:
-        return _of_rest(scheduler, request, groups)
-    if reserved is None:
-        return None
-    total = min(int(request.num_tokens), int(scheduler.max_model_len))
-    hits, hit_tokens = _cached(scheduler, request, groups)
-    computed, kept = hit_tokens + promised, 0
+    hits: Sequence[Any] = [[] for _ in managers]
+    freed = kept = 0
+    if local:  # vLLM frees the blocks that have left a window before it allocates others
+        promised = 0
+        for manager, own in zip(managers, held(scheduler, request), strict=True):
+            freed += count(own[: manager.get_num_skipped_tokens(local) // manager.block_size])
+    elif any(request.request_id in manager.num_cached_block for manager in managers):
+        return None  # a step is admitting the request
+    else:
+        hits, local = _cached(scheduler, request, hits)
+    total, computed = min(int(request.num_tokens), int(scheduler.max_model_len)), local + promised
     if promised and between:
         tokens, kept = computed, reserved + int(getattr(scheduler, "_spec_decode_step_blocks", 0))
     else:
         tokens = _after_step(scheduler, computed, total)
-    whole = total if getattr(scheduler, "scheduler_reserve_full_isl", False) else 0
-    next_step, all_of_it = 0, 0
-    for group, own, hit in zip(groups, held(scheduler, request), hits, strict=True):
-        behind = group.behind(computed) // group.size
-        there = max(behind, len(own) + len(hit))
-        free = sum(block.ref_cnt == 0 for block in hit[behind:] if not getattr(block, "is_null", False))
-        next_step += max(0, -(-tokens // group.size) - there) + free
-        all_of_it += max(0, group.at_once(whole) - there) + free
-    return max(next_step + kept, all_of_it)
-
-
-class _Group(NamedTuple):
-    """A KV group. window: tokens; 0: each token keeps its slot. cap: maximum blocks of one request."""
-
-    size: int
-    window: int
-    cap: int | None
-
-    def behind(self, computed: int) -> int:
-        """Return the number of tokens that have left the window."""
-        return max(0, computed - self.window + 1) if self.window else 0
-
-    def at_once(self, tokens: int) -> int:
-        """Return the number of blocks that so many tokens need at the same time."""
-        found = -(-tokens // self.size)
-        return min(found, self.cap) if self.cap else found
-
-
-def _groups(scheduler: Any) -> list[_Group] | None:
-    """Return the KV groups; None if the model has another kind of KV group."""
-    found = []
-    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
-    for group, manager in zip(scheduler.kv_cache_config.kv_cache_groups, managers, strict=True):
-        kind = type(group.kv_cache_spec).__name__
-        if kind not in (*_FULL, *_WINDOWS):
-            return None
-        window = cap = 0
-        if kind in _WINDOWS:
-            window = int(manager.sliding_window) + int(getattr(manager, "extra_retained_tokens", 0))
-            cap = getattr(manager, "max_admission_blocks_per_request", None) or 0
-        found.append(_Group(int(manager.block_size), window, cap))
-    return found
-
-
-def _of_rest(scheduler: Any, request: Any, groups: list[_Group]) -> int:
-    """Return the free blocks that a request with computed tokens needs.
-
-    vLLM checks for the whole request before it frees the blocks that have left a window.
-    """
-    computed, total = int(request.num_computed_tokens), min(int(request.num_tokens), int(scheduler.max_model_len))
-    tokens = _after_step(scheduler, computed, total)
-    whole = total if getattr(scheduler, "scheduler_reserve_full_isl", False) else 0
-    next_step, all_of_it = 0, 0
-    for group, own in zip(groups, held(scheduler, request), strict=True):
-        next_step += max(0, -(-tokens // group.size) - len(own)) - count(own[: group.behind(computed) // group.size])
-        all_of_it += max(0, group.at_once(whole) - len(own))
-    return max(next_step, all_of_it)
-
-
-def _after_step(scheduler: Any, computed: int, total: int) -> int:
-    """Return the number of tokens that have a slot after the next step of the request."""
-    step = max(1, total - computed)
-    threshold = scheduler.scheduler_config.long_prefill_token_threshold
-    if scheduler.scheduler_config.enable_chunked_prefill:
-        step = min(step, scheduler.max_num_scheduled_tokens, threshold or step)
-    return min(min(computed, total - 1) + step + int(scheduler.num_lookahead_tokens), int(scheduler.max_model_len))
+    next_step = _to_allocate(managers, request, tokens, computed, hits, local) - freed + kept
+    if not getattr(scheduler, "scheduler_reserve_full_isl", False):
+        return next_step
+    return max(next_step, _to_allocate(managers, request, total, computed, hits, local, apply_admission_cap=True))
 
 
 def count(blocks: list[Any]) -> int:
@@ -124,30 +64,58 @@ def reserved(scheduler: Any) -> int | None:
 
     (`_inflight_prefill_reserved_blocks`, scheduler.py 0.32.0:3088)
     """
-    in_flight = list(getattr(scheduler, "_inflight_prefills", ()))
-    groups = _groups(scheduler)
-    if not in_flight:
-        return 0
-    if groups is None:
-        return None
-    spec = int(scheduler.num_spec_tokens)
+    in_flight, managers = list(getattr(scheduler, "_inflight_prefills", ())), _managers(scheduler)
+    if not in_flight or not managers:
+        return None if in_flight else 0
+    spec, most = int(scheduler.num_spec_tokens), int(scheduler.max_model_len)
     more = 1 + spec + int(scheduler.num_lookahead_tokens) if spec else 0
-    most = int(scheduler.max_model_len)
-    return sum(
-        max(0, group.at_once(min(int(each.num_tokens), most) + more) - len(own))
-        for each in in_flight
-        for group, own in zip(groups, held(scheduler, each), strict=True)
-    )
+    none: Sequence[Any] = [[] for _ in managers]
+    needed = 0
+    for each in in_flight:
+        tokens, done = min(int(each.num_tokens), most) + more, int(each.num_computed_tokens)
+        needed += _to_allocate(managers, each, tokens, done, none, done, apply_admission_cap=True)
+    return needed
 
 
-def _cached(scheduler: Any, request: Any, groups: list[_Group]) -> tuple[list[list[Any]], int]:
+def _managers(scheduler: Any) -> Sequence[Any]:
+    """Return the manager of each KV group; () if the model has another kind of KV group."""
+    kinds = {type(group.kv_cache_spec).__name__ for group in scheduler.kv_cache_config.kv_cache_groups}
+    return scheduler.kv_cache_manager.coordinator.single_type_managers if kinds <= _KINDS else ()
+
+
+def _to_allocate(
+    managers: Sequence[Any], request: Any, tokens: int, computed: int, hits: Sequence[Any], local: int, **more: bool
+) -> int:
+    """Return the blocks that vLLM takes from the pool for so many tokens, `computed` of them computed or loaded."""
+    needed = 0
+    for manager, hit in zip(managers, hits, strict=True):
+        function = type(manager).get_num_blocks_to_allocate
+        while hasattr(function, "__wrapped__"):  # the fixes of kvfix count their calls
+            function = function.__wrapped__
+        named = {"request_id": request.request_id, "num_tokens": tokens, "num_tokens_main_model": tokens, **more}
+        if "num_local_computed_tokens" in function.__code__.co_varnames:  # since 0.26
+            named["num_local_computed_tokens"] = local
+        needed += function(manager, new_computed_blocks=hit, total_computed_tokens=computed, **named)
+    return needed
+
+
+def _after_step(scheduler: Any, computed: int, total: int) -> int:
+    """Return the number of tokens that have a slot after the next step of the request."""
+    step = max(1, total - computed)
+    threshold = scheduler.scheduler_config.long_prefill_token_threshold
+    if scheduler.scheduler_config.enable_chunked_prefill:
+        step = min(step, scheduler.max_num_scheduled_tokens, threshold or step)
+    return min(min(computed, total - 1) + step + int(scheduler.num_lookahead_tokens), int(scheduler.max_model_len))
+
+
+def _cached(scheduler: Any, request: Any, none: Sequence[Any]) -> tuple[Sequence[Any], int]:
     """Return the blocks of the longest cached prefix in each KV group, and its number of tokens.
 
     The last token of the request is never part of it. vLLM's lookup only reads.
     """
     manager = scheduler.kv_cache_manager
     if not manager.enable_caching or getattr(request, "skip_reading_prefix_cache", False):
-        return [[] for _ in groups], 0
+        return none, 0
     hashes = request.block_hashes if isinstance(request.block_hashes, list) else list(request.block_hashes)
     found = manager.coordinator.find_longest_cache_hit(hashes, request.num_tokens - 1)
     return [list(each) for each in found[0]], int(found[1])

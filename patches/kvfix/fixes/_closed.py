@@ -4,8 +4,6 @@ They promise nothing, store nothing, or report a load as failed. They share no c
 failed.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -121,12 +119,13 @@ def drop_stores(connector: Any, answer: Any, scheduler_output: Any, metadata: An
 def _stored(connector: Any, names: Iterable[str]) -> None:
     for name in names:
         if name in connector.request_trackers:
-            tracker = connector.request_trackers[name]
-            setattr(tracker, _counts(tracker), _ALL)
+            all_is_stored(connector.request_trackers[name])
 
 
-def _counts(tracker: Any) -> str:
-    return "num_stored_tokens" if hasattr(tracker, "num_stored_tokens") else "num_stored_blocks"
+def all_is_stored(tracker: Any) -> None:
+    """Store nothing more for the request of this tracker."""
+    counts = "num_stored_tokens" if hasattr(tracker, "num_stored_tokens") else "num_stored_blocks"
+    setattr(tracker, counts, _ALL)
 
 
 # --------------------------------------------------------------------------------------------------- vLLM's scheduler

@@ -1,7 +1,5 @@
 """Shared by the fixes of LMCache's cache engine: the memory objects of the chunks that a lookup has fetched."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

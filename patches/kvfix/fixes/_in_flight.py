@@ -5,14 +5,10 @@ back or preempted in between must not get the output of the steps in flight. Up 
 if it preempts all requests at once (`reset_prefix_cache`), and counts one step for each.
 """
 
-from __future__ import annotations
-
 import inspect
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
-from kvfix.wrapping import after, before
+from kvfix.fixes.api import fix_after, fix_before
 
 #: Attribute of a scheduler: {request: its first step whose output is valid again; None until it is scheduled}.
 _VALID_FROM = "_kvfix_valid_from"
@@ -39,34 +35,31 @@ def _skip_output(request: Any, scheduler_output: Any) -> None:
         request.num_in_flight_tokens -= tokens
 
 
-def fix_schedule(module: ModuleType) -> Callable[..., Any]:
-    def schedule(scheduler: Any, scheduler_output: Any, *_: Any) -> Any:
-        valid_from = getattr(scheduler, _VALID_FROM)
-        for name in valid_from.keys() & scheduler_output.num_scheduled_tokens:
-            if valid_from[name] is None:
-                valid_from[name] = scheduler_output
-        return scheduler_output
-
-    return after(schedule, when=lambda scheduler, *_: getattr(scheduler, _VALID_FROM, None))
+@fix_after(when=lambda scheduler, *_: getattr(scheduler, _VALID_FROM, None))
+def fix_schedule(scheduler: Any, scheduler_output: Any, *_: Any) -> Any:
+    valid_from = getattr(scheduler, _VALID_FROM)
+    for name in valid_from.keys() & scheduler_output.num_scheduled_tokens:
+        if valid_from[name] is None:
+            valid_from[name] = scheduler_output
+    return scheduler_output
 
 
-def fix_output(module: ModuleType) -> Callable[..., Any]:
-    def update_from_output(scheduler: Any, scheduler_output: Any, *_: Any) -> None:
-        setattr(scheduler, _CURRENT, scheduler_output)
-        valid_from = getattr(scheduler, _VALID_FROM, {})
-        for name, step in list(valid_from.items()):
-            if step is scheduler_output or name not in scheduler.requests:
-                del valid_from[name]
-            else:
-                _skip_output(scheduler.requests[name], scheduler_output)
-
-    def is_ahead_or_failed(scheduler: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-        failed = getattr(model_runner_output.kv_connector_output, "invalid_block_ids", None)
-        return getattr(scheduler, _VALID_FROM, None) or failed
-
-    return before(update_from_output, when=is_ahead_or_failed)
+def _is_ahead_or_failed(scheduler: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+    failed = getattr(model_runner_output.kv_connector_output, "invalid_block_ids", None)
+    return getattr(scheduler, _VALID_FROM, None) or failed
 
 
-def is_needed(hook: Callable[..., Any], module: ModuleType) -> bool:
+@fix_before(when=_is_ahead_or_failed)
+def fix_output(scheduler: Any, scheduler_output: Any, *_: Any) -> None:
+    setattr(scheduler, _CURRENT, scheduler_output)
+    valid_from = getattr(scheduler, _VALID_FROM, {})
+    for name, step in list(valid_from.items()):
+        if step is scheduler_output or name not in scheduler.requests:
+            del valid_from[name]
+        else:
+            _skip_output(scheduler.requests[name], scheduler_output)
+
+
+def is_needed(hook: Any, module: Any) -> bool:
     """Return True if this release cannot drop the stale output of a step in flight."""
     return "drop_stale_output" not in inspect.unwrap(module.Request.__init__).__code__.co_names

@@ -3,18 +3,18 @@
 (vllm_v1_adapter.py 0.5.6:842. Line 1088 passes the request id; releases up to 0.3.14 do not.)
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from kvfix import engine_log
 from kvfix.fixes import _closed
-from kvfix.wrapping import around, replaced
+from kvfix.fixes.api import Fixing, Steps, fix_around
+from kvfix.wrapping import replaced
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
-
-    from kvfix.wrapping import Wrapper
+#: (keyword arguments of the call, metadata of the request). It adds keyword arguments.
+Add = Callable[[dict[str, Any], Any], None]
+#: (keyword arguments of the call). It is called if `Add` raises, and makes the call find and store nothing.
+Closed = Callable[[dict[str, Any]], None]
 
 
 def is_used(impl: Any, *_: Any, **__: Any) -> bool:
@@ -36,26 +36,21 @@ def find_load(impl: Any) -> Callable[[Any], Any]:
     return find
 
 
-def loads(
-    add: Callable[[dict[str, Any], Any], None], closed: Callable[[dict[str, Any]], None] | None = None
-) -> Wrapper:
-    """For `start_load_kv`. add: (keyword arguments of the call, metadata of the request). It adds keyword arguments.
+def loads(add: Add, closed: Closed | None = None) -> Fixing:
+    """For `start_load_kv`."""
 
-    closed: (keyword arguments of the call). It is called if `add` raises. It makes the call find and store nothing.
-    """
-
-    def start_load_kv(impl: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
+    @fix_around(when=is_used, on_fault=_closed.worker_loads_fail if closed else None)
+    def start_load_kv(impl: Any, *_: Any, **__: Any) -> Steps:
         return _with_request(impl.lmcache_engine, "retrieve_layer", find_load(impl), add, closed)
 
-    return around(start_load_kv, when=is_used, on_fault=_closed.worker_loads_fail if closed else None)
+    return start_load_kv
 
 
-def saves(
-    add: Callable[[dict[str, Any], Any], None], closed: Callable[[dict[str, Any]], None] | None = None
-) -> Wrapper:
-    """For `save_kv_layer`, which passes the request's own list of tokens. The parameters are those of `loads`."""
+def saves(add: Add, closed: Closed | None = None) -> Fixing:
+    """For `save_kv_layer`, which passes the request's own list of tokens."""
 
-    def save_kv_layer(impl: Any, *_: Any, **__: Any) -> Generator[None, Any, Any] | None:
+    @fix_around(when=is_used, on_fault=_closed.worker_saves_nothing if closed else None)
+    def save_kv_layer(impl: Any, *_: Any, **__: Any) -> Steps | None:
         metadata = impl._parent._connector_metadata
 
         def find(tokens: Any) -> Any:
@@ -63,16 +58,10 @@ def saves(
 
         return _with_request(impl.lmcache_engine, "store_layer", find, add, closed) if metadata is not None else None
 
-    return around(save_kv_layer, when=is_used, on_fault=_closed.worker_saves_nothing if closed else None)
+    return save_kv_layer
 
 
-def _with_request(
-    engine: Any,
-    name: str,
-    find: Callable[[Any], Any],
-    add: Callable[[dict[str, Any], Any], None],
-    closed: Callable[[dict[str, Any]], None] | None,
-) -> Generator[None, Any, Any]:
+def _with_request(engine: Any, name: str, find: Callable[[Any], Any], add: Add, closed: Closed | None) -> Steps:
     """While the hook runs, let `add` add arguments to the calls of the engine's function."""
     call = getattr(engine, name)
 

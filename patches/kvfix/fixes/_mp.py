@@ -4,9 +4,8 @@ LMCache counts in tokens since 0.4.7; 0.4.6 and before, its two connectors for o
 blocks.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -28,10 +27,10 @@ def hits(connector: Any, tracker: Any) -> tuple[int, int]:
     return blocks * connector.vllm_block_size, tracker.num_lmcache_hit_blocks * connector.vllm_block_size
 
 
-def is_in(connector: Any, request: Any, state: Any) -> bool:
+def is_in(connector: Any, request: Any, state: str) -> bool:
     """For `when` of a hook that gets a request: return True if its tracker exists and is in this state."""
     tracker = connector.request_trackers.get(request.request_id)
-    return tracker is not None and tracker.state is state
+    return tracker is not None and tracker.state.name == state
 
 
 def set_tokens(tracker: Any, name: str, value: int, block_size: int = 16) -> None:
@@ -63,6 +62,22 @@ def nothing_cached(adapter: Any, request_id: str) -> None:
     """Set the lookup result of this request to 0, so that the client sends no lookup."""
     # One statement, so that no error can occur between the two changes.
     adapter._finished_lookup_results[request_id], _ = 0, adapter._pending_lookups.add(request_id)
+
+
+def answer_in_flight(client: Any, answers: Mapping[str, Any]) -> int:
+    """Answer the client's requests of these operations, in place of a server that is gone. Return their number.
+
+    answers: {operation: answer}. LMCache has the requests in one thread, which calls `cancel_streams`.
+    """
+    gone = [uid for uid, (_, spec) in client.pending_futures.items() if spec.operation in answers]
+    for uid in gone:
+        future, spec = client.pending_futures.pop(uid)
+        future.set_result(answers[spec.operation])
+    return len(gone)
+
+
+#: For probes: vLLM's blocks of 512 tokens, in `update_state_after_alloc`.
+BLOCKS = SimpleNamespace(get_block_ids=lambda: (list(range(32)),))
 
 
 class Adapter:
@@ -102,33 +117,30 @@ def scheduler_side(module: ModuleType, found: int | None = 0) -> Any:
     owner = getattr(module, VLLM_MP.name, None) or getattr(module, LMCACHE_MP.name)
     connector = owner.__new__(owner)
     vars(connector).update(
-        _role=None,
-        request_trackers={},
+        _role=None, request_trackers={}, scheduler_adapter=Adapter(found), vllm_block_size=16, lazy_offload=False,
         _abandoned_lookups={},  # of patches/upstream/mp-abort-before-alloc
-        scheduler_adapter=Adapter(found),
-        vllm_block_size=16,
-        lazy_offload=False,
-        _can_store=True,
-        _save_decode_cache=False,
-        _reserve_last_token_for_lookup=False,
-        _hit_alignment_tokens=16,
-        _group_tokens_per_block=[16],
-        _mamba_relocation_window=0,
-        _eager_prefetch=False,
-        _connector_stats=SimpleNamespace(record_lookup=lambda seconds: None),
-    )
+        _can_store=True, _save_decode_cache=False, _reserve_last_token_for_lookup=False, _hit_alignment_tokens=16,
+        _group_tokens_per_block=[16], _mamba_relocation_window=0, _eager_prefetch=False,
+        _connector_stats=stubs.Nothing(),
+    )  # fmt: skip
     return connector
 
 
-def tracked(connector: Any, module: ModuleType, request: Any, **counts: int) -> Any:
-    """For probes: a new tracker of this request in the connector.
+def tracked(module: ModuleType, request: Any, found: int | None = 0, **counts: int) -> tuple[Any, Any]:
+    """For probes: (a connector that has looked up this request, its tracker).
 
-    counts: its `num_stored`, `num_vllm_hit` and `num_lmcache_hit` in tokens.
+    counts: `num_stored`, `num_vllm_hit` and `num_lmcache_hit` of the tracker in tokens.
     """
-    tracker = connector.request_trackers[request.request_id] = module.LMCacheMPRequestTracker(request)
+    connector, tracker = scheduler_side(module, found), module.LMCacheMPRequestTracker(request)
+    connector.request_trackers[request.request_id] = tracker
     for name, count in counts.items():
         set_tokens(tracker, name, count)
-    return tracker
+    return connector, tracker
+
+
+def finds(hook: Callable[..., Any], module: ModuleType, **more: Any) -> bool:
+    """For probes: return True if `get_num_new_matched_tokens` has a hit for a request with these attributes."""
+    return bool(hook(scheduler_side(module, found=512), stubs.request(2048, **more), 0)[0])
 
 
 def looks_up_on_arrival(hook: Callable[..., Any], module: ModuleType, **more: Any) -> bool:
@@ -141,23 +153,25 @@ def looks_up_on_arrival(hook: Callable[..., Any], module: ModuleType, **more: An
 
 def worker_side(**more: Any) -> Any:
     """For probes: the attributes that the client in the worker role reads, with `more` added or replaced."""
-    attributes: dict[str, Any] = {
-        "is_healthy": True,
-        "lazy_offload": False,
-        "dispatcher": None,
-        "instance_id": 0,
-        "kv_caches": {},
-        "blocks_in_chunk": 4,
-        "store_futures": {},
-        "store_events": {},
-        "finished_stores": set(),
-        "retrieve_futures": {},
-        "retrieve_events": {},
-        "error_block_ids": set(),
-        "_dropped_retrieves": set(),
-        "_failed_request_ids": set(),
-        "_ensure_heartbeat_started": lambda: None,
-        "_create_key": lambda *_, **__: None,
-        "_block_ids_per_group": lambda op: [op.block_ids],
-    }
-    return SimpleNamespace(**{**attributes, **more})
+    return stubs.stub(
+        more, is_healthy=True, lazy_offload=False, dispatcher=None, instance_id=0, kv_caches={}, blocks_in_chunk=4,
+        store_futures={}, store_events={}, finished_stores=set(), retrieve_futures={}, retrieve_events={},
+        error_block_ids=set(), _dropped_retrieves=set(), _failed_request_ids=set(), _completed_store_requests={},
+        _failed_store_requests=set(), _pending_store_kv_events={}, _process_finished_stores=lambda *_: set(),
+        _ensure_heartbeat_started=lambda: None, _create_key=lambda *_, **__: None,
+        _block_ids_per_group=lambda op: [op.block_ids],
+    )  # fmt: skip
+
+
+def get_finished(hook: Callable[..., Any], adapter: Any) -> Any:
+    """For probes: return the answer of the worker's `get_finished`, whose parameters differ by release."""
+    return hook(adapter, *([set()] * (len(inspect.signature(hook).parameters) - 1)))
+
+
+def is_left_unanswered(hook: Callable[..., Any], operation: str) -> bool:
+    """For probes of `cancel_streams`: return True if a request in flight gets no answer."""
+    answers: list[Any] = []
+    future = SimpleNamespace(set_result=answers.append, set_exception=answers.append)
+    in_flight = {0: (future, SimpleNamespace(operation=operation))}
+    hook(SimpleNamespace(pending_streams={}, pending_futures=in_flight))
+    return not answers

@@ -1,35 +1,45 @@
 """Code that the fixes of vLLM's connectors for CPU memory share. It handles failed copies and their reports."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix import engine_log
 from kvfix.fixes import stubs
-from kvfix.wrapping import GO_ON, View, after, replaced
+from kvfix.fixes.api import Fixing, fix_after
+from kvfix.wrapping import GO_ON, View, replaced
 
 
 @contextmanager
-def completed_as_failed(scheduler: Any, jobs: Collection[int]) -> Iterator[None]:
-    """While `update_connector_output` runs, let it complete these stores as failed.
+def completed_as_failed(scheduler: Any, output: Any, mark: str, failed: Collection[int]) -> Iterator[None]:
+    """While `update_connector_output` runs, let it complete the failed jobs of this report as failed.
 
-    The manager then drops their chunks. Requests that still run offer all of their chunks again.
+    The manager then drops the chunks of failed stores. Requests that still run offer all of their chunks again. The
+    request of a failed load loads nothing more.
+    mark: attribute of the scheduler. It has the failed jobs that not all workers have reported as done.
+    failed: jobs whose failure is new.
     """
+    known = vars(scheduler).setdefault(mark, set())
+    known.update(failed)
+    known.intersection_update(scheduler._jobs)  # a reset has dropped the others
+    completed = getattr(output.kv_connector_worker_meta, "completed_jobs", {})
+    stores = {}
+    for number in known.intersection(completed):
+        job = scheduler._jobs[number]
+        if job.is_store:
+            stores[number] = job.keys, scheduler._req_status[job.req_id]
+        else:
+            scheduler._req_status[job.req_id].max_load_tokens = 0
     manager = scheduler.manager
-    failed = [scheduler._jobs[job].keys for job in jobs]
 
     def complete_store(keys: Any, context: Any, success: bool = True) -> None:
-        kept = engine_log.guarded(__name__, lambda: not any(keys is each for each in failed))
+        kept = engine_log.guarded(__name__, lambda: not any(keys is each for each, _ in stores.values()))
         manager.complete_store(keys, context, success=success and bool(kept))
 
-    requests = [scheduler._req_status[scheduler._jobs[job].req_id] for job in jobs]
     with replaced(scheduler, manager=View(manager, complete_store=complete_store)):
         yield
     size = scheduler.config.blocks_per_chunk
-    for job, request in zip(jobs, requests, strict=True):
+    for job, (_, request) in stores.items():
         for number, group in enumerate(request.group_states) if job not in scheduler._jobs else ():
             if number in scheduler._sliding_window_groups:  # blocks before this index may have left the window
                 before = group.next_stored_chunk_idx * size
@@ -52,40 +62,48 @@ def all_stores_fail(scheduler: Any, *_: Any, **__: Any) -> Any:
     return GO_ON
 
 
-def tells_worker(mark: str) -> Callable[[ModuleType], Callable[..., Any]]:
+def tells_worker(mark: str) -> Fixing:
     """Mark the metadata. The mark tells the worker that the scheduler handles failed copies. Without the mark, the
     worker never reports failed copies as done.
     """
 
-    def fix(module: ModuleType) -> Callable[..., Any]:
-        def build_connector_meta(scheduler: Any, metadata: Any, *_: Any, **__: Any) -> Any:
-            setattr(metadata, mark, True)  # the attributes of the metadata are sent to the workers
-            return metadata
+    @fix_after()
+    def build_connector_meta(scheduler: Any, metadata: Any, *_: Any, **__: Any) -> Any:
+        setattr(metadata, mark, True)  # the attributes of the metadata are sent to the workers
+        return metadata
 
-        return after(build_connector_meta)
-
-    return fix
+    return build_connector_meta
 
 
-def reports_failed_loads(side: str, requests: str) -> Callable[[ModuleType], Callable[..., Any]]:
-    """Report failed loads by request, in `get_transfer_results` of vLLM's base class.
+def all_failed(mark: str, completed: str) -> Callable[..., Any]:
+    """For `on_fault` of a function that makes a worker's report: all of its jobs have failed.
 
-    side: the connector's attribute with its worker. requests: the worker's attribute with the failed requests.
+    mark, completed: the report's attributes with the jobs that have failed, and with those that are done.
     """
 
-    def fix(module: ModuleType) -> Callable[..., Any]:
-        def get_transfer_results(connector: Any, answer: Any, *_: Any) -> Any:
-            failed = vars(getattr(connector, side)).pop(requests)
-            answer.failed_recving.update(failed & answer.finished_recving)
-            return answer
+    def all_failed(instance: Any, report: Any, *_: Any, **__: Any) -> Any:
+        if report is not None:
+            setattr(report, mark, set(getattr(report, completed)))
+        return report
 
-        return after(
-            get_transfer_results,
-            when=lambda connector, *_, **__: getattr(getattr(connector, side, None), requests, None),
-            on_fault=all_loads_fail,
-        )
+    return all_failed
 
-    return fix
+
+def combines_reports(mark: str, completed: str) -> Fixing:
+    """Combine the reports of several ranks. A job has failed if one rank reports it as failed.
+
+    mark, completed: as in `all_failed`.
+    """
+
+    @fix_after(
+        when=lambda meta, answer, other, *_, **__: hasattr(meta, mark) or hasattr(other, mark),
+        on_fault=all_failed(mark, completed),
+    )
+    def aggregate(meta: Any, answer: Any, other: Any) -> Any:
+        setattr(answer, mark, getattr(meta, mark, set()) | getattr(other, mark, set()))
+        return answer
+
+    return aggregate
 
 
 def all_loads_fail(connector: Any, answer: Any, *_: Any, **__: Any) -> Any:
@@ -94,28 +112,40 @@ def all_loads_fail(connector: Any, answer: Any, *_: Any, **__: Any) -> Any:
     return answer
 
 
-def completed(output: Any) -> dict[int, int]:
-    """Return {job: number of workers that have completed it} of this report."""
-    jobs: dict[int, int] = getattr(output.kv_connector_worker_meta, "completed_jobs", {})
-    return jobs
+def reports_failed_loads(side: str, requests: str) -> Fixing:
+    """Report failed loads by request, in `get_transfer_results` of vLLM's base class.
+
+    side: the connector's attribute with its worker. requests: the worker's attribute with the failed requests.
+    """
+
+    @fix_after(
+        when=lambda connector, *_, **__: getattr(getattr(connector, side, None), requests, None),
+        on_fault=all_loads_fail,
+    )
+    def get_transfer_results(connector: Any, answer: Any, *_: Any) -> Any:
+        failed = vars(getattr(connector, side)).pop(requests)
+        answer.failed_recving.update(failed & answer.finished_recving)
+        return answer
+
+    return get_transfer_results
 
 
-def success_of_store(hook: Callable[..., Any], module: ModuleType, **of_output: Any) -> list[bool]:
+def success_of_store(hook: Any, module: Any, **of_output: Any) -> list[bool]:
     """For probes: end a store of block 3, and return the `success` flags with which it is completed."""
-    group = SimpleNamespace(block_ids=[3], next_stored_chunk_idx=1)
-    request = SimpleNamespace(
+    group = stubs.Stub(block_ids=[3], next_stored_chunk_idx=1)
+    request = stubs.Stub(
         req=stubs.request(16, is_finished=lambda: False), group_states=(group,), transfer_jobs={7}, req_context=None,
         finished_signaled=False,
     )  # fmt: skip
-    job = SimpleNamespace(
+    job = stubs.Stub(
         req_id=stubs.NAME, pending_count=1, keys={b"key"}, is_store=True, fenced_block_ids=None,
         deferred_fence_block_ids=None,
     )  # fmt: skip
     found: list[bool] = []
-    scheduler = SimpleNamespace(
-        manager=SimpleNamespace(complete_store=lambda keys, context, success=True: found.append(success)),
+    scheduler = stubs.Stub(
+        manager=stubs.Stub(complete_store=lambda keys, context, success=True: found.append(success)),
         _jobs={7: job}, _req_status={stubs.NAME: request}, _block_id_to_pending_jobs={}, _stale_job_threshold=0,
-        _reset_fence={}, _manager_locked=nullcontext, config=SimpleNamespace(blocks_per_chunk=1),
+        _reset_fence={}, _manager_locked=nullcontext, config=stubs.Stub(blocks_per_chunk=1),
         _sliding_window_groups=(),
     )  # fmt: skip
     scheduler._update_connector_output = lambda output: module.OffloadingConnectorScheduler._update_connector_output(
@@ -124,5 +154,5 @@ def success_of_store(hook: Callable[..., Any], module: ModuleType, **of_output: 
     meta = module.OffloadingWorkerMetadata()
     meta.mark_completed(7)
     vars(meta).update(of_output.pop("meta", {}))
-    hook(scheduler, SimpleNamespace(kv_connector_worker_meta=meta, **{"invalid_block_ids": set(), **of_output}))
+    hook(scheduler, stubs.Stub(kv_connector_worker_meta=meta, **{"invalid_block_ids": set(), **of_output}))
     return found

@@ -1,21 +1,16 @@
-"""Give the blocks of one prefill to the first request that asks for them. Shared by KVF340, KVF363 and KVF367.
+"""Shared by the fixes of NixlConnector and MooncakeConnector: which decode requests get the blocks of a prefill.
 
-Only hashes of the ids are kept: clients choose the ids, and these can be of any length. If two prefills have the same
-hash, the second request computes its prompt.
+The blocks of one prefill go to the first request that asks for them (KVF340, KVF363, KVF367). Only hashes of the ids
+are kept: clients choose the ids, and these can be of any length. If two prefills have the same hash, the second request
+computes its prompt.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
-from kvfix.fixes import _closed
-from kvfix.wrapping import after
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from kvfix.wrapping import Wrapper
+from kvfix.fixes import _closed, stubs
+from kvfix.fixes.api import Fixing, fix_after, fix_before, note
 
 #: Maximum prefills whose request is remembered. They take 1.5 MB.
 _KEPT = 10_000
@@ -46,22 +41,67 @@ def loads(connector: Any, prefill: tuple[Any, ...], request: Any) -> bool:
     return False
 
 
-def promise_if(reads: Callable[[Any, Any], bool]) -> Wrapper:
-    """For `get_num_new_matched_tokens`: a request with a remote prefill gets its promise only if `reads` returns True.
+def for_the_first(names: Callable[[Any, Any], tuple[Any, ...] | None]) -> tuple[Fixing, Fixing]:
+    """Let only the first request for a prefill read its blocks. Return two fixes.
 
-    reads: (connector, request) -> True if the request reads the blocks.
+    The first one is for `get_num_new_matched_tokens`. The second one is for a hook that runs before vLLM tells the
+    prefill engine about the request.
+    names: (connector, parameters of the request) -> the prefill. None: the fix does not handle this request.
     """
 
+    def reads(connector: Any, request: Any) -> bool:
+        prefill = names(connector, request.kv_transfer_params)
+        return prefill is None or loads(connector, prefill, request)
+
+    @fix_after(when=lambda connector, promise, request, *_: is_to_load(request), on_fault=_closed.compute)
     def get_num_new_matched_tokens(
         connector: Any, promise: tuple[int, bool], request: Any, *_: Any
     ) -> tuple[int, bool]:
         return promise if reads(connector, request) else (0, False)
 
-    return after(
-        get_num_new_matched_tokens,
-        when=lambda connector, promise, request, *_: is_to_load(request),
-        on_fault=_closed.compute,
-    )
+    @fix_before(when=lambda connector, request, *_: is_to_load(request), on_fault=_closed.compute_new)
+    def tells_prefill(connector: Any, request: Any, *_: Any) -> bool:
+        return not reads(connector, request)
+
+    return get_num_new_matched_tokens, tells_prefill
+
+
+def promised_twice(hook: Any, connector: Any, **params: Any) -> bool:
+    """For probes of `get_num_new_matched_tokens`: return True if two requests for one prefill get a promise."""
+    given = {"do_remote_prefill": True, **params}
+    requests = [stubs.request(32, kv_transfer_params={**given}, request_id=name) for name in ("a", "b")]
+    return all(hook(connector, request, 0)[0] for request in requests)
+
+
+def promise_if(is_right: Callable[[Any, Any], Any]) -> Fixing:
+    """For `get_num_new_matched_tokens`: promise nothing to a request for which `is_right` is false.
+
+    is_right: (connector, request) -> True if the connector can bring what it promises.
+    """
+
+    @fix_after(when=lambda connector, promise, request, *_: promise[0] and request.kv_transfer_params)
+    def get_num_new_matched_tokens(
+        connector: Any, promise: tuple[int, bool], request: Any, *_: Any
+    ) -> tuple[int, bool]:
+        return promise if is_right(connector, request) else (0, False)
+
+    return get_num_new_matched_tokens
+
+
+def tell_no_unknown_peer(module_name: str, names_peer: Callable[[Any], bool]) -> Fixing:
+    """For `build_connector_meta`: forget the waiting requests without a peer. No peer waits for a notice about them.
+
+    names_peer: (parameters of the request) -> True if they name a peer.
+    """
+
+    @fix_before(when=lambda connector, *_, **__: connector._reqs_need_recv)
+    def build_connector_meta(connector: Any, *_: Any) -> None:
+        waiting = connector._reqs_need_recv
+        for name in [name for name, entry in waiting.items() if not names_peer(entry[0].kv_transfer_params)]:
+            note(module_name, f"request {name} names no peer")
+            del waiting[name]
+
+    return build_connector_meta
 
 
 def has_another(connector: Any, prefill: tuple[Any, ...]) -> bool:

@@ -1,11 +1,10 @@
 """Shared by the fixes of vLLM's scheduler: the requests that it rolls back after a failed load."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Collection, Iterator
-from types import SimpleNamespace
 from typing import Any
+
+from kvfix.fixes import stubs
 
 
 def is_within_step(*more: Any) -> bool:
@@ -48,18 +47,18 @@ def running(*requests: Any, adapter: Any = None) -> Any:
 
     adapter: LMCache's adapter in the scheduler's connector.
     """
-    manager = SimpleNamespace(
+    manager = stubs.Stub(
         get_block_ids=lambda name: ([3, 4],),
         evict_blocks=lambda blocks: None,
-        block_pool=SimpleNamespace(blocks=[SimpleNamespace(ref_cnt=1, block_hash=None)] * 5),
+        block_pool=stubs.Stub(blocks=[stubs.Stub(ref_cnt=1, block_hash=None)] * 5),
     )
     by_name = {request.request_id: request for request in requests}
-    return SimpleNamespace(
+    return stubs.Stub(
         block_size=16, recompute_kv_load_failures=True, kv_cache_manager=manager, requests=by_name,
         running=list(requests), waiting=(), skipped_waiting=(), kv_holding_waiting=(), failed_recving_kv_req_ids=set(),
         prev_step_scheduled_req_ids=set(by_name), _preempt_request=lambda *_: None,
-        kv_cache_config=SimpleNamespace(kv_cache_groups=[None]), connector=SimpleNamespace(_lmcache_engine=adapter),
-        scheduler_config=SimpleNamespace(async_scheduling=True),
+        kv_cache_config=stubs.Stub(kv_cache_groups=[None]), connector=stubs.Stub(_lmcache_engine=adapter),
+        scheduler_config=stubs.Stub(async_scheduling=True),
     )  # fmt: skip
 
 
@@ -73,3 +72,26 @@ def roll_back(hook: Callable[..., Any], *requests: Any, adapter: Any = None) -> 
     """For probes: return the answer of `_update_requests_with_invalid_blocks` after block 3 has failed."""
     scheduler = running(*requests, adapter=adapter)
     return hook(scheduler, list(requests), {3}, *scheduled_tokens(hook, scheduler))
+
+
+def end_turn(hook: Callable[..., Any], computed: int) -> tuple[Any, list[Any]]:
+    """For probes: end the turn of a session with 22 tokens, and return it with the sessions that are put into a queue.
+
+    hook: `_handle_stopped_request`. computed: computed tokens of the session.
+    """
+    session = stubs.request(
+        22, num_computed_tokens=computed, num_output_placeholders=0, num_in_flight_tokens=0, resumable=True,
+        streaming_queue=(),
+    )  # fmt: skip
+    queued: list[Any] = []
+    waiting = stubs.Stub(add_request=queued.append)
+    scheduler = stubs.Stub(num_waiting_for_streaming_input=0, waiting=waiting, _enqueue_waiting_request=queued.append)
+    hook(scheduler, session)
+    return session, queued
+
+
+def roll_back_one(hook: Any, adapter: Any) -> None:
+    """For probes: let the first block of a request fail, whose scheduler has this adapter of LMCache."""
+    rolled_back, *_ = roll_back(hook, stubs.request(32, num_computed_tokens=20, num_cached_tokens=16), adapter=adapter)
+    if rolled_back != {stubs.NAME}:
+        raise LookupError("the first value that the hook returns is not the rolled back requests")

@@ -4,8 +4,6 @@ When a step begins, vLLM frees the blocks before the window and replaces them by
 (v1/core/single_type_kv_cache_manager.py 0.32.0:672, 1135). LMCache keeps its own list of the blocks unchanged.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,15 +83,12 @@ def scheduler_side(module: Any, window: int, *groups: list[int], computed: int) 
     window: the first group has full attention, the second a sliding window of so many tokens. 0: the second has states.
     groups: blocks of the request in each KV group. computed: tokens that vLLM has. LMCache has none.
     """
-    connector, request = _mp.scheduler_side(module), stubs.request(1024)
+    connector, tracker = _mp.tracked(module, stubs.request(1024), num_vllm_hit=computed)
     attributes = {"sliding_window": window, "mamba_cache_mode": "align", "block_size": 16}
     spec = type("SlidingWindowSpec" if window else "MambaSpec", (), attributes)()
-    kinds = (SimpleNamespace(), spec)
-    connector._kv_cache_config = SimpleNamespace(
-        kv_cache_groups=[SimpleNamespace(kv_cache_spec=each) for each in kinds]
-    )
+    kinds = [SimpleNamespace(kv_cache_spec=each) for each in (SimpleNamespace(), spec)]
+    connector._kv_cache_config = SimpleNamespace(kv_cache_groups=kinds)
     connector._group_tokens_per_block = [16, 16]
-    tracker = _mp.tracked(connector, module, request, num_vllm_hit=computed)
     tracker.state = module.LMCacheMPRequestState.READY
     if not isinstance(tracker.allocated_block_ids, dict):
         raise TypeError("this release knows one KV group")

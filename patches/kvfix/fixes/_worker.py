@@ -1,13 +1,10 @@
 """Code that the fixes of LMCache's in-process worker share. It prevents stores that a step must not make."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import _closed, stubs
-from kvfix.wrapping import after, before
+from kvfix.fixes.api import Fixing, fix_after, fix_before
 
 
 def store_nothing(impl: Any, request: Any) -> None:
@@ -22,19 +19,18 @@ def store_nothing(impl: Any, request: Any) -> None:
         request.token_ids, request.slot_mapping = [], request.slot_mapping[:0]
 
 
-def fix_producer(is_meant: Callable[[Any], Any]) -> Callable[..., Any]:
+def fix_producer(is_meant: Callable[[Any], Any]) -> Fixing:
     """For `wait_for_save`: a kv_producer stores nothing for the requests for which `is_meant` is true.
 
     is_meant: (metadata of a request) -> True if the request must not be stored.
     """
-    return before(
-        _store_nothing_of(is_meant),
-        when=lambda impl, *_, **__: impl.kv_role == "kv_producer",
-        on_fault=_closed.worker_saves_nothing,
+    is_producer = fix_before(
+        when=lambda impl, *_, **__: impl.kv_role == "kv_producer", on_fault=_closed.worker_saves_nothing
     )
+    return is_producer(_store_nothing_of(is_meant))
 
 
-def fix_producer_layers(is_meant: Callable[[Any], Any]) -> Callable[..., Any]:
+def fix_producer_layers(is_meant: Callable[[Any], Any]) -> Fixing:
     """For `start_load_kv`: the same as `fix_producer` for layerwise stores.
 
     The loads need the tokens of the request. This wrapper removes the tokens after the loads have read them. A wrapper
@@ -42,24 +38,21 @@ def fix_producer_layers(is_meant: Callable[[Any], Any]) -> Callable[..., Any]:
     """
     store_nothing_of = _store_nothing_of(is_meant)
 
+    @fix_after(
+        when=lambda impl, *_, **__: impl.use_layerwise and impl.kv_role == "kv_producer",
+        on_fault=_closed.worker_saves_nothing,
+    )
     def start_load_kv(impl: Any, answer: Any, *_: Any, **__: Any) -> Any:
         store_nothing_of(impl)
         return answer
 
-    return after(
-        start_load_kv,
-        when=lambda impl, *_, **__: impl.use_layerwise and impl.kv_role == "kv_producer",
-        on_fault=_closed.worker_saves_nothing,
-    )
+    return start_load_kv
 
 
 def _store_nothing_of(is_meant: Callable[[Any], Any]) -> Callable[..., bool]:
     def store_nothing_of(impl: Any, *_: Any, **__: Any) -> bool:
-        meant = [
-            request
-            for request in impl._parent._get_connector_metadata().requests
-            if request.save_spec and is_meant(request)
-        ]
+        requests = impl._parent._get_connector_metadata().requests
+        meant = [request for request in requests if request.save_spec and is_meant(request)]
         for request in meant:
             store_nothing(impl, request)
         return bool(meant)
@@ -67,16 +60,14 @@ def _store_nothing_of(is_meant: Callable[[Any], Any]) -> Callable[..., bool]:
     return store_nothing_of
 
 
-def producer_stores(hook: Callable[..., Any], adapter: ModuleType, **more: Any) -> bool:
-    """For probes of `wait_for_save`: return True if a kv_producer stores a request with these attributes."""
-    import torch  # the adapter has imported it
+def stores(hook: Any, adapter: Any, impl: dict[str, Any], **more: Any) -> bool:
+    """For probes of `wait_for_save`: return True if a worker stores a request in block 3.
 
+    impl: attributes of the adapter. more: attributes of the request's metadata.
+    """
     stored: list[Any] = []
-    request = SimpleNamespace(
-        req_id=stubs.NAME, token_ids=[0] * 16, slot_mapping=torch.arange(16), load_spec=None, disagg_spec=None,
-        save_spec=SimpleNamespace(skip_leading_tokens=0, can_save=False), is_last_prefill=True, request_configs=None,
-    )  # fmt: skip
-    vars(request).update(more)
-    engine = SimpleNamespace(lookup_unpin=lambda *_: None, store=lambda *_, **__: stored.append(1))
-    hook(stubs.worker_side(adapter, request, lmcache_engine=engine, kv_role="kv_producer"))
+    can_save = impl.get("kv_role") != "kv_producer"
+    request = stubs.metadata(16, save_spec=stubs.Stub(skip_leading_tokens=0, can_save=can_save), **more)
+    engine = stubs.Stub(lookup_unpin=lambda *_: None, store=lambda *_, **__: stored.append(1))
+    hook(stubs.worker_side(adapter, request, lmcache_engine=engine, **impl))
     return bool(stored)

@@ -5,21 +5,23 @@ fixed sections. `FIX` has the fixed functions, the broken releases, a probe that
 function, and all other facts. Every list of kvfix is a query over these records.
 """
 
-from __future__ import annotations
-
+import functools
+import sys
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
-from kvfix.fixes import code_and_slug
+from kvfix import wrapping
+from kvfix.acting import note as note  # for the code of the fixes
+from kvfix.fixes import code_and_slug, stubs
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from types import ModuleType
-
-    from kvfix.wrapping import Wrapper
-
-    Probe = Callable[[Callable[..., Any], ModuleType], bool]
+Function = Callable[..., Any]
+Wrapper = Callable[[Function], Function]
+#: The answer of a function under `fix_around`.
+Steps = Generator[Any, Any, Any]
+Probe = Callable[[Function, ModuleType], bool]
+Fixing = Callable[[ModuleType], Wrapper]
 
 #: Sections of a fix's docstring, in this order. `Fix.section` and the documentation read them.
 SECTIONS = ("Symptom", "Cause", "Fix", "Releases", "Upstream", "Remove when")
@@ -59,7 +61,7 @@ class Target:
     function: str
     broken: str
     probe: Probe
-    fix: Callable[[ModuleType], Wrapper] | None
+    fix: Fixing | None
     place: int = 0
     helper: bool = False
     copy: str = ""
@@ -72,6 +74,50 @@ class Target:
     def can_be_probed(self) -> bool:
         """True if the behaviour probe can judge code that no release has."""
         return self.probe.__name__ != "cannot_tell"
+
+
+class _Fixing:
+    """The code of a fix that needs nothing of the function's module: the `fix` of a target.
+
+    kind: before, after or around. options: its `when` and `on_fault` (kvfix.wrapping).
+    """
+
+    def __init__(self, kind: str, code: Function, options: Mapping[str, Any]) -> None:
+        self.kind = kind
+        self.code = code
+        self.options = options
+        self.fails_closed = options.get("on_fault") is not None
+
+    def __call__(self, module: ModuleType) -> Wrapper:
+        wrapper: Wrapper = getattr(wrapping, self.kind)(self.code, **self.options)
+        return wrapper
+
+
+def fix_before(**options: Any) -> Callable[[Function], Fixing]:
+    """Decorate the code of a fix that runs before the function. options: `when` and `on_fault`."""
+    return lambda code: _Fixing("before", code, options)
+
+
+def fix_after(**options: Any) -> Callable[[Function], Fixing]:
+    """Decorate the code of a fix that runs after the function. options: `when` and `on_fault`."""
+    return lambda code: _Fixing("after", code, options)
+
+
+def fix_around(**options: Any) -> Callable[[Function], Fixing]:
+    """Decorate the code of a fix that runs before and after the function. options: `when` and `on_fault`."""
+    return lambda code: _Fixing("around", code, options)
+
+
+def fix_calls(code: Function) -> Fixing:
+    """Decorate the code of a fix that calls the function itself, such as to handle its exception.
+
+    code: (function, *arguments of the caller) -> the answer.
+    """
+
+    def wrap(function: Function) -> Function:
+        return functools.wraps(function)(lambda *args, **kwargs: code(function, *args, **kwargs))
+
+    return lambda module: wrap
 
 
 class Owner:
@@ -87,15 +133,21 @@ class Owner:
         self.copy = copy
 
     def target(self, function: str, **more: Any) -> Target:
-        """Return the target for this function. more: the other fields of `Target`."""
+        """Return the target for this function.
+
+        more: the other fields of `Target`. Without `probe`, no stub can show the bug.
+        """
         full_name = f"{self.name}.{function}" if self.name else function
-        return Target(self.dist, self.module, full_name, **{"copy": self.copy, **more})
+        return Target(self.dist, self.module, full_name, **{"copy": self.copy, "probe": stubs.cannot_tell, **more})
 
     def __getattr__(self, function: str) -> Callable[..., Target]:
         if function.startswith("__"):
             raise AttributeError(function)
-        return partial(self.target, function)
+        return functools.partial(self.target, function)
 
+
+#: `no_patch` of a bug that can be abused.
+PRIVATE = {"vllm": "it can be abused: vLLM's security channel comes before a public patch (SECURITY.md)"}
 
 #: Effects of a bug on the user, the worst first. "lost hits": more computation, right answers.
 EFFECTS = ("wrong output", "crash", "hang", "leak", "lost hits")
@@ -103,8 +155,9 @@ EFFECTS = ("wrong output", "crash", "hang", "leak", "lost hits")
 
 @dataclass(frozen=True, eq=False)
 class Fix:
-    """The record of a bug: `FIX = Fix(__name__, __doc__, targets=(...), ...)`.
+    """The record of a bug: `FIX = Fix(__name__, targets=(...), ...)`.
 
+    doc: the docstring of the module, if it is not given.
     effect: what the bug does to the user, one of EFFECTS. A bug with several effects has the worst of them.
     evidence: {code of a rule or finding (KVR, KVD): regular expression for its message}. A match points to this bug.
     scenarios: slugs of the scenarios that show the bug in the lab. Without any, `proof` names the test and the reason.
@@ -113,17 +166,17 @@ class Fix:
     opt_in: not in the default set: the user must name it (`plus`). A default fix acts within one engine or server. It
         changes no key, no stored layout, no message to a peer and no scheduling policy.
     attaches: ALL_REQUESTS, NEW_REQUESTS or AT_START.
-    on_fault: the answer if the code of the fix raises. "original", the default: the function's own answer, as released.
-    "closed": an answer that cannot give wrong KV. The load is reported as failed, the store is skipped, or nothing is
-    promised.
+    on_fault: the answer if the code of the fix raises. "original": the function's own answer, as released. "closed": an
+    answer that cannot give wrong KV. The load is reported as failed, the store is skipped, or nothing is promised. The
+    default is "closed" if a decorated function of the fix has an `on_fault`.
     let_go: called after the wrappers were removed, for a fix that has kept objects of the engine.
     harmless: () -> the reason that the bug does no harm in this process, or "" if it can do harm. For a bug that cannot
     be fixed.
     """
 
     module_name: str
-    doc: str | None
-    targets: tuple[Target, ...]
+    doc: str | None = None
+    targets: tuple[Target, ...] = ()
     effect: str = field(kw_only=True)
     evidence: Mapping[str, str] = field(default_factory=dict, kw_only=True)
     scenarios: tuple[str, ...] = field(default=(), kw_only=True)
@@ -132,9 +185,16 @@ class Fix:
     no_patch: Mapping[str, str] = field(default_factory=dict, kw_only=True)
     opt_in: bool = field(default=False, kw_only=True)
     attaches: str = field(default=ALL_REQUESTS, kw_only=True)
-    on_fault: str = field(default="original", kw_only=True)
+    on_fault: str = field(default="", kw_only=True)
     let_go: Callable[[], None] = field(default=lambda: None, kw_only=True)
     harmless: Callable[[], str] = field(default=str, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.doc is None:
+            object.__setattr__(self, "doc", sys.modules[self.module_name].__doc__)
+        if not self.on_fault:
+            is_closed = any(getattr(target.fix, "fails_closed", False) for target in self.targets)
+            object.__setattr__(self, "on_fault", "closed" if is_closed else "original")
 
     @property
     def code(self) -> str:

@@ -1,15 +1,15 @@
 """Stubs for behaviour probes: LMCache's in-process adapter, its lookup client, a request, a step.
 
-The module imports nothing: a probe runs in a production engine.
+The module imports nothing that the engine has not imported: a probe runs in a production engine.
 """
 
-from __future__ import annotations
-
+import threading
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
 NAME = "kvfix-probe"
+Stub = SimpleNamespace
 
 
 def cannot_tell(hook: Callable[..., Any], module: ModuleType) -> NoReturn:
@@ -28,33 +28,30 @@ def raises(
     return False
 
 
+class Nothing:
+    """An object whose methods do nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+def stub(more: dict[str, Any], **attributes: Any) -> Any:
+    """Return an object with these attributes; `more` adds or replaces some."""
+    return SimpleNamespace(**{**attributes, **more})
+
+
 def scheduler_side(**more: Any) -> Any:
     """Return the attributes that `LMCacheConnectorV1Impl` reads in the scheduler; `more` adds or replaces."""
     config = SimpleNamespace(
-        save_decode_cache=False,
-        priority_limit=None,
-        min_retrieve_tokens=0,
+        save_decode_cache=False, priority_limit=None, min_retrieve_tokens=0,
         get_extra_config_value=lambda name, default: default,
-    )
-    attributes: dict[str, Any] = {
-        "kv_role": "kv_both",
-        "force_skip_save": False,
-        "async_loading": False,
-        "skip_last_n_tokens": 0,
-        "lookup_client": object(),
-        "lmcache_engine": None,
-        "config": config,
-        "load_specs": {},
-        "_requests_priority": {},
-        "_request_trackers": {},
-        "_unfinished_requests": {},
-        "_save_decode_cache": False,
-        "_discard_partial_chunks": True,
-        "_block_size": 16,
-        "_lmcache_chunk_size": 256,
-        "_max_tokens_per_load": 0,
-    }
-    return SimpleNamespace(**{**attributes, **more})
+    )  # fmt: skip
+    return stub(
+        more, kv_role="kv_both", force_skip_save=False, async_loading=False, skip_last_n_tokens=0,
+        lookup_client=object(), lmcache_engine=None, config=config, load_specs={}, _requests_priority={},
+        _request_trackers={}, _unfinished_requests={}, _save_decode_cache=False, _discard_partial_chunks=True,
+        _block_size=16, _lmcache_chunk_size=256, _max_tokens_per_load=0,
+    )  # fmt: skip
 
 
 def scheduled(adapter: ModuleType, total: int, tracked: int, computed: int, **more: Any) -> tuple[Any, Any]:
@@ -73,41 +70,34 @@ def worker_side(adapter: ModuleType, meta: Any, **more: Any) -> Any:
 
     more: attributes to add or replace.
     """
-    metadata = adapter.LMCacheConnectorMetadata()
-    metadata.requests = [meta]
-    attributes: dict[str, Any] = {
-        "kv_role": "kv_both",
-        "use_layerwise": False,
-        "enable_blending": False,
-        "kv_caches": {"layer": None},
-        "config": SimpleNamespace(),
-        "device": "cpu",
-        "_lmcache_chunk_size": 16,
-        "_block_size": 16,
-        "_recent_load_errors": (),  # of patches/upstream/failed-load-poisons-cache
-        "_parent": SimpleNamespace(_connector_metadata=metadata, _get_connector_metadata=lambda: metadata),
-    }
-    return SimpleNamespace(**{**attributes, **more})
+    step = adapter.LMCacheConnectorMetadata()
+    step.requests = [meta]
+    return stub(
+        more, kv_role="kv_both", use_layerwise=False, enable_blending=False, kv_caches={"layer": None},
+        config=SimpleNamespace(), device="cpu", _lmcache_chunk_size=16, _block_size=16, current_layer=0,
+        layerwise_storers=[], _layerwise_save_storers={}, _stats_monitor=Nothing(),
+        _recent_load_errors=(),  # of patches/upstream/failed-load-poisons-cache
+        _parent=SimpleNamespace(_connector_metadata=step, _get_connector_metadata=lambda: step),
+    )  # fmt: skip
 
 
-def push_decode(**more: Any) -> Any:
-    """Return the attributes that NixlPushConnector's scheduler reads when decode registers; `more` adds or replaces."""
-    parallel = SimpleNamespace(tensor_parallel_size=1)
-    attributes: dict[str, Any] = {
-        "use_host_buffer": False,
-        "get_exchange_clipped_blocks": lambda blocks: blocks,
-        "engine_id": "d",
-        "side_channel_host": "d",
-        "side_channel_port": 1,
-        "vllm_config": SimpleNamespace(parallel_config=parallel),
-        "_push_pending_registrations": {},
-        "_push_registration_deadlines": {},
-        "_push_registration_timeout": 1.0,
-        "_registered_prefills": {},  # of patches/upstream/nixl-push-second-decode-waits
-        "_reqs_need_recv": {},
-        "_reqs_in_batch": set(),
-    }
-    return SimpleNamespace(**{**attributes, **more})
+def metadata(tokens: int, **more: Any) -> Any:
+    """Return the metadata of a request for a worker, whose tokens begin in block 3; `more` adds or replaces."""
+    import torch  # the adapter has imported it
+
+    return stub(
+        more, req_id=NAME, token_ids=[0] * tokens, slot_mapping=torch.arange(48, 48 + tokens), load_spec=None,
+        save_spec=None, disagg_spec=None, is_last_prefill=True, request_configs=None,
+    )  # fmt: skip
+
+
+def async_lookup_client(**more: Any) -> Any:
+    """Return the attributes that LMCacheAsyncLookupClient reads, with a lookup in flight; `more` adds or replaces."""
+    return stub(
+        more, lock=threading.Lock(), reqs_status={NAME: None}, first_lookup_time={}, lookup_backoff_time=0,
+        aborted_lookups=set(), timeout_ms=3000, config=SimpleNamespace(lookup_timeout_ms=3000), world_size=1,
+        _cleanup_finished_aborted_lookups=lambda: None,
+    )  # fmt: skip
 
 
 def lookup_client(hit: int) -> Any:
@@ -117,26 +107,13 @@ def lookup_client(hit: int) -> Any:
 
 def request(num_tokens: int, **more: Any) -> Any:
     """Return a request of vLLM's scheduler; `more`: attributes to add or replace."""
-    attributes: dict[str, Any] = {
-        "request_id": NAME,
-        "num_tokens": num_tokens,
-        "num_prompt_tokens": num_tokens,
-        "all_token_ids": [0] * num_tokens,
-        "prompt_token_ids": [0] * num_tokens,
-        "prompt_embeds": None,
-        "block_hashes": [b""] * (num_tokens // 16),
-        "num_computed_tokens": 0,
-        "cache_salt": None,
-        "lora_request": None,
-        "skip_reading_prefix_cache": False,
-        "priority": 0,
-        "status": None,
-        "kv_transfer_params": None,
-        "sampling_params": SimpleNamespace(extra_args=None),
-        "mm_features": [],
-        "mm_hashes": [],
-    }
-    return SimpleNamespace(**{**attributes, **more})
+    return stub(
+        more, request_id=NAME, num_tokens=num_tokens, num_prompt_tokens=num_tokens, all_token_ids=[0] * num_tokens,
+        prompt_token_ids=[0] * num_tokens, prompt_embeds=None, block_hashes=[b""] * (num_tokens // 16),
+        num_computed_tokens=0, cache_salt=None, lora_request=None, skip_reading_prefix_cache=False, priority=0,
+        status=None, kv_transfer_params=None, sampling_params=SimpleNamespace(extra_args=None), mm_features=[],
+        mm_hashes=[],
+    )  # fmt: skip
 
 
 def step(

@@ -1,17 +1,6 @@
 """The classes and modules of vLLM and LMCache that have fixed functions."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from kvfix.fixes.api import Owner, Target
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import ModuleType
-
-    from kvfix.fixes.api import Probe
-    from kvfix.wrapping import Wrapper
+from kvfix.fixes.api import Fixing, Owner, Probe, Target
 
 # LMCache in vLLM's own processes
 LMCACHE_V1 = Owner("lmcache", "lmcache.integration.vllm.vllm_v1_adapter", "LMCacheConnectorV1Impl")
@@ -40,16 +29,15 @@ LMCACHE_MP = Owner("lmcache", _MP, "LMCacheMPConnector", "LMCache")
 LMCACHE_MP_0201 = Owner("lmcache", f"{_MP}_0201", "LMCacheMPConnector", "LMCache 0201")
 LMCACHE_MP_0180 = Owner("lmcache", f"{_MP}_0180", "LMCacheMPConnector", "LMCache 0180")
 VLLM_MP = Owner(
-    "vllm",
-    "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector",
-    "LMCacheMPConnectorUpstream",
-    "vLLM",
+    "vllm", "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector", "LMCacheMPConnectorUpstream", "vLLM"
 )
 MP_WORKER_ADAPTER = Owner("lmcache", "lmcache.integration.vllm.vllm_multi_process_adapter", "LMCacheMPWorkerAdapter")
 MP_SCHEDULER_ADAPTER = Owner(
     "lmcache", "lmcache.integration.vllm.vllm_multi_process_adapter", "LMCacheMPSchedulerAdapter"
 )
 MP_HEARTBEAT = Owner("lmcache", "lmcache.integration.vllm.vllm_multi_process_adapter", "HeartbeatThread")
+MP_KV_GROUPS = Owner("lmcache", "lmcache.integration.vllm.kv_cache_groups")
+MP_SERVER_TRANSFER = Owner("lmcache", "lmcache.v1.multiprocess.modules.lmcache_driven_transfer")
 # The worker's client since 0.5.6, up to then in multiprocess.mq.
 MP_CLIENT = Owner("lmcache", "lmcache.v1.multiprocess.transport.zmq_impl.mq", "MessageQueueClient")
 
@@ -96,10 +84,10 @@ CONNECTOR_BASE = Owner("vllm", "vllm.distributed.kv_transfer.kv_connector.v1.bas
 def multi_process(
     function: str,
     probe: Probe,
-    fix: Callable[[ModuleType], Wrapper],
+    fix: Fixing,
     *,
-    lmcache: str,
-    vllm: str,
+    lmcache: str = ">=0.4.5,<=0.5.6",
+    vllm: str = ">=0.26.0",
     for_0201: str = ">=0.4.5",
     for_0180: str = ">=0.4.4",
     place: int = 0,

@@ -302,27 +302,3 @@ class ReadsFrom(NamedTuple):
         if self.pushed:
             return f"waits for engine {self.engine} to write the blocks of {self.peer}"
         return f"is to read the blocks that engine {self.engine} keeps of {self.peer}"
-
-
-#: The types of events in a recorder file.
-EVENTS: tuple[type[Event], ...] = (
-    Asked,
-    Granted,
-    Scheduled,
-    LoadDue,
-    Loaded,
-    Stored,
-    Compared,
-    BlocksLost,
-    Preempted,
-    LoadFailed,
-    Finished,
-    Left,
-    Stuck,
-    TimedOut,
-    Raised,
-    Leased,
-    LeaseExtended,
-    LeaseEnded,
-    ReadsFrom,
-)

@@ -35,23 +35,6 @@ class Finding(NamedTuple):
 class History:
     """The known state of one request. A count is None until an event has it."""
 
-    __slots__ = (
-        "admitted",
-        "asked",
-        "computed",
-        "due",
-        "events",
-        "finished",
-        "granted",
-        "lease",
-        "lease_ended",
-        "recorded_from_start",
-        "sees_loads",
-        "stored_to",
-        "timed_out",
-        "timed_out_again",
-    )
-
     def __init__(self, events_kept: int, sees_loads: bool) -> None:
         self.sees_loads = sees_loads
         self.events: deque[Event] = deque(maxlen=events_kept)

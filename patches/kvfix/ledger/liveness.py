@@ -86,13 +86,10 @@ def can_move(state: State) -> Answer:
     head = f"{waits} behind {first.name}, which needs" if behind else f"{first.name} needs"
     held = sum(each.holds for each in waiting)
     holding = f", waiting requests hold {held}" if held else ""
-    text = f"{head} {_blocks(first.needs)}; {state.free} are free{holding}: no request can move"
+    blocks = "1 block" if first.needs == 1 else f"{first.needs} blocks"
+    text = f"{head} {blocks}; {state.free} are free{holding}: no request can move"
     return Answer("violated", text, first.name)
 
 
 def _count(number: int, one: str, many: str) -> str:
     return f"1 request {one}" if number == 1 else f"{number} requests {many}"
-
-
-def _blocks(number: int) -> str:
-    return "1 block" if number == 1 else f"{number} blocks"

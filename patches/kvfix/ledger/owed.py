@@ -75,17 +75,6 @@ def engines(processes: Iterable[dict[str, Any]]) -> list[Engine]:
     return found
 
 
-def waits_for(row: dict[str, Any]) -> str:
-    """Return `waits_for` of `liveness.Waiting`, from this row alone."""
-    if row["status"] in OUTSIDE_STATUSES:
-        return OUTSIDE
-    if row["status"] == "WAITING_FOR_REMOTE_KVS" and not row["report"]:
-        return LOAD
-    if row["lookup"] == "in flight" and not row["computed"]:
-        return LOOKUP
-    return PLACE
-
-
 def waiting(engine: Engine) -> list[dict[str, Any]]:
     """Return the rows of the waiting requests, in the order in which vLLM admits them."""
     return [row for row in engine.requests if row["queue"] in QUEUES]
@@ -100,9 +89,13 @@ def waits(engine: Engine) -> list[tuple[dict[str, Any], str]]:
     found: list[tuple[dict[str, Any], str]] = []
     stopped, free = False, engine.scheduler["pool"]["free"]
     for row in waiting(engine):
-        kind = waits_for(row)
-        if stopped and kind == LOOKUP:
-            kind = PLACE
+        kind = PLACE
+        if row["status"] in OUTSIDE_STATUSES:
+            kind = OUTSIDE
+        elif row["status"] == "WAITING_FOR_REMOTE_KVS" and not row["report"]:
+            kind = LOAD
+        elif row["lookup"] == "in flight" and not row["computed"] and not stopped:
+            kind = LOOKUP
         stopped = stopped or (kind == PLACE and row["needs"] is not None and row["needs"] > free)
         found.append((row, kind))
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,62 @@ def server_stops(connector: Any) -> None:
     _before(connector.scheduler_adapter, "maybe_submit_lookup_request", stop)
 
 
+def load_is_lost(connector: Any) -> None:
+    """The worker forgets its loads and never reports them."""
+    adapter = connector.worker_adapter
+    _before(adapter, "get_finished", lambda: adapter.retrieve_futures.clear())
+
+
+def abort_comes_first(connector: Any) -> None:
+    """EngineCore makes no step before it has handled a first abort.
+
+    So vLLM has never asked the connector about the aborted request. After a step it might have: if the lookup of the
+    running request is not answered in that step, vLLM asks about the next request.
+    """
+    from vllm.v1.engine.core import EngineCoreProc
+
+    step, abort = EngineCoreProc._process_engine_step, EngineCoreProc.abort_requests
+    aborted: list[str] = []
+
+    def abort_requests(core: Any, requests: list[str]) -> None:
+        aborted.extend(requests)
+        abort(core, requests)
+
+    def _process_engine_step(core: Any) -> Any:
+        while not aborted:
+            time.sleep(0.01)
+            core._process_input_queue()
+        return step(core)
+
+    EngineCoreProc.abort_requests = abort_requests  # type: ignore[method-assign]
+    EngineCoreProc._process_engine_step = _process_engine_step  # type: ignore[method-assign]
+
+
+def loads_end_together(connector: Any) -> None:
+    """Two loads, of which the second is as fast as the first is slow."""
+    adapter = connector.worker_adapter
+    begin, finished, held = adapter.batched_submit_retrieve_requests, adapter.get_finished, set[str]()
+    begun: list[str] = []
+
+    def batched_submit_retrieve_requests(requests: Any, *args: Any, **kwargs: Any) -> Any:
+        answer = begin(requests, *args, **kwargs)
+        for name in requests if SPOIL.exists() else ():
+            begun.append(name)
+            SPOIL.with_suffix(f".{len(begun)}").touch()
+        return answer
+
+    def get_finished(*args: Any, **kwargs: Any) -> Any:
+        stored, loaded = finished(*args, **kwargs)
+        held.update(loaded or ())
+        if SPOIL.exists() and len(held) < 2:
+            return stored, set()
+        loaded = set(held)
+        held.clear()
+        return stored, loaded
+
+    adapter.batched_submit_retrieve_requests, adapter.get_finished = batched_submit_retrieve_requests, get_finished
+
+
 def hook_waits(connector: Any) -> None:
     """A hook of the worker waits in a C function that does not come back."""
     reading, _ = os.pipe()
@@ -61,5 +118,8 @@ def hook_waits(connector: Any) -> None:
 PLANTS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "lookup_thread_ends": ("WORKER", lookup_thread_ends),
     "server_stops": ("SCHEDULER", server_stops),
+    "abort_comes_first": ("SCHEDULER", abort_comes_first),
+    "load_is_lost": ("WORKER", load_is_lost),
     "hook_waits": ("WORKER", hook_waits),
+    "locked_out": ("WORKER", loads_end_together),
 }

@@ -8,6 +8,7 @@ chunk size must be a multiple of the block size.
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,33 @@ def early_releases(adapter: Any) -> None:
         impl.register_kv_caches = lambda self, kv_caches: setattr(self, "kv_caches", kv_caches)
     if not hasattr(impl, "get_kv_events"):
         impl.get_kv_events = lambda self: []
+
+
+def in_tree(connector: Any) -> None:
+    """vLLM's own multi-process connector: it marks each step with an event of CUDA, which a copy on the CPU ignores.
+
+    And LMCache 0.4.6 does not know how vLLM for the CPU packs a block. It moves whole ones, so it is shown one that has
+    the K rows and then the V rows, of as many bytes.
+    """
+    if isinstance(connector.torch, cuda_stand_in.Torch):  # this process is a fork of one that has done it
+        return
+    connector.torch = cuda_stand_in.Torch()
+    owner = connector.LMCacheMPConnectorUpstream
+    register = owner.register_kv_caches
+
+    def register_kv_caches(self: Any, kv_caches: dict[str, torch.Tensor]) -> None:
+        shown = {}
+        for name, cache in kv_caches.items():
+            blocks, heads, block_size, both = cache.shape
+            shown[name] = cache.view(blocks, 2, heads, block_size, both // 2)
+        register(self, shown)
+
+    owner.register_kv_caches = register_kv_caches
+
+
+def lookups_hang(cache_engine: Any) -> None:
+    """A worker that hangs in a separate thread: each lookup waits for ever."""
+    cache_engine.LMCacheEngine.lookup = lambda *args, **kwargs: threading.Event().wait()
 
 
 def patient_pings(module: Any) -> None:

@@ -16,12 +16,16 @@ import sys
 from typing import Any
 
 REPORT = os.environ.get("KVFIX_TEST_REPORT", "")
+#: With this variable the worker's lookup server runs, but never answers.
+LOOKUPS_HANG = "KVFIX_TEST_LOOKUPS_HANG" in os.environ
 #: With this in the environment LMCache's own GPU connector runs (kvfix_tools.roundtrip.engine_connector).
 REAL_CONNECTOR = "KVFIX_TEST_REAL_CONNECTOR" in os.environ
 STAND_INS = {
     **({} if REAL_CONNECTOR else {"lmcache.v1.gpu_connector": "current_releases"}),
     "lmcache.integration.vllm.vllm_v1_adapter": "early_releases",
     "lmcache.integration.vllm.vllm_multi_process_adapter": "patient_pings",
+    "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector": "in_tree",
+    **({"lmcache.v1.cache_engine": "lookups_hang"} if LOOKUPS_HANG else {}),
 }
 
 
@@ -35,6 +39,8 @@ def load() -> None:
         return
     sys.meta_path.insert(0, StandInFinder())
     override_kernels_beside_llvmlite()
+    if "KVFIX_TEST_FAULTS" in os.environ:
+        plant_faults()
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     create = KVConnectorFactory.create_connector
@@ -65,6 +71,21 @@ def override_kernels_beside_llvmlite() -> None:
         return found if hasattr(found, "get") else {}
 
     dispatcher.vars = of
+
+
+def plant_faults() -> None:
+    """All that kvfix does in a hook raises."""
+    from kvfix.connector_events import dump, hooks, recorder, watched
+    from kvfix.engine_state import lmcache_readers
+
+    def planted(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("planted")
+
+    for name in {what for hook in hooks.HOOKS.values() for what in hook if what}:
+        setattr(watched.WatchedConnector, name, planted)
+    for name in ("hit", "loads", "stores", "kept", "left"):
+        setattr(lmcache_readers.MP, name, planted)
+    recorder.add = dump.write = planted
 
 
 def kvfix_here() -> dict[str, Any]:
@@ -99,6 +120,20 @@ def note_grants_and_loads(connector: Any) -> None:
             note("load", request=request)
         return sending, receiving
 
+    built, impl = connector.build_connector_meta, getattr(connector, "_lmcache_engine", None)
+    client = getattr(impl, "lookup_client", None)  # in the scheduler only
+    kept: list[int] = []
+
+    def build_connector_meta(*args: Any, **kwargs: Any) -> Any:
+        metadata = built(*args, **kwargs)
+        now = [len(impl.load_specs), len(impl._requests_priority), len(client.reqs_status)]
+        if now != kept:
+            kept[:] = now
+            note("kept", load_specs=now[0], priorities=now[1], lookups=now[2])
+        return metadata
+
+    if hasattr(impl, "load_specs") and hasattr(client, "reqs_status"):
+        connector.build_connector_meta = build_connector_meta
     connector.update_state_after_alloc = update_state_after_alloc
     connector.get_finished = get_finished
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from msgspec.structs import replace
 
-from kvfix import redact
 from kvfix.ledger import Finding, Ledger
 from kvfix.ledger.events import Raised
+from kvfix_tools import redact
 from kvfix_tools.diagnose import findings, ledger_events, problems, statements
 from kvfix_tools.diagnose.failures import Failures
 from kvfix_tools.diagnose.grammar import MESSAGES, RELEASE_IN

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvfix import redact
+from kvfix_tools import redact
 
 #: {name: a count (int) or a text}
 Fields = dict[str, Any]

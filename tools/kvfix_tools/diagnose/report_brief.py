@@ -9,7 +9,7 @@ import re
 from typing import TYPE_CHECKING
 
 import kvfix
-from kvfix import redact
+from kvfix_tools import redact
 from kvfix_tools.diagnose import advice
 from kvfix_tools.diagnose.findings import Severity
 from kvfix_tools.diagnose.log_finding import by_kind

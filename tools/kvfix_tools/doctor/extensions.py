@@ -29,14 +29,10 @@ try:
 except BaseException as error:
     say(torch=None, error=f"{type(error).__name__}: {error}")
     sys.exit()
-facts = {"version": str(torch.__version__), "cuda": None, "available": False, "devices": [], "archs": []}
+facts = {"version": str(torch.__version__), "cuda": None, "available": False}
 try:
     facts["cuda"] = torch.version.cuda or (torch.version.hip and "ROCm " + torch.version.hip)
     facts["available"] = bool(torch.cuda.is_available())
-    if facts["available"]:
-        facts["archs"] = list(torch.cuda.get_arch_list())
-        facts["devices"] = [["%d%d" % torch.cuda.get_device_capability(number), torch.cuda.get_device_name(number)]
-                            for number in range(torch.cuda.device_count())]
 except Exception as error:
     facts["error"] = f"{type(error).__name__}: {error}"
 say(torch=facts)

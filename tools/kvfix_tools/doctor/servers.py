@@ -6,9 +6,11 @@ The options come from the server's command line if it runs on this machine, and 
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import re
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -56,19 +58,19 @@ def autostart(connector: Connector) -> bool:
     return str(connector.extra.get("lmcache.mp.autostart", "")).lower() in ("true", "1", "yes", "on")
 
 
-def running(port: int) -> Command | None:
-    """Return the command of the `lmcache server` on this machine with this port; None if there is none."""
+def local() -> Iterator[tuple[int, Command]]:
+    """Yield (process id, command) of each `lmcache server` on this machine."""
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
-        if not any("lmcache" in word for word in words):
-            continue
-        try:
-            command = command_line.read(words)
-        except ValueError:
-            continue
-        if command and command.program == "lmcache server" and port_of(command) == port:
-            return command
-    return None
+        with contextlib.suppress(ValueError):
+            command = command_line.read(words) if any("lmcache" in word for word in words) else None
+            if command and command.program == "lmcache server":
+                yield process.pid, command
+
+
+def running(port: int) -> Command | None:
+    """Return the command of the `lmcache server` on this machine with this port; None if there is none."""
+    return next((command for _, command in local() if port_of(command) == port), None)
 
 
 def port_of(command: Command) -> int | None:

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvfix.connector_events.hooks import HOOKS
+from kvfix.engine_state.places import HOOKS
 from kvfix_tools import recording
 from kvfix_tools.dump.processes import Process, own_text, ready
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 
-from kvfix import redact
 from kvfix.connector_events.files import DIRECTORY
+from kvfix_tools import redact
+from kvfix_tools.look.shared_folder import SharedFolder
 
 _SHOWN = ("KVFIX", "VLLM_", "LMCACHE_", "PYTHONHASHSEED")
 
@@ -87,18 +87,11 @@ def own_text(process: Process, path: Path) -> str:
 
     The reader may be root. A folder planted by another user must not make it signal a process or show another file.
     """
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # a read from a planted pipe must not block
-    folder = os.open(path.parent, flags | os.O_DIRECTORY)
-    try:
-        handle = os.open(path.name, flags, dir_fd=folder)
-        with os.fdopen(handle, encoding="utf-8") as file:
-            if {os.fstat(folder).st_uid, os.fstat(handle).st_uid} != {process.owner}:
-                raise PermissionError(f"{path} does not belong to the user of process {process.pid}")
-            if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise PermissionError(f"{path} is not a regular file")
-            return file.read()
-    finally:
-        os.close(folder)
+    parent = os.open(path.parents[1], os.O_PATH | os.O_DIRECTORY)
+    folder = SharedFolder(parent, str(path.parent), process.owner)
+    if not folder.is_of_user():
+        raise PermissionError(f"{path.parent} does not belong to the user of process {process.pid}")
+    return folder.read(path.name)
 
 
 def _described(pid: int) -> Process | None:

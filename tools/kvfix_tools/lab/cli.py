@@ -99,9 +99,9 @@ def fuzz_connector(
     fixes_in: Annotated[
         str,
         typer.Option(
-            help="A mixed roll-out. One engine has the default fixes: prefill or decode of a pair. one: one of two "
-            "engines that share a cache (v1 or mp). If a seed violates a rule without any fix too, kvfix counts it "
-            "separately."
+            help="A mixed roll-out. Only one engine has the default fixes. prefill, decode: this engine of a pair. "
+            "one: one of two engines that share a cache (v1 or mp). If a seed violates a rule without any fix too, "
+            "kvfix counts it separately."
         ),
     ] = "both",
     plain: Annotated[

@@ -19,41 +19,36 @@ from kvfix_tools.lab.options import KNOWN
 if TYPE_CHECKING:
     from kvfix_tools.lab.fuzz.schedule import Schedule
 
-#: {setting of LMCache: releases that have it}. Before 0.3.15 layerwise stores of several requests kill EngineCore
-#: (KVD807).
-SINCE = {
-    "enable_async_loading": ">=0.3.10",
-    "min_retrieve_tokens": ">=0.3.14",
-    "use_layerwise": ">=0.3.15",
-    "max_tokens_per_load": ">=0.4.7",
-    "mp.eager_prefetch": ">=0.5.4",
-    "mp.save_decode_cache": ">=0.5.6",
+_SINCE_0_32 = {"vllm": ">=0.32"}
+_SINCE_0_5_6 = {**_SINCE_0_32, "lmcache": ">=0.5.6"}
+#: Features that are drawn for three of ten seeds (fuzz/schedule.py). With asynchronous scheduling, earlier releases
+#: cannot preempt a single request between two steps, as the lab does. Model runner V2 was experimental. The other
+#: features were not tested with earlier releases.
+FEATURES = ("async_scheduling", "model_runner_v2", "drafter", "pause", "sessions", "roles", "stops")
+#: {setting of LMCache, option or step of the lab: releases with which it is drawn}
+_DRAWN = {
+    "enable_async_loading": {"lmcache": ">=0.3.10"},
+    "min_retrieve_tokens": {"lmcache": ">=0.3.14"},
+    # earlier, layerwise stores of several requests kill EngineCore (KVD807)
+    "use_layerwise": {"lmcache": ">=0.3.15"},
+    "max_tokens_per_load": {"lmcache": ">=0.4.7"},
+    "mp.eager_prefetch": {"lmcache": ">=0.5.4"},
+    "mp.save_decode_cache": {"lmcache": ">=0.5.6"},
+    **dict.fromkeys(FEATURES, _SINCE_0_32),
+    "stops": _SINCE_0_5_6,  # earlier adapters have no heartbeat
+    "new_weights": {"vllm": ">=0.15.1"},  # earlier releases cannot reset a connector's cache
+    # earlier releases have other queues, in which requests lock each other out (KVF903)
+    "policy": _SINCE_0_32,
+    # earlier connectors report no failed requests, and vLLM raises (KVF207)
+    "windows": _SINCE_0_5_6,
+    "states": _SINCE_0_5_6,
+    "context": _SINCE_0_5_6,  # LMCache's connector supports it since 0.5.5
+    "offloading": _SINCE_0_5_6,
+    "ranks": {**_SINCE_0_32, "lmcache": ">=0.4.5"},
 }
-#: {option of the lab: releases of vLLM with which it is drawn}. With asynchronous scheduling, earlier releases cannot
-#: preempt a single request between two steps, as the lab does. Model runner V2 was experimental. The other options were
-#: not tested with earlier releases.
-DRAWN_SINCE = dict.fromkeys(
-    ("async_scheduling", "model_runner_v2", "drafter", "pause", "sessions", "roles", "stops"), ">=0.32"
-)
-#: Releases with which several KV groups are drawn: earlier connectors report no failed requests, and vLLM raises
-#: (KVF207).
-WINDOWS_SINCE = {"lmcache": ">=0.5.6", "vllm": ">=0.32"}
-#: Releases with which states were tested.
-STATES_SINCE = {"lmcache": ">=0.5.6", "vllm": ">=0.32"}
-#: Releases with which context parallelism was tested. LMCache's connector supports it since 0.5.5.
-CONTEXT_SINCE = {"lmcache": ">=0.5.6", "vllm": ">=0.32"}
 #: Releases whose server drops silent workers (`worker_registration_grace_seconds`), and releases whose transfer context
 #: on CUDA waits for its stores (LMCacheDrivenTransferContext.flush_inflight_stores, which is `pass` up to 0.5.5).
 FORGETS, FLUSHES = {"lmcache": ">=0.5.0"}, {"lmcache": ">=0.5.6"}
-#: Releases of vLLM that can reset a connector's cache, and releases with which priorities are drawn. Earlier releases
-#: have other queues, in which requests lock each other out (KVF903).
-RESETS, PRIORITIES = {"vllm": ">=0.15.1"}, {"vllm": ">=0.32"}
-#: Releases whose OffloadingConnector is played, but not together with vLLM's copy of LMCache's connector.
-OFFLOADS = {"vllm": ">=0.32", "lmcache": ">=0.5.6"}
-#: Releases with which several ranks were tested.
-RANKS_SINCE = {"lmcache": ">=0.4.5", "vllm": ">=0.32"}
-#: Releases with which a server that stops and continues is drawn: earlier adapters have no heartbeat.
-STOPS_SINCE = {"lmcache": ">=0.5.6", "vllm": ">=0.32"}
 #: Releases that call the hooks of any other connector in this order, with these tensors.
 ANY_SINCE = {"vllm": (">=0.32", "the lab knows no earlier model runner's order of hooks")}
 
@@ -83,11 +78,7 @@ def missing(needs: dict[str, str], installed: dict[str, str] | None = None) -> s
 def lacking() -> set[str]:
     """Return settings, options and steps that the lab does not draw with the installed releases."""
     found = versions()
-    settings = {name for name, specifier in SINCE.items() if not matches(found["lmcache"], specifier)}
-    options = {name for name, specifier in DRAWN_SINCE.items() if not matches(found["vllm"], specifier)}
-    others = {"new_weights": RESETS, "policy": PRIORITIES, "windows": WINDOWS_SINCE, "offloading": OFFLOADS}
-    others |= {"ranks": RANKS_SINCE, "stops": STOPS_SINCE, "states": STATES_SINCE, "context": CONTEXT_SINCE}
-    return settings | options | {name for name, needs in others.items() if missing(needs, found)}
+    return {name for name, needs in _DRAWN.items() if missing(needs, found)}
 
 
 def cannot_play(connector: str, installed: dict[str, str] | None = None) -> str:

@@ -45,6 +45,7 @@ class Scenario:
       default hooks show the rules of the ledger, but not those of the lab.
     - hooks_rule: the rule that the hooks show, if that is not `rule`
     - hooks_releases: LMCache releases in which the hooks show the bug; (): all
+    - ends: True if the steps `run` and `expect_all_ended` follow the schedule
     """
 
     schedule: Sequence[Step]
@@ -58,6 +59,7 @@ class Scenario:
     not_in_hooks: str = ""
     hooks_rule: str = ""
     hooks_releases: tuple[str, ...] = ()
+    ends: bool = True
     #: Its key in SCENARIOS.
     name: str = ""
     #: One sentence: what the schedule shows. "": the title of the fix, which has only this scenario.
@@ -82,7 +84,8 @@ class Scenario:
 
     def play(self, engine: LabEngine) -> None:
         """Raises EngineDied if an exception leaves the scheduler."""
-        for step in self.schedule:
+        ends = (Step("run", (), {}), Step("expect_all_ended", (), {})) if self.ends else ()
+        for step in (*self.schedule, *ends):
             # a copy: vLLM and LMCache may change their arguments
             arguments, keywords = copy.deepcopy((step.arguments, step.keywords))
             engine.do(step.method, *arguments, **keywords)

@@ -1,6 +1,7 @@
 """The steps of a scenario's schedule, as data, and the prompts in them.
 
-`admit("r", ...)` stands for the method `admit` of `LabEngine` or of its connector, whose docstring says what it does.
+`do` is this module. `do.admit("r", ...)` stands for the method `admit` of `LabEngine` or of its connector, whose
+docstring says what it does.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json as jsonlib
 import os
 import sys
@@ -14,12 +15,13 @@ import kvfix
 from kvfix.config import Config
 from kvfix_tools import screen
 from kvfix_tools.dump import processes
-from kvfix_tools.look import inject, looking
+from kvfix_tools.look import in_engine, inject, looking
 
 #: Seconds for a main thread to reach a bytecode, and between two tries while a process is inside a step.
 _SECONDS, _PAUSE = 5.0, 0.03
 
-#: The code that runs in each process. Importing kvfix takes a second, so a new thread imports it, once.
+#: The code that runs in each process. Importing kvfix takes a second, so a new thread imports it, once. `source` is the
+#: text of in_engine.py: the module stays in the process.
 _CODE = """
 import json, sys
 def prepare(held, folder, version):
@@ -31,9 +33,10 @@ def prepare(held, folder, version):
             import kvfix
         if kvfix.__version__ != version:
             raise ImportError("the process has kvfix " + kvfix.__version__ + ", and this command is kvfix " + version)
-        from kvfix import attaching
-        attaching.prepare()
-        held["ready"] = True
+        module = type(sys)("kvfix_in_engine")
+        exec(compile({source!r}, "kvfix/in_engine.py", "exec"), vars(module))
+        module.prepare()
+        held["module"] = module
     except BaseException as error:
         held["error"] = type(error).__name__ + ": " + str(error)
 what, arguments = {what!r}, {arguments!r}
@@ -42,17 +45,16 @@ if what in ("state", "detach") and "kvfix" not in sys.modules or not {{"vllm", "
     answer = {{"state": "without"}}
 elif held is None:
     import _thread
-    held = sys._kvfix_attaching = {{"ready": False, "error": ""}}
+    held = sys._kvfix_attaching = {{"module": None, "error": ""}}
     _thread.start_new_thread(prepare, (held, {folder!r}, {version!r}))
     answer = {{"state": "preparing"}}
 elif held["error"]:
     answer = {{"state": "failed", "where": held["error"]}}
     del sys._kvfix_attaching
-elif not held["ready"]:
+elif held["module"] is None:
     answer = {{"state": "preparing"}}
 else:
-    from kvfix import attaching
-    answer = getattr(attaching, what)(*arguments)
+    answer = getattr(held["module"], what)(*arguments)
 with open(ANSWER, "w") as file:
     json.dump(answer, file)
 """
@@ -86,7 +88,8 @@ class _Engine:
     def _once(self, pid: int, what: str, arguments: tuple[Any, ...]) -> dict[str, Any] | None:
         """Ask one process once. Return None if it is not a Python process or has ended."""
         folder = os.path.dirname(os.path.dirname(os.path.abspath(kvfix.__file__)))
-        code = _CODE.format(what=what, arguments=arguments, folder=folder, version=kvfix.__version__)
+        source = inspect.getsource(in_engine)
+        code = _CODE.format(what=what, arguments=arguments, folder=folder, version=kvfix.__version__, source=source)
         try:
             text = inject.run(pid, code, seconds=_SECONDS)
         except inject.Silent as silent:
@@ -112,7 +115,7 @@ def attach(
 ) -> int:
     """Apply the fixes. Return 0 if every process has its fixes, 1 if one does not, 2 for usage, 77 if not allowed."""
     try:
-        config = Config.make(mode, only, None, plus=plus)
+        config = Config(mode, only, None, plus=plus)
         if mode == "strict":
             raise ValueError("mode strict ends the engine at a violation. Attach with --mode check")
     except ValueError as error:

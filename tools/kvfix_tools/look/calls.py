@@ -1,19 +1,10 @@
-"""Stop a thread of another process, and call C functions in it.
-
-`ptrace` stops the thread for a tenth of a millisecond. Machines without support in ptrace.py use gdb, which stops all
-threads.
-"""
+"""Stop a thread of another process for a tenth of a millisecond, and call C functions in it."""
 
 from __future__ import annotations
 
 import atexit
 import os
-import platform
-import re
-import shutil
 import signal
-import subprocess
-import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,7 +15,7 @@ from typing import NamedTuple, cast
 
 from kvfix_tools.look import ptrace
 
-#: Time limit of a call in seconds. gdb takes 0.25 s.
+#: Time limit of a call in seconds.
 _SECONDS = 20.0
 
 
@@ -56,10 +47,6 @@ class Call(NamedTuple):
     def perform(self, call: Callable[..., int]) -> int:
         return call(self.address, *self.arguments)
 
-    def commands(self) -> str:
-        """Return the commands for gdb, which stops the other threads during the call."""
-        return f"set scheduler-locking on\nprint {_expression(self.address, *self.arguments)}\n"
-
 
 class RunWaiting(NamedTuple):
     """Take the GIL in a waiting thread, and run a line of Python.
@@ -82,36 +69,11 @@ class RunWaiting(NamedTuple):
         call(self.release, state)
         return 1
 
-    def commands(self) -> str:
-        return f"""set $waits = {_expression(self.check)} == 0
-if $waits
-  set $state = {_expression(self.ensure)}
-  set $ran = {_expression(self.run, self.line)}
-  set $ran = {_expression(self.release, "$state")}
-end
-print $waits
-"""
-
-
-def _expression(address: int, *arguments: int | str) -> str:
-    types = ",".join("long" for _ in arguments) or "void"
-    return f"((int(*)({types})){address})({','.join(map(str, arguments))})"
-
 
 @lru_cache(maxsize=1)
 def _cores() -> threading.Semaphore:
     """Limit the threads that are stopped at once, so that no stopped thread waits for a core."""
     return threading.Semaphore(len(os.sched_getaffinity(0)))
-
-
-def stop(thread: Thread, work: Call | RunWaiting) -> int | None:
-    """Stop the thread, do the work in it, and let it run. Return None if it had left its wait. Raise Refused."""
-    if ptrace.MACHINE is not None:
-        with _cores():
-            return _by_stopper(thread, work)
-    if shutil.which("gdb") is not None:
-        return _by_gdb(thread, work)
-    raise Refused(f"kvfix needs gdb on {platform.machine()}, and gdb is not installed", "Install gdb.")
 
 
 class _Stopper:
@@ -162,6 +124,12 @@ def _end() -> None:
         _STOPPERS.pop().end()
 
 
+def stop(thread: Thread, work: Call | RunWaiting) -> int | None:
+    """Stop the thread, do the work in it, and let it run. Return None if it had left its wait. Raise Refused."""
+    with _cores():
+        return _by_stopper(thread, work)
+
+
 def _by_stopper(thread: Thread, work: Call | RunWaiting) -> int | None:
     stopper = _STOPPERS.pop() if _STOPPERS else _Stopper()
     try:
@@ -193,52 +161,3 @@ def system_call(thread: int) -> str:
         line = Path(f"/proc/{thread}/syscall").read_text().strip()
         return "" if line.startswith(("-1", "running")) else line
     return ""
-
-
-def _by_gdb(thread: Thread, work: Call | RunWaiting) -> int | None:
-    """Do the work in the main thread. gdb stops all threads."""
-    pid = thread.number
-    is_there = f"shell grep -qxF '{thread.wait}' /proc/{pid}/syscall" if thread.wait else "shell true"
-    commands = f"""set auto-solib-add off
-set auto-load no
-set debuginfod enabled off
-set print thread-events off
-set unwindonsignal on
-file /proc/{pid}/exe
-attach {pid}
-{is_there}
-if $_shell_exitcode == 0
-{work.commands()}else
-  print "it has gone on"
-end
-detach
-"""
-    with tempfile.NamedTemporaryFile("w", suffix=".gdb") as script:
-        script.write(commands)
-        script.flush()
-        output = _output(pid, work, script.name)
-    found = re.search(r"^\$\d+ = (-?\d+)", output, re.MULTILINE)
-    if found is None and '= "it has gone on"' in output:
-        return None
-    if found is None:
-        raise Refused(f"gdb could not call into process {pid}: {' '.join(output.split())[-300:]}")
-    return int(found[1])
-
-
-def _output(pid: int, work: Call | RunWaiting, script: str) -> str:
-    gdb = subprocess.Popen(
-        ["gdb", "-nx", "-batch", "-readnever", "-x", script],
-        start_new_session=True,  # Ctrl-C must not end the call
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        return gdb.communicate(timeout=_SECONDS)[0]
-    except subprocess.TimeoutExpired:
-        if isinstance(work, RunWaiting):
-            reason = f"no thread of process {pid} released the GIL within {_SECONDS:g} s"
-            raise Refused(reason, f"Do not end gdb (process {gdb.pid}): it waits for the GIL.") from None
-        gdb.send_signal(signal.SIGINT)  # gdb ends the call and restores the thread
-        return gdb.communicate()[0]

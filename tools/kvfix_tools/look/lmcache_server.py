@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from kvfix_tools.doctor import command_line, servers
+from kvfix_tools.doctor import servers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -30,7 +30,9 @@ def of(processes: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     Servers on another machine or in another container are not found. lookups: lookups whose result nobody has fetched.
     """
     ports = {port for each in processes for one in each.get("connectors") or () for port in one.get("server_ports", ())}
-    return [_asked(pid, port) for pid, port in sorted(_listening(ports))]
+    local = [(pid, command) for pid, command in servers.local() if servers.port_of(command) in ports] if ports else []
+    known = [(pid, servers.http_address("", command, "")) for pid, command in local]
+    return [_asked(pid, *at) for pid, at in sorted(known) if at]
 
 
 def client_of(pid: int) -> int:
@@ -60,25 +62,8 @@ def line(server: dict[str, Any]) -> str:
     )
 
 
-def _listening(ports: set[int]) -> set[tuple[int, int]]:
-    """Return (pid, HTTP port) of each process of this machine that listens on one of the ports."""
-    found = set()
-    with suppress(psutil.Error, OSError):
-        for each in psutil.net_connections("tcp"):
-            if each.status == psutil.CONN_LISTEN and each.laddr.port in ports and each.pid is not None:
-                found.add((each.pid, _http_port(each.pid)))
-    return found
-
-
-def _http_port(pid: int) -> int:
-    with suppress(psutil.Error, ValueError):
-        if command := command_line.read(psutil.Process(pid).cmdline()):
-            return command.number("http-port", servers.HTTP_PORT)
-    return servers.HTTP_PORT
-
-
-def _asked(pid: int, port: int) -> dict[str, Any]:
-    answer = servers.ask("127.0.0.1", port, "/status", PATIENCE)
+def _asked(pid: int, host: str, port: int) -> dict[str, Any]:
+    answer = servers.ask(host, port, "/status", PATIENCE)
     status = answer if isinstance(answer, dict) else {}
     manager = (status.get("storage_manager") or {}).get("l1_manager") or {}
     return {

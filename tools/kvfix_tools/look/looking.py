@@ -150,8 +150,7 @@ class Looker:
             return self._stacks(process, f"the answer of the process cannot be read: {error}", "")
 
     def _inside(self, process: Process) -> dict[str, Any]:
-        ways = [payload.COMPILED, payload.SOURCES]
-        for bring in [payload.NOTHING, *ways] if process.pid in self._known else ways:
+        for bring in (False, True) if process.pid in self._known else (True,):
             answer = inject.run(process.pid, payload.code(self._full, bring), seconds=PATIENCE)
             if answer.startswith(inject.FAILED):
                 raise ValueError(answer.removeprefix(inject.FAILED))

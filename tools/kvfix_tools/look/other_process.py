@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import struct
 import time
@@ -113,7 +114,8 @@ class Process:
     def _trap(self) -> int:
         """Return the address of a breakpoint instruction. Raise Refused."""
         if ptrace.MACHINE is None:
-            return 0
+            reason = f"kvfix cannot call into a process on {platform.machine()}"
+            raise Refused(reason, "Use Python 3.14 or later for the engine and for kvfix.")
         address = self.address(TRAP)
         if not ptrace.MACHINE.trap.match(self.read(address, ptrace.MACHINE.multiple)):
             raise Refused(f"the code of process {self.pid} differs from the files that it has mapped", "")

@@ -1,32 +1,26 @@
 """The code that `kvfix look` runs inside an engine: the modules of kvfix.engine_state, which it sends along.
 
-The modules stay in the process under a private name, so a second look sends only a call. If the engine runs the same
-Python release, the modules are sent compiled, which saves the engine time.
+The modules stay in the process under a private name, so a second look sends only a call.
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import importlib.util
 import json
-import marshal
 from functools import cache
 from pathlib import Path
 
 import kvfix.engine_state
 
-#: The answer of a process without the modules, or if they are compiled for another Python.
+#: The answer of a process without the modules.
 MISSING = "null"
-#: What to send: nothing, compiled modules or source text, tried in this order.
-NOTHING, COMPILED, SOURCES = "nothing", "compiled", "sources"
 #: The package itself ("") is last, because it imports the other modules.
 _MODULES = ("places", "recorded", "needs", "reader", "lmcache_readers", "connectors", "scheduler", "")
 
 _BRING = """
 import sys
-name, magic, parts = {name!r}, {magic!r}, {parts!r}
-if name not in sys.modules and magic in ("", getattr(sys.modules.get("importlib.util"), "MAGIC_NUMBER", b"").hex()):
+name, parts = {name!r}, {parts!r}
+if name not in sys.modules:
     made = [name]
     try:
         package = sys.modules[name] = type(sys)(name)
@@ -38,12 +32,7 @@ if name not in sys.modules and magic in ("", getattr(sys.modules.get("importlib.
                 module = sys.modules[made[-1]] = type(sys)(made[-1])
                 module.__package__ = name
                 setattr(package, part, module)
-            if magic:
-                import base64, marshal
-                code = marshal.loads(base64.b64decode(text))
-            else:
-                code = compile(text, "engine_state/" + (part or "__init__") + ".py", "exec")
-            exec(code, module.__dict__)
+            exec(compile(text, "engine_state/" + (part or "__init__") + ".py", "exec"), module.__dict__)
     except BaseException:
         for each in made:
             sys.modules.pop(each, None)
@@ -61,13 +50,11 @@ with open(ANSWER, "w") as file:
 """
 
 
-def code(full: bool, bring: str) -> str:
-    """Return Python code that answers the state as JSON, or MISSING."""
+def code(full: bool, bring: bool) -> str:
+    """Return Python code that answers the state as JSON, or MISSING. bring: send the modules too."""
     name, sources = _sources()
     ask = _ASK.format(name=name, full=full)
-    if bring == COMPILED:
-        return _BRING.format(name=name, magic=importlib.util.MAGIC_NUMBER.hex(), parts=_compiled()) + ask
-    return _BRING.format(name=name, magic="", parts=sources) + ask if bring == SOURCES else ask
+    return _BRING.format(name=name, parts=sources) + ask if bring else ask
 
 
 @cache
@@ -76,11 +63,3 @@ def _sources() -> tuple[str, list[tuple[str, str]]]:
     folder = Path(kvfix.engine_state.__file__).parent
     texts = [(each, (folder / f"{each or '__init__'}.py").read_text(encoding="utf-8")) for each in _MODULES]
     return f"_kvfix_engine_state_{hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:12]}", texts
-
-
-@cache
-def _compiled() -> list[tuple[str, str]]:
-    return [
-        (part, base64.b64encode(marshal.dumps(compile(text, f"engine_state/{part or '__init__'}.py", "exec"))).decode())
-        for part, text in _sources()[1]
-    ]

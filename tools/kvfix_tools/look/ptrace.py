@@ -75,7 +75,7 @@ _MACHINES = {
         (0, 1, 2, 3, 4, 5, 6, 7), 0, 32, 31, 33, 8, (0, 1, 2, 3, 4, 5), False, 30, 0x405, _BRK, 4, 4
     ),
 }  # fmt: skip
-#: None if this machine needs gdb.
+#: None for any other machine.
 MACHINE = _MACHINES.get(platform.machine())
 
 

@@ -28,6 +28,8 @@ from kvfix_tools.roundtrip.run_report import RunReport
 
 OK, USAGE, NOT_HERE = 0, 2, 77
 Job = Callable[[Result], Result]
+#: The chosen backends, each with its cells.
+Work = list[tuple[Backend, list[Cell]]]
 #: Exceptions that a backend raises before it moves KV, if it cannot run a cell.
 REFUSALS = (Refused, NotImplementedError, ValueError, AssertionError)
 #: Sizes of a model of 8 billion parameters: 128 KiB of KV for a token in bfloat16.
@@ -67,23 +69,18 @@ def main(arguments: list[str] | None = None) -> int:
     if options.device == "cuda" and not cuda:
         print(f"kvfix roundtrip: no CUDA device is visible to torch {torch.__version__}", file=sys.stderr)
         return NOT_HERE
-    device = torch.device("cpu")
-    if cuda and options.device != "cpu":
-        device = torch.device("cuda", torch.cuda.current_device())  # with a number, because LMCache compares devices
+    if options.device == "auto":
+        options.device = "cuda" if cuda else "cpu"
     if options.list:
         for one in backends.all_backends().values():
-            print(f"{one.name:18} {one.missing(device) or one.summary}")
+            print(f"{one.name:18} {one.missing(torch.device(options.device)) or one.summary}")
         return OK
     try:
-        unknown = set(options.race or ()) - set(races.RACES)
-        if unknown:
-            raise ValueError(f"no race {min(unknown)}. List the races: kvfix roundtrip --help")
-        chosen = backends.named(options.backend or default_backends(options))
-        cells = {one.name: choose(one, options) for one in chosen}
+        work = chosen(options)
     except ValueError as error:
         print(f"kvfix roundtrip: {error}", file=sys.stderr)
         return USAGE
-    return run(chosen, cells, device, options)
+    return run(options, work).end()
 
 
 def default_backends(options: argparse.Namespace) -> list[str]:
@@ -94,41 +91,52 @@ def default_backends(options: argparse.Namespace) -> list[str]:
     return ["torch"] if is_self_test else ["torch", "lmcache", "lmcache-engine", "vllm"]
 
 
-def run(chosen: list[Backend], cells: dict[str, list[Cell]], device: torch.device, options: argparse.Namespace) -> int:
+def chosen(options: argparse.Namespace) -> Work:
+    """Return the backends and their cells. Raise ValueError for wrong options."""
+    unknown = set(options.race or ()) - set(races.RACES)
+    if unknown:
+        raise ValueError(f"no race {min(unknown)}. List the races: kvfix roundtrip --help")
+    return [(one, choose(one, options)) for one in backends.named(options.backend or default_backends(options))]
+
+
+def run(options: argparse.Namespace, work: Work) -> RunReport:
+    """Test these cells on the device of the options, `cpu` or `cuda`."""
+    device = torch.device("cpu")
+    if options.device == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())  # with a number, because LMCache compares devices
     report = RunReport(device, options)
     with contextlib.ExitStack() as stack:
-        if any(one.name != "torch" for one in chosen):
+        if any(one.name != "torch" for one, _ in work):
             stack.enter_context(fixes.applied(not options.no_fixes))
-        report.skipped = {one.name: why for one in chosen if (why := one.missing(device))}
-        here = [one for one in chosen if one.name not in report.skipped]
+        report.skipped = {one.name: why for one, _ in work if (why := one.missing(device))}
+        here = [(one, cells) for one, cells in work if one.name not in report.skipped]
         if device.type == "cpu":  # the cells are small, so threads would only wait for each other
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1)
-        work = list(jobs(here, cells, device, options))
-        for number, (result, job) in enumerate(work):
-            report.progress(number, len(work), result.cell)
+        every = list(jobs(here, device, options))
+        for number, (result, job) in enumerate(every):
+            report.progress(number, len(every), result.cell)
             report.add(guarded(result, job))
         timed = options.gib != 0 and options.race is None and options.inject is None
-        for one in [one for one in here if timed and not one.whole]:
-            report.progress(len(work), len(work), Cell(one.name))
+        for one in [one for one, _ in here if timed and not one.whole]:
+            report.progress(len(every), len(every), Cell(one.name))
             report.add_speed(measure(one, device, options.gib, options.seed))
-        return report.end()
+        report.fixes = fixes.codes()
+    return report
 
 
-def jobs(
-    chosen: list[Backend], cells: dict[str, list[Cell]], device: torch.device, options: argparse.Namespace
-) -> Iterator[tuple[Result, Job]]:
+def jobs(work: Work, device: torch.device, options: argparse.Namespace) -> Iterator[tuple[Result, Job]]:
     """Yield (result, job that fills the result)."""
     events = options.inject != "missing-event"
     if options.race is None and events:
-        for one in chosen:
+        for one, cells in work:
             if one.whole and options.inject is None:
                 yield Result(Cell(one.name, seed=options.seed)), partial(one.whole, device)
-            for cell in cells[one.name] if not one.whole else []:
+            for cell in cells if not one.whole else []:
                 yield Result(cell), partial(check_cell, one, device, options.inject)
     some = any(getattr(options, axis) for axis in AXES)  # the user asked for cells, not for races
     if options.race is not None or not events or not (some or options.inject):
-        for one in chosen:
+        for one, _ in work:
             cell = Cell(one.name, layers=options.layers, head_size=options.head_size, seed=options.seed)
             for name in [name for name in options.race or races.RACES if name in races.of(one.name)]:
                 yield Result(cell, race=name), partial(races.run, name, cell, device, events)

@@ -18,7 +18,7 @@ from kvfix_tools.roundtrip.cell_check import Result
 
 @contextlib.contextmanager
 def applied(wanted: bool) -> Iterator[None]:
-    """Apply the fixes in this process and its child processes, or in none. KVFIX=off in the environment wins."""
+    """Apply the fixes in this process and its child processes, or in none. The mode in the variable KVFIX wins."""
     try:
         import kvfix
     except ImportError:
@@ -27,8 +27,7 @@ def applied(wanted: bool) -> Iterator[None]:
     before = os.environ.get("KVFIX")
     kvfix.revert()
     if wanted and before != "off":
-        os.environ.pop("KVFIX", None)
-        kvfix.apply()
+        kvfix.apply((before or "fix").partition(" ")[0])
     else:
         os.environ["KVFIX"] = "off"
     logger = logging.getLogger("kvfix")

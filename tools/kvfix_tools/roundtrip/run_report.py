@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from dataclasses import asdict
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -55,17 +56,22 @@ class RunReport:
         return int(any(result.verdict in BAD for result in self.results))
 
     @property
+    def planted(self) -> tuple[int, int]:
+        """Return (cells in which the fault was planted, cells that name it)."""
+        tried, kind = [result for result in self.results if result.verdict != "refused"], FAULTS[self.options.inject]
+        return len(tried), sum(any(not kind or kind in each.classes for each in result.findings) for result in tried)
+
+    @property
     def verified(self) -> int:
         return sum(result.verified for result in [*self.results, *self.speeds])
 
     def end(self) -> int:
         if sys.stderr.isatty():
             print("\r\x1b[K", end="", file=sys.stderr)
-        self.fixes = fixes.codes()
         print(json.dumps(self.as_dict(), indent=2) if self.options.json else "\n".join(self.lines()))
         return self.code
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> dict[str, Any]:
         return {
             "device": name(self.device),
             "torch": str(torch.__version__),
@@ -100,12 +106,12 @@ class RunReport:
         for backend in dict.fromkeys(result.cell.backend for result in self.results):
             lines += ["", *self._table(backend)]
         for result in self.speeds:
-            lines += ["", *self._speed(result)]
+            lines += ["", *self.speed(result)]
         return [*lines, "", *self._wrong(), *self._summary()]
 
     def _cell_as_dict(self, result: Result) -> dict[str, object]:
         about = ("verdict", "reason", "race", "operations", "moved", "verified")
-        bug = self._known(result)
+        bug = self.known(result)
         return {
             **{name: getattr(result, name) for name in about},
             **gb_per_second(result),
@@ -120,13 +126,13 @@ class RunReport:
 
     def _table(self, backend: str) -> list[str]:
         mine = [result for result in self.results if result.cell.backend == backend]
-        lines = [f"{backend}: {', '.join(dict.fromkeys(result.operations for result in mine if result.operations))}"]
+        lines = [f"{backend}: {operations(mine)}"]
         rows = {title: [one for one in mine if row(one) == title] for title in dict.fromkeys(map(row, mine))}
         cells = {title: counted(here) for title, here in rows.items()}
         width, most = max(map(len, rows)), max(map(len, cells.values()))
         for title, here in rows.items():
             lines.append(f"  {title:{width}}  {cells[title]:{most}}  {rates(here)}".rstrip())
-            notes = [f"known: {bug}" for bug in dict.fromkeys(filter(None, map(self._known, here)))]
+            notes = [f"known: {bug}" for bug in dict.fromkeys(filter(None, map(self.known, here)))]
             reasons = Counter(
                 re.sub(r"\d{2,}|\d(?=[],])", "N", result.reason) if result.verdict == "crashed" else result.reason
                 for result in here
@@ -136,8 +142,8 @@ class RunReport:
             lines += [f"  {'':{width}}    {note}" for note in notes]
         return lines
 
-    def _speed(self, result: Result) -> list[str]:
-        backend, gigabytes, took = result.cell.backend, result.moved / 1e9, result.check_seconds
+    def speed(self, result: Result) -> list[str]:
+        backend, gigabytes = result.cell.backend, result.moved / 1e9
         if result.verdict == "refused":
             return [f"{backend}: not timed: {result.reason}"]
         pinned = "pinned " if self.device.type == "cuda" else ""
@@ -147,8 +153,8 @@ class RunReport:
             f"{100 * plain_copy / seconds:.0f} % of a plain {pinned}copy ({gigabytes / plain_copy:.2f} GB/s)"
             for way, seconds, plain_copy in ways
         ]
-        times = took / (result.plain_store + result.plain_load)
-        return [*lines, f"{backend}: checked in {took:.2f} s, {times:.1f} times a plain copy there and back"]
+        times = f"{check_per_copy(result):.1f} times a plain copy there and back"
+        return [*lines, f"{backend}: checked in {result.check_seconds:.2f} s, {times}"]
 
     def _wrong(self) -> list[str]:
         """Return the first failed cells in full, and the classes of wrong words in all cells."""
@@ -167,17 +173,15 @@ class RunReport:
     def _summary(self) -> list[str]:
         lines, wrong = [], [result for result in self.results if result.verdict in BAD]
         if self.options.inject:
-            tried = [result for result in self.results if result.verdict != "refused"]
-            kind = FAULTS[self.options.inject]
-            named = [r for r in tried if any(not kind or kind in finding.classes for finding in r.findings)]
-            lines += [f"{self.options.inject} was planted in {len(tried)} cells and found in {len(named)}"]
-        bugs = Counter(filter(None, map(self._known, wrong)))
+            tried, named = self.planted
+            lines += [f"{self.options.inject} was planted in {tried} cells and found in {named}"]
+        bugs = Counter(filter(None, map(self.known, wrong)))
         lines += [f"{count} of {len(wrong)} failed cells: {bug.bug}. Do: {bug.remedy}" for bug, count in bugs.items()]
         every = Counter(result.verdict for result in self.results)
         verdicts = ", ".join(f"{count} {verdict}" for verdict, count in every.items()) or "nothing was checked"
         return [*lines, f"SUMMARY: {verdicts}; {self.verified / (1 << 20):.0f} MiB verified"]
 
-    def _known(self, result: Result) -> fixes.KnownBug | None:
+    def known(self, result: Result) -> fixes.KnownBug | None:
         return fixes.known_bug(result, self.fixes)
 
     def _command(self, result: Result) -> str:
@@ -188,6 +192,15 @@ class RunReport:
             return cell.command("--gib 0", *more)
         race = [f"--race {result.race} --seed {cell.seed}"] if result.race else []
         return " ".join([f"kvfix roundtrip --backend {cell.backend}", *race, *more])
+
+
+def operations(results: list[Result]) -> str:
+    return ", ".join(dict.fromkeys(result.operations for result in results if result.operations))
+
+
+def check_per_copy(result: Result) -> float:
+    """Return the time of the whole check relative to plain copies there and back."""
+    return result.check_seconds / (result.plain_store + result.plain_load)
 
 
 def counted(results: list[Result]) -> str:

@@ -2,8 +2,8 @@
 
     python -m maintain.gpu.bundle [FOLDER]
 
-Folder 1 holds kvfix, LMCache, the Python part of vLLM, small packages, the scripts and the manifest. Folders 2 and 3
-hold compiled files of vLLM.
+Folder 1 holds kvfix, LMCache, the Python part of vLLM, small packages and the scripts. Folders 2 and 3 hold compiled
+files of vLLM.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from maintain import release
-from maintain.gpu import manifest, trimmed_wheel
+from maintain.gpu import trimmed_wheel
 
 ROOT = Path(__file__).parents[3]
 #: Maximum bytes of a folder. The host takes 64 MiB in one transfer.
@@ -37,7 +37,7 @@ def download(folder: Path) -> None:
 
 
 def make(folder: Path, wheels: list[Path]) -> dict[str, int]:
-    """Put these wheels, the scripts and the manifest into folders of this one. Return the bytes of each.
+    """Put these wheels and the scripts into folders of this one. Return the bytes of each.
 
     Raises ValueError if a folder is larger than LIMIT.
     """
@@ -50,7 +50,9 @@ def make(folder: Path, wheels: list[Path]) -> dict[str, int]:
         copy = folder / "1/maintain" / source.relative_to(scripts)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(source, copy)
-    sizes = manifest.write(folder)
+    sizes = {
+        each.name: sum(path.stat().st_size for path in each.rglob("*") if path.is_file()) for each in folder.iterdir()
+    }
     for number, size in sizes.items():
         if size > LIMIT:
             raise ValueError(f"folder {number} has {size} bytes, more than {LIMIT}")

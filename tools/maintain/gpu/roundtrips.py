@@ -6,57 +6,60 @@ later cells of its process.
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable
-from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from maintain.gpu import steps
+
+if TYPE_CHECKING:
+    from kvfix_tools.roundtrip.run_report import RunReport
 
 #: Maximum failed cells that are kept in full.
 KEPT = 10
 #: Minimum speed relative to a plain pinned copy, and maximum time of the whole check relative to the copies alone.
 OF_PLAIN, OF_COPIES = 0.95, 2.0
-Answer = dict[str, Any]
 
 
-def passes(answer: Answer) -> bool:
-    return bool(answer["exit"] == 0)
+def passes(report: RunReport) -> bool:
+    return report.code == 0
 
 
-def fast(answer: Answer) -> bool:
-    return passes(answer) and all(
-        one["verdict"] == "passed"
-        and min(one["store_gb_s"] / one["plain_store_gb_s"], one["load_gb_s"] / one["plain_load_gb_s"]) >= OF_PLAIN
-        and times(one) <= OF_COPIES
-        for one in answer["speed"]
+def fast(report: RunReport) -> bool:
+    from kvfix_tools.roundtrip.run_report import check_per_copy
+
+    return passes(report) and all(
+        one.verdict == "passed"
+        and min(one.plain_store / one.store, one.plain_load / one.load) >= OF_PLAIN
+        and check_per_copy(one) <= OF_COPIES
+        for one in report.speeds
     )
 
 
-def found(answer: Answer) -> bool:
+def found(report: RunReport) -> bool:
     """The planted fault fails every cell in which it can be planted, and is named there."""
-    from kvfix_tools.roundtrip.planted_faults import FAULTS as CLASSES
-
-    tried, kind = [cell for cell in answer["cells"] if cell["verdict"] != "refused"], CLASSES[answer["inject"]]
-    return bool(tried) and all(
-        any(not kind or kind in finding["classes"] for finding in cell["findings"]) for cell in tried
-    )
+    tried, named = report.planted
+    return 0 < tried == named
 
 
-def known(answer: Answer) -> bool:
+def known(report: RunReport) -> bool:
     """Return True if the failures of LMCache as released are a known bug."""
-    return all(cell["known"] for cell in answer["cells"] if cell["verdict"] in ("failed", "crashed"))
+    return all(report.known(one) for one in report.results if one.verdict in ("failed", "crashed"))
+
+
+def differs(report: RunReport) -> bool:
+    """Return True if all tokens were loaded, and the answers of the engine are wrong."""
+    wrong = ["outputs differ" in one.reason and " 0 loaded" not in one.operations for one in report.results]
+    return bool(wrong) and all(wrong)
 
 
 FAULTS = ("swap-kv", "shift-slot", "stale", "bitflip", "drop-tail", "wrong-layer", "neighbour-write")
 #: 1 GiB: 8192 tokens of a model with 8 billion parameters.
 LARGE = "--dtype bfloat16 --heads 8 --layers 32 --head-size 128 --block 16 --chunk 256 --slots blocks --tokens 8192"
 LARGE = f"{LARGE} --skip none --gib 0"
-RUNS: dict[str, list[tuple[str, str, Callable[[Answer], bool]]]] = {
+RUNS: dict[str, list[tuple[str, str, Callable[[RunReport], bool]]]] = {
     "torch": [
         ("matrix", "--gib 0", passes),
         *((f"inject {fault}", f"--gib 0 --inject {fault}", found) for fault in FAULTS),
@@ -74,6 +77,11 @@ RUNS: dict[str, list[tuple[str, str, Callable[[Answer], bool]]]] = {
         ("KVF020", f"--backend lmcache-v2 lmcache-v3 lmcache-mp --layout packed {LARGE}", passes),
         ("KVF021", f"--backend lmcache-layerwise --layout hnd {LARGE}", passes),
     ],
+    # LMCache issue 4463: all tokens are promised and loaded, but the answers differ.
+    "engines": [
+        ("in process, as released", "--backend engine-v1 --no-fixes", differs),
+        ("in mode check", "--backend engine", passes),
+    ],
     "vllm": [("matrix", "--backend vllm-simple vllm-offload --gib 4", passes)],
 }
 #: On CPU tensors, to test the scripts.
@@ -84,78 +92,40 @@ def main(arguments: list[str]) -> int:
     name, device = steps.device(arguments)
     from kvfix_tools.roundtrip import command
 
+    if name == "engines":
+        os.environ["KVFIX"] = "check"  # the fixes and the rules
     done = steps.Steps()
-    for what, options, right in RUNS[name]:
+    for what, words, right in RUNS[name]:
         if device == "cpu":
             for large, small in SMALL.items():
-                options = options.replace(large, small)
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            code = command.main([*options.split(), "--device", device, "--json"])
-        if not printed.getvalue():
-            done.add(what, False, f"kvfix roundtrip ended with {code}", options=options)
-            continue
-        answer = json.loads(printed.getvalue())
-        done.add(what, right(answer), figures(answer), options=options, **kept(answer))
+                words = words.replace(large, small)
+        options = command.parser().parse_args([*words.split(), "--device", device])
+        report = command.run(options, command.chosen(options))
+        done.add(what, right(report), figures(report), options=words, **kept(report))
     return done.code
 
 
-def figures(answer: Answer) -> str:
+def figures(report: RunReport) -> str:
     """Return the verdicts, and the operations and the speed of each backend."""
-    verdicts = Counter(cell["verdict"] for cell in answer["cells"])
-    parts = [", ".join(f"{count} {verdict}" for verdict, count in verdicts.items())]
-    parts += [f"{name} not here: {why}" for name, why in answer["skipped"].items()]
-    if answer["inject"] is None:
-        for backend, operations in moved_by(answer).items():
-            parts.append(f"{backend} by {operations}{rate(answer['cells'], backend)}")
-    for one in answer["speed"]:
-        if one["verdict"] == "refused":
-            parts.append(f"{one['backend']} not timed: {one['reason']}")
-            continue
-        ways = (
-            f"{way} {one[f'{way}_gb_s']:.1f} GB/s, {one[f'{way}_gb_s'] / one[f'plain_{way}_gb_s']:.2f} of a plain copy"
-            for way in ("store", "load")
-        )
-        check = f"check {one['check_seconds']:.1f} s, {times(one):.1f} times the copies"
-        parts.append(f"{one['backend']} {one['bytes'] / (1 << 30):.1f} GiB {', '.join(ways)}, {check}")
-    return "; ".join(part for part in parts if part)
+    from kvfix_tools.roundtrip.run_report import counted, operations, rates
+
+    parts = [counted(report.results)]
+    parts += [f"{name} not here: {why}" for name, why in report.skipped.items()]
+    for backend in dict.fromkeys(one.cell.backend for one in report.results if report.options.inject is None):
+        mine = [one for one in report.results if one.cell.backend == backend]
+        parts.append(f"{backend} by {operations(mine) or mine[0].reason} {rates(mine)}".rstrip())
+    return "; ".join([*parts, *(line for one in report.speeds for line in report.speed(one))])
 
 
-def moved_by(answer: Answer) -> dict[str, str]:
-    names: dict[str, list[str]] = {}
-    for cell in answer["cells"]:
-        ran = names.setdefault(cell["cell"]["backend"], [])
-        if cell["operations"] and cell["operations"] not in ran:
-            ran.append(cell["operations"])
-    return {backend: " and ".join(ran) for backend, ran in names.items()}
-
-
-def rate(cells: list[Answer], backend: str) -> str:
-    """Return the GB/s of the median cell of a backend."""
-    timed = [cell for cell in cells if cell["cell"]["backend"] == backend and cell["load_gb_s"] and cell["store_gb_s"]]
-    if not timed:
-        return ""
-    store, load = (median(cell[f"{way}_gb_s"] for cell in timed) for way in ("store", "load"))
-    return f" store {store:.2f} load {load:.2f} GB/s"
-
-
-def times(speed: Answer) -> float:
-    """Return the time of the whole check relative to the copies alone."""
-    copies = speed["bytes"] / 1e9 * (1 / speed["plain_store_gb_s"] + 1 / speed["plain_load_gb_s"])
-    return float(speed["check_seconds"] / copies)
-
-
-def kept(answer: Answer) -> Answer:
-    """Return the answer without passed cells, which are only counted."""
-    counts = Counter((c["cell"]["backend"], c["cell"]["layout"], c["race"], c["verdict"]) for c in answer["cells"])
+def kept(report: RunReport) -> dict[str, Any]:
+    """Return the report without passed cells, which are only counted."""
+    answer = report.as_dict()
+    cells = Counter((one.cell.backend, one.cell.layout, one.race, one.verdict) for one in report.results)
     wrong = [cell for cell in answer["cells"] if cell["verdict"] in ("failed", "crashed")]
-    of_fault = answer["inject"] is not None
     return {
-        "exit": answer["exit"],
-        "fixes": answer["fixes"],
-        "cells": [[*key, count] for key, count in counts.items()],
-        "wrong": [] if of_fault else wrong[:KEPT],
-        "speed": answer["speed"],
+        **{name: answer[name] for name in ("exit", "fixes", "speed")},
+        "cells": [[*key, count] for key, count in cells.items()],
+        "wrong": [] if report.options.inject is not None else wrong[:KEPT],
     }
 
 

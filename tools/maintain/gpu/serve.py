@@ -37,9 +37,6 @@ KVFIX = [sys.executable, "-m", "kvfix_tools.cli"]
 
 def main(arguments: list[str]) -> int:
     name, device = steps.device(arguments)
-    if name == "verify" and subprocess.run([*KVFIX, "verify", "--help"], capture_output=True, check=False).returncode:
-        print("no kvfix verify in this wheel", file=sys.stderr)
-        return steps.NOT_HERE
     from kvfix_tools.roundtrip import real_engine
 
     done = steps.Steps()

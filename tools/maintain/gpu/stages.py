@@ -43,7 +43,7 @@ STAGES = (
     Stage("lmcache-speed-released", 60, "maintain.gpu.roundtrips", ("lmcache-speed-released",)),
     Stage("lmcache-speed", 60, "maintain.gpu.roundtrips", ("lmcache-speed",)),
     Stage("vllm", 60, "maintain.gpu.roundtrips", ("vllm",)),
-    Stage("engines", 180, "maintain.gpu.engines", ()),
+    Stage("engines", 180, "maintain.gpu.roundtrips", ("engines",)),
     Stage("serve", 150, "maintain.gpu.serve", ("serve",)),
     Stage("verify", 150, "maintain.gpu.serve", ("verify",)),
 )

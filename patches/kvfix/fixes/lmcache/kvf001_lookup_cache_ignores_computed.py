@@ -5,26 +5,22 @@ EngineCore dies with one of these:
 
 - `AssertionError: Mismatch in tokens to load: 256 vs 256 (tokens in lmcache) - 336 (tokens in vllm) - 0 (full lmcache
   hits subtracts last token to recalculate logits) for request ...`
-- a bare `AssertionError` in vLLM's scheduler, at `assert num_new_tokens > 0` or at the comparison of computed tokens
-  with the tokens of the request. LMCache's second answer for the request is then the whole hit. It is larger than the
-  rest of the request.
+- a bare `AssertionError` in vLLM's scheduler, at `assert num_new_tokens > 0` or where it compares numbers of tokens
 
 The log may show a second lookup of the same request: `LMCache hit tokens: 256, need to load: -80`.
 
 ## Cause
-`get_num_new_matched_tokens` looks up a request once. The lookup client caches the hit until the request is scheduled.
-The first call returns `hit - computed`. If there are too few free blocks, vLLM calls the hook a second time. The second
-call finds the cached hit and returns it unchanged. The second call subtracts neither the computed tokens nor the last
-token of a prompt that is cached whole. vLLM must recompute that last token.
+The first `get_num_new_matched_tokens` returns `hit - computed`, and the lookup client caches the hit. If there are too
+few free blocks, vLLM calls the hook again. The second call returns the cached hit unchanged. It subtracts neither the
+computed tokens nor the last token of a prompt that is cached whole, which vLLM must recompute.
 
-So vLLM grants 256 tokens, but 336 tokens are already computed, and 0 is right. The LoadSpec has the right numbers. So
-`update_state_after_alloc` expects 256 - 336 tokens and finds 256 granted ones. Chunked prefill and preemption lead to
-this: vLLM's prefix cache keeps 336 tokens, and LMCache holds one chunk of 256.
+With a hit of 256 and 336 computed tokens, vLLM grants 256 tokens, and 0 is right. The LoadSpec has the right numbers,
+so `update_state_after_alloc` raises. Chunked prefill and preemption lead to this: vLLM's prefix cache then keeps more
+tokens than LMCache.
 
 ## Fix
-The fix compares each answer with hit minus computed. It takes the hit from the LoadSpec, and uses the current computed
-tokens. If the two differ, LMCache's answer is the whole hit. The fix then returns `max(0, hit - computed - (1 if the
-hit is the whole request else 0))` and rewrites the LoadSpec to match. The fix does not change a correct answer.
+If an answer is not hit minus computed, the fix returns `max(0, hit - computed - (1 if the hit is the whole request else
+0))` and rewrites the LoadSpec to match. The fix does not change a correct answer.
 
 ## Releases
 LMCache 0.3.10. 0.3.9.post2 and earlier look up again on every call; 0.3.10.post1 subtracts from the cached hit.
@@ -36,20 +32,16 @@ https://github.com/LMCache/LMCache/issues/2158 (also 2090, 2091, 2159), fixed in
 LMCache 0.3.10 is no longer in use.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, Wrapper
 from kvfix.fixes.targets import LMCACHE_V1
 from kvfix.ledger.events import balance
 from kvfix.wrapping import after
 
 
-def fix(adapter: ModuleType) -> Callable[..., Any]:
+def fix(adapter: Any) -> Wrapper:
     load_spec = adapter.LoadSpec
 
     def get_num_new_matched_tokens(
@@ -70,7 +62,7 @@ def fix(adapter: ModuleType) -> Callable[..., Any]:
     return after(get_num_new_matched_tokens)
 
 
-def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+def shows_bug(hook: Any, adapter: Any) -> bool:
     """256 tokens in the lookup cache, 336 computed, 10009 in total. Right is 0."""
     answer = hook(stubs.scheduler_side(lookup_client=stubs.lookup_client(256)), stubs.request(10009), 336)
     if answer not in (0, 256):
@@ -80,13 +72,8 @@ def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="crash",
     targets=(LMCACHE_V1.get_num_new_matched_tokens(broken="==0.3.10", probe=shows_bug, fix=fix, place=1),),
     evidence={"KVD101": "", "KVR001": "", "KVR002": "", "KVR003": "", "KVR011": "Mismatch in tokens to load"},
-    scenarios=(
-        "full-hit-asked-twice",
-        "mismatch-in-tokens-to-load",
-        "raw-hit-beyond-request",
-    ),
+    scenarios=("full-hit-asked-twice", "mismatch-in-tokens-to-load", "raw-hit-beyond-request"),
 )

@@ -10,12 +10,11 @@ LMCache 0.3.10 does not raise. But it then stores chunks for a token list that l
 request ever hits these chunks.
 
 ## Cause
-The LoadSpec holds the number of tokens that LMCache has. The LoadSpec does not record how many of the promised tokens
-vLLM took. On a resume the connector asserts that the two numbers are equal. The two numbers differ in five cases.
-First, the connector itself promised less (`min_retrieve_tokens`). Second, vLLM took nothing (prompt_logprobs, or
-another connector of a MultiConnector). Third, vLLM has more cached tokens than LMCache (up to 0.3.10.post2). Fourth,
-all tokens of the request are hit, and vLLM recomputes the last token (up to 0.4.2). Fifth, there is no LoadSpec (a role
-or a client that does not look up).
+The LoadSpec holds the number of tokens that LMCache has. On a resume the connector asserts that vLLM took exactly this
+number. vLLM took another number in five cases. First, the connector itself promised less (`min_retrieve_tokens`).
+Second, vLLM took nothing (prompt_logprobs, or another connector of a MultiConnector). Third, vLLM has more cached
+tokens than LMCache (up to 0.3.10.post2). Fourth, vLLM recomputes the last token of a full hit (up to 0.4.2). Fifth,
+there is no LoadSpec (a role or a client that does not look up).
 
 ## Fix
 The fix takes vLLM's count of computed tokens. For a resumed request that loads nothing, the LoadSpec holds vLLM's count
@@ -31,24 +30,19 @@ None known for the causes in current releases; https://github.com/LMCache/LMCach
 LMCache uses `request.num_computed_tokens` and no longer asserts its value.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Generator
-from types import ModuleType
 from typing import Any
 
 from kvfix import scheduling
-from kvfix.acting import note
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, Steps, Wrapper, note
 from kvfix.fixes.targets import LMCACHE_V1
 from kvfix.wrapping import around
 
 
-def fix(adapter: ModuleType) -> Callable[..., Any]:
+def fix(adapter: Any) -> Wrapper:
     load_spec = adapter.LoadSpec
 
-    def build_connector_meta(impl: Any, scheduler_output: Any) -> Generator[None, Any, Any] | None:
+    def build_connector_meta(impl: Any, scheduler_output: Any) -> Steps | None:
         names = scheduling.resumed(scheduler_output)
         return _as_granted(load_spec, impl, scheduler_output, names) if names else None
 
@@ -61,7 +55,7 @@ def fix(adapter: ModuleType) -> Callable[..., Any]:
     )
 
 
-def _as_granted(load_spec: Any, impl: Any, scheduler_output: Any, names: Any) -> Generator[None, Any, Any]:
+def _as_granted(load_spec: Any, impl: Any, scheduler_output: Any, names: Any) -> Steps:
     as_hit = []
     try:
         for name in names:
@@ -99,7 +93,7 @@ def _save_from(hit: int, tracker: Any, requests: list[Any]) -> None:
     tracker.num_saved_tokens = max(hit, tracker.num_saved_tokens if saved else 0)
 
 
-def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+def shows_bug(hook: Any, adapter: Any) -> bool:
     """Resumed with 800 computed tokens, 1024 hit, none granted, 50 scheduled.
 
     Right is a tracker of 850 tokens. Wrong is another number, or an AssertionError.
@@ -117,7 +111,6 @@ def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="crash",
     targets=(LMCACHE_V1.build_connector_meta(broken=">=0.3.10", probe=shows_bug, fix=fix, place=1),),
     evidence={

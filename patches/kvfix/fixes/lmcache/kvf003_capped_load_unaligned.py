@@ -7,9 +7,8 @@ EngineCore dies with `AssertionError: Mismatch in tokens to load: 1024 vs 1024 (
 
 ## Cause
 `get_num_new_matched_tokens` promises the cap, but writes a LoadSpec that ends at the chunk boundary below `computed +
-cap`. For example, with 80 computed tokens and a cap of 1,024, the LoadSpec ends at token 1,024. Only 944 of its tokens
-are new (0.5.6 vllm_v1_adapter.py:1490-1525). `update_state_after_alloc` asserts that the promised tokens and the new
-tokens of the LoadSpec are equal.
+cap`. With 80 computed tokens and a cap of 1,024, the LoadSpec ends at token 1,024, and only 944 of its tokens are new
+(0.5.6 vllm_v1_adapter.py:1490-1525). `update_state_after_alloc` asserts that both numbers are equal.
 
 ## Fix
 The fix promises only the tokens between vLLM's computed tokens and the end of the LoadSpec.
@@ -24,32 +23,23 @@ None known; the option came with https://github.com/LMCache/LMCache/pull/3382.
 LMCache promises `capped_lmcache_tokens - num_computed_tokens`.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, fix_after
 from kvfix.fixes.targets import LMCACHE_V1
-from kvfix.wrapping import after
 
 
-def fix(adapter: ModuleType) -> Callable[..., Any]:
-    def get_num_new_matched_tokens(impl: Any, promised: int, request: Any, num_computed_tokens: int) -> int:
-        spec = impl.load_specs[request.request_id]
-        if spec.lmcache_cached_tokens == request.num_tokens:  # not capped: one less than all
-            return promised
-        due: int = spec.lmcache_cached_tokens - num_computed_tokens
-        return max(0, due)
-
-    return after(
-        get_num_new_matched_tokens, when=lambda impl, promised, *_, **__: promised and impl._max_tokens_per_load
-    )
+@fix_after(when=lambda impl, promised, *_, **__: promised and impl._max_tokens_per_load)
+def fix(impl: Any, promised: int, request: Any, num_computed_tokens: int) -> int:
+    spec = impl.load_specs[request.request_id]
+    if spec.lmcache_cached_tokens == request.num_tokens:  # not capped: one less than all
+        return promised
+    due: int = spec.lmcache_cached_tokens - num_computed_tokens
+    return max(0, due)
 
 
-def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+def shows_bug(hook: Any, adapter: Any) -> bool:
     """80 computed tokens, a hit of 1280, a cap of 1024, chunks of 256. Right is 944, wrong is 1024."""
     impl = stubs.scheduler_side(lookup_client=stubs.lookup_client(1280), _max_tokens_per_load=1024)
     answer = hook(impl, stubs.request(1500), 80)
@@ -60,7 +50,6 @@ def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="crash",
     targets=(LMCACHE_V1.get_num_new_matched_tokens(broken=">=0.4.7", probe=shows_bug, fix=fix, place=2),),
     evidence={"KVD102": "", "KVR003": "", "KVR004": "", "KVR011": "Mismatch in tokens to load"},

@@ -9,8 +9,7 @@ The hook needs the cache engine, because it reports the abort to the storage. On
 scheduler role has none, unless `enable_scheduler_bypass_lookup` is set.
 
 ## Fix
-The hook handles an abort without a cache engine like any other end of a request. A lookup in flight is cancelled as
-before.
+Without a cache engine, the hook handles an abort like any other end of a request, and still cancels a lookup in flight.
 
 ## Releases
 LMCache 0.4.5 to 0.5.0.
@@ -22,34 +21,29 @@ https://github.com/LMCache/LMCache/issues/3337, https://github.com/LMCache/LMCac
 LMCache 0.4.5 to 0.5.0 are no longer in use.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Generator
-from types import ModuleType
 from typing import Any
 
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, Steps, Wrapper
 from kvfix.fixes.targets import LMCACHE_V1
 from kvfix.wrapping import View, around
 
 
-def fix(adapter: ModuleType) -> Callable[..., Any]:
+def fix(adapter: Any) -> Wrapper:
     aborted = adapter.RequestStatus.FINISHED_ABORTED
 
-    def request_finished(impl: Any, request: Any, block_ids: Any) -> Generator[Any, Any, Any]:
+    def request_finished(impl: Any, request: Any, block_ids: Any) -> Steps:
         answer = yield View(request, status=None), block_ids
         if impl.async_loading and impl.lookup_client is not None:
             impl.lookup_client.cancel_lookup(request.request_id)
         return answer
 
     return around(
-        request_finished,
-        when=lambda impl, request, *_, **__: impl.lmcache_engine is None and request.status == aborted,
+        request_finished, when=lambda impl, request, *_, **__: impl.lmcache_engine is None and request.status == aborted
     )
 
 
-def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+def shows_bug(hook: Any, adapter: Any) -> bool:
     """An abort in the scheduler role. Wrong is an AssertionError."""
     return stubs.raises(
         AssertionError,
@@ -62,7 +56,6 @@ def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="crash",
     targets=(LMCACHE_V1.request_finished(broken=">=0.4.5,<0.5.1", probe=shows_bug, fix=fix, place=1),),
     evidence={"KVD108": "", "KVR011": "^request_finished: AssertionError$"},

@@ -11,12 +11,10 @@ the request is admitted, the pins and the hit leak. `request_finished` releases 
 pins only for requests that are in a step's metadata. With asynchronous loading, the chunks that LMCache has fetched can
 leak too. This happens if the request is aborted while another connector of a MultiConnector loads for it.
 
-LMCache removes the priority and the decoder (`disagg_spec`) only when it handles a new request. The priority and the
-decoder of a resumed request always leak.
+LMCache removes the priority and the decoder (`disagg_spec`) of new requests only. Those of a resumed request leak.
 
 ## Fix
-When a request ends, the scheduler role drops its LoadSpec, priority, decoder and hit. The workers, which get the id of
-every ended request, release its pins.
+When a request ends, the scheduler role drops its LoadSpec, priority, decoder and hit, and the workers release its pins.
 
 ## Releases
 LMCache 0.3.9 to 0.5.6.
@@ -29,20 +27,15 @@ https://github.com/LMCache/LMCache/pull/4512 is open (pins only).
 client, and `get_finished` unpins.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, Wrapper, fix_after, note
 from kvfix.fixes.targets import LMCACHE_V1
 from kvfix.wrapping import after
 
 
-def fix_scheduler(adapter: ModuleType) -> Callable[..., Any]:
+def fix_scheduler(adapter: Any) -> Wrapper:
     def request_finished(impl: Any, answer: Any, request: Any, block_ids: Any) -> Any:
         name = request.request_id
         note(__name__, f"request {name} has ended before it was admitted")
@@ -65,37 +58,33 @@ def fix_scheduler(adapter: ModuleType) -> Callable[..., Any]:
     )
 
 
-def fix_worker(adapter: ModuleType) -> Callable[..., Any]:
-    def get_finished(impl: Any, answer: Any, finished_req_ids: Any) -> Any:
-        # With asynchronous loading this releases what the lookup has fetched.
-        engine = impl.lmcache_engine
-        if engine is not None:
-            for name in finished_req_ids:
-                engine.lookup_unpin(name)
-        return answer
-
-    return after(get_finished, when=lambda impl, answer, finished_req_ids, *_, **__: finished_req_ids)
+@fix_after(when=lambda impl, answer, finished_req_ids, *_, **__: finished_req_ids)
+def fix_worker(impl: Any, answer: Any, finished_req_ids: Any) -> Any:
+    # With asynchronous loading this releases what the lookup has fetched.
+    engine = impl.lmcache_engine
+    if engine is not None:
+        for name in finished_req_ids:
+            engine.lookup_unpin(name)
+    return answer
 
 
-def scheduler_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+def scheduler_shows_bug(hook: Any, adapter: Any) -> bool:
     """A request ends while its LoadSpec is there. Wrong is a LoadSpec that stays."""
-    client = SimpleNamespace(clear_lookup_status=lambda lookup_id: None)
-    impl = stubs.scheduler_side(lookup_client=client, load_specs={stubs.NAME: object()})
+    impl = stubs.scheduler_side(lookup_client=stubs.Nothing(), load_specs={stubs.NAME: object()})
     hook(impl, stubs.request(16), [])
     return stubs.NAME in impl.load_specs
 
 
-def worker_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+def worker_shows_bug(hook: Any, adapter: Any) -> bool:
     """The worker gets the id of an ended request. Wrong is not to unpin it."""
     unpinned: list[Any] = []
-    engine = SimpleNamespace(lookup_unpin=unpinned.append)
-    hook(SimpleNamespace(lmcache_engine=engine, async_loading=False), {stubs.NAME})
+    engine = stubs.Stub(lookup_unpin=unpinned.append)
+    hook(stubs.Stub(lmcache_engine=engine, async_loading=False), {stubs.NAME})
     return not unpinned
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="leak",
     targets=(
         LMCACHE_V1.request_finished(broken=">=0.3.9", probe=scheduler_shows_bug, fix=fix_scheduler, place=2),

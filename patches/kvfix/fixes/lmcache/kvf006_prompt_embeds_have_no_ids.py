@@ -1,8 +1,7 @@
 """EngineCore dies at the first prompt given as embeddings: LMCache counts token ids, and the request has none.
 
 ## Symptom
-At the first request with `prompt_embeds`, EngineCore dies with `TypeError: object of type 'NoneType' has no len()` in
-`RequestTracker.from_new_request`.
+EngineCore dies with `TypeError: object of type 'NoneType' has no len()` in `RequestTracker.from_new_request`.
 
 ## Cause
 The tracker counts and copies `prompt_token_ids`, which is None for a request with embeddings (0.5.6
@@ -23,32 +22,22 @@ https://github.com/vllm-project/vllm/issues/42119
 LMCache skips such requests, or includes embeddings in its keys.
 """
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable, Generator
-from types import ModuleType
 from typing import Any
 
 from kvfix.fixes import _closed, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, Steps, Wrapper, fix_around
 from kvfix.fixes.targets import LMCACHE_V1
 from kvfix.wrapping import after, around, instead
 
 
-def fix_lookup(adapter: ModuleType) -> Callable[..., Any]:
-    def get_num_new_matched_tokens(impl: Any, request: Any, num_computed_tokens: int) -> Any:
-        return instead(0)
-
-    return around(
-        get_num_new_matched_tokens,
-        when=lambda impl, request, *_, **__: request.prompt_embeds is not None,
-        on_fault=_closed.no_hit,
-    )
+@fix_around(when=lambda impl, request, *_, **__: request.prompt_embeds is not None, on_fault=_closed.no_hit)
+def fix_lookup(impl: Any, request: Any, num_computed_tokens: int) -> Any:
+    return instead(0)
 
 
-def fix_metadata(adapter: ModuleType) -> Callable[..., Any]:
-    def build_connector_meta(impl: Any, scheduler_output: Any) -> Generator[Any, Any, Any] | None:
+def fix_metadata(adapter: Any) -> Wrapper:
+    def build_connector_meta(impl: Any, scheduler_output: Any) -> Steps | None:
         if any(new.prompt_token_ids is None for new in scheduler_output.scheduled_new_reqs):
             return _with_ids(scheduler_output)
         return None
@@ -71,7 +60,7 @@ def _has_new(impl: Any, scheduler_output: Any, *_: Any, **__: Any) -> Any:
     return scheduler_output.scheduled_new_reqs
 
 
-def _with_ids(scheduler_output: Any) -> Generator[Any, Any, Any]:
+def _with_ids(scheduler_output: Any) -> Steps:
     with_ids = copy.copy(scheduler_output)
     with_ids.scheduled_new_reqs = [
         _with_zeros(new) if new.prompt_token_ids is None else new for new in scheduler_output.scheduled_new_reqs
@@ -86,13 +75,13 @@ def _with_zeros(new_request: Any) -> Any:
     return with_ids
 
 
-def lookup_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+def lookup_shows_bug(hook: Any, adapter: Any) -> bool:
     """A request with embeddings; the cache holds the zeros that stand for it. Right is 0, wrong is the hit."""
     impl = stubs.scheduler_side(lookup_client=stubs.lookup_client(256))
     return bool(hook(impl, stubs.request(300, prompt_token_ids=None, prompt_embeds=[0] * 300), 0) != 0)
 
 
-def metadata_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+def metadata_shows_bug(hook: Any, adapter: Any) -> bool:
     """A new request without token ids. Wrong is a TypeError."""
     blocks = (list(range(20)),)
     new = stubs.request(300, req_id=stubs.NAME, prompt_token_ids=None, prompt_embeds=[0] * 300, block_ids=blocks)
@@ -107,7 +96,6 @@ def metadata_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="crash",
     targets=(
         LMCACHE_V1.get_num_new_matched_tokens(broken=">=0.3.9", probe=lookup_shows_bug, fix=fix_lookup, place=3),
@@ -115,5 +103,4 @@ FIX = Fix(
     ),
     evidence={"KVD113": "", "KVR011": "object of type 'NoneType' has no len|'NoneType' object is not"},
     scenarios=("prompt-embeds",),
-    on_fault="closed",
 )

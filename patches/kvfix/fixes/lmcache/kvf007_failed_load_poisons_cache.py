@@ -5,10 +5,9 @@ Only `Request ... failed to load ... tokens across ... blocks` is logged. Later,
 prompt return wrong text.
 
 ## Cause
-`start_load_kv` records the blocks whose load failed, and vLLM drops the output of the step. But the step has run on KV
-that was not loaded. `wait_for_save` stores the result in the same step, and does not check the failed blocks (0.5.6
-vllm_v1_adapter.py:1104-1259). With kv_load_failure_policy "recompute" the right KV is computed one step later. The
-cache then already has the wrong chunks, and keeps them.
+After a failed load vLLM drops the output of the step, which has run on KV that was not loaded. `wait_for_save` stores
+the result in the same step, and does not check the failed blocks (0.5.6 vllm_v1_adapter.py:1104-1259). With
+kv_load_failure_policy "recompute" the right KV comes one step later, but the cache keeps the wrong chunks.
 
 ## Fix
 The worker does not save a request that has a failed block in that step. With asynchronous scheduling the worker does
@@ -30,18 +29,14 @@ None known.
 `wait_for_save` skips the requests whose load failed.
 """
 
-from __future__ import annotations
-
 from collections import deque
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
+from kvfix import scheduling
 from kvfix.fixes import _closed, _scheduler, _worker, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, fix_after, fix_before, note
 from kvfix.fixes.targets import LMCACHE_V1, SCHEDULER
-from kvfix.wrapping import GO_ON, after, before
+from kvfix.wrapping import GO_ON
 
 
 class Failed:
@@ -52,9 +47,7 @@ class Failed:
     """
 
     def __init__(self, config: Any) -> None:
-        in_flight = getattr(config, "max_concurrent_batches", None)  # since vLLM 0.26
-        in_flight = in_flight or 1 + bool(config.scheduler_config.async_scheduling)
-        self._steps: deque[tuple[Any, set[int]]] = deque(maxlen=in_flight)
+        self._steps: deque[tuple[Any, set[int]]] = deque(maxlen=scheduling.most_in_flight(config))
 
     def add(self, metadata: Any, blocks: set[int]) -> None:
         if not self._steps or self._steps[0][0] is not metadata:
@@ -65,20 +58,21 @@ class Failed:
         return set().union(*(blocks for _, blocks in self._steps))
 
 
-def fix_worker(adapter: ModuleType) -> Callable[..., Any]:
-    return before(_store_nothing_of_failed, when=_some_failed, on_fault=_saves_end)
+def _some_failed(impl: Any, *_: Any, **__: Any) -> Any:
+    return getattr(impl, "_invalid_block_ids", None) or hasattr(impl, "_kvfix_failed")  # 0.3.9 has neither
 
 
-def fix_layers(adapter: ModuleType) -> Callable[..., Any]:
+def _saves_end(impl: Any, *_: Any, **__: Any) -> Any:
+    """Store nothing after an error of this fix: it is unknown which KV was computed on failed loads."""
+    impl._kvfix_failed = None
+    return _closed.worker_saves_nothing(impl)
+
+
+@fix_after(when=lambda impl, *_, **__: impl.use_layerwise and _some_failed(impl), on_fault=_saves_end)
+def fix_layers(impl: Any, answer: Any, *_: Any, **__: Any) -> Any:
     """Wrap the save by layers, which begins at the first layer."""
-
-    def start_load_kv(impl: Any, answer: Any, *_: Any, **__: Any) -> Any:
-        _store_nothing_of_failed(impl)
-        return answer
-
-    return after(
-        start_load_kv, when=lambda impl, *_, **__: impl.use_layerwise and _some_failed(impl), on_fault=_saves_end
-    )
+    _store_nothing_of_failed(impl)
+    return answer
 
 
 def _store_nothing_of_failed(impl: Any, *_: Any, **__: Any) -> None:
@@ -98,10 +92,7 @@ def _store_nothing_of_failed(impl: Any, *_: Any, **__: Any) -> None:
             _worker.store_nothing(impl, request)
 
 
-def _saves_end(impl: Any, *_: Any, **__: Any) -> Any:
-    """Store nothing after an error of this fix: it is unknown which KV was computed on failed loads."""
-    impl._kvfix_failed = None
-    return _closed.worker_saves_nothing(impl)
+fix_worker = fix_before(when=_some_failed, on_fault=_saves_end)(_store_nothing_of_failed)
 
 
 def _saves_end_later(impl: Any, *_: Any, **__: Any) -> Any:
@@ -109,90 +100,64 @@ def _saves_end_later(impl: Any, *_: Any, **__: Any) -> Any:
     return GO_ON
 
 
-def _some_failed(impl: Any, *_: Any, **__: Any) -> Any:
-    return getattr(impl, "_invalid_block_ids", None) or hasattr(impl, "_kvfix_failed")  # 0.3.9 has neither
-
-
-def fix_failed_blocks(adapter: ModuleType) -> Callable[..., Any]:
-    def get_block_ids_with_load_errors(impl: Any, blocks: set[int]) -> set[int]:
-        if getattr(impl, "_kvfix_failed", ()) is None:  # an error before: nothing is stored any more
-            return blocks
-        if not hasattr(impl, "_kvfix_failed"):
-            impl._kvfix_failed = Failed(impl._vllm_config)
-        impl._kvfix_failed.add(getattr(impl._parent, "_connector_metadata", None), blocks)
+# A step that computes nothing saves nothing, but vLLM asks it for its failed blocks too: it counts.
+@fix_after(
+    when=lambda impl, blocks, *_, **__: blocks or getattr(impl, "_kvfix_failed", None), on_fault=_saves_end_later
+)
+def fix_failed_blocks(impl: Any, blocks: set[int]) -> set[int]:
+    if getattr(impl, "_kvfix_failed", ()) is None:  # an error before: nothing is stored any more
         return blocks
-
-    # A step that computes nothing saves nothing, but vLLM asks it for its failed blocks too: it counts.
-    return after(
-        get_block_ids_with_load_errors,
-        when=lambda impl, blocks, *_, **__: blocks or getattr(impl, "_kvfix_failed", None),
-        on_fault=_saves_end_later,
-    )
+    if not hasattr(impl, "_kvfix_failed"):
+        impl._kvfix_failed = Failed(impl._vllm_config)
+    impl._kvfix_failed.add(getattr(impl._parent, "_connector_metadata", None), blocks)
+    return blocks
 
 
 def _has_one_of(failed: Any, slot_mapping: Any, block_size: int) -> bool:
     return any(int(slot) // block_size in failed for slot in slot_mapping[::block_size])
 
 
-def fix_rollback(scheduler: ModuleType) -> Callable[..., Any]:
-    def _update_requests_with_invalid_blocks(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
-        for impl in _scheduler.lmcache_adapters(scheduler):
-            rolled_back = vars(impl).setdefault("_kvfix_rolled_back", set())
-            rolled_back.intersection_update(scheduler.requests)
-            rolled_back.update(answer[0])
-        return answer
-
-    def all_rolled_back(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
-        for impl in _scheduler.lmcache_adapters(scheduler):
-            impl._kvfix_rolled_back = set(scheduler.requests)
-        return answer
-
-    return after(_update_requests_with_invalid_blocks, on_fault=all_rolled_back)
+def _all_rolled_back(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
+    for impl in _scheduler.lmcache_adapters(scheduler):
+        impl._kvfix_rolled_back = set(scheduler.requests)
+    return answer
 
 
-def fix_scheduler(adapter: ModuleType) -> Callable[..., Any]:
-    def build_connector_meta(impl: Any, scheduler_output: Any) -> None:
-        cached, trackers = scheduler_output.scheduled_cached_reqs, impl._request_trackers
-        for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=False):
-            if name in impl._kvfix_rolled_back and computed < len(trackers[name].token_ids):
-                note(__name__, f"request {name} was rolled back to {computed} tokens")
-                trackers[name].num_saved_tokens = 0
-        impl._kvfix_rolled_back.difference_update(cached.req_ids, scheduler_output.finished_req_ids)
-
-    # The hook runs in every step: a loop over all running requests would cost more than all other fixes together.
-    return before(
-        build_connector_meta,
-        when=lambda impl, *_, **__: getattr(impl, "_kvfix_rolled_back", None),
-        on_fault=_closed.save_nothing_more,
-    )
+@fix_after(on_fault=_all_rolled_back)
+def fix_rollback(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
+    for impl in _scheduler.lmcache_adapters(scheduler):
+        rolled_back = vars(impl).setdefault("_kvfix_rolled_back", set())
+        rolled_back.intersection_update(scheduler.requests)
+        rolled_back.update(answer[0])
+    return answer
 
 
-def worker_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+# The hook runs in every step: a loop over all running requests would cost more than all other fixes together.
+@fix_before(when=lambda impl, *_, **__: getattr(impl, "_kvfix_rolled_back", None), on_fault=_closed.save_nothing_more)
+def fix_scheduler(impl: Any, scheduler_output: Any) -> None:
+    cached, trackers = scheduler_output.scheduled_cached_reqs, impl._request_trackers
+    for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=False):
+        if name in impl._kvfix_rolled_back and computed < len(trackers[name].token_ids):
+            note(__name__, f"request {name} was rolled back to {computed} tokens")
+            trackers[name].num_saved_tokens = 0
+    impl._kvfix_rolled_back.difference_update(cached.req_ids, scheduler_output.finished_req_ids)
+
+
+def worker_shows_bug(hook: Any, adapter: Any) -> bool:
     """Block 3 failed to load, and the step saves its request. Wrong is to save it."""
-    import torch  # the adapter has imported it
-
-    stored: list[Any] = []
-    save = SimpleNamespace(skip_leading_tokens=0, can_save=True)
-    slots = torch.arange(48, 64)
-    request = SimpleNamespace(
-        req_id=stubs.NAME, token_ids=[0] * 16, slot_mapping=slots, save_spec=save, load_spec=None, disagg_spec=None,
-        is_last_prefill=True, request_configs=None,
-    )  # fmt: skip
-    engine = SimpleNamespace(lookup_unpin=lambda *_: None, store=lambda *_, **__: stored.append(1))
-    hook(stubs.worker_side(adapter, request, lmcache_engine=engine, _invalid_block_ids={3}))
-    return bool(stored)
+    return _worker.stores(hook, adapter, {"_invalid_block_ids": {3}})
 
 
-def failed_blocks_are_forgotten(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+def failed_blocks_are_forgotten(hook: Any, adapter: Any) -> bool:
     """Block 3 has failed, and the next step is in flight: the hook reports the block and forgets it."""
-    config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=True))
-    impl = SimpleNamespace(_invalid_block_ids={3}, _vllm_config=config, _parent=None, _recent_load_errors=())
+    config = stubs.Stub(scheduler_config=stubs.Stub(async_scheduling=True))
+    impl = stubs.Stub(_invalid_block_ids={3}, _vllm_config=config, _parent=None, _recent_load_errors=())
     if hook(impl) != {3}:
         raise LookupError("the hook does not report the failed blocks")
     return not getattr(impl, "_kvfix_failed", None)
 
 
-def scheduler_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+def scheduler_shows_bug(hook: Any, adapter: Any) -> bool:
     """512 tokens count as saved, vLLM has rolled back to 256 and computes 16 more. Right is to save all 272 tokens."""
     impl, tracker = stubs.scheduled(adapter, 900, tracked=512, computed=256, _kvfix_rolled_back={stubs.NAME})
     tracker.num_saved_tokens = 512
@@ -200,18 +165,15 @@ def scheduler_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
     return not meta.requests or meta.requests[0].save_spec.skip_leading_tokens != 0
 
 
-def rollback_is_not_recorded(hook: Callable[..., Any], scheduler: ModuleType) -> bool:
+def rollback_is_not_recorded(hook: Any, scheduler: Any) -> bool:
     """One running request, its first block has failed: the hook rolls it back, and nothing records that."""
-    request, impl = stubs.request(32, num_computed_tokens=20, num_cached_tokens=16), SimpleNamespace()
-    rolled_back, *_ = _scheduler.roll_back(hook, request, adapter=impl)
-    if rolled_back != {stubs.NAME}:
-        raise LookupError("the first value that the hook returns is not the rolled back requests")
+    impl = stubs.Stub()
+    _scheduler.roll_back_one(hook, impl)
     return not getattr(impl, "_kvfix_rolled_back", None)
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(
         LMCACHE_V1.wait_for_save(broken=">=0.3.9", probe=worker_shows_bug, fix=fix_worker, place=1),
@@ -225,10 +187,5 @@ FIX = Fix(
         ),
     ),
     evidence={"KVD302": "", "KVD1090": ""},
-    scenarios=(
-        "failed-load-poisons-cache",
-        "failed-load-stored-last",
-        "failed-load-stored-under-way",
-    ),
-    on_fault="closed",
+    scenarios=("failed-load-poisons-cache", "failed-load-stored-last", "failed-load-stored-under-way"),
 )

@@ -6,14 +6,12 @@ that the log has `Request ... failed to load 1024 tokens across 64 blocks` and `
 than the expected number of tokens! This should not happen!`.
 
 ## Cause
-When a load fails, vLLM rolls the request back to its last good token. The connector does not roll its tracker back. The
-connector appends the tokens of the next step to the tracker's old tokens. The tracker then has more tokens than the
-request has slots, and its token list is wrong.
+When a load fails, vLLM rolls the request back to its last good token. The connector appends the tokens of the next step
+to the tracker's old tokens. The tracker then has more tokens than the request has slots.
 
 ## Fix
-Before the step's metadata are built, the fix cuts a tracker that is ahead of vLLM to the tokens that vLLM has computed.
-The fix marks all tokens of the tracker as not saved, because the scheduler does not know which tokens the failed step
-saved. LMCache does not store a cached chunk twice.
+Before the step's metadata are built, the fix cuts a tracker that is ahead of vLLM to vLLM's computed tokens, and marks
+them as not saved. LMCache does not store a cached chunk twice.
 
 ## Releases
 LMCache 0.3.9 to 0.3.15.
@@ -25,33 +23,25 @@ https://github.com/LMCache/LMCache/issues/2294, https://github.com/LMCache/LMCac
 LMCache 0.3.15 is no longer in use.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _closed, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, fix_before, note
 from kvfix.fixes.targets import LMCACHE_V1
-from kvfix.wrapping import before
 
 
-def fix(adapter: ModuleType) -> Callable[..., Any]:
-    def build_connector_meta(impl: Any, scheduler_output: Any) -> None:
-        cached = scheduler_output.scheduled_cached_reqs
-        for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=False):
-            tracker = impl._request_trackers[name]
-            if computed < len(tracker.token_ids):
-                tracker.token_ids = list(impl._unfinished_requests[name].all_token_ids[:computed])
-                tracker.num_saved_tokens = 0
-                note(__name__, f"request {name} was rolled back to {computed} tokens")
-
-    return before(build_connector_meta, on_fault=_closed.save_nothing_more)
+@fix_before(on_fault=_closed.save_nothing_more)
+def fix(impl: Any, scheduler_output: Any) -> None:
+    cached = scheduler_output.scheduled_cached_reqs
+    for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=False):
+        tracker = impl._request_trackers[name]
+        if computed < len(tracker.token_ids):
+            tracker.token_ids = list(impl._unfinished_requests[name].all_token_ids[:computed])
+            tracker.num_saved_tokens = 0
+            note(__name__, f"request {name} was rolled back to {computed} tokens")
 
 
-def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+def shows_bug(hook: Any, adapter: Any) -> bool:
     """The load of 512 tokens failed, vLLM has 256 and computes 16 more. Right is 272 tokens, wrong is 528."""
     impl, tracker = stubs.scheduled(adapter, 900, tracked=512, computed=256)
     hook(impl, stubs.step(16, computed=256))
@@ -60,10 +50,8 @@ def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="crash",
     targets=(LMCACHE_V1.build_connector_meta(broken=">=0.3.9,<0.4.1", probe=shows_bug, fix=fix, place=4),),
     evidence={"KVD112": "", "KVD302": "", "KVD1090": "", "KVR008": "", "KVR011": "^wait_for_save: AssertionError"},
     scenarios=("retrieve-fail-slot-mismatch",),
-    on_fault="closed",
 )

@@ -5,8 +5,7 @@ A consumer logs `Pin timeout detected for MemoryObj ...` and `Force unpinned ...
 timeout, the cache cannot evict chunks that are no longer needed.
 
 ## Cause
-`wait_for_save` unpins the requests of the step and saves them. A consumer saves nothing, so the hook returns before it
-unpins.
+`wait_for_save` unpins the requests of the step. On a consumer, which saves nothing, the hook returns before that.
 
 ## Fix
 On a consumer, the fix acts after `wait_for_save` and unpins the requests of the step.
@@ -21,41 +20,32 @@ https://github.com/LMCache/LMCache/pull/2786; fixed in 0.4.3.
 LMCache 0.4.2 is no longer in use.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, fix_after, note
 from kvfix.fixes.targets import LMCACHE_V1
-from kvfix.wrapping import after
 
 
-def fix(adapter: ModuleType) -> Callable[..., Any]:
-    def wait_for_save(impl: Any, answer: None) -> None:
-        if impl.kv_role == "kv_consumer":
-            for request in impl._parent._get_connector_metadata().requests:
-                note(__name__, f"request {request.req_id}: its pins are released")
-                impl.lmcache_engine.lookup_unpin(request.req_id)
-
-    return after(wait_for_save)
+@fix_after()
+def fix(impl: Any, answer: None) -> None:
+    if impl.kv_role == "kv_consumer":
+        for request in impl._parent._get_connector_metadata().requests:
+            note(__name__, f"request {request.req_id}: its pins are released")
+            impl.lmcache_engine.lookup_unpin(request.req_id)
 
 
-def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+def shows_bug(hook: Any, adapter: Any) -> bool:
     """A step with one request on a consumer. Wrong is not to unpin it."""
     unpinned: list[Any] = []
-    engine = SimpleNamespace(lookup_unpin=unpinned.append)
-    meta = SimpleNamespace(req_id=stubs.NAME, save_spec=None)
+    engine = stubs.Stub(lookup_unpin=unpinned.append)
+    meta = stubs.Stub(req_id=stubs.NAME, save_spec=None)
     hook(stubs.worker_side(adapter, meta, kv_role="kv_consumer", lmcache_engine=engine))
     return not unpinned
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="leak",
     targets=(LMCACHE_V1.wait_for_save(broken=">=0.3.9,<0.4.3", probe=shows_bug, fix=fix, place=2),),
     evidence={"KVD401": "", "KVR009": "^pins of the worker "},

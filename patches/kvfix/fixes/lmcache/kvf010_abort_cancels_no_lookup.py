@@ -21,36 +21,28 @@ None known.
 `cancel_lookup` checks whether the lookup exists.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, fix_around
 from kvfix.fixes.targets import ASYNC_LOOKUP_CLIENT
-from kvfix.wrapping import around, instead
+from kvfix.wrapping import instead
 
 
-def fix(client: ModuleType) -> Callable[..., Any]:
-    @around
-    def cancel_lookup(client: Any, lookup_id: str) -> Any:
-        return None if lookup_id in client.reqs_status else instead(None)
-
-    return cancel_lookup
+@fix_around()
+def fix(client: Any, lookup_id: str) -> Any:
+    return None if lookup_id in client.reqs_status else instead(None)
 
 
-def shows_bug(hook: Callable[..., Any], client: ModuleType) -> bool:
+def shows_bug(hook: Any, client: Any) -> bool:
     """A lookup that the client does not have is cancelled. Wrong is to keep its id."""
-    stub = SimpleNamespace(aborted_lookups=set(), reqs_status={})
+    stub = stubs.async_lookup_client(reqs_status={})
     hook(stub, stubs.NAME)
     return stubs.NAME in stub.aborted_lookups
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="leak",
     targets=(ASYNC_LOOKUP_CLIENT.cancel_lookup(broken=">=0.3.10", probe=shows_bug, fix=fix),),
     evidence={"KVR009": r"^lookup_client\.(aborted_lookups|reqs_status) "},

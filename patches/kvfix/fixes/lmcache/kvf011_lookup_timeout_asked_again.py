@@ -5,11 +5,10 @@ LMCache logs `Request ... is still waiting for async lookup after 3 seconds, ret
 can recompute`. Then the asynchronous lookup client raises `KeyError: '<request id>'`, and EngineCore dies.
 
 ## Cause
-With asynchronous loading the client gives up after `lookup_timeout_ms`. The client returns 0 and deletes the start time
-of the lookup, but the lookup still counts as in flight. If no blocks are free for the request in this step, vLLM asks
-again in the next step, and the client reads the deleted start time (lmcache_async_lookup_client.py 0.5.6:174, :187). Up
-to 0.3.15 the client also does not cancel the lookup. If the request has ended when the late answer arrives, the answer
-and the fetched chunks leak.
+With asynchronous loading the client gives up after `lookup_timeout_ms`. It returns 0 and deletes the start time of the
+lookup, which still counts as in flight. If vLLM has no free blocks, it asks again in the next step, and the client
+reads the deleted start time (lmcache_async_lookup_client.py 0.5.6:174, :187). Up to 0.3.15 the client also does not
+cancel the lookup, so the late answer and the fetched chunks of an ended request leak.
 
 ## Fix
 After a timeout the fix returns 0 for the lookup. It does so until the late answer has arrived and LMCache has cleaned
@@ -25,35 +24,19 @@ https://github.com/LMCache/LMCache/issues/3685, https://github.com/LMCache/LMCac
 `lookup_cache` returns an answer for a lookup that has timed out.
 """
 
-from __future__ import annotations
-
-import threading
-from collections.abc import Callable, Generator
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, Steps, fix_around
 from kvfix.fixes.targets import ASYNC_LOOKUP_CLIENT
-from kvfix.wrapping import around
-
-_UNKNOWN = -1
 
 
 def given_up(client: Any, lookup_id: str) -> bool:
     """The lookup is in flight and has no start time."""
-    return client.reqs_status.get(lookup_id, _UNKNOWN) is None and lookup_id not in client.first_lookup_time
+    return client.reqs_status.get(lookup_id, "unknown") is None and lookup_id not in client.first_lookup_time
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    @around
-    def lookup_cache(client: Any, lookup_id: str) -> Generator[None, Any, Any]:
-        return _answered(client, lookup_id)
-
-    return lookup_cache
-
-
-def _answered(client: Any, lookup_id: str) -> Generator[None, Any, Any]:
+def _answered(client: Any, lookup_id: str) -> Steps:
     if given_up(client, lookup_id):
         return 0
     answer = yield
@@ -62,34 +45,22 @@ def _answered(client: Any, lookup_id: str) -> Generator[None, Any, Any]:
     return answer
 
 
-def fix_0_3_10(module: ModuleType) -> Callable[..., Any]:
+fix = fix_around()(_answered)
+
+
+@fix_around()
+def fix_0_3_10(client: Any, tokens: Any, lookup_id: str, request_configs: Any = None) -> Steps:
     """In 0.3.10 `lookup` itself keeps the state."""
-
-    @around
-    def lookup(client: Any, tokens: Any, lookup_id: str, request_configs: Any = None) -> Generator[None, Any, Any]:
-        return _answered(client, lookup_id)
-
-    return lookup
+    return _answered(client, lookup_id)
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType, *tokens: Any) -> bool:
+def shows_bug(hook: Any, module: Any, *tokens: Any) -> bool:
     """A lookup in flight without a start time. Right is 0, wrong is a KeyError."""
-    client = SimpleNamespace(
-        lock=threading.Lock(),
-        reqs_status={stubs.NAME: None},
-        first_lookup_time={},
-        lookup_backoff_time=0,
-        aborted_lookups=set(),
-        timeout_ms=3000,
-        config=SimpleNamespace(lookup_timeout_ms=3000),
-        _cleanup_finished_aborted_lookups=lambda: None,
-    )
-    return stubs.raises(KeyError, hook, client, *tokens, stubs.NAME)
+    return stubs.raises(KeyError, hook, stubs.async_lookup_client(), *tokens, stubs.NAME)
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="crash",
     targets=(
         ASYNC_LOOKUP_CLIENT.lookup_cache(broken=">=0.3.10.post1", probe=shows_bug, fix=fix),
@@ -98,8 +69,5 @@ FIX = Fix(
         ),
     ),
     evidence={"KVD114": "", "KVD211": "", "KVR011": "KeyError"},
-    scenarios=(
-        "async-late-answer-left",
-        "async-lookup-timeout",
-    ),
+    scenarios=("async-late-answer-left", "async-lookup-timeout"),
 )

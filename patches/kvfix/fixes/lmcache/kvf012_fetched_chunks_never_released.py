@@ -6,10 +6,9 @@ local cpu backend. Local cpu memory is under pressure.`
 
 ## Cause
 A lookup with a hit fetches and pins the chunks. If vLLM's own prefix cache has at least as many tokens as the hit,
-LMCache promises and loads nothing. Only a load, or the clean-up of an aborted lookup, releases the fetched chunks.
-Neither releases the pins (0.3.15 cache_engine.py:1295). From 0.3.10.post1 on, the clean-up gets pairs of key and chunk
-but treats each pair as a chunk. It then releases no chunk: `Error releasing memory object: 'tuple' object has no
-attribute 'ref_count_down'`.
+LMCache loads nothing. Only a load or the clean-up of an aborted lookup releases the chunks, and neither releases the
+pins (0.3.15 cache_engine.py:1295). From 0.3.10.post1 on, the clean-up releases no chunk at all, because it takes pairs
+of key and chunk for chunks: `Error releasing memory object: 'tuple' object has no attribute 'ref_count_down'`.
 
 ## Fix
 When the pins of the request are released at the end of its step, the fix also releases the chunks that were fetched and
@@ -25,71 +24,58 @@ https://github.com/LMCache/LMCache/pull/2559; fixed in 0.4.1.
 LMCache 0.3.15 is no longer in use.
 """
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable, Generator
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _engine, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, Steps, fix_after, fix_around, note
 from kvfix.fixes.targets import CACHE_ENGINE
-from kvfix.wrapping import after, around, instead
+from kvfix.wrapping import instead
 
 
-def fix(engine: ModuleType) -> Callable[..., Any]:
-    def lookup_unpin(engine: Any, answer: None, lookup_id: str) -> None:
-        if engine.async_loading:
-            events = sys.modules["lmcache.v1.event_manager"]
-            if engine.event_manager.get_event_status(events.EventType.LOADING, lookup_id) == events.EventStatus.DONE:
-                note(__name__, f"request {lookup_id}: its fetched chunks are released")
-                engine.cleanup_memory_objs(lookup_id)
-
-    return after(lookup_unpin)
+@fix_after()
+def fix(engine: Any, answer: None, lookup_id: str) -> None:
+    if engine.async_loading:
+        events = sys.modules["lmcache.v1.event_manager"]
+        if engine.event_manager.get_event_status(events.EventType.LOADING, lookup_id) == events.EventStatus.DONE:
+            note(__name__, f"request {lookup_id}: its fetched chunks are released")
+            engine.cleanup_memory_objs(lookup_id)
 
 
-def fix_clean_up(engine: ModuleType) -> Callable[..., Any]:
-    @around
-    def cleanup_memory_objs(engine: Any, lookup_id: str) -> Any:
-        chunks = _engine.fetched(engine, lookup_id)
-        if not chunks:
-            return None
-        engine.event_manager.pop_event(sys.modules["lmcache.v1.event_manager"].EventType.LOADING, lookup_id)
-        for chunk in chunks:
-            _engine.unpin(chunk)
-            chunk.ref_count_down()
-        return instead(None)
-
-    return cleanup_memory_objs
+@fix_around()
+def fix_clean_up(engine: Any, lookup_id: str) -> Any:
+    chunks = _engine.fetched(engine, lookup_id)
+    if not chunks:
+        return None
+    engine.event_manager.pop_event(sys.modules["lmcache.v1.event_manager"].EventType.LOADING, lookup_id)
+    for chunk in chunks:
+        _engine.unpin(chunk)
+        chunk.ref_count_down()
+    return instead(None)
 
 
-def fix_load(engine: ModuleType) -> Callable[..., Any]:
-    @around
-    def retrieve(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Generator[None, Any, Any] | None:
-        chunks = _engine.fetched(engine, more.get("req_id")) if engine.async_loading else []
-        return _unpinned_after(chunks) if chunks else None
-
-    return retrieve
+@fix_around()
+def fix_load(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Steps | None:
+    chunks = _engine.fetched(engine, more.get("req_id")) if engine.async_loading else []
+    return _unpinned_after(chunks) if chunks else None
 
 
-def _unpinned_after(chunks: list[Any]) -> Generator[None, Any, Any]:
+def _unpinned_after(chunks: list[Any]) -> Steps:
     answer = yield
     for chunk in chunks:
         _engine.unpin(chunk)
     return answer
 
 
-def shows_bug(hook: Callable[..., Any], engine: ModuleType) -> bool:
+def shows_bug(hook: Any, engine: Any) -> bool:
     """The chunks are fetched and not loaded. A function with the bug does not clean them up."""
     cleaned: list[str] = []
     done = sys.modules["lmcache.v1.event_manager"].EventStatus.DONE
-    stub = SimpleNamespace(
+    stub = stubs.Stub(
         lookup_pins={},
         async_loading=True,
         storage_manager=None,
-        event_manager=SimpleNamespace(get_event_status=lambda kind, name: done),
+        event_manager=stubs.Stub(get_event_status=lambda kind, name: done),
         cleanup_memory_objs=cleaned.append,
     )
     hook(stub, stubs.NAME)
@@ -99,7 +85,6 @@ def shows_bug(hook: Callable[..., Any], engine: ModuleType) -> bool:
 BROKEN = ">=0.3.10,<0.4.1"
 FIX = Fix(
     __name__,
-    __doc__,
     effect="leak",
     targets=(
         CACHE_ENGINE.lookup_unpin(broken=BROKEN, probe=shows_bug, fix=fix),

@@ -2,17 +2,15 @@
 
 ## Symptom
 The worker dies at `assert memory_obj.tensor is not None`: the next request that hits the chunk finds a memory object
-without a tensor. Or that request reads other KV in its place. Before that, LMCache sometimes logs `Double unpin
-occurred somewhere.`
+without a tensor. Or that request reads other KV. Before that, LMCache sometimes logs `Double unpin occurred somewhere.`
 
 ## Cause
 `retrieve` releases the chunks that it has loaded (0.5.6 cache_engine.py:962-964) and those that it did not need
 (:1733). Then `lookup_unpin` cleans up the lookup, which releases all of them again (:1409-1441).
 
 ## Fix
-The fix removes the chunks that `retrieve` has released from the chunks of the lookup, so the clean-up releases only the
-rest. The clean-up would also have released the pin of a chunk that `retrieve` did not need. So the fix releases this
-pin together with the reference.
+The clean-up releases only chunks that `retrieve` has not released. For a chunk that `retrieve` did not need, the fix
+releases the pin too, as the clean-up would have done.
 
 ## Releases
 LMCache 0.4.1 to 0.5.6, with `enable_async_loading`. Up to 0.5.1 the bug affects only chunks that vLLM already has.
@@ -24,29 +22,22 @@ https://github.com/LMCache/LMCache/issues/5090, https://github.com/LMCache/LMCac
 `cleanup_memory_objs` no longer releases the chunks that `retrieve` has released.
 """
 
-from __future__ import annotations
-
 from _thread import get_ident
-from collections.abc import Callable, Generator
 from contextlib import ExitStack
-from types import ModuleType
 from typing import Any
 
 from kvfix.fixes import _engine, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, Steps, fix_around
 from kvfix.fixes.targets import CACHE_ENGINE
-from kvfix.wrapping import around, replaced
+from kvfix.wrapping import replaced
 
 
-def fix(engine: ModuleType) -> Callable[..., Any]:
-    @around
-    def retrieve(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Generator[None, Any, Any] | None:
-        lookup_id = more.get("req_id")
-        if not engine.async_loading or engine.remove_after_retrieve or not _engine.fetched(engine, lookup_id):
-            return None
-        return _consumed(engine, lookup_id)
-
-    return retrieve
+@fix_around()
+def fix(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Steps | None:
+    lookup_id = more.get("req_id")
+    if not engine.async_loading or engine.remove_after_retrieve or not _engine.fetched(engine, lookup_id):
+        return None
+    return _consumed(engine, lookup_id)
 
 
 class Calls:
@@ -68,7 +59,7 @@ class Calls:
         self.counted = {"ref_count_down": ref_count_down, "unpin": take_pin}
 
 
-def _consumed(engine: Any, lookup_id: Any) -> Generator[None, Any, Any]:
+def _consumed(engine: Any, lookup_id: Any) -> Steps:
     chunks = {id(chunk): (chunk, Calls(chunk)) for chunk in _engine.fetched(engine, lookup_id)}
     try:
         with ExitStack() as stack:
@@ -86,7 +77,6 @@ def _consumed(engine: Any, lookup_id: Any) -> Generator[None, Any, Any]:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(CACHE_ENGINE.retrieve(broken=">=0.4.1", probe=stubs.cannot_tell, fix=fix, place=2),),
     evidence={"KVD115": "", "KVD403": ""},

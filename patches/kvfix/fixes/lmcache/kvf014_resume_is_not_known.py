@@ -1,8 +1,7 @@
 """Preempted requests return wrong text: LMCache handles a resumed request like a running one, and stores wrong KV.
 
 ## Symptom
-Nothing is logged. Requests that were preempted return wrong text, and so do other requests that begin with the same
-tokens.
+Nothing is logged. Requests that were preempted, and others that begin with the same tokens, return wrong text.
 
 ## Cause
 The connector promises a resumed request the tokens that LMCache has. vLLM counts them as computed, but no load starts,
@@ -11,8 +10,7 @@ the resume. The old blocks now belong to other requests. LMCache stores the KV o
 resumed request (0.3.9 vllm_v1_adapter.py, `build_connector_meta`).
 
 ## Fix
-The fix promises nothing to a resumed request. It resets the tracker to the tokens that vLLM has computed and to the new
-blocks.
+The fix promises nothing to a resumed request, and resets the tracker to vLLM's computed tokens and the new blocks.
 
 ## Releases
 LMCache 0.3.9 to 0.3.9.post2.
@@ -24,47 +22,38 @@ None known; 0.3.10 handles resumed requests.
 LMCache 0.3.9.post2 is no longer in use.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from kvfix import scheduling
-from kvfix.acting import note
 from kvfix.fixes import _closed, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, fix_around, fix_before, note
 from kvfix.fixes.targets import LMCACHE_V1
-from kvfix.wrapping import around, before, instead
+from kvfix.wrapping import instead
 
 
-def fix_lookup(adapter: ModuleType) -> Callable[..., Any]:
-    def get_num_new_matched_tokens(impl: Any, request: Any, num_computed_tokens: int) -> Any:
-        return instead(0) if request.request_id in impl._request_trackers else None
-
-    return around(get_num_new_matched_tokens, on_fault=_closed.no_hit)
+@fix_around(on_fault=_closed.no_hit)
+def fix_lookup(impl: Any, request: Any, num_computed_tokens: int) -> Any:
+    return instead(0) if request.request_id in impl._request_trackers else None
 
 
-def fix_metadata(adapter: ModuleType) -> Callable[..., Any]:
-    def build_connector_meta(impl: Any, scheduler_output: Any) -> None:
-        for name in scheduling.resumed(scheduler_output):
-            tracker, request = impl._request_trackers[name], impl._unfinished_requests[name]
-            tracker.token_ids = list(request.all_token_ids[: request.num_computed_tokens])
-            tracker.allocated_block_ids = []
-            note(__name__, f"request {name} is resumed")
-            tracker.num_saved_tokens = 0
-
-    return before(build_connector_meta, on_fault=_closed.save_nothing_more)
+@fix_before(on_fault=_closed.save_nothing_more)
+def fix_metadata(impl: Any, scheduler_output: Any) -> None:
+    for name in scheduling.resumed(scheduler_output):
+        tracker, request = impl._request_trackers[name], impl._unfinished_requests[name]
+        tracker.token_ids = list(request.all_token_ids[: request.num_computed_tokens])
+        tracker.allocated_block_ids = []
+        note(__name__, f"request {name} is resumed")
+        tracker.num_saved_tokens = 0
 
 
-def lookup_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+def lookup_shows_bug(hook: Any, adapter: Any) -> bool:
     """A lookup for a request that was scheduled before. Right is 0 here: no load would start."""
     client = stubs.lookup_client(256)
     impl = stubs.scheduler_side(lookup_client=client, _request_trackers={stubs.NAME: object()})
     return bool(hook(impl, stubs.request(300), 0) != 0)
 
 
-def metadata_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+def metadata_shows_bug(hook: Any, adapter: Any) -> bool:
     """Resumed with 256 of 512 tokens and 20 new blocks. Wrong is a tracker that also has the old blocks."""
     impl, tracker = stubs.scheduled(adapter, 900, tracked=512, computed=256)
     hook(impl, stubs.step(16, computed=256, blocks=list(range(40, 60)), resumed=True))
@@ -73,7 +62,6 @@ def metadata_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(
         LMCACHE_V1.get_num_new_matched_tokens(
@@ -83,5 +71,4 @@ FIX = Fix(
     ),
     evidence={"KVR006": ""},
     scenarios=("resume-is-not-known",),
-    on_fault="closed",
 )

@@ -6,8 +6,7 @@ is under pressure. Waiting for 0.1 seconds before retrying.` vLLM logs `Running:
 
 ## Cause
 `allocate` evicts only chunks of the CPU cache itself. There is nothing to evict if every chunk is pinned, or with
-`local_cpu: false`, where the CPU only stages chunks for disk or remote. A load then waits without end (0.5.6
-local_cpu_backend.py:686-745).
+`local_cpu: false`, where the CPU only stages chunks for disk or remote (0.5.6 local_cpu_backend.py:686-745).
 
 ## Fix
 A load waits for at most ten seconds for all its chunks together. Then it gets no memory and fails, and vLLM computes
@@ -26,18 +25,14 @@ set `local_cpu: true`, a larger `max_local_cpu_size`, or fewer requests at once.
 `allocate` has a timeout.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 import time
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix import clock, engine_log
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, Wrapper, fix_calls
 from kvfix.fixes.targets import LOCAL_CPU_BACKEND, LOCAL_DISK_BACKEND
 from kvfix.wrapping import positional
 
@@ -69,8 +64,8 @@ class _Waits(threading.local):
         return True
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def bounded(original: Callable[..., Any]) -> Callable[..., Any]:
+def fix(module: Any) -> Wrapper:
+    def bounded(original: Any) -> Any:
         evicts, loops = PLACES.get(original.__name__, (4, 5))
         by_position = positional(original)
         waits = _Waits()
@@ -97,25 +92,19 @@ def fix(module: ModuleType) -> Callable[..., Any]:
     return bounded
 
 
-def fix_disk(module: ModuleType) -> Callable[..., Any]:
-    def without_memory(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def load_bytes_from_disk(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return original(*args, **kwargs)
-            except AssertionError as error:
-                if "Memory allocation failed" not in str(error):
-                    raise
-                return None
-
-        return load_bytes_from_disk
-
-    return without_memory
+@fix_calls
+def fix_disk(load: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return load(*args, **kwargs)
+    except AssertionError as error:
+        if "Memory allocation failed" not in str(error):
+            raise
+        return None
 
 
-def disk_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def disk_shows_bug(hook: Any, module: Any) -> bool:
     """A load of a chunk without free memory. Right is None, wrong is an AssertionError."""
-    backend = SimpleNamespace(local_cpu_backend=SimpleNamespace(allocate=lambda *_, **__: None))
+    backend = stubs.Stub(local_cpu_backend=stubs.Stub(allocate=lambda *_, **__: None))
     try:
         return hook(backend, None, "", dtype=None, shape=None, fmt=None) is not None
     except AssertionError:
@@ -124,7 +113,6 @@ def disk_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
     targets=(
         LOCAL_CPU_BACKEND.allocate(broken=">=0.3.9", probe=stubs.cannot_tell, fix=fix),

@@ -9,10 +9,9 @@ LMCache's in-process connector builds its keys from token ids, model and layout.
 mentions LoRA or cache_salt. vLLM's own prefix cache has both in its keys.
 
 ## Fix
-If a request has an adapter or a salt, the fix adds a hash of both to its keys, as a tag. Lookup, load and store use
-these keys. LMCache itself supports tags: every parameter in `kv_transfer_params` whose name begins with `lmcache.tag.`
-becomes a part of the key. All other keys stay the same. With `use_layerwise`, LMCache's vllm_v1_adapter.py does not
-pass the tags to the cache engine. The fix adds the tags to the call.
+If a request has an adapter or a salt, the fix adds a hash of both to its keys, as a tag. LMCache itself supports tags:
+a parameter in `kv_transfer_params` whose name begins with `lmcache.tag.` becomes a part of the key. With
+`use_layerwise`, LMCache does not pass the tags to the cache engine, so the fix adds them to the call.
 
 ## Mixed roll-out
 Use the fix in all engines that share a cache, or in none of them. Take a request with an adapter or a salt. An engine
@@ -30,19 +29,15 @@ https://github.com/LMCache/LMCache/issues/2961, https://github.com/vllm-project/
 LMCache has LoRA and cache_salt in its keys.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
-from collections.abc import Callable, Generator
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import _closed, _layerwise, stubs
-from kvfix.fixes.api import NEW_REQUESTS, Fix
+from kvfix.fixes.api import NEW_REQUESTS, Fix, Steps, fix_around
 from kvfix.fixes.targets import LMCACHE_V1
 from kvfix.session import session
-from kvfix.wrapping import GO_ON, View, around
+from kvfix.wrapping import GO_ON, View
 
 TAG = "lmcache.tag.kvfix"
 
@@ -60,34 +55,13 @@ def tagged(sampling_params: Any, lora_request: Any, salt: str | None) -> Any:
     return copied
 
 
-def fix_lookup(adapter: ModuleType) -> Callable[..., Any]:
-    def get_num_new_matched_tokens(impl: Any, request: Any, num_computed_tokens: int) -> Generator[Any, Any, Any]:
-        own = request.sampling_params
-        if request.request_id in session.before:
-            return (yield)
-        with_tag = tagged(own, request.lora_request, getattr(request, "cache_salt", None))
-        return (yield None if with_tag is own else (View(request, sampling_params=with_tag), num_computed_tokens))
-
-    return around(get_num_new_matched_tokens, on_fault=_closed.no_hit)
-
-
-def fix_metadata(adapter: ModuleType) -> Callable[..., Any]:
-    def build_connector_meta(impl: Any, scheduler_output: Any) -> Generator[Any, Any, Any]:
-        new_requests, changed = [], False
-        for new in scheduler_output.scheduled_new_reqs:
-            salt = getattr(impl._unfinished_requests.get(new.req_id), "cache_salt", None)
-            with_tag = tagged(new.sampling_params, new.lora_request, salt)
-            if with_tag is not new.sampling_params and new.req_id not in session.before:
-                new, changed = copy.copy(new), True
-                new.sampling_params = with_tag
-            new_requests.append(new)
-        if not changed:
-            return (yield)
-        output = copy.copy(scheduler_output)
-        output.scheduled_new_reqs = new_requests
-        return (yield (output,))
-
-    return around(build_connector_meta, on_fault=_found_by_none)
+@fix_around(on_fault=_closed.no_hit)
+def fix_lookup(impl: Any, request: Any, num_computed_tokens: int) -> Steps:
+    own = request.sampling_params
+    if request.request_id in session.before:
+        return (yield)
+    with_tag = tagged(own, request.lora_request, getattr(request, "cache_salt", None))
+    return (yield None if with_tag is own else (View(request, sampling_params=with_tag), num_computed_tokens))
 
 
 def _found_by_none(impl: Any, scheduler_output: Any, *_: Any, **__: Any) -> Any:
@@ -100,6 +74,23 @@ def _found_by_none(impl: Any, scheduler_output: Any, *_: Any, **__: Any) -> Any:
     return GO_ON
 
 
+@fix_around(on_fault=_found_by_none)
+def fix_metadata(impl: Any, scheduler_output: Any) -> Steps:
+    new_requests, changed = [], False
+    for new in scheduler_output.scheduled_new_reqs:
+        salt = getattr(impl._unfinished_requests.get(new.req_id), "cache_salt", None)
+        with_tag = tagged(new.sampling_params, new.lora_request, salt)
+        if with_tag is not new.sampling_params and new.req_id not in session.before:
+            new, changed = copy.copy(new), True
+            new.sampling_params = with_tag
+        new_requests.append(new)
+    if not changed:
+        return (yield)
+    output = copy.copy(scheduler_output)
+    output.scheduled_new_reqs = new_requests
+    return (yield (output,))
+
+
 def _layers_found_by_none(call: dict[str, Any]) -> None:
     call["request_configs"] = {TAG: f"error-{id(call)}"}
 
@@ -109,15 +100,11 @@ def _add_request_configs(call: dict[str, Any], request: Any) -> None:
         call.setdefault("request_configs", request.request_configs)
 
 
-def fix_layer_loads(adapter: ModuleType) -> Callable[..., Any]:
-    return _layerwise.loads(_add_request_configs, _layers_found_by_none)
+fix_layer_loads = _layerwise.loads(_add_request_configs, _layers_found_by_none)
+fix_layer_saves = _layerwise.saves(_add_request_configs, _layers_found_by_none)
 
 
-def fix_layer_saves(adapter: ModuleType) -> Callable[..., Any]:
-    return _layerwise.saves(_add_request_configs, _layers_found_by_none)
-
-
-def lookup_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+def lookup_shows_bug(hook: Any, adapter: Any) -> bool:
     """A request with a salt is looked up. Wrong is a lookup without request_configs."""
     asked: list[Any] = []
 
@@ -125,62 +112,49 @@ def lookup_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
         asked.append(request_configs)
         return 0
 
-    client = SimpleNamespace(lookup_cache=lambda lookup_id: -1, lookup=lookup)
+    client = stubs.Stub(lookup_cache=lambda lookup_id: -1, lookup=lookup)
     hook(stubs.scheduler_side(lookup_client=client), stubs.request(300, lora_request=None, cache_salt="a"), 0)
     return not (asked and asked[0])
 
 
-def metadata_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+def metadata_shows_bug(hook: Any, adapter: Any) -> bool:
     """A new request with an adapter. Wrong is a tracker without a tag."""
-    lora = SimpleNamespace(lora_name="a", lora_int_id=1)
+    lora = stubs.Stub(lora_name="a", lora_int_id=1)
     new = stubs.request(300, req_id=stubs.NAME, lora_request=lora, block_ids=(list(range(20)),))
     impl = stubs.scheduler_side()
     hook(impl, stubs.step(300, new=new))
     return not impl._request_trackers[stubs.NAME].request_configs
 
 
-def _layers(adapter: ModuleType, **meta: Any) -> tuple[Any, list[Any]]:
+def _layers(adapter: Any, **meta: Any) -> tuple[Any, list[Any]]:
     """A worker that loads or saves one request by layers, and the request_configs that its engine gets."""
-    import torch  # the adapter has imported it
-
     passed: list[Any] = []
 
     def layers(*_: Any, request_configs: Any = None, **__: Any) -> Any:
         passed.append(request_configs)
         return iter([None, None, None])
 
-    request = SimpleNamespace(
-        req_id=stubs.NAME, token_ids=[0] * 16, slot_mapping=torch.arange(16), request_configs={TAG: "a"},
-        load_spec=None, save_spec=None,
-    )  # fmt: skip
-    vars(request).update(meta)
-    nothing = SimpleNamespace(
-        update_interval_vllm_hit_tokens=lambda _: None, update_interval_prompt_tokens=lambda _: None
-    )
-    impl = stubs.worker_side(
-        adapter, request, use_layerwise=True, current_layer=0, layerwise_storers=[], _layerwise_save_storers={},
-        _stats_monitor=nothing, lmcache_engine=SimpleNamespace(retrieve_layer=layers, store_layer=layers),
-    )  # fmt: skip
-    return impl, passed
+    engine = stubs.Stub(retrieve_layer=layers, store_layer=layers)
+    request = stubs.metadata(16, request_configs={TAG: "a"}, **meta)
+    return stubs.worker_side(adapter, request, use_layerwise=True, lmcache_engine=engine), passed
 
 
-def layer_loads_show_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+def layer_loads_show_bug(hook: Any, adapter: Any) -> bool:
     """A request with a tag is loaded by layers. Wrong is a load without the tag."""
     impl, passed = _layers(adapter, load_spec=adapter.LoadSpec(0, 16, can_load=True))
-    hook(impl, SimpleNamespace(attn_metadata=object()))
+    hook(impl, stubs.Stub(attn_metadata=object()))
     return passed == [None]
 
 
-def layer_saves_show_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+def layer_saves_show_bug(hook: Any, adapter: Any) -> bool:
     """A request with a tag is saved by layers. Wrong is a save without the tag."""
-    impl, passed = _layers(adapter, save_spec=SimpleNamespace(skip_leading_tokens=0, can_save=True))
+    impl, passed = _layers(adapter, save_spec=stubs.Stub(skip_leading_tokens=0, can_save=True))
     hook(impl, "layer", None, None)
     return passed == [None]
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(
         LMCACHE_V1.get_num_new_matched_tokens(broken=">=0.3.9", probe=lookup_shows_bug, fix=fix_lookup, place=5),
@@ -188,11 +162,7 @@ FIX = Fix(
         LMCACHE_V1.start_load_kv(broken=">=0.3.9", probe=layer_loads_show_bug, fix=fix_layer_loads, place=1),
         LMCACHE_V1.save_kv_layer(broken=">=0.3.9", probe=layer_saves_show_bug, fix=fix_layer_saves),
     ),
-    scenarios=(
-        "cache-salt-not-in-key",
-        "lora-not-in-key",
-    ),
+    scenarios=("cache-salt-not-in-key", "lora-not-in-key"),
     opt_in=True,
     attaches=NEW_REQUESTS,  # a lookup without the tag and a load with it would not meet
-    on_fault="closed",
 )

@@ -12,10 +12,8 @@ cache_engine.py:935) unpins what it has loaded, and so does `retrieve_layer` wit
 pinned. If another waiting request has a pin on the same chunk, this other request loses its pin.
 
 ## Fix
-When a load begins, the fix adds one pin to each chunk of the CPU cache that the request's lookup has pinned. If the
-load does not release the added pin, the fix releases it. Then `lookup_unpin` releases the pins of the lookup once. The
-adapter does not pass the request id when it loads by layers (0.5.6 vllm_v1_adapter.py:842); the fix adds it to the
-call.
+When a load begins, the fix adds one pin to each chunk of the CPU cache that the request's lookup has pinned, and
+releases it if the load does not. For loads by layers, it also passes on the request id (0.5.6 vllm_v1_adapter.py:842).
 
 ## Releases
 LMCache 0.5.2 to 0.5.5; with `use_layerwise` 0.4.3 to 0.5.6.
@@ -28,19 +26,15 @@ https://github.com/LMCache/LMCache/pull/5095 are open; `retrieve` is right in 0.
 `retrieve_layer` does not release the pins of a lookup.
 """
 
-from __future__ import annotations
-
 from _thread import get_ident
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
-from types import ModuleType
+from collections.abc import Iterator
 from typing import Any
 
 from kvfix import engine_log
 from kvfix.fixes import _layerwise, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, Steps, fix_after, fix_around
 from kvfix.fixes.targets import CACHE_ENGINE, LMCACHE_V1
-from kvfix.wrapping import after, around
 
 #: Attribute of a chunk: the loads that have added a pin to it.
 _LOADS = "_kvfix_loads"
@@ -110,16 +104,13 @@ def _pinned(engine: Any, lookup_id: Any) -> _Load | None:
     return _Load(chunks) if chunks else None
 
 
-def fix(engine: ModuleType) -> Callable[..., Any]:
-    @around
-    def retrieve(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Generator[None, Any, Any] | None:
-        load = _pinned(engine, more.get("req_id"))
-        return _loading(load) if load else None
-
-    return retrieve
+@fix_around()
+def fix(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Steps | None:
+    load = _pinned(engine, more.get("req_id"))
+    return _loading(load) if load else None
 
 
-def _loading(load: _Load) -> Generator[None, Any, Any]:
+def _loading(load: _Load) -> Steps:
     try:
         with load:
             return (yield)
@@ -127,14 +118,11 @@ def _loading(load: _Load) -> Generator[None, Any, Any]:
         load.end()
 
 
-def fix_layers(engine: ModuleType) -> Callable[..., Any]:
+@fix_after()
+def fix_layers(engine: Any, layers: Any, tokens: Any, mask: Any = None, **more: Any) -> Any:
     """The hook is a generator: it loads while it is iterated, a layer at a time."""
-
-    def retrieve_layer(engine: Any, layers: Any, tokens: Any, mask: Any = None, **more: Any) -> Any:
-        load = _pinned(engine, more.get("req_id"))
-        return _layers(layers, load) if load else layers
-
-    return after(retrieve_layer)
+    load = _pinned(engine, more.get("req_id"))
+    return _layers(layers, load) if load else layers
 
 
 def _layers(layers: Any, load: _Load) -> Iterator[Any]:
@@ -150,13 +138,11 @@ def _layers(layers: Any, load: _Load) -> Iterator[Any]:
         engine_log.guarded(f"{__name__}.retrieve_layer", load.end)
 
 
-def name_request(adapter: ModuleType) -> Callable[..., Any]:
-    return _layerwise.loads(lambda call, request: call.setdefault("req_id", request.req_id))
+name_request = _layerwise.loads(lambda call, request: call.setdefault("req_id", request.req_id))
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="leak",
     targets=(
         CACHE_ENGINE.retrieve(broken=">=0.5.2,<0.5.6", probe=stubs.cannot_tell, fix=fix, place=3),

@@ -1,9 +1,8 @@
 """A load returns fewer tokens than promised: LMCache counts tokens of vLLM's prefix cache as its own.
 
 ## Symptom
-A load returns fewer tokens than promised: `Num retrieved tokens: 0, num expected tokens: ...`. With
-kv_load_failure_policy "fail" the request ends with an error. Some chunks are never stored, and no hit of a prompt goes
-beyond them.
+The log has `Num retrieved tokens: 0, num expected tokens: ...`. With kv_load_failure_policy "fail" the request ends
+with an error. Some chunks are never stored, and no hit of a prompt goes beyond them.
 
 ## Cause
 The lookup skips the chunks that vLLM has computed and adds their tokens to the hit (0.3.11
@@ -23,28 +22,21 @@ None known; fixed in 0.3.12.
 LMCache 0.3.11 is no longer in use.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Generator
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import _closed, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, Steps, fix_around
 from kvfix.fixes.targets import BYPASS_LOOKUP_CLIENT, LOOKUP_CLIENT
-from kvfix.wrapping import around
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def lookup(
-        client: Any, token_ids: Any, lookup_id: str, request_configs: Any = None, num_computed_tokens: int = 0
-    ) -> Generator[Any, Any, Any]:
-        return (yield (token_ids, lookup_id, request_configs, 0))
-
-    return around(lookup, on_fault=_closed.no_hit)
+@fix_around(on_fault=_closed.no_hit)
+def fix(
+    client: Any, token_ids: Any, lookup_id: str, request_configs: Any = None, num_computed_tokens: int = 0
+) -> Steps:
+    return (yield (token_ids, lookup_id, request_configs, 0))
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """All 512 tokens are computed. Wrong is to count them as found without asking a worker."""
     asked: list[Any] = []
 
@@ -52,24 +44,18 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
         asked.append(1)
         return 0
 
-    keys = SimpleNamespace(process_tokens=lambda *_, **__: [(0, 256, 1), (256, 512, 2)])
-    socket = SimpleNamespace(send_multipart=ask, recv=lambda: bytes(8))
-    client = SimpleNamespace(
-        enable_blending=False,
-        token_database=keys,
-        encoder=SimpleNamespace(encode=lambda part: b""),
-        num_ranks=1,
-        sockets=[socket],
-        lmcache_engine=SimpleNamespace(lookup=ask),
-        reqs_status={},
-    )
+    keys = stubs.Stub(process_tokens=lambda *_, **__: [(0, 256, 1), (256, 512, 2)])
+    socket = stubs.Stub(send_multipart=ask, recv=lambda: bytes(8))
+    client = stubs.Stub(
+        enable_blending=False, token_database=keys, encoder=stubs.Stub(encode=lambda part: b""), num_ranks=1,
+        sockets=[socket], lmcache_engine=stubs.Stub(lookup=ask), reqs_status={},
+    )  # fmt: skip
     hook(client, [0] * 512, stubs.NAME, None, 512)
     return not asked
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="lost hits",
     targets=(
         LOOKUP_CLIENT.lookup(broken=">=0.3.10.post2,<0.3.12", probe=shows_bug, fix=fix, place=2),
@@ -79,5 +65,4 @@ FIX = Fix(
     scenarios=("lookup-skips-computed",),
     # As released, 0.3.11 forgets what was found where vLLM has it too.
     changes_healthy=("v1",),
-    on_fault="closed",
 )

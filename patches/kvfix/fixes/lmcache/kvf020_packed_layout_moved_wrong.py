@@ -1,28 +1,24 @@
 """Every hit returns wrong text with vLLM 0.26 and later: LMCache's in-process connector moves half of each token's KV.
 
 ## Symptom
-LMCache raises no exception and logs no warning. A prompt served from the cache gets another answer than the same prompt
-computed. With `use_gpu_connector_v3` the first whole chunk fails: `The size of tensor a (1024) must match the size of
-tensor b (2048) at non-singleton dimension 3`. To see the bug, run `kvfix roundtrip --backend lmcache --layout packed
---no-fixes`.
+LMCache logs nothing. A prompt served from the cache gets another answer than the same prompt computed. With
+`use_gpu_connector_v3` the first whole chunk fails: `The size of tensor a (1024) must match the size of tensor b (2048)
+at non-singleton dimension 3`. To see the bug, run `kvfix roundtrip --backend lmcache --layout packed --no-fixes`.
 
 ## Cause
-vLLM 0.26 packs K and V of a head next to each other: `[blocks, heads, block, 2 * head size]` (0.26.0
-flash_attn.py:141). The order of these dimensions in memory can differ. LMCache's transfer operation reads this layout
-as a single plane whose rows have double width. The operation takes the width of a row from the memory object, which has
-two planes: `[2, layers, tokens, heads * head size]` (0.5.6 gpu_connectors.py:325). So the operation uses half of the
-real distance between slots, and never moves one of the two planes.
+vLLM 0.26 packs K and V of a head next to each other: `[blocks, heads, block, 2 * head size]`, in any order in memory
+(0.26.0 flash_attn.py:141). LMCache's transfer operation reads this as a single plane. It takes the width of a row from
+the memory object, which has two planes: `[2, layers, tokens, heads * head size]` (0.5.6 gpu_connectors.py:325). So it
+uses half of the real distance between slots, and never moves one of the planes.
 
 ## Fix
-The fix moves the KV of packed layers itself. The fix indexes vLLM's tensors by block and slot, so every order in memory
-works. K goes into the first plane of the memory object, and V into the second. LMCache defines the planes in this
-order, and chunks had this order under vLLM before 0.26. Chunks that were stored without the fix stay wrong. Clear the
-disk caches and the remote caches.
+The fix moves the KV of packed layers itself, by block and slot. K goes into the first plane of the memory object and V
+into the second, as in chunks from before vLLM 0.26. Chunks that were stored without the fix stay wrong. Clear the disk
+caches and the remote caches.
 
 ## Releases
-LMCache 0.4.3 to 0.5.6 under vLLM 0.26 and later. LMCache 0.4.3 to 0.4.6 do not know the packed layout and fail. With
-`use_gpu_connector_v3`: LMCache 0.5.0 to 0.5.6. The layerwise connector refuses the layout. The multi-process mode does
-not have the bug.
+LMCache 0.4.3 to 0.5.6 under vLLM 0.26 and later; with `use_gpu_connector_v3` 0.5.0 to 0.5.6. LMCache 0.4.3 to 0.4.6
+fail on the packed layout. The layerwise connector refuses it. The multi-process mode does not have the bug.
 
 ## Upstream
 https://github.com/LMCache/LMCache/issues/4463; open: https://github.com/LMCache/LMCache/pull/4467 and
@@ -32,22 +28,19 @@ https://github.com/LMCache/LMCache/pull/4887.
 `kvfix roundtrip --backend lmcache --layout packed packed-hnd --no-fixes` passes.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Generator, Iterator
-from types import ModuleType
+from collections.abc import Iterator
 from typing import Any
 
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, Steps, Wrapper, fix_after, fix_around
 from kvfix.fixes.targets import CACHE_ENGINE, GPU_CONNECTOR_V2, GPU_CONNECTOR_V3, STORAGE_MANAGER
-from kvfix.wrapping import after, around, instead
+from kvfix.wrapping import around, instead
 
 #: Of a memory object: it was not filled. Of a connector: the tokens that were not loaded.
 _EMPTY = "_kvfix_empty"
 
 
-def fix_store(connectors: ModuleType) -> Callable[..., Any]:
+def fix_store(connectors: Any) -> Wrapper:
     def from_gpu(connector: Any, memory_obj: Any, start: int, end: int, **more: Any) -> Any:
         caches = packed(connector, **more)
         if not caches or _is_refused(connector, more):
@@ -59,7 +52,7 @@ def fix_store(connectors: ModuleType) -> Callable[..., Any]:
     return around(from_gpu, on_fault=_not_stored)
 
 
-def fix_load(connectors: ModuleType) -> Callable[..., Any]:
+def fix_load(connectors: Any) -> Wrapper:
     def to_gpu(connector: Any, memory_obj: Any, start: int, end: int, **more: Any) -> Any:
         caches = packed(connector, **more)
         if not caches or _is_refused(connector, more):
@@ -88,40 +81,27 @@ def _is_empty(memory_obj: Any) -> bool:
     return _EMPTY in getattr(memory_obj, "__dict__", ())
 
 
-def fix_put(module: ModuleType) -> Callable[..., Any]:
-    def batched_put(manager: Any, keys: Any, memory_objs: Any, *more: Any, **named: Any) -> Generator[Any, Any, Any]:
-        filled = [not _is_empty(each) for each in memory_objs]
-        for each, is_filled in zip(memory_objs, filled, strict=True):
-            if not is_filled:
-                each.ref_count_down()
-        kept = [
-            [each for each, is_filled in zip(all_of, filled, strict=True) if is_filled]
-            for all_of in (keys, memory_objs)
-        ]
-        return (yield (*kept, *more))
-
-    def put_nothing(manager: Any, keys: Any, memory_objs: Any, *_: Any, **__: Any) -> None:
-        for each in memory_objs:
-            each.ref_count_down()
-
-    return around(
-        batched_put,
-        when=lambda manager, keys, memory_objs, *_, **__: any(map(_is_empty, memory_objs)),
-        on_fault=put_nothing,
-    )
+def _put_nothing(manager: Any, keys: Any, memory_objs: Any, *_: Any, **__: Any) -> None:
+    for each in memory_objs:
+        each.ref_count_down()
 
 
-def fix_retrieve(module: ModuleType) -> Callable[..., Any]:
-    def retrieve(engine: Any, mask: Any, *_: Any, **__: Any) -> Any:
-        for start, end in vars(engine.gpu_connector).pop(_EMPTY):
-            mask[start:end] = False
-        return mask
+@fix_around(when=lambda manager, keys, memory_objs, *_, **__: any(map(_is_empty, memory_objs)), on_fault=_put_nothing)
+def fix_put(manager: Any, keys: Any, memory_objs: Any, *more: Any, **named: Any) -> Steps:
+    for each in filter(_is_empty, memory_objs):
+        each.ref_count_down()
+    filled = [(key, each) for key, each in zip(keys, memory_objs, strict=True) if not _is_empty(each)]
+    return (yield ([key for key, _ in filled], [each for _, each in filled], *more))
 
-    return after(
-        retrieve,
-        when=lambda engine, *_, **__: _EMPTY in getattr(engine.gpu_connector, "__dict__", ()),
-        on_fault=lambda engine, mask, *_, **__: mask & False,
-    )
+
+@fix_after(
+    when=lambda engine, *_, **__: _EMPTY in getattr(engine.gpu_connector, "__dict__", ()),
+    on_fault=lambda engine, mask, *_, **__: mask & False,
+)
+def fix_retrieve(engine: Any, mask: Any, *_: Any, **__: Any) -> Any:
+    for start, end in vars(engine.gpu_connector).pop(_EMPTY):
+        mask[start:end] = False
+    return mask
 
 
 def packed(connector: Any, kvcaches: Any = None, **_: Any) -> Any:
@@ -210,7 +190,6 @@ def _word(torch: Any, tensors: Any, row: int) -> Any:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(
         GPU_CONNECTOR_V2.from_gpu(broken=">=0.4.3", probe=stubs.cannot_tell, fix=fix_store),
@@ -228,5 +207,4 @@ FIX = Fix(
         )
     },
     proof="tests/runtime/test_packed_layout.py, on LMCache's own kernels: the lab moves hashes, not tensors",
-    on_fault="closed",
 )

@@ -12,10 +12,9 @@ LMCache falls back to torch operations, without a warning, if its compiled ones 
 torch_ops/mem_kernels.py:323). The operation that moves all layers rejects HND.
 
 ## Fix
-The fix passes a view of the KV cache with the two axes swapped, and the layout that matches it. The fix does not change
-a KV cache whose blocks have as many tokens as there are KV heads. LMCache stores and loads whole blocks of this KV
-cache in the same token order, so a load returns the right KV. If the fix changed the order, chunks that are already
-stored would be loaded wrongly.
+The fix passes a view of the KV cache with the two axes swapped, and the layout that matches it. It does not change a KV
+cache whose blocks have as many tokens as there are KV heads. Whole blocks of this cache are stored and loaded in the
+same order, which is right, and another order would make stored chunks wrong.
 
 ## Releases
 LMCache 0.5.0 to 0.5.6.
@@ -27,35 +26,23 @@ None known.
 `kvfix roundtrip --backend lmcache-layerwise --layout hnd --no-fixes` passes.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Generator
-from types import ModuleType
 from typing import Any
 
-from kvfix.fixes.api import AT_START, Fix, Owner
-from kvfix.wrapping import around
+from kvfix.fixes.api import AT_START, Fix, Owner, Steps, fix_around
 
 #: Layouts of five axes whose third axis is the head, and the same with the third and fourth axes swapped.
 SWAPPED = {"NL_X_TWO_NB_NH_BS_HS": "NL_X_TWO_NB_BS_NH_HS", "NL_X_NB_TWO_NH_BS_HS": "NL_X_NB_TWO_BS_NH_HS"}
 
 
-def fix(operations: ModuleType) -> Callable[..., Any]:
-    def single_layer_kv_transfer(
-        held: Any, cache: Any, slots: Any, direction: Any, layout: Any, token_major: bool = False
-    ) -> Generator[Any, Any, Any]:
-        swapped = getattr(type(layout), SWAPPED[layout.name])
-        return (yield (cache.transpose(2, 3), slots, direction, swapped, token_major))
-
-    return around(
-        single_layer_kv_transfer,
-        when=lambda held, cache, slots, direction, layout, *_: (
-            layout.name in SWAPPED and cache.shape[2] != cache.shape[3]
-        ),
-    )
+@fix_around(
+    when=lambda held, cache, slots, direction, layout, *_: layout.name in SWAPPED and cache.shape[2] != cache.shape[3]
+)
+def fix(held: Any, cache: Any, slots: Any, direction: Any, layout: Any, token_major: bool = False) -> Steps:
+    swapped = getattr(type(layout), SWAPPED[layout.name])
+    return (yield (cache.transpose(2, 3), slots, direction, swapped, token_major))
 
 
-def shows_bug(hook: Callable[..., Any], operations: ModuleType) -> bool:
+def shows_bug(hook: Any, operations: Any) -> bool:
     """The token in slot 1, two heads, blocks of one: no index is out of range. Right is the two rows of the token."""
     if getattr(hook, "__module__", operations.__name__) != operations.__name__:
         return False  # re-exported by a package (0.5.6): another target has the module that defines it
@@ -69,18 +56,14 @@ def shows_bug(hook: Callable[..., Any], operations: ModuleType) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
-    targets=(
-        Owner("lmcache", "lmcache.python_ops_fallback", copy="lmcache.python_ops_fallback").single_layer_kv_transfer(
-            broken=">=0.5.0,<0.5.3", probe=shows_bug, fix=fix
-        ),
-        Owner(
-            "lmcache", "lmcache.v1.platform.torch_ops", copy="lmcache.v1.platform.torch_ops"
-        ).single_layer_kv_transfer(broken=">=0.5.3,<0.5.6", probe=shows_bug, fix=fix),
-        Owner(
-            "lmcache", "lmcache.v1.platform.torch_ops.mem_kernels", copy="lmcache.v1.platform.torch_ops.mem_kernels"
-        ).single_layer_kv_transfer(broken=">=0.5.6", probe=shows_bug, fix=fix),
+    targets=tuple(
+        Owner("lmcache", module, copy=module).single_layer_kv_transfer(broken=broken, probe=shows_bug, fix=fix)
+        for module, broken in (
+            ("lmcache.python_ops_fallback", ">=0.5.0,<0.5.3"),
+            ("lmcache.v1.platform.torch_ops", ">=0.5.3,<0.5.6"),
+            ("lmcache.v1.platform.torch_ops.mem_kernels", ">=0.5.6"),
+        )
     ),
     proof="tests/runtime/test_packed_layout.py, on LMCache's own kernels: the lab moves hashes, not tensors",
     # The operation has no answer for "not moved", and a worker must not raise. An error of this fix is as released.

@@ -15,8 +15,7 @@ skips a step, the worker fills its row of the block table from the list, and the
 
 ## Fix
 After `build_connector_meta`, before the worker runs, the fix copies the list of blocks for each request that this step
-resumes. (The fix does not wrap `update`, which has the bug: that would cost a sixth of the time of a step with 256
-requests.)
+resumes. (A wrapper of `update` would cost a sixth of the time of a step with 256 requests.)
 
 ## Releases
 LMCache 0.3.10 to 0.5.6 with vLLM's model runner V1. vLLM 0.32 uses V2 for most models on a GPU. V2 copies the list, and
@@ -29,60 +28,47 @@ None known.
 LMCache copies the list.
 """
 
-from __future__ import annotations
-
 import inspect
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from kvfix import scheduling
-from kvfix.acting import note
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, fix_after, note
 from kvfix.fixes.targets import LMCACHE_V1, REQUEST_TRACKER
-from kvfix.wrapping import after
 
 
-def fix(adapter: ModuleType) -> Callable[..., Any]:
-    def build_connector_meta(impl: Any, answer: Any, scheduler_output: Any) -> Any:
-        for name in scheduling.resumed(scheduler_output):
-            tracker = impl._request_trackers.get(name)
-            if tracker is not None:
-                note(__name__, f"request {name} is resumed")
-                tracker.allocated_block_ids = list(tracker.allocated_block_ids)
-        return answer
+def _own_lists(impl: Any, answer: Any, *_: Any, **__: Any) -> Any:
+    for tracker in impl._request_trackers.values():
+        tracker.allocated_block_ids = list(tracker.allocated_block_ids)
+    return answer
 
-    def own_lists(impl: Any, answer: Any, *_: Any, **__: Any) -> Any:
-        for tracker in impl._request_trackers.values():
+
+@fix_after(on_fault=_own_lists)
+def fix(impl: Any, answer: Any, scheduler_output: Any) -> Any:
+    for name in scheduling.resumed(scheduler_output):
+        tracker = impl._request_trackers.get(name)
+        if tracker is not None:
+            note(__name__, f"request {name} is resumed")
             tracker.allocated_block_ids = list(tracker.allocated_block_ids)
-        return answer
-
-    return after(build_connector_meta, on_fault=own_lists)
+    return answer
 
 
-def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+def shows_bug(hook: Any, adapter: Any) -> bool:
     """Resumed with two blocks; the worker appends a third to its list. Wrong is a tracker that has it too."""
     tracker, blocks = adapter.RequestTracker(stubs.NAME, 48, [0] * 16, [0]), [1, 2]
-    tokens = (
-        {"all_token_ids": [0] * 48} if "all_token_ids" in inspect.signature(hook).parameters else {}
-    )  # since 0.3.11
-    hook(tracker, [0] * 16, (blocks,), True, **tokens)
+    since_0_3_11 = "all_token_ids" in inspect.signature(hook).parameters
+    hook(tracker, [0] * 16, (blocks,), True, **({"all_token_ids": [0] * 48} if since_0_3_11 else {}))
     if tracker.allocated_block_ids != [1, 2]:
         raise ValueError(f"the probe expects [1, 2], got {tracker.allocated_block_ids!r}")
     blocks.append(3)
     return bool(tracker.allocated_block_ids != [1, 2])
 
 
-def step_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+def step_shows_bug(hook: Any, adapter: Any) -> bool:
     """The same in a step that resumes the request. Wrong is a tracker with the list of the scheduler output."""
     blocks = [1, 2]
-    tracker = adapter.RequestTracker(stubs.NAME, 48, [0] * 32, [0])
-    impl = stubs.scheduler_side(
-        load_specs={stubs.NAME: adapter.LoadSpec(32, 32, can_load=False)},
-        _request_trackers={stubs.NAME: tracker},
-        _unfinished_requests={stubs.NAME: stubs.request(48, num_computed_tokens=32)},
-    )
+    specs = {stubs.NAME: adapter.LoadSpec(32, 32, can_load=False)}
+    impl, tracker = stubs.scheduled(adapter, 48, tracked=32, computed=32, load_specs=specs)
     hook(impl, stubs.step(16, computed=32, blocks=blocks, resumed=True))
     if tracker.allocated_block_ids != blocks:
         raise ValueError(f"the probe expects {blocks!r}, got {tracker.allocated_block_ids!r}")
@@ -91,15 +77,10 @@ def step_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(
         REQUEST_TRACKER.update(broken=">=0.3.10", probe=shows_bug, fix=None),
         LMCACHE_V1.build_connector_meta(broken=">=0.3.10", probe=step_shows_bug, fix=fix, place=8, helper=True),
     ),
-    scenarios=(
-        "resume-shares-block-list",
-        "resume-then-sits-out",
-    ),
-    on_fault="closed",
+    scenarios=("resume-shares-block-list", "resume-then-sits-out"),
 )

@@ -15,8 +15,7 @@ The tracker begins with all tokens of the request, as with runner V1.
 
 ## Releases
 LMCache 0.3.9 to 0.5.6 with vLLM's model runner V2, which vLLM 0.32 uses for most models on a GPU. A hit goes beyond the
-prompt if generated tokens are stored. The option `save_decode_cache` stores them, and so does the next turn of the same
-conversation. 0.3.9 looks up the prompt only.
+prompt if `save_decode_cache` or the next turn has stored generated tokens. 0.3.9 looks up the prompt only.
 
 ## Upstream
 None known.
@@ -25,54 +24,43 @@ None known.
 `RequestTracker.from_new_request` takes `prefill_token_ids`.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, fix_after, note
 from kvfix.fixes.targets import REQUEST_TRACKER
-from kvfix.wrapping import after
 
 
-def fix(adapter: ModuleType) -> Callable[..., Any]:
-    def from_new_request(config: Any, tracker: Any, new_request: Any, num_tokens_to_compute: int, *_: Any) -> Any:
-        tokens = getattr(new_request, "prefill_token_ids", None)  # only for runner V2
-        if tokens is not None and len(tracker.token_ids) < num_tokens_to_compute:
-            note(__name__, f"request {new_request.req_id}: {num_tokens_to_compute} tokens are passed to the tracker")
-            tracker.token_ids = tokens[:num_tokens_to_compute].copy()
-        return tracker
-
-    def found_nowhere(
-        config: Any, tracker: Any, new_request: Any, num_tokens_to_compute: int, *_: Any, **__: Any
-    ) -> Any:
-        """Tokens that no key has: a load of them fails, and nothing is stored."""
-        tracker.token_ids, tracker.skip_save = [-1] * num_tokens_to_compute, True
-        return tracker
-
-    return after(from_new_request, on_fault=found_nowhere)
+def _found_nowhere(config: Any, tracker: Any, new_request: Any, num_tokens_to_compute: int, *_: Any, **__: Any) -> Any:
+    """Tokens that no key has: a load of them fails, and nothing is stored."""
+    tracker.token_ids, tracker.skip_save = [-1] * num_tokens_to_compute, True
+    return tracker
 
 
-def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+@fix_after(on_fault=_found_nowhere)
+def fix(config: Any, tracker: Any, new_request: Any, num_tokens_to_compute: int, *_: Any) -> Any:
+    tokens = getattr(new_request, "prefill_token_ids", None)  # only for runner V2
+    if tokens is not None and len(tracker.token_ids) < num_tokens_to_compute:
+        note(__name__, f"request {new_request.req_id}: {num_tokens_to_compute} tokens are passed to the tracker")
+        tracker.token_ids = tokens[:num_tokens_to_compute].copy()
+    return tracker
+
+
+def shows_bug(hook: Any, adapter: Any) -> bool:
     """A prompt of 32 tokens and 16 generated ones, all scheduled. Wrong is a tracker without the generated ones."""
-    new = SimpleNamespace(
+    new = stubs.Stub(
         req_id=stubs.NAME, prompt_token_ids=[0] * 32, prefill_token_ids=[0] * 48, block_ids=([0, 1, 2],),
-        sampling_params=SimpleNamespace(extra_args=None), mm_features=[], mm_hashes=[], mm_positions=[],
+        sampling_params=stubs.Stub(extra_args=None), mm_features=[], mm_hashes=[], mm_positions=[],
     )  # fmt: skip
-    return len(hook(SimpleNamespace(), new, 48, 0, False).token_ids) != 48
+    return len(hook(stubs.Stub(), new, 48, 0, False).token_ids) != 48
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(REQUEST_TRACKER.from_new_request(broken=">=0.3.9", probe=shows_bug, fix=fix),),
     evidence={"KVR004": ""},
     scenarios=("resumed-as-new-loses-tokens",),
     # With model runner V2, what a resumed request has generated and computes again is stored, as it is with V1.
     changes_healthy=("v1",),
-    on_fault="closed",
 )

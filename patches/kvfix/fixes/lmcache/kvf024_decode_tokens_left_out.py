@@ -23,37 +23,25 @@ None known; fixed in 0.4.3, which continues from the end of the tracker.
 LMCache 0.4.2 is no longer in use.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _closed, stubs
-from kvfix.fixes.api import NEW_REQUESTS, Fix
+from kvfix.fixes.api import NEW_REQUESTS, Fix, fix_before, note
 from kvfix.fixes.targets import LMCACHE_V1
 from kvfix.session import session
-from kvfix.wrapping import before
 
 
-def fix(adapter: ModuleType) -> Callable[..., Any]:
-    def build_connector_meta(impl: Any, scheduler_output: Any) -> None:
-        cached = scheduler_output.scheduled_cached_reqs
-        for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
-            has = impl._request_trackers[name].token_ids
-            if len(has) < computed and name not in session.before:
-                note(__name__, f"request {name}: {computed - len(has)} tokens are added that LMCache left out")
-                has.extend(impl._unfinished_requests[name].all_token_ids[len(has) : computed])
-
-    return before(
-        build_connector_meta,
-        when=lambda impl, *_, **__: impl.config.save_decode_cache,
-        on_fault=_closed.save_nothing_more,
-    )
+@fix_before(when=lambda impl, *_, **__: impl.config.save_decode_cache, on_fault=_closed.save_nothing_more)
+def fix(impl: Any, scheduler_output: Any) -> None:
+    cached = scheduler_output.scheduled_cached_reqs
+    for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+        has = impl._request_trackers[name].token_ids
+        if len(has) < computed and name not in session.before:
+            note(__name__, f"request {name}: {computed - len(has)} tokens are added that LMCache left out")
+            has.extend(impl._unfinished_requests[name].all_token_ids[len(has) : computed])
 
 
-def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+def shows_bug(hook: Any, adapter: Any) -> bool:
     """The tracker has 512 tokens, 513 are computed and known. Wrong is to continue without the last one."""
     impl, tracker = stubs.scheduled(adapter, 513, tracked=512, computed=513)
     impl.config.save_decode_cache = True
@@ -63,10 +51,8 @@ def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(LMCACHE_V1.build_connector_meta(broken=">=0.3.10,<0.4.3", probe=shows_bug, fix=fix, place=7),),
     scenarios=("decode-tokens-left-out",),
     attaches=NEW_REQUESTS,  # a tracker that lacks tokens in its middle stays so
-    on_fault="closed",
 )

@@ -6,10 +6,9 @@ The engine or the server hangs, at any time. `py-spy dump` shows a thread in `__
 outer function in the same stack holds this lock.
 
 ## Cause
-`TensorMemoryObj.__del__` frees a chunk that was never released. To do so it takes the lock of `AddressManager`, and the
-lock that all statistics share (0.5.6 utils.py:714-731). Both are plain locks. An exception can leave a chunk in a
-reference cycle. The garbage collector can collect the chunk whenever code allocates memory, also while `allocate` or
-`PrometheusLogger.GetOrCreate` holds one of the locks.
+`TensorMemoryObj.__del__` frees a chunk that was never released. It takes the plain locks of `AddressManager` and of all
+statistics (0.5.6 utils.py:714-731). An exception can leave a chunk in a reference cycle. The garbage collector can
+collect it at any allocation, also while `allocate` or `PrometheusLogger.GetOrCreate` holds one of the locks.
 
 ## Fix
 `__del__` keeps the chunk. The next `ref_count_down` of any chunk frees it first, because both locks are free there.
@@ -25,17 +24,13 @@ https://github.com/LMCache/LMCache/issues/3533, about the lock of the allocator,
 `__del__` takes no lock, or the locks are reentrant.
 """
 
-from __future__ import annotations
-
 from collections import deque
-from collections.abc import Callable, Generator
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, Steps, fix_around, fix_before
 from kvfix.fixes.targets import TENSOR_MEMORY_OBJ
-from kvfix.wrapping import around, before, instead
+from kvfix.wrapping import instead
 
 #: Chunks that the collector has found. append and popleft are atomic.
 COLLECTED: deque[Any] = deque()
@@ -43,22 +38,15 @@ COLLECTED: deque[Any] = deque()
 FREE = "_kvfix_free"
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    @around
-    def __del__(chunk: Any) -> Generator[None, Any, Any] | None:
-        if chunk.parent_allocator is None or not chunk.is_valid() or FREE in vars(chunk):
-            return None
-        COLLECTED.append(chunk)
-        return instead(None)
-
-    return __del__
+@fix_around()
+def fix(chunk: Any) -> Steps | None:
+    if chunk.parent_allocator is None or not chunk.is_valid() or FREE in vars(chunk):
+        return None
+    COLLECTED.append(chunk)
+    return instead(None)
 
 
-def fix_release(module: ModuleType) -> Callable[..., Any]:
-    return before(lambda chunk: free_collected(), when=lambda *_: COLLECTED)
-
-
-def free_collected() -> None:
+def free_collected(*_: Any) -> None:
     while COLLECTED:
         try:
             gone = COLLECTED.popleft()
@@ -68,21 +56,20 @@ def free_collected() -> None:
         gone.__del__()
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+fix_release = fix_before(when=lambda *_: COLLECTED)(free_collected)
+
+
+def shows_bug(hook: Any, module: Any) -> bool:
     """A chunk that is collected. Wrong is to free it at once."""
     freed: list[Any] = []
-    chunk = SimpleNamespace(
-        parent_allocator=SimpleNamespace(free=freed.append),
-        is_valid=lambda: True,
-        meta=SimpleNamespace(ref_count=0, pin_count=0, address=0),
-    )
+    allocator, meta = stubs.Stub(free=freed.append), stubs.Stub(ref_count=0, pin_count=0, address=0)
+    chunk = stubs.Stub(parent_allocator=allocator, is_valid=lambda: True, meta=meta)
     hook(chunk)
     return bool(freed)
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
     targets=(
         TENSOR_MEMORY_OBJ.target("__del__", broken=">=0.3.14", probe=shows_bug, fix=fix),

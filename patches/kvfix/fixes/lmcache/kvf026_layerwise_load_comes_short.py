@@ -6,22 +6,19 @@ variable 'mem_obj_consumer' where it is not associated with a value`. If only so
 request returns wrong text. The only sign is that the line `Retrieved ... tokens` shows fewer tokens than promised.
 
 ## Cause
-`retrieve_layer` looks for the chunks again, and loads only the chunks before the first missing chunk. A chunk is gone
-if it was evicted after the lookup, because its pins timed out or another request released them (KVF018). If no chunk is
-left, `retrieve_layer` reads a variable that it sets only if there is something to load (0.5.6 cache_engine.py:1133). If
-a part is left, `retrieve_layer` returns the number of tokens, and the adapter only logs that number
-(vllm_v1_adapter.py:990-992). Without `use_layerwise` the adapter reports the missing blocks as failed (:886-893).
+`retrieve_layer` loads only the chunks before the first missing chunk. A chunk is gone if it was evicted after the
+lookup, because its pins timed out or another request released them (KVF018). If no chunk is left, `retrieve_layer`
+reads a variable that it has not set (0.5.6 cache_engine.py:1133). If a part is left, the adapter only logs the number
+of tokens (vllm_v1_adapter.py:990-992). Without `use_layerwise` it reports the missing blocks as failed (:886-893).
 
 ## Fix
 The first value that `retrieve_layer` yields is the number of tokens that it will load. The fix reports the blocks of
-the missing tokens as failed at once, before the step saves anything. vLLM then computes these tokens again, or ends the
-request with an error (`kv_load_failure_policy`). If there is nothing to load, the fix does not run the rest of
-`retrieve_layer`, and yields empty results instead. Another fix, KVF007, prevents the step from storing the KV that the
-step computes for this request.
+the missing tokens as failed, before the step saves anything. vLLM then computes these tokens again, or ends the request
+with an error (`kv_load_failure_policy`). If there is nothing to load, the fix yields empty results in place of the rest
+of `retrieve_layer`. KVF007 prevents the step from storing the KV that it computes for this request.
 
 ## Releases
-LMCache 0.3.9.post1 to 0.5.6. 0.3.9 has the bug too, but cannot report failed blocks. A fix there would turn a crash
-into wrong text.
+LMCache 0.3.9.post1 to 0.5.6. 0.3.9 cannot report failed blocks, so a fix there would turn a crash into wrong text.
 
 ## Upstream
 https://github.com/LMCache/LMCache/issues/899
@@ -30,37 +27,31 @@ https://github.com/LMCache/LMCache/issues/899
 `start_load_kv` records the failed blocks of a layerwise load.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Generator, Iterator
-from types import ModuleType, SimpleNamespace
+from collections.abc import Iterator
 from typing import Any
 
 from kvfix import engine_log
-from kvfix.acting import note
 from kvfix.fixes import _closed, _layerwise, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, Steps, fix_around, note
 from kvfix.fixes.targets import LMCACHE_V1
-from kvfix.wrapping import around, replaced
+from kvfix.wrapping import replaced
 
 _WHERE = f"{__name__}.retrieve_layer"
 
 
-def fix(adapter: ModuleType) -> Callable[..., Any]:
-    def start_load_kv(impl: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
-        find, load = _layerwise.find_load(impl), impl.lmcache_engine.retrieve_layer
+@fix_around(when=_layerwise.is_used, on_fault=_closed.worker_loads_fail)
+def fix(impl: Any, *_: Any, **__: Any) -> Steps:
+    find, load = _layerwise.find_load(impl), impl.lmcache_engine.retrieve_layer
 
-        def retrieve_layer(tokens: Any, mask: Any = None, **more: Any) -> Any:
-            layers, request = load(tokens, mask, **more), engine_log.guarded(_WHERE, find, tokens)
-            if request is None:  # an error of `find`: which load this is, is not known
-                engine_log.guarded(_WHERE, _closed.worker_loads_fail, impl)
-                return layers
-            return _layers(impl, layers, request, mask)
+    def retrieve_layer(tokens: Any, mask: Any = None, **more: Any) -> Any:
+        layers, request = load(tokens, mask, **more), engine_log.guarded(_WHERE, find, tokens)
+        if request is None:  # an error of `find`: which load this is, is not known
+            engine_log.guarded(_WHERE, _closed.worker_loads_fail, impl)
+            return layers
+        return _layers(impl, layers, request, mask)
 
-        with replaced(impl.lmcache_engine, retrieve_layer=retrieve_layer):
-            return (yield)
-
-    return around(start_load_kv, when=_layerwise.is_used, on_fault=_closed.worker_loads_fail)
+    with replaced(impl.lmcache_engine, retrieve_layer=retrieve_layer):
+        return (yield)
 
 
 def _layers(impl: Any, layers: Any, request: Any, mask: Any) -> Iterator[Any]:
@@ -96,41 +87,26 @@ def _report(impl: Any, request: Any, mask: Any, first: Any) -> int:
     return loaded
 
 
-def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+def shows_bug(hook: Any, adapter: Any) -> bool:
     """The first 16 of 32 tokens in blocks 3 and 4 are loaded. Right is to record block 4."""
     import torch  # the adapter has imported it
 
-    load = SimpleNamespace(vllm_cached_tokens=0, lmcache_cached_tokens=32, can_load=True)
-    request = SimpleNamespace(
-        req_id=stubs.NAME, token_ids=[0] * 32, slot_mapping=torch.arange(48, 80), load_spec=load, save_spec=None,
-        request_configs=None,
-    )  # fmt: skip
+    load = stubs.Stub(vllm_cached_tokens=0, lmcache_cached_tokens=32, can_load=True)
     mask = torch.arange(32) < 16
-    engine = SimpleNamespace(retrieve_layer=lambda *_, **__: iter([torch.sum(mask), None, mask]))
-    impl = stubs.worker_side(
-        adapter, request, lmcache_engine=engine, use_layerwise=True, _invalid_block_ids=set(), num_layers=1,
-        _stats_monitor=_Nothing(), enable_blending=False,
-    )  # fmt: skip
+    engine = stubs.Stub(retrieve_layer=lambda *_, **__: iter([torch.sum(mask), None, mask]))
+    more = {"lmcache_engine": engine, "use_layerwise": True, "_invalid_block_ids": set(), "num_layers": 1}
+    impl = stubs.worker_side(adapter, stubs.metadata(32, load_spec=load), **more)
     impl.record_failed_blocks = adapter.LMCacheConnectorV1Impl.record_failed_blocks.__get__(impl)
-    hook(impl, SimpleNamespace(attn_metadata=object()))
+    hook(impl, stubs.Stub(attn_metadata=object()))
     if impl._invalid_block_ids not in (set(), {4}):
         raise LookupError(f"it records blocks {impl._invalid_block_ids}")
     return not impl._invalid_block_ids
 
 
-class _Nothing:
-    """An object whose methods do nothing."""
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_, **__: None
-
-
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(LMCACHE_V1.start_load_kv(broken=">=0.3.9.post1", probe=shows_bug, fix=fix, place=3),),
     evidence={"KVD810": "", "KVR011": "mem_obj_consumer"},
     scenarios=("layerwise-load-finds-nothing", "layerwise-load-finds-a-part"),
-    on_fault="closed",
 )

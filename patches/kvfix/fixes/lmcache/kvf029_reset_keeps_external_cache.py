@@ -2,9 +2,8 @@
 
 ## Symptom
 Nothing is logged. After an update of the weights, `POST /reset_prefix_cache?reset_external=true` answers 200, or
-`LLM.reset_prefix_cache(reset_connector=True)` answers True. Requests then hit chunks that the old weights have
-computed, and return wrong text. With debug logging, vLLM logs `Connector cache reset requested, but ... does not
-implement reset_cache().`
+`LLM.reset_prefix_cache(reset_connector=True)` answers True. Requests then hit KV of the old weights. With debug
+logging, vLLM logs `Connector cache reset requested, but ... does not implement reset_cache().`
 
 ## Cause
 LMCache's in-process connector has no `reset_cache` in any release. LMCache's multi-process connector has one since
@@ -12,10 +11,8 @@ LMCache's in-process connector has no `reset_cache` in any release. LMCache's mu
 and `reset_connector_cache` counts every answer except False as success (scheduler.py 0.32.0:2898).
 
 ## Fix
-If an LMCache connector has no `reset_cache`, the fix makes the reset return False, because the reset has failed. The
-fix does the same for an LMCache connector in a MultiConnector. The fix does not empty LMCache's cache. The scheduler
-cannot empty the cache, because the cache is in other processes, such as the workers. The cache may also be on disk or
-in a shared store. To empty the cache, do one of these:
+If an LMCache connector has no `reset_cache`, also in a MultiConnector, the reset returns False. The fix does not empty
+LMCache's cache: it is in other processes, on disk or in a shared store. To empty it, do one of these:
 
 - in process: `DELETE /cache/clear` at the internal API server of each worker (`internal_api_server_enabled`)
 - multi-process: `POST /cache/clear` at the server
@@ -34,32 +31,21 @@ None known.
 LMCache's connectors have a `reset_cache` that empties the cache.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix import engine_log
-from kvfix.fixes import _closed, _scheduler
-from kvfix.fixes.api import Fix
+from kvfix.fixes import _closed, _scheduler, stubs
+from kvfix.fixes.api import Fix, fix_after
 from kvfix.fixes.targets import SCHEDULER
-from kvfix.wrapping import after
 
 
-def fix(scheduler: ModuleType) -> Callable[..., Any]:
-    def reset_connector_cache(scheduler: Any, answer: bool) -> bool:
-        engine_log.warning(
-            "KVF029: reset_prefix_cache answers False: LMCache's connector cannot empty its cache, which keeps KV of "
-            "the old weights. Empty it as `kvfix explain KVF029` says."
-        )
-        return False
-
-    return after(
-        reset_connector_cache,
-        when=lambda scheduler, answer: answer and keeps_its_cache(scheduler),
-        on_fault=_closed.refuse,
+@fix_after(when=lambda scheduler, answer: answer and keeps_its_cache(scheduler), on_fault=_closed.refuse)
+def fix(scheduler: Any, answer: bool) -> bool:
+    engine_log.warning(
+        "KVF029: reset_prefix_cache answers False: LMCache's connector cannot empty its cache, which keeps KV of "
+        "the old weights. Empty it as `kvfix explain KVF029` says."
     )
+    return False
 
 
 def keeps_its_cache(scheduler: Any) -> bool:
@@ -72,25 +58,19 @@ def keeps_its_cache(scheduler: Any) -> bool:
     return False
 
 
-def shows_bug(hook: Callable[..., Any], scheduler: ModuleType) -> bool:
+def shows_bug(hook: Any, scheduler: Any) -> bool:
     """The connector has no `reset_cache` of its own. Wrong is to take that for success."""
-    connector = SimpleNamespace(reset_cache=lambda: None)
-    return hook(SimpleNamespace(connector=connector, log_stats=False)) is not False
+    connector = stubs.Stub(reset_cache=lambda: None)
+    return hook(stubs.Stub(connector=connector, log_stats=False)) is not False
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(SCHEDULER.reset_connector_cache(broken=">=0.15.1", probe=shows_bug, fix=fix),),
-    scenarios=(
-        "reset-keeps-external-cache",
-        "mp-reset-keeps-external-cache",
-        "mp-reset-keeps-external-cache-in-tree",
-    ),
+    scenarios=("reset-keeps-external-cache", "mp-reset-keeps-external-cache", "mp-reset-keeps-external-cache-in-tree"),
     no_patch={
         "vllm": "connectors that have no cache answer None too; what empties LMCache's is a message to its workers, "
         "which is for its owners to design"
     },
-    on_fault="closed",
 )

@@ -5,26 +5,22 @@ With tensor or pipeline parallelism one worker logs `Request ... failed to load 
 else is logged. Later, other requests that begin with the same prompt return wrong text.
 
 ## Cause
-Each rank has its own part of a request's KV in its own cache, and loads this part by itself. If the load fails in one
-rank, only that rank knows of the failure in the step (0.5.6 vllm_v1_adapter.py:886-893). But the result of the step
-depends on the KV in all ranks. So all of the result is wrong, and the other ranks store it in the same step
-(:1104-1259).
+Each rank loads its own part of a request's KV from its own cache. If the load fails in one rank, only that rank knows
+of the failure in the step (0.5.6 vllm_v1_adapter.py:886-893). But the result of the step depends on the KV in all
+ranks, and the other ranks store it in the same step (:1104-1259).
 
 After the step vLLM unites the failed blocks of all ranks and computes the tokens again. The caches of the other ranks
-keep the chunks that they already have. KVF007 fixes the rank whose load failed.
+keep the wrong chunks. KVF007 fixes the rank whose load failed.
 
 ## Fix
-With several workers, a step that loads something saves nothing. The fix saves later: when vLLM has the reports of all
-ranks on the load, and has rolled back or ended the requests whose load failed. The save happens in the next step. If
-several steps are in flight, it happens after the last of them. The saves of the steps in between wait too, because
-these steps compute on top of the load. If a request ends or is preempted before its save, it is not saved, because
-other requests have its blocks.
+With several workers, a step that loads something saves nothing, and neither do the steps in flight behind it. The fix
+saves when vLLM has the reports of all ranks on the load, and has rolled back or ended the requests whose load failed.
+If a request ends or is preempted before its save, it is not saved, because other requests have its blocks.
 
 A kv_producer stores every request that has metadata (:1152), so the fix marks the metadata for its worker. For a
 request that names a decoder (`disagg_spec`), the store is the transfer to the decoder. This store cannot wait, because
 the request ends with the step. So the decoder may still get wrong KV. With `kv_load_failure_policy=fail`, vLLM's
-default, the request ends with an error at prefill, and the proxy need not ask the decoder. Do not set `recompute` on a
-prefill engine.
+default, the request ends with an error at prefill. Do not set `recompute` on a prefill engine.
 
 ## Releases
 LMCache 0.3.9 to 0.5.6. 0.3.9 does not know which blocks failed, so the fix has no effect there.
@@ -36,19 +32,13 @@ None known.
 The ranks agree which loads have failed before they save a step.
 """
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvfix import scheduling
-from kvfix.acting import note
 from kvfix.fixes import _closed, _scheduler, _worker, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, fix_after, note
 from kvfix.fixes.targets import LMCACHE_V1, SCHEDULER
-from kvfix.wrapping import after
 
 #: Attribute of an adapter in the scheduler: its Unsaved.
 _UNSAVED = "_kvfix_unsaved"
@@ -56,23 +46,16 @@ _UNSAVED = "_kvfix_unsaved"
 _STORE_NOTHING = "_kvfix_store_nothing"
 
 
-class _Save(NamedTuple):
-    """The save of a request that waits. due: the first step in which it may be done."""
-
-    due: int
-    meta: Any
-
-
 class Unsaved:
     """The saves that wait for the reports of all ranks, one for each request: a save has all its tokens."""
 
     def __init__(self, config: Any) -> None:
-        in_flight = getattr(config, "max_concurrent_batches", None)  # since vLLM 0.26
-        self.in_flight = in_flight or 1 + bool(config.scheduler_config.async_scheduling)
+        self.in_flight = scheduling.most_in_flight(config)
         self.step = 0
         #: The first step whose saves need not wait.
         self.open_from = 0
-        self.saves: dict[str, _Save] = {}
+        #: {request: (the first step in which its save may be done, the save)}
+        self.saves: dict[str, tuple[int, Any]] = {}
 
     def take(self, scheduler_output: Any) -> dict[str, Any]:
         """Return the waiting saves of the requests in this step: only these still have their blocks."""
@@ -80,8 +63,8 @@ class Unsaved:
         for name in again.union(scheduling.resumed(scheduler_output), scheduler_output.finished_req_ids):
             self.saves.pop(name, None)
         names = self.saves.keys() & scheduler_output.num_scheduled_tokens
-        due = sorted(name for name in names if self.saves[name].due <= self.step)
-        return {name: self.saves.pop(name).meta for name in due}
+        due = sorted(name for name in names if self.saves[name][0] <= self.step)
+        return {name: self.saves.pop(name)[1] for name in due}
 
     def put_off(self, meta: Any) -> None:
         """Let a later step save this, and not the current step."""
@@ -94,41 +77,37 @@ class Unsaved:
         meta.save_spec.can_save = False
         note(__name__, f"request {meta.req_id}: its save waits for the reports of all ranks")
         if meta.req_id in self.saves:
-            _join(later, self.saves[meta.req_id].meta)
-        self.saves[meta.req_id] = _Save(self.open_from, later)
+            _join(later, self.saves[meta.req_id][1])
+        self.saves[meta.req_id] = self.open_from, later
 
 
 def _join(meta: Any, earlier: Any) -> None:
     """Add the earlier save to this one. With layers LMCache has one save of a request in a step."""
-    first = min(meta.save_spec.skip_leading_tokens, earlier.save_spec.skip_leading_tokens)
-    meta.save_spec.skip_leading_tokens = first
-
-
-def fix_metadata(adapter: ModuleType) -> Callable[..., Any]:
-    def build_connector_meta(impl: Any, metadata: Any, scheduler_output: Any) -> Any:
-        unsaved = getattr(impl, _UNSAVED, None)
-        if unsaved is None:
-            unsaved = Unsaved(impl._vllm_config)
-            setattr(impl, _UNSAVED, unsaved)
-        unsaved.step += 1
-        due = unsaved.take(scheduler_output) if unsaved.saves else {}
-        if any(meta.load_spec is not None and meta.load_spec.can_load for meta in metadata.requests):
-            unsaved.open_from = unsaved.step + unsaved.in_flight
-        for meta in metadata.requests:
-            if not _saves(impl, meta):
-                continue
-            if unsaved.step < unsaved.open_from:
-                unsaved.put_off(meta)
-            elif meta.req_id in due:
-                _join(meta, due.pop(meta.req_id))
-        metadata.requests[:0] = due.values()
-        return metadata
-
-    return after(build_connector_meta, when=_has_ranks, on_fault=_closed.drop_saves)
+    save = meta.save_spec
+    save.skip_leading_tokens = min(save.skip_leading_tokens, earlier.save_spec.skip_leading_tokens)
 
 
 def _has_ranks(impl: Any, *_: Any, **__: Any) -> Any:
     return impl._vllm_config.parallel_config.world_size > 1 and impl.kv_role in ("kv_both", "kv_producer")
+
+
+@fix_after(when=_has_ranks, on_fault=_closed.drop_saves)
+def fix_metadata(impl: Any, metadata: Any, scheduler_output: Any) -> Any:
+    unsaved = getattr(impl, _UNSAVED, None) or Unsaved(impl._vllm_config)
+    setattr(impl, _UNSAVED, unsaved)
+    unsaved.step += 1
+    due = unsaved.take(scheduler_output) if unsaved.saves else {}
+    if any(meta.load_spec is not None and meta.load_spec.can_load for meta in metadata.requests):
+        unsaved.open_from = unsaved.step + unsaved.in_flight
+    for meta in metadata.requests:
+        if not _saves(impl, meta):
+            continue
+        if unsaved.step < unsaved.open_from:
+            unsaved.put_off(meta)
+        elif meta.req_id in due:
+            _join(meta, due.pop(meta.req_id))
+    metadata.requests[:0] = due.values()
+    return metadata
 
 
 def _saves(impl: Any, meta: Any) -> bool:
@@ -138,72 +117,58 @@ def _saves(impl: Any, meta: Any) -> bool:
     return bool(meta.save_spec.can_save or impl.kv_role == "kv_producer")
 
 
-def fix_worker(adapter: ModuleType) -> Callable[..., Any]:
-    return _worker.fix_producer(_is_put_off)
-
-
-def fix_layers(adapter: ModuleType) -> Callable[..., Any]:
-    return _worker.fix_producer_layers(_is_put_off)
-
-
 def _is_put_off(request: Any) -> bool:
     return getattr(request, _STORE_NOTHING, False)
 
 
-def fix_rollback(scheduler: ModuleType) -> Callable[..., Any]:
-    def _update_requests_with_invalid_blocks(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
-        for impl in _scheduler.lmcache_adapters(scheduler):
-            unsaved = getattr(impl, _UNSAVED, None)
-            saves = unsaved.saves if unsaved is not None else {}
-            for name in saves.keys() & answer[0]:
-                del saves[name]
-        return answer
-
-    def drop_all(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
-        for impl in _scheduler.lmcache_adapters(scheduler):
-            setattr(impl, _UNSAVED, None)
-            for tracker in impl._request_trackers.values():
-                tracker.skip_save = True  # what was not saved is a hole
-        return answer
-
-    return after(_update_requests_with_invalid_blocks, on_fault=drop_all)
+fix_stores, fix_layers = _worker.fix_producer(_is_put_off), _worker.fix_producer_layers(_is_put_off)
 
 
-def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+def _drop_all(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
+    for impl in _scheduler.lmcache_adapters(scheduler):
+        setattr(impl, _UNSAVED, None)
+        for tracker in impl._request_trackers.values():
+            tracker.skip_save = True  # what was not saved is a hole
+    return answer
+
+
+@fix_after(on_fault=_drop_all)
+def fix_rollback(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
+    for impl in _scheduler.lmcache_adapters(scheduler):
+        unsaved = getattr(impl, _UNSAVED, None)
+        saves = unsaved.saves if unsaved is not None else {}
+        for name in saves.keys() & answer[0]:
+            del saves[name]
+    return answer
+
+
+def shows_bug(hook: Any, adapter: Any) -> bool:
     """Two ranks load 256 tokens of a request and compute 256 more. Wrong is to save them in this step."""
-    config = SimpleNamespace(
-        max_concurrent_batches=1,
-        parallel_config=SimpleNamespace(world_size=2),
-        scheduler_config=SimpleNamespace(async_scheduling=False),
-    )
+    config = stubs.Stub(max_concurrent_batches=1, parallel_config=stubs.Stub(world_size=2))
     new = stubs.request(512, req_id=stubs.NAME, block_ids=(list(range(32)),), num_computed_tokens=256)
     load = adapter.LoadSpec(vllm_cached_tokens=0, lmcache_cached_tokens=256, can_load=True)
     meta = hook(stubs.scheduler_side(load_specs={stubs.NAME: load}, _vllm_config=config), stubs.step(256, new=new))
     return bool(meta.requests[0].save_spec.can_save)
 
 
-def stores_all_the_same(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+def stores_all_the_same(hook: Any, adapter: Any) -> bool:
     """A kv_producer's request whose metadata are marked. Wrong is to store it."""
-    return _worker.producer_stores(hook, adapter, **{_STORE_NOTHING: True})
+    return _worker.stores(hook, adapter, {"kv_role": "kv_producer"}, **{_STORE_NOTHING: True})
 
 
-def rollback_is_not_recorded(hook: Callable[..., Any], scheduler: ModuleType) -> bool:
+def rollback_is_not_recorded(hook: Any, scheduler: Any) -> bool:
     """One running request with a save that waits, its first block has failed: it is rolled back, and still saved."""
-    request, saves = stubs.request(32, num_computed_tokens=20, num_cached_tokens=16), {stubs.NAME: None}
-    impl = SimpleNamespace(**{_UNSAVED: SimpleNamespace(saves=saves)})
-    rolled_back, *_ = _scheduler.roll_back(hook, request, adapter=impl)
-    if rolled_back != {stubs.NAME}:
-        raise LookupError("the first value that the hook returns is not the rolled back requests")
+    saves = {stubs.NAME: None}
+    _scheduler.roll_back_one(hook, stubs.Stub(**{_UNSAVED: stubs.Stub(saves=saves)}))
     return bool(saves)
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(
         LMCACHE_V1.build_connector_meta(broken=">=0.3.9", probe=shows_bug, fix=fix_metadata, place=9),
-        LMCACHE_V1.wait_for_save(broken=">=0.3.9", probe=stores_all_the_same, fix=fix_worker, place=4, helper=True),
+        LMCACHE_V1.wait_for_save(broken=">=0.3.9", probe=stores_all_the_same, fix=fix_stores, place=4, helper=True),
         LMCACHE_V1.start_load_kv(broken=">=0.3.9", probe=stubs.cannot_tell, fix=fix_layers, place=6, helper=True),
         SCHEDULER._update_requests_with_invalid_blocks(
             broken=">=0.11.2", probe=rollback_is_not_recorded, fix=fix_rollback, place=6, helper=True
@@ -211,5 +176,4 @@ FIX = Fix(
     ),
     scenarios=("failed-load-of-one-rank", "failed-load-of-one-rank-in-producer"),
     no_patch={"lmcache": "upstream's ranks would agree on it within the step, by a collective"},
-    on_fault="closed",
 )

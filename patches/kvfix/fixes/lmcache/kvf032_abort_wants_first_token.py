@@ -1,15 +1,13 @@
 """EngineCore dies when a request with `ret_first_tok` is aborted before its first token: LMCache reads an empty list.
 
 ## Symptom
-EngineCore of the prefill instance dies in `request_finished` with `IndexError: list index out of range`. There are two
-triggers:
+EngineCore of the prefill instance dies in `request_finished` with `IndexError: list index out of range`, if:
 
 - A proxy asks for the first token (`"kv_transfer_params": {"ret_first_tok": true}`) and disconnects during the prefill.
 - The load of a request with `ret_first_tok` fails, with `kv_load_failure_policy=fail`.
 
 ## Cause
-`request_finished` returns `request._output_token_ids[0]` (0.5.6 vllm_v1_adapter.py:1926). If a request ends before its
-first token, this list is empty.
+`request_finished` returns `request._output_token_ids[0]` (0.5.6 vllm_v1_adapter.py:1926), which may not exist yet.
 
 ## Fix
 If the request has no token, the fix hides from the hook that the request wants its first token.
@@ -24,47 +22,34 @@ None known.
 `request_finished` checks whether there is a token.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Generator
-from types import ModuleType
 from typing import Any
 
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, Steps, fix_around
 from kvfix.fixes.targets import LMCACHE_V1
-from kvfix.wrapping import View, around
+from kvfix.wrapping import View
 
 _ASKS = "ret_first_tok"
 
 
-def fix(adapter: ModuleType) -> Callable[..., Any]:
-    def request_finished(impl: Any, request: Any, block_ids: Any) -> Generator[Any, Any, Any]:
-        others = {name: value for name, value in request.kv_transfer_params.items() if name != _ASKS}
-        return (yield View(request, kv_transfer_params=others), block_ids)
-
-    return around(
-        request_finished,
-        when=lambda impl, request, *_, **__: (
-            request.kv_transfer_params and _ASKS in request.kv_transfer_params and not request._output_token_ids
-        ),
+@fix_around(
+    when=lambda impl, request, *_, **__: (
+        request.kv_transfer_params and _ASKS in request.kv_transfer_params and not request._output_token_ids
     )
+)
+def fix(impl: Any, request: Any, block_ids: Any) -> Steps:
+    others = {name: value for name, value in request.kv_transfer_params.items() if name != _ASKS}
+    return (yield View(request, kv_transfer_params=others), block_ids)
 
 
-def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+def shows_bug(hook: Any, adapter: Any) -> bool:
     """A request that has no token and is to return its first. Wrong is an IndexError."""
-    return stubs.raises(
-        IndexError,
-        hook,
-        stubs.scheduler_side(),
-        stubs.request(16, kv_transfer_params={_ASKS: True}, _output_token_ids=[]),
-        [],
-    )
+    request = stubs.request(16, kv_transfer_params={_ASKS: True}, _output_token_ids=[])
+    return stubs.raises(IndexError, hook, stubs.scheduler_side(), request, [])
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="crash",
     targets=(LMCACHE_V1.request_finished(broken=">=0.3.9", probe=shows_bug, fix=fix, place=3),),
     evidence={"KVR011": "IndexError: list index out of range"},

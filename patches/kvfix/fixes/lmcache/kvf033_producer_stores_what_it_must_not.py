@@ -5,12 +5,10 @@ Only `Storing KV cache for ...` is logged for that request. Later requests hit t
 
 ## Cause
 A request whose KV must not be stored still has metadata if LMCache looked it up. A kv_producer stores every request
-that has metadata, because its store is the transfer to the decoder. It does so even if the request
-names no decoder (0.5.6 vllm_v1_adapter.py:1152).
+that has metadata, even if the request names no decoder (0.5.6 vllm_v1_adapter.py:1152).
 
 ## Fix
-The worker does not store a request that asks for `lmcache.skip_save`, unless the request names a decoder
-(`disagg_spec`).
+The worker does not store a request with `lmcache.skip_save`, unless the request names a decoder (`disagg_spec`).
 
 ## Releases
 LMCache 0.3.9 to 0.5.6.
@@ -22,25 +20,11 @@ None known.
 `wait_for_save` of a kv_producer checks whether a request names a decoder before it ignores `can_save`.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from kvfix.fixes import _worker, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import LMCACHE_V1
-
-_CONFIG = {"lmcache.skip_save": True}
-
-
-def fix(adapter: ModuleType) -> Callable[..., Any]:
-    return _worker.fix_producer(_must_not_be_stored)
-
-
-def fix_layers(adapter: ModuleType) -> Callable[..., Any]:
-    return _worker.fix_producer_layers(_must_not_be_stored)
 
 
 def _must_not_be_stored(request: Any) -> Any:
@@ -48,19 +32,20 @@ def _must_not_be_stored(request: Any) -> Any:
     return configs and configs.get("lmcache.skip_save") and request.disagg_spec is None
 
 
-def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+fix, fix_layers = _worker.fix_producer(_must_not_be_stored), _worker.fix_producer_layers(_must_not_be_stored)
+
+
+def shows_bug(hook: Any, adapter: Any) -> bool:
     """A kv_producer saves a step of a request that asks for `lmcache.skip_save`. Wrong is to store it."""
-    return _worker.producer_stores(hook, adapter, request_configs=_CONFIG)
+    return _worker.stores(hook, adapter, {"kv_role": "kv_producer"}, request_configs={"lmcache.skip_save": True})
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(
         LMCACHE_V1.wait_for_save(broken=">=0.3.9", probe=shows_bug, fix=fix, place=3),
         LMCACHE_V1.start_load_kv(broken=">=0.3.9", probe=stubs.cannot_tell, fix=fix_layers, place=5, helper=True),
     ),
     scenarios=("producer-stores-what-it-must-not",),
-    on_fault="closed",
 )

@@ -1,9 +1,8 @@
 """A request waits for the whole lookup timeout: the worker cannot decode a lookup with a setting that is not a string.
 
 ## Symptom
-The worker logs `Error processing request from scheduler: Expected `str`, got `bool``. The request waits for
-`lookup_timeout_ms`, and then the scheduler logs `Request ... is still waiting for async lookup after ... seconds`. The
-id of the request stays in the lookup client.
+The worker logs `Error processing request from scheduler: Expected `str`, got `bool``. Then the scheduler logs `Request
+... is still waiting for async lookup after ... seconds`. The id of the request stays in the lookup client.
 
 ## Cause
 A request may bring settings for LMCache in its `kv_transfer_params`, such as `"lmcache.skip_save": true`. With
@@ -23,50 +22,37 @@ None known.
 `LookupRequestMsg` takes settings of any type.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Generator
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, Steps, fix_around
 from kvfix.fixes.targets import ASYNC_LOOKUP_CLIENT
-from kvfix.wrapping import around
 
 
-def fix(client: ModuleType) -> Callable[..., Any]:
-    def lookup(
-        client: Any, token_ids: Any, lookup_id: str, request_configs: dict[str, Any], *more: Any
-    ) -> Generator[Any, Any, Any]:
-        tags = {name: str(value) for name, value in request_configs.items() if name.startswith("lmcache.tag.")}
-        return (yield token_ids, lookup_id, tags or None, *more)  # 0.3.11: num_computed_tokens
-
-    return around(
-        lookup,
-        when=lambda client, token_ids, lookup_id, request_configs=None, *_, **__: (
-            request_configs and not all(isinstance(value, str) for value in request_configs.values())
-        ),
+@fix_around(
+    when=lambda client, token_ids, lookup_id, request_configs=None, *_, **__: (
+        request_configs and not all(isinstance(value, str) for value in request_configs.values())
     )
+)
+def fix(client: Any, token_ids: Any, lookup_id: str, request_configs: dict[str, Any], *more: Any) -> Steps:
+    tags = {name: str(value) for name, value in request_configs.items() if name.startswith("lmcache.tag.")}
+    return (yield token_ids, lookup_id, tags or None, *more)  # 0.3.11: num_computed_tokens
 
 
-def shows_bug(hook: Callable[..., Any], client: ModuleType) -> bool:
+def shows_bug(hook: Any, client: Any) -> bool:
     """A lookup with a setting that is true. Wrong is a message that the worker cannot decode."""
     import msgspec  # the client has imported it
 
     sent: list[bytes] = []
-    stub = SimpleNamespace(
-        token_database=SimpleNamespace(process_tokens=lambda *_, **__: [(0, 16, 1)]),
-        push_sockets=[SimpleNamespace(send=lambda message, copy=True: sent.append(message))],
-        world_size=1, lookup_backoff_time=0, reqs_status={}, first_lookup_time={}, aborted_lookups=set(),
-    )  # fmt: skip
+    keys = stubs.Stub(process_tokens=lambda *_, **__: [(0, 16, 1)])
+    sockets = [stubs.Stub(send=lambda message, copy=True: sent.append(message))]
+    stub = stubs.async_lookup_client(token_database=keys, push_sockets=sockets, reqs_status={})
     hook(stub, [0] * 16, stubs.NAME, {"lmcache.skip_save": True})
     return stubs.raises(msgspec.ValidationError, msgspec.msgpack.decode, sent[0], type=client.LookupRequestMsg)
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
     targets=(ASYNC_LOOKUP_CLIENT.lookup(broken=">=0.3.10", probe=shows_bug, fix=fix),),
     evidence={"KVR009": r"^lookup_client\.(aborted_lookups|reqs_status) "},

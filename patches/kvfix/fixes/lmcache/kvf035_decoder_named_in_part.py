@@ -9,8 +9,7 @@ EngineCore dies with `KeyError: 'receiver_host'`, or another key, in `update_sta
 LMCache reads five keys of `disagg_spec` and does not check that they exist (0.5.6 vllm_v1_adapter.py:1560-1574).
 
 ## Fix
-If a key is missing, the fix serves the request like a request without a decoder. kvfix logs one warning about
-incomplete decoders.
+If a key is missing, the fix serves the request like one without a decoder. kvfix logs one warning about this.
 
 ## Releases
 LMCache 0.3.9 to 0.5.6.
@@ -22,34 +21,16 @@ None known.
 `update_state_after_alloc` checks whether `disagg_spec` is complete.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Generator
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix import engine_log
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, Steps, fix_around
 from kvfix.fixes.targets import LMCACHE_V1
-from kvfix.wrapping import View, around
+from kvfix.wrapping import View
 
 _SPEC = "disagg_spec"
 _KEYS = ("req_id", "receiver_host", "receiver_init_port", "receiver_alloc_port")
-
-
-def fix(adapter: ModuleType) -> Callable[..., Any]:
-    def update_state_after_alloc(impl: Any, request: Any, num_external_tokens: int) -> Generator[Any, Any, Any]:
-        engine_log.warning(
-            "KVF035: a request names a decoder in `disagg_spec` without its whole address; kvfix ignores it"
-        )
-        others = {name: value for name, value in request.kv_transfer_params.items() if name != _SPEC}
-        answer = yield View(request, kv_transfer_params=others), num_external_tokens
-        if request.request_id in impl._unfinished_requests:  # the hook keeps what it is given
-            impl._unfinished_requests[request.request_id] = request
-        return answer
-
-    return around(update_state_after_alloc, when=_in_part)
 
 
 def _in_part(impl: Any, request: Any, *_: Any, **__: Any) -> bool:
@@ -60,17 +41,24 @@ def _in_part(impl: Any, request: Any, *_: Any, **__: Any) -> bool:
     return not isinstance(spec, dict) or any(k not in spec for k in _KEYS) or not isinstance(spec["receiver_host"], str)
 
 
-def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+@fix_around(when=_in_part)
+def fix(impl: Any, request: Any, num_external_tokens: int) -> Steps:
+    engine_log.warning("KVF035: a request names a decoder in `disagg_spec` without its whole address; kvfix ignores it")
+    others = {name: value for name, value in request.kv_transfer_params.items() if name != _SPEC}
+    answer = yield View(request, kv_transfer_params=others), num_external_tokens
+    if request.request_id in impl._unfinished_requests:  # the hook keeps what it is given
+        impl._unfinished_requests[request.request_id] = request
+    return answer
+
+
+def shows_bug(hook: Any, adapter: Any) -> bool:
     """A request with blocks, whose `disagg_spec` is empty. Wrong is a KeyError."""
-    client = SimpleNamespace(clear_lookup_status=lambda lookup_id: None)
-    return stubs.raises(
-        KeyError, hook, stubs.scheduler_side(lookup_client=client), stubs.request(16, kv_transfer_params={_SPEC: {}}), 0
-    )
+    impl = stubs.scheduler_side(lookup_client=stubs.Nothing())
+    return stubs.raises(KeyError, hook, impl, stubs.request(16, kv_transfer_params={_SPEC: {}}), 0)
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="crash",
     targets=(LMCACHE_V1.update_state_after_alloc(broken=">=0.3.9", probe=shows_bug, fix=fix),),
     evidence={"KVR011": "KeyError: '(req_id|receiver_)"},

@@ -3,8 +3,7 @@
 ## Symptom
 The scheduler logs `Request ... is still waiting for async lookup after 3 seconds, returning 0 lmcache cached tokens so
 vllm can recompute`, and the request is preempted later. With several workers, a worker then dies with `AssertionError:
-Event ... of type EventType.LOADING is not done or not found.` Or nothing is logged, and fetched chunks are never
-released.
+Event ... of type EventType.LOADING is not done or not found.` Or nothing is logged, and fetched chunks leak.
 
 ## Cause
 vLLM computes a request whose lookup timed out. When the request gets its blocks, `update_state_after_alloc` deletes the
@@ -16,8 +15,7 @@ begins before the other workers have fetched their chunks. Then the client clean
 sends a third lookup. The chunks that the third lookup fetches are never released.
 
 ## Fix
-The client keeps a cancelled lookup until the answer has arrived and the client has cleaned it up. Until then LMCache
-does not look up the request again (KVF011).
+The client keeps a cancelled lookup until its answer is cleaned up. Until then LMCache does not look up again (KVF011).
 
 ## Releases
 LMCache 0.3.10 to 0.5.6, with `enable_async_loading`.
@@ -29,39 +27,29 @@ None known.
 `clear_lookup_status` does not delete a lookup in `aborted_lookups`, or each lookup has an id of its own.
 """
 
-from __future__ import annotations
-
-import threading
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, fix_around
 from kvfix.fixes.targets import ASYNC_LOOKUP_CLIENT
-from kvfix.wrapping import around, instead
+from kvfix.wrapping import instead
 
 
-def fix(client: ModuleType) -> Callable[..., Any]:
-    def clear_lookup_status(client: Any, lookup_id: str) -> Any:
-        return instead(None)
-
-    # The clean-up takes the lookup out of `aborted_lookups` before it clears it.
-    return around(clear_lookup_status, when=lambda client, lookup_id: lookup_id in client.aborted_lookups)
+# The clean-up takes the lookup out of `aborted_lookups` before it clears it.
+@fix_around(when=lambda client, lookup_id: lookup_id in client.aborted_lookups)
+def fix(client: Any, lookup_id: str) -> Any:
+    return instead(None)
 
 
-def shows_bug(hook: Callable[..., Any], client: ModuleType) -> bool:
+def shows_bug(hook: Any, client: Any) -> bool:
     """A cancelled lookup in flight is cleared. Wrong is to forget it."""
-    stub = SimpleNamespace(
-        lock=threading.Lock(), reqs_status={stubs.NAME: None}, first_lookup_time={}, aborted_lookups={stubs.NAME}
-    )
+    stub = stubs.async_lookup_client(aborted_lookups={stubs.NAME})
     hook(stub, stubs.NAME)
     return stubs.NAME not in stub.reqs_status
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="crash",
     targets=(ASYNC_LOOKUP_CLIENT.clear_lookup_status(broken=">=0.3.10", probe=shows_bug, fix=fix),),
     evidence={

@@ -1,9 +1,8 @@
 """A request returns wrong text: LMCache loads a truncated chunk file from the local disk as if it were whole.
 
 ## Symptom
-With `local_disk`, nothing is logged. LMCache logs `Retrieved 256 out of 256 required tokens`, the request ends with
-HTTP 200, and its text is wrong. If the file is gone, LMCache logs `File not found on disk: ...`, then raises
-`KeyError`, and EngineCore dies.
+With `local_disk`, LMCache logs `Retrieved 256 out of 256 required tokens`, the request ends with HTTP 200, and its text
+is wrong. If the file is gone, LMCache logs `File not found on disk: ...`, then raises `KeyError`, and EngineCore dies.
 
 ## Cause
 `read_file` does not compare the number of bytes that it read with the size of the chunk (0.5.6
@@ -31,117 +30,89 @@ None known.
 `read_file` raises an error when it reads fewer bytes than the chunk has.
 """
 
-from __future__ import annotations
-
 import ctypes
-import functools
 import os
 import threading
-from collections.abc import Callable, Generator
 from contextlib import suppress
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix import engine_log
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, Steps, fix_after, fix_around, fix_calls
 from kvfix.fixes.targets import CACHE_ENGINE, LOCAL_DISK_BACKEND
-from kvfix.wrapping import after, around, positional
+from kvfix.wrapping import positional
 
 _MARK_BYTES = 16
-_LOADED_ANYWAY = "is truncated or missing, and LMCache has loaded it (use_layerwise)"
 
 
 class _Reads(threading.local):
-    """The reads of this thread. LMCache reads a file in the thread that asks for its chunk."""
+    """The reads of this thread that were short. LMCache reads a file in the thread that asks for its chunk."""
 
-    started = 0
-    whole = 0
-
-    @property
-    def short(self) -> int:
-        return self.started - self.whole
+    short = 0
 
 
 _READS = _Reads()
 
 
-def fix_read(module: ModuleType) -> Callable[..., Any]:
-    def read_file(backend: Any, key: Any, buffer: Any, path: str) -> Generator[None, Any, Any]:
-        _READS.started += 1
-        size, entry = len(buffer), backend.dict.get(key)
-        end = (ctypes.c_ubyte * min(_MARK_BYTES, size)).from_buffer(buffer, max(0, size - _MARK_BYTES))
-        mark = os.urandom(len(end))
-        end[:] = list(mark)
-        answer = yield
-        if bytes(end) == mark:
-            if entry is not None:  # LMCache deletes the entry of a missing file, and the caller of read_file needs it
-                backend.dict.setdefault(key, entry)
-        elif os.path.getsize(path) >= size:  # the end of the file may be within the mark
-            _READS.whole += 1
-        return answer
-
-    return around(read_file)
+@fix_around()
+def fix_read(backend: Any, key: Any, buffer: Any, path: str) -> Steps:
+    _READS.short += 1  # until the whole file is read
+    size, entry = len(buffer), backend.dict.get(key)
+    end = (ctypes.c_ubyte * min(_MARK_BYTES, size)).from_buffer(buffer, max(0, size - _MARK_BYTES))
+    mark = os.urandom(len(end))
+    end[:] = list(mark)
+    answer = yield
+    if bytes(end) == mark:
+        if entry is not None:  # LMCache deletes the entry of a missing file, and the caller of read_file needs it
+            backend.dict.setdefault(key, entry)
+    elif os.path.getsize(path) >= size:  # the end of the file may be within the mark
+        _READS.short -= 1
+    return answer
 
 
-def fix_load(module: ModuleType) -> Callable[..., Any]:
+def _read(load: Any, *args: Any, **kwargs: Any) -> tuple[Any, bool]:
+    """Call this function of LMCache. Return its answer, and True if all its reads were whole."""
+    before, answer = _READS.short, None
+    try:
+        answer = load(*args, **kwargs)
+    except OSError:  # of the disk: no file that is whole either
+        if _READS.short == before:
+            raise
+    return answer, _READS.short == before
+
+
+@fix_calls
+def fix_load(load: Any, *args: Any, **kwargs: Any) -> Any:
     """For the functions that load the chunk of their first argument. They return None if they have no chunk."""
-
-    def whole_or_none(original: Callable[..., Any]) -> Callable[..., Any]:
-        by_position = positional(original)
-
-        @functools.wraps(original)
-        def load(*args: Any, **kwargs: Any) -> Any:
-            before, memory = _READS.short, None
-            try:
-                memory = original(*args, **kwargs)
-            except OSError:  # of the disk: no file that is whole either
-                if _READS.short == before:
-                    raise
-            if _READS.short == before:
-                return memory
-            engine_log.guarded(f"{__name__}.load", lambda: _give_up(memory, *by_position(args, kwargs)[0]))
-            return None
-
-        return load
-
-    return whole_or_none
+    memory, is_whole = _read(load, *args, **kwargs)
+    if is_whole:
+        return memory
+    engine_log.guarded(f"{__name__}.load", lambda: _give_up(memory, *positional(load)(args, kwargs)[0]))
+    return None
 
 
-def fix_prefetch(module: ModuleType) -> Callable[..., Any]:
+@fix_calls
+def fix_prefetch(load: Any, *args: Any, **kwargs: Any) -> Any:
     """Load chunk after chunk, up to the first that is not whole. LMCache takes a shorter list for fewer chunks."""
-
-    def whole_only(original: Callable[..., Any]) -> Callable[..., Any]:
-        by_position = positional(original)
-
-        @functools.wraps(original)
-        def load_all(*args: Any, **kwargs: Any) -> Any:
-            before = _READS.short
-            chunks = engine_log.guarded(f"{__name__}.load_all", lambda: _chunks(*by_position(args, kwargs)[0]))
-            if chunks is None:
-                answer = original(*args, **kwargs)
-                return answer if _READS.short == before else []
-            if _is_layer(chunks):
-                answer = original(*args, **kwargs)
-                if _READS.short != before:
-                    engine_log.guarded(f"{__name__}.load_all", _warn, _LOADED_ANYWAY, chunks[0][0])
-                return answer
-            loaded = []
-            for at, (path, key, memory) in enumerate(chunks):
-                try:
-                    original(args[0], [path], [key], [memory])
-                except OSError:
-                    if _READS.short == before:
-                        raise
-                if _READS.short != before:
-                    engine_log.guarded(f"{__name__}.load_all", _give_up_all, args[0], chunks[at:])
-                    break
-                loaded.append(memory)
-            return loaded
-
-        return load_all
-
-    return whole_only
+    where, before = f"{__name__}.load_all", _READS.short
+    chunks = engine_log.guarded(where, lambda: _chunks(*positional(load)(args, kwargs)[0]))
+    if chunks is None:
+        answer = load(*args, **kwargs)
+        return answer if _READS.short == before else []
+    if _is_layer(chunks):
+        answer = load(*args, **kwargs)
+        if _READS.short != before:
+            what = "is truncated or missing, and LMCache has loaded it (use_layerwise)"
+            engine_log.guarded(where, _warn, what, chunks[0][0])
+        return answer
+    loaded = []
+    for at, (path, key, memory) in enumerate(chunks):
+        _, is_whole = _read(load, args[0], [path], [key], [memory])
+        if not is_whole:
+            engine_log.guarded(where, _give_up_all, args[0], chunks[at:])
+            break
+        loaded.append(memory)
+    return loaded
 
 
 def _chunks(backend: Any, paths: list[str], keys: list[Any], memory_objs: list[Any], *_: Any) -> list[tuple[Any, ...]]:
@@ -186,19 +157,17 @@ def _warn(what: str, path: str) -> None:
     engine_log.warning(f"KVF037: a chunk file in {folder} {what}. Check the disk, and that nothing else writes there.")
 
 
-def fix_report(module: ModuleType) -> Callable[..., Any]:
-    def _process_tokens_internal(engine: Any, answer: Any, tokens: Any, mask: Any, ret_mask: Any, **_: Any) -> Any:
-        ret_mask[:] = False
-        for _, _, start, end in answer[0]:
-            ret_mask[start:end] = True
-        return answer
-
-    return after(_process_tokens_internal)
+@fix_after()
+def fix_report(engine: Any, answer: Any, tokens: Any, mask: Any, ret_mask: Any, **_: Any) -> Any:
+    ret_mask[:] = False
+    for _, _, start, end in answer[0]:
+        ret_mask[start:end] = True
+    return answer
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """A read of 32 bytes from an empty file. Wrong is to end without an error."""
-    backend = SimpleNamespace(os_disk_bs=4096, use_odirect=False, dict={})
+    backend = stubs.Stub(os_disk_bs=4096, use_odirect=False, dict={})
     try:
         return hook(backend, stubs.NAME, bytearray(32), os.devnull) is None
     except OSError:
@@ -209,7 +178,6 @@ _HELPER = {"broken": ">=0.3.9.post1", "probe": stubs.cannot_tell, "helper": True
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(
         LOCAL_DISK_BACKEND.read_file(broken=">=0.3.9.post1", probe=shows_bug, fix=fix_read),

@@ -1,9 +1,8 @@
 """After a failed disk write the chunk stays in CPU memory for ever, and LMCache never stores that chunk again.
 
 ## Symptom
-If the disk of `local_disk` is full, you see no error at the time of the write. LMCache logs `Stored 256 out of total
-256 tokens`, but there are no hits. Later the CPU cache is full: `No eviction candidates found in local cpu backend.
-Local cpu memory is under pressure.`
+When the disk of `local_disk` is full, LMCache logs `Stored 256 out of total 256 tokens`, but there are no hits. Later
+the CPU cache is full: `No eviction candidates found in local cpu backend. Local cpu memory is under pressure.`
 
 ## Cause
 After `write_file`, `async_save_bytes_to_disk` releases the memory, marks the task as done and adds the entry (0.5.6
@@ -13,8 +12,7 @@ size still counts against `max_local_disk_size`. No code reads the exception (0.
 
 ## Fix
 After a failed write the fix logs the error, frees the memory, ends the task, deletes the file and reverts the size
-count. LMCache can then store the chunk again. With `use_odirect`, a failed write also leaks a file descriptor. The fix
-cannot close this file descriptor.
+count. LMCache can then store the chunk again. With `use_odirect`, a file descriptor leaks all the same.
 
 ## Releases
 LMCache 0.3.9 to 0.5.6.
@@ -26,39 +24,26 @@ None known.
 `async_save_bytes_to_disk` handles an error of `write_file`.
 """
 
-from __future__ import annotations
-
-import functools
 import os
-from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix import engine_log
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, fix_calls
 from kvfix.fixes.targets import LOCAL_DISK_BACKEND
 from kvfix.wrapping import positional
 
-_WHERE = f"{__name__}.undo"
 
-
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def undone(original: Callable[..., Any]) -> Callable[..., Any]:
-        by_position = positional(original)
-
-        @functools.wraps(original)
-        def async_save_bytes_to_disk(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return original(*args, **kwargs)
-            except OSError as error:
-                engine_log.guarded(_WHERE, lambda failure: _undo(failure, *by_position(args, kwargs)[0]), error)
-                raise  # as released: it ends in a future that nobody reads
-
-        return async_save_bytes_to_disk
-
-    return undone
+@fix_calls
+def fix(save: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return save(*args, **kwargs)
+    except OSError as error:
+        engine_log.guarded(
+            f"{__name__}.undo", lambda failure: _undo(failure, *positional(save)(args, kwargs)[0]), error
+        )
+        raise  # as released: it ends in a future that nobody reads
 
 
 def _undo(error: OSError, backend: Any, key: Any, memory: Any, *_: Any) -> None:
@@ -79,35 +64,23 @@ def _undo(error: OSError, backend: Any, key: Any, memory: Any, *_: Any) -> None:
     )
 
 
-def _nothing(*_: Any) -> None:
-    """Do nothing."""
-
-
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """A write that fails. Wrong is to leave the memory in use."""
     released: list[bool] = []
 
     def write_file(*_: Any) -> None:
         raise OSError("no space")
 
-    memory = SimpleNamespace(
-        tensor=object(),
-        byte_array=b"",
-        get_size=lambda: 0,
-        get_physical_size=lambda: 0,
+    memory = stubs.Stub(
+        tensor=object(), byte_array=b"", get_size=lambda: 0, get_physical_size=lambda: 0,
         ref_count_down=lambda: released.append(True),
-    )
+    )  # fmt: skip
     backend = module.LocalDiskBackend.__new__(module.LocalDiskBackend)  # with the methods that a release may add
     vars(backend).update(
-        _key_to_path=lambda key: os.devnull + "/none",
-        write_file=write_file,
-        usage=0,
-        current_cache_size=0,
-        stats_monitor=SimpleNamespace(update_local_storage_usage=_nothing),
-        disk_lock=nullcontext(),
-        disk_worker=SimpleNamespace(remove_put_task=_nothing),
-        cache_policy=SimpleNamespace(update_on_force_evict=_nothing),
-    )
+        _key_to_path=lambda key: os.devnull + "/none", write_file=write_file, usage=0, current_cache_size=0,
+        disk_lock=nullcontext(), stats_monitor=stubs.Nothing(), disk_worker=stubs.Nothing(),
+        cache_policy=stubs.Nothing(),
+    )  # fmt: skip
     with suppress(OSError):
         hook(backend, stubs.NAME, memory)
     return not released
@@ -115,7 +88,6 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="leak",
     targets=(LOCAL_DISK_BACKEND.async_save_bytes_to_disk(broken=">=0.3.9", probe=shows_bug, fix=fix),),
     proof="tests/runtime/test_local_disk.py, on LMCache's own backend: the lab has no disk",

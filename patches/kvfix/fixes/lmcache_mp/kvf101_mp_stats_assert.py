@@ -2,22 +2,19 @@
 
 ## Symptom
 EngineCore dies with `AssertionError: Request tracker for request_id cmpl-... not found. ` in `request_finished`. Any
-client can cause this crash. The client sends `kv_transfer_params` with `cached_token_stats`
-(`num_lmcache_extra_cached_tokens` in vLLM's copy and in LMCache 0.4.5), and closes the connection while the request
-waits.
+client can cause this crash: it sends `kv_transfer_params` with `cached_token_stats` (`num_lmcache_extra_cached_tokens`
+in vLLM's copy and in LMCache 0.4.5), and disconnects while the request waits.
 
 ## Cause
 `request_finished` reads the statistics from the request's tracker (lmcache_mp_connector.py 0.5.6:1552). The first
-`get_num_new_matched_tokens` creates the tracker. A request that is aborted before this hook runs has no tracker, so the
-assertion in `_get_request_tracker` fails.
+`get_num_new_matched_tokens` creates the tracker. A request that is aborted before this hook runs has no tracker.
 
 ## Fix
 If a request asks for statistics and has no tracker, the fix creates a tracker before `request_finished`. All numbers of
 this tracker are zero. The hook deletes it, as it does with every tracker.
 
 ## Releases
-LMCache 0.4.5 to 0.5.6, and 0.4.5 to 0.5.5 with lmcache_mp_connector_0201. vLLM 0.26.0 to 0.33.0, its own copy of the
-connector.
+LMCache 0.4.5 to 0.5.6, and 0.4.5 to 0.5.5 with lmcache_mp_connector_0201. vLLM's copy: 0.26.0 to 0.33.0.
 
 ## Upstream
 https://github.com/vllm-project/vllm/pull/56780 (open).
@@ -26,15 +23,10 @@ https://github.com/vllm-project/vllm/pull/56780 (open).
 `request_finished` no longer asserts that there is a tracker.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, Wrapper, note
 from kvfix.fixes.targets import multi_process
 from kvfix.wrapping import before
 
@@ -42,7 +34,7 @@ from kvfix.wrapping import before
 STATISTICS = ("cached_token_stats", "num_lmcache_extra_cached_tokens")
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
+def fix(module: Any) -> Wrapper:
     make_tracker = module.LMCacheMPRequestTracker
 
     def request_finished(connector: Any, request: Any, block_ids: Any) -> None:
@@ -56,7 +48,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
     )
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """A request without a lookup asks for its statistics. Wrong is an AssertionError."""
     request = stubs.request(2048, kv_transfer_params=dict.fromkeys(STATISTICS, True))
     return stubs.raises(AssertionError, hook, _mp.scheduler_side(module), request, [])
@@ -64,14 +56,8 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="crash",
-    targets=multi_process(
-        "request_finished", shows_bug, fix, lmcache=">=0.4.5,<=0.5.6", vllm=">=0.26.0", for_0180="", place=1
-    ),
+    targets=multi_process("request_finished", shows_bug, fix, for_0180="", place=1),
     evidence={"KVD110": "", "KVR011": "Request tracker for request_id"},
-    scenarios=(
-        "mp-stats-assert",
-        "mp-stats-assert-in-tree",
-    ),
+    scenarios=("mp-stats-assert", "mp-stats-assert-in-tree"),
 )

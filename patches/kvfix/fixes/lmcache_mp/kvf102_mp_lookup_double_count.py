@@ -2,27 +2,23 @@
 
 ## Symptom
 No error. The external hit of a prompt never grows past the same token, although the prompt is used again and again. The
-chunks after that token are stored, the chunks before it are not. This happens under pressure, when requests wait for
-blocks.
+chunks after that token are stored, the chunks before it are not. Requests that wait for blocks lead to this.
 
-After a miss, the end of a prompt is not stored. The number of missing tokens is the number of tokens that vLLM's own
-prefix cache held.
+After a miss, the end of a prompt is not stored: as many tokens as vLLM's own prefix cache held.
 
 ## Cause
 vLLM calls `get_num_new_matched_tokens` in every step in which the request waits. Each call adds the hit to
 `num_stored_tokens` (lmcache_mp_connector.py 0.5.5:1148; `num_stored_blocks` in vLLM's copy). After three polls with a
 hit of 512 the first store begins at 1536.
 
-On a miss the hook returns before it records how many tokens vLLM itself has computed (0.5.5:1143), so the store ends
-too early by that number of tokens.
+On a miss the hook returns before it records vLLM's computed tokens (0.5.5:1143), so the store ends too early.
 
 ## Fix
 After each answer for a request that is not admitted yet, the fix sets the stored tokens to the hit. The fix also
 records the tokens that vLLM has computed.
 
 ## Releases
-LMCache 0.4.5 to 0.5.5, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.33.0, its own copy
-of the connector.
+LMCache 0.4.5 to 0.5.5, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM's copy: 0.26.0 to 0.33.0.
 
 ## Upstream
 https://github.com/LMCache/LMCache/issues/4508, fixed in 0.5.6. Open in vLLM's copy.
@@ -31,39 +27,25 @@ https://github.com/LMCache/LMCache/issues/4508, fixed in 0.5.6. Open in vLLM's c
 LMCache 0.5.5 is no longer in use, and vLLM's copy assigns the hit instead of adding it.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, fix_after
 from kvfix.fixes.targets import multi_process
-from kvfix.wrapping import after
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    prefetching = module.LMCacheMPRequestState.PREFETCHING
-
-    def get_num_new_matched_tokens(
-        connector: Any, answer: tuple[int | None, bool], request: Any, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        tracker, size = connector.request_trackers[request.request_id], _mp.block_size(connector)
-        aligned = getattr(connector, "_hit_alignment_tokens", size)
-        _mp.set_tokens(tracker, "num_stored", _mp.tokens(tracker, "num_lmcache_hit", size), size)
-        _mp.set_tokens(tracker, "num_vllm_hit", num_computed_tokens // aligned * aligned, size)
-        return answer
-
-    return after(
-        get_num_new_matched_tokens,
-        when=lambda connector, answer, request, *_: (
-            answer[0] is not None and _mp.is_in(connector, request, prefetching)
-        ),
-    )
+@fix_after(
+    when=lambda connector, answer, request, *_: answer[0] is not None and _mp.is_in(connector, request, "PREFETCHING")
+)
+def fix(connector: Any, answer: Any, request: Any, num_computed_tokens: int) -> Any:
+    tracker, size = connector.request_trackers[request.request_id], _mp.block_size(connector)
+    aligned = getattr(connector, "_hit_alignment_tokens", size)
+    _mp.set_tokens(tracker, "num_stored", _mp.tokens(tracker, "num_lmcache_hit", size), size)
+    _mp.set_tokens(tracker, "num_vllm_hit", num_computed_tokens // aligned * aligned, size)
+    return answer
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """The numbers of the report: a hit of 512, looked up twice. Then a miss where vLLM has computed 1024."""
     request = stubs.request(2048)
     connector = _mp.scheduler_side(module, found=512)
@@ -77,11 +59,8 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="lost hits",
-    targets=multi_process(
-        "get_num_new_matched_tokens", shows_bug, fix, lmcache=">=0.4.5,<=0.5.5", vllm=">=0.26.0", place=1
-    ),
+    targets=multi_process("get_num_new_matched_tokens", shows_bug, fix, lmcache=">=0.4.5,<=0.5.5", place=1),
     evidence={"KVR007": ""},
     scenarios=(
         "mp-apc-hit-not-stored",

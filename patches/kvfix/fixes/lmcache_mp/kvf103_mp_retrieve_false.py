@@ -15,8 +15,7 @@ follows `kv_load_failure_policy`: With `fail` (the default) vLLM ends the reques
 computes the tokens again. The fix wraps `submit_retrieve_request`.
 
 ## Releases
-LMCache 0.4.2 to 0.5.4, with LMCache's own connector and with vLLM's copy of the connector. Earlier releases cannot
-report failed blocks.
+LMCache 0.4.2 to 0.5.4, also with vLLM's copy of the connector. Earlier releases cannot report failed blocks.
 
 ## Upstream
 https://github.com/LMCache/LMCache/issues/3388, fixed in 0.5.5.
@@ -25,19 +24,14 @@ https://github.com/LMCache/LMCache/issues/3388, fixed in 0.5.5.
 LMCache 0.5.4 is no longer in use.
 """
 
-from __future__ import annotations
-
 import inspect
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix import engine_log
-from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, fix_after, note
 from kvfix.fixes.targets import MP_WORKER_ADAPTER
-from kvfix.wrapping import View, after
+from kvfix.wrapping import View
 
 
 def load(adapter: Any, future: Any, blocks: Any) -> Any:
@@ -60,58 +54,43 @@ def load(adapter: Any, future: Any, blocks: Any) -> Any:
     return View(future, result=result)
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def submit_retrieve_request(adapter: Any, answer: Any, request_id: str, *_: Any, **__: Any) -> Any:
-        future, blocks = adapter.retrieve_futures[request_id]
-        adapter.retrieve_futures[request_id] = (load(adapter, future, blocks), blocks)
-        return answer
-
-    def failed(adapter: Any, answer: Any, request_id: str, *_: Any, **__: Any) -> Any:
-        """The load is reported as failed, whatever it brings."""
-        if request_id in adapter.retrieve_futures:
-            adapter.error_block_ids.update(adapter.retrieve_futures[request_id][1])
-        return answer
-
-    # If the server does not answer, no load starts, and its blocks are reported already.
-    return after(
-        submit_retrieve_request,
-        when=lambda adapter, answer, request_id, *_, **__: request_id in adapter.retrieve_futures,
-        on_fault=failed,
-    )
+def _failed(adapter: Any, answer: Any, request_id: str, *_: Any, **__: Any) -> Any:
+    """The load is reported as failed, whatever it brings."""
+    if request_id in adapter.retrieve_futures:
+        adapter.error_block_ids.update(adapter.retrieve_futures[request_id][1])
+    return answer
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+# If the server does not answer, no load starts, and its blocks are reported already.
+@fix_after(when=lambda adapter, answer, request_id, *_, **__: request_id in adapter.retrieve_futures, on_fault=_failed)
+def fix(adapter: Any, answer: Any, request_id: str, *_: Any, **__: Any) -> Any:
+    future, blocks = adapter.retrieve_futures[request_id]
+    adapter.retrieve_futures[request_id] = (load(adapter, future, blocks), blocks)
+    return answer
+
+
+def shows_bug(hook: Any, module: Any) -> bool:
     """One load of blocks 3 and 4, whose result is false. The probe then calls the function that reads the result."""
-    failed = SimpleNamespace(query=lambda: True, wait=lambda timeout=None: True, result=lambda timeout=None: False)
+    failed = stubs.Stub(query=lambda: True, wait=lambda timeout=None: True, result=lambda timeout=None: False)
     failed.to_cuda_future = lambda: failed  # up to 0.4.5 the hook sends the request itself
     adapter = _mp.worker_side(
         lazy_offload=True,
-        mq_client=SimpleNamespace(submit_request=lambda *_: failed),
-        transfer_ctx=SimpleNamespace(submit_retrieve=lambda *_, **__: failed),
-        request_telemetry=SimpleNamespace(on_request_store_finished=lambda **_: None),
-        _completed_store_requests={},
-        _failed_store_requests=set(),
-        _pending_store_kv_events={},
-        _process_finished_stores=lambda *_: set(),
+        mq_client=stubs.Stub(submit_request=lambda *_: failed),
+        transfer_ctx=stubs.Stub(submit_retrieve=lambda *_, **__: failed),
+        request_telemetry=stubs.Nothing(),
     )
     op = module.LoadStoreOp(token_ids=[0] * 32, block_ids=[3, 4], start=0, end=32)
-    hook(adapter, stubs.NAME, op, SimpleNamespace(ipc_handle=lambda: b""))
+    hook(adapter, stubs.NAME, op, stubs.Stub(ipc_handle=lambda: b""))
     if adapter.error_block_ids:
         raise LookupError("the load did not start")
-    takes = inspect.unwrap(module.LMCacheMPWorkerAdapter.get_finished)
-    takes(adapter, *([set()] * (len(inspect.signature(takes).parameters) - 1)))
+    _mp.get_finished(inspect.unwrap(module.LMCacheMPWorkerAdapter.get_finished), adapter)
     return bool(adapter.error_block_ids != {3, 4})
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
-    targets=(MP_WORKER_ADAPTER.submit_retrieve_request(broken=">=0.4.2,<=0.5.4", probe=shows_bug, fix=fix, place=1),),
+    targets=(MP_WORKER_ADAPTER.submit_retrieve_request(broken=">=0.4.2,<=0.5.4", probe=shows_bug, fix=fix, place=2),),
     evidence={"KVD301": "", "KVD310": ""},
-    scenarios=(
-        "mp-retrieve-false",
-        "mp-retrieve-false-in-tree",
-    ),
-    on_fault="closed",
+    scenarios=("mp-retrieve-false", "mp-retrieve-false-in-tree"),
 )

@@ -11,8 +11,7 @@ promises the hit again (lmcache_mp_connector.py 0.5.4:777). But `update_state_af
 tracker that is PREFETCHING (0.5.4:852).
 
 LMCache 0.5.5 checks for this request and returns 0. LMCache 0.5.6 also loads for preempted requests, and gives a
-preempted request a fresh tracker before this check (0.5.6:1833). As long as the load fails, LMCache 0.5.6 repeats the
-lookup and the load of this request.
+preempted request a fresh tracker before this check (0.5.6:1833). So it repeats lookup and load while the load fails.
 
 ## Fix
 The fix acts before `get_num_new_matched_tokens`, on a request that was admitted with a hit, has never run since, and
@@ -30,22 +29,16 @@ None known. LMCache 0.5.5 has its own fix ("Bypassing LMCache for request").
 LMCache 0.5.4 is no longer in use, LMCache bypasses preempted requests too, and so does vLLM's copy.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, Wrapper, note
 from kvfix.fixes.targets import multi_process
 from kvfix.wrapping import before
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    make_tracker, ready = module.LMCacheMPRequestTracker, module.LMCacheMPRequestState.READY
-    preempted = module.RequestStatus.PREEMPTED
+def fix(module: Any) -> Wrapper:
+    make_tracker, preempted = module.LMCacheMPRequestTracker, module.RequestStatus.PREEMPTED
     bypasses = hasattr(module.LMCacheMPRequestState, "BYPASS_LMCACHE")
 
     def get_num_new_matched_tokens(connector: Any, request: Any, num_computed_tokens: int) -> None:
@@ -62,10 +55,12 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         _mp.nothing_cached(connector.scheduler_adapter, request.request_id)
 
     # vLLM calls the hook in every step in which the request waits. The tracker is not READY then.
-    return before(get_num_new_matched_tokens, when=lambda connector, request, *_: _mp.is_in(connector, request, ready))
+    return before(
+        get_num_new_matched_tokens, when=lambda connector, request, *_: _mp.is_in(connector, request, "READY")
+    )
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """A tracker that is READY with a hit of 512, a request with nothing computed; then the same, preempted."""
     for status in (None, module.RequestStatus.PREEMPTED):
         connector, request = _mp.scheduler_side(module, found=512), stubs.request(2048)
@@ -79,15 +74,8 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
-    targets=multi_process(
-        "get_num_new_matched_tokens", shows_bug, fix, lmcache=">=0.4.5,<=0.5.6,!=0.5.5", vllm=">=0.26.0", place=2
-    ),
+    targets=multi_process("get_num_new_matched_tokens", shows_bug, fix, lmcache=">=0.4.5,<=0.5.6,!=0.5.5", place=2),
     evidence={"KVD208": "", "KVR010": ""},
-    scenarios=(
-        "mp-failed-load-repoll",
-        "mp-failed-load-repoll-in-tree",
-        "mp-resume-load-circle",
-    ),
+    scenarios=("mp-failed-load-repoll", "mp-failed-load-repoll-in-tree", "mp-resume-load-circle"),
 )

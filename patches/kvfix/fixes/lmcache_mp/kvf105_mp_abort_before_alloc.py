@@ -4,8 +4,7 @@
 vLLM logs nothing. Chunks that were looked up stay read-locked in the LMCache server for the read TTL
 (`read_ttl_seconds`, 300 s by default). Under pressure the server finds nothing to evict, and stores fail.
 
-Up to LMCache 0.5.4, and in vLLM's copy, the scheduler also leaks the lookup of every such request. A later request with
-the same id gets the hit of the aborted request.
+Up to LMCache 0.5.4, and in vLLM's copy, a later request with the same id also gets the hit of the aborted request.
 
 ## Cause
 A lookup locks the chunks it finds until they are retrieved or released with `free_lookup_locks`. `request_finished`
@@ -18,68 +17,55 @@ session still knows these locks. The fix also deletes the lookup. If the answer 
 unhealthy, the session stays. The fix then polls for the answer in the following steps.
 
 ## Releases
-LMCache 0.4.5 to 0.5.6, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.33.0, its own copy
-of the connector.
+LMCache 0.4.5 to 0.5.6, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM's copy: 0.26.0 to 0.33.0.
 
 ## Upstream
 https://github.com/vllm-project/vllm/issues/44100, https://github.com/vllm-project/vllm/pull/44101 (open),
-https://github.com/LMCache/LMCache/pull/5248; for a prefetch in flight: https://github.com/LMCache/LMCache/issues/5339
-(open).
+https://github.com/LMCache/LMCache/pull/5248; prefetch: https://github.com/LMCache/LMCache/issues/5339 (open).
 
 ## Remove when
 `request_finished` frees the locks of a lookup that was not used.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
-from collections.abc import Callable, Generator
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, Steps, fix_around, fix_before, note
 from kvfix.fixes.targets import multi_process
-from kvfix.wrapping import around, before, replaced
+from kvfix.wrapping import replaced
 
 #: Of a connector: {request that ended before its lookup was answered: function that frees its locks}.
 _LOOKING = "_kvfix_looking"
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    prefetching = module.LMCacheMPRequestState.PREFETCHING
-
-    def request_finished(connector: Any, request: Any, block_ids: Any) -> Generator[None, Any, Any] | None:
-        name, adapter = request.request_id, connector.scheduler_adapter
-        tracker = connector.request_trackers[name]
-        known = ("cache_salt", "request_configs")  # arguments of the lookup
-        more = {each: getattr(tracker, each) for each in known if hasattr(tracker, each)}
-        tokens = _mp.token_ids(tracker)
-        free = functools.partial(adapter.free_lookup_locks, token_ids=tokens, start=0, request_id=name, **more)
-        locked = _mp.tokens(tracker, "num_lmcache_hit", _mp.block_size(connector)) or _found(adapter, name)
-        if locked is None or (name in adapter._pending_lookups and not adapter.is_healthy):
-            note(__name__, f"request {name} was aborted during its lookup")
-            vars(connector).setdefault(_LOOKING, {})[name] = free
-            return _session_kept(adapter, name)
-        if locked:
-            note(__name__, f"request {name} was aborted with {locked} locked tokens: its locks are released")
-            free(end=locked)
-        adapter.cleanup_lookup_result(name)
-        return None
-
-    # The admission or the load releases the locks of an admitted request.
-    return around(request_finished, when=lambda connector, request, *_: _mp.is_in(connector, request, prefetching))
-
-
-def _found(adapter: Any, name: str) -> int | None:
-    """The hit of a lookup whose answer was not read yet. None: it has not come."""
-    answer: int | None = adapter.check_lookup_result(name) if name in adapter._pending_lookups else 0
-    return answer
+# The admission or the load releases the locks of an admitted request.
+@fix_around(when=lambda connector, request, *_: _mp.is_in(connector, request, "PREFETCHING"))
+def fix(connector: Any, request: Any, block_ids: Any) -> Steps | None:
+    name, adapter = request.request_id, connector.scheduler_adapter
+    tracker = connector.request_trackers[name]
+    known = ("cache_salt", "request_configs")  # arguments of the lookup
+    more = {each: getattr(tracker, each) for each in known if hasattr(tracker, each)}
+    tokens = _mp.token_ids(tracker)
+    free = functools.partial(adapter.free_lookup_locks, token_ids=tokens, start=0, request_id=name, **more)
+    is_pending = name in adapter._pending_lookups
+    locked = _mp.tokens(tracker, "num_lmcache_hit", _mp.block_size(connector))
+    if not locked and is_pending:  # the answer was not read yet; None: it has not come
+        locked = adapter.check_lookup_result(name)
+    if locked is None or (is_pending and not adapter.is_healthy):
+        note(__name__, f"request {name} was aborted during its lookup")
+        vars(connector).setdefault(_LOOKING, {})[name] = free
+        return _session_kept(adapter, name)
+    if locked:
+        note(__name__, f"request {name} was aborted with {locked} locked tokens: its locks are released")
+        free(end=locked)
+    adapter.cleanup_lookup_result(name)
+    return None
 
 
-def _session_kept(adapter: Any, name: str) -> Generator[None, Any, Any]:
+def _session_kept(adapter: Any, name: str) -> Steps:
     """Keep the session and the lookup, which the hook would end: `fix_step` ends them later."""
     ends = ("cleanup_lookup_result", "end_session")
     with replaced(adapter, **{end: _except_for(name, getattr(adapter, end)) for end in ends}):
@@ -95,35 +81,33 @@ def _except_for(name: str, end: Callable[..., Any]) -> Callable[..., Any]:
     return except_for
 
 
-def fix_step(module: ModuleType) -> Callable[..., Any]:
-    def build_connector_meta(connector: Any, scheduler_output: Any) -> None:
-        adapter, looking = connector.scheduler_adapter, getattr(connector, _LOOKING)
-        if not adapter.is_healthy:
-            return  # it is asked nothing, and answers that nothing was found
-        for name, free in list(looking.items()):
-            locked = adapter.check_lookup_result(name)
-            if locked is not None:
-                del looking[name]
-                if locked:
-                    free(end=locked)
-                adapter.cleanup_lookup_result(name)
-                adapter.end_session(name)
-
-    return before(build_connector_meta, when=lambda connector, *_: getattr(connector, _LOOKING, None))
+@fix_before(when=lambda connector, *_: getattr(connector, _LOOKING, None))
+def fix_step(connector: Any, scheduler_output: Any) -> None:
+    adapter, looking = connector.scheduler_adapter, getattr(connector, _LOOKING)
+    if not adapter.is_healthy:
+        return  # it is asked nothing, and answers that nothing was found
+    for name, free in list(looking.items()):
+        locked = adapter.check_lookup_result(name)
+        if locked is not None:
+            del looking[name]
+            if locked:
+                free(end=locked)
+            adapter.cleanup_lookup_result(name)
+            adapter.end_session(name)
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """512 tokens were found for a request that ends before it is admitted. Wrong is not to free their locks."""
-    connector, request = _mp.scheduler_side(module), stubs.request(2048)
-    _mp.tracked(connector, module, request, num_lmcache_hit=512)
+    request = stubs.request(2048)
+    connector, _ = _mp.tracked(module, request, num_lmcache_hit=512)
     hook(connector, request, [])
     return "free_lookup_locks" not in connector.scheduler_adapter.names()
 
 
-def step_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def step_shows_bug(hook: Any, module: Any) -> bool:
     """The request ends before the answer of 512 tokens has come, and a step follows. Wrong is not to free the locks."""
-    connector, request = _mp.scheduler_side(module, found=None), stubs.request(2048)
-    _mp.tracked(connector, module, request)
+    request = stubs.request(2048)
+    connector, _ = _mp.tracked(module, request, found=None)
     connector.scheduler_adapter._pending_lookups.add(request.request_id)
     fix(module)(inspect.unwrap(type(connector).request_finished))(connector, request, [])  # the other part of the fix
     connector.scheduler_adapter.found = 512
@@ -131,14 +115,12 @@ def step_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     return "free_lookup_locks" not in connector.scheduler_adapter.names()
 
 
-_RELEASES = {"lmcache": ">=0.4.5,<=0.5.6", "vllm": ">=0.26.0"}
 FIX = Fix(
     __name__,
-    __doc__,
     effect="leak",
     targets=(
-        *multi_process("request_finished", shows_bug, fix, **_RELEASES, place=2),
-        *multi_process("build_connector_meta", step_shows_bug, fix_step, **_RELEASES, place=1),
+        *multi_process("request_finished", shows_bug, fix, place=2),
+        *multi_process("build_connector_meta", step_shows_bug, fix_step, place=1),
     ),
     evidence={"KVR009": r"^scheduler_adapter\.|^read locks of the server "},
     scenarios=(

@@ -16,8 +16,7 @@ for the stores in flight before the step writes to any block. It waits at most L
 store. Steps without a preemption do not wait. KVF109 makes sure that the worker lists all stores of a request.
 
 ## Releases
-LMCache 0.4.5 to 0.5.5, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.33.0, with vLLM's
-own copy of the connector.
+LMCache 0.4.5 to 0.5.5, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM's copy: 0.26.0 to 0.33.0.
 
 ## Upstream
 https://github.com/LMCache/LMCache/issues/5248, https://github.com/LMCache/LMCache/issues/4612, fixed in 0.5.6.
@@ -26,54 +25,30 @@ https://github.com/LMCache/LMCache/issues/5248, https://github.com/LMCache/LMCac
 LMCache 0.5.5 is no longer in use, and vLLM's copy of the connector waits for stores in flight.
 """
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, fix_after, fix_before, note
 from kvfix.fixes.targets import CONNECTOR_BASE, LMCACHE_MP, VLLM_MP, multi_process
-from kvfix.wrapping import GO_ON, after, before
+from kvfix.wrapping import GO_ON
 
 #: Seconds for each store, after an error of this fix.
 _LONGEST_WAIT = 10.0
 _TRANSFER = "lmcache.v1.multiprocess.transfer_context.worker_transfer"
 
 
-def mark(module: ModuleType) -> Callable[..., Any]:
-    def build_connector_meta(connector: Any, metadata: Any, scheduler_output: Any) -> Any:
-        metadata._kvfix_preempted = True  # an attribute of the object, so it travels to the workers
-        return metadata
-
-    def some_preempted(connector: Any, metadata: Any, scheduler_output: Any) -> Any:
-        return scheduler_output.scheduled_cached_reqs.resumed_req_ids or scheduler_output.preempted_req_ids
-
-    def as_if_preempted(connector: Any, metadata: Any, *_: Any, **__: Any) -> Any:
-        metadata._kvfix_preempted = True
-        return metadata
-
-    return after(build_connector_meta, when=some_preempted, on_fault=as_if_preempted)
+def _some_preempted(connector: Any, metadata: Any, scheduler_output: Any) -> Any:
+    return scheduler_output.scheduled_cached_reqs.resumed_req_ids or scheduler_output.preempted_req_ids
 
 
-def wait(module: ModuleType) -> Callable[..., Any]:
-    def wait_for_stores(connector: Any, metadata: Any) -> None:
-        adapter = getattr(connector, "worker_adapter", None)
-        if adapter is not None and adapter.is_healthy:
-            for store in list(adapter.store_futures.values()):
-                if not store.query():
-                    note(__name__, "the worker waited for a store in flight")
-                    store.wait(timeout=adapter._mq_timeout)
+def _mark(connector: Any, metadata: Any, *_: Any, **__: Any) -> Any:
+    metadata._kvfix_preempted = True  # an attribute of the object, so it travels to the workers
+    return metadata
 
-    return before(
-        wait_for_stores,
-        when=lambda connector, metadata, *_, **__: getattr(metadata, "_kvfix_preempted", False),
-        on_fault=_wait_for_all,
-    )
+
+mark = fix_after(when=_some_preempted, on_fault=_mark)(_mark)
 
 
 def _wait_for_all(connector: Any, *_: Any, **__: Any) -> Any:
@@ -83,69 +58,68 @@ def _wait_for_all(connector: Any, *_: Any, **__: Any) -> Any:
     return GO_ON
 
 
-class _Store:
+@fix_before(
+    when=lambda connector, metadata, *_, **__: getattr(metadata, "_kvfix_preempted", False), on_fault=_wait_for_all
+)
+def wait(connector: Any, metadata: Any) -> None:
+    adapter = getattr(connector, "worker_adapter", None)
+    if adapter is not None and adapter.is_healthy:
+        for store in list(adapter.store_futures.values()):
+            if not store.query():
+                note(__name__, "the worker waited for a store in flight")
+                store.wait(timeout=adapter._mq_timeout)
+
+
+def _store() -> Any:
     """A store in flight that records whether the hook waited for it."""
-
-    waited = False
-
-    def query(self) -> bool:
-        return False
-
-    def wait(self, timeout: float | None = None) -> bool:
-        self.waited = True
-        return True
+    store = stubs.Stub(query=lambda: False, waited=False)
+    store.wait = lambda timeout=None: setattr(store, "waited", True)
+    return store
 
 
-def _worker(store: _Store) -> Any:
+def _worker(store: Any) -> Any:
     """A worker's connector with this store in flight."""
-    adapter = SimpleNamespace(store_futures={stubs.NAME: store}, is_healthy=True, _mq_timeout=1.0)
-    return SimpleNamespace(worker_adapter=adapter, mq_timeout=1.0)
+    adapter = stubs.Stub(store_futures={stubs.NAME: store}, is_healthy=True, _mq_timeout=1.0)
+    return stubs.Stub(worker_adapter=adapter, mq_timeout=1.0)
 
 
-def connector_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def connector_shows_bug(hook: Any, module: Any) -> bool:
     """A step after a preemption. Right is marked metadata, and a worker that then waits."""
     metadata = hook(_mp.scheduler_side(module), stubs.step(preempted=True))
     if not getattr(metadata, "need_flush_before_forward", False):
         return True
-    store = _Store()
+    store = _store()
     if module.__name__ == VLLM_MP.module:
         getattr(module, VLLM_MP.name).handle_preemptions(_worker(store), metadata)
         return not store.waited
     return own_shows_bug(hook, module)
 
 
-def own_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def own_shows_bug(hook: Any, module: Any) -> bool:
     """The function that LMCache's own `handle_preemptions` calls in the end. Wrong is not to wait."""
-    store = _Store()
-    context = SimpleNamespace(
+    store = _store()
+    context = stubs.Stub(
         _inflight_lock=nullcontext(), _inflight_stores=[store], _store_settled=lambda each: False, _mq_timeout=1.0
     )
     sys.modules[_TRANSFER].LMCacheDrivenTransferContext.flush_inflight_stores(context)
     return not store.waited
 
 
-def base_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def base_shows_bug(hook: Any, module: Any) -> bool:
     """The base class waits for nothing, which is right for connectors that store within the step."""
-    store = _Store()
-    hook(_worker(store), SimpleNamespace())
+    store = _store()
+    hook(_worker(store), stubs.Stub())
     return not store.waited
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(
-        *multi_process(
-            "build_connector_meta", connector_shows_bug, mark, lmcache=">=0.4.5,<=0.5.5", vllm=">=0.26.0", place=2
-        ),
+        *multi_process("build_connector_meta", connector_shows_bug, mark, lmcache=">=0.4.5,<=0.5.5", place=2),
         CONNECTOR_BASE.handle_preemptions(broken=">=0.20.2", probe=base_shows_bug, fix=wait, helper=True),
         LMCACHE_MP.handle_preemptions(broken=">=0.5.2,<=0.5.5", probe=own_shows_bug, fix=wait, helper=True),
     ),
     evidence={"KVD308": ""},
-    scenarios=(
-        "mp-preempt-store-overwrite",
-        "mp-preempt-store-overwrite-in-tree",
-    ),
-    on_fault="closed",
+    scenarios=("mp-preempt-store-overwrite", "mp-preempt-store-overwrite-in-tree"),
 )

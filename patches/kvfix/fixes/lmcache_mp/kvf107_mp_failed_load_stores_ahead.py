@@ -16,8 +16,7 @@ request has fewer computed tokens than the hits of its tracker, the fix makes th
 computed tokens. LMCache stores the part of the hit that was not loaded again, because this part may have been evicted.
 
 ## Releases
-LMCache 0.4.5 to 0.5.6, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.33.0, its own copy
-of the connector.
+LMCache 0.4.5 to 0.5.6, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM's copy: 0.26.0 to 0.33.0.
 
 ## Upstream
 None known.
@@ -26,38 +25,29 @@ None known.
 The tracker gets the report of a failed load.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _closed, _mp, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, fix_before, note
 from kvfix.fixes.targets import multi_process
-from kvfix.wrapping import before
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def build_connector_meta(connector: Any, scheduler_output: Any) -> None:
-        trackers = connector.request_trackers
-        for new in scheduler_output.scheduled_new_reqs:
-            if new.req_id in trackers:
-                _count_from(connector, trackers[new.req_id], new.num_computed_tokens)
-        cached = scheduler_output.scheduled_cached_reqs
-        if cached.resumed_req_ids:
-            for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=False):
-                if request_id in cached.resumed_req_ids and request_id in trackers:
-                    _count_from(connector, trackers[request_id], computed)
-
-    return before(
-        build_connector_meta,
-        when=lambda connector, scheduler_output, *_, **__: (
-            scheduler_output.scheduled_new_reqs or scheduler_output.scheduled_cached_reqs.resumed_req_ids
-        ),
-        on_fault=_closed.store_nothing_more,
-    )
+@fix_before(
+    when=lambda connector, scheduler_output, *_, **__: (
+        scheduler_output.scheduled_new_reqs or scheduler_output.scheduled_cached_reqs.resumed_req_ids
+    ),
+    on_fault=_closed.store_nothing_more,
+)
+def fix(connector: Any, scheduler_output: Any) -> None:
+    trackers = connector.request_trackers
+    for new in scheduler_output.scheduled_new_reqs:
+        if new.req_id in trackers and any(_mp.hits(connector, trackers[new.req_id])):
+            _count_from(connector, trackers[new.req_id], new.num_computed_tokens)
+    cached = scheduler_output.scheduled_cached_reqs
+    if cached.resumed_req_ids:
+        for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=False):
+            if request_id in cached.resumed_req_ids and request_id in trackers:
+                _count_from(connector, trackers[request_id], computed)
 
 
 def _count_from(connector: Any, tracker: Any, computed: int) -> None:
@@ -74,27 +64,22 @@ def _count_from(connector: Any, tracker: Any, computed: int) -> None:
     _mp.set_tokens(tracker, "num_stored", stored, size)
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """vLLM had 256 tokens, the cache 1024, the load failed. 1024 are scheduled: wrong is to store beyond 1280."""
-    connector, request = _mp.scheduler_side(module), stubs.request(4096)
-    tracker = _mp.tracked(connector, module, request, num_vllm_hit=256, num_lmcache_hit=1024, num_stored=1024)
+    counts = {"num_vllm_hit": 256, "num_lmcache_hit": 1024, "num_stored": 1024}
+    connector, tracker = _mp.tracked(module, stubs.request(4096), **counts)
     tracker.state = module.LMCacheMPRequestState.READY
     blocks = list(range(256))
     tracker.append_block_ids((blocks,) if isinstance(tracker.allocated_block_ids, dict) else blocks)
-    new = SimpleNamespace(req_id=request.request_id, num_computed_tokens=256)
+    new = stubs.Stub(req_id=stubs.NAME, num_computed_tokens=256)
     metadata = hook(connector, stubs.step(1024, new=new))
     return any(each.direction == "STORE" and each.op.end > 1280 for each in metadata.requests)
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
-    targets=multi_process("build_connector_meta", shows_bug, fix, lmcache=">=0.4.5,<=0.5.6", vllm=">=0.26.0", place=3),
+    targets=multi_process("build_connector_meta", shows_bug, fix, place=3),
     evidence={"KVR008": ""},
-    scenarios=(
-        "mp-failed-load-stores-ahead",
-        "mp-failed-load-stores-ahead-in-tree",
-    ),
-    on_fault="closed",
+    scenarios=("mp-failed-load-stores-ahead", "mp-failed-load-stores-ahead-in-tree"),
 )

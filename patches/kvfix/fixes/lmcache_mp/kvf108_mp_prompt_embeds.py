@@ -13,8 +13,7 @@ The fix returns no hit for a request with `prompt_embeds` and sends no lookup. I
 stored, so nothing is stored. vLLM's own prefix cache, which hashes the embeddings, works as before.
 
 ## Releases
-LMCache 0.4.5 to 0.5.6, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.33.0, its own copy
-of the connector.
+LMCache 0.4.5 to 0.5.6, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM's copy: 0.26.0 to 0.33.0.
 
 ## Upstream
 https://github.com/vllm-project/vllm/issues/42119 (closed as stale).
@@ -23,71 +22,55 @@ https://github.com/vllm-project/vllm/issues/42119 (closed as stale).
 The connector distinguishes embeddings from tokens.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Generator
-from types import ModuleType
 from typing import Any
 
-from kvfix.acting import note
-from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes import _closed, _mp
+from kvfix.fixes.api import Fix, Steps, Wrapper, note
 from kvfix.fixes.targets import LMCACHE_MP, multi_process
 from kvfix.wrapping import GO_ON, around
 
-#: More tokens than any request has.
-ALL = 1 << 40
+
+def _has_embeddings(connector: Any, request: Any, *_: Any, **__: Any) -> bool:
+    return getattr(request, "prompt_embeds", None) is not None  # the requests of LMCache's own tests do not have it
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def asks(connector: Any, request: Any, num_computed_tokens: int = 0) -> Generator[None, Any, Any]:
+def fix(module: Any) -> Wrapper:
+    def asks(connector: Any, request: Any, num_computed_tokens: int = 0) -> Steps:
         _mp.nothing_cached(connector.scheduler_adapter, request.request_id)
         note(__name__, f"request {request.request_id} has embeddings")
         answer = yield
         tracker = connector.request_trackers.get(request.request_id)
         if tracker is not None:
-            _mp.set_tokens(tracker, "num_stored", ALL, _mp.block_size(connector))
+            _closed.all_is_stored(tracker)
         return answer
 
     def without_lookup(connector: Any, request: Any, *_: Any, **__: Any) -> Any:
-        if getattr(request, "prompt_embeds", None) is None:
+        if not _has_embeddings(connector, request):
             return GO_ON
         tracker = connector.request_trackers.setdefault(request.request_id, module.LMCacheMPRequestTracker(request))
-        name = "num_stored_tokens" if hasattr(tracker, "num_stored_tokens") else "num_stored_blocks"
-        setattr(tracker, name, ALL)
+        _closed.all_is_stored(tracker)
         return 0, False
 
-    return around(
-        asks,
-        when=lambda connector, request, *_, **__: request.prompt_embeds is not None,
-        on_fault=without_lookup,
-    )
+    return around(asks, when=_has_embeddings, on_fault=without_lookup)
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """A request with embeddings; 512 zeros are cached. Wrong is a hit."""
-    connector = _mp.scheduler_side(module, found=512)
-    return bool(hook(connector, stubs.request(2048, prompt_embeds=object()), 0)[0])
+    return _mp.finds(hook, module, prompt_embeds=object())
 
 
-def new_request_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def new_request_shows_bug(hook: Any, module: Any) -> bool:
     """A request with embeddings arrives, and lookups are sent on arrival. Wrong is to send one."""
     return _mp.looks_up_on_arrival(hook, module, prompt_embeds=object())
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(
-        *multi_process(
-            "get_num_new_matched_tokens", shows_bug, fix, lmcache=">=0.4.5,<=0.5.6", vllm=">=0.26.0", place=3
-        ),
+        *multi_process("get_num_new_matched_tokens", shows_bug, fix, place=3),
         LMCACHE_MP.on_new_request(broken=">=0.5.4,<=0.5.6", probe=new_request_shows_bug, fix=fix, place=1),
     ),
-    scenarios=(
-        "mp-prompt-embeds",
-        "mp-prompt-embeds-in-tree",
-    ),
+    scenarios=("mp-prompt-embeds", "mp-prompt-embeds-in-tree"),
     on_fault="closed",
 )

@@ -1,20 +1,17 @@
 """Hits return wrong text after chunked prefill: vLLM frees a request's blocks while its second store copies them.
 
 ## Symptom
-No error is logged. Prompts longer than a step (chunked prefill) that hit the cache return wrong text, until the chunks
-are evicted.
+No error is logged. After chunked prefill, prompts that hit the cache return wrong text, until the chunks are evicted.
 
 ## Cause
 A worker keeps only one store for each request: the next store replaces the previous store
 (vllm_multi_process_adapter.py 0.5.6:1848). `finished_stores` keeps the id of a request whose first store has ended.
-When the request ends, the worker finds this id and reports all stores of the request as done (0.5.6:2651). But the
-server still copies the last chunks. vLLM frees the blocks and other requests write to them. The server stores their KV
-under the keys of the first request.
+When the request ends, the worker finds this id and reports all stores of the request as done (0.5.6:2651). vLLM frees
+the blocks and other requests write to them, but the server still copies the last chunks.
 
 ## Fix
 The fix joins all stores of a request into one. The worker sees this joined store as done only when all stores of the
-request are done. An earlier store that has already ended no longer marks the request as done. The fix wraps
-`submit_store_request`.
+request are done. An earlier store that has already ended no longer marks the request as done.
 
 ## Releases
 LMCache 0.4.2 to 0.5.6.
@@ -26,17 +23,13 @@ https://github.com/LMCache/LMCache/issues/3640 (the futures of a request overwri
 The worker keeps all stores of a request.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Generator
-from types import ModuleType, SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, Steps, fix_around, note
 from kvfix.fixes.targets import MP_WORKER_ADAPTER
-from kvfix.wrapping import View, around
+from kvfix.wrapping import View
 
 
 def both(first: Any, second: Any) -> Any:
@@ -60,37 +53,35 @@ def both(first: Any, second: Any) -> Any:
     return View(second, _kvfix_stores=stores, **{name: each(name) for name in ("query", "wait", "result")})
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def submit_store_request(adapter: Any, request_id: str, *_: Any, **__: Any) -> Generator[None, Any, Any]:
-        first = adapter.store_futures.get(request_id)
-        is_in_flight = first is not None and not first.query()
-        answer = yield
-        store = adapter.store_futures.get(request_id)
-        if store is not first:
-            if is_in_flight or request_id in adapter.finished_stores:
-                note(__name__, f"request {request_id} has a second store in flight")
-            adapter.finished_stores.discard(request_id)
-            if is_in_flight:
-                adapter.store_futures[request_id] = both(first, store)
-        return answer
-
-    return around(submit_store_request)
+@fix_around()
+def fix(adapter: Any, request_id: str, *_: Any, **__: Any) -> Steps:
+    first = adapter.store_futures.get(request_id)
+    is_in_flight = first is not None and not first.query()
+    answer = yield
+    store = adapter.store_futures.get(request_id)
+    if store is not first:
+        if is_in_flight or request_id in adapter.finished_stores:
+            note(__name__, f"request {request_id} has a second store in flight")
+        adapter.finished_stores.discard(request_id)
+        if is_in_flight:
+            adapter.store_futures[request_id] = both(first, store)
+    return answer
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """Two stores of one request after one that has ended; only the second is done. Wrong is to count all as done."""
-    stores = [SimpleNamespace(query=lambda: False), SimpleNamespace(query=lambda: True)]
+    stores = [stubs.Stub(query=lambda: False), stubs.Stub(query=lambda: True)]
     for store in stores:
         store.to_cuda_future = lambda store=store: store  # 0.4.5 sends the request itself
     queue = list(stores)
     adapter = _mp.worker_side(
         is_kv_writer=True,
-        mq_client=SimpleNamespace(submit_request=lambda *_: queue.pop(0)),
-        transfer_ctx=SimpleNamespace(submit_store=lambda *_, **__: queue.pop(0)),
+        mq_client=stubs.Stub(submit_request=lambda *_: queue.pop(0)),
+        transfer_ctx=stubs.Stub(submit_store=lambda *_, **__: queue.pop(0)),
         finished_stores={stubs.NAME},
         _kv_events_enabled=False,
     )
-    event = SimpleNamespace(ipc_handle=lambda: b"")
+    event = stubs.Stub(ipc_handle=lambda: b"")
     for _ in stores:
         hook(adapter, stubs.NAME, module.LoadStoreOp(token_ids=[0] * 64, block_ids=[3, 4, 5, 6], end=64), event)
     return adapter.store_futures[stubs.NAME].query() or stubs.NAME in adapter.finished_stores
@@ -98,12 +89,8 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(MP_WORKER_ADAPTER.submit_store_request(broken=">=0.4.2,<=0.5.6", probe=shows_bug, fix=fix),),
     evidence={"KVR009": r"^worker_adapter\.finished_stores "},
-    scenarios=(
-        "mp-freed-while-stored",
-        "mp-freed-while-stored-in-tree",
-    ),
+    scenarios=("mp-freed-while-stored", "mp-freed-while-stored-in-tree"),
 )

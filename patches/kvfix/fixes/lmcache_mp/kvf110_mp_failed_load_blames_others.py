@@ -11,8 +11,7 @@ A load begins at the start of a chunk. It does not write the blocks of the chunk
 (vllm_multi_process_adapter.py 0.5.6:1924), and vLLM fails every request that has one of them.
 
 ## Fix
-After `submit_retrieve_request`, the fix removes the skipped blocks from the blocks that the worker reports if the load
-fails.
+The fix removes the skipped blocks from the blocks that the worker reports if the load fails.
 
 ## Releases
 LMCache 0.4.2 to 0.5.6.
@@ -24,35 +23,24 @@ None known.
 The worker keeps only the blocks that a load writes.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, fix_after, note
 from kvfix.fixes.targets import MP_WORKER_ADAPTER
-from kvfix.wrapping import after
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def submit_retrieve_request(adapter: Any, answer: Any, request_id: str, op: Any, *_: Any, **__: Any) -> Any:
-        skipped = _skipped(op)
-        if skipped:
-            note(__name__, f"request {request_id}: {len(skipped)} computed blocks are not reported as failed")
-        if request_id in adapter.retrieve_futures:
-            future, blocks = adapter.retrieve_futures[request_id]
-            adapter.retrieve_futures[request_id] = (
-                future,
-                [block for block in blocks if block not in skipped],
-            )
-        else:  # the server does not answer: reported at once
-            adapter.error_block_ids.difference_update(skipped)
-        return answer
-
-    return after(submit_retrieve_request, when=lambda adapter, answer, request_id, op, *_, **__: op.skip_first_n_tokens)
+@fix_after(when=lambda adapter, answer, request_id, op, *_, **__: op.skip_first_n_tokens)
+def fix(adapter: Any, answer: Any, request_id: str, op: Any, *_: Any, **__: Any) -> Any:
+    skipped = _skipped(op)
+    if skipped:
+        note(__name__, f"request {request_id}: {len(skipped)} computed blocks are not reported as failed")
+    if request_id in adapter.retrieve_futures:
+        future, blocks = adapter.retrieve_futures[request_id]
+        adapter.retrieve_futures[request_id] = (future, [block for block in blocks if block not in skipped])
+    else:  # the server does not answer: reported at once
+        adapter.error_block_ids.difference_update(skipped)
+    return answer
 
 
 def _skipped(op: Any) -> list[int]:
@@ -65,7 +53,7 @@ def _skipped(op: Any) -> list[int]:
     return list(blocks[: op.skip_first_n_tokens * len(blocks) // (op.end - op.start)])
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """Blocks 3 to 6 of 16 tokens, vLLM has computed block 3, the server does not answer. Wrong is to report block 3."""
     adapter = _mp.worker_side(is_healthy=False)
     op = module.LoadStoreOp(token_ids=[0] * 64, block_ids=[3, 4, 5, 6], start=0, end=64, skip_first_n_tokens=16)
@@ -75,11 +63,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="lost hits",
-    targets=(MP_WORKER_ADAPTER.submit_retrieve_request(broken=">=0.4.2,<=0.5.6", probe=shows_bug, fix=fix, place=2),),
-    scenarios=(
-        "mp-failed-load-blames-others",
-        "mp-failed-load-blames-others-in-tree",
-    ),
+    targets=(MP_WORKER_ADAPTER.submit_retrieve_request(broken=">=0.4.2,<=0.5.6", probe=shows_bug, fix=fix, place=1),),
+    scenarios=("mp-failed-load-blames-others", "mp-failed-load-blames-others-in-tree"),
 )

@@ -1,8 +1,7 @@
 """LoRA adapters share KV through the multi-process server: the name of the adapter is not in the cache key.
 
 ## Symptom
-No error. With `--enable-lora`, a prompt that another adapter (or the base model) has cached gets the KV of that
-adapter.
+No error. With `--enable-lora`, a prompt gets the KV that another adapter (or the base model) has cached for it.
 
 ## Cause
 The key consists of the model, the tokens and `cache_salt` (lmcache_mp_metadata.py 0.5.6:91). The adapter changes the KV
@@ -19,8 +18,7 @@ the fix still shares KV between adapters. A server with quotas by `cache_salt` c
 Requests without a LoRA keep their keys.
 
 ## Releases
-LMCache 0.4.5 to 0.5.6. The connector lmcache_mp_connector_0201 has the bug in 0.4.5 to 0.5.5. vLLM's own copy of the
-connector has it in 0.26.0 to 0.33.0.
+LMCache 0.4.5 to 0.5.6, and 0.4.5 to 0.5.5 with lmcache_mp_connector_0201. vLLM's copy: 0.26.0 to 0.33.0.
 
 ## Upstream
 https://github.com/LMCache/LMCache/issues/2961, https://github.com/vllm-project/vllm/issues/44250 (open).
@@ -29,18 +27,12 @@ https://github.com/LMCache/LMCache/issues/2961, https://github.com/vllm-project/
 The adapter is in the key.
 """
 
-from __future__ import annotations
-
 import hashlib
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, Owner
+from kvfix.fixes.api import Fix, Owner, fix_after, note
 from kvfix.fixes.targets import LMCACHE_MP, LMCACHE_MP_0201, VLLM_MP
-from kvfix.wrapping import after
 
 
 def salt(own: str, lora_name: str) -> str:
@@ -48,26 +40,25 @@ def salt(own: str, lora_name: str) -> str:
     return f"{own}+lora-{hashlib.sha256(lora_name.encode()).hexdigest()[:16]}"
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def __init__(tracker: Any, answer: None, request: Any) -> None:
-        lora = getattr(request, "lora_request", None)
-        if lora is not None:
-            note(__name__, f"request {request.request_id} has a LoRA adapter")
-            tracker.cache_salt = salt(request.cache_salt or "", lora.lora_name)
-        return answer
-
-    def own_salt(tracker: Any, answer: None, request: Any, *_: Any, **__: Any) -> None:
-        """Return a salt that no other request has. The request finds nothing, and no request finds its stores."""
-        tracker.cache_salt = f"kvfix-{request.request_id}"
-        return answer
-
-    return after(__init__, on_fault=own_salt)
+def _own_salt(tracker: Any, answer: None, request: Any, *_: Any, **__: Any) -> None:
+    """Return a salt that no other request has. The request finds nothing, and no request finds its stores."""
+    tracker.cache_salt = f"kvfix-{request.request_id}"
+    return answer
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+@fix_after(on_fault=_own_salt)
+def fix(tracker: Any, answer: None, request: Any) -> None:
+    lora = getattr(request, "lora_request", None)
+    if lora is not None:
+        note(__name__, f"request {request.request_id} has a LoRA adapter")
+        tracker.cache_salt = salt(request.cache_salt or "", lora.lora_name)
+    return answer
+
+
+def shows_bug(hook: Any, module: Any) -> bool:
     """The same request with an adapter and without. Wrong is the same salt."""
     salts = []
-    for lora in (None, SimpleNamespace(lora_name=stubs.NAME)):
+    for lora in (None, stubs.Stub(lora_name=stubs.NAME)):
         tracker = module.LMCacheMPRequestTracker.__new__(module.LMCacheMPRequestTracker)
         hook(tracker, stubs.request(2048, cache_salt="tenant", lora_request=lora))
         salts.append(tracker.cache_salt)
@@ -76,7 +67,6 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=tuple(
         Owner(dist, module, "LMCacheMPRequestTracker", copy=module).target(
@@ -89,10 +79,6 @@ FIX = Fix(
             ("vllm", VLLM_MP.module, ">=0.11.2"),
         )
     ),
-    scenarios=(
-        "mp-lora-not-in-key",
-        "mp-lora-not-in-key-in-tree",
-    ),
+    scenarios=("mp-lora-not-in-key", "mp-lora-not-in-key-in-tree"),
     opt_in=True,
-    on_fault="closed",
 )

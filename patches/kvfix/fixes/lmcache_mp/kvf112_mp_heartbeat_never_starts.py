@@ -9,8 +9,7 @@ LMCache creates the collection of heartbeats as an empty dict (vllm_multi_proces
 that starts the heartbeats returns if the collection is not None (0.5.5:756), which is always true.
 
 ## Fix
-If there are no heartbeats after `_ensure_heartbeat_started`, the fix starts them. The fix does the same as the lines of
-this function that are never reached.
+If there are no heartbeats after `_ensure_heartbeat_started`, the fix starts them, as this function should.
 
 ## Releases
 LMCache 0.5.0 to 0.5.5.
@@ -22,20 +21,16 @@ https://github.com/LMCache/LMCache/pull/5233, in 0.5.6.
 LMCache 0.5.5 is no longer in use.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from contextlib import nullcontext
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
-from kvfix.fixes.api import Fix
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix, Wrapper, note
 from kvfix.fixes.targets import MP_SCHEDULER_ADAPTER
 from kvfix.wrapping import after
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
+def fix(module: Any) -> Wrapper:
     def _ensure_heartbeat_started(adapter: Any, answer: None) -> None:
         if adapter._heartbeats:
             return answer
@@ -53,16 +48,15 @@ def fix(module: ModuleType) -> Callable[..., Any]:
     return after(_ensure_heartbeat_started)
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """No server, so no thread. Right is to replace None by the heartbeats that were started."""
-    adapter = SimpleNamespace(_heartbeats=None, _heartbeat_lock=nullcontext(), mq_clients={}, req_clients={})
+    adapter = stubs.Stub(_heartbeats=None, _heartbeat_lock=nullcontext(), mq_clients={}, req_clients={})
     hook(adapter)
     return adapter._heartbeats is None
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="lost hits",
     targets=(MP_SCHEDULER_ADAPTER._ensure_heartbeat_started(broken=">=0.5.0,<=0.5.5", probe=shows_bug, fix=fix),),
     evidence={"KVD205": ""},

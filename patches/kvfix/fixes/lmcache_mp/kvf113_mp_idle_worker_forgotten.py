@@ -6,9 +6,8 @@ server logs `Rejecting RETRIEVE for unregistered GPU instance ID ...`. Up to 0.5
 registered for instance ID ...` instead, and the request hangs.
 
 ## Cause
-If a worker has sent no ping within `worker_registration_grace_seconds`, the server drops this worker
-(multiprocess/config.py 0.5.6:134). A worker pings from its first store or load on, not from its registration
-(vllm_multi_process_adapter.py 0.5.6:1811, 1892).
+A server drops a worker that sends no ping within `worker_registration_grace_seconds` (multiprocess/config.py
+0.5.6:134). A worker pings only from its first store or load on (vllm_multi_process_adapter.py 0.5.6:1811, 1892).
 
 ## Fix
 The fix starts the worker's heartbeat after `register_kv_caches`.
@@ -23,32 +22,25 @@ https://github.com/LMCache/LMCache/issues/4715 (open).
 A worker pings from its registration on.
 """
 
-from __future__ import annotations
-
 import inspect
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
-from kvfix.fixes.api import AT_START, Fix
+from kvfix.fixes import stubs
+from kvfix.fixes.api import AT_START, Fix, fix_after, note
 from kvfix.fixes.targets import MP_WORKER_ADAPTER
-from kvfix.wrapping import after
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def register_kv_caches(adapter: Any, answer: None, *_: Any, **__: Any) -> None:
-        note(__name__, "heartbeats are started")
-        adapter._ensure_heartbeat_started()
-        return answer
-
-    return after(register_kv_caches)
+@fix_after()
+def fix(adapter: Any, answer: None, *_: Any, **__: Any) -> None:
+    note(__name__, "heartbeats are started")
+    adapter._ensure_heartbeat_started()
+    return answer
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """A registration. Wrong is not to start the heartbeat."""
     started: list[bool] = []
-    adapter = SimpleNamespace(
+    adapter = stubs.Stub(
         lmcache_tokens_per_chunk=256,
         _send_register_kv_caches_request=lambda kv_caches: None,
         _ensure_heartbeat_started=lambda: started.append(True),
@@ -60,7 +52,6 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="lost hits",
     targets=(MP_WORKER_ADAPTER.register_kv_caches(broken=">=0.4.5,<=0.5.6", probe=shows_bug, fix=fix),),
     evidence={"KVD210": ""},

@@ -1,9 +1,8 @@
 """Chunks stay locked until a timeout: LMCache releases the locks of a request with a `cache_salt` under another key.
 
 ## Symptom
-vLLM logs nothing. With `cache_salt`, some chunks stay read-locked in the server for the read TTL (`read_ttl_seconds`,
-300 s): the chunks that vLLM itself has. Under pressure the server finds nothing to evict. A request without a salt may
-have locked the same chunks. It loses its lock.
+vLLM logs nothing. With `cache_salt`, the chunks that vLLM itself has stay read-locked in the server for the read TTL
+(`read_ttl_seconds`, 300 s). Under pressure the server finds nothing to evict. Another request may lose its lock.
 
 ## Cause
 `update_state_after_alloc` releases the locks of chunks that need no load, but does not pass the salt
@@ -13,8 +12,7 @@ have locked the same chunks. It loses its lock.
 While the hook runs, the client's `free_lookup_locks` gets the salt of the request.
 
 ## Releases
-LMCache 0.4.5 to 0.5.0, and 0.4.5 to 0.5.4 with lmcache_mp_connector_0201. vLLM 0.26.0 to 0.33.0, its own copy of the
-connector.
+LMCache 0.4.5 to 0.5.0, and 0.4.5 to 0.5.4 with lmcache_mp_connector_0201. vLLM's copy: 0.26.0 to 0.33.0.
 
 ## Upstream
 https://github.com/LMCache/LMCache/issues/3770, fixed in 0.5.1; https://github.com/vllm-project/vllm/pull/44097.
@@ -23,61 +21,46 @@ https://github.com/LMCache/LMCache/issues/3770, fixed in 0.5.1; https://github.c
 LMCache 0.5.0 is no longer in use, and vLLM's copy passes the salt.
 """
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Callable, Generator
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, Steps, fix_around, note
 from kvfix.fixes.targets import multi_process
-from kvfix.wrapping import around, replaced
+from kvfix.wrapping import replaced
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def update_state_after_alloc(
-        connector: Any, request: Any, blocks: Any, num_external_tokens: int
-    ) -> Generator[None, Any, Any]:
-        adapter, salt = connector.scheduler_adapter, connector.request_trackers[request.request_id].cache_salt
-        note(__name__, f"request {request.request_id} has a salt")
-        with replaced(adapter, free_lookup_locks=functools.partial(adapter.free_lookup_locks, cache_salt=salt)):
-            return (yield)
-
-    def has_salt(connector: Any, request: Any, *_: Any) -> Any:
-        return getattr(connector.request_trackers.get(request.request_id), "cache_salt", "")
-
-    return around(update_state_after_alloc, when=has_salt)
+@fix_around(
+    when=lambda connector, request, *_: getattr(connector.request_trackers.get(request.request_id), "cache_salt", "")
+)
+def fix(connector: Any, request: Any, blocks: Any, num_external_tokens: int) -> Steps:
+    adapter, salt = connector.scheduler_adapter, connector.request_trackers[request.request_id].cache_salt
+    note(__name__, f"request {request.request_id} has a salt")
+    with replaced(adapter, free_lookup_locks=functools.partial(adapter.free_lookup_locks, cache_salt=salt)):
+        return (yield)
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """512 tokens were found, and vLLM has them too. Wrong is to free their locks without the salt."""
-    connector, request = _mp.scheduler_side(module), stubs.request(2048, cache_salt="tenant")
-    _mp.tracked(connector, module, request, num_vllm_hit=512, num_lmcache_hit=512)
-    hook(connector, request, SimpleNamespace(get_block_ids=lambda: (list(range(32)),)), 0)
+    request = stubs.request(2048, cache_salt="tenant")
+    connector, _ = _mp.tracked(module, request, num_vllm_hit=512, num_lmcache_hit=512)
+    hook(connector, request, _mp.BLOCKS, 0)
     (asked,) = [more for name, _, more in connector.scheduler_adapter.asked if name == "free_lookup_locks"]
     return bool(asked.get("cache_salt") != "tenant")
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="leak",
     targets=multi_process(
         "update_state_after_alloc",
         shows_bug,
         fix,
         lmcache=">=0.4.5,<=0.5.0",
-        vllm=">=0.26.0",
         for_0201=">=0.4.5,<=0.5.4",
         for_0180="",
         place=1,
     ),
     evidence={"KVR009": "^read locks of the server "},
-    scenarios=(
-        "mp-free-locks-salt",
-        "mp-free-locks-salt-in-tree",
-    ),
+    scenarios=("mp-free-locks-salt", "mp-free-locks-salt-in-tree"),
 )

@@ -25,41 +25,12 @@ https://github.com/LMCache/LMCache/issues/4355, fixed in 0.5.5.
 LMCache 0.5.4 is no longer in use.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Generator
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, Steps, fix_around, note
 from kvfix.fixes.targets import multi_process
-from kvfix.wrapping import GO_ON, around
-
-
-def fix(module: ModuleType) -> Callable[..., Any]:
-    prefetching = module.LMCacheMPRequestState.PREFETCHING
-
-    def update_state_after_alloc(
-        connector: Any, request: Any, blocks: Any, num_external_tokens: int
-    ) -> Generator[None, Any, Any]:
-        tracker, size = connector.request_trackers[request.request_id], _mp.block_size(connector)
-        in_vllm, found = (_mp.tokens(tracker, name, size) for name in ("num_vllm_hit", "num_lmcache_hit"))
-        _mp.set_tokens(tracker, "num_vllm_hit", max(in_vllm, found), size)
-        note(__name__, f"request {request.request_id}: vLLM granted no token of its hit, so no load starts")
-        try:
-            return (yield)
-        finally:
-            _mp.set_tokens(tracker, "num_vllm_hit", in_vllm, size)
-
-    return around(
-        update_state_after_alloc,
-        when=lambda connector, request, blocks, num_external_tokens, *_, **__: (
-            not num_external_tokens and _mp.is_in(connector, request, prefetching)
-        ),
-        on_fault=_without_hit,
-    )
+from kvfix.wrapping import GO_ON
 
 
 def _without_hit(connector: Any, request: Any, blocks: Any, num_external_tokens: int, *_: Any, **__: Any) -> Any:
@@ -69,20 +40,35 @@ def _without_hit(connector: Any, request: Any, blocks: Any, num_external_tokens:
     return GO_ON
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+@fix_around(
+    when=lambda connector, request, blocks, num_external_tokens, *_, **__: (
+        not num_external_tokens and _mp.is_in(connector, request, "PREFETCHING")
+    ),
+    on_fault=_without_hit,
+)
+def fix(connector: Any, request: Any, blocks: Any, num_external_tokens: int) -> Steps:
+    tracker, size = connector.request_trackers[request.request_id], _mp.block_size(connector)
+    in_vllm, found = _mp.hits(connector, tracker)
+    _mp.set_tokens(tracker, "num_vllm_hit", max(in_vllm, found), size)
+    note(__name__, f"request {request.request_id}: vLLM granted no token of its hit, so no load starts")
+    try:
+        return (yield)
+    finally:
+        _mp.set_tokens(tracker, "num_vllm_hit", in_vllm, size)
+
+
+def shows_bug(hook: Any, module: Any) -> bool:
     """512 tokens were found and none granted. Wrong is to wait for a load."""
-    connector, request = _mp.scheduler_side(module), stubs.request(2048)
-    tracker = _mp.tracked(connector, module, request, num_lmcache_hit=512)
-    hook(connector, request, SimpleNamespace(get_block_ids=lambda: (list(range(32)),)), 0)
+    request = stubs.request(2048)
+    connector, tracker = _mp.tracked(module, request, num_lmcache_hit=512)
+    hook(connector, request, _mp.BLOCKS, 0)
     return bool(tracker.state.name == "WAITING_FOR_LOAD")
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="crash",
     targets=multi_process("update_state_after_alloc", shows_bug, fix, lmcache=">=0.4.5,<=0.5.4", vllm="", place=2),
     evidence={"KVD111": "", "KVR004": ""},
     scenarios=("mp-load-not-granted",),
-    on_fault="closed",
 )

@@ -7,16 +7,14 @@ requests that skip the cache.
 
 ## Cause
 vLLM asks the connector for every request and drops the answer for a request with `skip_reading_prefix_cache`
-(scheduler.py 0.32.0:983). vLLM drops even the answer that the lookup is still running, and admits the request. The
-connector then deletes the lookup of the request (lmcache_mp_connector.py 0.5.6:1432). The connector does not know the
-hit yet, so it releases no lock.
+(scheduler.py 0.32.0:983). If the lookup is still running, vLLM admits the request all the same. The connector then
+deletes the lookup (lmcache_mp_connector.py 0.5.6:1432), and releases no lock, because it does not know the hit.
 
 ## Fix
 The fix returns no hit for a request that reads no cache, and sends no lookup. The request is stored as before.
 
 ## Releases
-LMCache 0.4.5 to 0.5.6, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.33.0, its own copy
-of the connector.
+LMCache 0.4.5 to 0.5.6, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM's copy: 0.26.0 to 0.33.0.
 
 ## Upstream
 None known.
@@ -25,51 +23,36 @@ None known.
 The connector sends no lookup for a request that reads no cache.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
-from kvfix.acting import note
-from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes import _mp
+from kvfix.fixes.api import Fix, fix_before, note
 from kvfix.fixes.targets import LMCACHE_MP, multi_process
-from kvfix.wrapping import before
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def asks(connector: Any, request: Any, num_computed_tokens: int = 0) -> None:
-        _mp.nothing_cached(connector.scheduler_adapter, request.request_id)
-        note(__name__, f"request {request.request_id} reads no cache")
-
-    return before(asks, when=lambda connector, request, *_, **__: request.skip_reading_prefix_cache)
+@fix_before(when=lambda connector, request, *_, **__: getattr(request, "skip_reading_prefix_cache", False))
+def fix(connector: Any, request: Any, num_computed_tokens: int = 0) -> None:
+    _mp.nothing_cached(connector.scheduler_adapter, request.request_id)
+    note(__name__, f"request {request.request_id} reads no cache")
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """A request that reads no cache; 512 tokens are cached. Wrong is a hit."""
-    connector = _mp.scheduler_side(module, found=512)
-    return bool(hook(connector, stubs.request(2048, skip_reading_prefix_cache=True), 0)[0])
+    return _mp.finds(hook, module, skip_reading_prefix_cache=True)
 
 
-def new_request_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def new_request_shows_bug(hook: Any, module: Any) -> bool:
     """A request that reads no cache arrives, and lookups are sent on arrival. Wrong is to send one."""
     return _mp.looks_up_on_arrival(hook, module, skip_reading_prefix_cache=True)
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="leak",
     targets=(
-        *multi_process(
-            "get_num_new_matched_tokens", shows_bug, fix, lmcache=">=0.4.5,<=0.5.6", vllm=">=0.26.0", place=4
-        ),
+        *multi_process("get_num_new_matched_tokens", shows_bug, fix, place=4),
         LMCACHE_MP.on_new_request(broken=">=0.5.4,<=0.5.6", probe=new_request_shows_bug, fix=fix, place=2),
     ),
     evidence={"KVR009": "^read locks of the server "},
-    scenarios=(
-        "mp-lookup-for-nothing",
-        "mp-lookup-for-nothing-in-tree",
-    ),
+    scenarios=("mp-lookup-for-nothing", "mp-lookup-for-nothing-in-tree"),
 )

@@ -5,9 +5,8 @@ Nothing shows at first: the workers' memory grows with every request, by 100 to 
 vLLM that takes ids from clients), the blocks of that request are never freed, and the KV cache fills up.
 
 ## Cause
-The adapter keeps the ids that it has reported as done, because with asynchronous scheduling two consecutive steps may
-ask for the same id. The adapter never removes an id (`_returned_finished`, vllm_multi_process_adapter.py 0.5.6:2034),
-and reports no id twice.
+The adapter keeps the ids that it has reported as done, because with asynchronous scheduling two steps may ask for the
+same id (`_returned_finished`, vllm_multi_process_adapter.py 0.5.6:2034). It removes no id, and reports none twice.
 
 ## Fix
 The fix keeps at least the last 32 ids and at most 64, and all ids of the last step in which requests ended.
@@ -23,17 +22,13 @@ number of ids. The bug was found before in the review of a fork: https://github.
 `_returned_finished` is emptied.
 """
 
-from __future__ import annotations
-
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, MutableSet
-from types import ModuleType, SimpleNamespace
+from collections.abc import Iterable, Iterator, MutableSet
 from typing import Any
 
-from kvfix.acting import note
-from kvfix.fixes.api import Fix
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix, fix_after, note
 from kvfix.fixes.targets import MP_WORKER_ADAPTER
-from kvfix.wrapping import after
 
 KEPT = 32
 
@@ -75,24 +70,19 @@ class Recent(MutableSet[str]):
         self._old.discard(value)
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def __init__(adapter: Any, answer: None, *_: Any, **__: Any) -> None:
-        adapter._returned_finished = Recent()
-        return answer
-
-    return after(__init__)
+@fix_after()
+def fix(adapter: Any, answer: None, *_: Any, **__: Any) -> None:
+    adapter._returned_finished = Recent()
+    return answer
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """A request ends in each of 128 steps. The probe calls the function that uses the set of `__init__`."""
-    adapter = SimpleNamespace(
-        finished_stores=set(),
-        store_futures={},
-        previously_finished=set(),
-        _returned_finished=set(),
+    adapter = stubs.Stub(
+        finished_stores=set(), store_futures={}, previously_finished=set(), _returned_finished=set(),
         _returned_finished_steps=deque(),  # of patches/upstream/mp-ended-ids-kept
         _update_and_get_finished_store=set,
-    )
+    )  # fmt: skip
     for number in range(4 * KEPT):
         module.LMCacheMPWorkerAdapter._process_finished_stores(adapter, set(), {str(number)})
     return len(set(adapter._returned_finished)) == 4 * KEPT
@@ -100,12 +90,8 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(MP_WORKER_ADAPTER.target("__init__", broken=">=0.4.3", probe=shows_bug, fix=fix),),
     evidence={"KVR009": r"^worker_adapter\._returned_finished "},
-    scenarios=(
-        "mp-ended-ids-kept",
-        "mp-ended-ids-kept-in-tree",
-    ),
+    scenarios=("mp-ended-ids-kept", "mp-ended-ids-kept-in-tree"),
 )

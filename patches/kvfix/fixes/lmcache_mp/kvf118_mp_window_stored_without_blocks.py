@@ -6,24 +6,21 @@ full attention and of sliding windows (Gemma, gpt-oss).
 
 ## Cause
 vLLM keeps only the blocks of a window. After a prefix hit, the request's list has null block 0 in place of the blocks
-before the window. vLLM frees more blocks as the window moves on. LMCache's tracker keeps its own list, and only adds
-blocks to it. Later stores take their blocks from that list (`slice_block_ids_per_group`, v1/multiprocess/group_view.py
-0.5.6:180).
+before the window. vLLM frees more blocks as the window moves on. LMCache's tracker only adds blocks to its own list,
+which later stores use (`slice_block_ids_per_group`, v1/multiprocess/group_view.py 0.5.6:180).
 
 The list is wrong in two cases. In the first case, vLLM has a prefix hit on tokens that LMCache has evicted, and the
 blocks in the list are null blocks. (Up to 0.5.5 this happens after every prefix hit in vLLM for which LMCache has no
-chunk.) In the second case, a failed load has set the tracker's hit to 0 (lmcache_mp_connector.py 0.5.6:1288). The
-tracker is then behind by the length of the prefix hit. When a chunk is stored at last, other requests already have its
-blocks.
+chunk.) In the second case, a failed load has set the tracker's hit to 0 (lmcache_mp_connector.py 0.5.6:1288). Then a
+chunk is stored late, when other requests already have its blocks.
 
 The server leaves a chunk out only if all blocks of all its groups are null (modules/lmcache_driven_transfer.py
 0.5.6:86). So the chunk gets a valid key with wrong KV. A later hit that ends at this chunk reads the wrong KV.
 
 ## Fix
-The fix acts after the hooks that add stores to the step's metadata. The fix ends a store before the first chunk whose
-window blocks vLLM no longer has, because they are null or freed. The request stores no later chunk, because no prefix
-hit would find it. One disadvantage: with `--separate-object-groups` the server could have stored the
-full-attention part of these chunks.
+The fix ends a store before the first chunk whose window blocks vLLM no longer has, because they are null or freed. The
+request stores no later chunk, because no prefix hit would find it. One disadvantage: with `--separate-object-groups`
+the server could have stored the full-attention part of these chunks.
 
 ## Releases
 LMCache 0.4.7 to 0.5.6. Earlier releases were not tested with several KV groups.
@@ -35,35 +32,25 @@ None known.
 The tracker stores no block that vLLM has taken out of the list.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _closed, _mp, _windows
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, fix_after, note
 from kvfix.fixes.targets import LMCACHE_MP
-from kvfix.wrapping import after
 
 
-def fix_new(module: ModuleType) -> Callable[..., Any]:
-    def _process_new_requests(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> Any:
-        computed = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
-        _keep_whole(connector, metadata, computed)
-        return answer
-
-    return after(_process_new_requests, when=_windows.has_transfers, on_fault=_closed.drop_stores)
+@fix_after(when=_windows.has_transfers, on_fault=_closed.drop_stores)
+def fix_new(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> Any:
+    computed = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
+    _keep_whole(connector, metadata, computed)
+    return answer
 
 
-def fix_cached(module: ModuleType) -> Callable[..., Any]:
-    def _process_cached_requests(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> Any:
-        cached = scheduler_output.scheduled_cached_reqs
-        _keep_whole(connector, metadata, dict(zip(cached.req_ids, cached.num_computed_tokens, strict=False)))
-        return answer
-
-    return after(_process_cached_requests, when=_windows.has_transfers, on_fault=_closed.drop_stores)
+@fix_after(when=_windows.has_transfers, on_fault=_closed.drop_stores)
+def fix_cached(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> Any:
+    cached = scheduler_output.scheduled_cached_reqs
+    _keep_whole(connector, metadata, dict(zip(cached.req_ids, cached.num_computed_tokens, strict=False)))
+    return answer
 
 
 def _keep_whole(connector: Any, metadata: Any, computed: dict[str, int]) -> None:
@@ -101,13 +88,13 @@ def _whole_until(op: Any, windows: dict[int, tuple[int, int]], chunk: int, compu
     return int(op.end)
 
 
-def new_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def new_shows_bug(hook: Any, module: Any) -> bool:
     """vLLM has 512 tokens, LMCache none; the window's list begins with null blocks. Wrong is to store them."""
     connector = _windows.scheduler_side(module, 256, list(range(1, 65)), [0] * 16 + list(range(65, 113)), computed=512)
     return any(0 in meta.op.block_ids[1] for meta in _windows.stored(hook, module, connector, 512, 512)[1:])
 
 
-def cached_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def cached_shows_bug(hook: Any, module: Any) -> bool:
     """768 tokens are computed, and the tracker knows of none. Wrong is to store the first 256 of them."""
     connector = _windows.scheduler_side(module, 256, list(range(1, 65)), list(range(65, 129)), computed=0)
     return len(_windows.stored(hook, module, connector, 768, 256, blocks=[])) > 1
@@ -115,7 +102,6 @@ def cached_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(
         LMCACHE_MP._process_new_requests(broken=">=0.4.7,<=0.5.6", probe=new_shows_bug, fix=fix_new),
@@ -127,5 +113,4 @@ FIX = Fix(
         "lmcache": "the tracker is given neither windows nor what vLLM has taken out of a list: which it is to have is "
         "for LMCache to decide"
     },
-    on_fault="closed",
 )

@@ -1,9 +1,8 @@
 """Hits return wrong text with sliding windows or Mamba states: vLLM frees a block while the server still copies it.
 
 ## Symptom
-No error. Under load, prompts that hit the cache return wrong text, until the chunks are evicted. The model has
-full-attention layers, and also sliding-window layers (Gemma, gpt-oss) or layers with states (Mamba, GDN: Qwen3-Next,
-Nemotron-H).
+No error. Under load, prompts that hit the cache return wrong text, until the chunks are evicted. The model has full
+attention, and sliding windows (Gemma, gpt-oss) or states (Mamba, GDN: Qwen3-Next, Nemotron-H).
 
 ## Cause
 The server copies the blocks of a store after the step, and the engine does not wait for the copy. In the next step the
@@ -16,11 +15,10 @@ the request only when the stores have ended. LMCache waits for its stores only a
 (`need_flush_before_forward`, lmcache_mp_connector.py 0.5.6:1478).
 
 ## Fix
-The fix acts after `_process_cached_requests`, the last function that adds to the step's metadata. The fix records which
-blocks of a window are being stored, and which of these blocks vLLM has already freed. When a freed block is in use
-again in a step, the fix sets the flag in the step's metadata that LMCache sets after a preemption. The workers then
-wait for the stores in flight before anything is written. They wait at most LMCache's own `mq_timeout` for each store.
-Up to 0.5.5 this needs KVF106.
+The fix records which blocks of a window are being stored, and which of these blocks vLLM has already freed. When a
+freed block is in use again in a step, the fix sets the flag in the step's metadata that LMCache sets after a
+preemption. The workers then wait for the stores in flight before anything is written. They wait at most LMCache's own
+`mq_timeout` for each store. Up to 0.5.5 this needs KVF106.
 
 ## Releases
 LMCache 0.4.7 to 0.5.6. Earlier releases were not tested with several KV groups.
@@ -32,34 +30,29 @@ None known.
 vLLM keeps a block, or LMCache holds it, until it is stored.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from dataclasses import dataclass, field
 from typing import Any
 
-from kvfix.acting import note
-from kvfix.fixes import _closed, _windows
-from kvfix.fixes.api import Fix
+from kvfix.fixes import _closed, _windows, stubs
+from kvfix.fixes.api import Fix, fix_after, note
 from kvfix.fixes.targets import LMCACHE_MP
-from kvfix.wrapping import after
 
 #: With more freed blocks that may still be copied a step waits anyway: each step looks at all of them.
 _MOST = 1024
 
 
+@dataclass
 class Stored:
     """Blocks of a window, from token `first` on, in a store that may be in flight.
 
     computed: tokens of the request once the last step is done, with which vLLM frees blocks at its end.
     """
 
-    def __init__(self, window: tuple[int, int], request: str, first: int, blocks: list[int], computed: int) -> None:
-        self.window = window
-        self.request = request
-        self.first = first
-        self.blocks = blocks
-        self.computed = computed
+    window: tuple[int, int]
+    request: str
+    first: int
+    blocks: list[int]
+    computed: int
 
     def leave(self, computed: int) -> list[int]:
         """The blocks that vLLM frees with so many computed tokens."""
@@ -70,12 +63,12 @@ class Stored:
         return [block for block in left if block]  # null block 0 is no one's
 
 
+@dataclass
 class Stores:
     """The blocks in stores that may be in flight: those that vLLM has not freed, and those that it has freed."""
 
-    def __init__(self) -> None:
-        self.held: list[Stored] = []
-        self.freed: set[int] = set()
+    held: list[Stored] = field(default_factory=list)
+    freed: set[int] = field(default_factory=set)
 
     def step(self, computed: dict[str, int], scheduled: dict[str, int], open_requests: Any) -> None:
         """A step begins. computed, scheduled: tokens of the requests in it."""
@@ -88,40 +81,35 @@ class Stores:
         self.held = [stored for stored in self.held if stored.blocks and stored.request in open_requests]
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def _process_cached_requests(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> Any:
-        stores = vars(connector).setdefault("_kvfix_stores", Stores())
-        computed, scheduled = _windows.computed(scheduler_output), scheduler_output.num_scheduled_tokens
-        stores.step(computed, scheduled, connector.request_trackers)
-        if stores.freed and (len(stores.freed) > _MOST or _any_in_use(connector, stores.freed)):
-            # what LMCache from 0.5.2 on reads, and what KVF106 does
-            note(__name__, "workers wait for stores in flight: vLLM has freed their blocks")
-            metadata.need_flush_before_forward = metadata._kvfix_preempted = True
-        if getattr(metadata, "need_flush_before_forward", False):
-            stores.held, stores.freed = [], set()
-        states = {group: (_windows.STATE, size) for group, size in _windows.states(connector).items()}
-        windows = {**_windows.of(connector), **states}
-        for meta in metadata.requests:
-            if meta.direction == "STORE":
-                done = computed[meta.request_id] + scheduled[meta.request_id]
-                stores.held += [
-                    Stored(window, meta.request_id, meta.op.start, list(meta.op.block_ids[group]), done)
-                    for group, window in windows.items()
-                ]
-        return answer
+def _wait_and_store_nothing(
+    connector: Any, answer: Any, scheduler_output: Any, metadata: Any, *_: Any, **__: Any
+) -> Any:
+    metadata.need_flush_before_forward = metadata._kvfix_preempted = True
+    vars(connector).pop("_kvfix_stores", None)
+    return _closed.drop_stores(connector, answer, scheduler_output, metadata)
 
-    def wait_and_store_nothing(
-        connector: Any, answer: Any, scheduler_output: Any, metadata: Any, *_: Any, **__: Any
-    ) -> Any:
+
+@fix_after(when=lambda connector, *_, **__: _windows.has_several_groups(connector), on_fault=_wait_and_store_nothing)
+def fix(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> Any:
+    stores = vars(connector).setdefault("_kvfix_stores", Stores())
+    computed, scheduled = _windows.computed(scheduler_output), scheduler_output.num_scheduled_tokens
+    stores.step(computed, scheduled, connector.request_trackers)
+    if stores.freed and (len(stores.freed) > _MOST or _any_in_use(connector, stores.freed)):
+        # what LMCache from 0.5.2 on reads, and what KVF106 does
+        note(__name__, "workers wait for stores in flight: vLLM has freed their blocks")
         metadata.need_flush_before_forward = metadata._kvfix_preempted = True
-        vars(connector).pop("_kvfix_stores", None)
-        return _closed.drop_stores(connector, answer, scheduler_output, metadata)
-
-    return after(
-        _process_cached_requests,
-        when=lambda connector, *_, **__: _windows.has_several_groups(connector),
-        on_fault=wait_and_store_nothing,
-    )
+    if getattr(metadata, "need_flush_before_forward", False):
+        stores.held, stores.freed = [], set()
+    states = {group: (_windows.STATE, size) for group, size in _windows.states(connector).items()}
+    windows = {**_windows.of(connector), **states}
+    for meta in metadata.requests:
+        if meta.direction == "STORE":
+            done = computed[meta.request_id] + scheduled[meta.request_id]
+            stores.held += [
+                Stored(window, meta.request_id, meta.op.start, list(meta.op.block_ids[group]), done)
+                for group, window in windows.items()
+            ]
+    return answer
 
 
 def _any_in_use(connector: Any, blocks: set[int]) -> bool:
@@ -129,10 +117,10 @@ def _any_in_use(connector: Any, blocks: set[int]) -> bool:
     return any(pool.blocks[block].ref_cnt for block in blocks)
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """256 tokens are stored with a window of 16; their blocks are used when the next step begins. Right is to wait."""
     connector = _windows.scheduler_side(module, 16, list(range(1, 65)), list(range(65, 129)), computed=0)
-    connector._gpu_block_pool = SimpleNamespace(blocks=[SimpleNamespace(ref_cnt=1)] * 129)
+    connector._gpu_block_pool = stubs.Stub(blocks=[stubs.Stub(ref_cnt=1)] * 129)
     _windows.stored(hook, module, connector, 0, 256, blocks=[])
     metadata = _windows.stored(hook, module, connector, 256, 256, blocks=[])[0]
     return not getattr(metadata, "need_flush_before_forward", False)
@@ -140,11 +128,9 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(LMCACHE_MP._process_cached_requests(broken=">=0.4.7,<=0.5.6", probe=shows_bug, fix=fix, place=2),),
     evidence={"KVR014": r"used again"},
     scenarios=("mp-window-freed-while-stored", "mp-window-freed-at-end", "mp-state-freed-while-stored"),
     no_patch={"lmcache": "who keeps a block until it is stored, vLLM or the connector, is for both to decide"},
-    on_fault="closed",
 )

@@ -11,8 +11,7 @@ number of known tokens limits what is stored. When input comes, many more tokens
 tracker stores chunks that are not computed yet.
 
 ## Fix
-If vLLM schedules a request as new, and the tracker has counted it before, the fix sets the count to the tokens that
-vLLM has computed.
+If vLLM schedules a tracked request as new, the fix sets the count to the tokens that vLLM has computed.
 
 ## Releases
 LMCache 0.4.5 to 0.5.5, and 0.5.6 with `lmcache.mp.save_decode_cache`; 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and
@@ -25,50 +24,38 @@ None known.
 `_process_new_requests` sets the count from `num_computed_tokens`.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _closed, _mp, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, fix_before, note
 from kvfix.fixes.targets import multi_process
-from kvfix.wrapping import before
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def _process_new_requests(connector: Any, scheduler_output: Any, metadata: Any) -> None:
-        for new in scheduler_output.scheduled_new_reqs:
-            tracker = connector.request_trackers.get(new.req_id)
-            if tracker is not None and tracker.num_scheduled_tokens:
-                note(__name__, f"request {new.req_id} continues with {new.num_computed_tokens} computed tokens")
-                tracker.num_scheduled_tokens = new.num_computed_tokens - max(_mp.hits(connector, tracker))
-
-    return before(
-        _process_new_requests,
-        when=lambda connector, scheduler_output, *_, **__: scheduler_output.scheduled_new_reqs,
-        on_fault=_closed.store_nothing_more,
-    )
+@fix_before(
+    when=lambda connector, scheduler_output, *_, **__: scheduler_output.scheduled_new_reqs,
+    on_fault=_closed.store_nothing_more,
+)
+def fix(connector: Any, scheduler_output: Any, metadata: Any) -> None:
+    for new in scheduler_output.scheduled_new_reqs:
+        tracker = connector.request_trackers.get(new.req_id)
+        if tracker is not None and tracker.num_scheduled_tokens:
+            note(__name__, f"request {new.req_id} continues with {new.num_computed_tokens} computed tokens")
+            tracker.num_scheduled_tokens = new.num_computed_tokens - max(_mp.hits(connector, tracker))
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """A session with 400 tokens counted goes on with 100 computed ones, and 16 new ones. Wrong is to count 416."""
-    connector = _mp.scheduler_side(module)
-    tracker = _mp.tracked(connector, module, stubs.request(2048))
+    connector, tracker = _mp.tracked(module, stubs.request(2048))
     tracker.num_scheduled_tokens = 400
-    new = SimpleNamespace(req_id=stubs.NAME, num_computed_tokens=100)
-    hook(connector, stubs.step(16, new=new), SimpleNamespace(add_request_metadata=lambda meta: None))
+    new = stubs.Stub(req_id=stubs.NAME, num_computed_tokens=100)
+    hook(connector, stubs.step(16, new=new), stubs.Stub(add_request_metadata=lambda meta: None))
     return bool(tracker.num_scheduled_tokens != 116)
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
-    targets=multi_process("_process_new_requests", shows_bug, fix, lmcache=">=0.4.5", vllm=">=0.26.0"),
+    targets=multi_process("_process_new_requests", shows_bug, fix, lmcache=">=0.4.5"),
     evidence={"KVR008": ""},
     scenarios=("mp-session-stores-ahead", "mp-session-stores-ahead-in-tree"),
-    on_fault="closed",
 )

@@ -6,9 +6,8 @@ reset_connector=True)` answers True. Later requests hit KV of the old weights an
 
 ## Cause
 `reset_cache` (0.5.6 lmcache_mp_connector.py:1201) asks the servers to clear the chunks that have no lock, and answers
-True when the servers have answered. A chunk of a store in flight has a lock. When the store is done, KV of the old
-weights is under a valid key. If a waiting request has found a chunk in its lookup, this chunk has a lock too. The
-request loads the chunk after the reset.
+True. A chunk of a store in flight has a lock. When the store is done, KV of the old weights is under a valid key. A
+chunk that the lookup of a waiting request has found has a lock too, and is loaded after the reset.
 
 ## Fix
 The fix answers False if vLLM still has requests: running, waiting, or ended with a store in flight. The servers still
@@ -27,48 +26,37 @@ None known.
 The server drops chunks that were in use during a reset, as soon as they are free.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import _closed, _scheduler, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, fix_after, fix_before
 from kvfix.fixes.targets import LMCACHE_MP, SCHEDULER
-from kvfix.wrapping import after, before
 
 
-def fix(connector: ModuleType) -> Callable[..., Any]:
-    def reset_cache(impl: Any, answer: bool) -> bool:
-        return answer and not getattr(impl, "_kvfix_requests", 0)
-
-    return after(reset_cache, when=lambda impl, answer: answer, on_fault=_closed.refuse)
+@fix_after(when=lambda impl, answer: answer, on_fault=_closed.refuse)
+def fix(impl: Any, answer: bool) -> bool:
+    return answer and not getattr(impl, "_kvfix_requests", 0)
 
 
-def fix_scheduler(scheduler: ModuleType) -> Callable[..., Any]:
+@fix_before(on_fault=_closed.refuse)
+def fix_scheduler(scheduler: Any) -> None:
     """Tell the connector how many requests vLLM has: the connector does not know those that have ended."""
-
-    def reset_connector_cache(scheduler: Any) -> None:
-        for each in _scheduler.connectors(scheduler):
-            if hasattr(each, "request_trackers"):
-                each._kvfix_requests = len(scheduler.requests)
-
-    return before(reset_connector_cache, on_fault=_closed.refuse)
+    for each in _scheduler.connectors(scheduler):
+        if hasattr(each, "request_trackers"):
+            each._kvfix_requests = len(scheduler.requests)
 
 
-def shows_bug(hook: Callable[..., Any], connector: ModuleType) -> bool:
+def shows_bug(hook: Any, connector: Any) -> bool:
     """A request is open, and the servers answer. Wrong is True."""
-    adapter = SimpleNamespace(reset_cache=lambda: True)
+    adapter = stubs.Stub(reset_cache=lambda: True)
     role = connector.KVConnectorRole.SCHEDULER
     trackers = {stubs.NAME: None}
-    impl = SimpleNamespace(role=role, scheduler_adapter=adapter, request_trackers=trackers, _kvfix_requests=1)
+    impl = stubs.Stub(role=role, scheduler_adapter=adapter, request_trackers=trackers, _kvfix_requests=1)
     return bool(hook(impl))
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(
         LMCACHE_MP.reset_cache(broken=">=0.5.6", probe=shows_bug, fix=fix),
@@ -76,5 +64,4 @@ FIX = Fix(
     ),
     scenarios=("mp-reset-keeps-what-is-in-flight",),
     no_patch={"lmcache": "what is in use can be dropped only when that is done: a change of the server's protocol"},
-    on_fault="closed",
 )

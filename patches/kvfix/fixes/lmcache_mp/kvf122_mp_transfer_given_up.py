@@ -1,19 +1,17 @@
 """Wrong text after a late heartbeat: the server runs transfers that the worker dropped, in other requests' blocks.
 
 ## Symptom
-The worker logs the warning `LMCache server is unhealthy — entering degraded mode`, and some time later `LMCache server
-is healthy again`. Then running requests, and prompts that hit the cache, return wrong text with HTTP 200, until the
-chunks are evicted.
+The worker logs `LMCache server is unhealthy — entering degraded mode`, and later `LMCache server is healthy again`.
+Then running requests, and prompts that hit the cache, return wrong text with HTTP 200, until the chunks are evicted.
 
 ## Cause
 A ping that has no answer within 10 seconds (`lmcache.mp.heartbeat_interval`) makes the worker unhealthy
 (vllm_multi_process_adapter.py 0.5.6:583). `get_finished` then drops the futures of all transfers, and reports the loads
 as failed and the stores as done (0.5.6:2074, 2208). vLLM frees the blocks.
 
-But LMCache does not recall the transfers. A server that was only slow, or stopped for a while, still runs the transfers
+But LMCache does not recall the transfers. A server that was only slow, or stopped for a while, still runs them
 afterwards. A late load overwrites the KV of the requests that have the blocks by then. A late store saves the KV of
-these new requests under the keys of the request that started the store. After a preemption an unhealthy worker does not
-wait for stores either (0.5.6:2403).
+these requests under wrong keys. After a preemption an unhealthy worker does not wait for stores either (0.5.6:2403).
 
 ## Fix
 While the worker is unhealthy and connected, `get_finished` reports only transfers that the server has answered. After a
@@ -33,40 +31,17 @@ None known.
 A worker keeps a transfer until the server has answered or is gone.
 """
 
-from __future__ import annotations
-
-import inspect
-from collections.abc import Callable, Generator
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, Steps, fix_after, fix_around, fix_before, note
 from kvfix.fixes.targets import MP_CLIENT, MP_WORKER_ADAPTER
-from kvfix.wrapping import GO_ON, after, around, before, replaced
+from kvfix.wrapping import GO_ON, replaced
 
 #: Operations of the client that move KV, and what the server answers if it has moved nothing: no event, no success.
-_TRANSFERS = ("store", "retrieve")
-_FAILED = (b"", False)
+_FAILED = {"store": (b"", False), "retrieve": (b"", False)}
 #: In place of the event that is set while the worker is healthy.
-_SET = SimpleNamespace(is_set=lambda: True)
-
-
-def hold(module: ModuleType) -> Callable[..., Any]:
-    def as_if_healthy(adapter: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
-        note(__name__, "the worker waits for transfers of a server that does not answer")
-        with replaced(adapter, _health_event=_SET):
-            answer = yield
-        return answer
-
-    return around(as_if_healthy, when=_silent_server_has_transfers, on_fault=_healthy)
-
-
-def _healthy(adapter: Any, *_: Any, **__: Any) -> Any:
-    """Keep waiting for its transfers, until the next missed heartbeat."""
-    adapter._health_event.set()
-    return GO_ON
+_SET = stubs.Stub(is_set=lambda: True)
 
 
 def _silent_server_has_transfers(adapter: Any, *_: Any, **__: Any) -> bool:
@@ -76,57 +51,55 @@ def _silent_server_has_transfers(adapter: Any, *_: Any, **__: Any) -> bool:
     return getattr(client, "_kvfix_connected", False)
 
 
-def note_connection(module: ModuleType) -> Callable[..., Any]:
-    def process_inbound(client: Any) -> None:
-        client._kvfix_connected = True
-
-    def connected(client: Any, *_: Any, **__: Any) -> Any:
-        client._kvfix_connected = True
-        return GO_ON
-
-    return before(
-        process_inbound,
-        when=lambda client: not getattr(client, "_kvfix_connected", False),
-        on_fault=connected,
-    )
+def _healthy(adapter: Any, *_: Any, **__: Any) -> Any:
+    """Keep waiting for its transfers, until the next missed heartbeat."""
+    adapter._health_event.set()
+    return GO_ON
 
 
-def fail_transfers(module: ModuleType) -> Callable[..., Any]:
-    """LMCache calls it when the connection is lost, in the one thread that has the client's futures."""
-
-    def cancel_streams(client: Any, answer: Any) -> Any:
-        client._kvfix_connected = False
-        for request, (future, spec) in list(client.pending_futures.items()):
-            if spec.operation in _TRANSFERS:
-                note(__name__, "a transfer of a server that has ended is reported as failed")
-                del client.pending_futures[request]
-                future.set_result(_FAILED)
-        return answer
-
-    def lost(client: Any, answer: Any, *_: Any, **__: Any) -> Any:
-        """Drop the worker's transfers. A server that has ended writes nothing."""
-        client._kvfix_connected = False
-        return answer
-
-    return after(cancel_streams, on_fault=lost)
+@fix_around(when=_silent_server_has_transfers, on_fault=_healthy)
+def hold(adapter: Any, *_: Any, **__: Any) -> Steps:
+    note(__name__, "the worker waits for transfers of a server that does not answer")
+    with replaced(adapter, _health_event=_SET):
+        return (yield)
 
 
-class _Unhealthy(SimpleNamespace):
+def _connected(client: Any, *_: Any, **__: Any) -> Any:
+    client._kvfix_connected = True
+    return GO_ON
+
+
+@fix_before(when=lambda client: not getattr(client, "_kvfix_connected", False), on_fault=_connected)
+def note_connection(client: Any) -> None:
+    client._kvfix_connected = True
+
+
+def _lost(client: Any, answer: Any, *_: Any, **__: Any) -> Any:
+    """Drop the worker's transfers. A server that has ended writes nothing."""
+    client._kvfix_connected = False
+    return answer
+
+
+@fix_after(on_fault=_lost)
+def fail_transfers(client: Any, answer: Any) -> Any:
+    client._kvfix_connected = False
+    if _mp.answer_in_flight(client, _FAILED):
+        note(__name__, "transfers of a server that has ended are reported as failed")
+    return answer
+
+
+class _Unhealthy(stubs.Stub):
     """A worker's adapter that has missed a heartbeat, and is connected."""
 
-    _health_event = SimpleNamespace(is_set=lambda: False)
-    req_client = SimpleNamespace(_message_queue_client=SimpleNamespace(_kvfix_connected=True))
+    _health_event = stubs.Stub(is_set=lambda: False)
+    req_client = stubs.Stub(_message_queue_client=stubs.Stub(_kvfix_connected=True))
 
     @property
     def is_healthy(self) -> bool:
         return bool(self._health_event.is_set())
 
 
-class _Waited(Exception):
-    """The function waits for the stores in flight."""
-
-
-def _unhealthy(module: ModuleType, **more: Any) -> Any:
+def _unhealthy(module: Any, **more: Any) -> Any:
     """Raises LookupError for a release whose client does not watch its connection (KVF904)."""
     if not hasattr(module, "MessagingStream"):  # for whose end it watches
         raise LookupError("the client does not watch its connection")
@@ -135,53 +108,40 @@ def _unhealthy(module: ModuleType, **more: Any) -> Any:
     return _Unhealthy(**attributes)
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """A load that has no answer. Wrong is to report it."""
     adapter = _unhealthy(
-        module,
-        lazy_offload=True,
-        retrieve_futures={stubs.NAME: (SimpleNamespace(query=lambda: False), [3, 4])},
-        _completed_store_requests={},
-        _failed_store_requests=set(),
-        _pending_store_kv_events={},
-        _process_finished_stores=lambda *_: set(),
+        module, lazy_offload=True, retrieve_futures={stubs.NAME: (stubs.Stub(query=lambda: False), [3, 4])}
     )
-    _, loads = hook(adapter, *([set()] * (len(inspect.signature(hook).parameters) - 1)))
+    _, loads = _mp.get_finished(hook, adapter)
     return stubs.NAME in loads
 
 
-def preemption_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def preemption_shows_bug(hook: Any, module: Any) -> bool:
     """A step after a preemption, with a store in flight. Wrong is not to wait for it."""
 
     def wait() -> None:
-        raise _Waited
+        raise TimeoutError
 
-    context = SimpleNamespace(flush_inflight_stores=wait)
-    try:
-        hook(_unhealthy(module, transfer_ctx=context, store_futures={stubs.NAME: object()}), True)
-    except _Waited:
-        return False
-    return True
+    context = stubs.Stub(flush_inflight_stores=wait)
+    adapter = _unhealthy(module, transfer_ctx=context, store_futures={stubs.NAME: object()})
+    return not stubs.raises(TimeoutError, hook, adapter, True)
 
 
-def unnoted(hook: Callable[..., Any], module: ModuleType) -> bool:
+def unnoted(hook: Any, module: Any) -> bool:
     """An answer without content comes. Right, for this fix, is to record that the client is connected."""
-    client = SimpleNamespace(socket=SimpleNamespace(recv_multipart=list))
+    client = stubs.Stub(socket=stubs.Stub(recv_multipart=list))
     hook(client)
     return not getattr(client, "_kvfix_connected", False)
 
 
-def unanswered(hook: Callable[..., Any], module: ModuleType) -> bool:
+def unanswered(hook: Any, module: Any) -> bool:
     """A load is in flight when the connection is lost. Wrong is to leave it without an answer."""
-    answers: list[Any] = []
-    load = SimpleNamespace(set_result=answers.append, set_exception=answers.append)
-    hook(SimpleNamespace(pending_streams={}, pending_futures={0: (load, SimpleNamespace(operation="retrieve"))}))
-    return not answers
+    return _mp.is_left_unanswered(hook, "retrieve")
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(
         MP_WORKER_ADAPTER.get_finished(broken="==0.5.6", probe=shows_bug, fix=hold),
@@ -193,5 +153,4 @@ FIX = Fix(
     evidence={"KVD204": r"^a ping timed out"},
     scenarios=("mp-load-after-given-up", "mp-store-after-given-up", "mp-preempted-while-silent"),
     no_patch={"lmcache": "to recall a transfer, or to wait for it, is a change of the protocol, not of a function"},
-    on_fault="closed",
 )

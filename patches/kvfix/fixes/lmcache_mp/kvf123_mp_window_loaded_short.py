@@ -19,8 +19,7 @@ server. If a window is shorter than a chunk, the stored chunks have other sizes 
 server's L2, and start all of them with the fix.
 
 ## Releases
-LMCache 0.4.7 to 0.5.6. Earlier releases were not tested with several KV groups. vLLM 0.32 keeps such tokens; earlier
-releases were not tested.
+LMCache 0.4.7 to 0.5.6 with vLLM 0.32. Earlier releases of both were not tested with such models.
 
 ## Upstream
 None known.
@@ -29,37 +28,31 @@ None known.
 `_resolve_per_layer_sw_sizes` adds `extra_retained_tokens`.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.fixes.api import AT_START, Fix, Owner
-from kvfix.wrapping import after
+from kvfix.fixes import stubs
+from kvfix.fixes.api import AT_START, Fix, fix_after
+from kvfix.fixes.targets import MP_KV_GROUPS
 
 _EXTRA = "extra_retained_tokens"
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def _resolve_per_layer_sw_sizes(groups: Any, sizes: list[int], layer_to_idx: Any, num_layers: int) -> list[int]:
-        sizes = list(sizes)
-        for group in groups:
-            specs = _specs(group)
-            for name in group.layer_names:
-                spec = specs.get(name) or specs[""]
-                if getattr(spec, _EXTRA, 0) > 1:  # the window counts the own token of a step: one is there
-                    kept = spec.sliding_window - 1 + getattr(spec, _EXTRA)
-                    whole = -(-kept // spec.block_size) * spec.block_size
-                    sizes[layer_to_idx[name]] = max(sizes[layer_to_idx[name]], whole)
-        return sizes
-
-    return after(
-        _resolve_per_layer_sw_sizes,
-        when=lambda groups, *_, **__: any(
-            getattr(spec, _EXTRA, 0) > 1 for group in groups for spec in _specs(group).values()
-        ),
+@fix_after(
+    when=lambda groups, *_, **__: any(
+        getattr(spec, _EXTRA, 0) > 1 for group in groups for spec in _specs(group).values()
     )
+)
+def fix(groups: Any, sizes: list[int], layer_to_idx: Any, num_layers: int) -> list[int]:
+    sizes = list(sizes)
+    for group in groups:
+        specs = _specs(group)
+        for name in group.layer_names:
+            spec = specs.get(name) or specs[""]
+            if getattr(spec, _EXTRA, 0) > 1:  # the window counts the own token of a step: one is there
+                kept = spec.sliding_window - 1 + getattr(spec, _EXTRA)
+                whole = -(-kept // spec.block_size) * spec.block_size
+                sizes[layer_to_idx[name]] = max(sizes[layer_to_idx[name]], whole)
+    return sizes
 
 
 def _specs(group: Any) -> dict[str, Any]:
@@ -68,21 +61,16 @@ def _specs(group: Any) -> dict[str, Any]:
     return getattr(spec, "kv_cache_specs", None) or {"": spec}
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """A window of 64 tokens, and three in front of it. Wrong is to register 64."""
     kind = type("SlidingWindowSpec", (), {"sliding_window": 64, "block_size": 16, _EXTRA: 3})
-    return bool(hook([SimpleNamespace(kv_cache_spec=kind(), layer_names=["layer"])], {"layer": 0}, 1)[0] < 66)
+    return bool(hook([stubs.Stub(kv_cache_spec=kind(), layer_names=["layer"])], {"layer": 0}, 1)[0] < 66)
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
-    targets=(
-        Owner("lmcache", "lmcache.integration.vllm.kv_cache_groups").target(
-            "_resolve_per_layer_sw_sizes", broken=">=0.4.7", probe=shows_bug, fix=fix
-        ),
-    ),
+    targets=(MP_KV_GROUPS._resolve_per_layer_sw_sizes(broken=">=0.4.7", probe=shows_bug, fix=fix),),
     scenarios=("mp-window-loaded-short",),
     no_patch={
         "lmcache": "with it the server's objects change: what to do with those of before is for LMCache to decide"

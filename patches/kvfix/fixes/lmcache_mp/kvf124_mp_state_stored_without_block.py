@@ -30,26 +30,16 @@ None known.
 The server leaves out a state whose own block is null, and the tracker removes blocks that vLLM has freed.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _closed, _mp, _windows
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, fix_after, note
 from kvfix.fixes.targets import LMCACHE_MP
-from kvfix.wrapping import after
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    """Wrap the functions for new and for running requests, which have the same parameters."""
-    return after(_leave_out, when=_windows.has_transfers, on_fault=_closed.drop_stores)
-
-
-def _leave_out(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> Any:
-    """Make the states null that vLLM does not have, in the stores of the step."""
+@fix_after(when=_windows.has_transfers, on_fault=_closed.drop_stores)
+def fix(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> Any:
+    """Make the states null that vLLM does not have, in the stores of the step. For new and for running requests."""
     states, chunk = _windows.states(connector), _mp.chunk_size(connector)
     if not states:
         return answer
@@ -70,27 +60,26 @@ def _leave_out(connector: Any, answer: Any, scheduler_output: Any, metadata: Any
     return answer
 
 
-def new_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def new_shows_bug(hook: Any, module: Any) -> bool:
     """A step of 512 tokens of a new request. All its blocks but the first and the last are null. Wrong is to
     store the first chunk with the first block."""
     connector = _windows.scheduler_side(module, 0, list(range(1, 65)), [65, *[0] * 30, 96], computed=0)
     return _stored(hook, module, connector, 0)
 
 
-def cached_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def cached_shows_bug(hook: Any, module: Any) -> bool:
     """The same for a request that continues at 256 tokens and has no store."""
     connector = _windows.scheduler_side(module, 0, list(range(1, 65)), [65, *[0] * 30, 96], computed=256)
     return _stored(hook, module, connector, 256, blocks=[])
 
 
-def _stored(hook: Callable[..., Any], module: ModuleType, connector: Any, computed: int, **blocks: Any) -> bool:
+def _stored(hook: Any, module: Any, connector: Any, computed: int, **blocks: Any) -> bool:
     stores = _windows.stored(hook, module, connector, computed, 512 - computed, **blocks)[1:]
     return any(meta.op.block_ids[1][0] for meta in stores if meta.op.start == 0)
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(
         LMCACHE_MP._process_new_requests(broken=">=0.4.7,<=0.5.6", probe=new_shows_bug, fix=fix, place=1),
@@ -98,5 +87,4 @@ FIX = Fix(
     ),
     evidence={"KVR014": r"null blocks|freed before"},
     scenarios=("mp-state-stored-null",),
-    on_fault="closed",
 )

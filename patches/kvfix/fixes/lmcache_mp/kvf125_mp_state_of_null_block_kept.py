@@ -12,9 +12,8 @@ modules/lmcache_driven_transfer.py 0.5.6:85). By default all KV groups are in on
 are never null. So the server stores the chunk with the null block as its state, under a valid key.
 
 ## Fix
-The fix acts in the server. The server also leaves a chunk out if the chunk's last block is null in any KV group of the
-object. For a state, the server stores only this last block. For a sliding window, a hit reads a part of the chunk that
-ends in this block.
+The fix acts in the server. It also leaves a chunk out if the chunk's last block is null in any KV group of the object.
+The server stores only this last block of a state, and a hit reads the part of a sliding window that ends in it.
 
 Start the server with the fix: `kvfix run -- lmcache server ...`. The engines do not need the fix. Delete the files of
 the server's L2 adapters first, because chunks that were stored wrong stay wrong. With `--separate-object-groups` hits
@@ -30,49 +29,36 @@ None known.
 The server stores no chunk with a null block in a part that a hit reads.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.fixes.api import AT_START, Fix, Owner
-from kvfix.wrapping import after
+from kvfix.fixes import stubs
+from kvfix.fixes.api import AT_START, Fix, fix_after
+from kvfix.fixes.targets import MP_SERVER_TRANSFER
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def all_null_chunk_masks(
-        block_ids: Any, masks: list[list[bool]], object_groups: Any, blocks_per_chunk: Any, chunks: int, null: int = 0
-    ) -> list[list[bool]]:
-        found = []
-        for mask, group in zip(masks, object_groups, strict=True):
-            parts = [] if getattr(group, "aux", False) else group.kernel_group_indices
-            lasts = [block_ids[part][blocks_per_chunk[part] - 1 :: blocks_per_chunk[part]] for part in parts]
-            found.append([out or any(last[number] == null for last in lasts) for number, out in enumerate(mask)])
-        return found if found != masks else masks
-
-    # Every chunk is left out of the store.
-    return after(
-        all_null_chunk_masks, on_fault=lambda block_ids, masks, *_, **__: [[True] * len(each) for each in masks]
-    )
+# Every chunk is left out of the store.
+@fix_after(on_fault=lambda block_ids, masks, *_, **__: [[True] * len(each) for each in masks])
+def fix(
+    block_ids: Any, masks: list[list[bool]], object_groups: Any, blocks_per_chunk: Any, chunks: int, null: int = 0
+) -> list[list[bool]]:
+    found = []
+    for mask, group in zip(masks, object_groups, strict=True):
+        parts = [] if getattr(group, "aux", False) else group.kernel_group_indices
+        lasts = [block_ids[part][blocks_per_chunk[part] - 1 :: blocks_per_chunk[part]] for part in parts]
+        found.append([out or any(last[number] == null for last in lasts) for number, out in enumerate(mask)])
+    return found if found != masks else masks
 
 
-def shows_bug(function: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(function: Any, module: Any) -> bool:
     """One object of two KV groups, and a chunk whose last block is null in the second. Wrong is to store it."""
-    group = SimpleNamespace(kernel_group_indices=[0, 1], aux=False)
+    group = stubs.Stub(kernel_group_indices=[0, 1], aux=False)
     return not function([[1, 2], [3, 0]], [group], [2, 2], 1)[0][0]
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
-    targets=(
-        Owner("lmcache", "lmcache.v1.multiprocess.modules.lmcache_driven_transfer").target(
-            "all_null_chunk_masks", broken=">=0.5.4", probe=shows_bug, fix=fix
-        ),
-    ),
+    targets=(MP_SERVER_TRANSFER.all_null_chunk_masks(broken=">=0.5.4", probe=shows_bug, fix=fix),),
     scenarios=("mp-state-kept-null",),
     attaches=AT_START,  # it is for the server, which `kvfix attach` does not reach
-    on_fault="closed",
 )

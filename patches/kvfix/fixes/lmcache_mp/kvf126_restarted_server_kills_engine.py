@@ -3,8 +3,7 @@
 ## Symptom
 - Server, after a restart: `non-GPU context not registered (or reaped) for instance ID ...`.
 - Engine: no line for 300 seconds, then `TimeoutError: RPC call to execute_model timed out.` and EngineDeadError.
-- With LMCache-driven transfer the engine lives: `Rejecting STORE for unregistered GPU instance ID ...`, and no hit
-  until the engine restarts.
+- With LMCache-driven transfer, no hits until the engine restarts: `Rejecting STORE for unregistered GPU instance ID`.
 
 ## Cause
 A worker registers again only after a ping without an answer (vllm_multi_process_adapter.py 0.5.6:583-590). Pings are 10
@@ -35,24 +34,20 @@ None known.
 A worker registers again after a lost connection, and a request in flight fails when the connection is lost.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Generator
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix import engine_log
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes import _mp, stubs
+from kvfix.fixes.api import Fix, Steps, fix_after, fix_around, fix_before
 from kvfix.fixes.targets import MP_CLIENT, MP_HEARTBEAT
-from kvfix.wrapping import View, after, around, before, replaced
+from kvfix.wrapping import View, replaced
 
 #: {operation: the answer of a server that has found nothing and moved nothing}. The server answers lookups of a worker
 #: that it does not know; it needs to know the worker for transfers.
 _TRANSFERS = {
-    "prepare_store": SimpleNamespace(context={}),
+    "prepare_store": stubs.Stub(context={}),
     "commit_store": False,
-    "prepare_retrieve": SimpleNamespace(success=False, data=b"", context={}),
+    "prepare_retrieve": stubs.Stub(success=False, data=b"", context={}),
     "commit_retrieve": False,
     "store": (b"", False),
     "retrieve": (b"", False),
@@ -62,40 +57,30 @@ _WHERE = f"{__name__}.process_outbound_task"
 _REGISTRATIONS = ("register_kv_cache", "register_kv_cache_engine_driven_context")
 
 
-def fail_in_flight(module: ModuleType) -> Callable[..., Any]:
-    """LMCache calls it when the connection is lost, in the one thread that sends and receives for the client."""
-
-    def cancel_streams(client: Any, answer: Any) -> Any:
-        client._kvfix_unregistered = True
-        for uid, (future, spec) in list(client.pending_futures.items()):
-            if spec.operation in _IN_FLIGHT:
-                del client.pending_futures[uid]
-                future.set_result(_IN_FLIGHT[spec.operation])
-        return answer
-
-    return after(cancel_streams)
-
-
-def hold_transfers(module: ModuleType) -> Callable[..., Any]:
-    """The function sends what it takes from the queue. It does not get the requests that the fix answers."""
-
-    def process_outbound_task(client: Any) -> Generator[None, Any, Any]:
-        queue = client.input_queue
-
-        def get_nowait() -> Any:
-            while True:
-                request = queue.get_nowait()
-                if not engine_log.guarded(_WHERE, _is_answered, client, request):
-                    return request
-
-        with replaced(client, input_queue=View(queue, get_nowait=get_nowait)):
-            return (yield)
-
-    return around(process_outbound_task, when=_is_unregistered)
+@fix_after()
+def fail_in_flight(client: Any, answer: Any) -> Any:
+    client._kvfix_unregistered = True
+    _mp.answer_in_flight(client, _IN_FLIGHT)
+    return answer
 
 
 def _is_unregistered(client: Any) -> bool:
     return getattr(client, "_kvfix_unregistered", False)
+
+
+@fix_around(when=_is_unregistered)
+def hold_transfers(client: Any) -> Steps:
+    """The function sends what it takes from the queue. It does not get the requests that the fix answers."""
+    queue = client.input_queue
+
+    def get_nowait() -> Any:
+        while True:
+            request = queue.get_nowait()
+            if not engine_log.guarded(_WHERE, _is_answered, client, request):
+                return request
+
+    with replaced(client, input_queue=View(queue, get_nowait=get_nowait)):
+        return (yield)
 
 
 def _is_answered(client: Any, request: Any) -> bool:
@@ -109,36 +94,28 @@ def _is_answered(client: Any, request: Any) -> bool:
     return True
 
 
-def register_again(module: ModuleType) -> Callable[..., Any]:
-    def _execute(heartbeat: Any) -> None:
-        heartbeat._health_event.clear()
-        engine_log.warning(
-            "KVF126: the connection to the LMCache server was lost; the worker registers again. Loads and stores until "
-            "then have failed, and vLLM computes their tokens."
-        )
-
-    def is_needed(heartbeat: Any) -> bool:
-        """The heartbeat of the scheduler, which registers nothing, has no instance ID."""
-        client = getattr(heartbeat._req_client, "_message_queue_client", None)
-        return heartbeat._instance_id is not None and _is_unregistered(client)
-
-    return before(_execute, when=is_needed)
+def _is_needed(heartbeat: Any) -> bool:
+    """The heartbeat of the scheduler, which registers nothing, has no instance ID."""
+    client = getattr(heartbeat._req_client, "_message_queue_client", None)
+    return heartbeat._instance_id is not None and _is_unregistered(client)
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """A store is in flight when the connection is lost. Wrong is to leave it without an answer."""
-    answers: list[Any] = []
-    store = SimpleNamespace(set_result=answers.append, set_exception=answers.append)
-    client = SimpleNamespace(
-        pending_streams={}, pending_futures={0: (store, SimpleNamespace(operation="prepare_store"))}
+@fix_before(when=_is_needed)
+def register_again(heartbeat: Any) -> None:
+    heartbeat._health_event.clear()
+    engine_log.warning(
+        "KVF126: the connection to the LMCache server was lost; the worker registers again. Loads and stores until "
+        "then have failed, and vLLM computes their tokens."
     )
-    hook(client)
-    return not answers
+
+
+def shows_bug(hook: Any, module: Any) -> bool:
+    """A store is in flight when the connection is lost. Wrong is to leave it without an answer."""
+    return _mp.is_left_unanswered(hook, "prepare_store")
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
     targets=(
         MP_CLIENT.cancel_streams(broken="==0.5.6", probe=shows_bug, fix=fail_in_flight),

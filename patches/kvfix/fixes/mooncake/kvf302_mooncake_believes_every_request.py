@@ -6,9 +6,8 @@ EngineCore dies with `assert not self.is_kv_producer` or `assert not self.is_kv_
 utilize KVTransfer`, and the request stays in WAITING_FOR_REMOTE_KVS and keeps its blocks.
 
 ## Cause
-The parameters come with the request, from the router or from any client that can reach the engine. A producer asserts
-that no request asks it to load, and a consumer asserts that no request asks it to send (mooncake_connector.py
-0.32.0:1022, :1048, :1076).
+The parameters come with the request, from any client that can reach the engine. A producer asserts that no request asks
+it to load, and a consumer asserts that no request asks it to send (mooncake_connector.py 0.32.0:1022, :1048, :1076).
 
 get_num_new_matched_tokens promises the whole prompt (:1023). MooncakeConnector checks only after the allocation of the
 blocks whether the request names its peer. If the request does not, MooncakeConnector only logs a warning (:1049). If a
@@ -29,19 +28,15 @@ None known in public: the bug is a security problem (SECURITY.md).
 vLLM checks the parameters before it promises.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Generator
-from types import ModuleType, SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
-from kvfix.fixes import _prefills, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes import _mooncake, _prefills, stubs
+from kvfix.fixes.api import PRIVATE, Fix, Fixing, Steps, fix_around
 from kvfix.fixes.targets import MOONCAKE_SCHEDULER, MOONCAKE_SCHEDULER_0_15
-from kvfix.wrapping import View, around, instead
+from kvfix.wrapping import View, instead
 
-_KEYS = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
-_ADDRESS = _KEYS[1]
+_ADDRESS = "remote_bootstrap_addr"
 _KEYS_0_15 = ("remote_host", "remote_port")
 
 
@@ -57,6 +52,7 @@ def _is(scheduler: Any, role: str) -> bool:
 
 
 def _of_other_role(scheduler: Any, request: Any, *_: Any) -> bool:
+    """True if the request asks for a transfer that an engine of this role cannot do."""
     params = request.kv_transfer_params
     if not params:
         return False
@@ -65,102 +61,65 @@ def _of_other_role(scheduler: Any, request: Any, *_: Any) -> bool:
     return bool(params.get("do_remote_decode")) and _is(scheduler, "kv_consumer")
 
 
-def _not_promised(keys: tuple[str, ...]) -> Callable[[ModuleType], Callable[..., Any]]:
-    def get_num_new_matched_tokens(scheduler: Any, request: Any, *_: Any) -> Generator[None, Any, Any] | None:
-        params = request.kv_transfer_params
-        if _of_other_role(scheduler, request) or not all(_names(params, key) for key in keys):
-            return instead((0, False))
+def _promises(keys: tuple[str, ...]) -> Fixing:
+    @fix_around(when=lambda scheduler, request, *_: _prefills.is_to_load(request))
+    def get_num_new_matched_tokens(scheduler: Any, request: Any, *_: Any) -> Steps:
+        named = all(_names(request.kv_transfer_params, key) for key in keys)
+        return (yield) if named and not _of_other_role(scheduler, request) else (0, False)
+
+    return get_num_new_matched_tokens
+
+
+@fix_around(when=lambda scheduler, request, *_: request.kv_transfer_params)
+def update_state_after_alloc(scheduler: Any, request: Any, *_: Any) -> Steps:
+    """Pass a number as address on as a string, to the function that makes the metadata."""
+    if _of_other_role(scheduler, request):
         return None
-
-    return lambda module: around(
-        get_num_new_matched_tokens, when=lambda scheduler, request, *_: _prefills.is_to_load(request)
-    )
-
-
-def _no_state(module: ModuleType) -> Callable[..., Any]:
-    def update_state_after_alloc(scheduler: Any, request: Any, *_: Any) -> Generator[None, Any, Any]:
-        return instead(None) if _of_other_role(scheduler, request) else _with_text(scheduler, request)
-
-    def concerns(scheduler: Any, request: Any, *_: Any) -> bool:
-        params = request.kv_transfer_params
-        return bool(params) and (isinstance(params.get(_ADDRESS), int) or _of_other_role(scheduler, request))
-
-    return around(update_state_after_alloc, when=concerns)
-
-
-def _with_text(scheduler: Any, request: Any) -> Generator[None, Any, Any]:
-    """Pass the address as a string to the function that makes the metadata."""
     answer = yield
-    name, params = request.request_id, request.kv_transfer_params
-    if name in scheduler._reqs_need_recv:
-        _, *blocks = scheduler._reqs_need_recv[name]
+    params, waiting = request.kv_transfer_params, scheduler._reqs_need_recv
+    if isinstance(params.get(_ADDRESS), int) and request.request_id in waiting:
+        _, *blocks = waiting[request.request_id]
         with_text = View(request, kv_transfer_params={**params, _ADDRESS: str(params[_ADDRESS])})
-        scheduler._reqs_need_recv[name] = with_text, *blocks
+        waiting[request.request_id] = with_text, *blocks
     return answer
 
 
-def _nothing_to_send(module: ModuleType) -> Callable[..., Any]:
-    def request_finished(*_: Any) -> Generator[None, Any, Any]:
-        return instead((False, None))
-
-    return around(request_finished, when=_of_other_role)
+@fix_around(when=_of_other_role)
+def request_finished(*_: Any) -> Steps:
+    return instead((False, None))
 
 
-def _connector(role: str) -> Any:
-    return SimpleNamespace(
-        kv_role=role,
-        is_kv_producer=role == "kv_producer",
-        is_kv_consumer=role == "kv_consumer",
-        _get_remote_prefill_token_count=lambda tokens: tokens,
-        _reqs_need_recv={},
-        _reqs_need_send={},
-        _reqs_not_processed=set(),
-    )
-
-
-def promises(hook: Callable[..., Any], module: ModuleType) -> bool:
+def promises(hook: Any, module: Any) -> bool:
     """A remote prefill that names no peer. Wrong is to promise its tokens."""
     request = stubs.request(32, kv_transfer_params={"do_remote_prefill": True})
-    return bool(hook(_connector("kv_consumer"), request, 0)[0])
+    return bool(hook(_mooncake.scheduler_side("kv_consumer"), request, 0)[0])
 
 
-def _raises(hook: Callable[..., Any], *arguments: Any) -> bool:
-    """A consumer that is asked to send. Wrong is to raise."""
-    params = {"do_remote_decode": True, "transfer_id": "t"}
-    return stubs.raises(
-        AssertionError,
-        hook,
-        _connector("kv_consumer"),
-        stubs.request(32, kv_transfer_params=params, status=None),
-        *arguments,
-    )
+def _raises_with(*arguments: Any) -> Callable[[Any, Any], bool]:
+    def raises(hook: Any, module: Any) -> bool:
+        """A consumer that is asked to send. Wrong is to raise."""
+        request = stubs.request(32, kv_transfer_params={"do_remote_decode": True, "transfer_id": "t"})
+        return stubs.raises(AssertionError, hook, _mooncake.scheduler_side("kv_consumer"), request, *arguments)
 
-
-def raises_after_alloc(hook: Callable[..., Any], module: ModuleType) -> bool:
-    return _raises(hook, None, 0)
-
-
-def raises_at_end(hook: Callable[..., Any], module: ModuleType) -> bool:
-    return _raises(hook, ([],))
+    return raises
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="crash",
     targets=tuple(
         target
         for owner, broken, keys in (
             (MOONCAKE_SCHEDULER_0_15, ">=0.15,<0.20", _KEYS_0_15),
-            (MOONCAKE_SCHEDULER, ">=0.20", _KEYS),
+            (MOONCAKE_SCHEDULER, ">=0.20", _mooncake.PEER),
         )
         for target in (
-            owner.get_num_new_matched_tokens(broken=broken, probe=promises, fix=_not_promised(keys)),
-            owner.update_state_after_alloc(broken=broken, probe=raises_after_alloc, fix=_no_state),
-            owner.request_finished(broken=broken, probe=raises_at_end, fix=_nothing_to_send),
+            owner.get_num_new_matched_tokens(broken=broken, probe=promises, fix=_promises(keys)),
+            owner.update_state_after_alloc(broken=broken, probe=_raises_with(None, 0), fix=update_state_after_alloc),
+            owner.request_finished(broken=broken, probe=_raises_with(([],)), fix=request_finished),
         )
     ),
     evidence={"KVR010": "", "KVD291": "", "KVD584": ""},
     scenarios=("mooncake-promise-without-peer",),
-    no_patch={"vllm": "it can be abused: vLLM's security channel comes before a public patch (SECURITY.md)"},
+    no_patch=PRIVATE,
 )

@@ -2,8 +2,7 @@
 
 ## Symptom
 A request whose first token is the end of the text, or a stop token, takes at least eight minutes, or fails. The decode
-engine logs `pulling kv_caches for [...] failed: Timeout waiting for P side ready.`. Until then the request holds its
-blocks in the decode engine.
+engine keeps the blocks until then, and logs `pulling kv_caches for [...] failed: Timeout waiting for P side ready.`.
 
 ## Cause
 request_finished of a prefill sends only requests that ended as FINISHED_LENGTH_CAPPED, and treats every other end as an
@@ -25,46 +24,31 @@ None known.
 request_finished sends a prefill that has stopped.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Generator
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes import _mooncake
+from kvfix.fixes.api import Fix, Steps, fix_around
 from kvfix.fixes.targets import MOONCAKE_SCHEDULER
-from kvfix.wrapping import View, around
+from kvfix.wrapping import View
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def request_finished(connector: Any, request: Any, blocks: Any) -> Generator[Any, Any, Any]:
-        capped = module.RequestStatus.FINISHED_LENGTH_CAPPED
-        return (yield (View(request, status=capped), blocks))
-
-    def has_stopped(connector: Any, request: Any, *_: Any) -> bool:
-        params = request.kv_transfer_params
-        asked = bool(params) and bool(params.get("do_remote_decode"))
-        return asked and request.status == module.RequestStatus.FINISHED_STOPPED
-
-    return around(request_finished, when=has_stopped)
+@fix_around(when=lambda connector, request, *_: request.kv_transfer_params)
+def request_finished(connector: Any, request: Any, blocks: Any) -> Steps:
+    if not request.kv_transfer_params.get("do_remote_decode") or request.status.name != "FINISHED_STOPPED":
+        return (yield)
+    capped = type(request.status).FINISHED_LENGTH_CAPPED
+    return (yield (View(request, status=capped), blocks))
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """A prefill that has stopped. Wrong is to keep no blocks of it."""
-    connector = SimpleNamespace(
-        is_kv_producer=True, is_kv_consumer=False, _reqs_need_send={}, _reqs_not_processed=set(),
-        get_sw_clipped_blocks=lambda blocks: list(blocks),
-    )  # fmt: skip
-    params = {"do_remote_decode": True, "transfer_id": "t"}
-    request = stubs.request(16, kv_transfer_params=params, status=module.RequestStatus.FINISHED_STOPPED)
-    return not hook(connector, request, ([1],))[0]
+    request = _mooncake.finished_prefill(16, module.RequestStatus.FINISHED_STOPPED)
+    return not hook(_mooncake.scheduler_side("kv_producer"), request, ([1],))[0]
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
-    targets=(MOONCAKE_SCHEDULER.request_finished(broken=">=0.20", probe=shows_bug, fix=fix, place=1),),
+    targets=(MOONCAKE_SCHEDULER.request_finished(broken=">=0.20", probe=shows_bug, fix=request_finished, place=1),),
     scenarios=("mooncake-stopped-prefill-unsent",),
 )

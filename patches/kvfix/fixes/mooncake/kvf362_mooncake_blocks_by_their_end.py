@@ -5,8 +5,7 @@ Wrong text, HTTP 200, if the router lets the prefill engine generate more than o
 
 ## Cause
 The prefill engine sends the last of its blocks, as many as the decode engine has asked for (mooncake_connector.py
-0.32.0:1811). This is right if the decode engine already has a prefix. But blocks of tokens that prefill has generated
-are at the end too. Each of these blocks shifts the whole KV by one block.
+0.32.0:1811). Each block of tokens that prefill has generated is at the end too, and shifts the whole KV by one block.
 
 ## Fix
 The worker gets only the blocks of the prompt. The fix does not handle KV groups without full attention, and engines
@@ -22,71 +21,56 @@ None known.
 vLLM counts the blocks from their start.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes import _mooncake
+from kvfix.fixes.api import Fix, fix_before
 from kvfix.fixes.targets import MOONCAKE_SCHEDULER
-from kvfix.wrapping import GO_ON, before
+from kvfix.wrapping import GO_ON
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def build_connector_meta(connector: Any, *_: Any) -> bool:
-        cut = False
-        parallel = connector.vllm_config.parallel_config
-        if any(getattr(parallel, f"{side}_context_parallel_size", 1) > 1 for side in ("prefill", "decode")):
-            return cut
-        for name, (request, blocks) in connector._reqs_need_send.items():
-            own = -(-request.num_prompt_tokens // connector.block_size)
-            if len(blocks) == 1 and len(blocks[0]) > own:
-                connector._reqs_need_send[name] = request, [blocks[0][:own]]
-                cut = True
+def _send_no_block(connector: Any, *_: Any, **__: Any) -> Any:
+    """The sender finds too few blocks, and decode's load fails."""
+    for name, (request, blocks) in connector._reqs_need_send.items():
+        connector._reqs_need_send[name] = request, [[] for _ in blocks]
+    return GO_ON
+
+
+@fix_before(
+    when=lambda connector, *_, **__: connector._reqs_need_send and not connector._is_hma_required,
+    on_fault=_send_no_block,
+)
+def build_connector_meta(connector: Any, *_: Any) -> bool:
+    cut = False
+    parallel = connector.vllm_config.parallel_config
+    if any(getattr(parallel, f"{side}_context_parallel_size", 1) > 1 for side in ("prefill", "decode")):
         return cut
-
-    def sends_no_block(connector: Any, *_: Any, **__: Any) -> Any:
-        """The sender finds too few blocks, and decode's load fails."""
-        for name, (request, blocks) in connector._reqs_need_send.items():
-            connector._reqs_need_send[name] = request, [[] for _ in blocks]
-        return GO_ON
-
-    return before(
-        build_connector_meta,
-        when=lambda connector, *_, **__: connector._reqs_need_send and not connector._is_hma_required,
-        on_fault=sends_no_block,
-    )
+    for name, (request, blocks) in connector._reqs_need_send.items():
+        own = -(-request.num_prompt_tokens // connector.block_size)
+        if len(blocks) == 1 and len(blocks[0]) > own:
+            connector._reqs_need_send[name] = request, [blocks[0][:own]]
+            cut = True
+    return cut
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """A prompt of two blocks whose request has three. Wrong is to offer the third."""
-    connector = SimpleNamespace(
-        is_kv_producer=True, is_kv_consumer=False, _reqs_need_send={}, _reqs_not_processed=set(), block_size=16,
-        get_sw_clipped_blocks=lambda blocks: list(blocks), _is_hma_required=False,
-        vllm_config=SimpleNamespace(
-            parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1)
-        ),
-    )  # fmt: skip
-    request = stubs.request(
-        40, kv_transfer_params={"do_remote_decode": True, "transfer_id": "t"}, num_prompt_tokens=32,
-        status=module.RequestStatus.FINISHED_LENGTH_CAPPED,
-    )  # fmt: skip
+    parallel = SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1)
+    connector = _mooncake.scheduler_side(
+        "kv_producer", _is_hma_required=False, vllm_config=SimpleNamespace(parallel_config=parallel)
+    )
+    request = _mooncake.finished_prefill(40, module.RequestStatus.FINISHED_LENGTH_CAPPED, num_prompt_tokens=32)
     hook(connector, request, ([7, 8, 9],))
     return bool(connector._reqs_need_send[request.request_id][1] != [[7, 8]])
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(
         MOONCAKE_SCHEDULER.request_finished(broken=">=0.20", probe=shows_bug, fix=None),
-        MOONCAKE_SCHEDULER.build_connector_meta(
-            broken=">=0.20", probe=stubs.cannot_tell, fix=fix, place=1, helper=True
-        ),
+        MOONCAKE_SCHEDULER.build_connector_meta(broken=">=0.20", fix=build_connector_meta, place=1, helper=True),
     ),
     scenarios=("mooncake-prefill-generates-more",),
-    on_fault="closed",
 )

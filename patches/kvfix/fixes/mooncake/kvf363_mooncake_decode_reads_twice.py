@@ -11,8 +11,7 @@ write to the second request is in flight, and this write then reads KV of other 
 aborted before it is scheduled counts as one that has read the blocks.
 
 If prefill gets the second request after it has freed the blocks, it waits 480 s for a prefill of that transfer_id
-(:1566). If prefill gets the second request before it has freed the blocks, it leaves the request out of its answer
-(:1621). Decode then waits for ever.
+(:1566). Otherwise prefill leaves the request out of its answer (:1621), and decode waits for ever.
 
 ## Fix
 Only one request of an engine reads a prefill. A later request with the same remote_engine_id and transfer_id computes
@@ -29,57 +28,36 @@ None known.
 Prefill refuses the second read.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.fixes import _closed, _prefills, stubs
+from kvfix.fixes import _mooncake, _prefills
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import MOONCAKE_SCHEDULER
-from kvfix.wrapping import before
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    return _prefills.promise_if(_reads)
-
-
-def ends(module: ModuleType) -> Callable[..., Any]:
-    """Without this, an aborted second request makes prefill free the blocks that it writes to the first."""
-    return before(
-        lambda connector, request, *_: not _reads(connector, request),
-        when=lambda connector, request, *_: _prefills.is_to_load(request),
-        on_fault=_closed.compute_new,
-    )
-
-
-def _reads(connector: Any, request: Any, *_: Any) -> bool:
-    """True if this request may read its prefill. Otherwise it computes its prompt."""
-    params = request.kv_transfer_params
+def _prefill(connector: Any, params: Any) -> tuple[Any, ...] | None:
     prefill = params.get("remote_engine_id"), params.get("transfer_id")
-    return not all(isinstance(each, str) for each in prefill) or _prefills.loads(connector, prefill, request)
+    return prefill if all(isinstance(each, str) for each in prefill) else None
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+# Without the fix of request_finished, an aborted second request makes prefill free the blocks that it writes to the
+# first.
+promise_once, end_once = _prefills.for_the_first(_prefill)
+
+
+def shows_bug(hook: Any, module: Any) -> bool:
     """Two requests for one prefill. Wrong is to promise its tokens to both."""
-    connector = SimpleNamespace(is_kv_producer=False, _get_remote_prefill_token_count=lambda tokens: tokens)
-    params = {
-        "do_remote_prefill": True, "remote_engine_id": "p", "remote_bootstrap_addr": "http://p:1", "transfer_id": "t"
-    }  # fmt: skip
-    requests = [stubs.request(32, kv_transfer_params=dict(params), request_id=name) for name in ("a", "b")]
-    return all(hook(connector, request, 0)[0] for request in requests)
+    connector, peer = _mooncake.scheduler_side("kv_consumer"), dict.fromkeys(_mooncake.PEER, "p")
+    return _prefills.promised_twice(hook, connector, **peer)
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
     targets=(
-        MOONCAKE_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", probe=shows_bug, fix=fix, place=1),
-        MOONCAKE_SCHEDULER.request_finished(broken=">=0.32", probe=stubs.cannot_tell, fix=ends, place=-1, helper=True),
+        MOONCAKE_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", probe=shows_bug, fix=promise_once, place=1),
+        MOONCAKE_SCHEDULER.request_finished(broken=">=0.32", fix=end_once, place=-1, helper=True),
     ),
     scenarios=("mooncake-decode-reads-twice", "mooncake-second-reader-aborted"),
     no_patch={"vllm": "prefill has to refuse the second read"},
-    on_fault="closed",
 )

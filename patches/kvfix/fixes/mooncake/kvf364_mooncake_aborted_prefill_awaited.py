@@ -1,16 +1,14 @@
 """Decode waits eight minutes for an aborted prefill and holds blocks: MooncakeConnector does not report the abort.
 
 ## Symptom
-A client disconnects during the prefill of its request. The decode engine keeps the blocks of the request for
-VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT (480 s). Both engines then log `Timeout waiting for P side ready`. The
-prefill engine may keep transfers of ended requests for ever.
+The decode engine keeps the blocks of the request for VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT (480 s). Both engines then log
+`Timeout waiting for P side ready`. The prefill engine may keep transfers of ended requests for ever.
 
 ## Cause
 At an abort the prefill's worker drops the transfer, and does not tell the decode engine that waits for it
 (mooncake_connector.py 0.32.0:2584). If the prefill was aborted before it was scheduled, the worker has no transfer. The
 `pop` then raises KeyError in a coroutine that nobody waits for. The worker does not drop the transfers that come after
-this one. If the prefill was preempted at its end, as with asynchronous scheduling, it has no blocks. The worker then
-gets no message about it (:1117).
+this one. The worker gets no message about a prefill that was preempted at its end and has no blocks (:1117).
 
 ## Fix
 If a decode request waits for the dropped transfer, or asks for it within the timeout, the prefill worker answers that
@@ -26,69 +24,51 @@ None known.
 A prefill that is aborted answers the decode requests that wait for it.
 """
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Callable, Generator
-from types import ModuleType, SimpleNamespace
+import sys
+from types import SimpleNamespace
 from typing import Any
 
-from kvfix import engine_log
-from kvfix.acting import note
-from kvfix.fixes import stubs
-from kvfix.fixes.api import NEW_REQUESTS, Fix
+from kvfix.fixes import _mooncake
+from kvfix.fixes.api import NEW_REQUESTS, Fix, Steps, fix_after, fix_around, note
 from kvfix.fixes.targets import MOONCAKE_SCHEDULER, MOONCAKE_WORKER
-from kvfix.wrapping import View, after, around
+from kvfix.wrapping import View
 
 #: So often it is never sent: a request whose transfer was dropped is not reported as sent.
 _NEVER = 1 << 30
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def start_load_kv(worker: Any, metadata: Any) -> Generator[Any, Any, Any]:
-        without = View(metadata, reqs_not_processed=set())
-        worker.sender_loop.call_soon_threadsafe(_drop_all, module, worker, list(metadata.reqs_not_processed))
-        return (yield (without,))
-
-    return around(
-        start_load_kv, when=lambda worker, metadata: metadata.reqs_not_processed and not worker.is_kv_consumer
-    )
+@fix_around(when=lambda worker, metadata: metadata.reqs_not_processed and not worker.is_kv_consumer)
+def start_load_kv(worker: Any, metadata: Any) -> Steps:
+    for transfer in metadata.reqs_not_processed:
+        _mooncake.in_sender(worker, _drop, worker, transfer)
+    return (yield (View(metadata, reqs_not_processed=set()),))
 
 
-def tells_the_worker(module: ModuleType) -> Callable[..., Any]:
-    def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any) -> tuple[bool, Any]:
-        connector._reqs_not_processed.add(request.kv_transfer_params["transfer_id"])
-        return answer
-
-    def is_not_sent(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any) -> bool:
-        params = request.kv_transfer_params
-        asked = bool(params) and params.get("do_remote_decode") and isinstance(params.get("transfer_id"), str)
-        return bool(asked) and not answer[0] and not connector.is_kv_consumer
-
-    return after(request_finished, when=is_not_sent)
+@fix_after()
+def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any) -> tuple[bool, Any]:
+    """Tell the worker about a prefill that is not sent."""
+    params = request.kv_transfer_params or {}
+    asked = params.get("do_remote_decode") and isinstance(params.get("transfer_id"), str)
+    if asked and not answer[0] and not connector.is_kv_consumer:
+        connector._reqs_not_processed.add(params["transfer_id"])
+    return answer
 
 
-def _drop_all(module: Any, worker: Any, transfers: list[str]) -> None:
-    for transfer in transfers:
-        _drop(module, worker, transfer)
-
-
-def _drop(module: Any, worker: Any, transfer: str) -> None:
+def _drop(worker: Any, transfer: str) -> None:
     """Drop the transfer, in the loop of the sender. A ready transfer without blocks is answered as failed."""
-    try:
-        dropped = worker.reqs_need_send.get(transfer)
-        if dropped is None:
-            dropped = worker.reqs_need_send[transfer] = module.SendBlockMeta(
-                p_req_id="", transfer_id=transfer, local_block_ids=[], ready=asyncio.Event()
-            )
-        elif dropped.ready.is_set():  # another request of this transfer is sent, or it is dropped already
-            return
-        dropped.p_req_id, dropped.local_block_ids, dropped.need_send = "", [], _NEVER
-        dropped.ready.set()
-        note(__name__, f"the transfer {transfer} is answered as failed")
-        worker.sender_loop.call_later(module.envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT, _forget, worker, dropped)
-    except Exception as error:  # noqa: BLE001
-        engine_log.fault(f"{__name__}._drop", error)
+    module: Any = sys.modules[MOONCAKE_WORKER.module]
+    dropped = worker.reqs_need_send.get(transfer)
+    if dropped is None:
+        dropped = worker.reqs_need_send[transfer] = module.SendBlockMeta(
+            p_req_id="", transfer_id=transfer, local_block_ids=[], ready=asyncio.Event()
+        )
+    elif dropped.ready.is_set():  # another request of this transfer is sent, or it is dropped already
+        return
+    dropped.p_req_id, dropped.local_block_ids, dropped.need_send = "", [], _NEVER
+    dropped.ready.set()
+    note(__name__, f"the transfer {transfer} is answered as failed")
+    worker.sender_loop.call_later(module.envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT, _forget, worker, dropped)
 
 
 def _forget(worker: Any, dropped: Any) -> None:
@@ -97,7 +77,7 @@ def _forget(worker: Any, dropped: Any) -> None:
         del worker.reqs_need_send[dropped.transfer_id]
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """An aborted prefill that the worker does not know. Wrong is to raise KeyError, or to let decode wait."""
     worker = SimpleNamespace(reqs_need_send={}, sender_loop=SimpleNamespace(call_later=lambda *_: None))
     steps = hook(worker, SimpleNamespace(reqs_to_send={}, reqs_not_processed={"t"}))
@@ -115,14 +95,11 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
     targets=(
         MOONCAKE_WORKER.record_send_reqs(broken=">=0.20", probe=shows_bug, fix=None),
-        MOONCAKE_WORKER.start_load_kv(broken=">=0.20", probe=stubs.cannot_tell, fix=fix, helper=True),
-        MOONCAKE_SCHEDULER.request_finished(
-            broken=">=0.20", probe=stubs.cannot_tell, fix=tells_the_worker, place=3, helper=True
-        ),
+        MOONCAKE_WORKER.start_load_kv(broken=">=0.20", fix=start_load_kv, helper=True),
+        MOONCAKE_SCHEDULER.request_finished(broken=">=0.20", fix=request_finished, place=3, helper=True),
     ),
     scenarios=("mooncake-aborted-prefill-awaited",),
     attaches=NEW_REQUESTS,

@@ -23,33 +23,26 @@ None known; fixed in 0.33.0, which counts a request that the last answer leaves 
 vLLM 0.32.0 is no longer in use.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
-from kvfix.fixes import _pulls
-from kvfix.fixes.api import Fix
+from kvfix.fixes import _mooncake
+from kvfix.fixes.api import Fix, fix_after, note
 from kvfix.fixes.targets import MOONCAKE_WORKER
-from kvfix.wrapping import after
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def process_pulling_result(worker: Any, answer: None, response: Any, pull_metas: dict[str, Any]) -> None:
-        known = _pulls.settled(worker)
-        known.update(response.ok_reqs or (), response.err_reqs or ())
-        if response.status == module.MooncakeXferResponseStatus.FINISH:
-            missing = [name for name in pull_metas if name not in known]
-            if missing:
-                note(__name__, f"{len(missing)} loads that prefill did not answer are counted as failed")
-                worker._handle_failed_recv(pull_metas, missing, "the producer's answer leaves it out")
-
-    return after(process_pulling_result)
+@fix_after()
+def process_pulling_result(worker: Any, answer: None, response: Any, pull_metas: dict[str, Any]) -> None:
+    known = _mooncake.settled(worker)
+    known.update(response.ok_reqs or (), response.err_reqs or ())
+    if response.status.name == "FINISH":
+        missing = [name for name in pull_metas if name not in known]
+        if missing:
+            note(__name__, f"{len(missing)} loads that prefill did not answer are counted as failed")
+            worker._handle_failed_recv(pull_metas, missing, "the producer's answer leaves it out")
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """The last answer names nothing. Wrong is to count no load as failed."""
     failed: list[str] = []
     worker = SimpleNamespace(
@@ -64,9 +57,10 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
-    targets=(MOONCAKE_WORKER.process_pulling_result(broken=">=0.32,<0.33", probe=shows_bug, fix=fix),),
+    targets=(
+        MOONCAKE_WORKER.process_pulling_result(broken=">=0.32,<0.33", probe=shows_bug, fix=process_pulling_result),
+    ),
     scenarios=("mooncake-load-left-out",),
     no_patch={"vllm": "0.33.0 is right"},
 )

@@ -1,14 +1,12 @@
 """The prefill worker's memory grows: MooncakeConnector keeps each transfer that decode asked for and that never came.
 
 ## Symptom
-The memory of the prefill engine's worker grows, by less than a kilobyte for each decode request that asks for a
-transfer which does not exist. A transfer does not exist if the prefill's lease is over, or if the request names a wrong
+The memory grows by less than a kilobyte for each decode request whose prefill's lease is over, or that names a wrong
 transfer. Only `Timeout waiting for P side ready` is logged.
 
 ## Cause
 A decode request that comes before its prefill makes an entry in reqs_need_send (mooncake_connector.py 0.32.0:1563).
-When the wait for the prefill times out, nothing removes the entry (:1593). MooncakeConnector removes only entries that
-are sent, or that have a prefill and expire.
+When the wait for the prefill times out, nothing removes the entry (:1593).
 
 ## Fix
 The fix removes an entry that has no prefill and for which nobody waits. If a prefill comes later for an entry that
@@ -24,41 +22,28 @@ None known.
 vLLM removes the entry at the timeout.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
-from kvfix import clock, engine_log
-from kvfix.acting import note
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix import clock
+from kvfix.fixes import _mooncake
+from kvfix.fixes.api import Fix, fix_before, note
 from kvfix.fixes.targets import MOONCAKE_WORKER
-from kvfix.wrapping import before
 
 #: Seconds between two looks. An entry is removed at the second one: who waits for it comes just after it is made.
 _PAUSE = 0.25
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def get_finished(worker: Any) -> None:
+@fix_before(when=lambda worker: not worker.is_kv_consumer and worker.reqs_need_send)
+def get_finished(worker: Any) -> None:
+    if clock.now() - vars(worker).get("_kvfix_looked", -_PAUSE) >= _PAUSE:
         worker._kvfix_looked = clock.now()
-        worker.sender_loop.call_soon_threadsafe(_look, worker)
-
-    def is_due(worker: Any) -> bool:
-        known = not worker.is_kv_consumer and worker.reqs_need_send
-        return bool(known) and clock.now() - vars(worker).get("_kvfix_looked", -_PAUSE) >= _PAUSE
-
-    return before(get_finished, when=is_due)
+        _mooncake.in_sender(worker, _look, worker)
 
 
-def names_prefills(module: ModuleType) -> Callable[..., Any]:
-    def start_load_kv(worker: Any, metadata: Any) -> None:
-        names = [(transfer, name) for name, (transfer, _) in metadata.reqs_to_send.items()]
-        worker.sender_loop.call_soon_threadsafe(_name, worker, names)
-
-    return before(start_load_kv, when=lambda worker, metadata: metadata.reqs_to_send and not worker.is_kv_consumer)
+@fix_before(when=lambda worker, metadata: metadata.reqs_to_send and not worker.is_kv_consumer)
+def start_load_kv(worker: Any, metadata: Any) -> None:
+    names = [(transfer, name) for name, (transfer, _) in metadata.reqs_to_send.items()]
+    _mooncake.in_sender(worker, _name, worker, names)
 
 
 def _name(worker: Any, names: list[tuple[str, str]]) -> None:
@@ -71,30 +56,24 @@ def _name(worker: Any, names: list[tuple[str, str]]) -> None:
 
 def _look(worker: Any) -> None:
     """Look for entries to remove, in the loop of the sender."""
-    try:
-        left = {
-            name
-            for name, sent in worker.reqs_need_send.items()
-            if not sent.p_req_id and not sent.ready.is_set() and not sent.ready._waiters
-        }
-        for name in left & vars(worker).get("_kvfix_left", set()):
-            note(__name__, f"the transfer {name} is dropped")
-            del worker.reqs_need_send[name]
-        worker._kvfix_left = left
-    except Exception as error:  # noqa: BLE001
-        engine_log.fault(f"{__name__}._look", error)
+    left = {
+        name
+        for name, sent in worker.reqs_need_send.items()
+        if not sent.p_req_id and not sent.ready.is_set() and not sent.ready._waiters
+    }
+    for name in left & vars(worker).get("_kvfix_left", set()):
+        note(__name__, f"the transfer {name} is dropped")
+        del worker.reqs_need_send[name]
+    worker._kvfix_left = left
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="leak",
     targets=(
-        MOONCAKE_WORKER.send_kv_to_decode(broken=">=0.20", probe=stubs.cannot_tell, fix=None),
-        MOONCAKE_WORKER.get_finished(broken=">=0.20", probe=stubs.cannot_tell, fix=fix, helper=True),
-        MOONCAKE_WORKER.start_load_kv(
-            broken=">=0.20", probe=stubs.cannot_tell, fix=names_prefills, place=1, helper=True
-        ),
+        MOONCAKE_WORKER.send_kv_to_decode(broken=">=0.20", fix=None),
+        MOONCAKE_WORKER.get_finished(broken=">=0.20", fix=get_finished, helper=True),
+        MOONCAKE_WORKER.start_load_kv(broken=">=0.20", fix=start_load_kv, place=1, helper=True),
     ),
     scenarios=("mooncake-transfer-kept-for-ever",),
 )

@@ -5,20 +5,16 @@ The prefill engine has ended. Minutes later EngineCore of the decode engine dies
 in `_update_from_kv_xfer_finished`. With KVF201, running requests fail or start again instead. The log has `pulling
 kv_caches for [...] failed: transfer failed: Resource temporarily unavailable`, and names requests that ended long ago.
 
-If several prefill ranks write to one decode rank, requests return wrong text with HTTP 200, after a load that failed at
-one of the ranks.
+If several prefill ranks write to one decode rank, requests return wrong text after a load that failed at one rank.
 
 ## Cause
 Decode sends each prefill rank one message for all loads of a step. When the connection of this message fails, decode
-reports all of these loads as failed (mooncake_connector.py 0.32.0:2370). This includes loads that the rank has already
-written: their requests have ended, and other requests have their blocks now.
+reports all of these loads as failed (mooncake_connector.py 0.32.0:2370), also those that the rank has already written.
 
-The first rank that fails also ends the load (:2402). vLLM then frees the blocks while other ranks still write into
-them.
+The first rank that fails also ends the load (:2402). vLLM frees the blocks while other ranks still write into them.
 
 ## Fix
-Each rank reports each load once. If a rank failed a load, decode reports the load as failed when the last rank has
-reported it.
+Each rank reports each load once. A load that failed at a rank is reported as failed when the last rank has reported it.
 
 ## Releases
 vLLM 0.32.0, the first release that reports failed loads.
@@ -30,61 +26,53 @@ None known; fixed in 0.33.0.
 vLLM 0.32.0 is no longer in use.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Collection, Generator
-from types import ModuleType, SimpleNamespace
+from collections.abc import Collection
+from types import SimpleNamespace
 from typing import Any
 
-from kvfix.fixes import _pulls, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes import _mooncake
+from kvfix.fixes.api import Fix, Steps, fix_around
 from kvfix.fixes.targets import MOONCAKE_WORKER
-from kvfix.wrapping import View, around
+from kvfix.wrapping import View
 
 #: Of a load that a rank failed, while others had not settled it.
 _REASON = "_kvfix_reason"
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def handle_failed_recv(
-        worker: Any, metas: dict[str, Any], names: Collection[str], reason: str
-    ) -> Generator[Any, Any, Any]:
-        settled, last = _pulls.settled(worker), []
-        for name in names:
-            meta = metas.get(name)
-            if meta is None or name in settled:
-                continue
-            settled.add(name)
-            if meta.pull_tasks_count > 1:
-                meta.pull_tasks_count -= 1
-                setattr(meta, _REASON, reason)
-            else:
-                last.append(name)
-        if list(names) == last:
-            return (yield)
-        return (yield (metas, last, reason))
-
-    return around(handle_failed_recv)
+@fix_around()
+def handle_failed_recv(worker: Any, metas: dict[str, Any], names: Collection[str], reason: str) -> Steps:
+    settled, last = _mooncake.settled(worker), []
+    for name in names:
+        meta = metas.get(name)
+        if meta is None or name in settled:
+            continue
+        settled.add(name)
+        if meta.pull_tasks_count > 1:
+            meta.pull_tasks_count -= 1
+            setattr(meta, _REASON, reason)
+        else:
+            last.append(name)
+    if list(names) == last:
+        return (yield)
+    return (yield (metas, last, reason))
 
 
-def answers(module: ModuleType) -> Callable[..., Any]:
-    def process_pulling_result(worker: Any, response: Any, metas: dict[str, Any]) -> Generator[Any, Any, Any]:
-        written = []
-        for name in response.ok_reqs:
-            meta = metas.get(name)
-            if meta is not None and meta.pull_tasks_count == 1 and hasattr(meta, _REASON):
-                worker._handle_failed_recv(metas, [name], getattr(meta, _REASON))
-            else:
-                written.append(name)
-        _pulls.settled(worker).update(written)
-        if len(written) == len(response.ok_reqs):
-            return (yield)
-        return (yield (View(response, ok_reqs=written), metas))
-
-    return around(process_pulling_result, when=lambda worker, response, metas: response.ok_reqs)
+@fix_around(when=lambda worker, response, metas: response.ok_reqs)
+def process_pulling_result(worker: Any, response: Any, metas: dict[str, Any]) -> Steps:
+    written = []
+    for name in response.ok_reqs:
+        meta = metas.get(name)
+        if meta is not None and meta.pull_tasks_count == 1 and hasattr(meta, _REASON):
+            worker._handle_failed_recv(metas, [name], getattr(meta, _REASON))
+        else:
+            written.append(name)
+    _mooncake.settled(worker).update(written)
+    if len(written) == len(response.ok_reqs):
+        return (yield)
+    return (yield (View(response, ok_reqs=written), metas))
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """One of two ranks fails. Wrong is to report the load."""
     ended: set[str] = set()
     worker = SimpleNamespace(
@@ -99,13 +87,10 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(
-        MOONCAKE_WORKER._handle_failed_recv(broken=">=0.32,<0.33", probe=shows_bug, fix=fix),
-        MOONCAKE_WORKER.process_pulling_result(
-            broken=">=0.32,<0.33", probe=stubs.cannot_tell, fix=answers, place=1, helper=True
-        ),
+        MOONCAKE_WORKER._handle_failed_recv(broken=">=0.32,<0.33", probe=shows_bug, fix=handle_failed_recv),
+        MOONCAKE_WORKER.process_pulling_result(broken=">=0.32,<0.33", fix=process_pulling_result, place=1, helper=True),
     ),
     scenarios=("mooncake-load-ends-again",),
     # A load that no rank settles is a request that waits for ever. After an error all is reported as released.

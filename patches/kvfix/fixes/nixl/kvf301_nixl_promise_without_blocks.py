@@ -9,13 +9,11 @@ WAITING_FOR_REMOTE_KVS and keeps its blocks.
 The parameters come with the request, from the router or from any client that can reach the engine. If the parameters
 ask for a remote prefill, get_num_new_matched_tokens promises the whole prompt (pull_scheduler.py 0.32.0:60).
 update_state_after_alloc checks the parameters only after the blocks were granted. It checks for remote blocks (:186,
-assertion) and for their engine (:179, warning). The remote blocks or the engine may be missing for three reasons.
-First, a prefill kept no blocks (KVF314 is one case). Second, the router is of another release. Third, the request is
-malformed.
+assertion) and for their engine (:179, warning). The blocks or the engine may be missing because a
+prefill kept no blocks (KVF314), the router is of another release, or the request is malformed.
 
-If the blocks are not in lists, or a name is not a string, the worker raises later. The blocks may also be in one flat
-list, instead of one list for each KV group. The fix then still promises the tokens, if the worker can fail their load
-(KVF311).
+If the blocks are not in lists, or a name is not a string, the worker raises later. If the blocks are in one flat list,
+the fix still promises the tokens if the worker can fail their load (KVF311).
 
 ## Fix
 The fix promises nothing for incomplete or malformed parameters. The request computes its prompt itself.
@@ -30,41 +28,33 @@ None known in public: the bug is a security problem (SECURITY.md).
 vLLM checks the parameters before it promises.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, Owner
+from kvfix.fixes import _nixl, _prefills, stubs
+from kvfix.fixes.api import PRIVATE, Fix, Fixing, Owner
 from kvfix.fixes.targets import NIXL_PULL_SCHEDULER, NIXL_SCHEDULER, NIXL_SCHEDULER_0_15
-from kvfix.wrapping import after
 
 _KEYS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 
 
-def _fix(owner: Owner) -> Callable[[ModuleType], Callable[..., Any]]:
-    def fix(module: ModuleType) -> Callable[..., Any]:
+def _fix(owner: Owner) -> Fixing:
+    def fix(module: Any) -> Any:
         scheduler = getattr(module, owner.name)
-        keys, groups = _asked_for(scheduler.update_state_after_alloc), _has_groups(scheduler.request_finished)
+        keys = _asked_for(scheduler.update_state_after_alloc)
+        # The prefill of this release names its blocks by KV group. Up to 0.15 it names one list.
+        named = getattr(scheduler.request_finished, "__annotations__", {}).get("block_ids")
+        groups = str(named) != "list[int]"
 
-        def get_num_new_matched_tokens(
-            connector: Any, promise: tuple[int, bool], request: Any, *_: Any
-        ) -> tuple[int, bool]:
+        def is_complete(connector: Any, request: Any) -> bool:
             params = request.kv_transfer_params
             part: tuple[type, ...] = (list, tuple) if groups else (int,)
             if groups and _fails_loads(module):
                 part += (int,)
-            known = all(key in params for key in keys) and _names_blocks(params, part)
-            return promise if known else (0, False)
+            return all(key in params for key in keys) and _names_blocks(params, part)
 
-        return after(
-            get_num_new_matched_tokens,
-            when=lambda connector, promise, request, *_: promise[0] and request.kv_transfer_params,
-        )
+        return _prefills.promise_if(is_complete)(module)
 
     return fix
 
@@ -76,15 +66,10 @@ def _names_blocks(params: Any, part: tuple[type, ...]) -> bool:
     return lists and any(each not in ([], ()) for each in blocks) and all(isinstance(name, str) for name in names)
 
 
-def _fails_loads(module: ModuleType) -> bool:
+def _fails_loads(module: Any) -> bool:
     """True if the worker of this release can fail one load. With KVF311 a list that it cannot read does not end it."""
     worker = sys.modules.get(module.__name__.replace("pull_scheduler", "pull_worker"))
     return hasattr(getattr(worker, "NixlPullConnectorWorker", None), "_handle_failed_transfer")
-
-
-def _has_groups(request_finished: Any) -> bool:
-    """True if the prefill of this release names its blocks by KV group. Up to 0.15 it names one list."""
-    return str(getattr(request_finished, "__annotations__", {}).get("block_ids")) != "list[int]"
 
 
 def _asked_for(function: Any) -> tuple[str, ...]:
@@ -93,16 +78,14 @@ def _asked_for(function: Any) -> tuple[str, ...]:
     return next((each for each in constants if isinstance(each, tuple) and _KEYS[0] in each), _KEYS)
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """A remote prefill that names no blocks. Wrong is to promise its tokens."""
-    connector = SimpleNamespace(_get_remote_prefill_token_count=lambda tokens: tokens, kv_recompute_threshold=0)
     request = stubs.request(32, kv_transfer_params={"do_remote_prefill": True, "remote_block_ids": []})
-    return bool(hook(connector, request, 0)[0])
+    return bool(hook(_nixl.scheduler_side(), request, 0)[0])
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="crash",
     targets=tuple(
         owner.get_num_new_matched_tokens(broken=broken, probe=shows_bug, fix=_fix(owner))
@@ -114,5 +97,5 @@ FIX = Fix(
     ),
     evidence={"KVD290": "", "KVD584": "", "KVR010": "", "KVR011": r"^update_state_after_alloc: AssertionError$"},
     scenarios=("nixl-promise-without-blocks", "nixl-promise-without-host"),
-    no_patch={"vllm": "it can be abused: vLLM's security channel comes before a public patch (SECURITY.md)"},
+    no_patch=PRIVATE,
 )

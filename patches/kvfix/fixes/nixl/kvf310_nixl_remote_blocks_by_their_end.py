@@ -6,10 +6,9 @@ has had another prompt. If the prefill engine has fewer blocks than the decode e
 dies with `AssertionError` in `_apply_prefix_caching`.
 
 ## Cause
-A decode engine that has a prefix hit needs only the blocks of the rest of the prompt. `_apply_prefix_caching` takes
-this number of blocks from the end of the prefill engine's list (base_worker.py 0.32.0:3461). This is right only if both
-lists end at the same token. A router may let the prefill engine generate more than one token, if the router does not
-set `max_tokens` to 1. If the generated tokens need a new block, the prefill engine has one block more.
+After a prefix hit, `_apply_prefix_caching` takes the blocks for the rest of the prompt from the end of the prefill
+engine's list (base_worker.py 0.32.0:3461). This is right only if both lists end at the same token. If the router does
+not set `max_tokens` to 1 and the generated tokens need a new block, the prefill engine has one block more.
 
 ## Fix
 Before a read, the fix pairs the blocks from the beginning, after the prefix hit, and does not read blocks beyond the
@@ -26,60 +25,30 @@ None known in public: the bug is a security problem (SECURITY.md).
 vLLM pairs the blocks by their position in the prompt.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Generator
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes import _nixl, stubs
+from kvfix.fixes.api import PRIVATE, Fix, Steps, fix_around, note
 from kvfix.fixes.targets import NIXL_PULL_WORKER
-from kvfix.wrapping import around, instead
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def _read_blocks_for_req(worker: Any, req_id: str, meta: Any) -> Generator[Any, Any, Any] | None:
-        if not _same_blocks(worker, meta.remote.engine_id):
-            return None
-        wanted = [
-            hit + len(group) for hit, group in zip(meta.local_num_computed_blocks, meta.local_block_ids, strict=True)
-        ]
-        remote = list(meta.remote.block_ids)
-        for number in _groups(worker, meta):
-            if len(remote[number]) < wanted[number]:
-                worker._handle_failed_transfer(req_id, None, worker._recv_failures, record_failed_transfer=False)
-                return instead(None)
-            remote[number] = list(remote[number][: wanted[number]])
-        note(__name__, f"request {req_id}: blocks after its prompt are not read")
-        meta.remote.block_ids = remote
-        return None
-
-    def differs(worker: Any, req_id: str, meta: Any) -> bool:
-        remote, hits = meta.remote.block_ids, meta.local_num_computed_blocks
-        if not any(meta.local_block_ids) or len(remote) != len(meta.local_block_ids):
-            return False
-        if not all(isinstance(group, (list, tuple)) for group in remote):  # malformed: KVF311
-            return False
-        if meta.remote.engine_id not in worker._remote_agents:
-            return False
-        return any(len(remote[at]) != hits[at] + len(meta.local_block_ids[at]) for at in _groups(worker, meta))
-
-    def fails(worker: Any, req_id: str, *_: Any, **__: Any) -> None:
-        worker._handle_failed_transfer(req_id, None, worker._recv_failures, record_failed_transfer=False)
-
-    return around(_read_blocks_for_req, when=differs, on_fault=fails)
-
-
-def _groups(worker: Any, meta: Any) -> list[int]:
-    """The KV groups of full attention. The other groups have only their last blocks."""
-    groups = enumerate(zip(worker._group_spec_types, meta.local_block_ids, strict=True))
-    return [
-        at
-        for at, (spec, blocks) in groups
-        if blocks and "FullAttentionSpec" in {each.__name__ for each in spec.__mro__}
-    ]
+@fix_around(when=lambda worker, req_id, meta: any(meta.local_block_ids), on_fault=_nixl.fail_load)
+def pair_from_start(worker: Any, req_id: str, meta: Any) -> Steps:
+    engine, remote, own = meta.remote.engine_id, list(meta.remote.block_ids), meta.local_block_ids
+    is_malformed = len(remote) != len(own) or not all(isinstance(group, (list, tuple)) for group in remote)  # KVF311
+    if is_malformed or engine not in worker._remote_agents or not meta.local_num_computed_blocks:
+        return (yield)  # without its hits, as in vLLM's own tests, the release pairs the blocks by their end
+    for number, (spec, blocks) in enumerate(zip(worker._group_spec_types, own, strict=True)):
+        wanted = meta.local_num_computed_blocks[number] + len(blocks)
+        if blocks and _nixl.has_full_attention(spec) and len(remote[number]) != wanted:
+            if not _same_blocks(worker, engine):
+                return (yield)
+            if len(remote[number]) < wanted:
+                return _nixl.fail_load(worker, req_id)
+            remote[number] = list(remote[number][:wanted])
+            note(__name__, f"request {req_id}: blocks after its prompt are not read")
+            meta.remote.block_ids = remote
+    return (yield)
 
 
 def _same_blocks(worker: Any, engine: str) -> bool:
@@ -90,7 +59,7 @@ def _same_blocks(worker: Any, engine: str) -> bool:
     return bool(ours == theirs and ours[2] == 1)
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """Two blocks wanted of three. Wrong is to read the last two."""
     read: list[Any] = []
 
@@ -101,35 +70,23 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     class FullAttentionSpec:
         pass
 
-    engine = SimpleNamespace(
-        remote_block_size=16, remote_physical_blocks_per_logical=1, remote_dcp_size=1, remote_tp_size=1
-    )
-    topo = SimpleNamespace(get_engine_info=lambda _: engine, tp_ratio=lambda _: 1, block_size_ratio=lambda _: 1)
-    plan = SimpleNamespace(all_source_ranks=(0,), source_ranks_per_group=((0,),), local_consumers=1)
-    worker = SimpleNamespace(
-        transfer_topo=topo, tp_mappings={"p": plan}, _remote_agents={"p": {(0, 0): "a"}}, _invalid_remote_engines=set(),
-        _engine_last_active={}, _bidirectional_kv_xfer_enabled=False, _recving_transfers={}, dcp_size=1, block_size=16,
-        dst_region_group_ids={"p": [0]}, region_group_ids=[0], _physical_blocks_per_logical_kv_block=1, use_mla=False,
-        _group_spec_types=(FullAttentionSpec,), _logical_to_kernel_block_ids=lambda blocks, ratio: blocks,
-        src_xfer_handles_by_block_size={16: 1}, dst_xfer_side_handles={"p": {0: 2}}, _mixed_mem_types=False,
-        _has_mamba=False, _read_blocks=reads, _remote_registration_generations={},
+    engine = stubs.Stub(remote_block_size=16, remote_physical_blocks_per_logical=1, remote_dcp_size=1, remote_tp_size=1)
+    topo = stubs.Stub(get_engine_info=lambda _: engine, tp_ratio=lambda _: 1, block_size_ratio=lambda _: 1)
+    plan = stubs.Stub(all_source_ranks=(0,), source_ranks_per_group=((0,),), local_consumers=1)
+    worker = _nixl.worker_side(
+        transfer_topo=topo, tp_mappings={"p": plan}, _remote_agents={"p": {(0, 0): "a"}}, _mixed_mem_types=False,
+        dst_region_group_ids={"p": [0]}, region_group_ids=[0], _group_spec_types=(FullAttentionSpec,),
+        src_xfer_handles_by_block_size={16: 1}, dst_xfer_side_handles={"p": {0: 2}}, _read_blocks=reads,
     )  # fmt: skip
-    remote = SimpleNamespace(block_ids=[[7, 8, 9]], engine_id="p", request_id=stubs.NAME, registration_generation=0)
-    meta = SimpleNamespace(
-        local_block_ids=([1, 2],), local_physical_block_ids=([1, 2],), local_num_computed_blocks=(0,), remote=remote,
-        awaiting_kvs=True, region_blocks_to_zero=None,
-    )  # fmt: skip
-    hook(worker, stubs.NAME, meta)
+    hook(worker, stubs.NAME, _nixl.load([7, 8, 9], [1, 2]))
     return bool(read != [[[7, 8]]])
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
-    targets=(NIXL_PULL_WORKER._read_blocks_for_req(broken=">=0.32", probe=shows_bug, fix=fix),),
+    targets=(NIXL_PULL_WORKER._read_blocks_for_req(broken=">=0.32", probe=shows_bug, fix=pair_from_start),),
     evidence={"KVR011": r"^start_load_kv: AssertionError"},
     scenarios=("nixl-prefill-generates-more", "nixl-prefill-has-fewer-blocks"),
-    no_patch={"vllm": "it can be abused: vLLM's security channel comes before a public patch (SECURITY.md)"},
-    on_fault="closed",
+    no_patch=PRIVATE,
 )

@@ -10,13 +10,11 @@ The parameters come with the request. NixlConnector uses their remote blocks wit
 catches only exceptions of NIXL itself (:560).
 
 NixlConnector logs a failed handshake before it reports the failure (base_worker.py 0.32.0:1354). The log line counts
-the blocks of each group. If the blocks are one flat list instead of a list for each group, the log line raises in a
-callback. The failure is then never reported.
+the blocks of each group. If the blocks are one flat list, the log line raises, and the failure is never reported.
 
 ## Fix
 If `_read_blocks_for_req` raises, the fix logs the exception and reports the load as failed. vLLM then applies
-`kv_load_failure_policy`. If the log line of a failure raises, the fix logs this exception too, and the failure is still
-reported.
+`kv_load_failure_policy`. If the log line of a failure raises, the failure is still reported.
 
 ## Releases
 vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
@@ -28,80 +26,53 @@ None known in public: the bug is a security problem (SECURITY.md).
 vLLM reports a load with malformed parameters as failed.
 """
 
-from __future__ import annotations
-
-import functools
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix import engine_log
-from kvfix.acting import note
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes import _nixl, stubs
+from kvfix.fixes.api import PRIVATE, Fix, fix_calls, note
 from kvfix.fixes.targets import NIXL_BASE_WORKER, NIXL_PULL_WORKER
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def _read_blocks_for_req(worker: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return function(worker, *args, **kwargs)
-            except Exception as error:
-                fails, request = getattr(worker, "_handle_failed_transfer", None), args[0] if args else ""
-                if fails is None or not isinstance(request, str):
-                    raise
-                note(__name__, f"request {request}: its load has failed")
-                engine_log.warning(f"KVF311: the load of {request} has failed: {type(error).__name__}: {error}")
-                return fails(request, None, worker._recv_failures, record_failed_transfer=False)
-
-        return _read_blocks_for_req
-
-    return wrap
+@fix_calls
+def _read_blocks_for_req(function: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return function(worker, *args, **kwargs)
+    except Exception as error:
+        request = args[0] if args else ""
+        if not hasattr(worker, "_handle_failed_transfer") or not isinstance(request, str):
+            raise
+        note(__name__, f"request {request}: its load has failed")
+        engine_log.warning(f"KVF311: the load of {request} has failed: {type(error).__name__}: {error}")
+        return _nixl.fail_load(worker, request)
 
 
-def logs_what_it_can(module: ModuleType) -> Callable[..., Any]:
-    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def _log_failure(worker: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return function(worker, *args, **kwargs)
-            except TypeError as error:
-                note(__name__, "a failed transfer is reported")
-                engine_log.warning(f"KVF311: a transfer has failed, and its parameters are malformed: {error}")
-
-        return _log_failure
-
-    return wrap
+@fix_calls
+def _log_failure(function: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return function(*args, **kwargs)
+    except TypeError as error:
+        note(__name__, "a failed transfer is reported")
+        engine_log.warning(f"KVF311: a transfer has failed, and its parameters are malformed: {error}")
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """A read from a peer that the worker does not know. Wrong is to raise."""
     failed: set[str] = set()
-    worker = SimpleNamespace(
-        transfer_topo=object(), _invalid_remote_engines=set(), _remote_agents={"p": {}}, _engine_last_active={},
-        _bidirectional_kv_xfer_enabled=False, _recving_transfers={}, tp_mappings={}, _recv_failures=failed,
-        _handle_failed_transfer=lambda name, *_, **__: failed.add(name), _remote_registration_generations={},
-    )  # fmt: skip
-    remote = SimpleNamespace(block_ids=[[7]], engine_id="p", request_id=stubs.NAME, registration_generation=0)
-    meta = SimpleNamespace(local_block_ids=([1],), remote=remote, local_num_computed_blocks=(0,))
-    try:
-        hook(worker, stubs.NAME, meta)
-    except KeyError:
-        return True
-    return not failed
+    worker = _nixl.worker_side(
+        _remote_agents={"p": {}}, _recv_failures=failed, _handle_failed_transfer=lambda name, *_, **__: failed.add(name)
+    )
+    return stubs.raises(KeyError, hook, worker, stubs.NAME, _nixl.load([7], [1])) or not failed
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="crash",
     targets=(
-        NIXL_PULL_WORKER._read_blocks_for_req(broken=">=0.32", place=1, probe=shows_bug, fix=fix),
-        NIXL_BASE_WORKER._log_failure(broken=">=0.32", probe=stubs.cannot_tell, fix=logs_what_it_can, helper=True),
+        NIXL_PULL_WORKER._read_blocks_for_req(broken=">=0.32", place=1, probe=shows_bug, fix=_read_blocks_for_req),
+        NIXL_BASE_WORKER._log_failure(broken=">=0.32", fix=_log_failure, helper=True),
     ),
     evidence={"KVR011": r"^start_load_kv: (AssertionError|TypeError|ValueError|IndexError)"},
     scenarios=("nixl-malformed-read-raises", "nixl-malformed-handshake-fails"),
-    no_patch={"vllm": "it can be abused: vLLM's security channel comes before a public patch (SECURITY.md)"},
+    no_patch=PRIVATE,
 )

@@ -24,47 +24,34 @@ None known.
 vLLM checks the parameters in the same way in both functions.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.fixes import stubs
+from kvfix.fixes import _nixl, _prefills, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import NIXL_PULL_SCHEDULER
-from kvfix.wrapping import after
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def get_num_new_matched_tokens(
-        connector: Any, promise: tuple[int, bool], request: Any, *_: Any
-    ) -> tuple[int, bool]:
-        params = request.kv_transfer_params
-        if params.get("do_remote_prefill"):
-            return promise
-        starts = connector.is_bidirectional_kv_xfer_enabled and not params.get("_remote_blocks_processed")
-        return promise if starts else (0, False)
-
-    return after(
-        get_num_new_matched_tokens,
-        when=lambda connector, promise, request, *_: promise[0] and request.kv_transfer_params,
-    )
+@_prefills.promise_if
+def fix(connector: Any, request: Any) -> bool:
+    """True if update_state_after_alloc starts a load for this request."""
+    params = request.kv_transfer_params
+    if params.get("do_remote_prefill"):
+        return True
+    return connector.is_bidirectional_kv_xfer_enabled and not params.get("_remote_blocks_processed")
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """A second request for the blocks of the previous turn. Wrong is to promise them."""
-    connector = SimpleNamespace(kv_recompute_threshold=0, is_bidirectional_kv_xfer_enabled=True)
+    connector = _nixl.scheduler_side(is_bidirectional_kv_xfer_enabled=True)
     params = {
         "do_remote_decode": True, "remote_block_ids": [[1, 2]], "remote_engine_id": "d", "remote_request_id": "r",
         "remote_host": "d", "remote_port": 1, "remote_num_tokens": 32, "_remote_blocks_processed": True,
     }  # fmt: skip
-    return bool(hook(connector, stubs.request(40, num_prompt_tokens=40, kv_transfer_params=params), 0)[0])
+    return bool(hook(connector, stubs.request(40, kv_transfer_params=params), 0)[0])
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
     targets=(NIXL_PULL_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", place=2, probe=shows_bug, fix=fix),),
     evidence={"KVR010": ""},

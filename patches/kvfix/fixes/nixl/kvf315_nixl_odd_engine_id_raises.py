@@ -20,48 +20,32 @@ None known in public: the bug is a security problem (SECURITY.md).
 vLLM checks the types of the parameters.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes import _nixl, stubs
+from kvfix.fixes.api import PRIVATE, Fix, fix_before, note
 from kvfix.fixes.targets import NIXL_BASE_SCHEDULER
-from kvfix.wrapping import before
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def on_new_request(connector: Any, request: Any) -> None:
+@fix_before()
+def on_new_request(connector: Any, request: Any) -> None:
+    params = request.kv_transfer_params or {}
+    if not all(isinstance(params.get(key), str | None) for key in ("remote_engine_id", "remote_request_id")):
         note(__name__, f"request {request.request_id} names its peer by a value that is not a string")
-        request.kv_transfer_params["do_remote_prefill"] = False
-
-    return before(on_new_request, when=lambda connector, request: not _names(request.kv_transfer_params))
+        params["do_remote_prefill"] = False
 
 
-def _names(params: Any) -> bool:
-    given = params or {}
-    return all(isinstance(given.get(key), str | None) for key in ("remote_engine_id", "remote_request_id"))
-
-
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """An id that is a list. Wrong is a TypeError."""
-    connector = SimpleNamespace(_heartbeat_by_engine={}, _heartbeat_req_engine={})
-    params = {
-        "do_remote_prefill": True, "remote_engine_id": [], "remote_request_id": "r", "remote_host": "p",
-        "remote_port": 1, "tp_size": 1,
-    }  # fmt: skip
-    return stubs.raises(TypeError, hook, connector, stubs.request(8, kv_transfer_params=params))
+    request = _nixl.remote_prefill(8, remote_engine_id=[])
+    return stubs.raises(TypeError, hook, _nixl.scheduler_side(), request)
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="crash",
-    targets=(NIXL_BASE_SCHEDULER.on_new_request(broken=">=0.32", probe=shows_bug, fix=fix),),
+    targets=(NIXL_BASE_SCHEDULER.on_new_request(broken=">=0.32", probe=shows_bug, fix=on_new_request),),
     evidence={"KVR011": r"TypeError: (unhashable type|cannot use 'list')"},
     scenarios=("nixl-odd-engine-id",),
-    no_patch={"vllm": "it can be abused: vLLM's security channel comes before a public patch (SECURITY.md)"},
+    no_patch=PRIVATE,
 )

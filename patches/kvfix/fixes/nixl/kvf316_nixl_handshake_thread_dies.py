@@ -1,9 +1,8 @@
 """No decode engine can connect to a prefill engine any more: one malformed handshake ends the thread that answers.
 
 ## Symptom
-At some time, decode engines can no longer connect to a prefill engine. They log `NIXL transfer failure:
-handshake_setup_failed` with `Resource temporarily unavailable`. Every load fails. The prefill engine has logged
-`KeyError` in thread `nixl_handshake_listener` once, and looks healthy.
+Decode engines log `NIXL transfer failure: handshake_setup_failed` with `Resource temporarily unavailable`. Every load
+fails. The prefill engine has logged `KeyError` in thread `nixl_handshake_listener` once, and looks healthy.
 
 ## Cause
 A handshake message names a rank, which comes from `tp_size` and `pp_size` of a request's parameters. The thread looks
@@ -23,50 +22,33 @@ None known in public: the bug is a security problem (SECURITY.md).
 vLLM catches exceptions of a single message.
 """
 
-from __future__ import annotations
-
-import functools
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from kvfix import engine_log
-from kvfix.acting import note
-from kvfix.fixes import stubs
-from kvfix.fixes.api import AT_START, Fix
+from kvfix.fixes.api import AT_START, PRIVATE, Fix, fix_calls, note
 from kvfix.fixes.targets import NIXL_BASE_SCHEDULER
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def _nixl_handshake_listener(*args: Any, **kwargs: Any) -> Any:
-            while True:
-                try:
-                    return function(*args, **kwargs)
-                except Exception as error:  # noqa: PERF203
-                    ready, stop = args[1:3] if len(args) > 2 else (None, None)
-                    if ready is None or stop is None or not ready.is_set():  # it could not open its socket
-                        raise
-                    note(__name__, "a malformed handshake was ignored")
-                    engine_log.warning(
-                        f"KVF316: ignored a handshake that cannot be answered: {type(error).__name__}: {error}"
-                    )
-                    if stop.is_set():
-                        return None
-
-        return _nixl_handshake_listener
-
-    return wrap
+@fix_calls
+def _nixl_handshake_listener(function: Any, *args: Any, **kwargs: Any) -> Any:
+    while True:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:  # noqa: PERF203
+            ready, stop = args[1:3] if len(args) > 2 else (None, None)
+            if ready is None or stop is None or not ready.is_set():  # it could not open its socket
+                raise
+            note(__name__, "a malformed handshake was ignored")
+            engine_log.warning(f"KVF316: ignored a handshake that cannot be answered: {type(error).__name__}: {error}")
+            if stop.is_set():
+                return None
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
-    targets=(NIXL_BASE_SCHEDULER._nixl_handshake_listener(broken=">=0.26", probe=stubs.cannot_tell, fix=fix),),
-    evidence={},
+    targets=(NIXL_BASE_SCHEDULER._nixl_handshake_listener(broken=">=0.26", fix=_nixl_handshake_listener),),
     scenarios=("nixl-handshake-thread-dies",),
     attaches=AT_START,  # the thread runs
-    no_patch={"vllm": "it can be abused: vLLM's security channel comes before a public patch (SECURITY.md)"},
+    no_patch=PRIVATE,
 )

@@ -1,9 +1,8 @@
 """The decode worker's memory grows: NixlPushConnector keeps each request that is aborted before it is scheduled.
 
 ## Symptom
-With NixlPushConnector the memory of the decode engine's worker grows by the parameters of each request that is aborted
-before it is scheduled. `kvfix look` shows the id of the request in `_recving_metadata` for ever. If the parameters lack
-a key, EngineCore dies (KVF313).
+The worker keeps the parameters of each request. `kvfix look` shows the id of the request in `_recving_metadata` for
+ever. If the parameters lack a key, EngineCore dies (KVF313).
 
 ## Cause
 If a request ends before it was scheduled, request_finished adds the request, without blocks, to the requests that wait
@@ -28,38 +27,27 @@ None known.
 The worker does not record a request without blocks.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes import _nixl, stubs
+from kvfix.fixes.api import Fix, fix_after, note
 from kvfix.fixes.targets import NIXL_PUSH_WORKER
-from kvfix.wrapping import after
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def start_load_kv(worker: Any, answer: None, metadata: Any) -> None:
-        for name, meta in metadata.reqs_to_recv.items():
-            if not any(meta.local_block_ids):
-                note(__name__, f"request {name} is removed from the requests that wait for blocks")
-                worker._recving_metadata.pop(name, None)
-        return answer
-
-    return after(start_load_kv, when=lambda worker, answer, metadata: metadata.reqs_to_recv)
+@fix_after()
+def start_load_kv(worker: Any, answer: None, metadata: Any) -> None:
+    for name, meta in metadata.reqs_to_recv.items():
+        if not any(meta.local_block_ids):
+            note(__name__, f"request {name} is removed from the requests that wait for blocks")
+            worker._recving_metadata.pop(name, None)
+    return answer
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """A request without blocks. Wrong is to wait for them."""
-    worker = SimpleNamespace(
-        pcp_rank=0, _logical_to_kernel_block_ids=lambda blocks, ratio: blocks, _remote_agents={}, _recving_metadata={},
-        _physical_blocks_per_logical_kv_block=1, _send_heartbeats=lambda _: None,
-    )  # fmt: skip
-    meta = SimpleNamespace(local_block_ids=[], remote=SimpleNamespace(engine_id="p", block_ids=()))
-    metadata = SimpleNamespace(
+    worker = _nixl.worker_side()
+    meta = stubs.Stub(local_block_ids=[], remote=stubs.Stub(engine_id="p", block_ids=()))
+    metadata = stubs.Stub(
         reqs_to_recv={stubs.NAME: meta}, push_registrations={}, push_finished_blocks={}, reqs_in_batch=(),
         reqs_not_processed=(), reqs_to_send={}, scheduler_clock=0.0,
     )  # fmt: skip
@@ -69,9 +57,8 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="leak",
-    targets=(NIXL_PUSH_WORKER.start_load_kv(broken=">=0.32", probe=shows_bug, fix=fix),),
+    targets=(NIXL_PUSH_WORKER.start_load_kv(broken=">=0.32", probe=shows_bug, fix=start_load_kv),),
     evidence={"KVR009": r"^_recving_metadata "},
     scenarios=("nixl-push-abort-stays",),
 )

@@ -23,48 +23,33 @@ None known.
 vLLM keeps only the blocks of requests that the worker knows.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes import _nixl, stubs
+from kvfix.fixes.api import Fix, fix_after, note
 from kvfix.fixes.targets import NIXL_PULL_SCHEDULER
-from kvfix.wrapping import after
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def update_state_after_alloc(connector: Any, answer: None, request: Any, *_: Any) -> None:
-        if request.request_id not in connector._reqs_in_batch:
-            note(__name__, f"request {request.request_id}: its lease begins")
+@fix_after()
+def begin_lease(connector: Any, answer: None, request: Any, *_: Any) -> None:
+    keeps = request.kv_transfer_params and connector.is_bidirectional_kv_xfer_enabled
+    if keeps and request.request_id not in connector._reqs_in_batch:
+        note(__name__, f"request {request.request_id}: its lease begins")
         connector._reqs_in_batch.add(request.request_id)
-        return answer
-
-    return after(
-        update_state_after_alloc,
-        when=lambda connector, answer, request, *_: (
-            request.kv_transfer_params and connector.is_bidirectional_kv_xfer_enabled
-        ),
-    )
+    return answer
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """A request that loads nothing. Wrong is not to tell the worker about it."""
-    connector = SimpleNamespace(
-        _reqs_in_batch=set(), is_bidirectional_kv_xfer_enabled=True, use_host_buffer=False, _reqs_need_recv={}
-    )
+    connector = _nixl.scheduler_side(is_bidirectional_kv_xfer_enabled=True)
     hook(connector, stubs.request(8, kv_transfer_params={"do_remote_prefill": False}), None, 0)
     return not connector._reqs_in_batch
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
-    targets=(NIXL_PULL_SCHEDULER.update_state_after_alloc(broken=">=0.32", probe=shows_bug, fix=fix),),
+    targets=(NIXL_PULL_SCHEDULER.update_state_after_alloc(broken=">=0.32", probe=shows_bug, fix=begin_lease),),
     evidence={"LAB020": "of the decode engine"},
     scenarios=("nixl-decode-blocks-held",),
 )

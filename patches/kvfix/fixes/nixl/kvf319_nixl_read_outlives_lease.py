@@ -1,9 +1,8 @@
 """A decode engine returns wrong text: NixlConnector reads blocks after their lease has ended.
 
 ## Symptom
-Requests return wrong text with HTTP 200. The prefill engine logs `Releasing expired KV blocks for request ...`, and
-`Potentially invalid KV blocks for unrecognized request ... were retrieved by a decode worker. They may have expired.`
-The decode engine logs nothing.
+The prefill engine logs `Releasing expired KV blocks for request ...`, and `Potentially invalid KV blocks for
+unrecognized request ... were retrieved by a decode worker. They may have expired.` The decode engine logs nothing.
 
 ## Cause
 The prefill engine keeps the blocks for `kv_lease_duration` (30 s by default). The prefill engine keeps them longer if
@@ -18,11 +17,10 @@ sent before the lease was over. A read that ends after the lease fails, and `kv_
 `bidirectional_kv_xfer` the fix does nothing, because the key `remote_blocks_expiry_time` has another meaning there.
 
 ## Mixed roll-out
-Use the fix in both the prefill engine and the decode engine, or in neither of them. If only one of them has it, the
-decode engine still reads blocks whose lease has ended. The prefill engine adds `remote_blocks_expiry_time` to the
-`kv_transfer_params` that it returns, and the router must pass this key on. A decode engine with `bidirectional_kv_xfer`
-declines a read after that time, even if its heartbeats have renewed the lease. So do not set this option in only one of
-the two engines.
+Use the fix in both the prefill engine and the decode engine, or in neither. If only one has it, the decode engine still
+reads blocks whose lease has ended. The prefill engine adds `remote_blocks_expiry_time` to the `kv_transfer_params` that
+it returns, and the router must pass this key on. A decode engine with `bidirectional_kv_xfer` declines a read after
+that time, even if its heartbeats have renewed the lease. So do not set this option in only one of the two engines.
 
 ## Releases
 vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
@@ -34,87 +32,76 @@ None known.
 vLLM fails a read that ends after its lease.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Generator
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.fixes import stubs
-from kvfix.fixes.api import NEW_REQUESTS, Fix
+from kvfix.fixes import _nixl
+from kvfix.fixes.api import NEW_REQUESTS, Fix, Steps, fix_after, fix_around
 from kvfix.fixes.targets import NIXL_BASE_WORKER, NIXL_PULL_SCHEDULER
-from kvfix.wrapping import GO_ON, View, after, around, replaced
+from kvfix.wrapping import GO_ON, View, replaced
 
 #: Seconds before its end in which a heartbeat is not counted on to renew a lease: it may come too late.
 MARGIN = 1.0
 
 
-def names_the_end(module: ModuleType) -> Callable[..., Any]:
-    def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any) -> tuple[bool, Any]:
-        # In place: naming the end changes no outcome.
-        answer[1]["remote_blocks_expiry_time"] = connector._reqs_need_send[request.request_id]
+def _ended(connector: Any, answer: tuple[bool, Any], *_: Any, **__: Any) -> tuple[bool, Any]:
+    """Name the lease as ended. A decode engine with this fix then counts no block as loaded."""
+    return answer[0], {**answer[1], "remote_blocks_expiry_time": 0.0} if answer[1] else answer[1]
+
+
+@fix_after(
+    when=lambda connector, answer, *_: answer[0] and not connector.is_bidirectional_kv_xfer_enabled, on_fault=_ended
+)
+def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any) -> tuple[bool, Any]:
+    # In place: naming the end changes no outcome.
+    answer[1]["remote_blocks_expiry_time"] = connector._reqs_need_send[request.request_id]
+    return answer
+
+
+def _none_sent(worker: Any, *_: Any, **__: Any) -> Any:
+    worker._kvfix_heartbeats = {}
+    return GO_ON
+
+
+@fix_around(when=lambda worker, metadata: metadata.heartbeat_by_engine, on_fault=_none_sent)
+def _send_heartbeats(worker: Any, metadata: Any) -> Steps:
+    """Record when a heartbeat was sent for each request that waits for its load."""
+    now, agent, not_sent = _nixl.now(), worker.nixl_wrapper, set()
+
+    def send_notif(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return agent.send_notif(*args, **kwargs)
+        except Exception:
+            not_sent.add(kwargs.get("notif_msg"))
+            raise
+
+    with replaced(worker, nixl_wrapper=View(agent, send_notif=send_notif)):
+        answer = yield
+    before_that, sent = getattr(worker, "_kvfix_heartbeats", {}), {}
+    for meta in worker._recving_metadata.values():
+        if meta.remote.request_id in before_that:
+            sent[meta.remote.request_id] = before_that[meta.remote.request_id]
+    for engine, info in metadata.heartbeat_by_engine.items():
+        is_sent = engine in worker._remote_agents and f"HB:{','.join(info.req_ids)}".encode() not in not_sent
+        for name in info.req_ids:
+            times = before_that.get(name, ())
+            sent[name] = (*times, now) if is_sent else times
+    worker._kvfix_heartbeats = sent
+    return answer
+
+
+def _all_fail(worker: Any, answer: tuple[set[str], set[str]], transfers: Any, *_: Any, **__: Any) -> Any:
+    done, failed = answer
+    return (done, failed | done) if transfers is worker._recving_transfers else answer
+
+
+@fix_after(when=lambda worker, answer, *_: answer[0] and not worker._bidirectional_kv_xfer_enabled, on_fault=_all_fail)
+def _pop_done_transfers(worker: Any, answer: tuple[set[str], set[str]], transfers: Any) -> Any:
+    """Fail the reads that have ended after their lease."""
+    done, failed = answer
+    if transfers is not worker._recving_transfers:
         return answer
-
-    def ended(connector: Any, answer: tuple[bool, Any], *_: Any, **__: Any) -> tuple[bool, Any]:
-        """Name the lease as ended. A decode engine with this fix then counts no block as loaded."""
-        return answer[0], {**answer[1], "remote_blocks_expiry_time": 0.0} if answer[1] else answer[1]
-
-    return after(
-        request_finished,
-        when=lambda connector, answer, *_: answer[0] and not connector.is_bidirectional_kv_xfer_enabled,
-        on_fault=ended,
-    )
-
-
-def counts_heartbeats(module: ModuleType) -> Callable[..., Any]:
-    def _send_heartbeats(worker: Any, metadata: Any) -> Generator[Any, Any, Any]:
-        now, agent, not_sent = module.time.perf_counter(), worker.nixl_wrapper, set()
-
-        def send_notif(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return agent.send_notif(*args, **kwargs)
-            except Exception:
-                not_sent.add(kwargs.get("notif_msg"))
-                raise
-
-        with replaced(worker, nixl_wrapper=View(agent, send_notif=send_notif)):
-            answer = yield
-        before_that, sent = getattr(worker, "_kvfix_heartbeats", {}), {}
-        for meta in worker._recving_metadata.values():
-            if meta.remote.request_id in before_that:
-                sent[meta.remote.request_id] = before_that[meta.remote.request_id]
-        for engine, info in metadata.heartbeat_by_engine.items():
-            is_sent = engine in worker._remote_agents and f"HB:{','.join(info.req_ids)}".encode() not in not_sent
-            for name in info.req_ids:
-                times = before_that.get(name, ())
-                sent[name] = (*times, now) if is_sent else times
-        worker._kvfix_heartbeats = sent
-        return answer
-
-    def none_sent(worker: Any, *_: Any, **__: Any) -> Any:
-        worker._kvfix_heartbeats = {}
-        return GO_ON
-
-    return around(_send_heartbeats, when=lambda worker, metadata: metadata.heartbeat_by_engine, on_fault=none_sent)
-
-
-def fails_late_reads(module: ModuleType) -> Callable[..., Any]:
-    def _pop_done_transfers(worker: Any, answer: tuple[set[str], set[str]], transfers: Any) -> Any:
-        done, failed = answer
-        if transfers is not worker._recving_transfers:
-            return answer
-        late = {name for name in done - failed if _too_late(worker, name, module.time.perf_counter())}
-        return (done, failed | late) if late else answer
-
-    def all_fail(worker: Any, answer: tuple[set[str], set[str]], transfers: Any, *_: Any, **__: Any) -> Any:
-        done, failed = answer
-        return (done, failed | done) if transfers is worker._recving_transfers else answer
-
-    return after(
-        _pop_done_transfers,
-        when=lambda worker, answer, *_: answer[0] and not worker._bidirectional_kv_xfer_enabled,
-        on_fault=all_fail,
-    )
+    late = {name for name in done - failed if _too_late(worker, name, _nixl.now())}
+    return (done, failed | late) if late else answer
 
 
 def _too_late(worker: Any, name: str, now: float) -> bool:
@@ -130,37 +117,23 @@ def _too_late(worker: Any, name: str, now: float) -> bool:
     return bool(now >= until)
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """A prefill that ends. Wrong is not to name the end of its lease."""
-    from vllm.v1.request import RequestStatus
-
-    parallel = SimpleNamespace(decode_context_parallel_size=1, pipeline_parallel_size=1)
-    connector = SimpleNamespace(
-        _stop_heartbeat=lambda _: None, is_bidirectional_kv_xfer_enabled=False, _reqs_need_send={}, engine_id="p",
-        side_channel_host="p", side_channel_port=1, transfer_tp_size=1, _TRANSFER_MODE="pull", _kv_lease_duration=30,
-        vllm_config=SimpleNamespace(parallel_config=parallel), get_exchange_clipped_blocks=lambda blocks: blocks,
-        _registration_generation=0,
-    )  # fmt: skip
-    request = stubs.request(8, kv_transfer_params={"do_remote_decode": True}, num_computed_tokens=8)
-    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
-    return hook(connector, request, ([1],))[1].get("remote_blocks_expiry_time") is None
+    _, params = hook(_nixl.scheduler_side(), _nixl.finished_prefill(8), ([1],))
+    return params.get("remote_blocks_expiry_time") is None
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(
-        NIXL_PULL_SCHEDULER.request_finished(broken=">=0.32", place=1, probe=shows_bug, fix=names_the_end),
-        NIXL_BASE_WORKER._send_heartbeats(broken=">=0.32", probe=stubs.cannot_tell, fix=counts_heartbeats, helper=True),
-        NIXL_BASE_WORKER._pop_done_transfers(
-            broken=">=0.32", probe=stubs.cannot_tell, fix=fails_late_reads, helper=True
-        ),
+        NIXL_PULL_SCHEDULER.request_finished(broken=">=0.32", place=1, probe=shows_bug, fix=request_finished),
+        NIXL_BASE_WORKER._send_heartbeats(broken=">=0.32", fix=_send_heartbeats, helper=True),
+        NIXL_BASE_WORKER._pop_done_transfers(broken=">=0.32", fix=_pop_done_transfers, helper=True),
     ),
     evidence={"KVR017": ""},
     scenarios=("nixl-read-outlives-lease",),
     attaches=NEW_REQUESTS,
     no_patch={"vllm": "the end of the lease has to be a parameter that all routers hand on, of both kinds of lease"},
     opt_in=True,
-    on_fault="closed",
 )

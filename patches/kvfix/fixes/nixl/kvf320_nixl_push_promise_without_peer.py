@@ -23,16 +23,11 @@ None known in public: the bug is a security problem (SECURITY.md).
 vLLM checks the parameters before it promises.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes import _nixl, _prefills, stubs
+from kvfix.fixes.api import PRIVATE, Fix
 from kvfix.fixes.targets import NIXL_PUSH_SCHEDULER
-from kvfix.wrapping import after
 
 #: What update_state_after_alloc, the metadata and the handshake take out of the parameters.
 _TYPES = {
@@ -40,29 +35,24 @@ _TYPES = {
 }  # fmt: skip
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def get_num_new_matched_tokens(
-        connector: Any, promise: tuple[int, bool], request: Any, *_: Any
-    ) -> tuple[int, bool]:
-        params = request.kv_transfer_params
-        named = all(isinstance(params.get(key), kind) for key, kind in _TYPES.items())
-        return promise if named and isinstance(params.get("pp_size", 1), int) else (0, False)
-
-    return after(get_num_new_matched_tokens, when=lambda connector, promise, *_: promise[0])
+@_prefills.promise_if
+def fix(connector: Any, request: Any) -> bool:
+    params = request.kv_transfer_params
+    named = all(isinstance(params.get(key), kind) for key, kind in _TYPES.items())
+    return named and isinstance(params.get("pp_size", 1), int)
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """A remote prefill that names no peer. Wrong is to promise its tokens."""
-    connector = SimpleNamespace(_get_remote_prefill_token_count=lambda tokens: tokens)
-    return bool(hook(connector, stubs.request(32, kv_transfer_params={"do_remote_prefill": True}), 0)[0])
+    request = stubs.request(32, kv_transfer_params={"do_remote_prefill": True})
+    return bool(hook(_nixl.scheduler_side(), request, 0)[0])
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="crash",
     targets=(NIXL_PUSH_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", probe=shows_bug, fix=fix),),
     evidence={"KVR011": r"^(update_state_after_alloc|schedule|build_connector_meta): KeyError"},
     scenarios=("nixl-push-promise-without-peer",),
-    no_patch={"vllm": "it can be abused: vLLM's security channel comes before a public patch (SECURITY.md)"},
+    no_patch=PRIVATE,
 )

@@ -1,22 +1,19 @@
 """A decode engine returns wrong text: NixlPushConnector writes blocks to it after their lease has ended.
 
 ## Symptom
-Requests return wrong text with HTTP 200. The prefill engine logs `Releasing expired KV blocks for request ...`; the
-decode engine logs nothing.
+The prefill engine logs `Releasing expired KV blocks for request ...`; the decode engine logs nothing.
 
 ## Cause
-The worker frees the blocks of a request at the end of its lease, even while a write of these blocks is in flight.
-vLLM's comment says: "Expired requests were already reported, even if their WRITEs finish later" (push_worker.py
-0.32.0:818).
+The worker frees the blocks of a request at the end of its lease, even while a write reads them. vLLM's comment says:
+"Expired requests were already reported, even if their WRITEs finish later" (push_worker.py 0.32.0:818).
 
 The thread that writes does not check whether the lease is over. After a handshake that took longer than the lease, the
 thread writes from blocks that are already free. vLLM does not remove the expired request from `_deferred_push_inbox`
 (:240). The notice of the write tells the decode engine that all blocks have arrived.
 
 ## Fix
-While a write of a request is in flight, the fix keeps the lease of the request. The lease then ends when the write is
-done. No write begins after the lease has ended. In this case the decode engine waits for the blocks, as after an
-aborted prefill. With KVF322 the load fails.
+The fix keeps the lease of a request until its write is done. No write begins after the lease has ended. In this case
+the decode engine waits for the blocks, as after an aborted prefill. With KVF322 the load fails.
 
 ## Releases
 vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
@@ -28,18 +25,13 @@ None known.
 vLLM keeps blocks as long as a write reads them.
 """
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable, Generator
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
-from kvfix.fixes import _closed, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes import _closed, _nixl, stubs
+from kvfix.fixes.api import Fix, Steps, fix_around, note
 from kvfix.fixes.targets import NIXL_BASE_WORKER, NIXL_PUSH_WORKER
-from kvfix.wrapping import GO_ON, around
+from kvfix.wrapping import GO_ON
 
 #: Between the thread that writes and the worker's own, for moments.
 _lock = threading.Lock()
@@ -47,68 +39,59 @@ _lock = threading.Lock()
 _BEGINNING, _OVER, _MOST = "_kvfix_beginning", "_kvfix_over", 4096
 
 
-def keeps_what_is_written(module: ModuleType) -> Callable[..., Any]:
-    def _reap_expired_send_leases(worker: Any, done_sending: set[str]) -> Generator[Any, Any, Any]:
-        with _lock:
-            leases = worker._reqs_to_send
-            written = set(worker._sending_transfers) | vars(worker).get(_BEGINNING, set())
-            kept = {name: leases.pop(name) for name in written & leases.keys()}
-            open_before = list(leases)
-            now = module.time.perf_counter()
-            if any(until <= now for until in kept.values()):
-                note(__name__, "blocks that are written are kept beyond their lease")
-            try:
-                answer = yield
-            finally:
-                over = vars(worker).setdefault(_OVER, {})
-                over.update(dict.fromkeys(name for name in open_before if name not in leases))
-                while len(over) > _MOST:
-                    del over[next(iter(over))]
-                leases.update(kept)
-        return answer
-
-    return around(
-        _reap_expired_send_leases,
-        when=lambda worker, *_: worker._reqs_to_send and hasattr(worker, "_sending_transfers"),
-        # While something may be written no lease ends.
-        on_fault=lambda worker, *_, **__: None if getattr(worker, "_sending_transfers", None) else GO_ON,
-    )
-
-
-def begins_with_what_is_kept(module: ModuleType) -> Callable[..., Any]:
-    def _xfer_blocks_for_req(worker: Any, req_id: str, meta: Any) -> Generator[Any, Any, Any]:
-        with _lock:
-            if req_id in vars(worker).get(_OVER, ()):
-                return None  # the function is left out
-            beginning = vars(worker).setdefault(_BEGINNING, set())
-            beginning.add(req_id)
+@fix_around(
+    when=lambda worker, *_: worker._reqs_to_send and hasattr(worker, "_sending_transfers"),
+    # While something may be written no lease ends.
+    on_fault=lambda worker, *_, **__: None if getattr(worker, "_sending_transfers", None) else GO_ON,
+)
+def _reap_expired_send_leases(worker: Any, done_sending: set[str]) -> Steps:
+    """Keep the leases of the blocks that are written."""
+    with _lock:
+        leases = worker._reqs_to_send
+        written = set(worker._sending_transfers) | vars(worker).get(_BEGINNING, set())
+        kept = {name: leases.pop(name) for name in written & leases.keys()}
+        open_before = list(leases)
+        now = _nixl.now()
+        if any(until <= now for until in kept.values()):
+            note(__name__, "blocks that are written are kept beyond their lease")
         try:
-            return (yield)
+            answer = yield
         finally:
-            beginning.discard(req_id)
+            over = vars(worker).setdefault(_OVER, {})
+            over.update(dict.fromkeys(name for name in open_before if name not in leases))
+            while len(over) > _MOST:
+                del over[next(iter(over))]
+            leases.update(kept)
+    return answer
 
-    return around(_xfer_blocks_for_req, on_fault=_closed.nothing)
+
+@fix_around(on_fault=_closed.nothing)
+def _xfer_blocks_for_req(worker: Any, req_id: str, meta: Any) -> Steps:
+    """Begin no write after the end of the lease."""
+    with _lock:
+        if req_id in vars(worker).get(_OVER, ()):
+            return None  # the function is left out
+        beginning = vars(worker).setdefault(_BEGINNING, set())
+        beginning.add(req_id)
+    try:
+        return (yield)
+    finally:
+        beginning.discard(req_id)
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """A request whose lease is over. Wrong is to connect to its peer."""
-    worker = SimpleNamespace(_reqs_to_process=set(), transfer_topo=object(), tp_mappings={}, _sending_transfers={})
-    worker._sending_transfers_lock = threading.Lock()
-    vars(worker)[_OVER] = {stubs.NAME: None}
-    return stubs.raises(KeyError, hook, worker, stubs.NAME, SimpleNamespace(remote=SimpleNamespace(engine_id="d")))
+    worker = _nixl.worker_side(_sending_transfers_lock=threading.Lock(), **{_OVER: {stubs.NAME: None}})
+    return stubs.raises(KeyError, hook, worker, stubs.NAME, stubs.Stub(remote=stubs.Stub(engine_id="d")))
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(
-        NIXL_PUSH_WORKER._xfer_blocks_for_req(broken=">=0.32", probe=shows_bug, fix=begins_with_what_is_kept),
-        NIXL_BASE_WORKER._reap_expired_send_leases(
-            broken=">=0.32", probe=stubs.cannot_tell, fix=keeps_what_is_written, helper=True
-        ),
+        NIXL_PUSH_WORKER._xfer_blocks_for_req(broken=">=0.32", probe=shows_bug, fix=_xfer_blocks_for_req),
+        NIXL_BASE_WORKER._reap_expired_send_leases(broken=">=0.32", fix=_reap_expired_send_leases, helper=True),
     ),
     evidence={"KVR020": "", "KVR021": ""},
     scenarios=("nixl-push-outlives-lease", "nixl-push-begins-after-lease"),
-    on_fault="closed",
 )

@@ -5,9 +5,8 @@ With NixlPushConnector the log has `nixl-push-writer error; continuing`. Then le
 and unrelated requests stay in WAITING_FOR_REMOTE_KVS.
 
 ## Cause
-The push writer thread of NixlPushConnector fetches all notices of the peers at once. The thread handles the notices one
-after the other. One notice may raise, such as a registration that names more blocks than the prefill engine has. The
-exception leaves the loop, and the thread loses the remaining notices (push_worker.py 0.32.0:355-361).
+The push writer thread fetches all notices of the peers at once. If one notice raises, such as a registration that names
+more blocks than the prefill engine has, the thread loses the remaining notices (push_worker.py 0.32.0:355-361).
 
 ## Fix
 The fix logs an exception of `_handle_push_reg_notif`, and the thread continues with the next notice. If the KV of a
@@ -23,57 +22,34 @@ None known.
 vLLM catches exceptions of a single registration.
 """
 
-from __future__ import annotations
-
-import functools
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix import engine_log
-from kvfix.acting import note
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes import _nixl, stubs
+from kvfix.fixes.api import Fix, fix_calls, note
 from kvfix.fixes.targets import NIXL_PUSH_WORKER
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def _handle_push_reg_notif(worker: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return function(worker, *args, **kwargs)
-            except Exception as error:
-                if not hasattr(worker, "_pending_d_registrations"):
-                    raise
-                note(__name__, "a malformed registration was ignored")
-                engine_log.warning(f"KVF325: ignored a malformed registration: {type(error).__name__}: {error}")
-                return None
-
-        return _handle_push_reg_notif
-
-    return wrap
+@fix_calls
+def _handle_push_reg_notif(function: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return function(worker, *args, **kwargs)
+    except Exception as error:
+        if not hasattr(worker, "_pending_d_registrations"):
+            raise
+        note(__name__, "a malformed registration was ignored")
+        engine_log.warning(f"KVF325: ignored a malformed registration: {type(error).__name__}: {error}")
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """A registration that cannot be served. Wrong is to raise."""
-
-    def raises(*_: Any) -> None:
-        raise KeyError
-
-    worker = SimpleNamespace(
-        _pop_matching_finished_blocks=lambda name: (name, ([1],)), _do_start_push_kv=raises, _pending_d_registrations={}
-    )
-    return stubs.raises(
-        KeyError, hook, worker, module.PUSH_REG_NOTIF_PREFIX + module.msgspec.msgpack.encode({"request_id": stubs.NAME})
-    )
+    worker = _nixl.worker_side(_do_start_push_kv=lambda *_: set[str]().pop())
+    return stubs.raises(KeyError, hook, worker, _nixl.registration(module))
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
-    targets=(NIXL_PUSH_WORKER._handle_push_reg_notif(broken=">=0.26", probe=shows_bug, fix=fix),),
-    evidence={},
+    targets=(NIXL_PUSH_WORKER._handle_push_reg_notif(broken=">=0.26", probe=shows_bug, fix=_handle_push_reg_notif),),
     scenarios=("nixl-push-thread-loses-notices",),
 )

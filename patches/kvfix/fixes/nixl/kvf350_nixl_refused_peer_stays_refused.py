@@ -23,55 +23,46 @@ None known in public: the bug is a security problem (SECURITY.md).
 vLLM stores nothing about a peer that it has refused.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Generator
 from contextlib import suppress
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes import _nixl, stubs
+from kvfix.fixes.api import PRIVATE, Fix, Steps, fix_around, note
 from kvfix.fixes.targets import NIXL_BASE_WORKER
-from kvfix.wrapping import around
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def add_remote_agent(worker: Any, metadata: Any, *_: Any) -> Generator[Any, Any, Any]:
-        refused = True
-        try:
-            answer = yield
-            refused = False
-        finally:
-            if refused and metadata.engine_id not in worker._remote_agents:
-                note(__name__, f"the stored values of a refused peer are deleted: {metadata.engine_id}")
-                worker.transfer_topo.unregister_remote_engine(metadata.engine_id)
-        return answer
-
-    return around(add_remote_agent)
+@fix_around()
+def add_remote_agent(worker: Any, metadata: Any, *_: Any) -> Steps:
+    refused = True
+    try:
+        answer = yield
+        refused = False
+    finally:
+        if refused and metadata.engine_id not in worker._remote_agents:
+            note(__name__, f"the stored values of a refused peer are deleted: {metadata.engine_id}")
+            worker.transfer_topo.unregister_remote_engine(metadata.engine_id)
+    return answer
 
 
 class _Refused(Exception):
     pass
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """A peer that is refused. Wrong is to keep its ranks."""
     kept: set[str] = set()
 
     def refuses(*_: Any) -> Any:
         raise _Refused
 
-    topo = SimpleNamespace(
+    topo = stubs.Stub(
         tp_size=1, register_remote_engine=lambda engine, _: kept.add(engine), unregister_remote_engine=kept.discard,
         describe=refuses,
     )  # fmt: skip
-    worker = SimpleNamespace(
-        _remote_agents={}, transfer_topo=topo, block_len_per_layer=[1], _transfer_layer_region_indices=(), pp_size=1,
-        _packed_member_layouts={}, _has_mamba=False,
-    )  # fmt: skip
-    metadata = SimpleNamespace(
+    worker = _nixl.worker_side(
+        transfer_topo=topo, block_len_per_layer=[1], _transfer_layer_region_indices=(), _packed_member_layouts={}
+    )
+    metadata = stubs.Stub(
         engine_id=stubs.NAME, physical_blocks_per_logical_kv_block=1, block_size=16, block_lens=[1],
         kv_caches_base_addr=[1], packed_member_layouts={},
     )  # fmt: skip
@@ -82,10 +73,8 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
-    targets=(NIXL_BASE_WORKER.add_remote_agent(broken=">=0.32", probe=shows_bug, fix=fix),),
-    evidence={},
+    targets=(NIXL_BASE_WORKER.add_remote_agent(broken=">=0.32", probe=shows_bug, fix=add_remote_agent),),
     scenarios=("nixl-refused-peer-stays-refused",),
-    no_patch={"vllm": "it can be abused: vLLM's security channel comes before a public patch (SECURITY.md)"},
+    no_patch=PRIVATE,
 )

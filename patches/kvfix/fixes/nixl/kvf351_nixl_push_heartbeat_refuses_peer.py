@@ -25,40 +25,28 @@ None known.
 Heartbeats of push mode make the same handshake as registrations.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Generator
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes import _nixl, stubs
+from kvfix.fixes.api import Fix, Steps, fix_around, note
 from kvfix.fixes.targets import NIXL_BASE_WORKER
-from kvfix.wrapping import around, replaced
+from kvfix.wrapping import replaced
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def _send_heartbeats(worker: Any, metadata: Any) -> Generator[Any, Any, Any]:
-        ensure = worker._ensure_handshake
+@fix_around(when=lambda worker, metadata: worker._TRANSFER_MODE == "push")
+def _send_heartbeats(worker: Any, metadata: Any) -> Steps:
+    if not any(_is_refused(worker, info.tp_size) for info in metadata.heartbeat_by_engine.values()):
+        return (yield)
+    ensure = worker._ensure_handshake
 
-        def agents_alone(
-            engine: str, host: str, port: int, ranks: int, dcp: int = 1, pp: int = 1, only: bool = False
-        ) -> Any:
-            return ensure(engine, host, port, ranks, dcp, pp, only or _is_refused(worker, ranks))
+    def agents_alone(
+        engine: str, host: str, port: int, ranks: int, dcp: int = 1, pp: int = 1, only: bool = False
+    ) -> Any:
+        return ensure(engine, host, port, ranks, dcp, pp, only or _is_refused(worker, ranks))
 
-        note(__name__, "a heartbeat connects only to the agents of its peer")
-        with replaced(worker, _ensure_handshake=agents_alone):
-            answer = yield
-        return answer
-
-    return around(
-        _send_heartbeats,
-        when=lambda worker, metadata: (
-            worker._TRANSFER_MODE == "push"
-            and any(_is_refused(worker, info.tp_size) for info in metadata.heartbeat_by_engine.values())
-        ),
-    )
+    note(__name__, "a heartbeat connects only to the agents of its peer")
+    with replaced(worker, _ensure_handshake=agents_alone):
+        return (yield)
 
 
 def _is_refused(worker: Any, ranks: int) -> bool:
@@ -67,7 +55,7 @@ def _is_refused(worker: Any, ranks: int) -> bool:
     return bool(ranks > worker.world_size and ranks > heads and not worker.use_mla and not worker._has_mamba)
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """A peer with two ranks that share a head. Wrong is a handshake as for reads."""
     asked: list[bool] = []
 
@@ -75,21 +63,18 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
         asked.append(arguments[6])
         return asked
 
-    peer = SimpleNamespace(host="p", port=1, tp_size=2, dcp_size=1, pp_size=1, req_ids={stubs.NAME})
-    worker = SimpleNamespace(
-        _TRANSFER_MODE="push", world_size=1, use_mla=False, _has_mamba=False, _hb_handshake_notif_only=True,
-        transfer_topo=SimpleNamespace(total_num_kv_heads=1), _ensure_handshake=ensures, _recving_metadata={},
-        _remote_agents={},
+    peer = stubs.Stub(host="p", port=1, tp_size=2, dcp_size=1, pp_size=1, req_ids={stubs.NAME})
+    worker = _nixl.worker_side(
+        _TRANSFER_MODE="push", _hb_handshake_notif_only=True, _ensure_handshake=ensures,
+        transfer_topo=stubs.Stub(total_num_kv_heads=1),
     )  # fmt: skip
-    hook(worker, SimpleNamespace(heartbeat_by_engine={"p": peer}))
+    hook(worker, stubs.Stub(heartbeat_by_engine={"p": peer}))
     return not asked[0]
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
-    targets=(NIXL_BASE_WORKER._send_heartbeats(broken=">=0.32", place=1, probe=shows_bug, fix=fix),),
-    evidence={},
+    targets=(NIXL_BASE_WORKER._send_heartbeats(broken=">=0.32", place=1, probe=shows_bug, fix=_send_heartbeats),),
     scenarios=("nixl-push-heartbeat-refuses-peer",),
 )

@@ -12,9 +12,8 @@ write is reported, the rank looks up its peer and does not find it (base_worker.
 connect, it has freed its blocks. They may belong to another request when prefill writes them.
 
 ## Fix
-The fix lets a prefill rank begin its write only when all decode ranks that this prefill rank writes to have registered.
-If a rank never registers, the decode engine waits for the blocks. With KVF322 the load fails when the registration of
-the request times out.
+A prefill rank begins its write only when all decode ranks that it writes to have registered. If a rank never registers,
+the decode engine waits for the blocks. With KVF322 the load fails when the registration of the request times out.
 
 ## Releases
 vLLM 0.26.0 to 0.33.0. 0.32.0 and 0.33.0 were tested. For the other releases, only the code was read.
@@ -26,42 +25,36 @@ None known.
 vLLM writes to a rank only the blocks that this rank has registered.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Generator
+import sys
 from contextlib import suppress
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.fixes import _closed, stubs
-from kvfix.fixes.api import NEW_REQUESTS, Fix
+from kvfix.fixes import _closed, _nixl
+from kvfix.fixes.api import NEW_REQUESTS, Fix, Steps, fix_around
 from kvfix.fixes.targets import NIXL_PUSH_WORKER
-from kvfix.wrapping import around, instead
 
 #: Requests of which some ranks have registered and others have not: of more the oldest are forgotten.
 MOST = 4096
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def _handle_push_reg_notif(worker: Any, notice: bytes) -> Generator[Any, Any, Any] | None:
-        request, ranks = _registered(module, notice)
-        needed = ranks // worker.world_size
-        if needed <= 1:
-            return None
+@fix_around(on_fault=_closed.nothing)
+def wait_for_all_ranks(worker: Any, notice: bytes) -> Steps:
+    request, ranks = _registered(notice)
+    needed = ranks // worker.world_size
+    if needed > 1:
         came = vars(worker).setdefault("_kvfix_registered", {})
         came[request] = came.get(request, 0) + 1
         if came[request] < needed:
             while len(came) > MOST:
                 del came[next(iter(came))]
-            return instead(None)
+            return None
         del came[request]
-        return None
-
-    return around(_handle_push_reg_notif, on_fault=_closed.nothing)
+    return (yield)
 
 
-def _registered(module: ModuleType, notice: bytes) -> tuple[str, int]:
+def _registered(notice: bytes) -> tuple[str, int]:
     """Return the request, and the number of ranks of its engine. ("", 0) if the registration does not name both."""
+    module: Any = sys.modules[NIXL_PUSH_WORKER.module]
     with suppress(module.msgspec.DecodeError, KeyError, TypeError):
         data = module.msgspec.msgpack.decode(notice[len(module.PUSH_REG_NOTIF_PREFIX) :])
         request, ranks = data["request_id"], data["decode_tp_size"]
@@ -70,26 +63,22 @@ def _registered(module: ModuleType, notice: bytes) -> tuple[str, int]:
     return "", 0
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """The first registration of two. Wrong is to begin to write."""
     begun: list[Any] = []
-    worker = SimpleNamespace(
-        world_size=1, _pop_matching_finished_blocks=lambda request: (request, ([1],)), _pending_d_registrations={},
-        _do_start_push_kv=lambda *arguments: begun.append(arguments),
-    )  # fmt: skip
-    data = {"request_id": stubs.NAME, "decode_tp_size": 2}
-    hook(worker, module.PUSH_REG_NOTIF_PREFIX + module.msgspec.msgpack.encode(data))
+    worker = _nixl.worker_side(_do_start_push_kv=lambda *arguments: begun.append(arguments))
+    hook(worker, _nixl.registration(module, decode_tp_size=2))
     return bool(begun)
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
-    targets=(NIXL_PUSH_WORKER._handle_push_reg_notif(broken=">=0.26", place=1, probe=shows_bug, fix=fix),),
+    targets=(
+        NIXL_PUSH_WORKER._handle_push_reg_notif(broken=">=0.26", place=1, probe=shows_bug, fix=wait_for_all_ranks),
+    ),
     evidence={"KVR011": r"KeyError: \('", "KVR022": ""},
     scenarios=("nixl-push-before-all-registered", "nixl-push-notified-before-connected"),
     attaches=NEW_REQUESTS,
     no_patch={"vllm": "a registration does not say which rank sends it, or all would count: a change of its message"},
-    on_fault="closed",
 )

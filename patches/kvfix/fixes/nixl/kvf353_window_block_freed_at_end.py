@@ -1,10 +1,9 @@
 """Wrong text with a sliding window and NixlConnector: decode lacks a token in the window of the prompt's last token.
 
 ## Symptom
-Models with sliding windows (Gemma, gpt-oss) return wrong text with NixlConnector, without any message. The first
-generated token is computed with other KV in place of one token of the window. One prompt in N is affected, where N is
-the number of tokens in a block. If the router lets the prefill engine generate more than one token, all prompts longer
-than the window are affected.
+No message is logged. The model has sliding windows (Gemma, gpt-oss). The first generated token is computed with other
+KV in place of one token of the window. One prompt in N is affected, where N is the number of tokens in a block. If the
+router lets the prefill engine generate more than one token, all prompts longer than the window are affected.
 
 ## Cause
 vLLM keeps the part of a window that the next token needs. After a prompt of P tokens, with a window of W, this part
@@ -35,27 +34,20 @@ None known.
 `_prefill_backoff` answers 1 for a model with windows.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
-from kvfix.fixes.api import AT_START, Fix
+from kvfix.fixes.api import AT_START, Fix, fix_after
 from kvfix.fixes.targets import NIXL_BASE_SCHEDULER
-from kvfix.wrapping import after
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
+@fix_after(on_fault=lambda scheduler, tokens, *_, **__: max(tokens, 1))
+def _prefill_backoff(scheduler: Any, tokens: int) -> int:
     """Wrap a function that runs a few times for each request, but never in a step."""
-
-    def _prefill_backoff(scheduler: Any, tokens: int) -> int:
-        return tokens or int(any(scheduler.blocks_per_sw))
-
-    return after(_prefill_backoff, on_fault=lambda scheduler, tokens, *_, **__: max(tokens, 1))
+    return tokens or int(any(scheduler.blocks_per_sw))
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """A model with a window. Wrong is to have prefill compute all of the prompt."""
     vllm_config = SimpleNamespace(num_prefill_lookahead_tokens=0)
     scheduler = SimpleNamespace(_has_mamba=False, _bounded_replay=False, blocks_per_sw=[0, 2], vllm_config=vllm_config)
@@ -64,12 +56,9 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
-    targets=(NIXL_BASE_SCHEDULER._prefill_backoff(broken=">=0.32", probe=shows_bug, fix=fix),),
-    evidence={},
+    targets=(NIXL_BASE_SCHEDULER._prefill_backoff(broken=">=0.32", probe=shows_bug, fix=_prefill_backoff),),
     attaches=AT_START,
     scenarios=("nixl-window-freed-at-end", "nixl-window-freed-meanwhile"),
     opt_in=True,
-    on_fault="closed",
 )

@@ -26,39 +26,27 @@ None known.
 vLLM promises a prefill to one decode request.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.fixes import _prefills, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes import _nixl, _prefills
+from kvfix.fixes.api import Fix, fix_after
 from kvfix.fixes.targets import NIXL_PUSH_SCHEDULER
-from kvfix.wrapping import after
 
 
-def notes_the_first(module: ModuleType) -> Callable[..., Any]:
-    def update_state_after_alloc(connector: Any, answer: None, request: Any, *_: Any) -> None:
-        _prefills.first(connector, _prefill(request), request)
-        return answer
-
-    return after(
-        update_state_after_alloc,
-        when=lambda connector, answer, request, *_: request.request_id in connector._push_pending_registrations,
-    )
+@fix_after(when=lambda connector, answer, request, *_: request.request_id in connector._push_pending_registrations)
+def note_first(connector: Any, answer: None, request: Any, *_: Any) -> None:
+    """Note that this request has registered for its prefill."""
+    _prefills.first(connector, _prefill(request), request)
+    return answer
 
 
-def leaves_others_out(module: ModuleType) -> Callable[..., Any]:
-    def get_num_new_matched_tokens(
-        connector: Any, promise: tuple[int, bool], request: Any, *_: Any
-    ) -> tuple[int, bool]:
-        if not _prefills.has_another(connector, _prefill(request)):
-            return promise
-        _prefills.compute(request)
-        return 0, False
-
-    return after(get_num_new_matched_tokens, when=lambda connector, promise, *_: promise[0])
+@_prefills.promise_if
+def promise_once(connector: Any, request: Any) -> bool:
+    """Promise the prefill if no request has registered for it. Otherwise make the request compute its prompt."""
+    if not _prefills.has_another(connector, _prefill(request)):
+        return True
+    _prefills.compute(request)
+    return False
 
 
 def _prefill(request: Any) -> tuple[str, str, str]:
@@ -70,30 +58,20 @@ def _prefill(request: Any) -> tuple[str, str, str]:
     return *prefill, get_base_request_id(request.request_id)
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """One request has registered for a prefill. Wrong is to promise its tokens to another one too."""
-    connector = stubs.push_decode(_get_remote_prefill_token_count=lambda tokens: tokens)
-    params = {
-        "do_remote_prefill": True, "remote_engine_id": "p", "remote_request_id": "r", "remote_host": "p",
-        "remote_port": 1, "tp_size": 1,
-    }  # fmt: skip
-    first, again = (stubs.request(32, request_id=f"r-0000000{end}", kv_transfer_params={**params}) for end in (1, 2))
-    blocks = SimpleNamespace(get_unhashed_block_ids_all_groups=lambda: ([1, 2],))
-    module.NixlPushConnectorScheduler.update_state_after_alloc(connector, first, blocks, 32)
+    connector = _nixl.scheduler_side()
+    first, again = (_nixl.remote_prefill(32, f"r-0000000{end}") for end in (1, 2))
+    module.NixlPushConnectorScheduler.update_state_after_alloc(connector, first, _nixl.allocated(1, 2), 32)
     return bool(hook(connector, again, 0)[0])
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
     targets=(
-        NIXL_PUSH_SCHEDULER.get_num_new_matched_tokens(
-            broken=">=0.32", place=1, probe=shows_bug, fix=leaves_others_out
-        ),
-        NIXL_PUSH_SCHEDULER.update_state_after_alloc(
-            broken=">=0.32", place=1, probe=stubs.cannot_tell, fix=notes_the_first, helper=True
-        ),
+        NIXL_PUSH_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", place=1, probe=shows_bug, fix=promise_once),
+        NIXL_PUSH_SCHEDULER.update_state_after_alloc(broken=">=0.32", place=1, fix=note_first, helper=True),
     ),
     evidence={"KVD688": "", "LAB003": "WAITING_FOR_REMOTE_KVS"},
     scenarios=("nixl-push-second-decode-waits",),

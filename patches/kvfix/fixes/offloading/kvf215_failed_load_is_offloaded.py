@@ -15,10 +15,9 @@ OffloadingConnector itself (offloading/scheduler.py 0.32.0:1822). If the request
 (`kv_load_failure_policy=fail`), OffloadingConnector even stores the rest of its prompt (:1662).
 
 ## Fix
-The fix reads the failed blocks from the output that `update_connector_output` gets. When the stores in flight of a
-request with a failed block are done, the fix reports these stores as failed. The manager then drops the chunks of these
-stores. If the request continues, OffloadingConnector stores all its chunks again. If the request has ended,
-OffloadingConnector stores none.
+The fix reads the failed blocks from the output that `update_connector_output` gets. The fix reports the stores in
+flight of a request with a failed block as failed, so that the manager drops their chunks. If the request continues,
+OffloadingConnector stores all its chunks again. If the request has ended, OffloadingConnector stores none.
 
 ## Releases
 vLLM 0.26.0 to 0.33.0.
@@ -30,36 +29,23 @@ None known.
 `update_connector_output` handles `invalid_block_ids`.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Generator
-from types import ModuleType
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _offloading
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, Steps, fix_around, note
 from kvfix.fixes.targets import OFFLOADING_SCHEDULER
-from kvfix.wrapping import around
+
+#: Of a scheduler: failed stores.
+_STORES = "_kvfix_failed_stores"
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def update_connector_output(scheduler: Any, output: Any) -> Generator[None, Any, Any]:
-        stores = vars(scheduler).setdefault("_kvfix_failed_stores", set())
-        if output.invalid_block_ids:
-            stores.update(_failed_stores(scheduler, output.invalid_block_ids))
-        stores.intersection_update(scheduler._jobs)  # a reset has dropped the others
-        with _offloading.completed_as_failed(scheduler, list(stores.intersection(_offloading.completed(output)))):
-            return (yield)
-
-    # In almost all steps there is neither.
-    return around(
-        update_connector_output,
-        when=lambda scheduler, output, *_, **__: (
-            output.invalid_block_ids or getattr(scheduler, "_kvfix_failed_stores", None)
-        ),
-        on_fault=_offloading.all_stores_fail,
-    )
+@fix_around(on_fault=_offloading.all_stores_fail)
+def fail_stores(scheduler: Any, output: Any) -> Steps:
+    failed = _failed_stores(scheduler, output.invalid_block_ids) if output.invalid_block_ids else ()
+    if not failed and not getattr(scheduler, _STORES, None):  # almost all steps
+        return (yield)
+    with _offloading.completed_as_failed(scheduler, output, _STORES, failed):
+        return (yield)
 
 
 def _failed_stores(scheduler: Any, blocks: Any) -> set[int]:
@@ -75,16 +61,14 @@ def _failed_stores(scheduler: Any, blocks: Any) -> set[int]:
     return jobs
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """A store of block 3 is done, whose load has failed in the same step. Wrong is to complete it as a success."""
     return _offloading.success_of_store(hook, module, invalid_block_ids={3}) == [True]
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
-    targets=(OFFLOADING_SCHEDULER.update_connector_output(broken=">=0.26.0", probe=shows_bug, fix=fix),),
+    targets=(OFFLOADING_SCHEDULER.update_connector_output(broken=">=0.26.0", probe=shows_bug, fix=fail_stores),),
     scenarios=("failed-load-is-offloaded",),
-    on_fault="closed",
 )

@@ -23,34 +23,12 @@ https://github.com/vllm-project/vllm/issues/46951, https://github.com/vllm-proje
 vLLM 0.32.0 is no longer in use.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, fix_before, note
 from kvfix.fixes.targets import OFFLOADING_SCHEDULER
-from kvfix.wrapping import GO_ON, before
-
-
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def update_state_after_alloc(scheduler: Any, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        own = {each.block_id for group in blocks.blocks for each in group if each.block_id}
-        scheduler._current_batch_allocated_block_ids.update(own)
-        if not own.isdisjoint(scheduler._block_id_to_pending_jobs):
-            note(__name__, f"request {request.request_id} waits for copies from its blocks")
-
-    # Without stores that are still copied there is nothing to wait for.
-    return before(
-        update_state_after_alloc,
-        when=lambda scheduler, request, blocks, num_external_tokens, *_, **__: (
-            not num_external_tokens and scheduler._block_id_to_pending_jobs
-        ),
-        on_fault=_wait_for_all,
-    )
+from kvfix.wrapping import GO_ON
 
 
 def _wait_for_all(scheduler: Any, *_: Any, **__: Any) -> Any:
@@ -58,20 +36,31 @@ def _wait_for_all(scheduler: Any, *_: Any, **__: Any) -> Any:
     return GO_ON
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+# Without stores that are still copied there is nothing to wait for.
+@fix_before(when=lambda scheduler, *_, **__: scheduler._block_id_to_pending_jobs, on_fault=_wait_for_all)
+def record_blocks(scheduler: Any, request: Any, blocks: Any, num_external_tokens: int) -> None:
+    if num_external_tokens:
+        return
+    own = {each.block_id for group in blocks.blocks for each in group if each.block_id}
+    scheduler._current_batch_allocated_block_ids.update(own)
+    if not own.isdisjoint(scheduler._block_id_to_pending_jobs):
+        note(__name__, f"request {request.request_id} waits for copies from its blocks")
+
+
+def shows_bug(hook: Any, module: Any) -> bool:
     """Block 3 is allocated, and another connector loads. Wrong is not to record it."""
     allocated: set[int] = set()
-    scheduler = SimpleNamespace(_current_batch_allocated_block_ids=allocated, _block_id_to_pending_jobs={3: {7}})
-    hook(scheduler, stubs.request(16), SimpleNamespace(blocks=([SimpleNamespace(block_id=3)],)), 0)
+    scheduler = stubs.Stub(_current_batch_allocated_block_ids=allocated, _block_id_to_pending_jobs={3: {7}})
+    hook(scheduler, stubs.request(16), stubs.Stub(blocks=([stubs.Stub(block_id=3)],)), 0)
     return not allocated
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
-    targets=(OFFLOADING_SCHEDULER.update_state_after_alloc(broken=">=0.26.0,<0.33", probe=shows_bug, fix=fix),),
+    targets=(
+        OFFLOADING_SCHEDULER.update_state_after_alloc(broken=">=0.26.0,<0.33", probe=shows_bug, fix=record_blocks),
+    ),
     scenarios=("mp-load-into-blocks-in-copy", "nixl-load-into-blocks-in-copy"),
     no_patch={"vllm": "fixed in 0.33.0"},
-    on_fault="closed",
 )

@@ -5,10 +5,9 @@ EngineCore dies with a bare `AssertionError` at `assert self._jobs[any_jid].is_s
 offloading/scheduler.py, after `reset_prefix_cache` with `reset_running_requests` and without `reset_connector`.
 
 ## Cause
-When a request is preempted, OffloadingConnector waits for the request's stores in flight, and asserts that they are
-stores (offloading/scheduler.py 0.32.0:1862). vLLM does not admit a request in the step in which it preempts the
-request. But vLLM can admit a request that a reset has preempted between two steps. The job in flight is then the load
-that was granted to the request.
+When a request is preempted, OffloadingConnector waits for its stores in flight, and asserts that they are stores
+(offloading/scheduler.py 0.32.0:1862). vLLM does not admit a request in the step in which it preempts the request. But
+vLLM can admit a request that a reset has preempted between two steps. The job in flight is then its load.
 
 ## Fix
 If a preempted request has a load in flight, the fix hides the request from the hook. The request has no stores to wait
@@ -24,53 +23,41 @@ None known; fixed in 0.33.0.
 vLLM 0.32.0 is no longer in use.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Generator
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, Steps, fix_around
 from kvfix.fixes.targets import OFFLOADING_SCHEDULER
-from kvfix.wrapping import View, around
+from kvfix.wrapping import View
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def build_connector_meta(scheduler: Any, scheduler_output: Any) -> Generator[Any, Any, Any] | None:
-        preempted = scheduler_output.preempted_req_ids
-        loading = {scheduler._jobs[job].req_id for job in scheduler._current_batch_load_jobs}.intersection(preempted)
-        return _without(scheduler_output, preempted - loading) if loading else None
-
-    return around(
-        build_connector_meta,
-        when=lambda scheduler, output, *_, **__: output.preempted_req_ids and scheduler._current_batch_load_jobs,
-    )
+@fix_around(when=lambda scheduler, output, *_, **__: output.preempted_req_ids and scheduler._current_batch_load_jobs)
+def hide_loading(scheduler: Any, scheduler_output: Any) -> Steps:
+    preempted = scheduler_output.preempted_req_ids
+    loading = {scheduler._jobs[job].req_id for job in scheduler._current_batch_load_jobs}.intersection(preempted)
+    return (yield (View(scheduler_output, preempted_req_ids=preempted - loading),) if loading else None)
 
 
-def _without(scheduler_output: Any, preempted: set[str]) -> Generator[Any, Any, Any]:
-    return (yield (View(scheduler_output, preempted_req_ids=preempted),))
-
-
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """A request that was preempted has a load in flight. Wrong is an AssertionError."""
-    nothing: Callable[..., Any] = lambda *_: {}  # noqa: E731
-    request = SimpleNamespace(transfer_jobs={7})
-    scheduler = SimpleNamespace(
-        _jobs={7: SimpleNamespace(req_id=stubs.NAME, is_store=False)}, _req_status={stubs.NAME: request},
-        _current_batch_load_jobs={7: None}, _current_batch_jobs_to_flush=set(),
-        _current_batch_allocated_block_ids=set(), _block_id_to_pending_jobs={}, _update_req_states=nothing,
-        _build_partial_tail_store_jobs=nothing, _build_store_jobs=nothing,
-        manager=SimpleNamespace(on_schedule_end=nothing),
+
+    def nothing(*_: Any) -> dict[Any, Any]:
+        return {}
+
+    scheduler = stubs.Stub(
+        _jobs={7: stubs.Stub(req_id=stubs.NAME, is_store=False)},
+        _req_status={stubs.NAME: stubs.Stub(transfer_jobs={7})}, _current_batch_load_jobs={7: None},
+        _current_batch_jobs_to_flush=set(), _current_batch_allocated_block_ids=set(), _block_id_to_pending_jobs={},
+        _update_req_states=nothing, _build_partial_tail_store_jobs=nothing, _build_store_jobs=nothing,
+        manager=stubs.Stub(on_schedule_end=nothing),
     )  # fmt: skip
     return stubs.raises(AssertionError, hook, scheduler, stubs.step(preempted=True))
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="crash",
-    targets=(OFFLOADING_SCHEDULER.build_connector_meta(broken=">=0.26.0,<0.33", probe=shows_bug, fix=fix),),
+    targets=(OFFLOADING_SCHEDULER.build_connector_meta(broken=">=0.26.0,<0.33", probe=shows_bug, fix=hide_loading),),
     evidence={"KVR011": r"^(schedule|build_connector_meta): AssertionError$"},
     scenarios=("load-after-reset-asserts",),
     no_patch={"vllm": "fixed in 0.33.0"},

@@ -1,18 +1,15 @@
 """Later requests return wrong text: OffloadingConnector stores wrong blocks of a streaming session.
 
 ## Symptom
-Nothing is logged at first. Later, requests that begin with the same prompt return wrong text. When a session ends, a
-`KeyError` in `_remove_pending_job` of offloading/scheduler.py may end EngineCore. This needs OffloadingConnector, alone
-or in a MultiConnector, and streaming input (a resumable request).
+Nothing is logged at first. When a session ends, a `KeyError` in `_remove_pending_job` of offloading/scheduler.py may
+end EngineCore. This needs OffloadingConnector, alone or in a MultiConnector, and streaming input (a resumable request).
 
 ## Cause
 When a session gets more input, vLLM schedules it as a new request, with all its blocks. OffloadingConnector appends all
-of them to its list, which already has the earlier blocks of the session (offloading/scheduler.py 0.32.0:1282). So the
-list has the first blocks again where the new blocks should be.
+of them to its list, which already has the earlier blocks of the session (offloading/scheduler.py 0.32.0:1282).
 
 ## Fix
-When a request is scheduled as new, the fix drops the blocks that OffloadingConnector has recorded for the request. For
-a really new request no blocks are recorded.
+When a request is scheduled as new, the fix drops the blocks that OffloadingConnector has recorded for the request.
 
 ## Releases
 vLLM 0.26.0 to 0.32.0.
@@ -24,51 +21,41 @@ None known; fixed in 0.33.0.
 vLLM 0.32.0 is no longer in use.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, fix_before, note
 from kvfix.fixes.targets import OFFLOADING_SCHEDULER
-from kvfix.wrapping import GO_ON, before
+from kvfix.wrapping import GO_ON
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def _update_req_states(scheduler: Any, scheduler_output: Any) -> None:
-        for new in scheduler_output.scheduled_new_reqs:
+def forget_blocks(scheduler: Any, scheduler_output: Any, *_: Any, **__: Any) -> Any:
+    for new in scheduler_output.scheduled_new_reqs:
+        if new.req_id in scheduler._req_status:
             for group in scheduler._req_status[new.req_id].group_states:
-                if group.block_ids:
-                    note(__name__, f"request {new.req_id} is scheduled as new again: its old blocks are dropped")
-                group.block_ids.clear()
-
-    def forget_blocks(scheduler: Any, scheduler_output: Any, *_: Any, **__: Any) -> Any:
-        for new in scheduler_output.scheduled_new_reqs:
-            if new.req_id in scheduler._req_status:
-                for group in scheduler._req_status[new.req_id].group_states:
-                    group.block_ids = []
-        return GO_ON
-
-    return before(
-        _update_req_states,
-        when=lambda scheduler, output, *_, **__: output.scheduled_new_reqs,
-        on_fault=forget_blocks,
-    )
+                group.block_ids = []
+    return GO_ON
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+@fix_before(when=lambda scheduler, output, *_, **__: output.scheduled_new_reqs, on_fault=forget_blocks)
+def drop_old_blocks(scheduler: Any, scheduler_output: Any) -> None:
+    for new in scheduler_output.scheduled_new_reqs:
+        for group in scheduler._req_status[new.req_id].group_states:
+            if group.block_ids:
+                note(__name__, f"request {new.req_id} is scheduled as new again: its old blocks are dropped")
+            group.block_ids.clear()
+
+
+def shows_bug(hook: Any, module: Any) -> bool:
     """A session that has blocks 3 and 4 is scheduled as new with 3, 4 and 5. Wrong is to have five blocks then."""
     blocks = [3, 4]
-    request = SimpleNamespace(group_states=(SimpleNamespace(block_ids=blocks),), update_offload_keys=lambda: None)
+    request = stubs.Stub(group_states=(stubs.Stub(block_ids=blocks),), update_offload_keys=lambda: None)
     request.update_block_id_groups = lambda groups: blocks.extend(groups[0])
-    scheduler = SimpleNamespace(
+    scheduler = stubs.Stub(
         _req_status={stubs.NAME: request}, _sliding_window_groups=(), _current_batch_allocated_block_ids=set(),
-        config=SimpleNamespace(kv_group_configs=()),
+        config=stubs.Stub(kv_group_configs=()),
     )  # fmt: skip
-    output = stubs.step(1, new=SimpleNamespace(req_id=stubs.NAME, block_ids=([3, 4, 5],)))
+    output = stubs.step(1, new=stubs.Stub(req_id=stubs.NAME, block_ids=([3, 4, 5],)))
     output.kv_cache_block_copies = None
     hook(scheduler, output)
     return len(blocks) > 3
@@ -76,11 +63,9 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
-    targets=(OFFLOADING_SCHEDULER._update_req_states(broken=">=0.26.0,<0.33", probe=shows_bug, fix=fix),),
+    targets=(OFFLOADING_SCHEDULER._update_req_states(broken=">=0.26.0,<0.33", probe=shows_bug, fix=drop_old_blocks),),
     evidence={"KVR011": "^update_from_output: KeyError: "},
     scenarios=("session-offloads-other-blocks",),
     no_patch={"vllm": "fixed in 0.33.0"},
-    on_fault="closed",
 )

@@ -24,35 +24,28 @@ None known.
 `OffloadingConnector.reset_cache` answers False, or the keys of a tier change with the weights.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 from kvfix import engine_log
 from kvfix.fixes import _closed
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, fix_after
 from kvfix.fixes.targets import OFFLOADING_CONNECTOR
-from kvfix.wrapping import after
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def reset_cache(connector: Any, answer: Any) -> bool:
-        engine_log.warning(
-            "KVF331: reset_prefix_cache answers False: the secondary tiers of OffloadingConnector keep KV of the old "
-            "weights. Delete their files, or use another root_dir."
-        )
-        return False
-
-    return after(
-        reset_cache,
-        when=lambda connector, *_, **__: getattr(connector.connector_scheduler.manager, "secondary_tiers", None),
-        on_fault=_closed.refuse,
+@fix_after(
+    when=lambda connector, *_, **__: getattr(connector.connector_scheduler.manager, "secondary_tiers", None),
+    on_fault=_closed.refuse,
+)
+def reset_cache(connector: Any, answer: Any) -> bool:
+    engine_log.warning(
+        "KVF331: reset_prefix_cache answers False: the secondary tiers of OffloadingConnector keep KV of the old "
+        "weights. Delete their files, or use another root_dir."
     )
+    return False
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """A manager with a tier is reset. Wrong is to answer True."""
     manager = SimpleNamespace(secondary_tiers=[object()])
     scheduler = SimpleNamespace(manager=manager, reset_cache=lambda: None)
@@ -61,10 +54,8 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
-    targets=(OFFLOADING_CONNECTOR.reset_cache(broken=">=0.26.0", probe=shows_bug, fix=fix),),
+    targets=(OFFLOADING_CONNECTOR.reset_cache(broken=">=0.26.0", probe=shows_bug, fix=reset_cache),),
     scenarios=("offload-reset-keeps-files",),
     no_patch={"vllm": "vLLM keeps a tier's data on purpose, so vLLM must decide what reset_cache should answer"},
-    on_fault="closed",
 )

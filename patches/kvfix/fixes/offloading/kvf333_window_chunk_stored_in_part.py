@@ -1,8 +1,7 @@
 """Later requests return wrong text: OffloadingConnector stores an incomplete chunk of a sliding window.
 
 ## Symptom
-Nothing is logged. Later, requests that begin with the same tokens return wrong text. The model has sliding-window
-layers, and `blocks_per_chunk` (or `block_size`) is more than one block.
+Nothing is logged. The model has sliding-window layers, and `blocks_per_chunk` (or `block_size`) is more than one block.
 
 ## Cause
 A request that begins with a hit has null blocks in front of its window. If the window begins within a chunk,
@@ -23,47 +22,35 @@ None known.
 `_build_store_jobs` checks all blocks of a chunk.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from itertools import chain
-from types import ModuleType
 from typing import Any
 
-from kvfix.acting import note
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, fix_before, note
 from kvfix.fixes.targets import OFFLOADING_SCHEDULER
-from kvfix.wrapping import before
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def _build_store_jobs(scheduler: Any, scheduler_output: Any) -> None:
-        size = scheduler.config.blocks_per_chunk
-        for name in chain(scheduler_output.num_scheduled_tokens, scheduler_output.finished_req_ids or ()):
-            status = scheduler._req_status.get(name)
-            for number in scheduler._sliding_window_groups if status is not None else ():
-                group = status.group_states[number]
-                first = 0 if status.req.is_finished() else group.next_stored_chunk_idx
-                for start in range(first * size, len(group.block_ids) - size + 1, size):
-                    if 0 in group.block_ids[start : start + size]:
-                        if group.block_ids[start + size - 1]:
-                            note(__name__, f"request {name}: chunk {start // size} is not stored")
-                        group.block_ids[start + size - 1] = 0
-
-    # What is not stored yet of each request is looked at in each step, as vLLM does itself.
-    return before(
-        _build_store_jobs,
-        when=lambda scheduler, *_, **__: scheduler._sliding_window_groups and scheduler.config.blocks_per_chunk > 1,
-        on_fault=lambda *_, **__: {},  # no stores in this step
-    )
+# What is not stored yet of each request is looked at in each step, as vLLM does itself.
+@fix_before(
+    when=lambda scheduler, *_, **__: scheduler._sliding_window_groups and scheduler.config.blocks_per_chunk > 1,
+    on_fault=lambda *_, **__: {},  # no stores in this step
+)
+def _build_store_jobs(scheduler: Any, scheduler_output: Any) -> None:
+    size = scheduler.config.blocks_per_chunk
+    for name in chain(scheduler_output.num_scheduled_tokens, scheduler_output.finished_req_ids or ()):
+        status = scheduler._req_status.get(name)
+        for number in scheduler._sliding_window_groups if status is not None else ():
+            group = status.group_states[number]
+            first = 0 if status.req.is_finished() else group.next_stored_chunk_idx
+            for start in range(first * size, len(group.block_ids) - size + 1, size):
+                if 0 in group.block_ids[start : start + size]:
+                    if group.block_ids[start + size - 1]:
+                        note(__name__, f"request {name}: chunk {start // size} is not stored")
+                    group.block_ids[start + size - 1] = 0
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
-    targets=(OFFLOADING_SCHEDULER._build_store_jobs(broken=">=0.32", probe=stubs.cannot_tell, fix=fix),),
+    targets=(OFFLOADING_SCHEDULER._build_store_jobs(broken=">=0.32", fix=_build_store_jobs),),
     scenarios=("offload-window-chunk-stored-in-part",),
-    on_fault="closed",
 )

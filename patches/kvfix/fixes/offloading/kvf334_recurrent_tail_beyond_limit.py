@@ -27,34 +27,25 @@ None known.
 `_build_partial_tail_store_jobs` compares with the limit, and with 0 too.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Generator
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, Steps, fix_around
 from kvfix.fixes.targets import OFFLOADING_SCHEDULER
-from kvfix.wrapping import View, around
+from kvfix.wrapping import View
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def _build_partial_tail_store_jobs(scheduler: Any, scheduler_output: Any) -> Generator[Any, Any, Any]:
-        state = scheduler_output.kv_connector_block_state
-        within = {
-            name: [entry for entry in entries if _fits(scheduler, name, entry)]
-            for name, entries in state.boundary_state_offloads.items()
-        }
-        state = View(state, boundary_state_offloads=within)
-        return (yield (View(scheduler_output, kv_connector_block_state=state),))
-
-    return around(
-        _build_partial_tail_store_jobs,
-        when=lambda scheduler, output, *_, **__: (
-            output.kv_connector_block_state and output.kv_connector_block_state.boundary_state_offloads
-        ),
-    )
+@fix_around(when=lambda scheduler, output, *_, **__: output.kv_connector_block_state)
+def keep_limit(scheduler: Any, scheduler_output: Any) -> Steps:
+    state = scheduler_output.kv_connector_block_state
+    if not state.boundary_state_offloads:
+        return (yield)
+    within = {
+        name: [entry for entry in entries if _fits(scheduler, name, entry)]
+        for name, entries in state.boundary_state_offloads.items()
+    }
+    state = View(state, boundary_state_offloads=within)
+    return (yield (View(scheduler_output, kv_connector_block_state=state),))
 
 
 def _fits(scheduler: Any, name: str, entry: Any) -> bool:
@@ -62,23 +53,22 @@ def _fits(scheduler: Any, name: str, entry: Any) -> bool:
     return limit is None or bool(entry[2] <= limit)
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """40 tokens of a request that allows 8 are passed on. Wrong is an AssertionError."""
-    status = SimpleNamespace(req=stubs.request(40, num_prompt_tokens=40), max_offload_tokens=8, group_states=())
-    scheduler = SimpleNamespace(
+    status = stubs.Stub(req=stubs.request(40, num_prompt_tokens=40), max_offload_tokens=8, group_states=())
+    scheduler = stubs.Stub(
         _req_status={stubs.NAME: status}, _partial_tail_block_size=16, _cow_source_groups=frozenset(),
-        config=SimpleNamespace(supports_partial_tail=True, tokens_per_hash=8, kv_group_configs=()),
+        config=stubs.Stub(supports_partial_tail=True, tokens_per_hash=8, kv_group_configs=()),
         _build_aligned_boundary_store_jobs=lambda handoffs: {},
     )  # fmt: skip
-    handed = SimpleNamespace(boundary_state_offloads={stubs.NAME: [(1, 9, 40)]})
-    return stubs.raises(AssertionError, hook, scheduler, SimpleNamespace(kv_connector_block_state=handed))
+    handed = stubs.Stub(boundary_state_offloads={stubs.NAME: [(1, 9, 40)]})
+    return stubs.raises(AssertionError, hook, scheduler, stubs.Stub(kv_connector_block_state=handed))
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="crash",
-    targets=(OFFLOADING_SCHEDULER._build_partial_tail_store_jobs(broken=">=0.32", probe=shows_bug, fix=fix),),
+    targets=(OFFLOADING_SCHEDULER._build_partial_tail_store_jobs(broken=">=0.32", probe=shows_bug, fix=keep_limit),),
     evidence={"KVR011": r"^(schedule|build_connector_meta): AssertionError$", "KVD988": ""},
     proof="tests/lab/test_offloading.py: the lab has no layers with recurrent state",
     no_patch={"vllm": "it ends EngineCore: it goes to vLLM's private channel first (SECURITY.md)"},

@@ -7,10 +7,8 @@ parameters of the request, so any client that can reach the engine can cause thi
 
 ## Cause
 In the parameters, the tier expects a dictionary under each of its own keys, such as `remote_decoder`. In the dictionary
-it expects a string, `kv_request_id`, which names the request at the peer. The tier checks neither
-(tiering/p2p/manager.py 0.32.0:79-146). The tier reads the values when the request is added. The tier uses the name as a
-key in the lookup and at the end of the request (:391, :467). The scheduler makes all of these calls, and no code
-catches an exception there.
+it expects a string, `kv_request_id`. The tier checks neither (tiering/p2p/manager.py 0.32.0:79-146), and uses the name
+as a key in the lookup and at the end of the request (:391, :467). No code of the scheduler catches an exception there.
 
 ## Fix
 The fix ignores malformed values. The tier then has nothing for the request, and this engine computes it.
@@ -25,25 +23,19 @@ None known in public: the bug is a security problem (SECURITY.md).
 `_parse_source` and `_parse_dest` check the form of the values.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Generator
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix import engine_log
-from kvfix.acting import note
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import PRIVATE, Fix, Steps, fix_around, note
 from kvfix.fixes.targets import OFFLOADING_P2P
-from kvfix.wrapping import around, replaced
+from kvfix.wrapping import replaced
 
 _ROLES = ("remote_prefiller", "remote_kv_source", "remote_decoder")
-_NAME = "kv_request_id"
 
 
 def _has_form(role: Any) -> bool:
-    return role is None or (isinstance(role, dict) and not isinstance(role.get(_NAME), (dict, list)))
+    return role is None or (isinstance(role, dict) and not isinstance(role.get("kv_request_id"), (dict, list)))
 
 
 def _malformed(params: Any) -> bool:
@@ -52,38 +44,31 @@ def _malformed(params: Any) -> bool:
     return not isinstance(params, dict) or not all(_has_form(params.get(role)) for role in _ROLES)
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def on_new_request(tier: Any, context: Any) -> Generator[None, Any, Any]:
-        params = context.kv_transfer_params
-        engine_log.warning("KVF335: ignored malformed kv_transfer_params of a request for the p2p tier")
-        note(__name__, "malformed parameters of a request were ignored")
-        known = {}
-        if isinstance(params, dict):
-            known = {key: value for key, value in params.items() if key not in _ROLES or _has_form(value)}
-        with replaced(context, kv_transfer_params=known):
-            return (yield)
-
-    return around(on_new_request, when=lambda tier, context, *_, **__: _malformed(context.kv_transfer_params))
+@fix_around(when=lambda tier, context, *_, **__: _malformed(context.kv_transfer_params))
+def on_new_request(tier: Any, context: Any) -> Steps:
+    params = context.kv_transfer_params
+    engine_log.warning("KVF335: ignored malformed kv_transfer_params of a request for the p2p tier")
+    note(__name__, "malformed parameters of a request were ignored")
+    known = {}
+    if isinstance(params, dict):
+        known = {key: value for key, value in params.items() if key not in _ROLES or _has_form(value)}
+    with replaced(context, kv_transfer_params=known):
+        return (yield)
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """A request whose peer is a number. Wrong is to raise."""
-    states: list[Any] = []
-    context = SimpleNamespace(
-        kv_transfer_params={"remote_decoder": 1},
-        req_id=stubs.NAME,
-        set_state=states.append,
-        get_state=lambda kind: None,
+    context = stubs.Stub(
+        kv_transfer_params={"remote_decoder": 1}, req_id=stubs.NAME, set_state=id, get_state=lambda kind: None
     )
-    return stubs.raises(AttributeError, hook, SimpleNamespace(), context)
+    return stubs.raises(AttributeError, hook, stubs.Stub(), context)
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="crash",
-    targets=(OFFLOADING_P2P.on_new_request(broken=">=0.32", probe=shows_bug, fix=fix),),
+    targets=(OFFLOADING_P2P.on_new_request(broken=">=0.32", probe=shows_bug, fix=on_new_request),),
     evidence={"KVR011": r"^(add_request|on_new_request): AttributeError: .* has no attribute 'get'"},
     proof="tests/lab/test_offload_parameters.py: the lab has no tier of other engines",
-    no_patch={"vllm": "it can be abused: vLLM's security channel comes before a public patch (SECURITY.md)"},
+    no_patch=PRIVATE,
 )

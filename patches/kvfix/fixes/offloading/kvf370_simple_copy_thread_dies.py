@@ -27,17 +27,14 @@ None known.
 `_copy_loop` catches what a copy raises, and the worker reports it.
 """
 
-from __future__ import annotations
-
-import functools
-from collections.abc import Callable, Generator
-from types import ModuleType
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from kvfix import engine_log
-from kvfix.acting import note
-from kvfix.fixes import _offloading, stubs
-from kvfix.fixes.api import AT_START, Fix
+from kvfix.fixes import _offloading
+from kvfix.fixes.api import AT_START, Fix, Fixing, Steps, fix_after, fix_around, fix_before, fix_calls, note
 from kvfix.fixes.targets import (
     CONNECTOR_BASE,
     SIMPLE_COPIES,
@@ -46,7 +43,7 @@ from kvfix.fixes.targets import (
     SIMPLE_WORKER,
     SIMPLE_WORKER_METADATA,
 )
-from kvfix.wrapping import GO_ON, View, after, around, before, instead
+from kvfix.wrapping import GO_ON, View
 
 #: Of the worker: requests whose load has failed. Of its report, and of the scheduler: stores that have.
 _REQUESTS, _STORES = "_kvfix_failed_requests", "_kvfix_failed_stores"
@@ -54,7 +51,9 @@ _REQUESTS, _STORES = "_kvfix_failed_requests", "_kvfix_failed_stores"
 _TOLD = "_kvfix_knows_failed_copies"
 
 tells_worker = _offloading.tells_worker(_TOLD)
-fix_results = _offloading.reports_failed_loads("worker_handler", _REQUESTS)
+get_transfer_results = _offloading.reports_failed_loads("worker_handler", _REQUESTS)
+all_stores_failed = _offloading.all_failed(_STORES, "completed_store_events")
+aggregate = _offloading.combines_reports(_STORES, "completed_store_events")
 
 
 class _Noting:
@@ -83,213 +82,127 @@ class _Events(list[Any]):
         self.failed: set[int] = set()
 
 
-class _Nothing:
-    """The event of a copy after which not even an event could be recorded."""
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None: ...
-
-
-def _go_on(loop: Callable[[], Any], queue: _Noting, place: int, event: Callable[[Any], Any]) -> Any:
-    """place: of the copy's number in what is taken from the queue; the list of events comes next.
-
-    event: recorded after what was taken, of which a part may be under way.
-    """
-    while True:
-        try:
-            return loop()
-        except Exception as error:  # noqa: PERF203
-            if queue.item is None or not getattr(queue.item[place + 1], "told", False):
-                raise
-            taken, queue.item = queue.item, None
-            number, events = taken[place : place + 2]
-            engine_log.warning(f"KVF370: a copy of KV has failed: {type(error).__name__}: {error}")
-            note(__name__, f"copy {number} has failed")
-            events.failed.add(number)
-            events.append((number, event(taken)))
-
-
-def _recorded(module: ModuleType, stream: Any) -> Any:
+def _recorded(module: Any, stream: Any) -> Any:
     try:
         event = module.torch.Event()
         event.record(stream)
     except Exception:  # noqa: BLE001 - nothing can be recorded any more
-        return _Nothing()
+        return SimpleNamespace(query=lambda: True, synchronize=lambda: None)
     return event
 
 
-def fix_loop(module: ModuleType) -> Callable[..., Any]:
-    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def _copy_loop(*args: Any, **kwargs: Any) -> Any:
-            if len(args) < 4:
-                return function(*args, **kwargs)
-            q, device, load_stream, store_stream, *more = args
-            queue = _Noting(q)
+def _survives(least: int, place: int, noting: Callable[..., Any]) -> Fixing:
+    """Let the loop of a copy thread go on after a failed copy.
 
-            def event(taken: Any) -> Any:
-                return _recorded(module, store_stream if taken[3] else load_stream)
+    least: the number of arguments of the loop. A loop with fewer arguments is not changed.
+    place: the position of the copy's number in an item of the queue. The list of events comes next.
+    noting: (arguments of the loop) -> the noting queue; the arguments with it; (item) -> the stream of the copy, which
+    may do a part of it.
+    """
 
-            return _go_on(lambda: function(queue, device, load_stream, store_stream, *more, **kwargs), queue, 4, event)
+    @fix_calls
+    def loop(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) < least:
+            return function(*args, **kwargs)
+        queue, given, stream = noting(*args)
+        while True:
+            try:
+                return function(*given, **kwargs)
+            except Exception as error:  # noqa: PERF203
+                if queue.item is None or not getattr(queue.item[place + 1], "told", False):
+                    raise
+                taken, queue.item = queue.item, None
+                number, events = taken[place : place + 2]
+                engine_log.warning(f"KVF370: a copy of KV has failed: {type(error).__name__}: {error}")
+                note(__name__, f"copy {number} has failed")
+                events.failed.add(number)
+                events.append((number, _recorded(sys.modules[function.__module__], stream(taken))))
 
-        return _copy_loop
-
-    return wrap
-
-
-def _fix_disk(name: str) -> Callable[[ModuleType], Callable[..., Any]]:
-    def fix(module: ModuleType) -> Callable[..., Any]:
-        def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(function)
-            def loop(*args: Any, **kwargs: Any) -> Any:
-                if len(args) < 3:
-                    return function(*args, **kwargs)
-                backend, device, stream = args
-                queue = _Noting(getattr(backend, name))
-                view = View(backend, **{name: queue})
-                return _go_on(lambda: function(view, device, stream), queue, 2, lambda _: _recorded(module, stream))
-
-            return loop
-
-        return wrap
-
-    return fix
+    return loop
 
 
-def fix_register(module: ModuleType) -> Callable[..., Any]:
-    def register_kv_caches(worker: Any, *_: Any) -> None:
-        worker._load_events, worker._store_events = _Events(), _Events()
+def _noting_gpu(q: Any, device: Any, load_stream: Any, store_stream: Any, *more: Any) -> tuple[Any, ...]:
+    queue = _Noting(q)
+    given = queue, device, load_stream, store_stream, *more
+    return queue, given, lambda taken: store_stream if taken[3] else load_stream
 
-    return before(register_kv_caches)
+
+def _noting_disk(name: str) -> Callable[..., Any]:
+    def noting(backend: Any, device: Any, stream: Any) -> tuple[Any, ...]:
+        queue = _Noting(getattr(backend, name))
+        return queue, (View(backend, **{name: queue}), device, stream), lambda taken: stream
+
+    return noting
 
 
-def is_told(module: ModuleType) -> Callable[..., Any]:
-    def bind_connector_metadata(worker: Any, metadata: Any) -> None:
+@fix_before()
+def register_kv_caches(worker: Any, *_: Any) -> None:
+    worker._load_events, worker._store_events = _Events(), _Events()
+
+
+@fix_before(when=lambda worker, metadata: hasattr(metadata, _TOLD))
+def bind_connector_metadata(worker: Any, metadata: Any) -> None:
+    if isinstance(worker._load_events, _Events):
         worker._load_events.told = worker._store_events.told = True
 
-    return before(
-        bind_connector_metadata,
-        when=lambda worker, metadata: (
-            hasattr(metadata, _TOLD) and isinstance(worker._load_events, _Events) and not worker._load_events.told
-        ),
-    )
 
-
-def fix_finished(module: ModuleType) -> Callable[..., Any]:
-    """Report the loads that have failed."""
-
-    def get_finished(worker: Any, answer: Any, finished_req_ids: Any) -> Any:
-        failed = worker._load_events.failed
-        done = {each for each in failed if each <= worker._load_hwm and each not in worker._pending_load_event_indices}
-        names = [name for each in done for name in worker._connector_metadata.load_event_to_reqs.get(each, ())]
-        setattr(worker, _REQUESTS, getattr(worker, _REQUESTS, set()).union(names))
-        failed -= done
-        return answer
-
-    def all_failed(worker: Any, answer: Any, *_: Any, **__: Any) -> Any:
-        setattr(worker, _REQUESTS, {*getattr(worker, _REQUESTS, ()), *(answer[1] or ())})
-        return answer
-
-    return after(
-        get_finished,
-        when=lambda worker, *_, **__: getattr(worker._load_events, "failed", None),
-        on_fault=all_failed,
-    )
-
-
-def _all_stores_failed(meta: Any, answer: Any, *_: Any, **__: Any) -> Any:
-    if answer is not None:
-        setattr(answer, _STORES, set(answer.completed_store_events))
+def _all_loads_failed(worker: Any, answer: Any, *_: Any, **__: Any) -> Any:
+    setattr(worker, _REQUESTS, {*getattr(worker, _REQUESTS, ()), *(answer[1] or ())})
     return answer
 
 
-def fix_report(module: ModuleType) -> Callable[..., Any]:
+@fix_after(when=lambda worker, *_, **__: getattr(worker._load_events, "failed", None), on_fault=_all_loads_failed)
+def get_finished(worker: Any, answer: Any, finished_req_ids: Any) -> Any:
+    """Report the loads that have failed."""
+    failed = worker._load_events.failed
+    done = {each for each in failed if each <= worker._load_hwm and each not in worker._pending_load_event_indices}
+    names = [name for each in done for name in worker._connector_metadata.load_event_to_reqs.get(each, ())]
+    setattr(worker, _REQUESTS, getattr(worker, _REQUESTS, set()).union(names))
+    failed -= done
+    return answer
+
+
+@fix_after(
+    when=lambda worker, meta, *_, **__: meta is not None and getattr(worker._store_events, "failed", None),
+    on_fault=all_stores_failed,
+)
+def build_connector_worker_meta(worker: Any, meta: Any) -> Any:
     """Report the stores that have failed."""
-
-    def build_connector_worker_meta(worker: Any, meta: Any) -> Any:
-        failed = worker._store_events.failed
-        setattr(meta, _STORES, failed.intersection(meta.completed_store_events))
-        failed.difference_update(meta.completed_store_events)
-        return meta
-
-    return after(
-        build_connector_worker_meta,
-        when=lambda worker, meta, *_, **__: meta is not None and getattr(worker._store_events, "failed", None),
-        on_fault=_all_stores_failed,
-    )
+    failed = worker._store_events.failed
+    setattr(meta, _STORES, failed.intersection(meta.completed_store_events))
+    failed.difference_update(meta.completed_store_events)
+    return meta
 
 
-def fix_aggregate(module: ModuleType) -> Callable[..., Any]:
-    """Combine the reports of several ranks. A store has failed if one rank reports it as failed."""
-
-    def aggregate(meta: Any, answer: Any, other: Any) -> Any:
-        setattr(answer, _STORES, getattr(meta, _STORES, set()) | getattr(other, _STORES, set()))
-        return answer
-
-    return after(
-        aggregate,
-        when=lambda meta, answer, other, *_, **__: hasattr(meta, _STORES) or hasattr(other, _STORES),
-        on_fault=_all_stores_failed,
-    )
+def _stores_failed(scheduler: Any, output: Any, *_: Any, **__: Any) -> Any:
+    stores = getattr(output.kv_connector_worker_meta, "completed_store_events", ())
+    setattr(scheduler, _STORES, {*getattr(scheduler, _STORES, ()), *stores})
+    return GO_ON
 
 
-def fix_scheduler(module: ModuleType) -> Callable[..., Any]:
+@fix_around(
+    when=lambda scheduler, output, *_, **__: (
+        getattr(output, "failed_recving", None) or hasattr(output.kv_connector_worker_meta, _STORES)
+    ),
+    on_fault=_stores_failed,
+)
+def update_connector_output(scheduler: Any, output: Any) -> Steps:
     """Remove the blocks that could not be loaded from the cache, so that no request finds them."""
-
-    def update_connector_output(scheduler: Any, output: Any) -> Generator[None, Any, Any]:
-        stores = getattr(output.kv_connector_worker_meta, _STORES, ())
-        setattr(scheduler, _STORES, getattr(scheduler, _STORES, set()).union(stores))
-        loads = [scheduler._reqs_to_load[name] for name in output.failed_recving if name in scheduler._reqs_to_load]
-        answer = yield
-        for load in loads:
-            scheduler.cpu_block_pool.evict_blocks(set(load.transfer_meta.cpu_block_ids))
-        return answer
-
-    def stores_failed(scheduler: Any, output: Any, *_: Any, **__: Any) -> Any:
-        stores = getattr(output.kv_connector_worker_meta, "completed_store_events", ())
-        setattr(scheduler, _STORES, {*getattr(scheduler, _STORES, ()), *stores})
-        return GO_ON
-
-    return around(
-        update_connector_output,
-        when=lambda scheduler, output, *_, **__: (
-            getattr(output, "failed_recving", None) or hasattr(output.kv_connector_worker_meta, _STORES)
-        ),
-        on_fault=stores_failed,
-    )
+    stores = getattr(output.kv_connector_worker_meta, _STORES, ())
+    setattr(scheduler, _STORES, getattr(scheduler, _STORES, set()).union(stores))
+    loads = [scheduler._reqs_to_load[name] for name in output.failed_recving if name in scheduler._reqs_to_load]
+    answer = yield
+    for load in loads:
+        scheduler.cpu_block_pool.evict_blocks(set(load.transfer_meta.cpu_block_ids))
+    return answer
 
 
-def fix_store(module: ModuleType) -> Callable[..., Any]:
-    def _process_store_event(scheduler: Any, event: int) -> Generator[None, Any, Any] | None:
-        getattr(scheduler, _STORES).discard(event)
-        transfer = scheduler._store_event_to_blocks.get(event)
-        if transfer is None:  # given up at a reset
-            return None
-        scheduler._in_flight_store_gpu_blocks.difference_update(transfer.gpu_block_ids)
-        scheduler._release_transfer_refs(scheduler._store_event_to_blocks.pop(event))
-        for name in scheduler._store_event_to_reqs.pop(event, []):
-            state = scheduler._reqs_to_store.get(name)
-            if state is not None:
-                state.store_events.discard(event)
-                if state.finished and not state.store_events:
-                    scheduler._cleanup_store_request(name)
-        return instead(None)
-
-    return around(
-        _process_store_event,
-        when=lambda scheduler, event, *_, **__: event in getattr(scheduler, _STORES, ()),
-        on_fault=_give_up,
-    )
-
-
-def _give_up(scheduler: Any, event: int, *_: Any, **__: Any) -> None:
+def _end_without_result(scheduler: Any, event: int, *_: Any, **__: Any) -> None:
     """End the store without a result. Its blocks become free."""
-    transfer = scheduler._store_event_to_blocks.pop(event, None)
+    transfer = scheduler._store_event_to_blocks.get(event)
     if transfer is not None:
         scheduler._in_flight_store_gpu_blocks.difference_update(transfer.gpu_block_ids)
-        scheduler._release_transfer_refs(transfer)
+        scheduler._release_transfer_refs(scheduler._store_event_to_blocks.pop(event))
     for name in scheduler._store_event_to_reqs.pop(event, []):
         state = scheduler._reqs_to_store.get(name)
         if state is not None:
@@ -298,31 +211,35 @@ def _give_up(scheduler: Any, event: int, *_: Any, **__: Any) -> None:
                 scheduler._cleanup_store_request(name)
 
 
+@fix_around(
+    when=lambda scheduler, event, *_, **__: event in getattr(scheduler, _STORES, ()), on_fault=_end_without_result
+)
+def _process_store_event(scheduler: Any, event: int) -> Steps:
+    getattr(scheduler, _STORES).discard(event)
+    if event not in scheduler._store_event_to_blocks:  # given up at a reset
+        return (yield)
+    return _end_without_result(scheduler, event)
+
+
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
     targets=(
         # wrong in 0.26.0 too, where a worker cannot name failed loads: the functions below differ
-        SIMPLE_COPIES._copy_loop(broken=">=0.32", probe=stubs.cannot_tell, fix=fix_loop, helper=True),
-        SIMPLE_DISK._store_loop(broken=">=0.32", probe=stubs.cannot_tell, fix=_fix_disk("_store_queue")),
-        SIMPLE_DISK._load_loop(broken=">=0.32", probe=stubs.cannot_tell, fix=_fix_disk("_load_queue")),
-        SIMPLE_WORKER.register_kv_caches(broken=">=0.32", probe=stubs.cannot_tell, fix=fix_register, helper=True),
-        SIMPLE_WORKER.bind_connector_metadata(broken=">=0.32", probe=stubs.cannot_tell, fix=is_told, helper=True),
-        SIMPLE_SCHEDULER.build_connector_meta(broken=">=0.32", probe=stubs.cannot_tell, fix=tells_worker, helper=True),
-        SIMPLE_WORKER.get_finished(broken=">=0.32", probe=stubs.cannot_tell, fix=fix_finished, helper=True),
-        SIMPLE_WORKER.build_connector_worker_meta(
-            broken=">=0.32", probe=stubs.cannot_tell, fix=fix_report, helper=True
-        ),
-        SIMPLE_WORKER_METADATA.aggregate(broken=">=0.32", probe=stubs.cannot_tell, fix=fix_aggregate, helper=True),
-        CONNECTOR_BASE.get_transfer_results(broken=">=0.32", probe=stubs.cannot_tell, fix=fix_results, helper=True),
-        SIMPLE_SCHEDULER.update_connector_output(
-            broken=">=0.32", probe=stubs.cannot_tell, fix=fix_scheduler, helper=True
-        ),
-        SIMPLE_SCHEDULER._process_store_event(broken=">=0.32", probe=stubs.cannot_tell, fix=fix_store, helper=True),
+        SIMPLE_COPIES._copy_loop(broken=">=0.32", fix=_survives(4, 4, _noting_gpu), helper=True),
+        SIMPLE_DISK._store_loop(broken=">=0.32", fix=_survives(3, 2, _noting_disk("_store_queue"))),
+        SIMPLE_DISK._load_loop(broken=">=0.32", fix=_survives(3, 2, _noting_disk("_load_queue"))),
+        SIMPLE_WORKER.register_kv_caches(broken=">=0.32", fix=register_kv_caches, helper=True),
+        SIMPLE_WORKER.bind_connector_metadata(broken=">=0.32", fix=bind_connector_metadata, helper=True),
+        SIMPLE_SCHEDULER.build_connector_meta(broken=">=0.32", fix=tells_worker, helper=True),
+        SIMPLE_WORKER.get_finished(broken=">=0.32", fix=get_finished, helper=True),
+        SIMPLE_WORKER.build_connector_worker_meta(broken=">=0.32", fix=build_connector_worker_meta, helper=True),
+        SIMPLE_WORKER_METADATA.aggregate(broken=">=0.32", fix=aggregate, helper=True),
+        CONNECTOR_BASE.get_transfer_results(broken=">=0.32", fix=get_transfer_results, helper=True),
+        SIMPLE_SCHEDULER.update_connector_output(broken=">=0.32", fix=update_connector_output, helper=True),
+        SIMPLE_SCHEDULER._process_store_event(broken=">=0.32", fix=_process_store_event, helper=True),
     ),
     evidence={"KVD629": "", "KVD999": ""},
     scenarios=("simple-offload-copy-fails",),
-    on_fault="closed",
     attaches=AT_START,  # the thread runs
 )

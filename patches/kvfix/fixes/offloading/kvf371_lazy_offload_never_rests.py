@@ -1,16 +1,14 @@
 """An idle engine never rests: with `lazy_offload` SimpleCPUOffloadConnector stores the same blocks again and again.
 
 ## Symptom
-Nothing is logged. Although there is no request, EngineCore uses a whole CPU core, and the GPU keeps copying blocks.
-This begins when the KV of the prompts so far needs more memory than `cpu_bytes_to_use`.
-`vllm:simple_kv_offload_pending_store_blocks` never reaches 0.
+Nothing is logged. EngineCore uses a whole CPU core, and the GPU keeps copying blocks. This begins when the KV of the
+prompts so far needs more memory than `cpu_bytes_to_use`. `vllm:simple_kv_offload_pending_store_blocks` never reaches 0.
 
 ## Cause
 In each step `lazy_offload` stores cached blocks of the GPU's free list that the CPU memory does not have (manager.py
-0.32.0:590-640). A stored block goes to the end of that list, and is checked again later. If the list has more blocks
-than the CPU memory holds, the CPU memory has already evicted the block before that check. `lazy_offload` then stores
-the block again. While a store is in flight, EngineCore runs more steps (`has_pending_push_work`), and each step starts
-a store.
+0.32.0:590-640). A stored block goes to the end of that list, and is checked again. If the list has more blocks than the
+CPU memory holds, the CPU memory has evicted the block before that check. `lazy_offload` then stores the block again.
+While a store is in flight, EngineCore runs more steps (`has_pending_push_work`), and each step starts a store.
 
 ## Fix
 After the last step that computes something, the fix stores no more blocks than the CPU memory holds.
@@ -25,45 +23,32 @@ None known.
 `_prepare_lazy_store_specs` stores a block only once after each use of the block.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Generator
-from types import ModuleType
 from typing import Any
 
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, Steps, fix_around
 from kvfix.fixes.targets import SIMPLE_SCHEDULER
-from kvfix.wrapping import around, instead
 
 #: Of the scheduler: blocks stored since the last step that computes something.
 _STORED = "_kvfix_stored_at_rest"
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def prepare_store_specs(scheduler: Any, output: Any) -> Generator[None, Any, Any] | None:
-        if output.total_num_scheduled_tokens:
-            setattr(scheduler, _STORED, 0)
-            return None
-        if getattr(scheduler, _STORED, 0) >= scheduler.num_cpu_blocks - 1:  # one is the null block
-            return instead(([], [], [], None))
-        return _counted(scheduler)
-
-    return around(prepare_store_specs, when=lambda scheduler, *_, **__: scheduler._lazy_mode)
-
-
-def _counted(scheduler: Any) -> Generator[None, Any, Any]:
+@fix_around(when=lambda scheduler, *_, **__: scheduler._lazy_mode)
+def prepare_store_specs(scheduler: Any, output: Any) -> Steps:
+    stored = getattr(scheduler, _STORED, 0)
+    if output.total_num_scheduled_tokens:
+        setattr(scheduler, _STORED, 0)
+        return (yield)
+    if stored >= scheduler.num_cpu_blocks - 1:  # one is the null block
+        return [], [], [], None
     answer = yield
-    setattr(scheduler, _STORED, getattr(scheduler, _STORED, 0) + len(answer[0]))
+    setattr(scheduler, _STORED, stored + len(answer[0]))
     return answer
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
-    targets=(SIMPLE_SCHEDULER.prepare_store_specs(broken=">=0.32", probe=stubs.cannot_tell, fix=fix),),
-    evidence={},
+    targets=(SIMPLE_SCHEDULER.prepare_store_specs(broken=">=0.32", fix=prepare_store_specs),),
     scenarios=("simple-offload-never-rests",),
     no_patch={"vllm": "what lazy_offload is to store while nothing runs is for vLLM to decide"},
 )

@@ -1,8 +1,7 @@
 """Later requests return wrong text: SimpleCPUOffloadConnector loads less of a sliding window than vLLM caches.
 
 ## Symptom
-Nothing is logged. Later, requests that begin with the same tokens return wrong text. The model has layers of sliding
-windows and several modules that draft (MTP).
+Nothing is logged. The model has layers of sliding windows and several modules that draft (MTP).
 
 ## Cause
 With several modules vLLM keeps some tokens in front of the window (`extra_retained_tokens`, SlidingWindowSpec). A hit
@@ -11,8 +10,7 @@ vLLM allocates the block in front of the window, and nothing is loaded into it (
 0.32.0:484). When the load is done, vLLM caches this block with the others.
 
 ## Fix
-The fix also looks up and loads the blocks in front of the window. If the CPU memory does not have them, there is no
-hit.
+The fix also looks up and loads the blocks in front of the window. Without them in the CPU memory, there is no hit.
 
 ## Releases
 vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
@@ -24,47 +22,11 @@ None known.
 `find_longest_cache_hit` counts `extra_retained_tokens`, or a block that is not loaded is not cached.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import ModuleType
+import sys
 from typing import Any
 
-from kvfix.acting import note
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, fix_after, note
 from kvfix.fixes.targets import SIMPLE_SCHEDULER
-from kvfix.wrapping import after
-
-
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def get_num_new_matched_tokens(
-        scheduler: Any, promise: tuple[int, bool], request: Any, computed: int
-    ) -> tuple[int, bool]:
-        hit, tokens, _ = scheduler._pending_cpu_hits[request.request_id]
-        pool, found = scheduler.cpu_block_pool, []
-        for number, spec in _windows(scheduler):
-            size = scheduler.group_block_sizes[number]
-            keys = module.resolve_block_hashes(request.block_hashes, scheduler.hash_block_size, size)
-            kept = (computed + tokens - spec.sliding_window + 1 - spec.extra_retained_tokens) // size
-            before = computed // size
-            for place in range(max(0, kept - before), len(hit[number])):
-                if hit[number][place].is_null:
-                    blocks = pool.get_cached_block(keys[before + place], [number])
-                    if not blocks:
-                        scheduler._free_pending_cpu_hit(scheduler._pending_cpu_hits.pop(request.request_id))
-                        return 0, False
-                    note(__name__, f"request {request.request_id}: a block in front of its window is loaded")
-                    found.append((number, place, blocks[0]))
-        for number, place, block in found:
-            hit[number][place], _ = block, pool.touch([block])  # an error does not come between the two
-        return promise
-
-    return after(
-        get_num_new_matched_tokens,
-        when=lambda scheduler, promise, *_, **__: promise[0] and _windows(scheduler),
-        on_fault=_not_promised,
-    )
 
 
 def _not_promised(scheduler: Any, promise: Any, request: Any, *_: Any, **__: Any) -> tuple[int, bool]:
@@ -80,13 +42,34 @@ def _windows(scheduler: Any) -> list[tuple[int, Any]]:
     return [(number, spec) for number, spec in groups if getattr(spec, "extra_retained_tokens", 0)]
 
 
+@fix_after(when=lambda scheduler, promise, *_, **__: promise[0] and _windows(scheduler), on_fault=_not_promised)
+def get_num_new_matched_tokens(
+    scheduler: Any, promise: tuple[int, bool], request: Any, computed: int
+) -> tuple[int, bool]:
+    module: Any = sys.modules[SIMPLE_SCHEDULER.module]
+    hit, tokens, _ = scheduler._pending_cpu_hits[request.request_id]
+    pool, found = scheduler.cpu_block_pool, []
+    for number, spec in _windows(scheduler):
+        size = scheduler.group_block_sizes[number]
+        keys = module.resolve_block_hashes(request.block_hashes, scheduler.hash_block_size, size)
+        kept = (computed + tokens - spec.sliding_window + 1 - spec.extra_retained_tokens) // size
+        before = computed // size
+        for place in range(max(0, kept - before), len(hit[number])):
+            if hit[number][place].is_null:
+                blocks = pool.get_cached_block(keys[before + place], [number])
+                if not blocks:
+                    return _not_promised(scheduler, promise, request)
+                note(__name__, f"request {request.request_id}: a block in front of its window is loaded")
+                found.append((number, place, blocks[0]))
+    for number, place, block in found:
+        hit[number][place], _ = block, pool.touch([block])  # an error does not come between the two
+    return promise
+
+
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
-    targets=(SIMPLE_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", probe=stubs.cannot_tell, fix=fix),),
-    evidence={},
+    targets=(SIMPLE_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", fix=get_num_new_matched_tokens),),
     scenarios=("simple-offload-window-not-loaded",),
     no_patch={"vllm": "whether a hit has all that is kept, or what is not loaded is not cached, is for vLLM to decide"},
-    on_fault="closed",
 )

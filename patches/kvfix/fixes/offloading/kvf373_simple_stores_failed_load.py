@@ -7,13 +7,11 @@ requests that begin with the same prompt return wrong text. This needs a MultiCo
 and a connector that loads within the step, such as LMCache's in-process connector.
 
 ## Cause
-SimpleCPUOffloadConnector counts tokens that another connector loads in a step as computed, and stores their blocks in
-this step (manager.py 0.32.0:840). It does not see that the load has failed, because `update_connector_output` reads
-only its own reports (:1005).
+SimpleCPUOffloadConnector stores blocks in the step in which another connector loads them (manager.py 0.32.0:840).
+`update_connector_output` reads only its own reports (:1005), so it does not see that the load has failed.
 
-At the end of the store it takes the key that each block has at that time (:1081). With kv_load_failure_policy "fail"
-vLLM has removed the keys from the failed blocks, and the assertion fails. With "recompute" the blocks still have their
-keys, or have them again, and later requests find the wrong KV under them.
+At the end of the store it takes the key that each block has then (:1081). With kv_load_failure_policy "fail" the failed
+blocks have no key, and the assertion fails. With "recompute" later requests find the wrong KV under the keys.
 
 ## Fix
 The fix also reads the failed blocks of the report that `update_connector_output` gets. The fix removes three kinds of
@@ -31,39 +29,35 @@ None known.
 `update_connector_output` handles `invalid_block_ids`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, fix_before, note
 from kvfix.fixes.targets import SIMPLE_SCHEDULER
-from kvfix.wrapping import GO_ON, before
+from kvfix.wrapping import GO_ON
 
 #: Of the scheduler: store -> blocks of the GPU that are given up when it is over.
 _GIVEN_UP = "_kvfix_given_up"
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def update_connector_output(scheduler: Any, output: Any) -> None:
-        bad = _bad(scheduler, output.invalid_block_ids)
-        given_up = vars(scheduler).setdefault(_GIVEN_UP, {})
-        for event in given_up.keys() - scheduler._store_event_to_blocks.keys():
-            del given_up[event]
-        for event, transfer in scheduler._store_event_to_blocks.items():
-            lost = {block for block in transfer.gpu_block_ids if block in bad or _has_no_key(scheduler, block)}
-            if lost:
-                note(__name__, f"{len(lost)} blocks of store {event} do not count")
-                given_up[event] = given_up.get(event, set()) | lost
+def _give_up_all(scheduler: Any, *_: Any, **__: Any) -> Any:
+    stores = scheduler._store_event_to_blocks.items()
+    setattr(scheduler, _GIVEN_UP, {event: set(transfer.gpu_block_ids) for event, transfer in stores})
+    return GO_ON
 
-    return before(
-        update_connector_output,
-        when=lambda scheduler, output, *_, **__: output.invalid_block_ids,
-        on_fault=_give_up_all,
-    )
+
+@fix_before(when=lambda scheduler, output, *_, **__: output.invalid_block_ids, on_fault=_give_up_all)
+def update_connector_output(scheduler: Any, output: Any) -> None:
+    bad, blocks = _bad(scheduler, output.invalid_block_ids), scheduler._gpu_block_pool.blocks
+    given_up = vars(scheduler).setdefault(_GIVEN_UP, {})
+    for event in given_up.keys() - scheduler._store_event_to_blocks.keys():
+        del given_up[event]
+    for event, transfer in scheduler._store_event_to_blocks.items():
+        lost = {block for block in transfer.gpu_block_ids if block in bad or blocks[block].block_hash is None}
+        if lost:
+            note(__name__, f"{len(lost)} blocks of store {event} do not count")
+            given_up[event] = given_up.get(event, set()) | lost
 
 
 def _bad(scheduler: Any, failed: Collection[int]) -> set[int]:
@@ -76,36 +70,6 @@ def _bad(scheduler: Any, failed: Collection[int]) -> set[int]:
     return bad
 
 
-def _has_no_key(scheduler: Any, block: int) -> bool:
-    return scheduler._gpu_block_pool.blocks[block].block_hash is None
-
-
-def fix_store(module: ModuleType) -> Callable[..., Any]:
-    def _process_store_event(scheduler: Any, event: int) -> None:
-        lost = getattr(scheduler, _GIVEN_UP).pop(event)
-        whole = scheduler._store_event_to_blocks.get(event)
-        if whole is not None:  # else given up at a reset
-            kept, gone = _part(whole, lambda block: block not in lost), _part(whole, lambda block: block in lost)
-            scheduler._in_flight_store_gpu_blocks.difference_update(lost)
-            # In one statement: an error does not come between the two.
-            scheduler._store_event_to_blocks[event], _ = kept, scheduler._release_transfer_refs(gone)
-
-    return before(
-        _process_store_event,
-        when=lambda scheduler, event, *_, **__: event in getattr(scheduler, _GIVEN_UP, ()),
-        on_fault=_give_up,
-    )
-
-
-def _give_up_all(scheduler: Any, *_: Any, **__: Any) -> Any:
-    setattr(
-        scheduler,
-        _GIVEN_UP,
-        {event: set(transfer.gpu_block_ids) for event, transfer in scheduler._store_event_to_blocks.items()},
-    )
-    return GO_ON
-
-
 def _give_up(scheduler: Any, event: int, *_: Any, **__: Any) -> Any:
     """Free all blocks of the store. No request finds them."""
     transfer = scheduler._store_event_to_blocks.get(event)
@@ -116,6 +80,17 @@ def _give_up(scheduler: Any, event: int, *_: Any, **__: Any) -> Any:
     return GO_ON
 
 
+@fix_before(when=lambda scheduler, event, *_, **__: event in getattr(scheduler, _GIVEN_UP, ()), on_fault=_give_up)
+def _process_store_event(scheduler: Any, event: int) -> None:
+    lost = getattr(scheduler, _GIVEN_UP).pop(event)
+    whole = scheduler._store_event_to_blocks.get(event)
+    if whole is not None:  # else given up at a reset
+        kept, gone = _part(whole, lambda block: block not in lost), _part(whole, lambda block: block in lost)
+        scheduler._in_flight_store_gpu_blocks.difference_update(lost)
+        # In one statement: an error does not come between the two.
+        scheduler._store_event_to_blocks[event], _ = kept, scheduler._release_transfer_refs(gone)
+
+
 def _part(transfer: Any, wanted: Callable[[int], bool]) -> Any:
     """Return the same transfer with only some of its blocks."""
     places = [place for place, block in enumerate(transfer.gpu_block_ids) if wanted(block)]
@@ -123,17 +98,17 @@ def _part(transfer: Any, wanted: Callable[[int], bool]) -> Any:
     return type(transfer)(*(None if column is None else [column[place] for place in places] for column in columns))
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """A store of block 3 is done, whose load has failed in the same step. Wrong is to have it found by its key."""
     found: list[Any] = []
-    block = SimpleNamespace(
+    block = stubs.Stub(
         block_id=3, block_hash=b"key", block_hash_num_tokens=16, is_null=False, ref_cnt=1, reset_hash=lambda: None
     )
-    pool = SimpleNamespace(
+    pool = stubs.Stub(
         blocks={3: block}, cached_block_hashes_by_block={}, free_blocks=list,
         _insert_block_hash=lambda *args, **_: found.append(args),
     )  # fmt: skip
-    state = SimpleNamespace(block_ids=([3],), store_events={7}, finished=False, num_stored_blocks=[1])
+    state = stubs.Stub(block_ids=([3],), store_events={7}, finished=False, num_stored_blocks=[1])
     kind = module.SimpleCPUOffloadScheduler
     scheduler = kind.__new__(kind)
     vars(scheduler).update(
@@ -143,7 +118,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
         _reqs_to_store={stubs.NAME: state}, _store_event_pending_counts={}, _expected_worker_count=1,
     )  # fmt: skip
     report = module.SimpleCPUOffloadWorkerMetadata(completed_store_events={7: 1})
-    output = SimpleNamespace(
+    output = stubs.Stub(
         finished_recving=None, failed_recving=None, invalid_block_ids={3}, kv_connector_worker_meta=report
     )
     hook(scheduler, output)
@@ -152,13 +127,11 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(
-        SIMPLE_SCHEDULER.update_connector_output(broken=">=0.32", probe=shows_bug, fix=fix),
-        SIMPLE_SCHEDULER._process_store_event(broken=">=0.32", probe=stubs.cannot_tell, fix=fix_store, helper=True),
+        SIMPLE_SCHEDULER.update_connector_output(broken=">=0.32", probe=shows_bug, fix=update_connector_output),
+        SIMPLE_SCHEDULER._process_store_event(broken=">=0.32", fix=_process_store_event, helper=True),
     ),
     evidence={"KVR011": "^update_(from|connector)_output: AssertionError", "KVD1388": ""},
     scenarios=("simple-offload-stores-failed-load", "simple-offload-store-asserts"),
-    on_fault="closed",
 )

@@ -2,8 +2,7 @@
 
 ## Symptom
 With `kv_load_failure_policy=recompute` and a connector that loads between steps, the log has `Recovered from KV load
-failure: 1 request(s) rescheduled`. Then the request waits for ever, although all blocks are free: `Running: 0 reqs,
-Waiting: 1 reqs`. Requests behind it wait too.
+failure: 1 request(s) rescheduled`, and then `Running: 0 reqs, Waiting: 1 reqs` for ever, although all blocks are free.
 
 ## Cause
 To avoid a deadlock between loads, vLLM reserves the blocks that all prefills in flight still need. vLLM admits a load
@@ -25,30 +24,20 @@ None known.
 vLLM removes a request whose load failed from `_inflight_prefills`.
 """
 
-from __future__ import annotations
-
 import inspect
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, fix_after, note
 from kvfix.fixes.targets import SCHEDULER
-from kvfix.wrapping import after
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def _update_waiting_for_remote_kv(scheduler: Any, answer: None, request: Any) -> None:
-        if request in scheduler._inflight_prefills:
-            note(__name__, f"request {request.request_id}: its load has failed")
-        scheduler._inflight_prefills.discard(request)
-        return answer
-
-    return after(
-        _update_waiting_for_remote_kv, when=lambda scheduler, answer, request, *_, **__: not request.num_computed_tokens
-    )
+@fix_after(when=lambda scheduler, answer, request, *_, **__: not request.num_computed_tokens)
+def forget_failed_load(scheduler: Any, answer: None, request: Any) -> None:
+    if request in scheduler._inflight_prefills:
+        note(__name__, f"request {request.request_id}: its load has failed")
+    scheduler._inflight_prefills.discard(request)
+    return answer
 
 
 class _Request:
@@ -57,28 +46,24 @@ class _Request:
     num_tokens = 100
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """A load that failed completely. A scheduler without a list of prefills in flight cannot have the bug."""
     if "_inflight_prefills" not in inspect.unwrap(module.Scheduler.__init__).__code__.co_names:
         return False
     request = _Request()
-    scheduler = SimpleNamespace(
-        connector=object(),
-        failed_recving_kv_req_ids={request.request_id},
-        finished_recving_kv_req_ids={request.request_id},
-        kv_cache_manager=SimpleNamespace(free=lambda request: None),
-        _inflight_prefills={request},
+    scheduler = stubs.Stub(
+        connector=object(), failed_recving_kv_req_ids={stubs.NAME}, finished_recving_kv_req_ids={stubs.NAME},
+        kv_cache_manager=stubs.Stub(free=lambda request: None), _inflight_prefills={request},
         _mark_prefix_replay=lambda *_, **__: 0,
-    )
+    )  # fmt: skip
     hook(scheduler, request)
     return request in scheduler._inflight_prefills
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
-    targets=(SCHEDULER._update_waiting_for_remote_kv(broken=">=0.26.0", probe=shows_bug, fix=fix),),
+    targets=(SCHEDULER._update_waiting_for_remote_kv(broken=">=0.26.0", probe=shows_bug, fix=forget_failed_load),),
     evidence={"KVD208": "", "KVD303": ""},
     scenarios=("failed-load-reserves-itself",),
 )

@@ -1,8 +1,7 @@
 """Later requests return wrong text: blocks whose load failed stay in vLLM's prefix cache.
 
 ## Symptom
-`Recovered from KV load failure: ... request(s) rescheduled (... tokens affected).` Later, wrong text in requests that
-begin with the same prompt.
+The log has `Recovered from KV load failure: ... request(s) rescheduled (... tokens affected).`
 
 ## Cause
 With kv_load_failure_policy "recompute" vLLM keeps the blocks in the prefix cache, because the request recomputes them
@@ -26,40 +25,26 @@ None known; https://github.com/vllm-project/vllm/pull/26813 decided that the blo
 `_handle_invalid_blocks` evicts them, or caches them again only once they are computed.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _closed, _scheduler, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, fix_after, note
 from kvfix.fixes.targets import SCHEDULER
-from kvfix.wrapping import after
 
 
-def fix(scheduler: ModuleType) -> Callable[..., Any]:
-    def _update_requests_with_invalid_blocks(
-        scheduler: Any, answer: Any, requests: Any, invalid_block_ids: Any, *more: Any
-    ) -> Any:
-        for _, first, own in _scheduler.failed(scheduler, answer[0], invalid_block_ids, *more):
-            note(__name__, f"{len(own) - first} blocks after a failed load are not cached")
-            _evict(scheduler.kv_cache_manager, set(own[first:]))
-        blocks = scheduler.kv_cache_manager.block_pool.blocks
-        cached = [blocks[block] for block in invalid_block_ids if blocks[block].block_hash]
-        if cached and (any(_is_free(block) for block in cached) or _is_a_request_gone(requests, *more)):
-            note(__name__, "free blocks are not cached after a failed load")
-            _evict(scheduler.kv_cache_manager, {block.block_id for block in blocks if _is_free(block)})
-        return answer
-
-    return after(_update_requests_with_invalid_blocks, on_fault=_closed.forget_cached)
-
-
-def _is_free(block: Any) -> bool:
-    return not block.ref_cnt
+@fix_after(on_fault=_closed.forget_cached)
+def evict_failed(scheduler: Any, answer: Any, requests: Any, invalid_block_ids: Any, *more: Any) -> Any:
+    for _, first, own in _scheduler.failed(scheduler, answer[0], invalid_block_ids, *more):
+        note(__name__, f"{len(own) - first} blocks after a failed load are not cached")
+        _evict(scheduler.kv_cache_manager, set(own[first:]))
+    blocks = scheduler.kv_cache_manager.block_pool.blocks
+    cached = [blocks[block] for block in invalid_block_ids if blocks[block].block_hash]
+    if cached and (not all(block.ref_cnt for block in cached) or _is_a_request_gone(requests, *more)):
+        note(__name__, "free blocks are not cached after a failed load")
+        _evict(scheduler.kv_cache_manager, {block.block_id for block in blocks if not block.ref_cnt})
+    return answer
 
 
 def _is_a_request_gone(running: Any, scheduled: Any = (), *_: Any) -> bool:
@@ -75,7 +60,7 @@ def _evict(manager: Any, blocks: set[int]) -> None:
             manager.block_pool._maybe_evict_cached_block(manager.block_pool.blocks[block])
 
 
-def shows_bug(hook: Callable[..., Any], scheduler: ModuleType) -> bool:
+def shows_bug(hook: Any, scheduler: Any) -> bool:
     """One running request, one failed block. Wrong is to evict it neither in the hook nor in its caller."""
     evicted: list[Any] = []
     stub = _scheduler.running(stubs.request(32, num_computed_tokens=20, num_cached_tokens=16))
@@ -88,13 +73,10 @@ def shows_bug(hook: Callable[..., Any], scheduler: ModuleType) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
-    targets=(SCHEDULER._update_requests_with_invalid_blocks(broken=">=0.11.2", probe=shows_bug, fix=fix, place=2),),
-    evidence={"KVD302": "", "KVD303": "", "KVD1090": ""},
-    scenarios=(
-        "failed-load-gone-under-way",
-        "failed-load-stays-cached",
+    targets=(
+        SCHEDULER._update_requests_with_invalid_blocks(broken=">=0.11.2", probe=shows_bug, fix=evict_failed, place=2),
     ),
-    on_fault="closed",
+    evidence={"KVD302": "", "KVD303": "", "KVD1090": ""},
+    scenarios=("failed-load-gone-under-way", "failed-load-stays-cached"),
 )

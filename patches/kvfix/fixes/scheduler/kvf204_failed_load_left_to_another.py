@@ -6,14 +6,12 @@ wrong text if it began in the same step, and with the same prompt, as a request 
 
 ## Cause
 When a connector loads within the step, vLLM puts the blocks into its prefix cache before the load is done. So other
-requests that are admitted in this step share these blocks. If the load fails, vLLM rolls back only the first of these
-requests to the failed block. The other requests count all tokens as computed (scheduler.py 0.32.0:3295). If the first
-request is then aborted or preempted, or takes more than one step, the other requests read blocks that were never
-written.
+requests of this step share these blocks. If the load fails, vLLM rolls back only the first of these requests to the
+failed block. The other requests count all tokens as computed (scheduler.py 0.32.0:3295). If the first request is then
+aborted or preempted, or takes more than one step, the other requests read blocks that were never written.
 
 ## Fix
-The fix rolls back each request to its own first failed block. Two requests that compute a shared block write the same
-KV into it.
+The fix rolls back each request to its own first failed block. Requests that share a block write the same KV into it.
 
 ## Releases
 vLLM 0.11.2 to 0.33.0, with kv_load_failure_policy "recompute".
@@ -26,39 +24,30 @@ https://github.com/vllm-project/vllm/pull/26813 vLLM decided not to roll back th
 `_update_requests_with_invalid_blocks` rolls back every request.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _scheduler, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, fix_after, note
 from kvfix.fixes.targets import SCHEDULER
-from kvfix.wrapping import after
 
 
-def fix(scheduler: ModuleType) -> Callable[..., Any]:
-    def _update_requests_with_invalid_blocks(
-        scheduler: Any, answer: Any, requests: Any, invalid_block_ids: Any, *more: Any
-    ) -> Any:
-        for name, first, _ in _scheduler.failed(scheduler, answer[0], invalid_block_ids, *more):
-            request = scheduler.requests[name]
-            if request.num_computed_tokens > first * scheduler.block_size:
-                note(__name__, f"request {name} is rolled back to {first * scheduler.block_size} tokens")
-                request.num_computed_tokens = first * scheduler.block_size
-        return answer
-
-    def from_the_start(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
-        for name in answer[0]:
-            scheduler.requests[name].num_computed_tokens = 0
-        return answer
-
-    return after(_update_requests_with_invalid_blocks, on_fault=from_the_start)
+def from_the_start(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
+    for name in answer[0]:
+        scheduler.requests[name].num_computed_tokens = 0
+    return answer
 
 
-def shows_bug(hook: Callable[..., Any], scheduler: ModuleType) -> bool:
+@fix_after(on_fault=from_the_start)
+def roll_back_all(scheduler: Any, answer: Any, requests: Any, invalid_block_ids: Any, *more: Any) -> Any:
+    for name, first, _ in _scheduler.failed(scheduler, answer[0], invalid_block_ids, *more):
+        request = scheduler.requests[name]
+        if request.num_computed_tokens > first * scheduler.block_size:
+            note(__name__, f"request {name} is rolled back to {first * scheduler.block_size} tokens")
+            request.num_computed_tokens = first * scheduler.block_size
+    return answer
+
+
+def shows_bug(hook: Any, scheduler: Any) -> bool:
     """Two requests that share the failed block. Wrong is to roll back only one of them."""
     both = [stubs.request(32, request_id=name, num_computed_tokens=20, num_cached_tokens=16) for name in "ab"]
     _scheduler.roll_back(hook, *both)
@@ -67,9 +56,9 @@ def shows_bug(hook: Callable[..., Any], scheduler: ModuleType) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
-    targets=(SCHEDULER._update_requests_with_invalid_blocks(broken=">=0.11.2", probe=shows_bug, fix=fix, place=3),),
+    targets=(
+        SCHEDULER._update_requests_with_invalid_blocks(broken=">=0.11.2", probe=shows_bug, fix=roll_back_all, place=3),
+    ),
     scenarios=("failed-load-left-to-another",),
-    on_fault="closed",
 )

@@ -16,14 +16,12 @@ and vLLM keeps the output of the last chunk as the first token.
 
 The worker uses the last token that it sampled as the next token of the request (gpu_model_runner.py 0.32.0:1846).
 Runner V2 continues from its own position (gpu/model_runner.py 0.32.0:1244), even without asynchronous scheduling. vLLM
-also does not check a request that was preempted before the failure was reported. vLLM keeps the output of this request
-from the failed step.
+also keeps the failed step's output of a request that was preempted before the failure was reported.
 
 ## Fix
-The fix preempts a request that is rolled back. The preemption drops the request's outputs in flight in the scheduler
-and in the worker. When vLLM schedules the request again, it is computed, and not loaded from LMCache. If vLLM has
-already preempted the request, the fix only drops the request's outputs in flight. KVF203 handles the blocks of this
-request. KVF007 handles the KV that LMCache stores for this request.
+The fix preempts a request that is rolled back, and drops its outputs in flight in the scheduler and in the worker. vLLM
+then computes the request, and loads nothing for it from LMCache. If vLLM has already preempted the request, the fix
+only drops the outputs. KVF203 handles its blocks, and KVF007 the KV that LMCache stores for it.
 
 ## Releases
 vLLM 0.11.2 to 0.33.0 with asynchronous scheduling or with runner V2. vLLM 0.32.0 and 0.33.0 with pipeline parallelism;
@@ -38,18 +36,16 @@ https://github.com/vllm-project/vllm/pull/53298 (open).
 `_update_requests_with_invalid_blocks` resets the outputs in flight.
 """
 
-from __future__ import annotations
-
+import sys
 import time
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _closed, _in_flight, _scheduler, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, fix_around, note
 from kvfix.fixes.targets import LMCACHE_V1, SCHEDULER
-from kvfix.wrapping import after, around, instead
+from kvfix.wrapping import after, instead
 
 
 def fix(module: ModuleType) -> Callable[..., Any]:
@@ -104,32 +100,28 @@ def _is_to_compute(request: Any) -> bool:
     return getattr(request, "_kvfix_compute", False)
 
 
-def fix_lookup(adapter: ModuleType) -> Callable[..., Any]:
-    load_spec = adapter.LoadSpec
-
-    def get_num_new_matched_tokens(impl: Any, request: Any, num_computed_tokens: int) -> Any:
-        request._kvfix_compute = False
-        # a resumed request needs a LoadSpec with its computed tokens (KVF002)
-        impl.load_specs[request.request_id] = load_spec(num_computed_tokens, 0, can_load=False)
-        return instead(0)
-
-    def no_hit(impl: Any, request: Any, *_: Any, **__: Any) -> int:
-        impl.load_specs.pop(request.request_id, None)
-        return 0
-
-    return around(
-        get_num_new_matched_tokens, when=lambda impl, request, *_, **__: _is_to_compute(request), on_fault=no_hit
-    )
+def _no_hit(impl: Any, request: Any, *_: Any, **__: Any) -> int:
+    impl.load_specs.pop(request.request_id, None)
+    return 0
 
 
-def shows_bug(hook: Callable[..., Any], scheduler: ModuleType) -> bool:
+@fix_around(when=lambda impl, request, *_, **__: _is_to_compute(request), on_fault=_no_hit)
+def compute_again(impl: Any, request: Any, num_computed_tokens: int) -> Any:
+    adapter: Any = sys.modules[LMCACHE_V1.module]
+    request._kvfix_compute = False
+    # a resumed request needs a LoadSpec with its computed tokens (KVF002)
+    impl.load_specs[request.request_id] = adapter.LoadSpec(num_computed_tokens, 0, can_load=False)
+    return instead(0)
+
+
+def shows_bug(hook: Any, scheduler: Any) -> bool:
     """One running request with two tokens in flight. Wrong is to keep waiting for both."""
     request = stubs.request(32, num_computed_tokens=20, num_cached_tokens=16, num_output_placeholders=2)
     _scheduler.roll_back(hook, request)
     return bool(request.num_output_placeholders == 2 and not _is_to_compute(request))
 
 
-def lookup_is_needed(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+def lookup_is_needed(hook: Any, adapter: Any) -> bool:
     """A request that must be computed. Wrong is to promise it the hit."""
     impl = stubs.scheduler_side(lookup_client=stubs.lookup_client(256))
     return bool(hook(impl, stubs.request(300, _kvfix_compute=True), 0))
@@ -137,7 +129,6 @@ def lookup_is_needed(hook: Callable[..., Any], adapter: ModuleType) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(
         SCHEDULER._update_requests_with_invalid_blocks(broken=">=0.11.2", probe=shows_bug, fix=fix, place=4),
@@ -148,20 +139,12 @@ FIX = Fix(
             broken=">=0.11.2,<0.32", probe=_in_flight.is_needed, fix=_in_flight.fix_output, helper=True
         ),
         LMCACHE_V1.get_num_new_matched_tokens(
-            broken=">=0.3.10", probe=lookup_is_needed, fix=fix_lookup, place=6, helper=True
+            broken=">=0.3.10", probe=lookup_is_needed, fix=compute_again, place=6, helper=True
         ),
     ),
-    scenarios=(
-        "failed-load-keeps-output",
-        "failed-load-keeps-output-of-stages",
-        "failed-load-preempted-under-way",
-    ),
+    scenarios=("failed-load-keeps-output", "failed-load-keeps-output-of-stages", "failed-load-preempted-under-way"),
     no_patch={
-        "vllm": (
-            "https://github.com/vllm-project/vllm/pull/49252 and"
-            " https://github.com/vllm-project/vllm/pull/45146"
-            " are open, and fix it in the runner, which cannot be tried without a GPU"
-        )
+        "vllm": "https://github.com/vllm-project/vllm/pull/49252 and https://github.com/vllm-project/vllm/pull/45146"
+        " are open, and fix it in the runner, which cannot be tried without a GPU"
     },
-    on_fault="closed",
 )

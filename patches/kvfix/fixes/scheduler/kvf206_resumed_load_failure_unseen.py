@@ -6,8 +6,7 @@ wrong text, also with kv_load_failure_policy "fail".
 
 ## Cause
 vLLM looks for failed blocks among the first `num_cached_tokens` of each running request (scheduler.py 0.15.1:2007).
-This is the number of tokens that were cached when the request was first scheduled. The tokens that the request loads
-after a resume are beyond this number.
+These tokens were cached when the request was first scheduled. Tokens that are loaded after a resume come later.
 
 ## Fix
 While `_update_requests_with_invalid_blocks` runs, the fix extends the number to the last failed block of the request.
@@ -22,42 +21,12 @@ None known; fixed in 0.20.2, which counts from `num_computed_tokens`.
 vLLM 0.15.1 is no longer in use.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Generator
-from types import ModuleType
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import _scheduler, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, Steps, fix_around, note
 from kvfix.fixes.targets import SCHEDULER
-from kvfix.wrapping import GO_ON, around
-
-
-def fix(scheduler: ModuleType) -> Callable[..., Any]:
-    def _update_requests_with_invalid_blocks(
-        scheduler: Any, requests: Any, invalid_block_ids: Any, *_: Any
-    ) -> Generator[None, Any, Any]:
-        before = [(request, request.num_cached_tokens) for request in requests]
-        try:
-            for request, cached in before:
-                (blocks,) = scheduler.kv_cache_manager.get_block_ids(request.request_id)
-                failed = [place for place, block in enumerate(blocks) if block in invalid_block_ids]
-                if failed:
-                    note(__name__, f"request {request.request_id}: {len(failed)} failed blocks")
-                    request.num_cached_tokens = max(cached, (failed[-1] + 1) * scheduler.block_size)
-            return (yield)
-        finally:
-            for request, cached in before:
-                request.num_cached_tokens = cached
-
-    # Requests with loads between steps come as an iterator and are checked in another way.
-    return around(
-        _update_requests_with_invalid_blocks,
-        when=lambda scheduler, requests, invalid_block_ids, *more: _scheduler.is_within_step(*more),
-        on_fault=_all_cached,
-    )
+from kvfix.wrapping import GO_ON
 
 
 def _all_cached(scheduler: Any, *_: Any, **__: Any) -> Any:
@@ -67,7 +36,26 @@ def _all_cached(scheduler: Any, *_: Any, **__: Any) -> Any:
     return GO_ON
 
 
-def shows_bug(hook: Callable[..., Any], scheduler: ModuleType) -> bool:
+# Requests with loads between steps come as an iterator and are checked in another way.
+@fix_around(
+    when=lambda scheduler, requests, invalid_block_ids, *more: _scheduler.is_within_step(*more), on_fault=_all_cached
+)
+def check_further(scheduler: Any, requests: Any, invalid_block_ids: Any, *_: Any) -> Steps:
+    before = [(request, request.num_cached_tokens) for request in requests]
+    try:
+        for request, cached in before:
+            (blocks,) = scheduler.kv_cache_manager.get_block_ids(request.request_id)
+            failed = [place for place, block in enumerate(blocks) if block in invalid_block_ids]
+            if failed:
+                note(__name__, f"request {request.request_id}: {len(failed)} failed blocks")
+                request.num_cached_tokens = max(cached, (failed[-1] + 1) * scheduler.block_size)
+        return (yield)
+    finally:
+        for request, cached in before:
+            request.num_cached_tokens = cached
+
+
+def shows_bug(hook: Any, scheduler: Any) -> bool:
     """No token was cached at first, 16 tokens at the resume, and their block has failed. Wrong is to miss it."""
     affected, *_ = _scheduler.roll_back(hook, stubs.request(32, num_computed_tokens=20, num_cached_tokens=0))
     return not affected
@@ -75,11 +63,11 @@ def shows_bug(hook: Callable[..., Any], scheduler: ModuleType) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
     targets=(
-        SCHEDULER._update_requests_with_invalid_blocks(broken=">=0.11.2,<0.20", probe=shows_bug, fix=fix, place=5),
+        SCHEDULER._update_requests_with_invalid_blocks(
+            broken=">=0.11.2,<0.20", probe=shows_bug, fix=check_further, place=5
+        ),
     ),
     scenarios=("resumed-load-failure-unseen",),
-    on_fault="closed",
 )

@@ -10,15 +10,13 @@ first request for which it has no blocks (scheduler.py 0.32.0:1275-1282). A load
 requests need are free (:1249). Without `scheduler_reserve_full_isl`, vLLM does not check that the blocks for the rest
 of the load's own prompt are free.
 
-With the policy "first come, first served" vLLM tries the last admitted request last. With priorities, vLLM may try the
-last admitted request first. The requests behind this request hold all blocks that they need, but wait for this request.
-This request waits for their blocks. The same happens if the first request still has to load, because vLLM then reserves
-the blocks of all loads in flight.
+With priorities, vLLM may try the last admitted request first. The requests behind this request hold all blocks that
+they need, but wait for this request, which waits for their blocks. The same happens if the first request still has to
+load, because vLLM then reserves the blocks of all loads in flight.
 
 ## Fix
 The fix acts after a step that scheduled nothing because of a request without enough blocks. In the next step, the fix
-lets the first other request whose blocks are free run before this request. The other request runs, ends, and frees its
-blocks.
+lets the first other request whose blocks are free run before this request.
 
 ## Mixed roll-out
 The fix acts in one engine. Engines with and without the fix work together. The fix is opt-in because it changes the
@@ -35,36 +33,28 @@ about the case without priorities, which 0.32.0 solves in another way.
 `schedule` tries the next request that holds blocks.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Generator, Iterator
-from types import ModuleType
+from collections.abc import Iterator
 from typing import Any
 
-from kvfix.acting import note
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, Steps, fix_around, note
 from kvfix.fixes.targets import SCHEDULER
-from kvfix.wrapping import around
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def schedule(scheduler: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
-        queue, aside = scheduler.kv_holding_waiting, _to_step_aside(scheduler)
+# Steps in which no waiting request holds blocks are almost all.
+@fix_around(when=lambda scheduler, *_, **__: scheduler.kv_holding_waiting)
+def schedule(scheduler: Any, *_: Any, **__: Any) -> Steps:
+    queue, aside = scheduler.kv_holding_waiting, _to_step_aside(scheduler)
+    if aside:
+        note(__name__, f"request {aside[0].request_id} steps aside")
+        queue.remove_requests(aside)
+    try:
+        output = yield
+    finally:
         if aside:
-            note(__name__, f"request {aside[0].request_id} steps aside")
-            queue.remove_requests(aside)
-        try:
-            output = yield
-        finally:
-            if aside:
-                queue.prepend_requests(reversed(aside))
-        is_idle = not scheduler.running and not output.total_num_scheduled_tokens
-        scheduler._kvfix_refused = next(_ready(scheduler), None) if is_idle else None
-        return output
-
-    # Steps in which no waiting request holds blocks are almost all.
-    return around(schedule, when=lambda scheduler, *_, **__: scheduler.kv_holding_waiting)
+            queue.prepend_requests(reversed(aside))
+    is_idle = not scheduler.running and not output.total_num_scheduled_tokens
+    scheduler._kvfix_refused = next(_ready(scheduler), None) if is_idle else None
+    return output
 
 
 def _ready(scheduler: Any) -> Iterator[Any]:
@@ -85,23 +75,18 @@ def _to_step_aside(scheduler: Any) -> list[Any]:
         if not aside and request is not refused:
             return []
         needs = scheduler._request_remaining_blocks(request)
-        if needs + (_kept_back(scheduler, request) if request is refused else 0) <= free:
+        if request is refused and request.request_id not in scheduler.finished_recving_kv_req_ids:
+            needs += scheduler._inflight_prefill_reserved_blocks()  # a load leaves these blocks free (:1249)
+        if needs <= free:
             return aside
         aside.append(request)
     return []
 
 
-def _kept_back(scheduler: Any, request: Any) -> int:
-    """Return the number of blocks that a load leaves to the requests in flight (:1249)."""
-    is_loaded = request.request_id in scheduler.finished_recving_kv_req_ids
-    return 0 if is_loaded else int(scheduler._inflight_prefill_reserved_blocks())
-
-
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
-    targets=(SCHEDULER.schedule(broken=">=0.32.0", probe=stubs.cannot_tell, fix=fix),),
+    targets=(SCHEDULER.schedule(broken=">=0.32.0", fix=schedule),),
     evidence={"KVD202": ""},
     scenarios=("loaded-requests-lock-out",),
     # After a step without tokens, for want of blocks, another loaded request goes first; here others free blocks later.

@@ -1,21 +1,18 @@
 """A streaming session returns wrong text with speculative decoding: vLLM never computes the first tokens of an input.
 
 ## Symptom
-Nothing is logged. A session (streaming input) returns wrong text with speculative decoding and without asynchronous
-scheduling. Connectors store the wrong KV under valid keys.
+Nothing is logged. The engine does not use asynchronous scheduling. Connectors store the wrong KV under valid keys.
 
 ## Cause
 A step may return more tokens than the turn has left: the accepted drafts, and one token more. vLLM drops the tokens
 after the stop (`_update_request_with_output`, scheduler.py 0.32.0:2506), but `num_computed_tokens` still counts them.
-The session continues from there (2471). So tokens of the next input take the places of the dropped tokens, and count as
-computed.
+The session continues from there (2471). So tokens of the next input take the places of the dropped tokens.
 
 ## Fix
 When a turn ends, the fix limits its computed tokens to those before its last token. vLLM drops the last token anyway.
 
 ## Releases
-vLLM 0.15.1 to 0.32.0. Asynchronous scheduling is not affected: there `num_output_placeholders` counts the dropped
-tokens.
+vLLM 0.15.1 to 0.32.0. With asynchronous scheduling `num_output_placeholders` counts the dropped tokens.
 
 ## Upstream
 None known; 0.33.0 counts no token that it drops (scheduler.py:2759).
@@ -24,34 +21,17 @@ None known; 0.33.0 counts no token that it drops (scheduler.py:2759).
 vLLM 0.32.0 is no longer in use.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes import _scheduler
+from kvfix.fixes.api import Fix, fix_before, note
 from kvfix.fixes.targets import SCHEDULER
-from kvfix.wrapping import GO_ON, before
+from kvfix.wrapping import GO_ON
 
 
 def _ahead(request: Any) -> int:
     """Return the number of tokens that count as computed, and are not before the last token."""
     return int(request.num_computed_tokens - request.num_output_placeholders - (request.num_tokens - 1))
-
-
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def _handle_stopped_request(scheduler: Any, request: Any) -> None:
-        note(__name__, f"request {request.request_id}: {_ahead(request)} tokens are computed again")
-        request.num_computed_tokens -= _ahead(request)
-
-    return before(
-        _handle_stopped_request,
-        when=lambda scheduler, request, *_, **__: request.resumable and _ahead(request) > 0,
-        on_fault=_last_token_again,
-    )
 
 
 def _last_token_again(scheduler: Any, request: Any, *_: Any, **__: Any) -> Any:
@@ -61,31 +41,24 @@ def _last_token_again(scheduler: Any, request: Any, *_: Any, **__: Any) -> Any:
     return GO_ON
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+@fix_before(
+    when=lambda scheduler, request, *_, **__: request.resumable and _ahead(request) > 0, on_fault=_last_token_again
+)
+def compute_last_again(scheduler: Any, request: Any) -> None:
+    note(__name__, f"request {request.request_id}: {_ahead(request)} tokens are computed again")
+    request.num_computed_tokens -= _ahead(request)
+
+
+def shows_bug(hook: Any, module: Any) -> bool:
     """A turn ends with 22 tokens, and 24 count as computed. Wrong is to continue from 24."""
-    request = stubs.request(
-        22,
-        num_computed_tokens=24,
-        num_output_placeholders=0,
-        num_in_flight_tokens=0,
-        resumable=True,
-        streaming_queue=(),
-    )
-    scheduler = SimpleNamespace(
-        num_waiting_for_streaming_input=0,
-        waiting=SimpleNamespace(add_request=lambda request: None),
-        _enqueue_waiting_request=lambda request: None,
-    )
-    hook(scheduler, request)
-    return bool(request.num_computed_tokens > 22)
+    session, _ = _scheduler.end_turn(hook, computed=24)
+    return bool(session.num_computed_tokens > 22)
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
-    targets=(SCHEDULER._handle_stopped_request(broken=">=0.15.1,<0.33", probe=shows_bug, fix=fix),),
+    targets=(SCHEDULER._handle_stopped_request(broken=">=0.15.1,<0.33", probe=shows_bug, fix=compute_last_again),),
     scenarios=("trimmed-drafts-stay-computed",),
     no_patch={"vllm": "fixed in 0.33.0"},
-    on_fault="closed",
 )

@@ -3,24 +3,21 @@
 ## Symptom
 The log shows `Running: 0 reqs, Waiting: N reqs` for ever, no throughput and no error. The model has layers of full
 attention and of sliding windows (Gemma, gpt-oss), the connector loads between steps, and the KV cache is nearly full.
-Without a connector, requests do not wait for ever: vLLM admits requests that do not fit, and preempts them.
 
 ## Cause
 A request holds only a few blocks of a window at once, however long it is. The number of blocks that the request may
 still need is at most `max_admission_blocks_per_request`. vLLM subtracts from this limit all entries in the request's
-list (`get_num_blocks_to_allocate`, v1/core/single_type_kv_cache_manager.py 0.32.0:215-253). The entries include the
-null blocks in front of the window, and the blocks that a hit skips. After a hit that is longer than the limit, the
-result is 0.
+list (`get_num_blocks_to_allocate`, v1/core/single_type_kv_cache_manager.py 0.32.0:215-253). The entries include null
+blocks in front of the window and blocks that a hit skips. After a hit that is longer than the limit, the result is 0.
 
 vLLM admits a new load if it fits into the blocks that are free and not reserved for the loads in flight (scheduler.py
 0.32.0:1249). A loaded request holds its blocks until it runs. Each of the loaded requests may then need more blocks
 than are free, while the other loaded requests hold all of them.
 
 ## Fix
-The fix calls the function without the limit. The answer is the number of blocks that the list still needs. The fix then
-limits this number to `max_admission_blocks_per_request` minus the blocks that the request has in use. (The fix wraps
-only the managers that recycle blocks. A wrapper in their base class costs a twelfth of the scheduler's time, with 256
-requests.)
+The fix calls the function without the limit, and then limits the answer to `max_admission_blocks_per_request` minus the
+blocks that the request has in use. (The fix wraps only the managers that recycle blocks. A wrapper in their base class
+costs a twelfth of the scheduler's time, with 256 requests.)
 
 ## Releases
 vLLM 0.20.2 to 0.33.0; loads reserve blocks since 0.26.
@@ -32,17 +29,14 @@ None known. For the reason of the limit, see https://github.com/vllm-project/vll
 `get_num_blocks_to_allocate` subtracts no null blocks from the limit.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Generator
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
-from kvfix.acting import note
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, note
 from kvfix.fixes.targets import RECYCLING_MANAGERS
 from kvfix.wrapping import around, replaced
 
@@ -100,9 +94,9 @@ def _in_use(manager: Any, request: str, hit: Any, computed: int) -> int:
     return held + sum(1 for block in hit[skipped:] if not block.is_null and block.ref_cnt > 0)
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """192 of 256 tokens are a hit: the list has or gets 12 blocks for them. The rest needs 4, the limit is 10."""
-    null, block = (SimpleNamespace(is_null=each, ref_cnt=1) for each in (True, False))
+    null, block = (stubs.Stub(is_null=each, ref_cnt=1) for each in (True, False))
     manager = module.SlidingWindowManager.__new__(module.SlidingWindowManager)
     lists: dict[str, Any] = {"req_to_blocks": {}, "num_cached_block": {}}
     window = {"block_size": 16, "sliding_window": 16, "extra_retained_tokens": 0}
@@ -116,7 +110,6 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
     targets=tuple(
         manager.get_num_blocks_to_allocate(broken=">=0.20.2", probe=shows_bug, fix=fix)

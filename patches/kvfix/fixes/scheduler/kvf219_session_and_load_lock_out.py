@@ -5,10 +5,9 @@
 streaming input, and the connector loads between steps.
 
 ## Cause
-vLLM admits a load if the blocks for its whole prompt are free, and reserves these blocks (scheduler.py 0.32.0:1249). A
-running session takes blocks without a check of the reserved blocks. When its turn has ended, the session keeps its
-blocks for its next input. The input needs more blocks, and so does the finished load. `schedule` stops at the first
-request for which it has no blocks (:1282).
+vLLM reserves the blocks for the whole prompt of a load (scheduler.py 0.32.0:1249). A running session takes blocks
+without a check of the reserved blocks, and keeps them after its turn. Its next input needs more blocks, and so does the
+finished load. `schedule` stops at the first request for which it has no blocks (:1282).
 
 ## Fix
 The fix acts when three steps in a row have scheduled nothing, nothing is in flight, and the blocks of one waiting
@@ -32,57 +31,48 @@ https://github.com/vllm-project/vllm/issues/45388, https://github.com/vllm-proje
 vLLM counts a session's blocks as reserved, or a loaded request can return its blocks.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Generator
-from types import ModuleType
 from typing import Any
 
-from kvfix.acting import note
-from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes import _mp
+from kvfix.fixes.api import Fix, Steps, fix_around, note
 from kvfix.fixes.targets import SCHEDULER
-from kvfix.wrapping import around
 
 #: Idle steps after which it is no more waited: a connector may report something in between.
 _STEPS = 3
+_LOADING = "WAITING_FOR_REMOTE_KVS"
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    waiting_for_load = module.RequestStatus.WAITING_FOR_REMOTE_KVS
-    states = module.RequestStatus.WAITING, module.RequestStatus.PREEMPTED
-
-    def schedule(scheduler: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
-        output = yield
-        is_idle = not scheduler.running and not output.total_num_scheduled_tokens
-        scheduler._kvfix_idle = getattr(scheduler, "_kvfix_idle", 0) + 1 if is_idle else 0
-        if scheduler._kvfix_idle >= _STEPS:
-            scheduler._kvfix_idle = 0
-            request = _to_give_back(scheduler, waiting_for_load)
-            if request is not None:
-                note(__name__, f"request {request.request_id} returns its blocks")
-                _give_back(scheduler, request, states)
-        return output
-
-    # Steps in which no waiting request holds blocks are almost all.
-    return around(schedule, when=lambda scheduler, *_, **__: scheduler.kv_holding_waiting)
+# Steps in which no waiting request holds blocks are almost all.
+@fix_around(when=lambda scheduler, *_, **__: scheduler.kv_holding_waiting)
+def schedule(scheduler: Any, *_: Any, **__: Any) -> Steps:
+    output = yield
+    is_idle = not scheduler.running and not output.total_num_scheduled_tokens
+    scheduler._kvfix_idle = getattr(scheduler, "_kvfix_idle", 0) + 1 if is_idle else 0
+    if scheduler._kvfix_idle >= _STEPS:
+        scheduler._kvfix_idle = 0
+        request = _to_give_back(scheduler)
+        if request is not None:
+            note(__name__, f"request {request.request_id} returns its blocks")
+            _give_back(scheduler, request)
+    return output
 
 
-def _to_give_back(scheduler: Any, waiting_for_load: Any) -> Any:
+def _to_give_back(scheduler: Any) -> Any:
     """Return the last loaded request, if another request that holds blocks can run only with its blocks."""
     if any(request.is_finished() for request in scheduler.requests.values()):
         return None  # its blocks come free when they are stored
     ready, manager = [], scheduler.kv_cache_manager
     for request in scheduler.kv_holding_waiting:
-        if request.status is waiting_for_load and request.request_id not in scheduler.finished_recving_kv_req_ids:
+        if request.status.name == _LOADING and request.request_id not in scheduler.finished_recving_kv_req_ids:
             return None  # something is in flight
-        if request.status.name in ("WAITING", "PREEMPTED", waiting_for_load.name):
+        if request.status.name in ("WAITING", "PREEMPTED", _LOADING):
             ready.append(request)
     loaded = [request for request in ready if not request.resumable and not request.num_in_flight_tokens]
     if len(ready) < 2 or not loaded:
         return None
     trackers = getattr(scheduler.connector, "request_trackers", {})
-    loaded = [each for each in loaded if _has_hit(trackers.get(each.request_id))]
+    found = [(each, trackers.get(each.request_id)) for each in loaded]
+    loaded = [each for each, tracker in found if tracker and _mp.tokens(tracker, "num_lmcache_hit") > 0]
     if not loaded:
         return None
     last, free = loaded[-1], manager.block_pool.get_num_free_blocks()
@@ -91,11 +81,7 @@ def _to_give_back(scheduler: Any, waiting_for_load: Any) -> Any:
     return last if free < needs[0] and min(needs) <= free + held else None
 
 
-def _has_hit(tracker: Any) -> bool:
-    return tracker is not None and _mp.tokens(tracker, "num_lmcache_hit") > 0
-
-
-def _give_back(scheduler: Any, request: Any, states: tuple[Any, Any]) -> None:
+def _give_back(scheduler: Any, request: Any) -> None:
     """Free its blocks, as vLLM does after a load that failed completely (`_update_waiting_for_remote_kv`, :3123)."""
     name = request.request_id
     scheduler.kv_holding_waiting.remove_requests([request])
@@ -106,20 +92,19 @@ def _give_back(scheduler: Any, request: Any, states: tuple[Any, Any]) -> None:
     scheduler.deferred_waiting.discard(request)
     scheduler.kv_cache_manager.free(request)
     request.num_computed_tokens = 0
-    request.status = states[request.num_preemptions > 0]
+    states = type(request.status)
+    request.status = states.PREEMPTED if request.num_preemptions else states.WAITING
     scheduler._enqueue_waiting_request(request)
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
-    targets=(SCHEDULER.schedule(broken=">=0.32.0", probe=stubs.cannot_tell, fix=fix, place=1),),
+    targets=(SCHEDULER.schedule(broken=">=0.32.0", fix=schedule, place=1),),
     evidence={"KVD202": ""},
     scenarios=("session-and-load-lock-out",),
-    changes_healthy=(
-        "mp",
-    ),  # where others hold blocks, as a step of the lab lets them, it acts before they give them back
+    # Where others hold blocks, as a step of the lab lets them, it acts before they give them back.
+    changes_healthy=("mp",),
     no_patch={"vllm": "which of the two gives way is policy: https://github.com/vllm-project/vllm/pull/57104"},
     opt_in=True,
 )

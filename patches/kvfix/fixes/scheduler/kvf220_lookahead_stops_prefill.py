@@ -1,19 +1,17 @@
 """A request runs for ever without a token: with Mamba states and several MTP modules its last tokens are not scheduled.
 
 ## Symptom
-The log shows `Running: 1 reqs` or more for ever, without throughput for these requests and without an error. The
-requests hold their blocks. The model has Mamba or GDN layers (`mamba_cache_mode="align"`) and speculative decoding with
-several MTP modules, and the engine is busy.
+The log shows `Running: 1 reqs` or more for ever, without throughput and without an error. The model has Mamba or GDN
+layers (`mamba_cache_mode="align"`) and speculative decoding with several MTP modules, and the engine is busy.
 
 ## Cause
 vLLM cuts a chunk of a prompt so that it ends where a state is kept (`_mamba_block_aligned_split`, scheduler.py
 0.32.0:443). Then vLLM shortens the chunk so that it does not end within `num_prefill_lookahead` tokens before the
 prompt's end (`_reserve_prefill_lookahead`, :570). A chunk may still end at the prompt's end.
 
-Suppose that fewer tokens than `num_prefill_lookahead` follow the last whole block of the prompt. Then vLLM shortens the
-chunk, and it ends before this block ends. The next chunk may only go up to the block's end. This end is too near to the
-prompt's end, so vLLM shortens the chunk to nothing, in each step. The hang starts in a step whose token budget does not
-reach the prompt's end.
+Suppose that fewer tokens than `num_prefill_lookahead` follow the last whole block of the prompt. A chunk that should
+end with this block is then shortened. The next chunk may only go up to the block's end, so vLLM shortens it to nothing,
+in each step. The hang starts in a step whose token budget does not reach the prompt's end.
 
 ## Fix
 If states are kept, the fix does not shorten a chunk to nothing. The MTP modules then guess some tokens that they could
@@ -29,49 +27,40 @@ None known.
 After both cuts, vLLM always schedules the remaining tokens in a later step.
 """
 
-from __future__ import annotations
-
 import inspect
-from collections.abc import Callable, Generator
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, Steps, fix_around, note
 from kvfix.fixes.targets import SCHEDULER
-from kvfix.wrapping import around, replaced
+from kvfix.wrapping import replaced
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
+# With one token of lookahead or none, no chunk is shortened.
+@fix_around(
+    when=lambda scheduler, *_, **__: scheduler.need_mamba_block_aligned_split and scheduler.num_prefill_lookahead > 1
+)
+def schedule(scheduler: Any, *_: Any, **__: Any) -> Steps:
     """Wrap `schedule`. A wrapper of the wrong function would run for each request, also in engines without states."""
+    shortened = scheduler._reserve_prefill_lookahead
 
-    def schedule(scheduler: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
-        shortened = scheduler._reserve_prefill_lookahead
+    def _reserve_prefill_lookahead(request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
+        kept: int = shortened(request, num_computed_tokens, num_new_tokens)
+        if not kept and num_new_tokens > 0:
+            note(__name__, f"request {request.request_id}: {num_new_tokens} tokens are scheduled")
+        return kept or max(num_new_tokens, 0)
 
-        def _reserve_prefill_lookahead(request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
-            kept: int = shortened(request, num_computed_tokens, num_new_tokens)
-            if not kept and num_new_tokens > 0:
-                note(__name__, f"request {request.request_id}: {num_new_tokens} tokens are scheduled")
-            return kept or max(num_new_tokens, 0)
-
-        with replaced(scheduler, _reserve_prefill_lookahead=_reserve_prefill_lookahead):
-            return (yield)
-
-    return around(schedule, when=lambda scheduler, *_, **__: _may_stop(scheduler))
+    with replaced(scheduler, _reserve_prefill_lookahead=_reserve_prefill_lookahead):
+        return (yield)
 
 
-def _may_stop(scheduler: Any) -> bool:
-    """With one token of lookahead or none, no chunk is shortened."""
-    return bool(scheduler.need_mamba_block_aligned_split and scheduler.num_prefill_lookahead > 1)
-
-
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """46 of 50 tokens are computed, and 2 are left of the block. Wrong is to compute none."""
     scheduler = SimpleNamespace(num_prefill_lookahead=4, need_mamba_block_aligned_split=True)
     return bool(hook(scheduler, SimpleNamespace(num_tokens=50), 46, 2) == 0)
 
 
-def calls_it(hook: Callable[..., Any], module: ModuleType) -> bool:
+def calls_it(hook: Any, module: Any) -> bool:
     """True if `schedule` calls the wrong function by its name. Raise ValueError if it does not."""
     if "_reserve_prefill_lookahead" not in inspect.unwrap(hook).__code__.co_names:
         raise ValueError("it calls no _reserve_prefill_lookahead")
@@ -80,11 +69,10 @@ def calls_it(hook: Callable[..., Any], module: ModuleType) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
     targets=(
         SCHEDULER._reserve_prefill_lookahead(broken=">=0.32", probe=shows_bug, fix=None),
-        SCHEDULER.schedule(broken=">=0.32", probe=calls_it, fix=fix, helper=True),
+        SCHEDULER.schedule(broken=">=0.32", probe=calls_it, fix=schedule, helper=True),
     ),
     scenarios=("lookahead-stops-prefill",),
 )

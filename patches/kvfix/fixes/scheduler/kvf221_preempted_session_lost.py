@@ -1,8 +1,7 @@
 """The client of a streaming session waits for ever: vLLM preempts the session while its turn ends, and loses it.
 
 ## Symptom
-With asynchronous scheduling, the client of a session (streaming input) waits for ever: `Running: 0 reqs, Waiting: 0
-reqs`.
+The log shows `Running: 0 reqs, Waiting: 0 reqs` for ever. The engine uses asynchronous scheduling.
 
 ## Cause
 When a turn has ended, `_handle_stopped_request` puts the session into a waiting queue for its next turn (scheduler.py
@@ -11,9 +10,8 @@ has ended (:2298). In addition, when the next input comes, vLLM drops all tokens
 (:1659). After a preemption, no token of the session is computed.
 
 ## Fix
-After `update_from_output`, the fix puts each session whose turn has ended into a waiting queue if no queue has the
-session. When the next input comes, the fix keeps all tokens of the session except the last one, as 0.33.0 does
-(scheduler.py:1889).
+After `update_from_output`, the fix puts each session that no queue has into a waiting queue. When the next input comes,
+the fix keeps all tokens of the session except the last one, as 0.33.0 does (scheduler.py:1889).
 
 ## Releases
 vLLM 0.32.0. Earlier releases were not tested with sessions.
@@ -25,74 +23,42 @@ None known; 0.33.0 puts sessions into the queue after it has removed the other r
 vLLM 0.32.0 is no longer in use.
 """
 
-from __future__ import annotations
-
 import inspect
-from collections.abc import Callable, Generator
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.acting import note
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes import _scheduler
+from kvfix.fixes.api import Fix, Steps, fix_after, fix_around, note
 from kvfix.fixes.targets import SCHEDULER
-from kvfix.wrapping import GO_ON, after, around, replaced
+from kvfix.wrapping import GO_ON, replaced
 
 #: Of a scheduler: sessions that were preempted when their turn ended, in this step.
 _SESSIONS = "_kvfix_preempted_sessions"
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def _handle_stopped_request(scheduler: Any, request: Any) -> Generator[None, Any, Any]:
-        finished = yield
-        if not finished:
-            vars(scheduler).setdefault(_SESSIONS, []).append(request)
-        return finished
-
-    return around(
-        _handle_stopped_request,
-        when=lambda scheduler, request, *_, **__: (
-            request.resumable and request not in getattr(scheduler, "running", (request,))
-        ),
-    )
-
-
-def fix_output(module: ModuleType) -> Callable[..., Any]:
-    def update_from_output(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
-        while sessions := getattr(scheduler, _SESSIONS):
-            request = sessions[-1]
-            queues = scheduler.waiting, scheduler.kv_holding_waiting, scheduler.running
-            if request.request_id in scheduler.requests and not any(request in queue for queue in queues):
-                note(__name__, f"request {request.request_id} waits for its next input")
-                scheduler._enqueue_waiting_request(request)
-            sessions.pop()
-        return answer
-
-    return after(
-        update_from_output, when=lambda scheduler, *_, **__: getattr(scheduler, _SESSIONS, None), on_fault=_enqueue
-    )
+@fix_around(when=lambda scheduler, request, *_, **__: request.resumable)
+def _handle_stopped_request(scheduler: Any, request: Any) -> Steps:
+    was_running = request in getattr(scheduler, "running", (request,))
+    finished = yield
+    if not finished and not was_running:
+        vars(scheduler).setdefault(_SESSIONS, []).append(request)
+    return finished
 
 
 def _enqueue(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
     """Put the session into a queue. Without a queue it has no status to continue with."""
-    while getattr(scheduler, _SESSIONS, None):
-        request = getattr(scheduler, _SESSIONS).pop()
-        queues = scheduler.waiting, scheduler.kv_holding_waiting
+    while sessions := getattr(scheduler, _SESSIONS, None):
+        request = sessions[-1]
+        queues = scheduler.waiting, scheduler.kv_holding_waiting, scheduler.running
         if request.request_id in scheduler.requests and not any(request in queue for queue in queues):
+            note(__name__, f"request {request.request_id} waits for its next input")
             scheduler._enqueue_waiting_request(request)
+        sessions.pop()
     return answer
 
 
-def fix_update(module: ModuleType) -> Callable[..., Any]:
-    def _update_request_as_session(scheduler: Any, session: Any, *_: Any) -> Generator[None, Any, Any]:
-        with replaced(session, num_computed_tokens=session.num_tokens - 1):
-            return (yield)
-
-    return around(
-        _update_request_as_session,
-        when=lambda scheduler, session, *_, **__: session.num_computed_tokens < session.num_tokens - 1,
-        on_fault=_with_its_tokens,
-    )
+@fix_after(when=lambda scheduler, *_, **__: getattr(scheduler, _SESSIONS, None), on_fault=_enqueue)
+def update_from_output(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
+    return _enqueue(scheduler, answer)
 
 
 def _with_its_tokens(scheduler: Any, session: Any, *more: Any, **named: Any) -> Any:
@@ -104,39 +70,29 @@ def _with_its_tokens(scheduler: Any, session: Any, *more: Any, **named: Any) -> 
         return update(scheduler, session, *more, **named)
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+@fix_around(
+    when=lambda scheduler, session, *_, **__: session.num_computed_tokens < session.num_tokens - 1,
+    on_fault=_with_its_tokens,
+)
+def _update_request_as_session(scheduler: Any, session: Any, *_: Any) -> Steps:
+    with replaced(session, num_computed_tokens=session.num_tokens - 1):
+        return (yield)
+
+
+def shows_bug(hook: Any, module: Any) -> bool:
     """A turn ends. Wrong is to put the session into a queue before its caller has taken others out."""
-    enqueued: list[Any] = []
-    request = stubs.request(
-        22,
-        num_computed_tokens=21,
-        num_output_placeholders=0,
-        num_in_flight_tokens=0,
-        resumable=True,
-        streaming_queue=(),
-    )
-    waiting = SimpleNamespace(add_request=enqueued.append)
-    hook(
-        SimpleNamespace(num_waiting_for_streaming_input=0, waiting=waiting, _enqueue_waiting_request=enqueued.append),
-        request,
-    )
-    return bool(enqueued)
+    _, queued = _scheduler.end_turn(hook, computed=21)
+    return bool(queued)
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
     targets=(
-        SCHEDULER._handle_stopped_request(broken=">=0.32,<0.33", probe=shows_bug, fix=fix, place=1),
-        SCHEDULER.update_from_output(
-            broken=">=0.32,<0.33", probe=stubs.cannot_tell, fix=fix_output, place=1, helper=True
-        ),
-        SCHEDULER._update_request_as_session(
-            broken=">=0.32,<0.33", probe=stubs.cannot_tell, fix=fix_update, helper=True
-        ),
+        SCHEDULER._handle_stopped_request(broken=">=0.32,<0.33", probe=shows_bug, fix=_handle_stopped_request, place=1),
+        SCHEDULER.update_from_output(broken=">=0.32,<0.33", fix=update_from_output, place=1, helper=True),
+        SCHEDULER._update_request_as_session(broken=">=0.32,<0.33", fix=_update_request_as_session, helper=True),
     ),
     scenarios=("preempted-session-lost",),
     no_patch={"vllm": "fixed in 0.33.0"},
-    on_fault="closed",
 )

@@ -14,8 +14,7 @@ vLLM admits a load if the blocks for its prompt are free (scheduler.py 0.32.0:12
 one more block. If none is free, the request preempts itself while the step with its last token is in flight.
 
 With a connector that must send the KV to decode (`requires_kv_delivery`), vLLM drops that token (:836). So the request
-is where it began, and loads again, into the blocks that it freed. Another request, whose load is done by then, does the
-same.
+loads again, into the blocks that it freed. Another request, whose load is done by then, does the same.
 
 Other engines are not affected. An engine that also consumes does not preempt a request with a step in flight
 (`defer_block_free`). With speculative decoding a load leaves blocks free (`_spec_decode_step_blocks`).
@@ -25,8 +24,7 @@ In an affected engine with more than one request, a load leaves one block free i
 decoding. One of the requests gets this block, and its token fits.
 
 ## Mixed roll-out
-The fix acts in one engine: engines with and without it work together. It is opt-in because it changes how many blocks a
-load leaves free, so that a load may start later.
+The fix acts in one engine: engines with and without it work together. It is opt-in because a load may start later.
 
 ## Releases
 vLLM 0.32.0 and 0.33.0. 0.26.0 has the same function, but keeps the token. The fix does nothing there.
@@ -38,37 +36,27 @@ None known.
 `schedule` admits a load only if its first generated token fits, or keeps the token of a request that it preempts.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, fix_after
 from kvfix.fixes.targets import SCHEDULER
-from kvfix.wrapping import after
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
+@fix_after()
+def reserve_one_more(scheduler: Any, reserved: int) -> int:
     """The function is asked once for each load that is to be admitted."""
-
-    def _inflight_prefill_reserved_blocks(scheduler: Any, reserved: int) -> int:
-        return reserved + len(scheduler.kv_cache_manager.coordinator.single_type_managers)
-
-    return after(_inflight_prefill_reserved_blocks, when=_may_drop_token)
-
-
-def _may_drop_token(scheduler: Any, reserved: int) -> bool:
-    return bool(
+    may_drop_token = (
         getattr(scheduler, "requires_kv_delivery", False)
         and not scheduler.defer_block_free
         and not scheduler._spec_decode_step_blocks
         and scheduler.vllm_config.max_concurrent_batches > 1
         and (scheduler.running or scheduler._inflight_prefills)
     )
+    return reserved + len(scheduler.kv_cache_manager.coordinator.single_type_managers) if may_drop_token else reserved
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+def shows_bug(hook: Any, module: Any) -> bool:
     """One request runs. Wrong is to reserve nothing."""
     scheduler = SimpleNamespace(
         requires_kv_delivery=True, defer_block_free=False, _spec_decode_step_blocks=0, running=[None],
@@ -80,10 +68,8 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
-    targets=(SCHEDULER._inflight_prefill_reserved_blocks(broken=">=0.26", probe=shows_bug, fix=fix),),
-    evidence={},
+    targets=(SCHEDULER._inflight_prefill_reserved_blocks(broken=">=0.26", probe=shows_bug, fix=reserve_one_more),),
     scenarios=("loads-preempted-in-turn",),
     changes_healthy=("nixl-offload",),  # where few blocks are free a load begins later
     opt_in=True,

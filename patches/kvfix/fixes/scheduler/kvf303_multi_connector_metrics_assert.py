@@ -21,39 +21,32 @@ https://github.com/vllm-project/vllm/issues/43828; fixed in 0.33.0.
 vLLM 0.32.0 is no longer in use.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Generator
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import Fix, Steps, fix_around
 from kvfix.fixes.targets import MULTI_CONNECTOR_METRICS
-from kvfix.wrapping import around
 
 
-def fix(module: ModuleType) -> Callable[..., Any]:
-    def observe(metrics: Any, transfer_stats_data: dict[str, Any], *engine: Any) -> Generator[Any, Any, Any]:
-        known = {name: data for name, data in transfer_stats_data.items() if name in metrics._prom_metrics}
-        return (yield (known, *engine))
-
-    def has_others(metrics: Any, transfer_stats_data: dict[str, Any], *_: Any) -> bool:
-        return not transfer_stats_data.keys() <= metrics._prom_metrics.keys()
-
-    return around(observe, when=has_others)
+def has_others(metrics: Any, transfer_stats_data: dict[str, Any], *_: Any) -> bool:
+    return not transfer_stats_data.keys() <= metrics._prom_metrics.keys()
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+@fix_around(when=has_others)
+def observe(metrics: Any, transfer_stats_data: dict[str, Any], *engine: Any) -> Steps:
+    known = {name: data for name, data in transfer_stats_data.items() if name in metrics._prom_metrics}
+    return (yield (known, *engine))
+
+
+def shows_bug(hook: Any, module: Any) -> bool:
     """Statistics of a connector without metrics. Wrong is to raise."""
-    return stubs.raises(AssertionError, hook, SimpleNamespace(_prom_metrics={}), {"MooncakeConnector": {}}, 0)
+    return stubs.raises(AssertionError, hook, stubs.Stub(_prom_metrics={}), {"MooncakeConnector": {}}, 0)
 
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="crash",
-    targets=(MULTI_CONNECTOR_METRICS.observe(broken="<0.33", probe=shows_bug, fix=fix),),
+    targets=(MULTI_CONNECTOR_METRICS.observe(broken="<0.33", probe=shows_bug, fix=observe),),
     evidence={"KVD517": ""},
     proof="tests/lab/test_promises.py: the lab has no API server",
     no_patch={"vllm": "0.33.0 is right"},

@@ -17,8 +17,7 @@ it cannot change the seed.
 
 ## Workaround
 Set PYTHONHASHSEED=0 in the environment of every vLLM and LMCache process. Or set `pre_caching_hash_algorithm:
-sha256_cbor` in LMCache's configuration, the same everywhere. A process that shares its cache with no other process
-needs neither.
+sha256_cbor` in LMCache's configuration, the same everywhere. A process that shares no cache needs neither.
 
 ## Releases
 LMCache 0.3.9 to 0.5.6.
@@ -30,11 +29,8 @@ https://github.com/LMCache/LMCache/issues/2136, https://github.com/LMCache/LMCac
 The default is an algorithm that is the same everywhere.
 """
 
-from __future__ import annotations
-
 import os
 
-from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import TOKEN_DATABASE
 
@@ -47,9 +43,8 @@ def harmless() -> str:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="lost hits",
-    targets=(TOKEN_DATABASE.target("__init__", broken=">=0.3.9", probe=stubs.cannot_tell, fix=None),),
+    targets=(TOKEN_DATABASE.target("__init__", broken=">=0.3.9", fix=None),),
     evidence={"KVD304": "", "KVD305": ""},
     no_patch={
         "lmcache": "the default hash is LMCache's decision: with another one, no chunk that is stored now is found"

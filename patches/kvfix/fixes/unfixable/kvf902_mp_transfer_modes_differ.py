@@ -12,8 +12,7 @@ in its own process, perhaps on another machine. So kvfix can neither read nor ch
 
 ## Workaround
 Start `lmcache server` with `--supported-transfer-mode auto`, or set LMCACHE_MP_TRANSFER_MODE of the worker to the mode
-of the server. The server logs its mode: `Supported transfer mode: ...`. If both sides have the same mode, there is no
-problem.
+of the server. The server logs its mode: `Supported transfer mode: ...`.
 
 ## Releases
 LMCache 0.4.7 to 0.5.6.
@@ -25,11 +24,8 @@ https://github.com/LMCache/LMCache/issues/4186 (open), https://github.com/LMCach
 The server answers a request that it has no handler for.
 """
 
-from __future__ import annotations
-
 import os
 
-from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import MP_WORKER_ADAPTER
 
@@ -42,9 +38,8 @@ def harmless() -> str:
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="hang",
-    targets=(MP_WORKER_ADAPTER._send_register_kv_caches_request(broken=">=0.4.7", probe=stubs.cannot_tell, fix=None),),
+    targets=(MP_WORKER_ADAPTER._send_register_kv_caches_request(broken=">=0.4.7", fix=None),),
     evidence={"KVD206": ""},
     no_patch={"lmcache": "a server that answers unknown requests is a change of the protocol, not of a function"},
     harmless=harmless,

@@ -30,16 +30,7 @@ https://github.com/vllm-project/vllm/pull/57104, https://github.com/vllm-project
 vLLM 0.26 is no longer in use.
 """
 
-from __future__ import annotations
-
-from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import SCHEDULER
 
-FIX = Fix(
-    __name__,
-    __doc__,
-    effect="hang",
-    targets=(SCHEDULER.schedule(broken="<0.32", probe=stubs.cannot_tell, fix=None),),
-    evidence={"KVD202": ""},
-)
+FIX = Fix(__name__, effect="hang", targets=(SCHEDULER.schedule(broken="<0.32", fix=None),), evidence={"KVD202": ""})

@@ -6,18 +6,16 @@ Nothing is logged. A session (streaming input) returns wrong text after its firs
 states under valid keys.
 
 ## Cause
-vLLM schedules the next token before it knows that the turn has ended. With pipeline parallelism, vLLM schedules this
-token even beyond `max_tokens`. Without it, vLLM schedules this token only where a stop token or a stop string ends the
-turn. When input comes, vLLM drops the turn's last token and continues to compute from there
-(`_update_request_as_session`, scheduler.py 0.32.0:1651). The KV of attention is overwritten. A state cannot go back, so
-it still includes the dropped token.
+vLLM schedules the next token before it knows that the turn has ended. With pipeline parallelism, this token may even be
+beyond `max_tokens`. Otherwise a stop token or a stop string has ended the turn. When input comes, vLLM drops the turn's
+last token and continues to compute from there (`_update_request_as_session`, scheduler.py 0.32.0:1651). The KV of
+attention is overwritten. A state cannot go back, so it still includes the dropped token.
 
 Drafts have the same effect. vLLM drops drafts that were accepted beyond the end of a turn
 (`_update_request_with_output`, :2506), and the state includes them.
 
 ## Workaround
-If clients send streaming input to a model with Mamba or GDN layers, use `--no-async-scheduling` and no speculative
-decoding.
+For streaming input to a model with Mamba or GDN layers, use `--no-async-scheduling` and no speculative decoding.
 
 ## Releases
 vLLM 0.32.0 and 0.33.0. Earlier releases were not tested with states. Tests of kvfix show the bug with pipeline
@@ -30,17 +28,13 @@ None known.
 vLLM recomputes the state of a session from the last state that vLLM has kept.
 """
 
-from __future__ import annotations
-
-from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import SCHEDULER
 
 FIX = Fix(
     __name__,
-    __doc__,
     effect="wrong output",
-    targets=(SCHEDULER._update_request_as_session(broken=">=0.32", probe=stubs.cannot_tell, fix=None),),
+    targets=(SCHEDULER._update_request_as_session(broken=">=0.32", fix=None),),
     scenarios=("session-state-runs-ahead", "session-state-has-drafts"),
     no_patch={"vllm": "the scheduler has no way to take a state back; where it keeps one is for vLLM to decide"},
 )

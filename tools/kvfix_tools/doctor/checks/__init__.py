@@ -15,7 +15,7 @@ from functools import lru_cache
 from importlib import import_module
 from typing import NamedTuple
 
-from kvfix import redact
+from kvfix_tools import redact
 from kvfix_tools.diagnose import problems as known_problems
 from kvfix_tools.doctor.setup import Setup
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from kvfix import redact
+from kvfix_tools import redact
 from kvfix_tools.doctor import servers
 from kvfix_tools.doctor.checks import OK, Line, check, ok, problem, remedy, unchecked
 from kvfix_tools.doctor.machine import connects, port_in_use, redis_refuses, resolves

@@ -12,7 +12,6 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 
 from kvfix_tools.doctor.checks import Line, check, ok, problem, remedy, unchecked
-from kvfix_tools.doctor.cuda_code import architectures
 from kvfix_tools.doctor.packages import Package
 from kvfix_tools.doctor.setup import OPERATIONS, Setup
 
@@ -182,7 +181,7 @@ def _failed(name: str, error: str, torch: str, cuda: str | None) -> Line:
 
 @check("gpu")
 def gpu(setup: Setup) -> Iterator[Line]:
-    """torch can use the GPU, and the compiled code supports its architecture."""
+    """torch can use the GPU of this machine."""
     if setup.packages.get("torch") is None or not (setup.vllm or setup.lmcache):
         return
     facts = setup.tried.torch
@@ -198,35 +197,5 @@ def gpu(setup: Setup) -> Iterator[Line]:
         )
     elif not facts["available"]:
         yield unchecked("this machine has no GPU", _WHERE)
-    for capability, model in facts["devices"] if facts["available"] else ():
-        listed = [each for each in facts["archs"] if each.startswith("sm_")]
-        if listed and not _covers([each.removeprefix("sm_") for each in listed], capability):
-            yield problem(
-                f"torch {facts['version']} has no code for {model} (sm_{capability}), only for {' '.join(listed)}",
-                f"pip install --force-reinstall torch, in a build for sm_{capability}",
-            )
-        for file in _operations(setup):
-            codes = architectures(file)
-            if codes and not _covers(codes, capability):
-                shown = " ".join(f"sm_{each}" for each in codes)
-                what = f"{_name(file)} has no code for {model} (sm_{capability}), only for {shown}"
-                yield problem(what, remedy("KVD710"))
-            elif codes:
-                yield ok(f"{_name(file)} has code for {model} (sm_{capability})")
-
-
-def _covers(codes: list[str], capability: str) -> bool:
-    """Return True if one of the codes runs on a GPU with this capability.
-
-    Code for sm_80 runs on 8.0 and on later GPUs of its generation (8.6). Code for sm_90a, with a letter, runs on 9.0
-    only. Code for a virtual architecture (compute_90) runs on 9.0 and all later GPUs.
-    """
-    device = int(capability)
-    for each in codes:
-        number = int(re.sub(r"\D", "", each) or 0)
-        if each.startswith("compute_"):
-            if number <= device:
-                return True
-        elif number == device or (each[-1].isdigit() and number // 10 == device // 10 and number <= device):
-            return True
-    return False
+    else:
+        yield ok(f"torch {facts['version']} can use the GPU of this machine")

@@ -6,20 +6,18 @@ Decode sends its block ids to prefill, and prefill writes into these blocks. The
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvfix import clock
-from kvfix.connector_events import readers
 from kvfix.ledger import events as ev
 from kvfix_tools.lab.connectors import mooncake_sockets
 from kvfix_tools.lab.connectors.mooncake_network import Network
 from kvfix_tools.lab.connectors.mp_client import SharedBlock
 from kvfix_tools.lab.connectors.nixl import FLOATS
-from kvfix_tools.lab.engine import kv_layout, rules, vllm_objects
+from kvfix_tools.lab.engine import kv_layout, rules
 from kvfix_tools.lab.engine.memory import Slots
 from kvfix_tools.lab.engine.request_events import STUCK
 from kvfix_tools.lab.options import Options
@@ -86,47 +84,32 @@ class MooncakeWorker(PairWorker):
     def get_finished(self, ended: set[str]) -> Any:
         # sent requests have left the dictionary before: requests that leave it here have expired
         kept = {each.p_req_id for each in self.adapter.reqs_need_send.values()}
-        results = self.called.get_transfer_results(ended)
-        self._failed = set(results.failed_recving)
-        for name in sorted(results.finished_sending):  # the order of a set differs between runs
+        sent, received = super().get_finished(ended)
+        for name in sorted(sent):  # the order of a set differs between runs
             self.side.add_to_pair(ev.LeaseEnded(name, name in kept))
-        for name in sorted(results.finished_recving):
+        for name in sorted(received):
             start, end = self.due.pop(name, (0, 0))
             failed = name in self.lost
             self.lost.discard(name)
             if failed and self.events.model.requests[name].is_finished():
                 continue
             self.events.loaded(name, start if failed else end, 0 if failed else end - start)
-        return results.finished_sending, results.finished_recving
+        return sent, received
 
 
 class MooncakeSide(PairSide):
     """Both roles of one engine."""
 
-    workers: list[MooncakeWorker]
+    worker_class = MooncakeWorker
 
     @classmethod
     def make_network(cls, options: Options) -> Network:
         return Network(options.delay, options.extra.get("kv_lease_duration", _LONG))
 
-    def __init__(
-        self, options: Options, memories: Sequence[Slots], network: Network, name: str, engine_id: str
-    ) -> None:
-        self.join(network, name)
-        self.engine_id = engine_id
-        config = self.between_engines(options, engine_id)
-        self.scheduler = vllm_objects.scheduler(options, config)
-        self.in_scheduler = self.scheduler.connector
-        self.scheduler_side = self.in_scheduler.connector_scheduler
-        self.workers = [MooncakeWorker(self, memories[0], vllm_objects.worker(options, config), options)]
-        self.reader = readers.reader(self.in_scheduler)
-
-    def join(self, network: Network, name: str) -> None:
-        """Prepare the network for the connector of an engine with this name."""
-        self.network = network
-        self._host = network.host(name)
+    def join(self) -> None:
+        self._host = self.network.host(self.name)
         mooncake_sockets.replace(self._host)
-        network.noted = self._noted
+        self.network.noted = self._noted
         self._host.raised = self._raised
         #: Requests whose blocks were kept. A message after the end of their lease waits for the timeout.
         self._were_kept: set[str] = set()
@@ -147,10 +130,6 @@ class MooncakeSide(PairSide):
     def _raised(self, error: BaseException) -> None:
         where = f"a coroutine of the {self._host.name} engine raises {type(error).__name__}: {error}".rstrip(": ")
         self.events.violated(rules.COROUTINE_RAISED, "", where)
-
-    @property
-    def of_mooncake(self) -> MooncakeWorker:
-        return self.workers[0]
 
     def for_prefill(self, name: str) -> Params:
         self.network.transfers[name] = self.network.transfers.get(name, 0) + 1
@@ -177,7 +156,6 @@ class MooncakeSide(PairSide):
 
     def listen(self, events: RequestEvents) -> None:
         super().listen(events)
-        self.of_mooncake.events = events
         self._host.look = self._look
         if self.network.timeout < _LONG:
             events.may_fail.add("")  # a prefill can take longer than the timeout
@@ -216,7 +194,7 @@ class MooncakeSide(PairSide):
 
     @property
     def _sends(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.of_mooncake.adapter.reqs_need_send
+        found: dict[str, Any] = self.between[0].adapter.reqs_need_send
         return found
 
     @property
@@ -229,11 +207,11 @@ class MooncakeSide(PairSide):
         return {each.transfer_id for each in self._sends.values() if not each.p_req_id}
 
     def busy(self) -> bool:
-        return self.network.busy or bool(self.leases) or bool(self.of_mooncake.due)
+        return self.network.busy or bool(self.leases) or bool(self.between[0].due)
 
     def loading(self) -> set[str]:
-        return set(self.of_mooncake.due)
+        return set(self.between[0].due)
 
     def kept(self) -> dict[str, set[str]]:
         sends = {each.p_req_id for each in self._sends.values()}
-        return {**super().kept(), "reqs_need_send": sends, "due": set(self.of_mooncake.due)}
+        return {**super().kept(), "reqs_need_send": sends, "due": set(self.between[0].due)}

@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-from kvfix_tools.lab.connectors import mooncake
-from kvfix_tools.lab.connectors.mooncake_network import Network
-from kvfix_tools.lab.engine.memory import Slots
-from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.connectors.mooncake import MooncakeSide, MooncakeWorker
 from kvfix_tools.lab.pair.pair_multi import InTurn, MultiSide
 
 
-class MooncakeChild(InTurn, mooncake.MooncakeWorker):
+class MooncakeChild(InTurn, MooncakeWorker):
     """MooncakeConnector in the worker role."""
 
 
-class MooncakeMultiSide(MultiSide, mooncake.MooncakeSide):
+class MooncakeMultiSide(MultiSide, MooncakeSide):
     """Both roles of one engine."""
 
-    workers: Any
-    alone = mooncake.MooncakeSide
+    alone = MooncakeSide
     child_class = MooncakeChild
-    child: MooncakeChild
-
-    def __init__(
-        self, options: Options, memories: Sequence[Slots], network: Network, name: str, engine_id: str
-    ) -> None:
-        self.join(network, name)
-        super().__init__(options, memories, network, name, engine_id)
-
-    @property
-    def of_mooncake(self) -> mooncake.MooncakeWorker:
-        return self.child

@@ -86,8 +86,7 @@ class MPWorker(Worker):
         self._server = server
         self._register(options)
         #: With several KV groups vLLM needs failed loads by request, if the release of LMCache reports them.
-        self._by_request = options.several_groups and hasattr(in_worker, "get_transfer_results")
-        self._failed_requests: set[str] = set()
+        self.by_request = options.several_groups and hasattr(in_worker, "get_transfer_results")
 
     def _register(self, options: Options) -> None:
         """Register the KV memory, which the lab's server has already."""
@@ -111,7 +110,7 @@ class MPWorker(Worker):
 
     def _get_finished(self, ended: set[str]) -> Any:
         loads = self._unanswered_loads()
-        finished = self._ask_for_finished(ended)
+        finished = super().get_finished(ended)
         if self._server.down:
             self._server.give_up(self.rank, loads - self._unanswered_loads())
         return finished
@@ -122,17 +121,6 @@ class MPWorker(Worker):
             return set()
         loads = {name for name, (future, _) in self.adapter.retrieve_futures.items() if not future.query()}
         return loads.union(getattr(self.adapter, "_dropped_retrieves", ()))
-
-    def _ask_for_finished(self, ended: set[str]) -> Any:
-        if not self._by_request:
-            return self.called.get_finished(ended)
-        results = self.called.get_transfer_results(ended)
-        self._failed_requests = results.failed_recving
-        return results.finished_sending, results.finished_recving
-
-    def also_reported(self) -> dict[str, Any]:
-        failed = {"failed_recving": self._failed_requests} if self._by_request else {}
-        return {**super().also_reported(), **failed}
 
 
 def _registered_windows(connector: Any) -> list[int]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvfix_tools.lab.connectors.server_process import PATIENCE
+from kvfix_tools.lab.engine.memory import Block
 
 if TYPE_CHECKING:
     from kvfix_tools.lab.connectors.mp_real import RealServer
 
 
-class SharedBlock:
-    """A block with its slots in shared memory, with the interface of a list of ints."""
+class SharedBlock(Block):
+    """A block with its slots in shared memory."""
 
     def __init__(self, slots: Any) -> None:
         self._slots = slots
@@ -26,12 +27,6 @@ class SharedBlock:
 
     def __setitem__(self, place: Any, contents: Any) -> None:
         self._slots[place] = contents
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._slots.tolist())
-
-    def __eq__(self, other: object) -> bool:
-        return list(self) == other
 
 
 class RequestId(str):

@@ -7,11 +7,11 @@ handshake (nixl_network.py), the attention backend, and the clock of the leases.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from vllm.v1.attention.backend import MultipleOf
@@ -28,9 +28,6 @@ from kvfix_tools.lab.engine.memory import Slots
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.pair.pair_engine import PairSide, PairWorker, Params
 from kvfix_tools.ledger.events import LeaseRead
-
-if TYPE_CHECKING:
-    from kvfix_tools.lab.engine.request_events import RequestEvents
 
 _MODULES = "base_scheduler", "pull_scheduler", "push_scheduler", "base_worker", "pull_worker", "push_worker"
 #: The parameters that the router sends to prefill.
@@ -94,8 +91,8 @@ class NixlWorker(PairWorker):
     def __init__(self, side: Any, slots: Slots, called: Any, options: Options) -> None:
         adapter = called.connector_worker
         super().__init__(side, adapter.tp_rank, slots, called, adapter)
-        #: The reports of all ranks, if there are several.
-        self.together = Together(1)
+        #: The reports of all ranks.
+        self.together: Together
         #: Requests whose lease has expired in this step.
         self._expired: set[str] = set()
         self._note_expired()
@@ -115,23 +112,22 @@ class NixlWorker(PairWorker):
 
     def get_finished(self, ended: set[str]) -> Any:
         peers = {name: meta.remote.request_id for name, meta in self.adapter._recving_metadata.items()}
-        results = self.called.get_transfer_results(ended)
-        self._failed = set(results.failed_recving)
-        for name in results.finished_sending:
+        sent, received = super().get_finished(ended)
+        for name in sent:
             expired = self.together.reported("sent", name, name in self._expired)
             if expired:
                 self.side.add_to_pair(ev.LeaseEnded(name, any(expired)))
-        for name in [*(results.finished_recving - self._failed), *self._failed]:
-            read = self.together.reported("read", name, name not in self._failed)
+        for name in [*(received - self._failed_requests), *self._failed_requests]:
+            read = self.together.reported("read", name, name not in self._failed_requests)
             if read and all(read):
                 self.has_loaded(name, peers[name])
-        for name in results.finished_recving:
+        for name in received:
             start, end = self.due.pop(name, (0, 0))
-            if name in self._failed:
+            if name in self._failed_requests:
                 self.events.loaded(name, start, 0, self.rank)
             else:
                 self.events.loaded(name, end, end - start, self.rank)
-        return results.finished_sending, results.finished_recving
+        return sent, received
 
     def has_loaded(self, name: str, of: str) -> None:
         """Record a load of the blocks that prefill keeps of its request `of`."""
@@ -148,35 +144,25 @@ def close(network: Network, worker: NixlWorker) -> None:
 class NixlSide(PairSide):
     """Both roles of one engine."""
 
-    workers: list[NixlWorker]
-    worker_class: type[NixlWorker] = NixlWorker
+    worker_class: Any = NixlWorker
 
     @classmethod
     def make_network(cls, options: Options) -> Network:
         return RealNetwork(options.delay) if options.real_transfers else Network(options.delay)
 
-    def __init__(
-        self, options: Options, memories: Sequence[Slots], network: Network, name: str, engine_id: str
-    ) -> None:
-        replace(network)
-        self.network = network
-        self.name, self.engine_id = name, engine_id
-        config = self.between_engines(options, engine_id)
-        self.scheduler = vllm_objects.scheduler(options, config)
-        self.in_scheduler = self._of_lmcache(options, self.scheduler.connector)
-        self.scheduler_side = self.in_scheduler.connector_scheduler
-        self.scheduler_side.side_channel_host, self.scheduler_side.side_channel_port = name, PORT
-        self.workers = [self._worker(rank, slots, options, config) for rank, slots in enumerate(memories)]
-        self.reader = readers.reader(self.in_scheduler)
-        self.in_scheduler.set_xfer_handshake_metadata_pp_aware(
-            {(0, worker.rank): worker.in_worker.get_handshake_metadata() for worker in self.workers}
-        )
-        if len(memories) > 1:
-            together = Together(len(memories))
-            for worker in self.workers:
-                worker.together = together
+    def join(self) -> None:
+        replace(self.network)
 
-    def _worker(self, rank: int, slots: Slots, options: Options, config: Any) -> NixlWorker:
+    def introduce(self, in_scheduler: Any) -> None:
+        self.scheduler_side.side_channel_host, self.scheduler_side.side_channel_port = self.name, PORT
+        in_scheduler.set_xfer_handshake_metadata_pp_aware(
+            {(0, worker.rank): worker.in_worker.get_handshake_metadata() for worker in self.between}
+        )
+        together = Together(len(self.between))
+        for worker in self.between:
+            worker.together = together
+
+    def _worker_of_rank(self, rank: int, slots: Slots, options: Options, config: Any) -> Any:
         with of_rank(rank, options.ranks):
             connector = vllm_objects.worker(options, vllm_objects.of_rank(config, rank))
         made = self.worker_class(self, slots, connector, options)
@@ -189,17 +175,8 @@ class NixlSide(PairSide):
     def keeps(self, request: str) -> bool:
         return request in self.scheduler_side._reqs_need_send
 
-    @property
-    def of_nixl(self) -> Sequence[NixlWorker]:
-        return self.workers
-
-    def listen(self, events: RequestEvents) -> None:
-        super().listen(events)
-        for worker in self.of_nixl:
-            worker.events = events
-
     def close(self) -> None:
-        for worker in self.of_nixl:
+        for worker in self.between:
             close(self.network, worker)
 
     # ------------------------------------------------------------------ transfers in flight, and kept requests
@@ -207,18 +184,18 @@ class NixlSide(PairSide):
     @property
     def leases(self) -> set[str]:
         """Requests whose blocks are kept for the peer."""
-        return set().union(*(worker.adapter._reqs_to_send for worker in self.of_nixl))
+        return set().union(*(worker.adapter._reqs_to_send for worker in self.between))
 
     def busy(self) -> bool:
-        return self.network.busy or bool(self.leases)
+        return super().busy() or self.network.busy or bool(self.leases)
 
     def loading(self) -> set[str]:
-        return set().union(*(worker.adapter._recving_metadata for worker in self.of_nixl))
+        return super().loading().union(*(worker.adapter._recving_metadata for worker in self.between))
 
     def kept(self) -> dict[str, set[str]]:
         in_workers = {
             f"{where} of rank {worker.rank}" if worker.rank else where: set(names)
-            for worker in self.of_nixl
+            for worker in self.between
             for where, names in readers.reader(worker.in_worker).kept()
         }
         return {**super().kept(), **in_workers}

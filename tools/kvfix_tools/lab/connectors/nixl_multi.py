@@ -2,42 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from kvfix_tools.lab.connectors import nixl, nixl_push
-from kvfix_tools.lab.connectors.nixl_network import Network
-from kvfix_tools.lab.engine.memory import Slots
-from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.connectors.nixl import NixlSide, NixlWorker
+from kvfix_tools.lab.connectors.nixl_push import PushSide, PushWorker
 from kvfix_tools.lab.pair.pair_multi import InTurn, MultiSide, MultiWorker
 
 
-class NixlChild(InTurn, nixl.NixlWorker):
+class NixlChild(InTurn, NixlWorker):
     """NixlConnector in the worker role."""
 
 
-class NixlMultiSide(MultiSide, nixl.NixlSide):
+class NixlMultiSide(MultiSide, NixlSide):
     """Both roles of one engine."""
 
-    workers: Any
-    alone = nixl.NixlSide
-    child_class: type[nixl.NixlWorker] = NixlChild
-    child: nixl.NixlWorker
-
-    def __init__(
-        self, options: Options, memories: Sequence[Slots], network: Network, name: str, engine_id: str
-    ) -> None:
-        nixl.replace(network)
-        super().__init__(options, memories, network, name, engine_id)
-        self.scheduler_side.side_channel_host, self.scheduler_side.side_channel_port = name, nixl.PORT
-        self.beside.set_xfer_handshake_metadata_pp_aware({(0, 0): self.in_worker.get_handshake_metadata()})
-
-    @property
-    def of_nixl(self) -> Sequence[nixl.NixlWorker]:
-        return [self.child]
+    alone = NixlSide
+    child_class = NixlChild
 
 
-class PushChild(InTurn, nixl_push.PushWorker):
+class PushChild(InTurn, PushWorker):
     """NixlConnector in push mode in the worker role."""
 
 
@@ -49,9 +32,9 @@ class PushMultiWorker(MultiWorker):
         self.child.side.network.write()
 
 
-class PushMultiSide(NixlMultiSide, nixl_push.PushSide):
+class PushMultiSide(MultiSide, PushSide):
     """Both roles of one engine."""
 
     worker = PushMultiWorker
-    alone = nixl_push.PushSide
+    alone = PushSide
     child_class = PushChild

@@ -67,7 +67,7 @@ class PushSide(NixlSide):
         return super().busy() or bool(self.loading())  # the peer may still push
 
     def kept_of_peer(self) -> set[str]:
-        return set().union(*(worker.adapter._pending_d_registrations for worker in self.of_nixl))
+        return set().union(*(worker.adapter._pending_d_registrations for worker in self.between))
 
     def for_decode(self, name: str, answer: Params | None) -> Params | None:
         if answer is not None:

@@ -34,9 +34,6 @@ class HeadsBlock(SharedBlock):
     def __setitem__(self, place: Any, contents: Any) -> None:
         self._slots[:, place] = self._marked(numpy.array([contents], dtype=numpy.int64))
 
-    def __iter__(self) -> Any:
-        return iter(self[:])
-
     def _marked(self, contents: Any) -> Any:
         return numpy.where(contents == GARBAGE, contents, contents ^ self._marks)
 

@@ -25,7 +25,8 @@ class Tiers:
         for lookups in self._lookups:
             lookups._lookup_queue.put(None)  # ends its thread
             lookups._thread.join()
-            lookups._lookup_queue = _AtOnce(lookups)
+            lookups._lookup_queue = AtOnce()
+            lookups._lookup_queue.run = lookups._worker
         self._files = [Path(tier.file_mapper.base_path) for tier in self._tiers if hasattr(tier, "file_mapper")]
 
     @staticmethod
@@ -91,17 +92,19 @@ def _job(done: Any) -> Any:
     return done.job_id
 
 
-class _AtOnce:
-    """Replaces the queue to a tier's lookup thread: run the loop of the thread for each item."""
+class AtOnce:
+    """Replaces the queue to a thread: run the loop of the thread for each item."""
 
-    def __init__(self, lookups: Any) -> None:
-        self._lookups = lookups
+    #: The loop of the thread. It gets an item, and then None, which ends the thread.
+    run: Any
+
+    def __init__(self) -> None:
         self._items: list[Any] = []
 
-    def put(self, batch: Any) -> None:
-        if batch is not None:
-            self._items = [batch, None]
-            self._lookups._worker()
+    def put(self, item: Any) -> None:
+        if item is not None:
+            self._items = [item, None]
+            self.run()
 
     def get(self) -> Any:
         return self._items.pop(0)

@@ -1,11 +1,13 @@
 """vLLM's OffloadingConnector in the lab, alone or with LMCache's connector in a MultiConnector.
 
-Its roles, jobs, memory managers, tiers and the worker that copies are real. The lab only replaces the driver's batched
-copy and its streams (offload_copies.py).
+simple_offload.py has SimpleCPUOffloadConnector, with the same base classes. The roles of OffloadingConnector, its jobs,
+memory managers, tiers and the worker that copies are real. The lab only replaces the driver's batched copy and its
+streams (offload_copies.py).
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -31,18 +33,63 @@ if TYPE_CHECKING:
 _OTHERS = "others"
 
 
-class Rank:
-    """One worker of the connector, which copies between the slots and the CPU memory of this rank."""
+class Copying:
+    """One worker of an offloading connector, which copies between the slots and the CPU memory of this rank."""
 
-    def __init__(self, rank: int, slots: Slots, options: Options, in_worker: Any) -> None:
+    def __init__(self, rank: int, slots: Slots, options: Options) -> None:
         self.rank = rank
-        self.connector = in_worker.connector_worker
         self.page = kv_layout.page_bytes(options)
-        offload("cpu")  # vLLM's worker, with streams that do nothing
         self.copies = Copies(slots, 2 * options.delay + (options.rank_delay if rank else 0), self.page)
         #: Requests whose next load or store fails, as keys.
         self.failing: dict[str, int] = {}
         self.failing_stores: set[str] = set()
+
+
+class BothRoles:
+    """An offloading connector in both roles, with the lab's memory."""
+
+    events: RequestEvents
+    #: True if this is the only connector: then its loads and stores are events.
+    alone = False
+
+    def __init__(self, options: Options, ranks: Sequence[Any]) -> None:
+        self.ranks = ranks
+        self._groups = kv_groups(options)
+
+    def has_loaded(self, rank: int, name: str, span: tuple[int, int], several_groups: bool, fails: bool) -> None:
+        """Count a load of this rank, and record it if this is the only connector."""
+        self.events.counts["loads_offloaded"] += not rank
+        self.events.counts["loads_of_groups"] += several_groups
+        if self.alone:
+            start, end = span
+            self.events.loaded(name, start if fails else end, 0 if fails else end - start, rank)
+
+    def tick(self) -> None:
+        for rank in self.ranks:
+            rank.copies.tick()
+
+    def others_take(self, blocks: Collection[int]) -> None:
+        """Take blocks of the GPU: the connector must end copies from them first, unless it keeps the blocks."""
+
+    @abstractmethod
+    def requests(self, loads: bool) -> set[str]:
+        """Return the requests with a load in flight, or with a store in flight."""
+
+    def in_flight(self, request: str) -> set[str]:
+        return {name for name, loads in (("loading", True), ("storing", False)) if request in self.requests(loads)}
+
+    def never_given_back(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Rank(Copying):
+    """One worker of OffloadingConnector."""
+
+    def __init__(self, rank: int, slots: Slots, options: Options, in_worker: Any) -> None:
+        super().__init__(rank, slots, options)
+        self.connector = in_worker.connector_worker
+        offload("cpu")  # vLLM's worker, with streams that do nothing
         #: Called with (request, job) of a copied load.
         self.loaded: Callable[[str, Any, bool], None]
         self._failed: set[int] = set()
@@ -90,17 +137,14 @@ class Rank:
         return contents
 
 
-class Offloading:
-    """OffloadingConnector in both roles, with the lab's memory."""
-
-    events: RequestEvents
+class Offloading(BothRoles):
+    """OffloadingConnector."""
 
     def __init__(self, options: Options, ranks: Sequence[Rank], in_scheduler: Any) -> None:
+        super().__init__(options, ranks)
         self.scheduler = in_scheduler.connector_scheduler
         self.manager = self.scheduler.manager
-        self.ranks = ranks
         self.tiers = Tiers(self.manager, options.delay)
-        self._groups = kv_groups(options)
         self._per_chunk = self.scheduler.config.blocks_per_chunk
         for rank in ranks:
             rank.stored_by = lambda job: self.scheduler._jobs[job].req_id if job in self.scheduler._jobs else ""
@@ -124,16 +168,10 @@ class Offloading:
 
     def _loader(self, rank: Rank) -> Callable[[str, Any, bool], None]:
         def loaded(name: str, to: Any, fails: bool) -> None:
-            self.events.counts["loads_offloaded"] += not rank.rank
-            self.events.counts["loads_of_groups"] += sum(map(bool, to.group_sizes)) > 1
-            if self.alone:
-                start, end = offload_readers.span(to, [group.block_size for group in self._groups])
-                self.events.loaded(name, start if fails else end, 0 if fails else end - start, rank.rank)
+            span = offload_readers.span(to, [group.block_size for group in self._groups])
+            self.has_loaded(rank.rank, name, span, sum(map(bool, to.group_sizes)) > 1, fails)
 
         return loaded
-
-    #: True if this is the only connector: then its loads and stores are events.
-    alone = False
 
     def _watch(self, manager: Any) -> None:
         """Check the content of each chunk when the manager completes its store."""
@@ -173,11 +211,9 @@ class Offloading:
 
     def tick(self) -> None:
         self.tiers.tick()
-        for rank in self.ranks:
-            rank.copies.tick()
+        super().tick()
 
     def others_take(self, blocks: Collection[int]) -> None:
-        """Take blocks of the GPU. The connector must end copies from them first."""
         self._taken.update(blocks)
 
     def evict(self, chunks: int, forced: bool) -> int:
@@ -209,16 +245,10 @@ class Offloading:
         return bool(self.scheduler._jobs or copying or self.manager.has_pending_work() or self.tiers.looking)
 
     def requests(self, loads: bool) -> set[str]:
-        """Return the requests with a load in flight, or with a store in flight."""
         return {job.req_id for job in self.scheduler._jobs.values() if job.is_store != loads}
-
-    def in_flight(self, request: str) -> set[str]:
-        return {name for name, loads in (("loading", True), ("storing", False)) if request in self.requests(loads)}
 
     def kept(self) -> dict[str, set[str]]:
         return {"OffloadingConnector._req_status": set(self.scheduler._req_status), **self.tiers.kept()}
-
-    def never_given_back(self) -> None: ...
 
     def close(self) -> None:
         self.tiers.close()
@@ -235,23 +265,30 @@ def note_stored(events: RequestEvents, name: str, ends: list[int], size: int) ->
 class OffloadingWorker(Worker):
     """One rank of an offloading connector that is the only connector."""
 
-    offloads = True
+    offloads = by_request = True
 
     def __init__(self, rank: Any, slots: Slots, called: Any) -> None:
         super().__init__(rank.rank, slots, called, called, None, rank.failing)
-        self._failed_requests: set[str] = set()
-
-    def get_finished(self, ended: set[str]) -> Any:
-        results = self.called.get_transfer_results(ended)
-        self._failed_requests = results.failed_recving
-        return results.finished_sending, results.finished_recving
-
-    def also_reported(self) -> dict[str, Any]:
-        return {**super().also_reported(), "failed_recving": self._failed_requests}
 
 
-class OffloadingAlone(Connector):
-    offloading: Offloading
+class OffloadingSteps:
+    """The steps of a schedule for the CPU memory of a side with an offloading connector."""
+
+    offloading: Any
+
+    def evict(self, cache: Cache, chunks: int, forced: bool) -> int:
+        return int(self.offloading.evict(chunks, forced))
+
+    def fail_store(self, name: str, rank: int = 0) -> None:
+        """A step: let the next store of this request to CPU memory fail in this rank."""
+        self.offloading.ranks[rank].failing_stores.add(name)
+
+
+class Alone(OffloadingSteps, Connector):
+    """An offloading connector that is the only connector."""
+
+    #: The class of its ranks.
+    rank: Any
 
     def __init__(self, options: Options, memories: Sequence[Slots], caches: Sequence[Cache]) -> None:
         self._folder = Tiers.folder(options)
@@ -259,21 +296,27 @@ class OffloadingAlone(Connector):
         self.scheduler = vllm_objects.scheduler(options, config)
         self.in_scheduler = self.scheduler.connector
         called = [vllm_objects.worker(options, vllm_objects.of_rank(config, rank)) for rank, _ in enumerate(memories)]
-        ranks = [
-            Rank(number, slots, options, each)
-            for number, (slots, each) in enumerate(zip(memories, called, strict=True))
-        ]
+        ranks = [self.rank(rank, slots, options, called[rank]) for rank, slots in enumerate(memories)]
         self.workers = [OffloadingWorker(*each) for each in zip(ranks, memories, called, strict=True)]
-        self.offloading = Offloading(options, ranks, self.in_scheduler)
+        self.offloading = self._both_roles(options, ranks)
         self.offloading.alone = True
+
+    @abstractmethod
+    def _both_roles(self, options: Options, ranks: Sequence[Any]) -> Any:
+        """Return the connector in both roles, and set the reader."""
+
+    def close(self) -> None:
+        self.offloading.close()
+
+
+class OffloadingAlone(Alone):
+    """OffloadingConnector."""
+
+    rank = Rank
+
+    def _both_roles(self, options: Options, ranks: Sequence[Any]) -> Offloading:
         self.reader = offload_readers.Offloading(self.in_scheduler)
-
-    def evict(self, cache: Cache, chunks: int, forced: bool) -> int:
-        return self.offloading.evict(chunks, forced)
-
-    def fail_store(self, name: str, rank: int = 0) -> None:
-        """A step: let the next store of this request fail in this rank."""
-        self.offloading.ranks[rank].failing_stores.add(name)
+        return Offloading(options, ranks, self.in_scheduler)
 
     def in_flight(self, request: str) -> set[str]:
         looking = {"looking"} if request in self.events.undecided else set()
@@ -282,6 +325,3 @@ class OffloadingAlone(Connector):
     def not_to_store(self, request: Any) -> str:
         asked = (request.kv_transfer_params or {}).get("max_offload_tokens")
         return "it asks for max_offload_tokens 0" if asked == 0 else ""
-
-    def close(self) -> None:
-        self.offloading.close()

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvfix_tools.lab.connectors.offload_copies import Copies, Event
+from kvfix_tools.lab.connectors.offload_tiers import AtOnce
 from kvfix_tools.roundtrip import cuda_stand_in
 
 
@@ -38,30 +39,22 @@ class _Thread:
         self._arguments[0].run = lambda: self._target(*self._arguments)
 
 
-class CopyQueue:
-    """Replaces the queue to the copy thread: run the loop of the thread for each item. An exception ends the loop."""
+class CopyQueue(AtOnce):
+    """Replaces the queue to the copy thread. An exception ends the thread."""
 
-    run: Any
     copies: Copies
-
-    def __init__(self) -> None:
-        self._items: list[Any] = []
-        self.died = False
+    died = False
 
     def put(self, item: Any) -> None:
         from vllm.v1.simple_kv_offload import cuda_mem_ops
 
-        if item is None or self.died:
+        if self.died:
             return
-        self._items = [item, None]
         cuda_mem_ops._batch_memcpy = self.copies.batch, 0
         try:
-            self.run()
+            super().put(item)
         except Exception:  # noqa: BLE001 - as in a thread: it is printed, and nobody hears of it
             self.died = True
-
-    def get(self) -> Any:
-        return self._items.pop(0)
 
 
 @functools.cache

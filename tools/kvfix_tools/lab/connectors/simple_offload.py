@@ -5,38 +5,28 @@ The lab replaces the GPU and the copy thread (simple_copies.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, resolve_block_hashes
 
 from kvfix.connector_events import offload_readers
-from kvfix_tools.lab.connectors.connector import Connector
-from kvfix_tools.lab.connectors.offload_copies import WORD, Copies
-from kvfix_tools.lab.connectors.offloading import OffloadingWorker, note_stored
+from kvfix_tools.lab.connectors.offload_copies import WORD
+from kvfix_tools.lab.connectors.offloading import Alone, BothRoles, Copying, note_stored
 from kvfix_tools.lab.connectors.simple_copies import CopyQueue, stand_in
-from kvfix_tools.lab.engine import kv_layout, rules, vllm_objects
-from kvfix_tools.lab.engine.kv_groups import KVGroup, kv_groups
-from kvfix_tools.lab.engine.memory import NOTHING, Cache, Slots
+from kvfix_tools.lab.engine import kv_layout, rules
+from kvfix_tools.lab.engine.kv_groups import KVGroup
+from kvfix_tools.lab.engine.memory import NOTHING, Slots
 from kvfix_tools.lab.options import Options
 
-if TYPE_CHECKING:
-    from kvfix_tools.lab.engine.request_events import RequestEvents
 
-
-class Rank:
-    """One worker of the connector, which copies between the slots and the CPU memory of this rank."""
+class Rank(Copying):
+    """One worker of the connector."""
 
     def __init__(self, rank: int, slots: Slots, options: Options, in_worker: Any) -> None:
+        super().__init__(rank, slots, options)
         stand_in()
-        self.rank = rank
-        self.copies = Copies(
-            slots, 2 * options.delay + (options.rank_delay if rank else 0), kv_layout.page_bytes(options)
-        )
-        #: Requests whose next load or store fails, as keys.
-        self.failing: dict[str, int] = {}
-        self.failing_stores: set[str] = set()
         #: {number of a load or store: its requests}
         self.of_event: Callable[[int, bool], list[str]]
         #: Called with the number and the blocks of a store.
@@ -85,19 +75,14 @@ class Rank:
         return contents
 
 
-class SimpleOffloading:
-    """SimpleCPUOffloadConnector in both roles, with the lab's memory."""
-
-    events: RequestEvents
-    #: True if this is the only connector: then its loads and stores are events.
-    alone = False
+class SimpleOffloading(BothRoles):
+    """SimpleCPUOffloadConnector."""
 
     def __init__(self, options: Options, ranks: Sequence[Rank], scheduler: Any, in_scheduler: Any) -> None:
-        self.ranks = ranks
+        super().__init__(options, ranks)
         self.reader = offload_readers.SimpleOffload(in_scheduler)
         self._scheduler = scheduler
         self._manager = in_scheduler.scheduler_manager
-        self._groups = kv_groups(options)
         self._hash_tokens = options.block_size
         #: {request: (first token, end) of its load in flight}
         self._due: dict[str, tuple[int, int]] = {}
@@ -129,13 +114,9 @@ class SimpleOffloading:
 
     def _loader(self, rank: Rank) -> Callable[[str, bool], None]:
         def loaded(name: str, fails: bool) -> None:
-            self.events.counts["loads_offloaded"] += not rank.rank
-            self.events.counts["loads_of_groups"] += len(self._groups) > 1
             if fails:
                 self.events.may_fail.add(name)
-            if self.alone:
-                start, end = self._due[name]
-                self.events.loaded(name, start if fails else end, 0 if fails else end - start, rank.rank)
+            self.has_loaded(rank.rank, name, self._due[name] if self.alone else (0, 0), len(self._groups) > 1, fails)
 
         return loaded
 
@@ -174,13 +155,6 @@ class SimpleOffloading:
 
     # ------------------------------------------------------------------ steps
 
-    def tick(self) -> None:
-        for rank in self.ranks:
-            rank.copies.tick()
-
-    def others_take(self, blocks: Collection[int]) -> None:
-        """Take blocks of the GPU. A copy keeps its own blocks."""
-
     def evict(self, chunks: int, forced: bool = False) -> int:
         """Store so many blocks of another client, which evict older ones, and drop them."""
         pool = self._manager.cpu_block_pool
@@ -200,13 +174,9 @@ class SimpleOffloading:
         return under_way or (self._manager.has_pending_stores() and not any(rank.died for rank in self.ranks))
 
     def requests(self, loads: bool) -> set[str]:
-        """Return the requests with a load in flight, or with a store in flight."""
         if loads:
             return set().union(*(rank.loading() for rank in self.ranks))
         return {name for name, state in self._manager._reqs_to_store.items() if state.store_events}
-
-    def in_flight(self, request: str) -> set[str]:
-        return {name for name, loads in (("loading", True), ("storing", False)) if request in self.requests(loads)}
 
     def kept(self) -> dict[str, set[str]]:
         return {f"SimpleCPUOffloadConnector.{where}": set(names) for where, names in self.reader.kept()}
@@ -226,36 +196,21 @@ class SimpleOffloading:
                 message = f"{len(held)} of {len(pool.blocks)} {where} blocks are held, and all requests have ended"
                 self.events.violated(rules.MEMORY_HELD, "", message)
 
-    def close(self) -> None: ...
 
+class SimpleOffload(Alone):
+    """SimpleCPUOffloadConnector."""
 
-class SimpleOffload(Connector):
+    rank = Rank
     offloading: SimpleOffloading
 
-    def __init__(self, options: Options, memories: Sequence[Slots], caches: Sequence[Cache]) -> None:
-        config = vllm_objects.vllm_config(options)
-        self.scheduler = vllm_objects.scheduler(options, config)
-        self.in_scheduler = self.scheduler.connector
-        called = [vllm_objects.worker(options, vllm_objects.of_rank(config, rank)) for rank, _ in enumerate(memories)]
-        self.ranks = [
-            Rank(number, slots, options, each)
-            for number, (slots, each) in enumerate(zip(memories, called, strict=True))
-        ]
-        self.workers = [OffloadingWorker(*each) for each in zip(self.ranks, memories, called, strict=True)]
-        self.offloading = SimpleOffloading(options, self.ranks, self.scheduler, self.in_scheduler)
-        self.offloading.alone = True
-        self.reader = self.offloading.reader
+    def _both_roles(self, options: Options, ranks: Sequence[Any]) -> SimpleOffloading:
+        made = SimpleOffloading(options, ranks, self.scheduler, self.in_scheduler)
+        self.reader = made.reader
+        return made
 
     def metadata(self, metadata: Any) -> Any:
         self.offloading.take_due(metadata)
         return metadata
-
-    def evict(self, cache: Cache, chunks: int, forced: bool) -> int:
-        return self.offloading.evict(chunks)
-
-    def fail_store(self, name: str, rank: int = 0) -> None:
-        """A step: let the next store of this request fail in this rank."""
-        self.ranks[rank].failing_stores.add(name)
 
     def kept(self) -> dict[str, set[str]]:
         return {where: set(names) for where, names in self.reader.kept()}

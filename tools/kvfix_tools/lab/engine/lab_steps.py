@@ -78,6 +78,12 @@ class Steps:
         self._guard("add_request", name, self.scheduler.add_request, more)
         self.model.take_input()
 
+    def store(self, name: str, prompt: list[int], max_tokens: int = 1, **more: Any) -> None:
+        """Run a request to its end, so that its prompt is stored. Then empty vLLM's own prefix cache."""
+        self.admit(name, prompt, max_tokens, **more)
+        self.run()
+        self.reset_prefix_cache()
+
     def end_input(self, name: str) -> None:
         """A session gets no more input. It ends at once if it waits for input."""
         self._guard("add_request", name, self.scheduler.add_request, vllm_objects.request(self.options, name, [1], 1))

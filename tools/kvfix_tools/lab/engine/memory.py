@@ -7,7 +7,7 @@ offset and a chunk under a wrong key.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 #: The content of a slot that was never written, or that a step wrote after it had read wrong KV.
@@ -122,6 +122,19 @@ class Slots:
             if (held if end - start == len(held) else held[: end - start]) != right:
                 return start + next(i for i, (has, needs) in enumerate(zip(held, right, strict=False)) if has != needs)
         return None
+
+
+class Block:
+    """A block of slots in other memory, with the interface of a list of ints."""
+
+    def __getitem__(self, place: Any) -> Any:
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self[:])
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self[:] == other)
 
 
 class SlotsOfRank(Slots):

@@ -7,7 +7,7 @@ a wrong offset. Each element is a whole number up to 255, which fits into any 16
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
@@ -15,7 +15,7 @@ import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from kvfix_tools.lab.engine.memory import GARBAGE
+from kvfix_tools.lab.engine.memory import GARBAGE, Block
 
 _BYTES = 8
 
@@ -103,9 +103,7 @@ def _encoded(contents: Any, mark: Any) -> Any:
     return (numpy.tile(parts, len(mark) // _BYTES) ^ mark).astype(numpy.float32)
 
 
-class TensorBlock:
-    """A block, with the interface of a list of ints."""
-
+class TensorBlock(Block):
     def __init__(self, memory: TensorMemory, block: int) -> None:
         self._memory = memory
         self._block = block
@@ -118,9 +116,3 @@ class TensorBlock:
 
     def __setitem__(self, place: slice, contents: Sequence[int]) -> None:
         self._memory.put(self._block, place, contents)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self[:])
-
-    def __eq__(self, other: object) -> bool:
-        return self[:] == other

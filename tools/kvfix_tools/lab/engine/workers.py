@@ -37,6 +37,8 @@ class Worker:
     offloads = False
     #: True if the connector's metadata are cleared at the end of a step.
     clears = False
+    #: True if the connector reports failed loads by request.
+    by_request = False
 
     def __init__(
         self, rank: int, slots: Slots, called: Any, in_worker: Any, adapter: Any, failing: dict[str, int]
@@ -50,6 +52,8 @@ class Worker:
         self.failing = failing
         #: True: the server does not answer the multi-process connector in this step.
         self.unanswered = False
+        #: Requests whose load the last step has reported as failed.
+        self._failed_requests: set[str] = set()
 
     def start_step(self, metadata: Any, forward: bool) -> None:
         """Make the calls of vLLM's worker before the forward pass."""
@@ -80,11 +84,16 @@ class Worker:
         return report
 
     def get_finished(self, ended: set[str]) -> Any:
-        return self.called.get_finished(ended)
+        if not self.by_request:
+            return self.called.get_finished(ended)
+        results = self.called.get_transfer_results(ended)
+        self._failed_requests = set(results.failed_recving)
+        return results.finished_sending, results.finished_recving
 
     def also_reported(self) -> dict[str, Any]:
         """Return other fields of KVConnectorOutput."""
-        return {"kv_connector_worker_meta": self.called.build_connector_worker_meta()} if self.offloads else {}
+        meta = {"kv_connector_worker_meta": self.called.build_connector_worker_meta()} if self.offloads else {}
+        return {**meta, **({"failed_recving": self._failed_requests} if self.by_request else {})}
 
     def failed_blocks(self) -> set[int]:
         """Return blocks whose load has failed in this step."""

@@ -8,13 +8,13 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from kvfix_tools.lab.options import OF_VLLM, SERVER_CHUNK, Options
-from kvfix_tools.lab.releases import DRAWN_SINCE
+from kvfix_tools.lab.releases import FEATURES
 
 _ROLES = ("kv_producer", "kv_consumer", "kv_both")
 
 
 class Drawn(NamedTuple):
-    """features: a part of DRAWN_SINCE. room: maximum tokens of a request."""
+    """features: a part of FEATURES. room: maximum tokens of a request."""
 
     options: Options
     features: set[str]
@@ -57,7 +57,7 @@ def draw(
         real_server=real_server,
         kv_load_failure_policy="recompute" if plain else rng.choice(("recompute", "recompute", "fail")),
     )
-    features = {name for name in DRAWN_SINCE if name not in lacks and random.Random(f"{name} {seed}").random() < 0.3}
+    features = {name for name in FEATURES if name not in lacks and random.Random(f"{name} {seed}").random() < 0.3}
     if plain:
         features -= {"sessions", "roles", "stops"}
     if connector == "v1":

@@ -1,10 +1,10 @@
-"""Schedules for two engines with NixlConnector (pair.py): draw them from a seed, and make their steps."""
+"""Schedules for two engines (pair.py), also with a second connector: draw them from a seed, and make their steps."""
 
 from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Collection
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvfix_tools.lab.options import WITH_RANKS, Options
@@ -24,7 +24,8 @@ _FAULTS = {
 }  # fmt: skip
 #: Weights in push mode. With requests in both engines at once, the engines can wait for each other.
 _PUSH_FAULTS = {"ask": 6, "ask_at_once": 6, "writers_take": 1, "fail": 3}
-KINDS = frozenset((*_PLAIN, *_FAULTS, *_PUSH_FAULTS))
+#: Also steps for Mooncake, and a step of one of the engines.
+KINDS = frozenset((*_PLAIN, *_FAULTS, *_PUSH_FAULTS, "ends_at_once", "on"))
 #: {step: requests that the router can make it with}
 _AGAIN = {"send_again": "sent", "ask_again": "asked"}
 #: Seconds of a lease. A waiting peer renews it after each sixth of the time, by two thirds.
@@ -36,11 +37,30 @@ _MALFORMED = (
     "no_blocks", "no_host", "no_request", "no_tp_size", "fewer_blocks", "odd_blocks", "more_blocks", "flat_blocks",
     "far_blocks", "other_engine", "other_port", "decode_too", "more_ranks", "odd_engine", "alone", "nothing",
 )  # fmt: skip
+#: See mooncake.MALFORMED.
+_MALFORMED_MOONCAKE = (
+    "other_engine", "odd_engine", "decode_too", "alone", "nothing", "no_transfer", "other_transfer", "odd_transfer",
+    "no_address", "other_address", "odd_address",
+)  # fmt: skip
+#: Timeout of a Mooncake producer in seconds. A consumer has 60 s more.
+_TIMEOUTS = (3, 6, 480)
+
+Drawn = tuple[Options, tuple[DrawnStep, ...]]
 
 
-def draw(
-    seed: int, connector: str, plain: bool = False, lacks: Collection[str] = ()
-) -> tuple[Options, tuple[DrawnStep, ...]]:
+def draw(seed: int, connector: str, plain: bool = False) -> Drawn:
+    options, steps = _draw_nixl(seed, connector, plain)
+    if connector.startswith("mooncake"):
+        options, steps = _for_mooncake(options, steps, random.Random(f"{connector} own {seed}"), plain)
+    own = random.Random(f"beside {connector} {seed}")
+    if connector.endswith("-multi"):
+        options, steps = _with_lmcache(options, steps, own, plain)
+    elif connector == "nixl-offload":
+        options, steps = _with_offloading(options, steps, own, plain)
+    return options, steps
+
+
+def _draw_nixl(seed: int, connector: str, plain: bool) -> Drawn:
     rng = random.Random(f"{connector} {seed}")
     block = rng.choice((4, 8, 16))
     blocks, decode_blocks = rng.randrange(12, 40), rng.randrange(12, 40)
@@ -157,6 +177,73 @@ def _step(rng: random.Random, kind: str, number: int, options: Options, room: in
     if kind == "budget":
         return (kind, engine, rng.choice((1, block, options.max_num_batched_tokens)))
     return (kind, engine) if kind in ("free_blocks", "reset") else (kind,)
+
+
+# ---------------------------------------------------------------------- other connectors
+
+
+def _for_mooncake(options: Options, steps: Sequence[DrawnStep], rng: random.Random, plain: bool) -> Drawn:
+    """Change a schedule for Mooncake. Most routers ask both engines at once."""
+    timeout = 480 if plain else rng.choice(_TIMEOUTS)
+    options = dataclasses.replace(options, extra={"kv_lease_duration": timeout})
+    drawn: list[DrawnStep] = []
+    for step in steps:
+        if step[0] == "ask" and not plain and rng.random() < 0.1:
+            drawn.append(("ends_at_once", *step[1:4]))
+        drawn.append(_mooncake_step(rng, step, timeout))
+    return options, tuple(drawn)
+
+
+def _mooncake_step(rng: random.Random, step: DrawnStep, timeout: float) -> DrawnStep:
+    kind = step[0]
+    if kind == "ask":
+        return (rng.choice(("ask", "ask_at_once")), *step[1:])
+    if kind == "malform":
+        return (kind, rng.choice(_MALFORMED_MOONCAKE))
+    if kind == "fail":
+        return (kind, rng.choice(("transfer", "handshake")), step[2])
+    if kind == "time_passes":
+        return (kind, rng.choice((1.0, timeout / 2, timeout + 1.0)))
+    return step
+
+
+def _with_lmcache(options: Options, steps: tuple[DrawnStep, ...], rng: random.Random, plain: bool) -> Drawn:
+    """Add LMCache to one engine or both, and steps for LMCache."""
+    multi = rng.choice((("decode",), ("prefill",), ("prefill", "decode"), ("prefill", "decode")))
+    options = dataclasses.replace(
+        options,
+        multi=multi,
+        lmcache_first=rng.random() < 0.5,
+        chunk_size=options.block_size * rng.choice((1, 2, 3)),
+    )
+    return options, steps if plain else _with_evictions(steps, rng, multi, ("lookups_fail", 1))
+
+
+def _with_offloading(options: Options, steps: tuple[DrawnStep, ...], rng: random.Random, plain: bool) -> Drawn:
+    """Add OffloadingConnector to both engines, and steps for its CPU memory."""
+    options = dataclasses.replace(
+        options,
+        offloading=rng.choice(("first", "last")),
+        chunk_size=options.block_size * rng.choice((1, 2)),
+        cpu_blocks=rng.choice((0, 4, 8, 100)),
+    )
+    return options, steps if plain else _with_evictions(steps, rng, _ENGINES)
+
+
+def _with_evictions(
+    steps: Sequence[DrawnStep], rng: random.Random, engines: Sequence[str], *others: DrawnStep
+) -> tuple[DrawnStep, ...]:
+    """Insert evictions in one of these engines, or other steps, at random places."""
+    drawn: list[DrawnStep] = []
+    for step in steps:
+        drawn.append(step)
+        if rng.random() < 0.03:
+            what = rng.choice((("evict", rng.choice((1, 3, 100))), *others))
+            drawn.append(("on", rng.choice(engines), *what))
+    return tuple(drawn)
+
+
+# ---------------------------------------------------------------------- the steps
 
 
 def move(pair: Pair, step: DrawnStep) -> None:

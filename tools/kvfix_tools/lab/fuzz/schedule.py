@@ -12,7 +12,7 @@ import random
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from kvfix_tools.lab.fuzz import drawn_options, mooncake_schedule, multi_schedule, pair_schedule, parameters
+from kvfix_tools.lab.fuzz import drawn_options, pair_schedule, parameters
 from kvfix_tools.lab.options import CONNECTORS, OF_VLLM, PAIRS, Options
 
 FORMAT = 1
@@ -25,7 +25,7 @@ _FAULTS = {"abort": 4, "evict": 1, "fail_load": 2, "admit_again": 2, "timeout": 
 _ASYNCHRONOUS = {"slow_lookups": 2, "wait": 1}
 #: Drawn only with a second connector. The second connector has the KV of the next request or of a preempted one.
 _MULTI_CONNECTOR = {"is_beside": 5}
-#: Features of DRAWN_SINCE. Each is drawn for three of ten seeds.
+#: Features (releases.FEATURES). Each is drawn for three of ten seeds.
 _SOMETIMES = {
     "pause": {"pause": 1, "unpause": 3},
     "sessions": {"session": 3, "input": 6, "end_input": 1},
@@ -38,17 +38,8 @@ _SIMPLE_OFFLOAD = {"fail_store": 2}
 KINDS = frozenset(
     ("lose_loads", "lose_stored", "new_weights", "server_restarts", *_PLAIN, *_OFFLOADING, *_FAULTS)
 ).union(
-    _ASYNCHRONOUS, _MULTI_CONNECTOR, *_SOMETIMES.values(),
-    pair_schedule.KINDS, multi_schedule.KINDS, mooncake_schedule.KINDS,
+    _ASYNCHRONOUS, _MULTI_CONNECTOR, *_SOMETIMES.values(), pair_schedule.KINDS,
 )  # fmt: skip
-#: {connector: module that draws for two engines}, if that is not pair_schedule.
-_DRAW = {
-    "nixl-multi": multi_schedule.draw,
-    "nixl-push-multi": multi_schedule.draw,
-    "nixl-offload": multi_schedule.draw_offload,
-    "mooncake": mooncake_schedule.draw,
-    "mooncake-multi": multi_schedule.draw,
-}
 
 
 class Schedule(NamedTuple):
@@ -91,7 +82,7 @@ def draw(
     - real_server: draw for a real server, with its options
     """
     if connector in PAIRS:
-        return Schedule(*_DRAW.get(connector, pair_schedule.draw)(seed, connector, plain, lacks))
+        return Schedule(*pair_schedule.draw(seed, connector, plain))
     rng = random.Random(seed)
     options, features, room = drawn_options.draw(rng, seed, connector, plain, lacks, real_server)
     weights = dict(_PLAIN) if plain else {**_PLAIN, **_FAULTS}

@@ -27,23 +27,60 @@ Params = dict[str, Any]
 class PairSide(Connector):
     """A connector between two engines: both roles in one of the engines.
 
-    Its arguments are options, memories, network, the name of the engine's host, and its engine id, which changes with
-    each start. Both engines share the network of `make_network` (pair_network.py).
+    name: of the engine's host. engine_id: changes with each start. Both engines share the network of `make_network`
+    (pair_network.py).
     """
 
     #: Adds events of a lease to the ledgers of both engines.
     add_to_pair: Callable[[Event], None]
+    #: The class of `workers`.
+    worker_class: Any
+    #: The scheduler's part of the connector between the engines.
+    scheduler_side: Any
+
+    def __init__(self, options: Options, memories: Sequence[Slots], network: Any, name: str, engine_id: str) -> None:
+        self.network, self.name, self.engine_id = network, name, engine_id
+        self.join()
+        self._make(options, memories)
+
+    @abstractmethod
+    def join(self) -> None:
+        """Replace what the connector communicates with by this network, for an engine that is made next."""
+
+    def _make(self, options: Options, memories: Sequence[Slots]) -> None:
+        config = self.configured(options)
+        self.scheduler = vllm_objects.scheduler(options, config)
+        self.in_scheduler = self._of_lmcache(options, self.scheduler.connector)
+        self.scheduler_side = self.in_scheduler.connector_scheduler
+        self.workers = [self._worker_of_rank(rank, slots, options, config) for rank, slots in enumerate(memories)]
+        self.reader = readers.reader(self.in_scheduler)
+        self.introduce(self.in_scheduler)
+
+    def _worker_of_rank(self, rank: int, slots: Slots, options: Options, config: Any) -> Any:
+        return self.worker_class(self, slots, vllm_objects.worker(options, config), options)
+
+    def introduce(self, in_scheduler: Any) -> None:
+        """Tell this connector in the scheduler role of its workers."""
+
+    @property
+    def between(self) -> Sequence[Any]:
+        """The workers of the connector between the engines, by rank."""
+        return self.workers
+
+    def listen(self, events: RequestEvents) -> None:
+        super().listen(events)
+        for worker in self.between:
+            worker.events = events
 
     @classmethod
     @abstractmethod
     def make_network(cls, options: Options) -> Any:
         """Return the network between the two engines."""
 
-    @staticmethod
-    def between_engines(options: Options, engine_id: str) -> Any:
-        """Return vLLM's configuration of an engine with this id."""
+    def configured(self, options: Options) -> Any:
+        """Return vLLM's configuration of this engine."""
         config = vllm_objects.vllm_config(options)
-        config.kv_transfer_config.engine_id = engine_id
+        config.kv_transfer_config.engine_id = self.engine_id
         config.cache_config.kv_cache_layout = "LBHNC"
         return config
 
@@ -65,7 +102,7 @@ class PairSide(Connector):
 
     def in_flight(self, request: str) -> set[str]:
         doing = {"loading": request in self.loading(), "storing": request in self.leases}
-        return {name for name, yes in doing.items() if yes}
+        return {name for name, yes in doing.items() if yes} | super().in_flight(request)
 
     def kept_of_peer(self) -> set[str]:
         """Return requests of the peer whose state is kept."""
@@ -80,12 +117,11 @@ class PairWorker(Worker):
     """A connector between two engines in the worker role. side: of the same engine."""
 
     events: RequestEvents
-    clears = True
+    clears = by_request = True
 
     def __init__(self, side: Any, rank: int, slots: Slots, called: Any, adapter: Any) -> None:
         super().__init__(rank, slots, called, called, adapter, {})
         self.side = side
-        self._failed: set[str] = set()
         self._reader = readers.reader(called)
         #: {request: (first token, end)} of loads that are not reported
         self.due: dict[str, tuple[int, int]] = {}
@@ -97,9 +133,6 @@ class PairWorker(Worker):
     def take_due(self, metadata: Any) -> None:
         """Begin a step with these metadata of the connector."""
         self.due.update({name: (start, end) for name, start, end in self._reader.loads(metadata) or ()})
-
-    def also_reported(self) -> dict[str, Any]:
-        return {"failed_recving": self._failed}
 
 
 class PairEngine(LabEngine):

@@ -51,7 +51,7 @@ class InTurn:
     """A connector whose reports the MultiConnector reads. Mixed into a worker class."""
 
     called: Any
-    _failed: set[str]
+    _failed_requests: set[str]
 
     def __init__(self, side: Any, slots: Slots, called: Any, options: Options) -> None:
         super().__init__(side, slots, called, options)  # type: ignore[call-arg]
@@ -61,14 +61,14 @@ class InTurn:
     def _results(self, ended: set[str]) -> KVConnectorTransferResults:
         sending, receiving = self.get_finished(ended)  # type: ignore[attr-defined]
         return KVConnectorTransferResults(
-            finished_sending=sending, finished_recving=receiving, failed_recving=self._failed
+            finished_sending=sending, finished_recving=receiving, failed_recving=self._failed_requests
         )
 
 
 class InMulti(Worker):
     """The MultiConnector in the worker role."""
 
-    clears = True
+    clears = by_request = True
     #: The connector between the engines, and its index among the children.
     child: Any
     place: int
@@ -76,14 +76,6 @@ class InMulti(Worker):
     def start_step(self, metadata: Any, forward: bool) -> None:
         self.child.take_due(metadata.metadata[self.place])
         super().start_step(metadata, forward)
-
-    def get_finished(self, ended: set[str]) -> Any:
-        results = self.called.get_transfer_results(ended)
-        self._failed = set(results.failed_recving)
-        return results.finished_sending, results.finished_recving
-
-    def also_reported(self) -> dict[str, Any]:
-        return {**super().also_reported(), "failed_recving": self._failed}
 
 
 class MultiWorker(InMulti, V1Worker):
@@ -104,21 +96,27 @@ class MultiSide(V1, PairSide):
             return super().__new__(cls)
         return cls.alone(dataclasses.replace(options, multi=()), memories, network, name, engine_id)
 
-    def __init__(self, options: Options, memories: Sequence[Slots], network: Any, name: str, engine_id: str) -> None:
-        self.network = network
-        self.name, self.engine_id = name, engine_id
+    def __init__(self, *arguments: Any) -> None:
+        PairSide.__init__(self, *arguments)
+
+    def _make(self, options: Options, memories: Sequence[Slots]) -> None:
         V1.__init__(self, options, memories, [Cache()])
         self._role = "kv_both"  # LMCache's role, independent of the other connector
         worker: Any = self.workers[0]
         worker.place = 1 - self._place
         self.beside = self.scheduler.connector._connectors[worker.place]
         self.scheduler_side = self.beside.connector_scheduler
-        self.in_worker = worker.called._connectors[worker.place]
-        self.child = worker.child = self.child_class(self, memories[0], self.in_worker, options)
+        in_worker = worker.called._connectors[worker.place]
+        self.child = worker.child = self.child_class(self, memories[0], in_worker, options)
         self._reader_beside = readers.reader(self.beside)
+        self.introduce(self.beside)
 
     def configured(self, options: Options) -> Any:
-        return self.between_engines(options, self.engine_id)
+        return PairSide.configured(self, options)
+
+    @property
+    def between(self) -> Sequence[Any]:
+        return [self.child]
 
     def listen(self, events: RequestEvents) -> None:
         super().listen(events)

@@ -1,23 +1,33 @@
 """Loads that fail, with LMCache's in-process connector."""
 
 from dataclasses import replace
+from typing import Any
 
+from kvfix_tools.lab import steps as do
 from kvfix_tools.lab.scenario import CONTENT, LAYERS, Options, Scenario
-from kvfix_tools.lab.steps import (
-    abort,
-    admit,
-    expect_all_ended,
-    fail_load,
-    free_blocks,
-    keep_blocks,
-    preempt,
-    prompt,
-    reset_prefix_cache,
-    run,
-    settle,
-    step,
-    stored_elsewhere,
-)
+from kvfix_tools.lab.steps import Step, prompt
+
+
+def _poisoned(rank: int) -> list[Step]:
+    """Let a load of 128 tokens fail in this rank, and hit what the step has stored."""
+    return [
+        do.store("first", prompt(128)),
+        do.fail_load("failing", rank=rank),
+        do.store("failing", prompt(300)),
+        do.admit("r", prompt(300)),
+    ]
+
+
+def _layerwise(after_chunks: int, **more: Any) -> Scenario:
+    """Return a scenario of a layerwise load that brings so many of four chunks."""
+    return Scenario(
+        [do.stored_elsewhere(prompt(256)), do.fail_load("r", after_chunks), do.admit("r", prompt(300), max_tokens=4)],
+        wrong={"lmcache": ">=0.3.15"},
+        needs={"lmcache": ">=0.3.15"},
+        options=Options(lmcache={"use_layerwise": True}, max_num_batched_tokens=512),
+        **more,
+    )
+
 
 SCENARIOS = {
     "failed-load-gone-under-way": Scenario(
@@ -28,15 +38,13 @@ SCENARIOS = {
         # vLLM checks only running requests for failed blocks. A request can be aborted between a step and its answer
         # or, with asynchronous scheduling, be preempted.
         schedule=[
-            stored_elsewhere(prompt(96)),
-            fail_load("before"),
-            admit("before", prompt(100), max_tokens=4),
-            step(),
-            abort("before"),
-            step(),
-            admit("r", prompt(100), max_tokens=2),
-            run(),
-            settle(),
+            do.stored_elsewhere(prompt(96)),
+            do.fail_load("before"),
+            do.admit("before", prompt(100), max_tokens=4),
+            do.step(),
+            do.abort("before"),
+            do.step(),
+            do.admit("r", prompt(100), max_tokens=2),
         ],
         rule="LAB001",
         wrong={"vllm": ">=0.11.2", "lmcache": ">=0.4.1,!=0.4.5,!=0.4.6,!=0.4.7,!=0.5.0"},
@@ -48,15 +56,7 @@ SCENARIOS = {
         # With asynchronous scheduling, the default on a GPU, vLLM schedules a step before it has the answer of the last
         # one. The load brings none of the 160 promised tokens. vLLM rolls the request back to token 0 and drops the
         # output of the failed step (scheduler.py 0.32.0:2088), but not the output of the next step.
-        schedule=[
-            admit("first", prompt(192)),
-            run(),
-            reset_prefix_cache(),
-            fail_load("r"),
-            admit("r", prompt(193), max_tokens=8),
-            run(),
-            settle(),
-        ],
+        schedule=[do.store("first", prompt(192)), do.fail_load("r"), do.admit("r", prompt(193), max_tokens=8)],
         rule="LAB008",
         not_in_hooks=CONTENT,
         text="is not what the model says",
@@ -68,13 +68,7 @@ SCENARIOS = {
         doc="A load fails while two more chunks of the prompt are in flight: vLLM keeps the token of the last chunk.",
         # Three pipeline stages. The load brings 16 of 64 tokens. When vLLM learns of it, the workers already have the
         # chunks up to token 192 and up to the end.
-        schedule=[
-            stored_elsewhere(prompt(64)),
-            admit("r", prompt(230), max_tokens=2),
-            fail_load("r", 1),
-            run(),
-            settle(),
-        ],
+        schedule=[do.stored_elsewhere(prompt(64)), do.admit("r", prompt(230), max_tokens=2), do.fail_load("r", 1)],
         rule="LAB008",
         wrong={"lmcache": ">=0.4.5", "vllm": ">=0.32"},
         needs={"lmcache": ">=0.4.5", "vllm": ">=0.32"},
@@ -85,14 +79,12 @@ SCENARIOS = {
         # second request shares its blocks. After the failure only the first request is rolled back (vLLM 0.32
         # scheduler.py:3295).
         schedule=[
-            stored_elsewhere(prompt(96)),
-            admit("first", prompt(100)),
-            admit("r", prompt(104), max_tokens=2),
-            fail_load("first", after_chunks=1),
-            step(),
-            abort("first"),
-            run(),
-            settle(),
+            do.stored_elsewhere(prompt(96)),
+            do.admit("first", prompt(100)),
+            do.admit("r", prompt(104), max_tokens=2),
+            do.fail_load("first", after_chunks=1),
+            do.step(),
+            do.abort("first"),
         ],
         rule="LAB001",
         wrong={"vllm": ">=0.11.2", "lmcache": ">=0.3.9.post1,!=0.4.5,!=0.4.6,!=0.4.7,!=0.5.0"},
@@ -105,18 +97,7 @@ SCENARIOS = {
         # ranks: each layer needs the attention of all ranks. Only the second rank knows of the failure; with KVF007 it
         # does not store. The first rank stores tokens 128 to 256 in the same step (vllm_v1_adapter.py 0.5.6:1104-1259),
         # and the next request with this prompt hits them.
-        schedule=[
-            admit("first", prompt(128)),
-            run(),
-            reset_prefix_cache(),
-            fail_load("failing", rank=1),
-            admit("failing", prompt(300)),
-            run(),
-            reset_prefix_cache(),
-            admit("r", prompt(300)),
-            run(),
-            settle(),
-        ],
+        schedule=_poisoned(rank=1),
         rule="LAB001",
         text="the step reads token 128 of",
         wrong={"lmcache": ">=0.4.1"},
@@ -131,18 +112,7 @@ SCENARIOS = {
         # `start_load_kv` has just recorded (vllm_v1_adapter.py 0.5.6:1104-1259). The next request with this prompt hits
         # them. With kv_load_failure_policy "recompute" the right KV is computed a step later, but the cache keeps its
         # chunks.
-        schedule=[
-            admit("first", prompt(128)),
-            run(),
-            reset_prefix_cache(),
-            fail_load("failing"),
-            admit("failing", prompt(300)),
-            run(),
-            reset_prefix_cache(),
-            admit("r", prompt(300)),
-            run(),
-            settle(),
-        ],
+        schedule=_poisoned(rank=0),
         rule="LAB001",
         text="the step reads token 128 of",
         wrong={"lmcache": ">=0.3.9.post1"},
@@ -157,16 +127,14 @@ SCENARIOS = {
         ),
         # vLLM checks only running requests. Here another request needs a block for its first token, and none is free.
         schedule=[
-            stored_elsewhere(prompt(96)),
-            fail_load("r"),
-            admit("other", prompt(32, seed=1), max_tokens=4),
-            admit("r", prompt(100), max_tokens=4),
-            step(),
-            keep_blocks(0),
-            step(),
-            free_blocks(),
-            run(),
-            settle(),
+            do.stored_elsewhere(prompt(96)),
+            do.fail_load("r"),
+            do.admit("other", prompt(32, seed=1), max_tokens=4),
+            do.admit("r", prompt(100), max_tokens=4),
+            do.step(),
+            do.keep_blocks(0),
+            do.step(),
+            do.free_blocks(),
         ],
         rule="LAB008",
         not_in_hooks=CONTENT,
@@ -180,14 +148,12 @@ SCENARIOS = {
         # With kv_load_failure_policy=recompute vLLM keeps the blocks in the prefix cache, because the request is to
         # compute them again (scheduler.py 0.32.0:3412). An abort or a preemption prevents that.
         schedule=[
-            stored_elsewhere(prompt(96)),
-            admit("before", prompt(100), max_tokens=4),
-            fail_load("before"),
-            step(),
-            abort("before"),
-            admit("r", prompt(100), max_tokens=2),
-            run(),
-            settle(),
+            do.stored_elsewhere(prompt(96)),
+            do.admit("before", prompt(100), max_tokens=4),
+            do.fail_load("before"),
+            do.step(),
+            do.abort("before"),
+            do.admit("r", prompt(100), max_tokens=2),
         ],
         rule="LAB001",
         wrong={"vllm": ">=0.11.2", "lmcache": ">=0.3.9.post1,!=0.4.5,!=0.4.6,!=0.4.7,!=0.5.0"},
@@ -200,15 +166,11 @@ SCENARIOS = {
         # (gpu_model_runner.py 0.32.0:4179, 4509). `failing` and `sharing` begin in one step with the same 128 tokens,
         # compute the rest of their prompts on top of the failed load, and are stored.
         schedule=[
-            stored_elsewhere(prompt(128)),
-            fail_load("failing"),
-            admit("failing", prompt(300)),
-            admit("sharing", prompt(260)),
-            run(),
-            reset_prefix_cache(),
-            admit("r", prompt(300)),
-            run(),
-            settle(),
+            do.stored_elsewhere(prompt(128)),
+            do.fail_load("failing"),
+            do.admit("failing", prompt(300)),
+            do.store("sharing", prompt(260)),
+            do.admit("r", prompt(300)),
         ],
         rule="LAB001",
         text="the step reads token 128 of",
@@ -221,64 +183,40 @@ SCENARIOS = {
         # Asynchronous scheduling, 64 tokens per step. The load brings none of 128 promised tokens, and the second step
         # stores the tokens that it computes after the first.
         schedule=[
-            stored_elsewhere(prompt(128)),
-            fail_load("first"),
-            admit("first", prompt(320)),
-            run(),
-            reset_prefix_cache(),
-            admit("r", prompt(324), max_tokens=4),
-            run(),
-            settle(),
+            do.stored_elsewhere(prompt(128)),
+            do.fail_load("first"),
+            do.store("first", prompt(320)),
+            do.admit("r", prompt(324), max_tokens=4),
         ],
         rule="LAB001",
         wrong={"vllm": ">=0.11.2"},
         needs={"lmcache": ">=0.4.1"},  # earlier releases die of this request (KVF008)
         options=Options(max_num_batched_tokens=64, async_scheduling=True),
     ),
-    "layerwise-load-finds-a-part": Scenario(
+    "layerwise-load-finds-a-part": _layerwise(
         doc="A layerwise load finds only some of the chunks that were hit, and reports no failed block.",
         # `wait_for_layer_load` only logs the number of loaded tokens (vllm_v1_adapter.py 0.5.6:990-992).
-        schedule=[
-            stored_elsewhere(prompt(256)),
-            fail_load("r", after_chunks=2),
-            admit("r", prompt(300), max_tokens=4),
-            run(),
-            expect_all_ended(),
-        ],
+        after_chunks=2,
         rule="LAB001",
         text="the step reads token 128 of",
-        wrong={"lmcache": ">=0.3.15"},
-        needs={"lmcache": ">=0.3.15"},
-        options=Options(lmcache={"use_layerwise": True}, max_num_batched_tokens=512),
     ),
-    "layerwise-load-finds-nothing": Scenario(
+    "layerwise-load-finds-nothing": _layerwise(
         doc="A layerwise load finds none of the chunks that were hit, and the worker dies.",
         # `retrieve_layer` (cache_engine.py 0.5.6:1133) uses a variable that is set only if a chunk was found.
-        schedule=[
-            stored_elsewhere(prompt(256)),
-            fail_load("r"),
-            admit("r", prompt(300), max_tokens=4),
-            run(),
-            expect_all_ended(),
-        ],
+        after_chunks=0,
         rule="KVR011",
         text="mem_obj_consumer",
         not_in_hooks=LAYERS,
-        wrong={"lmcache": ">=0.3.15"},
-        needs={"lmcache": ">=0.3.15"},
-        options=Options(lmcache={"use_layerwise": True}, max_num_batched_tokens=512),
     ),
     "resumed-load-failure-unseen": Scenario(
         # vLLM looks for failed blocks among the tokens that were cached when the request was first scheduled
         # (scheduler.py 0.15.1:2007).
         schedule=[
-            admit("r", prompt(100), max_tokens=4),
-            step(),
-            preempt("r"),
-            reset_prefix_cache(),
-            fail_load("r"),
-            run(),
-            settle(),
+            do.admit("r", prompt(100), max_tokens=4),
+            do.step(),
+            do.preempt("r"),
+            do.reset_prefix_cache(),
+            do.fail_load("r"),
         ],
         rule="LAB001",
         text="its slot holds other KV",
@@ -288,17 +226,18 @@ SCENARIOS = {
     ),
     "retrieve-fail-slot-mismatch": Scenario(
         schedule=[
-            stored_elsewhere(prompt(1536)),
-            admit("r", prompt(1540), max_tokens=2),
-            fail_load("r", after_chunks=1),
-            run(20),
-            settle(),
+            do.stored_elsewhere(prompt(1536)),
+            do.admit("r", prompt(1540), max_tokens=2),
+            do.fail_load("r", after_chunks=1),
+            do.run(20),
+            do.settle(),
         ],
         rule="KVR011",
         text="wait_for_save: AssertionError",
         wrong={"lmcache": ">=0.3.10,<=0.3.15"},  # earlier releases have the wrong tracker, but save nothing then
         needs={"lmcache": ">=0.3.9.post1"},  # 0.3.9 does not report failed loads
         options=Options(num_blocks=110, chunk_size=256, max_num_batched_tokens=2048),
+        ends=False,
     ),
 }
 _ONE_RANK = SCENARIOS["failed-load-of-one-rank"]

@@ -1,25 +1,8 @@
 """Lookups of LMCache's in-process connector: repeated, timed out, aborted, answered late."""
 
+from kvfix_tools.lab import steps as do
 from kvfix_tools.lab.scenario import WORKER, Options, Scenario
-from kvfix_tools.lab.steps import (
-    abort,
-    admit,
-    budget,
-    evict,
-    expect_hit,
-    free_blocks,
-    keep_blocks,
-    lookups_fail,
-    preempt,
-    prompt,
-    reset_prefix_cache,
-    run,
-    settle,
-    slow_lookups,
-    step,
-    stored_elsewhere,
-    wait,
-)
+from kvfix_tools.lab.steps import prompt
 
 LONG = "long"
 
@@ -31,15 +14,12 @@ SCENARIOS = {
         ),
         # The pins prevent eviction of the chunks until they time out (300 s).
         schedule=[
-            admit("before", prompt(600)),
-            run(),
-            reset_prefix_cache(),
-            keep_blocks(0),
-            admit("r", prompt(600), max_tokens=2),
-            step(),
-            abort("r"),
-            free_blocks(),
-            settle(),
+            do.store("before", prompt(600)),
+            do.keep_blocks(0),
+            do.admit("r", prompt(600), max_tokens=2),
+            do.step(),
+            do.abort("r"),
+            do.free_blocks(),
         ],
         rule="KVR009",
         wrong={"lmcache": ">=0.3.9,!=0.4.5,!=0.4.6,!=0.4.7,!=0.5.0"},
@@ -50,12 +30,10 @@ SCENARIOS = {
         # `aborted_lookups` and waits for an answer that has already come (lmcache_async_lookup_client.py
         # 0.5.6:267-280).
         schedule=[
-            admit("r", prompt(300), max_tokens=8),
-            step(2),
-            abort("r"),
-            admit("next", prompt(300, seed=1)),
-            run(),
-            settle(),
+            do.admit("r", prompt(300), max_tokens=8),
+            do.step(2),
+            do.abort("r"),
+            do.admit("next", prompt(300, seed=1)),
         ],
         rule="KVR009",
         text="lookup_client.aborted_lookups",
@@ -70,14 +48,13 @@ SCENARIOS = {
         # A MultiConnector asks both connectors, and LMCache's lookup fetches. Only a step with the request releases the
         # chunks.
         schedule=[
-            admit("first", prompt(300)),
-            run(),
-            step(3),
-            reset_prefix_cache(),
-            admit("r", prompt(300), max_tokens=2),
-            step(2),  # looked up; the OffloadingConnector is granted the load
-            abort("r"),
-            settle(),
+            do.admit("first", prompt(300)),
+            do.run(),
+            do.step(3),
+            do.reset_prefix_cache(),
+            do.admit("r", prompt(300), max_tokens=2),
+            do.step(2),  # looked up; the OffloadingConnector is granted the load
+            do.abort("r"),
         ],
         rule="KVR009",
         text="fetched chunks of the worker",
@@ -90,7 +67,7 @@ SCENARIOS = {
     "async-fetched-left": Scenario(
         # vLLM has as many tokens of the prompt as LMCache, so LMCache promises and loads nothing. The fetched chunks
         # keep their references and pins (LMCache PR 2559). 0.3.10 dies before that (mismatch-in-tokens-to-load).
-        schedule=[admit("first", prompt(300)), run(), admit("r", prompt(300)), run(), settle()],
+        schedule=[do.admit("first", prompt(300)), do.run(), do.admit("r", prompt(300))],
         rule="KVR009",
         not_in_hooks=WORKER,
         text="fetched chunks of the worker",
@@ -104,15 +81,13 @@ SCENARIOS = {
         # first lookup while the second is in flight, and sends a third (lmcache_async_lookup_client.py 0.5.6:251 and
         # 163).
         schedule=[
-            stored_elsewhere(prompt(256)),
-            slow_lookups(6),
-            admit("r", prompt(300), max_tokens=5),
-            step(),  # match(0): the lookup is sent
-            wait(4),  # lookup_timeout_ms is 3,000
-            step(),  # match(0): timed out; "r" is computed
-            preempt("r"),
-            run(),
-            settle(),
+            do.stored_elsewhere(prompt(256)),
+            do.slow_lookups(6),
+            do.admit("r", prompt(300), max_tokens=5),
+            do.step(),  # match(0): the lookup is sent
+            do.wait(4),  # lookup_timeout_ms is 3,000
+            do.step(),  # match(0): timed out; "r" is computed
+            do.preempt("r"),
         ],
         rule="KVR009",
         text="fetched chunks of the worker",
@@ -129,18 +104,16 @@ SCENARIOS = {
         # third lookup. Then the second rank's answer to the second lookup and the first rank's answer to the third
         # begin the load before the second rank has fetched (lmcache_async_lookup_client.py 0.5.6:233-246).
         schedule=[
-            stored_elsewhere(prompt(256)),
-            lookups_fail(1),
-            admit("r", prompt(300), max_tokens=5),
-            step(),  # match(0): the lookup is sent
-            wait(4),  # lookup_timeout_ms is 3,000
-            step(),  # match(0): timed out; "r" is computed
-            preempt("r"),
-            reset_prefix_cache(),
-            step(),  # match(0): the lookup is sent, and answered by both ranks
-            slow_lookups(3),  # of the second rank
-            run(),
-            settle(),
+            do.stored_elsewhere(prompt(256)),
+            do.lookups_fail(1),
+            do.admit("r", prompt(300), max_tokens=5),
+            do.step(),  # match(0): the lookup is sent
+            do.wait(4),  # lookup_timeout_ms is 3,000
+            do.step(),  # match(0): timed out; "r" is computed
+            do.preempt("r"),
+            do.reset_prefix_cache(),
+            do.step(),  # match(0): the lookup is sent, and answered by both ranks
+            do.slow_lookups(3),  # of the second rank
         ],
         rule="KVR011",
         text="is not done or not found",
@@ -154,18 +127,16 @@ SCENARIOS = {
         doc="A lookup times out and the request ends without it: LMCache keeps the late answer and the fetched chunks.",
         # The client stops waiting after `lookup_timeout_ms`, but before 0.4.1 it does not cancel the lookup.
         schedule=[
-            stored_elsewhere(prompt(256)),
-            slow_lookups(3),
-            admit("r", prompt(300)),
-            step(),  # match(0): the lookup is sent
-            wait(4),  # lookup_timeout_ms is 3,000
-            step(),  # match(0): timed out; "r" is computed and ends
-            slow_lookups(0),
-            admit("next 1", prompt(300, seed=1)),  # the answer arrives; other lookups would remove it
-            run(),
-            admit("next 2", prompt(300, seed=2)),
-            run(),
-            settle(),
+            do.stored_elsewhere(prompt(256)),
+            do.slow_lookups(3),
+            do.admit("r", prompt(300)),
+            do.step(),  # match(0): the lookup is sent
+            do.wait(4),  # lookup_timeout_ms is 3,000
+            do.step(),  # match(0): timed out; "r" is computed and ends
+            do.slow_lookups(0),
+            do.admit("next 1", prompt(300, seed=1)),  # the answer arrives; other lookups would remove it
+            do.run(),
+            do.admit("next 2", prompt(300, seed=2)),
         ],
         rule="KVR009",
         not_in_hooks=WORKER,
@@ -176,16 +147,17 @@ SCENARIOS = {
     ),
     "async-lookup-of-configured": Scenario(
         schedule=[
-            stored_elsewhere(prompt(256)),
-            admit("r", prompt(300), sampling={"extra_args": {"kv_transfer_params": {"lmcache.skip_save": True}}}),
-            run(),
-            expect_hit("r"),
-            settle(),
+            do.stored_elsewhere(prompt(256)),
+            do.admit("r", prompt(300), sampling={"extra_args": {"kv_transfer_params": {"lmcache.skip_save": True}}}),
+            do.run(),
+            do.expect_hit("r"),
+            do.settle(),
         ],
         rule="LAB006",
         wrong={"lmcache": ">=0.3.10"},
         options=Options(lmcache={"enable_async_loading": True}),
         needs={"lmcache": ">=0.3.10"},
+        ends=False,
     ),
     "async-lookup-timeout": Scenario(
         doc="A lookup times out while no blocks are free: the next `get_num_new_matched_tokens` raises KeyError.",
@@ -193,17 +165,15 @@ SCENARIOS = {
         # as in flight. If vLLM has no blocks for the request, it asks again, and the client reads the time that it has
         # forgotten (lmcache_async_lookup_client.py 0.5.6:174, :187). LMCache issue 3685; PR 3766 is open.
         schedule=[
-            slow_lookups(99),
-            keep_blocks(0),
-            admit("r", prompt(300)),
-            step(),  # match(0): the lookup is sent
-            step(),  # match(0): not known yet
-            wait(4),  # the worker is busy; lookup_timeout_ms is 3,000
-            step(),  # match(0): timed out, 0; no free blocks
-            step(),  # match(0) again
-            free_blocks(),
-            run(),
-            settle(),
+            do.slow_lookups(99),
+            do.keep_blocks(0),
+            do.admit("r", prompt(300)),
+            do.step(),  # match(0): the lookup is sent
+            do.step(),  # match(0): not known yet
+            do.wait(4),  # the worker is busy; lookup_timeout_ms is 3,000
+            do.step(),  # match(0): timed out, 0; no free blocks
+            do.step(),  # match(0) again
+            do.free_blocks(),
         ],
         rule="KVR011",
         text="schedule: KeyError: 'r'",
@@ -212,7 +182,7 @@ SCENARIOS = {
         needs={"lmcache": ">=0.3.10"},
     ),
     "consumer-pins-left": Scenario(
-        schedule=[stored_elsewhere(prompt(512)), admit("r", prompt(600), max_tokens=2), run(), settle()],
+        schedule=[do.stored_elsewhere(prompt(512)), do.admit("r", prompt(600), max_tokens=2)],
         rule="KVR009",
         text="pins of the worker",
         wrong={"lmcache": "<0.4.3"},
@@ -221,7 +191,7 @@ SCENARIOS = {
     "dead-worker-stalls-lookups": Scenario(
         # vLLM has no blocks for the request, so it asks in every step. LMCache does not remember that the lookup timed
         # out.
-        schedule=[lookups_fail(4), keep_blocks(0), admit("r", prompt(300)), step(4), free_blocks(), run(), settle()],
+        schedule=[do.lookups_fail(4), do.keep_blocks(0), do.admit("r", prompt(300)), do.step(4), do.free_blocks()],
         rule="KVR012",
         wrong={"lmcache": ">=0.3.9"},
         options=Options(chunk_size=256, max_num_batched_tokens=512),
@@ -232,16 +202,12 @@ SCENARIOS = {
         # vLLM has too few blocks and asks again: the second answer is 200, and vLLM asserts that there are new tokens
         # (scheduler.py 0.32.0:1170).
         schedule=[
-            admit("before", prompt(200)),
-            run(),
-            reset_prefix_cache(),
-            keep_blocks(0),
-            admit("r", prompt(200), max_tokens=2),
-            step(),  # match(0) by a lookup
-            step(),  # match(0) from the lookup cache
-            free_blocks(),
-            run(),
-            settle(),
+            do.store("before", prompt(200)),
+            do.keep_blocks(0),
+            do.admit("r", prompt(200), max_tokens=2),
+            do.step(),  # match(0) by a lookup
+            do.step(),  # match(0) from the lookup cache
+            do.free_blocks(),
         ],
         rule="KVR001",
         wrong={"lmcache": "==0.3.10"},
@@ -254,17 +220,15 @@ SCENARIOS = {
         # blocks of the 256 tokens too. The load comes short: vLLM computes the tokens again, or ends the request with
         # kv_load_failure_policy "fail". The tokens also count as stored, so they are never stored (KVR007).
         schedule=[
-            admit("before", prompt(300)),
-            run(),
-            evict(9),
-            keep_blocks(20),  # including the prefix
-            admit("r", prompt(600)),
-            step(),  # match(288): hit 256, but LMCache has no chunk; no free blocks
-            keep_blocks(0),
-            step(),  # match(0) from the lookup cache: 256 are promised
-            free_blocks(),
-            run(),
-            settle(),
+            do.admit("before", prompt(300)),
+            do.run(),
+            do.evict(9),
+            do.keep_blocks(20),  # including the prefix
+            do.admit("r", prompt(600)),
+            do.step(),  # match(288): hit 256, but LMCache has no chunk; no free blocks
+            do.keep_blocks(0),
+            do.step(),  # match(0) from the lookup cache: 256 are promised
+            do.free_blocks(),
         ],
         rule="LAB002",
         wrong={"lmcache": ">=0.3.10.post2,<0.3.12"},
@@ -274,14 +238,10 @@ SCENARIOS = {
         # max_tokens_per_load is 1024, and vLLM has 80 tokens. LMCache promises 1,024, but its LoadSpec ends at token
         # 1,024: 1,024 - 80 are due. No preemption is needed.
         schedule=[
-            admit("before", prompt(1500)),
-            run(),
-            reset_prefix_cache(),
-            admit("short", prompt(80)),
-            run(),
-            admit("r", prompt(1500), max_tokens=2),
-            run(),
-            settle(),
+            do.store("before", prompt(1500)),
+            do.admit("short", prompt(80)),
+            do.run(),
+            do.admit("r", prompt(1500), max_tokens=2),
         ],
         rule="KVR011",
         text="Mismatch in tokens to load: 1024 vs 1024 (tokens in lmcache) - 80 (tokens in vllm)",
@@ -299,19 +259,17 @@ SCENARIOS = {
         # answers the first time with 0, the lookup cache answers later.
         schedule=[
             # 637 of the 659 usable blocks, full after its third token; generates six tokens
-            admit("other", prompt(10190, seed=1), max_tokens=6),
-            step(),
-            admit(LONG, prompt(10009, seed=2), max_tokens=2),
-            budget(1 + 336),
-            step(),
-            budget(1 + 1),
-            step(),  # the long request gets its 22nd block: none is free now
-            budget(16384),
-            step(),  # the other request needs a block: the long request is preempted
-            step(),  # match(336) by a lookup; too few blocks
-            step(),  # match(336) from the lookup cache; too few blocks; the other request ends
-            run(),
-            settle(),
+            do.admit("other", prompt(10190, seed=1), max_tokens=6),
+            do.step(),
+            do.admit(LONG, prompt(10009, seed=2), max_tokens=2),
+            do.budget(1 + 336),
+            do.step(),
+            do.budget(1 + 1),
+            do.step(),  # the long request gets its 22nd block: none is free now
+            do.budget(16384),
+            do.step(),  # the other request needs a block: the long request is preempted
+            do.step(),  # match(336) by a lookup; too few blocks
+            do.step(),  # match(336) from the lookup cache; too few blocks; the other request ends
         ],
         rule="KVR011",
         text="Mismatch in tokens to load: 256 vs 256 (tokens in lmcache) - 336 (tokens in vllm) - 0 (full lmcache hits "
@@ -328,15 +286,13 @@ SCENARIOS = {
         # too few blocks and asks again: the second answer is 1,024, and vLLM asserts on 1,824 computed tokens
         # (vllm/v1/core/sched/scheduler.py 0.32.0:1048).
         schedule=[
-            admit("r", prompt(1100), max_tokens=8),
-            step(),
-            preempt("r"),
-            keep_blocks(50),  # of its 69 blocks, 50 stay in the prefix cache: 800 tokens
-            step(),  # match(800) by a lookup
-            step(),  # match(800) from the lookup cache
-            free_blocks(),
-            run(),
-            settle(),
+            do.admit("r", prompt(1100), max_tokens=8),
+            do.step(),
+            do.preempt("r"),
+            do.keep_blocks(50),  # of its 69 blocks, 50 stay in the prefix cache: 800 tokens
+            do.step(),  # match(800) by a lookup
+            do.step(),  # match(800) from the lookup cache
+            do.free_blocks(),
         ],
         rule="KVR001",
         wrong={"lmcache": "==0.3.10"},
@@ -347,18 +303,14 @@ SCENARIOS = {
             "A request reuses the id of an aborted request and gets its hit: LMCache promises KV that it does not have."
         ),
         schedule=[
-            admit("before", prompt(600)),
-            run(),
-            reset_prefix_cache(),
-            keep_blocks(0),
-            admit("r", prompt(600), max_tokens=2),
-            step(),
-            abort("r"),
-            step(),
-            free_blocks(),
-            admit("r", prompt(700, seed=5), max_tokens=2),  # another prompt, without a cached chunk
-            run(),
-            settle(),
+            do.store("before", prompt(600)),
+            do.keep_blocks(0),
+            do.admit("r", prompt(600), max_tokens=2),
+            do.step(),
+            do.abort("r"),
+            do.step(),
+            do.free_blocks(),
+            do.admit("r", prompt(700, seed=5), max_tokens=2),  # another prompt, without a cached chunk
         ],
         rule="LAB002",
         wrong={"lmcache": ">=0.3.9,!=0.4.5,!=0.4.6,!=0.4.7,!=0.5.0"},

@@ -2,52 +2,36 @@
 
 from functools import partial
 
+from kvfix_tools.lab import steps as do
 from kvfix_tools.lab.scenario import MEMORY, REQUEST, Options, pair_scenario
-from kvfix_tools.lab.steps import (
-    abort,
-    ask,
-    ask_at_once,
-    ask_decode,
-    budget,
-    ends_at_once,
-    expect_all_ended,
-    free_blocks,
-    handshakes_take,
-    malform,
-    on,
-    prompt,
-    restart,
-    run,
-    send_again,
-    step,
-    time_passes,
-)
+from kvfix_tools.lab.steps import prompt
 
 mooncake = partial(pair_scenario, options=Options(connector="mooncake", prefix_caching=False, num_blocks=60))
 
 SCENARIOS = {
     "mooncake-abort-names-no-peer": mooncake(
         [
-            malform("no_address"),
-            on("decode", "take_blocks", 60),
-            ask("r", prompt(64)),
-            step(4),
-            abort("r"),
-            free_blocks(),
-            ask("s", prompt(32, seed=1)),
-            step(4),
+            do.malform("no_address"),
+            do.on("decode", "take_blocks", 60),
+            do.ask("r", prompt(64)),
+            do.step(4),
+            do.abort("r"),
+            do.free_blocks(),
+            do.ask("s", prompt(32, seed=1)),
+            do.step(4),
         ],
         "KVR011",
         text="KeyError",
         request="",
+        ends=False,
     ),
     "mooncake-aborted-prefill-awaited": mooncake(
-        [on("prefill", "budget", 16), ask_at_once("r", prompt(64), 5), step(3), abort("r"), run()],
+        [do.on("prefill", "budget", 16), do.ask_at_once("r", prompt(64), 5), do.step(3), do.abort("r")],
         "LAB026",
         text="has ended and is not sent",
     ),
     "mooncake-decode-reads-twice": mooncake(
-        [ask("r", prompt(64), 2), step(6), send_again("r"), run(), expect_all_ended()],
+        [do.ask("r", prompt(64), 2), do.step(6), do.send_again("r")],
         "LAB003",
         doc="A router sends a request to decode again while its KV is written: the second request waits for ever.",
         text="for ever",
@@ -58,14 +42,12 @@ SCENARIOS = {
     "mooncake-load-ends-again": mooncake(
         # Prefill dies after it has written one of the two loads of a message.
         [
-            budget(16),
-            ask_at_once("r", prompt(16)),
-            ask_at_once("s", prompt(200, seed=1)),
-            step(8),
-            restart("prefill", 60),
-            time_passes(541.0),
-            run(),
-            expect_all_ended(),
+            do.budget(16),
+            do.ask_at_once("r", prompt(16)),
+            do.ask_at_once("s", prompt(200, seed=1)),
+            do.step(8),
+            do.restart("prefill", 60),
+            do.time_passes(541.0),
         ],
         "KVR011",
         request="",
@@ -74,16 +56,14 @@ SCENARIOS = {
     ),
     "mooncake-load-left-out": mooncake(
         [
-            on("prefill", "budget", 8),
-            on("decode", "take_blocks", 60),
-            ask_at_once("r", prompt(64), 2),
-            step(),
-            on("decode", "abort", "r-00000002"),
-            on("decode", "free_blocks"),
-            step(),
-            send_again("r"),
-            run(),
-            expect_all_ended(),
+            do.on("prefill", "budget", 8),
+            do.on("decode", "take_blocks", 60),
+            do.ask_at_once("r", prompt(64), 2),
+            do.step(),
+            do.on("decode", "abort", "r-00000002"),
+            do.on("decode", "free_blocks"),
+            do.step(),
+            do.send_again("r"),
         ],
         "LAB003",
         text="for ever",
@@ -91,25 +71,18 @@ SCENARIOS = {
         wrong=">=0.32,<0.33",
     ),
     "mooncake-prefill-generates-more": mooncake(
-        [ask("r", prompt(60), 5, 20), run(), expect_all_ended()],
+        [do.ask("r", prompt(60), 5, 20)],
         "LAB001",
         text="holds other KV",
     ),
     "mooncake-promise-without-peer": mooncake(
         # The request does not name its prefill instance.
-        [malform("no_address"), ask("r", prompt(64)), run()],
+        [do.malform("no_address"), do.ask("r", prompt(64))],
         "KVR010",
         text="never started",
     ),
     "mooncake-second-reader-aborted": mooncake(
-        [
-            ask("r", prompt(64), 2),
-            step(3),
-            send_again("r"),
-            on("decode", "abort", "r-00000003"),
-            run(),
-            expect_all_ended(),
-        ],
+        [do.ask("r", prompt(64), 2), do.step(3), do.send_again("r"), do.on("decode", "abort", "r-00000003")],
         "KVR021",
         doc=(
             "A router sends a request to decode again, and the second request is aborted: prefill frees blocks that "
@@ -120,12 +93,12 @@ SCENARIOS = {
         not_in_hooks=REQUEST,
     ),
     "mooncake-stopped-prefill-unsent": mooncake(
-        [ends_at_once("r", prompt(64)), ask("r", prompt(64), 5), run()],
+        [do.ends_at_once("r", prompt(64)), do.ask("r", prompt(64), 5)],
         "LAB026",
         text="has ended and is not sent",
     ),
     "mooncake-transfer-kept-for-ever": mooncake(
-        [malform("other_transfer"), ask("r", prompt(64)), run(), expect_all_ended()],
+        [do.malform("other_transfer"), do.ask("r", prompt(64))],
         "LAB022",
         text="the prefill engine keeps it",
         request="other",
@@ -134,18 +107,16 @@ SCENARIOS = {
     "mooncake-write-outlives-load": mooncake(
         # Prefill reads decode's message when decode has already dropped the load.
         [
-            ask("a", prompt(32, seed=2)),
-            run(),
-            on("prefill", "take_blocks", 60),
-            handshakes_take(20),
-            ask_at_once("r", prompt(64)),
-            step(2),
-            time_passes(541.0),
-            step(2),
-            on("prefill", "free_blocks"),
-            ask_decode("s", prompt(200, seed=1), 40),
-            run(),
-            expect_all_ended(),
+            do.ask("a", prompt(32, seed=2)),
+            do.run(),
+            do.on("prefill", "take_blocks", 60),
+            do.handshakes_take(20),
+            do.ask_at_once("r", prompt(64)),
+            do.step(2),
+            do.time_passes(541.0),
+            do.step(2),
+            do.on("prefill", "free_blocks"),
+            do.ask_decode("s", prompt(200, seed=1), 40),
         ],
         "LAB001",
         request="s-00000002",

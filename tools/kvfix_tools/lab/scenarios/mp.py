@@ -1,29 +1,9 @@
 """LMCache's multi-process connector and vLLM's copy of it."""
 
+from kvfix_tools.lab import steps as do
 from kvfix_tools.lab.scenario import MEMORY, SERVER, mp_scenarios
 from kvfix_tools.lab.scenarios.requests import NEW_WEIGHTS
-from kvfix_tools.lab.steps import (
-    abort,
-    add_input,
-    admit,
-    end_input,
-    evict,
-    expect_forgotten,
-    expect_stored,
-    expect_unharmed,
-    fail_load,
-    free_blocks,
-    keep_blocks,
-    lose_loads,
-    preempt,
-    prompt,
-    reset_prefix_cache,
-    run,
-    run_until_finished,
-    settle,
-    step,
-    stored_elsewhere,
-)
+from kvfix_tools.lab.steps import prompt
 
 ASKS = {"cached_token_stats": True, "num_lmcache_extra_cached_tokens": True}
 
@@ -32,13 +12,11 @@ SCENARIOS = {
         # The request is aborted during its load. vLLM frees it at the first report and asserts at the second
         # (scheduler.py 0.32.0:3222-3235).
         [
-            stored_elsewhere(prompt(128)),
-            admit("r", prompt(140), max_tokens=4),
-            step(5),
-            abort("r"),
-            admit("next", prompt(200)),  # if EngineCore is alive, it serves this request
-            run(),
-            settle(),
+            do.stored_elsewhere(prompt(128)),
+            do.admit("r", prompt(140), max_tokens=4),
+            do.step(5),
+            do.abort("r"),
+            do.admit("next", prompt(200)),  # if EngineCore is alive, it serves this request
         ],
         "KVR011",
         text="update_from_output: AssertionError",
@@ -46,15 +24,13 @@ SCENARIOS = {
     ),
     "mp-abort-before-alloc": mp_scenarios(
         [
-            stored_elsewhere(prompt(128)),
-            keep_blocks(0),
-            admit("r", prompt(140)),
-            step(3),
-            abort("r"),
-            free_blocks(),
-            admit("next", prompt(200)),
-            run(),
-            settle(),
+            do.stored_elsewhere(prompt(128)),
+            do.keep_blocks(0),
+            do.admit("r", prompt(140)),
+            do.step(3),
+            do.abort("r"),
+            do.free_blocks(),
+            do.admit("next", prompt(200)),
         ],
         "KVR009",
         doc=(
@@ -67,13 +43,11 @@ SCENARIOS = {
     ),
     "mp-abort-while-prefetching": mp_scenarios(
         [
-            stored_elsewhere(prompt(128)),
-            admit("r", prompt(140)),
-            step(),
-            abort("r"),
-            admit("next", prompt(200)),
-            run(),
-            settle(),
+            do.stored_elsewhere(prompt(128)),
+            do.admit("r", prompt(140)),
+            do.step(),
+            do.abort("r"),
+            do.admit("next", prompt(200)),
         ],
         "KVR009",
         doc=(
@@ -87,14 +61,14 @@ SCENARIOS = {
     ),
     "mp-apc-hit-not-stored": mp_scenarios(
         [
-            admit("before", prompt(140)),
-            run(),
-            settle(),
-            evict(8),  # vLLM still has the prompt
-            admit("r", prompt(270)),
-            run(),
-            settle(),
-            expect_stored("r"),
+            do.admit("before", prompt(140)),
+            do.run(),
+            do.settle(),
+            do.evict(8),  # vLLM still has the prompt
+            do.admit("r", prompt(270)),
+            do.run(),
+            do.settle(),
+            do.expect_stored("r"),
         ],
         "LAB004",
         doc=(
@@ -102,32 +76,32 @@ SCENARIOS = {
             "stored."
         ),
         wrong=">=0.4.5,<0.5.6",
+        ends=False,
     ),
     "mp-ended-ids-kept": mp_scenarios(
         [
-            admit("r", prompt(20)),
-            run(),
-            *[step for number in range(80) for step in (admit(f"r{number}", prompt(20)), run())],
-            expect_forgotten("r"),
+            do.admit("r", prompt(20)),
+            do.run(),
+            *[step for number in range(80) for step in (do.admit(f"r{number}", prompt(20)), do.run())],
+            do.expect_forgotten("r"),
         ],
         "KVR009",
         not_in_hooks=MEMORY,
         text="worker_adapter._returned_finished",
+        ends=False,
     ),
     "mp-failed-load-blames-others": mp_scenarios(
         # The load begins with a chunk of which vLLM has the first blocks. LMCache reports these blocks as failed too,
         # and another request runs on them. With kv_load_failure_policy=fail, vLLM's default, that request ends with an
         # error.
         [
-            admit("other", prompt(90), max_tokens=20),  # five blocks, one chunk
-            step(4),
-            stored_elsewhere(prompt(128)),
-            admit("r", prompt(140)),  # vLLM has five blocks, the second chunk is loaded
-            step(2),
-            lose_loads(),
-            expect_unharmed("other"),
-            run(),
-            settle(),
+            do.admit("other", prompt(90), max_tokens=20),  # five blocks, one chunk
+            do.step(4),
+            do.stored_elsewhere(prompt(128)),
+            do.admit("r", prompt(140)),  # vLLM has five blocks, the second chunk is loaded
+            do.step(2),
+            do.lose_loads(),
+            do.expect_unharmed("other"),
         ],
         "LAB005",
         request="other",
@@ -137,12 +111,12 @@ SCENARIOS = {
         # The worker loses the server for a moment. These releases report this failure, but not others
         # (mp-retrieve-false).
         [
-            stored_elsewhere(prompt(128)),
-            admit("r", prompt(140), max_tokens=2),
-            step(6),  # the load is in flight
-            lose_loads(),
-            run(60),
-            settle(),
+            do.stored_elsewhere(prompt(128)),
+            do.admit("r", prompt(140), max_tokens=2),
+            do.step(6),  # the load is in flight
+            do.lose_loads(),
+            do.run(60),
+            do.settle(),
         ],
         "KVR010",
         doc=(
@@ -150,30 +124,27 @@ SCENARIOS = {
         ),
         wrong=">=0.4.5,<0.5.5",
         delay=4,
+        ends=False,
     ),
     "mp-failed-load-stores-ahead": mp_scenarios(
         # vLLM has 64 tokens, the cache 128. The load fails, and vLLM continues at token 64. The tracker still counts
         # the 128 tokens of the hit, so it stores tokens 128 to 192 when only 144 are computed.
         [
-            admit("short", prompt(70)),
-            run(),
-            stored_elsewhere(prompt(128)),
-            admit("r", prompt(300), max_tokens=2),
-            step(2),
-            lose_loads(),  # the load was in flight
-            run(),
-            settle(),
+            do.admit("short", prompt(70)),
+            do.run(),
+            do.stored_elsewhere(prompt(128)),
+            do.admit("r", prompt(300), max_tokens=2),
+            do.step(2),
+            do.lose_loads(),  # the load was in flight
         ],
         "KVR008",
         max_num_batched_tokens=40,
     ),
     "mp-free-locks-salt": mp_scenarios(
         [
-            admit("before", prompt(140), cache_salt="tenant"),
-            run(),
-            admit("r", prompt(140), cache_salt="tenant"),  # vLLM has all tokens of the hit
-            run(),
-            settle(),
+            do.admit("before", prompt(140), cache_salt="tenant"),
+            do.run(),
+            do.admit("r", prompt(140), cache_salt="tenant"),  # vLLM has all tokens of the hit
         ],
         "KVR009",
         not_in_hooks=SERVER,
@@ -183,13 +154,12 @@ SCENARIOS = {
     "mp-freed-while-stored": mp_scenarios(
         # The store of the first chunk ends early. The last chunk is still copied when the request ends.
         [
-            admit("r", prompt(256)),
-            run_until_finished("r"),
-            step(),  # the worker learns of the end, and answers
-            keep_blocks(0),  # other requests take its blocks and write to them
-            step(4),
-            free_blocks(),
-            settle(),
+            do.admit("r", prompt(256)),
+            do.run_until_finished("r"),
+            do.step(),  # the worker learns of the end, and answers
+            do.keep_blocks(0),  # other requests take its blocks and write to them
+            do.step(4),
+            do.free_blocks(),
         ],
         "LAB001",
         hooks_rule="KVR009",
@@ -199,13 +169,11 @@ SCENARIOS = {
     ),
     "mp-lookup-double-count": mp_scenarios(
         [
-            stored_elsewhere(prompt(128)),
-            keep_blocks(4),
-            admit("r", prompt(800), max_tokens=2),
-            step(4),  # the lookup, then three polls without enough blocks
-            free_blocks(),
-            run(),
-            settle(),
+            do.stored_elsewhere(prompt(128)),
+            do.keep_blocks(4),
+            do.admit("r", prompt(800), max_tokens=2),
+            do.step(4),  # the lookup, then three polls without enough blocks
+            do.free_blocks(),
         ],
         "KVR007",
         doc=(
@@ -216,38 +184,25 @@ SCENARIOS = {
     ),
     "mp-lookup-for-nothing": mp_scenarios(
         # With `prompt_logprobs` vLLM reads no cache, and admits the request before the lookup is answered.
-        [
-            stored_elsewhere(prompt(128)),
-            admit("r", prompt(200), max_tokens=4, sampling={"prompt_logprobs": 1}),
-            run(),
-            settle(),
-        ],
+        [do.stored_elsewhere(prompt(128)), do.admit("r", prompt(200), max_tokens=4, sampling={"prompt_logprobs": 1})],
         "KVR009",
         not_in_hooks=SERVER,
         text="read locks of the server",
         vllm=">=0.31.0",  # before, this request takes the promise of the connector
     ),
     "mp-lora-not-in-key": mp_scenarios(
-        [
-            admit("before", prompt(140), lora="one"),
-            run(),
-            admit("r", prompt(140), max_tokens=2, lora="other"),
-            run(),
-            settle(),
-        ],
+        [do.admit("before", prompt(140), lora="one"), do.run(), do.admit("r", prompt(140), max_tokens=2, lora="other")],
         "LAB001",
     ),
     "mp-preempt-store-overwrite": mp_scenarios(
         [
-            admit("r", prompt(200), max_tokens=20),
-            step(4),
-            step(),  # computed and handed over; the server copies some steps later
-            preempt("r"),
-            keep_blocks(0),  # other requests take its blocks and write to them
-            step(3),
-            free_blocks(),
-            run(),
-            settle(),
+            do.admit("r", prompt(200), max_tokens=20),
+            do.step(4),
+            do.step(),  # computed and handed over; the server copies some steps later
+            do.preempt("r"),
+            do.keep_blocks(0),  # other requests take its blocks and write to them
+            do.step(3),
+            do.free_blocks(),
         ],
         "LAB001",
         text="is stored under their key",
@@ -258,14 +213,10 @@ SCENARIOS = {
     ),
     "mp-prompt-embeds": mp_scenarios(
         [
-            admit("before", None, embeddings=(140, 0.0)),
-            run(),
-            reset_prefix_cache(),
-            admit("r", None, max_tokens=2, embeddings=(140, 1.0)),
-            run(),
-            admit("next", [7] * 140),
-            run(),
-            settle(),
+            do.store("before", None, embeddings=(140, 0.0)),
+            do.admit("r", None, max_tokens=2, embeddings=(140, 1.0)),
+            do.run(),
+            do.admit("next", [7] * 140),
         ],
         "LAB001",
     ),
@@ -280,21 +231,27 @@ SCENARIOS = {
         max_num_batched_tokens=128,
     ),
     "mp-retrieve-false": mp_scenarios(
-        [stored_elsewhere(prompt(128)), admit("r", prompt(140), max_tokens=2), fail_load("r"), run(60), settle()],
+        [
+            do.stored_elsewhere(prompt(128)),
+            do.admit("r", prompt(140), max_tokens=2),
+            do.fail_load("r"),
+            do.run(60),
+            do.settle(),
+        ],
         "LAB001",
         wrong=">=0.4.5,<0.5.5",
+        ends=False,
     ),
     "mp-session-stores-ahead": mp_scenarios(
         # 63 drafts were rejected in nine steps, and the tracker counts them as computed. The next step computes 64 of
         # the 200 input tokens, up to token 113. The tracker counts 176 and stores tokens 64 to 128.
         [
-            admit("r", prompt(40), max_tokens=10, resumable=True),
-            run(),
-            add_input("r", prompt(200, seed=1)),
-            step(3),
-            run(),
-            end_input("r"),
-            settle(),
+            do.admit("r", prompt(40), max_tokens=10, resumable=True),
+            do.run(),
+            do.add_input("r", prompt(200, seed=1)),
+            do.step(3),
+            do.run(),
+            do.end_input("r"),
         ],
         "LAB001",
         hooks_rule="KVR008",
@@ -307,11 +264,9 @@ SCENARIOS = {
     ),
     "mp-stats-assert": mp_scenarios(
         [
-            admit("r", prompt(140), sampling={"extra_args": {"kv_transfer_params": ASKS}}),
-            abort("r"),
-            admit("next", prompt(140)),  # if EngineCore is alive, it serves this request
-            run(),
-            settle(),
+            do.admit("r", prompt(140), sampling={"extra_args": {"kv_transfer_params": ASKS}}),
+            do.abort("r"),
+            do.admit("next", prompt(140)),  # if EngineCore is alive, it serves this request
         ],
         "KVR011",
         text="Request tracker for request_id r not found",

@@ -1,41 +1,66 @@
 """LMCache's multi-process connector and models with several KV groups."""
 
+from typing import Any
+
+from kvfix_tools.lab import steps as do
 from kvfix_tools.lab.scenario import Options, Scenario
-from kvfix_tools.lab.steps import (
-    admit,
-    evict,
-    expect_all_ended,
-    expect_unharmed,
-    lookups_fail,
-    lose_loads,
-    prompt,
-    reset_prefix_cache,
-    run,
-    settle,
-    step,
-    stored_elsewhere,
-)
+from kvfix_tools.lab.steps import prompt
+
+
+def _window_freed(max_tokens: int, doc: str) -> Scenario:
+    """Return a scenario of a store that is in flight when vLLM frees the blocks before the window."""
+    return Scenario(
+        doc=doc,
+        schedule=[
+            do.admit("r", prompt(256), max_tokens=max_tokens),
+            do.step(),
+            # one step after "r" it takes the blocks before the window of "r", and writes to them
+            do.admit("other", prompt(288, seed=1)),
+        ],
+        rule="LAB001",
+        text="is stored under their key",
+        wrong={"lmcache": ">=0.4.7"},
+        needs={"lmcache": ">=0.4.7", "vllm": ">=0.32"},
+        hooks_rule="KVR014",
+        options=Options(connector="mp", num_blocks=60, windows=(64,), max_num_batched_tokens=1024, delay=4),
+    )
+
+
+def _null_state(tokens: int, options: dict[str, Any], **more: Any) -> Scenario:
+    """Return a scenario of a stored chunk without a state. A prompt of so many tokens hits the chunk."""
+    return Scenario(
+        schedule=[do.store("first", prompt(110)), do.admit("short", prompt(tokens))],
+        request="short",
+        rule="LAB001",
+        text="in KV group 1",
+        wrong={"lmcache": ">=0.5.4"},
+        needs={"lmcache": ">=0.5.4", "vllm": ">=0.32"},
+        options=Options(connector="mp", max_num_batched_tokens=48, states=True, **options),
+        **more,
+    )
+
 
 SCENARIOS = {
     "mp-failed-load-of-groups": Scenario(
         schedule=[
-            stored_elsewhere(prompt(128)),
-            admit("r", prompt(200), max_tokens=2),
-            step(2),
-            lose_loads(),  # the load was in flight
-            run(),
-            expect_unharmed("r"),
-            settle(),
+            do.stored_elsewhere(prompt(128)),
+            do.admit("r", prompt(200), max_tokens=2),
+            do.step(2),
+            do.lose_loads(),  # the load was in flight
+            do.run(),
+            do.expect_unharmed("r"),
+            do.settle(),
         ],
         rule="KVR011",
         text="RuntimeError",
         wrong={"lmcache": ">=0.4.7,<0.5.6", "vllm": ">=0.32"},
         needs={"lmcache": ">=0.4.7", "vllm": ">=0.32"},
         options=Options(connector="mp", num_blocks=60, windows=(64,)),
+        ends=False,
     ),
     "mp-state-freed-while-stored": Scenario(
         doc="vLLM frees the block of a state during its store: the request writes a later state to the block.",
-        schedule=[admit("r", prompt(256), max_tokens=2), run(), settle()],
+        schedule=[do.admit("r", prompt(256), max_tokens=2)],
         rule="LAB001",
         text="is stored under their key",
         wrong={"lmcache": ">=0.5.4"},
@@ -51,94 +76,30 @@ SCENARIOS = {
             delay=20,
         ),
     ),
-    "mp-state-kept-null": Scenario(
-        # The step computes three blocks, and only the last one has a state. Without --separate-object-groups, the
-        # chunks of the other blocks are stored too.
-        schedule=[
-            admit("first", prompt(110)),
-            run(),
-            reset_prefix_cache(),
-            admit("short", prompt(40)),
-            run(),
-            settle(),
-        ],
-        request="short",
-        rule="LAB001",
-        text="in KV group 1",
-        wrong={"lmcache": ">=0.5.4"},
-        needs={"lmcache": ">=0.5.4", "vllm": ">=0.32"},
-        options=Options(connector="mp", chunk_size=16, max_num_batched_tokens=48, states=True),
+    # The step computes three blocks, and only the last one has a state. Without --separate-object-groups, the chunks of
+    # the other blocks are stored too.
+    "mp-state-kept-null": _null_state(40, {"chunk_size": 16}),
+    # A chunk has two blocks. vLLM keeps a state at the end of each step, here after 48 and 96 tokens, in the third and
+    # the sixth block. The second chunk has the third block, and the fourth, which is null.
+    "mp-state-stored-null": _null_state(70, {"chunk_size": 32, "separate_object_groups": True}, hooks_rule="KVR014"),
+    "mp-window-freed-at-end": _window_freed(
+        1,
+        "A request ends while its store is in flight: vLLM has freed blocks before the window, and another request "
+        "writes to them.",
     ),
-    "mp-state-stored-null": Scenario(
-        # A chunk has two blocks. vLLM keeps a state at the end of each step, here after 48 and 96 tokens, in the third
-        # and the sixth block. The second chunk has the third block, and the fourth, which is null.
-        schedule=[
-            admit("first", prompt(110)),
-            run(),
-            reset_prefix_cache(),
-            admit("short", prompt(70)),
-            run(),
-            settle(),
-        ],
-        request="short",
-        rule="LAB001",
-        text="in KV group 1",
-        wrong={"lmcache": ">=0.5.4"},
-        needs={"lmcache": ">=0.5.4", "vllm": ">=0.32"},
-        hooks_rule="KVR014",
-        options=Options(
-            connector="mp", chunk_size=32, max_num_batched_tokens=48, states=True, separate_object_groups=True
-        ),
-    ),
-    "mp-window-freed-at-end": Scenario(
-        doc=(
-            "A request ends while its store is in flight: vLLM has freed blocks before the window, and another "
-            "request writes to them."
-        ),
-        schedule=[
-            admit("r", prompt(256)),
-            step(),
-            # one step after "r" it takes the blocks before the window of "r", and writes to them
-            admit("other", prompt(288, seed=1)),
-            run(),
-            settle(),
-        ],
-        rule="LAB001",
-        text="is stored under their key",
-        wrong={"lmcache": ">=0.4.7"},
-        needs={"lmcache": ">=0.4.7", "vllm": ">=0.32"},
-        hooks_rule="KVR014",
-        options=Options(connector="mp", num_blocks=60, windows=(64,), max_num_batched_tokens=1024, delay=4),
-    ),
-    "mp-window-freed-while-stored": Scenario(
-        doc="The window moves on while a store is in flight: another request writes to the freed blocks.",
-        schedule=[
-            admit("r", prompt(256), max_tokens=20),
-            step(),
-            # one step after "r" it takes the blocks before the window of "r", and writes to them
-            admit("other", prompt(288, seed=1)),
-            run(),
-            settle(),
-        ],
-        rule="LAB001",
-        text="is stored under their key",
-        wrong={"lmcache": ">=0.4.7"},
-        needs={"lmcache": ">=0.4.7", "vllm": ">=0.32"},
-        hooks_rule="KVR014",
-        options=Options(connector="mp", num_blocks=60, windows=(64,), max_num_batched_tokens=1024, delay=4),
+    "mp-window-freed-while-stored": _window_freed(
+        20, "The window moves on while a store is in flight: another request writes to the freed blocks."
     ),
     "mp-window-loaded-short": Scenario(
         # For three MTP modules vLLM keeps two tokens before the window of 32. LMCache loads the last two blocks of "r".
         # vLLM has a third block, from token 80 on, and caches it. "other", without a hit in LMCache, hits 112 tokens in
         # vLLM and reads from token 81 on.
         schedule=[
-            stored_elsewhere(prompt(128)),
-            admit("r", prompt(160), max_tokens=2),
-            run(),
-            lookups_fail(1),
-            admit("other", prompt(128) + prompt(40, seed=1), max_tokens=2),
-            run(),
-            settle(),
+            do.stored_elsewhere(prompt(128)),
+            do.admit("r", prompt(160), max_tokens=2),
+            do.run(),
+            do.lookups_fail(1),
+            do.admit("other", prompt(128) + prompt(40, seed=1), max_tokens=2),
         ],
         rule="LAB001",
         text="in KV group 1",
@@ -151,18 +112,19 @@ SCENARIOS = {
         # blocks. The rest needs 4 blocks in each KV group. vLLM reserves 4 blocks for "r" when it admits the load of
         # "other": 5 of 39 blocks stay free.
         schedule=[
-            stored_elsewhere(prompt(256)),
-            stored_elsewhere(prompt(256, seed=1)),
-            admit("r", prompt(320), max_tokens=2),
-            admit("other", prompt(320, seed=1), max_tokens=2),
-            run(200),
-            expect_all_ended(),
+            do.stored_elsewhere(prompt(256)),
+            do.stored_elsewhere(prompt(256, seed=1)),
+            do.admit("r", prompt(320), max_tokens=2),
+            do.admit("other", prompt(320, seed=1), max_tokens=2),
+            do.run(200),
+            do.expect_all_ended(),
         ],
         rule="LAB009",
         text="1 request is loaded and waits behind r, which needs 8 blocks; 5 are free",
         wrong={"vllm": ">=0.32.0", "lmcache": ">=0.4.7"},
         needs={"lmcache": ">=0.4.7", "vllm": ">=0.32.0"},
         options=Options(connector="mp", num_blocks=40, windows=(16,), max_num_batched_tokens=64),
+        ends=False,
     ),
     "mp-window-stored-late": Scenario(
         doc=(
@@ -172,14 +134,12 @@ SCENARIOS = {
         # vLLM has 64 tokens, the cache 128. After the failure the tracker counts from 0, so each chunk is stored 64
         # tokens after it was computed.
         schedule=[
-            admit("short", prompt(65)),
-            run(),
-            stored_elsewhere(prompt(128)),
-            admit("r", prompt(400), max_tokens=2),
-            step(2),
-            lose_loads(),  # the load was in flight
-            run(),
-            settle(),
+            do.admit("short", prompt(65)),
+            do.run(),
+            do.stored_elsewhere(prompt(128)),
+            do.admit("r", prompt(400), max_tokens=2),
+            do.step(2),
+            do.lose_loads(),  # the load was in flight
         ],
         rule="LAB001",
         text="is stored under their key",
@@ -193,15 +153,11 @@ SCENARIOS = {
         # After its prefix hit, the block list of `r` in the window's KV group begins with null block 0. A later,
         # shorter hit reads the chunk.
         schedule=[
-            admit("first", prompt(256)),
-            run(),
-            evict(4),
-            admit("r", prompt(512)),
-            run(),
-            reset_prefix_cache(),
-            admit("short", prompt(100)),
-            run(),
-            settle(),
+            do.admit("first", prompt(256)),
+            do.run(),
+            do.evict(4),
+            do.store("r", prompt(512)),
+            do.admit("short", prompt(100)),
         ],
         request="short",
         rule="LAB001",

@@ -2,53 +2,44 @@
 
 from dataclasses import replace
 
+from kvfix_tools.lab import steps as do
 from kvfix_tools.lab.scenario import SERVER, Options, Scenario
-from kvfix_tools.lab.steps import (
-    admit,
-    expect_all_ended,
-    expect_hit,
-    fail_load,
-    free_blocks,
-    hour_of_silence,
-    keep_blocks,
-    lookup_times_out,
-    new_weights,
-    preempt,
-    prompt,
-    run,
-    server_goes_on,
-    server_stops,
-    settle,
-    step,
-    stored_elsewhere,
-)
+from kvfix_tools.lab.steps import prompt
 
 SCENARIOS = {
     "mp-heartbeat-never-starts": Scenario(
         schedule=[
-            stored_elsewhere(prompt(128)),
-            admit("before", prompt(140, seed=1)),
-            step(),
-            lookup_times_out(),
-            run(),
-            step(),  # a heartbeat would have found the server before this step
-            admit("r", prompt(140)),
-            run(),
-            settle(),
-            expect_hit("r"),
+            do.stored_elsewhere(prompt(128)),
+            do.admit("before", prompt(140, seed=1)),
+            do.step(),
+            do.lookup_times_out(),
+            do.run(),
+            do.step(),  # a heartbeat would have found the server before this step
+            do.admit("r", prompt(140)),
+            do.run(),
+            do.settle(),
+            do.expect_hit("r"),
         ],
         rule="LAB006",
         not_in_hooks=SERVER,
         wrong={"lmcache": ">=0.5.0,<0.5.6"},
         needs={"lmcache": ">=0.4.5"},
         options=Options(connector="mp", num_blocks=60, max_num_batched_tokens=256),
+        ends=False,
     ),
     "mp-idle-worker-forgotten": Scenario(
-        schedule=[stored_elsewhere(prompt(128)), hour_of_silence(), admit("r", prompt(200)), run(60), settle()],
+        schedule=[
+            do.stored_elsewhere(prompt(128)),
+            do.hour_of_silence(),
+            do.admit("r", prompt(200)),
+            do.run(60),
+            do.settle(),
+        ],
         rule="LAB002",
         wrong={"lmcache": ">=0.5.0"},
         needs={"lmcache": ">=0.4.5"},
         options=Options(connector="mp", num_blocks=60, max_num_batched_tokens=256),
+        ends=False,
     ),
     "mp-load-after-given-up": Scenario(
         doc=(
@@ -56,17 +47,15 @@ SCENARIOS = {
             "requests."
         ),
         schedule=[
-            stored_elsewhere(prompt(128)),
-            admit("r", prompt(140)),
-            step(5),  # looked up, found, granted; the load is in flight
-            server_stops(),
-            step(2),  # the worker reports that the load has failed; vLLM frees the blocks
-            admit("other", prompt(200, seed=1), max_tokens=10),
-            admit("another", prompt(200, seed=2), max_tokens=10),
-            step(2),
-            server_goes_on(),
-            run(),
-            settle(),
+            do.stored_elsewhere(prompt(128)),
+            do.admit("r", prompt(140)),
+            do.step(5),  # looked up, found, granted; the load is in flight
+            do.server_stops(),
+            do.step(2),  # the worker reports that the load has failed; vLLM frees the blocks
+            do.admit("other", prompt(200, seed=1), max_tokens=10),
+            do.admit("another", prompt(200, seed=2), max_tokens=10),
+            do.step(2),
+            do.server_goes_on(),
         ],
         rule="LAB001",
         text="computed ones, its slot holds other KV",
@@ -77,10 +66,8 @@ SCENARIOS = {
     "mp-load-not-granted": Scenario(
         # With `prompt_logprobs` vLLM reads no cache. It still asks the connector, and tells it that nothing is granted.
         schedule=[
-            stored_elsewhere(prompt(128)),
-            admit("r", prompt(200), max_tokens=4, sampling={"prompt_logprobs": 1}),
-            run(),
-            settle(),
+            do.stored_elsewhere(prompt(128)),
+            do.admit("r", prompt(200), max_tokens=4, sampling={"prompt_logprobs": 1}),
         ],
         rule="KVR004",
         # before vLLM 0.31 this request takes the promise of the connector
@@ -95,18 +82,16 @@ SCENARIOS = {
         ),
         # Other requests write to the blocks, and the server stores their KV under the keys of the request.
         schedule=[
-            admit("r", prompt(200), max_tokens=20),
-            step(5),  # computed and handed over
-            server_stops(),
-            step(),  # the worker believes that the server is dead
-            preempt("r"),
-            keep_blocks(0),  # other requests take its blocks and write to them
-            step(2),
-            server_goes_on(),
-            step(4),
-            free_blocks(),
-            run(),
-            settle(),
+            do.admit("r", prompt(200), max_tokens=20),
+            do.step(5),  # computed and handed over
+            do.server_stops(),
+            do.step(),  # the worker believes that the server is dead
+            do.preempt("r"),
+            do.keep_blocks(0),  # other requests take its blocks and write to them
+            do.step(2),
+            do.server_goes_on(),
+            do.step(4),
+            do.free_blocks(),
         ],
         rule="LAB001",
         text="is stored under their key",
@@ -119,11 +104,9 @@ SCENARIOS = {
         # clears only chunks without a lock and answers True. With the fix it answers False: the caller knows that the
         # cache may have old KV.
         schedule=[
-            admit("r", prompt(200), max_tokens=4),
-            step(3),  # the lookup is answered, and the prompt is computed and stored
-            new_weights(),
-            run(),
-            settle(),
+            do.admit("r", prompt(200), max_tokens=4),
+            do.step(3),  # the lookup is answered, and the prompt is computed and stored
+            do.new_weights(),
         ],
         rule="LAB001",
         text="other KV than that of tokens 0 on is stored under their key",
@@ -134,34 +117,33 @@ SCENARIOS = {
     "mp-resume-load-circle": Scenario(
         doc="The load of a preempted request fails again and again, and the request never runs.",
         schedule=[
-            admit("r", prompt(140), max_tokens=8),
-            step(6),
-            preempt("r"),
-            keep_blocks(0),  # vLLM's prefix cache has no block of the request when it resumes
-            step(),
-            free_blocks(),
-            *[fail_load("r"), step()] * 40,
-            expect_all_ended(),
+            do.admit("r", prompt(140), max_tokens=8),
+            do.step(6),
+            do.preempt("r"),
+            do.keep_blocks(0),  # vLLM's prefix cache has no block of the request when it resumes
+            do.step(),
+            do.free_blocks(),
+            *[do.fail_load("r"), do.step()] * 40,
+            do.expect_all_ended(),
         ],
         rule="LAB003",
         wrong={"lmcache": ">=0.5.6"},
         needs={"lmcache": ">=0.4.5"},
         options=Options(connector="mp", num_blocks=60, max_num_batched_tokens=256),
+        ends=False,
     ),
     "mp-store-after-given-up": Scenario(
         doc="A slow server misses a heartbeat: the worker drops its store, and the server stores KV of other requests.",
         schedule=[
-            admit("r", prompt(200)),
-            step(6),  # computed, handed over and ended; vLLM keeps its blocks
-            server_stops(),
-            step(2),  # the worker reports that the store is done; vLLM frees the blocks
-            keep_blocks(0),  # other requests take these blocks and write to them
-            step(),
-            server_goes_on(),
-            step(4),
-            free_blocks(),
-            run(),
-            settle(),
+            do.admit("r", prompt(200)),
+            do.step(6),  # computed, handed over and ended; vLLM keeps its blocks
+            do.server_stops(),
+            do.step(2),  # the worker reports that the store is done; vLLM frees the blocks
+            do.keep_blocks(0),  # other requests take these blocks and write to them
+            do.step(),
+            do.server_goes_on(),
+            do.step(4),
+            do.free_blocks(),
         ],
         rule="LAB001",
         text="is stored under their key",

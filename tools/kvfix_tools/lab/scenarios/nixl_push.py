@@ -2,29 +2,15 @@
 
 from functools import partial
 
+from kvfix_tools.lab import steps as do
 from kvfix_tools.lab.scenario import CONTENT, MEMORY, REQUEST, Options, pair_scenario
-from kvfix_tools.lab.steps import (
-    abort,
-    ask,
-    ask_at_once,
-    expect_all_ended,
-    fail,
-    handshakes_take,
-    malform,
-    on,
-    prompt,
-    router_takes,
-    run,
-    send_again,
-    step,
-    step_alone,
-)
+from kvfix_tools.lab.steps import prompt
 
 push = partial(pair_scenario, options=Options(connector="nixl-push"))
 
 SCENARIOS = {
     "nixl-push-abort-keeps-blocks": push(
-        [fail("setup"), ask("r", prompt(64)), step(6), abort("r"), run(), expect_all_ended()],
+        [do.fail("setup"), do.ask("r", prompt(64)), do.step(6), do.abort("r")],
         "LAB020",
         doc="Prefill cannot write, and the request is aborted: decode keeps its blocks for ever.",
         text="of the decode engine",
@@ -34,20 +20,18 @@ SCENARIOS = {
     ),
     "nixl-push-abort-stays": push(
         [
-            on("decode", "keep_blocks", 0),
-            ask("r", prompt(64)),
-            step(4),
-            abort("r"),
-            on("decode", "free_blocks"),
-            ask("s", prompt(32), 60),
-            run(),
-            expect_all_ended(),
+            do.on("decode", "keep_blocks", 0),
+            do.ask("r", prompt(64)),
+            do.step(4),
+            do.abort("r"),
+            do.on("decode", "free_blocks"),
+            do.ask("s", prompt(32), 60),
         ],
         "KVR009",
         text="_recving_metadata still holds it",
     ),
     "nixl-push-before-all-registered": push(
-        [fail("handshake", 1), ask_at_once("r", prompt(64)), run(), expect_all_ended()],
+        [do.fail("handshake", 1), do.ask_at_once("r", prompt(64))],
         "KVR022",
         doc="One of two decode ranks cannot connect and fails the load: prefill still writes to it.",
         text="of a request that does not wait",
@@ -56,13 +40,11 @@ SCENARIOS = {
     ),
     "nixl-push-begins-after-lease": push(
         [
-            ask_at_once("r", prompt(300)),
-            step(3),
-            handshakes_take(45),
-            step(5),
-            step_alone("prefill", 45),
-            run(),
-            expect_all_ended(),
+            do.ask_at_once("r", prompt(300)),
+            do.step(3),
+            do.handshakes_take(45),
+            do.step(5),
+            do.step_alone("prefill", 45),
         ],
         "KVR020",
         doc="Prefill takes long to connect to decode: it writes from blocks whose lease has expired.",
@@ -71,14 +53,7 @@ SCENARIOS = {
         not_in_hooks=CONTENT,
     ),
     "nixl-push-engines-wait-for-each-other": push(
-        [
-            router_takes(10),
-            ask("r", prompt(64)),
-            step(3),
-            ask_at_once("s", prompt(64, seed=1)),
-            run(),
-            expect_all_ended(),
-        ],
+        [do.router_takes(10), do.ask("r", prompt(64)), do.step(3), do.ask_at_once("s", prompt(64, seed=1))],
         "LAB003",
         doc=(
             "Prefill waits for decode's blocks for one request, and decode waits for prefill's blocks for another "
@@ -91,13 +66,11 @@ SCENARIOS = {
     "nixl-push-heartbeat-refuses-peer": push(
         # The heartbeat runs while the request waits for blocks.
         [
-            handshakes_take(3),
-            on("decode", "take_blocks", 39),
-            ask_at_once("r", prompt(64)),
-            step(6),
-            on("decode", "free_blocks"),
-            run(),
-            expect_all_ended(),
+            do.handshakes_take(3),
+            do.on("decode", "take_blocks", 39),
+            do.ask_at_once("r", prompt(64)),
+            do.step(6),
+            do.on("decode", "free_blocks"),
         ],
         "LAB002",
         text="loaded up to 0 of 64",
@@ -110,7 +83,7 @@ SCENARIOS = {
         ),
     ),
     "nixl-push-never-arrives": push(
-        [fail("setup"), ask("r", prompt(64)), run(), expect_all_ended()],
+        [do.fail("setup"), do.ask("r", prompt(64))],
         "LAB003",
         doc="Prefill cannot write: decode waits for ever.",
         text="WAITING_FOR_REMOTE_KVS",
@@ -118,13 +91,11 @@ SCENARIOS = {
     ),
     "nixl-push-notified-before-connected": push(
         [
-            fail("handshake", 1),
-            ask_at_once("before", prompt(64)),
-            step(8),  # one rank has connected, the other one not
-            handshakes_take(10),
-            ask_at_once("r", prompt(64, 1)),
-            run(),
-            expect_all_ended(),
+            do.fail("handshake", 1),
+            do.ask_at_once("before", prompt(64)),
+            do.step(8),  # one rank has connected, the other one not
+            do.handshakes_take(10),
+            do.ask_at_once("r", prompt(64, 1)),
         ],
         "KVR011",
         doc="One of two decode ranks is notified of a write before it has connected: decode dies.",
@@ -134,13 +105,11 @@ SCENARIOS = {
     ),
     "nixl-push-outlives-lease": push(
         [
-            ask("r", prompt(64), 2),
-            step(5),
-            step_alone("prefill", 35),
-            ask("s", prompt(64, seed=1)),
-            step_alone("prefill", 5),
-            run(),
-            expect_all_ended(),
+            do.ask("r", prompt(64), 2),
+            do.step(5),
+            do.step_alone("prefill", 35),
+            do.ask("s", prompt(64, seed=1)),
+            do.step_alone("prefill", 5),
         ],
         "KVR021",
         doc=(
@@ -154,26 +123,26 @@ SCENARIOS = {
         not_in_hooks=CONTENT,
     ),
     "nixl-push-prefill-generates-more": push(
-        [ask("r", prompt(64), 2, 5), run(), expect_all_ended()],
+        [do.ask("r", prompt(64), 2, 5)],
         "LAB001",
         text="holds other KV",
     ),
     "nixl-push-promise-without-peer": push(
-        [malform("no_host"), ask("r", prompt(64)), run(), expect_all_ended()],
+        [do.malform("no_host"), do.ask("r", prompt(64))],
         "KVR011",
         text="KeyError: 'remote_host'",
         request="",
     ),
     "nixl-push-registration-kept": push(
         # The router sends the request to both engines at once, and aborts it.
-        [ask_at_once("r", prompt(300)), step(4), abort("r"), run(), expect_all_ended()],
+        [do.ask_at_once("r", prompt(300)), do.step(4), do.abort("r")],
         "LAB022",
         text="the prefill engine keeps it",
         options=Options(connector="nixl-push", max_num_batched_tokens=64, extra={"push_registration_timeout": 5.0}),
         not_in_hooks=MEMORY,
     ),
     "nixl-push-second-decode-waits": push(
-        [ask("r", prompt(64), 2), step(3), send_again("r"), run(), expect_all_ended()],
+        [do.ask("r", prompt(64), 2), do.step(3), do.send_again("r")],
         "LAB003",
         text="WAITING_FOR_REMOTE_KVS",
         request="r-00000003",
@@ -183,13 +152,11 @@ SCENARIOS = {
     "nixl-push-thread-loses-notices": push(
         # One registration has more blocks than an earlier prefill request with the same id.
         [
-            router_takes(100),
-            ask("r", prompt(32)),
-            step(3),
-            ask_at_once("r", prompt(200)),
-            ask_at_once("s", prompt(200, seed=1)),
-            run(),
-            expect_all_ended(),
+            do.router_takes(100),
+            do.ask("r", prompt(32)),
+            do.step(3),
+            do.ask_at_once("r", prompt(200)),
+            do.ask_at_once("s", prompt(200, seed=1)),
         ],
         "LAB003",
         text="WAITING_FOR_REMOTE_KVS",

@@ -1,37 +1,14 @@
 """vLLM's OffloadingConnector and SimpleCPUOffloadConnector, alone or with LMCache's connector."""
 
+from kvfix_tools.lab import steps as do
 from kvfix_tools.lab.scenario import Options, Scenario
-from kvfix_tools.lab.steps import (
-    add_input,
-    admit,
-    budget,
-    end_input,
-    evict,
-    expect_all_ended,
-    fail_load,
-    free_blocks,
-    keep_blocks,
-    new_weights,
-    preempt,
-    prompt,
-    reset_prefix_cache,
-    run,
-    settle,
-    step,
-    stored_elsewhere,
-)
+from kvfix_tools.lab.steps import prompt
 
 SCENARIOS = {
     "failed-load-is-offloaded": Scenario(
         # OffloadingConnector plans its stores with the step, and copies the blocks at the beginning of the next step,
         # even if LMCache's load into them has failed.
-        schedule=[
-            stored_elsewhere(prompt(256)),
-            fail_load("r"),
-            admit("r", prompt(300), max_tokens=4),
-            run(),
-            settle(),
-        ],
+        schedule=[do.stored_elsewhere(prompt(256)), do.fail_load("r"), do.admit("r", prompt(300), max_tokens=4)],
         rule="LAB001",
         text="the OffloadingConnector stores other KV",
         wrong={"vllm": ">=0.32"},
@@ -41,13 +18,11 @@ SCENARIOS = {
     "load-after-reset-asserts": Scenario(
         # The request is preempted between two steps, as by a reset.
         schedule=[
-            admit("r", prompt(300), max_tokens=30),
-            step(10),  # its prompt is stored
-            preempt("r"),
-            keep_blocks(10),  # vLLM's prefix cache loses the end of the prompt
-            free_blocks(),
-            run(),
-            settle(),
+            do.admit("r", prompt(300), max_tokens=30),
+            do.step(10),  # its prompt is stored
+            do.preempt("r"),
+            do.keep_blocks(10),  # vLLM's prefix cache loses the end of the prompt
+            do.free_blocks(),
         ],
         rule="KVR011",
         text="schedule: AssertionError",
@@ -61,13 +36,11 @@ SCENARIOS = {
         # A MultiConnector of both. vLLM allocates the blocks of a load between steps before the request is in a step.
         # OffloadingConnector waits only for copies of blocks that are allocated in a step.
         schedule=[
-            stored_elsewhere(prompt(256)),
-            stored_elsewhere(prompt(256, seed=1)),
-            keep_blocks(20),
-            admit("a", prompt(256)),  # LMCache has the prompt, so no store keeps the blocks
-            admit("r", prompt(256, seed=1)),  # its load gets the blocks of "a", which has ended
-            run(),
-            settle(),
+            do.stored_elsewhere(prompt(256)),
+            do.stored_elsewhere(prompt(256, seed=1)),
+            do.keep_blocks(20),
+            do.admit("a", prompt(256)),  # LMCache has the prompt, so no store keeps the blocks
+            do.admit("r", prompt(256, seed=1)),  # its load gets the blocks of "a", which has ended
         ],
         rule="LAB001",
         text="the OffloadingConnector stores other KV",
@@ -77,15 +50,7 @@ SCENARIOS = {
         request="a",
     ),
     "offload-copy-fails": Scenario(
-        schedule=[
-            admit("before", prompt(128)),
-            run(),
-            reset_prefix_cache(),
-            fail_load("r"),
-            admit("r", prompt(128), max_tokens=3),
-            run(),
-            settle(),
-        ],
+        schedule=[do.store("before", prompt(128)), do.fail_load("r"), do.admit("r", prompt(128), max_tokens=3)],
         rule="KVR011",
         text="wait_for_save: AssertionError",
         wrong={"vllm": ">=0.32"},
@@ -95,13 +60,11 @@ SCENARIOS = {
     "offload-promotions-go-round": Scenario(
         # Each lookup needs room for the next chunk and evicts a chunk that the previous lookup has requested.
         schedule=[
-            budget(4),  # each chunk is in the tier before the next one is computed
-            admit("before", prompt(193)),
-            run(),
-            reset_prefix_cache(),
-            admit("r", prompt(193), max_tokens=2),
-            run(200),
-            expect_all_ended(),
+            do.budget(4),  # each chunk is in the tier before the next one is computed
+            do.store("before", prompt(193)),
+            do.admit("r", prompt(193), max_tokens=2),
+            do.run(200),
+            do.expect_all_ended(),
         ],
         rule="LAB003",
         text="is WAITING for ever",
@@ -109,16 +72,15 @@ SCENARIOS = {
         options=Options(
             connector="offloading", tier="fs", cpu_blocks=4, max_num_batched_tokens=32, extra={"blocks_per_chunk": 2}
         ),
+        ends=False,
     ),
     "offload-reset-keeps-files": Scenario(
         # OffloadingConnector empties its CPU memory, but not the files of its tier, and reports success.
         schedule=[
-            admit("before", prompt(128)),
-            run(),
-            new_weights(),
-            admit("r", prompt(128), max_tokens=3),
-            run(),
-            settle(),
+            do.admit("before", prompt(128)),
+            do.run(),
+            do.new_weights(),
+            do.admit("r", prompt(128), max_tokens=3),
         ],
         rule="LAB001",
         text="its slot holds other KV",
@@ -129,18 +91,16 @@ SCENARIOS = {
         # The window begins within a chunk, and OffloadingConnector stores only the end of the chunk. Another request,
         # whose window begins elsewhere, loads the old content of the CPU memory.
         schedule=[
-            admit("before", prompt(129)),
-            run(),
-            evict(100),
+            do.admit("before", prompt(129)),
+            do.run(),
+            do.evict(100),
             # vLLM has 128 tokens, with blocks 5 to 7 of the window: only block 5 of the chunk 4 to 5 is stored
-            admit("hit", prompt(130)),
-            run(),
-            admit("shorter", prompt(97)),  # its window has blocks 3 to 5: blocks 4 and 5 count as stored
-            run(),
-            reset_prefix_cache(),
-            admit("r", prompt(120), max_tokens=2),
-            run(),
-            settle(),
+            do.admit("hit", prompt(130)),
+            do.run(),
+            do.admit("shorter", prompt(97)),  # its window has blocks 3 to 5: blocks 4 and 5 count as stored
+            do.run(),
+            do.reset_prefix_cache(),
+            do.admit("r", prompt(120), max_tokens=2),
         ],
         rule="LAB001",
         text="in KV group 1",
@@ -157,13 +117,11 @@ SCENARIOS = {
         # With new input, vLLM schedules a session as a new request with all its blocks. OffloadingConnector appends
         # them to the blocks that it knows.
         schedule=[
-            admit("r", prompt(40), resumable=True),
-            run(5),
-            add_input("r", prompt(100, seed=1)),
-            run(5),
-            end_input("r"),
-            run(),
-            settle(),
+            do.admit("r", prompt(40), resumable=True),
+            do.run(5),
+            do.add_input("r", prompt(100, seed=1)),
+            do.run(5),
+            do.end_input("r"),
         ],
         rule="LAB001",
         text="the OffloadingConnector stores other KV",
@@ -173,14 +131,12 @@ SCENARIOS = {
     ),
     "simple-offload-copy-fails": Scenario(
         schedule=[
-            admit("before", prompt(128)),
-            run(),
-            settle(),
-            reset_prefix_cache(),
-            fail_load("r"),
-            admit("r", prompt(128), max_tokens=3),
-            run(),
-            expect_all_ended(),
+            do.admit("before", prompt(128)),
+            do.run(),
+            do.settle(),
+            do.reset_prefix_cache(),
+            do.fail_load("r"),
+            do.admit("r", prompt(128), max_tokens=3),
         ],
         rule="LAB003",
         wrong={"vllm": ">=0.32"},
@@ -189,7 +145,7 @@ SCENARIOS = {
     ),
     "simple-offload-never-rests": Scenario(
         # The prompt is larger than the CPU memory.
-        schedule=[admit("r", prompt(480)), run(200), settle()],
+        schedule=[do.admit("r", prompt(480)), do.run(200), do.settle()],
         rule="LAB029",
         wrong={"vllm": ">=0.32"},
         request="",
@@ -201,18 +157,17 @@ SCENARIOS = {
             num_blocks=34,
         ),
         not_in_hooks="no hook call is wrong: repeated stores of the same blocks violate no rule of the hooks",
+        ends=False,
     ),
     "simple-offload-store-asserts": Scenario(
         doc="A load of LMCache fails, and EngineCore dies when SimpleCPUOffloadConnector's store of the blocks ends.",
         # As in simple-offload-stores-failed-load. With `kv_load_failure_policy=fail`, the default, vLLM removes the
         # keys of the blocks, and the connector asserts that they have keys.
         schedule=[
-            stored_elsewhere(prompt(256)),
-            fail_load("r"),
-            admit("r", prompt(300), max_tokens=4),
-            admit("other", prompt(50, seed=1), max_tokens=8),  # so that the engine makes steps
-            run(),
-            settle(),
+            do.stored_elsewhere(prompt(256)),
+            do.fail_load("r"),
+            do.admit("r", prompt(300), max_tokens=4),
+            do.admit("other", prompt(50, seed=1), max_tokens=8),  # so that the engine makes steps
         ],
         rule="KVR011",
         text="update_from_output: AssertionError",
@@ -226,13 +181,7 @@ SCENARIOS = {
         doc="A load of LMCache fails, and SimpleCPUOffloadConnector stores the blocks under valid keys.",
         # SimpleCPUOffloadConnector counts tokens of a load within the step as computed, and stores their blocks in the
         # same step. vLLM then computes the tokens again into the same blocks, which have keys when the store ends.
-        schedule=[
-            stored_elsewhere(prompt(256)),
-            fail_load("r"),
-            admit("r", prompt(300), max_tokens=4),
-            run(),
-            settle(),
-        ],
+        schedule=[do.stored_elsewhere(prompt(256)), do.fail_load("r"), do.admit("r", prompt(300), max_tokens=4)],
         rule="LAB001",
         text="the SimpleCPUOffloadConnector stores other KV",
         wrong={"vllm": ">=0.32"},
@@ -243,15 +192,13 @@ SCENARIOS = {
         # SimpleCPUOffloadConnector loads only the window, and vLLM caches all blocks that it keeps. Another request,
         # whose window begins there, reads the old content of a block.
         schedule=[
-            admit("before", prompt(145)),
-            run(),
-            settle(),
-            reset_prefix_cache(),
-            admit("loads", prompt(145)),
-            run(),
-            admit("r", [*prompt(120), 5, 5, 5], max_tokens=2),
-            run(),
-            settle(),
+            do.admit("before", prompt(145)),
+            do.run(),
+            do.settle(),
+            do.reset_prefix_cache(),
+            do.admit("loads", prompt(145)),
+            do.run(),
+            do.admit("r", [*prompt(120), 5, 5, 5], max_tokens=2),
         ],
         rule="LAB001",
         text="in KV group 1",

@@ -1,30 +1,26 @@
 """Requests that are preempted and resumed, with LMCache's in-process connector."""
 
+from kvfix_tools.lab import steps as do
 from kvfix_tools.lab.scenario import Options, Scenario
-from kvfix_tools.lab.steps import (
-    admit,
-    budget,
-    continued,
-    free_blocks,
-    has_in_other_connector,
-    keep_blocks,
-    preempt,
-    prompt,
-    reset_prefix_cache,
-    run,
-    settle,
-    step,
-    stored_elsewhere,
-)
+from kvfix_tools.lab.steps import continued, prompt
 
 DECODER = {"req_id": "r", "receiver_host": "decoder", "receiver_init_port": [1], "receiver_alloc_port": [2]}
 ASKS = {"extra_args": {"kv_transfer_params": {"disagg_spec": DECODER}}}
+
+#: vLLM has fewer tokens of a preempted request than LMCache.
+FEWER_IN_VLLM = (
+    do.admit("r", prompt(300), max_tokens=8),
+    do.step(),
+    do.preempt("r"),
+    do.keep_blocks(10),  # 160 tokens stay in the prefix cache, fewer than the 256 that LMCache has
+    do.free_blocks(),
+)
 
 SCENARIOS = {
     "decoder-left-after-resume": Scenario(
         doc="A preempted request with a disagg_spec is resumed, and LMCache keeps its decoder for ever.",
         # `update_state_after_alloc` adds the decoder at each admission, and only a new request removes it.
-        schedule=[admit("r", prompt(300), max_tokens=2, sampling=ASKS), step(), preempt("r"), run(), settle()],
+        schedule=[do.admit("r", prompt(300), max_tokens=2, sampling=ASKS), do.step(), do.preempt("r")],
         rule="KVR009",
         text="tmp_disagg_tracker still holds it",
         wrong={"lmcache": ">=0.3.9"},
@@ -35,12 +31,10 @@ SCENARIOS = {
         # Another request has stored the same prompt and generated tokens. The last token must be computed again, so
         # vLLM has 255 of 256 tokens.
         schedule=[
-            stored_elsewhere(continued(prompt(250), 6)),
-            admit("r", prompt(250), max_tokens=16),
-            step(6),
-            preempt("r"),
-            run(),
-            settle(),
+            do.stored_elsewhere(continued(prompt(250), 6)),
+            do.admit("r", prompt(250), max_tokens=16),
+            do.step(6),
+            do.preempt("r"),
         ],
         rule="KVR011",
         text="Preempted request r has num_computed_tokens 255 but",
@@ -49,7 +43,7 @@ SCENARIOS = {
     ),
     "preempt-local-exceeds-lmcache": Scenario(
         doc="vLLM has more tokens of a preempted request than LMCache, and EngineCore dies when it resumes.",
-        schedule=[admit("r", prompt(1000), max_tokens=8), step(), preempt("r"), run(), settle()],
+        schedule=[do.admit("r", prompt(1000), max_tokens=8), do.step(), do.preempt("r")],
         rule="KVR011",
         text="Preempted request r has num_computed_tokens 992 but lmcache_cached_tokens 768",
         wrong={"lmcache": ">=0.3.10.post1,<=0.3.10.post2"},
@@ -62,14 +56,12 @@ SCENARIOS = {
         # min_retrieve_tokens is 512. LMCache has 1,024 tokens and vLLM 800, so LMCache promises nothing. Its LoadSpec
         # still says 1,024, and `build_connector_meta` asserts that the resumed request has 1,024 computed tokens.
         schedule=[
-            admit("r", prompt(1100), max_tokens=8),
-            step(),
-            preempt("r"),
-            keep_blocks(50),  # 800 tokens stay in the prefix cache, 1,024 are in LMCache
-            step(),
-            free_blocks(),
-            run(),
-            settle(),
+            do.admit("r", prompt(1100), max_tokens=8),
+            do.step(),
+            do.preempt("r"),
+            do.keep_blocks(50),  # 800 tokens stay in the prefix cache, 1,024 are in LMCache
+            do.step(),
+            do.free_blocks(),
         ],
         rule="KVR011",
         text="Preempted request r has num_computed_tokens 800 but",
@@ -84,14 +76,13 @@ SCENARIOS = {
         # vLLM asks all connectors and takes the first promise. LMCache's LoadSpec keeps LMCache's own hit, and
         # `build_connector_meta` asserts that the resumed request has it.
         schedule=[
-            admit("r", prompt(1100), max_tokens=8),
-            step(),
-            preempt("r"),
-            keep_blocks(50),  # 800 tokens stay in the prefix cache, LMCache has 1,024 tokens, the other connector 1,088
-            has_in_other_connector("r"),
-            free_blocks(),
-            run(),
-            settle(),
+            do.admit("r", prompt(1100), max_tokens=8),
+            do.step(),
+            do.preempt("r"),
+            # 800 tokens stay in the prefix cache, LMCache has 1,024 tokens, the other connector 1,088
+            do.keep_blocks(50),
+            do.has_in_other_connector("r"),
+            do.free_blocks(),
         ],
         rule="KVR011",
         text="Preempted request r has num_computed_tokens 1088 but",
@@ -106,11 +97,9 @@ SCENARIOS = {
         # vLLM reads no prefix cache for this request (scheduler.py 0.32.0:982). The LoadSpec keeps the hit, and
         # `build_connector_meta` asserts that the resumed request has it.
         schedule=[
-            admit("r", prompt(1100), max_tokens=8, sampling={"prompt_logprobs": 1}),
-            step(),
-            preempt("r"),
-            run(),
-            settle(),
+            do.admit("r", prompt(1100), max_tokens=8, sampling={"prompt_logprobs": 1}),
+            do.step(),
+            do.preempt("r"),
         ],
         rule="KVR011",
         text="Preempted request r has num_computed_tokens 0 but",
@@ -120,15 +109,7 @@ SCENARIOS = {
     ),
     "priority-left-after-resume": Scenario(
         doc="A preempted request is looked up again, and LMCache keeps its new priority for ever.",
-        schedule=[
-            admit("r", prompt(300), max_tokens=8),
-            step(),
-            preempt("r"),
-            keep_blocks(10),  # 160 tokens stay in the prefix cache, fewer than LMCache has
-            free_blocks(),
-            run(),
-            settle(),
-        ],
+        schedule=FEWER_IN_VLLM,
         rule="KVR009",
         text="_requests_priority",
         wrong={"lmcache": ">=0.3.9"},
@@ -136,15 +117,7 @@ SCENARIOS = {
     ),
     "resume-is-not-known": Scenario(
         # LMCache promises its tokens and starts no load, so the request continues with missing KV.
-        schedule=[
-            admit("r", prompt(300), max_tokens=8),
-            step(),
-            preempt("r"),
-            keep_blocks(10),  # 160 tokens stay in the prefix cache, fewer than the 256 that LMCache has
-            free_blocks(),
-            run(),
-            settle(),
-        ],
+        schedule=FEWER_IN_VLLM,
         rule="KVR006",
         wrong={"lmcache": ">=0.3.9,<0.3.10"},
         options=Options(chunk_size=256, max_num_batched_tokens=512),
@@ -157,14 +130,12 @@ SCENARIOS = {
         # Tracker and worker share the list of blocks with which the request resumed. Both append the blocks of the
         # third step. In the fourth step the tracker looks for tokens 384 to 512 in the blocks of tokens 256 to 384.
         schedule=[
-            admit("preempted", prompt(520)),
-            step(),
-            preempt("preempted"),
-            run(),
-            reset_prefix_cache(),
-            admit("r", prompt(520)),
-            run(),
-            settle(),
+            do.admit("preempted", prompt(520)),
+            do.step(),
+            do.preempt("preempted"),
+            do.run(),
+            do.reset_prefix_cache(),
+            do.admit("r", prompt(520)),
         ],
         rule="LAB001",
         text="the step reads token 384 of",
@@ -178,17 +149,15 @@ SCENARIOS = {
         # of tokens 256 to 384. When the request joins the batch again, the worker takes blocks from this list: tokens
         # 384 to 512 overwrite tokens 256 to 384.
         schedule=[
-            admit("other", prompt(1, seed=1), max_tokens=20),
-            budget(129),
-            admit("r", prompt(520)),
-            step(),
-            preempt("r"),
-            step(2),
-            budget(1),  # "other" uses it
-            step(),
-            budget(129),
-            run(),
-            settle(),
+            do.admit("other", prompt(1, seed=1), max_tokens=20),
+            do.budget(129),
+            do.admit("r", prompt(520)),
+            do.step(),
+            do.preempt("r"),
+            do.step(2),
+            do.budget(1),  # "other" uses it
+            do.step(),
+            do.budget(129),
         ],
         rule="LAB001",
         text="the step reads token 256 of 512",
@@ -200,13 +169,11 @@ SCENARIOS = {
         # tokens, 64 of them the prompt. The request has generated 33 tokens when it is preempted. LMCache promises 96
         # of its 97 tokens, but does not load the 32 generated ones.
         schedule=[
-            stored_elsewhere(continued(prompt(64), 32)),
-            admit("r", prompt(64), max_tokens=40),
-            step(33),
-            preempt("r"),
-            reset_prefix_cache(),
-            run(),
-            settle(),
+            do.stored_elsewhere(continued(prompt(64), 32)),
+            do.admit("r", prompt(64), max_tokens=40),
+            do.step(33),
+            do.preempt("r"),
+            do.reset_prefix_cache(),
         ],
         rule="KVR004",
         text="tokens 0 to 64 are to be loaded",

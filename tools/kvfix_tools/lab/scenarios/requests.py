@@ -1,21 +1,36 @@
 """Requests with special options, and weight updates, with LMCache's in-process connector."""
 
+from kvfix_tools.lab import steps as do
 from kvfix_tools.lab.scenario import Options, Scenario
-from kvfix_tools.lab.steps import abort, admit, budget, new_weights, prompt, run, settle, step
+from kvfix_tools.lab.steps import prompt
 
 ASKS = {"extra_args": {"kv_transfer_params": {"disagg_spec": {"req_id": "r", "receiver_host": "decoder"}}}}
 NEW_WEIGHTS = (
-    admit("first", prompt(128), max_tokens=4),
-    run(),
-    new_weights(),
-    admit("r", prompt(200), max_tokens=4),
-    run(),
-    settle(),
+    do.admit("first", prompt(128), max_tokens=4),
+    do.run(),
+    do.new_weights(),
+    do.admit("r", prompt(200), max_tokens=4),
 )
+
+
+def _not_in_key(doc: str, name: str) -> Scenario:
+    """Return a scenario of two requests with the same prompt, and with different values of this parameter."""
+    return Scenario(
+        doc=doc,
+        schedule=[
+            do.admit("before", prompt(600), **{name: "one"}),
+            do.run(),
+            do.admit("r", prompt(600), max_tokens=2, **{name: "other"}),
+        ],
+        rule="LAB001",
+        wrong={"lmcache": ">=0.3.9"},
+        options=Options(num_blocks=90, chunk_size=256, max_num_batched_tokens=1024),
+    )
+
 
 SCENARIOS = {
     "abort-engine-assert": Scenario(
-        schedule=[admit("r", prompt(300), max_tokens=8), step(), abort("r"), settle()],
+        schedule=[do.admit("r", prompt(300), max_tokens=8), do.step(), do.abort("r")],
         rule="KVR011",
         text="finish_requests: AssertionError",
         wrong={"lmcache": ">=0.4.5,<0.5.1"},
@@ -25,10 +40,9 @@ SCENARIOS = {
         # LMCache's hook for an ended request reads the first generated token, which a proxy requests from a prefill
         # instance.
         schedule=[
-            admit("r", prompt(300), sampling={"extra_args": {"kv_transfer_params": {"ret_first_tok": True}}}),
-            step(),  # 128 of 300 tokens
-            abort("r"),
-            settle(),
+            do.admit("r", prompt(300), sampling={"extra_args": {"kv_transfer_params": {"ret_first_tok": True}}}),
+            do.step(),  # 128 of 300 tokens
+            do.abort("r"),
         ],
         rule="KVR011",
         text="IndexError: list index out of range",
@@ -36,32 +50,20 @@ SCENARIOS = {
         wrong={"lmcache": ">=0.3.11,!=0.4.5,!=0.4.6,!=0.4.7,!=0.5.0"},
         options=Options(kv_role="kv_producer"),
     ),
-    "cache-salt-not-in-key": Scenario(
-        doc="Two tenants share KV: LMCache's key does not have the cache_salt.",
-        schedule=[
-            admit("before", prompt(600), cache_salt="one"),
-            run(),
-            admit("r", prompt(600), max_tokens=2, cache_salt="two"),
-            run(),
-            settle(),
-        ],
-        rule="LAB001",
-        wrong={"lmcache": ">=0.3.9"},
-        options=Options(num_blocks=90, chunk_size=256, max_num_batched_tokens=1024),
+    "cache-salt-not-in-key": _not_in_key(
+        "Two tenants share KV: LMCache's key does not have the cache_salt.", "cache_salt"
     ),
     "decode-tokens-left-out": Scenario(
         # LMCache up to 0.4.2 adds tokens from the computed tokens on. The token at this position is in flight and not
         # known. If the request was left out of a step, the token is known, and LMCache appends it after the tokens of
         # the tracker.
         schedule=[
-            admit("other", prompt(20, seed=1), max_tokens=9),
-            admit("r", prompt(43), max_tokens=9),
-            step(2),
-            budget(1),
-            step(2),
-            budget(128),
-            run(),
-            settle(),
+            do.admit("other", prompt(20, seed=1), max_tokens=9),
+            do.admit("r", prompt(43), max_tokens=9),
+            do.step(2),
+            do.budget(1),
+            do.step(2),
+            do.budget(128),
         ],
         rule="LAB001",
         text="not the first ones",
@@ -71,31 +73,19 @@ SCENARIOS = {
     ),
     "decoder-named-in-part": Scenario(
         # LMCache expects all keys of `disagg_spec`, but any client can send one (0.5.6 vllm_v1_adapter.py:1560-1574).
-        schedule=[admit("r", prompt(300), max_tokens=2, sampling=ASKS), run(), settle()],
+        schedule=[do.admit("r", prompt(300), max_tokens=2, sampling=ASKS)],
         rule="KVR011",
         text="KeyError: 'receiver_init_port'",
         wrong={"lmcache": ">=0.3.9"},
     ),
-    "lora-not-in-key": Scenario(
-        doc="Two LoRA adapters share KV: LMCache's key does not have the name of the adapter.",
-        schedule=[
-            admit("before", prompt(600), lora="one"),
-            run(),
-            admit("r", prompt(600), max_tokens=2, lora="other"),
-            run(),
-            settle(),
-        ],
-        rule="LAB001",
-        wrong={"lmcache": ">=0.3.9"},
-        options=Options(num_blocks=90, chunk_size=256, max_num_batched_tokens=1024),
+    "lora-not-in-key": _not_in_key(
+        "Two LoRA adapters share KV: LMCache's key does not have the name of the adapter.", "lora"
     ),
     "producer-stores-what-it-must-not": Scenario(
         # Each request with a lookup has metadata for the worker, and a kv_producer stores every request in the
         # metadata.
         schedule=[
-            admit("r", prompt(300), sampling={"extra_args": {"kv_transfer_params": {"lmcache.skip_save": True}}}),
-            run(),
-            settle(),
+            do.admit("r", prompt(300), sampling={"extra_args": {"kv_transfer_params": {"lmcache.skip_save": True}}})
         ],
         rule="LAB010",
         text="and it asks for lmcache.skip_save",
@@ -103,7 +93,7 @@ SCENARIOS = {
         options=Options(kv_role="kv_producer"),
     ),
     "prompt-embeds": Scenario(
-        schedule=[admit("r", None, max_tokens=2, embeddings=(300, 0.0)), run(), settle()],
+        schedule=[do.admit("r", None, max_tokens=2, embeddings=(300, 0.0))],
         rule="KVR011",
         text="schedule: ",
         wrong={"lmcache": ">=0.3.9"},

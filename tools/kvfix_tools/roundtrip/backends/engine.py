@@ -78,8 +78,8 @@ def check(kind: str, device: torch.device, result: Result) -> Result:
 
 def judge(plain: dict[str, Any], ran: dict[str, Any]) -> str | None:
     """Return the error in an engine's answers, compared with an engine without a connector; None if there is none."""
-    for name, other in plain.items():
-        mine = ran[name]
+    for name in ROUNDS:
+        mine, other = ran[name], plain[name]
         differ = sum(one != right for one, right in zip(mine["tokens"], other["tokens"], strict=True))
         if differ:
             return f"{name}: {differ} of {len(other['tokens'])} outputs differ from outputs without a connector"
@@ -95,7 +95,7 @@ def judge(plain: dict[str, Any], ran: dict[str, Any]) -> str | None:
         return f"warm: the load of {loads['failed']} blocks failed, so vLLM computed them"
     if ran["cold"]["hits"]:
         return f"cold: {ran['cold']['hits']} tokens came from the external cache, which was not empty"
-    return None
+    return f"kvfix reports a violation: {ran['violations'][0]}" if ran["violations"] else None
 
 
 @functools.cache
@@ -123,21 +123,16 @@ def connector(kind: str, folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def run_engine(folder: Path, transfer: dict[str, Any] | None, device: str) -> dict[str, Any]:
-    """Run an engine, and return its answer. Raise RuntimeError with the error in its log if it dies or hangs."""
-    ended = start_engine(folder, transfer, device)
-    if ended.code != 0 or ended.answer is None:
-        code = f"none after {LIMIT} s" if ended.code is None else ended.code
-        raise RuntimeError(f"the engine ended with {code}: {cause(ended.log)}")
-    return dict(ended.answer)
-
-
-def start_engine(folder: Path, transfer: dict[str, Any] | None, device: str) -> real_engine.Ended:
-    """Run the engine's process to its end."""
+    """Run an engine. Return its answer and the violations in its log. Raise RuntimeError if it dies or hangs."""
     engine = real_engine.ON_CUDA if device == "cuda" else {}
     job = {"loads": str(folder / "loads"), "transfer": transfer, "engine": engine}
     here = str(Path(__file__).parents[3])  # vLLM's processes import the connectors from this folder
     path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
-    return real_engine.run(["-m", __spec__.name], job, folder, {**os.environ, "PYTHONPATH": path}, LIMIT)
+    ended = real_engine.run(["-m", __spec__.name], job, folder, {**os.environ, "PYTHONPATH": path}, LIMIT)
+    if ended.code != 0 or ended.answer is None:
+        code = f"none after {LIMIT} s" if ended.code is None else ended.code
+        raise RuntimeError(f"the engine ended with {code}: {cause(ended.log)}")
+    return {**ended.answer, "violations": re.findall(r"SUMMARY: kvfix (.*)$", ended.log, re.MULTILINE)}
 
 
 def cause(log: str) -> str:

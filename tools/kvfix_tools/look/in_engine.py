@@ -1,7 +1,8 @@
-"""`kvfix attach` and `detach`, inside a running engine: apply or remove the fixes between two of its steps.
+"""The code that `kvfix attach` sends into an engine: it applies or removes the fixes between two steps of the engine.
 
-The functions run in the main thread, between two bytecodes (kvfix_tools/look/inject.py). Only `prepare` runs before, in
-a separate thread: it imports kvfix and reads the installed source, which would delay the engine.
+The engine may not have kvfix_tools, so this module imports only kvfix. The functions run in the main thread, between
+two bytecodes (inject.py). Only `prepare` runs before, in a separate thread: it imports kvfix and reads the installed
+source, which would delay the engine.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def prepare() -> None:
     for fix in catalogue.fixes():
         for target in fix.targets:
             if target.module in sys.modules:
-                engine_log.guarded("kvfix.attaching.prepare", applicability.judge, target)
+                engine_log.guarded("kvfix attach", applicability.judge, target)
 
 
 def ready() -> dict[str, Any]:
@@ -190,5 +191,5 @@ def _watch_connectors() -> None:
     classes = list(base.__subclasses__()) if base is not None else []
     while classes:
         each = classes.pop()
-        engine_log.guarded("kvfix.attaching.watch", hooks.watch_class, each)
+        engine_log.guarded("kvfix attach", hooks.watch_class, each)
         classes += each.__subclasses__()

@@ -1,0 +1,121 @@
+"""Readers of the connectors with which a decode instance gets its KV from a prefill instance: NIXL and Mooncake."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from kvfix.connector_events import leases
+from kvfix.engine_state.reader import Reader, Span, Spans
+
+
+class _Peer(Reader):
+    """The metadata name the blocks of a load, and the scheduler and the worker keep requests in these containers."""
+
+    keeps_for_peer = True
+    _SCHEDULER: tuple[str, ...] = ()
+    _WORKER: tuple[str, ...] = ()
+    #: The name in `kv_transfer_params` by which the peer knows the request.
+    _PEER_REQUEST = ""
+
+    def __init__(self, connector: Any) -> None:
+        super().__init__(connector)
+        self.whole_blocks = int(connector._vllm_config.cache_config.block_size)
+        self._scheduler = getattr(connector, "connector_scheduler", None)
+        self._worker = getattr(connector, "connector_worker", None)
+
+    def peer(self, request: Any) -> tuple[str, str] | None:
+        return leases.named(request.kv_transfer_params, "remote_engine_id", self._PEER_REQUEST)
+
+    def loads(self, metadata: Any) -> Spans:
+        """Leave out requests without blocks: for these, decode only notifies prefill."""
+        return [self._span(name, meta) for name, meta in self._received(metadata) if any(meta.local_block_ids)]
+
+    def _received(self, metadata: Any) -> Iterable[tuple[str, Any]]:
+        found: Iterable[tuple[str, Any]] = metadata.reqs_to_recv.items()
+        return found
+
+    def _span(self, name: str, meta: Any) -> Span:
+        """The metadata has only the blocks after the prefix hit (`relative`)."""
+        return name, 0, len(meta.local_block_ids[0]) * self.whole_blocks
+
+    def kept(self) -> Iterable[tuple[str, Collection[str]]]:
+        for side, names in ((self._scheduler, self._SCHEDULER), (self._worker, self._WORKER)):
+            for name in names if side is not None else ():
+                if hasattr(side, name):
+                    yield name, getattr(side, name)
+
+
+class Nixl(_Peer):
+    """vLLM's NixlConnector in pull mode (nixl/connector.py 0.32.0). It loads whole blocks of a request's prompt."""
+
+    _SCHEDULER: tuple[str, ...] = ("_reqs_need_recv", "_reqs_need_save", "_reqs_need_send", "_heartbeat_req_engine")
+    _WORKER: tuple[str, ...] = (
+        "_recving_metadata",
+        "_recving_transfers",
+        "_reqs_to_send",
+        "_reqs_to_process",
+        "_pending_recv_notifs",
+    )
+    _PEER_REQUEST = "remote_request_id"
+
+    def lease(self, answer: Any) -> float | None:
+        """A decode instance keeps blocks for the next turn. It keeps them longer than a prefill instance does
+        (nixl/pull_scheduler.py 0.32.0:250)."""
+        to_decode = (answer[1] or {}).get("do_remote_prefill", True)
+        return getattr(self._scheduler, "_kv_lease_duration" if to_decode else "decoder_kv_blocks_ttl", None)
+
+    def sends(self, request: str) -> bool:
+        """The worker lists a request from its first batch to the end of its lease."""
+        return request in getattr(self._worker, "_reqs_to_process", ())
+
+    def _span(self, name: str, meta: Any) -> Span:
+        hit = getattr(meta, "local_num_computed_blocks", ())
+        start = hit[0] if hit else 0
+        return name, start * self.whole_blocks, (start + len(meta.local_block_ids[0])) * self.whole_blocks
+
+
+class NixlPush(Nixl):
+    """vLLM's NixlConnector in push mode (nixl/push_scheduler.py 0.32.0). A load begins with a registration."""
+
+    relative = True
+    pushed = True
+    _SCHEDULER = (
+        *Nixl._SCHEDULER, "_push_pending_registrations", "_push_registration_deadlines", "_finished_request_blocks",
+        "_newly_finished_push_blocks",
+    )  # fmt: skip
+    _WORKER = (*Nixl._WORKER, "_sending_transfers", "_send_failures", "_push_finished_blocks")
+    _span = _Peer._span
+
+    def waits(self, request: str) -> bool:
+        """The registration stays valid until its deadline, also after an abort. After the deadline KVF322 reports the
+        load as failed."""
+        return request in getattr(self._worker, "_kvfix_ends", ())
+
+
+class Mooncake(_Peer):
+    """vLLM's MooncakeConnector (mooncake/mooncake_connector.py 0.32.0). Prefill writes into the blocks of decode.
+
+    Both instances identify a request by its transfer_id, which comes from the router.
+    """
+
+    relative = True
+    _SCHEDULER = ("_reqs_need_recv", "_reqs_need_send")
+    _PEER_REQUEST = "transfer_id"
+
+    def _received(self, metadata: Any) -> Iterable[tuple[str, Any]]:
+        return (item for of_engine in metadata.reqs_to_recv.values() for item in of_engine.items())
+
+    def lease(self, answer: Any) -> float | None:
+        found = getattr(sys.modules.get("vllm.envs"), "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT", None)
+        return float(found) if isinstance(found, int | float) else None
+
+    def lease_name(self, request: Any) -> str:
+        params = request.kv_transfer_params
+        found = params.get("transfer_id") if isinstance(params, dict) else ""
+        return found if isinstance(found, str) and len(found) <= leases.LONGEST else ""
+
+
+#: {`_TRANSFER_MODE` of a NixlConnector: its reader}
+OF_NIXL = {"pull": Nixl, "push": NixlPush}

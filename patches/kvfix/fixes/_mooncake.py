@@ -1,0 +1,45 @@
+"""Shared by the fixes of MooncakeConnector: ended loads of one message, code in the loop of the sender, and stubs."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from kvfix import engine_log
+from kvfix.fixes import stubs
+
+#: The parameters of a request that name its peer.
+PEER = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
+
+
+def settled(worker: Any) -> set[str]:
+    """Return the names of the ended loads of this message to a prefill rank. Each message has its own coroutine."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:
+        task = None
+    known: set[str] = set()
+    if task is not None:
+        known = vars(worker).setdefault("_kvfix_settled", WeakKeyDictionary()).setdefault(task, known)
+    return known
+
+
+def in_sender(worker: Any, function: Callable[..., Any], *arguments: Any) -> None:
+    """Run code of a fix in the loop of the sender. An error is logged."""
+    where = f"{function.__module__}.{function.__name__}"
+    worker.sender_loop.call_soon_threadsafe(engine_log.guarded, where, function, *arguments)
+
+
+def scheduler_side(role: str, **more: Any) -> Any:
+    """For probes: return the attributes that MooncakeConnector's scheduler reads; `more` adds or replaces."""
+    return stubs.stub(
+        more, kv_role=role, is_kv_producer=role == "kv_producer", is_kv_consumer=role == "kv_consumer", block_size=16,
+        _get_remote_prefill_token_count=lambda tokens: tokens, get_sw_clipped_blocks=lambda blocks: list(blocks),
+        _reqs_need_recv={}, _reqs_need_send={}, _reqs_not_processed=set(),
+    )  # fmt: skip
+
+
+def finished_prefill(tokens: int, status: Any, **more: Any) -> Any:
+    """For probes: return a request of a prefill engine that has ended and that decode asks for."""
+    params = {"do_remote_decode": True, "transfer_id": "t"}
+    return stubs.request(tokens, kv_transfer_params=params, status=status, **more)

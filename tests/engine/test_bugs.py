@@ -1,0 +1,189 @@
+"""Bugs of the newest LMCache on real vLLM engines, which die, leak or are slow as released, and work with kvfix.
+
+Eleven engines, in one process or two. vLLM's copy of the multi-process connector starts only with LMCache 0.4.4 to
+0.4.6. On the CPU it needs a stand-in for CUDA events (plugin/kvfix_engine_stand_ins.py). Client and server are real.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvfix_tools import recording
+from tests.conftest import clean_environment
+from tests.engine import start
+from tests.engine.start import CROWD, Ran, prompt, server
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+APPLY = pytest.mark.parametrize("apply", [False, True], ids=["as released", "with kvfix"])
+ONE = prompt(300, 1)
+#: `running` has 31 blocks of 32 tokens for itself in the end, and leaves no room for `waiting` from the start. It is
+#: long: EngineCore runs on while the program comes to abort `waiting`.
+ABORT: dict[str, Any] = {"running": (prompt(760, 9), 230), "waiting": (ONE, 2), "steps": 4, "extra_args": None}
+#: Of a process in a dump.
+STANDS = "in get_num_new_matched_tokens of LMCacheConnectorV1 for "
+#: Stored; then its first 96 tokens are computed again, and the whole is looked up on top of them.
+ON_TOP = [[(ONE, 5)], [(ONE[:96], 1), (ONE, 5)]]
+
+
+def run(
+    folder: Path, apply: bool, transfer: dict[str, Any], environment: dict[str, str] | None = None, **more: Any
+) -> Ran:
+    return start.run(folder, apply, transfer, environment={**start.ONE_PROCESS, **(environment or {})}, **more)
+
+
+def died(ran: Ran, text: str) -> bool:
+    """Return True if the engine died of this error, and of no other error."""
+    if ran.answer is not None:
+        return False
+    assert text in ran.log, ran.log[-3000:]
+    return True
+
+
+@APPLY
+def test_preempt_min_retrieve(apply: bool, tmp_path: Path) -> None:
+    transfer = start.v1(32, min_retrieve_tokens=100_000)
+    ran = run(tmp_path, apply, transfer, rounds=[CROWD])
+    assert died(ran, "Preempted request") is not apply
+    assert ran.findings() == (set() if apply else {"KVD103"})
+    if apply:
+        assert ran.answer is not None
+        assert ran.answer["preemptions"] > 0
+
+
+@APPLY
+def test_aborted_while_waiting_then_max_load_unaligned(apply: bool, tmp_path: Path) -> None:
+    transfer = start.v1(64, max_tokens_per_load=128)
+    ran = run(tmp_path, apply, transfer, rounds=ON_TOP, abort=ABORT, abort_before=1)
+    kept = [line for line in ran.notes if line["what"] == "kept"]
+    assert any(line["lookups"] for line in kept), "the request that was aborted had no hit"
+    left = (kept[-1]["load_specs"], kept[-1]["priorities"], kept[-1]["lookups"])
+    assert left == ((0, 0, 0) if apply else (1, 1, 1))
+    assert died(ran, "Mismatch in tokens to load: 128 vs 192 (tokens in lmcache) - 96 (tokens in vllm)") is not apply
+    assert ran.findings() == (set() if apply else {"KVD102"})
+    if apply:
+        assert ran.answer is not None
+        assert ran.count("load") > 0
+        assert ran.answer["rounds"][0][0] == ran.answer["rounds"][1][1]
+
+
+@pytest.fixture(scope="module")
+def newest_server() -> Iterator[dict[str, Any]]:
+    with server() as transfer:
+        yield transfer
+
+
+@pytest.fixture(scope="module")
+def server_of_046(release) -> Iterator[dict[str, Any]]:  # type: ignore[no-untyped-def]
+    with server(release("0.4.6")) as transfer:
+        yield transfer
+
+
+@APPLY
+def test_statistics_of_an_aborted_request(apply: bool, tmp_path: Path, newest_server: dict[str, Any]) -> None:
+    """Any client can do this to a multi-process connector: ask for statistics, and go."""
+    asks = {"kv_transfer_params": {"cached_token_stats": True}}
+    abort = {**ABORT, "steps": 0, "running": (prompt(100, 9), 30), "extra_args": asks}
+    ran = start.run(
+        tmp_path, apply, newest_server, rounds=[[(ONE, 2)]], abort=abort, abort_before=0,
+        engine={**start.TWO_PROCESSES, "max_num_seqs": 1}, environment={"KVFIX_TEST_HANG": "abort_comes_first"},
+    )  # fmt: skip
+    assert died(ran, "Request tracker for request_id") is not apply
+    assert ("EngineDeadError" in ran.log) is not apply
+    assert ran.findings() == (set() if apply else {"KVD110"})
+
+
+@APPLY
+def test_polls_of_a_waiting_request_in_vllms_own_copy(apply: bool, tmp_path: Path, release, server_of_046) -> None:  # type: ignore[no-untyped-def]
+    """The hit of a request that waits for blocks counts as stored again at each poll: what follows it is not stored.
+
+    The first 512 tokens of a prompt of 900 are cached. It waits while another one has 22 of the 32 blocks, and runs.
+    Then it is asked for again, and all 14 chunks of 64 tokens should be found.
+    """
+    long, other = prompt(900, 21 + apply), prompt(640, 23 + apply)  # one server has what both engines store
+    rounds = [[(long[:512], 1)], [(other, 40), (long, 2)], [(long, 2)]]
+    ran = start.run(
+        tmp_path, apply, server_of_046, rounds=rounds, lmcache=release("0.4.6"), engine=start.TWO_PROCESSES,
+        environment={"LMCACHE_USE_UPSTREAM_MP": "1"},
+    )  # fmt: skip
+    assert ran.answer is not None, ran.log[-3000:]
+    assert "Force use builtin LMCacheMPConnectorUpstream" in ran.log
+    granted = [line["tokens"] for line in ran.notes if line["what"] == "grant"]
+    assert granted == [512, 896 if apply else 512]
+    assert ran.count("load") == 2
+    assert ran.findings() == {"KVD777"}  # a risk: LMCache 0.4.6 guesses the layout of vLLM 0.32
+    assert ran.answer["rounds"][1][1] == ran.answer["rounds"][2][0]
+
+
+def dump(pid: int, folder: Path) -> Iterator[dict[str, Any]]:
+    """Return the output of `kvfix dump` for the engine, again and again."""
+    for number in range(8):
+        out = folder / str(number)
+        out.mkdir()
+        command = [sys.executable, "-m", "kvfix_tools.cli", "dump", str(pid), "-o", str(out), "--json"]
+        done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, check=True, timeout=120)
+        yield json.loads(done.stdout)
+
+
+@APPLY
+def test_a_worker_that_does_not_answer_lookups(apply: bool, tmp_path: Path) -> None:
+    """Every lookup that is waited for says so. Waits double: in 300 seconds there are eight at most.
+
+    As released the engine stands still in the lookup, and a dump says so. (It has the recorder, and no fix; no fork,
+    for a dump reads the environment that a process was started with.)
+    """
+    dumps: list[dict[str, Any]] = []
+
+    def stands_in_the_lookup(pid: int) -> None:
+        for found in dump(pid, tmp_path) if not apply else ():
+            dumps.append(found)
+            if any(row["hook"].startswith(STANDS) for row in found["processes"]):
+                return
+
+    transfer = start.v1(64, lookup_timeout_ms=300)
+    environment = {"KVFIX_TEST_LOOKUPS_HANG": "1", **({} if apply else {"KVFIX": "observe only="})}
+    ran = run(
+        tmp_path, apply, transfer, rounds=[CROWD], environment=environment,
+        when=("Timeout occurred for rank", stands_in_the_lookup), forked=apply,
+    )  # fmt: skip
+    assert ran.answer is not None, ran.log[-3000:]
+    waits = ran.log.count("Timeout occurred for rank")
+    assert waits <= 10 if apply else waits > 10
+    assert ("worker did not answer two lookups in time" in ran.log) is apply
+    if not apply:
+        assert any(row["hook"].startswith(STANDS) for row in dumps[-1]["processes"]), dumps
+        recorders = [recording.read(path) for path in ran.dumps("signal")]
+        assert any(type(entry.event).__name__ == "TimedOut" for found in recorders for entry in found.entries)
+
+
+def test_a_preempted_request_whose_worker_is_in_the_schedulers_process(tmp_path: Path) -> None:
+    """One engine as on one GPU, as released and then with kvfix.
+
+    While one request runs, a longer one is preempted during its prefill and resumed. Then its prompt is sent again: all
+    of it is loaded, and the answer should be equal.
+    """
+
+    def twice(seed: int) -> list[list[tuple[list[int], int]]]:
+        other, preempted = (prompt(300, seed), 60), (prompt(900, seed + 1), 8)
+        return [[other, preempted], [preempted]]
+
+    ran = run(
+        tmp_path, False, start.v1(64), rounds=[*twice(31), *twice(41)], apply_before=2,
+        engine={**start.ENGINE, "max_num_batched_tokens": 64},
+    )  # fmt: skip
+    assert ran.answer is not None, ran.log[-3000:]
+    assert {process["pid"] for process in ran.processes().values()} == {ran.pid}
+    assert [count > 0 for count in ran.answer["preempted"]] == [True, False, True, False]
+    granted = [line["tokens"] for line in ran.notes if line["what"] == "grant"]
+    assert granted.count(896) == 2, granted
+    assert ran.count("load") > 0
+    (_, first), (again,), (_, other), (other_again,) = ran.answer["rounds"]
+    assert again != first
+    assert other_again == other

@@ -1,0 +1,192 @@
+"""Engines with options of production, in mode `check`, compared with plain vLLM: drafts, ranks, windows, L2.
+
+The engines use speculative decoding (ngram), two ranks, or a model with sliding windows, and LMCache in process or a
+real `lmcache server`. The server's L1 is emptied between rounds, so that chunks come from its L2. The tests also check
+that every rank has loaded all granted tokens, and that no recorder has a violation.
+
+Stand-ins replace LMCache's GPU connector in process, and a part of the start of vLLM's worker
+(plugin/kvfix_engine_test.py). Eight engines, one server.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvfix.ledger import events as ev
+from kvfix_tools import engine_recordings, recording, replay
+from kvfix_tools.doctor import command_line, servers
+from kvfix_tools.doctor.setup import Setup
+from kvfix_tools.roundtrip import real_engine
+from tests.conftest import Fresh
+from tests.doctor.sites import problems
+from tests.doctor.test_good import words
+from tests.engine import l2, start
+from tests.engine.start import CROWD, ENGINE, Ran, prompt
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+DRAFTS, ACCEPTED = "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens"
+#: Four prompts of three chunks, with answers of one more; once more; then they go on where the answers ended.
+ANSWERS = [(prompt(200, seed), 70) for seed in range(21, 25)]
+TURNS = [ANSWERS, ANSWERS, [(each, 8) for each in range(len(ANSWERS))]]
+NGRAM: dict[str, Any] = {
+    "rounds": TURNS,
+    "engine": {
+        **ENGINE,
+        "speculative_config": {
+            "method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 4
+        },
+    },
+    "config": {"initializer_range": 0.03},  # it repeats itself, so that drafts are accepted
+    "counters": [DRAFTS, ACCEPTED],
+    "environment": start.ONE_PROCESS,
+}  # fmt: skip
+FEW = [(prompt(300, seed), 12) for seed in range(1, 4)]
+RANKS: dict[str, Any] = {
+    "rounds": [FEW, FEW],
+    "engine": {**ENGINE, "tensor_parallel_size": 2},
+}
+#: Three KV groups: one of full attention, and two of windows of two chunks.
+WINDOWS: dict[str, Any] = {
+    "rounds": [CROWD, CROWD],
+    "engine": {**ENGINE, "num_gpu_blocks_override": 97, "disable_hybrid_kv_cache_manager": False},
+    "config": {
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 128,
+    },
+    "environment": start.ONE_PROCESS,
+}
+
+
+class Engines:
+    """Starts them, and the plain ones once."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.folder = folder
+        self.stop_server = stack.close
+        options = ("--separate-object-groups", *l2.options(folder / "l2"))
+        self.transfer = stack.enter_context(start.server(options=options))
+        self.port: int = self.transfer["kv_connector_extra_config"]["lmcache.mp.port"]
+        command = servers.running(self.port)
+        assert command is not None
+        self.http = f"localhost:{command.options['http-port']}"
+        self._plain: dict[int, Ran] = {}
+
+    def plain(self, job: dict[str, Any]) -> Ran:
+        if id(job) not in self._plain:
+            self._plain[id(job)] = start.run(self.folder / f"plain-{len(self._plain)}", False, None, **job)
+        return self._plain[id(job)]
+
+    def in_process(self, name: str, job: dict[str, Any], **settings: Any) -> Ran:
+        return start.run(self.folder / name, True, start.v1(64, **settings), mode="check", **job)
+
+    def on_server(self, name: str, job: dict[str, Any], mix_before: int = -1, **settings: Any) -> Ran:
+        """After the first round, all hits come from the L2."""
+        extra = {f"lmcache.mp.{key}": value for key, value in settings.items()}
+        extra |= self.transfer["kv_connector_extra_config"]
+        tier = {"server": f"http://{self.http}", "folder": str(self.folder / "l2")}
+        before = [*range(1, len(job["rounds"]))]
+        return start.run(
+            self.folder / name, True, {**self.transfer, "kv_connector_extra_config": extra}, mode="check",
+            l2=tier, l2_before=before, mix_before=mix_before, **job,
+        )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    with ExitStack() as stack:
+        yield Engines(tmp_path_factory.mktemp("production"), stack)
+
+
+def tokens(part: engine_recordings.Part) -> dict[str, int]:
+    """{kind of event: tokens of all of them}"""
+    events = [entry.event for entry in part.entries]
+    return {
+        "granted": sum(event.external for event in events if isinstance(event, ev.Granted)),
+        "due": sum(event.end - event.start for event in events if isinstance(event, ev.LoadDue)),
+        "loaded": sum(event.tokens for event in events if isinstance(event, ev.Loaded)),
+    }
+
+
+def assert_loaded(ran: Ran, plain: Ran, ranks: int = 1) -> None:
+    """It answers as plain vLLM does, each of its ranks has loaded what was granted, and nothing is wrong."""
+    assert plain.answer is not None, plain.log[-3000:]
+    assert ran.answer is not None, ran.log[-3000:]
+    rounds = plain.answer["rounds"]
+    assert ran.answer["rounds"][: len(rounds)] == rounds
+    (engine,) = engine_recordings.engines(map(recording.read, ran.dumps("signal")))
+    assert engine.scheduler is not None
+    assert sorted(engine.workers) == list(range(ranks))
+    scheduled = tokens(engine.scheduler)
+    # Three chunks of each request at least, each time it is asked for again.
+    assert scheduled["due"] >= scheduled["granted"] >= 192 * sum(map(len, rounds[1:]))
+    for rank in map(tokens, engine.workers.values()):
+        assert rank["due"] == scheduled["due"]
+        assert rank["loaded"] in (0, rank["due"])  # in process a load is done when its hook returns
+    if not scheduled["loaded"]:
+        assert sum(line["tokens"] for line in ran.notes if line["what"] == "load") >= ranks * scheduled["due"]
+    assert "Report: " not in ran.log
+    assert "a fault of kvfix itself" not in ran.log
+    assert ran.findings() == set()
+    assert replay.replay(ran.dumps("signal"), json=True) == 0
+
+
+def assert_drafted(ran: Ran) -> None:
+    """Some drafts were accepted, and some were not; and what was generated on them was loaded: the fourth chunk."""
+    assert ran.answer is not None
+    assert 0 < ran.answer["counters"][ACCEPTED] < ran.answer["counters"][DRAFTS]
+    granted = [line["tokens"] for line in ran.notes if line["what"] == "grant"]
+    assert granted[-len(ANSWERS) :] == [256] * len(ANSWERS)
+
+
+class TestOnOneServer:
+    def test_speculative_decoding(self, engines: Engines) -> None:
+        ran = engines.on_server("ngram-mp", NGRAM, save_decode_cache=True)
+        assert_loaded(ran, engines.plain(NGRAM))
+        assert_drafted(ran)
+
+    def test_two_ranks(self, engines: Engines) -> None:
+        assert_loaded(engines.on_server("ranks-mp", RANKS), engines.plain(RANKS), ranks=2)
+
+    def test_sliding_windows(self, engines: Engines) -> None:
+        """In the third round each chunk of the L2 has the bytes of another one, and the answers differ."""
+        third = {**WINDOWS, "rounds": [*WINDOWS["rounds"], CROWD]}
+        ran = engines.on_server("windows", third, mix_before=2, mp_transfer_mode="lmcache_driven")
+        assert "group_tokens_per_block=[32, 32, 32]" in ran.log
+        assert_loaded(ran, engines.plain(WINDOWS))
+        assert ran.answer is not None
+        assert ran.answer["rounds"][2] != ran.answer["rounds"][1]
+
+
+class TestInProcess:
+    def test_speculative_decoding(self, engines: Engines) -> None:
+        ran = engines.in_process("ngram-v1", NGRAM, save_decode_cache=True)
+        assert_loaded(ran, engines.plain(NGRAM))
+        assert_drafted(ran)
+
+    def test_two_ranks(self, engines: Engines) -> None:
+        assert_loaded(engines.in_process("ranks-v1", RANKS), engines.plain(RANKS), ranks=2)
+
+
+def test_doctor_knows_the_server(engines: Engines, fresh: Fresh, tmp_path: Path) -> None:
+    """It tells release and options while it runs. The last one: it is missed when it has gone."""
+    command, url = words(tmp_path, engines.transfer), f"tcp://localhost:{engines.port}"
+    doctor = [sys.executable, "-m", "kvfix_tools.cli", "doctor", "--json", "--", *command]
+    done = fresh.run(doctor, **real_engine.ENVIRONMENT)
+    assert done.returncode == 0, done.stdout
+    found = [(line["check"], line["status"], line["what"]) for line in json.loads(done.stdout)]
+    release = importlib.metadata.version("lmcache")
+    assert ("server", "ok", f"a server answers at {url}") in found
+    assert ("server", "ok", f"the server at {url} is LMCache {release}") in found
+    engines.stop_server()
+    (line,) = problems(Setup(command_line.read(command), {}), "server")
+    assert f"no LMCache server answers at {url}: Connection refused" in line.what

@@ -1,0 +1,235 @@
+"""Faults planted in one or two engines of the lab, by setup: the mechanism, and the schedules that play them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+from kvfix_tools.lab.options import PAIRS, SERVER_CHUNK, Options
+from kvfix_tools.lab.steps import prompt
+
+#: Changes an engine or a pair of engines, or plays a schedule on it.
+Plant = Callable[[Any], None]
+
+
+class Setup(NamedTuple):
+    """options: of the lab. schedule: plays the faults of this setup. fixes: apply the fixes of kvfix."""
+
+    options: Options
+    schedule: Plant
+    fixes: bool = False
+
+
+class Fault(NamedTuple):
+    """rules: one of them must find the fault, with this text in its message.
+
+    options: of the lab, in addition to those of the setup. schedule: if it is not that of the setup.
+    """
+
+    rules: tuple[str, ...]
+    text: str
+    plant: Plant
+    options: dict[str, Any] = {}
+    schedule: Plant | None = None
+
+
+#: {(setup, name): fault}
+FAULTS: dict[tuple[str, str], Fault] = {}
+
+
+def fault(
+    *rules: str, text: str = "", on: tuple[str, ...] = ("v1", "mp"), schedule: Plant | None = None, **options: Any
+) -> Callable[[Plant], Plant]:
+    """Register a fault for these setups. options: by setup, with "_" for "-"; those of `every` are for all setups."""
+    by_setup = {name.replace("_", "-"): each for name, each in options.items()}
+
+    def register(plant: Plant) -> Plant:
+        for setup in on:
+            changed = by_setup.get(setup, options.get("every", {}))
+            FAULTS[setup, plant.__name__] = Fault(rules, text, plant, changed, schedule)
+        return plant
+
+    return register
+
+
+def wrap(owner: Any, name: str, call: Callable[..., Any]) -> None:
+    """Replace the method of this object by `call`, which gets the method as its first argument."""
+    setattr(owner, name, partial(call, getattr(owner, name)))
+
+
+def played(setup: str, name: str = "", planted: bool = True, **options: Any) -> dict[str, Any]:
+    """Play a setup, with this fault or without one. Return codes and messages of the findings, counters and hits.
+
+    name: "" for no fault. planted: False plays the schedule of the fault without the fault.
+    """
+    from kvfix_tools.lab import runner
+    from kvfix_tools.lab.engine.lab_engine import EngineDied, LabEngine
+    from kvfix_tools.lab.pair.pair import Pair
+
+    made, fault = SETUPS[setup], FAULTS[setup, name] if name else Fault((), "", lambda _: None)
+    changed = dataclasses.replace(made.options, **{**fault.options, **options})
+    with runner.applied(made.fixes):
+        engine: Any = Pair(changed) if changed.connector in PAIRS else LabEngine(changed)
+        if planted:
+            fault.plant(engine)
+        with suppress(EngineDied):
+            (fault.schedule or made.schedule)(engine)
+            if changed.connector in PAIRS or not all(each.is_finished() for each in engine.requests.values()):
+                engine.expect_all_ended()
+        (engine if changed.connector in PAIRS else engine.connector).close()
+    hits = {} if changed.connector in PAIRS else engine.request_events.hits
+    return {"found": [(each.code, each.message) for each in engine.findings], "counts": engine.counts, "hits": hits}
+
+
+def is_found(fault: Fault, done: dict[str, Any]) -> bool:
+    return any(code in fault.rules and fault.text in message for code, message in done["found"])
+
+
+# ---------------------------------------------------------------------- one engine
+
+
+def schedule_v1(engine: Any) -> None:
+    """Compute, store, preempt, resume with a load, and hit vLLM's cache and LMCache's. Clean on a sound release."""
+    engine.store("first", prompt(300), max_tokens=3)
+    engine.admit("again", prompt(300), max_tokens=20)
+    engine.admit("other", prompt(200, seed=1), max_tokens=20)
+    engine.step(4)
+    engine.preempt("again")
+    engine.keep_blocks(3)
+    engine.step(2)
+    engine.free_blocks()
+    engine.run()
+    engine.settle()
+
+
+def schedule_mp(engine: Any) -> None:
+    engine.do("stored_elsewhere", prompt(64))
+    engine.admit("a", prompt(200), max_tokens=12)
+    engine.step(2)
+    engine.admit("b", prompt(120, seed=1), max_tokens=12)
+    while engine.requests["b"] not in engine.scheduler.running:
+        engine.step()
+    engine.preempt("b")
+    engine.run()
+    engine.admit("c", prompt(200), max_tokens=4)
+    engine.run()
+    engine.settle()
+
+
+def schedule_offloading(engine: Any) -> None:
+    """Play stores, loads, and blocks that are freed while they are copied."""
+    engine.admit("first", prompt(300), max_tokens=3)
+    engine.run()
+    if engine.options.tier:
+        engine.evict(100)
+    engine.reset_prefix_cache()
+    engine.admit("again", prompt(300), max_tokens=20)
+    engine.step(8 if engine.options.connector == "offloading" else 12)
+    engine.admit("other", prompt(200, seed=1), max_tokens=2)
+    for _ in range(40):
+        if not engine.requests["other"].is_finished():
+            engine.step()
+    if engine.requests["again"] in engine.scheduler.running:
+        engine.preempt("again")
+    engine.take_blocks(100)  # those of "other" are still copied
+    engine.step(2)
+    engine.free_blocks()
+    engine.run()
+    engine.expect_all_ended()
+
+
+def schedule_v1_and_simple(engine: Any) -> None:
+    """LMCache has two prompts, SimpleCPUOffloadConnector one of them, and another that LMCache has lost."""
+    engine.do("stored_elsewhere", prompt(100))
+    engine.store("of lmcache", prompt(100), 5)
+    engine.admit("of both", prompt(100), 5)
+    engine.run()
+    engine.store("stored", prompt(150, seed=1), 5)
+    engine.evict(100)
+    engine.admit("of the other", prompt(150, seed=1), 5)
+    engine.run()
+    engine.expect_all_ended()
+
+
+# ---------------------------------------------------------------------- two engines
+
+
+def schedule_pair(pair: Any, at_once: str = "") -> None:
+    """Ask for three requests, of which the second begins as the first one does.
+
+    at_once: requests that the router sends to both engines at once.
+    """
+    for name, tokens in (("a", prompt(100)), ("b", prompt(150)), ("c", prompt(60, seed=1))):
+        if name == "c":
+            pair.step(3)
+        (pair.ask_at_once if name in at_once else pair.ask)(name, tokens, 5)
+    pair.run()
+    pair.step(3)
+
+
+def schedule_ranks(pair: Any) -> None:
+    """Play requests. Then others take and write prefill's free blocks in each of some steps."""
+    schedule = [("a", prompt(100)), ("b", prompt(150)), ("c", prompt(60, seed=1))]
+    for name, tokens in schedule:
+        pair.ask(name, tokens, 5)
+        pair.step(0 if name == "a" else 3)
+    for number in range(12):  # an engine without requests makes no step
+        pair.ask(f"other-{number}", prompt(40, seed=2 + number))
+        pair.on("prefill", "take_blocks", pair.prefill.free())
+        pair.step()
+        pair.on("prefill", "free_blocks")
+    pair.run()
+
+
+def schedule_multi(pair: Any) -> None:
+    """Load from prefill, from decode's own memory, and where both have the prompt."""
+
+    def forget() -> None:
+        pair.run()
+        pair.step(5)
+        for engine in pair.engines:
+            engine.reset_prefix_cache()
+
+    pair.ask("a", prompt(100), 5)
+    forget()
+    pair.router.ask_decode("b", prompt(100), 5)  # decode has it
+    forget()
+    pair.ask("c", prompt(100), 5)  # and so has prefill
+    pair.run()
+    pair.step(3)
+
+
+_MP = Options(connector="mp", block_size=16, num_blocks=40, chunk_size=32, max_num_batched_tokens=64)
+_REAL = Options(connector="mp", real_server=True, chunk_size=SERVER_CHUNK, num_blocks=40)
+_PAIR = Options(num_blocks=40, max_num_batched_tokens=64)
+_replace = dataclasses.replace
+_MULTI = _replace(_PAIR, multi=("prefill", "decode"), chunk_size=32, prefix_caching=False)
+SETUPS = {
+    "v1": Setup(Options(chunk_size=64, num_blocks=64, max_num_batched_tokens=256), schedule_v1),
+    "mp": Setup(_MP, schedule_mp),
+    "mp-windows": Setup(_replace(_MP, num_blocks=100, windows=(32, 64), separate_object_groups=True), schedule_mp),
+    # a chunk has one block, and so has a step
+    "mp-states": Setup(
+        _replace(_MP, chunk_size=16, max_num_batched_tokens=16, states=True, separate_object_groups=True), schedule_mp
+    ),
+    "mp-real": Setup(_REAL, schedule_mp, True),
+    "offloading": Setup(_replace(_PAIR, connector="offloading", max_num_batched_tokens=256), schedule_offloading),
+    "simple-offload": Setup(_replace(_PAIR, connector="simple-offload", delay=2), schedule_offloading),
+    "v1-simple": Setup(
+        _replace(_PAIR, offloading="last", simple_offloading=True, chunk_size=32), schedule_v1_and_simple
+    ),
+    "nixl-pull": Setup(_replace(_PAIR, connector="nixl-pull"), schedule_pair),
+    "nixl-push": Setup(_replace(_PAIR, connector="nixl-push"), schedule_pair),
+    "nixl-push-at-once": Setup(_replace(_PAIR, connector="nixl-push"), partial(schedule_pair, at_once="abc")),
+    "mooncake": Setup(_replace(_PAIR, connector="mooncake"), partial(schedule_pair, at_once="b")),
+    "nixl-pull-ranks": Setup(_replace(_PAIR, connector="nixl-pull"), schedule_ranks, True),
+    "nixl-push-ranks": Setup(_replace(_PAIR, connector="nixl-push"), schedule_ranks, True),
+    "nixl-multi": Setup(_replace(_MULTI, connector="nixl-multi"), schedule_multi),
+    # as released, its worker waits for what LMCache has loaded (KVF317)
+    "nixl-push-multi": Setup(_replace(_MULTI, connector="nixl-push-multi"), schedule_multi, True),
+    "mooncake-multi": Setup(_replace(_MULTI, connector="mooncake-multi"), schedule_multi),
+    "nixl-offload": Setup(_replace(_PAIR, connector="nixl-offload", chunk_size=16), schedule_multi),
+}  # fmt: skip

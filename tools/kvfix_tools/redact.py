@@ -1,0 +1,66 @@
+"""Hides secrets in what the tools print: log lines, files, settings, command lines, and JSON at any depth."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from kvfix import redact
+from kvfix.redact import HIDDEN, is_secret
+
+
+def text(words: str) -> str:
+    """Return a text, a line of a log or a whole file, without its secrets."""
+    loaded = _json(words)
+    if loaded is not None:
+        return json.dumps(_walked(loaded), ensure_ascii=False)
+    return redact.text(words)
+
+
+def setting(name: str, value: str) -> str:
+    """Return the value of an environment variable or an option, without its secrets."""
+    return HIDDEN if value and is_secret(name) else text(value)
+
+
+def command(words: Iterable[str]) -> list[str]:
+    """Return a command line without its secrets. An option with the name of a secret loses its whole value."""
+    shown: list[str] = []
+    hide = is_first = False
+    for word in words:
+        option, equals, value = word.partition("=")
+        is_option = option.startswith("--" if is_first else "-")  # a secret may begin with -
+        if hide and not is_option:
+            shown.append(HIDDEN)
+            is_first = False
+            continue  # an option may have several values
+        if shown[-1:] in (["-u"], ["--user"]):
+            shown += text(f"{shown.pop()} {word}").split(" ", 1)
+            continue
+        hide = is_first = is_option and not equals and is_secret(option)
+        shown.append(f"{option}={setting(option, value)}" if is_option and equals else text(word))
+    return shown
+
+
+def _json(words: str) -> Any:
+    """The parsed JSON object or list; None if the text is neither."""
+    if words.lstrip()[:1] not in ("{", "["):
+        return None
+    try:
+        loaded = json.loads(words)
+    except (ValueError, RecursionError):
+        return None
+    return loaded if isinstance(loaded, dict | list) else None
+
+
+def _walked(value: Any) -> Any:
+    if isinstance(value, dict):
+        named = value.get("name")  # of an environment variable in Kubernetes
+        hides = isinstance(named, str) and is_secret(named)
+        return {
+            name: HIDDEN if each and (is_secret(name) or (hides and name == "value")) else _walked(each)
+            for name, each in value.items()
+        }
+    if isinstance(value, list):
+        return command(value) if value and all(isinstance(each, str) for each in value) else [*map(_walked, value)]
+    return text(value) if isinstance(value, str) else value
