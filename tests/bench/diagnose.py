@@ -9,7 +9,6 @@ Seconds are processor time without the start of Python. grep only searches for t
 
 from __future__ import annotations
 
-import ast
 import gzip
 import json
 import re
@@ -25,12 +24,12 @@ from kvfix_tools.diagnose.grammar import NEEDLES
 from tests.bench.engine_logs import FIXTURES, lives
 from tests.bench.row import Row
 from tests.conftest import clean_environment
-from tests.diagnose import releases
+from tests.diagnose import lines
 
 MEGABYTES = 48
 RELEASE = "0.5.6"
 TIME = re.compile(r"\d\d:\d\d:\d\d,\d{3}")
-CRASH = Path(releases.__file__).parent / "logs/crash-0.3.10.log.gz"
+CRASH = Path(lines.__file__).parent / "logs/crash-0.3.10.log.gz"
 #: {log: (share of lines that count, MB/s at least)}
 LOGS = {"dense": (60, 8), "sparse": (1, 30)}
 #: Minimum MB/s of real logs: repeated lives, and lives with new request ids and times.
@@ -142,5 +141,4 @@ def statement(message: str) -> str:
         "retrieved": ("REQUEST", 2048, 2048, 2048, 0.21, 12.43, 16.56),
         "stored": ("REQUEST", 512, 3000, 0.1, 5.4, 17.5, 4.3, 0.02),
     }[message]
-    place = next(place for place in releases.places(RELEASE, message) if which in ast.unparse(place.text))
-    return releases.line(place, *values)[0]
+    return lines.logged(RELEASE, message, *values, which=which)

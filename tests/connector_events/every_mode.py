@@ -71,7 +71,6 @@ def play_all(path: str) -> dict[str, Any]:
         for (owner, name), signature in zip(wrapped, signatures, strict=True)
     ]
     answer["bounded"] = bounded(play, folder)
-    answer["forked"] = forked(play)
     answer["check"] = play("check", "check")
     answer["strict"] = play("strict", "strict")
     listed = folder / "known"
@@ -114,16 +113,3 @@ def bounded(play: Any, folder: Path) -> Any:
         "last": last[-1]["external"] == 3 * EVENTS - 1,
         "files": len(list((folder / "bounded").rglob("*.jsonl"))),
     }
-
-
-def forked(play: Any) -> int:
-    """Number of entries in the recorder of a forked child: it must not have those of its parent."""
-    play("observe", "forked")
-    from kvfix.connector_events import recorder
-    from kvfix.session import session
-
-    assert session.events
-    pid = os.fork()
-    if pid == 0:
-        os._exit(len(session.events) + len(recorder.connectors()))
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

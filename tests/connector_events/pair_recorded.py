@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import kvfix
+from tests.connector_events.split import on_node
 from tests.lab.planted_in_pairs import leases_are_over_at_once  # noqa: F401  planted by its name
 
 #: Seconds that the monotonic and the wall clock of an engine's machine are ahead.
@@ -82,20 +83,8 @@ def split(text: str, folder: Path) -> dict[str, Path]:
     lines: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines()]
     files = {}
     for pid, (name, clocks) in enumerate(CLOCKS.items(), 100):
-        mono, wall = (int(seconds * 1e9) for seconds in clocks)
-        connectors = [
-            {**line, "stepped": line["stepped"] + mono}
-            for line in lines
-            if line["kind"] == "connector" and str(line.get("engine", "")).startswith(name)
-        ]
-        numbers = {line["number"] for line in connectors}
-        events = [
-            {**line, "mono": line["mono"] + mono, "wall": line["wall"] + wall}
-            for line in lines
-            if line["kind"] == "event" and line["connector"] in numbers
-        ]
-        head = {**lines[0], "pid": pid, "node": name, "boot": f"boot of {name}", "began": 7}
-        head |= {"mono": head["mono"] + mono, "wall": head["wall"] + wall}
-        files[name] = folder / f"{name}.jsonl"
-        files[name].write_text("\n".join(map(json.dumps, [head, *connectors, *events])) + "\n")
+        own = [line for line in lines if line["kind"] == "connector" and str(line.get("engine", "")).startswith(name)]
+        numbers = {line["number"] for line in own}
+        events = [line for line in lines if line["kind"] == "event" and line["connector"] in numbers]
+        files[name] = on_node(folder / f"{name}.jsonl", {**lines[0], "pid": pid}, own, events, name, clocks)
     return files

@@ -1,14 +1,9 @@
-"""Several engines in one process, in threads, after a fork and in a spawned child, on the real scheduler. Prints JSON.
-
-Run as `python several_engines.py RELEASE FOLDER`.
-"""
+"""Several engines in one process, in threads and after a fork, on the real scheduler."""
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,51 +11,22 @@ from typing import Any
 import kvfix
 from kvfix.session import session
 from kvfix_tools import recording
-from kvfix_tools.lab import runner
 
 #: Seeds of plain schedules: two engines.
 SEEDS = (3, 5)
 
 
-def main(release: str, folder: Path) -> dict[str, Any]:
-    os.environ["KVFIX_DUMP_DIR"] = str(folder)
-    runner.prepare(release)
+def play_all(folder: str) -> dict[str, Any]:
+    os.environ["KVFIX_DUMP_DIR"] = folder
     kvfix.apply("check")
-    # This process has not imported vLLM yet: the child gets the fixes through the plugin.
-    answer = {"spawned": spawned(release)}
-    with runner.quiet():
-        alone = [events_of(played) for played in (play(seed) for seed in SEEDS)]
-        answer["alone"] = [len(events) for events in alone]
-        answer["threads"] = in_threads() == alone
-        answer["in turn"] = in_turn() == alone
-        answer["forked"] = forked(alone[0])
-
-    answer["logged"] = [line for line in session.reported if "applied" not in line]
-    return answer
-
-
-def spawned(release: str) -> Any:
-    context = multiprocessing.get_context("spawn")
-    queue: Any = context.Queue()
-    child = context.Process(target=in_child, args=(queue, release))
-    child.start()
-    answer = queue.get(timeout=240)
-    child.join()
-    return {**answer, "not mine": answer["pid"] != os.getpid()}
-
-
-def in_child(queue: Any, release: str) -> None:
-    runner.prepare(release)
-    with runner.quiet():
-        from vllm.plugins import load_general_plugins
-
-        load_general_plugins()
-        events = events_of(play(SEEDS[0]))
-    from kvfix.connector_events import dump
-
-    ready = bool(list(Path(os.environ["KVFIX_DUMP_DIR"]).rglob(f"kvfix-{os.getpid()}.ready")))
-    written = recording.read(Path(dump.write("exit")))
-    queue.put({"pid": written.head["pid"], "events": len(events), "ready": ready, "mode": written.head["mode"]})
+    alone = [events_of(played) for played in (play(seed) for seed in SEEDS)]
+    return {
+        "alone": [len(events) for events in alone],
+        "threads": in_threads() == alone,
+        "in turn": in_turn() == alone,
+        "forked": forked(alone[0]),
+        "logged": [line for line in session.reported if "applied" not in line],
+    }
 
 
 def create(seed: int) -> Any:
@@ -149,7 +115,3 @@ def forked(alone: list[str]) -> dict[str, Any]:
     os.waitpid(pid, 0)
     child = json.loads(os.read(read, 1 << 16))
     return {**child, "parent goes on": events_of(run(made)) == alone, "parent had": before > 0}
-
-
-if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1], Path(sys.argv[2]))))

@@ -15,6 +15,9 @@ from kvfix_tools.lab.fuzz.schedule import draw
 CLOCKS = {"n0": (0.0, 0.0), "n1": (5000.0, -3.0), "n2": (-700.0, 40.0)}
 
 
+Lines = dict[str, Any]
+
+
 def recorded(connector: str, seed: int) -> str:
     """The recorder file of a schedule on the real scheduler in mode `check`."""
     os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp(prefix="kvfix-test-")
@@ -25,6 +28,21 @@ def recorded(connector: str, seed: int) -> str:
     from kvfix.connector_events import dump
 
     return Path(dump.write("exit")).read_text()
+
+
+def on_node(
+    path: Path, head: Lines, connectors: list[Lines], events: list[Lines], node: str, clocks: tuple[float, float]
+) -> Path:
+    """Write a recorder file of a process on this node, whose clocks are ahead by so many seconds."""
+    mono, wall = (int(seconds * 1e9) for seconds in clocks)
+
+    def moved(line: Lines) -> Lines:
+        ahead = {"mono": mono, "wall": wall, "stepped": mono}
+        return {**line, **{name: line[name] + more for name, more in ahead.items() if name in line}}
+
+    head = {**moved(head), "node": node, "boot": f"boot of {node}", "began": 7}
+    path.write_text("\n".join(map(json.dumps, [head, *map(moved, [*connectors, *events])])) + "\n")
+    return path
 
 
 class Split:
@@ -50,13 +68,7 @@ class Split:
 
     def write(self, path: Path, role: str, rank: int, node: str, events: list[dict[str, Any]], **more: Any) -> Path:
         """Write a recorder file of this rank on this node; more: fields of the connector's line."""
-        mono, wall = (int(seconds * 1e9) for seconds in CLOCKS[node])
-        head = {**self._lines[0], "pid": 100 + rank, "node": node, "boot": f"boot of {node}", "began": 7}
-        head |= {"mono": head["mono"] + mono, "wall": head["wall"] + wall}
         connector = next(line for line in self._connectors if line["role"] == role)
         connector = {**connector, "engine": "e", "replica": 0, "rank": rank, "ranks": 2, **more}
-        if role == "SCHEDULER":
-            head["pid"] = 99
-        moved = [{**line, "mono": line["mono"] + mono, "wall": line["wall"] + wall} for line in events]
-        path.write_text("\n".join(json.dumps(line) for line in [head, connector, *moved]) + "\n")
-        return path
+        head = {**self._lines[0], "pid": 99 if role == "SCHEDULER" else 100 + rank}
+        return on_node(path, head, [connector], events, node, CLOCKS[node])

@@ -79,10 +79,6 @@ def test_memory_and_disk_are_bounded(played: dict[str, Any]) -> None:
     assert played["bounded"]["files"] == 32
 
 
-def test_a_child_begins_with_an_empty_recorder(played: dict[str, Any]) -> None:
-    assert played["forked"] == 0
-
-
 def test_the_report(folder: Path, played: dict[str, Any]) -> None:
     changed, died = sorted((folder / "check").rglob("*.txt"), key=lambda path: int(path.name.split("-")[3]))
     text = changed.read_text()

@@ -1,26 +1,18 @@
-"""Threads, forks, spawned processes, several engines in one process: each has its own record, and it is right."""
+"""Threads, forks, several engines in one process: each has its own record. Spawned processes: tests/engine."""
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import quick
-from tests.conftest import RELEASES, Fresh
+from tests.conftest import RELEASES, Once
+from tests.connector_events.several_engines import play_all
 
 
 @pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    quick.skip()  # the child wants torch, and the process waits for its answer
-    script = Path(__file__).with_name("several_engines.py")
-    folder = tmp_path_factory.mktemp("several_engines")
-    done = Fresh().run([sys.executable, str(script), str(RELEASES / "0.5.6"), str(folder)])
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+def played(once: Once, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return dict(once(play_all, RELEASES / "0.5.6", str(tmp_path_factory.mktemp("several_engines"))))
 
 
 def test_two_engines_of_one_process(played: dict[str, Any]) -> None:
@@ -33,13 +25,6 @@ def test_a_fork_has_its_own_record(played: dict[str, Any]) -> None:
     """The child starts with an empty record. The parent's engine continues."""
     assert played["forked"].pop("began with") == 0
     assert all(played["forked"].values()), played["forked"]
-
-
-def test_a_spawned_child_watches_its_own_hooks(played: dict[str, Any]) -> None:
-    spawned = played["spawned"]
-    assert spawned["not mine"]
-    assert spawned["ready"]
-    assert (spawned["mode"], spawned["events"]) == ("check", played["alone"][0])
 
 
 def test_no_engine_has_a_finding(played: dict[str, Any]) -> None:

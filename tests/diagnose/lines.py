@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
+from collections.abc import Iterator
 from functools import lru_cache
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +15,95 @@ from kvfix_tools.diagnose import statements
 from kvfix_tools.diagnose.diagnosis import Diagnosis, diagnosed
 from kvfix_tools.diagnose.line_scanner import Scanner
 from kvfix_tools.diagnose.log_line import LogLine
-from maintain import logging_statements
+from kvfix_tools.diagnose.statements import Statement
+from maintain import logging_statements, released_checks
 from tests.conftest import RELEASES
-from tests.diagnose import releases
-from tests.diagnose.releases import CORE, bare, fail, files
 
 NEWEST = "0.5.6"
+#: In front of each line of a traceback that EngineCore logs.
+CORE = "(EngineCore_DP0 pid=276) ERROR 12-03 01:24:36 [core.py:7] "
+FATAL = f"{CORE}EngineCore encountered a fatal error.\n"
+
+
+def rows(release: str, message: str, which: str = "") -> list[Statement]:
+    """Return LMCache's statements of this message in this release. which: part of the template."""
+    found = [row for row in statements.known()["lmcache"] if row.message == message and release in row.lines]
+    found = [row for row in found if which in f"'{row.template}'"]
+    assert found, f"{release} does not log {message}"
+    return found
+
+
+def filled(template: str, given: tuple[Any, ...] = ()) -> tuple[str, list[str]]:
+    """Return the template with these values, then with numbers, each only once; and the values."""
+    used: list[str] = []
+    values: Iterator[Any] = iter((*given, *(number for number, _ in zip(count(12), template, strict=False))))
+
+    def take(place: re.Match[str]) -> str:
+        if place[0] == "%%":
+            return "%"
+        value = next(values)
+        used.append(str(value))
+        return str(value) if place[0] == "{}" else place[0] % value
+
+    return statements._PLACE.sub(take, template), used
+
+
+def printed(release: str, row: Statement, *values: Any) -> str:
+    """Return the line of this statement, in the format of LMCache's logger."""
+    at = f"{row.file}:{row.lines[release][0]}:lmcache.{row.file.removesuffix('.py')}"
+    text, _ = filled(row.template, values)
+    return f"\x1b[32;20m[2026-11-21 01:41:27,007] LMCache {row.level.upper()}:\x1b[0m {text} \x1b[3m({at})\x1b[0m\n"
 
 
 def logged(release: str, message: str, *values: Any, which: str = "") -> str:
-    """A line of this release. which: part of the template, where the release has several."""
-    found = [p for p in releases.places(release, message) if which in ast.unparse(p.text)]
-    assert found, f"{release} does not log {message}"
-    return releases.line(found[0], *values)[0]
+    return printed(release, rows(release, message, which)[0], *values)
 
 
-def crash(release: str, message: str, *values: Any) -> str:
-    return fail(releases.places(release, message)[0], *values)
+def crash(release: str, message: str, *values: Any, which: str = "") -> str:
+    """The traceback of this assertion or exception, in its file and function, as EngineCore logs it."""
+    return fail(release, rows(release, message, which)[0], *values)
+
+
+def fail(release: str, row: Statement, *values: Any) -> str:
+    for path in files(release)[row.file]:
+        for message, text, level, number in extract(path.read_bytes()):
+            if (message, text, level) == row[:3]:
+                source = path.read_text().splitlines()[number - 1]
+                raises = re.search(r"raise ([\w.]+)", source)
+                kind = "AssertionError" if level == "assert" else raises[1] if raises else "ConnectionError"
+                return died_at(path, number, f"{kind}: {filled(text, values)[0]}")
+    raise AssertionError(f"{release} does not have {row}")
+
+
+def bare(release: str, file: str, function: str, source: str, root: Path | None = None) -> str:
+    """The traceback of an assertion without a text: `source` is what it asserts, in this function."""
+    for path in files(release)[file] if root is None else [root / file]:
+        for node, within, _ in released_checks.with_place(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Assert) and within == function and ast.unparse(node) == source:
+                return died_at(path, node.lineno, "AssertionError")
+    raise AssertionError(f"{release} has no `{source}` in {function} of {file}")
+
+
+def died_at(path: Path, number: int, error: str) -> str:
+    source = path.read_text()
+    places = released_checks.with_place(ast.parse(source))
+    function = next(within for node, within, _ in places if isinstance(node, ast.stmt) and node.lineno == number)
+    name = path.relative_to(next(each for each in path.parents if each.name in ("lmcache", "vllm")).parent)
+    return FATAL + raised([(str(name), function, source.splitlines()[number - 1].strip())], error)
+
+
+@lru_cache(maxsize=512)
+def extract(source: bytes) -> list[tuple[str, str, str, int]]:
+    return logging_statements.extract(source)
+
+
+@lru_cache(maxsize=64)
+def files(release: str) -> dict[str, list[Path]]:
+    """{name: the files of this name in the release}"""
+    found: dict[str, list[Path]] = {}
+    for path in (RELEASES / release / "lmcache").rglob("*.py"):
+        found.setdefault(path.name, []).append(path)
+    return found
 
 
 def version(release: str) -> str:
@@ -81,18 +156,31 @@ def vllm(message: str, *values: Any, release: str = "0.32.0", which: str = "") -
 
 def vllm_unread(file: str, words: str, *values: Any) -> str:
     """A line of the installed vLLM that the grammar does not read."""
-    place = releases.statement(site_packages() / file, words)
-    return framed(logging_statements.template(place.text) or "", *values, at=f"{Path(file).name}:{place.node.lineno}")
+    template, _, number = unread_statement(site_packages() / file, words)
+    return framed(template, *values, at=f"{Path(file).name}:{number}")
 
 
 def framed(template: str, *values: Any, at: str) -> str:
-    text = template.format(*values) if "{}" in template else template % values
+    text, _ = filled(template, values)
     return f"(EngineCore_DP0 pid=276) WARNING 12-03 01:24:36 [{at}] {text}\n"
 
 
 def unread(release: str, file: str, words: str, *values: Any) -> str:
     """A line of this LMCache release that the grammar does not read. file: below `lmcache/`."""
-    return releases.line(releases.statement(RELEASES / release / "lmcache" / file, words, release), *values)[0]
+    path = RELEASES / release / "lmcache" / file
+    template, level, number = unread_statement(path, words)
+    if level in ("assert", "raise"):
+        return died_at(path, number, f"AssertionError: {filled(template, values)[0]}")
+    return printed(release, Statement("", template, level, Path(file).name, {release: (number,)}), *values)
+
+
+def unread_statement(path: Path, words: str) -> tuple[str, str, int]:
+    """Return (template, level, line) of the statement with these words."""
+    for call in logging_statements.calls(ast.parse(path.read_bytes())):
+        template = logging_statements.template(call.text) or ""
+        if call.level != "text" and words in template:
+            return template, call.level, call.node.lineno
+    raise AssertionError(f"{path} does not say {words!r}")
 
 
 def diagnose(*lines: str) -> Diagnosis:
@@ -104,7 +192,7 @@ def codes(log: Diagnosis) -> list[str]:
 
 
 def asked(release: str, total: int, computed: int, hit: int, need: int, request: str = "cmpl-1") -> str:
-    if releases.places(release, "asked")[0].release < "0.3.14" or release.startswith(("0.3.9", "0.3.10")):
+    if release.startswith(("0.3.9", "0.3.10", "0.3.11", "0.3.12", "0.3.13")):
         return logged(release, "asked", request, total, hit, need, which="%d, need to load")
     return logged(release, "asked", request, total, computed, hit, need, which="%d, need to load")
 
@@ -127,10 +215,6 @@ def site_packages() -> Path:
 def transfer_asserts(source: str) -> str:
     """The traceback of this assertion of vLLM's scheduler about a transfer that has ended."""
     return bare("", SCHEDULER, "_update_from_kv_xfer_finished", source, root=site_packages())
-
-
-def adapter(release: str) -> Path:
-    return files(release)[V1][0]
 
 
 def handler_failed(head: str = "Error in blocking handler", error: str = "broken", function: str = "store") -> str:

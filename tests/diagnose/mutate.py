@@ -28,7 +28,8 @@ from kvfix_tools.diagnose.timeline import Timeline
 LOGS = Path(__file__).parent / "logs"
 RUBBISH = [
     b"\n", b"\r\n", b"\0", b"\x1b[31m", b"(EngineCore pid=1) ", b"] LMCache INFO: ", b"Reqid: ", b"9" * 5000, b"-",
-    b"AssertionError", b"AssertionError: Mismatch in tokens to load: ", b' File "", line 0, in f', b"assert ", b"%s",
+    b"[" * 5000, b"AssertionError", b"AssertionError: Mismatch in tokens to load: ", b' File "", line 0, in f',
+    b"assert ", b"%s",
     b"[2026-13-45 99:99:99,999] LMCache ERROR: ", b"Error: \n", b"pid=", b"()", b" LMCache DEBUG:", b"\xff\xfe",
     b'{"kind":"event","connector":[],"event":"Asked","request":7}', b'{"kind":"recorder","versions":[]}',
 ]  # fmt: skip

@@ -6,7 +6,7 @@ import re
 
 from kvfix_tools.diagnose.problems import Problem
 from kvfix_tools.diagnose.signs import Died, Logged, Sign, Stuck
-from tests.diagnose.releases import CORE
+from tests.diagnose.lines import CORE
 
 LMCACHE = "[2026-11-21 01:41:27,007] LMCache {level}: {text} (any.py:7:lmcache.any)\n"
 VLLM = "(EngineCore_DP0 pid=276) {level} 12-03 01:24:36 [any.py:7] {text}\n"

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kvfix_tools.diagnose import command, statements
+from kvfix_tools.diagnose import statements
 from kvfix_tools.diagnose.line_scanner import Scanner
 from maintain.documentation import error_index
-from tests.diagnose.lines import NEWEST, codes, diagnose, logged, raised, scanned, stats
-from tests.diagnose.releases import CORE
+from tests.diagnose.lines import CORE, codes, diagnose, raised, scanned
 
 LIBRARY = "/x/site-packages/lmcache/c_ops.cpython-312-x86_64-linux-gnu.so"
 TORCH = "_ZN3c106detail14torchCheckFailEPKcS2_jRKSs"
@@ -67,14 +66,6 @@ def test_a_stream_shows_what_it_is_in_later_blocks() -> None:
     assert found == ["logged", "raised"]
 
 
-def test_a_message_in_a_sentence_is_none() -> None:
-    """And one among lines of another text."""
-    message = "LMCache server is unhealthy — entering degraded mode"
-    assert codes(diagnose(f"{message}\n")) == ["KVD204"]
-    assert codes(diagnose(f"We saw that {message}, once.\n")) == []
-    assert codes(diagnose("\n".join(["a line of a letter"] * 9), f"\n{message}\n")) == []
-
-
 @pytest.mark.parametrize(
     ("line", "code"),
     [
@@ -124,44 +115,6 @@ def test_a_bare_line_is_explained_or_noticed(line: str, code: str) -> None:
     assert codes(diagnose(f"{WORKS}{line}\n(APIServer pid=7) INFO any\n"))[:1] == [code]
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "INFO 12-03 01:24:31 [pynccl.py:70] loaded /x/libnccl.so: 2.27.3",
-        "INFO 12-03 01:24:31 [async_llm.py:436] Aborted request(s) cmpl-7.",
-        "loading /x/libnixl.so",
-        "DEBUG 12-03 01:24:31 [x.py:7] the shared object store has 137 blocks",
-    ],
-)
-def test_a_line_of_a_healthy_system_is_nothing(line: str) -> None:
-    log = diagnose(f"{line}\n")
-    assert codes(log) == []
-    assert log.failures.lines == []
-
-
-def test_an_engine_that_gives_up_on_a_worker_is_one_finding() -> None:
-    """The time-out of the queue is the cause of the one that is raised; neither is an unknown failure."""
-    read = raised([("vllm/distributed/device_communicators/shm_broadcast.py", "acquire_read", "raise")], "TimeoutError")
-    link = f"{CORE}The above exception was the direct cause of the following exception:\n"
-    call = raised(
-        [("vllm/v1/executor/multiproc_executor.py", "get_response", "raise TimeoutError(")],
-        "TimeoutError: RPC call to sample_tokens timed out.",
-    )
-    assert codes(diagnose(read, link, call)) == ["KVD945"]
-
-
-def test_the_summary_says_where_a_multi_process_log_has_its_loads(
-    capsys: pytest.CaptureFixture[str], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    log = tmp_path_factory.mktemp("pasted") / "engine.log"
-    log.write_text(MP + stats(running=1, generation=3.0))
-    assert command.main([str(log)]) == 0
-    assert "the log of `lmcache server` has the lookups, loads and stores" in capsys.readouterr().out
-    log.write_text(MP.replace("LMCacheMPConnector", "LMCacheConnectorV1") + stats(running=1, generation=3.0))
-    assert command.main([str(log)]) == 0
-    assert "lmcache server" not in capsys.readouterr().out
-
-
 def test_an_object_that_is_dropped_is_not_the_failure() -> None:
     """Its `__del__` raises because what failed before has left it half made."""
     dropped = raised([("vllm/any_connector.py", "__del__", "self.close()")], "AttributeError: no attribute 'context'")
@@ -170,13 +123,6 @@ def test_an_object_that_is_dropped_is_not_the_failure() -> None:
     assert codes(log) == ["KVD199"]
     assert "no device 7" in log.findings[0].sentence
     assert "'context'" in diagnose(dropped).findings[0].sentence
-
-
-def test_a_number_in_a_sign_tells_failures_apart() -> None:
-    """An earlier explanation must not decide, although other lines with other numbers count as equal."""
-    frames = [("lmcache/v1/multiprocess/server.py", "store", "lmc_ops.multi_layer_block_kv_transfer(")]
-    for number, code in ((7, "KVD766"), (10, "KVD767"), (99, "KVD199"), (6, "KVD766")):
-        assert codes(diagnose(raised(frames, f"RuntimeError: Unsupported GPUKVFormat: {number}"))) == [code]
 
 
 def test_files_of_lmcache_do_not_say_that_vllms_connector_ran() -> None:
@@ -203,111 +149,6 @@ def test_a_general_failure_is_explained_only_where_no_record_knows_it() -> None:
         "v1/my.py:7 in start_load_kv, `self.files.append(open(path))`, raised by vLLM, in the hook start_load_kv"
     )
     assert codes(diagnose(raised([loading], full), known)) == codes(diagnose(known)) == ["KVD704"]
-
-
-def test_who_called_the_transport_tells_its_failures_apart() -> None:
-    """NIXL serves vLLM's connector and LMCache's storage: what failed is known by the frames above it."""
-    call = ("nixl_cu12/_api.py", "transfer", "self.agent.postXferReq(handle, b'')")
-    error = "nixl_cu12._bindings.nixlBackendError: NIXL_ERR_BACKEND"
-    of_vllm = (
-        "vllm/distributed/kv_transfer/kv_connector/v1/nixl/worker.py",
-        "_read_blocks",
-        "wrapper.transfer(handle)",
-    )
-    of_lmcache = ("lmcache/v1/storage_backend/nixl_storage_backend.py", "post_blocking", "agent.transfer(handle)")
-    assert codes(diagnose(raised([of_vllm, call], error))) == ["KVD571"]
-    assert codes(diagnose(raised([of_lmcache, call], error))) == ["KVD359"]
-    assert codes(diagnose(raised([("opt/store.py", "put", "agent.transfer(handle)"), call], error))) == ["KVD199"]
-
-
-def test_a_line_that_heads_a_traceback_gives_way_to_what_explains_that() -> None:
-    """The server's handler logs that it failed, then the exception: one failure, one remedy."""
-    heading = "[2026-11-21 01:41:27,007] LMCache ERROR: Cannot store keys due to exception (any.py:7:lmcache.any)\n"
-    trace = (
-        "Traceback (most recent call last):\n"
-        '  File "/opt/app/lmcache/v1/multiprocess/modules/lmcache_driven_transfer.py", line 600, in retrieve\n'
-        "    self.context(instance)\n"
-        "ValueError: {text}\n"
-    )
-    known = diagnose(heading + trace.format(text="No GPU context registered for instance ID 7"))
-    assert codes(known) == ["KVD920"]
-    assert codes(diagnose(heading + trace.format(text="nobody knows this"))) != ["KVD920"]
-    assert "KVD915" in codes(diagnose(heading + trace.format(text="nobody knows this")))
-    assert codes(diagnose(heading)) == ["KVD915"]
-    assert "KVD915" in codes(diagnose(heading + "x\n" * 200 + trace.format(text="No GPU context registered for 7")))
-
-
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        ("Address already in use (addr='tcp://0.0.0.0:8500')", "KVD220"),
-        ("[Errno 13] Permission denied: '/data/kv'", "KVD227"),
-        ("RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB", "KVD215"),
-        ("pd_buffer_size (7) is smaller than a single chunk (9)", "KVD528"),
-        ("list index out of range", "KVD527"),
-        ("what nobody knows", "KVD923"),
-    ],
-)
-def test_an_error_that_a_statement_quotes_has_its_own_remedy(error: str, code: str) -> None:
-    """One line, one remedy: that of the error, where a record knows it."""
-    line = "[2026-11-21 01:41:27,007] LMCache ERROR: LMCacheEngine marked as init failed: {} (any.py:7:lmcache.any)\n"
-    assert codes(diagnose(line.format(error))) == [code]
-
-
-def test_a_frame_of_another_date_is_vllms() -> None:
-    """The place of the statement is read, and what comes behind it is the exception."""
-    head = "(Worker pid=7) ERROR 2026-01-12 16:28:02.921 [multiproc_executor.py:824] "
-    trace = (
-        "Traceback (most recent call last):",
-        '  File "/opt/app/lmcache/v1/storage_backend/pd_backend.py", line 7, in from_cache_engine_config',
-        "IndexError: list index out of range",
-    )
-    log = diagnose("".join(f"{head}{line}\n" for line in trace))
-    assert codes(log) == ["KVD526"]
-    assert log.findings[0].evidence[0].text == "IndexError: list index out of range"
-
-
-@pytest.mark.parametrize(
-    ("code", "error"),
-    [
-        ("KVD888", "ERROR: batch_get_into failed for key m@1@0@77 (code=-704)"),
-        ("KVD847", "WARNING: Failed to allocate memory during remote receive"),
-        ("KVD872", "WARNING: Key exists but KV cache does not exist.Might happen when the cache is evicted by redis"),
-    ],
-)
-def test_what_the_store_itself_says_is_why_it_does_not_give(code: str, error: str) -> None:
-    line = f"[2026-11-21 01:41:27,007] LMCache {error} (a.py:7:lmcache.a)\n"
-    log = diagnose(line, logged(NEWEST, "unretrievable"), logged(NEWEST, "short", 0, 15))
-    assert codes(log) == [code]
-
-
-def test_what_was_in_a_step_is_no_failure() -> None:
-    """vLLM dumps the scheduler's statistics as an error; their names have words of failures."""
-    dump = "Dumping scheduler stats: SchedulerStats(num_running_reqs=1, num_corrupted_reqs=0)"
-    line = f"(EngineCore_DP0 pid=276) ERROR 12-03 01:24:36 [dump_input.py:79] {dump}\n"
-    frame = f'{CORE}File "/opt/app/vllm/v1/engine/core.py", line 267, in step\n'
-    assert codes(diagnose(line)) == []
-    assert codes(diagnose(line, frame)) == ["KVD1148"]
-
-
-def test_one_failure_has_one_finding() -> None:
-    """The record that says more replaces those that say less of it."""
-    ep = raised(
-        [("vllm/distributed/device_communicators/all2all.py", "<module>", "import nixl_ep"),
-         ("nixl_ep/__init__.py", "<module>", "import nixl_ep_cpp")],
-        "ImportError: libcudart.so.12: cannot open shared object file: No such file or directory",
-    )  # fmt: skip
-    assert codes(diagnose(ep)) == ["KVD151"]
-    gone = raised(
-        [("vllm/distributed/kv_transfer/kv_connector/v1/nixl/base_worker.py", "_pop_done_transfers", "check()")],
-        "nixl_cu12._bindings.nixlRemoteDisconnectError: NIXL_ERR_REMOTE_DISCONNECT",
-    )
-    failed = (
-        "(Worker pid=7) ERROR 12-03 01:24:36 [base_worker.py:1260] "
-        "NIXL transfer failure: transfer_failed | Context: {}\n"
-    )
-    engine = "INFO 12-03 01:24:30 [core.py:69] Initializing a V1 LLM engine (v0.32.0) with config: model='m'\n"
-    assert codes(diagnose(engine, failed, gone)) == ["KVD591"]
 
 
 def test_the_place_of_a_statement_says_which_connector_ran() -> None:

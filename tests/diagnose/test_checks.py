@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from kvfix_tools.diagnose import checks
 from kvfix_tools.diagnose.checks import Check
 from maintain import released_checks
 from tests.conftest import RELEASES
-from tests.diagnose.lines import NEWEST, diagnose, raised, site_packages
-from tests.diagnose.releases import CORE
+from tests.diagnose.lines import CORE, NEWEST, diagnose, raised, site_packages
 
 PACKAGES = {"lmcache": (NEWEST, RELEASES / NEWEST / "lmcache"), "vllm": ("0.32.0", site_packages() / "vllm")}
 #: A check that no record names, with a text; and an assertion without one.
@@ -111,15 +108,3 @@ def test_a_line_without_frames_is_found_by_its_words() -> None:
 )  # fmt: skip
 def test_what_is_taken_of_a_file(code: str, expected: list[tuple[str, str, str]]) -> None:
     assert [tuple(check) for _, check in released_checks.extract(code.encode())] == expected
-
-
-def test_ranges_go_there_and_back() -> None:
-    data = released_checks.as_data({("a.py", "f", Check("E", "x", "")): {"0.1", "0.2", "0.10"},
-                                    ("a.py", "g", Check("E", "y", "")): {"0.1", "0.10"}})  # fmt: skip
-    assert data["releases"] == ["0.1", "0.2", "0.10"]
-    assert {len(having) for having in checks.table(data).values()} == {2, 3}
-
-
-def test_the_folder_of_a_package_decides_what_is_read() -> None:
-    assert not any(place[0].startswith("cli/") for place in checks.known()["lmcache"][1])
-    assert Path(checks.FILE).exists()

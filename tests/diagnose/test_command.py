@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,25 @@ LOGS = Path(__file__).parent / "logs"
 CRASH, HEALTHY = str(LOGS / "crash-0.3.10.log.gz"), str(LOGS / "healthy-0.5.6.log.gz")
 
 
-def run(capsys: pytest.CaptureFixture[str], *paths: str, json: bool = False, **options: Any) -> tuple[int, str, str]:
-    code = command.main(list(paths), Options(format=Format.json if json else Format.text, **options))
-    printed = capsys.readouterr()
-    return code, printed.out, printed.err
+Run = Callable[..., tuple[int, str, str]]
 
 
-def test_exit_codes_and_summary(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, out, err = run(capsys, HEALTHY)
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the command, and return its exit code and what it printed to stdout and stderr."""
+
+    def run(*paths: str, json: bool = False, **options: Any) -> tuple[int, str, str]:
+        code = command.main(list(paths), Options(**{"format": Format.json if json else Format.text, **options}))
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_exit_codes_and_summary(run: Run, tmp_path: Path) -> None:
+    code, out, err = run(HEALTHY)
     assert (code, err) == (0, "")
     assert out.endswith("nothing found: 12 requests, 221 lookups, 6 loads, 6 stores; no error\n")
-    code, out, err = run(capsys, CRASH)
+    code, out, err = run(CRASH)
     assert (code, err) == (1, "")
     assert out.endswith("SUMMARY: kvfix-diagnose: KVD101 cached-hit-promised-whole\n")
     assert "granted 256, but hit 256 - computed 288 = -32; vLLM had 288" in out
@@ -42,79 +51,77 @@ def test_exit_codes_and_summary(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     )
     assert "For good: upgrade to LMCache 0.3.10.post1" in out
     assert "\x1b" not in out
-    code, out, err = run(capsys, str(tmp_path / "nothing.log"))
+    code, out, err = run(str(tmp_path / "nothing.log"))
     assert (code, out) == (2, "")
     assert "nothing.log" in err
 
 
-def test_lines_of_an_engine_that_say_nothing_are_not_called_foreign(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_lines_of_an_engine_that_say_nothing_are_not_called_foreign(run: Run, tmp_path: Path) -> None:
     log = tmp_path / "engine.log"
     log.write_text("[2026-02-23 16:08:35,513] LMCache INFO: Initialized NONE_HASH=b'7' (token_hasher.py:159:lmcache)\n")
-    code, out, err = run(capsys, str(log))
+    code, out, err = run(str(log))
     assert code == 2
     assert "the lines of vLLM and LMCache in the input show neither requests nor failures" in out
     assert "kvfix search" in err
     log.write_text("2026-02-23 a line of some other program\n")
-    code, out, _ = run(capsys, str(log))
+    code, out, _ = run(str(log))
     assert code == 2
     assert "no line of vLLM, LMCache or a KV connector was recognised" in out
 
 
-def test_the_summary_names_each_crash_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_summary_names_each_crash_once(run: Run, tmp_path: Path) -> None:
     """An engine that is restarted dies of the same again, with another request."""
     life = gzip.decompress(Path(CRASH).read_bytes())
     again = re.sub(rb"(\d+-)([0-9a-f]{8})\b", rb"9\1\2", life)
     assert again != life
     (tmp_path / "restarted.log").write_bytes(life + again)
-    code, out, _ = run(capsys, str(tmp_path / "restarted.log"))
+    code, out, _ = run(str(tmp_path / "restarted.log"))
     assert code == 1
     assert out.endswith("SUMMARY: kvfix-diagnose: KVD101 cached-hit-promised-whole (2 requests)\n")
     assert out.count("Do now: ") == 1
     assert re.search(r"1 more: 9\d+-[0-9a-f]{8} \(--all shows each\)", out)
-    _, out, _ = run(capsys, str(tmp_path / "restarted.log"), everything=True)
+    _, out, _ = run(str(tmp_path / "restarted.log"), everything=True)
     assert out.count("Do now: ") == 2
-    run(capsys, str(tmp_path / "restarted.log"), html=str(tmp_path / "page.html"))
+    run(str(tmp_path / "restarted.log"), html=str(tmp_path / "page.html"))
     page = (tmp_path / "page.html").read_text()
     assert page.count("<article") == 1
     assert "Other requests (1)" in page
 
 
-def test_what_can_be_read_is_reported_when_something_cannot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_what_can_be_read_is_reported_when_something_cannot(run: Run, tmp_path: Path) -> None:
     (tmp_path / "cut.gz").write_bytes(Path(CRASH).read_bytes()[:-40])
-    code, out, err = run(capsys, str(tmp_path / "cut.gz"), CRASH)
+    code, out, err = run(str(tmp_path / "cut.gz"), CRASH)
     assert code == 2
     assert "KVD101" in out
     assert "cut.gz: damaged" in err
-    assert json.loads(run(capsys, str(tmp_path / "cut.gz"), json=True)[1])["complete"] is False
+    assert json.loads(run(str(tmp_path / "cut.gz"), json=True)[1])["complete"] is False
 
 
-def test_findings_are_shown_when_the_page_cannot_be_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, out, err = run(capsys, CRASH, html=str(tmp_path / "no/page.html"), issue=str(tmp_path / "issue.md"))
+def test_findings_are_shown_when_the_page_cannot_be_written(run: Run, tmp_path: Path) -> None:
+    code, out, err = run(CRASH, html=str(tmp_path / "no/page.html"), issue=str(tmp_path / "issue.md"))
     assert code == 2
     assert "KVD101" in out
     assert "no/page.html: No such file or directory; nothing was written there" in err
     assert (tmp_path / "issue.md").exists()
 
 
-def test_a_kind_of_failure_is_not_presented_as_its_cause(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_kind_of_failure_is_not_presented_as_its_cause(run: Run, tmp_path: Path) -> None:
     """A general record knows what a message means in general: it says so, for people and for programs."""
     log = tmp_path / "engine.log"
     log.write_text("(EngineCore pid=7) ERROR 11-21 01:41:27 [core.py:1] OSError: [Errno 98] Address already in use\n")
-    _, out, _ = run(capsys, str(log))
+    _, out, _ = run(str(log))
     assert "KVD220" in out
     assert "  Usual causes: " in out
     assert "Why: " not in out
-    _, out, _ = run(capsys, str(log), brief="-")
+    _, out, _ = run(str(log), brief="-")
     assert "  usual causes: " in out
-    _, out, _ = run(capsys, str(log), json=True)
+    _, out, _ = run(str(log), json=True)
     assert json.loads(out)["findings"][0]["general"] is True
-    _, out, _ = run(capsys, CRASH)
+    _, out, _ = run(CRASH)
     assert "  Why: " in out
 
 
-def test_json_is_as_documented(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_json_is_as_documented(run: Run, tmp_path: Path) -> None:
     """The schema stands in docs/diagnose.md."""
     cut = tmp_path / "cut.log"  # a code of four digits
     cut.write_text(
@@ -127,7 +134,7 @@ def test_json_is_as_documented(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     for log, code, many in (
         (CRASH, 1, 1), (HEALTHY, 0, 0), (str(LOGS / "deaf-0.5.6.log.gz"), 1, 1), (str(cut), 0, 1)
     ):  # fmt: skip
-        exit_code, out, _ = run(capsys, log, json=True)
+        exit_code, out, _ = run(log, json=True)
         assert exit_code == code
         answer = json.loads(out)
         jsonschema.validate(answer, schema)
@@ -138,31 +145,31 @@ def test_json_is_as_documented(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     jsonschema.Draft202012Validator.check_schema(schema)
 
 
-def test_one_request(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = run(capsys, CRASH, request="1-aa3dc6b7")
+def test_one_request(run: Run) -> None:
+    _, out, _ = run(CRASH, request="1-aa3dc6b7")
     assert "match(288) promises 0: hit 256 - computed 288 = -32, nothing to load" in out
     assert "Storing KV cache for 256 out of 256 tokens" in out
     assert "0-8805ffee" not in out
-    _, out, _ = run(capsys, CRASH, request="never-seen")
+    _, out, _ = run(CRASH, request="never-seen")
     assert "no recognised line names request never-seen" in out
 
 
-def test_page_stands_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    run(capsys, CRASH, HEALTHY, html=str(tmp_path / "page.html"))
+def test_page_stands_alone(run: Run, tmp_path: Path) -> None:
+    run(CRASH, HEALTHY, html=str(tmp_path / "page.html"))
     page = (tmp_path / "page.html").read_text()
     assert "KVD101" in page
     assert "<svg" in page
     assert not any(word in page for word in ("<script", "http:", "https:", "src=", "@import", "url("))
 
 
-def test_the_page_escapes_what_a_log_holds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_page_escapes_what_a_log_holds(run: Run, tmp_path: Path) -> None:
     evil = "<script>alert(1)</script>"
     (tmp_path / "evil.log").write_text(
         "[2026-11-21 01:41:27,007] LMCache INFO: Reqid: <b>x</b>, Total tokens 9, LMCache hit tokens: 4, need to load: "
         f"4\n[2026-11-21 01:41:28,007] LMCache ERROR: Failed during post_init: {evil}. System will operate in degraded "
         "mode (recompute).\n"
     )
-    run(capsys, str(tmp_path / "evil.log"), html=str(tmp_path / "page.html"))
+    run(str(tmp_path / "evil.log"), html=str(tmp_path / "page.html"))
     page = (tmp_path / "page.html").read_text()
     assert "<script>" not in page
     assert "<b>x" not in page
@@ -193,21 +200,6 @@ def test_findings_of_a_stream_are_shown_as_they_come() -> None:
         process.stdout.close()  # type: ignore[union-attr]
 
 
-def test_the_help_names_the_command_once() -> None:
-    """Run it as the console script, and as a command of `kvfix`."""
-    script = "import sys; sys.argv[0] = 'kvfix-diagnose'; from kvfix_tools.cli import main_diagnose; main_diagnose()"
-    for program, usage in (
-        (["-c", script], "Usage: kvfix-diagnose [OPTIONS] {PATH... | -}..."),
-        (["-m", "kvfix_tools.cli", "diagnose"], "Usage: python -m kvfix_tools.cli diagnose [OPTIONS] {PATH... | -}..."),
-    ):
-        done = subprocess.run(
-            [sys.executable, *program, "--help"],
-            env=clean_environment(COLUMNS="200"), capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        (line,) = (line.strip() for line in done.stdout.splitlines() if "Usage:" in line)
-        assert line == usage
-
-
 def test_progress_goes_to_a_terminal_and_only_there(tmp_path: Path) -> None:
     log = tmp_path / "long.log"
     log.write_bytes(gzip.decompress(Path(HEALTHY).read_bytes()) + b"nothing that is read\n" * 1_700_000)
@@ -234,7 +226,7 @@ def shown_by(terminal: int) -> bytes:
         return b""
 
 
-def test_no_token_ids_in_what_is_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_no_token_ids_in_what_is_shown(run: Run, tmp_path: Path) -> None:
     """vLLM dumps a request's tokens when a step fails; what stands on a line that is shown is left out."""
     ids = ", ".join(str(number) for number in range(9001, 9031))
     (tmp_path / "log").write_text(
@@ -242,7 +234,7 @@ def test_no_token_ids_in_what_is_shown(capsys: pytest.CaptureFixture[str], tmp_p
         "degraded mode (recompute).\n"
     )
     for options in ({"json": True}, {"everything": True}, {"html": str(tmp_path / "page")}):
-        _, out, _ = run(capsys, str(tmp_path / "log"), **options)
+        _, out, _ = run(str(tmp_path / "log"), **options)
         page = (tmp_path / "page").read_text() if "html" in options else ""
         assert "KVD207" in out + page
         assert "9015" not in out + page
@@ -285,47 +277,42 @@ def logs(tmp_path: Path) -> dict[str, str]:
     [("certain", {"crash", "slow"}), ("crash", {"crash", "unsure"}), ("hang", {"crash", "unsure"}),
      ("risk", {"crash", "unsure", "slow"})],
 )  # fmt: skip
-def test_which_findings_fail(
-    capsys: pytest.CaptureFixture[str], logs: dict[str, str], fail_on: str, failing: set[str]
-) -> None:
-    assert {name for name, log in logs.items() if run(capsys, log, fail_on=fail_on)[0] == 1} == failing
-    assert {run(capsys, log, fail_on=fail_on, exit_zero=True)[0] for log in logs.values()} == {0}
+def test_which_findings_fail(run: Run, logs: dict[str, str], fail_on: str, failing: set[str]) -> None:
+    assert {name for name, log in logs.items() if run(log, fail_on=fail_on)[0] == 1} == failing
+    assert {run(log, fail_on=fail_on, exit_zero=True)[0] for log in logs.values()} == {0}
 
 
-def test_a_word_that_fail_on_does_not_know_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run(capsys, CRASH, fail_on="any")
+def test_a_word_that_fail_on_does_not_know_is_refused(run: Run) -> None:
+    code, out, err = run(CRASH, fail_on="any")
     assert (code, out) == (2, "")
     assert all(word in err for word in FAIL_ON)
 
 
-def test_the_summary_says_what_is_not_certain(capsys: pytest.CaptureFixture[str], logs: dict[str, str]) -> None:
-    assert "(not certain)\n" in run(capsys, logs["unsure"])[1]
-    _, out, _ = run(capsys, logs["note"])
+def test_the_summary_says_what_is_not_certain(run: Run, logs: dict[str, str]) -> None:
+    assert "(not certain)\n" in run(logs["unsure"])[1]
+    _, out, _ = run(logs["note"])
     assert re.search(r"SUMMARY: kvfix-diagnose: nothing found: .*; 1 note\n", out)
     assert "note: KVD199 unknown-failure: error: one request was refused" in out
 
 
-def test_findings_are_chosen_by_their_codes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, CRASH, select=("KVD1",))[0] == 1
+def test_findings_are_chosen_by_their_codes(run: Run) -> None:
+    assert run(CRASH, select=("KVD1",))[0] == 1
     for options in ({"select": ("KVD2", "KVR")}, {"ignore": ("KVD101",)}):
-        code, out, _ = run(capsys, CRASH, **options)
+        code, out, _ = run(CRASH, **options)
         assert code == 0
         assert "KVD101" not in out
 
 
-def test_annotations_of_github(capsys: pytest.CaptureFixture[str], logs: dict[str, str]) -> None:
+def test_annotations_of_github(run: Run, logs: dict[str, str]) -> None:
     kinds = {}
     for name, log in logs.items():
-        command.main([log], Options(format=Format.github))
-        (line,) = capsys.readouterr().out.splitlines()
+        (line,) = run(log, format=Format.github)[1].splitlines()
         kinds[name] = line.partition(" ")[0]
         assert re.fullmatch(r"::\w+ file=[^,:]+,line=\d+,title=KVD\d+ [\w-]+::.+", line)
     assert kinds == {"crash": "::error", "slow": "::error", "unsure": "::warning", "note": "::notice"}
 
 
-def test_reading_that_is_interrupted_is_said(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reading_that_is_interrupted_is_said(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C behind the first 3 MB of 7."""
     log = tmp_path / "long.log"
     log.write_bytes(gzip.decompress(Path(CRASH).read_bytes()) + b"nothing that is read\n" * 333_333)
@@ -338,39 +325,37 @@ def test_reading_that_is_interrupted_is_said(
             yield block
 
     monkeypatch.setattr(log_files, "blocks", blocks)
-    code, out, err = run(capsys, str(log))
+    code, out, err = run(str(log))
     assert code == 130
     assert "KVD101" in out
     assert "interrupted after 3 of 7 MB" in out
     assert "interrupted after 3 of 7 MB" in err
-    assert json.loads(run(capsys, str(log), json=True)[1])["complete"] is False
+    assert json.loads(run(str(log), json=True)[1])["complete"] is False
 
 
 @pytest.mark.parametrize("option", ["html", "issue", "brief"])
-def test_only_files_of_kvfix_are_overwritten(capsys: pytest.CaptureFixture[str], tmp_path: Path, option: str) -> None:
+def test_only_files_of_kvfix_are_overwritten(run: Run, tmp_path: Path, option: str) -> None:
     log, out = tmp_path / "engine.log", tmp_path / "out"
     log.write_bytes(gzip.decompress(Path(CRASH).read_bytes()))
     before = log.read_bytes()
     (tmp_path / "link").symlink_to(log)
     for path in (log, tmp_path / "link"):
-        code, printed, err = run(capsys, str(log), **{option: str(path)})
+        code, printed, err = run(str(log), **{option: str(path)})
         assert (code, printed) == (2, "")
         assert "is an input" in err
     assert log.read_bytes() == before
     for _ in range(2):  # what kvfix wrote is written again
-        code, _, err = run(capsys, str(log), **{option: str(out)})
+        code, _, err = run(str(log), **{option: str(out)})
         assert code == 1
         assert f"wrote {out}" in err
     out.write_text("# notes of mine\n")
-    code, _, err = run(capsys, str(log), **{option: str(out)})
+    code, _, err = run(str(log), **{option: str(out)})
     assert code == 2
     assert "kvfix did not write it" in err
     assert out.read_text() == "# notes of mine\n"
 
 
-def test_a_page_is_written_whole_or_not_at_all(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_is_written_whole_or_not_at_all(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk is full behind the first 4 kB."""
 
     def write_text(path: Path, text: str, **_: str) -> None:
@@ -380,16 +365,16 @@ def test_a_page_is_written_whole_or_not_at_all(
     out = tmp_path / "page.html"
     out.write_text("<title>kvfix-diagnose: before</title>")
     monkeypatch.setattr(Path, "write_text", write_text)
-    code, _, err = run(capsys, CRASH, html=str(out))
+    code, _, err = run(CRASH, html=str(out))
     assert code == 2
     assert "No space left on device; nothing was written there" in err
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
     assert "before" in out.read_text()
 
 
-def test_one_thing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, CRASH, json=True, brief="-")[0] == 2
-    assert run(capsys, CRASH, json=True, request="r")[0] == 2
+def test_one_thing_is_printed(run: Run) -> None:
+    assert run(CRASH, json=True, brief="-")[0] == 2
+    assert run(CRASH, json=True, request="r")[0] == 2
 
 
 def test_a_report_that_cannot_be_written_is_an_error() -> None:
@@ -416,8 +401,8 @@ def test_options_of_the_command_line(logs: dict[str, str]) -> None:
     assert answer("--ignore", "KVD1", "--fail-on", "risk", logs["crash"])[0] == 0
 
 
-def test_a_finding_that_follows_stands_below_its_cause(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finding_that_follows_stands_below_its_cause(run: Run) -> None:
     """The server does not know what the worker asks for: that the worker dies follows."""
-    _, out, _ = run(capsys, *(str(LOGS / f"mode-0.5.6{each}.log.gz") for each in ("", ".server")))
+    _, out, _ = run(*(str(LOGS / f"mode-0.5.6{each}.log.gz") for each in ("", ".server")))
     assert out.index(" hang  KVD206") < out.index("  follows from KVD206 KVD116 server-silent-at-start")
     assert out.count("Do now: ") == 1

