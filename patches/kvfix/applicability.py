@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 #: The states of a function or a fix, the worst first. A fix has the worst state of its functions.
 #: refused: the code is unknown, and no behaviour probe fits it. unknown: the behaviour probe decides in the process
-#: that imports the function. Only a fix is "unfixable" (only a new release can fix the bug) or "opt-in" (only `plus=`
-#: applies it).
+#: that imports the function. Two states are for fixes only: "unfixable" (only a new release can fix the bug) and
+#: "opt-in" (only `plus=` applies it).
 STATES = (
     "refused", "unknown", "unfixable", "applicable", "opt-in", "applied", "fixed-upstream", "not-affected",
     "not-installed",
@@ -113,7 +113,7 @@ def _judge_absent(target: Target, path: Path | None, same_file: str | None = Non
     having = set[str]().union(*known.get("functions", {}).get(target.name, {}).values())
     absent = frozenset(releases).difference(having)
     version = same_file or installed_source.version(target.dist)
-    # A release that is newer than kvfix is compared with the newest known one: it may not have the function either.
+    # A release that is newer than kvfix is compared with the newest known one. The known one may lack the function too.
     compared = version if version in releases else next(reversed(releases), "")
     if compared in absent:
         return Applicability("not-affected", f"{target.dist} {version or '(version unknown)'} has no {what}", absent)

@@ -1,8 +1,8 @@
 """Applies and removes wrappers: those of the fixes, and those of the connector events.
 
 A fix is one transaction: all functions that it needs together are judged before one of them is wrapped
-(`kvfix.transaction`). A module that is not imported yet is judged by its file. If its live function turns out to be
-another when it is imported, the whole fix is removed again.
+(`kvfix.transaction`). A module that is not imported yet is judged by its file. If the module is imported later and its
+live function is a different one, the whole fix is removed again.
 
 One `WrappedFunction` has all wrappers of a function, so that each can be removed separately and the original can always
 be put back.
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 #: Outside of all fixes.
 OUTERMOST = 1000
-_HALF_IMPORTED = Applicability("refused", "its module is half imported; call kvfix.apply() before, or once more after")
+_HALF_IMPORTED = Applicability(
+    "refused", "its module is half imported; call kvfix.apply() before the import, or once more after it"
+)
 
 
 def settle(module: ModuleType, complete: bool) -> None:
@@ -216,7 +218,8 @@ def _forget_reloaded(module: ModuleType) -> None:
 def _is_gone(wrapped: WrappedFunction, module: ModuleType, function: str) -> bool:
     """Return True if the module has another function of this name now.
 
-    A wrapper of another tool around ours unwraps to the same function. A wrapper without `__wrapped__` is kept.
+    If another tool has put a wrapper around ours, this wrapper unwraps to the same function. A wrapper without
+    `__wrapped__` is kept.
     """
     found = installed_source.live_function(module, function)
     if found is None:

@@ -3,8 +3,8 @@
 `replay` treats the recordings of several processes, or a bundle, as one engine:
 
 1. A ledger checks the events of each process.
-2. Each rank's loads are compared with the scheduler's. A load in both records is checked with the scheduler's events
-   only, and so is the end of a lease. A load is "unknown" if the rank has no record of that time.
+2. Each rank's loads are compared with the scheduler's. If both records have a load, it is checked with the scheduler's
+events only. The end of a lease is checked in this way too. A load is "unknown" if the rank has no record of that time.
 3. With several engines, peer_recordings.py checks the blocks that one engine keeps for another.
 """
 
@@ -42,7 +42,7 @@ class Judged(NamedTuple):
 
 
 def replay(paths: list[Path], json: bool, router: Path | None = None) -> int:
-    """Print the violations. Return 0 without one, 1 with one, 2 if a file is unreadable or two are of the same rank.
+    """Print the violations. Return 1 if there are any, else 0; 2 if a file is unreadable or two files are of one rank.
 
     router: the log of the router between several engines.
     """

@@ -130,7 +130,8 @@ def _judge(target: Target, folder: Path) -> tuple[str, str, str]:
         return "unknown", "refused", f"{_file(target)} cannot be read as Python here ({error})"
     if found is None:
         if not any(newest in releases for releases in prints.values()):
-            return "unchanged", "not-affected", f"this release does not have {target.function}, like {newest}"
+            reason = f"this release does not have {target.function}, and {newest} does not have it either"
+            return "unchanged", "not-affected", reason
         return "unknown", "refused", f"{_file(target)} does not have {target.function} any more"
     if found not in prints:
         reason = f"{target.function} differs from every release that kvfix knows; in an engine the probe decides"

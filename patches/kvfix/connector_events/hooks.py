@@ -21,7 +21,7 @@ from kvfix.engine_state import places
 from kvfix.session import session
 
 KEY = "connector events"
-#: Of the wrapper that promises nothing for an audited hit. It sorts before KEY: the record has what vLLM gets.
+#: Key of the wrapper that promises nothing for an audited hit. It sorts before KEY, so the record has what vLLM gets.
 AUDIT = "audit"
 #: Attribute of a connector: its WatchedConnector.
 _HELD = "_kvfix_watched"
@@ -150,7 +150,7 @@ def _raised(watched: WatchedConnector, name: str, error: Exception, args: tuple[
     try:
         watched.raised(name, error, args)
     except violations.Violation:
-        raise  # the exception is its context
+        raise  # the violation has the exception as its context
     except Exception as fault:  # noqa: BLE001
         _fault(watched, "raised", fault)
 

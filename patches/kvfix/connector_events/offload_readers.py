@@ -37,7 +37,7 @@ class Offloading(Reader):
         return [(job.req_id, *span(job.dst_spec, self._sizes)) for job in metadata.load_jobs.values()]
 
     def stores(self, metadata: Any) -> Spans:
-        """Leave out stores of ended requests, which no step computes any more.
+        """Leave out stores of ended requests: no step computes these requests any more.
 
         The end is a lower bound: a store may leave out blocks, and these are not counted.
         """
@@ -61,7 +61,8 @@ class Offloading(Reader):
 def span(blocks: Any, sizes: Sequence[int]) -> tuple[int, int]:
     """Return the first token and the end of a job of the OffloadingConnector, over all KV groups.
 
-    Each KV group ends with a whole block, so the smallest end is nearest to the tokens of the job.
+    In each KV group the job ends with a whole block. So the smallest end among the groups is nearest to the tokens of
+    the job.
     blocks: GPULoadStoreSpec, the job's GPU blocks. sizes: tokens of a block, by KV group.
     """
     groups = zip(blocks.block_indices, blocks.group_sizes, sizes, strict=True)
@@ -77,14 +78,14 @@ class SimpleOffload(Reader):
     """
 
     leaves_out_stored = True
-    #: Notes on requests that the connector does not know any more are dropped when there are more than this.
+    #: The connector does not know some noted requests any more. Their notes are dropped when there are more than this.
     _SPARE = 64
 
     def __init__(self, connector: Any) -> None:
         super().__init__(connector)
         #: None in the worker, and without prefix caching.
         self._manager: Any = getattr(connector, "scheduler_manager", None)
-        #: Tokens that vLLM had when a hit was found, and the end of what was stored last, by request.
+        #: By request. First: the tokens that vLLM had when a hit was found. Second: the end of what was stored last.
         self._computed: dict[str, int] = {}
         self._stored: dict[str, int] = {}
 

@@ -32,8 +32,8 @@ MIXED_ROLL_OUT = "Mixed roll-out"
 
 #: The requests for which `kvfix attach` applies a fix to a running engine. Most fixes apply to all requests. A fix that
 #: needs its own notes or changes from the start of a request skips the requests that began before (`session.before`).
-#: `kvfix attach` does not apply a fix that acts only while the engine starts, or a fix after which the cache is read in
-#: another way than it was written.
+#: `kvfix attach` does not apply a fix that acts only while the engine starts. It also applies no fix that makes the
+#: engine read the cache in another way than it was written.
 ALL_REQUESTS, NEW_REQUESTS, AT_START = "all requests", "new requests", "at start"
 
 
@@ -46,13 +46,14 @@ class Target:
     broken: the releases whose code is wrong (PEP 440 specifiers). kvfix compares the fingerprints of these releases
         (fingerprints.json) with the installed function, never the installed version number.
     probe: (function, module) -> True if the bug shows on stub objects, False if the function is right. Runs only on
-        code that no release has, in milliseconds. If it raises, the status is unknown.
+        code that no release has, in milliseconds. If it raises, the fix is refused.
     fix: (module) -> wrapper of the function (kvfix.wrapping). Called after the import of the module if the fix applies.
     None: the target only shows whether the bug is there. A helper in the same module fixes the bug, or the bug cannot
     be fixed.
     place: order among the wrappers of one function. The wrapper with the lowest place is next to the function.
     helper: the fix needs this function, but the bug is not in it. Its code does not show the bug.
-    copy: the copy of the code that the function belongs to; "": the fix needs the function in each copy. The functions
+    copy: the copy of the code that the function belongs to. If it is "", the fix of every copy needs the function. The
+    functions
     of one copy are wrapped together or not at all (kvfix.transaction).
     """
 
@@ -104,7 +105,11 @@ def fix_after(**options: Any) -> Callable[[Function], Fixing]:
 
 
 def fix_around(**options: Any) -> Callable[[Function], Fixing]:
-    """Decorate the code of a fix that runs before and after the function. options: `when` and `on_fault`."""
+    """Decorate the code of a fix that runs before and after the function. options: `when` and `on_fault`.
+
+    `answer = yield` calls the function. `yield (arguments,)` calls it with other arguments. Without a `yield` the code
+    answers in place of the function.
+    """
     return lambda code: _Fixing("around", code, options)
 
 
@@ -161,7 +166,7 @@ class Fix:
     effect: what the bug does to the user, one of EFFECTS. A bug with several effects has the worst of them.
     evidence: {code of a rule or finding (KVR, KVD): regular expression for its message}. A match points to this bug.
     scenarios: slugs of the scenarios that show the bug in the lab. Without any, `proof` names the test and the reason.
-    changes_healthy: connectors with which the fix also changes schedules that violate no rule without the fix.
+    changes_healthy: connectors with which the fix also changes healthy schedules (they violate no rule without it).
     no_patch: {dist: why there is no patch for upstream}, if the newest release has the bug.
     opt_in: not in the default set: the user must name it (`plus`). A default fix acts within one engine or server. It
         changes no key, no stored layout, no message to a peer and no scheduling policy.

@@ -196,7 +196,8 @@ def run(
     progress: Callable[[str], None] = lambda _: None,
     shrinking: float = _SHRINK_ALL,
 ) -> Conformance:
-    """Run all scenarios, then the fuzzer for some seconds or until the seeds end. shrinking: seconds for all."""
+    """Run all scenarios, then the fuzzer for some seconds or until the seeds end. shrinking: seconds to shrink all
+    violations."""
     start = time.monotonic()
     try:
         playing = Run(subject, shrinking)

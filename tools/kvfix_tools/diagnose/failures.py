@@ -123,7 +123,8 @@ class Failures:
         return line.file in self._closing
 
     def _reopen(self, line: LogLine) -> None:
-        """Note that the process of this file works again. Ray prints lines late: an earlier line says nothing."""
+        """Note that the process of this file works again. Ray prints lines late, so a line from before the shutdown
+        says nothing."""
         since = self._closing.get(line.file)
         is_first = line.name in ("vllm_version", "up")  # the API server or the server itself, never a worker of Ray
         if is_first or since is None or line.time is None or line.time >= since:
@@ -224,7 +225,7 @@ def is_of_engine(line: LogLine) -> bool:
 
 
 def hook(frames: list[Frame]) -> str:
-    """Return the connector hook that the exception left; "" if it left none."""
+    """Return the connector hook that the exception came out of; "" if there is none."""
     return next((frame[2] for frame in frames if frame[2] in HOOKS), "")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import inspect
@@ -61,8 +62,20 @@ def code() -> str:
     """Return a digest of the fixes and the lab: an outcome depends on these, vLLM and LMCache."""
     folders = Path(kvfix.__path__[0]), Path(__file__).parent
     files = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".json")]
-    contents = b"\0".join(path.name.encode() + b"\0" + path.read_bytes() for path in sorted(files))
-    return hashlib.sha256(contents).hexdigest()
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        content = path.read_bytes()
+        digest.update(f"{path.name}\0".encode() + (content if path.suffix == ".json" else _without_texts(content)))
+    return digest.hexdigest()
+
+
+def _without_texts(source: bytes) -> bytes:
+    """Return the code of a module without its comments and docstrings."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node, clean=False):
+            del node.body[0]
+    return ast.dump(tree).encode()
 
 
 def matches(version: str, specifier: str) -> bool:

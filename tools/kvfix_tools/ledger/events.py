@@ -1,4 +1,4 @@
-"""Events that no process of an engine sees alone. The records of several processes show them, or the lab."""
+"""Events that no process of an engine sees alone. The records of several processes, or the lab, show them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class RankDiffers(NamedTuple):
-    """Only one of the scheduler and the rank has recorded the load of [start, end), between loads that both recorded.
+    """Only the scheduler or only the rank has recorded the load of [start, end). Both have the loads around it.
 
     told: True if the scheduler ordered the load and the rank did not start it. False if the rank started a load that
     the scheduler did not order.
@@ -40,8 +40,8 @@ class LeaseRead(NamedTuple):
 class NotReturned(NamedTuple):
     """Request `reader` of the peer does not need the kept blocks any more, but no release message has arrived.
 
-    loaded: True if `reader` has loaded the blocks, False if it has ended without. expired: True if the lease timed
-    out, False if the blocks are still kept. Only the records of both engines together show this (peers.py).
+    loaded: True if `reader` has loaded the blocks, False if it has ended without loading them. expired: True if the
+    lease timed out, False if the blocks are still kept. Only the records of both engines together show this (peers.py).
     """
 
     request: str

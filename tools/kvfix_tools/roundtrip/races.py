@@ -1,4 +1,4 @@
-"""Races: concurrent work for which a transfer must wait, with the events and, as a negative control, without.
+"""Races: concurrent work for which a transfer must wait. Each runs with its events or, as a negative control, without.
 
 A race is work on a few streams (streams.py) with events between them. Its docstring describes the work.
 """
@@ -69,7 +69,7 @@ class ConnectorRace(Race):
     """
 
     def transfer(self) -> Any:
-        """Make the connector without its buffer on the device, from which it would copy at once."""
+        """Make the connector without its buffer on the device. It would copy from this buffer at once."""
         if self.device.type == "cuda" and not self.streams.events:
             raise Refused("on a GPU, LMCache's events cannot be left out")
         connector = lmcache.Connector(self.cell.backend.partition("-")[2], self, buffer=False)
@@ -117,7 +117,7 @@ def late_producer(race: Race) -> None:
 
 
 def early_reuse(race: Race) -> None:
-    """Write to the blocks of a request as another request, while the blocks are being stored."""
+    """Another request writes to the blocks of a request while these blocks are being stored."""
     race.cache.fill(everywhere(FIRST))
     copier, other = race.streams.stream(slow=True), race.streams.stream()
     race.store_on(copier)
@@ -128,9 +128,9 @@ def early_reuse(race: Race) -> None:
 
 
 def neighbours(race: Race) -> None:
-    """Write to all other slots, also of these blocks, during a store and a load.
+    """During a store and a load, write to all slots that they do not use, also to those in the same blocks.
 
-    Only the load needs an event, after the store.
+    Only the load needs an event: it must wait for the store.
     """
     race.cache.fill(everywhere(FIRST))
     copier, hostile, loader = race.streams.stream(slow=True), race.streams.stream(), race.streams.stream()
@@ -166,7 +166,7 @@ def many_in_flight(race: Race) -> None:
 
 
 def buffer_taken_again(race: Race) -> None:
-    """Write to host buffers as the next store, while a load still reads them."""
+    """The next store writes to host buffers while a load still reads them."""
     race.cache.fill(everywhere(POISON))
     race.copy.host.fill(race.tokens(FIRST))
     loader, other = race.streams.stream(slow=True), race.streams.stream()

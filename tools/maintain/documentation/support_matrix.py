@@ -1,4 +1,4 @@
-"""The page "Is my pair safe?" (theme/pair.js), from docs/matrix.json, which `make matrix` writes, and the fingerprints.
+"""The page "Is my pair safe?" (theme/pair.js). It is made from the fingerprints and docs/matrix.json (`make matrix`).
 
 The lab does not play every bug in every pair, and plays fewest in old releases. For the other bugs the fingerprints say
 whether the released code has the bug. So a bug that was not played does not look like a bug that is not there.
@@ -22,8 +22,8 @@ from maintain.documentation.markdown import span, table
 from maintain.scenario_matrix import Pairs
 
 FIXED, NOT_FIXED, CLEAN, NOT_PLAYED = "bug, fixed", "bug, **not fixed**", "no bug", "-"
-#: Letters of a cell in the data of the page. The last three stand for NOT_PLAYED: the code has the bug, the code does
-#: not have the bug, no release of the pair has the function.
+#: Letters of a cell in the data of the page. The last three are for cells that are NOT_PLAYED. They mean that the code
+#: has the bug, that it does not, and that no release of the pair has the function.
 _LETTERS = {FIXED: "F", NOT_FIXED: "N", CLEAN: "c"}
 _IN_THE_CODE, _RIGHT, _ABSENT = "C", "r", "-"
 
@@ -52,7 +52,7 @@ outcomes with their reasons are in `docs/matrix.json` of the repository, and on 
 
 
 def data(pairs: Pairs) -> dict[str, Any]:
-    """Return what pair.js reads. A string of `cells` has one letter for each LMCache release, for one vLLM release."""
+    """Return what pair.js reads. Each string of `cells` is of one vLLM release: a letter for each LMCache."""
     vllm, lmcache = _releases(pairs)
     return {
         "vllm": vllm,
@@ -97,7 +97,7 @@ def of_fix(pairs: Pairs, code: str) -> str:
     """The outcomes of one fix: vLLM by LMCache, releases with the same outcomes in one column."""
     slugs = _scenarios(next(fix for fix in catalogue.fixes() if fix.code == code))
     if not slugs:
-        return "The lab does not play it; tests with the released code stand for it.\n"
+        return "The lab does not play this bug. Tests with the released code show it instead.\n"
     cells = _cells(pairs, slugs)
     vllm, lmcache = _releases(pairs)
     columns = [

@@ -17,8 +17,9 @@ tokens than LMCache (up to 0.3.10.post2). Fourth, vLLM recomputes the last token
 there is no LoadSpec (a role or a client that does not look up).
 
 ## Fix
-The fix takes vLLM's count of computed tokens. For a resumed request that loads nothing, the LoadSpec holds vLLM's count
-while the hook runs, and the hit afterwards. A granted load is not changed, except for the last token of a full hit.
+The fix takes vLLM's count of computed tokens. If a resumed request loads nothing, the LoadSpec holds vLLM's count while
+the hook runs. Afterwards it holds the hit again. A granted load is not changed, except for the last token of a full
+hit.
 
 ## Releases
 LMCache 0.3.10 to 0.5.6.
@@ -46,7 +47,7 @@ def fix(adapter: Any) -> Wrapper:
         names = scheduling.resumed(scheduler_output)
         return _as_granted(load_spec, impl, scheduler_output, names) if names else None
 
-    # vLLM 0.11 has no such set: the wrapper then always looks for resumed requests.
+    # vLLM 0.11 has no `resumed_req_ids`: the wrapper then always looks for resumed requests.
     return around(
         build_connector_meta,
         when=lambda impl, scheduler_output, *_, **__: getattr(
@@ -82,7 +83,7 @@ def _as_granted(load_spec: Any, impl: Any, scheduler_output: Any, names: Any) ->
 
 
 def _save_from(hit: int, tracker: Any, requests: list[Any]) -> None:
-    """Save from the end of the hit on: the hit is saved already, and nothing after it.
+    """Save from the end of the hit on: the hit is saved already, and the tokens after it are not.
 
     The worker of a kv_producer saves even if the spec has can_save=False (0.5.6 vllm_v1_adapter.py:1152).
     """

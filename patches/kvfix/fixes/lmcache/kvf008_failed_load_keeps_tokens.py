@@ -10,8 +10,8 @@ When a load fails, vLLM rolls the request back to its last good token. The conne
 to the tracker's old tokens. The tracker then has more tokens than the request has slots.
 
 ## Fix
-Before the step's metadata are built, the fix cuts a tracker that is ahead of vLLM to vLLM's computed tokens, and marks
-them as not saved. LMCache does not store a cached chunk twice.
+Before the step's metadata are built, the fix looks for trackers with more tokens than vLLM has computed. It cuts them
+to vLLM's computed tokens, and marks these tokens as not saved. LMCache does not store a cached chunk twice.
 
 ## Releases
 LMCache 0.3.9 to 0.3.15.

@@ -33,7 +33,8 @@ from kvfix.fixes.targets import LOOKUP_CLIENT, ZMQ_CLIENT
 from kvfix.wrapping import after, around, instead
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
-#: Seconds. Up to 0.3.15 a lookup does not report a timeout (3 s): an answer of 0 that took longer than this is one.
+#: Seconds. Up to 0.3.15 a lookup does not report a timeout (3 s). An answer of 0 that took longer than SLOW counts as a
+#: timeout.
 SLOW = 0.5
 
 

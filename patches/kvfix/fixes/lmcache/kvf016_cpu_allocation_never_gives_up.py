@@ -10,7 +10,7 @@ is under pressure. Waiting for 0.1 seconds before retrying.` vLLM logs `Running:
 
 ## Fix
 A load waits for at most ten seconds for all its chunks together. Then it gets no memory and fails, and vLLM computes
-those tokens itself. LMCache does not tell `allocate` which load it serves, so the limit holds for the loading thread.
+those tokens itself. `allocate` does not know for which load it is called. So the limit holds for the thread that loads.
 After a minute the thread may wait for ten seconds again. A store does not wait, as before. A load from disk that gets
 no memory returns no chunk instead of an AssertionError.
 
@@ -37,14 +37,14 @@ from kvfix.fixes.targets import LOCAL_CPU_BACKEND, LOCAL_DISK_BACKEND
 from kvfix.wrapping import positional
 
 LONGEST_WAIT, BETWEEN = 10.0, 0.1
-#: Seconds in which a thread that has waited for LONGEST_WAIT may wait as long again.
+#: A thread that has waited for LONGEST_WAIT may wait as long again after these seconds.
 RESTORED = 60.0
 #: Places of `eviction` and `busy_loop` among the arguments, in every release.
 PLACES = {"allocate": (4, 5), "batched_allocate": (5, 6)}
 
 
 class _Waits(threading.local):
-    """The seconds that this thread may still wait, as of `at` on the clock."""
+    """The seconds that this thread may still wait, counted at the time `at`."""
 
     left = LONGEST_WAIT
     at = 0.0

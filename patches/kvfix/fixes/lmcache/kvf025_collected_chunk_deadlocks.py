@@ -11,7 +11,7 @@ statistics (0.5.6 utils.py:714-731). An exception can leave a chunk in a referen
 collect it at any allocation, also while `allocate` or `PrometheusLogger.GetOrCreate` holds one of the locks.
 
 ## Fix
-`__del__` keeps the chunk. The next `ref_count_down` of any chunk frees it first, because both locks are free there.
+`__del__` keeps the chunk. The next `ref_count_down` of any chunk first frees the kept chunk. Both locks are free there.
 
 ## Releases
 LMCache 0.3.14 to 0.5.6.

@@ -43,7 +43,7 @@ def fix(save: Any, *args: Any, **kwargs: Any) -> Any:
         engine_log.guarded(
             f"{__name__}.undo", lambda failure: _undo(failure, *positional(save)(args, kwargs)[0]), error
         )
-        raise  # as released: it ends in a future that nobody reads
+        raise  # as without the fix: it ends in a future that nobody reads
 
 
 def _undo(error: OSError, backend: Any, key: Any, memory: Any, *_: Any) -> None:
@@ -75,7 +75,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
         tensor=object(), byte_array=b"", get_size=lambda: 0, get_physical_size=lambda: 0,
         ref_count_down=lambda: released.append(True),
     )  # fmt: skip
-    backend = module.LocalDiskBackend.__new__(module.LocalDiskBackend)  # with the methods that a release may add
+    backend = module.LocalDiskBackend.__new__(module.LocalDiskBackend)  # it also has methods that a release adds
     vars(backend).update(
         _key_to_path=lambda key: os.devnull + "/none", write_file=write_file, usage=0, current_cache_size=0,
         disk_lock=nullcontext(), stats_monitor=stubs.Nothing(), disk_worker=stubs.Nothing(),

@@ -49,7 +49,7 @@ def fix(module: Any) -> Wrapper:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """No server, so no thread. Right is to replace None by the heartbeats that were started."""
+    """There is no server, so no thread starts. Right is that `_heartbeats` is not None afterwards."""
     adapter = stubs.Stub(_heartbeats=None, _heartbeat_lock=nullcontext(), mq_clients={}, req_clients={})
     hook(adapter)
     return adapter._heartbeats is None

@@ -41,7 +41,7 @@ _KEYS_0_15 = ("remote_host", "remote_port")
 
 
 def _names(params: dict[str, Any], key: str) -> bool:
-    """True if the key exists, and its value has the type that vLLM expects without a check."""
+    """True if the key exists, and its value has the expected type. vLLM does not check the type."""
     if key == _ADDRESS and isinstance(params.get(key), int):
         return True
     return isinstance(params.get(key), str) or (key == "remote_port" and key in params)
@@ -72,7 +72,7 @@ def _promises(keys: tuple[str, ...]) -> Fixing:
 
 @fix_around(when=lambda scheduler, request, *_: request.kv_transfer_params)
 def update_state_after_alloc(scheduler: Any, request: Any, *_: Any) -> Steps:
-    """Pass a number as address on as a string, to the function that makes the metadata."""
+    """If the address is a number, pass it as a string to the function that makes the metadata."""
     if _of_other_role(scheduler, request):
         return None
     answer = yield

@@ -19,7 +19,7 @@ vLLM 0.20 to 0.33.0. 0.32.0 and 0.33.0 were tested. For the other releases, only
 None known in public: the bug is a security problem (SECURITY.md).
 
 ## Remove when
-vLLM checks whether the parameters name a peer before it sends the notice.
+vLLM checks whether the parameters name a peer before it lets the prefill engine free the blocks.
 """
 
 from typing import Any

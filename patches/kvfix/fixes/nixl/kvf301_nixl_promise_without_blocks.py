@@ -12,8 +12,8 @@ update_state_after_alloc checks the parameters only after the blocks were grante
 assertion) and for their engine (:179, warning). The blocks or the engine may be missing because a
 prefill kept no blocks (KVF314), the router is of another release, or the request is malformed.
 
-If the blocks are not in lists, or a name is not a string, the worker raises later. If the blocks are in one flat list,
-the fix still promises the tokens if the worker can fail their load (KVF311).
+If the blocks are not in lists, or the name of engine, request or host is not a string, the worker raises later. For
+blocks in one flat list, the fix still promises the tokens if the worker can fail their load (KVF311).
 
 ## Fix
 The fix promises nothing for incomplete or malformed parameters. The request computes its prompt itself.
@@ -67,7 +67,8 @@ def _names_blocks(params: Any, part: tuple[type, ...]) -> bool:
 
 
 def _fails_loads(module: Any) -> bool:
-    """True if the worker of this release can fail one load. With KVF311 a list that it cannot read does not end it."""
+    """True if the worker of this release can fail one load. With KVF311, a list that the worker cannot read does not
+    end the worker."""
     worker = sys.modules.get(module.__name__.replace("pull_scheduler", "pull_worker"))
     return hasattr(getattr(worker, "NixlPullConnectorWorker", None), "_handle_failed_transfer")
 

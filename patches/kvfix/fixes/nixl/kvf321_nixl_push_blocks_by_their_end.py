@@ -9,7 +9,8 @@ engine's list (push_worker.py 0.32.0:660, base_worker.py:3461). This is right on
 If the generated tokens need a new block, the prefill engine has one block more. KVF310 is the same bug in pull mode.
 
 ## Fix
-After request_finished of prefill, the worker gets only the prompt's blocks of a KV group with full attention.
+After request_finished of prefill, the fix removes the blocks after the prompt from each KV group with full attention.
+The worker does not get them.
 
 ## Releases
 vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
@@ -54,7 +55,7 @@ def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Three blocks, two of them the prompt's. Wrong is to have all written."""
+    """Three blocks, two of them the prompt's. Wrong is to push all three."""
 
     class FullAttentionSpec:
         block_size = 16

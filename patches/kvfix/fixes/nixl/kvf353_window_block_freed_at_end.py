@@ -1,8 +1,8 @@
 """Wrong text with a sliding window and NixlConnector: decode lacks a token in the window of the prompt's last token.
 
 ## Symptom
-No message is logged. The model has sliding windows (Gemma, gpt-oss). The first generated token is computed with other
-KV in place of one token of the window. One prompt in N is affected, where N is the number of tokens in a block. If the
+No message is logged. The model has sliding windows (Gemma, gpt-oss). The first generated token is computed with wrong
+KV for one token of the window. One prompt in N is affected, where N is the number of tokens in a block. If the
 router lets the prefill engine generate more than one token, all prompts longer than the window are affected.
 
 ## Cause
@@ -25,7 +25,7 @@ engines count tokens differently. If the last token has a block of its own, each
 
 ## Releases
 vLLM 0.32.0 and 0.33.0. By their code, the releases from 0.20.2 on have the bug too. 0.20.2 is the first one whose
-NixlConnector supports windows. They do not have this function, and were not tested.
+NixlConnector supports windows. The releases before 0.32.0 do not have `_prefill_backoff`, and were not tested.
 
 ## Upstream
 None known.
@@ -43,7 +43,7 @@ from kvfix.fixes.targets import NIXL_BASE_SCHEDULER
 
 @fix_after(on_fault=lambda scheduler, tokens, *_, **__: max(tokens, 1))
 def _prefill_backoff(scheduler: Any, tokens: int) -> int:
-    """Wrap a function that runs a few times for each request, but never in a step."""
+    """The wrapped function runs a few times for each request, but never in a step."""
     return tokens or int(any(scheduler.blocks_per_sw))
 
 

@@ -15,8 +15,8 @@ OffloadingConnector itself (offloading/scheduler.py 0.32.0:1822). If the request
 (`kv_load_failure_policy=fail`), OffloadingConnector even stores the rest of its prompt (:1662).
 
 ## Fix
-The fix reads the failed blocks from the output that `update_connector_output` gets. The fix reports the stores in
-flight of a request with a failed block as failed, so that the manager drops their chunks. If the request continues,
+The fix reads the failed blocks from the output that `update_connector_output` gets. If a request has a failed block,
+the fix reports its stores in flight as failed. The manager then drops their chunks. If the request continues,
 OffloadingConnector stores all its chunks again. If the request has ended, OffloadingConnector stores none.
 
 ## Releases
@@ -62,7 +62,8 @@ def _failed_stores(scheduler: Any, blocks: Any) -> set[int]:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A store of block 3 is done, whose load has failed in the same step. Wrong is to complete it as a success."""
+    """A store of block 3 is done, and the load of this block has failed in the same step. Wrong is to complete it as a
+    success."""
     return _offloading.success_of_store(hook, module, invalid_block_ids={3}) == [True]
 
 

@@ -18,8 +18,8 @@ The fix acts only if LMCacheMPConnector is the only connector. Only this connect
 tokens are zero again. So the fix does not act in a MultiConnector.
 
 ## Mixed roll-out
-The fix acts in one engine: engines with and without it work together. It is opt-in because it chooses a loaded request
-that loses its blocks, and computes its prompt instead.
+The fix acts in one engine: engines with and without it work together. It is opt-in because it takes the blocks of a
+loaded request. vLLM then computes the prompt of this request.
 
 ## Releases
 vLLM 0.32.0 and 0.33.0. Earlier releases have other queues, and the bug KVF903.
@@ -37,12 +37,12 @@ from kvfix.fixes import _mp
 from kvfix.fixes.api import Fix, Steps, fix_around, note
 from kvfix.fixes.targets import SCHEDULER
 
-#: Idle steps after which it is no more waited: a connector may report something in between.
+#: Idle steps before the fix acts: a connector may report something in between.
 _STEPS = 3
 _LOADING = "WAITING_FOR_REMOTE_KVS"
 
 
-# Steps in which no waiting request holds blocks are almost all.
+# In almost all steps, no waiting request holds blocks.
 @fix_around(when=lambda scheduler, *_, **__: scheduler.kv_holding_waiting)
 def schedule(scheduler: Any, *_: Any, **__: Any) -> Steps:
     output = yield
@@ -58,7 +58,7 @@ def schedule(scheduler: Any, *_: Any, **__: Any) -> Steps:
 
 
 def _to_give_back(scheduler: Any) -> Any:
-    """Return the last loaded request, if another request that holds blocks can run only with its blocks."""
+    """Return the last loaded request, if another request that holds blocks needs this request's blocks to run."""
     if any(request.is_finished() for request in scheduler.requests.values()):
         return None  # its blocks come free when they are stored
     ready, manager = [], scheduler.kv_cache_manager
@@ -103,7 +103,7 @@ FIX = Fix(
     targets=(SCHEDULER.schedule(broken=">=0.32.0", fix=schedule, place=1),),
     evidence={"KVD202": ""},
     scenarios=("session-and-load-lock-out",),
-    # Where others hold blocks, as a step of the lab lets them, it acts before they give them back.
+    # A step of the lab can let others hold blocks. The fix then acts before they give the blocks back.
     changes_healthy=("mp",),
     no_patch={"vllm": "which of the two gives way is policy: https://github.com/vllm-project/vllm/pull/57104"},
     opt_in=True,

@@ -205,7 +205,7 @@ def converted(setup: Setup) -> Iterator[Line]:
 
 @check("settings-read")
 def who_reads(setup: Setup) -> Iterator[Line]:
-    """No setting of the in-process connector is set if only the multi-process connector is used. It ignores them."""
+    """No setting of the in-process connector is set if only the multi-process connector is used, which ignores them."""
     mp = setup.connector("mp")
     if mp is None or setup.connector("v1") is not None or setup.definitions is None:
         return

@@ -49,10 +49,12 @@ class RealServer(Server):
         self._before = self.process.locks()
         #: {request: (client, key) of its last lookup}
         self._lookups: dict[str, tuple[Client, Any]] = {}
-        #: Requests whose hit was not asked for yet. For the other requests: the locked chunks at the end of the hit.
+        #: First: requests whose hit was not asked for yet. Second: for each other request, the locked chunks at the end
+        #: of its hit.
         self._looking: set[str] = set()
         self._locked: dict[str, range] = {}
-        #: Requests whose lookup is answered too late. Then requests whose lookup the adapter may drop for this reason.
+        #: First: requests whose lookup is answered too late. Second: requests whose lookup the adapter may drop for
+        #: this reason.
         self.unanswered_lookups: set[str] = set()
         self._leases: set[str] = set()
         #: {the lab's key of a chunk: the server's key}

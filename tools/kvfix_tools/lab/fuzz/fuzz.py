@@ -44,7 +44,7 @@ def play(schedule: Schedule, end: int = 4000) -> Played:
         return _play_neighbours(schedule, end)
     engine = LabEngine(schedule.options)
     steps = None
-    with reported() as reports, suppress(EngineDied):  # a finding has the error
+    with reported() as reports, suppress(EngineDied):  # the error is in a finding
         for step in schedule.steps:
             move(engine, step)
         if _ends(engine, end):
@@ -107,7 +107,7 @@ def _play_pair(pair: Any, schedule: Schedule, end: int) -> Played:
             pair.run(4 * end)
             pair.faults_end()
             pair.ask("last", prompt(2 * schedule.options.block_size + 1, 7), 2)
-        pair.run(4 * end)  # requests wait for the timeout of a peer one after the other
+        pair.run(4 * end)  # one request after the other waits for the timeout of a peer
         pair.expect_all_ended()
     pair.close()
     return Played(pair.findings + reports, pair.steps, pair.counts, pair.log)
@@ -184,7 +184,7 @@ def _move_request(engine: LabEngine, kind: str, name: str, chunks: int, rank: in
     elif kind == "is_beside":
         engine.has_in_other_connector(name)
     elif kind == "fail_load":
-        # A save that is a transfer to a decoder cannot wait for the reports of the other ranks (KVF030).
+        # If a save is a transfer to a decoder, it cannot wait until the other ranks have reported (KVF030).
         if engine.options.ranks == 1 or not _names_decoder(engine, name):
             engine.fail_load(name, chunks, rank)
     elif engine.requests[name].status == RequestStatus.RUNNING:

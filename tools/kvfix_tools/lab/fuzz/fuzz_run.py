@@ -213,7 +213,7 @@ def fuzz(
     `violated_as_released`.
     """
     start = time.monotonic()
-    kept = Notes(releases.versions(), releases.code(), run, seeds.start, Tally())
+    kept = Notes(releases.versions(), releases.code() if notes else "", run, seeds.start, Tally())
     if notes is not None and notes.exists():
         kept.tally = _noted(kept, notes)
     tally, before = kept.tally, kept.tally.seconds

@@ -40,7 +40,7 @@ class Neighbour(LabEngine):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """In this context the engine runs: the clock and new clients of LMCache belong to it."""
+        """Run this engine inside the context: the clock and new clients of LMCache then belong to this engine."""
         clock.now = lambda: self.request_events.seconds
         if isinstance(self.connector, MP):
             self.connector._replace(import_module(ADAPTER))

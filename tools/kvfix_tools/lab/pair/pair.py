@@ -135,7 +135,7 @@ class Pair:
                     engine.abort(request)
 
     def add(self, event: Event) -> None:
-        """An event of a lease: what is wrong with it is a finding."""
+        """Add an event of a lease. If it violates a rule, this is a finding."""
         self._log.append((self.network.now, event))
         self._findings += [found for found in self._ledger.feed(event) if found.verdict == "violated"]
 
@@ -206,7 +206,7 @@ class Pair:
         self.network.handshake_steps = steps
 
     def writers_take(self, steps: int) -> None:
-        """Set the number of steps from waking a writer thread to its work."""
+        """Set how many steps pass after a writer thread is woken, before it works."""
         self.network.writers_take = steps
 
     def restart(self, name: str, blocks: int) -> None:
@@ -220,7 +220,7 @@ class Pair:
             self.prefill = self._start(name, blocks)
         else:
             self.decode = self._start(name, blocks)
-            self.router.forget_params()  # sending to two decode engines would read freed blocks: KVF340
+            self.router.forget_params()  # a second decode engine of a request would read freed blocks: KVF340
 
     def on(self, name: str, step: str, *arguments: Any) -> None:
         """Make a step of one engine."""
@@ -289,7 +289,7 @@ class Pair:
             if engine.scheduler.has_unfinished_requests():
                 engine.request_events.never_end()
                 return False
-        for _ in range(2):  # late messages are kept for a timeout too
+        for _ in range(2):  # twice, because messages that arrive late are also kept until a timeout
             self.time_passes(self.longest() + 1.0)
             slowest = self.network.delay + self.options.rank_delay
             for _ in range(4 + 4 * slowest + self.network.writers_take):

@@ -64,7 +64,8 @@ SCENARIOS = {
         options=Options(connector="nixl-pull", prefix_caching=False, num_blocks=60),
     ),
     "nixl-load-into-blocks-in-copy": pull(
-        # A MultiConnector of both, in decode. vLLM allocates the blocks of a load by NIXL before the request is in a
+        # Decode has a MultiConnector of NixlConnector and OffloadingConnector. vLLM allocates the blocks of a load by
+        # NIXL before the request is in a
         # step. OffloadingConnector waits only for copies of blocks that are allocated in a step.
         [
             do.on("decode", "keep_blocks", 5),
