@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvfix_tools.lab import releases
 from kvfix_tools.lab.scenario import scenarios
 from maintain.scenario_matrix import FILE, VLLM_RELEASES, deviations, dump, load
 from tests.conftest import ROOT, release_names
@@ -52,3 +53,10 @@ def test_same_rows_are_one_line_and_what_deviates_is_listed(fixed: str) -> None:
             for release in ("0.3.9", "0.3.10")
         ]
     assert sorted(deviations(load(text))) == sorted(listed)
+
+
+def test_an_outcome_depends_on_code_and_not_on_texts() -> None:
+    texts = b'"""A bug."""\n\ndef fix(blocks):\n    """Fix it."""\n    # as decode\n    return blocks[1:]\n'
+    code = releases._without_texts(b"def fix(blocks):\n    return blocks[1:]\n")
+    assert releases._without_texts(texts) == code
+    assert releases._without_texts(b"def fix(blocks):\n    return blocks[2:]\n") != code
