@@ -36,7 +36,7 @@ class Tally:
         self.first = ""
 
 
-#: The tally of the wrappers that a `WrappedFunction` makes now, under `session.lock`; else NONE.
+#: While a `WrappedFunction` makes wrappers, under `session.lock`: their tally. At other times: NONE.
 composing = NONE = Tally("")
 
 

@@ -39,11 +39,11 @@ def apply(
     Call it before you launch vLLM. You may call it again: the last configuration holds. It imports no heavy modules:
     kvfix applies a fix after the import of the fixed module.
 
-    mode: `fix`: the fixes. `observe`: and a flight recorder of the connector hooks. `check`: and the rules after each
-    hook, with a log line and a dump for each violation. `strict`: and `kvfix.connector_events.Violation` is raised.
+    mode: `fix`: the fixes. `observe`: also a flight recorder of the connector hooks. `check`: also the rules after each
+    hook, with a log line and a dump for each violation. `strict`: also raises `kvfix.connector_events.Violation`.
     only, skip, plus: codes (`KVF001`) or slugs of fixes. Default: all that are not opt-in. only: these and no others.
     skip: all but these. plus: these opt-in fixes too.
-    layers: also count the hooks that run once per layer and step, and record in which one hangs; not in mode `fix`.
+    layers: also count the hooks that run once per layer and step, and record which of them hangs; not in mode `fix`.
     audit: the fraction of hits that vLLM computes, to compare them with the cache; in `check` and `strict`.
     Raises ValueError for an unknown mode or fix, and nothing else.
     KVFIX=off in the environment keeps kvfix off, even if a program calls this function.
@@ -84,7 +84,7 @@ def status() -> list[FixRow]:
 
 
 def load() -> None:
-    """Entry point `vllm.general_plugins`, and of `kvfix run`: activate the configuration of the environment, if any.
+    """Entry point of `vllm.general_plugins` and of `kvfix run`: activate the configuration of the environment, if any.
 
     vLLM calls it unguarded in each of its processes, so it never raises.
     """

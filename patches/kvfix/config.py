@@ -18,15 +18,15 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-#: Each includes the one before it and adds: the fixes; a flight recorder; the rules, with report and dump; an exception
-#: for each violation.
+#: Each mode includes the one before it. They add, in this order: the fixes; a flight recorder; the rules, with report
+#: and dump; an exception for each violation.
 MODES = ("fix", "observe", "check", "strict")
 
 
 class Config:
     """`only`, `skip` and `plus` have codes, never slugs. `only` is None for all fixes that are not opt-in.
 
-    audit: 0 if there is no audit. Raises ValueError. For an unknown fix its text names a similar slug.
+    audit: 0 if there is no audit. Raises ValueError. For an unknown fix, the error names a similar slug.
     """
 
     def __init__(

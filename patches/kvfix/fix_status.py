@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class FixRow(NamedTuple):
-    """The state of a fix in a distribution. version: "" if not known. verdict: one of STATES (its key in `--json`)."""
+    """The state of a fix in a distribution. version: "" if not known. verdict: one of STATES, as in `--json`."""
 
     code: str
     slug: str

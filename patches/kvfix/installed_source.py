@@ -92,7 +92,7 @@ def fingerprint(path: Path, function: str) -> str | None:
     return _fingerprint(path, function, path.stat().st_mtime_ns)
 
 
-@lru_cache(maxsize=1024)  # the fixes may be applied again many times; parsed files are large, so few are kept
+@lru_cache(maxsize=1024)  # fixes may be applied many times; of the large parsed files, only few are kept
 def _fingerprint(path: Path, function: str, mtime_ns: int) -> str | None:
     lines, tree = _parsed(path, mtime_ns)
     node: ast.AST | None = tree
@@ -157,7 +157,7 @@ def _slice(lines: list[str], start: tuple[int, int], end: tuple[int, int]) -> st
 
 
 def live_function(module: ModuleType, function: str) -> tuple[Any, str, Any] | None:
-    """(owner, attribute name, value in the `__dict__` of the owner or of its base) of `Class.method`, None without one.
+    """(owner, attribute name, value) of `Class.method`, or None. The value is in the `__dict__` of owner or base.
 
     From `__dict__`, never by getattr, which would bind a static or class method (wrapt, docs/monkey.rst).
     """

@@ -62,7 +62,7 @@ _VALUES = (
 _WORD = re.compile(r"[^\s\"'<>]+")
 _PORT = re.compile(r"\d+[/?#]")
 
-#: A name with its sign: in JSON, YAML, a query, a repr. A name starts where a word starts.
+#: A name and the "=" or ":" after it: in JSON, YAML, a query, a repr. A name starts where a word starts.
 _NAMED = re.compile(
     r"(?P<name>\\{0,16}[\"'][\w.-]+\\*[\"']\]?|(?<![\w.-])(?=[\w.-]*?[A-Za-z])[\w.-]+)[ \t]*[=:]{1,2}>?[ \t]*"
 )

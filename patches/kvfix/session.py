@@ -56,7 +56,7 @@ class Session:
         self.wrapped: dict[tuple[str, str], WrappedFunction] = {}
         #: The outcome of each target with a wanted fix whose module is imported.
         self.outcomes: dict[Target, Applicability] = {}
-        #: The verdict on each function of a wanted fix, without the wrappers of kvfix (applying).
+        #: The verdict on each function of a wanted fix, judged without the wrappers of kvfix (applying).
         self.judged: dict[Target, Applicability] = {}
         #: Modules whose import has ended, as kvfix has seen it.
         self.complete: dict[str, Any] = {}

@@ -51,7 +51,8 @@ class Part(NamedTuple):
 class Clock(NamedTuple):
     """Nanoseconds that a machine's monotonic clock is ahead of the scheduler's.
 
-    The wall clocks give a first value, which is moved between the bounds that events give. low, high: None without a
+    The wall clocks give a first value. If it is outside the bounds that events give, `within` replaces it by the nearer
+    bound. low, high: None without a
     bound.
     """
 
@@ -187,7 +188,7 @@ def processes(recordings: Iterable[Recording]) -> list[Recording]:
 
 
 def _answered(scheduler: Part, worker: Part, pairs: list[tuple[int, int]]) -> list[int]:
-    """Return lower bounds of the clock: a request ends, unless aborted, only after each rank has begun its load."""
+    """Return lower bounds of the clock. A request that is not aborted ends only after each rank has begun its load."""
     bounds, ended = [], _ends(scheduler)
     for here, there in pairs:
         event = scheduler.entries[here].event

@@ -105,7 +105,7 @@ def severity(name: str) -> str:
 
 @lru_cache(maxsize=512)
 def wrong_releases(fix: Fix, dist: str) -> frozenset[str]:
-    """Return the releases of whose code kvfix knows the fingerprint, and knows it to be wrong."""
+    """Return the releases that have the bug and whose fingerprints kvfix knows."""
     wrong = [target for target in fix.targets if target.dist == dist and not target.helper]
     broken = {target.name: SpecifierSet(target.broken, prereleases=True) for target in wrong}
     return frozenset(each for target in wrong for each in releases_with(target) if each in broken[target.name])

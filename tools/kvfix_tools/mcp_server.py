@@ -67,7 +67,7 @@ def make(root: Path) -> MCPServer[Any]:
         """Find the three fixes, known problems or rules that best match a description, and how to confirm each.
 
         A match is not a diagnosis. For a log use `diagnose`."""
-        return await _run("search", "--json", "--", f"{text}\n")  # a text of two lines names no file
+        return await _run("search", "--json", "--", f"{text}\n")  # with a newline it names no file
 
     @server.tool()
     async def status() -> dict[str, Any]:

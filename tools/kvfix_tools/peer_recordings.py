@@ -25,7 +25,7 @@ _OF_CLIENT = re.compile(r"(?:chat)?cmpl-(.+?)(?:-\d+)?(?:-[0-9a-f]{8})?$")
 
 
 class Link(NamedTuple):
-    """Request `reader` of engine `reads` reads blocks of request `kept`, which engine `keeps` holds for it."""
+    """Request `reader` (engine `reads`) reads blocks of request `kept`, which engine `keeps` holds for it."""
 
     reads: Engine
     reader: str
@@ -86,7 +86,7 @@ class Peers:
         self._clocks: dict[tuple[str, str], Clock] = {}
 
     def _named(self, name: str, reads: Engine) -> Engine | None:
-        """Return the engine with this name, whichever of its replicas has a scheduler on record."""
+        """Return a replica of the engine with this name that has a scheduler on record."""
         found = [each for each in self.engines if each.name.rpartition(".")[0] == name and each.scheduler is not None]
         return next((each for each in found if each.connector == reads.connector), found[0] if found else None)
 

@@ -4,7 +4,8 @@
 
 1. A ledger checks the events of each process.
 2. Each rank's loads are compared with the scheduler's. If both records have a load, it is checked with the scheduler's
-events only. The end of a lease is checked in this way too. A load is "unknown" if the rank has no record of that time.
+events only. The end of a lease is also checked with the scheduler's events only. A load is "unknown" if the rank has no
+record of that time.
 3. With several engines, peer_recordings.py checks the blocks that one engine keeps for another.
 """
 
@@ -104,7 +105,7 @@ def judged_peers(peers: Peers) -> dict[str, list[Judged]]:
 
 
 def _against(entries: list[Entry], event: RankDiffers) -> list[Finding]:
-    """Return the findings of a rank's event that comes after these entries of the scheduler."""
+    """Feed these entries of the scheduler, then the rank's event. Return the findings of this event."""
     ledger = Ledger()
     for entry in entries:
         if entry.event.request == event.request:

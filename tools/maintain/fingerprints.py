@@ -82,7 +82,7 @@ def merge(known: dict[str, Any], dist: str, taken: dict[str, Taken]) -> dict[str
 
 
 def modules_of_fixes(dist: str) -> dict[str, list[str]]:
-    """Return {module: modules of the fixes that have a function in it}."""
+    """Return {module: modules of the fixes that fix a function of this module}."""
     found: dict[str, set[str]] = {}
     for fix in catalogue.fixes():
         for target in fix.targets if fix.fixable else ():

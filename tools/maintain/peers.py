@@ -49,7 +49,7 @@ LEFT_OUT = {
 }
 #: Modules that nearly all of LMCache's tests import.
 EVERYWHERE = {"lmcache.v1.memory_management"}
-#: The models in the tests, which only read their configuration.
+#: The models of the tests. The tests read only the configuration of a model.
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192,
     "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
@@ -224,7 +224,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m maintain.peers", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("dists", nargs="*", choices=["lmcache", "vllm", []], help="default: both")
     parser.add_argument("--mode", nargs="+", choices=MODES, default=MODES)
-    parser.add_argument("--anew", action="store_true", help="take what passes without kvfix first")
+    parser.add_argument("--anew", action="store_true", help="run the tests without kvfix first, and write what fails")
     wanted = parser.parse_args(arguments)
     results = []
     for each in map(suite, wanted.dists or ("lmcache", "vllm")):

@@ -3,8 +3,8 @@
     python -m maintain.released_findings [CONNECTOR...]
 
 It plays each of CONNECTORS with the vLLM of the running Python and with newer releases, in the environments of
-`requirements/matrix`. A fix is for a finding if a schedule shows the finding with all other fixes. For each kind of
-finding, the first schedules are tried until one names a fix.
+`requirements/matrix`. A fix belongs to a finding if a schedule still shows the finding with all other fixes. For each
+kind of finding, the first schedules are tried until one names a fix.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ CONNECTORS = {"v1": "0.5.6", "mp": "0.5.6", "mp-in-tree": "0.4.6"}
 
 
 class Row(NamedTuple):
-    """The findings of one rule with the same fixes. seed: the first that names the fixes. message: the first.
+    """The findings of one rule with the same fixes. seed, message: of the first seed that names the fixes.
 
-    fixes: fixes that alone prevent the findings. Empty if another fix prevents them too.
+    fixes: each of them is needed to prevent the findings. Empty if several fixes each prevent the findings.
     """
 
     rule: str
@@ -124,7 +124,10 @@ def without_each(drawn: Schedule) -> dict[str, list[tuple[str, str]]]:
 
 
 def fixes_of(rule: str, signature: str, without: dict[str, list[tuple[str, str]]]) -> list[str]:
-    """Return the fixes without which the schedule has this signature or, if there are none, violates this rule."""
+    """Return the fixes without which the schedule has this signature.
+
+    If there are none, return those without which it violates this rule.
+    """
     exact = [code for code, shown in without.items() if code and (rule, signature) in shown]
     return exact or [code for code, shown in without.items() if code and any(each == rule for each, _ in shown)]
 

@@ -6,10 +6,10 @@ Scheduler and worker choose the same requests without a message, by a hash of th
   cache has no more tokens than vLLM. So vLLM computes the tokens, and the worker releases the pins of the lookup and
   stores the chunks again. LMCache's memory keeps a chunk that it has; a disk or a remote cache may write it again.
 - Before this store, while the request holds its blocks, the worker compares each chunk in the cache with the KV that
-  vLLM has computed. kvfix reads vLLM's tensors itself, at the positions that vLLM's attention reads. With LMCache's own
-  copy, a bug in it (KVF020) would be on both sides of the comparison.
+  vLLM has computed. kvfix reads vLLM's tensors itself, at the positions that vLLM's attention reads. If LMCache's code
+  read the tensors, a bug in it (KVF020) would be on both sides of the comparison.
 
-The audit does not copy a chunk into vLLM's blocks, so it cannot see a bug in that copy alone.
+The audit does not copy a chunk into vLLM's blocks, so it cannot see a bug that is only in this step.
 """
 
 from __future__ import annotations

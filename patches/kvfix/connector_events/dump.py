@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 #: Maximum bytes of one file: the oldest events are dropped.
 LARGEST = 8 << 20
-#: Maximum recorder files of this process, and maximum files of all processes in a folder: each restart has a new pid.
+#: Maximum recorder files of this process, and of all processes in a folder, because each restart has a new pid.
 FILES, FILES_OF_ALL = 32, 256
 
 

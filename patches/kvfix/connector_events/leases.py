@@ -15,7 +15,7 @@ from kvfix.wrapping import after, around
 
 #: Attribute of a worker: its Leases.
 _HELD = "_kvfix_leases"
-#: Characters of an id that a request's body may bring.
+#: Maximum characters of an id from a request's body.
 LONGEST = 256
 
 

@@ -11,7 +11,10 @@ from kvfix.engine_state.reader import Reader, Span, Spans
 
 
 class _Peer(Reader):
-    """The metadata name the blocks of a load, and the scheduler and the worker keep requests in these containers."""
+    """The metadata have the blocks of a load.
+
+    The scheduler keeps requests in the containers `_SCHEDULER`, the worker in `_WORKER`.
+    """
 
     keeps_for_peer = True
     _SCHEDULER: tuple[str, ...] = ()

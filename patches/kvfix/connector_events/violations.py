@@ -58,7 +58,7 @@ def report(watched: WatchedConnector, hook: str, finding: Finding, error: Except
 
 
 def report_exception(watched: WatchedConnector, hook: str, event: Raised) -> None:
-    """Write the events before an exception of a hook to a recorder file, in mode `observe`."""
+    """In mode `observe`: write a recorder file with the events before an exception of a hook."""
     if _is_due(f"exception {hook} {_without_numbers(event.error)}"):
         path = written(dump.write, "exception")
         if path:

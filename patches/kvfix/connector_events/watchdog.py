@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 SECONDS, DEFAULT = "KVFIX_WATCHDOG", 60.0
 #: Number of looks within that time.
 _LOOKS = 12
-#: Maximum tries to read a state outside the scheduler's work, and seconds between two tries.
+#: Maximum tries to read a state while the scheduler does not work, and seconds between two tries.
 _TRIES, _PAUSE = 200, 0.003
-#: After so many tries in the same call, the call itself is the standstill: use this state.
+#: After so many tries in the same call, the call itself is the standstill, and the last state is used.
 _STANDS = 50
-#: Functions of the scheduler within EngineCore's step. In any other function, the step is with the workers.
+#: Functions of the scheduler within EngineCore's step. While the step runs none of them, it is with the workers.
 _SCHEDULING = frozenset(("schedule", "update_from_output"))
 #: Connectors whose KV comes from a prefill instance, once the queue of that instance has reached the request.
 _PEERS = frozenset(("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector"))

@@ -1,8 +1,9 @@
 """One watched connector of this process: its hook calls become events of the ledger.
 
 `before_HOOK` and `after_HOOK` run before and after this hook (`hooks.HOOKS`). They take the hook's own parameters
-(vllm/distributed/kv_transfer/kv_connector/v1/base.py 0.32.0), `after_HOOK` behind its answer. The cost of a step must
-not grow with the number of running requests: a running request is recorded only if the step loads or stores for it.
+(vllm/distributed/kv_transfer/kv_connector/v1/base.py 0.32.0). `after_HOOK` takes the hook's answer first. The cost of a
+step must not grow with the number of running requests: a running request is recorded only if the step loads or stores
+for it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 STEPS, SECONDS = 32, 3.0
 #: A request is stuck if a load is still missing so many steps after its grant. A load is due in the next metadata.
 PATIENCE = 8
-#: Maximum requests kept whose lookup was never answered.
+#: Maximum kept requests with a lookup that was never answered.
 GIVEN_UP = 1024
 
 
@@ -58,7 +59,7 @@ class WatchedConnector:
         self.stepped = 0.0
         #: The leases of its worker, if the worker keeps blocks for a peer.
         self.leases: Leases | None = None
-        #: If the configuration has `audit`, and the hits of this connector can be audited.
+        #: Set if the configuration has `audit`, and the hits of this connector can be audited.
         self.audit: Audit | None = None
         self.sees_loads = type(self.reader) is not Reader
         self.ledger = Ledger(sees_loads=self.sees_loads)
@@ -124,7 +125,7 @@ class WatchedConnector:
         self.steps += 1
         self.stepped = self.running[get_ident()][1]
         for name in getattr(scheduler_output, "preempted_req_ids", None) or ():
-            if name in self._admitted:  # else: preempted between steps, asked since, and recorded then
+            if name in self._admitted:  # else: preempted between steps, recorded when asked again
                 self._preempted(name)
         loads, stores = self.reader.loads(answer), self.reader.stores(answer)
         for name, start, end in loads or ():
@@ -286,7 +287,7 @@ class WatchedConnector:
                 self._record(ev.LeaseEnded(name, None))
 
     def _leases_end(self, names: Iterable[str]) -> None:
-        """Record the leases that ended, in the worker, which knows how they ended. Record renewals first."""
+        """Record the leases that ended. Runs in the worker, which knows how they ended. Record renewals first."""
         found = self.leases
         for name in found.first_renewed() if found is not None else ():
             self._record(ev.LeaseExtended(name, found.extension if found is not None else None))

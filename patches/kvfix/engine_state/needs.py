@@ -90,7 +90,7 @@ def _to_allocate(
     needed = 0
     for manager, hit in zip(managers, hits, strict=True):
         function = type(manager).get_num_blocks_to_allocate
-        while hasattr(function, "__wrapped__"):  # the fixes of kvfix count their calls
+        while hasattr(function, "__wrapped__"):  # skip fixes: they count their calls
             function = function.__wrapped__
         named = {"request_id": request.request_id, "num_tokens": tokens, "num_tokens_main_model": tokens, **more}
         if "num_local_computed_tokens" in function.__code__.co_varnames:  # since 0.26

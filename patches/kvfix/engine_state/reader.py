@@ -19,11 +19,11 @@ PINS = "pins of the worker"
 class Reader:
     """The reader for an unknown connector: vLLM's hooks show promises and grants, but neither loads nor stores."""
 
-    #: Tokens of a block, if the metadata name the blocks of a load and not its tokens; else 0.
+    #: Tokens of a block, if the metadata have the blocks of a load and not its tokens; else 0.
     whole_blocks = 0
-    #: True if the tokens of a load count from the end of the computed tokens: the metadata do not have that end.
+    #: True if the tokens of a load are counted from the end of the computed tokens. The metadata do not have that end.
     relative = False
-    #: True if the worker reports every ended request as sent once its transfers have ended.
+    #: True if the worker reports every ended request as sent, after its transfers have ended.
     reports_sent = False
     #: True if the connector keeps blocks of ended requests for a peer, which reads them.
     keeps_for_peer = False
@@ -47,7 +47,7 @@ class Reader:
         return None
 
     def found(self, request: str) -> int:
-        """Return the tokens that the connector regards as stored since a lookup, even if it has promised none since."""
+        """Return the tokens that the connector regards as stored after a lookup, even if it then promised none."""
         return 0
 
     def lookup_timeout(self) -> float:

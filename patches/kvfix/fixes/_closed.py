@@ -10,7 +10,7 @@ from typing import Any
 
 from kvfix.wrapping import GO_ON
 
-#: More tokens than any request has: a request that counts as stored so far is not stored again.
+#: More tokens than any request has: a request with this count of stored tokens is not stored again.
 _ALL = 1 << 40
 
 

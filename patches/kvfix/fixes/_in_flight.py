@@ -2,7 +2,7 @@
 
 With asynchronous scheduling vLLM schedules a step before it has the output of the last one. A request that is rolled
 back or preempted in between must not get the output of the steps in flight. Up to 0.26 vLLM drops such an output only
-if it preempts all requests at once (`reset_prefix_cache`), and counts one step for each.
+if it preempts all requests at once (`reset_prefix_cache`). It then counts one step for each request.
 """
 
 import inspect
@@ -29,7 +29,7 @@ def drop(scheduler: Any, request: Any) -> None:
 
 
 def _skip_output(request: Any, scheduler_output: Any) -> None:
-    """Remove the request from this step. Releases that count tokens in flight subtract them."""
+    """Remove the request from this step. If the release counts tokens in flight, subtract its tokens."""
     tokens = scheduler_output.num_scheduled_tokens.pop(request.request_id, 0)
     if hasattr(request, "num_in_flight_tokens"):
         request.num_in_flight_tokens -= tokens

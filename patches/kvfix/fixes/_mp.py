@@ -1,6 +1,6 @@
 """Shared by the fixes of the multi-process connectors: LMCache's class and vLLM's copy of it have the same hooks.
 
-LMCache counts in tokens since 0.4.7; 0.4.6 and before, its two connectors for older vLLM, and vLLM's copy count in
+LMCache counts in tokens since 0.4.7. LMCache up to 0.4.6, its two connectors for older vLLM, and vLLM's copy count in
 blocks.
 """
 
@@ -67,7 +67,7 @@ def nothing_cached(adapter: Any, request_id: str) -> None:
 def answer_in_flight(client: Any, answers: Mapping[str, Any]) -> int:
     """Answer the client's requests of these operations, in place of a server that is gone. Return their number.
 
-    answers: {operation: answer}. LMCache has the requests in one thread, which calls `cancel_streams`.
+    answers: {operation: answer}. LMCache handles the requests in one thread, which calls `cancel_streams`.
     """
     gone = [uid for uid, (_, spec) in client.pending_futures.items() if spec.operation in answers]
     for uid in gone:

@@ -91,7 +91,7 @@ def end_turn(hook: Callable[..., Any], computed: int) -> tuple[Any, list[Any]]:
 
 
 def roll_back_one(hook: Any, adapter: Any) -> None:
-    """For probes: let the first block of a request fail, whose scheduler has this adapter of LMCache."""
+    """For probes: let the first block of a request fail, in a scheduler with this adapter of LMCache."""
     rolled_back, *_ = roll_back(hook, stubs.request(32, num_computed_tokens=20, num_cached_tokens=16), adapter=adapter)
     if rolled_back != {stubs.NAME}:
         raise LookupError("the first value that the hook returns is not the rolled back requests")

@@ -91,7 +91,7 @@ class LoadDue(NamedTuple):
     """The connector's metadata have a load of tokens [start, end) of the request for the worker.
 
     block: tokens of a block, if the metadata name blocks: the last block may not be full. 0: the metadata name tokens.
-    relative: the tokens count from the end of the computed tokens: the metadata do not have that end.
+    relative: the tokens are counted from the end of the computed tokens. The metadata do not have that end.
     """
 
     request: str
@@ -270,7 +270,7 @@ class LeaseExtended(NamedTuple):
 
 
 class LeaseEnded(NamedTuple):
-    """The blocks are reported as sent, and are free. expired: False: after a notice of the peer; None: not known.
+    """The blocks are reported as sent, and are free. expired: False after a notice of the peer, None if not known.
 
     renewed: how often the peer has renewed the lease.
     """
@@ -286,11 +286,10 @@ class LeaseEnded(NamedTuple):
 
 
 class ReadsFrom(NamedTuple):
-    """The request is to read the blocks that another engine keeps of its request `peer`, and then to notify that
-    engine.
+    """The request is to read the blocks of request `peer`, which another engine keeps, and then to notify that engine.
 
     engine, peer: the names in the request's `kv_transfer_params`.
-    pushed: the other engine writes the blocks. It needs no notice, and does not learn of a request that ends before.
+    pushed: the other engine writes the blocks. It needs no notice, and does not learn if the request ends before that.
     """
 
     request: str

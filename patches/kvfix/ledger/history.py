@@ -105,7 +105,7 @@ def _timed_out(history: History, event: ev.TimedOut) -> None:
 
 #: {type of event: attribute of the history with the last event of this type}.
 _LAST: dict[type, str] = {ev.LoadDue: "due", ev.Finished: "finished", ev.Leased: "lease", ev.LeaseEnded: "lease_ended"}
-#: {type of event: how it changes the history}. The history only keeps other events.
+#: {type of event: how it changes the history}. Events in neither table are only kept.
 _CHANGES: dict[type, Callable[[History, Any], None]] = {
     ev.Asked: _asked,
     ev.Granted: _granted,

@@ -89,7 +89,7 @@ def in_hooks(looks: Sequence[Look]) -> Iterator[tuple[dict[str, Any], Engine | N
 
 
 def of_these_hooks(looks: Sequence[Look]) -> Sequence[Look]:
-    """Return the newest looks with the processes in the same hooks as at the last look, if they are two or more.
+    """Return the newest looks with the same processes in the same hooks as the last look, if there are two or more.
 
     Otherwise return all looks. A process that entered a hook after the first look may block all other processes, so
     earlier looks show another situation.

@@ -147,8 +147,8 @@ def computed_differs(history: History, event: ev.Scheduled) -> Outcome:
 
     These differences are correct (vllm/v1/core/sched/scheduler.py 0.32.0):
 
-    - up to one block more, if nothing is granted: vLLM passes a prefix hit that ends inside a block to the connector as
-      whole blocks (971-1027)
+    - up to one block more, if nothing is granted: for the connector, vLLM rounds a prefix hit down to whole blocks
+      (971-1027)
     - one token less, after a load between steps that covers all tokens
     - up to a window less, with prefix replay (1053-1124, 3159-3170)
     - fewer tokens, if nothing is granted and the KV groups have different hits: vLLM starts with the tokens that all KV
@@ -239,7 +239,7 @@ def exception_left_hook(history: History, event: ev.Raised) -> Outcome:
 
 @rule("KVR014", "store-of-lost-blocks", ev.BlocksLost)
 def store_of_lost_blocks(history: History, event: ev.BlocksLost) -> Outcome:
-    """vLLM keeps all blocks that a store reads for the request until the store has ended or a step waits for it.
+    """If a store reads blocks of a request, vLLM does not free them until the store has ended or a step waits for it.
 
     vLLM keeps only the last blocks of a sliding window. It replaces earlier blocks by null block 0 and gives them to
     other requests (`remove_skipped_blocks`, v1/core/single_type_kv_cache_manager.py 0.32.0:672). A store of these

@@ -13,9 +13,9 @@ class Rule(NamedTuple):
     """A rule of the contract.
 
     codes: rules of the lab and the ledger. A violation of one of them violates this rule, in any scenario.
-    proof: the count (request_events.py) that must not be 0, or the rule was not tested.
+    proof: a count (request_events.py). If it is 0, the rule was not tested.
 
-    Wrong content has no rule. It violates the rule of the scenario.
+    Wrong content has no rule of its own. It violates the rule of the scenario, or `granted` (`_OF_CONTENT`).
     """
 
     slug: str

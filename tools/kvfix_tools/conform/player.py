@@ -31,7 +31,7 @@ _NOT_DRAWN = {"ranks", "windows", "offloading", "roles", "stops"}
 #: Features that the fuzzer does not use for a MultiConnector with a stand-in, which has one rank and one KV group.
 _NOT_DRAWN_OF_MULTI = {"ranks", "windows", "states", "offloading"}
 _OF_REQUEST = {"abort", "preempt", "add_input", "end_input", "expect_unharmed"}
-#: Maximum number of engine steps for a schedule step that waits for a state.
+#: Maximum number of engine steps in which `until_loading` and `until_running` wait for a state.
 _STEPS = 50
 
 
@@ -221,7 +221,8 @@ def shortest(
 ) -> tuple[Sequence[Any], Finding, Played]:
     """Shrink a schedule. Return the shortest one with a finding of this signature, the finding, and the result.
 
-    If the finding does not repeat, because the connector has threads, return the last schedule that showed it.
+    If the shortest schedule does not show the finding again, because the connector has threads, return the given
+    schedule.
     """
     found = fuzz.shrink(schedule, wanted, seconds, player)
     again = player(found)

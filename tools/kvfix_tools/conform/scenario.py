@@ -46,7 +46,7 @@ NEEDS = {
 class Scenario:
     """A scenario.
 
-    proof: counts (request_events.py) that must not be 0, or the rule was not tested. needs: keys of NEEDS.
+    proof: counts (request_events.py). If one of them is 0, the rule was not tested. needs: keys of NEEDS.
     options: options of the lab's engine that differ from their defaults.
     """
 

@@ -49,7 +49,8 @@ _SIDES = {
 def side(connector: str, config: dict[str, Any]) -> Side | None:
     """Return the stand-in for a connector by its name in vLLM or the lab; None if it is tested with its own code.
 
-    config: the children, for a MultiConnector. The lab supports an LMCache connector with the OffloadingConnector.
+    config: for a MultiConnector, it has the children. The lab supports one LMCache connector together with the
+    OffloadingConnector.
     """
     if connector == "MultiConnector":
         return _of_two([str(child.get("kv_connector")) for child in config.get("connectors", ())])

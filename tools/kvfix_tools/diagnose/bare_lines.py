@@ -53,7 +53,7 @@ def _are_few_others(lines: list[bytes]) -> bool:
 
 @lru_cache(maxsize=1024)
 def kind(body: bytes) -> str | None:
-    """Return the kind of line (grammar, or "logged") whose whole statement is this body; None if no release has it."""
+    """Return the kind of line (grammar, or "logged") if this body is a whole statement of a release, else None."""
     text = " ".join(body.decode("utf-8", "replace").split())
     for name, longest, pattern in _statements():
         if longest in text and pattern.fullmatch(text):

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 State = TypeVar("State")
 #: Maximum number of lines to keep for --request.
 _REQUEST_LINES = 5000
-#: With more findings, all crashes of one rule are one finding.
+#: From this number of findings on, all new crashes of one rule are one finding.
 FINDINGS = 1000
 #: The rule of the ledger that every traceback violates. Other findings report the traceback.
 _EXCEPTION = "exception-left-hook"
@@ -91,7 +91,7 @@ class Diagnosis:
         #: Requests with a crash finding.
         self._crashed: set[str] = set()
         self._recorders = RecorderLines()
-        #: Kinds of lines that name a release, or whose line number in LMCache's source was not used yet.
+        #: Kinds of lines that name a release, and LMCache's kinds whose line number has not narrowed the releases yet.
         self._unplaced = {message.name for message in MESSAGES if message.source == "lmcache"} | set(RELEASE_IN)
         self._time: float | None = None
 
@@ -270,7 +270,7 @@ class Diagnosis:
             if not isinstance(rule, problems.Problem):
                 self.add(rule, answer, line)
             elif not rule.gives_way(records, line):
-                # The record of the error that a statement quotes replaces the record of the statement.
+                # If a statement quotes an error, the record of the error replaces the record of the statement.
                 quoted = problems.quoted(rule, self, line)
                 if quoted is not None:
                     rule, answer = quoted, answer._replace(verdict="violated" if quoted.sure else "unknown")
@@ -313,7 +313,7 @@ class Diagnosis:
             self._on_found(found)
 
     def _began(self, found: LogFinding) -> float:
-        """Return where a finding of the end of the log began: after findings that began before its first line."""
+        """Return `began` of a finding from the end of the log: just after the findings above its first line."""
         if not found.evidence:
             return math.inf
         file, number, _ = found.evidence[0]

@@ -1,4 +1,4 @@
-"""Patterns of the log lines that kvfix understands, for the body of a message, and the words that such lines contain.
+"""Patterns of the log lines that kvfix understands (for the body of a message), and the words that such lines contain.
 
 A pattern matches the wording of every release. `statements.json` lists the releases, places and levels of each logging
 statement, and tests compare it with the patterns. Numbers become int, other values str.
@@ -16,7 +16,7 @@ from ahocorasick_rs import BytesAhoCorasick, Implementation, MatchKind
 class Message(NamedTuple):
     """One kind of line.
 
-    start: the beginning of the pattern without a value.
+    start: the pattern up to its first value or alternative.
     literal: text that each line of this kind contains, by default the start.
     pattern: its groups are the fields.
     source: `lmcache`, `vllm` or `kvfix` for their log lines, `raised` for the text of an exception.
@@ -101,7 +101,7 @@ _vllm(
     " LLM engine (v",
 )
 # The API server's first line names the release. The logo may stand before it, and the last character of the logo is
-# U+2588. The environment at the beginning of a report (collect_env) and the name of the image name the release too.
+# U+2588. The environment at the beginning of a report (collect_env) has the release too, and so does the image's name.
 _vllm("vllm_server", rb"(?:vLLM (?:API )?server|\xe2\x96\x88 )\s?version (?P<vllm>\d[^\s,]*)", " version ")
 _vllm("vllm_environment", rb"vLLM Version\s*:\s*v?(?P<vllm>\d\S*)")
 _vllm("vllm_image", rb"(?<!\w)vllm/vllm-openai:v(?P<vllm>\d+\.\d+\.\d+(?:\.post\d+|rc\d+)?)", "vllm/vllm-openai:v")

@@ -70,7 +70,7 @@ class LogFinding:
                 self.evidence.append(line.evidence)
 
     def is_explained(self, others: Iterable[LogFinding]) -> bool:
-        """Return True if a specific record explains a traceback below each of its lines."""
+        """Return True if below each of its lines there is a traceback that a specific record explains."""
         ends = [each for other in others if other is not self and _is_certain(other.rule) for each in other.evidence]
         return bool(self.evidence) and all(
             any(end.file == each.file and 0 < end.line - each.line <= _TRACEBACK for end in ends)
@@ -97,7 +97,7 @@ def in_order(findings: list[LogFinding]) -> list[LogFinding]:
         (found for found in findings if found.severity not in (Severity.RISK, Severity.NOTE)),
         key=lambda found: found.began,
     )
-    # Without a cause, the first symptom is nearest to the cause.
+    # If no cause is found, the first symptom is nearest to it.
     causes = [found for found in troubles if not found.rule.symptom] or troubles[:1]
     for found in findings:
         before = [each for each in causes if each.began <= found.began or each.file != found.file]

@@ -31,8 +31,8 @@ _PREFIX = re.compile(
 )
 #: A message that begins with its level.
 _LEVELLED = re.compile(rb"(?:\(\w+ [^)]*pid=|\[\d{4}-)|(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\b")
-#: Patterns that few blocks contain: a traceback in one string, panics of Rust. One search finds all. Its words are so
-#: long that it skips most of a block.
+#: Patterns that few blocks contain: a traceback in one string, panics of Rust. One search finds all. The words are
+#: long, so the search can skip most of a block.
 _ESCAPED = {0, 1}
 _odd = BytesAhoCorasick(
     (b'\\n  File "', b'\\n  File \\"', b"' panicked at ", b") panicked at "),

@@ -71,7 +71,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     said_by: str = ""
     unanchored: str = ""
 
-    # Only rules are of the ledger or symptoms (findings.LogRule).
+    # Only rules (findings.LogRule) can be symptoms or rules of the ledger.
     message: ClassVar[None] = None
     symptom: ClassVar[bool] = False
 
@@ -130,7 +130,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def concerns(self, log: Diagnosis, nearly: bool = True) -> bool:
         """Return True if the connector and releases that the log names may have this problem.
 
-        nearly: also accept releases of vLLM between the last examined one without the problem and the first with it.
+        nearly: also accept releases of vLLM between the last examined release without the problem and the first
+        examined release with it.
         """
         ran = log.who.connectors
         if self.connectors and (ran or self.named) and not ran & set(self.connectors):
@@ -185,7 +186,8 @@ def catalogue() -> tuple[Problem, ...]:
 class _Index(NamedTuple):
     """The general records, and the signs of all specific records, each with the number of its record.
 
-    search: finds in a line the longest part of each sign's text, or else its source. signs: the signs with this part.
+    search: finds in a line the longest part of each sign's text, or the sign's source if it has no text. signs: the
+    signs with this part.
     others: {class of the exception, or "" for any line: signs without a part}
     """
 
@@ -211,13 +213,13 @@ def _index() -> _Index:
 
 
 def at(line: LogLine) -> tuple[Problem, ...]:
-    """Return the specific records whose signs fit the line, whatever ran."""
+    """Return the specific records whose signs fit the line, for any connector and release."""
     fields = line.fields
     kind, text, source = (fields.get(name, "") for name in ("type", "text", "source"))
     return _at(line.name, line.body, kind, text, source, tuple(fields.get("frames", ())), bool(fields.get("fault")))
 
 
-#: Logs repeat. This function takes all that `fits` reads of a line.
+#: Logs repeat. The arguments are everything that `fits` reads from a line.
 @lru_cache(maxsize=1024)
 def _at(
     name: str, body: bytes, kind: str, text: str, source: str, frames: tuple[Frame, ...], fault: bool

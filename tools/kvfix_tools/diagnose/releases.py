@@ -138,7 +138,7 @@ class Releases:
         )
 
     def within(self, dist: str, specifier: str, file: str | None = None, ran: str | None = None) -> bool | None:
-        """Return whether `ran`, or the release of the file (default: the one being read), matches; None if unknown."""
+        """Return True if `ran`, or else the file's release, matches; None if unknown. file: default as in `one`."""
         release = ran or self.one(dist, file)
         if release is not None:
             return _within(release, specifier)
@@ -170,7 +170,7 @@ def _deaths() -> dict[int, frozenset[str]]:
     deaths: dict[int, set[str]] = {}
     for row in statements.known()["vllm"]:
         for release, lines in row.lines.items() if row.message == "fatal" else ():
-            # The first line is EngineCoreProc's. Ray's actor has no line for a failed start.
+            # The lowest number is of EngineCoreProc's line. Ray's actor logs no failed start.
             for line in (*lines, min(lines) - _BEFORE):
                 deaths.setdefault(line, set()).add(release)
     return {line: frozenset(found) for line, found in deaths.items()}

@@ -143,7 +143,7 @@ def _print_whole(console: Console, text: str) -> None:
 
 
 def _summary(log: Diagnosis, findings: list[LogFinding]) -> str:
-    """Return each kind of finding once, with its number of requests, and if it is certain."""
+    """Return each kind of finding once, with its number of requests, and with a mark if it is not certain."""
     found = [each for each in findings if not each.is_note]
     words = []
     for kind in by_kind(found):

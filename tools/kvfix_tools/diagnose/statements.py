@@ -20,7 +20,7 @@ _PLACE = re.compile(rf"{_CONVERSION.pattern}|\{{\}}")
 
 
 class Statement(NamedTuple):
-    """A statement. template: has `{}` for each value. level: of logging, or the kind. lines: {release: numbers}."""
+    """A statement. template: has `{}` for each value. level: of logging, or `assert` ... lines: {release: numbers}."""
 
     message: str
     template: str

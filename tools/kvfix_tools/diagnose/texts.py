@@ -26,7 +26,7 @@ WHO = "who"
 #: Maximum bytes of a message to keep for evidence.
 LONGEST_BODY = 1 << 14
 LEVEL = re.compile(rb"\] LMCache ([A-Z]{4,8}):(?:" + ANSI + rb")? ?")
-#: LMCache's frame without its time, and the place of its statement at the end of a line without its frame.
+#: LMCache's frame that has lost its time, and the place at the end of a line that has lost its frame.
 _CUT = re.compile(rb"(?m)^LMCache [A-Z]{4,8}: |\(\w+\.py:\d+:lmcache\.")
 #: Replaces the time in vLLM's prefix.
 _NO_TIME, _DIGITS = b"00-00 00:00:00", b"0123456789"
@@ -232,7 +232,7 @@ class Other:
 
 
 def parsed(line: bytes, headless: Headless) -> tuple[Other, bytes]:
-    """Return the parse of a line, and the time in vLLM's prefix (`12-03 01:24:36`), or b"" if it is elsewhere.
+    """Return the parse of a line, and the time in vLLM's prefix (`12-03 01:24:36`), or b"" if none was found there.
 
     Lines that differ in this time only are parsed once.
     """

@@ -20,7 +20,7 @@ Frame = tuple[str, int, str]
 _FRAME = re.compile(rb'File "(?P<file>[^"\n]{1,400})", (?:line )?(?P<line>\d{1,9}),? in (?P<function>[^\s(]+)')
 #: An exception that ends a traceback, of any class: `zmq.error.Again: ...`, `StopIteration`.
 _EXCEPTION = re.compile(rb"(?P<type>[A-Za-z_][\w.]*[A-Za-z_0-9])(?:: ?(?P<text>.*))?$")
-#: An exception without a traceback: only names that end like an exception.
+#: An exception without a traceback: only classes whose names end like those of exceptions.
 _BY_NAME = re.compile(
     rb"(?:^|\] |\) |\s\s|: |with exception )(?P<type>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*"
     rb"(?:Error|Exception|Interrupt|Exit|Timeout|Empty|Full|StopIteration))"
@@ -30,8 +30,8 @@ _ENDS = (b"Error", b"Exception", b"Interrupt", b"Exit", b"Timeout", b"Empty", b"
 #: The message of pydantic in the line after `ValidationError: 1 validation error for VllmConfig`.
 _CHECKED = re.compile(rb"^\s*(?:Value error|Assertion failed), (?P<text>.*?)(?: \[type=.*)?$")
 _TYPED = re.compile(rb"^\s+(?P<text>[A-Z].*?) \[type=\w+, input_value=")
-#: Messages of the library loader, CUDA, PyTorch and Python that were pasted without the exception's class:
-#: {class: (literals, one of which each message has; pattern)}.
+#: Messages of the library loader, CUDA, PyTorch and Python that were pasted without the exception's class: {class:
+#: (literals, of which each message has at least one; pattern)}.
 _BARE = {
     "ImportError": (
         (b".so", b"cannot import name '"),
@@ -114,7 +114,7 @@ class Part:
             return None
         plain = found["type"].islower() and b"." not in found["type"]
         if plain and (found["text"] is None or b"_" in found["type"]):
-            return None  # a wrapped line or a setting, because no class has a name in lower case
+            return None  # a wrapped line or a setting: class names are not in lower case
         return _decoded(found["type"]), _decoded(found["text"] or b"")
 
     @cached_property

@@ -1,6 +1,6 @@
 """Parse a command line that starts vLLM or an LMCache server. Unknown options are kept.
 
-Variables in front of the program count (`LMCACHE_X=1 vllm serve ...`, `env X=1 ...`, `docker run -e X=1 ...`).
+It also reads variables in front of the program (`LMCACHE_X=1 vllm serve ...`, `env X=1 ...`, `docker run -e X=1 ...`).
 """
 
 from __future__ import annotations

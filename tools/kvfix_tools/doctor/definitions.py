@@ -39,7 +39,7 @@ VLLM_CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
 _KEY = re.compile(r"lmcache\.[a-z_.]*[a-z]")
 
 
-#: Settings that take a few words only: the module that knows the words, and the table or function with them.
+#: {setting that allows only certain words: (module, its table or function with these words)}
 _WORDS = {
     "cache_policy": ("lmcache.v1.storage_backend.cache_policy", "POLICY_MAPPING"),
     "remote_serde": ("lmcache.v1.storage_backend.naive_serde", "CreateSerde"),
@@ -115,7 +115,7 @@ def _definition(name: str, node: ast.Dict) -> Definition:
 
 
 def words(name: str, *packages: Package | None) -> set[str]:
-    """The words that this setting may be, as the code has them; empty for any, or if the code cannot be read."""
+    """Return the words that this setting allows; empty if it allows any word, or if the code cannot be read."""
     module, holder = _WORDS.get(name, ("", ""))
     package = next((each for each in packages if each and module.startswith(f"{each.name}.")), None)
     tree = package.tree(module) if package else None
@@ -169,7 +169,7 @@ def wrong_type(kind: str, optional: bool, value: Any, typed: bool) -> bool:
     if value is None:
         return not optional
     if kind == "bool":
-        # LMCache's _to_bool silently takes everything except true and 1 for false.
+        # LMCache's _to_bool silently reads everything except true and 1 as false.
         return not isinstance(value, bool) and str(value).strip().lower() not in ("true", "false", "1", "0")
     if kind in ("int", "float"):
         return isinstance(value, bool) or not _converts(int if kind == "int" else float, value)

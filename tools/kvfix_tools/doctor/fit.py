@@ -33,7 +33,7 @@ class _Import(NamedTuple):
 
 
 def misfits(start: tuple[Package, str], other: Package) -> list[Misfit]:
-    """Return every misfit of a module, and of the modules of its package that it imports, with the other package.
+    """Compare a module, and the modules of its package that it imports, with the other package. Return every misfit.
 
     start: package and module. For this module, imports inside `__init__` and conditions count too.
     """
@@ -74,7 +74,8 @@ def _parents(module: str) -> list[str]:
 def _imports(body: list[ast.stmt], package: Package, other: Package, inside: bool) -> Iterator[_Import]:
     """Yield the imports that run with these statements.
 
-    For a `try` that catches a failed import, yield the part whose imports succeed, or the last one. inside: True to
+    If an import in a `try` fails, and the `except` part catches this without raising, yield the imports of the `except`
+    part instead. inside: True to
     include `__init__` and conditions.
     """
     for node in body:

@@ -39,7 +39,7 @@ def tree(pid: int) -> list[Process]:
 
     vLLM names its processes (setproctitle), which overwrites a part of the environment that /proc shows. The parent's
     settings replace the missing ones. Ray sets the environment of a worker after its start, so /proc does not show it.
-    Then the environment of `kvfix dump` replaces the missing one.
+    kvfix then takes the folder from KVFIX_DUMP_DIR in the environment of `kvfix dump`.
     """
     try:
         pids = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]

@@ -231,7 +231,7 @@ def continue_state(
 ) -> None:
     """Rebuild an engine's state and continue it three times: as released, with the fixes, and with one request aborted.
 
-    Exit 1 if no request can move as released, or a rule is violated.
+    Exit 1 if, as released, no request can move or a rule is violated.
     """
     from kvfix_tools.lab.continue_state import continued, shortest
 

@@ -53,7 +53,7 @@ class Outcome(NamedTuple):
 
 
 class Continued(NamedTuple):
-    """frees: requests whose abort lets all other requests end, as released. differs: differences from the state."""
+    """frees: requests whose abort, as released, lets all other requests end. differs: differences from the state."""
 
     schedule: Schedule
     as_released: Outcome

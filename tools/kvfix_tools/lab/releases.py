@@ -50,7 +50,7 @@ _DRAWN = {
 #: Releases whose server drops silent workers (`worker_registration_grace_seconds`), and releases whose transfer context
 #: on CUDA waits for its stores (LMCacheDrivenTransferContext.flush_inflight_stores, which is `pass` up to 0.5.5).
 FORGETS, FLUSHES = {"lmcache": ">=0.5.0"}, {"lmcache": ">=0.5.6"}
-#: Releases that call the hooks of any other connector in this order, with these tensors.
+#: Releases that call the hooks of any other connector in the lab's order, with the lab's tensors.
 ANY_SINCE = {"vllm": (">=0.32", "the lab knows no earlier model runner's order of hooks")}
 
 

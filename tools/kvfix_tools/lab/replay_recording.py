@@ -180,7 +180,7 @@ class _Player:
         self.short.append(f"nothing came of it in {MOST_STEPS} steps")
 
     def _seed(self, event: ev.Asked) -> int:
-        """Return a new prompt or, if vLLM had a prefix of it, the prompt of a request with as many computed tokens."""
+        """Return a new seed or, if vLLM had a prefix, the seed of a request with at least as many computed tokens."""
         if event.computed:
             for name, reached in reversed(self._reached.items()):
                 if reached >= event.computed and name in self._seeds:

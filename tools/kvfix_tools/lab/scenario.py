@@ -1,7 +1,8 @@
 """A scenario: the shortest schedule that shows one bug, and the catalogue of all scenarios.
 
-A file in `scenarios/` has a dict `SCENARIOS` of one family: {slug: scenario}, or a tuple of two if vLLM's copy of the
-connector has the bug too. A fix names its scenarios (kvfix.fixes). Listing scenarios imports neither vLLM nor LMCache.
+A file in `scenarios/` has a dict `SCENARIOS` of one family: {slug: scenario}. It has a tuple of two scenarios if vLLM's
+copy of the connector has the bug too. A fix names its scenarios (kvfix.fixes). Listing scenarios imports neither vLLM
+nor LMCache.
 """
 
 from __future__ import annotations

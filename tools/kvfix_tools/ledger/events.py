@@ -24,7 +24,7 @@ class RankDiffers(NamedTuple):
 
 
 class LeaseRead(NamedTuple):
-    """Request `reader` of the peer has loaded the blocks kept for `request`, and takes their KV for correct.
+    """Request `reader` of the peer has loaded the kept blocks of `request`, and uses their KV as correct.
 
     pushed: as in ReadsFrom.
     """

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from kvfix.ledger.events import Event
 
-#: Nanoseconds within which a release message arrives, and an engine that makes steps reads it.
+#: Maximum nanoseconds until a release message has arrived and the engine, if it makes steps, has read it.
 NOTICE = 1_000_000_000
 
 
@@ -41,7 +41,8 @@ class Reader(NamedTuple):
 
     loaded: the request has loaded the blocks.
     failed: the load has failed, or the request ended before the blocks were pushed. vLLM then sends no release message.
-    done: latest time of the end of the load or of the request, in ns of the keeping engine's clock. None if a load is
+    done: latest possible time at which the load or the request ended, in ns of the keeping engine's clock. None if a
+    load is
         in flight, the request has not ended, or the difference of the clocks has no bound.
     pushed: as in ReadsFrom.
     """

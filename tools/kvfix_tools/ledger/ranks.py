@@ -68,9 +68,10 @@ def _key(event: ev.LoadDue | ev.Stored) -> tuple[str, ...]:
 
 
 def _anchors(due: list[tuple[str, ...]], started: list[tuple[str, ...]]) -> list[tuple[int, int]]:
-    """Return pairs of indexes of the same event: keys that are unique in each record, and their equal neighbours.
+    """Return pairs of indexes of the same event: those with a unique key in both records, and equal ones next to them.
 
-    If two unique keys have another order, the records are of different engines, and no pair is certain.
+    If two unique keys have different orders in the two records, the records are of different engines, and no pair is
+    certain.
     """
     once = {key for key, count in Counter(due).items() if count == 1}
     once &= {key for key, count in Counter(started).items() if count == 1}

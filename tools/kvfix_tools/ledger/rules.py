@@ -38,7 +38,8 @@ def read_outlives_lease(history: History, event: LeaseRead) -> Outcome:
     """A peer reads blocks only while their lease lasts.
 
     A read that ends after the lease may have loaded KV of another request, which now has the blocks. Each read sends a
-    release message (nixl/pull_worker.py 0.32.0:546). If the lease timed out, the read therefore ended later. The rule
+    release message (nixl/pull_worker.py 0.32.0:546). If the lease timed out, no release message had arrived, so the
+    read ended later. The rule
     does not compare clocks. It cannot tell a write that ended in the step of the timeout from a write that went on
     (push_worker.py 0.32.0:818).
     """
@@ -98,7 +99,7 @@ def written_unawaited(history: History, event: Written) -> Outcome:
 
 @rule("KVR025", "lease-not-returned", NotReturned)
 def lease_not_returned(history: History, event: NotReturned) -> Outcome:
-    """A request that reads blocks kept by a peer releases them, also if the request ends before it reads them.
+    """A request for which a peer keeps blocks releases them, also if it ends before it reads them.
 
     Without the release message the peer keeps the blocks until their timeout, and other requests cannot use them. The
     default timeout is 30 s (nixl/base_scheduler.py 0.32.0:73). After a failed load vLLM sends no release message: this

@@ -31,7 +31,7 @@ class Refused(Exception):
 class Thread(NamedTuple):
     """A thread to stop.
 
-    wait: the `system_call` in which the thread must be, or it is left alone. "": anywhere. trap: address of a
+    wait: if the thread is not in this `system_call`, it is left alone. "": it may be anywhere. trap: address of a
     breakpoint instruction.
     """
 
@@ -86,7 +86,7 @@ class _Stopper:
             try:
                 os.setsid()
                 signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-                with suppress(PermissionError):  # only root may: a stopped thread must not wait until this has a core
+                with suppress(PermissionError):  # root only: a stopped thread must not wait for this to get a core
                     os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
                 for at in (0, 1, 2):
                     os.dup2(os.open(os.devnull, os.O_RDWR), at)

@@ -61,7 +61,7 @@ else:
     os.rename(answer, folder + "/answer")
 """
 #: Content of the file `code` after the caller's timeout, when the call is still in the queue. It removes the folder at
-#: once, also with files of a later caller, which checks that the folder still exists.
+#: once, even if it has files of a later caller. That caller checks that the folder still exists.
 _GIVEN_UP = """
 import os
 gone = {folder!r} + "-gone"

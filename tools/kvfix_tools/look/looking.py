@@ -74,7 +74,10 @@ def why_none(pid: int) -> str:
 
 
 def _root(pid: int) -> int:
-    """Return the process that started the engine. vLLM names its child processes, or multiprocessing starts them."""
+    """Return the process that started the engine.
+
+    kvfix knows a child process by vLLM's name for it, or by multiprocessing in its command.
+    """
     try:
         process = psutil.Process(pid)
         while (parent := process.parent()) is not None and parent.pid > 1:

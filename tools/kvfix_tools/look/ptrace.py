@@ -46,7 +46,7 @@ class Machine(NamedTuple):
     returns: the return address; None if it is on the stack.
     vectors: the register set with all vector registers.
     trap, multiple: the breakpoint instruction, and the alignment of its address in bytes.
-    back: bytes between the program counter of a thread stopped in a system call and the return from this call.
+    back: bytes from the program counter of a thread stopped in a system call to the address to which this call returns.
     """
 
     arguments: tuple[int, ...]

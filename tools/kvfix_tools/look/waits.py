@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 def first_refused(engine: Engine) -> str:
-    """Return the first request that the scheduler has no blocks for, and behind which other requests wait; or ""."""
+    """Return the first request that waits for blocks, if the scheduler has too few free blocks for it; else "".
+
+    Other requests wait behind it.
+    """
     row = next((each for each, kind in owed.waits(engine) if kind == PLACE), None)
     short = row is not None and row["needs"] is not None and row["needs"] > engine.scheduler["pool"]["free"]
     return str(row["id"]) if row is not None and short else ""
@@ -55,7 +58,7 @@ def waits_for(engine: Engine, row: dict[str, Any]) -> str:
 
 
 def seconds_to_look(looks: Sequence[Look]) -> float:
-    """Return for how many seconds to look on until a verdict is sure; 0 if there is one, or no problem is suspected."""
+    """Return how many more seconds a sure verdict needs; 0 if there is one, or no problem is suspected."""
     if standstill.verdicts(looks):
         return 0.0
     looks = of_these_hooks(looks)

@@ -179,7 +179,7 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
 def plain(size: int, device: torch.device) -> tuple[float, float]:
     """Return the seconds of a plain copy of this size to pinned memory, and back, measured once in a run.
 
-    The fastest copy counts, without the first one.
+    The first copy is ignored. The fastest of the other copies counts.
     """
     on_device = torch.zeros(size, dtype=torch.uint8, device=device)
     on_host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")

@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     add("--inject", choices=tuple(FAULTS), help="plant this fault, which the test must find")
     add("--no-fixes", action="store_true", help="test LMCache and vLLM as released, without the fixes of kvfix")
     add("--json", action="store_true", help="print JSON")
-    add("--list", action="store_true", help="list the backends, and what they need that is missing here")
+    add("--list", action="store_true", help="list the backends, and what each of them lacks here")
     return options
 
 
@@ -164,7 +164,7 @@ def measure(backend: Backend, device: torch.device, gib: float | None, seed: int
     """
     cell = Cell(backend.name, layout="nhd", slots="blocks", seed=seed, **MODEL)  # type: ignore[arg-type]
     wanted, chunk = (DEFAULT_GIB[device.type] if gib is None else gib) * (1 << 30), int(cell.chunk)
-    # Pinned memory is allocated in powers of two, so the guard bands must fit too.
+    # Pinned memory is allocated in powers of two. So the KV and its guard bands together must fit into the wanted size.
     chunks = max(1, int(wanted // (cell.geometry().token_bytes(chunk) + 2 * BAND * WORD)))
     cell = replace(cell, tokens=str(chunks * chunk))
     try:

@@ -1,4 +1,4 @@
-"""Stand-ins for code that needs a GPU: streams that do everything at once, and the driver's copies by memmove.
+"""Stand-ins for code that needs a GPU: streams that do all work immediately, and memmove for the driver's copies.
 
 With the stand-ins, code of LMCache or vLLM that asserts CUDA tensors runs on CPU tensors. The rest of the code is as
 installed, and the report names the stand-ins.
@@ -94,7 +94,7 @@ def on_cpu(module: ModuleType, **names: Any) -> None:
 
 
 def _take_code(old: Any, new: Any) -> None:
-    """Replace the code of a function, or of each function of a class, under its decorators."""
+    """Replace the code of a function, or of each function of a class. The decorators stay."""
     if isinstance(new, type):
         for name, value in vars(new).items():
             _take_code(vars(old)[name], value)

@@ -1,7 +1,7 @@
 """kvfix's fixes during the round trip, and known bugs that make cells fail.
 
 The fixes are applied as in an engine with `kvfix.apply()`, unless `--no-fixes` is given, and the report names them.
-Without kvfix, LMCache and vLLM run as released. A cell that shows a known bug also fails.
+Without kvfix, LMCache and vLLM run as released. A cell that shows a known bug still counts as failed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from kvfix_tools.roundtrip.cell_check import Result
 
 @contextlib.contextmanager
 def applied(wanted: bool) -> Iterator[None]:
-    """Apply the fixes in this process and its child processes, or in none. The mode in the variable KVFIX wins."""
+    """Apply the fixes in this process and its child processes, or in none.
+
+    If the fixes are wanted, the mode is the one in the variable KVFIX, by default `fix`.
+    """
     try:
         import kvfix
     except ImportError:

@@ -1,7 +1,7 @@
 """The layouts of KV in memory, each defined by the order of its axes.
 
-The innermost axis has the elements of one head, a *row*, which is contiguous in every layout of vLLM and LMCache. So a
-layout is an order of rows. The coordinates of a row say which content the row has.
+The innermost axis has the elements of one head. They are a *row*, which is contiguous in every layout of vLLM and
+LMCache. So a layout is an order of rows. The coordinates of a row say which content the row has.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ LAYOUTS = {
         _layout("mla", "block offset"),
         _layout("one-tensor", "layer kv block offset head"),
         _layout("block-outermost", "block layer kv offset head"),
-        # The pool of hybrid models, and vLLM's BLNHC. For each layer, the other layers are padding between its blocks.
+        # The pool of hybrid models, and vLLM's BLNHC. Between two blocks of a layer is the KV of the other layers.
         _layout("packed-pool", "block layer offset head kv", "block layer offset head kv*element"),
     )
 }

@@ -1,4 +1,4 @@
-"""The matrix: its axes, its cells, and the selection of all cells or of enough cells for every pair of values."""
+"""The matrix: its axes and cells. A run uses all cells, or enough cells that every pair of values occurs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "skip": SKIPS,
 }
 PRIME = 211
-#: Minimum bytes of each layer's K, because LMCache's layerwise connector rounds a buffer of this size up to 4 KiB.
+#: Minimum bytes of each layer's K. LMCache's layerwise connector rounds a buffer of the size of K up to 4 KiB.
 LEAST = 8192
 Axes = dict[str, tuple[str, ...]]
 

@@ -133,7 +133,10 @@ def _words(region: Region, numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _known(region: Region, numbers: torch.Tensor) -> torch.Tensor:
-    """Return True for identities that exist in this region. A random word is one in less than 1 of 2**30 cases."""
+    """Return True for identities that exist in this region.
+
+    A random word has an identity of this region in less than 1 of 2**30 cases.
+    """
     who, sizes = Identity.of(numbers), region.geometry
     generation = (who.generation <= element.OTHER) | ((who.generation >= POISON) & (who.generation <= GUARD))
     return (

@@ -44,7 +44,7 @@ ON_CUDA = {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.1, "k
 READY = "LMCache cache server is running"
 #: Options with which the server of the newest LMCache accepts the worker's transfer mode.
 ANY_MODE = ("--supported-transfer-mode", "auto")
-#: Maximum seconds until the blocks of the last requests are stored and free. Storing takes a step.
+#: Maximum seconds until the blocks of the last requests are stored and free. A store ends only in a step of the engine.
 STORING = 20
 #: Maximum seconds until the server answers.
 SERVER_LIMIT = 180
@@ -133,7 +133,8 @@ def in_process(chunk: int, **settings: Any) -> dict[str, Any]:
         "local_cpu": True,
         "max_local_cpu_size": 0.2,
         "save_unfull_chunk": False,
-        # The default hashes None, whose hash is an address before Python 3.12. Then scheduler and worker never agree.
+        # The default algorithm hashes None. Before Python 3.12 this hash is an address, so scheduler and worker never
+        # agree.
         "pre_caching_hash_algorithm": "sha256_cbor",
         **settings,
     }
@@ -236,7 +237,10 @@ def wait_for(text: str, log: Path, process: subprocess.Popen[Any], limit: float)
 
 
 def free_port() -> int:
-    """Return a port below those for outgoing connections, so that it is still free when a server uses it."""
+    """Return a free port.
+
+    It is below the ports for outgoing connections, so no connection takes it before a server uses it.
+    """
     while True:
         port = random.randrange(20000, 32768)
         with socket.socket() as taken, contextlib.suppress(OSError):

@@ -4,9 +4,9 @@ A GPU does not compute a prompt twice with the same last bits, because the order
 run measures this noise. A *control* is the difference between two answers to one prompt: computed, and from the GPU's
 own prefix cache. The connector takes no part in a control.
 
-The only assumption is that the difference of a right answer from the connector has the distribution of a control. Then
-every order of the differences by size is equally likely, and the error rates below are exact bounds. A difference
-counts only above `MARGIN` times the largest control, so the assumption may be wrong by this factor.
+The only assumption: if answers with KV from the connector are right, their differences have the distribution of the
+controls. Then every order of the differences by size is equally likely, and the error rates below are exact bounds. A
+difference counts only above `MARGIN` times the largest control, so the assumption may be wrong by this factor.
 """
 
 from __future__ import annotations
@@ -100,10 +100,10 @@ class Judge:
         return size > FAR * self.noise
 
     def first_test(self, pairs: Sequence[float]) -> bool:
-        """Return True if too many differences are above every control to be chance.
+        """Return True if more differences are above every control than chance can explain.
 
-        pairs: differences of prompts that have a control. The probability is that the m largest of n + N differences
-        are all among the N.
+        pairs: differences of prompts that have a control. The test uses this probability: of n controls and N pairs,
+        the m largest differences are all pairs.
         """
         above = sum(map(self.exceeds, pairs))
         return above > 0 and _all_on_one_side(above, len(pairs), len(self.controls)) < FALSE_ALARMS / 2

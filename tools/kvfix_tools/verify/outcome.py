@@ -53,7 +53,8 @@ class Outcome:
     expected, hits: minimum and actual number of tokens from the connector in the warm round. hits is None if requests
         of other clients hide the number.
     shared_with: an adapter that got KV of another adapter.
-    not_numbers: number of first prompts whose answer became NaN with KV from the connector. NaN stays in the engine's
+    not_numbers: number of prompts of the survey whose answer became NaN with KV from the connector. NaN stays in the
+    engine's
         memory, and spoils the later rounds.
     """
 

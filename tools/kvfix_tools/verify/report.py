@@ -41,7 +41,7 @@ def verdict(outcome: Outcome) -> int:
 
 
 def why_not(outcome: Outcome) -> str:
-    """Return why the answers prove nothing, although no wrong answer is confirmed; "" if they prove something."""
+    """No wrong answer is confirmed: return why the answers prove nothing; "" if they prove something."""
     judge = outcome.judge
     if outcome.hits is None:
         return (

@@ -26,7 +26,7 @@ SURVEY, SURVEYS = 8, 3
 SUSPECTS = 3
 #: Minimum number of controls to know the noise.
 FEWEST_CONTROLS = 12
-#: In the load round, one of EVERY requests is aborted, and one of EVERY requests has a long answer.
+#: Of each EVERY requests in the load round, one is aborted and one has a long answer.
 EVERY = 4
 NEVER_ASKED = "vLLM never asked a connector. Start vLLM with --kv-transfer-config and kv_role kv_both"
 NOT_COUNTED = (
@@ -274,7 +274,7 @@ class Rounds:
         return metrics
 
     def _is_clean(self, reply: Reply, from_connector: int | None) -> bool:
-        """Return True if none of the tokens of an answer from the GPU's own prefix cache came from the connector.
+        """Return True if an answer from the GPU's own prefix cache used no token from the connector.
 
         If other clients hide the number, the length decides. If a prompt is one token longer than whole blocks, the
         GPU's cache serves all its tokens except the last.

@@ -13,17 +13,17 @@ from kvfix_tools.doctor import checks
 from maintain import scenario_matrix
 from maintain.documentation import code_pages, contract_pages, error_index, released_table, support_matrix
 
-#: Where the page of kvfix doctor has its checks.
+#: Mark in the page of kvfix doctor that its checks replace.
 CHECKS = "<!-- the checks -->"
-#: At the top of the repository, and the page that each becomes.
+#: {file at the top of the repository: the page that it becomes}
 TOP = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md",
        "SECURITY.md": "security.md"}  # fmt: skip
 
 
-#: Where the page of kvfix conform has its example, and what the kit says of vLLM's connectors.
+#: Marks in the page of kvfix conform: its example, and its verdicts on vLLM's connectors, replace them.
 CONNECTOR = "<!-- the connector -->"
 CONNECTORS = "<!-- the table of connectors -->"
-#: Where the page of what is found as released has it.
+#: Mark in docs/released.md that the table of the fuzzer's findings replaces.
 RELEASED = "<!-- what is found as released -->"
 
 
@@ -40,7 +40,7 @@ def pages(root: Path) -> dict[str, str]:
 
 
 def filled(text: str) -> str:
-    """A page with what is made for it, where it has a mark."""
+    """Return the page, with generated text in place of each mark."""
     makers = {
         CHECKS: _checks,
         CONNECTOR: contract_pages.connector,
@@ -59,6 +59,6 @@ def _checks() -> str:
 
 
 def _relinked(text: str) -> str:
-    """Links from the top of the repository lead to the pages."""
+    """Change the links of a file at the top of the repository, so that they lead to the pages."""
     text = text.replace("](docs/", "](")
     return re.sub(r"\]\((\w+\.md)", lambda found: f"]({TOP.get(found[1], found[1])}", text)

@@ -38,7 +38,7 @@ engine ([modes](../engine.md)); the lab, `kvfix replay` and `kvfix-diagnose` use
 """
 
 
-#: {connector: component of its findings}, as the files of known problems are named.
+#: {connector: component of its findings}. A component is the name of a file of known problems.
 _COMPONENTS = {
     "LMCacheConnectorV1": "lmcache",
     "LMCacheMPConnector": "lmcache-server",

@@ -12,7 +12,8 @@ from maintain.documentation.markdown import links, prose, table
 HEAD = """# What a connector must keep
 
 A KV connector for vLLM is a class with hooks (`vllm/distributed/kv_transfer/kv_connector/v1/base.py`, "base" below).
-What must hold of them that base class says in part, and the scheduler (`v1/core/sched/scheduler.py`, "sched") assumes.
+The base class says only in part what the hooks must do. The scheduler (`v1/core/sched/scheduler.py`, "sched") assumes
+the rest.
 Lines are those of vLLM 0.32.0. [kvfix conform](conform.md) tests each rule on a connector of yours.
 
 """

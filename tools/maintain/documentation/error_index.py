@@ -1,4 +1,4 @@
-"""The index of messages: the text that is in a log, and which finding and fix that is.
+"""The index of messages: for each text in a log, its findings and fixes.
 
 Messages are the releases' own statements that a finding looks at (statements.json), and those that a fix quotes as its
 symptom.
@@ -16,11 +16,11 @@ from kvfix_tools.diagnose import findings, grammar, statements
 from kvfix_tools.diagnose.findings import LogRule, Severity
 from maintain.documentation.markdown import code, filtered, link, links
 
-#: Kinds of lines that are in every log; only their numbers matter, and kvfix-diagnose reads those.
+#: Kinds of lines that every log has. Only the numbers in them matter, and kvfix-diagnose reads the numbers.
 _ORDINARY = {"asked", "retrieved", "stats"}
-#: Names of the texts of exceptions.
+#: Names of the grammar's messages that are texts of exceptions.
 RAISED = {message.name for message in grammar.MESSAGES if message.source == "raised"}
-#: Markdown for code: a text between backticks, or one with a backtick between double backticks.
+#: Markdown for code: a text between backticks. If the text has a backtick, it is between double backticks.
 _SPAN = re.compile(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)", re.S)
 #: Beginnings of spans that are no messages: ends of a message, commands, options.
 _NO_MESSAGES = ("...", ", ", "kvfix ", "py-spy ", "lmcache server", "--", "POST ")
@@ -39,7 +39,7 @@ class Entry(NamedTuple):
 
     @property
     def severity(self) -> Severity | None:
-        """The worst of its findings; None: no finding has it."""
+        """The severity of its worst finding; None if it has no finding."""
         return min((rule.severity for rule in self.rules), key=lambda severity: severity.value, default=None)
 
 
@@ -91,7 +91,7 @@ def _quoted(fix: Fix) -> list[str]:
 
 
 def _kind(span: str) -> str:
-    """Name of the kind of line of which this is a part; "": of none."""
+    """Return the kind of line to which this text belongs; "" if there is none."""
     for message in grammar.MESSAGES:
         literal = message.literal.decode().strip()
         if len(literal) > 12 and literal in span:

@@ -1,4 +1,4 @@
-"""Markdown, written: links from one made page to another, tables, sections, spans of releases."""
+"""Write markdown: links between generated pages, tables, sections, spans of releases."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
 
 
 def link(code: str, up: str = "../") -> str:
-    """To the page of a fix, finding or rule. up: from this page to the top."""
+    """Return a link to the page of a fix, finding or rule. up: from this page to the top."""
     return f"[{code}]({up}{FOLDERS[code[:3]]}/{code.lower()}.md)"
 
 
@@ -20,7 +20,7 @@ def links(codes: Iterable[str], up: str = "../") -> str:
 
 
 def code(text: str) -> str:
-    """As code in a cell of a table, whatever is in it."""
+    """Return any text as code for a cell of a table."""
     fence = "``" if "`" in text else "`"
     return f"{fence}{text}{fence}".replace("|", "\\|").replace("\n", " ")
 
@@ -45,11 +45,11 @@ def sections(parts: dict[str, str]) -> str:
 
 
 def prose(text: str) -> str:
-    """A docstring: a list may follow its sentence without a blank line there, and not in markdown."""
+    """Return a docstring as markdown, which needs a blank line between a sentence and its list."""
     return re.sub(r"(?m)^([^-\s].*)\n(?=- )", r"\1\n\n", text.strip())
 
 
 def span(releases: Sequence[str], among: Sequence[str]) -> str:
-    """`0.3.9 to 0.3.11, 0.4.1`: those of a sorted list, as runs of it."""
+    """Return the releases as runs of the sorted list `among`: `0.3.9 to 0.3.11, 0.4.1`."""
     runs = [list(run) for inside, run in groupby(among, key=lambda release: release in releases) if inside]
     return ", ".join(run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)

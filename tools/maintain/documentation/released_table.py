@@ -8,7 +8,7 @@ from maintain import released_findings
 from maintain.documentation.markdown import link, links, table
 from maintain.released_findings import Found
 
-#: Of a row without one.
+#: Shown in place of the fixes if a row has none.
 _TOGETHER = "more than one"
 
 

@@ -37,7 +37,7 @@ def download(folder: Path) -> None:
 
 
 def make(folder: Path, wheels: list[Path]) -> dict[str, int]:
-    """Put these wheels and the scripts into folders of this one. Return the bytes of each.
+    """Put these wheels and the scripts into subfolders of `folder`. Return the bytes of each subfolder.
 
     Raises ValueError if a folder is larger than LIMIT.
     """

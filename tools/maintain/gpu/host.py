@@ -48,7 +48,7 @@ def importable(done: steps.Steps, module: str) -> None:
     try:
         importlib.import_module(module)
         done.add(module, True, f"imported in {time.monotonic() - start:.0f} s")
-    except Exception as error:  # noqa: BLE001 - whatever it raises is what there is to report
+    except Exception as error:  # noqa: BLE001 - any exception is reported
         done.add(module, False, f"{type(error).__name__}: {error}")
 
 

@@ -84,7 +84,7 @@ RUNS: dict[str, list[tuple[str, str, Callable[[RunReport], bool]]]] = {
     ],
     "vllm": [("matrix", "--backend vllm-simple vllm-offload --gib 4", passes)],
 }
-#: On CPU tensors, to test the scripts.
+#: Smaller sizes for CPU tensors, to test the scripts.
 SMALL = {"--gib 32": "--gib 0.03", "--gib 4": "--gib 0.03", "--tokens 8192": "--tokens 512"}
 
 

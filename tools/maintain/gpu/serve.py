@@ -28,7 +28,7 @@ from maintain.gpu import steps
 
 #: Requests of one run, requests at once, tokens of a prompt and of an answer, and pairs of runs.
 REQUESTS, CLIENTS, PROMPT, ANSWER, PAIRS = 64, 16, 400, 48, 8
-#: On CPU tensors, to test the scripts.
+#: Smaller numbers for CPU tensors, to test the scripts.
 FEW = {"REQUESTS": 8, "CLIENTS": 4, "PAIRS": 1}
 #: Seconds for a server to start, and for `kvfix verify`.
 STARTED, VERIFIED = {"cuda": 110, "cpu": 600}, {"cuda": 60, "cpu": 300}
@@ -129,7 +129,7 @@ def serve(done: steps.Steps, folder: Path, device: str, servers: dict[str, Any])
 
 
 def load(port: int, requests: int, clients: int, seed: int) -> float:
-    """Return the seconds for so many requests. LMCache has every second prompt, from the previous run."""
+    """Return the seconds for so many requests. Every second prompt has a seed of the run before."""
     from kvfix_tools.roundtrip.real_engine import prompt
 
     prompts = [prompt(PROMPT, (seed - number % 2) * requests + number + 1) for number in range(requests)]

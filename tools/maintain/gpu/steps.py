@@ -1,4 +1,4 @@
-"""The part of a stage's process: its device, and a line of JSON for each of its steps."""
+"""For the process of a stage: read its device, and print a line of JSON for each of its steps."""
 
 from __future__ import annotations
 

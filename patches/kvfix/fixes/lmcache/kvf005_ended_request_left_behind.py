@@ -47,7 +47,8 @@ def fix_scheduler(adapter: Any) -> Wrapper:
             impl.lookup_client.clear_lookup_status(name)
         return answer
 
-    # An admitted request has none, except for the last two of a resumed one. Every lookup adds one of the first two.
+    # An admitted request is in none of the three, but a resumed one can be in the last two. Every lookup adds the
+    # request to one of the first two.
     return after(
         request_finished,
         when=lambda impl, answer, request, *_, **__: (

@@ -40,7 +40,7 @@ from kvfix.wrapping import GO_ON
 
 
 class Failed:
-    """Blocks whose load failed in the last steps of a worker: all steps that vLLM schedules before it gets the report.
+    """The failed blocks of a worker's last steps: as many steps as vLLM schedules before it gets the report.
 
     The metadata object identifies a step. It stays bound until the step is saved and asked for its failed blocks, in
     either order. Without asynchronous scheduling vLLM gets the report before it schedules the next step: one step.
@@ -70,7 +70,7 @@ def _saves_end(impl: Any, *_: Any, **__: Any) -> Any:
 
 @fix_after(when=lambda impl, *_, **__: impl.use_layerwise and _some_failed(impl), on_fault=_saves_end)
 def fix_layers(impl: Any, answer: Any, *_: Any, **__: Any) -> Any:
-    """Wrap the save by layers, which begins at the first layer."""
+    """Act before the save by layers, which begins at the first layer."""
     _store_nothing_of_failed(impl)
     return answer
 
@@ -100,7 +100,7 @@ def _saves_end_later(impl: Any, *_: Any, **__: Any) -> Any:
     return GO_ON
 
 
-# A step that computes nothing saves nothing, but vLLM asks it for its failed blocks too: it counts.
+# A step that computes nothing saves nothing. But vLLM asks for its failed blocks too, so it counts as a step.
 @fix_after(
     when=lambda impl, blocks, *_, **__: blocks or getattr(impl, "_kvfix_failed", None), on_fault=_saves_end_later
 )

@@ -40,7 +40,7 @@ def _answered(client: Any, lookup_id: str) -> Steps:
     if given_up(client, lookup_id):
         return 0
     answer = yield
-    if given_up(client, lookup_id):  # by the hook: cancel it, as 0.4.1 does
+    if given_up(client, lookup_id):  # the hook gave up: cancel as in 0.4.1
         client.cancel_lookup(lookup_id)
     return answer
 

@@ -7,8 +7,8 @@ local cpu backend. Local cpu memory is under pressure.`
 ## Cause
 A lookup with a hit fetches and pins the chunks. If vLLM's own prefix cache has at least as many tokens as the hit,
 LMCache loads nothing. Only a load or the clean-up of an aborted lookup releases the chunks, and neither releases the
-pins (0.3.15 cache_engine.py:1295). From 0.3.10.post1 on, the clean-up releases no chunk at all, because it takes pairs
-of key and chunk for chunks: `Error releasing memory object: 'tuple' object has no attribute 'ref_count_down'`.
+pins (0.3.15 cache_engine.py:1295). From 0.3.10.post1 on, the clean-up releases no chunk at all, because it treats each
+pair of key and chunk as a chunk: `Error releasing memory object: 'tuple' object has no attribute 'ref_count_down'`.
 
 ## Fix
 When the pins of the request are released at the end of its step, the fix also releases the chunks that were fetched and

@@ -12,8 +12,9 @@ cache_engine.py:935) unpins what it has loaded, and so does `retrieve_layer` wit
 pinned. If another waiting request has a pin on the same chunk, this other request loses its pin.
 
 ## Fix
-When a load begins, the fix adds one pin to each chunk of the CPU cache that the request's lookup has pinned, and
-releases it if the load does not. For loads by layers, it also passes on the request id (0.5.6 vllm_v1_adapter.py:842).
+When a load begins, the fix adds one pin to each chunk of the CPU cache that the request's lookup has pinned. If the
+load does not release this pin, the fix does. For loads by layers, it also passes on the request id (0.5.6
+vllm_v1_adapter.py:842).
 
 ## Releases
 LMCache 0.5.2 to 0.5.5; with `use_layerwise` 0.4.3 to 0.5.6.
@@ -43,8 +44,8 @@ _LOADS = "_kvfix_loads"
 class _Load:
     """The pins that the fix adds for one load, and the pins that the load itself releases.
 
-    `with load:` surrounds each stretch of the load's own code. Other threads release pins of the chunk meanwhile, and
-    loads by layers run in turn, so only a release within the stretch, by its thread, is one of this load.
+    `with load:` surrounds each stretch of the load's own code. Meanwhile other threads can release pins of the chunk,
+    and loads by layers run in turn. So a release belongs to this load only if its thread makes it within the stretch.
     """
 
     def __init__(self, chunks: list[Any]) -> None:

@@ -7,7 +7,7 @@ with an error. Some chunks are never stored, and no hit of a prompt goes beyond 
 ## Cause
 The lookup skips the chunks that vLLM has computed and adds their tokens to the hit (0.3.11
 lmcache_lookup_client.py:190-243). LMCache may not have these chunks. The client caches the sum for the next lookup of
-the request. vLLM may have evicted the computed tokens by then. The sum also counts as stored.
+the request. vLLM may have evicted the computed tokens by then. LMCache also counts the tokens of the sum as stored.
 
 ## Fix
 The lookup asks for all chunks, as in the releases before and after.
@@ -63,6 +63,6 @@ FIX = Fix(
     ),
     evidence={"KVD302": ""},
     scenarios=("lookup-skips-computed",),
-    # As released, 0.3.11 forgets what was found where vLLM has it too.
+    # As released, 0.3.11 forgets the chunks that it found, if vLLM has them too.
     changes_healthy=("v1",),
 )

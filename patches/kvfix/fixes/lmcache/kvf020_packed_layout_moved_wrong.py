@@ -36,7 +36,7 @@ from kvfix.fixes.api import Fix, Steps, Wrapper, fix_after, fix_around
 from kvfix.fixes.targets import CACHE_ENGINE, GPU_CONNECTOR_V2, GPU_CONNECTOR_V3, STORAGE_MANAGER
 from kvfix.wrapping import around, instead
 
-#: Of a memory object: it was not filled. Of a connector: the tokens that were not loaded.
+#: Attribute of a memory object that was not filled. On a connector, it holds the tokens that were not loaded.
 _EMPTY = "_kvfix_empty"
 
 
@@ -164,7 +164,7 @@ def scatter(torch: Any, tensor: Any, caches: Any, slots: Any, skip: int) -> None
 
 
 def _layers(torch: Any, tensor: Any, caches: Any) -> Iterator[tuple[Any, Any, int]]:
-    """For each layer: its tensor [tokens, 2, heads, n], its cache [blocks, block, 2, heads, n], its block."""
+    """For each layer: its tensor [tokens, 2, heads, n], its cache [blocks, block, 2, heads, n], its block size."""
     heads, block, width = caches[0].shape[1:]
     word = _word(torch, [*caches, tensor], width * caches[0].element_size() // 2)
     held = tensor.view(2, len(caches), -1, tensor.shape[3] * tensor.shape[0] // 2).view(word)
@@ -177,7 +177,10 @@ def _layers(torch: Any, tensor: Any, caches: Any) -> Iterator[tuple[Any, Any, in
 
 
 def _word(torch: Any, tensors: Any, row: int) -> Any:
-    """The widest integer type that divides rows of `row` bytes: fewer elements, and one way for every KV dtype."""
+    """The widest integer type that divides rows of `row` bytes.
+
+    It gives fewer elements, and every KV dtype is moved in the same way.
+    """
     places = {row}
     for tensor in tensors:
         size = tensor.element_size()

@@ -14,7 +14,7 @@ torch_ops/mem_kernels.py:323). The operation that moves all layers rejects HND.
 ## Fix
 The fix passes a view of the KV cache with the two axes swapped, and the layout that matches it. It does not change a KV
 cache whose blocks have as many tokens as there are KV heads. Whole blocks of this cache are stored and loaded in the
-same order, which is right, and another order would make stored chunks wrong.
+same order, so their KV is right. Another order would make chunks wrong that are already stored.
 
 ## Releases
 LMCache 0.5.0 to 0.5.6.
@@ -43,7 +43,10 @@ def fix(held: Any, cache: Any, slots: Any, direction: Any, layout: Any, token_ma
 
 
 def shows_bug(hook: Any, operations: Any) -> bool:
-    """The token in slot 1, two heads, blocks of one: no index is out of range. Right is the two rows of the token."""
+    """The token in slot 1, with two heads and blocks of one token: no index is out of range.
+
+    Right is the two rows of the token.
+    """
     if getattr(hook, "__module__", operations.__name__) != operations.__name__:
         return False  # re-exported by a package (0.5.6): another target has the module that defines it
     import torch  # the module has imported it
@@ -66,7 +69,8 @@ FIX = Fix(
         )
     ),
     proof="tests/runtime/test_packed_layout.py, on LMCache's own kernels: the lab moves hashes, not tensors",
-    # The operation has no answer for "not moved", and a worker must not raise. An error of this fix is as released.
+    # The operation has no answer for "not moved", and a worker must not raise. After an error of this fix, the
+    # function's own answer is used.
     on_fault="original",
     attaches=AT_START,  # what it stored before would be loaded in the other order
 )

@@ -61,6 +61,6 @@ FIX = Fix(
     targets=(REQUEST_TRACKER.from_new_request(broken=">=0.3.9", probe=shows_bug, fix=fix),),
     evidence={"KVR004": ""},
     scenarios=("resumed-as-new-loses-tokens",),
-    # With model runner V2, what a resumed request has generated and computes again is stored, as it is with V1.
+    # With model runner V2, LMCache then stores the generated tokens that a resumed request computes again, as with V1.
     changes_healthy=("v1",),
 )

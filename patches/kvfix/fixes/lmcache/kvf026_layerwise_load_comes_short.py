@@ -45,7 +45,7 @@ def fix(impl: Any, *_: Any, **__: Any) -> Steps:
 
     def retrieve_layer(tokens: Any, mask: Any = None, **more: Any) -> Any:
         layers, request = load(tokens, mask, **more), engine_log.guarded(_WHERE, find, tokens)
-        if request is None:  # an error of `find`: which load this is, is not known
+        if request is None:  # an error of `find`: the load is unknown
             engine_log.guarded(_WHERE, _closed.worker_loads_fail, impl)
             return layers
         return _layers(impl, layers, request, mask)
@@ -73,7 +73,8 @@ def _layers(impl: Any, layers: Any, request: Any, mask: Any) -> Iterator[Any]:
 def _report(impl: Any, request: Any, mask: Any, first: Any) -> int:
     """Record the blocks that will not be loaded, and return how many tokens will be.
 
-    first: their number; None if there are none. LMCache that is unhealthy yields a mask at once, of no token.
+    first: the number of these tokens, or None if there are none. An unhealthy LMCache yields a mask without tokens at
+    once.
     """
     loaded = 0 if first is None or first.dim() else int(first)
     start = len(mask) - int(mask.sum())

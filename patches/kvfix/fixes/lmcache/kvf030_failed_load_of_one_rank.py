@@ -47,7 +47,10 @@ _STORE_NOTHING = "_kvfix_store_nothing"
 
 
 class Unsaved:
-    """The saves that wait for the reports of all ranks, one for each request: a save has all its tokens."""
+    """The saves that wait for the reports of all ranks.
+
+    There is one for each request, with all tokens of the request.
+    """
 
     def __init__(self, config: Any) -> None:
         self.in_flight = scheduling.most_in_flight(config)
@@ -69,7 +72,7 @@ class Unsaved:
     def put_off(self, meta: Any) -> None:
         """Let a later step save this, and not the current step."""
         setattr(meta, _STORE_NOTHING, True)
-        if not meta.save_spec.can_save:  # a kv_producer would store it all the same; it is part of the next save
+        if not meta.save_spec.can_save:  # a kv_producer would store it anyway; the next save includes it
             return
         later = copy.copy(meta)
         delattr(later, _STORE_NOTHING)
@@ -157,7 +160,7 @@ def stores_all_the_same(hook: Any, adapter: Any) -> bool:
 
 
 def rollback_is_not_recorded(hook: Any, scheduler: Any) -> bool:
-    """One running request with a save that waits, its first block has failed: it is rolled back, and still saved."""
+    """The hook rolls back a request with a waiting save, whose first block has failed. Wrong is to keep the save."""
     saves = {stubs.NAME: None}
     _scheduler.roll_back_one(hook, stubs.Stub(**{_UNSAVED: stubs.Stub(saves=saves)}))
     return bool(saves)

@@ -35,7 +35,7 @@ from kvfix.fixes.targets import ASYNC_LOOKUP_CLIENT
 from kvfix.wrapping import instead
 
 
-# The clean-up takes the lookup out of `aborted_lookups` before it clears it.
+# The clean-up removes the lookup from `aborted_lookups` before it clears the lookup.
 @fix_around(when=lambda client, lookup_id: lookup_id in client.aborted_lookups)
 def fix(client: Any, lookup_id: str) -> Any:
     return instead(None)

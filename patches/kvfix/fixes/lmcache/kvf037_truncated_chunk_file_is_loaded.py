@@ -65,7 +65,7 @@ def fix_read(backend: Any, key: Any, buffer: Any, path: str) -> Steps:
     if bytes(end) == mark:
         if entry is not None:  # LMCache deletes the entry of a missing file, and the caller of read_file needs it
             backend.dict.setdefault(key, entry)
-    elif os.path.getsize(path) >= size:  # the end of the file may be within the mark
+    elif os.path.getsize(path) >= size:  # a short file may end within the mark
         _READS.short -= 1
     return answer
 
@@ -75,7 +75,7 @@ def _read(load: Any, *args: Any, **kwargs: Any) -> tuple[Any, bool]:
     before, answer = _READS.short, None
     try:
         answer = load(*args, **kwargs)
-    except OSError:  # of the disk: no file that is whole either
+    except OSError:  # the disk failed: the file is not whole
         if _READS.short == before:
             raise
     return answer, _READS.short == before
@@ -93,7 +93,7 @@ def fix_load(load: Any, *args: Any, **kwargs: Any) -> Any:
 
 @fix_calls
 def fix_prefetch(load: Any, *args: Any, **kwargs: Any) -> Any:
-    """Load chunk after chunk, up to the first that is not whole. LMCache takes a shorter list for fewer chunks."""
+    """Load chunk after chunk, up to the first that is not whole. For LMCache, a shorter list means fewer chunks."""
     where, before = f"{__name__}.load_all", _READS.short
     chunks = engine_log.guarded(where, lambda: _chunks(*positional(load)(args, kwargs)[0]))
     if chunks is None:

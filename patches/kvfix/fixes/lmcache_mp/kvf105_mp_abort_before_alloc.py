@@ -85,7 +85,7 @@ def _except_for(name: str, end: Callable[..., Any]) -> Callable[..., Any]:
 def fix_step(connector: Any, scheduler_output: Any) -> None:
     adapter, looking = connector.scheduler_adapter, getattr(connector, _LOOKING)
     if not adapter.is_healthy:
-        return  # it is asked nothing, and answers that nothing was found
+        return  # the adapter asks no server, and answers: nothing found
     for name, free in list(looking.items()):
         locked = adapter.check_lookup_result(name)
         if locked is not None:

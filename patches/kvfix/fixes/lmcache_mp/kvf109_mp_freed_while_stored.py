@@ -33,9 +33,9 @@ from kvfix.wrapping import View
 
 
 def both(first: Any, second: Any) -> Any:
-    """Return one future for the stores of a request. first: the future of the earlier stores, which may be of many.
+    """Return one future for the stores of a request. first: the future of one or several earlier stores.
 
-    A request may have 1,000 stores in flight, so the future asks them in a loop and not one through the other.
+    A request may have 1,000 stores in flight, so the future asks them in a loop, without nested calls.
     """
     stores = [*getattr(first, "_kvfix_stores", (first,)), second]
 

@@ -1,7 +1,7 @@
 """Chunks stay locked until a timeout: LMCache releases the locks of a request with a `cache_salt` under another key.
 
 ## Symptom
-vLLM logs nothing. With `cache_salt`, the chunks that vLLM itself has stay read-locked in the server for the read TTL
+vLLM logs nothing. With `cache_salt`, chunks that vLLM already holds stay read-locked in the server for the read TTL
 (`read_ttl_seconds`, 300 s). Under pressure the server finds nothing to evict. Another request may lose its lock.
 
 ## Cause

@@ -9,7 +9,7 @@ The adapter keeps the ids that it has reported as done, because with asynchronou
 same id (`_returned_finished`, vllm_multi_process_adapter.py 0.5.6:2034). It removes no id, and reports none twice.
 
 ## Fix
-The fix keeps at least the last 32 ids and at most 64, and all ids of the last step in which requests ended.
+The fix keeps the last 32 to 64 ids, and always all ids of the last step in which requests ended.
 
 ## Releases
 LMCache 0.4.3 to 0.5.6, with its own connector and with vLLM's copy.
@@ -36,8 +36,8 @@ KEPT = 32
 class Recent(MutableSet[str]):
     """A bounded set of ids. When more than KEPT ids are new, they become the old ones, and the old ones are dropped.
 
-    `update` runs in every step and is the `update` of a plain set. `in` runs once for each request that ends, so it
-    drops the old ids: at most once between two updates, and never the ids of the last update.
+    `update` runs in every step and is the `update` of a plain set. `in` runs only once for each request that ends, so
+    it drops the old ids. It does so at most once between two updates, and never drops the ids of the last update.
     """
 
     def __init__(self) -> None:

@@ -37,7 +37,7 @@ from kvfix.fixes import _closed, _windows, stubs
 from kvfix.fixes.api import Fix, fix_after, note
 from kvfix.fixes.targets import LMCACHE_MP
 
-#: With more freed blocks that may still be copied a step waits anyway: each step looks at all of them.
+#: If more freed blocks than this may still be copied, a step waits anyway, because each step looks at all of them.
 _MOST = 1024
 
 
@@ -45,7 +45,7 @@ _MOST = 1024
 class Stored:
     """Blocks of a window, from token `first` on, in a store that may be in flight.
 
-    computed: tokens of the request once the last step is done, with which vLLM frees blocks at its end.
+    computed: tokens of the request after the last step. By this number vLLM frees blocks when the request ends.
     """
 
     window: tuple[int, int]
@@ -95,7 +95,7 @@ def fix(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> An
     computed, scheduled = _windows.computed(scheduler_output), scheduler_output.num_scheduled_tokens
     stores.step(computed, scheduled, connector.request_trackers)
     if stores.freed and (len(stores.freed) > _MOST or _any_in_use(connector, stores.freed)):
-        # what LMCache from 0.5.2 on reads, and what KVF106 does
+        # LMCache from 0.5.2 on reads the first flag, and KVF106 reads the second
         note(__name__, "workers wait for stores in flight: vLLM has freed their blocks")
         metadata.need_flush_before_forward = metadata._kvfix_preempted = True
     if getattr(metadata, "need_flush_before_forward", False):

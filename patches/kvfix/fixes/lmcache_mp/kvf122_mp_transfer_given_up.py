@@ -101,7 +101,7 @@ class _Unhealthy(stubs.Stub):
 
 def _unhealthy(module: Any, **more: Any) -> Any:
     """Raises LookupError for a release whose client does not watch its connection (KVF904)."""
-    if not hasattr(module, "MessagingStream"):  # for whose end it watches
+    if not hasattr(module, "MessagingStream"):  # client watches its end
         raise LookupError("the client does not watch its connection")
     attributes = vars(_mp.worker_side(**more))
     del attributes["is_healthy"]

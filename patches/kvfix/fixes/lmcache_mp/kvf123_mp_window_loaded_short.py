@@ -11,7 +11,7 @@ as loaded, and caches it under its hash. LMCache registers only the window (kv_c
 and loads only the window. The block keeps the KV of another request.
 
 ## Fix
-The fix registers the window with the server together with these tokens, in whole blocks.
+The fix registers a longer window with the server: the window plus these tokens, in whole blocks.
 
 ## Mixed roll-out
 Install the fix on all engines that share a server, or on none of them. The engines register the sliding window with the
@@ -48,7 +48,7 @@ def fix(groups: Any, sizes: list[int], layer_to_idx: Any, num_layers: int) -> li
         specs = _specs(group)
         for name in group.layer_names:
             spec = specs.get(name) or specs[""]
-            if getattr(spec, _EXTRA, 0) > 1:  # the window counts the own token of a step: one is there
+            if getattr(spec, _EXTRA, 0) > 1:  # one fits in: the window counts a step's own token
                 kept = spec.sliding_window - 1 + getattr(spec, _EXTRA)
                 whole = -(-kept // spec.block_size) * spec.block_size
                 sizes[layer_to_idx[name]] = max(sizes[layer_to_idx[name]], whole)
@@ -77,6 +77,7 @@ FIX = Fix(
     },
     attaches=AT_START,  # the windows are registered when the worker starts
     opt_in=True,
-    # It is asked once, at the start. An error cannot be told to those who look up and load later, so it is as released.
+    # The function runs once, at the start. Later lookups and loads cannot learn of an error, so the function's own
+    # answer is used.
     on_fault="original",
 )

@@ -39,7 +39,7 @@ from kvfix.fixes.targets import LMCACHE_MP
 
 @fix_after(when=_windows.has_transfers, on_fault=_closed.drop_stores)
 def fix(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> Any:
-    """Make the states null that vLLM does not have, in the stores of the step. For new and for running requests."""
+    """In the stores of the step, set each state that vLLM does not have to null. For new and for running requests."""
     states, chunk = _windows.states(connector), _mp.chunk_size(connector)
     if not states:
         return answer

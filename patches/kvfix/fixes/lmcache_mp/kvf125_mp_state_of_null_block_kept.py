@@ -13,7 +13,7 @@ are never null. So the server stores the chunk with the null block as its state,
 
 ## Fix
 The fix acts in the server. It also leaves a chunk out if the chunk's last block is null in any KV group of the object.
-The server stores only this last block of a state, and a hit reads the part of a sliding window that ends in it.
+For a state, the server stores only this last block. For a sliding window, a hit reads the part that ends in this block.
 
 Start the server with the fix: `kvfix run -- lmcache server ...`. The engines do not need the fix. Delete the files of
 the server's L2 adapters first, because chunks that were stored wrong stay wrong. With `--separate-object-groups` hits
@@ -36,7 +36,7 @@ from kvfix.fixes.api import AT_START, Fix, fix_after
 from kvfix.fixes.targets import MP_SERVER_TRANSFER
 
 
-# Every chunk is left out of the store.
+# After an error of the fix, every chunk is left out of the store.
 @fix_after(on_fault=lambda block_ids, masks, *_, **__: [[True] * len(each) for each in masks])
 def fix(
     block_ids: Any, masks: list[list[bool]], object_groups: Any, blocks_per_chunk: Any, chunks: int, null: int = 0

@@ -4,12 +4,13 @@
 Wrong text, HTTP 200, if the router lets the prefill engine generate more than one token. Nothing is logged.
 
 ## Cause
-The prefill engine sends the last of its blocks, as many as the decode engine has asked for (mooncake_connector.py
-0.32.0:1811). Each block of tokens that prefill has generated is at the end too, and shifts the whole KV by one block.
+The prefill engine sends as many blocks as the decode engine has asked for, and takes them from the end of its list
+(mooncake_connector.py 0.32.0:1811). Blocks of generated tokens are also at the end. Each of them shifts the whole KV by
+one block.
 
 ## Fix
-The worker gets only the blocks of the prompt. The fix does not handle KV groups without full attention, and engines
-with several context-parallel ranks.
+The worker gets only the blocks of the prompt. The fix does not handle KV groups without full attention, or engines with
+several context-parallel ranks.
 
 ## Releases
 vLLM 0.20 to 0.33.0. Tested: 0.32.0 and 0.33.0. In the other releases the code was read.

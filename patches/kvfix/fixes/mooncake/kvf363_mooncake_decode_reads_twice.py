@@ -40,8 +40,8 @@ def _prefill(connector: Any, params: Any) -> tuple[Any, ...] | None:
     return prefill if all(isinstance(each, str) for each in prefill) else None
 
 
-# Without the fix of request_finished, an aborted second request makes prefill free the blocks that it writes to the
-# first.
+# Without the wrapper of request_finished, an abort of the second request makes prefill free the blocks while it writes
+# them to the first.
 promise_once, end_once = _prefills.for_the_first(_prefill)
 
 

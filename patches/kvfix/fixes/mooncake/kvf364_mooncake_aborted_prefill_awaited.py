@@ -7,8 +7,9 @@ The decode engine keeps the blocks of the request for VLLM_MOONCAKE_ABORT_REQUES
 ## Cause
 At an abort the prefill's worker drops the transfer, and does not tell the decode engine that waits for it
 (mooncake_connector.py 0.32.0:2584). If the prefill was aborted before it was scheduled, the worker has no transfer. The
-`pop` then raises KeyError in a coroutine that nobody waits for. The worker does not drop the transfers that come after
-this one. The worker gets no message about a prefill that was preempted at its end and has no blocks (:1117).
+`pop` then raises KeyError in a coroutine that nobody waits for. The worker then does not drop the other transfers that
+it still has to drop in this step. The worker gets no message about a prefill that was preempted at its end and has no
+blocks (:1117).
 
 ## Fix
 If a decode request waits for the dropped transfer, or asks for it within the timeout, the prefill worker answers that
@@ -34,7 +35,7 @@ from kvfix.fixes.api import NEW_REQUESTS, Fix, Steps, fix_after, fix_around, not
 from kvfix.fixes.targets import MOONCAKE_SCHEDULER, MOONCAKE_WORKER
 from kvfix.wrapping import View
 
-#: So often it is never sent: a request whose transfer was dropped is not reported as sent.
+#: A number of sends that is never reached. So a request whose transfer was dropped is not reported as sent.
 _NEVER = 1 << 30
 
 

@@ -29,7 +29,8 @@ from kvfix.fixes import _mooncake
 from kvfix.fixes.api import Fix, fix_before, note
 from kvfix.fixes.targets import MOONCAKE_WORKER
 
-#: Seconds between two looks. An entry is removed at the second one: who waits for it comes just after it is made.
+#: Seconds between two looks. An entry is removed only at the second look, because its waiter comes just after the entry
+#: is made.
 _PAUSE = 0.25
 
 
@@ -47,7 +48,7 @@ def start_load_kv(worker: Any, metadata: Any) -> None:
 
 
 def _name(worker: Any, names: list[tuple[str, str]]) -> None:
-    """Name the entry, in the loop of the sender, before the sender takes the requests."""
+    """Write the request's id into the entry, in the loop of the sender, before the sender takes the requests."""
     for transfer, name in names:
         sent = worker.reqs_need_send.get(transfer)
         if sent is not None and not sent.p_req_id:

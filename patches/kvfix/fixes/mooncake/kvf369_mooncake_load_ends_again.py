@@ -35,7 +35,7 @@ from kvfix.fixes.api import Fix, Steps, fix_around
 from kvfix.fixes.targets import MOONCAKE_WORKER
 from kvfix.wrapping import View
 
-#: Of a load that a rank failed, while others had not settled it.
+#: Attribute of a load: why it failed at one rank, while other ranks had not reported it yet.
 _REASON = "_kvfix_reason"
 
 
@@ -93,7 +93,8 @@ FIX = Fix(
         MOONCAKE_WORKER.process_pulling_result(broken=">=0.32,<0.33", fix=process_pulling_result, place=1, helper=True),
     ),
     scenarios=("mooncake-load-ends-again",),
-    # A load that no rank settles is a request that waits for ever. After an error all is reported as released.
+    # If no rank reports a load, its request waits for ever. After an error, vLLM reports everything as it does without
+    # the fix.
     on_fault="original",
     no_patch={"vllm": "0.33.0 is right"},
 )

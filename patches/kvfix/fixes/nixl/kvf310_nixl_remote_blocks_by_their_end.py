@@ -2,8 +2,8 @@
 
 ## Symptom
 Requests return wrong text without any message. This happens if the prefill engine has generated more than one token, or
-has had another prompt. If the prefill engine has fewer blocks than the decode engine needs, the decode engine's worker
-dies with `AssertionError` in `_apply_prefix_caching`.
+has computed a different prompt than decode. If the prefill engine has fewer blocks than the decode engine needs, the
+decode engine's worker dies with `AssertionError` in `_apply_prefix_caching`.
 
 ## Cause
 After a prefix hit, `_apply_prefix_caching` takes the blocks for the rest of the prompt from the end of the prefill
@@ -37,7 +37,7 @@ def pair_from_start(worker: Any, req_id: str, meta: Any) -> Steps:
     engine, remote, own = meta.remote.engine_id, list(meta.remote.block_ids), meta.local_block_ids
     is_malformed = len(remote) != len(own) or not all(isinstance(group, (list, tuple)) for group in remote)  # KVF311
     if is_malformed or engine not in worker._remote_agents or not meta.local_num_computed_blocks:
-        return (yield)  # without its hits, as in vLLM's own tests, the release pairs the blocks by their end
+        return (yield)  # vLLM's tests do not name the hits; the release then pairs blocks by their end
     for number, (spec, blocks) in enumerate(zip(worker._group_spec_types, own, strict=True)):
         wanted = meta.local_num_computed_blocks[number] + len(blocks)
         if blocks and _nixl.has_full_attention(spec) and len(remote[number]) != wanted:

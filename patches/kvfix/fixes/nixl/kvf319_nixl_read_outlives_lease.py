@@ -39,7 +39,7 @@ from kvfix.fixes.api import NEW_REQUESTS, Fix, Steps, fix_after, fix_around
 from kvfix.fixes.targets import NIXL_BASE_WORKER, NIXL_PULL_SCHEDULER
 from kvfix.wrapping import GO_ON, View, replaced
 
-#: Seconds before its end in which a heartbeat is not counted on to renew a lease: it may come too late.
+#: Seconds before the end of a lease. A heartbeat that is sent in this time may come too late, so it does not count.
 MARGIN = 1.0
 
 
@@ -52,7 +52,7 @@ def _ended(connector: Any, answer: tuple[bool, Any], *_: Any, **__: Any) -> tupl
     when=lambda connector, answer, *_: answer[0] and not connector.is_bidirectional_kv_xfer_enabled, on_fault=_ended
 )
 def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any) -> tuple[bool, Any]:
-    # In place: naming the end changes no outcome.
+    # In place, so that it is not counted as an action: naming the end changes no outcome.
     answer[1]["remote_blocks_expiry_time"] = connector._reqs_need_send[request.request_id]
     return answer
 

@@ -7,7 +7,7 @@ logs nothing. `GPU KV cache usage` rises, until no request runs.
 
 ## Cause
 The decode engine sends the ids of its blocks to the prefill engine and waits. The prefill engine never reports that it
-cannot write to these blocks. For example, the request was aborted, its lease is over, or the prefill engine served
+cannot write to these blocks. For example, the request was aborted, or its lease is over. Or the prefill engine served
 another request with the same id, could not connect, or has ended. If the router sends requests to both engines at once,
 each engine may also have a request that waits for the other engine's blocks.
 
@@ -40,15 +40,15 @@ from kvfix.fixes import _closed, _nixl, stubs
 from kvfix.fixes.api import NEW_REQUESTS, Fix, Steps, fix_after, fix_around, fix_before, note
 from kvfix.fixes.targets import NIXL_PUSH_SCHEDULER, NIXL_PUSH_WORKER
 
-#: Of the registration: its end, by the clock of the decode engine's scheduler.
+#: Key in the registration: the time of its end, by the clock of the decode engine's scheduler.
 _UNTIL = "kvfix_until"
-#: Seconds that a write which has begun by then is given.
+#: Seconds after the end, in which a write that has begun before the end may finish.
 _GRACE = 5.0
 
 
 @fix_after(when=lambda connector, answer, request, *_: request.request_id in connector._push_pending_registrations)
 def update_state_after_alloc(connector: Any, answer: None, request: Any, *_: Any) -> None:
-    """Add its end to the registration."""
+    """Add the end time to the registration."""
     until = connector._push_registration_deadlines.get(request.request_id)
     registration = connector._push_pending_registrations[request.request_id]
     if until is not None:

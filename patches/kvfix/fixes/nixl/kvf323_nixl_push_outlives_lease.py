@@ -33,9 +33,10 @@ from kvfix.fixes.api import Fix, Steps, fix_around, note
 from kvfix.fixes.targets import NIXL_BASE_WORKER, NIXL_PUSH_WORKER
 from kvfix.wrapping import GO_ON
 
-#: Between the thread that writes and the worker's own, for moments.
+#: Held only for moments, by the thread that writes or by the worker's own thread.
 _lock = threading.Lock()
-#: Of a worker: the requests whose write begins, and the last ones whose lease has ended, at most so many.
+#: Attributes of a worker: the requests whose write begins, and the last requests whose lease has ended. _MOST limits
+#: the number of the latter.
 _BEGINNING, _OVER, _MOST = "_kvfix_beginning", "_kvfix_over", 4096
 
 

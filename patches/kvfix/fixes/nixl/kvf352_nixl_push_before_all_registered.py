@@ -33,7 +33,8 @@ from kvfix.fixes import _closed, _nixl
 from kvfix.fixes.api import NEW_REQUESTS, Fix, Steps, fix_around
 from kvfix.fixes.targets import NIXL_PUSH_WORKER
 
-#: Requests of which some ranks have registered and others have not: of more the oldest are forgotten.
+#: The most requests to remember for which only some ranks have registered. Beyond this number, the oldest are
+#: forgotten.
 MOST = 4096
 
 

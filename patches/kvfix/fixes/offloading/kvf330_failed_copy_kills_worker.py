@@ -32,9 +32,9 @@ from kvfix.fixes.api import Fix, Steps, fix_around, fix_before, note
 from kvfix.fixes.targets import CONNECTOR_BASE, OFFLOADING_SCHEDULER, OFFLOADING_WORKER, OFFLOADING_WORKER_METADATA
 from kvfix.wrapping import View, replaced
 
-#: Of the worker: requests whose load has failed. Of its report, and of the scheduler: jobs that have.
+#: Of the worker: requests whose load has failed. Of the worker's report, and of the scheduler: jobs that have failed.
 _REQUESTS, _JOBS = "_kvfix_failed_requests", "_kvfix_failed_jobs"
-#: Of the metadata and of the worker: the scheduler has its part of the fix.
+#: Attribute of the metadata and of the worker. It shows that the scheduler has its part of the fix.
 _TOLD = "_kvfix_knows_failed_copies"
 
 tells_worker = _offloading.tells_worker(_TOLD)
@@ -48,7 +48,8 @@ def get_finished(worker: Any, finished_req_ids: Any) -> Steps:
 
     def finished() -> Any:
         done = own.get_finished()
-        # If the failed copies cannot be noted, they are handed on as they are, and vLLM asserts, as released.
+        # If the failed copies cannot be noted, they are handed on unchanged. vLLM then asserts, as it does without the
+        # fix.
         noted = engine_log.guarded(f"{__name__}.get_finished", _note_failed, worker, done)
         return done if noted is None else noted
 
@@ -101,7 +102,8 @@ FIX = Fix(
         OFFLOADING_WORKER_METADATA.aggregate(broken=">=0.32", fix=aggregate, helper=True),
         OFFLOADING_SCHEDULER.build_connector_meta(broken=">=0.32", fix=tells_worker, place=5, helper=True),
         OFFLOADING_WORKER.start_kv_transfers(broken=">=0.32", fix=start_kv_transfers, helper=True),
-        # get_finished is wrong in 0.26.0 too, where there is no get_transfer_results: this is what differs.
+        # get_finished is wrong in 0.26.0 too, but 0.26.0 has no get_transfer_results. The next function differs between
+        # the releases.
         OFFLOADING_SCHEDULER.update_connector_output(broken=">=0.32", fix=update_connector_output, place=5),
     ),
     evidence={"KVR011": "^(wait_for_save|get_finished): AssertionError", "KVD987": ""},

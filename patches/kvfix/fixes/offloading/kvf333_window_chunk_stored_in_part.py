@@ -29,7 +29,7 @@ from kvfix.fixes.api import Fix, fix_before, note
 from kvfix.fixes.targets import OFFLOADING_SCHEDULER
 
 
-# What is not stored yet of each request is looked at in each step, as vLLM does itself.
+# In each step, the fix checks the chunks of each request that are not stored yet, as vLLM itself does.
 @fix_before(
     when=lambda scheduler, *_, **__: scheduler._sliding_window_groups and scheduler.config.blocks_per_chunk > 1,
     on_fault=lambda *_, **__: {},  # no stores in this step

@@ -6,7 +6,7 @@ offloading/scheduler.py. With a limit of 0, all tokens are stored. The limit is 
 client that can reach the engine can cause this. It needs all of:
 
 - a model with layers of recurrent state (Mamba, `mamba_cache_mode` "align")
-- one block to a chunk
+- chunks of one block
 - hits finer than a block (`prefix_match_unit`)
 
 ## Cause
@@ -24,7 +24,7 @@ vLLM 0.32.0 and 0.33.0.
 None known.
 
 ## Remove when
-`_build_partial_tail_store_jobs` compares with the limit, and with 0 too.
+`_build_partial_tail_store_jobs` compares each block with the limit, also if the limit is 0.
 """
 
 from typing import Any

@@ -7,8 +7,9 @@ parameters of the request, so any client that can reach the engine can cause thi
 
 ## Cause
 In the parameters, the tier expects a dictionary under each of its own keys, such as `remote_decoder`. In the dictionary
-it expects a string, `kv_request_id`. The tier checks neither (tiering/p2p/manager.py 0.32.0:79-146), and uses the name
-as a key in the lookup and at the end of the request (:391, :467). No code of the scheduler catches an exception there.
+it expects a string, `kv_request_id`. The tier checks neither (tiering/p2p/manager.py 0.32.0:79-146), and uses
+`kv_request_id` as a key in the lookup and at the end of the request (:391, :467). No code of the scheduler catches an
+exception there.
 
 ## Fix
 The fix ignores malformed values. The tier then has nothing for the request, and this engine computes it.

@@ -45,7 +45,7 @@ from kvfix.fixes.targets import (
 )
 from kvfix.wrapping import GO_ON, View
 
-#: Of the worker: requests whose load has failed. Of its report, and of the scheduler: stores that have.
+#: Of the worker: requests whose load has failed. Of the worker's report, and of the scheduler: stores that have failed.
 _REQUESTS, _STORES = "_kvfix_failed_requests", "_kvfix_failed_stores"
 #: Of the metadata: the scheduler has its part of the fix.
 _TOLD = "_kvfix_knows_failed_copies"
@@ -96,8 +96,8 @@ def _survives(least: int, place: int, noting: Callable[..., Any]) -> Fixing:
 
     least: the number of arguments of the loop. A loop with fewer arguments is not changed.
     place: the position of the copy's number in an item of the queue. The list of events comes next.
-    noting: (arguments of the loop) -> the noting queue; the arguments with it; (item) -> the stream of the copy, which
-    may do a part of it.
+    noting: a function of the loop's arguments. It returns the noting queue, the arguments with this queue, and a
+    function of an item that returns the stream of the copy. The stream may still do a part of the copy.
     """
 
     @fix_calls
@@ -225,7 +225,8 @@ FIX = Fix(
     __name__,
     effect="hang",
     targets=(
-        # wrong in 0.26.0 too, where a worker cannot name failed loads: the functions below differ
+        # The loop is wrong in 0.26.0 too, but there a worker cannot name failed loads. The functions below differ
+        # between the releases.
         SIMPLE_COPIES._copy_loop(broken=">=0.32", fix=_survives(4, 4, _noting_gpu), helper=True),
         SIMPLE_DISK._store_loop(broken=">=0.32", fix=_survives(3, 2, _noting_disk("_store_queue"))),
         SIMPLE_DISK._load_loop(broken=">=0.32", fix=_survives(3, 2, _noting_disk("_load_queue"))),

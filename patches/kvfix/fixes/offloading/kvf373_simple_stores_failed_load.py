@@ -10,8 +10,9 @@ and a connector that loads within the step, such as LMCache's in-process connect
 SimpleCPUOffloadConnector stores blocks in the step in which another connector loads them (manager.py 0.32.0:840).
 `update_connector_output` reads only its own reports (:1005), so it does not see that the load has failed.
 
-At the end of the store it takes the key that each block has then (:1081). With kv_load_failure_policy "fail" the failed
-blocks have no key, and the assertion fails. With "recompute" later requests find the wrong KV under the keys.
+At the end of the store, it uses the key that each block has at that time (:1081). With kv_load_failure_policy "fail"
+the failed blocks have no key, and the assertion fails. With "recompute" later requests find the wrong KV under the
+keys.
 
 ## Fix
 The fix also reads the failed blocks of the report that `update_connector_output` gets. The fix removes three kinds of
@@ -37,7 +38,7 @@ from kvfix.fixes.api import Fix, fix_before, note
 from kvfix.fixes.targets import SIMPLE_SCHEDULER
 from kvfix.wrapping import GO_ON
 
-#: Of the scheduler: store -> blocks of the GPU that are given up when it is over.
+#: Attribute of the scheduler. For each store, it names the GPU blocks that are given up when the store is over.
 _GIVEN_UP = "_kvfix_given_up"
 
 
@@ -99,7 +100,10 @@ def _part(transfer: Any, wanted: Callable[[int], bool]) -> Any:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A store of block 3 is done, whose load has failed in the same step. Wrong is to have it found by its key."""
+    """The store of block 3 is done, and the load of this block has failed in the same step.
+
+    Wrong is that requests find the block by its key.
+    """
     found: list[Any] = []
     block = stubs.Stub(
         block_id=3, block_hash=b"key", block_hash_num_tokens=16, is_null=False, ref_cnt=1, reset_hash=lambda: None

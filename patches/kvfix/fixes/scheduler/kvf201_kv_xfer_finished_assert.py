@@ -87,7 +87,8 @@ FIX = Fix(
         SCHEDULER._free_request(broken=">=0.11.2", probe=shows_bug, fix=_free_request),
         SCHEDULER._update_from_kv_xfer_finished(broken=">=0.11.2", probe=shows_bug, fix=_update_from_kv_xfer_finished),
     ),
-    # A report that is kept back is a request that waits for ever. After an error the reports are handled as released.
+    # If a report is kept back, its request waits for ever. After an error, vLLM handles the reports as it does without
+    # the fix.
     on_fault="original",
     evidence={"KVD109": "", "KVD303": "", "KVR011": "^update_from_output: AssertionError"},
     scenarios=("kv-xfer-finished-assert", "kv-xfer-finished-assert-in-tree"),

@@ -15,8 +15,8 @@ load. vLLM drops the output of the failed step (scheduler.py 0.32.0:2088), but n
 and vLLM keeps the output of the last chunk as the first token.
 
 The worker uses the last token that it sampled as the next token of the request (gpu_model_runner.py 0.32.0:1846).
-Runner V2 continues from its own position (gpu/model_runner.py 0.32.0:1244), even without asynchronous scheduling. vLLM
-also keeps the failed step's output of a request that was preempted before the failure was reported.
+Runner V2 continues from its own position (gpu/model_runner.py 0.32.0:1244), even without asynchronous scheduling. If a
+request was preempted before the failure was reported, vLLM also keeps its output of the failed step.
 
 ## Fix
 The fix preempts a request that is rolled back, and drops its outputs in flight in the scheduler and in the worker. vLLM
@@ -59,8 +59,8 @@ def fix(module: ModuleType) -> Callable[..., Any]:
             return answer
         with_stale_output = [each for each in scheduler.requests.values() if each.status == preempted]
         if getattr(scheduler, "recompute_kv_load_failures", True):  # 0.11 has no other policy
-            # If the mark of an earlier failure is still set, no lookup has read it: the connector would load and fail
-            # for ever.
+            # If the mark of an earlier failure is still set, no lookup has read it. This request is not preempted
+            # again: the connector would load and fail for ever.
             rolled_back = [each for each in requests if each.request_id in answer[0] and not _is_to_compute(each)]
             for request in reversed(rolled_back):
                 _preempt(scheduler, request, preempted)

@@ -9,7 +9,8 @@ vLLM looks for failed blocks among the first `num_cached_tokens` of each running
 These tokens were cached when the request was first scheduled. Tokens that are loaded after a resume come later.
 
 ## Fix
-While `_update_requests_with_invalid_blocks` runs, the fix extends the number to the last failed block of the request.
+While `_update_requests_with_invalid_blocks` runs, the fix raises `num_cached_tokens` to the end of the request's last
+failed block.
 
 ## Releases
 vLLM 0.11.2 to 0.15.1.

@@ -16,7 +16,7 @@ load, because vLLM then reserves the blocks of all loads in flight.
 
 ## Fix
 The fix acts after a step that scheduled nothing because of a request without enough blocks. In the next step, the fix
-lets the first other request whose blocks are free run before this request.
+lets another request run before this request: the first one for which enough blocks are free.
 
 ## Mixed roll-out
 The fix acts in one engine. Engines with and without the fix work together. The fix is opt-in because it changes the
@@ -40,7 +40,7 @@ from kvfix.fixes.api import Fix, Steps, fix_around, note
 from kvfix.fixes.targets import SCHEDULER
 
 
-# Steps in which no waiting request holds blocks are almost all.
+# In almost all steps, no waiting request holds blocks.
 @fix_around(when=lambda scheduler, *_, **__: scheduler.kv_holding_waiting)
 def schedule(scheduler: Any, *_: Any, **__: Any) -> Steps:
     queue, aside = scheduler.kv_holding_waiting, _to_step_aside(scheduler)
@@ -66,7 +66,7 @@ def _ready(scheduler: Any) -> Iterator[Any]:
 
 
 def _to_step_aside(scheduler: Any) -> list[Any]:
-    """The first request, if the last step refused it, and all requests up to one whose blocks are free."""
+    """The first request, if it was refused, and those before the first one with enough free blocks."""
     refused, aside = getattr(scheduler, "_kvfix_refused", None), list[Any]()
     if refused is None:
         return aside
@@ -89,7 +89,8 @@ FIX = Fix(
     targets=(SCHEDULER.schedule(broken=">=0.32.0", fix=schedule),),
     evidence={"KVD202": ""},
     scenarios=("loaded-requests-lock-out",),
-    # After a step without tokens, for want of blocks, another loaded request goes first; here others free blocks later.
+    # After a step without tokens, because blocks were missing, another loaded request goes first. Here other requests
+    # free blocks later.
     changes_healthy=("mp", "mp-in-tree"),
     no_patch={"vllm": "https://github.com/vllm-project/vllm/pull/45406 proposed one; who is first is policy"},
     opt_in=True,

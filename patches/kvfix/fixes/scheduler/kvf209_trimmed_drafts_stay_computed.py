@@ -30,7 +30,7 @@ from kvfix.wrapping import GO_ON
 
 
 def _ahead(request: Any) -> int:
-    """Return the number of tokens that count as computed, and are not before the last token."""
+    """Return how many of the tokens that count as computed are the last token or come after it."""
     return int(request.num_computed_tokens - request.num_output_placeholders - (request.num_tokens - 1))
 
 

@@ -5,10 +5,10 @@ The log shows `Running: 0 reqs, Waiting: N reqs` for ever, no throughput and no 
 attention and of sliding windows (Gemma, gpt-oss), the connector loads between steps, and the KV cache is nearly full.
 
 ## Cause
-A request holds only a few blocks of a window at once, however long it is. The number of blocks that the request may
-still need is at most `max_admission_blocks_per_request`. vLLM subtracts from this limit all entries in the request's
-list (`get_num_blocks_to_allocate`, v1/core/single_type_kv_cache_manager.py 0.32.0:215-253). The entries include null
-blocks in front of the window and blocks that a hit skips. After a hit that is longer than the limit, the result is 0.
+Even a long request holds only a few blocks of a window at once. The number of blocks that the request may still need is
+at most `max_admission_blocks_per_request`. vLLM subtracts from this limit all entries in the request's list
+(`get_num_blocks_to_allocate`, v1/core/single_type_kv_cache_manager.py 0.32.0:215-253). The entries include null blocks
+in front of the window and blocks that a hit skips. After a hit that is longer than the limit, the result is 0.
 
 vLLM admits a new load if it fits into the blocks that are free and not reserved for the loads in flight (scheduler.py
 0.32.0:1249). A loaded request holds its blocks until it runs. Each of the loaded requests may then need more blocks
@@ -40,7 +40,7 @@ from kvfix.fixes.api import Fix, note
 from kvfix.fixes.targets import RECYCLING_MANAGERS
 from kvfix.wrapping import around, replaced
 
-#: Where a manager has the limit: 0.32.0, and up to 0.26.0.
+#: The attribute of a manager that is the limit: its name in 0.32.0, and its name up to 0.26.0.
 _LIMITS = ("max_admission_blocks_per_request", "_max_admission_blocks_per_request")
 
 
@@ -69,7 +69,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
         @functools.wraps(function)
         def wrapper(manager: Any, *args: Any, **more: Any) -> int:
-            # Each step asks for each request and KV group; the limit applies only to one that is admitted.
+            # Each step asks for each request and KV group. The limit applies only to a request that is admitted.
             call = limited if more.get("apply_admission_cap", True) else function
             return call(manager, *args, **more)
 
@@ -85,7 +85,7 @@ def _place(function: Callable[..., Any]) -> int:
 
 
 def _in_use(manager: Any, request: str, hit: Any, computed: int) -> int:
-    """Blocks that the request has, or gets with the hit, and that are not free: those behind the last null block."""
+    """Count the blocks, also of the hit, that are not free: those behind the last null block."""
     held, skipped = 0, manager.get_num_skipped_tokens(computed) // manager.block_size
     for block in reversed(manager.req_to_blocks.get(request, ())):
         if block.is_null:

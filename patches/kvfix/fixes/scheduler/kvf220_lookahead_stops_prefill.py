@@ -41,7 +41,10 @@ from kvfix.wrapping import replaced
     when=lambda scheduler, *_, **__: scheduler.need_mamba_block_aligned_split and scheduler.num_prefill_lookahead > 1
 )
 def schedule(scheduler: Any, *_: Any, **__: Any) -> Steps:
-    """Wrap `schedule`. A wrapper of the wrong function would run for each request, also in engines without states."""
+    """Wrap `schedule`.
+
+    A wrapper of `_reserve_prefill_lookahead` would run for each request, also in engines without states.
+    """
     shortened = scheduler._reserve_prefill_lookahead
 
     def _reserve_prefill_lookahead(request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
@@ -61,7 +64,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 def calls_it(hook: Any, module: Any) -> bool:
-    """True if `schedule` calls the wrong function by its name. Raise ValueError if it does not."""
+    """True if `schedule` calls `_reserve_prefill_lookahead` by its name. Raise ValueError if it does not."""
     if "_reserve_prefill_lookahead" not in inspect.unwrap(hook).__code__.co_names:
         raise ValueError("it calls no _reserve_prefill_lookahead")
     return True

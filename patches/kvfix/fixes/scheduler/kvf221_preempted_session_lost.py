@@ -10,8 +10,8 @@ has ended (:2298). In addition, when the next input comes, vLLM drops all tokens
 (:1659). After a preemption, no token of the session is computed.
 
 ## Fix
-After `update_from_output`, the fix puts each session that no queue has into a waiting queue. When the next input comes,
-the fix keeps all tokens of the session except the last one, as 0.33.0 does (scheduler.py:1889).
+After `update_from_output`, the fix puts each session that is in no queue into a waiting queue. When the next input
+comes, the fix keeps all tokens of the session except the last one, as 0.33.0 does (scheduler.py:1889).
 
 ## Releases
 vLLM 0.32.0. Earlier releases were not tested with sessions.
@@ -62,7 +62,10 @@ def update_from_output(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
 
 
 def _with_its_tokens(scheduler: Any, session: Any, *more: Any, **named: Any) -> Any:
-    """The session waits for this input, so it must be taken: without the tokens it would go on with a wrong text."""
+    """The session waits for this input, so vLLM must take the input.
+
+    Without its tokens, the session would continue with wrong text.
+    """
     if session.num_computed_tokens >= session.num_tokens - 1:
         return GO_ON
     update = inspect.unwrap(type(scheduler)._update_request_as_session)
@@ -80,7 +83,7 @@ def _update_request_as_session(scheduler: Any, session: Any, *_: Any) -> Steps:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A turn ends. Wrong is to put the session into a queue before its caller has taken others out."""
+    """A turn ends. Wrong is to put the session into a queue before the caller has removed other requests."""
     _, queued = _scheduler.end_turn(hook, computed=21)
     return bool(queued)
 

@@ -10,7 +10,7 @@ title, then these paragraphs:
 - `Cause:` is left out if the fix has the cause.
 - `Setting:` avoids the problem.
 - `First:` is to be done before a fix is applied.
-- `Good:` ends the problem, if a release of the fix does not.
+- `Good:` is the permanent remedy, if it is not a release with the fix.
 - `Normal:` looks like the problem but is normal.
 
 kvfix.fixes has the cause and the releases of a fix. Rules do not repeat them.
@@ -78,7 +78,7 @@ class LogRule(msgspec.Struct, frozen=True):
     message: str | None = None
     #: True if the finding is a consequence of other failures, not a cause.
     symptom: bool = False
-    # Only records are general, name fixed releases, replace findings or announce a traceback (problems.Problem).
+    # Only records (problems.Problem) can be general, name fixed releases, replace findings or announce a traceback.
     general: ClassVar[bool] = False
     fixed: ClassVar[dict[str, str]] = {}
     announces: ClassVar[bool] = False

@@ -17,7 +17,7 @@ _ABORTS = ("self._process_aborts_queue()", "self.abort_requests(", "self._connec
 
 
 def _asserts(line: LogLine, source: str, function: str = "") -> bool:
-    """Return True for an assertion without a message, by its source, or by its function if the log has no source."""
+    """Return True for an assertion without a message, with this source, in this function (if one is given)."""
     fields = line.fields
     if fields["type"] != "AssertionError" or fields["text"]:
         return False

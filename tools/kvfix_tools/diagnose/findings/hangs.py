@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.log_line import Fields, LogLine
 
 
-#: Number of equal answers for one request without an admission, from which on the request counts as stuck.
+#: After this number of equal answers without an admission, a request counts as stuck.
 POLLS = 1000
 
 
@@ -41,7 +41,7 @@ def asked_for_ever(log: Diagnosis, line: LogLine) -> Answer | None:
     asked = log.counts["asked"]
     head = log.state(_Head)
     if not head.fields or head.done != done or (head.fields is not f and _answer(head.fields) != _answer(f)):
-        # vLLM asks about another request, or the engine works: it also asks in every step if the engine is busy.
+        # vLLM asks about another request, or the engine works: vLLM asks in every step of a busy engine too.
         head.fields, head.asked, head.done = f, asked, done
         return None
     statistics = log.last.get("stats")
@@ -184,8 +184,8 @@ def stands_in_transport(log: Diagnosis, line: LogLine) -> Answer | None:
     PID -batch -ex 'thread apply all bt'`). If they are equal, the thread waits for a peer, for the registration of
     memory, or for a lock that another thread holds.
 
-    Setting: `kvfix dump PID` saves the Python stacks of the process. Then read the peer's log of this time, which
-    decides.
+    Setting: `kvfix dump PID` saves the Python stacks of the process. Then read the peer's log of this time, which shows
+    the cause.
     """
     fields = line.fields
     frames = fields["frames"]

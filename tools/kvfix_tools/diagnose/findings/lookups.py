@@ -141,7 +141,7 @@ def below_the_minimum(log: Diagnosis, line: LogLine) -> Answer | None:
 def peers_without_async_loading(log: Diagnosis, line: LogLine) -> Answer | None:
     """No chunk is loaded from a peer: P2P sharing needs asynchronous loading, which is off.
 
-    Cause: the P2P backend always answers the synchronous lookup with no (p2p_backend.py, `contains`, 0.3.9 to 0.5.6).
+    Cause: the P2P backend never reports a hit to a synchronous lookup (p2p_backend.py, `contains`, 0.3.9 to 0.5.6).
     Only the asynchronous lookup asks the controller.
 
     Setting: `enable_async_loading: true` in each engine.
@@ -164,7 +164,7 @@ def peers_have_nothing(log: Diagnosis, line: LogLine) -> Answer | None:
     Setting: `local_cpu: true`, `enable_async_loading: true` and `PYTHONHASHSEED=0` in each engine. To test, send a
     prompt of more than `chunk_size` tokens to one engine, then to the other.
 
-    Normal: the log has one line for each miss.
+    Normal: one line in the log for each miss.
     """
     kept = _never(log)
     if kept is None or kept.empty < ENOUGH or log.counts["peer_asked"] > kept.empty:
@@ -226,7 +226,7 @@ def _note_size(log: Diagnosis, line: LogLine) -> None:
 def stored_more_than_fits(log: Diagnosis, line: LogLine | None) -> Answer | None:
     """No lookup has a hit: more KV is stored than the CPU cache holds, so chunks are evicted before they are needed.
 
-    Cause: LMCache evicts the oldest chunks first. If the same prompts repeat in a round that is larger than the cache,
+    Cause: LMCache evicts the oldest chunks first. If one round of repeated prompts needs more room than the cache has,
     each chunk is evicted before its prompt repeats.
 
     Setting: `max_local_cpu_size` (LMCACHE_MAX_LOCAL_CPU_SIZE, GB for each rank) larger than the KV of one round, which

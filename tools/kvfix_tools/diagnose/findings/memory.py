@@ -16,7 +16,7 @@ MANY = 20
 
 @finding("KVD401", "pins-run-out", Severity.LEAK, on=["pin_timeout", "forced_unpin"])
 def pins_run_out(log: Diagnosis, line: LogLine) -> Answer | None:
-    """The CPU cache has less room: chunks were pinned for a lookup and never unpinned, until the timeout of 5 minutes.
+    """The CPU cache has less room: chunks that a lookup pinned stayed pinned until the timeout of 5 minutes.
 
     Setting: `pin_timeout_sec` shorter, so that LMCache frees the chunks earlier.
     """

@@ -1,4 +1,4 @@
-"""Findings about logs without an error: a start that does not end, answers 500, a decode instance that loads no KV."""
+"""Findings about logs without an error: a start that does not end, status 500, a decode instance that loads no KV."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.log_line import LogLine
 
-#: Minimum number of intervals in vLLM's statistics with prompts but without a load for a finding.
+#: A finding needs this many intervals of vLLM's statistics with prompts but without a load.
 INTERVALS = 3
 
 
@@ -22,7 +22,8 @@ def ended_at_its_buffer(log: Diagnosis, line: LogLine | None) -> Answer | None:
     """The engine dies or hangs at its start, while LMCache allocates its CPU cache: a process logs nothing after that.
 
     Cause: LMCache allocates and pins `max_local_cpu_size` GB (default 5) for each rank, page by page. A process without
-    an error was killed for memory of the container or the machine, or pins pages longer than vLLM waits. `dmesg -T |
+    an error was killed because the container or machine had no memory left, or it pins pages longer than vLLM waits.
+    `dmesg -T |
     grep -i 'killed process'` and `kubectl describe pod` (OOMKilled, code 137) show which.
 
     Setting: `max_local_cpu_size` (LMCACHE_MAX_LOCAL_CPU_SIZE) lower, so that its product with the ranks of this machine
@@ -54,11 +55,13 @@ def decode_fetches_nothing(log: Diagnosis, line: LogLine | None) -> Answer | Non
     Cause: the decode instance loads KV only for requests whose `kv_transfer_params` name the prefill instance
     (`do_remote_prefill: true`, `remote_engine_id`, `remote_block_ids`, `remote_host`, `remote_port`). The router must
     first send the request to prefill with `max_tokens: 1` and `"kv_transfer_params": {"do_remote_decode": true}`. Then
-    it must copy kv_transfer_params of the answer into the request to decode. Here the router does not copy them, or
+    it must copy the answer's kv_transfer_params into the request that it sends to decode. Here the router does not copy
+    them, or
     requests go directly to decode. If prefill logs nothing at this time, requests go directly to decode.
 
-    Setting: `curl http://PREFILL/v1/completions` with `"max_tokens": 1` and the kv_transfer_params above, then send the
-    kv_transfer_params of the answer to decode. If `External prefix cache hit rate` rises above 0, the router is the
+    Setting: `curl http://PREFILL/v1/completions` with `"max_tokens": 1` and the kv_transfer_params above. Then send a
+    request with the answer's kv_transfer_params to decode. If `External prefix cache hit rate` rises above 0, the
+    router is the
     cause. vLLM's `examples/disaggregated/disaggregated_serving/` has a router that copies them. With llm-d, use the
     routing sidecar and a path that it knows (/v1/completions, /v1/chat/completions).
 

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.log_line import Evidence, Fields, LogLine
 
 
-#: Number of intervals of vLLM's statistics (10 seconds each) with requests but without a token for a finding.
+#: A finding needs this many intervals of vLLM's statistics (10 seconds each) with requests but without a token.
 IDLE = 3
 #: Connectors of a decode instance that load only blocks which a request names.
 BY_REQUEST = {"NixlConnector", "NixlPushConnector", "MooncakeConnector", "MoRIIOConnector"}
-#: Below this per cent of used KV blocks no request waits for blocks. Above this per cent of external hits a decode
+#: Below ROOM per cent of used KV blocks, no request waits for blocks. Above ALL per cent of external hits, a decode
 #: instance computes no prompt.
 ROOM, ALL = 80.0, 99.0
 #: The kind of standstill: requests in the queue, a step that does not end, requests that wait for prefill.
@@ -50,7 +50,8 @@ def nothing_moves(log: Diagnosis, line: LogLine | None) -> Answer | None:
     that does not end, for a lookup without an answer, or for blocks that are not freed. Read the other findings first.
     Without one, run `kvfix dump PID`.
 
-    Setting: `--max-num-seqs` lower. Before vLLM 0.32, asynchronous loads can block each other if blocks are short.
+    Setting: `--max-num-seqs` lower. Before vLLM 0.32, asynchronous loads can block each other if there are too few
+    blocks.
 
     Normal: an idle engine, or a prefill or a compilation that takes a minute.
     """
@@ -62,7 +63,7 @@ def step_does_not_end(log: Diagnosis, line: LogLine | None) -> Answer | None:
     """The engine stands still: requests run, but a step of the engine does not end.
 
     Cause: a worker waits in a connector hook for a load or a transfer, in a collective that another rank does not join,
-    or on the GPU. Or a compilation or a very long prefill runs. The stacks of the workers decide.
+    or on the GPU. Or a compilation or a very long prefill runs. The stacks of the workers show which.
 
     Setting: `kvfix dump PID` (or `py-spy dump --pid` of each worker) during the standstill. If the stack is in a
     connector hook, read the log of its prefill instance, store or server. If it is in all_reduce or broadcast, find the
@@ -92,7 +93,8 @@ def decode_waits_for_prefill(log: Diagnosis, line: LogLine | None) -> Answer | N
 
     Cause: the transfer did not begin, or its end was not reported. The prefill instance died, freed the blocks before
     decode read them, or did not answer the handshake, or a notification was lost. vLLM's scheduler has no timeout for
-    this wait (0.33.0). The prefill log of that time decides (`Releasing expired KV blocks`, a traceback, a restart). So
+    this wait (0.33.0). The prefill log of that time shows which (`Releasing expired KV blocks`, a traceback, a
+    restart). So
     does decode's log with `VLLM_LOGGING_LEVEL=DEBUG`, which names requests (`is still in WAITING_FOR_REMOTE_KVS
     state`).
 
@@ -134,7 +136,7 @@ def _still_at_the_end(log: Diagnosis, still: _Still, rule: str) -> Answer | None
     return None
 
 
-#: Minimum number of intervals in vLLM's statistics with prompts and local hits for a finding.
+#: A finding needs this many intervals of vLLM's statistics with prompts, and a local hit in one of them.
 PROMPTS = 5
 
 
@@ -190,8 +192,8 @@ def every_group_taken_for_drafts(log: Diagnosis, line: LogLine) -> Answer | None
     """With speculative decoding, OffloadingConnector shortens every hit, or has no hits at all.
 
     Cause: if no KV group is marked as the draft model's, vLLM before 0.32 takes all groups for draft groups, and drops
-    the last chunk of each hit (vllm#52735). A group of state or of a window needs its last chunk, so the whole hit is
-    0. If `External prefix cache hit rate` stays at 0.0%, this is the cause.
+    the last chunk of each hit (vllm#52735). A KV group with state or with a window needs its last chunk, so the whole
+    hit is 0. If `External prefix cache hit rate` stays at 0.0%, this is the cause.
 
     Setting: `vllm serve` without `--speculative-config`, or without OffloadingConnector (`--kv-offloading-size`), which
     otherwise only uses memory.
@@ -232,7 +234,8 @@ def kv_goes_by_tcp(log: Diagnosis, line: LogLine | None) -> Answer | None:
     """Transfers from prefill to decode are slow, because KV moves over TCP.
 
     Cause: UCX found no direct path between the GPUs, and copies over sockets. On one node, UCX uses cuda_ipc for reads
-    only over NVLink. Without NVLink the reads of NixlConnector go over TCP, at about 0.5 GB/s (vllm#52607). Between
+    only if there is NVLink. Without NVLink the reads of NixlConnector go over TCP, at about 0.5 GB/s (vllm#52607).
+    Between
     nodes, the container has no RDMA card, UCX_TLS or UCX_NET_DEVICES excludes the card, or UCX has no driver for it
     (AWS EFA). Start with `UCX_PROTO_INFO=y`: the lines `remote memory read` name the transport.
 

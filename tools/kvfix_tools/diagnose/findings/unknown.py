@@ -85,7 +85,7 @@ def _is_fatal(log: Diagnosis, first: LogLine) -> bool:
 
 
 def _only_the_end(log: Diagnosis) -> Answer | None:
-    """Return an answer for a dead engine without an error in the log, from a quoted worker error or from its death."""
+    """Return an answer for a log without an error, from a quoted worker error or from the engine's death."""
     quoted, death = log.failures.quoted, log.failures.death
     if any(found.severity is Severity.CRASH for found in log.findings) or log.failures.first is not None:
         return None
@@ -97,7 +97,7 @@ def _only_the_end(log: Diagnosis) -> Answer | None:
         sentence = "the engine died, and the log does not show why"
         answer = Answer(sentence, "")
         if death is not None:
-            # After an orderly shutdown whose beginning is not in the log, the API server logs only this.
+            # This may be an orderly shutdown: if the log lacks its beginning, it has only this line of the API server.
             echo = b"EngineDeadError" in death.body or b"output_handler failed" in death.body
             shown = f"{sentence}: {death.evidence.text[:160]}"
             answer = Answer(shown, "", "unknown", (death.evidence,), note=echo)

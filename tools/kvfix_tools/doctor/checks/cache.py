@@ -125,7 +125,7 @@ def _shared(setup: Setup) -> list[str]:
 
 
 def _no_bytes(setup: Setup) -> str:
-    """Return why this LMCache cannot use hashes of bytes (KVD739, KVD738); "" if it can, or if it gets numbers."""
+    """Return why this LMCache cannot use hashes that are bytes (KVD739, KVD738); "" if it can, or need not."""
     lmcache, vllm = setup.lmcache, setup.vllm
     if lmcache is None or vllm is None or "-> bytes" not in vllm.text("vllm.utils.hashing"):
         return ""

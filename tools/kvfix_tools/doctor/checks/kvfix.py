@@ -70,7 +70,10 @@ def _is_off(setup: Setup) -> bool:
 
 
 def _has_bug(target: Target, setup: Setup) -> bool:
-    """Return True if the installed function is known to have the bug. The packages may be of another Python."""
+    """Return True if the installed function is known to have the bug.
+
+    This also works for packages of another Python.
+    """
     package = setup.packages.get(target.dist)
     file = package.file(target.module) if package else None
     known = applicability.fingerprints()[target.dist]["functions"].get(target.name, {})

@@ -62,7 +62,7 @@ def hybrid(setup: Setup) -> Iterator[Line]:
 
 
 def _stores_null_states(setup: Setup) -> bool:
-    """Return True if the server skips only chunks without any block, and stores several chunks in a step (0.5.4)."""
+    """Return True if the server stores several chunks in a step, and skips only those without any block (0.5.4)."""
     tree = setup.lmcache.tree("lmcache.v1.multiprocess.modules.lmcache_driven_transfer") if setup.lmcache else None
     return tree is not None and defined(tree, "all_null_chunk_masks") is not None
 
@@ -109,7 +109,8 @@ def parallel(setup: Setup) -> Iterator[Line]:
 def _context(setup: Setup, context: int) -> Iterator[Line]:
     """Check decode context parallelism.
 
-    A connector without support takes a block for the tokens of one rank. It stores nothing, and its worker dies at the
+    A connector without support assumes that a block holds the tokens of one rank only. It stores nothing, and its
+    worker dies at the
     first load (vllm_v1_adapter.py 0.5.6:1159, :815).
     """
     lmcache = setup.lmcache

@@ -132,9 +132,7 @@ class AnyConnector(Connector):
         self._wrong.append((name, message))
 
     def has_computed(self, wrong: dict[int, int], failed: set[int]) -> None:
-        """Check the contents at the end of the step. wrong: {block: layer that has read other KV in this block than
-        layer 0}.
-        """
+        """Check the contents at the end of the step. wrong: {block: first layer that differs from layer 0}."""
         found, self._wrong = self._wrong, []
         blocks = {name: self._blocks(name) for name in self.output.num_scheduled_tokens}
         for name, of_request in blocks.items():

@@ -83,7 +83,10 @@ class AnyWorker(Worker):
         return self._failed
 
     def _other_layers(self) -> dict[int, int]:
-        """Compute the layers after the first. Return {block: layer that has read other KV than the first in it}."""
+        """Compute the layers after the first.
+
+        Return {block: first layer whose KV in it differs from that of layer 0}.
+        """
         wrong: dict[int, int] = {}
         for layer in list(self.memory.layers())[1:]:
             self._waits(layer)
@@ -101,7 +104,7 @@ class AnyWorker(Worker):
             self.called.save_kv_layer(name, self.memory.kv_caches[name], context.attn_metadata[name])
 
     def _of_place(self, layer: int) -> list[str]:
-        """Return the layers of all groups that share this place in the memory."""
+        """Return the layer of each group that has this place in the memory."""
         return [group.layer_names[layer] for group in self.owner.groups]
 
     def _attention(self) -> dict[str, CPUAttentionMetadata]:

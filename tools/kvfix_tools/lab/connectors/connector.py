@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 CLIENT = "lmcache.v1.lookup_client.lmcache_async_lookup_client"
 #: Modules in which LMCache opens sockets for lookups: up to 0.3, since 0.4, and with asynchronous loading.
 _OPENERS = ("lmcache.v1.lookup_client.lmcache_lookup_client", "lmcache.v1.rpc.zmq_transport", CLIENT)
-#: Plugin launchers up to 0.3, and since. They register a clean-up with atexit, which would keep them alive.
+#: Plugin launchers up to 0.3, and in later releases. They register a clean-up with atexit, which would keep them alive.
 _LAUNCHERS = ("lmcache.v1.plugin.plugin_launcher", "lmcache.v1.plugin.runtime_plugin_launcher")
 
 
@@ -176,7 +176,7 @@ class OtherConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
-        #: Requests whose whole blocks it has, except the block with the last token.
+        #: Requests of which it has all full blocks before the last token.
         self.has: set[str] = set()
         #: {request: (first token, end)} of granted loads that have not ended
         self.loads: dict[str, tuple[int, int]] = {}

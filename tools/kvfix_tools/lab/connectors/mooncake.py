@@ -82,7 +82,7 @@ class MooncakeWorker(PairWorker):
         self.adapter._handle_failed_recv = noting
 
     def get_finished(self, ended: set[str]) -> Any:
-        # sent requests have left the dictionary before: requests that leave it here have expired
+        # sent requests left the dictionary before this call: those that leave it during the call have expired
         kept = {each.p_req_id for each in self.adapter.reqs_need_send.values()}
         sent, received = super().get_finished(ended)
         for name in sorted(sent):  # the order of a set differs between runs
@@ -111,7 +111,8 @@ class MooncakeSide(PairSide):
         mooncake_sockets.replace(self._host)
         self.network.noted = self._noted
         self._host.raised = self._raised
-        #: Requests whose blocks were kept. A message after the end of their lease waits for the timeout.
+        #: Requests whose blocks were kept. If a message of the peer arrives after their lease has ended, the message
+        #: waits for the timeout.
         self._were_kept: set[str] = set()
         #: Transfers that the peer waits for.
         self._awaited: dict[str, Any] = {}
@@ -178,8 +179,8 @@ class MooncakeSide(PairSide):
             had[transfer] = name
             if not request.is_finished():
                 open_now.add(transfer)
-        # an aborted prefill leaves the dictionary without a message to decode, which waits for it
-        # after the timeout prefill does not know the request any more
+        # An aborted prefill leaves the dictionary and sends decode no message: decode still waits. After the timeout
+        # prefill does not know the request any more.
         known = {each: sent for each, sent in self._sends.items() if clock.now() < self._ended.get(each, inf) + _LONG}
         self._awaited.update(known)
         self._awaited = {transfer: sent for transfer, sent in self._awaited.items() if sent.ready._waiters}

@@ -120,7 +120,7 @@ class Network(PairNetwork):
         self.bootstrap: dict[str, Any] = {}
         #: {request: how often the router has sent it}. Each transfer has a new id.
         self.transfers: dict[str, int] = {}
-        #: Called for each write with ("begun" or "ended", request of the producer, request of the consumer).
+        #: Called for each write with ("begun", "ended" or "failed", request of the producer, request of the consumer).
         self.noted: Callable[[str, str, str], None] = lambda *_: None
         #: The requests of the next write.
         self.requests: list[tuple[str, str]] = []

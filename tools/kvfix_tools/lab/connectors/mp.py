@@ -32,7 +32,10 @@ ADAPTER = "lmcache.integration.vllm.vllm_multi_process_adapter"
 
 
 def _without_gpu() -> None:
-    """Replace the CUDA event of vLLM's copy. No transfer must wait for a step: a step ends when it returns."""
+    """Replace the CUDA event of vLLM's copy.
+
+    No transfer has to wait for a step: a step has ended when its call returns.
+    """
     if torch.cuda.is_available():
         return
     event = SimpleNamespace(record=lambda *_: None, ipc_handle=lambda: b"")
@@ -53,7 +56,8 @@ def released() -> Any:
 class MessageQueue:
     """The server behind the message queue of releases before 0.5.6: requests by type, payloads in a list.
 
-    Before 0.4.6 it also gets transfers: (key, worker, blocks, event), and how many tokens not to write.
+    Before 0.4.6 it also gets transfers: (key, worker, blocks, event), and for a load the number of first tokens to
+    skip.
     """
 
     def __init__(self, server: Server) -> None:
@@ -85,7 +89,8 @@ class MPWorker(Worker):
         super().__init__(rank, slots, called, in_worker, in_worker.worker_adapter, server.failing[rank])
         self._server = server
         self._register(options)
-        #: With several KV groups vLLM needs failed loads by request, if the release of LMCache reports them.
+        #: True: failed loads are reported by request. vLLM needs this with several KV groups, but not every LMCache
+        #: release can do it.
         self.by_request = options.several_groups and hasattr(in_worker, "get_transfer_results")
 
     def _register(self, options: Options) -> None:
@@ -228,7 +233,7 @@ class MP(Connector):
         return {name for name, yes in doing.items() if yes} | super().in_flight(request)
 
     def kept(self) -> dict[str, set[str]]:
-        """Include unanswered lookups, which the connector of an engine may keep for a while."""
+        """Include unanswered lookups, although the connector of a real engine may keep them for a while."""
         lookups = {
             f"scheduler_adapter.{name}": set(getattr(self.scheduler_adapter, name, ()))
             for name in ("_pending_lookups", "_unacked_lookups")

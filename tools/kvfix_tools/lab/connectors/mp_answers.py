@@ -56,7 +56,7 @@ def _client_without_socket() -> Any:
 class Due(NamedTuple):
     """An action of the server, its step, and its answer.
 
-    load: (rank, request) of a load. late: the action after the worker has dropped the load.
+    load: (rank, request) of a load. late: the action to do instead if the worker has dropped the load.
     """
 
     step: int
@@ -128,7 +128,7 @@ class Answers:
 
     @contextmanager
     def disconnected(self, client: Any) -> Iterator[None]:
-        """In this context the client has lost its connection, as its thread would find out."""
+        """In this context the client has lost its connection, as if its thread had found this out."""
         queue = getattr(client, "_message_queue_client", None)
         if queue is not None:
             self.was_disconnected = True

@@ -37,7 +37,8 @@ class Chunks:
     def keys(self, tokens: Any, end: int, salt: str) -> tuple[list[Any], list[int]]:
         """Return the keys of the whole chunks up to `end`, and the right contents of the tokens.
 
-        A key depends on all tokens up to the end of its chunk. `key` makes the keys of its objects from it.
+        A key depends on all tokens up to the end of its chunk. `key` makes the keys of the chunk's objects from the
+        chunk's key.
         """
         contents = Prefix(hash((1, salt or 1))).of(list(tokens[:end]))
         ends = range(self.size, end + 1, self.size)

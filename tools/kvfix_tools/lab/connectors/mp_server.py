@@ -1,6 +1,6 @@
-"""In place of `lmcache server`, its client and the transfer context: lookups that lock, loads and stores.
+"""Replaces `lmcache server`, its client and the transfer context: does lookups with their locks, loads and stores.
 
-When it answers: mp_answers.py.
+mp_answers.py decides when it answers.
 """
 
 from __future__ import annotations

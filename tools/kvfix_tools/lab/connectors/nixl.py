@@ -79,7 +79,7 @@ def _be_rank(rank: int, ranks: int) -> None:
 
 @contextmanager
 def of_rank(rank: int, ranks: int) -> Iterator[None]:
-    """In this context a new worker has this rank of so many. Outside there is one rank."""
+    """In this context a new worker has rank `rank` of `ranks`. Outside there is one rank."""
     _be_rank(rank, ranks)
     yield
     _be_rank(0, 1)
@@ -105,7 +105,7 @@ class NixlWorker(PairWorker):
     def _note_expired(self) -> None:
         def noting(sent: set[str]) -> None:
             before = set(sent)
-            type(self.adapter)._reap_expired_send_leases(self.adapter, sent)  # as kvfix has it by then
+            type(self.adapter)._reap_expired_send_leases(self.adapter, sent)  # may be kvfix's by then
             self._expired = sent - before
 
         self.adapter._reap_expired_send_leases = noting

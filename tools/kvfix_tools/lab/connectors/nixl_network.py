@@ -30,7 +30,7 @@ class Network(PairNetwork):
         self.agents: dict[str, Agent] = {}
         #: {host:port: function of the thread that answers handshakes}
         self.listeners: dict[str, Callable[[], None]] = {}
-        #: The message for this thread, and its answer.
+        #: The message for the listener's thread, and the thread's answer.
         self._asked, self._said = b"", list[bytes]()
         self._writers: list[_Writer] = []
         self._handshakes: list[tuple[int, Context, Future[Any], Callable[[], Any]]] = []

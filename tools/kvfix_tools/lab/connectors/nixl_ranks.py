@@ -12,7 +12,7 @@ from kvfix_tools.lab.options import Options
 
 
 class HeadsBlock(SharedBlock):
-    """A block with several KV heads, or with other heads than the first.
+    """A block with several KV heads, or with one head that is not the first.
 
     Each slot has its content once for each head, combined with the head's number. A slot whose heads have different
     contents reads as garbage.

@@ -1,7 +1,8 @@
 """Real NIXL over UCX instead of its model (nixl_agent.py): NIXL's agents move the bytes and deliver the notices.
 
-The lab decides when a transfer ends, so that a schedule plays the same way each time, and as with the model. NIXL gets
-a transfer in the step in which the model ends it, and the lab waits for NIXL. In an engine NIXL may read the source
+The lab decides when a transfer ends: a schedule plays the same way each time, and the same way as with the model. NIXL
+gets a transfer in the step in which the model ends it, and the lab waits for NIXL. In an engine NIXL may read the
+source
 earlier: the latest time is the worst case. NIXL decides which calls it refuses, and the result if a peer has ended.
 """
 
@@ -57,7 +58,7 @@ class RealAgent(Agent):
         self._brought: list[tuple[str, bytes]] = []
 
     def close(self) -> None:
-        """Close NIXL's agent too. Later releases by vLLM only change the state of the lab."""
+        """Close NIXL's agent too. If vLLM releases handles later, only the lab's state changes."""
         super().close()
         self._real_transfers.clear()
         self._real_lists.clear()

@@ -31,7 +31,7 @@ class Copy(NamedTuple):
 
 
 class Copies:
-    """The copies of one rank. gpu: the GPU memory. Its addresses are the addresses of the slots' blocks."""
+    """The copies of one rank. gpu: the GPU memory. Its addresses stand for the slots' blocks."""
 
     def __init__(self, slots: Slots, delay: int, page: int) -> None:
         self._blocks = len(slots)
@@ -46,7 +46,7 @@ class Copies:
         self._fails, self._done = False, _nothing
 
     def take(self, handler: Any) -> None:
-        """Let this handler of OffloadingConnector's worker, for one direction, copy here."""
+        """Make this handler copy here. OffloadingConnector's worker has one handler for each direction."""
         handler._swap_blocks_batch = self._swap
         handler._event_pool = _Events(self)
 

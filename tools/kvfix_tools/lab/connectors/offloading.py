@@ -69,7 +69,7 @@ class BothRoles:
             rank.copies.tick()
 
     def others_take(self, blocks: Collection[int]) -> None:
-        """Take blocks of the GPU: the connector must end copies from them first, unless it keeps the blocks."""
+        """Give GPU blocks to others: the connector must first end its copies from them, or keep the blocks."""
 
     @abstractmethod
     def requests(self, loads: bool) -> set[str]:
@@ -90,7 +90,7 @@ class Rank(Copying):
         super().__init__(rank, slots, options)
         self.connector = in_worker.connector_worker
         offload("cpu")  # vLLM's worker, with streams that do nothing
-        #: Called with (request, job) of a copied load.
+        #: Called with (request, target of the copies, True if it has failed) at the end of a load.
         self.loaded: Callable[[str, Any, bool], None]
         self._failed: set[int] = set()
         spec = self.connector.spec

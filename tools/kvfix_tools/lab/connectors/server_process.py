@@ -137,7 +137,7 @@ class ServerProcess:
             return None
 
     def until(self, done: Callable[[], bool]) -> None:
-        """Poll until the condition holds, less and less often. Raise after a timeout."""
+        """Poll until the condition holds, less and less often. Stop after PATIENCE."""
         end, pause = time.monotonic() + PATIENCE, 0.001
         while not done() and time.monotonic() < end:
             time.sleep(pause)
@@ -152,7 +152,7 @@ class ServerProcess:
         busy_at = time.monotonic()
 
         def done() -> bool:
-            """Return True if the locks do not change: the server counts a store to L2 only after its begin."""
+            """Return True if the locks do not change: the server counts a store to L2 after it begins."""
             nonlocal busy_at
             state.update(self.request("GET", "/status"))
             if _busy(state["storage_manager"]):

@@ -53,7 +53,7 @@ class CopyQueue(AtOnce):
         cuda_mem_ops._batch_memcpy = self.copies.batch, 0
         try:
             super().put(item)
-        except Exception:  # noqa: BLE001 - as in a thread: it is printed, and nobody hears of it
+        except Exception:  # noqa: BLE001 - as in a thread: no caller gets the exception
             self.died = True
 
 

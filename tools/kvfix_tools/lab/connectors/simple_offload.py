@@ -145,7 +145,10 @@ class SimpleOffloading(BothRoles):
         self.events.wrong_content(owner[0], message + (f" in KV group {group.number}" if group.window else ""))
 
     def _owners(self, key: bytes, group: KVGroup, names: Iterable[str]) -> Iterator[tuple[str, int]]:
-        """Yield requests with a block under this key, and the end of the block. Stores do not name ended requests."""
+        """Yield requests with a block under this key, and the end of the block.
+
+        Stores do not name ended requests, so search all requests.
+        """
         requests = self.events.model.requests
         for name in chain(names, reversed(requests)):
             keys = resolve_block_hashes(requests[name].block_hashes, self._hash_tokens, group.block_size)
@@ -169,7 +172,7 @@ class SimpleOffloading(BothRoles):
 
     @property
     def busy(self) -> bool:
-        """Return True if a copy is in flight or not reported. A copy that fails as released is never reported."""
+        """Return True if a copy is in flight or not reported. As released, a copy that fails is never reported."""
         under_way = any(rank.copies.pending for rank in self.ranks)
         return under_way or (self._manager.has_pending_stores() and not any(rank.died for rank in self.ranks))
 

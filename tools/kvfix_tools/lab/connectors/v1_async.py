@@ -64,7 +64,7 @@ class PrefetchingEngine(CacheEngine):
         events: Any = importlib.import_module("lmcache.v1.event_manager")
         #: Up to 0.3.15 a load removes the event. Since 0.4.1 the event stays until the unpin (LMCache PR 2559).
         self._load_takes = not hasattr(events.EventManager, "get_event_future")
-        # Attributes that LMCacheEngine.lookup_unpin reads. The upstream patch of KVF013 reads the last one.
+        # Attributes that LMCacheEngine.lookup_unpin reads. The upstream patch of KVF013 reads `_consumed_prefetches`.
         self.lookup_pins = {}
         self._consumed_prefetches: set[str] = set()
         self.async_loading = True
@@ -122,7 +122,8 @@ class PrefetchingEngine(CacheEngine):
 class AsyncV1(V1):
     """The v1 connector with `enable_async_loading`: a client in the scheduler, and a server for each rank's cache.
 
-    now: the time at all ends, in seconds. It passes while the client sleeps between polls, and with `wait`.
+    now: the time of the client and the servers, in seconds. It passes while the client sleeps between polls, and with
+    `wait`.
     """
 
     engine = PrefetchingEngine

@@ -1,6 +1,6 @@
 """The counters of a run: an event that did not happen was not tested.
 
-Each transfer is counted for each active feature: a drawn option alone shows nothing.
+Each transfer is counted for each active feature, because a drawn option without a transfer shows nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FEATURES: dict[str, Callable[[Options], Any]] = {
 #: The counters. Some need an explanation:
 #: - full_steps, busy_steps: steps without a free block, and with a transfer or a lookup of the server in flight
 #: - ranks_apart, ranks_differ: transfers that only one rank has reported, and lookups that differ between the ranks
-#: - steps_ahead, steps_in_flight: steps scheduled before the last answer, and steps with more than two in flight
+#: - steps_ahead, steps_in_flight: steps scheduled before the last answer, and steps with more than two steps in flight
 #: - null_objects_left_out: objects that the server did not store because all their blocks are null
 #: - last_blocks_dropped: hits of vLLM's prefix cache without their last block, for EAGLE
 #: - not_to_store: requests that must not be stored

@@ -1,8 +1,8 @@
 """The KV groups of the lab's model, and the objects in which the multi-process server stores a chunk.
 
-The model has one KV group of full attention, and one with a sliding window for each number in `Options.windows`, or one
-with states. Each KV group has its own block list for each request, and its own contents. All KV groups take blocks from
-one pool (vLLM's hybrid KV cache manager).
+The model has one KV group of full attention. It also has one with a sliding window for each number in
+`Options.windows`, or one with states. Each KV group has its own block list for each request, and its own contents. All
+KV groups take blocks from one pool (vLLM's hybrid KV cache manager).
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def kv_groups(options: Options) -> list[KVGroup]:
 def stored_objects(options: Options, windows: Sequence[int] = ()) -> list[StoredObject]:
     """Return the objects of a chunk, as KVLayerGroupsManager makes them (v1/kv_layer_groups.py 0.5.6:666).
 
-    All KV groups are in one object or, with `lmcache server --separate-object-groups`, in one object for each window
-    length in chunks.
+    By default all KV groups are in one object. With `lmcache server --separate-object-groups`, KV groups with the same
+    window length in chunks share one object.
     windows: number of tokens of each window that LMCache keeps. Default: the whole window.
     """
     groups = kv_groups(options)

@@ -83,7 +83,7 @@ class LabEngine(Steps):
         clock.now = lambda: events.seconds  # the clock of the fixes
         #: Steps in a row in which nothing was scheduled and no transfer was in flight.
         self.idle = 0
-        #: Steps that the scheduler has no answer of, and the blocks whose load failed in them.
+        #: Steps whose answers the scheduler does not have yet, and the blocks whose load failed in these steps.
         self._answers: deque[tuple[Any, Any]] = deque()
         self._failed: deque[set[int]] = deque()
         #: Blocks that `take_blocks` has taken.
@@ -155,7 +155,7 @@ class LabEngine(Steps):
         self._check_liveness(forward)
 
     def _may_schedule_another(self, forward: bool) -> bool:
-        """Return True if EngineCore schedules before the last answer (step_with_batch_queue, core.py 0.32.0:754)."""
+        """Return True if EngineCore schedules again before an answer (step_with_batch_queue, core.py 0.32.0:754)."""
         in_flight = len(self._answers)
         self.counts["steps_ahead"] += in_flight > 1
         self.counts["steps_in_flight"] += in_flight > 2

@@ -104,8 +104,8 @@ class Steps:
     def is_free(self, name: str) -> bool:
         """Return True if a request with this id may arrive.
 
-        No request has this id, or the request has ended, scheduler and worker know that, and none of its steps is in
-        flight.
+        This is so if no request has this id. Or its request has ended, scheduler and worker know that, and none of its
+        steps is in flight.
         """
         known = self.requests.get(name)
         if known is None:
@@ -137,11 +137,11 @@ class Steps:
         self.scheduler.max_num_scheduled_tokens = tokens
 
     def keep_blocks(self, how_many: int) -> None:
-        """Take all free blocks except so many. A cached prefix loses its end first."""
+        """Take free blocks until only `how_many` are free. A cached prefix loses its end first."""
         self.take_blocks(self.free() - how_many)
 
     def take_blocks(self, how_many: int) -> None:
-        """Take so many free blocks and write to them, until `free_blocks`."""
+        """Take so many free blocks and write to them. `free_blocks` gives them back."""
         pool = self.scheduler.kv_cache_manager.block_pool
         taken = pool.get_new_blocks(min(how_many, self.free()))
         numbers = [block.block_id for block in taken]

@@ -13,7 +13,7 @@ from kvfix.ledger.owed import OUTSIDE_STATUSES
 
 
 class Liveness:
-    """Records for which request the scheduler found no blocks, and how many the request needs."""
+    """Records the request that the scheduler found no blocks for, and how many blocks it needs."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -77,6 +77,6 @@ class Liveness:
         return Waiting(name, waits_for, needs if request is refused else None, held)
 
     def _clients_hold_all_places(self) -> bool:
-        """Return True if as many sessions wait for input as a step can have: vLLM then admits no other request."""
+        """Return True if sessions that wait for input use all places of a step: vLLM then admits no other request."""
         sessions = getattr(self._scheduler, "num_waiting_for_streaming_input", 0)
         return bool(sessions) and sessions >= self._scheduler.max_num_active_reqs

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-#: The content of a slot that was never written, or that a step wrote after it had read wrong KV.
+#: The content of a slot. NOTHING: it was never written. GARBAGE: a step wrote it after it had read wrong KV.
 NOTHING = 0
 GARBAGE = -1
 VOCABULARY = 512
@@ -154,7 +154,7 @@ class SlotsOfRank(Slots):
 class SlotsOfShard(SlotsOfRank):
     """The memory of a rank with context parallelism: each of n ranks has every n-th token of a block.
 
-    Slots have the number of their token. The slots of tokens in other ranks stay empty.
+    The slot of a token has the same number in all ranks. The slots of tokens in other ranks stay empty.
     """
 
     def __init__(self, rank: int, ranks: int, num_blocks: int, block_size: int, room: int = 0) -> None:

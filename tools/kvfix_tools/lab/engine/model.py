@@ -44,7 +44,7 @@ class Model:
         self.written_by_others: list[int] = []
         #: Requests that this step has computed on top of wrong KV.
         self._misled: set[str] = set()
-        #: {request: (end of the tokens of this step without drafts, end of its right tokens)}
+        #: {request: (end of this step's tokens without drafts, end with the accepted drafts)}
         self._ends: dict[str, tuple[int, int]] = {}
 
     def admit(self, name: str, request: Request) -> None:
@@ -103,7 +103,7 @@ class Model:
             self.drafter.begin(output)
 
     def start(self, name: str, tokens: int) -> int:
-        """Return the first of so many tokens of this request in the step. The scheduler has already counted them."""
+        """Return where the request's tokens in this step begin. The scheduler has already counted the tokens."""
         computed = self.requests[name].num_computed_tokens - tokens
         return computed if self.drafter is None else self.drafter.start(name, computed)
 

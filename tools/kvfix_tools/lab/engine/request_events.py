@@ -1,7 +1,7 @@
 """The events, findings and counters of a run in the lab.
 
-kvfix.connector_events records the statements of a connector in an engine. The lab records every call, every request in
-every step, and every copy in its own memory, with the time of the lab.
+kvfix.connector_events records what a connector of an engine says. The lab records every call, every request in every
+step, and every copy in its own memory, with the time of the lab.
 """
 
 from __future__ import annotations
@@ -248,7 +248,8 @@ class RequestEvents:
         """Record a store. All ranks must store the same tokens. Tokens of a hit count as cached, even if their load
         failed.
 
-        Do not record a store of an ended request, because no event has the tokens of the request's last step.
+        If stores skip cached chunks, a store of an ended request is not recorded: no event has the tokens of its last
+        step.
         """
         request = self._model.requests[name]
         if not rank:

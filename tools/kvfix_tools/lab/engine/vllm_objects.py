@@ -81,7 +81,7 @@ def _model(kv_heads: int) -> ModelConfig:
 
 
 def _speculative(options: Options, model: ModelConfig) -> SpeculativeConfig | None:
-    """Return the configuration of speculative decoding: made for ngram, which has no draft model, then changed."""
+    """Return the configuration of speculative decoding. It is made for ngram, which has no draft model, and changed."""
     if not options.drafter:
         return None
     config = SpeculativeConfig(
@@ -101,7 +101,7 @@ def _speculative(options: Options, model: ModelConfig) -> SpeculativeConfig | No
 def _offloading(options: Options, folder: str = "") -> dict[str, Any]:
     """Return the settings of OffloadingConnector, with CPU memory for about as many blocks as the GPU has.
 
-    A chunk has one or two blocks, and takes whole pages. folder: of a tier with files.
+    A chunk has one or two blocks, and takes whole pages. folder: the root directory of a tier with files.
     """
     blocks = 2 if options.chunk_size // options.block_size % 2 == 0 else 1
     extra = {"blocks_per_chunk": blocks, **({} if options.connector in PAIRS else options.extra)}

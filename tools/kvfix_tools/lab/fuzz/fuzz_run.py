@@ -145,8 +145,8 @@ class Run(msgspec.Struct, frozen=True):
     def not_as_released(self, schedule: Schedule, violations: list[Finding]) -> list[Finding]:
         """Return the violations that the release does not have by itself, for a run with the fixes in one engine.
 
-        A fix changes when requests end, and so which loads share a message. So the release also has a violation by
-        itself if it shows the same one in the schedule without one of its steps.
+        With a fix, requests end at other times, so other loads share a message. So a violation is also left out if the
+        release shows it in the schedule without one step.
         """
         if not violations or self.fixes_in == "both" or not self.fixes:
             return violations
@@ -209,8 +209,8 @@ def fuzz(
     - jobs: number of processes
     - notes: a file with the progress, from which the run continues. Raises ValueError if it belongs to another run.
 
-    With the fixes in one of two engines, a seed whose violations the release has by itself counts as
-    `violated_as_released`.
+    With the fixes in one of two engines, a seed counts as `violated_as_released` if the release alone has its
+    violations.
     """
     start = time.monotonic()
     kept = Notes(releases.versions(), releases.code() if notes else "", run, seeds.start, Tally())
@@ -227,7 +227,7 @@ def fuzz(
             break
     violations = []
     if run.fixes_in != "both":
-        shrinking = 0  # a shorter schedule may be violated as released
+        shrinking = 0  # the release may violate rules in a shorter one
     with run.applied():
         for wanted, (times, seed, rule, message) in sorted(tally.found.items(), key=lambda item: -item[1][0]):
             (schedule,) = run.schedules([seed])

@@ -24,11 +24,11 @@ _FAULTS = {
 }  # fmt: skip
 #: Weights in push mode. With requests in both engines at once, the engines can wait for each other.
 _PUSH_FAULTS = {"ask": 6, "ask_at_once": 6, "writers_take": 1, "fail": 3}
-#: Also steps for Mooncake, and a step of one of the engines.
+#: All steps, also "ends_at_once" for Mooncake, and "on", a step of one engine.
 KINDS = frozenset((*_PLAIN, *_FAULTS, *_PUSH_FAULTS, "ends_at_once", "on"))
 #: {step: requests that the router can make it with}
 _AGAIN = {"send_again": "sent", "ask_again": "asked"}
-#: Seconds of a lease. A waiting peer renews it after each sixth of the time, by two thirds.
+#: Seconds of a lease. A waiting peer renews it after each sixth of this time, by two thirds of this time.
 _LEASES = (3, 6, 30)
 #: Ranks of both engines, if one has several.
 _RANKS = ((1, 2), (1, 2), (2, 1), (2, 1), (2, 2), (2, 4), (4, 2), (1, 4), (4, 1))
@@ -70,7 +70,7 @@ def _draw_nixl(seed: int, connector: str, plain: bool) -> Drawn:
     if push and not plain:
         extra["push_registration_timeout"] = rng.choice((5.0, 30.0))
     elif not plain and rng.random() < 0.25:
-        # KVF319 does not cover this: no lease may expire before its read
+        # KVF319 does not cover a lease that ends here: make it long enough for its read
         extra |= {"bidirectional_kv_xfer": True, "kv_lease_duration": 30}
         extra |= {"decoder_kv_blocks_ttl": 3, "kv_recompute_threshold": 8}
     options = Options(
@@ -110,7 +110,7 @@ def _draw_nixl(seed: int, connector: str, plain: bool) -> Drawn:
 def _with_ranks(options: Options, rng: random.Random) -> Options:
     """Add several ranks to one engine or both.
 
-    If the reading or writing side has fewer ranks, each rank of the other side needs at least one head: otherwise vLLM
+    If the reading or writing engine has fewer ranks, the model needs a head for each rank of the other: otherwise vLLM
     refuses the handshake (base_worker.py 0.32.0:2450).
     """
     prefill, decode = rng.choice(_RANKS)
@@ -147,7 +147,7 @@ def _step(rng: random.Random, kind: str, number: int, options: Options, room: in
         # few prompts, so that they share prefixes; lengths around the edges of blocks
         whole = rng.randrange(1, max(2, room // block)) * block
         tokens = max(1, min(room - 40, whole + rng.choice((-1, 0, 0, 1, rng.randrange(block)))))
-        # KVF353 cannot prefill one token less of a prompt of one token
+        # with KVF353 prefill leaves out the last token: impossible for a prompt of one token
         more = 1 if options.windows and tokens == 1 else 20
         generated = (rng.choice((1, 1, 1, more)),) if kind != "ask_decode" and not plain else ()
         return (kind, f"r{number}", rng.randrange(3), tokens, rng.choice((1, 2, 5, 20, 30)), *generated)

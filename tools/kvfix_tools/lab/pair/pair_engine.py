@@ -1,4 +1,4 @@
-"""One of two engines (pair.py), and the base class of its connector, in addition to connector.py."""
+"""One of two engines (pair.py), and the base class of its connector, which extends Connector (connector.py)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class PairSide(Connector):
 
     @abstractmethod
     def join(self) -> None:
-        """Replace what the connector communicates with by this network, for an engine that is made next."""
+        """Put this network in place of the connector's real communication, for the engine that is made next."""
 
     def _make(self, options: Options, memories: Sequence[Slots]) -> None:
         config = self.configured(options)
@@ -60,7 +60,7 @@ class PairSide(Connector):
         return self.worker_class(self, slots, vllm_objects.worker(options, config), options)
 
     def introduce(self, in_scheduler: Any) -> None:
-        """Tell this connector in the scheduler role of its workers."""
+        """Make the workers known to this connector in the scheduler role."""
 
     @property
     def between(self) -> Sequence[Any]:

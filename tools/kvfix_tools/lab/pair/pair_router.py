@@ -59,12 +59,12 @@ class Router:
         #: Steps from an answer to the next message, and messages to send: (step, request, parameters).
         self.takes = 0
         self._to_send: list[tuple[int, str, Params | None]] = []
-        #: The last parameters of each request, and the fault of the next ones.
+        #: The last parameters of each request, and the faults for the next parameters.
         self._params: dict[str, Params] = {}
         self.malformed: list[str] = []
         #: {request: token that ends its text}
         self.stops: dict[str, int] = {}
-        #: {request: its ids}. vLLM adds a suffix to the router's id.
+        #: {request: number of its ids}. vLLM adds a suffix to the router's id.
         self._ids: Counter[str] = Counter()
 
     @property

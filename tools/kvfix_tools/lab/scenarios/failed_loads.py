@@ -234,7 +234,7 @@ SCENARIOS = {
         ],
         rule="KVR011",
         text="wait_for_save: AssertionError",
-        wrong={"lmcache": ">=0.3.10,<=0.3.15"},  # earlier releases have the wrong tracker, but save nothing then
+        wrong={"lmcache": ">=0.3.10,<=0.3.15"},  # earlier trackers are wrong too, but then nothing is saved
         needs={"lmcache": ">=0.3.9.post1"},  # 0.3.9 does not report failed loads
         options=Options(num_blocks=110, chunk_size=256, max_num_batched_tokens=2048),
         ends=False,

@@ -101,8 +101,8 @@ SCENARIOS = {
             "at its load."
         ),
         # The client counts the first rank's answers to two lookups as one answer of each rank, cleans up, and sends a
-        # third lookup. Then the second rank's answer to the second lookup and the first rank's answer to the third
-        # begin the load before the second rank has fetched (lmcache_async_lookup_client.py 0.5.6:233-246).
+        # third lookup. Then two answers begin the load: the second rank's to the second lookup, and the first rank's to
+        # the third. The second rank has not fetched yet (lmcache_async_lookup_client.py 0.5.6:233-246).
         schedule=[
             do.stored_elsewhere(prompt(256)),
             do.lookups_fail(1),
@@ -216,7 +216,7 @@ SCENARIOS = {
     "lookup-skips-computed": Scenario(
         # The lookup skips chunks that vLLM has computed and counts them as found (lmcache_lookup_client.py
         # 0.3.11:190-243). The sum is cached for the next question about the request. LMCache has evicted the 256
-        # tokens. vLLM has them, but no blocks for the request. When blocks are free, other requests have taken the
+        # tokens. vLLM has them, but too few free blocks for the request. Until blocks are free, other requests take the
         # blocks of the 256 tokens too. The load comes short: vLLM computes the tokens again, or ends the request with
         # kv_load_failure_policy "fail". The tokens also count as stored, so they are never stored (KVR007).
         schedule=[
@@ -258,7 +258,7 @@ SCENARIOS = {
         # prefix cache when the request is preempted. While too few blocks are free, vLLM asks in every step: a lookup
         # answers the first time with 0, the lookup cache answers later.
         schedule=[
-            # 637 of the 659 usable blocks, full after its third token; generates six tokens
+            # it has 637 of the 659 usable blocks, which are full after its third token, and generates six tokens
             do.admit("other", prompt(10190, seed=1), max_tokens=6),
             do.step(),
             do.admit(LONG, prompt(10009, seed=2), max_tokens=2),

@@ -92,8 +92,8 @@ SCENARIOS = {
     ),
     "mp-window-loaded-short": Scenario(
         # For three MTP modules vLLM keeps two tokens before the window of 32. LMCache loads the last two blocks of "r".
-        # vLLM has a third block, from token 80 on, and caches it. "other", without a hit in LMCache, hits 112 tokens in
-        # vLLM and reads from token 81 on.
+        # vLLM also keeps the block before these, from token 80 on, and caches it. "other", without a hit in LMCache,
+        # hits 112 tokens in vLLM and reads from token 81 on.
         schedule=[
             do.stored_elsewhere(prompt(128)),
             do.admit("r", prompt(160), max_tokens=2),

@@ -146,7 +146,7 @@ SCENARIOS = {
         "LAB003",
         text="WAITING_FOR_REMOTE_KVS",
         request="r-00000003",
-        # A longer timeout would pass without steps, and after a pause a load may come short.
+        # During a longer timeout the engines would make no steps, and after such a pause a load may come short.
         options=Options(connector="nixl-push", prefix_caching=False, extra={"push_registration_timeout": 0.5}),
     ),
     "nixl-push-thread-loses-notices": push(

@@ -33,8 +33,8 @@ SCENARIOS = {
     ),
     "mp-load-into-blocks-in-copy": Scenario(
         doc="LMCache loads into blocks of an ended request that OffloadingConnector still copies.",
-        # A MultiConnector of both. vLLM allocates the blocks of a load between steps before the request is in a step.
-        # OffloadingConnector waits only for copies of blocks that are allocated in a step.
+        # A MultiConnector of both. If a load runs between steps, vLLM allocates its blocks before the request is in a
+        # step. OffloadingConnector waits only for copies of blocks that are allocated in a step.
         schedule=[
             do.stored_elsewhere(prompt(256)),
             do.stored_elsewhere(prompt(256, seed=1)),
@@ -190,7 +190,7 @@ SCENARIOS = {
     ),
     "simple-offload-window-not-loaded": Scenario(
         # SimpleCPUOffloadConnector loads only the window, and vLLM caches all blocks that it keeps. Another request,
-        # whose window begins there, reads the old content of a block.
+        # whose window begins in a block that was not loaded, reads its old content.
         schedule=[
             do.admit("before", prompt(145)),
             do.run(),

@@ -19,7 +19,8 @@ FEWER_IN_VLLM = (
 SCENARIOS = {
     "decoder-left-after-resume": Scenario(
         doc="A preempted request with a disagg_spec is resumed, and LMCache keeps its decoder for ever.",
-        # `update_state_after_alloc` adds the decoder at each admission, and only a new request removes it.
+        # `update_state_after_alloc` adds the decoder at each admission. It is removed only for a new request, not for a
+        # resumed one.
         schedule=[do.admit("r", prompt(300), max_tokens=2, sampling=ASKS), do.step(), do.preempt("r")],
         rule="KVR009",
         text="tmp_disagg_tracker still holds it",

@@ -54,9 +54,9 @@ SCENARIOS = {
         "Two tenants share KV: LMCache's key does not have the cache_salt.", "cache_salt"
     ),
     "decode-tokens-left-out": Scenario(
-        # LMCache up to 0.4.2 adds tokens from the computed tokens on. The token at this position is in flight and not
-        # known. If the request was left out of a step, the token is known, and LMCache appends it after the tokens of
-        # the tracker.
+        # LMCache up to 0.4.2 adds to its tracker the tokens after the computed ones. The first of these is in flight
+        # and not known. If the request was left out of a step, the token is known, and LMCache appends it after the
+        # tokens of the tracker.
         schedule=[
             do.admit("other", prompt(20, seed=1), max_tokens=9),
             do.admit("r", prompt(43), max_tokens=9),

@@ -188,7 +188,7 @@ SCENARIOS = {
     ),
     "trimmed-drafts-stay-computed": Scenario(
         # A step brings four tokens, and the session may have one. vLLM drops the others, but counts their KV as
-        # computed: two tokens of the next input get their slots and KV.
+        # computed: two tokens of the next input get slots and KV of dropped tokens.
         schedule=[
             do.admit("r", prompt(20), max_tokens=2, resumable=True),
             do.step(2),

@@ -18,7 +18,7 @@ class Backend(NamedTuple):
 
     open: makes the transfer of one cell, or raises Refused. missing: why it cannot be used on this device, or None.
     group: a name for several backends. axes: default values of each axis; other values run only on request.
-    whole: one check instead of all cells, which fills a result.
+    whole: runs one check instead of all cells, and fills a result.
     """
 
     name: str

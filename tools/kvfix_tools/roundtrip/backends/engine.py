@@ -3,13 +3,14 @@
 The rounds of greedy requests are:
 
 1. cold: the prompts.
-2. changed: the prompts with other first tokens. Their answers must differ, or equal answers prove nothing.
+2. changed: the prompts with other first tokens. If their answers equal those of round 1, the model cannot show wrong
+KV.
 3. others: other prompts, which overwrite nearly all blocks.
 4. warm: the prompts again.
 
-After each round the prefix cache is emptied, so that tokens that the last round does not compute come from the external
-cache. In the last round, tokens must have been promised and loaded, and no load may have failed, because vLLM computes
-the tokens of a failed load. The connector logs a line for each load of the worker (engine_connector.py).
+The prefix cache is emptied after each round. So the last round computes a token, or takes it from the external cache.
+In the last round, tokens must have been promised and loaded, and no load may have failed, because vLLM computes the
+tokens of a failed load. The connector logs a line for each load of the worker (engine_connector.py).
 
 The process of one engine is `python -m kvfix_tools.roundtrip.backends.engine JOB.json`.
 """
@@ -46,7 +47,8 @@ ASKED = [prompt(200, seed) for seed in (1, 2, 3)]
 OTHERS = [prompt(BLOCK * (BLOCKS - 1) // 2 - GENERATE - BLOCK, seed) for seed in (11, 12)]
 CHANGED = [[*prompt(BLOCK, seed + 20), *one[BLOCK:]] for seed, one in enumerate(ASKED)]
 ROUNDS = {"cold": ASKED, "changed": CHANGED, "others": OTHERS, "warm": ASKED}
-#: Key in kv_connector_extra_config of the file of loads. A line has loaded tokens, or blocks whose load failed.
+#: This key in kv_connector_extra_config has the path of the file of loads. A line of the file has the number of loaded
+#: tokens, or of blocks whose load failed.
 LOADS = "kvfix.loads"
 KINDS = ("loaded", "failed")
 #: {kind: (LMCache's connector in vLLM, the class of engine_connector.py that logs its loads)}

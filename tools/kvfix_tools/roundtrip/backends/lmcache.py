@@ -99,7 +99,7 @@ class Connector(Transfer):
             for _ in mover:
                 pass
             return
-        # The engine loads from the chunk on in which its own tokens end (0.5.6 vllm_v1_adapter.py).
+        # The first loaded chunk is the one in which the engine's own tokens end (0.5.6 vllm_v1_adapter.py).
         chunks = slice(skip // self.chunk, None)
         wanted = self.objects[chunks], self.starts[chunks], self.ends[chunks]
         self.connector.batched_to_gpu(*wanted, vllm_cached_tokens=skip, **to)

@@ -1,7 +1,7 @@
 """`vllm-simple`, `vllm-offload`: vLLM's own CPU offload, as its worker uses it, for whole blocks only.
 
-`vllm-simple` is the batched copy of simple_kv_offload. `vllm-offload` is the worker of OffloadingConnector. On the CPU
-both use memmove instead of the driver's batched copy, and streams and events that complete at once.
+`vllm-simple` is the batched copy of simple_kv_offload. `vllm-offload` is the worker of OffloadingConnector. On the CPU,
+memmove replaces the driver's batched copy in both. Their streams and events complete at once.
 """
 
 from __future__ import annotations
@@ -132,7 +132,10 @@ def pages(region: Region) -> dict[str, torch.Tensor]:
 
 
 def block_ids(slots: torch.Tensor, block: int) -> list[int]:
-    """Return the blocks of the slots. Raise Refused unless the slots are whole blocks, in order in each block."""
+    """Return the blocks of the slots.
+
+    Raise Refused unless the slots fill whole blocks and are in order inside each block.
+    """
     if len(slots) % block:
         raise Refused("whole blocks only")
     by_block = slots.view(-1, block)
