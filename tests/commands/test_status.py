@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from kvfix import catalogue, fix_status
-from kvfix.fixes.api import EFFECTS
+from kvfix.fixes.record import EFFECTS
 from kvfix_tools import fix_overview, status
 from tests.conftest import RELEASES, Fresh
 

@@ -10,8 +10,8 @@ import pytest
 import kvfix
 from kvfix import catalogue
 from kvfix.fixes import stubs
-from kvfix.fixes.api import MIXED_ROLL_OUT, Fix
 from kvfix.fixes.lmcache import kvf022_resume_shares_block_list as kvf022
+from kvfix.fixes.record import MIXED_ROLL_OUT, Fix
 from tests.conftest import ADAPTER, ForkServer
 
 EVERY = pytest.mark.parametrize("found", catalogue.fixes(), ids=lambda found: found.code)

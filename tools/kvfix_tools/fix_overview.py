@@ -11,7 +11,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from kvfix import applicability
-from kvfix.fixes.api import EFFECTS, Fix, Target
+from kvfix.fixes.record import EFFECTS, Fix, Target
 from kvfix_tools import screen
 
 _V1, _MP = "LMCacheConnectorV1", "LMCacheMPConnector"

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import kvfix
 from kvfix import applicability, catalogue, fix_status, installed_source
 from kvfix.fix_status import FixRow
-from kvfix.fixes.api import EFFECTS, Fix, Target
+from kvfix.fixes.record import EFFECTS, Fix, Target
 from kvfix_tools import fix_overview, screen
 
 #: Verdicts of a bug that the installation has and that is not fixed in this process.

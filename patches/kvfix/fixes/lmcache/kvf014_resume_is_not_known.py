@@ -70,5 +70,4 @@ FIX = Fix(
         LMCACHE_V1.build_connector_meta(broken=">=0.3.9,<0.3.10", probe=metadata_shows_bug, fix=fix_metadata, place=5),
     ),
     evidence={"KVR006": ""},
-    scenarios=("resume-is-not-known",),
 )

@@ -129,5 +129,4 @@ FIX = Fix(
         LOOKUP_CLIENT.lookup(broken=">=0.3.9,<0.4.1", probe=stubs.cannot_tell, fix=fix_lookup, place=1),
     ),
     evidence={"KVD203": "", "KVD207": "", "KVR012": ""},
-    scenarios=("dead-worker-stalls-lookups",),
 )

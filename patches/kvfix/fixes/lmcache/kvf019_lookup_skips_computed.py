@@ -62,7 +62,6 @@ FIX = Fix(
         BYPASS_LOOKUP_CLIENT.lookup(broken=">=0.3.10.post2,<0.3.12", probe=shows_bug, fix=fix),
     ),
     evidence={"KVD302": ""},
-    scenarios=("lookup-skips-computed",),
     # As released, 0.3.11 forgets the chunks that it found, if vLLM has them too.
     changes_healthy=("v1",),
 )

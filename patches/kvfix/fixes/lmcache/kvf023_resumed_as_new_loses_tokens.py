@@ -60,7 +60,6 @@ FIX = Fix(
     effect="wrong output",
     targets=(REQUEST_TRACKER.from_new_request(broken=">=0.3.9", probe=shows_bug, fix=fix),),
     evidence={"KVR004": ""},
-    scenarios=("resumed-as-new-loses-tokens",),
     # With model runner V2, LMCache then stores the generated tokens that a resumed request computes again, as with V1.
     changes_healthy=("v1",),
 )

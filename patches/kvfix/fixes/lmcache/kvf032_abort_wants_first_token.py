@@ -53,5 +53,4 @@ FIX = Fix(
     effect="crash",
     targets=(LMCACHE_V1.request_finished(broken=">=0.3.9", probe=shows_bug, fix=fix, place=3),),
     evidence={"KVR011": "IndexError: list index out of range"},
-    scenarios=("abort-wants-first-token",),
 )

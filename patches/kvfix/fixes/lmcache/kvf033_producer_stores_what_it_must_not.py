@@ -47,5 +47,4 @@ FIX = Fix(
         LMCACHE_V1.wait_for_save(broken=">=0.3.9", probe=shows_bug, fix=fix, place=3),
         LMCACHE_V1.start_load_kv(broken=">=0.3.9", probe=stubs.cannot_tell, fix=fix_layers, place=5, helper=True),
     ),
-    scenarios=("producer-stores-what-it-must-not",),
 )

@@ -62,5 +62,4 @@ FIX = Fix(
     effect="crash",
     targets=(LMCACHE_V1.update_state_after_alloc(broken=">=0.3.9", probe=shows_bug, fix=fix),),
     evidence={"KVR011": "KeyError: '(req_id|receiver_)"},
-    scenarios=("decoder-named-in-part",),
 )

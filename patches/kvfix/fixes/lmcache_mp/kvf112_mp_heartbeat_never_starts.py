@@ -60,5 +60,4 @@ FIX = Fix(
     effect="lost hits",
     targets=(MP_SCHEDULER_ADAPTER._ensure_heartbeat_started(broken=">=0.5.0,<=0.5.5", probe=shows_bug, fix=fix),),
     evidence={"KVD205": ""},
-    scenarios=("mp-heartbeat-never-starts",),
 )

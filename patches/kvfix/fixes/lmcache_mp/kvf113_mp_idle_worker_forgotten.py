@@ -55,6 +55,5 @@ FIX = Fix(
     effect="lost hits",
     targets=(MP_WORKER_ADAPTER.register_kv_caches(broken=">=0.4.5,<=0.5.6", probe=shows_bug, fix=fix),),
     evidence={"KVD210": ""},
-    scenarios=("mp-idle-worker-forgotten",),
     attaches=AT_START,  # it acts when the worker registers
 )

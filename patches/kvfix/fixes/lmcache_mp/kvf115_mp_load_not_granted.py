@@ -70,5 +70,4 @@ FIX = Fix(
     effect="crash",
     targets=multi_process("update_state_after_alloc", shows_bug, fix, lmcache=">=0.4.5,<=0.5.4", vllm="", place=2),
     evidence={"KVD111": "", "KVR004": ""},
-    scenarios=("mp-load-not-granted",),
 )

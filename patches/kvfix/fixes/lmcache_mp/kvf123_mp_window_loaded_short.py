@@ -71,7 +71,6 @@ FIX = Fix(
     __name__,
     effect="wrong output",
     targets=(MP_KV_GROUPS._resolve_per_layer_sw_sizes(broken=">=0.4.7", probe=shows_bug, fix=fix),),
-    scenarios=("mp-window-loaded-short",),
     no_patch={
         "lmcache": "with it the server's objects change: what to do with those of before is for LMCache to decide"
     },

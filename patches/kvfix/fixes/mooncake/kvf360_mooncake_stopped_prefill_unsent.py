@@ -50,5 +50,4 @@ FIX = Fix(
     __name__,
     effect="hang",
     targets=(MOONCAKE_SCHEDULER.request_finished(broken=">=0.20", probe=shows_bug, fix=request_finished, place=1),),
-    scenarios=("mooncake-stopped-prefill-unsent",),
 )

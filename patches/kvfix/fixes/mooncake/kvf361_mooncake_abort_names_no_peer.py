@@ -45,6 +45,5 @@ FIX = Fix(
     effect="crash",
     targets=(MOONCAKE_SCHEDULER.build_connector_meta(broken=">=0.20", probe=shows_bug, fix=fix),),
     evidence={"KVR011": r"KeyError: 'remote_(engine_id|bootstrap_addr)"},
-    scenarios=("mooncake-abort-names-no-peer",),
     no_patch=PRIVATE,
 )

@@ -102,6 +102,5 @@ FIX = Fix(
         MOONCAKE_WORKER.start_load_kv(broken=">=0.20", fix=start_load_kv, helper=True),
         MOONCAKE_SCHEDULER.request_finished(broken=">=0.20", fix=request_finished, place=3, helper=True),
     ),
-    scenarios=("mooncake-aborted-prefill-awaited",),
     attaches=NEW_REQUESTS,
 )

@@ -61,6 +61,5 @@ FIX = Fix(
     targets=(
         MOONCAKE_WORKER.process_pulling_result(broken=">=0.32,<0.33", probe=shows_bug, fix=process_pulling_result),
     ),
-    scenarios=("mooncake-load-left-out",),
     no_patch={"vllm": "0.33.0 is right"},
 )

@@ -76,5 +76,4 @@ FIX = Fix(
         MOONCAKE_WORKER.get_finished(broken=">=0.20", fix=get_finished, helper=True),
         MOONCAKE_WORKER.start_load_kv(broken=">=0.20", fix=start_load_kv, place=1, helper=True),
     ),
-    scenarios=("mooncake-transfer-kept-for-ever",),
 )

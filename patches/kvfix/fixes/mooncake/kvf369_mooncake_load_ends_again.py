@@ -92,7 +92,6 @@ FIX = Fix(
         MOONCAKE_WORKER._handle_failed_recv(broken=">=0.32,<0.33", probe=shows_bug, fix=handle_failed_recv),
         MOONCAKE_WORKER.process_pulling_result(broken=">=0.32,<0.33", fix=process_pulling_result, place=1, helper=True),
     ),
-    scenarios=("mooncake-load-ends-again",),
     # If no rank reports a load, its request waits for ever. After an error, vLLM reports everything as it does without
     # the fix.
     on_fault="original",

@@ -43,6 +43,5 @@ FIX = Fix(
     effect="crash",
     targets=(NIXL_BASE_SCHEDULER.build_connector_meta(broken=">=0.32", probe=shows_bug, fix=fix),),
     evidence={"KVR011": r"KeyError: 'remote_"},
-    scenarios=("nixl-abort-names-no-peer",),
     no_patch=PRIVATE,
 )

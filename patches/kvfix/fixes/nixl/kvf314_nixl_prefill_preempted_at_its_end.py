@@ -56,5 +56,4 @@ FIX = Fix(
         for owner in (NIXL_PULL_SCHEDULER, NIXL_PUSH_SCHEDULER)
     ),
     evidence={"KVR009": r"^_reqs_to_process "},
-    scenarios=("nixl-prefill-preempted-at-its-end",),
 )

@@ -48,7 +48,6 @@ FIX = Fix(
     __name__,
     effect="hang",
     targets=(NIXL_BASE_SCHEDULER._nixl_handshake_listener(broken=">=0.26", fix=_nixl_handshake_listener),),
-    scenarios=("nixl-handshake-thread-dies",),
     attaches=AT_START,  # the thread runs
     no_patch=PRIVATE,
 )

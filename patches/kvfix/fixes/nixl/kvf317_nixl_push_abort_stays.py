@@ -60,5 +60,4 @@ FIX = Fix(
     effect="leak",
     targets=(NIXL_PUSH_WORKER.start_load_kv(broken=">=0.32", probe=shows_bug, fix=start_load_kv),),
     evidence={"KVR009": r"^_recving_metadata "},
-    scenarios=("nixl-push-abort-stays",),
 )

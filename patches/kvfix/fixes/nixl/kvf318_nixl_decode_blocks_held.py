@@ -51,5 +51,4 @@ FIX = Fix(
     effect="hang",
     targets=(NIXL_PULL_SCHEDULER.update_state_after_alloc(broken=">=0.32", probe=shows_bug, fix=begin_lease),),
     evidence={"LAB020": "of the decode engine"},
-    scenarios=("nixl-decode-blocks-held",),
 )

@@ -132,7 +132,6 @@ FIX = Fix(
         NIXL_BASE_WORKER._pop_done_transfers(broken=">=0.32", fix=_pop_done_transfers, helper=True),
     ),
     evidence={"KVR017": ""},
-    scenarios=("nixl-read-outlives-lease",),
     attaches=NEW_REQUESTS,
     no_patch={"vllm": "the end of the lease has to be a parameter that all routers hand on, of both kinds of lease"},
     opt_in=True,

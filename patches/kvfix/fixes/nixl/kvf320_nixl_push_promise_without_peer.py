@@ -53,6 +53,5 @@ FIX = Fix(
     effect="crash",
     targets=(NIXL_PUSH_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", probe=shows_bug, fix=fix),),
     evidence={"KVR011": r"^(update_state_after_alloc|schedule|build_connector_meta): KeyError"},
-    scenarios=("nixl-push-promise-without-peer",),
     no_patch=PRIVATE,
 )

@@ -50,5 +50,4 @@ FIX = Fix(
     effect="wrong output",
     targets=(NIXL_PUSH_WORKER.get_transfer_results(broken=">=0.32", place=1, fix=get_transfer_results),),
     evidence={"LAB022": ""},
-    scenarios=("nixl-push-registration-kept",),
 )

@@ -51,5 +51,4 @@ FIX = Fix(
     __name__,
     effect="hang",
     targets=(NIXL_PUSH_WORKER._handle_push_reg_notif(broken=">=0.26", probe=shows_bug, fix=_handle_push_reg_notif),),
-    scenarios=("nixl-push-thread-loses-notices",),
 )

@@ -75,6 +75,5 @@ FIX = Fix(
     __name__,
     effect="hang",
     targets=(NIXL_BASE_WORKER.add_remote_agent(broken=">=0.32", probe=shows_bug, fix=add_remote_agent),),
-    scenarios=("nixl-refused-peer-stays-refused",),
     no_patch=PRIVATE,
 )

@@ -74,5 +74,4 @@ FIX = Fix(
         NIXL_PUSH_SCHEDULER.update_state_after_alloc(broken=">=0.32", place=1, fix=note_first, helper=True),
     ),
     evidence={"KVD688": "", "LAB003": "WAITING_FOR_REMOTE_KVS"},
-    scenarios=("nixl-push-second-decode-waits",),
 )

@@ -71,5 +71,4 @@ FIX = Fix(
     __name__,
     effect="wrong output",
     targets=(OFFLOADING_SCHEDULER.update_connector_output(broken=">=0.26.0", probe=shows_bug, fix=fail_stores),),
-    scenarios=("failed-load-is-offloaded",),
 )

@@ -59,6 +59,5 @@ FIX = Fix(
     effect="crash",
     targets=(OFFLOADING_SCHEDULER.build_connector_meta(broken=">=0.26.0,<0.33", probe=shows_bug, fix=hide_loading),),
     evidence={"KVR011": r"^(schedule|build_connector_meta): AssertionError$"},
-    scenarios=("load-after-reset-asserts",),
     no_patch={"vllm": "fixed in 0.33.0"},
 )

@@ -66,6 +66,5 @@ FIX = Fix(
     effect="wrong output",
     targets=(OFFLOADING_SCHEDULER._update_req_states(broken=">=0.26.0,<0.33", probe=shows_bug, fix=drop_old_blocks),),
     evidence={"KVR011": "^update_from_output: KeyError: "},
-    scenarios=("session-offloads-other-blocks",),
     no_patch={"vllm": "fixed in 0.33.0"},
 )

@@ -65,5 +65,4 @@ FIX = Fix(
     effect="hang",
     targets=(SCHEDULER._update_waiting_for_remote_kv(broken=">=0.26.0", probe=shows_bug, fix=forget_failed_load),),
     evidence={"KVD208": "", "KVD303": ""},
-    scenarios=("failed-load-reserves-itself",),
 )

@@ -60,5 +60,4 @@ FIX = Fix(
     targets=(
         SCHEDULER._update_requests_with_invalid_blocks(broken=">=0.11.2", probe=shows_bug, fix=roll_back_all, place=3),
     ),
-    scenarios=("failed-load-left-to-another",),
 )

@@ -70,5 +70,4 @@ FIX = Fix(
             broken=">=0.11.2,<0.20", probe=shows_bug, fix=check_further, place=5
         ),
     ),
-    scenarios=("resumed-load-failure-unseen",),
 )

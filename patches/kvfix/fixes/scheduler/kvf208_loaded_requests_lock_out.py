@@ -88,7 +88,6 @@ FIX = Fix(
     effect="hang",
     targets=(SCHEDULER.schedule(broken=">=0.32.0", fix=schedule),),
     evidence={"KVD202": ""},
-    scenarios=("loaded-requests-lock-out",),
     # After a step without tokens, because blocks were missing, another loaded request goes first. Here other requests
     # free blocks later.
     changes_healthy=("mp", "mp-in-tree"),

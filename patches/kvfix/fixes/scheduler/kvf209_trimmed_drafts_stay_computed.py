@@ -59,6 +59,5 @@ FIX = Fix(
     __name__,
     effect="wrong output",
     targets=(SCHEDULER._handle_stopped_request(broken=">=0.15.1,<0.33", probe=shows_bug, fix=compute_last_again),),
-    scenarios=("trimmed-drafts-stay-computed",),
     no_patch={"vllm": "fixed in 0.33.0"},
 )

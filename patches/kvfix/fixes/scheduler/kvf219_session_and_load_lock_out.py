@@ -102,7 +102,6 @@ FIX = Fix(
     effect="hang",
     targets=(SCHEDULER.schedule(broken=">=0.32.0", fix=schedule, place=1),),
     evidence={"KVD202": ""},
-    scenarios=("session-and-load-lock-out",),
     # A step of the lab can let others hold blocks. The fix then acts before they give the blocks back.
     changes_healthy=("mp",),
     no_patch={"vllm": "which of the two gives way is policy: https://github.com/vllm-project/vllm/pull/57104"},

@@ -77,5 +77,4 @@ FIX = Fix(
         SCHEDULER._reserve_prefill_lookahead(broken=">=0.32", probe=shows_bug, fix=None),
         SCHEDULER.schedule(broken=">=0.32", probe=calls_it, fix=schedule, helper=True),
     ),
-    scenarios=("lookahead-stops-prefill",),
 )

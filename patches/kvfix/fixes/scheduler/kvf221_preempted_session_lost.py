@@ -96,6 +96,5 @@ FIX = Fix(
         SCHEDULER.update_from_output(broken=">=0.32,<0.33", fix=update_from_output, place=1, helper=True),
         SCHEDULER._update_request_as_session(broken=">=0.32,<0.33", fix=_update_request_as_session, helper=True),
     ),
-    scenarios=("preempted-session-lost",),
     no_patch={"vllm": "fixed in 0.33.0"},
 )

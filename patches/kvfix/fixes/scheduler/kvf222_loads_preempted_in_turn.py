@@ -70,7 +70,6 @@ FIX = Fix(
     __name__,
     effect="hang",
     targets=(SCHEDULER._inflight_prefill_reserved_blocks(broken=">=0.26", probe=shows_bug, fix=reserve_one_more),),
-    scenarios=("loads-preempted-in-turn",),
     changes_healthy=("nixl-offload",),  # where few blocks are free a load begins later
     opt_in=True,
 )
