@@ -77,6 +77,7 @@ def _slow(fixes: str) -> list[str]:
             engine.admit(f"other {seed}", prompt(160, seed=seed), max_tokens=10)
         engine.step(2)
         engine.connector.server_goes_on()
+        engine.connector.server.process.transfers_end()  # the other requests still run, whatever else the machine does
         engine.run()
         engine.settle()
         engine.connector.close()
