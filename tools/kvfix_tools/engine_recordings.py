@@ -52,8 +52,7 @@ class Clock(NamedTuple):
     """Nanoseconds that a machine's monotonic clock is ahead of the scheduler's.
 
     The wall clocks give a first value. If it is outside the bounds that events give, `within` replaces it by the nearer
-    bound. low, high: None without a
-    bound.
+    bound. low, high: None without a bound.
     """
 
     ahead: int

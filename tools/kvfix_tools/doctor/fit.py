@@ -75,8 +75,7 @@ def _imports(body: list[ast.stmt], package: Package, other: Package, inside: boo
     """Yield the imports that run with these statements.
 
     If an import in a `try` fails, and the `except` part catches this without raising, yield the imports of the `except`
-    part instead. inside: True to
-    include `__init__` and conditions.
+    part instead. inside: True to include `__init__` and conditions.
     """
     for node in body:
         if isinstance(node, ast.Import):

@@ -39,9 +39,8 @@ def read_outlives_lease(history: History, event: LeaseRead) -> Outcome:
 
     A read that ends after the lease may have loaded KV of another request, which now has the blocks. Each read sends a
     release message (nixl/pull_worker.py 0.32.0:546). If the lease timed out, no release message had arrived, so the
-    read ended later. The rule
-    does not compare clocks. It cannot tell a write that ended in the step of the timeout from a write that went on
-    (push_worker.py 0.32.0:818).
+    read ended later. The rule does not compare clocks. It cannot tell a write that ended in the step of the timeout
+    from a write that went on (push_worker.py 0.32.0:818).
     """
     ended = history.lease_ended
     if ended is None or ended.expired is False:

@@ -185,13 +185,11 @@ def store_does_not_give_what_it_lists(log: Diagnosis, line: LogLine) -> Answer |
     header exists, but the data was evicted, or the client timed out. S3: a lifecycle rule or another writer deleted the
     object, which LMCache lists until vLLM restarts (pull 4745). Disk: the file is gone. Every store: the CPU pool has
     no room for the chunk. Then the log has a line about this. LMCache 0.3.9 to 0.3.12 with a single backend: the chunk
-    was
-    evicted from CPU memory (raise `max_local_cpu_size`).
+    was evicted from CPU memory (raise `max_local_cpu_size`).
 
     First: `grep -n -B20 "can't be retrieved" LOG` shows the error of the store. This error decides which cause applies.
-    Without an error, clear
-    the list of the store: restart mooncake_master, run `redis-cli FLUSHDB`, or empty the folder of local_disk. Then
-    restart vLLM.
+    Without an error, clear the list of the store: restart mooncake_master, run `redis-cli FLUSHDB`, or empty the folder
+    of local_disk. Then restart vLLM.
 
     Good: a store that keeps all chunks that it lists (all Mooncake clients up, Redis with enough maxmemory), and kvfix
     (KVF007, KVF203). No release of vLLM removes the blocks of a failed load from its cache.

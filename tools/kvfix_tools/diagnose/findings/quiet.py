@@ -56,14 +56,12 @@ def decode_fetches_nothing(log: Diagnosis, line: LogLine | None) -> Answer | Non
     (`do_remote_prefill: true`, `remote_engine_id`, `remote_block_ids`, `remote_host`, `remote_port`). The router must
     first send the request to prefill with `max_tokens: 1` and `"kv_transfer_params": {"do_remote_decode": true}`. Then
     it must copy the answer's kv_transfer_params into the request that it sends to decode. Here the router does not copy
-    them, or
-    requests go directly to decode. If prefill logs nothing at this time, requests go directly to decode.
+    them, or requests go directly to decode. If prefill logs nothing at this time, requests go directly to decode.
 
     Setting: `curl http://PREFILL/v1/completions` with `"max_tokens": 1` and the kv_transfer_params above. Then send a
     request with the answer's kv_transfer_params to decode. If `External prefix cache hit rate` rises above 0, the
-    router is the
-    cause. vLLM's `examples/disaggregated/disaggregated_serving/` has a router that copies them. With llm-d, use the
-    routing sidecar and a path that it knows (/v1/completions, /v1/chat/completions).
+    router is the cause. vLLM's `examples/disaggregated/disaggregated_serving/` has a router that copies them. With
+    llm-d, use the routing sidecar and a path that it knows (/v1/completions, /v1/chat/completions).
 
     Good: a router for this connector. No setting of the engines replaces the router.
 

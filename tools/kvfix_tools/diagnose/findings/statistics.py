@@ -94,9 +94,8 @@ def decode_waits_for_prefill(log: Diagnosis, line: LogLine | None) -> Answer | N
     Cause: the transfer did not begin, or its end was not reported. The prefill instance died, freed the blocks before
     decode read them, or did not answer the handshake, or a notification was lost. vLLM's scheduler has no timeout for
     this wait (0.33.0). The prefill log of that time shows which (`Releasing expired KV blocks`, a traceback, a
-    restart). So
-    does decode's log with `VLLM_LOGGING_LEVEL=DEBUG`, which names requests (`is still in WAITING_FOR_REMOTE_KVS
-    state`).
+    restart). So does decode's log with `VLLM_LOGGING_LEVEL=DEBUG`, which names requests (`is still in
+    WAITING_FOR_REMOTE_KVS state`).
 
     Setting: `nc -vz HOST PORT` from decode, with prefill's VLLM_NIXL_SIDE_CHANNEL_HOST and PORT. `kvfix dump PID` shows
     what the workers wait for. Then restart decode, and prefill if it died. `"kv_load_failure_policy": "recompute"` on

@@ -110,8 +110,7 @@ def _context(setup: Setup, context: int) -> Iterator[Line]:
     """Check decode context parallelism.
 
     A connector without support assumes that a block holds the tokens of one rank only. It stores nothing, and its
-    worker dies at the
-    first load (vllm_v1_adapter.py 0.5.6:1159, :815).
+    worker dies at the first load (vllm_v1_adapter.py 0.5.6:1159, :815).
     """
     lmcache = setup.lmcache
     for connector in setup.connectors if context > 1 and lmcache else ():

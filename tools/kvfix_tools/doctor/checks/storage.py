@@ -50,8 +50,10 @@ def _nearest_folder(folder: Path) -> Path:
 
 
 def _is_writable(there: Path) -> bool:
-    """Return True if this folder can be written. A file system of the kernel (/sys, /proc) has no room: even root
-    cannot make a folder there."""
+    """Return True if this folder can be written.
+
+    A file system of the kernel (/sys, /proc) has no room: even root cannot make a folder there.
+    """
     return there.is_dir() and os.access(there, os.W_OK | os.X_OK) and os.statvfs(there).f_blocks > 0
 
 

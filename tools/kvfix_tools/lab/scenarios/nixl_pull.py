@@ -65,8 +65,8 @@ SCENARIOS = {
     ),
     "nixl-load-into-blocks-in-copy": pull(
         # Decode has a MultiConnector of NixlConnector and OffloadingConnector. vLLM allocates the blocks of a load by
-        # NIXL before the request is in a
-        # step. OffloadingConnector waits only for copies of blocks that are allocated in a step.
+        # NIXL before the request is in a step. OffloadingConnector waits only for copies of blocks that are allocated
+        # in a step.
         [
             do.on("decode", "keep_blocks", 5),
             do.ask_decode("a", prompt(64)),
