@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import ModuleType
 
-    from kvfix.fixes.api import Target
+    from kvfix.fixes.record import Target
 
 #: The states of a function or a fix, the worst first. A fix has the worst state of its functions.
 #: refused: the code is unknown, and no behaviour probe fits it. unknown: the behaviour probe decides in the process

@@ -22,7 +22,7 @@ from kvfix.wrapping import WrappedFunction
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from kvfix.fixes.api import Fix, Target
+    from kvfix.fixes.record import Fix, Target
     from kvfix.transaction import Decision
     from kvfix.wrapping import Wrapper
 

@@ -12,7 +12,7 @@ from kvfix import applicability, engine_log
 from kvfix import fixes as folder
 
 if TYPE_CHECKING:
-    from kvfix.fixes.api import Fix
+    from kvfix.fixes.record import Fix
 
 #: Advice if no fix is found.
 REINSTALL = "Install kvfix again, from its wheel or its checkout."

@@ -11,7 +11,7 @@ from kvfix.session import session
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kvfix.fixes.api import Fix, Target
+    from kvfix.fixes.record import Fix, Target
     from kvfix.ledger import Finding
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvfix.acting import Tally
     from kvfix.applicability import Applicability
     from kvfix.config import Config
-    from kvfix.fixes.api import Target
+    from kvfix.fixes.record import Target
     from kvfix.wrapping import WrappedFunction
 
 #: Events that the recorder keeps. An event takes about 200 bytes.

@@ -14,7 +14,7 @@ from kvfix.applicability import STATES, Applicability
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from kvfix.fixes.api import Fix, Target
+    from kvfix.fixes.record import Fix, Target
 
     Judge = Callable[[Target], Applicability]
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvfix import catalogue
-from kvfix.fixes.api import Fix, Target
+from kvfix.fixes.record import Fix, Target
 from tests.conftest import RELEASES, Once
 from tests.lab.faults import CLOSED, Case, cases, with_targets
 

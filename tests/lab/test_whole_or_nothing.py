@@ -18,7 +18,7 @@ import pytest
 import kvfix
 from kvfix import applicability, catalogue, installed_source
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, Target
+from kvfix.fixes.record import Fix, Target
 from kvfix.session import session
 from kvfix_tools.lab import runner
 from kvfix_tools.lab.scenario import find

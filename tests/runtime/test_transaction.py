@@ -10,7 +10,7 @@ import pytest
 from kvfix import transaction
 from kvfix.applicability import Applicability
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, Owner, Target
+from kvfix.fixes.record import Fix, Owner, Target
 from kvfix.wrapping import after
 
 OURS = Owner("vllm", "vllm.one", "One")

@@ -276,7 +276,7 @@ def status_of(code: str, dist: str) -> str:
     from importlib import import_module
 
     from kvfix import applicability, catalogue, fix_status, installed_source
-    from kvfix.fixes.api import Target
+    from kvfix.fixes.record import Target
 
     known = catalogue.find(code)
     assert known is not None

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from kvfix import catalogue
-from kvfix.fixes.api import Fix
+from kvfix.fixes.record import Fix
 from kvfix.retired import RETIRED
 from kvfix_tools import screen
 from kvfix_tools.diagnose import findings

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvfix import catalogue as fixes
-from kvfix.fixes.api import Fix
+from kvfix.fixes.record import Fix
 from kvfix_tools.diagnose import findings, statements
 from kvfix_tools.diagnose.problems import catalogue as known_problems
 from kvfix_tools.ledger import RULES

@@ -19,7 +19,7 @@ from packaging.version import Version
 from rich.table import Table
 
 from kvfix import applicability, catalogue, installed_source
-from kvfix.fixes.api import Target
+from kvfix.fixes.record import Target
 from kvfix_tools import screen
 
 DISTS = ("lmcache", "vllm")

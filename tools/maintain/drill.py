@@ -33,7 +33,7 @@ CONNECTORS = (
 )  # fmt: skip
 #: The lab's rule for an error in the code of a fix: always worse.
 FAULT = "LAB007"
-#: Rules by the effect of a violation, the worst effect first (fixes/api.py). In a run with the fixes, any other rule
+#: Rules by the effect of a violation, the worst effect first (fixes/record.py). In a run with the fixes, any other rule
 #: counts as wrong output. In a run as released, it counts as lost hits.
 EFFECTS = (
     ("KVR008", "KVR014", "KVR017", "KVR018", "KVR020", "KVR021", "KVR022", "KVR026", "KVR027", "LAB001", "LAB008"),

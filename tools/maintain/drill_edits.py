@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvfix import catalogue
-from kvfix.fixes.api import Target
+from kvfix.fixes.record import Target
 
 Function = ast.FunctionDef
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from packaging.version import Version
 
 from kvfix import catalogue
-from kvfix.fixes.api import Fix
+from kvfix.fixes.record import Fix
 from kvfix_tools import fix_overview
 from kvfix_tools.diagnose.statements import NAMES
 

@@ -15,13 +15,13 @@ from kvfix import acting, activation, applicability, catalogue, engine_log, fix_
 from kvfix.applicability import Applicability
 from kvfix.config import Config
 from kvfix.engine_state import places
-from kvfix.fixes.api import AT_START, NEW_REQUESTS
+from kvfix.fixes.record import AT_START, NEW_REQUESTS
 from kvfix.session import session
 
 if TYPE_CHECKING:
     from collections.abc import Container
 
-    from kvfix.fixes.api import Fix, Target
+    from kvfix.fixes.record import Fix, Target
 
 #: While a function of one of these files is on any stack, attach and detach change nothing.
 _PLACES = ("/vllm/", "/lmcache/", "/kvfix/wrapping.py", "/kvfix/connector_events/hooks.py")

@@ -7,7 +7,7 @@ import inspect
 import tomllib
 
 from kvfix import applicability, catalogue
-from kvfix.fixes.api import Fix
+from kvfix.fixes.record import Fix
 from kvfix_tools import fix_overview, upstream
 from kvfix_tools.diagnose import findings, problems
 from kvfix_tools.lab.engine import rules as lab_rules

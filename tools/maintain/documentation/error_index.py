@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from kvfix import catalogue
-from kvfix.fixes.api import Fix
+from kvfix.fixes.record import Fix
 from kvfix_tools.diagnose import findings, grammar, statements
 from kvfix_tools.diagnose.findings import LogRule, Severity
 from maintain.documentation.markdown import code, filtered, link, links

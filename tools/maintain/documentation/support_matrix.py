@@ -15,7 +15,7 @@ from typing import Any
 from packaging.version import Version
 
 from kvfix import catalogue
-from kvfix.fixes.api import Fix
+from kvfix.fixes.record import Fix
 from kvfix_tools import fix_overview
 from kvfix_tools.lab.scenario import scenarios
 from maintain.documentation.markdown import span, table

@@ -11,7 +11,7 @@ from kvfix_tools.doctor.checks.model import has_windows
 from kvfix_tools.doctor.setup import Setup
 
 if TYPE_CHECKING:
-    from kvfix.fixes.api import Target
+    from kvfix.fixes.record import Target
 
 
 @check("plugins")
