@@ -1,8 +1,9 @@
 """Judges one function of the installed code: is it wrong, right, or unknown?
 
 The version number alone never decides: LMCache changed these functions in post releases, and people edit them. The hash
-of the file decides if a release has this file, else the fingerprint of the function. For code that no release has, the
-behaviour probe decides; if it cannot, the function is refused. Pure: it does not read the session.
+of the file decides whether a release has this file. If none has it, the fingerprint of the function decides. For code
+that no release has, the behaviour probe decides; if it cannot, the function is refused. Pure: it does not read the
+session.
 """
 
 from __future__ import annotations
@@ -115,11 +116,12 @@ def _judge_absent(target: Target, path: Path | None, same_file: str | None = Non
     version = same_file or installed_source.version(target.dist)
     # A release that is newer than kvfix is compared with the newest known one. The known one may lack the function too.
     compared = version if version in releases else next(reversed(releases), "")
+    release = f"{target.dist} {version or '(version unknown)'}"
     if compared in absent:
-        return Applicability("not-affected", f"{target.dist} {version or '(version unknown)'} has no {what}", absent)
+        return Applicability("not-affected", f"{release} does not have {what}", absent)
     return Applicability(
         "refused",
-        f"{what} has gone from {target.dist} {version or '(version unknown)'}; look for a newer release of kvfix",
+        f"{what} has gone from {release}; look for a newer release of kvfix",
     )
 
 

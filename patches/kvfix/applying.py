@@ -1,8 +1,8 @@
 """Applies and removes wrappers: those of the fixes, and those of the connector events.
 
-A fix is one transaction: all functions that it needs together are judged before one of them is wrapped
-(`kvfix.transaction`). A module that is not imported yet is judged by its file. If the module is imported later and its
-live function is a different one, the whole fix is removed again.
+A fix is one transaction: kvfix judges all its functions before it wraps the first one (`kvfix.transaction`). A module
+that is not imported yet is judged by its file. If the module is imported later and its live function is a different
+one, the whole fix is removed again.
 
 One `WrappedFunction` has all wrappers of a function, so that each can be removed separately and the original can always
 be put back.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvfix.transaction import Decision
     from kvfix.wrapping import Wrapper
 
-#: Outside of all fixes.
+#: Place of a wrapper outside of all fixes.
 OUTERMOST = 1000
 _HALF_IMPORTED = Applicability(
     "refused", "its module is half imported; call kvfix.apply() before the import, or once more after it"
@@ -38,7 +38,7 @@ def settle(module: ModuleType, complete: bool) -> None:
 
     complete: False for a module whose import has not ended: no fix can be applied then.
     """
-    fixes = catalogue.fixes_of(module.__name__)  # imports: before the lock
+    fixes = catalogue.fixes_of(module.__name__)  # imports, so without lock
     with session.lock:
         _forget_reloaded(module)
         if complete:
@@ -131,7 +131,7 @@ def _is_initializing(module: ModuleType) -> bool:
 
 
 def _wrap(fix: Fix, targets: list[Target]) -> tuple[Target, Exception] | None:
-    """Wrap these functions of the fix where they are imported, and no others.
+    """Wrap these functions of the fix if their modules are imported, and unwrap its other functions.
 
     Every wrapper is made before the first one is added. If one cannot be made, nothing is changed; the answer is the
     function and the error.
@@ -218,8 +218,8 @@ def _forget_reloaded(module: ModuleType) -> None:
 def _is_gone(wrapped: WrappedFunction, module: ModuleType, function: str) -> bool:
     """Return True if the module has another function of this name now.
 
-    If another tool has put a wrapper around ours, this wrapper unwraps to the same function. A wrapper without
-    `__wrapped__` is kept.
+    If another tool has put its wrapper around ours, `inspect.unwrap` finds the same function: return False. If that
+    wrapper has no `__wrapped__`, its file or name differs: return False too.
     """
     found = installed_source.live_function(module, function)
     if found is None:

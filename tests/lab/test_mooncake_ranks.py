@@ -1,4 +1,4 @@
-"""KVF369: a prefill rank settles a load once, and the last one ends it."""
+"""KVF369: each prefill rank reports a load once, and the report of the last rank ends the load."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.conftest import RELEASES, Once
 OPTIONS = Options(
     connector="mooncake", prefix_caching=False, num_blocks=60, decode_blocks=18, kv_load_failure_policy="fail", delay=8
 )
-#: Where the rank listens that fails.
+#: Address of the rank that fails.
 ADDRESS = "tcp://prefill:1"
 
 
@@ -27,7 +27,7 @@ class FailingRank:
 
 
 def played(fixed: bool) -> dict[str, Any]:
-    """The lab's prefill engine has one rank. Here decode gets a second one, as of another pipeline stage."""
+    """The lab's prefill engine has one rank. Here decode also knows a second rank, as of another pipeline stage."""
     import kvfix
     from kvfix_tools.lab import runner
     from kvfix_tools.lab.pair.pair import Pair
@@ -66,7 +66,10 @@ def test_blocks_are_kept_until_the_last_rank_has_written(once: Once) -> None:
 
 
 def goes_on(fixes: list[str] | None) -> str:
-    """Prefill is gone before it has answered for both loads of a message. Status of the one that it has written."""
+    """Prefill is gone after it has answered for only one of the two loads of a message.
+
+    Return the status of the request whose load it has written.
+    """
     import kvfix
     from kvfix_tools.lab import runner
     from kvfix_tools.lab.pair.pair import Pair

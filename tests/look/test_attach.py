@@ -1,4 +1,7 @@
-"""`kvfix attach` and `detach` on the real scheduler and connector, which play on meanwhile. An engine: tests/engine."""
+"""`kvfix attach` and `detach` on the real scheduler and connector, which play on meanwhile.
+
+tests/engine does the same on an engine.
+"""
 
 import json
 import os
@@ -30,7 +33,10 @@ class Playing:
         return self._log.read_text().split()
 
     def wait_for(self, text: str, count: int = 1) -> None:
-        """Until these are the last lines: whatever played while kvfix came or went is before them."""
+        """Wait until these are the last lines.
+
+        The lines of schedules that played during attach or detach are before them.
+        """
         until = time.monotonic() + 120
         while self.lines()[-count:] != [text] * count:
             assert self._process.poll() is None, self._log.with_name("errors").read_text()

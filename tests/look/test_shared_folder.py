@@ -1,4 +1,4 @@
-"""kvfix as root writes to no file that the user of a process names, and reads none but those of that user."""
+"""kvfix as root writes to no file that the user of a process names, and reads only files of that user."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from kvfix_tools.look import shared_folder
 from kvfix_tools.look.shared_folder import SharedFolder
 
-#: The user of the process: only root can give the folder away.
+#: The user of the process. Only root can give the folder to another user.
 USER = 12345 if os.getuid() == 0 else os.getuid()
 
 

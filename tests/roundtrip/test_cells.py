@@ -1,6 +1,6 @@
-"""The cells: which are run, that the torch backend passes them all, and what of it is written for CUDA.
+"""The cells: which ones are run, that the torch backend passes all, and the backend's code for CUDA.
 
-For the latter `torch.cuda` is a stand-in; that a GPU does the same is not shown by this.
+For the code for CUDA, `torch.cuda` is a stand-in. So these tests do not show that a GPU does the same.
 """
 
 from __future__ import annotations
@@ -91,7 +91,10 @@ def staged(copy: TorchCopy) -> TorchCopy:
 @pytest.mark.parametrize("layout", ["nhd", "packed-hnd", "mla", "block-outermost"])
 @pytest.mark.parametrize(("skip", "loads"), [("none", [2, 2]), ("chunk", [2, 1])])
 def test_through_staging_buffers(layout: str, skip: str, loads: list[int]) -> None:
-    """A store of four chunks and two loads, each chunk after what was submitted before, and to its end."""
+    """A store of four chunks and two loads.
+
+    Each chunk waits for the current stream; each store or load waits for its end.
+    """
     check = CellCheck(Cell("torch", layout=layout, skip=skip), CPU)
     copy = staged(TorchCopy(check))
     result = check.run(copy)
@@ -119,7 +122,7 @@ def test_a_staging_buffer_that_is_shared_by_mistake_is_found() -> None:
 
 @pytest.mark.usefixtures("no_cuda")
 def test_what_the_host_does_waits_for_what_its_stream_waits_for() -> None:
-    """A stream does not keep the host from writing to a buffer that it still reads."""
+    """A stream does not stop the host from writing to a buffer that the stream still reads."""
     stream, done = streams.CudaStream(CUDA), list[str]()
     stream.wait("event")
     stream.submit(lambda: done.extend(stream.native.asked), host=True)
@@ -128,7 +131,10 @@ def test_what_the_host_does_waits_for_what_its_stream_waits_for() -> None:
 
 @pytest.mark.usefixtures("no_cuda")
 def test_a_stream_of_a_race_is_one_of_cuda() -> None:
-    """Its work comes after that of the current stream, where its operands were made, and they live until its end."""
+    """Its work runs after the current stream's work, which made the operands.
+
+    The operands live until its work has ended.
+    """
     slow, other = streams.CudaStream(CUDA, slow=True), streams.CudaStream(CUDA)
     done: list[str] = []
     slow.submit(lambda: done.append("slow"))

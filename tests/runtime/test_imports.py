@@ -1,4 +1,4 @@
-"""The imports between the files of the engine package: no cycles, pure modules stay pure. (No tools: tests/release.)"""
+"""Imports in the engine package: no cycles, pure modules stay pure. (tests/release checks that it imports no tools.)"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""KVF122 and KVF126 on LMCache's own client, worker adapter and server: the server ends, or starts again, below the
-worker."""
+"""KVF122 and KVF126 on LMCache's own client, worker adapter and server: the server ends or restarts, and the worker
+runs on."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ def connected() -> Connected:
 
 
 def lose_load(fixes: bool) -> dict[str, Any]:
-    """A load and a question are in flight when the server goes. A stream of LMCache's ends when its client sees it."""
+    """A load and a question are in flight when the server goes.
+
+    A stream of LMCache ends when its client notices that the server is gone.
+    """
     kvfix.apply(only=["KVF122"] if fixes else [])
     from lmcache.v1.multiprocess.transport.zmq_impl.wire import decode_operation
 
@@ -73,8 +76,10 @@ def test_the_load_has_failed_and_nothing_else(fixes: bool, fork_server: ForkServ
 
 
 def lose_connection(only: list[str]) -> dict[str, list[str]]:
-    """Operations that are answered: those in flight when the server goes; those that are sent then; after that, those
-    behind a registration."""
+    """Return the answered operations: those in flight when the server goes, those sent then, and later ones.
+
+    The later ones are sent after a registration.
+    """
     kvfix.apply(only=only)
     import zmq
     from lmcache.v1.multiprocess.custom_types import RegisterEngineDrivenContextPayload
@@ -183,5 +188,8 @@ def restart(only: list[str], patience: float) -> list[bool]:
 
 @pytest.mark.parametrize(("fixes", "patience", "last"), [([], 1.0, False), (["KVF126"], 300.0, True)])
 def test_a_restarted_server(fixes: list[str], patience: float, last: bool, fork_server: ForkServer) -> None:
-    """With the fix nothing waits for the server's answer: it would be 600 seconds, and the test may take less."""
+    """With the fix nothing waits for the server's answer.
+
+    A wait would take 600 seconds, and the test may take less.
+    """
     assert fork_server(restart, RELEASES / NEWEST, fixes, patience) == [True, False, last]

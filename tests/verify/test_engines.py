@@ -1,7 +1,7 @@
-"""`kvfix verify` against real vLLM servers on the CPU, with LMCache in process: its own GPU connector on CPU tensors.
+"""`kvfix verify` against real vLLM servers on the CPU, with LMCache in process.
 
-Two servers. tests/verify/trials.py has more connectors, all planted faults, prefill and decode instances, and other
-clients.
+LMCache uses its own GPU connector on CPU tensors. There are two servers. tests/verify/trials.py has more connectors,
+all planted faults, prefill and decode instances, and other clients.
 """
 
 from __future__ import annotations

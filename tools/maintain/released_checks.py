@@ -1,8 +1,8 @@
 """`make statements`: write exceptions, assertions and logged errors of the releases to
 `kvfix_tools/diagnose/checks.json`.
 
-If no record explains a failure, kvfix-diagnose names the releases that have the code of the failed check. Entries of
-other releases stay in the file.
+If no known problem explains a failure, kvfix-diagnose names the releases that have the code of the failed check.
+Entries of other releases stay in the file.
 
     python -m maintain.released_checks lmcache DIR/0.3.1 DIR/0.3.2 ...
     python -m maintain.released_checks vllm DIR/0.9.2=.../site-packages ...

@@ -4,7 +4,7 @@ Scheduler and worker choose the same requests without a message, by a hash of th
 
 - The scheduler promises nothing for the hit. It changes LMCache's record of the request to the record of a miss: the
   cache has no more tokens than vLLM. So vLLM computes the tokens, and the worker releases the pins of the lookup and
-  stores the chunks again. LMCache's memory keeps a chunk that it has; a disk or a remote cache may write it again.
+  stores the chunks again. LMCache's memory skips a chunk that it has; a disk or a remote cache may write it again.
 - Before this store, while the request holds its blocks, the worker compares each chunk in the cache with the KV that
   vLLM has computed. kvfix reads vLLM's tensors itself, at the positions that vLLM's attention reads. If LMCache's code
   read the tensors, a bug in it (KVF020) would be on both sides of the comparison.
@@ -146,12 +146,12 @@ def largest(off: Any, of: Any, limits: Sequence[float]) -> Difference:
 
 
 def limits(names: Sequence[str], dtype: Any) -> list[float]:
-    """Return for each layer the largest difference that rounding explains: 8 * eps * sqrt(layer + 1), from layer 0 on.
+    """Return for each layer the largest difference that rounding explains: 8 * eps * sqrt(layer + 1), counted from 0.
 
     One rounding is off by eps / 2 at most. A layer rounds at about eight places: norm, QKV, rotary embedding,
-    attention, projection, two in the MLP, residual. Independent errors add up in squares. So the KV of a layer is off
-    by eps / 2 * sqrt(8 * (layer + 1)). Two computations of it differ by sqrt(2) times that. The limit is four times as
-    much, because weights amplify errors. The KV of wrong tokens differs by about 1.
+    attention, projection, two in the MLP, residual. The squares of independent errors add up. So the KV of a layer is
+    off by eps / 2 * sqrt(8 * (layer + 1)). Two computations of it differ by sqrt(2) times that. The limit is four times
+    as much, because weights amplify errors. The KV of wrong tokens differs by about 1.
     """
     import torch
 

@@ -81,5 +81,5 @@ def lines_of_others(seconds: float = 1.0) -> list[dict[str, Any]]:
     return found
 
 
-# A forked child has the handler of its parent, but has not announced itself (kvfix.session).
+# A forked child has its parent's handler, but it is not announced (kvfix.session), and writes no file at exit.
 os.register_at_fork(after_in_child=lambda: atexit.unregister(violations.written))

@@ -14,12 +14,13 @@ A request has these fields:
     {"id": "r7", "status": "WAITING_FOR_REMOTE_KVS", "queue": "kv_holding_waiting", "arrived": 12.5,
      "since": 3.1,              seconds of its current wait; None: not known
      "computed": 128, "total": 140, "prompt": 138, "blocks": 8, "preemptions": 0, "priority": 0,
-     "report": "loaded",        its load is reported as done, and the scheduler has not used that; "failed"; ""
-     "needs": 1,                free blocks that it needs to be admitted, with blocks reserved for others; None: unknown
+     "report": "loaded",        its load is done, but the scheduler has not handled the report; or "failed", ""
+     "needs": 1,                free blocks needed to admit it, including those reserved for others; None: unknown
      "lookup": "in flight", "asked": 0, "hit": 128, "promised": 128, "granted": 128, "loading": [0, 128],
      "loaded": 128, "stored": 0, "phase": "READY", "source": "recorder"}
 
-With `full`, it also has "block_ids", [[...]] by KV group, and "hashes", of its whole blocks in hexadecimal.
+With `full`, it also has "block_ids" ([[...]], one list for each KV group) and "hashes" (hashes of its whole blocks, in
+hexadecimal).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-#: vLLM's queues of waiting requests, in the order in which it admits from them. Earlier releases have not all of them.
+#: vLLM's queues of waiting requests, in the order in which it admits from them. Earlier releases have only some.
 QUEUES = ("kv_holding_waiting", "skipped_waiting", "waiting")
 _OF_CONNECTOR = ("lookup", "hit", "promised", "granted", "stored", "phase")
 _OF_RECORDER = ("asked", "promised", "granted", "loading", "loaded", "stored")

@@ -152,7 +152,7 @@ def recompute_all(preempted: Any) -> Callable[..., Any]:
                 request.drop_stale_output = request.num_stale_output_tokens > 0
         while scheduler.running:
             request = scheduler.running.pop()
-            request._kvfix_compute = True  # of KVF205: LMCache promises it nothing
+            request._kvfix_compute = True  # for KVF205: LMCache promises nothing
             try:
                 scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
             except TypeError:  # to 0.31

@@ -2,7 +2,7 @@
 
 With asynchronous scheduling vLLM schedules a step before it has the output of the last one. A request that is rolled
 back or preempted in between must not get the output of the steps in flight. Up to 0.26 vLLM drops such an output only
-if it preempts all requests at once (`reset_prefix_cache`). It then counts one step for each request.
+if it preempts all requests at once (`reset_prefix_cache`). It then assumes that each request has one step in flight.
 """
 
 import inspect

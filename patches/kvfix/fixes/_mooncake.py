@@ -1,4 +1,4 @@
-"""Shared by the fixes of MooncakeConnector: ended loads of one message, code in the loop of the sender, and stubs."""
+"""Code that MooncakeConnector's fixes share: ended loads of one message, calls in the sender's loop, and stubs."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,7 +13,10 @@ PEER = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
 
 
 def settled(worker: Any) -> set[str]:
-    """Return the names of the ended loads of this message to a prefill rank. Each message has its own coroutine."""
+    """Return the names of the ended loads of the message that this coroutine sends to a prefill rank.
+
+    Each message has its own coroutine.
+    """
     try:
         task = asyncio.current_task()
     except RuntimeError:
@@ -40,6 +43,6 @@ def scheduler_side(role: str, **more: Any) -> Any:
 
 
 def finished_prefill(tokens: int, status: Any, **more: Any) -> Any:
-    """For probes: return a request of a prefill engine that has ended and that decode asks for."""
+    """For probes: return an ended request of a prefill engine. Decode asks for this request."""
     params = {"do_remote_decode": True, "transfer_id": "t"}
     return stubs.request(tokens, kv_transfer_params=params, status=status, **more)

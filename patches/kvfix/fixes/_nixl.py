@@ -70,7 +70,7 @@ def remote_prefill(tokens: int, request_id: str = stubs.NAME, **params: Any) -> 
 
 
 def finished_prefill(tokens: int, **more: Any) -> Any:
-    """For probes: return a request of a prefill engine that has ended and that decode asks for."""
+    """For probes: return an ended request of a prefill engine; a decode engine asks for its KV."""
     from vllm.v1.request import RequestStatus
 
     params = {"do_remote_decode": True}

@@ -1,4 +1,4 @@
-"""Shared by the fixes of vLLM's scheduler: the requests that it rolls back after a failed load."""
+"""Code that the fixes of vLLM's scheduler share: for requests that it rolls back after failed loads, and for probes."""
 
 import inspect
 from collections.abc import Callable, Collection, Iterator
@@ -75,7 +75,7 @@ def roll_back(hook: Callable[..., Any], *requests: Any, adapter: Any = None) -> 
 
 
 def end_turn(hook: Callable[..., Any], computed: int) -> tuple[Any, list[Any]]:
-    """For probes: end the turn of a session with 22 tokens, and return it with the sessions that are put into a queue.
+    """For probes: end the turn of a session with 22 tokens. Return the session, and the sessions that the hook queues.
 
     hook: `_handle_stopped_request`. computed: computed tokens of the session.
     """

@@ -20,7 +20,7 @@ OTHER_NAMESPACE = (
 )
 #: Pattern of the names of files whose functions kvfix calls.
 _CALLED = re.compile(r"(lib)?python\d|libc[.-]|ld-musl")
-#: Name under which the tables of functions hold a breakpoint instruction.
+#: Key of a breakpoint instruction in the tables of functions.
 TRAP = "breakpoint instruction"
 
 
@@ -125,7 +125,8 @@ class Process:
         """Return the system call in which the main thread waits: number, arguments, stack and code address; or "".
 
         Return "" for a wait on a lock of Python itself, such as the GIL's mutex. A thread that takes the GIL holds this
-        mutex while it waits for a second one (`take_gil`, ceval_gil.h). A call into this thread would wait for a mutex
+        mutex while it waits for a second mutex (`take_gil`, ceval_gil.h). A call into this thread would wait for a
+        mutex
         that the thread itself holds.
         """
         state, switches, first = self._state()
@@ -178,7 +179,7 @@ def _mapped_files(process: Path) -> dict[str, int]:
     return found
 
 
-#: {(device, inode, time) of a file: result of `_exported`}, because the processes of an engine share their files.
+#: Cache {(device, inode, time) of a file: result of `_exported`}: the processes of an engine share their files.
 _SYMBOLS: dict[tuple[int, int, int], dict[str, tuple[int, int]]] = {}
 
 
@@ -194,7 +195,7 @@ def _symbols(handle: int) -> dict[str, tuple[int, int]]:
 
 
 def _exported(content: bytes) -> dict[str, tuple[int, int]]:
-    """Return {exported name of an ELF file or TRAP: (offset from the start of the mapping, size)}."""
+    """Return {name: (offset from the start of the mapping, size)} of an ELF file: its exported names, and TRAP."""
     if content[:5] != b"\x7fELF\x02":
         return {}
     programs, sections, program_size, program_count, size, count = _header(content)
@@ -226,7 +227,7 @@ def _header(content: bytes) -> tuple[int, int, int, int, int, int]:
 
 
 def _missing_right(user: int) -> str:
-    """Return what the user can change to trace a process of this user."""
+    """Return what to change so that kvfix may trace a process of this user."""
     if os.geteuid() not in (0, user):
         return f"Run kvfix as the user of the process (id {user}), or as root."
     if _YAMA.exists() and _YAMA.read_text().strip() != "0":

@@ -17,7 +17,8 @@ Otherwise vLLM asks after the step is saved. So the worker keeps the failed bloc
 
 vLLM rolls the request back to its last good token, and kvfix records which requests are rolled back. When a request
 that was rolled back is scheduled, all of its tokens count as not saved. (Before 0.4.1 KVF008 does that.) The scheduler
-does not know which saves were skipped. This costs little, because LMCache does not store a chunk that it has.
+does not know which saves were skipped. To save all tokens again costs little, because LMCache does not store a chunk
+that it has.
 
 ## Releases
 LMCache 0.3.9 to 0.5.6. 0.3.9 does not know which blocks failed, so the fix has no effect there.
@@ -42,8 +43,9 @@ from kvfix.wrapping import GO_ON
 class Failed:
     """The failed blocks of a worker's last steps: as many steps as vLLM schedules before it gets the report.
 
-    The metadata object identifies a step. It stays bound until the step is saved and asked for its failed blocks, in
-    either order. Without asynchronous scheduling vLLM gets the report before it schedules the next step: one step.
+    The metadata object identifies a step. It stays bound until the step is saved and vLLM has asked for its failed
+    blocks, in either order. Without asynchronous scheduling vLLM gets the report before it schedules the next step, so
+    one step is kept.
     """
 
     def __init__(self, config: Any) -> None:

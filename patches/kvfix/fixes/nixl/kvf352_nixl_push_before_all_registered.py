@@ -33,7 +33,7 @@ from kvfix.fixes import _closed, _nixl
 from kvfix.fixes.api import NEW_REQUESTS, Fix, Steps, fix_around
 from kvfix.fixes.targets import NIXL_PUSH_WORKER
 
-#: The most requests to remember for which only some ranks have registered. Beyond this number, the oldest are
+#: Maximum number of remembered requests for which only some ranks have registered. Beyond this number, the oldest are
 #: forgotten.
 MOST = 4096
 
@@ -81,5 +81,5 @@ FIX = Fix(
     evidence={"KVR011": r"KeyError: \('", "KVR022": ""},
     scenarios=("nixl-push-before-all-registered", "nixl-push-notified-before-connected"),
     attaches=NEW_REQUESTS,
-    no_patch={"vllm": "a registration does not say which rank sends it, or all would count: a change of its message"},
+    no_patch={"vllm": "a fix needs the rank that sends a registration, and the message does not name it"},
 )

@@ -182,7 +182,7 @@ class LabEngine(Steps):
         offloads = bool(self.options.offloading) or self.options.connector in OF_VLLM
         may_lock_out = answer.verdict == "violated" and offloads
         locking_out = self.liveness.session_with_blocks() if may_lock_out else ""
-        if locking_out:  # KVF219 does not cover this connector: requests move when the session's client disconnects
+        if locking_out:  # KVF219 does not cover this connector; if the session's client disconnects, requests move
             self.counts["locked_out_by_session"] += 1
             self.abort(locking_out)
         else:

@@ -1,7 +1,7 @@
 """LMCache's in-process connector and a connector between two engines, in vLLM's MultiConnector.
 
-v1.py and the module of the other connector describe the replaced parts. vLLM asks the children in order and loads with
-the first one that promises tokens. All children store. Each engine with LMCache has its own cache.
+v1.py and the module of the other connector describe the parts that the lab replaces. vLLM asks the children in order
+and loads with the first one that promises tokens. All children store. Each engine with LMCache has its own cache.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class MultiSide(V1, PairSide):
     """Both roles of one engine. An engine that is not in `Options.multi` has no LMCache."""
 
     worker = MultiWorker
-    #: alone: the side of an engine without LMCache. child_class: the worker of the connector between the engines, in a
-    #: MultiConnector.
+    #: alone: the side of an engine without LMCache. child_class: the worker of the connector between the engines, as a
+    #: child of a MultiConnector.
     alone: type[Any]
     child_class: type[Any]
 
