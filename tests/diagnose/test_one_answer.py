@@ -9,7 +9,7 @@ from functools import lru_cache
 import pytest
 from msgspec import structs
 
-from kvfix_tools.diagnose import findings, problems
+from kvfix_tools.diagnose import problems
 from kvfix_tools.diagnose.diagnosis import Diagnosis, diagnosed
 from kvfix_tools.diagnose.log_line import Evidence
 from tests.diagnose.finding_logs import hits
@@ -57,17 +57,16 @@ def shown(log: Diagnosis, codes: dict[str, str]) -> list[tuple[object, ...]]:
 
 
 def test_other_codes_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All rules and records get codes in another order; each log has the findings that it had."""
+    """All records get codes in another order; each log has the findings that it had."""
     before = [shown(diagnosed(log), {}) for log in known()]
-    rules, records = findings.catalogue(), problems.catalogue()
-    codes = [each.code for each in (*rules, *records)]
+    records = problems.catalogue()
+    codes = [each.code for each in records]
     numbers = random.Random(7).sample(range(2000, 10_000), len(codes))
     new = {code: f"KVD{number}" for code, number in zip(codes, numbers, strict=True)}
     renumbered = tuple(
         structs.replace(each, code=new[each.code], replaces=tuple(new.get(code, code) for code in each.replaces))
         for each in records
     )
-    monkeypatch.setattr(findings, "_RULES", [structs.replace(rule, code=new[rule.code]) for rule in rules])
     monkeypatch.setattr(problems, "catalogue", lambda: renumbered)
     forget()
     try:
@@ -80,8 +79,7 @@ def test_other_codes_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forget() -> None:
-    """Empty what rules and records keep."""
-    for module in (findings, problems):
-        for kept in vars(module).values():
-            if hasattr(kept, "cache_clear"):
-                kept.cache_clear()
+    """Empty the caches of records."""
+    for kept in vars(problems).values():
+        if hasattr(kept, "cache_clear"):
+            kept.cache_clear()

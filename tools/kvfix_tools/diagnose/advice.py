@@ -57,9 +57,8 @@ def _within(log: Diagnosis, found: LogFinding, dist: str, specifier: str) -> boo
 
 def cause(log: Diagnosis, found: LogFinding) -> str:
     """Return the cause from the finding, or else from its first fix that concerns this log."""
-    own = found.rule.section("Cause")
-    if own:
-        return own
+    if found.rule.cause:
+        return found.rule.cause
     concerned = fixes(log, found) or _named(found)
     return " ".join(concerned[0].section("Cause").split()) if concerned else ""
 
@@ -79,9 +78,8 @@ def advice(log: Diagnosis, found: LogFinding) -> list[Advice]:
     ]
     made += _releases(log, found, [each for each in concerned if each.fixable])
     unfixable = [each for each in concerned if not each.fixable]
-    setting = found.rule.section("Setting")
-    if setting:
-        made.append(Advice("setting", unfixable[0].code if unfixable else "", setting))
+    if found.rule.now:
+        made.append(Advice("setting", unfixable[0].code if unfixable else "", found.rule.now))
     else:
         made += [Advice("setting", each.code, _workaround(each)) for each in unfixable]
     return made + _release_of(log, found)
@@ -96,13 +94,13 @@ class Remedy(NamedTuple):
 
 def remedy(log: Diagnosis, found: LogFinding) -> Remedy:
     made = advice(log, found)
-    first = [section.removesuffix(".")] if (section := found.rule.section("First")) else []
+    first = [found.rule.first.removesuffix(".")] if found.rule.first else []
     by_kind = {kind: [each.text for each in made if each.kind == kind] for kind in ("fix", "setting", "release")}
     now = by_kind["setting"][:1]
     if by_kind["fix"]:
         without = (by_kind["setting"] or [each for each in by_kind["release"] if each.startswith("upgrade")])[:1]
         now = by_kind["fix"][:2] + [f"without kvfix: {each[:1].lower()}{each[1:]}" for each in without]
-    good = found.rule.section("Good")
+    good = found.rule.good
     return Remedy("; ".join(first + now), _ahead(log, found, good) if good else "; ".join(by_kind["release"]))
 
 
