@@ -68,7 +68,7 @@ class Scanner:
             if place >= 0:
                 framed = behind_frame(line[place : place + LONGEST_BODY])
                 if (
-                    not framed.is_alone
+                    framed is None
                     or (traces and framed.name == "logged")
                     or (place > _HEAD and not self._is_prefix(line[:place]))
                 ):

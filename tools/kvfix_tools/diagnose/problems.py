@@ -20,7 +20,7 @@ from kvfix import catalogue as known_fixes
 from kvfix_tools.diagnose import findings
 from kvfix_tools.diagnose.findings import Answer, Severity
 from kvfix_tools.diagnose.log_line import LogLine
-from kvfix_tools.diagnose.signs import Died, Failed, Logged, Sign, Stuck, fits, implied, longest, parse
+from kvfix_tools.diagnose.signs import Sign, fits, form_of, implied, longest, parse
 from kvfix_tools.diagnose.statements import NAMES
 from kvfix_tools.ledger import RULES
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.tracebacks import Frame
 
 FILE = Path(__file__).with_name("knowledge.json")
-#: {kind of line that can show a problem: the kind of sign that it can show}. A fault is an exception of faulthandler.
-LINES: dict[str, type[Sign]] = {"logged": Logged, "raised": Failed, "fault": Died, "died": Died, "stack": Stuck}
+#: Kinds of lines that can show a sign.
+LINES = ("logged", "raised", "died", "stack")
 #: Releases of vLLM that were examined for the records, each with the one examined before it.
 _BEFORE = {"0.15": "0.11.2.post2", "0.20": "0.15.1", "0.26": "0.20.2", "0.32": "0.26.0"}
 #: {field of this class: its name in a record}
@@ -236,9 +236,8 @@ def _index() -> _Index:
     others: dict[str, list[tuple[int, Sign]]] = {}
     for number, record in enumerate(records):
         for sign in record.shows:
-            kind, source = (sign.kind, sign.source) if isinstance(sign, Failed) else ("", "")
-            part = (longest(sign.text) or source).encode()
-            (by_part.setdefault(part, []) if part else others.setdefault(kind, [])).append((number, sign))
+            part = (longest(sign.text) or sign.source).encode()
+            (by_part.setdefault(part, []) if part else others.setdefault(sign.kind, [])).append((number, sign))
     general = tuple(each for each in catalogue() if each.general)
     return _Index(general, records, BytesAhoCorasick(list(by_part)), tuple(by_part.values()), others)
 
@@ -260,10 +259,10 @@ def _at(
     parts = {number for number, _, _ in index.search.find_matches_as_indexes(searched, overlapping=True)}
     signs = [each for part in parts for each in index.signs[part]]
     signs += [each for of in {"", kind} for each in index.others.get(of, ())]
-    shown = LINES["fault" if fault else name]
     fields = {"type": kind, "text": text, "source": source, "frames": frames, "fault": fault}
     line = LogLine(name, fields, None, "", "", 0, body)
-    fitting = {number for number, sign in signs if isinstance(sign, shown) and fits(sign, line) is not None}
+    form = form_of(line)
+    fitting = {number for number, sign in signs if sign.form == form and fits(sign, line) is not None}
     return tuple(index.records[number] for number in sorted(fitting))
 
 

@@ -98,24 +98,18 @@ class Framed(msgspec.Struct, frozen=True):
     fields: Fields
     body: bytes
     placed: bool = True
-    #: True if nothing else in its line matters.
-    is_alone: bool = True
-
-
-#: Stands for a line that must be parsed as a whole.
-IN_ITS_LINE = Framed("", {}, b"", is_alone=False)
 
 
 #: Logs repeat: vLLM asks about a waiting request in every step, and warnings repeat with another time.
 @lru_cache(maxsize=2048)
-def behind_frame(tail: bytes) -> Framed:
-    """Parse a line from LMCache's frame to its end."""
+def behind_frame(tail: bytes) -> Framed | None:
+    """Parse a line from LMCache's frame to its end. Return None if the line must be parsed as a whole."""
     level = LEVEL.match(tail)
     if level is None or len(tail) == LONGEST_BODY or tail.find(FRAME, level.end()) >= 0:
-        return IN_ITS_LINE
+        return None
     body = tail[level.end() :]
     found = framed(level[1], body)
-    return IN_ITS_LINE if found.name == "logged" and Part(body).sure else found
+    return None if found.name == "logged" and Part(body).sure else found
 
 
 def framed(level: bytes, body: bytes) -> Framed:

@@ -3,7 +3,7 @@
     @finding
     def cached_hit_promised_whole(log, line): ...
 
-The record `[cached-hit-promised-whole]` has the texts, and in `on` the kinds of lines and of texts of exceptions
+The record `[cached-hit-promised-whole]` has the texts. Its `on` has the kinds of lines and of texts of exceptions
 (grammar) for which the function is called. "" is the end of the log. A function returns None, or an `Answer` with a
 sentence about this case in numbers.
 """
