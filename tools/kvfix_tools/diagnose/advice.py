@@ -71,17 +71,17 @@ def heading(found: LogFinding) -> str:
 def advice(log: Diagnosis, found: LogFinding) -> list[Advice]:
     """Return the remedies, surest first: a fix of kvfix, a release without the bugs, a setting."""
     concerned = fixes(log, found)
-    made = [
-        Advice("fix", each.code, f"{_how(each)} ({each.code} {each.slug}{_if_of(log, found, each)})")
-        for each in concerned
-        if each.fixable
-    ]
+    made = []
+    for each in (fix for fix in concerned if fix.fixable):
+        how = f"kvfix run --plus {each.code} -- CMD (opt-in)" if each.opt_in else "kvfix run -- CMD, or kvfix.apply()"
+        made.append(Advice("fix", each.code, f"{how} ({each.code} {each.slug}{_if_of(log, found, each)})"))
     made += _releases(log, found, [each for each in concerned if each.fixable])
     unfixable = [each for each in concerned if not each.fixable]
     if found.rule.now:
         made.append(Advice("setting", unfixable[0].code if unfixable else "", found.rule.now))
     else:
-        made += [Advice("setting", each.code, _workaround(each)) for each in unfixable]
+        workarounds = ((each, " ".join(each.section("Workaround").split())) for each in unfixable)
+        made += [Advice("setting", each.code, f"{text} ({each.code} {each.slug})") for each, text in workarounds]
     return made + _release_of(log, found)
 
 
@@ -156,12 +156,3 @@ def _if_of(log: Diagnosis, found: LogFinding, each: Fix) -> str:
         return ""
     through = f" to {broken[-1]}" if len(broken) > 1 else ""
     return f", for {NAMES.get(dist, dist)} {broken[0]}{through}"
-
-
-def _how(each: Fix) -> str:
-    return f"kvfix run --plus {each.code} -- CMD (opt-in)" if each.opt_in else "kvfix run -- CMD, or kvfix.apply()"
-
-
-def _workaround(each: Fix) -> str:
-    """Return the workaround of a bug that kvfix cannot fix."""
-    return f"{' '.join(each.section('Workaround').split())} ({each.code} {each.slug})"

@@ -215,15 +215,12 @@ def of_ledger(violated: Finding) -> Problem:
 
 
 class _Index(NamedTuple):
-    """The general records, and the signs of all specific records, each with the number of its record.
+    """The signs of all specific records, each with the number of its record in the catalogue.
 
     search: finds in a line the longest part of each sign's text, or the sign's source if it has no text. signs: the
-    signs with this part.
-    others: {class of the exception, or "" for any line: signs without a part}
+    signs with this part. others: {class of the exception, or "" for any line: signs without a part}
     """
 
-    general: tuple[Problem, ...]
-    records: tuple[Problem, ...]
     search: BytesAhoCorasick
     signs: tuple[list[tuple[int, Sign]], ...]
     others: dict[str, list[tuple[int, Sign]]]
@@ -231,15 +228,13 @@ class _Index(NamedTuple):
 
 @lru_cache(maxsize=1)
 def _index() -> _Index:
-    records = tuple(each for each in catalogue() if not each.general)
     by_part: dict[bytes, list[tuple[int, Sign]]] = {}
     others: dict[str, list[tuple[int, Sign]]] = {}
-    for number, record in enumerate(records):
-        for sign in record.shows:
+    for number, record in enumerate(catalogue()):
+        for sign in () if record.general else record.shows:
             part = (longest(sign.text) or sign.source).encode()
             (by_part.setdefault(part, []) if part else others.setdefault(sign.kind, [])).append((number, sign))
-    general = tuple(each for each in catalogue() if each.general)
-    return _Index(general, records, BytesAhoCorasick(list(by_part)), tuple(by_part.values()), others)
+    return _Index(BytesAhoCorasick(list(by_part)), tuple(by_part.values()), others)
 
 
 def at(line: LogLine) -> tuple[Problem, ...]:
@@ -263,13 +258,13 @@ def _at(
     line = LogLine(name, fields, None, "", "", 0, body)
     form = form_of(line)
     fitting = {number for number, sign in signs if sign.form == form and fits(sign, line) is not None}
-    return tuple(index.records[number] for number in sorted(fitting))
+    return tuple(catalogue()[number] for number in sorted(fitting))
 
 
 def general(line: LogLine) -> Problem | None:
     """Return the general record that fits this line, with the longest sign if several fit."""
     best, length = None, -1
-    for each in _index().general:
+    for each in (record for record in catalogue() if record.general):
         text = max((len(longest(sign.text)) for sign in each.shows if fits(sign, line) is not None), default=-1)
         if text > length:
             best, length = each, text
