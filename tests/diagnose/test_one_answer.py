@@ -11,7 +11,6 @@ from msgspec import structs
 
 from kvfix_tools.diagnose import problems
 from kvfix_tools.diagnose.diagnosis import Diagnosis, diagnosed
-from kvfix_tools.diagnose.log_line import Evidence
 from tests.diagnose.finding_logs import hits
 from tests.diagnose.test_real_logs import LOGS
 
@@ -34,7 +33,8 @@ def test_the_end_of_a_log_and_its_decisive_line_do_not_contradict_the_whole() ->
     for log in known():
         whole = diagnosed(log)
         lines = log.splitlines(keepends=True)
-        parts = [lines[-200:], *(lines[each.line - 1 : each.line] for each in first_lines(whole))]
+        decisive = whole.findings[0].evidence[:1] if whole.findings else []
+        parts = [lines[-200:], *(lines[each.line - 1 : each.line] for each in decisive)]
         for part in parts:
             certain = [
                 found.rule.code
@@ -42,10 +42,6 @@ def test_the_end_of_a_log_and_its_decisive_line_do_not_contradict_the_whole() ->
                 if found.is_certain and not found.rule.symptom and found.rule.name != "unknown-failure"
             ]
             assert set(certain) <= set(troubles(whole)), (troubles(whole), part[-1][:200])
-
-
-def first_lines(log: Diagnosis) -> list[Evidence]:
-    return log.findings[0].evidence[:1] if log.findings else []
 
 
 def shown(log: Diagnosis, codes: dict[str, str]) -> list[tuple[object, ...]]:

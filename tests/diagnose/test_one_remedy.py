@@ -13,7 +13,7 @@ from packaging.specifiers import SpecifierSet
 
 from kvfix_tools.diagnose import problems
 from kvfix_tools.diagnose.problems import Problem
-from kvfix_tools.diagnose.signs import Sign, implied
+from kvfix_tools.diagnose.signs import Sign
 from tests.diagnose.lines import codes, diagnose
 from tests.diagnose.sign_logs import shown
 
@@ -44,10 +44,3 @@ def test_a_line_is_one_record(problem: Problem) -> None:
         if sign == Sign("raised", text=sign.text) and Sign("logged", text=sign.text) in problem.shows:
             continue  # a text alone: as a line of a logger it is looked at below
         assert second(problem, shown(problem, sign)) == [], sign
-
-
-def test_which_sign_says_more() -> None:
-    general, special = Sign("logged", text="failed for <key>: <error>"), Sign("logged", text="failed for <key>: Broken")
-    assert implied(general, special)
-    assert not implied(special, general)
-    assert not implied(Sign("logged", text="failed"), Sign("raised", text="failed"))

@@ -19,7 +19,7 @@ from kvfix_tools.diagnose.line_scanner import Scanner
 from kvfix_tools.diagnose.log_finding import LogFinding, in_order
 from kvfix_tools.diagnose.recorder_lines import RecorderLines
 from kvfix_tools.diagnose.releases import Releases
-from kvfix_tools.diagnose.requests_seen import HISTORY, REQUESTS, Requests
+from kvfix_tools.diagnose.requests_seen import HISTORY, REQUESTS, VIOLATED, Requests
 from kvfix_tools.diagnose.texts import WHO, with_meaning
 from kvfix_tools.diagnose.tracebacks import Raised as RaisedInLog
 from kvfix_tools.diagnose.who_ran import WhoRan
@@ -244,7 +244,7 @@ class Diagnosis:
                 self.unknowns[each.code] += 1
             else:
                 violated.append(each)
-        known.violates(violated)
+        known.violated += violated[: VIOLATED - len(known.violated)]
         return violated
 
     def _look(self, line: LogLine) -> None:

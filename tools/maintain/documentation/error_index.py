@@ -64,7 +64,8 @@ def entries() -> tuple[Entry, ...]:
     for fix, span in quoted:
         kind = _kind(span)
         if kind not in texts and kind not in _ORDINARY:
-            found.setdefault(span, ({rule.code for rule in _of_exceptions() if fix.code in rule.fixes}, set()))
+            raised = (rule for rule in problems.catalogue() if {"raised", *RAISED} & set(rule.on))
+            found.setdefault(span, ({rule.code for rule in raised if fix.code in rule.fixes}, set()))
         for text in texts.get(kind, [] if kind in _ORDINARY else [span]):
             found[text][1].add(fix.code)
     return tuple(sorted(_entry(text, *codes) for text, codes in found.items()))
@@ -79,10 +80,6 @@ def _entry(text: str, of: set[str], fixes: set[str]) -> Entry:
 def _findings_of(kind: str) -> frozenset[str]:
     """Return the codes of the findings that look at this kind of line or exception."""
     return frozenset(rule.code for rule in problems.catalogue() if kind in rule.on)
-
-
-def _of_exceptions() -> list[Problem]:
-    return [rule for rule in problems.catalogue() if {"raised", *RAISED} & set(rule.on)]
 
 
 def _quoted(fix: Fix) -> list[str]:
