@@ -119,7 +119,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def look(self, log: Diagnosis, line: LogLine | None, nearly: bool = False) -> Answer | None:
         """Return an answer if this line shows the problem, else None. nearly: as in `concerns`."""
-        decides = findings.functions().get(self.name)
+        decides = findings.FUNCTIONS.get(self.name)  # a diagnosis has loaded them
         if decides is not None or line is None:
             return decides(log, line) if decides is not None else None
         values = self.values(log, line)

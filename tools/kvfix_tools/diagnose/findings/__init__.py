@@ -52,13 +52,14 @@ class Answer(NamedTuple):
 Decides = TypeVar("Decides", bound=Callable[..., Answer | None])
 Keeps = Callable[[Any, Any], None]
 
-_FUNCTIONS: dict[str, Callable[..., Answer | None]] = {}
+#: {name of the record: the function that decides it}, complete after `functions()`.
+FUNCTIONS: dict[str, Callable[..., Answer | None]] = {}
 _NOTES: dict[str, list[Keeps]] = {}
 
 
 def finding(decides: Decides) -> Decides:
     """Register the function that decides the record of its name."""
-    _FUNCTIONS[decides.__name__.replace("_", "-")] = decides
+    FUNCTIONS[decides.__name__.replace("_", "-")] = decides
     return decides
 
 
@@ -74,10 +75,10 @@ def note(on: str) -> Callable[[Keeps], Keeps]:
 
 @lru_cache(maxsize=1)
 def functions() -> dict[str, Callable[..., Answer | None]]:
-    """Return {name of the record: the function that decides it}."""
+    """Return FUNCTIONS."""
     for module in _MODULES:
         import_module(f"{__name__}.{module}")
-    return _FUNCTIONS
+    return FUNCTIONS
 
 
 def notes() -> dict[str, list[Keeps]]:
