@@ -217,8 +217,9 @@ def of_ledger(violated: Finding) -> Problem:
 class _Index(NamedTuple):
     """The signs of all specific records, each with the number of its record in the catalogue.
 
-    search: finds in a line the longest part of each sign's text, or the sign's source if it has no text. signs: the
-    signs with this part. others: {class of the exception, or "" for any line: signs without a part}
+    search: finds in a line the longest part of each sign's text, or the sign's source if it has no text.
+    signs: the signs with this part.
+    others: {class of the exception, or "" for any line: signs without a part}
     """
 
     search: BytesAhoCorasick
