@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from kvfix_tools.diagnose.problems import Problem
-from kvfix_tools.diagnose.signs import Died, Logged, Sign, Stuck
+from kvfix_tools.diagnose.signs import Sign
 from tests.diagnose.lines import CORE
 
 LMCACHE = "[2026-11-21 01:41:27,007] LMCache {level}: {text} (any.py:7:lmcache.any)\n"
@@ -23,13 +23,13 @@ def shown(problem: Problem, sign: Sign) -> str:
 
 
 def _shown(problem: Problem, sign: Sign) -> str:
-    if isinstance(sign, Logged):
+    if sign.form == "logged":
         frame = VLLM if "vllm" in problem.releases else LMCACHE
         return frame.format(level="ERROR", text=filled(sign.text))
-    if isinstance(sign, Stuck):
+    if sign.form == "stack":
         file, _, function = sign.within.rpartition(":")
         return f"Thread 4242 (active+gil)\n    {function} (lmcache/{file}:7)\n    run (threading.py:9)\n"
-    if isinstance(sign, Died):
+    if sign.form == "died":
         if not sign.within:
             text = filled(sign.text)
             return f"library.cpp:77: {text}: Assertion `held' failed.\n" if text.isidentifier() else f"ERROR {text}\n"

@@ -132,10 +132,6 @@ def test_files_of_lmcache_do_not_say_that_vllms_connector_ran() -> None:
     assert "NixlConnector" not in log.who.connectors
 
 
-def test_a_file_that_is_only_spoken_of_is_no_frame() -> None:
-    assert codes(diagnose("see vllm/v1/core/sched/scheduler.py, in which requests wait\n")) == []
-
-
 def test_a_general_failure_is_explained_only_where_no_record_knows_it() -> None:
     """The explanation has the place and hook of an unknown failure, and never comes with a specific one."""
     full = "OSError: [Errno 24] Too many open files"

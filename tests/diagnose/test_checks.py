@@ -73,16 +73,14 @@ def test_a_release_that_has_it_no_more_is_named_as_no_promise() -> None:
     )
     last = max(having, key=releases.index)
     after = releases[releases.index(last) + 1]
-    said = checks.said_of(diagnose(failed(place[2].text, place[1], f"lmcache/{place[0]}")).failures.raised[0], _ran())
+    said = checks.said_of(
+        diagnose(failed(place[2].text, place[1], f"lmcache/{place[0]}")).failures.raised[0], diagnose("").releases
+    )
     assert f"{last}, but not in {after}, which may still have the cause" in said
 
 
 def _elsewhere(table: checks.Table, check: Check, having: set[str]) -> bool:
     return any(other[2].text == check.text and some - having for other, some in table.items())
-
-
-def _ran(*lines: str) -> checks.Releases:
-    return diagnose(*lines, "nothing\n").releases
 
 
 def test_a_release_without_the_check_is_not_called_one_that_has_it() -> None:

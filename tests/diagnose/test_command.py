@@ -84,8 +84,8 @@ def test_the_summary_names_each_crash_once(run: Run, tmp_path: Path) -> None:
     assert out.count("Do now: ") == 2
     run(str(tmp_path / "restarted.log"), html=str(tmp_path / "page.html"))
     page = (tmp_path / "page.html").read_text()
-    assert page.count("<article") == 1
-    assert "Other requests (1)" in page
+    assert page.count("Do now: ") == 1
+    assert re.search(r"1 more: 9\d+-[0-9a-f]{8}", page)
 
 
 def test_what_can_be_read_is_reported_when_something_cannot(run: Run, tmp_path: Path) -> None:
@@ -242,9 +242,9 @@ def test_no_token_ids_in_what_is_shown(run: Run, tmp_path: Path) -> None:
 
 def test_explain_shows_each_finding(capsys: pytest.CaptureFixture[str]) -> None:
     from kvfix_tools import explain
-    from kvfix_tools.diagnose.findings import catalogue as findings
+    from kvfix_tools.diagnose import problems
 
-    for rule in findings():
+    for rule in (each for each in problems.catalogue() if each.on):
         assert explain.explain(rule.code, json=False) == 0
         printed = capsys.readouterr().out
         assert all(text in printed for text in (rule.title, "\nCause: ", *rule.fixes))

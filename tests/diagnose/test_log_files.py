@@ -1,21 +1,29 @@
-"""Whatever a log comes in: packed, many files, a stream, damaged. The lines come through, and memory does not grow."""
+"""Whatever a log comes in: packed, many files, a stream, damaged. The lines come through, and memory does not grow.
+
+KVFIX_TEST_EXAMPLES sets how many damaged logs are read. 100,000: `python -m tests.diagnose.mutate --count 100000`.
+"""
 
 from __future__ import annotations
 
 import gzip
 import io
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from kvfix_tools.diagnose import log_files, report_json
 from kvfix_tools.diagnose.diagnosis import Diagnosis, diagnosed
 from kvfix_tools.diagnose.line_scanner import LONGEST_LINE
 from tests.conftest import clean_environment
+from tests.diagnose import mutate
 from tests.diagnose.lines import scanned
 
+EXAMPLES = int(os.environ.get("KVFIX_TEST_EXAMPLES", "300"))
 POLL = (
     b"\x1b[32;20m[2026-11-21 01:41:27,%03d] LMCache INFO:\x1b[0m Reqid: r%d, Total tokens 900, Inference Engine "
     b"computed tokens: 0, LMCache hit tokens: 256, need to load: 256 "
@@ -162,3 +170,14 @@ def test_files_are_merged_by_time(tmp_path: Path) -> None:
     log = Diagnosis(request="r1")
     log_files.read(log, log_files.sources([str(tmp_path)]))
     assert [f"{Path(line.file).name}:{line.line}" for line in log.request_lines] == ["a:1", "b:1", "a:2"]
+
+
+def test_the_first_logs_of_the_corpus() -> None:
+    found = [code for number in range(EXAMPLES * 2) for code in mutate.check(mutate.draw(number), 1 << 12)]
+    assert {"KVD101", "KVD203", "KVD206"} <= set(found)
+
+
+@given(log=st.binary(max_size=4000))
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+def test_any_bytes_at_all(log: bytes) -> None:
+    diagnosed(log)

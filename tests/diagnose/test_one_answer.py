@@ -9,9 +9,8 @@ from functools import lru_cache
 import pytest
 from msgspec import structs
 
-from kvfix_tools.diagnose import findings, problems
+from kvfix_tools.diagnose import problems
 from kvfix_tools.diagnose.diagnosis import Diagnosis, diagnosed
-from kvfix_tools.diagnose.log_line import Evidence
 from tests.diagnose.finding_logs import hits
 from tests.diagnose.test_real_logs import LOGS
 
@@ -34,7 +33,8 @@ def test_the_end_of_a_log_and_its_decisive_line_do_not_contradict_the_whole() ->
     for log in known():
         whole = diagnosed(log)
         lines = log.splitlines(keepends=True)
-        parts = [lines[-200:], *(lines[each.line - 1 : each.line] for each in first_lines(whole))]
+        decisive = whole.findings[0].evidence[:1] if whole.findings else []
+        parts = [lines[-200:], *(lines[each.line - 1 : each.line] for each in decisive)]
         for part in parts:
             certain = [
                 found.rule.code
@@ -42,10 +42,6 @@ def test_the_end_of_a_log_and_its_decisive_line_do_not_contradict_the_whole() ->
                 if found.is_certain and not found.rule.symptom and found.rule.name != "unknown-failure"
             ]
             assert set(certain) <= set(troubles(whole)), (troubles(whole), part[-1][:200])
-
-
-def first_lines(log: Diagnosis) -> list[Evidence]:
-    return log.findings[0].evidence[:1] if log.findings else []
 
 
 def shown(log: Diagnosis, codes: dict[str, str]) -> list[tuple[object, ...]]:
@@ -57,17 +53,16 @@ def shown(log: Diagnosis, codes: dict[str, str]) -> list[tuple[object, ...]]:
 
 
 def test_other_codes_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All rules and records get codes in another order; each log has the findings that it had."""
+    """All records get codes in another order; each log has the findings that it had."""
     before = [shown(diagnosed(log), {}) for log in known()]
-    rules, records = findings.catalogue(), problems.catalogue()
-    codes = [each.code for each in (*rules, *records)]
+    records = problems.catalogue()
+    codes = [each.code for each in records]
     numbers = random.Random(7).sample(range(2000, 10_000), len(codes))
     new = {code: f"KVD{number}" for code, number in zip(codes, numbers, strict=True)}
     renumbered = tuple(
         structs.replace(each, code=new[each.code], replaces=tuple(new.get(code, code) for code in each.replaces))
         for each in records
     )
-    monkeypatch.setattr(findings, "_RULES", [structs.replace(rule, code=new[rule.code]) for rule in rules])
     monkeypatch.setattr(problems, "catalogue", lambda: renumbered)
     forget()
     try:
@@ -80,8 +75,7 @@ def test_other_codes_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forget() -> None:
-    """Empty what rules and records keep."""
-    for module in (findings, problems):
-        for kept in vars(module).values():
-            if hasattr(kept, "cache_clear"):
-                kept.cache_clear()
+    """Empty the caches of records."""
+    for kept in vars(problems).values():
+        if hasattr(kept, "cache_clear"):
+            kept.cache_clear()

@@ -13,7 +13,7 @@ from packaging.specifiers import SpecifierSet
 
 from kvfix_tools.diagnose import problems
 from kvfix_tools.diagnose.problems import Problem
-from kvfix_tools.diagnose.signs import Failed, Logged, implied
+from kvfix_tools.diagnose.signs import Sign
 from tests.diagnose.lines import codes, diagnose
 from tests.diagnose.sign_logs import shown
 
@@ -41,12 +41,6 @@ def second(problem: Problem, log: str) -> list[str]:
 @pytest.mark.parametrize("problem", problems.catalogue(), ids=lambda problem: str(problem.name))
 def test_a_line_is_one_record(problem: Problem) -> None:
     for sign in problem.shows:
-        if sign == Failed(text=sign.text) and Logged(sign.text) in problem.shows:
+        if sign == Sign("raised", text=sign.text) and Sign("logged", text=sign.text) in problem.shows:
             continue  # a text alone: as a line of a logger it is looked at below
         assert second(problem, shown(problem, sign)) == [], sign
-
-
-def test_which_sign_says_more() -> None:
-    assert implied(Logged("failed for <key>: <error>"), Logged("failed for <key>: Broken pipe"))
-    assert not implied(Logged("failed for <key>: Broken pipe"), Logged("failed for <key>: <error>"))
-    assert not implied(Logged("failed"), Failed(text="failed"))

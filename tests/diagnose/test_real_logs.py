@@ -148,6 +148,7 @@ def test_a_damaged_recorder_file_is_read_as_far_as_it_goes(tmp_path: Path) -> No
 def test_the_history_of_a_crash() -> None:
     found = diagnose("crash-0.3.10").findings[0]
     assert found.sentence == "granted 256, but hit 256 - computed 288 = -32; vLLM had 288"
+    assert found.violated[0].message == "granted 256, promised 0"
     assert [event.what for event in found.history] == [
         "match(0) promises 0: hit 0 - computed 0 = 0",
         "tokens 0 to 256 stored",

@@ -33,11 +33,6 @@ def test_a_thread_in_a_hook_is_found() -> None:
     assert log.findings[0].verdict == "unknown"
 
 
-def test_an_idle_engine_is_no_finding() -> None:
-    idle = DUMP.replace(b"get_num_new_matched_tokens", b"step").replace(b"lookup (", b"get (")
-    assert [found.rule.code for found in diagnosed(idle).findings] == []
-
-
 #: The shape is gdb's (`thread apply all bt`); the functions are NIXL's, UCX's and libc's.
 NATIVE = b"""\
 Thread 12 (Thread 0x7f1234 (LWP 77) "VLLM::Worker"):

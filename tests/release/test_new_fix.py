@@ -65,7 +65,7 @@ ASK = """
 from kvfix import catalogue, fix_status
 from kvfix.ledger import Finding
 from kvfix_tools import explain, upstream
-from kvfix_tools.diagnose import findings
+from kvfix_tools.diagnose import problems
 from maintain import scenario_matrix
 from maintain.documentation import code_pages
 import contextlib, io, kvfix
@@ -83,7 +83,7 @@ result = {{
     "explain": printed(explain.explain, "kvf099", True),
     "explain rule": printed(explain.explain, "KVR010", True),
     "explain lab rule": printed(explain.explain, "LAB004", True),
-    "diagnose": next(rule for rule in findings.catalogue() if rule.code == "KVD101").fixes,
+    "diagnose": next(rule for rule in problems.catalogue() if rule.code == "KVD101").fixes,
     "upstream": printed(upstream.show, False),
     "page": code_pages.of_fix(catalogue.find("KVF099"), scenario_matrix.load(open({matrix!r}).read())),
 }}

@@ -16,7 +16,6 @@ from kvfix import catalogue
 from kvfix.fixes.record import Fix
 from kvfix.retired import RETIRED
 from kvfix_tools import screen
-from kvfix_tools.diagnose import findings
 from kvfix_tools.diagnose.problems import Problem, knowledge
 from kvfix_tools.diagnose.problems import catalogue as known_problems
 from kvfix_tools.lab.engine import rules as lab_rules
@@ -44,7 +43,6 @@ def _known() -> Iterator[tuple[str, str, Callable[[], Entry]]]:
     yield from ((each.code, each.slug, partial(_of_fix, each)) for each in catalogue.fixes())
     yield from ((each.code, each.name, partial(_of_rule, each)) for each in RULES)
     yield from ((each.code, each.name, partial(_of_rule, each)) for each in lab_rules.RULES)
-    yield from ((each.code, each.name, partial(_of_finding, each)) for each in findings.catalogue())
     yield from ((each.code, each.name, partial(_of_problem, each)) for each in known_problems())
 
 
@@ -82,44 +80,44 @@ def _of_rule(rule: Rule | lab_rules.LabRule) -> Entry:
     doc = inspect.cleandoc(rule.doc)
     shown = {code for scenario in scenarios() if scenario.rule == rule.code for code in scenario.fixes}
     fixes = sorted(shown.union(fix.code for fix in catalogue.handling(rule.code)))
-    text = f"{rule.code} {rule.name}\n\n{doc}{_fix_list('Fixes for violations of it:', fixes)}"
+    text = _joined(f"{rule.code} {rule.name}", doc, _listed("Fixes for violations of it:", _named(fixes)))
     return Entry(rule.code, rule.name, {"code": rule.code, "name": rule.name, "doc": doc, "fixes": fixes}, text)
 
 
-def _of_finding(finding: findings.LogRule) -> Entry:
-    """Return the entry of a finding. If the finding has no cause of its own, use the cause of its first fix."""
-    first = catalogue.find(finding.fixes[0]) if finding.fixes else None
-    cause = finding.section("Cause") or (" ".join(first.section("Cause").split()) if first else "")
-    sections = {"Cause": cause, **{name: finding.section(name) for name in ("First", "Setting", "Good", "Normal")}}
-    facts = {"code": finding.code, "name": finding.name, "severity": finding.severity.name.lower()}
-    facts |= {"title": finding.title, **{name.lower(): text for name, text in sections.items() if text}}
-    head = f"{finding.code} {finding.name} ({finding.severity.word}, found in logs by kvfix-diagnose)"
-    paragraphs = [head, finding.title, *(f"{name}: {text}" for name, text in sections.items() if text)]
-    text = "\n\n".join(paragraphs) + _fix_list("Fixes:", finding.fixes)
-    return Entry(finding.code, finding.name, {**facts, "fixes": list(finding.fixes)}, text)
-
-
 def _of_problem(problem: Problem) -> Entry:
+    """Return the entry of a finding in logs. If it has no cause of its own, use the cause of its first fix."""
+    first = catalogue.find(problem.fixes[0]) if problem.fixes else None
+    cause = problem.cause or (" ".join(first.section("Cause").split()) if first else "")
     facts = {
         "code": problem.code, "name": problem.name, "severity": problem.severity.name.lower(), "title": problem.title,
-        "shows": list(problem.signs), "cause": problem.cause, "do_now": problem.now, "for_good": problem.for_good,
-        "connectors": list(problem.connectors), "releases": dict(problem.releases), "fixed": dict(problem.fixed),
-        "sure": problem.sure, "threads": list(problem.threads),
+        "shows": list(problem.signs), "cause": cause, "first": problem.first, "do_now": problem.now,
+        "for_good": problem.for_good, "normal": problem.normal, "connectors": list(problem.connectors),
+        "releases": dict(problem.releases), "fixed": dict(problem.fixed), "sure": problem.sure,
+        "threads": list(problem.threads), "fixes": list(problem.fixes), "setting": problem.now, "good": problem.good,
     }  # fmt: skip
-    head = f"{problem.code} {problem.name} ({problem.severity.word}, found in logs by kvfix-diagnose)"
-    paragraphs = [
-        head,
+    sections = {"Cause": cause, "First": problem.first, "Do now": problem.now, "For good": problem.for_good}
+    sections["Normal"] = problem.normal
+    text = _joined(
+        f"{problem.code} {problem.name} ({problem.severity.word}, found in logs by kvfix-diagnose)",
         problem.title,
-        "Shows as:\n" + "\n".join(f"  {sign}" for sign in problem.signs),
-        f"Cause: {problem.cause}",
-        f"Do now: {problem.now}",
-        *([f"For good: {problem.for_good}"] if problem.for_good else []),
-        *(["Reports:\n" + "\n".join(f"  {thread}" for thread in problem.threads)] if problem.threads else []),
-    ]
-    return Entry(problem.code, problem.name, facts, "\n\n".join(paragraphs))
+        _listed("Shows as:", problem.signs),
+        *(f"{name}: {section}" for name, section in sections.items() if section),
+        _listed("Reports:", problem.threads),
+        _listed("Fixes:", _named(problem.fixes)),
+    )
+    return Entry(problem.code, problem.name, facts, text)
 
 
-def _fix_list(heading: str, codes: Iterable[str]) -> str:
-    """Return a list of fixes by code and slug, or "" without any."""
-    lines = [f"  {code} {fix.slug if (fix := catalogue.find(code)) else ''}" for code in codes]
-    return "\n".join(["\n", heading, *lines]) if lines else ""
+def _joined(*paragraphs: str) -> str:
+    return "\n\n".join(paragraph for paragraph in paragraphs if paragraph)
+
+
+def _listed(heading: str, lines: Iterable[str]) -> str:
+    """Return a list below its heading, or "" for no line."""
+    listed = [f"  {line}" for line in lines]
+    return "\n".join([heading, *listed]) if listed else ""
+
+
+def _named(codes: Iterable[str]) -> list[str]:
+    """Return the fixes by code and slug."""
+    return [f"{code} {fix.slug if (fix := catalogue.find(code)) else ''}" for code in codes]

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from kvfix import catalogue as fixes
 from kvfix.fixes.record import Fix
-from kvfix_tools.diagnose import findings, statements
+from kvfix_tools.diagnose import statements
 from kvfix_tools.diagnose.problems import catalogue as known_problems
 from kvfix_tools.ledger import RULES
 
@@ -90,16 +90,14 @@ def _entries() -> Iterator[_Entry]:
         shows = fix.section("Symptom")
         candidate = Candidate(fix.code, fix.slug, fix.title, _confirm(fix))
         yield _Entry(candidate, shows, " ".join((fix.slug, fix.doc or "")))
-    for problem in known_problems():
-        confirm = f"kvfix-diagnose LOG reports {problem.code}, or your log has `{problem.signs[0]}`"
-        candidate = Candidate(problem.code, problem.name, problem.title, confirm)
-        rest = " ".join((problem.name, problem.cause, problem.now, problem.good, *problem.connectors))
-        yield _Entry(candidate, " ".join(problem.signs), rest)
     rows = [row for each in statements.known().values() for row in each]
-    for finding in findings.catalogue():
-        candidate = Candidate(finding.code, finding.name, finding.title, f"kvfix-diagnose LOG reports {finding.code}")
-        shows = " ".join(row.template for row in rows if row.message in finding.on)
-        yield _Entry(candidate, shows, " ".join((finding.name, finding.doc)))
+    for problem in known_problems():
+        has = f", or your log has `{problem.signs[0]}`" if problem.signs else ""
+        confirm = f"kvfix-diagnose LOG reports {problem.code}{has}"
+        candidate = Candidate(problem.code, problem.name, problem.title, confirm)
+        logged = [row.template for row in rows if row.message in problem.on]
+        texts = (problem.name, problem.cause, problem.first, problem.now, problem.good, problem.normal)
+        yield _Entry(candidate, " ".join([*problem.signs, *logged]), " ".join([*texts, *problem.connectors]))
     for rule in RULES:
         title = rule.doc.strip().partition("\n")[0]
         candidate = Candidate(rule.code, rule.name, title, f"kvfix run --mode check -- CMD reports {rule.code}")

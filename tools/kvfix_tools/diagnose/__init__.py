@@ -8,7 +8,8 @@
 - `ledger_events`: turn lines into events of the ledger (`kvfix.ledger`).
 - `recorder_lines`: read events from lines of kvfix's own recorder.
 - `diagnosis`: the state of the diagnosis: histories, releases, counts, findings.
-- `findings/`: one function for each rule.
+- `problems`: records of known problems (`knowledge/*.toml`). `signs`: the lines that show them.
+- `findings/`: functions for problems that show in numbers.
 - `log_finding`: a finding in this input. `advice`: its cause, and what to do.
 - `report_...`: the outputs. `timeline`: data for the HTML page.
 """

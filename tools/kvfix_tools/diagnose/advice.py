@@ -57,9 +57,8 @@ def _within(log: Diagnosis, found: LogFinding, dist: str, specifier: str) -> boo
 
 def cause(log: Diagnosis, found: LogFinding) -> str:
     """Return the cause from the finding, or else from its first fix that concerns this log."""
-    own = found.rule.section("Cause")
-    if own:
-        return own
+    if found.rule.cause:
+        return found.rule.cause
     concerned = fixes(log, found) or _named(found)
     return " ".join(concerned[0].section("Cause").split()) if concerned else ""
 
@@ -72,18 +71,17 @@ def heading(found: LogFinding) -> str:
 def advice(log: Diagnosis, found: LogFinding) -> list[Advice]:
     """Return the remedies, surest first: a fix of kvfix, a release without the bugs, a setting."""
     concerned = fixes(log, found)
-    made = [
-        Advice("fix", each.code, f"{_how(each)} ({each.code} {each.slug}{_if_of(log, found, each)})")
-        for each in concerned
-        if each.fixable
-    ]
+    made = []
+    for each in (fix for fix in concerned if fix.fixable):
+        how = f"kvfix run --plus {each.code} -- CMD (opt-in)" if each.opt_in else "kvfix run -- CMD, or kvfix.apply()"
+        made.append(Advice("fix", each.code, f"{how} ({each.code} {each.slug}{_if_of(log, found, each)})"))
     made += _releases(log, found, [each for each in concerned if each.fixable])
     unfixable = [each for each in concerned if not each.fixable]
-    setting = found.rule.section("Setting")
-    if setting:
-        made.append(Advice("setting", unfixable[0].code if unfixable else "", setting))
+    if found.rule.now:
+        made.append(Advice("setting", unfixable[0].code if unfixable else "", found.rule.now))
     else:
-        made += [Advice("setting", each.code, _workaround(each)) for each in unfixable]
+        workarounds = ((each, " ".join(each.section("Workaround").split())) for each in unfixable)
+        made += [Advice("setting", each.code, f"{text} ({each.code} {each.slug})") for each, text in workarounds]
     return made + _release_of(log, found)
 
 
@@ -96,13 +94,13 @@ class Remedy(NamedTuple):
 
 def remedy(log: Diagnosis, found: LogFinding) -> Remedy:
     made = advice(log, found)
-    first = [section.removesuffix(".")] if (section := found.rule.section("First")) else []
+    first = [found.rule.first.removesuffix(".")] if found.rule.first else []
     by_kind = {kind: [each.text for each in made if each.kind == kind] for kind in ("fix", "setting", "release")}
     now = by_kind["setting"][:1]
     if by_kind["fix"]:
         without = (by_kind["setting"] or [each for each in by_kind["release"] if each.startswith("upgrade")])[:1]
         now = by_kind["fix"][:2] + [f"without kvfix: {each[:1].lower()}{each[1:]}" for each in without]
-    good = found.rule.section("Good")
+    good = found.rule.good
     return Remedy("; ".join(first + now), _ahead(log, found, good) if good else "; ".join(by_kind["release"]))
 
 
@@ -158,12 +156,3 @@ def _if_of(log: Diagnosis, found: LogFinding, each: Fix) -> str:
         return ""
     through = f" to {broken[-1]}" if len(broken) > 1 else ""
     return f", for {NAMES.get(dist, dist)} {broken[0]}{through}"
-
-
-def _how(each: Fix) -> str:
-    return f"kvfix run --plus {each.code} -- CMD (opt-in)" if each.opt_in else "kvfix run -- CMD, or kvfix.apply()"
-
-
-def _workaround(each: Fix) -> str:
-    """Return the workaround of a bug that kvfix cannot fix."""
-    return f"{' '.join(each.section('Workaround').split())} ({each.code} {each.slug})"

@@ -31,12 +31,7 @@ _VALUE = "\0"
 _HEADING = re.compile(rb"\s*#{1,6} \S")
 
 
-def headless(lines: list[bytes], is_own: bool) -> Headless:
-    """Return the lines without a prefix that count in an input. is_own: True if it has lines of an engine's loggers."""
-    return Headless.ALL if is_own else Headless.WHOLE if _are_few_others(lines) else Headless.NONE
-
-
-def _are_few_others(lines: list[bytes]) -> bool:
+def are_few_others(lines: list[bytes]) -> bool:
     """Return True if at most FEW lines of an input are neither log lines, nor traceback lines, nor messages."""
     others, in_traceback = 0, False
     for line in lines:

@@ -71,9 +71,6 @@ class Options:
     fail_on: str = _CERTAIN
     exit_zero: bool = False
 
-    def chosen(self, findings: list[LogFinding]) -> list[LogFinding]:
-        return [found for found in findings if self.is_chosen(found)]
-
     def is_chosen(self, found: LogFinding) -> bool:
         code = found.rule.code
         return (not self.select or code.startswith(self.select)) and not (self.ignore and code.startswith(self.ignore))
@@ -124,7 +121,7 @@ def main(paths: list[str], options: Options = Options()) -> int:
     log = Diagnosis(on_found if live else None, options.request, timeline)
     try:
         unreadable = _read(log, sources)
-        findings = options.chosen(log.end())
+        findings = [found for found in log.end() if options.is_chosen(found)]
         unwritten = _write(log, timeline, findings, options)
         for reason in unreadable:
             _say(reason)

@@ -19,7 +19,7 @@ from kvfix_tools.diagnose.line_scanner import Scanner
 from kvfix_tools.diagnose.log_finding import LogFinding, in_order
 from kvfix_tools.diagnose.recorder_lines import RecorderLines
 from kvfix_tools.diagnose.releases import Releases
-from kvfix_tools.diagnose.requests_seen import HISTORY, REQUESTS, Requests
+from kvfix_tools.diagnose.requests_seen import HISTORY, REQUESTS, VIOLATED, Requests
 from kvfix_tools.diagnose.texts import WHO, with_meaning
 from kvfix_tools.diagnose.tracebacks import Raised as RaisedInLog
 from kvfix_tools.diagnose.who_ran import WhoRan
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvfix.ledger.events import Event
-    from kvfix_tools.diagnose.findings import Answer, LogRule
+    from kvfix_tools.diagnose.findings import Answer
     from kvfix_tools.diagnose.log_line import Evidence, LogLine
     from kvfix_tools.diagnose.timeline import Timeline
 
@@ -40,6 +40,11 @@ _REQUEST_LINES = 5000
 FINDINGS = 1000
 #: The rule of the ledger that every traceback violates. Other findings report the traceback.
 _EXCEPTION = "exception-left-hook"
+#: (rule of the ledger, the DEBUG line that it needs, what this line shows)
+_HIDDEN = (
+    ("KVR004", "due", "granted and loaded tokens"),
+    ("KVR007", "storing", "stored and skipped tokens"),
+)
 #: Kinds of lines after which EngineCore dies.
 _DEATHS = ("fatal", "raised")
 
@@ -85,7 +90,7 @@ class Diagnosis:
         self.timeline = timeline
         self._request = request.encode()
         self._on_found = on_found
-        self._rules = findings.rules()
+        self._rules = problems.rules()
         self._notes = findings.notes()
         self._found: dict[tuple[str, str], LogFinding] = {}
         #: Requests with a crash finding.
@@ -206,7 +211,7 @@ class Diagnosis:
         names = {rule.code: rule.name for rule in RULES}
         return [
             (f"{code} {names[code]}", what, "LMCACHE_LOG_LEVEL=DEBUG")
-            for code, message, what in findings.HIDDEN
+            for code, message, what in _HIDDEN
             if statements.levels(message, release) == {"debug"}
         ]
 
@@ -239,7 +244,7 @@ class Diagnosis:
                 self.unknowns[each.code] += 1
             else:
                 violated.append(each)
-        known.violates(violated)
+        known.violated += violated[: VIOLATED - len(known.violated)]
         return violated
 
     def _look(self, line: LogLine) -> None:
@@ -248,9 +253,9 @@ class Diagnosis:
         self._answers(line)
 
     def _answers(self, line: LogLine) -> None:
-        rules: tuple[LogRule | problems.Problem, ...] = self._rules.get(line.name, ())
+        rules = self._rules.get(line.name, ())
         if meaning := line.fields.get("meaning"):
-            rules = tuple(dict.fromkeys(rules + self._rules.get(meaning, ())))
+            rules += tuple(each for each in self._rules.get(meaning, ()) if each not in rules)
         is_error = line.name in problems.LINES
         if is_error and self.failures.is_ending(line):
             return
@@ -263,18 +268,17 @@ class Diagnosis:
         answered = [(rule, answer) for rule in rules if (answer := rule.look(self, line)) is not None]
         if is_error and not answered:
             answered = [(each, answer) for each in at if (answer := each.look(self, line, True)) is not None]
-        records = [rule for rule, _ in answered if isinstance(rule, problems.Problem)]
-        if is_degraded and records:  # a record explains the error, so KVD207 adds nothing
-            answered = [each for each in answered if isinstance(each[0], problems.Problem)]
+        shown = [rule for rule, _ in answered if rule.signs]
+        if is_degraded and shown:  # a record explains the error, so KVD207 adds nothing
+            answered = [each for each in answered if each[0].signs]
         for rule, answer in answered:
-            if not isinstance(rule, problems.Problem):
-                self.add(rule, answer, line)
-            elif not rule.gives_way(records, line):
-                # If a statement quotes an error, the record of the error replaces the record of the statement.
-                quoted = problems.quoted(rule, self, line)
-                if quoted is not None:
-                    rule, answer = quoted, answer._replace(verdict="violated" if quoted.sure else "unknown")
-                self.add(rule, answer, line)
+            if rule.signs and rule.gives_way(shown, line):
+                continue
+            # If a statement quotes an error, the record of the error replaces the record of the statement.
+            quoted = problems.quoted(rule, self, line)
+            if quoted is not None:
+                rule, answer = quoted, answer._replace(verdict="violated" if quoted.sure else "unknown")
+            self.add(rule, answer, line)
         if is_error and not answered:
             self.failures.unknown(line)
 
@@ -282,10 +286,10 @@ class Diagnosis:
         """Report violated rules of the ledger, except for requests that crashed."""
         for each in violated:
             if each.name != _EXCEPTION and each.request not in self._crashed:
-                self.add(findings.ledger_rule(each), findings.Answer(each.message, each.request), line)
+                self.add(problems.of_ledger(each), findings.Answer(each.message, each.request), line)
 
-    def add(self, rule: LogRule | problems.Problem, answer: Answer, line: LogLine | None) -> None:
-        """Add a finding of a rule or a record at this line, or at the end of the log if `line` is None."""
+    def add(self, rule: problems.Problem, answer: Answer, line: LogLine | None) -> None:
+        """Add a finding of a record at this line, or at the end of the log if `line` is None."""
         request = answer.request if answer.request is not None else (line.request if line else "")
         crash = rule.severity is findings.Severity.CRASH
         if crash and len(self._crashed) < REQUESTS:

@@ -57,17 +57,9 @@ def _retrieved(ledger: Ledger, fields: Fields) -> list[Event]:
     return [ev.Loaded(fields["request"], fields["tokens"], end)]
 
 
-def _load_failed(ledger: Ledger, fields: Fields) -> list[Event]:
-    return [ev.LoadFailed(fields["request"], None)]
-
-
 def _kv_failing(ledger: Ledger, fields: Fields) -> list[Event]:
     """Return a failed load for each request that vLLM ends. The line has a set or a list of ids."""
     return [ev.LoadFailed(request, None) for request in re.findall(r"'([^']+)'", fields["requests"])[:64]]
-
-
-def _aborted(ledger: Ledger, fields: Fields) -> list[Event]:
-    return [ev.Finished(fields["request"], True)]
 
 
 def _raised(ledger: Ledger, fields: Fields) -> list[Event]:
@@ -90,6 +82,13 @@ def _raised(ledger: Ledger, fields: Fields) -> list[Event]:
 
 #: {kind of line: the function that makes its events, in their order}
 MAKERS: dict[str, Callable[[Ledger, Fields], list[Event]]] = {
-    make.__name__.removeprefix("_"): make
-    for make in (_asked, _capped, _due, _storing, _retrieved, _load_failed, _kv_failing, _aborted, _raised)
+    "asked": _asked,
+    "capped": _capped,
+    "due": _due,
+    "storing": _storing,
+    "retrieved": _retrieved,
+    "load_failed": lambda _, fields: [ev.LoadFailed(fields["request"], None)],
+    "kv_failing": _kv_failing,
+    "aborted": lambda _, fields: [ev.Finished(fields["request"], True)],
+    "raised": _raised,
 }

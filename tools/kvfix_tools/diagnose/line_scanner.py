@@ -68,7 +68,7 @@ class Scanner:
             if place >= 0:
                 framed = behind_frame(line[place : place + LONGEST_BODY])
                 if (
-                    not framed.is_alone
+                    framed is None
                     or (traces and framed.name == "logged")
                     or (place > _HEAD and not self._is_prefix(line[:place]))
                 ):
@@ -89,7 +89,9 @@ class Scanner:
 
     def _decide(self, lines: list[bytes]) -> None:
         """Decide which lines without a prefix count. A later block of a stream may change the decision."""
-        now = bare_lines.headless(lines, self.is_own)
+        now = Headless.ALL
+        if not self.is_own:
+            now = Headless.WHOLE if bare_lines.are_few_others(lines) else Headless.NONE
         if self._headless is None or (now is not Headless.WHOLE and self._headless is not Headless.ALL):
             self._headless = now
 

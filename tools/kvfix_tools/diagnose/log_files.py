@@ -50,7 +50,8 @@ def sources(paths: list[str]) -> list[Source]:
         if path == "-":
             found.append(Source("-", None))
         elif os.path.isdir(path):
-            inside = [str(file) for file in sorted(Path(path).rglob("*")) if file.is_file() and _is_log(file.name)]
+            files = (file for file in sorted(Path(path).rglob("[!.]*")) if not file.name.endswith(_NOT_LOGS))
+            inside = [str(file) for file in files if file.is_file()]
             if not inside:
                 raise Unreadable(f"{path}: the folder has no log files. Give the name of a log file")
             found += [Source(file, os.path.getsize(file)) for file in inside]
@@ -62,10 +63,6 @@ def sources(paths: list[str]) -> list[Source]:
                     f"{path}: {error.strerror or error}. Give a log file, a folder, or - for stdin"
                 ) from None
     return found
-
-
-def _is_log(name: str) -> bool:
-    return not name.startswith(".") and not name.endswith(_NOT_LOGS)
 
 
 def read(log: Diagnosis, sources: list[Source], advance: Callable[[int], None] | None = None) -> list[str]:

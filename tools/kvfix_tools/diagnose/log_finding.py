@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvfix_tools.diagnose.findings import LogRule, Severity
+from kvfix_tools.diagnose.findings import Severity
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -38,9 +38,7 @@ class LogFinding:
     ran: {distribution: release} that its file had named before the first line of the finding.
     """
 
-    def __init__(
-        self, rule: LogRule | Problem, answer: Answer, sentence: str, request: str, line: LogLine | None
-    ) -> None:
+    def __init__(self, rule: Problem, answer: Answer, sentence: str, request: str, line: LogLine | None) -> None:
         self.rule = rule
         self.severity = Severity.NOTE if answer.note else rule.severity
         #: Index of the line, among all lines read, at which the problem began.
@@ -116,6 +114,6 @@ def by_kind(findings: list[LogFinding]) -> list[list[LogFinding]]:
     return list(kinds.values())
 
 
-def _is_certain(rule: LogRule | Problem) -> bool:
-    """Return True for a record of one specific problem, or a general record that is certain."""
-    return not isinstance(rule, LogRule) and (not rule.general or rule.sure)
+def _is_certain(rule: Problem) -> bool:
+    """Return True for a record of one specific problem with signs, or a general record that is certain."""
+    return bool(rule.signs) and (not rule.general or rule.sure)

@@ -7,7 +7,7 @@ Prefixes of `kubectl logs`, journald or Docker Compose stay in most lines, becau
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from ahocorasick_rs import BytesAhoCorasick, Implementation, MatchKind
@@ -43,11 +43,8 @@ _PANICS = re.compile(rb"( panicked at [^\s:]{1,300}:\d+:\d+:)\n(?!note: |stack b
 _ANY_DIGIT = bytes.maketrans(b"123456789", b"0" * 9)
 
 
-class Plain(NamedTuple):
-    """Plain lines. numbers: the number of each line in the input; None if they are consecutive."""
-
-    text: bytes
-    numbers: list[int] | None = None
+#: Plain lines, and the number of each line in the input; None if the numbers are consecutive.
+Plain = tuple[bytes, list[int] | None]
 
 
 def shape(prefix: bytes) -> bytes:
@@ -67,7 +64,7 @@ def plain(block: bytes) -> Plain:
     if b"\n> " in block[:4096] or block.startswith(b"> "):
         block = _QUOTE.sub(b"", block)
     # An empty line replaces the message of a panic, so that line numbers do not change.
-    return Plain(_PANICS.sub(rb"\1 \2\n", block) if odd else block)
+    return (_PANICS.sub(rb"\1 \2\n", block) if odd else block), None
 
 
 def without_prefix(line: bytes) -> bytes:
@@ -114,7 +111,7 @@ def _taken_apart(block: bytes, parts: Callable[[bytes], list[bytes]]) -> Plain:
         found = parts(line)
         lines += found
         numbers += [number] * len(found)
-    return Plain(b"\n".join(lines), numbers)
+    return b"\n".join(lines), numbers
 
 
 def _without_json(line: bytes) -> list[bytes]:

@@ -1,5 +1,7 @@
 """Known problems: the records of `knowledge/*.toml`, and the records that a line of a log shows.
 
+A line shows a record by a sign, or by its numbers: then a function of `findings` decides.
+
 docs/knowledge.md describes the fields of a record and how to add one.
 """
 
@@ -8,25 +10,28 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 from ahocorasick_rs import BytesAhoCorasick
 from msgspec.structs import replace
 
 from kvfix import catalogue as known_fixes
+from kvfix_tools.diagnose import findings
 from kvfix_tools.diagnose.findings import Answer, Severity
 from kvfix_tools.diagnose.log_line import LogLine
-from kvfix_tools.diagnose.signs import Died, Failed, Logged, Sign, Stuck, fits, implied, longest, parse
+from kvfix_tools.diagnose.signs import Sign, fits, form_of, implied, longest, parse
 from kvfix_tools.diagnose.statements import NAMES
+from kvfix_tools.ledger import RULES
 
 if TYPE_CHECKING:
+    from kvfix.ledger import Finding
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.tracebacks import Frame
 
 FILE = Path(__file__).with_name("knowledge.json")
-#: {kind of line that can show a problem: the kind of sign that it can show}. A fault is an exception of faulthandler.
-LINES: dict[str, type[Sign]] = {"logged": Logged, "raised": Failed, "fault": Died, "died": Died, "stack": Stuck}
+#: Kinds of lines that can show a sign.
+LINES = ("logged", "raised", "died", "stack")
 #: Releases of vLLM that were examined for the records, each with the one examined before it.
 _BEFORE = {"0.15": "0.11.2.post2", "0.20": "0.15.1", "0.26": "0.20.2", "0.32": "0.26.0"}
 #: {field of this class: its name in a record}
@@ -36,27 +41,35 @@ _IN_THE_RECORD = {
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=_IN_THE_RECORD):
-    """One known problem. Any of its signs shows it.
+    """One known problem. Any of its signs shows it, or a line of a kind in `on`, as its function or its count decides.
 
-    sentence: this case, with `{name}` for a value `<name>` of the sign. Empty: the line itself.
+    on: kinds of lines (grammar) at which `findings` decides. times: number of these lines that make a finding.
+    sentence: this case, with `{name}` for a value `<name>` of the sign or a field of the line. Empty: the line itself.
+    first: what to do before a fix of kvfix is applied. normal: what looks like the problem and is normal.
     connectors: the record is only for these, if the log names its connector. named: True if the log must name it.
     releases: {dist: specifier} of the releases with this problem. fixed: {dist: first release without it}.
     sure: False if the line may have another cause. Then `cause` says how to tell.
     general: any code may fail like this. Used only if no other record explains the failure.
+    symptom: the finding is a consequence of other failures, not a cause.
     replaces: codes of findings that are consequences of this one.
     announces: the line precedes a traceback, and the record that explains the traceback is the finding.
     quotes: the sign ends in `<error>`, the text of an exception, and the record that explains it is the finding.
     said_by: the library whose code prints the signs. unanchored: why no release has the signs in its source.
+    message: the violation, if this is a rule of the ledger. Fixes are found by it.
     """
 
     code: str
     name: str
     title: str
-    effect: Literal["crash", "wrong", "hang", "leak", "slow", "risk"]
-    signs: tuple[str, ...]
-    cause: str
-    now: str
+    effect: Literal["crash", "wrong", "hang", "leak", "slow", "risk", "note"]
+    signs: tuple[str, ...] = ()
+    on: tuple[str, ...] = ()
+    times: int = 1
+    cause: str = ""
+    first: str = ""
+    now: str = ""
     good: str = ""
+    normal: str = ""
     sentence: str = ""
     connectors: tuple[str, ...] = ()
     named: bool = False
@@ -64,16 +77,14 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     fixed: dict[str, str] = {}
     sure: bool = True
     general: bool = False
+    symptom: bool = False
     replaces: tuple[str, ...] = ()
     announces: bool = False
     quotes: bool = False
     seen: tuple[str, ...] = ()
     said_by: str = ""
     unanchored: str = ""
-
-    # Only rules (findings.LogRule) can be symptoms or rules of the ledger.
-    message: ClassVar[None] = None
-    symptom: ClassVar[bool] = False
+    message: str | None = None
 
     @property
     def severity(self) -> Severity:
@@ -91,7 +102,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     @property
     def fixes(self) -> tuple[str, ...]:
         """Codes of kvfix's fixes for the problem."""
-        return tuple(fix.code for fix in known_fixes.handling(self.code, None))
+        return tuple(fix.code for fix in known_fixes.handling(self.code, self.message))
 
     @property
     def for_good(self) -> str:
@@ -99,17 +110,19 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         upgrade = " and ".join(f"{NAMES.get(dist, dist)} {release}" for dist, release in self.fixed.items())
         return self.good or (f"upgrade to {upgrade}" if upgrade else "")
 
-    def section(self, name: str) -> str:
-        """Return a paragraph as in the text of a rule (findings.LogRule)."""
-        return {"Cause": self.cause, "Setting": self.now, "Good": self.good}.get(name, "")
-
-    def values(self, line: LogLine) -> dict[str, Any] | None:
-        """Return the values of the first sign that this line shows; None if it shows none."""
+    def values(self, log: Diagnosis, line: LogLine) -> dict[str, Any] | None:
+        """Return the values of the first sign that this line shows, or of the line; None if it does not show this."""
+        if self.on:
+            times = log.counts[line.name]
+            return {**line.fields, "times": times} if times >= self.times else None
         return next((found for sign in self.shows if (found := fits(sign, line)) is not None), None)
 
-    def look(self, log: Diagnosis, line: LogLine, nearly: bool = False) -> Answer | None:
+    def look(self, log: Diagnosis, line: LogLine | None, nearly: bool = False) -> Answer | None:
         """Return an answer if this line shows the problem, else None. nearly: as in `concerns`."""
-        values = self.values(line)
+        decides = findings.FUNCTIONS.get(self.name)  # a diagnosis has loaded them
+        if decides is not None or line is None:
+            return decides(log, line) if decides is not None else None
+        values = self.values(log, line)
         if values is None or not self.concerns(log, nearly):
             return None
         sentence = self.sentence.format_map(_Values(values)) if self.sentence else _sentence_of(line)
@@ -183,16 +196,32 @@ def catalogue() -> tuple[Problem, ...]:
     return knowledge().problems
 
 
-class _Index(NamedTuple):
-    """The general records, and the signs of all specific records, each with the number of its record.
+@lru_cache(maxsize=1)
+def rules() -> dict[str, tuple[Problem, ...]]:
+    """Return {kind of line: the records that `findings` decides at it}."""
+    by_kind: dict[str, tuple[Problem, ...]] = {}
+    for record in catalogue():
+        for kind in record.on:
+            by_kind[kind] = (*by_kind.get(kind, ()), record)
+    return by_kind
 
-    search: finds in a line the longest part of each sign's text, or the sign's source if it has no text. signs: the
-    signs with this part.
+
+def of_ledger(violated: Finding) -> Problem:
+    """Return a rule of the ledger as a record, for a violation that no finding explains."""
+    rule = next(each for each in RULES if each.code == violated.code)
+    title = f"{rule.name.replace('-', ' ').capitalize()}."
+    cause = " ".join(rule.doc.strip().partition("\n\n")[0].split())
+    return Problem(code=rule.code, name=rule.name, title=title, effect="wrong", cause=cause, message=violated.message)
+
+
+class _Index(NamedTuple):
+    """The signs of all specific records, each with the number of its record in the catalogue.
+
+    search: finds in a line the longest part of each sign's text, or the sign's source if it has no text.
+    signs: the signs with this part.
     others: {class of the exception, or "" for any line: signs without a part}
     """
 
-    general: tuple[Problem, ...]
-    records: tuple[Problem, ...]
     search: BytesAhoCorasick
     signs: tuple[list[tuple[int, Sign]], ...]
     others: dict[str, list[tuple[int, Sign]]]
@@ -200,16 +229,13 @@ class _Index(NamedTuple):
 
 @lru_cache(maxsize=1)
 def _index() -> _Index:
-    records = tuple(each for each in catalogue() if not each.general)
     by_part: dict[bytes, list[tuple[int, Sign]]] = {}
     others: dict[str, list[tuple[int, Sign]]] = {}
-    for number, record in enumerate(records):
-        for sign in record.shows:
-            kind, source = (sign.kind, sign.source) if isinstance(sign, Failed) else ("", "")
-            part = (longest(sign.text) or source).encode()
-            (by_part.setdefault(part, []) if part else others.setdefault(kind, [])).append((number, sign))
-    general = tuple(each for each in catalogue() if each.general)
-    return _Index(general, records, BytesAhoCorasick(list(by_part)), tuple(by_part.values()), others)
+    for number, record in enumerate(catalogue()):
+        for sign in () if record.general else record.shows:
+            part = (longest(sign.text) or sign.source).encode()
+            (by_part.setdefault(part, []) if part else others.setdefault(sign.kind, [])).append((number, sign))
+    return _Index(BytesAhoCorasick(list(by_part)), tuple(by_part.values()), others)
 
 
 def at(line: LogLine) -> tuple[Problem, ...]:
@@ -229,17 +255,17 @@ def _at(
     parts = {number for number, _, _ in index.search.find_matches_as_indexes(searched, overlapping=True)}
     signs = [each for part in parts for each in index.signs[part]]
     signs += [each for of in {"", kind} for each in index.others.get(of, ())]
-    shown = LINES["fault" if fault else name]
     fields = {"type": kind, "text": text, "source": source, "frames": frames, "fault": fault}
     line = LogLine(name, fields, None, "", "", 0, body)
-    fitting = {number for number, sign in signs if isinstance(sign, shown) and fits(sign, line) is not None}
-    return tuple(index.records[number] for number in sorted(fitting))
+    form = form_of(line)
+    fitting = {number for number, sign in signs if sign.form == form and fits(sign, line) is not None}
+    return tuple(catalogue()[number] for number in sorted(fitting))
 
 
 def general(line: LogLine) -> Problem | None:
     """Return the general record that fits this line, with the longest sign if several fit."""
     best, length = None, -1
-    for each in _index().general:
+    for each in (record for record in catalogue() if record.general):
         text = max((len(longest(sign.text)) for sign in each.shows if fits(sign, line) is not None), default=-1)
         if text > length:
             best, length = each, text
@@ -248,7 +274,7 @@ def general(line: LogLine) -> Problem | None:
 
 def quoted(record: Problem, log: Diagnosis, line: LogLine) -> Problem | None:
     """Return the record of the error that this statement quotes; None if there is none."""
-    known = _of_error(str((record.values(line) or {}).get("error", "")), line) if record.quotes else None
+    known = _of_error(str((record.values(log, line) or {}).get("error", "")), line) if record.quotes else None
     return known if known is not None and known.concerns(log) else None
 
 

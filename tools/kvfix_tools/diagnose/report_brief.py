@@ -14,7 +14,6 @@ from kvfix_tools.diagnose import advice
 from kvfix_tools.diagnose.findings import Severity
 from kvfix_tools.diagnose.log_finding import by_kind
 from kvfix_tools.diagnose.log_line import without_tokens
-from kvfix_tools.diagnose.problems import Problem
 from kvfix_tools.diagnose.report_text import nothing_found, read_words, versions
 
 if TYPE_CHECKING:
@@ -107,10 +106,9 @@ def _named(log: Diagnosis) -> list[str]:
 
 
 def _threads(log: Diagnosis, found: LogFinding) -> list[str]:
-    """Return the addresses of reports in the record or in the fixes."""
-    if isinstance(found.rule, Problem):
-        return list(found.rule.threads)
-    return [url for fix in advice.fixes(log, found) for url in _URL.findall(fix.section("Upstream"))]
+    """Return the addresses of reports in the record and in the fixes."""
+    upstream = [url for fix in advice.fixes(log, found) for url in _URL.findall(fix.section("Upstream"))]
+    return [*found.rule.threads, *upstream]
 
 
 def safe(text: str) -> str:

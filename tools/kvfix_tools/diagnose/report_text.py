@@ -44,6 +44,8 @@ def print_finding(
         head.append(f"  {found.count} times")
     if not found.is_certain:
         head.append("  not certain", "yellow")
+    if found.follows is not None:
+        head.append(f"  follows from {found.follows.rule.code}")
     if found.first is not None:
         head.append(f"  since {strftime('%Y-%m-%d %H:%M:%S', gmtime(found.first))}")
     console.print(head, soft_wrap=True)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 #: Maximum number of requests to keep, so that memory does not grow with the log.
 REQUESTS = 10_000
 #: Maximum numbers of events and violations to keep for one request.
-HISTORY, _VIOLATED = 24, 8
+HISTORY, VIOLATED = 24, 8
 
 
 class Request:
@@ -24,9 +24,6 @@ class Request:
         self.places: deque[tuple[str, int]] = deque(maxlen=HISTORY)
         self.asked: dict[str, Any] | None = None
         self.violated: list[Finding] = []
-
-    def violates(self, found: list[Finding]) -> None:
-        self.violated += found[: _VIOLATED - len(self.violated)]
 
 
 class Requests:

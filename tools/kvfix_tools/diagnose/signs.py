@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.log_line import LogLine
 
 PLACE = re.compile(r"<(\w+)>")
-#: Number of innermost frames in which to search a sign.
-_FRAMES = 8
+#: {form of a sign: number of innermost frames in which to search it; 0: all}
+_FRAMES = {"raised": 8, "stack": 4, "died": 0}
 
 
 #: A place in a stack: `file.py:function`, `function()`, `folder/` or `namespace::function`.
@@ -30,20 +30,17 @@ _SIGN = re.compile(
 )
 
 
-class Logged(NamedTuple):
-    """A line of a logger. text: a part of the line, with `<name>` for a value."""
+class Sign(NamedTuple):
+    """A line that shows a problem. All given parts must match.
 
-    text: str
-
-
-class Failed(NamedTuple):
-    """An exception with its traceback. All given parts must match.
-
-    kind: its class, without the module. text: as in `Logged`.
+    form: `logged`, a line of a logger; `raised`, an exception; `died`, a process that died without an exception, or
+        faulthandler's stack of it; `stack`, a thread of a hung process.
+    kind: the class of the exception, without the module. text: a part of the line, with `<name>` for a value.
     within: a function among the last frames (`file.py:name` or `name`), or a folder (`lmcache/`).
-    source: a part of the line of code that raised it. through: a part of the path of any frame.
+    source: a part of the line of code that raised. through: a part of the path of any frame.
     """
 
+    form: str
     kind: str = ""
     text: str = ""
     within: str = ""
@@ -51,39 +48,25 @@ class Failed(NamedTuple):
     through: str = ""
 
 
-class Died(NamedTuple):
-    """A process that died without an exception. text: as in `Logged`. within: a function in faulthandler's stack."""
-
-    text: str = ""
-    within: str = ""
-
-
-class Stuck(NamedTuple):
-    """A thread of a hung process, in a stack of py-spy. within: a function among its innermost frames."""
-
-    within: str
-    #: Always empty, because a stack has no text.
-    text: str = ""
-
-
-Sign = Logged | Failed | Died | Stuck
-
-
 @cache
 def parse(sign: str) -> tuple[Sign, ...]:
-    """Parse a sign of a record. A text without a class or a place becomes two signs, logged and raised."""
+    """Parse a sign of a record. A text without a class or a place becomes two signs, raised and logged."""
     found = _SIGN.fullmatch(sign)
     assert found is not None  # every part may be empty
-    form, kind, text, source, within, through = (
-        found[part] or "" for part in ("form", "kind", "text", "source", "within", "through")
-    )
-    within = within.removesuffix("()")
+    parts = {name: value or "" for name, value in found.groupdict().items()}
+    parts["within"] = parts["within"].removesuffix("()")
+    form, text = parts.pop("form"), parts["text"]
     if form == "stack":
-        return (Stuck(within or text),)
+        return (Sign("stack", within=parts["within"] or text),)
     if form == "died":
-        return (Died(text, within),)
-    raised = Failed(kind, text, within, source, through)
-    return (raised,) if kind or source or within or through else (raised, Logged(text))
+        return (Sign(**parts, form="died"),)
+    raised = Sign(**parts, form="raised")
+    return (raised, Sign("logged", text=text)) if raised == Sign("raised", text=text) else (raised,)
+
+
+def form_of(line: LogLine) -> str:
+    """Return the form of signs that this line can show."""
+    return "died" if line.name == "raised" and line.fields.get("fault") else line.name
 
 
 @lru_cache(maxsize=4096)
@@ -110,50 +93,38 @@ def pattern(text: str) -> re.Pattern[str]:
 def fits(sign: Sign, line: LogLine) -> dict[str, Any] | None:
     """Return the values of the sign in this line; None if the line does not show the sign."""
     fields = line.fields
-    if isinstance(sign, Logged):
-        found = _search(sign.text, without_place(line.body)) if line.name == "logged" else None
-        return found.groupdict() if found is not None else None
-    if isinstance(sign, Stuck):
-        return {} if line.name == "stack" and _within(sign.within, fields["frames"][-4:]) else None
-    if isinstance(sign, Died):
-        if line.name == "died":
-            found = _search(sign.text, line.body.decode("utf-8", "replace")) if not sign.within else None
-            return found.groupdict() if found is not None else None
-        if line.name != "raised" or not fields.get("fault"):
-            return None
-        return (
-            {} if sign.text in fields["text"] and (not sign.within or _within(sign.within, fields["frames"])) else None
-        )
-    if line.name != "raised" or fields.get("fault"):
+    if sign.form != form_of(line) or (line.name == "died" and sign.within):
         return None
-    if sign.kind and sign.kind != fields["type"]:
+    if line.name == "raised":
+        text = fields["text"]
+    else:
+        text = without_place(line.body) if line.name == "logged" else line.body.decode("utf-8", "replace")
+    if (sign.kind and sign.kind != fields["type"]) or (sign.source and sign.source not in fields["source"]):
         return None
-    if sign.source and sign.source not in fields["source"]:
-        return None
-    found = _search(sign.text, fields["text"]) if sign.text else None
+    found = _search(sign.text, text) if sign.text else None
     if sign.text and found is None:
         return None
     if sign.through and not any(sign.through in f"/{frame[0]}" for frame in fields["frames"]):
         return None
-    if sign.within and not _within(sign.within, fields["frames"], _FRAMES):
+    if sign.within and not _within(sign.within, fields["frames"], _FRAMES[sign.form]):
         return None
     return found.groupdict() if found is not None else {}
 
 
 def implied(sign: Sign, by: Sign) -> bool:
     """Return True if every line that shows `by` also shows this sign."""
-    if isinstance(sign, Logged) and isinstance(by, Logged):
-        return _search(sign.text, by.text) is not None
-    if not (isinstance(sign, Failed) and isinstance(by, Failed)):
+    if sign.form != by.form or sign.form not in ("logged", "raised"):
         return False
+    if sign.form == "logged":
+        return _search(sign.text, by.text) is not None
     wider = all(own in ("", more) for own, more in ((sign.kind, by.kind), (sign.through, by.through)))
     # A folder names a package, and a text names a failure, which is more specific.
     where = by.within.endswith(sign.within) or (sign.within.endswith("/") and bool(by.text))
     return wider and where and longest(sign.text) in by.text and sign.source in by.source
 
 
-def _within(place: str, frames: list[tuple[str, int, str]], most: int = 0) -> bool:
-    """Return True if a frame is at this place. most: look at so many innermost frames outside of the import system."""
+def _within(place: str, frames: list[tuple[str, int, str]], most: int) -> bool:
+    """Return True if a frame is at this place. most: as in _FRAMES, outside of the import system."""
     if place.endswith("/"):
         found = [frame for frame in frames if f"/{place}" in f"/{frame[0]}"]
     else:

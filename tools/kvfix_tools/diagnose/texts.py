@@ -98,24 +98,18 @@ class Framed(msgspec.Struct, frozen=True):
     fields: Fields
     body: bytes
     placed: bool = True
-    #: True if nothing else in its line matters.
-    is_alone: bool = True
-
-
-#: Stands for a line that must be parsed as a whole.
-IN_ITS_LINE = Framed("", {}, b"", is_alone=False)
 
 
 #: Logs repeat: vLLM asks about a waiting request in every step, and warnings repeat with another time.
 @lru_cache(maxsize=2048)
-def behind_frame(tail: bytes) -> Framed:
-    """Parse a line from LMCache's frame to its end."""
+def behind_frame(tail: bytes) -> Framed | None:
+    """Parse a line from LMCache's frame to its end. Return None if the line must be parsed as a whole."""
     level = LEVEL.match(tail)
     if level is None or len(tail) == LONGEST_BODY or tail.find(FRAME, level.end()) >= 0:
-        return IN_ITS_LINE
+        return None
     body = tail[level.end() :]
     found = framed(level[1], body)
-    return IN_ITS_LINE if found.name == "logged" and Part(body).sure else found
+    return None if found.name == "logged" and Part(body).sure else found
 
 
 def framed(level: bytes, body: bytes) -> Framed:
@@ -139,7 +133,6 @@ class Other:
         text = self._text = without_colours(line) if b"\x1b" in line or b"[0" in line else line
         self.process = process(text)
         self._head = _VLLM.search(text)
-        self.has_head = self._head is not None
         if self._head is not None:
             self.body = text[self._head.end() :]
         elif self.process:
@@ -148,6 +141,8 @@ class Other:
             self.process, self.body = rank[1].decode(), text[rank.end() :]
         else:
             self.body = log_formats.without_prefix(text)
+        #: True if the line has a prefix of vLLM, or names its process.
+        self.has_head = self._head is not None or bool(self.process)
         #: True if the line may be part of a dump of stacks.
         self.of_stack = b"Thread " in self.body or b"Process " in self.body or self.body.startswith(b"#0 ")
 
@@ -166,14 +161,10 @@ class Other:
         if self._head is not None:
             return self._head[1].decode().lower()
         other = _OTHER.search(self._text[:_LEVELLED])
-        if other is None or (other["level"] and self._headless is Headless.NONE and not self._has_head):
+        if other is None or (other["level"] and self._headless is Headless.NONE and not self.has_head):
             return ""
         name = other["level"] or other["glog"] or other["usage"] or b"error"
         return _LEVELS.get(name, name.decode().lower())
-
-    @property
-    def _has_head(self) -> bool:
-        return self._head is not None or bool(self.process)
 
     @property
     def place(self) -> str:
@@ -184,8 +175,8 @@ class Other:
     def found(self) -> tuple[str, Fields] | None:
         """(name, fields) of a line that is not part of a traceback; None if it does not matter."""
         text, body, head = self._text, self.body, self._head
-        whole = not self._has_head and self._headless is Headless.WHOLE
-        if not self._has_head and self._headless is Headless.NONE and RECORDED not in text:
+        whole = not self.has_head and self._headless is Headless.WHOLE
+        if not self.has_head and self._headless is Headless.NONE and RECORDED not in text:
             level = self.level
             return ("logged", {"level": level, "logger": NATIVE, "place": ""}) if level else None
         # A line may have lost its beginning, or got a prefix from a launcher.
@@ -240,7 +231,7 @@ def parsed(line: bytes, headless: Headless) -> tuple[Other, bytes]:
     stamp = line[at - 14 : at]
     if at > 14 and line[at - 15 : at].translate(None, _DIGITS) == b" - ::":
         other = _parsed(line[: at - 14] + _NO_TIME + line[at:], headless)
-        if other.has_head:
+        if other.place:
             return other, stamp
     return (Other(line, headless) if len(line) > LONGEST_BODY else _parsed(line, headless)), b""
 

@@ -24,8 +24,9 @@ _COUNTED = {
     "mp_stored": (("stored tokens", "tokens"),),
     "stats": (("running", "running"), ("waiting", "waiting")),
 }
+#: Counters with a last value in an interval. The others have a sum.
 _LEVELS = ("running", "waiting")
-COUNTERS = ("lookups", "hit tokens", "loaded tokens", "stored tokens", *_LEVELS)
+_COUNTERS = ("lookups", "hit tokens", "loaded tokens", "stored tokens", *_LEVELS)
 
 
 class Mark(NamedTuple):
@@ -68,28 +69,26 @@ class Timeline:
             self.count(self._now, counter, float(line.fields.get(field, 0)))
 
     def count(self, time: float | None, name: str, value: float) -> None:
-        """Add a value to the counter's interval. For `running` and `waiting`, keep the last value."""
+        """Add a value to the counter's interval. Double the width of the intervals if there are too many."""
         if time is None or time < _LONG_AGO:
             return
-        counters = self.bins.setdefault(int(time / self.width), {})
-        counters[name] = value if name in _LEVELS else counters.get(name, 0) + value
+        self._add(int(time / self.width), name, value)
         if len(self.bins) > BINS:
-            self._widen()
+            old, self.bins, self.width = self.bins, {}, self.width * 2
+            for number in sorted(old):
+                for counter, sum_ in old[number].items():
+                    self._add(number // 2, counter, sum_)
 
-    def _widen(self) -> None:
-        old, self.bins, self.width = self.bins, {}, self.width * 2
-        for number in sorted(old):
-            counters = self.bins.setdefault(number // 2, {})
-            for name, value in old[number].items():
-                counters[name] = value if name in _LEVELS else counters.get(name, 0) + value
+    def _add(self, number: int, name: str, value: float) -> None:
+        counters = self.bins.setdefault(number, {})
+        counters[name] = value if name in _LEVELS else counters.get(name, 0) + value
 
     def series(self) -> dict[str, list[tuple[float, float]]]:
-        """Return {counter: [(seconds, value)]} in the order of time."""
-        numbers = set(self.bins)
-        # Add empty neighbours, so that the curve is zero between two intervals.
-        numbers |= {number + 1 for number in self.bins} | {number - 1 for number in self.bins}
+        """Return {counter: [(seconds, value)]} of the counters with a value, in the order of time."""
+        # Empty neighbours make the curve zero between two intervals.
+        numbers = sorted({number + step for number in self.bins for step in (-1, 0, 1)})
         return {
-            name: [(number * self.width, self.bins.get(number, {}).get(name, 0.0)) for number in sorted(numbers)]
-            for name in COUNTERS
-            if any(name in counters for counters in self.bins.values())
+            name: [(number * self.width, self.bins.get(number, {}).get(name, 0.0)) for number in numbers]
+            for name in _COUNTERS
+            if any(counters.get(name) for counters in self.bins.values())
         }

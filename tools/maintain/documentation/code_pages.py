@@ -9,7 +9,7 @@ import tomllib
 from kvfix import applicability, catalogue
 from kvfix.fixes.record import Fix
 from kvfix_tools import fix_overview, upstream
-from kvfix_tools.diagnose import findings, problems
+from kvfix_tools.diagnose import problems
 from kvfix_tools.lab.engine import rules as lab_rules
 from kvfix_tools.lab.engine.rules import LabRule
 from kvfix_tools.ledger import RULES, Rule
@@ -60,7 +60,6 @@ def pages(pairs: Pairs) -> dict[str, str]:
         "fixes/index.md": FIXES + filtered(fix_head, fix_rows, up="../"),
         **{f"fixes/{each.code.lower()}.md": of_fix(each, pairs) for each in fixes},
         "findings/index.md": FINDINGS + filtered(("code", "component", "effect", "what"), _finding_rows(), up="../"),
-        **{f"findings/{each.code.lower()}.md": of_finding(each) for each in findings.catalogue()},
         **{f"findings/{each.code.lower()}.md": of_problem(each) for each in problems.catalogue()},
         "rules/index.md": RULES_INDEX + table(("code", "rule", ""), rule_rows),
         **{f"rules/{each.code.lower()}.md": of_rule(each) for each in rules},
@@ -73,13 +72,15 @@ def _connectors(fix: Fix) -> str:
 
 def _finding_rows() -> list[tuple[str, str, str, str]]:
     files = {name: file.stem for file in knowledge.FOLDER.glob("*.toml") for name in tomllib.loads(file.read_text())}
-    rows = [(each.code, files[each.name], each.severity.word, each.title) for each in problems.catalogue()]
-    rows += [(each.code, _component(each), each.severity.word, each.title) for each in findings.catalogue()]
+    rows = [
+        (each.code, _component(each) if each.on else files[each.name], each.severity.word, each.title)
+        for each in problems.catalogue()
+    ]
     return [(link(code), component, effect, title) for code, component, effect, title in sorted(rows)]
 
 
-def _component(finding: findings.LogRule) -> str:
-    fixes = [fix for each in finding.fixes if (fix := catalogue.find(each)) is not None]
+def _component(problem: problems.Problem) -> str:
+    fixes = [fix for each in problem.fixes if (fix := catalogue.find(each)) is not None]
     connectors = {connector for fix in fixes for connector in fix_overview.connectors(fix) or ["every connector"]}
     components = {_COMPONENTS.get(connector, "vllm") for connector in connectors}
     return components.pop() if len(components) == 1 else "several"
@@ -119,32 +120,21 @@ def _applied(fix: Fix) -> str:
     return f'by default; `KVFIX="fix skip={fix.code}"` leaves it out'
 
 
-def of_finding(finding: findings.LogRule) -> str:
-    fixes = [fix for each in finding.fixes if (fix := catalogue.find(each)) is not None]
-    cause = finding.section("Cause")
+def of_problem(problem: problems.Problem) -> str:
+    fixes = [fix for each in problem.fixes if (fix := catalogue.find(each)) is not None]
+    cause = problem.cause + ("" if problem.sure else " The line alone does not prove it.")
     if not cause and fixes:
         cause = f"{prose(fixes[0].section('Cause'))}\n\n({link(fixes[0].code)})"
     rows = [(link(each.code), f"{each.slug}: {each.title}", wrong_in(each)) for each in fixes]
     apply = f"{table(('fix', '', 'wrong in'), rows)}\n`kvfix run -- CMD`, or `kvfix.apply()` before vLLM is launched.\n"
     parts = {
-        "In the log": "".join(f"    {text}\n" for text in error_index.of_finding(finding)),
+        "In the log": "".join(f"    {text}\n" for text in (*problem.signs, *error_index.of_finding(problem))),
         "Cause": cause,
         "Fixed by": apply if fixes else "",
-        "What to do first": finding.section("First"),
-        "Setting that avoids it": finding.section("Setting"),
-        "What ends it": finding.section("Good"),
-        "Normal": finding.section("Normal"),
-    }
-    head = f"# {finding.code} {finding.name}\n\n**{finding.title}** ({finding.severity.word})"
-    return f"{head}\n\n{sections(parts)}"
-
-
-def of_problem(problem: problems.Problem) -> str:
-    parts = {
-        "In the log": "".join(f"    {sign}\n" for sign in problem.signs),
-        "Cause": problem.cause + ("" if problem.sure else " The line alone does not prove it."),
+        "What to do first": problem.first,
         "Do now": problem.now,
         "For good": problem.for_good,
+        "Normal": problem.normal,
         "Reports": "".join(f"- <{thread}>\n" for thread in problem.threads),
     }
     about = {

@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 from kvfix import catalogue
 from kvfix.fixes.record import Fix
-from kvfix_tools.diagnose import findings, grammar, statements
-from kvfix_tools.diagnose.findings import LogRule, Severity
+from kvfix_tools.diagnose import grammar, problems, statements
+from kvfix_tools.diagnose.findings import Severity
+from kvfix_tools.diagnose.problems import Problem
 from maintain.documentation.markdown import code, filtered, link, links
 
 #: Kinds of lines that every log has. Only the numbers in them matter, and kvfix-diagnose reads the numbers.
@@ -34,8 +35,8 @@ class Entry(NamedTuple):
     fixes: tuple[str, ...]
 
     @property
-    def rules(self) -> list[LogRule]:
-        return [rule for rule in findings.catalogue() if rule.code in self.findings]
+    def rules(self) -> list[Problem]:
+        return [rule for rule in problems.catalogue() if rule.code in self.findings]
 
     @property
     def severity(self) -> Severity | None:
@@ -45,7 +46,7 @@ class Entry(NamedTuple):
 
 def kinds() -> set[str]:
     """Return the kinds of lines at which a finding looks."""
-    return RAISED | {kind for rule in findings.catalogue() for kind in rule.on}
+    return RAISED | {kind for rule in problems.catalogue() for kind in rule.on}
 
 
 @lru_cache(maxsize=1)
@@ -63,25 +64,22 @@ def entries() -> tuple[Entry, ...]:
     for fix, span in quoted:
         kind = _kind(span)
         if kind not in texts and kind not in _ORDINARY:
-            found.setdefault(span, ({rule.code for rule in _of_exceptions() if fix.code in rule.fixes}, set()))
+            raised = (rule for rule in problems.catalogue() if {"raised", *RAISED} & set(rule.on))
+            found.setdefault(span, ({rule.code for rule in raised if fix.code in rule.fixes}, set()))
         for text in texts.get(kind, [] if kind in _ORDINARY else [span]):
             found[text][1].add(fix.code)
     return tuple(sorted(_entry(text, *codes) for text, codes in found.items()))
 
 
 def _entry(text: str, of: set[str], fixes: set[str]) -> Entry:
-    rules = [rule for rule in findings.catalogue() if rule.code in of]
+    rules = [rule for rule in problems.catalogue() if rule.code in of]
     return Entry(text, tuple(rule.code for rule in rules), tuple(sorted(fixes.union(*(rule.fixes for rule in rules)))))
 
 
 @lru_cache(maxsize=64)
 def _findings_of(kind: str) -> frozenset[str]:
     """Return the codes of the findings that look at this kind of line or exception."""
-    return frozenset(rule.code for rule in findings.catalogue() if kind in rule.on)
-
-
-def _of_exceptions() -> list[LogRule]:
-    return [rule for rule in findings.catalogue() if {"raised", *RAISED} & set(rule.on)]
+    return frozenset(rule.code for rule in problems.catalogue() if kind in rule.on)
 
 
 def _quoted(fix: Fix) -> list[str]:
@@ -99,7 +97,7 @@ def _kind(span: str) -> str:
     return ""
 
 
-def of_finding(rule: LogRule) -> list[str]:
+def of_finding(rule: Problem) -> list[str]:
     """The messages that lead to this finding."""
     return [entry.text for entry in entries() if rule.code in entry.findings]
 

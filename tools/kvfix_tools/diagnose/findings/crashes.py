@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvfix_tools.diagnose.findings import Answer, Severity, finding
+from kvfix_tools.diagnose.findings import Answer, finding
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
@@ -47,9 +47,8 @@ def _capped(log: Diagnosis, line: LogLine) -> bool | None:
     return None
 
 
-@finding("KVD101", "cached-hit-promised-whole", Severity.CRASH, on=["raised", "mismatch"])
+@finding
 def cached_hit_promised_whole(log: Diagnosis, line: LogLine) -> Answer | None:
-    """EngineCore crashes when vLLM asks again about a request: LMCache does not subtract the tokens that vLLM has."""
     if _asserts(line, "assert num_new_tokens > 0") and log.releases.within("lmcache", "==0.3.10"):
         return Answer("the whole hit was promised, so no token of the request is left to compute")
     if line.fields["meaning"] != "mismatch" or line.fields["computed"] == 0 or _capped(log, line):
@@ -63,12 +62,8 @@ def cached_hit_promised_whole(log: Diagnosis, line: LogLine) -> Answer | None:
     return Answer(_mismatch(line))
 
 
-@finding("KVD102", "capped-load-unaligned", Severity.CRASH, on=["mismatch"])
+@finding
 def capped_load_unaligned(log: Diagnosis, line: LogLine) -> Answer | None:
-    """EngineCore crashes with max_tokens_per_load: promise and load end at different tokens.
-
-    Setting: `max_tokens_per_load: 0`, the default.
-    """
     cut = "; the load was cut to whole chunks, but the promise was not"
     return Answer(_mismatch(line) + cut) if _capped(log, line) else None
 
@@ -84,12 +79,8 @@ def _kept_back(log: Diagnosis, line: LogLine) -> Fields | None:
     return known.asked if known is not None and known.asked is not None and "least" in known.asked else None
 
 
-@finding("KVD103", "resume-below-min-retrieve", Severity.CRASH, on=["resume_differs"])
+@finding
 def resume_below_min_retrieve(log: Diagnosis, line: LogLine) -> Answer | None:
-    """EngineCore crashes at a preempted request whose hit was not loaded because it was below min_retrieve_tokens.
-
-    Setting: `min_retrieve_tokens: 0`, the default.
-    """
     asked = _kept_back(log, line)
     if asked is None:
         return None
@@ -97,43 +88,23 @@ def resume_below_min_retrieve(log: Diagnosis, line: LogLine) -> Answer | None:
     return Answer(f"{_resumed(line)}: {why}")
 
 
-@finding("KVD104", "resume-without-load-spec", Severity.CRASH, on=["no_load_spec"])
-def resume_without_load_spec(log: Diagnosis, line: LogLine) -> Answer | None:
-    """EngineCore crashes at a preempted request without a lookup, as on a prefill instance (kv_producer).
-
-    Setting: `--num-gpu-blocks-override` higher, or `--max-num-seqs` lower, on the prefill instance, so that it preempts
-    no request.
-    """
-    return Answer("preempted and resumed, but it had no lookup")
-
-
-@finding("KVD105", "resume-after-full-hit", Severity.CRASH, on=["resume_differs"])
+@finding
 def resume_after_full_hit(log: Diagnosis, line: LogLine) -> Answer | None:
-    """EngineCore crashes at a preempted request whose whole prompt is hit: vLLM computes the last token again."""
     fields = line.fields
     if _kept_back(log, line) or fields["computed"] != fields["expected"] - 1:
         return None
     return Answer(f"{_resumed(line)}: the whole prompt was hit, and vLLM computes the last token again")
 
 
-@finding("KVD106", "resume-with-more-than-cached", Severity.CRASH, on=["resume_differs"])
+@finding
 def resume_with_more_than_cached(log: Diagnosis, line: LogLine) -> Answer | None:
-    """EngineCore crashes at a preempted request, because vLLM has more of its tokens than LMCache."""
     fields = line.fields
     more = fields["against"] == "lmcache_cached_tokens" and fields["computed"] > fields["expected"]
     return Answer(_resumed(line)) if more else None
 
 
-@finding("KVD107", "resume-without-grant", Severity.CRASH, on=["resume_differs"])
+@finding
 def resume_without_grant(log: Diagnosis, line: LogLine) -> Answer | None:
-    """EngineCore crashes at a preempted request, because vLLM did not take the load that LMCache had promised.
-
-    Cause: the connector expects that vLLM takes its promise. vLLM takes nothing if it chose another connector of a
-    MultiConnector, if the request asks for prompt_logprobs, or if its own prefix hit ends inside a block.
-
-    Setting: `--num-gpu-blocks-override` higher, so that vLLM preempts no request, or requests without
-    `prompt_logprobs`.
-    """
     fields = line.fields
     if _kept_back(log, line) or fields["computed"] == fields["expected"] - 1:
         return None
@@ -146,12 +117,8 @@ def resume_without_grant(log: Diagnosis, line: LogLine) -> Answer | None:
     return Answer(f"{_resumed(line)}: vLLM did not grant the promised tokens")
 
 
-@finding("KVD108", "abort-asserts-engine", Severity.CRASH, on=["raised"])
+@finding
 def abort_asserts_engine(log: Diagnosis, line: LogLine) -> Answer | None:
-    """EngineCore crashes when a client aborts a request, because LMCache has no cache engine in the scheduler.
-
-    Setting: `enable_scheduler_bypass_lookup: true` gives the scheduler a cache engine.
-    """
     if _asserts(line, "assert self.lmcache_engine is not None", "request_finished"):
         return Answer("EngineCore died when a client disconnected", request="")
     if log.who.lmcache and any(_asserts(line, call) for call in _ABORTS):  # vLLM has no assertion there
@@ -159,49 +126,24 @@ def abort_asserts_engine(log: Diagnosis, line: LogLine) -> Answer | None:
     return None
 
 
-@finding("KVD109", "transfer-of-unknown-request", Severity.CRASH, on=["raised"])
+@finding
 def transfer_of_unknown_request(log: Diagnosis, line: LogLine) -> Answer | None:
-    """EngineCore crashes when the connector reports a load or store of a request that vLLM has already removed.
-
-    Setting: `kv_load_failure_policy: recompute` avoids the crash after failed loads, but not after aborts.
-    """
     if _asserts(line, "assert req_id in self.requests", "_update_from_kv_xfer_finished"):
         policy = ": kv_load_failure_policy `fail` ended it, `recompute` keeps it" if log.counts["kv_failing"] else ""
         return Answer(f"the connector reported a transfer of a request that vLLM had already freed{policy}", request="")
     return None
 
 
-@finding("KVD110", "statistics-of-aborted-request", Severity.CRASH, on=["no_tracker"])
-def statistics_of_aborted_request(log: Diagnosis, line: LogLine) -> Answer | None:
-    """EngineCore crashes when a client asks for cache statistics and disconnects before the first lookup.
-
-    Setting: `cached_token_stats` (`num_lmcache_extra_cached_tokens`) removed from the clients' kv_transfer_params.
-    """
-    return Answer("it asked for statistics, and was aborted before its first lookup: LMCache has no tracker of it")
-
-
-@finding("KVD111", "load-not-granted", Severity.CRASH, on=["raised"])
+@finding
 def load_not_granted(log: Diagnosis, line: LogLine) -> Answer | None:
-    """EngineCore crashes because LMCache loads a request that vLLM computes itself, and reports the end of the load.
-
-    Setting: `"kv_connector": "LMCacheConnectorV1"` without a MultiConnector, and requests without `prompt_logprobs`.
-    """
     if not _asserts(line, "assert RequestStatus.is_finished(req.status)"):
         return None
     lmcache = any(name.startswith(("LMCache", "Multi")) for name in log.who.connectors)  # KVD659: others
     return Answer("LMCache reported a load of a request that does not wait for a load", request="") if lmcache else None
 
 
-@finding("KVD112", "failed-load-keeps-tokens", Severity.CRASH, on=["raised"])
+@finding
 def failed_load_keeps_tokens(log: Diagnosis, line: LogLine) -> Answer | None:
-    """The worker dies at a store: after a failed load, LMCache counts more tokens than the request has slots.
-
-    Cause: a load came short, because a remote store is slow or gone, or chunks were evicted. vLLM rolled the request
-    back, but LMCache's tracker kept its tokens. LMCache 0.4.1 to 0.4.6 roll the tracker back, but a preemption has the
-    same effect.
-
-    Good: LMCache 0.4.7 or newer, whose worker skips the store and continues (KVD307).
-    """
     if line.fields["type"] == "AssertionError" and line.fields["text"].startswith(_DESYNC):
         return Answer("a store has more token ids than slots", request="", verdict="unknown")
     if not _asserts(line, "assert len(slot_mapping) == len(token_ids)") or "_DCP" in line.process:
@@ -211,12 +153,8 @@ def failed_load_keeps_tokens(log: Diagnosis, line: LogLine) -> Answer | None:
     return Answer(sentence, request="", verdict="violated" if failed else "unknown")
 
 
-@finding("KVD113", "prompt-embeds", Severity.CRASH, on=["raised"])
+@finding
 def prompt_embeds(log: Diagnosis, line: LogLine) -> Answer | None:
-    """EngineCore crashes at a prompt that is given as embeddings, because it has no token ids.
-
-    Setting: `vllm serve` without `--enable-prompt-embeds`, so that requests cannot have `prompt_embeds`.
-    """
     fields = line.fields
     if fields["type"] != "TypeError" or "NoneType" not in fields["text"] or "len()" not in fields["text"]:
         return None
@@ -226,12 +164,8 @@ def prompt_embeds(log: Diagnosis, line: LogLine) -> Answer | None:
     return Answer("the connector got a request without token ids", request="") if in_adapter else None
 
 
-@finding("KVD114", "lookup-given-up-asked-again", Severity.CRASH, on=["raised"])
+@finding
 def lookup_given_up_asked_again(log: Diagnosis, line: LogLine) -> Answer | None:
-    """EngineCore crashes when vLLM asks again about a request whose asynchronous lookup has timed out.
-
-    Setting: `enable_async_loading: false`, or a longer `lookup_timeout_ms`.
-    """
     fields = line.fields
     if fields["type"] != "KeyError" or not any("async_lookup" in frame[0] for frame in fields["frames"][-3:]):
         return None
@@ -239,12 +173,8 @@ def lookup_given_up_asked_again(log: Diagnosis, line: LogLine) -> Answer | None:
     return Answer(f"{log.counts['lookup_given_up']} lookups timed out before the crash", request=request)
 
 
-@finding("KVD115", "chunk-released-twice", Severity.CRASH, on=["raised"])
+@finding
 def chunk_released_twice(log: Diagnosis, line: LogLine) -> Answer | None:
-    """EngineCore or a worker crashes at a chunk whose memory LMCache has already freed.
-
-    Setting: `enable_async_loading: false`.
-    """
     names = ("memory_obj.tensor", "memory_obj_tensor")
     if not any(_asserts(line, f"assert {name} is not None") for name in names):
         return None
@@ -259,17 +189,8 @@ def chunk_released_twice(log: Diagnosis, line: LogLine) -> Answer | None:
     )
 
 
-@finding("KVD117", "context-parallel-in-process", Severity.CRASH, on=["raised", "logged"])
+@finding
 def context_parallel_in_process(log: Diagnosis, line: LogLine) -> Answer | None:
-    """A worker dies or lookups fail with decode context parallelism, which LMCacheConnectorV1 does not support.
-
-    Cause: each rank holds the slots of a part of the tokens, but the connector counts the slots of the whole request.
-    So a store or a lookup fails. No release (0.3.9 to 0.5.6) supports context parallelism or refuses it at the start.
-
-    Setting: `vllm serve` without `--decode-context-parallel-size` (`-dcp`).
-
-    Good: LMCacheMPConnector of LMCache 0.5.5 or newer, which supports decode context parallelism.
-    """
     if "_DCP" not in line.process:
         return None
     worker = line.process.partition(" ")[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
+from kvfix_tools.diagnose.findings import Answer, finding, note
 from kvfix_tools.diagnose.findings.lookups_seen import CHUNK, ENOUGH, Lookups, LookupsByFile, lookups_of
 
 if TYPE_CHECKING:
@@ -19,21 +19,8 @@ def _never(log: Diagnosis) -> Lookups | None:
     return kept if kept.number >= ENOUGH and not kept.hit else None
 
 
-@finding("KVD305", "never-a-hit", Severity.SLOW, on=[""])
+@finding
 def never_a_hit(log: Diagnosis, line: LogLine) -> Answer | None:
-    """No lookup has a hit, although chunks are stored: the processes hash tokens differently.
-
-    Cause: PYTHONHASHSEED is not set, so each process hashes with a random seed. The scheduler does not find the chunks
-    of a worker (tensor parallelism), and an engine does not find the chunks of another engine (remote store, P2P, PD).
-    Up to LMCache 0.3.15 on Python 3.11 and older, a seed does not help, because None is hashed by its address.
-
-    Setting: `export PYTHONHASHSEED=0` before every vLLM process (each engine, and the controller), and restart. Or set
-    `pre_caching_hash_algorithm: sha256_cbor`.
-
-    Good: PYTHONHASHSEED=0 in every unit file and container, with LMCache 0.4.1 or newer.
-
-    Normal: the first request with each prompt, and prompts without a common beginning.
-    """
     kept, files = _never(log), log.state(LookupsByFile)
     if kept is not None:
         return _hashed_differently(kept)
@@ -59,16 +46,8 @@ def _hashed_differently(kept: Lookups) -> Answer | None:
     )
 
 
-@finding("KVD320", "prompts-below-a-chunk", Severity.NOTE, on=[""])
+@finding
 def prompts_below_a_chunk(log: Diagnosis, line: LogLine) -> Answer | None:
-    """Nothing is stored and no lookup has a hit, because every prompt is shorter than a chunk.
-
-    Cause: LMCache stores whole chunks. From 0.3.11 on `save_unfull_chunk` is false by default, and LMCache does not
-    store a prompt that is shorter than `chunk_size` tokens.
-
-    Setting: `export LMCACHE_CHUNK_SIZE=64`, or another small multiple of vLLM's block size. For a test, send prompts of
-    more than `chunk_size` tokens twice.
-    """
     kept = _never(log)
     chunk = kept.chunk or CHUNK if kept else 0
     if kept is None or kept.stored or kept.longest >= chunk:
@@ -80,17 +59,8 @@ def prompts_below_a_chunk(log: Diagnosis, line: LogLine) -> Answer | None:
     )
 
 
-@finding("KVD321", "nothing-stored", Severity.SLOW, on=[""])
+@finding
 def nothing_stored(log: Diagnosis, line: LogLine) -> Answer | None:
-    """No lookup has a hit, because nothing is stored.
-
-    Cause: an engine with `kv_role: kv_consumer` never stores, and needs a producer. Otherwise the stores fail: a worker
-    runs without LMCache, a health check failed, or the CPU cache is full. Other lines of the log show this. Another
-    possible cause: this log does not have the workers' lines.
-
-    Setting: `"kv_role": "kv_both"` in --kv-transfer-config, unless a producer writes into the same store. Then run
-    kvfix-diagnose with the workers' logs too.
-    """
     kept = _never(log)
     if kept is None or kept.stored or kept.longest < (kept.chunk or CHUNK):
         return None
@@ -102,16 +72,8 @@ def nothing_stored(log: Diagnosis, line: LogLine) -> Answer | None:
     )
 
 
-@finding("KVD322", "shared-prefix-below-a-chunk", Severity.NOTE, on=[""])
+@finding
 def shared_prefix_below_a_chunk(log: Diagnosis, line: LogLine) -> Answer | None:
-    """No lookup has a hit, because the common beginning of the prompts is shorter than a chunk.
-
-    Cause: LMCache compares whole chunks from the beginning of the prompt. vLLM's own prefix cache compares blocks,
-    which are smaller.
-
-    Setting: `export LMCACHE_CHUNK_SIZE=64`, or another small multiple of vLLM's block size. Smaller chunks need more
-    keys.
-    """
     kept = _never(log)
     if kept is None or not kept.stored or not kept.chunk or not 0 < kept.local < kept.chunk:
         return None
@@ -121,14 +83,8 @@ def shared_prefix_below_a_chunk(log: Diagnosis, line: LogLine) -> Answer | None:
     )
 
 
-@finding("KVD323", "below-the-minimum", Severity.SLOW, on=[""])
+@finding
 def below_the_minimum(log: Diagnosis, line: LogLine) -> Answer | None:
-    """Lookups have hits, but no KV is loaded, because all hits are below `min_retrieve_tokens`.
-
-    Cause: the tokens to load beyond vLLM's own prefix hit are fewer than `min_retrieve_tokens`.
-
-    Setting: `export LMCACHE_MIN_RETRIEVE_TOKENS=0`, or a smaller number.
-    """
     kept = lookups_of(log)
     if kept.below < ENOUGH or kept.loads or log.counts["retrieved"]:
         return None
@@ -137,15 +93,8 @@ def below_the_minimum(log: Diagnosis, line: LogLine) -> Answer | None:
     )
 
 
-@finding("KVD324", "peers-without-async-loading", Severity.SLOW, on=[""])
+@finding
 def peers_without_async_loading(log: Diagnosis, line: LogLine) -> Answer | None:
-    """No chunk is loaded from a peer: P2P sharing needs asynchronous loading, which is off.
-
-    Cause: the P2P backend never reports a hit to a synchronous lookup (p2p_backend.py, `contains`, 0.3.9 to 0.5.6).
-    Only the asynchronous lookup asks the controller.
-
-    Setting: `enable_async_loading: true` in each engine.
-    """
     kept = _never(log)
     if kept is None or kept.settings.get("enable_p2p") != "True":
         return None
@@ -154,18 +103,8 @@ def peers_without_async_loading(log: Diagnosis, line: LogLine) -> Answer | None:
     return Answer(f"{kept.number} lookups, 0 hits; enable_p2p is True, enable_async_loading is False")
 
 
-@finding("KVD325", "peers-have-nothing", Severity.SLOW, on=[""])
+@finding
 def peers_have_nothing(log: Diagnosis, line: LogLine) -> Answer | None:
-    """No chunk is loaded from a peer: the controller knows no peer with the chunks.
-
-    Cause: the peers announce no chunks (`local_cpu: false`, or no connection to the controller), hash differently
-    (PYTHONHASHSEED differs), or have not stored the chunks yet.
-
-    Setting: `local_cpu: true`, `enable_async_loading: true` and `PYTHONHASHSEED=0` in each engine. To test, send a
-    prompt of more than `chunk_size` tokens to one engine, then to the other.
-
-    Normal: one line in the log for each miss.
-    """
     kept = _never(log)
     if kept is None or kept.empty < ENOUGH or log.counts["peer_asked"] > kept.empty:
         return None
@@ -177,16 +116,8 @@ def peers_have_nothing(log: Diagnosis, line: LogLine) -> Answer | None:
     )
 
 
-@finding("KVD326", "engines-with-different-keys", Severity.SLOW, on=[""])
+@finding
 def engines_with_different_keys(log: Diagnosis, line: LogLine) -> Answer | None:
-    """Engines that share a store find no chunk of each other, because their keys differ.
-
-    Cause: a key has the model's name from --model, the number of ranks, the rank, the dtype of the KV, and the hash of
-    a chunk of `chunk_size` tokens. If one part differs, the key differs.
-
-    Setting: `vllm serve MODEL --tensor-parallel-size N --kv-cache-dtype TYPE` and `chunk_size` equal in all engines,
-    with the same path for MODEL.
-    """
     kept = _never(log)
     if kept is None or not kept.shared or len(kept.engines) < 2:
         return None
@@ -222,18 +153,8 @@ def _note_size(log: Diagnosis, line: LogLine) -> None:
             sizes[line.process] = sizes.get(line.process, 0.0) + float(found[1])
 
 
-@finding("KVD644", "stored-more-than-fits", Severity.SLOW, on=[""])
+@finding
 def stored_more_than_fits(log: Diagnosis, line: LogLine | None) -> Answer | None:
-    """No lookup has a hit: more KV is stored than the CPU cache holds, so chunks are evicted before they are needed.
-
-    Cause: LMCache evicts the oldest chunks first. If one round of repeated prompts needs more room than the cache has,
-    each chunk is evicted before its prompt repeats.
-
-    Setting: `max_local_cpu_size` (LMCACHE_MAX_LOCAL_CPU_SIZE, GB for each rank) larger than the KV of one round, which
-    the sentence shows. Or set `local_disk` and `max_local_disk_size` of this size. For a test: use fewer prompts.
-
-    Normal: prompts that never repeat.
-    """
     kept, sizes = lookups_of(log), log.state(_StoredGigabytes)
     if not sizes or kept.number < ENOUGH or kept.hit or kept.settings.get("remote_url", "None") != "None":
         return None

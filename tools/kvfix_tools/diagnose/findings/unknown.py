@@ -17,15 +17,8 @@ if TYPE_CHECKING:
 _CUT = ", without a message. The last lines of its traceback, before this line, show the cause"
 
 
-@finding("KVD199", "unknown-failure", Severity.CRASH, on=[""])
+@finding
 def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
-    """A failure that kvfix does not know. The finding shows the first error, not its consequences.
-
-    Cause: this release of kvfix does not know the cause.
-
-    Setting: `grep -n -m1 -B40 'ERROR' LOG` shows the lines before the error. Read the code and the hook that the
-    sentence names, and report the failure there with `kvfix-diagnose LOG --issue FILE.md`.
-    """
     first = _unexplained(log)
     if first is None or is_cut(first):
         return _only_the_end(log) if first is None else None
@@ -44,17 +37,8 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
     return None
 
 
-@finding("KVD1148", "traceback-is-cut", Severity.NOTE, on=[""])
+@finding
 def traceback_is_cut(log: Diagnosis, line: LogLine | None) -> Answer | None:
-    """The log ends inside a traceback. It shows where the process failed, but not the exception.
-
-    Cause: an excerpt, a viewer or a limit of the logger has cut the log.
-
-    Setting: `grep -nE '^.{0,120}(Error|Exception)\\b' LOG | head` shows the exceptions. Then run kvfix-diagnose with
-    the whole log of every rank.
-
-    Good: a fix of the exception.
-    """
     first = _unexplained(log)
     if first is None or not is_cut(first):
         return None
