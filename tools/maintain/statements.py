@@ -1,6 +1,6 @@
 """`make statements`: write the texts of the releases that kvfix-diagnose knows, from their source.
 
-- `kvfix_tools/diagnose/statements.json` has log statements and assertion texts. The grammar of kvfix-diagnose reads them.
+- `kvfix_tools/diagnose/statements.json` has log statements and assertion texts that the grammar reads.
 - `kvfix_tools/diagnose/checks.json` has exceptions, assertions and logged errors. If no known problem explains a
   failure, kvfix-diagnose names the releases that have the code of the failed check.
 
