@@ -22,7 +22,7 @@ import tarfile
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,19 +47,15 @@ class Engine(served.Served):
     """vLLM's server, as released: LMCache in process has a stand-in for its GPU connector (plugin)."""
 
     def __init__(self, folder: Path, transfer: Any, options: tuple[str, ...] = (), **environment: str) -> None:
-        super().__init__(folder, "off", None, **environment)
+        super().__init__(folder, "off", transfer, **environment)
         del self.environment["KVFIX_TEST_REAL_CONNECTOR"]
         self.options = [*served.Served.options, *options]
-        text = transfer if isinstance(transfer, str) else json.dumps(transfer)
-        if transfer:
-            self.options += ["--kv-transfer-config", text]
         if "PORT" in environment:
             self.port = int(environment["PORT"])
             self.url = f"http://127.0.0.1:{self.port}"
 
     def begin(self) -> bool:
         """False if it does not start."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         self.start(**served.SIZES)
         with suppress(AssertionError):
             self.until_started()
@@ -67,29 +63,14 @@ class Engine(served.Served):
         return False
 
     def command(self) -> list[str]:
-        sizes = [word for name, value in served.SIZES.items() for word in (f"--{name}", str(value))]
-        model = str(self.folder.parent / "model")
-        return [
-            "vllm",
-            "serve",
-            model,
-            "--dtype",
-            "float32",
-            "--block-size",
-            "32",
-            "--port",
-            str(self.port),
-            *sizes,
-            *self.options,
-        ]
+        return ["vllm", "serve", str(self.folder.parent / "model"), *self.words(served.SIZES)]
 
     def ask(self, *requests: pd.Request, **more: Any) -> list[dict[str, Any] | None]:
         return [self._post(request, more) for request in requests]
 
     def _post(self, request: pd.Request, more: Mapping[str, Any]) -> dict[str, Any] | None:
-        body = {"model": "tiny", "prompt": request[0], "max_tokens": request[1], "temperature": 0, **more}
         with suppress(httpx.HTTPError):
-            return dict(httpx.post(f"{self.url}/v1/completions", json=body, timeout=ANSWER).json())
+            return pd.post(self.url, request, ANSWER, **more)
         return None
 
     def twice(self) -> None:
@@ -131,7 +112,7 @@ class Run:
 
     def engine(self, case: Case, name: str = "engine", **settings: Any) -> Engine:
         """settings: what differs from the case's own."""
-        case = Case(**{**vars(case), **settings})
+        case = replace(case, **settings)
         words = {name: string.Template(text).substitute(self.values) for name, text in case.environment.items()}
         if case.file is not None:
             file = self.folder / "lmcache.yaml"
