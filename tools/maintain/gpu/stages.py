@@ -34,16 +34,14 @@ class Stage(NamedTuple):
     arguments: tuple[str, ...]
 
 
+#: {stage that is a run of `kvfix roundtrip`: its limit}
+ROUNDTRIPS = {
+    "torch": 90, "torch-32-gib": 90, "lmcache": 60, "lmcache-released": 60, "lmcache-speed-released": 60,
+    "lmcache-speed": 60, "vllm": 60, "engines": 180,
+}  # fmt: skip
 STAGES = (
     Stage("host", 90, "maintain.gpu.host", ()),
-    Stage("torch", 90, "maintain.gpu.roundtrips", ("torch",)),
-    Stage("torch-32-gib", 90, "maintain.gpu.roundtrips", ("torch-32-gib",)),
-    Stage("lmcache", 60, "maintain.gpu.roundtrips", ("lmcache",)),
-    Stage("lmcache-released", 60, "maintain.gpu.roundtrips", ("lmcache-released",)),
-    Stage("lmcache-speed-released", 60, "maintain.gpu.roundtrips", ("lmcache-speed-released",)),
-    Stage("lmcache-speed", 60, "maintain.gpu.roundtrips", ("lmcache-speed",)),
-    Stage("vllm", 60, "maintain.gpu.roundtrips", ("vllm",)),
-    Stage("engines", 180, "maintain.gpu.roundtrips", ("engines",)),
+    *(Stage(name, limit, "maintain.gpu.roundtrips", (name,)) for name, limit in ROUNDTRIPS.items()),
     Stage("serve", 150, "maintain.gpu.serve", ("serve",)),
     Stage("verify", 150, "maintain.gpu.serve", ("verify",)),
 )
