@@ -109,7 +109,7 @@ def measure() -> Iterator[Row]:
         )
         with timed[0], timed[1]:
             ran = start.run(
-                folder, False, transfer, engine=start.TWO_PROCESSES, program="attached.py", forked=False,
+                folder, False, transfer, engine=start.TWO_PROCESSES, forked=False,
                 when=("calm round 3 ", do), calm=start.CROWD[:2], hard=[], flags=str(folder), limit=2 * LOOKS + 300,
                 environment=_ONE_THREAD,
             )  # fmt: skip

@@ -68,7 +68,7 @@ class Ran:
 
     @property
     def answer(self) -> dict[str, Any]:
-        """What the program wrote. It fails with the end of the log if the engine died."""
+        """The answer that the program wrote. If the engine died, this fails with the end of its log."""
         assert self.written is not None, self.log[-3000:]
         return self.written
 

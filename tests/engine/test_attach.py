@@ -117,7 +117,7 @@ def test_it_comes_and_goes_under_load(
 
     with start.server() if server else nullcontext(start.v1(256 if version == "0.3.10" else 64)) as transfer:
         ran = start.run(
-            folder, apply=False, transfer=transfer, lmcache=release(version), program="attached.py",
+            folder, apply=False, transfer=transfer, lmcache=release(version),
             engine=start.TWO_PROCESSES if server else start.ENGINE,
             when=("calm round 1 ", come_and_go), calm=CALM, hard=HARD, flags=str(folder),
             limit=start.LIMIT + 30 * pairs,

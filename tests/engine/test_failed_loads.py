@@ -1,8 +1,8 @@
 """A load fails while the next step is in flight, on a real engine with asynchronous scheduling: KVF205, KVF007, KVF203.
 
 As released answers are wrong, those of later requests too, and the engine dies; with kvfix all are right. The cases
-are those of failed_loads.py; two engines, each plays all of them. Stand-ins: async_scheduling.py, and LMCache's GPU
-connector.
+are those of failed_loads.py; two engines, each plays all of them. Stand-ins: CUDA's events and streams, and LMCache's
+GPU connector.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from kvfix_tools.roundtrip import real_engine
 from tests.conftest import Fresh
 from tests.doctor.sites import problems
 from tests.doctor.test_good import words
-from tests.engine import l2, start
+from tests.engine import serve, start
 from tests.engine.start import CROWD, ENGINE, Ran, prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -73,7 +73,7 @@ class Engines:
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder = folder
         self.stop_server = stack.close
-        options = ("--separate-object-groups", *l2.options(folder / "l2"))
+        options = ("--separate-object-groups", *serve.l2_options(folder / "l2"))
         self.transfer = stack.enter_context(start.server(options=options))
         self.port: int = self.transfer["kv_connector_extra_config"]["lmcache.mp.port"]
         command = servers.running(self.port)

@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import geometric_mean, stdev
 from typing import Any
 
-from maintain.gpu import steps
+from maintain.gpu import stages
 
 #: Requests of one run, requests at once, tokens of a prompt and of an answer, and pairs of runs.
 REQUESTS, CLIENTS, PROMPT, ANSWER, PAIRS = 64, 16, 400, 48, 8
@@ -36,10 +36,10 @@ KVFIX = [sys.executable, "-m", "kvfix_tools.cli"]
 
 
 def main(arguments: list[str]) -> int:
-    name, device = steps.device(arguments)
+    name, device = stages.device(arguments)
     from kvfix_tools.roundtrip import real_engine
 
-    done = steps.Steps()
+    done = stages.Steps()
     with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
         folder, start = Path(place), time.monotonic()
         real_engine.write_model(folder, "float32", {})
@@ -104,7 +104,7 @@ def server(
         process.wait()
 
 
-def serve(done: steps.Steps, folder: Path, device: str, servers: dict[str, Any]) -> None:
+def serve(done: stages.Steps, folder: Path, device: str, servers: dict[str, Any]) -> None:
     sizes = {"REQUESTS": REQUESTS, "CLIENTS": CLIENTS, "PAIRS": PAIRS} if device == "cuda" else FEW
     port, process = servers["fix"]
     with ThreadPoolExecutor(1) as pool:
@@ -148,7 +148,7 @@ def load(port: int, requests: int, clients: int, seed: int) -> float:
     return time.monotonic() - start
 
 
-def verify(done: steps.Steps, folder: Path, device: str, servers: dict[str, Any]) -> None:
+def verify(done: stages.Steps, folder: Path, device: str, servers: dict[str, Any]) -> None:
     """Run `kvfix verify`: on CUDA it must find a difference as released (exit 1), and none with the fixes (exit 0)."""
     for mode, code in {"off": int(device == "cuda"), "fix": 0}.items():
         url, seconds = f"http://localhost:{servers[mode][0]}", str(VERIFIED[device])
