@@ -133,10 +133,6 @@ class Run:
         self.cases: list[Case] = []
         self._lacks = subject.lacks()
 
-    def can_start(self) -> None:
-        """Make the connector in both roles. Raise any error of this."""
-        self.subject.start()
-
     def scenario(self, name: str) -> Case:
         """Play a scenario, and add its violations to `violations`."""
         from kvfix_tools.conform import player
@@ -211,7 +207,7 @@ def run(
     try:
         playing = Run(subject, shrinking)
         progress("first engine")
-        playing.can_start()
+        subject.start()
     except Exception as error:  # noqa: BLE001 - any error of the connector is reported
         return Conformance(subject.connector, [], [], {}, 0, 0, time.monotonic() - start, _why(error))
     for scenario in scenarios():
