@@ -115,17 +115,8 @@ class Setup:
     # The KV-transfer configuration
 
     @cached_property
-    def transfer(self) -> dict[str, Any]:
-        """The value of --kv-transfer-config; {} if there is none or it is unreadable. In the second case,
-        `transfer_error` says why."""
-        return self._transfer[0]
-
-    @property
-    def transfer_error(self) -> str:
-        return self._transfer[1]
-
-    @cached_property
-    def _transfer(self) -> tuple[dict[str, Any], str]:
+    def transfer(self) -> tuple[dict[str, Any], str]:
+        """(value of --kv-transfer-config, why it cannot be read); {} if there is none or it cannot be read."""
         if self.command is None or not self.command.serves:
             return {}, ""
         try:
@@ -135,7 +126,8 @@ class Setup:
 
     @cached_property
     def connectors(self) -> list[Connector]:
-        return list(command_line.connectors(self.transfer)) if self.transfer else []
+        transfer, _ = self.transfer
+        return list(command_line.connectors(transfer)) if transfer else []
 
     @property
     def lmcache_connectors(self) -> list[Connector]:

@@ -24,15 +24,16 @@ def configuration(setup: Setup) -> Iterator[Line]:
     """--kv-transfer-config is valid JSON, and the installed vLLM knows its keys, values and connector."""
     if setup.command is None or not setup.command.serves:
         return
-    if setup.transfer_error:
-        yield problem(f"--kv-transfer-config is not JSON: {setup.transfer_error}", f"{_EXAMPLE} (in single quotes)")
+    transfer, why = setup.transfer
+    if why:
+        yield problem(f"--kv-transfer-config is not JSON: {why}", f"{_EXAMPLE} (in single quotes)")
         return
-    if not setup.transfer:
+    if not transfer:
         yield unchecked("the command has no --kv-transfer-config: no connector is used", _EXAMPLE)
         return
     faults = [line for each in setup.connectors for line in _entry(setup, each)]
     names = " with ".join(each.name for each in setup.connectors)
-    yield from faults or [ok(f"--kv-transfer-config: {names}, kv_role {setup.transfer.get('kv_role')}")]
+    yield from faults or [ok(f"--kv-transfer-config: {names}, kv_role {transfer.get('kv_role')}")]
 
 
 def _entry(setup: Setup, entry: Connector) -> Iterator[Line]:
