@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvfix_tools.doctor.checks import Line, check, ok, problem, unchecked
+from kvfix_tools.doctor.checks import Line, check, ok, problem, remedy, unchecked
 from kvfix_tools.doctor.machine import gib
 from kvfix_tools.doctor.setup import Setup
 
 #: {library: its distribution} and {library: the module to import}
 _LIBRARIES = {"nixl": "nixl", "mooncake": "mooncake-transfer-engine"}
 _MODULES = {"nixl": "nixl._api", "mooncake": "mooncake.engine"}
+#: Settings that enable_p2p needs, in addition to enable_controller.
+_P2P = (
+    "controller_pull_url", "controller_reply_url", "lmcache_worker_ports", "p2p_host", "p2p_init_ports",
+    "p2p_lookup_ports", "transfer_channel",
+)  # fmt: skip
 _ROLES = {"sender": "kv_producer", "receiver": "kv_consumer"}
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "half": 2, "float": 4}
 
@@ -84,17 +89,13 @@ def peer_to_peer(setup: Setup) -> Iterator[Line]:
     """enable_p2p has the controller, the ports and the channel that LMCache asserts (config.py 0.5.6:744-752)."""
     if setup.v1 is None or not setup.on("enable_p2p"):
         return
-    examples = {
-        "controller_pull_url": "HOST:8300", "controller_reply_url": "HOST:8400", "lmcache_worker_ports": "[8500]",
-        "p2p_host": "HOST", "p2p_init_ports": "[8200]", "p2p_lookup_ports": "[8201]", "transfer_channel": "nixl",
-    }  # fmt: skip
-    known = setup.definitions.known or examples
-    missing = [name for name in examples if name in known and setup.setting(name) is None]
+    known = setup.definitions.known or _P2P
+    missing = [name for name in _P2P if name in known and setup.setting(name) is None]
     if not setup.on("enable_controller"):
         missing.insert(0, "enable_controller")
-    for name in missing:
-        yield problem(f"enable_p2p needs {name}", f"{name}: {examples.get(name, 'true')}; or enable_p2p: false")
-    if not missing:
+    if missing:
+        yield problem(f"enable_p2p needs {', '.join(missing)}", f"{remedy('KVD749')}; or enable_p2p: false")
+    else:
         yield ok("enable_p2p has all settings that it needs")
 
 

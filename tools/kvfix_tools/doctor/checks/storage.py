@@ -65,9 +65,7 @@ def l2_adapter(setup: Setup) -> Iterator[Line]:
     try:
         adapter = json.loads(setup.option("l2-adapter"))
     except ValueError as error:
-        yield problem(
-            f"--l2-adapter is not JSON: {error}", """--l2-adapter '{"type": "fs", "base_path": "/data/l2"}'"""
-        )
+        yield problem(f"--l2-adapter is not JSON: {error}", remedy("KVD933"))
         return
     pattern = r"register_l2_adapter_type\(\s*[\"'](\w+)"
     known = setup.lmcache.found("v1/distributed/l2_adapters", pattern) if setup.lmcache else set()
@@ -132,7 +130,7 @@ def cpu_cache_size(setup: Setup) -> Iterator[Line]:
     if setup.v1 is None:
         return
     if size is not None and size <= 0 and not setup.on("enable_pd"):
-        yield problem(f"max_local_cpu_size is {size:g}: LMCache does not start without memory", "max_local_cpu_size: 5")
+        yield problem(f"max_local_cpu_size is {size:g}: LMCache does not start without memory", remedy("KVD1900"))
     if not (size and chunk and of_token):
         return
     held = size * GIB / (chunk * of_token)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvfix_tools.doctor.checks import Line, check, ok, problem, unchecked
+from kvfix_tools.doctor.checks import Line, check, ok, problem, remedy, unchecked
 from kvfix_tools.doctor.command_line import Connector
 from kvfix_tools.doctor.definitions import READERS, VLLM_CONNECTORS, connector_keys, nearest
 from kvfix_tools.doctor.packages import Packages, constant, defined
@@ -26,7 +26,7 @@ def configuration(setup: Setup) -> Iterator[Line]:
         return
     transfer, why = setup.transfer
     if why:
-        yield problem(f"--kv-transfer-config is not JSON: {why}", f"{_EXAMPLE} (in single quotes)")
+        yield problem(f"--kv-transfer-config is not JSON: {why}", remedy("KVD744"))
         return
     if not transfer:
         yield unchecked("the command has no --kv-transfer-config: no connector is used", _EXAMPLE)
