@@ -1,4 +1,4 @@
-"""Measure the time that kvfix adds in each mode to a step of vLLM's scheduler with 256 running requests.
+"""Measure the processor time that kvfix adds in each mode to a step of vLLM's scheduler with 256 running requests.
 
 A step is `schedule()` and `update_from_output()` of the real scheduler, with one of these:
 
@@ -78,9 +78,9 @@ with runner.quiet():
         for number in range(STEPS):
             while CONNECTOR == "nixl-pull" and len(scheduler.running) + len(scheduler.waiting) < RUNNING:
                 add(scheduler, 0, RUNNING, f"later {{number}} {{len(scheduler.waiting)}}")
-            start = time.perf_counter()
+            start = time.thread_time()
             step(scheduler)
-            took += time.perf_counter() - start
+            took += time.thread_time() - start
         gc.enable()
         assert len(scheduler.running) >= RUNNING - 1
         assert own.calls >= STEPS
@@ -133,6 +133,8 @@ STEPS = {
 }
 #: Percent of a step.
 BUDGET = {"fix": 2, "observe": 2, "check": 5}
+#: The same if each step admits and ends a request, which `observe` records with about six events.
+WITH_LEASES = {"fix": 2, "observe": 3, "check": 5}
 #: Each call goes through a function of kvfix in any case, which takes 0.1 us: no fix may wrap what runs per request.
 CALLS = 24
 
@@ -146,5 +148,6 @@ def measure() -> Iterator[Row]:
         found = Fresh(limit=None)(CASE.format(path=str(RELEASES / "0.5.6"), connector=connector))
         for mode, (share, milliseconds, calls) in found.items():
             context = f"{milliseconds:.2f} ms a step without kvfix"
-            yield Row(f"{what}, {mode}", 100 * share, "% more", context, at_most=BUDGET[mode])
+            budget = (WITH_LEASES if connector == "nixl-pull" else BUDGET)[mode]
+            yield Row(f"{what}, {mode}", 100 * share, "% more", context, at_most=budget)
             yield Row(f"wrapped calls of {what}, {mode}", calls, "a step", "256 running requests", at_most=CALLS)

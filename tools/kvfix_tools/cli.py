@@ -234,7 +234,7 @@ def dump(
 @app.command(rich_help_panel=COMMANDS["look"])
 def look(
     pid: Annotated[int | None, typer.Argument(metavar="PID", help="Any process of the engine.")] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Redraw once a second, with rates.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Redraw once a second, with rates per second.")] = False,
     request: Annotated[str, typer.Option(metavar="ID", help="Show one request in full.")] = "",
     json: Json = False,
     save: Annotated[str, typer.Option(metavar="FILE", help="Save the state, with the blocks of each request.")] = "",
@@ -378,7 +378,7 @@ def diagnose(
         typer.Option(
             metavar="WHAT",
             help=(
-                "certain: exit 1 if a finding is certain. The name of an effect: exit 1 for findings with this effect "
+                "certain: exit 1 if a finding is certain. An effect: exit 1 for findings with this effect "
                 "or a worse one: crash, wrong, hang, leak, slow, risk."
             ),
         ),

@@ -33,8 +33,7 @@ class Asked(NamedTuple):
     - asynchronous: the load runs between steps
     - replay: vLLM only takes whole blocks of a hit and recomputes up to so many tokens (`prefix_replay_tokens`)
     - divergent: some KV groups may have fewer than `computed` tokens. If nothing is granted, vLLM starts with the
-      tokens
-      that all KV groups have (`supports_divergent_local_hybrid_hits`).
+      tokens that all KV groups have (`supports_divergent_local_hybrid_hits`).
     """
 
     request: str

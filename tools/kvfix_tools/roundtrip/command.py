@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(
         prog="kvfix roundtrip",
         description="Copy labelled KV to host memory and back, and check every byte.",
-        epilog="Exit codes: 0 every byte is right, 1 a byte is wrong, 2 usage, 77 there is no CUDA device.",
+        epilog="Exit codes: 0 every byte is right, 1 a byte is wrong, 2 usage, 77 nothing was checked.",
     )
     add = options.add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="use this device; auto: CUDA if present")
@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
         shown = f"use only these values; default: {', '.join(values)}"
         add(f"--{name}", nargs="+", metavar="VALUE", choices=None if free else values, help=shown)
     add("--layers", type=int, default=3, help="set the layers of the KV cache (default: 3)")
-    add("--head-size", type=int, default=32, help="set the elements of a head, a multiple of 8 bytes (default: 32)")
+    add("--head-size", type=int, default=32, help="set the elements of a head, whole words of 8 bytes (default: 32)")
     add("--full", action="store_true", help="test every combination, not only every pair of values")
     add("--race", nargs="*", metavar="NAME", help=f"run only races: {', '.join(races.RACES)}")
     add("--gib", type=float, help="time a transfer of this size; 0: none (default: 1/32 on a CPU, 4 on CUDA)")
