@@ -109,12 +109,11 @@ def measure() -> Iterator[Row]:
         )
         with timed[0], timed[1]:
             ran = start.run(
-                folder, False, transfer, engine=start.TWO_PROCESSES, program="attached.py", forked=False,
+                folder, False, transfer, engine=start.TWO_PROCESSES, forked=False,
                 when=("calm round 3 ", do), calm=start.CROWD[:2], hard=[], flags=str(folder), limit=2 * LOOKS + 300,
                 environment=_ONE_THREAD,
             )  # fmt: skip
         stops, runs = ([float(line) for line in file.read_text().split()] for file in (stopped, run))
-        assert ran.answer is not None, ran.log[-3000:]
         answers = [answer for _, answer in ran.answer["rounds"]]
         assert all(each == answers[0] for each in answers)
         wrong = [found for first, second in pairwise(looks) for found in verdicts([first, second])]

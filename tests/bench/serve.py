@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from itertools import permutations
 from math import inf, sqrt
 from pathlib import Path
@@ -28,7 +27,7 @@ from statistics import geometric_mean, median, stdev
 from typing import Any
 
 from kvfix_tools.diagnose.diagnosis import diagnosed
-from kvfix_tools.roundtrip.real_engine import MODEL, free_port, in_process, wait_for
+from kvfix_tools.roundtrip.real_engine import MODEL, api_server, in_process, wait_for
 from tests.bench.row import Row
 from tests.conftest import ROOT, clean_environment
 
@@ -124,39 +123,21 @@ def in_all_orders(runs: list[float]) -> list[float]:
 def server(folder: Path, mode: str, weights: str = "dummy", **settings: str) -> Iterator[int]:
     """A server that answers, in this mode of kvfix; "": without it. Its port. weights: `--load-format`. settings: of
     its environment."""
-    port = free_port()
     places = [ROOT / "tests/engine/plugin", ROOT / "patches", ROOT / "tools"]
     environment = clean_environment(
         PYTHONPATH=os.pathsep.join(map(str, places)),
-        PYTHONHASHSEED="0",
-        VLLM_CPU_KVCACHE_SPACE="1",
-        OMP_NUM_THREADS="1",
-        VLLM_CPU_OMP_THREADS_BIND="nobind",
-        VLLM_NO_USAGE_STATS="1",
-        LMCACHE_TRACK_USAGE="false",
         KVFIX_TEST_REPORT=str(folder / f"report-{mode}"),
         KVFIX_DUMP_DIR=str(folder / "dumps"),
         **({"KVFIX": mode} if mode else {}),
         **settings,
     )
-    # What `vllm serve` starts. The command itself asks for a distribution called vllm; here it is vllm-cpu.
-    program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(port)]
-    more = ["--load-format", weights, "--dtype", "float32", "--enforce-eager", "--served-model-name", "tiny"]
     log = folder / f"log-{mode}"
-    with open(log, "w") as out:
-        process = subprocess.Popen(
-            [*program, *more, *SIZES, "--kv-transfer-config", json.dumps(in_process(64))],
-            env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-        try:
-            assert wait_for("Application startup complete", log, process, inf), log.read_text()[-3000:]
-            yield port
-            assert "SUMMARY" not in log.read_text()
-            assert diagnosed(log.read_bytes()).findings == []
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    options = ["--load-format", weights, *SIZES, "--kv-transfer-config", json.dumps(in_process(64))]
+    with api_server(folder, log, options, environment) as (port, process):
+        assert wait_for("Application startup complete", log, process, inf), log.read_text()[-3000:]
+        yield port
+        assert "SUMMARY" not in log.read_text()
+        assert diagnosed(log.read_bytes()).findings == []
 
 
 def metrics(port: int) -> str:

@@ -16,7 +16,7 @@ from kvfix_tools.diagnose.diagnosis import Diagnosis, diagnosed
 from kvfix_tools.diagnose.line_scanner import Scanner
 from kvfix_tools.diagnose.log_line import LogLine
 from kvfix_tools.diagnose.statements import Statement
-from maintain import logging_statements, released_checks
+from maintain import statements as released
 from tests.conftest import RELEASES
 
 NEWEST = "0.5.6"
@@ -78,7 +78,7 @@ def fail(release: str, row: Statement, *values: Any) -> str:
 def bare(release: str, file: str, function: str, source: str, root: Path | None = None) -> str:
     """The traceback of an assertion without a text: `source` is what it asserts, in this function."""
     for path in files(release)[file] if root is None else [root / file]:
-        for node, within, _ in released_checks.with_place(ast.parse(path.read_bytes())):
+        for node, within, _ in released.with_place(ast.parse(path.read_bytes())):
             if isinstance(node, ast.Assert) and within == function and ast.unparse(node) == source:
                 return died_at(path, node.lineno, "AssertionError")
     raise AssertionError(f"{release} has no `{source}` in {function} of {file}")
@@ -86,7 +86,7 @@ def bare(release: str, file: str, function: str, source: str, root: Path | None 
 
 def died_at(path: Path, number: int, error: str) -> str:
     source = path.read_text()
-    places = released_checks.with_place(ast.parse(source))
+    places = released.with_place(ast.parse(source))
     function = next(within for node, within, _ in places if isinstance(node, ast.stmt) and node.lineno == number)
     name = path.relative_to(next(each for each in path.parents if each.name in ("lmcache", "vllm")).parent)
     return FATAL + raised([(str(name), function, source.splitlines()[number - 1].strip())], error)
@@ -94,7 +94,7 @@ def died_at(path: Path, number: int, error: str) -> str:
 
 @lru_cache(maxsize=512)
 def extract(source: bytes) -> list[tuple[str, str, str, int]]:
-    return logging_statements.extract(source)
+    return released.statements_in(source)
 
 
 @lru_cache(maxsize=64)
@@ -176,8 +176,8 @@ def unread(release: str, file: str, words: str, *values: Any) -> str:
 
 def unread_statement(path: Path, words: str) -> tuple[str, str, int]:
     """Return (template, level, line) of the statement with these words."""
-    for call in logging_statements.calls(ast.parse(path.read_bytes())):
-        template = logging_statements.template(call.text) or ""
+    for call in released.calls(ast.parse(path.read_bytes())):
+        template = released.template(call.text) or ""
         if call.level != "text" and words in template:
             return template, call.level, call.node.lineno
     raise AssertionError(f"{path} does not say {words!r}")

@@ -6,7 +6,7 @@ import pytest
 
 from kvfix_tools.diagnose import checks
 from kvfix_tools.diagnose.checks import Check
-from maintain import released_checks
+from maintain import statements as released
 from tests.conftest import RELEASES
 from tests.diagnose.lines import CORE, NEWEST, diagnose, raised, site_packages
 
@@ -36,7 +36,7 @@ def test_the_file_has_what_the_release_has(dist: str) -> None:
     release, package = PACKAGES[dist]
     releases, table = checks.known()[dist]
     taken: checks.Table = {}
-    released_checks.take(taken, release, package)
+    released.take_checks(taken, release, package)
     assert release in releases
     assert {place for place, having in table.items() if release in having} == set(taken)
 
@@ -105,4 +105,4 @@ def test_a_line_without_frames_is_found_by_its_words() -> None:
     ],
 )  # fmt: skip
 def test_what_is_taken_of_a_file(code: str, expected: list[tuple[str, str, str]]) -> None:
-    assert [tuple(check) for _, check in released_checks.extract(code.encode())] == expected
+    assert [tuple(check) for _, check in released.checks_in(code.encode())] == expected

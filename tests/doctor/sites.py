@@ -43,8 +43,10 @@ def serve(transfer: dict[str, Any], *more: str, **extra: Any) -> list[str]:
 
 
 class Planted(NamedTuple):
-    """A fault: the check that finds it, the command, and a part of what is reported and of the remedy. yaml: LMCache's
-    file."""
+    """A fault: the check that finds it, the command, and a part of what is reported ("": nothing) and of the remedy.
+
+    yaml: LMCache's file. model: the model's config.json. lmcache: the release.
+    """
 
     check: str
     words: list[str]
@@ -52,13 +54,20 @@ class Planted(NamedTuple):
     do: str
     environment: dict[str, str] = {}
     yaml: str = ""
+    model: dict[str, Any] = {}
+    lmcache: str = NEWEST
 
     def setup(self, folder: Path, place: Path) -> Setup:
-        environment = dict(self.environment)
+        environment, words = dict(self.environment), list(self.words)
+        if self.model:
+            (folder / "config.json").write_text(json.dumps(self.model))
+            words[2] = str(folder)
+        if self.lmcache != NEWEST:
+            place = site(folder / "place", self.lmcache, vllm=False)
         if self.yaml:
             (folder / "lmcache.yaml").write_text(self.yaml)
             environment["LMCACHE_CONFIG_FILE"] = str(folder / "lmcache.yaml")
-        return look(self.words, place, environment=environment)
+        return look(words, place, environment=environment)
 
 
 def machine(

@@ -10,6 +10,11 @@ import pytest
 
 from tests.doctor.sites import MP, V1, Planted, look, problems, say, serve, site
 
+LINEAR = {"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]}
+#: Llama 3 8B in bfloat16: 2 * 32 layers * 8 heads * 128 * 2 bytes = 128 KiB for a token, CHUNK bytes for 256 tokens.
+LLAMA = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+CHUNK = 32 * 2**20
+PD = {"lmcache.enable_pd": True, "lmcache.pd_role": "sender", "lmcache.pd_buffer_device": "cpu"}
 #: Tried in test_planted_settings.py.
 PLANTED = {
     "chunk and block": Planted("chunk-size", serve(V1, "--block-size", "48"),
@@ -62,6 +67,22 @@ PLANTED = {
         environment={"KVFIX": "fix", "VLLM_PLUGINS": "lora"}),
     "one port for two": Planted("listens", ["lmcache", "server", "--port", "5601", "--http-port", "5601"],
         "are both 5601", "another free port"),
+    "a hybrid model": Planted("hybrid-model", serve(V1), "several KV groups", "kvfix explain KVD650",
+        model={"model_type": "jamba", "attn_layer_period": 8}),
+    "linear attention": Planted("hybrid-model", serve(V1), "several KV groups", "kvfix explain KVD650", model=LINEAR),
+    "linear attention with the server": Planted("hybrid-model", serve(MP), "", "", model=LINEAR),
+    "sliding windows": Planted("hybrid-model", serve(V1), "", "",
+        model={"model_type": "gemma3", "layer_types": ["sliding_attention", "full_attention"]}),
+    "full attention": Planted("hybrid-model", serve(V1), "", "", model={"model_type": "llama"}),
+    "a buffer below a chunk": Planted("prefill-decode", serve(V1, extra={**PD, "lmcache.pd_buffer_size": CHUNK - 1}),
+        "smaller than a chunk", "pd_buffer_size: 536870912", model=LLAMA),
+    "a buffer of a chunk": Planted("prefill-decode",
+        serve(V1, extra={**PD, "lmcache.pd_buffer_size": CHUNK, "lmcache.pd_skip_proxy_notification": True}), "", "",
+        model=LLAMA),
+    "a cache of few chunks": Planted("cpu-cache-size", serve(V1, extra={"lmcache.max_local_cpu_size": 0.1}),
+        "holds 3.2 chunks of 256 tokens", "max_local_cpu_size: 2", model=LLAMA),
+    "a cache of many chunks": Planted("cpu-cache-size", serve(V1, extra={"lmcache.max_local_cpu_size": 5.0}), "", "",
+        model=LLAMA),
 }  # fmt: skip
 
 
@@ -75,26 +96,6 @@ def test_an_old_release_hashes_none(lmcache: str, found: int, tmp_path: Path, mo
     monkeypatch.setattr("sys.version_info", (3, 11))
     setup = look(serve(V1, "-tp", "2"), site(tmp_path, lmcache, vllm=False), environment={"PYTHONHASHSEED": "0"})
     assert len(problems(setup, "hash-seed")) == found
-
-
-@pytest.mark.parametrize(
-    ("config", "transfer", "what"),
-    [
-        ({"model_type": "jamba", "attn_layer_period": 8}, V1, "several KV groups"),
-        ({"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]}, V1, "several KV groups"),
-        ({"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]}, MP, ""),
-        ({"model_type": "gemma3", "layer_types": ["sliding_attention", "full_attention"]}, V1, ""),
-        ({"model_type": "llama"}, V1, ""),
-    ],
-)
-def test_a_hybrid_model(
-    config: dict[str, Any], transfer: dict[str, Any], what: str, tmp_path: Path, newest: Path
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    words = ["vllm", "serve", str(tmp_path), "--kv-transfer-config", json.dumps(transfer)]
-    found = problems(look(words, newest), "hybrid-model")
-    assert bool(found) == bool(what)
-    assert all(what in line.what for line in found)
 
 
 @pytest.mark.parametrize(
@@ -122,20 +123,6 @@ def test_stores_of_sliding_windows(
     assert all("KVF118, KVF119" in line.what for line in found)
 
 
-def test_a_buffer_that_is_smaller_than_a_chunk(tmp_path: Path, newest: Path) -> None:
-    """Llama 3 8B in bfloat16: 2 * 32 layers * 8 heads * 128 * 2 bytes = 128 KiB for a token, 32 MiB for a chunk."""
-    model = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
-    (tmp_path / "config.json").write_text(json.dumps(model))
-    extra = {"lmcache.enable_pd": True, "lmcache.pd_role": "sender", "lmcache.pd_buffer_device": "cpu"}
-    for size, count in ((32 * 2**20 - 1, 1), (32 * 2**20, 0)):
-        transfer = {**V1, "kv_connector_extra_config": {**extra, "lmcache.pd_buffer_size": size}}
-        words = ["vllm", "serve", str(tmp_path), "--kv-transfer-config", json.dumps(transfer)]
-        found = [
-            line for line in problems(look(words, newest), "prefill-decode") if "smaller than a chunk" in line.what
-        ]
-        assert len(found) == count
-
-
 @pytest.mark.parametrize(
     ("lmcache", "yaml", "found"),
     [
@@ -158,13 +145,3 @@ def test_a_hash_that_is_bytes(
     for version_info, seed in (((3, 11), lmcache >= "0.4.1"), ((3, 12), True)):  # KVF901
         monkeypatch.setattr("sys.version_info", version_info)
         assert all(("PYTHONHASHSEED=0" in line.do) == seed for line in problems(setup, "hash-seed"))
-
-
-@pytest.mark.parametrize(("size", "count"), [(0.1, 1), (5.0, 0)])
-def test_a_cpu_cache_of_few_chunks(size: float, count: int, tmp_path: Path, newest: Path) -> None:
-    model = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
-    (tmp_path / "config.json").write_text(json.dumps(model))
-    words = serve(V1, extra={"lmcache.max_local_cpu_size": size})
-    words[2] = str(tmp_path)
-    found = problems(look(words, newest), "cpu-cache-size")
-    assert ["holds 3.2 chunks of 256 tokens" in line.what for line in found] == [True] * count

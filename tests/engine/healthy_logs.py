@@ -67,7 +67,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     whole = found(*logs)
     return {
         "case": str(case),
-        "healthy": ran.answer is not None and ran.count("load") > 0,
+        "healthy": ran.written is not None and ran.count("load") > 0,
         "lines": sum(path.read_bytes().count(b"\n") for path in logs),
         "lookups": whole.counts["asked"] + whole.counts["mp_prefetched"],
         "findings": sorted(

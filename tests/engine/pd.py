@@ -50,7 +50,9 @@ class Engine:
         self.log = folder / "log"
         self.port, side = real_engine.free_port(), real_engine.free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.transfer = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu", **settings}
+        nixl = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu", **settings}
+        #: A text is not changed: it may be broken JSON.
+        self.transfer: dict[str, Any] | str = nixl
         self.environment = clean_environment(
             PYTHONPATH=os.pathsep.join(map(str, (ROOT / "patches", ROOT / "tools"))),
             KVFIX=mode,
@@ -70,15 +72,19 @@ class Engine:
         """Start the engine. sizes: other options of vLLM for this start. All starts log to the same file."""
         model = self.folder.parent / "model"
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-        command += ["--port", str(self.port), "--served-model-name", "tiny", "--dtype", "float32", "--seed", "0"]
-        command += ["--enforce-eager", *self.options, "--block-size", str(real_engine.BLOCK)]
-        if self.transfer:
-            command += ["--kv-transfer-config", json.dumps(self.transfer)]
-        for name, value in {**SIZES, **sizes}.items():
-            command += [f"--{name}", str(value)]
-        self.folder.mkdir(exist_ok=True)
+        command += self.words({**SIZES, **sizes})
+        self.folder.mkdir(parents=True, exist_ok=True)
         with open(self.log, "a") as log:
             self.process = Forked(command, env=self.environment, stdout=log, stderr=log, cwd=self.folder)
+
+    def words(self, sizes: dict[str, int]) -> list[str]:
+        """Return vLLM's options."""
+        words = ["--port", str(self.port), "--served-model-name", "tiny", "--dtype", "float32", "--seed", "0"]
+        words += ["--enforce-eager", *self.options, "--block-size", str(real_engine.BLOCK)]
+        if self.transfer:
+            text = self.transfer if isinstance(self.transfer, str) else json.dumps(self.transfer)
+            words += ["--kv-transfer-config", text]
+        return words + [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
 
     def until_started(self) -> None:
         self.until(lambda: _answers(f"{self.url}/health"), "it does not start")
@@ -161,11 +167,11 @@ def running(pair: Pair) -> Iterator[Pair]:
         proxy.wait(LIMIT)
 
 
-def post(url: str, request: Request, **more: Any) -> dict[str, Any]:
+def post(url: str, request: Request, limit: float = LIMIT, **more: Any) -> dict[str, Any]:
     """vLLM's answer, as JSON. httpx.HTTPError: there was none, or it is an error."""
     prompt, tokens = request
     body = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    answer = httpx.post(f"{url}/v1/completions", json={**body, "return_token_ids": True, **more}, timeout=LIMIT)
+    answer = httpx.post(f"{url}/v1/completions", json={**body, "return_token_ids": True, **more}, timeout=limit)
     answer.raise_for_status()
     return dict(answer.json())
 

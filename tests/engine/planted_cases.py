@@ -13,13 +13,13 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 from kvfix_tools.roundtrip import real_engine
 from tests.engine import fake_redis, start
-from tests.engine.planted_logs import REQUESTS, Case, Engine, Run, doctor
+from tests.engine.planted_logs import REQUESTS, Case, Engine, Run
 from tests.verify import served
 
 V1 = real_engine.in_process(64)
@@ -60,6 +60,10 @@ def redis(fault: str = "") -> Callable[[Run], None]:
     return before
 
 
+#: Settings of a case whose chunks are in this store alone.
+IN_REDIS = v1(remote_url="redis://127.0.0.1:$REDIS", local_cpu=False)
+
+
 def busy(run: Run) -> None:
     """$BUSY is a port at which another process listens."""
     other = run.enter(closing(socket.socket()))
@@ -81,20 +85,17 @@ def server(*options: str) -> Callable[[Run], None]:
     return before
 
 
-def server_alone(*options: str) -> Callable[[Case, Run], list[str]]:
+def server_alone(*options: str) -> Callable[[Case, Run], None]:
     """Only an `lmcache server`, which does not start."""
 
-    def main(case: Case, run: Run) -> list[str]:
+    def main(case: Case, run: Run) -> None:
         words = [word.replace("$BUSY", run.values.get("BUSY", "")) for word in options]
         run.logs["engine"] = run.folder / "server.log"
         command = ["lmcache", "server", "--l1-size-gb", "0.5", "--eviction-policy", "LRU", *words]
-        warned = doctor(command, os.environ)
-        try:
-            with start.server(log=run.logs["engine"], options=("--supported-transfer-mode", "auto", *words)):
-                pass
-        except RuntimeError:
+        run.doctor(command, os.environ)
+        log = run.logs["engine"]
+        with suppress(RuntimeError), start.server(log=log, options=(*real_engine.ANY_MODE, *words)):
             pass
-        return warned
 
     return main
 
@@ -163,46 +164,36 @@ def listening(port: int) -> int:
     raise LookupError(f"nothing listens at {port}")
 
 
-def two_engines(second: dict[str, Any], *options: str) -> Callable[[Case, Run], list[str]]:
+def two_engines(second: dict[str, Any], *options: str) -> Callable[[Case, Run], None]:
     """Both use one store: the first one stores, the second one asks for the same prompts."""
 
-    def main(case: Case, run: Run) -> list[str]:
-        warned = []
+    def main(case: Case, run: Run) -> None:
         for name, more in (("first", {}), ("engine", {"transfer": second, "options": options} if second else {})):
-            engine = run.engine(case, name, **more)
-            warned += doctor(engine.command(), {**os.environ, **engine.environment})
-            try:
-                if engine.begin():
+            with run.running(case, name, **more) as engine:
+                if engine is not None:
                     engine.twice()
-            finally:
-                engine.end()
-        return warned
 
     return main
 
 
-def nixl_pair(change: Callable[[dict[str, Any], Engine], Any]) -> Callable[[Case, Run], list[str]]:
+def nixl_pair(change: Callable[[dict[str, Any], Engine], Any]) -> Callable[[Case, Run], None]:
     """Prefill and decode; the requests go to both as a proxy sends them. change: what happens to kv_transfer_params
     and to prefill in between."""
 
-    def main(case: Case, run: Run) -> list[str]:
-        sides = [run.engine(case, name, transfer={**NIXL, "kv_role": role})
-                 for name, role in (("prefill", "kv_producer"), ("engine", "kv_consumer"))]  # fmt: skip
-        warned = [line for each in sides for line in doctor(each.command(), {**os.environ, **each.environment})]
-        prefill, decode = sides
+    def main(case: Case, run: Run) -> None:
         asks = {"do_remote_decode": True, "do_remote_prefill": False}
-        try:
-            if prefill.begin() and decode.begin():
-                for number, (tokens, count) in enumerate(REQUESTS):
-                    (answer,) = prefill.ask((tokens, 1), kv_transfer_params=asks)
-                    params = (answer or {}).get("kv_transfer_params") or {}
-                    if number:
-                        change(params, prefill)
-                    decode.ask((tokens, count), kv_transfer_params=params)
-        finally:
-            for each in reversed(sides):
-                each.end()
-        return warned
+        with (
+            run.running(case, "prefill", transfer={**NIXL, "kv_role": "kv_producer"}) as prefill,
+            run.running(case, transfer={**NIXL, "kv_role": "kv_consumer"}) as decode,
+        ):
+            for number, (tokens, count) in enumerate(REQUESTS):
+                assert prefill is not None
+                assert decode is not None
+                (answer,) = prefill.ask((tokens, 1), kv_transfer_params=asks)
+                params = (answer or {}).get("kv_transfer_params") or {}
+                if number:
+                    change(params, prefill)
+                decode.ask((tokens, count), kv_transfer_params=params)
 
     return main
 
@@ -226,7 +217,7 @@ CASES = [
     Case("ok-v1", transfer=V1),
     Case("ok-file", transfer={**V1, "kv_connector_extra_config": {}},
          file="chunk_size: 64\nlocal_cpu: true\nmax_local_cpu_size: 0.2\npre_caching_hash_algorithm: sha256_cbor\n"),
-    Case("ok-redis", transfer=v1(remote_url="redis://127.0.0.1:$REDIS", local_cpu=False), before=redis()),
+    Case("ok-redis", transfer=IN_REDIS, before=redis()),
     Case("ok-disk", transfer=v1(local_disk="file://$DATA/cache/", max_local_disk_size=0.1, local_cpu=False)),
     Case("ok-ranks", transfer=V1, options=("--tensor-parallel-size", "2")),
     Case("ok-mp", transfer=MP, before=server()),
@@ -271,8 +262,7 @@ CASES = [
          "write KEY: VALUE", "ok-file", "KVD1903", transfer={**V1, "kv_connector_extra_config": {}},
          file="chunk_size=64\nlocal_cpu=true\n"),
     Case("extra-json", "LMCACHE_EXTRA_CONFIG is not valid JSON.", "LMCACHE_EXTRA_CONFIG='{\"KEY\": VALUE}'", "ok-v1",
-         "KVD1892",
-         transfer=V1, environment={"LMCACHE_EXTRA_CONFIG": "{save_chunk_meta: false"}),
+         "KVD1892", transfer=V1, environment={"LMCACHE_EXTRA_CONFIG": "{save_chunk_meta: false"}),
     Case("setting-typo", "max_local_cpu_sise is no setting of LMCache: the default size counts.",
          # LMCache warns in the same words of a right setting that only its adapter reads (max_tokens_per_load).
          "lmcache.max_local_cpu_size", "ok-v1", transfer=v1(max_local_cpu_sise=1)),
@@ -303,8 +293,7 @@ CASES = [
     Case("remote-no-host", "remote_url has no host.", "remote_url: redis://HOST:6379", "ok-redis", "KVD1042",
          transfer=v1(remote_url="redis://:6379")),
     Case("redis-nobody", "Nothing listens at the port of remote_url.", "start Redis or correct remote_url", "ok-redis",
-         "KVD1042",
-         transfer=v1(remote_url="redis://127.0.0.1:$FREE", local_cpu=False)),
+         "KVD1042", transfer=v1(remote_url="redis://127.0.0.1:$FREE", local_cpu=False)),
     Case("mooncake-store", "remote_url names mooncakestore://, and the package of Mooncake is not installed.",
          "pip install mooncake-transfer-engine", "ok-redis", "KVD890",
          transfer=v1(remote_url="mooncakestore://127.0.0.1:$FREE/")),
@@ -316,28 +305,23 @@ CASES = [
          transfer=v1(local_disk="file:///sys/lmcache/", max_local_disk_size=0.1)),
     Case("redis-oom", "Redis has reached maxmemory and refuses writes (OOM).",
          "maxmemory-policy allkeys-lru, or a larger maxmemory", "ok-redis", "KVD873", setup=False, before=redis("oom"),
-         transfer=v1(remote_url="redis://127.0.0.1:$REDIS", local_cpu=False)),
+         transfer=IN_REDIS),
     Case("redis-loading", "Redis still loads its data set and refuses commands (LOADING).",
          "wait until it has loaded; then vLLM finds it", "ok-redis", "KVD1895", before=redis("loading"),
-         transfer=v1(remote_url="redis://127.0.0.1:$REDIS", local_cpu=False)),
+         transfer=IN_REDIS),
     Case("redis-replica", "remote_url names a read-only replica of Redis (READONLY).",
          "the address of the primary in remote_url", "ok-redis", "KVD1896", before=redis("readonly"),
-         transfer=v1(remote_url="redis://127.0.0.1:$REDIS", local_cpu=False)),
+         transfer=IN_REDIS),
     Case("redis-misconf", "Redis cannot write its snapshot and refuses writes (MISCONF).",
-         "free its disk, or stop-writes-on-bgsave-error no", "ok-redis",
-         "KVD874", setup=False, before=redis("misconf"),
-         transfer=v1(remote_url="redis://127.0.0.1:$REDIS", local_cpu=False)),
+         "free its disk, or stop-writes-on-bgsave-error no", "ok-redis", "KVD874", setup=False, before=redis("misconf"),
+         transfer=IN_REDIS),
     Case("redis-noperm", "The user of Redis may not write (NOPERM).", "give the user +set in the ACL", "ok-redis",
-         "KVD1897",
-         setup=False, before=redis("noperm"), transfer=v1(remote_url="redis://127.0.0.1:$REDIS", local_cpu=False)),
+         "KVD1897", setup=False, before=redis("noperm"), transfer=IN_REDIS),
     Case("redis-silent", "Redis accepts connections and answers nothing any more.", "restart Redis", "ok-redis",
-         "KVD862",
-         setup=False, before=redis(), play=fault_at_run_time("silent"),
-         transfer=v1(remote_url="redis://127.0.0.1:$REDIS", local_cpu=False)),
+         "KVD862", setup=False, before=redis(), play=fault_at_run_time("silent"), transfer=IN_REDIS),
     Case("redis-closes", "Redis breaks off its answers in the middle of a value.",
          "look at Redis: client-output-buffer-limit, restarts, a proxy", "ok-redis",
-         "KVD224", setup=False, before=redis(),
-         play=closes, transfer=v1(remote_url="redis://127.0.0.1:$REDIS", local_cpu=False)),
+         "KVD224", setup=False, before=redis(), play=closes, transfer=IN_REDIS),
     Case("disk-deleted", "The folder of local_disk was deleted while the engine runs.",
          "make the folder again and restart; nobody else may clean it", "ok-disk",
          "KVD815", setup=False, play=disk_deleted,
@@ -359,8 +343,7 @@ CASES = [
          "ok-v1", "KVD220", transfer=V1, before=busy, environment={"PORT": "$BUSY"}),
     # LMCache's server.
     Case("mp-nobody", "No LMCache server listens at the port.", "lmcache server --port PORT, before vLLM", "ok-mp",
-         "KVD116",
-         transfer=json.loads(json.dumps(MP).replace("$SERVER", "$FREE"))),
+         "KVD116", transfer=json.loads(json.dumps(MP).replace("$SERVER", "$FREE"))),
     Case("mp-chunk", "The server's chunk size of 48 is no multiple of vLLM's block size of 32.",
          "lmcache server --chunk-size 64 (a multiple of --block-size)", "ok-mp", "KVD908", transfer=MP,
          before=server("--chunk-size", "48")),
@@ -408,12 +391,10 @@ CASES = [
          "another VLLM_NIXL_SIDE_CHANNEL_PORT", "ok-nixl", "KVD561", transfer=NIXL, before=busy,
          environment={"VLLM_NIXL_SIDE_CHANNEL_PORT": "$BUSY"}),
     Case("nixl-backend", "backends names UCXX, a plugin that NIXL does not have.", '"backends": ["UCX"]', "ok-nixl",
-         "KVD560",
-         transfer={**NIXL, "kv_connector_extra_config": {"backends": ["UCXX"]}}),
+         "KVD560", transfer={**NIXL, "kv_connector_extra_config": {"backends": ["UCXX"]}}),
     Case("nixl-wrong-port", "kv_transfer_params name a port at which no prefill instance listens.",
          "the proxy must hand on prefill's kv_transfer_params (VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT)", "ok-nixl",
-         "KVD550",
-         setup=False, transfer=NIXL, main=nixl_pair(wrong_port)),
+         "KVD550", setup=False, transfer=NIXL, main=nixl_pair(wrong_port)),
     Case("nixl-prefill-killed", "The prefill instance was killed before decode read its KV.",
          "restart prefill, look why it was killed", "ok-nixl", "KVD591", setup=False, transfer=NIXL,
          main=nixl_pair(prefill_killed)),

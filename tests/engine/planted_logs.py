@@ -20,9 +20,9 @@ import string
 import sys
 import tarfile
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,19 +47,15 @@ class Engine(served.Served):
     """vLLM's server, as released: LMCache in process has a stand-in for its GPU connector (plugin)."""
 
     def __init__(self, folder: Path, transfer: Any, options: tuple[str, ...] = (), **environment: str) -> None:
-        super().__init__(folder, "off", None, **environment)
+        super().__init__(folder, "off", transfer, **environment)
         del self.environment["KVFIX_TEST_REAL_CONNECTOR"]
         self.options = [*served.Served.options, *options]
-        text = transfer if isinstance(transfer, str) else json.dumps(transfer)
-        if transfer:
-            self.options += ["--kv-transfer-config", text]
         if "PORT" in environment:
             self.port = int(environment["PORT"])
             self.url = f"http://127.0.0.1:{self.port}"
 
     def begin(self) -> bool:
         """False if it does not start."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         self.start(**served.SIZES)
         with suppress(AssertionError):
             self.until_started()
@@ -67,29 +63,14 @@ class Engine(served.Served):
         return False
 
     def command(self) -> list[str]:
-        sizes = [word for name, value in served.SIZES.items() for word in (f"--{name}", str(value))]
-        model = str(self.folder.parent / "model")
-        return [
-            "vllm",
-            "serve",
-            model,
-            "--dtype",
-            "float32",
-            "--block-size",
-            "32",
-            "--port",
-            str(self.port),
-            *sizes,
-            *self.options,
-        ]
+        return ["vllm", "serve", str(self.folder.parent / "model"), *self.words(served.SIZES)]
 
     def ask(self, *requests: pd.Request, **more: Any) -> list[dict[str, Any] | None]:
         return [self._post(request, more) for request in requests]
 
     def _post(self, request: pd.Request, more: Mapping[str, Any]) -> dict[str, Any] | None:
-        body = {"model": "tiny", "prompt": request[0], "max_tokens": request[1], "temperature": 0, **more}
         with suppress(httpx.HTTPError):
-            return dict(httpx.post(f"{self.url}/v1/completions", json=body, timeout=ANSWER).json())
+            return pd.post(self.url, request, ANSWER, **more)
         return None
 
     def twice(self) -> None:
@@ -118,20 +99,39 @@ REQUESTS: list[pd.Request] = [(prompt(300, seed), 6) for seed in range(1, 5)]
 
 @dataclass
 class Run:
-    """One run of a case. values: what `$NAME` stands for in the settings of the case."""
+    """One run of a case. values: what `$NAME` stands for in the settings of the case. warned: by kvfix doctor."""
 
     folder: Path
     values: dict[str, str] = field(default_factory=dict)
     logs: dict[str, Path] = field(default_factory=dict)
     things: dict[str, Any] = field(default_factory=dict)
+    warned: list[str] = field(default_factory=list)
     stack: ExitStack = field(default_factory=ExitStack)
 
     def enter(self, context: AbstractContextManager[Any]) -> Any:
         return self.stack.enter_context(context)
 
-    def engine(self, case: Case, name: str = "engine", **settings: Any) -> Engine:
-        """settings: what differs from the case's own."""
-        case = Case(**{**vars(case), **settings})
+    @contextmanager
+    def running(self, case: Case, name: str = "engine", **settings: Any) -> Iterator[Engine | None]:
+        """The engine until the end; None if it does not start. settings: what differs from the case's own."""
+        engine = self._engine(case, name, **settings)
+        self.doctor(engine.command(), {**os.environ, **engine.environment})
+        try:
+            yield engine if engine.begin() else None
+        finally:
+            engine.end()
+
+    def doctor(self, words: list[str], environment: Mapping[str, str]) -> None:
+        """Note the problems that kvfix doctor sees before the launch."""
+        places = [each for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each]
+        setup = Setup(command_line.read(words), environment, Packages([*places, *sys.path]), limit=1)
+        for each in checks.catalogue():
+            if each.name not in _OF_THE_MACHINE:
+                found = [line for line in each.look(setup) if line.status == checks.PROBLEM]
+                self.warned += [f"{each.name}: {line.what}" for line in found]
+
+    def _engine(self, case: Case, name: str, **settings: Any) -> Engine:
+        case = replace(case, **settings)
         words = {name: string.Template(text).substitute(self.values) for name, text in case.environment.items()}
         if case.file is not None:
             file = self.folder / "lmcache.yaml"
@@ -174,18 +174,7 @@ class Case:
     file: str | None = None
     before: Callable[[Run], None] = lambda run: None
     play: Callable[[Run, Engine], None] = ask_twice
-    main: Callable[[Case, Run], list[str]] | None = None
-
-
-def doctor(words: list[str], environment: Mapping[str, str]) -> list[str]:
-    """Problems that kvfix doctor sees before the launch."""
-    places = [each for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each]
-    setup = Setup(command_line.read(words), environment, Packages([*places, *sys.path]), limit=1)
-    found = []
-    for each in checks.catalogue():
-        if each.name not in _OF_THE_MACHINE:
-            found += [f"{each.name}: {line.what}" for line in each.look(setup) if line.status == checks.PROBLEM]
-    return found
+    main: Callable[[Case, Run], None] | None = None
 
 
 def run(case: Case, folder: Path) -> dict[str, Any]:
@@ -199,20 +188,16 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     with this.stack:
         case.before(this)
         if case.main is not None:
-            warned = case.main(case, this)
+            case.main(case, this)
         else:
-            engine = this.engine(case)
-            warned = doctor(engine.command(), {**os.environ, **engine.environment})
-            try:
-                if engine.begin():
+            with this.running(case) as engine:
+                if engine is not None:
                     case.play(this, engine)
-            finally:
-                engine.end()
     kept = [keep(path, here / f"{case.name}{'' if name == 'engine' else '.' + name}.log.gz", folder)
             for name, path in this.logs.items() if path.exists()]  # fmt: skip
     found = healthy_logs.found(*kept)
     findings = [each.rule.code for each in found.findings if not each.is_note]
-    return {"case": case.name, "expected": case.code, "findings": findings, "doctor": warned, "logs": len(kept)}
+    return {"case": case.name, "expected": case.code, "findings": findings, "doctor": this.warned, "logs": len(kept)}
 
 
 def keep(log: Path, to: Path, folder: Path) -> Path:

@@ -3,7 +3,9 @@
 The job has these fields:
 
 - `apply`: mode, or None; `transfer`; `engine`: arguments of LLM; `rounds`: requests of each round; `spoil`
-- optional: `config` of the model, `counters` of vLLM to return, `l2` of l2.py
+- optional: `config` of the model, `counters` of vLLM to return
+- `l2`: the L2 of a real `lmcache server`: its `server` (a URL), and the `folder` of its files
+- `calm`, `hard`, `flags`: in place of `rounds`, see `until_told()`
 
 These optional fields are numbers of rounds:
 
@@ -23,10 +25,9 @@ import json
 import os
 import signal
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
-
-import l2
 
 from kvfix_tools.roundtrip import real_engine
 
@@ -37,6 +38,9 @@ def main(job: dict[str, Any]) -> None:
 
         kvfix.apply(job["apply"])
     llm = real_engine.make(Path(job["model"]), job["transfer"], config=job.get("config"), **job["engine"])
+    if "flags" in job:
+        Path(job["out"]).write_text(json.dumps(until_told(llm, job)))
+        return
     rounds: list[list[list[int]]] = []
     requests: list[tuple[list[int], int]] = []
     preempted: list[int] = []
@@ -51,9 +55,9 @@ def main(job: dict[str, Any]) -> None:
         if number == job.get("spoil_from"):
             Path(job["spoil"]).touch()
         if number in job.get("l2_before", ()):
-            l2.empty_l1(job["l2"])
+            empty_l1(job["l2"])
         if number == job.get("mix_before"):
-            l2.mix(job["l2"])
+            mix_l2(job["l2"])
         if number == job.get("one_by_one_in"):
             one_by_one(llm.llm_engine, requests, Path(job["spoil"]))
         rounds.append(real_engine.generate(llm, requests))
@@ -62,6 +66,19 @@ def main(job: dict[str, Any]) -> None:
     counters = {name: real_engine.counter(llm, name) for name in job.get("counters", ())}
     answer = {"rounds": rounds, "preempted": preempted, "preemptions": sum(preempted), "counters": counters}
     Path(job["out"]).write_text(json.dumps(answer))
+
+
+def until_told(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
+    """Generate, round after round. A round has the requests `hard` as long as a file `hard` is in the folder `flags`,
+    otherwise the requests `calm`. The last round is the one during which the file `stop` comes.
+    """
+    folder, rounds, preempted = Path(job["flags"]), list[tuple[str, list[list[int]]]](), 0
+    while not (folder / "stop").exists():
+        kind = "hard" if (folder / "hard").exists() else "calm"
+        rounds.append((kind, real_engine.generate(llm, job[kind])))
+        preempted = real_engine.counter(llm, "vllm:num_preemptions")
+        print(f"{kind} round {len(rounds)} ended", flush=True)
+    return {"rounds": rounds, "preemptions": preempted}
 
 
 def continued(
@@ -111,6 +128,46 @@ def one_by_one(engine: Any, requests: list[tuple[list[int], int]], spoil: Path) 
             time.sleep(0.01)
     while engine.has_unfinished_requests():
         engine.step()
+
+
+def l2_options(folder: Path) -> tuple[str, ...]:
+    """Return the options of a server with an L2 in this folder."""
+    return ("--l2-adapter", json.dumps({"type": "fs", "base_path": str(folder)}))
+
+
+def empty_l1(job: dict[str, Any]) -> None:
+    """Empty L1, so that later hits come from the L2, which has all chunks."""
+    idle, until = 0, time.monotonic() + 60
+    while idle < 3:  # a key that is taken from the queue is not counted for a moment
+        assert time.monotonic() < until, "the L2 still stores"
+        stores = _storage(job)["store_controller"]
+        idle = 0 if stores["pending_keys_count"] or stores["in_flight_task_count"] else idle + 1
+        time.sleep(0.05)
+    while objects := _storage(job)["l1_manager"]["total_object_count"]:
+        assert time.monotonic() < until, f"the L1 still has {objects} objects"
+        _asked(job, "/cache/clear", b"{}")
+
+
+def _storage(job: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = _asked(job, "/status")["storage_manager"]
+    return found
+
+
+def _asked(job: dict[str, Any], path: str, body: bytes | None = None) -> Any:
+    request = urllib.request.Request(job["server"] + path, body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return json.load(answer)
+
+
+def mix_l2(job: dict[str, Any]) -> None:
+    """A negative control: each chunk of the L2 gets the bytes of another one of its size."""
+    by_size: dict[int, list[Path]] = {}
+    for file in sorted(Path(job["folder"]).glob("*.data")):
+        by_size.setdefault(file.stat().st_size, []).append(file)
+    for files in by_size.values():
+        contents = [file.read_bytes() for file in files]
+        for file, content in zip(files, contents[1:] + contents[:1], strict=True):
+            file.write_bytes(content)
 
 
 if __name__ == "__main__":

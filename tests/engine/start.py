@@ -57,14 +57,20 @@ ROUNDS = [REPORT, REPORT, CROWD, CROWD]
 
 @dataclass
 class Ran:
-    """`answer`: what the program wrote; None if the engine died. `notes`: lines of the test suite's plugin in its
+    """`written`: what the program wrote; None if the engine died. `notes`: lines of the test suite's plugin in its
     processes. `log`: all output."""
 
-    answer: dict[str, Any] | None
+    written: dict[str, Any] | None
     notes: list[dict[str, Any]]
     log: str
     pid: int
     folder: Path
+
+    @property
+    def answer(self) -> dict[str, Any]:
+        """The answer that the program wrote. If the engine died, this fails with the end of its log."""
+        assert self.written is not None, self.log[-3000:]
+        return self.written
 
     def dumps(self, reason: str) -> list[Path]:
         """Recorder files that its processes wrote for this reason."""

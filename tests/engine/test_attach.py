@@ -57,7 +57,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """Return vLLM's own answers to the calm requests and to the hard ones."""
     folder = tmp_path_factory.mktemp("plain")
     ran = start.run(folder, apply=False, transfer=None, environment=start.ONE_PROCESS, rounds=[CALM, HARD])
-    assert ran.answer is not None, ran.log[-3000:]
     return list(ran.answer["rounds"])
 
 
@@ -118,12 +117,11 @@ def test_it_comes_and_goes_under_load(
 
     with start.server() if server else nullcontext(start.v1(256 if version == "0.3.10" else 64)) as transfer:
         ran = start.run(
-            folder, apply=False, transfer=transfer, lmcache=release(version), program="attached.py",
+            folder, apply=False, transfer=transfer, lmcache=release(version),
             engine=start.TWO_PROCESSES if server else start.ENGINE,
             when=("calm round 1 ", come_and_go), calm=CALM, hard=HARD, flags=str(folder),
             limit=start.LIMIT + 30 * pairs,
         )  # fmt: skip
-    assert ran.answer is not None, ran.log[-3000:]
     assert ran.answer["preemptions"] > 0
     assert ran.count("load") > 0
     wrong = [

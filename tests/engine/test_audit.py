@@ -8,8 +8,6 @@ scheduler and model, LMCache with adapter, storage and its GPU connector. Stand-
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from tests.engine import start
@@ -44,13 +42,8 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     )  # fmt: skip
 
 
-def part(ran: Ran, name: str) -> Any:
-    assert ran.answer is not None, ran.log[-5000:]
-    return ran.answer[name]
-
-
 def test_a_healthy_engine_has_no_report(ran: Ran) -> None:
-    found = part(ran, "healthy")
+    found = ran.answer["healthy"]
     compared = found["compared"]
     assert len({event["request"] for event in compared}) == 100
     assert sum(event["chunks"] for event in compared) == 4 * sum(len(each) // 64 for each in PROMPTS)
@@ -65,7 +58,7 @@ def test_a_healthy_engine_has_no_report(ran: Ran) -> None:
 
 @pytest.mark.parametrize("fault", [fault.__name__ for fault in FAULTS])
 def test_a_fault_in_the_cache_is_reported(ran: Ran, fault: str) -> None:
-    found = part(ran, "faults")[fault]
+    found = ran.answer["faults"][fault]
     (event,) = found["compared"]
     wrong, chunk, layer, kv = FOUND[fault]
     assert (event["wrong"], event["chunks"], event["start"], event["end"]) == (wrong, 3, 64 * chunk, 64 * chunk + 64)
@@ -76,12 +69,12 @@ def test_a_fault_in_the_cache_is_reported(ran: Ran, fault: str) -> None:
 
 
 def test_the_most_wrong_token_is_named(ran: Ran) -> None:
-    assert part(ran, "faults")["v_of_one_token_wrong"]["compared"][0]["token"] == 64 + 5
-    assert part(ran, "faults")["not_a_number"]["compared"][0]["token"] == 128 + 7
+    assert ran.answer["faults"]["v_of_one_token_wrong"]["compared"][0]["token"] == 64 + 5
+    assert ran.answer["faults"]["not_a_number"]["compared"][0]["token"] == 128 + 7
 
 
 def test_without_the_audit_the_answer_is_wrong(ran: Ran) -> None:
-    assert part(ran, "faults")["zeros"]["right when loaded"] is False
+    assert ran.answer["faults"]["zeros"]["right when loaded"] is False
 
 
 def test_the_log_has_rule_and_arithmetic(ran: Ran) -> None:
@@ -91,17 +84,17 @@ def test_the_log_has_rule_and_arithmetic(ran: Ran) -> None:
 
 
 def test_scheduler_and_worker_choose_the_same_hits(ran: Ran) -> None:
-    found = part(ran, "half")
+    found = ran.answer["half"]
     assert found["compared"] == found["not promised"] == found["chosen"]
     assert 0 < len(found["chosen"]) < found["asked"] == len(PROMPTS)
 
 
 def test_nothing_is_left_behind(ran: Ran) -> None:
-    assert set(part(ran, "left").values()) == {0}, part(ran, "left")
+    assert set(ran.answer["left"].values()) == {0}, ran.answer["left"]
 
 
 def test_an_error_in_the_audit_stops_the_audit_only(ran: Ran) -> None:
-    found = part(ran, "error")
+    found = ran.answer["error"]
     assert found["calls"] == 1
     assert found["answers"][0] == found["answers"][1]
     assert found["faults"] == {"a fault of kvfix itself in kvfix.connector_events.audit: RuntimeError": 1}
@@ -111,10 +104,10 @@ def test_an_error_in_the_audit_stops_the_audit_only(ran: Ran) -> None:
 
 def test_as_released_every_hit_is_found_wrong(ran: Ran) -> None:
     """Without KVF020: store and load of LMCache 0.5.6 copy wrong in the same way under vLLM 0.32."""
-    (event,) = part(ran, "released")
+    (event,) = ran.answer["released"]
     assert (event["wrong"], event["chunks"]) == (3, 3)
     assert event["error"] > 0.5
 
 
 def test_strict_raises(ran: Ran) -> None:
-    assert part(ran, "strict").startswith("Violation: kvfix KVR027 cache-differs-from-computed")
+    assert ran.answer["strict"].startswith("Violation: kvfix KVR027 cache-differs-from-computed")

@@ -57,8 +57,6 @@ def multi_process(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 def assert_same_outputs(ran: Ran, plain: Ran) -> None:
     """Equal to plain vLLM under preemption; and hits and loads took place, or the comparison would prove nothing."""
-    assert plain.answer is not None, plain.log[-3000:]
-    assert ran.answer is not None, ran.log[-3000:]
     assert ran.answer["preemptions"] > 0
     assert plain.answer["preemptions"] > 0
     assert ran.count("grant") > 0
@@ -106,8 +104,6 @@ def test_check_finds_nothing_and_has_recorded_all(in_process: Ran) -> None:
 
 def test_spoiled_loads_are_seen(in_process: Ran, plain: Ran) -> None:
     """The negative control: with 1.0 added to loaded KV, the outputs differ."""
-    assert in_process.answer is not None
-    assert plain.answer is not None
     assert in_process.answer["rounds"][4] != plain.answer["rounds"][3]
 
 
@@ -131,7 +127,7 @@ class TestTheReportedCrash:
             tmp_path, apply=False, transfer=start.v1(256), lmcache=release(EARLY), rounds=[REPORT],
             engine=start.TWO_PROCESSES,
         )  # fmt: skip
-        assert ran.answer is None
+        assert ran.written is None
         assert MISMATCH in ran.log
         assert "EngineDeadError" in ran.log
         assert ran.findings() == {"KVD101"}

@@ -1,8 +1,8 @@
 """A load fails while the next step is in flight, on a real engine with asynchronous scheduling: KVF205, KVF007, KVF203.
 
 As released answers are wrong, those of later requests too, and the engine dies; with kvfix all are right. The cases
-are those of failed_loads.py; two engines, each plays all of them. Stand-ins: async_scheduling.py, and LMCache's GPU
-connector.
+are those of failed_loads.py; two engines, each plays all of them. Stand-ins: CUDA's events and streams, and LMCache's
+GPU connector.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ def fixed(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 def case(ran: Ran, name: str) -> dict[str, Any]:
     """It was asynchronous, and its load failed with two steps in flight (or, of the healthy one, did not)."""
-    assert ran.answer is not None, ran.log[-3000:]
     assert ran.answer["scheduler"] == "AsyncScheduler"
     found: dict[str, Any] = ran.answer["cases"][name]
     assert found["failed"] == ([{"blocks": 6, "steps": STEPS[name]}] if STEPS[name] else [])
@@ -82,7 +81,6 @@ def test_a_load_that_succeeds(released: Ran, fixed: Ran) -> None:
 
 def test_every_hit_was_loaded(fixed: Ran) -> None:
     """Else the right answers of those that are asked for again would prove nothing."""
-    assert fixed.answer is not None, fixed.log[-3000:]
     cases = fixed.answer["cases"]
     cached = {name: {each: a["cached"] for each, a in case["again"].items()} for name, case in cases.items()}
     assert cached == {
@@ -104,7 +102,6 @@ def test_with_kvfix_all_are_right(name: str, fixed: Ran) -> None:
 def test_check_reports_nothing_and_kvfix_has_no_fault(fixed: Ran) -> None:
     assert "Report: " not in fixed.log
     assert "a fault of kvfix itself" not in fixed.log
-    assert fixed.answer is not None
     verdicts = fixed.answer["verdicts"]
     assert {verdicts[code] for code in ("KVF007", "KVF022", "KVF203", "KVF205")} == {"applied"}
 
@@ -119,6 +116,5 @@ class TestAsReleased:
 
     def test_the_engine_dies(self, released: Ran) -> None:
         """The worker is given the token -1 for one that was dropped."""
-        assert released.answer is not None
         failed = [{"blocks": 6, "steps": STEPS["short"]}]
         assert released.answer["died"] == {"of": "index out of range in self", "failed": failed}

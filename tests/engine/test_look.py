@@ -43,7 +43,6 @@ def test_a_healthy_engine(tmp_path: Path) -> None:
             tmp_path, False, transfer, rounds=[CROWD] * ROUNDS, engine=TWO_PROCESSES, forked=False,
             when=("Initializing a V1 LLM engine", do),
         )  # fmt: skip
-    assert ran.answer is not None, ran.log[-4000:]
     assert all(each == ran.answer["rounds"][0] for each in ran.answer["rounds"])
     inside = [each for each in looks if owed.engines(each.processes)]
     assert len(inside) > LOOKS // 2

@@ -58,7 +58,6 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     rounds = list(ROUNDS.values())
     folder = tmp_path_factory.mktemp("plain")
     ran = start.run(folder, False, None, rounds=rounds, engine=engine, environment=start.ONE_PROCESS)
-    assert ran.answer is not None, ran.log[-3000:]
     return dict(zip(ROUNDS, ran.answer["rounds"], strict=True))
 
 

@@ -120,7 +120,6 @@ def workers(served: Served) -> list[dict[str, Any]]:
 
 
 def test_it_serves(served: Served) -> None:
-    assert served.ran.answer is not None, served.ran.log[-3000:]
     assert served.ran.answer["preemptions"] > 0
     assert served.ran.count("load") > 0
     assert served.ran.answer["rounds"][0] == served.ran.answer["rounds"][1]

@@ -21,7 +21,7 @@ from kvfix_tools.roundtrip.cell_check import Result
 from kvfix_tools.roundtrip.matrix import Cell
 from kvfix_tools.roundtrip.mismatch import Mismatch
 from kvfix_tools.roundtrip.run_report import RunReport
-from maintain.gpu import bundle, roundtrips, stages, steps, trimmed_wheel
+from maintain.gpu import bundle, roundtrips, stages
 from maintain.gpu.stages import NOT_HERE, TIMED_OUT, Stage
 
 FILES = {
@@ -46,7 +46,7 @@ def wheel(tmp_path: Path) -> Path:
 
 
 def test_the_parts_of_a_wheel_are_one_package_again(wheel: Path, tmp_path: Path) -> None:
-    parts = trimmed_wheel.split(wheel, tmp_path, {"large/fa2.*": "a reason"}, {"large/compiled.*": "large_operations"})
+    parts = bundle.split(wheel, tmp_path, {"large/fa2.*": "a reason"}, {"large/compiled.*": "large_operations"})
     assert [part.name for part in parts] == [wheel.name, "large_operations-1.0-py3-none-any.whl"]
     for part in parts:
         with zipfile.ZipFile(part) as content:
@@ -65,7 +65,7 @@ def test_the_parts_of_a_wheel_are_one_package_again(wheel: Path, tmp_path: Path)
 
 def test_a_pattern_that_fits_no_file_is_an_error(wheel: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no file large/fa9\.\*"):
-        trimmed_wheel.split(wheel, tmp_path, {"large/fa9.*": "a reason"}, {})
+        bundle.split(wheel, tmp_path, {"large/fa9.*": "a reason"}, {})
 
 
 def test_the_bundle_has_the_wheels_and_the_scripts(wheel: Path, tmp_path: Path) -> None:
@@ -150,12 +150,12 @@ def test_a_stage_without_a_gpu_ends_with_77(
     stand_in = SimpleNamespace(__version__="2.11.0", cuda=SimpleNamespace(is_available=lambda: here[0]))
     monkeypatch.setitem(sys.modules, "torch", stand_in)
     with pytest.raises(SystemExit) as ended:
-        steps.device(["torch", "--device", "cuda"])
+        stages.device(["torch", "--device", "cuda"])
     assert ended.value.code == NOT_HERE
     assert capsys.readouterr().err == "no CUDA device: torch 2.11.0 sees none\n"
-    assert steps.device(["torch", "--device", "cpu"]) == ("torch", "cpu")
+    assert stages.device(["torch", "--device", "cpu"]) == ("torch", "cpu")
     here[0] = True
-    assert steps.device(["torch", "--device", "cuda"]) == ("torch", "cuda")
+    assert stages.device(["torch", "--device", "cuda"]) == ("torch", "cuda")
 
 
 def report(*results: Result, speeds: tuple[Result, ...] = (), inject: str | None = None) -> RunReport:

@@ -32,7 +32,7 @@ OFFLOADING = {
 class Served(pd.Engine):
     options = ["--enable-prompt-tokens-details"]
 
-    def __init__(self, folder: Path, mode: str, transfer: dict[str, Any] | None, **environment: str) -> None:
+    def __init__(self, folder: Path, mode: str, transfer: dict[str, Any] | str | None, **environment: str) -> None:
         """transfer: kv_transfer_config. environment: more of the server's."""
         super().__init__(folder, "kv_both", mode)
         self.transfer = transfer or {}

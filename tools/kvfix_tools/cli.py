@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -44,25 +44,6 @@ app = typer.Typer(
 
 app.add_typer(lab, name="lab", rich_help_panel=_MAINTAIN)
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Pid = Annotated[
-    int,
-    typer.Argument(metavar="PID", help="Process ID of the engine. kvfix includes all child processes of this process."),
-]
-# typer reads annotations at run time, also on Python 3.10. This file therefore uses Optional, not `| None`.
-Only = Annotated[
-    Optional[list[str]],  # noqa: UP045
-    typer.Option(metavar="CODE|SLUG", help="Apply this fix and no others. May be given several times."),
-]
-Skip = Annotated[
-    Optional[list[str]],  # noqa: UP045
-    typer.Option(metavar="CODE|SLUG", help="Leave out this fix. May be given several times."),
-]
-Plus = Annotated[
-    Optional[list[str]],  # noqa: UP045
-    typer.Option(metavar="CODE|SLUG", help="Apply this opt-in fix too. May be given several times."),
-]
-
 
 def _version(wanted: bool) -> None:
     if wanted:
@@ -70,19 +51,36 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Pid = Annotated[
+    int,
+    typer.Argument(metavar="PID", help="Process ID of the engine. kvfix includes all child processes of this process."),
+]
+
+
+def _several(metavar: str, does: str) -> Any:
+    """Return an option that may be given several times."""
+    return typer.Option(metavar=metavar, help=f"{does}. May be given several times.")
+
+
+Names = list[str] | None
+Only = Annotated[Names, _several("CODE|SLUG", "Apply this fix and no others")]
+Skip = Annotated[Names, _several("CODE|SLUG", "Leave out this fix")]
+Plus = Annotated[Names, _several("CODE|SLUG", "Apply this opt-in fix too")]
+Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")]
+#: Settings of a command whose arguments are a command of the user.
+_ANY_WORDS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+
+
 @app.callback()
-def main_options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
-    ] = False,
-) -> None:
+def main_options(version: Version = False) -> None:
     """Options before the command."""
 
 
 @app.command(rich_help_panel=COMMANDS["status"])
 def status(
     names: Annotated[
-        Optional[list[str]],  # noqa: UP045
+        Names,
         typer.Argument(
             metavar="[PID|KVF...]",
             help="Show the fixes that are applied in a running engine (PID), or the rows of these fixes.",
@@ -208,7 +206,7 @@ def conform(
     seeds: Annotated[str, typer.Option(metavar="A:B", help="Draw schedules with these seeds.")] = "0:100000",
     fixes: Annotated[bool, typer.Option(help="Run vLLM with the fixes of kvfix, or as released.")] = True,
     json: Json = False,
-    junit: Annotated[Optional[Path], typer.Option(metavar="FILE", help="Write JUnit XML.")] = None,  # noqa: UP045
+    junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write JUnit XML.")] = None,
 ) -> None:
     """Test a KV connector against vLLM's connector interface, without a GPU. Exit 1 if a rule is violated."""
     from kvfix_tools.conform import command
@@ -235,10 +233,7 @@ def dump(
 
 @app.command(rich_help_panel=COMMANDS["look"])
 def look(
-    pid: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Argument(metavar="PID", help="Any process of the engine."),
-    ] = None,
+    pid: Annotated[int | None, typer.Argument(metavar="PID", help="Any process of the engine.")] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Redraw once a second, with rates per second.")] = False,
     request: Annotated[str, typer.Option(metavar="ID", help="Show one request in full.")] = "",
     json: Json = False,
@@ -293,13 +288,10 @@ def detach(
     raise typer.Exit(attach.detach(pid, wait, json))
 
 
-@app.command(
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-    rich_help_panel=COMMANDS["doctor"],
-)
+@app.command(context_settings=_ANY_WORDS, rich_help_panel=COMMANDS["doctor"])
 def doctor(
     command: Annotated[
-        Optional[list[str]],  # noqa: UP045
+        Names,
         typer.Argument(
             metavar="[-- CMD ...]", help="The command that you will launch: vllm serve ..., lmcache server ..."
         ),
@@ -319,9 +311,7 @@ def doctor(
     raise typer.Exit(work.doctor(command or [], json, server_http, names))
 
 
-@app.command(
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}, rich_help_panel=COMMANDS["run"]
-)
+@app.command(context_settings=_ANY_WORDS, rich_help_panel=COMMANDS["run"])
 def run(
     command: Annotated[list[str], typer.Argument(metavar="-- CMD ...", help="The program and its arguments.")],
     mode: Annotated[
@@ -381,18 +371,8 @@ def diagnose(
     output_format: Annotated[
         str, typer.Option("--format", metavar="text|json|github", help="Choose the output format.")
     ] = "",
-    select: Annotated[
-        Optional[list[str]],  # noqa: UP045
-        typer.Option(
-            metavar="CODE", help="Show only findings whose code begins with CODE. May be given several times."
-        ),
-    ] = None,
-    ignore: Annotated[
-        Optional[list[str]],  # noqa: UP045
-        typer.Option(
-            metavar="CODE", help="Leave out findings whose code begins with CODE. May be given several times."
-        ),
-    ] = None,
+    select: Annotated[Names, _several("CODE", "Show only findings whose code begins with CODE")] = None,
+    ignore: Annotated[Names, _several("CODE", "Leave out findings whose code begins with CODE")] = None,
     fail_on: Annotated[
         str,
         typer.Option(
@@ -415,9 +395,7 @@ def diagnose(
         typer.Option(metavar="FILE", help="Write a bug report to post: versions, settings, excerpt, known threads."),
     ] = "",
     everything: Annotated[bool, typer.Option("--all", help="Show every finding in full.")] = False,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
-    ] = False,
+    version: Version = False,
 ) -> None:
     """Find known bugs in a log. Exit 1 if a finding is certain.
 
@@ -437,12 +415,8 @@ def diagnose(
     raise typer.Exit(command.main(paths, options))
 
 
-@app.command(
-    add_help_option=False,
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-    rich_help_panel=COMMANDS["roundtrip"],
-)
-def roundtrip(arguments: Annotated[Optional[list[str]], typer.Argument(metavar="[OPTIONS]")] = None) -> None:  # noqa: UP045
+@app.command(add_help_option=False, context_settings=_ANY_WORDS, rich_help_panel=COMMANDS["roundtrip"])
+def roundtrip(arguments: Annotated[Names, typer.Argument(metavar="[OPTIONS]")] = None) -> None:
     """Check that every byte of KV survives the copy to the host and back."""
     if find_spec("torch") is None:
         print(

@@ -47,9 +47,13 @@ class Recording(NamedTuple):
 
 def read(path: Path) -> Recording:
     """Read one file. Raise OSError, or ValueError with the wrong line if this kvfix did not write the file."""
-    if path.stat().st_size > LARGEST:
-        raise ValueError(f"the file has {path.stat().st_size >> 20} MiB; a recorder writes at most {LARGEST >> 20} MiB")
+    _check_size("the file", path.stat().st_size)
     return parsed(str(path), path.read_bytes().splitlines())
+
+
+def _check_size(name: str, size: int) -> None:
+    if size > LARGEST:
+        raise ValueError(f"{name} has {size >> 20} MiB; a recorder writes at most {LARGEST >> 20} MiB")
 
 
 def read_all(path: Path) -> list[Recording]:
@@ -63,11 +67,9 @@ def read_all(path: Path) -> list[Recording]:
                 name = PurePosixPath(entry.name).name
                 if not entry.isfile() or not (name.startswith("recorder-") and name.endswith(".jsonl")):
                     continue
+                _check_size(name, entry.size)
                 file = archive.extractfile(entry)
-                if entry.size > LARGEST or file is None:
-                    raise ValueError(
-                        f"{name} has {entry.size >> 20} MiB; a recorder writes at most {LARGEST >> 20} MiB"
-                    )
+                assert file is not None  # it is a file
                 found.append(parsed(f"{path}:{name}", file.read().splitlines()))
     except (tarfile.TarError, EOFError, zlib.error) as error:
         raise ValueError(f"the bundle is damaged or cut off ({type(error).__name__}: {error})") from None

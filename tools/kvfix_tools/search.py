@@ -34,14 +34,6 @@ class Candidate(NamedTuple):
     confirm: str
 
 
-class _Entry(NamedTuple):
-    """shows: the symptom in a log. rest: all other words."""
-
-    candidate: Candidate
-    shows: str
-    rest: str
-
-
 def search(text: str, json: bool) -> int:
     """Print the best candidates. text: the description, the name of a file, or `-` for standard input."""
     try:
@@ -77,19 +69,20 @@ def candidates(text: str) -> list[Candidate]:
     entries = list(_entries())
     with sqlite3.connect(":memory:") as index:
         index.execute("CREATE VIRTUAL TABLE entry USING fts5(title, shows, rest, tokenize = 'porter unicode61')")
-        rows = ((each.candidate.title, each.shows, each.rest) for each in entries)
+        rows = ((candidate.title, shows, rest) for candidate, shows, rest in entries)
         index.executemany("INSERT INTO entry VALUES (?, ?, ?)", rows)
         query = " OR ".join(f'"{each}"' for each in dict.fromkeys((*words, *pairs)))
         best = f"SELECT rowid FROM entry WHERE entry MATCH ? ORDER BY bm25(entry, {_WEIGHTS}) LIMIT {_SHOWN}"
         found = index.execute(best, (query,)).fetchall() if words else []
-    return [entries[row - 1].candidate for (row,) in found]
+    return [entries[row - 1][0] for (row,) in found]
 
 
-def _entries() -> Iterator[_Entry]:
+def _entries() -> Iterator[tuple[Candidate, str, str]]:
+    """Yield (candidate, its symptom in a log, all other words)."""
     for fix in fixes.fixes():
         shows = fix.section("Symptom")
         candidate = Candidate(fix.code, fix.slug, fix.title, _confirm(fix))
-        yield _Entry(candidate, shows, " ".join((fix.slug, fix.doc or "")))
+        yield candidate, shows, " ".join((fix.slug, fix.doc or ""))
     rows = [row for each in statements.known().values() for row in each]
     for problem in known_problems():
         has = f", or your log has `{problem.signs[0]}`" if problem.signs else ""
@@ -97,11 +90,11 @@ def _entries() -> Iterator[_Entry]:
         candidate = Candidate(problem.code, problem.name, problem.title, confirm)
         logged = [row.template for row in rows if row.message in problem.on]
         texts = (problem.name, problem.cause, problem.first, problem.now, problem.good, problem.normal)
-        yield _Entry(candidate, " ".join([*problem.signs, *logged]), " ".join([*texts, *problem.connectors]))
+        yield candidate, " ".join([*problem.signs, *logged]), " ".join([*texts, *problem.connectors])
     for rule in RULES:
         title = rule.doc.strip().partition("\n")[0]
         candidate = Candidate(rule.code, rule.name, title, f"kvfix run --mode check -- CMD reports {rule.code}")
-        yield _Entry(candidate, "", " ".join((rule.name, rule.doc)))
+        yield candidate, "", " ".join((rule.name, rule.doc))
 
 
 def _confirm(fix: Fix) -> str:

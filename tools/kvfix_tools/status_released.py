@@ -98,7 +98,9 @@ def survey(dist: str, wheel: Path) -> list[ReleasedRow]:
     version = str(parse_wheel_filename(wheel.name)[1])
     patches = [(fix, [target for target in fix.targets if target.dist == dist]) for fix in catalogue.fixes()]
     with tempfile.TemporaryDirectory(prefix="kvfix-released-") as folder:
-        _unpack(wheel, {_file(target) for _, mine in patches for target in mine}, Path(folder))
+        names = {_file(target) for _, mine in patches for target in mine}
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(folder, names & set(archive.namelist()))
         rows = []
         for fix, mine in patches:
             judged = [_judge(target, Path(folder)) for target in mine]
@@ -110,12 +112,6 @@ def survey(dist: str, wheel: Path) -> list[ReleasedRow]:
 
 def _file(target: Target) -> str:
     return f"{target.module.replace('.', '/')}.py"
-
-
-def _unpack(wheel: Path, names: set[str], folder: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        for name in names & set(archive.namelist()):
-            archive.extract(name, folder)
 
 
 def _judge(target: Target, folder: Path) -> tuple[str, str, str]:

@@ -39,9 +39,6 @@ class Ready(NamedTuple):
     subject: str
     path: Path
 
-    def as_json(self) -> dict[str, str]:
-        return {**self._asdict(), "path": str(self.path)}
-
 
 def ready() -> list[Ready]:
     """Return all patches in the order of their codes."""
@@ -64,7 +61,7 @@ def show(json: bool) -> int:
     """Print a row for each patch, and the fixes without a patch."""
     rows = ready()
     if json:
-        print(jsonlib.dumps([row.as_json() for row in rows], indent=2))
+        print(jsonlib.dumps([{**row._asdict(), "path": str(row.path)} for row in rows], indent=2))
         return 0
     table = Table("code", "fix", "for", "subject", box=None, header_style="bold", pad_edge=False)
     for row in rows:

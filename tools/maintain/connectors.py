@@ -22,6 +22,14 @@ _EXAMPLE = {
 }
 
 
+#: Connectors that run without a configuration.
+_PLAIN = (
+    "LMCacheConnectorV1", "LMCacheMPConnector", "OffloadingConnector", "SimpleCPUOffloadConnector",
+    "NixlPullConnector", "NixlPushConnector", "MooncakeConnector", "MooncakeStoreConnector", "MoRIIOConnector",
+    "FlexKVConnectorV1", "HF3FSKVConnector", "HiSparseConnector",
+)  # fmt: skip
+
+
 class Subject(NamedTuple):
     """name: in the table. connector: for the command. note: explains the verdicts."""
 
@@ -35,18 +43,7 @@ SUBJECTS = (
     Subject("ExampleConnector", "ExampleConnector", {"shared_storage_path": "{dir}"}),
     Subject("MultiConnector[ExampleConnector]", "MultiConnector", {"connectors": [_EXAMPLE]}),
     Subject("DecodeBenchConnector", "DecodeBenchConnector", note="loads made-up KV on purpose, for benchmarks."),
-    Subject("LMCacheConnectorV1", "LMCacheConnectorV1"),
-    Subject("LMCacheMPConnector", "LMCacheMPConnector"),
-    Subject("OffloadingConnector", "OffloadingConnector"),
-    Subject("SimpleCPUOffloadConnector", "SimpleCPUOffloadConnector"),
-    Subject("NixlPullConnector", "NixlPullConnector"),
-    Subject("NixlPushConnector", "NixlPushConnector"),
-    Subject("MooncakeConnector", "MooncakeConnector"),
-    Subject("MooncakeStoreConnector", "MooncakeStoreConnector"),
-    Subject("MoRIIOConnector", "MoRIIOConnector"),
-    Subject("FlexKVConnectorV1", "FlexKVConnectorV1"),
-    Subject("HF3FSKVConnector", "HF3FSKVConnector"),
-    Subject("HiSparseConnector", "HiSparseConnector"),
+    *(Subject(name, name) for name in _PLAIN),
     Subject("ExampleHiddenStatesConnector", "ExampleHiddenStatesConnector", {"shared_storage_path": "{dir}"}),
 )
 

@@ -22,7 +22,7 @@ from typing import Any
 import kvfix
 from kvfix import applicability, catalogue
 from kvfix_tools.lab import runner
-from maintain import drill_edits
+from maintain import drill_edits, fingerprints
 from maintain.scenario_matrix import VLLM, answer_of
 
 LMCACHE = Path(".cache/lmcache")
@@ -47,28 +47,6 @@ def newest(dist: str) -> str:
     return str(applicability.fingerprints()[dist]["releases"][-1])
 
 
-def without(known: dict[str, Any], forgotten: dict[str, str]) -> dict[str, Any]:
-    """Return the fingerprints without these releases. forgotten: {dist: version}."""
-    found = dict(known)
-    for dist, version in forgotten.items():
-        mine = known[dist]
-        functions = {
-            name: {print_: kept for print_, releases in prints.items() if (kept := [*releases]) != [version]}
-            for name, prints in mine["functions"].items()
-        }
-        for prints in functions.values():
-            for releases in prints.values():
-                if version in releases:
-                    releases.remove(version)
-        files = {
-            module: {file_hash: release for file_hash, release in hashes.items() if release != version}
-            for module, hashes in mine["files"].items()
-        }
-        releases = [release for release in mine["releases"] if release != version]
-        found[dist] = {**mine, "releases": releases, "functions": functions, "files": files}
-    return found
-
-
 def effect(rule: str, unknown: int) -> int:
     """Return the position of the rule's effect in EFFECTS. 0 is the worst."""
     return next((at for at, rules in enumerate(EFFECTS) if rule in rules), unknown)
@@ -85,7 +63,8 @@ def worse(released: set[str], fixed: set[str]) -> list[str]:
 
 def answer(connector: str, lmcache: str, steps: int, forgotten: dict[str, str]) -> None:
     """Play the connector as released and with the fixes. Print one line of JSON."""
-    changed = without(applicability.fingerprints(), forgotten)
+    known = applicability.fingerprints()
+    changed = {**known, **{dist: fingerprints.without(known[dist], [version]) for dist, version in forgotten.items()}}
     vars(applicability)["fingerprints"] = lambda: changed
     runner.prepare(lmcache)
     print(json.dumps({"connector": connector, **scenarios(connector), **fuzzed(connector, steps), **states()}))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Container
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,35 +51,38 @@ def take(dist: str, folder: Path) -> tuple[str, Taken]:
     return versions[providers[0]], taken
 
 
+def without(mine: dict[str, Any], releases: Container[str]) -> dict[str, Any]:
+    """Return the data of one distribution without these releases."""
+    functions = {
+        name: {taken: left for taken, its in found.items() if (left := [each for each in its if each not in releases])}
+        for name, found in mine["functions"].items()
+    }
+    files = {
+        module: {file_hash: release for file_hash, release in hashes.items() if release not in releases}
+        for module, hashes in mine["files"].items()
+    }
+    kept = [release for release in mine["releases"] if release not in releases]
+    return {**mine, "releases": kept, "functions": functions, "files": files}
+
+
 def merge(known: dict[str, Any], dist: str, taken: dict[str, Taken]) -> dict[str, Any]:
     """Add or replace the releases of `taken` in `known`. Sort them, so that the file changes little."""
-    earlier = known.get(dist, {})
-    by_release = {release: Taken({}, {}) for release in earlier.get("releases", ())}
-    for target, fingerprints in earlier.get("functions", {}).items():
-        for fingerprint, releases in fingerprints.items():
-            for release in releases:
-                by_release[release].functions[target] = fingerprint
-    for module, hashes in earlier.get("files", {}).items():
-        for file_hash, release in hashes.items():
-            by_release[release].files[module] = file_hash
-    by_release.update(taken)
-    releases = sorted(by_release, key=Version)
-    functions: dict[str, dict[str, list[str]]] = {}
-    files: dict[str, dict[str, str]] = {}
-    for release in releases:
-        for target, fingerprint in sorted(by_release[release].functions.items()):
+    mine = without(known.get(dist, {"releases": [], "functions": {}, "files": {}}), taken)
+    functions, files = mine["functions"], mine["files"]
+    for release, (its_functions, its_files) in taken.items():
+        for target, fingerprint in its_functions.items():
             functions.setdefault(target, {}).setdefault(fingerprint, []).append(release)
-        for module, file_hash in by_release[release].files.items():
-            files.setdefault(module, {}).setdefault(file_hash, release)
-    return {
-        **known,
-        dist: {
-            "releases": releases,
-            "functions": dict(sorted(functions.items())),
-            "files": dict(sorted(files.items())),
-            "fixes": modules_of_fixes(dist),
-        },
-    }
+        for module, file_hash in its_files.items():  # a hash has the first release with this file
+            hashes = files.setdefault(module, {})
+            hashes[file_hash] = min(release, hashes.get(file_hash, release), key=Version)
+    for found in functions.values():
+        ordered = {fingerprint: sorted(its, key=Version) for fingerprint, its in found.items()}
+        found.clear()
+        found.update(sorted(ordered.items(), key=lambda item: Version(item[1][0])))
+    releases = sorted([*mine["releases"], *taken], key=Version)
+    files = {module: dict(sorted(its.items(), key=lambda item: Version(item[1]))) for module, its in files.items()}
+    sorted_ = {"functions": dict(sorted(functions.items())), "files": dict(sorted(files.items()))}
+    return {**known, dist: {"releases": releases, **sorted_, "fixes": modules_of_fixes(dist)}}
 
 
 def modules_of_fixes(dist: str) -> dict[str, list[str]]:

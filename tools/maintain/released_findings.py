@@ -12,8 +12,11 @@ from __future__ import annotations
 import json
 import math
 import sys
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from kvfix import catalogue
 from kvfix.session import session
@@ -34,7 +37,8 @@ NEWER = Path("requirements/vllm-python-only.txt")
 CONNECTORS = {"v1": "0.5.6", "mp": "0.5.6", "mp-in-tree": "0.4.6"}
 
 
-class Row(NamedTuple):
+@dataclass(frozen=True)
+class Row:
     """The findings of one rule with the same fixes. seed, message: of the first seed that names the fixes.
 
     fixes: each of them is needed to prevent the findings. Empty if several fixes each prevent the findings.
@@ -47,7 +51,8 @@ class Row(NamedTuple):
     message: str
 
 
-class Found(NamedTuple):
+@dataclass(frozen=True)
+class Found:
     """The findings of a connector. with_fixes: kinds of findings in the same seeds with all fixes."""
 
     connector: str
@@ -59,19 +64,11 @@ class Found(NamedTuple):
 
 
 def load() -> list[Found]:
-    return [_found(run) for run in json.loads(FILE.read_text())]
-
-
-def _found(run: dict[str, Any]) -> Found:
-    return Found(**{**run, "rows": [Row(**row) for row in run["rows"]]})
-
-
-def _plain(run: Found) -> dict[str, Any]:
-    return {**run._asdict(), "rows": [row._asdict() for row in run.rows]}
+    return msgspec.json.decode(FILE.read_bytes(), type=list[Found])
 
 
 def dump(found: list[Found]) -> str:
-    return json.dumps([_plain(run) for run in found], indent=1) + "\n"
+    return json.dumps([asdict(run) for run in found], indent=1) + "\n"
 
 
 def look(connector: str, steps: int) -> Found:
@@ -101,7 +98,7 @@ def look(connector: str, steps: int) -> Found:
         row = Row(rule, fixes, 0, seed, message)
         before = rows.get((rule, tuple(fixes)), row)
         first = min(before, row, key=lambda row: row.seed)
-        rows[rule, tuple(fixes)] = first._replace(findings=before.findings + times)
+        rows[rule, tuple(fixes)] = replace(first, findings=before.findings + times)
     fixed = fuzz_run.fuzz(fuzz_run.Run(connector, fixes=True), range(done.seeds), math.inf, shrinking=0)
     ordered = sorted(rows.values(), key=lambda row: (row.rule, -row.findings, row.fixes))
     return Found(connector, releases.versions(), done.steps, done.seeds, len(fixed.violations), ordered)
@@ -135,7 +132,7 @@ def fixes_of(rule: str, signature: str, without: dict[str, list[tuple[str, str]]
 def answer(connector: str) -> None:
     """Print the findings in one line."""
     runner.prepare(str(Path(".cache/lmcache") / CONNECTORS[connector]))
-    print(json.dumps(_plain(look(connector, STEPS))))
+    print(json.dumps(asdict(look(connector, STEPS))))
 
 
 def main(connectors: list[str]) -> None:
@@ -146,7 +143,7 @@ def main(connectors: list[str]) -> None:
         for release, python in pythons.items():
             print(f"{connector}, vLLM {release or 'installed here'}", file=sys.stderr)
             code = f"from maintain import released_findings as it; it.answer({connector!r})"
-            run = _found(answer_of(python, code))
+            run = msgspec.convert(answer_of(python, code), Found)
             known[connector, run.versions["vllm"]] = run
             order = list(CONNECTORS)
             FILE.write_text(

@@ -125,13 +125,8 @@ def as_junit(done: Conformance) -> bytes:
     for rule, name, tag, message, seconds in tests:
         test = ElementTree.SubElement(suite, "testcase", classname=rule, name=name, time=f"{seconds}")
         if tag:
-            ElementTree.SubElement(test, tag, message=message).text = details(done, message)
+            found = next((each for each in done.violations if each.message == message), None)
+            lines = [] if found is None else [*found.schedule, "", *found.history]
+            ElementTree.SubElement(test, tag, message=message).text = "\n".join(lines)
     text: bytes = ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True)
     return text
-
-
-def details(done: Conformance, message: str) -> str:
-    """Return the schedule and history of a violation as text."""
-    found = next((each for each in done.violations if each.message == message), None)
-    lines = [] if found is None else [*found.schedule, "", *found.history]
-    return "\n".join(lines)

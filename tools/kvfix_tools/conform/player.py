@@ -21,7 +21,7 @@ from kvfix_tools.lab.engine.lab_engine import EngineDied, LabEngine
 from kvfix_tools.lab.fuzz import fuzz
 from kvfix_tools.lab.fuzz.fuzz import Played
 from kvfix_tools.lab.fuzz.schedule import Schedule, draw
-from kvfix_tools.lab.options import OF_VLLM, Options
+from kvfix_tools.lab.options import OF_VLLM, PAIRS, Options
 from kvfix_tools.lab.steps import Step
 
 #: Steps of the fuzzer that only LMCache supports, or that need a way to make loads fail.
@@ -77,7 +77,7 @@ class Subject(NamedTuple):
 
     def start(self) -> None:
         """Make the connector in both roles. Raise any error of this."""
-        if self.side is not None and self.side.is_pair:
+        if self.side is not None and self.side.connector in PAIRS:
             importlib.import_module("kvfix_tools.lab.pair.pair").Pair(self.options()).close()
         else:
             Player(self.options()).played()

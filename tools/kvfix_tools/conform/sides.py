@@ -21,10 +21,6 @@ class Side(NamedTuple):
     offloading: str = ""
 
     @property
-    def is_pair(self) -> bool:
-        return self.connector in PAIRS
-
-    @property
     def lacks(self) -> set[str]:
         """The keys of scenario.NEEDS that the stand-in does not have."""
         has = {"groups"} if self.connector in ("mp", *OF_VLLM) and not self.offloading else set()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvfix_tools.conform.contract import RULES, SLUGS, of_finding
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
 #: Seconds to shrink one violation, and all violations together.
 _SHRINK, _SHRINK_ALL = 4.0, 30.0
 OK, VIOLATED, NOT_APPLICABLE = "ok", "violated", "not applicable"
+NO_LOAD = "the connector had no hit and no load, so its loads were not tested"
+
+
+def _quiet(what: str) -> None:
+    """Show no progress."""
 
 
 class Violation(NamedTuple):
@@ -78,8 +84,7 @@ class Conformance(NamedTuple):
     @property
     def tested_nothing(self) -> str:
         """Why the run has tested no loads; "" if it has."""
-        has_loaded = self.counts.get("loaded_tokens")
-        return "" if has_loaded else "the connector had no hit and no load, so its loads were not tested"
+        return "" if self.counts.get("loaded_tokens") else NO_LOAD
 
     @property
     def exit_code(self) -> int:
@@ -128,10 +133,6 @@ class Run:
         self.cases: list[Case] = []
         self._lacks = subject.lacks()
 
-    def can_start(self) -> None:
-        """Make the connector in both roles. Raise any error of this."""
-        self.subject.start()
-
     def scenario(self, name: str) -> Case:
         """Play a scenario, and add its violations to `violations`."""
         from kvfix_tools.conform import player
@@ -150,14 +151,18 @@ class Run:
         self.cases.append(case)
         return case
 
-    def seed(self, seed: int) -> list[Violation]:
-        """Play the schedule that the fuzzer draws from this seed, and return its violations."""
+    def fuzz(self, seconds: float, seeds: Iterable[int], progress: Callable[[str], None] = _quiet) -> int:
+        """Play the schedules that the fuzzer draws from these seeds, for some seconds. Return their number."""
         from kvfix_tools.conform import player
         from kvfix_tools.lab.fuzz import fuzz
 
-        schedule = player.drawn(seed, self.subject)
-        done = self._done(fuzz.play(schedule))
-        return self._violations(f"seed {seed}", "granted", schedule, done, fuzz.play)
+        until, played = time.monotonic() + seconds, 0
+        for seed in itertools.takewhile(lambda _: time.monotonic() <= until, seeds):
+            progress(f"seed {seed}")
+            schedule = player.drawn(seed, self.subject)
+            self._violations(f"seed {seed}", "granted", schedule, self._done(fuzz.play(schedule)), fuzz.play)
+            played += 1
+        return played
 
     def _done(self, done: Played) -> Played:
         self.steps += done.steps
@@ -192,8 +197,8 @@ class Run:
 def run(
     subject: Subject,
     seconds: float,
-    seeds: Sequence[int],
-    progress: Callable[[str], None] = lambda _: None,
+    seeds: Iterable[int],
+    progress: Callable[[str], None] = _quiet,
     shrinking: float = _SHRINK_ALL,
 ) -> Conformance:
     """Run all scenarios, then the fuzzer for some seconds or until the seeds end. shrinking: seconds to shrink all
@@ -202,19 +207,13 @@ def run(
     try:
         playing = Run(subject, shrinking)
         progress("first engine")
-        playing.can_start()
+        subject.start()
     except Exception as error:  # noqa: BLE001 - any error of the connector is reported
         return Conformance(subject.connector, [], [], {}, 0, 0, time.monotonic() - start, _why(error))
     for scenario in scenarios():
         progress(scenario.name)
         playing.scenario(scenario.name)
-    until, played = time.monotonic() + seconds, 0
-    for seed in seeds:
-        if time.monotonic() > until:
-            break
-        progress(f"seed {seed}")
-        playing.seed(seed)
-        played += 1
+    played = playing.fuzz(seconds, seeds, progress)
     counts = {name: number for name, number in playing.counts.items() if number}
     broken = list(playing.violations.values())
     took = time.monotonic() - start

@@ -1,7 +1,7 @@
 """The exceptions, assertions and error logs in the connector code of the releases: `checks.json`.
 
 For a failure without a record, they give the condition under which the code fails, and the releases that have this
-code. `make statements` writes the file (tools/maintain/released_checks.py).
+code. `make statements` writes the file (tools/maintain/statements.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The logging statements and assertion texts of the releases that the grammar reads: `statements.json`.
 
 They give the level of a line, the releases that have a statement at a line number, and samples for tests.
-`make statements` writes the file (tools/maintain/logging_statements.py).
+`make statements` writes the file (tools/maintain/statements.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The settings of the installed LMCache, read from its definitions in lmcache/v1/config.py.
+"""The settings of the installed LMCache, from lmcache/v1/config.py, and the options of its server.
 
-kvfix keeps no list of settings, because their names change with the releases.
+kvfix keeps no list of settings and options, because their names change with the releases.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from kvfix_tools.doctor.packages import Package, assigned, constant, defined
+from kvfix_tools.doctor.packages import Package, Packages, assigned, constant, defined, parse
 
 CONFIG = "lmcache.v1.config"
 #: {type of a setting: its name for people}. Values of other types are not checked.
@@ -37,6 +37,8 @@ READERS = {
 }
 VLLM_CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
 _KEY = re.compile(r"lmcache\.[a-z_.]*[a-z]")
+#: Folders of LMCache with the `add_argument` calls of `lmcache server`.
+_WITH_OPTIONS = ("v1/multiprocess", "v1/distributed", "v1/mp_observability", "cli/commands")
 
 
 #: {setting that allows only certain words: (module, its table or function with these words)}
@@ -64,11 +66,14 @@ class Definition(NamedTuple):
 
 
 class Definitions(NamedTuple):
-    """The settings of one release. aliases: {old name: new name}. deprecated: {name: LMCache's message}."""
+    """The settings of one release; empty if it has no definitions.
 
-    known: dict[str, Definition]
-    aliases: dict[str, str]
-    deprecated: dict[str, str]
+    aliases: {old name: new name}. deprecated: {name: LMCache's message}.
+    """
+
+    known: dict[str, Definition] = {}
+    aliases: dict[str, str] = {}
+    deprecated: dict[str, str] = {}
 
     def default(self, name: str) -> Any:
         """Return the default of a setting; None for an unknown name."""
@@ -84,12 +89,12 @@ class Definitions(NamedTuple):
 
 
 @lru_cache(maxsize=4)
-def read(lmcache: Package) -> Definitions | None:
-    """Read the definitions; None if this release has none."""
+def read(lmcache: Package) -> Definitions:
+    """Read the definitions of this release."""
     tree = lmcache.tree(CONFIG)
     table = assigned(tree, "_CONFIG_DEFINITIONS") if tree else None
     if tree is None or not isinstance(table, ast.Dict):
-        return None
+        return Definitions()
     known = {}
     for key, value in zip(table.keys, table.values, strict=True):
         name = constant(key)
@@ -114,11 +119,10 @@ def _definition(name: str, node: ast.Dict) -> Definition:
     return Definition(name, found[1] if found else written, bool(found), constant(default), converted)
 
 
-def words(name: str, *packages: Package | None) -> set[str]:
+def words(name: str, packages: Packages) -> set[str]:
     """Return the words that this setting allows; empty if it allows any word, or if the code cannot be read."""
     module, holder = _WORDS.get(name, ("", ""))
-    package = next((each for each in packages if each and module.startswith(f"{each.name}.")), None)
-    tree = package.tree(module) if package else None
+    tree = packages.tree(module) if module else None
     if tree is None:
         return set()
     table, function = assigned(tree, holder), defined(tree, holder)
@@ -129,18 +133,15 @@ def words(name: str, *packages: Package | None) -> set[str]:
     return found | _HASHES if found and module.startswith("vllm") else found
 
 
-def connector_keys(connector: str, lmcache: Package | None, vllm: Package | None) -> dict[str, Any]:
+def connector_keys(connector: str, packages: Packages) -> dict[str, Any]:
     """Return {key `lmcache.*` of kv_connector_extra_config that the connector reads: its default, or None if unknown}.
 
     Return {} if the source cannot be read.
     """
     modules, own = READERS[connector]
-    trees = [lmcache.tree(f"lmcache.integration.vllm.{module}") for module in modules] if lmcache else []
-    trees.append(vllm.tree(f"{VLLM_CONNECTORS}.{own}") if vllm else None)
+    names = [*(f"lmcache.integration.vllm.{module}" for module in modules), f"{VLLM_CONNECTORS}.{own}"]
     keys: dict[str, Any] = {}
-    for tree in trees:
-        if tree is None:
-            continue
+    for tree in filter(None, map(packages.tree, names)):
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and _KEY.fullmatch(node.value):
                 keys.setdefault(node.value, None)
@@ -152,10 +153,55 @@ def connector_keys(connector: str, lmcache: Package | None, vllm: Package | None
         for each in getattr(defaults, "body", ()):
             if isinstance(each, ast.Assign) and isinstance(each.targets[0], ast.Name):
                 keys[f"lmcache.mp.{each.targets[0].id}"] = constant(each.value)
-    definitions = read(lmcache) if lmcache and connector == "LMCacheConnectorV1" else None
-    if definitions:
-        keys.update({f"lmcache.{name}": each.default for name, each in definitions.known.items()})
+    lmcache = packages.get("lmcache")
+    if lmcache and connector == "LMCacheConnectorV1":
+        keys.update({f"lmcache.{name}": each.default for name, each in read(lmcache).known.items()})
     return keys
+
+
+class Option(NamedTuple):
+    """An option. default: None if there is none or it is unknown. choices: () if any value is allowed."""
+
+    default: Any
+    choices: tuple[str, ...]
+    required: bool
+
+
+@lru_cache(maxsize=4)
+def server_options(lmcache: Package) -> dict[str, Option]:
+    """Return {"--chunk-size": Option, ...}; {} if this release has no `lmcache server`."""
+    if lmcache.file("lmcache.cli.commands.server") is None:
+        return {}
+    found: dict[str, Option] = {}
+    for place in _WITH_OPTIONS:
+        for file in sorted((lmcache.folder / place).rglob("*.py")):
+            if place == "cli/commands" and file.name not in ("server.py", "base.py"):
+                continue
+            if b"add_argument(" not in file.read_bytes():  # this search is faster than parsing
+                continue
+            tree = parse(file)
+            for name, option in _arguments(tree) if tree else ():
+                found.setdefault(name, option)
+    return found
+
+
+def _arguments(tree: ast.Module) -> Iterator[tuple[str, Option]]:
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not ast.unparse(node.func).endswith(".add_argument"):
+            continue
+        given = {each.arg: each.value for each in node.keywords}
+        choices = constant(given.get("choices"))
+        option = Option(
+            constant(given.get("default")),
+            tuple(str(each) for each in choices) if isinstance(choices, list | tuple) else (),
+            constant(given.get("required")) is True,
+        )
+        for argument in node.args:
+            name = constant(argument)
+            if isinstance(name, str) and name.startswith("--"):
+                yield name, option
+                if "BooleanOptionalAction" in ast.unparse(given["action"]) if "action" in given else False:
+                    yield f"--no-{name.removeprefix('--')}", option
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -79,6 +79,16 @@ class Packages:
             self._found[name] = self._find(name)
         return self._found[name]
 
+    def tree(self, module: str) -> ast.Module | None:
+        """Return the syntax tree of a module of any package; None if it is not installed."""
+        package = self.get(module.partition(".")[0])
+        return package.tree(module) if package else None
+
+    def text(self, module: str) -> str:
+        """Return the source of a module of any package; "" if it is not installed."""
+        package = self.get(module.partition(".")[0])
+        return package.text(module) if package else ""
+
     def _find(self, name: str) -> Package | None:
         if self.places is None:
             folder = installed_source.package_dir(name)

@@ -17,8 +17,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from kvfix_tools.doctor import command_line
-from kvfix_tools.doctor.command_line import Command
-from kvfix_tools.doctor.connectors import Connector
+from kvfix_tools.doctor.command_line import Command, Connector
 from kvfix_tools.doctor.machine import connects
 
 PORT, HTTP_PORT = 5555, 8080  # lmcache/v1/multiprocess/config.py 0.5.6: MPServerConfig, HTTPFrontendConfig

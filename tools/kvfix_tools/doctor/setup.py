@@ -9,10 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvfix_tools.doctor import connectors, definitions, extensions, servers
-from kvfix_tools.doctor.command_line import Command
-from kvfix_tools.doctor.connectors import Connector
-from kvfix_tools.doctor.definitions import Definitions
+from kvfix_tools.doctor import command_line, definitions, extensions, servers
+from kvfix_tools.doctor.command_line import Command, Connector
+from kvfix_tools.doctor.definitions import Definitions, Option
 from kvfix_tools.doctor.machine import Machine
 from kvfix_tools.doctor.packages import Package, Packages, assigned, constant
 
@@ -65,9 +64,9 @@ class Setup:
         server_http: address of the LMCache server's HTTP port.
         """
         self.command = command
-        inherited = {} if command and command.container else environment
+        inherited = {} if self.in_container else environment
         self.environment = {**inherited, **(command.environment if command else {})}
-        self.packages = packages or Packages([] if command and command.container else None)
+        self.packages = packages or Packages([] if self.in_container else None)
         self.machine = machine or Machine()
         self.server_http = server_http
         self._limit = limit
@@ -80,25 +79,44 @@ class Setup:
     def lmcache(self) -> Package | None:
         return self.packages.get("lmcache")
 
+    @property
+    def lmcache_title(self) -> str:
+        return self.lmcache.title if self.lmcache else "LMCache"
+
     @cached_property
-    def definitions(self) -> Definitions | None:
-        """Definitions of the installed LMCache's settings; None without LMCache."""
-        return definitions.read(self.lmcache) if self.lmcache else None
+    def definitions(self) -> Definitions:
+        """Definitions of the installed LMCache's settings; empty without LMCache."""
+        return definitions.read(self.lmcache) if self.lmcache else Definitions()
+
+    @cached_property
+    def server_options(self) -> dict[str, Option]:
+        """Options of the installed `lmcache server`; {} if there is none."""
+        return definitions.server_options(self.lmcache) if self.lmcache else {}
+
+    # The command
+
+    @property
+    def in_container(self) -> bool:
+        """True if the command starts a container, which kvfix cannot see from here."""
+        return self.command is not None and self.command.container
+
+    @property
+    def is_server(self) -> bool:
+        """True if the command starts an LMCache server."""
+        return self.command is not None and self.command.program == "lmcache server"
+
+    def option(self, name: str, default: str = "") -> str:
+        """Return an option of the command as text."""
+        return self.command.options.get(name, default) if self.command else default
+
+    def has_option(self, name: str) -> bool:
+        return self.command is not None and name in self.command.options
 
     # The KV-transfer configuration
 
     @cached_property
-    def transfer(self) -> dict[str, Any]:
-        """The value of --kv-transfer-config; {} if there is none or it is unreadable. In the second case,
-        `transfer_error` says why."""
-        return self._transfer[0]
-
-    @property
-    def transfer_error(self) -> str:
-        return self._transfer[1]
-
-    @cached_property
-    def _transfer(self) -> tuple[dict[str, Any], str]:
+    def transfer(self) -> tuple[dict[str, Any], str]:
+        """(value of --kv-transfer-config, why it cannot be read); {} if there is none or it cannot be read."""
         if self.command is None or not self.command.serves:
             return {}, ""
         try:
@@ -108,19 +126,29 @@ class Setup:
 
     @cached_property
     def connectors(self) -> list[Connector]:
-        return list(connectors.read(self.transfer)) if self.transfer else []
+        transfer, _ = self.transfer
+        return list(command_line.connectors(transfer)) if transfer else []
 
-    def connector(self, kind: str) -> Connector | None:
-        """Return the first LMCache connector of this kind, "v1" or "mp"."""
-        return next((each for each in self.connectors if (each.is_v1 if kind == "v1" else each.is_mp)), None)
+    @property
+    def lmcache_connectors(self) -> list[Connector]:
+        return [each for each in self.connectors if each.is_v1 or each.is_mp]
+
+    @property
+    def v1(self) -> Connector | None:
+        """The first connector with LMCache in the engine's own process."""
+        return next((each for each in self.connectors if each.is_v1), None)
+
+    @property
+    def mp(self) -> Connector | None:
+        """The first multi-process connector of LMCache."""
+        return next((each for each in self.connectors if each.is_mp), None)
 
     @cached_property
     def servers(self) -> list[servers.Server]:
         """Facts about the servers that the multi-process connector uses."""
-        connector = self.connector("mp")
-        if connector is None or servers.autostart(connector):
+        if self.mp is None or servers.autostart(self.mp):
             return []
-        return [servers.inspect(each, self.server_http) for each in servers.addresses(connector)]
+        return [servers.inspect(each, self.server_http) for each in servers.addresses(self.mp)]
 
     # LMCache's settings
 
@@ -149,15 +177,13 @@ class Setup:
         The list includes unknown names of the file and of --kv-transfer-config, but not of the environment.
         """
         found = [Setting(name, name, value, FILE) for name, value in self.config_file[1].items()]
-        if self.definitions:
-            for name in (*self.definitions.known, *self.definitions.aliases):
-                spelled = f"LMCACHE_{name.upper()}"
-                if spelled in self.environment:
-                    value = self.environment[spelled].strip()
-                    quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
-                    found.append(Setting(name, spelled, value[1:-1] if quoted else value, ENVIRONMENT))
-        v1 = self.connector("v1")
-        for key, value in (v1.extra if v1 else {}).items():
+        for name in (*self.definitions.known, *self.definitions.aliases):
+            spelled = f"LMCACHE_{name.upper()}"
+            if spelled in self.environment:
+                value = self.environment[spelled].strip()
+                quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
+                found.append(Setting(name, spelled, value[1:-1] if quoted else value, ENVIRONMENT))
+        for key, value in (self.v1.extra if self.v1 else {}).items():
             if key.startswith("lmcache."):
                 found.append(Setting(key.removeprefix("lmcache."), key, value, TRANSFER))
         return found
@@ -172,9 +198,7 @@ class Setup:
         """Return the effective value of a setting, or the release's default; None if neither is known."""
         values = [each.value for each in self.settings if self.current(each.name) == name]
         value = values[-1] if values else None
-        if value is None:
-            value = self.definitions.default(name) if self.definitions else None
-        return value
+        return self.definitions.default(name) if value is None else value
 
     def number(self, name: str) -> float | None:
         """Return a setting as a number; None if it is not a number."""
@@ -189,9 +213,8 @@ class Setup:
 
     def current(self, name: str) -> str:
         """Return the setting that this name sets: for a deprecated name its new name, otherwise the name itself."""
-        if self.definitions and name not in self.definitions.known and self.definitions.is_read(name):
-            return self.definitions.aliases[name]
-        return name
+        is_old = name not in self.definitions.known and self.definitions.is_read(name)
+        return self.definitions.aliases[name] if is_old else name
 
     # The engine
 
@@ -213,7 +236,7 @@ class Setup:
 
         For a multi-modal model, the keys of its text part override the others.
         """
-        name = self.command.model if self.command and not self.command.container else ""
+        name = self.command.model if self.command and not self.in_container else ""
         for file in self._model_files(name) if name else ():
             try:
                 loaded = json.loads(file.read_text(encoding="utf-8"))
@@ -233,8 +256,7 @@ class Setup:
     @property
     def on_cpu(self) -> bool:
         """True if the installed torch is built for the CPU only; False if unknown."""
-        torch = self.packages.get("torch")
-        tree = torch.tree("torch.version") if torch else None
+        tree = self.packages.tree("torch.version")
         named = [assigned(tree, name) for name in ("cuda", "hip", "xpu")] if tree else []
         return bool(named) and named[0] is not None and not any(constant(each) for each in named)
 
@@ -266,6 +288,6 @@ class Setup:
         if any(transport in each.name.lower() for each in self.connectors):
             return True
         channel = str(self.setting("transfer_channel") or "").lower()
-        uses = self.connector("v1") is not None and (self.on("enable_pd") or self.on("enable_p2p"))
+        uses = self.v1 is not None and (self.on("enable_pd") or self.on("enable_p2p"))
         remote = str(self.setting("remote_url") or "")
         return (uses and (channel or "nixl") == transport) or remote.startswith(f"{transport}store")

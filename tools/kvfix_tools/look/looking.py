@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 
+import kvfix.engine_state
 from kvfix.engine_state import places
 from kvfix.ledger.looks import Look
 from kvfix_tools.dump import gather, processes
 from kvfix_tools.dump.processes import Process
-from kvfix_tools.look import inject, payload
+from kvfix_tools.look import inject
 from kvfix_tools.look.other_process import OTHER_NAMESPACE
 
 #: Seconds for a main thread to reach a bytecode, longer than LMCache's scheduler waits for a lookup.
@@ -26,6 +29,43 @@ PATIENCE = 4.0
 _LIBRARY = re.compile(r"/(?:vllm|lmcache)/[^/\n]+\.so\b")
 _PROGRAM = re.compile(r"(?:^|/)(?:vllm|lmcache)(?:[._][\w.]+)?$|^VLLM::")
 INSIDE, RECORDER, STACKS, NOT = "inside", "by its recorder", "by its stacks only", "not read"
+#: The answer of a process without the modules of kvfix.engine_state. They stay in the process under a private name, so
+#: a second look sends only a call.
+MISSING = "null"
+#: The package itself ("") is last, because it imports the other modules.
+_MODULES = ("places", "recorded", "needs", "reader", "lmcache_readers", "connectors", "scheduler", "")
+
+_BRING = """
+import sys
+name, parts = {name!r}, {parts!r}
+if name not in sys.modules:
+    made = [name]
+    try:
+        package = sys.modules[name] = type(sys)(name)
+        package.__path__, package.__package__ = [], name
+        for part, text in parts:
+            module = package
+            if part:
+                made.append(name + "." + part)
+                module = sys.modules[made[-1]] = type(sys)(made[-1])
+                module.__package__ = name
+                setattr(package, part, module)
+            exec(compile(text, "engine_state/" + (part or "__init__") + ".py", "exec"), module.__dict__)
+    except BaseException:
+        for each in made:
+            sys.modules.pop(each, None)
+        raise
+"""
+#: The main thread compiles this text in each look, so it is short.
+_ASK = """
+import sys
+package, answer = sys.modules.get({name!r}), "null"
+if package is not None:
+    import json
+    answer = json.dumps(package.collect({full!r}))
+with open(ANSWER, "w") as file:
+    file.write(answer)
+"""
 
 
 class Way(NamedTuple):
@@ -121,6 +161,21 @@ def _recorded(process: Process) -> dict[str, Any] | None:
     return {**lines[-1], "name": process.name} if lines else None
 
 
+def _code(full: bool, bring: bool) -> str:
+    """Return Python code that answers the state as JSON, or MISSING. bring: send the modules too."""
+    name, sources = _sources()
+    ask = _ASK.format(name=name, full=full)
+    return _BRING.format(name=name, parts=sources) + ask if bring else ask
+
+
+@cache
+def _sources() -> tuple[str, list[tuple[str, str]]]:
+    """Return a name that changes with the code, and the code of each module."""
+    folder = Path(kvfix.engine_state.__file__).parent
+    texts = [(each, (folder / f"{each or '__init__'}.py").read_text(encoding="utf-8")) for each in _MODULES]
+    return f"_kvfix_engine_state_{hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:12]}", texts
+
+
 class Looker:
     """Read the state of the same processes repeatedly."""
 
@@ -154,10 +209,10 @@ class Looker:
 
     def _inside(self, process: Process) -> dict[str, Any]:
         for bring in (False, True) if process.pid in self._known else (True,):
-            answer = inject.run(process.pid, payload.code(self._full, bring), seconds=PATIENCE)
+            answer = inject.run(process.pid, _code(self._full, bring), seconds=PATIENCE)
             if answer.startswith(inject.FAILED):
                 raise ValueError(answer.removeprefix(inject.FAILED))
-            if answer != payload.MISSING:
+            if answer != MISSING:
                 self._known.add(process.pid)
                 return {**json.loads(answer), "name": process.name}
         raise ValueError("the process does not keep the modules of kvfix")

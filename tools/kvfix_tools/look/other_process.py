@@ -198,7 +198,8 @@ def _exported(content: bytes) -> dict[str, tuple[int, int]]:
     """Return {name: (offset from the start of the mapping, size)} of an ELF file: its exported names, and TRAP."""
     if content[:5] != b"\x7fELF\x02":
         return {}
-    programs, sections, program_size, program_count, size, count = _header(content)
+    programs, sections = struct.unpack_from("<QQ", content, 32)
+    program_size, program_count, size, count = struct.unpack_from("<HHHH", content, 54)
     headers = [struct.unpack_from("<IIQQQQ", content, programs + at * program_size) for at in range(program_count)]
     base = min(address for type_, _, _, address, _, _ in headers if type_ == 1) & -4096
     tables = [struct.unpack_from("<IIQQQQIIQQ", content, sections + at * size) for at in range(count)]
@@ -218,12 +219,6 @@ def _exported(content: bytes) -> dict[str, tuple[int, int]]:
                     end = content.index(b"\0", names + name)
                     found[content[names + name : end].decode()] = value - base, length
     return found
-
-
-def _header(content: bytes) -> tuple[int, int, int, int, int, int]:
-    programs, sections = struct.unpack_from("<QQ", content, 32)
-    program_size, program_count, size, count = struct.unpack_from("<HHHH", content, 54)
-    return programs, sections, program_size, program_count, size, count
 
 
 def _missing_right(user: int) -> str:

@@ -39,14 +39,11 @@ def fixes(verdict: Verdict, processes: Sequence[dict[str, Any]]) -> list[str]:
     found = []
     for fix in catalogue.handling(verdict.code, verdict.message):
         ours = [target for target in fix.targets if not target.helper]
-        if fix.code not in applied and any(_within(_version(target.dist, versions), target.broken) for target in ours):
+        # If the release in the engine is unknown, the release installed for kvfix's Python counts.
+        running = {target: versions.get(target.dist) or installed_source.version(target.dist) for target in ours}
+        if fix.code not in applied and any(_within(version, target.broken) for target, version in running.items()):
             found.append(fix.code)
     return found
-
-
-def _version(dist: str, versions: dict[str, str]) -> str:
-    """Return the release in the engine, or the release installed for kvfix's Python if the engine's is unknown."""
-    return versions.get(dist) or installed_source.version(dist)
 
 
 def _within(version: str, broken: str) -> bool:

@@ -83,20 +83,17 @@ def main(arguments: list[str] | None = None) -> int:
     return run(options, work).end()
 
 
-def default_backends(options: argparse.Namespace) -> list[str]:
-    """Return the backends: the tool's own copy, LMCache and vLLM. For planted faults or races, return only the tool's
-    own copy.
+def chosen(options: argparse.Namespace) -> Work:
+    """Return the backends and their cells. Raise ValueError for wrong options.
+
+    Without --backend: the tool's own copy, LMCache and vLLM. For planted faults or races: only the tool's own copy.
     """
     is_self_test = options.inject is not None or options.race is not None
-    return ["torch"] if is_self_test else ["torch", "lmcache", "lmcache-engine", "vllm"]
-
-
-def chosen(options: argparse.Namespace) -> Work:
-    """Return the backends and their cells. Raise ValueError for wrong options."""
+    default = ["torch"] if is_self_test else ["torch", "lmcache", "lmcache-engine", "vllm"]
     unknown = set(options.race or ()) - set(races.RACES)
     if unknown:
         raise ValueError(f"no race {min(unknown)}. List the races: kvfix roundtrip --help")
-    return [(one, choose(one, options)) for one in backends.named(options.backend or default_backends(options))]
+    return [(one, choose(one, options)) for one in backends.named(options.backend or default)]
 
 
 def run(options: argparse.Namespace, work: Work) -> RunReport:

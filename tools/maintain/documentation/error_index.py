@@ -31,12 +31,12 @@ class Entry(NamedTuple):
     """A message as it is logged, with an ellipsis for values; findings and fixes, in the order of their codes."""
 
     text: str
-    findings: tuple[str, ...]
+    rules: tuple[Problem, ...]
     fixes: tuple[str, ...]
 
     @property
-    def rules(self) -> list[Problem]:
-        return [rule for rule in problems.catalogue() if rule.code in self.findings]
+    def findings(self) -> tuple[str, ...]:
+        return tuple(rule.code for rule in self.rules)
 
     @property
     def severity(self) -> Severity | None:
@@ -52,34 +52,27 @@ def kinds() -> set[str]:
 @lru_cache(maxsize=1)
 def entries() -> tuple[Entry, ...]:
     quoted = [(fix, span) for fix in catalogue.fixes() for span in _quoted(fix)]
-    looked_at = kinds() | {_kind(span) for _, span in quoted}
+    looked_at, rules = kinds() | {_kind(span) for _, span in quoted}, problems.catalogue()
+    of_exceptions = [rule for rule in rules if {"raised", *RAISED} & set(rule.on)]
     #: {text: (its findings, its fixes)}, and {kind of line: its texts}
     found: dict[str, tuple[set[str], set[str]]] = {}
     texts: dict[str, list[str]] = {}
     for row in (row for rows in statements.known().values() for row in rows if row.message in looked_at - _ORDINARY):
         prefix = "AssertionError: " if row.level == "assert" else ""
         text = " ".join((prefix + statements.sample(row.template.partition("\n")[0], "…")).split())
-        found.setdefault(text, (set(_findings_of(row.message)), set()))
+        found.setdefault(text, ({rule.code for rule in rules if row.message in rule.on}, set()))
         texts.setdefault(row.message, []).append(text)
     for fix, span in quoted:
         kind = _kind(span)
         if kind not in texts and kind not in _ORDINARY:
-            raised = (rule for rule in problems.catalogue() if {"raised", *RAISED} & set(rule.on))
-            found.setdefault(span, ({rule.code for rule in raised if fix.code in rule.fixes}, set()))
+            found.setdefault(span, ({rule.code for rule in of_exceptions if fix.code in rule.fixes}, set()))
         for text in texts.get(kind, [] if kind in _ORDINARY else [span]):
             found[text][1].add(fix.code)
-    return tuple(sorted(_entry(text, *codes) for text, codes in found.items()))
-
-
-def _entry(text: str, of: set[str], fixes: set[str]) -> Entry:
-    rules = [rule for rule in problems.catalogue() if rule.code in of]
-    return Entry(text, tuple(rule.code for rule in rules), tuple(sorted(fixes.union(*(rule.fixes for rule in rules)))))
-
-
-@lru_cache(maxsize=64)
-def _findings_of(kind: str) -> frozenset[str]:
-    """Return the codes of the findings that look at this kind of line or exception."""
-    return frozenset(rule.code for rule in problems.catalogue() if kind in rule.on)
+    made = []
+    for text, (codes, fixes) in sorted(found.items()):
+        its = tuple(rule for rule in rules if rule.code in codes)
+        made.append(Entry(text, its, tuple(sorted(fixes.union(*(rule.fixes for rule in its))))))
+    return tuple(made)
 
 
 def _quoted(fix: Fix) -> list[str]:
@@ -97,7 +90,7 @@ def _kind(span: str) -> str:
     return ""
 
 
-def of_finding(rule: Problem) -> list[str]:
+def of_finding(rule: LogRule) -> list[str]:
     """The messages that lead to this finding."""
     return [entry.text for entry in entries() if rule.code in entry.findings]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
@@ -80,7 +79,7 @@ def _json(value: object) -> str:
 
 def _letters(fix: Fix, pairs: Pairs) -> list[str]:
     vllm, lmcache = _releases(pairs)
-    cells = _cells(pairs, _scenarios(fix))
+    cells = _cells(pairs, _scenarios(fix.code))
     wrong = {(dist, release) for dist in fix.dists for release in fix_overview.wrong_releases(fix, dist)}
     targets = [target for target in fix.targets if not target.helper]
     known = {(target.dist, release) for target in targets for release in fix_overview.releases_with(target)}
@@ -95,7 +94,7 @@ def _letters(fix: Fix, pairs: Pairs) -> list[str]:
 
 def of_fix(pairs: Pairs, code: str) -> str:
     """The outcomes of one fix: vLLM by LMCache, releases with the same outcomes in one column."""
-    slugs = _scenarios(next(fix for fix in catalogue.fixes() if fix.code == code))
+    slugs = _scenarios(code)
     if not slugs:
         return "The lab does not play this bug. Tests with the released code show it instead.\n"
     cells = _cells(pairs, slugs)
@@ -116,13 +115,8 @@ def _releases(pairs: Pairs) -> tuple[list[str], list[str]]:
     return vllm, lmcache
 
 
-def _scenarios(fix: Fix) -> set[str]:
-    return {slug for slug, codes in _fixes_of_scenarios().items() if fix.code in codes}
-
-
-@lru_cache(maxsize=1)
-def _fixes_of_scenarios() -> dict[str, tuple[str, ...]]:
-    return {each.slug: tuple(each.fixes) for each in scenarios()}
+def _scenarios(code: str) -> set[str]:
+    return {each.slug for each in scenarios() if code in each.fixes}
 
 
 def _cells(pairs: Pairs, slugs: set[str]) -> Cells:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 
-from maintain.gpu import steps
+from maintain.gpu import stages
 
 MODULES = (
     "vllm.v1.worker.gpu_worker",
@@ -27,7 +27,7 @@ WITH_DRIVER = "vllm._C_stable_libtorch"
 def main(arguments: list[str]) -> int:
     import torch
 
-    done, cuda = steps.Steps(), torch.cuda.is_available()
+    done, cuda = stages.Steps(), torch.cuda.is_available()
     names = ("triton", "vllm", "lmcache", "kvfix", "transformers")
     found = {name: version for name in names if (version := _version(name))}
     releases = ", ".join(f"{name} {version}" for name, version in found.items())
@@ -39,11 +39,11 @@ def main(arguments: list[str]) -> int:
         done.add("device", True, f"{torch.cuda.get_device_name()}, driver {driver}, {torch.cuda.device_count()} GPU")
     for module in (*MODULES, *([WITH_DRIVER] if cuda else [])):
         importable(done, module)
-    steps.device(arguments)
+    stages.device(arguments)
     return done.code
 
 
-def importable(done: steps.Steps, module: str) -> None:
+def importable(done: stages.Steps, module: str) -> None:
     start = time.monotonic()
     try:
         importlib.import_module(module)

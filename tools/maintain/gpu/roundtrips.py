@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from maintain.gpu import steps
+from maintain.gpu import stages
 
 if TYPE_CHECKING:
     from kvfix_tools.roundtrip.run_report import RunReport
@@ -89,12 +89,12 @@ SMALL = {"--gib 32": "--gib 0.03", "--gib 4": "--gib 0.03", "--tokens 8192": "--
 
 
 def main(arguments: list[str]) -> int:
-    name, device = steps.device(arguments)
+    name, device = stages.device(arguments)
     from kvfix_tools.roundtrip import command
 
     if name == "engines":
         os.environ["KVFIX"] = "check"  # the fixes and the rules
-    done = steps.Steps()
+    done = stages.Steps()
     for what, words, right in RUNS[name]:
         if device == "cpu":
             for large, small in SMALL.items():

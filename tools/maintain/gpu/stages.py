@@ -2,7 +2,7 @@
 
     python -m maintain.gpu.stages OUT [--resume] [--device cpu] [--slower N]
 
-A stage is a process with a time limit. It prints a line of JSON for each of its steps (steps.py). The next stage runs
+A stage is a process with a time limit. It prints a line of JSON for each of its steps (Steps). The next stage runs
 after any result. OUT/results.json has all results, OUT/table.md the rows for docs/gpu.md. With `--resume`, only those
 stages run that have no result in OUT or the result "not checked".
 """
@@ -34,19 +34,47 @@ class Stage(NamedTuple):
     arguments: tuple[str, ...]
 
 
+#: {stage that is a run of `kvfix roundtrip`: its limit}
+ROUNDTRIPS = {
+    "torch": 90, "torch-32-gib": 90, "lmcache": 60, "lmcache-released": 60, "lmcache-speed-released": 60,
+    "lmcache-speed": 60, "vllm": 60, "engines": 180,
+}  # fmt: skip
 STAGES = (
     Stage("host", 90, "maintain.gpu.host", ()),
-    Stage("torch", 90, "maintain.gpu.roundtrips", ("torch",)),
-    Stage("torch-32-gib", 90, "maintain.gpu.roundtrips", ("torch-32-gib",)),
-    Stage("lmcache", 60, "maintain.gpu.roundtrips", ("lmcache",)),
-    Stage("lmcache-released", 60, "maintain.gpu.roundtrips", ("lmcache-released",)),
-    Stage("lmcache-speed-released", 60, "maintain.gpu.roundtrips", ("lmcache-speed-released",)),
-    Stage("lmcache-speed", 60, "maintain.gpu.roundtrips", ("lmcache-speed",)),
-    Stage("vllm", 60, "maintain.gpu.roundtrips", ("vllm",)),
-    Stage("engines", 180, "maintain.gpu.roundtrips", ("engines",)),
+    *(Stage(name, limit, "maintain.gpu.roundtrips", (name,)) for name, limit in ROUNDTRIPS.items()),
     Stage("serve", 150, "maintain.gpu.serve", ("serve",)),
     Stage("verify", 150, "maintain.gpu.serve", ("verify",)),
 )
+
+
+class Steps:
+    """The steps of one stage so far, in its process."""
+
+    def __init__(self) -> None:
+        self.right: list[bool] = []
+
+    def add(self, what: str, right: bool, figures: str, **details: Any) -> None:
+        """Print a step. figures: its result in a few words. details: other data to keep."""
+        self.right.append(right)
+        print(json.dumps({"what": what, "right": right, "figures": figures, **details}), flush=True)
+
+    @property
+    def code(self) -> int:
+        return int(not self.right or not all(self.right))
+
+
+def device(arguments: list[str]) -> tuple[str, str]:
+    """Return (name of the stage, its device). Ends the process if the device is missing."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("name", nargs="?", default="")
+    parser.add_argument("--device", required=True)
+    options = parser.parse_args(arguments)
+    import torch
+
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print(f"no CUDA device: torch {torch.__version__} sees none", file=sys.stderr)
+        sys.exit(NOT_HERE)
+    return options.name, options.device
 
 
 def run(stage: Stage, device: str, slower: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ _ANY = ("0.0.0.0", "::", "*")
 @check("listens")
 def listens(setup: Setup) -> Iterator[Line]:
     """The ports that this command listens on are free, and no port is used twice."""
-    if setup.command is None or setup.command.container:
+    if setup.command is None or setup.in_container:
         return
     taken: dict[int, str] = {}
     for name, host, port in _own(setup):
@@ -53,7 +53,7 @@ def _own(setup: Setup) -> Iterator[tuple[str, str, int]]:
     if str(setup.setting("pd_role")) == "receiver":
         names["enable_pd"] = ("pd_peer_init_port", "pd_peer_alloc_port")
     for switch, several in names.items():
-        for name in several if setup.connector("v1") and setup.on(switch) else ():
+        for name in several if setup.v1 and setup.on(switch) else ():
             value = setup.setting(name)
             for part in value if isinstance(value, list) else str(value or "").split(","):
                 if str(part).strip().isdigit() and int(part):
@@ -80,11 +80,10 @@ def hosts(setup: Setup) -> Iterator[Line]:
 
 
 def _reached(setup: Setup) -> Iterator[tuple[str, str]]:
-    connector = setup.connector("mp")
-    if connector is not None:
-        name = "lmcache.mp.server_urls" if "lmcache.mp.server_urls" in connector.extra else "lmcache.mp.host and port"
-        yield from ((name, each.url) for each in servers.addresses(connector))
-    if setup.connector("v1") is None:
+    if setup.mp is not None:
+        name = "lmcache.mp.server_urls" if "lmcache.mp.server_urls" in setup.mp.extra else "lmcache.mp.host and port"
+        yield from ((name, each.url) for each in servers.addresses(setup.mp))
+    if setup.v1 is None:
         return
     remote = str(setup.setting("remote_url") or "")
     if remote.startswith(("lm://", "redis://", "rediss://", "valkey://")):
@@ -112,10 +111,9 @@ def _with_defaults(url: str) -> str:
 @check("server")
 def server(setup: Setup) -> Iterator[Line]:
     """The LMCache server of the multi-process connector answers on its port, and has the connector's release."""
-    connector = setup.connector("mp")
-    if connector is None:
+    if setup.mp is None:
         return
-    if servers.autostart(connector):
+    if servers.autostart(setup.mp):
         yield ok("lmcache.mp.autostart is set: the connector starts the server itself")
         return
     start = "lmcache server --port {} --l1-size-gb 20 --eviction-policy LRU --supported-transfer-mode auto"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from kvfix_tools.doctor import server_options
 from kvfix_tools.doctor.checks import Line, check, ok, problem, unchecked
 from kvfix_tools.doctor.setup import Setup
 
@@ -17,13 +16,13 @@ _BLOCKS = (16, 32, 64, 128)
 def chunk_size(setup: Setup) -> Iterator[Line]:
     """LMCache's chunk size is a multiple of vLLM's block size times the decode context parallel size."""
     sizes: dict[str, object] = {}
-    if setup.connector("v1"):
+    if setup.v1:
         sizes["chunk_size"] = setup.setting("chunk_size")
     for server in setup.servers:
         sizes["--chunk-size of the LMCache server"] = server.options.get("chunk_size", 256 if server.options else None)
     if setup.command and not setup.command.serves:
-        sizes["--chunk-size"] = setup.command.options.get("chunk-size", 256)
-    given = setup.command.options.get("block-size", "") if setup.command else ""
+        sizes["--chunk-size"] = setup.option("chunk-size", "256")
+    given = setup.option("block-size")
     share = setup.parallel("decode-context")
     times = f" times {share} ranks" if share > 1 else ""
     for name, value in sizes.items():
@@ -50,8 +49,7 @@ def chunk_size(setup: Setup) -> Iterator[Line]:
 @check("load-cap")
 def load_cap(setup: Setup) -> Iterator[Line]:
     """lmcache.max_tokens_per_load is at least one chunk, if it is set. A smaller value disables all loads."""
-    connector = setup.connector("v1")
-    cap = str(connector.extra.get("lmcache.max_tokens_per_load", "")) if connector else ""
+    cap = str(setup.v1.extra.get("lmcache.max_tokens_per_load", "")) if setup.v1 else ""
     chunk = setup.number("chunk_size")
     if cap.isdigit() and chunk and 0 < int(cap) < chunk:
         yield problem(
@@ -64,11 +62,11 @@ def load_cap(setup: Setup) -> Iterator[Line]:
 def hash_seed(setup: Setup) -> Iterator[Line]:
     """All processes that share a cache compute the same keys, by PYTHONHASHSEED or by a hash without a seed."""
     seed = setup.environment.get("PYTHONHASHSEED", "random")
-    if setup.connector("v1"):
+    if setup.v1:
         algorithm, how = str(setup.setting("pre_caching_hash_algorithm") or "builtin"), "pre_caching_hash_algorithm"
         shared = _shared(setup)
-    elif setup.command and setup.command.program == "lmcache server":
-        algorithm, how = setup.command.options.get("hash-algorithm", ""), "--hash-algorithm"
+    elif setup.is_server:
+        algorithm, how = setup.option("hash-algorithm"), "--hash-algorithm"
         shared = ["other servers, or this server after a restart"] if algorithm == "builtin" else []
     else:
         return
@@ -82,7 +80,7 @@ def hash_seed(setup: Setup) -> Iterator[Line]:
         yield ok(f"keys are computed with {algorithm or 'the default hash'}, which is equal in every process")
         return
     fixed = seed.isdigit()
-    none_too = fixed and setup.connector("v1") is not None and _hashes_none(setup)
+    none_too = fixed and setup.v1 is not None and _hashes_none(setup)
     remedy = "PYTHONHASHSEED=0 in the environment of every process"
     if none_too and no_bytes:
         remedy = 'pip install "lmcache>=0.4.6", or use Python 3.12'
@@ -109,8 +107,7 @@ def hash_seed(setup: Setup) -> Iterator[Line]:
 def _shared(setup: Setup) -> list[str]:
     """Return the other processes that must find the chunks."""
     found = []
-    executor = setup.command.options.get("distributed-executor-backend", "") if setup.command else ""
-    if setup.ranks > 1 or executor in ("mp", "ray"):
+    if setup.ranks > 1 or setup.option("distributed-executor-backend") in ("mp", "ray"):
         found.append(f"the {setup.ranks} workers and the scheduler" if setup.ranks > 1 else "the worker")
     if setup.parallel("data") > 1:
         found.append("the other engines (data parallel)")
@@ -126,34 +123,30 @@ def _shared(setup: Setup) -> list[str]:
 
 def _no_bytes(setup: Setup) -> str:
     """Return why this LMCache cannot use hashes that are bytes (KVD739, KVD738); "" if it can, or need not."""
-    lmcache, vllm = setup.lmcache, setup.vllm
-    if lmcache is None or vllm is None or "-> bytes" not in vllm.text("vllm.utils.hashing"):
+    if setup.lmcache is None or "-> bytes" not in setup.packages.text("vllm.utils.hashing"):
         return ""
     stored = setup.setting("remote_url") or setup.setting("local_disk")
-    if stored and "chunk_hash_hex" not in lmcache.text("lmcache.utils"):
+    if stored and "chunk_hash_hex" not in setup.lmcache.text("lmcache.utils"):
         return "this LMCache cannot write keys of bytes, so it stores no chunk outside of memory"
-    if setup.on("enable_async_loading") and "int.from_bytes" not in lmcache.text("lmcache.v1.token_database"):
+    if setup.on("enable_async_loading") and "int.from_bytes" not in setup.lmcache.text("lmcache.v1.token_database"):
         return "the asynchronous lookup of this LMCache fails, because it needs hashes that are numbers"
     return ""
 
 
 def _hashes_none(setup: Setup) -> bool:
     """Return True if LMCache's code hashes None (KVF901). From Python 3.12 on the hash of None is a constant."""
-    source = setup.lmcache.text("lmcache.v1.token_database") if setup.lmcache else ""
+    source = setup.packages.text("lmcache.v1.token_database")
     return bool(source) and "_canonicalize_hash_inputs" not in source and sys.version_info < (3, 12)
 
 
 @check("transfer-mode")
 def transfer_mode(setup: Setup) -> Iterator[Line]:
     """The server supports the transfer mode that the multi-process worker asks for."""
-    connector = setup.connector("mp")
-    if connector is None:
+    if setup.mp is None:
         return
     # The connector's key wins over the variable (vllm_multi_process_adapter.py 0.5.6, ExtraConfigDefault).
     mode = str(
-        connector.extra.get("lmcache.mp.mp_transfer_mode")
-        or setup.environment.get("LMCACHE_MP_TRANSFER_MODE")
-        or "auto"
+        setup.mp.extra.get("lmcache.mp.mp_transfer_mode") or setup.environment.get("LMCACHE_MP_TRANSFER_MODE") or "auto"
     ).lower()
     for server in setup.servers:
         if not server.options:
@@ -162,11 +155,8 @@ def transfer_mode(setup: Setup) -> Iterator[Line]:
                 "lmcache server --supported-transfer-mode auto accepts every worker",
             )
             continue
-        options = server_options.read(setup.lmcache) if setup.lmcache else {}
-        default = next(
-            (options[each].default for each in ("--supported-transfer-mode", "--transfer-mode") if each in options),
-            "auto",
-        )
+        known = [setup.server_options.get(f"--{each}") for each in ("supported-transfer-mode", "transfer-mode")]
+        default = next((option.default for option in known if option), "auto")
         supported = str(server.options.get("supported_transfer_mode") or server.options.get("transfer_mode") or default)
         # A worker without a GPU asks for engine_driven.
         asks = "engine_driven" if mode == "auto" and setup.on_cpu and "lmcache" in supported else mode

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvfix_tools.doctor.checks import Line, check, ok, problem, unchecked
+from kvfix_tools.doctor.checks import Line, check, ok, problem, remedy, unchecked
 from kvfix_tools.doctor.machine import gib
 from kvfix_tools.doctor.setup import Setup
 
 #: {library: its distribution} and {library: the module to import}
 _LIBRARIES = {"nixl": "nixl", "mooncake": "mooncake-transfer-engine"}
 _MODULES = {"nixl": "nixl._api", "mooncake": "mooncake.engine"}
+#: Settings that enable_p2p needs, in addition to enable_controller.
+_P2P = (
+    "controller_pull_url", "controller_reply_url", "lmcache_worker_ports", "p2p_host", "p2p_init_ports",
+    "p2p_lookup_ports", "transfer_channel",
+)  # fmt: skip
 _ROLES = {"sender": "kv_producer", "receiver": "kv_consumer"}
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "half": 2, "float": 4}
 
@@ -60,7 +65,7 @@ def backends(setup: Setup) -> Iterator[Line]:
 @check("prefill-decode")
 def prefill_decode(setup: Setup) -> Iterator[Line]:
     """enable_pd has all settings that LMCache requires, the roles agree, and the buffer holds a chunk."""
-    connector = setup.connector("v1")
+    connector = setup.v1
     if connector is None or not setup.on("enable_pd"):
         return
     faults = list(_missing(setup))
@@ -82,19 +87,15 @@ def prefill_decode(setup: Setup) -> Iterator[Line]:
 @check("peer-to-peer")
 def peer_to_peer(setup: Setup) -> Iterator[Line]:
     """enable_p2p has the controller, the ports and the channel that LMCache asserts (config.py 0.5.6:744-752)."""
-    if setup.connector("v1") is None or not setup.on("enable_p2p"):
+    if setup.v1 is None or not setup.on("enable_p2p"):
         return
-    examples = {
-        "controller_pull_url": "HOST:8300", "controller_reply_url": "HOST:8400", "lmcache_worker_ports": "[8500]",
-        "p2p_host": "HOST", "p2p_init_ports": "[8200]", "p2p_lookup_ports": "[8201]", "transfer_channel": "nixl",
-    }  # fmt: skip
-    known = setup.definitions.known if setup.definitions else examples
-    missing = [name for name in examples if name in known and setup.setting(name) is None]
+    known = setup.definitions.known or _P2P
+    missing = [name for name in _P2P if name in known and setup.setting(name) is None]
     if not setup.on("enable_controller"):
         missing.insert(0, "enable_controller")
-    for name in missing:
-        yield problem(f"enable_p2p needs {name}", f"{name}: {examples.get(name, 'true')}; or enable_p2p: false")
-    if not missing:
+    if missing:
+        yield problem(f"enable_p2p needs {', '.join(missing)}", f"{remedy('KVD749')}; or enable_p2p: false")
+    else:
         yield ok("enable_p2p has all settings that it needs")
 
 
@@ -106,26 +107,23 @@ def _missing(setup: Setup) -> Iterator[Line]:
     elif setup.setting("pd_role") == "sender" and not setup.on("pd_skip_proxy_notification"):
         examples.update(pd_proxy_host="HOST", pd_proxy_port="7500")
     for name, example in examples.items():
-        known = setup.definitions is None or name in setup.definitions.known
-        if known and setup.setting(name) is None:
+        if name in (setup.definitions.known or examples) and setup.setting(name) is None:
             yield problem(f"enable_pd needs {name}", f"{name}: {example}")
 
 
 def _buffer(setup: Setup) -> Iterator[Line]:
     size, chunk = setup.number("pd_buffer_size"), setup.number("chunk_size")
     token = bytes_per_token(setup)
-    if size is None or chunk is None:
+    if size is None or chunk is None or token is None:
         return
-    if token is None:
-        yield from ()
-    elif size < token * chunk:
+    longest = setup.option("max-model-len")
+    wanted = int(longest) if longest.isdigit() else 0
+    if size < token * chunk:
         yield problem(
             f"pd_buffer_size {gib(size)} is smaller than a chunk of {chunk:g} tokens ({gib(token * chunk)} per worker)",
             f"pd_buffer_size: {int(token * chunk) * 16}, or more",
         )
-    longest = setup.command.options.get("max-model-len", "") if setup.command else ""
-    wanted = int(longest) if longest.isdigit() else 0
-    if token and size >= token * chunk and size < token * wanted:
+    elif size < token * wanted:
         yield problem(
             f"pd_buffer_size {gib(size)} is too small for --max-model-len {wanted} ({gib(token * wanted)})",
             f"pd_buffer_size: {int(token * wanted)}, or more",
@@ -138,11 +136,9 @@ def bytes_per_token(setup: Setup) -> float | None:
     layers, heads = model.get("num_hidden_layers"), model.get("num_attention_heads")
     if not isinstance(layers, int) or not isinstance(heads, int) or not heads:
         return None
-    asked = (setup.command.options.get("dtype", "auto") if setup.command else "auto").removeprefix("torch.")
+    asked = setup.option("dtype", "auto").removeprefix("torch.")
     named = str(model.get("torch_dtype") or model.get("dtype") or "bfloat16")
-    width = _BYTES.get(named if asked == "auto" else asked, 2)
-    if "fp8" in (setup.command.options.get("kv-cache-dtype", "") if setup.command else ""):
-        width = 1
+    width = 1 if "fp8" in setup.option("kv-cache-dtype") else _BYTES.get(named if asked == "auto" else asked, 2)
     here = layers / setup.parallel("pipeline")
     if isinstance(model.get("kv_lora_rank"), int):  # MLA: one latent for all heads, in every rank
         return here * (int(model["kv_lora_rank"]) + int(model.get("qk_rope_head_dim") or 0)) * width

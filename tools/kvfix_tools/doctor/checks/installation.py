@@ -24,14 +24,13 @@ _SYMBOL = re.compile(r"undefined symbol: (\S+)")
 @check("installed", essential=True)
 def installed(setup: Setup) -> Iterator[Line]:
     """vLLM is installed for this Python, and LMCache too if the command needs it."""
-    if setup.command and setup.command.container:
+    if setup.in_container:
         yield unchecked("the command starts a container, whose installation kvfix cannot see", _WHERE)
         return
-    uses = any(each.is_v1 or each.is_mp for each in setup.connectors)
     for name, package in (("vLLM", setup.vllm), ("LMCache", setup.lmcache)):
         if package:
             yield ok(f"{package.title} in {package.folder}")
-        elif name == "LMCache" and uses and setup.vllm:
+        elif name == "LMCache" and setup.lmcache_connectors and setup.vllm:
             yield problem(f"the connector needs LMCache, but {sys.executable} has none", "pip install lmcache")
         else:
             yield unchecked(f"{name} is not installed for {sys.executable}", _WHERE)
@@ -50,15 +49,16 @@ def program(setup: Setup) -> Iterator[Line]:
     except OSError:
         return
     python = first.removeprefix("#!").strip()
-    if first.startswith("#!") and "python" in python and " " not in python and Path(python).parent != _bin():
+    if (
+        first.startswith("#!")
+        and "python" in python
+        and " " not in python
+        and Path(python).parent != Path(sys.executable).parent
+    ):
         yield unchecked(
             f"{path} runs with {python}, but kvfix doctor checked the installation of {sys.executable}",
             f"{python} -m kvfix_tools.cli doctor -- ..., after installing kvfix for this Python",
         )
-
-
-def _bin() -> Path:
-    return Path(sys.executable).parent
 
 
 @check("torch")

@@ -50,9 +50,7 @@ def fixes(setup: Setup) -> Iterator[Line]:
 def sliding_windows(setup: Setup) -> Iterator[Line]:
     """A model with sliding windows and the multi-process connector has the fixes that it needs. Without the fixes,
     LMCache stores wrong KV under valid keys, and the model returns wrong text without an error."""
-    if setup.connector("mp") is None or setup.command is None or not has_windows(setup):
-        return
-    if "disable-hybrid-kv-cache-manager" in setup.command.options:
+    if setup.mp is None or not has_windows(setup) or setup.has_option("disable-hybrid-kv-cache-manager"):
         return
     fixes = [fix for fix in catalogue.fixes() if "KVR014" in fix.evidence]
     codes = [fix.code for fix in fixes if any(_has_bug(target, setup) for target in fix.targets)]

@@ -16,11 +16,11 @@ _MESSAGES = 240 * 2**20
 
 def _wanted(setup: Setup) -> tuple[float, str] | None:
     """Return (bytes of host memory, the setting that asks for them); None if there is nothing to compare."""
-    if setup.command and setup.command.program == "lmcache server":
-        given = setup.command.options.get("l1-size-gb", "")
+    if setup.is_server:
+        given = setup.option("l1-size-gb")
         return (float(given) * GIB, f"--l1-size-gb {given}") if re.fullmatch(r"\d+(\.\d+)?", given) else None
     size = setup.number("max_local_cpu_size")
-    if setup.connector("v1") is None or size is None:
+    if setup.v1 is None or size is None:
         return None
     # With MLA only the first worker stores, unless save_only_first_rank is false (local_cpu_backend.py 0.5.6:384-394).
     extra = setup.setting("extra_config")
@@ -45,7 +45,7 @@ def memory(setup: Setup) -> Iterator[Line]:
     size, how = wanted
     smaller = "--l1-size-gb N, with a smaller N"
     do = smaller if how.startswith("--") else "max_local_cpu_size: a smaller value (GiB for each worker)"
-    if setup.command and setup.command.container:
+    if setup.in_container:
         yield unchecked(f"{how} is {gib(size)}, but the memory of the container is unknown here")
     elif size > limit:
         yield problem(f"{how} is {gib(size)}; {source} has {gib(limit)}: the kernel will kill the process", do)
@@ -87,7 +87,7 @@ def locked(setup: Setup) -> Iterator[Line]:
     if "nixl" in uses and not _may_use_rdma(setup.environment.get("UCX_TLS", "")):
         uses.remove("nixl")
     shown = "unlimited" if limit is None else gib(limit)
-    if setup.command and setup.command.container:
+    if setup.in_container:
         yield unchecked("ulimit -l of the container is unknown here", "docker run --ulimit memlock=-1")
     elif limit is not None and uses:
         yield problem(
@@ -102,16 +102,15 @@ def locked(setup: Setup) -> Iterator[Line]:
 def shared(setup: Setup) -> Iterator[Line]:
     """/dev/shm has room for the messages between vLLM's processes, and for LMCache's L1 with --shm-name."""
     found = setup.machine.shared_memory()
-    if setup.command and setup.command.container:
+    if setup.in_container:
         yield unchecked("/dev/shm of the container is unknown here", remedy("KVD1894"))
         return
     if found is None:
         yield unchecked("this machine has no /dev/shm")
         return
     size, free = found
-    command = setup.command
     wanted, why = (_MESSAGES, "vLLM's processes exchange messages there") if setup.ranks > 1 else (0, "")
-    if command and command.program == "lmcache server" and command.options.get("shm-name"):
+    if setup.is_server and setup.option("shm-name"):
         needed = _wanted(setup)
         if needed and needed[0] > wanted:
             wanted, why = int(needed[0]), "--shm-name puts L1 there"

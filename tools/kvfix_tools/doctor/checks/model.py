@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from kvfix_tools.doctor import servers
 from kvfix_tools.doctor.checks import Line, check, ok, problem, remedy, unchecked
-from kvfix_tools.doctor.packages import Package, constant, defined
+from kvfix_tools.doctor.packages import Packages, constant, defined
 from kvfix_tools.doctor.setup import Setup
 
 #: Keys of config.json for models whose layers have state instead of KV: Mamba, linear attention, hybrids.
@@ -21,7 +21,7 @@ _STATE = (
 @check("hybrid-model")
 def hybrid(setup: Setup) -> Iterator[Line]:
     """A model with Mamba or linear attention layers has a connector that supports several KV groups."""
-    lmcache = next((each for each in setup.connectors if each.is_v1 or each.is_mp), None)
+    lmcache = next(iter(setup.lmcache_connectors), None)
     if lmcache is None or setup.command is None:
         return
     if not setup.model:
@@ -34,7 +34,7 @@ def hybrid(setup: Setup) -> Iterator[Line]:
     state = bool(layers & {"linear_attention", "mamba", "mamba2"}) or any(setup.model.get(key) for key in _STATE)
     sliding = has_windows(setup)
     kind = str(setup.model.get("model_type") or "this model")
-    off = "disable-hybrid-kv-cache-manager" in setup.command.options
+    off = setup.has_option("disable-hybrid-kv-cache-manager")
     takes = not lmcache.is_v1 and _takes_groups(setup)
     if state and (off or not takes):
         why = "--disable-hybrid-kv-cache-manager is set" if off and takes else f"{lmcache.name} supports one group only"
@@ -48,7 +48,7 @@ def hybrid(setup: Setup) -> Iterator[Line]:
             "states that do not exist (KVF125)",
             "kvfix run -- lmcache server --separate-object-groups ...",
         )
-    elif lmcache.is_v1 and "no-disable-hybrid-kv-cache-manager" in setup.command.options:
+    elif lmcache.is_v1 and setup.has_option("no-disable-hybrid-kv-cache-manager"):
         yield problem(
             f"{lmcache.name} supports one KV group, but --no-disable-hybrid-kv-cache-manager asks for several",
             remedy("KVD652"),
@@ -63,7 +63,7 @@ def hybrid(setup: Setup) -> Iterator[Line]:
 
 def _stores_null_states(setup: Setup) -> bool:
     """Return True if the server stores several chunks in a step, and skips only those without any block (0.5.4)."""
-    tree = setup.lmcache.tree("lmcache.v1.multiprocess.modules.lmcache_driven_transfer") if setup.lmcache else None
+    tree = setup.packages.tree("lmcache.v1.multiprocess.modules.lmcache_driven_transfer")
     return tree is not None and defined(tree, "all_null_chunk_masks") is not None
 
 
@@ -75,8 +75,7 @@ def has_windows(setup: Setup) -> bool:
 
 def _takes_groups(setup: Setup) -> bool:
     """Return True if LMCache's multi-process connector is a SupportsHMA."""
-    module = "lmcache.integration.vllm.lmcache_mp_connector"
-    tree = setup.lmcache.tree(module) if setup.lmcache else None
+    tree = setup.packages.tree("lmcache.integration.vllm.lmcache_mp_connector")
     node = defined(tree, "LMCacheMPConnector") if tree else None
     bases = [ast.unparse(each) for each in node.bases] if isinstance(node, ast.ClassDef) else []
     return "SupportsHMA" in bases and not setup.environment.get("LMCACHE_USE_UPSTREAM_MP")
@@ -112,12 +111,11 @@ def _context(setup: Setup, context: int) -> Iterator[Line]:
     A connector without support assumes that a block holds the tokens of one rank only. It stores nothing, and its
     worker dies at the first load (vllm_v1_adapter.py 0.5.6:1159, :815).
     """
-    lmcache = setup.lmcache
-    for connector in setup.connectors if context > 1 and lmcache else ():
+    for connector in setup.lmcache_connectors if context > 1 and setup.lmcache else ():
         module = "vllm_v1_adapter" if connector.is_v1 else "lmcache_mp_connector"
         is_copy = connector.is_mp and setup.environment.get("LMCACHE_USE_UPSTREAM_MP")
-        source = "" if is_copy or lmcache is None else lmcache.text(f"lmcache.integration.vllm.{module}")
-        if (connector.is_v1 or connector.is_mp) and "decode_context_parallel_size" not in source:
+        source = "" if is_copy else setup.packages.text(f"lmcache.integration.vllm.{module}")
+        if "decode_context_parallel_size" not in source:
             yield problem(
                 f"the installed {connector.name} does not support --decode-context-parallel-size {context}: it stores "
                 "nothing",
@@ -127,8 +125,7 @@ def _context(setup: Setup, context: int) -> Iterator[Line]:
 
 def _servers(setup: Setup) -> Iterator[Line]:
     """Check several servers as LMCacheMPConnector does at its start (lmcache_mp_connector.py 0.5.6:656-705)."""
-    connector = setup.connector("mp")
-    count = len(servers.addresses(connector)) if connector else 1
+    count = len(servers.addresses(setup.mp)) if setup.mp else 1
     if count < 2:
         return
     if setup.ranks % count:
@@ -154,7 +151,7 @@ def _ports(setup: Setup) -> Iterator[Line]:
 
     Worker N takes port N of the list (pd_backend.py 0.5.6:146). A shorter list raises `list index out of range`.
     """
-    if setup.connector("v1") is None:
+    if setup.v1 is None:
         return
     uses = {
         "enable_pd": ("pd_peer_init_port", "pd_peer_alloc_port"),
@@ -181,9 +178,8 @@ def layout(setup: Setup) -> Iterator[Line]:
     wanted = setup.environment.get("VLLM_KV_CACHE_LAYOUT", "")
     if not wanted:
         return
-    choices = _layouts(setup.vllm)
-    uses = next((each for each in setup.connectors if each.is_v1 or each.is_mp), None)
-    moves = _translated(setup.lmcache) if uses else []
+    choices = _layouts(setup.packages)
+    moves = _translated(setup.packages) if setup.lmcache_connectors else []
     if choices and wanted not in choices:
         yield problem(
             f"VLLM_KV_CACHE_LAYOUT={wanted}: this vLLM has only {', '.join(choices)}", "unset VLLM_KV_CACHE_LAYOUT"
@@ -196,14 +192,14 @@ def layout(setup: Setup) -> Iterator[Line]:
         yield unchecked(f"VLLM_KV_CACHE_LAYOUT={wanted}: the layouts of this vLLM are unknown")
 
 
-def _layouts(vllm: Package | None) -> list[str]:
-    source = vllm.text("vllm.envs") if vllm else ""
-    found = re.search(r'env_with_choices\(\s*"VLLM_KV_CACHE_LAYOUT",\s*None,\s*(\[[^\]]*\])', source)
+def _layouts(packages: Packages) -> list[str]:
+    pattern = r'env_with_choices\(\s*"VLLM_KV_CACHE_LAYOUT",\s*None,\s*(\[[^\]]*\])'
+    found = re.search(pattern, packages.text("vllm.envs"))
     return list(ast.literal_eval(found[1])) if found else []
 
 
-def _translated(lmcache: Package | None) -> list[str]:
-    tree = lmcache.tree("lmcache.integration.vllm.utils") if lmcache else None
+def _translated(packages: Packages) -> list[str]:
+    tree = packages.tree("lmcache.integration.vllm.utils")
     function = defined(tree, "translate_vllm_kv_cache_layout") if tree else None
     tables = [node for node in ast.walk(function) if isinstance(node, ast.Dict)] if function else []
     return [str(constant(key)) for key in tables[0].keys] if tables else []
@@ -212,10 +208,10 @@ def _translated(lmcache: Package | None) -> list[str]:
 @check("blending")
 def blending(setup: Setup) -> Iterator[Line]:
     """With enable_blending, vLLM's worker has the line that registers the model, and LMCache supports the model."""
-    if setup.connector("v1") is None or not setup.on("enable_blending"):
+    if setup.v1 is None or not setup.on("enable_blending"):
         return
-    worker = setup.vllm.text("vllm.v1.worker.gpu_worker") if setup.vllm else ""
-    tree = setup.lmcache.tree("lmcache.v1.compute.models.utils") if setup.lmcache else None
+    worker = setup.packages.text("vllm.v1.worker.gpu_worker")
+    tree = setup.packages.tree("lmcache.v1.compute.models.utils")
     if not worker or tree is None:
         yield unchecked("enable_blending: vLLM or LMCache is not installed here")
         return

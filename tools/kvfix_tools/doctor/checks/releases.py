@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from kvfix_tools.doctor import fit
 from kvfix_tools.doctor.checks import Line, check, ok, problem, unchecked
-from kvfix_tools.doctor.connectors import Connector
+from kvfix_tools.doctor.command_line import Connector
 from kvfix_tools.doctor.definitions import VLLM_CONNECTORS
 from kvfix_tools.doctor.packages import Package
 from kvfix_tools.doctor.setup import Setup
@@ -28,7 +28,7 @@ def together(setup: Setup) -> Iterator[Line]:
         lacks = "vLLM" if vllm is None else "LMCache"
         yield unchecked(f"{lacks} is not installed here, so kvfix cannot tell whether the releases work together")
         return
-    connectors = [each for each in setup.connectors if each.is_v1 or each.is_mp]
+    connectors = setup.lmcache_connectors
     if not connectors and not (setup.command and setup.connectors):
         connectors = [Connector("LMCacheConnectorV1", "", {}, "", {})]  # all releases have this connector
     for connector in connectors:

@@ -8,10 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvfix_tools import redact
-from kvfix_tools.doctor import server_options
 from kvfix_tools.doctor.checks import Line, check, ok, problem, unchecked
 from kvfix_tools.doctor.definitions import KINDS, nearest, words, wrong_type
-from kvfix_tools.doctor.packages import Package
 from kvfix_tools.doctor.setup import ENVIRONMENT, FILE, TRANSFER, Setting, Setup
 
 #: Prefixes of keys in the file that other parts of LMCache read (config.py 0.5.6: `ec`, `ec_...`).
@@ -55,10 +53,10 @@ def names(setup: Setup) -> Iterator[Line]:
     if not setup.settings and not setup.lmcache_variables():
         return
     known = setup.definitions
-    if known is None or setup.lmcache is None:
+    if not known.known:
         yield unchecked("the names of settings were not checked: LMCache is not installed here, or is too old")
         return
-    title, faults = setup.lmcache.title, list[Line]()
+    title, faults = setup.lmcache_title, list[Line]()
     for each in setup.settings:
         if each.source == TRANSFER or known.is_read(each.name) or each.name.startswith(_OTHERS):
             continue
@@ -67,7 +65,7 @@ def names(setup: Setup) -> Iterator[Line]:
         faults.append(problem(what, _instead(each, new)))
     for variable in setup.lmcache_variables():
         name = variable.removeprefix("LMCACHE_").lower()
-        if name in known.known or name in known.aliases or _occurs(variable, setup.lmcache, setup.vllm):
+        if name in known.known or name in known.aliases or _occurs(variable, setup):
             continue
         if name.startswith("ec_") and name.removeprefix("ec_") in known.known:
             continue
@@ -83,23 +81,19 @@ def _instead(each: Setting, name: str) -> str:
     return f"LMCACHE_{name.upper()}={_shown(each)}" if each.source == ENVIRONMENT else f"{name}: {_shown(each)}"
 
 
-def _occurs(variable: str, *packages: Package | None) -> bool:
-    """Return True if the source of one of the packages has the name. A user's plugin may read other variables."""
-    for package in packages:
-        folders = [package.folder] if package and package.name == "lmcache" else []
-        folders += [package.folder / "distributed/kv_transfer"] if package and package.name == "vllm" else []
-        for folder in folders:
-            for source in folder.rglob("*.py"):
-                if variable in source.read_text(encoding="utf-8", errors="replace"):
-                    return True
-    return False
+def _occurs(variable: str, setup: Setup) -> bool:
+    """Return True if the source of LMCache or vLLM has the name. A user's plugin may read other variables."""
+    folders = [setup.lmcache.folder] if setup.lmcache else []
+    folders += [setup.vllm.folder / "distributed/kv_transfer"] if setup.vllm else []
+    sources = (source for folder in folders for source in folder.rglob("*.py"))
+    return any(variable in source.read_text(encoding="utf-8", errors="replace") for source in sources)
 
 
 @check("setting-values")
 def values(setup: Setup) -> Iterator[Line]:
     """The values of settings have the type that the installed LMCache defines, and are in range."""
     known = setup.definitions
-    if known is None or not setup.settings:
+    if not known.known or not setup.settings:
         return
     faults = []
     for each in setup.settings:
@@ -139,7 +133,7 @@ def _range(name: str, each: Setting) -> Iterator[Line]:
 
 
 def _word(setup: Setup, name: str, each: Setting) -> Iterator[Line]:
-    known = words(name, setup.lmcache, setup.vllm)
+    known = words(name, setup.packages)
     # LMCache takes the name of a policy in small letters too (cache_policy/__init__.py 0.5.6:37).
     value = str(each.value).upper() if name == "cache_policy" else str(each.value)
     if known and each.value is not None and value not in known:
@@ -181,8 +175,8 @@ def _plain(value: Any) -> str:
 def deprecated(setup: Setup) -> Iterator[Line]:
     """No setting has a name that is deprecated in the installed LMCache."""
     known = setup.definitions
-    for each in setup.settings if known else ():
-        if known and each.name in known.deprecated and known.is_read(each.name):
+    for each in setup.settings:
+        if each.name in known.deprecated and known.is_read(each.name):
             new = known.aliases.get(each.name, "")
             yield problem(f"{each.spelled} ({each.source}): {known.deprecated[each.name]}", _instead(each, new))
 
@@ -190,11 +184,8 @@ def deprecated(setup: Setup) -> Iterator[Line]:
 @check("environment-converted")
 def converted(setup: Setup) -> Iterator[Line]:
     """LMCache can convert every variable if LMCACHE_CONFIG_FILE is also set. KVD900 shows the error."""
-    known = setup.definitions
-    if known is None or not setup.config_file[0]:
-        return
-    for each in setup.settings:
-        definition = known.known.get(each.name)
+    for each in setup.settings if setup.config_file[0] else ():
+        definition = setup.definitions.known.get(each.name)
         if each.source == ENVIRONMENT and definition is not None and not definition.converted:
             yield problem(
                 f"{each.spelled} stops LMCache at its start: this release cannot convert the variable if "
@@ -206,13 +197,10 @@ def converted(setup: Setup) -> Iterator[Line]:
 @check("settings-read")
 def who_reads(setup: Setup) -> Iterator[Line]:
     """No setting of the in-process connector is set if only the multi-process connector is used, which ignores them."""
-    mp = setup.connector("mp")
-    if mp is None or setup.connector("v1") is not None or setup.definitions is None:
-        return
     unread = sorted(each.spelled for each in setup.settings if each.name in setup.definitions.known)
-    if unread:
+    if setup.mp and not setup.v1 and unread:
         yield problem(
-            f"{mp.name} does not read {', '.join(unread)}, which only the in-process connector reads",
+            f"{setup.mp.name} does not read {', '.join(unread)}, which only the in-process connector reads",
             "lmcache server --chunk-size N --l1-size-gb N ...: set the options of the server (lmcache server --help)",
         )
 
@@ -220,11 +208,10 @@ def who_reads(setup: Setup) -> Iterator[Line]:
 @check("server-options")
 def server_options_known(setup: Setup) -> Iterator[Line]:
     """The installed LMCache knows every option of an `lmcache server` command, and no required option is missing."""
-    command = setup.command
-    if command is None or command.program != "lmcache server":
+    command, known = setup.command, setup.server_options
+    if command is None or not setup.is_server:
         return
-    known = server_options.read(setup.lmcache) if setup.lmcache else {}
-    if not known or setup.lmcache is None:
+    if not known:
         yield unchecked("the options were not checked: LMCache is not installed here, or has no `lmcache server`")
         return
     faults = []
@@ -232,7 +219,7 @@ def server_options_known(setup: Setup) -> Iterator[Line]:
         option = known.get(f"--{name}")
         if option is None:
             do = nearest(f"--{name}", known) or "lmcache server --help"
-            faults.append(problem(f"lmcache server of {setup.lmcache.title} has no option --{name}", do))
+            faults.append(problem(f"lmcache server of {setup.lmcache_title} has no option --{name}", do))
         elif option.choices and value not in option.choices:
             do = f"--{name} {' | '.join(option.choices)}"
             faults.append(problem(f"--{name} is {value!r}, which is not allowed", do))
@@ -240,7 +227,7 @@ def server_options_known(setup: Setup) -> Iterator[Line]:
         if option.required and name.removeprefix("--") not in command.options:
             do = f"{name} {' | '.join(option.choices) or 'VALUE'}"
             faults.append(problem(f"lmcache server needs {name}", do))
-    yield from faults or [ok(f"{setup.lmcache.title} knows all {len(command.options)} options")]
+    yield from faults or [ok(f"{setup.lmcache_title} knows all {len(command.options)} options")]
 
 
 def _shown(each: Setting) -> str:

@@ -22,9 +22,9 @@ _FEWEST_CHUNKS = 8
 def local_disk(setup: Setup) -> Iterator[Line]:
     """The folder of local_disk is writable, and its file system has room for max_local_disk_size."""
     given = setup.setting("local_disk")
-    if setup.connector("v1") is None or not isinstance(given, str) or not given:
+    if setup.v1 is None or not isinstance(given, str) or not given:
         return
-    if setup.command and setup.command.container:
+    if setup.in_container:
         yield unchecked("the folder of local_disk is in the container, so kvfix cannot check it")
         return
     folder = Path(given.removeprefix("file://"))
@@ -60,15 +60,12 @@ def _is_writable(there: Path) -> bool:
 @check("l2-adapter")
 def l2_adapter(setup: Setup) -> Iterator[Line]:
     """The --l2-adapter of an `lmcache server` command is JSON of a known type, and its folder can be written."""
-    given = setup.command.options.get("l2-adapter") if setup.command and not setup.command.serves else None
-    if given is None:
+    if not setup.is_server or not setup.has_option("l2-adapter"):
         return
     try:
-        adapter = json.loads(given)
+        adapter = json.loads(setup.option("l2-adapter"))
     except ValueError as error:
-        yield problem(
-            f"--l2-adapter is not JSON: {error}", """--l2-adapter '{"type": "fs", "base_path": "/data/l2"}'"""
-        )
+        yield problem(f"--l2-adapter is not JSON: {error}", remedy("KVD933"))
         return
     pattern = r"register_l2_adapter_type\(\s*[\"'](\w+)"
     known = setup.lmcache.found("v1/distributed/l2_adapters", pattern) if setup.lmcache else set()
@@ -85,7 +82,7 @@ def l2_adapter(setup: Setup) -> Iterator[Line]:
 def remote_scheme(setup: Setup) -> Iterator[Line]:
     """The installed LMCache has a connector for the scheme of remote_url."""
     scheme, separator, _ = str(setup.setting("remote_url") or "").partition("://")
-    if setup.connector("v1") is None or not separator or setup.lmcache is None:
+    if setup.v1 is None or not separator or setup.lmcache is None:
         return
     known = setup.lmcache.found("v1/storage_backend/connector", r"[\"']([a-z0-9-]+)://") - {"http", "https"}
     if known and scheme not in known:
@@ -114,12 +111,11 @@ def offload_size(setup: Setup) -> Iterator[Line]:
 
 def _offload_names(setup: Setup, extra: dict[str, Any]) -> Iterator[Line]:
     """Check spec_name and block_size (kv_offload/factory.py and offloading/config.py 0.32.0:128)."""
-    text = setup.vllm.text("vllm.v1.kv_offload.factory") if setup.vllm else ""
-    specs = set(re.findall(r"register_spec\(\s*[\"'](\w+)", text))
+    specs = set(re.findall(r"register_spec\(\s*[\"'](\w+)", setup.packages.text("vllm.v1.kv_offload.factory")))
     spec, chunk = extra.get("spec_name"), str(extra.get("block_size", ""))
     if specs and spec and spec not in specs and "spec_module_path" not in extra:
         yield problem(f"vLLM has no spec_name {spec!r}", " | ".join(sorted(specs)))
-    block = setup.command.options.get("block-size", "") if setup.command else ""
+    block = setup.option("block-size")
     if chunk.isdigit() and block.isdigit() and int(chunk) % int(block):
         yield problem(
             f"block_size {chunk} of OffloadingConnector is no multiple of vLLM's block size {block}",
@@ -131,10 +127,10 @@ def _offload_names(setup: Setup, extra: dict[str, Any]) -> Iterator[Line]:
 def cpu_cache_size(setup: Setup) -> Iterator[Line]:
     """The CPU cache of LMCache has a size, and holds at least eight chunks of the model."""
     size, chunk, of_token = setup.number("max_local_cpu_size"), setup.number("chunk_size"), bytes_per_token(setup)
-    if setup.connector("v1") is None:
+    if setup.v1 is None:
         return
     if size is not None and size <= 0 and not setup.on("enable_pd"):
-        yield problem(f"max_local_cpu_size is {size:g}: LMCache does not start without memory", "max_local_cpu_size: 5")
+        yield problem(f"max_local_cpu_size is {size:g}: LMCache does not start without memory", remedy("KVD1900"))
     if not (size and chunk and of_token):
         return
     held = size * GIB / (chunk * of_token)

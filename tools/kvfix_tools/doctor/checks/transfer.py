@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvfix_tools.doctor.checks import Line, check, ok, problem, unchecked
-from kvfix_tools.doctor.connectors import Connector
+from kvfix_tools.doctor.checks import Line, check, ok, problem, remedy, unchecked
+from kvfix_tools.doctor.command_line import Connector
 from kvfix_tools.doctor.definitions import READERS, VLLM_CONNECTORS, connector_keys, nearest
-from kvfix_tools.doctor.packages import Package, constant, defined, parse
+from kvfix_tools.doctor.packages import Packages, constant, defined
 from kvfix_tools.doctor.setup import Setup
 
 _CONFIGS = ("vllm.config.kv_transfer", "vllm.config", "vllm.config.__init__")
@@ -24,19 +24,20 @@ def configuration(setup: Setup) -> Iterator[Line]:
     """--kv-transfer-config is valid JSON, and the installed vLLM knows its keys, values and connector."""
     if setup.command is None or not setup.command.serves:
         return
-    if setup.transfer_error:
-        yield problem(f"--kv-transfer-config is not JSON: {setup.transfer_error}", f"{_EXAMPLE} (in single quotes)")
+    transfer, why = setup.transfer
+    if why:
+        yield problem(f"--kv-transfer-config is not JSON: {why}", remedy("KVD744"))
         return
-    if not setup.transfer:
+    if not transfer:
         yield unchecked("the command has no --kv-transfer-config: no connector is used", _EXAMPLE)
         return
     faults = [line for each in setup.connectors for line in _entry(setup, each)]
     names = " with ".join(each.name for each in setup.connectors)
-    yield from faults or [ok(f"--kv-transfer-config: {names}, kv_role {setup.transfer.get('kv_role')}")]
+    yield from faults or [ok(f"--kv-transfer-config: {names}, kv_role {transfer.get('kv_role')}")]
 
 
 def _entry(setup: Setup, entry: Connector) -> Iterator[Line]:
-    fields = _fields(setup.vllm)
+    fields = _fields(setup.packages)
     for key, value in entry.keys.items():
         choices = fields.get(key)
         if fields and key not in fields:
@@ -64,14 +65,13 @@ def _entry(setup: Setup, entry: Connector) -> Iterator[Line]:
 def _registered(setup: Setup, entry: Connector) -> Iterator[Line]:
     if entry.module:
         package = setup.packages.get(entry.module.partition(".")[0])
-        file = package.file(entry.module) if package else None
-        tree = parse(file) if file else None
-        if file is None and not _is_file(setup, entry.module):
+        tree = setup.packages.tree(entry.module)
+        if not (package and package.file(entry.module)) and not _is_file(setup, entry.module):
             yield problem(f"this Python has no module {entry.module}", "correct kv_connector_module_path")
         elif tree is not None and entry.name not in {getattr(node, "name", None) for node in ast.walk(tree)}:
             yield problem(f"{entry.module} has no class {entry.name}", "correct kv_connector")
         return
-    known = _connectors(setup.vllm)
+    known = _connectors(setup.packages)
     if known and entry.name not in known:
         near = next((name for name in sorted(known) if name.startswith(entry.name)), nearest(entry.name, known))
         yield problem(
@@ -90,10 +90,10 @@ def _title(setup: Setup) -> str:
     return setup.vllm.title if setup.vllm else "vLLM"
 
 
-def _fields(vllm: Package | None) -> dict[str, list[str]]:
+def _fields(packages: Packages) -> dict[str, list[str]]:
     """Return {field of KVTransferConfig: its choices, [] for any}; {} if it cannot be read."""
     for module in _CONFIGS:
-        tree = vllm.tree(module) if vllm else None
+        tree = packages.tree(module)
         node = defined(tree, "KVTransferConfig") if tree else None
         if tree is None or node is None:
             continue
@@ -120,8 +120,8 @@ def _choices(node: ast.AST, aliases: dict[str, ast.expr]) -> Iterator[str]:
             yield from _choices(aliases[each.id], aliases)
 
 
-def _connectors(vllm: Package | None) -> set[str]:
-    tree = vllm.tree(_FACTORY) if vllm else None
+def _connectors(packages: Packages) -> set[str]:
+    tree = packages.tree(_FACTORY)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args] if tree else []
     return {str(constant(each.args[0])) for each in calls if ast.unparse(each.func).endswith(".register_connector")}
 
@@ -129,11 +129,9 @@ def _connectors(vllm: Package | None) -> set[str]:
 @check("connector-keys")
 def keys(setup: Setup) -> Iterator[Line]:
     """The connector knows all keys `lmcache.*` of kv_connector_extra_config, and their values have the right type."""
-    for entry in setup.connectors:
+    for entry in setup.lmcache_connectors:
         given = {key: value for key, value in entry.extra.items() if key.startswith("lmcache")}
-        if not (entry.is_v1 or entry.is_mp):
-            continue
-        known = connector_keys(_class(entry), setup.lmcache, setup.vllm)
+        known = connector_keys(_class(entry), setup.packages)
         yield from _without_prefix(setup, entry, known)
         if not given:
             continue
@@ -149,7 +147,9 @@ def _class(entry: Connector) -> str:
 
 
 def _without_prefix(setup: Setup, entry: Connector, known: dict[str, Any]) -> Iterator[Line]:
-    own = _own_keys(entry, setup.vllm)
+    # vLLM itself reads some keys, such as `use_layerwise`, which differs from lmcache.use_layerwise.
+    tree = setup.packages.tree(f"{VLLM_CONNECTORS}.{READERS[_class(entry)][1]}")
+    own = {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)} if tree else set()
     for key in entry.extra:
         if key in own:
             continue
@@ -159,25 +159,17 @@ def _without_prefix(setup: Setup, entry: Connector, known: dict[str, Any]) -> It
                 break
 
 
-def _own_keys(entry: Connector, vllm: Package | None) -> set[str]:
-    """Return the keys that vLLM itself reads, such as `use_layerwise`, which differs from lmcache.use_layerwise."""
-    tree = vllm.tree(f"{VLLM_CONNECTORS}.{READERS[_class(entry)][1]}") if vllm else None
-    return {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)} if tree else set()
-
-
 def _key(setup: Setup, entry: Connector, key: str, value: Any, known: dict[str, Any]) -> Iterator[Line]:
     if key not in known:
-        near = nearest(key, known)
-        other = connector_keys("LMCacheMPConnector" if entry.is_v1 else "LMCacheConnectorV1", setup.lmcache, setup.vllm)
+        near, wants = nearest(key, known), "LMCacheMPConnector" if entry.is_v1 else "LMCacheConnectorV1"
+        other = connector_keys(wants, setup.packages)
         if near and key not in other:
             do = f'"{near}"'
         elif key in other:
-            wants = "LMCacheMPConnector" if entry.is_v1 else "LMCacheConnectorV1"
             do = f"remove {key}: only {wants} has it. For options of the LMCache server see lmcache server --help"
         else:
             do = f"remove {key}"
-        title = setup.lmcache.title if setup.lmcache else "LMCache"
-        yield problem(f"{entry.name} of {title} has no key {key!r}, and ignores it", do)
+        yield problem(f"{entry.name} of {setup.lmcache_title} has no key {key!r}, and ignores it", do)
     elif entry.is_mp and known[key] is not None and _other_type(known[key], value):
         default = known[key]
         yield problem(

@@ -1,13 +1,19 @@
-"""Pages of `kvfix conform`: its rules, its example, and its verdicts on vLLM's connectors."""
+"""Pages of results on vLLM's connectors: the rules and verdicts of `kvfix conform`, and the fuzzer's findings.
+
+The verdicts are from docs/connectors.json (`python -m maintain.connectors`). The findings are from docs/released.json
+(`python -m maintain.released_findings`).
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
+from itertools import groupby
 
 from kvfix_tools.conform.contract import RULES, Rule
 from kvfix_tools.conform.scenario import NEEDS, scenarios
 from maintain import connectors as kit
-from maintain.documentation.markdown import links, prose, table
+from maintain import released_findings
+from maintain.documentation.markdown import link, links, prose, table
+from maintain.released_findings import Found
 
 HEAD = """# What a connector must keep
 
@@ -18,9 +24,11 @@ Lines are those of vLLM 0.32.0. [kvfix conform](conform.md) tests each rule on a
 
 """
 _WORDS = {"ok": "ok", "violated": "**violated**", "not applicable": "-"}
+#: Shown in place of the fixes if a row has none.
+_TOGETHER = "more than one"
 
 
-def page() -> str:
+def contract() -> str:
     return HEAD + "\n".join(_of_rule(rule) for rule in RULES)
 
 
@@ -37,7 +45,7 @@ def _of_rule(rule: Rule) -> str:
 
 def connector() -> str:
     """The example of the documentation."""
-    code = (Path(kit.FILE).parent / "folder_connector.py").read_text()
+    code = kit.FILE.with_name("folder_connector.py").read_text()
     return f"```python\n{code}```"
 
 
@@ -53,3 +61,24 @@ def connectors() -> str:
     notes = "".join(f"- {run.name}: {run.note}\n" for run in runs if run.note)
     cannot = table(("connector", "cannot be run here"), [(run.name, run.cannot) for run in runs if run.cannot])
     return f"vLLM {kit.version()}\n\n{table(headings, [*rows, loads])}\n{notes}\n{cannot}"
+
+
+def released() -> str:
+    runs = released_findings.load()
+    return "\n".join(_of_connector(name, list(its)) for name, its in groupby(runs, key=lambda run: run.connector))
+
+
+def _of_connector(name: str, runs: list[Found]) -> str:
+    by_release = {run.versions["vllm"]: {(row.rule, *row.fixes): row for row in run.rows} for run in runs}
+    rows = []
+    for rule, *fixes in sorted({key for its in by_release.values() for key in its}):
+        found = [its.get((rule, *fixes)) for its in by_release.values()]
+        cells = [cell for row in found for cell in ((f"{row.findings}", f"{row.seed}") if row else ("-", "-"))]
+        rows.append((link(rule, up=""), links(fixes, up="") or _TOGETHER, *cells))
+    heads = [head for release in by_release for head in (f"vLLM {release}", "seed")]
+    played = "\n".join(
+        f"- vLLM {run.versions['vllm']}, LMCache {run.versions['lmcache']}: {run.steps} steps of "
+        f"{run.seeds} seeds; with the fixes {f'{run.with_fixes} kinds of findings' if run.with_fixes else 'clean'}"
+        for run in runs
+    )
+    return f"## {name}\n\n{played}\n\n{table(('rule', 'fix', *heads), rows)}"

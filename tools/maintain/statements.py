@@ -1,0 +1,226 @@
+"""`make statements`: write the texts of the releases that kvfix-diagnose knows, from their source.
+
+- `kvfix_tools/diagnose/statements.json` has log statements and assertion texts that the grammar reads.
+- `kvfix_tools/diagnose/checks.json` has exceptions, assertions and logged errors. If no known problem explains a
+  failure, kvfix-diagnose names the releases that have the code of the failed check.
+
+Entries of other releases stay in the files.
+
+    python -m maintain.statements lmcache DIR/0.3.1 DIR/0.3.2 ...
+    python -m maintain.statements vllm DIR/0.9.2=.../site-packages ...
+
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from packaging.version import Version
+
+from kvfix_tools.diagnose import checks, grammar, statements
+from kvfix_tools.diagnose.checks import Check
+
+LEVELS = ("debug", "info", "warning", "error", "critical", "exception")
+#: Folders and files of vLLM that are read, and those of LMCache that are not.
+VLLM = (
+    "distributed/kv_transfer/", "distributed/kv_events.py", "v1/core/", "v1/kv_offload/", "v1/simple_kv_offload/",
+    "v1/worker/kv_connector", "v1/worker/gpu_model_runner.py", "v1/worker/gpu/kv_connector", "v1/engine/core",
+    "v1/executor/", "config/vllm.py", "config/kv_transfer.py", "config/cache.py", "config/parallel.py",
+)  # fmt: skip
+_NOT_LMCACHE = ("cli/", "tools/", "sdk/")
+_ERRORS = ("error", "exception", "critical")
+#: Maximum characters of a text and of a condition.
+_TEXT, _CONDITION = 200, 120
+
+
+class Call(NamedTuple):
+    node: ast.stmt | ast.Call
+    text: ast.expr
+    level: str
+
+
+def template(node: ast.expr) -> str | None:
+    """Return the text with `{}` for each value of `%` or of an f-string; None if the source has no text."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
+    return None
+
+
+def calls(tree: ast.Module) -> Iterator[Call]:
+    """Yield the logging calls, assertions and exceptions of a file that have a text, also with a text in a variable."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+            level = node.func.attr.removesuffix("_once")
+            if level in LEVELS:
+                yield Call(node, node.args[0], "error" if level == "exception" else level)
+        elif isinstance(node, ast.Assert) and node.msg is not None:
+            yield Call(node, node.msg, "assert")
+        elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+            yield Call(node, node.exc.args[0], "raise")
+        elif isinstance(node, ast.Assign):
+            yield Call(node, node.value, "text")
+
+
+def meaning(text: str) -> str | None:
+    """Return the name of the message that the grammar recognizes in this text."""
+    line = statements.sample(text).encode()
+    for message in grammar.MESSAGES:
+        if message.literal in line and message.pattern.match(line):
+            return message.name
+    return None
+
+
+def statements_in(source: bytes) -> list[tuple[str, str, str, int]]:
+    """Return (message, template, level, line) of each statement of a file that the grammar reads."""
+    if not any(message.literal[:8].strip() in source for message in grammar.MESSAGES):
+        return []
+    found = []
+    for call in calls(ast.parse(source)):
+        text = template(call.text)
+        name = meaning(text) if text else None
+        if text is not None and name is not None:
+            found.append((name, text, call.level, call.node.lineno))
+    return found
+
+
+#: {(message, template, level, file): {release: lines}}
+Table = dict[tuple[str, str, str, str], dict[str, tuple[int, ...]]]
+
+
+def take_statements(table: Table, release: str, root: Path) -> None:
+    """Replace the statements of this release in the table by those of the package in this folder."""
+    for lines in table.values():
+        lines.pop(release, None)
+    for file in sorted(root.rglob("*.py")):
+        for message, text, level, line in statements_in(file.read_bytes()):
+            lines = table.setdefault((message, text, level, file.name), {})
+            lines[release] = (*lines.get(release, ()), line)
+
+
+def rows(table: Table) -> list[list[object]]:
+    """Return the rows of the file: [message, template, level, file, {line: releases}], the oldest release first."""
+    made: list[list[object]] = []
+    for key, lines in sorted(table.items()):
+        by_line: dict[str, list[str]] = {}
+        for release in sorted(lines, key=Version):
+            for line in lines[release]:
+                by_line.setdefault(str(line), []).append(release)
+        if by_line:
+            made.append([*key, by_line])
+    return made
+
+
+def with_place(node: ast.AST, function: str = "<module>", condition: str = "") -> Iterator[tuple[ast.AST, str, str]]:
+    """Yield (node, its function, its innermost `if`) of all nodes below this one."""
+    for name, value in ast.iter_fields(node):
+        leads = ast.unparse(node.test) if isinstance(node, ast.If) and name == "body" else condition
+        if isinstance(node, ast.If) and name == "orelse":
+            leads = ""
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST):
+                is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+                own = (getattr(child, "name", ""), "") if is_function else (function, leads)
+                yield child, *own
+                yield from with_place(child, *own)
+
+
+def checks_in(source: bytes) -> Iterator[tuple[str, Check]]:
+    """Yield (function, check) of each check of a file."""
+    for node, function, condition in with_place(ast.parse(source)):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+            kind, text = ast.unparse(node.exc.func).rpartition(".")[2], template(node.exc.args[0])
+        elif isinstance(node, ast.Assert):
+            kind, text, condition = "assert", template(node.msg) if node.msg else "", ast.unparse(node.test)
+        elif isinstance(node, ast.Call) and _logs_error(node):
+            kind, text = "", template(node.args[0])
+        else:
+            continue
+        if text or kind == "assert":
+            yield function, Check(kind, (text or "")[:_TEXT], condition[:_CONDITION])
+
+
+def _logs_error(node: ast.Call) -> bool:
+    called = node.func
+    return bool(
+        isinstance(called, ast.Attribute)
+        and called.attr.removesuffix("_once") in _ERRORS
+        and "log" in ast.unparse(called.value)
+        and node.args
+    )
+
+
+def take_checks(table: checks.Table, release: str, package: Path) -> None:
+    """Replace the checks of this release in the table by those of this package."""
+    for found in table.values():
+        found.discard(release)
+    for file in sorted(package.rglob("*.py")):
+        path = file.relative_to(package).as_posix()
+        if path.startswith(VLLM) if package.name == "vllm" else not path.startswith(_NOT_LMCACHE):
+            for function, check in checks_in(file.read_bytes()):
+                table.setdefault((path, function, check), set()).add(release)
+
+
+def _ranges(numbers: Iterable[int]) -> list[int]:
+    """Return the first and last number of each run: [0, 1, 2, 7] becomes [0, 2, 7, 7]."""
+    made: list[int] = []
+    for number in sorted(numbers):
+        if made and made[-1] == number - 1:
+            made[-1] = number
+        else:
+            made += [number, number]
+    return made
+
+
+def as_data(table: checks.Table) -> dict[str, object]:
+    """Return the data of the file: sorted releases, and {file: {function: [[kind, text, condition, *ranges]]}}."""
+    releases = sorted({release for found in table.values() for release in found}, key=Version)
+    files: dict[str, dict[str, list[list[object]]]] = {}
+    for (file, function, check), found in sorted(table.items()):
+        if found:
+            numbers = [releases.index(each) for each in found]
+            files.setdefault(file, {}).setdefault(function, []).append([*check, *_ranges(numbers)])
+    return {"releases": releases, "files": files}
+
+
+def main(dist: str, folders: list[str]) -> None:
+    """Take the texts of these releases, and write them to both files."""
+    data, kept = (json.loads(file.read_text()) if file.exists() else {} for file in (statements.FILE, checks.FILE))
+    known = statements.known() if data else {}
+    table: Table = {(row.message, row.template, row.level, row.file): dict(row.lines) for row in known.get(dist, [])}
+    found = checks.table(kept[dist]) if dist in kept else {}
+    for folder in folders:
+        name, _, place = folder.partition("=")
+        release, package = Path(name).name, Path(place or name) / dist
+        take_statements(table, release, package)
+        take_checks(found, release, package)
+        counts = (sum(release in releases for releases in each.values()) for each in (table, found))
+        print(dist, release, "{} statements, {} checks".format(*counts), file=sys.stderr)
+    data[dist], kept[dist] = rows(table), as_data(found)
+    _write(statements.FILE, data, lambda made: _lines("[]", map(json.dumps, made)))
+    _write(checks.FILE, kept, _of_checks)
+
+
+def _of_checks(made: Any) -> str:
+    files = (f"{json.dumps(file)}: {json.dumps(found)}" for file, found in made["files"].items())
+    return f'{{"releases": {json.dumps(made["releases"])}, "files": {_lines("{}", files)}}}'
+
+
+def _write(file: Path, data: dict[str, Any], text_of: Callable[[Any], str]) -> None:
+    """Write the data of both distributions, with a text for each."""
+    file.write_text("{" + ",\n".join(f'"{dist}": {text_of(made)}' for dist, made in sorted(data.items())) + "}\n")
+
+
+def _lines(brackets: str, rows: Iterable[str]) -> str:
+    """Return a list or an object of JSON with one row in each line."""
+    return f"{brackets[0]}\n" + ",\n".join(rows) + f"\n{brackets[1]}"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
