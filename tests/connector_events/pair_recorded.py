@@ -49,7 +49,7 @@ def recorded(fault: str, seconds: float = 0.0, connector: str = "nixl-pull") -> 
     os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp(prefix="kvfix-test-")
     from kvfix import clock
     from kvfix_tools.lab import runner
-    from kvfix_tools.lab.engine.lab_engine import STEP, EngineDied
+    from kvfix_tools.lab.engine.engine_core import STEP, EngineDied
     from kvfix_tools.lab.options import Options
     from kvfix_tools.lab.pair.pair import Pair
     from kvfix_tools.lab.steps import prompt

@@ -114,15 +114,13 @@ def schedule_mp(engine: Any) -> None:
         engine.step()
     engine.preempt("b")
     engine.run()
-    engine.admit("c", prompt(200), max_tokens=4)
-    engine.run()
+    engine.serve("c", prompt(200), max_tokens=4)
     engine.settle()
 
 
 def schedule_offloading(engine: Any) -> None:
     """Play stores, loads, and blocks that are freed while they are copied."""
-    engine.admit("first", prompt(300), max_tokens=3)
-    engine.run()
+    engine.serve("first", prompt(300), max_tokens=3)
     if engine.options.tier:
         engine.evict(100)
     engine.reset_prefix_cache()
@@ -145,12 +143,10 @@ def schedule_v1_and_simple(engine: Any) -> None:
     """LMCache has two prompts, SimpleCPUOffloadConnector one of them, and another that LMCache has lost."""
     engine.do("stored_elsewhere", prompt(100))
     engine.store("of lmcache", prompt(100), 5)
-    engine.admit("of both", prompt(100), 5)
-    engine.run()
+    engine.serve("of both", prompt(100), 5)
     engine.store("stored", prompt(150, seed=1), 5)
     engine.evict(100)
-    engine.admit("of the other", prompt(150, seed=1), 5)
-    engine.run()
+    engine.serve("of the other", prompt(150, seed=1), 5)
     engine.expect_all_ended()
 
 

@@ -47,8 +47,14 @@ def step_writes_a_wrong_slot(engine: Any) -> None:
 
 @fault("LAB001", text="Connector stores", on=("v1", "mp", "offloading", "simple-offload", "v1-simple"), **LAST)
 def copy_takes_the_next_block(engine: Any) -> None:
-    slots = engine.connector.offloading.ranks[0].copies._slots
-    wrap(slots, "read", lambda read, numbers, *more: read([(each + 1) % len(slots) for each in numbers], *more))
+    copies = engine.connector.offloading.ranks[0].copies
+    (start, page), end = (copies.gpu.data_ptr(), copies.gpu.shape[1]), copies.gpu.data_ptr() + copies.gpu.numel()
+
+    def submit(original: Any, pieces: Any) -> None:
+        moved = [(source + page if start <= source < end - page else source, *more) for source, *more in pieces]
+        original(moved)
+
+    wrap(copies, "_submit", submit)
 
 
 @fault("LAB001", text="the step reads", on=(*OFFLOADING, *SIMPLE))

@@ -88,8 +88,7 @@ def a_resumed_request_that_comes_as_new_keeps_its_old_blocks(engine: Any) -> Non
 
 
 def schedule_stored(engine: Any) -> None:
-    engine.admit("r", prompt(200), max_tokens=3)
-    engine.run()
+    engine.serve("r", prompt(200), max_tokens=3)
     engine.settle()
     engine.expect_stored("r")
 
@@ -109,8 +108,7 @@ def nothing_is_saved_after_the_report(engine: Any) -> None:
 
 
 def schedule_session(engine: Any) -> None:
-    engine.admit("r", prompt(70), max_tokens=4, resumable=True)
-    engine.run()
+    engine.serve("r", prompt(70), max_tokens=4, resumable=True)
     engine.add_input("r", prompt(90, seed=1), max_tokens=4)
     engine.run()
     engine.end_input("r")
@@ -170,8 +168,7 @@ def schedule_new_weights(engine: Any) -> None:
     engine.step(12)
     engine.new_weights()
     engine.run()
-    engine.admit("again", prompt(200), max_tokens=3)
-    engine.run()
+    engine.serve("again", prompt(200), max_tokens=3)
     engine.settle()
 
 
@@ -218,8 +215,7 @@ def schedule_decoder(engine: Any) -> None:
 
     for name, seed in (("prefill", 1), ("skip_save", 2)):
         asked = {"extra_args": {"kv_transfer_params": CONFIGURED[name]}}
-        engine.admit(name, prompt(100, seed=seed), max_tokens=2, sampling=asked)
-        engine.run()
+        engine.serve(name, prompt(100, seed=seed), max_tokens=2, sampling=asked)
     engine.settle()
 
 

@@ -58,9 +58,9 @@ def writes_come_from_the_next_block(pair: Any) -> None:
 
 @fault("LAB001", on=(*MOONCAKE, "mooncake-multi"))
 def mooncake_writes_into_the_next_block(pair: Any) -> None:
-    from kvfix_tools.lab.connectors.nixl import FLOATS
+    from kvfix_tools.lab.engine.byte_memory import SLOT
 
-    block = pair.options.block_size * FLOATS * 4
+    block = pair.options.block_size * SLOT
 
     def write(original: Any, of: Any, to: str, sources: Any, targets: list[int], sizes: Any) -> Any:
         return original(of, to, sources, [target + block for target in targets], sizes)

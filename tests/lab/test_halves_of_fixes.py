@@ -6,6 +6,7 @@ another release or no kvfix.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -47,20 +48,20 @@ FIXES = [fix.code for fix in catalogue.fixes() if fix.scenarios and halves(fix)]
 
 def failed_store(connector: str) -> Case:
     """A store fails, and another request has the same prompt."""
+    from kvfix_tools.lab.engine.lab_engine import EngineDied, LabEngine
     from kvfix_tools.lab.options import Options
     from kvfix_tools.lab.runner import applied
-    from kvfix_tools.lab.scenario import Scenario
-    from kvfix_tools.lab.steps import Step, admit, prompt, reset_prefix_cache, run, settle
-
-    fails, options = Step("fail_store", ("before",), {}), Options(connector=connector, max_num_batched_tokens=512)
-    schedule = [
-        fails, admit("before", prompt(128)), run(), settle(), reset_prefix_cache(), admit("r", prompt(128)), run(),
-    ]  # fmt: skip
-    scenario = Scenario(schedule, rule="LAB001", wrong={}, options=options, ends=False)
+    from kvfix_tools.lab.steps import prompt
 
     def findings(fixes: bool) -> Any:
-        with applied(fixes):
-            return scenario.played().findings
+        with applied(fixes), suppress(EngineDied):
+            engine = LabEngine(Options(connector=connector, max_num_batched_tokens=512))
+            engine.do("fail_store", "before")
+            engine.serve("before", prompt(128))
+            engine.settle()
+            engine.reset_prefix_cache()
+            engine.serve("r", prompt(128))
+        return engine.findings
 
     return Case("failed-store", lambda: findings(False), lambda: findings(True), lambda _: [])
 

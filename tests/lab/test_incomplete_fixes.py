@@ -31,11 +31,9 @@ def shared(another_engine: bool = False) -> list[str]:
 
     with runner.applied(True):
         engine = LabEngine(OPTIONS)
-        engine.admit("first", prompt(160))
-        engine.run()
+        engine.serve("first", prompt(160))
         engine.reset_prefix_cache()
-        engine.admit("before", prompt(64))
-        engine.run()
+        engine.serve("before", prompt(64))
         engine.fail_load("failing")
         engine.take_blocks(OPTIONS.num_blocks - 6)
         engine.admit("failing", prompt(160))
@@ -63,8 +61,7 @@ def fails_again() -> list[str]:
 
     with runner.applied(True):
         engine = LabEngine(Options(max_num_batched_tokens=512, async_scheduling=True))
-        engine.admit("first", prompt(192))
-        engine.run()
+        engine.serve("first", prompt(192))
         engine.reset_prefix_cache()
         engine.fail_load("r")
         engine.admit("r", prompt(193), max_tokens=4)

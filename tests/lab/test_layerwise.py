@@ -155,8 +155,7 @@ def in_the_lab(layers_loaded: int) -> tuple[list[str], int]:
     engine = LabEngine(Options(lmcache={"use_layerwise": True}, max_num_batched_tokens=512))
     with mock.patch.object(v1_layers._GPUConnector, "batched_to_gpu", some):
         for name in ("first", "again"):
-            engine.admit(name, prompt(300), max_tokens=4)
-            engine.run()
+            engine.serve(name, prompt(300), max_tokens=4)
             engine.reset_prefix_cache()
     engine.settle()
     return [found.code for found in engine.findings], engine.counts["loaded_tokens"]

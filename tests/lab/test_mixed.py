@@ -62,8 +62,7 @@ def shared(fixes: list[str], fixes_in: str) -> list[int]:
             first, second = Neighbours(Options(chunk_size=64, max_num_batched_tokens=512)).engines[::order]
             for engine, name in ((first, "a"), (second, "b")):
                 with engine.running():
-                    engine.admit(name, prompt(200), **SALTED)
-                    engine.run()
+                    engine.serve(name, prompt(200), **SALTED)
             loaded.append(second.counts["loaded_tokens"])
         kvfix.revert()
     return loaded

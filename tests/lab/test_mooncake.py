@@ -45,7 +45,7 @@ def of_one_transfer(aborted_first: bool) -> dict[str, Any]:
         kvfix.apply(only=["KVF364"])
         pair = Pair(Options(connector="mooncake", num_blocks=40, max_num_batched_tokens=64))
         pair.prefill.connector._transfer = lambda name: "shared"
-        pair.router_takes(8)
+        pair.router.router_takes(8)
         pair.budget(16)
         pair.ask("sent", prompt(100 if aborted_first else 16), 5)
         pair.step()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvfix_tools.lab.engine.lab_engine import STEP
+from kvfix_tools.lab.engine.engine_core import STEP
 from kvfix_tools.lab.engine.request_events import LOOKUP_TIMEOUT
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.steps import prompt

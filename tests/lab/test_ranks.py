@@ -27,8 +27,7 @@ def saved(ranks: int, options: dict[str, Any]) -> dict[str, Any]:
 
     with runner.applied(True):
         engine = LabEngine(Options(max_num_batched_tokens=512, ranks=ranks, **options))
-        engine.admit("first", prompt(128))
-        engine.run()
+        engine.serve("first", prompt(128))
         engine.reset_prefix_cache()
         chunks = [[len(cache) for cache in engine.caches]]
         engine.admit("second", prompt(300), 6)

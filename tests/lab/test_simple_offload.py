@@ -32,8 +32,7 @@ def a_load_fails_behind_another() -> list[str]:
     with applied(True, "check"):
         engine = LabEngine(replace(OPTIONS, delay=6))
         for seed in range(2):
-            engine.admit(f"first {seed}", prompt(100, seed=seed), max_tokens=1)
-            engine.run()
+            engine.serve(f"first {seed}", prompt(100, seed=seed), max_tokens=1)
         engine.reset_prefix_cache()
         engine.admit("again 0", prompt(100), max_tokens=1)
         engine.step()

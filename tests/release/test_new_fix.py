@@ -57,7 +57,7 @@ from kvfix_tools.lab.steps import admit, prompt, run
 
 SCENARIOS = {
     "planted-scenario": Scenario(
-        doc="A planted one.", schedule=[admit("r", prompt(8)), run()], rule="LAB004", wrong={"lmcache": ">=0.3.10"}
+        doc="A planted one.", schedule=[admit("r", prompt(8)), run()], shows="LAB004", wrong={"lmcache": ">=0.3.10"}
     )
 }
 '''

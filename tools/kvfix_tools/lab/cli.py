@@ -209,10 +209,10 @@ def replay_recording(
     json: Json = False,
 ) -> None:
     """Play the requests of a recorder file in the lab. Exit 1 if a rule is violated."""
-    from kvfix_tools.lab.replay_recording import kinds, replay_file
-
     with _refusing("replay", file):
         runner.prepare(lmcache_path)
+        with runner.quiet():
+            from kvfix_tools.lab.replay_recording import kinds, replay_file
         done = replay_file(file, fixes)
     answer = {"on_record": kinds(done.on_record), "here": kinds(done.findings), "short": done.short}
     _print(answer, json, lambda: cli_text.print_replayed(done))
@@ -233,10 +233,10 @@ def continue_state(
 
     Exit 1 if, as released, no request can move or a rule is violated.
     """
-    from kvfix_tools.lab.continue_state import continued, shortest
-
     with _refusing("continue", file):
         runner.prepare(lmcache_path)
+        with runner.quiet():
+            from kvfix_tools.lab.continue_state import continued, shortest
         done = continued(file)
     if save is not None and done.as_released.stuck:
         save.write_text(shortest(done, shrink).to_json(releases.versions()) + "\n")

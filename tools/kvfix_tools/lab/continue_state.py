@@ -9,24 +9,22 @@ can play.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from kvfix.ledger import owed
 from kvfix.ledger.owed import OUTSIDE_STATUSES, Engine
 from kvfix_tools import recording
 from kvfix_tools.lab import runner
 from kvfix_tools.lab.engine import rules
+from kvfix_tools.lab.engine.lab_engine import EngineDied, LabEngine
+from kvfix_tools.lab.fuzz import fuzz
 from kvfix_tools.lab.fuzz.schedule import DrawnStep, Schedule
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.releases import lacking
 from kvfix_tools.lab.replay_recording import KINDS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from kvfix_tools.lab.engine.lab_engine import LabEngine
 
 #: Tokens that each request still generates.
 GENERATED = 16
@@ -71,8 +69,6 @@ def continued(path: Path) -> Continued:
     engine = _read(path)
     options = _options(engine)
     with runner.applied(fixes=False):
-        from kvfix_tools.lab.engine.lab_engine import EngineDied
-
         builder = _Builder(options, engine)
         try:
             builder.build()
@@ -92,8 +88,6 @@ def continued(path: Path) -> Continued:
 
 def shortest(done: Continued, seconds: float) -> Schedule:
     """Shrink the schedule that is stuck as released."""
-    from kvfix_tools.lab.fuzz import fuzz
-
     with runner.applied(fixes=False):
         found = fuzz.play(done.schedule).findings
         wanted = next((each for each in found if each.code == rules.NO_REQUEST_CAN_MOVE.code), None)
@@ -153,9 +147,7 @@ class _Builder:
     """Makes the steps that lead to the state. `differs`: differences from the state."""
 
     def __init__(self, options: Options, engine: Engine) -> None:
-        from kvfix_tools.lab.engine.lab_engine import LabEngine
-
-        self.lab: LabEngine = LabEngine(options)
+        self.lab = LabEngine(options)
         self.steps: list[DrawnStep] = []
         self.differs: list[str] = []
         self._state, self._chunk = engine.scheduler, options.chunk_size
@@ -222,9 +214,7 @@ class _Builder:
         self.differs.append(f"a load has not ended after {MOST_STEPS} steps")
 
     def _do(self, *step: Any) -> None:
-        from kvfix_tools.lab.fuzz.fuzz import move
-
-        move(self.lab, step)
+        fuzz.move(self.lab, step)
         self.steps.append(step)
 
     def _computed(self, name: str) -> int:
@@ -236,8 +226,6 @@ class _Builder:
 
 def _outcome(schedule: Schedule, fixes: bool, abort: str = "") -> Outcome:
     """Play the schedule. abort: a request to abort when no request can move."""
-    from kvfix_tools.lab.engine.lab_engine import EngineDied, LabEngine
-    from kvfix_tools.lab.fuzz.fuzz import move
 
     def stuck() -> list[str]:
         return [found.message for found in engine.findings if found.code == rules.NO_REQUEST_CAN_MOVE.code]
@@ -247,7 +235,7 @@ def _outcome(schedule: Schedule, fixes: bool, abort: str = "") -> Outcome:
         before = 0
         with suppress(EngineDied):  # a finding has the error
             for step in schedule.steps:
-                move(engine, step)
+                fuzz.move(engine, step)
             if abort:
                 engine.run(END)
                 before = len(stuck())

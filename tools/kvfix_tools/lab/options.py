@@ -54,15 +54,15 @@ KNOWN = {
         },
         "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector",
     ),
-    "offloading": Known("OffloadingConnector", "offloading:OffloadingAlone", _SINCE_0_32),
-    "simple-offload": Known("SimpleCPUOffloadConnector", "simple_offload:SimpleOffload", _SINCE_0_32),
+    "offloading": Known("OffloadingConnector", "offloading:Alone", _SINCE_0_32),
+    "simple-offload": Known("SimpleCPUOffloadConnector", "offloading:Alone", _SINCE_0_32),
     "nixl-pull": Known("NixlConnector", "nixl:NixlSide", _SINCE_0_32),
     "nixl-push": Known("NixlPushConnector", "nixl_push:PushSide", _SINCE_0_32),
-    "nixl-multi": Known("NixlConnector", "nixl_multi:NixlMultiSide", _WITH_LMCACHE),
-    "nixl-push-multi": Known("NixlPushConnector", "nixl_multi:PushMultiSide", _WITH_LMCACHE),
-    "nixl-offload": Known("NixlConnector", "nixl_offload:OffloadSide", _SINCE_0_32),
+    "nixl-multi": Known("NixlConnector", "pair_multi:NixlAndLMCache", _WITH_LMCACHE),
+    "nixl-push-multi": Known("NixlPushConnector", "pair_multi:PushAndLMCache", _WITH_LMCACHE),
+    "nixl-offload": Known("NixlConnector", "pair_multi:NixlAndOffloading", _SINCE_0_32),
     "mooncake": Known("MooncakeConnector", "mooncake:MooncakeSide", _SINCE_0_32),
-    "mooncake-multi": Known("MooncakeConnector", "mooncake_multi:MooncakeMultiSide", _WITH_LMCACHE),
+    "mooncake-multi": Known("MooncakeConnector", "pair_multi:MooncakeAndLMCache", _WITH_LMCACHE),
 }
 CONNECTORS = tuple(KNOWN)
 #: Connectors with a prefill and a decode engine.
@@ -155,7 +155,7 @@ class Options:
     #: ranks than heads, several ranks have the same head.
     peer_ranks: int = 0
     kv_heads: int = 1
-    #: multi: names of the engines of a pair that also have LMCache's in-process connector (pair_multi.py).
+    #: multi: names of the engines of a pair that also have LMCache's in-process connector (connectors/pair_multi.py).
     #: lmcache_first: True if vLLM asks LMCache first.
     multi: tuple[str, ...] = ()
     lmcache_first: bool = False

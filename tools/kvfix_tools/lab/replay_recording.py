@@ -10,19 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from kvfix.ledger import Finding
 from kvfix.ledger import events as ev
+from kvfix.ledger.events import Event
 from kvfix_tools import recording, replay
 from kvfix_tools.lab import runner
+from kvfix_tools.lab.engine.lab_engine import EngineDied, LabEngine
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.releases import lacking
 from kvfix_tools.lab.steps import prompt
-
-if TYPE_CHECKING:
-    from kvfix.ledger.events import Event
-    from kvfix_tools.lab.engine.lab_engine import LabEngine
 
 #: {class of a connector: connector of the lab}. Two connectors have the same class name, and the record has only the
 #: name.
@@ -80,8 +78,6 @@ def replay_file(path: Path, fixes: bool) -> Replayed:
     roles = {number: line.get("role") for number, line in found.connectors.items()}
     events = [entry.event for entry in found.entries if roles.get(entry.connector) == "SCHEDULER"]
     with runner.applied(fixes, "check"):
-        from kvfix_tools.lab.engine.lab_engine import EngineDied, LabEngine
-
         player = _Player(LabEngine(wanted), events)
         with runner.reported() as reported, suppress(EngineDied):
             player.play()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from kvfix import catalogue
 from kvfix_tools.lab.options import PAIRS
 from kvfix_tools.lab.options import Options as Options
-from kvfix_tools.lab.steps import Step
+from kvfix_tools.lab.steps import Step, prompt
 
 if TYPE_CHECKING:
     from kvfix_tools.lab.engine.lab_engine import LabEngine
@@ -37,22 +37,20 @@ _CONTENT_RULES = ("LAB001", "LAB004")
 
 @dataclass(frozen=True)
 class Scenario:
-    """A schedule, and the rule that it must violate.
+    """A schedule, and the rule that it must violate. The steps `run` and `expect_all_ended` follow the schedule.
 
-    - rule, text: code of a finding, and a part of its message
+    - shows: code of a finding, and a part of its message
     - wrong: {distribution: PEP 440 specifiers} of the releases with the bug. In all other releases that `needs` allows,
       the schedule must have no finding.
     - not_in_hooks: why an engine, where kvfix watches only hooks, does not show the bug; "": the hooks show it. By
       default hooks show the rules of the ledger, but not those of the lab.
     - hooks_rule: the rule that the hooks show, if that is not `rule`
     - hooks_releases: LMCache releases in which the hooks show the bug; (): all
-    - ends: True if the steps `run` and `expect_all_ended` follow the schedule
     """
 
     schedule: Sequence[Step]
-    rule: str
+    shows: str
     wrong: dict[str, str]
-    text: str = ""
     #: The request of the finding.
     request: str = "r"
     options: Options = field(default_factory=Options)
@@ -60,7 +58,6 @@ class Scenario:
     not_in_hooks: str = ""
     hooks_rule: str = ""
     hooks_releases: tuple[str, ...] = ()
-    ends: bool = True
     #: Its key in SCENARIOS.
     name: str = ""
     #: One sentence: what the schedule shows. "": the title of the fix, which has only this scenario.
@@ -69,6 +66,14 @@ class Scenario:
     def __post_init__(self) -> None:
         if self.rule.startswith("LAB") and not (self.not_in_hooks or self.hooks_rule):
             object.__setattr__(self, "not_in_hooks", CONTENT if self.rule in _CONTENT_RULES else REQUEST)
+
+    @property
+    def rule(self) -> str:
+        return self.shows.partition(" ")[0]
+
+    @property
+    def text(self) -> str:
+        return self.shows.partition(" ")[2]
 
     @property
     def slug(self) -> str:
@@ -85,8 +90,7 @@ class Scenario:
 
     def play(self, engine: LabEngine) -> None:
         """Raises EngineDied if an exception leaves the scheduler."""
-        ends = (Step("run", (), {}), Step("expect_all_ended", (), {})) if self.ends else ()
-        for step in (*self.schedule, *ends):
+        for step in (*self.schedule, Step("run", (), {}), Step("expect_all_ended", (), {})):
             # a copy: vLLM and LMCache may change their arguments
             arguments, keywords = copy.deepcopy((step.arguments, step.keywords))
             engine.do(step.method, *arguments, **keywords)
@@ -103,7 +107,7 @@ class Scenario:
 
 
 def mp_scenarios(
-    schedule: Sequence[Step], rule: str, *, wrong: str = ">=0.4.5", vllm: str = ">=0.22.0", **more: Any
+    schedule: Sequence[Step], shows: str, *, wrong: str = ">=0.4.5", vllm: str = ">=0.22.0", **more: Any
 ) -> tuple[Scenario, Scenario]:
     """Return scenarios with this schedule for LMCache's multi-process connector and for vLLM's copy of it.
 
@@ -117,20 +121,26 @@ def mp_scenarios(
 
     def scenario(connector: str, wrong: dict[str, str], needs: dict[str, str]) -> Scenario:
         options = Options(connector=connector, **sizes)
-        return Scenario(schedule, rule, {"vllm": vllm, **wrong}, needs=needs, options=options, **more)
+        return Scenario(schedule, shows, {"vllm": vllm, **wrong}, needs=needs, options=options, **more)
 
     return scenario("mp", {"lmcache": wrong}, own), scenario("mp-in-tree", copied, copied)
 
 
 def pair_scenario(
-    schedule: Sequence[Step], rule: str, *, wrong: str = ">=0.32", request: str = "r-00000002", **more: Any
+    schedule: Sequence[Step], shows: str, *, wrong: str = ">=0.32", request: str = "r-00000002", **more: Any
 ) -> Scenario:
     """Return a scenario for two engines, which the lab plays with vLLM 0.32 and later.
 
     wrong: releases of vLLM that have the bug. request: by default decode's id of the first request.
     more: fields of `Scenario`.
     """
-    return Scenario(schedule, rule, {"vllm": wrong}, request=request, needs={"vllm": ">=0.32"}, **more)
+    return Scenario(schedule, shows, {"vllm": wrong}, request=request, needs={"vllm": ">=0.32"}, **more)
+
+
+def malformed(what: str, shows: str, *, options: Options, request: str = "", **more: Any) -> Scenario:
+    """Return a scenario of one request with this fault in its parameters for decode (parameters.MALFORMED)."""
+    schedule = [Step("malform", (what,), {}), Step("ask", ("r", prompt(64)), {})]
+    return pair_scenario(schedule, shows, options=options, request=request, **more)
 
 
 def _pair(options: Options) -> Any:

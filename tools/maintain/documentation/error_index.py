@@ -90,7 +90,7 @@ def _kind(span: str) -> str:
     return ""
 
 
-def of_finding(rule: LogRule) -> list[str]:
+def of_finding(rule: Problem) -> list[str]:
     """The messages that lead to this finding."""
     return [entry.text for entry in entries() if rule.code in entry.findings]
 

@@ -107,9 +107,6 @@ class AnyConnector(Connector):
     def lookups_fail(self, how_many: int) -> None:
         """A step of the fuzzer without effect: the lab cannot intercept lookups of this connector."""
 
-    def evict(self, cache: Cache, chunks: int, forced: bool) -> int:
-        return 0
-
     # ------------------------------------------------------------------ a step
 
     def tick(self) -> None:

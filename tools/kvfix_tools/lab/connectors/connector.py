@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -22,8 +22,7 @@ from kvfix_tools.lab.options import Options
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from kvfix_tools.lab.connectors.offloading import Offloading
-    from kvfix_tools.lab.connectors.simple_offload import SimpleOffloading
+    from kvfix_tools.lab.connectors.offloading import BothRoles
     from kvfix_tools.lab.engine.memory import Cache, Slots
     from kvfix_tools.lab.engine.request_events import RequestEvents
     from kvfix_tools.lab.engine.workers import Worker
@@ -50,7 +49,7 @@ class Connector:
     events: RequestEvents
     #: The other connectors of a MultiConnector.
     other: OtherConnector | None = None
-    offloading: Offloading | SimpleOffloading | None = None
+    offloading: BothRoles | None = None
     _place = 0
 
     def listen(self, events: RequestEvents) -> None:
@@ -84,19 +83,18 @@ class Connector:
         if options.offloading:
             place = 0 if options.offloading == "first" else -1
             in_scheduler, in_worker = (each._connectors[place] for each in (self.scheduler.connector, worker.called))
-            self.offloading = self._offloads(options, worker.slots, in_scheduler, in_worker)
+            self.offloading = self._offloads(options, [worker.slots], in_scheduler, [in_worker])
             worker.offloads = True
 
-    def _offloads(self, options: Options, slots: Slots, in_scheduler: Any, in_worker: Any) -> Any:
+    def _offloads(
+        self, options: Options, memories: Sequence[Slots], in_scheduler: Any, in_workers: Sequence[Any]
+    ) -> Any:
         """Return the lab's side of the offloading connector."""
-        if options.simple_offloading:
-            from kvfix_tools.lab.connectors import simple_offload
-
-            copying = simple_offload.Rank(0, slots, options, in_worker)
-            return simple_offload.SimpleOffloading(options, [copying], self.scheduler, in_scheduler)
-        from kvfix_tools.lab.connectors import offloading
-
-        return offloading.Offloading(options, [offloading.Rank(0, slots, options, in_worker)], in_scheduler)
+        simple = options.simple_offloading or options.connector == "simple-offload"
+        module: Any = import_module(f"kvfix_tools.lab.connectors.{'simple_offload' if simple else 'offloading'}")
+        pairs = enumerate(zip(memories, in_workers, strict=True))
+        ranks = [module.Rank(rank, slots, options, in_worker) for rank, (slots, in_worker) in pairs]
+        return module.Offloading(options, ranks, self.scheduler, in_scheduler)
 
     def loads_by_other(self, request: str) -> bool:
         """Return True if the MultiConnector has chosen another connector to load for this request."""
@@ -132,6 +130,8 @@ class Connector:
 
     def close(self) -> None:
         """Shut the engine down."""
+        if self.offloading is not None:
+            self.offloading.close()
 
     # ------------------------------------------------------------------ a step
 
@@ -159,6 +159,10 @@ class Connector:
     def in_flight(self, request: str) -> set[str]:
         """Return what is in flight for this request between steps: "looking", "loading", "storing"."""
         return set() if self.offloading is None else self.offloading.in_flight(request)
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """Do nothing."""
 
 
 def _in_worker(connector: Any) -> Any:
@@ -197,22 +201,16 @@ class OtherConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return KVConnectorMetadata()
 
-    def start_load_kv(self, forward_context: Any, **more: Any) -> None: ...
-
-    def wait_for_layer_load(self, layer_name: str) -> None: ...
-
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **more: Any) -> None: ...
-
-    def wait_for_save(self) -> None: ...
+    start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = nothing
 
 
-class _Nothing:
+class Nothing:
     """A socket, a context or a thread without any effect."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_, **__: None
+        return nothing
 
 
 @contextmanager
@@ -221,12 +219,12 @@ def no_sockets() -> Iterator[None]:
     with ExitStack() as patches:
         for name in (*_OPENERS, *_LAUNCHERS):
             try:
-                module = importlib.import_module(name)
+                module = import_module(name)
             except ModuleNotFoundError:
                 continue
-            replaced: dict[str, Any] = {"get_zmq_socket": _Nothing, "get_zmq_context": _Nothing, "atexit": _Nothing()}
+            replaced: dict[str, Any] = {"get_zmq_socket": Nothing, "get_zmq_context": Nothing, "atexit": Nothing()}
             if name == CLIENT:
-                replaced["threading"] = SimpleNamespace(Thread=_Nothing, Lock=threading.Lock)
+                replaced["threading"] = SimpleNamespace(Thread=Nothing, Lock=threading.Lock)
             for key, value in replaced.items():
                 if hasattr(module, key):
                     patches.enter_context(mock.patch.object(module, key, value))

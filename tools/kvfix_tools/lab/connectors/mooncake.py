@@ -7,36 +7,19 @@ Decode sends its block ids to prefill, and prefill writes into these blocks. The
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import Any
 
 from kvfix import clock
 from kvfix.ledger import events as ev
 from kvfix_tools.lab.connectors import mooncake_sockets
 from kvfix_tools.lab.connectors.mooncake_network import Network
-from kvfix_tools.lab.connectors.mp_client import SharedBlock
-from kvfix_tools.lab.connectors.nixl import FLOATS
-from kvfix_tools.lab.engine import kv_layout, rules
+from kvfix_tools.lab.engine import byte_memory, kv_layout, rules
 from kvfix_tools.lab.engine.memory import Slots
-from kvfix_tools.lab.engine.request_events import STUCK
+from kvfix_tools.lab.engine.request_events import STUCK, RequestEvents
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.pair.pair_engine import PairSide, PairWorker, Params
-from kvfix_tools.lab.pair.pair_router import MALFORMED
 from kvfix_tools.ledger.events import WriteBegun, WriteEnded
 
-if TYPE_CHECKING:
-    from kvfix_tools.lab.engine.request_events import RequestEvents
-
-#: Faults in the parameters of a request for decode, in addition to those for NIXL.
-MALFORMED.update(
-    no_transfer=lambda params: {key: value for key, value in params.items() if key != "transfer_id"},
-    other_transfer=lambda params: {**params, "transfer_id": "other"},
-    odd_transfer=lambda params: {**params, "transfer_id": ["other"]},
-    no_address=lambda params: {key: value for key, value in params.items() if key != "remote_bootstrap_addr"},
-    other_address=lambda params: {**params, "remote_bootstrap_addr": "http://nobody:1"},
-    odd_address=lambda params: {**params, "remote_bootstrap_addr": 1},
-)
 #: vLLM's default timeout in seconds. No prefill of the lab takes as long.
 _LONG = 480
 
@@ -54,10 +37,7 @@ class MooncakeWorker(PairWorker):
         self.lost: set[str] = set()
         self._note_writes()
         self._note_failures()
-        #: Keeps the memory alive: the transfer engine only has its addresses.
-        self.memory = torch.zeros((options.num_blocks, options.block_size, FLOATS), dtype=torch.float32)
-        called.register_kv_caches({kv_layout.LAYER.format(0): self.memory})
-        slots.put_in([SharedBlock(block) for block in self.memory.view(torch.int64)[:, :, 0].numpy()])
+        called.register_kv_caches({kv_layout.LAYER.format(0): byte_memory.tensor(slots, options).squeeze(1)})
 
     def _note_writes(self) -> None:
         build = self.adapter._build_transfer_params

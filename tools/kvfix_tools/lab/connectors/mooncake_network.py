@@ -1,30 +1,25 @@
 """The network between two engines with MooncakeConnector, with a stand-in for Mooncake's transfer engine.
 
 The transfer engine writes from one engine's memory to the other's, as mooncake.engine.TransferEngine does. A write
-takes some steps, and parts of its source that change meanwhile arrive as garbage. vLLM's own coroutines run, in event
+takes some steps (byte_memory.py). vLLM's own coroutines run, in event
 loops that use the lab's steps and time (mooncake_sockets.py), without threads, sockets or HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import itertools
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy
-
 from kvfix import clock
-from kvfix_tools.lab.engine.memory import GARBAGE
+from kvfix_tools.lab.engine.byte_memory import Copy
 from kvfix_tools.lab.pair.pair_network import PairNetwork
 
 if TYPE_CHECKING:
     from kvfix_tools.lab.connectors.mooncake_sockets import Router
 
-#: Data type of a slot's contents.
-_ELEMENT = numpy.dtype(numpy.int64)
 #: Maximum rounds of a loop in one step.
 _MOST = 10_000
 
@@ -99,8 +94,7 @@ class Write(NamedTuple):
     future: Future[int]
     of: Host
     to: str
-    pieces: list[tuple[int, int, int]]
-    found: list[bytes]
+    copy: Copy
     requests: list[tuple[str, str]]
 
 
@@ -176,20 +170,17 @@ class Network(PairNetwork):
     def write(self, of: Host, to: str, sources: list[int], targets: list[int], sizes: list[int]) -> Future[int]:
         """Write, and return a future with the answer of the transfer engine."""
         future: Future[int] = Future()
-        pieces = list(zip(sources, targets, sizes, strict=True))
         requests, self.requests = self.requests, []
         for pair in requests:
             self.noted("begun", *pair)
-        found = [ctypes.string_at(source, size) for source, _, size in pieces]
-        self._writes.append(Write(self.now + self.delay, future, of, to, pieces, found, requests))
+        copy = Copy(zip(sources, targets, sizes, strict=True))
+        self._writes.append(Write(self.now + self.delay, future, of, to, copy, requests))
         return future
 
     def _end(self, write: Write) -> None:
         failed = self.fails("transfer") or not write.of.alive or write.to not in self.hosts
-        for (source, target, size), found in zip(write.pieces, write.found, strict=True):
-            if not failed:
-                garbage = numpy.full(size // _ELEMENT.itemsize, GARBAGE, _ELEMENT).tobytes()
-                ctypes.memmove(target, found if ctypes.string_at(source, size) == found else garbage, size)
+        if not failed:
+            write.copy.arrive()
         for pair in write.requests:
             self.noted("failed" if failed else "ended", *pair)
         if write.of.alive:

@@ -20,6 +20,7 @@ import torch
 import zmq
 
 from kvfix import clock
+from kvfix_tools.lab.connectors.connector import Nothing, nothing
 from kvfix_tools.lab.connectors.mooncake_network import Executor, Host, Network, TransferEngine
 from kvfix_tools.lab.connectors.nixl import AnyBlockSize
 
@@ -48,17 +49,6 @@ class Asyncio:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(asyncio, name)
-
-
-class _Thread:
-    def __init__(self, **_: Any) -> None: ...
-
-    def start(self) -> None: ...
-
-    def join(self) -> None: ...
-
-
-THREADING = SimpleNamespace(Thread=_Thread, Event=threading.Event)
 
 
 class Router:
@@ -116,24 +106,15 @@ class Dealer:
             raise zmq.Again from None
 
 
-class _Context:
-    def __init__(self, host: Host) -> None:
-        self.host = host
-
-    def socket(self, _: Any) -> Router:
-        return Router(self.host)
-
-    def term(self) -> None: ...
-
-
 def zmq_module(host: Host) -> Any:
     names = ("ROUTER", "DEALER", "RCVTIMEO", "Again", "ContextTerminated")
-    context = SimpleNamespace(Context=lambda: _Context(host), Socket=Router)
-    return SimpleNamespace(asyncio=context, **{name: getattr(zmq, name) for name in names})
+    context = SimpleNamespace(host=host, socket=lambda _: Router(host), term=nothing)
+    replaced = SimpleNamespace(Context=lambda: context, Socket=Router)
+    return SimpleNamespace(asyncio=replaced, **{name: getattr(zmq, name) for name in names})
 
 
 @contextmanager
-def make_zmq_socket(context: _Context, address: str, *_: Any, **__: Any) -> Iterator[Dealer]:
+def make_zmq_socket(context: Any, address: str, *_: Any, **__: Any) -> Iterator[Dealer]:
     yield Dealer(context.host, address)
 
 
@@ -180,7 +161,7 @@ def replace(host: Host) -> None:
     network = host.network
     module.time = SimpleNamespace(perf_counter=lambda: clock.now(), monotonic=lambda: clock.now())
     module.asyncio = Asyncio(host)
-    module.threading = THREADING
+    module.threading = SimpleNamespace(Thread=Nothing, Event=threading.Event)
     module.ThreadPoolExecutor = lambda **_: Executor(host)
     module.zmq = zmq_module(host)
     module.make_zmq_socket = make_zmq_socket

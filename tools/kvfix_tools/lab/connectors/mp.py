@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib import import_module
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -22,11 +22,9 @@ from kvfix_tools.lab.connectors.mp_answers import Heartbeat
 from kvfix_tools.lab.connectors.mp_server import Server
 from kvfix_tools.lab.engine import vllm_objects
 from kvfix_tools.lab.engine.memory import Cache, Slots
+from kvfix_tools.lab.engine.request_events import RequestEvents
 from kvfix_tools.lab.engine.workers import Worker
 from kvfix_tools.lab.options import Options
-
-if TYPE_CHECKING:
-    from kvfix_tools.lab.engine.request_events import RequestEvents
 
 ADAPTER = "lmcache.integration.vllm.vllm_multi_process_adapter"
 

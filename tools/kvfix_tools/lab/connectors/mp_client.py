@@ -1,4 +1,4 @@
-"""The connection between LMCache's adapters and a real server: a delayed client, and slots in shared memory."""
+"""The connection between LMCache's adapters and a real server: a delayed client."""
 
 from __future__ import annotations
 
@@ -7,26 +7,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvfix_tools.lab.connectors.server_process import PATIENCE
-from kvfix_tools.lab.engine.memory import Block
 
 if TYPE_CHECKING:
     from kvfix_tools.lab.connectors.mp_real import RealServer
-
-
-class SharedBlock(Block):
-    """A block with its slots in shared memory."""
-
-    def __init__(self, slots: Any) -> None:
-        self._slots = slots
-
-    def __len__(self) -> int:
-        return len(self._slots)
-
-    def __getitem__(self, place: Any) -> Any:
-        return self._slots[place].tolist()
-
-    def __setitem__(self, place: Any, contents: Any) -> None:
-        self._slots[place] = contents
 
 
 class RequestId(str):

@@ -24,9 +24,10 @@ import torch
 
 from kvfix_tools.lab.connectors import server_process
 from kvfix_tools.lab.connectors.mp import MP, MPWorker, released
-from kvfix_tools.lab.connectors.mp_client import Client, RequestId, SharedBlock
+from kvfix_tools.lab.connectors.mp_client import Client, RequestId
 from kvfix_tools.lab.connectors.mp_server import Server
 from kvfix_tools.lab.engine import kv_layout
+from kvfix_tools.lab.engine.byte_memory import SharedBlock
 from kvfix_tools.lab.engine.memory import Cache, Slots
 from kvfix_tools.lab.options import Options
 

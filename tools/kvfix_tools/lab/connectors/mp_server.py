@@ -7,16 +7,14 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvfix_tools.lab import releases
 from kvfix_tools.lab.connectors.mp_answers import Answers, Due
 from kvfix_tools.lab.connectors.mp_chunks import Chunks
 from kvfix_tools.lab.engine.memory import Cache, Slots
+from kvfix_tools.lab.engine.request_events import RequestEvents
 from kvfix_tools.lab.options import Options
-
-if TYPE_CHECKING:
-    from kvfix_tools.lab.engine.request_events import RequestEvents
 
 
 class Server(Answers):

@@ -13,7 +13,6 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
@@ -21,9 +20,8 @@ from kvfix import clock
 from kvfix.connector_events import readers
 from kvfix.ledger import events as ev
 from kvfix_tools.lab.connectors.nixl_network import Network, Signal
-from kvfix_tools.lab.connectors.nixl_ranks import Together, blocks_of
 from kvfix_tools.lab.connectors.nixl_real import RealNetwork
-from kvfix_tools.lab.engine import kv_layout, vllm_objects
+from kvfix_tools.lab.engine import byte_memory, kv_layout, vllm_objects
 from kvfix_tools.lab.engine.memory import Slots
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.pair.pair_engine import PairSide, PairWorker, Params
@@ -35,8 +33,6 @@ PREFILL = {
     "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
     "remote_host": None, "remote_port": None,
 }  # fmt: skip
-#: Floats of a slot of one head: K and V (kv_layout.kv_cache). The first two have the content.
-FLOATS = 64
 PORT = 5600
 
 
@@ -85,6 +81,22 @@ def of_rank(rank: int, ranks: int) -> Iterator[None]:
     _be_rank(0, 1)
 
 
+class Together:
+    """Collects the reports of the ranks until all have reported, as vLLM's KVOutputAggregator does."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._reports: dict[tuple[str, str], list[Any]] = {}
+        #: {request: ranks that write to the peer}
+        self.writing: dict[str, set[int]] = {}
+
+    def reported(self, what: str, request: str, how: Any) -> list[Any]:
+        """Add a report. Return the reports of all ranks, or [] if a rank has not reported yet."""
+        reports = self._reports.setdefault((what, request), [])
+        reports.append(how)
+        return self._reports.pop((what, request)) if len(reports) == self._ranks else []
+
+
 class NixlWorker(PairWorker):
     """The real connector in the worker role, with the lab's agent."""
 
@@ -96,11 +108,7 @@ class NixlWorker(PairWorker):
         #: Requests whose lease has expired in this step.
         self._expired: set[str] = set()
         self._note_expired()
-        #: Keeps the memory alive: the agent only has its addresses.
-        shape = options.num_blocks, options.heads_of_rank, options.block_size, FLOATS
-        self.memory = torch.zeros(shape, dtype=torch.float32)
-        called.register_kv_caches(kv_layout.kv_caches(options, self.memory))
-        slots.put_in(blocks_of(self.memory.view(torch.int64)[..., 0].numpy(), self.rank, options))
+        called.register_kv_caches(kv_layout.kv_caches(options, byte_memory.tensor(slots, options, self.rank)))
 
     def _note_expired(self) -> None:
         def noting(sent: set[str]) -> None:
@@ -176,6 +184,7 @@ class NixlSide(PairSide):
         return request in self.scheduler_side._reqs_need_send
 
     def close(self) -> None:
+        super().close()
         for worker in self.between:
             close(self.network, worker)
 

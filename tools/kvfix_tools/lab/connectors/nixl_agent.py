@@ -1,25 +1,22 @@
 """A model of NIXL's agent (1.5): it registers memory, prepares and makes transfers, and delivers notices.
 
-It has the calls that vLLM makes, and moves bytes of real memory. A transfer takes some steps of the lab: parts of its
-source that change meanwhile arrive as garbage. nixl_real.py compares this model with NIXL.
+It has the calls that vLLM makes, and moves bytes of real memory (byte_memory.py). nixl_real.py compares this model with
+NIXL.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy
 
-from kvfix_tools.lab.engine.memory import GARBAGE
+from kvfix_tools.lab.engine.byte_memory import Copy, spoil
 
 if TYPE_CHECKING:
     from kvfix_tools.lab.connectors.nixl_network import Network
 
-#: Bytes of a slot's content.
-_ELEMENT = numpy.dtype(numpy.int64)
 #: NIXL's error for a peer whose process has ended.
 GONE = "NIXL_ERR_REMOTE_DISCONNECT"
 
@@ -47,23 +44,14 @@ def _each(places: Any) -> Any:
     )
 
 
-def _garbage(size: int) -> bytes:
-    return bytes(numpy.full(size // _ELEMENT.itemsize, GARBAGE, _ELEMENT).tobytes())
-
-
 class Transfer:
-    """A transfer. pairs: (source address, target address, bytes). found: the bytes of the source at its begin."""
+    """A transfer. pairs: (source address, target address, bytes). copy: from its begin."""
 
     def __init__(self, peer: str, reads: bool, pairs: list[tuple[int, int, int]], notice: bytes) -> None:
         self.peer, self.reads, self.pairs, self.notice = peer, reads, pairs, notice
         self.state = ""
         self.due = 0
-        self.found: list[bytes] = []
-
-    def comes_in_part(self) -> None:
-        """Fail the transfer: any part of it may have arrived."""
-        for _, target, size in self.pairs if self.reads else ():
-            ctypes.memmove(target, _garbage(size), size)
+        self.copy: Copy
 
 
 class Agent:
@@ -166,13 +154,13 @@ class Agent:
         self.begin(handle, transfer)
         late = max(self.late, self._network.agents[transfer.peer].late)
         transfer.state, transfer.due = "PROC", self._network.now + self._network.delay + late
-        transfer.found = [ctypes.string_at(source, size) for source, _, size in transfer.pairs]
+        transfer.copy = Copy(transfer.pairs)
         return "PROC"
 
     def begin(self, handle: int, transfer: Transfer) -> None:
         """Raises AgentError if the peer has ended. A part of the transfer may have arrived (seen with nixl 1.5.1)."""
         if not self._reaches(transfer.peer):
-            transfer.comes_in_part()
+            spoil(transfer.pairs if transfer.reads else ())
             raise AgentError(GONE)
 
     def check_xfer_state(self, handle: int) -> str:
@@ -201,13 +189,12 @@ class Agent:
         """Move the bytes and deliver the notice. If the peer has ended, move a part of the bytes."""
         if not self._reaches(transfer.peer):
             transfer.state = GONE
-            transfer.comes_in_part()
+            spoil(transfer.pairs if transfer.reads else ())
             return
         transfer.state = "DONE"
         if transfer.notice:
             self._network.agents[transfer.peer].notices.append((self.name, transfer.notice))
-        for (source, target, size), found in zip(transfer.pairs, transfer.found, strict=True):
-            ctypes.memmove(target, found if ctypes.string_at(source, size) == found else _garbage(size), size)
+        transfer.copy.arrive()
 
     def _reaches(self, peer: str) -> bool:
         return not self._network.agents[peer].closed

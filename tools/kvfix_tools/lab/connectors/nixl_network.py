@@ -6,15 +6,18 @@ All of them run in the lab's steps, so that a schedule plays the same way each t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from contextvars import Context, copy_context
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import zmq
 
+from kvfix_tools.lab.connectors.connector import nothing
 from kvfix_tools.lab.connectors.nixl_agent import Agent
 from kvfix_tools.lab.pair.pair_network import PairNetwork
 
@@ -24,6 +27,8 @@ class Network(PairNetwork):
 
     counts: counters of real NIXL (nixl_real.py).
     """
+
+    agent_class: type[Agent] = Agent
 
     def __init__(self, delay: int) -> None:
         super().__init__(delay)
@@ -40,7 +45,7 @@ class Network(PairNetwork):
     def agent(self, _: str, config: Any = None) -> Agent:
         """Replaces `nixl_agent`, with a fixed name instead of vLLM's random one."""
         name = f"agent-{next(self._names)}"
-        self.agents[name] = made = Agent(self, name)
+        self.agents[name] = made = self.agent_class(self, name)
         return made
 
     def handle(self) -> int:
@@ -81,7 +86,7 @@ class Network(PairNetwork):
 
     def executor(self) -> Any:
         """Replaces the thread that makes the handshakes of one worker."""
-        return _Executor(self)
+        return SimpleNamespace(submit=lambda *call: self.shake_hands(partial(*call)), shutdown=nothing)
 
     def shake_hands(self, work: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
@@ -90,15 +95,28 @@ class Network(PairNetwork):
 
     @contextmanager
     def socket(self, kind: Any, path: str) -> Iterator[Any]:
-        """Replaces `zmq_ctx`."""
-        yield _Listening(self) if kind == zmq.ROUTER else _Asking(self, path.removeprefix("tcp://"))
+        """Replaces `zmq_ctx`: the socket of the worker that begins a handshake, or of the thread that answers one."""
+        messages = [self._asked] if kind == zmq.ROUTER else []
 
-    def listen(self, **thread: Any) -> _Thread:
-        """Replaces the thread that answers handshakes."""
+        def next_message() -> tuple[bytes, bytes, bytes]:
+            if not messages:
+                raise zmq.Again
+            return b"worker", b"", messages.pop()
+
+        if kind == zmq.ROUTER:
+            answer = lambda parts: self._said.extend(parts[2:])  # noqa: E731
+            yield SimpleNamespace(setsockopt=nothing, recv_multipart=next_message, send_multipart=answer)
+        else:
+            ask = lambda: self.ask(path.removeprefix("tcp://"), messages[-1])  # noqa: E731
+            yield SimpleNamespace(setsockopt=nothing, send=messages.append, recv_multipart=ask)
+
+    def listen(self, **thread: Any) -> Any:
+        """Replaces the thread that answers handshakes. Its event to stop is set: it answers one message and ends."""
         *arguments, ready, _, host, port = thread["args"]
-        listener = partial(thread["target"], *arguments, ready, _Stopped, host, port)
+        stopped = SimpleNamespace(is_set=lambda: True)
+        listener = partial(thread["target"], *arguments, ready, stopped, host, port)
         self.listeners[f"{host}:{port}"] = partial(copy_context().run, listener)
-        return _Thread(ready)
+        return SimpleNamespace(start=ready.set, join=nothing)
 
     def ask(self, address: str, message: bytes) -> list[bytes]:
         """Return the answer of the listener at this address. If the listener's thread raises an exception, the thread
@@ -124,90 +142,14 @@ def _settle(future: Future[Any], work: Callable[[], Any]) -> None:
         future.set_exception(error)
 
 
-class _Executor:
-    def __init__(self, network: Network) -> None:
-        self._network = network
-
-    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        return self._network.shake_hands(lambda: function(*arguments))
-
-    def shutdown(self, wait: bool = True) -> None: ...
-
-
-class _Stopped:
-    """Replaces the event that ends the thread. The thread reads it when no message is left."""
-
-    @staticmethod
-    def is_set() -> bool:
-        return True
-
-
-class _Thread:
-    def __init__(self, ready: Any) -> None:
-        self._ready = ready
-
-    def start(self) -> None:
-        self._ready.set()
-
-    def join(self, timeout: float = 0) -> None: ...
-
-
-class _Asking:
-    """The socket of the worker that begins a handshake."""
-
-    def __init__(self, network: Network, address: str) -> None:
-        self._network = network
-        self._address = address
-        self._message = b""
-
-    def setsockopt(self, *_: Any) -> None: ...
-
-    def send(self, message: bytes) -> None:
-        self._message = message
-
-    def recv_multipart(self) -> list[bytes]:
-        return self._network.ask(self._address, self._message)
-
-
-class _Listening:
-    """The socket of the thread that answers a handshake, with one message."""
-
-    def __init__(self, network: Network) -> None:
-        self._network = network
-        self._left = True
-
-    def setsockopt(self, *_: Any) -> None: ...
-
-    def recv_multipart(self) -> tuple[bytes, bytes, bytes]:
-        if not self._left:
-            raise zmq.Again
-        self._left = False
-        return b"worker", b"", self._network._asked
-
-    def send_multipart(self, parts: Sequence[bytes]) -> None:
-        self._network._said = list(parts[2:])
-
-
 class _Waits(Exception):
     """Ends a round of a thread's loop: the thread waits."""
 
 
-class Signal:
+class Signal(threading.Event):
     """Replaces the events of the writer thread."""
 
-    def __init__(self) -> None:
-        self._is_set = False
-
-    def set(self) -> None:
-        self._is_set = True
-
-    def clear(self) -> None:
-        self._is_set = False
-
-    def is_set(self) -> bool:
-        return self._is_set
-
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(self, timeout: float | None = None) -> bool:
         raise _Waits
 
 
@@ -242,6 +184,4 @@ class _Writer:
         with suppress(_Waits):
             self._context.run(self._loop)
 
-    def start(self) -> None: ...
-
-    def join(self, timeout: float = 0) -> None: ...
+    start = join = staticmethod(nothing)

@@ -43,8 +43,7 @@ class PushWorker(NixlWorker):
         self.adapter._xfer_blocks_for_req = writes
         self.adapter._pop_done_transfers = pops
 
-    def start_step(self, metadata: Any, forward: bool) -> None:
-        super().start_step(metadata, forward)
+    def begun(self) -> None:
         self.side.network.write()
 
     def get_finished(self, ended: set[str]) -> Any:

@@ -25,23 +25,6 @@ os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
 _PATIENCE = 20.0
 
 
-class RealNetwork(Network):
-    def agent(self, _: str, config: Any = None) -> Agent:
-        name = f"agent-{next(self._names)}"
-        self.agents[name] = made = RealAgent(self, name)
-        return made
-
-    def wait(self, is_so: Callable[[], bool], what: str) -> None:
-        """Let all agents work until the condition holds. Raises AgentError after a timeout."""
-        until = time.monotonic() + _PATIENCE
-        while not is_so():
-            if time.monotonic() > until:
-                raise AgentError(f"NIXL: no {what} within {_PATIENCE:g} s")
-            agents: Any = self.agents.values()
-            for agent in agents:
-                agent.progress()
-
-
 class RealAgent(Agent):
     """The lab's agent keeps the state and decides when a result is visible. A `nixl_agent` does the transfers."""
 
@@ -170,3 +153,17 @@ class RealAgent(Agent):
         self._network.wait(lambda: bool(its._brought), f"notice for {peer}")
         its.notices.append(its._brought.pop(0))
         self._network.counts["nixl_notices"] += 1
+
+
+class RealNetwork(Network):
+    agent_class = RealAgent
+
+    def wait(self, is_so: Callable[[], bool], what: str) -> None:
+        """Let all agents work until the condition holds. Raises AgentError after a timeout."""
+        until = time.monotonic() + _PATIENCE
+        while not is_so():
+            if time.monotonic() > until:
+                raise AgentError(f"NIXL: no {what} within {_PATIENCE:g} s")
+            agents: Any = self.agents.values()
+            for agent in agents:
+                agent.progress()

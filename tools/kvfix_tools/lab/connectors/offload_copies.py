@@ -1,61 +1,60 @@
-"""Replacements for the GPU driver's copies, streams and events between GPU and CPU memory.
+"""Replacements for the GPU driver's copies, streams and events between GPU and CPU memory, and for copy threads.
 
-A copy ends some steps after it was submitted, or when vLLM waits for its event. Parts of its source that change
-meanwhile arrive as garbage: vLLM must wait for the copy before other requests write there.
+A copy (byte_memory.py) ends some steps after it was submitted, or when vLLM waits for its event.
+SimpleCPUOffloadConnector's worker, the loop of its thread, and its computation of addresses are real. The thread begins
+a copy at once.
 """
 
 from __future__ import annotations
 
 import ctypes
-from array import array
+import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 
-from kvfix_tools.lab.engine.memory import GARBAGE, Slots
-
-#: Bytes of a slot's content.
-WORD = 8
+from kvfix_tools.lab.connectors.connector import nothing
+from kvfix_tools.lab.connectors.offload_tiers import AtOnce
+from kvfix_tools.lab.engine import byte_memory
+from kvfix_tools.lab.engine.memory import Slots
+from kvfix_tools.lab.options import Options
+from kvfix_tools.roundtrip import cuda_stand_in
 
 
 class Copy(NamedTuple):
-    """A copy. due: the step in which it ends. moves: (to, source, bytes). found: the contents of the sources."""
+    """A submitted copy. due: the step in which it ends. done: called at its end."""
 
     due: int
-    moves: list[tuple[int, int, int]]
-    found: list[bytes]
+    copy: byte_memory.Copy
     done: Callable[[], None]
 
 
 class Copies:
-    """The copies of one rank. gpu: the GPU memory. Its addresses stand for the slots' blocks."""
+    """The copies of one rank. gpu: the bytes of each block in the GPU memory."""
 
-    def __init__(self, slots: Slots, delay: int, page: int) -> None:
-        self._blocks = len(slots)
-        self._slots = slots.of_group(slots.room)
-        self._delay = delay
-        self._page = page
-        self.gpu = torch.empty((self._blocks, page), dtype=torch.int8)
-        self._start: int = self.gpu.data_ptr()
+    def __init__(self, rank: int, slots: Slots, options: Options) -> None:
+        self._delay = 2 * options.delay + (options.rank_delay if rank else 0)
+        self.gpu = byte_memory.tensor(slots, options, rank).view(torch.int8).flatten(1)
         self.now = 0
         self.pending: deque[Copy] = deque()
         self.last: Copy | None = None
-        self._fails, self._done = False, _nothing
+        self._fails, self._done = False, nothing
 
     def take(self, handler: Any) -> None:
         """Make this handler copy here. OffloadingConnector's worker has one handler for each direction."""
         handler._swap_blocks_batch = self._swap
-        handler._event_pool = _Events(self)
+        handler._event_pool = SimpleNamespace(pop=lambda: Event(self), append=nothing, clear=nothing)
 
     def tick(self) -> None:
         self.now += 1
         self.finish(self.now)
 
     @contextmanager
-    def of_job(self, fails: bool = False, done: Callable[[], None] = lambda: None) -> Iterator[None]:
+    def of_job(self, fails: bool = False, done: Callable[[], None] = nothing) -> Iterator[None]:
         """In this context all copies belong to one job. fails: copy nothing. done: called at the end of the copies."""
         self._fails, self._done = fails, done
         self.last = None
@@ -64,59 +63,29 @@ class Copies:
             done()
 
     def _swap(self, source: torch.Tensor, to: torch.Tensor, sizes: torch.Tensor, **_: Any) -> None:
-        self._submit([] if self._fails else zip(to.tolist(), source.tolist(), sizes.tolist(), strict=True))
+        self._submit([] if self._fails else zip(source.tolist(), to.tolist(), sizes.tolist(), strict=True))
 
     def batch(self, to: int, source: int, sizes: int, count: int, *_: Any) -> int:
         """Replaces the driver's cuMemcpyBatchAsync, with arrays of addresses and sizes. Returns 0, or an error."""
         if self._fails:
             return 1
-        arrays = [(ctypes.c_uint64 * count).from_address(array) for array in (to, source, sizes)]
+        arrays = [(ctypes.c_uint64 * count).from_address(array) for array in (source, to, sizes)]
         self._submit(zip(*arrays, strict=True))
         return 0
 
-    def _submit(self, moves: Iterable[tuple[int, int, int]]) -> None:
-        wanted = list(moves)
-        found = [self._read(source, size) for _, source, size in wanted]
-        self.last = Copy(self.now + self._delay, wanted, found, self._done)
+    def _submit(self, pieces: Iterable[tuple[int, int, int]]) -> None:
+        self.last = Copy(self.now + self._delay, byte_memory.Copy(pieces), self._done)
         self.pending.append(self.last)
 
     def finish(self, now: int) -> None:
         """End all copies that are due by then, in their order."""
         while self.pending and self.pending[0].due <= now:
-            copy = self.pending.popleft()
-            for (to, source, size), before in zip(copy.moves, copy.found, strict=True):
-                found = self._read(source, size)
-                self._write(to, found if found == before else array("q", [GARBAGE] * (size // WORD)).tobytes())
-            copy.done()
+            ended = self.pending.popleft()
+            ended.copy.arrive()
+            ended.done()
 
     def is_done(self, copy: Copy | None) -> bool:
         return copy is None or copy not in self.pending
-
-    def _block(self, address: int) -> int | None:
-        """Return the block of the slots at this address; None for CPU memory."""
-        block, rest = divmod(address - self._start, self._page)
-        if not 0 <= block < self._blocks:
-            return None
-        assert not rest, "a copy begins within a block"
-        return block
-
-    def _read(self, address: int, size: int) -> bytes:
-        block = self._block(address)
-        if block is None:
-            return ctypes.string_at(address, size)
-        contents = array("q", self._slots.read([block], 0, self._slots.block_size)).tobytes()
-        return contents[:size].ljust(size, b"\0")
-
-    def _write(self, address: int, contents: bytes) -> None:
-        block = self._block(address)
-        if block is None:
-            ctypes.memmove(address, contents, len(contents))
-            return
-        room = self._slots.block_size * WORD
-        self._slots.write([block], 0, array("q", contents[:room]).tolist())
-
-
-def _nothing() -> None: ...
 
 
 class Event:
@@ -140,15 +109,56 @@ class Event:
         return 1.0
 
 
-class _Events:
-    """Replaces a handler's pool of events, and always has one."""
+# ---------------------------------------------------------------------- the copy thread of SimpleCPUOffloadConnector
 
-    def __init__(self, copies: Copies) -> None:
-        self._copies = copies
 
-    def pop(self) -> Event:
-        return Event(self._copies)
+class _EventOfStream(Event):
+    def __init__(self) -> None: ...
 
-    def append(self, event: Event) -> None: ...
+    def record(self, stream: Any = None) -> None:
+        """Record an event. stream: has the copies of its rank."""
+        self._copies, self._copy = stream.copies, stream.copies.last
 
-    def clear(self) -> None: ...
+
+class _Torch(cuda_stand_in.Torch):
+    """Replaces `torch` in the copy thread."""
+
+    Event = _EventOfStream  # type: ignore[assignment]
+
+
+class CopyQueue(AtOnce):
+    """Replaces the queue to the copy thread. An exception ends the thread."""
+
+    copies: Copies
+    died = False
+
+    def put(self, item: Any) -> None:
+        from vllm.v1.simple_kv_offload import cuda_mem_ops
+
+        if self.died:
+            return
+        cuda_mem_ops._batch_memcpy = self.copies.batch, 0
+        try:
+            super().put(item)
+        except Exception:  # noqa: BLE001 - as in a thread: no caller gets the exception
+            self.died = True
+
+
+def _thread(target: Any, args: tuple[Any, ...], **_: Any) -> Any:
+    """Replaces the copy thread: after its start, the queue runs its loop."""
+    return SimpleNamespace(start=lambda: setattr(args[0], "run", functools.partial(target, *args)))
+
+
+@functools.cache
+def stand_in() -> None:
+    """Replace the GPU for all workers of this process."""
+    from vllm.v1.simple_kv_offload import copy_backend, cuda_mem_ops, worker
+
+    vars(worker).update(torch=cuda_stand_in.Torch(), PIN_MEMORY=False)
+    vars(copy_backend).update(
+        torch=_Torch(),
+        current_platform=SimpleNamespace(set_device=lambda device: None),
+        queue=SimpleNamespace(SimpleQueue=CopyQueue),
+        threading=SimpleNamespace(Thread=_thread),
+    )
+    cuda_mem_ops._batch_memcpy = None, 0

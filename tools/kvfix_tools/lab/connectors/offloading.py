@@ -11,23 +11,22 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.v1.kv_offload.base import get_offload_group_idx
 
 from kvfix.connector_events import offload_readers
 from kvfix_tools.lab.connectors.connector import Connector
-from kvfix_tools.lab.connectors.offload_copies import WORD, Copies
+from kvfix_tools.lab.connectors.offload_copies import Copies
 from kvfix_tools.lab.connectors.offload_tiers import Tiers
 from kvfix_tools.lab.engine import kv_layout, vllm_objects
+from kvfix_tools.lab.engine.byte_memory import contents_of
 from kvfix_tools.lab.engine.kv_groups import kv_groups
 from kvfix_tools.lab.engine.memory import NOTHING, Cache, Slots
+from kvfix_tools.lab.engine.request_events import RequestEvents
 from kvfix_tools.lab.engine.workers import Worker
 from kvfix_tools.lab.options import Options
 from kvfix_tools.roundtrip.backends.vllm_offload import offload
-
-if TYPE_CHECKING:
-    from kvfix_tools.lab.engine.request_events import RequestEvents
 
 #: A request of another client, whose chunks replace the oldest ones.
 _OTHERS = "others"
@@ -38,8 +37,7 @@ class Copying:
 
     def __init__(self, rank: int, slots: Slots, options: Options) -> None:
         self.rank = rank
-        self.page = kv_layout.page_bytes(options)
-        self.copies = Copies(slots, 2 * options.delay + (options.rank_delay if rank else 0), self.page)
+        self.copies = Copies(rank, slots, options)
         #: Requests whose next load or store fails, as keys.
         self.failing: dict[str, int] = {}
         self.failing_stores: set[str] = set()
@@ -51,6 +49,8 @@ class BothRoles:
     events: RequestEvents
     #: True if this is the only connector: then its loads and stores are events.
     alone = False
+    #: The reader of kvfix.connector_events.readers for the scheduler role.
+    reader: Any
 
     def __init__(self, options: Options, ranks: Sequence[Any]) -> None:
         self.ranks = ranks
@@ -68,8 +68,24 @@ class BothRoles:
         for rank in self.ranks:
             rank.copies.tick()
 
+    def take_due(self, metadata: Any) -> None:
+        """Begin a step with these metadata of the only connector."""
+
     def others_take(self, blocks: Collection[int]) -> None:
         """Give GPU blocks to others: the connector must first end its copies from them, or keep the blocks."""
+
+    @property
+    @abstractmethod
+    def busy(self) -> bool:
+        """Return True if a copy is in flight or not reported."""
+
+    @abstractmethod
+    def evict(self, chunks: int, forced: bool) -> int:
+        """Store so many chunks of another client, which evict older ones. Return how many were evicted."""
+
+    @abstractmethod
+    def kept(self) -> dict[str, set[str]]:
+        """Return {place: requests}, in addition to the places of the reader if this is the only connector."""
 
     @abstractmethod
     def requests(self, loads: bool) -> set[str]:
@@ -132,16 +148,15 @@ class Rank(Copying):
     stored_by: Callable[[int], str]
 
     def contents(self, chunk: int, part: int, size: int) -> list[int]:
-        start = part * self.page
-        contents: list[int] = self.chunks[chunk, start : start + size * WORD].view("q").tolist()
-        return contents
+        return contents_of(self.chunks[chunk, part * self.copies.gpu.shape[1] :], size)
 
 
 class Offloading(BothRoles):
     """OffloadingConnector."""
 
-    def __init__(self, options: Options, ranks: Sequence[Rank], in_scheduler: Any) -> None:
+    def __init__(self, options: Options, ranks: Sequence[Rank], scheduler: Any, in_scheduler: Any) -> None:
         super().__init__(options, ranks)
+        self.reader = offload_readers.Offloading(in_scheduler)
         self.scheduler = in_scheduler.connector_scheduler
         self.manager = self.scheduler.manager
         self.tiers = Tiers(self.manager, options.delay)
@@ -287,36 +302,20 @@ class OffloadingSteps:
 class Alone(OffloadingSteps, Connector):
     """An offloading connector that is the only connector."""
 
-    #: The class of its ranks.
-    rank: Any
-
     def __init__(self, options: Options, memories: Sequence[Slots], caches: Sequence[Cache]) -> None:
         self._folder = Tiers.folder(options)
         config = vllm_objects.vllm_config(options, self._folder.name if self._folder else "")
         self.scheduler = vllm_objects.scheduler(options, config)
         self.in_scheduler = self.scheduler.connector
         called = [vllm_objects.worker(options, vllm_objects.of_rank(config, rank)) for rank, _ in enumerate(memories)]
-        ranks = [self.rank(rank, slots, options, called[rank]) for rank, slots in enumerate(memories)]
-        self.workers = [OffloadingWorker(*each) for each in zip(ranks, memories, called, strict=True)]
-        self.offloading = self._both_roles(options, ranks)
+        self.offloading = self._offloads(options, memories, self.in_scheduler, called)
         self.offloading.alone = True
+        self.reader = self.offloading.reader
+        self.workers = [OffloadingWorker(*each) for each in zip(self.offloading.ranks, memories, called, strict=True)]
 
-    @abstractmethod
-    def _both_roles(self, options: Options, ranks: Sequence[Any]) -> Any:
-        """Return the connector in both roles, and set the reader."""
-
-    def close(self) -> None:
-        self.offloading.close()
-
-
-class OffloadingAlone(Alone):
-    """OffloadingConnector."""
-
-    rank = Rank
-
-    def _both_roles(self, options: Options, ranks: Sequence[Any]) -> Offloading:
-        self.reader = offload_readers.Offloading(self.in_scheduler)
-        return Offloading(options, ranks, self.in_scheduler)
+    def metadata(self, metadata: Any) -> Any:
+        self.offloading.take_due(metadata)
+        return metadata
 
     def in_flight(self, request: str) -> set[str]:
         looking = {"looking"} if request in self.events.undecided else set()

@@ -1,6 +1,6 @@
 """vLLM's SimpleCPUOffloadConnector in the lab, in both roles, alone or with LMCache's connector in a MultiConnector.
 
-The lab replaces the GPU and the copy thread (simple_copies.py).
+The lab replaces the GPU and the copy thread (offload_copies.py).
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, resolve_block_hashes
 
 from kvfix.connector_events import offload_readers
-from kvfix_tools.lab.connectors.offload_copies import WORD
-from kvfix_tools.lab.connectors.offloading import Alone, BothRoles, Copying, note_stored
-from kvfix_tools.lab.connectors.simple_copies import CopyQueue, stand_in
+from kvfix_tools.lab.connectors.offload_copies import CopyQueue, stand_in
+from kvfix_tools.lab.connectors.offloading import BothRoles, Copying, note_stored
 from kvfix_tools.lab.engine import kv_layout, rules
+from kvfix_tools.lab.engine.byte_memory import contents_of
 from kvfix_tools.lab.engine.kv_groups import KVGroup
 from kvfix_tools.lab.engine.memory import NOTHING, Slots
 from kvfix_tools.lab.options import Options
@@ -71,11 +71,10 @@ class Rank(Copying):
         return self._thread.died
 
     def contents(self, block: int, size: int) -> list[int]:
-        contents: list[int] = self.blocks[block, : size * WORD].view("q").tolist()
-        return contents
+        return contents_of(self.blocks[block], size)
 
 
-class SimpleOffloading(BothRoles):
+class Offloading(BothRoles):
     """SimpleCPUOffloadConnector."""
 
     def __init__(self, options: Options, ranks: Sequence[Rank], scheduler: Any, in_scheduler: Any) -> None:
@@ -100,7 +99,6 @@ class SimpleOffloading(BothRoles):
         return list(of_events.get(event, ()))
 
     def take_due(self, metadata: Any) -> None:
-        """Begin a step with these metadata of the connector."""
         self._due.update({name: (start, end) for name, start, end in self.reader.loads(metadata) or ()})
 
     def _begins(self, event: int, source: list[int]) -> None:
@@ -182,7 +180,8 @@ class SimpleOffloading(BothRoles):
         return {name for name, state in self._manager._reqs_to_store.items() if state.store_events}
 
     def kept(self) -> dict[str, set[str]]:
-        return {f"SimpleCPUOffloadConnector.{where}": set(names) for where, names in self.reader.kept()}
+        kept = () if self.alone else self.reader.kept()
+        return {f"SimpleCPUOffloadConnector.{where}": set(names) for where, names in kept}
 
     def never_given_back(self) -> None:
         """At the end of a run, after all copies: report blocks that are still held."""
@@ -198,22 +197,3 @@ class SimpleOffloading(BothRoles):
             if held:
                 message = f"{len(held)} of {len(pool.blocks)} {where} blocks are held, and all requests have ended"
                 self.events.violated(rules.MEMORY_HELD, "", message)
-
-
-class SimpleOffload(Alone):
-    """SimpleCPUOffloadConnector."""
-
-    rank = Rank
-    offloading: SimpleOffloading
-
-    def _both_roles(self, options: Options, ranks: Sequence[Any]) -> SimpleOffloading:
-        made = SimpleOffloading(options, ranks, self.scheduler, self.in_scheduler)
-        self.reader = made.reader
-        return made
-
-    def metadata(self, metadata: Any) -> Any:
-        self.offloading.take_due(metadata)
-        return metadata
-
-    def kept(self) -> dict[str, set[str]]:
-        return {where: set(names) for where, names in self.reader.kept()}

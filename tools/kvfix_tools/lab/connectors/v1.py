@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -23,11 +23,9 @@ from kvfix.engine_state.reader import PINS
 from kvfix_tools.lab.connectors.connector import Connector
 from kvfix_tools.lab.engine import vllm_objects
 from kvfix_tools.lab.engine.memory import Cache, Prefix, Slots, of_rank
+from kvfix_tools.lab.engine.request_events import RequestEvents
 from kvfix_tools.lab.engine.workers import Worker
 from kvfix_tools.lab.options import Options
-
-if TYPE_CHECKING:
-    from kvfix_tools.lab.engine.request_events import RequestEvents
 
 ADAPTER = "lmcache.integration.vllm.vllm_v1_adapter"
 #: Attributes that the worker's adapter gets from the scheduler's adapter.

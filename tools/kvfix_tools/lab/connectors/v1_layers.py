@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from vllm.v1.outputs import KVConnectorOutput
 
+from kvfix_tools.lab.connectors.connector import Nothing, nothing
 from kvfix_tools.lab.connectors.v1 import V1, CacheEngine, V1Worker, tags_of
 from kvfix_tools.lab.engine.memory import GARBAGE, Cache, Slots
 
@@ -119,7 +120,6 @@ class LayerwiseEngine(CacheEngine):
         """Return an object with the attributes that `retrieve_layer` and `store_layer` read. The lab has no pins of
         single chunks.
         """
-        nothing = lambda *_, **__: None  # noqa: E731
         return SimpleNamespace(
             storage_manager=storage,
             gpu_connector=_GPUConnector(self.slots),
@@ -127,12 +127,7 @@ class LayerwiseEngine(CacheEngine):
             num_layers=len(LAYERS),
             metadata=SimpleNamespace(kv_dtype=torch.float32),
             config=SimpleNamespace(get_extra_config_value=lambda name, default: default),
-            stats_monitor=SimpleNamespace(
-                on_retrieve_request=nothing,
-                on_retrieve_finished=nothing,
-                on_store_request=nothing,
-                on_store_finished=nothing,
-            ),
+            stats_monitor=Nothing(),
             is_healthy=lambda: True,
             is_frozen=lambda: False,
             _is_passive=lambda: False,

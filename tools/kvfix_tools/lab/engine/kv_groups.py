@@ -7,12 +7,10 @@ KV groups take blocks from one pool (vLLM's hybrid KV cache manager).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.options import Options
 
 
 class KVGroup(NamedTuple):

@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from kvfix_tools.lab.engine import byte_memory
 from kvfix_tools.lab.engine.kv_groups import KVGroup, kv_groups
 from kvfix_tools.lab.options import OF_VLLM, Options
 from kvfix_tools.lab.releases import accepted
@@ -24,8 +25,8 @@ LAYER = "model.layers.{}.self_attn.attn"
 
 
 def page_bytes(options: Options) -> int:
-    """Return the bytes of the largest block in a layer: K and V of one head of 32 floats."""
-    return options.block_size * options.window_blocks * 2 * 32 * 4
+    """Return the bytes of the largest block in a layer."""
+    return options.block_size * options.window_blocks * byte_memory.SLOT
 
 
 def kv_cache(options: Options, config: VllmConfig) -> KVCacheConfig:
@@ -44,12 +45,17 @@ def kv_cache(options: Options, config: VllmConfig) -> KVCacheConfig:
         )
         for group in lab_groups
     ]
-    tensors = _tensors(options, groups) if options.any_connector else _placement(options)
+    tensors = _tensors(options, groups)
     return KVCacheConfig(num_blocks=options.num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
 
 
 def _tensors(options: Options, groups: list[KVCacheGroupSpec]) -> list[Any]:
-    """Return the tensors of the layers. All KV groups share the bytes: a block belongs to one of them at a time."""
+    """Return the tensors of the layers; none for LMCache's connectors, which do not read them.
+
+    All KV groups share the bytes: a block belongs to one of them at a time.
+    """
+    if not (options.any_connector or options.connector in OF_VLLM or options.simple_offloading):
+        return []
     page = groups[0].kv_cache_spec.page_size_bytes
     of_layer = page * options.num_blocks
     return [
@@ -57,18 +63,6 @@ def _tensors(options: Options, groups: list[KVCacheGroupSpec]) -> list[Any]:
             size=of_layer * options.layers, layers=group.layer_names, layer_stride=of_layer, block_stride=page
         )
         for group in groups
-    ]
-
-
-def _placement(options: Options) -> list[Any]:
-    """Return the place of each layer in the memory of all blocks. LMCache's connectors do not read it."""
-    if options.connector not in OF_VLLM and not options.simple_offloading:
-        return []
-    page = page_bytes(options)
-    size = options.num_blocks * page
-    return [
-        kv_cache_interface.KVCacheTensor(size, [LAYER.format(group.number)], layer_stride=size, block_stride=page)
-        for group in kv_groups(options)
     ]
 
 

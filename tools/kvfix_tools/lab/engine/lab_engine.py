@@ -1,214 +1,235 @@
-"""The lab's engine: the real scheduler and connector, with memory that knows the right content of each slot.
+"""The lab's engine with the steps of a schedule: actions of clients and other engines, faults, and expectations.
 
-`iterate` is one iteration of EngineCore. `do` makes a step of a schedule (steps.py). All changes of a request's tokens
-are events of the ledger. `findings` has the violations of rules and the wrong contents. An exception that leaves the
-scheduler ends the engine, as it ends EngineCore.
+Each step is a method. Steps for the server or for lookups are methods of the connector.
 """
 
 from __future__ import annotations
 
-import sys
-from collections import deque
-from importlib import import_module
+import time
+from contextlib import suppress
 from typing import Any
 
-from kvfix import clock
-from kvfix.ledger import Finding, liveness
+from vllm.v1.core.sched import interface
+from vllm.v1.request import RequestStatus
+
 from kvfix.ledger import events as ev
-from kvfix.session import session
-from kvfix_tools.lab.connectors.v1 import ADAPTER
-from kvfix_tools.lab.engine import rules
-from kvfix_tools.lab.engine.kv_groups import kv_groups
-from kvfix_tools.lab.engine.lab_steps import Steps
-from kvfix_tools.lab.engine.liveness import Liveness
-from kvfix_tools.lab.engine.memory import Cache, Slots, SlotsOfRank, SlotsOfShard
-from kvfix_tools.lab.engine.model import Model
-from kvfix_tools.lab.engine.request_events import RequestEvents
-from kvfix_tools.lab.engine.workers import Executor
-from kvfix_tools.lab.options import KNOWN, OF_VLLM, Options
+from kvfix_tools.lab.engine import rules, vllm_objects
+from kvfix_tools.lab.engine.engine_core import EngineCore
+from kvfix_tools.lab.engine.engine_core import EngineDied as EngineDied
 
-#: Seconds of the lab's time that a step takes.
-STEP = 0.1
+#: A run ends after so many steps without an event. Lookups and loads of the lab take fewer steps.
+IDLE = 64
 
 
-class EngineDied(Exception):
-    """An exception has left the scheduler: EngineCore would be dead."""
-
-
-def side_class(options: Options) -> Any:
-    """Return the lab's class for the connector of these options."""
-    side = "any_connector:AnyConnector" if options.any_connector else KNOWN[options.connector].side
-    if options.real_server:
-        side = "mp_real:RealMP"
-    elif options.connector == "v1" and options.lmcache.get("use_layerwise"):
-        side = "v1_layers:LayerwiseV1"
-    elif options.connector == "v1" and options.lmcache.get("enable_async_loading"):
-        side = "v1_async:AsyncV1"
-    module, name = side.split(":")
-    return getattr(import_module(f"kvfix_tools.lab.connectors.{module}"), name)
-
-
-def _forget_configuration() -> None:
-    """Reset LMCache's configuration, which is one per process, so that the next connector reads its own."""
-    for name in ("lmcache.integration.vllm.utils", ADAPTER):
-        if name in sys.modules and hasattr(sys.modules[name], "_config_instance"):
-            sys.modules[name]._config_instance = None  # type: ignore[attr-defined]
-
-
-class LabEngine(Steps):
-    """log: the events. requests: all requests that arrived. counts: see counts.py."""
-
-    def __init__(self, options: Options) -> None:
-        self.options = options
-        self._faults_before = dict(session.faults)
-        self.groups = kv_groups(options)
-        room = options.num_blocks, options.block_size, self.groups[-1].block_size
-        memories: list[Slots] = [Slots(*room), *(SlotsOfRank(rank, *room) for rank in range(1, options.ranks))]
-        if options.context:
-            memories = [SlotsOfShard(rank, options.ranks, *room) for rank in range(options.ranks)]
-        #: By rank. The server of a multi-process connector has one cache for all ranks.
-        self.caches = [Cache() for _ in memories]
-        self.slots, self.cache = memories[0], self.caches[0]
-        _forget_configuration()
-        self.connector: Any = self._connected(options, memories)
-        self.workers = self.connector.workers
-        self.scheduler = self.connector.scheduler
-        self.model = Model(self.scheduler, memories, options, self.groups)
-        self.liveness = Liveness(self.scheduler)
-        self.request_events = events = RequestEvents(self.scheduler, self.connector, self.model, options)
-        self.executor = Executor(self.scheduler.connector, options.ranks, events.counts)
-        self.connector.listen(events)
-        events.wrap_hooks(self.connector.in_scheduler)
-        self.requests, self.log, self.counts = self.model.requests, events.log, events.counts
-        clock.now = lambda: events.seconds  # the clock of the fixes
-        #: Steps in a row in which nothing was scheduled and no transfer was in flight.
-        self.idle = 0
-        #: Steps whose answers the scheduler does not have yet, and the blocks whose load failed in these steps.
-        self._answers: deque[tuple[Any, Any]] = deque()
-        self._failed: deque[set[int]] = deque()
-        #: Blocks that `take_blocks` has taken.
-        self._held: list[Any] = []
-
-    def _connected(self, options: Options, memories: list[Slots]) -> Any:
-        return side_class(options)(options, memories, self.caches)
-
-    def answered(self, outputs: Any) -> None:
-        """Called with the scheduler's outputs of a step, which an engine sends to its clients."""
-
-    @property
-    def steps(self) -> int:
-        return self.request_events.steps
-
-    @property
-    def findings(self) -> list[Finding]:
-        """All findings, including errors in kvfix itself, which an engine only logs."""
-        events = self.request_events
-        went_wrong = [kind for kind, times in session.faults.items() if times > self._faults_before.get(kind, 0)]
-        return events.findings + [events.finding(rules.FAULT_OF_KVFIX, "", kind) for kind in went_wrong]
-
-    def free(self) -> int:
-        """Return the number of free blocks, including blocks with a cached prefix."""
-        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
-
-    # ------------------------------------------------------------------ EngineCore
-
-    def iterate(self) -> None:
-        """One iteration: schedule, load, compute, store, sample, update."""
-        connector, events = self.connector, self.request_events
-        events.steps += 1
-        events.seconds += STEP
-        connector.tick()
-        self.liveness.begin()
-        output = self._guard("schedule", "", self.scheduler.schedule)
-        metadata = output.kv_connector_metadata
-        scheduled: dict[str, int] = output.num_scheduled_tokens
-        events.preempted()
-        self.model.begin(output)
-        events.scheduled(output, connector.metadata(metadata))
-        forward = output.total_num_scheduled_tokens > 0
-        self.counts["full_steps"] += not self.free()
-        self.counts["busy_steps"] += bool(connector.busy())
-        self.idle = 0 if forward or connector.busy() else self.idle + 1
-        self.model.step_begins(output)
-        connector.exchange()
-        for worker, of_rank in zip(self.workers, self.executor.handed_out(metadata), strict=True):
-            self._guard("start_load_kv", "", worker.start_step, of_rank, forward)
-        self._load_from_other_connector()
-        self._failed.append(set().union(*(worker.failed_blocks() for worker in self.workers)))
-        for name, message in self.model.compute(output, set().union(*self._failed)):
-            connector.reads_wrong(name, message)
-        ended = output.finished_req_ids
-        reports = [
-            self._guard("wait_for_save", "", worker.finish_step, forward, ended, self.options.save_last)
-            for worker in self.workers
-        ]
-        self._answers.append((output, self.executor.answer(self.model.output(scheduled), reports)))
-        if self._may_schedule_another(forward):
-            return
-        self._take_answer()
-        while self._answers and not self.scheduler.has_requests():
-            self._take_answer()
-        self.model.take_input()
-        self._take_drafts(forward)
-        events.ended()
-        events.stuck()
-        self._check_liveness(forward)
-
-    def _may_schedule_another(self, forward: bool) -> bool:
-        """Return True if EngineCore schedules again before an answer (step_with_batch_queue, core.py 0.32.0:754)."""
-        in_flight = len(self._answers)
-        self.counts["steps_ahead"] += in_flight > 1
-        self.counts["steps_in_flight"] += in_flight > 2
-        more = forward or (self.options.pipeline and self.scheduler.has_requests())
-        return more and in_flight < self.options.steps_in_flight
-
-    def _take_answer(self) -> None:
-        self.answered(
-            self._guard("update_from_output", "", self.scheduler.update_from_output, *self._answers.popleft())
-        )
-        self._failed.popleft()
-
-    def _check_liveness(self, forward: bool) -> None:
-        """Report if no request can move (LAB009). Answers to steps, and taken blocks, count as in flight."""
-        paused = bool(getattr(self.scheduler, "pause_state", 0))  # 0.15 has no pause
-        idle = paused or not self.scheduler.has_unfinished_requests()
-        if forward or idle or self.connector.busy():
-            self.request_events.stands_still(None)
-            return
-        in_flight = len(self._answers) + len(self._held)
-        state = self.liveness.state(in_flight, self.request_events.undecided, len(self.connector.looking()))
-        answer = liveness.can_move(state)
-        self.counts["looked_for_standstill"] += 1
-        offloads = bool(self.options.offloading) or self.options.connector in OF_VLLM
-        may_lock_out = answer.verdict == "violated" and offloads
-        locking_out = self.liveness.session_with_blocks() if may_lock_out else ""
-        if locking_out:  # KVF219 does not cover this connector; if the session's client disconnects, requests move
-            self.counts["locked_out_by_session"] += 1
-            self.abort(locking_out)
-        else:
-            self.request_events.stands_still(answer)
-
-    def _load_from_other_connector(self) -> None:
-        """Write the granted tokens of the other connector into their slots before the step reads them."""
-        if self.connector.other is not None:
-            for name, (start, end) in self.connector.other.loads.items():
-                self.model.fill(name, start, end)
-                self.counts["loaded_beside"] += 1
-            self.connector.other.loads.clear()
-
-    def _take_drafts(self, forward: bool) -> None:
-        """Do EngineCore.post_step: with asynchronous scheduling the drafts stay in the worker."""
-        if self.model.drafter is not None and forward and not self.options.async_scheduling:
-            self.scheduler.update_draft_token_ids(self.model.drafter.take())
-
-    def _guard(self, where: str, name: str, function: Any, *args: Any) -> Any:
-        """Call the function for this request. Raises EngineDied if it raises."""
-        try:
-            return function(*args)
-        except Exception as error:
-            self.request_events.add(ev.Raised(name, where, f"{type(error).__name__}: {error}".rstrip(": ")))
-            raise EngineDied(str(error)) from error
+class LabEngine(EngineCore):
+    """The real scheduler and connector, with the steps of a schedule."""
 
     def do(self, step: str, *arguments: Any, **keywords: Any) -> None:
-        """Make the step of this name: a method of Steps or of the connector."""
+        """Make the step of this name: a method of this class or of the connector."""
         getattr(self if hasattr(self, step) else self.connector, step)(*arguments, **keywords)
+
+    # ------------------------------------------------------------------ requests
+
+    def admit(self, name: str, prompt: list[int] | None, max_tokens: int = 1, **more: Any) -> None:
+        """A request arrives. more: arguments of vllm_objects.request."""
+        request = vllm_objects.request(self.options, name, prompt, max_tokens, **more)
+        self.counts["ids_used_again"] += name in self.requests
+        self.model.admit(name, request)
+        self.request_events.admitted(name)
+        self._guard("add_request", name, self.scheduler.add_request, request)
+
+    def add_input(self, name: str, prompt: list[int], max_tokens: int = 1) -> None:
+        """A session, a request that was admitted as `resumable`, gets more input."""
+        self.counts["inputs"] += 1
+        more = vllm_objects.request(self.options, name, prompt, max_tokens, resumable=True)
+        self._guard("add_request", name, self.scheduler.add_request, more)
+        self.model.take_input()
+
+    def serve(self, name: str, prompt: list[int] | None, max_tokens: int = 1, **more: Any) -> None:
+        """A request arrives, and the engine runs until it has no work."""
+        self.admit(name, prompt, max_tokens, **more)
+        self.run()
+
+    def store(self, name: str, prompt: list[int], max_tokens: int = 1, **more: Any) -> None:
+        """Run a request to its end, so that its prompt is stored. Then empty vLLM's own prefix cache."""
+        self.serve(name, prompt, max_tokens, **more)
+        self.reset_prefix_cache()
+
+    def end_input(self, name: str) -> None:
+        """A session gets no more input. It ends at once if it waits for input."""
+        self._guard("add_request", name, self.scheduler.add_request, vllm_objects.request(self.options, name, [1], 1))
+        if self.requests[name].is_finished():
+            self.request_events.check_text(name)
+            self.request_events.aborted(name, set())
+
+    def pause(self, everything: bool = False) -> None:
+        """Schedule no new request, or no request at all, until `unpause` (`pause_scheduler` of EngineCore)."""
+        self.counts["pauses"] += 1
+        states = interface.PauseState
+        self.scheduler.set_pause_state(states.PAUSED_ALL if everything else states.PAUSED_NEW)
+
+    def unpause(self) -> None:
+        """Undo `pause`."""
+        self.scheduler.set_pause_state(interface.PauseState.UNPAUSED)
+
+    def is_free(self, name: str) -> bool:
+        """Return True if a request with this id may arrive.
+
+        This is so if no request has this id. Or its request has ended, scheduler and worker know that, and none of its
+        steps is in flight.
+        """
+        known = self.requests.get(name)
+        if known is None:
+            return True
+        if any(name in output.num_scheduled_tokens for output, _ in self._answers):
+            return False
+        return known.is_finished() and name not in self.scheduler.requests and not self.scheduler.finished_req_ids
+
+    def preempt(self, name: str) -> None:
+        """Preempt this running request, as vLLM does when an earlier request needs a block."""
+        request = self.requests[name]
+        self.scheduler.running.remove(request)
+        vllm_objects.preempt(self.scheduler, request, time.monotonic())
+        self.scheduler.prev_step_scheduled_req_ids.discard(name)  # as vLLM does where it preempts between steps
+        self.request_events.preempted()
+
+    # ------------------------------------------------------------------ memory
+
+    def budget(self, tokens: int) -> None:
+        """Limit the scheduled tokens of each later step."""
+        self.scheduler.max_num_scheduled_tokens = tokens
+
+    def keep_blocks(self, how_many: int) -> None:
+        """Take free blocks until only `how_many` are free. A cached prefix loses its end first."""
+        self.take_blocks(self.free() - how_many)
+
+    def take_blocks(self, how_many: int) -> None:
+        """Take so many free blocks and write to them. `free_blocks` gives them back."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        taken = pool.get_new_blocks(min(how_many, self.free()))
+        numbers = [block.block_id for block in taken]
+        self.model.written_by_others += numbers
+        if self.connector.offloading is not None:
+            self.connector.offloading.others_take(numbers)
+        self._held += taken
+
+    def free_blocks(self) -> None:
+        self.scheduler.kv_cache_manager.block_pool.free_blocks(self._held)
+        self._held, self.model.written_by_others = [], []
+
+    def reset_prefix_cache(self, running: bool = False) -> None:
+        """Reset vLLM's prefix cache, if no blocks are in use. running: preempt the running requests first.
+
+        With `running` vLLM raises if a waiting request has blocks (scheduler.py 0.32.0:2870). The caller gets the
+        exception.
+        """
+        self.counts["resets"] += 1
+        if not running:
+            self.scheduler.reset_prefix_cache()
+            return
+        self.counts["resets_while_running"] += bool(self.scheduler.running)
+        with suppress(RuntimeError):
+            self.scheduler.reset_prefix_cache(True)
+        self.request_events.preempted()
+
+    def new_weights(self) -> None:
+        """Change the weights and reset all KV, also the connector's. If the reset answers False, keep the weights."""
+        self.counts["connector_resets"] += 1
+        done = False
+        with suppress(RuntimeError):
+            done = self.scheduler.reset_prefix_cache(True, True)
+        self.request_events.preempted()
+        if done:
+            self.model.change_weights()
+
+    def has_in_other_connector(self, name: str) -> None:
+        """Give the other connector of a MultiConnector the KV of this request."""
+        self.connector.other.has.add(name)
+
+    def evict(self, chunks: int, forced: bool = False, rank: int = 0) -> None:
+        """Evict the oldest chunks. forced: also pinned chunks, as when a pin times out.
+
+        rank: in process, each rank has its own cache.
+        """
+        evicted = self.connector.evict(self.caches[rank], chunks, forced)
+        self.counts["evicted_pinned" if forced else "evicted"] += evicted
+        if evicted and forced:
+            self.request_events.may_fail.add("")
+
+    # ------------------------------------------------------------------ faults
+
+    def fail_load(self, name: str, after_chunks: int = 0, rank: int = 0) -> None:
+        """Let the next load of this request bring only `after_chunks` chunks, in this rank."""
+        self.workers[rank].failing[name] = after_chunks
+        self.request_events.may_fail.add(name)
+
+    def lose_loads(self, *ranks: int) -> None:
+        """Make a step in which the server does not answer these workers: their loads fail. Default: all ranks."""
+        self.request_events.may_fail.add("")
+        for worker in self.workers:
+            worker.unanswered = not ranks or worker.rank in ranks
+        self.step()
+
+    # ------------------------------------------------------------------ time
+
+    def step(self, times: int = 1) -> None:
+        """Make so many iterations of EngineCore."""
+        for _ in range(times):
+            self.iterate()
+
+    def run(self, steps: int = 1000) -> None:
+        """Make steps until the engine has no work, for at most `steps` steps, or until IDLE steps without an event."""
+        self.idle = 0
+        for _ in range(steps):
+            if not self.scheduler.has_requests() or self.idle > IDLE:
+                return
+            self.step()
+
+    def run_until_finished(self, name: str) -> None:
+        """Make steps until this request has ended."""
+        while not self.requests[name].is_finished():
+            self.step()
+
+    # ------------------------------------------------------------------ expectations
+
+    def settle(self) -> None:
+        """After the end of all requests: make two more steps, then expect that no state of them is kept."""
+        self.step(2)
+        for _ in range(IDLE):  # a transfer in flight holds its blocks
+            if not self.scheduler.requests and not self.connector.busy():
+                break
+            self.step()
+        self.request_events.leaked()
+        self.connector.never_given_back()
+
+    def expect_all_ended(self) -> bool:
+        """After many steps with free blocks: expect that every request has ended and that no state of it is kept."""
+        # a paused scheduler reports no unfinished requests
+        if not all(request.is_finished() for request in self.requests.values()):
+            self.request_events.never_end()
+            return False
+        self.settle()
+        return True
+
+    def expect_stored(self, name: str) -> None:
+        """Expect that the cache has each whole chunk of this request's prompt."""
+        missing = self.connector.not_stored(self.requests[name])
+        if missing:
+            message = f"was computed, the chunks from tokens {missing} on are not stored"
+            self.request_events.violated(rules.NOT_STORED, name, message)
+
+    def expect_forgotten(self, name: str) -> None:
+        """Expect that no state of this request is kept, long after its end."""
+        for where, names in {**self.connector.kept(), **self.connector.kept_for_a_while()}.items():
+            if name in names:
+                self.request_events.add(ev.Left(name, where))
+
+    def expect_hit(self, name: str) -> None:
+        if not self.request_events.hits.get(name):
+            self.request_events.violated(rules.NOT_FOUND, name, "is in the cache and was not found there")
+
+    def expect_unharmed(self, name: str) -> None:
+        """Expect that this request did not end with an error: none of its own loads failed."""
+        status = self.requests[name].status
+        if status == RequestStatus.FINISHED_ERROR:
+            self.request_events.violated(rules.HARMED_BY_OTHERS, name, f"ended as {status.name}")

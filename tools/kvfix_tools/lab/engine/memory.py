@@ -62,6 +62,8 @@ class Slots:
         #: Slots of the largest block.
         self.room = max(block_size, room)
         self._blocks = [[NOTHING] * self.room for _ in range(num_blocks)]
+        #: The memory as bytes, if a connector needs it (byte_memory.py).
+        self.tensor: Any = None
 
     def __len__(self) -> int:
         return len(self._blocks)

@@ -6,7 +6,7 @@ step, and every copy in its own memory, with the time of the lab.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
@@ -15,11 +15,13 @@ from kvfix import scheduling
 from kvfix.ledger import Finding, Ledger
 from kvfix.ledger import events as ev
 from kvfix.ledger.liveness import Answer
-from kvfix_tools.lab.connectors.connector import Connector
 from kvfix_tools.lab.engine import rules
 from kvfix_tools.lab.engine.counts import Counts
 from kvfix_tools.lab.engine.model import Model
 from kvfix_tools.lab.options import Options
+
+if TYPE_CHECKING:
+    from kvfix_tools.lab.connectors.connector import Connector
 
 #: Maximum steps that a request waits for a load that is not in flight: longer than an answer takes.
 STUCK = 8

@@ -13,15 +13,13 @@ import io
 import pickle
 from collections import Counter
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 
-if TYPE_CHECKING:
-    from kvfix_tools.lab.engine.memory import Slots
-
+from kvfix_tools.lab.engine.memory import Slots
 
 #: A faster way to copy tensors: torch's own takes as long as a step.
 _TENSORS = {**copyreg.dispatch_table, torch.Tensor: lambda tensor: (torch.from_numpy, (tensor.numpy(),))}

@@ -16,9 +16,12 @@ from vllm.v1.request import RequestStatus
 from kvfix.ledger import Finding
 from kvfix.ledger.events import Event
 from kvfix_tools.lab.engine.lab_engine import EngineDied, LabEngine
+from kvfix_tools.lab.fuzz import nixl_compare
 from kvfix_tools.lab.fuzz.parameters import CONFIGURED
 from kvfix_tools.lab.fuzz.schedule import DrawnStep, Schedule
 from kvfix_tools.lab.options import PAIRS
+from kvfix_tools.lab.pair.neighbours import Neighbours
+from kvfix_tools.lab.pair.pair import Pair
 from kvfix_tools.lab.runner import let_leaks_be_reported, reported
 from kvfix_tools.lab.steps import prompt
 
@@ -70,8 +73,6 @@ def _ends(engine: LabEngine, end: int) -> bool:
 
 def _play_neighbours(schedule: Schedule, end: int) -> Played:
     """Play the schedule with two engines that share a cache (neighbours.py)."""
-    from kvfix_tools.lab.pair.neighbours import Neighbours
-
     two = Neighbours(schedule.options)
     with suppress(EngineDied):
         for number, step in enumerate(schedule.steps):
@@ -88,9 +89,6 @@ def _play_neighbours(schedule: Schedule, end: int) -> Played:
 
 def _play_with_pair(schedule: Schedule, end: int) -> Played:
     """Play the schedule with a prefill and a decode engine (pair.py). With real NIXL, play it with the model too."""
-    from kvfix_tools.lab.fuzz import nixl_compare
-    from kvfix_tools.lab.pair.pair import Pair
-
     if schedule.options.real_transfers:
         done: Played = nixl_compare.play_both(schedule.options, lambda pair: _play_pair(pair, schedule, end))
         return done

@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvfix_tools.lab.fuzz import parameters
 from kvfix_tools.lab.options import WITH_RANKS, Options
 from kvfix_tools.lab.steps import prompt
 
@@ -26,22 +27,14 @@ _FAULTS = {
 _PUSH_FAULTS = {"ask": 6, "ask_at_once": 6, "writers_take": 1, "fail": 3}
 #: All steps, also "ends_at_once" for Mooncake, and "on", a step of one engine.
 KINDS = frozenset((*_PLAIN, *_FAULTS, *_PUSH_FAULTS, "ends_at_once", "on"))
+#: Steps of one engine.
+_OF_ENGINE = ("preempt", "step_alone", "restart", "take_blocks", "budget", "free_blocks", "reset")
 #: {step: requests that the router can make it with}
 _AGAIN = {"send_again": "sent", "ask_again": "asked"}
 #: Seconds of a lease. A waiting peer renews it after each sixth of this time, by two thirds of this time.
 _LEASES = (3, 6, 30)
 #: Ranks of both engines, if one has several.
 _RANKS = ((1, 2), (1, 2), (2, 1), (2, 1), (2, 2), (2, 4), (4, 2), (1, 4), (4, 1))
-#: See pair_router.MALFORMED.
-_MALFORMED = (
-    "no_blocks", "no_host", "no_request", "no_tp_size", "fewer_blocks", "odd_blocks", "more_blocks", "flat_blocks",
-    "far_blocks", "other_engine", "other_port", "decode_too", "more_ranks", "odd_engine", "alone", "nothing",
-)  # fmt: skip
-#: See mooncake.MALFORMED.
-_MALFORMED_MOONCAKE = (
-    "other_engine", "odd_engine", "decode_too", "alone", "nothing", "no_transfer", "other_transfer", "odd_transfer",
-    "no_address", "other_address", "odd_address",
-)  # fmt: skip
 #: Timeout of a Mooncake producer in seconds. A consumer has 60 s more.
 _TIMEOUTS = (3, 6, 480)
 
@@ -151,32 +144,27 @@ def _step(rng: random.Random, kind: str, number: int, options: Options, room: in
         more = 1 if options.windows and tokens == 1 else 20
         generated = (rng.choice((1, 1, 1, more)),) if kind != "ask_decode" and not plain else ()
         return (kind, f"r{number}", rng.randrange(3), tokens, rng.choice((1, 2, 5, 20, 30)), *generated)
-    if kind in ("abort", "send_again", "ask_again"):
-        return (kind, rng.randrange(8))
-    if kind == "preempt":
-        return (kind, engine, rng.randrange(8))
-    if kind == "step_alone":
-        return (kind, engine, rng.choice((1, 2, 5, 20)))
-    if kind == "time_passes":
-        return (
-            kind,
-            rng.choice((1.0, options.extra["kv_lease_duration"] / 2, options.extra["kv_lease_duration"] + 1.0)),
-        )
-    if kind in ("router_takes", "handshakes_take", "writers_take"):
-        return (kind, rng.choice((0, 1, 1, 3, 10)))
-    if kind == "malform":
-        return (kind, rng.choice(_MALFORMED))
-    if kind == "fail":
-        return (kind, rng.choice(("transfer", "handshake", "setup", "notice")), rng.choice((1, 1, 3)))
-    if kind == "restart":
-        # vLLM does not start with fewer blocks than the longest request needs
-        longest = -(-options.max_model_len // block)
-        return (kind, engine, rng.randrange(longest + 2, 42) + longest * len(options.windows))
-    if kind == "take_blocks":
-        return (kind, engine, rng.randrange(1, 40))
-    if kind == "budget":
-        return (kind, engine, rng.choice((1, block, options.max_num_batched_tokens)))
-    return (kind, engine) if kind in ("free_blocks", "reset") else (kind,)
+    lease, longest = options.extra["kv_lease_duration"], -(-options.max_model_len // block)
+    # vLLM does not start with fewer blocks than the longest request needs
+    more = longest * len(options.windows)
+    arguments: dict[str, tuple[Sequence[Any], ...]] = {
+        **dict.fromkeys(("abort", "send_again", "ask_again", "preempt"), (range(8),)),
+        **dict.fromkeys(("router_takes", "handshakes_take", "writers_take"), ((0, 1, 1, 3, 10),)),
+        "step_alone": ((1, 2, 5, 20),),
+        "time_passes": ((1.0, lease / 2, lease + 1.0),),
+        "malform": (tuple(parameters.OF_NIXL),),
+        "fail": (("transfer", "handshake", "setup", "notice"), (1, 1, 3)),
+        "restart": (range(longest + 2 + more, 42 + more),),
+        "take_blocks": (range(1, 40),),
+        "budget": ((1, block, options.max_num_batched_tokens),),
+    }
+    drawn = drawn_arguments(rng, kind, arguments)
+    return (kind, engine, *drawn) if kind in _OF_ENGINE else (kind, *drawn)
+
+
+def drawn_arguments(rng: random.Random, kind: str, arguments: dict[str, tuple[Sequence[Any], ...]]) -> tuple[Any, ...]:
+    """Draw each argument of a step of this kind. arguments: {kind: values of each argument}."""
+    return tuple(rng.choice(values) for values in arguments.get(kind, ()))
 
 
 # ---------------------------------------------------------------------- other connectors
@@ -199,7 +187,7 @@ def _mooncake_step(rng: random.Random, step: DrawnStep, timeout: float) -> Drawn
     if kind == "ask":
         return (rng.choice(("ask", "ask_at_once")), *step[1:])
     if kind == "malform":
-        return (kind, rng.choice(_MALFORMED_MOONCAKE))
+        return (kind, rng.choice(tuple(parameters.OF_MOONCAKE)))
     if kind == "fail":
         return (kind, rng.choice(("transfer", "handshake")), step[2])
     if kind == "time_passes":
@@ -253,7 +241,7 @@ def move(pair: Pair, step: DrawnStep) -> None:
         name, seed, tokens, max_tokens, *more = rest
         pair.do(kind, name, prompt(tokens, seed), max_tokens, *more)
     elif kind == "ends_at_once":
-        pair.ends_at_once(rest[0], prompt(rest[2], rest[1]))
+        pair.router.ends_at_once(rest[0], prompt(rest[2], rest[1]))
     elif kind in ("abort", "send_again", "ask_again"):
         names = _open(pair) if kind == "abort" else getattr(pair.router, _AGAIN[kind])
         if names:

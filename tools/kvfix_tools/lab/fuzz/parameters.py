@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
+
+Params = dict[str, Any]
 
 #: For LMCache's in-process connector: store nothing, or send the KV to a decoder.
 OF_LMCACHE: dict[str, dict[str, Any]] = {
@@ -31,3 +35,53 @@ OF_OFFLOADING: dict[str, dict[str, Any]] = {
     "of_another_connector": {"do_remote_prefill": True, "do_remote_decode": True, "remote_block_ids": []},
 }
 CONFIGURED = {**OF_LMCACHE, **OF_OFFLOADING}
+
+
+def _without(key: str) -> Callable[[Params], Params]:
+    return lambda params: {name: value for name, value in params.items() if name != key}
+
+
+def _with(**changed: Any) -> Callable[[Params], Params]:
+    return lambda params: {**params, **copy.deepcopy(changed)}
+
+
+def _blocks(changed: Callable[[list[Any]], Any]) -> Callable[[Params], Params]:
+    """Change the blocks of the first KV group."""
+    ids = "remote_block_ids"
+    return lambda params: {**params, ids: changed(list(params[ids][0]) if params[ids] else [])}
+
+
+#: Faults in the parameters of a request for decode, which come from the router or a client.
+OF_NIXL: dict[str, Callable[[Params], Params]] = {
+    "no_blocks": _with(remote_block_ids=[]),
+    "no_host": _without("remote_host"),
+    "no_request": _without("remote_request_id"),
+    "no_tp_size": _without("tp_size"),
+    "fewer_blocks": _blocks(lambda blocks: [blocks[:-1]]),
+    "odd_blocks": _blocks(lambda blocks: [["x"] * len(blocks)]),
+    "more_blocks": _blocks(lambda blocks: [[*blocks, 1]]),
+    "flat_blocks": _blocks(lambda blocks: blocks),
+    "far_blocks": _blocks(lambda blocks: [[1 << 20] * len(blocks)]),
+    "other_engine": _with(remote_engine_id="other"),
+    "other_port": _with(remote_port=1),
+    "decode_too": _with(do_remote_decode=True, do_remote_prefill=False),
+    "more_ranks": _with(pp_size=2),
+    "odd_engine": _with(remote_engine_id=["other"]),
+    "alone": _with(do_remote_prefill=False),
+    "nothing": lambda params: {},
+}
+OF_MOONCAKE: dict[str, Callable[[Params], Params]] = {
+    **{name: OF_NIXL[name] for name in ("other_engine", "odd_engine", "decode_too", "alone", "nothing")},
+    "no_transfer": _without("transfer_id"),
+    "other_transfer": _with(transfer_id="other"),
+    "odd_transfer": _with(transfer_id=["other"]),
+    "no_address": _without("remote_bootstrap_addr"),
+    "other_address": _with(remote_bootstrap_addr="http://nobody:1"),
+    "odd_address": _with(remote_bootstrap_addr=1),
+}
+#: Also a fault that is not drawn.
+MALFORMED: dict[str, Callable[[Params], Params]] = {
+    **OF_NIXL,
+    **OF_MOONCAKE,
+    "other_tp_size": lambda params: {**params, "tp_size": 2 * params["tp_size"]},
+}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from kvfix_tools.lab.fuzz import drawn_options, pair_schedule, parameters
@@ -139,23 +139,19 @@ def _step(rng: random.Random, kind: str, number: int, options: Options, room: in
         drawn = (f"r{which}", rng.randrange(3), tokens, rng.choice((1, 2, 5, 20, 30)))
         asked = tuple(parameters.OF_OFFLOADING if options.connector in OF_VLLM else parameters.OF_LMCACHE)
         return (kind, *drawn, rng.choice(asked)) if kind == "configured" else ("admit", *drawn)
-    if kind == "stored_elsewhere":
-        return (kind, rng.randrange(3), rng.randrange(1, room))
-    if kind in ("session", "input"):
-        session = f"r{number}" if kind == "session" else rng.randrange(3)
-        return (kind, session, rng.randrange(3), rng.randrange(1, room // 8), rng.choice((1, 2, 5)))
+    if kind == "session":
+        return (kind, f"r{number}", rng.randrange(3), rng.randrange(1, room // 8), rng.choice((1, 2, 5)))
     if kind == "pause":
         return (kind, rng.random() < 0.5)
-    if kind == "end_input":
-        return (kind, rng.randrange(3))
-    if kind in ("abort", "fail_load", "fail_store", "preempt", "is_beside"):
-        return (kind, rng.randrange(8), rng.randrange(3))
-    if kind == "take_blocks":
-        return (kind, rng.randrange(1, options.num_blocks))
     if kind == "evict":
         return (kind, rng.randrange(1, 6), rng.random() < 0.3)
-    if kind in ("slow_lookups", "wait"):
-        return (kind, rng.randrange(5))
-    if kind == "budget":
-        return (kind, rng.choice((1, options.block_size, options.max_num_batched_tokens)))
-    return (kind,)
+    arguments: dict[str, tuple[Sequence[Any], ...]] = {
+        **dict.fromkeys(("abort", "fail_load", "fail_store", "preempt", "is_beside"), (range(8), range(3))),
+        **dict.fromkeys(("slow_lookups", "wait"), (range(5),)),
+        "stored_elsewhere": (range(3), range(1, room)),
+        "input": (range(3), range(3), range(1, room // 8), (1, 2, 5)),
+        "end_input": (range(3),),
+        "take_blocks": (range(1, options.num_blocks),),
+        "budget": ((1, options.block_size, options.max_num_batched_tokens),),
+    }
+    return (kind, *pair_schedule.drawn_arguments(rng, kind, arguments))

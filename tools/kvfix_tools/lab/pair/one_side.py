@@ -21,28 +21,29 @@ _FIXED = ContextVar("_FIXED", default="")
 
 
 @contextmanager
-def running(name: str) -> Iterator[None]:
-    """In this context the engine of this name runs."""
-    before = _RUNNING.set(name)
+def _set(variable: ContextVar[str], name: str) -> Iterator[None]:
+    before = variable.set(name)
     try:
         yield
     finally:
-        _RUNNING.reset(before)
+        variable.reset(before)
+
+
+def running(name: str) -> Any:
+    """Return a context in which the engine of this name runs."""
+    return _set(_RUNNING, name)
 
 
 @contextmanager
 def fixes_in(name: str) -> Iterator[None]:
     """Fixes that are applied in this context act only in the engine of this name."""
-    add, before = WrappedFunction.add, _FIXED.set(name)
+    add = WrappedFunction.add
 
     def add_in_one(function: WrappedFunction, key: str, place: int, wrapper: Callable[..., Any]) -> None:
         add(function, key, place, lambda inner: _in_one(inner, wrapper(inner)))
 
-    try:
-        with mock.patch.object(WrappedFunction, "add", add_in_one):
-            yield
-    finally:
-        _FIXED.reset(before)
+    with _set(_FIXED, name), mock.patch.object(WrappedFunction, "add", add_in_one):
+        yield
 
 
 def _in_one(inner: Callable[..., Any], fixed: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,11 +55,6 @@ def _in_one(inner: Callable[..., Any], fixed: Callable[..., Any]) -> Callable[..
     return chosen
 
 
-@contextmanager
-def as_released() -> Iterator[None]:
-    """Inside `fixes_in`: engines that are made in this context do not have the fixes."""
-    before = _FIXED.set("")
-    try:
-        yield
-    finally:
-        _FIXED.reset(before)
+def as_released() -> Any:
+    """Return a context, inside `fixes_in`: engines that are made in this context do not have the fixes."""
+    return _set(_FIXED, "")

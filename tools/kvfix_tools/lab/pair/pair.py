@@ -14,12 +14,11 @@ from kvfix import clock
 from kvfix.ledger import Finding, Ledger
 from kvfix.ledger.events import Event, Leased
 from kvfix_tools.lab.engine import rules
-from kvfix_tools.lab.engine.lab_engine import STEP, side_class
+from kvfix_tools.lab.engine.engine_core import STEP, side_class
 from kvfix_tools.lab.fuzz import pair_schedule
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.pair.pair_engine import PairEngine
 from kvfix_tools.lab.pair.pair_router import Router
-from kvfix_tools.lab.steps import continued
 
 _ROLES = {"prefill": "producer", "decode": "consumer"}
 #: Steps without an event after which a run ends.
@@ -35,6 +34,7 @@ class Pair:
         self.options = options
         self.network = side_class(options).make_network(options)
         self.router = Router(self)
+        self.ask, self.ask_at_once = self.router.ask, self.router.ask_at_once
         self.seconds = 0.0
         self._counts: Counter[str] = Counter()
         self._starts = itertools.count(1)
@@ -103,28 +103,7 @@ class Pair:
         """Make a drawn step. A step that is not possible does nothing."""
         pair_schedule.move(self, step)
 
-    # ------------------------------------------------------------------ the router's steps
-
-    def ask(self, name: str, prompt: list[int], max_tokens: int = 1, prefill_tokens: int = 1) -> None:
-        """A client's request arrives at the router. prefill_tokens: tokens that the router lets prefill generate."""
-        self.router.ask(name, prompt, max_tokens, prefill_tokens, at_once=False)
-
-    def ask_at_once(self, name: str, prompt: list[int], max_tokens: int = 1, prefill_tokens: int = 1) -> None:
-        """A client's request arrives, and the router sends it to both engines at once."""
-        self.router.ask(name, prompt, max_tokens, prefill_tokens, at_once=True)
-
-    def ends_at_once(self, name: str, prompt: list[int]) -> None:
-        """The first token of this request ends its text. The request has not arrived yet."""
-        self.router.stops[name] = continued(prompt, 1)[-1]
-
-    def ask_again(self, name: str) -> None:
-        """The router gives a request up, tells both engines, and begins again."""
-        self.abort(name)
-        self.router.ask_again(name)
-
-    def router_takes(self, steps: int) -> None:
-        """From now on the router takes so many steps for an answer."""
-        self.router.takes = steps
+    # ------------------------------------------------------------------ requests
 
     def abort(self, name: str) -> None:
         """The client of this request is gone, and the router tells both engines."""

@@ -11,14 +11,15 @@ from kvfix.connector_events import readers
 from kvfix.ledger.events import Event
 from kvfix_tools.lab.connectors.connector import Connector
 from kvfix_tools.lab.engine import vllm_objects
-from kvfix_tools.lab.engine.lab_engine import STEP, LabEngine, side_class
+from kvfix_tools.lab.engine.engine_core import STEP, side_class
+from kvfix_tools.lab.engine.lab_engine import LabEngine
 from kvfix_tools.lab.engine.memory import Slots
+from kvfix_tools.lab.engine.request_events import RequestEvents
 from kvfix_tools.lab.engine.workers import Worker
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.pair import one_side
 
 if TYPE_CHECKING:
-    from kvfix_tools.lab.engine.request_events import RequestEvents
     from kvfix_tools.lab.pair.pair import Pair
 
 Params = dict[str, Any]
@@ -53,6 +54,7 @@ class PairSide(Connector):
         self.in_scheduler = self._of_lmcache(options, self.scheduler.connector)
         self.scheduler_side = self.in_scheduler.connector_scheduler
         self.workers = [self._worker_of_rank(rank, slots, options, config) for rank, slots in enumerate(memories)]
+        self._join_others(options)
         self.reader = readers.reader(self.in_scheduler)
         self.introduce(self.in_scheduler)
 
@@ -129,6 +131,10 @@ class PairWorker(Worker):
     def start_step(self, metadata: Any, forward: bool) -> None:
         self.take_due(metadata)
         super().start_step(metadata, forward)
+        self.begun()
+
+    def begun(self) -> None:
+        """Called when all connectors have begun a step."""
 
     def take_due(self, metadata: Any) -> None:
         """Begin a step with these metadata of the connector."""

@@ -7,38 +7,14 @@ decode. In push mode it may send the request to both engines at once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvfix_tools.lab.fuzz.parameters import MALFORMED
 from kvfix_tools.lab.pair.pair_engine import PairEngine, Params
+from kvfix_tools.lab.steps import continued
 
 if TYPE_CHECKING:
     from kvfix_tools.lab.pair.pair import Pair
-
-#: Faults in the parameters of a request for decode, which come from the router or a client.
-MALFORMED: dict[str, Callable[[Params], Params]] = {
-    "no_blocks": lambda params: {**params, "remote_block_ids": []},
-    "no_host": lambda params: {key: value for key, value in params.items() if key != "remote_host"},
-    "no_request": lambda params: {key: value for key, value in params.items() if key != "remote_request_id"},
-    "other_tp_size": lambda params: {**params, "tp_size": 2 * params["tp_size"]},
-    "no_tp_size": lambda params: {key: value for key, value in params.items() if key != "tp_size"},
-    "fewer_blocks": lambda params: {**params, "remote_block_ids": [_blocks(params)[:-1]]},
-    "more_blocks": lambda params: {**params, "remote_block_ids": [[*_blocks(params), 1]]},
-    "flat_blocks": lambda params: {**params, "remote_block_ids": _blocks(params)},
-    "odd_blocks": lambda params: {**params, "remote_block_ids": [["x"] * len(_blocks(params))]},
-    "far_blocks": lambda params: {**params, "remote_block_ids": [[1 << 20] * len(_blocks(params))]},
-    "other_engine": lambda params: {**params, "remote_engine_id": "other"},
-    "other_port": lambda params: {**params, "remote_port": 1},
-    "decode_too": lambda params: {**params, "do_remote_decode": True, "do_remote_prefill": False},
-    "more_ranks": lambda params: {**params, "pp_size": 2},
-    "odd_engine": lambda params: {**params, "remote_engine_id": ["other"]},
-    "alone": lambda params: {**params, "do_remote_prefill": False},
-    "nothing": lambda params: {},
-}
-
-
-def _blocks(params: Params) -> list[Any]:
-    return list(params["remote_block_ids"][0]) if params["remote_block_ids"] else []
 
 
 class _Asked(NamedTuple):
@@ -57,13 +33,13 @@ class Router:
         self.counts: Counter[str] = Counter()
         self._asked: dict[str, _Asked] = {}
         #: Steps from an answer to the next message, and messages to send: (step, request, parameters).
-        self.takes = 0
+        self._takes = 0
         self._to_send: list[tuple[int, str, Params | None]] = []
         #: The last parameters of each request, and the faults for the next parameters.
         self._params: dict[str, Params] = {}
         self.malformed: list[str] = []
         #: {request: token that ends its text}
-        self.stops: dict[str, int] = {}
+        self._stops: dict[str, int] = {}
         #: {request: number of its ids}. vLLM adds a suffix to the router's id.
         self._ids: Counter[str] = Counter()
 
@@ -85,8 +61,10 @@ class Router:
         """Requests that prefill has answered and that decode does not have yet."""
         return {each[1] for each in self._to_send}
 
-    def ask(self, name: str, prompt: list[int], max_tokens: int, prefill_tokens: int, at_once: bool) -> None:
-        """Send a request. prefill_tokens: tokens that prefill generates. at_once: send it to both engines."""
+    def ask(
+        self, name: str, prompt: list[int], max_tokens: int = 1, prefill_tokens: int = 1, at_once: bool = False
+    ) -> None:
+        """Send a new request. prefill_tokens: tokens that prefill generates. at_once: send it to both engines."""
         prefill = self._pair.prefill
         self._asked[name] = _Asked(prompt, max_tokens, at_once)
         self._admit(prefill, self._id(name), prompt, prefill_tokens, prefill.connector.for_prefill(name))
@@ -94,15 +72,20 @@ class Router:
             self.counts["at_once"] += 1
             self._to_send.append((self._pair.network.now, name, prefill.connector.for_decode(name, None)))
 
+    def ask_at_once(self, name: str, prompt: list[int], max_tokens: int = 1, prefill_tokens: int = 1) -> None:
+        """A client's request arrives, and the router sends it to both engines at once."""
+        self.ask(name, prompt, max_tokens, prefill_tokens, at_once=True)
+
     def ask_decode(self, name: str, prompt: list[int], max_tokens: int = 1) -> None:
         """Send a request only to decode."""
         self._admit(self._pair.decode, f"{name}-{2:08x}", prompt, max_tokens, None)
 
     def ask_again(self, name: str) -> None:
-        """Abort a request and begin it again."""
+        """Give a request up, tell both engines, and begin the request again."""
+        self._pair.abort(name)
         asked = self._asked[name]
         self.counts["asked_again"] += 1
-        self.ask(name, asked.prompt, asked.max_tokens, 1, asked.at_once)
+        self.ask(name, asked.prompt, asked.max_tokens, at_once=asked.at_once)
 
     def send_again(self, name: str) -> None:
         """Send a request to decode again, as a router does without an answer."""
@@ -111,6 +94,14 @@ class Router:
             self.counts["sent_again"] += 1
             asked = self._asked[name]
             self._admit(self._pair.decode, self._id(name), asked.prompt, asked.max_tokens, dict(params))
+
+    def ends_at_once(self, name: str, prompt: list[int]) -> None:
+        """The first token of this request ends its text. The request has not arrived yet."""
+        self._stops[name] = continued(prompt, 1)[-1]
+
+    def router_takes(self, steps: int) -> None:
+        """From now on the router takes so many steps for an answer."""
+        self._takes = steps
 
     def malform(self, what: str) -> None:
         """Put this fault into the parameters of the next request for decode (MALFORMED)."""
@@ -134,7 +125,7 @@ class Router:
             self.counts["leases"] += engine.connector.keeps(output.request_id)
             self.counts["stored_tokens"] += params.get("remote_num_tokens", 0)
         if not self._asked[name].at_once:
-            due = self._pair.network.now + self.takes
+            due = self._pair.network.now + self._takes
             self._to_send.append((due, name, engine.connector.for_decode(name, params)))
 
     def tick(self) -> None:
@@ -160,7 +151,7 @@ class Router:
         if engine.is_free(name):
             sampling: dict[str, Any] = {"extra_args": {"kv_transfer_params": params}} if params else {}
             of_client = name.rpartition("-")[0]
-            if of_client in self.stops:
-                sampling["stop_token_ids"] = [self.stops[of_client]]
+            if of_client in self._stops:
+                sampling["stop_token_ids"] = [self._stops[of_client]]
             # a copy, as in two processes: vLLM shortens the prompt of a prefill (`_truncate_request_for_prefill`)
             engine.admit(name, list(prompt), most, sampling=sampling)

@@ -21,7 +21,7 @@ SCENARIOS = {
             do.abort("r"),
             do.free_blocks(),
         ],
-        rule="KVR009",
+        shows="KVR009",
         wrong={"lmcache": ">=0.3.9,!=0.4.5,!=0.4.6,!=0.4.7,!=0.5.0"},
         options=Options(chunk_size=256, max_num_batched_tokens=512),
     ),
@@ -35,8 +35,7 @@ SCENARIOS = {
             do.abort("r"),
             do.admit("next", prompt(300, seed=1)),
         ],
-        rule="KVR009",
-        text="lookup_client.aborted_lookups",
+        shows="KVR009 lookup_client.aborted_lookups",
         wrong={"lmcache": ">=0.3.10,!=0.4.5,!=0.4.6,!=0.4.7,!=0.5.0"},
         options=Options(lmcache={"enable_async_loading": True}, max_num_batched_tokens=512),
         needs={"lmcache": ">=0.3.10"},
@@ -48,16 +47,14 @@ SCENARIOS = {
         # A MultiConnector asks both connectors, and LMCache's lookup fetches. Only a step with the request releases the
         # chunks.
         schedule=[
-            do.admit("first", prompt(300)),
-            do.run(),
+            do.serve("first", prompt(300)),
             do.step(3),
             do.reset_prefix_cache(),
             do.admit("r", prompt(300), max_tokens=2),
             do.step(2),  # looked up; the OffloadingConnector is granted the load
             do.abort("r"),
         ],
-        rule="KVR009",
-        text="fetched chunks of the worker",
+        shows="KVR009 fetched chunks of the worker",
         wrong={"lmcache": ">=0.5.6"},
         options=Options(
             lmcache={"enable_async_loading": True}, offloading="first", delay=3, max_num_batched_tokens=512
@@ -67,10 +64,9 @@ SCENARIOS = {
     "async-fetched-left": Scenario(
         # vLLM has as many tokens of the prompt as LMCache, so LMCache promises and loads nothing. The fetched chunks
         # keep their references and pins (LMCache PR 2559). 0.3.10 dies before that (mismatch-in-tokens-to-load).
-        schedule=[do.admit("first", prompt(300)), do.run(), do.admit("r", prompt(300))],
-        rule="KVR009",
+        schedule=[do.serve("first", prompt(300)), do.admit("r", prompt(300))],
+        shows="KVR009 fetched chunks of the worker",
         not_in_hooks=WORKER,
-        text="fetched chunks of the worker",
         wrong={"lmcache": ">=0.3.10.post1,<0.4.1"},
         options=Options(lmcache={"enable_async_loading": True}, max_num_batched_tokens=512),
         needs={"lmcache": ">=0.3.10"},
@@ -89,8 +85,7 @@ SCENARIOS = {
             do.step(),  # match(0): timed out; "r" is computed
             do.preempt("r"),
         ],
-        rule="KVR009",
-        text="fetched chunks of the worker",
+        shows="KVR009 fetched chunks of the worker",
         wrong={"lmcache": ">=0.3.11"},
         options=Options(lmcache={"enable_async_loading": True}, max_num_batched_tokens=512),
         needs={"lmcache": ">=0.3.11"},  # in 0.3.10 a resumed request ends the engine before
@@ -115,8 +110,7 @@ SCENARIOS = {
             do.step(),  # match(0): the lookup is sent, and answered by both ranks
             do.slow_lookups(3),  # of the second rank
         ],
-        rule="KVR011",
-        text="is not done or not found",
+        shows="KVR011 is not done or not found",
         request="",
         wrong={"lmcache": ">=0.4.1"},
         options=Options(lmcache={"enable_async_loading": True}, max_num_batched_tokens=512, ranks=2),
@@ -134,13 +128,11 @@ SCENARIOS = {
             do.wait(4),  # lookup_timeout_ms is 3,000
             do.step(),  # match(0): timed out; "r" is computed and ends
             do.slow_lookups(0),
-            do.admit("next 1", prompt(300, seed=1)),  # the answer arrives; other lookups would remove it
-            do.run(),
+            do.serve("next 1", prompt(300, seed=1)),  # the answer arrives; other lookups would remove it
             do.admit("next 2", prompt(300, seed=2)),
         ],
-        rule="KVR009",
+        shows="KVR009 fetched chunks of the worker",
         not_in_hooks=WORKER,
-        text="fetched chunks of the worker",
         wrong={"lmcache": ">=0.3.10,<0.4.1"},
         options=Options(lmcache={"enable_async_loading": True}, max_num_batched_tokens=512),
         needs={"lmcache": ">=0.3.10"},
@@ -148,16 +140,13 @@ SCENARIOS = {
     "async-lookup-of-configured": Scenario(
         schedule=[
             do.stored_elsewhere(prompt(256)),
-            do.admit("r", prompt(300), sampling={"extra_args": {"kv_transfer_params": {"lmcache.skip_save": True}}}),
-            do.run(),
+            do.serve("r", prompt(300), sampling={"extra_args": {"kv_transfer_params": {"lmcache.skip_save": True}}}),
             do.expect_hit("r"),
-            do.settle(),
         ],
-        rule="LAB006",
+        shows="LAB006",
         wrong={"lmcache": ">=0.3.10"},
         options=Options(lmcache={"enable_async_loading": True}),
         needs={"lmcache": ">=0.3.10"},
-        ends=False,
     ),
     "async-lookup-timeout": Scenario(
         doc="A lookup times out while no blocks are free: the next `get_num_new_matched_tokens` raises KeyError.",
@@ -175,16 +164,14 @@ SCENARIOS = {
             do.step(),  # match(0) again
             do.free_blocks(),
         ],
-        rule="KVR011",
-        text="schedule: KeyError: 'r'",
+        shows="KVR011 schedule: KeyError: 'r'",
         wrong={"lmcache": ">=0.3.10"},
         options=Options(lmcache={"enable_async_loading": True}, max_num_batched_tokens=512),
         needs={"lmcache": ">=0.3.10"},
     ),
     "consumer-pins-left": Scenario(
         schedule=[do.stored_elsewhere(prompt(512)), do.admit("r", prompt(600), max_tokens=2)],
-        rule="KVR009",
-        text="pins of the worker",
+        shows="KVR009 pins of the worker",
         wrong={"lmcache": "<0.4.3"},
         options=Options(chunk_size=256, max_num_batched_tokens=1024, kv_role="kv_consumer"),
     ),
@@ -192,7 +179,7 @@ SCENARIOS = {
         # vLLM has no blocks for the request, so it asks in every step. LMCache does not remember that the lookup timed
         # out.
         schedule=[do.lookups_fail(4), do.keep_blocks(0), do.admit("r", prompt(300)), do.step(4), do.free_blocks()],
-        rule="KVR012",
+        shows="KVR012",
         wrong={"lmcache": ">=0.3.9"},
         options=Options(chunk_size=256, max_num_batched_tokens=512),
     ),
@@ -209,7 +196,7 @@ SCENARIOS = {
             do.step(),  # match(0) from the lookup cache
             do.free_blocks(),
         ],
-        rule="KVR001",
+        shows="KVR001",
         wrong={"lmcache": "==0.3.10"},
         options=Options(block_size=8, num_blocks=40, chunk_size=40, max_num_batched_tokens=256),
     ),
@@ -220,8 +207,7 @@ SCENARIOS = {
         # blocks of the 256 tokens too. The load comes short: vLLM computes the tokens again, or ends the request with
         # kv_load_failure_policy "fail". The tokens also count as stored, so they are never stored (KVR007).
         schedule=[
-            do.admit("before", prompt(300)),
-            do.run(),
+            do.serve("before", prompt(300)),
             do.evict(9),
             do.keep_blocks(20),  # including the prefix
             do.admit("r", prompt(600)),
@@ -230,7 +216,7 @@ SCENARIOS = {
             do.step(),  # match(0) from the lookup cache: 256 are promised
             do.free_blocks(),
         ],
-        rule="LAB002",
+        shows="LAB002",
         wrong={"lmcache": ">=0.3.10.post2,<0.3.12"},
         options=Options(num_blocks=64, chunk_size=256, max_num_batched_tokens=512),
     ),
@@ -239,12 +225,10 @@ SCENARIOS = {
         # 1,024: 1,024 - 80 are due. No preemption is needed.
         schedule=[
             do.store("before", prompt(1500)),
-            do.admit("short", prompt(80)),
-            do.run(),
+            do.serve("short", prompt(80)),
             do.admit("r", prompt(1500), max_tokens=2),
         ],
-        rule="KVR011",
-        text="Mismatch in tokens to load: 1024 vs 1024 (tokens in lmcache) - 80 (tokens in vllm)",
+        shows="KVR011 Mismatch in tokens to load: 1024 vs 1024 (tokens in lmcache) - 80 (tokens in vllm)",
         wrong={"lmcache": ">=0.4.7"},
         options=Options(
             num_blocks=120, chunk_size=256, max_num_batched_tokens=2048, lmcache={"max_tokens_per_load": 1024}
@@ -271,9 +255,8 @@ SCENARIOS = {
             do.step(),  # match(336) by a lookup; too few blocks
             do.step(),  # match(336) from the lookup cache; too few blocks; the other request ends
         ],
-        rule="KVR011",
-        text="Mismatch in tokens to load: 256 vs 256 (tokens in lmcache) - 336 (tokens in vllm) - 0 (full lmcache hits "
-        f"subtracts last token to recalculate logits) for request {LONG}",
+        shows="KVR011 Mismatch in tokens to load: 256 vs 256 (tokens in lmcache) - 336 (tokens in vllm) - 0 (full "
+        f"lmcache hits subtracts last token to recalculate logits) for request {LONG}",
         request=LONG,
         wrong={"lmcache": "==0.3.10"},
         options=Options(
@@ -294,7 +277,7 @@ SCENARIOS = {
             do.step(),  # match(800) from the lookup cache
             do.free_blocks(),
         ],
-        rule="KVR001",
+        shows="KVR001",
         wrong={"lmcache": "==0.3.10"},
         options=Options(num_blocks=100, chunk_size=256, max_num_batched_tokens=2048),
     ),
@@ -312,7 +295,7 @@ SCENARIOS = {
             do.free_blocks(),
             do.admit("r", prompt(700, seed=5), max_tokens=2),  # another prompt, without a cached chunk
         ],
-        rule="LAB002",
+        shows="LAB002",
         wrong={"lmcache": ">=0.3.9,!=0.4.5,!=0.4.6,!=0.4.7,!=0.5.0"},
         options=Options(chunk_size=256, max_num_batched_tokens=512),
     ),

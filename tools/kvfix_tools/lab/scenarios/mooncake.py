@@ -1,12 +1,14 @@
 """vLLM's MooncakeConnector, between a prefill and a decode engine."""
 
+from dataclasses import replace
 from functools import partial
 
 from kvfix_tools.lab import steps as do
-from kvfix_tools.lab.scenario import MEMORY, REQUEST, Options, pair_scenario
+from kvfix_tools.lab.scenario import MEMORY, REQUEST, Options, malformed, pair_scenario
 from kvfix_tools.lab.steps import prompt
 
-mooncake = partial(pair_scenario, options=Options(connector="mooncake", prefix_caching=False, num_blocks=60))
+OPTIONS = Options(connector="mooncake", prefix_caching=False, num_blocks=60)
+mooncake = partial(pair_scenario, options=OPTIONS)
 
 SCENARIOS = {
     "mooncake-abort-names-no-peer": mooncake(
@@ -20,24 +22,20 @@ SCENARIOS = {
             do.ask("s", prompt(32, seed=1)),
             do.step(4),
         ],
-        "KVR011",
-        text="KeyError",
+        "KVR011 KeyError",
         request="",
-        ends=False,
     ),
     "mooncake-aborted-prefill-awaited": mooncake(
         [do.on("prefill", "budget", 16), do.ask_at_once("r", prompt(64), 5), do.step(3), do.abort("r")],
-        "LAB026",
-        text="has ended and is not sent",
+        "LAB026 has ended and is not sent",
     ),
     "mooncake-decode-reads-twice": mooncake(
         [do.ask("r", prompt(64), 2), do.step(6), do.send_again("r")],
-        "LAB003",
+        "LAB003 for ever",
         doc="A router sends a request to decode again while its KV is written: the second request waits for ever.",
-        text="for ever",
         request="r-00000003",
         wrong=">=0.32,<0.33",
-        options=Options(connector="mooncake", prefix_caching=False, num_blocks=60, delay=5),
+        options=replace(OPTIONS, delay=5),
     ),
     "mooncake-load-ends-again": mooncake(
         # Prefill dies after it has written one of the two loads of a message.
@@ -65,21 +63,17 @@ SCENARIOS = {
             do.step(),
             do.send_again("r"),
         ],
-        "LAB003",
-        text="for ever",
+        "LAB003 for ever",
         request="r-00000003",
         wrong=">=0.32,<0.33",
     ),
     "mooncake-prefill-generates-more": mooncake(
         [do.ask("r", prompt(60), 5, 20)],
-        "LAB001",
-        text="holds other KV",
+        "LAB001 holds other KV",
     ),
-    "mooncake-promise-without-peer": mooncake(
-        # The request does not name its prefill instance.
-        [do.malform("no_address"), do.ask("r", prompt(64))],
-        "KVR010",
-        text="never started",
+    # The request does not name its prefill instance.
+    "mooncake-promise-without-peer": malformed(
+        "no_address", "KVR010 never started", request="r-00000002", options=OPTIONS
     ),
     "mooncake-second-reader-aborted": mooncake(
         [do.ask("r", prompt(64), 2), do.step(3), do.send_again("r"), do.on("decode", "abort", "r-00000003")],
@@ -89,19 +83,18 @@ SCENARIOS = {
             "it still writes."
         ),
         request="r-00000001",
-        options=Options(connector="mooncake", prefix_caching=False, num_blocks=60, delay=5),
+        options=replace(OPTIONS, delay=5),
         not_in_hooks=REQUEST,
     ),
     "mooncake-stopped-prefill-unsent": mooncake(
         [do.ends_at_once("r", prompt(64)), do.ask("r", prompt(64), 5)],
-        "LAB026",
-        text="has ended and is not sent",
+        "LAB026 has ended and is not sent",
     ),
-    "mooncake-transfer-kept-for-ever": mooncake(
-        [do.malform("other_transfer"), do.ask("r", prompt(64))],
-        "LAB022",
-        text="the prefill engine keeps it",
+    "mooncake-transfer-kept-for-ever": malformed(
+        "other_transfer",
+        "LAB022 the prefill engine keeps it",
         request="other",
+        options=OPTIONS,
         not_in_hooks=MEMORY,
     ),
     "mooncake-write-outlives-load": mooncake(
@@ -120,8 +113,6 @@ SCENARIOS = {
         ],
         "LAB001",
         request="s-00000002",
-        options=Options(
-            connector="mooncake", prefix_caching=False, num_blocks=60, decode_blocks=18, kv_load_failure_policy="fail"
-        ),
+        options=replace(OPTIONS, decode_blocks=18, kv_load_failure_policy="fail"),
     ),
 }

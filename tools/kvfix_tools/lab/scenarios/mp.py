@@ -18,8 +18,7 @@ SCENARIOS = {
             do.abort("r"),
             do.admit("next", prompt(200)),  # if EngineCore is alive, it serves this request
         ],
-        "KVR011",
-        text="update_from_output: AssertionError",
+        "KVR011 update_from_output: AssertionError",
         delay=4,
     ),
     "mp-abort-before-alloc": mp_scenarios(
@@ -32,14 +31,13 @@ SCENARIOS = {
             do.free_blocks(),
             do.admit("next", prompt(200)),
         ],
-        "KVR009",
+        "KVR009 read locks of the server",
         doc=(
             "A request is aborted between its lookup and its admission: the server keeps its read locks until a "
             "timeout."
         ),
         # only in these releases the scheduler's connector knows of the locks
         hooks_releases=("0.4.6", "0.5.4"),
-        text="read locks of the server",
     ),
     "mp-abort-while-prefetching": mp_scenarios(
         [
@@ -49,24 +47,21 @@ SCENARIOS = {
             do.abort("r"),
             do.admit("next", prompt(200)),
         ],
-        "KVR009",
+        "KVR009 read locks of the server",
         doc=(
             "A request is aborted while the server prefetches for it: the server then locks the chunks and never "
             "unlocks them."
         ),
         # only in this release the scheduler's connector knows of the locks
         hooks_releases=("0.5.4",),
-        text="read locks of the server",
         delay=5,
     ),
     "mp-apc-hit-not-stored": mp_scenarios(
         [
-            do.admit("before", prompt(140)),
-            do.run(),
+            do.serve("before", prompt(140)),
             do.settle(),
             do.evict(8),  # vLLM still has the prompt
-            do.admit("r", prompt(270)),
-            do.run(),
+            do.serve("r", prompt(270)),
             do.settle(),
             do.expect_stored("r"),
         ],
@@ -76,19 +71,15 @@ SCENARIOS = {
             "stored."
         ),
         wrong=">=0.4.5,<0.5.6",
-        ends=False,
     ),
     "mp-ended-ids-kept": mp_scenarios(
         [
-            do.admit("r", prompt(20)),
-            do.run(),
-            *[step for number in range(80) for step in (do.admit(f"r{number}", prompt(20)), do.run())],
+            do.serve("r", prompt(20)),
+            *[do.serve(f"r{number}", prompt(20)) for number in range(80)],
             do.expect_forgotten("r"),
         ],
-        "KVR009",
+        "KVR009 worker_adapter._returned_finished",
         not_in_hooks=MEMORY,
-        text="worker_adapter._returned_finished",
-        ends=False,
     ),
     "mp-failed-load-blames-others": mp_scenarios(
         # The load begins with a chunk of which vLLM has the first blocks. LMCache reports these blocks as failed too,
@@ -115,8 +106,6 @@ SCENARIOS = {
             do.admit("r", prompt(140), max_tokens=2),
             do.step(6),  # the load is in flight
             do.lose_loads(),
-            do.run(60),
-            do.settle(),
         ],
         "KVR010",
         doc=(
@@ -124,14 +113,12 @@ SCENARIOS = {
         ),
         wrong=">=0.4.5,<0.5.5",
         delay=4,
-        ends=False,
     ),
     "mp-failed-load-stores-ahead": mp_scenarios(
         # vLLM has 64 tokens, the cache 128. The load fails, and vLLM continues at token 64. The tracker still counts
         # the 128 tokens of the hit, so it stores tokens 128 to 192 when only 144 are computed.
         [
-            do.admit("short", prompt(70)),
-            do.run(),
+            do.serve("short", prompt(70)),
             do.stored_elsewhere(prompt(128)),
             do.admit("r", prompt(300), max_tokens=2),
             do.step(2),
@@ -142,13 +129,11 @@ SCENARIOS = {
     ),
     "mp-free-locks-salt": mp_scenarios(
         [
-            do.admit("before", prompt(140), cache_salt="tenant"),
-            do.run(),
+            do.serve("before", prompt(140), cache_salt="tenant"),
             do.admit("r", prompt(140), cache_salt="tenant"),  # vLLM has all tokens of the hit
         ],
-        "KVR009",
+        "KVR009 read locks of the server",
         not_in_hooks=SERVER,
-        text="read locks of the server",
         wrong=">=0.4.5,<0.5.1",
     ),
     "mp-freed-while-stored": mp_scenarios(
@@ -161,9 +146,8 @@ SCENARIOS = {
             do.step(4),
             do.free_blocks(),
         ],
-        "LAB001",
+        "LAB001 is stored under their key",
         hooks_rule="KVR009",
-        text="is stored under their key",
         max_num_batched_tokens=16,
         delay=3,
     ),
@@ -185,13 +169,12 @@ SCENARIOS = {
     "mp-lookup-for-nothing": mp_scenarios(
         # With `prompt_logprobs` vLLM reads no cache, and admits the request before the lookup is answered.
         [do.stored_elsewhere(prompt(128)), do.admit("r", prompt(200), max_tokens=4, sampling={"prompt_logprobs": 1})],
-        "KVR009",
+        "KVR009 read locks of the server",
         not_in_hooks=SERVER,
-        text="read locks of the server",
         vllm=">=0.31.0",  # before, this request takes the promise of the connector
     ),
     "mp-lora-not-in-key": mp_scenarios(
-        [do.admit("before", prompt(140), lora="one"), do.run(), do.admit("r", prompt(140), max_tokens=2, lora="other")],
+        [do.serve("before", prompt(140), lora="one"), do.admit("r", prompt(140), max_tokens=2, lora="other")],
         "LAB001",
     ),
     "mp-preempt-store-overwrite": mp_scenarios(
@@ -204,8 +187,7 @@ SCENARIOS = {
             do.step(3),
             do.free_blocks(),
         ],
-        "LAB001",
-        text="is stored under their key",
+        "LAB001 is stored under their key",
         wrong=">=0.4.5,<0.5.6",
         num_blocks=50,
         max_num_batched_tokens=1024,
@@ -214,8 +196,7 @@ SCENARIOS = {
     "mp-prompt-embeds": mp_scenarios(
         [
             do.store("before", None, embeddings=(140, 0.0)),
-            do.admit("r", None, max_tokens=2, embeddings=(140, 1.0)),
-            do.run(),
+            do.serve("r", None, max_tokens=2, embeddings=(140, 1.0)),
             do.admit("next", [7] * 140),
         ],
         "LAB001",
@@ -224,9 +205,8 @@ SCENARIOS = {
         # LMCache's multi-process connector has `reset_cache` since 0.5.6, vLLM's copy does not have it. vLLM treats the
         # None of its base class as success (scheduler.py 0.32.0:2898).
         NEW_WEIGHTS,
-        "LAB001",
+        "LAB001 the step reads token 0 of",
         doc="A weight update does not reset the LMCache server, vLLM answers True, and old KV is hit.",
-        text="the step reads token 0 of",
         wrong=">=0.4.5,<0.5.6",
         max_num_batched_tokens=128,
     ),
@@ -235,27 +215,22 @@ SCENARIOS = {
             do.stored_elsewhere(prompt(128)),
             do.admit("r", prompt(140), max_tokens=2),
             do.fail_load("r"),
-            do.run(60),
-            do.settle(),
         ],
         "LAB001",
         wrong=">=0.4.5,<0.5.5",
-        ends=False,
     ),
     "mp-session-stores-ahead": mp_scenarios(
         # 63 drafts were rejected in nine steps, and the tracker counts them as computed. The next step computes 64 of
         # the 200 input tokens, up to token 113. The tracker counts 176 and stores tokens 64 to 128.
         [
-            do.admit("r", prompt(40), max_tokens=10, resumable=True),
-            do.run(),
+            do.serve("r", prompt(40), max_tokens=10, resumable=True),
             do.add_input("r", prompt(200, seed=1)),
             do.step(3),
             do.run(),
             do.end_input("r"),
         ],
-        "LAB001",
+        "LAB001 other KV than that of tokens 64 on is stored under their key",
         hooks_rule="KVR008",
-        text="other KV than that of tokens 64 on is stored under their key",
         max_num_batched_tokens=64,
         drafter="eagle",
         drafts=7,
@@ -268,7 +243,6 @@ SCENARIOS = {
             do.abort("r"),
             do.admit("next", prompt(140)),  # if EngineCore is alive, it serves this request
         ],
-        "KVR011",
-        text="Request tracker for request_id r not found",
+        "KVR011 Request tracker for request_id r not found",
     ),
 }

@@ -3,10 +3,12 @@
 from functools import partial
 
 from kvfix_tools.lab import steps as do
-from kvfix_tools.lab.scenario import MEMORY, Options, pair_scenario
+from kvfix_tools.lab.scenario import MEMORY, Options, malformed, pair_scenario
 from kvfix_tools.lab.steps import prompt
 
-pull = partial(pair_scenario, options=Options(connector="nixl-pull"))
+OPTIONS = Options(connector="nixl-pull")
+pull, malformed_pull = partial(pair_scenario, options=OPTIONS), partial(malformed, options=OPTIONS)
+DECODE = "r-00000002"
 
 #: Other requests write to the blocks that prefill has freed. Then decode gets blocks for its loads.
 OTHERS_WRITE = (
@@ -29,25 +31,17 @@ SCENARIOS = {
             do.step(),
             do.on("decode", "free_blocks"),
         ],
-        "KVR011",
-        text="KeyError: 'remote_request_id'",
+        "KVR011 KeyError: 'remote_request_id'",
         request="",
     ),
-    "nixl-decode-blocks-held": pull(
+    "nixl-decode-blocks-held": malformed(
         # Decode computes the prompt itself.
-        [do.malform("alone"), do.ask("r", prompt(64))],
-        "LAB020",
-        text="of the decode engine",
-        request="",
+        "alone",
+        "LAB020 of the decode engine",
         options=Options(connector="nixl-pull", extra={"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": 3}),
     ),
-    "nixl-handshake-thread-dies": pull(
-        # The parameters of the request ask for a rank that prefill does not have.
-        [do.malform("more_ranks"), do.ask("r", prompt(64))],
-        "LAB021",
-        text="answers no handshake",
-        request="",
-    ),
+    # The parameters of the request ask for a rank that prefill does not have.
+    "nixl-handshake-thread-dies": malformed_pull("more_ranks", "LAB021 answers no handshake"),
     "nixl-lease-read-twice": pull(
         [
             do.ask("r", prompt(64), 2),
@@ -57,9 +51,8 @@ SCENARIOS = {
             do.step(4),
             *OTHERS_WRITE,
         ],
-        "LAB001",
+        "LAB001 holds other KV",
         doc="A router sends a request to decode again: the second request reads blocks that prefill has freed.",
-        text="holds other KV",
         request="r-00000003",
         options=Options(connector="nixl-pull", prefix_caching=False, num_blocks=60),
     ),
@@ -73,50 +66,36 @@ SCENARIOS = {
             do.ask("r", prompt(64, seed=1)),  # its load gets the blocks of "a", which has ended
             do.run(),
             do.on("decode", "free_blocks"),
-            do.expect_all_ended(),
         ],
-        "LAB001",
+        "LAB001 the OffloadingConnector stores other KV",
         doc="NIXL loads into blocks of an ended request that OffloadingConnector still copies.",
-        text="the OffloadingConnector stores other KV",
         request="a-00000002",
         wrong=">=0.32,<0.33",
         options=Options(connector="nixl-offload", offloading="last", delay=3, prefix_caching=False),
-        ends=False,
     ),
     "nixl-malformed-handshake-fails": pull(
         [do.malform("flat_blocks"), do.fail("handshake"), do.ask("r", prompt(64))],
-        "LAB003",
+        "LAB003 WAITING_FOR_REMOTE_KVS for ever",
         doc=(
             "The parameters of a request name its blocks in a flat list, and the handshake fails: the request waits "
             "for ever."
         ),
-        text="WAITING_FOR_REMOTE_KVS for ever",
     ),
-    "nixl-malformed-read-raises": pull(
-        [do.malform("odd_blocks"), do.ask("r", prompt(64))],
-        "KVR011",
+    "nixl-malformed-read-raises": malformed_pull(
+        "odd_blocks",
+        "KVR011 start_load_kv: ValueError",
         doc="The parameters of a request name a block by a value that is not a number: the decode worker dies.",
-        text="start_load_kv: ValueError",
-        request="",
     ),
-    "nixl-odd-engine-id": pull(
-        [do.malform("odd_engine"), do.ask("r", prompt(64))],
-        "KVR011",
-        text="add_request: TypeError",
-        request="",
-    ),
+    "nixl-odd-engine-id": malformed_pull("odd_engine", "KVR011 add_request: TypeError"),
     "nixl-prefill-generates-more": pull(
         [do.ask("r", prompt(64), 2, 5)],
-        "LAB001",
+        "LAB001 holds other KV",
         doc="Prefill generates tokens beyond the last block of the prompt: decode loads all KV shifted by a block.",
-        text="holds other KV",
     ),
-    "nixl-prefill-has-fewer-blocks": pull(
-        [do.malform("fewer_blocks"), do.ask("r", prompt(64))],
-        "KVR011",
+    "nixl-prefill-has-fewer-blocks": malformed_pull(
+        "fewer_blocks",
+        "KVR011 start_load_kv: AssertionError",
         doc="Prefill names fewer blocks than the prompt has: the decode engine dies.",
-        text="start_load_kv: AssertionError",
-        request="",
     ),
     "nixl-prefill-preempted-at-its-end": pull(
         [
@@ -128,22 +107,20 @@ SCENARIOS = {
             do.step(2),
             do.on("prefill", "free_blocks"),
         ],
-        "KVR009",
-        text="_reqs_to_process",
+        "KVR009 _reqs_to_process",
         request="r-00000001",
         options=Options(connector="nixl-pull", async_scheduling=True, block_size=4, max_num_batched_tokens=13),
         not_in_hooks=MEMORY,
     ),
-    "nixl-promise-without-blocks": pull(
-        [do.malform("no_blocks"), do.ask("r", prompt(64))],
-        "KVR011",
+    "nixl-promise-without-blocks": malformed_pull(
+        "no_blocks",
+        "KVR011 schedule: AssertionError",
         doc="A request asks for a remote prefill and names no blocks: EngineCore of decode dies.",
-        text="schedule: AssertionError",
-        request="",
     ),
-    "nixl-promise-without-host": pull(
-        [do.malform("no_host"), do.ask("r", prompt(64))],
+    "nixl-promise-without-host": malformed_pull(
+        "no_host",
         "KVR010",
+        request=DECODE,
         doc="A request does not name the host of its prefill engine: it waits for ever.",
     ),
     "nixl-read-outlives-lease": pull(
@@ -160,8 +137,7 @@ SCENARIOS = {
             do.step_alone("prefill", 3),
             do.on("decode", "free_blocks"),
         ],
-        "LAB001",
-        text="holds other KV",
+        "LAB001 holds other KV",
         options=Options(connector="nixl-pull", prefix_caching=False, num_blocks=20),
     ),
     "nixl-refused-peer-stays-refused": pull(
@@ -172,8 +148,7 @@ SCENARIOS = {
             do.faults_end(),
             do.ask("r", prompt(64, 1)),
         ],
-        "LAB002",
-        text="loaded up to 0 of 64",
+        "LAB002 loaded up to 0 of 64",
     ),
     "nixl-second-load-never-starts": pull(
         [do.malform("decode_too"), do.ask("r", prompt(64), 5), do.step(5), do.on("decode", "preempt", "r-00000002")],
@@ -199,28 +174,26 @@ SCENARIOS = {
             do.step(3),
             *OTHERS_WRITE,
         ],
-        "LAB001",
+        "LAB001 holds other KV",
         doc="A router sends a request again and aborts the second one: the first request reads freed blocks.",
-        text="holds other KV",
         options=Options(connector="nixl-pull", prefix_caching=False, num_blocks=60),
     ),
-    "nixl-turn-without-bidirectional": pull(
-        [do.malform("decode_too"), do.ask("r", prompt(64))],
+    "nixl-turn-without-bidirectional": malformed_pull(
+        "decode_too",
         "KVR010",
+        request=DECODE,
         doc="A request names blocks of the previous turn, but `bidirectional_kv_xfer` is off: it waits for ever.",
     ),
     "nixl-window-freed-at-end": pull(
         [do.ask("r", prompt(63), 2)],
-        "LAB001",
+        "LAB001 the step reads token 47 of 62 computed ones, its slot holds other KV in KV group 1",
         doc="Recomputing the last prompt token needs one token more than prefill keeps of the window.",
-        text="the step reads token 47 of 62 computed ones, its slot holds other KV in KV group 1",
         options=Options(connector="nixl-pull", windows=(16,)),
     ),
     "nixl-window-freed-meanwhile": pull(
         [do.ask("r", prompt(60), 2, prefill_tokens=4)],
-        "LAB001",
+        "LAB001 the step reads token 44 of 59 computed ones, its slot holds other KV in KV group 1",
         doc="Prefill generates more than one token and frees blocks of the window that decode needs.",
-        text="the step reads token 44 of 59 computed ones, its slot holds other KV in KV group 1",
         options=Options(connector="nixl-pull", windows=(16,)),
     ),
 }

@@ -3,7 +3,7 @@
 from functools import partial
 
 from kvfix_tools.lab import steps as do
-from kvfix_tools.lab.scenario import CONTENT, MEMORY, REQUEST, Options, pair_scenario
+from kvfix_tools.lab.scenario import CONTENT, MEMORY, REQUEST, Options, malformed, pair_scenario
 from kvfix_tools.lab.steps import prompt
 
 push = partial(pair_scenario, options=Options(connector="nixl-push"))
@@ -11,9 +11,8 @@ push = partial(pair_scenario, options=Options(connector="nixl-push"))
 SCENARIOS = {
     "nixl-push-abort-keeps-blocks": push(
         [do.fail("setup"), do.ask("r", prompt(64)), do.step(6), do.abort("r")],
-        "LAB020",
+        "LAB020 of the decode engine",
         doc="Prefill cannot write, and the request is aborted: decode keeps its blocks for ever.",
-        text="of the decode engine",
         request="",
         options=Options(connector="nixl-push", extra={"push_registration_timeout": 5.0}),
         hooks_rule="KVR009",
@@ -27,14 +26,12 @@ SCENARIOS = {
             do.on("decode", "free_blocks"),
             do.ask("s", prompt(32), 60),
         ],
-        "KVR009",
-        text="_recving_metadata still holds it",
+        "KVR009 _recving_metadata still holds it",
     ),
     "nixl-push-before-all-registered": push(
         [do.fail("handshake", 1), do.ask_at_once("r", prompt(64))],
-        "KVR022",
+        "KVR022 of a request that does not wait",
         doc="One of two decode ranks cannot connect and fails the load: prefill still writes to it.",
-        text="of a request that does not wait",
         options=Options(connector="nixl-push", peer_ranks=2, kv_heads=2, extra={"push_registration_timeout": 5.0}),
         not_in_hooks=REQUEST,
     ),
@@ -54,12 +51,11 @@ SCENARIOS = {
     ),
     "nixl-push-engines-wait-for-each-other": push(
         [do.router_takes(10), do.ask("r", prompt(64)), do.step(3), do.ask_at_once("s", prompt(64, seed=1))],
-        "LAB003",
+        "LAB003 is WAITING",
         doc=(
             "Prefill waits for decode's blocks for one request, and decode waits for prefill's blocks for another "
             "request."
         ),
-        text="is WAITING",
         request="s-00000001",
         options=Options(connector="nixl-push", num_blocks=7, extra={"push_registration_timeout": 5.0}),
     ),
@@ -72,8 +68,7 @@ SCENARIOS = {
             do.step(6),
             do.on("decode", "free_blocks"),
         ],
-        "LAB002",
-        text="loaded up to 0 of 64",
+        "LAB002 loaded up to 0 of 64",
         options=Options(
             connector="nixl-push",
             num_blocks=40,
@@ -84,9 +79,8 @@ SCENARIOS = {
     ),
     "nixl-push-never-arrives": push(
         [do.fail("setup"), do.ask("r", prompt(64))],
-        "LAB003",
+        "LAB003 WAITING_FOR_REMOTE_KVS",
         doc="Prefill cannot write: decode waits for ever.",
-        text="WAITING_FOR_REMOTE_KVS",
         options=Options(connector="nixl-push", extra={"push_registration_timeout": 5.0}),
     ),
     "nixl-push-notified-before-connected": push(
@@ -97,9 +91,8 @@ SCENARIOS = {
             do.handshakes_take(10),
             do.ask_at_once("r", prompt(64, 1)),
         ],
-        "KVR011",
+        "KVR011 KeyError",
         doc="One of two decode ranks is notified of a write before it has connected: decode dies.",
-        text="KeyError",
         request="",
         options=Options(connector="nixl-push", peer_ranks=2, kv_heads=2, extra={"push_registration_timeout": 5.0}),
     ),
@@ -124,27 +117,21 @@ SCENARIOS = {
     ),
     "nixl-push-prefill-generates-more": push(
         [do.ask("r", prompt(64), 2, 5)],
-        "LAB001",
-        text="holds other KV",
+        "LAB001 holds other KV",
     ),
-    "nixl-push-promise-without-peer": push(
-        [do.malform("no_host"), do.ask("r", prompt(64))],
-        "KVR011",
-        text="KeyError: 'remote_host'",
-        request="",
+    "nixl-push-promise-without-peer": malformed(
+        "no_host", "KVR011 KeyError: 'remote_host'", options=Options(connector="nixl-push")
     ),
     "nixl-push-registration-kept": push(
         # The router sends the request to both engines at once, and aborts it.
         [do.ask_at_once("r", prompt(300)), do.step(4), do.abort("r")],
-        "LAB022",
-        text="the prefill engine keeps it",
+        "LAB022 the prefill engine keeps it",
         options=Options(connector="nixl-push", max_num_batched_tokens=64, extra={"push_registration_timeout": 5.0}),
         not_in_hooks=MEMORY,
     ),
     "nixl-push-second-decode-waits": push(
         [do.ask("r", prompt(64), 2), do.step(3), do.send_again("r")],
-        "LAB003",
-        text="WAITING_FOR_REMOTE_KVS",
+        "LAB003 WAITING_FOR_REMOTE_KVS",
         request="r-00000003",
         # During a longer timeout the engines would make no steps, and after such a pause a load may come short.
         options=Options(connector="nixl-push", prefix_caching=False, extra={"push_registration_timeout": 0.5}),
@@ -158,8 +145,7 @@ SCENARIOS = {
             do.ask_at_once("r", prompt(200)),
             do.ask_at_once("s", prompt(200, seed=1)),
         ],
-        "LAB003",
-        text="WAITING_FOR_REMOTE_KVS",
+        "LAB003 WAITING_FOR_REMOTE_KVS",
         request="s-00000002",
         options=Options(connector="nixl-push", max_num_batched_tokens=64, extra={"push_registration_timeout": 5.0}),
     ),

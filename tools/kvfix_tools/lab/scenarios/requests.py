@@ -6,8 +6,7 @@ from kvfix_tools.lab.steps import prompt
 
 ASKS = {"extra_args": {"kv_transfer_params": {"disagg_spec": {"req_id": "r", "receiver_host": "decoder"}}}}
 NEW_WEIGHTS = (
-    do.admit("first", prompt(128), max_tokens=4),
-    do.run(),
+    do.serve("first", prompt(128), max_tokens=4),
     do.new_weights(),
     do.admit("r", prompt(200), max_tokens=4),
 )
@@ -18,11 +17,10 @@ def _not_in_key(doc: str, name: str) -> Scenario:
     return Scenario(
         doc=doc,
         schedule=[
-            do.admit("before", prompt(600), **{name: "one"}),
-            do.run(),
+            do.serve("before", prompt(600), **{name: "one"}),
             do.admit("r", prompt(600), max_tokens=2, **{name: "other"}),
         ],
-        rule="LAB001",
+        shows="LAB001",
         wrong={"lmcache": ">=0.3.9"},
         options=Options(num_blocks=90, chunk_size=256, max_num_batched_tokens=1024),
     )
@@ -31,8 +29,7 @@ def _not_in_key(doc: str, name: str) -> Scenario:
 SCENARIOS = {
     "abort-engine-assert": Scenario(
         schedule=[do.admit("r", prompt(300), max_tokens=8), do.step(), do.abort("r")],
-        rule="KVR011",
-        text="finish_requests: AssertionError",
+        shows="KVR011 finish_requests: AssertionError",
         wrong={"lmcache": ">=0.4.5,<0.5.1"},
         options=Options(chunk_size=256, max_num_batched_tokens=512),
     ),
@@ -44,8 +41,7 @@ SCENARIOS = {
             do.step(),  # 128 of 300 tokens
             do.abort("r"),
         ],
-        rule="KVR011",
-        text="IndexError: list index out of range",
+        shows="KVR011 IndexError: list index out of range",
         # in the other releases an abort raises before (abort-engine-assert)
         wrong={"lmcache": ">=0.3.11,!=0.4.5,!=0.4.6,!=0.4.7,!=0.5.0"},
         options=Options(kv_role="kv_producer"),
@@ -65,8 +61,7 @@ SCENARIOS = {
             do.step(2),
             do.budget(128),
         ],
-        rule="LAB001",
-        text="not the first ones",
+        shows="LAB001 not the first ones",
         wrong={"vllm": ">=0.11.2", "lmcache": ">=0.3.10,<0.4.3"},
         needs={"lmcache": ">=0.3.10"},
         options=Options(block_size=4, chunk_size=4, async_scheduling=True, lmcache={"save_decode_cache": True}),
@@ -74,8 +69,7 @@ SCENARIOS = {
     "decoder-named-in-part": Scenario(
         # LMCache expects all keys of `disagg_spec`, but any client can send one (0.5.6 vllm_v1_adapter.py:1560-1574).
         schedule=[do.admit("r", prompt(300), max_tokens=2, sampling=ASKS)],
-        rule="KVR011",
-        text="KeyError: 'receiver_init_port'",
+        shows="KVR011 KeyError: 'receiver_init_port'",
         wrong={"lmcache": ">=0.3.9"},
     ),
     "lora-not-in-key": _not_in_key(
@@ -87,15 +81,13 @@ SCENARIOS = {
         schedule=[
             do.admit("r", prompt(300), sampling={"extra_args": {"kv_transfer_params": {"lmcache.skip_save": True}}})
         ],
-        rule="LAB010",
-        text="and it asks for lmcache.skip_save",
+        shows="LAB010 and it asks for lmcache.skip_save",
         wrong={"lmcache": ">=0.3.12"},  # in earlier releases another bug ends the schedule
         options=Options(kv_role="kv_producer"),
     ),
     "prompt-embeds": Scenario(
         schedule=[do.admit("r", None, max_tokens=2, embeddings=(300, 0.0))],
-        rule="KVR011",
-        text="schedule: ",
+        shows="KVR011 schedule: ",
         wrong={"lmcache": ">=0.3.9"},
         options=Options(chunk_size=256, max_num_batched_tokens=1024),
     ),
@@ -104,8 +96,7 @@ SCENARIOS = {
         # LMCache's in-process connector has no `reset_cache`. vLLM treats the None of its base class as success
         # (scheduler.py 0.32.0:2898). With the fix the answer is False: the caller knows that the cache has old KV.
         schedule=NEW_WEIGHTS,
-        rule="LAB001",
-        text="the step reads token 0 of",
+        shows="LAB001 the step reads token 0 of",
         wrong={"vllm": ">=0.15.1"},
         needs={"vllm": ">=0.15.1"},
         options=Options(max_num_batched_tokens=512),

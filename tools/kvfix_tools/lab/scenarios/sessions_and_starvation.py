@@ -16,14 +16,11 @@ SCENARIOS = {
             do.step(),
             do.free_blocks(),
             do.fail_load("r"),
-            do.run(200),
-            do.expect_all_ended(),
         ],
-        rule="LAB003",
+        shows="LAB003",
         wrong={"vllm": ">=0.26.0", "lmcache": ">=0.5.6"},
         needs={"lmcache": ">=0.4.5"},
         options=Options(connector="mp", num_blocks=16, max_num_batched_tokens=256),
-        ends=False,
     ),
     "loaded-requests-lock-out": Scenario(
         # "low" has 8 of 20 blocks, is loaded and needs one more block, but no step has tokens left for it. "r" has a
@@ -42,11 +39,8 @@ SCENARIOS = {
             do.budget(1),  # "running" uses it
             do.step(5),
             do.budget(256),
-            do.run(200),
-            do.expect_all_ended(),
         ],
-        rule="LAB009",
-        text="1 request is loaded and waits behind r, which needs 8 blocks; 4 are free",
+        shows="LAB009 1 request is loaded and waits behind r, which needs 8 blocks; 4 are free",
         wrong={"vllm": ">=0.32.0", "lmcache": ">=0.4.5"},
         needs={"lmcache": ">=0.4.5", "vllm": ">=0.32.0"},
         options=Options(
@@ -57,7 +51,6 @@ SCENARIOS = {
             reserve_full_isl=False,
             policy="priority",
         ),
-        ends=False,
     ),
     "loads-preempted-in-turn": Scenario(
         # A kv_producer whose router lets it generate two tokens, with asynchronous scheduling. The prompts end with a
@@ -70,10 +63,8 @@ SCENARIOS = {
             do.ask("r", prompt(64), prefill_tokens=2),
             do.step(3),
             do.ask("other", prompt(64, seed=1), prefill_tokens=2),
-            do.run(500),
-            do.expect_all_ended(),
         ],
-        rule="LAB003",
+        shows="LAB003",
         request="r-00000001",
         wrong={"vllm": ">=0.32"},
         options=Options(
@@ -86,7 +77,6 @@ SCENARIOS = {
             async_scheduling=True,
         ),
         needs={"vllm": ">=0.32"},
-        ends=False,
     ),
     "lookahead-stops-prefill": Scenario(
         # The first steps compute 16 tokens each. The third chunk, from token 32 on, ends at token 46 of 50, before the
@@ -96,11 +86,8 @@ SCENARIOS = {
             do.budget(16),
             do.step(4),
             do.budget(64),
-            do.run(100),
-            do.expect_all_ended(),
         ],
-        rule="LAB003",
-        text="is RUNNING for ever",
+        shows="LAB003 is RUNNING for ever",
         wrong={"vllm": ">=0.32"},
         needs={"lmcache": ">=0.5.4", "vllm": ">=0.32"},
         options=Options(
@@ -112,7 +99,6 @@ SCENARIOS = {
             drafts=4,
             acceptance=50,
         ),
-        ends=False,
     ),
     "preempted-session-lost": Scenario(
         # The session is preempted while the last step of its turn is in flight, and vLLM removes it from all queues. It
@@ -125,8 +111,7 @@ SCENARIOS = {
             do.run(),
             do.end_input("r"),
         ],
-        rule="LAB003",
-        text="for ever",
+        shows="LAB003 for ever",
         wrong={"vllm": ">=0.32,<0.33"},
         needs={"vllm": ">=0.32"},
         options=Options(async_scheduling=True),
@@ -142,14 +127,11 @@ SCENARIOS = {
             do.add_input("session", prompt(48, seed=2)),
             do.step(30),
             do.end_input("session"),
-            do.run(200),
-            do.expect_all_ended(),
         ],
-        rule="LAB009",
+        shows="LAB009",
         wrong={"vllm": ">=0.32.0", "lmcache": ">=0.4.5"},
         needs={"lmcache": ">=0.4.5", "vllm": ">=0.32.0"},
         options=Options(connector="mp", delay=20, num_blocks=21, max_num_batched_tokens=256),
-        ends=False,
     ),
     "session-state-has-drafts": Scenario(
         doc=(
@@ -164,8 +146,7 @@ SCENARIOS = {
             do.run(),
             do.end_input("r"),
         ],
-        rule="LAB001",
-        text="the step reads token",
+        shows="LAB001 the step reads token",
         wrong={"vllm": ">=0.32"},
         needs={"lmcache": ">=0.5.4", "vllm": ">=0.32"},
         options=Options(connector="mp", states=True, drafter="mtp", drafts=3, acceptance=100),
@@ -180,8 +161,7 @@ SCENARIOS = {
             do.run(),
             do.end_input("r"),
         ],
-        rule="LAB001",
-        text="the step reads token 4 of 5 computed ones, its slot holds other KV in KV group 1",
+        shows="LAB001 the step reads token 4 of 5 computed ones, its slot holds other KV in KV group 1",
         wrong={"vllm": ">=0.32"},
         needs={"lmcache": ">=0.5.4", "vllm": ">=0.32"},
         options=Options(connector="mp", ranks=3, pipeline=True, async_scheduling=True, states=True),
@@ -196,8 +176,7 @@ SCENARIOS = {
             do.run(),
             do.end_input("r"),
         ],
-        rule="LAB001",
-        text="the step reads token 22 of 24 computed ones",
+        shows="LAB001 the step reads token 22 of 24 computed ones",
         wrong={"vllm": ">=0.32,<0.33"},
         needs={"vllm": ">=0.32"},
         options=Options(max_num_batched_tokens=128, drafter="eagle", drafts=3, acceptance=100),

@@ -1,7 +1,8 @@
-"""LMCache's in-process connector and a connector between two engines, in vLLM's MultiConnector.
+"""A connector between two engines and another connector, in vLLM's MultiConnector.
 
-v1.py and the module of the other connector describe the parts that the lab replaces. vLLM asks the children in order
-and loads with the first one that promises tokens. All children store. Each engine with LMCache has its own cache.
+The other one is LMCache's in-process connector or OffloadingConnector. The modules of the connectors describe the parts
+that the lab replaces. vLLM asks the children in order and loads with the first one that promises tokens. All children
+store. Each engine has its own cache or CPU memory.
 """
 
 from __future__ import annotations
@@ -9,22 +10,24 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from kvfix.connector_events import readers
 from kvfix.ledger import events as ev
+from kvfix_tools.lab.connectors.mooncake import MooncakeSide
+from kvfix_tools.lab.connectors.nixl import NixlSide
+from kvfix_tools.lab.connectors.nixl_push import PushSide
+from kvfix_tools.lab.connectors.offloading import OffloadingSteps
 from kvfix_tools.lab.connectors.v1 import V1, V1Worker
 from kvfix_tools.lab.engine import rules
 from kvfix_tools.lab.engine.memory import Cache, Slots
+from kvfix_tools.lab.engine.model import Model
+from kvfix_tools.lab.engine.request_events import RequestEvents
 from kvfix_tools.lab.engine.workers import Worker
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.pair.pair_engine import PairSide
-
-if TYPE_CHECKING:
-    from kvfix_tools.lab.engine.model import Model
-    from kvfix_tools.lab.engine.request_events import RequestEvents
 
 
 class Counted:
@@ -65,6 +68,11 @@ class InTurn:
         )
 
 
+def _in_turn(side: Any) -> Any:
+    """Return the class of the workers of this side, as children of a MultiConnector."""
+    return type(f"{side.worker_class.__name__}InTurn", (InTurn, side.worker_class), {})
+
+
 class InMulti(Worker):
     """The MultiConnector in the worker role."""
 
@@ -76,6 +84,7 @@ class InMulti(Worker):
     def start_step(self, metadata: Any, forward: bool) -> None:
         self.child.take_due(metadata.metadata[self.place])
         super().start_step(metadata, forward)
+        self.child.begun()
 
 
 class MultiWorker(InMulti, V1Worker):
@@ -86,10 +95,8 @@ class MultiSide(V1, PairSide):
     """Both roles of one engine. An engine that is not in `Options.multi` has no LMCache."""
 
     worker = MultiWorker
-    #: alone: the side of an engine without LMCache. child_class: the worker of the connector between the engines, as a
-    #: child of a MultiConnector.
+    #: The side of an engine without LMCache.
     alone: type[Any]
-    child_class: type[Any]
 
     def __new__(cls, options: Options, memories: Sequence[Slots], network: Any, name: str, engine_id: str) -> Any:
         if name in options.multi:
@@ -107,7 +114,7 @@ class MultiSide(V1, PairSide):
         self.beside = self.scheduler.connector._connectors[worker.place]
         self.scheduler_side = self.beside.connector_scheduler
         in_worker = worker.called._connectors[worker.place]
-        self.child = worker.child = self.child_class(self, memories[0], in_worker, options)
+        self.child = worker.child = _in_turn(self.alone)(self, memories[0], in_worker, options)
         self._reader_beside = readers.reader(self.beside)
         self.introduce(self.beside)
 
@@ -128,3 +135,42 @@ class MultiSide(V1, PairSide):
     def kept(self) -> dict[str, set[str]]:
         beside = {f"beside: {where}": set(names) for where, names in self._reader_beside.kept()}
         return {**super().kept(), **beside}
+
+
+class NixlAndLMCache(MultiSide, NixlSide):
+    """NixlConnector in pull mode, and LMCache."""
+
+    alone = NixlSide
+
+
+class PushAndLMCache(MultiSide, PushSide):
+    """NixlConnector in push mode, and LMCache."""
+
+    alone = PushSide
+
+
+class MooncakeAndLMCache(MultiSide, MooncakeSide):
+    """MooncakeConnector, and LMCache."""
+
+    alone = MooncakeSide
+
+
+class OffloadWorker(InMulti):
+    """A MultiConnector with OffloadingConnector as the other child."""
+
+    def __init__(self, side: Any, slots: Slots, called: Any, options: Options) -> None:
+        self.place = options.asked_before
+        in_worker = called._connectors[self.place]
+        self.child = _in_turn(NixlSide)(side, slots, in_worker, options)
+        super().__init__(0, slots, called, in_worker, self.child.adapter, {})
+
+
+class NixlAndOffloading(OffloadingSteps, NixlSide):
+    """NixlConnector in pull mode, and OffloadingConnector."""
+
+    worker_class: Any = OffloadWorker
+    workers: Sequence[OffloadWorker]
+
+    @property
+    def between(self) -> Sequence[Any]:
+        return [self.workers[0].child]

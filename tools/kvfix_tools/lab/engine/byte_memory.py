@@ -1,0 +1,108 @@
+"""The memory of a rank as bytes, for connectors that copy between addresses, and their copies.
+
+A copy takes some steps of the lab. Parts of its source that change meanwhile arrive as garbage: vLLM must wait for the
+copy before other requests write there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from typing import Any
+
+import numpy
+import torch
+
+from kvfix_tools.lab.engine.memory import GARBAGE, Block, Slots
+from kvfix_tools.lab.options import Options
+
+#: Floats of a slot of one head: K and V of 32 floats (kv_layout.kv_cache). The first two have the content.
+FLOATS = 64
+#: Bytes of a slot of one head, and of its content.
+SLOT, WORD = 4 * FLOATS, 8
+
+
+class SharedBlock(Block):
+    """A block with its slots in shared memory."""
+
+    def __init__(self, slots: Any) -> None:
+        self._slots = slots
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._slots[place].tolist()
+
+    def __setitem__(self, place: Any, contents: Any) -> None:
+        self._slots[place] = contents
+
+
+class HeadsBlock(SharedBlock):
+    """A block with several KV heads, or with one head that is not the first.
+
+    Each slot has its content once for each head, combined with the head's number. A slot whose heads have different
+    contents reads as garbage.
+
+    slots: [heads, slots]. heads: the numbers of the heads in the model.
+    """
+
+    def __init__(self, slots: Any, heads: range) -> None:
+        super().__init__(slots)
+        self._marks = (numpy.array(heads, dtype=numpy.int64) << 32)[:, None]
+
+    def __len__(self) -> int:
+        return int(self._slots.shape[1])
+
+    def __getitem__(self, place: Any) -> Any:
+        found = self._marked(self._slots[:, place])
+        return numpy.where((found == found[0]).all(0), found[0], GARBAGE).tolist()
+
+    def __setitem__(self, place: Any, contents: Any) -> None:
+        self._slots[:, place] = self._marked(numpy.array([contents], dtype=numpy.int64))
+
+    def _marked(self, contents: Any) -> Any:
+        return numpy.where(contents == GARBAGE, contents, contents ^ self._marks)
+
+
+def tensor(slots: Slots, options: Options, rank: int = 0) -> torch.Tensor:
+    """Return the memory of these slots, which all connectors of a rank share: [blocks, heads, slots, FLOATS]."""
+    if slots.tensor is None:
+        shape = len(slots), options.heads_of_rank, slots.room, FLOATS
+        slots.tensor = torch.zeros(shape, dtype=torch.float32)
+        first = rank * options.kv_heads // options.ranks
+        heads = range(first, first + options.heads_of_rank)
+        contents = slots.tensor.view(torch.int64)[..., 0].numpy()
+        alone = heads == range(1)
+        slots.put_in([SharedBlock(block[0]) if alone else HeadsBlock(block, heads) for block in contents])
+    made: torch.Tensor = slots.tensor
+    return made
+
+
+def contents_of(row: Any, size: int) -> list[int]:
+    """Return the contents of the first `size` slots of a copied block. row: its bytes as an array."""
+    contents: list[int] = row[: size * SLOT].view("q")[:: SLOT // WORD].tolist()
+    return contents
+
+
+def _garbage(size: int) -> bytes:
+    return numpy.full(size // WORD, GARBAGE, dtype=numpy.int64).tobytes()
+
+
+class Copy:
+    """A copy in flight. pieces: (source address, target address, bytes)."""
+
+    def __init__(self, pieces: Iterable[tuple[int, int, int]]) -> None:
+        self._pieces = list(pieces)
+        self._found = [ctypes.string_at(source, size) for source, _, size in self._pieces]
+
+    def arrive(self) -> None:
+        """End the copy."""
+        for (source, target, size), found in zip(self._pieces, self._found, strict=True):
+            ctypes.memmove(target, found if ctypes.string_at(source, size) == found else _garbage(size), size)
+
+
+def spoil(pieces: Iterable[tuple[int, int, int]]) -> None:
+    """Write garbage to the targets: any part of a failed copy may have arrived."""
+    for _, target, size in pieces:
+        ctypes.memmove(target, _garbage(size), size)
