@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import filelock
@@ -87,6 +88,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return the counts of kvfix's own errors. kvfix reports each once in a process, and each test needs its report."""
+    from kvfix.session import session
+
+    for name in ("faults", "reported", "lines", "tallies"):
+        monkeypatch.setattr(session, name, {})
+    return session.faults
+
+
 @pytest.fixture(scope="session")
 def fresh() -> Fresh:
     return Fresh()
@@ -104,8 +115,14 @@ def release() -> Callable[[str], Path]:
     return folder
 
 
-#: The function is imported in the fork: it has its arguments by their repr.
-CALL = "from {case.__module__} import {case.__name__} as case; result = case(*{arguments!r})"
+#: Fixes that are applied before a case: none, those with these codes, or the default fixes (True).
+Fixes = bool | list[str]
+
+
+def code_of(case: Callable[..., Any], arguments: tuple[Any, ...], fixes: Fixes) -> str:
+    """Return Python that imports the case in a fork, and calls it. The fork has the arguments by their repr."""
+    apply = f"import kvfix; kvfix.apply(only={None if fixes is True else fixes})" if fixes is not False else ""
+    return f"from {case.__module__} import {case.__name__} as case\n{apply}\nresult = case(*{arguments!r})"
 
 
 class ForkServer:
@@ -120,12 +137,14 @@ class ForkServer:
         self._process = forked.start(server.serve, there, first, clean_environment(**settings))
         there.close()
 
-    def __call__(self, case: str | Callable[..., Any], lmcache: Path | None = None, *arguments: Any) -> Any:
+    def __call__(
+        self, case: str | Callable[..., Any], lmcache: Path | None = None, *arguments: Any, fixes: Fixes = False
+    ) -> Any:
         """Return `result` of the case, run with this LMCache first on sys.path. A failure shows its output.
 
         case: Python that leaves its answer in `result`, or a function of a test module, with these arguments.
         """
-        code = case if isinstance(case, str) else CALL.format(case=case, arguments=arguments)
+        code = case if isinstance(case, str) else code_of(case, arguments, fixes)
         self._connection.send({"code": code, "lmcache": str(lmcache or "")})
         answer = self._connection.recv()
         assert answer["error"] is None, answer["error"] + answer["printed"]
@@ -152,7 +171,7 @@ def fork_server() -> Iterator[ForkServer]:
     process.close()
 
 
-def call(function: Callable[..., Any], *arguments: Any) -> str:
+def call(function: Callable[..., Any], *arguments: Any, fixes: Fixes = False) -> str:
     """Return code for a fork server that prepares the lab and calls this function of a test module.
 
     A fork has none of the threads that its parent has started.
@@ -163,8 +182,7 @@ torch.set_num_threads(1)
 from kvfix_tools.lab import runner
 runner.prepare(None)
 with runner.quiet():
-    from {function.__module__} import {function.__name__}
-    result = {function.__name__}(*{arguments!r})
+{indent(code_of(function, arguments, fixes), "    ")}
 """
 
 
@@ -180,8 +198,8 @@ class Once:
         self._answers = answers
         self._read: dict[str, tuple[Any, str]] = {}
 
-    def __call__(self, function: Callable[..., Any], lmcache: Path, *arguments: Any) -> Any:
-        code = call(function, *arguments)
+    def __call__(self, function: Callable[..., Any], lmcache: Path, *arguments: Any, fixes: Fixes = False) -> Any:
+        code = call(function, *arguments, fixes=fixes)
         name = hashlib.sha256(f"{lmcache} {code}".encode()).hexdigest()
         answer = self._answers / f"{name}.json"
         if name not in self._read:
@@ -192,6 +210,10 @@ class Once:
         result, error = self._read[name]
         assert not error, error
         return result
+
+    def both(self, function: Callable[..., Any], lmcache: Path, *arguments: Any, fixes: Fixes = True) -> list[Any]:
+        """Return the answer as released, and with the fixes."""
+        return [self(function, lmcache, *arguments, fixes=each) for each in (False, fixes)]
 
     def _asked(self, code: str, lmcache: Path) -> tuple[Any, str]:
         try:
@@ -208,3 +230,9 @@ def once(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> O
     answers = shared / "answers"
     answers.mkdir(exist_ok=True)
     return Once(fork_server, answers)
+
+
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest, once: Once) -> Any:
+    """The answer of the function `play_all` of the test's module, with the newest LMCache."""
+    return once(request.module.play_all, RELEASES / "0.5.6")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
-from tests.conftest import clean_environment, run_forked
+from tests.conftest import Fresh, run_forked
 
 OWN = ["-q", "-rs", "-p", "no:cacheprovider", "-c"]
 
@@ -25,13 +24,12 @@ def test_scenarios_are_tests(tmp_path: Path) -> None:
     assert "does not have SupportsHMA" in done.stdout
 
 
-def test_without_the_option_nothing_is_imported(tmp_path: Path) -> None:
+def test_without_the_option_nothing_is_imported(tmp_path: Path, fresh: Fresh) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "test_it.py").write_text(
         "import sys\n\n\ndef test_it():\n"
         "    assert 'kvfix_tools.conform.pytest_plugin' in sys.modules\n"
         "    assert not {'torch', 'vllm', 'rich', 'typer', 'kvfix'} & set(sys.modules)\n"
     )
-    command = [sys.executable, "-m", "pytest", *OWN, str(tmp_path / "pytest.ini"), str(tmp_path)]
-    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, check=False)
+    done = fresh.run([sys.executable, "-m", "pytest", *OWN, str(tmp_path / "pytest.ini"), str(tmp_path)])
     assert "1 passed" in done.stdout, done.stdout + done.stderr

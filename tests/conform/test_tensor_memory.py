@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvfix_tools.lab.options import Options
 from tests.conform.test_conform import LMCACHE
 from tests.conftest import Once
 
@@ -48,7 +49,6 @@ def seen() -> Any:
     """Contents of block 1 as the lab reads them, after each of these."""
     from kvfix_tools.lab.engine import kv_layout, vllm_objects
     from kvfix_tools.lab.engine.tensor_memory import TensorMemory
-    from kvfix_tools.lab.options import Options
 
     options = Options(connector="a:B", layers=2, block_size=4, num_blocks=3, max_model_len=64)
     config = kv_layout.kv_cache(options, vllm_objects.vllm_config(Options(num_blocks=3)))

@@ -10,6 +10,7 @@ from typing import Any
 
 import kvfix
 from kvfix_tools.lab.fuzz.schedule import draw
+from tests import late
 
 #: Seconds that the monotonic and the wall clock of a node are ahead.
 CLOCKS = {"n0": (0.0, 0.0), "n1": (5000.0, -3.0), "n2": (-700.0, 40.0)}
@@ -21,10 +22,8 @@ Lines = dict[str, Any]
 def recorded(connector: str, seed: int) -> str:
     """The recorder file of a schedule on the real scheduler in mode `check`."""
     os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp(prefix="kvfix-test-")
-    from kvfix_tools.lab.fuzz.fuzz import play
-
     kvfix.apply("check")
-    assert play(draw(seed, connector, plain=True)).counts["loaded_tokens"] > 0
+    assert late.play(draw(seed, connector, plain=True)).counts["loaded_tokens"] > 0
     from kvfix.connector_events import dump
 
     return Path(dump.write("exit")).read_text()

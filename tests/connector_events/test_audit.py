@@ -10,7 +10,6 @@ import torch
 
 from kvfix.connector_events import audit
 from kvfix.connector_events.audit import Audit, Difference
-from kvfix.session import session
 from tests.conftest import Fresh
 
 LAYERS, BLOCKS, BLOCK, HEADS, WIDTH = 3, 5, 4, 2, 8
@@ -131,8 +130,8 @@ def test_which_engines_are_audited(settings: dict[str, Any], reason: str) -> Non
     assert audit._reason(connector(**settings)) == reason
 
 
-def test_another_connector_is_named_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(session, "reported", {})
+@pytest.mark.usefixtures("faults")
+def test_another_connector_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         assert audit.begin(SimpleNamespace(), 0.5, "audit") is None
     assert caplog.messages == [
@@ -154,11 +153,9 @@ def test_another_connector_is_named_once(monkeypatch: pytest.MonkeyPatch, caplog
     ids=["tokens", "type", "no tensor", "bytes", "float8", "layout"],
 )
 def test_kv_that_cannot_be_compared_ends_the_audit(
-    held: Any, cache: torch.Tensor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    held: Any, cache: torch.Tensor, faults: dict[str, int], caplog: pytest.LogCaptureFixture
 ) -> None:
     """One line in the log that is no error of kvfix, and the chunk is released."""
-    monkeypatch.setattr(session, "reported", {})
-    monkeypatch.setattr(session, "faults", {})
     released: list[str] = []
     memory = SimpleNamespace(tensor=held, ref_count_down=lambda: released.append("chunk"))
     engine = SimpleNamespace(
@@ -173,7 +170,7 @@ def test_kv_that_cannot_be_compared_ends_the_audit(
         assert found.compared([("r", 0, 5)], SimpleNamespace(requests=[meta])) == []
     assert found.failed
     assert released == ["chunk"]
-    assert session.faults == {}
+    assert faults == {}
     assert len(caplog.messages) == 1
     assert caplog.messages[0].startswith("audit: this process compares no more hits: ")
 

@@ -13,6 +13,9 @@ import pytest
 
 import kvfix
 from kvfix.session import session
+from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.steps import prompt
+from tests import late
 from tests.conftest import RELEASES, ForkServer, Once
 
 Functions = dict[str, Callable[..., Any]]
@@ -154,11 +157,8 @@ def hits_of_an_unhealthy_adapter() -> list[tuple[Any, ...]]:
     """(what the reader says of the hit, what the adapter has found, what is promised) of a request that waits for
     blocks: with its server, while that is silent, and after."""
     from kvfix.ledger import events as ev
-    from kvfix_tools.lab.engine.lab_engine import LabEngine
-    from kvfix_tools.lab.options import Options
-    from kvfix_tools.lab.steps import prompt
 
-    engine, said = LabEngine(Options(connector="mp", delay=0)), []
+    engine, said = late.LabEngine(Options(connector="mp", delay=0)), []
     engine.do("stored_elsewhere", prompt(128))
     engine.keep_blocks(0)
     engine.admit("r", prompt(140))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 from kvfix.ledger import events as ev
 from kvfix_tools import engine_recordings, recording, replay
 from tests.conftest import RELEASES, Once
+from tests.connector_events.conftest import Replayed
 from tests.connector_events.split import CLOCKS, Split, recorded
 
 #: connector -> seed of a plain schedule with loads of several requests.
@@ -39,28 +39,18 @@ def loads(lines: list[dict[str, Any]]) -> list[int]:
     return [at for at, line in enumerate(lines) if line["event"] == "LoadDue"]
 
 
-def replayed(paths: list[Path], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    capsys.readouterr()
-    code = replay.replay(paths, json=True)
-    (engine,) = json.loads(capsys.readouterr().out)
-    violated = [found for found in engine["findings"] if found["verdict"] == "violated"]
-    assert code == int(bool(violated))
-    return {**engine, "violated": violated, "unknown": len(engine["findings"]) - len(violated)}
-
-
 def engine_of(paths: list[Path]) -> engine_recordings.Engine:
     (engine,) = engine_recordings.engines([recording.read(path) for path in paths])
     return engine
 
 
-def test_a_whole_engine(files: dict[str, Path], split: Split, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_whole_engine(files: dict[str, Path], split: Split, replayed: Replayed) -> None:
     """Nothing is unknown: the loads of a rank are checked with the scheduler's events."""
-    found = replayed(list(files.values()), capsys)
+    found = replayed(files.values())
     assert (found["violated"], found["unknown"], found["missing"]) == ([], 0, [])
     assert found["unknown_loads"] == {"0": 0, "1": 0}
     assert len(loads(split.events("SCHEDULER"))) > 2
-    assert replay.replay([files["0"]], json=True) == 0
-    alone = json.loads(capsys.readouterr().out)["findings"]
+    alone = replayed([files["0"]])["findings"]
     assert {each["verdict"] for each in alone} == {"unknown"}
 
 
@@ -97,46 +87,39 @@ def is_load(entry: Any) -> bool:
     return isinstance(entry.event, ev.LoadDue)
 
 
-def test_a_missing_rank_is_unknown(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_rank_is_unknown(files: dict[str, Path], replayed: Replayed) -> None:
     paths = [files["scheduler"], files["0"]]
-    found = replayed(paths, capsys)
+    found = replayed(paths)
     assert (found["violated"], found["missing"]) == ([], [1])
-    assert replay.replay(paths, json=False) == 0
-    assert "rank 1: no recording was given, so its loads are unknown" in capsys.readouterr().out
+    assert "rank 1: no recording was given, so its loads are unknown" in replayed.text(paths)
 
 
-def test_without_the_scheduler_there_is_no_violation(
-    files: dict[str, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_the_scheduler_there_is_no_violation(files: dict[str, Path], replayed: Replayed) -> None:
     paths = [files["0"], files["1"]]
-    assert replayed(paths, capsys)["violated"] == []
-    assert replayed(paths, capsys)["unknown"] > 0
-    replay.replay(paths, json=False)
-    assert "scheduler: no recording was given" in capsys.readouterr().out
+    assert replayed(paths)["violated"] == []
+    assert replayed(paths)["unknown"] > 0
+    assert "scheduler: no recording was given" in replayed.text(paths)
 
 
-def test_a_load_that_one_rank_lost(
-    files: dict[str, Path], split: Split, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_load_that_one_rank_lost(files: dict[str, Path], split: Split, tmp_path: Path, replayed: Replayed) -> None:
     lines = split.events("WORKER")
     lost = loads(lines)[1]
     request = lines[lost]["request"]
     files["1"] = split.write(tmp_path / "1.jsonl", "WORKER", 1, "n2", lines[:lost] + lines[lost + 1 :])
-    found = replayed(list(files.values()), capsys)
-    assert [(each["code"], each["request"]) for each in found["violated"]] == [("KVR013", request)]
-    assert "rank 1 did not start the scheduled load of tokens" in found["violated"][0]["message"]
-    assert replay.replay(list(files.values()), json=False) == 1
-    text = capsys.readouterr().out
+    (found,) = replayed(files.values())["violated"]
+    assert (found["code"], found["request"]) == ("KVR013", request)
+    assert "rank 1 did not start the scheduled load of tokens" in found["message"]
+    text = replayed.text(files.values(), 1)
     assert "SUMMARY: kvfix KVR013 rank-loads-otherwise" in text
     assert "[rank 0, pid 100 on n1]" in text
 
 
 @pytest.mark.parametrize("part", [slice(4), slice(-4, None)], ids=["ends early", "begins late"])
 def test_events_that_a_recorder_has_lost_are_unknown(
-    part: slice, files: dict[str, Path], split: Split, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    part: slice, files: dict[str, Path], split: Split, tmp_path: Path, replayed: Replayed
 ) -> None:
     files["1"] = split.write(tmp_path / "1.jsonl", "WORKER", 1, "n2", split.events("WORKER")[part])
-    found = replayed(list(files.values()), capsys)
+    found = replayed(files.values())
     assert found["violated"] == []
     assert found["unknown_loads"]["0"] == 0
     assert found["unknown_loads"]["1"] > 0
@@ -153,7 +136,7 @@ def test_overlapping_recordings_of_a_process_are_merged(files: dict[str, Path], 
     assert engine.scheduler.entries == whole.entries
 
 
-def test_bundles_of_two_nodes(files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bundles_of_two_nodes(files: dict[str, Path], tmp_path: Path, replayed: Replayed) -> None:
     bundles = []
     for name, members in (("here", ["scheduler", "0"]), ("there", ["1"])):
         bundles.append(tmp_path / f"{name}.tar.gz")
@@ -164,21 +147,20 @@ def test_bundles_of_two_nodes(files: dict[str, Path], tmp_path: Path, capsys: py
                 entry = tarfile.TarInfo(f"kvfix-dump-1/{kind}")
                 entry.size = len(content)
                 archive.addfile(entry, io.BytesIO(content))
-    assert (replayed(bundles, capsys)["violated"], replayed(bundles, capsys)["missing"]) == ([], [])
+    found = replayed(bundles)
+    assert (found["violated"], found["missing"]) == ([], [])
     bundles[0].write_bytes(bundles[0].read_bytes()[:200])
-    assert replay.replay(bundles, json=False) == 2
-    assert "here.tar.gz: the bundle is damaged or cut off" in capsys.readouterr().err
+    assert "here.tar.gz: the bundle is damaged or cut off" in replayed.text(bundles, 2)
 
 
 def test_two_engines_are_distinguished(
-    files: dict[str, Path], split: Split, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    files: dict[str, Path], split: Split, tmp_path: Path, replayed: Replayed
 ) -> None:
     other = split.write(tmp_path / "o.jsonl", "WORKER", 1, "n0", split.events("WORKER"), engine="other")
     recordings = [recording.read(path) for path in [*files.values(), other]]
     assert sorted(engine.name for engine in engine_recordings.engines(recordings)) == ["e.0", "other.0"]
     again = split.write(tmp_path / "a.jsonl", "WORKER", 1, "n0", split.events("WORKER"))
-    assert replay.replay([*files.values(), again], json=False) == 2
-    assert "two recordings are of the same rank" in capsys.readouterr().err
+    assert "two recordings are of the same rank" in replayed.text([*files.values(), again], 2)
 
 
 def test_without_common_events_the_wall_clocks_are_compared(

@@ -1,19 +1,128 @@
 """Modes, dumps and reports on the real scheduler, with the LMCache release of the reported bug; and `kvfix replay`.
 
-One process plays the scenario in every mode (every_mode.py).
+One process plays the scenario in every mode.
 """
 
+from __future__ import annotations
+
+import inspect
 import json
+import os
 import re
+import signal
+import stat
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
+import kvfix
 from kvfix_tools import recording, replay
+from kvfix_tools.lab.scenario import find
+from tests import late
 from tests.conftest import RELEASES, Once, run_forked
-from tests.connector_events import every_mode
+from tests.connector_events.conftest import Replayed
+
+
+def play_all(path: str) -> dict[str, Any]:
+    """Recorder files and reports stay in the folder of this path."""
+    folder, scenario = Path(path), find("mismatch-in-tokens-to-load")
+    assert scenario is not None
+    answer: dict[str, Any] = {}
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory as factory
+    from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1 as connector
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    wrapped = [(connector, name) for name in ("get_num_new_matched_tokens", "build_connector_meta", "get_finished")]
+    wrapped += [(Scheduler, "schedule")]
+    wrapped += [(connector, name) for name in ("save_kv_layer", "wait_for_layer_load")]
+    originals = [vars(owner)[name] for owner, name in wrapped]
+    signatures = [inspect.signature(function) for function in originals]
+    get_class = vars(factory)["get_connector_class"]
+
+    def play(mode: str | None, name: str, only: list[str] | None = None, **environment: str) -> Any:
+        """How the engine ended, its events, and the files in the folder."""
+        kvfix.revert()
+        place = folder / name / f"kvfix-{os.getuid()}"
+        os.environ.update(KVFIX_DUMP_DIR=str(place.parent), **environment)
+        if mode:
+            kvfix.apply(mode, only=[] if only is None else only)
+        died = ""
+        world = late.LabEngine(scenario.options)
+        try:
+            scenario.play(world)
+        except late.EngineDied as error:
+            died = str(error)
+        for key in environment:
+            del os.environ[key]
+        files = sorted(place.iterdir()) if place.is_dir() else []
+        return {
+            "died": died,
+            "files": [path.suffix for path in files],
+            "folder": oct(stat.S_IMODE(place.stat().st_mode)) if files else "",
+            "modes": sorted({oct(stat.S_IMODE(path.stat().st_mode)) for path in files}),
+            "events": [[step, *event] for step, event in world.log],
+        }
+
+    def now() -> list[bool]:
+        return [vars(owner)[name] is original for (owner, name), original in zip(wrapped, originals, strict=True)]
+
+    answer["alone"] = play(None, "alone")
+    answer["fix"] = play("fix", "fix")
+    answer["fix is unwrapped"] = now()
+    answer["observe"] = play("observe", "observe")
+    answer["observe is unwrapped"] = now()
+    answer["same signatures"] = [
+        inspect.signature(vars(owner)[name]) == signature
+        for (owner, name), signature in zip(wrapped, signatures, strict=True)
+    ]
+    answer["bounded"] = bounded(play, folder)
+    answer["check"] = play("check", "check")
+    answer["strict"] = play("strict", "strict")
+    listed = folder / "known"
+    listed.write_text("# known\nKVR002 promised 256 where*\nKVR011\n")
+    answer["suppressed"] = play("check", "suppressed", KVFIX_SUPPRESS=str(listed))
+    answer["fixed"] = play("strict", "fixed", ["KVF001"])
+    kvfix.revert()
+    answer["reverted"] = now(), vars(factory)["get_connector_class"] is get_class
+    answer["signal is free"] = signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+    signal.signal(signal.SIGUSR2, theirs)
+    play("observe", "taken")
+    answer["taken signal is theirs"] = signal.getsignal(signal.SIGUSR2) is theirs
+    signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    kvfix.revert()
+    with suppress(FileNotFoundError):
+        answer["ready left"] = [path.name for path in folder.rglob("*.ready")]
+    return answer
+
+
+def theirs(*_: Any) -> None:
+    """A signal handler of another tool."""
+
+
+def bounded(play: Any, folder: Path) -> Any:
+    """The size of a recorder file after too many events, and the number of files kept."""
+    play("observe", "bounded")
+    from kvfix.connector_events import dump, recorder
+    from kvfix.ledger import events
+    from kvfix.session import EVENTS, session
+
+    for number in range(3 * EVENTS):
+        recorder.add(1, "planted", events.Granted("r" * 100, number))
+    with mock.patch.object(dump, "LARGEST", 200_000):
+        for _ in range(dump.FILES + 3):
+            path = dump.write("signal")
+    last = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    return {
+        "entries": len(session.events),
+        "bytes": Path(path).stat().st_size,
+        "last": last[-1]["external"] == 3 * EVENTS - 1,
+        "files": len(list((folder / "bounded").rglob("*.jsonl"))),
+    }
+
 
 MISMATCH = "Mismatch in tokens to load: 256 vs 256 (tokens in lmcache) - 336 (tokens in vllm)"
 CHANGED = "KVR002 promise-changed long: promised 256 where 0 was promised before: hit 256 - computed 336 -> 0"
@@ -26,7 +135,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def played(folder: Path, once: Once) -> dict[str, Any]:
-    return dict(once(every_mode.play_all, RELEASES / "0.3.10", str(folder)))
+    return dict(once(play_all, RELEASES / "0.3.10", str(folder)))
 
 
 @pytest.mark.parametrize("mode", ["alone", "fix", "observe", "check", "suppressed"])
@@ -105,24 +214,20 @@ def test_no_token_is_written(folder: Path, played: dict[str, Any]) -> None:
         assert not re.search(r"(\d+, ?){8}", path.read_text()), path
 
 
-def test_replay_gives_the_same_findings(
-    folder: Path, played: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_replay_gives_the_same_findings(folder: Path, played: dict[str, Any], replayed: Replayed) -> None:
     files = sorted((folder / "check").rglob("*.jsonl"), key=lambda path: int(path.name.split("-")[3]))
     last = recording.read(files[-1])
     live = [recording.read(path).lines["finding"][0] for path in files]
     again = [each.finding for each in replay.judged(last)]
     assert [(found["code"], found["message"]) for found in live] == [(found.code, found.message) for found in again]
-    assert replay.replay([files[-1]], json=False) == 1
-    output = capsys.readouterr().out
+    output = replayed.text([files[-1]], 1)
     assert "match(336) promises 256, but hit 256 - computed 336 = -80: 0 is due" in output
     assert "2 violations" in output.splitlines()[-1]
-    assert replay.replay([files[-1]], json=True) == 1
-    assert [found["code"] for found in json.loads(capsys.readouterr().out)["findings"]] == ["KVR002", "KVR011"]
+    assert [found["code"] for found in replayed([files[-1]])["violated"]] == ["KVR002", "KVR011"]
 
 
 def test_replay_of_a_record_without_its_beginning_does_not_guess(
-    folder: Path, played: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, played: dict[str, Any], tmp_path: Path, replayed: Replayed
 ) -> None:
     whole = next(iter((folder / "check").rglob("*.jsonl"))).read_text().splitlines()
     head = [line for line in whole if '"kind":"event"' not in line]
@@ -132,8 +237,7 @@ def test_replay_of_a_record_without_its_beginning_does_not_guess(
     assert hole != late[0]
     cut = tmp_path / "cut.jsonl"
     cut.write_text("\n".join([*head, hole]))
-    assert replay.replay([cut], json=False) == 0
-    assert "0 violations, 1 events not checked" in capsys.readouterr().out
+    assert "0 violations, 1 events not checked" in replayed.text([cut])
 
 
 @pytest.mark.parametrize(
@@ -147,14 +251,11 @@ def test_replay_of_a_record_without_its_beginning_does_not_guess(
         (None, "No such file"),
     ],
 )
-def test_replay_rejects_other_files(
-    text: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_replay_rejects_other_files(text: str | None, message: str, tmp_path: Path, replayed: Replayed) -> None:
     path = tmp_path / "file"
     if text is not None:
         path.write_text(text)
-    assert replay.replay([path], json=False) == 2
-    assert message in capsys.readouterr().err
+    assert message in replayed.text([path], 2)
 
 
 def played_again(path: Path, option: str, folder: Path) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from kvfix.connector_events import leases
-from kvfix.session import session
 
 
 class Worker:
@@ -45,12 +44,6 @@ class Worker:
 Wrapper = Callable[[Any], Any]
 
 
-@pytest.fixture(autouse=True)
-def faults(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    monkeypatch.setattr(session, "faults", {})
-    return session.faults
-
-
 @pytest.mark.parametrize(
     ("wrapper", "method", "given", "answer"),
     [
@@ -67,6 +60,7 @@ def test_another_release_gets_its_answer(
     assert len(faults) == 1
 
 
+@pytest.mark.usefixtures("faults")
 @pytest.mark.parametrize("worker", [SimpleNamespace(), type("Slots", (), {"__slots__": ()})()])
 def test_a_worker_that_is_not_watched(worker: Any) -> None:
     assert leases._around_expiry(Worker.reap)(worker, set()) == "reaped"

@@ -3,16 +3,98 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import kvfix
 from kvfix.ledger import events as ev
-from kvfix_tools import engine_recordings, recording, replay
+from kvfix_tools import engine_recordings, recording
+from kvfix_tools.lab import runner
+from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.steps import prompt
 from kvfix_tools.peer_recordings import Peers, RouterLog
+from tests import late
 from tests.conftest import RELEASES, Once
-from tests.connector_events.pair_recorded import CLOCKS, recorded, split
+from tests.connector_events.conftest import Replayed
+from tests.connector_events.split import on_node
+from tests.lab.planted_in_pairs import leases_are_over_at_once  # noqa: F401  planted by its name
+
+#: Seconds that the monotonic and the wall clock of an engine's machine are ahead.
+CLOCKS = {"prefill": (0.0, 0.0), "decode": (5000.0, -3.0)}
+
+
+def nothing(pair: Any) -> None:
+    """No fault."""
+
+
+def lose_notice(pair: Any) -> None:
+    """Lose decode's notice that it has read the blocks of request b."""
+    agent = pair.decode.connector.workers[0].adapter.nixl_wrapper
+    make = agent.make_prepped_xfer
+    agent.make_prepped_xfer = lambda *arguments, notif_msg: make(
+        *arguments, notif_msg=b"" if notif_msg.startswith(b"b-") else notif_msg
+    )
+
+
+def lose_aborts(pair: Any) -> None:
+    """Lose the notice of a request that ends before it is scheduled."""
+    scheduler = pair.decode.connector.scheduler_side
+    finished = scheduler.request_finished
+
+    def request_finished(request: Any, blocks: Any) -> Any:
+        answer = finished(request, blocks)
+        scheduler._reqs_need_recv.pop(request.request_id, None)
+        return answer
+
+    scheduler.request_finished = request_finished
+
+
+def recorded(fault: str, seconds: float = 0.0, connector: str = "nixl-pull") -> str:
+    """Return the recorder file of a pair with this fault, after so many more seconds. A lease is 30 s."""
+    os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp(prefix="kvfix-test-")
+    from kvfix import clock
+    from kvfix_tools.lab.engine.engine_core import STEP
+
+    with runner.quiet():
+        # the reads of those whose leases are over at once are not to fail
+        kvfix.apply("check", only=[])
+        from kvfix.connector_events import dump, recorder
+
+        now = SimpleNamespace(monotonic_ns=lambda: int(clock.now() * 1e9), time_ns=lambda: int(clock.now() * 1e9))
+        recorder.time = dump.time = now  # type: ignore[attr-defined, assignment]
+        lease = {"kv_lease_duration": 30}
+        pair = late.Pair(Options(connector=connector, num_blocks=40, max_num_batched_tokens=64, extra=lease))
+        globals()[fault](pair)
+        with suppress(late.EngineDied):
+            pair.ask("a", prompt(100), 5)
+            pair.ask("b", prompt(150, seed=1), 5)
+            pair.step(3)
+            pair.ask("c", prompt(60, seed=2), 5)
+            pair.step(12)
+            pair.on("decode", "take_blocks", 40)
+            pair.ask("d", prompt(150, seed=3), 5)
+            pair.step(8)
+            pair.abort("d")
+            pair.on("decode", "free_blocks")
+            pair.step(2 + int(seconds / STEP))
+        return Path(dump.write("exit")).read_text()
+
+
+def split(text: str, folder: Path) -> dict[str, Path]:
+    lines: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines()]
+    files = {}
+    for pid, (name, clocks) in enumerate(CLOCKS.items(), 100):
+        own = [line for line in lines if line["kind"] == "connector" and str(line.get("engine", "")).startswith(name)]
+        numbers = {line["number"] for line in own}
+        events = [line for line in lines if line["kind"] == "event" and line["connector"] in numbers]
+        files[name] = on_node(folder / f"{name}.jsonl", {**lines[0], "pid": pid}, own, events, name, clocks)
+    return files
 
 
 @pytest.fixture
@@ -20,30 +102,14 @@ def files(request: pytest.FixtureRequest, once: Once, tmp_path: Path) -> dict[st
     return split(once(recorded, RELEASES / "0.5.6", *request.param), tmp_path)
 
 
-def violated(paths: list[Path], capsys: pytest.CaptureFixture[str]) -> list[tuple[str, str]]:
-    capsys.readouterr()
-    code = replay.replay(paths, json=True)
-    answer: Any = json.loads(capsys.readouterr().out)
-    rows = answer if isinstance(answer, list) else [answer]
-    found = [
-        (each["code"], each["request"]) for row in rows for each in row["findings"] if each["verdict"] == "violated"
-    ]
-    assert code == int(bool(found))
-    return found
-
-
-def alone(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> list[tuple[str, str]]:
-    return [found for path in files.values() for found in violated([path], capsys)]
-
-
 def peers_of(files: dict[str, Path]) -> Peers:
     return Peers(engine_recordings.engines([recording.read(path) for path in files.values()]))
 
 
 @pytest.mark.parametrize("files", [("nothing",)], indirect=True, ids=["healthy"])
-def test_what_is_kept_is_given_back(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_kept_is_given_back(files: dict[str, Path], replayed: Replayed) -> None:
     """Every lease has its reader, is renewed while that waits, and ends after its notice."""
-    assert violated(list(files.values()), capsys) == []
+    assert replayed.violated(files.values()) == []
     prefill = recording.read(files["prefill"])
     kinds = {
         kind: [e.event for e in prefill.entries if isinstance(e.event, kind)] for kind in (ev.Leased, ev.LeaseEnded)
@@ -87,15 +153,12 @@ def test_the_order_comes_from_what_they_have_told_each_other(files: dict[str, Pa
     indirect=["files"],
     ids=["read, kept", "read, over", "aborted, kept", "aborted, over", "Mooncake"],
 )
-def test_a_lease_that_is_not_given_back(
-    files: dict[str, Path], request_id: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_lease_that_is_not_given_back(files: dict[str, Path], request_id: str, replayed: Replayed) -> None:
     """Only both files together show it."""
-    ((code, request),) = violated(list(files.values()), capsys)
+    ((code, request),) = replayed.violated(files.values())
     assert (code, request[0]) == ("KVR025", request_id)
-    assert alone(files, capsys) == []
-    assert replay.replay(list(files.values()), json=False) == 1
-    text = capsys.readouterr().out
+    assert not any(replayed.violated([path]) for path in files.values())
+    text = replayed.text(files.values(), 1)
     assert "SUMMARY: kvfix KVR025 lease-not-returned" in text
     assert "engine prefill-1.0, scheduler, pid 100 on prefill" in text
     assert "engine decode-2.0, scheduler, pid 101 on decode" in text
@@ -110,11 +173,9 @@ def test_a_lease_that_is_not_given_back(
     indirect=["files"],
     ids=["Mooncake", "NIXL push"],
 )
-def test_what_is_written_to_decode(
-    files: dict[str, Path], ended: dict[str, bool], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_written_to_decode(files: dict[str, Path], ended: dict[str, bool], replayed: Replayed) -> None:
     """Mooncake's prefill is notified of ended requests. NIXL's in push mode keeps the blocks until the lease ends."""
-    assert violated(list(files.values()), capsys) == []
+    assert replayed.violated(files.values()) == []
     ends = [entry.event for entry in recording.read(files["prefill"]).entries if isinstance(entry.event, ev.LeaseEnded)]
     assert {each.request[0]: each.expired for each in ends if each.expired is not None} == ended
     peers = peers_of(files)
@@ -125,46 +186,43 @@ def test_what_is_written_to_decode(
 
 
 @pytest.mark.parametrize("files", [("lose_aborts", 0.0)], indirect=True, ids=["at once"])
-def test_a_notice_may_be_on_its_way(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    assert violated(list(files.values()), capsys) == []
+def test_a_notice_may_be_on_its_way(files: dict[str, Path], replayed: Replayed) -> None:
+    assert replayed.violated(files.values()) == []
 
 
 @pytest.mark.parametrize("files", [("leases_are_over_at_once", 3.0)], indirect=True, ids=["over"])
-def test_a_read_after_prefill_freed(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    found = violated(list(files.values()), capsys)
+def test_a_read_after_prefill_freed(files: dict[str, Path], replayed: Replayed) -> None:
+    found = replayed.violated(files.values())
     assert {code for code, _ in found} == {"KVR017"}
-    assert alone(files, capsys) == []
+    assert not any(replayed.violated([path]) for path in files.values())
 
 
 @pytest.mark.parametrize("files", [("nothing",)], indirect=True, ids=["healthy"])
-def test_what_is_not_on_record_is_unknown(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    assert replay.replay([files["decode"], files["decode"]], json=False) == 0
-    assert "4 requests read blocks of engine prefill-1, of which no recording was given" in capsys.readouterr().out
+def test_what_is_not_on_record_is_unknown(files: dict[str, Path], replayed: Replayed) -> None:
+    text = replayed.text([files["decode"], files["decode"]])
+    assert "4 requests read blocks of engine prefill-1, of which no recording was given" in text
     lines = files["prefill"].read_text().splitlines()
     ended = [line for line in lines if '"LeaseEnded"' in line]
     files["prefill"].write_text("\n".join(line for line in lines if line not in ended) + "\n")
-    assert violated(list(files.values()), capsys) == []
-    replay.replay(list(files.values()), json=False)
-    assert "kvfix cannot tell whether the blocks were released" in capsys.readouterr().out
+    assert replayed.violated(files.values()) == []
+    assert "kvfix cannot tell whether the blocks were released" in replayed.text(files.values())
 
 
 @pytest.mark.parametrize("files", [("lose_notice", 3.0)], indirect=True, ids=["lost"])
 def test_the_routers_log_says_where_it_names_the_request(
-    files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    files: dict[str, Path], tmp_path: Path, replayed: Replayed
 ) -> None:
     router = tmp_path / "router.log"
     router.write_text("Using prefill\nrequest b-00000001: prompt 'secret'\n")
-    assert replay.replay(list(files.values()), json=False, router=router) == 1
-    text = capsys.readouterr().out
+    text = replayed.text(files.values(), 1, router=router)
     assert "The router's log names the request in line 2 of router.log" in text
     assert "secret" not in text
     lines = files["decode"].read_text().splitlines()
     files["decode"].write_text("\n".join(line for line in lines if '"ReadsFrom"' not in line) + "\n")
-    assert replay.replay(list(files.values()), json=False, router=router) == 0
-    out = capsys.readouterr().out
+    out = replayed.text(files.values(), router=router)
     assert "4 requests have blocks kept for a peer, and no request on record reads them" in out
     assert "the router's log names 1 of them" in out
-    assert replay.replay(list(files.values()), json=False, router=tmp_path / "none") == 2
+    replayed.text(files.values(), 2, router=tmp_path / "none")
 
 
 def test_ids_of_vllm_have_the_routers_in_them(tmp_path: Path) -> None:

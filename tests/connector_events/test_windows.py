@@ -12,6 +12,7 @@ import pytest
 
 from kvfix_tools.lab import runner
 from kvfix_tools.lab.scenario import find
+from tests import late
 from tests.conftest import RELEASES, Once
 
 SCENARIO = "mp-window-freed-while-stored"
@@ -59,8 +60,6 @@ def planted(engine: Any, fault: Callable[[Any], None]) -> None:
 
 
 def play_all() -> list[list[str]]:
-    from kvfix_tools.lab.engine.lab_engine import LabEngine
-
     scenario, answer = find(SCENARIO), []
     assert scenario is not None
     for fault in FAULTS:
@@ -70,7 +69,7 @@ def play_all() -> list[list[str]]:
             runner.applied(True, "check"),
             runner.reported() as found,
         ):
-            engine = LabEngine(scenario.options)
+            engine = late.LabEngine(scenario.options)
             planted(engine, fault)
             scenario.play(engine)
         answer.append([f"{each.code} {each.message}" for each in found])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import kvfix.engine_state
 from kvfix.ledger.looks import Look
 from kvfix.ledger.standstill import verdicts
-from tests.conftest import RELEASES, Once
+from tests.conftest import RELEASES, Fresh, Once
 from tests.engine_state import wedged
 
 NEWEST = RELEASES / "0.5.6"
@@ -20,7 +23,7 @@ def row(state: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def test_requests_that_wait_behind_one_another(once: Once) -> None:
-    first, second = once(wedged.locked_out, NEWEST)
+    first, second = once(wedged.twice, NEWEST, "locked_out_engine")
     ids = [(each["id"], each["queue"], each["needs"]) for each in second["scheduler"]["requests"]]
     assert ids == [("r", "kv_holding_waiting", 8), ("low", "kv_holding_waiting", 1)]
     assert second["scheduler"]["pool"] == {"blocks": 20, "free": 4, "cached": 9, "reserved": 9}
@@ -45,7 +48,7 @@ def test_which_request_came_first(once: Once) -> None:
 
 def test_blocks_of_two_kv_groups(once: Once) -> None:
     """16 blocks of full attention, and one of the window: the scenario has the arithmetic."""
-    first, second = once(wedged.locked_out_with_windows, NEWEST)
+    first, second = once(wedged.twice, NEWEST, "locked_out_with_windows")
     found = row(second, "r")
     assert (found["needs"], found["blocks"], second["scheduler"]["pool"]["free"]) == (8, 17, 5)
     (verdict,) = verdicts([Look(0.0, [first]), Look(5.0, [second])])
@@ -62,7 +65,7 @@ def test_what_a_request_needs_is_what_vllm_counts(once: Once, windows: tuple[int
 
 
 def test_a_load_in_flight(once: Once) -> None:
-    state = once(wedged.loading, NEWEST)
+    state = once(wedged.one_look, NEWEST, "begun_to_load")
     found = row(state, "r")
     assert found["status"] == "WAITING_FOR_REMOTE_KVS"
     assert (found["promised"], found["granted"], found["loading"], found["blocks"]) == (192, 192, [0, 192], 12)
@@ -87,3 +90,22 @@ def test_what_cannot_be_read_is_named(once: Once) -> None:
     assert state["scheduler"] is None
     assert state["unread"]["scheduler"].startswith("AttributeError (engine_state/scheduler.py:")
     assert len(state["connectors"]) == 2
+
+
+# ---------------------------------------------------------------------- in processes that have no kvfix
+
+FILES = sorted(Path(kvfix.engine_state.__file__).parent.glob("*.py"))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_it_imports_the_standard_library_and_itself_only(file: Path) -> None:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            assert node.module in ("__future__", "types", "typing", "collections.abc")
+        if isinstance(node, ast.Import):
+            assert {each.name for each in node.names} <= {"os", "sys", "time", "threading"}
+
+
+def test_a_process_without_vllm(fresh: Fresh) -> None:
+    state = fresh("from kvfix import engine_state; result = engine_state.collect()")
+    assert (state["scheduler"], state["connectors"], state["unread"], state["hook"]) == (None, [], {}, "")

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from kvfix_tools.look import core_file, inject, looking
-from tests.conftest import ROOT, clean_environment
+from tests.conftest import ROOT, Fresh, clean_environment
 from tests.dump.test_dump import hanging
 
 COMMAND = [sys.executable, "-m", "kvfix_tools.cli", "look"]
@@ -47,10 +47,11 @@ def lab_process(name: str) -> Iterator[int]:
         process.wait()
 
 
-def look(pid: int, *options: str, **more: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, str(pid), *options], env=clean_environment(), capture_output=True, text=True, timeout=120, **more
-    )
+RUN = Fresh(120).run
+
+
+def look(pid: int, *options: str) -> subprocess.CompletedProcess[str]:
+    return RUN([*COMMAND, str(pid), *options])
 
 
 def watched(pid: int, draws: int) -> tuple[int, str]:
@@ -127,10 +128,7 @@ def test_without_rights() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         code = "import os, sys; from kvfix_tools.look import command; os.setuid(65534)\n"
         code += "sys.exit(command.look(int(sys.argv[1]), watch=False, request='', json=False, save=''))"
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(process.pid)],
-            env=clean_environment(), capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
+        done = RUN([sys.executable, "-c", code, str(process.pid)])
         process.kill()
     assert done.returncode == 77, done.stdout + done.stderr
     assert "Run kvfix as the user of the process (id 0), or as root." in done.stderr
@@ -146,16 +144,11 @@ def test_in_a_container_without_ptrace() -> None:
     ) as process:  # fmt: skip
         assert process.stdout is not None
         process.stdout.readline()
-        done = subprocess.run(
-            [*less, *COMMAND, str(process.pid)],
-            env=clean_environment(), capture_output=True, text=True, timeout=60, check=False,
-        )  # fmt: skip
+        done = RUN([*less, *COMMAND, str(process.pid)])
         process.kill()
     assert done.returncode == 77, done.stdout + done.stderr
-    assert (
-        "may not be traced; Permission denied (os error 13). Start the container with --cap-add SYS_PTRACE"
-        in done.stderr
-    )
+    reason = "may not be traced; Permission denied (os error 13). Start the container with --cap-add SYS_PTRACE"
+    assert reason in done.stderr
 
 
 def test_there_is_no_such_process() -> None:
@@ -203,9 +196,7 @@ def test_of_a_container_only_the_engine_is_read() -> None:
 
 def test_kvfix_does_not_read_itself() -> None:
     code = "import os, torch; from kvfix_tools.look import looking; print(looking.engine_of(os.getpid()))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=clean_environment(), capture_output=True, text=True, timeout=120, check=False
-    )
+    done = RUN([sys.executable, "-c", code])
     assert done.stdout == "[]\n", done.stderr
 
 
@@ -241,10 +232,7 @@ def test_a_core_file() -> None:
 
 
 def test_a_core_file_without_pystack(tmp_path: Path) -> None:
-    environment = clean_environment(PATH=str(tmp_path))
-    done = subprocess.run(
-        [*COMMAND, "--core", "x"], env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = RUN([*COMMAND, "--core", "x"], PATH=str(tmp_path))
     assert done.returncode == 77
     assert "pip install pystack" in done.stderr
 

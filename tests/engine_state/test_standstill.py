@@ -16,7 +16,13 @@ from tests.conftest import RELEASES, Once
 from tests.engine_state import wedged
 
 NEWEST = RELEASES / "0.5.6"
+States = list[dict[str, Any]]
 STACK = ["recv (zmq/socket.py:980)", "send_and_recv_all (rpc/zmq_transport.py:116)"]
+
+
+@pytest.fixture
+def locked_out(once: Once) -> States:
+    return copy.deepcopy(once(wedged.twice, NEWEST, "locked_out_engine"))
 
 
 def looks(states: list[dict[str, Any]], seconds: float) -> list[Look]:
@@ -30,31 +36,29 @@ def only(states: list[dict[str, Any]], seconds: float) -> Any:
     return found
 
 
-def test_loaded_requests_behind_one_that_gets_no_blocks(once: Once) -> None:
-    states = once(wedged.locked_out, NEWEST)
-    found = only(states, 1)
+def test_loaded_requests_behind_one_that_gets_no_blocks(locked_out: States) -> None:
+    found = only(locked_out, 1)
     assert (found.code, found.request) == ("KVD202", "r")
     assert found.message == (
         "1 request is loaded and waits behind r, which needs 8 blocks; 4 are free, waiting requests hold 16: no "
         "request can move"
     )
     assert found.now == "abort r: its 8 blocks become free"
-    assert show.fixes(found, states[-1:]) == ["KVF208", "KVF210", "KVF219"]
-    old = [{**each, "versions": {"vllm": "0.26.0", "lmcache": "0.5.6"}} for each in states]
+    assert show.fixes(found, locked_out[-1:]) == ["KVF208", "KVF210", "KVF219"]
+    old = [{**each, "versions": {"vllm": "0.26.0", "lmcache": "0.5.6"}} for each in locked_out]
     assert show.fixes(found, old[-1:]) == ["KVF210", "KVF903"]
-    in_step = [states[0], {**states[1], "in_step": True}]
+    in_step = [locked_out[0], {**locked_out[1], "in_step": True}]
     assert verdicts(looks(in_step, 1)) == []
 
 
-def test_one_look_is_no_verdict(once: Once) -> None:
-    states = once(wedged.locked_out, NEWEST)
-    assert verdicts(looks(states, 1)[:1]) == []
-    assert seconds_to_look(looks(states, 1)[:1]) == 1.0
-    assert seconds_to_look(looks(states, 1)) == 0.0
+def test_one_look_is_no_verdict(locked_out: States) -> None:
+    assert verdicts(looks(locked_out, 1)[:1]) == []
+    assert seconds_to_look(looks(locked_out, 1)[:1]) == 1.0
+    assert seconds_to_look(looks(locked_out, 1)) == 0.0
 
 
 def test_a_load_that_no_worker_has(once: Once) -> None:
-    states = once(wedged.load_without_worker, NEWEST)
+    states = once(wedged.twice, NEWEST, "engine_without_load")
     found = only(states, 1)
     assert (found.code, found.request) == ("KVD208", "r")
     assert found.message == "r waits for a load that no worker has; it keeps 12 blocks"
@@ -68,7 +72,7 @@ def test_a_load_that_no_worker_has(once: Once) -> None:
 @pytest.mark.parametrize("what", ["computed", "total", "preemptions"])
 def test_another_load_of_the_same_request(what: str, once: Once) -> None:
     """Between the looks it has had the first one, and was preempted: the second one has only been planned."""
-    states = copy.deepcopy(once(wedged.load_without_worker, NEWEST))
+    states = copy.deepcopy(once(wedged.twice, NEWEST, "engine_without_load"))
     states[-1]["scheduler"]["requests"][0][what] += 1
     assert verdicts(looks(states, 1)) == []
 
@@ -79,7 +83,7 @@ def wedged_row(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_load_that_the_server_does_not_answer(once: Once) -> None:
-    states = once(wedged.load_not_answered, NEWEST)
+    states = once(wedged.twice, NEWEST, "silent_server")
     assert verdicts(looks(states, 1)) == []
     assert seconds_to_look(looks(states, 1)) > 1
     found = only(states, 6)
@@ -92,7 +96,7 @@ def test_a_load_that_the_server_does_not_answer(once: Once) -> None:
 
 @pytest.mark.parametrize(("connector", "code"), [("mp", "KVD204"), ("v1", "KVD211")])
 def test_a_lookup_that_is_not_answered(connector: str, code: str, once: Once) -> None:
-    states = once(wedged.lookup_not_answered, NEWEST, connector)
+    states = once(wedged.twice, NEWEST, "lookup_without_answer", connector)
     assert verdicts(looks(states, 1)) == []
     found = only(states, 6)
     assert (found.code, found.request) == (code, "r")
@@ -133,8 +137,8 @@ def in_lookup(states: list[dict[str, Any]], rank: dict[str, Any]) -> list[dict[s
         ({"healthy": True}, "a rank does not answer"),
     ],
 )
-def test_every_step_waits_for_a_lookup(rank: dict[str, Any], why: str, once: Once) -> None:
-    states = in_lookup(once(wedged.locked_out, NEWEST), rank)
+def test_every_step_waits_for_a_lookup(rank: dict[str, Any], why: str, locked_out: States) -> None:
+    states = in_lookup(locked_out, rank)
     found = verdicts(looks(states, 7))[0]
     assert found.code == "KVD203"
     assert found.message.startswith(f"the scheduler waits 3 s for each lookup; {why}")
@@ -144,10 +148,10 @@ def test_every_step_waits_for_a_lookup(rank: dict[str, Any], why: str, once: Onc
     assert not [each for each in verdicts(looks(busy, 7)) if each.code == "KVD203"]
 
 
-def test_a_rank_whose_thread_for_lookups_has_ended(once: Once) -> None:
+def test_a_rank_whose_thread_for_lookups_has_ended(locked_out: States) -> None:
     """Whatever call the scheduler is in at the looks."""
     rank = {"threads": {"lookup_server": False}}
-    states = [{**each, "hook": "", "in_step": False} for each in in_lookup(once(wedged.locked_out, NEWEST), rank)]
+    states = [{**each, "hook": "", "in_step": False} for each in in_lookup(locked_out, rank)]
     found = verdicts(looks(states, 1))[0]
     assert found.code == "KVD203"
     assert found.message.endswith(" each lookup; rank 0 does not answer: its thread for lookups has ended")
@@ -158,8 +162,8 @@ def test_a_rank_whose_thread_for_lookups_has_ended(once: Once) -> None:
     assert verdicts(looks(idle, 1)) == []  # the engine ends, and its threads with it
 
 
-def test_a_hook_may_hold_up_what_the_queues_lack(once: Once) -> None:
-    states = [{**each, "hook": "get_finished"} for each in once(wedged.locked_out, NEWEST)]
+def test_a_hook_may_hold_up_what_the_queues_lack(locked_out: States) -> None:
+    states = [{**each, "hook": "get_finished"} for each in locked_out]
     assert verdicts(looks(states, 1)) == []
     assert seconds_to_look(looks(states, 1)) > 1
     assert [each.code for each in verdicts(looks([states[0], {**states[1], "hook": ""}], 1))] == ["KVD202"]
@@ -167,7 +171,7 @@ def test_a_hook_may_hold_up_what_the_queues_lack(once: Once) -> None:
 
 def test_a_hook_that_began_after_the_first_look(once: Once) -> None:
     """No step asks for the lookup's answer meanwhile: what stands is the hook, not the server."""
-    before, after = once(wedged.lookup_not_answered, NEWEST, "mp")
+    before, after = once(wedged.twice, NEWEST, "lookup_without_answer", "mp")
     worker = {"pid": 7, "process": "VLLM::Worker", "name": "VLLM::Worker", "silent": "stuck in C", "stack": []}
     inside = [after, {**worker, "hook": "start_load_kv"}]
     seen = [Look(0, [before, {**worker, "hook": ""}]), Look(1, inside)]
@@ -184,33 +188,30 @@ def test_a_hook_that_began_after_the_first_look(once: Once) -> None:
     assert [each.code for each in verdicts(brief)] == ["KVD204"]
 
 
-def test_a_hook_that_waits_for_the_server(once: Once) -> None:
-    states = once(wedged.locked_out, NEWEST)
+def test_a_hook_that_waits_for_the_server(locked_out: States) -> None:
     worker = {"pid": 7, "process": "VLLM::Worker", "name": "VLLM::Worker", "silent": "", "hook": "start_load_kv"}
     worker["stack"] = ["wait (python3.11/threading.py:331)", "result (multiprocess/futures.py:102)"]
-    (found,) = verdicts([Look(0, [states[0], worker]), Look(5, [states[1], worker])])
+    (found,) = verdicts([Look(0, [locked_out[0], worker]), Look(5, [locked_out[1], worker])])
     assert found.code == "KVD204"
     assert found.message == (
         "the LMCache server does not answer VLLM::Worker (7), which has waited for it in start_load_kv for at least 5 "
         "s; the scheduler waits for its answer"
     )
     worker["stack"] = ["from_ipc_handle (torch/cuda/streams.py:197)", "query (multiprocess/futures.py:203)"]
-    assert verdicts([Look(0, [states[0], worker]), Look(5, [states[1], worker])])[0].code == "KVD213"
+    assert verdicts([Look(0, [locked_out[0], worker]), Look(5, [locked_out[1], worker])])[0].code == "KVD213"
 
 
-def test_a_process_that_runs_no_python(once: Once) -> None:
-    states = once(wedged.locked_out, NEWEST)
+def test_a_process_that_runs_no_python(locked_out: States) -> None:
     worker = {"pid": 7, "process": "VLLM::Worker", "name": "VLLM::Worker", "silent": "stuck in C"}
     worker |= {"stack": ["wait (lmcache/x.py:3)"], "hook": "start_load_kv"}
-    found = verdicts([Look(0, [states[0], worker]), Look(5, [states[1], worker])])
+    found = verdicts([Look(0, [locked_out[0], worker]), Look(5, [locked_out[1], worker])])
     assert found[0].code == "KVD213"
     assert found[0].message.startswith(
         "VLLM::Worker (7) has been in start_load_kv for at least 5 s, at wait (lmcache/x.py:3)"
     )
 
 
-def test_a_pause_is_no_hang(once: Once) -> None:
-    states = copy.deepcopy(once(wedged.locked_out, NEWEST))
-    for state in states:
+def test_a_pause_is_no_hang(locked_out: States) -> None:
+    for state in locked_out:
         state["scheduler"]["paused"] = "PAUSED_ALL"
-    assert verdicts(looks(states, 60)) == []
+    assert verdicts(looks(locked_out, 60)) == []

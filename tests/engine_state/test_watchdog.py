@@ -3,12 +3,190 @@
 from __future__ import annotations
 
 import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+import kvfix
+import kvfix.clock
 from kvfix.connector_events import watchdog
+from kvfix.session import session
+from kvfix_tools import recording
+from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.steps import prompt
+from tests import late
 from tests.conftest import RELEASES, Once
-from tests.engine_state import watchdog_cases as cases
+from tests.engine_state import wedged
+
+#: Seconds that the clock of these cases advances with each step: twelve in the limit.
+STEP = 5.0
+#: vLLM's EngineCore, as the stack of a main thread shows it, around a call.
+_CORE: dict[str, Any] = {}
+exec(compile("def step(call):\n    return call()", "/vllm/v1/engine/core.py", "exec"), _CORE)
+
+
+def prepare() -> None:
+    os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp()
+    os.environ[watchdog.SECONDS] = "0"  # no thread
+    kvfix.apply("observe")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def due(act: Callable[[], Any], steps: int, inside: Callable[[Any], Any] = lambda call: call()) -> float:
+    """Seconds after which the watchdog reports, when `act` is done again and again; 0: never."""
+    clock = Clock()
+    dog = watchdog.Watchdog(60.0, clock)
+    for _ in range(steps):
+        act()
+        clock.now += STEP
+        if inside(dog.is_due):
+            return clock.now
+    return 0.0
+
+
+def logged_reports() -> list[str]:
+    """The reports of a standstill that kvfix logs from now on."""
+    reports: list[str] = []
+    vars(watchdog.engine_log)["warning"] = lambda line: reports.extend([line] * ("State, stacks and events" in line))
+    return reports
+
+
+def wedge(name: str) -> dict[str, Any]:
+    """Return {"seconds", "line", "kinds", "requests"}: a thread's report on an engine that makes empty steps."""
+    prepare()
+    engine = getattr(wedged, name)()
+    seconds = due(engine.step, 40)
+    dog = watchdog.Watchdog(0.5)
+    reports = logged_reports()
+    thread = watchdog.threading.Thread(target=dog.run)
+    thread.start()
+    until = time.monotonic() + 300
+    while not reports and time.monotonic() < until:  # the main thread does what EngineCore's does
+        engine.step()
+    dog.stopped.set()
+    thread.join()
+    (line,) = reports
+    file = recording.read(Path(line.rpartition(": ")[2]))
+    (state,) = file.lines["state"]
+    (stacks,) = file.lines["stacks"]
+    return {
+        "seconds": seconds, "line": line, "reason": file.head["reason"], "events": len(file.entries),
+        "requests": [row["id"] for row in state["scheduler"]["requests"]], "stacks": stacks["text"],
+    }  # fmt: skip
+
+
+def quiet() -> dict[str, float]:
+    """Return {engine without a hang: seconds until a report}: all 0."""
+    prepare()
+    found = {}
+    engine = wedged._engine(Options(connector="mp", delay=3, num_blocks=48, chunk_size=64))
+    found["idle"] = due(engine.step, 40)
+
+    def load() -> None:
+        if not engine.scheduler.requests:
+            for number in range(3):
+                engine.admit(f"r{engine.steps}-{number}", prompt(190, seed=number), max_tokens=30)
+        engine.step()
+
+    found["load"] = due(load, 400)
+    engine.admit("long", prompt(200, seed=9), max_tokens=4)
+    engine.step()
+    found["a step at the workers"] = due(lambda: None, 40, _CORE["step"])
+    found["not at the workers"] = due(lambda: None, 40)
+    return found
+
+
+def queued_prefill() -> list[float]:
+    """Seconds until a decode engine is reported whose request waits in the queue of the prefill engine: while the
+    decode engine makes steps, and while it makes none."""
+    prepare()
+    pair = late.Pair(Options(connector="mooncake", block_size=16, num_blocks=40, max_num_batched_tokens=64))
+    prefill = pair.prefill.scheduler
+    pair.ask_at_once("r", prompt(100), 5)
+    while not any(each.status.name == "WAITING_FOR_REMOTE_KVS" for each in pair.decode.scheduler.requests.values()):
+        pair.step_alone("decode")
+    session.schedulers[:] = [each for each in session.schedulers if each() is not prefill]
+    return [due(lambda: pair.step_alone("decode"), 40), due(lambda: None, 40)]
+
+
+def two_standstills() -> list[int]:
+    """Return the reports after a standstill, a longer time, progress of a request, and a second standstill."""
+    prepare()
+    engine = wedged.silent_server()
+    dog, reports, found = watchdog.Watchdog(60.0, clock := Clock()), logged_reports(), []
+    dog.stopped.wait = lambda seconds: False  # type: ignore[method-assign, assignment]
+
+    def stand(steps: int) -> None:
+        for _ in range(steps):
+            engine.step()
+            clock.now += STEP
+            dog._look_once()
+        found.append(len(reports))
+
+    stand(15)
+    stand(15)
+    engine.admit("other", prompt(100, seed=1), max_tokens=8)
+    while not engine.requests["other"].is_finished():
+        stand(1)
+    stand(15)
+    return [found[0], found[1], found[-2], found[-1]]
+
+
+def paused() -> float:
+    prepare()
+    engine = wedged.locked_out_engine()
+    engine.pause(everything=True)
+    return due(engine.step, 40)
+
+
+def in_hook(hook: str, times: int, requests: int = 1) -> list[Any]:
+    """Seconds after which a hook is reported that looks at the clock so often before it comes back, and what stands."""
+    from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
+
+    original, found = getattr(LMCacheMPConnector, hook), []
+    dog = watchdog.Watchdog(60.0, clock := Clock())
+
+    def slow(self: Any, *args: Any) -> Any:
+        for _ in range(times):
+            clock.now += STEP
+            if (standing := dog.is_due()) and not found:
+                found.extend([clock.now, standing[1] if standing[0] == "call" else standing[0]])
+        return original(self, *args)
+
+    setattr(LMCacheMPConnector, hook, slow)
+    prepare()  # kvfix's wrapper is around the slow one
+    engine = wedged.empty_engine()
+    vars(kvfix.clock)["now"] = clock  # a call is known by its start
+    for number in range(requests):
+        engine.admit(f"r{number}", prompt(200, seed=number), max_tokens=40)
+    engine.step(40)
+    return found
+
+
+def start_of_lmcache() -> list[Any]:
+    prepare()
+    dog = watchdog.Watchdog(60.0, clock := Clock())
+    found: list[Any] = []
+    names: dict[str, Any] = {"dog": dog, "clock": clock, "STEP": STEP, "found": found}
+    code = (
+        "class Manager:\n    def __init__(self):\n        while not found:\n"
+        "            found.extend(dog.is_due()[1:2])\n            clock.now += 0 if found else STEP\n"
+    )
+    exec(compile(code, "/lmcache/v1/manager.py", "exec"), names)
+    names["Manager"]()
+    return [clock.now, *found]
+
 
 NEWEST = RELEASES / "0.5.6"
 
@@ -22,7 +200,7 @@ NEWEST = RELEASES / "0.5.6"
     ],
 )
 def test_an_engine_that_stands_still(engine: str, verdict: str, once: Once) -> None:
-    found = once(cases.wedge, NEWEST, engine)
+    found = once(wedge, NEWEST, engine)
     assert found["seconds"] == 65.0  # the first look only begins
     assert "no request has made progress for " in found["line"]
     assert verdict in found["line"]
@@ -34,33 +212,33 @@ def test_an_engine_that_stands_still(engine: str, verdict: str, once: Once) -> N
 
 
 def test_a_decode_engine_that_waits_for_the_queue_of_prefill(once: Once) -> None:
-    assert once(cases.queued_prefill, NEWEST) == [0.0, 70.0]  # the first two looks only begin
+    assert once(queued_prefill, NEWEST) == [0.0, 70.0]  # the first two looks only begin
 
 
 def test_each_standstill_is_reported_once(once: Once) -> None:
-    assert once(cases.two_standstills, NEWEST) == [1, 1, 1, 2]
+    assert once(two_standstills, NEWEST) == [1, 1, 1, 2]
 
 
 def test_what_is_no_hang(once: Once) -> None:
-    found = once(cases.quiet, NEWEST)
+    found = once(quiet, NEWEST)
     assert found.pop("not at the workers") > 0  # else the others prove nothing
     assert found == {"idle": 0.0, "load": 0.0, "a step at the workers": 0.0}
-    assert once(cases.paused, NEWEST) == 0.0
+    assert once(paused, NEWEST) == 0.0
 
 
 def test_a_hook_that_does_not_come_back(once: Once) -> None:
-    assert once(cases.in_hook, NEWEST, "build_connector_meta", 20)[1:] == ["build_connector_meta of LMCacheMPConnector"]
-    assert once(cases.in_hook, NEWEST, "build_connector_meta", 2) == []
+    assert once(in_hook, NEWEST, "build_connector_meta", 20)[1:] == ["build_connector_meta of LMCacheMPConnector"]
+    assert once(in_hook, NEWEST, "build_connector_meta", 2) == []
 
 
 def test_one_step_that_waits_in_many_hooks(once: Once) -> None:
     """LMCache in process, of which a worker does not answer: each waiting request costs the scheduler 3 s."""
-    assert once(cases.in_hook, NEWEST, "get_num_new_matched_tokens", 2, 20)[1:] == ["requests"]
-    assert once(cases.in_hook, NEWEST, "get_num_new_matched_tokens", 1, 2) == []
+    assert once(in_hook, NEWEST, "get_num_new_matched_tokens", 2, 20)[1:] == ["requests"]
+    assert once(in_hook, NEWEST, "get_num_new_matched_tokens", 1, 2) == []
 
 
 def test_a_start_that_hangs(once: Once) -> None:
-    assert once(cases.start_of_lmcache, NEWEST) == [60.0, "the start of Manager"]
+    assert once(start_of_lmcache, NEWEST) == [60.0, "the start of Manager"]
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("", 60.0), ("5", 5.0), ("0", 0.0), ("-1", 0.0), ("soon", 60.0)])

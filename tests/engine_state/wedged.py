@@ -7,10 +7,13 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import kvfix
 from kvfix import engine_state
 from kvfix.engine_state import lmcache_readers
 from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.scenario import find
 from kvfix_tools.lab.steps import prompt
+from tests import late
 
 MP = Options(connector="mp", delay=3, block_size=16, num_blocks=60, chunk_size=64, max_num_batched_tokens=256)
 
@@ -23,16 +26,20 @@ def look(engine: Any, full: bool = False) -> dict[str, Any]:
     return found
 
 
-def twice(engine: Any, steps: int = 12, full: bool = False) -> list[dict[str, Any]]:
+def one_look(name: str) -> dict[str, Any]:
+    return look(globals()[name]())
+
+
+def twice(name: str, *arguments: Any) -> list[dict[str, Any]]:
+    """Look at this engine of the module, and again twelve steps later."""
+    engine, full = globals()[name](*arguments), name == "locked_out_engine"
     first = look(engine, full)
-    engine.step(steps)
+    engine.step(12)
     return [first, look(engine, full)]
 
 
 def _engine(options: Options) -> Any:
-    from kvfix_tools.lab.engine.lab_engine import LabEngine
-
-    engine = LabEngine(options)
+    engine = late.LabEngine(options)
     if "enable_async_loading" in options.lmcache:  # lookups have the lab's time
         now: Any = SimpleNamespace(time=lambda: engine.connector.now, monotonic=time.monotonic)
         vars(lmcache_readers)["time"] = now
@@ -45,8 +52,6 @@ def empty_engine() -> Any:
 
 def locked_out_engine() -> Any:
     """KVF208's scenario: "low" is loaded and waits behind "r", which needs more blocks than are free."""
-    from kvfix_tools.lab.scenario import find
-
     scenario = find("loaded-requests-lock-out")
     assert scenario is not None
     return scenario.played()
@@ -59,13 +64,11 @@ def arrivals() -> tuple[dict[str, float], list[dict[str, Any]]]:
     return {name: request.arrival_time for name, request in engine.requests.items()}, rows
 
 
-def locked_out_with_windows() -> list[dict[str, Any]]:
+def locked_out_with_windows() -> Any:
     """KVF210's scenario: "other" is loaded and waits behind "r", in two KV groups."""
-    from kvfix_tools.lab.scenario import find
-
     scenario = find("mp-window-reserves-too-little")
     assert scenario is not None
-    return twice(scenario.played())
+    return scenario.played()
 
 
 def busy_engine() -> Any:
@@ -83,7 +86,7 @@ def busy_engine() -> Any:
 
 def engine_without_load() -> Any:
     """The worker has lost a load: no transfer is in flight, and none is reported."""
-    engine = _begun_to_load()
+    engine = begun_to_load()
     engine.connector.server.lose_loads(0, set())
     engine.connector.workers[0].adapter.retrieve_futures.clear()
     return engine
@@ -91,28 +94,12 @@ def engine_without_load() -> Any:
 
 def silent_server() -> Any:
     """The server does not answer a load."""
-    engine = _begun_to_load()
+    engine = begun_to_load()
     engine.connector.server.lose_loads(0, set())
     return engine
 
 
-def locked_out() -> list[dict[str, Any]]:
-    return twice(locked_out_engine(), full=True)
-
-
-def load_without_worker() -> list[dict[str, Any]]:
-    return twice(engine_without_load())
-
-
-def load_not_answered() -> list[dict[str, Any]]:
-    return twice(silent_server())
-
-
-def loading() -> dict[str, Any]:
-    return look(_begun_to_load())
-
-
-def _begun_to_load() -> Any:
+def begun_to_load() -> Any:
     engine = _engine(MP)
     engine.do("stored_elsewhere", prompt(192))
     engine.admit("r", prompt(200), max_tokens=4)
@@ -121,19 +108,19 @@ def _begun_to_load() -> Any:
     return engine
 
 
-def lookup_not_answered(connector: str) -> list[dict[str, Any]]:
-    """A lookup that neither worker nor server answers."""
+def lookup_without_answer(connector: str) -> Any:
+    """Neither worker nor server answers a lookup."""
     if connector == "mp":
         engine = _engine(MP)
         engine.admit("r", prompt(200), max_tokens=4)
         engine.step()
         engine.connector.server._later.clear()
-        return twice(engine)
+        return engine
     engine = _engine(Options(chunk_size=64, lmcache={"enable_async_loading": True}))
     engine.do("lookups_fail", 1)
     engine.admit("r", prompt(200), max_tokens=4)
     engine.step(2)
-    return twice(engine)
+    return engine
 
 
 def healthy(connector: str, steps: int) -> list[dict[str, Any]]:
@@ -165,11 +152,10 @@ def planted_fault() -> dict[str, Any]:
 
 def with_recorder() -> dict[str, Any]:
     """kvfix records in this process."""
-    import kvfix
     from kvfix.session import session
 
     kvfix.apply("observe")
-    engine = _begun_to_load()
+    engine = begun_to_load()
     assert session.connectors
     return look(engine)
 

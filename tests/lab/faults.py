@@ -191,12 +191,19 @@ def with_targets(fix: Any, targets: tuple[Any, ...]) -> Iterator[None]:
 
 
 class Case(NamedTuple):
-    """A play: without kvfix, with all fixes, and with all but one. Each answers with the findings."""
+    """findings: plays with the fixes or without, and without a fix that is left out ("": none)."""
 
     name: str
-    released: Function
-    fixed: Function
-    without: Function
+    findings: Callable[[bool, str], Any]
+
+    def released(self) -> Any:
+        return self.findings(False, "")
+
+    def fixed(self) -> Any:
+        return self.findings(True, "")
+
+    def without(self, code: str) -> Any:
+        return self.findings(True, code)
 
 
 class Outcome(NamedTuple):
@@ -221,11 +228,11 @@ def _scenario(slug: str) -> Case:
     scenario = find(slug)
     assert scenario is not None
 
-    def findings(fixes: bool, skipped: str = "") -> Any:
+    def findings(fixes: bool, skipped: str) -> Any:
         codes = [code for code in runner.played(*scenario.fixes) if code != skipped]
         return runner.play(scenario, fixes, only=codes).findings
 
-    return Case(slug, lambda: findings(False), lambda: findings(True), lambda code: findings(True, code))
+    return Case(slug, findings)
 
 
 def _seed(connector: str, seed: int) -> Case:
@@ -233,13 +240,11 @@ def _seed(connector: str, seed: int) -> Case:
     from kvfix_tools.lab.fuzz.schedule import draw
     from kvfix_tools.lab.runner import applied, played
 
-    def findings(fixes: bool, skipped: str = "") -> Any:
+    def findings(fixes: bool, skipped: str) -> Any:
         with applied(fixes, only=[code for code in played() if code != skipped]):
             return play(draw(seed, connector)).findings
 
-    return Case(
-        f"{connector} seed {seed}", lambda: findings(False), lambda: findings(True), lambda code: findings(True, code)
-    )
+    return Case(f"{connector} seed {seed}", findings)
 
 
 def cases(fix: Any, seeds: int = 0) -> list[Case]:

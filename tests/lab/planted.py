@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
+from kvfix_tools.lab import runner
 from kvfix_tools.lab.options import PAIRS, SERVER_CHUNK, Options
 from kvfix_tools.lab.steps import prompt
+from tests import late
 
 #: Changes an engine or a pair of engines, or plays a schedule on it.
 Plant = Callable[[Any], None]
@@ -41,18 +43,40 @@ FAULTS: dict[tuple[str, str], Fault] = {}
 
 
 def fault(
-    *rules: str, text: str = "", on: tuple[str, ...] = ("v1", "mp"), schedule: Plant | None = None, **options: Any
-) -> Callable[[Plant], Plant]:
-    """Register a fault for these setups. options: by setup, with "_" for "-"; those of `every` are for all setups."""
+    *rules: str,
+    text: str = "",
+    on: tuple[str, ...] = ("v1", "mp"),
+    at: str = "",
+    schedule: Plant | None = None,
+    **options: Any,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a fault for these setups. options: by setup, with "_" for "-"; those of `every` are for all setups.
+
+    at: path of a method from the engine. The fault is then called in its place, with the engine, the method and the
+    arguments.
+    """
     by_setup = {name.replace("_", "-"): each for name, each in options.items()}
 
-    def register(plant: Plant) -> Plant:
+    def register(plant: Callable[..., Any]) -> Callable[..., Any]:
+        planted = partial(_replace_method, at, plant) if at else plant
         for setup in on:
             changed = by_setup.get(setup, options.get("every", {}))
-            FAULTS[setup, plant.__name__] = Fault(rules, text, plant, changed, schedule)
+            FAULTS[setup, plant.__name__] = Fault(rules, text, planted, changed, schedule)
         return plant
 
     return register
+
+
+def row(name: str, at: str, call: Callable[..., Any], *rules: str, **more: Any) -> None:
+    """Register a fault of one expression. more: as for `fault`."""
+    call.__name__ = name
+    fault(*rules, at=at, **more)(call)
+
+
+def _replace_method(path: str, call: Callable[..., Any], engine: Any) -> None:
+    *places, name = path.split(".")
+    owner = reduce(lambda place, part: place[int(part)] if part.isdigit() else getattr(place, part), places, engine)
+    wrap(owner, name, partial(call, engine))
 
 
 def wrap(owner: Any, name: str, call: Callable[..., Any]) -> None:
@@ -65,17 +89,13 @@ def played(setup: str, name: str = "", planted: bool = True, **options: Any) -> 
 
     name: "" for no fault. planted: False plays the schedule of the fault without the fault.
     """
-    from kvfix_tools.lab import runner
-    from kvfix_tools.lab.engine.lab_engine import EngineDied, LabEngine
-    from kvfix_tools.lab.pair.pair import Pair
-
     made, fault = SETUPS[setup], FAULTS[setup, name] if name else Fault((), "", lambda _: None)
     changed = dataclasses.replace(made.options, **{**fault.options, **options})
     with runner.applied(made.fixes):
-        engine: Any = Pair(changed) if changed.connector in PAIRS else LabEngine(changed)
+        engine: Any = late.Pair(changed) if changed.connector in PAIRS else late.LabEngine(changed)
         if planted:
             fault.plant(engine)
-        with suppress(EngineDied):
+        with suppress(late.EngineDied):
             (fault.schedule or made.schedule)(engine)
             if changed.connector in PAIRS or not all(each.is_finished() for each in engine.requests.values()):
                 engine.expect_all_ended()

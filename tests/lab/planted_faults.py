@@ -7,59 +7,39 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvfix_tools.lab.steps import prompt
-from tests.lab.planted import fault, wrap
+from tests.lab.planted import fault, row, wrap
 
-V1, MP, OFFLOADING, SIMPLE = ("v1",), ("mp",), ("offloading",), ("simple-offload",)
+V1, MP, OFFLOADING, SIMPLE, BOTH = ("v1",), ("mp",), ("offloading",), ("simple-offload",), ("v1-simple",)
 #: LMCache's connector in a MultiConnector with OffloadingConnector.
 LAST: dict[str, Any] = {"v1": {"offloading": "last"}, "mp": {"offloading": "last"}}
+#: Methods in which faults are planted.
+COPIES, BUILD = "connector.offloading.ranks.0.copies", "scheduler.connector.build_connector_meta"
+
+row("load_goes_one_slot_too_far", "slots.put", lambda _, put, slot, kv: put(slot + (slot % 16 < 15), kv), "LAB001")
+row("load_moves_nothing_and_says_it_did", "slots.put", lambda *_: None, "LAB001")
+row("load_takes_the_chunk_of_another_key", "cache.get", lambda engine, *_: [*engine.cache.values()][-1], "LAB001")
+row(
+    "store_reads_the_next_block", "slots.get",
+    lambda engine, get, slot: get((slot + 16) % (engine.options.num_blocks * 16)), "LAB001",
+)  # fmt: skip
+row(
+    "step_writes_a_wrong_slot", "slots.write",
+    lambda _, write, blocks, start, kv: write(blocks, start, [*kv[:-1], 7] if len(kv) > 40 else kv), "LAB001", on=MP,
+)  # fmt: skip
+row("chunk_is_lost", "cache.get", lambda *_: None, "LAB002")
+row("a_hook_raises", BUILD, lambda *_: 1 // 0, "KVR011", text="ZeroDivisionError")
+row("pins_are_kept", "cache.unpin", lambda *_: None, "KVR009", text="pins of the worker", on=V1)
+row(
+    "a_load_is_reported_before_it_is_done", f"{COPIES}.is_done", lambda *_: True, "LAB001",
+    text="the step reads", on=(*OFFLOADING, *SIMPLE),
+)  # fmt: skip
 
 
-@fault("LAB001")
-def load_goes_one_slot_too_far(engine: Any) -> None:
-    wrap(engine.slots, "put", lambda put, slot, content: put(slot + 1 if slot % 16 < 15 else slot, content))
-
-
-@fault("LAB001")
-def load_moves_nothing_and_says_it_did(engine: Any) -> None:
-    engine.slots.put = lambda slot, content: None
-
-
-@fault("LAB001")
-def load_takes_the_chunk_of_another_key(engine: Any) -> None:
-    engine.cache.get = lambda key: next(reversed(engine.cache.values()))
-
-
-@fault("LAB001")
-def store_reads_the_next_block(engine: Any) -> None:
-    wrap(engine.slots, "get", lambda get, slot: get((slot + 16) % (engine.options.num_blocks * 16)))
-
-
-@fault("LAB001", on=MP)
-def step_writes_a_wrong_slot(engine: Any) -> None:
-    wrap(
-        engine.slots,
-        "write",
-        lambda write, blocks, start, contents: write(
-            blocks, start, [*contents[:-1], 7] if len(contents) > 40 else contents
-        ),
-    )
-
-
-@fault("LAB001", text="Connector stores", on=("v1", "mp", "offloading", "simple-offload", "v1-simple"), **LAST)
-def copy_takes_the_next_block(engine: Any) -> None:
-    copies = engine.connector.offloading.ranks[0].copies
-    (start, page), end = (copies.gpu.data_ptr(), copies.gpu.shape[1]), copies.gpu.data_ptr() + copies.gpu.numel()
-
-    def submit(original: Any, pieces: Any) -> None:
-        moved = [(source + page if start <= source < end - page else source, *more) for source, *more in pieces]
-        original(moved)
-
-    wrap(copies, "_submit", submit)
-
-
-@fault("LAB001", text="the step reads", on=(*OFFLOADING, *SIMPLE))
-def a_load_is_reported_before_it_is_done(engine: Any) -> None:
-    engine.connector.offloading.ranks[0].copies.is_done = lambda copy: True
+@fault("LAB001", text="Connector stores", on=("v1", "mp", *OFFLOADING, *SIMPLE, *BOTH), at=f"{COPIES}._submit", **LAST)
+def copy_takes_the_next_block(engine: Any, submit: Any, pieces: Any) -> Any:
+    memory = engine.connector.offloading.ranks[0].copies.gpu
+    start, block, end = memory.data_ptr(), memory.shape[1], memory.data_ptr() + memory.numel()
+    return submit([(source + block * (start <= source < end - block), *more) for source, *more in pieces])
 
 
 @fault("LAB001", text="the OffloadingConnector stores", on=OFFLOADING)
@@ -93,26 +73,18 @@ def a_job_is_never_reported(engine: Any) -> None:
     scheduler._req_status = _Kept(scheduler._req_status)
 
 
-@fault("LAB010", text="max_offload_tokens 0", on=OFFLOADING)
-def what_a_request_asks_for_is_not_read(engine: Any) -> None:
-    def on_new_request(asked: Any, request: Any) -> None:
-        asked(request)
-        request.kv_transfer_params = {"max_offload_tokens": 0}
-
-    wrap(engine.connector.offloading.scheduler, "on_new_request", on_new_request)
+@fault("LAB010", text="max_offload_tokens 0", on=OFFLOADING, at="connector.offloading.scheduler.on_new_request")
+def what_a_request_asks_for_is_not_read(engine: Any, on_new_request: Any, request: Any) -> None:
+    on_new_request(request)
+    request.kv_transfer_params = {"max_offload_tokens": 0}
 
 
-@fault("LAB001", "KVR006", "KVR011", **LAST)
-def promise_is_granted_to_another(engine: Any) -> None:
+@fault("LAB001", "KVR006", "KVR011", at="scheduler.connector.update_state_after_alloc", **LAST)
+def promise_is_granted_to_another(engine: Any, grant: Any, request: Any, blocks: Any, external: int) -> None:
     """The MultiConnector has another one load than the one that has promised."""
-    multi = engine.scheduler.connector
-
-    def granted(grant: Any, request: Any, blocks: Any, external: int) -> None:
-        if external:
-            multi._requests_to_connector[request.request_id] ^= 1
-        grant(request, blocks, external)
-
-    wrap(multi, "update_state_after_alloc", granted)
+    if external:
+        engine.scheduler.connector._requests_to_connector[request.request_id] ^= 1
+    grant(request, blocks, external)
 
 
 @fault("LAB010", text="this instance is a kv_consumer", on=V1, v1={"kv_role": "kv_consumer"})
@@ -139,9 +111,7 @@ def load_comes_short_for_no_reason(engine: Any) -> None:
     engine.workers[0].failing["again"] = 3
 
 
-@fault("LAB002")
-def chunk_is_lost(engine: Any) -> None:
-    engine.cache.get = lambda key: None
+# ---------------------------------------------------------------------- promises
 
 
 @fault("KVR001")
@@ -176,52 +146,89 @@ def changes_its_promise(engine: Any) -> None:
     engine.free_blocks()
 
 
-@fault("KVR004", on=V1)
-def load_of_less_than_was_granted(engine: Any) -> None:
-    def less(meta: Any) -> None:
-        if meta.load_spec is not None and meta.load_spec.can_load:
-            meta.load_spec.lmcache_cached_tokens -= engine.options.chunk_size
-
-    change_metadata(engine, less)
+@fault("LAB003", text="is PREEMPTED for ever", on=V1)
+def no_question_is_ever_answered(engine: Any) -> None:
+    _answer(engine, lambda request, computed, promised: None if request.num_preemptions else promised)
 
 
-@fault("KVR006", text="no load of them was started", on=V1)
-def load_is_forgotten(engine: Any) -> None:
-    change_metadata(engine, lambda meta: setattr(meta, "load_spec", None))
+def _answer(engine: Any, change: Callable[[Any, int, Any], Any]) -> None:
+    """Let the hook promise otherwise, and put the lab's wrapper around it again."""
+    connector = engine.scheduler.connector
+    ask = type(connector).get_num_new_matched_tokens.__get__(connector)
+
+    def answer(request: Any, computed: int) -> tuple[Any, bool]:
+        promised, later = ask(request, computed)
+        changed = change(request, computed, promised)
+        return changed, later and changed != 0
+
+    connector.get_num_new_matched_tokens = answer
+    connector.update_state_after_alloc = type(connector).update_state_after_alloc.__get__(connector)
+    engine.request_events.wrap_hooks(connector)
 
 
-@fault("KVR006", "KVR010", on=MP)
-def loads_are_dropped(engine: Any) -> None:
-    def without(build: Any, output: Any) -> Any:
-        meta = build(output)
-        meta.requests = [each for each in meta.requests if each.direction != "RETRIEVE"]
-        return meta
-
-    wrap(engine.scheduler.connector, "build_connector_meta", without)
+# ---------------------------------------------------------------------- metadata and events
 
 
-@fault("KVR007", text="never are", on=V1)
-def store_skips_a_chunk(engine: Any) -> None:
-    def skip(meta: Any) -> None:
-        if meta.req_id == "other" and meta.save_spec is not None:
-            meta.save_spec.skip_leading_tokens += engine.options.chunk_size
+def in_metadata(name: str, change: Callable[[Any, Any], None], *rules: str, **more: Any) -> None:
+    """Register a fault in each request's metadata between the adapter in the scheduler and the one in the worker."""
 
-    change_metadata(engine, skip)
+    def built(engine: Any, build: Any, output: Any) -> Any:
+        metadata = build(output)
+        for meta in metadata.requests:
+            change(engine, meta)
+        return metadata
 
-
-@fault("KVR007", on=MP)
-def store_has_a_gap(engine: Any) -> None:
-    _stored(engine, 32, 32)
+    row(name, "connector.scheduler_adapter.build_connector_meta", built, *rules, on=V1, **more)
 
 
-@fault("KVR008", text="are computed")
-def store_reports_more_than_there_is(engine: Any) -> None:
-    _stored(engine, 0, 64)
+def _less(engine: Any, meta: Any) -> None:
+    if meta.load_spec is not None and meta.load_spec.can_load:
+        meta.load_spec.lmcache_cached_tokens -= engine.options.chunk_size
 
 
-@fault("KVR009", text="pins of the worker", on=V1)
-def pins_are_kept(engine: Any) -> None:
-    engine.cache.unpin = lambda lookup_id: None
+def _skip(engine: Any, meta: Any) -> None:
+    if meta.req_id == "other" and meta.save_spec is not None:
+        meta.save_spec.skip_leading_tokens += engine.options.chunk_size
+
+
+in_metadata("load_of_less_than_was_granted", _less, "KVR004")
+in_metadata(
+    "load_is_forgotten", lambda _, meta: setattr(meta, "load_spec", None),
+    "KVR006", text="no load of them was started",
+)  # fmt: skip
+in_metadata("store_skips_a_chunk", _skip, "KVR007", text="never are")
+
+
+@fault("KVR006", "KVR010", on=MP, at=BUILD)
+def loads_are_dropped(engine: Any, build: Any, output: Any) -> Any:
+    meta = build(output)
+    meta.requests = [each for each in meta.requests if each.direction != "RETRIEVE"]
+    return meta
+
+
+def _stored(start_later: int, end_later: int) -> Any:
+    """Report stores with another start and end."""
+
+    def stored(_: Any, report: Any, name: str, tokens: list[int], start: int, end: int, rank: int = 0) -> None:
+        report(name, tokens, start + start_later, end + end_later)
+
+    return stored
+
+
+row("store_has_a_gap", "request_events.stored", _stored(32, 32), "KVR007", on=MP)
+row("store_reports_more_than_there_is", "request_events.stored", _stored(0, 64), "KVR008", text="are computed")
+
+
+# ---------------------------------------------------------------------- what stays
+
+
+class _Kept(dict):  # type: ignore[type-arg]
+    """Keeps what is removed."""
+
+    def __delitem__(self, key: Any) -> None: ...
+
+    def pop(self, key: Any, default: Any = None) -> Any:
+        return self.get(key, default)
 
 
 @fault("KVR009", text="load_specs", on=V1)
@@ -229,23 +236,10 @@ def a_load_spec_is_kept(engine: Any) -> None:
     engine.connector.scheduler_adapter.load_specs = _Kept()
 
 
-@fault("KVR009", on=MP)
-def a_lookup_is_kept(engine: Any) -> None:
-    def leaking(settle: Any) -> None:
-        engine.connector.scheduler_adapter._finished_lookup_results["a"] = 0
-        settle()
-
-    wrap(engine, "settle", leaking)
-
-
-@fault("KVR011", text="ZeroDivisionError")
-def a_hook_raises(engine: Any) -> None:
-    engine.scheduler.connector.build_connector_meta = lambda output: 1 // 0
-
-
-@fault("LAB003", text="is PREEMPTED for ever", on=V1)
-def no_question_is_ever_answered(engine: Any) -> None:
-    _answer(engine, lambda request, computed, promised: None if request.num_preemptions else promised)
+@fault("KVR009", on=MP, at="settle")
+def a_lookup_is_kept(engine: Any, settle: Any) -> None:
+    engine.connector.scheduler_adapter._finished_lookup_results["a"] = 0
+    settle()
 
 
 @fault("LAB009", text="again needs ", on=V1)
@@ -280,24 +274,19 @@ def a_hit_is_kept(engine: Any) -> None:
     manager.request_finished_all_groups = lambda request, blocks: (False, None)
 
 
-@fault("KVR004", "LAB002", on=SIMPLE)
-def a_load_ends_a_block_early(engine: Any) -> None:
-    def early(loads: Any, metadata: Any) -> Any:
-        return [(name, start, end - 16) for name, start, end in loads(metadata)]
+row(
+    "a_load_ends_a_block_early", "connector.reader.loads",
+    lambda _, loads, metadata: [(name, start, end - 16) for name, start, end in loads(metadata)],
+    "KVR004", "LAB002", on=SIMPLE,
+)  # fmt: skip
 
-    wrap(engine.connector.reader, "loads", early)
 
-
-@fault("KVR006", "KVR010", "LAB003", on=SIMPLE)
-def a_load_is_lost(engine: Any) -> None:
+@fault("KVR006", "KVR010", "LAB003", on=SIMPLE, at=BUILD)
+def a_load_is_lost(engine: Any, build: Any, output: Any) -> Any:
     """The worker is told of no load."""
-
-    def build_connector_meta(build: Any, output: Any) -> Any:
-        metadata = build(output)
-        metadata.load_cpu_blocks, metadata.load_event = [], -1
-        return metadata
-
-    wrap(engine.scheduler.connector, "build_connector_meta", build_connector_meta)
+    metadata = build(output)
+    metadata.load_cpu_blocks, metadata.load_event = [], -1
+    return metadata
 
 
 @fault("LAB028", on=SIMPLE)
@@ -306,32 +295,9 @@ def a_load_holds_its_memory_for_ever(engine: Any) -> None:
     manager._cleanup_load_request = lambda name: manager._reqs_to_load.pop(name, None) and 0
 
 
-@fault("LAB001", text="the step reads", on=("v1-simple",))
+@fault("LAB001", text="the step reads", on=BOTH)
 def lmcache_loads_other_kv(engine: Any) -> None:
     load_other_kv(engine.connector)
-
-
-@fault("LAB028", on=("v1-simple",))
-def a_hit_is_never_released(engine: Any) -> None:
-    """LMCache, which is asked first, has the request: the other one's hit is not used."""
-    engine.connector.offloading._manager._free_pending_cpu_hit = lambda pending: None
-
-
-@fault("KVR009", on=("v1-simple",))
-def a_load_keeps_its_request(engine: Any) -> None:
-    engine.connector.offloading._manager.request_finished = lambda request, block_ids: (False, None)
-
-
-# ---------------------------------------------------------------------- parts of faults
-
-
-class _Kept(dict):  # type: ignore[type-arg]
-    """Keeps what is removed."""
-
-    def __delitem__(self, key: Any) -> None: ...
-
-    def pop(self, key: Any, default: Any = None) -> Any:
-        return self.get(key, default)
 
 
 def load_other_kv(connector: Any) -> None:
@@ -339,37 +305,14 @@ def load_other_kv(connector: Any) -> None:
     wrap(connector.cache_engines[0], "chunk", lambda chunk, name, key: [7] * len(chunk(name, key) or ()) or None)
 
 
-def _stored(engine: Any, start_later: int, end_later: int) -> None:
-    """Report stores with another start and end."""
-
-    def stored(report: Any, name: str, tokens: list[int], start: int, end: int, rank: int = 0) -> None:
-        report(name, tokens, start + start_later, end + end_later)
-
-    wrap(engine.request_events, "stored", stored)
-
-
-def _answer(engine: Any, change: Callable[[Any, int, Any], Any]) -> None:
-    """Let the hook promise otherwise, and put the lab's wrapper around it again."""
-    connector = engine.scheduler.connector
-    ask = type(connector).get_num_new_matched_tokens.__get__(connector)
-
-    def answer(request: Any, computed: int) -> tuple[Any, bool]:
-        promised, later = ask(request, computed)
-        changed = change(request, computed, promised)
-        return changed, later and changed != 0
-
-    connector.get_num_new_matched_tokens = answer
-    connector.update_state_after_alloc = type(connector).update_state_after_alloc.__get__(connector)
-    engine.request_events.wrap_hooks(connector)
-
-
-def change_metadata(engine: Any, changed: Callable[[Any], None]) -> None:
-    """Change each request's metadata between the adapter in the scheduler and the adapter in the worker."""
-
-    def built(build: Any, output: Any) -> Any:
-        metadata = build(output)
-        for meta in metadata.requests:
-            changed(meta)
-        return metadata
-
-    wrap(engine.connector.scheduler_adapter, "build_connector_meta", built)
+# LMCache, which is asked first, has the request: the other connector's hit is not used
+row(
+    "a_hit_is_never_released", "connector.offloading._manager._free_pending_cpu_hit", lambda *_: None, "LAB028", on=BOTH
+)
+row(
+    "a_load_keeps_its_request",
+    "connector.offloading._manager.request_finished",
+    lambda *_: (False, None),
+    "KVR009",
+    on=BOTH,
+)

@@ -6,8 +6,8 @@ from typing import Any
 
 from kvfix_tools.lab.engine.memory import GARBAGE
 from kvfix_tools.lab.steps import prompt
-from tests.lab.planted import fault, wrap
-from tests.lab.planted_faults import MP, V1, change_metadata
+from tests.lab.planted import fault, row, wrap
+from tests.lab.planted_faults import BUILD, MP, V1, in_metadata
 from tests.lab.planted_in_ranks import tokens_of_a_step_in_flight_count_twice
 
 #: Speculative decoding, and a connector that stores generated tokens.
@@ -25,46 +25,37 @@ PRIORITY: dict[str, Any] = {"every": {"policy": "priority", "num_blocks": 32}}
 # ---------------------------------------------------------------------- speculative decoding
 
 
-@fault("LAB001", text="store", **DRAFTS)
-def drafts_are_stored_before_they_are_accepted(engine: Any) -> None:
+@fault("LAB001", text="store", at=BUILD, **DRAFTS)
+def drafts_are_stored_before_they_are_accepted(engine: Any, build: Any, output: Any) -> Any:
     """The connector takes the scheduled drafts for tokens of the request."""
-
-    def with_drafts(build: Any, output: Any) -> Any:
-        known = {name: len(engine.requests[name].all_token_ids) for name in output.scheduled_spec_decode_tokens}
-        for name, drafts in output.scheduled_spec_decode_tokens.items():
-            engine.requests[name]._all_token_ids += drafts
-        try:
-            return build(output)
-        finally:
-            for name, tokens in known.items():
-                del engine.requests[name]._all_token_ids[tokens:]
-
-    wrap(engine.scheduler.connector, "build_connector_meta", with_drafts)
+    known = {name: len(engine.requests[name].all_token_ids) for name in output.scheduled_spec_decode_tokens}
+    for name, drafts in output.scheduled_spec_decode_tokens.items():
+        engine.requests[name]._all_token_ids += drafts
+    try:
+        return build(output)
+    finally:
+        for name, tokens in known.items():
+            del engine.requests[name]._all_token_ids[tokens:]
 
 
-@fault("LAB001", text="the step reads", **DRAFTS)
-def rejected_drafts_stay_computed(engine: Any) -> None:
+@fault("LAB001", text="the step reads", at="scheduler.update_from_output", **DRAFTS)
+def rejected_drafts_stay_computed(engine: Any, update: Any, output: Any, answer: Any) -> Any:
     """The scheduler does not take back the computed tokens of rejected drafts."""
-
-    def update_from_output(update: Any, output: Any, answer: Any) -> Any:
-        computed = {name: engine.requests[name].num_computed_tokens for name in output.scheduled_spec_decode_tokens}
-        outputs = update(output, answer)
-        for name, tokens in computed.items():
-            engine.requests[name].num_computed_tokens = tokens
-        return outputs
-
-    wrap(engine.scheduler, "update_from_output", update_from_output)
+    computed = {name: engine.requests[name].num_computed_tokens for name in output.scheduled_spec_decode_tokens}
+    outputs = update(output, answer)
+    for name, tokens in computed.items():
+        engine.requests[name].num_computed_tokens = tokens
+    return outputs
 
 
-@fault("LAB001", text="the step reads", on=MP, **DRAFTS)
-def last_block_of_a_hit_is_dropped_and_counts(engine: Any) -> None:
+@fault(
+    "LAB001", text="the step reads", on=MP,
+    at="scheduler.kv_cache_manager.coordinator.find_longest_cache_hit", **DRAFTS,
+)  # fmt: skip
+def last_block_of_a_hit_is_dropped_and_counts(_: Any, find: Any, *args: Any) -> Any:
     """vLLM drops it for EAGLE, and counts its tokens as computed."""
-
-    def found(find: Any, *args: Any) -> Any:
-        blocks, hit, more = find(*args)
-        return blocks, hit + 16 if hit else 0, more
-
-    wrap(engine.scheduler.kv_cache_manager.coordinator, "find_longest_cache_hit", found)
+    blocks, hit, more = find(*args)
+    return blocks, hit + 16 if hit else 0, more
 
 
 # ---------------------------------------------------------------------- the order of a step
@@ -115,13 +106,10 @@ def schedule_session(engine: Any) -> None:
     engine.settle()
 
 
-@fault("LAB001", text="the step reads token", schedule=schedule_session)
-def dropped_token_of_a_turn_counts_as_computed(engine: Any) -> None:
-    def updated(update: Any, session: Any, more: Any) -> None:
-        update(session, more)
-        session.num_computed_tokens += 1
-
-    wrap(engine.scheduler, "_update_request_as_session", updated)
+@fault("LAB001", text="the step reads token", at="scheduler._update_request_as_session", schedule=schedule_session)
+def dropped_token_of_a_turn_counts_as_computed(_: Any, update: Any, session: Any, more: Any) -> None:
+    update(session, more)
+    session.num_computed_tokens += 1
 
 
 def schedule_priority(engine: Any) -> None:
@@ -137,14 +125,25 @@ def schedule_priority(engine: Any) -> None:
     engine.run()
 
 
-@fault("LAB001", "KVR011", schedule=schedule_priority, **PRIORITY)
-def the_request_that_gives_way_keeps_its_computed_tokens(engine: Any) -> None:
-    def preempted(preempt: Any, request: Any, *more: Any, **named: Any) -> None:
-        computed = request.num_computed_tokens
-        preempt(request, *more, **named)
-        request.num_computed_tokens = computed
+def schedule_reset(engine: Any) -> None:
+    engine.admit("first", prompt(100), max_tokens=30)
+    engine.step(6)
+    engine.reset_prefix_cache(True)
+    engine.run()
+    engine.settle()
 
-    wrap(engine.scheduler, "_preempt_request", preempted)
+
+def _keeps_computed(engine: Any, preempt: Any, request: Any, *more: Any, **named: Any) -> None:
+    computed = request.num_computed_tokens
+    preempt(request, *more, **named)
+    request.num_computed_tokens = computed
+
+
+for name, options in {
+    "the_request_that_gives_way_keeps_its_computed_tokens": {"schedule": schedule_priority, **PRIORITY},
+    "a_request_that_a_reset_preempts_keeps_its_computed_tokens": {"schedule": schedule_reset},
+}.items():
+    row(name, "scheduler._preempt_request", _keeps_computed, "LAB001", "KVR011", **options)
 
 
 def schedule_pause(engine: Any) -> None:
@@ -157,9 +156,7 @@ def schedule_pause(engine: Any) -> None:
     engine.run()
 
 
-@fault("LAB003", text="is WAITING for ever", schedule=schedule_pause)
-def a_pause_never_ends(engine: Any) -> None:
-    engine.unpause = lambda: None
+row("a_pause_never_ends", "unpause", lambda *_: None, "LAB003", text="is WAITING for ever", schedule=schedule_pause)
 
 
 def schedule_new_weights(engine: Any) -> None:
@@ -172,35 +169,22 @@ def schedule_new_weights(engine: Any) -> None:
     engine.settle()
 
 
-@fault("LAB001", on=MP, schedule=schedule_new_weights)
-def the_cache_keeps_kv_of_old_weights(engine: Any) -> None:
-    engine.scheduler.reset_connector_cache = lambda: True
-
-
-@fault("LAB001", text="the step reads", on=MP, schedule=schedule_new_weights)
-def vllm_keeps_kv_of_old_weights(engine: Any) -> None:
-    engine.scheduler.kv_cache_manager.reset_prefix_cache = lambda: True
-
-
-def schedule_reset(engine: Any) -> None:
-    engine.admit("first", prompt(100), max_tokens=30)
-    engine.step(6)
-    engine.reset_prefix_cache(True)
-    engine.run()
-    engine.settle()
-
-
-@fault("LAB001", "KVR011", schedule=schedule_reset)
-def a_request_that_a_reset_preempts_keeps_its_computed_tokens(engine: Any) -> None:
-    the_request_that_gives_way_keeps_its_computed_tokens(engine)
+WEIGHTS: dict[str, Any] = {"on": MP, "schedule": schedule_new_weights}
+row("the_cache_keeps_kv_of_old_weights", "scheduler.reset_connector_cache", lambda *_: True, "LAB001", **WEIGHTS)
+row(
+    "vllm_keeps_kv_of_old_weights", "scheduler.kv_cache_manager.reset_prefix_cache", lambda *_: True, "LAB001",
+    text="the step reads", **WEIGHTS,
+)  # fmt: skip
 
 
 # ---------------------------------------------------------------------- LMCache's other ways to load, and its roles
 
 
-@fault("LAB001", text="the step reads", on=V1, v1={"lmcache": {"use_layerwise": True}})
-def the_last_layer_is_not_loaded(engine: Any) -> None:
-    wrap(engine.slots, "put", lambda put, slot, content: put(slot, content) if content == GARBAGE else None)
+row(
+    "the_last_layer_is_not_loaded", "slots.put",
+    lambda _, put, slot, content: put(slot, content) if content == GARBAGE else None,
+    "LAB001", text="the step reads", on=V1, v1={"lmcache": {"use_layerwise": True}},
+)  # fmt: skip
 
 
 @fault("LAB001", text="the step reads", on=V1, v1={"lmcache": {"enable_async_loading": True}})
@@ -219,9 +203,10 @@ def schedule_decoder(engine: Any) -> None:
     engine.settle()
 
 
-@fault("LAB010", text="it asks for lmcache.skip_save", on=V1, schedule=schedule_decoder)
-def what_is_not_to_be_stored_is_stored(engine: Any) -> None:
-    change_metadata(engine, lambda meta: setattr(meta.save_spec, "can_save", True))
+in_metadata(
+    "what_is_not_to_be_stored_is_stored", lambda _, meta: setattr(meta.save_spec, "can_save", True),
+    "LAB010", text="it asks for lmcache.skip_save", schedule=schedule_decoder,
+)  # fmt: skip
 
 
 # ---------------------------------------------------------------------- a server that stops
@@ -240,9 +225,9 @@ def schedule_silent_server(engine: Any) -> None:
     assert engine.counts["server_stops"] == 1
 
 
-@fault("LAB001", text="is stored under their key", on=MP, schedule=schedule_silent_server, mp={"delay": 3})
-def a_store_after_silence_takes_other_blocks(engine: Any) -> None:
-    def stored(store: Any, key: Any, groups: list[list[int]]) -> Any:
-        return store(key, [group[::-1] for group in groups] if engine.counts["server_stops"] else groups)
-
-    wrap(engine.connector.server, "_store", stored)
+@fault(
+    "LAB001", text="is stored under their key", on=MP,
+    at="connector.server._store", schedule=schedule_silent_server, mp={"delay": 3},
+)  # fmt: skip
+def a_store_after_silence_takes_other_blocks(engine: Any, store: Any, key: Any, groups: list[list[int]]) -> Any:
+    return store(key, [group[::-1] for group in groups] if engine.counts["server_stops"] else groups)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from tests.lab.planted import fault, wrap
+from tests.lab.planted import fault, row, wrap
 from tests.lab.planted_faults import load_other_kv
 
 PULL, PUSH, MOONCAKE = ("nixl-pull",), ("nixl-push",), ("mooncake",)
@@ -16,6 +16,9 @@ MORE: dict[str, Any] = {"ranks": 1, "peer_ranks": 2, "kv_heads": 2, "rank_delay"
 FEWER: dict[str, Any] = {"ranks": 2, "peer_ranks": 1, "kv_heads": 2, "rank_delay": 3}
 COPIED: dict[str, Any] = {"ranks": 1, "peer_ranks": 4, "kv_heads": 2}
 GROUPS: dict[str, Any] = {"windows": (32,), "num_blocks": 80}
+GROUP = "other KV in KV group 1"
+#: Of an engine with one connector.
+ADAPTER = "connector.workers.0.adapter"
 
 
 def _worker(engine: Any) -> Any:
@@ -29,11 +32,12 @@ def _adapters(engine: Any) -> list[Any]:
 # ---------------------------------------------------------------------- wrong KV
 
 
-def read_the_next_block(agent: Any) -> None:
-    """Each of the agent's transfers reads or writes the peer's block after the right one."""
+def read_the_next_block(agent: Any, here_later: int = 0, there_later: int = 1) -> None:
+    """Each of the agent's transfers takes blocks after the right ones: its own, the peer's."""
 
     def make(original: Any, kind: str, mine: Any, here: Any, theirs: Any, there: Any, **more: Any) -> Any:
-        return original(kind, mine, here, theirs, [each + 1 for each in there], **more)
+        later = [[each + by for each in blocks] for blocks, by in ((here, here_later), (there, there_later))]
+        return original(kind, mine, later[0], theirs, later[1], **more)
 
     wrap(agent, "make_prepped_xfer", make)
 
@@ -50,22 +54,17 @@ def nixl_writes_into_the_next_block(pair: Any) -> None:
 
 @fault("LAB001", on=PUSH)
 def writes_come_from_the_next_block(pair: Any) -> None:
-    def make(original: Any, kind: str, mine: Any, here: Any, theirs: Any, there: Any, **more: Any) -> Any:
-        return original(kind, mine, [each + 1 for each in here], theirs, there, **more)
-
-    wrap(_worker(pair.prefill).adapter.nixl_wrapper, "make_prepped_xfer", make)
+    read_the_next_block(_worker(pair.prefill).adapter.nixl_wrapper, 1, 0)
 
 
-@fault("LAB001", on=(*MOONCAKE, "mooncake-multi"))
-def mooncake_writes_into_the_next_block(pair: Any) -> None:
+@fault("LAB001", on=(*MOONCAKE, "mooncake-multi"), at="network.write")
+def mooncake_writes_into_the_next_block(
+    pair: Any, write: Any, of: Any, to: str, sources: Any, targets: list[int], sizes: Any
+) -> Any:
     from kvfix_tools.lab.engine.byte_memory import SLOT
 
     block = pair.options.block_size * SLOT
-
-    def write(original: Any, of: Any, to: str, sources: Any, targets: list[int], sizes: Any) -> Any:
-        return original(of, to, sources, [target + block for target in targets], sizes)
-
-    wrap(pair.network, "write", write)
+    return write(of, to, sources, [target + block for target in targets], sizes)
 
 
 @fault("LAB001", on=MULTI)
@@ -90,22 +89,16 @@ def a_transfer_fails(pair: Any) -> None:
 # ---------------------------------------------------------------------- leases, threads and messages
 
 
-@fault("LAB003", on=PUSH)
-def registrations_are_lost(pair: Any) -> None:
-    _worker(pair.decode).adapter._do_send_reg_notif = lambda *_: None
-
-
-@fault("LAB020", on=(*PULL, *MOONCAKE))
-def blocks_stay_when_they_are_sent(pair: Any) -> None:
-    pair.prefill.scheduler._free_blocks = lambda request: None
+row("registrations_are_lost", f"decode.{ADAPTER}._do_send_reg_notif", lambda *_: None, "LAB003", on=PUSH)
+row(
+    "blocks_stay_when_they_are_sent", "prefill.scheduler._free_blocks", lambda *_: None,
+    "LAB020", on=(*PULL, *MOONCAKE),
+)  # fmt: skip
 
 
 @fault("LAB021", on=PULL)
 def the_thread_for_handshakes_dies(pair: Any) -> None:
-    def listener() -> None:
-        raise KeyError
-
-    pair.network.listeners["prefill:5600"] = listener
+    pair.network.listeners["prefill:5600"] = lambda: {}["handshake"]
 
 
 @fault("LAB022", on=PUSH)
@@ -121,9 +114,10 @@ def a_coroutine_raises(pair: Any) -> None:
     _worker(pair.prefill).adapter.record_send_reqs = record_send_reqs
 
 
-@fault("LAB026", on=MOONCAKE)
-def prefills_are_taken_for_aborted(pair: Any) -> None:
-    pair.prefill.connector.scheduler_side.request_finished = lambda request, blocks: (False, None)
+row(
+    "prefills_are_taken_for_aborted", "prefill.connector.scheduler_side.request_finished", lambda *_: (False, None),
+    "LAB026", on=MOONCAKE,
+)  # fmt: skip
 
 
 @fault("KVR015", on=PULL)
@@ -152,14 +146,11 @@ def leases_are_over_at_once(pair: Any) -> None:
     wrap(worker, "start_load_kv", start_load_kv)
 
 
-@fault("KVR018", on=PULL)
-def a_request_is_sent_twice(pair: Any) -> None:
-    def admit_both(admit: Any, engine: Any, name: str, tokens: list[int], most: int, params: dict[str, Any]) -> None:
-        admit(engine, name, tokens, most, dict(params))
-        if engine is pair.decode:
-            admit(engine, f"{name}-again", tokens, most, dict(params))
-
-    wrap(pair.router, "_admit", admit_both)
+@fault("KVR018", on=PULL, at="router._admit")
+def a_request_is_sent_twice(pair: Any, admit: Any, engine: Any, name: str, tokens: Any, most: int, params: Any) -> None:
+    admit(engine, name, tokens, most, dict(params))
+    if engine is pair.decode:
+        admit(engine, f"{name}-again", tokens, most, dict(params))
 
 
 @fault("KVR020", on=PUSH)
@@ -168,55 +159,40 @@ def what_is_over_is_still_written(pair: Any) -> None:
     _worker(pair.prefill).adapter._evict_finished_inbox.put = lambda _: None
 
 
-@fault("KVR021", on=PUSH)
-def leases_are_over_once_it_is_written(pair: Any) -> None:
+@fault("KVR021", on=PUSH, at=f"prefill.{ADAPTER}._reap_expired_send_leases")
+def leases_are_over_once_it_is_written(pair: Any, reap: Any, sent: set[str]) -> None:
     worker = _worker(pair.prefill).adapter
-
-    def reap_too_much(reap: Any, sent: set[str]) -> None:
-        worker._reqs_to_send.update(dict.fromkeys(worker._sending_transfers, 0.0))
-        reap(sent)
-
-    wrap(worker, "_reap_expired_send_leases", reap_too_much)
+    worker._reqs_to_send.update(dict.fromkeys(worker._sending_transfers, 0.0))
+    reap(sent)
 
 
-@fault("KVR021", on=MOONCAKE)
-def what_is_sent_is_free_at_once(pair: Any) -> None:
-    adapter = _worker(pair.prefill).adapter
-
-    async def built(build: Any, ready: Any, *more: Any) -> Any:
-        answer = await build(ready, *more)
-        adapter.finished_sending_reqs.update(sent.p_req_id for _, sent in ready)
-        return answer
-
-    wrap(adapter, "_build_transfer_params", built)
+@fault("KVR021", on=MOONCAKE, at=f"prefill.{ADAPTER}._build_transfer_params")
+async def what_is_sent_is_free_at_once(pair: Any, build: Any, ready: Any, *more: Any) -> Any:
+    answer = await build(ready, *more)
+    _worker(pair.prefill).adapter.finished_sending_reqs.update(sent.p_req_id for _, sent in ready)
+    return answer
 
 
-@fault("KVR022", on=PUSH)
-def decode_forgets_what_it_waits_for(pair: Any) -> None:
-    worker = _worker(pair.decode).adapter
-
-    def sends(send: Any, request: str, registration: Any) -> None:
-        send(request, registration)
-        worker._recving_metadata.pop(request, None)
-
-    wrap(worker, "_do_send_reg_notif", sends)
+@fault("KVR022", on=PUSH, at=f"decode.{ADAPTER}._do_send_reg_notif")
+def decode_forgets_what_it_waits_for(pair: Any, send: Any, request: str, registration: Any) -> None:
+    send(request, registration)
+    _worker(pair.decode).adapter._recving_metadata.pop(request, None)
 
 
 # ---------------------------------------------------------------------- several ranks
 
 
-def _reads_at(pair: Any, factor: int) -> None:
+def _reads_at(factor: int) -> Any:
     """Decode's second rank reads from this place of prefill's blocks, in shares of its own."""
-
-    def build_remote(build: Any, plan: Any, *more: Any) -> Any:
-        return build(dataclasses.replace(plan, rank_offset_factor=factor), *more)
-
-    wrap(_adapters(pair.decode)[1], "_build_fa_remote", build_remote)
+    return lambda _, build, plan, *more: build(dataclasses.replace(plan, rank_offset_factor=factor), *more)
 
 
-@fault("LAB001", text="other KV of rank 1", on=PULL_RANKS, every=MORE)
-def a_rank_reads_the_heads_of_another(pair: Any) -> None:
-    _reads_at(pair, 0)
+for name, factor, options in (
+    ("a_rank_reads_the_heads_of_another", 0, MORE),
+    ("a_copied_head_is_read_from_the_place_of_another", 1, COPIED),
+):
+    at = "decode.connector.workers.1.adapter._build_fa_remote"
+    row(name, at, _reads_at(factor), "LAB001", text="other KV of rank 1", on=PULL_RANKS, every=options)
 
 
 @fault("LAB001", text="other KV of rank 1", on=PULL_RANKS, every=MORE)
@@ -230,15 +206,11 @@ def blocks_are_free_after_the_first_of_two_notices(pair: Any) -> None:
         wrap(adapter, "add_remote_agent", adds)
 
 
-@fault("LAB001", text="other KV", on=PULL_RANKS, every=FEWER)
-def heads_of_two_ranks_are_mixed_up(pair: Any) -> None:
-    (adapter,) = _adapters(pair.decode)
-    wrap(adapter, "_build_local_splits_from_plan", lambda build, *arguments: reversed(list(build(*arguments))))
-
-
-@fault("LAB001", text="other KV of rank 1", on=PULL_RANKS, every=COPIED)
-def a_copied_head_is_read_from_the_place_of_another(pair: Any) -> None:
-    _reads_at(pair, 1)
+row(
+    "heads_of_two_ranks_are_mixed_up", f"decode.{ADAPTER}._build_local_splits_from_plan",
+    lambda _, build, *arguments: reversed(list(build(*arguments))),
+    "LAB001", text="other KV", on=PULL_RANKS, every=FEWER,
+)  # fmt: skip
 
 
 @fault("LAB001", text="other KV", on=PUSH_RANKS, every=FEWER)
@@ -250,19 +222,13 @@ def the_second_writer_is_not_waited_for(pair: Any) -> None:
         wrap(adapter.nixl_wrapper, "make_prepped_xfer", make)
 
 
-@fault("LAB001", text="other KV in KV group 1", on=PULL_RANKS, every=GROUPS)
-def blocks_of_a_window_are_read_in_another_order(pair: Any) -> None:
-    def reads(read: Any, read_spec: Any, **more: Any) -> Any:
-        whole, window = read_spec.remote_block_ids
-        return read(dataclasses.replace(read_spec, remote_block_ids=[whole, window[::-1]]), **more)
-
-    wrap(_worker(pair.decode).adapter, "_read_blocks", reads)
+@fault("LAB001", text=GROUP, on=PULL_RANKS, every=GROUPS, at=f"decode.{ADAPTER}._read_blocks")
+def blocks_of_a_window_are_read_in_another_order(_: Any, read: Any, read_spec: Any, **more: Any) -> Any:
+    whole, window = read_spec.remote_block_ids
+    return read(dataclasses.replace(read_spec, remote_block_ids=[whole, window[::-1]]), **more)
 
 
-@fault("LAB001", text="other KV in KV group 1", on=PUSH_RANKS, every=GROUPS)
-def a_window_is_not_written(pair: Any) -> None:
-    def writes(write: Any, read_spec: Any, **more: Any) -> Any:
-        ours, theirs = ([each[0], []] for each in (read_spec.local_block_ids, read_spec.remote_block_ids))
-        return write(dataclasses.replace(read_spec, local_block_ids=ours, remote_block_ids=theirs), **more)
-
-    wrap(_worker(pair.prefill).adapter, "_xfer_blocks", writes)
+@fault("LAB001", text=GROUP, on=PUSH_RANKS, every=GROUPS, at=f"prefill.{ADAPTER}._xfer_blocks")
+def a_window_is_not_written(_: Any, write: Any, read_spec: Any, **more: Any) -> Any:
+    ours, theirs = ([each[0], []] for each in (read_spec.local_block_ids, read_spec.remote_block_ids))
+    return write(dataclasses.replace(read_spec, local_block_ids=ours, remote_block_ids=theirs), **more)

@@ -1,11 +1,12 @@
-"""Faults planted in an engine of the lab with several ranks."""
+"""Faults planted in an engine of the lab with several ranks, or with several KV groups."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from kvfix_tools.lab.steps import prompt
-from tests.lab.planted import fault, wrap
+from tests.lab.planted import fault, row, wrap
 from tests.lab.planted_faults import MP, V1
 
 #: Two ranks, of which the second takes longer.
@@ -38,15 +39,12 @@ def report_of_one_rank_counts_for_all(engine: Any) -> None:
     engine.executor._aggregator = None
 
 
-@fault("LAB001", text="of rank 1", on=MP, **RANKS)
-def a_rank_reports_a_load_before_it_is_done(engine: Any) -> None:
-    server = engine.connector.server
-
-    def reported(submit: Any, request_id: str, key: Any, *more: Any, **named: Any) -> Any:
-        future = submit(request_id, key, *more, **named)
-        return server._answer(True) if key.worker_id else future
-
-    wrap(server, "submit_retrieve", reported)
+@fault("LAB001", text="of rank 1", on=MP, at="connector.server.submit_retrieve", **RANKS)
+def a_rank_reports_a_load_before_it_is_done(
+    engine: Any, submit: Any, name: str, key: Any, *more: Any, **named: Any
+) -> Any:
+    future = submit(name, key, *more, **named)
+    return engine.connector.server._answer(True) if key.worker_id else future
 
 
 @fault("LAB001", text="is stored under their key", on=MP, **SHARES)
@@ -54,9 +52,11 @@ def a_block_is_taken_for_that_of_one_rank(engine: Any) -> None:
     engine.scheduler.connector._group_tokens_per_block = [engine.options.block_of_rank]
 
 
-@fault("LAB001", text="of rank 1", on=MP, **SHARES)
-def a_rank_loads_the_tokens_of_another(engine: Any) -> None:
-    wrap(engine.connector.server.chunks, "load", lambda load, groups, keys, skip, rank: load(groups, keys, skip, 0))
+row(
+    "a_rank_loads_the_tokens_of_another", "connector.server.chunks.load",
+    lambda _, load, groups, keys, skip, rank: load(groups, keys, skip, 0),
+    "LAB001", text="of rank 1", on=MP, **SHARES,
+)  # fmt: skip
 
 
 @fault("LAB001", text="is stored under their key", on=MP, **RANKS)
@@ -82,9 +82,10 @@ def a_rank_stores_after_it_has_said_so(engine: Any) -> None:
     wrap(server, "submit_store", reported)
 
 
-@fault("LAB001", text="of rank 1", on=V1, **RANKS)
-def a_rank_loads_what_another_has_stored(engine: Any) -> None:
-    engine.caches[1].get = engine.caches[0].get
+row(
+    "a_rank_loads_what_another_has_stored", "caches.1.get", lambda engine, _, key: engine.caches[0].get(key),
+    "LAB001", text="of rank 1", on=V1, **RANKS,
+)  # fmt: skip
 
 
 def schedule_failing_rank(engine: Any) -> None:
@@ -95,6 +96,81 @@ def schedule_failing_rank(engine: Any) -> None:
     engine.run()
 
 
-@fault("LAB001", "LAB008", on=V1, schedule=schedule_failing_rank, **RANKS)
-def a_rank_keeps_its_failure_to_itself(engine: Any) -> None:
-    engine.workers[1].called.get_block_ids_with_load_errors = set
+row(
+    "a_rank_keeps_its_failure_to_itself", "workers.1.called.get_block_ids_with_load_errors", lambda *_: set(),
+    "LAB001", "LAB008", on=V1, schedule=schedule_failing_rank, **RANKS,
+)  # fmt: skip
+
+
+# ---------------------------------------------------------------------- several KV groups
+
+#: `mp` with KV groups of sliding windows, in separate objects.
+WINDOWS = ("mp-windows",)
+#: `mp` with a KV group of states.
+STATES = ("mp-states",)
+#: All KV groups of a chunk in one object of the server.
+ONE_OBJECT: dict[str, Any] = {"separate_object_groups": False, "windows": (32,)}
+#: A window whose blocks have twice the tokens.
+LARGER_BLOCKS: dict[str, Any] = {"windows": (64,), "window_blocks": 2}
+#: States, and a drafter.
+STATES_AND_DRAFTS: dict[str, Any] = {"drafter": "mtp", "drafts": 3, "acceptance": 50}
+COMPUTED, STORED = "computed ones, its slot holds other KV", "is stored under their key"
+
+
+def _others(groups: list[Any]) -> list[Any]:
+    return [groups[0], groups[2], groups[1]]
+
+
+def _before(groups: list[Any]) -> list[Any]:
+    return [groups[0], [*groups[1][1:], 0]]
+
+
+#: {fault: (the server's transfer, its blocks, text, setup, options)}
+BLOCKS: dict[str, tuple[str, Any, str, tuple[str, ...], dict[str, Any]]] = {
+    "load_of_a_window_goes_to_blocks_of_another": ("load", _others, f"{COMPUTED} in KV group 1", WINDOWS, {}),
+    "store_of_a_window_reads_other_blocks": ("read", _others, STORED, WINDOWS, {}),
+    "load_of_a_state_goes_to_the_block_before": ("load", _before, f"{COMPUTED} in KV group 1", STATES, {}),
+    "store_takes_the_state_for_that_of_the_chunk_before": ("read", _before, STORED, STATES, {}),
+    "part_of_a_group_is_read_from_blocks_of_another": (
+        "load", _before, "in KV group 1", WINDOWS, {"mp_windows": ONE_OBJECT},
+    ),
+}  # fmt: skip
+
+
+def _changed(changed: Callable[[Any], Any], place: int) -> Callable[..., Any]:
+    def transfer(_: Any, original: Any, *arguments: Any) -> Any:
+        return original(*arguments[:place], changed(arguments[place]), *arguments[place + 1 :])
+
+    return transfer
+
+
+for name, (method, changed, text, on, options) in BLOCKS.items():
+    call = _changed(changed, 0 if method == "load" else 1)
+    row(name, f"connector.server.chunks.{method}", call, "LAB001", text=text, on=on, **options)
+
+
+def schedule_failed_load(engine: Any) -> None:
+    engine.do("stored_elsewhere", prompt(128))
+    engine.admit("r", prompt(160), max_tokens=5)
+    engine.fail_load("r")
+    engine.run()
+
+
+row(
+    "a_failed_load_of_groups_is_not_reported", "workers.0.also_reported", lambda *_: {}, "LAB003", "LAB008", "KVR010",
+    on=WINDOWS, schedule=schedule_failed_load,
+)  # fmt: skip
+
+
+@fault("LAB001", text=STORED, on=WINDOWS, mp_windows=LARGER_BLOCKS)
+def larger_blocks_are_taken_for_small_ones(engine: Any) -> None:
+    engine.scheduler.connector._group_tokens_per_block = [16, 16]
+
+
+row(
+    "state_of_a_rejected_draft_is_read", "model.groups.0.write",
+    lambda _, write, name, done, contents, drafts, accepted: write(
+        name, done, contents, drafts, min(drafts, accepted + 1)
+    ),
+    "LAB001", text="in KV group 1", on=STATES, mp_states=STATES_AND_DRAFTS,
+)  # fmt: skip

@@ -8,6 +8,10 @@ import pytest
 
 from kvfix import acting, catalogue
 from kvfix.session import session
+from kvfix_tools.lab import runner
+from kvfix_tools.lab.fuzz.schedule import draw
+from kvfix_tools.lab.scenario import find
+from tests import late
 from tests.conftest import RELEASES, Once
 
 SEEDS = 20
@@ -28,9 +32,6 @@ def in_scenarios() -> dict[str, dict[str, int]]:
 
     If another fix has corrected it before, the scenario is played with the fix alone.
     """
-    from kvfix_tools.lab import runner
-    from kvfix_tools.lab.scenario import find
-
     found: dict[str, dict[str, int]] = {}
     for fix in catalogue.fixes():
         for scenario in filter(None, map(find, fix.scenarios)):
@@ -45,21 +46,17 @@ def in_scenarios() -> dict[str, dict[str, int]]:
 
 def in_healthy(connector: str) -> dict[str, Any]:
     """Return the fixes that acted in random schedules without violations, aborts, preemptions or losses as released."""
-    from kvfix_tools.lab.fuzz.fuzz import play
-    from kvfix_tools.lab.fuzz.schedule import draw
-    from kvfix_tools.lab.runner import applied
-
     healthy = 0
     session.tallies.clear()
     for seed in range(SEEDS):
         schedule = draw(seed, connector, plain=True)
-        with applied(False):
-            released = play(schedule)
+        with runner.applied(False):
+            released = late.play(schedule)
         if released.violations or any(released.counts.get(name) for name in DISTURBED):
             continue
         healthy += 1
-        with applied(True):
-            play(schedule)
+        with runner.applied(True):
+            late.play(schedule)
     return {"healthy": healthy, "acted": _counted()}
 
 

@@ -1,12 +1,6 @@
-"""LMCache's own cache engine on the CPU: the references and pins of chunks after a load.
+"""LMCache's own cache engine on the CPU: the references and pins of chunks after a load (KVF013, KVF018).
 
 The engine, storage manager and memory objects are real. Only the GPU connector is replaced: it copies nothing.
-
-- Since 0.5.2 each chunk is released twice, by `retrieve` and in `lookup_unpin` (0.5.6 cache_engine.py:962-964,
-1409-1441). It is freed while it is cached, and the next hit gets a memory object without a tensor.
-- Up to 0.3.15 its pin is never released.
-- Without asynchronous loading the pin is released twice, from 0.5.2 to 0.5.5, and layerwise since 0.4.3. The second
-release takes the pin of another request.
 """
 
 from __future__ import annotations
@@ -21,22 +15,51 @@ from typing import Any, NamedTuple
 
 import pytest
 
-import kvfix
 from tests.conftest import RELEASES, Once
+
+TOKENS = list(range(64))
 
 
 class Engine(NamedTuple):
+    """mode: "layers", "async", or "" for neither."""
+
     cache_engine: Any
     config: Any
     keys: Any
+    mode: str
+
+    def _move(self, kind: str, name: str, skip: int = 0, **more: Any) -> Any:
+        import torch
+
+        mask = torch.ones(64, dtype=torch.bool)
+        mask[:skip] = False
+        move = getattr(self.cache_engine, f"{kind}_layer" if self.mode == "layers" else kind)
+        return move(TOKENS, mask=mask, req_id=name, kvcaches=[], slot_mapping=torch.arange(64), **more)
+
+    def store(self) -> None:
+        deque(self._move("store", "first", offset=0) or ())
+
+    def layers(self, name: str) -> Iterator[Any]:
+        loaded: Iterator[Any] = self._move("retrieve", name)
+        return loaded
+
+    def load(self, name: str, skip: int = 0) -> int:
+        """Return the number of loaded tokens. skip: tokens that vLLM has."""
+        loaded = self._move("retrieve", name, skip)
+        return int((last(loaded) if self.mode == "layers" else loaded).sum())
+
+    def look_up(self, name: str) -> None:
+        assert self.cache_engine.lookup(TOKENS, lookup_id=name, pin=True) == 64
 
     def cached(self) -> list[Any]:
         return list(self.cache_engine.storage_manager.local_cpu_backend.hot_cache.values())
 
+    def pins(self) -> list[int]:
+        return [chunk.meta.pin_count for chunk in self.cached()]
 
-def make_engine(mode: str, only: list[str] | None, loading: Callable[[], None] = lambda: None) -> Engine:
-    """LMCache's engine with these fixes. mode: with layers, async, or "" for neither. loading: called in each load."""
-    kvfix.apply(only=only)
+
+def make_engine(mode: str, loading: Callable[[], None] = lambda: None) -> Engine:
+    """LMCache's engine. loading: called in each load."""
     import torch
     from lmcache.v1.cache_engine import LMCacheEngine
     from lmcache.v1.config import LMCacheEngineConfig
@@ -82,27 +105,20 @@ def make_engine(mode: str, only: list[str] | None, loading: Callable[[], None] =
     vars(sys.modules[LMCacheEngine.__module__])["assert_layerwise_gpu_connector"] = lambda connector: None
     engine = LMCacheEngine(config, metadata, keys, GPUConnector(), lambda tensor, src: tensor, lambda each, src: each)
     engine.post_init(async_lookup_server=LookupServer())
-    return Engine(engine, config, keys)
+    return Engine(engine, config, keys, mode)
 
 
 def last(layers: Iterable[Any]) -> Any:
     return deque(layers, maxlen=1).pop()
 
 
-def after_one_load(mode: str, only: list[str] | None, load: bool = True, skip: int = 0) -> Any:
+def after_one_load(mode: str, load: bool = True, skip: int = 0) -> Any:
     """Tokens moved, and references, pins and validity of each cached chunk. skip: tokens that vLLM has."""
-    made = make_engine(mode, only)
-    import torch
-
-    engine, keys = made.cache_engine, made.keys
-    tokens, mask = list(range(64)), torch.ones(64, dtype=torch.bool)
-    known = {"kvcaches": [], "slot_mapping": torch.arange(64)}
-    if mode == "layers":
-        last(engine.store_layer(tokens, mask=mask, offset=0, req_id="first", **known))
-    else:
-        engine.store(tokens, mask=mask, offset=0, req_id="first", **known)
+    made = make_engine(mode)
+    engine = made.cache_engine
+    made.store()
     if mode == "async":
-        chunks = [(key, end - start) for start, end, key in keys.process_tokens(tokens, make_key=False)]
+        chunks = [(key, end - start) for start, end, key in made.keys.process_tokens(TOKENS, make_key=False)]
         hashes, lengths = [key for key, _ in chunks], [length for _, length in chunks]
         engine.async_lookup_and_prefetch(lookup_id="r", hashes=hashes, offsets=lengths, pin=True)
         until, events = time.monotonic() + 20, engine.event_manager
@@ -111,63 +127,48 @@ def after_one_load(mode: str, only: list[str] | None, load: bool = True, skip: i
             time.sleep(0.01)
     else:
         for waiting in "ro":  # another request waits, with its pins on the same chunks
-            assert engine.lookup(tokens, lookup_id=waiting, pin=True) == 64
-    mask[:skip] = False
-    if not load:
-        engine.cleanup_memory_objs("r")  # the client of an aborted lookup has it cleaned up
-        moved = 64
-    elif mode == "layers":
-        moved = int(last(engine.retrieve_layer(tokens, mask, req_id="r", **known)).sum())
+            made.look_up(waiting)
+    moved = 64
+    if load:
+        moved = made.load("r", skip)
     else:
-        moved = int(engine.retrieve(tokens, mask, req_id="r", **known).sum())
+        engine.cleanup_memory_objs("r")  # the client of an aborted lookup has it cleaned up
     engine.lookup_unpin("r")
     return [moved, [[chunk.meta.ref_count, chunk.meta.pin_count, chunk.is_valid()] for chunk in made.cached()]]
 
 
-def after_a_lookup_during_a_load(mode: str, only: list[str] | None) -> list[int]:
+def after_a_lookup_during_a_load(mode: str) -> list[int]:
     """Pins of each cached chunk, where the lookup server's thread pins the chunks for request o while r loads them."""
 
     def lookup_of_o() -> None:
-        thread = threading.Thread(target=engine.lookup, args=(tokens,), kwargs={"lookup_id": "o", "pin": True})
+        thread = threading.Thread(target=made.look_up, args=("o",))
         thread.start()
         thread.join()
 
-    made = make_engine(mode, only, lookup_of_o)
-    import torch
-
-    engine, tokens, mask = made.cache_engine, list(range(64)), torch.ones(64, dtype=torch.bool)
-    known = {"kvcaches": [], "slot_mapping": torch.arange(64)}
-    store, load = (engine.store_layer, engine.retrieve_layer) if mode else (engine.store, engine.retrieve)
-    deque(store(tokens, mask=mask, offset=0, req_id="first", **known) or ())
-    assert engine.lookup(tokens, lookup_id="r", pin=True) == 64
-    loaded = load(tokens, mask, req_id="r", **known)
-    assert int((last(loaded) if mode else loaded).sum()) == 64
-    engine.lookup_unpin("r")
-    return [chunk.meta.pin_count for chunk in made.cached()]
+    made = make_engine(mode, lookup_of_o)
+    made.store()
+    made.look_up("r")
+    assert made.load("r") == 64
+    made.cache_engine.lookup_unpin("r")
+    return made.pins()
 
 
-def after_loads_in_turn(only: list[str] | None) -> list[int]:
+def after_loads_in_turn() -> list[int]:
     """Pins of each cached chunk after two loads by layers that take turns. The second ends before its last layer."""
-    made = make_engine("layers", only)
-    import torch
-
-    engine, tokens, mask = made.cache_engine, list(range(64)), torch.ones(64, dtype=torch.bool)
-    known = {"kvcaches": [], "slot_mapping": torch.arange(64)}
-    last(engine.store_layer(tokens, mask=mask, offset=0, req_id="first", **known))
-    loads = []
+    made = make_engine("layers")
+    made.store()
     for name in "rso":
-        assert engine.lookup(tokens, lookup_id=name, pin=True) == 64
+        made.look_up(name)
+    first, second = (made.layers(name) for name in "rs")
+    next(first), next(second)
+    last(first)
+    second.close()  # type: ignore[attr-defined]
     for name in "rs":
-        loads.append(engine.retrieve_layer(tokens, mask, req_id=name, **known))
-        next(loads[-1])
-    last(loads[0])
-    loads[1].close()
-    for name in "rs":
-        engine.lookup_unpin(name)
-    return [chunk.meta.pin_count for chunk in made.cached()]
+        made.cache_engine.lookup_unpin(name)
+    return made.pins()
 
 
-FIXES = pytest.mark.parametrize("only", [[], None], ids=["released", "fixed"])
+FIXES = pytest.mark.parametrize("fixes", [False, True], ids=["released", "fixed"])
 #: (mode, release) -> references, pins and validity of each cached chunk after one load of it, as released and fixed
 AFTER_ONE_LOAD = {
     ("async", "0.3.15"): ([1, 1, True], [1, 0, True]),  # pinned for ever
@@ -181,28 +182,28 @@ AFTER_ONE_LOAD = {
 
 @pytest.mark.parametrize(("mode", "name"), AFTER_ONE_LOAD)
 @FIXES
-def test_chunks_after_one_load(mode: str, name: str, only: list[str] | None, once: Once) -> None:
-    moved, chunks = once(after_one_load, RELEASES / name, mode, only)
+def test_chunks_after_one_load(mode: str, name: str, fixes: bool, once: Once) -> None:
+    moved, chunks = once(after_one_load, RELEASES / name, mode, fixes=fixes)
     assert moved == 64
-    assert chunks == [AFTER_ONE_LOAD[mode, name][only is None]] * len(chunks)
+    assert chunks == [AFTER_ONE_LOAD[mode, name][fixes]] * len(chunks)
     assert len(chunks) >= 4
 
 
 @pytest.mark.parametrize(("mode", "name"), [("", "0.5.5"), ("layers", "0.5.6")])
 @FIXES
-def test_a_pin_that_comes_during_a_load_stays(mode: str, name: str, only: list[str] | None, once: Once) -> None:
-    assert set(once(after_a_lookup_during_a_load, RELEASES / name, mode, only)) == {only is None}
+def test_a_pin_that_comes_during_a_load_stays(mode: str, name: str, fixes: bool, once: Once) -> None:
+    assert set(once(after_a_lookup_during_a_load, RELEASES / name, mode, fixes=fixes)) == {fixes}
 
 
 def test_a_load_that_ends_early_leaves_no_pin(once: Once) -> None:
     """The release of the other load, in the same thread, is not taken for one of this load."""
-    assert set(once(after_loads_in_turn, RELEASES / "0.5.6", None)) == {1}
+    assert set(once(after_loads_in_turn, RELEASES / "0.5.6", fixes=True)) == {1}
 
 
 @FIXES
-def test_chunks_of_an_aborted_lookup(only: list[str] | None, once: Once) -> None:
-    _, chunks = once(after_one_load, RELEASES / "0.3.15", "async", only, False)
-    assert chunks == [[1, 0, True] if only is None else [2, 1, True]] * 4
+def test_chunks_of_an_aborted_lookup(fixes: bool, once: Once) -> None:
+    _, chunks = once(after_one_load, RELEASES / "0.3.15", "async", False, fixes=fixes)
+    assert chunks == [[1, 0, True] if fixes else [2, 1, True]] * 4
 
 
 #: The state of the first two chunks, which vLLM has, and of the two that are loaded; as released.
@@ -211,9 +212,9 @@ UNUSED = {"0.4.1": ([0, 0, False], [1, 0, True]), "0.5.6": ([0, 0, False], [0, 0
 
 @pytest.mark.parametrize("name", UNUSED)
 @FIXES
-def test_chunks_that_vllm_has_are_released_once(only: list[str] | None, name: str, once: Once) -> None:
+def test_chunks_that_vllm_has_are_released_once(fixes: bool, name: str, once: Once) -> None:
     """They were fetched too, and no request loads them: 0.4.1 releases these twice, 0.5.6 all."""
-    moved, chunks = once(after_one_load, RELEASES / name, "async", only, True, 32)
-    unused, used = UNUSED[name] if only == [] else ([1, 0, True], [1, 0, True])
+    moved, chunks = once(after_one_load, RELEASES / name, "async", True, 32, fixes=fixes)
+    unused, used = ([1, 0, True], [1, 0, True]) if fixes else UNUSED[name]
     assert moved == 32
     assert chunks == [unused] * 2 + [used] * 2

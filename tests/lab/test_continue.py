@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import RELEASES, Once
-from tests.engine_state import watchdog_cases, wedged
+from tests.engine_state import test_watchdog, wedged
 
 NEWEST = RELEASES / "0.5.6"
 
@@ -41,7 +41,7 @@ def of_watchdog(engine: str) -> dict[str, Any]:
     """Return the lab's result for the watchdog's file."""
     from kvfix_tools.lab import continue_state
 
-    line = watchdog_cases.wedge(engine)["line"]
+    line = test_watchdog.wedge(engine)["line"]
     done = continue_state.continued(Path(line.rpartition(": ")[2]))
     answer: dict[str, Any] = json.loads(json.dumps(done.as_json({})))
     return answer

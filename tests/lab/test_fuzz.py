@@ -13,6 +13,7 @@ import pytest
 
 from kvfix_tools.lab import releases
 from kvfix_tools.lab.options import SERVER_CHUNK, WITH_RANKS, Options
+from tests import late
 from tests.conftest import RELEASES, ROOT, Fresh, Once
 from tests.healthy import own_blocks
 
@@ -58,31 +59,32 @@ CONNECTORS = ["v1", "mp", "offloading"]
 RARE = {"locked_out_by_session", "aborted_loading"}
 #: vLLM's copy of LMCache's multi-process connector.
 COPY = "distributed/kv_transfer/kv_connector/v1/lmcache_mp_connector.py"
-Measured = dict[str, Any]
 
 
-def measure() -> Measured:
-    from kvfix_tools.lab.engine.lab_engine import LabEngine
-    from kvfix_tools.lab.fuzz.fuzz_run import Run, fuzz
+def ran(connector: str, seeds: range, *run: Any, shrinking: float = 0, **more: Any) -> Any:
+    """Fuzz these seeds. run: of `Run`: with the fixes, plain schedules."""
+    return late.fuzz(late.Run(connector, *(run or (False,))), seeds, inf, shrinking=shrinking, **more)
 
+
+def play_all() -> dict[str, Any]:
     own_blocks()
-    run, plain = Run("v1", False), {}
+    plain = {}
     for connector in CONNECTORS:
-        done = fuzz(Run(connector, False, plain=True), range(150), inf, shrinking=0)
+        done = ran(connector, range(150), False, True)
         kinds = sorted({f"{v.rule} {v.message.split()[1]}: {v.message.split(': ', 1)[1]}" for v in done.violations})
         plain[connector] = {"seeds": done.seeds, "nothing": done.tested_nothing, "violations": kinds}
-    once, again = (fuzz(Run("v1", False), range(5, 9), inf, shrinking=0) for _ in range(2))
-    happened = {name: fuzz(Run(name, name == "offloading"), range(60), inf, shrinking=0).counts for name in CONNECTORS}
+    once, again = (ran("v1", range(5, 9)) for _ in range(2))
+    happened = {name: ran(name, range(60), name == "offloading").counts for name in CONNECTORS}
     gc.collect()
     return {
         "plain": plain,
         "same": (once.steps, once.counts) == (again.steps, again.counts),
         "happened": happened,
-        "engines": sum(type(each) is LabEngine for each in gc.get_objects()),
-        "nothing": fuzz(Run("v1", False), range(0), inf).tested_nothing,
-        "jobs": [_counts(fuzz(run, range(70), inf, shrinking=0, jobs=jobs)) for jobs in (1, 2)],
-        "resumed": _resumed(run),
-        "shrunk": [len(v.schedule.steps) for v in fuzz(Run("v1", False), range(3), inf, shrinking=inf).violations],
+        "engines": sum(type(each) is late.LabEngine for each in gc.get_objects()),
+        "nothing": ran("v1", range(0)).tested_nothing,
+        "jobs": [_counts(ran("v1", range(70), jobs=jobs)) for jobs in (1, 2)],
+        "resumed": _resumed(),
+        "shrunk": [len(each.schedule.steps) for each in ran("v1", range(3), shrinking=inf).violations],
     }
 
 
@@ -90,64 +92,56 @@ def _counts(done: Any) -> list[Any]:
     return [done.steps, done.counts, [[each.times, each.seed, each.message] for each in done.violations]]
 
 
-def _resumed(run: Any) -> dict[str, Any]:
+def _resumed() -> dict[str, Any]:
     """A run that stops after some seeds and continues, and another run with the same notes."""
-    from kvfix_tools.lab.fuzz.fuzz_run import Run, fuzz
-
     with tempfile.TemporaryDirectory() as folder:
         notes = Path(folder, "notes.json")
-        stopped = fuzz(run, range(70), inf, shrinking=0, most=1, notes=notes)
-        whole = fuzz(run, range(70), inf, shrinking=0, notes=notes)
-        with pytest.raises(ValueError, match="with another options: remove it") as refused:
-            fuzz(Run("mp", False), range(70), inf, notes=notes)
-    return {"seeds": [stopped.seeds, whole.seeds], "counts": _counts(whole), "refused": str(refused.value)}
-
-
-@pytest.fixture(scope="module")
-def measured(once: Once) -> Measured:
-    return dict(once(measure, RELEASES / "0.5.6"))
+        stopped, whole = ran("v1", range(70), most=1, notes=notes), ran("v1", range(70), notes=notes)
+        with pytest.raises(ValueError, match="with another options: remove it"):
+            ran("mp", range(70), notes=notes)
+    return {"seeds": [stopped.seeds, whole.seeds], "counts": _counts(whole)}
 
 
 @pytest.mark.parametrize("connector", CONNECTORS)
-def test_plain_schedules_are_clean_and_have_tested_something(connector: str, measured: Measured) -> None:
-    plain = measured["plain"][connector]
+def test_plain_schedules_are_clean_and_have_tested_something(connector: str, outcomes: dict[str, Any]) -> None:
+    plain = outcomes["plain"][connector]
     assert plain["nothing"] == ""
     assert plain["seeds"] == 150
     assert set(plain["violations"]) <= (KNOWN if connector == "v1" else set())
 
 
-def test_a_seed_is_a_schedule(measured: Measured) -> None:
-    assert measured["same"]
+def test_a_seed_is_a_schedule(outcomes: dict[str, Any]) -> None:
+    assert outcomes["same"]
 
 
-def test_two_processes_find_what_one_does(measured: Measured) -> None:
-    one, two = measured["jobs"]
+def test_two_processes_find_what_one_does(outcomes: dict[str, Any]) -> None:
+    one, two = outcomes["jobs"]
     assert one == two
     assert one[2], "there is something to find"
 
 
-def test_a_run_that_was_stopped_goes_on(measured: Measured) -> None:
-    assert measured["resumed"]["seeds"] == [32, 70]
-    assert measured["resumed"]["counts"] == measured["jobs"][0]
+def test_a_run_that_was_stopped_goes_on(outcomes: dict[str, Any]) -> None:
+    assert outcomes["resumed"]["seeds"] == [32, 70]
+    assert outcomes["resumed"]["counts"] == outcomes["jobs"][0]
 
 
-def test_a_run_that_tested_nothing_says_so(measured: Measured) -> None:
-    assert measured["nothing"] == "loaded no token, stored no token, preempted no request, never filled the blocks"
+def test_a_run_that_tested_nothing_says_so(outcomes: dict[str, Any]) -> None:
+    assert outcomes["nothing"] == "loaded no token, stored no token, preempted no request, never filled the blocks"
 
 
-def test_violations_are_shrunk(measured: Measured) -> None:
-    assert min(measured["shrunk"]) <= 12
+def test_violations_are_shrunk(outcomes: dict[str, Any]) -> None:
+    assert min(outcomes["shrunk"]) <= 12
 
 
 @pytest.mark.parametrize("connector", CONNECTORS)
-def test_all_that_is_drawn_happens(connector: str, measured: Measured) -> None:
-    counts = measured["happened"][connector]
+def test_all_that_is_drawn_happens(connector: str, outcomes: dict[str, Any]) -> None:
+    counts = outcomes["happened"][connector]
     assert {what for what, count in counts.items() if not count} - RARE == NEVER[connector]
 
 
-def test_an_engine_is_released_when_its_run_is_over(measured: Measured) -> None:
+def test_an_engine_is_released_when_its_run_is_over(outcomes: dict[str, Any]) -> None:
     """LMCache's metrics may still refer to the last engines. More than 200 were played with v1 alone."""
-    assert measured["engines"] < 10
+    assert outcomes["engines"] < 10
 
 
 # ---------------------------------------------------------------------- with the fixes
@@ -183,20 +177,18 @@ def fuzzed(connector: str, plain: bool, mode: str, seeds: list[int], only: str) 
 
     only: an option that a schedule must have; "": play all schedules, twice. Return violations and counts of each time.
     """
-    from kvfix_tools.lab.fuzz.fuzz import play
-    from kvfix_tools.lab.fuzz.fuzz_run import Run
 
     def played() -> list[Any]:
         violations, counts = [], Counter[str]()
         with run.applied():
             for schedule in run.schedules(seeds):
                 if not only or getattr(schedule.options, only):
-                    done = play(schedule)
+                    done = late.play(schedule)
                     violations += [str(each) for each in done.violations]
                     counts.update(done.counts, steps=done.steps)
         return [violations, counts]
 
-    run = Run(connector, not (plain and connector == "simple-offload"), plain, mode)
+    run = late.Run(connector, not (plain and connector == "simple-offload"), plain, mode)
     return [played() for _ in range(1 if only else 2)]
 
 
@@ -284,25 +276,21 @@ def test_refusals(fresh: Fresh, tmp_path: Path) -> None:
     cases = (
         (["fuzz", "--connector", "nixl"], "known: v1, mp, mp-in-tree, offloading"),
         (["fuzz", "--seeds", "many"], "many"),
-        (["play", str(tmp_path / "nixl.json")], "no connector 'nixl'; known: v1, mp, mp-in-tree, offloading"),
-        (["play", str(tmp_path / "option.json")], "no saved schedule (TypeError: "),
-        (["play", str(tmp_path / "ranks.json")], "a MultiConnector with one rank"),
-        (["play", str(tmp_path / "step.json")], "knows no step fly"),
-        (
-            ["play", str(tmp_path / "in-tree.json")],
-            "server_url (:131) where 0.5.0 to 0.5.6 take server_urls (0.5.6:673)",
+        *(
+            (["play", str(tmp_path / f"{name}.json")], text)
+            for name, text in {
+                "nixl": "no connector 'nixl'; known: v1, mp, mp-in-tree, offloading",
+                "option": "no saved schedule (TypeError: ",
+                "ranks": "a MultiConnector with one rank",
+                "step": "knows no step fly",
+                "in-tree": "server_url (:131) where 0.5.0 to 0.5.6 take server_urls (0.5.6:673)",
+                "none": "No such file",
+                "odd": "no saved schedule",
+                "old": "schedule format 0",
+                "elsewhere": "the schedule was found on vllm 0.1, lmcache 0.1; installed here: vllm",
+            }.items()
         ),
-        (["play", str(tmp_path / "none.json")], "No such file"),
-        (["play", str(tmp_path / "odd.json")], "no saved schedule"),
-        (["play", str(tmp_path / "old.json")], "schedule format 0"),
-        (
-            ["play", str(tmp_path / "elsewhere.json")],
-            "the schedule was found on vllm 0.1, lmcache 0.1; installed here: vllm",
-        ),
-        (
-            ["fuzz", "--connector", "mp", *early],
-            "not applicable: the lab plays mp with lmcache >=0.4.5: earlier ones have no",
-        ),
+        (["fuzz", "--connector", "mp", *early], "the lab plays mp with lmcache >=0.4.5: earlier ones have no"),
     )
     answers = fresh(ASK.format(cases=[arguments for arguments, _ in cases]))
     for (arguments, text), (code, out, err) in zip(cases, answers, strict=True):

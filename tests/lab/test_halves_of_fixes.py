@@ -14,6 +14,10 @@ import pytest
 
 from kvfix import catalogue
 from kvfix.fixes.record import Fix, Target
+from kvfix_tools.lab import runner
+from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.steps import prompt
+from tests import late
 from tests.conftest import RELEASES, Once
 from tests.lab.faults import CLOSED, Case, cases, with_targets
 
@@ -48,14 +52,10 @@ FIXES = [fix.code for fix in catalogue.fixes() if fix.scenarios and halves(fix)]
 
 def failed_store(connector: str) -> Case:
     """A store fails, and another request has the same prompt."""
-    from kvfix_tools.lab.engine.lab_engine import EngineDied, LabEngine
-    from kvfix_tools.lab.options import Options
-    from kvfix_tools.lab.runner import applied
-    from kvfix_tools.lab.steps import prompt
 
-    def findings(fixes: bool) -> Any:
-        with applied(fixes), suppress(EngineDied):
-            engine = LabEngine(Options(connector=connector, max_num_batched_tokens=512))
+    def findings(fixes: bool, _: str) -> Any:
+        with runner.applied(fixes), suppress(late.EngineDied):
+            engine = late.LabEngine(Options(connector=connector, max_num_batched_tokens=512))
             engine.do("fail_store", "before")
             engine.serve("before", prompt(128))
             engine.settle()
@@ -63,7 +63,7 @@ def failed_store(connector: str) -> Case:
             engine.serve("r", prompt(128))
         return engine.findings
 
-    return Case("failed-store", lambda: findings(False), lambda: findings(True), lambda _: [])
+    return Case("failed-store", findings)
 
 
 def outcomes() -> dict[str, list[str]]:

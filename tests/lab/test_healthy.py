@@ -9,6 +9,7 @@ import pytest
 
 import kvfix
 from kvfix_tools.lab.fuzz.schedule import draw
+from tests import late
 from tests.conftest import RELEASES, Once
 from tests.healthy import changing, events, violated
 
@@ -18,22 +19,20 @@ PLAYED = [("v1", "0.3.11"), ("v1", "0.4.3"), ("v1", "0.5.6"), ("mp", "0.5.6"), (
 
 
 def compared(connector: str) -> dict[str, Any]:
-    from kvfix_tools.lab.fuzz.fuzz import play
-
     healthy, differ, loaded, preempted = 0, [], 0, 0
     for seed in range(SEEDS):
         schedule = draw(seed, connector, plain=True)
         kvfix.revert()
-        released = play(schedule)
+        released = late.play(schedule)
         kvfix.apply()
-        fixed = play(schedule)
+        fixed = late.play(schedule)
         if violated(released):
             continue
         if violated(fixed):
             differ.append([seed, violated(fixed)[0]])
         if others := changing(connector):
             kvfix.apply(skip=others)
-            fixed = play(schedule)
+            fixed = late.play(schedule)
         healthy += 1
         loaded += released.counts["loaded_tokens"]
         preempted += released.counts["preemptions"]

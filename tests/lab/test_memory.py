@@ -1,4 +1,4 @@
-"""The memory that knows what belongs in it: every way to be wrong is found, being right is not."""
+"""The memory that knows what belongs in it. planted_faults.py has each way to be wrong, on real schedules."""
 
 import pytest
 
@@ -26,28 +26,6 @@ def test_right(filled: tuple[Slots, list[int]]) -> None:
 def test_the_same_token_in_another_place_is_other_kv(filled: tuple[Slots, list[int]]) -> None:
     _, right = filled
     assert len(set(right)) == len(TOKENS)
-
-
-FAULTS = {
-    "another slot": (lambda slots: slots.put(2 * 4 + 1, slots.get(2 * 4 + 2)), 5),
-    "a slot of an earlier block": (lambda slots: slots.put(5 * 4, slots.get(4 * 4)), 8),
-    "nothing was written": (lambda slots: slots.put(4 * 4 + 3, 0), 3),
-    "garbage": (lambda slots: slots.put(5 * 4 + 1, -1), 9),
-}
-
-
-@pytest.mark.parametrize(("fault", "where"), FAULTS.values(), ids=FAULTS)
-def test_wrong(fault, where, filled: tuple[Slots, list[int]]) -> None:  # type: ignore[no-untyped-def]
-    slots, right = filled
-    fault(slots)
-    assert slots.first_wrong(BLOCKS, 10, right) == where
-    assert slots.first_wrong(BLOCKS, where, right) is None, "what the step does not read does not matter"
-
-
-def test_another_block_table(filled: tuple[Slots, list[int]]) -> None:
-    slots, right = filled
-    assert slots.first_wrong([4, 5, 2], 10, right) == 4
-    assert slots.first_wrong([4, 2], 10, right) == 8, "a block is missing"
 
 
 def test_what_comes_after_the_last_block_is_not_written(filled: tuple[Slots, list[int]]) -> None:

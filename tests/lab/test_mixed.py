@@ -7,27 +7,22 @@ from typing import Any
 
 import pytest
 
+import kvfix
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.steps import prompt
+from tests import late
 from tests.conftest import RELEASES, Once
 
+SEEDS = {"nixl-pull": 12, "nixl-push": 17, "mooncake": 48}
 #: connector, the engine that has the fixes, seeds
 PLAYED = [
-    ("nixl-pull", "prefill", 12),
-    ("nixl-pull", "decode", 12),
-    ("nixl-push", "prefill", 17),
-    ("nixl-push", "decode", 17),
-    ("mooncake", "prefill", 48),
-    ("mooncake", "decode", 48),
-    ("v1", "one", 24),
-    ("mp", "one", 24),
+    *((name, side, seeds) for name, seeds in SEEDS.items() for side in ("prefill", "decode")),
+    *((name, "one", 24) for name in ("v1", "mp")),
 ]
 
 
 def fuzzed(connector: str, fixes_in: str, seeds: int) -> dict[str, Any]:
-    from kvfix_tools.lab.fuzz.fuzz_run import Run, fuzz
-
-    done = fuzz(Run(connector, True, fixes_in=fixes_in), range(seeds), inf, shrinking=0)
+    done = late.fuzz(late.Run(connector, True, fixes_in=fixes_in), range(seeds), inf, shrinking=0)
     return {
         "violations": [violation.message for violation in done.violations],
         "seeds": done.seeds,
@@ -50,13 +45,11 @@ SALTED: dict[str, Any] = {"cache_salt": "tenant"}
 
 def shared(fixes: list[str], fixes_in: str) -> list[int]:
     """Tokens that the second engine loads of what the first one has stored, and the other way."""
-    import kvfix
-    from kvfix_tools.lab import runner
     from kvfix_tools.lab.pair import one_side
     from kvfix_tools.lab.pair.neighbours import Neighbours
 
     loaded = []
-    with runner.quiet(), one_side.fixes_in(fixes_in):
+    with one_side.fixes_in(fixes_in):
         kvfix.apply(only=fixes)
         for order in (1, -1):
             first, second = Neighbours(Options(chunk_size=64, max_num_batched_tokens=512)).engines[::order]
@@ -64,7 +57,6 @@ def shared(fixes: list[str], fixes_in: str) -> list[int]:
                 with engine.running():
                     engine.serve(name, prompt(200), **SALTED)
             loaded.append(second.counts["loaded_tokens"])
-        kvfix.revert()
     return loaded
 
 
@@ -79,10 +71,7 @@ def test_what_an_opt_in_fix_does_in_one_engine(fixes: list[str], fixes_in: str, 
 
 def sides(connector: str, fixes_in: str) -> list[list[str]]:
     """Engines in which wrappers ran as fixed, and in which as released, of one pair's requests."""
-    import kvfix
-    from kvfix_tools.lab import runner
     from kvfix_tools.lab.pair import one_side
-    from kvfix_tools.lab.pair.pair import Pair
 
     ran: tuple[set[str], set[str]] = set(), set()
     choose = one_side._in_one
@@ -97,10 +86,10 @@ def sides(connector: str, fixes_in: str) -> list[list[str]]:
 
         return choose(note(inner, ran[1]), note(fixed, ran[0]))
 
-    with runner.quiet(), one_side.fixes_in(fixes_in):
+    with one_side.fixes_in(fixes_in):
         one_side._in_one = noting
         kvfix.apply()
-        pair = Pair(Options(connector=connector, num_blocks=40, max_num_batched_tokens=64))
+        pair = late.Pair(Options(connector=connector, num_blocks=40, max_num_batched_tokens=64))
         for name, ask in (("a", pair.ask), ("b", pair.ask_at_once), ("c", pair.ask)):
             ask(name, prompt(100), 5)
         pair.step(3)
@@ -108,12 +97,10 @@ def sides(connector: str, fixes_in: str) -> list[list[str]]:
         pair.restart("decode", 40)
         pair.run()
         pair.expect_all_ended()
-        kvfix.revert()
-    one_side._in_one = choose
     return [sorted(each) for each in ran]
 
 
-@pytest.mark.parametrize("connector", ["nixl-pull", "nixl-push", "mooncake"])
+@pytest.mark.parametrize("connector", SEEDS)
 @pytest.mark.parametrize(("fixes_in", "other"), [("prefill", "decode"), ("decode", "prefill")])
 def test_the_fixes_act_in_that_engine_alone(connector: str, fixes_in: str, other: str, once: Once) -> None:
     """Whatever an engine leaves to be called later, such as a handshake, is its own: none runs outside of an engine."""
@@ -122,20 +109,14 @@ def test_the_fixes_act_in_that_engine_alone(connector: str, fixes_in: str, other
 
 def in_one_engine(connector: str, seed: int, code: str) -> list[int]:
     """Count this seed's violations with this fix in prefill alone: all, and those that the release does not have."""
-    import kvfix
-    from kvfix_tools.lab import runner
-    from kvfix_tools.lab.fuzz.fuzz import play
-    from kvfix_tools.lab.fuzz.fuzz_run import Run
     from kvfix_tools.lab.pair import one_side
 
-    run = Run(connector, True, fixes_in="prefill")
+    run = late.Run(connector, True, fixes_in="prefill")
     (schedule,) = run.schedules([seed])
-    with runner.quiet(), one_side.fixes_in("prefill"):
+    with one_side.fixes_in("prefill"):
         kvfix.apply(only=[code])
-        violations = play(schedule).violations
-        by_itself = run.not_as_released(schedule, violations)
-        kvfix.revert()
-    return [len(violations), len(by_itself)]
+        violations = late.play(schedule).violations
+        return [len(violations), len(run.not_as_released(schedule, violations))]
 
 
 def test_a_fix_that_both_engines_need_is_found(once: Once) -> None:

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.scenario import find
 from kvfix_tools.lab.steps import prompt
+from tests import late
 from tests.conftest import RELEASES, Once
 
 
@@ -37,40 +39,32 @@ def test_who_waits_hears_of_tasks_in_their_order(once: Once) -> None:
 
 def of_one_transfer(aborted_first: bool) -> dict[str, Any]:
     """Two prefills for one transfer, of which one is aborted before or after the other one has ended."""
-    import kvfix
-    from kvfix_tools.lab import runner
-    from kvfix_tools.lab.pair.pair import Pair
-
-    with runner.quiet():
-        kvfix.apply(only=["KVF364"])
-        pair = Pair(Options(connector="mooncake", num_blocks=40, max_num_batched_tokens=64))
-        pair.prefill.connector._transfer = lambda name: "shared"
-        pair.router.router_takes(8)
-        pair.budget(16)
-        pair.ask("sent", prompt(100 if aborted_first else 16), 5)
-        pair.step()
-        pair.ask("aborted", prompt(100, seed=1), 5)
-        pair.step(2 if not aborted_first else 1)
-        held = len(pair.prefill.connector.leases)
-        pair.abort("aborted")
-        pair.run()
-        pair.expect_all_ended()
+    pair = late.Pair(Options(connector="mooncake", num_blocks=40, max_num_batched_tokens=64))
+    pair.prefill.connector._transfer = lambda name: "shared"
+    pair.router.router_takes(8)
+    pair.budget(16)
+    pair.ask("sent", prompt(100 if aborted_first else 16), 5)
+    pair.step()
+    pair.ask("aborted", prompt(100, seed=1), 5)
+    pair.step(2 if not aborted_first else 1)
+    held = len(pair.prefill.connector.leases)
+    pair.abort("aborted")
+    pair.run()
+    pair.expect_all_ended()
     return {"held": held, "found": [str(each) for each in pair.findings], "ended": sorted(pair.decode.requests)}
 
 
 @pytest.mark.parametrize("aborted_first", [True, False])
 def test_abort_leaves_another_prefill_of_its_transfer(aborted_first: bool, once: Once) -> None:
     """The blocks of the one that has ended are given back."""
-    done = once(of_one_transfer, RELEASES / "0.5.6", aborted_first)
+    done = once(of_one_transfer, RELEASES / "0.5.6", aborted_first, fixes=["KVF364"])
     assert done["held"] == (0 if aborted_first else 1)
     assert done["found"] == []
 
 
 def late_write(longer: float) -> list[str]:
     """Play the scenario of KVF906 with so many more seconds for the decode engine to wait."""
-    from kvfix_tools.lab import runner
     from kvfix_tools.lab.connectors import mooncake_sockets
-    from kvfix_tools.lab.scenario import find
 
     released = mooncake_sockets.Dealer.setsockopt
 
@@ -78,10 +72,9 @@ def late_write(longer: float) -> list[str]:
         released(dealer, option, value + 1000 * longer)
 
     vars(mooncake_sockets)["Dealer"].setsockopt = setsockopt
-    with runner.applied(False):
-        scenario = find("mooncake-write-outlives-load")
-        assert scenario
-        return sorted({each.code for each in scenario.played().findings})
+    scenario = find("mooncake-write-outlives-load")
+    assert scenario
+    return sorted({each.code for each in scenario.played().findings})
 
 
 @pytest.mark.parametrize(("longer", "found"), [(0, ["LAB001", "LAB008"]), (480, [])])

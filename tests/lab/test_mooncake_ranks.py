@@ -7,6 +7,7 @@ from typing import Any
 
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.steps import prompt
+from tests import late
 from tests.conftest import RELEASES, Once
 
 OPTIONS = Options(
@@ -26,70 +27,50 @@ class FailingRank:
         self.host.network.send(dealer.host, lambda: dealer.take(self.error))
 
 
-def played(fixed: bool) -> dict[str, Any]:
+def played() -> dict[str, Any]:
     """The lab's prefill engine has one rank. Here decode also knows a second rank, as of another pipeline stage."""
-    import kvfix
-    from kvfix_tools.lab import runner
-    from kvfix_tools.lab.pair.pair import Pair
-
-    with runner.quiet():
-        if fixed:
-            kvfix.apply()
-        pair = Pair(OPTIONS)
-        pair.ask("a", prompt(32, seed=2))
-        pair.run()
-        adapter = pair.decode.connector.workers[0].adapter
-        module: Any = __import__(type(adapter).__module__, fromlist=["_"])
-        answer = module.MooncakeXferResponse(
-            status=module.MooncakeXferResponseStatus.ERROR, err_msg="this rank has no KV"
-        )
-        pair.network.bound[ADDRESS] = FailingRank(
-            pair.prefill.connector._host, module.msgspec.msgpack.Encoder().encode(answer)
-        )
-        for ranks in adapter._remote_agents.values():
-            ranks[0][1] = ADDRESS
-        pair.ask("r", prompt(64))
-        pair.may_fail()
-        pair.step(8)
-        pair.router.ask_decode("s", prompt(200, seed=1), 40)
-        pair.run()
-        pair.expect_all_ended()
+    pair = late.Pair(OPTIONS)
+    pair.ask("a", prompt(32, seed=2))
+    pair.run()
+    adapter = pair.decode.connector.workers[0].adapter
+    module: Any = __import__(type(adapter).__module__, fromlist=["_"])
+    answer = module.MooncakeXferResponse(status=module.MooncakeXferResponseStatus.ERROR, err_msg="this rank has no KV")
+    error = module.msgspec.msgpack.Encoder().encode(answer)
+    pair.network.bound[ADDRESS] = FailingRank(pair.prefill.connector._host, error)
+    for ranks in adapter._remote_agents.values():
+        ranks[0][1] = ADDRESS
+    pair.ask("r", prompt(64))
+    pair.may_fail()
+    pair.step(8)
+    pair.router.ask_decode("s", prompt(200, seed=1), 40)
+    pair.run()
+    pair.expect_all_ended()
     return {"found": sorted({each.code for each in pair.findings}), "loaded": pair.counts["loaded_tokens"]}
 
 
-def test_as_released_a_write_goes_on_in_blocks_of_another(once: Once) -> None:
-    assert "LAB001" in once(played, RELEASES / "0.5.6", False)["found"]
-
-
 def test_blocks_are_kept_until_the_last_rank_has_written(once: Once) -> None:
-    assert once(played, RELEASES / "0.5.6", True)["found"] == []
+    """As released, a write goes on in blocks of another request."""
+    released, fixed = once.both(played, RELEASES / "0.5.6")
+    assert "LAB001" in released["found"]
+    assert fixed["found"] == []
 
 
-def goes_on(fixes: list[str] | None) -> str:
+def goes_on() -> str:
     """Prefill is gone after it has answered for only one of the two loads of a message.
 
     Return the status of the request whose load it has written.
     """
-    import kvfix
-    from kvfix_tools.lab import runner
-    from kvfix_tools.lab.pair.pair import Pair
-
-    with runner.quiet():
-        kvfix.apply(only=fixes)
-        pair = Pair(dataclasses.replace(OPTIONS, decode_blocks=60, delay=1))
-        pair.budget(16)
-        pair.ask_at_once("r", prompt(16), 60)
-        pair.ask_at_once("s", prompt(200, seed=1))
-        pair.step(8)
-        pair.restart("prefill", 60)
-        pair.time_passes(541.0)
-        pair.run()
+    pair = late.Pair(dataclasses.replace(OPTIONS, decode_blocks=60, delay=1))
+    pair.budget(16)
+    pair.ask_at_once("r", prompt(16), 60)
+    pair.ask_at_once("s", prompt(200, seed=1))
+    pair.step(8)
+    pair.restart("prefill", 60)
+    pair.time_passes(541.0)
+    pair.run()
     return str(pair.decode.requests["r-00000002"].status.name)
 
 
 def test_a_request_that_has_loaded_goes_on(once: Once) -> None:
-    assert once(goes_on, RELEASES / "0.5.6", None) == "FINISHED_LENGTH_CAPPED"
-
-
-def test_without_the_fix_it_fails(once: Once) -> None:
-    assert once(goes_on, RELEASES / "0.5.6", ["KVF201"]) == "FINISHED_ERROR"
+    assert once(goes_on, RELEASES / "0.5.6", fixes=True) == "FINISHED_LENGTH_CAPPED"
+    assert once(goes_on, RELEASES / "0.5.6", fixes=["KVF201"]) == "FINISHED_ERROR"

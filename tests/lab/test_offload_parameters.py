@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import kvfix
 from tests.conftest import RELEASES, Once
 
 PEER = {"kv_request_id": "r", "remote_host": "peer", "remote_port": 1}
@@ -27,10 +26,8 @@ MALFORMED: tuple[dict[str, Any], ...] = (
 )
 
 
-def outcomes(fixes: bool) -> list[str]:
+def outcomes() -> list[str]:
     """Return the policy or the exception for each parameter, when a request is added, looked up, and ends."""
-    if fixes:
-        kvfix.apply()
     from vllm.v1.kv_offload.base import ReqContext
     from vllm.v1.kv_offload.tiering.p2p.manager import P2PSecondaryTierManager
 
@@ -50,16 +47,11 @@ def outcomes(fixes: bool) -> list[str]:
         except Exception as error:  # noqa: BLE001 - what EngineCore dies of
             policy = type(error).__name__
         found.append(policy)
-    kvfix.revert()
     return found
 
 
-def both() -> list[list[str]]:
-    return [outcomes(False), outcomes(True)]
-
-
 def test_malformed_parameters_end_no_engine(once: Once) -> None:
-    released, fixed = once(both, RELEASES / "0.5.6")
+    released, fixed = once.both(outcomes, RELEASES / "0.5.6")
     right = [policy for _, policy in RIGHT]
     assert (released[: len(right)], fixed[: len(right)]) == (right, right)
     assert set(released[len(right) :]) == {"AttributeError", "TypeError"}

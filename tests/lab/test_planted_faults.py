@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import RELEASES, Once
+from kvfix_tools.lab.fuzz.schedule import draw
+from tests import late
 from tests.healthy import own_blocks
 from tests.lab.planted import FAULTS, Fault, is_found, played
 from tests.lab.planted_for_features import DRAFTS
-from tests.lab.planted_in_groups import LARGER_BLOCKS, ONE_OBJECT, STATES_AND_DRAFTS
 from tests.lab.planted_in_pairs import COPIED, FEWER, GROUPS, MORE
-from tests.lab.planted_in_ranks import RANKS, SHARES
+from tests.lab.planted_in_ranks import LARGER_BLOCKS, ONE_OBJECT, RANKS, SHARES, STATES_AND_DRAFTS
 
 #: A bug of the release that even plain schedules show (scenario priority-left-after-resume).
 KNOWN = "_requests_priority still holds it"
@@ -62,20 +62,17 @@ SOUND: list[tuple[str, dict[str, Any], dict[str, int]]] = [
     ("nixl-offload", {"offloading": "first"}, {"loads_of_kv_consumer": 1, "loads_offloaded": 3}),
     ("nixl-offload", {"offloading": "last"}, {"loads_of_kv_consumer": 2, "loads_offloaded": 2, "stores_offloaded": 1}),
 ]
-for module in ("faults", "for_features", "in_groups", "in_ranks", "in_pairs"):
+for module in ("faults", "for_features", "in_ranks", "in_pairs"):
     import_module(f"tests.lab.planted_{module}")
 PLANTED = {each: fault for each, fault in FAULTS.items() if each[0] != "mp-real"}
 
 
 def random_schedules(seeds: int) -> dict[str, Any]:
     """Plain schedules with asynchronous loading: no aborts, no failed loads, no evictions."""
-    from kvfix_tools.lab.fuzz.fuzz import play
-    from kvfix_tools.lab.fuzz.schedule import draw
-
     found, counts = {}, Counter[str]()
     for seed in range(seeds):
         drawn = draw(seed, "v1", plain=True)
-        done = play(drawn._replace(options=dataclasses.replace(drawn.options, lmcache=FETCH)))
+        done = late.play(drawn._replace(options=dataclasses.replace(drawn.options, lmcache=FETCH)))
         found |= {f"{finding.code} {finding.message}": seed for finding in done.findings}
         counts.update(done.counts)
     return {"found": found, "counts": counts}
@@ -90,11 +87,6 @@ def play_all() -> dict[str, Any]:
         "random": random_schedules(60),
         "twice": [played("v1", "two_blocks_are_exchanged", lmcache=FETCH) for _ in range(2)],
     }
-
-
-@pytest.fixture(scope="module")
-def outcomes(once: Once) -> dict[str, Any]:
-    return dict(once(play_all, RELEASES / "0.5.6"))
 
 
 @pytest.mark.parametrize("number", range(len(SOUND)), ids=lambda number: f"{SOUND[number][0]} {SOUND[number][1]}")

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-import kvfix
 from kvfix.fixes.nixl import kvf301_nixl_promise_without_blocks
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.steps import prompt
@@ -32,6 +31,7 @@ MOONCAKE = {
     "remote_bootstrap_addr": "prefill:8998",
     "transfer_id": "t-1",
 }
+SEND = {"do_remote_decode": True, "transfer_id": "t-1"}
 #: What becomes of the request in its first step: (error, its status, tokens of its prompt that are computed).
 DIES = ["AssertionError", "WAITING", 0]
 WAITS = ["", "WAITING_FOR_REMOTE_KVS", 0]
@@ -42,10 +42,8 @@ def without(params: dict[str, Any], key: str) -> dict[str, Any]:
     return {name: value for name, value in params.items() if name != key}
 
 
-def asked(connector: str, role: str, params: dict[str, dict[str, Any]], fixes: bool) -> tuple[Any, list[Any]]:
+def asked(connector: str, role: str, params: dict[str, dict[str, Any]]) -> tuple[Any, list[Any]]:
     """A scheduler with this connector, and requests of these names with these parameters in it."""
-    if fixes:
-        kvfix.apply()
     from vllm.config import KVTransferConfig
 
     from kvfix_tools.lab.engine import vllm_objects
@@ -61,11 +59,11 @@ def asked(connector: str, role: str, params: dict[str, dict[str, Any]], fixes: b
     return scheduler, requests
 
 
-def scheduled(connector: str, role: str, params: dict[str, Any], fixes: bool) -> list[object]:
+def scheduled(connector: str, role: str, params: dict[str, Any]) -> list[object]:
     """Schedule one request. Return the error, the status of the request, and its scheduled tokens."""
     from vllm.v1.request import RequestStatus
 
-    scheduler, (request,) = asked(connector, role, {"r": params}, fixes)
+    scheduler, (request,) = asked(connector, role, {"r": params})
     try:
         done = scheduler.schedule()
     except AssertionError as error:
@@ -77,32 +75,26 @@ def scheduled(connector: str, role: str, params: dict[str, Any], fixes: bool) ->
     return ["", status, done.num_scheduled_tokens.get("r", 0)]
 
 
-@pytest.mark.parametrize(
-    ("connector", "role", "params", "released", "fixed"),
-    [
-        ("NixlConnector", "kv_consumer", {**NIXL, "remote_block_ids": []}, DIES, COMPUTES),
-        ("NixlConnector", "kv_consumer", without(NIXL, "remote_host"), WAITS, COMPUTES),
-        ("NixlConnector", "kv_consumer", NIXL, WAITS, WAITS),  # what can be loaded is
-        ("NixlConnector", "kv_consumer", {}, COMPUTES, COMPUTES),
-        ("MooncakeConnector", "kv_consumer", without(MOONCAKE, "remote_bootstrap_addr"), WAITS, COMPUTES),
-        ("MooncakeConnector", "kv_producer", MOONCAKE, DIES, COMPUTES),
-        ("MooncakeConnector", "kv_consumer", {"do_remote_decode": True, "transfer_id": "t-1"}, DIES, COMPUTES),
-        ("MooncakeConnector", "kv_consumer", MOONCAKE, WAITS, WAITS),
-        ("MooncakeConnector", "kv_consumer", {**MOONCAKE, "remote_bootstrap_addr": 8998}, WAITS, WAITS),
-        ("NixlConnector", "kv_consumer", {**NIXL, "remote_block_ids": [1, 2, 3, 4]}, WAITS, WAITS),
-        ("MooncakeConnector", "kv_producer", {"do_remote_decode": True, "transfer_id": "t-1"}, COMPUTES, COMPUTES),
-    ],
-    ids=[
-        "nixl-no-blocks", "nixl-no-host", "nixl", "nixl-none", "mooncake-no-address", "mooncake-load-from-prefill",
-        "mooncake-send-from-decode", "mooncake-load", "mooncake-address-is-a-number", "nixl-blocks-in-one-list",
-        "mooncake-send",
-    ],
-)  # fmt: skip
-def test_a_promise_needs_a_peer(
-    connector: str, role: str, params: dict[str, Any], released: object, fixed: object, once: Once
-) -> None:
-    assert once(scheduled, RELEASES / "0.5.6", connector, role, params, False) == released
-    assert once(scheduled, RELEASES / "0.5.6", connector, role, params, True) == fixed
+#: (connector, role, parameters, what becomes of the request as released, and with the fixes)
+PROMISES = {
+    "nixl-no-blocks": ("Nixl", "consumer", {**NIXL, "remote_block_ids": []}, DIES, COMPUTES),
+    "nixl-no-host": ("Nixl", "consumer", without(NIXL, "remote_host"), WAITS, COMPUTES),
+    "nixl": ("Nixl", "consumer", NIXL, WAITS, WAITS),  # what can be loaded is
+    "nixl-none": ("Nixl", "consumer", {}, COMPUTES, COMPUTES),
+    "nixl-blocks-in-one-list": ("Nixl", "consumer", {**NIXL, "remote_block_ids": [1, 2, 3, 4]}, WAITS, WAITS),
+    "mooncake-no-address": ("Mooncake", "consumer", without(MOONCAKE, "remote_bootstrap_addr"), WAITS, COMPUTES),
+    "mooncake-load-from-prefill": ("Mooncake", "producer", MOONCAKE, DIES, COMPUTES),
+    "mooncake-send-from-decode": ("Mooncake", "consumer", SEND, DIES, COMPUTES),
+    "mooncake-load": ("Mooncake", "consumer", MOONCAKE, WAITS, WAITS),
+    "mooncake-address-is-a-number": ("Mooncake", "consumer", {**MOONCAKE, "remote_bootstrap_addr": 8998}, WAITS, WAITS),
+    "mooncake-send": ("Mooncake", "producer", SEND, COMPUTES, COMPUTES),
+}
+
+
+@pytest.mark.parametrize("name", PROMISES)
+def test_a_promise_needs_a_peer(name: str, once: Once) -> None:
+    connector, role, params, *outcomes = PROMISES[name]
+    assert once.both(scheduled, RELEASES / "0.5.6", f"{connector}Connector", f"kv_{role}", params) == outcomes
 
 
 @pytest.mark.parametrize(
@@ -135,10 +127,10 @@ def test_blocks_are_named_as_this_release_does(annotation: Any, good: list[Any],
 ASKED = {"r-00000001": "p-1", "r-00000002": "p-1", "1_r-00000003": "p-1", "s-00000004": "p-2"}
 
 
-def sent_again(connector: str, fixes: bool) -> list[object]:
+def sent_again(connector: str) -> list[object]:
     """Statuses of these requests; what each of those that do not load computes in two steps; who loads."""
     params = {name: {**NIXL, "remote_request_id": prefill} for name, prefill in ASKED.items()}
-    scheduler, requests = asked(connector, "kv_consumer", params, fixes)
+    scheduler, requests = asked(connector, "kv_consumer", params)
     done = [scheduler.schedule() for _ in range(2)]
     loads = sorted(name for step in done for name in step.kv_connector_metadata.reqs_to_recv)
     computed = {name: step.num_scheduled_tokens[name] for step in done for name in step.num_scheduled_tokens}
@@ -160,15 +152,13 @@ LOADS = "WAITING_FOR_REMOTE_KVS"
 def test_one_request_loads_what_a_prefill_holds(
     connector: str, statuses: list[str], computed: dict[str, int], once: Once
 ) -> None:
-    assert once(sent_again, RELEASES / "0.5.6", connector, False) == [[LOADS] * 4, {}, sorted(ASKED)]
     loads = sorted(name for name, status in zip(ASKED, statuses, strict=True) if status == LOADS)
-    assert once(sent_again, RELEASES / "0.5.6", connector, True) == [statuses, computed, loads]
+    released, fixed = [[LOADS] * 4, {}, sorted(ASKED)], [statuses, computed, loads]
+    assert once.both(sent_again, RELEASES / "0.5.6", connector) == [released, fixed]
 
 
-def observed(fixes: bool) -> list[object]:
+def observed() -> list[object]:
     """(error, how often NIXL's statistics were counted) of Multi[Nixl, Mooncake] after a transfer of both."""
-    if fixes:
-        kvfix.apply()
     from prometheus_client import REGISTRY, Counter, Gauge, Histogram
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
@@ -196,5 +186,4 @@ def observed(fixes: bool) -> list[object]:
 
 
 def test_statistics_of_a_connector_without_metrics(once: Once) -> None:
-    assert once(observed, RELEASES / "0.5.6", False) == ["AssertionError", 0.0]
-    assert once(observed, RELEASES / "0.5.6", True) == ["", 3.0]
+    assert once.both(observed, RELEASES / "0.5.6") == [["AssertionError", 0.0], ["", 3.0]]

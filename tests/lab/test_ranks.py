@@ -10,7 +10,7 @@ from kvfix_tools.lab import runner
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.scenario import find
 from kvfix_tools.lab.steps import prompt
-from tests.conftest import RELEASES, Once
+from tests import late
 
 WAYS: dict[str, dict[str, Any]] = {
     "whole": {},
@@ -23,11 +23,10 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def saved(ranks: int, options: dict[str, Any]) -> dict[str, Any]:
     """Chunks in each rank's cache: before a step that loads 128 of 300 tokens, after it, and in the end."""
-    from kvfix_tools.lab.engine.lab_engine import LabEngine
-
     with runner.applied(True):
-        engine = LabEngine(Options(max_num_batched_tokens=512, ranks=ranks, **options))
-        engine.serve("first", prompt(128))
+        engine = late.LabEngine(Options(max_num_batched_tokens=512, ranks=ranks, **options))
+        engine.admit("first", prompt(128))
+        engine.run()
         engine.reset_prefix_cache()
         chunks = [[len(cache) for cache in engine.caches]]
         engine.admit("second", prompt(300), 6)
@@ -49,11 +48,6 @@ def play_all() -> dict[str, Any]:
         "saved": {way: {ranks: saved(ranks, options) for ranks in (1, 2)} for way, options in WAYS.items()},
         "without": without,
     }
-
-
-@pytest.fixture(scope="module")
-def outcomes(once: Once) -> dict[str, Any]:
-    return dict(once(play_all, RELEASES / "0.5.6"))
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from kvfix_tools.lab import runner
 from kvfix_tools.lab.options import SERVER_CHUNK, Options
 from kvfix_tools.lab.steps import prompt
+from tests import late
 from tests.conftest import RELEASES, Once
 from tests.lab.planted import FAULTS, is_found, played
 from tests.lab.planted_in_real_server import begin_load_and_store
@@ -34,9 +36,7 @@ def play_all() -> dict[str, Any]:
 
 
 def _measured() -> dict[str, Any]:
-    from kvfix_tools.lab.fuzz.fuzz_run import Run, fuzz
-
-    done = fuzz(Run("mp", True, real_server=True), SEEDS, inf, shrinking=0)
+    done = late.fuzz(late.Run("mp", True, real_server=True), SEEDS, inf, shrinking=0)
     return {
         "counts": done.counts,
         "nothing": done.tested_nothing,
@@ -50,9 +50,7 @@ def _measured() -> dict[str, Any]:
 
 def _played_twice() -> list[list[int]]:
     """Steps of each seed, twice, where the server itself did the same: evicted nothing, and was as often late."""
-    from kvfix_tools.lab.fuzz.fuzz_run import Run
-
-    run = Run("mp", True, real_server=True)
+    run = late.Run("mp", True, real_server=True)
     twice = [[run.play(range(seed, seed + 1), inf) for _ in range(2)] for seed in SEEDS[:8]]
     own = [[[each.counts[name] for name in ITS_OWN] for each in both] for both in twice]
     return [
@@ -64,12 +62,9 @@ def _played_twice() -> list[list[int]]:
 
 def _slow(fixes: str) -> list[str]:
     """Return the rules that are violated when the server stops before a load and a store, and continues later."""
-    from kvfix_tools.lab.engine.lab_engine import LabEngine
-    from kvfix_tools.lab.runner import applied
-
     sizes = {"chunk_size": SERVER_CHUNK, "num_blocks": 28, "max_num_batched_tokens": 1024}
-    with applied(fixes == "fixed"):
-        engine = LabEngine(Options(connector="mp", real_server=True, delay=5, **sizes))
+    with runner.applied(fixes == "fixed"):
+        engine = late.LabEngine(Options(connector="mp", real_server=True, delay=5, **sizes))
         begin_load_and_store(engine)
         engine.connector.server_stops()
         engine.step(2)

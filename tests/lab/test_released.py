@@ -11,6 +11,7 @@ from kvfix_tools.lab.engine import rules as lab_rules
 from kvfix_tools.ledger import RULES
 from maintain import released_findings
 from maintain.released_findings import CONNECTORS, FILE, fixes_of
+from tests import late
 from tests.conftest import RELEASES, ROOT, Once
 
 RUNS = released_findings.load()
@@ -19,9 +20,7 @@ HERE = {run.connector: run for run in RUNS if run.versions["vllm"] == installed_
 
 def shown(connector: str, seed: int, rule: str) -> list[str]:
     """The fixes without which alone the seed violates this rule."""
-    from kvfix_tools.lab.fuzz.fuzz_run import Run
-
-    (drawn,) = Run(connector, False).schedules([seed])
+    (drawn,) = late.Run(connector, False).schedules([seed])
     return fixes_of(rule, "", released_findings.without_each(drawn))
 
 

@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 
 from kvfix import catalogue
+from kvfix_tools import ledger
 from kvfix_tools.lab import runner
+from kvfix_tools.lab.engine.rules import RULES
 from kvfix_tools.lab.scenario import find, scenarios
+from kvfix_tools.lab.scenarios import lookups, nixl_pull
 from tests.conftest import RELEASES, ROOT, Fresh, Once, run_forked
 
 #: The releases in which a bug appears or goes, and the newest. `make matrix` plays all of them.
@@ -124,3 +127,25 @@ def test_demo_on_a_release_without_the_bug_says_that_it_did_not_die(tmp_path: Pa
     done = run_forked([*demo, str(RELEASES / "0.5.6")], tmp_path)
     assert done.returncode == 1
     assert "It did not die as reported." in done.stdout
+
+
+def test_codes_and_names_are_unique_and_explained() -> None:
+    codes = [rule.code for rule in RULES]
+    assert codes == sorted(set(codes))
+    assert len({rule.name for rule in [*RULES, *ledger.RULES]}) == len(RULES) + len(ledger.RULES)
+    for rule in RULES:
+        assert rule.doc.strip().partition("\n")[0].endswith("."), rule.code
+
+
+def test_a_scenario_violates_a_known_rule() -> None:
+    known = {rule.code for rule in [*RULES, *ledger.RULES]}
+    assert {scenario.rule for scenario in scenarios()} <= known
+
+
+def test_two_files_do_not_have_the_same_scenario(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, scenario = next(iter(lookups.SCENARIOS.items()))
+    monkeypatch.setitem(nixl_pull.SCENARIOS, name, scenario)
+    scenarios.cache_clear()
+    with pytest.raises(ValueError, match=f"two files have the scenario {name}"):
+        scenarios()
+    scenarios.cache_clear()

@@ -12,25 +12,22 @@ import pytest
 
 import kvfix
 from kvfix.session import session
+from kvfix_tools.lab.fuzz.schedule import Schedule
 from kvfix_tools.lab.steps import prompt
+from tests import late
 from tests.conftest import RELEASES, Once
 from tests.lab.planted import SETUPS, schedule_offloading
 
+NEWEST = RELEASES / "0.5.6"
 OPTIONS = SETUPS["simple-offload"].options
-
-
-def misread() -> list[list[str]]:
-    """Two schedules in which the lab itself was wrong once."""
-    return [a_load_fails_behind_another(), a_reset_leaves_a_store()]
 
 
 def a_load_fails_behind_another() -> list[str]:
     """The worker reports loads in their order: the second one, which has failed, after the first."""
-    from kvfix_tools.lab.engine.lab_engine import LabEngine
     from kvfix_tools.lab.fuzz.fuzz_run import applied
 
     with applied(True, "check"):
-        engine = LabEngine(replace(OPTIONS, delay=6))
+        engine = late.LabEngine(replace(OPTIONS, delay=6))
         for seed in range(2):
             engine.serve(f"first {seed}", prompt(100, seed=seed), max_tokens=1)
         engine.reset_prefix_cache()
@@ -48,9 +45,7 @@ def a_load_fails_behind_another() -> list[str]:
 
 def a_reset_leaves_a_store() -> list[str]:
     """A request has lost its blocks at the end of its store, and has computed fewer tokens than are stored."""
-    from kvfix_tools.lab.fuzz.fuzz import play
     from kvfix_tools.lab.fuzz.fuzz_run import applied
-    from kvfix_tools.lab.fuzz.schedule import Schedule
 
     small = replace(OPTIONS, block_size=4, chunk_size=4, num_blocks=25, max_num_batched_tokens=8, delay=5)
     options = replace(
@@ -58,29 +53,20 @@ def a_reset_leaves_a_store() -> list[str]:
     )
     admit = [("admit", "a", 1, 28, 30), *[("step",)] * 3, ("admit", "b", 2, 13, 1), *[("step",)] * 3]
     with applied(True, "check"):
-        done = play(Schedule(options, [*admit, ("new_weights",)]))
+        done = late.play(Schedule(options, [*admit, ("new_weights",)]))
     assert done.counts["preemptions"] == 2
     return [f"{found.code} {found.message}" for found in done.findings]
 
 
 def recorded() -> list[Any]:
     """Return kvfix's records of a request that loads: its Asked events, loads and stores."""
-    from kvfix_tools.lab.engine.lab_engine import LabEngine
-
     kvfix.apply("observe", only=[])
-    try:
-        schedule_offloading(LabEngine(OPTIONS))
-        return [
-            (type(each.event).__name__, *each.event[1:]) for each in session.events if each.event.request == "again"
-        ]
-    finally:
-        kvfix.revert()
+    schedule_offloading(late.LabEngine(OPTIONS))
+    return [(type(each.event).__name__, *each.event[1:]) for each in session.events if each.event.request == "again"]
 
 
-def on_a_full_disk(fixes: bool) -> list[Any]:
+def on_a_full_disk() -> list[Any]:
     """Two stores and the end are in the queue, and the disk is full at the first. Return the notes on each."""
-    if fixes:
-        kvfix.apply(only=["KVF370"])
     import torch
     from vllm.v1.simple_kv_offload import disk_backend
     from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata
@@ -109,30 +95,17 @@ def on_a_full_disk(fixes: bool) -> list[Any]:
     stream: Any = SimpleNamespace(wait_event=lambda event: None)
     with suppress(OSError):
         backend._store_loop(torch.device("cpu"), stream)
-    noted = [number for number, _ in worker._store_events], sorted(getattr(worker._store_events, "failed", ()))
-    kvfix.revert()
-    return list(noted)
+    return [[number for number, _ in worker._store_events], sorted(getattr(worker._store_events, "failed", ()))]
 
 
-def play_all() -> dict[str, Any]:
-    return {
-        "recorded": recorded(),
-        "misread": misread(),
-        "disk": [on_a_full_disk(False), on_a_full_disk(True)],
-    }
+@pytest.mark.parametrize("schedule", [a_load_fails_behind_another, a_reset_leaves_a_store])
+def test_the_lab_takes_nothing_right_for_wrong(schedule: Any, once: Once) -> None:
+    """It did so once in each of these schedules."""
+    assert once(schedule, NEWEST) == []
 
 
-@pytest.fixture(scope="module")
-def outcomes(once: Once) -> dict[str, Any]:
-    return dict(once(play_all, RELEASES / "0.5.6"))
-
-
-def test_the_lab_takes_nothing_right_for_wrong(outcomes: dict[str, Any]) -> None:
-    assert outcomes["misread"] == [[], []]
-
-
-def test_the_reader_knows_loads_and_stores(outcomes: dict[str, Any]) -> None:
-    events = [tuple(each) for each in outcomes["recorded"]]
+def test_the_reader_knows_loads_and_stores(once: Once) -> None:
+    events = [tuple(each) for each in once(recorded, NEWEST)]
     asked = next(each for each in events if each[0] == "Asked" and each[4])
     _, total, computed, hit, promised, asynchronous = asked[:6]
     assert (total, computed, hit, promised, asynchronous) == (300, 0, 288, 288, True)
@@ -143,7 +116,5 @@ def test_the_reader_knows_loads_and_stores(outcomes: dict[str, Any]) -> None:
     assert all(start < end for start, end in stored)
 
 
-def test_a_full_disk_ends_no_thread(outcomes: dict[str, Any]) -> None:
-    released, fixed = outcomes["disk"]
-    assert released == [[], []]
-    assert fixed == [[0, 1], [0]]
+def test_a_full_disk_ends_no_thread(once: Once) -> None:
+    assert once.both(on_a_full_disk, NEWEST, fixes=["KVF370"]) == [[[], []], [[0, 1], [0]]]

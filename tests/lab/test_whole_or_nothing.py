@@ -13,8 +13,6 @@ from importlib import import_module
 from types import FunctionType
 from typing import Any
 
-import pytest
-
 import kvfix
 from kvfix import applicability, catalogue, installed_source
 from kvfix.fixes import stubs
@@ -22,7 +20,6 @@ from kvfix.fixes.record import Fix, Target
 from kvfix.session import session
 from kvfix_tools.lab import runner
 from kvfix_tools.lab.scenario import find
-from tests.conftest import RELEASES, Once
 from tests.lab.faults import with_targets
 
 
@@ -76,7 +73,7 @@ def played(fix: Fix, copy: str, fixes: bool) -> list[tuple[str, str]]:
     ]
 
 
-def outcomes() -> dict[str, Any]:
+def play_all() -> dict[str, Any]:
     """{fix and function: [functions that are wrapped all the same, scenarios that come out otherwise than as released]}
 
     And what is wrapped without a replaced function, so that the check can fail.
@@ -113,18 +110,13 @@ def wrapped(fix: Fix, targets: Iterable[Target]) -> list[str]:
     return sorted({target.name for target in keys})
 
 
-@pytest.fixture(scope="module")
-def found(once: Once) -> dict[str, Any]:
-    return dict(once(outcomes, RELEASES / "0.5.6"))
-
-
-def test_no_half_of_a_fix_is_applied(found: dict[str, Any]) -> None:
-    trials = {name: each for name, each in found.items() if not name.endswith(" whole")}
+def test_no_half_of_a_fix_is_applied(outcomes: dict[str, Any]) -> None:
+    trials = {name: each for name, each in outcomes.items() if not name.endswith(" whole")}
     assert len(trials) > 60
     assert {name: each for name, each in trials.items() if each != [[], []]} == {}
 
 
-def test_without_a_replaced_function_all_are_wrapped(found: dict[str, Any]) -> None:
-    whole = {name: each for name, each in found.items() if name.endswith(" whole")}
+def test_without_a_replaced_function_all_are_wrapped(outcomes: dict[str, Any]) -> None:
+    whole = {name: each for name, each in outcomes.items() if name.endswith(" whole")}
     assert len(whole) > 20
     assert all(whole.values())

@@ -13,12 +13,11 @@ from tests.conftest import ForkServer
 KEPT: list[Any] = []
 
 
-def collect(locked: str, only: list[str] | None, limit: float, revert: bool = False) -> list[Any]:
+def collect(locked: str, limit: float, revert: bool = False) -> list[Any]:
     """Return True if the thread hangs, and otherwise the chunks allocated then and after the next release or `revert`.
 
     limit: maximum seconds to wait for the thread.
     """
-    kvfix.apply(only=only)
     import lmcache.utils
     import lmcache.v1.memory_management as module
     import torch
@@ -63,11 +62,11 @@ def collect(locked: str, only: list[str] | None, limit: float, revert: bool = Fa
 @pytest.mark.parametrize("name", ["0.3.14", "0.4.7", "0.5.6"])
 @pytest.mark.parametrize("locked", ["allocator", "statistics"])
 @pytest.mark.parametrize(
-    ("only", "limit", "result"), [([], 2, ["hangs"]), (None, 60, ["goes on", 2, 0])], ids=["released", "fixed"]
+    ("fixes", "limit", "result"), [(False, 2, ["hangs"]), (True, 60, ["goes on", 2, 0])], ids=["released", "fixed"]
 )
-def test_a_chunk_that_is_collected(name, locked, only, limit, result, fork_server: ForkServer, release) -> None:  # type: ignore[no-untyped-def]
-    assert fork_server(collect, release(name), locked, only, limit) == result
+def test_a_chunk_that_is_collected(name, locked, fixes, limit, result, fork_server: ForkServer, release) -> None:  # type: ignore[no-untyped-def]
+    assert fork_server(collect, release(name), locked, limit, fixes=fixes) == result
 
 
 def test_revert_frees_what_is_kept(fork_server: ForkServer, release) -> None:  # type: ignore[no-untyped-def]
-    assert fork_server(collect, release("0.5.6"), "allocator", None, 60, True) == ["goes on", 2, 1]
+    assert fork_server(collect, release("0.5.6"), "allocator", 60, True, fixes=True) == ["goes on", 2, 1]

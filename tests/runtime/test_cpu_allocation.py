@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-import kvfix
 from kvfix import clock
 from tests.conftest import ForkServer
 
@@ -25,9 +24,8 @@ def backend_with(take: Callable[..., Any]) -> Any:
     )  # fmt: skip
 
 
-def allocate(only: list[str] | None, memory: int | None, more: dict[str, Any]) -> list[Any]:
+def allocate(memory: int | None, more: dict[str, Any]) -> list[Any]:
     """The answer of `allocate`, and the seconds that it has slept."""
-    kvfix.apply(only=only)
     import lmcache.v1.storage_backend.local_cpu_backend as module
 
     module.logger.disabled = True
@@ -49,17 +47,17 @@ def allocate(only: list[str] | None, memory: int | None, more: dict[str, Any]) -
 
 @pytest.mark.parametrize("name", ["0.3.9", "0.4.2", "0.5.6"])
 @pytest.mark.parametrize(
-    ("only", "memory", "more", "answer"),
+    ("fixes", "memory", "more", "answer"),
     [
-        ([], None, {}, ["never", 30]),  # as released
-        (None, None, {}, [None, 10]),
-        (None, 7, {}, [7, 0]),
-        (None, None, {"busy_loop": False}, [None, 0]),
-        (None, None, {"eviction": False}, [None, 0]),
+        (False, None, {}, ["never", 30]),
+        (True, None, {}, [None, 10]),
+        (True, 7, {}, [7, 0]),
+        (True, None, {"busy_loop": False}, [None, 0]),
+        (True, None, {"eviction": False}, [None, 0]),
     ],
 )
-def test_allocate(name, only, memory, more, answer, fork_server: ForkServer, release) -> None:  # type: ignore[no-untyped-def]
-    assert fork_server(allocate, release(name), only, memory, more) == answer
+def test_allocate(name, fixes, memory, more, answer, fork_server: ForkServer, release) -> None:  # type: ignore[no-untyped-def]
+    assert fork_server(allocate, release(name), memory, more, fixes=fixes) == answer
 
 
 def loads(every: float) -> list[list[Any]]:
@@ -67,7 +65,6 @@ def loads(every: float) -> list[list[Any]]:
 
     every: seconds after which the allocator has memory for another chunk; 0: it has memory for 20 chunks at once.
     """
-    kvfix.apply(only=["KVF016"])
     import lmcache.v1.storage_backend.local_cpu_backend as module
 
     module.logger.disabled = True
@@ -100,4 +97,4 @@ def loads(every: float) -> list[list[Any]]:
     ],
 )
 def test_a_load_of_many_chunks_waits_ten_seconds_in_all(every, found, fork_server: ForkServer, release) -> None:  # type: ignore[no-untyped-def]
-    assert fork_server(loads, release("0.5.6"), every) == found
+    assert fork_server(loads, release("0.5.6"), every, fixes=["KVF016"]) == found

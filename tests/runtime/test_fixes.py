@@ -63,12 +63,13 @@ def test_a_wrapper_that_fails_changes_nothing(found: Fix, caplog: Any) -> None:
             wrap(raises)(instance, request)
 
 
-def promises(cases: list[tuple[int, int, int, int]], only: list[str] | None, skip: list[str] | None) -> list[Any]:
+def promises(cases: list[tuple[int, ...]], skip: list[str] | None = None) -> list[Any]:
     """The real hook of 0.3.10, first with an empty lookup cache, then twice from the cache with other computed tokens.
 
     The lookup client is a stub that keeps a hit, like the real one. cases: hit, computed tokens at first, then, total.
     """
-    kvfix.apply(only=only, skip=skip)
+    if skip:
+        kvfix.apply(skip=skip)
     adapter = import_module(ADAPTER)
     adapter.logger.disabled = True
     adapter.extract_request_configs = lambda params: None
@@ -107,49 +108,32 @@ def promises(cases: list[tuple[int, int, int, int]], only: list[str] | None, ski
     return result
 
 
-class TestKVF001:
-    #: hit, computed tokens at first, then, tokens of the request
-    CASES = [
-        (256, 336, 336, 10009),  # the report
-        (256, 0, 240, 10009),
-        (256, 256, 256, 10009),
-        (200, 0, 0, 200),  # a full hit leaves the last token to compute
-        (200, 199, 199, 200),
-        (200, 96, 96, 200),
-        (1024, 0, 800, 1100),  # as released 1024 is promised, more than the 300 that remain
-    ]
+#: (hit, computed tokens at first, then, tokens of the request), the answers as released, and with KVF001: the answers,
+#: computed and hit tokens of the load, and whether there is one.
+PROMISES = [
+    ((256, 336, 336, 10009), [0, 256, 256], [[0, 0, 0], 336, 256, False]),  # the report
+    ((256, 0, 240, 10009), [256, 256, 256], [[256, 16, 16], 240, 256, True]),
+    ((256, 256, 256, 10009), [0, 256, 256], [[0, 0, 0], 256, 256, False]),
+    # a full hit leaves the last token to compute
+    ((200, 0, 0, 200), [199, 200, 200], [[199, 199, 199], 0, 200, True]),
+    ((200, 199, 199, 200), [0, 200, 200], [[0, 0, 0], 199, 200, False]),
+    ((200, 96, 96, 200), [103, 200, 200], [[103, 103, 103], 96, 200, True]),
+    # as released 1024 is promised, more than the 300 that remain
+    ((1024, 0, 800, 1100), [1024, 1024, 1024], [[1024, 224, 224], 800, 1024, True]),
+]
+CASES = [case for case, *_ in PROMISES]
 
-    def test_as_released(self, fork_server: ForkServer, release: Any) -> None:
-        found = fork_server(promises, release("0.3.10"), self.CASES, [], None)
-        assert [answers for answers, *_ in found] == [
-            [0, 256, 256],
-            [256, 256, 256],
-            [0, 256, 256],
-            [199, 200, 200],
-            [0, 200, 200],
-            [103, 200, 200],
-            [1024, 1024, 1024],
-        ]
-        assert found[0][4] == (
-            "Mismatch in tokens to load: 256 vs 256 (tokens in lmcache) - 336 (tokens in vllm) - 0 "
-            "(full lmcache hits subtracts last token to recalculate logits) for request kvfix-probe"
-        )
 
-    def test_fixed(self, fork_server: ForkServer, release: Any) -> None:
-        found = fork_server(promises, release("0.3.10"), self.CASES, None, None)
-        assert found == [
-            [[0, 0, 0], 336, 256, False, ""],
-            [[256, 16, 16], 240, 256, True, ""],
-            [[0, 0, 0], 256, 256, False, ""],
-            [[199, 199, 199], 0, 200, True, ""],
-            [[0, 0, 0], 199, 200, False, ""],
-            [[103, 103, 103], 96, 200, True, ""],
-            [[1024, 224, 224], 800, 1024, True, ""],
-        ]
-
-    def test_switched_off_alone(self, fork_server: ForkServer, release: Any) -> None:
-        found = fork_server(promises, release("0.3.10"), self.CASES[:1], None, ["KVF001"])
-        assert found[0][0] == [0, 256, 256]
+def test_kvf001(fork_server: ForkServer, release: Any) -> None:
+    released = fork_server(promises, release("0.3.10"), CASES)
+    assert [answers for answers, *_ in released] == [answers for _, answers, _ in PROMISES]
+    assert released[0][4] == (
+        "Mismatch in tokens to load: 256 vs 256 (tokens in lmcache) - 336 (tokens in vllm) - 0 "
+        "(full lmcache hits subtracts last token to recalculate logits) for request kvfix-probe"
+    )
+    assert fork_server(promises, release("0.3.10"), CASES, fixes=True) == [[*fixed, ""] for *_, fixed in PROMISES]
+    off = fork_server(promises, release("0.3.10"), CASES[:1], ["KVF001"])
+    assert off[0][0] == [0, 256, 256]
 
 
 def probed_kvf022() -> list[bool]:

@@ -1,13 +1,12 @@
 """Fingerprints: what changes them, what does not, and that every Python version computes the same."""
 
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from kvfix import installed_source
-from tests.conftest import ADAPTER, clean_environment
+from tests.conftest import ADAPTER, Fresh
 
 FUNCTION = '''
 class Connector:
@@ -67,7 +66,7 @@ def test_an_inherited_function_has_the_fingerprint_of_its_base(tmp_path: Path) -
     )
 
 
-def test_every_python_computes_the_same(tmp_path: Path, release) -> None:  # type: ignore[no-untyped-def]
+def test_every_python_computes_the_same(tmp_path: Path, release, fresh: Fresh) -> None:  # type: ignore[no-untyped-def]
     """kvfix ships fingerprints that one Python has computed, and compares them on the user's Python."""
     file = release("0.3.10").joinpath(*ADAPTER.split(".")).with_suffix(".py")
     (tmp_path / "tricky.py").write_text(FUNCTION)
@@ -80,9 +79,7 @@ def test_every_python_computes_the_same(tmp_path: Path, release) -> None:  # typ
     for python in ("python3.10", "python3.11", "python3.12", "python3.13", "python3.14"):
         if shutil.which(python) is None:
             continue
-        done = subprocess.run(
-            [python, "-c", code], env=clean_environment(), capture_output=True, text=True, check=False
-        )
+        done = fresh.run([python, "-c", code])
         if done.returncode == 0:
             taken[python] = done.stdout.strip()
     assert taken, "no Python found to compare"

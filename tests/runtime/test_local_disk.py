@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 
-import kvfix
 from kvfix.fixes.lmcache import kvf037_truncated_chunk_file_is_loaded as kvf037
 from kvfix.session import session
-from tests.conftest import ForkServer
+from tests.conftest import Fixes, ForkServer
 
 CHUNKS = 3
 
@@ -115,9 +114,8 @@ class Disk:
         }
 
 
-def load(folder: str, only: list[str], way: str, sizes: list[int | None]) -> list[Any]:
+def load(folder: str, way: str, sizes: list[int | None]) -> list[Any]:
     """For each size of the file of chunk 1 (None: deleted): the answers, the state, the answers after a new store."""
-    kvfix.apply(only=only)
     found: list[Any] = []
     for size in sizes:
         disk = Disk(f"{folder}/{size}")
@@ -151,21 +149,20 @@ RIGHT = ["right"] * 3
 def test_a_short_or_missing_file_is_no_chunk(
     name: str, way: str, fork_server: ForkServer, release: Any, tmp_path: Path
 ) -> None:
-    *short, whole = fork_server(load, release(name), str(tmp_path), ["KVF037"], way, [*SHORT, BYTES])
+    *short, whole = fork_server(load, release(name), str(tmp_path), way, [*SHORT, BYTES], fixes=["KVF037"])
     assert whole == [RIGHT, WHOLE, RIGHT]
     assert short == [[["right"] if way == "prefetched" else ["right", "none", "right"], LEFT, RIGHT]] * len(SHORT)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_as_released_a_short_file_is_a_chunk(way: str, fork_server: ForkServer, release: Any, tmp_path: Path) -> None:
-    short, missing = fork_server(load, release("0.5.6"), str(tmp_path), [], way, [1000, None])
+    short, missing = fork_server(load, release("0.5.6"), str(tmp_path), way, [1000, None])
     assert short[0] == ["right", "wrong", "right"]
     assert missing[0] == ["right", "none", "right"] if way == "batched" else missing == "KeyError"
 
 
 def load_layer(folder: str) -> list[Any]:
     """The chunks of one layer, as `use_layerwise` loads them; what kvfix has logged; the chunks that remain."""
-    kvfix.apply(only=["KVF037"])
     disk = Disk(folder)
     disk.keys = [key.split_layers(2)[1] for key in disk.keys]
     assert [disk.store(chunk) for chunk in range(CHUNKS)] == [""] * CHUNKS
@@ -175,14 +172,13 @@ def load_layer(folder: str) -> list[Any]:
 
 
 def test_a_load_by_layers_has_all_chunks_and_a_warning(fork_server: ForkServer, release: Any, tmp_path: Path) -> None:
-    loaded, (warning,), chunks = fork_server(load_layer, release("0.5.6"), str(tmp_path))
+    loaded, (warning,), chunks = fork_server(load_layer, release("0.5.6"), str(tmp_path), fixes=["KVF037"])
     assert loaded == ["right", "wrong", "right"]
     assert "is truncated or missing, and LMCache has loaded it (use_layerwise)" in warning
     assert chunks == [0, 1, 2]
 
 
 def load_with_fault(folder: str, way: str) -> Any:
-    kvfix.apply(only=["KVF037"])
     kvf037._MARK_BYTES = "a fault of kvfix"  # type: ignore[assignment]
     disk = Disk(folder)
     disk.store(0), disk.store(1), disk.store(2)
@@ -191,13 +187,12 @@ def load_with_fault(folder: str, way: str) -> Any:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_fault_of_the_fix_is_no_chunk(way: str, fork_server: ForkServer, release: Any, tmp_path: Path) -> None:
-    loaded = fork_server(load_with_fault, release("0.5.6"), str(tmp_path), way)
+    loaded = fork_server(load_with_fault, release("0.5.6"), str(tmp_path), way, fixes=["KVF037"])
     assert loaded == ([] if way == "prefetched" else ["none"] * CHUNKS)
 
 
-def report(only: list[str]) -> list[Any]:
+def report() -> list[Any]:
     """Load three chunks of which the last is missing. Return the tokens that LMCache reports and loads."""
-    kvfix.apply(only=only)
     import lmcache.v1.cache_engine as module
     import torch
 
@@ -205,18 +200,13 @@ def report(only: list[str]) -> list[Any]:
     chunks = [(16 * chunk, 16 * chunk + 16, key_of(chunk)) for chunk in range(CHUNKS)]
     memory = SimpleNamespace(get_size=lambda: 0)
     storage = SimpleNamespace(
-        get_block_mapping=lambda infos: {"disk": infos},
-        batched_get=lambda keys, location: [memory, memory, None],
-        contains=lambda key: "disk",
-        non_allocator_backends=[],
-    )
+        get_block_mapping=lambda infos: {"disk": infos}, batched_get=lambda keys, location: [memory, memory, None],
+        contains=lambda key: "disk", non_allocator_backends=[],
+    )  # fmt: skip
     engine = SimpleNamespace(
-        storage_manager=storage,
-        token_database=SimpleNamespace(process_tokens=lambda **_: chunks),
-        lookup_pins={},
-        lookup_cache={},
-        remove_after_retrieve=False,
-    )
+        storage_manager=storage, token_database=SimpleNamespace(process_tokens=lambda **_: chunks), lookup_pins={},
+        lookup_cache={}, remove_after_retrieve=False,
+    )  # fmt: skip
     reported = torch.zeros(48, dtype=torch.bool)
     loaded, _ = module.LMCacheEngine._process_tokens_internal(engine, None, None, reported)
     return [int(reported.sum()), sum(end - start for _, _, start, end in loaded)]
@@ -225,21 +215,20 @@ def report(only: list[str]) -> list[Any]:
 @pytest.mark.parametrize(
     ("name", "fixes", "tokens"),
     [
-        ("0.4.3", [], [32, 16]),
+        ("0.4.3", False, [32, 16]),
         ("0.4.3", ["KVF037"], [16, 16]),
         ("0.3.9.post1", ["KVF037"], [16, 16]),
         ("0.4.4", ["KVF037"], [32, 32]),
     ],
 )
 def test_only_loaded_chunks_are_reported(
-    name: str, fixes: list[str], tokens: list[int], fork_server: ForkServer, release: Any
+    name: str, fixes: Fixes, tokens: list[int], fork_server: ForkServer, release: Any
 ) -> None:
-    assert fork_server(report, release(name), fixes) == tokens
+    assert fork_server(report, release(name), fixes=fixes) == tokens
 
 
-def write(folder: str, only: list[str]) -> list[Any]:
+def write(folder: str) -> list[Any]:
     """The write of chunk 0 fails after 100 bytes; the state; then it is stored again, where there is room."""
-    kvfix.apply(only=only)
     disk = Disk(folder)
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
@@ -249,10 +238,10 @@ def write(folder: str, only: list[str]) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", ["0.3.9", "0.4.4", "0.5.6"])
-@pytest.mark.parametrize("fixes", [[], ["KVF038"]])
-def test_a_failed_write(name: str, fixes: list[str], fork_server: ForkServer, release: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fixes", [False, ["KVF038"]])
+def test_a_failed_write(name: str, fixes: Fixes, fork_server: ForkServer, release: Any, tmp_path: Path) -> None:
     nothing = {"chunks": [], "pins": [], "allocated": 0, "bytes": [0, 0], "files": []}
     leaked = {**nothing, "allocated": 1, "bytes": [BYTES, BYTES], "files": [0]}
     stored = {"chunks": [0], "pins": [0], "allocated": 0, "bytes": [BYTES, BYTES], "files": [0]}
     expected = [["OSError"], nothing, "", stored] if fixes else [["OSError"], leaked, "not submitted", leaked]
-    assert fork_server(write, release(name), str(tmp_path), fixes) == expected
+    assert fork_server(write, release(name), str(tmp_path), fixes=fixes) == expected

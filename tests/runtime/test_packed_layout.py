@@ -9,6 +9,7 @@ import contextlib
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import kvfix
 from kvfix.fixes.lmcache import kvf020_packed_layout_moved_wrong as kvf020
 from kvfix.fixes.lmcache import kvf021_layerwise_takes_heads_for_tokens as kvf021
 from kvfix.session import session
+from kvfix_tools.roundtrip import cuda_stand_in
 from tests.conftest import RELEASES, Once
 
 LAYERS, BLOCKS, BLOCK, HEADS = 2, 5, 4, 3
@@ -88,40 +90,22 @@ class Elsewhere:
         return self.held.to(device, copy=True)
 
 
-class Stream:
-    def __init__(self) -> None:
-        self.waited = 0
-
-    def synchronize(self) -> None:
-        self.waited += 1
-
-
 def test_store_and_load_through_a_staging_buffer() -> None:
-    engine, stream = caches(32, torch.bfloat16, "NHD"), Stream()
+    engine, stream = caches(32, torch.bfloat16, "NHD"), mock.Mock()
     tensor = torch.zeros(2, LAYERS, len(SLOTS), HEADS * 32, dtype=torch.bfloat16)
-    here = SimpleNamespace(torch=Streams(torch, contextlib.nullcontext))
+    here = SimpleNamespace(torch=cuda_stand_in.Torch())
     connector, chunk = SimpleNamespace(store_stream=stream, use_mla=False), SimpleNamespace(tensor=Elsewhere(tensor))
     more = {"kvcaches": engine, "slot_mapping": torch.cat([SLOTS, SLOTS])}
     kvf020.fix_store(here)(unreached)(connector, chunk, 5, 10, **more)
     right = torch.zeros_like(tensor)
     kvf020.gather(torch, right, engine, SLOTS)
     assert torch.equal(tensor.view(torch.int16), right.view(torch.int16))
-    assert stream.waited == 1
+    stream.synchronize.assert_called_once()
     others = caches(32, torch.bfloat16, "NHD")
     kvf020.fix_load(here)(unreached)(connector, chunk, 5, 10, kvcaches=others, slot_mapping=more["slot_mapping"])
     for layer, cache in enumerate(others):
         for slot in SLOTS.tolist():
             assert row(cache, slot, 1, 32) == row(engine[layer], slot, 1, 32)
-
-
-class Streams:
-    """torch with streams that run everything at once."""
-
-    def __init__(self, real: Any, stream: Any) -> None:
-        self.real, self.cuda = real, SimpleNamespace(stream=lambda _: stream())
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.real, name)
 
 
 def unreached(connector: Any, memory_obj: Any, start: int, end: int, **more: Any) -> None:
@@ -150,11 +134,10 @@ def test_lmcache_handles_other_layouts_itself(mla: bool, kvcaches: Any) -> None:
 
 def closed() -> dict[str, Any]:
     """Memory objects of another size than the KV cache, through LMCache's own connector and storage manager."""
-    kvfix.apply()
     connectors = import_module("lmcache.v1.gpu_connector.gpu_connectors")
     manager = import_module("lmcache.v1.storage_backend.storage_manager").StorageManager
     connector = connectors.VLLMPagedMemGPUConnectorV2.__new__(connectors.VLLMPagedMemGPUConnectorV2)
-    vars(connector).update(store_stream=Stream(), use_mla=False)
+    vars(connector).update(store_stream=mock.Mock(), use_mla=False)
     released, stored = [], []
     wrong, right = (
         SimpleNamespace(
@@ -180,7 +163,7 @@ def closed() -> dict[str, Any]:
 
 
 def test_what_cannot_be_moved_is_not_stored_and_not_loaded(once: Once) -> None:
-    found = once(closed, RELEASES / "0.5.6")
+    found = once(closed, RELEASES / "0.5.6", fixes=True)
     assert found["stored"] == ["of right"]
     assert found["released"] == ["wrong", "right"]  # LMCache releases what it has stored
     assert found["retrieved"] == [False, False, False, True, True]
@@ -188,7 +171,6 @@ def test_what_cannot_be_moved_is_not_stored_and_not_loaded(once: Once) -> None:
 
 def applied() -> list[Any]:
     """The status of both fixes, and the warnings about them."""
-    kvfix.apply()
     import_module("lmcache.v1.gpu_connector.gpu_connectors")
     rows = {row.code: row.verdict for row in kvfix.status()}
     warned = [line for line in session.reported if "KVF02" in line and "applied to" not in line]
@@ -197,7 +179,7 @@ def applied() -> list[Any]:
 
 @pytest.mark.parametrize("name", ["0.5.2", "0.5.3", "0.5.5", "0.5.6"])
 def test_both_are_applied_without_a_warning(fork_server: Any, release: Any, name: str) -> None:
-    assert fork_server(applied, release(name)) == ["applied", "applied", []]
+    assert fork_server(applied, release(name), fixes=True) == ["applied", "applied", []]
 
 
 def probed_kvf021(module: str) -> list[bool]:

@@ -138,51 +138,27 @@ def test_code_of_broken_releases_is_broken_code_only() -> None:
             assert any(release in broken for releases in known.values() for release in releases), found.code
 
 
+#: (release, text of its adapter and the text in its place, claimed version, status before and after the probe)
+HARMLESS, GONE = (BUG, "            _ = 1\n" + BUG), ("def get_num_new_matched_tokens", "def matched")
 EDITS = {
-    # edit of 0.3.10, claimed version -> status before and after the probe
-    "comments and blank lines": (
-        lambda text: text.replace(BUG, "            # edited\n\n" + BUG),
-        "",
-        "applicable",
-        "applied",
-    ),
-    "a wrong version number": (lambda text: text, "0.5.6", "applicable", "applied"),
-    "another harmless line": (lambda text: text.replace(BUG, "            _ = 1\n" + BUG), "", "unknown", "applied"),
-    "fixed by hand": (lambda text: text.replace(BUG, FIXED), "", "unknown", "fixed-upstream"),
-    "code that the probe does not fit": (
-        lambda text: text.replace(BUG, "            return self.odd(1)\n"),
-        "",
-        "unknown",
-        "refused",
-    ),
-    "the function gone": (
-        lambda text: text.replace("def get_num_new_matched_tokens", "def matched"),
-        "",
-        "refused",
-        "refused",
-    ),
-    "the function gone, the version known": (
-        lambda text: text.replace("def get_num_new_matched_tokens", "def matched"),
-        "0.5.6",
-        "refused",
-        "refused",
-    ),
+    "comments and blank lines": ("0.3.10", (BUG, "            # edited\n\n" + BUG), "", "applicable", "applied"),
+    "a wrong version number": ("0.3.10", ("", ""), "0.5.6", "applicable", "applied"),
+    "a right release that claims to be the wrong one": ("0.5.6", ("", ""), "0.3.10", *["fixed-upstream"] * 2),
+    "another harmless line": ("0.3.10", HARMLESS, "", "unknown", "applied"),
+    "fixed by hand": ("0.3.10", (BUG, FIXED), "", "unknown", "fixed-upstream"),
+    "code that the probe does not fit": ("0.3.10", (BUG, "            return self.odd(1)\n"), "", "unknown", "refused"),
+    "the function gone": ("0.3.10", GONE, "", "refused", "refused"),
+    "the function gone, the version known": ("0.3.10", GONE, "0.5.6", "refused", "refused"),
 }
 
 
-@pytest.mark.parametrize(("edit", "version", "by_file", "by_probe"), EDITS.values(), ids=EDITS)
-def test_edited_copies(edit, version, by_file, by_probe, tmp_path, release, fresh, fork_server) -> None:  # type: ignore[no-untyped-def]
-    folder = copy(release("0.3.10"), tmp_path, edit, version)
+@pytest.mark.parametrize(("name", "edit", "version", "by_file", "by_probe"), EDITS.values(), ids=EDITS)
+def test_edited_copies(name, edit, version, by_file, by_probe, tmp_path, release, fresh, fork_server) -> None:  # type: ignore[no-untyped-def]
+    folder = copy(release(name), tmp_path, lambda text: text.replace(*edit), version)
     row = fresh(f"import sys; sys.path.insert(0, {str(folder)!r}); {STATUS}")["KVF001"]
     assert row[STATE] == by_file, row
     row = fork_server(settled, folder)["KVF001"]
-    assert row[STATE] == by_probe, row
-
-
-def test_a_right_release_that_claims_to_be_the_wrong_one(tmp_path, release, fork_server: ForkServer) -> None:  # type: ignore[no-untyped-def]
-    folder = copy(release("0.5.6"), tmp_path, version="0.3.10")
-    row = fork_server(settled, folder)["KVF001"]
-    assert row[VERSION:] == ["0.3.10", "fixed-upstream", row[REASON]]
+    assert (row[VERSION], row[STATE]) == (version or name, by_probe), row
 
 
 def probed() -> dict[str, Any]:
@@ -193,7 +169,7 @@ def probed() -> dict[str, Any]:
 
 def test_status_with_probe_decides_on_edited_code(tmp_path, release, fork_server: ForkServer) -> None:  # type: ignore[no-untyped-def]
     """`kvfix status --probe`: the decision of a process that imports the module."""
-    folder = copy(release("0.3.10"), tmp_path, lambda text: text.replace(BUG, "            _ = 1\n" + BUG))
+    folder = copy(release("0.3.10"), tmp_path, lambda text: text.replace(*HARMLESS))
     row = fork_server(probed, folder)["KVF001"]
     assert row[STATE] == "applicable"
     assert "the behaviour probe shows the bug" in row[REASON]

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-import kvfix
-from tests.conftest import RELEASES, ForkServer
+from tests.conftest import RELEASES, Fixes, ForkServer
 
 NEWEST = "0.5.6"
 
@@ -43,12 +42,11 @@ def connected() -> Connected:
     return Connected(context, server, port, client, key)
 
 
-def lose_load(fixes: bool) -> dict[str, Any]:
+def lose_load(patience: float) -> dict[str, Any]:
     """A load and a question are in flight when the server goes.
 
     A stream of LMCache ends when its client notices that the server is gone.
     """
-    kvfix.apply(only=["KVF122"] if fixes else [])
     from lmcache.v1.multiprocess.transport.zmq_impl.wire import decode_operation
 
     here = connected()
@@ -62,7 +60,7 @@ def lose_load(fixes: bool) -> dict[str, Any]:
     is_connected = getattr(queue, "_kvfix_connected", False)
     here.server.close(linger=0)
     assert list(stream) == []
-    failed = load.wait(30 if fixes else 0) and load.result() == (b"", False)
+    failed = load.wait(patience) and load.result() == (b"", False)
     after = getattr(queue, "_kvfix_connected", False)
     answer = {"connected": [before, is_connected, after], "failed": failed, "question": question.query()}
     here.close()
@@ -71,16 +69,15 @@ def lose_load(fixes: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("fixes", [False, True])
 def test_the_load_has_failed_and_nothing_else(fixes: bool, fork_server: ForkServer) -> None:
-    done = fork_server(lose_load, RELEASES / NEWEST, fixes)
+    done = fork_server(lose_load, RELEASES / NEWEST, 30 if fixes else 0, fixes=["KVF122"] if fixes else False)
     assert done == {"connected": [False, fixes, False], "failed": fixes, "question": False}
 
 
-def lose_connection(only: list[str]) -> dict[str, list[str]]:
+def lose_connection(fixed: bool) -> dict[str, list[str]]:
     """Return the answered operations: those in flight when the server goes, those sent then, and later ones.
 
     The later ones are sent after a registration.
     """
-    kvfix.apply(only=only)
     import zmq
     from lmcache.v1.multiprocess.custom_types import RegisterEngineDrivenContextPayload
     from lmcache.v1.multiprocess.transport.zmq_impl.wire import decode_operation
@@ -120,7 +117,7 @@ def lose_connection(only: list[str]) -> dict[str, list[str]]:
     lost = send_all()
     server = here.context.socket(zmq.ROUTER)
     server.bind(f"tcp://127.0.0.1:{here.port}")
-    unsent = received(len(lost) - len(TRANSFERS) * bool(only))
+    unsent = received(len(lost) - len(TRANSFERS) * fixed)
     client.register_kv_cache_engine_driven_context(
         RegisterEngineDrivenContextPayload(1, "model", 1, 1, 1, 1, "int8", False)
     )
@@ -135,22 +132,25 @@ TRANSFERS = ["prepare_store", "commit_store", "prepare_retrieve", "commit_retrie
 LOOKUPS = ["lookup", "query_prefetch_status"]
 
 
-@pytest.mark.parametrize("fixes", [[], ["KVF126"]])
-def test_a_lost_connection(fixes: list[str], fork_server: ForkServer) -> None:
-    found = fork_server(lose_connection, RELEASES / NEWEST, fixes)
-    if fixes:
-        sent = [*LOOKUPS, "ping"]
-        assert found == {"in flight": TRANSFERS + LOOKUPS, "lost": TRANSFERS, "sent": sent, "behind": []}
-    else:
-        assert found == {"in flight": [], "lost": [], "sent": [*TRANSFERS, *LOOKUPS, "ping"], "behind": []}
+@pytest.mark.parametrize(
+    ("fixes", "in_flight", "lost", "sent"),
+    [
+        (False, [], [], [*TRANSFERS, *LOOKUPS, "ping"]),
+        (["KVF126"], [*TRANSFERS, *LOOKUPS], TRANSFERS, [*LOOKUPS, "ping"]),
+    ],
+)
+def test_a_lost_connection(
+    fixes: Fixes, in_flight: list[str], lost: list[str], sent: list[str], fork_server: ForkServer
+) -> None:
+    found = fork_server(lose_connection, RELEASES / NEWEST, bool(fixes), fixes=fixes)
+    assert found == {"in flight": in_flight, "lost": lost, "sent": sent, "behind": []}
 
 
-def restart(only: list[str], patience: float) -> list[bool]:
+def restart(patience: float) -> list[bool]:
     """Return three flags, True if a store succeeded: before the server restarts, after that, and after a heartbeat.
 
     patience: seconds to wait for the server. Without an answer the second store waits twice as long.
     """
-    kvfix.apply(only=only)
     import torch
     import zmq
     from lmcache.integration.vllm.vllm_multi_process_adapter import (
@@ -186,10 +186,10 @@ def restart(only: list[str], patience: float) -> list[bool]:
     return stored
 
 
-@pytest.mark.parametrize(("fixes", "patience", "last"), [([], 1.0, False), (["KVF126"], 300.0, True)])
-def test_a_restarted_server(fixes: list[str], patience: float, last: bool, fork_server: ForkServer) -> None:
+@pytest.mark.parametrize(("fixes", "patience", "last"), [(False, 1.0, False), (["KVF126"], 300.0, True)])
+def test_a_restarted_server(fixes: Fixes, patience: float, last: bool, fork_server: ForkServer) -> None:
     """With the fix nothing waits for the server's answer.
 
     A wait would take 600 seconds, and the test may take less.
     """
-    assert fork_server(restart, RELEASES / NEWEST, fixes, patience) == [True, False, last]
+    assert fork_server(restart, RELEASES / NEWEST, patience, fixes=fixes) == [True, False, last]

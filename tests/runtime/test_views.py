@@ -12,7 +12,6 @@ from kvfix.fixes.lmcache_mp import kvf103_mp_retrieve_false as kvf103
 from kvfix.fixes.lmcache_mp import kvf105_mp_abort_before_alloc as kvf105
 from kvfix.fixes.lmcache_mp import kvf109_mp_freed_while_stored as kvf109
 from kvfix.fixes.lmcache_mp import kvf117_mp_ended_ids_kept as kvf117
-from kvfix.session import session
 from kvfix.wrapping import View, replaced
 
 
@@ -33,12 +32,6 @@ class Future:
 
     def cancel(self) -> str:
         return "cancelled"
-
-
-@pytest.fixture
-def faults(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    monkeypatch.setattr(session, "faults", {})
-    return session.faults
 
 
 def test_a_view_is_the_object_except_for_the_replaced_attributes() -> None:

@@ -13,13 +13,7 @@ from kvfix import acting
 from kvfix.session import session
 from kvfix.wrapping import GO_ON, WrappedFunction, after, around, before, instead
 
-
-@pytest.fixture(autouse=True)
-def nothing_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """kvfix reports an error once in a process; each test needs its own report."""
-    monkeypatch.setattr(session, "faults", {})
-    monkeypatch.setattr(session, "reported", {})
-    monkeypatch.setattr(session, "lines", {})
+pytestmark = pytest.mark.usefixtures("faults")
 
 
 class Hooked:
@@ -41,52 +35,51 @@ class Hooked:
         return self.call(self, *args, **kwargs)
 
 
-class TestAround:
-    def test_both_sides(self) -> None:
-        @around
-        def wrapper(hooked: Hooked, one: int) -> Generator[None, Any, Any]:
-            hooked.steps.append("before")
-            answer = yield
-            hooked.steps.append(answer)
-            return "changed"
+def both_sides(hooked: Hooked, one: int) -> Generator[None, Any, Any]:
+    hooked.steps.append("before")
+    answer = yield
+    hooked.steps.append(answer)
+    return "changed"
 
-        hooked = Hooked(wrapper)
-        assert hooked(one=1) == "changed"
-        assert hooked.calls == [((), {"one": 1})]
-        assert hooked.steps == ["before", "own"]
 
-    def test_other_arguments(self) -> None:
-        @around
-        def wrapper(hooked: Hooked, one: int) -> Generator[Any, Any, Any]:
-            return (yield (one + 1,))
+def other_arguments(hooked: Hooked, one: int) -> Generator[Any, Any, Any]:
+    return (yield (one + 1,))
 
-        hooked = Hooked(wrapper)
-        assert hooked(1) == "own"
-        assert hooked.calls == [((2,), {})]
 
-    def test_nothing_to_do_and_instead(self) -> None:
-        hooked = Hooked(around(lambda hooked, one: None if one else instead("without")))
-        assert (hooked(1), hooked(0)) == ("own", "without")
-        assert hooked.calls == [((1,), {})]
+def skips_zero(hooked: Hooked, one: int) -> Any:
+    return None if one else instead("without")
 
-    def test_the_hooks_exception_is_raised_and_finally_runs(self) -> None:
-        @around
-        def wrapper(hooked: Hooked) -> Generator[None, Any, Any]:
-            try:
-                return (yield)
-            finally:
-                hooked.steps.append("put back")
 
-        hooked = Hooked(wrapper, LookupError("its own"))
-        with pytest.raises(LookupError, match="its own"):
-            hooked()
-        assert hooked.steps == ["put back"]
+def puts_back(hooked: Hooked, one: int) -> Generator[None, Any, Any]:
+    try:
+        return (yield)
+    finally:
+        hooked.steps.append("put back")
 
-    def test_the_hooks_exception_without_a_generator(self) -> None:
-        hooked = Hooked(around(lambda hooked: None), LookupError("its own"))
-        with pytest.raises(LookupError, match="its own"):
-            hooked()
-        assert len(hooked.calls) == 1  # not called again, and no error of kvfix
+
+@pytest.mark.parametrize(
+    ("wrapper", "given", "answer", "passed", "steps"),
+    [
+        (both_sides, 1, "changed", [1], ["before", "own"]),
+        (other_arguments, 1, "own", [2], []),
+        (skips_zero, 1, "own", [1], []),
+        (skips_zero, 0, "without", [], []),
+    ],
+)
+def test_around(wrapper: Any, given: int, answer: str, passed: list[int], steps: list[str]) -> None:
+    hooked = Hooked(around(wrapper))
+    assert hooked(given) == answer
+    assert hooked.calls == [((each,), {}) for each in passed]
+    assert hooked.steps == steps
+
+
+@pytest.mark.parametrize(("wrapper", "steps"), [(puts_back, ["put back"]), (skips_zero, [])])
+def test_the_hooks_exception_is_raised(wrapper: Any, steps: list[str]) -> None:
+    """The hook is not called again, and this is no error of kvfix."""
+    hooked = Hooked(around(wrapper), LookupError("its own"))
+    with pytest.raises(LookupError, match="its own"):
+        hooked(1)
+    assert (hooked.steps, len(hooked.calls), session.faults) == (steps, 1, {})
 
 
 class Raises:
@@ -162,9 +155,8 @@ class Request:
     request_id = "r7"
 
 
-def acted(wrap: Any, *calls: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+def acted(wrap: Any, *calls: int) -> Any:
     """Return the tally of a fix after these calls, and True if the log has its first action."""
-    monkeypatch.setattr(session, "tallies", {})
     function = WrappedFunction(Counted, "hook", vars(Counted)["hook"])
     function.add("KVF001", 1, wrap)
     function.add("KVF002", 2, after(lambda counted, answer, *_: answer))
@@ -195,43 +187,29 @@ def one_less(counted: Counted, request: Request, tokens: int) -> Generator[Any, 
     ],
     ids=["answer", "same answer", "object", "before", "no before", "skipped", "no around", "arguments"],
 )
-def test_a_fix_that_acts_is_counted(wrap, expected, first, monkeypatch, caplog) -> None:  # type: ignore[no-untyped-def]
+def test_a_fix_that_acts_is_counted(wrap, expected, first, caplog) -> None:  # type: ignore[no-untyped-def]
     caplog.set_level("INFO", "kvfix")
-    found = acted(wrap, 0, 256, 512, monkeypatch=monkeypatch)
+    found = acted(wrap, 0, 256, 512)
     assert found == {"acted": expected, "faults": 0, "first": first}
     assert caplog.messages == ([f"KVF001 acted: {first}"] if first else [])
 
 
-def test_the_faults_of_a_fix_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = acted(after(Raises.at_once), 3, 4, monkeypatch=monkeypatch)
-    assert found == {"acted": 0, "faults": 2, "first": ""}
+def test_the_faults_of_a_fix_are_counted() -> None:
+    assert acted(after(Raises.at_once), 3, 4) == {"acted": 0, "faults": 2, "first": ""}
 
 
-def test_a_request_that_cannot_be_named_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_cannot_be_named_stops_nothing() -> None:
     class Odd:
         @property
         def request_id(self) -> str:
             raise LookupError("planted")
 
-    monkeypatch.setattr(session, "tallies", {})
     function = WrappedFunction(Counted, "hook", vars(Counted)["hook"])
     function.add("KVF001", 1, after(lambda counted, answer, *_: 0, on_fault=lambda *_: -1))
     try:
         assert Counted().hook(Odd(), 5) == 0
     finally:
         function.clear()
-
-
-def test_before_and_after() -> None:
-    def prepare(hooked: Hooked, one: int) -> None:
-        hooked.steps.append(one)
-
-    def wrapper(hooked: Hooked, answer: str, one: int) -> str:
-        return answer + str(one)
-
-    hooked = Hooked(lambda original: after(wrapper)(before(prepare)(original)))
-    assert hooked(1) == "own1"
-    assert (hooked.steps, hooked.calls) == ([1], [((1,), {})])
 
 
 def as_named(answer: Hooked, hooked: int) -> str:

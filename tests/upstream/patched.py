@@ -40,13 +40,19 @@ def copy(patch: Path, released: Sequence[Path], folder: Path) -> None:
 def apply(patch: Path, released: Sequence[Path], folder: Path) -> Path:
     """`folder` as a copy of the release with the patch applied; AssertionError if it does not apply cleanly."""
     folder.mkdir(parents=True)
+    git_apply(patch, released, folder)
+    return folder
+
+
+def git_apply(patch: Path, released: Sequence[Path], folder: Path, *options: str) -> str:
+    """Apply the patch to a copy of the files in `folder`, and return what git prints."""
     copy(patch, released, folder)
     done = subprocess.run(
-        ["git", "apply", str(patch)],
+        ["git", "apply", *options, str(patch)],
         cwd=folder, env={**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return folder
+    return done.stderr
 
 
 def link(released: Sequence[Path], folder: Path) -> None:

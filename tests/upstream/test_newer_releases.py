@@ -5,8 +5,6 @@ If a patch does not apply any more, add `vllm-<release>.patch` next to the patch
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -27,11 +25,5 @@ def test_the_patch_applies(row: upstream.Ready, release: str, tmp_path: Path) ->
         pytest.skip(f"vLLM {release} is not in {VLLM}: `requirements/matrix` fetches it")
     if row.version != release and row.path.with_name(f"vllm-{release}.patch").exists():
         pytest.skip(f"there is one for {release}")
-    patched.copy(row.path, places, tmp_path)
-    done = subprocess.run(
-        ["git", "apply", "--exclude=tests/*", "--verbose", str(row.path)],
-        cwd=tmp_path, env={**os.environ, "GIT_CEILING_DIRECTORIES": str(tmp_path.parent)},
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "Applied patch vllm/" in done.stderr
+    printed = patched.git_apply(row.path, places, tmp_path, "--exclude=tests/*", "--verbose")
+    assert "Applied patch vllm/" in printed

@@ -7,7 +7,6 @@ A fault is planted in the server: the file `fault` names it, and the connector o
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvfix_tools.roundtrip import real_engine
-from tests.conftest import ROOT, clean_environment
+from tests.conftest import ROOT, Fresh
 from tests.engine import pd
 
 CHUNK = 64
@@ -74,8 +73,5 @@ def write_model(folder: Path) -> None:
 
 def verify(*arguments: str, limit: float = 1000) -> tuple[int, str]:
     """Run `kvfix verify` and return its exit code and output."""
-    command = [sys.executable, "-m", "kvfix_tools.cli", "verify", *arguments]
-    done = subprocess.run(
-        command, env=clean_environment(), capture_output=True, text=True, timeout=limit, check=False, cwd=ROOT
-    )
+    done = Fresh(limit).run([sys.executable, "-m", "kvfix_tools.cli", "verify", *arguments])
     return done.returncode, done.stdout + done.stderr
