@@ -126,8 +126,7 @@ class Process:
 
         Return "" for a wait on a lock of Python itself, such as the GIL's mutex. A thread that takes the GIL holds this
         mutex while it waits for a second mutex (`take_gil`, ceval_gil.h). A call into this thread would wait for a
-        mutex
-        that the thread itself holds.
+        mutex that the thread itself holds.
         """
         state, switches, first = self._state()
         time.sleep(0.03)

@@ -85,8 +85,7 @@ def split(wheel: Path, folder: Path, left_out: dict[str, str], apart: dict[str, 
     """Write the parts of this wheel into the folder. Return them, the main part first.
 
     pip can install each part: its RECORD names exactly its files. One call of pip installs all parts into one folder,
-    where they are one package.
-    Raises ValueError if a pattern matches no file: the release has changed.
+    where they are one package. Raises ValueError if a pattern matches no file: the release has changed.
     """
     name, version, tag = wheel.name.removesuffix(".whl").split("-", 2)
     with zipfile.ZipFile(wheel) as whole:

@@ -1,8 +1,8 @@
 """The network between two engines with MooncakeConnector, with a stand-in for Mooncake's transfer engine.
 
 The transfer engine writes from one engine's memory to the other's, as mooncake.engine.TransferEngine does. A write
-takes some steps (byte_memory.py). vLLM's own coroutines run, in event
-loops that use the lab's steps and time (mooncake_sockets.py), without threads, sockets or HTTP.
+takes some steps (byte_memory.py). vLLM's own coroutines run in event loops that use the lab's steps and time
+(mooncake_sockets.py), without threads, sockets or HTTP.
 """
 
 from __future__ import annotations
