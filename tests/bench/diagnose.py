@@ -32,7 +32,7 @@ RELEASE = "0.5.6"
 TIME = re.compile(r"\d\d:\d\d:\d\d,\d{3}")
 CRASH = Path(lines.__file__).parent / "logs/crash-0.3.10.log.gz"
 #: {log: (share of lines that count, times the search in Python at most)}
-LOGS = {"dense": (60, 7), "sparse": (1, 1)}
+LOGS = {"dense": (60, 4), "sparse": (1, 0.5)}
 #: The same for real logs: repeated lives, and lives with new request ids and times.
 REAL = {False: 2.5, True: 4}
 GIGABYTES = 0.2

@@ -125,16 +125,15 @@ with runner.quiet():
 """
 
 
-#: connector of the lab: what its steps are called
-STEPS = {
-    "v1": "scheduler steps",
-    "offloading": "steps with OffloadingConnector's jobs",
-    "nixl-pull": "steps with NixlConnector's leases",
-}
-#: Percent of a step.
+#: {mode: percent of a step at most}
 BUDGET = {"fix": 2, "observe": 2, "check": 5}
-#: The same if each step admits and ends a request, which `observe` records with about six events.
-WITH_LEASES = {"fix": 2, "observe": 3, "check": 5}
+#: {connector of the lab: (name of its steps, their budget)}. With leases each step admits and ends a request, which
+#: `observe` records with about six events.
+STEPS = {
+    "v1": ("scheduler steps", BUDGET),
+    "offloading": ("steps with OffloadingConnector's jobs", BUDGET),
+    "nixl-pull": ("steps with NixlConnector's leases", {**BUDGET, "observe": 3}),
+}
 #: Each call goes through a function of kvfix in any case, which takes 0.1 us: no fix may wrap what runs per request.
 CALLS = 24
 
@@ -144,10 +143,9 @@ def measure() -> Iterator[Row]:
     context = f"without kvfix {without:.0f} ns"
     yield Row("a layer's hook, check", unwatched - without, "ns more", f"{context}, the same function", at_most=50)
     yield Row("a layer's hook, check with layers", watched - without, "ns more", context, at_most=1000)
-    for connector, what in STEPS.items():
+    for connector, (what, budget) in STEPS.items():
         found = Fresh(limit=None)(CASE.format(path=str(RELEASES / "0.5.6"), connector=connector))
         for mode, (share, milliseconds, calls) in found.items():
             context = f"{milliseconds:.2f} ms a step without kvfix"
-            budget = (WITH_LEASES if connector == "nixl-pull" else BUDGET)[mode]
-            yield Row(f"{what}, {mode}", 100 * share, "% more", context, at_most=budget)
+            yield Row(f"{what}, {mode}", 100 * share, "% more", context, at_most=budget[mode])
             yield Row(f"wrapped calls of {what}, {mode}", calls, "a step", "256 running requests", at_most=CALLS)

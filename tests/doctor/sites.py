@@ -43,7 +43,7 @@ def serve(transfer: dict[str, Any], *more: str, **extra: Any) -> list[str]:
 
 
 class Planted(NamedTuple):
-    """A fault: the check that finds it, the command, and a part of what is reported ("": nothing) and of the remedy.
+    """A fault: the check that finds it, the command, a part of the report ("": no report), and a part of the remedy.
 
     yaml: LMCache's file. model: the model's config.json. lmcache: the release.
     """

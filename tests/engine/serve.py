@@ -142,7 +142,7 @@ def empty_l1(job: dict[str, Any]) -> None:
         assert time.monotonic() < until, "the L2 still stores"
         stores = _storage(job)["store_controller"]
         idle = 0 if stores["pending_keys_count"] or stores["in_flight_task_count"] else idle + 1
-        time.sleep(0.05)
+        time.sleep(0.05)  # the server sends no event: ask again
     while objects := _storage(job)["l1_manager"]["total_object_count"]:
         assert time.monotonic() < until, f"the L1 still has {objects} objects"
         _asked(job, "/cache/clear", b"{}")

@@ -223,7 +223,7 @@ row("store_reports_more_than_there_is", "request_events.stored", _stored(0, 64),
 
 
 class _Kept(dict):  # type: ignore[type-arg]
-    """Keeps what is removed."""
+    """A table from which nothing can be removed."""
 
     def __delitem__(self, key: Any) -> None: ...
 

@@ -85,7 +85,7 @@ def cached_chunks() -> list[int]:
 
 @pytest.mark.parametrize("name", ["0.4.6", "0.5.6"])
 def test_a_resumed_request_of_a_kv_producer_leaves_no_hole(name: str, once: Once) -> None:
-    """Its worker stores what its metadata say not to (0.5.6 vllm_v1_adapter.py:1152)."""
+    """Its worker stores tokens that its metadata exclude from the store (0.5.6 vllm_v1_adapter.py:1152)."""
     assert once.both(cached_chunks, RELEASES / name) == [[8, 4, 8]] * 2
 
 

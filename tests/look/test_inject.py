@@ -86,7 +86,7 @@ def test_a_thread_that_waits_for_a_lock_of_python_is_left_alone() -> None:
 
 
 def test_a_file_is_read_once_for_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As /proc/PID/root/usr/lib/... it has as many paths as there are processes, and is the same file of 20 MB."""
+    """Below `/proc/PID/root` a library of 20 MB has one path for each process, but it is one file."""
     contents = []
     exported = other_process._exported
     monkeypatch.setattr(other_process, "_SYMBOLS", {})

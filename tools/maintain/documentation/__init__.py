@@ -49,7 +49,7 @@ MARKS = {
     "<!-- the checks -->": _checks,
     "<!-- the connector -->": connector_pages.connector,
     "<!-- the table of connectors -->": connector_pages.connectors,
-    "<!-- what is found as released -->": connector_pages.released,
+    "<!-- the table of findings -->": connector_pages.released,
 }
 
 
