@@ -96,8 +96,9 @@ def test_a_missing_rank_is_unknown(files: dict[str, Path], replayed: Replayed) -
 
 def test_without_the_scheduler_there_is_no_violation(files: dict[str, Path], replayed: Replayed) -> None:
     paths = [files["0"], files["1"]]
-    assert replayed(paths)["violated"] == []
-    assert replayed(paths)["unknown"] > 0
+    found = replayed(paths)
+    assert found["violated"] == []
+    assert found["unknown"] > 0
     assert "scheduler: no recording was given" in replayed.text(paths)
 
 

@@ -20,7 +20,7 @@ import kvfix
 from kvfix.session import session
 from kvfix_tools.lab import releases
 from kvfix_tools.lab.fuzz.schedule import draw
-from tests import late
+from tests import healthy, late
 
 FIRST = [("v1", 3), ("mp", 3)]
 #: Schedules of each connector that are fuzzed in mode `check`, with aborts, failed loads and all options.
@@ -50,8 +50,7 @@ def play_all() -> dict[str, Any]:
 
     def decided() -> list[Any]:
         """All events except leaks: a fix of kvfix may remove a leak."""
-        logs = [late.play(schedule).log for schedule in schedules]
-        return [[(step, *event) for step, event in log if type(event).__name__ != "Left"] for log in logs]
+        return [healthy.events(late.play(schedule)) for schedule in schedules]
 
     kvfix.revert()
     alone = decided()
@@ -59,17 +58,13 @@ def play_all() -> dict[str, Any]:
     for what, plant in FAULTS.items():
         found = watch(plant, decided)
         answer["faults"][what] = {**found, "same": found["same"] == alone}
-    steps = 0
 
-    def fuzz() -> None:
-        nonlocal steps
-        for connector, _ in FIRST:
-            for seed in range(SEEDS):
-                steps += late.play(draw(seed, connector, lacks=releases.lacking())).steps
+    def fuzz() -> int:
+        drawn = (draw(seed, connector, lacks=releases.lacking()) for connector, _ in FIRST for seed in range(SEEDS))
+        return sum(late.play(schedule).steps for schedule in drawn)
 
-    answer["fuzz"] = watch(lambda: mock.patch.dict(os.environ), fuzz)["logged"]
-    answer["steps"] = steps
-    return answer
+    found = watch(FAULTS["nothing"], fuzz)
+    return {**answer, "fuzz": found["logged"], "steps": found["same"]}
 
 
 def watch(plant: Callable[[], Any], decided: Callable[[], Any]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import pytest
 from kvfix_tools.lab import runner
 from kvfix_tools.lab.scenario import find
 from tests import late
-from tests.conftest import RELEASES, Once
 
 SCENARIO = "mp-window-freed-while-stored"
 
@@ -77,7 +76,7 @@ def play_all() -> list[list[str]]:
 
 
 @pytest.mark.parametrize(("number", "text"), list(enumerate(FAULTS.values())), ids=[each.__name__ for each in FAULTS])
-def test_reported(number: int, text: str, once: Once) -> None:
-    reports = once(play_all, RELEASES / "0.5.6")[number]
+def test_reported(number: int, text: str, outcomes: list[list[str]]) -> None:
+    reports = outcomes[number]
     assert [each for each in reports if not each.startswith("KVR014 ")] == []
     assert any(each.endswith(text) for each in reports) if text else not reports, reports

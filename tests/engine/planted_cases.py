@@ -94,7 +94,7 @@ def server_alone(*options: str) -> Callable[[Case, Run], None]:
         command = ["lmcache", "server", "--l1-size-gb", "0.5", "--eviction-policy", "LRU", *words]
         run.doctor(command, os.environ)
         log = run.logs["engine"]
-        with suppress(RuntimeError), start.server(log=log, options=(*real_engine.ANY_MODE, *words)):
+        with suppress(RuntimeError), start.server(log=log, options=tuple(words)):
             pass
 
     return main

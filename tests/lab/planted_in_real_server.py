@@ -16,10 +16,8 @@ def schedule_loads(engine: Any) -> None:
     """A prompt is computed, loaded into other blocks, and hit while vLLM also has it."""
     engine.store("first", prompt(100), max_tokens=3)
     engine.admit("other", prompt(100, seed=1), max_tokens=3)
-    engine.admit("again", prompt(100), max_tokens=3)
-    engine.run()
-    engine.admit("both", prompt(100), max_tokens=3)
-    engine.run()
+    engine.serve("again", prompt(100), max_tokens=3)
+    engine.serve("both", prompt(100), max_tokens=3)
     engine.settle()
     assert engine.counts["loaded_tokens"] >= 96
 
@@ -45,8 +43,7 @@ for name, method, found in (
 
 def begin_load_and_store(engine: Any) -> None:
     """Until both are to be sent; what was stored before is on the server's disk."""
-    engine.admit("first", prompt(128))
-    engine.run()
+    engine.serve("first", prompt(128))
     engine.connector.server.process.locks()  # waits until it has written
     engine.reset_prefix_cache()
     engine.admit("loads", prompt(140))
@@ -59,8 +56,7 @@ def begin_load_and_store(engine: Any) -> None:
 def ask_again(engine: Any, tokens: int) -> None:
     """vLLM itself has nothing of the prompt."""
     engine.reset_prefix_cache()
-    engine.admit("again", prompt(tokens), max_tokens=3)
-    engine.run()
+    engine.serve("again", prompt(tokens), max_tokens=3)
     engine.settle()
 
 
@@ -83,11 +79,9 @@ def a_load_from_a_dead_server_counts_as_done(engine: Any) -> None:
 def schedule_filled(engine: Any) -> None:
     """Others are stored until the server is full and evicts the first chunks by itself; they are not on its disk."""
     server = engine.connector.server
-    engine.admit("first", prompt(100))
-    engine.run()
+    engine.serve("first", prompt(100))
     for seed in range(1, 7):
-        engine.admit(f"other {seed}", prompt(320, seed=seed))
-        engine.run()
+        engine.serve(f"other {seed}", prompt(320, seed=seed))
     # it evicts down to four fifths
     server.process.until(lambda: server.process.locks()["objects"] <= L1_OBJECTS * 4 // 5)
     engine.settle()
@@ -109,8 +103,7 @@ def schedule_unanswered(engine: Any) -> None:
     """A lookup of cached chunks is not answered in time."""
     engine.store("first", prompt(100))
     engine.do("lookups_fail", 1)
-    engine.admit("again", prompt(100), max_tokens=3)
-    engine.run()
+    engine.serve("again", prompt(100), max_tokens=3)
     engine.expect_all_ended()
     assert engine.counts["lookups_unanswered"] == 1
 
@@ -122,8 +115,7 @@ def a_lookup_that_times_out_is_waited_for(engine: Any, check: Any, name: str) ->
 
 def schedule_disk(engine: Any) -> None:
     """Evicted chunks are read from the server's disk."""
-    engine.admit("first", prompt(100))
-    engine.run()
+    engine.serve("first", prompt(100))
     engine.settle()
     engine.connector.server.process.locks()  # it is on the disk
     engine.evict(100)

@@ -61,9 +61,11 @@ RARE = {"locked_out_by_session", "aborted_loading"}
 COPY = "distributed/kv_transfer/kv_connector/v1/lmcache_mp_connector.py"
 
 
-def ran(connector: str, seeds: range, *run: Any, shrinking: float = 0, **more: Any) -> Any:
-    """Fuzz these seeds. run: of `Run`: with the fixes, plain schedules."""
-    return late.fuzz(late.Run(connector, *(run or (False,))), seeds, inf, shrinking=shrinking, **more)
+def ran(
+    connector: str, seeds: range, fixes: bool = False, plain: bool = False, shrinking: float = 0, **more: Any
+) -> Any:
+    """Fuzz these seeds."""
+    return late.fuzz(late.Run(connector, fixes, plain), seeds, inf, shrinking=shrinking, **more)
 
 
 def play_all() -> dict[str, Any]:

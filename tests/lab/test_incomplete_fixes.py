@@ -28,11 +28,8 @@ def shared(another_engine: bool = False) -> list[str]:
     """
     with runner.applied(True):
         engine = late.LabEngine(OPTIONS)
-        engine.admit("first", prompt(160))
-        engine.run()
-        engine.reset_prefix_cache()
-        engine.admit("before", prompt(64))
-        engine.run()
+        engine.store("first", prompt(160))
+        engine.serve("before", prompt(64))
         engine.fail_load("failing")
         engine.take_blocks(OPTIONS.num_blocks - 6)
         engine.admit("failing", prompt(160))
@@ -46,8 +43,7 @@ def shared(another_engine: bool = False) -> list[str]:
             other = late.LabEngine(OPTIONS)
             other.do("stored_elsewhere", prompt(64))
             other.fail_load("sharing")
-            other.admit("sharing", prompt(112))
-            other.run()
+            other.serve("sharing", prompt(112))
             assert other.counts["loads_failed"]
         engine.run()
         engine.settle()
@@ -58,9 +54,7 @@ def fails_again() -> list[str]:
     """The load of `r` fails, and would fail again when it is scheduled next."""
     with runner.applied(True):
         engine = late.LabEngine(Options(max_num_batched_tokens=512, async_scheduling=True))
-        engine.admit("first", prompt(192))
-        engine.run()
-        engine.reset_prefix_cache()
+        engine.store("first", prompt(192))
         engine.fail_load("r")
         engine.admit("r", prompt(193), max_tokens=4)
         engine.step(2)

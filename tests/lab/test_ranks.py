@@ -25,9 +25,7 @@ def saved(ranks: int, options: dict[str, Any]) -> dict[str, Any]:
     """Chunks in each rank's cache: before a step that loads 128 of 300 tokens, after it, and in the end."""
     with runner.applied(True):
         engine = late.LabEngine(Options(max_num_batched_tokens=512, ranks=ranks, **options))
-        engine.admit("first", prompt(128))
-        engine.run()
-        engine.reset_prefix_cache()
+        engine.store("first", prompt(128))
         chunks = [[len(cache) for cache in engine.caches]]
         engine.admit("second", prompt(300), 6)
         while not engine.counts["loaded_tokens"]:

@@ -71,7 +71,7 @@ def write_model(folder: Path) -> None:
     real_engine.write_tokenizer(folder)
 
 
-def verify(*arguments: str, limit: float = 1000) -> tuple[int, str]:
+def verify(*arguments: str) -> tuple[int, str]:
     """Run `kvfix verify` and return its exit code and output."""
-    done = Fresh(limit).run([sys.executable, "-m", "kvfix_tools.cli", "verify", *arguments])
+    done = Fresh(1000).run([sys.executable, "-m", "kvfix_tools.cli", "verify", *arguments])
     return done.returncode, done.stdout + done.stderr

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Container
+from collections.abc import Callable, Container
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,13 +76,19 @@ def merge(known: dict[str, Any], dist: str, taken: dict[str, Taken]) -> dict[str
             hashes = files.setdefault(module, {})
             hashes[file_hash] = min(release, hashes.get(file_hash, release), key=Version)
     for found in functions.values():
-        ordered = {fingerprint: sorted(its, key=Version) for fingerprint, its in found.items()}
-        found.clear()
-        found.update(sorted(ordered.items(), key=lambda item: Version(item[1][0])))
+        for its in found.values():
+            its.sort(key=Version)
+    # A name without a release is not kept: no fix needs it any more.
+    functions = {name: _ordered(found, lambda its: its[0]) for name, found in sorted(functions.items()) if found}
+    files = {module: _ordered(hashes, str) for module, hashes in sorted(files.items()) if hashes}
     releases = sorted([*mine["releases"], *taken], key=Version)
-    files = {module: dict(sorted(its.items(), key=lambda item: Version(item[1]))) for module, its in files.items()}
-    sorted_ = {"functions": dict(sorted(functions.items())), "files": dict(sorted(files.items()))}
-    return {**known, dist: {"releases": releases, **sorted_, "fixes": modules_of_fixes(dist)}}
+    tables = {"functions": functions, "files": files}
+    return {**known, dist: {"releases": releases, **tables, "fixes": modules_of_fixes(dist)}}
+
+
+def _ordered(found: dict[str, Any], release: Callable[[Any], str]) -> dict[str, Any]:
+    """Return the entries in the order of their releases, the oldest first."""
+    return dict(sorted(found.items(), key=lambda item: Version(release(item[1]))))
 
 
 def modules_of_fixes(dist: str) -> dict[str, list[str]]:

@@ -38,7 +38,7 @@ def fixes(log: Diagnosis, found: LogFinding) -> list[Fix]:
 
 
 def _named(found: LogFinding) -> list[Fix]:
-    return [each for code in found.rule.fixes if (each := catalogue.find(code)) is not None]
+    return catalogue.handling(found.rule.code, found.rule.message)
 
 
 def _dist(log: Diagnosis, found: LogFinding, each: Fix) -> str | None:
@@ -71,11 +71,12 @@ def heading(found: LogFinding) -> str:
 def advice(log: Diagnosis, found: LogFinding) -> list[Advice]:
     """Return the remedies, surest first: a fix of kvfix, a release without the bugs, a setting."""
     concerned = fixes(log, found)
+    fixable = [each for each in concerned if each.fixable]
     made = []
-    for each in (fix for fix in concerned if fix.fixable):
+    for each in fixable:
         how = f"kvfix run --plus {each.code} -- CMD (opt-in)" if each.opt_in else "kvfix run -- CMD, or kvfix.apply()"
         made.append(Advice("fix", each.code, f"{how} ({each.code} {each.slug}{_if_of(log, found, each)})"))
-    made += _releases(log, found, [each for each in concerned if each.fixable])
+    made += _releases(log, found, fixable)
     unfixable = [each for each in concerned if not each.fixable]
     if found.rule.now:
         made.append(Advice("setting", unfixable[0].code if unfixable else "", found.rule.now))

@@ -20,7 +20,7 @@ from kvfix import catalogue as known_fixes
 from kvfix_tools.diagnose import findings
 from kvfix_tools.diagnose.findings import Answer, Severity
 from kvfix_tools.diagnose.log_line import LogLine
-from kvfix_tools.diagnose.signs import Sign, fits, form_of, implied, longest, parse
+from kvfix_tools.diagnose.signs import Sign, fits, implied, longest, parse
 from kvfix_tools.diagnose.statements import NAMES
 from kvfix_tools.ledger import RULES
 
@@ -120,8 +120,10 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def look(self, log: Diagnosis, line: LogLine | None, nearly: bool = False) -> Answer | None:
         """Return an answer if this line shows the problem, else None. nearly: as in `concerns`."""
         decides = findings.FUNCTIONS.get(self.name)  # a diagnosis has loaded them
-        if decides is not None or line is None:
-            return decides(log, line) if decides is not None else None
+        if decides is not None:
+            return decides(log, line)
+        if line is None:
+            return None
         values = self.values(log, line)
         if values is None or not self.concerns(log, nearly):
             return None
@@ -257,8 +259,7 @@ def _at(
     signs += [each for of in {"", kind} for each in index.others.get(of, ())]
     fields = {"type": kind, "text": text, "source": source, "frames": frames, "fault": fault}
     line = LogLine(name, fields, None, "", "", 0, body)
-    form = form_of(line)
-    fitting = {number for number, sign in signs if sign.form == form and fits(sign, line) is not None}
+    fitting = {number for number, sign in signs if fits(sign, line) is not None}
     return tuple(catalogue()[number] for number in sorted(fitting))
 
 

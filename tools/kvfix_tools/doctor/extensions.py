@@ -102,15 +102,19 @@ def _answer(output: str, late: bool, limit: float, code: int) -> Tried:
         if "torch" in reported:
             torch, why = reported["torch"], reported.get("error", "")
         elif "signal" in reported:
-            errors[reported["name"]] = f"crashed with {signal.Signals(reported['signal']).name}"
+            errors[reported["name"]] = f"crashed with {_signal(reported['signal'])}"
         else:
             errors[reported["name"]] = reported["error"]
     if late:
         why = f"not done after {limit:g} s"
     elif torch is None and not why:
-        why = (
-            f"import torch crashed with {signal.Signals(-code).name}"
-            if code < 0
-            else f"import torch ended the process ({code})"
-        )
+        why = f"import torch crashed with {_signal(-code)}" if code < 0 else f"import torch ended the process ({code})"
     return Tried(torch, errors, why)
+
+
+def _signal(number: int) -> str:
+    """Return the name of the signal. Not every number has one."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

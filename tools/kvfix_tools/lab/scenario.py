@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvfix import catalogue
+from kvfix_tools.lab import steps as do
 from kvfix_tools.lab.options import PAIRS
 from kvfix_tools.lab.options import Options as Options
 from kvfix_tools.lab.steps import Step, prompt
@@ -139,7 +140,7 @@ def pair_scenario(
 
 def malformed(what: str, shows: str, *, options: Options, request: str = "", **more: Any) -> Scenario:
     """Return a scenario of one request with this fault in its parameters for decode (parameters.MALFORMED)."""
-    schedule = [Step("malform", (what,), {}), Step("ask", ("r", prompt(64)), {})]
+    schedule = [do.malform(what), do.ask("r", prompt(64))]
     return pair_scenario(schedule, shows, options=options, request=request, **more)
 
 

@@ -40,8 +40,10 @@ def fixes(verdict: Verdict, processes: Sequence[dict[str, Any]]) -> list[str]:
     for fix in catalogue.handling(verdict.code, verdict.message):
         ours = [target for target in fix.targets if not target.helper]
         # If the release in the engine is unknown, the release installed for kvfix's Python counts.
-        running = {target: versions.get(target.dist) or installed_source.version(target.dist) for target in ours}
-        if fix.code not in applied and any(_within(version, target.broken) for target, version in running.items()):
+        if fix.code not in applied and any(
+            _within(versions.get(target.dist) or installed_source.version(target.dist), target.broken)
+            for target in ours
+        ):
             found.append(fix.code)
     return found
 

@@ -80,7 +80,7 @@ def _finding_rows() -> list[tuple[str, str, str, str]]:
 
 
 def _component(problem: problems.Problem) -> str:
-    fixes = [fix for each in problem.fixes if (fix := catalogue.find(each)) is not None]
+    fixes = catalogue.handling(problem.code, problem.message)
     connectors = {connector for fix in fixes for connector in fix_overview.connectors(fix) or ["every connector"]}
     components = {_COMPONENTS.get(connector, "vllm") for connector in connectors}
     return components.pop() if len(components) == 1 else "several"
@@ -121,7 +121,7 @@ def _applied(fix: Fix) -> str:
 
 
 def of_problem(problem: problems.Problem) -> str:
-    fixes = [fix for each in problem.fixes if (fix := catalogue.find(each)) is not None]
+    fixes = catalogue.handling(problem.code, problem.message)
     cause = problem.cause + ("" if problem.sure else " The line alone does not prove it.")
     if not cause and fixes:
         cause = f"{prose(fixes[0].section('Cause'))}\n\n({link(fixes[0].code)})"

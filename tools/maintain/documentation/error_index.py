@@ -46,7 +46,7 @@ class Entry(NamedTuple):
 
 def kinds() -> set[str]:
     """Return the kinds of lines at which a finding looks."""
-    return RAISED | {kind for rule in problems.catalogue() for kind in rule.on}
+    return RAISED | set(problems.rules())
 
 
 @lru_cache(maxsize=1)
@@ -60,7 +60,7 @@ def entries() -> tuple[Entry, ...]:
     for row in (row for rows in statements.known().values() for row in rows if row.message in looked_at - _ORDINARY):
         prefix = "AssertionError: " if row.level == "assert" else ""
         text = " ".join((prefix + statements.sample(row.template.partition("\n")[0], "…")).split())
-        found.setdefault(text, ({rule.code for rule in rules if row.message in rule.on}, set()))
+        found.setdefault(text, ({rule.code for rule in problems.rules().get(row.message, ())}, set()))
         texts.setdefault(row.message, []).append(text)
     for fix, span in quoted:
         kind = _kind(span)
@@ -92,7 +92,7 @@ def _kind(span: str) -> str:
 
 def of_finding(rule: Problem) -> list[str]:
     """The messages that lead to this finding."""
-    return [entry.text for entry in entries() if rule.code in entry.findings]
+    return [entry.text for entry in entries() if rule in entry.rules]
 
 
 def page() -> str:

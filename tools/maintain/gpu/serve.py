@@ -74,11 +74,10 @@ def connector(folder: Path, mode: str, in_process: bool) -> Iterator[dict[str, A
         yield transfer
 
 
-@contextlib.contextmanager
 def server(
     folder: Path, device: str, mode: str, transfer: dict[str, Any]
-) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
-    """Yield port and process of a server in this mode of kvfix."""
+) -> contextlib.AbstractContextManager[tuple[int, subprocess.Popen[bytes]]]:
+    """Run a server in this mode of kvfix. The context gives its port and its process."""
     from kvfix_tools.roundtrip import real_engine
 
     options = ["--max-model-len", "2048", "--block-size", "32", "--num-gpu-blocks-override", "512"]
@@ -88,8 +87,7 @@ def server(
             options += [f"--{option.replace('_', '-')}", str(value)]
     environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "KVFIX": mode}
     environment["KVFIX_DUMP_DIR"] = str(folder / f"dumps-{mode}")
-    with real_engine.api_server(folder, folder / f"log-{mode}", options, environment) as started:
-        yield started
+    return real_engine.api_server(folder, folder / f"log-{mode}", options, environment)
 
 
 def serve(done: stages.Steps, folder: Path, device: str, servers: dict[str, Any]) -> None:

@@ -16,8 +16,9 @@ from kvfix_tools.lab.connectors.mooncake_network import Network
 from kvfix_tools.lab.engine import byte_memory, kv_layout, rules
 from kvfix_tools.lab.engine.memory import Slots
 from kvfix_tools.lab.engine.request_events import STUCK, RequestEvents
+from kvfix_tools.lab.fuzz.parameters import Params
 from kvfix_tools.lab.options import Options
-from kvfix_tools.lab.pair.pair_engine import PairSide, PairWorker, Params
+from kvfix_tools.lab.pair.pair_engine import PairSide, PairWorker
 from kvfix_tools.ledger.events import WriteBegun, WriteEnded
 
 #: vLLM's default timeout in seconds. No prefill of the lab takes as long.

@@ -23,8 +23,9 @@ from kvfix_tools.lab.connectors.nixl_network import Network, Signal
 from kvfix_tools.lab.connectors.nixl_real import RealNetwork
 from kvfix_tools.lab.engine import byte_memory, kv_layout, vllm_objects
 from kvfix_tools.lab.engine.memory import Slots
+from kvfix_tools.lab.fuzz.parameters import Params
 from kvfix_tools.lab.options import Options
-from kvfix_tools.lab.pair.pair_engine import PairSide, PairWorker, Params
+from kvfix_tools.lab.pair.pair_engine import PairSide, PairWorker
 from kvfix_tools.ledger.events import LeaseRead
 
 _MODULES = "base_scheduler", "pull_scheduler", "push_scheduler", "base_worker", "pull_worker", "push_worker"

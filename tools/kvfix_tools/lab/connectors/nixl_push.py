@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvfix_tools.lab.connectors.nixl import PORT, NixlSide, NixlWorker
-from kvfix_tools.lab.pair.pair_engine import Params
+from kvfix_tools.lab.fuzz.parameters import Params
 from kvfix_tools.ledger.events import WriteBegun, WriteEnded, Written
 
 

@@ -8,6 +8,7 @@ store. Each engine has its own cache or CPU memory.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -68,9 +69,10 @@ class InTurn:
         )
 
 
-def _in_turn(side: Any) -> Any:
-    """Return the class of the workers of this side, as children of a MultiConnector."""
-    return type(f"{side.worker_class.__name__}InTurn", (InTurn, side.worker_class), {})
+@functools.cache
+def _in_turn(worker_class: Any) -> Any:
+    """Return this class of workers as children of a MultiConnector."""
+    return type(f"{worker_class.__name__}InTurn", (InTurn, worker_class), {})
 
 
 class InMulti(Worker):
@@ -114,7 +116,7 @@ class MultiSide(V1, PairSide):
         self.beside = self.scheduler.connector._connectors[worker.place]
         self.scheduler_side = self.beside.connector_scheduler
         in_worker = worker.called._connectors[worker.place]
-        self.child = worker.child = _in_turn(self.alone)(self, memories[0], in_worker, options)
+        self.child = worker.child = _in_turn(self.alone.worker_class)(self, memories[0], in_worker, options)
         self._reader_beside = readers.reader(self.beside)
         self.introduce(self.beside)
 
@@ -161,7 +163,7 @@ class OffloadWorker(InMulti):
     def __init__(self, side: Any, slots: Slots, called: Any, options: Options) -> None:
         self.place = options.asked_before
         in_worker = called._connectors[self.place]
-        self.child = _in_turn(NixlSide)(side, slots, in_worker, options)
+        self.child = _in_turn(NixlSide.worker_class)(side, slots, in_worker, options)
         super().__init__(0, slots, called, in_worker, self.child.adapter, {})
 
 

@@ -73,7 +73,7 @@ def kv_caches(options: Options, memory: torch.Tensor) -> dict[str, torch.Tensor]
 
 def _spec(group: KVGroup, options: Options, **shape: Any) -> KVCacheSpec:
     if group.state:
-        state = (group.block_size * 2 * 32,)  # a page is as large as a page of full attention
+        state = (group.block_size * byte_memory.FLOATS,)  # a page is as large as a page of full attention
         return MambaSpec(
             block_size=group.block_size,
             shapes=(state,),

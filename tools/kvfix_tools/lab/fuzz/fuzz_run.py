@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
-from itertools import repeat
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -242,17 +241,33 @@ def fuzz(
 
 def _batches(run: Run, seeds: range, until: float, jobs: int) -> Iterator[Tally]:
     """Yield tallies of the seeds in order. The first batch that runs out of time is the last one."""
-    batches = [seeds[at : at + BATCH] for at in range(0, len(seeds), BATCH)]
-    with ExitStack() as processes:
-        plays: Any = map
-        if jobs > 1:
-            pool = ProcessPoolExecutor(jobs, get_context("fork"))
-            processes.callback(pool.shutdown, wait=False, cancel_futures=True)
-            plays = pool.map
-        for batch, done in zip(batches, plays(run.play, batches, repeat(until)), strict=False):
+    batches = (seeds[at : at + BATCH] for at in range(0, len(seeds), BATCH))
+    if jobs == 1:
+        for batch in batches:
+            done = run.play(batch, until)
             yield done
             if done.seeds < len(batch):
                 return
+        return
+    with ProcessPoolExecutor(jobs, get_context("fork")) as pool:
+        ahead: deque[tuple[range, Future[Tally]]] = deque()
+        try:
+            for batch in batches:
+                ahead.append((batch, pool.submit(run.play, batch, until)))
+                if len(ahead) > 2 * jobs and not (yield from _first(ahead)):
+                    return
+            while ahead and (yield from _first(ahead)):
+                pass
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _first(ahead: deque[tuple[range, Future[Tally]]]) -> Generator[Tally, None, bool]:
+    """Yield the tally of the first batch. Return True if it was played to its end."""
+    batch, future = ahead.popleft()
+    done = future.result()
+    yield done
+    return done.seeds == len(batch)
 
 
 def _noted(now: Notes, notes: Path) -> Tally:

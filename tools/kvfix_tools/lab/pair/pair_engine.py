@@ -16,13 +16,12 @@ from kvfix_tools.lab.engine.lab_engine import LabEngine
 from kvfix_tools.lab.engine.memory import Slots
 from kvfix_tools.lab.engine.request_events import RequestEvents
 from kvfix_tools.lab.engine.workers import Worker
+from kvfix_tools.lab.fuzz.parameters import Params
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.pair import one_side
 
 if TYPE_CHECKING:
     from kvfix_tools.lab.pair.pair import Pair
-
-Params = dict[str, Any]
 
 
 class PairSide(Connector):

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvfix_tools.lab.fuzz.parameters import MALFORMED
-from kvfix_tools.lab.pair.pair_engine import PairEngine, Params
+from kvfix_tools.lab.fuzz.parameters import MALFORMED, Params
+from kvfix_tools.lab.pair.pair_engine import PairEngine
 from kvfix_tools.lab.steps import continued
 
 if TYPE_CHECKING:
