@@ -61,8 +61,8 @@ class Offloading(Reader):
 def span(blocks: Any, sizes: Sequence[int]) -> tuple[int, int]:
     """Return the first token and the end of a job of the OffloadingConnector, over all KV groups.
 
-    In each KV group the job ends with a whole block. So the smallest end among the groups is nearest to the tokens of
-    the job.
+    In each KV group the job ends with a whole block. So the smallest end among the groups is nearest to the last token
+    of the job.
     blocks: GPULoadStoreSpec, the job's GPU blocks. sizes: tokens of a block, by KV group.
     """
     groups = zip(blocks.block_indices, blocks.group_sizes, sizes, strict=True)
@@ -78,14 +78,16 @@ class SimpleOffload(Reader):
     """
 
     leaves_out_stored = True
-    #: The connector does not know some noted requests any more. Their notes are dropped when there are more than this.
+    #: kvfix drops notes of requests that the connector no longer knows, if there are more notes than twice the known
+    #: requests plus this number.
     _SPARE = 64
 
     def __init__(self, connector: Any) -> None:
         super().__init__(connector)
         #: None in the worker, and without prefix caching.
         self._manager: Any = getattr(connector, "scheduler_manager", None)
-        #: By request. First: the tokens that vLLM had when a hit was found. Second: the end of what was stored last.
+        #: Both by request. `_computed`: the tokens that vLLM had when a hit was found. `_stored`: the end of what was
+        #: stored last.
         self._computed: dict[str, int] = {}
         self._stored: dict[str, int] = {}
 

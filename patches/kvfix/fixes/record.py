@@ -44,11 +44,12 @@ class Target:
     probe: (function, module) -> True if the bug shows on stub objects, False if the function is right. Runs only on
         code that no release has, in milliseconds. If it raises, the fix is refused.
     fix: (module) -> wrapper of the function (kvfix.wrapping). Called after the import of the module if the fix applies.
-    None: the target only shows whether the bug is there. A helper in the same module fixes the bug, or the bug cannot
+    If it is None, the target only shows whether the bug is there. A helper in the same module fixes the bug, or the bug
+    cannot
     be fixed.
     place: order among the wrappers of one function. The wrapper with the lowest place is next to the function.
     helper: the fix needs this function, but the bug is not in it. Its code does not show the bug.
-    copy: the copy of the code that the function belongs to. If it is "", the fix of every copy needs the function. The
+    copy: the copy of the code that the function belongs to. If it is "", every copy needs the function for its fix. The
     functions of one copy are wrapped together or not at all (kvfix.transaction).
     """
 

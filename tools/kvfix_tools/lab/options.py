@@ -98,7 +98,7 @@ class Options:
     offloading: str = ""
     #: Use SimpleCPUOffloadConnector (simple_offload.py) instead of OffloadingConnector. v1 only.
     simple_offloading: bool = False
-    #: Steps of a lookup, load or store of the multi-process server. A copy of OffloadingConnector takes twice as many.
+    #: Steps of a lookup, load or store of the multi-process server. OffloadingConnector needs twice as many to copy.
     delay: int = 1
     #: Workers: the ranks of tensor parallelism. 1 in a MultiConnector.
     ranks: int = 1
@@ -187,7 +187,7 @@ class Options:
             or self.block_size % self.ranks
         ):
             raise ValueError(
-                "the lab plays context parallelism with mp, which alone knows it, with more than one rank that share "
+                "the lab plays context parallelism with mp, the only one that knows it, with several ranks that share "
                 "each block's tokens, without pipeline parallelism and with one KV group"
             )
         if self.real_transfers and self.connector not in BY_NIXL:

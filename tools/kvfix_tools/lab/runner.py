@@ -28,7 +28,7 @@ from kvfix_tools.lab.scenario import Scenario
 if TYPE_CHECKING:
     from kvfix_tools.lab.engine.lab_engine import LabEngine
 
-#: Opt-in fixes that the lab applies in all engines, because the fuzzer draws their bugs.
+#: Opt-in fixes that the lab applies in all engines, because the fuzzer draws schedules that show their bugs.
 NAMED = ("KVF123", "KVF208", "KVF219", "KVF222", "KVF319", "KVF322", "KVF353")
 #: Steps after a schedule: kvfix checks ended requests for leaks some steps later.
 AFTER = 40

@@ -1,7 +1,7 @@
 """Compare the records of two engines, one of which keeps a request's blocks for the other. Pure, like the ledger.
 
-Two facts order the records without clocks. A lease begins before the router can forward its parameters. A release
-message arrives after the request that sends it has arrived.
+Two facts order the records without clocks. A lease begins before the router can forward its parameters. A request of
+the peer arrives before the release message that it sends.
 """
 
 from __future__ import annotations

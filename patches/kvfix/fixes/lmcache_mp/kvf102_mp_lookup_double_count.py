@@ -4,7 +4,8 @@
 No error. The external hit of a prompt never grows past the same token, although the prompt is used again and again. The
 chunks after that token are stored, the chunks before it are not. Requests that wait for blocks lead to this.
 
-After a miss, the last tokens of a prompt are not stored: as many as vLLM's own prefix cache held.
+After a miss, the last tokens of a prompt are not stored. Their number is the number of tokens that vLLM's own prefix
+cache held.
 
 ## Cause
 vLLM calls `get_num_new_matched_tokens` in every step in which the request waits. Each call adds the hit to

@@ -62,5 +62,5 @@ FIX = Fix(
         LMCACHE_MP.reset_cache(broken=">=0.5.6", probe=shows_bug, fix=fix),
         SCHEDULER.reset_connector_cache(broken=">=0.15.1", probe=stubs.cannot_tell, fix=fix_scheduler, helper=True),
     ),
-    no_patch={"lmcache": "what is in use can be dropped only when that is done: a change of the server's protocol"},
+    no_patch={"lmcache": "chunks in use can be dropped only when their use ends: a change of the server's protocol"},
 )

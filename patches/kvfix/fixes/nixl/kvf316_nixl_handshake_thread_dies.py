@@ -48,6 +48,6 @@ FIX = Fix(
     __name__,
     effect="hang",
     targets=(NIXL_BASE_SCHEDULER._nixl_handshake_listener(broken=">=0.26", fix=_nixl_handshake_listener),),
-    attaches=AT_START,  # the thread runs
+    attaches=AT_START,  # already running
     no_patch=PRIVATE,
 )

@@ -59,8 +59,8 @@ def fix(module: ModuleType) -> Callable[..., Any]:
             return answer
         with_stale_output = [each for each in scheduler.requests.values() if each.status == preempted]
         if getattr(scheduler, "recompute_kv_load_failures", True):  # 0.11 has no other policy
-            # If the mark of an earlier failure is still set, no lookup has read it. This request is not preempted
-            # again: the connector would load and fail for ever.
+            # If the mark of an earlier failure is still set, no lookup has read it. If this request were preempted
+            # again, the connector would load and fail for ever.
             rolled_back = [each for each in requests if each.request_id in answer[0] and not _is_to_compute(each)]
             for request in reversed(rolled_back):
                 _preempt(scheduler, request, preempted)

@@ -38,7 +38,7 @@ class Copying:
     def __init__(self, rank: int, slots: Slots, options: Options) -> None:
         self.rank = rank
         self.copies = Copies(rank, slots, options)
-        #: Requests whose next load or store fails, as keys.
+        #: The keys and elements are the requests whose next load or store fails.
         self.failing: dict[str, int] = {}
         self.failing_stores: set[str] = set()
 

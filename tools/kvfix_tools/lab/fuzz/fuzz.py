@@ -182,7 +182,8 @@ def _move_request(engine: LabEngine, kind: str, name: str, chunks: int, rank: in
     elif kind == "is_beside":
         engine.has_in_other_connector(name)
     elif kind == "fail_load":
-        # If a save is a transfer to a decoder, it cannot wait until the other ranks have reported (KVF030).
+        # With several ranks, KVF030 cannot delay the save of a transfer to a decoder. So no load of this request fails
+        # here.
         if engine.options.ranks == 1 or not _names_decoder(engine, name):
             engine.fail_load(name, chunks, rank)
     elif engine.requests[name].status == RequestStatus.RUNNING:

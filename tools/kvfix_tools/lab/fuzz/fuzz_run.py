@@ -145,8 +145,8 @@ class Run(msgspec.Struct, frozen=True):
     def not_as_released(self, schedule: Schedule, violations: list[Finding]) -> list[Finding]:
         """Return the violations that the release does not have by itself, for a run with the fixes in one engine.
 
-        With a fix, requests end at other times, so other loads share a message. So a violation is also left out if the
-        release shows it in the schedule without one step.
+        With a fix, requests end at other times, so a bug of the release may hit other requests. So a violation is also
+        left out if the release shows it in the schedule without one of its steps.
         """
         if not violations or self.fixes_in == "both" or not self.fixes:
             return violations

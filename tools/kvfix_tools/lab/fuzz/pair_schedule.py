@@ -29,7 +29,7 @@ _PUSH_FAULTS = {"ask": 6, "ask_at_once": 6, "writers_take": 1, "fail": 3}
 KINDS = frozenset((*_PLAIN, *_FAULTS, *_PUSH_FAULTS, "ends_at_once", "on"))
 #: Steps of one engine.
 _OF_ENGINE = ("preempt", "step_alone", "restart", "take_blocks", "budget", "free_blocks", "reset")
-#: {step: requests that the router can make it with}
+#: {step: attribute of the router that has the requests for this step}
 _AGAIN = {"send_again": "sent", "ask_again": "asked"}
 #: Seconds of a lease. A waiting peer renews it after each sixth of this time, by two thirds of this time.
 _LEASES = (3, 6, 30)
@@ -63,7 +63,7 @@ def _draw_nixl(seed: int, connector: str, plain: bool) -> Drawn:
     if push and not plain:
         extra["push_registration_timeout"] = rng.choice((5.0, 30.0))
     elif not plain and rng.random() < 0.25:
-        # KVF319 does not cover a lease that ends here: make it long enough for its read
+        # in this mode KVF319 does not cover a lease that ends: make the lease long enough for the read
         extra |= {"bidirectional_kv_xfer": True, "kv_lease_duration": 30}
         extra |= {"decoder_kv_blocks_ttl": 3, "kv_recompute_threshold": 8}
     options = Options(
@@ -82,7 +82,7 @@ def _draw_nixl(seed: int, connector: str, plain: bool) -> Drawn:
         kv_load_failure_policy="recompute" if plain else rng.choice(("recompute", "recompute", "fail")),
         policy="fcfs" if plain or rng.random() < 0.8 else "priority",
     )
-    # a separate generator, so that the rest of a seed stays the same without them
+    # separate generators for ranks and windows, so that they do not change the rest of a seed
     own = random.Random(f"ranks {connector} {seed}")
     if connector in WITH_RANKS and not plain and own.random() < 0.3:
         options = _with_ranks(options, own)
