@@ -44,7 +44,7 @@ PLACES = {"allocate": (4, 5), "batched_allocate": (5, 6)}
 
 
 class _Waits(threading.local):
-    """The seconds that this thread may still wait, counted at the time `at`."""
+    """left: the seconds that this thread could still wait at the time `at`."""
 
     left = LONGEST_WAIT
     at = 0.0

@@ -1,4 +1,4 @@
-"""The engine or the server hangs: the garbage collector frees a chunk under a lock that its own thread holds.
+"""The engine or the server hangs: to free a chunk, the garbage collector waits for a lock that its own thread holds.
 
 ## Symptom
 The engine or the server hangs, at any time. `py-spy dump` shows a thread in `__del__

@@ -73,7 +73,7 @@ def _session_kept(adapter: Any, name: str) -> Steps:
 
 
 def _except_for(name: str, end: Callable[..., Any]) -> Callable[..., Any]:
-    """`end` for all requests except this one, whether it is called by position or by name."""
+    """Call `end` for all requests except this one. The id may be a positional or a keyword argument."""
 
     def except_for(*args: Any, **kwargs: Any) -> Any:
         return None if name in (*args, *kwargs.values()) else end(*args, **kwargs)

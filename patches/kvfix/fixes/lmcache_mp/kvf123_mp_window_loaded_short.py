@@ -48,7 +48,7 @@ def fix(groups: Any, sizes: list[int], layer_to_idx: Any, num_layers: int) -> li
         specs = _specs(group)
         for name in group.layer_names:
             spec = specs.get(name) or specs[""]
-            if getattr(spec, _EXTRA, 0) > 1:  # one fits in: the window counts a step's own token
+            if getattr(spec, _EXTRA, 0) > 1:  # one fits: the window includes a step's own token
                 kept = spec.sliding_window - 1 + getattr(spec, _EXTRA)
                 whole = -(-kept // spec.block_size) * spec.block_size
                 sizes[layer_to_idx[name]] = max(sizes[layer_to_idx[name]], whole)
@@ -71,9 +71,7 @@ FIX = Fix(
     __name__,
     effect="wrong output",
     targets=(MP_KV_GROUPS._resolve_per_layer_sw_sizes(broken=">=0.4.7", probe=shows_bug, fix=fix),),
-    no_patch={
-        "lmcache": "with it the server's objects change: what to do with those of before is for LMCache to decide"
-    },
+    no_patch={"lmcache": "a patch changes the server's objects, and LMCache must decide what to do with the old ones"},
     attaches=AT_START,  # the windows are registered when the worker starts
     opt_in=True,
     # The function runs once, at the start. Later lookups and loads cannot learn of an error, so the function's own

@@ -11,10 +11,12 @@ The log alternates between `Running: 0 reqs` and `Running: 1 reqs`. There is no 
 
 ## Cause
 vLLM admits a load if the blocks for its prompt are free (scheduler.py 0.32.0:1249). The first generated token may need
-one more block. If none is free, the request preempts itself while the step with its last token is in flight.
+one more block. If none is free, the request preempts itself while the step that computes its last prompt token is in
+flight.
 
-With a connector that must send the KV to decode (`requires_kv_delivery`), vLLM drops that token (:836). So the request
-loads again, into the blocks that it freed. Another request, whose load is done by then, does the same.
+With a connector that must send the KV to decode (`requires_kv_delivery`), vLLM drops the token that this step generates
+(:836). So the request loads again, into the blocks that it freed. Another request, whose load is done by then, does the
+same.
 
 Other engines are not affected. An engine that also consumes does not preempt a request with a step in flight
 (`defer_block_free`). With speculative decoding a load leaves blocks free (`_spec_decode_step_blocks`).

@@ -36,7 +36,7 @@ PATIENCE = 500
 
 
 class AnyReader(Reader):
-    """The reader for unknown metadata: the granted tokens are the load."""
+    """The reader for metadata that kvfix does not know: it takes the granted tokens for the loads."""
 
     def __init__(self, connector: Any) -> None:
         super().__init__(connector)

@@ -111,7 +111,10 @@ class Network(PairNetwork):
             yield SimpleNamespace(setsockopt=nothing, send=messages.append, recv_multipart=ask)
 
     def listen(self, **thread: Any) -> Any:
-        """Replaces the thread that answers handshakes. Its event to stop is set: it answers one message and ends."""
+        """Replaces the thread that answers handshakes.
+
+        Its stop event is already set, so it answers one message and ends.
+        """
         *arguments, ready, _, host, port = thread["args"]
         stopped = SimpleNamespace(is_set=lambda: True)
         listener = partial(thread["target"], *arguments, ready, stopped, host, port)
