@@ -20,14 +20,9 @@ None.
 ## Fix
 None.
 
-## Releases
-LMCache 0.3.10.
-
-## Upstream
-None.
-
-## Remove when
-Never.
+- Releases: LMCache 0.3.10.
+- Upstream: None.
+- Remove when: Never.
 """
 
 from kvfix.fixes import stubs

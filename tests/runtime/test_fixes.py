@@ -1,17 +1,20 @@
 """Rules that every fix keeps, and KVF001 and KVF022 on the real functions of their releases."""
 
+import re
 from contextlib import suppress
 from importlib import import_module
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from packaging.version import Version
 
 import kvfix
 from kvfix import catalogue
 from kvfix.fixes import stubs
 from kvfix.fixes.lmcache import kvf022_resume_shares_block_list as kvf022
 from kvfix.fixes.record import MIXED_ROLL_OUT, Fix
+from kvfix_tools import fix_overview
 from tests.conftest import ADAPTER, ForkServer
 
 EVERY = pytest.mark.parametrize("found", catalogue.fixes(), ids=lambda found: found.code)
@@ -19,12 +22,15 @@ EVERY = pytest.mark.parametrize("found", catalogue.fixes(), ids=lambda found: fo
 
 @EVERY
 def test_the_docstring_is_complete(found: Fix) -> None:
-    headings = [line[3:] for line in (found.doc or "").splitlines() if line.startswith("## ")]
-    assert tuple(headings) == found.sections
-    assert (MIXED_ROLL_OUT in headings) == found.opt_in
+    headings = re.findall(r"^## (.+)$|^- (Releases|Upstream|Remove when): ", found.doc or "", re.MULTILINE)
+    assert tuple(heading or fact for heading, fact in headings) == found.sections
+    assert (MIXED_ROLL_OUT in found.sections) == found.opt_in
     assert all(found.section(name) for name in found.sections)
     assert found.title.endswith(".")
     assert "http" in found.section("Upstream") or "None known" in found.section("Upstream")
+    for dist in found.dists:  # the text agrees with the fingerprints
+        wrong = max(fix_overview.wrong_releases(found, dist), key=Version, default="")
+        assert wrong in found.section("Releases")
 
 
 class Nothing:

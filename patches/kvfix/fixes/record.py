@@ -6,6 +6,7 @@ function, and all other facts. Every list of kvfix is a query over these records
 """
 
 import functools
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,11 +21,14 @@ Probe = Callable[[Function, ModuleType], bool]
 Fixing = Callable[[ModuleType], Wrapper]
 
 #: Sections of a fix's docstring, in this order. `Fix.section` and the documentation read them.
-SECTIONS = ("Symptom", "Cause", "Fix", "Releases", "Upstream", "Remove when")
+SECTIONS = ("Symptom", "Cause", "Fix")
 #: Sections for a bug that cannot be fixed from outside.
-SECTIONS_UNFIXABLE = ("Symptom", "Cause", "Workaround", "Releases", "Upstream", "Remove when")
-#: An opt-in fix has this section too, before `Releases`: what happens while only some of the engines have the fix.
+SECTIONS_UNFIXABLE = ("Symptom", "Cause", "Workaround")
+#: An opt-in fix has this section too: what happens while only some of the engines have the fix.
 MIXED_ROLL_OUT = "Mixed roll-out"
+#: The list at the end of the docstring, in this order.
+FACTS = ("Releases", "Upstream", "Remove when")
+_END = re.compile(rf"^(?:## |- (?:{'|'.join(FACTS)}): )", re.MULTILINE)
 
 #: The requests for which `kvfix attach` applies a fix to a running engine. Most fixes apply to all requests. A fix that
 #: needs its own notes or changes from the start of a request skips the requests that began before (`session.before`).
@@ -44,13 +48,12 @@ class Target:
     probe: (function, module) -> True if the bug shows on stub objects, False if the function is right. Runs only on
         code that no release has, in milliseconds. If it raises, the fix is refused.
     fix: (module) -> wrapper of the function (kvfix.wrapping). Called after the import of the module if the fix applies.
-    If it is None, the target only shows whether the bug is there. A helper in the same module fixes the bug, or the bug
-    cannot
-    be fixed.
+        If it is None, the target only shows whether the bug is there. A helper in the same module fixes the bug, or the
+        bug cannot be fixed.
     place: order among the wrappers of one function. The wrapper with the lowest place is next to the function.
     helper: the fix needs this function, but the bug is not in it. Its code does not show the bug.
-    copy: the copy of the code that the function belongs to. If it is "", every copy needs the function for its fix. The
-    functions of one copy are wrapped together or not at all (kvfix.transaction).
+    copy: the copy of the code that the function belongs to. If it is "", every copy needs the function for its fix.
+        The functions of one copy are wrapped together or not at all (kvfix.transaction).
     """
 
     dist: str
@@ -179,13 +182,14 @@ class Fix:
     @property
     def sections(self) -> tuple[str, ...]:
         found = SECTIONS if self.fixable else SECTIONS_UNFIXABLE
-        return (*found[:3], MIXED_ROLL_OUT, *found[3:]) if self.opt_in else found
+        return (*found, MIXED_ROLL_OUT, *FACTS) if self.opt_in else (*found, *FACTS)
 
     @property
     def title(self) -> str:
         return (self.doc or "").strip().partition("\n")[0]
 
     def section(self, name: str) -> str:
-        """Text under `## name` of the docstring; "" if there is none."""
-        _, found, rest = (self.doc or "").partition(f"\n## {name}\n")
-        return rest.partition("\n## ")[0].strip() if found else ""
+        """Text under `## name` of the docstring, or of `- name:` in the list at its end; "" if there is none."""
+        _, found, rest = (self.doc or "").partition(f"\n- {name}: " if name in FACTS else f"\n## {name}\n")
+        text = _END.split(rest, maxsplit=1)[0].strip() if found else ""
+        return " ".join(text.split()) if name in FACTS else text

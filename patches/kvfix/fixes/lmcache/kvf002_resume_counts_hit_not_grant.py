@@ -21,14 +21,10 @@ The fix takes vLLM's count of computed tokens. If a resumed request loads nothin
 the hook runs. Afterwards it holds the hit again. A granted load is not changed, except for the last token of a full
 hit.
 
-## Releases
-LMCache 0.3.10 to 0.5.6.
-
-## Upstream
-None known for the causes in current releases; https://github.com/LMCache/LMCache/pull/2243 for 0.3.10.post1 and post2.
-
-## Remove when
-LMCache uses `request.num_computed_tokens` and no longer asserts its value.
+- Releases: LMCache 0.3.10 to 0.5.6.
+- Upstream: None known for the causes in current releases; https://github.com/LMCache/LMCache/pull/2243 for 0.3.10.post1
+  and post2.
+- Remove when: LMCache uses `request.num_computed_tokens` and no longer asserts its value.
 """
 
 from typing import Any

@@ -13,14 +13,9 @@ cap`. With 80 computed tokens and a cap of 1,024, the LoadSpec ends at token 1,0
 ## Fix
 The fix promises only the tokens between vLLM's computed tokens and the end of the LoadSpec.
 
-## Releases
-LMCache 0.4.7 to 0.5.6, with `max_tokens_per_load` set.
-
-## Upstream
-None known; the option came with https://github.com/LMCache/LMCache/pull/3382.
-
-## Remove when
-LMCache promises `capped_lmcache_tokens - num_computed_tokens`.
+- Releases: LMCache 0.4.7 to 0.5.6, with `max_tokens_per_load` set.
+- Upstream: None known; the option came with https://github.com/LMCache/LMCache/pull/3382.
+- Remove when: LMCache promises `capped_lmcache_tokens - num_computed_tokens`.
 """
 
 from typing import Any

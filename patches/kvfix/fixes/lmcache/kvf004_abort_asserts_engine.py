@@ -11,14 +11,10 @@ scheduler role has none, unless `enable_scheduler_bypass_lookup` is set.
 ## Fix
 Without a cache engine, the hook handles an abort like any other end of a request, and still cancels a lookup in flight.
 
-## Releases
-LMCache 0.4.5 to 0.5.0.
-
-## Upstream
-https://github.com/LMCache/LMCache/issues/3337, https://github.com/LMCache/LMCache/pull/3340; fixed in 0.5.1.
-
-## Remove when
-LMCache 0.4.5 to 0.5.0 are no longer in use.
+- Releases: LMCache 0.4.5 to 0.5.0.
+- Upstream: https://github.com/LMCache/LMCache/issues/3337, https://github.com/LMCache/LMCache/pull/3340; fixed in
+  0.5.1.
+- Remove when: LMCache 0.4.5 to 0.5.0 are no longer in use.
 """
 
 from typing import Any

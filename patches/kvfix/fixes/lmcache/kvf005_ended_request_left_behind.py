@@ -16,15 +16,10 @@ LMCache removes the priority and the decoder (`disagg_spec`) of new requests onl
 ## Fix
 When a request ends, the scheduler role drops its LoadSpec, priority, decoder and hit, and the workers release its pins.
 
-## Releases
-LMCache 0.3.9 to 0.5.6.
-
-## Upstream
-https://github.com/LMCache/LMCache/pull/4512 is open (pins only).
-
-## Remove when
-`request_finished` takes the request out of `load_specs`, `_requests_priority`, `tmp_disagg_tracker` and the lookup
-client, and `get_finished` unpins.
+- Releases: LMCache 0.3.9 to 0.5.6.
+- Upstream: https://github.com/LMCache/LMCache/pull/4512 is open (pins only).
+- Remove when: `request_finished` takes the request out of `load_specs`, `_requests_priority`, `tmp_disagg_tracker` and
+  the lookup client, and `get_finished` unpins.
 """
 
 from typing import Any

@@ -20,14 +20,9 @@ that was rolled back is scheduled, all of its tokens count as not saved. (Before
 does not know which saves were skipped. To save all tokens again costs little, because LMCache does not store a chunk
 that it has.
 
-## Releases
-LMCache 0.3.9 to 0.5.6. 0.3.9 does not know which blocks failed, so the fix has no effect there.
-
-## Upstream
-None known.
-
-## Remove when
-`wait_for_save` skips the requests whose load failed.
+- Releases: LMCache 0.3.9 to 0.5.6. 0.3.9 does not know which blocks failed, so the fix has no effect there.
+- Upstream: None known.
+- Remove when: `wait_for_save` skips the requests whose load failed.
 """
 
 from collections import deque

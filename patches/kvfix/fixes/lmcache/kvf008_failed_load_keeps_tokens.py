@@ -13,14 +13,10 @@ to the tracker's old tokens. The tracker then has more tokens than the request h
 Before the step's metadata are built, the fix looks for trackers with more tokens than vLLM has computed. It cuts them
 to vLLM's computed tokens, and marks these tokens as not saved. LMCache does not store a cached chunk twice.
 
-## Releases
-LMCache 0.3.9 to 0.3.15.
-
-## Upstream
-https://github.com/LMCache/LMCache/issues/2294, https://github.com/LMCache/LMCache/pull/2516; fixed in 0.4.1.
-
-## Remove when
-LMCache 0.3.15 is no longer in use.
+- Releases: LMCache 0.3.9 to 0.3.15.
+- Upstream: https://github.com/LMCache/LMCache/issues/2294, https://github.com/LMCache/LMCache/pull/2516; fixed in
+  0.4.1.
+- Remove when: LMCache 0.3.15 is no longer in use.
 """
 
 from typing import Any

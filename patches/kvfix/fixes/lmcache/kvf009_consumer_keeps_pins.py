@@ -10,14 +10,9 @@ timeout, the cache cannot evict chunks that are no longer needed.
 ## Fix
 On a consumer, the fix acts after `wait_for_save` and unpins the requests of the step.
 
-## Releases
-LMCache 0.3.9 to 0.4.2.
-
-## Upstream
-https://github.com/LMCache/LMCache/pull/2786; fixed in 0.4.3.
-
-## Remove when
-LMCache 0.4.2 is no longer in use.
+- Releases: LMCache 0.3.9 to 0.4.2.
+- Upstream: https://github.com/LMCache/LMCache/pull/2786; fixed in 0.4.3.
+- Remove when: LMCache 0.4.2 is no longer in use.
 """
 
 from typing import Any

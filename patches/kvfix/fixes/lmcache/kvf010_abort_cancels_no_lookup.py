@@ -11,14 +11,9 @@ vllm_v1_adapter.py:1903). `cancel_lookup` keeps the id until an answer comes, an
 ## Fix
 The fix does not cancel a lookup that the client does not have.
 
-## Releases
-LMCache 0.3.10 to 0.5.6, with `enable_async_loading`.
-
-## Upstream
-None known.
-
-## Remove when
-`cancel_lookup` checks whether the lookup exists.
+- Releases: LMCache 0.3.10 to 0.5.6, with `enable_async_loading`.
+- Upstream: None known.
+- Remove when: `cancel_lookup` checks whether the lookup exists.
 """
 
 from typing import Any

@@ -14,14 +14,9 @@ pair of key and chunk as a chunk: `Error releasing memory object: 'tuple' object
 When the pins of the request are released at the end of its step, the fix also releases the chunks that were fetched and
 not loaded. With the fix, a load and a clean-up also release the pins, and a clean-up really releases the chunks.
 
-## Releases
-LMCache 0.3.10 to 0.3.15, with `enable_async_loading`.
-
-## Upstream
-https://github.com/LMCache/LMCache/pull/2559; fixed in 0.4.1.
-
-## Remove when
-LMCache 0.3.15 is no longer in use.
+- Releases: LMCache 0.3.10 to 0.3.15, with `enable_async_loading`.
+- Upstream: https://github.com/LMCache/LMCache/pull/2559; fixed in 0.4.1.
+- Remove when: LMCache 0.3.15 is no longer in use.
 """
 
 import sys

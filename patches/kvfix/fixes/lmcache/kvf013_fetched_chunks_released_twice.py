@@ -12,14 +12,10 @@ without a tensor. Or that request reads other KV. Before that, LMCache sometimes
 The clean-up releases only chunks that `retrieve` has not released. For a chunk that `retrieve` did not need, the fix
 releases the pin too, as the clean-up would have done.
 
-## Releases
-LMCache 0.4.1 to 0.5.6, with `enable_async_loading`. Up to 0.5.1 the bug affects only chunks that vLLM already has.
-
-## Upstream
-https://github.com/LMCache/LMCache/issues/5090, https://github.com/LMCache/LMCache/pull/5120 are open.
-
-## Remove when
-`cleanup_memory_objs` no longer releases the chunks that `retrieve` has released.
+- Releases: LMCache 0.4.1 to 0.5.6, with `enable_async_loading`. Up to 0.5.1 the bug affects only chunks that vLLM
+  already has.
+- Upstream: https://github.com/LMCache/LMCache/issues/5090, https://github.com/LMCache/LMCache/pull/5120 are open.
+- Remove when: `cleanup_memory_objs` no longer releases the chunks that `retrieve` has released.
 """
 
 from _thread import get_ident

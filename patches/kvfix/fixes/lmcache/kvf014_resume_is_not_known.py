@@ -12,14 +12,9 @@ resumed request (0.3.9 vllm_v1_adapter.py, `build_connector_meta`).
 ## Fix
 The fix promises nothing to a resumed request, and resets the tracker to vLLM's computed tokens and the new blocks.
 
-## Releases
-LMCache 0.3.9 to 0.3.9.post2.
-
-## Upstream
-None known; 0.3.10 handles resumed requests.
-
-## Remove when
-LMCache 0.3.9.post2 is no longer in use.
+- Releases: LMCache 0.3.9 to 0.3.9.post2.
+- Upstream: None known; 0.3.10 handles resumed requests.
+- Remove when: LMCache 0.3.9.post2 is no longer in use.
 """
 
 from typing import Any

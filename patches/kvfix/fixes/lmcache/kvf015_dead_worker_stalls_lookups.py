@@ -14,14 +14,9 @@ the worker may be back.) Then the fix sends one lookup. If that lookup times out
 During a pause every lookup returns no hit. The first answer ends the pauses. The fix logs one line when the first pause
 begins, and one line when the pauses end.
 
-## Releases
-LMCache 0.3.9 to 0.5.6.
-
-## Upstream
-None known.
-
-## Remove when
-LMCache's lookup transport backs off after a timeout.
+- Releases: LMCache 0.3.9 to 0.5.6.
+- Upstream: None known.
+- Remove when: LMCache's lookup transport backs off after a timeout.
 """
 
 from typing import Any

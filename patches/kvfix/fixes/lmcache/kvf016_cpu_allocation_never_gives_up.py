@@ -14,15 +14,10 @@ those tokens itself. `allocate` does not know for which load it is called. So th
 After a minute the thread may wait for ten seconds again. A store does not wait, as before. A load from disk that gets
 no memory returns no chunk instead of an AssertionError.
 
-## Releases
-LMCache 0.3.9 to 0.5.6.
-
-## Upstream
-https://github.com/LMCache/LMCache/issues/2942 (open), https://github.com/LMCache/LMCache/issues/3804. Without the fix,
-set `local_cpu: true`, a larger `max_local_cpu_size`, or fewer requests at once.
-
-## Remove when
-`allocate` has a timeout.
+- Releases: LMCache 0.3.9 to 0.5.6.
+- Upstream: https://github.com/LMCache/LMCache/issues/2942 (open), https://github.com/LMCache/LMCache/issues/3804.
+  Without the fix, set `local_cpu: true`, a larger `max_local_cpu_size`, or fewer requests at once.
+- Remove when: `allocate` has a timeout.
 """
 
 import functools

@@ -16,15 +16,10 @@ When a load begins, the fix adds one pin to each chunk of the CPU cache that the
 load does not release this pin, the fix does. For loads by layers, it also passes on the request id (0.5.6
 vllm_v1_adapter.py:842).
 
-## Releases
-LMCache 0.5.2 to 0.5.5; with `use_layerwise` 0.4.3 to 0.5.6.
-
-## Upstream
-https://github.com/LMCache/LMCache/issues/5090, https://github.com/LMCache/LMCache/issues/2954,
-https://github.com/LMCache/LMCache/pull/5095 are open; `retrieve` is right in 0.5.6.
-
-## Remove when
-`retrieve_layer` does not release the pins of a lookup.
+- Releases: LMCache 0.5.2 to 0.5.5; with `use_layerwise` 0.4.3 to 0.5.6.
+- Upstream: https://github.com/LMCache/LMCache/issues/5090, https://github.com/LMCache/LMCache/issues/2954,
+  https://github.com/LMCache/LMCache/pull/5095 are open; `retrieve` is right in 0.5.6.
+- Remove when: `retrieve_layer` does not release the pins of a lookup.
 """
 
 from _thread import get_ident

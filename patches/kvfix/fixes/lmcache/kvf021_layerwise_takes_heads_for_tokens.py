@@ -16,14 +16,9 @@ The fix passes a view of the KV cache with the two axes swapped, and the layout 
 cache whose blocks have as many tokens as there are KV heads. Whole blocks of this cache are stored and loaded in the
 same order, so their KV is right. Another order would make chunks wrong that are already stored.
 
-## Releases
-LMCache 0.5.0 to 0.5.6.
-
-## Upstream
-None known.
-
-## Remove when
-`kvfix roundtrip --backend lmcache-layerwise --layout hnd --no-fixes` passes.
+- Releases: LMCache 0.5.0 to 0.5.6.
+- Upstream: None known.
+- Remove when: `kvfix roundtrip --backend lmcache-layerwise --layout hnd --no-fixes` passes.
 """
 
 from typing import Any

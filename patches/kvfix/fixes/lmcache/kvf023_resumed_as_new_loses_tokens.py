@@ -13,15 +13,11 @@ LMCache also stores later tokens with the blocks of other tokens.
 ## Fix
 The tracker begins with all tokens of the request, as with runner V1.
 
-## Releases
-LMCache 0.3.9 to 0.5.6 with vLLM's model runner V2, which vLLM 0.32 uses for most models on a GPU. A hit goes beyond the
-prompt if `save_decode_cache` or the next turn has stored generated tokens. 0.3.9 looks up the prompt only.
-
-## Upstream
-None known.
-
-## Remove when
-`RequestTracker.from_new_request` takes `prefill_token_ids`.
+- Releases: LMCache 0.3.9 to 0.5.6 with vLLM's model runner V2, which vLLM 0.32 uses for most models on a GPU. A hit
+  goes beyond the prompt if `save_decode_cache` or the next turn has stored generated tokens. 0.3.9 looks up the prompt
+  only.
+- Upstream: None known.
+- Remove when: `RequestTracker.from_new_request` takes `prefill_token_ids`.
 """
 
 from typing import Any

@@ -13,14 +13,9 @@ one step, the token is already known. The tracker then appends this token at a w
 ## Fix
 Before the step's metadata are built, the fix appends the known tokens that the tracker lacks.
 
-## Releases
-LMCache 0.3.10 to 0.4.2.
-
-## Upstream
-None known; fixed in 0.4.3, which continues from the end of the tracker.
-
-## Remove when
-LMCache 0.4.2 is no longer in use.
+- Releases: LMCache 0.3.10 to 0.4.2.
+- Upstream: None known; fixed in 0.4.3, which continues from the end of the tracker.
+- Remove when: LMCache 0.4.2 is no longer in use.
 """
 
 from typing import Any

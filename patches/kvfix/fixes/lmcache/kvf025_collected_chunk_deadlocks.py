@@ -13,15 +13,10 @@ collect it at any allocation, also while `allocate` or `PrometheusLogger.GetOrCr
 ## Fix
 `__del__` keeps the chunk. The next `ref_count_down` of any chunk first frees the kept chunk. Both locks are free there.
 
-## Releases
-LMCache 0.3.14 to 0.5.6.
-
-## Upstream
-https://github.com/LMCache/LMCache/pull/4675 is open, for the lock of the statistics;
-https://github.com/LMCache/LMCache/issues/3533, about the lock of the allocator, was closed as stale.
-
-## Remove when
-`__del__` takes no lock, or the locks are reentrant.
+- Releases: LMCache 0.3.14 to 0.5.6.
+- Upstream: https://github.com/LMCache/LMCache/pull/4675 is open, for the lock of the statistics;
+  https://github.com/LMCache/LMCache/issues/3533, about the lock of the allocator, was closed as stale.
+- Remove when: `__del__` takes no lock, or the locks are reentrant.
 """
 
 from collections import deque

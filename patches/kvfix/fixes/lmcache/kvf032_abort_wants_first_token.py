@@ -12,14 +12,9 @@ EngineCore of the prefill instance dies in `request_finished` with `IndexError: 
 ## Fix
 If the request has no token, the fix hides from the hook that the request wants its first token.
 
-## Releases
-LMCache 0.3.9 to 0.5.6.
-
-## Upstream
-None known.
-
-## Remove when
-`request_finished` checks whether there is a token.
+- Releases: LMCache 0.3.9 to 0.5.6.
+- Upstream: None known.
+- Remove when: `request_finished` checks whether there is a token.
 """
 
 from typing import Any

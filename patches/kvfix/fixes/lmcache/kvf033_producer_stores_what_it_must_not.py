@@ -10,14 +10,9 @@ that has metadata, even if the request names no decoder (0.5.6 vllm_v1_adapter.p
 ## Fix
 The worker does not store a request with `lmcache.skip_save`, unless the request names a decoder (`disagg_spec`).
 
-## Releases
-LMCache 0.3.9 to 0.5.6.
-
-## Upstream
-None known.
-
-## Remove when
-`wait_for_save` of a kv_producer checks whether a request names a decoder before it ignores `can_save`.
+- Releases: LMCache 0.3.9 to 0.5.6.
+- Upstream: None known.
+- Remove when: `wait_for_save` of a kv_producer checks whether a request names a decoder before it ignores `can_save`.
 """
 
 from typing import Any

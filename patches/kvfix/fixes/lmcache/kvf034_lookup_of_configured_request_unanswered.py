@@ -12,14 +12,9 @@ asynchronous loading the scheduler sends the settings with the lookup. But the m
 ## Fix
 The scheduler sends only the settings that are part of a key (`lmcache.tag.*`), as strings.
 
-## Releases
-LMCache 0.3.10 to 0.5.6, with `enable_async_loading`.
-
-## Upstream
-None known.
-
-## Remove when
-`LookupRequestMsg` takes settings of any type.
+- Releases: LMCache 0.3.10 to 0.5.6, with `enable_async_loading`.
+- Upstream: None known.
+- Remove when: `LookupRequestMsg` takes settings of any type.
 """
 
 from typing import Any

@@ -11,14 +11,9 @@ LMCache reads five keys of `disagg_spec` and does not check that they exist (0.5
 ## Fix
 If a key is missing, the fix serves the request like one without a decoder. kvfix logs one warning about this.
 
-## Releases
-LMCache 0.3.9 to 0.5.6.
-
-## Upstream
-None known.
-
-## Remove when
-`update_state_after_alloc` checks whether `disagg_spec` is complete.
+- Releases: LMCache 0.3.9 to 0.5.6.
+- Upstream: None known.
+- Remove when: `update_state_after_alloc` checks whether `disagg_spec` is complete.
 """
 
 from typing import Any

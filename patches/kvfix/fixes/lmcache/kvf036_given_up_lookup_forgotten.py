@@ -17,14 +17,9 @@ sends a third lookup. The chunks that the third lookup fetches are never release
 ## Fix
 The client keeps a cancelled lookup until its answer is cleaned up. Until then LMCache does not look up again (KVF011).
 
-## Releases
-LMCache 0.3.10 to 0.5.6, with `enable_async_loading`.
-
-## Upstream
-None known.
-
-## Remove when
-`clear_lookup_status` does not delete a lookup in `aborted_lookups`, or each lookup has an id of its own.
+- Releases: LMCache 0.3.10 to 0.5.6, with `enable_async_loading`.
+- Upstream: None known.
+- Remove when: `clear_lookup_status` does not delete a lookup in `aborted_lookups`, or each lookup has an id of its own.
 """
 
 from typing import Any

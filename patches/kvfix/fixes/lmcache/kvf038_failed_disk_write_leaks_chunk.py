@@ -14,14 +14,9 @@ size still counts against `max_local_disk_size`. No code reads the exception (0.
 After a failed write the fix logs the error, frees the memory, ends the task, deletes the file and reverts the size
 count. LMCache can then store the chunk again. With `use_odirect`, a file descriptor leaks all the same.
 
-## Releases
-LMCache 0.3.9 to 0.5.6.
-
-## Upstream
-None known.
-
-## Remove when
-`async_save_bytes_to_disk` handles an error of `write_file`.
+- Releases: LMCache 0.3.9 to 0.5.6.
+- Upstream: None known.
+- Remove when: `async_save_bytes_to_disk` handles an error of `write_file`.
 """
 
 import os

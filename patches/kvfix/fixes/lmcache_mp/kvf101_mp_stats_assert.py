@@ -13,14 +13,9 @@ in vLLM's copy and in LMCache 0.4.5), and disconnects while the request waits.
 If a request asks for statistics and has no tracker, the fix creates a tracker before `request_finished`. All numbers of
 this tracker are zero. The hook deletes it, as it does with every tracker.
 
-## Releases
-LMCache 0.4.5 to 0.5.6, and 0.4.5 to 0.5.5 with lmcache_mp_connector_0201. vLLM's copy: 0.26.0 to 0.33.0.
-
-## Upstream
-https://github.com/vllm-project/vllm/pull/56780 (open).
-
-## Remove when
-`request_finished` no longer asserts that there is a tracker.
+- Releases: LMCache 0.4.5 to 0.5.6, and 0.4.5 to 0.5.5 with lmcache_mp_connector_0201. vLLM's copy: 0.26.0 to 0.33.0.
+- Upstream: https://github.com/vllm-project/vllm/pull/56780 (open).
+- Remove when: `request_finished` no longer asserts that there is a tracker.
 """
 
 from typing import Any

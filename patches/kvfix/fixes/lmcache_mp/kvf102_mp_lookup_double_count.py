@@ -18,14 +18,10 @@ On a miss the hook returns before it records vLLM's computed tokens (0.5.5:1143)
 After each answer for a request that is not admitted yet, the fix sets the stored tokens to the hit. The fix also
 records the tokens that vLLM has computed.
 
-## Releases
-LMCache 0.4.5 to 0.5.5, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM's copy: 0.26.0 to 0.33.0.
-
-## Upstream
-https://github.com/LMCache/LMCache/issues/4508, fixed in 0.5.6. Open in vLLM's copy.
-
-## Remove when
-LMCache 0.5.5 is no longer in use, and vLLM's copy assigns the hit instead of adding it.
+- Releases: LMCache 0.4.5 to 0.5.5, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM's copy: 0.26.0 to
+  0.33.0.
+- Upstream: https://github.com/LMCache/LMCache/issues/4508, fixed in 0.5.6. Open in vLLM's copy.
+- Remove when: LMCache 0.5.5 is no longer in use, and vLLM's copy assigns the hit instead of adding it.
 """
 
 from typing import Any

@@ -14,14 +14,10 @@ When the future of a load returns a failure, the fix adds the load's blocks to t
 follows `kv_load_failure_policy`: With `fail` (the default) vLLM ends the request with an error. With `recompute` vLLM
 computes the tokens again. The fix wraps `submit_retrieve_request`.
 
-## Releases
-LMCache 0.4.2 to 0.5.4, also with vLLM's copy of the connector. Earlier releases cannot report failed blocks.
-
-## Upstream
-https://github.com/LMCache/LMCache/issues/3388, fixed in 0.5.5.
-
-## Remove when
-LMCache 0.5.4 is no longer in use.
+- Releases: LMCache 0.4.2 to 0.5.4, also with vLLM's copy of the connector. Earlier releases cannot report failed
+  blocks.
+- Upstream: https://github.com/LMCache/LMCache/issues/3388, fixed in 0.5.5.
+- Remove when: LMCache 0.5.4 is no longer in use.
 """
 
 import inspect

@@ -18,15 +18,10 @@ The fix acts before `get_num_new_matched_tokens`, on a request that was admitted
 has no computed tokens. The request gets a fresh tracker and no hit. vLLM computes it, as with LMCache 0.5.5. LMCache's
 own fix misses preempted requests. In a release with LMCache's own fix, this fix handles only preempted requests.
 
-## Releases
-LMCache 0.4.5 to 0.5.4, and 0.5.6 for preempted requests; 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM
-0.26.0 to 0.33.0, its own copy of the connector.
-
-## Upstream
-None known. LMCache 0.5.5 has its own fix ("Bypassing LMCache for request").
-
-## Remove when
-LMCache 0.5.4 is no longer in use, LMCache bypasses preempted requests too, and so does vLLM's copy.
+- Releases: LMCache 0.4.5 to 0.5.4, and 0.5.6 for preempted requests; 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and
+  _0201. vLLM 0.26.0 to 0.33.0, its own copy of the connector.
+- Upstream: None known. LMCache 0.5.5 has its own fix ("Bypassing LMCache for request").
+- Remove when: LMCache 0.5.4 is no longer in use, LMCache bypasses preempted requests too, and so does vLLM's copy.
 """
 
 from typing import Any

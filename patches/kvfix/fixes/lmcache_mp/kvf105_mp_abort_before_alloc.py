@@ -16,15 +16,11 @@ Before `request_finished`, the fix releases the locks of a request that was look
 session still knows these locks. The fix also deletes the lookup. If the answer has not come yet, or the server is
 unhealthy, the session stays. The fix then polls for the answer in the following steps.
 
-## Releases
-LMCache 0.4.5 to 0.5.6, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM's copy: 0.26.0 to 0.33.0.
-
-## Upstream
-https://github.com/vllm-project/vllm/issues/44100, https://github.com/vllm-project/vllm/pull/44101 (open),
-https://github.com/LMCache/LMCache/pull/5248; prefetch: https://github.com/LMCache/LMCache/issues/5339 (open).
-
-## Remove when
-`request_finished` frees the locks of a lookup that was not used.
+- Releases: LMCache 0.4.5 to 0.5.6, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM's copy: 0.26.0 to
+  0.33.0.
+- Upstream: https://github.com/vllm-project/vllm/issues/44100, https://github.com/vllm-project/vllm/pull/44101 (open),
+  https://github.com/LMCache/LMCache/pull/5248; prefetch: https://github.com/LMCache/LMCache/issues/5339 (open).
+- Remove when: `request_finished` frees the locks of a lookup that was not used.
 """
 
 import functools

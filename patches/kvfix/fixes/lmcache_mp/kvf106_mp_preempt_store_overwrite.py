@@ -15,14 +15,11 @@ The scheduler marks the metadata of a step that comes after a preemption. When a
 for the stores in flight before the step writes to any block. It waits at most LMCache's own `mq_timeout` for each
 store. Steps without a preemption do not wait. KVF109 makes sure that the worker lists all stores of a request.
 
-## Releases
-LMCache 0.4.5 to 0.5.5, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM's copy: 0.26.0 to 0.33.0.
-
-## Upstream
-https://github.com/LMCache/LMCache/issues/5248, https://github.com/LMCache/LMCache/issues/4612, fixed in 0.5.6.
-
-## Remove when
-LMCache 0.5.5 is no longer in use, and vLLM's copy of the connector waits for stores in flight.
+- Releases: LMCache 0.4.5 to 0.5.5, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM's copy: 0.26.0 to
+  0.33.0.
+- Upstream: https://github.com/LMCache/LMCache/issues/5248, https://github.com/LMCache/LMCache/issues/4612, fixed in
+  0.5.6.
+- Remove when: LMCache 0.5.5 is no longer in use, and vLLM's copy of the connector waits for stores in flight.
 """
 
 import sys

@@ -15,14 +15,10 @@ The fix acts before `build_connector_meta`, on a request that is scheduled for t
 request has fewer computed tokens than the hits of its tracker, the fix makes the tracker count from vLLM's number of
 computed tokens. LMCache stores the part of the hit that was not loaded again, because this part may have been evicted.
 
-## Releases
-LMCache 0.4.5 to 0.5.6, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM's copy: 0.26.0 to 0.33.0.
-
-## Upstream
-None known.
-
-## Remove when
-The tracker gets the report of a failed load.
+- Releases: LMCache 0.4.5 to 0.5.6, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM's copy: 0.26.0 to
+  0.33.0.
+- Upstream: None known.
+- Remove when: The tracker gets the report of a failed load.
 """
 
 from typing import Any

@@ -12,14 +12,10 @@ its keys from them (lmcache_mp_connector.py 0.5.6:1288).
 The fix returns no hit for a request with `prompt_embeds` and sends no lookup. Its tracker counts all of its tokens as
 stored, so nothing is stored. vLLM's own prefix cache, which hashes the embeddings, works as before.
 
-## Releases
-LMCache 0.4.5 to 0.5.6, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM's copy: 0.26.0 to 0.33.0.
-
-## Upstream
-https://github.com/vllm-project/vllm/issues/42119 (closed as stale).
-
-## Remove when
-The connector distinguishes embeddings from tokens.
+- Releases: LMCache 0.4.5 to 0.5.6, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM's copy: 0.26.0 to
+  0.33.0.
+- Upstream: https://github.com/vllm-project/vllm/issues/42119 (closed as stale).
+- Remove when: The connector distinguishes embeddings from tokens.
 """
 
 from typing import Any

@@ -13,14 +13,9 @@ A load begins at the start of a chunk. It does not write the blocks of the chunk
 ## Fix
 The fix removes the skipped blocks from the blocks that the worker reports if the load fails.
 
-## Releases
-LMCache 0.4.2 to 0.5.6.
-
-## Upstream
-None known.
-
-## Remove when
-The worker keeps only the blocks that a load writes.
+- Releases: LMCache 0.4.2 to 0.5.6.
+- Upstream: None known.
+- Remove when: The worker keeps only the blocks that a load writes.
 """
 
 from typing import Any

@@ -11,14 +11,9 @@ that starts the heartbeats returns if the collection is not None (0.5.5:756), wh
 ## Fix
 If there are no heartbeats after `_ensure_heartbeat_started`, the fix starts them, as this function should.
 
-## Releases
-LMCache 0.5.0 to 0.5.5.
-
-## Upstream
-https://github.com/LMCache/LMCache/pull/5233, in 0.5.6.
-
-## Remove when
-LMCache 0.5.5 is no longer in use.
+- Releases: LMCache 0.5.0 to 0.5.5.
+- Upstream: https://github.com/LMCache/LMCache/pull/5233, in 0.5.6.
+- Remove when: LMCache 0.5.5 is no longer in use.
 """
 
 from contextlib import nullcontext

@@ -12,14 +12,9 @@ A server drops a worker that sends no ping within `worker_registration_grace_sec
 ## Fix
 The fix starts the worker's heartbeat after `register_kv_caches`.
 
-## Releases
-LMCache 0.4.5 to 0.5.6; servers drop workers from 0.5.0 on.
-
-## Upstream
-https://github.com/LMCache/LMCache/issues/4715 (open).
-
-## Remove when
-A worker pings from its registration on.
+- Releases: LMCache 0.4.5 to 0.5.6; servers drop workers from 0.5.0 on.
+- Upstream: https://github.com/LMCache/LMCache/issues/4715 (open).
+- Remove when: A worker pings from its registration on.
 """
 
 import inspect

@@ -11,14 +11,10 @@ vLLM logs nothing. With `cache_salt`, chunks that vLLM already holds stay read-l
 ## Fix
 While the hook runs, the client's `free_lookup_locks` gets the salt of the request.
 
-## Releases
-LMCache 0.4.5 to 0.5.0, and 0.4.5 to 0.5.4 with lmcache_mp_connector_0201. vLLM's copy: 0.26.0 to 0.33.0.
-
-## Upstream
-https://github.com/LMCache/LMCache/issues/3770, fixed in 0.5.1; https://github.com/vllm-project/vllm/pull/44097.
-
-## Remove when
-LMCache 0.5.0 is no longer in use, and vLLM's copy passes the salt.
+- Releases: LMCache 0.4.5 to 0.5.0, and 0.4.5 to 0.5.4 with lmcache_mp_connector_0201. vLLM's copy: 0.26.0 to 0.33.0.
+- Upstream: https://github.com/LMCache/LMCache/issues/3770, fixed in 0.5.1;
+  https://github.com/vllm-project/vllm/pull/44097.
+- Remove when: LMCache 0.5.0 is no longer in use, and vLLM's copy passes the salt.
 """
 
 import functools

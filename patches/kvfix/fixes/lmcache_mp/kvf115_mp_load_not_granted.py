@@ -15,14 +15,9 @@ EngineCore dies with a bare `AssertionError` at `assert RequestStatus.is_finishe
 If nothing was granted, the tracker counts the whole hit as vLLM's own while the hook runs. The hook then starts no load
 and releases all locks.
 
-## Releases
-LMCache 0.4.5 to 0.5.4, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201.
-
-## Upstream
-https://github.com/LMCache/LMCache/issues/4355, fixed in 0.5.5.
-
-## Remove when
-LMCache 0.5.4 is no longer in use.
+- Releases: LMCache 0.4.5 to 0.5.4, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201.
+- Upstream: https://github.com/LMCache/LMCache/issues/4355, fixed in 0.5.5.
+- Remove when: LMCache 0.5.4 is no longer in use.
 """
 
 from typing import Any

@@ -13,14 +13,10 @@ deletes the lookup (lmcache_mp_connector.py 0.5.6:1432), and releases no lock, b
 ## Fix
 The fix returns no hit for a request that reads no cache, and sends no lookup. The request is stored as before.
 
-## Releases
-LMCache 0.4.5 to 0.5.6, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM's copy: 0.26.0 to 0.33.0.
-
-## Upstream
-None known.
-
-## Remove when
-The connector sends no lookup for a request that reads no cache.
+- Releases: LMCache 0.4.5 to 0.5.6, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM's copy: 0.26.0 to
+  0.33.0.
+- Upstream: None known.
+- Remove when: The connector sends no lookup for a request that reads no cache.
 """
 
 from typing import Any

@@ -11,15 +11,11 @@ same id (`_returned_finished`, vllm_multi_process_adapter.py 0.5.6:2034). It rem
 ## Fix
 The fix keeps the last 32 to 64 ids, and always all ids of the last step in which requests ended.
 
-## Releases
-LMCache 0.4.3 to 0.5.6, with its own connector and with vLLM's copy.
-
-## Upstream
-https://github.com/LMCache/LMCache/issues/5339 (open); https://github.com/LMCache/LMCache/pull/5363 (open) bounds the
-number of ids. The bug was found before in the review of a fork: https://github.com/local-inference-lab/vllm/pull/525.
-
-## Remove when
-`_returned_finished` is emptied.
+- Releases: LMCache 0.4.3 to 0.5.6, with its own connector and with vLLM's copy.
+- Upstream: https://github.com/LMCache/LMCache/issues/5339 (open); https://github.com/LMCache/LMCache/pull/5363 (open)
+  bounds the number of ids. The bug was found before in the review of a fork:
+  https://github.com/local-inference-lab/vllm/pull/525.
+- Remove when: `_returned_finished` is emptied.
 """
 
 from collections import deque

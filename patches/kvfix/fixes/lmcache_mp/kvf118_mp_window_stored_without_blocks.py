@@ -22,14 +22,9 @@ The fix ends a store before the first chunk whose window blocks vLLM no longer h
 request stores no later chunk, because no prefix hit would find it. One disadvantage: with `--separate-object-groups`
 the server could have stored the full-attention part of these chunks.
 
-## Releases
-LMCache 0.4.7 to 0.5.6. Earlier releases were not tested with several KV groups.
-
-## Upstream
-None known.
-
-## Remove when
-The tracker stores no block that vLLM has taken out of the list.
+- Releases: LMCache 0.4.7 to 0.5.6. Earlier releases were not tested with several KV groups.
+- Upstream: None known.
+- Remove when: The tracker stores no block that vLLM has taken out of the list.
 """
 
 from typing import Any

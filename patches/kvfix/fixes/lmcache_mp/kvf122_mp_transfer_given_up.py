@@ -21,14 +21,9 @@ When the connection is lost (the server's process has ended), the client answers
 Until the client is connected again, LMCache works as it does without the fix. If a server hangs for ever, the blocks of
 its transfers stay in use until the server's process ends. With gRPC the fix changes nothing.
 
-## Releases
-LMCache 0.5.6. Up to 0.5.5 the bug cannot be fixed from outside: KVF904.
-
-## Upstream
-None known.
-
-## Remove when
-A worker keeps a transfer until the server has answered or is gone.
+- Releases: LMCache 0.5.6. Up to 0.5.5 the bug cannot be fixed from outside: KVF904.
+- Upstream: None known.
+- Remove when: A worker keeps a transfer until the server has answered or is gone.
 """
 
 from typing import Any

@@ -18,14 +18,9 @@ If a request asks for a transfer that this engine cannot do, or names no peer, t
 skip the request, and the engine computes its prompt. If the bootstrap address is a number, the fix passes the number to
 the worker as a string, and the load fails in the worker.
 
-## Releases
-vLLM 0.15.1 to 0.33.0.
-
-## Upstream
-None known in public: the bug is a security problem (SECURITY.md).
-
-## Remove when
-vLLM checks the parameters before it promises.
+- Releases: vLLM 0.15.1 to 0.33.0.
+- Upstream: None known in public: the bug is a security problem (SECURITY.md).
+- Remove when: vLLM checks the parameters before it promises.
 """
 
 from collections.abc import Callable

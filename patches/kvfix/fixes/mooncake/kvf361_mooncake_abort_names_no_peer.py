@@ -12,14 +12,9 @@ step reads the peer from the request's parameters without a check (:693).
 ## Fix
 Before build_connector_meta, the fix removes a request without a peer from this list.
 
-## Releases
-vLLM 0.20 to 0.33.0. 0.32.0 and 0.33.0 were tested. For the other releases, only the code was read.
-
-## Upstream
-None known in public: the bug is a security problem (SECURITY.md).
-
-## Remove when
-vLLM checks whether the parameters name a peer before it lets the prefill engine free the blocks.
+- Releases: vLLM 0.20.2 to 0.33.0. 0.32.0 and 0.33.0 were tested. For the other releases, only the code was read.
+- Upstream: None known in public: the bug is a security problem (SECURITY.md).
+- Remove when: vLLM checks whether the parameters name a peer before it lets the prefill engine free the blocks.
 """
 
 from typing import Any

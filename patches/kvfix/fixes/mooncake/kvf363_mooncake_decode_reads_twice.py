@@ -18,14 +18,10 @@ Only one request of an engine reads a prefill. A later request with the same rem
 its prompt itself. The later request sends prefill no notice, even when it is aborted. The fix does not know what
 another decode engine has read. So a router that retries a request must send it to prefill again.
 
-## Releases
-vLLM 0.32.0. Earlier releases were not tested. In 0.33.0 the code was read: the second request waits for a timeout.
-
-## Upstream
-None known.
-
-## Remove when
-Prefill refuses the second read.
+- Releases: vLLM 0.32.0. Earlier releases were not tested. In 0.33.0 the code was read: the second request waits for a
+  timeout.
+- Upstream: None known.
+- Remove when: Prefill refuses the second read.
 """
 
 from typing import Any

@@ -15,14 +15,9 @@ blocks (:1117).
 If a decode request waits for the dropped transfer, or asks for it within the timeout, the prefill worker answers that
 the transfer has failed. Decode then computes the prompt itself, or fails the request, as kv_load_failure_policy says.
 
-## Releases
-vLLM 0.20 to 0.33.0. 0.32.0 and 0.33.0 were tested. For the other releases, only the code was read.
-
-## Upstream
-None known.
-
-## Remove when
-A prefill that is aborted answers the decode requests that wait for it.
+- Releases: vLLM 0.20.2 to 0.33.0. 0.32.0 and 0.33.0 were tested. For the other releases, only the code was read.
+- Upstream: None known.
+- Remove when: A prefill that is aborted answers the decode requests that wait for it.
 """
 
 import asyncio

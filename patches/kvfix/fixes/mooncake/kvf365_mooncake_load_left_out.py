@@ -13,14 +13,9 @@ If a transfer no longer exists when its turn comes, the prefill engine names the
 After the last answer, a request that no answer has named counts as failed. The decode engine computes the prompt
 itself, or fails the request, as kv_load_failure_policy says.
 
-## Releases
-vLLM 0.32.0. Earlier releases were not tested.
-
-## Upstream
-None known; fixed in 0.33.0, which counts a request that the last answer leaves out as failed.
-
-## Remove when
-vLLM 0.32.0 is no longer in use.
+- Releases: vLLM 0.32.0. Earlier releases were not tested.
+- Upstream: None known; fixed in 0.33.0, which counts a request that the last answer leaves out as failed.
+- Remove when: vLLM 0.32.0 is no longer in use.
 """
 
 from types import SimpleNamespace

@@ -16,14 +16,9 @@ The first rank that fails also ends the load (:2402). vLLM frees the blocks whil
 ## Fix
 Each rank reports each load once. A load that failed at a rank is reported as failed when the last rank has reported it.
 
-## Releases
-vLLM 0.32.0, the first release that reports failed loads.
-
-## Upstream
-None known; fixed in 0.33.0.
-
-## Remove when
-vLLM 0.32.0 is no longer in use.
+- Releases: vLLM 0.32.0, the first release that reports failed loads.
+- Upstream: None known; fixed in 0.33.0.
+- Remove when: vLLM 0.32.0 is no longer in use.
 """
 
 from collections.abc import Collection

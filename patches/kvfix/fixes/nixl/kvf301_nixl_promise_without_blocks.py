@@ -18,14 +18,9 @@ blocks in one flat list, the fix still promises the tokens if the worker can fai
 ## Fix
 The fix promises nothing for incomplete or malformed parameters. The request computes its prompt itself.
 
-## Releases
-vLLM 0.11.2 to 0.33.0.
-
-## Upstream
-None known in public: the bug is a security problem (SECURITY.md).
-
-## Remove when
-vLLM checks the parameters before it promises.
+- Releases: vLLM 0.11.2 to 0.33.0.
+- Upstream: None known in public: the bug is a security problem (SECURITY.md).
+- Remove when: vLLM checks the parameters before it promises.
 """
 
 import inspect

@@ -11,14 +11,9 @@ address from the request's parameters without a check (metadata.py 0.32.0:330).
 ## Fix
 Before build_connector_meta, the fix removes a request without a peer from this list.
 
-## Releases
-vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
-
-## Upstream
-None known in public: the bug is a security problem (SECURITY.md).
-
-## Remove when
-vLLM checks whether the parameters name a peer before it sends the notice.
+- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
+- Upstream: None known in public: the bug is a security problem (SECURITY.md).
+- Remove when: vLLM checks whether the parameters name a peer before it sends the notice.
 """
 
 from typing import Any

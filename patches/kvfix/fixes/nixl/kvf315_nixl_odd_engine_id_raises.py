@@ -10,14 +10,9 @@ on_new_request uses `remote_engine_id` and `remote_request_id` of the request's 
 ## Fix
 A request with a value that is not a string loads nothing: it computes its prompt itself.
 
-## Releases
-vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
-
-## Upstream
-None known in public: the bug is a security problem (SECURITY.md).
-
-## Remove when
-vLLM checks the types of the parameters.
+- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
+- Upstream: None known in public: the bug is a security problem (SECURITY.md).
+- Remove when: vLLM checks the types of the parameters.
 """
 
 from typing import Any

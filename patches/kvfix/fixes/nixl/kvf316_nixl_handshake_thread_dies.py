@@ -12,14 +12,9 @@ with a KeyError. The thread also ends at any message that it cannot decode (:354
 ## Fix
 The thread continues: it opens its socket again, and the engine that sent the message gets no answer.
 
-## Releases
-vLLM 0.32.0 and 0.33.0. In 0.26.0 the code was read, not tested.
-
-## Upstream
-None known in public: the bug is a security problem (SECURITY.md).
-
-## Remove when
-vLLM catches exceptions of a single message.
+- Releases: vLLM 0.32.0 and 0.33.0. In 0.26.0 the code was read, not tested.
+- Upstream: None known in public: the bug is a security problem (SECURITY.md).
+- Remove when: vLLM catches exceptions of a single message.
 """
 
 from typing import Any

@@ -22,14 +22,9 @@ reads blocks whose lease has ended. The prefill engine adds `remote_blocks_expir
 it returns, and the router must pass this key on. A decode engine with `bidirectional_kv_xfer` declines a read after
 that time, even if its heartbeats have renewed the lease. So do not set this option in only one of the two engines.
 
-## Releases
-vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
-
-## Upstream
-None known.
-
-## Remove when
-vLLM fails a read that ends after its lease.
+- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
+- Upstream: None known.
+- Remove when: vLLM fails a read that ends after its lease.
 """
 
 from typing import Any

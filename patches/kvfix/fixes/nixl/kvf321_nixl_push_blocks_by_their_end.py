@@ -12,14 +12,9 @@ If the generated tokens need a new block, the prefill engine has one block more.
 After request_finished of prefill, the fix removes the blocks after the prompt from each KV group with full attention.
 The worker does not get them.
 
-## Releases
-vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
-
-## Upstream
-None known in public: the bug is a security problem (SECURITY.md).
-
-## Remove when
-vLLM pairs the blocks by their position in the prompt.
+- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
+- Upstream: None known in public: the bug is a security problem (SECURITY.md).
+- Remove when: vLLM pairs the blocks by their position in the prompt.
 """
 
 from types import SimpleNamespace

@@ -24,14 +24,9 @@ The prefill engine and the decode engine must both have the fix. In the prefill 
 decode engine alone it can be worse than the released code: a prefill engine without the fix may write into blocks of a
 load that has timed out. Restart the prefill engines with the fix first. Remove the fix from the decode engines first.
 
-## Releases
-vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
-
-## Upstream
-None known.
-
-## Remove when
-vLLM fails a load whose registration has timed out.
+- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
+- Upstream: None known.
+- Remove when: vLLM fails a load whose registration has timed out.
 """
 
 from typing import Any

@@ -12,14 +12,9 @@ more blocks than the prefill engine has, the thread loses the remaining notices 
 The fix logs an exception of `_handle_push_reg_notif`, and the thread continues with the next notice. If the KV of a
 request could not be written, the request waits until its lease and its registration have ended.
 
-## Releases
-vLLM 0.32.0 and 0.33.0. In 0.26.0 the code was read, not tested.
-
-## Upstream
-None known.
-
-## Remove when
-vLLM catches exceptions of a single registration.
+- Releases: vLLM 0.32.0 and 0.33.0. In 0.26.0 the code was read, not tested.
+- Upstream: None known.
+- Remove when: vLLM catches exceptions of a single registration.
 """
 
 from typing import Any

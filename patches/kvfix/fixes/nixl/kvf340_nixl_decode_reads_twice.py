@@ -17,14 +17,9 @@ In each decode engine, only the first request for a prefill reads its blocks. A 
 remote_engine_id and remote_request_id computes its prompt itself, and sends prefill no notice. The fix does not know
 what another decode engine has read. So a router that retries a request must send it to the prefill engine first.
 
-## Releases
-vLLM 0.20 to 0.33.0.
-
-## Upstream
-None known.
-
-## Remove when
-Prefill refuses the second read.
+- Releases: vLLM 0.20.2 to 0.33.0.
+- Upstream: None known.
+- Remove when: Prefill refuses the second read.
 """
 
 from typing import Any

@@ -13,14 +13,9 @@ Each later handshake with this peer compares its own `tp_size` with the refused 
 ## Fix
 If a peer is refused, the fix deletes the stored values of the peer.
 
-## Releases
-vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
-
-## Upstream
-None known in public: the bug is a security problem (SECURITY.md).
-
-## Remove when
-vLLM stores nothing about a peer that it has refused.
+- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
+- Upstream: None known in public: the bug is a security problem (SECURITY.md).
+- Remove when: vLLM stores nothing about a peer that it has refused.
 """
 
 from contextlib import suppress

@@ -17,14 +17,9 @@ without the random end are equal. (The prefill engine pairs requests by the id w
 which requests another decode engine has registered. With KVF322 the load of a request that waits in the other engine
 fails after a timeout.
 
-## Releases
-vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
-
-## Upstream
-None known.
-
-## Remove when
-vLLM promises a prefill to one decode request.
+- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
+- Upstream: None known.
+- Remove when: vLLM promises a prefill to one decode request.
 """
 
 from typing import Any

@@ -19,14 +19,9 @@ The fix reads the failed blocks from the output that `update_connector_output` g
 the fix reports its stores in flight as failed. The manager then drops their chunks. If the request continues,
 OffloadingConnector stores all its chunks again. If the request has ended, OffloadingConnector stores none.
 
-## Releases
-vLLM 0.26.0 to 0.33.0.
-
-## Upstream
-None known.
-
-## Remove when
-`update_connector_output` handles `invalid_block_ids`.
+- Releases: vLLM 0.26.0 to 0.33.0.
+- Upstream: None known.
+- Remove when: `update_connector_output` handles `invalid_block_ids`.
 """
 
 from typing import Any

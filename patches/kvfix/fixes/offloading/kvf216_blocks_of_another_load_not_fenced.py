@@ -14,14 +14,10 @@ But if another connector loads, `update_state_after_alloc` returns before it rec
 ## Fix
 The fix always records the blocks.
 
-## Releases
-vLLM 0.26.0 to 0.32.0.
-
-## Upstream
-https://github.com/vllm-project/vllm/issues/46951, https://github.com/vllm-project/vllm/pull/46960; fixed in 0.33.0.
-
-## Remove when
-vLLM 0.32.0 is no longer in use.
+- Releases: vLLM 0.26.0 to 0.32.0.
+- Upstream: https://github.com/vllm-project/vllm/issues/46951, https://github.com/vllm-project/vllm/pull/46960; fixed in
+  0.33.0.
+- Remove when: vLLM 0.32.0 is no longer in use.
 """
 
 from typing import Any

@@ -13,14 +13,9 @@ vLLM can admit a request that a reset has preempted between two steps. The job i
 If a preempted request has a load in flight, the fix hides the request from the hook. The request has no stores to wait
 for, because vLLM grants a load only when the request's stores are done.
 
-## Releases
-vLLM 0.26.0 to 0.32.0.
-
-## Upstream
-None known; fixed in 0.33.0.
-
-## Remove when
-vLLM 0.32.0 is no longer in use.
+- Releases: vLLM 0.26.0 to 0.32.0.
+- Upstream: None known; fixed in 0.33.0.
+- Remove when: vLLM 0.32.0 is no longer in use.
 """
 
 from typing import Any

@@ -11,14 +11,9 @@ of them to its list, which already has the earlier blocks of the session (offloa
 ## Fix
 When a request is scheduled as new, the fix drops the blocks that OffloadingConnector has recorded for the request.
 
-## Releases
-vLLM 0.26.0 to 0.32.0.
-
-## Upstream
-None known; fixed in 0.33.0.
-
-## Remove when
-vLLM 0.32.0 is no longer in use.
+- Releases: vLLM 0.26.0 to 0.32.0.
+- Upstream: None known; fixed in 0.33.0.
+- Remove when: vLLM 0.32.0 is no longer in use.
 """
 
 from typing import Any

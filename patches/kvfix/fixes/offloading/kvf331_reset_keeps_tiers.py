@@ -14,14 +14,9 @@ resets"). The keys of these tiers depend on the tokens only, not on the weights.
 old KV is still stored. kvfix deletes no files. Delete them yourself (`root_dir`), or give each version of the weights a
 folder of its own.
 
-## Releases
-vLLM 0.26.0 to 0.33.0.
-
-## Upstream
-None known.
-
-## Remove when
-`OffloadingConnector.reset_cache` answers False, or the keys of a tier change with the weights.
+- Releases: vLLM 0.26.0 to 0.33.0.
+- Upstream: None known.
+- Remove when: `OffloadingConnector.reset_cache` answers False, or the keys of a tier change with the weights.
 """
 
 from types import SimpleNamespace

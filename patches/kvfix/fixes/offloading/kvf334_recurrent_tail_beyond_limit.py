@@ -17,14 +17,9 @@ limit of 0 as no limit (:1437).
 ## Fix
 The fix leaves out a block beyond the limit of its request.
 
-## Releases
-vLLM 0.32.0 and 0.33.0.
-
-## Upstream
-None known.
-
-## Remove when
-`_build_partial_tail_store_jobs` compares each block with the limit, also if the limit is 0.
+- Releases: vLLM 0.32.0 and 0.33.0.
+- Upstream: None known.
+- Remove when: `_build_partial_tail_store_jobs` compares each block with the limit, also if the limit is 0.
 """
 
 from typing import Any

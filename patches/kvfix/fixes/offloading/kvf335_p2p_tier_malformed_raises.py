@@ -14,14 +14,9 @@ exception there.
 ## Fix
 The fix ignores malformed values. The tier then has nothing for the request, and this engine computes it.
 
-## Releases
-vLLM 0.32.0 and 0.33.0.
-
-## Upstream
-None known in public: the bug is a security problem (SECURITY.md).
-
-## Remove when
-`_parse_source` and `_parse_dest` check the form of the values.
+- Releases: vLLM 0.32.0 and 0.33.0.
+- Upstream: None known in public: the bug is a security problem (SECURITY.md).
+- Remove when: `_parse_source` and `_parse_dest` check the form of the values.
 """
 
 from typing import Any

@@ -17,14 +17,10 @@ The thread continues. The worker's report names the copies that failed:
 - The worker reports a failed load as failed. vLLM then computes the tokens or ends the request
   (`kv_load_failure_policy`). No request finds the blocks that could not be loaded.
 
-## Releases
-vLLM 0.26.0 to 0.33.0. The fix is for 0.32.0 and later, because earlier releases cannot report a failed load by request.
-
-## Upstream
-None known.
-
-## Remove when
-`_copy_loop` catches what a copy raises, and the worker reports it.
+- Releases: vLLM 0.26.0 to 0.33.0. The fix is for 0.32.0 and later, because earlier releases cannot report a failed load
+  by request.
+- Upstream: None known.
+- Remove when: `_copy_loop` catches what a copy raises, and the worker reports it.
 """
 
 import sys

@@ -12,14 +12,9 @@ vLLM allocates the block in front of the window, and nothing is loaded into it (
 ## Fix
 The fix also looks up and loads the blocks in front of the window. Without them in the CPU memory, there is no hit.
 
-## Releases
-vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
-
-## Upstream
-None known.
-
-## Remove when
-`find_longest_cache_hit` counts `extra_retained_tokens`, or a block that is not loaded is not cached.
+- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
+- Upstream: None known.
+- Remove when: `find_longest_cache_hit` counts `extra_retained_tokens`, or a block that is not loaded is not cached.
 """
 
 import sys

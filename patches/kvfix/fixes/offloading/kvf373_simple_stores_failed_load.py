@@ -20,14 +20,9 @@ blocks from the stores in flight. These are the failed blocks, all later blocks 
 have lost their keys. The removed blocks become free once they are copied, and no request finds them. The request does
 not store the removed blocks again. The next request with the same prompt stores them.
 
-## Releases
-vLLM 0.20.2 to 0.33.0. The fix is for 0.32.0 and later.
-
-## Upstream
-None known.
-
-## Remove when
-`update_connector_output` handles `invalid_block_ids`.
+- Releases: vLLM 0.20.2 to 0.33.0. The fix is for 0.32.0 and later.
+- Upstream: None known.
+- Remove when: `update_connector_output` handles `invalid_block_ids`.
 """
 
 from collections.abc import Callable, Collection

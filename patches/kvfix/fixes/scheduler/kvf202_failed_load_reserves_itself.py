@@ -14,14 +14,9 @@ reserves the blocks that this request itself needs. So a request that needs more
 After `_update_waiting_for_remote_kv`, the fix removes a request without computed tokens from the prefills in flight.
 vLLM adds it again when it is admitted.
 
-## Releases
-vLLM 0.26.0 to 0.33.0.
-
-## Upstream
-None known.
-
-## Remove when
-vLLM removes a request whose load failed from `_inflight_prefills`.
+- Releases: vLLM 0.26.0 to 0.33.0.
+- Upstream: None known.
+- Remove when: vLLM removes a request whose load failed from `_inflight_prefills`.
 """
 
 import inspect

@@ -13,15 +13,10 @@ aborted or preempted, or takes more than one step, the other requests read block
 ## Fix
 The fix rolls back each request to its own first failed block. Requests that share a block write the same KV into it.
 
-## Releases
-vLLM 0.11.2 to 0.33.0, with kv_load_failure_policy "recompute".
-
-## Upstream
-https://github.com/vllm-project/vllm/pull/37827 (closed) for asynchronous loads. In
-https://github.com/vllm-project/vllm/pull/26813 vLLM decided not to roll back the other requests.
-
-## Remove when
-`_update_requests_with_invalid_blocks` rolls back every request.
+- Releases: vLLM 0.11.2 to 0.33.0, with kv_load_failure_policy "recompute".
+- Upstream: https://github.com/vllm-project/vllm/pull/37827 (closed) for asynchronous loads. In
+  https://github.com/vllm-project/vllm/pull/26813 vLLM decided not to roll back the other requests.
+- Remove when: `_update_requests_with_invalid_blocks` rolls back every request.
 """
 
 from typing import Any

@@ -23,17 +23,13 @@ The fix preempts a request that is rolled back, and drops its outputs in flight 
 then computes the request, and loads nothing for it from LMCache. If vLLM has already preempted the request, the fix
 only drops the outputs. KVF203 handles its blocks, and KVF007 the KV that LMCache stores for it.
 
-## Releases
-vLLM 0.11.2 to 0.33.0 with asynchronous scheduling or with runner V2. vLLM 0.32.0 and 0.33.0 with pipeline parallelism;
-earlier releases were not tested with it. The fix was not tested with runner V2, because runner V2 needs a GPU.
-
-## Upstream
-https://github.com/vllm-project/vllm/issues/45138, https://github.com/vllm-project/vllm/issues/49250,
-https://github.com/vllm-project/vllm/pull/45146 (open), https://github.com/vllm-project/vllm/pull/49252 (open),
-https://github.com/vllm-project/vllm/pull/53298 (open).
-
-## Remove when
-`_update_requests_with_invalid_blocks` resets the outputs in flight.
+- Releases: vLLM 0.11.2 to 0.33.0 with asynchronous scheduling or with runner V2. vLLM 0.32.0 and 0.33.0 with pipeline
+  parallelism; earlier releases were not tested with it. The fix was not tested with runner V2, because runner V2 needs
+  a GPU.
+- Upstream: https://github.com/vllm-project/vllm/issues/45138, https://github.com/vllm-project/vllm/issues/49250,
+  https://github.com/vllm-project/vllm/pull/45146 (open), https://github.com/vllm-project/vllm/pull/49252 (open),
+  https://github.com/vllm-project/vllm/pull/53298 (open).
+- Remove when: `_update_requests_with_invalid_blocks` resets the outputs in flight.
 """
 
 import sys

@@ -12,14 +12,9 @@ These tokens were cached when the request was first scheduled. Tokens that are l
 While `_update_requests_with_invalid_blocks` runs, the fix raises `num_cached_tokens` to the end of the request's last
 failed block.
 
-## Releases
-vLLM 0.11.2 to 0.15.1.
-
-## Upstream
-None known; fixed in 0.20.2, which counts from `num_computed_tokens`.
-
-## Remove when
-vLLM 0.15.1 is no longer in use.
+- Releases: vLLM 0.11.2 to 0.15.1.
+- Upstream: None known; fixed in 0.20.2, which counts from `num_computed_tokens`.
+- Remove when: vLLM 0.15.1 is no longer in use.
 """
 
 from typing import Any

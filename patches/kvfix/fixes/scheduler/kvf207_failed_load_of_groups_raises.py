@@ -19,14 +19,9 @@ waiting for their load, the fix handles the failure in place of vLLM's function.
 connector had reported the requests by their ids. LMCache's groups take their blocks from one pool, so an id belongs to
 one group only. Null block 0 belongs to no request.
 
-## Releases
-vLLM 0.20.2 to 0.32.0.
-
-## Upstream
-https://github.com/vllm-project/vllm/issues/50687; fixed in LMCache 0.5.6.
-
-## Remove when
-LMCache 0.5.5 is no longer in use.
+- Releases: vLLM 0.20.2 to 0.33.0.
+- Upstream: https://github.com/vllm-project/vllm/issues/50687; fixed in LMCache 0.5.6.
+- Remove when: LMCache 0.5.5 is no longer in use.
 """
 
 from typing import Any

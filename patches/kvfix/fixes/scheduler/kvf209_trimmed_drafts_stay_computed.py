@@ -11,14 +11,9 @@ The session continues from there (2471). So tokens of the next input take the pl
 ## Fix
 When a turn ends, the fix limits its computed tokens to those before its last token. vLLM drops the last token anyway.
 
-## Releases
-vLLM 0.15.1 to 0.32.0. With asynchronous scheduling `num_output_placeholders` counts the dropped tokens.
-
-## Upstream
-None known; 0.33.0 counts no token that it drops (scheduler.py:2759).
-
-## Remove when
-vLLM 0.32.0 is no longer in use.
+- Releases: vLLM 0.15.1 to 0.32.0. With asynchronous scheduling `num_output_placeholders` counts the dropped tokens.
+- Upstream: None known; 0.33.0 counts no token that it drops (scheduler.py:2759).
+- Remove when: vLLM 0.32.0 is no longer in use.
 """
 
 from typing import Any

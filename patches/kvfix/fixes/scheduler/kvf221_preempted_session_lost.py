@@ -13,14 +13,9 @@ has ended (:2298). In addition, when the next input comes, vLLM drops all tokens
 After `update_from_output`, the fix puts each session that is in no queue into a waiting queue. When the next input
 comes, the fix keeps all tokens of the session except the last one, as 0.33.0 does (scheduler.py:1889).
 
-## Releases
-vLLM 0.32.0. Earlier releases were not tested with sessions.
-
-## Upstream
-None known; 0.33.0 puts sessions into the queue after it has removed the other requests (scheduler.py:2545).
-
-## Remove when
-vLLM 0.32.0 is no longer in use.
+- Releases: vLLM 0.32.0. Earlier releases were not tested with sessions.
+- Upstream: None known; 0.33.0 puts sessions into the queue after it has removed the other requests (scheduler.py:2545).
+- Remove when: vLLM 0.32.0 is no longer in use.
 """
 
 import inspect

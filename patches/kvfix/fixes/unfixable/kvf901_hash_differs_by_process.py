@@ -19,14 +19,9 @@ it cannot change the seed.
 Set PYTHONHASHSEED=0 in the environment of every vLLM and LMCache process. Or set `pre_caching_hash_algorithm:
 sha256_cbor` in LMCache's configuration, the same everywhere. A process that shares no cache needs neither.
 
-## Releases
-LMCache 0.3.9 to 0.5.6.
-
-## Upstream
-https://github.com/LMCache/LMCache/issues/2136, https://github.com/LMCache/LMCache/issues/2511
-
-## Remove when
-The default is an algorithm that is the same everywhere.
+- Releases: LMCache 0.3.9 to 0.5.6.
+- Upstream: https://github.com/LMCache/LMCache/issues/2136, https://github.com/LMCache/LMCache/issues/2511
+- Remove when: The default is an algorithm that is the same everywhere.
 """
 
 import os

@@ -14,14 +14,9 @@ in its own process, perhaps on another machine. So kvfix can neither read nor ch
 Start `lmcache server` with `--supported-transfer-mode auto`, or set LMCACHE_MP_TRANSFER_MODE of the worker to the mode
 of the server. The server logs its mode: `Supported transfer mode: ...`.
 
-## Releases
-LMCache 0.4.7 to 0.5.6.
-
-## Upstream
-https://github.com/LMCache/LMCache/issues/4186 (open), https://github.com/LMCache/LMCache/pull/4194.
-
-## Remove when
-The server answers a request that it has no handler for.
+- Releases: LMCache 0.4.7 to 0.5.6.
+- Upstream: https://github.com/LMCache/LMCache/issues/4186 (open), https://github.com/LMCache/LMCache/pull/4194.
+- Remove when: The server answers a request that it has no handler for.
 """
 
 import os

@@ -18,14 +18,10 @@ waited, it would wait for ever for transfers that were lost with the old server.
 Use LMCache 0.5.6 with kvfix, which has KVF122. Or set `lmcache.mp.heartbeat_interval` to more seconds than the longest
 pause of the server.
 
-## Releases
-LMCache 0.4.2 to 0.5.5. Tests of kvfix show the bug in 0.4.5 to 0.4.7. For the other releases only the code was read.
-
-## Upstream
-None known.
-
-## Remove when
-LMCache 0.5.5 is no longer in use.
+- Releases: LMCache 0.4.2 to 0.5.5. Tests of kvfix show the bug in 0.4.5 to 0.4.7. For the other releases only the code
+  was read.
+- Upstream: None known.
+- Remove when: LMCache 0.5.5 is no longer in use.
 """
 
 from kvfix.fixes.api import Fix
