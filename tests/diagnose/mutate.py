@@ -15,7 +15,6 @@ import random
 import sys
 import traceback
 from functools import lru_cache
-from pathlib import Path
 
 from rich.console import Console
 
@@ -24,8 +23,8 @@ from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.grammar import NEEDLES
 from kvfix_tools.diagnose.line_scanner import Scanner
 from kvfix_tools.diagnose.timeline import Timeline
+from tests.diagnose.lines import LOGS
 
-LOGS = Path(__file__).parent / "logs"
 RUBBISH = [
     b"\n", b"\r\n", b"\0", b"\x1b[31m", b"(EngineCore pid=1) ", b"] LMCache INFO: ", b"Reqid: ", b"9" * 5000, b"-",
     b"[" * 5000, b"AssertionError", b"AssertionError: Mismatch in tokens to load: ", b' File "", line 0, in f',

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import builtins
-import gzip
 import json
 import traceback
-from pathlib import Path
 
 import pytest
 
 from kvfix_tools.diagnose.diagnosis import diagnosed
 from kvfix_tools.diagnose.log_line import without_colours
-from tests.diagnose.lines import scanned
+from tests.diagnose.lines import real, scanned
 
-LOGS = Path(__file__).parent / "logs"
-CRASH = gzip.decompress((LOGS / "crash-0.3.10.log.gz").read_bytes())
+CRASH = real("crash-0.3.10")
 
 
 def lines(log: bytes) -> list[str]:

@@ -21,7 +21,7 @@ from kvfix_tools.diagnose.diagnosis import Diagnosis, diagnosed
 from kvfix_tools.diagnose.line_scanner import LONGEST_LINE
 from tests.conftest import clean_environment
 from tests.diagnose import mutate
-from tests.diagnose.lines import scanned
+from tests.diagnose.lines import diagnose_files, real, scanned
 
 EXAMPLES = int(os.environ.get("KVFIX_TEST_EXAMPLES", "300"))
 POLL = (
@@ -78,13 +78,11 @@ def test_blocks_end_with_lines_and_lose_nothing() -> None:
 
 
 def test_a_log_in_blocks_is_diagnosed_as_one_in_memory(tmp_path: Path) -> None:
-    crash = gzip.decompress((Path(__file__).parent / "logs/crash-0.3.10.log.gz").read_bytes())
-    text = polls(3000) + crash + polls(1) * 10
+    text = polls(3000) + real("crash-0.3.10") + polls(1) * 10
     path = tmp_path / "log"
     path.write_bytes(text)
-    log, whole = Diagnosis(), diagnosed(text, str(path))
-    assert log_files.read(log, log_files.sources([str(path)])) == []
-    assert report_json.text(log, log.end()) == report_json.text(whole, whole.findings)
+    log, whole = diagnose_files(path), diagnosed(text, str(path))
+    assert report_json.text(log, log.findings) == report_json.text(whole, whole.findings)
     assert '"KVD101"' in report_json.text(log, log.findings)
     assert [event.line for event in log.requests.history("r2999")] == [3000]
     assert len(list(log_files.blocks(log_files.Source("log", None), io.BytesIO(text)))) > 2
