@@ -8,8 +8,6 @@ from __future__ import annotations
 import gzip
 import io
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,7 @@ from hypothesis import strategies as st
 from kvfix_tools.diagnose import log_files, report_json
 from kvfix_tools.diagnose.diagnosis import Diagnosis, diagnosed
 from kvfix_tools.diagnose.line_scanner import LONGEST_LINE
-from tests.conftest import clean_environment
+from tests.conftest import Fresh
 from tests.diagnose import mutate
 from tests.diagnose.lines import diagnose_files, real, scanned
 
@@ -105,7 +103,7 @@ def test_rubbish_between_lines(what: bytes) -> None:
     assert sum(line.name == "asked" for line in scanned(log)) == 50
 
 
-def test_a_line_of_100_megabytes(tmp_path: Path) -> None:
+def test_a_line_of_100_megabytes(tmp_path: Path, fresh: Fresh) -> None:
     """Run in a separate process, to measure its memory."""
     path = tmp_path / "log"
     with path.open("wb") as file:
@@ -113,21 +111,19 @@ def test_a_line_of_100_megabytes(tmp_path: Path) -> None:
         for _ in range(100):
             file.write(b"x" * (1 << 20))
         file.write(b"\n" + polls(10, 10))
-    code = (
-        "import re, sys\n"
-        "from kvfix_tools.diagnose import log_files\n"
-        "from kvfix_tools.diagnose.diagnosis import Diagnosis\n"
-        "log = Diagnosis()\n"
-        # Not getrusage: what the parent had counts there too.
-        "peak = lambda: int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])\n"
-        "before = peak()\n"
-        "log_files.read(log, log_files.sources(sys.argv[1:]))\n"
-        "print(log.counts['asked'], peak() - before)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(path)], env=clean_environment(), capture_output=True, text=True, check=True
-    )
-    found, grown = map(int, done.stdout.split())
+    code = f"""
+import re
+from kvfix_tools.diagnose import log_files
+from kvfix_tools.diagnose.diagnosis import Diagnosis
+
+def peak():  # not getrusage: what the parent had counts there too
+    return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
+
+log, before = Diagnosis(), peak()
+log_files.read(log, log_files.sources([{str(path)!r}]))
+result = log.counts["asked"], peak() - before
+"""
+    found, grown = fresh(code)
     assert found == 20
     assert grown < 40_000  # kilobytes
 
