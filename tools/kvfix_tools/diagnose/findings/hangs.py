@@ -21,9 +21,8 @@ POLLS = 1000
 class _Head:
     """The request that vLLM asks about now: its fields, and the counts of lookups and transfers at its first lookup."""
 
-    def __init__(self) -> None:
-        self.fields: Fields = {}
-        self.asked = self.done = 0
+    fields: Fields = {}
+    asked = done = 0
 
 
 @finding

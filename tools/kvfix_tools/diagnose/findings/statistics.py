@@ -90,10 +90,9 @@ PROMPTS, INTERVALS = 5, 3
 class _External:
     """Intervals of vLLM's statistics with prompts: their number, and the highest hit rates in per cent."""
 
-    def __init__(self) -> None:
-        self.intervals = 0
-        self.external = self.local = 0.0
-        self.last: LogLine | None = None
+    intervals = 0
+    external = local = 0.0
+    last: LogLine | None = None
 
 
 @note("stats")
@@ -135,9 +134,8 @@ LARGE, SLOW = 16.0, 1000.0
 class _Moved:
     """Intervals with large transfers, and the fastest one."""
 
-    def __init__(self) -> None:
-        self.intervals = 0
-        self.best: LogLine | None = None
+    intervals = 0
+    best: LogLine | None = None
 
 
 @note("moved")
