@@ -80,11 +80,12 @@ def _answer_of(record: str, answers: Callable[..., Answers], log: Any, line: Any
     return next((answer for name, answer in answers(log, line) if name == record), None)
 
 
-def note(on: str) -> Callable[[Keeps], Keeps]:
-    """Register a function that keeps something of this kind of line (`log.state`) for other functions to read."""
+def note(*on: str) -> Callable[[Keeps], Keeps]:
+    """Register a function that keeps something of these kinds of lines (`log.state`) for other functions to read."""
 
     def register(keep: Keeps) -> Keeps:
-        _NOTES.setdefault(on, []).append(keep)
+        for kind in on:
+            _NOTES.setdefault(kind, []).append(keep)
         return keep
 
     return register

@@ -65,6 +65,42 @@ class Lookups:
         found = _NUMBER.match(self.settings.get("max_local_cpu_size", ""))
         return found[0] if found is not None else ""
 
+    def take(self, line: LogLine) -> None:
+        f = line.fields
+        if line.name == "asked":
+            if f.get("hit") is not None:  # None: an asynchronous lookup without an answer yet
+                self._take_lookup(line)
+        elif line.name == "stored":
+            if f["tokens"]:
+                self.stored += 1
+                if len(self.storers) < _ENGINES:
+                    self.storers.add(line.process)
+            size = _SIZE.search(line.body)
+            if size is not None and (line.process in self.gigabytes or len(self.gigabytes) < _ENGINES):
+                self.gigabytes[line.process] = self.gigabytes.get(line.process, 0.0) + float(size[1])
+        elif line.name == "hash_seed":
+            self.unseeded += 1
+            self.shared += not f["why"].startswith("Using builtin")
+        else:
+            self.settings.update(_settings(f["settings"]))
+            if self.settings.get("chunk_size", "").isdigit():
+                self.chunk = int(self.settings["chunk_size"])
+            self.shared += self.settings.get("remote_url", "None") != "None"
+
+    def _take_lookup(self, line: LogLine) -> None:
+        f = line.fields
+        self.longest = max(self.longest, f["total"])
+        self.local = max(self.local, f.get("computed") or 0)
+        self.hit = self.hit or f["hit"] > 0
+        if line.request in self.requests or len(self.requests) >= _REQUESTS:
+            return
+        self.requests.add(line.request)
+        self.askers.add(line.process)
+        if f.get("least") is not None and f["hit"] > 0:
+            self.below += 1
+            self.least, self.most = f["least"], max(self.most, f["hit"])
+        self.loads += f.get("least") is None and (f.get("need") or 0) > 0
+
 
 class LookupsByFile(dict[str, Lookups]):
     """{file: the lookups in it}. Several files are the logs of several engines."""
@@ -78,59 +114,10 @@ def lookups_of(log: Diagnosis) -> Lookups:
     return log.state(Lookups)
 
 
-def _lookups_with(log: Diagnosis, line: LogLine) -> tuple[Lookups, Lookups]:
-    """Return the lookups that a line belongs to: those of all files, and those of its file."""
-    return lookups_of(log), log.state(LookupsByFile)[line.file]
-
-
-@note("asked")
-def _note_asked(log: Diagnosis, line: LogLine) -> None:
-    if line.fields.get("hit") is not None:  # None: an asynchronous lookup without an answer yet
-        for kept in _lookups_with(log, line):
-            _note_lookup(kept, line)
-
-
-def _note_lookup(kept: Lookups, line: LogLine) -> None:
-    f = line.fields
-    kept.longest = max(kept.longest, f["total"])
-    kept.local = max(kept.local, f.get("computed") or 0)
-    kept.hit = kept.hit or f["hit"] > 0
-    if line.request in kept.requests or len(kept.requests) >= _REQUESTS:
-        return
-    kept.requests.add(line.request)
-    kept.askers.add(line.process)
-    if f.get("least") is not None and f["hit"] > 0:
-        kept.below += 1
-        kept.least, kept.most = f["least"], max(kept.most, f["hit"])
-    kept.loads += f.get("least") is None and (f.get("need") or 0) > 0
-
-
-@note("stored")
-def _note_stored(log: Diagnosis, line: LogLine) -> None:
-    for kept in _lookups_with(log, line) if line.fields["tokens"] else ():
-        kept.stored += 1
-        if len(kept.storers) < _ENGINES:
-            kept.storers.add(line.process)
-    size, sizes = _SIZE.search(line.body), lookups_of(log).gigabytes
-    if size is not None and (line.process in sizes or len(sizes) < _ENGINES):
-        sizes[line.process] = sizes.get(line.process, 0.0) + float(size[1])
-
-
-@note("hash_seed")
-def _note_shared(log: Diagnosis, line: LogLine) -> None:
-    for kept in _lookups_with(log, line):
-        kept.unseeded += 1
-        kept.shared += not line.fields["why"].startswith("Using builtin")
-
-
-@note("engine_configured")
-@note("configured")
-def _note_settings(log: Diagnosis, line: LogLine) -> None:
-    for kept in _lookups_with(log, line):
-        kept.settings.update(_settings(line.fields["settings"]))
-        if kept.settings.get("chunk_size", "").isdigit():
-            kept.chunk = int(kept.settings["chunk_size"])
-        kept.shared += kept.settings.get("remote_url", "None") != "None"
+@note("asked", "stored", "hash_seed", "configured", "engine_configured")
+def _note_lookups(log: Diagnosis, line: LogLine) -> None:
+    for kept in (lookups_of(log), log.state(LookupsByFile)[line.file]):
+        kept.take(line)
 
 
 @lru_cache(maxsize=64)
