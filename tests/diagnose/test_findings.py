@@ -67,7 +67,8 @@ IN_TRANSPORT = " is in pthread_cond_wait@@GLIBC_2.3.2, called from nixlAgent::ge
         (hits()["KVD101"][1], "KVD101", "(violated)"),
         (hits()["KVD101"][2], "KVD101", "with max_tokens_per_load set, it is KVD102 (unknown)"),
         # The log begins after the request did: the crash has its name, and nothing is made up of the balance.
-        (version(NEWEST) + crash(NEWEST, "resume_differs", "r1", 800, 1024, False), "KVD107", "resumed with 800"),
+        (version(NEWEST) + crash(NEWEST, "resume_differs", "r1", 800, 1024, False), "KVD107",
+         "The log has no lookup of this request: below min_retrieve_tokens it is KVD103 (unknown)"),
         # With PD a chunk goes with the first request that fetched it, so a rank may miss with right hashes.
         (logged(NEWEST, "configured", "{'enable_pd': False, 'pd_role': None}") + RANKS, "KVD304", "(violated)"),
         (logged(NEWEST, "configured", "{'enable_pd': True, 'pd_role': 'receiver'}") + RANKS, "KVD304", "(unknown)"),
