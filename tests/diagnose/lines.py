@@ -256,7 +256,7 @@ def raised(frames: list[tuple[str, str, str]], error: str) -> str:
     return "".join(f"{CORE}{line}\n" for line in [*lines, error])
 
 
-def scanned(log: bytes, file: str = "log") -> list[LogLine]:
+def scanned(log: str | bytes) -> list[LogLine]:
     """Every line that means something of a log in memory."""
-    scanner = Scanner(file)
-    return [*scanner.scan(log), *scanner.end()]
+    scanner = Scanner("log")
+    return [*scanner.scan(log.encode() if isinstance(log, str) else log), *scanner.end()]

@@ -126,5 +126,5 @@ def test_the_message_of_a_panic_stands_below_it(note: str) -> None:
     panic = "thread 'kvbm 7' panicked at lib/llm/src/offload.rs:247:17:\n"
     (found,) = diagnose(f"{panic}slot 7 is not there\n{note}\nERROR another\n").findings
     assert found.sentence.endswith("offload.rs:247:17: slot 7 is not there")
-    assert [line.number for line in scanned(f"{panic}slot 7\n{note}\nERROR another\n".encode())] == [1, 4]
+    assert [line.number for line in scanned(f"{panic}slot 7\n{note}\nERROR another\n")] == [1, 4]
     assert codes(diagnose(f"{panic}{note}\n")) == ["KVD199"]
