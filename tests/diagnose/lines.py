@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gzip
 import re
 from collections.abc import Iterator
 from functools import lru_cache
@@ -11,7 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from kvfix_tools.diagnose import statements
+from kvfix_tools.diagnose import log_files, statements
 from kvfix_tools.diagnose.diagnosis import Diagnosis, diagnosed
 from kvfix_tools.diagnose.line_scanner import Scanner
 from kvfix_tools.diagnose.log_line import LogLine
@@ -20,9 +21,19 @@ from maintain import statements as released
 from tests.conftest import RELEASES
 
 NEWEST = "0.5.6"
+#: Logs of real engines (README.md there).
+LOGS = Path(__file__).parent / "logs"
+#: A line of each logger.
+LMCACHE = "[2026-11-21 01:41:27,007] LMCache {level}: {text} (any.py:7:lmcache.any)\n"
+VLLM = "(EngineCore_DP0 pid=276) {level} 12-03 01:24:36 [any.py:7] {text}\n"
 #: In front of each line of a traceback that EngineCore logs.
 CORE = "(EngineCore_DP0 pid=276) ERROR 12-03 01:24:36 [core.py:7] "
 FATAL = f"{CORE}EngineCore encountered a fatal error.\n"
+
+
+def real(name: str) -> bytes:
+    """Return the log of this name in LOGS."""
+    return gzip.decompress((LOGS / f"{name}.log.gz").read_bytes())
 
 
 def rows(release: str, message: str, which: str = "") -> list[Statement]:
@@ -187,6 +198,13 @@ def diagnose(*lines: str) -> Diagnosis:
     return diagnosed("".join(lines).encode())
 
 
+def diagnose_files(*paths: Path) -> Diagnosis:
+    log = Diagnosis()
+    assert log_files.read(log, log_files.sources([str(path) for path in paths])) == []
+    log.end()
+    return log
+
+
 def codes(log: Diagnosis) -> list[str]:
     return [found.rule.code for found in log.findings]
 
@@ -238,7 +256,7 @@ def raised(frames: list[tuple[str, str, str]], error: str) -> str:
     return "".join(f"{CORE}{line}\n" for line in [*lines, error])
 
 
-def scanned(log: bytes, file: str = "log") -> list[LogLine]:
+def scanned(log: str | bytes) -> list[LogLine]:
     """Every line that means something of a log in memory."""
-    scanner = Scanner(file)
-    return [*scanner.scan(log), *scanner.end()]
+    scanner = Scanner("log")
+    return [*scanner.scan(log.encode() if isinstance(log, str) else log), *scanner.end()]

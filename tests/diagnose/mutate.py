@@ -15,7 +15,6 @@ import random
 import sys
 import traceback
 from functools import lru_cache
-from pathlib import Path
 
 from rich.console import Console
 
@@ -24,8 +23,8 @@ from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.grammar import NEEDLES
 from kvfix_tools.diagnose.line_scanner import Scanner
 from kvfix_tools.diagnose.timeline import Timeline
+from tests.diagnose.lines import LOGS
 
-LOGS = Path(__file__).parent / "logs"
 RUBBISH = [
     b"\n", b"\r\n", b"\0", b"\x1b[31m", b"(EngineCore pid=1) ", b"] LMCache INFO: ", b"Reqid: ", b"9" * 5000, b"-",
     b"[" * 5000, b"AssertionError", b"AssertionError: Mismatch in tokens to load: ", b' File "", line 0, in f',
@@ -34,8 +33,6 @@ RUBBISH = [
     b'{"kind":"event","connector":[],"event":"Asked","request":7}', b'{"kind":"recorder","versions":[]}',
 ]  # fmt: skip
 JOINS = [b"\n", b"", b"\r\n"]
-#: kind, place, how many bytes, what is put there
-Change = tuple[int, int, int, bytes]
 
 
 @lru_cache(maxsize=1)
@@ -52,24 +49,6 @@ def corpus() -> list[bytes]:
     return lines
 
 
-def mutated(log: bytes, changes: list[Change]) -> bytes:
-    for kind, place, many, piece in changes:
-        at = place % (len(log) + 1)
-        if kind == 0:
-            log = log[:at] + log[at + many :]
-        elif kind == 1:
-            log = log[:at] + piece + log[at:]
-        elif kind == 2:
-            log = log[:at] + piece + log[at + len(piece) :]
-        elif kind == 3:
-            log = log[:at]
-        elif kind == 4:
-            log = log[at:] + log[: min(at, many)]
-        else:
-            log = log[:at] + log[max(0, at - many) :]
-    return log
-
-
 def draw(number: int) -> bytes:
     """The log of this number. A fifth of them are only cut off."""
     dice = random.Random(f"0:{number}")
@@ -82,11 +61,19 @@ def draw(number: int) -> bytes:
     log = dice.choice(JOINS).join(picked)
     if dice.random() < 0.2:
         return log[: dice.randrange(len(log) + 1)]
-    changes = [
-        (dice.randrange(6), dice.randrange(10**6), dice.randrange(400), dice.choice([*RUBBISH, dice.randbytes(20)]))
-        for _ in range(dice.randrange(13))
-    ]
-    return mutated(log, changes)
+    for _ in range(dice.randrange(13)):
+        at, many = dice.randrange(len(log) + 1), dice.randrange(400)
+        piece = dice.choice([*RUBBISH, dice.randbytes(20)])
+        changed = [
+            log[:at] + log[at + many :],
+            log[:at] + piece + log[at:],
+            log[:at] + piece + log[at + len(piece) :],
+            log[:at],
+            log[at:] + log[: min(at, many)],
+            log[:at] + log[max(0, at - many) :],
+        ]
+        log = dice.choice(changed)
+    return log
 
 
 def check(log: bytes, size: int = log_files.BLOCK) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,9 @@ import pytest
 from kvfix_tools.diagnose import command, report_brief
 from kvfix_tools.diagnose.command import Options
 from kvfix_tools.diagnose.diagnosis import Diagnosis, diagnosed
+from tests.diagnose.lines import LOGS, real
 
-LOGS = Path(__file__).parent / "logs"
-CRASH = gzip.decompress((LOGS / "crash-0.3.10.log.gz").read_bytes())
+CRASH = real("crash-0.3.10")
 
 
 def brief(log: bytes) -> str:
@@ -20,11 +19,10 @@ def brief(log: bytes) -> str:
     return report_brief.brief(found, found.findings)
 
 
-@pytest.mark.parametrize("path", sorted(LOGS.glob("*.gz")), ids=lambda path: path.name)
-def test_every_log_fits(path: Path) -> None:
-    log = gzip.decompress(path.read_bytes())
+@pytest.mark.parametrize("name", sorted(path.name.removesuffix(".log.gz") for path in LOGS.glob("*.gz")))
+def test_every_log_fits(name: str) -> None:
     for times in (1, 40):
-        text = brief(log * times)
+        text = brief(real(name) * times)
         assert 0 < len(text.encode()) <= report_brief.LIMIT
         assert text.endswith("\n")
 
@@ -94,7 +92,7 @@ def test_nothing_that_must_not_be_posted(secret: str) -> None:
         assert not [word for word in HIDDEN if word in text], text
 
 
-def test_the_bug_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_bug_report(tmp_path: Path) -> None:
     log = tmp_path / "engine.log"
     log.write_bytes(CRASH)
     out = tmp_path / "issue.md"
@@ -107,8 +105,6 @@ def test_the_bug_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "match(288) promises 0" in text
     assert (tmp_path / "brief.txt").read_text().rstrip() in text
     assert "https://github.com/LMCache/LMCache/issues/2158" in text.partition("## Known reports")[2]
-    assert command.main([str(log)], Options(issue=str(tmp_path / "no/issue.md"))) == 2
-    assert "nothing was written there" in capsys.readouterr().err
 
 
 def test_an_empty_log() -> None:

@@ -8,7 +8,7 @@ from kvfix_tools.diagnose import checks
 from kvfix_tools.diagnose.checks import Check
 from maintain import statements as released
 from tests.conftest import RELEASES
-from tests.diagnose.lines import CORE, NEWEST, diagnose, raised, site_packages
+from tests.diagnose.lines import CORE, NEWEST, diagnose, raised, site_packages, vllm
 
 PACKAGES = {"lmcache": (NEWEST, RELEASES / NEWEST / "lmcache"), "vllm": ("0.32.0", site_packages() / "vllm")}
 #: A check that no record names, with a text; and an assertion without one.
@@ -24,10 +24,9 @@ def asserted(source: str = ASSERTED[2], function: str = ASSERTED[1]) -> str:
     return raised([(ASSERTED[0], function, f"assert {source}")], "AssertionError")
 
 
-def sentence(*lines: str) -> str:
-    log = diagnose(*lines)
-    assert len(log.findings) == 1
-    return log.findings[0].sentence
+def sentence(log: str) -> str:
+    (found,) = diagnose(log).findings
+    return found.sentence
 
 
 @pytest.mark.parametrize("dist", PACKAGES)
@@ -41,25 +40,31 @@ def test_the_file_has_what_the_release_has(dist: str) -> None:
     assert {place for place, having in table.items() if release in having} == set(taken)
 
 
-def test_it_names_the_releases_and_the_condition() -> None:
-    assert sentence(failed()).endswith(
-        f", raised by LMCache, because this was true: `not spec_str`; LMCache has this code from 0.3.11 to {NEWEST}, "
-        "the newest known release, so an upgrade does not help"
-    )
-
-
-def test_an_assertion_without_a_text_is_found_by_its_code() -> None:
-    assert "; vLLM has this code from 0.12.0 to " in sentence(asserted())
-    assert "has this code" not in sentence(asserted(function="another"))
-    assert "has this code" not in sentence(asserted(source="target_block_size == 0"))
+@pytest.mark.parametrize(
+    ("log", "says"),
+    [
+        (failed(), ", raised by LMCache, because this was true: `not spec_str`; LMCache has this code from 0.3.11 to "
+         f"{NEWEST}, the newest known release, so an upgrade does not help"),
+        # An assertion without a text is found by its code, and a line without frames by its words.
+        (asserted(), "; vLLM has this code from 0.12.0 to "),
+        (f"{CORE}ValueError: {RAISED[2]}\n", "because this was true: `not spec_str`"),
+    ],
+)  # fmt: skip
+def test_it_names_the_releases_and_the_condition(log: str, says: str) -> None:
+    assert says in sentence(log)
 
 
 @pytest.mark.parametrize(
-    "other",
-    [{"function": "another"}, {"text": "another text"}, {"file": "lmcache/v1/another.py"}, {"file": "x.py"}],
-)
-def test_near_misses(other: dict[str, str]) -> None:
-    assert "has this code" not in sentence(failed(**other))
+    "log",
+    [
+        failed(function="another"), failed("another text"), failed(file="lmcache/v1/another.py"), failed(file="x.py"),
+        asserted(function="another"), asserted("target_block_size == 0"),
+        # A log that names a release without the check comes from changed code.
+        vllm("vllm_version", "0.11.0", "model='m'", which="Initializing") + asserted(),
+    ],
+)  # fmt: skip
+def test_near_misses(log: str) -> None:
+    assert "has this code" not in sentence(log)
 
 
 def test_a_release_that_has_it_no_more_is_named_as_no_promise() -> None:
@@ -81,17 +86,6 @@ def test_a_release_that_has_it_no_more_is_named_as_no_promise() -> None:
 
 def _elsewhere(table: checks.Table, check: Check, having: set[str]) -> bool:
     return any(other[2].text == check.text and some - having for other, some in table.items())
-
-
-def test_a_release_without_the_check_is_not_called_one_that_has_it() -> None:
-    """A log that names a release without the check comes from changed code."""
-    line = "(EngineCore pid=7) INFO 12-03 01:24:31 [core.py:9] Initializing a V1 LLM engine (v0.11.0) with config: x\n"
-    said = sentence(line, asserted())
-    assert "has this code" not in said
-
-
-def test_a_line_without_frames_is_found_by_its_words() -> None:
-    assert "because this was true: `not spec_str`" in sentence(f"{CORE}ValueError: {RAISED[2]}\n")
 
 
 @pytest.mark.parametrize(

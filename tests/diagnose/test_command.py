@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import re
@@ -17,9 +16,10 @@ import pytest
 
 from kvfix_tools.diagnose import command, log_files, report_json
 from kvfix_tools.diagnose.command import FAIL_ON, Format, Options
-from tests.conftest import ROOT, clean_environment
+from tests.conftest import ROOT, Fresh, clean_environment
+from tests.diagnose.lines import LOGS, real
 
-LOGS = Path(__file__).parent / "logs"
+COMMAND = [sys.executable, "-m", "kvfix_tools.cli", "diagnose"]
 CRASH, HEALTHY = str(LOGS / "crash-0.3.10.log.gz"), str(LOGS / "healthy-0.5.6.log.gz")
 
 
@@ -71,7 +71,7 @@ def test_lines_of_an_engine_that_say_nothing_are_not_called_foreign(run: Run, tm
 
 def test_the_summary_names_each_crash_once(run: Run, tmp_path: Path) -> None:
     """An engine that is restarted dies of the same again, with another request."""
-    life = gzip.decompress(Path(CRASH).read_bytes())
+    life = real("crash-0.3.10")
     again = re.sub(rb"(\d+-)([0-9a-f]{8})\b", rb"9\1\2", life)
     assert again != life
     (tmp_path / "restarted.log").write_bytes(life + again)
@@ -103,6 +103,7 @@ def test_findings_are_shown_when_the_page_cannot_be_written(run: Run, tmp_path: 
     assert "KVD101" in out
     assert "no/page.html: No such file or directory; nothing was written there" in err
     assert (tmp_path / "issue.md").exists()
+    assert "nothing was written there" in run(CRASH, issue=str(tmp_path / "no/issue.md"))[2]
 
 
 def test_a_kind_of_failure_is_not_presented_as_its_cause(run: Run, tmp_path: Path) -> None:
@@ -178,15 +179,14 @@ def test_the_page_escapes_what_a_log_holds(run: Run, tmp_path: Path) -> None:
 
 def test_findings_of_a_stream_are_shown_as_they_come() -> None:
     """The finding is printed while the pipe is still open."""
-    crash = gzip.decompress(Path(CRASH).read_bytes())
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvfix_tools.cli", "diagnose", "-"],
+        [*COMMAND, "-"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=clean_environment(),
     )  # fmt: skip
     try:
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(crash)
+        process.stdin.write(real("crash-0.3.10"))
         process.stdin.flush()
         first = process.stdout.readline()
         assert b"KVD101" in first
@@ -202,10 +202,10 @@ def test_findings_of_a_stream_are_shown_as_they_come() -> None:
 
 def test_progress_goes_to_a_terminal_and_only_there(tmp_path: Path) -> None:
     log = tmp_path / "long.log"
-    log.write_bytes(gzip.decompress(Path(HEALTHY).read_bytes()) + b"nothing that is read\n" * 1_700_000)
+    log.write_bytes(real("healthy-0.5.6") + b"nothing that is read\n" * 1_700_000)
     ours, theirs = os.openpty()
     with subprocess.Popen(
-        [sys.executable, "-m", "kvfix_tools.cli", "diagnose", str(log)],
+        [*COMMAND, str(log)],
         stderr=theirs, stdout=subprocess.PIPE, env=clean_environment(TERM="xterm"),
     ) as process:  # fmt: skip
         os.close(theirs)
@@ -238,18 +238,6 @@ def test_no_token_ids_in_what_is_shown(run: Run, tmp_path: Path) -> None:
         page = (tmp_path / "page").read_text() if "html" in options else ""
         assert "KVD207" in out + page
         assert "9015" not in out + page
-
-
-def test_explain_shows_each_finding(capsys: pytest.CaptureFixture[str]) -> None:
-    from kvfix_tools import explain
-    from kvfix_tools.diagnose import problems
-
-    for rule in (each for each in problems.catalogue() if each.on):
-        assert explain.explain(rule.code, json=False) == 0
-        printed = capsys.readouterr().out
-        assert all(text in printed for text in (rule.title, "\nCause: ", *rule.fixes))
-        assert explain.explain(rule.code, json=True) == 0
-        assert json.loads(capsys.readouterr().out)["fixes"] == list(rule.fixes)
 
 
 #: A finding that is not certain, a slow one, and a note.
@@ -315,7 +303,7 @@ def test_annotations_of_github(run: Run, logs: dict[str, str]) -> None:
 def test_reading_that_is_interrupted_is_said(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C behind the first 3 MB of 7."""
     log = tmp_path / "long.log"
-    log.write_bytes(gzip.decompress(Path(CRASH).read_bytes()) + b"nothing that is read\n" * 333_333)
+    log.write_bytes(real("crash-0.3.10") + b"nothing that is read\n" * 333_333)
     take = log_files.blocks
 
     def blocks(*given: Any) -> Any:
@@ -336,7 +324,7 @@ def test_reading_that_is_interrupted_is_said(run: Run, tmp_path: Path, monkeypat
 @pytest.mark.parametrize("option", ["html", "issue", "brief"])
 def test_only_files_of_kvfix_are_overwritten(run: Run, tmp_path: Path, option: str) -> None:
     log, out = tmp_path / "engine.log", tmp_path / "out"
-    log.write_bytes(gzip.decompress(Path(CRASH).read_bytes()))
+    log.write_bytes(real("crash-0.3.10"))
     before = log.read_bytes()
     (tmp_path / "link").symlink_to(log)
     for path in (log, tmp_path / "link"):
@@ -380,19 +368,16 @@ def test_one_thing_is_printed(run: Run) -> None:
 def test_a_report_that_cannot_be_written_is_an_error() -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "kvfix_tools.cli", "diagnose", CRASH],
+            [*COMMAND, CRASH],
             stdout=full, stderr=subprocess.PIPE, env=clean_environment(), check=False, text=True,
         )  # fmt: skip
     assert done.returncode == 2
     assert done.stderr == "kvfix-diagnose: the report could not be written: No space left on device\n"
 
 
-def test_options_of_the_command_line(logs: dict[str, str]) -> None:
+def test_options_of_the_command_line(logs: dict[str, str], fresh: Fresh) -> None:
     def answer(*arguments: str) -> tuple[int, str]:
-        done = subprocess.run(
-            [sys.executable, "-m", "kvfix_tools.cli", "diagnose", *arguments],
-            env=clean_environment(), capture_output=True, text=True, check=False,
-        )  # fmt: skip
+        done = fresh.run([*COMMAND, *arguments])
         return done.returncode, done.stdout
 
     assert answer("--version")[1].startswith("kvfix ")

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import builtins
-import gzip
 import json
 import traceback
-from pathlib import Path
 
 import pytest
 
 from kvfix_tools.diagnose.diagnosis import diagnosed
 from kvfix_tools.diagnose.log_line import without_colours
-from tests.diagnose.lines import scanned
+from tests.diagnose.lines import codes, diagnose, real, scanned
 
-LOGS = Path(__file__).parent / "logs"
-CRASH = gzip.decompress((LOGS / "crash-0.3.10.log.gz").read_bytes())
+CRASH = real("crash-0.3.10")
 
 
 def lines(log: bytes) -> list[str]:
@@ -66,7 +63,7 @@ FORMATS = {
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_crash_is_explained_in_every_format(name: str) -> None:
     log, plain = diagnosed(FORMATS[name](CRASH)), diagnosed(CRASH)
-    assert [found.rule.code for found in log.findings] == ["KVD101"]
+    assert codes(log) == ["KVD101"]
     assert log.findings[0].sentence == plain.findings[0].sentence
     assert '"stream"' not in log.findings[0].evidence[0].text
     assert log.counts["asked"] == plain.counts["asked"]
@@ -116,10 +113,6 @@ ASSERTED = (
 )
 
 
-def found_in(log: str) -> list[str]:
-    return [finding.rule.code for finding in diagnosed(f"{log}\n".encode()).findings]
-
-
 @pytest.mark.parametrize(
     "prefix",
     [
@@ -140,15 +133,15 @@ def found_in(log: str) -> list[str]:
 def test_a_traceback_behind_the_prefix_of_a_launcher(prefix: str) -> None:
     """As torch, torchrun, Ray, Docker, srun and pdsh print what a process wrote, without a frame of vLLM's logger."""
     rows = [prefix.format(number=number) + line for number, line in enumerate(ASSERTED)]
-    assert found_in("\n".join(rows)) == ["KVD849"]
-    assert found_in("\n".join(rows[1:])) == ["KVD849"], "cut off above"
+    assert codes(diagnose("\n".join(rows))) == ["KVD849"]
+    assert codes(diagnose("\n".join(rows[1:]))) == ["KVD849"], "cut off above"
 
 
 def test_a_traceback_that_lost_its_blanks_or_its_lines() -> None:
     """Pasted without a code fence; and printed by `repr`, in one line."""
-    assert found_in("\n".join(line.strip() for line in ASSERTED if "^" not in line)) == ["KVD849"]
+    assert codes(diagnose("\n".join(line.strip() for line in ASSERTED if "^" not in line))) == ["KVD849"]
     in_one = "\\n".join(ASSERTED).replace('"', '\\"')
-    assert found_in(f'2026-11-21 ERROR "{in_one}\\n"') == ["KVD849"]
+    assert codes(diagnose(f'2026-11-21 ERROR "{in_one}\\n"')) == ["KVD849"]
 
 
 def test_tracebacks_of_two_ranks_are_taken_apart() -> None:
@@ -167,7 +160,7 @@ def test_tracebacks_of_two_ranks_are_taken_apart() -> None:
         for line in trace
         for rank, (names, end) in enumerate(zip((first, second), ends, strict=True))
     ]
-    raised = [line for line in scanned("\n".join(rows).encode()) if line.name == "raised"]
+    raised = [line for line in scanned("\n".join(rows)) if line.name == "raised"]
     assert [(line.process, line.fields["frames"][0][2], line.fields["source"]) for line in raised] == [
         ("rank0", "first", first["source"]),
         ("rank1", "second", second["source"]),

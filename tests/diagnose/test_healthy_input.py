@@ -5,7 +5,6 @@ A note may be there. It says that an excerpt begins or ends there, or that an en
 
 from __future__ import annotations
 
-import gzip
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +12,8 @@ import pytest
 
 from kvfix_tools.diagnose.diagnosis import diagnosed
 from tests.conftest import ROOT
+from tests.diagnose.lines import real
 
-HERE = Path(__file__).parent
 #: Whole lives of real engines, and of an LMCache server.
 HEALTHY = (
     "healthy-0.5.6", "healthy-0.5.6-debug", "healthy-plain-0.5.6", "healthy-quiet-0.5.6", "healthy-disk-0.5.6",
@@ -30,12 +29,8 @@ ERRORS = (
     b"ValueError: This model's maximum context length is 8192 tokens.\n",
 )
 #: What is no log of an engine: settings, manifests, logs of other programs; and what kvfix says of itself.
-FOREIGN = sorted((HERE / "foreign").iterdir())
+FOREIGN = sorted((Path(__file__).parent / "foreign").iterdir())
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("*.md"))]
-
-
-def lines(name: str) -> list[bytes]:
-    return gzip.decompress((HERE / f"logs/{name}.log.gz").read_bytes()).splitlines(keepends=True)
 
 
 def parts(whole: list[bytes], step: int) -> Iterator[list[bytes]]:
@@ -61,7 +56,7 @@ def found(text: bytes, general: bool = False) -> list[str]:
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_log_has_no_finding(name: str) -> None:
     """Nor does a part of it, which may hold no more than what an engine says while it starts."""
-    whole = lines(name)
+    whole = real(name).splitlines(keepends=True)
     for part in (whole, *parts(whole, 5)):
         assert found(b"".join(part), general=True) == [], (whole.index(part[0]), len(part))
 
@@ -69,7 +64,7 @@ def test_a_healthy_log_has_no_finding(name: str) -> None:
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.decode()[:40])
 @pytest.mark.parametrize("name", HEALTHY)
 def test_an_error_that_does_no_harm_is_no_finding(name: str, error: bytes) -> None:
-    whole = lines(name)
+    whole = real(name).splitlines(keepends=True)
     for part in (whole, *list(parts(whole, 50))[::5]):
         for text in ([error, *part], [*part, error]):
             assert found(b"".join(text)) == [], (whole.index(part[0]), len(part))

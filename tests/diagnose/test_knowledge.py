@@ -1,9 +1,9 @@
-"""The records of known problems: their schema, their signs in the released source, and the codes that are retired."""
+"""The records of known problems: their schema, their signs in the released source, and one remedy for each line."""
 
 from __future__ import annotations
 
-import json
 import re
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
@@ -13,12 +13,11 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from kvfix_tools.diagnose import checks, findings
-from kvfix_tools.diagnose.problems import FILE, Problem, catalogue, knowledge
+from kvfix_tools.diagnose.problems import FILE, Problem, catalogue
 from kvfix_tools.diagnose.signs import PLACE, Sign, parse
-from kvfix_tools.explain import explain
 from maintain import knowledge as maintained
 from tests.conftest import RELEASES, release_names
-from tests.diagnose.lines import site_packages
+from tests.diagnose.lines import CORE, LMCACHE, VLLM, codes, diagnose, site_packages
 
 EVERY = pytest.mark.parametrize("problem", catalogue(), ids=lambda problem: str(problem.name))
 
@@ -58,17 +57,8 @@ def test_codes_and_names_are_unique() -> None:
     assert len({each.name for each in catalogue()}) == len(catalogue())
 
 
-def test_no_retired_code_is_used_again() -> None:
-    every = {each.code for each in catalogue()}
-    assert not every & knowledge().retired.keys()
-    assert not {code for each in catalogue() for code in each.replaces} - every
-
-
-def test_explain_says_that_a_code_is_retired(capsys: pytest.CaptureFixture[str]) -> None:
-    assert explain("kvd003", json=False) == 0
-    assert capsys.readouterr().out.startswith("KVD003 is retired: it was about software that kvfix does not cover")
-    assert explain("KVD003", json=True) == 0
-    assert set(json.loads(capsys.readouterr().out)) == {"code", "retired"}
+def test_every_replaced_code_is_known() -> None:
+    assert not {code for each in catalogue() for code in each.replaces} - {each.code for each in catalogue()}
 
 
 @pytest.mark.parametrize(
@@ -200,3 +190,80 @@ def test_the_signs_stand_in_the_releases_that_the_record_covers(problem: Problem
 def test_hardly_any_record_is_without_an_anchor() -> None:
     without = [each.code for each in catalogue() if each.unanchored]
     assert len(without) < 0.2 * len(catalogue()), without
+
+
+RAN = "INFO 12-03 01:24:31 [factory.py:64] Creating v1 connector with name: {} and\n"
+
+
+def _filled(text: str) -> str:
+    return re.sub(r"<\w+>", "7", text)
+
+
+def shown(problem: Problem, sign: Sign) -> str:
+    """Its lines; where the record needs it, after the line that names the connector."""
+    return (RAN.format(problem.connectors[0]) if problem.named else "") + _shown(problem, sign)
+
+
+def _shown(problem: Problem, sign: Sign) -> str:
+    if sign.form == "logged":
+        frame = VLLM if "vllm" in problem.releases else LMCACHE
+        return frame.format(level="ERROR", text=_filled(sign.text))
+    if sign.form == "stack":
+        file, _, function = sign.within.rpartition(":")
+        return f"Thread 4242 (active+gil)\n    {function} (lmcache/{file}:7)\n    run (threading.py:9)\n"
+    if sign.form == "died":
+        if not sign.within:
+            text = _filled(sign.text)
+            return f"library.cpp:77: {text}: Assertion `held' failed.\n" if text.isidentifier() else f"ERROR {text}\n"
+        file, _, function = ("", "", sign.within) if "::" in sign.within else sign.within.rpartition(":")
+        return (
+            f"Fatal Python error: {sign.text or 'Segmentation fault'}\n\n"
+            "Current thread 0x00007f (most recent call first):\n"
+            f'  File "/opt/app/{file or "any.py"}", line 7 in {function}\n'
+            '  File "/opt/app/vllm/core.py", line 9 in run\n\n'
+        )
+    file, _, function = sign.within.rpartition(":")
+    path = file or ("any.py" if problem.general else "lmcache/any.py")
+    text = f": {_filled(sign.text)}" if sign.text else ""
+    caller = sign.through if sign.through.endswith(".py") else f"/{sign.through}/caller.py"
+    lines = [
+        "Traceback (most recent call last):",
+        *([f'  File "/opt/app{caller}", line 5, in call', "    call()"] if sign.through else []),
+        f'  File "/opt/app/{path}", line 7, in {function or "any"}',
+        f"    {sign.source or 'call()'}",
+        f"{sign.kind or 'RuntimeError'}{text}",
+    ]
+    return "".join(f"{CORE}{line}\n" for line in lines)
+
+
+_VERSION = re.compile(r"\d[\w.]*")
+
+
+def meet(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    """Return True if a release is in both ranges: then the lowest release of one range is in the other."""
+    for dist in one.keys() & other.keys():
+        bounds = ["0", *_VERSION.findall(one[dist]), *_VERSION.findall(other[dist])]
+        ranges = [SpecifierSet(each[dist], prereleases=True) for each in (one, other)]
+        if not any(all(bound in each for each in ranges) for bound in bounds):
+            return False
+    return True
+
+
+def second(problem: Problem, log: str) -> list[str]:
+    """Codes of findings in this log of one line that are due to nothing."""
+    found = [code for code in codes(diagnose(log)) if code != problem.code]
+    known = {each.code: each for each in catalogue()}
+    records = {code: known.get(code) for code in found}
+    return [code for code, record in records.items() if record is None or meet(problem.releases, record.releases)]
+
+
+@EVERY
+def test_a_line_is_one_record(problem: Problem) -> None:
+    """No sign of a record yields a second finding, and so a second remedy.
+
+    A second one is due only where the two are of releases that do not meet: the log names none, a real one does.
+    """
+    for sign in problem.shows:
+        if sign == Sign("raised", text=sign.text) and Sign("logged", text=sign.text) in problem.shows:
+            continue  # a text alone: as a line of a logger it is looked at below
+        assert second(problem, shown(problem, sign)) == [], sign

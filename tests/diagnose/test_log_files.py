@@ -8,8 +8,6 @@ from __future__ import annotations
 import gzip
 import io
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,9 +17,9 @@ from hypothesis import strategies as st
 from kvfix_tools.diagnose import log_files, report_json
 from kvfix_tools.diagnose.diagnosis import Diagnosis, diagnosed
 from kvfix_tools.diagnose.line_scanner import LONGEST_LINE
-from tests.conftest import clean_environment
+from tests.conftest import Fresh
 from tests.diagnose import mutate
-from tests.diagnose.lines import scanned
+from tests.diagnose.lines import diagnose_files, real, scanned
 
 EXAMPLES = int(os.environ.get("KVFIX_TEST_EXAMPLES", "300"))
 POLL = (
@@ -78,13 +76,11 @@ def test_blocks_end_with_lines_and_lose_nothing() -> None:
 
 
 def test_a_log_in_blocks_is_diagnosed_as_one_in_memory(tmp_path: Path) -> None:
-    crash = gzip.decompress((Path(__file__).parent / "logs/crash-0.3.10.log.gz").read_bytes())
-    text = polls(3000) + crash + polls(1) * 10
+    text = polls(3000) + real("crash-0.3.10") + polls(1) * 10
     path = tmp_path / "log"
     path.write_bytes(text)
-    log, whole = Diagnosis(), diagnosed(text, str(path))
-    assert log_files.read(log, log_files.sources([str(path)])) == []
-    assert report_json.text(log, log.end()) == report_json.text(whole, whole.findings)
+    log, whole = diagnose_files(path), diagnosed(text, str(path))
+    assert report_json.text(log, log.findings) == report_json.text(whole, whole.findings)
     assert '"KVD101"' in report_json.text(log, log.findings)
     assert [event.line for event in log.requests.history("r2999")] == [3000]
     assert len(list(log_files.blocks(log_files.Source("log", None), io.BytesIO(text)))) > 2
@@ -107,7 +103,7 @@ def test_rubbish_between_lines(what: bytes) -> None:
     assert sum(line.name == "asked" for line in scanned(log)) == 50
 
 
-def test_a_line_of_100_megabytes(tmp_path: Path) -> None:
+def test_a_line_of_100_megabytes(tmp_path: Path, fresh: Fresh) -> None:
     """Run in a separate process, to measure its memory."""
     path = tmp_path / "log"
     with path.open("wb") as file:
@@ -115,21 +111,19 @@ def test_a_line_of_100_megabytes(tmp_path: Path) -> None:
         for _ in range(100):
             file.write(b"x" * (1 << 20))
         file.write(b"\n" + polls(10, 10))
-    code = (
-        "import re, sys\n"
-        "from kvfix_tools.diagnose import log_files\n"
-        "from kvfix_tools.diagnose.diagnosis import Diagnosis\n"
-        "log = Diagnosis()\n"
-        # Not getrusage: what the parent had counts there too.
-        "peak = lambda: int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])\n"
-        "before = peak()\n"
-        "log_files.read(log, log_files.sources(sys.argv[1:]))\n"
-        "print(log.counts['asked'], peak() - before)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(path)], env=clean_environment(), capture_output=True, text=True, check=True
-    )
-    found, grown = map(int, done.stdout.split())
+    code = f"""
+import re
+from kvfix_tools.diagnose import log_files
+from kvfix_tools.diagnose.diagnosis import Diagnosis
+
+def peak():  # not getrusage: what the parent had counts there too
+    return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
+
+log, before = Diagnosis(), peak()
+log_files.read(log, log_files.sources([{str(path)!r}]))
+result = log.counts["asked"], peak() - before
+"""
+    found, grown = fresh(code)
     assert found == 20
     assert grown < 40_000  # kilobytes
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvfix_tools.diagnose import diagnosis, line_scanner, requests_seen
 from kvfix_tools.diagnose.diagnosis import FINDINGS
-from kvfix_tools.diagnose.findings import lookups_seen
+from kvfix_tools.diagnose.findings import lookups
 from tests.bench.engine_logs import FIXTURES, lives
 
 #: What is not kept of a log: code.
@@ -49,7 +49,7 @@ def test_what_is_kept_of_a_log_without_end(monkeypatch: pytest.MonkeyPatch) -> N
     for module in (diagnosis, requests_seen):
         monkeypatch.setattr(module, "REQUESTS", 200)
     for name in ("_REQUESTS", "_ENGINES"):
-        monkeypatch.setattr(lookups_seen, name, 50)
+        monkeypatch.setattr(lookups, name, 50)
     log, scanner = diagnosis.Diagnosis(), line_scanner.Scanner()
     counted: list[int] = []
     size = 0

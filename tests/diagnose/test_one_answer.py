@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import random
 from functools import lru_cache
 
@@ -12,16 +11,15 @@ from msgspec import structs
 from kvfix_tools.diagnose import problems
 from kvfix_tools.diagnose.diagnosis import Diagnosis, diagnosed
 from tests.diagnose.finding_logs import hits
-from tests.diagnose.test_real_logs import LOGS
+from tests.diagnose.lines import LOGS, real
 
 
 @lru_cache(maxsize=1)
 def known() -> list[bytes]:
     """Return logs of real engines that fail, and the logs of the rules."""
-    real = [gzip.decompress(path.read_bytes()) for path in sorted(LOGS.glob("*.gz"))]
-    return [log for log in real if troubles(diagnosed(log))] + [
-        log.encode() for logs in hits().values() for log in logs
-    ]
+    whole = [real(path.name.removesuffix(".log.gz")) for path in sorted(LOGS.glob("*.gz"))]
+    failed = [log for log in whole if troubles(diagnosed(log))]
+    return failed + [log.encode() for logs in hits().values() for log in logs]
 
 
 def troubles(log: Diagnosis) -> list[str]:

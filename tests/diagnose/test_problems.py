@@ -8,9 +8,20 @@ import pytest
 
 from kvfix_tools.diagnose import problems
 from kvfix_tools.diagnose.signs import PLACE
-from tests.diagnose.finding_logs import STARTS, hits
-from tests.diagnose.lines import CORE, NEWEST, asked, codes, diagnose, logged, raised, site_packages, version
-from tests.diagnose.sign_logs import LMCACHE, VLLM
+from tests.diagnose.finding_logs import ADAPTER, NATIVE, STARTS, hits
+from tests.diagnose.lines import (
+    CORE,
+    LMCACHE,
+    NEWEST,
+    VLLM,
+    asked,
+    codes,
+    diagnose,
+    logged,
+    raised,
+    site_packages,
+    version,
+)
 
 #: LMCache prints a CacheEngineKey, here with a model that lies below a long path.
 KEY = f"CacheEngineKey(model_name='/data/{'models/' * 30}', world_size=1, worker_id=0, request_configs=None)"
@@ -228,6 +239,13 @@ NO_INTEGER = error(
         ("INFO 12-03 01:24:31 [async_llm.py:436] Aborted request(s) cmpl-7.\n", ""),
         ("loading /x/libnixl.so\n", ""),
         ("DEBUG 12-03 01:24:31 [x.py:7] the shared object store has 137 blocks\n", ""),
+        # A general record never comes with a specific one.
+        (raised([(ADAPTER, "start_load_kv", "open(path)")], "OSError: [Errno 24] Too many open files")
+         + raised([("lmcache/any.py", "load", "import c_ops")], f"OSError: {LIBRARY}"), "KVD704"),
+        # gdb's own line names the signal: a crash is told before its stack.
+        ('Thread 1 "VLLM::EngineCor" received signal SIGSEGV, Segmentation fault.\n' + NATIVE, "KVD383"),
+        # Lookups of one request count once.
+        (asked(NEWEST, 26, 0, 0, 0) * 50, ""),
         # KVD960 says more exactly what the line is, but is of LMCache before 0.3.10.post1.
         (version("0.3.9") + NO_INTEGER, "KVD960"),
         (version(NEWEST) + NO_INTEGER, "KVD860"),

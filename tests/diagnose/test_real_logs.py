@@ -1,11 +1,12 @@
 """Logs of real engines on the CPU (tests/engine/start.py), whole, with the paths of the machine taken out.
 
-In-process ones have a stand-in for LMCache's GPU connector; nothing else in them is ours.
+In-process ones have a stand-in for LMCache's GPU connector; nothing else in them is ours. The archive planted.tar.xz
+has logs of engines in which a fault was planted, and of their healthy twins (tests/engine/planted_cases.py).
+`python -m tests.engine.planted_logs FOLDER --pack` makes the archive.
 """
 
 from __future__ import annotations
 
-import gzip
 import io
 import tarfile
 from pathlib import Path
@@ -13,21 +14,22 @@ from pathlib import Path
 import pytest
 
 from kvfix.ledger.events import Stored
-from kvfix_tools.diagnose import advice, log_files, report_text
+from kvfix_tools.diagnose import advice, report_text
 from kvfix_tools.diagnose.diagnosis import Diagnosis, diagnosed
+from tests.diagnose.lines import LOGS, codes, diagnose_files, real
+from tests.engine.planted_cases import CASES
+from tests.engine.planted_logs import Case
 
-LOGS = Path(__file__).parent / "logs"
+ARCHIVE = LOGS / "planted.tar.xz"
+RECORDER = (LOGS / "recorder.jsonl").read_bytes()
 
 
 def diagnose(*names: str) -> Diagnosis:
-    diagnosis = Diagnosis()
-    assert log_files.read(diagnosis, log_files.sources([str(LOGS / f"{name}.log.gz") for name in names])) == []
-    diagnosis.end()
-    return diagnosis
+    return diagnose_files(*(LOGS / f"{name}.log.gz" for name in names))
 
 
 @pytest.mark.parametrize(
-    ("names", "codes"),
+    ("names", "found"),
     [
         # LMCache issue 2158 in small, LMCache 0.3.10.
         (["crash-0.3.10"], ["KVD101"]),
@@ -49,9 +51,9 @@ def diagnose(*names: str) -> Diagnosis:
     ],
     ids=lambda value: "+".join(value) or "nothing",
 )
-def test_real_logs(names: list[str], codes: list[str]) -> None:
+def test_real_logs(names: list[str], found: list[str]) -> None:
     diagnosis = diagnose(*names)
-    assert [found.rule.code for found in diagnosis.findings] == codes
+    assert codes(diagnosis) == found
     if "server" not in names[0]:
         assert diagnosis.releases.one("vllm") == "0.32.0"
         assert diagnosis.releases.one("lmcache") == names[0].split("-")[-1 if "debug" not in names[0] else 1]
@@ -60,11 +62,8 @@ def test_real_logs(names: list[str], codes: list[str]) -> None:
 @pytest.mark.parametrize("names", [["healthy-0.5.6", "crash-0.3.10"], ["crash-0.3.10", "healthy-0.5.6"]])
 def test_an_engine_that_was_upgraded_has_one_log(names: list[str]) -> None:
     """A finding names the release that ran at its time. The log has five healthy lives, and one that crashes."""
-    lives = [gzip.decompress((LOGS / f"{name}.log.gz").read_bytes()) for name in names]
-    diagnosis = diagnosed(
-        b"".join(life * (5 if "healthy" in name else 1) for name, life in zip(names, lives, strict=True))
-    )
-    assert [found.rule.code for found in diagnosis.findings] == ["KVD101"]
+    diagnosis = diagnosed(b"".join(real(name) * (5 if "healthy" in name else 1) for name in names))
+    assert codes(diagnosis) == ["KVD101"]
     assert advice.remedy(diagnosis, diagnosis.findings[0]) == advice.remedy(
         diagnose("crash-0.3.10"), diagnose("crash-0.3.10").findings[0]
     )
@@ -73,60 +72,51 @@ def test_an_engine_that_was_upgraded_has_one_log(names: list[str]) -> None:
 
 def test_a_recorder_file_is_judged_as_in_the_engine() -> None:
     """Written by kvfix's own recorder, of the first report's numbers, where LMCache 0.5.6 was installed."""
-    diagnosis = Diagnosis()
-    assert log_files.read(diagnosis, log_files.sources([str(LOGS / "recorder.jsonl")])) == []
-    findings = diagnosis.end()
-    assert [found.rule.code for found in findings] == ["KVD102"]
-    assert [each.code for each in findings[0].violated] == ["KVR002", "KVR011"]
-    assert [event.line for event in findings[0].history] == [2, 3, 4, 5]
+    diagnosis = diagnose_files(LOGS / "recorder.jsonl")
+    (found,) = diagnosis.findings
+    assert found.rule.code == "KVD102"
+    assert [each.code for each in found.violated] == ["KVR002", "KVR011"]
+    assert [event.line for event in found.history] == [2, 3, 4, 5]
     assert diagnosis.releases.one("lmcache") == "0.5.6"
 
 
 def test_what_a_recorder_has_is_counted_once() -> None:
     """A worker (connector 2) records the load that the scheduler handed out, and is all there is in its own file."""
-    scheduler = (LOGS / "recorder.jsonl").read_bytes()
-    first, *_, load = scheduler.replace(b'"connector":1', b'"connector":2').splitlines(keepends=True)
+    first, *_, load = RECORDER.replace(b'"connector":1', b'"connector":2').splitlines(keepends=True)
     stored = load.replace(b'"LoadDue"', b'"Stored"')
-    assert diagnosed(scheduler).done == (2, 3, 1, 0)
-    assert diagnosed(scheduler + load + stored).done == (2, 3, 1, 0)
+    assert diagnosed(RECORDER).done == (2, 3, 1, 0)
+    assert diagnosed(RECORDER + load + stored).done == (2, 3, 1, 0)
     assert diagnosed(first + load + stored).done == (1, 0, 1, 1)
-    assert "3 lookups, 1 loads, 0 stores" in report_text.read_words(diagnosed(scheduler))
+    assert "3 lookups, 1 loads, 0 stores" in report_text.read_words(diagnosed(RECORDER))
 
 
 def test_an_unknown_exception_in_a_recorder_file_is_a_failure() -> None:
-    recorder = (LOGS / "recorder.jsonl").read_bytes().replace(b"AssertionError: Mismatch in", b"AssertionError: 7 in")
-    diagnosis = diagnosed(recorder)
-    assert [found.rule.code for found in diagnosis.findings] == ["KVR002", "KVD199"]
+    diagnosis = diagnosed(RECORDER.replace(b"AssertionError: Mismatch in", b"AssertionError: 7 in"))
+    assert codes(diagnosis) == ["KVR002", "KVD199"]
     assert "AssertionError: 7 in" in diagnosis.findings[1].sentence
     assert ":0 in" not in diagnosis.findings[1].sentence, "a recorder has no line numbers"
 
 
 def test_a_bundle_of_kvfix_dump_is_read(tmp_path: Path) -> None:
     """A tar.gz with the recorders of two processes: each has a ledger of its own, though both number from 1."""
-    recorder = (LOGS / "recorder.jsonl").read_bytes()
     with tarfile.open(tmp_path / "kvfix-dump-7.tar.gz", "w:gz") as bundle:
         for name, content in (
             ("stacks.txt", b"Thread 1\n"),
-            ("a.jsonl", recorder),
-            ("b.jsonl", recorder.replace(b'"pid":4305', b'"pid":4306').replace(b"cmpl-1", b"cmpl-2")),
+            ("a.jsonl", RECORDER),
+            ("b.jsonl", RECORDER.replace(b'"pid":4305', b'"pid":4306').replace(b"cmpl-1", b"cmpl-2")),
         ):
             entry = tarfile.TarInfo(f"kvfix-dump-7/{name}")
             entry.size = len(content)
             bundle.addfile(entry, io.BytesIO(content))
-    diagnosis = Diagnosis()
-    assert log_files.read(diagnosis, log_files.sources([str(tmp_path)])) == []
-    findings = [(found.rule.code, found.request) for found in diagnosis.end()]
-    assert findings == [
-        ("KVD102", "cmpl-1"),
-        ("KVD102", "cmpl-2"),
-    ]
+    diagnosis = diagnose_files(tmp_path)
+    findings = [(found.rule.code, found.request) for found in diagnosis.findings]
+    assert findings == [("KVD102", "cmpl-1"), ("KVD102", "cmpl-2")]
     assert diagnosis.releases.one("lmcache") == "0.5.6"
     assert len(diagnosis._recorders.connectors) == 2
     assert diagnosis.done == (4, 6, 2, 0)
 
 
 def test_a_damaged_recorder_file_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
-    whole = (LOGS / "recorder.jsonl").read_bytes()
     for old, new in [
         ('"total":10009', '"total":"x"'),
         ('"event":"Asked"', '"event":"Later"'),
@@ -139,10 +129,8 @@ def test_a_damaged_recorder_file_is_read_as_far_as_it_goes(tmp_path: Path) -> No
         ('"wall":', '"wall":"'),
     ]:
         path = tmp_path / "damaged.jsonl"
-        path.write_bytes(whole.replace(old.encode(), new.encode("latin-1")))
-        diagnosis = Diagnosis()
-        assert log_files.read(diagnosis, log_files.sources([str(path)])) == []
-        diagnosis.end()
+        path.write_bytes(RECORDER.replace(old.encode(), new.encode("latin-1")))
+        diagnose_files(path)
 
 
 def test_the_history_of_a_crash() -> None:
@@ -183,3 +171,30 @@ def test_the_innermost_frames_of_a_deep_fault_are_kept() -> None:
         f"Fatal Python error: Segmentation fault\n\nThread 7 (most recent call first):\n{frames}\n".encode()
     )
     assert log.failures.raised[0].fields["frames"][-1] == ("/opt/app/x.py", 1, "f1")
+
+
+with tarfile.open(ARCHIVE) as archive:
+    PACKED = {name.partition("/")[0] for name in archive.getnames()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    to = tmp_path_factory.mktemp("planted")
+    with tarfile.open(ARCHIVE) as packed:
+        packed.extractall(to, filter="data")
+    return to
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in PACKED], ids=lambda case: case.name)
+def test_the_first_finding_is_the_planted_fault(case: Case, folder: Path) -> None:
+    found = diagnose_files(*sorted((folder / case.name).iterdir()))
+    first = next((each.rule.code for each in found.findings if not each.is_note), "")
+    assert first == case.code
+
+
+def test_every_planted_fault_has_a_healthy_twin() -> None:
+    names = {case.name: case for case in CASES}
+    planted = [case for case in CASES if case.truth]
+    assert [case.name for case in planted if names[case.twin].truth] == []
+    assert {case.twin for case in planted if case.name in PACKED} <= PACKED
+    assert sum(case.name in PACKED and bool(case.code) for case in planted) >= 30

@@ -108,24 +108,23 @@ WARNED = Problem(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("release", "found"), [("0.33.0", ["violated"]), ("0.29.0", ["unknown"]), ("0.26.0", []), ("0.20.2", [])]
-)
-def test_between_two_releases_that_were_looked_at(
-    release: str, found: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """0.26.0 does not have the problem and 0.32.0 has it: 0.29.0 may have it."""
-    assert [each.verdict for each in warned(monkeypatch, WARNED, release).findings if each.rule is WARNED] == found
-
-
+#: A problem that vLLM 0.11.0 does not have any more.
 RIGHT = structs.replace(WARNED, releases={}, fixed={"vllm": "0.11.0"})
 
 
-@pytest.mark.parametrize(("release", "found"), [("0.10.2", True), ("0.21.0", False)])
-def test_a_release_that_is_right_does_not_have_the_problem(
-    release: str, found: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("problem", "release", "found"),
+    [
+        # 0.26.0 does not have the problem and 0.32.0 has it: 0.29.0 may have it.
+        (WARNED, "0.33.0", ["violated"]), (WARNED, "0.29.0", ["unknown"]), (WARNED, "0.26.0", []),
+        (WARNED, "0.20.2", []), (RIGHT, "0.10.2", ["violated"]), (RIGHT, "0.21.0", []),
+    ],
+    ids=lambda value: value.code if isinstance(value, Problem) else "",
+)  # fmt: skip
+def test_releases_that_have_the_problem(
+    problem: Problem, release: str, found: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert any(each.rule is RIGHT for each in warned(monkeypatch, RIGHT, release).findings) == found
+    assert [each.verdict for each in warned(monkeypatch, problem, release).findings if each.rule is problem] == found
 
 
 @pytest.mark.parametrize(

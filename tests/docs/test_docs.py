@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
 import shutil
@@ -21,6 +20,7 @@ from maintain.documentation import error_index, support_matrix
 from maintain.documentation.diagnose_picture import picture
 from maintain.documentation.markdown import span
 from tests.conftest import ROOT, clean_environment
+from tests.diagnose.lines import real
 
 
 def build(root: Path, site: Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -223,8 +223,7 @@ def test_what_can_be_abused_is_named_where_reports_go() -> None:
 
 
 def test_the_picture_is_of_the_present_program() -> None:
-    log = ROOT / "tests/diagnose/logs/crash-0.3.10.log.gz"
-    made = picture(gzip.decompress(log.read_bytes()))
+    made = picture(real("crash-0.3.10"))
     assert "KVD101" in made
     assert "KVF001" in made
     assert made == (ROOT / "docs/diagnose.svg").read_text(), "make it anew: maintain/documentation/diagnose_picture.py"

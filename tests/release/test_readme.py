@@ -6,17 +6,37 @@ vLLM scheduler with the released LMCache 0.3.10, which dies with the schedule of
 
 from __future__ import annotations
 
-import gzip
 import os
 import re
 import subprocess
+import textwrap
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from tests.conftest import RELEASES, ROOT
+from tests.diagnose.lines import real, site_packages
 from tests.release.conftest import Shell
-from tests.release.readme import Block, blocks
+
+
+class Block(NamedTuple):
+    """Code that the README shows. language: "" where it is indented: a shell's lines, or text of a log."""
+
+    section: str
+    language: str
+    text: str
+
+
+def blocks(text: str) -> list[Block]:
+    found = []
+    for part in re.split(r"(?m)^(?=#)", text):
+        title, _, body = part.partition("\n")
+        for code in re.finditer(r"(?ms)^```(\w+)\n(.*?)^```|(?:^    [^\n]*\n)+", body):
+            block = code[2] if code[1] else textwrap.dedent(code[0])
+            found.append(Block(title.lstrip("# "), code[1] or "", block.strip("\n")))
+    return found
+
 
 README = blocks((ROOT / "README.md").read_text())
 DIED, ELSE, UPSTREAM, MORE = "EngineCore died with this?", "Another problem?", "Send the fix upstream", "More"
@@ -48,14 +68,9 @@ def of(section: str) -> list[Block]:
 @pytest.fixture(scope="module")
 def engine() -> dict[str, str]:
     """Return an environment with vLLM, LMCache 0.3.10 and kvfix."""
-    from importlib.util import find_spec
-
-    spec = find_spec("vllm")
-    assert spec is not None, "vLLM is missing: run `make install`"
     assert (RELEASES / "0.3.10/lmcache").is_dir(), "LMCache 0.3.10 is missing: run `make install`"
-    packages = Path(str(spec.origin)).parents[1]
     return {
-        "PYTHONPATH": os.pathsep.join([str(RELEASES / "0.3.10"), str(packages)]), "VLLM_LOGGING_LEVEL": "ERROR",
+        "PYTHONPATH": os.pathsep.join([str(RELEASES / "0.3.10"), str(site_packages())]), "VLLM_LOGGING_LEVEL": "ERROR",
         "LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1", "VLLM_NO_USAGE_STATS": "1",
     }  # fmt: skip
 
@@ -106,9 +121,7 @@ def test_the_two_other_ways_reach_the_program(shell: Shell) -> None:
 
 def test_the_log_is_diagnosed(shell: Shell, tmp_path: Path) -> None:
     (line,) = (block.text for block in of(ELSE) if block.text.startswith("kvfix-diagnose"))
-    (tmp_path / "engine.log").write_bytes(
-        gzip.decompress((ROOT / "tests/diagnose/logs/crash-0.3.10.log.gz").read_bytes())
-    )
+    (tmp_path / "engine.log").write_bytes(real("crash-0.3.10"))
     done = shell(line, folder=tmp_path)
     assert done.returncode == 1
     assert "KVD101" in done.stdout

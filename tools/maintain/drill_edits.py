@@ -8,11 +8,10 @@ import random
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from kvfix import catalogue
-from kvfix.fixes.record import Target
 
 Function = ast.FunctionDef
 
@@ -28,7 +27,8 @@ def make(folder: Path, vllm: Path, lmcache: Path, number: int) -> list[str]:
         for part in (source / dist, *source.glob(f"{dist}-*.dist-info")):
             shutil.copytree(part, places[dist] / part.name, copy_function=os.link)
     chance = random.Random(SEED)
-    targets = sorted({target.name: target for target in _targets()}.values(), key=lambda target: target.name)
+    fixed = {target.name: target for fix in catalogue.fixes() if fix.fixable for target in fix.targets}
+    targets = [target for _, target in sorted(fixed.items())]
     chance.shuffle(targets)
     kinds = list(EDITS)
     made: list[str] = []
@@ -38,11 +38,6 @@ def make(folder: Path, vllm: Path, lmcache: Path, number: int) -> list[str]:
         if len(made) < number and path.is_file() and edit(path, target.function, EDITS[kind], places[target.dist]):
             made.append(f"{target.name}: {kind}")
     return made
-
-
-def _targets() -> Iterator[Target]:
-    for fix in catalogue.fixes():
-        yield from fix.targets if fix.fixable else ()
 
 
 def edit(path: Path, function: str, change: Callable[[Function, Path], bool], package: Path) -> bool:

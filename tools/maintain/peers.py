@@ -32,47 +32,12 @@ EXCEPTIONS = KEPT / "exceptions.json"
 MODES = ("fix", "strict")
 #: Folders of tests that use the scheduler, a connector or the cache.
 FOLDERS = {"vllm": ("tests/v1/kv_connector/unit", "tests/v1/core"), "lmcache": ("tests/v1",)}
-#: {file that is not run: reason}
-LEFT_OUT = {
-    "vllm": {
-        "tests/v1/core/test_scheduler_e2e.py": "loads the weights of a model",
-        "tests/v1/core/test_reset_prefix_cache_e2e.py": "loads the weights of a model",
-        "tests/v1/core/prefix_cache/test_hybrid_prefix_cache_hit_rate.py": "loads the weights of a model",
-        "tests/v1/kv_connector/unit/test_nixl_connector.py": "wants vLLM's state cleaned up after each test: 4 minutes",
-    },
-    "lmcache": {
-        "tests/v1/test_freeze_mode_integration.py": "takes more memory than the machine has",
-        "tests/v1/compute/attention/test_triton_sparse_e2e.py": "needs a GPU",
-        "tests/v1/storage_backend/test_valkey_connector.py": "a minute, and nothing of kvfix is in it",
-        "tests/v1/storage_backend/test_resp_connector.py": "half a minute, and nothing of kvfix is in it",
-    },
-}
+#: {dist: {file that is not run: reason}}
+LEFT_OUT: dict[str, dict[str, str]] = json.loads((KEPT / "left_out.json").read_text())
 #: Modules that nearly all of LMCache's tests import.
 EVERYWHERE = {"lmcache.v1.memory_management"}
-#: The models of the tests. The tests read only the configuration of a model.
-_LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192,
-    "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
-    "max_position_embeddings": 131072, "vocab_size": 128256, "torch_dtype": "bfloat16",
-}  # fmt: skip
-MODELS: dict[str, dict[str, Any]] = {
-    "facebook/opt-125m": {
-        "architectures": ["OPTForCausalLM"], "model_type": "opt", "vocab_size": 50272, "hidden_size": 768,
-        "num_hidden_layers": 12, "ffn_dim": 3072, "num_attention_heads": 12, "max_position_embeddings": 2048,
-        "word_embed_proj_dim": 768, "torch_dtype": "float16",
-    },
-    "llava-hf/llava-1.5-7b-hf": {
-        "architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "image_token_index": 32000,
-        "text_config": {"model_type": "llama", "max_position_embeddings": 4096, "vocab_size": 32064},
-        "vision_config": {
-            "model_type": "clip_vision_model", "hidden_size": 1024, "image_size": 336, "intermediate_size": 4096,
-            "num_attention_heads": 16, "num_hidden_layers": 24, "patch_size": 14, "projection_dim": 768,
-        },
-        "torch_dtype": "float16",
-    },
-    "meta-llama/Llama-3.2-1B-Instruct": _LLAMA,
-    "Qwen/Qwen3-0.6B": {**_LLAMA, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
-}  # fmt: skip
+#: {model of the tests: its configuration}. The tests read only the configuration.
+MODELS: dict[str, dict[str, Any]] = json.loads((KEPT / "models.json").read_text())
 
 
 class Suite(NamedTuple):

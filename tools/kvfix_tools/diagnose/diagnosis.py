@@ -277,7 +277,7 @@ class Diagnosis:
             # If a statement quotes an error, the record of the error replaces the record of the statement.
             quoted = problems.quoted(rule, self, line)
             if quoted is not None:
-                rule, answer = quoted, answer._replace(verdict="violated" if quoted.sure else "unknown")
+                rule, answer = quoted, answer._replace(sure=quoted.sure)
             self.add(rule, answer, line)
         if is_error and not answered:
             self.failures.unknown(line)

@@ -50,10 +50,10 @@ class LogFinding:
         self.sentence = sentence
         self.request = request
         self.process = line.process if line is not None else ""
-        self.verdict = answer.verdict
+        self.verdict = "violated" if answer.sure else "unknown"
         self.count = 1
         self.evidence: list[Evidence] = [line.evidence] if line else []
-        self.evidence += [each for each in answer.evidence if each not in self.evidence]
+        self.evidence += [each.evidence for each in answer.evidence if each.evidence not in self.evidence]
         self.first = self.last = line.time if line else None
         self.history: list[HistoryEvent] = []
         self.violated: list[Finding] = []

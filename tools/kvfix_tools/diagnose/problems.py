@@ -128,8 +128,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         if values is None or not self.concerns(log, nearly):
             return None
         sentence = self.sentence.format_map(_Values(values)) if self.sentence else _sentence_of(line)
-        verdict = "violated" if self.sure and not nearly else "unknown"
-        return Answer(sentence, verdict=verdict, request=line.request)
+        return Answer(sentence, line.request, sure=self.sure and not nearly)
 
     def gives_way(self, records: list[Problem], line: LogLine) -> bool:
         """Return True if another record of the line is more specific, or explains the error that the line quotes."""

@@ -53,8 +53,13 @@ def pages(pairs: Pairs) -> dict[str, str]:
     """{path below docs/: markdown}, in the order in which a section lists them."""
     fixes = catalogue.fixes()
     rules: list[Rule | LabRule] = [*sorted(RULES), *lab_rules.RULES]
-    fix_rows = [(link(each.code), _connectors(each), each.effect, each.title, wrong_in(each)) for each in fixes]
-    rule_rows = [(link(each.code), each.name, _first_paragraph(each)) for each in rules]
+    connectors = {each.code: ", ".join(sorted(fix_overview.connectors(each))) for each in fixes}
+    fix_rows = [
+        (link(each.code), connectors[each.code] or "every connector", each.effect, each.title, wrong_in(each))
+        for each in fixes
+    ]
+    docs = {each.code: inspect.cleandoc(each.doc).partition("\n\n")[0].replace("\n", " ") for each in rules}
+    rule_rows = [(link(each.code), each.name, docs[each.code]) for each in rules]
     fix_head = ("fix", "connector", "effect", "what is wrong", "wrong in")
     return {
         "fixes/index.md": FIXES + filtered(fix_head, fix_rows, up="../"),
@@ -64,10 +69,6 @@ def pages(pairs: Pairs) -> dict[str, str]:
         "rules/index.md": RULES_INDEX + table(("code", "rule", ""), rule_rows),
         **{f"rules/{each.code.lower()}.md": of_rule(each) for each in rules},
     }
-
-
-def _connectors(fix: Fix) -> str:
-    return ", ".join(sorted(fix_overview.connectors(fix))) or "every connector"
 
 
 def _finding_rows() -> list[tuple[str, str, str, str]]:
@@ -160,7 +161,3 @@ def _checked(rule: Rule | LabRule) -> str:
         return "Checked by the lab (`kvfix lab`)."
     event = inspect.cleandoc(rule.on.__doc__ or "").partition("\n")[0]
     return f"Checked at this event: {event} (`{rule.on.__name__}`)"
-
-
-def _first_paragraph(rule: Rule | LabRule) -> str:
-    return inspect.cleandoc(rule.doc).partition("\n\n")[0].replace("\n", " ")

@@ -1,23 +1,24 @@
 """The functions that decide problems by the numbers in lines, one for a record of knowledge/rules.toml.
 
     @finding
-    def cached_hit_promised_whole(log, line): ...
+    def waits_for_load(log, line): ...
 
-The record `[cached-hit-promised-whole]` has the texts. Its `on` has the kinds of lines and of texts of exceptions
-(grammar) for which the function is called. "" is the end of the log. A function returns None, or an `Answer` with a
-sentence about this case in numbers.
+The record `[waits-for-load]` has the texts. Its `on` has the kinds of lines and of texts of exceptions (grammar) for
+which the function is called. "" is the end of the log. A function returns None, or an `Answer` with a sentence about
+this case in numbers. `@decides` is for a function that decides several records.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
-from functools import lru_cache
+import pkgutil
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
 from importlib import import_module
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-#: Modules of this package.
-_MODULES = ("crashes", "hangs", "server", "content", "lookups", "statistics", "quiet", "unknown")
+if TYPE_CHECKING:
+    from kvfix_tools.diagnose.log_line import LogLine
 
 
 class Severity(enum.Enum):
@@ -39,17 +40,19 @@ class Severity(enum.Enum):
 class Answer(NamedTuple):
     """sentence: this case in numbers. request: None for the line's request, "" for no request. evidence: more lines.
 
-    note: True if the cause may be that the excerpt begins or ends here.
+    sure: False if the line may have another cause. note: True if the excerpt may only begin or end here.
     """
 
     sentence: str
     request: str | None = None
-    verdict: str = "violated"
-    evidence: tuple[Any, ...] = ()
+    sure: bool = True
+    evidence: tuple[LogLine, ...] = ()
     note: bool = False
 
 
 Decides = TypeVar("Decides", bound=Callable[..., Answer | None])
+#: The records that a line shows, each with its answer.
+Answers = Iterator[tuple[str, Answer]]
 Keeps = Callable[[Any, Any], None]
 
 #: {name of the record: the function that decides it}, complete after `functions()`.
@@ -63,11 +66,26 @@ def finding(decides: Decides) -> Decides:
     return decides
 
 
-def note(on: str) -> Callable[[Keeps], Keeps]:
-    """Register a function that keeps something of this kind of line (`log.state`) for other functions to read."""
+def decides(*records: str) -> Callable[[Callable[..., Answers]], Callable[..., Answers]]:
+    """Register a function that decides these records. It yields a record and its answer."""
+
+    def register(answers: Callable[..., Answers]) -> Callable[..., Answers]:
+        FUNCTIONS.update({record: partial(_answer_of, record, answers) for record in records})
+        return answers
+
+    return register
+
+
+def _answer_of(record: str, answers: Callable[..., Answers], log: Any, line: Any) -> Answer | None:
+    return next((answer for name, answer in answers(log, line) if name == record), None)
+
+
+def note(*on: str) -> Callable[[Keeps], Keeps]:
+    """Register a function that keeps something of these kinds of lines (`log.state`) for other functions to read."""
 
     def register(keep: Keeps) -> Keeps:
-        _NOTES.setdefault(on, []).append(keep)
+        for kind in on:
+            _NOTES.setdefault(kind, []).append(keep)
         return keep
 
     return register
@@ -76,8 +94,8 @@ def note(on: str) -> Callable[[Keeps], Keeps]:
 @lru_cache(maxsize=1)
 def functions() -> dict[str, Callable[..., Answer | None]]:
     """Return FUNCTIONS."""
-    for module in _MODULES:
-        import_module(f"{__name__}.{module}")
+    for module in pkgutil.iter_modules(__path__):
+        import_module(f"{__name__}.{module.name}")
     return FUNCTIONS
 
 

@@ -21,9 +21,8 @@ POLLS = 1000
 class _Head:
     """The request that vLLM asks about now: its fields, and the counts of lookups and transfers at its first lookup."""
 
-    def __init__(self) -> None:
-        self.fields: Fields = {}
-        self.asked = self.done = 0
+    fields: Fields = {}
+    asked = done = 0
 
 
 @finding
@@ -41,11 +40,9 @@ def asked_for_ever(log: Diagnosis, line: LogLine) -> Answer | None:
     if moving or asked - head.asked < (POLLS if moving is not None else 5 * POLLS):
         return None
     head.asked = asked
-    return Answer(
-        f"asked at least {POLLS} times in a row with the same answer: hit {f.get('hit')}, need to load {f.get('need')}"
-        + ("" if moving is not None else "; the engine may be busy, because the log has no statistics of vLLM"),
-        verdict="unknown" if moving is None else "violated",
-    )
+    same = f"the same answer: hit {f.get('hit')}, need to load {f.get('need')}"
+    busy = "" if moving is not None else "; the engine may be busy, because the log has no statistics of vLLM"
+    return Answer(f"asked at least {POLLS} times in a row with {same}{busy}", sure=moving is not None)
 
 
 def _answer(fields: Fields) -> tuple[Any, ...]:
@@ -67,13 +64,13 @@ def worker_without_lmcache(log: Diagnosis, line: LogLine) -> Answer | None:
     if "what" in f and f["error"]:
         return Answer(f"{f['what']}: {f['error']}")
     if "what" in f:  # an assertion without a text
-        return Answer(f"{f['what']}, without a reason", verdict="unknown")
+        return Answer(f"{f['what']}, without a reason", sure=False)
     # From 0.4.3 on the line with these words is the last line of a traceback.
     raised = log.last.get("raised")
     if raised is None or raised.process != line.process:
         return Answer("LMCache failed to start; the beginning of the line is not in the log")
     error = f"{raised.fields['type']}: {raised.fields['text']}".removesuffix(": ")
-    return Answer(f"LMCache failed to start: {error}", evidence=(raised.evidence,))
+    return Answer(f"LMCache failed to start: {error}", evidence=(raised,))
 
 
 class _Waits(dict[str, int]):
@@ -95,7 +92,7 @@ def start_waits_for_worker(log: Diagnosis, line: LogLine | None) -> Answer | Non
     if log.counts["broadcast"] < 2 or log.failures.worked_since_wait:
         return None
     sentence = f"{log.counts['broadcast']} times a worker did not read EngineCore's message in time"
-    return Answer(sentence, evidence=(log.first["broadcast"].evidence,))
+    return Answer(sentence, evidence=(log.first["broadcast"],))
 
 
 @finding
@@ -107,7 +104,7 @@ def stands_in_connector(log: Diagnosis, line: LogLine) -> Answer | None:
     file, number, function = fields["frames"][-1]
     where = f"{'/'.join(file.split('/')[-2:])}:{number}"
     process = line.process or "a process"
-    return Answer(f"{process} is in {in_hook}, {fields['state']} in {function} ({where})", verdict="unknown")
+    return Answer(f"{process} is in {in_hook}, {fields['state']} in {function} ({where})", sure=False)
 
 
 #: Patterns of transport libraries in file or function names, and of their progress threads, which never wait for a
@@ -127,4 +124,4 @@ def stands_in_transport(log: Diagnosis, line: LogLine) -> Answer | None:
         return None
     thread = fields["thread"] or "a thread"
     where = f" ({inner[0].rpartition('/')[2]})" if inner[0] else ""
-    return Answer(f"{thread} is in {frames[-1][2]}, called from {inner[2]}{where}", verdict="unknown")
+    return Answer(f"{thread} is in {frames[-1][2]}, called from {inner[2]}{where}", sure=False)

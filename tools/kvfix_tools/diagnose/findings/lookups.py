@@ -1,31 +1,154 @@
-"""Findings about at least ten lookups without a hit, if the log shows the cause."""
+"""Counts and settings of all lookups and stores of a log, and findings about lookups without a hit."""
 
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from kvfix_tools.diagnose.findings import Answer, finding, note
-from kvfix_tools.diagnose.findings.lookups_seen import CHUNK, ENOUGH, Lookups, LookupsByFile, lookups_of
+from kvfix_tools.diagnose.findings import Answer, Answers, decides, finding, note
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.log_line import LogLine
 
+#: Minimum number of requests with a lookup for a finding; maximum number of requests, and of engines, to remember.
+ENOUGH, _REQUESTS, _ENGINES = 10, 20_000, 64
+#: Defaults of `chunk_size` and of `max_local_cpu_size` in GB, in every release.
+CHUNK, _CPU_SIZE = 256, 5.0
+#: `kv_shape=(layers, 2, tokens of a chunk, heads, head size)` in 0.3.9 to 0.5.6.
+_SHAPE = re.compile(r"kv_shape=\(\d+, \d+, (\d+)")
+_ENGINE = re.compile(r"model_name='([^']*)'.*?world_size=(\d+).*?kv_dtype=([\w.]+)")
+_SETTING = re.compile(r"'?(\w+)'?(?:: |=)('[^']*'|[^\s,{}()]+)")
+_NOWHERE = re.compile(r"\(?'', '', 0, ''\)?")
+#: `size: 1.5300 gb` of `Stored ...`, 0.3.9 to 0.5.6.
+_SIZE = re.compile(rb"size: (\d{1,6}(?:\.\d{1,6})?) [gG][bB]")
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
-def _never(log: Diagnosis) -> Lookups | None:
-    """Return the lookups if there are enough of them and none has a hit; else None."""
-    kept = lookups_of(log)
-    return kept if kept.number >= ENOUGH and not kept.hit else None
+
+class Lookups:
+    """Counts and settings of the lookups of a log. Several lookups of one request count once."""
+
+    def __init__(self) -> None:
+        self.requests: set[str] = set()
+        self.longest = 0
+        #: Longest hit in vLLM's own prefix cache.
+        self.local = 0
+        #: True if any lookup had a hit.
+        self.hit = False
+        self.loads = self.below = self.most = self.least = 0
+        self.stored = 0
+        self.askers: set[str] = set()
+        self.storers: set[str] = set()
+        #: {process: gigabytes that it has stored}
+        self.gigabytes: dict[str, float] = {}
+        self.chunk = 0
+        self.settings: dict[str, str] = {}
+        #: {(model, world size, dtype, chunk size) of a worker: its line}
+        self.engines: dict[tuple[str, str, str, str], LogLine] = {}
+        self.shared = self.empty = 0
+        #: Processes of an engine whose PYTHONHASHSEED is not set.
+        self.unseeded = 0
+
+    @property
+    def number(self) -> int:
+        return len(self.requests)
+
+    @property
+    def has_no_hit(self) -> bool:
+        """True if there are enough lookups for a finding, and none has a hit."""
+        return self.number >= ENOUGH and not self.hit
+
+    @property
+    def cpu_size(self) -> str:
+        """The number of `max_local_cpu_size`, in GB; "" if the log does not have this setting."""
+        found = _NUMBER.match(self.settings.get("max_local_cpu_size", ""))
+        return found[0] if found is not None else ""
+
+    def take(self, line: LogLine) -> None:
+        f = line.fields
+        if line.name == "asked":
+            if f.get("hit") is not None:  # None: an asynchronous lookup without an answer yet
+                self._take_lookup(line)
+        elif line.name == "stored":
+            if f["tokens"]:
+                self.stored += 1
+                if len(self.storers) < _ENGINES:
+                    self.storers.add(line.process)
+            size = _SIZE.search(line.body)
+            if size is not None and (line.process in self.gigabytes or len(self.gigabytes) < _ENGINES):
+                self.gigabytes[line.process] = self.gigabytes.get(line.process, 0.0) + float(size[1])
+        elif line.name == "hash_seed":
+            self.unseeded += 1
+            self.shared += not f["why"].startswith("Using builtin")
+        else:
+            self.settings.update(_settings(f["settings"]))
+            if self.settings.get("chunk_size", "").isdigit():
+                self.chunk = int(self.settings["chunk_size"])
+            self.shared += self.settings.get("remote_url", "None") != "None"
+
+    def _take_lookup(self, line: LogLine) -> None:
+        f = line.fields
+        self.longest = max(self.longest, f["total"])
+        self.local = max(self.local, f.get("computed") or 0)
+        self.hit = self.hit or f["hit"] > 0
+        if line.request in self.requests or len(self.requests) >= _REQUESTS:
+            return
+        self.requests.add(line.request)
+        self.askers.add(line.process)
+        if f.get("least") is not None and f["hit"] > 0:
+            self.below += 1
+            self.least, self.most = f["least"], max(self.most, f["hit"])
+        self.loads += f.get("least") is None and (f.get("need") or 0) > 0
+
+
+class LookupsByFile(dict[str, Lookups]):
+    """{file: the lookups in it}. Several files are the logs of several engines."""
+
+    def __missing__(self, file: str) -> Lookups:
+        return self.setdefault(file, Lookups())
+
+
+def lookups_of(log: Diagnosis) -> Lookups:
+    """Return the lookups of all files together."""
+    return log.state(Lookups)
+
+
+@note("asked", "stored", "hash_seed", "configured", "engine_configured")
+def _note_lookups(log: Diagnosis, line: LogLine) -> None:
+    for kept in (lookups_of(log), log.state(LookupsByFile)[line.file]):
+        kept.take(line)
+
+
+@lru_cache(maxsize=64)
+def _settings(text: str) -> dict[str, str]:
+    return {name: value.strip("'") for name, value in _SETTING.findall(text)}
+
+
+@note("version")
+def _note_engine(log: Diagnosis, line: LogLine) -> None:
+    text, kept = line.body.decode("utf-8", "replace"), lookups_of(log)
+    shape = _SHAPE.search(text)
+    if shape is None:
+        return
+    kept.chunk = kept.chunk or int(shape[1])
+    engine = _ENGINE.search(text)
+    if engine is not None and len(kept.engines) < _ENGINES:
+        kept.engines.setdefault((engine[1], engine[2], engine[3], shape[1]), line)
+
+
+@note("peer_asked")
+def _note_peer(log: Diagnosis, line: LogLine) -> None:
+    lookups_of(log).empty += bool(_NOWHERE.search(line.fields["layout"]))
 
 
 @finding
 def never_a_hit(log: Diagnosis, line: LogLine) -> Answer | None:
-    kept, files = _never(log), log.state(LookupsByFile)
-    if kept is not None:
+    kept, files = lookups_of(log), log.state(LookupsByFile)
+    if kept.has_no_hit:
         return _hashed_differently(kept)
     for file, each in files.items() if len(files) > 1 else ():
-        answer = _hashed_differently(each) if each.number >= ENOUGH and not each.hit else None
+        answer = _hashed_differently(each) if each.has_no_hit else None
         if answer is not None:
             return answer._replace(sentence=f"{answer.sentence}, in {file}")
     return None
@@ -40,47 +163,54 @@ def _hashed_differently(kept: Lookups) -> Answer | None:
     if not (apart or lost or kept.shared or kept.number >= 100):
         return None
     why = f"; vLLM's own prefix cache had up to {kept.local} tokens of these prompts" if lost else ""
-    return Answer(
-        f"{kept.number} lookups, {kept.stored} stores, 0 hits, and PYTHONHASHSEED is not set{why}",
-        verdict="violated" if apart or lost else "unknown",
-    )
+    sentence = f"{kept.number} lookups, {kept.stored} stores, 0 hits, and PYTHONHASHSEED is not set{why}"
+    return Answer(sentence, sure=apart or lost)
 
 
-@finding
-def prompts_below_a_chunk(log: Diagnosis, line: LogLine) -> Answer | None:
-    kept = _never(log)
-    chunk = kept.chunk or CHUNK if kept else 0
-    if kept is None or kept.stored or kept.longest >= chunk:
-        return None
-    return Answer(
-        f"{kept.number} lookups of up to {kept.longest} tokens, no stores, 0 hits; a chunk has {chunk} tokens"
-        + ("" if kept.chunk else ", if chunk_size is the default"),
-        verdict="violated" if kept.chunk else "unknown",
-    )
+@decides("prompts-below-a-chunk", "nothing-stored", "shared-prefix-below-a-chunk")
+def stores_without_hits(log: Diagnosis, line: LogLine | None) -> Answers:
+    kept = lookups_of(log)
+    chunk = kept.chunk or CHUNK
+    if not kept.has_no_hit:
+        return
+    unstored = f"{kept.number} lookups of up to {kept.longest} tokens, no stores, 0 hits"
+    if not kept.stored and kept.longest < chunk:
+        default = "" if kept.chunk else ", if chunk_size is the default"
+        sentence = f"{unstored}; a chunk has {chunk} tokens{default}"
+        yield "prompts-below-a-chunk", Answer(sentence, sure=bool(kept.chunk))
+    elif not kept.stored:
+        is_consumer = log.who.roles == {"kv_consumer"}
+        why = "; kv_role is kv_consumer, which does not store" if is_consumer else ""
+        yield "nothing-stored", Answer(f"{unstored}{why}", sure=is_consumer)
+    elif 0 < kept.local < kept.chunk:
+        shared = f"vLLM itself had at most {kept.local} tokens of a prompt, and a chunk has {chunk} tokens"
+        sentence = f"{kept.number} lookups, {kept.stored} stores, 0 hits; {shared}"
+        yield "shared-prefix-below-a-chunk", Answer(sentence)
 
 
-@finding
-def nothing_stored(log: Diagnosis, line: LogLine) -> Answer | None:
-    kept = _never(log)
-    if kept is None or kept.stored or kept.longest < (kept.chunk or CHUNK):
-        return None
-    consumer = log.who.roles == {"kv_consumer"}
-    return Answer(
-        f"{kept.number} lookups of up to {kept.longest} tokens, no stores, 0 hits"
-        + ("; kv_role is kv_consumer, which does not store" if consumer else ""),
-        verdict="violated" if consumer else "unknown",
-    )
-
-
-@finding
-def shared_prefix_below_a_chunk(log: Diagnosis, line: LogLine) -> Answer | None:
-    kept = _never(log)
-    if kept is None or not kept.stored or not kept.chunk or not 0 < kept.local < kept.chunk:
-        return None
-    return Answer(
-        f"{kept.number} lookups, {kept.stored} stores, 0 hits; vLLM itself had at most {kept.local} tokens of a "
-        f"prompt, and a chunk has {kept.chunk} tokens",
-    )
+@decides("peers-without-async-loading", "peers-have-nothing", "engines-with-different-keys")
+def other_engines_without_hits(log: Diagnosis, line: LogLine | None) -> Answers:
+    kept = lookups_of(log)
+    if not kept.has_no_hit:
+        return
+    without = f"{kept.number} lookups, 0 hits"
+    if kept.settings.get("enable_p2p") == "True" and kept.settings.get("enable_async_loading") == "False":
+        sentence = f"{without}; enable_p2p is True, enable_async_loading is False"
+        yield "peers-without-async-loading", Answer(sentence)
+    if kept.empty >= ENOUGH and log.counts["peer_asked"] <= kept.empty:
+        alone = kept.settings.get("local_cpu") == "False"
+        why = "; local_cpu is False, so engines announce no chunks" if alone else ""
+        sentence = f"{without}; the controller was asked {kept.empty} times and knew no peer{why}"
+        yield "peers-have-nothing", Answer(sentence, sure=alone)
+    if kept.shared and len(kept.engines) > 1:
+        names = ("model", "ranks", "dtype", "chunk size")
+        differ = "; ".join(
+            f"{name} {' and '.join(sorted(set(values)))}"
+            for name, values in zip(names, zip(*kept.engines, strict=True), strict=True)
+            if len(set(values)) > 1
+        )
+        sentence = f"{without} in a shared store; the engines differ: {differ[:300]}"
+        yield "engines-with-different-keys", Answer(sentence, evidence=tuple(kept.engines.values())[:4])
 
 
 @finding
@@ -88,82 +218,17 @@ def below_the_minimum(log: Diagnosis, line: LogLine) -> Answer | None:
     kept = lookups_of(log)
     if kept.below < ENOUGH or kept.loads or log.counts["retrieved"]:
         return None
-    return Answer(
-        f"{kept.below} lookups hit up to {kept.most} tokens, but loaded none: min_retrieve_tokens is {kept.least}",
-    )
-
-
-@finding
-def peers_without_async_loading(log: Diagnosis, line: LogLine) -> Answer | None:
-    kept = _never(log)
-    if kept is None or kept.settings.get("enable_p2p") != "True":
-        return None
-    if kept.settings.get("enable_async_loading") != "False":
-        return None
-    return Answer(f"{kept.number} lookups, 0 hits; enable_p2p is True, enable_async_loading is False")
-
-
-@finding
-def peers_have_nothing(log: Diagnosis, line: LogLine) -> Answer | None:
-    kept = _never(log)
-    if kept is None or kept.empty < ENOUGH or log.counts["peer_asked"] > kept.empty:
-        return None
-    alone = kept.settings.get("local_cpu") == "False"
-    return Answer(
-        f"{kept.number} lookups, 0 hits; the controller was asked {kept.empty} times and knew no peer"
-        + ("; local_cpu is False, so engines announce no chunks" if alone else ""),
-        verdict="violated" if alone else "unknown",
-    )
-
-
-@finding
-def engines_with_different_keys(log: Diagnosis, line: LogLine) -> Answer | None:
-    kept = _never(log)
-    if kept is None or not kept.shared or len(kept.engines) < 2:
-        return None
-    names = ("model", "ranks", "dtype", "chunk size")
-    differ = [
-        f"{name} {' and '.join(values)}"
-        for name, values in zip(names, (sorted(set(each)) for each in zip(*kept.engines, strict=True)), strict=True)
-        if len(values) > 1
-    ]
-    return Answer(
-        f"{kept.number} lookups, 0 hits in a shared store; the engines differ: {'; '.join(differ)[:300]}",
-        evidence=tuple(each.evidence for each in kept.engines.values())[:4],
-    )
-
-
-#: Default of `max_local_cpu_size` in GB, in every release.
-DEFAULT = 5.0
-#: `size: 1.5300 gb` of `Stored ...`, 0.3.9 to 0.5.6.
-_SIZE = re.compile(rb"size: (\d{1,6}(?:\.\d{1,6})?) [gG][bB]")
-_NUMBER = re.compile(r"\d+(?:\.\d+)?")
-
-
-class _StoredGigabytes(dict[str, float]):
-    """{process: gigabytes that it has stored}"""
-
-
-@note("stored")
-def _note_size(log: Diagnosis, line: LogLine) -> None:
-    found = _SIZE.search(line.body)
-    if found is not None:
-        sizes = log.state(_StoredGigabytes)
-        if line.process in sizes or len(sizes) < 64:
-            sizes[line.process] = sizes.get(line.process, 0.0) + float(found[1])
+    hits = f"{kept.below} lookups hit up to {kept.most} tokens, but loaded none"
+    return Answer(f"{hits}: min_retrieve_tokens is {kept.least}")
 
 
 @finding
 def stored_more_than_fits(log: Diagnosis, line: LogLine | None) -> Answer | None:
-    kept, sizes = lookups_of(log), log.state(_StoredGigabytes)
-    if not sizes or kept.number < ENOUGH or kept.hit or kept.settings.get("remote_url", "None") != "None":
+    kept = lookups_of(log)
+    most, room = max(kept.gigabytes.values(), default=0.0), float(kept.cpu_size or _CPU_SIZE)
+    is_shared = kept.settings.get("remote_url", "None") != "None"
+    if not kept.has_no_hit or is_shared or most <= room or log.findings:
         return None
-    named = _NUMBER.match(kept.settings.get("max_local_cpu_size", ""))
-    room, most = float(named[0]) if named is not None else DEFAULT, max(sizes.values())
-    if most <= room or log.findings:
-        return None
-    of = "max_local_cpu_size is" if named is not None else "the default of max_local_cpu_size is"
-    return Answer(
-        f"{kept.number} lookups, 0 hits; a worker has stored {most:.3g} GB, and {of} {room:g} GB",
-        verdict="unknown",
-    )
+    of = "max_local_cpu_size is" if kept.cpu_size else "the default of max_local_cpu_size is"
+    sentence = f"{kept.number} lookups, 0 hits; a worker has stored {most:.3g} GB, and {of} {room:g} GB"
+    return Answer(sentence, sure=False)

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from kvfix_tools.diagnose import problems
-from kvfix_tools.diagnose.findings import Answer, finding
+from kvfix_tools.diagnose.findings import Answer, Answers, decides, finding
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
@@ -31,7 +31,7 @@ class Server:
 def server_silent_at_start(log: Diagnosis, line: LogLine) -> Answer | None:
     server = line.fields.get("server")
     what = f"no server at {server}" if server else f"no answer to {line.fields.get('operation', 'a request')}"
-    return Answer(f"{what}: {line.fields['text'][:160]}", request="")
+    return Answer(f"{what}: {line.fields['text'][:160]}", "")
 
 
 @finding
@@ -55,26 +55,19 @@ def transfer_mode_mismatch(log: Diagnosis, line: LogLine) -> Answer | None:
     return Answer(f"the server has no handler for {line.fields['operation']}{mode}")
 
 
-@finding
-def worker_forgotten(log: Diagnosis, line: LogLine | None) -> Answer | None:
+@decides("worker-forgotten", "worker-fell-silent")
+def worker_removed(log: Diagnosis, line: LogLine | None) -> Answers:
+    f = line.fields if line is not None else {}
     if line is None:
-        if not log.counts["good_bye_of_none"] or log.counts["good_bye"]:
-            return None
-        return Answer("a worker unregisters, but the server does not know the worker any more", "", "unknown")
-    f = line.fields
-    if line.name == "unregistered":
-        return Answer(f"worker {f['instance']} is not registered")
-    if f["pinged"] == "True":
-        return None  # KVD214
-    return Answer(f"worker {f['instance']} was silent for {f['silent']} s and has never pinged")
-
-
-@finding
-def worker_fell_silent(log: Diagnosis, line: LogLine) -> Answer | None:
-    f = line.fields
-    if f["pinged"] != "True":
-        return None  # KVD210
-    return Answer(f"worker {f['instance']} was silent for {f['silent']} s", verdict="unknown")
+        if log.counts["good_bye_of_none"] and not log.counts["good_bye"]:
+            sentence = "a worker unregisters, but the server does not know the worker any more"
+            yield "worker-forgotten", Answer(sentence, "", sure=False)
+    elif line.name == "unregistered":
+        yield "worker-forgotten", Answer(f"worker {f['instance']} is not registered")
+    elif f.get("pinged") == "True":
+        yield "worker-fell-silent", Answer(f"worker {f['instance']} was silent for {f['silent']} s", sure=False)
+    else:
+        yield "worker-forgotten", Answer(f"worker {f['instance']} was silent for {f['silent']} s and has never pinged")
 
 
 @finding
@@ -82,7 +75,7 @@ def server_handler_fails(log: Diagnosis, line: LogLine | None) -> Answer | None:
     server = log.state(Server)
     head = server.handler
     if line is None:
-        return Answer(head.evidence.text[:160], evidence=(head.evidence,)) if head is not None else None
+        return Answer(head.evidence.text[:160], evidence=(head,)) if head is not None else None
     if line.name == "logged":
         found = _HANDLER.search(line.evidence.text) if line.body.find(b"andl") >= 0 else None
         if found is None:
@@ -103,16 +96,12 @@ def server_handler_fails(log: Diagnosis, line: LogLine | None) -> Answer | None:
 def _failed_handler(head: LogLine, error: str) -> Answer:
     found = _HANDLER.search(head.evidence.text)
     operation = (found["operation"] if found is not None else None) or "a request"
-    return Answer(f"{operation.lower()}: {error[:200]}", request="", evidence=(head.evidence,))
+    return Answer(f"{operation.lower()}: {error[:200]}", "", evidence=(head,))
 
 
-@finding
-def load_from_server_failed(log: Diagnosis, line: LogLine) -> Answer | None:
-    if line.fields["what"] != "retrieve" or log.releases.within("lmcache", "<0.5.5") is not False:
-        return None  # KVD301
-    return Answer("the load of this request from the server failed")
-
-
-@finding
-def store_to_server_failed(log: Diagnosis, line: LogLine) -> Answer | None:
-    return Answer("the store of this request failed at the server") if line.fields["what"] == "store" else None
+@decides("load-from-server-failed", "store-to-server-failed")
+def failed_at_server(log: Diagnosis, line: LogLine) -> Answers:
+    if line.fields["what"] == "store":
+        yield "store-to-server-failed", Answer("the store of this request failed at the server")
+    elif log.releases.within("lmcache", "<0.5.5") is False:  # else KVD301
+        yield "load-from-server-failed", Answer("the load of this request from the server failed")

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import TYPE_CHECKING
 
-from kvfix_tools.diagnose.findings import Answer, finding, note
+from kvfix_tools.diagnose.findings import FUNCTIONS, Answer, Answers, decides, finding, note
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
-    from kvfix_tools.diagnose.log_line import Evidence, Fields, LogLine
+    from kvfix_tools.diagnose.log_line import Fields, LogLine
 
 
 #: A finding needs this many intervals of vLLM's statistics (10 seconds each) with requests but without a token.
 IDLE = 3
 #: Connectors of a decode instance that load only blocks which a request names.
 BY_REQUEST = {"NixlConnector", "NixlPushConnector", "MooncakeConnector", "MoRIIOConnector"}
+#: Connectors that move KV from prefill to decode, and keep none.
+_PAIRS = {"NixlConnector", "MooncakeConnector", "MoRIIOConnector", "P2pNcclConnector"}
 #: Below ROOM per cent of used KV blocks, no request waits for blocks. Above ALL per cent of external hits, a decode
 #: instance computes no prompt.
 ROOM, ALL = 80.0, 99.0
-#: The kind of standstill: requests in the queue, a step that does not end, requests that wait for prefill.
-_QUEUE, _STEP, _PREFILL = "queue", "step", "prefill"
+#: The records of a standstill: requests in the queue, a step that does not end, requests that wait for prefill.
+_QUEUE, _STEP, _PREFILL = "nothing-moves", "step-does-not-end", "decode-waits-for-prefill"
 
 
-class _Still(dict[tuple[str, str], "tuple[int, str, Evidence, str]"]):
-    """{engine: (intervals without a token, text of its statistics, last line, kind of standstill)}"""
+class _Still(dict[tuple[str, str], "tuple[int, str, LogLine, str]"]):
+    """{engine: (intervals without a token, text of its statistics, last line, record of the standstill)}"""
 
 
 @note("stats")
@@ -39,17 +42,7 @@ def _note_standstill(log: Diagnosis, line: LogLine) -> None:
     what = f"Running {f['running']}, Waiting {f['waiting']}, no token"
     if engine in still or len(still) < 1000:
         looks_like = _PREFILL if _awaits_prefill(log, f) else _QUEUE if f["waiting"] else _STEP
-        still[engine] = (count, what, line.evidence, looks_like)
-
-
-@finding
-def nothing_moves(log: Diagnosis, line: LogLine | None) -> Answer | None:
-    return _stands(log, line, _QUEUE)
-
-
-@finding
-def step_does_not_end(log: Diagnosis, line: LogLine | None) -> Answer | None:
-    return _stands(log, line, _STEP)
+        still[engine] = (count, what, line, looks_like)
 
 
 def _awaits_prefill(log: Diagnosis, fields: Fields) -> bool:
@@ -63,76 +56,67 @@ def _awaits_prefill(log: Diagnosis, fields: Fields) -> bool:
     return bool(of_decode and fields["waiting"] and not fields["running"] and float(fields.get("usage") or 0) < ROOM)
 
 
-@finding
-def decode_waits_for_prefill(log: Diagnosis, line: LogLine | None) -> Answer | None:
-    return _stands(log, line, _PREFILL)
-
-
 def _engine(line: LogLine) -> tuple[str, str]:
     return str(line.fields.get("engine", "")), line.process
 
 
-def _stands(log: Diagnosis, line: LogLine | None, rule: str) -> Answer | None:
-    """Return an answer if an engine has computed nothing for IDLE intervals, in a standstill of this kind."""
-    still = log.state(_Still)
-    if line is None:
-        return _still_at_the_end(log, still, rule)
-    count, what, _, looks_like = still.get(_engine(line), (0, "", None, ""))
-    if looks_like != rule or count < IDLE:
-        return None
-    verdict = "violated" if rule == _QUEUE else "unknown"  # one step may take so long
-    return Answer(f"{what} for {count} intervals", verdict=verdict)
+def _stands(record: str, log: Diagnosis, line: LogLine | None) -> Answer | None:
+    """Return an answer if an engine has computed nothing for IDLE intervals, in a standstill of this record.
 
-
-def _still_at_the_end(log: Diagnosis, still: _Still, rule: str) -> Answer | None:
-    """Return an answer for a log that ends in a standstill.
-
-    An engine without progress logs its statistics once at INFO. From then on vLLM logs them at DEBUG (loggers.py
-    0.12.0:194 to 0.32.0:272).
+    At the end of a log fewer intervals are enough for a note. An engine without progress logs its statistics once at
+    INFO. From then on vLLM logs them at DEBUG (loggers.py 0.12.0:194 to 0.32.0:272).
     """
-    for count, what, evidence, looks_like in still.values():
-        if count < IDLE and looks_like == rule and not log.failures.ending:
+    still = log.state(_Still)
+    if line is not None:
+        count, what, _, looks_like = still.get(_engine(line), (0, "", None, ""))
+        is_still = looks_like == record and count >= IDLE
+        # One step may take so long.
+        return Answer(f"{what} for {count} intervals", sure=record == _QUEUE) if is_still else None
+    for count, what, last, looks_like in still.values():
+        if count < IDLE and looks_like == record and not log.failures.ending:
             sentence = f"{what}, and no later statistics: at INFO vLLM logs none while it computes nothing"
-            return Answer(sentence, verdict="unknown", evidence=(evidence,), note=True)
+            return Answer(sentence, sure=False, evidence=(last,), note=True)
     return None
 
 
-#: A finding needs this many intervals of vLLM's statistics with prompts, and a local hit in one of them.
-PROMPTS = 5
+FUNCTIONS.update({record: partial(_stands, record) for record in (_QUEUE, _STEP, _PREFILL)})
 
 
-class External:
+#: Minimum numbers of intervals with prompts for a finding. PROMPTS: if one has a local hit. INTERVALS: on a decode
+#: instance.
+PROMPTS, INTERVALS = 5, 3
+
+
+class _External:
     """Intervals of vLLM's statistics with prompts: their number, and the highest hit rates in per cent."""
 
-    def __init__(self) -> None:
-        self.intervals = 0
-        self.external = self.local = 0.0
-        self.last: Evidence | None = None
+    intervals = 0
+    external = local = 0.0
+    last: LogLine | None = None
 
 
 @note("stats")
 def _note_external(log: Diagnosis, line: LogLine) -> None:
-    fields, kept = line.fields, log.state(External)
+    fields, kept = line.fields, log.state(_External)
     if fields.get("external") is not None and float(fields["prompt"]):
         kept.intervals += 1
         kept.external = max(kept.external, float(fields["external"]))
         kept.local = max(kept.local, float(fields.get("local") or 0))
-        kept.last = line.evidence
+        kept.last = line
 
 
-@finding
-def external_cache_never_hits(log: Diagnosis, line: LogLine) -> Answer | None:
-    kept = log.state(External)
-    connectors = log.who.connectors - {"NixlConnector", "MooncakeConnector", "MoRIIOConnector", "P2pNcclConnector"}
-    if kept.intervals < PROMPTS or kept.external or not kept.local:
-        return None
-    if log.counts["asked"] or log.counts["mp_prefetched"] or log.findings or log.failures.dead or not connectors:
-        return None
-    return Answer(
-        f"{kept.intervals} intervals with prompts, up to {kept.local}% from the GPU's own cache, 0.0% external",
-        verdict="unknown",
-        evidence=(kept.last,),
-    )
+@decides("external-cache-never-hits", "decode-fetches-nothing")
+def nothing_external(log: Diagnosis, line: LogLine | None) -> Answers:
+    kept, connectors = log.state(_External), log.who.connectors
+    if kept.last is None or kept.external or not connectors or log.findings or log.failures.dead:
+        return
+    prompts, asked = f"{kept.intervals} intervals with prompts", log.counts["asked"] or log.counts["mp_prefetched"]
+    if kept.intervals >= PROMPTS and kept.local and connectors - _PAIRS and not asked:
+        sentence = f"{prompts}, up to {kept.local}% from the GPU's own cache, 0.0% external"
+        yield "external-cache-never-hits", Answer(sentence, sure=False, evidence=(kept.last,))
+    if kept.intervals >= INTERVALS and connectors <= BY_REQUEST and log.who.roles == {"kv_consumer"}:
+        answer = Answer(f"{prompts}, 0.0% external", sure=False, evidence=(kept.last,))
+        yield "decode-fetches-nothing", answer
 
 
 @finding
@@ -140,7 +124,7 @@ def every_group_taken_for_drafts(log: Diagnosis, line: LogLine) -> Answer | None
     groups = [int(number) for number in re.findall(r"\d{1,6}", line.fields["groups"])]
     if len(groups) < 2 or groups != list(range(len(groups))) or log.releases.within("vllm", ">=0.32"):
         return None
-    return Answer(f"vLLM takes all {len(groups)} groups for groups of the draft model", verdict="unknown")
+    return Answer(f"vLLM takes all {len(groups)} groups for groups of the draft model", sure=False)
 
 
 #: Minimum size of a transfer in MB for a judgement, and a rate in MB/s that RDMA and NVLink exceed by far.
@@ -150,9 +134,8 @@ LARGE, SLOW = 16.0, 1000.0
 class _Moved:
     """Intervals with large transfers, and the fastest one."""
 
-    def __init__(self) -> None:
-        self.intervals = 0
-        self.best: LogLine | None = None
+    intervals = 0
+    best: LogLine | None = None
 
 
 @note("moved")
@@ -169,9 +152,6 @@ def kv_goes_by_tcp(log: Diagnosis, line: LogLine | None) -> Answer | None:
     kept = log.state(_Moved)
     if kept.best is None or float(kept.best.fields["rate"]) >= SLOW:
         return None
-    fields = kept.best.fields
-    return Answer(
-        f"at best {float(fields['rate']):.0f} MB/s in {kept.intervals} intervals, {fields['size']} MB each",
-        verdict="unknown",
-        evidence=(kept.best.evidence,),
-    )
+    rate, size = float(kept.best.fields["rate"]), kept.best.fields["size"]
+    sentence = f"at best {rate:.0f} MB/s in {kept.intervals} intervals, {size} MB each"
+    return Answer(sentence, sure=False, evidence=(kept.best,))

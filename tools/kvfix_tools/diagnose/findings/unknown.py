@@ -1,4 +1,7 @@
-"""Findings about a failure that no other rule and no specific record explains."""
+"""Findings about the end of a log that no other finding explains.
+
+A failure is unknown, a start does not end, or requests are answered with 500.
+"""
 
 from __future__ import annotations
 
@@ -6,35 +9,74 @@ from typing import TYPE_CHECKING
 
 from kvfix_tools.diagnose import checks, problems
 from kvfix_tools.diagnose.failures import hook, is_cut, is_of_engine, owner
-from kvfix_tools.diagnose.findings import Answer, Severity, finding
+from kvfix_tools.diagnose.findings import Answer, Answers, Severity, decides, finding
+from kvfix_tools.diagnose.findings.lookups import lookups_of
 from kvfix_tools.diagnose.findings.server import Server
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.log_line import LogLine
+    from kvfix_tools.diagnose.problems import Problem
 
+#: Kinds of lines of an engine that has started.
+_STARTED = ("up", "engine_up", "stats", "asked", "stored", "moved", "answered_500", "closing", "recorded")
 #: Added to an exception without a text and a traceback.
 _CUT = ", without a message. The last lines of its traceback, before this line, show the cause"
 
 
 @finding
+def ended_at_its_buffer(log: Diagnosis, line: LogLine | None) -> Answer | None:
+    if log.failures.first is not None or log.findings:
+        return None
+    last = [(process, at) for process, at in log.failures.last.items() if at.name in ("creating", "engine_configured")]
+    goes_on = any(log.counts[name] for name in ("asked", "stored", "stats", "version"))
+    if not last or (not log.failures.dead and (goes_on or len(last) < len(log.failures.last))):
+        return None
+    ranks = f"{len(last)} processes have" if len(last) > 1 else f"{last[0][0] or 'a process'} has"
+    size = lookups_of(log).cpu_size
+    if size and not float(size):
+        return None  # LMCache has no CPU buffer
+    room = f"; {len(last)} times {size} GB are {len(last) * float(size):g} GB" if size else ""
+    sentence = f"{ranks} no line after `Creating LMCacheEngine`{room}"
+    return Answer(sentence, sure=False, evidence=tuple(at for _, at in last[:4]), note=not log.failures.dead)
+
+
+@decides("answers-500-without-error", "start-without-an-end")
+def no_error(log: Diagnosis, line: LogLine | None) -> Answers:
+    if log.findings or log.failures.dead or log.failures.first is not None or not log.who.connectors:
+        return
+    answered, start = log.first.get("answered_500"), log.last.get("vllm_version")
+    if answered is not None:
+        sentence = f"{log.counts['answered_500']} requests were answered with 500"
+        yield "answers-500-without-error", Answer(sentence, sure=False, evidence=(answered,))
+    if start is not None and not any(log.counts[name] for name in _STARTED):
+        sentence = "no process reports the end of its start after `Initializing a V1 LLM engine`"
+        yield "start-without-an-end", Answer(sentence, sure=False, evidence=(start,), note=True)
+
+
+@finding
 def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
     first = _unexplained(log)
-    if first is None or is_cut(first):
-        return _only_the_end(log) if first is None else None
+    if first is not None and is_cut(first):
+        return None
+    known, answer = _of_error(log, first) if first is not None else _of_the_end(log)
+    if known is None or answer is None:
+        return answer
+    log.add(known, answer, None)
+    return None
+
+
+def _of_error(log: Diagnosis, first: LogLine) -> tuple[Problem | None, Answer]:
+    """Return the general record of the first error, and the answer."""
     heading = log.failures.heading if not first.fields.get("frames") else None
     general = problems.general(first) or (problems.general(heading) if heading is not None else None)
-    answer = Answer(
+    return general, Answer(
         _sentence(log, first),
         request=str(first.fields.get("request", "")),
-        verdict="violated" if general is None or general.sure else "unknown",
+        sure=general is None or general.sure,
         evidence=_evidence(log, first),
         note=not _is_fatal(log, first),
     )
-    if general is None:
-        return answer
-    log.add(general, answer, None)
-    return None
 
 
 @finding
@@ -42,7 +84,7 @@ def traceback_is_cut(log: Diagnosis, line: LogLine | None) -> Answer | None:
     first = _unexplained(log)
     if first is None or not is_cut(first):
         return None
-    return Answer(_sentence(log, first), "", "unknown", _evidence(log, first), note=True)
+    return Answer(_sentence(log, first), "", sure=False, evidence=_evidence(log, first), note=True)
 
 
 def _unexplained(log: Diagnosis) -> LogLine | None:
@@ -68,31 +110,24 @@ def _is_fatal(log: Diagnosis, first: LogLine) -> bool:
     return log.failures.dead or (first.name == "raised" and is_of_engine(first))
 
 
-def _only_the_end(log: Diagnosis) -> Answer | None:
-    """Return an answer for a log without an error, from a quoted worker error or from the engine's death."""
+def _of_the_end(log: Diagnosis) -> tuple[Problem | None, Answer | None]:
+    """Return a record and an answer for a log without an error, from a quoted worker error or the engine's death."""
     quoted, death = log.failures.quoted, log.failures.death
     if any(found.severity is Severity.CRASH for found in log.findings) or log.failures.first is not None:
-        return None
+        return None, None
     if quoted is not None:
         sentence = f"a worker raised an exception without a traceback in the log: {quoted.fields['text'][:200]}"
-        answer = Answer(sentence, "", "unknown", (quoted.evidence,))
-        known = [each for each in problems.at(quoted) if each.concerns(log)][:1] or problems.general(quoted)
-    elif log.failures.dead and log.who.engine:
-        sentence = "the engine died, and the log does not show why"
-        answer = Answer(sentence, "")
-        if death is not None:
-            # This may be an orderly shutdown: if the log lacks its beginning, it has only this line of the API server.
-            echo = b"EngineDeadError" in death.body or b"output_handler failed" in death.body
-            shown = f"{sentence}: {death.evidence.text[:160]}"
-            answer = Answer(shown, "", "unknown", (death.evidence,), note=echo)
-        known = problems.general(death) if death is not None else None
-    else:
-        return None
-    record = known[0] if isinstance(known, list) else known
-    if record is None:
-        return answer
-    log.add(record, answer, None)
-    return None
+        known = next((each for each in problems.at(quoted) if each.concerns(log)), None) or problems.general(quoted)
+        return known, Answer(sentence, "", sure=False, evidence=(quoted,))
+    sentence = "the engine died, and the log does not show why"
+    if not log.failures.dead or not log.who.engine:
+        return None, None
+    if death is None:
+        return None, Answer(sentence, "")
+    # This may be an orderly shutdown: if the log lacks its beginning, it has only this line of the API server.
+    echo = b"EngineDeadError" in death.body or b"output_handler failed" in death.body
+    sentence = f"{sentence}: {death.evidence.text[:160]}"
+    return problems.general(death), Answer(sentence, "", sure=False, evidence=(death,), note=echo)
 
 
 def _sentence(log: Diagnosis, line: LogLine) -> str:
@@ -122,7 +157,7 @@ def _what(log: Diagnosis, line: LogLine) -> str:
     return ", ".join(parts)
 
 
-def _evidence(log: Diagnosis, first: LogLine) -> tuple[object, ...]:
+def _evidence(log: Diagnosis, first: LogLine) -> tuple[LogLine, ...]:
     """Return the error, then the last line of each process."""
-    last = [line.evidence for line in log.failures.last.values() if line is not first]
-    return (first.evidence, *last[:4])
+    last = [line for line in log.failures.last.values() if line is not first]
+    return (first, *last[:4])
