@@ -1,8 +1,8 @@
 """`make quick` (pytest --quick): a test is left out where it, or a program that it starts, imports torch.
 
 vLLM and LMCache import torch before anything else: so this leaves out all tests that take one of them, and needs no
-list of tests. An audit hook (PEP 578) sees the import. In pytest's own process the test is skipped; a program that it
-starts ends there (without_torch/sitecustomize.py), and the test is skipped for that.
+list of tests. An audit hook (PEP 578) sees the import. If pytest's own process imports torch, the test is skipped. A
+program that the test starts ends at the import (without_torch/sitecustomize.py), and then the test is skipped too.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 WHY = "imports torch, vLLM or LMCache"
-#: Not even collected: they install kvfix, start engines or other programs, look into them, build a release with a patch
-#: or the documentation, or read all of vLLM, all releases or a log without end.
+#: Not even collected: they install kvfix, start engines or other programs, look into them, or build the documentation
+#: or a patched release. Others read all of vLLM, all releases or an endless log.
 LEFT_OUT = (
     "docs", "dump", "engine", "look", "release", "upstream", "commands/test_mcp.py", "diagnose/test_memory.py",
     "doctor/test_good.py", "doctor/test_releases.py", "engine_state/test_look.py", "runtime/test_releases.py",
@@ -69,7 +69,7 @@ def skip_if_wanted() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Iterator[None]:
-    """For a test that starts programs by itself, and fails since one has ended."""
+    """For a test that starts programs by itself, and fails because one of them ended where it imports torch."""
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Memory on an endless log: it stops to grow, for any kind of lines."""
+"""The memory for an endless log stops growing, for any kind of lines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvfix_tools.diagnose.diagnosis import FINDINGS
 from kvfix_tools.diagnose.findings import lookups
 from tests.bench.engine_logs import FIXTURES, lives
 
-#: What is not kept of a log: code.
+#: Code, which is never a part of a log: `kept` does not count it.
 CODE = (types.ModuleType, types.FunctionType, types.MethodType, type)
 
 
@@ -72,5 +72,5 @@ def test_crashes_without_end() -> None:
             log.take(line)
     assert FINDINGS <= len(log._found) < FINDINGS + 10
     assert sum(found.count for found in log.findings if found.rule.code == "KVD101") == log.counts["fatal"]
-    # These requests' violations are no separate finding either, after any number of crashes.
+    # The violations of these requests are no findings of their own, after any number of crashes.
     assert {found.rule.code for found in log.findings} == {"KVD101"}

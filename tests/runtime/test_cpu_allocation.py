@@ -61,7 +61,7 @@ def test_allocate(name, fixes, memory, more, answer, fork_server: ForkServer, re
 
 
 def loads(every: float) -> list[list[Any]]:
-    """Chunks that get memory, and seconds that the load waits: of two loads, with a minute between them.
+    """Return the chunks that get memory and the seconds of waiting, for each of two loads with a minute between them.
 
     every: seconds after which the allocator has memory for another chunk; 0: it has memory for 20 chunks at once.
     """

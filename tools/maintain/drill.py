@@ -33,8 +33,8 @@ CONNECTORS = (
 )  # fmt: skip
 #: The lab's rule for an error in the code of a fix: always worse.
 FAULT = "LAB007"
-#: Rules by the effect of a violation, the worst effect first (fixes/record.py). In a run with the fixes, any other rule
-#: counts as wrong output. In a run as released, it counts as lost hits.
+#: Rules by the effect of a violation, the worst effect first (fixes/record.py). A rule that is not listed here counts
+#: as wrong output in a run with the fixes, and as lost hits as released.
 EFFECTS = (
     ("KVR008", "KVR014", "KVR017", "KVR018", "KVR020", "KVR021", "KVR022", "KVR026", "KVR027", "LAB001", "LAB008"),
     ("KVR011",),  # a crash
@@ -53,7 +53,7 @@ def effect(rule: str, unknown: int) -> int:
 
 
 def worse(released: set[str], fixed: set[str]) -> list[str]:
-    """Return the rules that only the run with the fixes violates, if they are worse than every effect as released."""
+    """Return the rules that only the run with the fixes violates, if their effect is worse than every effect as released."""
     worst = min((effect(rule, len(EFFECTS)) for rule in released), default=len(EFFECTS) + 1)
     return sorted(rule for rule in fixed - released if rule == FAULT or effect(rule, 0) < worst)
 
@@ -87,8 +87,8 @@ def scenarios(connector: str) -> dict[str, Any]:
 def fuzzed(connector: str, steps: int) -> dict[str, Any]:
     """Play seeds as released and with the fixes. Return the seeds that are worse with the fixes.
 
-    A run ends at its first violation, so with the fixes it goes on for longer. A rule counts only in two cases. No run
-    as released violates it, or it is wrong output in a seed that is right as released.
+    A run ends at its first violation, so with the fixes it goes on for longer. A rule counts only if no run as released
+    violates it, or if it is wrong output in a seed that is right as released.
     """
     from kvfix_tools.lab.fuzz import fuzz_run
 

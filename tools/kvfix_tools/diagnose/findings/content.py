@@ -25,7 +25,7 @@ class _TakenForDone(list["LogLine"]):
 def failed_load_taken_for_done(log: Diagnosis, line: LogLine | None) -> Answer | None:
     unsure = log.state(_TakenForDone)
     sentence = "the load of this request failed, but was reported as done"
-    if line is None:  # if vLLM logs a failed load, this release reports failed loads
+    if line is None:  # if vLLM logs a failed load, LMCache has reported it as failed
         if not unsure or log.counts["kv_failing"] or log.counts["kv_recovered"]:
             return None
         unsure_sentence = f"{sentence} (if LMCache is older than 0.5.5)"
