@@ -53,7 +53,7 @@ def effect(rule: str, unknown: int) -> int:
 
 
 def worse(released: set[str], fixed: set[str]) -> list[str]:
-    """Return the rules that only the run with the fixes violates, if their effect is worse than every effect as released."""
+    """Return the rules that only the run with the fixes violates, if they are worse than all rules as released."""
     worst = min((effect(rule, len(EFFECTS)) for rule in released), default=len(EFFECTS) + 1)
     return sorted(rule for rule in fixed - released if rule == FAULT or effect(rule, 0) < worst)
 
