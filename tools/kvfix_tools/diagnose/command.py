@@ -23,7 +23,7 @@ from kvfix_tools.diagnose import (
 )
 from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.timeline import Timeline
+from kvfix_tools.diagnose.report_html import Timeline
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.log_finding import LogFinding

@@ -15,14 +15,12 @@ from kvfix_tools import redact
 from kvfix_tools.diagnose import findings, ledger_events, problems, statements
 from kvfix_tools.diagnose.failures import Failures
 from kvfix_tools.diagnose.grammar import MESSAGES, RELEASE_IN
+from kvfix_tools.diagnose.ledger_events import HISTORY, REQUESTS, VIOLATED, RecorderLines, Requests
 from kvfix_tools.diagnose.line_scanner import Scanner
 from kvfix_tools.diagnose.log_finding import LogFinding, in_order
-from kvfix_tools.diagnose.recorder_lines import RecorderLines
-from kvfix_tools.diagnose.releases import Releases
-from kvfix_tools.diagnose.requests_seen import HISTORY, REQUESTS, VIOLATED, Requests
+from kvfix_tools.diagnose.releases import Releases, WhoRan
 from kvfix_tools.diagnose.texts import WHO, with_meaning
 from kvfix_tools.diagnose.tracebacks import Raised as RaisedInLog
-from kvfix_tools.diagnose.who_ran import WhoRan
 from kvfix_tools.ledger import RULES
 
 if TYPE_CHECKING:
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
     from kvfix.ledger.events import Event
     from kvfix_tools.diagnose.findings import Answer
     from kvfix_tools.diagnose.log_line import Evidence, LogLine
-    from kvfix_tools.diagnose.timeline import Timeline
+    from kvfix_tools.diagnose.report_html import Timeline
 
 State = TypeVar("State")
 #: Maximum number of lines to keep for --request.
@@ -137,13 +135,10 @@ class Diagnosis:
         elif name in _DEATHS:
             self.releases.failed(line.fields.get("place", ""), line.fields.get("frames", ()), line.file)
         make = ledger_events.MAKERS.get(name)
-        if make is None:
-            self._look(line)
-            return
-        violated = [each for event in make(self.ledger, line.fields) for each in self._feed(event, line)]
+        events = make(self.ledger, line.fields) if make is not None else ()
+        violated = [each for event in events for each in self._feed(event, line)]
         self._look(line)
-        if violated:
-            self._judge(violated, line)
+        self._judge(violated, line)
 
     def take_event(self, event: Event, line: LogLine) -> None:
         """Take an event that kvfix recorded in the engine. Treat an exception that left a hook as a line of a log."""
@@ -236,14 +231,8 @@ class Diagnosis:
         known.places.append((line.file, line.number))
         if self.timeline is not None:
             self.timeline.event(event, self._time if line.time is None else line.time)
-        if not judged:
-            return judged
-        violated = []
-        for each in judged:
-            if each.verdict == "unknown":
-                self.unknowns[each.code] += 1
-            else:
-                violated.append(each)
+        self.unknowns.update(each.code for each in judged if each.verdict == "unknown")
+        violated = [each for each in judged if each.verdict != "unknown"]
         known.violated += violated[: VIOLATED - len(known.violated)]
         return violated
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import count
 
 from msgspec.structs import replace
 
-from kvfix_tools.diagnose import bare_lines, grammar, log_formats, texts
-from kvfix_tools.diagnose.bare_lines import Headless
+from kvfix_tools.diagnose import checks, grammar, log_formats, texts
 from kvfix_tools.diagnose.grammar import FRAME
 from kvfix_tools.diagnose.log_line import Fields, LogLine
-from kvfix_tools.diagnose.stacks import Stack, Stacks
-from kvfix_tools.diagnose.texts import LEVEL, LONGEST_BODY, STAMP, Framed, Other
-from kvfix_tools.diagnose.tracebacks import Part, Raised, Tracebacks
+from kvfix_tools.diagnose.texts import LEVEL, LONGEST_BODY, STAMP, Framed, Headless, Other
+from kvfix_tools.diagnose.tracebacks import Part, Raised, Stack, Stacks, Tracebacks, by_name
 
 #: A log of an engine has a line of vLLM's or LMCache's logger within these first bytes.
 _OWN = 1 << 20
@@ -24,6 +23,10 @@ LONGEST_LINE = 1 << 16
 _DEBUG = FRAME + b"DEBUG:"
 #: Maximum bytes before LMCache's frame: a process, a colour, the time.
 _HEAD = STAMP + 24
+#: Maximum number of other lines in an input of pasted messages.
+_FEW = 5
+#: A heading of a page, or a comment of a file with settings.
+_HEADING = re.compile(rb"\s*#{1,6} \S")
 
 
 class Scanner:
@@ -70,7 +73,7 @@ class Scanner:
                 if (
                     framed is None
                     or (traces and framed.name == "logged")
-                    or (place > _HEAD and not self._is_prefix(line[:place]))
+                    or (place > _HEAD and (traces or stacks.open or not _is_prefix(log_formats.shape(line[:place]))))
                 ):
                     yield from self._read(line[:LONGEST_LINE], number)
                 elif framed.name:
@@ -91,7 +94,7 @@ class Scanner:
         """Decide which lines without a prefix count. A later block of a stream may change the decision."""
         now = Headless.ALL
         if not self.is_own:
-            now = Headless.WHOLE if bare_lines.are_few_others(lines) else Headless.NONE
+            now = Headless.WHOLE if _are_few_others(lines) else Headless.NONE
         if self._headless is None or (now is not Headless.WHOLE and self._headless is not Headless.ALL):
             self._headless = now
 
@@ -105,10 +108,6 @@ class Scanner:
         stack = self._stacks.end()
         if stack is not None:
             yield self._stack(stack, self._number)
-
-    def _is_prefix(self, text: bytes) -> bool:
-        """Return True if the text before LMCache's frame is a container's prefix, not the end of another line."""
-        return not (self._tracebacks.open or self._stacks.open) and _is_prefix(log_formats.shape(text))
 
     def _read(self, text: bytes, number: int) -> Iterator[LogLine]:
         """Yield all messages of a line. Two lines may be glued together."""
@@ -171,8 +170,24 @@ class Scanner:
         return LogLine("stack", fields, None, stack.process, self._file, number, where[: texts.LONGEST_BODY])
 
 
+def _are_few_others(lines: list[bytes]) -> bool:
+    """Return True if at most _FEW lines of an input are neither log lines, nor traceback lines, nor messages."""
+    others, in_traceback = 0, False
+    for line in lines:
+        if _HEADING.match(line):
+            return False
+        part = Part(log_formats.without_prefix(line))
+        in_traceback = part.sure or (in_traceback and part.indented)
+        is_message = by_name(part.text, anywhere=False) or checks.whole_statement(part.text)
+        others += bool(part.text and not in_traceback and not is_message)
+        if others > _FEW:
+            return False
+    return True
+
+
 @lru_cache(maxsize=1024)
 def _is_prefix(shape: bytes) -> bool:
+    """Return True if the text before LMCache's frame is a container's prefix, not the end of another line."""
     if len(log_formats.without_prefix(shape)) > _HEAD:
         return False
     other = Other(shape)

@@ -133,14 +133,11 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def gives_way(self, records: list[Problem], line: LogLine) -> bool:
         """Return True if another record of the line is more specific, or explains the error that the line quotes."""
-        return (self.quotes and any(not each.quotes for each in records)) or any(
-            self.yields_to(each, line) for each in records
-        )
-
-    def yields_to(self, other: Problem, line: LogLine) -> bool:
-        """Return True if the other record describes this line more specifically."""
-        own, theirs = ([each for each in one.shows if fits(each, line) is not None] for one in (self, other))
-        return bool(own) and any(all(implied(each, by) and not implied(by, each) for each in own) for by in theirs)
+        if self.quotes and any(not each.quotes for each in records):
+            return True
+        own = [each for each in self.shows if fits(each, line) is not None]
+        others = [each for record in records for each in record.shows if fits(each, line) is not None]
+        return bool(own) and any(all(implied(each, by) and not implied(by, each) for each in own) for by in others)
 
     def concerns(self, log: Diagnosis, nearly: bool = True) -> bool:
         """Return True if the connector and releases that the log names may have this problem.

@@ -1,7 +1,7 @@
-"""The releases of a log, by their names in the log, or by line numbers and files.
+"""What ran: the connectors, roles and settings that a log names, and the releases.
 
-The line numbers are those of LMCache's statements, and of the line at which vLLM's EngineCore dies. The files are those
-of tracebacks.
+Releases are known by their names in the log, or by line numbers and files. The line numbers are those of LMCache's
+statements, and of the line at which vLLM's EngineCore dies. The files are those of tracebacks.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from kvfix_tools.diagnose.log_line import statement_place
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from kvfix_tools.diagnose.log_line import LogLine
 
 #: The first vLLM with KV connectors.
 _FIRST = Version("0.6")
@@ -116,15 +118,18 @@ class Releases:
         It is the last release that the file (default: the one being read) names. Otherwise it is the only release that
         other files name, or the only one that matches the line numbers.
         """
-        file = self.file if file is None else file
-        own = self._named.get((dist, file))
+        possible = self._possible(dist, file)
+        return possible[0] if len(possible) == 1 else None
+
+    def _possible(self, dist: str, file: str | None) -> list[str]:
+        """Return the releases that the file may be of; empty if the log names several, or if nothing is known."""
+        own = self._named.get((dist, self.file if file is None else file))
         if own:
-            return next(reversed(own))
+            return [next(reversed(own))]
         others = self.named(dist)
         if others:
-            return others[0] if len(others) == 1 else None
-        by_lines = self.candidates if dist == "lmcache" else self.placed(file)
-        return by_lines[0] if len(by_lines) == 1 else None
+            return others if len(others) == 1 else []
+        return self.candidates if dist == "lmcache" else self.placed(file)
 
     @property
     def too_old(self) -> str:
@@ -139,13 +144,7 @@ class Releases:
 
     def within(self, dist: str, specifier: str, file: str | None = None, ran: str | None = None) -> bool | None:
         """Return True if `ran`, or else the file's release, matches; None if unknown. file: default as in `one`."""
-        release = ran or self.one(dist, file)
-        if release is not None:
-            return _within(release, specifier)
-        if self.named(dist):
-            return None
-        by_lines = self.candidates if dist == "lmcache" else self.placed(file)
-        inside = {_within(each, specifier) for each in by_lines}
+        inside = {_within(each, specifier) for each in ([ran] if ran else self._possible(dist, file))}
         return inside.pop() if len(inside) == 1 else None
 
 
@@ -191,3 +190,85 @@ def _of_file(path: str) -> frozenset[str]:
             allowed = SpecifierSet(FILES[place])
             return frozenset(release for release in known() if release in allowed)
     return frozenset()
+
+
+#: (text in a line or in a path of a traceback, its connector)
+_MARKS = (
+    (b"lmcache_mp_connector", "LMCacheMPConnector"),
+    (b"vllm_multi_process_adapter", "LMCacheMPConnector"),
+    (b"LMCache MP worker", "LMCacheMPConnector"),
+    (b"vllm_v1_adapter", "LMCacheConnectorV1"),
+    (b"lmcache_connector.py", "LMCacheConnectorV1"),
+    (b"nixl_connector.py", "NixlConnector"),
+    (b"kv_connector/v1/nixl", "NixlConnector"),
+    (b"mooncake_store", "MooncakeStoreConnector"),
+    (b"mooncake_connector", "MooncakeConnector"),
+    (b"kv_connector/v1/mooncake/store", "MooncakeStoreConnector"),
+    (b"kv_connector/v1/mooncake", "MooncakeConnector"),
+    (b"p2p_nccl_connector", "P2pNcclConnector"),
+    (b"offloading_connector", "OffloadingConnector"),
+    (b"kv_connector/v1/offloading", "OffloadingConnector"),
+    (b"v1/kv_offload", "OffloadingConnector"),
+    (b"simple_kv_offload", "SimpleCPUOffloadConnector"),
+    (b"simple_cpu_offload", "SimpleCPUOffloadConnector"),
+    (b"multi_connector", "MultiConnector"),
+    (b"moriio", "MoRIIOConnector"),
+    (b"dynamo_llm::block_manager", "DynamoConnector"),
+    (b"kvbm/vllm_integration", "DynamoConnector"),
+)
+_NAMED = re.compile(rb"kv_connector['\"]?\s*[=:]\s*['\"]?(\w+)|connector with name: (\w+)")
+_ROLE = re.compile(rb"kv_role['\"]?\s*[=:]\s*['\"]?(kv_\w+)")
+
+
+class WhoRan:
+    def __init__(self) -> None:
+        #: Names of vLLM's connector classes, e.g. "LMCacheConnectorV1".
+        self.connectors: set[str] = set()
+        self.roles: set[str] = set()
+        #: True if a line is from vLLM, LMCache or their code.
+        self.engine = False
+        #: vLLM's line of its non-default arguments, cut to 4 kB; "" if the log has none.
+        self.settings = ""
+
+    @property
+    def lmcache(self) -> bool:
+        """True if LMCache may have run, judged by the connectors in the log."""
+        return not self.connectors or any(name.startswith(("LMCache", "Multi")) for name in self.connectors)
+
+    def take(self, line: LogLine) -> None:
+        body = line.body
+        self.engine = self.engine or _is_of_engine(line)
+        if body.find(b"onnector") >= 0:
+            self.connectors |= _named(body)
+            self.roles |= {role.decode() for role in _ROLE.findall(body)}
+        if line.name == "settings":
+            self.settings = self.settings or body[:4096].decode("utf-8", "replace")
+            if b"'kv_offloading_size'" in body:
+                lmcache = b"'kv_offloading_backend': 'lmcache'" in body
+                self.connectors.add("LMCacheConnectorV1" if lmcache else "OffloadingConnector")
+        if line.name == "raised":
+            self.connectors |= _marked(" ".join(frame[0] for frame in line.fields["frames"]).encode())
+        elif not self.connectors:
+            self.connectors |= _marked(body)
+        if line.name == "logged":  # `[nixl_connector.py:815] `
+            self.connectors |= _marked(line.fields["place"].encode())
+
+
+def _is_of_engine(line: LogLine) -> bool:
+    if line.process or line.time is not None or line.fields.get("logger"):
+        return True
+    if line.name == "raised":
+        return any(f"/{of}/" in f"/{frame[0]}" for frame in line.fields["frames"] for of in ("vllm", "lmcache"))
+    return line.name not in ("logged", "died", "stack", "who")
+
+
+@lru_cache(maxsize=256)
+def _named(text: bytes) -> frozenset[str]:
+    """Return the names of connectors in a text, without suffixes as in LMCacheConnectorV1Dynamic."""
+    names = (str(either[0] or either[1], "ascii", "replace") for either in _NAMED.findall(text))
+    return frozenset("LMCacheConnectorV1" if name.startswith("LMCacheConnectorV1") else name for name in names)
+
+
+@lru_cache(maxsize=256)
+def _marked(text: bytes) -> frozenset[str]:
+    return frozenset(name for mark, name in _MARKS if mark in text)

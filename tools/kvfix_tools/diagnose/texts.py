@@ -6,13 +6,13 @@ The result does not depend on other lines, so it can be cached.
 from __future__ import annotations
 
 import calendar
+import enum
 import re
 from functools import cached_property, lru_cache
 
 import msgspec
 
-from kvfix_tools.diagnose import bare_lines, grammar, log_formats
-from kvfix_tools.diagnose.bare_lines import Headless
+from kvfix_tools.diagnose import checks, grammar, log_formats
 from kvfix_tools.diagnose.grammar import FRAME
 from kvfix_tools.diagnose.log_line import ANSI, Fields, without_colours, without_tokens
 from kvfix_tools.diagnose.tracebacks import Part, Raised, by_name
@@ -84,6 +84,18 @@ for _message in grammar.MESSAGES:
 
 #: Kinds of lines that no logger of vLLM or LMCache writes: of uvicorn, of lists of packages, of kvfix.
 _NO_STATEMENTS = ("up", "answered_500", "recorded", *grammar.RELEASE_IN)
+
+
+class Headless(enum.IntEnum):
+    """The lines without a logger's prefix that count: none, only whole messages, or all lines of a log.
+
+    Such a line counts only in a log, or in an input with few other lines. In a manifest, in documentation or in the log
+    of another program, the same words are not a message of an engine.
+    """
+
+    NONE = 1
+    WHOLE = 2
+    ALL = 3
 
 
 def is_own(text: bytes) -> bool:
@@ -206,13 +218,13 @@ class Other:
             native = _OTHER.search(self._text[:_LEVELLED])
             logger = "vllm" if head else "" if native is None or native["level"] else NATIVE
             return "logged", {"level": self.level, "logger": logger, "place": self.place}
-        if whole and bare_lines.kind(body) == "logged":
+        if whole and checks.whole_statement(body) == "logged":
             return "logged", {"level": "error", "logger": "bare", "place": ""}
         return None
 
     def _is_whole(self, message: grammar.Message) -> bool:
         """Return True if the line is exactly this message, or a message that no logger writes."""
-        return message.name in _NO_STATEMENTS or bare_lines.kind(self.body) == message.name
+        return message.name in _NO_STATEMENTS or checks.whole_statement(self.body) == message.name
 
     @cached_property
     def is_alone(self) -> bool:
