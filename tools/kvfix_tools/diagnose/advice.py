@@ -123,12 +123,12 @@ def _is_behind(log: Diagnosis, found: LogFinding, part: str) -> bool:
 
 def _release_of(log: Diagnosis, found: LogFinding) -> list[Advice]:
     """Return upgrades to the releases that a record names, if the log's releases are older."""
-    made = []
-    for dist, release in found.rule.fixed.items():
-        if _within(log, found, dist, f">={release}") is not True:
-            name = NAMES.get(dist, dist)
-            made.append(Advice("release", f"{name} {release}", f"upgrade to {name} {release}"))
-    return made
+    behind = [
+        f"{NAMES.get(dist, dist)} {release}"
+        for dist, release in found.rule.fixed.items()
+        if _within(log, found, dist, f">={release}") is not True
+    ]
+    return [Advice("release", name, f"upgrade to {name}") for name in behind]
 
 
 def _releases(log: Diagnosis, found: LogFinding, concerned: list[Fix]) -> list[Advice]:

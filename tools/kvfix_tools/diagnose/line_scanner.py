@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from functools import lru_cache
 from itertools import count
 
-from msgspec.structs import replace
-
 from kvfix_tools.diagnose import checks, grammar, log_formats, texts
 from kvfix_tools.diagnose.grammar import FRAME
 from kvfix_tools.diagnose.log_line import Fields, LogLine
@@ -80,12 +78,7 @@ class Scanner:
                     yield _log_line(framed, line, place, file, number)
             elif looked_at or traces or stacks.open or grammar.in_line(line):
                 other, stamp = parsed(line[:LONGEST_LINE], headless)
-                if stacks.open or not other.is_alone or other.process in traces:
-                    yield from self._unframed(other, number, line, stamp)
-                elif other.found is not None:
-                    name, fields = other.found
-                    time = texts.clock(line, self._year, stamp)
-                    yield LogLine(name, fields, time, other.process, file, number, other.evidence)
+                yield from self._unframed(other, number, line, stamp)
             if place >= STAMP and not self._year.isdigit():
                 self._year = line[place - STAMP :][:4]
         self._number += block.count(b"\n")
@@ -104,7 +97,7 @@ class Scanner:
             last, place, number, body = self._placed
             if process != last:
                 place, number, body = "", self._number, b""
-            yield self._raised(raised, "", process, number, body, place)
+            yield self._raised(raised, "", process, number, body, place, None)
         stack = self._stacks.end()
         if stack is not None:
             yield self._stack(stack, self._number)
@@ -142,8 +135,8 @@ class Scanner:
         if inside:
             self._placed = (other.process, other.place, number, other.body)
         if raised is not None:
-            made = self._raised(raised, other.level, other.process, number, other.body, other.place)
-            found.append(replace(made, time=texts.clock(line, self._year, stamp)))
+            time = texts.clock(line, self._year, stamp)
+            found.append(self._raised(raised, other.level, other.process, number, other.body, other.place, time))
         if not inside and other.body.lstrip().startswith(b"assert "):
             self._source[other.process] = other.body.strip().decode("utf-8", "replace")
         if not inside and other.found is not None:
@@ -160,9 +153,11 @@ class Scanner:
         source = self._source.pop(process, "")
         return source if fields["type"] == "AssertionError" else str(fields["source"])
 
-    def _raised(self, raised: Raised, level: str, process: str, number: int, body: bytes, place: str = "") -> LogLine:
+    def _raised(
+        self, raised: Raised, level: str, process: str, number: int, body: bytes, place: str, time: float | None
+    ) -> LogLine:
         fields = {**texts.with_meaning(raised), "level": level, "place": place}
-        return LogLine("raised", fields, None, process, self._file, number, body[: texts.LONGEST_BODY])
+        return LogLine("raised", fields, time, process, self._file, number, body[: texts.LONGEST_BODY])
 
     def _stack(self, stack: Stack, number: int) -> LogLine:
         where = f"{stack.thread or 'a thread'} ({stack.state}) in {stack.frames[-1][2]}".encode()
@@ -191,7 +186,7 @@ def _is_prefix(shape: bytes) -> bool:
     if len(log_formats.without_prefix(shape)) > _HEAD:
         return False
     other = Other(shape)
-    return other.is_alone and other.found is None
+    return not (other.of_stack or other.part.sure or b"assert " in other.body or other.found is not None)
 
 
 def _log_line(framed: Framed, line: bytes, place: int, file: str, number: int) -> LogLine:

@@ -226,13 +226,6 @@ class Other:
         """Return True if the line is exactly this message, or a message that no logger writes."""
         return message.name in _NO_STATEMENTS or checks.whole_statement(self.body) == message.name
 
-    @cached_property
-    def is_alone(self) -> bool:
-        """True if the parse does not depend on earlier lines, while no traceback and no stack is open."""
-        if self.of_stack or self.part.sure or b"assert " in self.body:
-            return False
-        return self.found is None or self.found[0] != "raised"
-
 
 def parsed(line: bytes, headless: Headless) -> tuple[Other, bytes]:
     """Return the parse of a line, and the time in vLLM's prefix (`12-03 01:24:36`), or b"" if none was found there.

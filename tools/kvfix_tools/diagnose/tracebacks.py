@@ -295,39 +295,32 @@ class Stacks:
 
     def __init__(self) -> None:
         self._process = ""
-        self._thread: tuple[str, str] | None = None
+        #: (name, state) of the thread whose frames the next lines may be.
+        self.open: tuple[str, str] | None = None
         self._frames: list[Frame] = []
-        #: True if the next lines may be frames.
-        self.open = False
 
     def take(self, text: bytes) -> tuple[bool, Stack | None]:
         """Take a line. Return (True if it is part of a dump, the thread that ends before it or None)."""
         head = _THREAD.match(text) or _GDB_THREAD.match(text)
-        is_first = text.startswith(b"#0 ") and not self._is_native_at_start and _GDB_FRAME.match(text) is not None
+        native = self.open is not None and self.open[1] == NATIVE
+        is_first = text.startswith(b"#0 ") and (not native or self._frames) and _GDB_FRAME.match(text) is not None
         process = _STACK_PROCESS.match(text)
         if head is None and process is None and not is_first:
-            if self._thread is None:
-                return False, None
             return (True, None) if self._frame(text) else (False, self.end())
         ended = self.end()
         if process is not None:
             self._process = f"{_decoded(process['name']).split(' ')[0] or 'process'} pid={_decoded(process['pid'])}"
             return True, ended
         known = head.groupdict() if head is not None else {}
-        self._thread = _decoded(known.get("name") or b""), _decoded(known.get("state") or NATIVE.encode())
-        self.open = True
+        self.open = _decoded(known.get("name") or b""), _decoded(known.get("state") or NATIVE.encode())
         if is_first:
             self._frame(text)
         return True, ended
 
-    @property
-    def _is_native_at_start(self) -> bool:
-        return self._thread is not None and self._thread[1] == NATIVE and not self._frames
-
     def _frame(self, text: bytes) -> bool:
-        """Return True if the line is a frame, and keep it unless there are too many."""
-        native = self._thread is not None and self._thread[1] == NATIVE
-        frame = _GDB_FRAME.match(text) if native else _STACK_FRAME.match(text)
+        """Return True if the line is a frame of the thread, and keep it unless there are too many."""
+        form = _GDB_FRAME if self.open is not None and self.open[1] == NATIVE else _STACK_FRAME
+        frame = form.match(text) if self.open is not None else None
         if frame is None:
             return False
         if len(self._frames) < _STACK_FRAMES:
@@ -337,8 +330,6 @@ class Stacks:
 
     def end(self) -> Stack | None:
         """Return the thread whose frames were read, and reset."""
-        if self._thread is None:
-            return None
-        (name, state), frames = self._thread, self._frames[::-1]
-        self._thread, self._frames, self.open = None, [], False
-        return Stack(self._process, name, state, frames) if frames else None
+        thread, frames = self.open, self._frames[::-1]
+        self.open, self._frames = None, []
+        return Stack(self._process, *thread, frames) if thread is not None and frames else None
