@@ -220,14 +220,14 @@ class Diagnosis:
 
     def _is_repeated(self, line: LogLine) -> bool:
         """Return True if the answer equals the last one: vLLM asks about a waiting request in every step."""
-        known = self.requests.known(line.request)
+        known = self.requests[line.request]
         before, known.asked = known.asked, line.fields
         return before is line.fields or before == line.fields
 
     def _feed(self, event: Event, line: LogLine) -> list[Finding]:
         """Feed an event to the ledger. Return its violations, and count rules that could not be checked."""
         judged = self.ledger.feed(event)
-        known = self.requests.known(event.request)
+        known = self.requests[event.request]
         known.places.append((line.file, line.number))
         if self.timeline is not None:
             self.timeline.event(event, self._time if line.time is None else line.time)

@@ -39,32 +39,26 @@ class Request:
         self.violated: list[Finding] = []
 
 
-class Requests:
-    """The requests of one ledger. A forgotten request is removed from the ledger too."""
+class Requests(dict[str, Request]):
+    """The requests of one ledger, by id. A forgotten request is removed from the ledger too."""
 
     def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
         self._ledger = ledger
-        self._kept: dict[str, Request] = {}
         #: Number of requests that the log names.
         self.named = 0
 
-    def get(self, request: str) -> Request | None:
-        return self._kept.get(request)
-
-    def known(self, request: str) -> Request:
-        known = self._kept.get(request)
-        if known is None:
-            if len(self._kept) >= REQUESTS:
-                for oldest in list(islice(self._kept, REQUESTS // 4)):
-                    del self._kept[oldest]
-                    self._ledger.forget(oldest)
-            known = self._kept[request] = Request()
-            self.named += bool(request)
-        return known
+    def __missing__(self, request: str) -> Request:
+        if len(self) >= REQUESTS:
+            for oldest in list(islice(self, REQUESTS // 4)):
+                del self[oldest]
+                self._ledger.forget(oldest)
+        self.named += bool(request)
+        return self.setdefault(request, Request())
 
     def history(self, request: str) -> list[HistoryEvent]:
         """Return the request's events so far as text, each with its line."""
-        history, known = self._ledger.histories.get(request), self._kept.get(request)
+        history, known = self._ledger.histories.get(request), self.get(request)
         if not request or history is None or known is None:
             return []
         events, places = reversed(history.events), reversed(known.places)  # one may be longer than the other

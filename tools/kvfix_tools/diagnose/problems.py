@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 from ahocorasick_rs import BytesAhoCorasick
@@ -213,28 +214,24 @@ def of_ledger(violated: Finding) -> Problem:
     return Problem(code=rule.code, name=rule.name, title=title, effect="wrong", cause=cause, message=violated.message)
 
 
-class _Index(NamedTuple):
-    """The signs of all specific records, each with the number of its record in the catalogue.
-
-    search: finds in a line the longest part of each sign's text, or the sign's source if it has no text.
-    signs: the signs with this part.
-    others: {class of the exception, or "" for any line: signs without a part}
-    """
-
-    search: BytesAhoCorasick
-    signs: tuple[list[tuple[int, Sign]], ...]
-    others: dict[str, list[tuple[int, Sign]]]
+#: Signs, each with the number of its record in the catalogue.
+_Numbered = list[tuple[int, Sign]]
 
 
 @lru_cache(maxsize=1)
-def _index() -> _Index:
-    by_part: dict[bytes, list[tuple[int, Sign]]] = {}
-    others: dict[str, list[tuple[int, Sign]]] = {}
+def _index() -> tuple[BytesAhoCorasick, list[_Numbered], dict[str, _Numbered]]:
+    """Return (search, signs, others) of all specific records.
+
+    search: finds in a line the longest part of each sign's text, or the sign's source if it has no text.
+    signs: the signs with this part. others: {class of the exception, or "" for any line: signs without a part}
+    """
+    by_part: dict[bytes, _Numbered] = {}
+    others: dict[str, _Numbered] = {}
     for number, record in enumerate(catalogue()):
         for sign in () if record.general else record.shows:
             part = (longest(sign.text) or sign.source).encode()
             (by_part.setdefault(part, []) if part else others.setdefault(sign.kind, [])).append((number, sign))
-    return _Index(BytesAhoCorasick(list(by_part)), tuple(by_part.values()), others)
+    return BytesAhoCorasick(list(by_part)), list(by_part.values()), others
 
 
 def at(line: LogLine) -> tuple[Problem, ...]:
@@ -249,11 +246,11 @@ def at(line: LogLine) -> tuple[Problem, ...]:
 def _at(
     name: str, body: bytes, kind: str, text: str, source: str, frames: tuple[Frame, ...], fault: bool
 ) -> tuple[Problem, ...]:
-    index = _index()
+    search, by_part, others = _index()
     searched = f"{text}\n{source}".encode() if name == "raised" else body
-    parts = {number for number, _, _ in index.search.find_matches_as_indexes(searched, overlapping=True)}
-    signs = [each for part in parts for each in index.signs[part]]
-    signs += [each for of in {"", kind} for each in index.others.get(of, ())]
+    parts = {number for number, _, _ in search.find_matches_as_indexes(searched, overlapping=True)}
+    signs = [each for part in parts for each in by_part[part]]
+    signs += [each for of in {"", kind} for each in others.get(of, ())]
     fields = {"type": kind, "text": text, "source": source, "frames": frames, "fault": fault}
     line = LogLine(name, fields, None, "", "", 0, body)
     fitting = {number for number, sign in signs if fits(sign, line) is not None}
@@ -262,12 +259,9 @@ def _at(
 
 def general(line: LogLine) -> Problem | None:
     """Return the general record that fits this line, with the longest sign if several fit."""
-    best, length = None, -1
-    for each in (record for record in catalogue() if record.general):
-        text = max((len(longest(sign.text)) for sign in each.shows if fits(sign, line) is not None), default=-1)
-        if text > length:
-            best, length = each, text
-    return best
+    every = ((record, sign) for record in catalogue() if record.general for sign in record.shows)
+    fitting = [(len(longest(sign.text)), record) for record, sign in every if fits(sign, line) is not None]
+    return max(fitting, key=itemgetter(0), default=(0, None))[1]
 
 
 def quoted(record: Problem, log: Diagnosis, line: LogLine) -> Problem | None:

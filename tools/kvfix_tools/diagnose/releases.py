@@ -192,30 +192,20 @@ def _of_file(path: str) -> frozenset[str]:
     return frozenset()
 
 
-#: (text in a line or in a path of a traceback, its connector)
-_MARKS = (
-    (b"lmcache_mp_connector", "LMCacheMPConnector"),
-    (b"vllm_multi_process_adapter", "LMCacheMPConnector"),
-    (b"LMCache MP worker", "LMCacheMPConnector"),
-    (b"vllm_v1_adapter", "LMCacheConnectorV1"),
-    (b"lmcache_connector.py", "LMCacheConnectorV1"),
-    (b"nixl_connector.py", "NixlConnector"),
-    (b"kv_connector/v1/nixl", "NixlConnector"),
-    (b"mooncake_store", "MooncakeStoreConnector"),
-    (b"mooncake_connector", "MooncakeConnector"),
-    (b"kv_connector/v1/mooncake/store", "MooncakeStoreConnector"),
-    (b"kv_connector/v1/mooncake", "MooncakeConnector"),
-    (b"p2p_nccl_connector", "P2pNcclConnector"),
-    (b"offloading_connector", "OffloadingConnector"),
-    (b"kv_connector/v1/offloading", "OffloadingConnector"),
-    (b"v1/kv_offload", "OffloadingConnector"),
-    (b"simple_kv_offload", "SimpleCPUOffloadConnector"),
-    (b"simple_cpu_offload", "SimpleCPUOffloadConnector"),
-    (b"multi_connector", "MultiConnector"),
-    (b"moriio", "MoRIIOConnector"),
-    (b"dynamo_llm::block_manager", "DynamoConnector"),
-    (b"kvbm/vllm_integration", "DynamoConnector"),
-)
+#: {connector: texts in its lines or in paths of its tracebacks}
+_MARKS = {
+    "LMCacheMPConnector": (b"lmcache_mp_connector", b"vllm_multi_process_adapter", b"LMCache MP worker"),
+    "LMCacheConnectorV1": (b"vllm_v1_adapter", b"lmcache_connector.py"),
+    "NixlConnector": (b"nixl_connector.py", b"kv_connector/v1/nixl"),
+    "MooncakeStoreConnector": (b"mooncake_store", b"kv_connector/v1/mooncake/store"),
+    "MooncakeConnector": (b"mooncake_connector", b"kv_connector/v1/mooncake"),
+    "P2pNcclConnector": (b"p2p_nccl_connector",),
+    "OffloadingConnector": (b"offloading_connector", b"kv_connector/v1/offloading", b"v1/kv_offload"),
+    "SimpleCPUOffloadConnector": (b"simple_kv_offload", b"simple_cpu_offload"),
+    "MultiConnector": (b"multi_connector",),
+    "MoRIIOConnector": (b"moriio",),
+    "DynamoConnector": (b"dynamo_llm::block_manager", b"kvbm/vllm_integration"),
+}
 _NAMED = re.compile(rb"kv_connector['\"]?\s*[=:]\s*['\"]?(\w+)|connector with name: (\w+)")
 _ROLE = re.compile(rb"kv_role['\"]?\s*[=:]\s*['\"]?(kv_\w+)")
 
@@ -271,4 +261,4 @@ def _named(text: bytes) -> frozenset[str]:
 
 @lru_cache(maxsize=256)
 def _marked(text: bytes) -> frozenset[str]:
-    return frozenset(name for mark, name in _MARKS if mark in text)
+    return frozenset(name for name, marks in _MARKS.items() if any(mark in text for mark in marks))

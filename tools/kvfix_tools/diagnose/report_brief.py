@@ -14,7 +14,7 @@ from kvfix_tools.diagnose import advice
 from kvfix_tools.diagnose.findings import Severity
 from kvfix_tools.diagnose.log_finding import by_kind
 from kvfix_tools.diagnose.log_line import without_tokens
-from kvfix_tools.diagnose.report_text import nothing_found, read_words, versions
+from kvfix_tools.diagnose.report_text import named_versions, nothing_found, read_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -97,12 +97,8 @@ def _title(log: Diagnosis, found: LogFinding | None) -> str:
     who = process.partition(" ")[0] or "vLLM"
     what = _VALUES.split(safe(found.evidence[0].text if found.evidence else found.sentence))[0].rstrip(" :,(=")
     if found.severity is Severity.CRASH:
-        return ", ".join((f"{who} died: {what}", *_named(log)))
+        return ", ".join((f"{who} died: {what}", *named_versions(log)))
     return f"{found.rule.title.rstrip('.')}: {safe(found.sentence)}"
-
-
-def _named(log: Diagnosis) -> list[str]:
-    return [f"{name} {release}" for name, release in versions(log).items() if release]
 
 
 def _threads(log: Diagnosis, found: LogFinding) -> list[str]:
@@ -122,7 +118,7 @@ def safe(text: str) -> str:
 
 def _lines(log: Diagnosis, findings: list[LogFinding]) -> Iterator[str]:
     yield f"kvfix {kvfix.__version__} read a log: {read_words(log)}"
-    yield f"releases: {', '.join(_named(log)) or 'not named in the log'}"
+    yield f"releases: {', '.join(named_versions(log)) or 'not named in the log'}"
     if log.releases.too_old:
         yield f"note: {log.releases.too_old}"
     who = log.who

@@ -64,11 +64,6 @@ def parse(sign: str) -> tuple[Sign, ...]:
     return (raised, Sign("logged", text=text)) if raised == Sign("raised", text=text) else (raised,)
 
 
-def form_of(line: LogLine) -> str:
-    """Return the form of signs that this line can show."""
-    return "died" if line.name == "raised" and line.fields.get("fault") else line.name
-
-
 @lru_cache(maxsize=4096)
 def longest(text: str) -> str:
     """Return the longest part of a template between its values."""
@@ -93,7 +88,8 @@ def pattern(text: str) -> re.Pattern[str]:
 def fits(sign: Sign, line: LogLine) -> dict[str, Any] | None:
     """Return the values of the sign in this line; None if the line does not show the sign."""
     fields = line.fields
-    if sign.form != form_of(line) or (line.name == "died" and sign.within):
+    form = "died" if line.name == "raised" and fields.get("fault") else line.name
+    if sign.form != form or (line.name == "died" and sign.within):
         return None
     if line.name == "raised":
         text = fields["text"]
