@@ -83,7 +83,11 @@ def advice(log: Diagnosis, found: LogFinding) -> list[Advice]:
     else:
         workarounds = ((each, " ".join(each.section("Workaround").split())) for each in unfixable)
         made += [Advice("setting", each.code, f"{text} ({each.code} {each.slug})") for each, text in workarounds]
-    return made + _release_of(log, found)
+    for dist, release in found.rule.fixed.items():
+        if _within(log, found, dist, f">={release}") is not True:
+            name = f"{NAMES.get(dist, dist)} {release}"
+            made.append(Advice("release", name, f"upgrade to {name}"))
+    return made
 
 
 class Remedy(NamedTuple):
@@ -119,16 +123,6 @@ def _is_behind(log: Diagnosis, found: LogFinding, part: str) -> bool:
     named = _UPGRADE.match(part)
     alone = named is not None and not any(also in part for also in (", and ", ", with "))
     return named is not None and alone and _within(log, found, named["dist"].lower(), f">={named['release']}") is True
-
-
-def _release_of(log: Diagnosis, found: LogFinding) -> list[Advice]:
-    """Return upgrades to the releases that a record names, if the log's releases are older."""
-    behind = [
-        f"{NAMES.get(dist, dist)} {release}"
-        for dist, release in found.rule.fixed.items()
-        if _within(log, found, dist, f">={release}") is not True
-    ]
-    return [Advice("release", name, f"upgrade to {name}") for name in behind]
 
 
 def _releases(log: Diagnosis, found: LogFinding, concerned: list[Fix]) -> list[Advice]:

@@ -121,10 +121,13 @@ class Diagnosis:
             self.request_lines.append(line.evidence)
         if line.time is not None:
             self._time = line.time
-        if name == "asked" and self._is_repeated(line):  # nothing new to note
-            self.failures.take(line)
-            self._answers(line)
-            return
+        if name == "asked":
+            known = self.requests[line.request]
+            before, known.asked = known.asked, line.fields
+            if before is line.fields or before == line.fields:  # vLLM asks about a waiting request in every step
+                self.failures.take(line)
+                self._answers(line)
+                return
         if name == "recorded":
             self._recorders.take(self, line)
             return
@@ -147,7 +150,7 @@ class Diagnosis:
         violated = self._feed(event, line)
         if isinstance(event, Raised):
             kind, _, text = event.error.partition(": ")
-            fields = with_meaning(RaisedInLog(kind, text, [("", 0, event.where)], "", False))
+            fields = with_meaning(RaisedInLog(kind, text, [("", 0, event.where)]))
             raised = replace(line, name="raised", fields={**fields, "request": event.request, "level": ""})
             self.failures.take(raised)
             self._look(raised)
@@ -217,12 +220,6 @@ class Diagnosis:
                 self.releases.name(dist, str(line.fields.get(dist, "")), line.file)
         elif self.releases.place(line.name, line.body):
             self._unplaced.remove(line.name)
-
-    def _is_repeated(self, line: LogLine) -> bool:
-        """Return True if the answer equals the last one: vLLM asks about a waiting request in every step."""
-        known = self.requests[line.request]
-        before, known.asked = known.asked, line.fields
-        return before is line.fields or before == line.fields
 
     def _feed(self, event: Event, line: LogLine) -> list[Finding]:
         """Feed an event to the ledger. Return its violations, and count rules that could not be checked."""
@@ -294,7 +291,9 @@ class Diagnosis:
             return
         found = self._found[key] = LogFinding(rule, answer, redact.text(answer.sentence), request, line)
         found.ran = self.releases.running() if line is not None else {}
-        found.is_foreign = line is not None and _is_foreign(line)
+        found.is_foreign = line is not None and (
+            line.name == "died" or (line.name == "logged" and not line.fields["logger"])
+        )
         found.began = self._taken if line is not None else self._began(found)
         if found.first is None:
             found.first = found.last = self._time
@@ -316,11 +315,6 @@ class Diagnosis:
             if each is not found and each.file == file and each.evidence[0].line <= number
         ]
         return max(before, default=0.0) + 0.5
-
-
-def _is_foreign(line: LogLine) -> bool:
-    """Return True if any program may log this line. It is a finding only in a log of an engine."""
-    return line.name == "died" or (line.name == "logged" and not line.fields["logger"])
 
 
 def diagnosed(log: bytes, file: str = "log") -> Diagnosis:

@@ -9,7 +9,7 @@ from itertools import count
 
 from kvfix_tools.diagnose import checks, grammar, log_formats, texts
 from kvfix_tools.diagnose.grammar import FRAME
-from kvfix_tools.diagnose.log_line import Fields, LogLine
+from kvfix_tools.diagnose.log_line import LogLine
 from kvfix_tools.diagnose.texts import LEVEL, LONGEST_BODY, STAMP, Framed, Headless, Other
 from kvfix_tools.diagnose.tracebacks import Part, Raised, Stack, Stacks, Tracebacks, by_name
 
@@ -142,16 +142,12 @@ class Scanner:
         if not inside and other.found is not None:
             name, fields = other.found
             if name == "raised":
-                follows = fields["follows"] and self._tracebacks.follows(other.process)
-                fields = {**fields, "follows": follows, "source": self._asserted(fields, other.process)}
+                asserted = self._source.pop(other.process, "")  # the traceback of this exception is cut off
+                source = asserted if fields["type"] == "AssertionError" else fields["source"]
+                fields = {**fields, "source": source}
             time = texts.clock(line, self._year, stamp)
             found.append(LogLine(name, fields, time, other.process, self._file, number, other.evidence))
         return found
-
-    def _asserted(self, fields: Fields, process: str) -> str:
-        """Return the line of code before an AssertionError whose traceback is cut off."""
-        source = self._source.pop(process, "")
-        return source if fields["type"] == "AssertionError" else str(fields["source"])
 
     def _raised(
         self, raised: Raised, level: str, process: str, number: int, body: bytes, place: str, time: float | None

@@ -91,17 +91,13 @@ def read(log: Diagnosis, sources: list[Source], advance: Callable[[int], None] |
         log.is_own, log.debug = log.is_own or scanner.is_own, log.debug or scanner.debug
         yield from scanner.end()
 
-    for line in _by_time([lines(source) for source in sources]):
+    every = [lines(source) for source in sources]
+    # A single file keeps its order.
+    merged = every[0] if len(every) == 1 else map(itemgetter(1), heapq.merge(*map(_timed, every), key=itemgetter(0)))
+    for line in merged:
         log.take(line)
     log.is_complete = not unreadable
     return unreadable
-
-
-def _by_time(files: list[Iterator[LogLine]]) -> Iterator[LogLine]:
-    """Merge the lines of several files by time. A single file keeps its order."""
-    if len(files) == 1:
-        return files[0]
-    return map(itemgetter(1), heapq.merge(*map(_timed, files), key=itemgetter(0)))
 
 
 def _timed(lines: Iterator[LogLine]) -> Iterator[tuple[float, LogLine]]:

@@ -8,6 +8,7 @@ docs/knowledge.md describes the fields of a record and how to add one.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from functools import lru_cache
 from operator import itemgetter
 from pathlib import Path
@@ -128,7 +129,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         values = self.values(log, line)
         if values is None or not self.concerns(log, nearly):
             return None
-        sentence = self.sentence.format_map(_Values(values)) if self.sentence else _sentence_of(line)
+        sentence = self.sentence.format_map(defaultdict(lambda: "?", values)) if self.sentence else _sentence_of(line)
         verdict = "violated" if self.sure and not nearly else "unknown"
         return Answer(sentence, verdict=verdict, request=line.request)
 
@@ -151,10 +152,10 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             return False
         if any(log.releases.within(dist, f">={right}") is True for dist, right in self.fixed.items()):
             return False
-        releases = {
-            dist: _widened(broken) if nearly and dist == "vllm" else broken for dist, broken in self.releases.items()
-        }
-        return all(log.releases.within(dist, broken) is not False for dist, broken in releases.items())
+        return all(
+            log.releases.within(dist, _widened(broken) if nearly and dist == "vllm" else broken) is not False
+            for dist, broken in self.releases.items()
+        )
 
 
 def _widened(specifier: str) -> str:
@@ -164,11 +165,6 @@ def _widened(specifier: str) -> str:
         lambda found: f">{_BEFORE[found[1]]}" if found[1] in _BEFORE else found[0],
         specifier,
     )
-
-
-class _Values(dict[str, Any]):
-    def __missing__(self, name: str) -> str:
-        return "?"
 
 
 def _sentence_of(line: LogLine) -> str:

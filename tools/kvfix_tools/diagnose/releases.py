@@ -84,10 +84,7 @@ class Releases:
 
     def failed(self, place: str, frames: Iterable[tuple[str, int, str]], file: str) -> None:
         """Narrow the releases by an error. place: of vLLM's statement, `core.py:1332`. frames: of the traceback."""
-        for found in (
-            _of_statement(place) if place else frozenset(),
-            *(_of_file(frame[0]) for frame in frames),
-        ):
+        for found in (_of_statement(place), *(_of_file(frame[0]) for frame in frames)):
             if found:
                 self._placed[file] = self._placed.get(file, found) & found or self._placed[file]
 
@@ -164,22 +161,15 @@ def known() -> frozenset[str]:
     return frozenset(release for row in statements.known()["vllm"] for release in row.lines)
 
 
-@lru_cache(maxsize=1)
-def _deaths() -> dict[int, frozenset[str]]:
-    deaths: dict[int, set[str]] = {}
-    for row in statements.known()["vllm"]:
-        for release, lines in row.lines.items() if row.message == "fatal" else ():
-            # The lowest number is of EngineCoreProc's line. Ray's actor logs no failed start.
-            for line in (*lines, min(lines) - _BEFORE):
-                deaths.setdefault(line, set()).add(release)
-    return {line: frozenset(found) for line, found in deaths.items()}
-
-
 @lru_cache(maxsize=1024)
 def _of_statement(place: str) -> frozenset[str]:
     """Return the releases that log the death of EngineCore at this place (`core.py:1332`); empty for other places."""
     path, _, line = place.rpartition(":")
-    return _deaths().get(int(line), frozenset()) if path.rpartition("/")[2] == "core.py" else frozenset()
+    if path.rpartition("/")[2] != "core.py":
+        return frozenset()
+    places = (each for row in statements.known()["vllm"] if row.message == "fatal" for each in row.lines.items())
+    # The lowest number is of EngineCoreProc's line. Ray's actor logs no failed start.
+    return frozenset(release for release, lines in places if int(line) in (*lines, min(lines) - _BEFORE))
 
 
 @lru_cache(maxsize=4096)

@@ -261,17 +261,12 @@ def _fields(message: grammar.Message, match: re.Match[bytes]) -> Fields:
 
 def with_meaning(raised: Raised) -> Fields:
     """Return the fields of a line of the kind `raised`. meaning: kind of the exception's text in the grammar."""
-    name, fields = _meaning(raised.text)
-    return {**fields, **raised.fields, "meaning": name}
-
-
-def _meaning(text: str) -> tuple[str, Fields]:
-    line = text.encode()
+    line = raised.text.encode()
     for message in grammar.containing(line):
         match = message.pattern.search(line) if message.source == "raised" else None
         if match is not None:
-            return message.name, _fields(message, match)
-    return "", {}
+            return {**_fields(message, match), **raised.fields, "meaning": message.name}
+    return {**raised.fields, "meaning": ""}
 
 
 @lru_cache(maxsize=256)

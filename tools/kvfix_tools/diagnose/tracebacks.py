@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvfix_tools.diagnose.log_formats import shape
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvfix_tools.diagnose.log_line import Fields
 
 Frame = tuple[str, int, str]
@@ -57,23 +59,22 @@ _FRAMES, _SOURCE = 48, 400
 
 
 class Raised(NamedTuple):
-    """An exception with its frames, outermost first. kind: its class as logged. source: of the last frame.
+    """An exception with its frames, outermost first.
 
-    follows: True if it follows another exception in a chain. fault: True if the process died of a signal.
+    kind: its class as logged. source: of the last frame. fault: True if the process died of a signal.
     """
 
     kind: str
     text: str
-    frames: list[Frame]
-    source: str
-    follows: bool
+    frames: Sequence[Frame] = ()
+    source: str = ""
     fault: bool = False
 
     @property
     def fields(self) -> Fields:
         return {
             "type": self.kind.rpartition(".")[2], "class": self.kind, "text": self.text, "source": self.source,
-            "frames": self.frames, "follows": self.follows, "fault": self.fault,
+            "frames": self.frames, "fault": self.fault,
         }  # fmt: skip
 
 
@@ -90,15 +91,11 @@ class Part:
         fault = _FAULT.search(text) if b"Fatal Python error" in text or b"!!! Segfault" in text else None
         #: Text of a fatal error of Python, whose stack follows.
         self.fault = _decoded(fault["text"] or fault["native"]) if fault is not None else None
-        self.links = any(link in text for link in _LINKS)
+        links = any(link in text for link in _LINKS)
         #: True if it is certainly part of a traceback.
-        self.sure = self.frame is not None or self.begins or self.fault is not None or self.links
+        self.sure = self.frame is not None or self.begins or self.fault is not None or links
         self.in_group = text.lstrip()[:1] in b"|+"
         self.indented = text[:1].isspace()
-
-    @cached_property
-    def ungrouped(self) -> Part:
-        return Part(_GROUP.sub(b"", self.text))
 
     @cached_property
     def exception(self) -> tuple[str, str] | None:
@@ -121,7 +118,6 @@ class _Traceback:
         self.frames: deque[Frame] = deque(maxlen=_FRAMES)
         self.source = ""
         self.missed = 0
-        self.follows = False
         self.fault: str | None = None
         #: A launcher's prefix of its first line, with all digits replaced: `node01: `, `0: `, `[2026-11-21 01:41:27] `.
         self.prefix = b""
@@ -133,7 +129,6 @@ class Tracebacks:
     def __init__(self) -> None:
         #: {process: its traceback}, which the next lines may continue.
         self.open: dict[str, _Traceback] = {}
-        self._linked: set[str] = set()
         #: {process: (an open exception group, True if a member has come)}
         self._groups: dict[str, tuple[Raised, bool]] = {}
 
@@ -144,7 +139,7 @@ class Tracebacks:
             part = Part(part.text[len(known.prefix) :])
         in_group = part.in_group
         if known is not None and in_group:
-            part = part.ungrouped
+            part = Part(_GROUP.sub(b"", part.text))
         if not part.sure:
             return (False, None) if known is None else self._go_on(process, known, part)
         if part.frame is not None:
@@ -156,17 +151,7 @@ class Tracebacks:
             self._begin(process, in_group, part.text.partition(b"Traceback (")[0])
         elif part.fault is not None:
             self._begin(process).fault = part.fault
-        else:
-            if len(self._linked) >= _OPEN:
-                self._linked.clear()
-            self._linked.add(process)
         return True, None
-
-    def follows(self, process: str) -> bool:
-        """Return True if the process has logged that its next exception follows another one in a chain."""
-        linked = process in self._linked
-        self._linked.discard(process)
-        return linked
 
     def cut(self) -> list[tuple[str, Raised]]:
         """Return (process, its incomplete traceback) at the end of the input."""
@@ -179,7 +164,6 @@ class Tracebacks:
         if len(self.open) >= _OPEN:
             self.open.clear()
         trace = self.open[process] = _Traceback()
-        trace.follows = self.follows(process)
         trace.prefix = shape(before) if before.strip() and not in_group else b""
         if in_group and process in self._groups:
             group, _ = self._groups[process]
@@ -217,30 +201,27 @@ class Tracebacks:
 
 
 def by_name(body: bytes, anywhere: bool) -> Raised | None:
-    """Return an exception without a traceback. anywhere: also accept it after an unknown prefix.
-
-    `Tracebacks.follows` decides if it follows another exception.
-    """
+    """Return an exception without a traceback. anywhere: also accept it after an unknown prefix."""
     if b" [type=" in body or b"Value error, " in body:
         checked = _CHECKED.match(body) or _TYPED.match(body)
         if checked is not None:
             kind = "AssertionError" if body.lstrip().startswith(b"Assertion") else "ValueError"
-            return Raised(kind, _decoded(checked["text"]), [], "", False)
+            return Raised(kind, _decoded(checked["text"]))
     for kind, pattern in _BARE.items():
         bare = pattern.match(body)
         if bare is not None:
-            return Raised(kind, _decoded(bare[1]), [], "", False)
+            return Raised(kind, _decoded(bare[1]))
     found = _BY_NAME.search(body)
     if found is None or not (anywhere or found.start("type") == 0):
         return None
-    return Raised(_decoded(found["type"]), _decoded(found["text"] or b""), [], "", True)
+    return Raised(_decoded(found["type"]), _decoded(found["text"] or b""))
 
 
 def _raised(trace: _Traceback, kind: str, text: str) -> Raised:
     frames = list(trace.frames)
     if trace.fault is not None:  # faulthandler names the innermost frame first
-        return Raised("", trace.fault, frames[::-1], "", False, fault=True)
-    return Raised(kind, text, frames, trace.source, trace.follows)
+        return Raised("", trace.fault, frames[::-1], fault=True)
+    return Raised(kind, text, frames, trace.source)
 
 
 def _asserted(trace: _Traceback) -> str:
