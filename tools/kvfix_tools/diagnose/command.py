@@ -14,13 +14,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-from kvfix_tools.diagnose import (
-    log_files,
-    report_brief,
-    report_html,
-    report_json,
-    report_text,
-)
+from kvfix_tools.diagnose import log_files, report_brief, report_html, report_json, report_text
 from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.findings import Severity
 from kvfix_tools.diagnose.report_html import Timeline

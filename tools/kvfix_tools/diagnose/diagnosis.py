@@ -39,10 +39,7 @@ FINDINGS = 1000
 #: The rule of the ledger that every traceback violates. Other findings report the traceback.
 _EXCEPTION = "exception-left-hook"
 #: (rule of the ledger, the DEBUG line that it needs, what this line shows)
-_HIDDEN = (
-    ("KVR004", "due", "granted and loaded tokens"),
-    ("KVR007", "storing", "stored and skipped tokens"),
-)
+_HIDDEN = (("KVR004", "due", "granted and loaded tokens"), ("KVR007", "storing", "stored and skipped tokens"))
 #: Kinds of lines after which EngineCore dies.
 _DEATHS = ("fatal", "raised")
 
