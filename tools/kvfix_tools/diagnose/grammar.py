@@ -16,7 +16,6 @@ from ahocorasick_rs import BytesAhoCorasick, Implementation, MatchKind
 class Message(NamedTuple):
     """One kind of line.
 
-    start: the pattern up to its first value or alternative.
     literal: the longest text of the pattern that each line of this kind contains.
     pattern: its groups are the fields.
     source: `lmcache`, `vllm` or `kvfix` for their log lines, `raised` for the text of an exception.
@@ -24,7 +23,6 @@ class Message(NamedTuple):
     """
 
     name: str
-    start: bytes
     literal: bytes
     pattern: re.Pattern[bytes]
     source: str
@@ -48,17 +46,15 @@ def _message(source: str, name: str, pattern: bytes, literal: bytes = b"") -> No
     counts = _COUNT.findall(pattern)
     fields = tuple((field, field.encode() in counts) for field in compiled.groupindex)
     assert compiled.groups == len(fields), f"{name}: only named groups"
-    texts = _texts(pattern)
-    literal = literal or max(texts, key=len)
-    MESSAGES.append(Message(name, texts[0], literal, compiled, source, fields))
+    MESSAGES.append(Message(name, literal or _longest_text(pattern), compiled, source, fields))
 
 
-def _texts(pattern: bytes) -> list[bytes]:
-    """Return the parts of a pattern that each match contains, without values, groups and repeats."""
+def _longest_text(pattern: bytes) -> bytes:
+    """Return the longest part of a pattern that each match contains: no value, no group, no repeat."""
     pattern = _VALUE.sub(b"\0", pattern)
     while b"(" in pattern:
         pattern = _GROUP.sub(b"\0", pattern)
-    return re.split(rb".[?*+]+|[\0.]", pattern)
+    return max(re.split(rb".[?*+]+|[\0.]", pattern), key=len)
 
 
 _vllm, _lmcache, _kvfix, _raised = (partial(_message, source) for source in ("vllm", "lmcache", "kvfix", "raised"))

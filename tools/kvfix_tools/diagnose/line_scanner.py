@@ -146,7 +146,7 @@ class Scanner:
                 source = asserted if fields["type"] == "AssertionError" else fields["source"]
                 fields = {**fields, "source": source}
             time = texts.clock(line, self._year, stamp)
-            found.append(LogLine(name, fields, time, other.process, self._file, number, other.evidence))
+            found.append(LogLine(name, fields, time, other.process, self._file, number, other.body[:LONGEST_BODY]))
         return found
 
     def _raised(

@@ -76,12 +76,6 @@ _DEATHS = (
 _BAD_AT_INFO = (b"Ping timed out", b"action=client_expired", b"action=unmount_expired_segment")
 #: Messages of an engine or a server that shuts down. Errors after these messages are not failures.
 _CLOSING = (b"Unregistered ", b"Shutting down LMCache", b"Gracefully shutting down")
-#: LMCache's messages by the first bytes of their pattern, or b"" for patterns that begin with a value.
-_BY_START: dict[bytes, list[grammar.Message]] = {}
-for _message in grammar.MESSAGES:
-    if _message.source == "lmcache":
-        _BY_START.setdefault(_message.start[:4], []).append(_message)
-
 #: Kinds of lines that no logger of vLLM or LMCache writes: of uvicorn, of lists of packages, of kvfix.
 _NO_STATEMENTS = ("up", "answered_500", "recorded", *grammar.RELEASE_IN)
 
@@ -125,8 +119,8 @@ def behind_frame(tail: bytes) -> Framed | None:
 
 
 def framed(level: bytes, body: bytes) -> Framed:
-    for message in (*_BY_START.get(body[:4], ()), *_BY_START[b""]):
-        match = message.pattern.match(body) if message.literal in body else None
+    for message in grammar.containing(body):
+        match = message.pattern.match(body) if message.source == "lmcache" else None
         if match is not None:
             return Framed(message.name, _fields(message, match), body[:LONGEST_BODY])
     if level in (b"INFO", b"DEBUG"):
@@ -162,10 +156,6 @@ class Other:
     def part(self) -> Part:
         """The line as a part of a traceback."""
         return Part(self.body)
-
-    @cached_property
-    def evidence(self) -> bytes:
-        return self.body[:LONGEST_BODY]
 
     @cached_property
     def level(self) -> str:
