@@ -225,6 +225,8 @@ class Diagnosis:
         known.places.append((line.file, line.number))
         if self.timeline is not None:
             self.timeline.event(event, self._time if line.time is None else line.time)
+        if not judged:
+            return judged
         self.unknowns.update(each.code for each in judged if each.verdict == "unknown")
         violated = [each for each in judged if each.verdict != "unknown"]
         known.violated += violated[: VIOLATED - len(known.violated)]

@@ -29,21 +29,21 @@ _BY_NAME = re.compile(
     rb"(?:Error|Exception|Interrupt|Exit|Timeout|Empty|Full|StopIteration))"
     rb"(?: ?: (?P<text>.*))?\s*$"
 )
-#: The message of pydantic in the line after `ValidationError: 1 validation error for VllmConfig`.
-_CHECKED = re.compile(rb"^\s*(?:Value error|Assertion failed), (?P<text>.*?)(?: \[type=.*)?$")
-_TYPED = re.compile(rb"^\s+(?P<text>[A-Z].*?) \[type=\w+, input_value=")
-#: Messages of the library loader, CUDA, PyTorch and Python that were pasted without the exception's class: {class:
-#: pattern}.
-_BARE = {
-    "ImportError": re.compile(
-        rb"^\s*(\S+\.so[\w.]*: (?:undefined symbol: |cannot open shared object file|version [`'].* not found).*"
+#: (class, its message without the class): of pydantic, in the line after `ValidationError: 1 validation error for
+#: VllmConfig`; of the library loader, CUDA, PyTorch and Python, as pasted.
+_BARE = (
+    ("ValueError", re.compile(rb"\s*Value error, (.*?)(?: \[type=.*)?$")),
+    ("AssertionError", re.compile(rb"\s*Assertion failed, (.*?) \[type=")),
+    ("ValueError", re.compile(rb"\s+([A-Z].*?) \[type=\w+, input_value=")),
+    ("ImportError", re.compile(
+        rb"\s*(\S+\.so[\w.]*: (?:undefined symbol: |cannot open shared object file|version [`'].* not found).*"
         rb"|cannot import name '\w+' from '[\w.]+'.*)$"
-    ),
-    "AttributeError": re.compile(rb"^\s*('[\w.]+' object has no attribute '\w+')$"),
-    "RuntimeError": re.compile(
-        rb"^\s*(?:what\(\): +(?=\S)|(?=(?:CUDA|HIP) error: |Cannot access data pointer of Tensor ))(.*)$"
-    ),
-}
+    )),
+    ("AttributeError", re.compile(rb"\s*('[\w.]+' object has no attribute '\w+')$")),
+    ("RuntimeError", re.compile(
+        rb"\s*(?:what\(\): +(?=\S)|(?=(?:CUDA|HIP) error: |Cannot access data pointer of Tensor ))(.*)$"
+    )),
+)  # fmt: skip
 _HEADER = re.compile(rb"Traceback \(most recent call last\):?")
 _GROUP = re.compile(rb"^\s*(?:\| |\+-\+?|\+ )(?:-+ [\d.]+ -+)? ?")
 _LINKS = (b"The above exception was the direct cause", b"During handling of the above exception")
@@ -202,12 +202,7 @@ class Tracebacks:
 
 def by_name(body: bytes, anywhere: bool) -> Raised | None:
     """Return an exception without a traceback. anywhere: also accept it after an unknown prefix."""
-    if b" [type=" in body or b"Value error, " in body:
-        checked = _CHECKED.match(body) or _TYPED.match(body)
-        if checked is not None:
-            kind = "AssertionError" if body.lstrip().startswith(b"Assertion") else "ValueError"
-            return Raised(kind, _decoded(checked["text"]))
-    for kind, pattern in _BARE.items():
+    for kind, pattern in _BARE:
         bare = pattern.match(body)
         if bare is not None:
             return Raised(kind, _decoded(bare[1]))
