@@ -20,7 +20,7 @@ from kvfix_tools.diagnose.line_scanner import Scanner
 from kvfix_tools.diagnose.log_finding import LogFinding, in_order
 from kvfix_tools.diagnose.releases import Releases, WhoRan
 from kvfix_tools.diagnose.texts import WHO, with_meaning
-from kvfix_tools.diagnose.tracebacks import Raised as RaisedInLog
+from kvfix_tools.diagnose.tracebacks import raised
 from kvfix_tools.ledger import RULES
 
 if TYPE_CHECKING:
@@ -147,10 +147,10 @@ class Diagnosis:
         violated = self._feed(event, line)
         if isinstance(event, Raised):
             kind, _, text = event.error.partition(": ")
-            fields = with_meaning(RaisedInLog(kind, text, [("", 0, event.where)]))
-            raised = replace(line, name="raised", fields={**fields, "request": event.request, "level": ""})
-            self.failures.take(raised)
-            self._look(raised)
+            fields = with_meaning(raised(kind, text, [("", 0, event.where)]))
+            in_log = replace(line, name="raised", fields={**fields, "request": event.request, "level": ""})
+            self.failures.take(in_log)
+            self._look(in_log)
         self._judge(violated, line)
 
     def of_connector(self, sees_loads: bool) -> Diagnosis:

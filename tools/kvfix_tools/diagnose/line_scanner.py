@@ -9,9 +9,9 @@ from itertools import count
 
 from kvfix_tools.diagnose import checks, grammar, log_formats, texts
 from kvfix_tools.diagnose.grammar import FRAME
-from kvfix_tools.diagnose.log_line import LogLine
+from kvfix_tools.diagnose.log_line import Fields, LogLine
 from kvfix_tools.diagnose.texts import LEVEL, LONGEST_BODY, STAMP, Framed, Headless, Other
-from kvfix_tools.diagnose.tracebacks import Part, Raised, Stack, Stacks, Tracebacks, by_name
+from kvfix_tools.diagnose.tracebacks import Part, Stacks, Tracebacks, by_name
 
 #: A log of an engine has a line of vLLM's or LMCache's logger within these first bytes.
 _OWN = 1 << 20
@@ -150,15 +150,14 @@ class Scanner:
         return found
 
     def _raised(
-        self, raised: Raised, level: str, process: str, number: int, body: bytes, place: str, time: float | None
+        self, raised: Fields, level: str, process: str, number: int, body: bytes, place: str, time: float | None
     ) -> LogLine:
         fields = {**texts.with_meaning(raised), "level": level, "place": place}
         return LogLine("raised", fields, time, process, self._file, number, body[: texts.LONGEST_BODY])
 
-    def _stack(self, stack: Stack, number: int) -> LogLine:
-        where = f"{stack.thread or 'a thread'} ({stack.state}) in {stack.frames[-1][2]}".encode()
-        fields = stack._asdict()
-        return LogLine("stack", fields, None, stack.process, self._file, number, where[: texts.LONGEST_BODY])
+    def _stack(self, stack: Fields, number: int) -> LogLine:
+        where = f"{stack['thread'] or 'a thread'} ({stack['state']}) in {stack['frames'][-1][2]}".encode()
+        return LogLine("stack", stack, None, stack["process"], self._file, number, where[: texts.LONGEST_BODY])
 
 
 def _are_few_others(lines: list[bytes]) -> bool:

@@ -15,7 +15,7 @@ import msgspec
 from kvfix_tools.diagnose import checks, grammar, log_formats
 from kvfix_tools.diagnose.grammar import FRAME
 from kvfix_tools.diagnose.log_line import ANSI, Fields, without_colours, without_tokens
-from kvfix_tools.diagnose.tracebacks import Part, Raised, by_name
+from kvfix_tools.diagnose.tracebacks import Part, by_name
 
 #: Part of each line of kvfix's own recorder.
 RECORDED = b'{"kind":"'
@@ -249,14 +249,14 @@ def _fields(message: grammar.Message, match: re.Match[bytes]) -> Fields:
     return fields
 
 
-def with_meaning(raised: Raised) -> Fields:
+def with_meaning(raised: Fields) -> Fields:
     """Return the fields of a line of the kind `raised`. meaning: kind of the exception's text in the grammar."""
-    line = raised.text.encode()
+    line = raised["text"].encode()
     for message in grammar.containing(line):
         match = message.pattern.search(line) if message.source == "raised" else None
         if match is not None:
-            return {**_fields(message, match), **raised.fields, "meaning": message.name}
-    return {**raised.fields, "meaning": ""}
+            return {**_fields(message, match), **raised, "meaning": message.name}
+    return {**raised, "meaning": ""}
 
 
 @lru_cache(maxsize=256)

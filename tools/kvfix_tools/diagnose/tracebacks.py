@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from kvfix_tools.diagnose.log_formats import shape
 
@@ -58,24 +58,14 @@ _GOES_ON, _OPEN = 40, 256
 _FRAMES, _SOURCE = 48, 400
 
 
-class Raised(NamedTuple):
-    """An exception with its frames, outermost first.
+def raised(kind: str, text: str, frames: Sequence[Frame] = (), source: str = "", fault: bool = False) -> Fields:
+    """Return the fields of an exception with its frames, outermost first.
 
     kind: its class as logged. source: of the last frame. fault: True if the process died of a signal.
     """
-
-    kind: str
-    text: str
-    frames: Sequence[Frame] = ()
-    source: str = ""
-    fault: bool = False
-
-    @property
-    def fields(self) -> Fields:
-        return {
-            "type": self.kind.rpartition(".")[2], "class": self.kind, "text": self.text, "source": self.source,
-            "frames": self.frames, "fault": self.fault,
-        }  # fmt: skip
+    return {
+        "type": kind.rpartition(".")[2], "class": kind, "text": text, "source": source, "frames": frames, "fault": fault
+    }  # fmt: skip
 
 
 class Part:
@@ -130,9 +120,9 @@ class Tracebacks:
         #: {process: its traceback}, which the next lines may continue.
         self.open: dict[str, _Traceback] = {}
         #: {process: (an open exception group, True if a member has come)}
-        self._groups: dict[str, tuple[Raised, bool]] = {}
+        self._groups: dict[str, tuple[Fields, bool]] = {}
 
-    def take(self, process: str, part: Part) -> tuple[bool, Raised | None]:
+    def take(self, process: str, part: Part) -> tuple[bool, Fields | None]:
         """Take a line. Return (True if it is part of a traceback, the exception that it completes or None)."""
         known = self.open.get(process)
         if known is not None and known.prefix and shape(part.text[: len(known.prefix)]) == known.prefix:
@@ -153,7 +143,7 @@ class Tracebacks:
             self._begin(process).fault = part.fault
         return True, None
 
-    def cut(self) -> list[tuple[str, Raised]]:
+    def cut(self) -> list[tuple[str, Fields]]:
         """Return (process, its incomplete traceback) at the end of the input."""
         left = [(process, trace) for process, trace in self.open.items() if trace.frames or trace.fault is not None]
         self.open.clear()
@@ -167,21 +157,21 @@ class Tracebacks:
         trace.prefix = shape(before) if before.strip() and not in_group else b""
         if in_group and process in self._groups:
             group, _ = self._groups[process]
-            trace.frames.extend(group.frames)  # they include the hook
+            trace.frames.extend(group["frames"])  # they include the hook
             self._groups[process] = group, True
         return trace
 
-    def _ended(self, process: str, trace: _Traceback, kind: str, text: str) -> tuple[bool, Raised | None]:
+    def _ended(self, process: str, trace: _Traceback, kind: str, text: str) -> tuple[bool, Fields | None]:
         del self.open[process]
-        raised = _raised(trace, kind, text)
+        exception = _raised(trace, kind, text)
         if kind.rpartition(".")[2] not in _GROUPS:
-            return True, raised
+            return True, exception
         if len(self._groups) >= _OPEN:
             self._groups.clear()
-        self._groups[process] = raised, False
+        self._groups[process] = exception, False
         return True, None
 
-    def _go_on(self, process: str, trace: _Traceback, part: Part) -> tuple[bool, Raised | None]:
+    def _go_on(self, process: str, trace: _Traceback, part: Part) -> tuple[bool, Fields | None]:
         text, indented = part.text, part.indented
         if trace.fault is not None:
             if _NATIVE_STACK in text or not text or (indented and not trace.frames):
@@ -200,23 +190,23 @@ class Tracebacks:
         return False, None
 
 
-def by_name(body: bytes, anywhere: bool) -> Raised | None:
+def by_name(body: bytes, anywhere: bool) -> Fields | None:
     """Return an exception without a traceback. anywhere: also accept it after an unknown prefix."""
     for kind, pattern in _BARE:
         bare = pattern.match(body)
         if bare is not None:
-            return Raised(kind, _decoded(bare[1]))
+            return raised(kind, _decoded(bare[1]))
     found = _BY_NAME.search(body)
     if found is None or not (anywhere or found.start("type") == 0):
         return None
-    return Raised(_decoded(found["type"]), _decoded(found["text"] or b""))
+    return raised(_decoded(found["type"]), _decoded(found["text"] or b""))
 
 
-def _raised(trace: _Traceback, kind: str, text: str) -> Raised:
+def _raised(trace: _Traceback, kind: str, text: str) -> Fields:
     frames = list(trace.frames)
     if trace.fault is not None:  # faulthandler names the innermost frame first
-        return Raised("", trace.fault, frames[::-1], fault=True)
-    return Raised(kind, text, frames, trace.source)
+        return raised("", trace.fault, frames[::-1], fault=True)
+    return raised(kind, text, frames, trace.source)
 
 
 def _asserted(trace: _Traceback) -> str:
@@ -247,15 +237,6 @@ NATIVE = "native"
 _STACK_FRAMES = 64
 
 
-class Stack(NamedTuple):
-    """A thread. process: `VLLM::EngineCore pid=7`, or "". frames: the innermost is last, as in a traceback."""
-
-    process: str
-    thread: str
-    state: str
-    frames: list[Frame]
-
-
 class Stacks:
     """The parser of stacks in one input."""
 
@@ -265,7 +246,7 @@ class Stacks:
         self.open: tuple[str, str] | None = None
         self._frames: list[Frame] = []
 
-    def take(self, text: bytes) -> tuple[bool, Stack | None]:
+    def take(self, text: bytes) -> tuple[bool, Fields | None]:
         """Take a line. Return (True if it is part of a dump, the thread that ends before it or None)."""
         head = _THREAD.match(text) or _GDB_THREAD.match(text)
         native = self.open is not None and self.open[1] == NATIVE
@@ -294,8 +275,13 @@ class Stacks:
             self._frames.append((_decoded(file), int(frame["line"] or 0), _decoded(frame["function"])))
         return True
 
-    def end(self) -> Stack | None:
-        """Return the thread whose frames were read, and reset."""
+    def end(self) -> Fields | None:
+        """Return the fields of the thread whose frames were read, and reset.
+
+        process: `VLLM::EngineCore pid=7`, or "". frames: the innermost is last, as in a traceback.
+        """
         thread, frames = self.open, self._frames[::-1]
         self.open, self._frames = None, []
-        return Stack(self._process, *thread, frames) if thread is not None and frames else None
+        if thread is None or not frames:
+            return None
+        return {"process": self._process, "thread": thread[0], "state": thread[1], "frames": frames}
