@@ -19,7 +19,7 @@ from kvfix_tools.diagnose.ledger_events import HISTORY, REQUESTS, VIOLATED, Reco
 from kvfix_tools.diagnose.line_scanner import Scanner
 from kvfix_tools.diagnose.log_finding import LogFinding, in_order
 from kvfix_tools.diagnose.releases import Releases, WhoRan
-from kvfix_tools.diagnose.texts import WHO, with_meaning
+from kvfix_tools.diagnose.texts import WHO
 from kvfix_tools.diagnose.tracebacks import raised
 from kvfix_tools.ledger import RULES
 
@@ -147,7 +147,7 @@ class Diagnosis:
         violated = self._feed(event, line)
         if isinstance(event, Raised):
             kind, _, text = event.error.partition(": ")
-            fields = with_meaning(raised(kind, text, [("", 0, event.where)]))
+            fields = raised(kind, text, [("", 0, event.where)])
             in_log = replace(line, name="raised", fields={**fields, "request": event.request, "level": ""})
             self.failures.take(in_log)
             self._look(in_log)

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from ahocorasick_rs import BytesAhoCorasick, Implementation, MatchKind
 
+from kvfix_tools.diagnose.log_line import Fields, without_tokens
+
 
 class Message(NamedTuple):
     """One kind of line.
@@ -27,6 +29,15 @@ class Message(NamedTuple):
     pattern: re.Pattern[bytes]
     source: str
     fields: tuple[tuple[str, bool], ...]
+
+    def values(self, match: re.Match[bytes]) -> Fields:
+        """Return {field: count or text} of the groups that matched."""
+        found: Fields = {}
+        for (field, is_count), value in zip(self.fields, match.groups(), strict=True):
+            if value is not None:
+                text = value.decode("utf-8", "replace")
+                found[field] = int(value) if is_count else without_tokens(text) if "," in text else text
+        return found
 
 
 MESSAGES: list[Message] = []

@@ -152,7 +152,7 @@ class Scanner:
     def _raised(
         self, raised: Fields, level: str, process: str, number: int, body: bytes, place: str, time: float | None
     ) -> LogLine:
-        fields = {**texts.with_meaning(raised), "level": level, "place": place}
+        fields = {**raised, "level": level, "place": place}
         return LogLine("raised", fields, time, process, self._file, number, body[: texts.LONGEST_BODY])
 
     def _stack(self, stack: Fields, number: int) -> LogLine:

@@ -14,7 +14,7 @@ import msgspec
 
 from kvfix_tools.diagnose import checks, grammar, log_formats
 from kvfix_tools.diagnose.grammar import FRAME
-from kvfix_tools.diagnose.log_line import ANSI, Fields, without_colours, without_tokens
+from kvfix_tools.diagnose.log_line import ANSI, Fields, without_colours
 from kvfix_tools.diagnose.tracebacks import Part, by_name
 
 #: Part of each line of kvfix's own recorder.
@@ -122,7 +122,7 @@ def framed(level: bytes, body: bytes) -> Framed:
     for message in grammar.containing(body):
         match = message.pattern.match(body) if message.source == "lmcache" else None
         if match is not None:
-            return Framed(message.name, _fields(message, match), body[:LONGEST_BODY])
+            return Framed(message.name, message.values(match), body[:LONGEST_BODY])
     if level in (b"INFO", b"DEBUG"):
         return Framed("closing" if body.startswith(_CLOSING) else "", {}, body[:LONGEST_BODY], placed=False)
     return Framed("logged", {"level": level.decode().lower(), "logger": "lmcache", "place": ""}, body[:LONGEST_BODY])
@@ -188,7 +188,7 @@ class Other:
             if message.source not in skipped and (not whole or self._is_whole(message)):
                 match = message.pattern.search(body) or message.pattern.search(text)
                 if match is not None:
-                    fields = _fields(message, match)
+                    fields = message.values(match)
                     return message.name, {**fields, "place": self.place} if message.name == "fatal" else fields
         if b"non-default args" in text:
             return "settings", {}
@@ -199,7 +199,7 @@ class Other:
             return "died", {"text": died["what"].strip().decode("utf-8", "replace")}
         raised = by_name(body, anywhere=head is None)
         if raised is not None:
-            return "raised", {**with_meaning(raised), "level": self.level, "place": self.place}
+            return "raised", {**raised, "level": self.level, "place": self.place}
         if self.level in ("", "info") and (b"kv_connector" in body or b"connector with name" in body):
             return WHO, {}
         if any(words in text for words in _BAD_AT_INFO):
@@ -234,29 +234,6 @@ def parsed(line: bytes, headless: Headless) -> tuple[Other, bytes]:
 @lru_cache(maxsize=2048)
 def _parsed(line: bytes, headless: Headless) -> Other:
     return Other(line, headless)
-
-
-def _fields(message: grammar.Message, match: re.Match[bytes]) -> Fields:
-    """Return {field: count or text}."""
-    fields: Fields = {}
-    for (field, count), value in zip(message.fields, match.groups(), strict=True):
-        if value is not None:
-            if count:
-                fields[field] = int(value)
-            else:
-                text = value.decode("utf-8", "replace")
-                fields[field] = without_tokens(text) if "," in text else text
-    return fields
-
-
-def with_meaning(raised: Fields) -> Fields:
-    """Return the fields of a line of the kind `raised`. meaning: kind of the exception's text in the grammar."""
-    line = raised["text"].encode()
-    for message in grammar.containing(line):
-        match = message.pattern.search(line) if message.source == "raised" else None
-        if match is not None:
-            return {**_fields(message, match), **raised, "meaning": message.name}
-    return {**raised, "meaning": ""}
 
 
 @lru_cache(maxsize=256)

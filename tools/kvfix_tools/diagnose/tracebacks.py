@@ -11,6 +11,7 @@ from collections import deque
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from kvfix_tools.diagnose import grammar
 from kvfix_tools.diagnose.log_formats import shape
 
 if TYPE_CHECKING:
@@ -59,13 +60,21 @@ _FRAMES, _SOURCE = 48, 400
 
 
 def raised(kind: str, text: str, frames: Sequence[Frame] = (), source: str = "", fault: bool = False) -> Fields:
-    """Return the fields of an exception with its frames, outermost first.
+    """Return the fields of an exception with its frames, outermost first, and the values in its text.
 
-    kind: its class as logged. source: of the last frame. fault: True if the process died of a signal.
+    kind: its class as logged. source: of the last frame. fault: True if the process died of a signal. The field
+    `meaning` is the kind of the text in the grammar.
     """
-    return {
-        "type": kind.rpartition(".")[2], "class": kind, "text": text, "source": source, "frames": frames, "fault": fault
+    fields = {
+        "type": kind.rpartition(".")[2], "class": kind, "text": text, "source": source, "frames": frames,
+        "fault": fault, "meaning": "",
     }  # fmt: skip
+    line = text.encode()
+    for message in grammar.containing(line):
+        match = message.pattern.search(line) if message.source == "raised" else None
+        if match is not None:
+            return {**message.values(match), **fields, "meaning": message.name}
+    return fields
 
 
 class Part:
