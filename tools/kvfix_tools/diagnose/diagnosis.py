@@ -138,7 +138,8 @@ class Diagnosis:
         events = make(self.ledger, line.fields) if make is not None else ()
         violated = [each for event in events for each in self._feed(event, line)]
         self._look(line)
-        self._judge(violated, line)
+        if violated:
+            self._judge(violated, line)
 
     def take_event(self, event: Event, line: LogLine) -> None:
         """Take an event that kvfix recorded in the engine. Treat an exception that left a hook as a line of a log."""
@@ -253,6 +254,10 @@ class Diagnosis:
         answered = [(rule, answer) for rule in rules if (answer := rule.look(self, line)) is not None]
         if is_error and not answered:
             answered = [(each, answer) for each in at if (answer := each.look(self, line, True)) is not None]
+        if not answered:
+            if is_error:
+                self.failures.unknown(line)
+            return
         shown = [rule for rule, _ in answered if rule.signs]
         if is_degraded and shown:  # a record explains the error, so KVD207 adds nothing
             answered = [each for each in answered if each[0].signs]
@@ -264,8 +269,6 @@ class Diagnosis:
             if quoted is not None:
                 rule, answer = quoted, answer._replace(verdict="violated" if quoted.sure else "unknown")
             self.add(rule, answer, line)
-        if is_error and not answered:
-            self.failures.unknown(line)
 
     def _judge(self, violated: list[Finding], line: LogLine) -> None:
         """Report violated rules of the ledger, except for requests that crashed."""

@@ -134,13 +134,15 @@ class Tracebacks:
     def take(self, process: str, part: Part) -> tuple[bool, Fields | None]:
         """Take a line. Return (True if it is part of a traceback, the exception that it completes or None)."""
         known = self.open.get(process)
+        if known is None and not part.sure:
+            return False, None
         if known is not None and known.prefix and shape(part.text[: len(known.prefix)]) == known.prefix:
             part = Part(part.text[len(known.prefix) :])
         in_group = part.in_group
         if known is not None and in_group:
             part = Part(_GROUP.sub(b"", part.text))
-        if not part.sure:
-            return (False, None) if known is None else self._go_on(process, known, part)
+        if known is not None and not part.sure:
+            return self._go_on(process, known, part)
         if part.frame is not None:
             trace = known or self._begin(process, in_group, part.text.partition(b'File "')[0].removesuffix(b"  "))
             if trace.fault is None or len(trace.frames) < _FRAMES:
