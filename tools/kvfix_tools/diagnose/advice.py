@@ -34,11 +34,8 @@ class Advice(NamedTuple):
 
 def fixes(log: Diagnosis, found: LogFinding) -> list[Fix]:
     """Return the fixes of the finding for the releases of its log, or all if the releases are unknown."""
-    return [each for each in _named(found) if _dist(log, found, each) is not None]
-
-
-def _named(found: LogFinding) -> list[Fix]:
-    return catalogue.handling(found.rule.code, found.rule.message)
+    handling = catalogue.handling(found.rule.code, found.rule.message)
+    return [each for each in handling if _dist(log, found, each) is not None]
 
 
 def _dist(log: Diagnosis, found: LogFinding, each: Fix) -> str | None:
@@ -59,7 +56,7 @@ def cause(log: Diagnosis, found: LogFinding) -> str:
     """Return the cause from the finding, or else from its first fix that concerns this log."""
     if found.rule.cause:
         return found.rule.cause
-    concerned = fixes(log, found) or _named(found)
+    concerned = fixes(log, found) or catalogue.handling(found.rule.code, found.rule.message)
     return " ".join(concerned[0].section("Cause").split()) if concerned else ""
 
 

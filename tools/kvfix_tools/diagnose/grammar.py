@@ -7,7 +7,7 @@ statement, and tests compare it with the patterns. Numbers become int, other val
 from __future__ import annotations
 
 import re
-from functools import lru_cache, partial
+from functools import partial
 from typing import NamedTuple
 
 from ahocorasick_rs import BytesAhoCorasick, Implementation, MatchKind
@@ -245,20 +245,14 @@ _raised(
 _raised("no_tracker", rb"Request tracker for request_id <ID> not found")
 
 
-#: The literals, and a search for all of them.
-_LITERALS = sorted({message.literal for message in MESSAGES})
-_literals_in = BytesAhoCorasick(_LITERALS, implementation=Implementation.DFA).find_matches_as_indexes
+_literals_in = BytesAhoCorasick(
+    [message.literal for message in MESSAGES], implementation=Implementation.DFA
+).find_matches_as_indexes
 
 
-def containing(text: bytes) -> tuple[Message, ...]:
+def containing(text: bytes) -> list[Message]:
     """Return the messages whose literal is in the text, in the order of MESSAGES."""
-    return _with_literals(frozenset(number for number, _, _ in _literals_in(text, overlapping=True)))
-
-
-@lru_cache(maxsize=1024)
-def _with_literals(numbers: frozenset[int]) -> tuple[Message, ...]:
-    literals = {_LITERALS[number] for number in numbers}
-    return tuple(message for message in MESSAGES if message.literal in literals)
+    return [MESSAGES[number] for number in sorted({number for number, _, _ in _literals_in(text, overlapping=True)})]
 
 
 # Every line that matters contains one of these needles. Lines without a needle are not parsed: one search for all

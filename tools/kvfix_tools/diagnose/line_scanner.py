@@ -186,7 +186,7 @@ def _is_prefix(shape: bytes) -> bool:
 
 def _log_line(framed: Framed, line: bytes, place: int, file: str, number: int) -> LogLine:
     """Return the LogLine of a line with LMCache's frame at `place`."""
-    if not framed.placed:
+    if framed.name == "closing":  # time and process do not matter
         return LogLine(framed.name, framed.fields, None, "", file, number, framed.body)
     time, process = texts.second_and_process(line[: max(0, place - 4)])
     if time is not None:

@@ -98,12 +98,11 @@ def is_own(text: bytes) -> bool:
 
 
 class Framed(msgspec.Struct, frozen=True):
-    """A message after LMCache's frame. name: "" if it does not matter. placed: True if time and process matter."""
+    """A message after LMCache's frame. name: "" if it does not matter."""
 
     name: str
     fields: Fields
     body: bytes
-    placed: bool = True
 
 
 #: Logs repeat: vLLM asks about a waiting request in every step, and warnings repeat with another time.
@@ -124,7 +123,7 @@ def framed(level: bytes, body: bytes) -> Framed:
         if match is not None:
             return Framed(message.name, message.values(match), body[:LONGEST_BODY])
     if level in (b"INFO", b"DEBUG"):
-        return Framed("closing" if body.startswith(_CLOSING) else "", {}, body[:LONGEST_BODY], placed=False)
+        return Framed("closing" if body.startswith(_CLOSING) else "", {}, body[:LONGEST_BODY])
     return Framed("logged", {"level": level.decode().lower(), "logger": "lmcache", "place": ""}, body[:LONGEST_BODY])
 
 
