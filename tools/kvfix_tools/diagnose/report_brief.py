@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 #: Maximum bytes of the summary and of a line, and maximum numbers of each kind of entry.
 LIMIT, _WIDTH = 8000, 300
 _EXCEPTIONS, _FRAMES, _FINDINGS, _UNKNOWN, _PROCESSES = 4, 6, 6, 5, 6
-#: Settings of vLLM that decide what a connector does.
+#: Settings that decide what a connector does, in vLLM's line of its non-default arguments.
 _SETTINGS = re.compile(
     r"'(?P<name>kv_transfer_config|max_model_len|block_size|max_num_seqs|max_num_batched_tokens|num_gpu_blocks_override"
     r"|gpu_memory_utilization|tensor_parallel_size|pipeline_parallel_size|data_parallel_size"
@@ -123,8 +123,8 @@ def _lines(log: Diagnosis, findings: list[LogFinding]) -> Iterator[str]:
         yield f"note: {log.releases.too_old}"
     who = log.who
     yield f"connector: {', '.join(sorted(who.connectors)) or 'not named'}; role: {', '.join(sorted(who.roles)) or '?'}"
-    for name, value in settings(who.settings):
-        yield f"setting: {name}={value}"
+    for setting in _SETTINGS.finditer(who.settings):
+        yield f"setting: {setting['name']}={safe(setting['value'])}"
     for number, kind in enumerate(by_kind(findings)[:_FINDINGS]):
         yield from _finding(log, kind, full=number < 3)
     if not findings:
@@ -162,17 +162,7 @@ def _exception(line: LogLine) -> Iterator[str]:
     at = f" of {line.process}" if line.process else ""
     yield f"exception{at}, line {line.number}: {fields['class'] or 'fatal error'}: {safe(fields['text'])}"
     for file, number, function in fields["frames"][-_FRAMES:]:
-        yield f"  {_of_package(file)}:{number} {function}"
+        package = _PACKAGE.search(file)
+        yield f"  {'/'.join(package[1].split('/')[-3:]) if package else '<file>'}:{number} {function}"
     if fields["source"]:
         yield f"  {safe(fields['source'])}"
-
-
-def _of_package(file: str) -> str:
-    """Return the last folders of a package's file, and "<file>" for any other file."""
-    found = _PACKAGE.search(file)
-    return "/".join(found[1].split("/")[-3:]) if found is not None else "<file>"
-
-
-def settings(line: str) -> list[tuple[str, str]]:
-    """Return (name, value) of the important settings in vLLM's line of its non-default arguments."""
-    return [(found["name"], safe(found["value"])) for found in _SETTINGS.finditer(line)]
