@@ -1,4 +1,4 @@
-"""What ran: the connectors, roles and settings that a log names, and the releases.
+"""The connectors, roles and settings that a log names, and the releases that ran.
 
 Releases are known by their names in the log, or by line numbers and files. The line numbers are those of LMCache's
 statements, and of the line at which vLLM's EngineCore dies. The files are those of tracebacks.

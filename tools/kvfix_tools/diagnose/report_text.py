@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from time import gmtime, strftime
 from typing import TYPE_CHECKING
 
@@ -30,8 +29,6 @@ _OF_SERVER = ("transfer_mode", "no_handler", "unregistered", "reaped", "good_bye
 EVENTS, LINES = 6, 3
 #: Maximum number of requests to name for one finding.
 REQUESTS = 4
-#: Print one line, which is not wrapped.
-_print_whole = partial(Console.print, soft_wrap=True, markup=False)
 
 
 def print_finding(
@@ -140,6 +137,11 @@ def print_summary(log: Diagnosis, findings: list[LogFinding], console: Console) 
     if log.interrupted:
         _print_whole(console, f"note: {log.interrupted}")
     _print_whole(console, f"SUMMARY: kvfix-diagnose: {_summary(log, findings)}")
+
+
+def _print_whole(console: Console, text: str) -> None:
+    """Print one line, which is not wrapped."""
+    console.print(text, soft_wrap=True, markup=False)
 
 
 def _summary(log: Diagnosis, findings: list[LogFinding]) -> str:

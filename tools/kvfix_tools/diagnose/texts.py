@@ -83,8 +83,8 @@ _NO_STATEMENTS = ("up", "answered_500", "recorded", *grammar.RELEASE_IN)
 class Headless(enum.IntEnum):
     """The lines without a logger's prefix that count: none, only whole messages, or all lines of a log.
 
-    Such a line counts only in a log, or in an input with few other lines. In a manifest, in documentation or in the log
-    of another program, the same words are not a message of an engine.
+    A line without a prefix counts only in a log, or in an input with few other lines. In a manifest, in documentation
+    or in the log of another program, the same words are not a message of an engine.
     """
 
     NONE = 1
