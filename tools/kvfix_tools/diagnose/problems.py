@@ -262,13 +262,12 @@ def general(line: LogLine) -> Problem | None:
 
 def quoted(record: Problem, log: Diagnosis, line: LogLine) -> Problem | None:
     """Return the record of the error that this statement quotes; None if there is none."""
-    known = _of_error(str((record.values(log, line) or {}).get("error", "")), line) if record.quotes else None
-    return known if known is not None and known.concerns(log) else None
-
-
-def _of_error(error: str, line: LogLine) -> Problem | None:
+    if not record.quotes:
+        return None
+    error = str((record.values(log, line) or {}).get("error", ""))
     kind, colon, text = error.partition(": ")
     named = colon and kind.isidentifier() and kind.endswith(("Error", "Exception"))
     fields = {"type": kind if named else "", "class": "", "text": text if named else error, "source": "", "frames": []}
     raised = replace(line, name="raised", fields=fields, body=error.encode())
-    return next(iter(at(raised)), None) or general(raised) or general(replace(line, body=error.encode()))
+    known = next(iter(at(raised)), None) or general(raised) or general(replace(line, body=error.encode()))
+    return known if known is not None and known.concerns(log) else None
