@@ -10,7 +10,7 @@ from itertools import count
 from kvfix_tools.diagnose import checks, grammar, log_formats, texts
 from kvfix_tools.diagnose.grammar import FRAME
 from kvfix_tools.diagnose.log_line import Fields, LogLine
-from kvfix_tools.diagnose.texts import LEVEL, LONGEST_BODY, STAMP, Framed, Headless, Other
+from kvfix_tools.diagnose.texts import LEVEL, LONGEST_BODY, STAMP, Headless, Other
 from kvfix_tools.diagnose.tracebacks import Part, Stacks, Tracebacks, by_name
 
 #: A log of an engine has a line of vLLM's or LMCache's logger within these first bytes.
@@ -184,7 +184,7 @@ def _is_prefix(shape: bytes) -> bool:
     return not (other.of_stack or other.part.sure or b"assert " in other.body or other.found is not None)
 
 
-def _log_line(framed: Framed, line: bytes, place: int, file: str, number: int) -> LogLine:
+def _log_line(framed: LogLine, line: bytes, place: int, file: str, number: int) -> LogLine:
     """Return the LogLine of a line with LMCache's frame at `place`."""
     if framed.name == "closing":  # time and process do not matter
         return LogLine(framed.name, framed.fields, None, "", file, number, framed.body)

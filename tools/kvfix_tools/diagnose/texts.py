@@ -10,11 +10,9 @@ import enum
 import re
 from functools import cached_property, lru_cache
 
-import msgspec
-
 from kvfix_tools.diagnose import checks, grammar, log_formats
 from kvfix_tools.diagnose.grammar import FRAME
-from kvfix_tools.diagnose.log_line import ANSI, Fields, without_colours
+from kvfix_tools.diagnose.log_line import ANSI, Fields, LogLine, without_colours
 from kvfix_tools.diagnose.tracebacks import Part, by_name
 
 #: Part of each line of kvfix's own recorder.
@@ -97,17 +95,9 @@ def is_own(text: bytes) -> bool:
     return any(pattern.search(text) is not None for pattern in (LEVEL, _VLLM, _PROCESS, _CUT))
 
 
-class Framed(msgspec.Struct, frozen=True):
-    """A message after LMCache's frame. name: "" if it does not matter."""
-
-    name: str
-    fields: Fields
-    body: bytes
-
-
 #: Logs repeat: vLLM asks about a waiting request in every step, and warnings repeat with another time.
 @lru_cache(maxsize=2048)
-def behind_frame(tail: bytes) -> Framed | None:
+def behind_frame(tail: bytes) -> LogLine | None:
     """Parse a line from LMCache's frame to its end. Return None if the line must be parsed as a whole."""
     level = LEVEL.match(tail)
     if level is None or len(tail) == LONGEST_BODY or tail.find(FRAME, level.end()) >= 0:
@@ -117,14 +107,17 @@ def behind_frame(tail: bytes) -> Framed | None:
     return None if found.name == "logged" and Part(body).sure else found
 
 
-def framed(level: bytes, body: bytes) -> Framed:
+def framed(level: bytes, body: bytes) -> LogLine:
+    """Return a message after LMCache's frame, without its time and place. name: "" if it does not matter."""
+    name, fields = "logged", {"level": level.decode().lower(), "logger": "lmcache", "place": ""}
+    if level in (b"INFO", b"DEBUG"):
+        name, fields = "closing" if body.startswith(_CLOSING) else "", {}
     for message in grammar.containing(body):
         match = message.pattern.match(body) if message.source == "lmcache" else None
         if match is not None:
-            return Framed(message.name, message.values(match), body[:LONGEST_BODY])
-    if level in (b"INFO", b"DEBUG"):
-        return Framed("closing" if body.startswith(_CLOSING) else "", {}, body[:LONGEST_BODY])
-    return Framed("logged", {"level": level.decode().lower(), "logger": "lmcache", "place": ""}, body[:LONGEST_BODY])
+            name, fields = message.name, message.values(match)
+            break
+    return LogLine(name, fields, None, "", "", 0, body[:LONGEST_BODY])
 
 
 class Other:
