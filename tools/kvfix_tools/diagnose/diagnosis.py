@@ -14,7 +14,6 @@ from kvfix.ledger.events import Raised
 from kvfix_tools import redact
 from kvfix_tools.diagnose import findings, ledger_events, problems, statements
 from kvfix_tools.diagnose.failures import Failures
-from kvfix_tools.diagnose.grammar import MESSAGES, RELEASE_IN
 from kvfix_tools.diagnose.ledger_events import HISTORY, REQUESTS, VIOLATED, RecorderLines, Requests
 from kvfix_tools.diagnose.line_scanner import Scanner
 from kvfix_tools.diagnose.log_finding import LogFinding, in_order
@@ -40,8 +39,6 @@ FINDINGS = 1000
 _EXCEPTION = "exception-left-hook"
 #: (rule of the ledger, the DEBUG line that it needs, what this line shows)
 _HIDDEN = (("KVR004", "due", "granted and loaded tokens"), ("KVR007", "storing", "stored and skipped tokens"))
-#: Kinds of lines after which EngineCore dies.
-_DEATHS = ("fatal", "raised")
 
 
 class Diagnosis:
@@ -91,8 +88,6 @@ class Diagnosis:
         #: Requests with a crash finding.
         self._crashed: set[str] = set()
         self._recorders = RecorderLines()
-        #: Kinds of lines that name a release, and LMCache's kinds whose line number has not narrowed the releases yet.
-        self._unplaced = {message.name for message in MESSAGES if message.source == "lmcache"} | set(RELEASE_IN)
         self._time: float | None = None
 
     def state(self, kind: type[State]) -> State:
@@ -130,10 +125,8 @@ class Diagnosis:
             return
         self.who.take(line)
         self.failures.take(line)
-        if name in self._unplaced:
-            self._place(line)
-        elif name in _DEATHS:
-            self.releases.failed(line.fields.get("place", ""), line.fields.get("frames", ()), line.file)
+        if name in self.releases.awaited:
+            self.releases.take(line)
         make = ledger_events.MAKERS.get(name)
         events = make(self.ledger, line.fields) if make is not None else ()
         violated = [each for event in events for each in self._feed(event, line)]
@@ -210,14 +203,6 @@ class Diagnosis:
             for code, message, what in _HIDDEN
             if statements.levels(message, release) == {"debug"}
         ]
-
-    def _place(self, line: LogLine) -> None:
-        """Narrow the releases by the line number of a statement, once for each kind of line."""
-        if line.name == "version" or line.name in RELEASE_IN:
-            for dist in ("lmcache", "vllm"):
-                self.releases.name(dist, str(line.fields.get(dist, "")), line.file)
-        elif self.releases.place(line.name, line.body):
-            self._unplaced.remove(line.name)
 
     def _feed(self, event: Event, line: LogLine) -> list[Finding]:
         """Feed an event to the ledger. Return its violations, and count rules that could not be checked."""

@@ -164,8 +164,7 @@ class RecorderLines:
             self._pid[line.file] = str(data.get("pid", ""))
             versions = data.get("versions")
             if isinstance(versions, dict):
-                for dist in ("lmcache", "vllm"):
-                    log.releases.name(dist, str(versions.get(dist)), line.file)
+                log.releases.name(versions, line.file)
             return
         key = (line.file, self._pid.get(line.file, ""), str(data.get("connector", data.get("number", ""))))
         own = self.connectors.get(key)

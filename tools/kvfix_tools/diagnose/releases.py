@@ -9,18 +9,17 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import VERSION_PATTERN, Version
 
 from kvfix.applicability import fingerprints
 from kvfix_tools.diagnose import statements
+from kvfix_tools.diagnose.grammar import MESSAGES, RELEASE_IN
 from kvfix_tools.diagnose.log_line import statement_place
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from kvfix_tools.diagnose.log_line import LogLine
 
 #: The first vLLM with KV connectors.
@@ -29,6 +28,8 @@ _VERSION = re.compile(VERSION_PATTERN, re.VERBOSE | re.IGNORECASE)
 
 #: Lines in core.py between `EngineCore failed to start` and `EngineCore encountered a fatal error` (0.9.2 to 0.33.0).
 _BEFORE = 2
+#: Kinds of lines after which EngineCore dies.
+_DEATHS = ("fatal", "raised")
 _CONNECTORS, _OFFLOAD = "vllm/distributed/kv_transfer/kv_connector/v1/", "vllm/v1/kv_offload/"
 #: {file or folder: releases that have code there}. The longest match counts. The bounds are examined releases
 #: (tests/diagnose/test_releases.py), so a range may be too wide.
@@ -62,31 +63,33 @@ class Releases:
         self._candidates: frozenset[str] = frozenset()
         #: {file: vLLM releases that match the places in the file}
         self._placed: dict[str, frozenset[str]] = {}
+        #: Kinds of lines that show a release. Each kind of LMCache narrows the releases once, by its line number.
+        self.awaited = {message.name for message in MESSAGES if message.source == "lmcache"} | {*RELEASE_IN, *_DEATHS}
 
-    def name(self, dist: str, text: str, file: str) -> None:
-        """Note that this file names a release of the distribution."""
-        release = _public(text[:64].partition("-g")[0])  # a checkout reports 0.5.6 as 0.5.6-g3e11e108
-        # A build from a checkout without tags always reports 0.1.dev1.
-        if release is not None and not (dist == "vllm" and Version(release) < _FIRST):
-            named = self._named[dist, file]
-            named.pop(release, None)
-            named[release] = None
+    def name(self, releases: dict[str, Any], file: str) -> None:
+        """Note the releases that this file names. releases: {distribution: release}."""
+        for dist in ("lmcache", "vllm"):
+            release = _public(str(releases.get(dist))[:64].partition("-g")[0])  # a checkout: 0.5.6-g3e11e108
+            # A build from a checkout without tags always reports 0.1.dev1.
+            if release is not None and not (dist == "vllm" and Version(release) < _FIRST):
+                named = self._named[dist, file]
+                named.pop(release, None)
+                named[release] = None
 
-    def place(self, message: str, body: bytes) -> bool:
-        """Narrow the releases by the place of LMCache's statement. Return False if the line has no place."""
-        at = statement_place(body)
-        if at is None:
-            return False
-        found = statements.releases_at(message, *at)
-        # If the log has two releases, the lines of the first one decide.
-        self._candidates = (self._candidates & found or self._candidates) if self._candidates else found
-        return True
-
-    def failed(self, place: str, frames: Iterable[tuple[str, int, str]], file: str) -> None:
-        """Narrow the releases by an error. place: of vLLM's statement, `core.py:1332`. frames: of the traceback."""
-        for found in (_of_statement(place), *(_of_file(frame[0]) for frame in frames)):
-            if found:
-                self._placed[file] = self._placed.get(file, found) & found or self._placed[file]
+    def take(self, line: LogLine) -> None:
+        """Narrow the releases by a line of a kind in `awaited`."""
+        if line.name == "version" or line.name in RELEASE_IN:
+            self.name(line.fields, line.file)
+        elif line.name in _DEATHS:
+            frames = line.fields.get("frames", ())
+            for found in (_of_statement(line.fields.get("place", "")), *(_of_file(frame[0]) for frame in frames)):
+                if found:
+                    self._placed[line.file] = self._placed.get(line.file, found) & found or self._placed[line.file]
+        elif (at := statement_place(line.body)) is not None:
+            self.awaited.remove(line.name)
+            found = statements.releases_at(line.name, *at)
+            # If the log has two releases, the lines of the first one decide.
+            self._candidates = (self._candidates & found or self._candidates) if self._candidates else found
 
     def placed(self, file: str | None = None) -> list[str]:
         """Return the vLLM releases that match the places in this file (default: the one being read), oldest first.
