@@ -97,14 +97,14 @@ def fits(sign: Sign, line: LogLine) -> dict[str, Any] | None:
         text = without_place(line.body) if line.name == "logged" else line.body.decode("utf-8", "replace")
     if (sign.kind and sign.kind != fields["type"]) or (sign.source and sign.source not in fields["source"]):
         return None
-    found = _search(sign.text, text) if sign.text else None
-    if sign.text and found is None:
+    found = _search(sign.text, text)
+    if found is None:
         return None
     if sign.through and not any(sign.through in f"/{frame[0]}" for frame in fields["frames"]):
         return None
     if sign.within and not _within(sign.within, fields["frames"], _FRAMES[sign.form]):
         return None
-    return found.groupdict() if found is not None else {}
+    return found.groupdict()
 
 
 def implied(sign: Sign, by: Sign) -> bool:

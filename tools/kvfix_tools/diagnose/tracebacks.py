@@ -159,7 +159,7 @@ class Tracebacks:
         left = [(process, trace) for process, trace in self.open.items() if trace.frames or trace.fault is not None]
         self.open.clear()
         groups = [(process, group) for process, (group, has_member) in self._groups.items() if not has_member]
-        return [*groups, *((process, _raised(trace, _asserted(trace), "")) for process, trace in left)]
+        return [*groups, *((process, _raised(trace)) for process, trace in left)]
 
     def _begin(self, process: str, in_group: bool = False, before: bytes = b"") -> _Traceback:
         if len(self.open) >= _OPEN:
@@ -188,7 +188,7 @@ class Tracebacks:
             if _NATIVE_STACK in text or not text or (indented and not trace.frames):
                 return True, None
             del self.open[process]
-            return False, _raised(trace, "", "")
+            return False, _raised(trace)
         if indented or not text or (trace.frames and text.startswith(b"assert ")):  # a paste may lose the indentation
             if trace.frames and part.source:  # Python 3.13 prints every line of a statement
                 trace.source = f"{trace.source} {part.source}".strip()[:_SOURCE]
@@ -213,16 +213,13 @@ def by_name(body: bytes, anywhere: bool) -> Fields | None:
     return raised(_decoded(found["type"]), _decoded(found["text"] or b""))
 
 
-def _raised(trace: _Traceback, kind: str, text: str) -> Fields:
+def _raised(trace: _Traceback, kind: str = "", text: str = "") -> Fields:
+    """Return the exception of a traceback. kind: "" for an incomplete traceback, whose source may show the class."""
     frames = list(trace.frames)
     if trace.fault is not None:  # faulthandler names the innermost frame first
         return raised("", trace.fault, frames[::-1], fault=True)
-    return raised(kind, text, frames, trace.source)
-
-
-def _asserted(trace: _Traceback) -> str:
-    """Return the class of the exception of an incomplete traceback, if its last line shows it."""
-    return "AssertionError" if trace.fault is None and trace.source.startswith("assert ") else ""
+    asserts = not kind and trace.source.startswith("assert ")
+    return raised("AssertionError" if asserts else kind, text, frames, trace.source)
 
 
 def _decoded(text: bytes) -> str:
