@@ -22,7 +22,7 @@ from kvfix_tools.diagnose import log_files, report_html, report_json, report_tex
 from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.grammar import NEEDLES
 from kvfix_tools.diagnose.line_scanner import Scanner
-from kvfix_tools.diagnose.timeline import Timeline
+from kvfix_tools.diagnose.report_html import Timeline
 from tests.diagnose.lines import LOGS
 
 RUBBISH = [

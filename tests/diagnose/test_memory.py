@@ -9,7 +9,7 @@ from itertools import chain
 
 import pytest
 
-from kvfix_tools.diagnose import diagnosis, line_scanner, requests_seen
+from kvfix_tools.diagnose import diagnosis, ledger_events, line_scanner
 from kvfix_tools.diagnose.diagnosis import FINDINGS
 from kvfix_tools.diagnose.findings import lookups
 from tests.bench.engine_logs import FIXTURES, lives
@@ -46,7 +46,7 @@ def requests(first: int, many: int) -> Iterator[bytes]:
 
 def test_what_is_kept_of_a_log_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some 50 MB. The limits are lowered, so that one object kept of each request would show."""
-    for module in (diagnosis, requests_seen):
+    for module in (diagnosis, ledger_events):
         monkeypatch.setattr(module, "REQUESTS", 200)
     for name in ("_REQUESTS", "_ENGINES"):
         monkeypatch.setattr(lookups, name, 50)

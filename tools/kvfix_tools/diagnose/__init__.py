@@ -4,12 +4,11 @@
 - `line_scanner`: turn blocks into lines that matter (`log_line`), and skip all other lines.
 - `texts`: parse the text of one line.
 - `grammar`: patterns of lines, tested against the releases' own logging statements (`statements.json`).
-- `tracebacks`: assemble frames and exceptions from several lines.
-- `ledger_events`: turn lines into events of the ledger (`kvfix.ledger`).
-- `recorder_lines`: read events from lines of kvfix's own recorder.
+- `tracebacks`: assemble frames, exceptions and stacks from several lines.
+- `ledger_events`: turn lines of logs and of kvfix's own recorder into events of the ledger (`kvfix.ledger`).
 - `diagnosis`: the state of the diagnosis: histories, releases, counts, findings.
 - `problems`: records of known problems (`knowledge/*.toml`). `signs`: the lines that show them.
 - `findings/`: functions for problems that show in numbers.
 - `log_finding`: a finding in this input. `advice`: its cause, and what to do.
-- `report_...`: the outputs. `timeline`: data for the HTML page.
+- `report_...`: the outputs.
 """

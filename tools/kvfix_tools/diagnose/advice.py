@@ -34,11 +34,8 @@ class Advice(NamedTuple):
 
 def fixes(log: Diagnosis, found: LogFinding) -> list[Fix]:
     """Return the fixes of the finding for the releases of its log, or all if the releases are unknown."""
-    return [each for each in _named(found) if _dist(log, found, each) is not None]
-
-
-def _named(found: LogFinding) -> list[Fix]:
-    return catalogue.handling(found.rule.code, found.rule.message)
+    handling = catalogue.handling(found.rule.code, found.rule.message)
+    return [each for each in handling if _dist(log, found, each) is not None]
 
 
 def _dist(log: Diagnosis, found: LogFinding, each: Fix) -> str | None:
@@ -59,7 +56,7 @@ def cause(log: Diagnosis, found: LogFinding) -> str:
     """Return the cause from the finding, or else from its first fix that concerns this log."""
     if found.rule.cause:
         return found.rule.cause
-    concerned = fixes(log, found) or _named(found)
+    concerned = fixes(log, found) or catalogue.handling(found.rule.code, found.rule.message)
     return " ".join(concerned[0].section("Cause").split()) if concerned else ""
 
 
@@ -83,7 +80,11 @@ def advice(log: Diagnosis, found: LogFinding) -> list[Advice]:
     else:
         workarounds = ((each, " ".join(each.section("Workaround").split())) for each in unfixable)
         made += [Advice("setting", each.code, f"{text} ({each.code} {each.slug})") for each, text in workarounds]
-    return made + _release_of(log, found)
+    for dist, release in found.rule.fixed.items():
+        if _within(log, found, dist, f">={release}") is not True:
+            name = f"{NAMES.get(dist, dist)} {release}"
+            made.append(Advice("release", name, f"upgrade to {name}"))
+    return made
 
 
 class Remedy(NamedTuple):
@@ -112,23 +113,13 @@ def _ahead(log: Diagnosis, found: LogFinding, good: str) -> str:
         return "; ".join(kept)
     named = _UPGRADE.match(good)
     right = f"{named['dist']} {named['release']}" if named is not None else good
-    return f"report it with `{_REPORT}`: {right} should not have this problem, and this log is of no older release"
+    return f"report it with `{_REPORT}`: {right} should not have this problem, and this log's release is not older"
 
 
 def _is_behind(log: Diagnosis, found: LogFinding, part: str) -> bool:
     named = _UPGRADE.match(part)
     alone = named is not None and not any(also in part for also in (", and ", ", with "))
     return named is not None and alone and _within(log, found, named["dist"].lower(), f">={named['release']}") is True
-
-
-def _release_of(log: Diagnosis, found: LogFinding) -> list[Advice]:
-    """Return upgrades to the releases that a record names, if the log's releases are older."""
-    made = []
-    for dist, release in found.rule.fixed.items():
-        if _within(log, found, dist, f">={release}") is not True:
-            name = NAMES.get(dist, dist)
-            made.append(Advice("release", f"{name} {release}", f"upgrade to {name} {release}"))
-    return made
 
 
 def _releases(log: Diagnosis, found: LogFinding, concerned: list[Fix]) -> list[Advice]:

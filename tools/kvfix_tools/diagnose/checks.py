@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvfix_tools.diagnose import grammar, statements
 from kvfix_tools.diagnose.log_line import without_place
 from kvfix_tools.diagnose.statements import NAMES, sample
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.releases import Releases
 
 FILE = Path(__file__).with_name("checks.json")
-#: Minimum number of letters in a text, without its values, to find the text in any function.
+#: Minimum number of letters in a text, without its values, to find the text in any function or line.
 _TELLS = 16
 _QUOTES, _VALUE = str.maketrans({'"': "'", " ": None, "\n": None}), "\0"
 _NO_ATTRIBUTE = re.compile(r"(?:' object|^module '[\w.]+') has no attribute '")
@@ -121,3 +122,35 @@ def _releases(name: str, releases: list[str], having: set[str]) -> str:
         return f"; {name} has this code {span}, the newest known release, so an upgrade does not help"
     after = releases[releases.index(last) + 1]
     return f"; {name} has this code {span}, but not in {after}, which may still have the cause"
+
+
+@lru_cache(maxsize=1024)
+def whole_statement(body: bytes) -> str | None:
+    """Return the kind of line (grammar, or "logged") if this body is a whole statement of a release, else None."""
+    text = " ".join(body.decode("utf-8", "replace").split())
+    for name, longest, pattern in _statements():
+        if longest in text and pattern.fullmatch(text):
+            return name
+    return None
+
+
+@lru_cache(maxsize=1)
+def _statements() -> list[tuple[str, str, re.Pattern[str]]]:
+    """Return (kind of line, longest part without a value, pattern) of each statement of the releases."""
+    read = {message.name for message in grammar.MESSAGES if message.source in ("lmcache", "vllm")}
+    templates = [
+        (row.message, sample(row.template, _VALUE))
+        for rows in statements.known().values()
+        for row in rows
+        if row.message in read
+    ]
+    templates += [
+        ("logged", sample(check.text, _VALUE)) for _, table in known().values() for *_, check in table if not check.kind
+    ]
+    made = []
+    for name, template in dict.fromkeys(templates):
+        parts = " ".join(template.strip().partition("\n")[0].split()).split(_VALUE)
+        longest = max(parts, key=len)
+        if sum(map(len, parts)) >= _TELLS:
+            made.append((name, longest, re.compile(".{0,600}?".join(map(re.escape, parts)))))
+    return made

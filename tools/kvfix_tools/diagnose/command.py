@@ -14,16 +14,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-from kvfix_tools.diagnose import (
-    log_files,
-    report_brief,
-    report_html,
-    report_json,
-    report_text,
-)
+from kvfix_tools.diagnose import log_files, report_brief, report_html, report_json, report_text
 from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.timeline import Timeline
+from kvfix_tools.diagnose.report_html import Timeline
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.log_finding import LogFinding
@@ -111,18 +105,17 @@ def main(paths: list[str], options: Options = Options()) -> int:
         _say(str(error))
         return 2
     console = Console(highlight=False, soft_wrap=False)
-    timeline = Timeline() if options.html else None
     live = options.format is Format.text and not options.request and any(source.path == "-" for source in sources)
 
     def on_found(found: LogFinding) -> None:
         if options.is_chosen(found):
             report_text.print_finding(log, found, console)
 
-    log = Diagnosis(on_found if live else None, options.request, timeline)
+    log = Diagnosis(on_found if live else None, options.request, Timeline() if options.html else None)
     try:
         unreadable = _read(log, sources)
         findings = [found for found in log.end() if options.is_chosen(found)]
-        unwritten = _write(log, timeline, findings, options)
+        unwritten = _write(log, findings, options)
         for reason in unreadable:
             _say(reason)
         if log.interrupted:
@@ -186,11 +179,11 @@ def _read(log: Diagnosis, sources: list[log_files.Source]) -> list[str]:
             return []
 
 
-def _write(log: Diagnosis, timeline: Timeline | None, findings: list[LogFinding], options: Options) -> bool:
+def _write(log: Diagnosis, findings: list[LogFinding], options: Options) -> bool:
     """Write the output files. Return True if one could not be written."""
     texts: dict[str, str] = {}
-    if options.html and timeline is not None:
-        texts[options.html] = report_html.page(log, timeline, findings)
+    if log.timeline is not None:
+        texts[options.html] = report_html.page(log, log.timeline, findings)
     if options.brief not in ("", "-"):
         texts[options.brief] = report_brief.brief(log, findings)
     if options.issue:

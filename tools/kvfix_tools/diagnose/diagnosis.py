@@ -14,15 +14,12 @@ from kvfix.ledger.events import Raised
 from kvfix_tools import redact
 from kvfix_tools.diagnose import findings, ledger_events, problems, statements
 from kvfix_tools.diagnose.failures import Failures
-from kvfix_tools.diagnose.grammar import MESSAGES, RELEASE_IN
+from kvfix_tools.diagnose.ledger_events import HISTORY, REQUESTS, VIOLATED, RecorderLines, Requests
 from kvfix_tools.diagnose.line_scanner import Scanner
 from kvfix_tools.diagnose.log_finding import LogFinding, in_order
-from kvfix_tools.diagnose.recorder_lines import RecorderLines
-from kvfix_tools.diagnose.releases import Releases
-from kvfix_tools.diagnose.requests_seen import HISTORY, REQUESTS, VIOLATED, Requests
-from kvfix_tools.diagnose.texts import WHO, with_meaning
-from kvfix_tools.diagnose.tracebacks import Raised as RaisedInLog
-from kvfix_tools.diagnose.who_ran import WhoRan
+from kvfix_tools.diagnose.releases import Releases, WhoRan
+from kvfix_tools.diagnose.texts import WHO
+from kvfix_tools.diagnose.tracebacks import raised
 from kvfix_tools.ledger import RULES
 
 if TYPE_CHECKING:
@@ -31,7 +28,7 @@ if TYPE_CHECKING:
     from kvfix.ledger.events import Event
     from kvfix_tools.diagnose.findings import Answer
     from kvfix_tools.diagnose.log_line import Evidence, LogLine
-    from kvfix_tools.diagnose.timeline import Timeline
+    from kvfix_tools.diagnose.report_html import Timeline
 
 State = TypeVar("State")
 #: Maximum number of lines to keep for --request.
@@ -41,12 +38,7 @@ FINDINGS = 1000
 #: The rule of the ledger that every traceback violates. Other findings report the traceback.
 _EXCEPTION = "exception-left-hook"
 #: (rule of the ledger, the DEBUG line that it needs, what this line shows)
-_HIDDEN = (
-    ("KVR004", "due", "granted and loaded tokens"),
-    ("KVR007", "storing", "stored and skipped tokens"),
-)
-#: Kinds of lines after which EngineCore dies.
-_DEATHS = ("fatal", "raised")
+_HIDDEN = (("KVR004", "due", "granted and loaded tokens"), ("KVR007", "storing", "stored and skipped tokens"))
 
 
 class Diagnosis:
@@ -96,8 +88,6 @@ class Diagnosis:
         #: Requests with a crash finding.
         self._crashed: set[str] = set()
         self._recorders = RecorderLines()
-        #: Kinds of lines that name a release, and LMCache's kinds whose line number has not narrowed the releases yet.
-        self._unplaced = {message.name for message in MESSAGES if message.source == "lmcache"} | set(RELEASE_IN)
         self._time: float | None = None
 
     def state(self, kind: type[State]) -> State:
@@ -123,24 +113,23 @@ class Diagnosis:
             self.request_lines.append(line.evidence)
         if line.time is not None:
             self._time = line.time
-        if name == "asked" and self._is_repeated(line):  # nothing new to note
-            self.failures.take(line)
-            self._answers(line)
-            return
+        if name == "asked":
+            known = self.requests[line.request]
+            before, known.asked = known.asked, line.fields
+            if before is line.fields or before == line.fields:  # vLLM asks about a waiting request in every step
+                self.failures.take(line)
+                self._answers(line)
+                return
         if name == "recorded":
             self._recorders.take(self, line)
             return
         self.who.take(line)
         self.failures.take(line)
-        if name in self._unplaced:
-            self._place(line)
-        elif name in _DEATHS:
-            self.releases.failed(line.fields.get("place", ""), line.fields.get("frames", ()), line.file)
+        if name in self.releases.awaited:
+            self.releases.take(line)
         make = ledger_events.MAKERS.get(name)
-        if make is None:
-            self._look(line)
-            return
-        violated = [each for event in make(self.ledger, line.fields) for each in self._feed(event, line)]
+        events = make(self.ledger, line.fields) if make is not None else ()
+        violated = [each for event in events for each in self._feed(event, line)]
         self._look(line)
         if violated:
             self._judge(violated, line)
@@ -152,10 +141,10 @@ class Diagnosis:
         violated = self._feed(event, line)
         if isinstance(event, Raised):
             kind, _, text = event.error.partition(": ")
-            fields = with_meaning(RaisedInLog(kind, text, [("", 0, event.where)], "", False))
-            raised = replace(line, name="raised", fields={**fields, "request": event.request, "level": ""})
-            self.failures.take(raised)
-            self._look(raised)
+            fields = raised(kind, text, [("", 0, event.where)])
+            in_log = replace(line, name="raised", fields={**fields, "request": event.request, "level": ""})
+            self.failures.take(in_log)
+            self._look(in_log)
         self._judge(violated, line)
 
     def of_connector(self, sees_loads: bool) -> Diagnosis:
@@ -215,35 +204,17 @@ class Diagnosis:
             if statements.levels(message, release) == {"debug"}
         ]
 
-    def _place(self, line: LogLine) -> None:
-        """Narrow the releases by the line number of a statement, once for each kind of line."""
-        if line.name == "version" or line.name in RELEASE_IN:
-            for dist in ("lmcache", "vllm"):
-                self.releases.name(dist, str(line.fields.get(dist, "")), line.file)
-        elif self.releases.place(line.name, line.body):
-            self._unplaced.remove(line.name)
-
-    def _is_repeated(self, line: LogLine) -> bool:
-        """Return True if the answer equals the last one: vLLM asks about a waiting request in every step."""
-        known = self.requests.known(line.request)
-        before, known.asked = known.asked, line.fields
-        return before is line.fields or before == line.fields
-
     def _feed(self, event: Event, line: LogLine) -> list[Finding]:
         """Feed an event to the ledger. Return its violations, and count rules that could not be checked."""
         judged = self.ledger.feed(event)
-        known = self.requests.known(event.request)
+        known = self.requests[event.request]
         known.places.append((line.file, line.number))
         if self.timeline is not None:
             self.timeline.event(event, self._time if line.time is None else line.time)
         if not judged:
             return judged
-        violated = []
-        for each in judged:
-            if each.verdict == "unknown":
-                self.unknowns[each.code] += 1
-            else:
-                violated.append(each)
+        self.unknowns.update(each.code for each in judged if each.verdict == "unknown")
+        violated = [each for each in judged if each.verdict != "unknown"]
         known.violated += violated[: VIOLATED - len(known.violated)]
         return violated
 
@@ -268,6 +239,10 @@ class Diagnosis:
         answered = [(rule, answer) for rule in rules if (answer := rule.look(self, line)) is not None]
         if is_error and not answered:
             answered = [(each, answer) for each in at if (answer := each.look(self, line, True)) is not None]
+        if not answered:
+            if is_error:
+                self.failures.unknown(line)
+            return
         shown = [rule for rule, _ in answered if rule.signs]
         if is_degraded and shown:  # a record explains the error, so KVD207 adds nothing
             answered = [each for each in answered if each[0].signs]
@@ -279,8 +254,6 @@ class Diagnosis:
             if quoted is not None:
                 rule, answer = quoted, answer._replace(sure=quoted.sure)
             self.add(rule, answer, line)
-        if is_error and not answered:
-            self.failures.unknown(line)
 
     def _judge(self, violated: list[Finding], line: LogLine) -> None:
         """Report violated rules of the ledger, except for requests that crashed."""
@@ -305,7 +278,9 @@ class Diagnosis:
             return
         found = self._found[key] = LogFinding(rule, answer, redact.text(answer.sentence), request, line)
         found.ran = self.releases.running() if line is not None else {}
-        found.is_foreign = line is not None and _is_foreign(line)
+        found.is_foreign = line is not None and (
+            line.name == "died" or (line.name == "logged" and not line.fields["logger"])
+        )
         found.began = self._taken if line is not None else self._began(found)
         if found.first is None:
             found.first = found.last = self._time
@@ -327,11 +302,6 @@ class Diagnosis:
             if each is not found and each.file == file and each.evidence[0].line <= number
         ]
         return max(before, default=0.0) + 0.5
-
-
-def _is_foreign(line: LogLine) -> bool:
-    """Return True if any program may log this line. It is a finding only in a log of an engine."""
-    return line.name == "died" or (line.name == "logged" and not line.fields["logger"])
 
 
 def diagnosed(log: bytes, file: str = "log") -> Diagnosis:

@@ -72,18 +72,17 @@ class Failures:
         self.last: dict[str, LogLine] = {}
         #: {file whose process is shutting down and has not worked since: time of its first line about this}
         self._closing: dict[str, float | None] = {}
-        self._taken = 0
-        self._worked = 0
-        self._waited = 0
-        self._at: list[int] = []
+        #: Number of `lines` before the engine last worked.
+        self._survived = 0
+        #: True if the engine worked after it last waited for a worker.
+        self.worked_since_wait = False
 
     def take(self, line: LogLine) -> None:
-        self._taken += 1
         name = line.name
         if name in _STARTS:
             self._reopen(line)
         if name in _WORK or (name == "stats" and float(line.fields["generation"]) > 0):
-            self._worked = self._taken
+            self._survived, self.worked_since_wait = len(self.lines), True
             self._reopen(line)
         elif self.is_ending(line):
             pass
@@ -101,7 +100,7 @@ class Failures:
             if not self.dead:
                 self._closing.setdefault(line.file, line.time)
         elif name == "broadcast":
-            self._waited = self._taken
+            self.worked_since_wait = False
         elif name in ("fatal", "died"):
             self.dead = True
         if line.process in self.last or len(self.last) < _PROCESSES:
@@ -111,7 +110,6 @@ class Failures:
         """Keep a failure that no finding explains."""
         if len(self.lines) < _MOST and _is_failure(line):
             self.lines.append(line)
-            self._at.append(self._taken)
 
     @property
     def heading(self) -> LogLine | None:
@@ -135,14 +133,9 @@ class Failures:
         return bool(self._closing)
 
     @property
-    def worked_since_wait(self) -> bool:
-        """True if the engine worked after it last waited for a worker."""
-        return self._worked > self._waited
-
-    @property
     def first(self) -> LogLine | None:
         """The failure to report: the first exception of a dead engine, else the first error; None if it works."""
-        after = [line for line, at in zip(self.lines, self._at, strict=True) if self.dead or at > self._worked]
+        after = self.lines if self.dead else self.lines[self._survived :]
         own = [line for line in after if line.name in ("raised", "died")] or after
         if own:
             first = next((line for line in own if not (_while_ending(line) or _is_heading(line))), own[0])

@@ -7,47 +7,65 @@ statement, and tests compare it with the patterns. Numbers become int, other val
 from __future__ import annotations
 
 import re
-from functools import lru_cache, partial
+from functools import partial
 from typing import NamedTuple
 
 from ahocorasick_rs import BytesAhoCorasick, Implementation, MatchKind
+
+from kvfix_tools.diagnose.log_line import Fields, without_tokens
 
 
 class Message(NamedTuple):
     """One kind of line.
 
-    start: the pattern up to its first value or alternative.
-    literal: text that each line of this kind contains, by default the start.
+    literal: the longest text of the pattern that each line of this kind contains.
     pattern: its groups are the fields.
     source: `lmcache`, `vllm` or `kvfix` for their log lines, `raised` for the text of an exception.
     fields: (name, True if it is a count) of each group.
     """
 
     name: str
-    start: bytes
     literal: bytes
     pattern: re.Pattern[bytes]
     source: str
     fields: tuple[tuple[str, bool], ...]
+
+    def values(self, match: re.Match[bytes]) -> Fields:
+        """Return {field: count or text} of the groups that matched."""
+        found: Fields = {}
+        for (field, is_count), value in zip(self.fields, match.groups(), strict=True):
+            if value is not None:
+                text = value.decode("utf-8", "replace")
+                found[field] = int(value) if is_count else without_tokens(text) if "," in text else text
+        return found
 
 
 MESSAGES: list[Message] = []
 
 #: Groups that take digits only are counts; everything else is text.
 _COUNT = re.compile(rb"\(\?P<(\w+)>(?:-\?)?\\d\+\)")
-#: The first value or alternative in a pattern.
-_VALUE = re.compile(rb"<ID>|[\\(\[]")
+#: In a pattern, `{name}` is a count. A value or an escaped character; a group.
+_COUNTED, _VALUE = re.compile(rb"\{([a-z]\w*)\}"), re.compile(rb"<ID>|\\.|\[(?:\\.|[^]\\])+\]")
+_GROUP = re.compile(rb"\([^()]*\)")
 _ID = rb"(?P<request>[^\s,'\"()\[\]]+)"
 
 
-def _message(source: str, name: str, pattern: bytes, literal: str = "") -> None:
+def _message(source: str, name: str, pattern: bytes, literal: bytes = b"") -> None:
+    pattern = _COUNTED.sub(rb"(?P<\1>\\d+)", pattern)
     # At most 18 digits, because int() refuses very long numbers.
     compiled = re.compile(pattern.replace(b"<ID>", _ID).replace(rb"\d+)", rb"\d{1,18})"))
     counts = _COUNT.findall(pattern)
     fields = tuple((field, field.encode() in counts) for field in compiled.groupindex)
     assert compiled.groups == len(fields), f"{name}: only named groups"
-    start = _VALUE.split(pattern, 1)[0]
-    MESSAGES.append(Message(name, start, literal.encode() or start, compiled, source, fields))
+    MESSAGES.append(Message(name, literal or _longest_text(pattern), compiled, source, fields))
+
+
+def _longest_text(pattern: bytes) -> bytes:
+    """Return the longest part of a pattern that each match contains: no value, no group, no repeat."""
+    pattern = _VALUE.sub(b"\0", pattern)
+    while b"(" in pattern:
+        pattern = _GROUP.sub(b"\0", pattern)
+    return max(re.split(rb".[?*+]+|[\0.]", pattern), key=len)
 
 
 _vllm, _lmcache, _kvfix, _raised = (partial(_message, source) for source in ("vllm", "lmcache", "kvfix", "raised"))
@@ -57,54 +75,42 @@ RELEASE_IN = ("vllm_version", "vllm_server", "vllm_environment", "vllm_image")
 
 _vllm(
     "stats",
-    rb"(?:Engine (?P<engine>\d+): )?Avg prompt throughput: (?P<prompt>\d+\.?\d*) tokens/s, Avg generation throughput: "
-    rb"(?P<generation>\d+\.?\d*) tokens/s, Running: (?P<running>\d+) reqs, Waiting: (?P<waiting>\d+) reqs"
-    rb"(?:, Deferred: (?P<deferred>\d+) reqs)?(?:, KV fetch: [^%]*? completed waiting)?"
-    rb"(?:, Preemptions: (?P<preemptions>\d+))?"
+    rb"(?:Engine {engine}: )?Avg prompt throughput: (?P<prompt>\d+\.?\d*) tokens/s, Avg generation throughput: "
+    rb"(?P<generation>\d+\.?\d*) tokens/s, Running: {running} reqs, Waiting: {waiting} reqs"
+    rb"(?:, Deferred: {deferred} reqs)?(?:, KV fetch: [^%]*? completed waiting)?"
+    rb"(?:, Preemptions: {preemptions})?"
     rb"(?:, \w+ KV cache usage: (?P<usage>[\d.]+)%)?(?:, Prefix cache hit rate: (?P<local>[\d.]+)%)?"
     rb"(?:, External prefix cache hit rate: (?P<external>[\d.]+)%)?",
-    "Avg prompt throughput: ",
 )
 _vllm(
     "kv_failing",
-    rb"Failing (?P<objects>\d+) request\(s\) due to KV load failure \(failure_policy=fail, (?P<tokens>\d+) tokens "
+    rb"Failing {objects} request\(s\) due to KV load failure \(failure_policy=fail, {tokens} tokens "
     rb"affected\)(?:\. Request IDs: )?(?P<requests>.*)",
-    " due to KV load failure",
 )
 _vllm(
-    "kv_recovered",
-    rb"Recovered from KV load failure: (?P<objects>\d+) request\(s\) rescheduled \((?P<tokens>\d+) tokens affected\)",
+    "kv_recovered", rb"Recovered from KV load failure: {objects} request\(s\) rescheduled \({tokens} tokens affected\)"
 )
-_vllm("kv_waiting", rb"<ID> is still in WAITING_FOR_REMOTE_KVS state", " is still in WAITING_FOR_REMOTE_KVS state")
-_vllm(
-    "broadcast",
-    rb"No available shared memory broadcast block found in (?P<seconds>\d+)",
-    "No available shared memory broadcast block found",
-)
+_vllm("kv_waiting", rb"<ID> is still in WAITING_FOR_REMOTE_KVS state")
+_vllm("broadcast", rb"No available shared memory broadcast block found in {seconds}")
 # The transfers of NixlConnector and MooncakeConnector in an interval (nixl/stats.py). Other connectors log other
 # numbers.
 _vllm(
     "moved",
-    rb"KV Transfer metrics: Num successful transfers=(?P<transfers>\d+), .*?Avg MB per transfer=(?P<size>[\d.]+), "
+    rb"KV Transfer metrics: Num successful transfers={transfers}, .*?Avg MB per transfer=(?P<size>[\d.]+), "
     rb"Throughput \(MB/s\)=(?P<rate>[\d.]+)",
-    "KV Transfer metrics: ",
 )
 # The API server or the engine has started; uvicorn answered a request with 500.
-_vllm("up", rb"Application startup complete", "startup complete")
-_vllm("engine_up", rb"init engine \(profile", "init engine (")
-_vllm("answered_500", rb'" 500 Internal Server Error', "500 Internal")
+_vllm("up", rb"Application startup complete")
+_vllm("engine_up", rb"init engine \(profile")
+_vllm("answered_500", rb'" 500 Internal Server Error')
 _vllm("fatal", rb"EngineCore encountered a fatal error")
 _vllm("draft_groups", rb"KV offloading: EAGLE/MTP draft attention groups (?P<groups>[^\n]{1,200}?) detected")
-_vllm(
-    "vllm_version",
-    rb"(?:Initializing a|Dumping input data for) V[01] LLM engine \(v(?P<vllm>[^\s)]+)\)",
-    " LLM engine (v",
-)
+_vllm("vllm_version", rb"(?:Initializing a|Dumping input data for) V[01] LLM engine \(v(?P<vllm>[^\s)]+)\)")
 # The API server's first line names the release. The logo may stand before it, and the last character of the logo is
 # U+2588. The environment at the beginning of a report (collect_env) has the release too, and so does the image's name.
-_vllm("vllm_server", rb"(?:vLLM (?:API )?server|\xe2\x96\x88 )\s?version (?P<vllm>\d[^\s,]*)", " version ")
+_vllm("vllm_server", rb"(?:vLLM (?:API )?server|\xe2\x96\x88 )\s?version (?P<vllm>\d[^\s,]*)")
 _vllm("vllm_environment", rb"vLLM Version\s*:\s*v?(?P<vllm>\d\S*)")
-_vllm("vllm_image", rb"(?<!\w)vllm/vllm-openai:v(?P<vllm>\d+\.\d+\.\d+(?:\.post\d+|rc\d+)?)", "vllm/vllm-openai:v")
+_vllm("vllm_image", rb"(?<!\w)vllm/vllm-openai:v(?P<vllm>\d+\.\d+\.\d+(?:\.post\d+|rc\d+)?)")
 
 #: Lookahead for the place of LMCache's statement or the end of the line.
 _TO_PLACE = rb"(?=\s(?:\x1b?\[3m)?\(\w+\.py:\d+:|\s*$)"
@@ -112,70 +118,49 @@ _TO_PLACE = rb"(?=\s(?:\x1b?\[3m)?\(\w+\.py:\d+:|\s*$)"
 
 # Lines of kvfix's own recorder are JSON (kvfix_tools.recording). In a bundle of `kvfix dump`, the first line of a file
 # follows the header of the archive.
-_kvfix("recorded", rb'(?:^|\0)\{"kind":"(?P<kind>recorder|connector|event)"', '{"kind":"')
+_kvfix("recorded", rb'(?:^|\0)\{"kind":"(?P<kind>recorder|connector|event)"')
 
 # The adapter of LMCacheConnectorV1 (lmcache/integration/vllm/vllm_v1_adapter.py). From 0.3.14 on a line has vLLM's
 # computed tokens; before, `need to load` may be negative.
 _lmcache("creating", rb"Creating LMCacheEngine instance (?P<instance>\S+)")
 _lmcache(
     "asked",
-    rb"Reqid: <ID>, Total tokens (?P<total>\d+), (?:Inference Engine computed tokens: (?P<computed>\d+), )?"
-    rb"LMCache hit tokens: (?:(?P<hit>\d+), (?:but )?need to load: (?P<need>-?\d+)(?: < min_retrieve (?P<least>\d+))?"
+    rb"Reqid: <ID>, Total tokens {total}, (?:Inference Engine computed tokens: {computed}, )?"
+    rb"LMCache hit tokens: (?:{hit}, (?:but )?need to load: (?P<need>-?\d+)(?: < min_retrieve {least})?"
     rb"|None)",
-    "LMCache hit tokens: ",
 )
 _lmcache(
-    "capped",
-    rb"Reqid: <ID>, Chunked KV loading: capped from (?P<need>-?\d+) to (?P<capped>-?\d+) external tokens",
-    "Chunked KV loading: capped from",
+    "capped", rb"Reqid: <ID>, Chunked KV loading: capped from (?P<need>-?\d+) to (?P<capped>-?\d+) external tokens"
 )
-_lmcache("due", rb"Scheduled to load (?P<hit>\d+) tokens (?:\((?P<computed>\d+) cached in vLLM\) )?for request <ID>")
+_lmcache("due", rb"Scheduled to load {hit} tokens (?:\({computed} cached in vLLM\) )?for request <ID>")
 _lmcache(
     "storing",
-    rb"Storing KV cache for (?P<tokens>-?\d+) out of (?P<total>\d+) tokens \(skip_leading_tokens=(?P<skip>\d+)\) "
+    rb"Storing KV cache for (?P<tokens>-?\d+) out of {total} tokens \(skip_leading_tokens={skip}\) "
     rb"for request <ID>",
 )
-_lmcache(
-    "stored",
-    rb"(?:\[req_id=(?P<request>[^\]\n]*)\] )?Stored (?P<tokens>\d+) out of total (?P<total>\d+) tokens",
-    " out of total ",
-)
+_lmcache("stored", rb"(?:\[req_id=(?P<request>[^\]\n]*)\] )?Stored {tokens} out of total {total} tokens")
 _lmcache(
     "retrieved",
-    rb"(?:\[req_id=(?P<request>[^\]\n]*)\] )?Retrieved (?P<tokens>\d+) out of (?:total )?(?P<required>\d+)"
-    rb"(?: required tokens \(from (?P<total>\d+) total tokens\)| out of total \d+ tokens)",
-    "Retrieved ",
+    rb"(?:\[req_id=(?P<request>[^\]\n]*)\] )?Retrieved {tokens} out of (?:total )?{required}"
+    rb"(?: required tokens \(from {total} total tokens\)| out of total \d+ tokens)",
 )
-_lmcache("short", rb"Num retrieved tokens: (?P<tokens>\d+), num expected tokens: (?P<expected>\d+)")
-_lmcache(
-    "load_failed",
-    rb"Request <ID> failed to load (?P<tokens>\d+) tokens across (?P<blocks>\d+) blocks",
-    " failed to load ",
-)
-_lmcache("rolled_back", rb"Request <ID> rolled back from (?P<before>\d+) to (?P<now>\d+) tokens", " rolled back from ")
+_lmcache("short", rb"Num retrieved tokens: {tokens}, num expected tokens: {expected}")
+_lmcache("load_failed", rb"Request <ID> failed to load {tokens} tokens across {blocks} blocks")
+_lmcache("rolled_back", rb"Request <ID> rolled back from {before} to {now} tokens")
 _lmcache("unretrievable", rb"The cache block is in the storage, but it can't be retrieved")
-_lmcache(
-    "save_skipped", rb"Skipping KV save for request <ID>: .*\(slot_mapping=(?P<slots>\d+), token_ids=(?P<ids>\d+)\)"
-)
+_lmcache("save_skipped", rb"Skipping KV save for request <ID>: .*\(slot_mapping={slots}, token_ids={ids}\)")
 _lmcache("aborted", rb"Skipping abort-time (?:backend cleanup|async lookup cancel) for request (?P<request>[^\s,:]+):")
 
 # Lookups of the in-process mode.
 _lmcache("lookup_timeout", rb"Timeout occurred for rank (?P<rank>\w+)")
+_lmcache("lookup_given_up", rb"Request <ID> is still waiting for async lookup after {seconds} seconds")
 _lmcache(
-    "lookup_given_up",
-    rb"Request <ID> is still waiting for async lookup after (?P<seconds>\d+) seconds",
-    " is still waiting for async lookup",
-)
-_lmcache(
-    "ranks_differ",
-    rb"Lookup results \(number of hit tokens\) differ across [^:]* ranks: (?P<results>.*?)\.(?:\s|$)",
-    "Lookup results (number of hit tokens) differ",
+    "ranks_differ", rb"Lookup results \(number of hit tokens\) differ across [^:]* ranks: (?P<results>.*?)\.(?:\s|$)"
 )
 _lmcache(
     "hash_seed",
     rb"(?P<why>Using builtin hash without|Centralized cache sharing detected but|P/D Disaggregation detected but) "
     rb"PYTHONHASHSEED (?:not )?set",
-    "PYTHONHASHSEED",
 )
 
 _lmcache("configured", rb"LMCache Configuration: (?P<settings>.+?)" + _TO_PLACE)
@@ -183,17 +168,16 @@ _lmcache("engine_configured", rb"Creating LMCacheEngine with config: (?P<setting
 _lmcache("peer_asked", rb"Got layout info from controller: (?P<layout>.+?)" + _TO_PLACE)
 
 # Memory.
-_lmcache("pin_timeout", rb"Pin timeout detected for MemoryObj (?P<object>\S+)\. Pin count: (?P<pins>\d+)")
-_lmcache("forced_unpin", rb"Force unpinned (?P<objects>\d+) timeout objects")
-_lmcache("double_unpin", rb"Pin count of MemoryObj (?P<object>\w+?) ?is negative: (?P<count>-?\d+)", "is negative: ")
+_lmcache("pin_timeout", rb"Pin timeout detected for MemoryObj (?P<object>\S+)\. Pin count: {pins}")
+_lmcache("forced_unpin", rb"Force unpinned {objects} timeout objects")
+_lmcache("double_unpin", rb"Pin count of MemoryObj (?P<object>\w+?) ?is negative: (?P<count>-?\d+)")
 _lmcache("no_candidates", rb"No eviction candidates found in local cpu backend")
 _lmcache("not_stored", rb"Local cpu memory under pressure so choosing to (?P<what>not store|store only)")
 # From 0.4.3 on the error is a whole traceback (manager.py), so the message ends about twenty lines below its beginning.
 _lmcache(
     "degraded",
     rb"(?:(?P<what>Failed during post_init|Failed to initialize [\w ]+): (?P<error>.*?)\.?|(?:^|\s)\.) "
-    rb"System will operate in deg",
-    "System will operate in degraded mode",
+    rb"System will operate in degraded mode",
 )
 
 # The multi-process connector and its server.
@@ -201,47 +185,33 @@ _lmcache(
     "mp_timeout",
     rb"(?P<what>LOOKUP|QUERY_PREFETCH_STATUS)(?: request)?"
     rb"(?: to (?P<server>\S+))? timed out(?: after (?P<waited>[\d.]+)s)?\. Marking",
-    " timed out",
 )
 _lmcache("mp_unhealthy", rb"LMCache server is unhealthy")
 _lmcache("mp_healthy", rb"LMCache server is healthy again")
 _lmcache("mp_failed", rb"Something went wrong when processing the (?P<what>store|retrieve) request for request_id=<ID>")
 _lmcache("mp_bypassed", rb"Bypassing LMCache for request <ID> after a failed async KV load")
 _lmcache("mp_preempted", rb"<preempted> by (?P<what>preempted|resumed) requests: ")
-_lmcache(
-    "mp_resumed",
-    rb"<resume-load> req=<ID> apc=(?P<computed>\d+) lmcache=(?P<hit>\d+) load=(?P<granted>\d+)",
-    "<resume-load> req=",
-)
-_lmcache(
-    "mp_servers_differ",
-    rb"\[req=(?P<request>[^\]\n]*)\] LMCache hit mismatch across servers",
-    " LMCache hit mismatch across servers",
-)
+_lmcache("mp_resumed", rb"<resume-load> req=<ID> apc={computed} lmcache={hit} load={granted}")
+_lmcache("mp_servers_differ", rb"\[req=(?P<request>[^\]\n]*)\] LMCache hit mismatch across servers")
 _lmcache("no_handler", rb"No handler registered for (?:request type|operation) (?P<operation>[\w.]+)")
 _lmcache("transfer_mode", rb"Supported transfer mode: (?P<mode>\w+)")
-_lmcache("unregistered", rb"Rejecting (?P<what>\w+) for unregistered GPU instance ID (?P<instance>\d+)")
+_lmcache("unregistered", rb"Rejecting (?P<what>\w+) for unregistered GPU instance ID {instance}")
 # A worker unregisters when it ends. The server logs different lines for known and unknown workers.
-_lmcache("good_bye", rb"Unregistered KV cache for GPU ID (?P<instance>\d+)")
-_lmcache("good_bye_of_none", rb"No registered GPU context found for instance ID (?P<instance>\d+)")
+_lmcache("good_bye", rb"Unregistered KV cache for GPU ID {instance}")
+_lmcache("good_bye_of_none", rb"No registered GPU context found for instance ID {instance}")
 _lmcache(
     "reaped",
-    rb"Reaped (?P<what>GPU|non-GPU) instance (?P<instance>\d+): silent for (?P<silent>[\d.]+)s "
+    rb"Reaped (?P<what>GPU|non-GPU) instance {instance}: silent for (?P<silent>[\d.]+)s "
     rb"\(pinged=(?P<pinged>\w+)\)",
 )
 _lmcache("keys_missing", rb"Some keys not found during retrieve!")
-_lmcache(
-    "underflow",
-    rb"(?P<what>STORE|RETRIEVE) block ID underflow for request_id=<ID>:",
-    " block ID underflow for request_id=",
-)
-_lmcache("mp_stored", rb"Stored (?P<tokens>\d+) tokens in (?P<took>[\d.]+) seconds", " tokens in ")
-_lmcache("mp_retrieved", rb"Retrieved (?P<tokens>\d+) tokens in (?P<took>[\d.]+) seconds", " tokens in ")
+_lmcache("underflow", rb"(?P<what>STORE|RETRIEVE) block ID underflow for request_id=<ID>:")
+_lmcache("mp_stored", rb"Stored {tokens} tokens in (?P<took>[\d.]+) seconds")
+_lmcache("mp_retrieved", rb"Retrieved {tokens} tokens in (?P<took>[\d.]+) seconds")
 _lmcache(
     "mp_prefetched",
-    rb"Prefetch request completed \(L1\+L2\): (?P<hit>\d+)/(?P<wanted>\d+) .*?"
+    rb"Prefetch request completed \(L1\+L2\): {hit}/{wanted} .*?"
     rb"\((?:external_)?request_id=(?P<request>[^,)]+)",
-    "Prefetch request completed (L1+L2): ",
 )
 
 # Releases.
@@ -257,43 +227,32 @@ _lmcache("mp_registers", rb"Registering kv caches")
 # Texts of exceptions, at the end of a traceback.
 _raised(
     "mismatch",
-    rb"Mismatch in tokens to load: (?P<granted>-?\d+) vs (?P<hit>\d+) \(tokens in lmcache\) - (?P<computed>\d+) "
-    rb"\(tokens in vllm\) - (?P<spare>\d+)(?: \(full lmcache hits [^)]*\))?(?: for request <ID>)?",
-    "Mismatch in tokens to load",
+    rb"Mismatch in tokens to load: (?P<granted>-?\d+) vs {hit} \(tokens in lmcache\) - {computed} "
+    rb"\(tokens in vllm\) - {spare}(?: \(full lmcache hits [^)]*\))?(?: for request <ID>)?",
 )
 _raised(
     "resume_differs",
-    rb"Preempted request <ID> has num_computed_tokens (?P<computed>\d+) but (?P<against>expected|lmcache_cached_tokens"
-    rb"|max\(lmcache_cached_tokens, vllm_cached_tokens\)) (?:= )?(?P<expected>\d+)",
+    rb"Preempted request <ID> has num_computed_tokens {computed} but (?P<against>expected|lmcache_cached_tokens"
+    rb"|max\(lmcache_cached_tokens, vllm_cached_tokens\)) (?:= )?{expected}",
 )
-_raised(
-    "no_load_spec",
-    rb"Request <ID> is preempted but was not given a load spec",
-    "is preempted but was not given a load spec",
-)
+_raised("no_load_spec", rb"Request <ID> is preempted but was not given a load spec")
 _raised(
     "server_silent",
     rb"LMCache server did not respond (?:to (?P<operation>(?!unreg)\w+) )?within [\d.]+s"
     rb"|Cannot reach the LMCache MP server at '(?P<server>[^']+)' within",
-    "LMCache ",
+    b"LMCache ",
 )
 _raised("no_tracker", rb"Request tracker for request_id <ID> not found")
 
 
-#: The literals, and a search for all of them.
-_LITERALS = sorted({message.literal for message in MESSAGES})
-_literals_in = BytesAhoCorasick(_LITERALS, implementation=Implementation.DFA).find_matches_as_indexes
+_literals_in = BytesAhoCorasick(
+    [message.literal for message in MESSAGES], implementation=Implementation.DFA
+).find_matches_as_indexes
 
 
-def containing(text: bytes) -> tuple[Message, ...]:
+def containing(text: bytes) -> list[Message]:
     """Return the messages whose literal is in the text, in the order of MESSAGES."""
-    return _with_literals(frozenset(number for number, _, _ in _literals_in(text, overlapping=True)))
-
-
-@lru_cache(maxsize=1024)
-def _with_literals(numbers: frozenset[int]) -> tuple[Message, ...]:
-    literals = {_LITERALS[number] for number in numbers}
-    return tuple(message for message in MESSAGES if message.literal in literals)
+    return [MESSAGES[number] for number in sorted({number for number, _, _ in _literals_in(text, overlapping=True)})]
 
 
 # Every line that matters contains one of these needles. Lines without a needle are not parsed: one search for all

@@ -1,17 +1,68 @@
-"""Turn lines into events of the ledger. If a line lacks a value of an event, there is no event."""
+"""Events of the ledger: from lines of a log, from lines of kvfix's own recorder, and the requests that they concern.
+
+If a line lacks a value of an event, there is no event.
+"""
 
 from __future__ import annotations
 
 import re
+from collections import Counter, deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec.structs import replace
 
 from kvfix.ledger import events as ev
+from kvfix_tools import recording
+from kvfix_tools.diagnose.log_finding import HistoryEvent
 
 if TYPE_CHECKING:
-    from kvfix.ledger import Ledger
+    from kvfix.ledger import Finding, Ledger
     from kvfix.ledger.events import Event
-    from kvfix_tools.diagnose.log_line import Fields
+    from kvfix_tools.diagnose.diagnosis import Diagnosis
+    from kvfix_tools.diagnose.log_line import Fields, LogLine
+
+#: Maximum number of requests to keep, so that memory does not grow with the log.
+REQUESTS = 10_000
+#: Maximum numbers of events and violations to keep for one request.
+HISTORY, VIOLATED = 24, 8
+
+
+class Request:
+    """A request. places: (file, line) of its events. asked: fields of its last lookup. violated: violated rules."""
+
+    def __init__(self) -> None:
+        self.places: deque[tuple[str, int]] = deque(maxlen=HISTORY)
+        self.asked: dict[str, Any] | None = None
+        self.violated: list[Finding] = []
+
+
+class Requests(dict[str, Request]):
+    """The requests of one ledger, by id. A forgotten request is removed from the ledger too."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self._ledger = ledger
+        #: Number of requests that the log names.
+        self.named = 0
+
+    def __missing__(self, request: str) -> Request:
+        if len(self) >= REQUESTS:
+            for oldest in list(islice(self, REQUESTS // 4)):
+                del self[oldest]
+                self._ledger.forget(oldest)
+        self.named += bool(request)
+        return self.setdefault(request, Request())
+
+    def history(self, request: str) -> list[HistoryEvent]:
+        """Return the request's events so far as text, each with its line."""
+        history, known = self._ledger.histories.get(request), self.get(request)
+        if not request or history is None or known is None:
+            return []
+        events, places = reversed(history.events), reversed(known.places)  # one may be longer than the other
+        return [HistoryEvent(event.text(), *place) for event, place in zip(events, places, strict=False)][::-1]
 
 
 def _asked(ledger: Ledger, fields: Fields) -> list[Event]:
@@ -69,7 +120,8 @@ def _raised(ledger: Ledger, fields: Fields) -> list[Event]:
     history = ledger.histories.get(request)
     if fields["meaning"] == "mismatch" and history is not None and history.asked is not None:
         promised = history.asked.promised
-        # If a load is capped, its promise is lower than the line of its lookup says. Then the grant is unknown.
+        # If a load is capped, its promise is lower than the line of its lookup says. So only a grant above that line's
+        # promise makes an event.
         if promised is not None and fields["granted"] > promised:
             made.append(ev.Granted(request, fields["granted"]))
     where = fields["frames"][-1][2] if fields["frames"] else "?"
@@ -92,3 +144,47 @@ MAKERS: dict[str, Callable[[Ledger, Fields], list[Event]]] = {
     "aborted": lambda _, fields: [ev.Finished(fields["request"], True)],
     "raised": _raised,
 }
+
+
+class RecorderLines:
+    """Recorded events. Each connector of each process has its own diagnosis and ledger, as in the engine."""
+
+    def __init__(self) -> None:
+        #: {(file, pid, number of the connector): its diagnosis}
+        self.connectors: dict[tuple[str, str, str], Diagnosis] = {}
+        #: {file: pid of the recorder that is being read}: a bundle of `kvfix dump` has several.
+        self._pid: dict[str, str] = {}
+
+    def take(self, log: Diagnosis, line: LogLine) -> None:
+        """Take one line. log: the diagnosis of the whole input."""
+        try:
+            data = recording.decoded(line.body[max(0, line.body.find(b'{"kind":')) :])
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # the line is damaged
+            data = {}
+        if line.fields["kind"] == "recorder":
+            self._pid[line.file] = str(data.get("pid", ""))
+            versions = data.get("versions")
+            if isinstance(versions, dict):
+                log.releases.name(versions, line.file)
+            return
+        key = (line.file, self._pid.get(line.file, ""), str(data.get("connector", data.get("number", ""))))
+        own = self.connectors.get(key)
+        if own is None:
+            own = self.connectors[key] = log.of_connector(sees_loads=data.get("sees_loads") is not False)
+        if line.fields["kind"] == "event":
+            try:
+                event = recording.event(data)
+            except (KeyError, msgspec.ValidationError):  # damaged, or of a kind that this release does not know
+                return
+            wall = data.get("wall")
+            own.take_event(event, replace(line, time=wall / 1e9 if isinstance(wall, int) else None))
+
+    def counted(self) -> Counter[str]:
+        """Return {kind of event or "requests": number}, without the workers' events if the scheduler has recorded
+        events.
+        """
+        every = self.connectors.values()
+        counted: Counter[str] = Counter()
+        for own in [own for own in every if own.counts["Asked"]] or every:
+            counted.update(own.counts, requests=own.requests.named)
+        return counted

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import count
 
-from msgspec.structs import replace
-
-from kvfix_tools.diagnose import bare_lines, grammar, log_formats, texts
-from kvfix_tools.diagnose.bare_lines import Headless
+from kvfix_tools.diagnose import checks, grammar, log_formats, texts
 from kvfix_tools.diagnose.grammar import FRAME
 from kvfix_tools.diagnose.log_line import Fields, LogLine
-from kvfix_tools.diagnose.stacks import Stack, Stacks
-from kvfix_tools.diagnose.texts import LEVEL, LONGEST_BODY, STAMP, Framed, Other
-from kvfix_tools.diagnose.tracebacks import Part, Raised, Tracebacks
+from kvfix_tools.diagnose.texts import LEVEL, LONGEST_BODY, STAMP, Headless, Other
+from kvfix_tools.diagnose.tracebacks import Part, Stacks, Tracebacks, by_name
 
 #: A log of an engine has a line of vLLM's or LMCache's logger within these first bytes.
 _OWN = 1 << 20
@@ -24,6 +21,10 @@ LONGEST_LINE = 1 << 16
 _DEBUG = FRAME + b"DEBUG:"
 #: Maximum bytes before LMCache's frame: a process, a colour, the time.
 _HEAD = STAMP + 24
+#: Maximum number of other lines in an input of pasted messages.
+_FEW = 5
+#: A heading of a page, or a comment of a file with settings.
+_HEADING = re.compile(rb"\s*#{1,6} \S")
 
 
 class Scanner:
@@ -70,19 +71,14 @@ class Scanner:
                 if (
                     framed is None
                     or (traces and framed.name == "logged")
-                    or (place > _HEAD and not self._is_prefix(line[:place]))
+                    or (place > _HEAD and (traces or stacks.open or not _is_prefix(log_formats.shape(line[:place]))))
                 ):
                     yield from self._read(line[:LONGEST_LINE], number)
                 elif framed.name:
                     yield _log_line(framed, line, place, file, number)
             elif looked_at or traces or stacks.open or grammar.in_line(line):
                 other, stamp = parsed(line[:LONGEST_LINE], headless)
-                if stacks.open or not other.is_alone or other.process in traces:
-                    yield from self._unframed(other, number, line, stamp)
-                elif other.found is not None:
-                    name, fields = other.found
-                    time = texts.clock(line, self._year, stamp)
-                    yield LogLine(name, fields, time, other.process, file, number, other.evidence)
+                yield from self._unframed(other, number, line, stamp)
             if place >= STAMP and not self._year.isdigit():
                 self._year = line[place - STAMP :][:4]
         self._number += block.count(b"\n")
@@ -91,7 +87,7 @@ class Scanner:
         """Decide which lines without a prefix count. A later block of a stream may change the decision."""
         now = Headless.ALL
         if not self.is_own:
-            now = Headless.WHOLE if bare_lines.are_few_others(lines) else Headless.NONE
+            now = Headless.WHOLE if _are_few_others(lines) else Headless.NONE
         if self._headless is None or (now is not Headless.WHOLE and self._headless is not Headless.ALL):
             self._headless = now
 
@@ -101,14 +97,10 @@ class Scanner:
             last, place, number, body = self._placed
             if process != last:
                 place, number, body = "", self._number, b""
-            yield self._raised(raised, "", process, number, body, place)
+            yield self._raised(raised, "", process, number, body, place, None)
         stack = self._stacks.end()
         if stack is not None:
             yield self._stack(stack, self._number)
-
-    def _is_prefix(self, text: bytes) -> bool:
-        """Return True if the text before LMCache's frame is a container's prefix, not the end of another line."""
-        return not (self._tracebacks.open or self._stacks.open) and _is_prefix(log_formats.shape(text))
 
     def _read(self, text: bytes, number: int) -> Iterator[LogLine]:
         """Yield all messages of a line. Two lines may be glued together."""
@@ -143,45 +135,58 @@ class Scanner:
         if inside:
             self._placed = (other.process, other.place, number, other.body)
         if raised is not None:
-            made = self._raised(raised, other.level, other.process, number, other.body, other.place)
-            found.append(replace(made, time=texts.clock(line, self._year, stamp)))
+            time = texts.clock(line, self._year, stamp)
+            found.append(self._raised(raised, other.level, other.process, number, other.body, other.place, time))
         if not inside and other.body.lstrip().startswith(b"assert "):
             self._source[other.process] = other.body.strip().decode("utf-8", "replace")
         if not inside and other.found is not None:
             name, fields = other.found
             if name == "raised":
-                follows = fields["follows"] and self._tracebacks.follows(other.process)
-                fields = {**fields, "follows": follows, "source": self._asserted(fields, other.process)}
+                asserted = self._source.pop(other.process, "")  # the traceback of this exception is cut off
+                source = asserted if fields["type"] == "AssertionError" else fields["source"]
+                fields = {**fields, "source": source}
             time = texts.clock(line, self._year, stamp)
-            found.append(LogLine(name, fields, time, other.process, self._file, number, other.evidence))
+            found.append(LogLine(name, fields, time, other.process, self._file, number, other.body[:LONGEST_BODY]))
         return found
 
-    def _asserted(self, fields: Fields, process: str) -> str:
-        """Return the line of code before an AssertionError whose traceback is cut off."""
-        source = self._source.pop(process, "")
-        return source if fields["type"] == "AssertionError" else str(fields["source"])
+    def _raised(
+        self, raised: Fields, level: str, process: str, number: int, body: bytes, place: str, time: float | None
+    ) -> LogLine:
+        fields = {**raised, "level": level, "place": place}
+        return LogLine("raised", fields, time, process, self._file, number, body[: texts.LONGEST_BODY])
 
-    def _raised(self, raised: Raised, level: str, process: str, number: int, body: bytes, place: str = "") -> LogLine:
-        fields = {**texts.with_meaning(raised), "level": level, "place": place}
-        return LogLine("raised", fields, None, process, self._file, number, body[: texts.LONGEST_BODY])
+    def _stack(self, stack: Fields, number: int) -> LogLine:
+        where = f"{stack['thread'] or 'a thread'} ({stack['state']}) in {stack['frames'][-1][2]}".encode()
+        return LogLine("stack", stack, None, stack["process"], self._file, number, where[: texts.LONGEST_BODY])
 
-    def _stack(self, stack: Stack, number: int) -> LogLine:
-        where = f"{stack.thread or 'a thread'} ({stack.state}) in {stack.frames[-1][2]}".encode()
-        fields = stack._asdict()
-        return LogLine("stack", fields, None, stack.process, self._file, number, where[: texts.LONGEST_BODY])
+
+def _are_few_others(lines: list[bytes]) -> bool:
+    """Return True if at most _FEW lines of an input are neither log lines, nor traceback lines, nor messages."""
+    others, in_traceback = 0, False
+    for line in lines:
+        if _HEADING.match(line):
+            return False
+        part = Part(log_formats.without_prefix(line))
+        in_traceback = part.sure or (in_traceback and part.indented)
+        is_message = by_name(part.text, anywhere=False) or checks.whole_statement(part.text)
+        others += bool(part.text and not in_traceback and not is_message)
+        if others > _FEW:
+            return False
+    return True
 
 
 @lru_cache(maxsize=1024)
 def _is_prefix(shape: bytes) -> bool:
+    """Return True if the text before LMCache's frame is a container's prefix, not the end of another line."""
     if len(log_formats.without_prefix(shape)) > _HEAD:
         return False
     other = Other(shape)
-    return other.is_alone and other.found is None
+    return not (other.of_stack or other.part.sure or b"assert " in other.body or other.found is not None)
 
 
-def _log_line(framed: Framed, line: bytes, place: int, file: str, number: int) -> LogLine:
+def _log_line(framed: LogLine, line: bytes, place: int, file: str, number: int) -> LogLine:
     """Return the LogLine of a line with LMCache's frame at `place`."""
-    if not framed.placed:
+    if framed.name == "closing":  # time and process do not matter
         return LogLine(framed.name, framed.fields, None, "", file, number, framed.body)
     time, process = texts.second_and_process(line[: max(0, place - 4)])
     if time is not None:

@@ -83,22 +83,21 @@ def read(log: Diagnosis, sources: list[Source], advance: Callable[[int], None] |
                     if advance is not None:
                         advance(len(block))
                     yield from scanner.scan(block)
-        except (Unreadable, OSError) as error:
-            unreadable.append(str(error))
+        except Exception as error:
+            reason = _reason(error)
+            if not reason:
+                raise
+            unreadable.append(f"{source.path}: {reason}")
         log.is_own, log.debug = log.is_own or scanner.is_own, log.debug or scanner.debug
         yield from scanner.end()
 
-    for line in _by_time([lines(source) for source in sources]):
+    every = [lines(source) for source in sources]
+    # A single file keeps its order.
+    merged = every[0] if len(every) == 1 else map(itemgetter(1), heapq.merge(*map(_timed, every), key=itemgetter(0)))
+    for line in merged:
         log.take(line)
     log.is_complete = not unreadable
     return unreadable
-
-
-def _by_time(files: list[Iterator[LogLine]]) -> Iterator[LogLine]:
-    """Merge the lines of several files by time. A single file keeps its order."""
-    if len(files) == 1:
-        return files[0]
-    return map(itemgetter(1), heapq.merge(*map(_timed, files), key=itemgetter(0)))
 
 
 def _timed(lines: Iterator[LogLine]) -> Iterator[tuple[float, LogLine]]:
@@ -110,17 +109,12 @@ def _timed(lines: Iterator[LogLine]) -> Iterator[tuple[float, LogLine]]:
 
 
 def _opened(source: Source) -> BinaryIO:
-    """Open a stream of the unpacked bytes. Raise Unreadable."""
-    try:
-        if source.path == "-":
-            return sys.stdin.buffer
-        if source.path.endswith(".gz"):
-            return cast("BinaryIO", gzip.open(source.path))
-        if source.path.endswith(".zst"):
-            return _zstd(source.path)
-        return open(source.path, "rb")
-    except OSError as error:
-        raise Unreadable(f"{source.path}: {error.strerror or error}") from None
+    """Open a stream of the unpacked bytes."""
+    if source.path == "-":
+        return sys.stdin.buffer
+    if source.path.endswith(".zst"):
+        return _zstd(source.path)
+    return cast("BinaryIO", gzip.open(source.path)) if source.path.endswith(".gz") else open(source.path, "rb")
 
 
 def _zstd(path: str) -> BinaryIO:
@@ -131,16 +125,17 @@ def _zstd(path: str) -> BinaryIO:
     try:
         import zstandard
     except ImportError:
-        raise Unreadable(
-            f"{path}: zstandard is not installed. Run pip install zstandard, or: zstd -dc {path} | kvfix-diagnose -"
+        raise OSError(
+            f"zstandard is not installed. Run pip install zstandard, or: zstd -dc {path} | kvfix-diagnose -"
         ) from None
     return cast("BinaryIO", zstandard.open(path, "rb"))
 
 
 def blocks(source: Source, stream: BinaryIO, size: int = BLOCK) -> Iterator[bytes]:
-    """Yield whole lines, about `size` bytes at a time, and from standard input as they arrive. Stop at damaged data."""
+    """Yield whole lines, about `size` bytes at a time, and from standard input as they arrive."""
+    read = getattr(stream, "read1", stream.read) if source.path == "-" else stream.read
     rest = b""
-    for piece in _pieces(source, stream, size):
+    while piece := read(size):
         cut = piece.rfind(b"\n") + 1
         if cut:
             yield rest + piece[:cut]
@@ -154,19 +149,8 @@ def blocks(source: Source, stream: BinaryIO, size: int = BLOCK) -> Iterator[byte
         yield rest
 
 
-def _pieces(source: Source, stream: BinaryIO, size: int) -> Iterator[bytes]:
-    read = getattr(stream, "read1", stream.read) if source.path == "-" else stream.read
-    while True:
-        try:
-            piece = read(size)
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise Unreadable(f"{source.path}: damaged ({error}); what came before it was read") from None
-        except OSError as error:
-            raise Unreadable(f"{source.path}: {error.strerror or error}") from None
-        except Exception as error:
-            if type(error).__name__ != "ZstdError":
-                raise
-            raise Unreadable(f"{source.path}: damaged ({error}); what came before it was read") from None
-        if not piece:
-            return
-        yield piece
+def _reason(error: Exception) -> str:
+    """Return why an input cannot be read; "" if this is not the input's fault."""
+    if isinstance(error, (EOFError, zlib.error, gzip.BadGzipFile)) or type(error).__name__ == "ZstdError":
+        return f"damaged ({error}); what came before it was read"
+    return error.strerror or str(error) if isinstance(error, OSError) else ""

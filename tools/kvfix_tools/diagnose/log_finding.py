@@ -43,7 +43,7 @@ class LogFinding:
         self.severity = Severity.NOTE if answer.note else rule.severity
         #: Index of the line, among all lines read, at which the problem began.
         self.began = math.inf
-        #: True if any program may have logged its line.
+        #: True if any program may have logged its line. It is a finding only in a log of an engine.
         self.is_foreign = False
         #: The finding that is the cause of this finding.
         self.follows: LogFinding | None = None
@@ -69,7 +69,9 @@ class LogFinding:
 
     def is_explained(self, others: Iterable[LogFinding]) -> bool:
         """Return True if below each of its lines there is a traceback that a specific record explains."""
-        ends = [each for other in others if other is not self and _is_certain(other.rule) for each in other.evidence]
+        rules = ((other, other.rule) for other in others if other is not self)
+        specific = [other for other, rule in rules if rule.signs and (not rule.general or rule.sure)]
+        ends = [each for other in specific for each in other.evidence]
         return bool(self.evidence) and all(
             any(end.file == each.file and 0 < end.line - each.line <= _TRACEBACK for end in ends)
             for each in self.evidence
@@ -112,8 +114,3 @@ def by_kind(findings: list[LogFinding]) -> list[list[LogFinding]]:
     for found in findings:
         kinds.setdefault(found.rule.code, []).append(found)
     return list(kinds.values())
-
-
-def _is_certain(rule: Problem) -> bool:
-    """Return True for a record of one specific problem with signs, or a general record that is certain."""
-    return bool(rule.signs) and (not rule.general or rule.sure)

@@ -68,8 +68,7 @@ def plain(block: bytes) -> Plain:
 
 
 def without_prefix(line: bytes) -> bytes:
-    found = _PREFIX.match(line)
-    return line[found.end() :] if found is not None else line
+    return _PREFIX.sub(b"", line, count=1)
 
 
 def _is_json(block: bytes) -> bool:

@@ -8,9 +8,11 @@ docs/knowledge.md describes the fields of a record and how to add one.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from functools import lru_cache
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 from ahocorasick_rs import BytesAhoCorasick
@@ -127,19 +129,16 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         values = self.values(log, line)
         if values is None or not self.concerns(log, nearly):
             return None
-        sentence = self.sentence.format_map(_Values(values)) if self.sentence else _sentence_of(line)
+        sentence = self.sentence.format_map(defaultdict(lambda: "?", values)) if self.sentence else _sentence_of(line)
         return Answer(sentence, line.request, sure=self.sure and not nearly)
 
     def gives_way(self, records: list[Problem], line: LogLine) -> bool:
         """Return True if another record of the line is more specific, or explains the error that the line quotes."""
-        return (self.quotes and any(not each.quotes for each in records)) or any(
-            self.yields_to(each, line) for each in records
-        )
-
-    def yields_to(self, other: Problem, line: LogLine) -> bool:
-        """Return True if the other record describes this line more specifically."""
-        own, theirs = ([each for each in one.shows if fits(each, line) is not None] for one in (self, other))
-        return bool(own) and any(all(implied(each, by) and not implied(by, each) for each in own) for by in theirs)
+        if self.quotes and any(not each.quotes for each in records):
+            return True
+        own = [each for each in self.shows if fits(each, line) is not None]
+        others = [each for record in records for each in record.shows if fits(each, line) is not None]
+        return bool(own) and any(all(implied(each, by) and not implied(by, each) for each in own) for by in others)
 
     def concerns(self, log: Diagnosis, nearly: bool = True) -> bool:
         """Return True if the connector and releases that the log names may have this problem.
@@ -152,10 +151,10 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             return False
         if any(log.releases.within(dist, f">={right}") is True for dist, right in self.fixed.items()):
             return False
-        releases = {
-            dist: _widened(broken) if nearly and dist == "vllm" else broken for dist, broken in self.releases.items()
-        }
-        return all(log.releases.within(dist, broken) is not False for dist, broken in releases.items())
+        return all(
+            log.releases.within(dist, _widened(broken) if nearly and dist == "vllm" else broken) is not False
+            for dist, broken in self.releases.items()
+        )
 
 
 def _widened(specifier: str) -> str:
@@ -165,11 +164,6 @@ def _widened(specifier: str) -> str:
         lambda found: f">{_BEFORE[found[1]]}" if found[1] in _BEFORE else found[0],
         specifier,
     )
-
-
-class _Values(dict[str, Any]):
-    def __missing__(self, name: str) -> str:
-        return "?"
 
 
 def _sentence_of(line: LogLine) -> str:
@@ -215,28 +209,24 @@ def of_ledger(violated: Finding) -> Problem:
     return Problem(code=rule.code, name=rule.name, title=title, effect="wrong", cause=cause, message=violated.message)
 
 
-class _Index(NamedTuple):
-    """The signs of all specific records, each with the number of its record in the catalogue.
-
-    search: finds in a line the longest part of each sign's text, or the sign's source if it has no text.
-    signs: the signs with this part.
-    others: {class of the exception, or "" for any line: signs without a part}
-    """
-
-    search: BytesAhoCorasick
-    signs: tuple[list[tuple[int, Sign]], ...]
-    others: dict[str, list[tuple[int, Sign]]]
+#: Signs, each with the number of its record in the catalogue.
+_Numbered = list[tuple[int, Sign]]
 
 
 @lru_cache(maxsize=1)
-def _index() -> _Index:
-    by_part: dict[bytes, list[tuple[int, Sign]]] = {}
-    others: dict[str, list[tuple[int, Sign]]] = {}
+def _index() -> tuple[BytesAhoCorasick, list[_Numbered], dict[str, _Numbered]]:
+    """Return (search, signs, others) of all specific records.
+
+    search: finds in a line the longest part of each sign's text, or the sign's source if it has no text.
+    signs: the signs with this part. others: {class of the exception, or "" for any line: signs without a part}
+    """
+    by_part: dict[bytes, _Numbered] = {}
+    others: dict[str, _Numbered] = {}
     for number, record in enumerate(catalogue()):
         for sign in () if record.general else record.shows:
             part = (longest(sign.text) or sign.source).encode()
             (by_part.setdefault(part, []) if part else others.setdefault(sign.kind, [])).append((number, sign))
-    return _Index(BytesAhoCorasick(list(by_part)), tuple(by_part.values()), others)
+    return BytesAhoCorasick(list(by_part)), list(by_part.values()), others
 
 
 def at(line: LogLine) -> tuple[Problem, ...]:
@@ -251,11 +241,11 @@ def at(line: LogLine) -> tuple[Problem, ...]:
 def _at(
     name: str, body: bytes, kind: str, text: str, source: str, frames: tuple[Frame, ...], fault: bool
 ) -> tuple[Problem, ...]:
-    index = _index()
+    search, by_part, others = _index()
     searched = f"{text}\n{source}".encode() if name == "raised" else body
-    parts = {number for number, _, _ in index.search.find_matches_as_indexes(searched, overlapping=True)}
-    signs = [each for part in parts for each in index.signs[part]]
-    signs += [each for of in {"", kind} for each in index.others.get(of, ())]
+    parts = {number for number, _, _ in search.find_matches_as_indexes(searched, overlapping=True)}
+    signs = [each for part in parts for each in by_part[part]]
+    signs += [each for of in {"", kind} for each in others.get(of, ())]
     fields = {"type": kind, "text": text, "source": source, "frames": frames, "fault": fault}
     line = LogLine(name, fields, None, "", "", 0, body)
     fitting = {number for number, sign in signs if fits(sign, line) is not None}
@@ -264,23 +254,19 @@ def _at(
 
 def general(line: LogLine) -> Problem | None:
     """Return the general record that fits this line, with the longest sign if several fit."""
-    best, length = None, -1
-    for each in (record for record in catalogue() if record.general):
-        text = max((len(longest(sign.text)) for sign in each.shows if fits(sign, line) is not None), default=-1)
-        if text > length:
-            best, length = each, text
-    return best
+    every = ((record, sign) for record in catalogue() if record.general for sign in record.shows)
+    fitting = [(len(longest(sign.text)), record) for record, sign in every if fits(sign, line) is not None]
+    return max(fitting, key=itemgetter(0), default=(0, None))[1]
 
 
 def quoted(record: Problem, log: Diagnosis, line: LogLine) -> Problem | None:
     """Return the record of the error that this statement quotes; None if there is none."""
-    known = _of_error(str((record.values(log, line) or {}).get("error", "")), line) if record.quotes else None
-    return known if known is not None and known.concerns(log) else None
-
-
-def _of_error(error: str, line: LogLine) -> Problem | None:
+    if not record.quotes:
+        return None
+    error = str((record.values(log, line) or {}).get("error", ""))
     kind, colon, text = error.partition(": ")
     named = colon and kind.isidentifier() and kind.endswith(("Error", "Exception"))
     fields = {"type": kind if named else "", "class": "", "text": text if named else error, "source": "", "frames": []}
     raised = replace(line, name="raised", fields=fields, body=error.encode())
-    return next(iter(at(raised)), None) or general(raised) or general(replace(line, body=error.encode()))
+    known = next(iter(at(raised)), None) or general(raised) or general(replace(line, body=error.encode()))
+    return known if known is not None and known.concerns(log) else None

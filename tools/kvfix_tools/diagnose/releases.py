@@ -1,7 +1,7 @@
-"""The releases of a log, by their names in the log, or by line numbers and files.
+"""The connectors, roles and settings that a log names, and the releases that ran.
 
-The line numbers are those of LMCache's statements, and of the line at which vLLM's EngineCore dies. The files are those
-of tracebacks.
+Releases are known by their names in the log, or by line numbers and files. The line numbers are those of LMCache's
+statements, and of the line at which vLLM's EngineCore dies. The files are those of tracebacks.
 """
 
 from __future__ import annotations
@@ -9,17 +9,18 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import VERSION_PATTERN, Version
 
 from kvfix.applicability import fingerprints
 from kvfix_tools.diagnose import statements
+from kvfix_tools.diagnose.grammar import MESSAGES, RELEASE_IN
 from kvfix_tools.diagnose.log_line import statement_place
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from kvfix_tools.diagnose.log_line import LogLine
 
 #: The first vLLM with KV connectors.
 _FIRST = Version("0.6")
@@ -27,9 +28,11 @@ _VERSION = re.compile(VERSION_PATTERN, re.VERBOSE | re.IGNORECASE)
 
 #: Lines in core.py between `EngineCore failed to start` and `EngineCore encountered a fatal error` (0.9.2 to 0.33.0).
 _BEFORE = 2
+#: Kinds of lines after which EngineCore dies.
+_DEATHS = ("fatal", "raised")
 _CONNECTORS, _OFFLOAD = "vllm/distributed/kv_transfer/kv_connector/v1/", "vllm/v1/kv_offload/"
-#: {file or folder: releases that have code there}. The longest match counts. The bounds are examined releases
-#: (tests/diagnose/test_releases.py), so a range may be too wide.
+#: {file or folder: releases that have code there}. The longest match counts. Only some releases were examined
+#: (tests/diagnose/test_releases.py), and they are the bounds, so a range may be too wide.
 FILES = {
     f"{_CONNECTORS}nixl_connector.py": "<0.20.2",
     f"{_CONNECTORS}nixl/": ">0.15.1",
@@ -60,34 +63,33 @@ class Releases:
         self._candidates: frozenset[str] = frozenset()
         #: {file: vLLM releases that match the places in the file}
         self._placed: dict[str, frozenset[str]] = {}
+        #: Kinds of lines that show a release. Each kind of LMCache narrows the releases once, by its line number.
+        self.awaited = {message.name for message in MESSAGES if message.source == "lmcache"} | {*RELEASE_IN, *_DEATHS}
 
-    def name(self, dist: str, text: str, file: str) -> None:
-        """Note that this file names a release of the distribution."""
-        release = _public(text[:64].partition("-g")[0])  # a checkout reports 0.5.6 as 0.5.6-g3e11e108
-        # A build from a checkout without tags always reports 0.1.dev1.
-        if release is not None and not (dist == "vllm" and Version(release) < _FIRST):
-            named = self._named[dist, file]
-            named.pop(release, None)
-            named[release] = None
+    def name(self, releases: dict[str, Any], file: str) -> None:
+        """Note the releases that this file names. releases: {distribution: release}."""
+        for dist in ("lmcache", "vllm"):
+            release = _public(str(releases.get(dist))[:64].partition("-g")[0])  # a checkout: 0.5.6-g3e11e108
+            # A build from a checkout without tags always reports 0.1.dev1.
+            if release is not None and not (dist == "vllm" and Version(release) < _FIRST):
+                named = self._named[dist, file]
+                named.pop(release, None)
+                named[release] = None
 
-    def place(self, message: str, body: bytes) -> bool:
-        """Narrow the releases by the place of LMCache's statement. Return False if the line has no place."""
-        at = statement_place(body)
-        if at is None:
-            return False
-        found = statements.releases_at(message, *at)
-        # If the log has two releases, the lines of the first one decide.
-        self._candidates = (self._candidates & found or self._candidates) if self._candidates else found
-        return True
-
-    def failed(self, place: str, frames: Iterable[tuple[str, int, str]], file: str) -> None:
-        """Narrow the releases by an error. place: of vLLM's statement, `core.py:1332`. frames: of the traceback."""
-        for found in (
-            _of_statement(place) if place else frozenset(),
-            *(_of_file(frame[0]) for frame in frames),
-        ):
-            if found:
-                self._placed[file] = self._placed.get(file, found) & found or self._placed[file]
+    def take(self, line: LogLine) -> None:
+        """Narrow the releases by a line of a kind in `awaited`."""
+        if line.name == "version" or line.name in RELEASE_IN:
+            self.name(line.fields, line.file)
+        elif line.name in _DEATHS:
+            frames = line.fields.get("frames", ())
+            for found in (_of_statement(line.fields.get("place", "")), *(_of_file(frame[0]) for frame in frames)):
+                if found:
+                    self._placed[line.file] = self._placed.get(line.file, found) & found or self._placed[line.file]
+        elif (at := statement_place(line.body)) is not None:
+            self.awaited.remove(line.name)
+            found = statements.releases_at(line.name, *at)
+            # If the log has two releases, the lines of the first one decide.
+            self._candidates = (self._candidates & found or self._candidates) if self._candidates else found
 
     def placed(self, file: str | None = None) -> list[str]:
         """Return the vLLM releases that match the places in this file (default: the one being read), oldest first.
@@ -116,15 +118,18 @@ class Releases:
         It is the last release that the file (default: the one being read) names. Otherwise it is the only release that
         other files name, or the only one that matches the line numbers.
         """
-        file = self.file if file is None else file
-        own = self._named.get((dist, file))
+        possible = self._possible(dist, file)
+        return possible[0] if len(possible) == 1 else None
+
+    def _possible(self, dist: str, file: str | None) -> list[str]:
+        """Return the releases that the file may be of; empty if the log names several, or if nothing is known."""
+        own = self._named.get((dist, self.file if file is None else file))
         if own:
-            return next(reversed(own))
+            return [next(reversed(own))]
         others = self.named(dist)
         if others:
-            return others[0] if len(others) == 1 else None
-        by_lines = self.candidates if dist == "lmcache" else self.placed(file)
-        return by_lines[0] if len(by_lines) == 1 else None
+            return others if len(others) == 1 else []
+        return self.candidates if dist == "lmcache" else self.placed(file)
 
     @property
     def too_old(self) -> str:
@@ -138,14 +143,8 @@ class Releases:
         )
 
     def within(self, dist: str, specifier: str, file: str | None = None, ran: str | None = None) -> bool | None:
-        """Return True if `ran`, or else the file's release, matches; None if unknown. file: default as in `one`."""
-        release = ran or self.one(dist, file)
-        if release is not None:
-            return _within(release, specifier)
-        if self.named(dist):
-            return None
-        by_lines = self.candidates if dist == "lmcache" else self.placed(file)
-        inside = {_within(each, specifier) for each in by_lines}
+        """Return True if `ran` (default: the file's release) matches; None if unknown. file: default as in `one`."""
+        inside = {_within(each, specifier) for each in ([ran] if ran else self._possible(dist, file))}
         return inside.pop() if len(inside) == 1 else None
 
 
@@ -165,22 +164,15 @@ def known() -> frozenset[str]:
     return frozenset(release for row in statements.known()["vllm"] for release in row.lines)
 
 
-@lru_cache(maxsize=1)
-def _deaths() -> dict[int, frozenset[str]]:
-    deaths: dict[int, set[str]] = {}
-    for row in statements.known()["vllm"]:
-        for release, lines in row.lines.items() if row.message == "fatal" else ():
-            # The lowest number is of EngineCoreProc's line. Ray's actor logs no failed start.
-            for line in (*lines, min(lines) - _BEFORE):
-                deaths.setdefault(line, set()).add(release)
-    return {line: frozenset(found) for line, found in deaths.items()}
-
-
 @lru_cache(maxsize=1024)
 def _of_statement(place: str) -> frozenset[str]:
     """Return the releases that log the death of EngineCore at this place (`core.py:1332`); empty for other places."""
     path, _, line = place.rpartition(":")
-    return _deaths().get(int(line), frozenset()) if path.rpartition("/")[2] == "core.py" else frozenset()
+    if path.rpartition("/")[2] != "core.py":
+        return frozenset()
+    places = (each for row in statements.known()["vllm"] if row.message == "fatal" for each in row.lines.items())
+    # The lowest number is of EngineCoreProc, which also logs a failed start. Ray's actor does not log one.
+    return frozenset(release for release, lines in places if int(line) in (*lines, min(lines) - _BEFORE))
 
 
 @lru_cache(maxsize=4096)
@@ -191,3 +183,75 @@ def _of_file(path: str) -> frozenset[str]:
             allowed = SpecifierSet(FILES[place])
             return frozenset(release for release in known() if release in allowed)
     return frozenset()
+
+
+#: {connector: texts in its lines or in paths of its tracebacks}
+_MARKS = {
+    "LMCacheMPConnector": (b"lmcache_mp_connector", b"vllm_multi_process_adapter", b"LMCache MP worker"),
+    "LMCacheConnectorV1": (b"vllm_v1_adapter", b"lmcache_connector.py"),
+    "NixlConnector": (b"nixl_connector.py", b"kv_connector/v1/nixl"),
+    "MooncakeStoreConnector": (b"mooncake_store", b"kv_connector/v1/mooncake/store"),
+    "MooncakeConnector": (b"mooncake_connector", b"kv_connector/v1/mooncake"),
+    "P2pNcclConnector": (b"p2p_nccl_connector",),
+    "OffloadingConnector": (b"offloading_connector", b"kv_connector/v1/offloading", b"v1/kv_offload"),
+    "SimpleCPUOffloadConnector": (b"simple_kv_offload", b"simple_cpu_offload"),
+    "MultiConnector": (b"multi_connector",),
+    "MoRIIOConnector": (b"moriio",),
+    "DynamoConnector": (b"dynamo_llm::block_manager", b"kvbm/vllm_integration"),
+}
+_NAMED = re.compile(rb"kv_connector['\"]?\s*[=:]\s*['\"]?(\w+)|connector with name: (\w+)")
+_ROLE = re.compile(rb"kv_role['\"]?\s*[=:]\s*['\"]?(kv_\w+)")
+
+
+class WhoRan:
+    def __init__(self) -> None:
+        #: Names of vLLM's connector classes, e.g. "LMCacheConnectorV1".
+        self.connectors: set[str] = set()
+        self.roles: set[str] = set()
+        #: True if a line is from vLLM, LMCache or their code.
+        self.engine = False
+        #: vLLM's line of its non-default arguments, cut to 4 kB; "" if the log has none.
+        self.settings = ""
+
+    @property
+    def lmcache(self) -> bool:
+        """True if LMCache may have run, judged by the connectors in the log."""
+        return not self.connectors or any(name.startswith(("LMCache", "Multi")) for name in self.connectors)
+
+    def take(self, line: LogLine) -> None:
+        body = line.body
+        self.engine = self.engine or _is_of_engine(line)
+        if body.find(b"onnector") >= 0:
+            self.connectors |= _named(body)
+            self.roles |= {role.decode() for role in _ROLE.findall(body)}
+        if line.name == "settings":
+            self.settings = self.settings or body[:4096].decode("utf-8", "replace")
+            if b"'kv_offloading_size'" in body:
+                lmcache = b"'kv_offloading_backend': 'lmcache'" in body
+                self.connectors.add("LMCacheConnectorV1" if lmcache else "OffloadingConnector")
+        if line.name == "raised":
+            self.connectors |= _marked(" ".join(frame[0] for frame in line.fields["frames"]).encode())
+        elif not self.connectors:
+            self.connectors |= _marked(body)
+        if line.name == "logged":  # `[nixl_connector.py:815] `
+            self.connectors |= _marked(line.fields["place"].encode())
+
+
+def _is_of_engine(line: LogLine) -> bool:
+    if line.process or line.time is not None or line.fields.get("logger"):
+        return True
+    if line.name == "raised":
+        return any(f"/{of}/" in f"/{frame[0]}" for frame in line.fields["frames"] for of in ("vllm", "lmcache"))
+    return line.name not in ("logged", "died", "stack", "who")
+
+
+@lru_cache(maxsize=256)
+def _named(text: bytes) -> frozenset[str]:
+    """Return the names of connectors in a text, without suffixes as in LMCacheConnectorV1Dynamic."""
+    names = (str(either[0] or either[1], "ascii", "replace") for either in _NAMED.findall(text))
+    return frozenset("LMCacheConnectorV1" if name.startswith("LMCacheConnectorV1") else name for name in names)
+
+
+@lru_cache(maxsize=256)
+def _marked(text: bytes) -> frozenset[str]:
+    return frozenset(name for name, marks in _MARKS.items() if any(mark in text for mark in marks))

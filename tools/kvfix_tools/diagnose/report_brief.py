@@ -14,7 +14,7 @@ from kvfix_tools.diagnose import advice
 from kvfix_tools.diagnose.findings import Severity
 from kvfix_tools.diagnose.log_finding import by_kind
 from kvfix_tools.diagnose.log_line import without_tokens
-from kvfix_tools.diagnose.report_text import nothing_found, read_words, versions
+from kvfix_tools.diagnose.report_text import named_versions, nothing_found, read_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 #: Maximum bytes of the summary and of a line, and maximum numbers of each kind of entry.
 LIMIT, _WIDTH = 8000, 300
 _EXCEPTIONS, _FRAMES, _FINDINGS, _UNKNOWN, _PROCESSES = 4, 6, 6, 5, 6
-#: Settings of vLLM that decide what a connector does.
+#: Settings that decide what a connector does, in vLLM's line of its non-default arguments.
 _SETTINGS = re.compile(
     r"'(?P<name>kv_transfer_config|max_model_len|block_size|max_num_seqs|max_num_batched_tokens|num_gpu_blocks_override"
     r"|gpu_memory_utilization|tensor_parallel_size|pipeline_parallel_size|data_parallel_size"
@@ -97,12 +97,8 @@ def _title(log: Diagnosis, found: LogFinding | None) -> str:
     who = process.partition(" ")[0] or "vLLM"
     what = _VALUES.split(safe(found.evidence[0].text if found.evidence else found.sentence))[0].rstrip(" :,(=")
     if found.severity is Severity.CRASH:
-        return ", ".join((f"{who} died: {what}", *_named(log)))
+        return ", ".join((f"{who} died: {what}", *named_versions(log)))
     return f"{found.rule.title.rstrip('.')}: {safe(found.sentence)}"
-
-
-def _named(log: Diagnosis) -> list[str]:
-    return [f"{name} {release}" for name, release in versions(log).items() if release]
 
 
 def _threads(log: Diagnosis, found: LogFinding) -> list[str]:
@@ -122,13 +118,13 @@ def safe(text: str) -> str:
 
 def _lines(log: Diagnosis, findings: list[LogFinding]) -> Iterator[str]:
     yield f"kvfix {kvfix.__version__} read a log: {read_words(log)}"
-    yield f"releases: {', '.join(_named(log)) or 'not named in the log'}"
+    yield f"releases: {', '.join(named_versions(log)) or 'not named in the log'}"
     if log.releases.too_old:
         yield f"note: {log.releases.too_old}"
     who = log.who
     yield f"connector: {', '.join(sorted(who.connectors)) or 'not named'}; role: {', '.join(sorted(who.roles)) or '?'}"
-    for name, value in settings(who.settings):
-        yield f"setting: {name}={value}"
+    for setting in _SETTINGS.finditer(who.settings):
+        yield f"setting: {setting['name']}={safe(setting['value'])}"
     for number, kind in enumerate(by_kind(findings)[:_FINDINGS]):
         yield from _finding(log, kind, full=number < 3)
     if not findings:
@@ -166,17 +162,7 @@ def _exception(line: LogLine) -> Iterator[str]:
     at = f" of {line.process}" if line.process else ""
     yield f"exception{at}, line {line.number}: {fields['class'] or 'fatal error'}: {safe(fields['text'])}"
     for file, number, function in fields["frames"][-_FRAMES:]:
-        yield f"  {_of_package(file)}:{number} {function}"
+        package = _PACKAGE.search(file)
+        yield f"  {'/'.join(package[1].split('/')[-3:]) if package else '<file>'}:{number} {function}"
     if fields["source"]:
         yield f"  {safe(fields['source'])}"
-
-
-def _of_package(file: str) -> str:
-    """Return the last folders of a package's file, and "<file>" for any other file."""
-    found = _PACKAGE.search(file)
-    return "/".join(found[1].split("/")[-3:]) if found is not None else "<file>"
-
-
-def settings(line: str) -> list[tuple[str, str]]:
-    """Return (name, value) of the important settings in vLLM's line of its non-default arguments."""
-    return [(found["name"], safe(found["value"])) for found in _SETTINGS.finditer(line)]

@@ -176,7 +176,7 @@ def not_recognised(log: Diagnosis) -> str:
 
 def read_words(log: Diagnosis) -> str:
     _, lookups, loads, stores = log.done
-    releases = [f"{name} {release}" for name, release in versions(log).items() if release]
+    releases = named_versions(log)
     of = f" of {', '.join(releases)}" if releases else ""
     size = f"{log.bytes / 1e6:.1f} MB" if log.bytes > 1e5 else f"{log.bytes / 1e3:.1f} kB"
     return f"read {size}{of}: {lookups} lookups, {loads} loads, {stores} stores"
@@ -190,6 +190,10 @@ def versions(log: Diagnosis) -> dict[str, str]:
             first, last = by_lines[0], by_lines[-1]
             named[name] = f"{first if first == last else f'{first} to {last}'} (by line numbers in the log)"
     return named
+
+
+def named_versions(log: Diagnosis) -> list[str]:
+    return [f"{name} {release}" for name, release in versions(log).items() if release]
 
 
 def print_request(log: Diagnosis, request: str, console: Console) -> None:

@@ -64,11 +64,6 @@ def parse(sign: str) -> tuple[Sign, ...]:
     return (raised, Sign("logged", text=text)) if raised == Sign("raised", text=text) else (raised,)
 
 
-def form_of(line: LogLine) -> str:
-    """Return the form of signs that this line can show."""
-    return "died" if line.name == "raised" and line.fields.get("fault") else line.name
-
-
 @lru_cache(maxsize=4096)
 def longest(text: str) -> str:
     """Return the longest part of a template between its values."""
@@ -93,7 +88,8 @@ def pattern(text: str) -> re.Pattern[str]:
 def fits(sign: Sign, line: LogLine) -> dict[str, Any] | None:
     """Return the values of the sign in this line; None if the line does not show the sign."""
     fields = line.fields
-    if sign.form != form_of(line) or (line.name == "died" and sign.within):
+    form = "died" if line.name == "raised" and fields.get("fault") else line.name
+    if sign.form != form or (line.name == "died" and sign.within):
         return None
     if line.name == "raised":
         text = fields["text"]
@@ -101,14 +97,14 @@ def fits(sign: Sign, line: LogLine) -> dict[str, Any] | None:
         text = without_place(line.body) if line.name == "logged" else line.body.decode("utf-8", "replace")
     if (sign.kind and sign.kind != fields["type"]) or (sign.source and sign.source not in fields["source"]):
         return None
-    found = _search(sign.text, text) if sign.text else None
-    if sign.text and found is None:
+    found = _search(sign.text, text)
+    if found is None:
         return None
     if sign.through and not any(sign.through in f"/{frame[0]}" for frame in fields["frames"]):
         return None
     if sign.within and not _within(sign.within, fields["frames"], _FRAMES[sign.form]):
         return None
-    return found.groupdict() if found is not None else {}
+    return found.groupdict()
 
 
 def implied(sign: Sign, by: Sign) -> bool:

@@ -56,16 +56,8 @@ def levels(message: str, release: str) -> set[str]:
     return {row.level for rows in known().values() for row in rows if row.message == message and release in row.lines}
 
 
-@lru_cache(maxsize=1)
-def _places() -> dict[tuple[str, str, int], frozenset[str]]:
-    places: dict[tuple[str, str, int], set[str]] = {}
-    for row in known()["lmcache"]:
-        for release, lines in row.lines.items():
-            for line in lines:
-                places.setdefault((row.message, row.file, line), set()).add(release)
-    return {place: frozenset(releases) for place, releases in places.items()}
-
-
+@lru_cache(maxsize=1024)
 def releases_at(message: str, file: str, line: int) -> frozenset[str]:
     """Return the LMCache releases that have this statement at this line of this file."""
-    return _places().get((message, file, line), frozenset())
+    rows = (row for row in known()["lmcache"] if row.message == message and row.file == file)
+    return frozenset(release for row in rows for release, lines in row.lines.items() if line in lines)

@@ -6,16 +6,14 @@ The result does not depend on other lines, so it can be cached.
 from __future__ import annotations
 
 import calendar
+import enum
 import re
 from functools import cached_property, lru_cache
 
-import msgspec
-
-from kvfix_tools.diagnose import bare_lines, grammar, log_formats
-from kvfix_tools.diagnose.bare_lines import Headless
+from kvfix_tools.diagnose import checks, grammar, log_formats
 from kvfix_tools.diagnose.grammar import FRAME
-from kvfix_tools.diagnose.log_line import ANSI, Fields, without_colours, without_tokens
-from kvfix_tools.diagnose.tracebacks import Part, Raised, by_name
+from kvfix_tools.diagnose.log_line import ANSI, Fields, LogLine, without_colours
+from kvfix_tools.diagnose.tracebacks import Part, by_name
 
 #: Part of each line of kvfix's own recorder.
 RECORDED = b'{"kind":"'
@@ -76,14 +74,20 @@ _DEATHS = (
 _BAD_AT_INFO = (b"Ping timed out", b"action=client_expired", b"action=unmount_expired_segment")
 #: Messages of an engine or a server that shuts down. Errors after these messages are not failures.
 _CLOSING = (b"Unregistered ", b"Shutting down LMCache", b"Gracefully shutting down")
-#: LMCache's messages by the first bytes of their pattern, or b"" for patterns that begin with a value.
-_BY_START: dict[bytes, list[grammar.Message]] = {}
-for _message in grammar.MESSAGES:
-    if _message.source == "lmcache":
-        _BY_START.setdefault(_message.start[:4], []).append(_message)
-
 #: Kinds of lines that no logger of vLLM or LMCache writes: of uvicorn, of lists of packages, of kvfix.
 _NO_STATEMENTS = ("up", "answered_500", "recorded", *grammar.RELEASE_IN)
+
+
+class Headless(enum.IntEnum):
+    """The lines without a logger's prefix that count: none, only whole messages, or all lines of a log.
+
+    A line without a prefix counts only in a log, or in an input with few other lines. In a manifest, in documentation
+    or in the log of another program, the same words are not a message of an engine.
+    """
+
+    NONE = 1
+    WHOLE = 2
+    ALL = 3
 
 
 def is_own(text: bytes) -> bool:
@@ -91,18 +95,9 @@ def is_own(text: bytes) -> bool:
     return any(pattern.search(text) is not None for pattern in (LEVEL, _VLLM, _PROCESS, _CUT))
 
 
-class Framed(msgspec.Struct, frozen=True):
-    """A message after LMCache's frame. name: "" if it does not matter. placed: True if time and process matter."""
-
-    name: str
-    fields: Fields
-    body: bytes
-    placed: bool = True
-
-
 #: Logs repeat: vLLM asks about a waiting request in every step, and warnings repeat with another time.
 @lru_cache(maxsize=2048)
-def behind_frame(tail: bytes) -> Framed | None:
+def behind_frame(tail: bytes) -> LogLine | None:
     """Parse a line from LMCache's frame to its end. Return None if the line must be parsed as a whole."""
     level = LEVEL.match(tail)
     if level is None or len(tail) == LONGEST_BODY or tail.find(FRAME, level.end()) >= 0:
@@ -112,14 +107,17 @@ def behind_frame(tail: bytes) -> Framed | None:
     return None if found.name == "logged" and Part(body).sure else found
 
 
-def framed(level: bytes, body: bytes) -> Framed:
-    for message in (*_BY_START.get(body[:4], ()), *_BY_START[b""]):
-        match = message.pattern.match(body) if message.literal in body else None
-        if match is not None:
-            return Framed(message.name, _fields(message, match), body[:LONGEST_BODY])
+def framed(level: bytes, body: bytes) -> LogLine:
+    """Return a message after LMCache's frame, without its time and place. name: "" if it does not matter."""
+    name, fields = "logged", {"level": level.decode().lower(), "logger": "lmcache", "place": ""}
     if level in (b"INFO", b"DEBUG"):
-        return Framed("closing" if body.startswith(_CLOSING) else "", {}, body[:LONGEST_BODY], placed=False)
-    return Framed("logged", {"level": level.decode().lower(), "logger": "lmcache", "place": ""}, body[:LONGEST_BODY])
+        name, fields = "closing" if body.startswith(_CLOSING) else "", {}
+    for message in grammar.containing(body):
+        match = message.pattern.match(body) if message.source == "lmcache" else None
+        if match is not None:
+            name, fields = message.name, message.values(match)
+            break
+    return LogLine(name, fields, None, "", "", 0, body[:LONGEST_BODY])
 
 
 class Other:
@@ -152,10 +150,6 @@ class Other:
         return Part(self.body)
 
     @cached_property
-    def evidence(self) -> bytes:
-        return self.body[:LONGEST_BODY]
-
-    @cached_property
     def level(self) -> str:
         """The level in vLLM's or another logger's prefix; "" if the line has none."""
         if self._head is not None:
@@ -186,7 +180,7 @@ class Other:
             if message.source not in skipped and (not whole or self._is_whole(message)):
                 match = message.pattern.search(body) or message.pattern.search(text)
                 if match is not None:
-                    fields = _fields(message, match)
+                    fields = message.values(match)
                     return message.name, {**fields, "place": self.place} if message.name == "fatal" else fields
         if b"non-default args" in text:
             return "settings", {}
@@ -197,7 +191,7 @@ class Other:
             return "died", {"text": died["what"].strip().decode("utf-8", "replace")}
         raised = by_name(body, anywhere=head is None)
         if raised is not None:
-            return "raised", {**with_meaning(raised), "level": self.level, "place": self.place}
+            return "raised", {**raised, "level": self.level, "place": self.place}
         if self.level in ("", "info") and (b"kv_connector" in body or b"connector with name" in body):
             return WHO, {}
         if any(words in text for words in _BAD_AT_INFO):
@@ -206,20 +200,13 @@ class Other:
             native = _OTHER.search(self._text[:_LEVELLED])
             logger = "vllm" if head else "" if native is None or native["level"] else NATIVE
             return "logged", {"level": self.level, "logger": logger, "place": self.place}
-        if whole and bare_lines.kind(body) == "logged":
+        if whole and checks.whole_statement(body) == "logged":
             return "logged", {"level": "error", "logger": "bare", "place": ""}
         return None
 
     def _is_whole(self, message: grammar.Message) -> bool:
         """Return True if the line is exactly this message, or a message that no logger writes."""
-        return message.name in _NO_STATEMENTS or bare_lines.kind(self.body) == message.name
-
-    @cached_property
-    def is_alone(self) -> bool:
-        """True if the parse does not depend on earlier lines, while no traceback and no stack is open."""
-        if self.of_stack or self.part.sure or b"assert " in self.body:
-            return False
-        return self.found is None or self.found[0] != "raised"
+        return message.name in _NO_STATEMENTS or checks.whole_statement(self.body) == message.name
 
 
 def parsed(line: bytes, headless: Headless) -> tuple[Other, bytes]:
@@ -239,34 +226,6 @@ def parsed(line: bytes, headless: Headless) -> tuple[Other, bytes]:
 @lru_cache(maxsize=2048)
 def _parsed(line: bytes, headless: Headless) -> Other:
     return Other(line, headless)
-
-
-def _fields(message: grammar.Message, match: re.Match[bytes]) -> Fields:
-    """Return {field: count or text}."""
-    fields: Fields = {}
-    for (field, count), value in zip(message.fields, match.groups(), strict=True):
-        if value is not None:
-            if count:
-                fields[field] = int(value)
-            else:
-                text = value.decode("utf-8", "replace")
-                fields[field] = without_tokens(text) if "," in text else text
-    return fields
-
-
-def with_meaning(raised: Raised) -> Fields:
-    """Return the fields of a line of the kind `raised`. meaning: kind of the exception's text in the grammar."""
-    name, fields = _meaning(raised.text)
-    return {**fields, **raised.fields, "meaning": name}
-
-
-def _meaning(text: str) -> tuple[str, Fields]:
-    line = text.encode()
-    for message in grammar.containing(line):
-        match = message.pattern.search(line) if message.source == "raised" else None
-        if match is not None:
-            return message.name, _fields(message, match)
-    return "", {}
 
 
 @lru_cache(maxsize=256)

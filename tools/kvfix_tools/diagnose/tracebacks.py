@@ -1,6 +1,7 @@
 """Assemble tracebacks from the lines of one process: frames, source, and each exception of a chain.
 
-The stacks of faulthandler, for a process that dies of a signal, are included.
+The stacks of faulthandler, for a process that dies of a signal, are included. So are dumps of `py-spy dump` or gdb,
+which print the innermost frame first.
 """
 
 from __future__ import annotations
@@ -8,11 +9,14 @@ from __future__ import annotations
 import re
 from collections import deque
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from kvfix_tools.diagnose import grammar
 from kvfix_tools.diagnose.log_formats import shape
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvfix_tools.diagnose.log_line import Fields
 
 Frame = tuple[str, int, str]
@@ -26,29 +30,21 @@ _BY_NAME = re.compile(
     rb"(?:Error|Exception|Interrupt|Exit|Timeout|Empty|Full|StopIteration))"
     rb"(?: ?: (?P<text>.*))?\s*$"
 )
-_ENDS = (b"Error", b"Exception", b"Interrupt", b"Exit", b"Timeout", b"Empty", b"Full", b"StopIteration")
-#: The message of pydantic in the line after `ValidationError: 1 validation error for VllmConfig`.
-_CHECKED = re.compile(rb"^\s*(?:Value error|Assertion failed), (?P<text>.*?)(?: \[type=.*)?$")
-_TYPED = re.compile(rb"^\s+(?P<text>[A-Z].*?) \[type=\w+, input_value=")
-#: Messages of the library loader, CUDA, PyTorch and Python that were pasted without the exception's class: {class:
-#: (literals, of which each message has at least one; pattern)}.
-_BARE = {
-    "ImportError": (
-        (b".so", b"cannot import name '"),
-        re.compile(
-            rb"^\s*(\S+\.so[\w.]*: (?:undefined symbol: |cannot open shared object file|version [`'].* not found).*"
-            rb"|cannot import name '\w+' from '[\w.]+'.*)$"
-        ),
-    ),
-    "AttributeError": (
-        (b" object has no attribute '",),
-        re.compile(rb"^\s*('[\w.]+' object has no attribute '\w+')$"),
-    ),
-    "RuntimeError": (
-        (b" error: ", b"what(): ", b"Cannot access data "),
-        re.compile(rb"^\s*(?:what\(\): +(?=\S)|(?=(?:CUDA|HIP) error: |Cannot access data pointer of Tensor ))(.*)$"),
-    ),
-}
+#: (class, its message without the class): of pydantic, in the line after `ValidationError: 1 validation error for
+#: VllmConfig`; of the library loader, CUDA, PyTorch and Python, as pasted.
+_BARE = (
+    ("ValueError", re.compile(rb"\s*Value error, (.*?)(?: \[type=.*)?$")),
+    ("AssertionError", re.compile(rb"\s*Assertion failed, (.*?) \[type=")),
+    ("ValueError", re.compile(rb"\s+([A-Z].*?) \[type=\w+, input_value=")),
+    ("ImportError", re.compile(
+        rb"\s*(\S+\.so[\w.]*: (?:undefined symbol: |cannot open shared object file|version [`'].* not found).*"
+        rb"|cannot import name '\w+' from '[\w.]+'.*)$"
+    )),
+    ("AttributeError", re.compile(rb"\s*('[\w.]+' object has no attribute '\w+')$")),
+    ("RuntimeError", re.compile(
+        rb"\s*(?:what\(\): +(?=\S)|(?=(?:CUDA|HIP) error: |Cannot access data pointer of Tensor ))(.*)$"
+    )),
+)  # fmt: skip
 _HEADER = re.compile(rb"Traceback \(most recent call last\):?")
 _GROUP = re.compile(rb"^\s*(?:\| |\+-\+?|\+ )(?:-+ [\d.]+ -+)? ?")
 _LINKS = (b"The above exception was the direct cause", b"During handling of the above exception")
@@ -63,25 +59,22 @@ _GOES_ON, _OPEN = 40, 256
 _FRAMES, _SOURCE = 48, 400
 
 
-class Raised(NamedTuple):
-    """An exception with its frames, outermost first. kind: its class as logged. source: of the last frame.
+def raised(kind: str, text: str, frames: Sequence[Frame] = (), source: str = "", fault: bool = False) -> Fields:
+    """Return the fields of an exception with its frames, outermost first, and the values in its text.
 
-    follows: True if it follows another exception in a chain. fault: True if the process died of a signal.
+    kind: its class as logged. source: of the last frame. fault: True if the process died of a signal. The field
+    `meaning` is the kind of the text in the grammar.
     """
-
-    kind: str
-    text: str
-    frames: list[Frame]
-    source: str
-    follows: bool
-    fault: bool = False
-
-    @property
-    def fields(self) -> Fields:
-        return {
-            "type": self.kind.rpartition(".")[2], "class": self.kind, "text": self.text, "source": self.source,
-            "frames": self.frames, "follows": self.follows, "fault": self.fault,
-        }  # fmt: skip
+    fields = {
+        "type": kind.rpartition(".")[2], "class": kind, "text": text, "source": source, "frames": frames,
+        "fault": fault, "meaning": "",
+    }  # fmt: skip
+    line = text.encode()
+    for message in grammar.containing(line):
+        match = message.pattern.search(line) if message.source == "raised" else None
+        if match is not None:
+            return {**message.values(match), **fields, "meaning": message.name}
+    return fields
 
 
 class Part:
@@ -97,15 +90,11 @@ class Part:
         fault = _FAULT.search(text) if b"Fatal Python error" in text or b"!!! Segfault" in text else None
         #: Text of a fatal error of Python, whose stack follows.
         self.fault = _decoded(fault["text"] or fault["native"]) if fault is not None else None
-        self.links = any(link in text for link in _LINKS)
+        links = any(link in text for link in _LINKS)
         #: True if it is certainly part of a traceback.
-        self.sure = self.frame is not None or self.begins or self.fault is not None or self.links
+        self.sure = self.frame is not None or self.begins or self.fault is not None or links
         self.in_group = text.lstrip()[:1] in b"|+"
         self.indented = text[:1].isspace()
-
-    @cached_property
-    def ungrouped(self) -> Part:
-        return Part(_GROUP.sub(b"", self.text))
 
     @cached_property
     def exception(self) -> tuple[str, str] | None:
@@ -128,7 +117,6 @@ class _Traceback:
         self.frames: deque[Frame] = deque(maxlen=_FRAMES)
         self.source = ""
         self.missed = 0
-        self.follows = False
         self.fault: str | None = None
         #: A launcher's prefix of its first line, with all digits replaced: `node01: `, `0: `, `[2026-11-21 01:41:27] `.
         self.prefix = b""
@@ -140,20 +128,21 @@ class Tracebacks:
     def __init__(self) -> None:
         #: {process: its traceback}, which the next lines may continue.
         self.open: dict[str, _Traceback] = {}
-        self._linked: set[str] = set()
         #: {process: (an open exception group, True if a member has come)}
-        self._groups: dict[str, tuple[Raised, bool]] = {}
+        self._groups: dict[str, tuple[Fields, bool]] = {}
 
-    def take(self, process: str, part: Part) -> tuple[bool, Raised | None]:
+    def take(self, process: str, part: Part) -> tuple[bool, Fields | None]:
         """Take a line. Return (True if it is part of a traceback, the exception that it completes or None)."""
         known = self.open.get(process)
+        if known is None and not part.sure:
+            return False, None
         if known is not None and known.prefix and shape(part.text[: len(known.prefix)]) == known.prefix:
             part = Part(part.text[len(known.prefix) :])
         in_group = part.in_group
         if known is not None and in_group:
-            part = part.ungrouped
-        if not part.sure:
-            return (False, None) if known is None else self._go_on(process, known, part)
+            part = Part(_GROUP.sub(b"", part.text))
+        if known is not None and not part.sure:
+            return self._go_on(process, known, part)
         if part.frame is not None:
             trace = known or self._begin(process, in_group, part.text.partition(b'File "')[0].removesuffix(b"  "))
             if trace.fault is None or len(trace.frames) < _FRAMES:
@@ -163,54 +152,43 @@ class Tracebacks:
             self._begin(process, in_group, part.text.partition(b"Traceback (")[0])
         elif part.fault is not None:
             self._begin(process).fault = part.fault
-        else:
-            if len(self._linked) >= _OPEN:
-                self._linked.clear()
-            self._linked.add(process)
         return True, None
 
-    def follows(self, process: str) -> bool:
-        """Return True if the process has logged that its next exception follows another one in a chain."""
-        linked = process in self._linked
-        self._linked.discard(process)
-        return linked
-
-    def cut(self) -> list[tuple[str, Raised]]:
+    def cut(self) -> list[tuple[str, Fields]]:
         """Return (process, its incomplete traceback) at the end of the input."""
         left = [(process, trace) for process, trace in self.open.items() if trace.frames or trace.fault is not None]
         self.open.clear()
         groups = [(process, group) for process, (group, has_member) in self._groups.items() if not has_member]
-        return [*groups, *((process, _raised(trace, _asserted(trace), "")) for process, trace in left)]
+        return [*groups, *((process, _raised(trace)) for process, trace in left)]
 
     def _begin(self, process: str, in_group: bool = False, before: bytes = b"") -> _Traceback:
         if len(self.open) >= _OPEN:
             self.open.clear()
         trace = self.open[process] = _Traceback()
-        trace.follows = self.follows(process)
         trace.prefix = shape(before) if before.strip() and not in_group else b""
         if in_group and process in self._groups:
             group, _ = self._groups[process]
-            trace.frames.extend(group.frames)  # they include the hook
+            trace.frames.extend(group["frames"])  # they include the hook
             self._groups[process] = group, True
         return trace
 
-    def _ended(self, process: str, trace: _Traceback, kind: str, text: str) -> tuple[bool, Raised | None]:
+    def _ended(self, process: str, trace: _Traceback, kind: str, text: str) -> tuple[bool, Fields | None]:
         del self.open[process]
-        raised = _raised(trace, kind, text)
+        exception = _raised(trace, kind, text)
         if kind.rpartition(".")[2] not in _GROUPS:
-            return True, raised
+            return True, exception
         if len(self._groups) >= _OPEN:
             self._groups.clear()
-        self._groups[process] = raised, False
+        self._groups[process] = exception, False
         return True, None
 
-    def _go_on(self, process: str, trace: _Traceback, part: Part) -> tuple[bool, Raised | None]:
+    def _go_on(self, process: str, trace: _Traceback, part: Part) -> tuple[bool, Fields | None]:
         text, indented = part.text, part.indented
         if trace.fault is not None:
             if _NATIVE_STACK in text or not text or (indented and not trace.frames):
                 return True, None
             del self.open[process]
-            return False, _raised(trace, "", "")
+            return False, _raised(trace)
         if indented or not text or (trace.frames and text.startswith(b"assert ")):  # a paste may lose the indentation
             if trace.frames and part.source:  # Python 3.13 prints every line of a statement
                 trace.source = f"{trace.source} {part.source}".strip()[:_SOURCE]
@@ -223,39 +201,95 @@ class Tracebacks:
         return False, None
 
 
-def by_name(body: bytes, anywhere: bool) -> Raised | None:
-    """Return an exception without a traceback. anywhere: also accept it after an unknown prefix.
-
-    `Tracebacks.follows` decides if it follows another exception.
-    """
-    if b" [type=" in body or b"Value error, " in body:
-        checked = _CHECKED.match(body) or _TYPED.match(body)
-        if checked is not None:
-            kind = "AssertionError" if body.lstrip().startswith(b"Assertion") else "ValueError"
-            return Raised(kind, _decoded(checked["text"]), [], "", False)
-    for kind, (literals, pattern) in _BARE.items():
-        bare = pattern.match(body) if any(literal in body for literal in literals) else None
+def by_name(body: bytes, anywhere: bool) -> Fields | None:
+    """Return an exception without a traceback. anywhere: also accept it after an unknown prefix."""
+    for kind, pattern in _BARE:
+        bare = pattern.match(body)
         if bare is not None:
-            return Raised(kind, _decoded(bare[1]), [], "", False)
-    if not any(end in body for end in _ENDS):
-        return None
+            return raised(kind, _decoded(bare[1]))
     found = _BY_NAME.search(body)
     if found is None or not (anywhere or found.start("type") == 0):
         return None
-    return Raised(_decoded(found["type"]), _decoded(found["text"] or b""), [], "", True)
+    return raised(_decoded(found["type"]), _decoded(found["text"] or b""))
 
 
-def _raised(trace: _Traceback, kind: str, text: str) -> Raised:
+def _raised(trace: _Traceback, kind: str = "", text: str = "") -> Fields:
+    """Return the exception of a traceback. kind: "" for an incomplete traceback, whose source may show the class."""
     frames = list(trace.frames)
     if trace.fault is not None:  # faulthandler names the innermost frame first
-        return Raised("", trace.fault, frames[::-1], "", False, fault=True)
-    return Raised(kind, text, frames, trace.source, trace.follows)
-
-
-def _asserted(trace: _Traceback) -> str:
-    """Return the class of the exception of an incomplete traceback, if its last line shows it."""
-    return "AssertionError" if trace.fault is None and trace.source.startswith("assert ") else ""
+        return raised("", trace.fault, frames[::-1], fault=True)
+    asserts = not kind and trace.source.startswith("assert ")
+    return raised("AssertionError" if asserts else kind, text, frames, trace.source)
 
 
 def _decoded(text: bytes) -> str:
     return text.decode("utf-8", "replace").strip()
+
+
+_STACK_PROCESS = re.compile(rb"^\s*Process (?P<pid>\d+): ?(?P<name>[^\n]{0,200})")
+_THREAD = re.compile(
+    rb'^\s*Thread (?:0x)?[0-9A-Fa-f]+ \((?P<state>idle|active|active\+gil)\)(?:: "(?P<name>[^"\n]*)")?'
+)
+_STACK_FRAME = re.compile(rb"^\s+(?P<function>[^\s(]+) +\((?P<file>[^()\n]+?)(?::(?P<line>\d{1,9}))?\)\s*$")
+#: gdb prints `Thread 12 (Thread 0x7f.. (LWP 77) "name"):`, `#1  0x00.. in name (x=7) from lib.so`, or `at file.c:7`.
+_GDB_THREAD = re.compile(
+    rb'^Thread \d+ \((?:Thread 0x[0-9a-f]+ \()?LWP (?P<lwp>\d+)\)?(?: "(?P<name>[^"\n]{0,80})")?\)?'
+)
+_GDB_FRAME = re.compile(
+    rb"^\s*#\d+ +(?:0x[0-9a-f]+ in )?(?P<function>[^\s(]+)[^\n]*?(?: at (?P<file>[^\s:]+):(?P<line>\d{1,9})"
+    rb"| from (?P<library>\S+))?\s*$"
+)
+#: State of a thread with native frames of gdb.
+NATIVE = "native"
+#: Maximum number of frames to keep of a thread, the innermost ones.
+_STACK_FRAMES = 64
+
+
+class Stacks:
+    """The parser of stacks in one input."""
+
+    def __init__(self) -> None:
+        self._process = ""
+        #: (name, state) of the thread whose frames the next lines may be.
+        self.open: tuple[str, str] | None = None
+        self._frames: list[Frame] = []
+
+    def take(self, text: bytes) -> tuple[bool, Fields | None]:
+        """Take a line. Return (True if it is part of a dump, the thread that ends before it or None)."""
+        head = _THREAD.match(text) or _GDB_THREAD.match(text)
+        native = self.open is not None and self.open[1] == NATIVE
+        is_first = text.startswith(b"#0 ") and (not native or self._frames) and _GDB_FRAME.match(text) is not None
+        process = _STACK_PROCESS.match(text)
+        if head is None and process is None and not is_first:
+            return (True, None) if self._frame(text) else (False, self.end())
+        ended = self.end()
+        if process is not None:
+            self._process = f"{_decoded(process['name']).split(' ')[0] or 'process'} pid={_decoded(process['pid'])}"
+            return True, ended
+        known = head.groupdict() if head is not None else {}
+        self.open = _decoded(known.get("name") or b""), _decoded(known.get("state") or NATIVE.encode())
+        if is_first:
+            self._frame(text)
+        return True, ended
+
+    def _frame(self, text: bytes) -> bool:
+        """Return True if the line is a frame of the thread, and keep it unless there are too many."""
+        form = _GDB_FRAME if self.open is not None and self.open[1] == NATIVE else _STACK_FRAME
+        frame = form.match(text) if self.open is not None else None
+        if frame is None:
+            return False
+        if len(self._frames) < _STACK_FRAMES:
+            file = frame["file"] or (frame.groupdict().get("library") or b"")
+            self._frames.append((_decoded(file), int(frame["line"] or 0), _decoded(frame["function"])))
+        return True
+
+    def end(self) -> Fields | None:
+        """Return the fields of the thread whose frames were read, and reset.
+
+        process: `VLLM::EngineCore pid=7`, or "". frames: the innermost is last, as in a traceback.
+        """
+        thread, frames = self.open, self._frames[::-1]
+        self.open, self._frames = None, []
+        if thread is None or not frames:
+            return None
+        return {"process": self._process, "thread": thread[0], "state": thread[1], "frames": frames}

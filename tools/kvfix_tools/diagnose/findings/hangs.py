@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvfix_tools.diagnose.failures import hook
 from kvfix_tools.diagnose.findings import Answer, finding
-from kvfix_tools.diagnose.stacks import NATIVE
+from kvfix_tools.diagnose.tracebacks import NATIVE
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
