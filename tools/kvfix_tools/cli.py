@@ -51,18 +51,23 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Pid = Annotated[
-    int,
-    typer.Argument(metavar="PID", help="Process ID of the engine. kvfix includes all child processes of this process."),
-]
+def _value(metavar: str, does: str, *names: str) -> Any:
+    """Return an option with a value. names: if they differ from the parameter's name."""
+    return typer.Option(*names, metavar=metavar, help=does)
 
 
 def _several(metavar: str, does: str) -> Any:
     """Return an option that may be given several times."""
-    return typer.Option(metavar=metavar, help=f"{does}. May be given several times.")
+    return _value(metavar, f"{does}. May be given several times.")
 
 
+def _flag(name: str, does: str) -> Any:
+    return typer.Option(name, help=does)
+
+
+_PID = "Process ID of the engine. kvfix includes all child processes of this process."
+Pid = Annotated[int, typer.Argument(metavar="PID", help=_PID)]
+Json = Annotated[bool, _flag("--json", "Print JSON.")]
 Names = list[str] | None
 Only = Annotated[Names, _several("CODE|SLUG", "Apply this fix and no others")]
 Skip = Annotated[Names, _several("CODE|SLUG", "Leave out this fix")]
@@ -77,43 +82,22 @@ def main_options(version: Version = False) -> None:
     """Options before the command."""
 
 
+_PID_OR_FIX = "Show the fixes that are applied in a running engine (PID), or the rows of these fixes."
+_OF_TRANSFER = "Count only bugs of the connectors in this value of vLLM's --kv-transfer-config."
+_EFFECT = "Show rows of one effect: wrong-output, crash, hang, leak or lost-hits."
+_RELEASED = "Show whether the newest LMCache and vLLM of the package index have changed the fixed functions (uses pip)."
+
+
 @app.command(rich_help_panel=COMMANDS["status"])
 def status(
-    names: Annotated[
-        Names,
-        typer.Argument(
-            metavar="[PID|KVF...]",
-            help="Show the fixes that are applied in a running engine (PID), or the rows of these fixes.",
-        ),
-    ] = None,
+    names: Annotated[Names, typer.Argument(metavar="[PID|KVF...]", help=_PID_OR_FIX)] = None,
     json: Json = False,
-    everything: Annotated[bool, typer.Option("--all", help="Show the row of every fix.")] = False,
-    connector: Annotated[
-        str, typer.Option(metavar="NAME[,NAME]", help="Count only bugs that concern these connectors.")
-    ] = "",
-    transfer_config: Annotated[
-        str,
-        typer.Option(
-            "--kv-transfer-config",
-            metavar="JSON",
-            help="Count only bugs of the connectors in this value of vLLM's --kv-transfer-config.",
-        ),
-    ] = "",
-    severity: Annotated[
-        str,
-        typer.Option(metavar="EFFECT", help="Show rows of one effect: wrong-output, crash, hang, leak or lost-hits."),
-    ] = "",
+    everything: Annotated[bool, _flag("--all", "Show the row of every fix.")] = False,
+    connector: Annotated[str, _value("NAME[,NAME]", "Count only bugs that concern these connectors.")] = "",
+    transfer_config: Annotated[str, _value("JSON", _OF_TRANSFER, "--kv-transfer-config")] = "",
+    severity: Annotated[str, _value("EFFECT", _EFFECT)] = "",
     probe: Annotated[bool, typer.Option(help="Import vLLM and LMCache, and run the behaviour probes.")] = False,
-    released: Annotated[
-        bool,
-        typer.Option(
-            "--released",
-            help=(
-                "Show whether the newest LMCache and vLLM of the package index have changed the fixed functions "
-                "(uses pip)."
-            ),
-        ),
-    ] = False,
+    released: Annotated[bool, _flag("--released", _RELEASED)] = False,
 ) -> None:
     """Show which known bugs this installation has and which of them kvfix fixes. Exit 1 if a bug is not fixed."""
     names = names or []
@@ -140,11 +124,12 @@ def explain(name: Annotated[str, typer.Argument(metavar="CODE|SLUG")], json: Jso
     raise typer.Exit(explain.explain(name, json))
 
 
+_SYMPTOM = "Describe the symptom, or name a file with the description."
+
+
 @app.command(rich_help_panel=COMMANDS["search"])
 def search(
-    text: Annotated[
-        str, typer.Argument(metavar="TEXT|FILE|-", help="Describe the symptom, or name a file with the description.")
-    ],
+    text: Annotated[str, typer.Argument(metavar="TEXT|FILE|-", help=_SYMPTOM)],
     json: Json = False,
 ) -> None:
     """Find fixes, known problems and rules by the words of a text. Show the best three, and how to confirm each."""
@@ -156,9 +141,7 @@ def search(
 @app.command(rich_help_panel=COMMANDS["replay"])
 def replay(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...")],
-    router: Annotated[
-        Path | None, typer.Option(metavar="LOG", help="Read the log of the router between the engines too.")
-    ] = None,
+    router: Annotated[Path | None, _value("LOG", "Read the log of the router between the engines too.")] = None,
     json: Json = False,
 ) -> None:
     """Check recorder files or bundles again, and print the history of each violation. Exit 1 if there is a violation.
@@ -180,33 +163,22 @@ def mcp(
     raise typer.Exit(mcp_server.serve(root))
 
 
+_CONNECTOR = "The connector's class, or its name in vLLM: ExampleConnector."
+_CONFIG = """kv_connector_extra_config as JSON, or @FILE to read it from a file. kvfix replaces {dir} by a new, empty
+folder for each engine."""
+_LOSE = "Call this function to make the connector lose what it has stored."
+
+
 @app.command(rich_help_panel=COMMANDS["conform"])
 def conform(
-    connector: Annotated[
-        str,
-        typer.Argument(metavar="MODULE:CLASS", help="The connector's class, or its name in vLLM: ExampleConnector."),
-    ],
-    config: Annotated[
-        str,
-        typer.Option(
-            metavar="JSON",
-            help=(
-                "kv_connector_extra_config as JSON, or @FILE to read it from a file. kvfix replaces {dir} by a "
-                "new, empty folder for each engine."
-            ),
-        ),
-    ] = "{}",
-    lose: Annotated[
-        str,
-        typer.Option(
-            metavar="MODULE:FUNCTION", help="Call this function to make the connector lose what it has stored."
-        ),
-    ] = "",
+    connector: Annotated[str, typer.Argument(metavar="MODULE:CLASS", help=_CONNECTOR)],
+    config: Annotated[str, _value("JSON", _CONFIG)] = "{}",
+    lose: Annotated[str, _value("MODULE:FUNCTION", _LOSE)] = "",
     seconds: Annotated[float, typer.Option(help="Fuzz for this many seconds after the scenarios.")] = 30.0,
-    seeds: Annotated[str, typer.Option(metavar="A:B", help="Draw schedules with these seeds.")] = "0:100000",
+    seeds: Annotated[str, _value("A:B", "Draw schedules with these seeds.")] = "0:100000",
     fixes: Annotated[bool, typer.Option(help="Run vLLM with the fixes of kvfix, or as released.")] = True,
     json: Json = False,
-    junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write JUnit XML.")] = None,
+    junit: Annotated[Path | None, _value("FILE", "Write JUnit XML.")] = None,
 ) -> None:
     """Test a KV connector against vLLM's connector interface, without a GPU. Exit 1 if a rule is violated."""
     from kvfix_tools.conform import command
@@ -222,7 +194,7 @@ def conform(
 @app.command(rich_help_panel=COMMANDS["dump"])
 def dump(
     pid: Pid,
-    out: Annotated[Path, typer.Option("-o", metavar="DIR", help="Write the bundle into this folder.")] = Path(),
+    out: Annotated[Path, _value("DIR", "Write the bundle into this folder.", "-o")] = Path(),
     json: Json = False,
 ) -> None:
     """Save stacks and flight recorders of a running or hung engine in one bundle (tar.gz)."""
@@ -234,13 +206,11 @@ def dump(
 @app.command(rich_help_panel=COMMANDS["look"])
 def look(
     pid: Annotated[int | None, typer.Argument(metavar="PID", help="Any process of the engine.")] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Redraw once a second, with rates per second.")] = False,
-    request: Annotated[str, typer.Option(metavar="ID", help="Show one request in full.")] = "",
+    watch: Annotated[bool, _flag("--watch", "Redraw once a second, with rates per second.")] = False,
+    request: Annotated[str, _value("ID", "Show one request in full.")] = "",
     json: Json = False,
-    save: Annotated[str, typer.Option(metavar="FILE", help="Save the state, with the blocks of each request.")] = "",
-    core: Annotated[
-        str, typer.Option(metavar="FILE", help="Read a core file instead of a process (needs kvfix[core]).")
-    ] = "",
+    save: Annotated[str, _value("FILE", "Save the state, with the blocks of each request.")] = "",
+    core: Annotated[str, _value("FILE", "Read a core file instead of a process (needs kvfix[core]).")] = "",
 ) -> None:
     """Show why a running engine makes no progress, and what to do. The engine does not need kvfix.
 
@@ -255,18 +225,17 @@ def look(
     raise typer.Exit(command.look(pid, watch, request, json, save))
 
 
-Wait = Annotated[float, typer.Option(metavar="SECONDS", help="Wait at most this long for the end of a step.")]
+Wait = Annotated[float, _value("SECONDS", "Wait at most this long for the end of a step.")]
+_MODES = "fix: apply the fixes. observe: also record events. check: also check the rules."
 
 
 @app.command(rich_help_panel=COMMANDS["attach"])
 def attach(
     pid: Pid,
-    mode: Annotated[
-        str, typer.Option(help="fix: apply the fixes. observe: also record events. check: also check the rules.")
-    ] = "fix",
+    mode: Annotated[str, typer.Option(help=_MODES)] = "fix",
     only: Only = None,
     plus: Plus = None,
-    idle: Annotated[bool, typer.Option("--idle", help="Wait until the engine has no request.")] = False,
+    idle: Annotated[bool, _flag("--idle", "Wait until the engine has no request.")] = False,
     wait: Wait = 60.0,
     json: Json = False,
 ) -> None:
@@ -277,33 +246,23 @@ def attach(
 
 
 @app.command(rich_help_panel=COMMANDS["detach"])
-def detach(
-    pid: Pid,
-    wait: Wait = 60.0,
-    json: Json = False,
-) -> None:
+def detach(pid: Pid, wait: Wait = 60.0, json: Json = False) -> None:
     """Remove all fixes from a running engine."""
     from kvfix_tools.look import attach
 
     raise typer.Exit(attach.detach(pid, wait, json))
 
 
+_LAUNCHED = "The command that you will launch: vllm serve ..., lmcache server ..."
+_SERVER = "Read the options and the release of the LMCache server from its HTTP port."
+
+
 @app.command(context_settings=_ANY_WORDS, rich_help_panel=COMMANDS["doctor"])
 def doctor(
-    command: Annotated[
-        Names,
-        typer.Argument(
-            metavar="[-- CMD ...]", help="The command that you will launch: vllm serve ..., lmcache server ..."
-        ),
-    ] = None,
+    command: Annotated[Names, typer.Argument(metavar="[-- CMD ...]", help=_LAUNCHED)] = None,
     json: Json = False,
-    server_http: Annotated[
-        str,
-        typer.Option(
-            metavar="HOST:PORT", help="Read the options and the release of the LMCache server from its HTTP port."
-        ),
-    ] = "",
-    names: Annotated[bool, typer.Option("--list", help="List the checks.")] = False,
+    server_http: Annotated[str, _value("HOST:PORT", _SERVER)] = "",
+    names: Annotated[bool, _flag("--list", "List the checks.")] = False,
 ) -> None:
     """Check a set-up before you launch it. Starts nothing and changes nothing."""
     from kvfix_tools.doctor import command as work
@@ -311,29 +270,19 @@ def doctor(
     raise typer.Exit(work.doctor(command or [], json, server_http, names))
 
 
+_AUDIT = """With --mode check: vLLM computes this fraction of the hits, and kvfix compares the computed KV with the
+cache."""
+
+
 @app.command(context_settings=_ANY_WORDS, rich_help_panel=COMMANDS["run"])
 def run(
     command: Annotated[list[str], typer.Argument(metavar="-- CMD ...", help="The program and its arguments.")],
-    mode: Annotated[
-        str,
-        typer.Option(
-            help="fix: apply the fixes. observe: also record events. check: also check the rules. "
-            "strict: also raise on a violation."
-        ),
-    ] = "fix",
+    mode: Annotated[str, typer.Option(help=f"{_MODES} strict: also raise on a violation.")] = "fix",
     only: Only = None,
     skip: Skip = None,
     plus: Plus = None,
-    layers: Annotated[bool, typer.Option("--layers", help="Also record the hooks that run once per layer.")] = False,
-    audit: Annotated[
-        float,
-        typer.Option(
-            help=(
-                "With --mode check: vLLM computes this fraction of the hits, and kvfix compares the computed KV "
-                "with the cache."
-            )
-        ),
-    ] = 0,
+    layers: Annotated[bool, _flag("--layers", "Also record the hooks that run once per layer.")] = False,
+    audit: Annotated[float, typer.Option(help=_AUDIT)] = 0,
 ) -> None:
     """Run a program, such as `vllm serve` or `lmcache server`, with kvfix in all its processes."""
     from kvfix_tools import launch
@@ -356,7 +305,7 @@ def upstream_list(json: Json = False) -> None:
 @upstream.command(name="export")
 def upstream_export(
     name: Annotated[str, typer.Argument(metavar="CODE|SLUG")],
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Write into this folder.")] = Path("."),
+    output: Annotated[Path, _value("DIR", "Write into this folder.", "-o", "--output")] = Path("."),
 ) -> None:
     """Write a fix and its test as a patch for `git am`. The sign-off has your name from git config."""
     from kvfix_tools import upstream
@@ -364,37 +313,25 @@ def upstream_export(
     raise typer.Exit(upstream.export(name, output))
 
 
+_FAIL_ON = """certain: exit 1 if a finding is certain. An effect: exit 1 for findings with this effect or a worse one:
+crash, wrong, hang, leak, slow, risk."""
+_ISSUE = "Write a bug report to post: versions, settings, excerpt, known threads."
+
+
 @app.command(rich_help_panel=COMMANDS["diagnose"])
 def diagnose(
     paths: Annotated[list[str], typer.Argument(metavar="PATH... | -", help="Logs, folders, .gz, .zst; - is stdin.")],
-    json: Annotated[bool, typer.Option("--json", help="Print JSON. This is the same as --format json.")] = False,
-    output_format: Annotated[
-        str, typer.Option("--format", metavar="text|json|github", help="Choose the output format.")
-    ] = "",
+    json: Annotated[bool, _flag("--json", "Print JSON. This is the same as --format json.")] = False,
+    output_format: Annotated[str, _value("text|json|github", "Choose the output format.", "--format")] = "",
     select: Annotated[Names, _several("CODE", "Show only findings whose code begins with CODE")] = None,
     ignore: Annotated[Names, _several("CODE", "Leave out findings whose code begins with CODE")] = None,
-    fail_on: Annotated[
-        str,
-        typer.Option(
-            metavar="WHAT",
-            help=(
-                "certain: exit 1 if a finding is certain. An effect: exit 1 for findings with this effect "
-                "or a worse one: crash, wrong, hang, leak, slow, risk."
-            ),
-        ),
-    ] = "certain",
-    exit_zero: Annotated[bool, typer.Option("--exit-zero", help="Exit 0 even if there are findings.")] = False,
-    request: Annotated[str, typer.Option(metavar="ID", help="Show the whole history of one request.")] = "",
-    html: Annotated[str, typer.Option(metavar="FILE", help="Write a self-contained HTML page.")] = "",
-    brief: Annotated[
-        str,
-        typer.Option(metavar="FILE", help="Write a summary of the log in 8 kB; - prints it."),
-    ] = "",
-    issue: Annotated[
-        str,
-        typer.Option(metavar="FILE", help="Write a bug report to post: versions, settings, excerpt, known threads."),
-    ] = "",
-    everything: Annotated[bool, typer.Option("--all", help="Show every finding in full.")] = False,
+    fail_on: Annotated[str, _value("WHAT", _FAIL_ON)] = "certain",
+    exit_zero: Annotated[bool, _flag("--exit-zero", "Exit 0 even if there are findings.")] = False,
+    request: Annotated[str, _value("ID", "Show the whole history of one request.")] = "",
+    html: Annotated[str, _value("FILE", "Write a self-contained HTML page.")] = "",
+    brief: Annotated[str, _value("FILE", "Write a summary of the log in 8 kB; - prints it.")] = "",
+    issue: Annotated[str, _value("FILE", _ISSUE)] = "",
+    everything: Annotated[bool, _flag("--all", "Show every finding in full.")] = False,
     version: Version = False,
 ) -> None:
     """Find known bugs in a log. Exit 1 if a finding is certain.
@@ -429,25 +366,21 @@ def roundtrip(arguments: Annotated[Names, typer.Argument(metavar="[OPTIONS]")] =
     raise typer.Exit(command.main(arguments or []))
 
 
+_DECODE = "Address of a decode instance, if URL is a router of prefill and decode."
+
+
 @app.command(rich_help_panel=COMMANDS["verify"])
 def verify(
     url: Annotated[str, typer.Argument(metavar="URL", help="Address of vLLM's server: http://localhost:8000")],
-    model: Annotated[
-        str, typer.Option(metavar="NAME", help="Test this model. Default: the first model of the server.")
-    ] = "",
-    decode: Annotated[
-        str,
-        typer.Option(metavar="URL", help="Address of a decode instance, if URL is a router of prefill and decode."),
-    ] = "",
+    model: Annotated[str, _value("NAME", "Test this model. Default: the first model of the server.")] = "",
+    decode: Annotated[str, _value("URL", _DECODE)] = "",
     requests: Annotated[int, typer.Option(min=16, help="Send this many prompts. More prompts find rarer errors.")] = 48,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of the longest prompt.")] = 1200,
     chunk: Annotated[int, typer.Option(help="Tokens of a chunk. 0: measure the chunk size.")] = 0,
     clients: Annotated[int, typer.Option(min=2, help="Send this many requests at once in the load round.")] = 8,
     seconds: Annotated[float, typer.Option(help="Stop after this many seconds.")] = 300.0,
-    api_key_env: Annotated[
-        str, typer.Option(metavar="NAME", help="Read the API key from this environment variable.")
-    ] = "",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the requests, and send none.")] = False,
+    api_key_env: Annotated[str, _value("NAME", "Read the API key from this environment variable.")] = "",
+    dry_run: Annotated[bool, _flag("--dry-run", "Print the requests, and send none.")] = False,
     json: Json = False,
 ) -> None:
     """Check that a running server gives the same answers with and without KV from the connector.
