@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from kvfix_tools.conform import contract, scenario
+from kvfix_tools.conform.scenarios import SCENARIOS
 from tests.conftest import RELEASES, Once
 
 LMCACHE = RELEASES / "0.5.6"
@@ -60,7 +61,7 @@ def faults() -> Any:
     with command.chosen(fixes=True):
         for name, rule in FAULTS.items():
             run = Run(subject(name))
-            for each in scenario.scenarios():
+            for each in SCENARIOS:
                 if each.rule in (rule, "granted", "aborted"):
                     run.scenario(each.name)
                     broken = [one._asdict() for one in run.violations.values() if one.rule == rule]
@@ -143,7 +144,7 @@ def test_a_connector_that_cannot_be_made_says_why(said: Any) -> None:
 
 def test_junit(good: Any) -> None:
     suite = ElementTree.fromstring(good["junit"])
-    assert suite.attrib["tests"] == str(len(scenario.scenarios()))
+    assert suite.attrib["tests"] == str(len(SCENARIOS))
     assert suite.attrib["failures"] == suite.attrib["errors"] == "0"
     assert suite.attrib["skipped"] == str(len(suite.findall("testcase/skipped"))) == "3"
 
@@ -159,9 +160,9 @@ def test_a_violation_has_its_schedule_in_table_and_junit(said: Any) -> None:
 
 
 def test_every_scenario_is_about_a_rule() -> None:
-    names = [each.name for each in scenario.scenarios()]
+    names = [each.name for each in SCENARIOS]
     assert len(names) == len(set(names)) >= 30
-    for each in scenario.scenarios():
+    for each in SCENARIOS:
         assert each.rule in contract.SLUGS
         assert set(each.proof) <= set(scenario.WITHOUT)
         assert set(each.needs) <= set(scenario.NEEDS)

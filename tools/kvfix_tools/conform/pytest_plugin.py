@@ -28,9 +28,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
     """Add the tests of the contract after all other tests."""
     if config.getoption("--kv-connector"):
-        from kvfix_tools.conform.scenario import scenarios
+        from kvfix_tools.conform.scenarios import SCENARIOS
 
-        names = [*(scenario.name for scenario in scenarios()), _FUZZER]
+        names = [*(scenario.name for scenario in SCENARIOS), _FUZZER]
         items += [Contract.from_parent(session, name=name) for name in names]
 
 

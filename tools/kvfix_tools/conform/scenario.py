@@ -1,16 +1,12 @@
 """A scenario of the contract: a schedule, the rule that it tests, and its requirements.
 
-Each file in `scenarios/` has scenarios in `SCENARIOS`. A step is a method of `Player`, of the lab's engine or of its
-connector.
+A step is a method of `Player`, of the lab's engine or of its connector.
 """
 
 from __future__ import annotations
 
-import functools
-import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any
 
 from kvfix_tools.lab.steps import Step
@@ -57,11 +53,3 @@ class Scenario:
     proof: tuple[str, ...] = ("loaded_tokens",)
     needs: tuple[str, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
-
-
-@functools.cache
-def scenarios() -> tuple[Scenario, ...]:
-    """Return all scenarios, in the order of their files."""
-    package = import_module("kvfix_tools.conform.scenarios")
-    names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
-    return tuple(each for name in names for each in import_module(f"{package.__name__}.{name}").SCENARIOS)

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvfix_tools.conform.contract import RULES, SLUGS, of_finding
-from kvfix_tools.conform.scenario import WITHOUT, scenarios
+from kvfix_tools.conform.scenario import WITHOUT
+from kvfix_tools.conform.scenarios import SCENARIOS
 from kvfix_tools.lab.engine.rules import WRONG_CONTENT, WRONG_TEXT
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ class Run:
         """Play a scenario, and add its violations to `violations`."""
         from kvfix_tools.conform import player
 
-        scenario = next(each for each in scenarios() if each.name == name)
+        scenario = next(each for each in SCENARIOS if each.name == name)
         start = time.monotonic()
         why = player.why_not(scenario, self._lacks)
         outcome = NOT_APPLICABLE
@@ -210,7 +211,7 @@ def run(
         subject.start()
     except Exception as error:  # noqa: BLE001 - any error of the connector is reported
         return Conformance(subject.connector, [], [], {}, 0, 0, time.monotonic() - start, _why(error))
-    for scenario in scenarios():
+    for scenario in SCENARIOS:
         progress(scenario.name)
         playing.scenario(scenario.name)
     played = playing.fuzz(seconds, seeds, progress)
