@@ -64,7 +64,7 @@ def faults() -> Any:
             for each in SCENARIOS:
                 if each.rule in (rule, "granted", "aborted"):
                     run.scenario(each.name)
-                    broken = [one._asdict() for one in run.violations.values() if one.rule == rule]
+                    broken = [one._asdict() for one in run.violations if one.rule == rule]
                     found[name] = {"broken": broken, "steps": len(each.schedule)}
                     if broken:
                         break
@@ -80,14 +80,12 @@ def says() -> Any:
         nowhere = verdicts.run(subject("Nowhere"), 0, range(0))
         run = verdicts.Run(subject("ResetsNothing"))
         run.scenario("reset-of-the-connector")
-    broken = list(run.violations.values())
-    wrong = verdicts.Conformance("a:B", run.cases, broken, {"loaded_tokens": 1, "finished": 1}, 0, 9, 0.0)
     with redirect_stdout(io.StringIO()) as table:
-        command.show(wrong)
+        command.show(run)
     return {
         "nothing": {**nothing.as_json(), "code": nothing.exit_code},
         "nowhere": {**nowhere.as_json(), "code": nowhere.exit_code},
-        "wrong": {"junit": command.as_junit(wrong).decode(), "code": wrong.exit_code, "table": table.getvalue()},
+        "wrong": {"junit": command.as_junit(run).decode(), "code": run.exit_code, "table": table.getvalue()},
     }
 
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from kvfix import catalogue
 from kvfix_tools import screen
 from kvfix_tools.conform.contract import SLUGS
-from kvfix_tools.conform.verdicts import NOT_APPLICABLE, VIOLATED, Conformance, run
+from kvfix_tools.conform.verdicts import NOT_APPLICABLE, VIOLATED, Run, run
 from kvfix_tools.lab import releases, runner
 
 _COLORS = {VIOLATED: "red", NOT_APPLICABLE: "dim"}
@@ -83,11 +83,11 @@ def chosen(fixes: bool) -> AbstractContextManager[None]:
     return runner.applied(fixes, only=own)
 
 
-def show(done: Conformance) -> None:
+def show(done: Run) -> None:
     """Print the table of rules, then each violation with its shortest schedule and the request's history."""
     console = screen.console()
     if done.cannot:
-        console.print(f"{escape(done.connector)} cannot run: {escape(done.cannot)}", highlight=False)
+        console.print(f"{escape(done.subject.connector)} cannot run: {escape(done.cannot)}", highlight=False)
         return
     table = Table("rule", "verdict", "", box=None, pad_edge=False, header_style="bold")
     for verdict in done.verdicts:
@@ -112,7 +112,7 @@ def show(done: Conformance) -> None:
         print(done.tested_nothing)
 
 
-def as_junit(done: Conformance) -> bytes:
+def as_junit(done: Run) -> bytes:
     """Return JUnit XML: a test for each scenario, and one for each violation that only the fuzzer found."""
     tests = [(each.rule, each.name, _TAGS.get(each.outcome, ""), each.reason, each.seconds) for each in done.cases]
     of_fuzzer = [each for each in done.violations if each.where.startswith("seed")]
@@ -120,7 +120,7 @@ def as_junit(done: Conformance) -> bytes:
     if done.cannot or done.tested_nothing:
         tests.append(("run", "tests something", "error", done.cannot or done.tested_nothing, 0.0))
     tags = Counter(tag for _, _, tag, *_ in tests)
-    suite = ElementTree.Element("testsuite", name=f"kvfix conform {done.connector}", time=f"{done.seconds:.1f}")
+    suite = ElementTree.Element("testsuite", name=f"kvfix conform {done.subject.connector}", time=f"{done.seconds:.1f}")
     suite.attrib.update({"tests": str(len(tests)), **{name: str(tags[tag]) for name, tag in _COUNTS.items()}})
     for rule, name, tag, message, seconds in tests:
         test = ElementTree.SubElement(suite, "testcase", classname=rule, name=name, time=f"{seconds}")

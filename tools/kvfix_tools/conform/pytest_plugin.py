@@ -5,6 +5,7 @@ The plugin imports only pytest until the option is given.
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -51,18 +52,20 @@ class Contract(pytest.Item):
 
     def runtest(self) -> None:
         run = _run(self.config)
+        known, reason = set(run.found), ""
         if self.name == _FUZZER:
-            broken = _fuzzed(run, self.config.getoption("--kv-seconds"))
+            run.fuzz(self.config.getoption("--kv-seconds"), itertools.count())
+            if run.tested_nothing:
+                raise Broken(run.tested_nothing)
         else:
-            known = set(run.violations)
             case = run.scenario(self.name)
             if case.outcome == "not applicable":
                 pytest.skip(case.reason)
-            broken = [each for key, each in run.violations.items() if key not in known]
-            if case.outcome == "violated" and not broken:
-                raise Broken(f"{case.reason}\n(an earlier scenario shows this violation in full)")
-        if broken:
-            raise Broken("\n\n".join(_text(each) for each in broken))
+            if case.outcome == "violated":
+                reason = f"{case.reason}\n(an earlier scenario shows this violation in full)"
+        broken = [_text(each) for key, each in run.found.items() if key not in known]
+        if broken or reason:
+            raise Broken("\n\n".join(broken) or reason)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         return str(excinfo.value) if excinfo.errisinstance(Broken) else super().repr_failure(excinfo, style)
@@ -86,19 +89,6 @@ def _run(config: pytest.Config) -> Run:
         _STARTED["ends"] = applied.__exit__
         _STARTED["run"] = Run(Subject(config.getoption("--kv-connector"), settings, config.getoption("--kv-lose")))
     return _STARTED["run"]  # type: ignore[no-any-return]
-
-
-def _fuzzed(run: Run, seconds: float) -> list[Violation]:
-    """Run the fuzzer for this time, and return its violations. Raise Broken if the run has loaded nothing."""
-    import itertools
-
-    from kvfix_tools.conform.verdicts import NO_LOAD
-
-    known = set(run.violations)
-    run.fuzz(seconds, itertools.count())
-    if not run.counts["loaded_tokens"]:
-        raise Broken(NO_LOAD)
-    return [each for key, each in run.violations.items() if key not in known]
 
 
 def _text(violation: Violation) -> str:
