@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,14 +31,6 @@ class Link(NamedTuple):
     reader: str
     keeps: Engine
     kept: str
-
-
-class Between(NamedTuple):
-    """A finding about a request of engine `keeps`. history: (label of the process, entry) of each entry, in order."""
-
-    finding: Finding
-    keeps: Engine
-    history: list[tuple[str, Entry]]
 
 
 class RouterLog:
@@ -122,20 +114,21 @@ class Peers:
 
     # ------------------------------------------------------------------ what is wrong
 
-    def findings(self) -> list[Between]:
-        """Return the findings about all requests whose blocks are read, including "unknown" ones."""
+    def findings(self) -> Iterator[tuple[Finding, Engine, list[tuple[str, Entry]]]]:
+        """Yield (finding, engine that keeps the blocks, history), including "unknown" findings.
+
+        history: (label of the process, entry) of each entry, in order.
+        """
         by_kept: dict[tuple[str, str], list[Link]] = {}
         for link in self.links:
             by_kept.setdefault((link.keeps.name, link.kept), []).append(link)
-        found = []
         for links in by_kept.values():
             keeps, kept = links[0].keeps, links[0].kept
             ledger = Ledger()
             for event in compare(self._kept(keeps, kept), [self._reader(link) for link in links]):
                 findings = ledger.feed(event)
                 if isinstance(event, LeaseRead | NotReturned):
-                    found += [Between(finding, keeps, self.history(links)) for finding in findings]
-        return found
+                    yield from ((finding, keeps, self.history(links)) for finding in findings)
 
     def _kept(self, engine: Engine, kept: str) -> Kept:
         ended, expired = _end(engine.history(kept))
