@@ -58,6 +58,8 @@ class Planted(NamedTuple):
     yaml: str = ""
     model: dict[str, Any] = {}
     lmcache: str = NEWEST
+    vllm: bool = False
+    machine: dict[str, Any] = {}
 
     def setup(self, folder: Path, place: Path) -> Setup:
         environment, words = dict(self.environment), [self.command]
@@ -68,11 +70,12 @@ class Planted(NamedTuple):
             (folder / "config.json").write_text(json.dumps(self.model))
             words[2] = str(folder)
         if self.lmcache != NEWEST:
-            place = site(folder / "place", self.lmcache, vllm=False)
+            place = site(folder / "place", self.lmcache, vllm=self.vllm)
         if self.yaml:
             (folder / "lmcache.yaml").write_text(self.yaml)
             environment["LMCACHE_CONFIG_FILE"] = str(folder / "lmcache.yaml")
-        return look(words, place, environment=environment)
+        where = machine(folder / "machine", **self.machine) if self.machine else None
+        return look(words, place, where, environment)
 
 
 def machine(
