@@ -5,6 +5,8 @@ The plugin imports only pytest until the option is given.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +15,7 @@ import pytest
 if TYPE_CHECKING:
     from kvfix_tools.conform.verdicts import Run, Violation
 
-#: State of the session: "run", and "ends", which reverts kvfix's fixes in this process.
-_STARTED: dict[str, Any] = {}
+_FUZZER = "fuzzer"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,14 +34,6 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
 
         names = [*(scenario.name for scenario in SCENARIOS), _FUZZER]
         items += [Contract.from_parent(session, name=name) for name in names]
-
-
-def pytest_unconfigure() -> None:
-    if "ends" in _STARTED:
-        _STARTED.pop("ends")(None, None, None)
-
-
-_FUZZER = "fuzzer"
 
 
 class Broken(Exception):
@@ -74,21 +67,20 @@ class Contract(pytest.Item):
         return "kvfix-conform", None, f"{self.config.getoption('--kv-connector')}: {self.name}"
 
 
+@functools.cache
 def _run(config: pytest.Config) -> Run:
-    """Return the run of this session. The first call imports vLLM."""
-    if "run" not in _STARTED:
-        from kvfix_tools.conform import command
+    """Return the run of this session. The first call imports vLLM, and applies kvfix's fixes until the session ends."""
+    from kvfix_tools.conform import command
 
-        settings = command.read_config(config.getoption("--kv-config"))
-        command.prepare()
-        from kvfix_tools.conform.player import Subject
-        from kvfix_tools.conform.verdicts import Run
+    settings = command.read_config(config.getoption("--kv-config"))
+    command.prepare()
+    from kvfix_tools.conform.player import Subject
+    from kvfix_tools.conform.verdicts import Run
 
-        applied = command.chosen(fixes=True)
-        applied.__enter__()
-        _STARTED["ends"] = applied.__exit__
-        _STARTED["run"] = Run(Subject(config.getoption("--kv-connector"), settings, config.getoption("--kv-lose")))
-    return _STARTED["run"]  # type: ignore[no-any-return]
+    fixes = contextlib.ExitStack()
+    fixes.enter_context(command.chosen(fixes=True))
+    config.add_cleanup(fixes.close)
+    return Run(Subject(config.getoption("--kv-connector"), settings, config.getoption("--kv-lose")))
 
 
 def _text(violation: Violation) -> str:
