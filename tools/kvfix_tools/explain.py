@@ -35,7 +35,8 @@ class Entry(NamedTuple):
 def entries() -> Iterator[Entry]:
     """Yield every entry. A fix comes before a finding of the same name."""
     yield from map(_of_fix, catalogue.fixes())
-    yield from map(_of_rule, (*RULES, *lab_rules.RULES))
+    yield from map(_of_rule, RULES)
+    yield from map(_of_rule, lab_rules.RULES)
     yield from map(_of_problem, known_problems())
 
 

@@ -48,7 +48,8 @@ class Subject:
         sizes: dict[str, Any] = {"num_blocks": 64, "max_num_batched_tokens": 128, **changed}
         if self.side is None:
             return Options(connector=self.connector, config=self.config, lose=self.lose, layers=2, **sizes)
-        name, extra = self.side.connector, {}
+        name = self.side.connector
+        extra: dict[str, Any] = {}
         if name in OF_VLLM:  # the lab chooses the size of the memory
             extra = {key: value for key, value in self.config.items() if not key.startswith("cpu_bytes_to_use")}
         return Options(connector=name, offloading=self.side.offloading, chunk_size=16, extra=extra, **sizes)
