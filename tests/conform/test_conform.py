@@ -43,7 +43,7 @@ def commanded(name: str) -> Any:
     """Return the result of the command for this connector."""
     from kvfix_tools.conform import command
 
-    given = (f"tests.conform.broken:{name}", '{"folder": "{dir}"}', "tests.conform.broken:lose", 60.0, range(6), True)
+    given = (f"tests.conform.broken:{name}", '{"folder": "{dir}"}', "tests.conform.broken:lose", 60.0, "0:6", True)
     file = Path(os.environ.get("TMPDIR", "/tmp"), f"conform-{os.getpid()}.xml")
     with redirect_stdout(io.StringIO()) as printed:
         code = command.conform(*given, json=True, junit=file)
@@ -169,5 +169,5 @@ def test_every_scenario_is_about_a_rule() -> None:
 def test_wrong_configuration_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     from kvfix_tools.conform import command
 
-    assert command.conform("a:B", "[1]", "", 0.0, range(0), True, json=True, junit=None) == 2
+    assert command.conform("a:B", "[1]", "", 0.0, "0:0", True, json=True, junit=None) == 2
     assert "JSON object" in capsys.readouterr().err
