@@ -12,8 +12,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from kvfix_tools.conform import contract, scenario
-from kvfix_tools.conform.scenarios import SCENARIOS
+from kvfix_tools.conform import contract
+from kvfix_tools.conform.scenarios import NEEDS, SCENARIOS, WITHOUT
 from tests.conftest import RELEASES, Once
 
 LMCACHE = RELEASES / "0.5.6"
@@ -111,9 +111,9 @@ def test_connector_of_the_documentation_keeps_all(good: Any) -> None:
 def test_what_is_not_applicable_says_why(good: Any) -> None:
     reasons = {case["name"]: case["reason"] for case in good["scenarios"] if case["outcome"] == "not applicable"}
     assert reasons == {
-        "aborted-before-the-answer": scenario.WITHOUT["aborted_looking"],
-        "sliding-window": scenario.NEEDS["groups"],
-        "sliding-window-preempted": scenario.NEEDS["groups"],
+        "aborted-before-the-answer": WITHOUT["aborted_looking"],
+        "sliding-window": NEEDS["groups"],
+        "sliding-window-preempted": NEEDS["groups"],
     }
 
 
@@ -162,8 +162,8 @@ def test_every_scenario_is_about_a_rule() -> None:
     assert len(names) == len(set(names)) >= 30
     for each in SCENARIOS:
         assert each.rule in contract.SLUGS
-        assert set(each.proof) <= set(scenario.WITHOUT)
-        assert set(each.needs) <= set(scenario.NEEDS)
+        assert set(each.proof) <= set(WITHOUT)
+        assert set(each.needs) <= set(NEEDS)
 
 
 def test_wrong_configuration_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,10 +3,11 @@
 `store(name, prompt)` runs a request to its end, and empties vLLM's own prefix cache.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from kvfix_tools.conform.scenario import Scenario
 from kvfix_tools.lab.steps import (
+    Step,
     abort,
     add_input,
     admit,
@@ -29,6 +30,50 @@ from kvfix_tools.lab.steps import (
     until_loading,
     until_running,
 )
+
+#: {count: why a scenario has tested nothing if the count is 0}
+WITHOUT = {
+    "loaded_tokens": "nothing was loaded",
+    "aborted_loading": "no load was in flight between steps",
+    "aborted_looking": "every lookup was answered at once",
+    "aborted_waiting": "no request was aborted while it waited",
+    "aborted_running": "no request was aborted while it computed",
+    "aborted": "no request was aborted",
+    "loads_failed": "no load failed",
+    "connector_resets": "nothing was reset",
+    "preemptions": "no request was preempted",
+    "drafts_rejected": "no draft was rejected",
+    "loaded_beside": "the other connector loaded nothing",
+    "finished": "no request has ended",
+    "ids_used_again": "no request id was used again",
+}
+#: {requirement of a scenario: the message if the connector, or its stand-in, does not have it}
+NEEDS = {
+    "alone": "the scenario is for one engine, but this connector needs two: only the fuzzer tests it",
+    "multi": "the stand-in for this connector cannot be used in a MultiConnector",
+    "uncached": "the connector does nothing without vLLM's prefix caching",
+    "restart": "the stand-in for this connector has no storage that outlives an engine",
+    "lose": "give --lose MODULE:FUNCTION, which deletes the stored KV",
+    "groups": "the connector does not have SupportsHMA, so vLLM gives it one KV group",
+}
+
+
+class Scenario(NamedTuple):
+    """A schedule, and the rule of the contract that it tests. A step is a method of `Player`, of the lab's engine or
+    of its connector.
+
+    proof: counts (request_events.py). If one of them is 0, the rule was not tested. needs: keys of NEEDS.
+    options: options of the lab's engine that differ from their defaults.
+    """
+
+    name: str
+    rule: str
+    title: str
+    schedule: Sequence[Step]
+    proof: tuple[str, ...] = ("loaded_tokens",)
+    needs: tuple[str, ...] = ()
+    options: dict[str, Any] = {}
+
 
 _LONG = "cmpl-" + "é/..% \u4e2d" * 40
 _STORED = store("a", prompt(160))

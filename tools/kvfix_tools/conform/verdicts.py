@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvfix_tools.conform.contract import RULES, SLUGS, of_finding
-from kvfix_tools.conform.scenario import NEEDS, WITHOUT
-from kvfix_tools.conform.scenarios import SCENARIOS
+from kvfix_tools.conform.scenarios import NEEDS, SCENARIOS, WITHOUT
 from kvfix_tools.lab.engine.rules import WRONG_CONTENT, WRONG_TEXT
 
 if TYPE_CHECKING:

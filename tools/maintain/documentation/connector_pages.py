@@ -9,8 +9,7 @@ from __future__ import annotations
 from itertools import groupby
 
 from kvfix_tools.conform.contract import RULES, Rule
-from kvfix_tools.conform.scenario import NEEDS
-from kvfix_tools.conform.scenarios import SCENARIOS
+from kvfix_tools.conform.scenarios import NEEDS, SCENARIOS
 from maintain import connectors as kit
 from maintain import released_findings
 from maintain.documentation.markdown import link, links, prose, table
