@@ -23,10 +23,10 @@ class Rule(NamedTuple):
     codes: tuple[str, ...]
 
 
+_TEXT = Path(__file__).with_name("contract.md").read_text(encoding="utf-8")
 _RULE = re.compile(r"## (\S+): (.+)\n\n((?:.+\n)+)\n- proof: (\w+)(?:\n- codes: (.+))?")
 RULES = tuple(
-    Rule(*parts, tuple(codes.split()))
-    for *parts, codes in _RULE.findall(Path(__file__).with_name("contract.md").read_text(encoding="utf-8"))
+    Rule(slug, title, doc, proof, tuple(codes.split())) for slug, title, doc, proof, codes in _RULE.findall(_TEXT)
 )
 SLUGS = {rule.slug: rule for rule in RULES}
 #: Rules about contents. Wrong KV in a scenario of another rule violates `granted`.
