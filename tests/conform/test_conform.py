@@ -12,7 +12,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from kvfix_tools.conform import contract, scenario
+from kvfix_tools.conform import contract
+from kvfix_tools.conform.scenarios import NEEDS, SCENARIOS, WITHOUT
 from tests.conftest import RELEASES, Once
 
 LMCACHE = RELEASES / "0.5.6"
@@ -42,7 +43,7 @@ def commanded(name: str) -> Any:
     """Return the result of the command for this connector."""
     from kvfix_tools.conform import command
 
-    given = (f"tests.conform.broken:{name}", '{"folder": "{dir}"}', "tests.conform.broken:lose", 60.0, range(6), True)
+    given = (f"tests.conform.broken:{name}", '{"folder": "{dir}"}', "tests.conform.broken:lose", 60.0, "0:6", True)
     file = Path(os.environ.get("TMPDIR", "/tmp"), f"conform-{os.getpid()}.xml")
     with redirect_stdout(io.StringIO()) as printed:
         code = command.conform(*given, json=True, junit=file)
@@ -60,10 +61,10 @@ def faults() -> Any:
     with command.chosen(fixes=True):
         for name, rule in FAULTS.items():
             run = Run(subject(name))
-            for each in scenario.scenarios():
+            for each in SCENARIOS:
                 if each.rule in (rule, "granted", "aborted"):
                     run.scenario(each.name)
-                    broken = [one._asdict() for one in run.violations.values() if one.rule == rule]
+                    broken = [one._asdict() for one in run.violations if one.rule == rule]
                     found[name] = {"broken": broken, "steps": len(each.schedule)}
                     if broken:
                         break
@@ -79,14 +80,12 @@ def says() -> Any:
         nowhere = verdicts.run(subject("Nowhere"), 0, range(0))
         run = verdicts.Run(subject("ResetsNothing"))
         run.scenario("reset-of-the-connector")
-    broken = list(run.violations.values())
-    wrong = verdicts.Conformance("a:B", run.cases, broken, {"loaded_tokens": 1, "finished": 1}, 0, 9, 0.0)
     with redirect_stdout(io.StringIO()) as table:
-        command.show(wrong)
+        command.show(run)
     return {
         "nothing": {**nothing.as_json(), "code": nothing.exit_code},
         "nowhere": {**nowhere.as_json(), "code": nowhere.exit_code},
-        "wrong": {"junit": command.as_junit(wrong).decode(), "code": wrong.exit_code, "table": table.getvalue()},
+        "wrong": {"junit": command.as_junit(run).decode(), "code": run.exit_code, "table": table.getvalue()},
     }
 
 
@@ -112,9 +111,9 @@ def test_connector_of_the_documentation_keeps_all(good: Any) -> None:
 def test_what_is_not_applicable_says_why(good: Any) -> None:
     reasons = {case["name"]: case["reason"] for case in good["scenarios"] if case["outcome"] == "not applicable"}
     assert reasons == {
-        "aborted-before-the-answer": scenario.WITHOUT["aborted_looking"],
-        "sliding-window": scenario.NEEDS["groups"],
-        "sliding-window-preempted": scenario.NEEDS["groups"],
+        "aborted-before-the-answer": WITHOUT["aborted_looking"],
+        "sliding-window": NEEDS["groups"],
+        "sliding-window-preempted": NEEDS["groups"],
     }
 
 
@@ -143,7 +142,7 @@ def test_a_connector_that_cannot_be_made_says_why(said: Any) -> None:
 
 def test_junit(good: Any) -> None:
     suite = ElementTree.fromstring(good["junit"])
-    assert suite.attrib["tests"] == str(len(scenario.scenarios()))
+    assert suite.attrib["tests"] == str(len(SCENARIOS))
     assert suite.attrib["failures"] == suite.attrib["errors"] == "0"
     assert suite.attrib["skipped"] == str(len(suite.findall("testcase/skipped"))) == "3"
 
@@ -159,16 +158,16 @@ def test_a_violation_has_its_schedule_in_table_and_junit(said: Any) -> None:
 
 
 def test_every_scenario_is_about_a_rule() -> None:
-    names = [each.name for each in scenario.scenarios()]
+    names = [each.name for each in SCENARIOS]
     assert len(names) == len(set(names)) >= 30
-    for each in scenario.scenarios():
+    for each in SCENARIOS:
         assert each.rule in contract.SLUGS
-        assert set(each.proof) <= set(scenario.WITHOUT)
-        assert set(each.needs) <= set(scenario.NEEDS)
+        assert set(each.proof) <= set(WITHOUT)
+        assert set(each.needs) <= set(NEEDS)
 
 
 def test_wrong_configuration_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     from kvfix_tools.conform import command
 
-    assert command.conform("a:B", "[1]", "", 0.0, range(0), True, json=True, junit=None) == 2
+    assert command.conform("a:B", "[1]", "", 0.0, "0:0", True, json=True, junit=None) == 2
     assert "JSON object" in capsys.readouterr().err

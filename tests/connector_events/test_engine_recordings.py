@@ -59,7 +59,7 @@ def test_both_roles_in_one_process(split: Split, tmp_path: Path) -> None:
     engine = engine_of([split.whole(tmp_path / "whole.jsonl")])
     assert engine.scheduler is not None
     assert list(engine.workers) == [0]
-    compared = engine.compared()[0]
+    compared = engine.compared[0]
     assert compared.pairs
     assert (compared.differs, compared.unknown) == ([], 0)
 
@@ -67,7 +67,7 @@ def test_both_roles_in_one_process(split: Split, tmp_path: Path) -> None:
 def test_the_order_comes_from_the_ledger(files: dict[str, Path], split: Split) -> None:
     """By the wall clocks a rank would start its loads seconds before the scheduler schedules them, or long after."""
     engine = engine_of(list(files.values()))
-    for boot, clock in engine.clocks().items():
+    for boot, clock in engine.clocks.items():
         true = int((CLOCKS[boot.rpartition(" ")[2]][0] - CLOCKS["n0"][0]) * 1e9)
         assert clock.low is not None
         assert clock.high is not None
@@ -169,7 +169,7 @@ def test_without_common_events_the_wall_clocks_are_compared(
 ) -> None:
     """The records have no common event: only the wall clocks can be compared, and there are no bounds."""
     files["1"] = split.write(tmp_path / "1.jsonl", "WORKER", 1, "n2", [])
-    clock = engine_of(list(files.values())).clocks()["boot of n2"]
+    clock = engine_of(list(files.values())).clocks["boot of n2"]
     assert (clock.low, clock.high) == (None, None)
     assert clock.ahead == int((CLOCKS["n2"][0] - CLOCKS["n2"][1]) * 1e9)
     assert replay.judged_engine(engine_of(list(files.values()))) == []

@@ -43,31 +43,39 @@ def serve(transfer: dict[str, Any], *more: str, **extra: Any) -> list[str]:
 
 
 class Planted(NamedTuple):
-    """A fault: the check that finds it, the command, a part of the report ("": no report), and a part of the remedy.
-
-    yaml: LMCache's file. model: the model's config.json. lmcache: the release.
-    """
+    """A row of planted.toml, which describes the fields."""
 
     check: str
-    words: list[str]
-    what: str
-    do: str
+    what: str = ""
+    do: str = ""
+    status: str = checks.PROBLEM
+    connector: str = "LMCacheConnectorV1"
+    keys: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
+    options: str = ""
+    command: str = ""
     environment: dict[str, str] = {}
     yaml: str = ""
     model: dict[str, Any] = {}
     lmcache: str = NEWEST
+    vllm: bool = False
+    machine: dict[str, Any] = {}
 
     def setup(self, folder: Path, place: Path) -> Setup:
-        environment, words = dict(self.environment), list(self.words)
+        environment, words = dict(self.environment), [self.command]
+        if not self.command:
+            keys = {**self.keys, **({"extra": self.extra} if self.extra else {})}
+            words = serve({**V1, "kv_connector": self.connector}, *self.options.split(), **keys)
         if self.model:
             (folder / "config.json").write_text(json.dumps(self.model))
             words[2] = str(folder)
         if self.lmcache != NEWEST:
-            place = site(folder / "place", self.lmcache, vllm=False)
+            place = site(folder / "place", self.lmcache, vllm=self.vllm)
         if self.yaml:
             (folder / "lmcache.yaml").write_text(self.yaml)
             environment["LMCACHE_CONFIG_FILE"] = str(folder / "lmcache.yaml")
-        return look(words, place, environment=environment)
+        where = machine(folder / "machine", **self.machine) if self.machine else None
+        return look(words, place, where, environment)
 
 
 def machine(

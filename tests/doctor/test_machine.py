@@ -10,51 +10,11 @@ from types import SimpleNamespace
 import pytest
 
 from kvfix_tools.doctor import machine as doctor_machine
-from kvfix_tools.doctor.machine import GIB
 from tests.doctor.sites import V1, look, machine, problems, say, serve
-
-GROUP = "proc/self/cgroup"
-#: {how the container's limit is written: its files}
-LIMITED = {
-    "v2": {GROUP: "0::/\n", "sys/fs/cgroup/memory.max": f"{8 * GIB}\n"},
-    "v2 above": {GROUP: "0::/pod/c\n", "sys/fs/cgroup/pod/memory.max": f"{8 * GIB}",
-                 "sys/fs/cgroup/pod/c/memory.max": "max"},
-    "v1": {GROUP: "4:cpu,memory:/docker/1\n", "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{8 * GIB}"},
-    "v1 own": {GROUP: "4:memory:/a\n", "sys/fs/cgroup/memory/a/memory.limit_in_bytes": f"{8 * GIB}",
-               "sys/fs/cgroup/memory/memory.limit_in_bytes": str(2**63 - 4096)},
-}  # fmt: skip
 
 
 def cpu(size: float, *more: str) -> list[str]:
     return serve(V1, *more, extra={"lmcache.max_local_cpu_size": size})
-
-
-@pytest.mark.parametrize("how", LIMITED)
-def test_a_container_that_is_too_small(how: str, tmp_path: Path, place: Path) -> None:
-    where = machine(tmp_path, cgroup=LIMITED[how])
-    assert where.memory().limit == 8 * GIB
-    found = problems(look(cpu(5, "-tp", "2"), place, where), "memory")
-    assert len(found) == 1
-    assert "max_local_cpu_size 5 for each of 2 workers is 10 GiB; the container" in found[0].what
-    assert "has 8 GiB" in found[0].what
-    assert problems(look(cpu(3, "-tp", "2"), place, where), "memory") == []
-
-
-@pytest.mark.parametrize(("size", "count"), [(65, 1), (50, 1), (40, 0)])
-def test_a_machine_that_is_too_small(size: float, count: int, tmp_path: Path, place: Path) -> None:
-    where = machine(tmp_path, cgroup={GROUP: "0::/\n", "sys/fs/cgroup/memory.max": "max"})
-    assert len(problems(look(cpu(size), place, where), "memory")) == count
-
-
-def test_a_server_that_wants_too_much(tmp_path: Path, place: Path) -> None:
-    found = problems(look(["lmcache", "server", "--l1-size-gb", "100"], place, machine(tmp_path)), "memory")
-    assert "--l1-size-gb 100 is 100 GiB; this machine has 64 GiB" in found[0].what
-
-
-def test_pinned_memory_under_windows(tmp_path: Path, place: Path) -> None:
-    where = machine(tmp_path / "wsl", text="Linux version 5.15 (Microsoft@Microsoft.com)")
-    assert "WSL 2" in problems(look(cpu(5), place, where), "pinned-memory")[0].what
-    assert problems(look(cpu(5), place, machine(tmp_path / "linux")), "pinned-memory") == []
 
 
 def test_locked_memory_counts_for_rdma(tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Pairs of releases, read from the files: as the lab knows them (kvfix_tools/lab/releases.py)."""
+"""Imports and calls of one package that the other does not have. planted.toml has pairs of releases."""
 
 from __future__ import annotations
 
@@ -8,30 +8,6 @@ import pytest
 
 from kvfix_tools.doctor import fit
 from kvfix_tools.doctor.packages import Package
-from tests.doctor.sites import MP, V1, look, problems, say, serve, site
-
-
-@pytest.mark.parametrize(
-    ("lmcache", "transfer", "upstream", "what"),
-    [
-        ("0.3.10", V1, "", ""),
-        ("0.5.6", V1, "", ""),
-        ("0.5.6", MP, "", ""),
-        ("0.3.10", MP, "", "cannot import name 'BlockAllocationRecord' from 'lmcache.v1.multiprocess.custom_types'"),
-        ("0.5.6", MP, "1", "LMCacheMPSchedulerAdapter() missing a required argument: 'server_urls'"),
-        ("0.4.7", MP, "1", "ParallelStrategy() too many positional arguments"),
-    ],
-)
-def test_pairs_with_the_installed_vllm(
-    lmcache: str, transfer: dict[str, str], upstream: str, what: str, tmp_path: Path
-) -> None:
-    """vLLM 0.32 has a copy of the multi-process connector; it takes it where LMCache's is missing, or if asked to."""
-    environment = {"LMCACHE_USE_UPSTREAM_MP": upstream} if upstream else {}
-    setup = look(serve(transfer), site(tmp_path, lmcache), environment=environment)
-    found = problems(setup, "releases")
-    assert bool(found) == bool(what)
-    assert all(what in line.what and "install " in line.do for line in found)
-    assert what or [line.status for line in say(setup, "releases")] == ["ok"]
 
 
 def write(folder: Path, **modules: str) -> Package:

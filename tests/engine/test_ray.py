@@ -142,7 +142,7 @@ def test_the_recorders_of_all_ranks_are_one(served: Served) -> None:
     (found,) = engine_recordings.engines(map(recording.read, served.ran.dumps("signal")))
     assert sorted(found.workers) == list(range(RANKS))
     assert found.missing == []
-    assert all(compared.pairs for compared in found.compared().values())
+    assert all(compared.pairs for compared in found.compared.values())
     assert replay.replay(served.ran.dumps("signal"), json=True) == 0
 
 

@@ -1,5 +1,8 @@
 """The command `kvfix`: its subcommands and their options. Each subcommand has its own module.
 
+The options of a subcommand are in its module if the import of the module takes little time. The other modules are
+imported when their subcommand runs.
+
 Exit codes of all commands: 0 nothing found, 1 findings, 2 usage or unreadable input, 77 could not be checked here.
 """
 
@@ -14,6 +17,9 @@ import typer
 from typer.core import TyperGroup
 
 import kvfix
+from kvfix_tools import launch, mcp_server, status, upstream
+from kvfix_tools.command_options import ANY_WORDS, MODES, Json, Names, Only, Plus, flag, several, value
+from kvfix_tools.conform import command as conform
 from kvfix_tools.lab.cli import app as lab
 
 
@@ -33,8 +39,15 @@ COMMANDS = {
     "lab": _MAINTAIN, "conform": _MAINTAIN, "upstream": _MAINTAIN, "mcp": _MAINTAIN,
 }  # fmt: skip
 
+
+def _exit(code: int | None, **_: Any) -> None:
+    """End with the exit code that a command has returned."""
+    raise typer.Exit(code or 0)
+
+
 app = typer.Typer(
     cls=_InOrder,
+    result_callback=_exit,
     name="kvfix",
     help="Find and fix known bugs of KV-cache connectors in vLLM and LMCache.",
     no_args_is_help=True,
@@ -43,6 +56,11 @@ app = typer.Typer(
 )
 
 app.add_typer(lab, name="lab", rich_help_panel=_MAINTAIN)
+app.add_typer(upstream.app, name="upstream", rich_help_panel=_MAINTAIN)
+app.command("run", context_settings=ANY_WORDS, rich_help_panel=COMMANDS["run"])(launch.run)
+app.command("status", rich_help_panel=COMMANDS["status"])(status.status)
+app.command("conform", rich_help_panel=COMMANDS["conform"])(conform.conform)
+app.command("mcp", rich_help_panel=COMMANDS["mcp"])(mcp_server.serve)
 
 
 def _version(wanted: bool) -> None:
@@ -51,85 +69,14 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Pid = Annotated[
-    int,
-    typer.Argument(metavar="PID", help="Process ID of the engine. kvfix includes all child processes of this process."),
-]
-
-
-def _several(metavar: str, does: str) -> Any:
-    """Return an option that may be given several times."""
-    return typer.Option(metavar=metavar, help=f"{does}. May be given several times.")
-
-
-Names = list[str] | None
-Only = Annotated[Names, _several("CODE|SLUG", "Apply this fix and no others")]
-Skip = Annotated[Names, _several("CODE|SLUG", "Leave out this fix")]
-Plus = Annotated[Names, _several("CODE|SLUG", "Apply this opt-in fix too")]
+_PID = "Process ID of the engine. kvfix includes all child processes of this process."
+Pid = Annotated[int, typer.Argument(metavar="PID", help=_PID)]
 Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")]
-#: Settings of a command whose arguments are a command of the user.
-_ANY_WORDS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
 @app.callback()
 def main_options(version: Version = False) -> None:
     """Options before the command."""
-
-
-@app.command(rich_help_panel=COMMANDS["status"])
-def status(
-    names: Annotated[
-        Names,
-        typer.Argument(
-            metavar="[PID|KVF...]",
-            help="Show the fixes that are applied in a running engine (PID), or the rows of these fixes.",
-        ),
-    ] = None,
-    json: Json = False,
-    everything: Annotated[bool, typer.Option("--all", help="Show the row of every fix.")] = False,
-    connector: Annotated[
-        str, typer.Option(metavar="NAME[,NAME]", help="Count only bugs that concern these connectors.")
-    ] = "",
-    transfer_config: Annotated[
-        str,
-        typer.Option(
-            "--kv-transfer-config",
-            metavar="JSON",
-            help="Count only bugs of the connectors in this value of vLLM's --kv-transfer-config.",
-        ),
-    ] = "",
-    severity: Annotated[
-        str,
-        typer.Option(metavar="EFFECT", help="Show rows of one effect: wrong-output, crash, hang, leak or lost-hits."),
-    ] = "",
-    probe: Annotated[bool, typer.Option(help="Import vLLM and LMCache, and run the behaviour probes.")] = False,
-    released: Annotated[
-        bool,
-        typer.Option(
-            "--released",
-            help=(
-                "Show whether the newest LMCache and vLLM of the package index have changed the fixed functions "
-                "(uses pip)."
-            ),
-        ),
-    ] = False,
-) -> None:
-    """Show which known bugs this installation has and which of them kvfix fixes. Exit 1 if a bug is not fixed."""
-    names = names or []
-    if len(names) == 1 and names[0].isdigit():
-        from kvfix_tools.look import attach
-
-        raise typer.Exit(attach.status(int(names[0]), json))
-    if released:
-        if probe or everything or names or connector or severity or transfer_config:
-            raise typer.BadParameter("--released takes no other option: it does not read the installation")
-        from kvfix_tools import status_released
-
-        raise typer.Exit(status_released.status(json))
-    from kvfix_tools import status
-
-    raise typer.Exit(status.status(json, probe, everything, names, connector, severity, transfer_config))
 
 
 @app.command(rich_help_panel=COMMANDS["explain"])
@@ -140,11 +87,12 @@ def explain(name: Annotated[str, typer.Argument(metavar="CODE|SLUG")], json: Jso
     raise typer.Exit(explain.explain(name, json))
 
 
+_SYMPTOM = "Describe the symptom, or name a file with the description."
+
+
 @app.command(rich_help_panel=COMMANDS["search"])
 def search(
-    text: Annotated[
-        str, typer.Argument(metavar="TEXT|FILE|-", help="Describe the symptom, or name a file with the description.")
-    ],
+    text: Annotated[str, typer.Argument(metavar="TEXT|FILE|-", help=_SYMPTOM)],
     json: Json = False,
 ) -> None:
     """Find fixes, known problems and rules by the words of a text. Show the best three, and how to confirm each."""
@@ -156,9 +104,7 @@ def search(
 @app.command(rich_help_panel=COMMANDS["replay"])
 def replay(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...")],
-    router: Annotated[
-        Path | None, typer.Option(metavar="LOG", help="Read the log of the router between the engines too.")
-    ] = None,
+    router: Annotated[Path | None, value("LOG", "Read the log of the router between the engines too.")] = None,
     json: Json = False,
 ) -> None:
     """Check recorder files or bundles again, and print the history of each violation. Exit 1 if there is a violation.
@@ -170,59 +116,10 @@ def replay(
     raise typer.Exit(replay.replay(files, json, router))
 
 
-@app.command(rich_help_panel=COMMANDS["mcp"])
-def mcp(
-    root: Annotated[Path, typer.Argument(metavar="DIR", help="Read files only below this folder.")] = Path(),
-) -> None:
-    """Run a Model Context Protocol server, which offers commands of kvfix to a language model (needs kvfix[mcp])."""
-    from kvfix_tools import mcp_server
-
-    raise typer.Exit(mcp_server.serve(root))
-
-
-@app.command(rich_help_panel=COMMANDS["conform"])
-def conform(
-    connector: Annotated[
-        str,
-        typer.Argument(metavar="MODULE:CLASS", help="The connector's class, or its name in vLLM: ExampleConnector."),
-    ],
-    config: Annotated[
-        str,
-        typer.Option(
-            metavar="JSON",
-            help=(
-                "kv_connector_extra_config as JSON, or @FILE to read it from a file. kvfix replaces {dir} by a "
-                "new, empty folder for each engine."
-            ),
-        ),
-    ] = "{}",
-    lose: Annotated[
-        str,
-        typer.Option(
-            metavar="MODULE:FUNCTION", help="Call this function to make the connector lose what it has stored."
-        ),
-    ] = "",
-    seconds: Annotated[float, typer.Option(help="Fuzz for this many seconds after the scenarios.")] = 30.0,
-    seeds: Annotated[str, typer.Option(metavar="A:B", help="Draw schedules with these seeds.")] = "0:100000",
-    fixes: Annotated[bool, typer.Option(help="Run vLLM with the fixes of kvfix, or as released.")] = True,
-    json: Json = False,
-    junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write JUnit XML.")] = None,
-) -> None:
-    """Test a KV connector against vLLM's connector interface, without a GPU. Exit 1 if a rule is violated."""
-    from kvfix_tools.conform import command
-
-    first, _, last = seeds.partition(":")
-    try:
-        drawn = range(int(first), int(last or int(first) + 1))
-    except ValueError:
-        raise typer.BadParameter("--seeds is A:B, or one number") from None
-    raise typer.Exit(command.conform(connector, config, lose, seconds, drawn, fixes, json, junit))
-
-
 @app.command(rich_help_panel=COMMANDS["dump"])
 def dump(
     pid: Pid,
-    out: Annotated[Path, typer.Option("-o", metavar="DIR", help="Write the bundle into this folder.")] = Path(),
+    out: Annotated[Path, value("DIR", "Write the bundle into this folder.", "-o")] = Path(),
     json: Json = False,
 ) -> None:
     """Save stacks and flight recorders of a running or hung engine in one bundle (tar.gz)."""
@@ -234,13 +131,11 @@ def dump(
 @app.command(rich_help_panel=COMMANDS["look"])
 def look(
     pid: Annotated[int | None, typer.Argument(metavar="PID", help="Any process of the engine.")] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Redraw once a second, with rates per second.")] = False,
-    request: Annotated[str, typer.Option(metavar="ID", help="Show one request in full.")] = "",
+    watch: Annotated[bool, flag("--watch", "Redraw once a second, with rates per second.")] = False,
+    request: Annotated[str, value("ID", "Show one request in full.")] = "",
     json: Json = False,
-    save: Annotated[str, typer.Option(metavar="FILE", help="Save the state, with the blocks of each request.")] = "",
-    core: Annotated[
-        str, typer.Option(metavar="FILE", help="Read a core file instead of a process (needs kvfix[core]).")
-    ] = "",
+    save: Annotated[str, value("FILE", "Save the state, with the blocks of each request.")] = "",
+    core: Annotated[str, value("FILE", "Read a core file instead of a process (needs kvfix[core]).")] = "",
 ) -> None:
     """Show why a running engine makes no progress, and what to do. The engine does not need kvfix.
 
@@ -255,18 +150,16 @@ def look(
     raise typer.Exit(command.look(pid, watch, request, json, save))
 
 
-Wait = Annotated[float, typer.Option(metavar="SECONDS", help="Wait at most this long for the end of a step.")]
+Wait = Annotated[float, value("SECONDS", "Wait at most this long for the end of a step.")]
 
 
 @app.command(rich_help_panel=COMMANDS["attach"])
 def attach(
     pid: Pid,
-    mode: Annotated[
-        str, typer.Option(help="fix: apply the fixes. observe: also record events. check: also check the rules.")
-    ] = "fix",
+    mode: Annotated[str, typer.Option(help=MODES)] = "fix",
     only: Only = None,
     plus: Plus = None,
-    idle: Annotated[bool, typer.Option("--idle", help="Wait until the engine has no request.")] = False,
+    idle: Annotated[bool, flag("--idle", "Wait until the engine has no request.")] = False,
     wait: Wait = 60.0,
     json: Json = False,
 ) -> None:
@@ -277,33 +170,23 @@ def attach(
 
 
 @app.command(rich_help_panel=COMMANDS["detach"])
-def detach(
-    pid: Pid,
-    wait: Wait = 60.0,
-    json: Json = False,
-) -> None:
+def detach(pid: Pid, wait: Wait = 60.0, json: Json = False) -> None:
     """Remove all fixes from a running engine."""
     from kvfix_tools.look import attach
 
     raise typer.Exit(attach.detach(pid, wait, json))
 
 
-@app.command(context_settings=_ANY_WORDS, rich_help_panel=COMMANDS["doctor"])
+_LAUNCHED = "The command that you will launch: vllm serve ..., lmcache server ..."
+_SERVER = "Read the options and the release of the LMCache server from its HTTP port."
+
+
+@app.command(context_settings=ANY_WORDS, rich_help_panel=COMMANDS["doctor"])
 def doctor(
-    command: Annotated[
-        Names,
-        typer.Argument(
-            metavar="[-- CMD ...]", help="The command that you will launch: vllm serve ..., lmcache server ..."
-        ),
-    ] = None,
+    command: Annotated[Names, typer.Argument(metavar="[-- CMD ...]", help=_LAUNCHED)] = None,
     json: Json = False,
-    server_http: Annotated[
-        str,
-        typer.Option(
-            metavar="HOST:PORT", help="Read the options and the release of the LMCache server from its HTTP port."
-        ),
-    ] = "",
-    names: Annotated[bool, typer.Option("--list", help="List the checks.")] = False,
+    server_http: Annotated[str, value("HOST:PORT", _SERVER)] = "",
+    names: Annotated[bool, flag("--list", "List the checks.")] = False,
 ) -> None:
     """Check a set-up before you launch it. Starts nothing and changes nothing."""
     from kvfix_tools.doctor import command as work
@@ -311,90 +194,25 @@ def doctor(
     raise typer.Exit(work.doctor(command or [], json, server_http, names))
 
 
-@app.command(context_settings=_ANY_WORDS, rich_help_panel=COMMANDS["run"])
-def run(
-    command: Annotated[list[str], typer.Argument(metavar="-- CMD ...", help="The program and its arguments.")],
-    mode: Annotated[
-        str,
-        typer.Option(
-            help="fix: apply the fixes. observe: also record events. check: also check the rules. "
-            "strict: also raise on a violation."
-        ),
-    ] = "fix",
-    only: Only = None,
-    skip: Skip = None,
-    plus: Plus = None,
-    layers: Annotated[bool, typer.Option("--layers", help="Also record the hooks that run once per layer.")] = False,
-    audit: Annotated[
-        float,
-        typer.Option(
-            help=(
-                "With --mode check: vLLM computes this fraction of the hits, and kvfix compares the computed KV "
-                "with the cache."
-            )
-        ),
-    ] = 0,
-) -> None:
-    """Run a program, such as `vllm serve` or `lmcache server`, with kvfix in all its processes."""
-    from kvfix_tools import launch
-
-    raise typer.Exit(launch.run(command, mode, only, skip, layers, plus, audit))
-
-
-upstream = typer.Typer(no_args_is_help=True, help="List and export patches for LMCache and vLLM.")
-app.add_typer(upstream, name="upstream", rich_help_panel=_MAINTAIN)
-
-
-@upstream.command(name="list")
-def upstream_list(json: Json = False) -> None:
-    """List the patches with their fix, release and subject."""
-    from kvfix_tools import upstream
-
-    raise typer.Exit(upstream.show(json))
-
-
-@upstream.command(name="export")
-def upstream_export(
-    name: Annotated[str, typer.Argument(metavar="CODE|SLUG")],
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Write into this folder.")] = Path("."),
-) -> None:
-    """Write a fix and its test as a patch for `git am`. The sign-off has your name from git config."""
-    from kvfix_tools import upstream
-
-    raise typer.Exit(upstream.export(name, output))
+_FAIL_ON = """certain: exit 1 if a finding is certain. An effect: exit 1 for findings with this effect or a worse one:
+crash, wrong, hang, leak, slow, risk."""
+_ISSUE = "Write a bug report to post: versions, settings, excerpt, known threads."
 
 
 @app.command(rich_help_panel=COMMANDS["diagnose"])
 def diagnose(
     paths: Annotated[list[str], typer.Argument(metavar="PATH... | -", help="Logs, folders, .gz, .zst; - is stdin.")],
-    json: Annotated[bool, typer.Option("--json", help="Print JSON. This is the same as --format json.")] = False,
-    output_format: Annotated[
-        str, typer.Option("--format", metavar="text|json|github", help="Choose the output format.")
-    ] = "",
-    select: Annotated[Names, _several("CODE", "Show only findings whose code begins with CODE")] = None,
-    ignore: Annotated[Names, _several("CODE", "Leave out findings whose code begins with CODE")] = None,
-    fail_on: Annotated[
-        str,
-        typer.Option(
-            metavar="WHAT",
-            help=(
-                "certain: exit 1 if a finding is certain. An effect: exit 1 for findings with this effect "
-                "or a worse one: crash, wrong, hang, leak, slow, risk."
-            ),
-        ),
-    ] = "certain",
-    exit_zero: Annotated[bool, typer.Option("--exit-zero", help="Exit 0 even if there are findings.")] = False,
-    request: Annotated[str, typer.Option(metavar="ID", help="Show the whole history of one request.")] = "",
-    html: Annotated[str, typer.Option(metavar="FILE", help="Write a self-contained HTML page.")] = "",
-    brief: Annotated[
-        str,
-        typer.Option(metavar="FILE", help="Write a summary of the log in 8 kB; - prints it."),
-    ] = "",
-    issue: Annotated[
-        str,
-        typer.Option(metavar="FILE", help="Write a bug report to post: versions, settings, excerpt, known threads."),
-    ] = "",
-    everything: Annotated[bool, typer.Option("--all", help="Show every finding in full.")] = False,
+    json: Annotated[bool, flag("--json", "Print JSON. This is the same as --format json.")] = False,
+    output_format: Annotated[str, value("text|json|github", "Choose the output format.", "--format")] = "",
+    select: Annotated[Names, several("CODE", "Show only findings whose code begins with CODE")] = None,
+    ignore: Annotated[Names, several("CODE", "Leave out findings whose code begins with CODE")] = None,
+    fail_on: Annotated[str, value("WHAT", _FAIL_ON)] = "certain",
+    exit_zero: Annotated[bool, flag("--exit-zero", "Exit 0 even if there are findings.")] = False,
+    request: Annotated[str, value("ID", "Show the whole history of one request.")] = "",
+    html: Annotated[str, value("FILE", "Write a self-contained HTML page.")] = "",
+    brief: Annotated[str, value("FILE", "Write a summary of the log in 8 kB; - prints it.")] = "",
+    issue: Annotated[str, value("FILE", _ISSUE)] = "",
+    everything: Annotated[bool, flag("--all", "Show every finding in full.")] = False,
     version: Version = False,
 ) -> None:
     """Find known bugs in a log. Exit 1 if a finding is certain.
@@ -415,7 +233,7 @@ def diagnose(
     raise typer.Exit(command.main(paths, options))
 
 
-@app.command(add_help_option=False, context_settings=_ANY_WORDS, rich_help_panel=COMMANDS["roundtrip"])
+@app.command(add_help_option=False, context_settings=ANY_WORDS, rich_help_panel=COMMANDS["roundtrip"])
 def roundtrip(arguments: Annotated[Names, typer.Argument(metavar="[OPTIONS]")] = None) -> None:
     """Check that every byte of KV survives the copy to the host and back."""
     if find_spec("torch") is None:
@@ -429,25 +247,21 @@ def roundtrip(arguments: Annotated[Names, typer.Argument(metavar="[OPTIONS]")] =
     raise typer.Exit(command.main(arguments or []))
 
 
+_DECODE = "Address of a decode instance, if URL is a router of prefill and decode."
+
+
 @app.command(rich_help_panel=COMMANDS["verify"])
 def verify(
     url: Annotated[str, typer.Argument(metavar="URL", help="Address of vLLM's server: http://localhost:8000")],
-    model: Annotated[
-        str, typer.Option(metavar="NAME", help="Test this model. Default: the first model of the server.")
-    ] = "",
-    decode: Annotated[
-        str,
-        typer.Option(metavar="URL", help="Address of a decode instance, if URL is a router of prefill and decode."),
-    ] = "",
+    model: Annotated[str, value("NAME", "Test this model. Default: the first model of the server.")] = "",
+    decode: Annotated[str, value("URL", _DECODE)] = "",
     requests: Annotated[int, typer.Option(min=16, help="Send this many prompts. More prompts find rarer errors.")] = 48,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of the longest prompt.")] = 1200,
     chunk: Annotated[int, typer.Option(help="Tokens of a chunk. 0: measure the chunk size.")] = 0,
     clients: Annotated[int, typer.Option(min=2, help="Send this many requests at once in the load round.")] = 8,
     seconds: Annotated[float, typer.Option(help="Stop after this many seconds.")] = 300.0,
-    api_key_env: Annotated[
-        str, typer.Option(metavar="NAME", help="Read the API key from this environment variable.")
-    ] = "",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the requests, and send none.")] = False,
+    api_key_env: Annotated[str, value("NAME", "Read the API key from this environment variable.")] = "",
+    dry_run: Annotated[bool, flag("--dry-run", "Print the requests, and send none.")] = False,
     json: Json = False,
 ) -> None:
     """Check that a running server gives the same answers with and without KV from the connector.

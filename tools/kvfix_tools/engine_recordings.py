@@ -8,6 +8,8 @@ A rank without a recording is missing, and its loads are unknown.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from kvfix.connector_events.recorder import Entry
@@ -72,7 +74,8 @@ class Clock(NamedTuple):
         return cls(ahead if high is None else min(ahead, high), low, high)
 
 
-class Engine(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Engine:
     """One connector of one replica of an engine.
 
     scheduler: None if no recording of it was given. workers: by rank. ranks: number of ranks; 0 if not on record.
@@ -92,8 +95,9 @@ class Engine(NamedTuple):
     def parts(self) -> list[Part]:
         return ([self.scheduler] if self.scheduler else []) + [self.workers[rank] for rank in sorted(self.workers)]
 
+    @cached_property
     def compared(self) -> dict[int, Compared]:
-        """Compare each rank with the scheduler. Empty if the scheduler is missing or loads are not on record."""
+        """Each rank compared with the scheduler. Empty if the scheduler is missing or loads are not on record."""
         if self.scheduler is None or not self.scheduler.line.get("sees_loads", True):
             return {}
         ordered = [entry.event for entry in self.scheduler.entries]
@@ -101,36 +105,34 @@ class Engine(NamedTuple):
             rank: compare(rank, ordered, [entry.event for entry in part.entries]) for rank, part in self.workers.items()
         }
 
+    @cached_property
     def clocks(self) -> dict[str, Clock]:
-        """Return {boot: its clock} for every machine except the scheduler's."""
+        """{boot: its clock} for every machine except the scheduler's."""
         if self.scheduler is None:
             return {}
-        compared = self.compared()
         boots = dict.fromkeys(part.boot for part in self.parts)
-        return {boot: self._clock(boot, compared) for boot in boots if boot != self.scheduler.boot}
+        return {boot: self._clock(boot, self.scheduler) for boot in boots if boot != self.scheduler.boot}
 
-    def _clock(self, boot: str, compared: dict[int, Compared]) -> Clock:
-        assert self.scheduler is not None
+    def _clock(self, boot: str, scheduler: Part) -> Clock:
         highs, lows, ahead = [], [], 0
         for rank, part in self.workers.items():
             if part.boot != boot:
                 continue
-            ahead = part.mono_at_wall_0 - self.scheduler.mono_at_wall_0
-            pairs = compared[rank].pairs if rank in compared else []
-            highs += [part.entries[there].mono - self.scheduler.entries[here].mono for here, there in pairs]
-            lows += _answered(self.scheduler, part, pairs)
+            ahead = part.mono_at_wall_0 - scheduler.mono_at_wall_0
+            pairs = self.compared[rank].pairs if rank in self.compared else []
+            highs += [part.entries[there].mono - scheduler.entries[here].mono for here, there in pairs]
+            lows += _answered(scheduler, part, pairs)
         return Clock.within(ahead, lows, highs)
 
     def history(self, request: str) -> list[tuple[Part, Entry]]:
         """Return a request's entries of all processes in order, with `mono` by the scheduler's clock."""
-        return self.by_request().get(request, [])
+        return self._by_request.get(request, [])
 
-    def by_request(self) -> dict[str, list[tuple[Part, Entry]]]:
-        """Return {request: its `history`} for every request on record."""
-        clocks = self.clocks()
+    @cached_property
+    def _by_request(self) -> dict[str, list[tuple[Part, Entry]]]:
         found: dict[str, list[tuple[Part, Entry]]] = {}
         for part in self.parts:
-            clock = clocks.get(part.boot)
+            clock = self.clocks.get(part.boot)
             ahead = clock.ahead if clock is not None else 0
             for entry in part.entries:
                 found.setdefault(entry.event.request, []).append((part, entry._replace(mono=entry.mono - ahead)))

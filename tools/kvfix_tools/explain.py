@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import json as jsonlib
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -35,23 +34,18 @@ class Entry(NamedTuple):
 
 def entries() -> Iterator[Entry]:
     """Yield every entry. A fix comes before a finding of the same name."""
-    return (make() for _, _, make in _known())
-
-
-def _known() -> Iterator[tuple[str, str, Callable[[], Entry]]]:
-    """Yield (code, name, function that makes the entry)."""
-    yield from ((each.code, each.slug, partial(_of_fix, each)) for each in catalogue.fixes())
-    yield from ((each.code, each.name, partial(_of_rule, each)) for each in RULES)
-    yield from ((each.code, each.name, partial(_of_rule, each)) for each in lab_rules.RULES)
-    yield from ((each.code, each.name, partial(_of_problem, each)) for each in known_problems())
+    yield from map(_of_fix, catalogue.fixes())
+    yield from map(_of_rule, RULES)
+    yield from map(_of_rule, lab_rules.RULES)
+    yield from map(_of_problem, known_problems())
 
 
 def explain(name: str, json: bool) -> int:
     """Print the entry with this code or name. Return 2 if there is none."""
-    makes = (make for code, known, make in _known() if name.upper() == code or name.lower() == known)
-    found = next((make() for make in makes), None) or _of_retired(name.upper())
+    named = (each for each in entries() if name.upper() == each.code or name.lower() == each.name)
+    found = next(named, None) or _of_retired(name.upper())
     if found is None:
-        guess = screen.did_you_mean(name, (known for _, known, _ in _known()))
+        guess = screen.did_you_mean(name, (each.name for each in entries()))
         print(f"kvfix explain: no fix, rule or finding is called {name!r}.{guess}", file=sys.stderr)
         return 2
     if json:

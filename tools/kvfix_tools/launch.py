@@ -5,25 +5,31 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 import kvfix
 from kvfix.config import Config
+from kvfix_tools.command_options import MODES, Only, Plus, Skip, flag
 
 BOOTSTRAP = Path(kvfix.__file__).with_name("bootstrap")
+_AUDIT = """With --mode check: vLLM computes this fraction of the hits, and kvfix compares the computed KV with the
+cache."""
 
 
 def run(
-    command: Sequence[str],
-    mode: str,
-    only: Sequence[str] | None,
-    skip: Sequence[str] | None,
-    layers: bool,
-    plus: Sequence[str] | None = None,
-    audit: float = 0,
+    command: Annotated[list[str], typer.Argument(metavar="-- CMD ...", help="The program and its arguments.")],
+    mode: Annotated[str, typer.Option(help=f"{MODES} strict: also raise on a violation.")] = "fix",
+    only: Only = None,
+    skip: Skip = None,
+    plus: Plus = None,
+    layers: Annotated[bool, flag("--layers", "Also record the hooks that run once per layer.")] = False,
+    audit: Annotated[float, typer.Option(help=_AUDIT)] = 0,
 ) -> int:
-    """Replace this process by the program. Return only on failure: 2 for wrong options, 126 or 127 as a shell does."""
+    """Run a program, such as `vllm serve` or `lmcache server`, with kvfix in all its processes."""
+    # The program replaces this process. Return only on failure: 2 for wrong options, 126 or 127 as a shell does.
     try:
         choice = Config(mode, only, skip, layers, plus, audit)
     except ValueError as error:

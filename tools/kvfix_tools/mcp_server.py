@@ -10,7 +10,9 @@ import asyncio
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 if TYPE_CHECKING:
     from mcp.server.mcpserver import MCPServer
@@ -23,8 +25,10 @@ Begin with `diagnose` and brief=true, or with `look` for an engine that hangs no
 replace the remedy by another one."""
 
 
-def serve(root: Path) -> int:
-    """Serve until the client disconnects. Return 2 if the package mcp is missing."""
+def serve(
+    root: Annotated[Path, typer.Argument(metavar="DIR", help="Read files only below this folder.")] = Path(),
+) -> int:
+    """Run a Model Context Protocol server, which offers commands of kvfix to a language model (needs kvfix[mcp])."""
     try:
         server = make(root)
     except ImportError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,14 +31,6 @@ class Link(NamedTuple):
     reader: str
     keeps: Engine
     kept: str
-
-
-class Between(NamedTuple):
-    """A finding about a request of engine `keeps`. history: (label of the process, entry) of each entry, in order."""
-
-    finding: Finding
-    keeps: Engine
-    history: list[tuple[str, Entry]]
 
 
 class RouterLog:
@@ -70,7 +62,6 @@ class Peers:
     def __init__(self, engines: Sequence[Engine], router: RouterLog | None = None) -> None:
         self.engines = engines
         self.router = router
-        self._indexes = {engine.name + engine.connector: engine.by_request() for engine in engines}
         self.links: list[Link] = []
         #: {(reading engine, name of an engine that is not on record): number of requests}
         self.missing: Counter[tuple[str, str]] = Counter()
@@ -83,7 +74,7 @@ class Peers:
                 else:
                     kept = names.get((keeps.name, event.peer), event.peer)
                     self.links.append(Link(reads, event.request, keeps, kept))
-        self._clocks: dict[tuple[str, str], Clock] = {}
+        self._clocks: dict[tuple[Engine, Engine], Clock] = {}
 
     def _named(self, name: str, reads: Engine) -> Engine | None:
         """Return a replica of the engine with this name that has a scheduler on record."""
@@ -99,10 +90,9 @@ class Peers:
 
     def clock(self, reads: Engine, keeps: Engine) -> Clock:
         """Return how far the clock of `reads`' scheduler is ahead of `keeps`' scheduler."""
-        key = reads.name, keeps.name
-        if key not in self._clocks:
-            self._clocks[key] = self._clock(reads, keeps)
-        return self._clocks[key]
+        if (reads, keeps) not in self._clocks:
+            self._clocks[reads, keeps] = self._clock(reads, keeps)
+        return self._clocks[reads, keeps]
 
     def _clock(self, reads: Engine, keeps: Engine) -> Clock:
         here, there = _scheduler(keeps), _scheduler(reads)
@@ -112,46 +102,41 @@ class Peers:
         links = [link for link in self.links if link.reads is reads and link.keeps is keeps]
         readers = Counter(link.kept for link in links)
         for link in links:
-            leased = _first(self._of_scheduler(keeps, link.kept), ev.Leased)
-            named = _first(self._of_scheduler(reads, link.reader), ev.ReadsFrom)
+            leased = _first(_of_scheduler(keeps, link.kept), ev.Leased)
+            named = _first(_of_scheduler(reads, link.reader), ev.ReadsFrom)
             if leased is not None and named is not None:
                 highs.append(named.mono - leased.mono)
-            told = _first(self._of_scheduler(reads, link.reader), ev.LoadDue) or named
-            ended, expired = _end(self._of(keeps, link.kept))
+            told = _first(_of_scheduler(reads, link.reader), ev.LoadDue) or named
+            ended, expired = _end(keeps.history(link.kept))
             if expired is False and ended is not None and told is not None and readers[link.kept] == 1:
                 lows.append(told.mono - ended)
         return Clock.within(there.mono_at_wall_0 - here.mono_at_wall_0, lows, highs)
 
     # ------------------------------------------------------------------ what is wrong
 
-    def findings(self) -> list[Between]:
-        """Return the findings about all requests whose blocks are read, including "unknown" ones."""
+    def findings(self) -> Iterator[tuple[Finding, Engine, list[tuple[str, Entry]]]]:
+        """Yield (finding, engine that keeps the blocks, history), including "unknown" findings.
+
+        history: (label of the process, entry) of each entry, in order.
+        """
         by_kept: dict[tuple[str, str], list[Link]] = {}
         for link in self.links:
             by_kept.setdefault((link.keeps.name, link.kept), []).append(link)
-        found = []
         for links in by_kept.values():
             keeps, kept = links[0].keeps, links[0].kept
             ledger = Ledger()
             for event in compare(self._kept(keeps, kept), [self._reader(link) for link in links]):
                 findings = ledger.feed(event)
                 if isinstance(event, LeaseRead | NotReturned):
-                    found += [Between(finding, keeps, self.history(links)) for finding in findings]
-        return found
-
-    def _of(self, engine: Engine, request: str) -> list[tuple[Part, Entry]]:
-        return self._indexes[engine.name + engine.connector].get(request, [])
-
-    def _of_scheduler(self, engine: Engine, request: str) -> list[Entry]:
-        return [entry for part, entry in self._of(engine, request) if part.is_scheduler]
+                    yield from ((finding, keeps, self.history(links)) for finding in findings)
 
     def _kept(self, engine: Engine, kept: str) -> Kept:
-        ended, expired = _end(self._of(engine, kept))
-        events = [entry.event for entry in self._of_scheduler(engine, kept)]
+        ended, expired = _end(engine.history(kept))
+        events = [entry.event for entry in _of_scheduler(engine, kept)]
         return Kept(kept, events, ended, expired, int(_scheduler(engine).line.get("stepped") or 0))
 
     def _reader(self, link: Link) -> Reader:
-        own = self._of_scheduler(link.reads, link.reader)
+        own = _of_scheduler(link.reads, link.reader)
         loads = [each for each in own if isinstance(each.event, ev.LoadDue)]
         loaded = [each for each in own if isinstance(each.event, ev.Loaded)]
         pushed = any(isinstance(each.event, ev.ReadsFrom) and each.event.pushed for each in own)
@@ -166,9 +151,9 @@ class Peers:
         found: list[tuple[str, Entry]] = []
         for number, link in enumerate(links):
             if not number:
-                found += [(_label(link.keeps, part), entry) for part, entry in self._of(link.keeps, link.kept)]
+                found += [(_label(link.keeps, part), entry) for part, entry in link.keeps.history(link.kept)]
             ahead = self.clock(link.reads, link.keeps).ahead
-            for part, entry in self._of(link.reads, link.reader):
+            for part, entry in link.reads.history(link.reader):
                 found.append((_label(link.reads, part), entry._replace(mono=entry.mono - ahead)))
         return sorted(found, key=lambda each: each[1].mono)
 
@@ -205,6 +190,10 @@ class Peers:
 def _scheduler(engine: Engine) -> Part:
     assert engine.scheduler is not None
     return engine.scheduler
+
+
+def _of_scheduler(engine: Engine, request: str) -> list[Entry]:
+    return [entry for part, entry in engine.history(request) if part.is_scheduler]
 
 
 def _label(engine: Engine, part: Part) -> str:

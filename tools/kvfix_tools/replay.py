@@ -76,7 +76,7 @@ def judged(found: Recording) -> list[Judged]:
 
 def judged_engine(engine: Engine) -> list[Judged]:
     """Return the findings of the scheduler, of each rank, and of each rank's comparison with the scheduler."""
-    compared = engine.compared()
+    compared = engine.compared
     findings = []
     for part in engine.parts:
         pairs = compared[part.rank].pairs if not part.is_scheduler and part.rank in compared else []
@@ -93,15 +93,6 @@ def judged_engine(engine: Engine) -> list[Judged]:
                 entries = scheduler.entries[: at + 1]
                 findings += [Judged(finding, entries[-1], scheduler) for finding in _against(entries, event)]
     return findings
-
-
-def judged_peers(peers: Peers) -> dict[str, list[Judged]]:
-    """Return {name of an engine and of its connector: findings about the blocks that it kept for other engines}."""
-    found: dict[str, list[Judged]] = {}
-    for finding, keeps, history in peers.findings():
-        each = Judged(finding, history[-1][1], keeps.scheduler, history)
-        found.setdefault(keeps.name + keeps.connector, []).append(each)
-    return found
 
 
 def _against(entries: list[Entry], event: RankDiffers) -> list[Finding]:
@@ -139,8 +130,9 @@ def _replay_process(found: Recording, json: bool) -> int:
 
 def _replay_engines(peers: Peers, json: bool) -> int:
     engines = peers.engines
-    of_peers = judged_peers(peers)
-    findings = [judged_engine(engine) + of_peers.get(engine.name + engine.connector, []) for engine in engines]
+    findings = [judged_engine(engine) for engine in engines]
+    for finding, keeps, history in peers.findings():
+        findings[engines.index(keeps)].append(Judged(finding, history[-1][1], keeps.scheduler, history))
     if json:
         rows = [_engine_as_dict(*each) for each in zip(engines, findings, strict=True)]
         print(jsonlib.dumps(rows, indent=2))
@@ -219,10 +211,10 @@ def _summary(engine: Engine, findings: list[Judged], peers: Peers) -> list[str]:
         lines.append("  the number of ranks is not on record")
     lines += [
         f"  rank {rank}: {comparison.unknown} loads are not checked because its recording does not cover them"
-        for rank, comparison in engine.compared().items()
+        for rank, comparison in engine.compared.items()
         if comparison.unknown
     ]
-    for boot, clock in engine.clocks().items():
+    for boot, clock in engine.clocks.items():
         node = next(part.recording.head.get("node") for part in engine.parts if part.boot == boot)
         offset = clock.text("the scheduler's")
         lines.append(f"  clock of {node}: {offset}")
@@ -245,7 +237,7 @@ def _engine_as_dict(engine: Engine, findings: list[Judged]) -> dict[str, Any]:
         "scheduler": engine.scheduler.recording.path if engine.scheduler else None,
         "ranks": {rank: part.recording.path for rank, part in sorted(engine.workers.items())},
         "missing": engine.missing,
-        "unknown_loads": {rank: comparison.unknown for rank, comparison in engine.compared().items()},
-        "clocks": {boot: clock._asdict() for boot, clock in engine.clocks().items()},
+        "unknown_loads": {rank: comparison.unknown for rank, comparison in engine.compared.items()},
+        "clocks": {boot: clock._asdict() for boot, clock in engine.clocks.items()},
         "findings": rows,
     }

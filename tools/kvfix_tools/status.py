@@ -9,13 +9,16 @@ import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+import typer
 
 import kvfix
 from kvfix import applicability, catalogue, fix_status, installed_source
 from kvfix.fix_status import FixRow
 from kvfix.fixes.record import EFFECTS, Fix, Target
-from kvfix_tools import fix_overview, screen
+from kvfix_tools import fix_overview, screen, status_released
+from kvfix_tools.command_options import Json, Names, flag, value
 
 #: Verdicts of a bug that the installation has and that is not fixed in this process.
 FINDINGS = ("refused", "unknown", "unfixable", "applicable")
@@ -50,16 +53,32 @@ class Selected(NamedTuple):
     left_out: int
 
 
+_PID_OR_FIX = "Show the fixes that are applied in a running engine (PID), or the rows of these fixes."
+_OF_TRANSFER = "Count only bugs of the connectors in this value of vLLM's --kv-transfer-config."
+_EFFECT = "Show rows of one effect: wrong-output, crash, hang, leak or lost-hits."
+_RELEASED = "Show whether the newest LMCache and vLLM of the package index have changed the fixed functions (uses pip)."
+
+
 def status(
-    json: bool,
-    probe: bool,
-    everything: bool = False,
-    names: Sequence[str] = (),
-    connector: str = "",
-    severity: str = "",
-    transfer_config: str = "",
+    names: Annotated[Names, typer.Argument(metavar="[PID|KVF...]", help=_PID_OR_FIX)] = None,
+    json: Json = False,
+    everything: Annotated[bool, flag("--all", "Show the row of every fix.")] = False,
+    connector: Annotated[str, value("NAME[,NAME]", "Count only bugs that concern these connectors.")] = "",
+    transfer_config: Annotated[str, value("JSON", _OF_TRANSFER, "--kv-transfer-config")] = "",
+    severity: Annotated[str, value("EFFECT", _EFFECT)] = "",
+    probe: Annotated[bool, typer.Option(help="Import vLLM and LMCache, and run the behaviour probes.")] = False,
+    released: Annotated[bool, flag("--released", _RELEASED)] = False,
 ) -> int:
-    """Print the overview or the selected rows. Return 1 if a bug is not fixed, 77 without vLLM and LMCache."""
+    """Show which known bugs this installation has and which of them kvfix fixes. Exit 1 if a bug is not fixed."""
+    names = names or []
+    if len(names) == 1 and names[0].isdigit():
+        from kvfix_tools.look import attach
+
+        return attach.status(int(names[0]), json)
+    if released:
+        if probe or everything or names or connector or severity or transfer_config:
+            raise typer.BadParameter("--released takes no other option: it does not read the installation")
+        return status_released.status(json)
     rows = fix_status.rows(_probed) if probe else kvfix.status()
     if not rows:
         print(f"kvfix status: this installation of kvfix has no fixes. {catalogue.REINSTALL}", file=sys.stderr)

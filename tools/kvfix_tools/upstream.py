@@ -13,12 +13,16 @@ import subprocess
 import sys
 from email.utils import formatdate
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
+import typer
 from rich.table import Table
 
 from kvfix import catalogue
 from kvfix_tools import screen
+from kvfix_tools.command_options import Json, value
+
+app = typer.Typer(no_args_is_help=True, help="List and export patches for LMCache and vLLM.")
 
 #: Folders of the patches: in a wheel, and in a checkout.
 FOLDERS = (Path(__file__).with_name("upstream_patches"), Path(__file__).parents[2] / "patches/upstream")
@@ -57,8 +61,9 @@ def _subject(path: Path) -> str:
     return " ".join(folded[1].split()) if folded else ""
 
 
-def show(json: bool) -> int:
-    """Print a row for each patch, and the fixes without a patch."""
+@app.command("list")
+def show(json: Json = False) -> int:
+    """List the patches with their fix, release and subject."""
     rows = ready()
     if json:
         print(jsonlib.dumps([{**row._asdict(), "path": str(row.path)} for row in rows], indent=2))
@@ -73,8 +78,12 @@ def show(json: bool) -> int:
     return 0
 
 
-def export(name: str, folder: Path) -> int:
-    """Write the patches of one fix, signed off by the submitter. Return 2 without a patch or a git identity."""
+@app.command()
+def export(
+    name: Annotated[str, typer.Argument(metavar="CODE|SLUG")],
+    folder: Annotated[Path, value("DIR", "Write into this folder.", "-o", "--output")] = Path("."),
+) -> int:
+    """Write a fix and its test as a patch for `git am`. The sign-off has your name from git config."""
     known = catalogue.find(name)
     wanted = [row for row in ready() if known is not None and row.code == known.code]
     if not wanted:

@@ -89,7 +89,7 @@ def main(names: list[str]) -> None:
     command.prepare()
     from kvfix_tools.conform.player import Subject as Played
 
-    Played("ExampleConnector").lacks()  # vLLM inspects its models once, before the processes start
+    _ = Played("ExampleConnector").lacks  # vLLM inspects its models once, before the processes start
     known = {each.name: each for each in load()} if FILE.exists() else {}
     for subject in SUBJECTS:
         if not names or subject.name in names:

@@ -7,15 +7,18 @@ import sys
 from collections import Counter
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Annotated
 from xml.etree import ElementTree
 
+import typer
 from rich.markup import escape
 from rich.table import Table
 
 from kvfix import catalogue
 from kvfix_tools import screen
+from kvfix_tools.command_options import Json, value
 from kvfix_tools.conform.contract import SLUGS
-from kvfix_tools.conform.verdicts import NOT_APPLICABLE, VIOLATED, Conformance, run
+from kvfix_tools.conform.verdicts import NOT_APPLICABLE, VIOLATED, Run, run
 from kvfix_tools.lab import releases, runner
 
 _COLORS = {VIOLATED: "red", NOT_APPLICABLE: "dim"}
@@ -24,10 +27,28 @@ _TAGS = {VIOLATED: "failure", NOT_APPLICABLE: "skipped"}
 _COUNTS = {"failures": "failure", "skipped": "skipped", "errors": "error"}
 
 
+_CONNECTOR = "The connector's class, or its name in vLLM: ExampleConnector."
+_CONFIG = """kv_connector_extra_config as JSON, or @FILE to read it from a file. kvfix replaces {dir} by a new, empty
+folder for each engine."""
+_LOSE = "Call this function to make the connector lose what it has stored."
+
+
 def conform(
-    connector: str, config: str, lose: str, seconds: float, seeds: range, fixes: bool, json: bool, junit: Path | None
+    connector: Annotated[str, typer.Argument(metavar="MODULE:CLASS", help=_CONNECTOR)],
+    config: Annotated[str, value("JSON", _CONFIG)] = "{}",
+    lose: Annotated[str, value("MODULE:FUNCTION", _LOSE)] = "",
+    seconds: Annotated[float, typer.Option(help="Fuzz for this many seconds after the scenarios.")] = 30.0,
+    seeds: Annotated[str, value("A:B", "Draw schedules with these seeds.")] = "0:100000",
+    fixes: Annotated[bool, typer.Option(help="Run vLLM with the fixes of kvfix, or as released.")] = True,
+    json: Json = False,
+    junit: Annotated[Path | None, value("FILE", "Write JUnit XML.")] = None,
 ) -> int:
-    """Return 0 if no tested rule is violated, 1 if one is, 2 if the connector cannot run or loaded nothing."""
+    """Test a KV connector against vLLM's connector interface, without a GPU. Exit 1 if a rule is violated."""
+    first, _, last = seeds.partition(":")
+    try:
+        drawn = range(int(first), int(last or int(first) + 1))
+    except ValueError:
+        raise typer.BadParameter("--seeds is A:B, or one number") from None
     try:
         settings = read_config(config)
         prepare()
@@ -37,7 +58,7 @@ def conform(
     from kvfix_tools.conform.player import Subject
 
     with chosen(fixes):
-        done = run(Subject(connector, settings, lose), seconds, seeds, screen.progress)
+        done = run(Subject(connector, settings, lose), seconds, drawn, screen.progress)
     screen.progress("")
     if junit is not None:
         junit.write_bytes(as_junit(done))
@@ -83,11 +104,11 @@ def chosen(fixes: bool) -> AbstractContextManager[None]:
     return runner.applied(fixes, only=own)
 
 
-def show(done: Conformance) -> None:
+def show(done: Run) -> None:
     """Print the table of rules, then each violation with its shortest schedule and the request's history."""
     console = screen.console()
     if done.cannot:
-        console.print(f"{escape(done.connector)} cannot run: {escape(done.cannot)}", highlight=False)
+        console.print(f"{escape(done.subject.connector)} cannot run: {escape(done.cannot)}", highlight=False)
         return
     table = Table("rule", "verdict", "", box=None, pad_edge=False, header_style="bold")
     for verdict in done.verdicts:
@@ -112,7 +133,7 @@ def show(done: Conformance) -> None:
         print(done.tested_nothing)
 
 
-def as_junit(done: Conformance) -> bytes:
+def as_junit(done: Run) -> bytes:
     """Return JUnit XML: a test for each scenario, and one for each violation that only the fuzzer found."""
     tests = [(each.rule, each.name, _TAGS.get(each.outcome, ""), each.reason, each.seconds) for each in done.cases]
     of_fuzzer = [each for each in done.violations if each.where.startswith("seed")]
@@ -120,7 +141,7 @@ def as_junit(done: Conformance) -> bytes:
     if done.cannot or done.tested_nothing:
         tests.append(("run", "tests something", "error", done.cannot or done.tested_nothing, 0.0))
     tags = Counter(tag for _, _, tag, *_ in tests)
-    suite = ElementTree.Element("testsuite", name=f"kvfix conform {done.connector}", time=f"{done.seconds:.1f}")
+    suite = ElementTree.Element("testsuite", name=f"kvfix conform {done.subject.connector}", time=f"{done.seconds:.1f}")
     suite.attrib.update({"tests": str(len(tests)), **{name: str(tags[tag]) for name, tag in _COUNTS.items()}})
     for rule, name, tag, message, seconds in tests:
         test = ElementTree.SubElement(suite, "testcase", classname=rule, name=name, time=f"{seconds}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import importlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -14,14 +15,13 @@ from vllm.v1.request import RequestStatus
 
 from kvfix.ledger import Finding
 from kvfix_tools.conform import sides
-from kvfix_tools.conform.scenario import NEEDS, WITHOUT, Scenario
 from kvfix_tools.lab import releases
 from kvfix_tools.lab.engine import vllm_objects
 from kvfix_tools.lab.engine.lab_engine import EngineDied, LabEngine
 from kvfix_tools.lab.fuzz import fuzz
 from kvfix_tools.lab.fuzz.fuzz import Played
 from kvfix_tools.lab.fuzz.schedule import Schedule, draw
-from kvfix_tools.lab.options import OF_VLLM, PAIRS, Options
+from kvfix_tools.lab.options import OF_VLLM, Options
 from kvfix_tools.lab.steps import Step
 
 #: Steps of the fuzzer that only LMCache supports, or that need a way to make loads fail.
@@ -35,40 +35,33 @@ _OF_REQUEST = {"abort", "preempt", "add_input", "end_input", "expect_unharmed"}
 _STEPS = 50
 
 
-class Subject(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Subject:
     """The connector under test. config: its kv_connector_extra_config. lose: function that deletes its stored KV."""
 
     connector: str
-    config: dict[str, Any] = {}
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)
     lose: str = ""
 
     def options(self, **changed: Any) -> Options:
         """Return the options of the lab's engine for a scenario: two layers, 128 tokens in a step."""
         sizes: dict[str, Any] = {"num_blocks": 64, "max_num_batched_tokens": 128, **changed}
-        if self.side is not None:
-            return Options(
-                connector=self.side.connector,
-                offloading=self.side.offloading,
-                chunk_size=16,
-                extra=self._extra,
-                **sizes,
-            )
-        return Options(connector=self.connector, config=self.config, lose=self.lose, layers=2, **sizes)
+        if self.side is None:
+            return Options(connector=self.connector, config=self.config, lose=self.lose, layers=2, **sizes)
+        name = self.side.connector
+        extra: dict[str, Any] = {}
+        if name in OF_VLLM:  # the lab chooses the size of the memory
+            extra = {key: value for key, value in self.config.items() if not key.startswith("cpu_bytes_to_use")}
+        return Options(connector=name, offloading=self.side.offloading, chunk_size=16, extra=extra, **sizes)
 
-    @property
+    @functools.cached_property
     def side(self) -> sides.Side | None:
         """The lab's stand-in for this connector; None if there is none."""
         return sides.side(self.connector, self.config)
 
-    @property
-    def _extra(self) -> dict[str, Any]:
-        """The part of the configuration that the stand-in uses. The lab chooses the size of the memory."""
-        if self.side is None or self.side.connector not in OF_VLLM:
-            return {}
-        return {name: value for name, value in self.config.items() if not name.startswith("cpu_bytes_to_use")}
-
+    @functools.cached_property
     def lacks(self) -> set[str]:
-        """Return the keys of NEEDS that the connector does not have. Raise any error of its import."""
+        """The keys of NEEDS that the connector does not have. Raise any error of its import."""
         if self.side is not None:
             return self.side.lacks
         transfer = vllm_objects.vllm_config(self.options()).kv_transfer_config
@@ -77,7 +70,7 @@ class Subject(NamedTuple):
 
     def start(self) -> None:
         """Make the connector in both roles. Raise any error of this."""
-        if self.side is not None and self.side.connector in PAIRS:
+        if "alone" in self.lacks:
             importlib.import_module("kvfix_tools.lab.pair.pair").Pair(self.options()).close()
         else:
             Player(self.options()).played()
@@ -184,20 +177,6 @@ def play(schedule: ScenarioSchedule) -> Played:
             player.do(step)
         player.end()
     return player.played()
-
-
-def why_not(scenario: Scenario, lacks: set[str]) -> str:
-    """Return why the scenario cannot be played on a connector that lacks these needs; "" if it can."""
-    return next((NEEDS[need] for need in ("alone", *scenario.needs) if need in lacks), "")
-
-
-def untested(scenario: Scenario, done: Played) -> str:
-    """Return why the scenario has tested nothing; "" if it has tested its rule."""
-    return next((WITHOUT[count] for count in scenario.proof if not done.counts.get(count)), "")
-
-
-def of_scenario(scenario: Scenario, subject: Subject) -> ScenarioSchedule:
-    return ScenarioSchedule(subject.options(**scenario.options), tuple(scenario.schedule))
 
 
 def drawn(seed: int, subject: Subject) -> Schedule:

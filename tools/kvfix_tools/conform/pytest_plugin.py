@@ -5,6 +5,9 @@ The plugin imports only pytest until the option is given.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,8 +15,7 @@ import pytest
 if TYPE_CHECKING:
     from kvfix_tools.conform.verdicts import Run, Violation
 
-#: State of the session: "run", and "ends", which reverts kvfix's fixes in this process.
-_STARTED: dict[str, Any] = {}
+_FUZZER = "fuzzer"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,18 +30,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
     """Add the tests of the contract after all other tests."""
     if config.getoption("--kv-connector"):
-        from kvfix_tools.conform.scenario import scenarios
+        from kvfix_tools.conform.scenarios import SCENARIOS
 
-        names = [*(scenario.name for scenario in scenarios()), _FUZZER]
+        names = [*(scenario.name for scenario in SCENARIOS), _FUZZER]
         items += [Contract.from_parent(session, name=name) for name in names]
-
-
-def pytest_unconfigure() -> None:
-    if "ends" in _STARTED:
-        _STARTED.pop("ends")(None, None, None)
-
-
-_FUZZER = "fuzzer"
 
 
 class Broken(Exception):
@@ -51,18 +45,20 @@ class Contract(pytest.Item):
 
     def runtest(self) -> None:
         run = _run(self.config)
+        known, reason = set(run.found), ""
         if self.name == _FUZZER:
-            broken = _fuzzed(run, self.config.getoption("--kv-seconds"))
+            run.fuzz(self.config.getoption("--kv-seconds"), itertools.count())
+            if run.tested_nothing:
+                raise Broken(run.tested_nothing)
         else:
-            known = set(run.violations)
             case = run.scenario(self.name)
             if case.outcome == "not applicable":
                 pytest.skip(case.reason)
-            broken = [each for key, each in run.violations.items() if key not in known]
-            if case.outcome == "violated" and not broken:
-                raise Broken(f"{case.reason}\n(an earlier scenario shows this violation in full)")
-        if broken:
-            raise Broken("\n\n".join(_text(each) for each in broken))
+            if case.outcome == "violated":
+                reason = f"{case.reason}\n(an earlier scenario shows this violation in full)"
+        broken = [_text(each) for key, each in run.found.items() if key not in known]
+        if broken or reason:
+            raise Broken("\n\n".join(broken) or reason)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         return str(excinfo.value) if excinfo.errisinstance(Broken) else super().repr_failure(excinfo, style)
@@ -71,34 +67,20 @@ class Contract(pytest.Item):
         return "kvfix-conform", None, f"{self.config.getoption('--kv-connector')}: {self.name}"
 
 
+@functools.cache
 def _run(config: pytest.Config) -> Run:
-    """Return the run of this session. The first call imports vLLM."""
-    if "run" not in _STARTED:
-        from kvfix_tools.conform import command
+    """Return the run of this session. The first call imports vLLM, and applies kvfix's fixes until the session ends."""
+    from kvfix_tools.conform import command
 
-        settings = command.read_config(config.getoption("--kv-config"))
-        command.prepare()
-        from kvfix_tools.conform.player import Subject
-        from kvfix_tools.conform.verdicts import Run
+    settings = command.read_config(config.getoption("--kv-config"))
+    command.prepare()
+    from kvfix_tools.conform.player import Subject
+    from kvfix_tools.conform.verdicts import Run
 
-        applied = command.chosen(fixes=True)
-        applied.__enter__()
-        _STARTED["ends"] = applied.__exit__
-        _STARTED["run"] = Run(Subject(config.getoption("--kv-connector"), settings, config.getoption("--kv-lose")))
-    return _STARTED["run"]  # type: ignore[no-any-return]
-
-
-def _fuzzed(run: Run, seconds: float) -> list[Violation]:
-    """Run the fuzzer for this time, and return its violations. Raise Broken if the run has loaded nothing."""
-    import itertools
-
-    from kvfix_tools.conform.verdicts import NO_LOAD
-
-    known = set(run.violations)
-    run.fuzz(seconds, itertools.count())
-    if not run.counts["loaded_tokens"]:
-        raise Broken(NO_LOAD)
-    return [each for key, each in run.violations.items() if key not in known]
+    fixes = contextlib.ExitStack()
+    fixes.enter_context(command.chosen(fixes=True))
+    config.add_cleanup(fixes.close)
+    return Run(Subject(config.getoption("--kv-connector"), settings, config.getoption("--kv-lose")))
 
 
 def _text(violation: Violation) -> str:

@@ -22,7 +22,7 @@ class Side(NamedTuple):
 
     @property
     def lacks(self) -> set[str]:
-        """The keys of scenario.NEEDS that the stand-in does not have."""
+        """The keys of scenarios.NEEDS that the stand-in does not have."""
         has = {"groups"} if self.connector in ("mp", *OF_VLLM) and not self.offloading else set()
         has |= {"multi"} if self.connector in ("v1", "mp", "mp-in-tree") else set()
         has |= {"uncached"} if self.connector != "simple-offload" else set()

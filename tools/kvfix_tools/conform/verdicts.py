@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvfix_tools.conform.contract import RULES, SLUGS, of_finding
-from kvfix_tools.conform.scenario import WITHOUT, scenarios
+from kvfix_tools.conform.scenarios import NEEDS, SCENARIOS, WITHOUT
 from kvfix_tools.lab.engine.rules import WRONG_CONTENT, WRONG_TEXT
 
 if TYPE_CHECKING:
@@ -60,22 +60,31 @@ class Verdict(NamedTuple):
     reason: str
 
 
-class Conformance(NamedTuple):
-    """The result for one connector.
+class Run:
+    """The test of one connector, scenario by scenario, and its result. The caller has applied kvfix's fixes before.
 
     counts: counts of request_events.py in scenarios and fuzzer. cannot: why the connector could not run.
-    stand_in: the part of the connector that is a stand-in.
     """
 
-    connector: str
-    cases: list[Case]
-    violations: list[Violation]
-    counts: dict[str, int]
-    seeds: int
-    steps: int
-    seconds: float
-    cannot: str = ""
-    stand_in: str = ""
+    def __init__(self, subject: Subject, shrinking: float = _SHRINK_ALL) -> None:
+        self.subject = subject
+        self._shrinking = shrinking
+        self.cases: list[Case] = []
+        #: {(rule, signature): violation}
+        self.found: dict[tuple[str, str], Violation] = {}
+        self.counts = Counter[str]()
+        self.seeds = self.steps = 0
+        self.seconds = 0.0
+        self.cannot = ""
+
+    @property
+    def stand_in(self) -> str:
+        """The part of the connector that is a stand-in."""
+        return "" if self.cannot or self.subject.side is None else self.subject.side.stand_in
+
+    @property
+    def violations(self) -> list[Violation]:
+        return list(self.found.values())
 
     @property
     def verdicts(self) -> list[Verdict]:
@@ -106,63 +115,49 @@ class Conformance(NamedTuple):
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "connector": self.connector,
+            "connector": self.subject.connector,
             "cannot": self.cannot,
             "stand_in": self.stand_in,
             "verdicts": [verdict._asdict() for verdict in self.verdicts],
             "violations": [violation._asdict() for violation in self.violations],
             "scenarios": [case._asdict() for case in self.cases],
-            "counts": self.counts,
+            "counts": {name: number for name, number in self.counts.items() if number},
             "seeds": self.seeds,
             "steps": self.steps,
             "seconds": round(self.seconds, 1),
             "tested_nothing": self.tested_nothing,
         }
 
-
-class Run:
-    """The test of one connector, scenario by scenario. The caller has applied kvfix's fixes before."""
-
-    def __init__(self, subject: Subject, shrinking: float = _SHRINK_ALL) -> None:
-        self.subject = subject
-        self._shrinking = shrinking
-        self.counts = Counter[str]()
-        self.steps = 0
-        #: {(rule, signature): violation}
-        self.violations: dict[tuple[str, str], Violation] = {}
-        self.cases: list[Case] = []
-        self._lacks = subject.lacks()
-
     def scenario(self, name: str) -> Case:
-        """Play a scenario, and add its violations to `violations`."""
+        """Play a scenario, and add its violations to `found`."""
         from kvfix_tools.conform import player
 
-        scenario = next(each for each in scenarios() if each.name == name)
+        scenario = next(each for each in SCENARIOS if each.name == name)
         start = time.monotonic()
-        why = player.why_not(scenario, self._lacks)
+        why = next((NEEDS[need] for need in ("alone", *scenario.needs) if need in self.subject.lacks), "")
         outcome = NOT_APPLICABLE
         if not why:
-            schedule = player.of_scenario(scenario, self.subject)
+            schedule = player.ScenarioSchedule(self.subject.options(**scenario.options), tuple(scenario.schedule))
             done = self._done(player.play(schedule))
             found = self._violations(scenario.name, scenario.rule, schedule, done, player.play)
-            why = found[0].message if found else player.untested(scenario, done)
+            untested = (WITHOUT[count] for count in scenario.proof if not done.counts.get(count))
+            why = found[0].message if found else next(untested, "")
             outcome = VIOLATED if found else NOT_APPLICABLE if why else OK
         case = Case(name, scenario.rule, outcome, why, round(time.monotonic() - start, 2))
         self.cases.append(case)
         return case
 
-    def fuzz(self, seconds: float, seeds: Iterable[int], progress: Callable[[str], None] = _quiet) -> int:
-        """Play the schedules that the fuzzer draws from these seeds, for some seconds. Return their number."""
+    def fuzz(self, seconds: float, seeds: Iterable[int], progress: Callable[[str], None] = _quiet) -> None:
+        """Play the schedules that the fuzzer draws from these seeds, for some seconds."""
         from kvfix_tools.conform import player
         from kvfix_tools.lab.fuzz import fuzz
 
-        until, played = time.monotonic() + seconds, 0
+        until = time.monotonic() + seconds
         for seed in itertools.takewhile(lambda _: time.monotonic() <= until, seeds):
             progress(f"seed {seed}")
             schedule = player.drawn(seed, self.subject)
             self._violations(f"seed {seed}", "granted", schedule, self._done(fuzz.play(schedule)), fuzz.play)
-            played += 1
-        return played
+            self.seeds += 1
 
     def _done(self, done: Played) -> Played:
         self.steps += done.steps
@@ -181,16 +176,16 @@ class Run:
             by_signature = {each: found for each, found in by_signature.items() if found.code != WRONG_TEXT.code}
         for wanted, found in by_signature.items():
             rule = of_finding(found.code, about)
-            if (rule, wanted) not in self.violations:
+            if (rule, wanted) not in self.found:
                 start, most = time.monotonic(), min(self._shrinking, _SHRINK)
                 steps, found, done = player.shortest(schedule, wanted, most, play, done)
                 self._shrinking -= time.monotonic() - start
-                self.violations[rule, wanted] = Violation(
+                self.found[rule, wanted] = Violation(
                     rule, found.code, where, str(found), [_said(step) for step in steps],
                     _changed(schedule.options),
                     _history(done, found),
                 )  # fmt: skip
-            made.append(self.violations[rule, wanted])
+            made.append(self.found[rule, wanted])
         return made
 
 
@@ -200,25 +195,22 @@ def run(
     seeds: Iterable[int],
     progress: Callable[[str], None] = _quiet,
     shrinking: float = _SHRINK_ALL,
-) -> Conformance:
+) -> Run:
     """Run all scenarios, then the fuzzer for some seconds or until the seeds end. shrinking: seconds to shrink all
     violations."""
-    start = time.monotonic()
+    start, done = time.monotonic(), Run(subject, shrinking)
     try:
-        playing = Run(subject, shrinking)
         progress("first engine")
         subject.start()
     except Exception as error:  # noqa: BLE001 - any error of the connector is reported
-        return Conformance(subject.connector, [], [], {}, 0, 0, time.monotonic() - start, _why(error))
-    for scenario in scenarios():
-        progress(scenario.name)
-        playing.scenario(scenario.name)
-    played = playing.fuzz(seconds, seeds, progress)
-    counts = {name: number for name, number in playing.counts.items() if number}
-    broken = list(playing.violations.values())
-    took = time.monotonic() - start
-    stand_in = subject.side.stand_in if subject.side is not None else ""
-    return Conformance(subject.connector, playing.cases, broken, counts, played, playing.steps, took, stand_in=stand_in)
+        done.cannot = _why(error)
+    else:
+        for scenario in SCENARIOS:
+            progress(scenario.name)
+            done.scenario(scenario.name)
+        done.fuzz(seconds, seeds, progress)
+    done.seconds = time.monotonic() - start
+    return done
 
 
 def _why(error: Exception) -> str:

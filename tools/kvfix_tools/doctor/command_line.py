@@ -151,7 +151,7 @@ def _options(words: list[str], serves: bool) -> tuple[str, dict[str, str]]:
             continue
         name, equals, value = word.partition("=")
         name = _long(name)
-        if not equals and at < len(words) and not _is_option(words[at]) and not _takes_none(name, words[at]):
+        if not equals and at < len(words) and _is_value(words[at], name):
             value = words[at]
             at += 1
         options[name] = value
@@ -165,12 +165,10 @@ def _long(name: str) -> str:
     return SHORT.get(first, first) + dot + keys
 
 
-def _is_option(word: str) -> bool:
-    return bool(re.match(r"--?[A-Za-z]", word))
-
-
-def _takes_none(name: str, following: str) -> bool:
-    return bool(_SWITCH.match(name)) and following.lower() not in ("true", "false", "0", "1") and "." not in name
+def _is_value(word: str, name: str) -> bool:
+    """Return True if this word after an option is the option's value. A switch takes only true, false, 0 and 1."""
+    is_switch = _SWITCH.match(name) and "." not in name
+    return not re.match(r"--?[A-Za-z]", word) and (not is_switch or word.lower() in ("true", "false", "0", "1"))
 
 
 def _put(into: dict[str, Any], keys: list[str], value: Any) -> None:

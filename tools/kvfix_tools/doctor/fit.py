@@ -38,25 +38,21 @@ def misfits(start: tuple[Package, str], other: Package) -> list[Misfit]:
     start: package and module. For this module, imports inside `__init__` and conditions count too.
     """
     package, first = start
-    found: list[Misfit] = []
-    seen: set[str] = set()
-    waiting = [first]
+    found, seen, waiting = list[Misfit](), set[str](), [first]
     while waiting:
         module = waiting.pop()
-        if module in seen:
-            continue
+        tree = package.tree(module) if module not in seen else None
         seen.add(module)
-        tree = package.tree(module)
         if tree is None:
             continue
         file = "/".join(module.split("."))
         names: dict[str, tuple[str, str]] = {}
         for each in _imports(tree.body, package, other, module == first):
-            top = each.module.partition(".")[0]
-            if top == package.name:
+            if _is_of(each, package):
+                parts = each.module.split(".")
                 waiting += [each.module, *([f"{each.module}.{each.name}"] if each.name else [])]
-                waiting += _parents(each.module)
-            elif top == other.name:
+                waiting += [".".join(parts[:end]) for end in range(1, len(parts))]
+            elif _is_of(each, other):
                 lacks = _lacks(each, other)
                 if lacks:
                     found.append(Misfit(f"{file}.py:{each.line}", lacks))
@@ -64,11 +60,6 @@ def misfits(start: tuple[Package, str], other: Package) -> list[Misfit]:
                     names[each.bound] = each.module, each.name
         found += [Misfit(f"{file}.py:{line}", what) for line, what in _calls(tree, names, other)]
     return found
-
-
-def _parents(module: str) -> list[str]:
-    parts = module.split(".")
-    return [".".join(parts[:end]) for end in range(1, len(parts))]
 
 
 def _imports(body: list[ast.stmt], package: Package, other: Package, inside: bool) -> Iterator[_Import]:
@@ -98,11 +89,10 @@ def _imports(body: list[ast.stmt], package: Package, other: Package, inside: boo
 
 def _of_try(node: ast.Try, package: Package, other: Package, inside: bool) -> Iterator[_Import]:
     tried = list(_imports(node.body, package, other, inside))
-    handler = next((each for each in node.handlers if _catches(each)), None)
-    if handler is None or not any(_lacks(each, other) for each in tried if _is_of(each, other)):
-        yield from tried
-    elif not any(isinstance(each, ast.Raise) for each in handler.body):
-        yield from _imports(handler.body, package, other, inside)
+    caught = next((each.body for each in node.handlers if _catches(each)), None)
+    fails = any(_lacks(each, other) for each in tried if _is_of(each, other))
+    if fails and caught and not any(isinstance(each, ast.Raise) for each in caught):
+        yield from _imports(caught, package, other, inside)
     else:
         yield from tried
     yield from _imports(node.orelse, package, other, inside)

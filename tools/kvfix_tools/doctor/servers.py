@@ -115,21 +115,16 @@ class Server(NamedTuple):
 
 def inspect(each: Address, http_given: str) -> Server:
     """Read whether the server answers, its options and its release. http_given: value of --server-http."""
-    if each.port is None:
-        return Server(each, "the address has no port", {}, "")
-    why_not = connects(each.host, each.port)
-    if why_not:
+    why_not = "the address has no port" if each.port is None else connects(each.host, each.port)
+    if each.port is None or why_not:
         return Server(each, why_not, {}, "")
     command = running(each.port) if each.host in LOCAL else None
     options: dict[str, Any] = {}
     if command:
         options = {name.replace("-", "_"): value for name, value in command.options.items()}
     at = http_address(http_given, command, each.host if each.host != "0.0.0.0" else "localhost")
-    if at is None:
-        return Server(each, "", options, "")
-    told = ask(*at, "/config")
+    told, version = (ask(*at, "/config"), ask(*at, "/version")) if at else (None, None)
     for part in told.values() if isinstance(told, dict) else ():
         if isinstance(part, dict) and "chunk_size" in part:
             options.update(part)
-    version = ask(*at, "/version")
     return Server(each, "", options, str(version).partition("-")[0] if isinstance(version, str) else "")

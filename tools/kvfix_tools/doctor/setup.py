@@ -15,6 +15,8 @@ from kvfix_tools.doctor.definitions import Definitions, Option
 from kvfix_tools.doctor.machine import Machine
 from kvfix_tools.doctor.packages import Package, Packages, assigned, constant
 
+#: {library that transfers KV: the module to import}
+TRANSFER_MODULES = {"nixl": "nixl._api", "mooncake": "mooncake.engine"}
 #: The compiled operations of LMCache: `cuda_ops` from 0.5.4 on, `c_ops` before.
 OPERATIONS = ("cuda_ops", "c_ops")
 FILE, ENVIRONMENT, TRANSFER = "the file", "the environment", "--kv-transfer-config"
@@ -200,6 +202,12 @@ class Setup:
         value = values[-1] if values else None
         return self.definitions.default(name) if value is None else value
 
+    def several(self, name: str) -> list[Any]:
+        """Return the items of a setting that is a list, or text with commas."""
+        value = self.setting(name)
+        text = "" if value is None else str(value)
+        return value if isinstance(value, list) else [part for part in text.split(",") if part.strip()]
+
     def number(self, name: str) -> float | None:
         """Return a setting as a number; None if it is not a number."""
         try:
@@ -265,11 +273,9 @@ class Setup:
     @cached_property
     def tried(self) -> extensions.Tried:
         """The result of loading `libraries` and the transfer modules that the connectors need."""
-        modules = [name for name in ("nixl", "mooncake") if self.needs(name) and self.packages.get(name)]
-        imports = {"nixl": "nixl._api", "mooncake": "mooncake.engine"}
-        return extensions.attempt(
-            self.packages.places or [], self.libraries, [imports[name] for name in modules], self._limit
-        )
+        needed = [name for name in TRANSFER_MODULES if self.needs(name) and self.packages.get(name)]
+        modules = [TRANSFER_MODULES[name] for name in needed]
+        return extensions.attempt(self.packages.places or [], self.libraries, modules, self._limit)
 
     @property
     def libraries(self) -> list[Path]:

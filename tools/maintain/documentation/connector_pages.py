@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import groupby
 
 from kvfix_tools.conform.contract import RULES, Rule
-from kvfix_tools.conform.scenario import NEEDS, scenarios
+from kvfix_tools.conform.scenarios import NEEDS, SCENARIOS
 from maintain import connectors as kit
 from maintain import released_findings
 from maintain.documentation.markdown import link, links, prose, table
@@ -35,7 +35,7 @@ def contract() -> str:
 def _of_rule(rule: Rule) -> str:
     rows = [
         (f"`{each.name}`", each.title, "; ".join(NEEDS[need].partition(":")[0] for need in each.needs))
-        for each in scenarios()
+        for each in SCENARIOS
         if each.rule == rule.slug
     ]
     played = table(("scenario", "what happens", "not played if"), rows) if rows else ""

@@ -28,9 +28,7 @@ def main(arguments: list[str]) -> int:
     import torch
 
     done, cuda = stages.Steps(), torch.cuda.is_available()
-    names = ("triton", "vllm", "lmcache", "kvfix", "transformers")
-    found = {name: version for name in names if (version := _version(name))}
-    releases = ", ".join(f"{name} {version}" for name, version in found.items())
+    releases = ", ".join(filter(None, map(_release, ("triton", "vllm", "lmcache", "kvfix", "transformers"))))
     date = time.strftime("%Y-%m-%d", time.gmtime())
     done.add("releases", True, f"Python {platform.python_version()}, torch {torch.__version__}, {releases}; {date}")
     if cuda:
@@ -38,23 +36,19 @@ def main(arguments: list[str]) -> int:
         driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
         done.add("device", True, f"{torch.cuda.get_device_name()}, driver {driver}, {torch.cuda.device_count()} GPU")
     for module in (*MODULES, *([WITH_DRIVER] if cuda else [])):
-        importable(done, module)
+        start = time.monotonic()
+        try:
+            importlib.import_module(module)
+            done.add(module, True, f"imported in {time.monotonic() - start:.0f} s")
+        except Exception as error:  # noqa: BLE001 - any exception is reported
+            done.add(module, False, f"{type(error).__name__}: {error}")
     stages.device(arguments)
     return done.code
 
 
-def importable(done: stages.Steps, module: str) -> None:
-    start = time.monotonic()
+def _release(name: str) -> str:
     try:
-        importlib.import_module(module)
-        done.add(module, True, f"imported in {time.monotonic() - start:.0f} s")
-    except Exception as error:  # noqa: BLE001 - any exception is reported
-        done.add(module, False, f"{type(error).__name__}: {error}")
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
+        return f"{name} {importlib.metadata.version(name)}"
     except importlib.metadata.PackageNotFoundError:
         return ""
 

@@ -9,7 +9,6 @@ the documentation. essential: if no essential check can run, the exit code is 77
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from importlib import import_module
@@ -31,10 +30,13 @@ class Line(NamedTuple):
     do: str
 
 
+Look = Callable[[Setup], Iterator[Line]]
+
+
 class Check(NamedTuple):
     name: str
     essential: bool
-    look: Callable[[Setup], Iterator[Line]]
+    look: Look
 
     @property
     def doc(self) -> str:
@@ -44,10 +46,8 @@ class Check(NamedTuple):
 _CHECKS: list[Check] = []
 
 
-def check(
-    name: str, essential: bool = False
-) -> Callable[[Callable[[Setup], Iterator[Line]]], Callable[[Setup], Iterator[Line]]]:
-    def register(look: Callable[[Setup], Iterator[Line]]) -> Callable[[Setup], Iterator[Line]]:
+def check(name: str, essential: bool = False) -> Callable[[Look], Look]:
+    def register(look: Look) -> Look:
         _CHECKS.append(Check(name, essential, look))
         return look
 
@@ -71,18 +71,16 @@ def remedy(code: str) -> str:
     return next(f"{each.now}; kvfix explain {code}" for each in known_problems.catalogue() if each.code == code)
 
 
-#: The order in the report. Checks on which the others depend come first.
-_ORDER = (
-    "installation", "releases", "transfer", "settings", "cache", "model", "addresses", "disaggregated", "memory",
-    "kvfix",
+#: The modules, in the order of the report. Checks on which the others depend come first.
+_MODULES = (
+    "installation", "transfer", "settings", "cache", "model", "addresses", "disaggregated", "memory", "kvfix", "storage"
 )  # fmt: skip
 
 
 @lru_cache(maxsize=1)
 def catalogue() -> tuple[Check, ...]:
     """Return every check, in the order of the report."""
-    names = [module.name for module in pkgutil.iter_modules(__path__)]
-    for name in sorted(names, key=lambda each: (_ORDER.index(each) if each in _ORDER else len(_ORDER), each)):
+    for name in _MODULES:
         import_module(f"{__name__}.{name}")
     return tuple(_CHECKS)
 

@@ -54,8 +54,7 @@ def _own(setup: Setup) -> Iterator[tuple[str, str, int]]:
         names["enable_pd"] = ("pd_peer_init_port", "pd_peer_alloc_port")
     for switch, several in names.items():
         for name in several if setup.v1 and setup.on(switch) else ():
-            value = setup.setting(name)
-            for part in value if isinstance(value, list) else str(value or "").split(","):
+            for part in setup.several(name):
                 if str(part).strip().isdigit() and int(part):
                     yield name, "", int(part)
 

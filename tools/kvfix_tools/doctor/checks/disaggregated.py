@@ -6,11 +6,10 @@ from collections.abc import Iterator
 
 from kvfix_tools.doctor.checks import Line, check, ok, problem, remedy, unchecked
 from kvfix_tools.doctor.machine import gib
-from kvfix_tools.doctor.setup import Setup
+from kvfix_tools.doctor.setup import TRANSFER_MODULES, Setup
 
-#: {library: its distribution} and {library: the module to import}
+#: {library: its distribution}
 _LIBRARIES = {"nixl": "nixl", "mooncake": "mooncake-transfer-engine"}
-_MODULES = {"nixl": "nixl._api", "mooncake": "mooncake.engine"}
 #: Settings that enable_p2p needs, in addition to enable_controller.
 _P2P = (
     "controller_pull_url", "controller_reply_url", "lmcache_worker_ports", "p2p_host", "p2p_init_ports",
@@ -35,13 +34,13 @@ def library(setup: Setup) -> Iterator[Line]:
                     f"a connector needs {name}, which is not installed for this Python", f"pip install {dist}"
                 )
             continue
-        error = setup.tried.errors.get(_MODULES[name])
+        error = setup.tried.errors.get(TRANSFER_MODULES[name])
         if error is None:
             why = setup.tried.why or "torch is not installed"
             yield unchecked(f"{package.title} is installed, but its import was not tried: {why}")
         elif error:
             wanted = "nixl-cu12 or nixl-cu13, for the CUDA of this machine" if name == "nixl" else dist
-            yield problem(f"{_MODULES[name]} cannot be imported: {' '.join(error.split())[:300]}",
+            yield problem(f"{TRANSFER_MODULES[name]} cannot be imported: {' '.join(error.split())[:300]}",
                           f"pip install {wanted}, and any library that the error names")  # fmt: skip
         else:
             yield ok(f"{package.title} can be imported")

@@ -160,11 +160,8 @@ def _ports(setup: Setup) -> Iterator[Line]:
     }
     for switch, names in uses.items():
         for name in names if setup.on(switch) else ():
-            value = setup.setting(name)
-            if value is None:
-                continue
-            ports = value if isinstance(value, list) else [part for part in str(value).split(",") if part.strip()]
-            if len(ports) < setup.parallel("tensor"):
+            ports = setup.several(name)
+            if setup.setting(name) is not None and len(ports) < setup.parallel("tensor"):
                 first = int(ports[0]) if ports and str(ports[0]).strip().isdigit() else 7300
                 wanted = ", ".join(str(first + rank) for rank in range(setup.parallel("tensor")))
                 yield problem(

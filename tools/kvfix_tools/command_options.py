@@ -1,0 +1,31 @@
+"""Options that several commands of `kvfix` have, and short forms for options of one command."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+
+def value(metavar: str, does: str, *names: str) -> Any:
+    """Return an option with a value. names: if they differ from the parameter's name."""
+    return typer.Option(*names, metavar=metavar, help=does)
+
+
+def several(metavar: str, does: str) -> Any:
+    """Return an option that may be given several times."""
+    return value(metavar, f"{does}. May be given several times.")
+
+
+def flag(name: str, does: str) -> Any:
+    return typer.Option(name, help=does)
+
+
+Json = Annotated[bool, flag("--json", "Print JSON.")]
+Names = list[str] | None
+Only = Annotated[Names, several("CODE|SLUG", "Apply this fix and no others")]
+Skip = Annotated[Names, several("CODE|SLUG", "Leave out this fix")]
+Plus = Annotated[Names, several("CODE|SLUG", "Apply this opt-in fix too")]
+MODES = "fix: apply the fixes. observe: also record events. check: also check the rules."
+#: Settings of a command whose arguments are a command of the user.
+ANY_WORDS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
