@@ -38,12 +38,18 @@ class Race(CellCheck):
         return TorchCopy(self)
 
     def store_on(self, stream: Any, copy: Any = None, slots: torch.Tensor | None = None) -> None:
-        for work in (copy or self.copy).stores(self.source if slots is None else slots):
-            stream.submit(work)
+        with self.runs_on(stream, copy or self.copy) as it:
+            it.store(self.source if slots is None else slots)
 
     def load_on(self, stream: Any, copy: Any = None, slots: torch.Tensor | None = None) -> None:
-        for work in (copy or self.copy).loads(self.target if slots is None else slots):
-            stream.submit(work)
+        with self.runs_on(stream, copy or self.copy) as it:
+            it.load(self.target if slots is None else slots, 0)
+
+    @contextlib.contextmanager
+    def runs_on(self, stream: Any, copy: Any) -> Iterator[Any]:
+        """Make the copy submit its work to this stream, and not wait for it."""
+        copy.run = lambda work: [stream.submit(each) for each in work]
+        yield copy
 
     def write(
         self, stream: Any, region: Region, expected: Expected, where: Callable[[Coordinates], torch.Tensor]
@@ -76,21 +82,13 @@ class ConnectorRace(Race):
         self.result.operations = f"{connector.operations.partition(',')[0]}, its {self.result.operations}"
         return connector
 
-    def store_on(self, stream: Any, copy: Any = None, slots: torch.Tensor | None = None) -> None:
-        with self._runs_on(stream):
-            self.copy.store(self.source)
-
-    def load_on(self, stream: Any, copy: Any = None, slots: torch.Tensor | None = None) -> None:
-        with self._runs_on(stream):
-            self.copy.load(self.target, 0)
-
     @contextlib.contextmanager
-    def _runs_on(self, stream: Any) -> Iterator[None]:
+    def runs_on(self, stream: Any, copy: Any) -> Iterator[Any]:
         """Make LMCache use this stream for its operations."""
-        connector, module = self.copy.connector, lmcache.connectors(self.device.type)
+        connector, module = copy.connector, lmcache.connectors(self.device.type)
         if self.device.type == "cuda":
             connector.store_stream = connector.load_stream = stream.native
-            yield
+            yield copy
             return
         its_own = cuda_stand_in.Stream()
         if self.streams.events:
@@ -103,7 +101,7 @@ class ConnectorRace(Race):
             stream.submit(partial(transfer, *arguments, **more))
 
         with mock.patch.object(operations, "multi_layer_kv_transfer", submit):
-            yield
+            yield copy
 
 
 def late_producer(race: Race) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from threading import Event
 from typing import Any
 
 import torch
@@ -50,37 +51,28 @@ class CudaStream:
 
 
 @dataclass
-class Event:
-    """An event of the stand-in."""
-
-    done: bool = False
-
-
-@dataclass
 class DeferredStream:
-    """A stream of the stand-in on the CPU."""
+    """A stream of the stand-in on the CPU. Work that returns False stays in the queue, because it must wait."""
 
     slow: bool
-    queue: deque[Work | Event] = field(default_factory=deque)
+    queue: deque[Work] = field(default_factory=deque)
 
     def submit(self, work: Work, host: bool = False) -> None:
         self.queue.append(work)
 
     def record(self) -> Event:
         event = Event()
-        self.queue.append(lambda: setattr(event, "done", True))
+        self.queue.append(event.set)
         return event
 
     def wait(self, event: Event) -> None:
-        self.queue.append(event)
+        self.queue.append(event.is_set)
 
     def step(self) -> bool:
         """Do the next work. Return False if there is none, or if the stream must wait."""
-        while self.queue and isinstance(self.queue[0], Event) and self.queue[0].done:
-            self.queue.popleft()
-        if not self.queue or isinstance(self.queue[0], Event):
+        if not self.queue or self.queue[0]() is False:
             return False
-        self.queue.popleft()()  # type: ignore[operator]
+        self.queue.popleft()
         return True
 
 
