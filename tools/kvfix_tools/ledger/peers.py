@@ -42,8 +42,7 @@ class Reader(NamedTuple):
     loaded: the request has loaded the blocks.
     failed: the load has failed, or the request ended before the blocks were pushed. vLLM then sends no release message.
     done: latest possible time at which the load or the request ended, in ns of the keeping engine's clock. None if a
-    load is
-        in flight, the request has not ended, or the difference of the clocks has no bound.
+        load is in flight, the request has not ended, or the difference of the clocks has no bound.
     pushed: as in ReadsFrom.
     """
 
