@@ -74,34 +74,3 @@ class DeferredStream:
             return False
         self.queue.popleft()
         return True
-
-
-class Streams:
-    """The streams of one race. events: True if they wait for each other."""
-
-    def __init__(self, device: torch.device, events: bool) -> None:
-        self.device, self.events = device, events
-        self.streams: list[Any] = []
-
-    def stream(self, slow: bool = False) -> Any:
-        """Make a stream."""
-        stream = CudaStream(self.device, slow) if self.device.type == "cuda" else DeferredStream(slow)
-        self.streams.append(stream)
-        return stream
-
-    def after(self, stream: Any, earlier: Any) -> None:
-        """Make later work of `stream` wait for all work of `earlier` so far. A race tests this event."""
-        event = earlier.record()
-        if self.events:
-            stream.wait(event)
-
-    def finish(self, until: Any = None) -> None:
-        """Run all work, or all work of the stream `until`."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            return
-        order = sorted(self.streams, key=lambda stream: stream.slow)
-        while (until is None or until.queue) and any(stream.step() for stream in order):
-            pass
-        if any(stream.queue for stream in ([until] if until else self.streams)):
-            raise RuntimeError("the streams wait for each other")
