@@ -46,12 +46,8 @@ def test_files_go_to_and_fro(places: Places) -> None:
     folder.write("code", "1")
     folder.write("code", "2")
     made = places.tmp / "kvfix-look-1-a"
-    assert (folder.read("code"), folder.has("code"), folder.has("answer"), folder.is_there()) == (
-        "2",
-        True,
-        False,
-        True,
-    )
+    found = folder.read("code"), folder.has("code"), folder.has("answer"), folder.is_there()
+    assert found == ("2", True, False, True)
     assert {(path.stat().st_uid, path.stat().st_mode & 0o777) for path in made.iterdir()} == {(USER, 0o600)}
     assert (made.stat().st_uid, made.stat().st_mode & 0o777) == (USER, 0o700)
     assert SharedFolder(places.parent(), folder.inside, USER).is_of_user()

@@ -87,15 +87,9 @@ def test_each_server_has_its_verdict(name: str, capsys: pytest.CaptureFixture[st
 
 
 def test_one_large_difference_that_nothing_repeats(capsys: pytest.CaptureFixture[str]) -> None:
-    once: list[int] = []
-
-    def wrong(prompt: list[int], hit: int, together: int) -> bool:
-        if len(prompt) == CHUNK + 1 and not once:
-            once.append(1)
-            return True
-        return False
-
-    code, text = run(capsys, Engine(noise=0.01, wrong=wrong))
+    once = iter([True])
+    engine = Engine(noise=0.01, wrong=lambda prompt, hit, together: len(prompt) == CHUNK + 1 and next(once, False))
+    code, text = run(capsys, engine)
     assert code == 77, text
     assert "fresh prompts did not repeat this. Run again with --requests" in text
 
