@@ -57,10 +57,10 @@ def _timed_stop(file: Path) -> Callable[..., Any]:
     """In place of `calls._performed`."""
     performed = calls._performed
 
-    def timed(thread: calls.Thread, work: Any) -> Any:
-        threads = (thread.number, os.getpid())
+    def timed(thread: int, *work: Any) -> Any:
+        threads = (thread, os.getpid())
         began, waited, used = time.perf_counter(), _waited(threads), time.process_time()
-        answer = performed(thread, work)
+        answer = performed(thread, *work)
         used, took = time.process_time() - used, time.perf_counter() - began - (_waited(threads) - waited)
         with file.open("a") as opened:
             opened.write(f"{max(used, took)}\n")

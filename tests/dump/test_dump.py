@@ -16,15 +16,8 @@ import psutil
 import pytest
 
 from kvfix_tools.dump import command
-from tests.conftest import clean_environment
+from tests.conftest import Fresh, clean_environment
 
-#: The command in a separate process.
-DUMP = """
-import sys
-from pathlib import Path
-from kvfix_tools.dump import command
-sys.exit(command.dump(int(sys.argv[1]), Path(sys.argv[2]), json=False))
-"""
 #: Each holds "hush", which must not be in a bundle.
 SECRETS = {
     "LMCACHE_API_KEY": "hush",
@@ -121,15 +114,18 @@ def test_a_process_without_a_recorder_gets_no_signal(tmp_path: Path, capsys: pyt
     assert found["recorder"].startswith("no recorder")
 
 
+def dumped_by(*starter: str, out: Path) -> subprocess.CompletedProcess[str]:
+    """The command on a process that waits for input. starter: the words that start it with fewer rights."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        command = [sys.executable, "-m", "kvfix_tools.cli", "dump", str(process.pid), "-o", str(out)]
+        done = Fresh(120).run([*starter, *command])
+        process.kill()
+    return done
+
+
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root, to take rights away")
 def test_without_rights_nothing_is_claimed(tmp_path: Path) -> None:
-    less = ["setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace"]
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        done = subprocess.run(
-            [*less, sys.executable, "-c", DUMP, str(process.pid), str(tmp_path)],
-            env=clean_environment(), capture_output=True, text=True, timeout=120, check=False,
-        )  # fmt: skip
-        process.kill()
+    done = dumped_by("setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace", out=tmp_path)
     assert done.returncode == 77, done.stdout + done.stderr
     assert "could not be read, and may be in a connector hook" in done.stdout
     assert "in no connector hook" not in done.stdout
@@ -139,13 +135,7 @@ def test_without_rights_nothing_is_claimed(tmp_path: Path) -> None:
 
 def test_a_full_disk_leaves_no_bundle(tmp_path: Path) -> None:
     """The largest file of this process has 512 bytes."""
-    code = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (512, 512))\n{DUMP}"
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(process.pid), str(tmp_path)],
-            env=clean_environment(), capture_output=True, text=True, timeout=120, check=False,
-        )  # fmt: skip
-        process.kill()
+    done = dumped_by("prlimit", "--fsize=512", out=tmp_path)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "File too large" in done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -12,14 +12,14 @@ import pytest
 from kvfix_tools.verify import command
 from kvfix_tools.verify.command import Options
 from tests.conftest import Fresh
-from tests.verify.fake import CHUNK, Behaviour, served
+from tests.verify.fake import CHUNK, URL, Engine, served
 
 KEY = "secret-of-the-test"
 
 
-def run(capsys: pytest.CaptureFixture[str], behaviour: Behaviour, **options: Any) -> tuple[int, str]:
-    with served(behaviour) as (url, _):
-        code = command.verify(Options(url, seed=1, prompt_tokens=300, **options))
+def run(capsys: pytest.CaptureFixture[str], engine: Engine, **options: Any) -> tuple[int, str]:
+    with served(engine):
+        code = command.verify(Options(URL, seed=1, prompt_tokens=300, **options))
     return code, capsys.readouterr().out
 
 
@@ -55,7 +55,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int, tuple[str, ...]]] = 
     "fillers, and every hit is wrong": ({**NO_RESET, "wrong": every_hit}, {}, 1, ()),
     "texts if nothing tokenizes": (NO_TOKENIZER, {}, 0, ()),
     "texts, and every hit is wrong": ({**NO_TOKENIZER, "wrong": every_hit}, {}, 1, ()),
-    "requests are not counted": ({"counts": False}, {}, 77, ("/metrics does not count the requests",)),
+    "requests are not counted": ({"has_counts": False}, {}, 77, ("/metrics does not count the requests",)),
     "no connector": ({"connector": False}, {}, 77,
         ("vLLM never asked a connector. Start vLLM with --kv-transfer-config",)),
     "a context of less than two chunks": ({"length": 150}, {}, 77,
@@ -80,28 +80,22 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int, tuple[str, ...]]] = 
 @pytest.mark.parametrize("name", CASES)
 def test_each_server_has_its_verdict(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     behaviour, options, code, texts = CASES[name]
-    found, text = run(capsys, Behaviour(**behaviour), **options)
+    found, text = run(capsys, Engine(**behaviour), **options)
     assert found == code, text
     assert all(part in text for part in texts), text
     assert name != "one border" or re.search(r"Fresh prompts of 'one chunk', alone: (\d) of \1 differ", text), text
 
 
 def test_one_large_difference_that_nothing_repeats(capsys: pytest.CaptureFixture[str]) -> None:
-    once: list[int] = []
-
-    def wrong(prompt: list[int], hit: int, together: int) -> bool:
-        if len(prompt) == CHUNK + 1 and not once:
-            once.append(1)
-            return True
-        return False
-
-    code, text = run(capsys, Behaviour(noise=0.01, wrong=wrong))
+    once = iter([True])
+    engine = Engine(noise=0.01, wrong=lambda prompt, hit, together: len(prompt) == CHUNK + 1 and next(once, False))
+    code, text = run(capsys, engine)
     assert code == 77, text
     assert "fresh prompts did not repeat this. Run again with --requests" in text
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
-    code, text = run(capsys, Behaviour(noise=0.01, wrong=every_hit), json=True)
+    code, text = run(capsys, Engine(noise=0.01, wrong=every_hit), json=True)
     answer = json.loads(text)
     assert code == answer["exit"] == 1
     assert answer["verdict"] == "different"
@@ -110,10 +104,10 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_key(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    code, text = run(capsys, Behaviour(key=KEY), api_key_env="KEY_OF_THE_TEST")
+    code, text = run(capsys, Engine(key=KEY), api_key_env="KEY_OF_THE_TEST")
     assert (code, "KEY_OF_THE_TEST is not set" in text) == (2, True)
     monkeypatch.setenv("KEY_OF_THE_TEST", KEY)
-    code, text = run(capsys, Behaviour(key=KEY), api_key_env="KEY_OF_THE_TEST")
+    code, text = run(capsys, Engine(key=KEY), api_key_env="KEY_OF_THE_TEST")
     assert code == 0, text
     assert KEY not in text
 
@@ -124,8 +118,9 @@ def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_dry_run_asks_nothing_of_the_model(capsys: pytest.CaptureFixture[str]) -> None:
-    with served(Behaviour()) as (url, engine):
-        assert command.verify(Options(url, dry_run=True)) == 0
+    engine = Engine()
+    with served(engine):
+        assert command.verify(Options(URL, dry_run=True)) == 0
     assert "48 prompts of up to 1200 tokens" in capsys.readouterr().out
     assert set(engine.paths) == {"/v1/models", "/version", "/metrics", "/tokenize"}
 

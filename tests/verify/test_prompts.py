@@ -51,13 +51,6 @@ def test_the_end_repeats_earlier_tokens(prompts: list[Prompt]) -> None:
             assert any(each.body[at : at + CUE] == cue for at in range(each.length - CUE))
 
 
-def test_texts_where_nothing_tokenizes() -> None:
-    maker = Maker([], 1.3, random.Random(0))
-    prompts = list(maker.prompts(maker.kinds(16), SIZES))
-    assert all(isinstance(each.body, str) for each in prompts)
-    assert len({str(each.body)[:40] for each in prompts}) == 16
-
-
 @pytest.mark.parametrize("block", [16, 32, 128])
 def test_prompts_as_long_as_the_context_allows_fit(block: int) -> None:
     context = 1024
@@ -66,7 +59,3 @@ def test_prompts_as_long_as_the_context_allows_fit(block: int) -> None:
         assert sizes.fits
         prompts = Maker([1], 1.0, random.Random(0)).prompts(["shared prefix"], sizes)
         assert max(each.length for each in prompts) + block + TOKENS <= context
-
-
-def test_two_chunks_that_are_longer_than_the_context_do_not_fit() -> None:
-    assert not Sizes(512, 16, 1000, 1024).fits

@@ -12,7 +12,7 @@ from kvfix.ledger import events as ev
 from kvfix_tools.ledger.events import LeaseRead, NotReturned
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from kvfix.ledger.events import Event
 
@@ -42,8 +42,7 @@ class Reader(NamedTuple):
     loaded: the request has loaded the blocks.
     failed: the load has failed, or the request ended before the blocks were pushed. vLLM then sends no release message.
     done: latest possible time at which the load or the request ended, in ns of the keeping engine's clock. None if a
-    load is
-        in flight, the request has not ended, or the difference of the clocks has no bound.
+        load is in flight, the request has not ended, or the difference of the clocks has no bound.
     pushed: as in ReadsFrom.
     """
 
@@ -57,25 +56,14 @@ class Reader(NamedTuple):
 def compare(kept: Kept, readers: Sequence[Reader]) -> Iterator[Event]:
     """Yield the events of the kept request for a ledger, with the events of its readers inserted in order."""
     lost = _lost(kept, readers)
-    leased = False
-    for event in kept.events:
-        leased = leased or isinstance(event, ev.Leased)
-        if not isinstance(event, ev.LeaseEnded):
-            yield event
-    if lost is not None:
-        yield from _reads(kept, readers)
-    if leased and kept.ended is not None:
-        yield ev.LeaseEnded(kept.request, kept.expired)
-    if lost is None:
-        yield from _reads(kept, readers)
-    elif leased:
+    leased = any(isinstance(event, ev.Leased) for event in kept.events)
+    read = [each for each in readers if each.loaded and not each.failed]
+    reads: list[Event] = [LeaseRead(kept.request, each.request, each.pushed) for each in read]
+    ends: list[Event] = [ev.LeaseEnded(kept.request, kept.expired)] if leased and kept.ended is not None else []
+    yield from (event for event in kept.events if not isinstance(event, ev.LeaseEnded))
+    yield from [*ends, *reads] if lost is None else [*reads, *ends]
+    if lost is not None and leased:
         yield NotReturned(kept.request, lost.request, lost.loaded, kept.expired is True)
-
-
-def _reads(kept: Kept, readers: Iterable[Reader]) -> Iterator[Event]:
-    for each in readers:
-        if each.loaded and not each.failed:
-            yield LeaseRead(kept.request, each.request, each.pushed)
 
 
 def _lost(kept: Kept, readers: Sequence[Reader]) -> Reader | None:

@@ -74,37 +74,30 @@ class _Engine:
         left = list(pids)
         while left:
             for pid in list(left):
-                answer = self._once(pid, what, arguments)
-                if answer is None:
-                    self.answers.pop(pid, None)
-                else:
-                    self.answers[pid] = answer
-                if answer is None or answer["state"] in (*until, "without", "failed", "silent", "refused"):
+                answer = self.answers[pid] = self._once(pid, what, arguments)
+                if answer["state"] in (*until, "without", "failed", "silent", "refused"):
                     left.remove(pid)
-            if self.is_late():
+            if time.monotonic() > self._until:
                 return
             time.sleep(_PAUSE if left else 0)
 
-    def _once(self, pid: int, what: str, arguments: tuple[Any, ...]) -> dict[str, Any] | None:
-        """Ask one process once. Return None if it is not a Python process or has ended."""
+    def _once(self, pid: int, what: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
+        """Ask one process once. Its state is "without" too if it is not a Python process or has ended."""
         folder = os.path.dirname(os.path.dirname(os.path.abspath(kvfix.__file__)))
         source = inspect.getsource(in_engine)
         code = _CODE.format(what=what, arguments=arguments, folder=folder, version=kvfix.__version__, source=source)
         try:
             text = inject.run(pid, code, seconds=_SECONDS)
         except inject.Silent as silent:
-            return {"state": "silent", "where": silent.reason}
+            return {"state": "silent", "where": str(silent)}
         except inject.Refused as refused:
             if refused.setting:
                 self.settings.append(str(refused))
                 return {"state": "refused", "where": str(refused)}
-            return None
+            return {"state": "without"}
         if text.startswith(inject.FAILED):
             return {"state": "failed", "where": text.removeprefix(inject.FAILED)}
         return dict(jsonlib.loads(text))
-
-    def is_late(self) -> bool:
-        return time.monotonic() > self._until
 
     def having(self, scheduler: bool) -> list[int]:
         return [pid for pid, answer in self.answers.items() if answer.get("scheduler") is scheduler]
@@ -127,8 +120,8 @@ def attach(
     # Workers come first, because the scheduler's fixes need the workers' fixes.
     for pids in (workers, schedulers):
         engine.ask(pids, "attach", str(config), idle and pids is schedulers, until=("attached",))
-    before = [name for each in schedulers for name in engine.answers.get(each, {}).get("before", ())]
-    kept = {each: dict(engine.answers[each]) for each in workers if each in engine.answers}
+    before = [name for each in schedulers for name in engine.answers[each].get("before", ())]
+    kept = {each: dict(engine.answers[each]) for each in workers}
     if config.watches:
         engine.ask(workers, "attached", before, until=("attached",))
         engine.answers.update(kept)
@@ -151,11 +144,6 @@ def status(pid: int, json: bool) -> int:
     return _show(engine, pid, "there", json)
 
 
-def _has_failed_fix(answer: dict[str, Any]) -> bool:
-    """Return True if a fix is refused or has raised. A fix that only applies at the start does not count."""
-    return any(row["verdict"] in ("refused", "unknown") or row.get("faults") for row in answer.get("rows", ()))
-
-
 def _show(engine: _Engine, pid: int, wanted: str, json: bool) -> int:
     if not engine.processes:
         print(f"kvfix: {looking.why_none(pid)}", file=sys.stderr)
@@ -163,18 +151,20 @@ def _show(engine: _Engine, pid: int, wanted: str, json: bool) -> int:
     shown = {each: answer for each, answer in engine.answers.items() if answer["state"] != "without"}
     if json:
         fields = ("state", "where", "mode", "requests", "rows")
-        rows = [
+        listed = [
             {"pid": each, "name": engine.processes[each].name, **{key: answer.get(key) for key in fields}}
             for each, answer in shown.items()
         ]
-        print(jsonlib.dumps(rows, indent=2))
+        print(jsonlib.dumps(listed, indent=2))
     else:
         _print(engine, shown, wanted)
     if engine.settings:
         print("\n".join(dict.fromkeys(engine.settings)), file=sys.stderr)
         return 77
     done = shown and all(answer["state"] == wanted for answer in shown.values())
-    return int(not done or any(map(_has_failed_fix, shown.values())))
+    rows = [row for answer in shown.values() for row in answer.get("rows", ())]
+    # A fix that is refused or has raised counts, but not a fix that only applies at the start.
+    return int(not done or any(row["verdict"] in ("refused", "unknown") or row.get("faults") for row in rows))
 
 
 def _print(engine: _Engine, shown: dict[int, dict[str, Any]], wanted: str) -> None:

@@ -11,7 +11,6 @@ from contextlib import suppress
 from functools import lru_cache
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import NamedTuple, cast
 
 from kvfix_tools.look import ptrace
 
@@ -28,46 +27,26 @@ class Refused(Exception):
         self.setting = setting
 
 
-class Thread(NamedTuple):
-    """A thread to stop.
-
-    wait: if the thread is not in this `system_call`, it is left alone. "": it may be anywhere. trap: address of a
-    breakpoint instruction.
-    """
-
-    number: int
-    wait: str
-    trap: int
+#: Work in a stopped thread. The first argument calls a C function there; the others are numbers.
+Work = Callable[..., int]
 
 
-class Call(NamedTuple):
-    address: int
-    arguments: tuple[int, ...]
-
-    def perform(self, call: Callable[..., int]) -> int:
-        return call(self.address, *self.arguments)
+def call_one(call: Callable[..., int], address: int, *arguments: int) -> int:
+    return call(address, *arguments)
 
 
-class RunWaiting(NamedTuple):
+def run_waiting(call: Callable[..., int], check: int, ensure: int, run: int, release: int, line: int) -> int:
     """Take the GIL in a waiting thread, and run a line of Python.
 
     A thread in a long wait without the GIL holds no lock of malloc or Python, so it may take the GIL. A thread that has
     left the wait may hold the GIL's mutex (`take_gil`, ceval_gil.h of CPython), and would wait for itself.
     """
-
-    check: int
-    ensure: int
-    run: int
-    release: int
-    line: int
-
-    def perform(self, call: Callable[..., int]) -> int:
-        if call(self.check):
-            return 0
-        state = call(self.ensure)
-        call(self.run, self.line)
-        call(self.release, state)
-        return 1
+    if call(check):
+        return 0
+    state = call(ensure)
+    call(run, line)
+    call(release, state)
+    return 1
 
 
 @lru_cache(maxsize=1)
@@ -80,7 +59,7 @@ class _Stopper:
     """A child process that stops threads. If the user ends kvfix, the child still completes the call."""
 
     def __init__(self) -> None:
-        self._pipe, there = Pipe()
+        self.pipe, there = Pipe()
         self.pid = os.fork()
         if self.pid == 0:
             try:
@@ -99,19 +78,6 @@ class _Stopper:
                 os._exit(0)
         there.close()
 
-    def stop(self, thread: Thread, work: Call | RunWaiting) -> int | str | None:
-        """Return the result, or a text with the reason of a failure. Raise TimeoutError."""
-        self._pipe.send((thread, work))
-        if not self._pipe.poll(_SECONDS):
-            raise TimeoutError
-        return cast("int | str | None", self._pipe.recv())
-
-    def end(self) -> None:
-        """End the child process, which has no work."""
-        self._pipe.close()
-        os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
-
 
 #: The stoppers without work. A stopper that waits for a thread for ever is not in the list.
 _STOPPERS: list[_Stopper] = []
@@ -121,36 +87,39 @@ os.register_at_fork(after_in_child=_STOPPERS.clear)
 @atexit.register
 def _end() -> None:
     while _STOPPERS:
-        _STOPPERS.pop().end()
+        stopper = _STOPPERS.pop()
+        os.kill(stopper.pid, signal.SIGKILL)  # it has no work
+        os.waitpid(stopper.pid, 0)
 
 
-def stop(thread: Thread, work: Call | RunWaiting) -> int | None:
-    """Stop the thread, do the work in it, and let it run. Return None if it had left its wait. Raise Refused."""
+def stop(thread: int, wait: str, trap: int, work: Work, *arguments: int) -> int | None:
+    """Stop the thread, do the work in it, and let it run. Return None if it had left its wait. Raise Refused.
+
+    wait: if the thread is not in this `system_call`, it is left alone. "": it may be anywhere. trap: address of a
+    breakpoint instruction.
+    """
     with _cores():
-        return _by_stopper(thread, work)
-
-
-def _by_stopper(thread: Thread, work: Call | RunWaiting) -> int | None:
-    stopper = _STOPPERS.pop() if _STOPPERS else _Stopper()
-    try:
-        answer = stopper.stop(thread, work)
-    except TimeoutError:
-        reason = f"thread {thread.number} did not return from a call within {_SECONDS:g} s"
-        raise Refused(reason, f"Do not end process {stopper.pid}: it waits for the thread.") from None
-    except (EOFError, OSError) as error:
-        raise Refused(f"thread {thread.number} cannot be called: process {stopper.pid} has ended") from error
-    _STOPPERS.append(stopper)
+        stopper = _STOPPERS.pop() if _STOPPERS else _Stopper()
+        try:
+            stopper.pipe.send((thread, wait, trap, work, *arguments))
+            if not stopper.pipe.poll(_SECONDS):
+                reason = f"thread {thread} did not return from a call within {_SECONDS:g} s"
+                raise Refused(reason, f"Do not end process {stopper.pid}: it waits for the thread.")
+            answer: int | str | None = stopper.pipe.recv()
+        except (EOFError, OSError) as error:
+            raise Refused(f"thread {thread} cannot be called: process {stopper.pid} has ended") from error
+        _STOPPERS.append(stopper)
     if isinstance(answer, str):
-        raise Refused(f"thread {thread.number} cannot be called: {answer}")
+        raise Refused(f"thread {thread} cannot be called: {answer}")
     return answer
 
 
-def _performed(thread: Thread, work: Call | RunWaiting) -> int | str | None:
+def _performed(thread: int, wait: str, trap: int, work: Work, *arguments: int) -> int | str | None:
     try:
-        with ptrace.stopped(thread.number, thread.trap) as stopped:
-            if thread.wait and not stopped.is_in(thread.wait):
+        with ptrace.stopped(thread, trap) as stopped:
+            if wait and not stopped.is_in(wait):
                 return None
-            return work.perform(stopped.call)
+            return work(stopped.call, *arguments)
     except OSError as error:
         return str(error)
 

@@ -73,11 +73,7 @@ os.rmdir(gone)
 
 
 class Silent(Exception):
-    """The main thread did not reach a bytecode."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    """The main thread did not reach a bytecode. The text has the reason."""
 
 
 def run(pid: int, code: str, *, seconds: float) -> str:
@@ -88,15 +84,14 @@ def run(pid: int, code: str, *, seconds: float) -> str:
     bytecode. The next `run` uses this folder, so that a stuck process has only one call in its queue.
     """
     process = other_process.process(pid)
-    lines = _Lines(process)
-    folder = lines.waiting()
+    folder = _waiting(process)
     if folder is not None:
         with suppress(FileNotFoundError):  # the call in the queue has run in the meantime
-            return _run(process, lines, folder, code, seconds, is_queued=True)
-    return _run(process, lines, _new_folder(process), code, seconds, is_queued=False)
+            return _run(process, folder, code, seconds, is_queued=True)
+    return _run(process, _new_folder(process), code, seconds, is_queued=False)
 
 
-def _run(process: Process, lines: _Lines, folder: SharedFolder, code: str, seconds: float, is_queued: bool) -> str:
+def _run(process: Process, folder: SharedFolder, code: str, seconds: float, is_queued: bool) -> str:
     """Do the work of `run`. Raise FileNotFoundError if the folder of the queued call disappears."""
     token = f"token-{os.getpid()}-{time.monotonic_ns()}"
     try:
@@ -105,7 +100,7 @@ def _run(process: Process, lines: _Lines, folder: SharedFolder, code: str, secon
         line = f"try:exec(open({folder.inside + '/code'!r}).read(),{{}})\nexcept BaseException:pass\n"
         at = None
         if not _remote_exec(process, folder, line):
-            at = lines.put(folder, line)
+            at = _put(process, folder, line)
             if not process.run_waiting(at) and not is_queued:
                 process.call("Py_AddPendingCall", process.address("PyRun_SimpleString"), at)
         text = _answer(process, folder, token, at, seconds)
@@ -121,13 +116,12 @@ def _run(process: Process, lines: _Lines, folder: SharedFolder, code: str, secon
 def _answer(process: Process, folder: SharedFolder, token: str, line: int | None, seconds: float) -> str:
     began, until, again, begun = time.monotonic(), time.monotonic() + seconds, 0.1, False
     while True:
-        with suppress(FileNotFoundError):
-            try:
-                return folder.read("answer")
-            except FileNotFoundError:
-                raise
-            except OSError as error:  # a link, a pipe, a file of another user
-                raise Refused(f"the answer of process {process.pid} is not a file of its user: {error}", "") from error
+        try:
+            return folder.read("answer")
+        except FileNotFoundError:
+            pass
+        except OSError as error:  # a link, a pipe, a file of another user
+            raise Refused(f"the answer of process {process.pid} is not a file of its user: {error}") from error
         if not folder.is_there() and process.is_alive():
             raise FileNotFoundError(folder.inside)
         if not process.is_alive():
@@ -146,37 +140,34 @@ def _answer(process: Process, folder: SharedFolder, token: str, line: int | None
         time.sleep(min(0.02, 0.002 + (time.monotonic() - began) / 8))
 
 
-class _Lines:
-    """The page in the process. The first slot holds the path of the last folder, each other slot holds a line."""
-
-    def __init__(self, process: Process) -> None:
-        self._process = process
-
-    def waiting(self) -> SharedFolder | None:
-        """Return the folder of a call that is still in the queue."""
-        if not self._process.has_mapped(_PAGE):
-            return None
-        inside = self._process.read(_PAGE, _SLOT).partition(b"\0")[0].decode(errors="replace")
-        if not re.fullmatch(_NAME, inside):
-            return None
-        with suppress(OSError):
-            folder = SharedFolder(self._process.folder(inside.rpartition("/")[0]), inside, self._process.user)
-            return folder if folder.is_of_user() and folder.has("code") else None
+def _waiting(process: Process) -> SharedFolder | None:
+    """Return the folder of a call that is still in the queue."""
+    if not process.has_mapped(_PAGE):
         return None
+    inside = process.read(_PAGE, _SLOT).partition(b"\0")[0].decode(errors="replace")
+    if not re.fullmatch(_NAME, inside):
+        return None
+    with suppress(OSError):
+        folder = SharedFolder(process.folder(inside.rpartition("/")[0]), inside, process.user)
+        return folder if folder.is_of_user() and folder.has("code") else None
+    return None
 
-    def put(self, folder: SharedFolder, line: str) -> int:
-        """Write the line into the process, and return its address."""
-        process, text = self._process, line.encode() + b"\0"
-        assert len(text) <= _SLOT
+
+def _put(process: Process, folder: SharedFolder, line: str) -> int:
+    """Write the line into a slot of the page in the process, and return its address. The first slot holds the path of
+    the last folder.
+    """
+    text = line.encode() + b"\0"
+    assert len(text) <= _SLOT
+    if not process.has_mapped(_PAGE):
+        # PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE
+        process.call("mmap", _PAGE, _SLOTS * _SLOT, 3, 0x100022, -1, 0)
         if not process.has_mapped(_PAGE):
-            # PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE
-            process.call("mmap", _PAGE, _SLOTS * _SLOT, 3, 0x100022, -1, 0)
-            if not process.has_mapped(_PAGE):
-                raise Refused(f"process {process.pid} could not map memory for a line of code", "")
-        slot = _PAGE + _SLOT * (1 + time.monotonic_ns() // 1000 % (_SLOTS - 1))
-        process.write(slot, text)
-        process.write(_PAGE, folder.inside.encode() + b"\0")
-        return slot
+            raise Refused(f"process {process.pid} could not map memory for a line of code", "")
+    slot = _PAGE + _SLOT * (1 + time.monotonic_ns() // 1000 % (_SLOTS - 1))
+    process.write(slot, text)
+    process.write(_PAGE, folder.inside.encode() + b"\0")
+    return slot
 
 
 def _remote_exec(process: Process, folder: SharedFolder, line: str) -> bool:

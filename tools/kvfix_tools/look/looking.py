@@ -203,7 +203,7 @@ class Looker:
                 return recorded
             return self._stacks(process, refused.reason, refused.setting)
         except inject.Silent as silent:
-            return self._stacks(process, silent.reason, "")
+            return self._stacks(process, str(silent), "")
         except (ValueError, OSError) as error:
             return self._stacks(process, f"the answer of the process cannot be read: {error}", "")
 

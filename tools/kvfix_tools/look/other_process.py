@@ -102,14 +102,14 @@ class Process:
 
     def call(self, name: str, *arguments: int) -> None:
         """Call a C function in the main thread. The function must neither wait nor allocate memory."""
-        calls.stop(calls.Thread(self.pid, "", self._trap()), calls.Call(self.address(name), arguments))
+        calls.stop(self.pid, "", self._trap(), calls.call_one, self.address(name), *arguments)
 
     def run_waiting(self, line: int) -> bool:
         """Run a line of Python in the main thread if it waits in a system call without the GIL. True if it ran."""
-        check, ensure, release = (self.address(f"PyGILState_{name}") for name in ("Check", "Ensure", "Release"))
-        work = calls.RunWaiting(check, ensure, self.address("PyRun_SimpleString"), release, line)
+        names = "PyGILState_Check", "PyGILState_Ensure", "PyRun_SimpleString", "PyGILState_Release"
+        called = [self.address(name) for name in names]
         wait = self.wait()
-        return bool(wait and calls.stop(calls.Thread(self.pid, wait, self._trap()), work))
+        return bool(wait and calls.stop(self.pid, wait, self._trap(), calls.run_waiting, *called, line))
 
     def _trap(self) -> int:
         """Return the address of a breakpoint instruction. Raise Refused."""

@@ -88,9 +88,15 @@ class CellCheck:
         self.result.moved = self.geometry.token_bytes(cell.count)
 
     def host(self, axes: str, tokens: int = 0) -> Region:
-        """Make host buffers for the tokens of the cell, or for `tokens`. axes: axes of a chunk, outermost first."""
+        """Make host buffers for the tokens of the cell, or for `tokens`, one for each chunk. The last may be shorter.
+
+        axes: axes of a chunk, outermost first.
+        """
+        sizes, latent = self.geometry.sizes, self.geometry.layout.latent
         chunk, tokens = int(self.cell.chunk), tokens or self.cell.count
-        return regions.host(self.geometry, axes, chunk, tokens, self.device, self.cell.seed)
+        order = tuple(axis for axis in axes.split() if axis not in ("kv", "head") or not latent)
+        parts = [(sizes(min(chunk, tokens - first)), first) for first in range(0, tokens, chunk)]
+        return regions.make("host", self.geometry, order, parts, self.device, self.cell.seed)
 
     def run(self, transfer: Transfer, brief: bool = False) -> Result:
         """Run the check. brief: leave out step 4, the load from host buffers that are filled by the definition."""

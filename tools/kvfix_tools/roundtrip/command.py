@@ -22,7 +22,7 @@ from kvfix_tools.roundtrip.backends import Backend
 from kvfix_tools.roundtrip.cell_check import REPEATS, CellCheck, Refused, Result, everywhere, plain
 from kvfix_tools.roundtrip.element import SECOND, WORD, too_large
 from kvfix_tools.roundtrip.matrix import AXES, Axes, Cell, full, pairs
-from kvfix_tools.roundtrip.planted_faults import FAULTS, Faulty
+from kvfix_tools.roundtrip.planted_faults import FAULTS, plant
 from kvfix_tools.roundtrip.region import BAND
 from kvfix_tools.roundtrip.run_report import RunReport
 
@@ -127,10 +127,8 @@ def jobs(work: Work, device: torch.device, options: argparse.Namespace) -> Itera
     events = options.inject != "missing-event"
     if options.race is None and events:
         for one, cells in work:
-            if one.whole and options.inject is None:
-                yield Result(Cell(one.name, seed=options.seed)), partial(one.whole, device)
-            for cell in cells if not one.whole else []:
-                yield Result(cell), partial(check_cell, one, device, options.inject)
+            for cell in cells:
+                yield Result(cell), partial(one.whole or partial(check_cell, one, options.inject), device)
     some = any(getattr(options, axis) for axis in AXES)  # the user asked for cells, not for races
     if options.race is not None or not events or not (some or options.inject):
         for one, _ in work:
@@ -139,11 +137,13 @@ def jobs(work: Work, device: torch.device, options: argparse.Namespace) -> Itera
                 yield Result(cell, race=name), partial(races.run, name, cell, device, events)
 
 
-def check_cell(one: Backend, device: torch.device, fault: str | None, result: Result) -> Result:
+def check_cell(one: Backend, fault: str | None, device: torch.device, result: Result) -> Result:
     """Check one cell of a backend, with or without a planted fault."""
     check = CellCheck(result.cell, device, result)
     transfer = one.open(check)
-    return check.run(Faulty(transfer, check, fault) if fault else transfer)
+    if fault:
+        plant(fault, transfer, check)
+    return check.run(transfer)
 
 
 def guarded(result: Result, job: Job) -> Result:
@@ -193,7 +193,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 def choose(one: Backend, options: argparse.Namespace) -> list[Cell]:
-    """Return the cells of a backend. Raise ValueError for impossible sizes."""
+    """Return the cells of a backend, one for a whole engine. Raise ValueError for impossible sizes."""
     axes: Axes = {name: tuple(getattr(options, name) or one.axes.get(name, values)) for name, values in AXES.items()}
     made = full(one.name, axes) if options.full else pairs(one.name, axes, options.seed)
     cells = [replace(cell, layers=options.layers, head_size=options.head_size, seed=options.seed) for cell in made]
@@ -202,4 +202,6 @@ def choose(one: Backend, options: argparse.Namespace) -> list[Cell]:
         wrong = too_large(sizes.layers, sizes.slots, sizes.heads, sizes.row_words)
         if wrong or cell.count < 1:
             raise ValueError(wrong or f"{cell.count} tokens")
+    if one.whole:
+        return [Cell(one.name, seed=options.seed)] if options.inject is None else []
     return cells

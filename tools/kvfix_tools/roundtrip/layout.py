@@ -124,12 +124,3 @@ class Geometry:
         """Return the shape of one of the engine's tensors."""
         sizes = {**self.sizes(), "element": self.head_size}
         return tuple(math.prod(sizes[axis] for axis in group.split("*")) for group in self.layout.tensor)
-
-
-def coordinates(axes: tuple[str, ...], sizes: dict[str, int], rows: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return {axis: coordinate} of rows by their place in memory. This function defines a layout."""
-    found, inner = {}, 1
-    for axis in reversed(axes):
-        found[axis] = (rows // inner) % sizes[axis]
-        inner *= sizes[axis]
-    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
@@ -99,7 +99,8 @@ class Cell:
 
 def full(backend: str, axes: Axes) -> list[Cell]:
     """Return cells with every combination of values."""
-    return [cell_of(backend, dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())]
+    every = itertools.product(*axes.values())
+    return [Cell(backend, **dict(zip(axes, values, strict=True))) for values in every]  # type: ignore[arg-type]
 
 
 def pairs(backend: str, axes: Axes, seed: int = 0) -> list[Cell]:
@@ -126,9 +127,5 @@ def pairs(backend: str, axes: Axes, seed: int = 0) -> list[Cell]:
         for axis in rest:
             chosen[axis] = max(axes[axis], key=partial(gain, chosen, axis))
         missing -= {pair(one, other) for one, other in itertools.combinations(chosen.items(), 2)}
-        cells.append(cell_of(backend, chosen))
+        cells.append(Cell(backend, **chosen))  # type: ignore[arg-type]
     return cells
-
-
-def cell_of(backend: str, values: dict[str, str]) -> Cell:
-    return replace(Cell(backend), **values)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ buffers. The tool must find the class in FAULTS.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -27,64 +27,53 @@ FAULTS = {
 }
 
 
-@dataclass
-class Faulty(Transfer):
-    """A transfer with a planted fault: some rows hold a wrong identity."""
+def plant(fault: str, transfer: Transfer, check: CellCheck) -> None:
+    """Make a transfer give some rows a wrong identity after each store or load. Raise Refused if the cell has none."""
+    geometry, cell = check.geometry, check.cell
+    if fault == "swap-kv" and geometry.layout.latent:
+        raise Refused("MLA has no K and V to swap")
+    if fault == "shift-slot" and cell.count - cell.skipped < 2:
+        raise Refused("a cell with one token has no other slot")
+    if fault == "wrong-layer" and geometry.layers < 2:
+        raise Refused("the KV cache has only one layer")
+    host = None if fault == "neighbour-write" else transfer.host
+    region, name = (check.cache, "load") if host is None else (host, "store")
+    move = getattr(transfer, name)
 
-    inner: Transfer
-    check: CellCheck
-    fault: str
+    def move_and_damage(*slots: Any) -> None:
+        move(*slots)
+        damage(fault, check, region)
 
-    def __post_init__(self) -> None:
-        geometry, cell = self.check.geometry, self.check.cell
-        if self.fault == "swap-kv" and geometry.layout.latent:
-            raise Refused("MLA has no K and V to swap")
-        if self.fault == "shift-slot" and cell.count - cell.skipped < 2:
-            raise Refused("a cell with one token has no other slot")
-        if self.fault == "wrong-layer" and geometry.layers < 2:
-            raise Refused("the KV cache has only one layer")
-        self.host, self.operations = self.inner.host, self.inner.operations
-        self.token_in = self.check.token_in(cell.skipped)
+    setattr(transfer, name, move_and_damage)
 
-    def store(self, slots: torch.Tensor) -> None:
-        self.inner.store(slots)
-        if self.host is not None and self.fault != "neighbour-write":
-            self.damage(self.host)
 
-    def load(self, slots: torch.Tensor, skip: int) -> None:
-        self.inner.load(slots, skip)
-        if self.host is None or self.fault == "neighbour-write":
-            self.damage(self.check.cache)
+def damage(fault: str, check: CellCheck, region: Region) -> None:
+    for section, tensor in zip(region.sections, region.tensors(), strict=True):
+        at = section.coordinates(0, section.rows, check.device)
+        chosen, who = planted(fault, check, at)
+        content = rows(who.number()[chosen], tensor.shape[1], region.seed)
+        if fault == "bitflip":
+            content[:, 0] ^= 1 << 37
+        tensor[chosen.to(tensor.device)] = content.to(tensor.device)
 
-    def close(self) -> None:
-        self.inner.close()
 
-    def damage(self, region: Region) -> None:
-        for section, tensor in zip(region.sections, region.tensors(), strict=True):
-            at = section.coordinates(0, section.rows, self.check.device)
-            chosen, who = self.planted(at)
-            content = rows(who.number()[chosen], tensor.shape[1], region.seed)
-            if self.fault == "bitflip":
-                content[:, 0] ^= 1 << 37
-            tensor[chosen.to(tensor.device)] = content.to(tensor.device)
-
-    def planted(self, at: Coordinates) -> tuple[torch.Tensor, Identity]:
-        """Return the rows to damage, and their wrong identities."""
-        source, last, layers = self.check.source, self.check.cell.count - 1, self.check.geometry.layers
-        token = at["token"] if "token" in at else self.token_in[at["slot"]]
-        moved = token >= 0
-        right = Identity(FIRST, at["layer"], at["kv"], source[token.clamp(min=0)], at["head"], 0)
-        if self.fault == "swap-kv":
-            return moved, right._replace(kv=1 - at["kv"])
-        if self.fault == "wrong-layer":
-            return moved, right._replace(layer=(at["layer"] + 1) % layers)
-        if self.fault == "shift-slot":
-            return moved, right._replace(slot=source[(token + 1).clamp(max=last)])
-        if self.fault == "stale":
-            return moved & (token >= last // 2), right._replace(generation=STALE)
-        if self.fault == "bitflip":
-            return (token == last) & (at["layer"] + at["kv"] + at["head"] == 0), right
-        if self.fault == "drop-tail":
-            return token == last, host_poison(at) if "token" in at else everywhere(POISON)(at)
-        free = int((self.token_in < 0).nonzero()[0])  # neighbour-write
-        return at["slot"] == free, right._replace(slot=source[last])
+def planted(fault: str, check: CellCheck, at: Coordinates) -> tuple[torch.Tensor, Identity]:
+    """Return the rows to damage, and their wrong identities."""
+    source, last, token_in = check.source, check.cell.count - 1, check.token_in(check.cell.skipped)
+    token = at["token"] if "token" in at else token_in[at["slot"]]
+    moved = token >= 0
+    right = Identity(FIRST, at["layer"], at["kv"], source[token.clamp(min=0)], at["head"], 0)
+    if fault == "swap-kv":
+        return moved, right._replace(kv=1 - at["kv"])
+    if fault == "wrong-layer":
+        return moved, right._replace(layer=(at["layer"] + 1) % check.geometry.layers)
+    if fault == "shift-slot":
+        return moved, right._replace(slot=source[(token + 1).clamp(max=last)])
+    if fault == "stale":
+        return moved & (token >= last // 2), right._replace(generation=STALE)
+    if fault == "bitflip":
+        return (token == last) & (at["layer"] + at["kv"] + at["head"] == 0), right
+    if fault == "drop-tail":
+        return token == last, host_poison(at) if "token" in at else everywhere(POISON)(at)
+    free = int((token_in < 0).nonzero()[0])  # neighbour-write
+    return at["slot"] == free, right._replace(slot=source[last])

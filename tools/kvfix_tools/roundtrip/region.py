@@ -10,7 +10,7 @@ import torch
 
 from kvfix_tools.roundtrip import element
 from kvfix_tools.roundtrip.element import GUARD, WORD, Identity
-from kvfix_tools.roundtrip.layout import Geometry, coordinates
+from kvfix_tools.roundtrip.layout import Geometry
 
 #: Words of a guard band (4 KiB, which keeps alignment) before, between and after the tensors.
 BAND = 512
@@ -43,9 +43,13 @@ class Section:
         return math.prod(self.sizes[axis] for axis in self.axes)
 
     def coordinates(self, first: int, last: int, device: torch.device) -> Coordinates:
+        """Return {axis: coordinate} of rows by their place in memory. The order of the axes defines a layout."""
         rows = torch.arange(first, last, dtype=torch.int64, device=device)
-        nothing = torch.zeros_like(rows)
-        found = dict.fromkeys(("layer", "kv", "head"), nothing) | coordinates(self.axes, self.sizes, rows)
+        nothing, inner = torch.zeros_like(rows), 1
+        found = dict.fromkeys(("layer", "kv", "head"), nothing)
+        for axis in reversed(self.axes):
+            found[axis] = (rows // inner) % self.sizes[axis]
+            inner *= self.sizes[axis]
         found |= {axis: nothing + value for axis, value in self.fixed.items()}
         place = found.pop("block") * self.sizes["offset"] + found.pop("offset") if "block" in found else found["token"]
         found["slot" if self.token is None else "token"] = place + (self.token or 0)
@@ -133,29 +137,16 @@ class Region:
 
 def kv_cache(geometry: Geometry, device: torch.device, seed: int) -> Region:
     """Make the paged memory of an engine: one tensor, or one for each layer."""
-    return _region("KV cache", geometry, geometry.layout.axes, [(geometry.sizes(), None)], device, seed)
+    return make("KV cache", geometry, geometry.layout.axes, [(geometry.sizes(), None)], device, seed)
 
 
-def host(geometry: Geometry, axes: str, chunk: int, tokens: int, device: torch.device, seed: int) -> Region:
-    """Make host buffers, one for each chunk of `chunk` tokens. The last buffer may be shorter.
-
-    axes: outermost first. Without `layer`, each layer of a chunk has its own buffer. With a GPU, memory is pinned.
-    """
-    order = tuple(axis for axis in axes.split() if axis not in ("kv", "head") or not geometry.layout.latent)
-    parts = [(geometry.sizes(min(chunk, tokens - first)), first) for first in range(0, tokens, chunk)]
-    return _region("host", geometry, order, parts, device, seed)
-
-
-def host_blocks(geometry: Geometry, blocks: int, device: torch.device, seed: int) -> Region:
-    """Make host buffers for whole blocks, as in vLLM's own offload: the tensors of the KV cache with fewer blocks."""
-    parts = [({**geometry.sizes(), "block": blocks}, 0)]
-    return _region("host", geometry, geometry.layout.axes, parts, device, seed)
-
-
-def _region(
+def make(
     name: str, geometry: Geometry, axes: tuple[str, ...], parts: Sequence[tuple[dict[str, int], int | None]],
     device: torch.device, seed: int,
 ) -> Region:  # fmt: skip
+    """Make a region with these (sizes, first token) of its parts. Without the axis `layer`, each layer of a part has
+    its own section. With a GPU, host memory is pinned.
+    """
     sections, at = [], BAND
     layers: list[dict[str, int]] = [{}] if "layer" in axes else [{"layer": number} for number in range(geometry.layers)]
     for sizes, token in parts:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from threading import Event
 from typing import Any
 
 import torch
@@ -50,66 +51,26 @@ class CudaStream:
 
 
 @dataclass
-class Event:
-    """An event of the stand-in."""
-
-    done: bool = False
-
-
-@dataclass
 class DeferredStream:
-    """A stream of the stand-in on the CPU."""
+    """A stream of the stand-in on the CPU. Work that returns False stays in the queue, because it must wait."""
 
     slow: bool
-    queue: deque[Work | Event] = field(default_factory=deque)
+    queue: deque[Work] = field(default_factory=deque)
 
     def submit(self, work: Work, host: bool = False) -> None:
         self.queue.append(work)
 
     def record(self) -> Event:
         event = Event()
-        self.queue.append(lambda: setattr(event, "done", True))
+        self.queue.append(event.set)
         return event
 
     def wait(self, event: Event) -> None:
-        self.queue.append(event)
+        self.queue.append(event.is_set)
 
     def step(self) -> bool:
         """Do the next work. Return False if there is none, or if the stream must wait."""
-        while self.queue and isinstance(self.queue[0], Event) and self.queue[0].done:
-            self.queue.popleft()
-        if not self.queue or isinstance(self.queue[0], Event):
+        if not self.queue or self.queue[0]() is False:
             return False
-        self.queue.popleft()()  # type: ignore[operator]
+        self.queue.popleft()
         return True
-
-
-class Streams:
-    """The streams of one race. events: True if they wait for each other."""
-
-    def __init__(self, device: torch.device, events: bool) -> None:
-        self.device, self.events = device, events
-        self.streams: list[Any] = []
-
-    def stream(self, slow: bool = False) -> Any:
-        """Make a stream."""
-        stream = CudaStream(self.device, slow) if self.device.type == "cuda" else DeferredStream(slow)
-        self.streams.append(stream)
-        return stream
-
-    def after(self, stream: Any, earlier: Any) -> None:
-        """Make later work of `stream` wait for all work of `earlier` so far. A race tests this event."""
-        event = earlier.record()
-        if self.events:
-            stream.wait(event)
-
-    def finish(self, until: Any = None) -> None:
-        """Run all work, or all work of the stream `until`."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            return
-        order = sorted(self.streams, key=lambda stream: stream.slow)
-        while (until is None or until.queue) and any(stream.step() for stream in order):
-            pass
-        if any(stream.queue for stream in ([until] if until else self.streams)):
-            raise RuntimeError("the streams wait for each other")

@@ -108,26 +108,21 @@ class Server:
             text = self._request("GET", "/metrics").text
         except Refused:
             return None
-        sums: dict[str, float] = {}
-        blocks, block = 0, 0
         try:
-            for family in text_string_to_metric_families(text):
-                for sample in family.samples:
-                    sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
-                    if sample.name == "vllm:cache_config_info":
-                        blocks += _number(sample.labels.get("num_gpu_blocks"))
-                        block = _number(sample.labels.get("block_size"))
+            samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
         except ValueError:  # a page that is not Prometheus text
             return None
-        if not any(name.startswith("vllm:") for name in sums):
+        if not any(sample.name.startswith("vllm:") for sample in samples):
             return None
 
         def count(name: str) -> float:
-            return sums.get(f"vllm:{name}_total", 0.0)
+            return sum(sample.value for sample in samples if sample.name == f"vllm:{name}_total")
 
+        configs = [sample.labels for sample in samples if sample.name == "vllm:cache_config_info"]
         return Metrics(
             count("request_success"), count("external_prefix_cache_queries"), count("external_prefix_cache_hits"),
-            count("num_preemptions"), blocks, block,
+            count("num_preemptions"), sum(_number(config.get("num_gpu_blocks")) for config in configs),
+            _number(configs[-1].get("block_size") if configs else None),
         )  # fmt: skip
 
     def metrics_after(self, before: Metrics, requests: int = 1) -> Metrics:

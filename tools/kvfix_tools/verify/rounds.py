@@ -15,8 +15,8 @@ from dataclasses import replace
 
 from kvfix_tools.verify.client import Metrics, Refused, Reply, Server
 from kvfix_tools.verify.compare import SPARE, Judge, difference, has_numbers, is_decided
-from kvfix_tools.verify.outcome import ALONE, UNDER_LOAD, Case, Confirmation, Outcome
 from kvfix_tools.verify.prompts import TOKENS, Maker, Prompt, Sizes
+from kvfix_tools.verify.report import ALONE, UNDER_LOAD, Case, Confirmation, Outcome
 
 #: Maximum seconds until the blocks of the last requests are free. A connector may still be storing them.
 STORING = 20.0

@@ -6,6 +6,7 @@ of the check (layout.py).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -35,19 +36,12 @@ class TorchCopy(Transfer):
         self.staging = [torch.empty_like(self.buffers[0], device=device) for _ in in_flight]
 
     def store(self, slots: torch.Tensor) -> None:
-        self._run(self.stores(slots))
+        self.run(partial(self.gather, number, part) for number, part in enumerate(slots.split(self.chunk)))
 
     def load(self, slots: torch.Tensor, skip: int) -> None:
-        self._run(self.loads(slots, skip))
-
-    def stores(self, slots: torch.Tensor) -> list[Work]:
-        """Return the work of a store, chunk by chunk."""
-        return [partial(self.gather, number, part) for number, part in enumerate(slots.split(self.chunk))]
-
-    def loads(self, slots: torch.Tensor, skip: int = 0) -> list[Work]:
         chunks = enumerate(slots.split(self.chunk))
         left_out = [(number, part, max(skip - number * self.chunk, 0)) for number, part in chunks]
-        return [partial(self.scatter, number, part, out) for number, part, out in left_out if out < len(part)]
+        self.run(partial(self.scatter, number, part, out) for number, part, out in left_out if out < len(part))
 
     def gather(self, number: int, slots: torch.Tensor) -> None:
         """Copy the KV of these slots to host buffer `number`."""
@@ -67,8 +61,8 @@ class TorchCopy(Transfer):
         for layer, tensor in enumerate(self.layers):
             tensor[block, offset] = held[layer, skip:]
 
-    def _run(self, work: list[Work]) -> None:
-        """Run the work in turn on the streams, and wait for its end. On the CPU, run it directly."""
+    def run(self, work: Iterable[Work]) -> None:
+        """Run the work of each chunk in turn on the streams, and wait for its end. On the CPU, run it directly."""
         for number, each in enumerate(work):
             if self.streams:
                 self.streams[number % IN_FLIGHT].submit(each)

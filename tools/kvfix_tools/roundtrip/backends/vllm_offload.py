@@ -58,7 +58,9 @@ class Simple(Transfer):
             cuda_mem_ops._batch_memcpy = (_batch_memcpy, 0)
         self.block = check.geometry.block
         blocks = len(block_ids(check.source, self.block))
-        self.host: Region = regions.host_blocks(check.geometry, blocks, check.device, check.cell.seed)
+        parts = [({**check.geometry.sizes(), "block": blocks}, 0)]  # the tensors of the KV cache with fewer blocks
+        axes = check.geometry.layout.axes
+        self.host: Region = regions.make("host", check.geometry, axes, parts, check.device, check.cell.seed)
         self.numbers = list(range(blocks))  # numbers of the host blocks
         self.stream = cuda_stand_in.Stream() if cpu else torch.cuda.Stream(check.device)
         caches, copies = pages(check.cache), pages(self.host)
