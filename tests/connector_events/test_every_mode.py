@@ -3,8 +3,6 @@
 One process plays the scenario in every mode.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import os
@@ -30,7 +28,6 @@ from tests.connector_events.conftest import Replayed
 def play_all(path: str) -> dict[str, Any]:
     """Recorder files and reports stay in the folder of this path."""
     folder, scenario = Path(path), find("mismatch-in-tokens-to-load")
-    assert scenario is not None
     answer: dict[str, Any] = {}
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory as factory
     from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1 as connector

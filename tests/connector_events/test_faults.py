@@ -1,7 +1,5 @@
 """A fault in any part of the connector events changes no decision of the scheduler, and is logged in one line."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

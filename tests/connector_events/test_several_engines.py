@@ -1,7 +1,5 @@
 """Threads, forks, several engines in one process: each has its own record. Spawned processes: tests/engine."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading
