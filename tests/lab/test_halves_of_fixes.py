@@ -1,8 +1,8 @@
-"""Fixes that lack targets. Fixes with functions in two processes: each half alone has no outcome that the release does
-not have. Of other incomplete fixes the lab finds that a target is missing.
+"""Fixes that lack targets: the lab finds that a target is missing.
 
-A load that times out, where the release waits for ever, is allowed. One process may have the fix, and the other process
-another release or no kvfix.
+Fixes with functions in two processes: each half alone has no outcome that the release does not have. A load that times
+out, where the release waits for ever, is allowed. One process may have the fix, and the other process another release
+or no kvfix.
 """
 
 from collections.abc import Callable

@@ -5,6 +5,7 @@ mode kvfix reports the right rule and names the fix.
 """
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -150,10 +151,7 @@ def test_commands(fresh: Fresh) -> None:
     assert {row["slug"] for row in json.loads(done.stdout)} == {scenario.slug for scenario in scenarios()}
     for arguments, text in (
         (["run", "no-such"], "no scenario no-such. `kvfix lab list` lists the scenarios\n"),
-        (
-            ["run", "full-hit-asked-twise"],
-            "twise. Did you mean full-hit-asked-twice? `kvfix lab list` lists the scenarios\n",
-        ),
+        (["run", "full-hit-asked-twise"], "twise. Did you mean full-hit-asked-twice? `kvfix lab list` lists the"),
         (["run"], "name a scenario, or --all"),
         (["run", "full-hit-asked-twice", "--lmcache-path", "/nowhere"], "holds no lmcache package"),
     ):
@@ -176,16 +174,19 @@ REPORTED = (
 )
 
 
+def demo(folder: Path, release: str, *more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvfix_tools.lab.demo", "--lmcache-path", str(RELEASES / release)]
+    return run_forked([*command, *more], folder)
+
+
 def test_demo_shows_the_report(tmp_path: Path) -> None:
     """`make demo` shows both histories: the exact message as released, and a finished request with the fix."""
-    demo = [sys.executable, "-m", "kvfix_tools.lab.demo", "--lmcache-path"]
-    done = run_forked([*demo, str(RELEASES / "0.3.10")], tmp_path)
+    done = demo(tmp_path, "0.3.10")
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert "\x1b[" not in done.stdout
     assert f"EngineCore is dead.\n    AssertionError: {REPORTED} for request long\n" in done.stdout
     assert "admitted, nothing loaded twice, finished." in done.stdout
-    done = run_forked([*demo, str(RELEASES / "0.3.10"), "--json"], tmp_path)
-    released, fixed = json.loads(done.stdout)
+    released, fixed = json.loads(demo(tmp_path, "0.3.10", "--json").stdout)
     assert released["story"][-1] == (f"step 7: schedule raises AssertionError: {REPORTED} for request long")
     assert "step 6: match(336) promises 256, but hit 256 - computed 336 = -80: 0 is due" in released["story"]
     assert "step 7: admitted at 336 computed tokens, 9673 more are computed" in fixed["story"]
@@ -193,8 +194,7 @@ def test_demo_shows_the_report(tmp_path: Path) -> None:
 
 
 def test_demo_on_a_release_without_the_bug_says_that_it_did_not_die(tmp_path: Path) -> None:
-    demo = [sys.executable, "-m", "kvfix_tools.lab.demo", "--lmcache-path"]
-    done = run_forked([*demo, str(RELEASES / "0.5.6")], tmp_path)
+    done = demo(tmp_path, "0.5.6")
     assert done.returncode == 1
     assert "It did not die as reported." in done.stdout
 
