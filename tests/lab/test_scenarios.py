@@ -82,7 +82,7 @@ BY_OTHERS = {"nixl-push-thread-loses-notices"}
 def test_a_fix_acts_in_the_scenarios_of_its_bug(release: str, once: Once) -> None:
     found = {slug: each["acted"] for (slug, fixes), each in played(once, release).items() if fixes}
     assert {slug for slug, counts in found.items() if not all(counts.values())} <= BY_OTHERS
-    assert len({code for counts in found.values() for code in counts}) > 30
+    assert len({code for counts in found.values() for code in counts}) > 60
 
 
 #: Scenarios that hooks show, but not on the releases that are played here.
