@@ -152,6 +152,7 @@ SIMPLE = ("loads_failed", "aborted_loading", "aborted_storing", "loads_of_groups
 BOTH = ("loads_offloaded", "passed_over", "loads_failed", "evicted", "preemptions", "full_steps", "inputs")
 #: (connector, mode, seeds, option that a schedule must have, what happens in schedules with faults)
 FUZZED: list[tuple[str, str, Sequence[int], str, tuple[str, ...]]] = [
+    *((connector, "check", range(24), "", ()) for connector in ("v1", "mp")),
     ("simple-offload", "check", range(60), "", SIMPLE),
     ("v1", "check", range(400), "simple_offloading", BOTH),
     ("nixl-pull", "fix", range(16), "", (*PAIR, "leases", "aborted_loading")),
