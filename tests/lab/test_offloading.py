@@ -47,7 +47,7 @@ def test_no_more_is_stored_than_the_request_allows() -> list[Any]:
     connector = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache)
     scheduler = connector.connector_scheduler
     assert scheduler.config.supports_partial_tail
-    answers: list[Any] = []
+    found: list[Any] = []
     for number, limit in enumerate(LIMITS):
         request = vllm_objects.request(Options(block_size=8), f"r{number}", prompt(TOKENS, number), 4)
         request.kv_transfer_params = {} if limit is None else {"max_offload_tokens": limit}
@@ -59,10 +59,10 @@ def test_no_more_is_stored_than_the_request_allows() -> list[Any]:
         handed = SimpleNamespace(boundary_state_offloads={request.request_id: [(1, 9, TOKENS)]})
         try:
             jobs = scheduler._build_partial_tail_store_jobs(SimpleNamespace(kv_connector_block_state=handed))
-            answers.append(sum(len(job.src_spec.block_ids) for job in jobs.values()))
+            found.append(sum(len(job.src_spec.block_ids) for job in jobs.values()))
         except AssertionError as error:
-            answers.append(type(error).__name__)
-    return answers
+            found.append(type(error).__name__)
+    return found
 
 
 @answers([])
