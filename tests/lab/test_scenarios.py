@@ -78,9 +78,8 @@ def test_with_fixes(slug: str, release: str, once: Once) -> None:
 BY_OTHERS = {"nixl-push-thread-loses-notices"}
 
 
-@pytest.mark.parametrize("release", PLAYED)
-def test_a_fix_acts_in_the_scenarios_of_its_bug(release: str, once: Once) -> None:
-    found = {slug: each["acted"] for (slug, fixes), each in played(once, release).items() if fixes}
+def test_a_fix_acts_in_the_scenarios_of_its_bug(once: Once) -> None:
+    found = {slug: each["acted"] for (slug, fixes), each in played(once, "0.5.6").items() if fixes}
     assert {slug for slug, counts in found.items() if not all(counts.values())} <= BY_OTHERS
     assert len({code for counts in found.values() for code in counts}) > 60
 
