@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import inspect
 import json
 import multiprocessing
 import os
@@ -122,7 +124,8 @@ Fixes = bool | list[str]
 def code_of(case: Callable[..., Any], arguments: tuple[Any, ...], fixes: Fixes) -> str:
     """Return Python that imports the case in a fork, and calls it. The fork has the arguments by their repr."""
     apply = f"import kvfix; kvfix.apply(only={None if fixes is True else fixes})" if fixes is not False else ""
-    return f"from {case.__module__} import {case.__name__} as case\n{apply}\nresult = case(*{arguments!r})"
+    load = f"from {case.__module__} import {case.__name__} as case\ncase = getattr(case, '__wrapped__', case)"
+    return f"{load}\n{apply}\nresult = case(*{arguments!r})"
 
 
 class ForkServer:
@@ -230,6 +233,34 @@ def once(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> O
     answers = shared / "answers"
     answers.mkdir(exist_ok=True)
     return Once(fork_server, answers)
+
+
+def answers(*expected: Any, also: str = "", **fixed: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Make a test of a function: it runs in a fork, and must return the expected answer.
+
+    expected: one answer, or two: as released, and with the fixes.
+    also: further parameters of the test, with spaces: `answer`, if none is expected here, `fixes` and `release`.
+    fixed: `fixes` and `release` if they are no parameters. Without them: none, or all for the second answer; 0.5.6.
+    """
+
+    def make(case: Callable[..., Any]) -> Any:
+        names = list(inspect.signature(case).parameters)
+
+        @functools.wraps(case)
+        def test(once: Once, **parameters: Any) -> None:
+            given = {"fixes": len(expected) > 1, "release": "0.5.6", **fixed, **parameters}
+            right, fixes = list(expected or [given["answer"]]), given["fixes"]
+            arguments = [given[name] for name in names]
+            folder = RELEASES / given["release"]
+            ways = [False, fixes][-len(right) :]
+            assert [once(case, folder, *arguments, fixes=each) for each in ways] == right
+
+        kind = inspect.Parameter.KEYWORD_ONLY
+        of_test = [inspect.Parameter(name, kind) for name in ("once", *names, *also.split())]
+        vars(test)["__signature__"] = inspect.Signature(of_test)
+        return test
+
+    return make
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """`kvfix replay` on recorder files."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

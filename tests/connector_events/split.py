@@ -1,7 +1,5 @@
 """Splits a real recording of the lab, with both roles in one process, into files of several processes and nodes."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile
@@ -42,6 +40,12 @@ def on_node(
     head = {**moved(head), "node": node, "boot": f"boot of {node}", "began": 7}
     path.write_text("\n".join(map(json.dumps, [head, *map(moved, [*connectors, *events])])) + "\n")
     return path
+
+
+def assert_between(clock: Any, true: float) -> None:
+    """The bounds that common events give for the monotonic clock of a node, which is ahead by so many seconds."""
+    assert clock.low <= clock.ahead <= clock.high
+    assert clock.low <= int(true * 1e9) <= clock.high
 
 
 class Split:

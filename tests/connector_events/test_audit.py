@@ -1,7 +1,5 @@
 """The arithmetic of the audit, vLLM's layouts, and the engines that are not audited. Real engines: tests/engine."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

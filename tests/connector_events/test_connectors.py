@@ -16,7 +16,7 @@ from kvfix.session import session
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.steps import prompt
 from tests import late
-from tests.conftest import RELEASES, ForkServer, Once
+from tests.conftest import RELEASES, ForkServer, answers
 
 Functions = dict[str, Callable[..., Any]]
 
@@ -112,7 +112,9 @@ def watched_layers(folder: str) -> dict[str, Any]:
     return {**result, "left": is_wrapped()}
 
 
-def imports_connector_events(mode: str) -> bool:
+@pytest.mark.parametrize(("mode", "answer"), [("fix", False), ("observe", True)])
+@answers(also="answer")
+def test_mode_fix_imports_no_connector_events(mode: str) -> bool:
     kvfix.apply(mode)
     return "kvfix.connector_events" in sys.modules
 
@@ -123,24 +125,14 @@ def connectors(fork_server: ForkServer) -> dict[str, Any]:
 
 
 def test_the_known_connectors_are_there(connectors: dict[str, Any]) -> None:
-    assert {
-        "LMCacheConnectorV1",
-        "LMCacheMPConnector",
-        "MultiConnector",
-        "NixlConnector",
-        "OffloadingConnector",
-    } <= set(connectors)
+    known = {"LMCacheConnectorV1", "LMCacheMPConnector", "MultiConnector", "NixlConnector", "OffloadingConnector"}
+    assert known <= set(connectors)
 
 
 def test_every_hook_is_watched_once_and_keeps_its_signature(connectors: dict[str, Any]) -> None:
     for name, found in connectors.items():
         assert {"get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta"} <= set(found["hooks"])
         assert (found["unwatched"], found["odd"], found["twice"], found["left"]) == ([], [], False, []), name
-
-
-@pytest.mark.parametrize(("mode", "imported"), [("fix", False), ("observe", True)])
-def test_mode_fix_imports_no_connector_events(mode: str, imported: bool, fork_server: ForkServer) -> None:
-    assert fork_server(imports_connector_events, RELEASES / "0.5.6", mode) is imported
 
 
 def test_hooks_of_layers_are_watched_on_request_only(fork_server: ForkServer, tmp_path: Path) -> None:
@@ -153,7 +145,8 @@ def test_hooks_of_layers_are_watched_on_request_only(fork_server: ForkServer, tm
     assert (found["recorded"], found["inside"]) == (["RuntimeError: planted"], [])
 
 
-def hits_of_an_unhealthy_adapter() -> list[tuple[Any, ...]]:
+@answers([[128, 128, 128], [None, 128, 0], [128, 128, 128], [[], 128]])
+def test_an_unhealthy_adapter_has_no_hit_whatever_it_has_found() -> list[Any]:
     """(what the reader says of the hit, what the adapter has found, what is promised) of a request that waits for
     blocks: with its server, while that is silent, and after."""
     from kvfix.ledger import events as ev
@@ -171,12 +164,3 @@ def hits_of_an_unhealthy_adapter() -> list[tuple[Any, ...]]:
     engine.free_blocks()
     engine.run()
     return [*said, (engine.findings, engine.counts["loaded_tokens"])]
-
-
-def test_an_unhealthy_adapter_has_no_hit_whatever_it_has_found(once: Once) -> None:
-    assert once(hits_of_an_unhealthy_adapter, RELEASES / "0.5.6") == [
-        [128, 128, 128],
-        [None, 128, 0],
-        [128, 128, 128],
-        [[], 128],
-    ]

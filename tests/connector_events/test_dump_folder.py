@@ -1,7 +1,5 @@
 """The folder for dumps: private to the user, in a folder that may be shared and whose mode does not change."""
 
-from __future__ import annotations
-
 import os
 import stat
 from pathlib import Path

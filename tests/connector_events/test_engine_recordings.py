@@ -1,7 +1,5 @@
 """Recordings of several processes, nodes and ranks of one engine: real ones of the lab, split by role."""
 
-from __future__ import annotations
-
 import io
 import tarfile
 from pathlib import Path
@@ -13,7 +11,7 @@ from kvfix.ledger import events as ev
 from kvfix_tools import engine_recordings, recording, replay
 from tests.conftest import RELEASES, Once
 from tests.connector_events.conftest import Replayed
-from tests.connector_events.split import CLOCKS, Split, recorded
+from tests.connector_events.split import CLOCKS, Split, assert_between, recorded
 
 #: connector -> seed of a plain schedule with loads of several requests.
 SEEDS = {"v1": 3, "mp": 3}
@@ -57,7 +55,6 @@ def test_a_whole_engine(files: dict[str, Path], split: Split, replayed: Replayed
 def test_both_roles_in_one_process(split: Split, tmp_path: Path) -> None:
     """As on one GPU: they are one engine."""
     engine = engine_of([split.whole(tmp_path / "whole.jsonl")])
-    assert engine.scheduler is not None
     assert list(engine.workers) == [0]
     compared = engine.compared[0]
     assert compared.pairs
@@ -68,23 +65,16 @@ def test_the_order_comes_from_the_ledger(files: dict[str, Path], split: Split) -
     """By the wall clocks a rank would start its loads seconds before the scheduler schedules them, or long after."""
     engine = engine_of(list(files.values()))
     for boot, clock in engine.clocks.items():
-        true = int((CLOCKS[boot.rpartition(" ")[2]][0] - CLOCKS["n0"][0]) * 1e9)
-        assert clock.low is not None
-        assert clock.high is not None
-        assert clock.low <= clock.ahead <= clock.high
-        assert clock.low <= true <= clock.high
+        assert_between(clock, CLOCKS[boot.rpartition(" ")[2]][0] - CLOCKS["n0"][0])
     for request in {line["request"] for line in split.events("WORKER")}:
         history = engine.history(request)
         for part in engine.parts:
             own = [entry.event for one, entry in history if one is part]
             assert own == [entry.event for entry in part.entries if entry.event.request == request]
-        scheduler = [at for at, (part, entry) in enumerate(history) if part.is_scheduler and is_load(entry)]
-        ranks = [at for at, (part, entry) in enumerate(history) if part.rank == 1 and is_load(entry)]
+        due = [(at, part) for at, (part, entry) in enumerate(history) if isinstance(entry.event, ev.LoadDue)]
+        scheduler = [at for at, part in due if part.is_scheduler]
+        ranks = [at for at, part in due if part.rank == 1]
         assert all(here < there for here, there in zip(scheduler, ranks, strict=True))
-
-
-def is_load(entry: Any) -> bool:
-    return isinstance(entry.event, ev.LoadDue)
 
 
 def test_a_missing_rank_is_unknown(files: dict[str, Path], replayed: Replayed) -> None:
@@ -131,10 +121,7 @@ def test_overlapping_recordings_of_a_process_are_merged(files: dict[str, Path], 
     early = split.write(tmp_path / "e.jsonl", "SCHEDULER", 0, "n0", lines[: len(lines) * 2 // 3])
     late = split.write(tmp_path / "l.jsonl", "SCHEDULER", 0, "n0", lines[len(lines) // 3 :])
     engine = engine_of([late, early, files["0"]])
-    assert engine.scheduler is not None
-    whole = engine_of([files["scheduler"]]).scheduler
-    assert whole is not None
-    assert engine.scheduler.entries == whole.entries
+    assert engine.scheduler.entries == engine_of([files["scheduler"]]).scheduler.entries
 
 
 def test_bundles_of_two_nodes(files: dict[str, Path], tmp_path: Path, replayed: Replayed) -> None:

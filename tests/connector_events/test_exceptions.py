@@ -1,7 +1,5 @@
 """Every exception of a hook is recorded once, whatever its id, its thread, and the hooks that it passes through."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

@@ -1,7 +1,5 @@
 """A fault in any part of the connector events changes no decision of the scheduler, and is logged in one line."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -18,13 +16,10 @@ import pytest
 
 import kvfix
 from kvfix.session import session
-from kvfix_tools.lab import releases
 from kvfix_tools.lab.fuzz.schedule import draw
 from tests import healthy, late
 
 FIRST = [("v1", 3), ("mp", 3)]
-#: Schedules of each connector that are fuzzed in mode `check`, with aborts, failed loads and all options.
-SEEDS = 12
 
 
 def fails(*_: Any, **__: Any) -> Any:
@@ -58,13 +53,7 @@ def play_all() -> dict[str, Any]:
     for what, plant in FAULTS.items():
         found = watch(plant, decided)
         answer["faults"][what] = {**found, "same": found["same"] == alone}
-
-    def fuzz() -> int:
-        drawn = (draw(seed, connector, lacks=releases.lacking()) for connector, _ in FIRST for seed in range(SEEDS))
-        return sum(late.play(schedule).steps for schedule in drawn)
-
-    found = watch(FAULTS["nothing"], fuzz)
-    return {**answer, "fuzz": found["logged"], "steps": found["same"]}
+    return answer
 
 
 def watch(plant: Callable[[], Any], decided: Callable[[], Any]) -> dict[str, Any]:
@@ -219,10 +208,3 @@ def test_the_schedules_have_events(outcomes: dict[str, Any]) -> None:
     assert outcomes["faults"]["a violation"]["written"] == 1  # once for all of this kind
     assert outcomes["faults"]["odd object in an event"]["written"] > 0
     assert outcomes["faults"]["signal in a hook"]["dumps"] > 0
-
-
-def test_a_fuzz_in_mode_check_has_no_finding(outcomes: dict[str, Any]) -> None:
-    """With the fixes no rule is violated, whatever is aborted, evicted or lost."""
-    assert outcomes["steps"] > 1500
-    # KVF015 logs a worker that does not answer: that is no finding.
-    assert [line for line in outcomes["fuzz"] if not line.startswith("KVF015: ")] == []

@@ -3,8 +3,6 @@
 test_peers.py tests them with real workers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

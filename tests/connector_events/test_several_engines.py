@@ -1,28 +1,24 @@
 """Threads, forks, several engines in one process: each has its own record. Spawned processes: tests/engine."""
 
-from __future__ import annotations
-
 import json
 import os
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 import kvfix
 from kvfix.session import session
 from kvfix_tools import recording
 from kvfix_tools.lab.fuzz.schedule import draw
 from tests import late
-from tests.conftest import RELEASES, Once
 
 #: Seeds of plain schedules: two engines.
 SEEDS = (3, 5)
 
 
-def play_all(folder: str) -> dict[str, Any]:
-    os.environ["KVFIX_DUMP_DIR"] = folder
+def play_all() -> dict[str, Any]:
+    os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp(prefix="kvfix-test-")
     kvfix.apply("check")
     alone = [events_of(played) for played in (play(seed) for seed in SEEDS)]
     return {
@@ -115,22 +111,17 @@ def forked(alone: list[str]) -> dict[str, Any]:
     return {**child, "parent goes on": events_of(run(made)) == alone, "parent had": before > 0}
 
 
-@pytest.fixture(scope="module")
-def played(once: Once, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return dict(once(play_all, RELEASES / "0.5.6", str(tmp_path_factory.mktemp("several_engines"))))
+def test_two_engines_of_one_process(outcomes: dict[str, Any]) -> None:
+    assert min(outcomes["alone"]) > 20
+    assert outcomes["in turn"]
+    assert outcomes["threads"]
 
 
-def test_two_engines_of_one_process(played: dict[str, Any]) -> None:
-    assert min(played["alone"]) > 20
-    assert played["in turn"]
-    assert played["threads"]
-
-
-def test_a_fork_has_its_own_record(played: dict[str, Any]) -> None:
+def test_a_fork_has_its_own_record(outcomes: dict[str, Any]) -> None:
     """The child starts with an empty record. The parent's engine continues."""
-    assert played["forked"].pop("began with") == 0
-    assert all(played["forked"].values()), played["forked"]
+    assert outcomes["forked"].pop("began with") == 0
+    assert all(outcomes["forked"].values()), outcomes["forked"]
 
 
-def test_no_engine_has_a_finding(played: dict[str, Any]) -> None:
-    assert [line for line in played["logged"] if " acted: " not in line] == []
+def test_no_engine_has_a_finding(outcomes: dict[str, Any]) -> None:
+    assert [line for line in outcomes["logged"] if " acted: " not in line] == []

@@ -1,7 +1,5 @@
 """`collect` reads the real scheduler and LMCache's connectors."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`kvfix look PID` on processes that run: the lab's engine in a loop, and one that stands in C."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty
@@ -33,12 +31,11 @@ def of_lab() -> dict[str, str]:
 @contextmanager
 def lab_process(name: str) -> Iterator[int]:
     """An engine of wedged.py."""
-    command = [sys.executable, "-m", "tests.engine_state.lab_process", name]
+    command = [sys.executable, "-m", "tests.engine_state.wedged", name]
     process = subprocess.Popen(
         command, env=of_lab(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
     try:
-        assert process.stdout is not None
         assert any(line == "runs\n" for line in process.stdout)
         yield process.pid
         assert process.poll() is None  # it goes on after all looks
@@ -142,7 +139,6 @@ def test_in_a_container_without_ptrace() -> None:
         [sys.executable, "-c", "import torch; print(flush=True); input()"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     ) as process:  # fmt: skip
-        assert process.stdout is not None
         process.stdout.readline()
         done = RUN([*less, *COMMAND, str(process.pid)])
         process.kill()
@@ -162,7 +158,6 @@ def test_there_is_no_such_process() -> None:
 def test_a_process_without_vllm_is_not_stopped(command: list[str]) -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         if "sleep" not in command:
-            assert process.stdout is not None
             process.stdout.readline()
         done = look(process.pid)
         assert process.poll() is None
@@ -176,14 +171,13 @@ def test_a_process_without_vllm_is_not_stopped(command: list[str]) -> None:
 def test_of_a_container_only_the_engine_is_read() -> None:
     """Below PID 1 are other programs too: a plain Python, and PyTorch without vLLM."""
     others = ["print('other', flush=True); input()", "import torch; print('other', flush=True); input()"]
-    engine = f"{sys.executable} -m tests.engine_state.lab_process busy_engine 2>&-"
+    engine = f"{sys.executable} -m tests.engine_state.wedged busy_engine 2>&-"
     script = " & ".join([engine, *(f'{sys.executable} -c "{code}" <&3' for code in others), "wait"])
     with subprocess.Popen(
         ["sh", "-c", f"exec 3<&0; {script}"],
         env=of_lab(), cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
     ) as process:  # fmt: skip
         try:
-            assert process.stdout is not None
             lines: list[str] = []
             while lines.count("other\n") < len(others) or "runs\n" not in lines:
                 assert process.poll() is None
@@ -191,7 +185,7 @@ def test_of_a_container_only_the_engine_is_read() -> None:
             found = looking.engine_of(process.pid)
         finally:
             os.killpg(process.pid, signal.SIGKILL)
-    assert [each.command[2] for each in found] == ["tests.engine_state.lab_process"]
+    assert [each.command[2] for each in found] == ["tests.engine_state.wedged"]
 
 
 def test_kvfix_does_not_read_itself() -> None:

@@ -1,7 +1,5 @@
 """The verdict on states that the lab's real scheduler and connectors are in."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

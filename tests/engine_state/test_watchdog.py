@@ -1,7 +1,5 @@
 """The watchdog reports each engine that stands still, once, and none that works, waits for work or computes."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 import time
@@ -19,7 +17,7 @@ from kvfix_tools import recording
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.steps import prompt
 from tests import late
-from tests.conftest import RELEASES, Once
+from tests.conftest import RELEASES, Once, answers
 from tests.engine_state import wedged
 
 #: Seconds that the clock of these cases advances with each step: twelve in the limit.
@@ -36,8 +34,7 @@ def prepare() -> None:
 
 
 class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
+    now = 0.0
 
     def __call__(self) -> float:
         return self.now
@@ -107,9 +104,9 @@ def quiet() -> dict[str, float]:
     return found
 
 
-def queued_prefill() -> list[float]:
-    """Seconds until a decode engine is reported whose request waits in the queue of the prefill engine: while the
-    decode engine makes steps, and while it makes none."""
+@answers([0.0, 70.0])  # the first two looks only begin
+def test_a_decode_engine_that_waits_for_the_queue_of_prefill() -> list[float]:
+    """Seconds until it is reported: while the decode engine makes steps, and while it makes none."""
     prepare()
     pair = late.Pair(Options(connector="mooncake", block_size=16, num_blocks=40, max_num_batched_tokens=64))
     prefill = pair.prefill.scheduler
@@ -120,7 +117,8 @@ def queued_prefill() -> list[float]:
     return [due(lambda: pair.step_alone("decode"), 40), due(lambda: None, 40)]
 
 
-def two_standstills() -> list[int]:
+@answers([1, 1, 1, 2])
+def test_each_standstill_is_reported_once() -> list[int]:
     """Return the reports after a standstill, a longer time, progress of a request, and a second standstill."""
     prepare()
     engine = wedged.silent_server()
@@ -143,15 +141,27 @@ def two_standstills() -> list[int]:
     return [found[0], found[1], found[-2], found[-1]]
 
 
-def paused() -> float:
+@answers(0.0)
+def test_a_pause_is_no_hang() -> float:
     prepare()
     engine = wedged.locked_out_engine()
     engine.pause(everything=True)
     return due(engine.step, 40)
 
 
-def in_hook(hook: str, times: int, requests: int = 1) -> list[Any]:
-    """Seconds after which a hook is reported that looks at the clock so often before it comes back, and what stands."""
+@pytest.mark.parametrize(
+    ("hook", "times", "requests", "answer"),
+    [
+        ("build_connector_meta", 20, 1, ["build_connector_meta of LMCacheMPConnector"]),
+        ("build_connector_meta", 2, 1, []),
+        # One step waits in many hooks: LMCache is in process, and each waiting request costs the scheduler 3 s.
+        ("get_num_new_matched_tokens", 2, 20, ["requests"]),
+        ("get_num_new_matched_tokens", 1, 2, []),
+    ],
+)
+@answers(also="answer")
+def test_a_hook_that_does_not_come_back(hook: str, times: int, requests: int) -> list[Any]:
+    """The hook looks at the clock so often before it comes back. Return what is reported."""
     from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
 
     original, found = getattr(LMCacheMPConnector, hook), []
@@ -161,7 +171,7 @@ def in_hook(hook: str, times: int, requests: int = 1) -> list[Any]:
         for _ in range(times):
             clock.now += STEP
             if (standing := dog.is_due()) and not found:
-                found.extend([clock.now, standing[1] if standing[0] == "call" else standing[0]])
+                found.append(standing[1] if standing[0] == "call" else standing[0])
         return original(self, *args)
 
     setattr(LMCacheMPConnector, hook, slow)
@@ -174,7 +184,8 @@ def in_hook(hook: str, times: int, requests: int = 1) -> list[Any]:
     return found
 
 
-def start_of_lmcache() -> list[Any]:
+@answers([60.0, "the start of Manager"])
+def test_a_start_that_hangs() -> list[Any]:
     prepare()
     dog = watchdog.Watchdog(60.0, clock := Clock())
     found: list[Any] = []
@@ -188,9 +199,6 @@ def start_of_lmcache() -> list[Any]:
     return [clock.now, *found]
 
 
-NEWEST = RELEASES / "0.5.6"
-
-
 @pytest.mark.parametrize(
     ("engine", "verdict"),
     [
@@ -200,7 +208,7 @@ NEWEST = RELEASES / "0.5.6"
     ],
 )
 def test_an_engine_that_stands_still(engine: str, verdict: str, once: Once) -> None:
-    found = once(wedge, NEWEST, engine)
+    found = once(wedge, RELEASES / "0.5.6", engine)
     assert found["seconds"] == 65.0  # the first look only begins
     assert "no request has made progress for " in found["line"]
     assert verdict in found["line"]
@@ -211,34 +219,10 @@ def test_an_engine_that_stands_still(engine: str, verdict: str, once: Once) -> N
     assert "in wedge" in found["stacks"]  # of the main thread, wherever it was
 
 
-def test_a_decode_engine_that_waits_for_the_queue_of_prefill(once: Once) -> None:
-    assert once(queued_prefill, NEWEST) == [0.0, 70.0]  # the first two looks only begin
-
-
-def test_each_standstill_is_reported_once(once: Once) -> None:
-    assert once(two_standstills, NEWEST) == [1, 1, 1, 2]
-
-
 def test_what_is_no_hang(once: Once) -> None:
-    found = once(quiet, NEWEST)
+    found = once(quiet, RELEASES / "0.5.6")
     assert found.pop("not at the workers") > 0  # else the others prove nothing
     assert found == {"idle": 0.0, "load": 0.0, "a step at the workers": 0.0}
-    assert once(paused, NEWEST) == 0.0
-
-
-def test_a_hook_that_does_not_come_back(once: Once) -> None:
-    assert once(in_hook, NEWEST, "build_connector_meta", 20)[1:] == ["build_connector_meta of LMCacheMPConnector"]
-    assert once(in_hook, NEWEST, "build_connector_meta", 2) == []
-
-
-def test_one_step_that_waits_in_many_hooks(once: Once) -> None:
-    """LMCache in process, of which a worker does not answer: each waiting request costs the scheduler 3 s."""
-    assert once(in_hook, NEWEST, "get_num_new_matched_tokens", 2, 20)[1:] == ["requests"]
-    assert once(in_hook, NEWEST, "get_num_new_matched_tokens", 1, 2) == []
-
-
-def test_a_start_that_hangs(once: Once) -> None:
-    assert once(start_of_lmcache, NEWEST) == [60.0, "the start of Manager"]
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("", 60.0), ("5", 5.0), ("0", 0.0), ("-1", 0.0), ("soon", 60.0)])

@@ -1,15 +1,20 @@
-"""Engines of the lab that cannot move, and what `collect` reads in them: run in a fork, with vLLM and an LMCache."""
+"""Engines of the lab that cannot move, and what `collect` reads in them: run in a fork, with vLLM and an LMCache.
 
-from __future__ import annotations
+`python -m tests.engine_state.wedged NAME` runs an engine in a loop like EngineCore's. It prints a line when the engine
+is in that state, and goes on.
+"""
 
 import json
+import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import kvfix
 from kvfix import engine_state
 from kvfix.engine_state import lmcache_readers
+from kvfix_tools.lab import runner
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.scenario import find
 from kvfix_tools.lab.steps import prompt
@@ -50,10 +55,9 @@ def empty_engine() -> Any:
     return _engine(MP)
 
 
-def locked_out_engine() -> Any:
+def locked_out_engine(slug: str = "loaded-requests-lock-out") -> Any:
     """KVF208's scenario: "low" is loaded and waits behind "r", which needs more blocks than are free."""
-    scenario = find("loaded-requests-lock-out")
-    assert scenario is not None
+    scenario = find(slug)
     return scenario.played()
 
 
@@ -66,9 +70,7 @@ def arrivals() -> tuple[dict[str, float], list[dict[str, Any]]]:
 
 def locked_out_with_windows() -> Any:
     """KVF210's scenario: "other" is loaded and waits behind "r", in two KV groups."""
-    scenario = find("mp-window-reserves-too-little")
-    assert scenario is not None
-    return scenario.played()
+    return locked_out_engine("mp-window-reserves-too-little")
 
 
 def busy_engine() -> Any:
@@ -126,8 +128,7 @@ def healthy(connector: str, steps: int) -> list[dict[str, Any]]:
     """Looks after each step of a schedule without faults: few blocks, and what was evicted is asked for again."""
     lmcache: dict[str, Any] = {"enable_async_loading": True} if connector == "v1-async" else {}
     kind = "mp" if connector == "mp" else "v1"
-    options = Options(connector=kind, delay=3, num_blocks=48, chunk_size=64, lmcache=lmcache)
-    engine = _engine(options)
+    engine = _engine(Options(connector=kind, delay=3, num_blocks=48, chunk_size=64, lmcache=lmcache))
     if connector == "v1-async":
         engine.do("slow_lookups", 2)
     looks = []
@@ -163,16 +164,7 @@ def asked_and_needed(windows: tuple[int, ...], reserve: bool) -> list[tuple[int 
     """Yield (`needs`, vLLM's own count of blocks) whenever vLLM tries to admit a request and none runs."""
     from kvfix.engine_state import needs
 
-    options = Options(
-        connector="mp",
-        delay=2,
-        block_size=16,
-        num_blocks=72,
-        chunk_size=64,
-        windows=windows,
-        max_num_batched_tokens=128,
-    )
-    engine = _engine(options)
+    engine = _engine(replace(MP, delay=2, num_blocks=72, windows=windows, max_num_batched_tokens=128))
     scheduler, found = engine.scheduler, []
     scheduler.scheduler_reserve_full_isl = reserve
     manager = scheduler.kv_cache_manager
@@ -203,3 +195,33 @@ def asked_and_needed(windows: tuple[int, ...], reserve: bool) -> list[tuple[int 
         engine.admit(f"r{number}", prompt(100 + 70 * (number % 5), seed=number % 4), max_tokens=20 + 9 * (number % 3))
         engine.step(5 if number % 3 else 60)
     return found
+
+
+class EngineCore:
+    """In place of vLLM's, which needs a model. A step takes a hundredth of a second and more."""
+
+    model_executor = None
+
+    def __init__(self, lab: Any) -> None:
+        self._lab = lab
+        self.scheduler = lab.scheduler
+
+    def run_busy_loop(self, busy: bool) -> None:
+        number = 0
+        while True:
+            if busy and len(self.scheduler.requests) < 4:
+                number += 1
+                self._lab.admit(f"busy{number}", [number % 400 + 1] * 90, max_tokens=50)
+            self._lab.step()
+            if number < 3:
+                print("runs", flush=True)
+            time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    runner.prepare(None)
+    from vllm.distributed.kv_transfer import kv_transfer_state
+
+    lab = globals()[sys.argv[1]]()
+    kv_transfer_state._KV_CONNECTOR_AGENT = lab.connector.workers[0].in_worker
+    EngineCore(lab).run_busy_loop(busy=sys.argv[1] == "empty_engine")

@@ -4,8 +4,6 @@ By hand, for thousands of draws: `python -m tests.lab.faults DRAWS [--seed N] [-
 It must be installed before the first fix is loaded: it replaces the functions of `kvfix.wrapping` that fixes use.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import functools
@@ -72,7 +70,6 @@ class Plan:
 
 
 PLAN = Plan()
-
 
 #: Nodes of a statement that cannot raise.
 _SAFE = (
@@ -173,8 +170,6 @@ def _with_faults(wrap: Function) -> Function:
 
 #: Rules that a closed answer can violate: a load comes short, chunks are not stored or not found.
 CLOSED = ("LAB002", "LAB004", "LAB006")
-
-
 #: They write nothing if they fail: the decode engine gives the load up at its timeout, after the end of the schedule.
 UNTIL_TIMEOUT = ("KVF321", "KVF322", "KVF323", "KVF352")
 
@@ -206,27 +201,11 @@ class Case(NamedTuple):
         return self.findings(True, code)
 
 
-class Outcome(NamedTuple):
-    """worse: findings that the same play does not have without the fix."""
-
-    fix: str
-    case: str
-    line: str
-    time: int
-    always: bool
-    worse: list[str]
-
-    def __str__(self) -> str:
-        how = "always from" if self.always else "at"
-        return f"{self.fix} {self.case} {self.line} {how} time {self.time}: {self.worse}"
-
-
-def _scenario(slug: str) -> Case:
+def of_scenario(slug: str) -> Case:
     from kvfix_tools.lab import runner
     from kvfix_tools.lab.scenario import find
 
     scenario = find(slug)
-    assert scenario is not None
 
     def findings(fixes: bool, skipped: str) -> Any:
         codes = [code for code in runner.played(*scenario.fixes) if code != skipped]
@@ -255,7 +234,7 @@ def cases(fix: Any, seeds: int = 0) -> list[Case]:
     known = [scenario for scenario in map(find, fix.scenarios) if scenario is not None]
     found = [scenario for scenario in known if runner.expected(scenario) != "not-applicable"]
     connectors = dict.fromkeys(scenario.options.connector for scenario in found)
-    return [_scenario(scenario.slug) for scenario in found] + [
+    return [of_scenario(scenario.slug) for scenario in found] + [
         _seed(connector, seed) for connector in connectors for seed in range(seeds)
     ]
 
@@ -276,8 +255,8 @@ def counted(fix: Any, case: Case) -> Counted:
     return Counted(case, released, lines)
 
 
-def outcome(fix: Any, counted: Counted, line: Line, time: int, always: bool) -> Outcome:
-    """Play the case with the fix, and raise at this line."""
+def outcome(fix: Any, counted: Counted, line: Line, time: int, always: bool) -> str:
+    """Play the case with the fix, and raise at this line. Return what is worse than without the fix; "": nothing."""
     PLAN.__init__(fix.code)  # type: ignore[misc]
     PLAN.line, PLAN.time, PLAN.always = line, time, always
     try:
@@ -292,14 +271,8 @@ def outcome(fix: Any, counted: Counted, line: Line, time: int, always: bool) -> 
     worse = [str(each) for each in found if each.code not in allowed]
     if raised and not any(each.code == "LAB007" for each in found):
         worse.append("the fault is not counted")
-    where = f"{line[0].rpartition('/')[2]}:{line[1]}"
-    return Outcome(fix.code, counted.case.name, where, time, always, worse)
-
-
-def drawn(chance: random.Random, counted: Counted) -> tuple[Line, int, bool]:
-    """A line, the time at which it raises, and whether it raises from then on."""
-    line = chance.choice(sorted(counted.lines))
-    return line, chance.randint(1, counted.lines[line]), chance.random() < 0.5
+    where = f"{line[0].rpartition('/')[2]}:{line[1]} {'always from' if always else 'at'} time {time}"
+    return f"{fix.code} {counted.case.name} {where}: {worse}" if worse else ""
 
 
 def faults(
@@ -316,10 +289,11 @@ def faults(
         plays = [each for each in (counted(fix, case) for case in cases(fix, seeds)) if each.lines]
         for number in range(draws if plays else 0):
             play = plays[number % len(plays)]
-            came = outcome(fix, play, *drawn(chance, play))
+            line = chance.choice(sorted(play.lines))
+            came = outcome(fix, play, line, chance.randint(1, play.lines[line]), chance.random() < 0.5)
             done[fix.code] += 1
-            if came.worse:
-                worse.append(str(came))
+            if came:
+                worse.append(came)
                 say(came)
         say(f"{fix.code}: {done[fix.code]} draws, {sum(len(play.lines) for play in plays)} lines in {len(plays)} plays")
     return {"draws": dict(done), "worse": worse}

@@ -1,15 +1,16 @@
 """Faults planted in one or two engines of the lab, by setup: the mechanism, and the schedules that play them."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial, reduce
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
+from unittest import mock
 
 from kvfix_tools.lab import runner
 from kvfix_tools.lab.options import PAIRS, SERVER_CHUNK, Options
+from kvfix_tools.lab.scenario import scenarios
 from kvfix_tools.lab.steps import prompt
 from tests import late
 
@@ -18,11 +19,12 @@ Plant = Callable[[Any], None]
 
 
 class Setup(NamedTuple):
-    """options: of the lab. schedule: plays the faults of this setup. fixes: apply the fixes of kvfix."""
+    """options: of the lab. schedule: plays the faults of this setup. fixes: apply the fixes of kvfix, in this mode."""
 
     options: Options
     schedule: Plant
     fixes: bool = False
+    mode: str = "fix"
 
 
 class Fault(NamedTuple):
@@ -87,11 +89,18 @@ def wrap(owner: Any, name: str, call: Callable[..., Any]) -> None:
 def played(setup: str, name: str = "", planted: bool = True, **options: Any) -> dict[str, Any]:
     """Play a setup, with this fault or without one. Return codes and messages of the findings, counters and hits.
 
+    In mode `check` kvfix's own reports are findings too.
+
     name: "" for no fault. planted: False plays the schedule of the fault without the fault.
     """
     made, fault = SETUPS[setup], FAULTS[setup, name] if name else Fault((), "", lambda _: None)
     changed = dataclasses.replace(made.options, **{**fault.options, **options})
-    with runner.applied(made.fixes):
+    with (
+        TemporaryDirectory() as folder,
+        mock.patch.dict("os.environ", KVFIX_DUMP_DIR=folder),
+        runner.applied(made.fixes, made.mode),
+        runner.reported() as reports,
+    ):
         engine: Any = late.Pair(changed) if changed.connector in PAIRS else late.LabEngine(changed)
         if planted:
             fault.plant(engine)
@@ -101,7 +110,8 @@ def played(setup: str, name: str = "", planted: bool = True, **options: Any) -> 
                 engine.expect_all_ended()
         (engine if changed.connector in PAIRS else engine.connector).close()
     hits = {} if changed.connector in PAIRS else engine.request_events.hits
-    return {"found": [(each.code, each.message) for each in engine.findings], "counts": engine.counts, "hits": hits}
+    found = [(each.code, each.message) for each in [*engine.findings, *reports]]
+    return {"found": found, "counts": engine.counts, "hits": hits}
 
 
 def is_found(fault: Fault, done: dict[str, Any]) -> bool:
@@ -218,6 +228,8 @@ def schedule_multi(pair: Any) -> None:
     pair.step(3)
 
 
+#: A store is in flight when vLLM frees blocks before the window.
+_FREED = {each.slug: each for each in scenarios()}["mp-window-freed-while-stored"]
 _MP = Options(connector="mp", block_size=16, num_blocks=40, chunk_size=32, max_num_batched_tokens=64)
 _REAL = Options(connector="mp", real_server=True, chunk_size=SERVER_CHUNK, num_blocks=40)
 _PAIR = Options(num_blocks=40, max_num_batched_tokens=64)
@@ -231,6 +243,7 @@ SETUPS = {
     "mp-states": Setup(
         _replace(_MP, chunk_size=16, max_num_batched_tokens=16, states=True, separate_object_groups=True), schedule_mp
     ),
+    "mp-window-freed": Setup(_FREED.options, _FREED.play, True, "check"),
     "mp-real": Setup(_REAL, schedule_mp, True),
     "offloading": Setup(_replace(_PAIR, connector="offloading", max_num_batched_tokens=256), schedule_offloading),
     "simple-offload": Setup(_replace(_PAIR, connector="simple-offload", delay=2), schedule_offloading),

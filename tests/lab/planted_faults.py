@@ -1,7 +1,5 @@
 """Faults planted in one engine of the lab."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +31,19 @@ row(
     "a_load_is_reported_before_it_is_done", f"{COPIES}.is_done", lambda *_: True, "LAB001",
     text="the step reads", on=(*OFFLOADING, *SIMPLE),
 )  # fmt: skip
+# the worker does not wait for the copies of blocks that others get
+row(
+    "a_store_is_not_waited_for", "connector.offloading.ranks.0.connector.worker.wait", lambda *_: None, "LAB001",
+    text="the OffloadingConnector stores", on=OFFLOADING,
+)  # fmt: skip
+row(
+    "load_comes_short_for_no_reason", "", lambda engine: engine.workers[0].failing.update(again=3), "LAB002",
+    text="loaded up to 192 of 256", on=V1,
+)  # fmt: skip
+row(
+    "blocks_of_others_never_come_free", "free_blocks", lambda engine, _: engine._held.clear(), "LAB009",
+    text="again needs ", on=V1,
+)  # fmt: skip
 
 
 @fault("LAB001", text="Connector stores", on=("v1", "mp", *OFFLOADING, *SIMPLE, *BOTH), at=f"{COPIES}._submit", **LAST)
@@ -40,13 +51,6 @@ def copy_takes_the_next_block(engine: Any, submit: Any, pieces: Any) -> Any:
     memory = engine.connector.offloading.ranks[0].copies.gpu
     start, block, end = memory.data_ptr(), memory.shape[1], memory.data_ptr() + memory.numel()
     return submit([(source + block * (start <= source < end - block), *more) for source, *more in pieces])
-
-
-@fault("LAB001", text="the OffloadingConnector stores", on=OFFLOADING)
-def a_store_is_not_waited_for(engine: Any) -> None:
-    """The worker does not wait for the copies of blocks that others get."""
-    for rank in engine.connector.offloading.ranks:
-        rank.connector.worker.wait = lambda jobs: None
 
 
 @fault("LAB001", text="the step reads", on=OFFLOADING, offloading={"tier": "fs"})
@@ -64,13 +68,6 @@ def a_file_is_that_of_another_chunk(engine: Any) -> None:
         tier.file_mapper.get_file_name = name
 
     wrap(tier, "submit_load", submit_load)
-
-
-@fault("KVR009", text="_req_status", on=OFFLOADING)
-def a_job_is_never_reported(engine: Any) -> None:
-    """A request keeps its state as long as it has a store in flight."""
-    scheduler = engine.connector.offloading.scheduler
-    scheduler._req_status = _Kept(scheduler._req_status)
 
 
 @fault("LAB010", text="max_offload_tokens 0", on=OFFLOADING, at="connector.offloading.scheduler.on_new_request")
@@ -104,11 +101,6 @@ def two_blocks_are_exchanged(engine: Any) -> None:
             done.append(True)
 
     wrap(engine, "iterate", exchange)
-
-
-@fault("LAB002", text="loaded up to 192 of 256", on=V1)
-def load_comes_short_for_no_reason(engine: Any) -> None:
-    engine.workers[0].failing["again"] = 3
 
 
 # ---------------------------------------------------------------------- promises
@@ -231,20 +223,25 @@ class _Kept(dict):  # type: ignore[type-arg]
         return self.get(key, default)
 
 
-@fault("KVR009", text="load_specs", on=V1)
-def a_load_spec_is_kept(engine: Any) -> None:
-    engine.connector.scheduler_adapter.load_specs = _Kept()
+def _keep(owner: Any, name: str) -> None:
+    setattr(owner, name, _Kept(getattr(owner, name)))
+
+
+row(
+    "a_load_spec_is_kept", "", lambda engine: _keep(engine.connector.scheduler_adapter, "load_specs"), "KVR009",
+    text="load_specs", on=V1,
+)  # fmt: skip
+# a request keeps its state as long as it has a store in flight
+row(
+    "a_job_is_never_reported", "", lambda engine: _keep(engine.connector.offloading.scheduler, "_req_status"), "KVR009",
+    text="_req_status", on=OFFLOADING,
+)  # fmt: skip
 
 
 @fault("KVR009", on=MP, at="settle")
 def a_lookup_is_kept(engine: Any, settle: Any) -> None:
     engine.connector.scheduler_adapter._finished_lookup_results["a"] = 0
     settle()
-
-
-@fault("LAB009", text="again needs ", on=V1)
-def blocks_of_others_never_come_free(engine: Any) -> None:
-    engine.free_blocks = engine._held.clear
 
 
 # ---------------------------------------------------------------------- SimpleCPUOffloadConnector
@@ -295,24 +292,13 @@ def a_load_holds_its_memory_for_ever(engine: Any) -> None:
     manager._cleanup_load_request = lambda name: manager._reqs_to_load.pop(name, None) and 0
 
 
-@fault("LAB001", text="the step reads", on=BOTH)
-def lmcache_loads_other_kv(engine: Any) -> None:
-    load_other_kv(engine.connector)
-
-
 def load_other_kv(connector: Any) -> None:
     """Each chunk that LMCache loads has other KV."""
     wrap(connector.cache_engines[0], "chunk", lambda chunk, name, key: [7] * len(chunk(name, key) or ()) or None)
 
 
+row("lmcache_loads_other_kv", "", lambda engine: load_other_kv(engine.connector), "LAB001", text="the step", on=BOTH)
 # LMCache, which is asked first, has the request: the other connector's hit is not used
-row(
-    "a_hit_is_never_released", "connector.offloading._manager._free_pending_cpu_hit", lambda *_: None, "LAB028", on=BOTH
-)
-row(
-    "a_load_keeps_its_request",
-    "connector.offloading._manager.request_finished",
-    lambda *_: (False, None),
-    "KVR009",
-    on=BOTH,
-)
+MANAGER = "connector.offloading._manager"
+row("a_hit_is_never_released", f"{MANAGER}._free_pending_cpu_hit", lambda *_: None, "LAB028", on=BOTH)
+row("a_load_keeps_its_request", f"{MANAGER}.request_finished", lambda *_: (False, None), "KVR009", on=BOTH)

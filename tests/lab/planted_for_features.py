@@ -1,7 +1,5 @@
 """Faults planted in an engine of the lab, one and more for each feature that the fuzzer draws."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from kvfix_tools.lab.engine.memory import GARBAGE

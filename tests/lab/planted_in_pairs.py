@@ -1,7 +1,5 @@
 """Faults planted in two engines of the lab."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -42,19 +40,17 @@ def read_the_next_block(agent: Any, here_later: int = 0, there_later: int = 1) -
     wrap(agent, "make_prepped_xfer", make)
 
 
-@fault("LAB001", on=(*PULL, "nixl-multi", "nixl-offload"))
-def nixl_reads_the_next_block(pair: Any) -> None:
-    read_the_next_block(_worker(pair.decode).adapter.nixl_wrapper)
+def _next_block(engine: str, *later: int) -> Any:
+    return lambda pair: read_the_next_block(_worker(getattr(pair, engine)).adapter.nixl_wrapper, *later)
 
 
-@fault("LAB001", on=(*PUSH, "nixl-push-multi"))
-def nixl_writes_into_the_next_block(pair: Any) -> None:
-    read_the_next_block(_worker(pair.prefill).adapter.nixl_wrapper)
-
-
-@fault("LAB001", on=PUSH)
-def writes_come_from_the_next_block(pair: Any) -> None:
-    read_the_next_block(_worker(pair.prefill).adapter.nixl_wrapper, 1, 0)
+for name, plant, on in (
+    ("nixl_reads_the_next_block", _next_block("decode"), (*PULL, "nixl-multi", "nixl-offload")),
+    ("nixl_writes_into_the_next_block", _next_block("prefill"), (*PUSH, "nixl-push-multi")),
+    ("writes_come_from_the_next_block", _next_block("prefill", 1, 0), PUSH),
+    ("lmcache_of_decode_loads_other_kv", lambda pair: load_other_kv(pair.decode.connector), MULTI),
+):
+    row(name, "", plant, "LAB001", on=on)
 
 
 @fault("LAB001", on=(*MOONCAKE, "mooncake-multi"), at="network.write")
@@ -67,11 +63,6 @@ def mooncake_writes_into_the_next_block(
     return write(of, to, sources, [target + block for target in targets], sizes)
 
 
-@fault("LAB001", on=MULTI)
-def lmcache_of_decode_loads_other_kv(pair: Any) -> None:
-    load_other_kv(pair.decode.connector)
-
-
 @fault("LAB001", on=("nixl-offload",))
 def other_kv_comes_from_the_cpu(pair: Any) -> None:
     rank = pair.decode.connector.offloading.ranks[0]
@@ -80,10 +71,8 @@ def other_kv_comes_from_the_cpu(pair: Any) -> None:
 
 
 # decode learns of a failed write at the end of its registration, 480 s later
-@fault("LAB003", on=("nixl-push-multi",))
-@fault("LAB002", on=("nixl-multi", "mooncake-multi"))
-def a_transfer_fails(pair: Any) -> None:
-    pair.network.failing["transfer"] = 1
+for rule, on in (("LAB003", ("nixl-push-multi",)), ("LAB002", ("nixl-multi", "mooncake-multi"))):
+    row("a_transfer_fails", "", lambda pair: pair.network.failing.update(transfer=1), rule, on=on)
 
 
 # ---------------------------------------------------------------------- leases, threads and messages
@@ -96,14 +85,14 @@ row(
 )  # fmt: skip
 
 
-@fault("LAB021", on=PULL)
-def the_thread_for_handshakes_dies(pair: Any) -> None:
-    pair.network.listeners["prefill:5600"] = lambda: {}["handshake"]
-
-
-@fault("LAB022", on=PUSH)
-def a_registration_is_kept(pair: Any) -> None:
-    _worker(pair.prefill).adapter._pending_d_registrations["r-00000009"] = {}
+row(
+    "the_thread_for_handshakes_dies", "",
+    lambda pair: pair.network.listeners.update({"prefill:5600": lambda: {}["handshake"]}), "LAB021", on=PULL,
+)  # fmt: skip
+row(
+    "a_registration_is_kept", "",
+    lambda pair: _worker(pair.prefill).adapter._pending_d_registrations.update({"r-00000009": {}}), "LAB022", on=PUSH,
+)  # fmt: skip
 
 
 @fault("LAB025", on=MOONCAKE)

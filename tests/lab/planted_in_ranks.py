@@ -1,7 +1,5 @@
 """Faults planted in an engine of the lab with several ranks, or with several KV groups."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -34,9 +32,10 @@ def tokens_of_a_step_in_flight_count_twice(engine: Any) -> None:
     wrap(engine.scheduler, "schedule", scheduled)
 
 
-@fault("LAB001", text="of rank 1", on=MP, **RANKS)
-def report_of_one_rank_counts_for_all(engine: Any) -> None:
-    engine.executor._aggregator = None
+row(
+    "report_of_one_rank_counts_for_all", "", lambda engine: vars(engine.executor).update(_aggregator=None),
+    "LAB001", text="of rank 1", on=MP, **RANKS,
+)  # fmt: skip
 
 
 @fault("LAB001", text="of rank 1", on=MP, at="connector.server.submit_retrieve", **RANKS)
@@ -174,3 +173,30 @@ row(
     ),
     "LAB001", text="in KV group 1", on=STATES, mp_states=STATES_AND_DRAFTS,
 )  # fmt: skip
+
+
+def _in_metadata_of_stores(block: int | None) -> Any:
+    """Name another last block of KV group 1 in each store. None: no step waits for a store."""
+
+    def processed(_: Any, process: Any, output: Any, metadata: Any) -> Any:
+        answer = process(output, metadata)
+        if block is None:
+            metadata.need_flush_before_forward = metadata._kvfix_preempted = False
+        for meta in metadata.requests:
+            if block is not None and meta.direction == "STORE":
+                meta.op.block_ids[1][-1] = block
+        return answer
+
+    return processed
+
+
+# what the connector's last hook, fixes included, has made
+for name, block, text in (
+    ("store_of_a_window_names_null_blocks", 0, "null blocks"),
+    ("store_of_a_window_names_free_blocks", 59, "blocks freed before the step"),
+    ("no_step_waits_for_the_store_of_a_window", None, "blocks freed after the step and used again"),
+):
+    row(
+        name, "connector.in_scheduler._process_cached_requests", _in_metadata_of_stores(block), "KVR014",
+        text=f"of KV group 1 are stored from {text}", on=("mp-window-freed",),
+    )  # fmt: skip

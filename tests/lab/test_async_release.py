@@ -3,9 +3,8 @@
 The engine, storage manager and memory objects are real. Only the GPU connector is replaced: it copies nothing.
 """
 
-from __future__ import annotations
-
 import inspect
+import itertools
 import sys
 import threading
 import time
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.conftest import RELEASES, Once
+from tests.conftest import RELEASES, Once, answers
 
 TOKENS = list(range(64))
 
@@ -112,8 +111,11 @@ def last(layers: Iterable[Any]) -> Any:
     return deque(layers, maxlen=1).pop()
 
 
-def after_one_load(mode: str, load: bool = True, skip: int = 0) -> Any:
-    """Tokens moved, and references, pins and validity of each cached chunk. skip: tokens that vLLM has."""
+def after_one_load(mode: str, skip: int | None) -> list[Any]:
+    """Return the moved tokens, and references, pins and validity of the cached chunks, equal neighbours once.
+
+    skip: tokens that vLLM has. None: the lookup is aborted.
+    """
     made = make_engine(mode)
     engine = made.cache_engine
     made.store()
@@ -128,17 +130,21 @@ def after_one_load(mode: str, load: bool = True, skip: int = 0) -> Any:
     else:
         for waiting in "ro":  # another request waits, with its pins on the same chunks
             made.look_up(waiting)
-    moved = 64
-    if load:
-        moved = made.load("r", skip)
-    else:
+    moved = 0
+    if skip is None:
         engine.cleanup_memory_objs("r")  # the client of an aborted lookup has it cleaned up
+    else:
+        moved = made.load("r", skip)
     engine.lookup_unpin("r")
-    return [moved, [[chunk.meta.ref_count, chunk.meta.pin_count, chunk.is_valid()] for chunk in made.cached()]]
+    chunks = [[chunk.meta.ref_count, chunk.meta.pin_count, chunk.is_valid()] for chunk in made.cached()]
+    assert len(chunks) >= 4
+    return [moved, [state for state, _ in itertools.groupby(chunks)]]
 
 
-def after_a_lookup_during_a_load(mode: str) -> list[int]:
-    """Pins of each cached chunk, where the lookup server's thread pins the chunks for request o while r loads them."""
+@pytest.mark.parametrize(("mode", "release"), [("", "0.5.5"), ("layers", "0.5.6")])
+@answers([0], [1], also="release")
+def test_a_pin_that_comes_during_a_load_stays(mode: str) -> list[int]:
+    """The lookup server's thread pins the chunks for request o while r loads them. Return the pins of the chunks."""
 
     def lookup_of_o() -> None:
         thread = threading.Thread(target=made.look_up, args=("o",))
@@ -150,11 +156,15 @@ def after_a_lookup_during_a_load(mode: str) -> list[int]:
     made.look_up("r")
     assert made.load("r") == 64
     made.cache_engine.lookup_unpin("r")
-    return made.pins()
+    return sorted(set(made.pins()))
 
 
-def after_loads_in_turn() -> list[int]:
-    """Pins of each cached chunk after two loads by layers that take turns. The second ends before its last layer."""
+@answers([1], fixes=True)
+def test_a_load_that_ends_early_leaves_no_pin() -> list[int]:
+    """Two loads by layers take turns, and the second one ends before its last layer.
+
+    The release of the first load, in the same thread, is not taken for one of the second. Return the chunks' pins.
+    """
     made = make_engine("layers")
     made.store()
     for name in "rso":
@@ -165,56 +175,34 @@ def after_loads_in_turn() -> list[int]:
     second.close()  # type: ignore[attr-defined]
     for name in "rs":
         made.cache_engine.lookup_unpin(name)
-    return made.pins()
+    return sorted(set(made.pins()))
 
 
-FIXES = pytest.mark.parametrize("fixes", [False, True], ids=["released", "fixed"])
-#: (mode, release) -> references, pins and validity of each cached chunk after one load of it, as released and fixed
-AFTER_ONE_LOAD = {
-    ("async", "0.3.15"): ([1, 1, True], [1, 0, True]),  # pinned for ever
-    ("async", "0.5.1"): ([1, 0, True], [1, 0, True]),  # right
-    ("async", "0.5.6"): ([0, 0, False], [1, 0, True]),  # freed, and still listed
-    ("", "0.5.1"): ([1, 1, True], [1, 1, True]),  # right: the other's pin is there
-    ("", "0.5.5"): ([1, 0, True], [1, 1, True]),  # the other's pin is released
-    ("layers", "0.5.6"): ([1, 0, True], [1, 1, True]),
-}
+#: (mode, release, tokens that vLLM has, or None for an aborted lookup, states of the cached chunks as released)
+AFTER_ONE_LOAD = [
+    ("async", "0.3.15", 0, [[1, 1, True]]),  # pinned for ever
+    ("async", "0.5.1", 0, [[1, 0, True]]),  # right
+    ("async", "0.5.6", 0, [[0, 0, False]]),  # freed, and still listed
+    ("", "0.5.1", 0, [[1, 1, True]]),  # right: the other's pin is there
+    ("", "0.5.5", 0, [[1, 0, True]]),  # the other's pin is released
+    ("layers", "0.5.6", 0, [[1, 0, True]]),
+    ("async", "0.3.15", None, [[2, 1, True]]),
+    # The chunks that vLLM has were fetched too, and no request loads them: 0.4.1 releases these twice, 0.5.6 all
+    ("async", "0.4.1", 32, [[0, 0, False], [1, 0, True]]),
+    ("async", "0.5.6", 32, [[0, 0, False]]),
+]
 
 
-@pytest.mark.parametrize(("mode", "name"), AFTER_ONE_LOAD)
-@FIXES
-def test_chunks_after_one_load(mode: str, name: str, fixes: bool, once: Once) -> None:
-    moved, chunks = once(after_one_load, RELEASES / name, mode, fixes=fixes)
-    assert moved == 64
-    assert chunks == [AFTER_ONE_LOAD[mode, name][fixes]] * len(chunks)
-    assert len(chunks) >= 4
+def right(mode: str) -> list[Any]:
+    """References, pins and validity of a chunk. Another request waits for it, unless the load is asynchronous."""
+    return [1, int(mode != "async"), True]
 
 
-@pytest.mark.parametrize(("mode", "name"), [("", "0.5.5"), ("layers", "0.5.6")])
-@FIXES
-def test_a_pin_that_comes_during_a_load_stays(mode: str, name: str, fixes: bool, once: Once) -> None:
-    assert set(once(after_a_lookup_during_a_load, RELEASES / name, mode, fixes=fixes)) == {fixes}
-
-
-def test_a_load_that_ends_early_leaves_no_pin(once: Once) -> None:
-    """The release of the other load, in the same thread, is not taken for one of this load."""
-    assert set(once(after_loads_in_turn, RELEASES / "0.5.6", fixes=True)) == {1}
-
-
-@FIXES
-def test_chunks_of_an_aborted_lookup(fixes: bool, once: Once) -> None:
-    _, chunks = once(after_one_load, RELEASES / "0.3.15", "async", False, fixes=fixes)
-    assert chunks == [[1, 0, True] if fixes else [2, 1, True]] * 4
-
-
-#: The state of the first two chunks, which vLLM has, and of the two that are loaded; as released.
-UNUSED = {"0.4.1": ([0, 0, False], [1, 0, True]), "0.5.6": ([0, 0, False], [0, 0, False])}
-
-
-@pytest.mark.parametrize("name", UNUSED)
-@FIXES
-def test_chunks_that_vllm_has_are_released_once(fixes: bool, name: str, once: Once) -> None:
-    """They were fetched too, and no request loads them: 0.4.1 releases these twice, 0.5.6 all."""
-    moved, chunks = once(after_one_load, RELEASES / name, "async", True, 32, fixes=fixes)
-    unused, used = ([1, 0, True], [1, 0, True]) if fixes else UNUSED[name]
-    assert moved == 32
-    assert chunks == [unused] * 2 + [used] * 2
+@pytest.mark.parametrize(("mode", "name", "skip", "released"), AFTER_ONE_LOAD)
+@pytest.mark.parametrize("fixes", [False, True], ids=["released", "fixed"])
+def test_chunks_after_one_load(
+    mode: str, name: str, skip: int | None, released: list[Any], fixes: bool, once: Once
+) -> None:
+    moved, states = once(after_one_load, RELEASES / name, mode, skip, fixes=fixes)
+    assert moved == (0 if skip is None else 64 - skip)
+    assert states == ([right(mode)] if fixes else released)

@@ -1,7 +1,5 @@
 """`kvfix lab continue`: a saved state is made again, and it is stuck, or moves, as the engine is."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path

@@ -3,8 +3,6 @@
 Two draws for each fix here. Thousands: `python -m tests.lab.faults 100`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from kvfix import catalogue

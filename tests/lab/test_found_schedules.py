@@ -1,6 +1,4 @@
-"""Schedules that the fuzzer found, with what must come of each: failed loads, a kv_producer, pairs of engines."""
-
-from __future__ import annotations
+"""Schedules that the fuzzer found, and what comes of each: failed loads, a kv_producer, ranks, pairs of engines."""
 
 from typing import Any
 
@@ -9,29 +7,27 @@ import pytest
 from kvfix.ledger.events import LoadFailed, Scheduled, Stored
 from kvfix_tools.lab.fuzz.schedule import Schedule, draw
 from kvfix_tools.lab.options import Options
-from kvfix_tools.lab.runner import applied
+from kvfix_tools.lab.runner import applied, played
+from kvfix_tools.lab.scenario import find
 from kvfix_tools.lab.steps import prompt
 from tests import late
-from tests.conftest import RELEASES, Once
+from tests.conftest import RELEASES, Once, answers
 
 NEWEST = RELEASES / "0.5.6"
 #: What was not drawn yet when the schedule was found.
 LACKS = ("drafter", "policy", "pause", "sessions", "use_layerwise", "new_weights", "ranks", "roles", "offloading")
 
 
-def stored_after_a_failed_load() -> list[list[int]]:
+@answers([[0, 32], [32, 96]], fixes=True)
+def test_the_first_chunk_after_a_failed_load_is_stored() -> list[list[int]]:
     """A load fails with asynchronous scheduling, and the request starts again in the same blocks after an empty step.
 
-    `make healthy` found it: the first chunk was never stored (KVR007).
+    `make healthy` found it: the first chunk was never stored (KVR007). KVF007 remembers the failed load for as many
+    steps as are in flight, also where one of them computes nothing.
     """
     events = [event for _, event in late.play(draw(824, "v1", lacks=LACKS)).log if event.request == "r71"]
     failed = next(place for place, event in enumerate(events) if isinstance(event, LoadFailed))
     return [[event.start, event.end] for event in events[failed:] if isinstance(event, Stored)][:2]
-
-
-def test_the_first_chunk_after_a_failed_load_is_stored(once: Once) -> None:
-    """KVF007: it is remembered for as many steps as are in flight, also where one of them computes nothing."""
-    assert once(stored_after_a_failed_load, NEWEST, fixes=True) == [[0, 32], [32, 96]]
 
 
 def beyond_the_blocks() -> list[str]:
@@ -66,10 +62,13 @@ def test_a_failed_load_of_another_request_computes_nothing_anew(once: Once) -> N
     assert len(computed) >= 20
 
 
-def cached_chunks() -> list[int]:
+@pytest.mark.parametrize("release", ["0.4.6", "0.5.6"])
+@answers([8, 4, 8], [8, 4, 8], also="release")
+def test_a_resumed_request_of_a_kv_producer_leaves_no_hole() -> list[int]:
     """A request is preempted in its decode phase. vLLM has all of its prompt, and LMCache by then half of it.
 
-    Chunks that are cached: before, when some were evicted, and when it has ended.
+    Its worker stores tokens that its metadata exclude from the store (0.5.6 vllm_v1_adapter.py:1152).
+    Return the cached chunks: before, when some were evicted, and when it has ended.
     """
     options = Options(kv_role="kv_producer", block_size=16, chunk_size=16, num_blocks=40, max_num_batched_tokens=512)
     engine = late.LabEngine(options)
@@ -81,12 +80,6 @@ def cached_chunks() -> list[int]:
     engine.preempt("r")
     engine.run()
     return [before, evicted, len(engine.cache)]
-
-
-@pytest.mark.parametrize("name", ["0.4.6", "0.5.6"])
-def test_a_resumed_request_of_a_kv_producer_leaves_no_hole(name: str, once: Once) -> None:
-    """Its worker stores tokens that its metadata exclude from the store (0.5.6 vllm_v1_adapter.py:1152)."""
-    assert once.both(cached_chunks, RELEASES / name) == [[8, 4, 8]] * 2
 
 
 def aborted_while_it_waits(fixes: bool) -> list[str]:
@@ -104,8 +97,9 @@ def test_what_is_kept_until_its_end_is_not_left(once: Once) -> None:
     assert "KVR009" in once(aborted_while_it_waits, NEWEST, False)
 
 
-def held_up() -> list[Any]:
-    """Seconds of both engines before and after a lookup of decode's that times out, and decode's own."""
+@answers([True, True])
+def test_a_lookup_that_times_out_holds_up_both() -> list[bool]:
+    """The clock of both engines runs: leases end, and the next lookup begins after this one."""
     from kvfix_tools.lab.engine.engine_core import STEP
     from kvfix_tools.lab.engine.request_events import LOOKUP_TIMEOUT
 
@@ -122,6 +116,49 @@ def held_up() -> list[Any]:
     return [waited == LOOKUP_TIMEOUT, pair.decode.request_events.seconds == pair.seconds]
 
 
-def test_a_lookup_that_times_out_holds_up_both(once: Once) -> None:
-    """The clock of both engines runs: leases end, and the next lookup begins after this one."""
-    assert once(held_up, NEWEST) == [True, True]
+# ---------------------------------------------------------------------- two ranks: saves of a step that loads
+
+WAYS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "by layers": {"lmcache": {"use_layerwise": True}},
+    "steps in flight": {"async_scheduling": True},
+    "kv_producer": {"kv_role": "kv_producer"},
+    "kv_producer by layers": {"kv_role": "kv_producer", "lmcache": {"use_layerwise": True}},
+}
+
+
+def saved(ranks: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Chunks in each rank's cache: before a step that loads 128 of 300 tokens, after it, and in the end."""
+    engine = late.LabEngine(Options(max_num_batched_tokens=512, ranks=ranks, **options))
+    engine.store("first", prompt(128))
+    chunks = [[len(cache) for cache in engine.caches]]
+    engine.admit("second", prompt(300), 6)
+    while not engine.counts["loaded_tokens"]:
+        engine.step()
+    chunks.append([len(cache) for cache in engine.caches])
+    engine.run()
+    engine.settle()
+    chunks.append([len(cache) for cache in engine.caches])
+    return {"chunks": chunks, "found": [str(found) for found in engine.findings]}
+
+
+def play_all() -> dict[str, Any]:
+    scenario = find("failed-load-of-one-rank")
+    with applied(True):
+        ways = {way: {ranks: saved(ranks, options) for ranks in (1, 2)} for way, options in WAYS.items()}
+    with applied(True, only=[code for code in played() if code != "KVF030"]):
+        return {"saved": ways, "without": [found.code for found in scenario.played().findings]}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_step_that_loads_computes_is_saved_later(way: str, outcomes: dict[str, Any]) -> None:
+    one, two = (outcomes["saved"][way][ranks] for ranks in ("1", "2"))
+    assert one["found"] == two["found"] == []
+    assert one["chunks"][1] > one["chunks"][0], "one rank saves it at once"
+    assert two["chunks"][1] == two["chunks"][0]
+    assert two["chunks"][2] == one["chunks"][2] * 2
+
+
+def test_without_kvf030_the_caches_are_wrong(outcomes: dict[str, Any]) -> None:
+    """Only all fixes together keep the caches of two ranks right."""
+    assert "LAB001" in outcomes["without"]

@@ -61,11 +61,9 @@ RARE = {"locked_out_by_session", "aborted_loading"}
 COPY = "distributed/kv_transfer/kv_connector/v1/lmcache_mp_connector.py"
 
 
-def ran(
-    connector: str, seeds: range, fixes: bool = False, plain: bool = False, shrinking: float = 0, **more: Any
-) -> Any:
+def ran(connector: str, seeds: range, fixes: bool = False, plain: bool = False, **more: Any) -> Any:
     """Fuzz these seeds."""
-    return late.fuzz(late.Run(connector, fixes, plain), seeds, inf, shrinking=shrinking, **more)
+    return late.fuzz(late.Run(connector, fixes, plain), seeds, inf, **{"shrinking": 0, **more})
 
 
 def play_all() -> dict[str, Any]:
@@ -75,12 +73,10 @@ def play_all() -> dict[str, Any]:
         done = ran(connector, range(150), False, True)
         kinds = sorted({f"{v.rule} {v.message.split()[1]}: {v.message.split(': ', 1)[1]}" for v in done.violations})
         plain[connector] = {"seeds": done.seeds, "nothing": done.tested_nothing, "violations": kinds}
-    once, again = (ran("v1", range(5, 9)) for _ in range(2))
     happened = {name: ran(name, range(60), name == "offloading").counts for name in CONNECTORS}
     gc.collect()
     return {
         "plain": plain,
-        "same": (once.steps, once.counts) == (again.steps, again.counts),
         "happened": happened,
         "engines": sum(type(each) is late.LabEngine for each in gc.get_objects()),
         "nothing": ran("v1", range(0)).tested_nothing,
@@ -112,11 +108,8 @@ def test_plain_schedules_are_clean_and_have_tested_something(connector: str, out
     assert set(plain["violations"]) <= (KNOWN if connector == "v1" else set())
 
 
-def test_a_seed_is_a_schedule(outcomes: dict[str, Any]) -> None:
-    assert outcomes["same"]
-
-
 def test_two_processes_find_what_one_does(outcomes: dict[str, Any]) -> None:
+    """A seed is a schedule."""
     one, two = outcomes["jobs"]
     assert one == two
     assert one[2], "there is something to find"
@@ -159,6 +152,7 @@ SIMPLE = ("loads_failed", "aborted_loading", "aborted_storing", "loads_of_groups
 BOTH = ("loads_offloaded", "passed_over", "loads_failed", "evicted", "preemptions", "full_steps", "inputs")
 #: (connector, mode, seeds, option that a schedule must have, what happens in schedules with faults)
 FUZZED: list[tuple[str, str, Sequence[int], str, tuple[str, ...]]] = [
+    *((connector, "check", range(24), "", ()) for connector in ("v1", "mp")),
     ("simple-offload", "check", range(60), "", SIMPLE),
     ("v1", "check", range(400), "simple_offloading", BOTH),
     ("nixl-pull", "fix", range(16), "", (*PAIR, "leases", "aborted_loading")),

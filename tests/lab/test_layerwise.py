@@ -2,8 +2,6 @@
 KVF026). The GPU connector copies nothing.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from tests.conftest import ADAPTER, RELEASES, Fixes, Once
+from tests.conftest import ADAPTER, answers
 from tests.lab.test_async_release import TOKENS, make_engine
 
 
@@ -66,8 +64,10 @@ class Worker:
         return int(self.engine.cache_engine.lookup(TOKENS, lookup_id=name, pin=True, request_configs=configs))
 
 
-def tenants() -> list[Any]:
-    """Return the chunks that two tenants store of one prompt, and then the hit and the tag of each tenant's load."""
+@pytest.mark.parametrize("release", ["0.4.6", "0.5.6"])
+@answers([0, 0, 0, 64, [], True], [64, 64, 0, 0, ["b", "a"], True], also="release", fixes=["KVF017"])
+def test_each_tenant_has_keys_of_its_own() -> list[Any]:
+    """Two tenants store one prompt. Return the hits of tenants, and the tag of each tenant's load."""
     worker = Worker()
     worker.step({"one": "a", "other": "b"}, load=False)
     found = [worker.found(*each) for each in (("again", "a"), ("another", "b"), ("stranger", "c"), ("untagged",))]
@@ -85,8 +85,9 @@ def tenants() -> list[Any]:
     return [*found, tags, engine.retrieve_layer is recorded]
 
 
-def pins() -> list[int]:
-    """Pins of each chunk after a load, where another request waits for the same ones."""
+@answers([0] * 4, [1] * 4)
+def test_a_load_leaves_the_pins_of_others() -> list[int]:
+    """The adapter does not say which request it loads, so KVF018 has to know. Another one waits for the same chunks."""
     worker = Worker()
     worker.step({"one": ""}, load=False)
     worker.found("r")
@@ -95,7 +96,21 @@ def pins() -> list[int]:
     return worker.engine.pins()
 
 
-def short(left: int, hit: int) -> tuple[Any, int]:
+#: (fixes, chunks left of those that are hit, tokens of the hit, the report of the load and the chunks after it)
+SHORT = [
+    (False, 0, 64, ["dies", 0]), (False, 2, 64, [[], 2]), (["KVF026"], 0, 64, [[0, 1, 2, 3], 0]),
+    (True, 2, 64, [[2, 3], 2]), (True, 4, 64, [[], 4]),
+    # One chunk is left of two. The step computes the other two on top of what was not loaded: they are not stored
+    (["KVF026"], 1, 32, [[1], 4]), (True, 1, 32, [[1], 1]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fixes", "left", "hit", "answer", "release"),
+    [*((*each, "0.5.6") for each in SHORT), *((*each, "0.3.15") for each in SHORT if each[2] == 64)],
+)
+@answers(also="fixes release answer")
+def test_a_load_that_comes_short(left: int, hit: int) -> tuple[Any, int]:
     """Return the report of a load whose last chunks are missing, and the cached chunks after it.
 
     The report is "dies" if the worker dies.
@@ -110,29 +125,3 @@ def short(left: int, hit: int) -> tuple[Any, int]:
     except UnboundLocalError:
         return "dies", len(cached)
     return sorted(worker.adapter._invalid_block_ids), len(cached)
-
-
-@pytest.mark.parametrize("name", ["0.3.15", "0.5.6"])
-@pytest.mark.parametrize(
-    ("fixes", "left", "found"),
-    [(False, 0, "dies"), (False, 2, []), (["KVF026"], 0, [0, 1, 2, 3]), (True, 2, [2, 3]), (True, 4, [])],
-)
-def test_a_load_that_comes_short(fixes: Fixes, left: int, found: Any, name: str, once: Once) -> None:
-    assert once(short, RELEASES / name, left, 64, fixes=fixes) == [found, left]
-
-
-@pytest.mark.parametrize(("fixes", "cached"), [(["KVF026"], 4), (True, 1)])
-def test_what_is_computed_on_a_load_that_came_short_is_not_stored(fixes: Fixes, cached: int, once: Once) -> None:
-    """Two chunks were hit, one of them is left. The step computes the other two on top of what was not loaded."""
-    assert once(short, RELEASES / "0.5.6", 1, 32, fixes=fixes) == [[1], cached]
-
-
-@pytest.mark.parametrize("name", ["0.4.6", "0.5.6"])
-@pytest.mark.parametrize(("fixes", "found"), [(False, [0, 0, 0, 64, []]), (["KVF017"], [64, 64, 0, 0, ["b", "a"]])])
-def test_each_tenant_has_keys_of_its_own(fixes: Fixes, found: list[Any], name: str, once: Once) -> None:
-    assert once(tenants, RELEASES / name, fixes=fixes) == [*found, True]
-
-
-def test_a_load_leaves_the_pins_of_others(once: Once) -> None:
-    """The adapter does not say which request it loads, so KVF018 has to know."""
-    assert once.both(pins, RELEASES / "0.5.6") == [[0] * 4, [1] * 4]

@@ -8,38 +8,31 @@ TOKENS = [7, 8, 9, 7, 8, 9, 7, 8, 9, 1]
 BLOCKS = [4, 2, 5]
 
 
-@pytest.fixture
+#: Another request with the same beginning.
+OTHER = [*TOKENS[:8], 99]
+
+
 def filled() -> tuple[Slots, list[int]]:
-    slots, prefix = Slots(8, 4), Prefix()
-    right = prefix.of(TOKENS)
+    slots, right = Slots(8, 4), Prefix().of(TOKENS)
     slots.write(BLOCKS, 0, right[:6])
     slots.write(BLOCKS, 6, right[6:])
     return slots, right
 
 
-def test_right(filled: tuple[Slots, list[int]]) -> None:
-    slots, right = filled
-    assert slots.first_wrong(BLOCKS, 10, right) is None
-    assert slots.first_wrong(BLOCKS, 3, right) is None
+@pytest.mark.parametrize(
+    ("tokens", "length", "wrong"), [(TOKENS, 10, None), (TOKENS, 3, None), (OTHER, 8, None), (OTHER, 9, 8)]
+)
+def test_the_first_wrong_slot(tokens: list[int], length: int, wrong: int | None) -> None:
+    slots, right = filled()
+    assert slots.first_wrong(BLOCKS, length, Prefix().of(tokens)) == wrong
+    assert len(set(right)) == len(TOKENS), "the same token in another place is other KV"
 
 
-def test_the_same_token_in_another_place_is_other_kv(filled: tuple[Slots, list[int]]) -> None:
-    _, right = filled
-    assert len(set(right)) == len(TOKENS)
-
-
-def test_what_comes_after_the_last_block_is_not_written(filled: tuple[Slots, list[int]]) -> None:
-    slots, right = filled
+def test_what_comes_after_the_last_block_is_not_written() -> None:
+    slots, right = filled()
     slots.write(BLOCKS[:2], 6, [1, 1, 1, 1])
     assert slots.first_wrong(BLOCKS, 10, right) == 6
     assert slots.read(BLOCKS, 6, 10) == [1, 1, *right[8:]]
-
-
-def test_another_request_with_the_same_beginning_shares_it(filled: tuple[Slots, list[int]]) -> None:
-    slots, _ = filled
-    other = Prefix().of([*TOKENS[:8], 99])
-    assert slots.first_wrong(BLOCKS, 8, other) is None
-    assert slots.first_wrong(BLOCKS, 9, other) == 8
 
 
 def test_cache_finds_prefixes_pins_and_evicts_the_oldest() -> None:

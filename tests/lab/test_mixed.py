@@ -1,7 +1,5 @@
 """A mixed roll-out: the default fixes in one of two engines. They violate no rule that the release keeps."""
 
-from __future__ import annotations
-
 from math import inf
 from typing import Any
 
@@ -11,7 +9,7 @@ import kvfix
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.steps import prompt
 from tests import late
-from tests.conftest import RELEASES, Once
+from tests.conftest import RELEASES, Once, answers
 
 SEEDS = {"nixl-pull": 12, "nixl-push": 17, "mooncake": 48}
 #: connector, the engine that has the fixes, seeds
@@ -39,38 +37,41 @@ def test_no_finding_that_the_release_does_not_have(connector: str, fixes_in: str
     assert done["as released"] < done["seeds"], "no seed was clean"
 
 
-#: A prompt that the first engine stores, and that the second one asks for: requests with a salt have other keys.
-SALTED: dict[str, Any] = {"cache_salt": "tenant"}
+@pytest.mark.parametrize(
+    ("only", "fixes_in", "answer"),
+    [([], "first", [192, 192]), (["KVF017"], "first", [0, 0]), (["KVF017"], "nobody", [192, 192])],
+)
+@answers(also="answer")
+def test_what_an_opt_in_fix_does_in_one_engine(only: list[str], fixes_in: str) -> list[int]:
+    """The engines share a cache, and with KVF017 in one of them alone neither finds what the other one has stored.
 
-
-def shared(fixes: list[str], fixes_in: str) -> list[int]:
-    """Tokens that the second engine loads of what the first one has stored, and the other way."""
+    Return the tokens that the second engine loads of what the first one has stored, and the other way.
+    """
     from kvfix_tools.lab.pair import one_side
     from kvfix_tools.lab.pair.neighbours import Neighbours
 
     loaded = []
     with one_side.fixes_in(fixes_in):
-        kvfix.apply(only=fixes)
+        kvfix.apply(only=only)
         for order in (1, -1):
             first, second = Neighbours(Options(chunk_size=64, max_num_batched_tokens=512)).engines[::order]
             for engine, name in ((first, "a"), (second, "b")):
                 with engine.running():
-                    engine.serve(name, prompt(200), **SALTED)
+                    engine.serve(name, prompt(200), cache_salt="tenant")  # with a salt it has other keys
             loaded.append(second.counts["loaded_tokens"])
     return loaded
 
 
+@pytest.mark.parametrize("connector", SEEDS)
 @pytest.mark.parametrize(
-    ("fixes", "fixes_in", "loaded"),
-    [([], "first", [192, 192]), (["KVF017"], "first", [0, 0]), (["KVF017"], "nobody", [192, 192])],
+    ("fixes_in", "answer"), [("prefill", [["prefill"], ["decode"]]), ("decode", [["decode"], ["prefill"]])]
 )
-def test_what_an_opt_in_fix_does_in_one_engine(fixes: list[str], fixes_in: str, loaded: list[int], once: Once) -> None:
-    """The engines share a cache, and with KVF017 in one of them alone neither finds what the other one has stored."""
-    assert once(shared, RELEASES / "0.5.6", fixes, fixes_in) == loaded
+@answers(also="answer")
+def test_the_fixes_act_in_that_engine_alone(connector: str, fixes_in: str) -> list[list[str]]:
+    """Whatever an engine leaves to be called later, such as a handshake, is its own: none runs outside of an engine.
 
-
-def sides(connector: str, fixes_in: str) -> list[list[str]]:
-    """Engines in which wrappers ran as fixed, and in which as released, of one pair's requests."""
+    Return the engines in which wrappers ran as fixed, and in which as released, of one pair's requests.
+    """
     from kvfix_tools.lab.pair import one_side
 
     ran: tuple[set[str], set[str]] = set(), set()
@@ -100,15 +101,19 @@ def sides(connector: str, fixes_in: str) -> list[list[str]]:
     return [sorted(each) for each in ran]
 
 
-@pytest.mark.parametrize("connector", SEEDS)
-@pytest.mark.parametrize(("fixes_in", "other"), [("prefill", "decode"), ("decode", "prefill")])
-def test_the_fixes_act_in_that_engine_alone(connector: str, fixes_in: str, other: str, once: Once) -> None:
-    """Whatever an engine leaves to be called later, such as a handshake, is its own: none runs outside of an engine."""
-    assert once(sides, RELEASES / "0.5.6", connector, fixes_in) == [[fixes_in], [other]]
-
-
-def in_one_engine(connector: str, seed: int, code: str) -> list[int]:
-    """Count this seed's violations with this fix in prefill alone: all, and those that the release does not have."""
+@pytest.mark.parametrize(
+    ("connector", "seed", "code", "answer"),
+    [
+        # It is opt-in since both engines need it: otherwise the two engines count tokens differently.
+        ("nixl-pull", 1, "KVF353", [True, True, True]),
+        # Requests end earlier: other loads share a message, and decode shows KVF369's bug, as the release does one step
+        # away.
+        ("mooncake-multi", 35, "KVF364", [True, False, False]),
+    ],
+)
+@answers(also="answer")
+def test_a_fix_in_prefill_alone(connector: str, seed: int, code: str) -> list[bool]:
+    """Return whether the seed has violations, whether the release lacks one of these, and whether it lacks all."""
     from kvfix_tools.lab.pair import one_side
 
     run = late.Run(connector, True, fixes_in="prefill")
@@ -116,15 +121,5 @@ def in_one_engine(connector: str, seed: int, code: str) -> list[int]:
     with one_side.fixes_in("prefill"):
         kvfix.apply(only=[code])
         violations = late.play(schedule).violations
-        return [len(violations), len(run.not_as_released(schedule, violations))]
-
-
-def test_a_fix_that_both_engines_need_is_found(once: Once) -> None:
-    """KVF353, which is opt-in for that: the two engines count tokens differently."""
-    violations, by_itself = once(in_one_engine, RELEASES / "0.5.6", "nixl-pull", 1, "KVF353")
-    assert violations == by_itself > 0
-
-
-def test_a_bug_that_the_release_shows_one_step_away_is_the_bug_of_the_release(once: Once) -> None:
-    """With KVF364 in prefill, requests end earlier: other loads share a message, and decode shows KVF369's bug."""
-    assert once(in_one_engine, RELEASES / "0.5.6", "mooncake-multi", 35, "KVF364") == [1, 0]
+        by_itself = run.not_as_released(schedule, violations)
+        return [bool(violations), bool(by_itself), by_itself == violations]

@@ -1,7 +1,7 @@
-"""Two engines with MooncakeConnector: its tasks, and two prefills for one transfer."""
+"""Two engines with MooncakeConnector: its tasks, two prefills for one transfer, and two prefill ranks."""
 
-from __future__ import annotations
-
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,11 +10,14 @@ from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.scenario import find
 from kvfix_tools.lab.steps import prompt
 from tests import late
-from tests.conftest import RELEASES, Once
+from tests.conftest import RELEASES, Once, answers
+
+OPTIONS = Options(connector="mooncake", num_blocks=40, max_num_batched_tokens=64)
 
 
-def ended_tasks() -> list[int]:
-    """Numbers of the tasks in the order in which vLLM hears that they are done."""
+@answers(list(range(40)))
+def test_who_waits_hears_of_tasks_in_their_order() -> list[int]:
+    """A set of them is in the order of their addresses: one schedule would be played in several ways."""
     import asyncio
 
     from kvfix_tools.lab.connectors import mooncake_sockets
@@ -32,14 +35,14 @@ def ended_tasks() -> list[int]:
     return asyncio.run(asked())
 
 
-def test_who_waits_hears_of_tasks_in_their_order(once: Once) -> None:
-    """A set of them is in the order of their addresses: one schedule would be played in several ways."""
-    assert once(ended_tasks, RELEASES / "0.5.6") == list(range(40))
+@pytest.mark.parametrize(("aborted_first", "answer"), [(True, [0, []]), (False, [1, []])])
+@answers(also="answer", fixes=["KVF364"])
+def test_abort_leaves_another_prefill_of_its_transfer(aborted_first: bool) -> list[Any]:
+    """Two prefills for one transfer, of which one is aborted before or after the other one has ended.
 
-
-def of_one_transfer(aborted_first: bool) -> dict[str, Any]:
-    """Two prefills for one transfer, of which one is aborted before or after the other one has ended."""
-    pair = late.Pair(Options(connector="mooncake", num_blocks=40, max_num_batched_tokens=64))
+    The blocks of the one that has ended are given back. Return the leases that are then held, and the findings.
+    """
+    pair = late.Pair(OPTIONS)
     pair.prefill.connector._transfer = lambda name: "shared"
     pair.router.router_takes(8)
     pair.budget(16)
@@ -51,19 +54,16 @@ def of_one_transfer(aborted_first: bool) -> dict[str, Any]:
     pair.abort("aborted")
     pair.run()
     pair.expect_all_ended()
-    return {"held": held, "found": [str(each) for each in pair.findings]}
+    return [held, [str(each) for each in pair.findings]]
 
 
-@pytest.mark.parametrize("aborted_first", [True, False])
-def test_abort_leaves_another_prefill_of_its_transfer(aborted_first: bool, once: Once) -> None:
-    """The blocks of the one that has ended are given back."""
-    done = once(of_one_transfer, RELEASES / "0.5.6", aborted_first, fixes=["KVF364"])
-    assert done["held"] == (0 if aborted_first else 1)
-    assert done["found"] == []
+@pytest.mark.parametrize(("longer", "answer"), [(0, ["LAB001", "LAB008"]), (480, [])])
+@answers(also="answer")
+def test_a_longer_timeout_of_the_decode_engine_prevents_late_writes(longer: float) -> list[str]:
+    """The scenario of KVF906 with so many more seconds for the decode engine to wait: the workaround.
 
-
-def late_write(longer: float) -> list[str]:
-    """Play the scenario of KVF906 with so many more seconds for the decode engine to wait."""
+    Only the decode engine's receive timeout depends on its setting: it is raised here.
+    """
     from kvfix_tools.lab.connectors import mooncake_sockets
 
     released = mooncake_sockets.Dealer.setsockopt
@@ -77,9 +77,62 @@ def late_write(longer: float) -> list[str]:
     return sorted({each.code for each in scenario.played().findings})
 
 
-@pytest.mark.parametrize(("longer", "found"), [(0, ["LAB001", "LAB008"]), (480, [])])
-def test_a_longer_timeout_of_the_decode_engine_prevents_late_writes(
-    longer: float, found: list[str], once: Once
-) -> None:
-    """The workaround of KVF906. Only the decode engine's receive timeout depends on its setting: it is raised here."""
-    assert once(late_write, RELEASES / "0.5.6", longer) == found
+# ---------------------------------------------------------------------- two prefill ranks
+
+RANKS = replace(OPTIONS, prefix_caching=False, num_blocks=60, decode_blocks=18, kv_load_failure_policy="fail", delay=8)
+#: Address of the rank that fails.
+ADDRESS = "tcp://prefill:1"
+
+
+def played() -> list[str]:
+    """The lab's prefill engine has one rank. Here decode also knows a second rank, as of another pipeline stage."""
+    pair = late.Pair(RANKS)
+    pair.ask("a", prompt(32, seed=2))
+    pair.run()
+    adapter = pair.decode.connector.workers[0].adapter
+    module: Any = __import__(type(adapter).__module__, fromlist=["_"])
+    answer = module.MooncakeXferResponse(status=module.MooncakeXferResponseStatus.ERROR, err_msg="this rank has no KV")
+    error = module.msgspec.msgpack.Encoder().encode(answer)
+    host = pair.prefill.connector._host
+    pair.network.bound[ADDRESS] = SimpleNamespace(  # it answers each message with an error
+        host=host, take=lambda dealer, message: host.network.send(dealer.host, lambda: dealer.take(error))
+    )
+    for ranks in adapter._remote_agents.values():
+        ranks[0][1] = ADDRESS
+    pair.ask("r", prompt(64))
+    pair.may_fail()
+    pair.step(8)
+    pair.router.ask_decode("s", prompt(200, seed=1), 40)
+    pair.run()
+    pair.expect_all_ended()
+    return sorted({each.code for each in pair.findings})
+
+
+def test_blocks_are_kept_until_the_last_rank_has_written(once: Once) -> None:
+    """Each prefill rank reports a load once, and the report of the last rank ends the load (KVF369).
+
+    As released, a write goes on in blocks of another request.
+    """
+    released, fixed = once.both(played, RELEASES / "0.5.6")
+    assert "LAB001" in released
+    assert fixed == []
+
+
+@pytest.mark.parametrize(
+    ("fixes", "answer"), [(True, "FINISHED_LENGTH_CAPPED"), (["KVF201"], "FINISHED_ERROR")], ids=["fixed", "released"]
+)
+@answers(also="fixes answer")
+def test_a_request_that_has_loaded_goes_on() -> str:
+    """Prefill is gone after it has answered for only one of the two loads of a message.
+
+    Return the status of the request whose load it has written.
+    """
+    pair = late.Pair(replace(RANKS, decode_blocks=60, delay=1))
+    pair.budget(16)
+    pair.ask_at_once("r", prompt(16), 60)
+    pair.ask_at_once("s", prompt(200, seed=1))
+    pair.step(8)
+    pair.restart("prefill", 60)
+    pair.time_passes(541.0)
+    pair.run()
+    return str(pair.decode.requests["r-00000002"].status.name)

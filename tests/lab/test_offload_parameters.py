@@ -1,7 +1,5 @@
 """OffloadingConnector's p2p tier reads the parameters of a request (KVF335). The lab does not have this tier."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

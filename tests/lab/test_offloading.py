@@ -1,21 +1,35 @@
-"""The OffloadingConnector's own scheduler with a KV group of recurrent state, which the lab does not play (KVF334)."""
+"""vLLM's OffloadingConnector and SimpleCPUOffloadConnector: what the lab does not play (KVF334, KVF370) or took for
+wrong once, and what kvfix records.
+"""
 
-from __future__ import annotations
-
+import os
+from contextlib import suppress
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import kvfix
+from kvfix.session import session
+from kvfix_tools.lab.fuzz.schedule import Schedule
 from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.runner import applied
 from kvfix_tools.lab.steps import prompt
-from tests.conftest import RELEASES, Once
+from tests import late
+from tests.conftest import RELEASES, Once, answers
+from tests.lab.planted import SETUPS, schedule_offloading
 
 #: Tokens of a prompt with a state that is handed over, and what a request allows: nothing said, 0, less, as many.
 TOKENS = 40
 LIMITS = (None, 0, 8, 40)
+SIMPLE = SETUPS["simple-offload"].options
 
 
-def stored() -> list[Any]:
-    """Return, for each limit, how many blocks at the end of a prompt are stored, or the exception."""
+@answers([2, 2, "AssertionError", 2], [2, 0, 0, 2])
+def test_no_more_is_stored_than_the_request_allows() -> list[Any]:
+    """OffloadingConnector's own scheduler with a KV group of recurrent state.
+
+    Return, for each limit, how many blocks at the end of a prompt are stored, or the exception.
+    """
     import torch
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -33,7 +47,7 @@ def stored() -> list[Any]:
     connector = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache)
     scheduler = connector.connector_scheduler
     assert scheduler.config.supports_partial_tail
-    answers: list[Any] = []
+    found: list[Any] = []
     for number, limit in enumerate(LIMITS):
         request = vllm_objects.request(Options(block_size=8), f"r{number}", prompt(TOKENS, number), 4)
         request.kv_transfer_params = {} if limit is None else {"max_offload_tokens": limit}
@@ -45,11 +59,94 @@ def stored() -> list[Any]:
         handed = SimpleNamespace(boundary_state_offloads={request.request_id: [(1, 9, TOKENS)]})
         try:
             jobs = scheduler._build_partial_tail_store_jobs(SimpleNamespace(kv_connector_block_state=handed))
-            answers.append(sum(len(job.src_spec.block_ids) for job in jobs.values()))
+            found.append(sum(len(job.src_spec.block_ids) for job in jobs.values()))
         except AssertionError as error:
-            answers.append(type(error).__name__)
-    return answers
+            found.append(type(error).__name__)
+    return found
 
 
-def test_no_more_is_stored_than_the_request_allows(once: Once) -> None:
-    assert once.both(stored, RELEASES / "0.5.6") == [[2, 2, "AssertionError", 2], [2, 0, 0, 2]]
+@answers([])
+def test_a_load_that_fails_behind_another_has_no_finding() -> list[str]:
+    """The worker reports loads in their order: the second load, which has failed, after the first. This is right."""
+    with applied(True, "check"):
+        engine = late.LabEngine(replace(SIMPLE, delay=6))
+        for seed in range(2):
+            engine.serve(f"first {seed}", prompt(100, seed=seed), max_tokens=1)
+        engine.reset_prefix_cache()
+        engine.admit("again 0", prompt(100), max_tokens=1)
+        engine.step()
+        engine.admit("again 1", prompt(100, seed=1), max_tokens=1)
+        engine.fail_load("again 1")
+        engine.step(2)
+        assert set(engine.connector.loading()) == {"again 0", "again 1"}
+        engine.run()
+        engine.expect_all_ended()
+        assert engine.counts["loads_failed"] == 1
+    return [f"{found.code} {found.message}" for found in engine.findings]
+
+
+@answers([])
+def test_a_store_that_a_reset_leaves_has_no_finding() -> list[str]:
+    """A request has lost its blocks at the end of its store, and has computed fewer tokens than are stored."""
+    options = replace(
+        SIMPLE, block_size=4, chunk_size=4, num_blocks=25, max_num_batched_tokens=8, delay=5, max_num_seqs=2,
+        drafter="mtp", drafts=4, acceptance=30, cpu_blocks=75, extra={"lazy_offload": False},
+    )  # fmt: skip
+    admit = [("admit", "a", 1, 28, 30), *[("step",)] * 3, ("admit", "b", 2, 13, 1), *[("step",)] * 3]
+    with applied(True, "check"):
+        done = late.play(Schedule(options, [*admit, ("new_weights",)]))
+    assert done.counts["preemptions"] == 2
+    return [f"{found.code} {found.message}" for found in done.findings]
+
+
+def recorded() -> list[Any]:
+    """Return kvfix's records of a request that loads: its Asked events, loads and stores."""
+    kvfix.apply("observe", only=[])
+    schedule_offloading(late.LabEngine(SIMPLE))
+    return [(type(each.event).__name__, *each.event[1:]) for each in session.events if each.event.request == "again"]
+
+
+@answers([[], []], [[0, 1], [0]], fixes=["KVF370"])
+def test_a_full_disk_ends_no_thread() -> list[Any]:
+    """Two stores and the end are in the queue, and the disk is full at the first. Return the notes on each."""
+    import torch
+    from vllm.v1.simple_kv_offload import disk_backend
+    from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata
+    from vllm.v1.simple_kv_offload.worker import SimpleCPUOffloadWorker
+
+    from kvfix_tools.roundtrip import cuda_stand_in
+
+    vars(disk_backend)["torch"] = cuda_stand_in.Torch()
+    worker = SimpleCPUOffloadWorker(None, None, 0)
+    with suppress(AssertionError):  # it has no configuration
+        worker.register_kv_caches({"layer": torch.zeros(1)})
+    from_scheduler: Any = SimpleCPUOffloadMetadata()
+    from_scheduler._kvfix_knows_failed_copies = True
+    worker.bind_connector_metadata(from_scheduler)
+    backend = disk_backend.DiskBackend()
+    left = [OSError(28, os.strerror(28))]
+
+    def store(*_: Any) -> None:
+        if left:
+            raise left.pop()
+
+    backend._do_store = store
+    for number in range(2):
+        backend.launch_copy([0], [0], True, number, worker._store_events)
+    backend._store_queue.put(None)
+    stream: Any = SimpleNamespace(wait_event=lambda event: None)
+    with suppress(OSError):
+        backend._store_loop(torch.device("cpu"), stream)
+    return [[number for number, _ in worker._store_events], sorted(getattr(worker._store_events, "failed", ()))]
+
+
+def test_the_reader_knows_loads_and_stores(once: Once) -> None:
+    events = [tuple(each) for each in once(recorded, RELEASES / "0.5.6")]
+    asked = next(each for each in events if each[0] == "Asked" and each[4])
+    _, total, computed, hit, promised, asynchronous = asked[:6]
+    assert (total, computed, hit, promised, asynchronous) == (300, 0, 288, 288, True)
+    order = [each[:3] for each in events if each[0] in ("Granted", "LoadDue")]
+    assert order[:2] == [("Granted", 288), ("LoadDue", 0, 288)]
+    stored = [each[1:3] for each in events if each[0] == "Stored"]
+    assert stored
+    assert all(start < end for start, end in stored)

@@ -1,16 +1,22 @@
-"""A sound instrument: every rule finds the fault that is planted for it, and finds nothing where none is planted."""
+"""A sound instrument: every rule finds the fault that is planted for it, and finds nothing where none is planted.
 
-from __future__ import annotations
+docs/lab-features.md names a planted fault for each feature of the lab.
+"""
 
 import dataclasses
+import re
 from collections import Counter
 from importlib import import_module
 from typing import Any
 
 import pytest
 
+from kvfix_tools.lab.engine.counts import COUNTED, FEATURES
 from kvfix_tools.lab.fuzz.schedule import draw
+from kvfix_tools.lab.runner import REPORTED
+from kvfix_tools.lab.scenario import find
 from tests import late
+from tests.conftest import ROOT
 from tests.healthy import own_blocks
 from tests.lab.planted import FAULTS, Fault, is_found, played
 from tests.lab.planted_for_features import DRAFTS
@@ -45,6 +51,7 @@ SOUND: list[tuple[str, dict[str, Any], dict[str, int]]] = [
     ),
     *((name, RANKS[name], ONE) for name in RANKS),
     ("mp", SHARES["mp"], ONE),
+    ("mp-window-freed", {}, {"stored_tokens": 512}),
     *((name, {"ranks": 3, "pipeline": True}, STAGES) for name in ("v1", "mp")),
     *((name, DRAFTS[name], WITH_DRAFTS) for name in DRAFTS),
     ("simple-offload", {}, {**ONE, "stores_offloaded": 1}),
@@ -62,7 +69,7 @@ SOUND: list[tuple[str, dict[str, Any], dict[str, int]]] = [
     ("nixl-offload", {"offloading": "first"}, {"loads_of_kv_consumer": 1, "loads_offloaded": 3}),
     ("nixl-offload", {"offloading": "last"}, {"loads_of_kv_consumer": 2, "loads_offloaded": 2, "stores_offloaded": 1}),
 ]
-for module in ("faults", "for_features", "in_ranks", "in_pairs"):
+for module in ("faults", "for_features", "in_ranks", "in_pairs", "in_real_server"):
     import_module(f"tests.lab.planted_{module}")
 PLANTED = {each: fault for each, fault in FAULTS.items() if each[0] != "mp-real"}
 
@@ -85,7 +92,6 @@ def play_all() -> dict[str, Any]:
         "faults": {"-".join(each): played(*each) for each in PLANTED},
         "sound_schedules": {"-".join(each): played(*each, False) for each in PLANTED if PLANTED[each].schedule},
         "random": random_schedules(60),
-        "twice": [played("v1", "two_blocks_are_exchanged", lmcache=FETCH) for _ in range(2)],
     }
 
 
@@ -108,6 +114,7 @@ def test_nothing_planted_nothing_found_in_the_schedule_of_a_fault(outcomes: dict
 def test_planted(name: tuple[str, str], fault: Fault, outcomes: dict[str, Any]) -> None:
     done = outcomes["faults"]["-".join(name)]
     assert is_found(fault, done), done["found"]
+    assert {code for code, message in done["found"] if message.startswith(REPORTED)} <= set(fault.rules)
 
 
 def test_plain_random_schedules_are_clean_with_asynchronous_loading(outcomes: dict[str, Any]) -> None:
@@ -116,7 +123,29 @@ def test_plain_random_schedules_are_clean_with_asynchronous_loading(outcomes: di
     assert min(run["counts"][each] for each in ("loaded_tokens", "stored_tokens", "preemptions")) > 0
 
 
-def test_the_same_schedule_gives_the_same_run(outcomes: dict[str, Any]) -> None:
-    once, again = outcomes["twice"]
-    assert once == again
-    assert once["found"]
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in (ROOT / "docs/lab-features.md").read_text().splitlines()
+    if line.startswith("| ") and "counted as" not in line
+]
+
+
+def named(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+def test_names_of_a_feature_are_those_of_the_code(row: list[str]) -> None:
+    _, drawn, counted, faults, slugs = row
+    assert drawn
+    assert named(counted)
+    assert set(named(counted)) <= set(COUNTED)
+    assert set(named(faults)) <= {name for _, name in FAULTS}
+    assert [slug for slug in named(slugs) if find(slug) is None] == []
+    assert named(faults)
+
+
+def test_every_feature_and_each_fault_of_the_real_server_has_a_row() -> None:
+    counted, faults = ({name for row in ROWS for name in named(row[column])} for column in (2, 3))
+    assert {name for name in FEATURES if not counted & {f"loads_with_{name}", f"stores_with_{name}"}} == set()
+    assert {name for setup, name in FAULTS if setup == "mp-real"} <= faults

@@ -4,8 +4,6 @@ The tests are about promises from a request's parameters and requests for the ot
 one prefill (KVF340, KVF367), and statistics in the API server (KVF303).
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,32 +12,19 @@ import pytest
 from kvfix.fixes.nixl import kvf301_nixl_promise_without_blocks
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.steps import prompt
-from tests.conftest import RELEASES, Once
+from tests.conftest import RELEASES, Once, answers
 
+FROM_PREFILL = {"do_remote_prefill": True, "remote_engine_id": "prefill"}
 NIXL = {
-    "do_remote_prefill": True,
-    "remote_engine_id": "prefill",
-    "remote_request_id": "p-1",
-    "remote_block_ids": [[1, 2, 3, 4]],
-    "remote_host": "prefill",
-    "remote_port": 5600,
-    "tp_size": 1,
-}
-MOONCAKE = {
-    "do_remote_prefill": True,
-    "remote_engine_id": "prefill",
-    "remote_bootstrap_addr": "prefill:8998",
-    "transfer_id": "t-1",
-}
+    **FROM_PREFILL, "remote_request_id": "p-1", "remote_block_ids": [[1, 2, 3, 4]], "remote_host": "prefill",
+    "remote_port": 5600, "tp_size": 1,
+}  # fmt: skip
+MOONCAKE = {**FROM_PREFILL, "remote_bootstrap_addr": "prefill:8998", "transfer_id": "t-1"}
 SEND = {"do_remote_decode": True, "transfer_id": "t-1"}
 #: What becomes of the request in its first step: (error, its status, tokens of its prompt that are computed).
 DIES = ["AssertionError", "WAITING", 0]
 WAITS = ["", "WAITING_FOR_REMOTE_KVS", 0]
 COMPUTES = ["", "RUNNING", 64]
-
-
-def without(params: dict[str, Any], key: str) -> dict[str, Any]:
-    return {name: value for name, value in params.items() if name != key}
 
 
 def asked(connector: str, role: str, params: dict[str, dict[str, Any]]) -> tuple[Any, list[Any]]:
@@ -78,11 +63,11 @@ def scheduled(connector: str, role: str, params: dict[str, Any]) -> list[object]
 #: (connector, role, parameters, what becomes of the request as released, and with the fixes)
 PROMISES = {
     "nixl-no-blocks": ("Nixl", "consumer", {**NIXL, "remote_block_ids": []}, DIES, COMPUTES),
-    "nixl-no-host": ("Nixl", "consumer", without(NIXL, "remote_host"), WAITS, COMPUTES),
+    "nixl-no-host": ("Nixl", "consumer", {name: NIXL[name] for name in NIXL if name != "remote_host"}, WAITS, COMPUTES),
     "nixl": ("Nixl", "consumer", NIXL, WAITS, WAITS),  # what can be loaded is
     "nixl-none": ("Nixl", "consumer", {}, COMPUTES, COMPUTES),
     "nixl-blocks-in-one-list": ("Nixl", "consumer", {**NIXL, "remote_block_ids": [1, 2, 3, 4]}, WAITS, WAITS),
-    "mooncake-no-address": ("Mooncake", "consumer", without(MOONCAKE, "remote_bootstrap_addr"), WAITS, COMPUTES),
+    "mooncake-no-address": ("Mooncake", "consumer", {**FROM_PREFILL, "transfer_id": "t-1"}, WAITS, COMPUTES),
     "mooncake-load-from-prefill": ("Mooncake", "producer", MOONCAKE, DIES, COMPUTES),
     "mooncake-send-from-decode": ("Mooncake", "consumer", SEND, DIES, COMPUTES),
     "mooncake-load": ("Mooncake", "consumer", MOONCAKE, WAITS, WAITS),
@@ -157,7 +142,8 @@ def test_one_request_loads_what_a_prefill_holds(
     assert once.both(sent_again, RELEASES / "0.5.6", connector) == [released, fixed]
 
 
-def observed() -> list[object]:
+@answers(["AssertionError", 0.0], ["", 3.0])
+def test_statistics_of_a_connector_without_metrics() -> list[object]:
     """(error, how often NIXL's statistics were counted) of Multi[Nixl, Mooncake] after a transfer of both."""
     from prometheus_client import REGISTRY, Counter, Gauge, Histogram
     from vllm.config import KVTransferConfig
@@ -183,7 +169,3 @@ def observed() -> list[object]:
         error = type(raised).__name__
     labels = {"model_name": "m", "engine": "0"}
     return [error, REGISTRY.get_sample_value("vllm:nixl_num_failed_transfers_total", labels)]
-
-
-def test_statistics_of_a_connector_without_metrics(once: Once) -> None:
-    assert once.both(observed, RELEASES / "0.5.6") == [["AssertionError", 0.0], ["", 3.0]]

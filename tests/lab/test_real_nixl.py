@@ -1,7 +1,5 @@
 """Real NIXL over UCX between two engines works like its model in each step, and a planted fault is found with it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import inf
 from typing import Any

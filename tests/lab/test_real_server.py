@@ -1,7 +1,5 @@
 """The lab with a real `lmcache server`: stores, loads and locks are right, and each planted fault is found."""
 
-from __future__ import annotations
-
 from math import inf
 from typing import Any
 

@@ -1,7 +1,5 @@
 """docs/released.json (`python -m maintain.released_findings`) is complete, and can be reproduced."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -4,8 +4,6 @@ Each function of a fix is replaced in turn, as a site patch or a later release w
 fix is wrapped, and its scenarios have the outcomes of the release.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,7 +25,6 @@ from tests.lab.faults import with_targets
 def replaced(fix: Fix, target: Target) -> Iterator[None]:
     """The function is one of another file that does the same, and that no behaviour probe can judge."""
     found = installed_source.live_function(import_module(target.module), target.function)
-    assert found is not None
     owner, name, original = found
     is_static, own = isinstance(original, staticmethod), name in vars(owner)
     inner = original.__func__ if is_static else original

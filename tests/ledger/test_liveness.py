@@ -1,7 +1,5 @@
 """`can_move` judges a state, or returns "unknown"."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
