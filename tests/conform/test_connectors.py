@@ -1,4 +1,4 @@
-"""docs/connectors.json is what the kit says of vLLM's connectors: of one of them it is played again."""
+"""docs/connectors.json has the verdicts of `kvfix conform` on vLLM's connectors. A test plays one connector again."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_each_connector_that_vllm_ships_is_in_the_table() -> None:
     for part in source.read_text().split("KVConnectorFactory.register_connector(")[1:]:
         shipped.add(part.split('"')[1])
     named = {each.name.partition("[")[0] for each in connectors.SUBJECTS}
-    assert shipped - named <= {"NixlConnector"}  # it is one of the other two
+    assert shipped - named <= {"NixlConnector"}  # alias of NixlPullConnector
     assert [each.name for each in connectors.load()] == [each.name for each in connectors.SUBJECTS]
 
 

@@ -153,7 +153,7 @@ def test_another_connector_is_named_once(caplog: pytest.LogCaptureFixture) -> No
 def test_kv_that_cannot_be_compared_ends_the_audit(
     held: Any, cache: torch.Tensor, faults: dict[str, int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One line in the log that is no error of kvfix, and the chunk is released."""
+    """The log gets one line, no error of kvfix is counted, and the chunk is released."""
     released: list[str] = []
     memory = SimpleNamespace(tensor=held, ref_count_down=lambda: released.append("chunk"))
     engine = SimpleNamespace(

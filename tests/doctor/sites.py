@@ -22,7 +22,10 @@ MP = {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both"}
 
 
 def site(folder: Path, lmcache: str = NEWEST, vllm: bool = True) -> Path:
-    """Links to a release of LMCache, and to the installed vLLM. There is no torch in it, so no child process."""
+    """Links to a release of LMCache, and to the installed vLLM.
+
+    It has no torch, so kvfix doctor starts no child process.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     if lmcache:
         for each in (RELEASES / lmcache).glob("lmcache*"):
@@ -37,7 +40,10 @@ def site(folder: Path, lmcache: str = NEWEST, vllm: bool = True) -> Path:
 
 
 def serve(transfer: dict[str, Any], *more: str, **extra: Any) -> list[str]:
-    """`vllm serve` with this configuration. extra: more of its keys; `extra` is kv_connector_extra_config."""
+    """`vllm serve` with this configuration.
+
+    extra: more keys of the configuration. The key `extra` stands for kv_connector_extra_config.
+    """
     given = {**transfer, **({"kv_connector_extra_config": extra.pop("extra")} if "extra" in extra else {}), **extra}
     return ["vllm", "serve", "org/model", "--kv-transfer-config", json.dumps(given), *more]
 

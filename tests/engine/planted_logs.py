@@ -44,7 +44,7 @@ _OF_THE_MACHINE = ("extensions", "gpu", "pinned-memory", "locked-memory", "progr
 
 
 class Engine(served.Served):
-    """vLLM's server, as released: LMCache in process has a stand-in for its GPU connector (plugin)."""
+    """vLLM's server, as released. For LMCache in process, the plugin puts in a stand-in for the GPU connector."""
 
     def __init__(self, folder: Path, transfer: Any, options: tuple[str, ...] = (), **environment: str) -> None:
         super().__init__(folder, "off", transfer, **environment)
@@ -74,7 +74,7 @@ class Engine(served.Served):
         return None
 
     def twice(self) -> None:
-        """Four prompts of four chunks and more, then once more without what vLLM has cached."""
+        """Send four prompts of four or more chunks each. Then reset vLLM's prefix cache and send them again."""
         self.ask(*REQUESTS)
         with suppress(httpx.HTTPError):
             httpx.post(f"{self.url}/reset_prefix_cache", timeout=ANSWER)
@@ -99,7 +99,10 @@ REQUESTS: list[pd.Request] = [(prompt(300, seed), 6) for seed in range(1, 5)]
 
 @dataclass
 class Run:
-    """One run of a case. values: what `$NAME` stands for in the settings of the case. warned: by kvfix doctor."""
+    """One run of a case.
+
+    values: what `$NAME` stands for in the settings of the case. warned: the problems that kvfix doctor sees.
+    """
 
     folder: Path
     values: dict[str, str] = field(default_factory=dict)
@@ -113,7 +116,10 @@ class Run:
 
     @contextmanager
     def running(self, case: Case, name: str = "engine", **settings: Any) -> Iterator[Engine | None]:
-        """The engine until the end; None if it does not start. settings: what differs from the case's own."""
+        """Start the engine and yield it, or None if it does not start.
+
+        End it afterwards. settings: what differs from the case's own.
+        """
         engine = self._engine(case, name, **settings)
         self.doctor(engine.command(), {**os.environ, **engine.environment})
         try:

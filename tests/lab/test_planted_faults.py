@@ -34,7 +34,7 @@ WITH_DRAFTS = {**ONE, **dict.fromkeys(("drafts_proposed", "drafts_accepted", "dr
 #: The second prompt may hit the first one's blocks.
 PAIR = {"loaded_tokens": 310 - 96}
 LEASES, OF_RANKS = {**PAIR, "leases": 3}, {**PAIR, "leases": 3 + 12, "ranks_apart": 1}
-#: The third prompt is in decode's own memory and on the way from prefill: the first connector that is asked loads it.
+#: The third prompt is in decode's own memory, and prefill sends it too. The connector that is asked first loads it.
 BESIDE = {"loads_of_kv_producer": 1, "loads_of_kv_consumer": 1, "loaded_beside": 2}
 OWN = {**BESIDE, "loads_of_kv_consumer": 2, "loaded_beside": 1}
 #: (setup, changed options, least counts)

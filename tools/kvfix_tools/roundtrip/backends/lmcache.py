@@ -48,8 +48,8 @@ CLASSES = {
 }
 #: Layouts for which LMCache has a format (0.5.6 kv_format/specs) and which vLLM gives to its in-process connectors.
 LAYOUTS = ("nhd", "nhd-block-first", "hnd", "hnd-block-first", "packed", "packed-hnd", "packed-pool", "mla")
-#: vLLM passes a view whose axes have a fixed order, independent of the memory order: HND as NHD (0.20.2
-#: flash_attn.py:138). From 0.26 on, it passes NHD as HND (0.26.0 flash_attn.py:131).
+#: vLLM passes a view whose axes have one order, whatever the order in memory is. Before 0.26 the view is NHD (0.20.2
+#: flash_attn.py:138), from 0.26 on HND (0.26.0 flash_attn.py:131).
 VIEWS = {
     **dict.fromkeys(("hnd", "hnd-block-first"), (0, 1, 3, 2, 4)),
     **dict.fromkeys(("packed", "packed-pool"), (0, 2, 1, 3)),
