@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import kvfix
-from tests.conftest import ForkServer
+from tests.conftest import ForkServer, release
 
 #: Where the thread hangs, `__del__` of the other chunk would hang too.
 KEPT: list[Any] = []
@@ -64,9 +64,9 @@ def collect(locked: str, limit: float, revert: bool = False) -> list[Any]:
 @pytest.mark.parametrize(
     ("fixes", "limit", "result"), [(False, 2, ["hangs"]), (True, 60, ["goes on", 2, 0])], ids=["released", "fixed"]
 )
-def test_a_chunk_that_is_collected(name, locked, fixes, limit, result, fork_server: ForkServer, release) -> None:  # type: ignore[no-untyped-def]
+def test_a_chunk_that_is_collected(name, locked, fixes, limit, result, fork_server: ForkServer) -> None:  # type: ignore[no-untyped-def]
     assert fork_server(collect, release(name), locked, limit, fixes=fixes) == result
 
 
-def test_revert_frees_what_is_kept(fork_server: ForkServer, release) -> None:  # type: ignore[no-untyped-def]
+def test_revert_frees_what_is_kept(fork_server: ForkServer) -> None:
     assert fork_server(collect, release("0.5.6"), "allocator", 60, True, fixes=True) == ["goes on", 2, 1]

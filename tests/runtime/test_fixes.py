@@ -12,7 +12,7 @@ from kvfix import catalogue
 from kvfix.fixes import stubs
 from kvfix.fixes.lmcache import kvf022_resume_shares_block_list as kvf022
 from kvfix.fixes.record import MIXED_ROLL_OUT, Fix
-from tests.conftest import ADAPTER, ForkServer
+from tests.conftest import ADAPTER, ForkServer, release
 
 EVERY = pytest.mark.parametrize("found", catalogue.fixes(), ids=lambda found: found.code)
 
@@ -124,7 +124,7 @@ PROMISES = [
 CASES = [case for case, *_ in PROMISES]
 
 
-def test_kvf001(fork_server: ForkServer, release: Any) -> None:
+def test_kvf001(fork_server: ForkServer) -> None:
     released = fork_server(promises, release("0.3.10"), CASES)
     assert [answers for answers, *_ in released] == [answers for _, answers, _ in PROMISES]
     assert released[0][4] == (
@@ -148,5 +148,5 @@ def probed_kvf022() -> list[bool]:
 
 
 @pytest.mark.parametrize("name", ["0.3.10", "0.3.10.post1", "0.3.11", "0.4.1", "0.5.6"])
-def test_the_probes_of_kvf022_on_each_version_of_update(name: str, fork_server: ForkServer, release: Any) -> None:
+def test_the_probes_of_kvf022_on_each_version_of_update(name: str, fork_server: ForkServer) -> None:
     assert fork_server(probed_kvf022, release(name)) == [True, True, False]

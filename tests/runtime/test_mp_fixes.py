@@ -12,7 +12,7 @@ import kvfix
 from kvfix import catalogue, installed_source
 from kvfix.applicability import _silent
 from kvfix.fixes import stubs
-from tests.conftest import ForkServer
+from tests.conftest import ForkServer, release
 
 PATCHES = [
     (found.code, target)
@@ -67,7 +67,7 @@ def wrong(dist: str, release: str) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize("name", PLAYED)
-def test_the_probe_agrees_with_the_fingerprint(name: str, fork_server: ForkServer, release: Any) -> None:
+def test_the_probe_agrees_with_the_fingerprint(name: str, fork_server: ForkServer) -> None:
     assert fork_server(probed, release(name), "lmcache", name) == wrong("lmcache", name)
 
 
@@ -80,14 +80,12 @@ def wrapped() -> list[bool]:
 
 
 @pytest.mark.parametrize(("name", "wrong"), [("0.5.5", True), ("0.5.6", False)])
-def test_a_helper_is_applied_only_where_its_fix_is(
-    name: str, wrong: bool, fork_server: ForkServer, release: Any
-) -> None:
+def test_a_helper_is_applied_only_where_its_fix_is(name: str, wrong: bool, fork_server: ForkServer) -> None:
     """`handle_preemptions` is the same in both releases. The bug is in another function of its module."""
     assert fork_server(wrapped, release(name)) == [wrong, wrong]
 
 
-def test_the_probe_on_the_installed_vllm(fork_server: ForkServer, release: Any) -> None:
+def test_the_probe_on_the_installed_vllm(fork_server: ForkServer) -> None:
     assert fork_server(probed, release("0.4.6"), "vllm", "") == wrong(
         "vllm", installed_source.version("vllm").partition("+")[0]
     )
