@@ -13,6 +13,15 @@ from tests.conftest import ForkServer, release
 KEPT: list[Any] = []
 
 
+def host_memory() -> Any:
+    """LMCache's allocator of 1 MiB of host memory."""
+    try:
+        from lmcache.v1.memory_allocators.host_memory_allocator import HostMemoryAllocator
+    except ModuleNotFoundError:  # up to 0.5.1
+        from lmcache.v1.memory_management import HostMemoryAllocator
+    return HostMemoryAllocator(1 << 20)
+
+
 def collect(locked: str, limit: float, revert: bool = False) -> list[Any]:
     """Return True if the thread hangs, and otherwise the chunks allocated then and after the next release or `revert`.
 
@@ -22,12 +31,8 @@ def collect(locked: str, limit: float, revert: bool = False) -> list[Any]:
     import lmcache.v1.memory_management as module
     import torch
 
-    try:
-        from lmcache.v1.memory_allocators.host_memory_allocator import HostMemoryAllocator
-    except ModuleNotFoundError:  # up to 0.5.1
-        HostMemoryAllocator = module.HostMemoryAllocator
     module.logger.disabled = True
-    allocator = HostMemoryAllocator(1 << 20)
+    allocator = host_memory()
 
     def chunk() -> Any:
         return allocator.allocate(torch.Size([2, 2, 16, 8]), torch.float32, module.MemoryFormat.KV_2LTD)

@@ -17,6 +17,7 @@ import pytest
 from kvfix.fixes.lmcache import kvf037_truncated_chunk_file_is_loaded as kvf037
 from kvfix.session import session
 from tests.conftest import Fixes, ForkServer, release
+from tests.runtime.test_collected_chunks import host_memory
 
 CHUNKS = 3
 
@@ -40,10 +41,6 @@ class Disk:
         from lmcache.v1.config import LMCacheEngineConfig
         from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
-        try:
-            from lmcache.v1.memory_allocators.host_memory_allocator import HostMemoryAllocator
-        except ModuleNotFoundError:  # up to 0.5.1
-            HostMemoryAllocator = memory.HostMemoryAllocator
         module.logger.disabled = True
         loop = asyncio.new_event_loop()
         threading.Thread(target=loop.run_forever, daemon=True).start()
@@ -52,7 +49,7 @@ class Disk:
             from lmcache.v1.pin_monitor import PinMonitor
 
             PinMonitor.GetOrCreate(config)
-        self.allocator = HostMemoryAllocator(1 << 20)
+        self.allocator = host_memory()
         self.cpu = LocalCPUBackend(config, memory_allocator=self.allocator)
         self.backend = module.LocalDiskBackend(config, loop, self.cpu, dst_device="cpu")
         self._shape = torch.Size([2, 2, 16, 16]), torch.float32, memory.MemoryFormat.KV_2LTD
