@@ -182,12 +182,6 @@ def test_both_are_applied_without_a_warning(fork_server: Any, name: str) -> None
     assert fork_server(applied, release(name), fixes=True) == ["applied", "applied", []]
 
 
-def probed_kvf021(module: str) -> list[bool]:
-    operations = import_module(module)
-    function = operations.single_layer_kv_transfer
-    return [kvf021.shows_bug(function, operations), kvf021.shows_bug(kvf021.fix(operations)(function), operations)]
-
-
 def loaded_back(module: str, only: list[str]) -> bool:
     """Whole blocks that have as many tokens as there are heads, stored as released, come back by this operation."""
     operations = import_module(module)
@@ -203,9 +197,3 @@ def loaded_back(module: str, only: list[str]) -> bool:
 @pytest.mark.parametrize("only", [[], ["KVF021"]], ids=["as released", "fixed"])
 def test_kvf021_leaves_stored_chunks_readable(fork_server: Any, only: list[str]) -> None:
     assert fork_server(loaded_back, release("0.5.6"), kvf021.FIX.targets[-1].module, only)
-
-
-def test_the_probe_of_kvf021_in_each_module(fork_server: Any) -> None:
-    modules = dict(zip(("0.5.2", "0.5.3", "0.5.6"), [target.module for target in kvf021.FIX.targets], strict=True))
-    for name, module in modules.items():
-        assert fork_server(probed_kvf021, release(name), module) == [True, False], name
