@@ -145,9 +145,9 @@ def test_a_worker_that_does_not_answer_lookups(apply: bool, tmp_path: Path) -> N
                 return
 
     transfer = start.v1(64, lookup_timeout_ms=300)
-    environment = {"KVFIX_TEST_LOOKUPS_HANG": "1", **({} if apply else {"KVFIX": "observe only="})}
+    environment = {"KVFIX_TEST_HANG": "lookup_thread_waits", **({} if apply else {"KVFIX": "observe only="})}
     ran = run(
-        tmp_path, apply, transfer, rounds=[CROWD], environment=environment,
+        tmp_path, apply, transfer, rounds=[CROWD], environment=environment, spoil_from=0,
         when=("Timeout occurred for rank", stands_in_the_lookup), forked=apply,
     )  # fmt: skip
     assert ran.answer["rounds"]
