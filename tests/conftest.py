@@ -41,6 +41,13 @@ def release_names() -> list[str]:
     return (ROOT / "requirements/lmcache-releases.txt").read_text().split()
 
 
+def release(name: str) -> Path:
+    """Return the folder of an unpacked LMCache release, to be put first on sys.path."""
+    path = RELEASES / name
+    assert (path / "lmcache").is_dir(), f"{path} is missing: run `make install`"
+    return path
+
+
 def clean_environment(**changes: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in _OURS}
     places = [*quick.site(), str(ROOT / "patches"), str(ROOT / "tools")]
@@ -103,18 +110,6 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture(scope="session")
 def fresh() -> Fresh:
     return Fresh()
-
-
-@pytest.fixture(scope="session")
-def release() -> Callable[[str], Path]:
-    """Folder of an unpacked LMCache release, to be put first on sys.path."""
-
-    def folder(name: str) -> Path:
-        path = RELEASES / name
-        assert (path / "lmcache").is_dir(), f"{path} is missing: run `make install`"
-        return path
-
-    return folder
 
 
 #: Fixes that are applied before a case: none, those with these codes, or the default fixes (True).

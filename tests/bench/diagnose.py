@@ -1,7 +1,7 @@
 """Measure kvfix-diagnose: its time on one core, relative to a search in Python for the same needles, and its memory.
 
 - real logs: whole lives of engines, repeated with and without new request ids and times
-- a dense log: 60% of its lines are relevant lines of LMCache, each of a new request; a sparse log: 1%
+- a sparse log: 99 of 100 lines are vLLM's own about requests, and count for nothing
 - a stream of 200 MB through standard input
 
 Seconds are processor time without the start of Python. The search in Python reads each line and searches it for the
@@ -10,7 +10,6 @@ needles. kvfix also parses the lines and keeps the ledger.
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
 import subprocess
@@ -25,16 +24,12 @@ from kvfix_tools.diagnose.grammar import NEEDLES
 from tests.bench.engine_logs import FIXTURES, lives
 from tests.bench.row import Row
 from tests.conftest import clean_environment
-from tests.diagnose import lines
 
 MEGABYTES = 48
-RELEASE = "0.5.6"
-TIME = re.compile(r"\d\d:\d\d:\d\d,\d{3}")
-CRASH = Path(lines.__file__).parent / "logs/crash-0.3.10.log.gz"
-#: {log: (share of lines that count, times the search in Python at most)}
-LOGS = {"dense": (60, 4), "sparse": (1, 0.5)}
-#: The same for real logs: repeated lives, and lives with new request ids and times.
+#: Times the search in Python at most, for lives of engines: repeated ones, and lives with new request ids and times.
 REAL = {False: 2.5, True: 4}
+#: The same for a sparse log.
+SPARSE = 0.5
 GIGABYTES = 0.2
 #: What stands between: vLLM's access log and its requests.
 OTHERS = [
@@ -54,7 +49,7 @@ start = time.process_time()
 log_files.read(log, log_files.sources(sys.argv[1:]))
 took = time.process_time() - start
 log.end()
-print(json.dumps({"cpu": took, "bytes": log.bytes, "asked": log.counts["asked"],
+print(json.dumps({"cpu": took, "bytes": log.bytes,
                   "codes": [found.rule.code for found in log.findings],
                   # Not getrusage: what the parent had counts there too.
                   "rss": int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024}))
@@ -62,21 +57,29 @@ print(json.dumps({"cpu": took, "bytes": log.bytes, "asked": log.counts["asked"],
 
 
 def measure() -> Iterator[Row]:
-    with tempfile.TemporaryDirectory() as name:
-        log = Path(name) / "log"
-        for what, (share, most) in LOGS.items():
-            write(log, share, MEGABYTES)
+    logs = {"sparse log": (sparse(), SPARSE)}
+    for name in FIXTURES:
+        for fresh, most in REAL.items():
+            what = f"lives of {name}{', requests of their own' if fresh else ''}"
+            logs[what] = (lives(name, MEGABYTES << 20, fresh), most)
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        for what, (blocks, most) in logs.items():
+            with log.open("wb") as file:
+                file.writelines(blocks)
             found = read(log)
-            assert found["codes"] == ["KVD101"]
-            yield row(f"{what} log", found, search(log), most)
-        for name in FIXTURES:
-            for fresh in (False, True):
-                with log.open("wb") as file:
-                    file.writelines(lives(name, MEGABYTES << 20, fresh))
-                found = read(log)
-                what = f"lives of {name}{', requests of their own' if fresh else ''}"
-                yield row(what, found, search(log), REAL[fresh])
+            assert ("KVD101" in found["codes"]) == ("crash" in what)
+            yield row(what, found, search(log), most)
     yield from stream()
+
+
+def sparse() -> Iterator[bytes]:
+    """Lines of engines, each after 99 others, which have the bytes of 75 lines of engines."""
+    for life in lives("healthy-0.5.6", (MEGABYTES << 20) // 75, fresh=True):
+        for number, line in enumerate(life.splitlines(keepends=True)):
+            for other in range(99 * number, 99 * number + 99):
+                yield OTHERS[other % 3].format(other % 250, other).encode()
+            yield line
 
 
 def row(what: str, found: dict[str, Any], peer: float, most: float) -> Row:
@@ -118,35 +121,3 @@ def search(log: Path) -> float:
     with log.open("rb") as file:
         assert sum(needles.search(line) is not None for line in file)
     return time.process_time() - start
-
-
-def write(log: Path, share: int, megabytes: int) -> None:
-    """A log of about this size, a line each millisecond, with a crash at its end.
-
-    `share` of 100 lines are LMCache's own, three for each request.
-    """
-    lines = [TIME.sub("TIME", statement(message)) for message in ("asked", "retrieved", "stored")]
-    size = number = counted = 0
-    with log.open("w") as file:
-        while size < megabytes << 20:
-            if number * share % 100 < share:
-                line = lines[counted % 3].replace("REQUEST", f"chatcmpl-{counted // 3 * 2654435761:032x}")
-                seconds, rest = divmod(number, 1000)
-                line = line.replace("TIME", f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02},{rest:03}")
-                counted += 1
-            else:
-                line = OTHERS[number % 3].format(number % 250, number % 60_000)
-            number += 1
-            size += file.write(line)
-        file.write(gzip.decompress(CRASH.read_bytes()).decode())
-
-
-def statement(message: str) -> str:
-    """The line of a request that loads all that it hit."""
-    which = {"asked": "%d, need to load: %d'", "retrieved": "required tokens", "stored": "offload_time"}[message]
-    values = {
-        "asked": ("REQUEST", 3000, 64, 2048, 1984),
-        "retrieved": ("REQUEST", 2048, 2048, 2048, 0.21, 12.43, 16.56),
-        "stored": ("REQUEST", 512, 3000, 0.1, 5.4, 17.5, 4.3, 0.02),
-    }[message]
-    return lines.logged(RELEASE, message, *values, which=which)

@@ -17,9 +17,10 @@ ONE_GROUP = "async_scheduling context drafter offloading pause ranks roles sessi
 #: Schedules of each kind that are measured.
 SCHEDULES = 200
 SPEED = """
-import functools, gc, itertools, time
+import gc, itertools, time
 from unittest import mock
 from kvfix_tools.lab import runner
+from tests.engine.plugin.kvfix_engine_times import timed
 runner.prepare({path!r})
 with runner.quiet():
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -27,15 +28,6 @@ with runner.quiet():
     from kvfix_tools.lab.fuzz.fuzz import play
     from kvfix_tools.lab.fuzz.schedule import draw
 gc.freeze()  # as the command does
-def timed(function):
-    @functools.wraps(function)
-    def call(*args, **more):
-        start = time.process_time()
-        try:
-            return function(*args, **more)
-        finally:
-            spent.append(time.process_time() - start)
-    return call
 spent = []
 def of_several(options):
     return options.several_groups or options.ranks > 1
@@ -48,7 +40,7 @@ def measured(first, many, lacks, wanted):
     seconds = time.process_time() - start
     return [steps / seconds, seconds / sum(spent)] if len(schedules) == many else None
 names = "schedule", "update_from_output", "add_request", "finish_requests"
-patched = mock.patch.multiple(Scheduler, **{{name: timed(vars(Scheduler)[name]) for name in names}})
+patched = mock.patch.multiple(Scheduler, **{{name: timed(vars(Scheduler)[name], spent) for name in names}})
 result = []
 with runner.applied(False), patched:
     known = releases.lacking()

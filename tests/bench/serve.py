@@ -1,8 +1,8 @@
-"""The first report's own workload: `vllm serve` with LMCache on the CPU, and `vllm bench serve` against it.
+"""The first report's own workload: `vllm serve` with LMCache on the CPU, and eight clients at a time.
 
 Random prompts, few blocks, chunked prefill, so that it preempts. A server in mode `strict` has to answer every request.
-Then vLLM's own client, in one process, asks three servers in turn: without kvfix, in mode `fix` and in mode `check`.
-LMCache's GPU connector is replaced (tests/engine/plugin).
+Then the clients ask three servers in turn: without kvfix, in mode `fix` and in mode `check`. LMCache's GPU connector is
+replaced (tests/engine/plugin).
 
 The model has two small layers: a step takes 5 ms, where a real one takes 10 to 50, and kvfix takes as long in both.
 
@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+import random
 import tempfile
+import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,17 +24,17 @@ from itertools import permutations
 from math import inf, sqrt
 from pathlib import Path
 from statistics import geometric_mean, median, stdev
-from typing import Any
 
 from kvfix_tools.diagnose.diagnosis import diagnosed
-from kvfix_tools.roundtrip.real_engine import MODEL, api_server, in_process, wait_for
+from kvfix_tools.roundtrip.real_engine import MODEL, api_server, in_process, wait_for, write_tokenizer
 from tests.bench.row import Row
 from tests.conftest import ROOT, clean_environment
+from tests.engine import pd
 
 #: Prompts for the server in mode `strict`.
 PROMPTS = 96
-#: Prompts of one run of the client, and how many runs each of the servers has, after one that warms it up. The speed of
-#: a shared machine changes by a third within seconds: many short runs that take turns share its state.
+#: Prompts of one run of the clients, and how many runs each of the servers has, after one that warms it up. The speed
+#: of a shared machine changes by a third within seconds: many short runs that take turns share its state.
 SHORT, TURNS = 16, 60
 #: Tokens of a prompt, and that are generated for it. 32 blocks of 32 tokens hold three such requests.
 INPUT, OUTPUT = 300, 40
@@ -46,51 +46,29 @@ BUDGET = {"fix": 1, "check": 3}
 #: The servers, in each order. One that has just run is faster than one that rested.
 ORDERS = list(permutations(("", *BUDGET)))
 
-TOKENIZER = """
-import sys
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-tokenizer = Tokenizer(models.WordLevel({f"t{number}": number for number in range(512)}, unk_token="t0"))
-tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0", eos_token="t1").save_pretrained(sys.argv[1])
-"""
-#: vLLM's own client, in one process: importing it takes longer than a run. One line of JSON in for each line out.
-CLIENT = """
-import argparse, asyncio, contextlib, json, sys
-from vllm.benchmarks.serve import add_cli_args, main_async
-from vllm.utils.argparse_utils import FlexibleArgumentParser
-parser = FlexibleArgumentParser()
-add_cli_args(parser)
-for line in sys.stdin:
-    with contextlib.redirect_stdout(sys.stderr):
-        found = asyncio.run(main_async(parser.parse_args(json.loads(line))))
-    print(json.dumps({name: found[name] for name in ("completed", "failed", "duration")}), flush=True)
-"""
-
 
 def measure() -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="kvfix-bench-") as place, ExitStack() as stack:
         folder = Path(place)
         (folder / "config.json").write_text(json.dumps(MODEL))
-        subprocess.run([sys.executable, "-c", TOKENIZER, place], env=clean_environment(), check=True)
-        client = stack.enter_context(Client(folder))
+        write_tokenizer(folder)
         (folder / "metrics").mkdir()
         with server(folder, "strict", PROMETHEUS_MULTIPROC_DIR=str(folder / "metrics")) as port:
-            done = client.ask(port, PROMPTS, seed=0)
+            answered, _ = ask(port, PROMPTS, seed=0)
             fixes = [line for line in metrics(port).splitlines() if line.startswith("kvfix_fixes{")]
             assert any('code="KVF013"' in line and 'verdict="applied"' in line for line in fixes), fixes
             context = f"{preemptions(port)} preemptions, {PROMPTS} requests"
-        yield Row("vllm serve in strict, succeeded", done["completed"], "requests", context, at_least=PROMPTS)
+        yield Row("vllm serve in strict, succeeded", answered, "requests", context, at_least=PROMPTS)
         times = {"KVFIX_TEST_TIMES": "1"}
         ports = {mode: stack.enter_context(server(folder, mode, **(times if mode else {}))) for mode in ORDERS[0]}
         took: dict[str, list[float]] = {mode: [] for mode in ports}
         before = dict.fromkeys(BUDGET, 0.0)
         for turn in range(-1, TURNS):
             for mode in ORDERS[turn % len(ORDERS)]:
-                done = client.ask(ports[mode], SHORT, seed=turn + 1)
-                assert done["completed"] == SHORT, done
+                answered, seconds = ask(ports[mode], SHORT, seed=turn + 1)
+                assert answered == SHORT
                 if turn >= 0:
-                    took[mode].append(done["duration"])
+                    took[mode].append(seconds)
             if turn < 0:
                 before = {mode: own_seconds(folder, mode) for mode in BUDGET}
         for port in ports.values():
@@ -107,6 +85,15 @@ def measure() -> Iterator[Row]:
             context = f"standard error {error:.4f}; {TURNS} runs of each, {SHORT} requests; {speed}"
             least = round(1 - percent / 100 - 2 * error, 4)
             yield Row(f"vllm serve in {mode}, throughput", geometric_mean(ratios), "of it", context, at_least=least)
+
+
+def ask(port: int, prompts: int, seed: int) -> tuple[int, float]:
+    """Return the number of answered requests, and the seconds of all."""
+    drawn = random.Random(seed)
+    requests = [(drawn.choices(range(MODEL["vocab_size"]), k=INPUT), OUTPUT) for _ in range(prompts)]
+    start = time.perf_counter()
+    answers = pd.ask_all(f"http://127.0.0.1:{port}", requests)
+    return prompts - answers.count(None), time.perf_counter() - start
 
 
 def own_seconds(folder: Path, mode: str) -> float:
@@ -148,34 +135,3 @@ def metrics(port: int) -> str:
 def preemptions(port: int) -> int:
     lines = [line.split() for line in metrics(port).splitlines()]
     return sum(int(float(line[-1])) for line in lines if line and line[0].startswith("vllm:num_preemptions_total"))
-
-
-class Client:
-    """`vllm bench serve`, as a context."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._log = open(folder / "client.log", "w")  # noqa: SIM115  closed with the process
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", CLIENT],
-            env=clean_environment(VLLM_NO_USAGE_STATS="1"),
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
-        )  # fmt: skip
-
-    def __enter__(self) -> Client:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.communicate()
-        self._log.close()
-
-    def ask(self, port: int, prompts: int, seed: int) -> dict[str, Any]:
-        words = ["--model", "tiny", "--tokenizer", str(self._folder), "--port", str(port), "--seed", str(seed)]
-        words += ["--dataset-name", "random", "--random-input-len", str(INPUT), "--random-output-len", str(OUTPUT)]
-        words += ["--num-prompts", str(prompts), "--ignore-eos", "--disable-tqdm", "--max-concurrency", "8"]
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(json.dumps(words), file=self._process.stdin, flush=True)
-        line = self._process.stdout.readline()
-        assert line, (self._folder / "client.log").read_text()[-3000:]
-        return dict(json.loads(line))

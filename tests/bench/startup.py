@@ -18,30 +18,20 @@ IMPORTS = 3
 #: Processor time in kvfix, and of the whole process. Every entry of kvfix is timed: two processes would differ by more
 #: than kvfix takes.
 WHOLE = """
-import json, time
-from time import process_time
-own = 0.0
+import json
+from time import thread_time
+from tests.engine.plugin.kvfix_engine_times import timed
 
-def timed(function):
-    def call(*args):
-        global own
-        begin = process_time()
-        try:
-            return function(*args)
-        finally:
-            own += process_time() - begin
-    return call
-
-import sys
-started = process_time()
+started = thread_time()
 import kvfix
 kvfix.apply()
 from kvfix import import_hooks
-own = process_time() - started
-import_hooks._settle, import_hooks._is_target = timed(import_hooks._settle), timed(import_hooks._is_target)
+own = [thread_time() - started]
+for name in ("_settle", "_is_target"):
+    setattr(import_hooks, name, timed(getattr(import_hooks, name), own))
 import vllm.v1.core.sched.scheduler, vllm.v1.engine.core
 import lmcache.integration.vllm.vllm_v1_adapter, lmcache.v1.cache_engine
-print(json.dumps([own, process_time() - started]))
+print(json.dumps([sum(own), thread_time() - started]))
 """
 
 

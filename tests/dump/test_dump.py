@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from kvfix_tools.dump import command
-from tests.conftest import Fresh, clean_environment
+from tests.conftest import clean_environment
 
 #: Each holds "hush", which must not be in a bundle.
 SECRETS = {
@@ -104,28 +104,34 @@ def test_one_that_does_not_answer_is_found_by_its_stacks(tmp_path: Path, capsys:
     assert "start_load_kv" in found["hook"] or " " in found["stacks"]
 
 
-def test_a_process_without_a_recorder_gets_no_signal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The signal would be its end."""
+@pytest.fixture
+def idle() -> Iterator[subprocess.Popen[bytes]]:
+    """A process without kvfix that waits for a line."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        found = dumped(process.pid, tmp_path, capsys)["processes"][0]
-        assert process.poll() is None
-        process.communicate(b"\n")
-    assert process.returncode == 0
+        yield process
+        process.kill()
+
+
+def test_a_process_without_a_recorder_gets_no_signal(
+    idle: subprocess.Popen[bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The signal would be its end."""
+    found = dumped(idle.pid, tmp_path, capsys)["processes"][0]
+    assert idle.poll() is None
+    idle.communicate(b"\n")
+    assert idle.returncode == 0
     assert found["recorder"].startswith("no recorder")
 
 
-def dumped_by(*starter: str, out: Path) -> subprocess.CompletedProcess[str]:
-    """The command on a process that waits for input. starter: the words that start it with fewer rights."""
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        command = [sys.executable, "-m", "kvfix_tools.cli", "dump", str(process.pid), "-o", str(out)]
-        done = Fresh(120).run([*starter, *command])
-        process.kill()
-    return done
+def dumped_with(limit: list[str], pid: int, folder: Path) -> subprocess.CompletedProcess[str]:
+    """The command in a separate process. limit: a program that takes something from it."""
+    command = [*limit, sys.executable, "-m", "kvfix_tools.cli", "dump", str(pid), "-o", str(folder)]
+    return subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=120, check=False)
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root, to take rights away")
-def test_without_rights_nothing_is_claimed(tmp_path: Path) -> None:
-    done = dumped_by("setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace", out=tmp_path)
+def test_without_rights_nothing_is_claimed(idle: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    done = dumped_with(["setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace"], idle.pid, tmp_path)
     assert done.returncode == 77, done.stdout + done.stderr
     assert "could not be read, and may be in a connector hook" in done.stdout
     assert "in no connector hook" not in done.stdout
@@ -133,9 +139,9 @@ def test_without_rights_nothing_is_claimed(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.tar.gz"))) == 1  # with settings and fixes
 
 
-def test_a_full_disk_leaves_no_bundle(tmp_path: Path) -> None:
-    """The largest file of this process has 512 bytes."""
-    done = dumped_by("prlimit", "--fsize=512", out=tmp_path)
+def test_a_full_disk_leaves_no_bundle(idle: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    """The largest file of the command has 512 bytes."""
+    done = dumped_with(["prlimit", "--fsize=512"], idle.pid, tmp_path)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "File too large" in done.stderr
     assert list(tmp_path.iterdir()) == []

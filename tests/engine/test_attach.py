@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,7 @@ import pytest
 from kvfix_tools.look import attach, inject, ptrace
 from kvfix_tools.roundtrip import real_engine
 from tests.bench import serve
-from tests.conftest import clean_environment
+from tests.conftest import release
 from tests.engine import pd, start
 from tests.engine.start import CROWD, REPORT
 
@@ -76,7 +73,6 @@ def test_it_comes_and_goes_under_load(
     pairs: int,
     plain: list[Any],
     tmp_path: Path,
-    release: Callable[[str], Path],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     calm, hard = plain
@@ -138,7 +134,7 @@ def test_it_comes_and_goes_under_load(
 def test_vllm_serve(plain: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Requests over HTTP go on meanwhile, and preempt one another."""
     real_engine.write_model(tmp_path, "float32", {})
-    subprocess.run([sys.executable, "-c", serve.TOKENIZER, str(tmp_path)], env=clean_environment(), check=True)
+    real_engine.write_tokenizer(tmp_path)
     answers: list[Any] = []
     stop = threading.Event()
 

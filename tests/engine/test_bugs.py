@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from kvfix_tools import recording
-from tests.conftest import clean_environment
+from tests.conftest import clean_environment, release
 from tests.engine import start
 from tests.engine.start import CROWD, Ran, prompt, server
 
@@ -79,7 +79,7 @@ def newest_server() -> Iterator[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def server_of_046(release) -> Iterator[dict[str, Any]]:  # type: ignore[no-untyped-def]
+def server_of_046() -> Iterator[dict[str, Any]]:
     with server(release("0.4.6")) as transfer:
         yield transfer
 
@@ -99,7 +99,7 @@ def test_statistics_of_an_aborted_request(apply: bool, tmp_path: Path, newest_se
 
 
 @APPLY
-def test_polls_of_a_waiting_request_in_vllms_own_copy(apply: bool, tmp_path: Path, release, server_of_046) -> None:  # type: ignore[no-untyped-def]
+def test_polls_of_a_waiting_request_in_vllms_own_copy(apply: bool, tmp_path: Path, server_of_046) -> None:  # type: ignore[no-untyped-def]
     """The hit of a request that waits for blocks counts as stored again at each poll: what follows it is not stored.
 
     The first 512 tokens of a prompt of 900 are cached. It waits while another one has 22 of the 32 blocks, and runs.
@@ -145,9 +145,9 @@ def test_a_worker_that_does_not_answer_lookups(apply: bool, tmp_path: Path) -> N
                 return
 
     transfer = start.v1(64, lookup_timeout_ms=300)
-    environment = {"KVFIX_TEST_LOOKUPS_HANG": "1", **({} if apply else {"KVFIX": "observe only="})}
+    environment = {"KVFIX_TEST_HANG": "lookup_thread_waits", **({} if apply else {"KVFIX": "observe only="})}
     ran = run(
-        tmp_path, apply, transfer, rounds=[CROWD], environment=environment,
+        tmp_path, apply, transfer, rounds=[CROWD], environment=environment, spoil_from=0,
         when=("Timeout occurred for rank", stands_in_the_lookup), forked=apply,
     )  # fmt: skip
     assert ran.answer["rounds"]

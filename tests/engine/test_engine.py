@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvfix_tools import recording, replay
+from tests.conftest import release
 from tests.engine import start
 from tests.engine.start import CROWD, REPORT, ROUNDS, Ran, server
 
@@ -39,7 +40,7 @@ def in_process(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 
 @pytest.fixture(scope="module")
-def early(tmp_path_factory: pytest.TempPathFactory, release) -> Ran:  # type: ignore[no-untyped-def]
+def early(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """Run the LMCache that has the bug, with the fix, in new processes."""
     return start.run(
         tmp_path_factory.mktemp("early"), apply=True, transfer=start.v1(256), lmcache=release(EARLY), forked=False
@@ -122,7 +123,7 @@ def test_faults_in_all_hooks_are_logged_once(multi_process: Ran) -> None:
 class TestTheReportedCrash:
     """LMCache issue 2158, where the user meets it."""
 
-    def test_as_released_the_engine_dies(self, tmp_path: Path, release) -> None:  # type: ignore[no-untyped-def]
+    def test_as_released_the_engine_dies(self, tmp_path: Path) -> None:
         ran = start.run(
             tmp_path, apply=False, transfer=start.v1(256), lmcache=release(EARLY), rounds=[REPORT],
             engine=start.TWO_PROCESSES,

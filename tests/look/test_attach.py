@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvfix_tools.look import attach, inject, ptrace
-from tests.conftest import ROOT, clean_environment
+from tests.conftest import ROOT, clean_environment, release
 from tests.forked import Forked
 
 PROGRAM = Path(__file__).with_name("plays.py")
@@ -74,9 +74,7 @@ def rows(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]:
     return {row["code"]: row for row in process["rows"] or ()}
 
 
-def test_in_and_out_while_it_plays(
-    tmp_path: Path, release: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_in_and_out_while_it_plays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """KVF005: as released every schedule leaks a hit. Mode `check` reports no violation of requests before attach."""
     with playing(tmp_path, release("0.5.6"), "abort-while-waiting") as engine:
         engine.wait_for("violated", 2)
@@ -103,7 +101,7 @@ def test_in_and_out_while_it_plays(
 
 
 def test_a_fix_that_takes_notes_leaves_the_requests_of_before(
-    tmp_path: Path, release: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flag = tmp_path / "flag"
     with playing(tmp_path, release("0.3.10"), "abort-while-waiting", flag) as engine:

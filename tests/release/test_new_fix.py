@@ -7,7 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from tests.conftest import ROOT, Fresh
+from tests.conftest import ROOT, Fresh, release
 
 FIX = '''"""A hit is promised twice.
 
@@ -85,7 +85,7 @@ result = {{
 """
 
 
-def test_every_list_knows_a_new_fix(tmp_path: Path, release, fresh: Fresh) -> None:  # type: ignore[no-untyped-def]
+def test_every_list_knows_a_new_fix(tmp_path: Path, fresh: Fresh) -> None:
     ignored = shutil.ignore_patterns("__pycache__")
     for folder in ("patches/kvfix", "tools/kvfix_tools", "tools/maintain"):
         shutil.copytree(ROOT / folder, tmp_path / Path(folder).name, ignore=ignored)

@@ -15,6 +15,7 @@ import pytest
 from kvfix_tools.roundtrip import real_engine
 from kvfix_tools.roundtrip.backends import engine
 from kvfix_tools.roundtrip.backends.engine import ASKED, BLOCK, BLOCKS, GENERATE, OTHERS
+from tests.conftest import release
 from tests.fork_server import FORK_WORKERS
 from tests.forked import Forked
 from tests.roundtrip.output import output_of
@@ -126,7 +127,7 @@ class TestOnRealEngines:
         [cell] = answer["cells"]
         return answer["exit"], cell
 
-    def test_as_released(self, monkeypatch: pytest.MonkeyPatch, release: Any) -> None:
+    def test_as_released(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """LMCache issue 4463: everything is promised and loaded, nothing is logged, and the answers differ. (0.5.6 is
         the first whose torch operations refuse the layout that vLLM for the CPU has.)"""
         monkeypatch.setattr(real_engine, "run", functools.partial(real_engine.run, popen=Forked))

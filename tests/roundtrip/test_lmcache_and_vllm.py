@@ -13,7 +13,7 @@ from kvfix_tools.roundtrip import races
 from kvfix_tools.roundtrip.backends.lmcache import LAYOUTS
 from kvfix_tools.roundtrip.layout import LAYOUTS as EVERY_LAYOUT
 from kvfix_tools.roundtrip.planted_faults import FAULTS
-from tests.conftest import ForkServer
+from tests.conftest import ForkServer, release
 from tests.roundtrip.output import output_of
 from tests.roundtrip.test_planted_faults import WITHOUT
 
@@ -143,7 +143,7 @@ def test_races_with_lmcaches_own_streams(run: Any) -> None:
         assert cell["command"].endswith(f"--race {cell['race']} --seed 0 --inject missing-event")
 
 
-def test_an_older_lmcache(run: Any, release: Any) -> None:
+def test_an_older_lmcache(run: Any) -> None:
     """0.5.3, the newest whose compiled operations load on torch 2.11 with CUDA 13."""
     answer = run("--backend", "lmcache", lmcache=release("0.5.3"))
     assert answer["exit"] == 0
@@ -153,7 +153,7 @@ def test_an_older_lmcache(run: Any, release: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["0.4.5", "0.5.0"])
-def test_the_packed_layout_with_each_age_of_lmcache(run: Any, release: Any, name: str) -> None:
+def test_the_packed_layout_with_each_age_of_lmcache(run: Any, name: str) -> None:
     """0.4.5 does not know this layout, and 0.5.0 to 0.5.2 treat it as another one. With the fix it is moved."""
     some = ["--backend", "lmcache-v2", "lmcache-engine", "--layout", "packed", "packed-hnd"]
     assert run(*some, lmcache=release(name))["exit"] == 0

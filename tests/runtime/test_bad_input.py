@@ -9,7 +9,7 @@ from typing import Any
 
 import kvfix
 from kvfix.fixes.lmcache.kvf001_lookup_cache_ignores_computed import shows_bug
-from tests.conftest import ADAPTER, ROOT, ForkServer, Fresh
+from tests.conftest import ADAPTER, ROOT, ForkServer, Fresh, release
 from tests.runtime.test_releases import copy
 
 STATUS = "import kvfix; kvfix.apply(); result = [row.verdict for row in kvfix.status() if row.code == 'KVF001']"
@@ -43,11 +43,11 @@ def without_target() -> str:
     return status()
 
 
-def test_target_gone_in_the_live_module(fork_server: ForkServer, release) -> None:  # type: ignore[no-untyped-def]
+def test_target_gone_in_the_live_module(fork_server: ForkServer) -> None:
     assert fork_server(without_target, release("0.3.10")) == "refused"
 
 
-def test_unreadable_target_does_not_stop_the_others(tmp_path: Path, release, fresh: Fresh) -> None:  # type: ignore[no-untyped-def]
+def test_unreadable_target_does_not_stop_the_others(tmp_path: Path, fresh: Fresh) -> None:
     folder = copy(release("0.3.10"), tmp_path, lambda text: "def broken(:\n" + text)
     code = "import kvfix; kvfix.apply(); print(*[row[4:] for row in kvfix.status() if row.code == 'KVF001'])"
     done = fresh.run([sys.executable, "-c", f"import sys; sys.path.insert(0, {str(folder)!r}); {code}"])
@@ -85,7 +85,7 @@ def with_error_in(place: str, name: str) -> bool:
     return shows_bug(vars(adapter.LMCacheConnectorV1Impl)["get_num_new_matched_tokens"], adapter)
 
 
-def test_an_error_in_kvfix_leaves_the_engine_unpatched_and_running(fork_server: ForkServer, release) -> None:  # type: ignore[no-untyped-def]
+def test_an_error_in_kvfix_leaves_the_engine_unpatched_and_running(fork_server: ForkServer) -> None:
     for place, name, unpatched in (
         ("applying", "settle", True),
         ("applying", "_wrapped", True),
@@ -107,5 +107,5 @@ def without_stderr() -> str:
     return status()
 
 
-def test_a_closed_stderr_stops_nothing(fork_server: ForkServer, release) -> None:  # type: ignore[no-untyped-def]
+def test_a_closed_stderr_stops_nothing(fork_server: ForkServer) -> None:
     assert fork_server(without_stderr, release("0.3.10")) == "applied"

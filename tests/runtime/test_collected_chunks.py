@@ -7,10 +7,19 @@ from typing import Any
 import pytest
 
 import kvfix
-from tests.conftest import ForkServer
+from tests.conftest import ForkServer, release
 
 #: Where the thread hangs, `__del__` of the other chunk would hang too.
 KEPT: list[Any] = []
+
+
+def host_memory() -> Any:
+    """LMCache's allocator of 1 MiB of host memory."""
+    try:
+        from lmcache.v1.memory_allocators.host_memory_allocator import HostMemoryAllocator
+    except ModuleNotFoundError:  # up to 0.5.1
+        from lmcache.v1.memory_management import HostMemoryAllocator
+    return HostMemoryAllocator(1 << 20)
 
 
 def collect(locked: str, limit: float, revert: bool = False) -> list[Any]:
@@ -22,12 +31,8 @@ def collect(locked: str, limit: float, revert: bool = False) -> list[Any]:
     import lmcache.v1.memory_management as module
     import torch
 
-    try:
-        from lmcache.v1.memory_allocators.host_memory_allocator import HostMemoryAllocator
-    except ModuleNotFoundError:  # up to 0.5.1
-        HostMemoryAllocator = module.HostMemoryAllocator
     module.logger.disabled = True
-    allocator = HostMemoryAllocator(1 << 20)
+    allocator = host_memory()
 
     def chunk() -> Any:
         return allocator.allocate(torch.Size([2, 2, 16, 8]), torch.float32, module.MemoryFormat.KV_2LTD)
@@ -64,9 +69,9 @@ def collect(locked: str, limit: float, revert: bool = False) -> list[Any]:
 @pytest.mark.parametrize(
     ("fixes", "limit", "result"), [(False, 2, ["hangs"]), (True, 60, ["goes on", 2, 0])], ids=["released", "fixed"]
 )
-def test_a_chunk_that_is_collected(name, locked, fixes, limit, result, fork_server: ForkServer, release) -> None:  # type: ignore[no-untyped-def]
+def test_a_chunk_that_is_collected(name, locked, fixes, limit, result, fork_server: ForkServer) -> None:  # type: ignore[no-untyped-def]
     assert fork_server(collect, release(name), locked, limit, fixes=fixes) == result
 
 
-def test_revert_frees_what_is_kept(fork_server: ForkServer, release) -> None:  # type: ignore[no-untyped-def]
+def test_revert_frees_what_is_kept(fork_server: ForkServer) -> None:
     assert fork_server(collect, release("0.5.6"), "allocator", 60, True, fixes=True) == ["goes on", 2, 1]

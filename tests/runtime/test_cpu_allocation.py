@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvfix import clock
-from tests.conftest import ForkServer
+from tests.conftest import ForkServer, release
 
 #: Chunks of a load of 32,768 tokens.
 CHUNKS = 128
@@ -56,7 +56,7 @@ def allocate(memory: int | None, more: dict[str, Any]) -> list[Any]:
         (True, None, {"eviction": False}, [None, 0]),
     ],
 )
-def test_allocate(name, fixes, memory, more, answer, fork_server: ForkServer, release) -> None:  # type: ignore[no-untyped-def]
+def test_allocate(name, fixes, memory, more, answer, fork_server: ForkServer) -> None:  # type: ignore[no-untyped-def]
     assert fork_server(allocate, release(name), memory, more, fixes=fixes) == answer
 
 
@@ -96,5 +96,5 @@ def loads(every: float) -> list[list[Any]]:
         (3, [[3, 10], [3, 10]]),  # memory comes, and slowly: the load would take six minutes
     ],
 )
-def test_a_load_of_many_chunks_waits_ten_seconds_in_all(every, found, fork_server: ForkServer, release) -> None:  # type: ignore[no-untyped-def]
+def test_a_load_of_many_chunks_waits_ten_seconds_in_all(every, found, fork_server: ForkServer) -> None:  # type: ignore[no-untyped-def]
     assert fork_server(loads, release("0.5.6"), every, fixes=["KVF016"]) == found

@@ -1,4 +1,4 @@
-"""Rules that every fix keeps, and KVF001 and KVF022 on the real functions of their releases."""
+"""Rules that every fix keeps, and KVF001 on the real function of its release."""
 
 import re
 from contextlib import suppress
@@ -12,10 +12,9 @@ from packaging.version import Version
 import kvfix
 from kvfix import catalogue
 from kvfix.fixes import stubs
-from kvfix.fixes.lmcache import kvf022_resume_shares_block_list as kvf022
 from kvfix.fixes.record import MIXED_ROLL_OUT, Fix
 from kvfix_tools import fix_overview
-from tests.conftest import ADAPTER, ForkServer
+from tests.conftest import ADAPTER, ForkServer, release
 
 EVERY = pytest.mark.parametrize("found", catalogue.fixes(), ids=lambda found: found.code)
 
@@ -130,7 +129,7 @@ PROMISES = [
 CASES = [case for case, *_ in PROMISES]
 
 
-def test_kvf001(fork_server: ForkServer, release: Any) -> None:
+def test_kvf001(fork_server: ForkServer) -> None:
     released = fork_server(promises, release("0.3.10"), CASES)
     assert [answers for answers, *_ in released] == [answers for _, answers, _ in PROMISES]
     assert released[0][4] == (
@@ -140,19 +139,3 @@ def test_kvf001(fork_server: ForkServer, release: Any) -> None:
     assert fork_server(promises, release("0.3.10"), CASES, fixes=True) == [[*fixed, ""] for *_, fixed in PROMISES]
     off = fork_server(promises, release("0.3.10"), CASES[:1], ["KVF001"])
     assert off[0][0] == [0, 256, 256]
-
-
-def probed_kvf022() -> list[bool]:
-    """The probes of `update` and of a step as released, and of a step with the fix."""
-    adapter = import_module(ADAPTER)
-    step = adapter.LMCacheConnectorV1Impl.build_connector_meta
-    return [
-        kvf022.shows_bug(adapter.RequestTracker.update, adapter),
-        kvf022.step_shows_bug(step, adapter),
-        kvf022.step_shows_bug(kvf022.fix(adapter)(step), adapter),
-    ]
-
-
-@pytest.mark.parametrize("name", ["0.3.10", "0.3.10.post1", "0.3.11", "0.4.1", "0.5.6"])
-def test_the_probes_of_kvf022_on_each_version_of_update(name: str, fork_server: ForkServer, release: Any) -> None:
-    assert fork_server(probed_kvf022, release(name)) == [True, True, False]

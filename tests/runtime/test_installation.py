@@ -14,7 +14,7 @@ import packaging
 import pytest
 
 from kvfix import fixes
-from tests.conftest import ROOT, Fresh
+from tests.conftest import ROOT, Fresh, release
 
 #: A configuration with a fix by name, the catalogue, and a status that needs the fingerprints.
 STATUS = """
@@ -48,14 +48,14 @@ def zipped(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("install", [compiled_only, zipped])
-def test_no_fix_is_lost(install: Any, tmp_path: Path, release: Any, fresh: Fresh) -> None:
+def test_no_fix_is_lost(install: Any, tmp_path: Path, fresh: Fresh) -> None:
     place = install(tmp_path)
     found, count, status = fresh(STATUS.format(lmcache=str(release("0.3.10"))), PYTHONPATH=str(place))
     assert found.startswith(str(place))
     assert (count, status) == (len(fixes.modules()), "applicable")
 
 
-def test_an_installation_without_fixes_is_an_error(tmp_path: Path, release: Any, fresh: Fresh) -> None:
+def test_an_installation_without_fixes_is_an_error(tmp_path: Path, fresh: Fresh) -> None:
     for fix in package(tmp_path).glob("fixes/*/kvf*.py"):
         fix.unlink()
     path = f"{tmp_path}:{ROOT / 'tools'}"
@@ -80,7 +80,7 @@ result = [rows["KVF001"], "lmcache" in sys.modules]
 """
 
 
-def test_an_editable_lmcache_is_installed(tmp_path: Path, release: Any, fresh: Fresh) -> None:
+def test_an_editable_lmcache_is_installed(tmp_path: Path, fresh: Fresh) -> None:
     project, site = tmp_path / "project", tmp_path / "site"
     project.mkdir()
     (project / "src").symlink_to(release("0.3.10"))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvfix import installed_source
-from tests.conftest import ADAPTER, Fresh
+from tests.conftest import ADAPTER, Fresh, release
 
 FUNCTION = '''
 class Connector:
@@ -66,7 +66,7 @@ def test_an_inherited_function_has_the_fingerprint_of_its_base(tmp_path: Path) -
     )
 
 
-def test_every_python_computes_the_same(tmp_path: Path, release, fresh: Fresh) -> None:  # type: ignore[no-untyped-def]
+def test_every_python_computes_the_same(tmp_path: Path, fresh: Fresh) -> None:
     """kvfix ships fingerprints that one Python has computed, and compares them on the user's Python."""
     file = release("0.3.10").joinpath(*ADAPTER.split(".")).with_suffix(".py")
     (tmp_path / "tricky.py").write_text(FUNCTION)

@@ -16,7 +16,8 @@ import pytest
 
 from kvfix.fixes.lmcache import kvf037_truncated_chunk_file_is_loaded as kvf037
 from kvfix.session import session
-from tests.conftest import Fixes, ForkServer
+from tests.conftest import Fixes, ForkServer, release
+from tests.runtime.test_collected_chunks import host_memory
 
 CHUNKS = 3
 
@@ -40,10 +41,6 @@ class Disk:
         from lmcache.v1.config import LMCacheEngineConfig
         from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
-        try:
-            from lmcache.v1.memory_allocators.host_memory_allocator import HostMemoryAllocator
-        except ModuleNotFoundError:  # up to 0.5.1
-            HostMemoryAllocator = memory.HostMemoryAllocator
         module.logger.disabled = True
         loop = asyncio.new_event_loop()
         threading.Thread(target=loop.run_forever, daemon=True).start()
@@ -52,7 +49,7 @@ class Disk:
             from lmcache.v1.pin_monitor import PinMonitor
 
             PinMonitor.GetOrCreate(config)
-        self.allocator = HostMemoryAllocator(1 << 20)
+        self.allocator = host_memory()
         self.cpu = LocalCPUBackend(config, memory_allocator=self.allocator)
         self.backend = module.LocalDiskBackend(config, loop, self.cpu, dst_device="cpu")
         self._shape = torch.Size([2, 2, 16, 16]), torch.float32, memory.MemoryFormat.KV_2LTD
@@ -146,16 +143,14 @@ RIGHT = ["right"] * 3
 
 @pytest.mark.parametrize("name", ["0.3.9.post1", "0.4.4", "0.5.6"])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_short_or_missing_file_is_no_chunk(
-    name: str, way: str, fork_server: ForkServer, release: Any, tmp_path: Path
-) -> None:
+def test_a_short_or_missing_file_is_no_chunk(name: str, way: str, fork_server: ForkServer, tmp_path: Path) -> None:
     *short, whole = fork_server(load, release(name), str(tmp_path), way, [*SHORT, BYTES], fixes=["KVF037"])
     assert whole == [RIGHT, WHOLE, RIGHT]
     assert short == [[["right"] if way == "prefetched" else ["right", "none", "right"], LEFT, RIGHT]] * len(SHORT)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_as_released_a_short_file_is_a_chunk(way: str, fork_server: ForkServer, release: Any, tmp_path: Path) -> None:
+def test_as_released_a_short_file_is_a_chunk(way: str, fork_server: ForkServer, tmp_path: Path) -> None:
     short, missing = fork_server(load, release("0.5.6"), str(tmp_path), way, [1000, None])
     assert short[0] == ["right", "wrong", "right"]
     assert missing[0] == ["right", "none", "right"] if way == "batched" else missing == "KeyError"
@@ -171,7 +166,7 @@ def load_layer(folder: str) -> list[Any]:
     return [loaded, [text for text in session.reported if "KVF037: " in text], disk.state()["chunks"]]
 
 
-def test_a_load_by_layers_has_all_chunks_and_a_warning(fork_server: ForkServer, release: Any, tmp_path: Path) -> None:
+def test_a_load_by_layers_has_all_chunks_and_a_warning(fork_server: ForkServer, tmp_path: Path) -> None:
     loaded, (warning,), chunks = fork_server(load_layer, release("0.5.6"), str(tmp_path), fixes=["KVF037"])
     assert loaded == ["right", "wrong", "right"]
     assert "is truncated or missing, and LMCache has loaded it (use_layerwise)" in warning
@@ -186,7 +181,7 @@ def load_with_fault(folder: str, way: str) -> Any:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_fault_of_the_fix_is_no_chunk(way: str, fork_server: ForkServer, release: Any, tmp_path: Path) -> None:
+def test_a_fault_of_the_fix_is_no_chunk(way: str, fork_server: ForkServer, tmp_path: Path) -> None:
     loaded = fork_server(load_with_fault, release("0.5.6"), str(tmp_path), way, fixes=["KVF037"])
     assert loaded == ([] if way == "prefetched" else ["none"] * CHUNKS)
 
@@ -221,9 +216,7 @@ def report() -> list[Any]:
         ("0.4.4", ["KVF037"], [32, 32]),
     ],
 )
-def test_only_loaded_chunks_are_reported(
-    name: str, fixes: Fixes, tokens: list[int], fork_server: ForkServer, release: Any
-) -> None:
+def test_only_loaded_chunks_are_reported(name: str, fixes: Fixes, tokens: list[int], fork_server: ForkServer) -> None:
     assert fork_server(report, release(name), fixes=fixes) == tokens
 
 
@@ -239,7 +232,7 @@ def write(folder: str) -> list[Any]:
 
 @pytest.mark.parametrize("name", ["0.3.9", "0.4.4", "0.5.6"])
 @pytest.mark.parametrize("fixes", [False, ["KVF038"]])
-def test_a_failed_write(name: str, fixes: Fixes, fork_server: ForkServer, release: Any, tmp_path: Path) -> None:
+def test_a_failed_write(name: str, fixes: Fixes, fork_server: ForkServer, tmp_path: Path) -> None:
     nothing = {"chunks": [], "pins": [], "allocated": 0, "bytes": [0, 0], "files": []}
     leaked = {**nothing, "allocated": 1, "bytes": [BYTES, BYTES], "files": [0]}
     stored = {"chunks": [0], "pins": [0], "allocated": 0, "bytes": [BYTES, BYTES], "files": [0]}

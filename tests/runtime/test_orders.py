@@ -14,7 +14,7 @@ import pytest
 
 import kvfix
 from kvfix.fixes.lmcache.kvf001_lookup_cache_ignores_computed import shows_bug
-from tests.conftest import ADAPTER, ForkServer
+from tests.conftest import ADAPTER, ForkServer, release
 
 HOOK = "get_num_new_matched_tokens"
 STEPS = {"import": lambda: importlib.import_module(ADAPTER), "apply": kvfix.apply, "revert": kvfix.revert}
@@ -50,7 +50,7 @@ def play(steps: tuple[str, ...]) -> list[str | None]:
 
 
 @pytest.mark.parametrize("steps", ORDERS, ids="-".join)
-def test_order(steps: tuple[str, ...], fork_server: ForkServer, release) -> None:  # type: ignore[no-untyped-def]
+def test_order(steps: tuple[str, ...], fork_server: ForkServer) -> None:
     expected: list[str | None] = []
     imported = applied = False
     for step in steps:
@@ -86,7 +86,7 @@ def wrapped_by_another(kvfix_first: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize("kvfix_first", [True, False], ids=["kvfix first", "the other first"])
-def test_another_tool_wraps_the_same_hook(kvfix_first: bool, fork_server: ForkServer, release) -> None:  # type: ignore[no-untyped-def]
+def test_another_tool_wraps_the_same_hook(kvfix_first: bool, fork_server: ForkServer) -> None:
     """The other tool's wrapper is called in every state. Ours is added and removed inside or outside of it."""
     assert fork_server(wrapped_by_another, release("0.3.10"), kvfix_first) == [False, True, False, 3, "applied"]
 
@@ -105,7 +105,7 @@ def replaced_by_another(answer: int | None) -> list[str]:
 @pytest.mark.parametrize(
     ("answer", "verdict"), [(256, "applied"), (0, "fixed-upstream"), (17, "refused"), (None, "refused")]
 )
-def test_the_probe_decides_on_a_replaced_hook(answer, verdict, fork_server: ForkServer, release) -> None:  # type: ignore[no-untyped-def]
+def test_the_probe_decides_on_a_replaced_hook(answer, verdict, fork_server: ForkServer) -> None:  # type: ignore[no-untyped-def]
     found, reason = fork_server(replaced_by_another, release("0.3.10"), answer)
     assert found == verdict
     assert "was replaced by" in reason
@@ -124,7 +124,7 @@ def applied_in_between(early: bool) -> list[str]:
 @pytest.mark.parametrize(
     ("early", "statuses"), [(False, ["refused", "applied"]), (True, ["applied", "applied"])], ids=["late", "early"]
 )
-def test_applied_while_the_module_is_half_imported(early, statuses, tmp_path, fork_server, release) -> None:  # type: ignore[no-untyped-def]
+def test_applied_while_the_module_is_half_imported(early, statuses, tmp_path, fork_server) -> None:  # type: ignore[no-untyped-def]
     from tests.runtime.test_releases import copy
 
     def edit(text: str) -> str:
@@ -156,6 +156,6 @@ def reloaded() -> list[Any]:
     return [*result, wrong()]
 
 
-def test_a_reloaded_module_is_fixed_again(fork_server: ForkServer, release) -> None:  # type: ignore[no-untyped-def]
+def test_a_reloaded_module_is_fixed_again(fork_server: ForkServer) -> None:
     """By importlib.reload, and by a new import after its removal from sys.modules."""
     assert fork_server(reloaded, release("0.3.10")) == [False, "applied"] * 4 + [True]

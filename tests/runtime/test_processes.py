@@ -176,7 +176,7 @@ from kvfix_tools.cli import main; main()"""
         done = fresh.run([sys.executable, "-c", code])
         assert done.stdout.splitlines() == ["mine", f"fix {tmp_path / 'sitecustomize.py'}"], done.stderr
 
-    def test_reaches_the_lmcache_server(self, fresh: Fresh, release) -> None:  # type: ignore[no-untyped-def]
+    def test_reaches_the_lmcache_server(self, fresh: Fresh) -> None:
         """The console script of the server loads no vLLM plugin; `--help` imports LMCache and exits."""
         server = Path(sys.executable).with_name("lmcache")
         done = fresh.run([*self.KVFIX, "--", sys.executable, "-v", str(server), "server", "--help"])

@@ -15,7 +15,7 @@ from packaging.specifiers import SpecifierSet
 import kvfix
 from kvfix import catalogue, fix_status
 from kvfix.applicability import fingerprints
-from tests.conftest import ADAPTER, RELEASES, ForkServer, Fresh, release_names
+from tests.conftest import ADAPTER, RELEASES, ForkServer, Fresh, release, release_names
 
 FILE = Path(*ADAPTER.split(".")).with_suffix(".py")
 #: The line of 0.3.10 that is the bug.
@@ -68,7 +68,7 @@ UNFIXED = {found.code for found in catalogue.fixes() if not found.fixable}
 
 
 @pytest.fixture(scope="module")
-def rows(release: Callable[[str], Path]) -> list[list[str]]:
+def rows() -> list[list[str]]:
     """The status of every fix on the files of every release, in one process."""
     folders = {name: str(release(name)) for name in release_names()}
     return list(Fresh()(SURVEY.format(folders=folders, dist="lmcache")))
@@ -110,7 +110,7 @@ def refused_when_all_is_imported() -> list[list[str]]:
 
 
 @pytest.mark.parametrize("name", ["0.3.10", "0.4.6", "0.5.6"])
-def test_no_fix_is_refused_on_released_code(name: str, fork_server: ForkServer, release: Callable[[str], Path]) -> None:
+def test_no_fix_is_refused_on_released_code(name: str, fork_server: ForkServer) -> None:
     """A class may inherit a function, or be known under an older name of a class in another file."""
     assert fork_server(refused_when_all_is_imported, release(name)) == []
 
@@ -138,6 +138,13 @@ def test_code_of_broken_releases_is_broken_code_only() -> None:
             assert any(release in broken for releases in known.values() for release in releases), found.code
 
 
+def probed() -> dict[str, Any]:
+    """As `kvfix status --probe` decides, which imports the module."""
+    from kvfix_tools.status import _probed
+
+    return {row.code: row for row in fix_status.rows(_probed)}
+
+
 #: (release, text of its adapter and the text in its place, claimed version, status before and after the probe)
 HARMLESS, GONE = (BUG, "            _ = 1\n" + BUG), ("def get_num_new_matched_tokens", "def matched")
 EDITS = {
@@ -153,23 +160,12 @@ EDITS = {
 
 
 @pytest.mark.parametrize(("name", "edit", "version", "by_file", "by_probe"), EDITS.values(), ids=EDITS)
-def test_edited_copies(name, edit, version, by_file, by_probe, tmp_path, release, fresh, fork_server) -> None:  # type: ignore[no-untyped-def]
+def test_edited_copies(name, edit, version, by_file, by_probe, tmp_path, fresh, fork_server) -> None:  # type: ignore[no-untyped-def]
     folder = copy(release(name), tmp_path, lambda text: text.replace(*edit), version)
     row = fresh(f"import sys; sys.path.insert(0, {str(folder)!r}); {STATUS}")["KVF001"]
     assert row[STATE] == by_file, row
     row = fork_server(settled, folder)["KVF001"]
     assert (row[VERSION], row[STATE]) == (version or name, by_probe), row
-
-
-def probed() -> dict[str, Any]:
-    from kvfix_tools.status import _probed
-
-    return {row.code: row for row in fix_status.rows(_probed)}
-
-
-def test_status_with_probe_decides_on_edited_code(tmp_path, release, fork_server: ForkServer) -> None:  # type: ignore[no-untyped-def]
-    """`kvfix status --probe`: the decision of a process that imports the module."""
-    folder = copy(release("0.3.10"), tmp_path, lambda text: text.replace(*HARMLESS))
     row = fork_server(probed, folder)["KVF001"]
-    assert row[STATE] == "applicable"
-    assert "the behaviour probe shows the bug" in row[REASON]
+    assert row[STATE] == ("applicable" if by_probe == "applied" else by_probe), row
+    assert ("the behaviour probe" in row[REASON]) is (by_file == "unknown"), row

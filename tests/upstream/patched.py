@@ -22,6 +22,11 @@ from unittest import mock
 
 from maintain import peers
 
+#: Random schedules without faults, and with faults.
+SEEDS, FAULTY = 24, 4
+#: Scenarios whose requests end only with other fixes too: {code: those fixes}.
+BESIDE = {"KVF325": ["KVF322"]}
+
 
 def touched(patch: str) -> list[str]:
     """Files that the patch changes or creates."""
@@ -136,22 +141,13 @@ def prepare(lmcache: str, connectors: list[str]) -> None:
 
 
 def tried(
-    folder: str,
-    dist: str,
-    tests: list[str],
-    code: str,
-    connectors: list[str],
-    faulty: int,
-    seeds: int,
-    fixes: list[str],
-    beside: list[str],
+    folder: str, dist: str, tests: list[str], code: str, connectors: list[str], fixes: list[str]
 ) -> dict[str, Any]:
     """Return all results of the release in this folder.
 
     - tests: files of regression tests
     - code: the fix that the patch replaces; "" without a patch
-    - faulty, seeds: random schedules with and without faults; fixes: applied to the latter
-    - `beside`: other fixes that the scenarios of the patch need
+    - fixes: applied to the random schedules without faults
     """
     place = Path(folder)
     prefer(place)
@@ -159,21 +155,17 @@ def tried(
     if tests:
         found["regression"] = regression(place, tests)
     if code:
+        beside = BESIDE.get(code, [])
         found["status"] = status_of(code, dist)
         found["scenarios"] = scenarios(code, connectors, beside)
-        found["plays"] = plays(code, connectors, faulty, beside)
-    found["healthy"] = {each: healthy(each, seeds, fixes) for each in connectors}
+        found["plays"] = plays(code, connectors, beside)
+    found["healthy"] = {each: healthy(each, fixes) for each in connectors}
     return found
 
 
-def plays_with_fixes(
-    wanted: dict[str, list[str]], beside: dict[str, list[str]], faulty: int
-) -> dict[str, dict[str, str]]:
-    """Return {code: result of plays() with this fix}. wanted: {code: connectors}.
-
-    `beside`: {code: other fixes that its scenarios need}.
-    """
-    return {code: plays(code, connectors, faulty, [code, *beside.get(code, [])]) for code, connectors in wanted.items()}
+def plays_with_fixes(wanted: dict[str, list[str]]) -> dict[str, dict[str, str]]:
+    """Return {code: result of plays() with this fix}. wanted: {code: connectors}."""
+    return {code: plays(code, connectors, [code, *BESIDE.get(code, [])]) for code, connectors in wanted.items()}
 
 
 def _imports_of_ours() -> dict[str, frozenset[str]]:
@@ -312,7 +304,7 @@ def _violated(code: str, connectors: list[str]) -> list[Any]:
     return [scenario for scenario in mine if runner.expected(scenario) == "violated"]
 
 
-def plays(code: str, connectors: list[str], seeds: int, fixes: list[str]) -> dict[str, str]:
+def plays(code: str, connectors: list[str], fixes: list[str]) -> dict[str, str]:
     """{schedule: digest of its events, with these fixes}: the scenarios of the fix, and random schedules."""
     import kvfix
     from kvfix_tools.lab import runner
@@ -328,7 +320,7 @@ def plays(code: str, connectors: list[str], seeds: int, fixes: list[str]) -> dic
         for scenario in _violated(code, connectors):
             found[scenario.slug] = _digest(_events(scenario.played()))
         for connector in connectors:
-            found |= {f"{connector} {seed}": _digest(_events(play(draw(seed, connector)))) for seed in range(seeds)}
+            found |= {f"{connector} {seed}": _digest(_events(play(draw(seed, connector)))) for seed in range(FAULTY)}
         kvfix.revert()
     return found
 
@@ -349,7 +341,7 @@ def _digest(events: list[Any]) -> str:
     return hashlib.sha256(repr(events).encode()).hexdigest()
 
 
-def healthy(connector: str, seeds: int, fixes: list[str]) -> list[str]:
+def healthy(connector: str, fixes: list[str]) -> list[str]:
     """For each plain schedule, with these fixes: a digest of all events, or "" if a rule is violated."""
     import kvfix
     from kvfix_tools.lab import runner
@@ -361,6 +353,6 @@ def healthy(connector: str, seeds: int, fixes: list[str]) -> list[str]:
 
         if fixes:
             kvfix.apply(only=fixes)
-        played = [play(draw(seed, connector, plain=True)) for seed in range(seeds)]
+        played = [play(draw(seed, connector, plain=True)) for seed in range(SEEDS)]
         kvfix.revert()
     return ["" if violated(each) else _digest(events(each)) for each in played]

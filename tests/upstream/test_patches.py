@@ -10,7 +10,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from packaging.specifiers import SpecifierSet
 
 from kvfix import applicability, catalogue, installed_source
 from kvfix.fixes import stubs
+from kvfix.fixes.record import Fix
 from kvfix_tools import upstream
 from kvfix_tools.lab.options import PAIRS
 from kvfix_tools.lab.scenario import scenarios
@@ -34,27 +34,27 @@ FOR_IN_TREE = "0.4.6"
 OF_VLLM = {"KVF33": "offloading", "KVF373": "v1", "KVF37": "simple-offload"}
 #: Fixes below the cache engine that the lab replaces: {code: mode of test_async_release that shows the bug}.
 ENGINE = {"KVF013": "async", "KVF018": "layers"}
-SEEDS = 24
-#: Random schedules with faults, in which the patch has the same events as kvfix's fix.
-FAULTY = 4
 #: {(code, dist): why the events differ}. The scenarios are clean and plain schedules the same with these too.
 DIFFERS = {
     ("KVF036", "lmcache"): "the patch also answers who asks again after a time-out; of kvfix's fixes that is KVF011",
 }
-#: Scenarios whose requests end only with other fixes too: {code: those fixes}.
-BESIDE = {"KVF325": ["KVF322"]}
 
 #: Imports of a process, once for all patches of a release.
 FIRST = "from tests.upstream import patched; patched.prepare({lmcache!r}, {connectors!r})"
 
 
+def fix_of(row: upstream.Ready) -> Fix:
+    known = catalogue.find(row.code)
+    assert known is not None
+    return known
+
+
 def release_of(row: upstream.Ready) -> Path:
     if row.dist == "lmcache":
         return RELEASES / row.version
-    spec = find_spec("vllm")
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parents[1]
+    init = installed_source.source_file("vllm", "vllm")
+    assert init is not None
+    return init.parents[1]
 
 
 def released_tests(row: upstream.Ready) -> Path:
@@ -87,8 +87,7 @@ def connectors(row: upstream.Ready) -> list[str]:
 
 def pairs_of(row: upstream.Ready) -> list[str]:
     """Connectors between two engines that the scenarios of its fix play."""
-    known = catalogue.find(row.code)
-    mine = {each.options.connector for each in scenarios() if known is not None and each.slug in known.scenarios}
+    mine = {each.options.connector for each in scenarios() if each.slug in fix_of(row).scenarios}
     return sorted(mine.intersection(PAIRS))
 
 
@@ -116,14 +115,12 @@ class Release:
         self.scratch = scratch
         self.unpatched = self.ask(scratch, "", tests, "", played)
         wanted = {row.code: connectors(row) for row in rows}
-        self.with_fix: dict[str, Any] = self.fork_server(patched.plays_with_fixes, None, wanted, BESIDE, FAULTY)
+        self.with_fix: dict[str, Any] = self.fork_server(patched.plays_with_fixes, None, wanted)
 
     def ask(
         self, folder: Path, dist: str, tests: list[str], code: str, played: list[str], fixes: tuple[str, ...] = ()
     ) -> dict[str, Any]:
-        arguments = (str(folder), dist, tests, code, played, FAULTY, SEEDS, list(fixes), BESIDE.get(code, []))
-        found: dict[str, Any] = self.fork_server(patched.tried, None, *arguments)
-        return found
+        return dict(self.fork_server(patched.tried, None, str(folder), dist, tests, code, played, list(fixes)))
 
     def plays(self, connector: str, code: str) -> list[str]:
         """The right digests of plain schedules with the patch of this fix: as released, or as with kvfix's fix."""
@@ -176,13 +173,13 @@ def test_on_the_release(row: upstream.Ready, releases: Callable[[str], Release],
     # For code that no release has and that no probe can check, the status is unknown.
     assert found["status"].startswith("refused" if has_no_probe(row) else "fixed-upstream"), found["status"]
     outcomes = set(found["scenarios"].values())
-    assert outcomes == ({"clean"} if has_scenarios(row) else set()), found["scenarios"]
+    assert outcomes == ({"clean"} if fix_of(row).scenarios else set()), found["scenarios"]
     with_fix = release.with_fix[row.code]
     differ = [name for name in with_fix if found["plays"][name] != with_fix[name]]
     assert bool(differ) == ((row.code, row.dist) in DIFFERS), f"{differ} play differently with kvfix's fix"
     for connector, digests in found["healthy"].items():
         expected = release.plays(connector, row.code)
-        healthy = [seed for seed in range(SEEDS) if expected[seed]]
+        healthy = [seed for seed in range(patched.SEEDS) if expected[seed]]
         changed = [seed for seed in healthy if digests[seed] != expected[seed]]
         assert healthy
         assert not changed, f"{connector}: schedules {changed} of `kvfix lab fuzz` play differently"
@@ -198,16 +195,8 @@ def test_chunks_after_one_load(row: upstream.Ready, fork_server: ForkServer, tmp
     assert found == [64, [test_async_release.right(mode)]]
 
 
-def has_scenarios(row: upstream.Ready) -> bool:
-    known = catalogue.find(row.code)
-    assert known is not None
-    return bool(known.scenarios)
-
-
 def has_no_probe(row: upstream.Ready) -> bool:
-    known = catalogue.find(row.code)
-    assert known is not None
-    mine = [target for target in known.targets if target.dist == row.dist and not target.helper]
+    mine = [target for target in fix_of(row).targets if target.dist == row.dist and not target.helper]
     wrong = [target for target in mine if row.version in SpecifierSet(target.broken)]
     return any(target.probe is stubs.cannot_tell for target in wrong)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +41,11 @@ def lookup_thread_ends(connector: Any) -> None:
         raise SystemExit
 
     _before(connector._lmcache_engine.lmcache_engine, "lookup", end)
+
+
+def lookup_thread_waits(connector: Any) -> None:
+    """The same thread hangs in its next lookup."""
+    _before(connector._lmcache_engine.lmcache_engine, "lookup", threading.Event().wait)
 
 
 def server_stops(connector: Any) -> None:
@@ -117,6 +123,7 @@ def hook_waits(connector: Any) -> None:
 
 PLANTS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "lookup_thread_ends": ("WORKER", lookup_thread_ends),
+    "lookup_thread_waits": ("WORKER", lookup_thread_waits),
     "server_stops": ("SCHEDULER", server_stops),
     "abort_comes_first": ("SCHEDULER", abort_comes_first),
     "load_is_lost": ("WORKER", load_is_lost),

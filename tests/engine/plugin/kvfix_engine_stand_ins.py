@@ -8,7 +8,6 @@ chunk size must be a multiple of the block size.
 from __future__ import annotations
 
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -123,11 +122,6 @@ def in_tree(connector: Any) -> None:
         register(self, shown)
 
     owner.register_kv_caches = register_kv_caches
-
-
-def lookups_hang(cache_engine: Any) -> None:
-    """A worker that hangs in a separate thread: each lookup waits for ever."""
-    cache_engine.LMCacheEngine.lookup = lambda *args, **kwargs: threading.Event().wait()
 
 
 def patient_pings(module: Any) -> None:

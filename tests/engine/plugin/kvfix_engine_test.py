@@ -8,24 +8,21 @@ after LMCache's own import.
 
 from __future__ import annotations
 
-import importlib.abc
 import itertools
 import json
 import os
-import sys
+from importlib.machinery import SourceFileLoader
 from typing import Any
 
 REPORT = os.environ.get("KVFIX_TEST_REPORT", "")
-#: With this variable the worker's lookup server runs, but never answers.
-LOOKUPS_HANG = "KVFIX_TEST_LOOKUPS_HANG" in os.environ
 #: With this in the environment LMCache's own GPU connector runs (kvfix_tools.roundtrip.engine_connector).
 REAL_CONNECTOR = "KVFIX_TEST_REAL_CONNECTOR" in os.environ
+#: {module: function of kvfix_engine_stand_ins}
 STAND_INS = {
     **({} if REAL_CONNECTOR else {"lmcache.v1.gpu_connector": "current_releases"}),
     "lmcache.integration.vllm.vllm_v1_adapter": "early_releases",
     "lmcache.integration.vllm.vllm_multi_process_adapter": "patient_pings",
     "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector": "in_tree",
-    **({"lmcache.v1.cache_engine": "lookups_hang"} if LOOKUPS_HANG else {}),
 }
 
 
@@ -37,7 +34,7 @@ def platform() -> str | None:
 def load() -> None:
     if not REPORT:
         return
-    sys.meta_path.insert(0, StandInFinder())
+    stand_in()
     override_kernels_beside_llvmlite()
     if "KVFIX_TEST_FAULTS" in os.environ:
         plant_faults()
@@ -58,6 +55,20 @@ def load() -> None:
         return connector
 
     KVConnectorFactory.create_connector = staticmethod(create_connector)
+
+
+def stand_in() -> None:
+    """Call the stand-in's function for a module when it has been executed."""
+    execute = SourceFileLoader.exec_module
+
+    def exec_module(loader: SourceFileLoader, module: Any) -> None:
+        execute(loader, module)
+        if module.__name__ in STAND_INS:
+            import kvfix_engine_stand_ins
+
+            getattr(kvfix_engine_stand_ins, STAND_INS[module.__name__])(module)
+
+    SourceFileLoader.exec_module = exec_module  # type: ignore[method-assign]
 
 
 def override_kernels_beside_llvmlite() -> None:
@@ -153,26 +164,3 @@ def note_own_time(connector: Any) -> None:
         return built(*args, **kwargs)
 
     connector.build_connector_meta = build_connector_meta
-
-
-class StandInFinder(importlib.abc.MetaPathFinder):
-    """Calls the stand-in's function for a module when it has been executed."""
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name not in STAND_INS:
-            return None
-        for finder in sys.meta_path:
-            spec = finder.find_spec(name, path, target) if finder is not self else None
-            if spec is not None:
-                spec.loader.exec_module = self._then(spec.loader.exec_module, STAND_INS[name])
-                return spec
-        return None
-
-    def _then(self, execute: Any, stand_in: str) -> Any:
-        def exec_module(module: Any) -> None:
-            execute(module)
-            import kvfix_engine_stand_ins
-
-            getattr(kvfix_engine_stand_ins, stand_in)(module)
-
-        return exec_module

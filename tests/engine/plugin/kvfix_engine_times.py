@@ -23,9 +23,9 @@ class OwnTime:
         #: Inside of the timer inside: what a timer takes.
         self._within: list[float] = []
         for function in functions:
-            function._function = _timed(_timed(function._function, self._within), self._inside)
+            function._function = timed(timed(function._function, self._within), self._inside)
             function._compose(function._wrappers)
-            function._call = _timed(function._call, self._outside)
+            function._call = timed(function._call, self._outside)
 
     @property
     def calls(self) -> int:
@@ -37,7 +37,9 @@ class OwnTime:
         return outside - inside - (inside - within)
 
 
-def _timed(function: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
+def timed(function: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
+    """Return the function. Each call adds its processor time, in seconds, to `spent`."""
+
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         start = time.thread_time()
