@@ -1,7 +1,5 @@
 """Shared by all tests: the released LMCache on disk, fresh processes, and a fork server that has imported vLLM once."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import inspect

@@ -3,8 +3,6 @@
 It does not import LMCache or kvfix.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

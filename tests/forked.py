@@ -6,8 +6,6 @@ stand-in if LMCache is already imported (tests/engine/plugin/kvfix_engine_test.p
 like a user's program are not forked.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import subprocess

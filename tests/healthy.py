@@ -1,7 +1,5 @@
 """Healthy schedules, and the events that a fix or a patch must not change. For tests that play a schedule twice."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Names of the lab whose modules import vLLM. Each is imported at its first use, in a fork: pytest has no vLLM."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

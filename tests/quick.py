@@ -5,8 +5,6 @@ list of tests. Another module is in torch's place (without_torch/torch.py). If p
 test is skipped. A program that the test starts ends at the import, and then the test is skipped too.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

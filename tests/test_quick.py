@@ -1,7 +1,5 @@
 """`make quick` leaves out what imports torch, here or in a program that a test starts, and nothing else."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -6,8 +6,6 @@ A bench is a module of this folder with `measure()`, which yields rows. It has n
 another bench fails. Exit 1 if a bench failed, or a promise was not kept.
 """
 
-from __future__ import annotations
-
 import pkgutil
 import sys
 import traceback

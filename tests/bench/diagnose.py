@@ -8,8 +8,6 @@ Seconds are processor time without the start of Python. The search in Python rea
 needles. kvfix also parses the lines and keeps the ledger.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

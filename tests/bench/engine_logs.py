@@ -1,7 +1,5 @@
 """Whole lives of engines one after the other, from the real logs: start, requests, end or crash."""
 
-from __future__ import annotations
-
 import gzip
 import re
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ time of LMCache's worker, of making engines and requests, and of the lab. The ti
 of the schedule.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from tests.bench.row import Row

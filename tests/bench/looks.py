@@ -8,8 +8,6 @@ It measures how long a thread of the engine is stopped, without the time that th
 measures the processor time that the engine's main thread runs for kvfix.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import tempfile

@@ -3,8 +3,6 @@
 The promise of 0.95 of a pinned copy is one for a GPU; `kvfix roundtrip --device cuda` measures it there.
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import sys

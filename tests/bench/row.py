@@ -1,7 +1,5 @@
 """One measured promise."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

@@ -10,8 +10,6 @@ Four servers: nine minutes on two cores, which must have nothing else to do. One
 wait for one another spin, and two servers would then measure that more than kvfix.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

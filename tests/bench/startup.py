@@ -1,7 +1,5 @@
 """The start of a process: `kvfix.apply()` by itself, and all of kvfix while the modules of an engine are imported."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

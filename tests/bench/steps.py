@@ -9,8 +9,6 @@ A step is `schedule()` and `update_from_output()` of the real scheduler, with on
 A real step takes milliseconds more, for the model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from tests.bench.row import Row

@@ -1,7 +1,5 @@
 """`kvfix explain`: everything that has a code, by its code and by its name."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """`kvfix mcp` as a client of the official SDK sees it, which starts the server and talks to it over pipes."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

@@ -1,7 +1,5 @@
 """`kvfix search`: candidates for a description that is no log."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

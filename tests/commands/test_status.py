@@ -1,7 +1,5 @@
 """`kvfix status`: one screen, the rows that are asked for, JSON, and exit codes. On released code: tests/runtime."""
 
-from __future__ import annotations
-
 import json
 import sys
 

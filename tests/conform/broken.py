@@ -1,7 +1,5 @@
 """Connectors with one planted fault each, made from the connector of the documentation."""
 
-from __future__ import annotations
-
 import sys
 from collections import deque
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The kit finds the planted fault of each connector, and none in the connector of the documentation."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """docs/connectors.json has the verdicts of `kvfix conform` on vLLM's connectors. A test plays one connector again."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

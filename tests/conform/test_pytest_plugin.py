@@ -1,7 +1,5 @@
 """`pytest --kv-connector` runs the kit as tests, in a separate pytest."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

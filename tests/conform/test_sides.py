@@ -1,7 +1,5 @@
 """Connectors whose workers do not run here are played through the lab's side of them, and the answer says so."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Every kind of wrong KV in the tensors is found, and moved KV is right."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

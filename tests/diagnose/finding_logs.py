@@ -1,7 +1,5 @@
 """Logs in which each finding must be found, and logs that look like it and have none, made of tests.diagnose.lines."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 from tests.diagnose.lines import (

@@ -1,7 +1,5 @@
 """Lines of logs for the tests of findings, each a release's own statement with values of ours."""
 
-from __future__ import annotations
-
 import ast
 import gzip
 import re

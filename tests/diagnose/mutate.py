@@ -5,8 +5,6 @@
 The logs are made of lines of the real ones in logs/. Each has a number, by which one that fails can be made again.
 """
 
-from __future__ import annotations
-
 import argparse
 import gzip
 import io

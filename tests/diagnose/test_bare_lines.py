@@ -1,7 +1,5 @@
 """Lines without their logger's head, as people paste them; and what looks like one and is none."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvfix_tools.diagnose import statements

@@ -1,7 +1,5 @@
 """The log in 8 kB, and the bug report: the root exception is in it, and nothing that must not be posted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

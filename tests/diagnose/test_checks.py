@@ -1,7 +1,5 @@
 """The releases that have the code of an unknown failure, made from the code of the installed releases."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvfix_tools.diagnose import checks

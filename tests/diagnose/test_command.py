@@ -1,7 +1,5 @@
 """The command `kvfix-diagnose`: exit codes, stdout and stderr, JSON, page, trace, one request, a stream."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

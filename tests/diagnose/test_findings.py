@@ -1,7 +1,5 @@
 """Each finding is found in its logs, and not in logs that only look like it (finding_logs.py)."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvfix_tools.diagnose import advice, problems

@@ -1,7 +1,5 @@
 """The same log as people paste it: whatever is put around its lines, the findings stay."""
 
-from __future__ import annotations
-
 import builtins
 import json
 import traceback

@@ -2,8 +2,6 @@
 
 Some 900 statements of 25 releases."""
 
-from __future__ import annotations
-
 import re
 from functools import lru_cache
 from importlib.metadata import version

@@ -3,8 +3,6 @@
 A note may be there. It says that an excerpt begins or ends there, or that an engine logged an error and went on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The records of known problems: their schema, their signs in the released source, and one remedy for each line."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from functools import lru_cache

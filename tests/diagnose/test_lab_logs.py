@@ -3,8 +3,6 @@
 The log lines are LMCache's, at DEBUG, as its real adapter prints them under the real scheduler.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import sys

@@ -3,8 +3,6 @@
 KVFIX_TEST_EXAMPLES sets how many damaged logs are read. 100,000: `python -m tests.diagnose.mutate --count 100000`.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import os

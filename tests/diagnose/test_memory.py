@@ -1,7 +1,5 @@
 """The memory for an endless log stops growing, for any kind of lines."""
 
-from __future__ import annotations
-
 import gc
 import types
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """One situation has one answer: in a whole log, in its end and in its decisive line; and under whatever code."""
 
-from __future__ import annotations
-
 import random
 from functools import lru_cache
 

@@ -1,7 +1,5 @@
 """Lines that only a few words tell apart, cases from reports, and what of a line a record needs."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

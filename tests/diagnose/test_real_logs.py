@@ -5,8 +5,6 @@ has logs of engines in which a fault was planted, and of their healthy twins (te
 `python -m tests.engine.planted_logs FOLDER --pack` makes the archive.
 """
 
-from __future__ import annotations
-
 import io
 import tarfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Find the release of vLLM of a log that does not name it in a line of LMCache."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The documentation: built as CI and `make docs` build it, where a warning is an error; and the pages that are made."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

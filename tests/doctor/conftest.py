@@ -1,7 +1,5 @@
 """Installations that several tests look at and none changes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Folders like site-packages, made of links to released files, and a machine made of text files."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, NamedTuple

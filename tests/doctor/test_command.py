@@ -1,7 +1,5 @@
 """The command: output, exit codes, JSON; and no secret in any of it."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The command line is read as vLLM and a shell would, and leniently."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvfix_tools.doctor import command_line

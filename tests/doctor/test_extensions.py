@@ -1,7 +1,5 @@
 """Compiled extensions: broken ones, and a crash while they load. torch is a stand-in, and the child process real."""
 
-from __future__ import annotations
-
 import os
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path

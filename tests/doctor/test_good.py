@@ -1,7 +1,5 @@
 """Set-ups that work (tests/engine starts engines with them) have no complaint."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket

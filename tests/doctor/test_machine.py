@@ -1,7 +1,5 @@
 """Memory, shared memory and locked memory: a planted machine for each case."""
 
-from __future__ import annotations
-
 import json
 import resource
 from pathlib import Path

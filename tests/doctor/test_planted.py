@@ -1,7 +1,5 @@
 """Faults planted in set-ups (planted.toml): each is found by its check, with the remedy as typed, and only there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

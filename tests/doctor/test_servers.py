@@ -1,7 +1,5 @@
 """The LMCache server of the multi-process connector: absent, of another release, of another mode; and ports in use."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

@@ -1,7 +1,5 @@
 """The processes that `kvfix dump` finds, and which files it believes: those of the process' own user only."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -4,8 +4,6 @@ Run by start.py as `python audit.py JOB.json`; writes the job's `out`. The engin
 can be changed between two rounds. The job has `dtype`.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Callable

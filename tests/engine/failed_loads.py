@@ -8,8 +8,6 @@ A load fails because its chunks are removed from LMCache's store between lookup 
 filled with random numbers: in a small engine they could have the right KV from before.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A small Redis for LMCache's connector: it keeps what is stored in memory, and refuses or breaks off on demand."""
 
-from __future__ import annotations
-
 import socketserver
 import threading
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ Each is a whole engine's life: connector, release of LMCache, log level, ranks, 
 turn. It counts only if it answered every request, and loaded what it had stored. Exit 1 if something is found.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

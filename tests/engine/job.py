@@ -1,7 +1,5 @@
 """Run the job of a program that start.py starts: `python PROGRAM JOB.json`."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -5,8 +5,6 @@ read from the other engine's memory. UCX takes TCP, as between machines. NIXL's 
 the engines takes a core.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

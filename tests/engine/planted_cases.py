@@ -4,8 +4,6 @@ None of them is one of the shared whole logs. Ports below 1024 and folders of /p
 written or found.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -19,8 +19,6 @@ A request is a prompt, and the number of tokens to generate. A number as the pro
 round, with its answer. This file has all that a user does with kvfix, and only in the parent process.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Starts one real engine, or a real `lmcache server`, and collects what the processes of an engine write down."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

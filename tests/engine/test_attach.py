@@ -1,7 +1,5 @@
 """`kvfix attach` and `detach` on a real engine under load, which was started without kvfix."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

@@ -6,8 +6,6 @@ scheduler and model, LMCache with adapter, storage and its GPU connector. Stand-
 (audit.py).
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.engine import start

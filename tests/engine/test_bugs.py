@@ -4,8 +4,6 @@ Eleven engines, in one process or two. vLLM's copy of the multi-process connecto
 0.4.6. On the CPU it needs a stand-in for CUDA events (plugin/kvfix_engine_stand_ins.py). Client and server are real.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

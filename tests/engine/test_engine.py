@@ -4,8 +4,6 @@ Real: vLLM with its processes, scheduler and model; LMCache with adapter, keys, 
 LMCache's GPU connector (plugin/kvfix_engine_stand_ins.py) in the in-process mode. Five engines, most of a minute each.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -5,8 +5,6 @@ are those of failed_loads.py; two engines, each plays all of them. Stand-ins: CU
 GPU connector.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

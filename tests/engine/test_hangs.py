@@ -1,8 +1,6 @@
 """Hangs planted in a real engine: `kvfix look` explains each in one line where kvfix was not started, and the watchdog
 where it was."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

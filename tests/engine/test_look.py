@@ -1,7 +1,5 @@
 """`kvfix look` at a real engine under load that was started without kvfix: read from inside, and nothing is wrong."""
 
-from __future__ import annotations
-
 import time
 from itertools import pairwise
 from pathlib import Path

@@ -5,8 +5,6 @@ kvfix-diagnose says what happened.
 KVFIX_TEST_LONG=1: 200 requests, and the decode engine is killed too.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

@@ -8,8 +8,6 @@ Stand-ins replace LMCache's GPU connector in process, and a part of the start of
 (plugin/kvfix_engine_test.py). Eight engines, one server.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import sys

@@ -4,8 +4,6 @@ Real: vLLM's Ray executor, a local cluster of two nodes (of one machine), LMCach
 and the platform (plugin/kvfix_engine_ray.py). The cluster is started without a word of kvfix: all comes from vLLM.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

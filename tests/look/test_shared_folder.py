@@ -1,7 +1,5 @@
 """kvfix as root writes to no file that the user of a process names, and reads only files of that user."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

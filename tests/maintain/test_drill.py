@@ -1,7 +1,5 @@
 """The drill's judgement of an outcome."""
 
-from __future__ import annotations
-
 import pytest
 
 from maintain import drill

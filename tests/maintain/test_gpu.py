@@ -1,7 +1,5 @@
 """The bundle for a GPU host: its wheels, and the stages that run there. No download, and no GPU."""
 
-from __future__ import annotations
-
 import argparse
 import csv
 import json

@@ -1,7 +1,5 @@
 """`python -m maintain.language`: the check of `make lint` for plain English."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A machine of somebody who has just heard of kvfix: a fresh Python, an empty home, and a checkout."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A new fix is one file, and its scenario another: every list knows both, because every list is a query."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Wheel and source archive: their content, and that kvfix works where vLLM, LMCache and torch are not installed."""
 
-from __future__ import annotations
-
 import ast
 import json
 import sys

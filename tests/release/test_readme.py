@@ -4,8 +4,6 @@ The environment is new: a fresh Python, an empty home, kvfix from its source arc
 vLLM scheduler with the released LMCache 0.3.10, which dies with the schedule of the first report.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

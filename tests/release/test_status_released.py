@@ -1,7 +1,5 @@
 """`kvfix status --released`: what the newest releases of a package index have changed. The index is a folder."""
 
-from __future__ import annotations
-
 import json
 import sys
 import zipfile

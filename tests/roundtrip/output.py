@@ -1,7 +1,5 @@
 """Return the output of `kvfix roundtrip --device cpu --json`, run in this process."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

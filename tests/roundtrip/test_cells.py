@@ -3,8 +3,6 @@
 For the code for CUDA, `torch.cuda` is a stand-in. So these tests do not show that a GPU does the same.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import combinations
 from unittest import mock

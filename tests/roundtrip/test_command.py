@@ -1,7 +1,5 @@
 """The command: exit codes, JSON, the line that runs a cell again, and that it needs torch alone."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The backend `engine`: its judgement of an engine's answers. The engines themselves are those of tests/engine."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import os

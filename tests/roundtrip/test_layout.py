@@ -1,7 +1,5 @@
 """The element code; and each layout's definition, stated another way: where the torch backend reads a head's row."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

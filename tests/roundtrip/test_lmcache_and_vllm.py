@@ -3,8 +3,6 @@
 Everything is real but what the report names as a stand-in: `torch.cuda`, and the driver's batched copy.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The tool can fail: planted faults, and errors in the tool's own copy, are found and called by their names."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

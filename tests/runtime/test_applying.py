@@ -1,7 +1,5 @@
 """kvfix wraps the right functions, also from several threads."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from contextlib import suppress

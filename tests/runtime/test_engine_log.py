@@ -1,7 +1,5 @@
 """kvfix's lines in the engine's log: each once, and bounded in number, length and memory whatever clients send."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

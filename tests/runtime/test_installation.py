@@ -1,7 +1,5 @@
 """kvfix installed as bytecode only, or in a zip; an editable LMCache with its own finder."""
 
-from __future__ import annotations
-
 import compileall
 import io
 import shutil

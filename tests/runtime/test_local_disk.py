@@ -1,7 +1,5 @@
 """KVF037 and KVF038 on LMCache's own disk backend, with real files: some are cut short, some cannot be written."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

@@ -3,8 +3,6 @@
 tests/roundtrip shows on LMCache's real connectors that they are right with these fixes and wrong without.
 """
 
-from __future__ import annotations
-
 import contextlib
 from importlib import import_module
 from types import SimpleNamespace

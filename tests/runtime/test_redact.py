@@ -1,7 +1,5 @@
 """Secrets are hidden by name and by form, in every format. Other text stays the same."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random

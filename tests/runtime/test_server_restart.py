@@ -1,8 +1,6 @@
 """KVF122 and KVF126 on LMCache's own client, worker adapter and server: the server ends or restarts, and the worker
 runs on."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import pytest

@@ -1,7 +1,5 @@
 """The decision on a fix from the verdicts on its functions, without any release."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Objects that a fix puts in the place of an engine's object: they differ in one attribute, and cannot raise."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`around`, `before` and `after` on a hook: its arguments, its answer, its exception, and errors of the wrapper."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Generator

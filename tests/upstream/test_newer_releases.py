@@ -3,8 +3,6 @@
 If a patch does not apply any more, add `vllm-<release>.patch` next to the patch for the release before.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -5,8 +5,6 @@ the patch applied, its regression test, kvfix's status, the fix's scenarios and 
 release without the patches.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable, Iterator

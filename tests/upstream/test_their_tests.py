@@ -3,8 +3,6 @@
 `make peers` runs them: they take a quarter of an hour.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -4,8 +4,6 @@ It answers inside httpx, without a socket. It shows what `kvfix verify` does wit
 engines: tests/verify/trials.py.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

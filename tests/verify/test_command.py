@@ -1,7 +1,5 @@
 """`kvfix verify` against stand-ins for the server: each verdict, and each server that proves nothing."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """The decision: what counts as a difference, and how often noise alone is called one."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

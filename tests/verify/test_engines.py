@@ -4,8 +4,6 @@ LMCache uses its own GPU connector on CPU tensors. There are two servers. tests/
 all planted faults, prefill and decode instances, and other clients.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

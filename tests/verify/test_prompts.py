@@ -1,7 +1,5 @@
 """The prompts: their lengths, their fresh starts, and their ends."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 

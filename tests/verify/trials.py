@@ -14,8 +14,6 @@ NAME is one of these:
     noise N      N simulated healthy runs for each kind of noise
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

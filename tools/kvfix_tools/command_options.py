@@ -1,7 +1,5 @@
 """Options that several commands of `kvfix` have, and short forms for options of one command."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import typer

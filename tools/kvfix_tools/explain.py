@@ -1,7 +1,5 @@
 """`kvfix explain`: print the text of a fix (KVF), a rule (KVR, LAB), a finding in logs or a known problem (KVD)."""
 
-from __future__ import annotations
-
 import inspect
 import json as jsonlib
 import sys

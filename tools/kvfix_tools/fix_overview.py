@@ -1,7 +1,5 @@
 """The connector, the effect and the releases of each fix."""
 
-from __future__ import annotations
-
 import json as jsonlib
 import os
 from collections.abc import Iterable

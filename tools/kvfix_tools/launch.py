@@ -1,7 +1,5 @@
 """`kvfix run -- CMD`: write the choice of fixes into the environment, then become the program CMD."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

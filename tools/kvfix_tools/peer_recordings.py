@@ -5,8 +5,6 @@ the request whose blocks it reads, and the event ReadsFrom records both. Message
 difference of their clocks (`Clock`).
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence

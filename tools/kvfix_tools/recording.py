@@ -3,8 +3,6 @@
 A bundle of `kvfix dump` has the recorder files of all processes of a node.
 """
 
-from __future__ import annotations
-
 import tarfile
 import zlib
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Hides secrets in what the tools print: log lines, files, settings, command lines, and JSON at any depth."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from typing import Any

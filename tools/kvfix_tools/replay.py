@@ -9,8 +9,6 @@ record of that time.
 3. With several engines, peer_recordings.py checks the blocks that one engine keeps for another.
 """
 
-from __future__ import annotations
-
 import json as jsonlib
 import sys
 from collections.abc import Sequence

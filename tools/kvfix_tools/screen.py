@@ -1,7 +1,5 @@
 """The console for tables, the progress on a terminal, and suggestions for mistyped names."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 from difflib import get_close_matches

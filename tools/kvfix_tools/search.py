@@ -3,8 +3,6 @@
 A match of words is not a diagnosis. The answer therefore says how to confirm each candidate.
 """
 
-from __future__ import annotations
-
 import json as jsonlib
 import re
 import sqlite3

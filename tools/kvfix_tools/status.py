@@ -1,7 +1,5 @@
 """`kvfix status`: one screen that says which known bugs this installation has, and which of them kvfix fixes."""
 
-from __future__ import annotations
-
 import json as jsonlib
 import os
 import sys

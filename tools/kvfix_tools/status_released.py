@@ -4,8 +4,6 @@ pip downloads the wheels with its own settings (index, mirrors, proxies, find-li
 functions from the wheels. It installs nothing and runs no code of the wheels.
 """
 
-from __future__ import annotations
-
 import json as jsonlib
 import subprocess
 import sys

@@ -5,8 +5,6 @@ test that fails without the change. Both projects require a sign-off of the subm
 has no author, and `export` writes the submitter's name into the patch.
 """
 
-from __future__ import annotations
-
 import json as jsonlib
 import re
 import subprocess

@@ -3,8 +3,6 @@
 python -m maintain.connectors [NAME...]
 """
 
-from __future__ import annotations
-
 import json
 import math
 import sys

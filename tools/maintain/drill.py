@@ -8,8 +8,6 @@ connector, as released and with the fixes. Then it edits functions of these rele
 outcome is worse than as released.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

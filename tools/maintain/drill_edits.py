@@ -1,7 +1,5 @@
 """Edit functions of vLLM and LMCache as a next release would, without changing their behaviour (`maintain.drill`)."""
 
-from __future__ import annotations
-
 import ast
 import os
 import random

@@ -7,8 +7,6 @@ Each folder has one release, as `pip install --no-deps --target FOLDER` makes it
 other releases stay in the file.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Container

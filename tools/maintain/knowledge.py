@@ -3,8 +3,6 @@
 kvfix reads the JSON: Python 3.10 has no reader for TOML, and one JSON file loads in milliseconds.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -5,8 +5,6 @@ docstrings in the files of MODULES. It skips tables, headings and code blocks. A
 word.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

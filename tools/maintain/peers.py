@@ -10,8 +10,6 @@ an exception does not fail.
 The tests are in .cache/peers (requirements/peers). They run in the environment of the project, in two processes.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

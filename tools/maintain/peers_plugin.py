@@ -1,7 +1,5 @@
 """A plugin of pytest for `make peers`: apply kvfix in the process, and write the outcome of each test to a file."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -6,8 +6,6 @@ The wheel is built from the source archive. A few commands run in an empty envir
 LMCache. Exit 1 if one of them does not work.
 """
 
-from __future__ import annotations
-
 import gzip
 import os
 import subprocess

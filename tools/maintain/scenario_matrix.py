@@ -7,8 +7,6 @@
 file, a row of `outcomes` has all LMCache releases with this outcome, and `code` is a digest of the fixes and the lab.
 """
 
-from __future__ import annotations
-
 import datetime
 import hashlib
 import json

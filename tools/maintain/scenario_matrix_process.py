@@ -6,8 +6,6 @@ Each folder has an LMCache release, and each release gets a line of JSON. vLLM i
 in a fork of this process. LIMIT: seconds for the import of vLLM, and for each release.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -11,8 +11,6 @@ Entries of other releases stay in the files.
 
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import sys

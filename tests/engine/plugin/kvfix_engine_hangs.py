@@ -1,7 +1,5 @@
 """Plant hangs in a real engine, each at the place of a real hang, as soon as the file SPOIL exists."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -5,8 +5,6 @@ layer and packs K rows and V rows inside each block, so a token is not a row. Th
 chunk size must be a multiple of the block size.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

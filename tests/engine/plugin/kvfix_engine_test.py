@@ -6,8 +6,6 @@ that kvfix fixes. It does not import LMCache, which would break the start of vLL
 after LMCache's own import.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -5,8 +5,6 @@ Each call times both the wrapper and the original. The time in which other proce
 The same run measures what it is compared with. Whole runs with and without kvfix differ by more than kvfix takes.
 """
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable, Iterable

@@ -10,8 +10,6 @@ them. The faults therefore move K without V, or lose rows.
 The file KVFIX_TEST_FAULT names the fault; "" is none.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A NixlConnector whose transfers return zeros while the file KVFIX_TEST_FAULT says so, for `kvfix verify`."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 vLLM refuses it without a GPU (kv_offload/cpu/spec.py 0.32.0:199). Everything else is as released.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory

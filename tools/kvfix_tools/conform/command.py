@@ -1,7 +1,5 @@
 """The command `kvfix conform`, and its outputs: table, JSON, JUnit XML."""
 
-from __future__ import annotations
-
 import json as jsonlib
 import sys
 from collections import Counter

@@ -1,7 +1,5 @@
 """The contract of a KV connector: the rules that `kvfix conform` tests, from contract.md."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Play schedules of scenarios and of the fuzzer on a connector. Importing this module imports vLLM."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

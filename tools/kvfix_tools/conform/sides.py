@@ -3,8 +3,6 @@
 `kvfix conform` tests these connectors with the stand-in, and reports which part is a stand-in.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from kvfix_tools.lab.options import CONNECTORS, OF_VLLM, PAIRS

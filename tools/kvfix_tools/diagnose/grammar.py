@@ -4,8 +4,6 @@ A pattern matches the wording of every release. `statements.json` lists the rele
 statement, and tests compare it with the patterns. Numbers become int, other values str.
 """
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from typing import NamedTuple

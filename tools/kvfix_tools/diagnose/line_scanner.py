@@ -1,7 +1,5 @@
 """Turn blocks of log text into lines that matter. Only lines with a needle and lines of a traceback are parsed."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """A line of a log that matters, and its text for reports."""
 
-from __future__ import annotations
-
 import re
 from functools import lru_cache
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ They give the level of a line, the releases that have a statement at a line numb
 `make statements` writes the file (tools/maintain/statements.py).
 """
 
-from __future__ import annotations
-
 import json
 import re
 from functools import lru_cache

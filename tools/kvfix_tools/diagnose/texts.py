@@ -3,8 +3,6 @@
 The result does not depend on other lines, so it can be cached.
 """
 
-from __future__ import annotations
-
 import calendar
 import enum
 import re

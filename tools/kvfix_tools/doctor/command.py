@@ -1,7 +1,5 @@
 """The command `kvfix doctor`: read the set-up, run the checks, print their lines."""
 
-from __future__ import annotations
-
 import json as jsonlib
 import os
 import sys

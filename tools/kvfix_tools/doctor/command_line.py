@@ -3,8 +3,6 @@
 It also reads variables in front of the program (`LMCACHE_X=1 vllm serve ...`, `env X=1 ...`, `docker run -e X=1 ...`).
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -3,8 +3,6 @@
 kvfix keeps no list of settings and options, because their names change with the releases.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -4,8 +4,6 @@ The child imports torch once. It opens each library in a fork of itself, with al
 import. No Python code of vLLM or LMCache runs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -3,8 +3,6 @@
 root: root of the file system to read, which differs in tests.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

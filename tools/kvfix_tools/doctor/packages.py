@@ -3,8 +3,6 @@
 kvfix imports none of the packages, so it can also read a package whose import would fail here.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

@@ -4,8 +4,6 @@ The options come from the server's command line if it runs on this machine, and 
 `GET /version` and `GET /config` (lmcache/v1/multiprocess/http_apis 0.5.6).
 """
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

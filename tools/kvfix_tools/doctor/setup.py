@@ -1,7 +1,5 @@
 """The set-up that the checks read: releases, command, KV-transfer configuration, settings, environment, model."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping

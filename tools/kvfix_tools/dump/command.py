@@ -1,7 +1,5 @@
 """The command `kvfix dump`: read the processes, print a summary, write the bundle."""
 
-from __future__ import annotations
-
 import io
 import json as jsonlib
 import os

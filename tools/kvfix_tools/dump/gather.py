@@ -1,7 +1,5 @@
 """Read the stacks of each process with py-spy, and its flight recorder with the signal SIGUSR2."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

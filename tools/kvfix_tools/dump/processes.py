@@ -1,7 +1,5 @@
 """The processes of an engine, with their settings of vLLM, LMCache and kvfix, without secrets."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The commands of `kvfix lab`."""
 
-from __future__ import annotations
-
 import gc
 import json as jsonlib
 import math

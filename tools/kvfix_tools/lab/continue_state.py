@@ -6,8 +6,6 @@ tokens, then the other requests arrive. Differences from the state are listed. T
 can play.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from contextlib import suppress

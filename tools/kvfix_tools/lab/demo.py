@@ -6,8 +6,6 @@ Exit 0 if the released engine dies with the message of the report, and the fixed
 loading tokens that vLLM has.
 """
 
-from __future__ import annotations
-
 import json as jsonlib
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The options of a lab engine: all settings that change token accounting."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 

@@ -5,8 +5,6 @@ without an event. So the lab's requests have other prompts, and the lab makes st
 can happen. Requests that waited for blocks wait again, with the same number of tokens in the prefix cache.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path

@@ -4,8 +4,6 @@
 docstring says what it does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Events that no process of an engine sees alone. The records of several processes, or the lab, show them."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

@@ -1,7 +1,5 @@
 """`kvfix attach`, `kvfix detach` and `kvfix status PID`: the fixes in all processes of a running engine."""
 
-from __future__ import annotations
-
 import inspect
 import json as jsonlib
 import os

@@ -1,7 +1,5 @@
 """Stop a thread of another process for a tenth of a millisecond, and call C functions in it."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import signal

@@ -1,7 +1,5 @@
 """`kvfix look --core FILE`: show the stacks of a core file with PyStack. It does not read variables."""
 
-from __future__ import annotations
-
 import json as jsonlib
 import os
 import re

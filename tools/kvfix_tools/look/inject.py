@@ -10,8 +10,6 @@ makes it take the GIL and run the line, as a callback from C does. Then the thre
 kvfix loads no library into the process. It maps one page of memory, once, for the lines.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import secrets

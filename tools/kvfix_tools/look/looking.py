@@ -1,7 +1,5 @@
 """Read the state of all processes of an engine: from inside if possible, otherwise their stacks with py-spy."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

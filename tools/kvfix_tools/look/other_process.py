@@ -1,7 +1,5 @@
 """Another Python process: its memory, its files, the addresses of its functions."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -8,8 +8,6 @@ The tracing process must stay alive. Without it the thread hits the breakpoint, 
 separate process for tracing.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

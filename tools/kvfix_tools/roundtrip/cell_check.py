@@ -8,8 +8,6 @@
    wrong in the same way.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 It uses argparse, so that it runs with torch alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import sys

@@ -4,8 +4,6 @@ With the stand-ins, code of LMCache or vLLM that asserts CUDA tensors runs on CP
 installed, and the report names the stand-ins.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import ctypes

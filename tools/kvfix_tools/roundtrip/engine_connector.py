@@ -6,8 +6,6 @@ goes through LMCache's own VLLMPagedMemGPUConnectorV2. This connector moves only
 has its own order of the data inside a block.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

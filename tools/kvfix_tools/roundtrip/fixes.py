@@ -4,8 +4,6 @@ The fixes are applied as in an engine with `kvfix.apply()`, unless `--no-fixes` 
 Without kvfix, LMCache and vLLM run as released. A cell that shows a known bug still counts as failed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -4,8 +4,6 @@ The innermost axis has the elements of one head. They are a *row*, which is cont
 LMCache. So a layout is an order of rows. The coordinates of a row say which content the row has.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

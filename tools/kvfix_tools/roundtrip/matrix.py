@@ -1,7 +1,5 @@
 """The matrix: its axes and cells. A run uses all cells, or enough cells that every pair of values occurs."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """Classify a wrong word, and describe the first one in a region as text."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

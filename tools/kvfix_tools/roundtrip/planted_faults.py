@@ -4,8 +4,6 @@ A fault damages the host buffers after the store, or the KV cache after the load
 buffers. The tool must find the class in FAULTS.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 A race is work on a few streams (streams.py) with events between them. Its docstring describes the work.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -4,8 +4,6 @@ The backend `engine` and the tests of the fixes (tests/engine) use it. run() sta
 makes the engine, and writes its answer to the job's `out`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

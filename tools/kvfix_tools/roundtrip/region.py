@@ -1,7 +1,5 @@
 """A region of memory with known words: the KV cache or the host buffers, each tensor between guard bands."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

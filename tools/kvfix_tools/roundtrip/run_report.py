@@ -1,7 +1,5 @@
 """The report of a run: progress, a table for each backend, descriptions of failures, and JSON."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -5,8 +5,6 @@ deferred work. No work runs until all work is submitted, and a slow stream runs 
 missing event is always found.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field

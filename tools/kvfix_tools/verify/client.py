@@ -1,7 +1,5 @@
 """One vLLM server over HTTP: its models, metrics, and answers with log probabilities."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Generator

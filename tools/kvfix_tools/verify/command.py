@@ -1,7 +1,5 @@
 """The command `kvfix verify URL`: options, servers, and output."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -9,8 +9,6 @@ controls. Then every order of the differences by size is equally likely, and the
 difference counts only above `MARGIN` times the largest control, so the assumption may be wrong by this factor.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A prompt starts with random tokens, so no cache has a part of it. A prompt ends 
 then reads the KV at the earlier position, so a single wrong chunk far from the end changes the answer.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass

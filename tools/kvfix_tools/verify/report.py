@@ -1,7 +1,5 @@
 """The results of a run of `kvfix verify`, and their output. Pure."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ server, except with prefill and decode instances: then the subject is the router
 instance.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator

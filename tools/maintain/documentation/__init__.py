@@ -4,8 +4,6 @@ A page for each fix, finding and rule, the support matrix, the index of messages
 repository. None of them is kept in docs/.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

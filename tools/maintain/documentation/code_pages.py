@@ -1,7 +1,5 @@
 """A page for everything that has a code: fixes, findings of kvfix-diagnose, rules of the ledger; and a list of each."""
 
-from __future__ import annotations
-
 import inspect
 
 import tomllib

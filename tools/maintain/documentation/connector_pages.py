@@ -4,8 +4,6 @@ The verdicts are from docs/connectors.json (`python -m maintain.connectors`). Th
 (`python -m maintain.released_findings`).
 """
 
-from __future__ import annotations
-
 from itertools import groupby
 
 from kvfix_tools.conform.contract import RULES, Rule

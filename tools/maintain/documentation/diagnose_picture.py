@@ -3,8 +3,6 @@
 python -m maintain.documentation.diagnose_picture tests/diagnose/logs/crash-0.3.10.log.gz > docs/diagnose.svg
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import re

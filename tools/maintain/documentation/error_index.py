@@ -4,8 +4,6 @@ Messages are the releases' own statements that a finding looks at (statements.js
 symptom.
 """
 
-from __future__ import annotations
-
 import re
 from functools import lru_cache
 from typing import NamedTuple

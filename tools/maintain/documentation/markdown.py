@@ -1,7 +1,5 @@
 """Write markdown: links between generated pages, tables, sections, spans of releases."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from itertools import groupby

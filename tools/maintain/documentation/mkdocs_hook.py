@@ -1,7 +1,5 @@
 """The hooks of mkdocs (`hooks:` in mkdocs.yml): add the generated pages, and remove what no page needs."""
 
-from __future__ import annotations
-
 import re
 from functools import lru_cache
 from pathlib import Path

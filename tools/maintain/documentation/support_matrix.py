@@ -4,8 +4,6 @@ The lab does not play every bug in every pair, and plays fewest in old releases.
 whether the released code has the bug. So a bug that was not played does not look like a bug that is not there.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from itertools import groupby

@@ -6,8 +6,6 @@ Folder 1 holds kvfix, LMCache, the Python part of vLLM, small packages and the s
 files of vLLM.
 """
 
-from __future__ import annotations
-
 import base64
 import csv
 import hashlib

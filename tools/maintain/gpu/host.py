@@ -1,7 +1,5 @@
 """Stage `host`: show the releases and the device, and import vLLM, its compiled operations and LMCache."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import platform

@@ -7,8 +7,6 @@ under load. Then it compares the throughput of both servers, in alternating runs
 wrong KV of the server as released, and nothing with the fixes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -7,8 +7,6 @@ after any result. OUT/results.json has all results, OUT/table.md the rows for do
 stages run that have no result in OUT or the result "not checked".
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -7,8 +7,6 @@ A check yields lines `ok`, `problem` or `unchecked`, and no line if it does not 
 the documentation. essential: if no essential check can run, the exit code is 77.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from importlib import import_module

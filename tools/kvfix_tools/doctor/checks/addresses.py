@@ -1,7 +1,5 @@
 """The hosts and ports that the command listens on, and those that it connects to."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

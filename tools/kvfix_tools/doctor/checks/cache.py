@@ -1,7 +1,5 @@
 """Settings on which cache hits depend: chunk size, hashes, and the transfer mode of the multi-process server."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 

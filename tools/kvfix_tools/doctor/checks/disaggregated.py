@@ -1,7 +1,5 @@
 """Prefill and decode in separate engines, and the libraries that transfer KV between machines."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from kvfix_tools.doctor.checks import Line, check, ok, problem, remedy, unchecked

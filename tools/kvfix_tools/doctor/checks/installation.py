@@ -1,7 +1,5 @@
 """The installed packages: whether they work together, and whether their compiled code loads here."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """The memory that LMCache will allocate, and the limits of the machine and the container."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

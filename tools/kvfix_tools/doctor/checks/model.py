@@ -1,7 +1,5 @@
 """The model, the parallel sizes and the layout, from the command line and config.json."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """LMCache's settings in its YAML file, in variables LMCACHE_* and in the keys of the connector."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The storage of chunks: disk, remote store, and the size of the CPU cache."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The KV-transfer configuration of the command: --kv-transfer-config."""
 
-from __future__ import annotations
-
 import ast
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Find requests that an unknown connector keeps: search its objects for their ids."""
 
-from __future__ import annotations
-
 from collections import deque
 from typing import Any
 

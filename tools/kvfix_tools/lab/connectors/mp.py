@@ -5,8 +5,6 @@ the client of the server, and the transfer context, which copies between slots a
 answers after `delay` steps.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """The chunks of the lab's multi-process server: objects with keys, in the cache, and their locks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from types import SimpleNamespace

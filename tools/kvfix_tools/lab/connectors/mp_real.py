@@ -9,8 +9,6 @@ them, and waits for each answer, so that a schedule always plays the same way. C
 a step returns, its work is complete. Only evictions by the server itself depend on real time.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -3,8 +3,6 @@
 mp_answers.py decides when it answers.
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any

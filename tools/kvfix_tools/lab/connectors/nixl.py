@@ -4,8 +4,6 @@ The lab replaces the agent (nixl_agent.py, or NIXL's own agent with nixl_real.py
 handshake (nixl_network.py), the attention backend, and the clock of the leases. The slots are in memory of the agent.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress

@@ -4,8 +4,6 @@ Decode sends its block ids to prefill in a notice (a registration). The lab repl
 (nixl_network.py).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from kvfix_tools.lab.connectors.nixl import PORT, NixlSide, NixlWorker

@@ -5,8 +5,6 @@ SimpleCPUOffloadConnector's worker, the loop of its thread, and its computation 
 a copy at once.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from collections import deque

@@ -4,8 +4,6 @@ A seed must always play the same way, so threads must not change the order of ev
 thread, and a tier reports its results some steps later.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path

@@ -5,8 +5,6 @@ memory managers, tiers and the worker that copies are real. The lab only replace
 streams (offload_copies.py).
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace

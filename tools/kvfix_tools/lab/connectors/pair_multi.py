@@ -5,8 +5,6 @@ that the lab replaces. vLLM asks the children in order and loads with the first 
 store. Each engine has its own cache or CPU memory.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Sequence

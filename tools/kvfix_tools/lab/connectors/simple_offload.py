@@ -3,8 +3,6 @@
 The lab replaces the GPU and the copy thread (offload_copies.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any

@@ -5,8 +5,6 @@ lab replaces the socket between lookup client and worker, and the cache engine, 
 chunks.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence

@@ -6,8 +6,6 @@ sockets, the threads, and the storage of fetched chunks. Both ends run only when
 always plays the same way.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections import deque

@@ -6,8 +6,6 @@ A slot without all layers holds garbage. A step of the lab loads all layers, com
 engine does these three things for each layer.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Iterator, Sequence

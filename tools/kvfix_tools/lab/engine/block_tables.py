@@ -1,7 +1,5 @@
 """The block tables of the lab's model runner, and the reads and writes of a step in each KV group."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

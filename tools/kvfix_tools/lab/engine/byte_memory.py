@@ -4,8 +4,6 @@ A copy takes some steps of the lab. Parts of its source that change meanwhile ar
 copy before other requests write there.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterable
 from typing import Any

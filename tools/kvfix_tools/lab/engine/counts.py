@@ -3,8 +3,6 @@
 Each transfer is counted for each active feature, because a drawn option without a transfer shows nothing.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any

@@ -5,8 +5,6 @@ the model samples, and samples one more token after these. The KV of rejected dr
 step writes there. The tokens before the drafts determine how many drafts are right.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -5,8 +5,6 @@ the violations of rules and the wrong contents. An exception that leaves the sch
 EngineCore.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import deque
 from importlib import import_module

@@ -5,8 +5,6 @@ The model has one KV group of full attention. It also has one with a sliding win
 KV groups take blocks from one pool (vLLM's hybrid KV cache manager).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The KV groups of the lab's engines in vLLM's configuration, and the memory of their layers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Each step is a method. Steps for the server or for lookups are methods of the connector.
 """
 
-from __future__ import annotations
-
 import time
 from contextlib import suppress
 from typing import Any

@@ -1,7 +1,5 @@
 """Make a state of `kvfix.ledger.liveness` from the lab's scheduler, after a step without any tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler

@@ -3,8 +3,6 @@
 A sampled token is a function of all tokens before it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

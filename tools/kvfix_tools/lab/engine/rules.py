@@ -3,8 +3,6 @@
 The rules of the ledger (KVR) are in kvfix.ledger.rules.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

@@ -4,8 +4,6 @@ Differences between vLLM releases since 0.11.2 are found in the release itself, 
 imports vLLM, which takes 15 seconds or more.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

@@ -5,8 +5,6 @@ parallelism in other processes do, and vLLM's own aggregator joins their reports
 writes wrong KV in all ranks, because each rank has some heads of all tokens.
 """
 
-from __future__ import annotations
-
 import copy
 import copyreg
 import io

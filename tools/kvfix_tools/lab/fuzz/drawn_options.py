@@ -1,7 +1,5 @@
 """Options of a schedule for one engine, drawn from a seed (schedule.py)."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from collections.abc import Collection

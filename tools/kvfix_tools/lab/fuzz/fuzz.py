@@ -3,8 +3,6 @@
 In mode `check` a report of kvfix is a finding too: a false alarm if the lab finds no violation.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Valid and invalid `kv_transfer_params` of a request, by connector."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@
 Each engine has its own connector and its own client of the cache. They share the chunks and their pins.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ The engines share the classes, and so the wrappers of kvfix. A wrapper reads whi
 with `running`, also for callbacks.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 An engine without requests makes no step, as EngineCore does not.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections import Counter

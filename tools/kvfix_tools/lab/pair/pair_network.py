@@ -1,7 +1,5 @@
 """The base class of the networks between two engines (nixl_network.py, mooncake_network.py)."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 

@@ -1,7 +1,5 @@
 """The backends. Every module in this folder has a tuple BACKENDS."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from collections.abc import Callable

@@ -15,8 +15,6 @@ tokens of a failed load. The connector logs a line for each load of the worker (
 The process of one engine is `python -m kvfix_tools.roundtrip.backends.engine JOB.json`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.metadata

@@ -11,8 +11,6 @@
   LMCache issue 4463 does not affect this mode, so it shows the right result for the packed layout.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

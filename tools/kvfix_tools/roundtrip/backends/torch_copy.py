@@ -4,8 +4,6 @@ It is the reference for other backends. It indexes the engine's tensors by their
 of the check (layout.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import partial
 

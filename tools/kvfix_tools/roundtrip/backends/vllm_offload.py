@@ -4,8 +4,6 @@
 memmove replaces the driver's batched copy in both. Their streams and events complete at once.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import importlib.metadata
