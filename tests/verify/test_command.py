@@ -71,7 +71,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int, tuple[str, ...]]] = 
     "a key is needed": ({"key": KEY}, {}, 2, ("needs an API key. Give --api-key-env",)),
     "it ends in the middle": ({"ends_after": 50}, {}, 2, ("closed the connection during an answer",)),
     "another model": ({}, {"model": "large"}, 2, ("has no model 'large'. Give --model with one of: tiny",)),
-    "out of time": ({}, {"seconds": 0.2}, 77, ("Use a longer --seconds",)),
+    "out of time": ({}, {"seconds": 0.01}, 77, ("Use a longer --seconds",)),
 }  # fmt: skip
 
 
