@@ -35,7 +35,7 @@ class Part(NamedTuple):
 
     @property
     def boot(self) -> str:
-        """Id of the boot whose monotonic clock the times are from."""
+        """Id of the boot of the machine. The times are from the monotonic clock of this boot."""
         return str(self.recording.head.get("boot", ""))
 
     @property

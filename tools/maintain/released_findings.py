@@ -41,7 +41,8 @@ CONNECTORS = {"v1": "0.5.6", "mp": "0.5.6", "mp-in-tree": "0.4.6"}
 class Row:
     """The findings of one rule with the same fixes. seed, message: of the first seed that names the fixes.
 
-    fixes: each of them is needed to prevent the findings. Empty if several fixes each prevent the findings.
+    fixes: each of them is needed to prevent the findings. Empty if several fixes prevent the findings, each without the
+    others.
     """
 
     rule: str

@@ -21,7 +21,8 @@ from kvfix.engine_state import places
 from kvfix.session import session
 
 KEY = "connector events"
-#: Key of the wrapper that promises nothing for an audited hit. It sorts before KEY, so the record has what vLLM gets.
+#: Key of the wrapper that promises nothing for an audited hit. It sorts before KEY, so it is the inner wrapper, and
+#: kvfix records the answer that vLLM gets.
 AUDIT = "audit"
 #: Attribute of a connector: its WatchedConnector.
 _HELD = "_kvfix_watched"

@@ -76,7 +76,7 @@ class WatchedConnector:
         self._admitted: set[str] = set()
         #: Requests whose lookup is in flight or timed out: LMCache may keep their state until the answer arrives.
         self._unanswered: set[str] = set()
-        #: {request: step of the grant} for loads between steps that are in no metadata yet.
+        #: {request: step of the grant}, for asynchronous loads that are not in the metadata of a step yet.
         self._granted: dict[str, int] = {}
         #: Ended requests whose blocks the connector still sends.
         self._sending: set[str] = set()

@@ -49,7 +49,10 @@ class Outcome(NamedTuple):
 
 
 class Continued(NamedTuple):
-    """frees: requests whose abort, as released, lets all other requests end. differs: differences from the state."""
+    """frees: requests.
+
+    Without the fixes, the abort of any one of them lets all other requests end. differs: differences from the state.
+    """
 
     schedule: Schedule
     as_released: Outcome

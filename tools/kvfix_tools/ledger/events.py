@@ -4,7 +4,9 @@ from typing import NamedTuple
 
 
 class RankDiffers(NamedTuple):
-    """Only the scheduler or only the rank has recorded the load of [start, end). Both have the loads around it.
+    """Only the scheduler or only the rank has recorded the load of [start, end).
+
+    Both have recorded a load or a store before it and after it.
 
     told: True if the scheduler ordered the load and the rank did not start it. False if the rank started a load that
     the scheduler did not order.

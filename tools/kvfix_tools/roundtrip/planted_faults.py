@@ -26,7 +26,10 @@ FAULTS = {
 
 
 def plant(fault: str, transfer: Transfer, check: CellCheck) -> None:
-    """Make a transfer give some rows a wrong identity after each store or load. Raise Refused if the cell has none."""
+    """Make a transfer give some rows a wrong identity after each store or load.
+
+    Raise Refused if the cell has no row for this fault.
+    """
     geometry, cell = check.geometry, check.cell
     if fault == "swap-kv" and geometry.layout.latent:
         raise Refused("MLA has no K and V to swap")

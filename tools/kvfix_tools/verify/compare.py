@@ -100,8 +100,8 @@ class Judge:
     def first_test(self, pairs: Sequence[float]) -> bool:
         """Return True if more differences are above every control than chance can explain.
 
-        pairs: differences of prompts that have a control. The test uses this probability: of n controls and N pairs,
-        the m largest differences are all pairs.
+        pairs: differences of prompts that have a control. The test uses the probability that the m largest differences
+        of n controls and N pairs all belong to pairs.
         """
         above = sum(map(self.exceeds, pairs))
         return above > 0 and _all_on_one_side(above, len(pairs), len(self.controls)) < FALSE_ALARMS / 2

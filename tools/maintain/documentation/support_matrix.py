@@ -1,7 +1,7 @@
 """The page "Is my pair safe?" (theme/pair.js). It is made from the fingerprints and docs/matrix.json (`make matrix`).
 
 The lab does not play every bug in every pair, and plays fewest in old releases. For the other bugs the fingerprints say
-whether the released code has the bug. So a bug that was not played does not look like a bug that is not there.
+whether the released code has the bug. So the page does not show a bug as absent because the lab did not play it.
 """
 
 import json

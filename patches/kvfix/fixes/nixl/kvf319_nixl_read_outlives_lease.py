@@ -47,7 +47,7 @@ def _ended(connector: Any, answer: tuple[bool, Any], *_: Any, **__: Any) -> tupl
     when=lambda connector, answer, *_: answer[0] and not connector.is_bidirectional_kv_xfer_enabled, on_fault=_ended
 )
 def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any) -> tuple[bool, Any]:
-    # In place, so that it is not counted as an action: naming the end changes no outcome.
+    # Naming the end changes no outcome. The answer is changed in place, so kvfix counts no action.
     answer[1]["remote_blocks_expiry_time"] = connector._reqs_need_send[request.request_id]
     return answer
 

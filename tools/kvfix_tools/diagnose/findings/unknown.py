@@ -124,7 +124,7 @@ def _of_the_end(log: Diagnosis) -> tuple[Problem | None, Answer | None]:
         return None, None
     if death is None:
         return None, Answer(sentence, "")
-    # This may be an orderly shutdown: if the log lacks its beginning, it has only this line of the API server.
+    # This may be an orderly shutdown. A log without its beginning then has only this line, from the API server.
     echo = b"EngineDeadError" in death.body or b"output_handler failed" in death.body
     sentence = f"{sentence}: {death.evidence.text[:160]}"
     return problems.general(death), Answer(sentence, "", sure=False, evidence=(death,), note=echo)

@@ -1,8 +1,8 @@
 """LMCache's in-process connector in the lab: the real adapter in both roles, with replacements for what needs a GPU.
 
 `LMCacheConnectorV1Impl` in both roles, its trackers and metadata, the lookup client and LMCache's keys are real. The
-lab replaces the socket between lookup client and worker, and the cache engine, which copies between the lab's slots and
-chunks.
+lab replaces the socket between lookup client and worker, and the cache engine. The replacement copies between the lab's
+slots and chunks.
 """
 
 import json

@@ -73,8 +73,8 @@ class LabEngine(EngineCore):
     def is_free(self, name: str) -> bool:
         """Return True if a request with this id may arrive.
 
-        This is so if no request has this id. Or its request has ended, scheduler and worker know that, and none of its
-        steps is in flight.
+        This is so if no request has this id. It is also so if its request has ended, scheduler and worker know that,
+        and none of its steps is in flight.
         """
         known = self.requests.get(name)
         if known is None:

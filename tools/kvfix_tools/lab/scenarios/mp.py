@@ -67,8 +67,8 @@ SCENARIOS = {
         ],
         "LAB004",
         doc=(
-            "vLLM has a prefix of the prompt that LMCache has not: as many tokens at the end of the prompt are never "
-            "stored."
+            "vLLM has a prefix of the prompt that LMCache lacks. The same number of tokens at the end of the prompt is "
+            "never stored."
         ),
         wrong=">=0.4.5,<0.5.6",
     ),
