@@ -14,7 +14,7 @@ from kvfix_tools.look import command, lmcache_server, looking
 from tests.engine.start import CROWD, TWO_PROCESSES, run, server
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
-LOOKS, ROUNDS = 12, 8
+LOOKS = 12
 
 
 def test_a_healthy_engine(tmp_path: Path) -> None:
@@ -35,10 +35,11 @@ def test_a_healthy_engine(tmp_path: Path) -> None:
                 servers[:] = lmcache_server.of(looks[-1].processes)
                 clients.update(lmcache_server.client_of(each["pid"]) for each in servers)
         decided.extend(command.enough(looker))
+        (tmp_path / "stop").touch()  # however long the looks take, the engine has requests until now
 
     with server() as transfer:
         ran = run(
-            tmp_path, False, transfer, rounds=[CROWD] * ROUNDS, engine=TWO_PROCESSES, forked=False,
+            tmp_path, False, transfer, calm=CROWD, flags=str(tmp_path), engine=TWO_PROCESSES, forked=False,
             when=("Initializing a V1 LLM engine", do),
         )  # fmt: skip
     assert all(each == ran.answer["rounds"][0] for each in ran.answer["rounds"])

@@ -69,10 +69,10 @@ def test_the_wheel_works_in_an_empty_environment(wheel: Path, tmp_path: Path) ->
     """As `make release` tries it; and the trial can fail."""
     programs = release.install(wheel, tmp_path / "venv")
     assert list(release.failures(programs, kvfix.__version__)) == []
-    package = next((tmp_path / "venv").rglob("site-packages/kvfix_tools/status.py"))
+    package = next((tmp_path / "venv").rglob("site-packages/kvfix_tools/diagnose/diagnosis.py"))
     package.write_text("raise RuntimeError('planted')")
     (failure,) = release.failures(programs, kvfix.__version__)
-    assert failure.startswith("kvfix status: exit 1")
+    assert failure.startswith("kvfix-diagnose -: exit 1")
     assert "planted" in failure
 
 
