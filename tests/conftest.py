@@ -244,7 +244,7 @@ def answers(*expected: Any, also: str = "", **fixed: Any) -> Callable[[Callable[
             given = {"fixes": len(expected) > 1, "release": "0.5.6", **fixed, **parameters}
             right, fixes = list(expected or [given["answer"]]), given["fixes"]
             arguments = [given[name] for name in names]
-            folder = RELEASES / given["release"]
+            folder = release(given["release"])
             ways = [False, fixes][-len(right) :]
             assert [once(case, folder, *arguments, fixes=each) for each in ways] == right
 

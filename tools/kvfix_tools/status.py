@@ -15,7 +15,7 @@ import kvfix
 from kvfix import applicability, catalogue, fix_status, installed_source
 from kvfix.fix_status import FixRow
 from kvfix.fixes.record import EFFECTS, Fix, Target
-from kvfix_tools import fix_overview, screen, status_released
+from kvfix_tools import fix_overview, screen
 from kvfix_tools.command_options import Json, Names, flag, value
 
 #: Verdicts of a bug that the installation has and that is not fixed in this process.
@@ -76,6 +76,8 @@ def status(
     if released:
         if probe or everything or names or connector or severity or transfer_config:
             raise typer.BadParameter("--released takes no other option: it does not read the installation")
+        from kvfix_tools import status_released
+
         return status_released.status(json)
     rows = fix_status.rows(_probed) if probe else kvfix.status()
     if not rows:

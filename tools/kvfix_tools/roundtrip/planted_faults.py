@@ -49,18 +49,19 @@ def plant(fault: str, transfer: Transfer, check: CellCheck) -> None:
 
 
 def damage(fault: str, check: CellCheck, region: Region) -> None:
+    token_in = check.token_in(check.cell.skipped)
     for section, tensor in zip(region.sections, region.tensors(), strict=True):
         at = section.coordinates(0, section.rows, check.device)
-        chosen, who = planted(fault, check, at)
+        chosen, who = planted(fault, check, token_in, at)
         content = rows(who.number()[chosen], tensor.shape[1], region.seed)
         if fault == "bitflip":
             content[:, 0] ^= 1 << 37
         tensor[chosen.to(tensor.device)] = content.to(tensor.device)
 
 
-def planted(fault: str, check: CellCheck, at: Coordinates) -> tuple[torch.Tensor, Identity]:
-    """Return the rows to damage, and their wrong identities."""
-    source, last, token_in = check.source, check.cell.count - 1, check.token_in(check.cell.skipped)
+def planted(fault: str, check: CellCheck, token_in: torch.Tensor, at: Coordinates) -> tuple[torch.Tensor, Identity]:
+    """Return the rows to damage, and their wrong identities. token_in: the token of each slot."""
+    source, last = check.source, check.cell.count - 1
     token = at["token"] if "token" in at else token_in[at["slot"]]
     moved = token >= 0
     right = Identity(FIRST, at["layer"], at["kv"], source[token.clamp(min=0)], at["head"], 0)
