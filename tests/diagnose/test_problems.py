@@ -240,7 +240,7 @@ NO_INTEGER = error(
         # A general record never comes with a specific one.
         (raised([(ADAPTER, "start_load_kv", "open(path)")], "OSError: [Errno 24] Too many open files")
          + raised([("lmcache/any.py", "load", "import c_ops")], f"OSError: {LIBRARY}"), "KVD704"),
-        # gdb's own line names the signal: a crash is told before its stack.
+        # gdb's own line names the signal, so the crash comes before its stack.
         ('Thread 1 "VLLM::EngineCor" received signal SIGSEGV, Segmentation fault.\n' + NATIVE, "KVD383"),
         # Lookups of one request count once.
         (asked(NEWEST, 26, 0, 0, 0) * 50, ""),

@@ -161,7 +161,7 @@ def test_a_pause_is_no_hang() -> float:
 )
 @answers(also="answer")
 def test_a_hook_that_does_not_come_back(hook: str, times: int, requests: int) -> list[Any]:
-    """The hook looks at the clock so often before it comes back. Return what is reported."""
+    """The hook looks at the clock so often before it comes back. Return the reports."""
     from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
 
     original, found = getattr(LMCacheMPConnector, hook), []

@@ -256,7 +256,7 @@ def counted(fix: Any, case: Case) -> Counted:
 
 
 def outcome(fix: Any, counted: Counted, line: Line, time: int, always: bool) -> str:
-    """Play the case with the fix, and raise at this line. Return what is worse than without the fix; "": nothing."""
+    """Play the case with the fix, and raise at this line. Return the outcome if it is worse than without; else ""."""
     PLAN.__init__(fix.code)  # type: ignore[misc]
     PLAN.line, PLAN.time, PLAN.always = line, time, always
     try:

@@ -1,4 +1,4 @@
-"""Schedules that the fuzzer found, and what comes of each: failed loads, a kv_producer, ranks, pairs of engines."""
+"""Schedules that the fuzzer found, and their outcomes: failed loads, a kv_producer, ranks, pairs of engines."""
 
 from typing import Any
 

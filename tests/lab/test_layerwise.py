@@ -100,7 +100,7 @@ def test_a_load_leaves_the_pins_of_others() -> list[int]:
 SHORT = [
     (False, 0, 64, ["dies", 0]), (False, 2, 64, [[], 2]), (["KVF026"], 0, 64, [[0, 1, 2, 3], 0]),
     (True, 2, 64, [[2, 3], 2]), (True, 4, 64, [[], 4]),
-    # One chunk is left of two. The step computes the other two on top of what was not loaded: they are not stored
+    # One chunk is left of two. The step computes the others on tokens that were not loaded: none of them is stored.
     (["KVF026"], 1, 32, [[1], 4]), (True, 1, 32, [[1], 1]),
 ]  # fmt: skip
 

@@ -18,7 +18,7 @@ from kvfix_tools.roundtrip.planted_faults import FAULTS
 from kvfix_tools.roundtrip.region import Region
 
 CPU = torch.device("cpu")
-#: {race: what is found without its events}
+#: {race: its finding without events}
 WITHOUT = {
     "late-producer": "stale",
     "early-reuse": "overwritten",

@@ -42,7 +42,9 @@ BLIND = [
 
 
 def targets(dist: str, release: str) -> list[tuple[str, Target]]:
-    """Those of the multi-process connectors from the first release on whose adapter reports failed blocks."""
+    """Return the fixed functions with a probe. The multi-process connectors begin with 0.4.2, the first release whose
+    adapter reports failed blocks.
+    """
     is_early = dist == "lmcache" and Version(release) < Version("0.4.2")
     return [(code, target) for code, target in PATCHES if target.dist == dist and not (is_early and code >= "KVF100")]
 
