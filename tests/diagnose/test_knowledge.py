@@ -11,7 +11,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from kvfix_tools.diagnose import checks, findings
-from kvfix_tools.diagnose.problems import FILE, Problem, catalogue
+from kvfix_tools.diagnose.grammar import KNOWLEDGE
+from kvfix_tools.diagnose.problems import Problem, catalogue
 from kvfix_tools.diagnose.signs import PLACE, Sign, parse
 from maintain import knowledge as maintained
 from tests.conftest import RELEASES, release_names
@@ -21,7 +22,7 @@ EVERY = pytest.mark.parametrize("problem", catalogue(), ids=lambda problem: str(
 
 
 def test_the_compiled_records_are_current() -> None:
-    assert FILE.read_text() == maintained.compiled(), "run `make knowledge`"
+    assert KNOWLEDGE.read_text() == maintained.compiled(), "run `make knowledge`"
 
 
 def test_the_records_stay_small() -> None:

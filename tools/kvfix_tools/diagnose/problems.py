@@ -11,7 +11,6 @@ import re
 from collections import defaultdict
 from functools import lru_cache
 from operator import itemgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -21,6 +20,7 @@ from msgspec.structs import replace
 from kvfix import catalogue as known_fixes
 from kvfix_tools.diagnose import findings
 from kvfix_tools.diagnose.findings import Answer, Severity
+from kvfix_tools.diagnose.grammar import KNOWLEDGE
 from kvfix_tools.diagnose.log_line import LogLine
 from kvfix_tools.diagnose.signs import Sign, fits, implied, longest, parse
 from kvfix_tools.diagnose.statements import NAMES
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.tracebacks import Frame
 
-FILE = Path(__file__).with_name("knowledge.json")
 #: Kinds of lines that can show a sign.
 LINES = ("logged", "raised", "died", "stack")
 #: Releases of vLLM that were examined for the records, each with the one examined before it.
@@ -184,7 +183,7 @@ class Knowledge(msgspec.Struct, frozen=True):
 @lru_cache(maxsize=1)
 def knowledge() -> Knowledge:
     """Read `knowledge.json`, which `make knowledge` compiles from `knowledge/*.toml`."""
-    return msgspec.json.decode(FILE.read_bytes(), type=Knowledge)
+    return msgspec.json.decode(KNOWLEDGE.read_bytes(), type=Knowledge)
 
 
 def catalogue() -> tuple[Problem, ...]:
