@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-from kvfix_tools.diagnose import log_files, report_brief, report_html, report_json, report_text
+from kvfix_tools.diagnose import log_files, report_brief, report_json, report_text
 from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.report_html import Timeline
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.log_finding import LogFinding
@@ -111,7 +110,7 @@ def main(paths: list[str], options: Options = Options()) -> int:
         if options.is_chosen(found):
             report_text.print_finding(log, found, console)
 
-    log = Diagnosis(on_found if live else None, options.request, Timeline() if options.html else None)
+    log = Diagnosis(on_found if live else None, options.request)
     try:
         unreadable = _read(log, sources)
         findings = [found for found in log.end() if options.is_chosen(found)]
@@ -129,10 +128,8 @@ def main(paths: list[str], options: Options = Options()) -> int:
         return 2
     is_foreign = not findings and not log.counts and not log.debug
     if is_foreign and not log.interrupted:
-        _say(
-            f"{report_text.not_recognised(log)}. Give the engine's log (kubectl logs, docker logs, journalctl). "
-            "For a description in words, run: kvfix search TEXT"
-        )
+        give = ". Give the engine's log (kubectl logs, docker logs, journalctl). For words, run: kvfix search TEXT"
+        _say(report_text.not_recognised(log) + ("" if log.recording else give))
     if log.interrupted:
         return _INTERRUPTED
     return 2 if unreadable or unwritten or is_foreign else int(options.fails(findings))
@@ -182,8 +179,8 @@ def _read(log: Diagnosis, sources: list[log_files.Source]) -> list[str]:
 def _write(log: Diagnosis, findings: list[LogFinding], options: Options) -> bool:
     """Write the output files. Return True if one could not be written."""
     texts: dict[str, str] = {}
-    if log.timeline is not None:
-        texts[options.html] = report_html.page(log, log.timeline, findings)
+    if options.html:
+        texts[options.html] = report_text.page(log, findings)
     if options.brief not in ("", "-"):
         texts[options.brief] = report_brief.brief(log, findings)
     if options.issue:

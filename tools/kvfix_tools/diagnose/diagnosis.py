@@ -10,16 +10,14 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from msgspec.structs import replace
 
 from kvfix.ledger import Finding, Ledger
-from kvfix.ledger.events import Raised
 from kvfix_tools import redact
 from kvfix_tools.diagnose import findings, ledger_events, problems, statements
 from kvfix_tools.diagnose.failures import Failures
-from kvfix_tools.diagnose.ledger_events import HISTORY, REQUESTS, VIOLATED, RecorderLines, Requests
+from kvfix_tools.diagnose.ledger_events import HISTORY, REQUESTS, VIOLATED, Requests
 from kvfix_tools.diagnose.line_scanner import Scanner
 from kvfix_tools.diagnose.log_finding import LogFinding, in_order
 from kvfix_tools.diagnose.releases import Releases, WhoRan
 from kvfix_tools.diagnose.texts import WHO
-from kvfix_tools.diagnose.tracebacks import raised
 from kvfix_tools.ledger import RULES
 
 if TYPE_CHECKING:
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
     from kvfix.ledger.events import Event
     from kvfix_tools.diagnose.findings import Answer
     from kvfix_tools.diagnose.log_line import Evidence, LogLine
-    from kvfix_tools.diagnose.report_html import Timeline
 
 State = TypeVar("State")
 #: Maximum number of lines to keep for --request.
@@ -45,17 +42,14 @@ class Diagnosis:
     """A diagnosis that takes lines in the order of the log. `findings` can be read at any time.
 
     on_found: called with each new finding, for streams. request: keep all lines of this request.
-    timeline: gets every event, for pages and traces. sees_loads: as in Ledger.
     """
 
     def __init__(
         self,
         on_found: Callable[[LogFinding], None] | None = None,
         request: str = "",
-        timeline: Timeline | None = None,
-        sees_loads: bool = True,
     ) -> None:
-        self.ledger = Ledger(HISTORY, sees_loads)
+        self.ledger = Ledger(HISTORY)
         #: {kind of line: number of lines}
         self.counts: Counter[str] = Counter()
         #: {kind of line: its first line}, {kind of line: its last line}
@@ -79,7 +73,6 @@ class Diagnosis:
         #: Number of lines taken.
         self._taken = 0
         self._states: dict[type, Any] = {}
-        self.timeline = timeline
         self._request = request.encode()
         self._on_found = on_found
         self._rules = problems.rules()
@@ -87,7 +80,8 @@ class Diagnosis:
         self._found: dict[tuple[str, str], LogFinding] = {}
         #: Requests with a crash finding.
         self._crashed: set[str] = set()
-        self._recorders = RecorderLines()
+        #: The last input with lines of kvfix's own recorder.
+        self.recording = ""
         self._time: float | None = None
 
     def state(self, kind: type[State]) -> State:
@@ -104,11 +98,12 @@ class Diagnosis:
         if name == WHO:
             self.who.take(line)
             return
+        if name == "recorded":
+            self.recording = line.file
+            return
         self.counts[name] += 1
         self.first.setdefault(name, line)
         self.last[name] = line
-        if self.timeline is not None:
-            self.timeline.line(line)
         if self._request and self._request in line.body and len(self.request_lines) < _REQUEST_LINES:
             self.request_lines.append(line.evidence)
         if line.time is not None:
@@ -120,9 +115,6 @@ class Diagnosis:
                 self.failures.take(line)
                 self._answers(line)
                 return
-        if name == "recorded":
-            self._recorders.take(self, line)
-            return
         self.who.take(line)
         self.failures.take(line)
         if name in self.releases.awaited:
@@ -133,25 +125,6 @@ class Diagnosis:
         self._look(line)
         if violated:
             self._judge(violated, line)
-
-    def take_event(self, event: Event, line: LogLine) -> None:
-        """Take an event that kvfix recorded in the engine. Treat an exception that left a hook as a line of a log."""
-        self._time = line.time
-        self.counts[type(event).__name__] += 1
-        violated = self._feed(event, line)
-        if isinstance(event, Raised):
-            kind, _, text = event.error.partition(": ")
-            fields = raised(kind, text, [("", 0, event.where)])
-            in_log = replace(line, name="raised", fields={**fields, "request": event.request, "level": ""})
-            self.failures.take(in_log)
-            self._look(in_log)
-        self._judge(violated, line)
-
-    def of_connector(self, sees_loads: bool) -> Diagnosis:
-        """Return a diagnosis for one connector, with its own ledger, which shares releases and failures."""
-        own = Diagnosis(self._on_found, timeline=self.timeline, sees_loads=sees_loads)
-        own.releases, own.failures = self.releases, self.failures
-        return own
 
     def end(self) -> list[LogFinding]:
         """Run the rules for the end of the log. Return the findings, causes first."""
@@ -167,9 +140,8 @@ class Diagnosis:
 
         They leave out findings that another record replaces, and rules of the ledger for requests that crashed.
         """
-        shown = [found for own in self._recorders.connectors.values() for found in own.findings]
         replaced = {code for found in self._found.values() for code in found.rule.replaces}
-        shown += [
+        shown = [
             found
             for found in self._found.values()
             if found.rule.code not in replaced
@@ -183,13 +155,13 @@ class Diagnosis:
 
     @property
     def done(self) -> tuple[int, int, int, int]:
-        """The numbers of requests, lookups, loads and stores, from lines and recorded events."""
-        counts, recorded = self.counts, self._recorders.counted()
+        """The numbers of requests, lookups, loads and stores."""
+        counts = self.counts
         return (
-            self.requests.named + recorded["requests"],
-            counts["asked"] + counts["mp_prefetched"] + recorded["Asked"],
-            counts["retrieved"] + counts["mp_retrieved"] + recorded["LoadDue"],
-            counts["stored"] + counts["mp_stored"] + recorded["Stored"],
+            self.requests.named,
+            counts["asked"] + counts["mp_prefetched"],
+            counts["retrieved"] + counts["mp_retrieved"],
+            counts["stored"] + counts["mp_stored"],
         )
 
     def hidden(self) -> list[tuple[str, str, str]]:
@@ -209,8 +181,6 @@ class Diagnosis:
         judged = self.ledger.feed(event)
         known = self.requests[event.request]
         known.places.append((line.file, line.number))
-        if self.timeline is not None:
-            self.timeline.event(event, self._time if line.time is None else line.time)
         if not judged:
             return judged
         self.unknowns.update(each.code for each in judged if each.verdict == "unknown")

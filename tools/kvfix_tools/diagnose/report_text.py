@@ -1,7 +1,8 @@
-"""Findings on the terminal."""
+"""Findings on the terminal, and as an HTML page."""
 
 from __future__ import annotations
 
+import io
 from time import gmtime, strftime
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+import kvfix
 from kvfix_tools.diagnose import advice
 from kvfix_tools.diagnose.log_finding import by_kind
 
@@ -16,6 +18,17 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.log_finding import LogFinding
 
+#: The page is self-contained and has no script.
+_PAGE = (
+    "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
+    "<title>kvfix-diagnose: {title}</title><style>{style}</style>"
+    "<h1>{title}</h1><p>kvfix {version}</p><pre>{report}</pre></html>\n"
+)
+_PAGE_STYLE = (
+    ":root { color-scheme: light dark; } "
+    "body { max-width: 1140px; margin: 2rem auto; padding: 0 1rem; font-family: system-ui, sans-serif; } "
+    "pre { font: 13px/1.5 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }"
+)
 _STYLES = {"crash": "bold white on red", "wrong KV": "bold red", "hang": "bold red", "leak": "yellow", "slow": "yellow"}
 #: Maximum number of findings to show in full without --all.
 SHOWN = 4
@@ -119,6 +132,17 @@ def _requests(others: list[LogFinding]) -> str:
     return f"{times} more: {some or 'no request named'} (--all shows each)"
 
 
+def page(log: Diagnosis, findings: list[LogFinding]) -> str:
+    """Return an HTML page with all findings in full."""
+    console = Console(record=True, file=io.StringIO(), highlight=False)
+    for found, *others in by_kind(findings):
+        print_finding(log, found, console, True, others)
+    print_summary(log, findings, console)
+    title = f"{len(findings) or 'No'} finding{'' if len(findings) == 1 else 's'}"
+    report = console.export_html(inline_styles=True, code_format="{code}")
+    return _PAGE.format(title=title, style=_PAGE_STYLE, version=kvfix.__version__, report=report)
+
+
 def print_summary(log: Diagnosis, findings: list[LogFinding], console: Console) -> None:
     """Print rules that could not be checked, notes, the size of the input, and one SUMMARY line for grep."""
     for rule, what, how in log.hidden():
@@ -133,6 +157,8 @@ def print_summary(log: Diagnosis, findings: list[LogFinding], console: Console) 
             "note: with LMCacheMPConnector the log of `lmcache server` has the lookups, loads and stores. Give this "
             "log too: kvfix-diagnose ENGINE.log SERVER.log",
         )
+    if log.recording and log.counts:
+        _print_whole(console, f"note: {not_recognised(log)}")
     _print_whole(console, read_words(log))
     if log.interrupted:
         _print_whole(console, f"note: {log.interrupted}")
@@ -169,6 +195,8 @@ def nothing_found(log: Diagnosis) -> str:
 
 def not_recognised(log: Diagnosis) -> str:
     """Return a sentence about an input without a recognised line."""
+    if log.recording:
+        return f"{log.recording} has a recording of kvfix. Run: kvfix replay {log.recording}"
     if log.is_own:
         return "the lines of vLLM and LMCache in the input show neither requests nor failures"
     return "no line of vLLM, LMCache or a KV connector was recognised"
