@@ -11,7 +11,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from kvfix_tools.diagnose import checks, findings
-from kvfix_tools.diagnose.grammar import KNOWLEDGE
+from kvfix_tools.diagnose.grammar import FILE
 from kvfix_tools.diagnose.problems import Problem, catalogue
 from kvfix_tools.diagnose.signs import PLACE, Sign, parse
 from maintain import knowledge as maintained
@@ -22,7 +22,7 @@ EVERY = pytest.mark.parametrize("problem", catalogue(), ids=lambda problem: str(
 
 
 def test_the_compiled_records_are_current() -> None:
-    assert KNOWLEDGE.read_text() == maintained.compiled(), "run `make knowledge`"
+    assert FILE.read_text() == maintained.compiled(), "run `make knowledge`"
 
 
 def test_the_records_stay_small() -> None:

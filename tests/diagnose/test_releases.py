@@ -6,7 +6,7 @@ import pytest
 from msgspec import structs
 from packaging.specifiers import SpecifierSet
 
-from kvfix_tools.diagnose import advice, problems, releases
+from kvfix_tools.diagnose import advice, grammar, problems, releases
 from kvfix_tools.diagnose.diagnosis import Diagnosis, diagnosed
 from kvfix_tools.diagnose.problems import Problem
 from tests.diagnose.lines import site_packages, vllm
@@ -71,14 +71,14 @@ def test_other_files_and_lines_say_nothing() -> None:
         assert diagnosed(died(place).encode()).releases.placed() == []
 
 
-@pytest.mark.parametrize("place", sorted(releases.FILES))
+@pytest.mark.parametrize("place", sorted(grammar.KNOWLEDGE.files))
 def test_files_of_tracebacks_are_of_these_releases(place: str) -> None:
     """A release outside the range has no code there (a file of a few lines hands on names only)."""
     for release, packages in here().items():
         path = packages / place
         files = [path] if path.suffix else [*path.rglob("*.py")] if path.is_dir() else []
         has = any(each.is_file() and len(each.read_text().splitlines()) > 20 for each in files)
-        assert has == (release in SpecifierSet(releases.FILES[place])), release
+        assert has == (release in SpecifierSet(grammar.KNOWLEDGE.files[place])), release
 
 
 def test_a_traceback_bounds_the_release() -> None:

@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 import tomllib
 
-from kvfix_tools.diagnose.grammar import KNOWLEDGE
+from kvfix_tools.diagnose.grammar import FILE
 from kvfix_tools.diagnose.problems import Problem
 
-FOLDER = KNOWLEDGE.with_suffix("")
-#: The file with retired codes, and the file with the messages of the grammar.
-RETIRED, MESSAGES = "retired.toml", "messages.toml"
+FOLDER = FILE.with_suffix("")
+#: Files without records: retired codes, the messages of the grammar, and the connectors.
+RETIRED, MESSAGES, CONNECTORS = "retired.toml", "messages.toml", "connectors.toml"
 
 
 class Mistake(ValueError):
@@ -42,12 +42,13 @@ def records(file: Path) -> list[dict[str, Any]]:
 
 def compiled() -> str:
     """Return the JSON with one record in a line: files sorted by name, records in the order of their file."""
-    files = sorted(file for file in FOLDER.glob("*.toml") if file.name not in (RETIRED, MESSAGES))
+    files = sorted(file for file in FOLDER.glob("*.toml") if file.name not in (RETIRED, MESSAGES, CONNECTORS))
     rows = ",\n".join(json.dumps(record, ensure_ascii=False) for file in files for record in records(file))
     gone = tomllib.loads((FOLDER / RETIRED).read_text())
     retired = {code: group["why"] for group in gone["group"] for code in group["codes"]}
     retired |= {code: f"{now} has its signs" for code, now in gone["moved"].items()}
     others = {"retired": retired, "messages": tomllib.loads((FOLDER / MESSAGES).read_text())}
+    others |= tomllib.loads((FOLDER / CONNECTORS).read_text())
     return f'{{"problems": [\n{rows}\n],\n{json.dumps(others, indent=0)[2:]}\n'
 
 
@@ -57,7 +58,7 @@ def main() -> int:
     except Mistake as mistake:
         print(f"knowledge: {mistake}", file=sys.stderr)
         return 1
-    KNOWLEDGE.write_text(text)
+    FILE.write_text(text)
     return 0
 
 

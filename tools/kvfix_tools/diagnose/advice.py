@@ -1,21 +1,16 @@
 """The cause of a finding, and remedies in the order in which to try them. Fixes come from the catalogue."""
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from packaging.version import Version
 
 from kvfix import catalogue
 from kvfix.fixes.record import Fix
 from kvfix_tools import fix_overview
+from kvfix_tools.diagnose.diagnosis import Diagnosis
+from kvfix_tools.diagnose.log_finding import LogFinding
 from kvfix_tools.diagnose.statements import NAMES
-
-if TYPE_CHECKING:
-    from kvfix_tools.diagnose.diagnosis import Diagnosis
-    from kvfix_tools.diagnose.log_finding import LogFinding
-
 
 _REPORT = "kvfix-diagnose LOG --issue FILE.md"
 #: A remedy that is an upgrade and nothing else.

@@ -4,21 +4,16 @@ For a failure without a record, they give the condition under which the code fai
 code. `make statements` writes the file (tools/maintain/statements.py).
 """
 
-from __future__ import annotations
-
 import json
 import re
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from kvfix_tools.diagnose import grammar, statements
-from kvfix_tools.diagnose.log_line import without_place
+from kvfix_tools.diagnose.log_line import LogLine, without_place
+from kvfix_tools.diagnose.releases import Releases
 from kvfix_tools.diagnose.statements import NAMES, sample
-
-if TYPE_CHECKING:
-    from kvfix_tools.diagnose.log_line import LogLine
-    from kvfix_tools.diagnose.releases import Releases
 
 FILE = Path(__file__).with_name("checks.json")
 #: Minimum number of letters in a text, without its values, to find the text in any function or line.

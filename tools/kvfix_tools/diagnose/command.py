@@ -1,7 +1,5 @@
 """The command `kvfix-diagnose`: its options; read the inputs, find problems, print them."""
 
-from __future__ import annotations
-
 import enum
 import os
 import re
@@ -9,7 +7,6 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
@@ -17,9 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 from kvfix_tools.diagnose import log_files, report_brief, report_json, report_text
 from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.findings import Severity
-
-if TYPE_CHECKING:
-    from kvfix_tools.diagnose.log_finding import LogFinding
+from kvfix_tools.diagnose.log_finding import LogFinding
 
 #: Every file that kvfix writes has one of these texts in its first lines.
 _OURS = re.compile(rb"kvfix-diagnose|kvfix \d\S* read a log")

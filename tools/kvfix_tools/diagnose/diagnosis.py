@@ -1,31 +1,26 @@
 """The state of a diagnosis while the log is read: histories in the ledger, counts, releases, findings."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
+from collections.abc import Callable
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from msgspec.structs import replace
 
 from kvfix.ledger import Finding, Ledger
+from kvfix.ledger.events import Event
 from kvfix_tools import redact
 from kvfix_tools.diagnose import findings, ledger_events, problems, statements
 from kvfix_tools.diagnose.failures import Failures
+from kvfix_tools.diagnose.findings import Answer
 from kvfix_tools.diagnose.ledger_events import HISTORY, REQUESTS, VIOLATED, Requests
 from kvfix_tools.diagnose.line_scanner import Scanner
 from kvfix_tools.diagnose.log_finding import LogFinding, in_order
+from kvfix_tools.diagnose.log_line import Evidence, LogLine
 from kvfix_tools.diagnose.releases import Releases, WhoRan
 from kvfix_tools.diagnose.texts import WHO
 from kvfix_tools.ledger import RULES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from kvfix.ledger.events import Event
-    from kvfix_tools.diagnose.findings import Answer
-    from kvfix_tools.diagnose.log_line import Evidence, LogLine
 
 State = TypeVar("State")
 #: Maximum number of lines to keep for --request.

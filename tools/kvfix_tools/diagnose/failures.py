@@ -1,16 +1,12 @@
 """Failures that no finding explains: the first error of a log, and the package whose code raised it."""
 
-from __future__ import annotations
-
 import re
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-if TYPE_CHECKING:
-    from kvfix_tools.diagnose.log_line import LogLine
-    from kvfix_tools.diagnose.tracebacks import Frame
+from kvfix_tools.diagnose.log_line import LogLine
+from kvfix_tools.diagnose.tracebacks import Frame
 
 #: Texts of exceptions that are consequences of a death, not its cause.
 _ECHOES = (

@@ -14,7 +14,7 @@ from ahocorasick_rs import BytesAhoCorasick, Implementation, MatchKind
 from kvfix_tools.diagnose.log_line import Fields, without_tokens
 
 #: `make knowledge` compiles `knowledge/*.toml` to this file.
-KNOWLEDGE = Path(__file__).with_name("knowledge.json")
+FILE = Path(__file__).with_name("knowledge.json")
 #: Kinds of lines that name vLLM's release.
 RELEASE_IN = ("vllm_version", "vllm_server", "vllm_environment", "vllm_image")
 #: Groups that take digits only are counts; everything else is text.
@@ -71,13 +71,18 @@ def _longest_text(pattern: str) -> str:
     return max(re.split(r".[?*+]+|[\0.]", pattern), key=len)
 
 
-class _Messages(msgspec.Struct):
+class Knowledge(msgspec.Struct):
+    """The tables of `knowledge/messages.toml` and `knowledge/connectors.toml`. problems.py has the records."""
+
     messages: dict[str, dict[str, str]]
+    connectors: dict[str, tuple[str, ...]]
+    files: dict[str, str]
 
 
+KNOWLEDGE = msgspec.json.decode(FILE.read_bytes(), type=Knowledge)
 MESSAGES = [
     _message(source, name, pattern)
-    for source, patterns in msgspec.json.decode(KNOWLEDGE.read_bytes(), type=_Messages).messages.items()
+    for source, patterns in KNOWLEDGE.messages.items()
     for name, pattern in patterns.items()
 ]
 _literals_in = BytesAhoCorasick(
@@ -108,7 +113,7 @@ NEEDLES: tuple[bytes, ...] = (
     b"double free", b"free(): ", b"malloc(): ", b"corrupted ", b"code 137", b"Exit Code: ",
     b"cannot import name", b"received by PID", b"backtrace (tid", b"Ping timed out", b"panicked at", b"allocate mask",
     b"KV Transfer m", b"startup complete", b"init engine (", b"500 Internal", b"Cannot access data ",
-    b"with signal ", b"Check failed", b"what(): ", b"Fatal: ", b"retry count exceeded", b"#0  ",
+    b"with signal ", b"Check failed", b"what(): ", b"Fatal: ", b"retry count exceeded",
 )  # fmt: skip
 #: Finds the needles in a line without LMCache's frame. LeftmostFirst compares many bytes at once.
 in_line = BytesAhoCorasick(

@@ -3,21 +3,17 @@
 If a line lacks a value of an event, there is no event.
 """
 
-from __future__ import annotations
-
 import re
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from kvfix.ledger import Finding, Ledger
 from kvfix.ledger import events as ev
+from kvfix.ledger.events import Event
 from kvfix_tools.diagnose.log_finding import HistoryEvent
-
-if TYPE_CHECKING:
-    from kvfix.ledger import Finding, Ledger
-    from kvfix.ledger.events import Event
-    from kvfix_tools.diagnose.log_line import Fields
+from kvfix_tools.diagnose.log_line import Fields
 
 #: Maximum number of requests to keep, so that memory does not grow with the log.
 REQUESTS = 10_000

@@ -3,25 +3,20 @@
 Memory does not grow with the input. A block has 256 kB, and a longer line is split.
 """
 
-from __future__ import annotations
-
 import gzip
 import heapq
 import os
 import sys
 import zlib
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple, cast
+from typing import BinaryIO, NamedTuple, cast
 
+from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.line_scanner import Scanner
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from kvfix_tools.diagnose.diagnosis import Diagnosis
-    from kvfix_tools.diagnose.log_line import LogLine
+from kvfix_tools.diagnose.log_line import LogLine
 
 BLOCK = 256 << 10
 #: Suffixes of files in a folder that are not logs. A file that the user names is always read.

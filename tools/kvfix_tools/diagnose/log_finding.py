@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
-from kvfix_tools.diagnose.findings import Severity
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from kvfix.ledger import Finding
-    from kvfix_tools.diagnose.findings import Answer
-    from kvfix_tools.diagnose.log_line import Evidence, LogLine
-    from kvfix_tools.diagnose.problems import Problem
-
+from kvfix.ledger import Finding
+from kvfix_tools.diagnose.findings import Answer, Severity
+from kvfix_tools.diagnose.log_line import Evidence, LogLine
+from kvfix_tools.diagnose.problems import Problem
 
 #: Maximum number of lines from the announcement of a traceback to its end.
 _TRACEBACK = 80

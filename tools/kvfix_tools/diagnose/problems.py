@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from kvfix import catalogue as known_fixes
 from kvfix_tools.diagnose import findings
 from kvfix_tools.diagnose.findings import Answer, Severity
-from kvfix_tools.diagnose.grammar import KNOWLEDGE
+from kvfix_tools.diagnose.grammar import FILE
 from kvfix_tools.diagnose.log_line import LogLine
 from kvfix_tools.diagnose.signs import Sign, fits, implied, longest, parse
 from kvfix_tools.diagnose.statements import NAMES
@@ -183,7 +183,7 @@ class Knowledge(msgspec.Struct, frozen=True):
 @lru_cache(maxsize=1)
 def knowledge() -> Knowledge:
     """Read `knowledge.json`, which `make knowledge` compiles from `knowledge/*.toml`."""
-    return msgspec.json.decode(KNOWLEDGE.read_bytes(), type=Knowledge)
+    return msgspec.json.decode(FILE.read_bytes(), type=Knowledge)
 
 
 def catalogue() -> tuple[Problem, ...]:

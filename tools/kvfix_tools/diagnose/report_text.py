@@ -1,10 +1,7 @@
 """Findings on the terminal, and as an HTML page."""
 
-from __future__ import annotations
-
 import io
 from time import gmtime, strftime
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.padding import Padding
@@ -12,11 +9,8 @@ from rich.text import Text
 
 import kvfix
 from kvfix_tools.diagnose import advice
-from kvfix_tools.diagnose.log_finding import by_kind
-
-if TYPE_CHECKING:
-    from kvfix_tools.diagnose.diagnosis import Diagnosis
-    from kvfix_tools.diagnose.log_finding import LogFinding
+from kvfix_tools.diagnose.diagnosis import Diagnosis
+from kvfix_tools.diagnose.log_finding import LogFinding, by_kind
 
 #: The page is self-contained and has no script.
 _PAGE = (

@@ -140,7 +140,7 @@ class Other:
         #: True if the line has a prefix of vLLM, or names its process.
         self.has_head = self._head is not None or bool(self.process)
         #: True if the line may be part of a dump of stacks.
-        self.of_stack = b"Thread " in self.body or b"Process " in self.body or self.body.startswith(b"#0 ")
+        self.of_stack = b"Thread " in self.body or b"Process " in self.body
 
     @cached_property
     def part(self) -> Part:

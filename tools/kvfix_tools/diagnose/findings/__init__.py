@@ -8,17 +8,14 @@ which the function is called. "" is the end of the log. A function returns None,
 this case in numbers. `@decides` is for a function that decides several records.
 """
 
-from __future__ import annotations
-
 import enum
 import pkgutil
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-if TYPE_CHECKING:
-    from kvfix_tools.diagnose.log_line import LogLine
+from kvfix_tools.diagnose.log_line import LogLine
 
 
 class Severity(enum.Enum):

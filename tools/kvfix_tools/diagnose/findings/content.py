@@ -1,17 +1,11 @@
 """Findings about wrong or missing KV in an engine that keeps running."""
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING
 
+from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.findings import Answer, Answers, decides, finding
 from kvfix_tools.diagnose.findings.lookups import lookups_of
-
-if TYPE_CHECKING:
-    from kvfix_tools.diagnose.diagnosis import Diagnosis
-    from kvfix_tools.diagnose.log_line import LogLine
-
+from kvfix_tools.diagnose.log_line import LogLine
 
 #: Maximum number of lines that a finding shows.
 _SHOWN = 4

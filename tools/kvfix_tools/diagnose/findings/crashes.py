@@ -1,14 +1,8 @@
 """Findings about EngineCore or a worker that died in a connector hook, by the text and traceback of its exception."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
+from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.findings import Answer, Answers, decides, finding
-
-if TYPE_CHECKING:
-    from kvfix_tools.diagnose.diagnosis import Diagnosis
-    from kvfix_tools.diagnose.log_line import LogLine
+from kvfix_tools.diagnose.log_line import LogLine
 
 #: Message of `assert len(slot_mapping) == len(token_ids)` in some builds of LMCache.
 _DESYNC = "Slot mapping and token IDs length mismatch"

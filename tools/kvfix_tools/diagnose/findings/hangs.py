@@ -1,18 +1,11 @@
 """Findings about an engine that makes no progress, without a crash."""
 
-from __future__ import annotations
+from typing import Any
 
-import re
-from typing import TYPE_CHECKING, Any
-
+from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.failures import hook
 from kvfix_tools.diagnose.findings import Answer, finding
-from kvfix_tools.diagnose.tracebacks import NATIVE
-
-if TYPE_CHECKING:
-    from kvfix_tools.diagnose.diagnosis import Diagnosis
-    from kvfix_tools.diagnose.log_line import Fields, LogLine
-
+from kvfix_tools.diagnose.log_line import Fields, LogLine
 
 #: After this number of equal answers without an admission, a request counts as stuck.
 POLLS = 1000
@@ -105,23 +98,3 @@ def stands_in_connector(log: Diagnosis, line: LogLine) -> Answer | None:
     where = f"{'/'.join(file.split('/')[-2:])}:{number}"
     process = line.process or "a process"
     return Answer(f"{process} is in {in_hook}, {fields['state']} in {function} ({where})", sure=False)
-
-
-#: Patterns of transport libraries in file or function names, and of their progress threads, which never wait for a
-#: peer.
-_TRANSPORTS = re.compile(r"(?i)nixl|libuc[pst]\b|libuc[pst]-|\buc[pst]_|mooncake|libfabric|ibverbs|libmlx5|nccl")
-_PROGRESS = re.compile(r"(?i)progress(?:func|thread|_thread)|poll_?thread|async_thread|workerThread|epoll_loop")
-
-
-@finding
-def stands_in_transport(log: Diagnosis, line: LogLine) -> Answer | None:
-    fields = line.fields
-    frames = fields["frames"]
-    if log.failures.dead or fields["state"] != NATIVE or any(_PROGRESS.search(frame[2]) for frame in frames):
-        return None
-    inner = next((frame for frame in reversed(frames) if _TRANSPORTS.search(f"{frame[0]} {frame[2]}")), None)
-    if inner is None:
-        return None
-    thread = fields["thread"] or "a thread"
-    where = f" ({inner[0].rpartition('/')[2]})" if inner[0] else ""
-    return Answer(f"{thread} is in {frames[-1][2]}, called from {inner[2]}{where}", sure=False)

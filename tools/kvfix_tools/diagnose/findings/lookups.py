@@ -1,16 +1,11 @@
 """Counts and settings of all lookups and stores of a log, and findings about lookups without a hit."""
 
-from __future__ import annotations
-
 import re
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
+from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.findings import Answer, Answers, decides, finding, note
-
-if TYPE_CHECKING:
-    from kvfix_tools.diagnose.diagnosis import Diagnosis
-    from kvfix_tools.diagnose.log_line import LogLine
+from kvfix_tools.diagnose.log_line import LogLine
 
 #: Minimum number of requests with a lookup for a finding; maximum number of requests, and of engines, to remember.
 ENOUGH, _REQUESTS, _ENGINES = 10, 20_000, 64

@@ -3,20 +3,14 @@
 A failure is unknown, a start does not end, or requests are answered with 500.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from kvfix_tools.diagnose import checks, problems
+from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.failures import hook, is_cut, is_of_engine, owner
 from kvfix_tools.diagnose.findings import Answer, Answers, Severity, decides, finding
 from kvfix_tools.diagnose.findings.lookups import lookups_of
 from kvfix_tools.diagnose.findings.server import Server
-
-if TYPE_CHECKING:
-    from kvfix_tools.diagnose.diagnosis import Diagnosis
-    from kvfix_tools.diagnose.log_line import LogLine
-    from kvfix_tools.diagnose.problems import Problem
+from kvfix_tools.diagnose.log_line import LogLine
+from kvfix_tools.diagnose.problems import Problem
 
 #: Kinds of lines of an engine that has started.
 _STARTED = ("up", "engine_up", "stats", "asked", "stored", "moved", "answered_500", "closing", "recorded")
