@@ -53,21 +53,8 @@ _RANKED, _LEVELLED = 128, 320
 _LEVELS = {b"W": "warning", b"E": "error", b"F": "critical", b"WARN": "warning", b"FATAL": "critical"}
 MILLISECONDS = {b"%03d" % number: number / 1000 for number in range(1000)}
 #: A process that died without an exception.
-_DIED = re.compile(
-    rb"(?P<what>Segmentation fault|Segfault encountered|SIGSEGV|SIGABRT|SIGBUS|Bus error|oom-kill|OOMKilled"
-    rb"|Out of memory: Killed process \d+|(?:^|\s)Killed\s*(?:process \d+|$)|terminate called"
-    rb"|exit code:? -(?:6|7|9|11)\b|symbol lookup error|Assertion [`'](?:[^\n]{1,300}' failed|index out of bounds)"
-    rb"|Libfabric EFA provider has encountered|with signal (?:6|7|9|11)\b|request to allocate mask for invalid number"
-    rb"|(?:^|= |\s)backtrace \(tid|Memory access fault by GPU|Illegal instruction"
-    rb"|Aborted\s*\(core dumped\)|(?:^|\s)Aborted\s*$"
-    rb"|(?:^|\s)thread '[^'\n]{1,60}' (?:\(\d+\) )?panicked at"
-    rb"|[cC]ode:?\s+137\b|double free or corruption|free\(\): invalid|malloc\(\): |corrupted (?:size vs|double-linked))"
-)
-_DEATHS = (
-    b"ault", b"illed", b"SIG", b"Bus error", b"terminate called", b"exit code", b"lookup error", b"Assertion",
-    b"llegal ins", b"Aborted", b"137", b"(): ", b"corrupt", b"backtrace (", b"panicked at", b"te mask", b"with signal ",
-    b"EFA provider",
-)  # fmt: skip
+_DIED = re.compile(f"(?P<what>{'|'.join(grammar.KNOWLEDGE.died)})".encode())
+_DEATHS = tuple(word.encode() for word in grammar.KNOWLEDGE.deaths)
 #: Failures that KVBM and Mooncake's master log at INFO.
 _BAD_AT_INFO = (b"Ping timed out", b"action=client_expired", b"action=unmount_expired_segment")
 #: Messages of an engine or a server that shuts down. Errors after these messages are not failures.

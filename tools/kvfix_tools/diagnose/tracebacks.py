@@ -24,21 +24,8 @@ _BY_NAME = re.compile(
     rb"(?:Error|Exception|Interrupt|Exit|Timeout|Empty|Full|StopIteration))"
     rb"(?: ?: (?P<text>.*))?\s*$"
 )
-#: (class, its message without the class): of pydantic, in the line after `ValidationError: 1 validation error for
-#: VllmConfig`; of the library loader, CUDA, PyTorch and Python, as pasted.
-_BARE = (
-    ("ValueError", re.compile(rb"\s*Value error, (.*?)(?: \[type=.*)?$")),
-    ("AssertionError", re.compile(rb"\s*Assertion failed, (.*?) \[type=")),
-    ("ValueError", re.compile(rb"\s+([A-Z].*?) \[type=\w+, input_value=")),
-    ("ImportError", re.compile(
-        rb"\s*(\S+\.so[\w.]*: (?:undefined symbol: |cannot open shared object file|version [`'].* not found).*"
-        rb"|cannot import name '\w+' from '[\w.]+'.*)$"
-    )),
-    ("AttributeError", re.compile(rb"\s*('[\w.]+' object has no attribute '\w+')$")),
-    ("RuntimeError", re.compile(
-        rb"\s*(?:what\(\): +(?=\S)|(?=(?:CUDA|HIP) error: |Cannot access data pointer of Tensor ))(.*)$"
-    )),
-)  # fmt: skip
+#: (class, its message without the class)
+_BARE = tuple((kind, re.compile(pattern.encode())) for kind, pattern in grammar.KNOWLEDGE.bare)
 _HEADER = re.compile(rb"Traceback \(most recent call last\):?")
 _GROUP = re.compile(rb"^\s*(?:\| |\+-\+?|\+ )(?:-+ [\d.]+ -+)? ?")
 _LINKS = (b"The above exception was the direct cause", b"During handling of the above exception")
