@@ -37,9 +37,9 @@ def test_the_record_is_whole(problem: Problem) -> None:
     assert problem.title.endswith(".")
     assert "\n" not in problem.title
     assert bool(problem.signs) != bool(problem.on)
-    assert problem.cause.endswith(".") or problem.fixes
-    assert len(problem.now) < (400 if problem.signs else 700)
-    assert problem.now or problem.fixes or problem.code == "KVD199"
+    assert problem.why.endswith(".") or problem.fixes
+    assert len(problem.do) < (400 if problem.signs else 700)
+    assert problem.do or problem.fixes or problem.code == "KVD199"
     assert all(re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", each) for each in problem.seen)
     for specifier in problem.releases.values():
         SpecifierSet(specifier)
@@ -138,7 +138,7 @@ def _plain(text: str) -> str:
 def claimed(problem: Problem, dist: str) -> list[str]:
     """Releases that the record covers, of those that were examined."""
     inside = SpecifierSet(problem.releases.get(dist, ""), prereleases=True)
-    right = Version(problem.fixed[dist]) if dist in problem.fixed else None
+    right = Version(problem.fixed_in[dist]) if dist in problem.fixed_in else None
     return [
         each
         for each in checks.known()[dist][0]

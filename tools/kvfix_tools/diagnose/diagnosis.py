@@ -217,7 +217,7 @@ class Diagnosis:
             # If a statement quotes an error, the record of the error replaces the record of the statement.
             quoted = problems.quoted(rule, self, line)
             if quoted is not None:
-                rule, answer = quoted, answer._replace(sure=quoted.sure)
+                rule, answer = quoted, answer._replace(sure=quoted.certain)
             self.add(rule, answer, line)
 
     def _judge(self, violated: list[Finding], line: LogLine) -> None:

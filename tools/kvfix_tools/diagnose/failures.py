@@ -6,7 +6,7 @@ from functools import lru_cache
 from msgspec.structs import replace
 
 from kvfix.engine_state import places
-from kvfix_tools.diagnose.grammar import KNOWLEDGE
+from kvfix_tools.diagnose.grammar import TABLES
 from kvfix_tools.diagnose.log_line import LogLine
 from kvfix_tools.diagnose.tracebacks import Frame
 
@@ -162,7 +162,7 @@ def _is_failure(line: LogLine) -> bool:
         text = fields["text"]
         if fields["class"].endswith("Warning") or (fields["level"] == "warning" and not of_connector(line)):
             return False
-        return fields["type"] not in KNOWLEDGE.echoes and not text.startswith(KNOWLEDGE.echoes)
+        return fields["type"] not in TABLES.echoes and not text.startswith(TABLES.echoes)
     if line.name == "died":
         return True
     # vLLM dumps the input of a failed step as an error, with words such as `num_corrupted_reqs=0`.
@@ -205,7 +205,7 @@ def owner(frames: list[Frame]) -> str:
         return ""
     for file, _, _ in reversed(frames):
         path = file.replace("\\", "/")
-        for part, name in KNOWLEDGE.owners.items():
+        for part, name in TABLES.owners.items():
             if part in f"/{path}":
                 return name
         if path.startswith("/"):

@@ -71,7 +71,7 @@ def _longest_text(pattern: str) -> str:
     return max(re.split(r".[?*+]+|[\0.]", pattern), key=len)
 
 
-class Knowledge(msgspec.Struct):
+class Tables(msgspec.Struct):
     """The tables of `messages.toml`, `connectors.toml` and `words.toml` in knowledge/. problems.py has the records."""
 
     messages: dict[str, dict[str, str]]
@@ -85,10 +85,10 @@ class Knowledge(msgspec.Struct):
     owners: dict[str, str]
 
 
-KNOWLEDGE = msgspec.json.decode(FILE.read_bytes(), type=Knowledge)
+TABLES = msgspec.json.decode(FILE.read_bytes(), type=Tables)
 MESSAGES = [
     _message(source, name, pattern)
-    for source, patterns in KNOWLEDGE.messages.items()
+    for source, patterns in TABLES.messages.items()
     for name, pattern in patterns.items()
 ]
 _literals_in = BytesAhoCorasick(
@@ -103,7 +103,7 @@ def containing(text: bytes) -> list[Message]:
 
 #: `[2026-11-21 01:41:27,007] LMCache INFO: `, the same in 0.3.0 to 0.5.6.
 FRAME = b"] LMCache "
-NEEDLES = tuple(needle.encode() for needle in KNOWLEDGE.needles)
+NEEDLES = tuple(needle.encode() for needle in TABLES.needles)
 #: Finds the needles in a line without LMCache's frame. LeftmostFirst compares many bytes at once.
 in_line = BytesAhoCorasick(
     NEEDLES, matchkind=MatchKind.LeftmostFirst, implementation=Implementation.DFA

@@ -65,7 +65,7 @@ class LogFinding:
     def is_explained(self, others: Iterable[LogFinding]) -> bool:
         """Return True if below each of its lines there is a traceback that a specific record explains."""
         rules = ((other, other.rule) for other in others if other is not self)
-        specific = [other for other, rule in rules if rule.signs and (not rule.general or rule.sure)]
+        specific = [other for other, rule in rules if rule.signs and (not rule.general or rule.certain)]
         ends = [each for other in specific for each in other.evidence]
         return bool(self.evidence) and all(
             any(end.file == each.file and 0 < end.line - each.line <= _TRACEBACK for end in ends)

@@ -14,7 +14,7 @@ from packaging.version import VERSION_PATTERN, Version
 
 from kvfix.applicability import fingerprints
 from kvfix_tools.diagnose import statements
-from kvfix_tools.diagnose.grammar import KNOWLEDGE, MESSAGES, RELEASE_IN
+from kvfix_tools.diagnose.grammar import MESSAGES, RELEASE_IN, TABLES
 from kvfix_tools.diagnose.log_line import LogLine, statement_place
 
 #: The first vLLM with KV connectors.
@@ -151,7 +151,7 @@ def _of_statement(place: str) -> frozenset[str]:
 @lru_cache(maxsize=4096)
 def _of_file(path: str) -> frozenset[str]:
     """Return the releases that have this file of a traceback; empty if the file does not narrow them."""
-    files = KNOWLEDGE.files
+    files = TABLES.files
     for place in sorted(files, key=len, reverse=True) if "/kv_" in path or "kv_offload/" in path else ():
         if place in path:
             allowed = SpecifierSet(files[place])
@@ -215,5 +215,5 @@ def _named(text: bytes) -> frozenset[str]:
 @lru_cache(maxsize=256)
 def _marked(text: bytes) -> frozenset[str]:
     return frozenset(
-        name for name, marks in KNOWLEDGE.connectors.items() if any(mark.encode() in text for mark in marks)
+        name for name, marks in TABLES.connectors.items() if any(mark.encode() in text for mark in marks)
     )

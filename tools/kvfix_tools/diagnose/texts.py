@@ -53,8 +53,8 @@ _RANKED, _LEVELLED = 128, 320
 _LEVELS = {b"W": "warning", b"E": "error", b"F": "critical", b"WARN": "warning", b"FATAL": "critical"}
 MILLISECONDS = {b"%03d" % number: number / 1000 for number in range(1000)}
 #: A process that died without an exception.
-_DIED = re.compile(f"(?P<what>{'|'.join(grammar.KNOWLEDGE.died)})".encode())
-_DEATHS = tuple(word.encode() for word in grammar.KNOWLEDGE.deaths)
+_DIED = re.compile(f"(?P<what>{'|'.join(grammar.TABLES.died)})".encode())
+_DEATHS = tuple(word.encode() for word in grammar.TABLES.deaths)
 #: Failures that KVBM and Mooncake's master log at INFO.
 _BAD_AT_INFO = (b"Ping timed out", b"action=client_expired", b"action=unmount_expired_segment")
 #: Messages of an engine or a server that shuts down. Errors after these messages are not failures.

@@ -25,7 +25,7 @@ _BY_NAME = re.compile(
     rb"(?: ?: (?P<text>.*))?\s*$"
 )
 #: (class, its message without the class)
-_BARE = tuple((kind, re.compile(pattern.encode())) for kind, pattern in grammar.KNOWLEDGE.bare)
+_BARE = tuple((kind, re.compile(pattern.encode())) for kind, pattern in grammar.TABLES.bare)
 _HEADER = re.compile(rb"Traceback \(most recent call last\):?")
 _GROUP = re.compile(rb"^\s*(?:\| |\+-\+?|\+ )(?:-+ [\d.]+ -+)? ?")
 _LINKS = (b"The above exception was the direct cause", b"During handling of the above exception")

@@ -67,7 +67,7 @@ def _of_error(log: Diagnosis, first: LogLine) -> tuple[Problem | None, Answer]:
     return general, Answer(
         _sentence(log, first),
         request=str(first.fields.get("request", "")),
-        sure=general is None or general.sure,
+        sure=general is None or general.certain,
         evidence=_evidence(log, first),
         note=not _is_fatal(log, first),
     )
