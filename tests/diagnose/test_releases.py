@@ -134,8 +134,10 @@ def test_releases_that_have_the_problem(
     ],
 )
 def test_a_release_that_ran_is_no_remedy(release: str, good: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = structs.replace(WARNED, releases={}, good="vLLM 0.32.0, which pins in parts of 64 GiB; a smaller cache")
+    problem = structs.replace(
+        WARNED, releases={}, for_good="vLLM 0.32.0, which pins in parts of 64 GiB; a smaller cache"
+    )
     log = warned(monkeypatch, problem, release)
     assert advice.remedy(log, log.findings[0]).good == good
-    log = warned(monkeypatch, structs.replace(problem, good="vLLM 0.32.0 or newer"), "0.33.0")
+    log = warned(monkeypatch, structs.replace(problem, for_good="vLLM 0.32.0 or newer"), "0.33.0")
     assert "--issue" in advice.remedy(log, log.findings[0]).good  # what remains is a report

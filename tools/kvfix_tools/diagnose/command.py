@@ -36,10 +36,6 @@ class Format(enum.Enum):
     github = "github"
 
 
-class Refused(Exception):
-    """An option cannot be used. The text names the option, the reason, and what to do."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """The options.
@@ -72,12 +68,12 @@ class Options:
         return any(found.severity.value <= _WORDS[self.fail_on].value for found in findings)
 
     def check(self, inputs: Iterable[str]) -> None:
-        """Raise Refused for an unknown word, and for a file that must not be overwritten."""
+        """Raise log_files.Refused for an unknown word, and for a file that must not be overwritten."""
         if self.fail_on not in FAIL_ON:
-            raise Refused(f"--fail-on {self.fail_on}: give one of {', '.join(FAIL_ON)}")
+            raise log_files.Refused(f"--fail-on {self.fail_on}: give one of {', '.join(FAIL_ON)}")
         printed = [self.brief == "-", self.format is not Format.text, bool(self.request)]
         if sum(printed) > 1:
-            raise Refused(
+            raise log_files.Refused(
                 "--brief -, --request and --format json or github print different outputs. Give only one of them"
             )
         named = [path for path in inputs if path != "-"]
@@ -85,9 +81,11 @@ class Options:
             if not path or path == "-" or not os.path.isfile(path):
                 continue
             if any(os.path.exists(each) and os.path.samefile(path, each) for each in named):
-                raise Refused(f"{path} is an input. Nothing was read or written. Give another file for the output")
+                raise log_files.Refused(
+                    f"{path} is an input. Nothing was read or written. Give another file for the output"
+                )
             if os.path.getsize(path) and not _is_ours(path):
-                raise Refused(f"{path} exists, and kvfix did not write it. Remove it, or give another file")
+                raise log_files.Refused(f"{path} exists, and kvfix did not write it. Remove it, or give another file")
 
 
 def main(paths: list[str], options: Options = Options()) -> int:
@@ -95,7 +93,7 @@ def main(paths: list[str], options: Options = Options()) -> int:
     try:
         sources = log_files.sources(paths)
         options.check([*paths, *(source.path for source in sources)])
-    except (log_files.Unreadable, Refused) as error:
+    except log_files.Refused as error:
         _say(str(error))
         return 2
     console = Console(highlight=False, soft_wrap=False)

@@ -55,7 +55,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     do: str = ""
     for_good: str = ""
     normal: str = ""
-    case: str = ""
+    case: str | dict[str, str] = ""
     connectors: tuple[str, ...] = ()
     named: bool = False
     releases: dict[str, str] = {}
@@ -112,7 +112,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         values = self.values(log, line)
         if values is None or not self.concerns(log, nearly):
             return None
-        sentence = self.case.format_map(defaultdict(lambda: "?", values)) if self.case else _sentence_of(line)
+        case = self.case if isinstance(self.case, str) else self.case[line.fields.get("meaning") or line.name]
+        sentence = case.format_map(defaultdict(lambda: "?", values)) if case else _sentence_of(line)
         return Answer(sentence, line.request, sure=self.certain and not nearly)
 
     def gives_way(self, records: list[Problem], line: LogLine) -> bool:

@@ -214,6 +214,4 @@ def _named(text: bytes) -> frozenset[str]:
 
 @lru_cache(maxsize=256)
 def _marked(text: bytes) -> frozenset[str]:
-    return frozenset(
-        name for name, marks in TABLES.connectors.items() if any(mark.encode() in text for mark in marks)
-    )
+    return frozenset(name for name, marks in TABLES.connectors.items() if any(mark.encode() in text for mark in marks))

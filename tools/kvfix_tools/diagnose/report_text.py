@@ -7,7 +7,6 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-import kvfix
 from kvfix_tools.diagnose import advice
 from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.log_finding import LogFinding, by_kind
@@ -15,13 +14,8 @@ from kvfix_tools.diagnose.log_finding import LogFinding, by_kind
 #: The page is self-contained and has no script.
 _PAGE = (
     "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
-    "<title>kvfix-diagnose: {title}</title><style>{style}</style>"
-    "<h1>{title}</h1><p>kvfix {version}</p><pre>{report}</pre></html>\n"
-)
-_PAGE_STYLE = (
-    ":root { color-scheme: light dark; } "
-    "body { max-width: 1140px; margin: 2rem auto; padding: 0 1rem; font-family: system-ui, sans-serif; } "
-    "pre { font: 13px/1.5 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }"
+    "<meta name=color-scheme content='light dark'><title>kvfix-diagnose</title>"
+    "<pre style='font: 13px/1.5 monospace; white-space: pre-wrap; overflow-wrap: anywhere'>{code}</pre></html>\n"
 )
 _STYLES = {"crash": "bold white on red", "wrong KV": "bold red", "hang": "bold red", "leak": "yellow", "slow": "yellow"}
 #: Maximum number of findings to show in full without --all.
@@ -132,9 +126,7 @@ def page(log: Diagnosis, findings: list[LogFinding]) -> str:
     for found, *others in by_kind(findings):
         print_finding(log, found, console, True, others)
     print_summary(log, findings, console)
-    title = f"{len(findings) or 'No'} finding{'' if len(findings) == 1 else 's'}"
-    report = console.export_html(inline_styles=True, code_format="{code}")
-    return _PAGE.format(title=title, style=_PAGE_STYLE, version=kvfix.__version__, report=report)
+    return console.export_html(inline_styles=True, code_format=_PAGE)
 
 
 def print_summary(log: Diagnosis, findings: list[LogFinding], console: Console) -> None:

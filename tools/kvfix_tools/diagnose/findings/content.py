@@ -33,14 +33,6 @@ def failed_load_taken_for_done(log: Diagnosis, line: LogLine | None) -> Answer |
     return None
 
 
-@finding
-def load_failed_in_vllm(log: Diagnosis, line: LogLine) -> Answer | None:
-    f = line.fields
-    if line.name == "kv_failing":
-        return Answer(f"{f['objects']} requests with {f['tokens']} tokens ended with an error")
-    return Answer(f"{f['objects']} requests are computed again ({f['tokens']} tokens)")
-
-
 @decides("ranks-differ", "ranks-evicted-apart")
 def ranks_with_other_hits(log: Diagnosis, line: LogLine) -> Answers:
     sentence = f"hit tokens by rank: {line.fields['results'][:80]}"
@@ -59,13 +51,6 @@ def preempted_while_stored(log: Diagnosis, line: LogLine) -> Answer | None:
     if line.fields["what"] != "preempted" or log.releases.within("lmcache", ">=0.5.2,<0.5.6") is not True:
         return None
     return Answer("requests were preempted, and this LMCache does not wait for stores in flight")
-
-
-@finding
-def pins_run_out(log: Diagnosis, line: LogLine) -> Answer | None:
-    if line.name == "forced_unpin":
-        return Answer(f"{line.fields['objects']} chunks were unpinned after the timeout")
-    return Answer(f"a chunk had {line.fields['pins']} pins that were not released")
 
 
 #: All CacheBlend separators of a prompt together have fewer tokens than this. Lookups count them, but stores do not.

@@ -23,13 +23,6 @@ class Server:
 
 
 @finding
-def server_silent_at_start(log: Diagnosis, line: LogLine) -> Answer | None:
-    server = line.fields.get("server")
-    what = f"no server at {server}" if server else f"no answer to {line.fields.get('operation', 'a request')}"
-    return Answer(f"{what}: {line.fields['text'][:160]}", "")
-
-
-@finding
 def server_does_not_answer(log: Diagnosis, line: LogLine) -> Answer | None:
     what = line.fields.get("what", "a ping")
     server = line.fields.get("server")
