@@ -10,7 +10,7 @@ from ahocorasick_rs import AhoCorasick
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from kvfix_tools.diagnose import checks, findings
+from kvfix_tools.diagnose import findings, statements
 from kvfix_tools.diagnose.grammar import FILE
 from kvfix_tools.diagnose.problems import Problem, catalogue
 from kvfix_tools.diagnose.signs import PLACE, Sign, parse
@@ -142,7 +142,7 @@ def claimed(problem: Problem, dist: str) -> list[str]:
     right = Version(problem.fixed_in[dist]) if dist in problem.fixed_in else None
     return [
         each
-        for each in checks.known()[dist][0]
+        for each in statements.checks()[dist][0]
         if Version(each) >= FIRST[dist] and each in inside and (right is None or Version(each) < right)
     ]
 
@@ -161,7 +161,7 @@ def anchors() -> dict[str, Found]:
     for release in release_names():
         look(_source(RELEASES / release / "lmcache"), "lmcache", {release})
     look(_source(site_packages() / "vllm"), "vllm", {"0.32.0"})
-    for (_, function, check), releases in checks.known()["vllm"][1].items():
+    for (_, function, check), releases in statements.checks()["vllm"][1].items():
         look("\n".join((_plain(check.text), _plain(check.condition), f"def{function}(")), "vllm", releases)
     return {part: {dist: frozenset(some) for dist, some in each.items() if some} for part, each in found.items()}
 

@@ -1,6 +1,5 @@
 """The command `kvfix-diagnose`: its options; read the inputs, find problems, print them."""
 
-import enum
 import os
 import re
 import sys
@@ -18,6 +17,7 @@ from kvfix_tools.diagnose.log_finding import LogFinding
 
 #: Every file that kvfix writes has one of these texts in its first lines.
 _OURS = re.compile(rb"kvfix-diagnose|kvfix \d\S* read a log")
+FORMATS = ("text", "json", "github")
 _CERTAIN = "certain"
 _WORDS = {"wrong" if each is Severity.WRONG else each.word: each for each in Severity if each is not Severity.NOTE}
 #: Values of --fail-on.
@@ -30,12 +30,6 @@ _LONG = 32 << 20
 _INTERRUPTED = 130
 
 
-class Format(enum.Enum):
-    text = "text"
-    json = "json"
-    github = "github"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """The options.
@@ -44,7 +38,7 @@ class Options:
     fail_on: `certain`, or the least severity for exit code 1. exit_zero: exit 0 even with findings.
     """
 
-    format: Format = Format.text
+    format: str = "text"
     request: str = ""
     html: str = ""
     brief: str = ""
@@ -71,7 +65,7 @@ class Options:
         """Raise log_files.Refused for an unknown word, and for a file that must not be overwritten."""
         if self.fail_on not in FAIL_ON:
             raise log_files.Refused(f"--fail-on {self.fail_on}: give one of {', '.join(FAIL_ON)}")
-        printed = [self.brief == "-", self.format is not Format.text, bool(self.request)]
+        printed = [self.brief == "-", self.format != "text", bool(self.request)]
         if sum(printed) > 1:
             raise log_files.Refused(
                 "--brief -, --request and --format json or github print different outputs. Give only one of them"
@@ -97,7 +91,7 @@ def main(paths: list[str], options: Options = Options()) -> int:
         _say(str(error))
         return 2
     console = Console(highlight=False, soft_wrap=False)
-    live = options.format is Format.text and not options.request and any(source.path == "-" for source in sources)
+    live = options.format == "text" and not options.request and any(source.path == "-" for source in sources)
 
     def on_found(found: LogFinding) -> None:
         if options.is_chosen(found):
@@ -140,9 +134,9 @@ def _give_up_stdout() -> None:
 def _show(log: Diagnosis, findings: list[LogFinding], console: Console, options: Options, live: bool) -> None:
     if options.brief == "-":
         print(report_brief.brief(log, findings), end="")
-    elif options.format is Format.json:
+    elif options.format == "json":
         print(report_json.text(log, findings))
-    elif options.format is Format.github:
+    elif options.format == "github":
         print(report_json.github(findings), end="")
     elif options.request:
         report_text.print_request(log, options.request, console)

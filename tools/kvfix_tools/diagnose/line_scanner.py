@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from itertools import count
 
-from kvfix_tools.diagnose import checks, grammar, log_formats, texts
+from kvfix_tools.diagnose import grammar, log_formats, statements, texts
 from kvfix_tools.diagnose.grammar import FRAME
 from kvfix_tools.diagnose.log_line import Fields, LogLine
 from kvfix_tools.diagnose.texts import LEVEL, LONGEST_BODY, STAMP, Headless, Other
@@ -166,7 +166,7 @@ def _are_few_others(lines: list[bytes]) -> bool:
             return False
         part = Part(log_formats.without_prefix(line))
         in_traceback = part.sure or (in_traceback and part.indented)
-        is_message = by_name(part.text, anywhere=False) or checks.whole_statement(part.text)
+        is_message = by_name(part.text, anywhere=False) or statements.whole_statement(part.text)
         others += bool(part.text and not in_traceback and not is_message)
         if others > _FEW:
             return False

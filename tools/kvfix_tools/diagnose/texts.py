@@ -8,7 +8,7 @@ import enum
 import re
 from functools import cached_property, lru_cache
 
-from kvfix_tools.diagnose import checks, grammar, log_formats
+from kvfix_tools.diagnose import grammar, log_formats, statements
 from kvfix_tools.diagnose.grammar import FRAME
 from kvfix_tools.diagnose.log_line import ANSI, Fields, LogLine, without_colours
 from kvfix_tools.diagnose.tracebacks import Part, by_name
@@ -185,13 +185,13 @@ class Other:
             native = _OTHER.search(self._text[:_LEVELLED])
             logger = "vllm" if head else "" if native is None or native["level"] else NATIVE
             return "logged", {"level": self.level, "logger": logger, "place": self.place}
-        if whole and checks.whole_statement(body) == "logged":
+        if whole and statements.whole_statement(body) == "logged":
             return "logged", {"level": "error", "logger": "bare", "place": ""}
         return None
 
     def _is_whole(self, message: grammar.Message) -> bool:
         """Return True if the line is exactly this message, or a message that no logger writes."""
-        return message.name in _NO_STATEMENTS or checks.whole_statement(self.body) == message.name
+        return message.name in _NO_STATEMENTS or statements.whole_statement(self.body) == message.name
 
 
 def parsed(line: bytes, headless: Headless) -> tuple[Other, bytes]:

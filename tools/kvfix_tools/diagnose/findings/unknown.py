@@ -3,7 +3,7 @@
 A failure is unknown, a start does not end, or requests are answered with 500.
 """
 
-from kvfix_tools.diagnose import checks, problems
+from kvfix_tools.diagnose import problems, statements
 from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.failures import hook, is_cut, is_of_engine, owner
 from kvfix_tools.diagnose.findings import Answer, Answers, Severity, decides, finding
@@ -126,7 +126,7 @@ def _of_the_end(log: Diagnosis) -> tuple[Problem | None, Answer | None]:
 
 def _sentence(log: Diagnosis, line: LogLine) -> str:
     """Return a sentence with the error, the package of its code, and a note from the releases' code."""
-    return _what(log, line) + checks.said_of(line, log.releases)
+    return _what(log, line) + statements.said_of(line, log.releases.one)
 
 
 def _what(log: Diagnosis, line: LogLine) -> str:
