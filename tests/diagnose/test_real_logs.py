@@ -67,7 +67,7 @@ def test_an_engine_that_was_upgraded_has_one_log(names: list[str]) -> None:
 
 
 def test_a_recording_is_left_to_replay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file of kvfix's recorder, alone, in a bundle of `kvfix dump`, and beside a log."""
+    """A file of kvfix's recorder, alone, in a bundle of `kvfix dump`, and together with a log."""
     file, bundle = LOGS / "recorder.jsonl", tmp_path / "kvfix-dump-7.tar.gz"
     with tarfile.open(bundle, "w:gz") as archive:
         archive.add(file, "kvfix-dump-7/a.jsonl")

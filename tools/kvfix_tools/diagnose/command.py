@@ -20,13 +20,11 @@ _OURS = re.compile(rb"kvfix-diagnose|kvfix \d\S* read a log")
 FORMATS = ("text", "json", "github")
 _CERTAIN = "certain"
 _WORDS = {"wrong" if each is Severity.WRONG else each.word: each for each in Severity if each is not Severity.NOTE}
-#: Values of --fail-on.
 FAIL_ON = (_CERTAIN, *_WORDS)
 
 
 #: Minimum size of the input in bytes for a progress bar.
 _LONG = 32 << 20
-#: Exit code after Ctrl-C, as in shells.
 _INTERRUPTED = 130
 
 
@@ -67,9 +65,7 @@ class Options:
             raise log_files.Refused(f"--fail-on {self.fail_on}: give one of {', '.join(FAIL_ON)}")
         printed = [self.brief == "-", self.format != "text", bool(self.request)]
         if sum(printed) > 1:
-            raise log_files.Refused(
-                "--brief -, --request and --format json or github print different outputs. Give only one of them"
-            )
+            raise log_files.Refused("--brief -, --request and --format json or github: give only one of them")
         named = [path for path in inputs if path != "-"]
         for path in (self.html, self.issue, self.brief):
             if not path or path == "-" or not os.path.isfile(path):

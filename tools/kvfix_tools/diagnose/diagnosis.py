@@ -39,11 +39,7 @@ class Diagnosis:
     on_found: called with each new finding, for streams. request: keep all lines of this request.
     """
 
-    def __init__(
-        self,
-        on_found: Callable[[LogFinding], None] | None = None,
-        request: str = "",
-    ) -> None:
+    def __init__(self, on_found: Callable[[LogFinding], None] | None = None, request: str = "") -> None:
         self.ledger = Ledger(HISTORY)
         #: {kind of line: number of lines}
         self.counts: Counter[str] = Counter()
@@ -57,7 +53,6 @@ class Diagnosis:
         self.is_own = False
         #: {rule of the ledger: number of events that it could not check}
         self.unknowns: Counter[str] = Counter()
-        #: True if the log has lines at DEBUG.
         self.debug = False
         self.requests = Requests(self.ledger)
         self.bytes = 0
@@ -65,7 +60,6 @@ class Diagnosis:
         #: True if every input was read completely. If reading was interrupted, a sentence about this.
         self.is_complete = False
         self.interrupted = ""
-        #: Number of lines taken.
         self._taken = 0
         self._states: dict[type, Any] = {}
         self._request = request.encode()
@@ -73,7 +67,6 @@ class Diagnosis:
         self._rules = problems.rules()
         self._notes = findings.notes()
         self._found: dict[tuple[str, str], LogFinding] = {}
-        #: Requests with a crash finding.
         self._crashed: set[str] = set()
         #: The last input with lines of kvfix's own recorder.
         self.recording = ""
@@ -131,10 +124,7 @@ class Diagnosis:
 
     @property
     def findings(self) -> list[LogFinding]:
-        """The findings, causes before consequences.
-
-        They leave out findings that another record replaces, and rules of the ledger for requests that crashed.
-        """
+        """The findings, causes first, without those that a record replaces, and rules for requests that crashed."""
         replaced = {code for found in self._found.values() for code in found.rule.replaces}
         shown = [
             found

@@ -27,7 +27,6 @@ _STARTS = frozenset({"vllm_version", "creating", "transfer_mode", "up"})
 _MOST, _PROCESSES, _SHOWN = 200, 64, 8
 #: Files of the API server whose exceptions concern one request only.
 _OF_A_REQUEST = ("/starlette/", "/fastapi/", "/serving")
-#: Names of processes that die by an exception.
 _ENGINES = ("EngineCore", "Worker", "VllmWorker", "RayWorker")
 #: The engine's message about an exception of a worker, which quotes the exception's text.
 _IN_A_WORKER = re.compile(r"Worker failed with error '(?P<text>.*)', please check the stack trace")
@@ -45,7 +44,6 @@ class Failures:
         self.death: LogLine | None = None
         #: The engine's line that quotes a worker's exception, for logs without the worker's own lines.
         self.quoted: LogLine | None = None
-        #: {process: its last line}
         self.last: dict[str, LogLine] = {}
         #: {file whose process is shutting down and has not worked since: time of its first line about this}
         self._closing: dict[str, float | None] = {}
@@ -98,8 +96,7 @@ class Failures:
         return line.file in self._closing
 
     def _reopen(self, line: LogLine) -> None:
-        """Note that the process of this file works again. Ray prints lines late, so a line from before the shutdown
-        says nothing."""
+        """Note that the process of this file works again, unless Ray prints a line late, from before the shutdown."""
         since = self._closing.get(line.file)
         is_first = line.name in ("vllm_version", "up")  # the API server or the server itself, never a worker of Ray
         if is_first or since is None or line.time is None or line.time >= since:

@@ -15,7 +15,6 @@ from kvfix_tools.diagnose.tracebacks import Part, Stacks, Tracebacks, by_name
 _OWN = 1 << 20
 #: Maximum number of bytes of a line to parse.
 LONGEST_LINE = 1 << 16
-#: LMCache's frame of a line at DEBUG.
 _DEBUG = FRAME + b"DEBUG:"
 #: Maximum bytes before LMCache's frame: a process, a colour, the time.
 _HEAD = STAMP + 24
@@ -31,9 +30,7 @@ class Scanner:
     def __init__(self, file: str = "log") -> None:
         self._file = file
         self._number = 1
-        #: Bytes of all earlier blocks.
         self._scanned = 0
-        #: True if a line of LMCache is at DEBUG.
         self.debug = False
         self._tracebacks = Tracebacks()
         self._stacks = Stacks()

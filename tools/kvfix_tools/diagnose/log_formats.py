@@ -12,7 +12,6 @@ import msgspec
 
 #: Keys of the message in a JSON log: Docker, journald, structlog and Kubernetes, Loki's exporter.
 _MESSAGE = ("log", "MESSAGE", "message", "msg", "event", "line", "text", "body", "textPayload")
-#: Keys of a traceback in JSON loggers.
 _TRACEBACK = ("exc_info", "exception", "stack_trace", "stack", "traceback")
 #: A JSON object, also in output of grep (`engine.log:190174:{...`), or after the name of a pod.
 _JSON = re.compile(rb"\s*(?:\S{1,300}?:\d+:|\[?[\w./-]{1,200}\]? )?\{")

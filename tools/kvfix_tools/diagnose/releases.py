@@ -29,7 +29,6 @@ _DEATHS = ("fatal", "raised")
 
 class Releases:
     def __init__(self) -> None:
-        #: The file being read.
         self.file = ""
         #: {(distribution, file): releases that the file names, in order}
         self._named: defaultdict[tuple[str, str], dict[str, None]] = defaultdict(dict)
@@ -65,10 +64,7 @@ class Releases:
             self._candidates = (self._candidates & found or self._candidates) if self._candidates else found
 
     def placed(self, file: str | None = None) -> list[str]:
-        """Return the vLLM releases that match the places in this file (default: the one being read), oldest first.
-
-        If the file has no place, use the places in all other files.
-        """
+        """Return the vLLM releases that match the places in this file, or else in all other files; oldest first."""
         own = self._placed.get(self.file if file is None else file)
         return sorted(own or frozenset[str]().union(*self._placed.values()), key=Version)
 
@@ -86,10 +82,9 @@ class Releases:
         return sorted(self._candidates, key=Version)
 
     def one(self, dist: str, file: str | None = None) -> str | None:
-        """Return the release, or None if it is unknown.
+        """Return the last release that the file (default: the one being read) names; None if it is unknown.
 
-        It is the last release that the file (default: the one being read) names. Otherwise it is the only release that
-        other files name, or the only one that matches the line numbers.
+        Otherwise it is the only release that other files name, or the only one that matches the line numbers.
         """
         possible = self._possible(dist, file)
         return possible[0] if len(possible) == 1 else None

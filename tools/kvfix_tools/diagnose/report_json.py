@@ -8,7 +8,6 @@ from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.log_finding import LogFinding
 from kvfix_tools.diagnose.report_text import versions
 
-#: Increased when a key changes its meaning or is removed.
 SCHEMA = 1
 
 

@@ -28,7 +28,6 @@ _COUNTED = ("asked", "retrieved", "stored", "mp_prefetched", "mp_retrieved", "mp
 _OF_SERVER = ("transfer_mode", "no_handler", "unregistered", "reaped", "good_bye")
 #: Maximum numbers of history events and of evidence lines to show.
 EVENTS, LINES = 6, 3
-#: Maximum number of requests to name for one finding.
 REQUESTS = 4
 
 

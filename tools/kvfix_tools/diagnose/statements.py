@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from kvfix_tools.diagnose import grammar
 from kvfix_tools.diagnose.log_line import LogLine, without_place
 
-#: {dist: its name for people}
 NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
 FILE, CHECKS = (Path(__file__).with_name(name) for name in ("statements.json", "checks.json"))
 _CONVERSION = re.compile(r"%[-+ #0]*\d*(?:\.\d+)?[diouxXeEfFgGcrs]|%%")

@@ -195,10 +195,7 @@ class Other:
 
 
 def parsed(line: bytes, headless: Headless) -> tuple[Other, bytes]:
-    """Return the parse of a line, and the time in vLLM's prefix (`12-03 01:24:36`), or b"" if none was found there.
-
-    Lines that differ in this time only are parsed once.
-    """
+    """Return the parse of a line, and the time in vLLM's prefix or b"". Lines that differ in it are parsed once."""
     at = line.find(b" [")
     stamp = line[at - 14 : at]
     if at > 14 and line[at - 15 : at].translate(None, _DIGITS) == b" - ::":

@@ -24,7 +24,6 @@ _BY_NAME = re.compile(
     rb"(?:Error|Exception|Interrupt|Exit|Timeout|Empty|Full|StopIteration))"
     rb"(?: ?: (?P<text>.*))?\s*$"
 )
-#: (class, its message without the class)
 _BARE = tuple((kind, re.compile(pattern.encode())) for kind, pattern in grammar.TABLES.bare)
 _HEADER = re.compile(rb"Traceback \(most recent call last\):?")
 _GROUP = re.compile(rb"^\s*(?:\| |\+-\+?|\+ )(?:-+ [\d.]+ -+)? ?")

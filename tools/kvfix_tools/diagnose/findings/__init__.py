@@ -1,11 +1,8 @@
 """The functions that decide problems by the numbers in lines, one for a record of knowledge/rules.toml.
 
-    @finding
-    def waits_for_load(log, line): ...
-
-The record `[waits-for-load]` has the texts. Its `on` has the kinds of lines and of texts of exceptions (grammar) for
-which the function is called. "" is the end of the log. A function returns None, or an `Answer` with a sentence about
-this case in numbers. `@decides` is for a function that decides several records.
+`@finding def waits_for_load(log, line)` decides `[waits-for-load]`, which has the texts. Its `on` has the kinds of
+lines and of texts of exceptions for which the function is called; "" is the end of the log. A function returns None, or
+an `Answer` with a sentence about this case in numbers. `@decides` is for a function that decides several records.
 """
 
 import enum

@@ -7,7 +7,7 @@ from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.findings import Answer, Answers, decides, finding, note
 from kvfix_tools.diagnose.log_line import LogLine
 
-#: Minimum number of requests with a lookup for a finding; maximum number of requests, and of engines, to remember.
+#: Minimum number of requests with a lookup for a finding; maximum numbers of requests and engines to remember.
 ENOUGH, _REQUESTS, _ENGINES = 10, 20_000, 64
 #: Defaults of `chunk_size` and of `max_local_cpu_size` in GB, in every release.
 CHUNK, _CPU_SIZE = 256, 5.0
@@ -29,7 +29,6 @@ class Lookups:
         self.longest = 0
         #: Longest hit in vLLM's own prefix cache.
         self.local = 0
-        #: True if any lookup had a hit.
         self.hit = False
         self.loads = self.below = self.most = self.least = 0
         self.stored = 0
