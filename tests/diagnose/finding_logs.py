@@ -241,7 +241,10 @@ def hits() -> dict[str, list[str]]:
         + [logged(NEWEST, "double_unpin", "1403 ", -1)],  # as people type it
         "KVD404": [logged(NEWEST, "not_stored", which="not store") * 20],
         "KVD109": [transfer_asserts("assert req_id in self.requests")],
-        "KVD111": [version("0.5.4").replace("0.11.2", "0.20.2") + transfer_asserts("assert RequestStatus.is_finished(req.status)")],
+        "KVD111": [
+            version("0.5.4").replace("0.11.2", "0.20.2")
+            + transfer_asserts("assert RequestStatus.is_finished(req.status)")
+        ],
         "KVD113": [
             FATAL + raised([(ADAPTER, "from_new_request", "len(it)")],
                            "TypeError: object of type 'NoneType' has no len()")
