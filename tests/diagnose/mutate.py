@@ -16,11 +16,10 @@ from functools import lru_cache
 
 from rich.console import Console
 
-from kvfix_tools.diagnose import log_files, report_html, report_json, report_text
+from kvfix_tools.diagnose import log_files, report_json, report_text
 from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.grammar import NEEDLES
 from kvfix_tools.diagnose.line_scanner import Scanner
-from kvfix_tools.diagnose.report_html import Timeline
 from tests.diagnose.lines import LOGS
 
 RUBBISH = [
@@ -76,8 +75,7 @@ def draw(number: int) -> bytes:
 
 def check(log: bytes, size: int = log_files.BLOCK) -> list[str]:
     """Read it, in blocks of this size, and put out all that can be. Answers the codes of what was found."""
-    timeline = Timeline()
-    diagnosis = Diagnosis(request="1-aa", timeline=timeline)
+    diagnosis = Diagnosis(request="1-aa")
     scanner = Scanner()
     for block in log_files.blocks(log_files.Source("log", len(log)), io.BytesIO(log), size):
         for line in scanner.scan(block):
@@ -87,7 +85,7 @@ def check(log: bytes, size: int = log_files.BLOCK) -> list[str]:
     findings = diagnosis.end()
     json.loads(report_json.text(diagnosis, findings))
     report_text.print_all(diagnosis, findings, Console(file=io.StringIO(), force_terminal=True), True)
-    assert report_html.page(diagnosis, timeline, findings).endswith("</html>\n")
+    assert report_text.page(diagnosis, findings).endswith("</html>\n")
     return [found.rule.code for found in findings]
 
 

@@ -5,7 +5,7 @@ import pytest
 from kvfix_tools.diagnose import statements
 from kvfix_tools.diagnose.line_scanner import Scanner
 from maintain.documentation import error_index
-from tests.diagnose.lines import CORE, LMCACHE, VLLM, codes, diagnose, raised, real, scanned
+from tests.diagnose.lines import CORE, LMCACHE, VLLM, codes, diagnose, raised, real
 
 LIBRARY = "/x/site-packages/lmcache/c_ops.cpython-312-x86_64-linux-gnu.so"
 TORCH = "_ZN3c106detail14torchCheckFailEPKcS2_jRKSs"
@@ -117,12 +117,3 @@ def test_files_of_lmcache_do_not_say_that_vllms_connector_ran() -> None:
 def test_the_place_of_a_statement_says_which_connector_ran() -> None:
     line = "(Worker pid=7) ERROR 12-03 01:24:36 [nixl_connector.py:815] Something failed\n"
     assert diagnose(line).who.connectors == {"NixlConnector"}
-
-
-@pytest.mark.parametrize("note", ["note: run with `RUST_BACKTRACE=1` environment variable", "stack backtrace:"])
-def test_the_message_of_a_panic_stands_below_it(note: str) -> None:
-    panic = "thread 'kvbm 7' panicked at lib/llm/src/offload.rs:247:17:\n"
-    (found,) = diagnose(f"{panic}slot 7 is not there\n{note}\nERROR another\n").findings
-    assert found.sentence.endswith("offload.rs:247:17: slot 7 is not there")
-    assert [line.number for line in scanned(f"{panic}slot 7\n{note}\nERROR another\n")] == [1, 4]
-    assert codes(diagnose(f"{panic}{note}\n")) == ["KVD199"]

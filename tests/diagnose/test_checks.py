@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvfix_tools.diagnose import checks
-from kvfix_tools.diagnose.checks import Check
+from kvfix_tools.diagnose import statements
+from kvfix_tools.diagnose.statements import Check
 from maintain import statements as released
 from tests.conftest import RELEASES
 from tests.diagnose.lines import CORE, NEWEST, diagnose, raised, site_packages, vllm
@@ -31,8 +31,8 @@ def sentence(log: str) -> str:
 def test_the_file_has_what_the_release_has(dist: str) -> None:
     """`make statements` was run."""
     release, package = PACKAGES[dist]
-    releases, table = checks.known()[dist]
-    taken: checks.Table = {}
+    releases, table = statements.checks()[dist]
+    taken: statements.Table = {}
     released.take_checks(taken, release, package)
     assert release in releases
     assert {place for place, having in table.items() if release in having} == set(taken)
@@ -67,7 +67,7 @@ def test_near_misses(log: str) -> None:
 
 def test_a_release_that_has_it_no_more_is_named_as_no_promise() -> None:
     """For each removed check, the last release that has it is not the newest, and the next release is named."""
-    releases, table = checks.known()["lmcache"]
+    releases, table = statements.checks()["lmcache"]
     place, having = next(
         (place, having)
         for place, having in sorted(table.items())
@@ -76,13 +76,13 @@ def test_a_release_that_has_it_no_more_is_named_as_no_promise() -> None:
     )
     last = max(having, key=releases.index)
     after = releases[releases.index(last) + 1]
-    said = checks.said_of(
-        diagnose(failed(place[2].text, place[1], f"lmcache/{place[0]}")).failures.raised[0], diagnose("").releases
+    said = statements.said_of(
+        diagnose(failed(place[2].text, place[1], f"lmcache/{place[0]}")).failures.raised[0], diagnose("").releases.one
     )
     assert f"{last}, but not in {after}, which may still have the cause" in said
 
 
-def _elsewhere(table: checks.Table, check: Check, having: set[str]) -> bool:
+def _elsewhere(table: statements.Table, check: Check, having: set[str]) -> bool:
     return any(other[2].text == check.text and some - having for other, some in table.items())
 
 

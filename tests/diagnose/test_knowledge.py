@@ -10,8 +10,9 @@ from ahocorasick_rs import AhoCorasick
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from kvfix_tools.diagnose import checks, findings
-from kvfix_tools.diagnose.problems import FILE, Problem, catalogue
+from kvfix_tools.diagnose import findings, statements
+from kvfix_tools.diagnose.grammar import FILE
+from kvfix_tools.diagnose.problems import Problem, catalogue
 from kvfix_tools.diagnose.signs import PLACE, Sign, parse
 from maintain import knowledge as maintained
 from tests.conftest import RELEASES, release_names
@@ -36,9 +37,9 @@ def test_the_record_is_whole(problem: Problem) -> None:
     assert problem.title.endswith(".")
     assert "\n" not in problem.title
     assert bool(problem.signs) != bool(problem.on)
-    assert problem.cause.endswith(".") or problem.fixes
-    assert len(problem.now) < (400 if problem.signs else 700)
-    assert problem.now or problem.fixes or problem.code == "KVD199"
+    assert problem.why.endswith(".") or problem.fixes
+    assert len(problem.do) < (400 if problem.signs else 700)
+    assert problem.do or problem.fixes or problem.code == "KVD199"
     assert all(re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", each) for each in problem.seen)
     for specifier in problem.releases.values():
         SpecifierSet(specifier)
@@ -47,7 +48,8 @@ def test_the_record_is_whole(problem: Problem) -> None:
 def test_a_record_without_signs_is_decided_by_a_function_or_has_a_sentence() -> None:
     by_name = {each.name: each for each in catalogue() if each.on}
     assert not findings.functions().keys() - by_name.keys()
-    assert all(each.sentence for name, each in by_name.items() if name not in findings.functions())
+    for record in (each for name, each in by_name.items() if name not in findings.functions()):
+        assert record.case if isinstance(record.case, str) else record.case.keys() == set(record.on)
 
 
 def test_codes_and_names_are_unique() -> None:
@@ -137,10 +139,10 @@ def _plain(text: str) -> str:
 def claimed(problem: Problem, dist: str) -> list[str]:
     """Releases that the record covers, of those that were examined."""
     inside = SpecifierSet(problem.releases.get(dist, ""), prereleases=True)
-    right = Version(problem.fixed[dist]) if dist in problem.fixed else None
+    right = Version(problem.fixed_in[dist]) if dist in problem.fixed_in else None
     return [
         each
-        for each in checks.known()[dist][0]
+        for each in statements.checks()[dist][0]
         if Version(each) >= FIRST[dist] and each in inside and (right is None or Version(each) < right)
     ]
 
@@ -159,7 +161,7 @@ def anchors() -> dict[str, Found]:
     for release in release_names():
         look(_source(RELEASES / release / "lmcache"), "lmcache", {release})
     look(_source(site_packages() / "vllm"), "vllm", {"0.32.0"})
-    for (_, function, check), releases in checks.known()["vllm"][1].items():
+    for (_, function, check), releases in statements.checks()["vllm"][1].items():
         look("\n".join((_plain(check.text), _plain(check.condition), f"def{function}(")), "vllm", releases)
     return {part: {dist: frozenset(some) for dist, some in each.items() if some} for part, each in found.items()}
 

@@ -51,9 +51,9 @@ def test_plain_gzip_zstd_and_folders(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_read_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(log_files.Unreadable, match="no log files"):
+    with pytest.raises(log_files.Refused, match="no log files"):
         log_files.sources([str(tmp_path)])
-    with pytest.raises(log_files.Unreadable, match=r"nothing\.log: No such file"):
+    with pytest.raises(log_files.Refused, match=r"nothing\.log: No such file"):
         log_files.sources([str(tmp_path / "nothing.log")])
     packed = gzip.compress(polls(2000))
     (tmp_path / "cut.gz").write_bytes(packed[: len(packed) // 2])

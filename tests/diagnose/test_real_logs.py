@@ -5,21 +5,19 @@ has logs of engines in which a fault was planted, and of their healthy twins (te
 `python -m tests.engine.planted_logs FOLDER --pack` makes the archive.
 """
 
-import io
 import tarfile
 from pathlib import Path
 
 import pytest
 
 from kvfix.ledger.events import Stored
-from kvfix_tools.diagnose import advice, report_text
+from kvfix_tools.diagnose import advice, command
 from kvfix_tools.diagnose.diagnosis import Diagnosis, diagnosed
 from tests.diagnose.lines import LOGS, codes, diagnose_files, real
 from tests.engine.planted_cases import CASES
 from tests.engine.planted_logs import Case
 
 ARCHIVE = LOGS / "planted.tar.xz"
-RECORDER = (LOGS / "recorder.jsonl").read_bytes()
 
 
 def diagnose(*names: str) -> Diagnosis:
@@ -68,67 +66,16 @@ def test_an_engine_that_was_upgraded_has_one_log(names: list[str]) -> None:
     assert "KVF001" in advice.remedy(diagnosis, diagnosis.findings[0]).now
 
 
-def test_a_recorder_file_is_judged_as_in_the_engine() -> None:
-    """Written by kvfix's own recorder, of the first report's numbers, where LMCache 0.5.6 was installed."""
-    diagnosis = diagnose_files(LOGS / "recorder.jsonl")
-    (found,) = diagnosis.findings
-    assert found.rule.code == "KVD102"
-    assert [each.code for each in found.violated] == ["KVR002", "KVR011"]
-    assert [event.line for event in found.history] == [2, 3, 4, 5]
-    assert diagnosis.releases.one("lmcache") == "0.5.6"
-
-
-def test_what_a_recorder_has_is_counted_once() -> None:
-    """A worker (connector 2) records the load that the scheduler handed out, and is all there is in its own file."""
-    first, *_, load = RECORDER.replace(b'"connector":1', b'"connector":2').splitlines(keepends=True)
-    stored = load.replace(b'"LoadDue"', b'"Stored"')
-    assert diagnosed(RECORDER).done == (2, 3, 1, 0)
-    assert diagnosed(RECORDER + load + stored).done == (2, 3, 1, 0)
-    assert diagnosed(first + load + stored).done == (1, 0, 1, 1)
-    assert "3 lookups, 1 loads, 0 stores" in report_text.read_words(diagnosed(RECORDER))
-
-
-def test_an_unknown_exception_in_a_recorder_file_is_a_failure() -> None:
-    diagnosis = diagnosed(RECORDER.replace(b"AssertionError: Mismatch in", b"AssertionError: 7 in"))
-    assert codes(diagnosis) == ["KVR002", "KVD199"]
-    assert "AssertionError: 7 in" in diagnosis.findings[1].sentence
-    assert ":0 in" not in diagnosis.findings[1].sentence, "a recorder has no line numbers"
-
-
-def test_a_bundle_of_kvfix_dump_is_read(tmp_path: Path) -> None:
-    """A tar.gz with the recorders of two processes: each has a ledger of its own, though both number from 1."""
-    with tarfile.open(tmp_path / "kvfix-dump-7.tar.gz", "w:gz") as bundle:
-        for name, content in (
-            ("stacks.txt", b"Thread 1\n"),
-            ("a.jsonl", RECORDER),
-            ("b.jsonl", RECORDER.replace(b'"pid":4305', b'"pid":4306').replace(b"cmpl-1", b"cmpl-2")),
-        ):
-            entry = tarfile.TarInfo(f"kvfix-dump-7/{name}")
-            entry.size = len(content)
-            bundle.addfile(entry, io.BytesIO(content))
-    diagnosis = diagnose_files(tmp_path)
-    findings = [(found.rule.code, found.request) for found in diagnosis.findings]
-    assert findings == [("KVD102", "cmpl-1"), ("KVD102", "cmpl-2")]
-    assert diagnosis.releases.one("lmcache") == "0.5.6"
-    assert len(diagnosis._recorders.connectors) == 2
-    assert diagnosis.done == (4, 6, 2, 0)
-
-
-def test_a_damaged_recorder_file_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
-    for old, new in [
-        ('"total":10009', '"total":"x"'),
-        ('"event":"Asked"', '"event":"Later"'),
-        ('"computed":336', '"compu":336'),
-        ('"connector":1', '"connector":[]'),
-        ('"versions":{', '"versions":7,"v":{'),
-        ("}\n", "}\x00{\n"),
-        ("cmpl-1", "\x80"),  # no UTF-8
-        ('"cmpl-1"', "[" * 5000),
-        ('"wall":', '"wall":"'),
-    ]:
-        path = tmp_path / "damaged.jsonl"
-        path.write_bytes(RECORDER.replace(old.encode(), new.encode("latin-1")))
-        diagnose_files(path)
+def test_a_recording_is_left_to_replay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file of kvfix's recorder, alone, in a bundle of `kvfix dump`, and together with a log."""
+    file, bundle = LOGS / "recorder.jsonl", tmp_path / "kvfix-dump-7.tar.gz"
+    with tarfile.open(bundle, "w:gz") as archive:
+        archive.add(file, "kvfix-dump-7/a.jsonl")
+    for path in (file, bundle):
+        assert command.main([str(path)]) == 2
+        assert f"{path} has a recording of kvfix. Run: kvfix replay {path}\n" in capsys.readouterr().err
+    assert command.main([str(file), str(LOGS / "healthy-0.5.6.log.gz")]) == 0
+    assert f"note: {file} has a recording of kvfix" in capsys.readouterr().out
 
 
 def test_the_history_of_a_crash() -> None:

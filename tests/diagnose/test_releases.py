@@ -6,7 +6,7 @@ import pytest
 from msgspec import structs
 from packaging.specifiers import SpecifierSet
 
-from kvfix_tools.diagnose import advice, problems, releases
+from kvfix_tools.diagnose import advice, grammar, problems, releases
 from kvfix_tools.diagnose.diagnosis import Diagnosis, diagnosed
 from kvfix_tools.diagnose.problems import Problem
 from tests.diagnose.lines import site_packages, vllm
@@ -71,14 +71,14 @@ def test_other_files_and_lines_say_nothing() -> None:
         assert diagnosed(died(place).encode()).releases.placed() == []
 
 
-@pytest.mark.parametrize("place", sorted(releases.FILES))
+@pytest.mark.parametrize("place", sorted(grammar.TABLES.files))
 def test_files_of_tracebacks_are_of_these_releases(place: str) -> None:
     """A release outside the range has no code there (a file of a few lines hands on names only)."""
     for release, packages in here().items():
         path = packages / place
         files = [path] if path.suffix else [*path.rglob("*.py")] if path.is_dir() else []
         has = any(each.is_file() and len(each.read_text().splitlines()) > 20 for each in files)
-        assert has == (release in SpecifierSet(releases.FILES[place])), release
+        assert has == (release in SpecifierSet(grammar.TABLES.files[place])), release
 
 
 def test_a_traceback_bounds_the_release() -> None:
@@ -102,12 +102,12 @@ def warned(monkeypatch: pytest.MonkeyPatch, problem: Problem, release: str) -> D
 
 WARNED = Problem(
     code="KVD9998", name="of-the-newest", effect="risk", title="", signs=("strange things",),
-    cause="", now="", good="-", releases={"vllm": ">=0.32"},
+    why="", do="", for_good="-", releases={"vllm": ">=0.32"},
 )  # fmt: skip
 
 
 #: A problem that vLLM 0.11.0 does not have any more.
-RIGHT = structs.replace(WARNED, releases={}, fixed={"vllm": "0.11.0"})
+RIGHT = structs.replace(WARNED, releases={}, fixed_in={"vllm": "0.11.0"})
 
 
 @pytest.mark.parametrize(
@@ -134,8 +134,10 @@ def test_releases_that_have_the_problem(
     ],
 )
 def test_a_release_that_ran_is_no_remedy(release: str, good: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = structs.replace(WARNED, releases={}, good="vLLM 0.32.0, which pins in parts of 64 GiB; a smaller cache")
+    problem = structs.replace(
+        WARNED, releases={}, for_good="vLLM 0.32.0, which pins in parts of 64 GiB; a smaller cache"
+    )
     log = warned(monkeypatch, problem, release)
     assert advice.remedy(log, log.findings[0]).good == good
-    log = warned(monkeypatch, structs.replace(problem, good="vLLM 0.32.0 or newer"), "0.33.0")
+    log = warned(monkeypatch, structs.replace(problem, for_good="vLLM 0.32.0 or newer"), "0.33.0")
     assert "--issue" in advice.remedy(log, log.findings[0]).good  # what remains is a report

@@ -218,13 +218,13 @@ def diagnose(
     Each finding has its numbers, its cause and its remedy.
     """
     from kvfix_tools.diagnose import command
-    from kvfix_tools.diagnose.command import Format, Options
+    from kvfix_tools.diagnose.command import FORMATS, Options
 
     printed = output_format or ("json" if json else "text")
-    if printed not in {each.value for each in Format}:
+    if printed not in FORMATS:
         raise typer.BadParameter("--format is text, json or github")
     options = Options(
-        format=Format(printed), request=request, html=html, brief=brief, issue=issue,
+        format=printed, request=request, html=html, brief=brief, issue=issue,
         everything=everything, select=tuple(select or ()), ignore=tuple(ignore or ()), fail_on=fail_on,
         exit_zero=exit_zero,
     )  # fmt: skip

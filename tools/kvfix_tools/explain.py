@@ -79,15 +79,15 @@ def _of_rule(rule: Rule | lab_rules.LabRule) -> Entry:
 def _of_problem(problem: Problem) -> Entry:
     """Return the entry of a finding in logs. If it has no cause of its own, use the cause of its first fix."""
     first = catalogue.find(problem.fixes[0]) if problem.fixes else None
-    cause = problem.cause or (" ".join(first.section("Cause").split()) if first else "")
+    cause = problem.why or (" ".join(first.section("Cause").split()) if first else "")
     facts = {
         "code": problem.code, "name": problem.name, "severity": problem.severity.name.lower(), "title": problem.title,
-        "shows": list(problem.signs), "cause": cause, "first": problem.first, "do_now": problem.now,
-        "for_good": problem.for_good, "normal": problem.normal, "connectors": list(problem.connectors),
-        "releases": dict(problem.releases), "fixed": dict(problem.fixed), "sure": problem.sure,
-        "threads": list(problem.threads), "fixes": list(problem.fixes), "setting": problem.now, "good": problem.good,
+        "shows": list(problem.signs), "cause": cause, "first": problem.first, "do_now": problem.do,
+        "for_good": problem.permanent, "normal": problem.normal, "connectors": list(problem.connectors),
+        "releases": dict(problem.releases), "fixed": dict(problem.fixed_in), "sure": problem.certain,
+        "threads": list(problem.threads), "fixes": list(problem.fixes), "setting": problem.do, "good": problem.for_good,
     }  # fmt: skip
-    sections = {"Cause": cause, "First": problem.first, "Do now": problem.now, "For good": problem.for_good}
+    sections = {"Cause": cause, "First": problem.first, "Do now": problem.do, "For good": problem.permanent}
     sections["Normal"] = problem.normal
     text = _joined(
         f"{problem.code} {problem.name} ({problem.severity.word}, found in logs by kvfix-diagnose)",

@@ -87,7 +87,7 @@ def _entries() -> Iterator[tuple[Candidate, str, str]]:
         confirm = f"kvfix-diagnose LOG reports {problem.code}{has}"
         candidate = Candidate(problem.code, problem.name, problem.title, confirm)
         logged = [row.template for row in rows if row.message in problem.on]
-        texts = (problem.name, problem.cause, problem.first, problem.now, problem.good, problem.normal)
+        texts = (problem.name, problem.why, problem.first, problem.do, problem.for_good, problem.normal)
         yield candidate, " ".join([*problem.signs, *logged]), " ".join([*texts, *problem.connectors])
     for rule in RULES:
         title = rule.doc.strip().partition("\n")[0]

@@ -11,11 +11,12 @@ from typing import Any
 import msgspec
 import tomllib
 
-from kvfix_tools.diagnose.problems import FILE, Problem
+from kvfix_tools.diagnose.grammar import FILE
+from kvfix_tools.diagnose.problems import Problem
 
 FOLDER = FILE.with_suffix("")
-#: The file with retired codes.
-RETIRED = "retired.toml"
+#: Files without records: the codes that are retired, the messages of the grammar, and other tables.
+RETIRED, MESSAGES, TABLES = "retired.toml", "messages.toml", ("connectors.toml", "words.toml")
 
 
 class Mistake(ValueError):
@@ -41,11 +42,15 @@ def records(file: Path) -> list[dict[str, Any]]:
 
 def compiled() -> str:
     """Return the JSON with one record in a line: files sorted by name, records in the order of their file."""
-    files = sorted(file for file in FOLDER.glob("*.toml") if file.name != RETIRED)
+    files = sorted(file for file in FOLDER.glob("*.toml") if file.name not in (RETIRED, MESSAGES, *TABLES))
     rows = ",\n".join(json.dumps(record, ensure_ascii=False) for file in files for record in records(file))
-    gone = tomllib.loads((FOLDER / RETIRED).read_text())["group"]
-    retired = ",\n".join(json.dumps(dict.fromkeys(group["codes"], group["why"]))[1:-1] for group in gone)
-    return f'{{"problems": [\n{rows}\n],\n"retired": {{\n{retired}\n}}}}\n'
+    gone = tomllib.loads((FOLDER / RETIRED).read_text())
+    retired = {code: group["why"] for group in gone["group"] for code in group["codes"]}
+    retired |= {code: f"{now} has its signs" for code, now in gone["moved"].items()}
+    others = {"retired": retired, "messages": tomllib.loads((FOLDER / MESSAGES).read_text())}
+    for name in TABLES:
+        others |= tomllib.loads((FOLDER / name).read_text())
+    return f'{{"problems": [\n{rows}\n],\n{json.dumps(others, indent=0)[2:]}\n'
 
 
 def main() -> int:

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 from packaging.version import Version
 
-from kvfix_tools.diagnose import checks, grammar, statements
-from kvfix_tools.diagnose.checks import Check
+from kvfix_tools.diagnose import grammar, statements
+from kvfix_tools.diagnose.statements import Check
 
 LEVELS = ("debug", "info", "warning", "error", "critical", "exception")
 #: Folders and files of vLLM that are read, and those of LMCache that are not.
@@ -154,7 +154,7 @@ def _logs_error(node: ast.Call) -> bool:
     )
 
 
-def take_checks(table: checks.Table, release: str, package: Path) -> None:
+def take_checks(table: statements.Table, release: str, package: Path) -> None:
     """Replace the checks of this release in the table by those of this package."""
     for found in table.values():
         found.discard(release)
@@ -176,7 +176,7 @@ def _ranges(numbers: Iterable[int]) -> list[int]:
     return made
 
 
-def as_data(table: checks.Table) -> dict[str, object]:
+def as_data(table: statements.Table) -> dict[str, object]:
     """Return the data of the file: sorted releases, and {file: {function: [[kind, text, condition, *ranges]]}}."""
     releases = sorted({release for found in table.values() for release in found}, key=Version)
     files: dict[str, dict[str, list[list[object]]]] = {}
@@ -189,10 +189,12 @@ def as_data(table: checks.Table) -> dict[str, object]:
 
 def main(dist: str, folders: list[str]) -> None:
     """Take the texts of these releases, and write them to both files."""
-    data, kept = (json.loads(file.read_text()) if file.exists() else {} for file in (statements.FILE, checks.FILE))
+    data, kept = (
+        json.loads(file.read_text()) if file.exists() else {} for file in (statements.FILE, statements.CHECKS)
+    )
     known = statements.known() if data else {}
     table: Table = {(row.message, row.template, row.level, row.file): dict(row.lines) for row in known.get(dist, [])}
-    found = checks.table(kept[dist]) if dist in kept else {}
+    found = statements.table(kept[dist]) if dist in kept else {}
     for folder in folders:
         name, _, place = folder.partition("=")
         release, package = Path(name).name, Path(place or name) / dist
@@ -202,7 +204,7 @@ def main(dist: str, folders: list[str]) -> None:
         print(dist, release, "{} statements, {} checks".format(*counts), file=sys.stderr)
     data[dist], kept[dist] = rows(table), as_data(found)
     _write(statements.FILE, data, lambda made: _lines("[]", map(json.dumps, made)))
-    _write(checks.FILE, kept, _of_checks)
+    _write(statements.CHECKS, kept, _of_checks)
 
 
 def _of_checks(made: Any) -> str:

@@ -1,21 +1,16 @@
 """The cause of a finding, and remedies in the order in which to try them. Fixes come from the catalogue."""
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from packaging.version import Version
 
 from kvfix import catalogue
 from kvfix.fixes.record import Fix
 from kvfix_tools import fix_overview
+from kvfix_tools.diagnose.diagnosis import Diagnosis
+from kvfix_tools.diagnose.log_finding import LogFinding
 from kvfix_tools.diagnose.statements import NAMES
-
-if TYPE_CHECKING:
-    from kvfix_tools.diagnose.diagnosis import Diagnosis
-    from kvfix_tools.diagnose.log_finding import LogFinding
-
 
 _REPORT = "kvfix-diagnose LOG --issue FILE.md"
 #: A remedy that is an upgrade and nothing else.
@@ -54,8 +49,8 @@ def _within(log: Diagnosis, found: LogFinding, dist: str, specifier: str) -> boo
 
 def cause(log: Diagnosis, found: LogFinding) -> str:
     """Return the cause from the finding, or else from its first fix that concerns this log."""
-    if found.rule.cause:
-        return found.rule.cause
+    if found.rule.why:
+        return found.rule.why
     concerned = fixes(log, found) or catalogue.handling(found.rule.code, found.rule.message)
     return " ".join(concerned[0].section("Cause").split()) if concerned else ""
 
@@ -75,12 +70,12 @@ def advice(log: Diagnosis, found: LogFinding) -> list[Advice]:
         made.append(Advice("fix", each.code, f"{how} ({each.code} {each.slug}{_if_of(log, found, each)})"))
     made += _releases(log, found, fixable)
     unfixable = [each for each in concerned if not each.fixable]
-    if found.rule.now:
-        made.append(Advice("setting", unfixable[0].code if unfixable else "", found.rule.now))
+    if found.rule.do:
+        made.append(Advice("setting", unfixable[0].code if unfixable else "", found.rule.do))
     else:
         workarounds = ((each, " ".join(each.section("Workaround").split())) for each in unfixable)
         made += [Advice("setting", each.code, f"{text} ({each.code} {each.slug})") for each, text in workarounds]
-    for dist, release in found.rule.fixed.items():
+    for dist, release in found.rule.fixed_in.items():
         if _within(log, found, dist, f">={release}") is not True:
             name = f"{NAMES.get(dist, dist)} {release}"
             made.append(Advice("release", name, f"upgrade to {name}"))
@@ -102,7 +97,7 @@ def remedy(log: Diagnosis, found: LogFinding) -> Remedy:
     if by_kind["fix"]:
         without = (by_kind["setting"] or [each for each in by_kind["release"] if each.startswith("upgrade")])[:1]
         now = by_kind["fix"][:2] + [f"without kvfix: {each[:1].lower()}{each[1:]}" for each in without]
-    good = found.rule.good
+    good = found.rule.for_good
     return Remedy("; ".join(first + now), _ahead(log, found, good) if good else "; ".join(by_kind["release"]))
 
 

@@ -1,49 +1,31 @@
 """The command `kvfix-diagnose`: its options; read the inputs, find problems, print them."""
 
-from __future__ import annotations
-
-import enum
 import os
 import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-from kvfix_tools.diagnose import log_files, report_brief, report_html, report_json, report_text
+from kvfix_tools.diagnose import log_files, report_brief, report_json, report_text
 from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.report_html import Timeline
-
-if TYPE_CHECKING:
-    from kvfix_tools.diagnose.log_finding import LogFinding
+from kvfix_tools.diagnose.log_finding import LogFinding
 
 #: Every file that kvfix writes has one of these texts in its first lines.
 _OURS = re.compile(rb"kvfix-diagnose|kvfix \d\S* read a log")
+FORMATS = ("text", "json", "github")
 _CERTAIN = "certain"
 _WORDS = {"wrong" if each is Severity.WRONG else each.word: each for each in Severity if each is not Severity.NOTE}
-#: Values of --fail-on.
 FAIL_ON = (_CERTAIN, *_WORDS)
 
 
 #: Minimum size of the input in bytes for a progress bar.
 _LONG = 32 << 20
-#: Exit code after Ctrl-C, as in shells.
 _INTERRUPTED = 130
-
-
-class Format(enum.Enum):
-    text = "text"
-    json = "json"
-    github = "github"
-
-
-class Refused(Exception):
-    """An option cannot be used. The text names the option, the reason, and what to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +36,7 @@ class Options:
     fail_on: `certain`, or the least severity for exit code 1. exit_zero: exit 0 even with findings.
     """
 
-    format: Format = Format.text
+    format: str = "text"
     request: str = ""
     html: str = ""
     brief: str = ""
@@ -78,22 +60,22 @@ class Options:
         return any(found.severity.value <= _WORDS[self.fail_on].value for found in findings)
 
     def check(self, inputs: Iterable[str]) -> None:
-        """Raise Refused for an unknown word, and for a file that must not be overwritten."""
+        """Raise log_files.Refused for an unknown word, and for a file that must not be overwritten."""
         if self.fail_on not in FAIL_ON:
-            raise Refused(f"--fail-on {self.fail_on}: give one of {', '.join(FAIL_ON)}")
-        printed = [self.brief == "-", self.format is not Format.text, bool(self.request)]
+            raise log_files.Refused(f"--fail-on {self.fail_on}: give one of {', '.join(FAIL_ON)}")
+        printed = [self.brief == "-", self.format != "text", bool(self.request)]
         if sum(printed) > 1:
-            raise Refused(
-                "--brief -, --request and --format json or github print different outputs. Give only one of them"
-            )
+            raise log_files.Refused("--brief -, --request and --format json or github: give only one of them")
         named = [path for path in inputs if path != "-"]
         for path in (self.html, self.issue, self.brief):
             if not path or path == "-" or not os.path.isfile(path):
                 continue
             if any(os.path.exists(each) and os.path.samefile(path, each) for each in named):
-                raise Refused(f"{path} is an input. Nothing was read or written. Give another file for the output")
+                raise log_files.Refused(
+                    f"{path} is an input. Nothing was read or written. Give another file for the output"
+                )
             if os.path.getsize(path) and not _is_ours(path):
-                raise Refused(f"{path} exists, and kvfix did not write it. Remove it, or give another file")
+                raise log_files.Refused(f"{path} exists, and kvfix did not write it. Remove it, or give another file")
 
 
 def main(paths: list[str], options: Options = Options()) -> int:
@@ -101,17 +83,17 @@ def main(paths: list[str], options: Options = Options()) -> int:
     try:
         sources = log_files.sources(paths)
         options.check([*paths, *(source.path for source in sources)])
-    except (log_files.Unreadable, Refused) as error:
+    except log_files.Refused as error:
         _say(str(error))
         return 2
     console = Console(highlight=False, soft_wrap=False)
-    live = options.format is Format.text and not options.request and any(source.path == "-" for source in sources)
+    live = options.format == "text" and not options.request and any(source.path == "-" for source in sources)
 
     def on_found(found: LogFinding) -> None:
         if options.is_chosen(found):
             report_text.print_finding(log, found, console)
 
-    log = Diagnosis(on_found if live else None, options.request, Timeline() if options.html else None)
+    log = Diagnosis(on_found if live else None, options.request)
     try:
         unreadable = _read(log, sources)
         findings = [found for found in log.end() if options.is_chosen(found)]
@@ -129,10 +111,8 @@ def main(paths: list[str], options: Options = Options()) -> int:
         return 2
     is_foreign = not findings and not log.counts and not log.debug
     if is_foreign and not log.interrupted:
-        _say(
-            f"{report_text.not_recognised(log)}. Give the engine's log (kubectl logs, docker logs, journalctl). "
-            "For a description in words, run: kvfix search TEXT"
-        )
+        give = ". Give the engine's log (kubectl logs, docker logs, journalctl). For words, run: kvfix search TEXT"
+        _say(report_text.not_recognised(log) + ("" if log.recording else give))
     if log.interrupted:
         return _INTERRUPTED
     return 2 if unreadable or unwritten or is_foreign else int(options.fails(findings))
@@ -150,9 +130,9 @@ def _give_up_stdout() -> None:
 def _show(log: Diagnosis, findings: list[LogFinding], console: Console, options: Options, live: bool) -> None:
     if options.brief == "-":
         print(report_brief.brief(log, findings), end="")
-    elif options.format is Format.json:
+    elif options.format == "json":
         print(report_json.text(log, findings))
-    elif options.format is Format.github:
+    elif options.format == "github":
         print(report_json.github(findings), end="")
     elif options.request:
         report_text.print_request(log, options.request, console)
@@ -182,8 +162,8 @@ def _read(log: Diagnosis, sources: list[log_files.Source]) -> list[str]:
 def _write(log: Diagnosis, findings: list[LogFinding], options: Options) -> bool:
     """Write the output files. Return True if one could not be written."""
     texts: dict[str, str] = {}
-    if log.timeline is not None:
-        texts[options.html] = report_html.page(log, log.timeline, findings)
+    if options.html:
+        texts[options.html] = report_text.page(log, findings)
     if options.brief not in ("", "-"):
         texts[options.brief] = report_brief.brief(log, findings)
     if options.issue:

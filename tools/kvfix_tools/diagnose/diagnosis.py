@@ -1,34 +1,26 @@
 """The state of a diagnosis while the log is read: histories in the ledger, counts, releases, findings."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
+from collections.abc import Callable
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from msgspec.structs import replace
 
 from kvfix.ledger import Finding, Ledger
-from kvfix.ledger.events import Raised
+from kvfix.ledger.events import Event
 from kvfix_tools import redact
 from kvfix_tools.diagnose import findings, ledger_events, problems, statements
 from kvfix_tools.diagnose.failures import Failures
-from kvfix_tools.diagnose.ledger_events import HISTORY, REQUESTS, VIOLATED, RecorderLines, Requests
+from kvfix_tools.diagnose.findings import Answer
+from kvfix_tools.diagnose.ledger_events import HISTORY, REQUESTS, VIOLATED, Requests
 from kvfix_tools.diagnose.line_scanner import Scanner
 from kvfix_tools.diagnose.log_finding import LogFinding, in_order
+from kvfix_tools.diagnose.log_line import Evidence, LogLine
 from kvfix_tools.diagnose.releases import Releases, WhoRan
 from kvfix_tools.diagnose.texts import WHO
-from kvfix_tools.diagnose.tracebacks import raised
 from kvfix_tools.ledger import RULES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from kvfix.ledger.events import Event
-    from kvfix_tools.diagnose.findings import Answer
-    from kvfix_tools.diagnose.log_line import Evidence, LogLine
-    from kvfix_tools.diagnose.report_html import Timeline
 
 State = TypeVar("State")
 #: Maximum number of lines to keep for --request.
@@ -45,17 +37,10 @@ class Diagnosis:
     """A diagnosis that takes lines in the order of the log. `findings` can be read at any time.
 
     on_found: called with each new finding, for streams. request: keep all lines of this request.
-    timeline: gets every event, for pages and traces. sees_loads: as in Ledger.
     """
 
-    def __init__(
-        self,
-        on_found: Callable[[LogFinding], None] | None = None,
-        request: str = "",
-        timeline: Timeline | None = None,
-        sees_loads: bool = True,
-    ) -> None:
-        self.ledger = Ledger(HISTORY, sees_loads)
+    def __init__(self, on_found: Callable[[LogFinding], None] | None = None, request: str = "") -> None:
+        self.ledger = Ledger(HISTORY)
         #: {kind of line: number of lines}
         self.counts: Counter[str] = Counter()
         #: {kind of line: its first line}, {kind of line: its last line}
@@ -68,7 +53,6 @@ class Diagnosis:
         self.is_own = False
         #: {rule of the ledger: number of events that it could not check}
         self.unknowns: Counter[str] = Counter()
-        #: True if the log has lines at DEBUG.
         self.debug = False
         self.requests = Requests(self.ledger)
         self.bytes = 0
@@ -76,18 +60,16 @@ class Diagnosis:
         #: True if every input was read completely. If reading was interrupted, a sentence about this.
         self.is_complete = False
         self.interrupted = ""
-        #: Number of lines taken.
         self._taken = 0
         self._states: dict[type, Any] = {}
-        self.timeline = timeline
         self._request = request.encode()
         self._on_found = on_found
         self._rules = problems.rules()
         self._notes = findings.notes()
         self._found: dict[tuple[str, str], LogFinding] = {}
-        #: Requests with a crash finding.
         self._crashed: set[str] = set()
-        self._recorders = RecorderLines()
+        #: The last input with lines of kvfix's own recorder.
+        self.recording = ""
         self._time: float | None = None
 
     def state(self, kind: type[State]) -> State:
@@ -104,11 +86,12 @@ class Diagnosis:
         if name == WHO:
             self.who.take(line)
             return
+        if name == "recorded":
+            self.recording = line.file
+            return
         self.counts[name] += 1
         self.first.setdefault(name, line)
         self.last[name] = line
-        if self.timeline is not None:
-            self.timeline.line(line)
         if self._request and self._request in line.body and len(self.request_lines) < _REQUEST_LINES:
             self.request_lines.append(line.evidence)
         if line.time is not None:
@@ -120,9 +103,6 @@ class Diagnosis:
                 self.failures.take(line)
                 self._answers(line)
                 return
-        if name == "recorded":
-            self._recorders.take(self, line)
-            return
         self.who.take(line)
         self.failures.take(line)
         if name in self.releases.awaited:
@@ -134,25 +114,6 @@ class Diagnosis:
         if violated:
             self._judge(violated, line)
 
-    def take_event(self, event: Event, line: LogLine) -> None:
-        """Take an event that kvfix recorded in the engine. Treat an exception that left a hook as a line of a log."""
-        self._time = line.time
-        self.counts[type(event).__name__] += 1
-        violated = self._feed(event, line)
-        if isinstance(event, Raised):
-            kind, _, text = event.error.partition(": ")
-            fields = raised(kind, text, [("", 0, event.where)])
-            in_log = replace(line, name="raised", fields={**fields, "request": event.request, "level": ""})
-            self.failures.take(in_log)
-            self._look(in_log)
-        self._judge(violated, line)
-
-    def of_connector(self, sees_loads: bool) -> Diagnosis:
-        """Return a diagnosis for one connector, with its own ledger, which shares releases and failures."""
-        own = Diagnosis(self._on_found, timeline=self.timeline, sees_loads=sees_loads)
-        own.releases, own.failures = self.releases, self.failures
-        return own
-
     def end(self) -> list[LogFinding]:
         """Run the rules for the end of the log. Return the findings, causes first."""
         for rule in self._rules.get("", ()):
@@ -163,13 +124,9 @@ class Diagnosis:
 
     @property
     def findings(self) -> list[LogFinding]:
-        """The findings, causes before consequences.
-
-        They leave out findings that another record replaces, and rules of the ledger for requests that crashed.
-        """
-        shown = [found for own in self._recorders.connectors.values() for found in own.findings]
+        """The findings, causes first, without those that a record replaces, and rules for requests that crashed."""
         replaced = {code for found in self._found.values() for code in found.rule.replaces}
-        shown += [
+        shown = [
             found
             for found in self._found.values()
             if found.rule.code not in replaced
@@ -183,13 +140,13 @@ class Diagnosis:
 
     @property
     def done(self) -> tuple[int, int, int, int]:
-        """The numbers of requests, lookups, loads and stores, from lines and recorded events."""
-        counts, recorded = self.counts, self._recorders.counted()
+        """The numbers of requests, lookups, loads and stores."""
+        counts = self.counts
         return (
-            self.requests.named + recorded["requests"],
-            counts["asked"] + counts["mp_prefetched"] + recorded["Asked"],
-            counts["retrieved"] + counts["mp_retrieved"] + recorded["LoadDue"],
-            counts["stored"] + counts["mp_stored"] + recorded["Stored"],
+            self.requests.named,
+            counts["asked"] + counts["mp_prefetched"],
+            counts["retrieved"] + counts["mp_retrieved"],
+            counts["stored"] + counts["mp_stored"],
         )
 
     def hidden(self) -> list[tuple[str, str, str]]:
@@ -209,8 +166,6 @@ class Diagnosis:
         judged = self.ledger.feed(event)
         known = self.requests[event.request]
         known.places.append((line.file, line.number))
-        if self.timeline is not None:
-            self.timeline.event(event, self._time if line.time is None else line.time)
         if not judged:
             return judged
         self.unknowns.update(each.code for each in judged if each.verdict == "unknown")
@@ -252,7 +207,7 @@ class Diagnosis:
             # If a statement quotes an error, the record of the error replaces the record of the statement.
             quoted = problems.quoted(rule, self, line)
             if quoted is not None:
-                rule, answer = quoted, answer._replace(sure=quoted.sure)
+                rule, answer = quoted, answer._replace(sure=quoted.certain)
             self.add(rule, answer, line)
 
     def _judge(self, violated: list[Finding], line: LogLine) -> None:

@@ -1,24 +1,19 @@
 """Failures that no finding explains: the first error of a log, and the package whose code raised it."""
 
-from __future__ import annotations
-
 import re
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-if TYPE_CHECKING:
-    from kvfix_tools.diagnose.log_line import LogLine
-    from kvfix_tools.diagnose.tracebacks import Frame
+from kvfix.engine_state import places
+from kvfix_tools.diagnose.grammar import TABLES
+from kvfix_tools.diagnose.log_line import LogLine
+from kvfix_tools.diagnose.tracebacks import Frame
 
-#: Texts of exceptions that are consequences of a death, not its cause.
-_ECHOES = (
-    "EngineDeadError", "EngineGenerateError", "EngineCore encountered an issue", "EngineCore died",
-    "Engine core initialization failed", "WorkerProc initialization failed", "cancelled", "Executor failed",
-    "Worker failed with error", "CancelledError", "KeyboardInterrupt", "SystemExit", "BrokenPipeError",
-    "collective_rpc should not be called on follower node",
-)  # fmt: skip
+#: Functions that only connectors have, and functions of vLLM that call a connector.
+HOOKS = frozenset((*places.HOOKS, *places.LAYER_HOOKS)).difference(("on_new_request", "reset_cache", "shutdown")) | {
+    "create_connector", "ensure_kv_transfer_initialized", "_update_from_kv_xfer_finished",
+}  # fmt: skip
 #: Log messages of a dead engine.
 _DEAD = re.compile(
     rb"EngineDeadError|ngine core initialization failed|WorkerProc initialization failed|EngineCore failed to start"
@@ -30,30 +25,11 @@ _WORK = frozenset({"asked", "stored", "retrieved", "storing", "mp_stored", "mp_r
 _STARTS = frozenset({"vllm_version", "creating", "transfer_mode", "up"})
 #: Maximum numbers of failures, processes and exceptions to keep.
 _MOST, _PROCESSES, _SHOWN = 200, 64, 8
-#: (part of a file's path, its package). The first match counts.
-_OWNERS = (
-    ("/kvcached/", "kvcached"), ("/kvbm/", "Dynamo"), ("/nixl_connect/", "Dynamo"), ("/flashinfer/", "FlashInfer"),
-    ("/huggingface_hub/", "Hugging Face's client"), ("/lmcache_ascend/", "LMCache"), ("/lmcache/", "LMCache"),
-    ("/vllm_ascend/", "vLLM"), ("/vllm/", "vLLM"), ("/nixl", "the transport (NIXL)"),
-    ("/mooncake", "the transport (Mooncake)"), ("/zmq/", "the transport (ZeroMQ)"),
-    ("/redis/", "the store's client (Redis)"), ("/boto", "the store's client (S3)"), ("/aiohttp/", "an HTTP client"),
-    ("/sglang/", "SGLang"), ("/vllm_router/", "the router (production-stack)"), ("/torch/", "torch or CUDA"),
-    ("/triton/", "torch or CUDA"), ("/ray/", "Ray"), ("/transformers/", "transformers"), ("/python3.", "Python"),
-    ("/asyncio/", "Python"), ("/dynamo/", "Dynamo"),
-)  # fmt: skip
 #: Files of the API server whose exceptions concern one request only.
 _OF_A_REQUEST = ("/starlette/", "/fastapi/", "/serving")
-#: Names of processes that die by an exception.
 _ENGINES = ("EngineCore", "Worker", "VllmWorker", "RayWorker")
 #: The engine's message about an exception of a worker, which quotes the exception's text.
 _IN_A_WORKER = re.compile(r"Worker failed with error '(?P<text>.*)', please check the stack trace")
-HOOKS = frozenset({
-    "create_connector", "ensure_kv_transfer_initialized", "register_kv_caches",
-    "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta", "update_connector_output",
-    "request_finished", "request_finished_all_groups", "_update_from_kv_xfer_finished",
-    "handle_preemptions", "start_load_kv", "wait_for_layer_load", "save_kv_layer", "wait_for_save", "get_finished",
-    "get_block_ids_with_load_errors",
-})  # fmt: skip
 
 
 class Failures:
@@ -68,7 +44,6 @@ class Failures:
         self.death: LogLine | None = None
         #: The engine's line that quotes a worker's exception, for logs without the worker's own lines.
         self.quoted: LogLine | None = None
-        #: {process: its last line}
         self.last: dict[str, LogLine] = {}
         #: {file whose process is shutting down and has not worked since: time of its first line about this}
         self._closing: dict[str, float | None] = {}
@@ -121,8 +96,7 @@ class Failures:
         return line.file in self._closing
 
     def _reopen(self, line: LogLine) -> None:
-        """Note that the process of this file works again. Ray prints lines late, so a line from before the shutdown
-        says nothing."""
+        """Note that the process of this file works again, unless Ray prints a line late, from before the shutdown."""
         since = self._closing.get(line.file)
         is_first = line.name in ("vllm_version", "up")  # the API server or the server itself, never a worker of Ray
         if is_first or since is None or line.time is None or line.time >= since:
@@ -185,7 +159,7 @@ def _is_failure(line: LogLine) -> bool:
         text = fields["text"]
         if fields["class"].endswith("Warning") or (fields["level"] == "warning" and not of_connector(line)):
             return False
-        return fields["type"] not in _ECHOES and not text.startswith(_ECHOES)
+        return fields["type"] not in TABLES.echoes and not text.startswith(TABLES.echoes)
     if line.name == "died":
         return True
     # vLLM dumps the input of a failed step as an error, with words such as `num_corrupted_reqs=0`.
@@ -228,7 +202,7 @@ def owner(frames: list[Frame]) -> str:
         return ""
     for file, _, _ in reversed(frames):
         path = file.replace("\\", "/")
-        for part, name in _OWNERS:
+        for part, name in TABLES.owners.items():
             if part in f"/{path}":
                 return name
         if path.startswith("/"):

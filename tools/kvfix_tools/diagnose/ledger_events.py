@@ -1,28 +1,19 @@
-"""Events of the ledger: from lines of a log, from lines of kvfix's own recorder, and the requests that they concern.
+"""Events of the ledger from lines of a log, and the requests that they concern.
 
 If a line lacks a value of an event, there is no event.
 """
 
-from __future__ import annotations
-
 import re
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import msgspec
-from msgspec.structs import replace
-
+from kvfix.ledger import Finding, Ledger
 from kvfix.ledger import events as ev
-from kvfix_tools import recording
+from kvfix.ledger.events import Event
 from kvfix_tools.diagnose.log_finding import HistoryEvent
-
-if TYPE_CHECKING:
-    from kvfix.ledger import Finding, Ledger
-    from kvfix.ledger.events import Event
-    from kvfix_tools.diagnose.diagnosis import Diagnosis
-    from kvfix_tools.diagnose.log_line import Fields, LogLine
+from kvfix_tools.diagnose.log_line import Fields
 
 #: Maximum number of requests to keep, so that memory does not grow with the log.
 REQUESTS = 10_000
@@ -144,47 +135,3 @@ MAKERS: dict[str, Callable[[Ledger, Fields], list[Event]]] = {
     "aborted": lambda _, fields: [ev.Finished(fields["request"], True)],
     "raised": _raised,
 }
-
-
-class RecorderLines:
-    """Recorded events. Each connector of each process has its own diagnosis and ledger, as in the engine."""
-
-    def __init__(self) -> None:
-        #: {(file, pid, number of the connector): its diagnosis}
-        self.connectors: dict[tuple[str, str, str], Diagnosis] = {}
-        #: {file: pid of the recorder that is being read}: a bundle of `kvfix dump` has several.
-        self._pid: dict[str, str] = {}
-
-    def take(self, log: Diagnosis, line: LogLine) -> None:
-        """Take one line. log: the diagnosis of the whole input."""
-        try:
-            data = recording.decoded(line.body[max(0, line.body.find(b'{"kind":')) :])
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # the line is damaged
-            data = {}
-        if line.fields["kind"] == "recorder":
-            self._pid[line.file] = str(data.get("pid", ""))
-            versions = data.get("versions")
-            if isinstance(versions, dict):
-                log.releases.name(versions, line.file)
-            return
-        key = (line.file, self._pid.get(line.file, ""), str(data.get("connector", data.get("number", ""))))
-        own = self.connectors.get(key)
-        if own is None:
-            own = self.connectors[key] = log.of_connector(sees_loads=data.get("sees_loads") is not False)
-        if line.fields["kind"] == "event":
-            try:
-                event = recording.event(data)
-            except (KeyError, msgspec.ValidationError):  # damaged, or of a kind that this release does not know
-                return
-            wall = data.get("wall")
-            own.take_event(event, replace(line, time=wall / 1e9 if isinstance(wall, int) else None))
-
-    def counted(self) -> Counter[str]:
-        """Return {kind of event or "requests": number}, without the workers' events if the scheduler has recorded
-        events.
-        """
-        every = self.connectors.values()
-        counted: Counter[str] = Counter()
-        for own in [own for own in every if own.counts["Asked"]] or every:
-            counted.update(own.counts, requests=own.requests.named)
-        return counted

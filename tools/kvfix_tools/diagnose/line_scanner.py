@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from itertools import count
 
-from kvfix_tools.diagnose import checks, grammar, log_formats, texts
+from kvfix_tools.diagnose import grammar, log_formats, statements, texts
 from kvfix_tools.diagnose.grammar import FRAME
 from kvfix_tools.diagnose.log_line import Fields, LogLine
 from kvfix_tools.diagnose.texts import LEVEL, LONGEST_BODY, STAMP, Headless, Other
@@ -15,7 +15,6 @@ from kvfix_tools.diagnose.tracebacks import Part, Stacks, Tracebacks, by_name
 _OWN = 1 << 20
 #: Maximum number of bytes of a line to parse.
 LONGEST_LINE = 1 << 16
-#: LMCache's frame of a line at DEBUG.
 _DEBUG = FRAME + b"DEBUG:"
 #: Maximum bytes before LMCache's frame: a process, a colour, the time.
 _HEAD = STAMP + 24
@@ -31,9 +30,7 @@ class Scanner:
     def __init__(self, file: str = "log") -> None:
         self._file = file
         self._number = 1
-        #: Bytes of all earlier blocks.
         self._scanned = 0
-        #: True if a line of LMCache is at DEBUG.
         self.debug = False
         self._tracebacks = Tracebacks()
         self._stacks = Stacks()
@@ -166,7 +163,7 @@ def _are_few_others(lines: list[bytes]) -> bool:
             return False
         part = Part(log_formats.without_prefix(line))
         in_traceback = part.sure or (in_traceback and part.indented)
-        is_message = by_name(part.text, anywhere=False) or checks.whole_statement(part.text)
+        is_message = by_name(part.text, anywhere=False) or statements.whole_statement(part.text)
         others += bool(part.text and not in_traceback and not is_message)
         if others > _FEW:
             return False

@@ -3,33 +3,27 @@
 Memory does not grow with the input. A block has 256 kB, and a longer line is split.
 """
 
-from __future__ import annotations
-
 import gzip
 import heapq
 import os
 import sys
 import zlib
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple, cast
+from typing import BinaryIO, NamedTuple, cast
 
+from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.line_scanner import Scanner
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from kvfix_tools.diagnose.diagnosis import Diagnosis
-    from kvfix_tools.diagnose.log_line import LogLine
+from kvfix_tools.diagnose.log_line import LogLine
 
 BLOCK = 256 << 10
 #: Suffixes of files in a folder that are not logs. A file that the user names is always read.
 _NOT_LOGS = (".json", ".html", ".py", ".so", ".bin", ".safetensors", ".png", ".zip", ".tar")
 
 
-class Unreadable(Exception):
-    """An input cannot be read. The text names the input, the reason, and what to do."""
+class Refused(Exception):
+    """An input cannot be read, or an option cannot be used. The text names it, the reason, and what to do."""
 
 
 class Source(NamedTuple):
@@ -44,7 +38,7 @@ class Source(NamedTuple):
 
 
 def sources(paths: list[str]) -> list[Source]:
-    """Return the inputs of these paths: files, and all logs in folders. Raise Unreadable."""
+    """Return the inputs of these paths: files, and all logs in folders. Raise Refused."""
     found: list[Source] = []
     for path in paths:
         if path == "-":
@@ -53,15 +47,13 @@ def sources(paths: list[str]) -> list[Source]:
             files = (file for file in sorted(Path(path).rglob("[!.]*")) if not file.name.endswith(_NOT_LOGS))
             inside = [str(file) for file in files if file.is_file()]
             if not inside:
-                raise Unreadable(f"{path}: the folder has no log files. Give the name of a log file")
+                raise Refused(f"{path}: the folder has no log files. Give the name of a log file")
             found += [Source(file, os.path.getsize(file)) for file in inside]
         else:
             try:
                 found.append(Source(path, os.path.getsize(path)))
             except OSError as error:
-                raise Unreadable(
-                    f"{path}: {error.strerror or error}. Give a log file, a folder, or - for stdin"
-                ) from None
+                raise Refused(f"{path}: {error.strerror or error}. Give a log file, a folder, or - for stdin") from None
     return found
 
 
@@ -118,10 +110,6 @@ def _opened(source: Source) -> BinaryIO:
 
 
 def _zstd(path: str) -> BinaryIO:
-    with suppress(ImportError):
-        from compression import zstd  # Python 3.14
-
-        return cast("BinaryIO", zstd.open(path))
     try:
         import zstandard
     except ImportError:

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
-from kvfix_tools.diagnose.findings import Severity
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from kvfix.ledger import Finding
-    from kvfix_tools.diagnose.findings import Answer
-    from kvfix_tools.diagnose.log_line import Evidence, LogLine
-    from kvfix_tools.diagnose.problems import Problem
-
+from kvfix.ledger import Finding
+from kvfix_tools.diagnose.findings import Answer, Severity
+from kvfix_tools.diagnose.log_line import Evidence, LogLine
+from kvfix_tools.diagnose.problems import Problem
 
 #: Maximum number of lines from the announcement of a traceback to its end.
 _TRACEBACK = 80
@@ -70,7 +65,7 @@ class LogFinding:
     def is_explained(self, others: Iterable[LogFinding]) -> bool:
         """Return True if below each of its lines there is a traceback that a specific record explains."""
         rules = ((other, other.rule) for other in others if other is not self)
-        specific = [other for other, rule in rules if rule.signs and (not rule.general or rule.sure)]
+        specific = [other for other, rule in rules if rule.signs and (not rule.general or rule.certain)]
         ends = [each for other in specific for each in other.evidence]
         return bool(self.evidence) and all(
             any(end.file == each.file and 0 < end.line - each.line <= _TRACEBACK for end in ends)

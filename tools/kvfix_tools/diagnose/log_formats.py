@@ -4,20 +4,14 @@ Prefixes of `kubectl logs`, journald or Docker Compose stay in most lines, becau
 `without_prefix` removes the prefix of a line that continues a traceback.
 """
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
-from ahocorasick_rs import BytesAhoCorasick, Implementation, MatchKind
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 #: Keys of the message in a JSON log: Docker, journald, structlog and Kubernetes, Loki's exporter.
 _MESSAGE = ("log", "MESSAGE", "message", "msg", "event", "line", "text", "body", "textPayload")
-#: Keys of a traceback in JSON loggers.
 _TRACEBACK = ("exc_info", "exception", "stack_trace", "stack", "traceback")
 #: A JSON object, also in output of grep (`engine.log:190174:{...`), or after the name of a pod.
 _JSON = re.compile(rb"\s*(?:\S{1,300}?:\d+:|\[?[\w./-]{1,200}\]? )?\{")
@@ -31,15 +25,8 @@ _PREFIX = re.compile(
 )
 #: A message that begins with its level.
 _LEVELLED = re.compile(rb"(?:\(\w+ [^)]*pid=|\[\d{4}-)|(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\b")
-#: Patterns that few blocks contain: a traceback in one string, panics of Rust. One search finds all. The words are
-#: long, so the search can skip most of a block.
-_ESCAPED = {0, 1}
-_odd = BytesAhoCorasick(
-    (b'\\n  File "', b'\\n  File \\"', b"' panicked at ", b") panicked at "),
-    matchkind=MatchKind.LeftmostFirst, implementation=Implementation.DFA,
-).find_matches_as_indexes  # fmt: skip
-#: A panic of Rust, whose message is in the next line.
-_PANICS = re.compile(rb"( panicked at [^\s:]{1,300}:\d+:\d+:)\n(?!note: |stack backtrace)([^\n]+)")
+#: Part of a traceback in one string. Few blocks have one.
+_ESCAPED = b"\\n  File "
 _ANY_DIGIT = bytes.maketrans(b"123456789", b"0" * 9)
 
 
@@ -58,13 +45,11 @@ def plain(block: bytes) -> Plain:
         block = block.replace(b"\r\n", b"\n")
     if b'{"' in block[:8192] and _is_json(block):
         return _taken_apart(block, _without_json)
-    odd = {number for number, _, _ in _odd(block)}
-    if odd & _ESCAPED:
+    if _ESCAPED in block:
         return _taken_apart(block, _unescaped)
     if b"\n> " in block[:4096] or block.startswith(b"> "):
         block = _QUOTE.sub(b"", block)
-    # An empty line replaces the message of a panic, so that line numbers do not change.
-    return (_PANICS.sub(rb"\1 \2\n", block) if odd else block), None
+    return block, None
 
 
 def without_prefix(line: bytes) -> bytes:
@@ -120,4 +105,4 @@ def _without_json(line: bytes) -> list[bytes]:
 
 def _unescaped(line: bytes) -> list[bytes]:
     r"""Split a traceback that Python's repr printed in one line, with \n and \" in it."""
-    return line.replace(b'\\"', b'"').split(b"\\n") if b"\\n  File " in line else [line]
+    return line.replace(b'\\"', b'"').split(b"\\n") if _ESCAPED in line else [line]

@@ -8,7 +8,6 @@ import msgspec
 
 from kvfix_tools import redact
 
-#: {name: a count (int) or a text}
 Fields = dict[str, Any]
 #: A colour code. Pasted logs lose the escape character, and JSON (Docker's files) writes it as \u001b. Without the
 #: escape character, a code must have a number. Otherwise the `[m` of `[multiproc_executor.py]` would be a colour.

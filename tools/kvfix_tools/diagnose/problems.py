@@ -11,7 +11,6 @@ import re
 from collections import defaultdict
 from functools import lru_cache
 from operator import itemgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -21,6 +20,7 @@ from msgspec.structs import replace
 from kvfix import catalogue as known_fixes
 from kvfix_tools.diagnose import findings
 from kvfix_tools.diagnose.findings import Answer, Severity
+from kvfix_tools.diagnose.grammar import FILE
 from kvfix_tools.diagnose.log_line import LogLine
 from kvfix_tools.diagnose.signs import Sign, fits, implied, longest, parse
 from kvfix_tools.diagnose.statements import NAMES
@@ -31,32 +31,15 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.tracebacks import Frame
 
-FILE = Path(__file__).with_name("knowledge.json")
 #: Kinds of lines that can show a sign.
 LINES = ("logged", "raised", "died", "stack")
 #: Releases of vLLM that were examined for the records, each with the one examined before it.
 _BEFORE = {"0.15": "0.11.2.post2", "0.20": "0.15.1", "0.26": "0.20.2", "0.32": "0.26.0"}
-#: {field of this class: its name in a record}
-_IN_THE_RECORD = {
-    "cause": "why", "now": "do", "good": "for_good", "fixed": "fixed_in", "sure": "certain", "sentence": "case"
-}  # fmt: skip
 
 
-class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=_IN_THE_RECORD):
-    """One known problem. Any of its signs shows it, or a line of a kind in `on`, as its function or its count decides.
+class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One known problem. docs/knowledge.md describes the fields.
 
-    on: kinds of lines (grammar) at which `findings` decides. times: number of these lines that make a finding.
-    sentence: this case, with `{name}` for a value `<name>` of the sign or a field of the line. Empty: the line itself.
-    first: what to do before a fix of kvfix is applied. normal: what looks like the problem and is normal.
-    connectors: the record is only for these, if the log names its connector. named: True if the log must name it.
-    releases: {dist: specifier} of the releases with this problem. fixed: {dist: first release without it}.
-    sure: False if the line may have another cause. Then `cause` says how to tell.
-    general: any code may fail like this. Used only if no other record explains the failure.
-    symptom: the finding is a consequence of other failures, not a cause.
-    replaces: codes of findings that are consequences of this one.
-    announces: the line precedes a traceback, and the record that explains the traceback is the finding.
-    quotes: the sign ends in `<error>`, the text of an exception, and the record that explains it is the finding.
-    said_by: the library whose code prints the signs. unanchored: why no release has the signs in its source.
     message: the violation, if this is a rule of the ledger. Fixes are found by it.
     """
 
@@ -67,17 +50,17 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     signs: tuple[str, ...] = ()
     on: tuple[str, ...] = ()
     times: int = 1
-    cause: str = ""
+    why: str = ""
     first: str = ""
-    now: str = ""
-    good: str = ""
+    do: str = ""
+    for_good: str = ""
     normal: str = ""
-    sentence: str = ""
+    case: str | dict[str, str] = ""
     connectors: tuple[str, ...] = ()
     named: bool = False
     releases: dict[str, str] = {}
-    fixed: dict[str, str] = {}
-    sure: bool = True
+    fixed_in: dict[str, str] = {}
+    certain: bool = True
     general: bool = False
     symptom: bool = False
     replaces: tuple[str, ...] = ()
@@ -107,10 +90,10 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return tuple(fix.code for fix in known_fixes.handling(self.code, self.message))
 
     @property
-    def for_good(self) -> str:
-        """`good`, or the releases without the problem; "" if none is known."""
-        upgrade = " and ".join(f"{NAMES.get(dist, dist)} {release}" for dist, release in self.fixed.items())
-        return self.good or (f"upgrade to {upgrade}" if upgrade else "")
+    def permanent(self) -> str:
+        """Return `for_good`, or the releases without the problem; "" if none is known."""
+        upgrade = " and ".join(f"{NAMES.get(dist, dist)} {release}" for dist, release in self.fixed_in.items())
+        return self.for_good or (f"upgrade to {upgrade}" if upgrade else "")
 
     def values(self, log: Diagnosis, line: LogLine) -> dict[str, Any] | None:
         """Return the values of the first sign that this line shows, or of the line; None if it does not show this."""
@@ -129,8 +112,9 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         values = self.values(log, line)
         if values is None or not self.concerns(log, nearly):
             return None
-        sentence = self.sentence.format_map(defaultdict(lambda: "?", values)) if self.sentence else _sentence_of(line)
-        return Answer(sentence, line.request, sure=self.sure and not nearly)
+        case = self.case if isinstance(self.case, str) else self.case[line.fields.get("meaning") or line.name]
+        sentence = case.format_map(defaultdict(lambda: "?", values)) if case else _sentence_of(line)
+        return Answer(sentence, line.request, sure=self.certain and not nearly)
 
     def gives_way(self, records: list[Problem], line: LogLine) -> bool:
         """Return True if another record of the line is more specific, or explains the error that the line quotes."""
@@ -149,7 +133,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         ran = log.who.connectors
         if self.connectors and (ran or self.named) and not ran & set(self.connectors):
             return False
-        if any(log.releases.within(dist, f">={right}") is True for dist, right in self.fixed.items()):
+        if any(log.releases.within(dist, f">={right}") is True for dist, right in self.fixed_in.items()):
             return False
         return all(
             log.releases.within(dist, _widened(broken) if nearly and dist == "vllm" else broken) is not False
@@ -206,7 +190,7 @@ def of_ledger(violated: Finding) -> Problem:
     rule = next(each for each in RULES if each.code == violated.code)
     title = f"{rule.name.replace('-', ' ').capitalize()}."
     cause = " ".join(rule.doc.strip().partition("\n\n")[0].split())
-    return Problem(code=rule.code, name=rule.name, title=title, effect="wrong", cause=cause, message=violated.message)
+    return Problem(code=rule.code, name=rule.name, title=title, effect="wrong", why=cause, message=violated.message)
 
 
 #: Signs, each with the number of its record in the catalogue.

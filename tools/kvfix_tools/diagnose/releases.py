@@ -4,23 +4,18 @@ Releases are known by their names in the log, or by line numbers and files. The 
 statements, and of the line at which vLLM's EngineCore dies. The files are those of tracebacks.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import VERSION_PATTERN, Version
 
 from kvfix.applicability import fingerprints
 from kvfix_tools.diagnose import statements
-from kvfix_tools.diagnose.grammar import MESSAGES, RELEASE_IN
-from kvfix_tools.diagnose.log_line import statement_place
-
-if TYPE_CHECKING:
-    from kvfix_tools.diagnose.log_line import LogLine
+from kvfix_tools.diagnose.grammar import MESSAGES, RELEASE_IN, TABLES
+from kvfix_tools.diagnose.log_line import LogLine, statement_place
 
 #: The first vLLM with KV connectors.
 _FIRST = Version("0.6")
@@ -30,33 +25,10 @@ _VERSION = re.compile(VERSION_PATTERN, re.VERBOSE | re.IGNORECASE)
 _BEFORE = 2
 #: Kinds of lines after which EngineCore dies.
 _DEATHS = ("fatal", "raised")
-_CONNECTORS, _OFFLOAD = "vllm/distributed/kv_transfer/kv_connector/v1/", "vllm/v1/kv_offload/"
-#: {file or folder: releases that have code there}. The longest match counts. Only some releases were examined
-#: (tests/diagnose/test_releases.py), and they are the bounds, so a range may be too wide.
-FILES = {
-    f"{_CONNECTORS}nixl_connector.py": "<0.20.2",
-    f"{_CONNECTORS}nixl/": ">0.15.1",
-    f"{_CONNECTORS}nixl/worker.py": ">0.15.1,<0.26",
-    f"{_CONNECTORS}nixl/base_worker.py": ">0.20.2",
-    f"{_CONNECTORS}nixl/pull_worker.py": ">0.20.2",
-    f"{_CONNECTORS}nixl/push_worker.py": ">0.20.2",
-    f"{_CONNECTORS}mooncake_connector.py": ">0.11.2.post2,<0.20.2",
-    f"{_CONNECTORS}mooncake/": ">0.15.1",
-    f"{_CONNECTORS}mooncake/store/": ">0.20.2",
-    f"{_CONNECTORS}offloading/": ">0.15.1",
-    f"{_CONNECTORS}p2p/": "<0.26",
-    f"{_OFFLOAD}worker/": "<0.26",
-    f"{_OFFLOAD}backends/": "<0.20.2",
-    f"{_OFFLOAD}cpu/": ">0.15.1",
-    f"{_OFFLOAD}cpu/gpu_worker.py": ">0.20.2",
-    f"{_OFFLOAD}tiering/": ">0.20.2",
-    "vllm/v1/simple_kv_offload/": ">0.15.1",
-}
 
 
 class Releases:
     def __init__(self) -> None:
-        #: The file being read.
         self.file = ""
         #: {(distribution, file): releases that the file names, in order}
         self._named: defaultdict[tuple[str, str], dict[str, None]] = defaultdict(dict)
@@ -92,10 +64,7 @@ class Releases:
             self._candidates = (self._candidates & found or self._candidates) if self._candidates else found
 
     def placed(self, file: str | None = None) -> list[str]:
-        """Return the vLLM releases that match the places in this file (default: the one being read), oldest first.
-
-        If the file has no place, use the places in all other files.
-        """
+        """Return the vLLM releases that match the places in this file, or else in all other files; oldest first."""
         own = self._placed.get(self.file if file is None else file)
         return sorted(own or frozenset[str]().union(*self._placed.values()), key=Version)
 
@@ -113,10 +82,9 @@ class Releases:
         return sorted(self._candidates, key=Version)
 
     def one(self, dist: str, file: str | None = None) -> str | None:
-        """Return the release, or None if it is unknown.
+        """Return the last release that the file (default: the one being read) names; None if it is unknown.
 
-        It is the last release that the file (default: the one being read) names. Otherwise it is the only release that
-        other files name, or the only one that matches the line numbers.
+        Otherwise it is the only release that other files name, or the only one that matches the line numbers.
         """
         possible = self._possible(dist, file)
         return possible[0] if len(possible) == 1 else None
@@ -178,27 +146,14 @@ def _of_statement(place: str) -> frozenset[str]:
 @lru_cache(maxsize=4096)
 def _of_file(path: str) -> frozenset[str]:
     """Return the releases that have this file of a traceback; empty if the file does not narrow them."""
-    for place in sorted(FILES, key=len, reverse=True) if "/kv_" in path or "kv_offload/" in path else ():
+    files = TABLES.files
+    for place in sorted(files, key=len, reverse=True) if "/kv_" in path or "kv_offload/" in path else ():
         if place in path:
-            allowed = SpecifierSet(FILES[place])
+            allowed = SpecifierSet(files[place])
             return frozenset(release for release in known() if release in allowed)
     return frozenset()
 
 
-#: {connector: texts in its lines or in paths of its tracebacks}
-_MARKS = {
-    "LMCacheMPConnector": (b"lmcache_mp_connector", b"vllm_multi_process_adapter", b"LMCache MP worker"),
-    "LMCacheConnectorV1": (b"vllm_v1_adapter", b"lmcache_connector.py"),
-    "NixlConnector": (b"nixl_connector.py", b"kv_connector/v1/nixl"),
-    "MooncakeStoreConnector": (b"mooncake_store", b"kv_connector/v1/mooncake/store"),
-    "MooncakeConnector": (b"mooncake_connector", b"kv_connector/v1/mooncake"),
-    "P2pNcclConnector": (b"p2p_nccl_connector",),
-    "OffloadingConnector": (b"offloading_connector", b"kv_connector/v1/offloading", b"v1/kv_offload"),
-    "SimpleCPUOffloadConnector": (b"simple_kv_offload", b"simple_cpu_offload"),
-    "MultiConnector": (b"multi_connector",),
-    "MoRIIOConnector": (b"moriio",),
-    "DynamoConnector": (b"dynamo_llm::block_manager", b"kvbm/vllm_integration"),
-}
 _NAMED = re.compile(rb"kv_connector['\"]?\s*[=:]\s*['\"]?(\w+)|connector with name: (\w+)")
 _ROLE = re.compile(rb"kv_role['\"]?\s*[=:]\s*['\"]?(kv_\w+)")
 
@@ -254,4 +209,4 @@ def _named(text: bytes) -> frozenset[str]:
 
 @lru_cache(maxsize=256)
 def _marked(text: bytes) -> frozenset[str]:
-    return frozenset(name for name, marks in _MARKS.items() if any(mark in text for mark in marks))
+    return frozenset(name for name, marks in TABLES.connectors.items() if any(mark.encode() in text for mark in marks))

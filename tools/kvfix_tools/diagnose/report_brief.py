@@ -3,25 +3,17 @@
 Both can be posted in public: they have no prompt, no secret, no host and no path of the machine.
 """
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import kvfix
 from kvfix_tools import redact
 from kvfix_tools.diagnose import advice
+from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.log_finding import by_kind
-from kvfix_tools.diagnose.log_line import without_tokens
+from kvfix_tools.diagnose.log_finding import LogFinding, by_kind
+from kvfix_tools.diagnose.log_line import LogLine, without_tokens
 from kvfix_tools.diagnose.report_text import named_versions, nothing_found, read_words
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from kvfix_tools.diagnose.diagnosis import Diagnosis
-    from kvfix_tools.diagnose.log_finding import LogFinding
-    from kvfix_tools.diagnose.log_line import LogLine
 
 #: Maximum bytes of the summary and of a line, and maximum numbers of each kind of entry.
 LIMIT, _WIDTH = 8000, 300

@@ -1,18 +1,13 @@
 """Findings for programs: JSON (docs/diagnose.md has the schema), and annotations of GitHub Actions."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvfix_tools.diagnose import advice
+from kvfix_tools.diagnose.diagnosis import Diagnosis
+from kvfix_tools.diagnose.log_finding import LogFinding
 from kvfix_tools.diagnose.report_text import versions
 
-if TYPE_CHECKING:
-    from kvfix_tools.diagnose.diagnosis import Diagnosis
-    from kvfix_tools.diagnose.log_finding import LogFinding
-
-#: Increased when a key changes its meaning or is removed.
 SCHEMA = 1
 
 

@@ -1,21 +1,22 @@
-"""Findings on the terminal."""
+"""Findings on the terminal, and as an HTML page."""
 
-from __future__ import annotations
-
+import io
 from time import gmtime, strftime
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
 from kvfix_tools.diagnose import advice
-from kvfix_tools.diagnose.log_finding import by_kind
+from kvfix_tools.diagnose.diagnosis import Diagnosis
+from kvfix_tools.diagnose.log_finding import LogFinding, by_kind
 
-if TYPE_CHECKING:
-    from kvfix_tools.diagnose.diagnosis import Diagnosis
-    from kvfix_tools.diagnose.log_finding import LogFinding
-
+#: The page is self-contained and has no script.
+_PAGE = (
+    "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
+    "<meta name=color-scheme content='light dark'><title>kvfix-diagnose</title>"
+    "<pre style='font: 13px/1.5 monospace; white-space: pre-wrap; overflow-wrap: anywhere'>{code}</pre></html>\n"
+)
 _STYLES = {"crash": "bold white on red", "wrong KV": "bold red", "hang": "bold red", "leak": "yellow", "slow": "yellow"}
 #: Maximum number of findings to show in full without --all.
 SHOWN = 4
@@ -27,7 +28,6 @@ _COUNTED = ("asked", "retrieved", "stored", "mp_prefetched", "mp_retrieved", "mp
 _OF_SERVER = ("transfer_mode", "no_handler", "unregistered", "reaped", "good_bye")
 #: Maximum numbers of history events and of evidence lines to show.
 EVENTS, LINES = 6, 3
-#: Maximum number of requests to name for one finding.
 REQUESTS = 4
 
 
@@ -119,6 +119,15 @@ def _requests(others: list[LogFinding]) -> str:
     return f"{times} more: {some or 'no request named'} (--all shows each)"
 
 
+def page(log: Diagnosis, findings: list[LogFinding]) -> str:
+    """Return an HTML page with all findings in full."""
+    console = Console(record=True, file=io.StringIO(), highlight=False)
+    for found, *others in by_kind(findings):
+        print_finding(log, found, console, True, others)
+    print_summary(log, findings, console)
+    return console.export_html(inline_styles=True, code_format=_PAGE)
+
+
 def print_summary(log: Diagnosis, findings: list[LogFinding], console: Console) -> None:
     """Print rules that could not be checked, notes, the size of the input, and one SUMMARY line for grep."""
     for rule, what, how in log.hidden():
@@ -133,6 +142,8 @@ def print_summary(log: Diagnosis, findings: list[LogFinding], console: Console) 
             "note: with LMCacheMPConnector the log of `lmcache server` has the lookups, loads and stores. Give this "
             "log too: kvfix-diagnose ENGINE.log SERVER.log",
         )
+    if log.recording and log.counts:
+        _print_whole(console, f"note: {not_recognised(log)}")
     _print_whole(console, read_words(log))
     if log.interrupted:
         _print_whole(console, f"note: {log.interrupted}")
@@ -169,6 +180,8 @@ def nothing_found(log: Diagnosis) -> str:
 
 def not_recognised(log: Diagnosis) -> str:
     """Return a sentence about an input without a recognised line."""
+    if log.recording:
+        return f"{log.recording} has a recording of kvfix. Run: kvfix replay {log.recording}"
     if log.is_own:
         return "the lines of vLLM and LMCache in the input show neither requests nor failures"
     return "no line of vLLM, LMCache or a KV connector was recognised"

@@ -1,15 +1,10 @@
 """The signs of a problem in a log: a statement, an exception, a native crash or a stack. Match signs with lines."""
 
-from __future__ import annotations
-
 import re
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from kvfix_tools.diagnose.log_line import without_place
-
-if TYPE_CHECKING:
-    from kvfix_tools.diagnose.log_line import LogLine
+from kvfix_tools.diagnose.log_line import LogLine, without_place
 
 PLACE = re.compile(r"<(\w+)>")
 #: {form of a sign: number of innermost frames in which to search it; 0: all}

@@ -1,20 +1,28 @@
-"""The logging statements and assertion texts of the releases that the grammar reads: `statements.json`.
+"""The code of the releases: the statements that the grammar reads (`statements.json`), and the checks (`checks.json`).
 
-They give the level of a line, the releases that have a statement at a line number, and samples for tests.
-`make statements` writes the file (tools/maintain/statements.py).
+Statements give the level of a line, the releases that have a statement at a line number, and samples for tests. Checks
+are the exceptions, assertions and error logs of connectors. For a failure without a record, they give the condition
+under which the code fails, and the releases that have this code. `make statements` writes both files.
 """
 
 import json
 import re
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-#: {dist: its name for people}
+from kvfix_tools.diagnose import grammar
+from kvfix_tools.diagnose.log_line import LogLine, without_place
+
 NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
-FILE = Path(__file__).with_name("statements.json")
+FILE, CHECKS = (Path(__file__).with_name(name) for name in ("statements.json", "checks.json"))
 _CONVERSION = re.compile(r"%[-+ #0]*\d*(?:\.\d+)?[diouxXeEfFgGcrs]|%%")
 _PLACE = re.compile(rf"{_CONVERSION.pattern}|\{{\}}")
+#: Minimum number of letters in a text, without its values, to find the text in any function or line.
+_TELLS = 16
+_QUOTES, _VALUE = str.maketrans({'"': "'", " ": None, "\n": None}), "\0"
+_NO_ATTRIBUTE = re.compile(r"(?:' object|^module '[\w.]+') has no attribute '")
 
 
 class Statement(NamedTuple):
@@ -59,3 +67,132 @@ def releases_at(message: str, file: str, line: int) -> frozenset[str]:
     """Return the LMCache releases that have this statement at this line of this file."""
     rows = (row for row in known()["lmcache"] if row.message == message and row.file == file)
     return frozenset(release for row in rows for release, lines in row.lines.items() if line in lines)
+
+
+class Check(NamedTuple):
+    """kind: the exception class, `assert`, or "" for a logged error. text: the message, with a mark for each value.
+
+    condition: the asserted condition, or the `if` that leads to the exception.
+    """
+
+    kind: str
+    text: str
+    condition: str
+
+
+#: {(file below the package, function, check): releases}
+Table = dict[tuple[str, str, Check], set[str]]
+
+
+def table(data: dict[str, Any]) -> Table:
+    """Return the table of one distribution from the data in the file."""
+    releases = data["releases"]
+    return {
+        (file, function, Check(*row[:3])): {
+            release for first, last in zip(row[3::2], row[4::2], strict=True) for release in releases[first : last + 1]
+        }
+        for file, functions in data["files"].items()
+        for function, rows in functions.items()
+        for row in rows
+    }
+
+
+@lru_cache(maxsize=1)
+def checks() -> dict[str, tuple[list[str], Table]]:
+    """Return {distribution: (its releases, oldest first; its checks)}."""
+    return {dist: (data["releases"], table(data)) for dist, data in json.loads(CHECKS.read_text()).items()}
+
+
+def said_of(line: LogLine, release_of: Callable[[str], str | None]) -> str:
+    """Return the end of a sentence about the code that failed; "" if no release has this code."""
+    for dist, (releases, table) in checks().items():
+        found = [each for each in table if _shows(each, dist, line)]
+        # Code that was moved to another file counts as the same code.
+        alike = {_alike(place) for place in found}
+        having = {release for place, some in table.items() if _alike(place) in alike for release in some}
+        if len({function for _, function, _ in found}) == 1:
+            of_another = release_of(dist) in set(releases) - having
+            span = "" if of_another else _releases(NAMES[dist], releases, having)
+            return _condition({check for *_, check in found}) + span
+    return ""
+
+
+def _shows(place: tuple[str, str, Check], dist: str, line: LogLine) -> bool:
+    file, function, check = place
+    if line.name == "logged":
+        return not check.kind and _fits(check.text, without_place(line.body), tells=True)
+    fields = line.fields
+    if line.name != "raised" or fields["type"] != ("AssertionError" if check.kind == "assert" else check.kind or None):
+        return False
+    if not fields["frames"]:
+        # Python raises AttributeError with this text for any object.
+        return not _NO_ATTRIBUTE.search(fields["text"]) and _fits(check.text, fields["text"], tells=True)
+    path, _, within = fields["frames"][-1]
+    if within != function or not f"/{path}".endswith(f"/{dist}/{file}"):
+        return False
+    if check.text or fields["text"]:
+        return _fits(check.text, fields["text"])
+    source = fields["source"].translate(_QUOTES).removeprefix("assert")
+    return bool(source) and check.condition.translate(_QUOTES).startswith(source)
+
+
+def _fits(text: str, said: str, tells: bool = False) -> bool:
+    parts = sample(text, _VALUE).split(_VALUE)
+    if not text or (tells and max(map(len, parts)) < _TELLS) or max(parts, key=len) not in said:
+        return False
+    return re.match(".*?".join(map(re.escape, parts)), said, re.DOTALL) is not None
+
+
+def _alike(place: tuple[str, str, Check]) -> tuple[str, ...]:
+    _, function, check = place
+    return (check.kind, check.text) if check.text else (check.kind, check.condition, function)
+
+
+def _condition(checks: set[Check]) -> str:
+    conditions = {(check.kind == "assert", check.condition) for check in checks if check.condition and check.text}
+    if len(conditions) != 1:
+        return ""
+    (holds, condition), *_ = conditions
+    return f", because {'this must hold' if holds else 'this was true'}: `{condition}`"
+
+
+def _releases(name: str, releases: list[str], having: set[str]) -> str:
+    ordered = [each for each in releases if each in having]
+    first, last = ordered[0], ordered[-1]
+    span = f"in {first}" if first == last else f"from {first} to {last}"
+    if last == releases[-1]:
+        return f"; {name} has this code {span}, the newest known release, so an upgrade does not help"
+    after = releases[releases.index(last) + 1]
+    return f"; {name} has this code {span}, but not in {after}, which may still have the cause"
+
+
+@lru_cache(maxsize=1024)
+def whole_statement(body: bytes) -> str | None:
+    """Return the kind of line (grammar, or "logged") if this body is a whole statement of a release, else None."""
+    text = " ".join(body.decode("utf-8", "replace").split())
+    for name, longest, pattern in _statements():
+        if longest in text and pattern.fullmatch(text):
+            return name
+    return None
+
+
+@lru_cache(maxsize=1)
+def _statements() -> list[tuple[str, str, re.Pattern[str]]]:
+    """Return (kind of line, longest part without a value, pattern) of each statement of the releases."""
+    read = {message.name for message in grammar.MESSAGES if message.source in ("lmcache", "vllm")}
+    templates = [
+        (row.message, sample(row.template, _VALUE)) for rows in known().values() for row in rows if row.message in read
+    ]
+    templates += [
+        ("logged", sample(check.text, _VALUE))
+        for _, table in checks().values()
+        for *_, check in table
+        if not check.kind
+    ]
+    made = []
+    for name, template in dict.fromkeys(templates):
+        parts = " ".join(template.strip().partition("\n")[0].split()).split(_VALUE)
+        longest = max(parts, key=len)
+        if sum(map(len, parts)) >= _TELLS:
+            made.append((name, longest, re.compile(".{0,600}?".join(map(re.escape, parts)))))
+    return made

@@ -8,7 +8,7 @@ import enum
 import re
 from functools import cached_property, lru_cache
 
-from kvfix_tools.diagnose import checks, grammar, log_formats
+from kvfix_tools.diagnose import grammar, log_formats, statements
 from kvfix_tools.diagnose.grammar import FRAME
 from kvfix_tools.diagnose.log_line import ANSI, Fields, LogLine, without_colours
 from kvfix_tools.diagnose.tracebacks import Part, by_name
@@ -53,21 +53,8 @@ _RANKED, _LEVELLED = 128, 320
 _LEVELS = {b"W": "warning", b"E": "error", b"F": "critical", b"WARN": "warning", b"FATAL": "critical"}
 MILLISECONDS = {b"%03d" % number: number / 1000 for number in range(1000)}
 #: A process that died without an exception.
-_DIED = re.compile(
-    rb"(?P<what>Segmentation fault|Segfault encountered|SIGSEGV|SIGABRT|SIGBUS|Bus error|oom-kill|OOMKilled"
-    rb"|Out of memory: Killed process \d+|(?:^|\s)Killed\s*(?:process \d+|$)|terminate called"
-    rb"|exit code:? -(?:6|7|9|11)\b|symbol lookup error|Assertion [`'](?:[^\n]{1,300}' failed|index out of bounds)"
-    rb"|Libfabric EFA provider has encountered|with signal (?:6|7|9|11)\b|request to allocate mask for invalid number"
-    rb"|(?:^|= |\s)backtrace \(tid|Memory access fault by GPU|Illegal instruction"
-    rb"|Aborted\s*\(core dumped\)|(?:^|\s)Aborted\s*$"
-    rb"|(?:^|\s)thread '[^'\n]{1,60}' (?:\(\d+\) )?panicked at"
-    rb"|[cC]ode:?\s+137\b|double free or corruption|free\(\): invalid|malloc\(\): |corrupted (?:size vs|double-linked))"
-)
-_DEATHS = (
-    b"ault", b"illed", b"SIG", b"Bus error", b"terminate called", b"exit code", b"lookup error", b"Assertion",
-    b"llegal ins", b"Aborted", b"137", b"(): ", b"corrupt", b"backtrace (", b"panicked at", b"te mask", b"with signal ",
-    b"EFA provider",
-)  # fmt: skip
+_DIED = re.compile(f"(?P<what>{'|'.join(grammar.TABLES.died)})".encode())
+_DEATHS = tuple(word.encode() for word in grammar.TABLES.deaths)
 #: Failures that KVBM and Mooncake's master log at INFO.
 _BAD_AT_INFO = (b"Ping timed out", b"action=client_expired", b"action=unmount_expired_segment")
 #: Messages of an engine or a server that shuts down. Errors after these messages are not failures.
@@ -140,7 +127,7 @@ class Other:
         #: True if the line has a prefix of vLLM, or names its process.
         self.has_head = self._head is not None or bool(self.process)
         #: True if the line may be part of a dump of stacks.
-        self.of_stack = b"Thread " in self.body or b"Process " in self.body or self.body.startswith(b"#0 ")
+        self.of_stack = b"Thread " in self.body or b"Process " in self.body
 
     @cached_property
     def part(self) -> Part:
@@ -198,20 +185,17 @@ class Other:
             native = _OTHER.search(self._text[:_LEVELLED])
             logger = "vllm" if head else "" if native is None or native["level"] else NATIVE
             return "logged", {"level": self.level, "logger": logger, "place": self.place}
-        if whole and checks.whole_statement(body) == "logged":
+        if whole and statements.whole_statement(body) == "logged":
             return "logged", {"level": "error", "logger": "bare", "place": ""}
         return None
 
     def _is_whole(self, message: grammar.Message) -> bool:
         """Return True if the line is exactly this message, or a message that no logger writes."""
-        return message.name in _NO_STATEMENTS or checks.whole_statement(self.body) == message.name
+        return message.name in _NO_STATEMENTS or statements.whole_statement(self.body) == message.name
 
 
 def parsed(line: bytes, headless: Headless) -> tuple[Other, bytes]:
-    """Return the parse of a line, and the time in vLLM's prefix (`12-03 01:24:36`), or b"" if none was found there.
-
-    Lines that differ in this time only are parsed once.
-    """
+    """Return the parse of a line, and the time in vLLM's prefix or b"". Lines that differ in it are parsed once."""
     at = line.find(b" [")
     stamp = line[at - 14 : at]
     if at > 14 and line[at - 15 : at].translate(None, _DIGITS) == b" - ::":

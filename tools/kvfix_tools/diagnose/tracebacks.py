@@ -1,23 +1,17 @@
 """Assemble tracebacks from the lines of one process: frames, source, and each exception of a chain.
 
-The stacks of faulthandler, for a process that dies of a signal, are included. So are dumps of `py-spy dump` or gdb,
-which print the innermost frame first.
+The stacks of faulthandler, for a process that dies of a signal, are included. So are dumps of `py-spy dump`, which
+print the innermost frame first.
 """
-
-from __future__ import annotations
 
 import re
 from collections import deque
+from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from kvfix_tools.diagnose import grammar
 from kvfix_tools.diagnose.log_formats import shape
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kvfix_tools.diagnose.log_line import Fields
+from kvfix_tools.diagnose.log_line import Fields
 
 Frame = tuple[str, int, str]
 
@@ -30,21 +24,7 @@ _BY_NAME = re.compile(
     rb"(?:Error|Exception|Interrupt|Exit|Timeout|Empty|Full|StopIteration))"
     rb"(?: ?: (?P<text>.*))?\s*$"
 )
-#: (class, its message without the class): of pydantic, in the line after `ValidationError: 1 validation error for
-#: VllmConfig`; of the library loader, CUDA, PyTorch and Python, as pasted.
-_BARE = (
-    ("ValueError", re.compile(rb"\s*Value error, (.*?)(?: \[type=.*)?$")),
-    ("AssertionError", re.compile(rb"\s*Assertion failed, (.*?) \[type=")),
-    ("ValueError", re.compile(rb"\s+([A-Z].*?) \[type=\w+, input_value=")),
-    ("ImportError", re.compile(
-        rb"\s*(\S+\.so[\w.]*: (?:undefined symbol: |cannot open shared object file|version [`'].* not found).*"
-        rb"|cannot import name '\w+' from '[\w.]+'.*)$"
-    )),
-    ("AttributeError", re.compile(rb"\s*('[\w.]+' object has no attribute '\w+')$")),
-    ("RuntimeError", re.compile(
-        rb"\s*(?:what\(\): +(?=\S)|(?=(?:CUDA|HIP) error: |Cannot access data pointer of Tensor ))(.*)$"
-    )),
-)  # fmt: skip
+_BARE = tuple((kind, re.compile(pattern.encode())) for kind, pattern in grammar.TABLES.bare)
 _HEADER = re.compile(rb"Traceback \(most recent call last\):?")
 _GROUP = re.compile(rb"^\s*(?:\| |\+-\+?|\+ )(?:-+ [\d.]+ -+)? ?")
 _LINKS = (b"The above exception was the direct cause", b"During handling of the above exception")
@@ -231,16 +211,6 @@ _THREAD = re.compile(
     rb'^\s*Thread (?:0x)?[0-9A-Fa-f]+ \((?P<state>idle|active|active\+gil)\)(?:: "(?P<name>[^"\n]*)")?'
 )
 _STACK_FRAME = re.compile(rb"^\s+(?P<function>[^\s(]+) +\((?P<file>[^()\n]+?)(?::(?P<line>\d{1,9}))?\)\s*$")
-#: gdb prints `Thread 12 (Thread 0x7f.. (LWP 77) "name"):`, `#1  0x00.. in name (x=7) from lib.so`, or `at file.c:7`.
-_GDB_THREAD = re.compile(
-    rb'^Thread \d+ \((?:Thread 0x[0-9a-f]+ \()?LWP (?P<lwp>\d+)\)?(?: "(?P<name>[^"\n]{0,80})")?\)?'
-)
-_GDB_FRAME = re.compile(
-    rb"^\s*#\d+ +(?:0x[0-9a-f]+ in )?(?P<function>[^\s(]+)[^\n]*?(?: at (?P<file>[^\s:]+):(?P<line>\d{1,9})"
-    rb"| from (?P<library>\S+))?\s*$"
-)
-#: State of a thread with native frames of gdb.
-NATIVE = "native"
 #: Maximum number of frames to keep of a thread, the innermost ones.
 _STACK_FRAMES = 64
 
@@ -256,32 +226,21 @@ class Stacks:
 
     def take(self, text: bytes) -> tuple[bool, Fields | None]:
         """Take a line. Return (True if it is part of a dump, the thread that ends before it or None)."""
-        head = _THREAD.match(text) or _GDB_THREAD.match(text)
-        native = self.open is not None and self.open[1] == NATIVE
-        is_first = text.startswith(b"#0 ") and (not native or self._frames) and _GDB_FRAME.match(text) is not None
-        process = _STACK_PROCESS.match(text)
-        if head is None and process is None and not is_first:
-            return (True, None) if self._frame(text) else (False, self.end())
+        thread, process = _THREAD.match(text), _STACK_PROCESS.match(text)
+        if thread is None and process is None:
+            frame = _STACK_FRAME.match(text) if self.open is not None else None
+            if frame is None:
+                return False, self.end()
+            if len(self._frames) < _STACK_FRAMES:
+                place = _decoded(frame["file"]), int(frame["line"] or 0), _decoded(frame["function"])
+                self._frames.append(place)
+            return True, None
         ended = self.end()
         if process is not None:
             self._process = f"{_decoded(process['name']).split(' ')[0] or 'process'} pid={_decoded(process['pid'])}"
-            return True, ended
-        known = head.groupdict() if head is not None else {}
-        self.open = _decoded(known.get("name") or b""), _decoded(known.get("state") or NATIVE.encode())
-        if is_first:
-            self._frame(text)
+        elif thread is not None:
+            self.open = _decoded(thread["name"] or b""), _decoded(thread["state"])
         return True, ended
-
-    def _frame(self, text: bytes) -> bool:
-        """Return True if the line is a frame of the thread, and keep it unless there are too many."""
-        form = _GDB_FRAME if self.open is not None and self.open[1] == NATIVE else _STACK_FRAME
-        frame = form.match(text) if self.open is not None else None
-        if frame is None:
-            return False
-        if len(self._frames) < _STACK_FRAMES:
-            file = frame["file"] or (frame.groupdict().get("library") or b"")
-            self._frames.append((_decoded(file), int(frame["line"] or 0), _decoded(frame["function"])))
-        return True
 
     def end(self) -> Fields | None:
         """Return the fields of the thread whose frames were read, and reset.

@@ -121,7 +121,7 @@ def _applied(fix: Fix) -> str:
 
 def of_problem(problem: problems.Problem) -> str:
     fixes = catalogue.handling(problem.code, problem.message)
-    cause = problem.cause + ("" if problem.sure else " The line alone does not prove it.")
+    cause = problem.why + ("" if problem.certain else " The line alone does not prove it.")
     if not cause and fixes:
         cause = f"{prose(fixes[0].section('Cause'))}\n\n({link(fixes[0].code)})"
     rows = [(link(each.code), f"{each.slug}: {each.title}", wrong_in(each)) for each in fixes]
@@ -131,8 +131,8 @@ def of_problem(problem: problems.Problem) -> str:
         "Cause": cause,
         "Fixed by": apply if fixes else "",
         "What to do first": problem.first,
-        "Do now": problem.now,
-        "For good": problem.for_good,
+        "Do now": problem.do,
+        "For good": problem.permanent,
         "Normal": problem.normal,
         "Reports": "".join(f"- <{thread}>\n" for thread in problem.threads),
     }

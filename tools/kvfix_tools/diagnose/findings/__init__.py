@@ -1,24 +1,18 @@
 """The functions that decide problems by the numbers in lines, one for a record of knowledge/rules.toml.
 
-    @finding
-    def waits_for_load(log, line): ...
-
-The record `[waits-for-load]` has the texts. Its `on` has the kinds of lines and of texts of exceptions (grammar) for
-which the function is called. "" is the end of the log. A function returns None, or an `Answer` with a sentence about
-this case in numbers. `@decides` is for a function that decides several records.
+`@finding def waits_for_load(log, line)` decides `[waits-for-load]`, which has the texts. Its `on` has the kinds of
+lines and of texts of exceptions for which the function is called; "" is the end of the log. A function returns None, or
+an `Answer` with a sentence about this case in numbers. `@decides` is for a function that decides several records.
 """
-
-from __future__ import annotations
 
 import enum
 import pkgutil
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-if TYPE_CHECKING:
-    from kvfix_tools.diagnose.log_line import LogLine
+from kvfix_tools.diagnose.log_line import LogLine
 
 
 class Severity(enum.Enum):

@@ -1,14 +1,8 @@
 """Findings about EngineCore or a worker that died in a connector hook, by the text and traceback of its exception."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
+from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.findings import Answer, Answers, decides, finding
-
-if TYPE_CHECKING:
-    from kvfix_tools.diagnose.diagnosis import Diagnosis
-    from kvfix_tools.diagnose.log_line import LogLine
+from kvfix_tools.diagnose.log_line import LogLine
 
 #: Message of `assert len(slot_mapping) == len(token_ids)` in some builds of LMCache.
 _DESYNC = "Slot mapping and token IDs length mismatch"
@@ -95,17 +89,6 @@ def abort_asserts_engine(log: Diagnosis, line: LogLine) -> Answer | None:
     return None
 
 
-@decides("transfer-of-unknown-request", "load-not-granted")
-def transfer_asserts(log: Diagnosis, line: LogLine) -> Answers:
-    if _asserts(line, "assert req_id in self.requests", "_update_from_kv_xfer_finished"):
-        policy = ": kv_load_failure_policy `fail` ended it, `recompute` keeps it" if log.counts["kv_failing"] else ""
-        sentence = f"the connector reported a transfer of a request that vLLM had already freed{policy}"
-        yield "transfer-of-unknown-request", Answer(sentence, "")
-    is_lmcache = any(name.startswith(("LMCache", "Multi")) for name in log.who.connectors)  # KVD659: others
-    if is_lmcache and _asserts(line, "assert RequestStatus.is_finished(req.status)"):
-        yield "load-not-granted", Answer("LMCache reported a load of a request that does not wait for a load", "")
-
-
 @decides("failed-load-keeps-tokens", "context-parallel-in-process")
 def store_asserts(log: Diagnosis, line: LogLine) -> Answers:
     keeps_tokens, context_parallel = "failed-load-keeps-tokens", "context-parallel-in-process"
@@ -122,24 +105,6 @@ def store_asserts(log: Diagnosis, line: LogLine) -> Answers:
             failed = log.counts["load_failed"] + log.counts["short"]
             sentence = f"a store has more token ids than slots; {failed} earlier lines report failed loads"
             yield keeps_tokens, Answer(sentence, "", sure=bool(failed))
-
-
-@finding
-def prompt_embeds(log: Diagnosis, line: LogLine) -> Answer | None:
-    fields = line.fields
-    if fields["type"] != "TypeError" or "NoneType" not in fields["text"] or "len()" not in fields["text"]:
-        return None
-    in_adapter = any("lmcache" in file and name == "from_new_request" for file, _, name in fields["frames"][-2:])
-    return Answer("the connector got a request without token ids", "") if in_adapter else None
-
-
-@finding
-def lookup_given_up_asked_again(log: Diagnosis, line: LogLine) -> Answer | None:
-    fields = line.fields
-    if fields["type"] != "KeyError" or not any("async_lookup" in frame[0] for frame in fields["frames"][-3:]):
-        return None
-    request = fields["text"].strip("'\"")
-    return Answer(f"{log.counts['lookup_given_up']} lookups timed out before the crash", request)
 
 
 @finding

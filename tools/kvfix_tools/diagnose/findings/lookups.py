@@ -1,18 +1,13 @@
 """Counts and settings of all lookups and stores of a log, and findings about lookups without a hit."""
 
-from __future__ import annotations
-
 import re
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
+from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.findings import Answer, Answers, decides, finding, note
+from kvfix_tools.diagnose.log_line import LogLine
 
-if TYPE_CHECKING:
-    from kvfix_tools.diagnose.diagnosis import Diagnosis
-    from kvfix_tools.diagnose.log_line import LogLine
-
-#: Minimum number of requests with a lookup for a finding; maximum number of requests, and of engines, to remember.
+#: Minimum number of requests with a lookup for a finding; maximum numbers of requests and engines to remember.
 ENOUGH, _REQUESTS, _ENGINES = 10, 20_000, 64
 #: Defaults of `chunk_size` and of `max_local_cpu_size` in GB, in every release.
 CHUNK, _CPU_SIZE = 256, 5.0
@@ -34,7 +29,6 @@ class Lookups:
         self.longest = 0
         #: Longest hit in vLLM's own prefix cache.
         self.local = 0
-        #: True if any lookup had a hit.
         self.hit = False
         self.loads = self.below = self.most = self.least = 0
         self.stored = 0

@@ -1,16 +1,11 @@
 """Findings about the LMCache server, from its own log and from the logs of its clients."""
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING
 
 from kvfix_tools.diagnose import problems
+from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.findings import Answer, Answers, decides, finding
-
-if TYPE_CHECKING:
-    from kvfix_tools.diagnose.diagnosis import Diagnosis
-    from kvfix_tools.diagnose.log_line import LogLine
+from kvfix_tools.diagnose.log_line import LogLine
 
 #: First line of the server about a failed handler, and the maximum number of lines until its traceback.
 _HANDLER = re.compile(
@@ -25,13 +20,6 @@ class Server:
     """handler: the line that announces the traceback of a handler."""
 
     handler: LogLine | None = None
-
-
-@finding
-def server_silent_at_start(log: Diagnosis, line: LogLine) -> Answer | None:
-    server = line.fields.get("server")
-    what = f"no server at {server}" if server else f"no answer to {line.fields.get('operation', 'a request')}"
-    return Answer(f"{what}: {line.fields['text'][:160]}", "")
 
 
 @finding

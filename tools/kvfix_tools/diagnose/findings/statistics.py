@@ -1,17 +1,11 @@
 """Findings from vLLM's statistics: an engine that stands still, external hit rates, slow transfers."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
-from typing import TYPE_CHECKING
 
+from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.findings import FUNCTIONS, Answer, Answers, decides, finding, note
-
-if TYPE_CHECKING:
-    from kvfix_tools.diagnose.diagnosis import Diagnosis
-    from kvfix_tools.diagnose.log_line import Fields, LogLine
-
+from kvfix_tools.diagnose.log_line import Fields, LogLine
 
 #: A finding needs this many intervals of vLLM's statistics (10 seconds each) with requests but without a token.
 IDLE = 3

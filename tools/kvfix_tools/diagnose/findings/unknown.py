@@ -3,20 +3,14 @@
 A failure is unknown, a start does not end, or requests are answered with 500.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from kvfix_tools.diagnose import checks, problems
+from kvfix_tools.diagnose import problems, statements
+from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.failures import hook, is_cut, is_of_engine, owner
 from kvfix_tools.diagnose.findings import Answer, Answers, Severity, decides, finding
 from kvfix_tools.diagnose.findings.lookups import lookups_of
 from kvfix_tools.diagnose.findings.server import Server
-
-if TYPE_CHECKING:
-    from kvfix_tools.diagnose.diagnosis import Diagnosis
-    from kvfix_tools.diagnose.log_line import LogLine
-    from kvfix_tools.diagnose.problems import Problem
+from kvfix_tools.diagnose.log_line import LogLine
+from kvfix_tools.diagnose.problems import Problem
 
 #: Kinds of lines of an engine that has started.
 _STARTED = ("up", "engine_up", "stats", "asked", "stored", "moved", "answered_500", "closing", "recorded")
@@ -73,7 +67,7 @@ def _of_error(log: Diagnosis, first: LogLine) -> tuple[Problem | None, Answer]:
     return general, Answer(
         _sentence(log, first),
         request=str(first.fields.get("request", "")),
-        sure=general is None or general.sure,
+        sure=general is None or general.certain,
         evidence=_evidence(log, first),
         note=not _is_fatal(log, first),
     )
@@ -132,7 +126,7 @@ def _of_the_end(log: Diagnosis) -> tuple[Problem | None, Answer | None]:
 
 def _sentence(log: Diagnosis, line: LogLine) -> str:
     """Return a sentence with the error, the package of its code, and a note from the releases' code."""
-    return _what(log, line) + checks.said_of(line, log.releases)
+    return _what(log, line) + statements.said_of(line, log.releases.one)
 
 
 def _what(log: Diagnosis, line: LogLine) -> str:

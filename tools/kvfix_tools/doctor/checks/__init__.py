@@ -66,7 +66,7 @@ def unchecked(what: str, do: str = "") -> Line:
 
 def remedy(code: str) -> str:
     """Return what kvfix-diagnose says to do if a log shows the problem with this code."""
-    return next(f"{each.now}; kvfix explain {code}" for each in known_problems.catalogue() if each.code == code)
+    return next(f"{each.do}; kvfix explain {code}" for each in known_problems.catalogue() if each.code == code)
 
 
 #: The modules, in the order of the report. Checks on which the others depend come first.
