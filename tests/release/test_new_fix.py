@@ -9,24 +9,17 @@ from tests.conftest import ROOT, Fresh, release
 
 FIX = '''"""A hit is promised twice.
 
-## Symptom
-`Planted in a test`.
+Symptom: `Planted in a test`.
 
-## Cause
-None.
+Cause: None.
 
-## Fix
-None.
+Fix: None.
 
 - Releases: LMCache 0.3.10.
-- Upstream: None.
 - Remove when: Never.
 """
 
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
-from kvfix.fixes.targets import LMCACHE_V1
-from kvfix.wrapping import after
+from kvfix.fixes.api import LMCACHE_V1, Fix, after, stubs
 
 
 def fix(adapter):

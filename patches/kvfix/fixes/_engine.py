@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from kvfix.wrapping import View
+from kvfix.fixes.api import View
 
 
 def fetched(engine: Any, lookup_id: Any) -> list[Any]:

@@ -6,10 +6,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from kvfix import engine_log
 from kvfix.fixes import _closed
-from kvfix.fixes.api import Fixing, Steps, fix_around
-from kvfix.wrapping import replaced
+from kvfix.fixes.api import Fixing, Steps, engine_log, fix_around, replaced
 
 #: (keyword arguments of the call, metadata of the request). It adds keyword arguments.
 Add = Callable[[dict[str, Any], Any], None]

@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.fixes import stubs
-from kvfix.fixes.targets import LMCACHE_MP, VLLM_MP
+from kvfix.fixes.api import LMCACHE_MP, VLLM_MP, stubs
 
 
 def tokens(tracker: Any, name: str, block_size: int = 16) -> int:

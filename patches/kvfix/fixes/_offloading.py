@@ -4,10 +4,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from kvfix import engine_log
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fixing, fix_after
-from kvfix.wrapping import GO_ON, View, replaced
+from kvfix.fixes.api import GO_ON, Fixing, View, engine_log, fix_after, replaced, stubs
 
 
 @contextmanager

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from kvfix.fixes import _closed, stubs
-from kvfix.fixes.api import Fixing, fix_after, fix_before
+from kvfix.fixes import _closed
+from kvfix.fixes.api import Fixing, fix_after, fix_before, stubs
 
 
 def store_nothing(impl: Any, request: Any) -> None:

@@ -1,8 +1,8 @@
 """A fix: the record of one bug.
 
 A fix is one file in a folder of `fixes/`. The name of the file has code and slug. The docstring describes the bug in
-fixed sections. `FIX` has the fixed functions, the broken releases, a probe that shows the bug on the installed
-function, and all other facts. Every list of kvfix is a query over these records.
+fixed sections: `Symptom: EngineCore dies ...`. `FIX` has the fixed functions, the broken releases, a probe that shows
+the bug on the installed function, and all other facts. Every list of kvfix is a query over these records.
 """
 
 import functools
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
+from kvfix import applicability
 from kvfix.fixes import code_and_slug, stubs
 
 Function = Callable[..., Any]
@@ -20,14 +21,17 @@ Wrapper = Callable[[Function], Function]
 Probe = Callable[[Function, ModuleType], bool]
 Fixing = Callable[[ModuleType], Wrapper]
 
-#: Sections of a fix's docstring, in this order. `Fix.section` and the documentation read them.
+#: Sections of a fix's docstring, in this order: paragraphs that begin with the name. `Fix.doc` has them as headings.
 SECTIONS = ("Symptom", "Cause", "Fix")
 #: Sections for a bug that cannot be fixed from outside.
 SECTIONS_UNFIXABLE = ("Symptom", "Cause", "Workaround")
 #: An opt-in fix has this section too: what happens while only some of the engines have the fix.
 MIXED_ROLL_OUT = "Mixed roll-out"
-#: The list at the end of the docstring, in this order.
+#: The list at the end of the docstring, in this order. The docstring leaves out a fact that the record can tell.
 FACTS = ("Releases", "Upstream", "Remove when")
+_SECTION = re.compile(rf"^({'|'.join((*SECTIONS, 'Workaround', MIXED_ROLL_OUT))}):\s", re.MULTILINE)
+_FACT = re.compile(rf"^- ({'|'.join(FACTS)}): ", re.MULTILINE)
+_NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
 _END = re.compile(rf"^(?:## |- (?:{'|'.join(FACTS)}): )", re.MULTILINE)
 
 #: The requests for which `kvfix attach` applies a fix to a running engine. Most fixes apply to all requests. A fix that
@@ -113,7 +117,7 @@ EFFECTS = ("wrong output", "crash", "hang", "leak", "lost hits")
 class Fix:
     """The record of a bug: `FIX = Fix(__name__, targets=(...), ...)`.
 
-    doc: the docstring of the module, if it is not given.
+    docstring: of the module, if it is not given.
     effect: what the bug does to the user, one of EFFECTS. A bug with several effects has the worst of them.
     evidence: {code of a rule or finding (KVR, KVD): regular expression for its message}. A match points to this bug.
     scenarios: slugs of the scenarios that show the bug in the lab. The default is the slug of the fix. If no scenario
@@ -132,7 +136,7 @@ class Fix:
     """
 
     module_name: str
-    doc: str | None = None
+    docstring: str | None = None
     targets: tuple[Target, ...] = ()
     effect: str = field(kw_only=True)
     evidence: Mapping[str, str] = field(default_factory=dict, kw_only=True)
@@ -147,8 +151,8 @@ class Fix:
     harmless: Callable[[], str] = field(default=str, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.doc is None:
-            object.__setattr__(self, "doc", sys.modules[self.module_name].__doc__)
+        if self.docstring is None:
+            object.__setattr__(self, "docstring", sys.modules[self.module_name].__doc__)
         if self.fixable and not self.scenarios and not self.proof:
             object.__setattr__(self, "scenarios", (self.slug,))
         if not self.on_fault:
@@ -186,10 +190,35 @@ class Fix:
 
     @property
     def title(self) -> str:
-        return (self.doc or "").strip().partition("\n")[0]
+        return (self.docstring or "").strip().partition("\n")[0]
+
+    @functools.cached_property
+    def doc(self) -> str:
+        """The docstring in markdown, with all facts."""
+        text, *facts = _FACT.split(_SECTION.sub(r"## \1\n", self.docstring or ""))
+        given = dict(zip(facts[::2], facts[1::2], strict=True))
+        listed = (f"- {name}: {given.get(name, '').strip() or self._known(name)}" for name in FACTS)
+        return "\n".join([text.strip(), "", *listed])
+
+    def _known(self, fact: str) -> str:
+        """Return a fact that the docstring leaves out. A record knows the first and the last release with the bug."""
+        from packaging.version import Version
+
+        if fact == "Upstream":
+            private = " in public: the bug is a security problem (SECURITY.md)"
+            return f"None known{private if self.no_patch is PRIVATE else ''}."
+        wrong: dict[str, set[str]] = {}
+        for target in self.targets:
+            if not target.helper:
+                wrong.setdefault(target.copy or _NAMES[target.dist], set()).update(applicability.wrong_releases(target))
+        known = [(name, sorted(releases, key=Version)) for name, releases in wrong.items()]
+        if fact == "Releases":
+            spans = (f"{name} {' to '.join(dict.fromkeys(found[:1] + found[-1:]))}" for name, found in known)
+            return f"{'; '.join(spans)}."
+        return f"{' and '.join(f'{name} {found[-1]}' for name, found in known)} is no longer in use."
 
     def section(self, name: str) -> str:
         """Text under `## name` of the docstring, or of `- name:` in the list at its end; "" if there is none."""
-        _, found, rest = (self.doc or "").partition(f"\n- {name}: " if name in FACTS else f"\n## {name}\n")
+        _, found, rest = self.doc.partition(f"\n- {name}: " if name in FACTS else f"\n## {name}\n")
         text = _END.split(rest, maxsplit=1)[0].strip() if found else ""
         return " ".join(text.split()) if name in FACTS else text

@@ -1,7 +1,6 @@
 """EngineCore dies when a preempted request resumes: LMCache expects its whole hit, and vLLM took fewer or more tokens.
 
-## Symptom
-EngineCore dies in `build_connector_meta` when a preempted request is resumed. The error is one of these:
+Symptom: EngineCore dies in `build_connector_meta` when a preempted request is resumed. The error is one of these:
 - `AssertionError: Preempted request ... has num_computed_tokens 800 but expected 1024 (full_hit_adj=False)`
 - `... but max(lmcache_cached_tokens, vllm_cached_tokens) = 1024`, or `... but lmcache_cached_tokens 512`
 - `AssertionError: Request ... is preempted but was not given a load spec`
@@ -9,19 +8,16 @@ EngineCore dies in `build_connector_meta` when a preempted request is resumed. T
 LMCache 0.3.10 does not raise. But it then stores chunks for a token list that lacks some tokens in the middle. No
 request ever hits these chunks.
 
-## Cause
-The LoadSpec holds the number of tokens that LMCache has. On a resume the connector asserts that vLLM took exactly this
-number. vLLM took another number in five cases. First, the connector itself promised less (`min_retrieve_tokens`).
-Second, vLLM took nothing (prompt_logprobs, or another connector of a MultiConnector). Third, vLLM has more cached
-tokens than LMCache (up to 0.3.10.post2). Fourth, vLLM recomputes the last token of a full hit (up to 0.4.2). Fifth,
-there is no LoadSpec (a role or a client that does not look up).
+Cause: The LoadSpec holds the number of tokens that LMCache has. On a resume the connector asserts that vLLM took
+exactly this number. vLLM took another number in five cases. First, the connector itself promised less
+(`min_retrieve_tokens`). Second, vLLM took nothing (prompt_logprobs, or another connector of a MultiConnector). Third,
+vLLM has more cached tokens than LMCache (up to 0.3.10.post2). Fourth, vLLM recomputes the last token of a full hit (up
+to 0.4.2). Fifth, there is no LoadSpec (a role or a client that does not look up).
 
-## Fix
-The fix takes vLLM's count of computed tokens. If a resumed request loads nothing, the LoadSpec holds vLLM's count while
-the hook runs. Afterwards it holds the hit again. A granted load is not changed, except for the last token of a full
-hit.
+Fix: The fix takes vLLM's count of computed tokens. If a resumed request loads nothing, the LoadSpec holds vLLM's count
+while the hook runs. Afterwards it holds the hit again. A granted load is not changed, except for the last token of a
+full hit.
 
-- Releases: LMCache 0.3.10 to 0.5.6.
 - Upstream: None known for the causes in current releases; https://github.com/LMCache/LMCache/pull/2243 for 0.3.10.post1
   and post2.
 - Remove when: LMCache uses `request.num_computed_tokens` and no longer asserts its value.
@@ -30,10 +26,7 @@ hit.
 from typing import Any
 
 from kvfix import scheduling
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, Steps, Wrapper, note
-from kvfix.fixes.targets import LMCACHE_V1
-from kvfix.wrapping import around
+from kvfix.fixes.api import LMCACHE_V1, Fix, Steps, Wrapper, around, note, stubs
 
 
 def fix(adapter: Any) -> Wrapper:

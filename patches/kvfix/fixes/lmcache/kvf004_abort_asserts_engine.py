@@ -1,28 +1,21 @@
 """EngineCore dies at the first aborted request: LMCache asserts a cache engine, which the scheduler role does not have.
 
-## Symptom
-A bare `AssertionError` at `assert self.lmcache_engine is not None` in `request_finished`
+Symptom: A bare `AssertionError` at `assert self.lmcache_engine is not None` in `request_finished`
 (vllm_v1_adapter.py:1779 in 0.4.5), and EngineCore dies, when a request is aborted.
 
-## Cause
-The hook needs the cache engine, because it reports the abort to the storage. Only the workers have a cache engine. The
-scheduler role has none, unless `enable_scheduler_bypass_lookup` is set.
+Cause: The hook needs the cache engine, because it reports the abort to the storage. Only the workers have a cache
+engine. The scheduler role has none, unless `enable_scheduler_bypass_lookup` is set.
 
-## Fix
-Without a cache engine, the hook handles an abort like any other end of a request, and still cancels a lookup in flight.
+Fix: Without a cache engine, the hook handles an abort like any other end of a request, and still cancels a lookup in
+flight.
 
-- Releases: LMCache 0.4.5 to 0.5.0.
 - Upstream: https://github.com/LMCache/LMCache/issues/3337, https://github.com/LMCache/LMCache/pull/3340; fixed in
   0.5.1.
-- Remove when: LMCache 0.4.5 to 0.5.0 are no longer in use.
 """
 
 from typing import Any
 
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, Steps, Wrapper
-from kvfix.fixes.targets import LMCACHE_V1
-from kvfix.wrapping import View, around
+from kvfix.fixes.api import LMCACHE_V1, Fix, Steps, View, Wrapper, around, stubs
 
 
 def fix(adapter: Any) -> Wrapper:

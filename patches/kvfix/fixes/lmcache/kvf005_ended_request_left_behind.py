@@ -1,22 +1,19 @@
 """LMCache leaks the LoadSpec, hit, priority and pins of a request that ends before it is admitted.
 
-## Symptom
-Nothing is logged at first. `load_specs` and `_requests_priority` grow. The pinned chunks cannot be evicted. After 300
-seconds LMCache logs `Pin timeout detected for MemoryObj ...`. A later request with the same id gets the hit of the
-ended request. LMCache then logs `Num retrieved tokens: 0, num expected tokens: ...`.
+Symptom: Nothing is logged at first. `load_specs` and `_requests_priority` grow. The pinned chunks cannot be evicted.
+After 300 seconds LMCache logs `Pin timeout detected for MemoryObj ...`. A later request with the same id gets the hit
+of the ended request. LMCache then logs `Num retrieved tokens: 0, num expected tokens: ...`.
 
-## Cause
-A lookup pins the chunks that it finds and keeps the hit until the request is admitted. If the client disconnects before
-the request is admitted, the pins and the hit leak. `request_finished` releases neither of them. The workers release
-pins only for requests that are in a step's metadata. With asynchronous loading, the chunks that LMCache has fetched can
-leak too. This happens if the request is aborted while another connector of a MultiConnector loads for it.
+Cause: A lookup pins the chunks that it finds and keeps the hit until the request is admitted. If the client disconnects
+before the request is admitted, the pins and the hit leak. `request_finished` releases neither of them. The workers
+release pins only for requests that are in a step's metadata. With asynchronous loading, the chunks that LMCache has
+fetched can leak too. This happens if the request is aborted while another connector of a MultiConnector loads for it.
 
 LMCache removes the priority and the decoder (`disagg_spec`) of new requests only. Those of a resumed request leak.
 
-## Fix
-When a request ends, the scheduler role drops its LoadSpec, priority, decoder and hit, and the workers release its pins.
+Fix: When a request ends, the scheduler role drops its LoadSpec, priority, decoder and hit, and the workers release its
+pins.
 
-- Releases: LMCache 0.3.9 to 0.5.6.
 - Upstream: https://github.com/LMCache/LMCache/pull/4512 is open (pins only).
 - Remove when: `request_finished` takes the request out of `load_specs`, `_requests_priority`, `tmp_disagg_tracker` and
   the lookup client, and `get_finished` unpins.
@@ -24,10 +21,7 @@ When a request ends, the scheduler role drops its LoadSpec, priority, decoder an
 
 from typing import Any
 
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, Wrapper, fix_after, note
-from kvfix.fixes.targets import LMCACHE_V1
-from kvfix.wrapping import after
+from kvfix.fixes.api import LMCACHE_V1, Fix, Wrapper, after, fix_after, note, stubs
 
 
 def fix_scheduler(adapter: Any) -> Wrapper:

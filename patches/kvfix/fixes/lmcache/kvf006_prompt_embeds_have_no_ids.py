@@ -1,18 +1,14 @@
 """EngineCore dies at the first prompt given as embeddings: LMCache counts token ids, and the request has none.
 
-## Symptom
-EngineCore dies with `TypeError: object of type 'NoneType' has no len()` in `RequestTracker.from_new_request`.
+Symptom: EngineCore dies with `TypeError: object of type 'NoneType' has no len()` in `RequestTracker.from_new_request`.
 
-## Cause
-The tracker counts and copies `prompt_token_ids`, which is None for a request with embeddings (0.5.6
+Cause: The tracker counts and copies `prompt_token_ids`, which is None for a request with embeddings (0.5.6
 vllm_v1_adapter.py:190). The lookup uses `all_token_ids`, which vLLM fills with zeros (vllm/v1/request.py 0.32.0:148).
 So all embedding prompts of the same length would share their KV.
 
-## Fix
-LMCache has no key for embeddings. So the fix stops LMCache from looking up, loading or storing the request.
+Fix: LMCache has no key for embeddings. So the fix stops LMCache from looking up, loading or storing the request.
 `build_connector_meta` gets a copy of the request that has the id 0 for each token.
 
-- Releases: LMCache 0.3.9 to 0.5.6.
 - Upstream: https://github.com/vllm-project/vllm/issues/42119
 - Remove when: LMCache skips such requests, or includes embeddings in its keys.
 """
@@ -20,10 +16,8 @@ LMCache has no key for embeddings. So the fix stops LMCache from looking up, loa
 import copy
 from typing import Any
 
-from kvfix.fixes import _closed, stubs
-from kvfix.fixes.api import Fix, Steps, Wrapper, fix_around
-from kvfix.fixes.targets import LMCACHE_V1
-from kvfix.wrapping import after, around, instead
+from kvfix.fixes import _closed
+from kvfix.fixes.api import LMCACHE_V1, Fix, Steps, Wrapper, after, around, fix_around, instead, stubs
 
 
 @fix_around(when=lambda impl, request, *_, **__: request.prompt_embeds is not None, on_fault=_closed.no_hit)

@@ -1,17 +1,14 @@
 """Later requests return wrong text: after a failed load, LMCache stores the KV that the step computed on top of it.
 
-## Symptom
-Only `Request ... failed to load ... tokens across ... blocks` is logged. Later, other requests that begin with the same
-prompt return wrong text.
+Symptom: Only `Request ... failed to load ... tokens across ... blocks` is logged. Later, other requests that begin with
+the same prompt return wrong text.
 
-## Cause
-After a failed load vLLM drops the output of the step, which has run on KV that was not loaded. `wait_for_save` stores
-the result in the same step, and does not check the failed blocks (0.5.6 vllm_v1_adapter.py:1104-1259). With
+Cause: After a failed load vLLM drops the output of the step, which has run on KV that was not loaded. `wait_for_save`
+stores the result in the same step, and does not check the failed blocks (0.5.6 vllm_v1_adapter.py:1104-1259). With
 kv_load_failure_policy "recompute" the right KV comes one step later, but the cache keeps the wrong chunks.
 
-## Fix
-The worker does not save a request that has a failed block in that step. With asynchronous scheduling the worker does
-not save the request in the next step either, because vLLM schedules that step before it knows of the failure. With
+Fix: The worker does not save a request that has a failed block in that step. With asynchronous scheduling the worker
+does not save the request in the next step either, because vLLM schedules that step before it knows of the failure. With
 speculative decoding vLLM asks for the failed blocks before the step is saved (gpu_model_runner.py 0.32.0:4179, 4509).
 Otherwise vLLM asks after the step is saved. So the worker keeps the failed blocks by step.
 
@@ -21,7 +18,6 @@ does not know which saves were skipped. To save all tokens again costs little, b
 that it has.
 
 - Releases: LMCache 0.3.9 to 0.5.6. 0.3.9 does not know which blocks failed, so the fix has no effect there.
-- Upstream: None known.
 - Remove when: `wait_for_save` skips the requests whose load failed.
 """
 
@@ -29,10 +25,8 @@ from collections import deque
 from typing import Any
 
 from kvfix import scheduling
-from kvfix.fixes import _closed, _scheduler, _worker, stubs
-from kvfix.fixes.api import Fix, fix_after, fix_before, note
-from kvfix.fixes.targets import LMCACHE_V1, SCHEDULER
-from kvfix.wrapping import GO_ON
+from kvfix.fixes import _closed, _scheduler, _worker
+from kvfix.fixes.api import GO_ON, LMCACHE_V1, SCHEDULER, Fix, fix_after, fix_before, note, stubs
 
 
 class Failed:
@@ -174,7 +168,7 @@ FIX = Fix(
     effect="wrong output",
     targets=(
         LMCACHE_V1.wait_for_save(broken=">=0.3.9", probe=worker_shows_bug, fix=fix_worker, place=1),
-        LMCACHE_V1.start_load_kv(broken=">=0.3.9.post1", probe=stubs.cannot_tell, fix=fix_layers, place=4, helper=True),
+        LMCACHE_V1.start_load_kv(broken=">=0.3.9.post1", fix=fix_layers, place=4, helper=True),
         LMCACHE_V1.get_block_ids_with_load_errors(
             broken=">=0.3.9.post1", probe=failed_blocks_are_forgotten, fix=fix_failed_blocks, helper=True
         ),

@@ -1,31 +1,27 @@
 """The CPU cache fills up: LMCache never releases chunks that were fetched for a request that then loads nothing.
 
-## Symptom
-With asynchronous loading, memory of the CPU cache is never freed. Later LMCache logs `No eviction candidates found in
-local cpu backend. Local cpu memory is under pressure.`
+Symptom: With asynchronous loading, memory of the CPU cache is never freed. Later LMCache logs `No eviction candidates
+found in local cpu backend. Local cpu memory is under pressure.`
 
-## Cause
-A lookup with a hit fetches and pins the chunks. If vLLM's own prefix cache has at least as many tokens as the hit,
-LMCache loads nothing. Only a load or the clean-up of an aborted lookup releases the chunks, and neither releases the
-pins (0.3.15 cache_engine.py:1295). From 0.3.10.post1 on, the clean-up releases no chunk at all, because it treats each
-pair of key and chunk as a chunk: `Error releasing memory object: 'tuple' object has no attribute 'ref_count_down'`.
+Cause: A lookup with a hit fetches and pins the chunks. If vLLM's own prefix cache has at least as many tokens as the
+hit, LMCache loads nothing. Only a load or the clean-up of an aborted lookup releases the chunks, and neither releases
+the pins (0.3.15 cache_engine.py:1295). From 0.3.10.post1 on, the clean-up releases no chunk at all, because it treats
+each pair of key and chunk as a chunk: `Error releasing memory object: 'tuple' object has no attribute
+'ref_count_down'`.
 
-## Fix
-When the pins of the request are released at the end of its step, the fix also releases the chunks that were fetched and
-not loaded. With the fix, a load and a clean-up also release the pins, and a clean-up really releases the chunks.
+Fix: When the pins of the request are released at the end of its step, the fix also releases the chunks that were
+fetched and not loaded. With the fix, a load and a clean-up also release the pins, and a clean-up really releases the
+chunks.
 
 - Releases: LMCache 0.3.10 to 0.3.15, with `enable_async_loading`.
 - Upstream: https://github.com/LMCache/LMCache/pull/2559; fixed in 0.4.1.
-- Remove when: LMCache 0.3.15 is no longer in use.
 """
 
 import sys
 from typing import Any
 
-from kvfix.fixes import _engine, stubs
-from kvfix.fixes.api import Fix, Steps, fix_after, fix_around, note
-from kvfix.fixes.targets import CACHE_ENGINE
-from kvfix.wrapping import instead
+from kvfix.fixes import _engine
+from kvfix.fixes.api import CACHE_ENGINE, Fix, Steps, fix_after, fix_around, instead, note, stubs
 
 
 @fix_after()
@@ -83,8 +79,8 @@ FIX = Fix(
     effect="leak",
     targets=(
         CACHE_ENGINE.lookup_unpin(broken=BROKEN, probe=shows_bug, fix=fix),
-        CACHE_ENGINE.cleanup_memory_objs(broken=BROKEN, probe=stubs.cannot_tell, fix=fix_clean_up),
-        CACHE_ENGINE.retrieve(broken=BROKEN, probe=stubs.cannot_tell, fix=fix_load, place=1),
+        CACHE_ENGINE.cleanup_memory_objs(broken=BROKEN, fix=fix_clean_up),
+        CACHE_ENGINE.retrieve(broken=BROKEN, fix=fix_load, place=1),
     ),
     evidence={"KVD402": "", "KVR009": "^fetched chunks of the worker "},
     scenarios=("async-fetched-left",),

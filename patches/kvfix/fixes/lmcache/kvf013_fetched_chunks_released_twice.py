@@ -1,16 +1,14 @@
 """A worker dies or reads wrong KV: LMCache releases a chunk twice after an asynchronous load.
 
-## Symptom
-The worker dies at `assert memory_obj.tensor is not None`: the next request that hits the chunk finds a memory object
-without a tensor. Or that request reads other KV. Before that, LMCache sometimes logs `Double unpin occurred somewhere.`
+Symptom: The worker dies at `assert memory_obj.tensor is not None`: the next request that hits the chunk finds a memory
+object without a tensor. Or that request reads other KV. Before that, LMCache sometimes logs `Double unpin occurred
+somewhere.`
 
-## Cause
-`retrieve` releases the chunks that it has loaded (0.5.6 cache_engine.py:962-964) and those that it did not need
+Cause: `retrieve` releases the chunks that it has loaded (0.5.6 cache_engine.py:962-964) and those that it did not need
 (:1733). Then `lookup_unpin` cleans up the lookup, which releases all of them again (:1409-1441).
 
-## Fix
-The clean-up releases only chunks that `retrieve` has not released. For a chunk that `retrieve` did not need, the fix
-releases the pin too, as the clean-up would have done.
+Fix: The clean-up releases only chunks that `retrieve` has not released. For a chunk that `retrieve` did not need, the
+fix releases the pin too, as the clean-up would have done.
 
 - Releases: LMCache 0.4.1 to 0.5.6, with `enable_async_loading`. Up to 0.5.1 the bug affects only chunks that vLLM
   already has.
@@ -22,10 +20,8 @@ from _thread import get_ident
 from contextlib import ExitStack
 from typing import Any
 
-from kvfix.fixes import _engine, stubs
-from kvfix.fixes.api import Fix, Steps, fix_around
-from kvfix.fixes.targets import CACHE_ENGINE
-from kvfix.wrapping import replaced
+from kvfix.fixes import _engine
+from kvfix.fixes.api import CACHE_ENGINE, Fix, Steps, fix_around, replaced
 
 
 @fix_around()
@@ -74,7 +70,7 @@ def _consumed(engine: Any, lookup_id: Any) -> Steps:
 FIX = Fix(
     __name__,
     effect="wrong output",
-    targets=(CACHE_ENGINE.retrieve(broken=">=0.4.1", probe=stubs.cannot_tell, fix=fix, place=2),),
+    targets=(CACHE_ENGINE.retrieve(broken=">=0.4.1", fix=fix, place=2),),
     evidence={"KVD115": "", "KVD403": ""},
     proof="tests/lab/test_async_release.py, on LMCache's own functions: the lab has no asynchronous storage backend",
 )

@@ -1,23 +1,19 @@
 """Requests with different LoRA adapters or a different `cache_salt` share KV: LMCache's key has neither.
 
-## Symptom
-Nothing is logged. A request with a LoRA adapter returns wrong text if another adapter had the same prompt before. From
-the latency of a request, a tenant can detect that another tenant has sent the same prompt.
+Symptom: Nothing is logged. A request with a LoRA adapter returns wrong text if another adapter had the same prompt
+before. From the latency of a request, a tenant can detect that another tenant has sent the same prompt.
 
-## Cause
-LMCache's in-process connector builds its keys from token ids, model and layout. No release of vllm_v1_adapter.py
+Cause: LMCache's in-process connector builds its keys from token ids, model and layout. No release of vllm_v1_adapter.py
 mentions LoRA or cache_salt. vLLM's own prefix cache has both in its keys.
 
-## Fix
-If a request has an adapter or a salt, the fix adds a hash of both to its keys, as a tag. LMCache itself supports tags:
-a parameter in `kv_transfer_params` whose name begins with `lmcache.tag.` becomes a part of the key. With
+Fix: If a request has an adapter or a salt, the fix adds a hash of both to its keys, as a tag. LMCache itself supports
+tags: a parameter in `kv_transfer_params` whose name begins with `lmcache.tag.` becomes a part of the key. With
 `use_layerwise`, LMCache does not pass the tags to the cache engine, so the fix adds them to the call.
 
-## Mixed roll-out
-Use the fix in all engines that share a cache, or in none of them. Take a request with an adapter or a salt. An engine
-with the fix does not find chunks that an engine without the fix has stored for this request. An engine without the fix
-still shares KV between adapters. After you add or remove the fix, the chunks of requests with an adapter or a salt are
-not found until they are stored again. Requests without adapter and salt keep their keys.
+Mixed roll-out: Use the fix in all engines that share a cache, or in none of them. Take a request with an adapter or a
+salt. An engine with the fix does not find chunks that an engine without the fix has stored for this request. An engine
+without the fix still shares KV between adapters. After you add or remove the fix, the chunks of requests with an
+adapter or a salt are not found until they are stored again. Requests without adapter and salt keep their keys.
 
 - Releases: LMCache 0.3.9 to 0.5.6, with the in-process connector.
 - Upstream: https://github.com/LMCache/LMCache/issues/2961, https://github.com/vllm-project/vllm/issues/44250 are open.
@@ -28,11 +24,9 @@ import copy
 import hashlib
 from typing import Any
 
-from kvfix.fixes import _closed, _layerwise, stubs
-from kvfix.fixes.api import NEW_REQUESTS, Fix, Steps, fix_around
-from kvfix.fixes.targets import LMCACHE_V1
+from kvfix.fixes import _closed, _layerwise
+from kvfix.fixes.api import GO_ON, LMCACHE_V1, NEW_REQUESTS, Fix, Steps, View, fix_around, stubs
 from kvfix.session import session
-from kvfix.wrapping import GO_ON, View
 
 TAG = "lmcache.tag.kvfix"
 

@@ -1,21 +1,18 @@
 """LoRA adapters share KV through the multi-process server: the name of the adapter is not in the cache key.
 
-## Symptom
-No error. With `--enable-lora`, a prompt gets the KV that another adapter (or the base model) has cached for it.
+Symptom: No error. With `--enable-lora`, a prompt gets the KV that another adapter (or the base model) has cached for
+it.
 
-## Cause
-The key consists of the model, the tokens and `cache_salt` (lmcache_mp_metadata.py 0.5.6:91). The adapter changes the KV
-and is not in the key. vLLM's own prefix cache has the name of the adapter in its hashes.
+Cause: The key consists of the model, the tokens and `cache_salt` (lmcache_mp_metadata.py 0.5.6:91). The adapter changes
+the KV and is not in the key. vLLM's own prefix cache has the name of the adapter in its hashes.
 
-## Fix
-The tracker of a request with a LoRA gets a `cache_salt` that combines the request's own salt and the name of the
+Fix: The tracker of a request with a LoRA gets a `cache_salt` that combines the request's own salt and the name of the
 adapter. Lookups, loads and stores read it from there.
 
-## Mixed roll-out
-Install the fix on all engines that share a server, or on none of them. The server does not need the fix. An engine with
-the fix does not find the chunks that an engine without the fix has stored for requests with a LoRA. An engine without
-the fix still shares KV between adapters. A server with quotas by `cache_salt` counts each adapter as a separate tenant.
-Requests without a LoRA keep their keys.
+Mixed roll-out: Install the fix on all engines that share a server, or on none of them. The server does not need the
+fix. An engine with the fix does not find the chunks that an engine without the fix has stored for requests with a LoRA.
+An engine without the fix still shares KV between adapters. A server with quotas by `cache_salt` counts each adapter as
+a separate tenant. Requests without a LoRA keep their keys.
 
 - Releases: LMCache 0.4.5 to 0.5.6, and 0.4.5 to 0.5.5 with lmcache_mp_connector_0201. vLLM's copy: 0.26.0 to 0.33.0.
 - Upstream: https://github.com/LMCache/LMCache/issues/2961, https://github.com/vllm-project/vllm/issues/44250 (open).
@@ -25,9 +22,7 @@ Requests without a LoRA keep their keys.
 import hashlib
 from typing import Any
 
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, Owner, fix_after, note
-from kvfix.fixes.targets import LMCACHE_MP, LMCACHE_MP_0201, VLLM_MP
+from kvfix.fixes.api import LMCACHE_MP, LMCACHE_MP_0201, VLLM_MP, Fix, Owner, fix_after, note, stubs
 
 
 def salt(own: str, lora_name: str) -> str:

@@ -1,28 +1,20 @@
 """After one lookup timeout the scheduler never asks the server again: its heartbeat never starts.
 
-## Symptom
-The log has WARNING `LOOKUP to ... timed out after 300.0s. Marking server as unhealthy.` once. After this line there is
-no external hit until vLLM restarts. The line `LMCache server is healthy again` never comes.
+Symptom: The log has WARNING `LOOKUP to ... timed out after 300.0s. Marking server as unhealthy.` once. After this line
+there is no external hit until vLLM restarts. The line `LMCache server is healthy again` never comes.
 
-## Cause
-LMCache creates the collection of heartbeats as an empty dict (vllm_multi_process_adapter.py 0.5.5:731). The function
-that starts the heartbeats returns if the collection is not None (0.5.5:756), which is always true.
+Cause: LMCache creates the collection of heartbeats as an empty dict (vllm_multi_process_adapter.py 0.5.5:731). The
+function that starts the heartbeats returns if the collection is not None (0.5.5:756), which is always true.
 
-## Fix
-If there are no heartbeats after `_ensure_heartbeat_started`, the fix starts them, as this function should.
+Fix: If there are no heartbeats after `_ensure_heartbeat_started`, the fix starts them, as this function should.
 
-- Releases: LMCache 0.5.0 to 0.5.5.
 - Upstream: https://github.com/LMCache/LMCache/pull/5233, in 0.5.6.
-- Remove when: LMCache 0.5.5 is no longer in use.
 """
 
 from contextlib import nullcontext
 from typing import Any
 
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, Wrapper, note
-from kvfix.fixes.targets import MP_SCHEDULER_ADAPTER
-from kvfix.wrapping import after
+from kvfix.fixes.api import MP_SCHEDULER_ADAPTER, Fix, Wrapper, after, note, stubs
 
 
 def fix(module: Any) -> Wrapper:

@@ -1,15 +1,13 @@
 """The worker leaks the id of every ended request, and a request that reuses an id never frees its blocks.
 
-## Symptom
-Nothing shows at first: the workers' memory grows with every request, by 100 to 150 bytes. If an id is reused (with a
-vLLM that takes ids from clients), the blocks of that request are never freed, and the KV cache fills up.
+Symptom: Nothing shows at first: the workers' memory grows with every request, by 100 to 150 bytes. If an id is reused
+(with a vLLM that takes ids from clients), the blocks of that request are never freed, and the KV cache fills up.
 
-## Cause
-The adapter keeps the ids that it has reported as done, because with asynchronous scheduling two steps may ask for the
-same id (`_returned_finished`, vllm_multi_process_adapter.py 0.5.6:2034). It removes no id, and reports none twice.
+Cause: The adapter keeps the ids that it has reported as done, because with asynchronous scheduling two steps may ask
+for the same id (`_returned_finished`, vllm_multi_process_adapter.py 0.5.6:2034). It removes no id, and reports none
+twice.
 
-## Fix
-The fix keeps the last 32 to 64 ids, and always all ids of the last step in which requests ended.
+Fix: The fix keeps the last 32 to 64 ids, and always all ids of the last step in which requests ended.
 
 - Releases: LMCache 0.4.3 to 0.5.6, with its own connector and with vLLM's copy.
 - Upstream: https://github.com/LMCache/LMCache/issues/5339 (open); https://github.com/LMCache/LMCache/pull/5363 (open)
@@ -22,9 +20,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, MutableSet
 from typing import Any
 
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, fix_after, note
-from kvfix.fixes.targets import MP_WORKER_ADAPTER
+from kvfix.fixes.api import MP_WORKER_ADAPTER, Fix, fix_after, note, stubs
 
 KEPT = 32
 

@@ -1,11 +1,10 @@
 """Wrong text after a late heartbeat: the server runs transfers that the worker dropped, in other requests' blocks.
 
-## Symptom
-The worker logs `LMCache server is unhealthy — entering degraded mode`, and later `LMCache server is healthy again`.
-Then running requests, and prompts that hit the cache, return wrong text with HTTP 200, until the chunks are evicted.
+Symptom: The worker logs `LMCache server is unhealthy — entering degraded mode`, and later `LMCache server is healthy
+again`. Then running requests, and prompts that hit the cache, return wrong text with HTTP 200, until the chunks are
+evicted.
 
-## Cause
-A ping that has no answer within 10 seconds (`lmcache.mp.heartbeat_interval`) makes the worker unhealthy
+Cause: A ping that has no answer within 10 seconds (`lmcache.mp.heartbeat_interval`) makes the worker unhealthy
 (vllm_multi_process_adapter.py 0.5.6:583). `get_finished` then drops the futures of all transfers, and reports the loads
 as failed and the stores as done (0.5.6:2074, 2208). vLLM frees the blocks.
 
@@ -13,24 +12,22 @@ But LMCache does not recall the transfers. A server that was only slow, or stopp
 afterwards. A late load overwrites the KV of the requests that have the blocks by then. A late store saves the KV of
 these requests under wrong keys. After a preemption an unhealthy worker does not wait for stores either (0.5.6:2403).
 
-## Fix
-While the worker is unhealthy and connected, `get_finished` reports only transfers that the server has answered. After a
-preemption the worker waits for the stores in flight. It waits at most LMCache's own `mq_timeout` for each store.
+Fix: While the worker is unhealthy and connected, `get_finished` reports only transfers that the server has answered.
+After a preemption the worker waits for the stores in flight. It waits at most LMCache's own `mq_timeout` for each
+store.
 
 When the connection is lost (the server's process has ended), the client answers the transfers in flight with a failure.
 Until the client is connected again, LMCache works as it does without the fix. If a server hangs for ever, the blocks of
 its transfers stay in use until the server's process ends. With gRPC the fix changes nothing.
 
 - Releases: LMCache 0.5.6. Up to 0.5.5 the bug cannot be fixed from outside: KVF904.
-- Upstream: None known.
 - Remove when: A worker keeps a transfer until the server has answered or is gone.
 """
 
 from typing import Any
 
-from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix, Steps, fix_after, fix_around, fix_before, note
-from kvfix.fixes.targets import MP_CLIENT, MP_WORKER_ADAPTER
+from kvfix.fixes import _mp
+from kvfix.fixes.api import MP_CLIENT, MP_WORKER_ADAPTER, Fix, Steps, fix_after, fix_around, fix_before, note, stubs
 from kvfix.wrapping import GO_ON, replaced
 
 #: Operations of the client that move KV, and what the server answers if it has moved nothing: no event, no success.

@@ -1,34 +1,28 @@
 """Later requests return wrong text: OffloadingConnector stores blocks that another connector failed to load.
 
-## Symptom
-When the load fails, only `Recovered from KV load failure` or `Failing 1 request(s) due to KV load failure` is logged.
-Later, requests that begin with the same prompt return wrong text. This needs a MultiConnector with OffloadingConnector
-and a connector that loads within the step, such as LMCache's in-process connector.
+Symptom: When the load fails, only `Recovered from KV load failure` or `Failing 1 request(s) due to KV load failure` is
+logged. Later, requests that begin with the same prompt return wrong text. This needs a MultiConnector with
+OffloadingConnector and a connector that loads within the step, such as LMCache's in-process connector.
 
-## Cause
-OffloadingConnector plans its stores together with the step. The plan includes blocks that another connector loads in
-this step, and blocks that are computed on top of them. OffloadingConnector copies the blocks at the beginning of the
-next step (offloading/worker.py 0.32.0:260).
+Cause: OffloadingConnector plans its stores together with the step. The plan includes blocks that another connector
+loads in this step, and blocks that are computed on top of them. OffloadingConnector copies the blocks at the beginning
+of the next step (offloading/worker.py 0.32.0:260).
 
 OffloadingConnector does not learn that the load has failed, because `update_connector_output` reads only the reports of
 OffloadingConnector itself (offloading/scheduler.py 0.32.0:1822). If the request ends with an error
 (`kv_load_failure_policy=fail`), OffloadingConnector even stores the rest of its prompt (:1662).
 
-## Fix
-The fix reads the failed blocks from the output that `update_connector_output` gets. If a request has a failed block,
-the fix reports its stores in flight as failed. The manager then drops their chunks. If the request continues,
+Fix: The fix reads the failed blocks from the output that `update_connector_output` gets. If a request has a failed
+block, the fix reports its stores in flight as failed. The manager then drops their chunks. If the request continues,
 OffloadingConnector stores all its chunks again. If the request has ended, OffloadingConnector stores none.
 
-- Releases: vLLM 0.26.0 to 0.33.0.
-- Upstream: None known.
 - Remove when: `update_connector_output` handles `invalid_block_ids`.
 """
 
 from typing import Any
 
 from kvfix.fixes import _offloading
-from kvfix.fixes.api import Fix, Steps, fix_around, note
-from kvfix.fixes.targets import OFFLOADING_SCHEDULER
+from kvfix.fixes.api import OFFLOADING_SCHEDULER, Fix, Steps, fix_around, note
 
 #: Of a scheduler: failed stores.
 _STORES = "_kvfix_failed_stores"

@@ -1,30 +1,25 @@
 """A request waits for ever after a failed load: vLLM counts its blocks twice, and never admits its next load.
 
-## Symptom
-With `kv_load_failure_policy=recompute` and a connector that loads between steps, the log has `Recovered from KV load
-failure: 1 request(s) rescheduled`, and then `Running: 0 reqs, Waiting: 1 reqs` for ever, although all blocks are free.
+Symptom: With `kv_load_failure_policy=recompute` and a connector that loads between steps, the log has `Recovered from
+KV load failure: 1 request(s) rescheduled`, and then `Running: 0 reqs, Waiting: 1 reqs` for ever, although all blocks
+are free.
 
-## Cause
-To avoid a deadlock between loads, vLLM reserves the blocks that all prefills in flight still need. vLLM admits a load
-only if the other free blocks are enough (scheduler.py 0.32.0:1249). A request whose load failed completely frees its
-blocks (0.32.0:3146), but stays in the list of prefills in flight. When the request asks for its next load, vLLM also
-reserves the blocks that this request itself needs. So a request that needs more than half of all blocks never starts.
+Cause: To avoid a deadlock between loads, vLLM reserves the blocks that all prefills in flight still need. vLLM admits a
+load only if the other free blocks are enough (scheduler.py 0.32.0:1249). A request whose load failed completely frees
+its blocks (0.32.0:3146), but stays in the list of prefills in flight. When the request asks for its next load, vLLM
+also reserves the blocks that this request itself needs. So a request that needs more than half of all blocks never
+starts.
 
-## Fix
-After `_update_waiting_for_remote_kv`, the fix removes a request without computed tokens from the prefills in flight.
-vLLM adds it again when it is admitted.
+Fix: After `_update_waiting_for_remote_kv`, the fix removes a request without computed tokens from the prefills in
+flight. vLLM adds it again when it is admitted.
 
-- Releases: vLLM 0.26.0 to 0.33.0.
-- Upstream: None known.
 - Remove when: vLLM removes a request whose load failed from `_inflight_prefills`.
 """
 
 import inspect
 from typing import Any
 
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, fix_after, note
-from kvfix.fixes.targets import SCHEDULER
+from kvfix.fixes.api import SCHEDULER, Fix, fix_after, note, stubs
 
 
 @fix_after(when=lambda scheduler, answer, request, *_, **__: not request.num_computed_tokens)

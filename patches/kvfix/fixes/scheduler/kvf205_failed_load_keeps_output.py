@@ -1,16 +1,14 @@
 """Wrong text or a dead worker: a load fails while the next step is in flight, and vLLM keeps the output of that step.
 
-## Symptom
-The engine uses pipeline parallelism, asynchronous scheduling or model runner V2. The last two are vLLM's defaults on a
-GPU. The connector loads within the step (LMCache in process).
+Symptom: The engine uses pipeline parallelism, asynchronous scheduling or model runner V2. The last two are vLLM's
+defaults on a GPU. The connector loads within the step (LMCache in process).
 
 - With kv_load_failure_policy "recompute", vLLM logs `Recovered from KV load failure: 1 request(s) rescheduled`. Then
   the text is wrong, a request stays among `Running` and never ends, or a worker dies because of a token id -1.
 - With either policy, in rare cases, a request that was preempted when its load failed returns wrong text.
 
-## Cause
-vLLM schedules a step before it knows that a load of the last step has failed, and the step computes on top of that
-load. vLLM drops the output of the failed step (scheduler.py 0.32.0:2088), but not the output of the next steps.
+Cause: vLLM schedules a step before it knows that a load of the last step has failed, and the step computes on top of
+that load. vLLM drops the output of the failed step (scheduler.py 0.32.0:2088), but not the output of the next steps.
 `num_output_placeholders` continues to count them. With pipeline parallelism several chunks of a prompt are in flight,
 and vLLM keeps the output of the last chunk as the first token.
 
@@ -18,10 +16,9 @@ The worker uses the last token that it sampled as the next token of the request 
 Runner V2 continues from its own position (gpu/model_runner.py 0.32.0:1244), even without asynchronous scheduling. If a
 request was preempted before the failure was reported, vLLM also keeps its output of the failed step.
 
-## Fix
-The fix preempts a request that is rolled back, and drops its outputs in flight in the scheduler and in the worker. vLLM
-then computes the request, and loads nothing for it from LMCache. If vLLM has already preempted the request, the fix
-only drops the outputs. KVF203 handles its blocks, and KVF007 the KV that LMCache stores for it.
+Fix: The fix preempts a request that is rolled back, and drops its outputs in flight in the scheduler and in the worker.
+vLLM then computes the request, and loads nothing for it from LMCache. If vLLM has already preempted the request, the
+fix only drops the outputs. KVF203 handles its blocks, and KVF007 the KV that LMCache stores for it.
 
 - Releases: vLLM 0.11.2 to 0.33.0 with asynchronous scheduling or with runner V2. vLLM 0.32.0 and 0.33.0 with pipeline
   parallelism; earlier releases were not tested with it. The fix was not tested with runner V2, because runner V2 needs
@@ -38,10 +35,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from kvfix.fixes import _closed, _in_flight, _scheduler, stubs
-from kvfix.fixes.api import Fix, fix_around, note
-from kvfix.fixes.targets import LMCACHE_V1, SCHEDULER
-from kvfix.wrapping import after, instead
+from kvfix.fixes import _closed, _in_flight, _scheduler
+from kvfix.fixes.api import LMCACHE_V1, SCHEDULER, Fix, after, fix_around, instead, note, stubs
 
 
 def fix(module: ModuleType) -> Callable[..., Any]:

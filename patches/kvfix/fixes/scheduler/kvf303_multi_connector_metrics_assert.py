@@ -1,26 +1,20 @@
 """The API server dies: MultiConnector gets statistics of a connector that has no Prometheus metrics.
 
-## Symptom
-After the first transfer the API server dies with `MooncakeConnector is not contained in the list of registered
+Symptom: After the first transfer the API server dies with `MooncakeConnector is not contained in the list of registered
 connectors with Prometheus metrics support`. The engine's processes stay alive, but no request is answered any more.
 
-## Cause
-Each connector in MultiConnector may send statistics. Only some have Prometheus metrics, and `observe` asserts that all
-do (multi_connector.py 0.32.0:126).
+Cause: Each connector in MultiConnector may send statistics. Only some have Prometheus metrics, and `observe` asserts
+that all do (multi_connector.py 0.32.0:126).
 
-## Fix
-`observe` gets only the statistics of connectors that have metrics.
+Fix: `observe` gets only the statistics of connectors that have metrics.
 
 - Releases: vLLM 0.11.2 to 0.32.0.
 - Upstream: https://github.com/vllm-project/vllm/issues/43828; fixed in 0.33.0.
-- Remove when: vLLM 0.32.0 is no longer in use.
 """
 
 from typing import Any
 
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, Steps, fix_around
-from kvfix.fixes.targets import MULTI_CONNECTOR_METRICS
+from kvfix.fixes.api import MULTI_CONNECTOR_METRICS, Fix, Steps, fix_around, stubs
 
 
 def has_others(metrics: Any, transfer_stats_data: dict[str, Any], *_: Any) -> bool:
