@@ -19,7 +19,7 @@ Fix: None.
 - Remove when: Never.
 """
 
-from kvfix.fixes.api import LMCACHE_V1, Fix, after, stubs
+from kvfix.fixes.api import LMCACHE_V1, Fix, after
 
 
 def fix(adapter):
@@ -28,9 +28,8 @@ def fix(adapter):
 
 FIX = Fix(
     __name__,
-    __doc__,
+    LMCACHE_V1.get_num_new_matched_tokens(broken=">=0.3.10", fix=fix, place=99),
     effect="crash",
-    targets=(LMCACHE_V1.get_num_new_matched_tokens(broken=">=0.3.10", probe=stubs.cannot_tell, fix=fix, place=99),),
     evidence={"KVR010": "", "KVD101": "", "KVR011": "Planted"},
     scenarios=("planted-scenario",),
     no_patch={"lmcache": "it is planted"},

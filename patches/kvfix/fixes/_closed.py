@@ -1,7 +1,6 @@
 """Closed answers: `on_fault` of the fixes of wrong KV, used if the code of the fix raises.
 
-They promise nothing, store nothing, or report a load as failed. They share no code with the fixes, which have just
-failed.
+They promise nothing, store nothing, or report a load as failed. They share no code with the fixes.
 """
 
 import time

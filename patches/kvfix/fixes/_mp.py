@@ -1,7 +1,6 @@
 """Shared by the fixes of the multi-process connectors: LMCache's class and vLLM's copy of it have the same hooks.
 
-LMCache counts in tokens since 0.4.7. LMCache up to 0.4.6, its two connectors for older vLLM, and vLLM's copy count in
-blocks.
+LMCache counts in tokens since 0.4.7. LMCache up to 0.4.6, its connectors for older vLLM, and vLLM's copy count blocks.
 """
 
 import inspect

@@ -1,8 +1,7 @@
 """Shared by the fixes of NixlConnector and MooncakeConnector: which decode requests get the blocks of a prefill.
 
 The blocks of one prefill go to the first request that asks for them (KVF340, KVF363, KVF367). Only hashes of the ids
-are kept: clients choose the ids, and these can be of any length. If two prefills have the same hash, the second request
-computes its prompt.
+are kept, because clients choose the ids. If two prefills have the same hash, the second request computes its prompt.
 """
 
 from collections import OrderedDict

@@ -47,23 +47,17 @@ class _Fixing:
         return wrapper
 
 
-def fix_before(**options: Any) -> Callable[[Function], Fixing]:
-    """Decorate the code of a fix that runs before the function. options: `when` and `on_fault`."""
-    return lambda code: _Fixing("before", code, options)
+def _decorator(kind: str, **options: Any) -> Callable[[Function], Fixing]:
+    return lambda code: _Fixing(kind, code, options)
 
 
-def fix_after(**options: Any) -> Callable[[Function], Fixing]:
-    """Decorate the code of a fix that runs after the function. options: `when` and `on_fault`."""
-    return lambda code: _Fixing("after", code, options)
-
-
-def fix_around(**options: Any) -> Callable[[Function], Fixing]:
-    """Decorate the code of a fix that runs before and after the function. options: `when` and `on_fault`.
-
-    `answer = yield` calls the function. `yield (arguments,)` calls it with other arguments. Without a `yield` the code
-    answers in place of the function.
-    """
-    return lambda code: _Fixing("around", code, options)
+#: `@fix_before(when=..., on_fault=...)` decorates the code of a fix that runs before the function.
+fix_before = functools.partial(_decorator, "before")
+#: The same for code that runs after the function.
+fix_after = functools.partial(_decorator, "after")
+#: The same for code that runs before and after the function. `answer = yield` calls the function. `yield (arguments,)`
+#: calls it with other arguments. Without a `yield` the code answers in place of the function.
+fix_around = functools.partial(_decorator, "around")
 
 
 def fix_calls(code: Function) -> Fixing:
@@ -85,13 +79,10 @@ CACHE_ENGINE = Owner("lmcache", "lmcache.v1.cache_engine", "LMCacheEngine")
 STORAGE_MANAGER = Owner("lmcache", "lmcache.v1.storage_backend.storage_manager", "StorageManager")
 TOKEN_DATABASE = Owner("lmcache", "lmcache.v1.token_database", "TokenDatabase")
 TENSOR_MEMORY_OBJ = Owner("lmcache", "lmcache.v1.memory_management", "TensorMemoryObj")
-LOOKUP_CLIENT = Owner("lmcache", "lmcache.v1.lookup_client.lmcache_lookup_client", "LMCacheLookupClient", "sockets")
-BYPASS_LOOKUP_CLIENT = Owner(
-    "lmcache", "lmcache.v1.lookup_client.lmcache_lookup_client_bypass", "LMCacheBypassLookupClient", "bypass"
-)
-ASYNC_LOOKUP_CLIENT = Owner(
-    "lmcache", "lmcache.v1.lookup_client.lmcache_async_lookup_client", "LMCacheAsyncLookupClient"
-)
+_LOOKUP = "lmcache.v1.lookup_client.lmcache"
+LOOKUP_CLIENT = Owner("lmcache", f"{_LOOKUP}_lookup_client", "LMCacheLookupClient", "sockets")
+BYPASS_LOOKUP_CLIENT = Owner("lmcache", f"{_LOOKUP}_lookup_client_bypass", "LMCacheBypassLookupClient", "bypass")
+ASYNC_LOOKUP_CLIENT = Owner("lmcache", f"{_LOOKUP}_async_lookup_client", "LMCacheAsyncLookupClient")
 ZMQ_CLIENT = Owner("lmcache", "lmcache.v1.rpc.zmq_transport", "ZmqReqRepClientTransport")
 LOCAL_CPU_BACKEND = Owner("lmcache", "lmcache.v1.storage_backend.local_cpu_backend", "LocalCPUBackend")
 LOCAL_DISK_BACKEND = Owner("lmcache", "lmcache.v1.storage_backend.local_disk_backend", "LocalDiskBackend")
@@ -104,17 +95,12 @@ _MP = "lmcache.integration.vllm.lmcache_mp_connector"
 LMCACHE_MP = Owner("lmcache", _MP, "LMCacheMPConnector", "LMCache")
 LMCACHE_MP_0201 = Owner("lmcache", f"{_MP}_0201", "LMCacheMPConnector", "lmcache_mp_connector_0201")
 LMCACHE_MP_0180 = Owner("lmcache", f"{_MP}_0180", "LMCacheMPConnector", "lmcache_mp_connector_0180")
-VLLM_MP = Owner(
-    "vllm",
-    "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector",
-    "LMCacheMPConnectorUpstream",
-    "vLLM's copy",
-)
-MP_WORKER_ADAPTER = Owner("lmcache", "lmcache.integration.vllm.vllm_multi_process_adapter", "LMCacheMPWorkerAdapter")
-MP_SCHEDULER_ADAPTER = Owner(
-    "lmcache", "lmcache.integration.vllm.vllm_multi_process_adapter", "LMCacheMPSchedulerAdapter"
-)
-MP_HEARTBEAT = Owner("lmcache", "lmcache.integration.vllm.vllm_multi_process_adapter", "HeartbeatThread")
+_V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
+VLLM_MP = Owner("vllm", f"{_V1}.lmcache_mp_connector", "LMCacheMPConnectorUpstream", "vLLM's copy")
+_MP_ADAPTER = "lmcache.integration.vllm.vllm_multi_process_adapter"
+MP_WORKER_ADAPTER = Owner("lmcache", _MP_ADAPTER, "LMCacheMPWorkerAdapter")
+MP_SCHEDULER_ADAPTER = Owner("lmcache", _MP_ADAPTER, "LMCacheMPSchedulerAdapter")
+MP_HEARTBEAT = Owner("lmcache", _MP_ADAPTER, "HeartbeatThread")
 MP_KV_GROUPS = Owner("lmcache", "lmcache.integration.vllm.kv_cache_groups")
 MP_SERVER_TRANSFER = Owner("lmcache", "lmcache.v1.multiprocess.modules.lmcache_driven_transfer")
 # The worker's client since 0.5.6, up to then in multiprocess.mq.
@@ -122,7 +108,7 @@ MP_CLIENT = Owner("lmcache", "lmcache.v1.multiprocess.transport.zmq_impl.mq", "M
 
 # vLLM
 SCHEDULER = Owner("vllm", "vllm.v1.core.sched.scheduler", "Scheduler")
-_OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
+_OFFLOADING = f"{_V1}.offloading"
 OFFLOADING_SCHEDULER = Owner("vllm", f"{_OFFLOADING}.scheduler", "OffloadingConnectorScheduler")
 OFFLOADING_WORKER = Owner("vllm", f"{_OFFLOADING}.worker", "OffloadingConnectorWorker")
 OFFLOADING_WORKER_METADATA = Owner("vllm", f"{_OFFLOADING}.common", "OffloadingWorkerMetadata")
@@ -135,7 +121,7 @@ SIMPLE_WORKER = Owner("vllm", f"{_SIMPLE}.worker", "SimpleCPUOffloadWorker")
 SIMPLE_WORKER_METADATA = Owner("vllm", f"{_SIMPLE}.metadata", "SimpleCPUOffloadWorkerMetadata")
 SIMPLE_COPIES = Owner("vllm", f"{_SIMPLE}.copy_backend", "DmaCopyBackend")
 SIMPLE_DISK = Owner("vllm", f"{_SIMPLE}.disk_backend", "DiskBackend")
-_NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
+_NIXL = f"{_V1}.nixl"
 NIXL_PULL_SCHEDULER = Owner("vllm", f"{_NIXL}.pull_scheduler", "NixlPullConnectorScheduler")
 NIXL_PUSH_SCHEDULER = Owner("vllm", f"{_NIXL}.push_scheduler", "NixlPushConnectorScheduler")
 NIXL_BASE_SCHEDULER = Owner("vllm", f"{_NIXL}.base_scheduler", "NixlBaseConnectorScheduler")
@@ -144,20 +130,18 @@ NIXL_PULL_WORKER = Owner("vllm", f"{_NIXL}.pull_worker", "NixlPullConnectorWorke
 NIXL_PUSH_WORKER = Owner("vllm", f"{_NIXL}.push_worker", "NixlPushConnectorWorker")
 NIXL_SCHEDULER = Owner("vllm", f"{_NIXL}.scheduler", "NixlConnectorScheduler")
 NIXL_SCHEDULER_0_15 = Owner("vllm", f"{_NIXL}_connector", "NixlConnectorScheduler")
-_MOONCAKE = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake"
+_MOONCAKE = f"{_V1}.mooncake"
 MOONCAKE_SCHEDULER = Owner("vllm", f"{_MOONCAKE}.mooncake_connector", "MooncakeConnectorScheduler")
 MOONCAKE_WORKER = Owner("vllm", f"{_MOONCAKE}.mooncake_connector", "MooncakeConnectorWorker")
 MOONCAKE_SCHEDULER_0_15 = Owner("vllm", f"{_MOONCAKE}_connector", "MooncakeConnectorScheduler")
-MULTI_CONNECTOR_METRICS = Owner(
-    "vllm", "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector", "MultiKVConnectorPromMetrics"
-)
+MULTI_CONNECTOR_METRICS = Owner("vllm", f"{_V1}.multi_connector", "MultiKVConnectorPromMetrics")
 _KV_MANAGERS = "vllm.v1.core.single_type_kv_cache_manager"
 #: Managers of KV groups that reuse their blocks.
 RECYCLING_MANAGERS = (
     Owner("vllm", _KV_MANAGERS, "SlidingWindowManager", "sliding window"),
     Owner("vllm", _KV_MANAGERS, "ChunkedLocalAttentionManager", "chunked local attention"),
 )
-CONNECTOR_BASE = Owner("vllm", "vllm.distributed.kv_transfer.kv_connector.v1.base", "KVConnectorBase_V1")
+CONNECTOR_BASE = Owner("vllm", f"{_V1}.base", "KVConnectorBase_V1")
 
 
 def multi_process(

@@ -9,8 +9,8 @@ import functools
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from types import ModuleType
+from dataclasses import dataclass
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from kvfix import applicability
@@ -21,7 +21,7 @@ Wrapper = Callable[[Function], Function]
 Probe = Callable[[Function, ModuleType], bool]
 Fixing = Callable[[ModuleType], Wrapper]
 
-#: Sections of a fix's docstring, in this order: paragraphs that begin with the name. `Fix.doc` has them as headings.
+#: Sections of a fix's docstring, in this order: paragraphs that begin with the name. In `Fix.doc` it is a heading.
 SECTIONS = ("Symptom", "Cause", "Fix")
 #: Sections for a bug that cannot be fixed from outside.
 SECTIONS_UNFIXABLE = ("Symptom", "Cause", "Workaround")
@@ -29,10 +29,8 @@ SECTIONS_UNFIXABLE = ("Symptom", "Cause", "Workaround")
 MIXED_ROLL_OUT = "Mixed roll-out"
 #: The list at the end of the docstring, in this order. The docstring leaves out a fact that the record can tell.
 FACTS = ("Releases", "Upstream", "Remove when")
-_SECTION = re.compile(rf"^({'|'.join((*SECTIONS, 'Workaround', MIXED_ROLL_OUT))}):\s", re.MULTILINE)
-_FACT = re.compile(rf"^- ({'|'.join(FACTS)}): ", re.MULTILINE)
+_PART = re.compile(rf"^(?:- )?({'|'.join((*SECTIONS, 'Workaround', MIXED_ROLL_OUT, *FACTS))}):\s", re.MULTILINE)
 _NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
-_END = re.compile(rf"^(?:## |- (?:{'|'.join(FACTS)}): )", re.MULTILINE)
 
 #: The requests for which `kvfix attach` applies a fix to a running engine. Most fixes apply to all requests. A fix that
 #: needs its own notes or changes from the start of a request skips the requests that began before (`session.before`).
@@ -100,6 +98,11 @@ class Owner:
         full_name = f"{self.name}.{function}" if self.name else function
         return Target(self.dist, self.module, full_name, **{"copy": self.copy, "probe": stubs.cannot_tell, **more})
 
+    @property
+    def imported(self) -> Any:
+        """The imported module, for the code of a fix."""
+        return sys.modules[self.module]
+
     def __getattr__(self, function: str) -> Callable[..., Target]:
         if function.startswith("__"):
             raise AttributeError(function)
@@ -113,9 +116,8 @@ PRIVATE = {"vllm": "it can be abused: vLLM's security channel comes before a pub
 EFFECTS = ("wrong output", "crash", "hang", "leak", "lost hits")
 
 
-@dataclass(frozen=True, eq=False)
 class Fix:
-    """The record of a bug: `FIX = Fix(__name__, targets=(...), ...)`.
+    """The record of a bug: `FIX = Fix(__name__, LMCACHE_V1.get_finished(...), effect="leak")`.
 
     docstring: of the module, if it is not given.
     effect: what the bug does to the user, one of EFFECTS. A bug with several effects has the worst of them.
@@ -135,29 +137,38 @@ class Fix:
     be fixed.
     """
 
-    module_name: str
-    docstring: str | None = None
-    targets: tuple[Target, ...] = ()
-    effect: str = field(kw_only=True)
-    evidence: Mapping[str, str] = field(default_factory=dict, kw_only=True)
-    scenarios: tuple[str, ...] = field(default=(), kw_only=True)
-    proof: str = field(default="", kw_only=True)
-    changes_healthy: tuple[str, ...] = field(default=(), kw_only=True)
-    no_patch: Mapping[str, str] = field(default_factory=dict, kw_only=True)
-    opt_in: bool = field(default=False, kw_only=True)
-    attaches: str = field(default=ALL_REQUESTS, kw_only=True)
-    on_fault: str = field(default="", kw_only=True)
-    let_go: Callable[[], None] = field(default=lambda: None, kw_only=True)
-    harmless: Callable[[], str] = field(default=str, kw_only=True)
-
-    def __post_init__(self) -> None:
-        if self.docstring is None:
-            object.__setattr__(self, "docstring", sys.modules[self.module_name].__doc__)
-        if self.fixable and not self.scenarios and not self.proof:
-            object.__setattr__(self, "scenarios", (self.slug,))
-        if not self.on_fault:
-            is_closed = any(getattr(target.fix, "fails_closed", False) for target in self.targets)
-            object.__setattr__(self, "on_fault", "closed" if is_closed else "original")
+    def __init__(
+        self,
+        module_name: str,
+        *targets: Target,
+        effect: str,
+        docstring: str | None = None,
+        evidence: Mapping[str, str] = MappingProxyType({}),
+        scenarios: tuple[str, ...] = (),
+        proof: str = "",
+        changes_healthy: tuple[str, ...] = (),
+        no_patch: Mapping[str, str] = MappingProxyType({}),
+        opt_in: bool = False,
+        attaches: str = ALL_REQUESTS,
+        on_fault: str = "",
+        let_go: Callable[[], None] = lambda: None,
+        harmless: Callable[[], str] = str,
+    ) -> None:
+        self.module_name = module_name
+        self.targets = targets
+        self.effect = effect
+        self.docstring = (sys.modules[module_name].__doc__ if docstring is None else docstring) or ""
+        self.evidence = evidence
+        self.scenarios = scenarios or ((self.slug,) if self.fixable and not proof else ())
+        self.proof = proof
+        self.changes_healthy = changes_healthy
+        self.no_patch = no_patch
+        self.opt_in = opt_in
+        self.attaches = attaches
+        is_closed = any(getattr(target.fix, "fails_closed", False) for target in targets)
+        self.on_fault = on_fault or ("closed" if is_closed else "original")
+        self.let_go = let_go
+        self.harmless = harmless
 
     @property
     def code(self) -> str:
@@ -190,15 +201,27 @@ class Fix:
 
     @property
     def title(self) -> str:
-        return (self.docstring or "").strip().partition("\n")[0]
+        return self.docstring.strip().partition("\n")[0]
 
     @functools.cached_property
+    def _texts(self) -> dict[str, str]:
+        """{section or fact: its text}, with the facts that the docstring leaves out."""
+        _, *parts = _PART.split(self.docstring)
+        texts = {name: text.strip() for name, text in zip(parts[::2], parts[1::2], strict=True)}
+        facts = {name: texts.pop(name, "") or self._known(name) for name in FACTS}
+        return texts | facts
+
+    @property
     def doc(self) -> str:
         """The docstring in markdown, with all facts."""
-        text, *facts = _FACT.split(_SECTION.sub(r"## \1\n", self.docstring or ""))
-        given = dict(zip(facts[::2], facts[1::2], strict=True))
-        listed = (f"- {name}: {given.get(name, '').strip() or self._known(name)}" for name in FACTS)
-        return "\n".join([text.strip(), "", *listed])
+        facts = "\n".join(f"- {name}: {self._texts[name]}" for name in FACTS)
+        sections = (f"## {name}\n{text}" for name, text in self._texts.items() if name not in FACTS)
+        return "\n\n".join((self.title, *sections, facts))
+
+    def section(self, name: str) -> str:
+        """Return the text of a section or fact; "" if there is none."""
+        text = self._texts.get(name, "")
+        return " ".join(text.split()) if name in FACTS else text
 
     def _known(self, fact: str) -> str:
         """Return a fact that the docstring leaves out. A record knows the first and the last release with the bug."""
@@ -216,9 +239,3 @@ class Fix:
             spans = (f"{name} {' to '.join(dict.fromkeys(found[:1] + found[-1:]))}" for name, found in known)
             return f"{'; '.join(spans)}."
         return f"{' and '.join(f'{name} {found[-1]}' for name, found in known)} is no longer in use."
-
-    def section(self, name: str) -> str:
-        """Text under `## name` of the docstring, or of `- name:` in the list at its end; "" if there is none."""
-        _, found, rest = self.doc.partition(f"\n- {name}: " if name in FACTS else f"\n## {name}\n")
-        text = _END.split(rest, maxsplit=1)[0].strip() if found else ""
-        return " ".join(text.split()) if name in FACTS else text

@@ -15,37 +15,26 @@ vLLM has more cached tokens than LMCache (up to 0.3.10.post2). Fourth, vLLM reco
 to 0.4.2). Fifth, there is no LoadSpec (a role or a client that does not look up).
 
 Fix: The fix takes vLLM's count of computed tokens. If a resumed request loads nothing, the LoadSpec holds vLLM's count
-while the hook runs. Afterwards it holds the hit again. A granted load is not changed, except for the last token of a
-full hit.
+while the hook runs, and later the hit again. A granted load is not changed, except for the last token of a full hit.
 
-- Upstream: None known for the causes in current releases; https://github.com/LMCache/LMCache/pull/2243 for 0.3.10.post1
-  and post2.
+- Upstream: None known for current releases; https://github.com/LMCache/LMCache/pull/2243 for 0.3.10.post1 and post2.
 - Remove when: LMCache uses `request.num_computed_tokens` and no longer asserts its value.
 """
 
 from typing import Any
 
 from kvfix import scheduling
-from kvfix.fixes.api import LMCACHE_V1, Fix, Steps, Wrapper, around, note, stubs
+from kvfix.fixes.api import LMCACHE_V1, Fix, Steps, fix_around, note, stubs
 
 
-def fix(adapter: Any) -> Wrapper:
-    load_spec = adapter.LoadSpec
-
-    def build_connector_meta(impl: Any, scheduler_output: Any) -> Steps | None:
-        names = scheduling.resumed(scheduler_output)
-        return _as_granted(load_spec, impl, scheduler_output, names) if names else None
-
-    # vLLM 0.11 has no `resumed_req_ids`: the wrapper then always looks for resumed requests.
-    return around(
-        build_connector_meta,
-        when=lambda impl, scheduler_output, *_, **__: getattr(
-            scheduler_output.scheduled_cached_reqs, "resumed_req_ids", True
-        ),
-    )
+# vLLM 0.11 has no `resumed_req_ids`: the wrapper then always looks for resumed requests.
+@fix_around(when=lambda impl, output, *_, **__: getattr(output.scheduled_cached_reqs, "resumed_req_ids", True))
+def fix(impl: Any, scheduler_output: Any) -> Steps | None:
+    names = scheduling.resumed(scheduler_output)
+    return _as_granted(impl, scheduler_output, names) if names else None
 
 
-def _as_granted(load_spec: Any, impl: Any, scheduler_output: Any, names: Any) -> Steps:
+def _as_granted(impl: Any, scheduler_output: Any, names: Any) -> Steps:
     as_hit = []
     try:
         for name in names:
@@ -56,7 +45,7 @@ def _as_granted(load_spec: Any, impl: Any, scheduler_output: Any, names: Any) ->
             tracker.token_ids = list(request.all_token_ids[:until])
             spec = impl.load_specs.get(name)
             if spec is None:
-                spec = impl.load_specs[name] = load_spec(computed, 0, can_load=False)
+                spec = impl.load_specs[name] = LMCACHE_V1.imported.LoadSpec(computed, 0, can_load=False)
             if not spec.can_load or spec.lmcache_cached_tokens == computed + 1:
                 if computed != max(spec.vllm_cached_tokens, spec.lmcache_cached_tokens):
                     note(__name__, f"request {name}: {computed} tokens are computed")
@@ -101,8 +90,8 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    LMCACHE_V1.build_connector_meta(broken=">=0.3.10", probe=shows_bug, fix=fix, place=1),
     effect="crash",
-    targets=(LMCACHE_V1.build_connector_meta(broken=">=0.3.10", probe=shows_bug, fix=fix, place=1),),
     evidence={
         "KVD103": "",
         "KVD104": "",

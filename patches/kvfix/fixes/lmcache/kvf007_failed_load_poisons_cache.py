@@ -14,8 +14,7 @@ Otherwise vLLM asks after the step is saved. So the worker keeps the failed bloc
 
 vLLM rolls the request back to its last good token, and kvfix records which requests are rolled back. When a request
 that was rolled back is scheduled, all of its tokens count as not saved. (Before 0.4.1 KVF008 does that.) The scheduler
-does not know which saves were skipped. To save all tokens again costs little, because LMCache does not store a chunk
-that it has.
+does not know which saves were skipped. To save all again costs little, because LMCache stores no chunk twice.
 
 - Releases: LMCache 0.3.9 to 0.5.6. 0.3.9 does not know which blocks failed, so the fix has no effect there.
 - Remove when: `wait_for_save` skips the requests whose load failed.
@@ -25,7 +24,7 @@ from collections import deque
 from typing import Any
 
 from kvfix import scheduling
-from kvfix.fixes import _closed, _scheduler, _worker
+from kvfix.fixes import _closed, _lmcache, _scheduler
 from kvfix.fixes.api import GO_ON, LMCACHE_V1, SCHEDULER, Fix, fix_after, fix_before, note, stubs
 
 
@@ -80,7 +79,7 @@ def _store_nothing_of_failed(impl: Any, *_: Any, **__: Any) -> None:
     for request in metadata.requests:
         if request.save_spec is not None and _has_one_of(blocks, request.slot_mapping, impl._block_size):
             note(__name__, f"request {request.req_id}: its load failed, so this step does not store it")
-            _worker.store_nothing(impl, request)
+            _lmcache.store_nothing(impl, request)
 
 
 fix_worker = fix_before(when=_some_failed, on_fault=_saves_end)(_store_nothing_of_failed)
@@ -136,7 +135,7 @@ def fix_scheduler(impl: Any, scheduler_output: Any) -> None:
 
 def worker_shows_bug(hook: Any, adapter: Any) -> bool:
     """Block 3 failed to load, and the step saves its request. Wrong is to save it."""
-    return _worker.stores(hook, adapter, {"_invalid_block_ids": {3}})
+    return _lmcache.stores(hook, adapter, {"_invalid_block_ids": {3}})
 
 
 def failed_blocks_are_forgotten(hook: Any, adapter: Any) -> bool:
@@ -165,18 +164,16 @@ def rollback_is_not_recorded(hook: Any, scheduler: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    effect="wrong output",
-    targets=(
-        LMCACHE_V1.wait_for_save(broken=">=0.3.9", probe=worker_shows_bug, fix=fix_worker, place=1),
-        LMCACHE_V1.start_load_kv(broken=">=0.3.9.post1", fix=fix_layers, place=4, helper=True),
-        LMCACHE_V1.get_block_ids_with_load_errors(
-            broken=">=0.3.9.post1", probe=failed_blocks_are_forgotten, fix=fix_failed_blocks, helper=True
-        ),
-        LMCACHE_V1.build_connector_meta(broken=">=0.4.1", probe=scheduler_shows_bug, fix=fix_scheduler, place=3),
-        SCHEDULER._update_requests_with_invalid_blocks(
-            broken=">=0.11.2", probe=rollback_is_not_recorded, fix=fix_rollback, place=1, helper=True
-        ),
+    LMCACHE_V1.wait_for_save(broken=">=0.3.9", probe=worker_shows_bug, fix=fix_worker, place=1),
+    LMCACHE_V1.start_load_kv(broken=">=0.3.9.post1", fix=fix_layers, place=4, helper=True),
+    LMCACHE_V1.get_block_ids_with_load_errors(
+        broken=">=0.3.9.post1", probe=failed_blocks_are_forgotten, fix=fix_failed_blocks, helper=True
     ),
+    LMCACHE_V1.build_connector_meta(broken=">=0.4.1", probe=scheduler_shows_bug, fix=fix_scheduler, place=3),
+    SCHEDULER._update_requests_with_invalid_blocks(
+        broken=">=0.11.2", probe=rollback_is_not_recorded, fix=fix_rollback, place=1, helper=True
+    ),
+    effect="wrong output",
     evidence={"KVD302": "", "KVD1090": ""},
     scenarios=("failed-load-poisons-cache", "failed-load-stored-last", "failed-load-stored-under-way"),
 )

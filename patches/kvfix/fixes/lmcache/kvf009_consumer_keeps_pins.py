@@ -3,8 +3,7 @@
 Symptom: A consumer logs `Pin timeout detected for MemoryObj ...` and `Force unpinned ... timeout objects`. Before the
 pin timeout, the cache cannot evict chunks that are no longer needed.
 
-Cause: `wait_for_save` unpins the requests of the step. On a consumer, which saves nothing, the hook returns before
-that.
+Cause: `wait_for_save` unpins the requests of the step. On a consumer, which saves nothing, the hook returns first.
 
 Fix: On a consumer, the fix acts after `wait_for_save` and unpins the requests of the step.
 
@@ -35,8 +34,8 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    LMCACHE_V1.wait_for_save(broken=">=0.3.9,<0.4.3", probe=shows_bug, fix=fix, place=2),
     effect="leak",
-    targets=(LMCACHE_V1.wait_for_save(broken=">=0.3.9,<0.4.3", probe=shows_bug, fix=fix, place=2),),
     evidence={"KVD401": "", "KVR009": "^pins of the worker "},
     scenarios=("consumer-pins-left",),
 )

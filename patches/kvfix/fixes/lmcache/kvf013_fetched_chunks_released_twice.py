@@ -10,8 +10,7 @@ Cause: `retrieve` releases the chunks that it has loaded (0.5.6 cache_engine.py:
 Fix: The clean-up releases only chunks that `retrieve` has not released. For a chunk that `retrieve` did not need, the
 fix releases the pin too, as the clean-up would have done.
 
-- Releases: LMCache 0.4.1 to 0.5.6, with `enable_async_loading`. Up to 0.5.1 the bug affects only chunks that vLLM
-  already has.
+- Releases: LMCache 0.4.1 to 0.5.6, with `enable_async_loading`. Up to 0.5.1, only chunks that vLLM has are affected.
 - Upstream: https://github.com/LMCache/LMCache/issues/5090, https://github.com/LMCache/LMCache/pull/5120 are open.
 - Remove when: `cleanup_memory_objs` no longer releases the chunks that `retrieve` has released.
 """
@@ -20,14 +19,14 @@ from _thread import get_ident
 from contextlib import ExitStack
 from typing import Any
 
-from kvfix.fixes import _engine
+from kvfix.fixes import _lmcache
 from kvfix.fixes.api import CACHE_ENGINE, Fix, Steps, fix_around, replaced
 
 
 @fix_around()
 def fix(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Steps | None:
     lookup_id = more.get("req_id")
-    if not engine.async_loading or engine.remove_after_retrieve or not _engine.fetched(engine, lookup_id):
+    if not engine.async_loading or engine.remove_after_retrieve or not _lmcache.fetched(engine, lookup_id):
         return None
     return _consumed(engine, lookup_id)
 
@@ -52,7 +51,7 @@ class Calls:
 
 
 def _consumed(engine: Any, lookup_id: Any) -> Steps:
-    chunks = {id(chunk): (chunk, Calls(chunk)) for chunk in _engine.fetched(engine, lookup_id)}
+    chunks = {id(chunk): (chunk, Calls(chunk)) for chunk in _lmcache.fetched(engine, lookup_id)}
     try:
         with ExitStack() as stack:
             for chunk, calls in chunks.values():
@@ -63,14 +62,14 @@ def _consumed(engine: Any, lookup_id: Any) -> Steps:
         for name in gone:
             chunk, calls = chunks[name]
             if not calls.pins:
-                _engine.unpin(chunk)
-        _engine.keep_fetched(engine, lookup_id, lambda chunk: id(chunk) not in gone)
+                _lmcache.unpin(chunk)
+        _lmcache.keep_fetched(engine, lookup_id, lambda chunk: id(chunk) not in gone)
 
 
 FIX = Fix(
     __name__,
+    CACHE_ENGINE.retrieve(broken=">=0.4.1", fix=fix, place=2),
     effect="wrong output",
-    targets=(CACHE_ENGINE.retrieve(broken=">=0.4.1", fix=fix, place=2),),
     evidence={"KVD115": "", "KVD403": ""},
     proof="tests/lab/test_async_release.py, on LMCache's own functions: the lab has no asynchronous storage backend",
 )

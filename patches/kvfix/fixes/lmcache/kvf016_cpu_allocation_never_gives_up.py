@@ -101,12 +101,10 @@ def disk_shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    LOCAL_CPU_BACKEND.allocate(broken=">=0.3.9", fix=fix),
+    LOCAL_CPU_BACKEND.batched_allocate(broken=">=0.3.9", fix=fix),
+    LOCAL_DISK_BACKEND.load_bytes_from_disk(broken=">=0.3.9", probe=disk_shows_bug, fix=fix_disk),
     effect="hang",
-    targets=(
-        LOCAL_CPU_BACKEND.allocate(broken=">=0.3.9", fix=fix),
-        LOCAL_CPU_BACKEND.batched_allocate(broken=">=0.3.9", fix=fix),
-        LOCAL_DISK_BACKEND.load_bytes_from_disk(broken=">=0.3.9", probe=disk_shows_bug, fix=fix_disk),
-    ),
     evidence={"KVD402": ""},
     proof="tests/runtime/test_cpu_allocation.py, on LMCache's own backend: the lab's cache is never full",
 )

@@ -24,7 +24,7 @@ import copy
 import hashlib
 from typing import Any
 
-from kvfix.fixes import _closed, _layerwise
+from kvfix.fixes import _closed, _lmcache
 from kvfix.fixes.api import GO_ON, LMCACHE_V1, NEW_REQUESTS, Fix, Steps, View, fix_around, stubs
 from kvfix.session import session
 
@@ -92,8 +92,8 @@ def _add_request_configs(call: dict[str, Any], request: Any) -> None:
         call.setdefault("request_configs", request.request_configs)
 
 
-fix_layer_loads = _layerwise.loads(_add_request_configs, _layers_found_by_none)
-fix_layer_saves = _layerwise.saves(_add_request_configs, _layers_found_by_none)
+fix_layer_loads = _lmcache.loads(_add_request_configs, _layers_found_by_none)
+fix_layer_saves = _lmcache.saves(_add_request_configs, _layers_found_by_none)
 
 
 def lookup_shows_bug(hook: Any, adapter: Any) -> bool:
@@ -147,13 +147,11 @@ def layer_saves_show_bug(hook: Any, adapter: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    LMCACHE_V1.get_num_new_matched_tokens(broken=">=0.3.9", probe=lookup_shows_bug, fix=fix_lookup, place=5),
+    LMCACHE_V1.build_connector_meta(broken=">=0.3.9", probe=metadata_shows_bug, fix=fix_metadata, place=6),
+    LMCACHE_V1.start_load_kv(broken=">=0.3.9", probe=layer_loads_show_bug, fix=fix_layer_loads, place=1),
+    LMCACHE_V1.save_kv_layer(broken=">=0.3.9", probe=layer_saves_show_bug, fix=fix_layer_saves),
     effect="wrong output",
-    targets=(
-        LMCACHE_V1.get_num_new_matched_tokens(broken=">=0.3.9", probe=lookup_shows_bug, fix=fix_lookup, place=5),
-        LMCACHE_V1.build_connector_meta(broken=">=0.3.9", probe=metadata_shows_bug, fix=fix_metadata, place=6),
-        LMCACHE_V1.start_load_kv(broken=">=0.3.9", probe=layer_loads_show_bug, fix=fix_layer_loads, place=1),
-        LMCACHE_V1.save_kv_layer(broken=">=0.3.9", probe=layer_saves_show_bug, fix=fix_layer_saves),
-    ),
     scenarios=("cache-salt-not-in-key", "lora-not-in-key"),
     opt_in=True,
     attaches=NEW_REQUESTS,  # a lookup without the tag and a load with it would not meet

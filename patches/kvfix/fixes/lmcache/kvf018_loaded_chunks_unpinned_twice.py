@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from kvfix.fixes import _layerwise
+from kvfix.fixes import _lmcache
 from kvfix.fixes.api import CACHE_ENGINE, LMCACHE_V1, Fix, Steps, engine_log, fix_after, fix_around
 
 #: Attribute of a chunk: the loads that have added a pin to it.
@@ -130,17 +130,15 @@ def _layers(layers: Any, load: _Load) -> Iterator[Any]:
         engine_log.guarded(f"{__name__}.retrieve_layer", load.end)
 
 
-name_request = _layerwise.loads(lambda call, request: call.setdefault("req_id", request.req_id))
+name_request = _lmcache.loads(lambda call, request: call.setdefault("req_id", request.req_id))
 
 
 FIX = Fix(
     __name__,
+    CACHE_ENGINE.retrieve(broken=">=0.5.2,<0.5.6", fix=fix, place=3),
+    CACHE_ENGINE.retrieve_layer(broken=">=0.4.3", fix=fix_layers),
+    LMCACHE_V1.start_load_kv(broken=">=0.4.3", fix=name_request, place=2, helper=True),
     effect="leak",
-    targets=(
-        CACHE_ENGINE.retrieve(broken=">=0.5.2,<0.5.6", fix=fix, place=3),
-        CACHE_ENGINE.retrieve_layer(broken=">=0.4.3", fix=fix_layers),
-        LMCACHE_V1.start_load_kv(broken=">=0.4.3", fix=name_request, place=2, helper=True),
-    ),
     evidence={"KVD403": ""},
     proof="tests/lab/test_async_release.py, on LMCache's own functions: the lab has no pins by chunk",
 )

@@ -184,15 +184,13 @@ def _word(torch: Any, tensors: Any, row: int) -> Any:
 
 FIX = Fix(
     __name__,
+    api.GPU_CONNECTOR_V2.from_gpu(broken=">=0.4.3", fix=fix_store),
+    api.GPU_CONNECTOR_V2.to_gpu(broken=">=0.4.3", fix=fix_load),
+    api.GPU_CONNECTOR_V3.from_gpu(broken=">=0.5.0", fix=fix_store),
+    api.GPU_CONNECTOR_V3.to_gpu(broken=">=0.5.0", fix=fix_load),
+    api.STORAGE_MANAGER.batched_put(broken=">=0.4.3", fix=fix_put, helper=True),
+    api.CACHE_ENGINE.retrieve(broken=">=0.4.3", fix=fix_retrieve, place=4, helper=True),
     effect="wrong output",
-    targets=(
-        api.GPU_CONNECTOR_V2.from_gpu(broken=">=0.4.3", fix=fix_store),
-        api.GPU_CONNECTOR_V2.to_gpu(broken=">=0.4.3", fix=fix_load),
-        api.GPU_CONNECTOR_V3.from_gpu(broken=">=0.5.0", fix=fix_store),
-        api.GPU_CONNECTOR_V3.to_gpu(broken=">=0.5.0", fix=fix_load),
-        api.STORAGE_MANAGER.batched_put(broken=">=0.4.3", fix=fix_put, helper=True),
-        api.CACHE_ENGINE.retrieve(broken=">=0.4.3", fix=fix_retrieve, place=4, helper=True),
-    ),
     no_patch={
         "lmcache": (
             "https://github.com/LMCache/LMCache/pull/4467 and"

@@ -50,8 +50,7 @@ def shows_bug(hook: Any, operations: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    effect="wrong output",
-    targets=tuple(
+    *(
         Owner("lmcache", module, copy=module).single_layer_kv_transfer(broken=broken, probe=shows_bug, fix=fix)
         for module, broken in (
             ("lmcache.python_ops_fallback", ">=0.5.0,<0.5.3"),
@@ -59,6 +58,7 @@ FIX = Fix(
             ("lmcache.v1.platform.torch_ops.mem_kernels", ">=0.5.6"),
         )
     ),
+    effect="wrong output",
     proof="tests/runtime/test_packed_layout.py, on LMCache's own kernels: the lab moves hashes, not tensors",
     # The operation has no answer for "not moved", and a worker must not raise. After an error of this fix, the
     # function's own answer is used.

@@ -11,8 +11,7 @@ prompt. LMCache also stores later tokens with the blocks of other tokens.
 Fix: The tracker begins with all tokens of the request, as with runner V1.
 
 - Releases: LMCache 0.3.9 to 0.5.6 with vLLM's model runner V2, which vLLM 0.32 uses for most models on a GPU. A hit
-  goes beyond the prompt if `save_decode_cache` or the next turn has stored generated tokens. 0.3.9 looks up the prompt
-  only.
+  goes beyond the prompt if `save_decode_cache` or the next turn stored generated tokens. 0.3.9 looks up prompts only.
 - Remove when: `RequestTracker.from_new_request` takes `prefill_token_ids`.
 """
 
@@ -47,8 +46,8 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    REQUEST_TRACKER.from_new_request(broken=">=0.3.9", probe=shows_bug, fix=fix),
     effect="wrong output",
-    targets=(REQUEST_TRACKER.from_new_request(broken=">=0.3.9", probe=shows_bug, fix=fix),),
     evidence={"KVR004": ""},
     # With model runner V2, LMCache then stores the generated tokens that a resumed request computes again, as with V1.
     changes_healthy=("v1",),

@@ -8,8 +8,7 @@ Cause: `TensorMemoryObj.__del__` frees a chunk that was never released. It takes
 of all statistics (0.5.6 utils.py:714-731). An exception can leave a chunk in a reference cycle. The garbage collector
 can collect it at any allocation, also while `allocate` or `PrometheusLogger.GetOrCreate` holds one of the locks.
 
-Fix: `__del__` keeps the chunk. The next `ref_count_down` of any chunk first frees the kept chunk. Both locks are free
-there.
+Fix: `__del__` keeps the chunk. The next `ref_count_down` of any chunk frees the kept chunk. Both locks are free there.
 
 - Upstream: https://github.com/LMCache/LMCache/pull/4675 is open, for the lock of the statistics;
   https://github.com/LMCache/LMCache/issues/3533, about the lock of the allocator, was closed as stale.
@@ -59,11 +58,9 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    TENSOR_MEMORY_OBJ.target("__del__", broken=">=0.3.14", probe=shows_bug, fix=fix),
+    TENSOR_MEMORY_OBJ.ref_count_down(broken=">=0.3.14", fix=fix_release, helper=True),
     effect="hang",
-    targets=(
-        TENSOR_MEMORY_OBJ.target("__del__", broken=">=0.3.14", probe=shows_bug, fix=fix),
-        TENSOR_MEMORY_OBJ.ref_count_down(broken=">=0.3.14", fix=fix_release, helper=True),
-    ),
     let_go=free_collected,
     proof="tests/runtime/test_collected_chunks.py: the lab does not run the garbage collector in a step",
 )

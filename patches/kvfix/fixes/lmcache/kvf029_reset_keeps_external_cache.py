@@ -55,8 +55,8 @@ def shows_bug(hook: Any, scheduler: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    SCHEDULER.reset_connector_cache(broken=">=0.15.1", probe=shows_bug, fix=fix),
     effect="wrong output",
-    targets=(SCHEDULER.reset_connector_cache(broken=">=0.15.1", probe=shows_bug, fix=fix),),
     scenarios=("reset-keeps-external-cache", "mp-reset-keeps-external-cache", "mp-reset-keeps-external-cache-in-tree"),
     no_patch={
         "vllm": "connectors that have no cache answer None too; what empties LMCache's is a message to its workers, "

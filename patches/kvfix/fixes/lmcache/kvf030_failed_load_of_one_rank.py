@@ -27,7 +27,7 @@ import copy
 from typing import Any
 
 from kvfix import scheduling
-from kvfix.fixes import _closed, _scheduler, _worker
+from kvfix.fixes import _closed, _lmcache, _scheduler
 from kvfix.fixes.api import LMCACHE_V1, SCHEDULER, Fix, fix_after, note, stubs
 
 #: Attribute of an adapter in the scheduler: its Unsaved.
@@ -114,7 +114,7 @@ def _is_put_off(request: Any) -> bool:
     return getattr(request, _STORE_NOTHING, False)
 
 
-fix_stores, fix_layers = _worker.fix_producer(_is_put_off), _worker.fix_producer_layers(_is_put_off)
+fix_stores, fix_layers = _lmcache.fix_producer(_is_put_off), _lmcache.fix_producer_layers(_is_put_off)
 
 
 def _drop_all(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
@@ -146,7 +146,7 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 def stores_all_the_same(hook: Any, adapter: Any) -> bool:
     """A kv_producer's request whose metadata are marked. Wrong is to store it."""
-    return _worker.stores(hook, adapter, {"kv_role": "kv_producer"}, **{_STORE_NOTHING: True})
+    return _lmcache.stores(hook, adapter, {"kv_role": "kv_producer"}, **{_STORE_NOTHING: True})
 
 
 def rollback_is_not_recorded(hook: Any, scheduler: Any) -> bool:
@@ -158,15 +158,13 @@ def rollback_is_not_recorded(hook: Any, scheduler: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    effect="wrong output",
-    targets=(
-        LMCACHE_V1.build_connector_meta(broken=">=0.3.9", probe=shows_bug, fix=fix_metadata, place=9),
-        LMCACHE_V1.wait_for_save(broken=">=0.3.9", probe=stores_all_the_same, fix=fix_stores, place=4, helper=True),
-        LMCACHE_V1.start_load_kv(broken=">=0.3.9", fix=fix_layers, place=6, helper=True),
-        SCHEDULER._update_requests_with_invalid_blocks(
-            broken=">=0.11.2", probe=rollback_is_not_recorded, fix=fix_rollback, place=6, helper=True
-        ),
+    LMCACHE_V1.build_connector_meta(broken=">=0.3.9", probe=shows_bug, fix=fix_metadata, place=9),
+    LMCACHE_V1.wait_for_save(broken=">=0.3.9", probe=stores_all_the_same, fix=fix_stores, place=4, helper=True),
+    LMCACHE_V1.start_load_kv(broken=">=0.3.9", fix=fix_layers, place=6, helper=True),
+    SCHEDULER._update_requests_with_invalid_blocks(
+        broken=">=0.11.2", probe=rollback_is_not_recorded, fix=fix_rollback, place=6, helper=True
     ),
+    effect="wrong output",
     scenarios=("failed-load-of-one-rank", "failed-load-of-one-rank-in-producer"),
     no_patch={"lmcache": "upstream's ranks would agree on it within the step, by a collective"},
 )

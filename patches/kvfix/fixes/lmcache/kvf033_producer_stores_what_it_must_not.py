@@ -12,7 +12,7 @@ Fix: The worker does not store a request with `lmcache.skip_save`, unless the re
 
 from typing import Any
 
-from kvfix.fixes import _worker
+from kvfix.fixes import _lmcache
 from kvfix.fixes.api import LMCACHE_V1, Fix
 
 
@@ -21,19 +21,17 @@ def _must_not_be_stored(request: Any) -> Any:
     return configs and configs.get("lmcache.skip_save") and request.disagg_spec is None
 
 
-fix, fix_layers = _worker.fix_producer(_must_not_be_stored), _worker.fix_producer_layers(_must_not_be_stored)
+fix, fix_layers = _lmcache.fix_producer(_must_not_be_stored), _lmcache.fix_producer_layers(_must_not_be_stored)
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
     """A kv_producer saves a step of a request that asks for `lmcache.skip_save`. Wrong is to store it."""
-    return _worker.stores(hook, adapter, {"kv_role": "kv_producer"}, request_configs={"lmcache.skip_save": True})
+    return _lmcache.stores(hook, adapter, {"kv_role": "kv_producer"}, request_configs={"lmcache.skip_save": True})
 
 
 FIX = Fix(
     __name__,
+    LMCACHE_V1.wait_for_save(broken=">=0.3.9", probe=shows_bug, fix=fix, place=3),
+    LMCACHE_V1.start_load_kv(broken=">=0.3.9", fix=fix_layers, place=5, helper=True),
     effect="wrong output",
-    targets=(
-        LMCACHE_V1.wait_for_save(broken=">=0.3.9", probe=shows_bug, fix=fix, place=3),
-        LMCACHE_V1.start_load_kv(broken=">=0.3.9", fix=fix_layers, place=5, helper=True),
-    ),
 )

@@ -42,8 +42,8 @@ def shows_bug(hook: Any, client: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    ASYNC_LOOKUP_CLIENT.lookup(broken=">=0.3.10", probe=shows_bug, fix=fix),
     effect="hang",
-    targets=(ASYNC_LOOKUP_CLIENT.lookup(broken=">=0.3.10", probe=shows_bug, fix=fix),),
     evidence={"KVR009": r"^lookup_client\.(aborted_lookups|reqs_status) "},
     scenarios=("async-lookup-of-configured",),
 )

@@ -46,7 +46,7 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    LMCACHE_V1.update_state_after_alloc(broken=">=0.3.9", probe=shows_bug, fix=fix),
     effect="crash",
-    targets=(LMCACHE_V1.update_state_after_alloc(broken=">=0.3.9", probe=shows_bug, fix=fix),),
     evidence={"KVR011": "KeyError: '(req_id|receiver_)"},
 )

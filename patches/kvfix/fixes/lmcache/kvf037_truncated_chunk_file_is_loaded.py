@@ -1,8 +1,7 @@
 """A request returns wrong text: LMCache loads a truncated chunk file from the local disk as if it were whole.
 
-Symptom: With `local_disk`, LMCache logs `Retrieved 256 out of 256 required tokens`, the request ends with HTTP 200, and
-its text is wrong. If the file is gone, LMCache logs `File not found on disk: ...`, then raises `KeyError`, and
-EngineCore dies.
+Symptom: With `local_disk`, LMCache logs `Retrieved 256 out of 256 required tokens`, and the request ends with HTTP 200
+and wrong text. If the file is gone, LMCache logs `File not found on disk: ...`, and EngineCore dies with `KeyError`.
 
 Cause: `read_file` does not compare the number of bytes that it read with the size of the chunk (0.5.6
 local_disk_backend.py:812, 816). The rest of the chunk is what the memory held before. A full disk, a crash of the
@@ -166,13 +165,11 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    LOCAL_DISK_BACKEND.read_file(broken=">=0.3.9.post1", probe=shows_bug, fix=fix_read),
+    LOCAL_DISK_BACKEND.load_bytes_from_disk(broken=">=0.3.9.post1", fix=fix_load, helper=True),
+    LOCAL_DISK_BACKEND._load_chunk_into_memory(broken=">=0.5.2", fix=fix_load, helper=True),
+    LOCAL_DISK_BACKEND.batched_async_load_bytes_from_disk(broken=">=0.3.9.post1", fix=fix_prefetch, helper=True),
+    CACHE_ENGINE._process_tokens_internal(broken=">=0.3.9.post1,<0.4.4", fix=fix_report),
     effect="wrong output",
-    targets=(
-        LOCAL_DISK_BACKEND.read_file(broken=">=0.3.9.post1", probe=shows_bug, fix=fix_read),
-        LOCAL_DISK_BACKEND.load_bytes_from_disk(broken=">=0.3.9.post1", fix=fix_load, helper=True),
-        LOCAL_DISK_BACKEND._load_chunk_into_memory(broken=">=0.5.2", fix=fix_load, helper=True),
-        LOCAL_DISK_BACKEND.batched_async_load_bytes_from_disk(broken=">=0.3.9.post1", fix=fix_prefetch, helper=True),
-        CACHE_ENGINE._process_tokens_internal(broken=">=0.3.9.post1,<0.4.4", fix=fix_report),
-    ),
     proof="tests/runtime/test_local_disk.py, on LMCache's own backend: the lab has no disk",
 )

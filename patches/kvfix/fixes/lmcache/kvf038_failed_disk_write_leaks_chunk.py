@@ -1,8 +1,7 @@
 """After a failed disk write the chunk stays in CPU memory for ever, and LMCache never stores that chunk again.
 
-Symptom: When the disk of `local_disk` is full, LMCache logs `Stored 256 out of total 256 tokens`, but there are no
-hits. Later the CPU cache is full: `No eviction candidates found in local cpu backend. Local cpu memory is under
-pressure.`
+Symptom: If the disk of `local_disk` is full, LMCache logs `Stored 256 out of total 256 tokens`, but has no hit. Then
+the CPU cache is full: `No eviction candidates found in local cpu backend. Local cpu memory is under pressure.`
 
 Cause: After `write_file`, `async_save_bytes_to_disk` releases the memory, marks the task as done and adds the entry
 (0.5.6 local_disk_backend.py:699-716). If the write raises, none of this happens. The memory stays in use. The task
@@ -75,7 +74,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    LOCAL_DISK_BACKEND.async_save_bytes_to_disk(broken=">=0.3.9", probe=shows_bug, fix=fix),
     effect="leak",
-    targets=(LOCAL_DISK_BACKEND.async_save_bytes_to_disk(broken=">=0.3.9", probe=shows_bug, fix=fix),),
     proof="tests/runtime/test_local_disk.py, on LMCache's own backend: the lab has no disk",
 )

@@ -3,8 +3,7 @@
 Symptom: No error. The external hit of a prompt never grows past the same token, although the prompt is used again and
 again. The chunks after that token are stored, the chunks before it are not. Requests that wait for blocks lead to this.
 
-After a miss, the last tokens of a prompt are not stored. Their number is the number of tokens that vLLM's own prefix
-cache held.
+After a miss, the last tokens of a prompt are not stored: as many as vLLM's own prefix cache held.
 
 Cause: vLLM calls `get_num_new_matched_tokens` in every step in which the request waits. Each call adds the hit to
 `num_stored_tokens` (lmcache_mp_connector.py 0.5.5:1148; `num_stored_blocks` in vLLM's copy). After three polls with a
@@ -50,8 +49,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    *multi_process("get_num_new_matched_tokens", shows_bug, fix, lmcache=">=0.4.5,<=0.5.5", place=1),
     effect="lost hits",
-    targets=multi_process("get_num_new_matched_tokens", shows_bug, fix, lmcache=">=0.4.5,<=0.5.5", place=1),
     evidence={"KVR007": ""},
     scenarios=(
         "mp-apc-hit-not-stored",

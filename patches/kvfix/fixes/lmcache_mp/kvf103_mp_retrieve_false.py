@@ -11,8 +11,7 @@ Fix: When the future of a load returns a failure, the fix adds the load's blocks
 then follows `kv_load_failure_policy`: With `fail` (the default) vLLM ends the request with an error. With `recompute`
 vLLM computes the tokens again. The fix wraps `submit_retrieve_request`.
 
-- Releases: LMCache 0.4.2 to 0.5.4, also with vLLM's copy of the connector. Earlier releases cannot report failed
-  blocks.
+- Releases: LMCache 0.4.2 to 0.5.4, also with vLLM's copy. Earlier releases cannot report failed blocks.
 - Upstream: https://github.com/LMCache/LMCache/issues/3388, fixed in 0.5.5.
 """
 
@@ -78,8 +77,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    MP_WORKER_ADAPTER.submit_retrieve_request(broken=">=0.4.2,<=0.5.4", probe=shows_bug, fix=fix, place=2),
     effect="wrong output",
-    targets=(MP_WORKER_ADAPTER.submit_retrieve_request(broken=">=0.4.2,<=0.5.4", probe=shows_bug, fix=fix, place=2),),
     evidence={"KVD301": "", "KVD310": ""},
     scenarios=("mp-retrieve-false", "mp-retrieve-false-in-tree"),
 )

@@ -1,7 +1,6 @@
 """Hits return wrong text after chunked prefill: vLLM frees a request's blocks while its second store copies them.
 
-Symptom: No error is logged. After chunked prefill, prompts that hit the cache return wrong text, until the chunks are
-evicted.
+Symptom: No error is logged. After chunked prefill, hits return wrong text until the chunks are evicted.
 
 Cause: A worker keeps only one store for each request: the next store replaces the previous store
 (vllm_multi_process_adapter.py 0.5.6:1848). `finished_stores` keeps the id of a request whose first store has ended.
@@ -79,8 +78,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    MP_WORKER_ADAPTER.submit_store_request(broken=">=0.4.2,<=0.5.6", probe=shows_bug, fix=fix),
     effect="wrong output",
-    targets=(MP_WORKER_ADAPTER.submit_store_request(broken=">=0.4.2,<=0.5.6", probe=shows_bug, fix=fix),),
     evidence={"KVR009": r"^worker_adapter\.finished_stores "},
     scenarios=("mp-freed-while-stored", "mp-freed-while-stored-in-tree"),
 )

@@ -1,7 +1,6 @@
 """LoRA adapters share KV through the multi-process server: the name of the adapter is not in the cache key.
 
-Symptom: No error. With `--enable-lora`, a prompt gets the KV that another adapter (or the base model) has cached for
-it.
+Symptom: No error. With `--enable-lora`, a prompt gets the KV that another adapter or the base model has cached.
 
 Cause: The key consists of the model, the tokens and `cache_salt` (lmcache_mp_metadata.py 0.5.6:91). The adapter changes
 the KV and is not in the key. vLLM's own prefix cache has the name of the adapter in its hashes.
@@ -57,8 +56,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    effect="wrong output",
-    targets=tuple(
+    *(
         Owner(dist, module, "LMCacheMPRequestTracker", copy=module).target(
             "__init__", broken=broken, probe=shows_bug, fix=fix
         )
@@ -69,6 +67,7 @@ FIX = Fix(
             ("vllm", VLLM_MP.module, ">=0.11.2"),
         )
     ),
+    effect="wrong output",
     scenarios=("mp-lora-not-in-key", "mp-lora-not-in-key-in-tree"),
     opt_in=True,
 )

@@ -42,8 +42,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    MP_WORKER_ADAPTER.register_kv_caches(broken=">=0.4.5,<=0.5.6", probe=shows_bug, fix=fix),
     effect="lost hits",
-    targets=(MP_WORKER_ADAPTER.register_kv_caches(broken=">=0.4.5,<=0.5.6", probe=shows_bug, fix=fix),),
     evidence={"KVD210": ""},
     attaches=AT_START,  # it acts when the worker registers
 )

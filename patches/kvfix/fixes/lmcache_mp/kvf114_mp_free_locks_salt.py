@@ -1,8 +1,7 @@
 """Chunks stay locked until a timeout: LMCache releases the locks of a request with a `cache_salt` under another key.
 
 Symptom: vLLM logs nothing. With `cache_salt`, chunks that vLLM already holds stay read-locked in the server for the
-read TTL (`read_ttl_seconds`, 300 s). Under pressure the server finds nothing to evict. Another request may lose its
-lock.
+read TTL (`read_ttl_seconds`, 300 s). Under pressure the server finds nothing to evict. Other requests may lose locks.
 
 Cause: `update_state_after_alloc` releases the locks of chunks that need no load, but does not pass the salt
 (lmcache_mp_connector.py 0.5.0:1003). The salt is part of the key.
@@ -42,8 +41,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    effect="leak",
-    targets=multi_process(
+    *multi_process(
         "update_state_after_alloc",
         shows_bug,
         fix,
@@ -52,6 +50,7 @@ FIX = Fix(
         for_0180="",
         place=1,
     ),
+    effect="leak",
     evidence={"KVR009": "^read locks of the server "},
     scenarios=("mp-free-locks-salt", "mp-free-locks-salt-in-tree"),
 )

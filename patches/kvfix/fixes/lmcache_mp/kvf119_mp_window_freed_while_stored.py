@@ -118,8 +118,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    LMCACHE_MP._process_cached_requests(broken=">=0.4.7,<=0.5.6", probe=shows_bug, fix=fix, place=2),
     effect="wrong output",
-    targets=(LMCACHE_MP._process_cached_requests(broken=">=0.4.7,<=0.5.6", probe=shows_bug, fix=fix, place=2),),
     evidence={"KVR014": r"used again"},
     scenarios=("mp-window-freed-while-stored", "mp-window-freed-at-end", "mp-state-freed-while-stored"),
     no_patch={"lmcache": "who keeps a block until it is stored, vLLM or the connector, is for both to decide"},

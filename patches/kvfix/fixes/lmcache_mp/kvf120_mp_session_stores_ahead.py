@@ -44,8 +44,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    *multi_process("_process_new_requests", shows_bug, fix, lmcache=">=0.4.5"),
     effect="wrong output",
-    targets=multi_process("_process_new_requests", shows_bug, fix, lmcache=">=0.4.5"),
     evidence={"KVR008": ""},
     scenarios=("mp-session-stores-ahead", "mp-session-stores-ahead-in-tree"),
 )

@@ -13,8 +13,7 @@ still clear the chunks that have no lock. Call the reset again when the requests
 LMCache never clears the L2 of a server (`--l2-adapter`, v1/distributed/storage_manager.py:1244-1255). The answer is
 still True, because the connector cannot know about the L2. Empty the L2 yourself.
 
-- Releases: LMCache 0.5.6. Earlier releases and vLLM's copy of the connector have no `reset_cache`. For these, see
-  KVF029.
+- Releases: LMCache 0.5.6. Earlier releases and vLLM's copy of the connector have no `reset_cache`: KVF029.
 - Remove when: The server drops chunks that were in use during a reset, as soon as they are free.
 """
 
@@ -48,10 +47,8 @@ def shows_bug(hook: Any, connector: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    LMCACHE_MP.reset_cache(broken=">=0.5.6", probe=shows_bug, fix=fix),
+    SCHEDULER.reset_connector_cache(broken=">=0.15.1", fix=fix_scheduler, helper=True),
     effect="wrong output",
-    targets=(
-        LMCACHE_MP.reset_cache(broken=">=0.5.6", probe=shows_bug, fix=fix),
-        SCHEDULER.reset_connector_cache(broken=">=0.15.1", fix=fix_scheduler, helper=True),
-    ),
     no_patch={"lmcache": "chunks in use can be dropped only when their use ends: a change of the server's protocol"},
 )

@@ -1,8 +1,7 @@
 """Wrong text after a late heartbeat: the server runs transfers that the worker dropped, in other requests' blocks.
 
 Symptom: The worker logs `LMCache server is unhealthy — entering degraded mode`, and later `LMCache server is healthy
-again`. Then running requests, and prompts that hit the cache, return wrong text with HTTP 200, until the chunks are
-evicted.
+again`. Then running requests, and hits, return wrong text with HTTP 200, until the chunks are evicted.
 
 Cause: A ping that has no answer within 10 seconds (`lmcache.mp.heartbeat_interval`) makes the worker unhealthy
 (vllm_multi_process_adapter.py 0.5.6:583). `get_finished` then drops the futures of all transfers, and reports the loads
@@ -13,8 +12,7 @@ afterwards. A late load overwrites the KV of the requests that have the blocks b
 these requests under wrong keys. After a preemption an unhealthy worker does not wait for stores either (0.5.6:2403).
 
 Fix: While the worker is unhealthy and connected, `get_finished` reports only transfers that the server has answered.
-After a preemption the worker waits for the stores in flight. It waits at most LMCache's own `mq_timeout` for each
-store.
+After a preemption the worker waits for the stores in flight. It waits at most `mq_timeout` for each store.
 
 When the connection is lost (the server's process has ended), the client answers the transfers in flight with a failure.
 Until the client is connected again, LMCache works as it does without the fix. If a server hangs for ever, the blocks of
@@ -134,14 +132,12 @@ def unanswered(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    MP_WORKER_ADAPTER.get_finished(broken="==0.5.6", probe=shows_bug, fix=hold),
+    MP_WORKER_ADAPTER.get_finished_with_lazy_offload(broken="==0.5.6", probe=shows_bug, fix=hold),
+    MP_WORKER_ADAPTER.handle_preemptions(broken="==0.5.6", probe=preemption_shows_bug, fix=hold, helper=True),
+    MP_CLIENT.process_inbound(broken="==0.5.6", probe=unnoted, fix=note_connection, helper=True),
+    MP_CLIENT.cancel_streams(broken="==0.5.6", probe=unanswered, fix=fail_transfers, helper=True),
     effect="wrong output",
-    targets=(
-        MP_WORKER_ADAPTER.get_finished(broken="==0.5.6", probe=shows_bug, fix=hold),
-        MP_WORKER_ADAPTER.get_finished_with_lazy_offload(broken="==0.5.6", probe=shows_bug, fix=hold),
-        MP_WORKER_ADAPTER.handle_preemptions(broken="==0.5.6", probe=preemption_shows_bug, fix=hold, helper=True),
-        MP_CLIENT.process_inbound(broken="==0.5.6", probe=unnoted, fix=note_connection, helper=True),
-        MP_CLIENT.cancel_streams(broken="==0.5.6", probe=unanswered, fix=fail_transfers, helper=True),
-    ),
     evidence={"KVD204": r"^a ping timed out"},
     scenarios=("mp-load-after-given-up", "mp-store-after-given-up", "mp-preempted-while-silent"),
     no_patch={"lmcache": "to recall a transfer, or to wait for it, is a change of the protocol, not of a function"},

@@ -18,8 +18,7 @@ out, and no hit ends there. This works with `lmcache server --separate-object-gr
 
 - Releases: LMCache 0.5.4 to 0.5.6. According to their source code, 0.4.7 to 0.5.3 have the bug too. The server of 0.4.7
   to 0.5.3 stores null blocks of every model (KVF125).
-- Remove when: The server leaves out a state whose own block is null, and the tracker removes blocks that vLLM has
-  freed.
+- Remove when: The server leaves out a state whose own block is null, and the tracker removes freed blocks.
 """
 
 from typing import Any
@@ -71,11 +70,9 @@ def _stored(hook: Any, module: Any, connector: Any, computed: int, **blocks: Any
 
 FIX = Fix(
     __name__,
+    LMCACHE_MP._process_new_requests(broken=">=0.4.7,<=0.5.6", probe=new_shows_bug, fix=fix, place=1),
+    LMCACHE_MP._process_cached_requests(broken=">=0.4.7,<=0.5.6", probe=cached_shows_bug, fix=fix, place=1),
     effect="wrong output",
-    targets=(
-        LMCACHE_MP._process_new_requests(broken=">=0.4.7,<=0.5.6", probe=new_shows_bug, fix=fix, place=1),
-        LMCACHE_MP._process_cached_requests(broken=">=0.4.7,<=0.5.6", probe=cached_shows_bug, fix=fix, place=1),
-    ),
     evidence={"KVR014": r"null blocks|freed before"},
     scenarios=("mp-state-stored-null",),
 )

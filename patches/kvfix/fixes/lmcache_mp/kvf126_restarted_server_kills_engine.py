@@ -23,8 +23,7 @@ same, and their read locks stay on the server until they time out.
 
 - Releases: LMCache 0.5.6. Earlier releases have no fix: up to 0.5.5 the client does not notice a lost connection
   (multiprocess/mq.py 0.5.5:281). There, restart the engine together with the server.
-- Remove when: A worker registers again after a lost connection, and a request in flight fails when the connection is
-  lost.
+- Remove when: A worker registers again after a lost connection, and requests in flight then fail.
 """
 
 from typing import Any
@@ -107,11 +106,9 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    MP_CLIENT.cancel_streams(broken="==0.5.6", probe=shows_bug, fix=fail_in_flight),
+    MP_CLIENT.process_outbound_task(broken="==0.5.6", fix=hold_transfers, helper=True),
+    MP_HEARTBEAT._execute(broken="==0.5.6", fix=register_again, helper=True),
     effect="hang",
-    targets=(
-        MP_CLIENT.cancel_streams(broken="==0.5.6", probe=shows_bug, fix=fail_in_flight),
-        MP_CLIENT.process_outbound_task(broken="==0.5.6", fix=hold_transfers, helper=True),
-        MP_HEARTBEAT._execute(broken="==0.5.6", fix=register_again, helper=True),
-    ),
     proof="tests/runtime/test_server_restart.py, with a real server: the lab's server answers in the step",
 )

@@ -5,8 +5,7 @@ MooncakeConnector (before vLLM 0.20 `assert self.kv_role != ...`). Or the log ha
 This request will not utilize KVTransfer`, and the request stays in WAITING_FOR_REMOTE_KVS and keeps its blocks.
 
 Cause: The parameters come with the request, from any client that can reach the engine. A producer asserts that no
-request asks it to load, and a consumer asserts that no request asks it to send (mooncake_connector.py 0.32.0:1022,
-:1048, :1076).
+request asks for a load, and a consumer that none asks it to send (mooncake_connector.py 0.32.0:1022, :1048, :1076).
 
 get_num_new_matched_tokens promises the whole prompt (:1023). MooncakeConnector checks only after the allocation of the
 blocks whether the request names its peer. If the request does not, MooncakeConnector only logs a warning (:1049). If a
@@ -96,8 +95,7 @@ def _raises_with(*arguments: Any) -> Callable[[Any, Any], bool]:
 
 FIX = Fix(
     __name__,
-    effect="crash",
-    targets=tuple(
+    *(
         target
         for owner, broken, keys in (
             (MOONCAKE_SCHEDULER_0_15, ">=0.15,<0.20", _KEYS_0_15),
@@ -109,6 +107,7 @@ FIX = Fix(
             owner.request_finished(broken=broken, probe=_raises_with(([],)), fix=request_finished),
         )
     ),
+    effect="crash",
     evidence={"KVR010": "", "KVD291": "", "KVD584": ""},
     scenarios=("mooncake-promise-without-peer",),
     no_patch=PRIVATE,

@@ -1,8 +1,7 @@
 """Decode waits for minutes if the first token ends the text: MooncakeConnector does not send that prefill.
 
 Symptom: A request whose first token is the end of the text, or a stop token, takes at least eight minutes, or fails.
-The decode engine keeps the blocks until then, and logs `pulling kv_caches for [...] failed: Timeout waiting for P side
-ready.`.
+The decode engine keeps its blocks, and logs `pulling kv_caches for [...] failed: Timeout waiting for P side ready.`.
 
 Cause: request_finished of a prefill sends only requests that ended as FINISHED_LENGTH_CAPPED, and treats every other
 end as an abort (mooncake_connector.py 0.32.0:1105). vLLM checks for a stop token before it checks max_tokens
@@ -38,6 +37,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    MOONCAKE_SCHEDULER.request_finished(broken=">=0.20", probe=shows_bug, fix=request_finished, place=1),
     effect="hang",
-    targets=(MOONCAKE_SCHEDULER.request_finished(broken=">=0.20", probe=shows_bug, fix=request_finished, place=1),),
 )

@@ -32,8 +32,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    MOONCAKE_SCHEDULER.build_connector_meta(broken=">=0.20", probe=shows_bug, fix=fix),
     effect="crash",
-    targets=(MOONCAKE_SCHEDULER.build_connector_meta(broken=">=0.20", probe=shows_bug, fix=fix),),
     evidence={"KVR011": r"KeyError: 'remote_(engine_id|bootstrap_addr)"},
     no_patch=PRIVATE,
 )

@@ -77,8 +77,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    effect="crash",
-    targets=tuple(
+    *(
         owner.get_num_new_matched_tokens(broken=broken, probe=shows_bug, fix=_fix(owner))
         for owner, broken in (
             (NIXL_SCHEDULER_0_15, ">=0.11.2,<0.20"),
@@ -86,6 +85,7 @@ FIX = Fix(
             (NIXL_PULL_SCHEDULER, ">=0.26"),
         )
     ),
+    effect="crash",
     evidence={"KVD290": "", "KVD584": "", "KVR010": "", "KVR011": r"^update_state_after_alloc: AssertionError$"},
     scenarios=("nixl-promise-without-blocks", "nixl-promise-without-host"),
     no_patch=PRIVATE,

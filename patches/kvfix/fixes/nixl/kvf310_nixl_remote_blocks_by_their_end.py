@@ -74,8 +74,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    NIXL_PULL_WORKER._read_blocks_for_req(broken=">=0.32", probe=shows_bug, fix=pair_from_start),
     effect="wrong output",
-    targets=(NIXL_PULL_WORKER._read_blocks_for_req(broken=">=0.32", probe=shows_bug, fix=pair_from_start),),
     evidence={"KVR011": r"^start_load_kv: AssertionError"},
     scenarios=("nixl-prefill-generates-more", "nixl-prefill-has-fewer-blocks"),
     no_patch=PRIVATE,

@@ -56,11 +56,9 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    NIXL_PULL_WORKER._read_blocks_for_req(broken=">=0.32", place=1, probe=shows_bug, fix=_read_blocks_for_req),
+    NIXL_BASE_WORKER._log_failure(broken=">=0.32", fix=_log_failure, helper=True),
     effect="crash",
-    targets=(
-        NIXL_PULL_WORKER._read_blocks_for_req(broken=">=0.32", place=1, probe=shows_bug, fix=_read_blocks_for_req),
-        NIXL_BASE_WORKER._log_failure(broken=">=0.32", fix=_log_failure, helper=True),
-    ),
     evidence={"KVR011": r"^start_load_kv: (AssertionError|TypeError|ValueError|IndexError)"},
     scenarios=("nixl-malformed-read-raises", "nixl-malformed-handshake-fails"),
     no_patch=PRIVATE,

@@ -9,8 +9,7 @@ Cause: get_num_new_matched_tokens promises `remote_num_tokens` as long as the pa
 once (`_remote_blocks_processed`, :135-139). vLLM asks again for a preempted request, and for a request whose load
 failed, and NixlConnector promises the blocks a second time.
 
-Fix: If update_state_after_alloc would start no load, the fix promises nothing, and the request computes its prompt
-itself.
+Fix: If update_state_after_alloc would start no load, the fix promises nothing, and the request computes its prompt.
 
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 - Remove when: vLLM checks the parameters in the same way in both functions.
@@ -43,8 +42,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    NIXL_PULL_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", place=2, probe=shows_bug, fix=fix),
     effect="hang",
-    targets=(NIXL_PULL_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", place=2, probe=shows_bug, fix=fix),),
     evidence={"KVR010": ""},
     scenarios=("nixl-second-load-never-starts", "nixl-turn-without-bidirectional"),
 )

@@ -1,7 +1,6 @@
 """The decode engine dies when a request is aborted before it is scheduled, and its parameters lack a key of the peer.
 
-Symptom: EngineCore dies with `KeyError: 'remote_request_id'`, or another key of `kv_transfer_params`, in
-`build_connector_meta`.
+Symptom: EngineCore dies in `build_connector_meta` with `KeyError: 'remote_request_id'` or another key of the peer.
 
 Cause: If a request ends before it was scheduled, request_finished adds it to the list of requests that receive KV, so
 that the prefill engine frees the blocks (pull_scheduler.py 0.32.0:243). In the next step add_new_req_to_recv reads the
@@ -31,8 +30,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    NIXL_BASE_SCHEDULER.build_connector_meta(broken=">=0.32", probe=shows_bug, fix=fix),
     effect="crash",
-    targets=(NIXL_BASE_SCHEDULER.build_connector_meta(broken=">=0.32", probe=shows_bug, fix=fix),),
     evidence={"KVR011": r"KeyError: 'remote_"},
     no_patch=PRIVATE,
 )

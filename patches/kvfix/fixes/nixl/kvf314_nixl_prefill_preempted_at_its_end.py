@@ -40,10 +40,10 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    effect="hang",
-    targets=tuple(
+    *(
         owner.request_finished(broken=">=0.32", probe=shows_bug, fix=request_finished)
         for owner in (NIXL_PULL_SCHEDULER, NIXL_PUSH_SCHEDULER)
     ),
+    effect="hang",
     evidence={"KVR009": r"^_reqs_to_process "},
 )

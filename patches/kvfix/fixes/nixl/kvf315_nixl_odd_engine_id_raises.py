@@ -33,8 +33,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    NIXL_BASE_SCHEDULER.on_new_request(broken=">=0.32", probe=shows_bug, fix=on_new_request),
     effect="crash",
-    targets=(NIXL_BASE_SCHEDULER.on_new_request(broken=">=0.32", probe=shows_bug, fix=on_new_request),),
     evidence={"KVR011": r"TypeError: (unhashable type|cannot use 'list')"},
     scenarios=("nixl-odd-engine-id",),
     no_patch=PRIVATE,

@@ -1,7 +1,6 @@
 """The decode engine runs out of blocks: with `bidirectional_kv_xfer` NixlConnector never frees some blocks.
 
-Symptom: The decode engine runs out of blocks: `GPU KV cache usage` rises to 100% and stays there. Requests wait, and
-none runs.
+Symptom: The decode engine runs out of blocks: `GPU KV cache usage` rises to 100% and stays there. No request runs.
 
 Cause: With `bidirectional_kv_xfer` request_finished keeps the blocks of every request with `kv_transfer_params`, so
 that the next turn's prefill can read them (pull_scheduler.py 0.32.0:247-278). The worker starts a lease only for
@@ -39,7 +38,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    NIXL_PULL_SCHEDULER.update_state_after_alloc(broken=">=0.32", probe=shows_bug, fix=begin_lease),
     effect="hang",
-    targets=(NIXL_PULL_SCHEDULER.update_state_after_alloc(broken=">=0.32", probe=shows_bug, fix=begin_lease),),
     evidence={"LAB020": "of the decode engine"},
 )

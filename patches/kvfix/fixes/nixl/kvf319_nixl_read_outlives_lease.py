@@ -11,8 +11,7 @@ sets `remote_blocks_expiry_time` only for the other direction, where prefill rea
 
 Fix: The prefill engine tells the decode engine when the lease ends. The decode engine also counts the heartbeats that
 it has sent before the lease was over. A read that ends after the lease fails, and `kv_load_failure_policy` decides.
-With `bidirectional_kv_xfer` the fix does nothing, because the key `remote_blocks_expiry_time` has another meaning
-there.
+With `bidirectional_kv_xfer` the fix does nothing, where `remote_blocks_expiry_time` has another meaning.
 
 Mixed roll-out: Use the fix in both the prefill engine and the decode engine, or in neither. If only one has it, the
 decode engine still reads blocks whose lease has ended. The prefill engine adds `remote_blocks_expiry_time` to the
@@ -116,12 +115,10 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    NIXL_PULL_SCHEDULER.request_finished(broken=">=0.32", place=1, probe=shows_bug, fix=request_finished),
+    NIXL_BASE_WORKER._send_heartbeats(broken=">=0.32", fix=_send_heartbeats, helper=True),
+    NIXL_BASE_WORKER._pop_done_transfers(broken=">=0.32", fix=_pop_done_transfers, helper=True),
     effect="wrong output",
-    targets=(
-        NIXL_PULL_SCHEDULER.request_finished(broken=">=0.32", place=1, probe=shows_bug, fix=request_finished),
-        NIXL_BASE_WORKER._send_heartbeats(broken=">=0.32", fix=_send_heartbeats, helper=True),
-        NIXL_BASE_WORKER._pop_done_transfers(broken=">=0.32", fix=_pop_done_transfers, helper=True),
-    ),
     evidence={"KVR017": ""},
     attaches=NEW_REQUESTS,
     no_patch={"vllm": "the end of the lease has to be a parameter that all routers hand on, of both kinds of lease"},

@@ -4,8 +4,7 @@ Symptom: Wrong text without any message, if the prefill engine has generated mor
 
 Cause: After a prefix hit, `_apply_prefix_caching` takes the blocks for the rest of the prompt from the end of the
 prefill engine's list (push_worker.py 0.32.0:660, base_worker.py:3461). This is right only if both lists end at the same
-token. If the generated tokens need a new block, the prefill engine has one block more. KVF310 is the same bug in pull
-mode.
+token. If the generated tokens need a new block, the prefill engine has one block more. KVF310 is the bug in pull mode.
 
 Fix: After request_finished of prefill, the fix removes the blocks after the prompt from each KV group with full
 attention. The worker does not get them.
@@ -60,8 +59,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    NIXL_PUSH_SCHEDULER.request_finished(broken=">=0.32", place=2, probe=shows_bug, fix=request_finished),
     effect="wrong output",
-    targets=(NIXL_PUSH_SCHEDULER.request_finished(broken=">=0.32", place=2, probe=shows_bug, fix=request_finished),),
     scenarios=("nixl-push-prefill-generates-more",),
     no_patch=PRIVATE,
 )

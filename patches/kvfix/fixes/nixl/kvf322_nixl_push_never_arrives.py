@@ -99,15 +99,11 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    api.NIXL_PUSH_SCHEDULER.update_state_after_alloc(broken=">=0.32", probe=shows_bug, fix=update_state_after_alloc),
+    api.NIXL_PUSH_WORKER.start_load_kv(broken=">=0.32", fix=start_load_kv, helper=True),
+    api.NIXL_PUSH_WORKER.get_transfer_results(broken=">=0.32", fix=get_transfer_results, helper=True),
+    api.NIXL_PUSH_WORKER._do_start_push_kv(broken=">=0.32", fix=_do_start_push_kv, helper=True),
     effect="hang",
-    targets=(
-        api.NIXL_PUSH_SCHEDULER.update_state_after_alloc(
-            broken=">=0.32", probe=shows_bug, fix=update_state_after_alloc
-        ),
-        api.NIXL_PUSH_WORKER.start_load_kv(broken=">=0.32", fix=start_load_kv, helper=True),
-        api.NIXL_PUSH_WORKER.get_transfer_results(broken=">=0.32", fix=get_transfer_results, helper=True),
-        api.NIXL_PUSH_WORKER._do_start_push_kv(broken=">=0.32", fix=_do_start_push_kv, helper=True),
-    ),
     evidence={
         "KVD688": "",
         "KVR009": r"^_recving_metadata ",

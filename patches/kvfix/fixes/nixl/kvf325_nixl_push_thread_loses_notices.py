@@ -3,9 +3,8 @@
 Symptom: With NixlPushConnector the log has `nixl-push-writer error; continuing`. Then leases of unrelated requests end
 early, and unrelated requests stay in WAITING_FOR_REMOTE_KVS.
 
-Cause: The push writer thread fetches all notices of the peers at once. If one notice raises, such as a registration
-that names more blocks than the prefill engine has, the thread loses the remaining notices (push_worker.py
-0.32.0:355-361).
+Cause: The push writer thread fetches all notices of the peers at once. If one notice raises, such as a registration of
+more blocks than prefill has, the thread loses the remaining notices (push_worker.py 0.32.0:355-361).
 
 Fix: The fix logs an exception of `_handle_push_reg_notif`, and the thread continues with the next notice. If the KV of
 a request could not be written, the request waits until its lease and its registration have ended.
@@ -39,6 +38,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    NIXL_PUSH_WORKER._handle_push_reg_notif(broken=">=0.26", probe=shows_bug, fix=_handle_push_reg_notif),
     effect="hang",
-    targets=(NIXL_PUSH_WORKER._handle_push_reg_notif(broken=">=0.26", probe=shows_bug, fix=_handle_push_reg_notif),),
 )

@@ -10,8 +10,7 @@ heartbeat comes first, it starts the complete handshake, which only an engine th
 0.32.0:3192). The check in this handshake refuses a peer whose ranks hold copies of the same head (:2450). A
 registration joins any handshake that is in flight (:1290), and fails with it.
 
-Fix: If the check would refuse the peer, the handshake of a heartbeat asks only for the peer's agents, like a
-registration.
+Fix: If the check would refuse the peer, a heartbeat asks only for the peer's agents, like a registration.
 
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 - Remove when: Heartbeats of push mode make the same handshake as registrations.
@@ -64,6 +63,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    NIXL_BASE_WORKER._send_heartbeats(broken=">=0.32", place=1, probe=shows_bug, fix=_send_heartbeats),
     effect="hang",
-    targets=(NIXL_BASE_WORKER._send_heartbeats(broken=">=0.32", place=1, probe=shows_bug, fix=_send_heartbeats),),
 )

@@ -10,8 +10,7 @@ when the write is reported, the rank looks up its peer and does not find it (bas
 could not connect, it has freed its blocks. They may belong to another request when prefill writes them.
 
 Fix: A prefill rank begins its write only when all decode ranks that it writes to have registered. If a rank never
-registers, the decode engine waits for the blocks. With KVF322 the load fails when the registration of the request times
-out.
+registers, the decode engine waits for the blocks. With KVF322 the load fails when its registration times out.
 
 - Releases: vLLM 0.26.0 to 0.33.0. 0.32.0 and 0.33.0 were tested. For the other releases, only the code was read.
 - Remove when: vLLM writes to a rank only the blocks that this rank has registered.
@@ -65,10 +64,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    NIXL_PUSH_WORKER._handle_push_reg_notif(broken=">=0.26", place=1, probe=shows_bug, fix=wait_for_all_ranks),
     effect="wrong output",
-    targets=(
-        NIXL_PUSH_WORKER._handle_push_reg_notif(broken=">=0.26", place=1, probe=shows_bug, fix=wait_for_all_ranks),
-    ),
     evidence={"KVR011": r"KeyError: \('", "KVR022": ""},
     scenarios=("nixl-push-before-all-registered", "nixl-push-notified-before-connected"),
     attaches=NEW_REQUESTS,

@@ -45,8 +45,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    NIXL_BASE_SCHEDULER._prefill_backoff(broken=">=0.32", probe=shows_bug, fix=_prefill_backoff),
     effect="wrong output",
-    targets=(NIXL_BASE_SCHEDULER._prefill_backoff(broken=">=0.32", probe=shows_bug, fix=_prefill_backoff),),
     attaches=AT_START,
     scenarios=("nixl-window-freed-at-end", "nixl-window-freed-meanwhile"),
     opt_in=True,

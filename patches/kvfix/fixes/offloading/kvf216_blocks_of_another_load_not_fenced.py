@@ -1,8 +1,7 @@
 """Later requests return wrong text: another connector loads into blocks that OffloadingConnector still copies.
 
 Symptom: Nothing is logged. Later, requests that begin with the same prompt return wrong text. This needs a
-MultiConnector with OffloadingConnector and a connector that loads between steps, such as LMCache's multi-process
-connector.
+MultiConnector of OffloadingConnector and a connector that loads between steps, such as LMCache's multi-process one.
 
 Cause: The blocks of an ended request are free while OffloadingConnector still copies them. Before another request
 writes to these blocks, OffloadingConnector waits for the copy. But it checks only the blocks that are allocated in a
@@ -47,10 +46,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    OFFLOADING_SCHEDULER.update_state_after_alloc(broken=">=0.26.0,<0.33", probe=shows_bug, fix=record_blocks),
     effect="wrong output",
-    targets=(
-        OFFLOADING_SCHEDULER.update_state_after_alloc(broken=">=0.26.0,<0.33", probe=shows_bug, fix=record_blocks),
-    ),
     scenarios=("mp-load-into-blocks-in-copy", "nixl-load-into-blocks-in-copy"),
     no_patch={"vllm": "fixed in 0.33.0"},
 )

@@ -5,8 +5,7 @@ offloading/scheduler.py may end EngineCore. This needs OffloadingConnector, alon
 input (a resumable request).
 
 Cause: When a session gets more input, vLLM schedules it as a new request, with all its blocks. OffloadingConnector
-appends all of them to its list, which already has the earlier blocks of the session (offloading/scheduler.py
-0.32.0:1282).
+appends all of them to its list, which has the earlier blocks already (offloading/scheduler.py 0.32.0:1282).
 
 Fix: When a request is scheduled as new, the fix drops the blocks that OffloadingConnector has recorded for the request.
 
@@ -52,8 +51,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    OFFLOADING_SCHEDULER._update_req_states(broken=">=0.26.0,<0.33", probe=shows_bug, fix=drop_old_blocks),
     effect="wrong output",
-    targets=(OFFLOADING_SCHEDULER._update_req_states(broken=">=0.26.0,<0.33", probe=shows_bug, fix=drop_old_blocks),),
     evidence={"KVR011": "^update_from_output: KeyError: "},
     no_patch={"vllm": "fixed in 0.33.0"},
 )

@@ -11,8 +11,7 @@ Fix: The fix shows all copies to `get_finished` as successful. The worker's repo
 manager drops the chunks of a failed store. After a failed load vLLM computes the tokens, or ends the request
 (`kv_load_failure_policy`). The request loads nothing more. Otherwise vLLM would retry an unreadable chunk for ever.
 
-- Releases: vLLM 0.26.0 to 0.33.0. The fix is for 0.32.0 and later, because earlier releases cannot report a failed load
-  by request.
+- Releases: vLLM 0.26.0 to 0.33.0. The fix needs 0.32.0, which can report a failed load by request.
 - Upstream: https://github.com/vllm-project/vllm/issues/39732, https://github.com/vllm-project/vllm/pull/52838 (open).
 - Remove when: `get_finished` of offloading/worker.py handles a result without success.
 """
@@ -31,6 +30,9 @@ _TOLD = "_kvfix_knows_failed_copies"
 tells_worker = _offloading.tells_worker(_TOLD)
 get_transfer_results = _offloading.reports_failed_loads("connector_worker", _REQUESTS)
 aggregate = _offloading.combines_reports(_JOBS, "completed_jobs")
+update_connector_output = _offloading.fails_jobs(
+    _JOBS, lambda scheduler, output: getattr(output.kv_connector_worker_meta, _JOBS, ())
+)
 
 
 @fix_around(when=lambda worker, *_, **__: getattr(worker, _TOLD, False))
@@ -65,15 +67,6 @@ def start_kv_transfers(worker: Any, metadata: Any) -> None:
     setattr(worker, _TOLD, True)
 
 
-@fix_around(on_fault=_offloading.all_stores_fail)
-def update_connector_output(scheduler: Any, output: Any) -> Steps:
-    failed = getattr(output.kv_connector_worker_meta, _JOBS, ())
-    if not failed and not getattr(scheduler, _JOBS, None):  # almost all steps
-        return (yield)
-    with _offloading.completed_as_failed(scheduler, output, _JOBS, failed):
-        return (yield)
-
-
 def shows_bug(hook: Any, module: Any) -> bool:
     """The copy of a load has failed. Wrong is an AssertionError."""
     result = stubs.Stub(job_id=7, success=False, transfer_size=None, transfer_time=None)
@@ -86,17 +79,15 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    api.OFFLOADING_WORKER.get_finished(broken=">=0.32", probe=shows_bug, fix=get_finished, helper=True),
+    api.CONNECTOR_BASE.get_transfer_results(broken=">=0.32", fix=get_transfer_results, helper=True),
+    api.OFFLOADING_WORKER_METADATA.aggregate(broken=">=0.32", fix=aggregate, helper=True),
+    api.OFFLOADING_SCHEDULER.build_connector_meta(broken=">=0.32", fix=tells_worker, place=5, helper=True),
+    api.OFFLOADING_WORKER.start_kv_transfers(broken=">=0.32", fix=start_kv_transfers, helper=True),
+    # get_finished is wrong in 0.26.0 too, but 0.26.0 has no get_transfer_results. The next function differs between
+    # the releases.
+    api.OFFLOADING_SCHEDULER.update_connector_output(broken=">=0.32", fix=update_connector_output, place=5),
     effect="crash",
-    targets=(
-        api.OFFLOADING_WORKER.get_finished(broken=">=0.32", probe=shows_bug, fix=get_finished, helper=True),
-        api.CONNECTOR_BASE.get_transfer_results(broken=">=0.32", fix=get_transfer_results, helper=True),
-        api.OFFLOADING_WORKER_METADATA.aggregate(broken=">=0.32", fix=aggregate, helper=True),
-        api.OFFLOADING_SCHEDULER.build_connector_meta(broken=">=0.32", fix=tells_worker, place=5, helper=True),
-        api.OFFLOADING_WORKER.start_kv_transfers(broken=">=0.32", fix=start_kv_transfers, helper=True),
-        # get_finished is wrong in 0.26.0 too, but 0.26.0 has no get_transfer_results. The next function differs between
-        # the releases.
-        api.OFFLOADING_SCHEDULER.update_connector_output(broken=">=0.32", fix=update_connector_output, place=5),
-    ),
     evidence={"KVR011": "^(wait_for_save|get_finished): AssertionError", "KVD987": ""},
     scenarios=("offload-copy-fails",),
     no_patch={"vllm": "vLLM PR 52838 is open"},

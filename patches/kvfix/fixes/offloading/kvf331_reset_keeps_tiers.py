@@ -42,8 +42,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    OFFLOADING_CONNECTOR.reset_cache(broken=">=0.26.0", probe=shows_bug, fix=reset_cache),
     effect="wrong output",
-    targets=(OFFLOADING_CONNECTOR.reset_cache(broken=">=0.26.0", probe=shows_bug, fix=reset_cache),),
     scenarios=("offload-reset-keeps-files",),
     no_patch={"vllm": "vLLM keeps a tier's data on purpose, so vLLM must decide what reset_cache should answer"},
 )

@@ -54,8 +54,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    OFFLOADING_SCHEDULER._build_partial_tail_store_jobs(broken=">=0.32", probe=shows_bug, fix=keep_limit),
     effect="crash",
-    targets=(OFFLOADING_SCHEDULER._build_partial_tail_store_jobs(broken=">=0.32", probe=shows_bug, fix=keep_limit),),
     evidence={"KVR011": r"^(schedule|build_connector_meta): AssertionError$", "KVD988": ""},
     proof="tests/lab/test_offloading.py: the lab has no layers with recurrent state",
     no_patch={"vllm": "it ends EngineCore: it goes to vLLM's private channel first (SECURITY.md)"},

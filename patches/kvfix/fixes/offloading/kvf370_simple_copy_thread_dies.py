@@ -14,8 +14,7 @@ Fix: The thread continues. The worker's report names the copies that failed:
 - The worker reports a failed load as failed. vLLM then computes the tokens or ends the request
   (`kv_load_failure_policy`). No request finds the blocks that could not be loaded.
 
-- Releases: vLLM 0.26.0 to 0.33.0. The fix is for 0.32.0 and later, because earlier releases cannot report a failed load
-  by request.
+- Releases: vLLM 0.26.0 to 0.33.0. The fix needs 0.32.0, which can report a failed load by request.
 - Remove when: `_copy_loop` catches what a copy raises, and the worker reports it.
 """
 
@@ -206,23 +205,21 @@ def _process_store_event(scheduler: Any, event: int) -> Steps:
 
 FIX = Fix(
     __name__,
+    # The loop is wrong in 0.26.0 too, but there a worker cannot name failed loads. The functions below differ
+    # between the releases.
+    api.SIMPLE_COPIES._copy_loop(broken=">=0.32", fix=_survives(4, 4, _noting_gpu), helper=True),
+    api.SIMPLE_DISK._store_loop(broken=">=0.32", fix=_survives(3, 2, _noting_disk("_store_queue"))),
+    api.SIMPLE_DISK._load_loop(broken=">=0.32", fix=_survives(3, 2, _noting_disk("_load_queue"))),
+    api.SIMPLE_WORKER.register_kv_caches(broken=">=0.32", fix=register_kv_caches, helper=True),
+    api.SIMPLE_WORKER.bind_connector_metadata(broken=">=0.32", fix=bind_connector_metadata, helper=True),
+    api.SIMPLE_SCHEDULER.build_connector_meta(broken=">=0.32", fix=tells_worker, helper=True),
+    api.SIMPLE_WORKER.get_finished(broken=">=0.32", fix=get_finished, helper=True),
+    api.SIMPLE_WORKER.build_connector_worker_meta(broken=">=0.32", fix=build_connector_worker_meta, helper=True),
+    api.SIMPLE_WORKER_METADATA.aggregate(broken=">=0.32", fix=aggregate, helper=True),
+    api.CONNECTOR_BASE.get_transfer_results(broken=">=0.32", fix=get_transfer_results, helper=True),
+    api.SIMPLE_SCHEDULER.update_connector_output(broken=">=0.32", fix=update_connector_output, helper=True),
+    api.SIMPLE_SCHEDULER._process_store_event(broken=">=0.32", fix=_process_store_event, helper=True),
     effect="hang",
-    targets=(
-        # The loop is wrong in 0.26.0 too, but there a worker cannot name failed loads. The functions below differ
-        # between the releases.
-        api.SIMPLE_COPIES._copy_loop(broken=">=0.32", fix=_survives(4, 4, _noting_gpu), helper=True),
-        api.SIMPLE_DISK._store_loop(broken=">=0.32", fix=_survives(3, 2, _noting_disk("_store_queue"))),
-        api.SIMPLE_DISK._load_loop(broken=">=0.32", fix=_survives(3, 2, _noting_disk("_load_queue"))),
-        api.SIMPLE_WORKER.register_kv_caches(broken=">=0.32", fix=register_kv_caches, helper=True),
-        api.SIMPLE_WORKER.bind_connector_metadata(broken=">=0.32", fix=bind_connector_metadata, helper=True),
-        api.SIMPLE_SCHEDULER.build_connector_meta(broken=">=0.32", fix=tells_worker, helper=True),
-        api.SIMPLE_WORKER.get_finished(broken=">=0.32", fix=get_finished, helper=True),
-        api.SIMPLE_WORKER.build_connector_worker_meta(broken=">=0.32", fix=build_connector_worker_meta, helper=True),
-        api.SIMPLE_WORKER_METADATA.aggregate(broken=">=0.32", fix=aggregate, helper=True),
-        api.CONNECTOR_BASE.get_transfer_results(broken=">=0.32", fix=get_transfer_results, helper=True),
-        api.SIMPLE_SCHEDULER.update_connector_output(broken=">=0.32", fix=update_connector_output, helper=True),
-        api.SIMPLE_SCHEDULER._process_store_event(broken=">=0.32", fix=_process_store_event, helper=True),
-    ),
     evidence={"KVD629": "", "KVD999": ""},
     scenarios=("simple-offload-copy-fails",),
     attaches=AT_START,  # the thread runs

@@ -7,8 +7,7 @@ reaches 0.
 Cause: In each step `lazy_offload` stores cached blocks of the GPU's free list that the CPU memory does not have
 (manager.py 0.32.0:590-640). A stored block goes to the end of that list, and is checked again. If the list has more
 blocks than the CPU memory holds, the CPU memory has evicted the block before that check. `lazy_offload` then stores the
-block again. While a store is in flight, EngineCore runs more steps (`has_pending_push_work`), and each step starts a
-store.
+block again. While a store is in flight, EngineCore runs more steps (`has_pending_push_work`), and each starts a store.
 
 Fix: After the last step that computes something, the fix stores no more blocks than the CPU memory holds.
 
@@ -39,8 +38,8 @@ def prepare_store_specs(scheduler: Any, output: Any) -> Steps:
 
 FIX = Fix(
     __name__,
+    SIMPLE_SCHEDULER.prepare_store_specs(broken=">=0.32", fix=prepare_store_specs),
     effect="hang",
-    targets=(SIMPLE_SCHEDULER.prepare_store_specs(broken=">=0.32", fix=prepare_store_specs),),
     scenarios=("simple-offload-never-rests",),
     no_patch={"vllm": "what lazy_offload is to store while nothing runs is for vLLM to decide"},
 )

@@ -58,8 +58,8 @@ def get_num_new_matched_tokens(
 
 FIX = Fix(
     __name__,
+    SIMPLE_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", fix=get_num_new_matched_tokens),
     effect="wrong output",
-    targets=(SIMPLE_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", fix=get_num_new_matched_tokens),),
     scenarios=("simple-offload-window-not-loaded",),
     no_patch={"vllm": "whether a hit has all that is kept, or what is not loaded is not cached, is for vLLM to decide"},
 )

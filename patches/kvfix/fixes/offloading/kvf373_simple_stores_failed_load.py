@@ -9,8 +9,7 @@ Cause: SimpleCPUOffloadConnector stores blocks in the step in which another conn
 0.32.0:840). `update_connector_output` reads only its own reports (:1005), so it does not see that the load has failed.
 
 At the end of the store, it uses the key that each block has at that time (:1081). With kv_load_failure_policy "fail"
-the failed blocks have no key, and the assertion fails. With "recompute" later requests find the wrong KV under the
-keys.
+the failed blocks have no key, and the assertion fails. With "recompute" later requests find the wrong KV.
 
 Fix: The fix also reads the failed blocks of the report that `update_connector_output` gets. The fix removes three kinds
 of blocks from the stores in flight. These are the failed blocks, all later blocks of the same request, and the blocks
@@ -119,11 +118,9 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    SIMPLE_SCHEDULER.update_connector_output(broken=">=0.32", probe=shows_bug, fix=update_connector_output),
+    SIMPLE_SCHEDULER._process_store_event(broken=">=0.32", fix=_process_store_event, helper=True),
     effect="wrong output",
-    targets=(
-        SIMPLE_SCHEDULER.update_connector_output(broken=">=0.32", probe=shows_bug, fix=update_connector_output),
-        SIMPLE_SCHEDULER._process_store_event(broken=">=0.32", fix=_process_store_event, helper=True),
-    ),
     evidence={"KVR011": "^update_(from|connector)_output: AssertionError", "KVD1388": ""},
     scenarios=("simple-offload-stores-failed-load", "simple-offload-store-asserts"),
 )

@@ -6,8 +6,7 @@ The log then has `Failing 1 request(s) due to KV load failure`, and EngineCore d
 
 Cause: A connector that keeps the blocks of a finished request makes two reports about a request that was aborted during
 its load. One report says that the load is done, the other that nothing remains to store. At the first report the
-scheduler frees the blocks and deletes the request (scheduler.py 0.32.0:3231, 3235). At the second report the assertion
-fails.
+scheduler frees the blocks and deletes the request (scheduler.py 0.32.0:3231, 3235). At the second report vLLM asserts.
 
 If the report about the store comes first, the load still writes into blocks that other requests have by then. Those
 requests return wrong text, without an error.
@@ -73,11 +72,9 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    SCHEDULER._free_request(broken=">=0.11.2", probe=shows_bug, fix=_free_request),
+    SCHEDULER._update_from_kv_xfer_finished(broken=">=0.11.2", probe=shows_bug, fix=_update_from_kv_xfer_finished),
     effect="crash",
-    targets=(
-        SCHEDULER._free_request(broken=">=0.11.2", probe=shows_bug, fix=_free_request),
-        SCHEDULER._update_from_kv_xfer_finished(broken=">=0.11.2", probe=shows_bug, fix=_update_from_kv_xfer_finished),
-    ),
     # If a report is kept back, its request waits for ever. After an error, vLLM handles the reports as it does without
     # the fix.
     on_fault="original",

@@ -64,10 +64,8 @@ def shows_bug(hook: Any, scheduler: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    SCHEDULER._update_requests_with_invalid_blocks(broken=">=0.11.2", probe=shows_bug, fix=evict_failed, place=2),
     effect="wrong output",
-    targets=(
-        SCHEDULER._update_requests_with_invalid_blocks(broken=">=0.11.2", probe=shows_bug, fix=evict_failed, place=2),
-    ),
     evidence={"KVD302": "", "KVD303": "", "KVD1090": ""},
     scenarios=("failed-load-gone-under-way", "failed-load-stays-cached"),
 )

@@ -8,8 +8,7 @@ other requests of this step share these blocks. If the load fails, vLLM rolls ba
 the failed block. The other requests count all tokens as computed (scheduler.py 0.32.0:3295). If the first request is
 then aborted or preempted, or takes more than one step, the other requests read blocks that were never written.
 
-Fix: The fix rolls back each request to its own first failed block. Requests that share a block write the same KV into
-it.
+Fix: The fix rolls back each request to its own first failed block. Requests that share a block write the same KV.
 
 - Releases: vLLM 0.11.2 to 0.33.0, with kv_load_failure_policy "recompute".
 - Upstream: https://github.com/vllm-project/vllm/pull/37827 (closed) for asynchronous loads. In
@@ -48,8 +47,6 @@ def shows_bug(hook: Any, scheduler: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    SCHEDULER._update_requests_with_invalid_blocks(broken=">=0.11.2", probe=shows_bug, fix=roll_back_all, place=3),
     effect="wrong output",
-    targets=(
-        SCHEDULER._update_requests_with_invalid_blocks(broken=">=0.11.2", probe=shows_bug, fix=roll_back_all, place=3),
-    ),
 )

@@ -4,8 +4,7 @@ Symptom: Only LMCache's `Request ... failed to load ... tokens across ... blocks
 preempted returns wrong text, also with kv_load_failure_policy "fail".
 
 Cause: vLLM looks for failed blocks among the first `num_cached_tokens` of each running request (scheduler.py
-0.15.1:2007). These tokens were cached when the request was first scheduled. Tokens that are loaded after a resume come
-later.
+0.15.1:2007). These tokens were cached when the request was first scheduled. Tokens of a later load come after these.
 
 Fix: While `_update_requests_with_invalid_blocks` runs, the fix raises `num_cached_tokens` to the end of the request's
 last failed block.
@@ -54,10 +53,8 @@ def shows_bug(hook: Any, scheduler: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    effect="wrong output",
-    targets=(
-        SCHEDULER._update_requests_with_invalid_blocks(
-            broken=">=0.11.2,<0.20", probe=shows_bug, fix=check_further, place=5
-        ),
+    SCHEDULER._update_requests_with_invalid_blocks(
+        broken=">=0.11.2,<0.20", probe=shows_bug, fix=check_further, place=5
     ),
+    effect="wrong output",
 )

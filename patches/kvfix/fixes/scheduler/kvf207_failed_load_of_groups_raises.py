@@ -65,8 +65,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    SCHEDULER._handle_invalid_blocks(broken=">=0.20.2", probe=shows_bug, fix=_handle_invalid_blocks),
     effect="crash",
-    targets=(SCHEDULER._handle_invalid_blocks(broken=">=0.20.2", probe=shows_bug, fix=_handle_invalid_blocks),),
     evidence={"KVR011": r"block-level load failures|too many values to unpack"},
     scenarios=("mp-failed-load-of-groups",),
     no_patch={"vllm": "LMCache reports failed requests since 0.5.6, as vLLM asks of a connector"},

@@ -20,8 +20,7 @@ changes the order of waiting requests after a step in which no request could run
 
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases have other queues: KVF903.
 - Upstream: https://github.com/vllm-project/vllm/pull/45406 describes the bug.
-  https://github.com/vllm-project/vllm/pull/57841 is about the case without priorities, which 0.32.0 solves in another
-  way.
+  https://github.com/vllm-project/vllm/pull/57841 is about the case without priorities, which 0.32.0 solves.
 - Remove when: `schedule` tries the next request that holds blocks.
 """
 
@@ -76,8 +75,8 @@ def _to_step_aside(scheduler: Any) -> list[Any]:
 
 FIX = Fix(
     __name__,
+    SCHEDULER.schedule(broken=">=0.32.0", fix=schedule),
     effect="hang",
-    targets=(SCHEDULER.schedule(broken=">=0.32.0", fix=schedule),),
     evidence={"KVD202": ""},
     # After a step without tokens, because blocks were missing, another loaded request goes first. Here other requests
     # free blocks later.

@@ -1,8 +1,7 @@
 """Loaded requests wait for each other for ever: vLLM reserves too few blocks for a model with a sliding window.
 
-Symptom: The log shows `Running: 0 reqs, Waiting: N reqs` for ever, no throughput and no error. The model has layers of
-full attention and of sliding windows (Gemma, gpt-oss), the connector loads between steps, and the KV cache is nearly
-full.
+Symptom: The log has `Running: 0 reqs, Waiting: N reqs` for ever, no throughput, no error. The model has layers of full
+attention and of sliding windows (Gemma, gpt-oss), the connector loads between steps, and the KV cache is nearly full.
 
 Cause: Even a long request holds only a few blocks of a window at once. The number of blocks that the request may still
 need is at most `max_admission_blocks_per_request`. vLLM subtracts from this limit all entries in the request's list
@@ -100,11 +99,11 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    effect="hang",
-    targets=tuple(
+    *(
         manager.get_num_blocks_to_allocate(broken=">=0.20.2", probe=shows_bug, fix=fix)
         for manager in RECYCLING_MANAGERS
     ),
+    effect="hang",
     evidence={"KVD202": ""},
     scenarios=("mp-window-reserves-too-little",),
 )

@@ -89,8 +89,8 @@ def _give_back(scheduler: Any, request: Any) -> None:
 
 FIX = Fix(
     __name__,
+    SCHEDULER.schedule(broken=">=0.32.0", fix=schedule, place=1),
     effect="hang",
-    targets=(SCHEDULER.schedule(broken=">=0.32.0", fix=schedule, place=1),),
     evidence={"KVD202": ""},
     # A step of the lab can let others hold blocks. The fix then acts before they give the blocks back.
     changes_healthy=("mp",),

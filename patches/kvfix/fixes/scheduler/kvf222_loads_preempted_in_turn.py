@@ -13,8 +13,7 @@ may need one more block. If none is free, the request preempts itself while the 
 is in flight.
 
 With a connector that must send the KV to decode (`requires_kv_delivery`), vLLM drops the token that this step generates
-(:836). So the request loads again, into the blocks that it freed. Another request, whose load is done by then, does the
-same.
+(:836). So the request loads again, into the blocks that it freed. Then another loaded request does the same.
 
 Other engines are not affected. An engine that also consumes does not preempt a request with a step in flight
 (`defer_block_free`). With speculative decoding a load leaves blocks free (`_spec_decode_step_blocks`).
@@ -26,8 +25,7 @@ Mixed roll-out: The fix acts in one engine: engines with and without it work tog
 start later.
 
 - Releases: vLLM 0.32.0 and 0.33.0. 0.26.0 has the same function, but keeps the token. The fix does nothing there.
-- Remove when: `schedule` admits a load only if its first generated token fits, or keeps the token of a request that it
-  preempts.
+- Remove when: `schedule` admits a load only if its first generated token fits, or keeps a preempted request's token.
 """
 
 from types import SimpleNamespace
@@ -61,8 +59,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    SCHEDULER._inflight_prefill_reserved_blocks(broken=">=0.26", probe=shows_bug, fix=reserve_one_more),
     effect="hang",
-    targets=(SCHEDULER._inflight_prefill_reserved_blocks(broken=">=0.26", probe=shows_bug, fix=reserve_one_more),),
     changes_healthy=("nixl-offload",),  # where few blocks are free a load begins later
     opt_in=True,
 )

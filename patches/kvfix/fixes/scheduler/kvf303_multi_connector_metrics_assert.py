@@ -34,8 +34,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    MULTI_CONNECTOR_METRICS.observe(broken="<0.33", probe=shows_bug, fix=observe),
     effect="crash",
-    targets=(MULTI_CONNECTOR_METRICS.observe(broken="<0.33", probe=shows_bug, fix=observe),),
     evidence={"KVD517": ""},
     proof="tests/lab/test_promises.py: the lab has no API server",
     no_patch={"vllm": "0.33.0 is right"},

@@ -34,8 +34,8 @@ def harmless() -> str:
 
 FIX = Fix(
     __name__,
+    TOKEN_DATABASE.target("__init__", broken=">=0.3.9", fix=None),
     effect="lost hits",
-    targets=(TOKEN_DATABASE.target("__init__", broken=">=0.3.9", fix=None),),
     evidence={"KVD304": "", "KVD305": ""},
     no_patch={
         "lmcache": "the default hash is LMCache's decision: with another one, no chunk that is stored now is found"

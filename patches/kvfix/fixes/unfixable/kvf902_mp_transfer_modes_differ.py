@@ -6,8 +6,7 @@ registered for request type ...`.
 
 Cause: The server loads the handlers of one mode (`--supported-transfer-mode`). The worker chooses its mode by its
 device, or by `lmcache.mp.mp_transfer_mode` or LMCACHE_MP_TRANSFER_MODE. A request without a handler gets no reply. Each
-side runs in its own process, perhaps on another machine. So kvfix can neither read nor change the options of the other
-side.
+side runs in its own process, perhaps on another machine. So kvfix cannot read or change the other side's options.
 
 Workaround: Start `lmcache server` with `--supported-transfer-mode auto`, or set LMCACHE_MP_TRANSFER_MODE of the worker
 to the mode of the server. The server logs its mode: `Supported transfer mode: ...`.
@@ -29,8 +28,8 @@ def harmless() -> str:
 
 FIX = Fix(
     __name__,
+    MP_WORKER_ADAPTER._send_register_kv_caches_request(broken=">=0.4.7", fix=None),
     effect="hang",
-    targets=(MP_WORKER_ADAPTER._send_register_kv_caches_request(broken=">=0.4.7", fix=None),),
     evidence={"KVD206": ""},
     no_patch={"lmcache": "a server that answers unknown requests is a change of the protocol, not of a function"},
     harmless=harmless,

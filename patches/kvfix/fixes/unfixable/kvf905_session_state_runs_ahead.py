@@ -7,8 +7,7 @@ the wrong states under valid keys.
 Cause: vLLM schedules the next token before it knows that the turn has ended. With pipeline parallelism, this token may
 even be beyond `max_tokens`. If it is not beyond `max_tokens`, a stop token or a stop string has ended the turn. When
 input comes, vLLM drops the turn's last token and continues to compute from there (`_update_request_as_session`,
-scheduler.py 0.32.0:1651). The KV of attention is overwritten. A state cannot go back, so it still includes the dropped
-token.
+scheduler.py 0.32.0:1651). The KV of attention is overwritten. A state cannot go back: it includes the dropped token.
 
 Drafts have the same effect. vLLM drops drafts that were accepted beyond the end of a turn
 (`_update_request_with_output`, :2506), and the state includes them.
@@ -25,8 +24,8 @@ from kvfix.fixes.api import SCHEDULER, Fix
 
 FIX = Fix(
     __name__,
+    SCHEDULER._update_request_as_session(broken=">=0.32", fix=None),
     effect="wrong output",
-    targets=(SCHEDULER._update_request_as_session(broken=">=0.32", fix=None),),
     scenarios=("session-state-runs-ahead", "session-state-has-drafts"),
     no_patch={"vllm": "the scheduler has no way to take a state back; where it keeps one is for vLLM to decide"},
 )

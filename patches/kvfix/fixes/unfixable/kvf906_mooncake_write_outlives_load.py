@@ -23,8 +23,8 @@ from kvfix.fixes.api import MOONCAKE_WORKER, Fix
 
 FIX = Fix(
     __name__,
+    MOONCAKE_WORKER.register_kv_caches(broken=">=0.32", fix=None),
     effect="wrong output",
-    targets=(MOONCAKE_WORKER.register_kv_caches(broken=">=0.32", fix=None),),
     evidence={"LAB001": "", "LAB008": ""},
     scenarios=("mooncake-write-outlives-load",),
     no_patch={"vllm": "how long a write may take has to be agreed between both engines: a change of its messages"},
