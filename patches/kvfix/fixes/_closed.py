@@ -41,6 +41,16 @@ def nothing(*_: Any, **__: Any) -> None:
     """Skip the function."""
 
 
+def set_to(name: str, value: Any) -> Callable[..., Any]:
+    """Set this attribute of the instance, from which the rest of the fix learns of the error."""
+
+    def set_to(instance: Any, *_: Any, **__: Any) -> Any:
+        setattr(instance, name, value)
+        return GO_ON
+
+    return set_to
+
+
 def refuse(*_: Any, **__: Any) -> bool:
     """The answer of a reset: the cache was not emptied."""
     return False

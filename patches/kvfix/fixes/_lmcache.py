@@ -7,12 +7,10 @@ from typing import Any
 from kvfix.fixes import _closed
 from kvfix.fixes.api import Fixing, Steps, View, engine_log, fix_after, fix_around, fix_before, replaced, stubs
 
-# ------------------------------------------------------------ cache engine: memory objects that a lookup has fetched
-
 
 def fetched(engine: Any, lookup_id: Any) -> list[Any]:
     """Memory objects that an asynchronous lookup has fetched. Empty if the fetch is not done or has failed."""
-    future = _done(engine, lookup_id)
+    future = _done_events(engine).get(lookup_id)
     if future is None or future.exception() is not None:
         return []
     return [_chunk(each) for of_backend in future.result() for each in of_backend]
@@ -20,14 +18,10 @@ def fetched(engine: Any, lookup_id: Any) -> list[Any]:
 
 def keep_fetched(engine: Any, lookup_id: Any, wanted: Callable[[Any], bool]) -> None:
     """Remove from the lookup the fetched memory objects that are not wanted."""
-    future = _done(engine, lookup_id)
+    future = _done_events(engine).get(lookup_id)
     if future is not None:
         kept = [[each for each in of_backend if wanted(_chunk(each))] for of_backend in future.result()]
         _done_events(engine)[lookup_id] = View(future, result=lambda *_: kept)
-
-
-def _done(engine: Any, lookup_id: Any) -> Any:
-    return _done_events(engine).get(lookup_id)
 
 
 def _done_events(engine: Any) -> Any:
@@ -44,9 +38,6 @@ def unpin(chunk: Any) -> None:
     """Release one pin of the chunk, if it has any."""
     if chunk.is_pinned:
         chunk.unpin()
-
-
-# ----------------------------------------------------------------------------- worker: stores that a step must not make
 
 
 def store_nothing(impl: Any, request: Any) -> None:
@@ -115,15 +106,13 @@ def stores(hook: Any, adapter: Any, impl: dict[str, Any], **more: Any) -> bool:
     return bool(stored)
 
 
-# ------------------------------- layerwise: arguments that the adapter does not pass to its engine (0.5.6 adapter:842)
-
 #: (keyword arguments of the call, metadata of the request). It adds keyword arguments.
 Add = Callable[[dict[str, Any], Any], None]
 #: (keyword arguments of the call). It is called if `Add` raises, and makes the call find and store nothing.
 Closed = Callable[[dict[str, Any]], None]
 
 
-def is_used(impl: Any, *_: Any, **__: Any) -> bool:
+def is_layerwise(impl: Any, *_: Any, **__: Any) -> bool:
     return impl.use_layerwise and impl.lmcache_engine is not None
 
 
@@ -142,20 +131,20 @@ def find_load(impl: Any) -> Callable[[Any], Any]:
     return find
 
 
-def loads(add: Add, closed: Closed | None = None) -> Fixing:
-    """For `start_load_kv`."""
+def layer_loads(add: Add, closed: Closed | None = None) -> Fixing:
+    """For `start_load_kv`: add arguments that LMCache does not pass to its engine (0.5.6 vllm_v1_adapter.py:842)."""
 
-    @fix_around(when=is_used, on_fault=_closed.worker_loads_fail if closed else None)
+    @fix_around(when=is_layerwise, on_fault=_closed.worker_loads_fail if closed else None)
     def start_load_kv(impl: Any, *_: Any, **__: Any) -> Steps:
         return _with_request(impl.lmcache_engine, "retrieve_layer", find_load(impl), add, closed)
 
     return start_load_kv
 
 
-def saves(add: Add, closed: Closed | None = None) -> Fixing:
-    """For `save_kv_layer`, which passes the request's own list of tokens."""
+def layer_saves(add: Add, closed: Closed) -> Fixing:
+    """The same for `save_kv_layer`, which passes the request's own list of tokens."""
 
-    @fix_around(when=is_used, on_fault=_closed.worker_saves_nothing if closed else None)
+    @fix_around(when=is_layerwise, on_fault=_closed.worker_saves_nothing)
     def save_kv_layer(impl: Any, *_: Any, **__: Any) -> Steps | None:
         metadata = impl._parent._connector_metadata
 

@@ -29,13 +29,10 @@ from kvfix.fixes.api import LMCACHE_V1, Fix, Steps, fix_around, note, stubs
 
 # vLLM 0.11 has no `resumed_req_ids`: the wrapper then always looks for resumed requests.
 @fix_around(when=lambda impl, output, *_, **__: getattr(output.scheduled_cached_reqs, "resumed_req_ids", True))
-def fix(impl: Any, scheduler_output: Any) -> Steps | None:
-    names = scheduling.resumed(scheduler_output)
-    return _as_granted(impl, scheduler_output, names) if names else None
-
-
-def _as_granted(impl: Any, scheduler_output: Any, names: Any) -> Steps:
-    as_hit = []
+def fix(impl: Any, scheduler_output: Any) -> Steps:
+    names, as_hit = scheduling.resumed(scheduler_output), []
+    if not names:
+        return (yield)
     try:
         for name in names:
             request, tracker = impl._unfinished_requests[name], impl._request_trackers[name]

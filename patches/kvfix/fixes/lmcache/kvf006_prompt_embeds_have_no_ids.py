@@ -26,10 +26,15 @@ def fix_lookup(impl: Any, request: Any, num_computed_tokens: int) -> Any:
 
 
 def fix_metadata(adapter: Any) -> Wrapper:
-    def build_connector_meta(impl: Any, scheduler_output: Any) -> Steps | None:
-        if any(new.prompt_token_ids is None for new in scheduler_output.scheduled_new_reqs):
-            return _with_ids(scheduler_output)
-        return None
+    def build_connector_meta(impl: Any, scheduler_output: Any) -> Steps:
+        new_requests = scheduler_output.scheduled_new_reqs
+        if all(new.prompt_token_ids is not None for new in new_requests):
+            return (yield)
+        with_ids = copy.copy(scheduler_output)
+        with_ids.scheduled_new_reqs = [
+            _with_zeros(new) if new.prompt_token_ids is None else new for new in new_requests
+        ]
+        return (yield (with_ids,))
 
     def leave_out(impl: Any, metadata: Any, scheduler_output: Any) -> Any:
         names = {new.req_id for new in scheduler_output.scheduled_new_reqs if new.prompt_token_ids is None}
@@ -47,14 +52,6 @@ def fix_metadata(adapter: Any) -> Wrapper:
 
 def _has_new(impl: Any, scheduler_output: Any, *_: Any, **__: Any) -> Any:
     return scheduler_output.scheduled_new_reqs
-
-
-def _with_ids(scheduler_output: Any) -> Steps:
-    with_ids = copy.copy(scheduler_output)
-    with_ids.scheduled_new_reqs = [
-        _with_zeros(new) if new.prompt_token_ids is None else new for new in scheduler_output.scheduled_new_reqs
-    ]
-    return (yield (with_ids,))
 
 
 def _with_zeros(new_request: Any) -> Any:

@@ -25,7 +25,7 @@ from typing import Any
 
 from kvfix import scheduling
 from kvfix.fixes import _closed, _lmcache, _scheduler
-from kvfix.fixes.api import GO_ON, LMCACHE_V1, SCHEDULER, Fix, fix_after, fix_before, note, stubs
+from kvfix.fixes.api import LMCACHE_V1, SCHEDULER, Fix, fix_after, fix_before, note, stubs
 
 
 class Failed:
@@ -77,7 +77,8 @@ def _store_nothing_of_failed(impl: Any, *_: Any, **__: Any) -> None:
         if not failed.blocks():
             del impl._kvfix_failed
     for request in metadata.requests:
-        if request.save_spec is not None and _has_one_of(blocks, request.slot_mapping, impl._block_size):
+        size = impl._block_size
+        if request.save_spec is not None and any(int(slot) // size in blocks for slot in request.slot_mapping[::size]):
             note(__name__, f"request {request.req_id}: its load failed, so this step does not store it")
             _lmcache.store_nothing(impl, request)
 
@@ -85,14 +86,10 @@ def _store_nothing_of_failed(impl: Any, *_: Any, **__: Any) -> None:
 fix_worker = fix_before(when=_some_failed, on_fault=_saves_end)(_store_nothing_of_failed)
 
 
-def _saves_end_later(impl: Any, *_: Any, **__: Any) -> Any:
-    impl._kvfix_failed = None
-    return GO_ON
-
-
 # A step that computes nothing saves nothing. But vLLM asks for its failed blocks too, so it counts as a step.
 @fix_after(
-    when=lambda impl, blocks, *_, **__: blocks or getattr(impl, "_kvfix_failed", None), on_fault=_saves_end_later
+    when=lambda impl, blocks, *_, **__: blocks or getattr(impl, "_kvfix_failed", None),
+    on_fault=_closed.set_to("_kvfix_failed", None),
 )
 def fix_failed_blocks(impl: Any, blocks: set[int]) -> set[int]:
     if getattr(impl, "_kvfix_failed", ()) is None:  # an error before: nothing is stored any more
@@ -101,10 +98,6 @@ def fix_failed_blocks(impl: Any, blocks: set[int]) -> set[int]:
         impl._kvfix_failed = Failed(impl._vllm_config)
     impl._kvfix_failed.add(getattr(impl._parent, "_connector_metadata", None), blocks)
     return blocks
-
-
-def _has_one_of(failed: Any, slot_mapping: Any, block_size: int) -> bool:
-    return any(int(slot) // block_size in failed for slot in slot_mapping[::block_size])
 
 
 def _all_rolled_back(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:

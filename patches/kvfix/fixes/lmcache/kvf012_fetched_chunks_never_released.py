@@ -44,12 +44,8 @@ def fix_clean_up(engine: Any, lookup_id: str) -> Any:
 
 
 @fix_around()
-def fix_load(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Steps | None:
+def fix_load(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Steps:
     chunks = _lmcache.fetched(engine, more.get("req_id")) if engine.async_loading else []
-    return _unpinned_after(chunks) if chunks else None
-
-
-def _unpinned_after(chunks: list[Any]) -> Steps:
     answer = yield
     for chunk in chunks:
         _lmcache.unpin(chunk)

@@ -23,14 +23,6 @@ from kvfix.fixes import _lmcache
 from kvfix.fixes.api import CACHE_ENGINE, Fix, Steps, fix_around, replaced
 
 
-@fix_around()
-def fix(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Steps | None:
-    lookup_id = more.get("req_id")
-    if not engine.async_loading or engine.remove_after_retrieve or not _lmcache.fetched(engine, lookup_id):
-        return None
-    return _consumed(engine, lookup_id)
-
-
 class Calls:
     """References and pins of a chunk that this thread releases during a load. Other threads may use the chunk too."""
 
@@ -50,8 +42,13 @@ class Calls:
         self.counted = {"ref_count_down": ref_count_down, "unpin": take_pin}
 
 
-def _consumed(engine: Any, lookup_id: Any) -> Steps:
-    chunks = {id(chunk): (chunk, Calls(chunk)) for chunk in _lmcache.fetched(engine, lookup_id)}
+@fix_around()
+def fix(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Steps:
+    lookup_id = more.get("req_id")
+    consumes = engine.async_loading and not engine.remove_after_retrieve
+    chunks = {id(chunk): (chunk, Calls(chunk)) for chunk in _lmcache.fetched(engine, lookup_id)} if consumes else {}
+    if not chunks:
+        return (yield)
     try:
         with ExitStack() as stack:
             for chunk, calls in chunks.values():

@@ -92,8 +92,8 @@ def _add_request_configs(call: dict[str, Any], request: Any) -> None:
         call.setdefault("request_configs", request.request_configs)
 
 
-fix_layer_loads = _lmcache.loads(_add_request_configs, _layers_found_by_none)
-fix_layer_saves = _lmcache.saves(_add_request_configs, _layers_found_by_none)
+fix_layer_loads = _lmcache.layer_loads(_add_request_configs, _layers_found_by_none)
+fix_layer_saves = _lmcache.layer_saves(_add_request_configs, _layers_found_by_none)
 
 
 def lookup_shows_bug(hook: Any, adapter: Any) -> bool:

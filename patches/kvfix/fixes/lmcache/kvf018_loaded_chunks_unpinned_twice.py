@@ -97,12 +97,10 @@ def _pinned(engine: Any, lookup_id: Any) -> _Load | None:
 
 
 @fix_around()
-def fix(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Steps | None:
+def fix(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Steps:
     load = _pinned(engine, more.get("req_id"))
-    return _loading(load) if load else None
-
-
-def _loading(load: _Load) -> Steps:
+    if load is None:
+        return (yield)
     try:
         with load:
             return (yield)
@@ -130,7 +128,7 @@ def _layers(layers: Any, load: _Load) -> Iterator[Any]:
         engine_log.guarded(f"{__name__}.retrieve_layer", load.end)
 
 
-name_request = _lmcache.loads(lambda call, request: call.setdefault("req_id", request.req_id))
+name_request = _lmcache.layer_loads(lambda call, request: call.setdefault("req_id", request.req_id))
 
 
 FIX = Fix(

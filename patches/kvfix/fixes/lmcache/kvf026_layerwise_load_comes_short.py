@@ -28,7 +28,7 @@ from kvfix.fixes.api import LMCACHE_V1, Fix, Steps, engine_log, fix_around, note
 _WHERE = f"{__name__}.retrieve_layer"
 
 
-@fix_around(when=_lmcache.is_used, on_fault=_closed.worker_loads_fail)
+@fix_around(when=_lmcache.is_layerwise, on_fault=_closed.worker_loads_fail)
 def fix(impl: Any, *_: Any, **__: Any) -> Steps:
     find, load = _lmcache.find_load(impl), impl.lmcache_engine.retrieve_layer
 

@@ -84,7 +84,8 @@ def fix_load(load: Any, *args: Any, **kwargs: Any) -> Any:
 def fix_prefetch(load: Any, *args: Any, **kwargs: Any) -> Any:
     """Load chunk after chunk, up to the first that is not whole. For LMCache, a shorter list means fewer chunks."""
     where, before = f"{__name__}.load_all", _READS.short
-    chunks = engine_log.guarded(where, lambda: _chunks(*positional(load)(args, kwargs)[0]))
+    # Of the arguments: paths, keys, memory objects.
+    chunks = engine_log.guarded(where, lambda: list(zip(*positional(load)(args, kwargs)[0][1:4], strict=False)))
     if chunks is None:
         answer = load(*args, **kwargs)
         return answer if _READS.short == before else []
@@ -102,10 +103,6 @@ def fix_prefetch(load: Any, *args: Any, **kwargs: Any) -> Any:
             break
         loaded.append(memory)
     return loaded
-
-
-def _chunks(backend: Any, paths: list[str], keys: list[Any], memory_objs: list[Any], *_: Any) -> list[tuple[Any, ...]]:
-    return list(zip(paths, keys, memory_objs, strict=False))
 
 
 def _is_layer(chunks: list[tuple[Any, ...]]) -> bool:

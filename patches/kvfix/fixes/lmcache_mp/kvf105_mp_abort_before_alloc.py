@@ -32,7 +32,7 @@ _LOOKING = "_kvfix_looking"
 
 # The admission or the load releases the locks of an admitted request.
 @fix_around(when=lambda connector, request, *_: _mp.is_in(connector, request, "PREFETCHING"))
-def fix(connector: Any, request: Any, block_ids: Any) -> Steps | None:
+def fix(connector: Any, request: Any, block_ids: Any) -> Steps:
     name, adapter = request.request_id, connector.scheduler_adapter
     tracker = connector.request_trackers[name]
     known = ("cache_salt", "request_configs")  # arguments of the lookup
@@ -46,19 +46,15 @@ def fix(connector: Any, request: Any, block_ids: Any) -> Steps | None:
     if locked is None or (is_pending and not adapter.is_healthy):
         note(__name__, f"request {name} was aborted during its lookup")
         vars(connector).setdefault(_LOOKING, {})[name] = free
-        return _session_kept(adapter, name)
+        # The hook would end the session and the lookup. `fix_step` ends them later.
+        ends = ("cleanup_lookup_result", "end_session")
+        with replaced(adapter, **{end: _except_for(name, getattr(adapter, end)) for end in ends}):
+            return (yield)
     if locked:
         note(__name__, f"request {name} was aborted with {locked} locked tokens: its locks are released")
         free(end=locked)
     adapter.cleanup_lookup_result(name)
-    return None
-
-
-def _session_kept(adapter: Any, name: str) -> Steps:
-    """Keep the session and the lookup, which the hook would end: `fix_step` ends them later."""
-    ends = ("cleanup_lookup_result", "end_session")
-    with replaced(adapter, **{end: _except_for(name, getattr(adapter, end)) for end in ends}):
-        return (yield)
+    return (yield)
 
 
 def _except_for(name: str, end: Callable[..., Any]) -> Callable[..., Any]:

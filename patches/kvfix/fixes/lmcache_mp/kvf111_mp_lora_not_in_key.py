@@ -24,11 +24,6 @@ from typing import Any
 from kvfix.fixes.api import LMCACHE_MP, LMCACHE_MP_0201, VLLM_MP, Fix, Owner, fix_after, note, stubs
 
 
-def salt(own: str, lora_name: str) -> str:
-    """The same on every machine, with characters that are safe in file names and keys."""
-    return f"{own}+lora-{hashlib.sha256(lora_name.encode()).hexdigest()[:16]}"
-
-
 def _own_salt(tracker: Any, answer: None, request: Any, *_: Any, **__: Any) -> None:
     """Return a salt that no other request has. The request finds nothing, and no request finds its stores."""
     tracker.cache_salt = f"kvfix-{request.request_id}"
@@ -40,7 +35,9 @@ def fix(tracker: Any, answer: None, request: Any) -> None:
     lora = getattr(request, "lora_request", None)
     if lora is not None:
         note(__name__, f"request {request.request_id} has a LoRA adapter")
-        tracker.cache_salt = salt(request.cache_salt or "", lora.lora_name)
+        # The same on every machine, with characters that are safe in file names and keys.
+        name = hashlib.sha256(lora.lora_name.encode()).hexdigest()[:16]
+        tracker.cache_salt = f"{request.cache_salt or ''}+lora-{name}"
     return answer
 
 

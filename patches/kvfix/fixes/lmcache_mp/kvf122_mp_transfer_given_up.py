@@ -24,7 +24,7 @@ its transfers stay in use until the server's process ends. With gRPC the fix cha
 
 from typing import Any
 
-from kvfix.fixes import _mp
+from kvfix.fixes import _closed, _mp
 from kvfix.fixes.api import MP_CLIENT, MP_WORKER_ADAPTER, Fix, Steps, fix_after, fix_around, fix_before, note, stubs
 from kvfix.wrapping import GO_ON, replaced
 
@@ -54,23 +54,16 @@ def hold(adapter: Any, *_: Any, **__: Any) -> Steps:
         return (yield)
 
 
-def _connected(client: Any, *_: Any, **__: Any) -> Any:
-    client._kvfix_connected = True
-    return GO_ON
-
-
-@fix_before(when=lambda client: not getattr(client, "_kvfix_connected", False), on_fault=_connected)
+@fix_before(
+    when=lambda client: not getattr(client, "_kvfix_connected", False),
+    on_fault=_closed.set_to("_kvfix_connected", True),
+)
 def note_connection(client: Any) -> None:
     client._kvfix_connected = True
 
 
-def _lost(client: Any, answer: Any, *_: Any, **__: Any) -> Any:
-    """Drop the worker's transfers. A server that has ended writes nothing."""
-    client._kvfix_connected = False
-    return answer
-
-
-@fix_after(on_fault=_lost)
+# After an error, the worker's transfers are dropped. A server that has ended writes nothing.
+@fix_after(on_fault=_closed.set_to("_kvfix_connected", False))
 def fail_transfers(client: Any, answer: Any) -> Any:
     client._kvfix_connected = False
     if _mp.answer_in_flight(client, _FAILED):

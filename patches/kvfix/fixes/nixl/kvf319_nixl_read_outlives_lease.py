@@ -25,9 +25,9 @@ the two engines.
 
 from typing import Any
 
-from kvfix.fixes import _nixl
+from kvfix.fixes import _closed, _nixl
 from kvfix.fixes.api import NEW_REQUESTS, NIXL_BASE_WORKER, NIXL_PULL_SCHEDULER, Fix, Steps, fix_after, fix_around
-from kvfix.wrapping import GO_ON, View, replaced
+from kvfix.wrapping import View, replaced
 
 #: Seconds before the end of a lease. A heartbeat that is sent in this time may come too late, so it does not count.
 MARGIN = 1.0
@@ -47,12 +47,9 @@ def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_:
     return answer
 
 
-def _none_sent(worker: Any, *_: Any, **__: Any) -> Any:
-    worker._kvfix_heartbeats = {}
-    return GO_ON
-
-
-@fix_around(when=lambda worker, metadata: metadata.heartbeat_by_engine, on_fault=_none_sent)
+@fix_around(
+    when=lambda worker, metadata: metadata.heartbeat_by_engine, on_fault=_closed.set_to("_kvfix_heartbeats", {})
+)
 def _send_heartbeats(worker: Any, metadata: Any) -> Steps:
     """Record when a heartbeat was sent for each request that waits for its load."""
     now, agent, not_sent = _nixl.now(), worker.nixl_wrapper, set()

@@ -17,11 +17,7 @@ from typing import Any
 from kvfix.fixes.api import MULTI_CONNECTOR_METRICS, Fix, Steps, fix_around, stubs
 
 
-def has_others(metrics: Any, transfer_stats_data: dict[str, Any], *_: Any) -> bool:
-    return not transfer_stats_data.keys() <= metrics._prom_metrics.keys()
-
-
-@fix_around(when=has_others)
+@fix_around(when=lambda metrics, statistics, *_: not statistics.keys() <= metrics._prom_metrics.keys())
 def observe(metrics: Any, transfer_stats_data: dict[str, Any], *engine: Any) -> Steps:
     known = {name: data for name, data in transfer_stats_data.items() if name in metrics._prom_metrics}
     return (yield (known, *engine))
