@@ -5,9 +5,8 @@ MultiConnector of OffloadingConnector and a connector that loads between steps, 
 
 Cause: The blocks of an ended request are free while OffloadingConnector still copies them. Before another request
 writes to these blocks, OffloadingConnector waits for the copy. But it checks only the blocks that are allocated in a
-step. A load between steps allocates blocks for a request that is not yet in a step. `update_state_after_alloc` gets
-these blocks. But if another connector loads, `update_state_after_alloc` returns before it records them
-(offloading/scheduler.py 0.32.0:1151).
+step. A load between steps allocates blocks for a request that is not yet in a step. If another connector loads,
+`update_state_after_alloc` does not record them (offloading/scheduler.py 0.32.0:1151).
 
 Fix: The fix always records the blocks.
 
