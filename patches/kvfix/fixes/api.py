@@ -136,11 +136,8 @@ MOONCAKE_WORKER = Owner("vllm", f"{_MOONCAKE}.mooncake_connector", "MooncakeConn
 MOONCAKE_SCHEDULER_0_15 = Owner("vllm", f"{_MOONCAKE}_connector", "MooncakeConnectorScheduler")
 MULTI_CONNECTOR_METRICS = Owner("vllm", f"{_V1}.multi_connector", "MultiKVConnectorPromMetrics")
 _KV_MANAGERS = "vllm.v1.core.single_type_kv_cache_manager"
-#: Managers of KV groups that reuse their blocks.
-RECYCLING_MANAGERS = (
-    Owner("vllm", _KV_MANAGERS, "SlidingWindowManager", "sliding window"),
-    Owner("vllm", _KV_MANAGERS, "ChunkedLocalAttentionManager", "chunked local attention"),
-)
+SLIDING_WINDOW_MANAGER = Owner("vllm", _KV_MANAGERS, "SlidingWindowManager", "sliding window")
+CHUNKED_LOCAL_MANAGER = Owner("vllm", _KV_MANAGERS, "ChunkedLocalAttentionManager", "chunked local attention")
 CONNECTOR_BASE = Owner("vllm", f"{_V1}.base", "KVConnectorBase_V1")
 
 

@@ -18,7 +18,7 @@ number to the worker as a string, and the load fails in the worker.
 - Remove when: vLLM checks the parameters before it promises.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvfix.fixes import _mooncake, _prefills
@@ -93,20 +93,16 @@ def _raises_with(*arguments: Any) -> Callable[[Any, Any], bool]:
     return raises
 
 
+def _targets(owner: Any, broken: str, keys: tuple[str, ...]) -> Iterator[Any]:
+    yield owner.get_num_new_matched_tokens(broken=broken, probe=promises, fix=_promises(keys))
+    yield owner.update_state_after_alloc(broken=broken, probe=_raises_with(None, 0), fix=update_state_after_alloc)
+    yield owner.request_finished(broken=broken, probe=_raises_with(([],)), fix=request_finished)
+
+
 FIX = Fix(
     __name__,
-    *(
-        target
-        for owner, broken, keys in (
-            (MOONCAKE_SCHEDULER_0_15, ">=0.15,<0.20", _KEYS_0_15),
-            (MOONCAKE_SCHEDULER, ">=0.20", _mooncake.PEER),
-        )
-        for target in (
-            owner.get_num_new_matched_tokens(broken=broken, probe=promises, fix=_promises(keys)),
-            owner.update_state_after_alloc(broken=broken, probe=_raises_with(None, 0), fix=update_state_after_alloc),
-            owner.request_finished(broken=broken, probe=_raises_with(([],)), fix=request_finished),
-        )
-    ),
+    *_targets(MOONCAKE_SCHEDULER_0_15, ">=0.15,<0.20", _KEYS_0_15),
+    *_targets(MOONCAKE_SCHEDULER, ">=0.20", _mooncake.PEER),
     effect="crash",
     evidence={"KVR010": "", "KVD291": "", "KVD584": ""},
     scenarios=("mooncake-promise-without-peer",),

@@ -77,14 +77,11 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    *(
-        owner.get_num_new_matched_tokens(broken=broken, probe=shows_bug, fix=_fix(owner))
-        for owner, broken in (
-            (NIXL_SCHEDULER_0_15, ">=0.11.2,<0.20"),
-            (NIXL_SCHEDULER, ">=0.20,<0.26"),
-            (NIXL_PULL_SCHEDULER, ">=0.26"),
-        )
+    NIXL_SCHEDULER_0_15.get_num_new_matched_tokens(
+        broken=">=0.11.2,<0.20", probe=shows_bug, fix=_fix(NIXL_SCHEDULER_0_15)
     ),
+    NIXL_SCHEDULER.get_num_new_matched_tokens(broken=">=0.20,<0.26", probe=shows_bug, fix=_fix(NIXL_SCHEDULER)),
+    NIXL_PULL_SCHEDULER.get_num_new_matched_tokens(broken=">=0.26", probe=shows_bug, fix=_fix(NIXL_PULL_SCHEDULER)),
     effect="crash",
     evidence={"KVD290": "", "KVD584": "", "KVR010": "", "KVR011": r"^update_state_after_alloc: AssertionError$"},
     scenarios=("nixl-promise-without-blocks", "nixl-promise-without-host"),

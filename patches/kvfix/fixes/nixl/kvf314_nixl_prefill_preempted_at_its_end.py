@@ -40,10 +40,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    *(
-        owner.request_finished(broken=">=0.32", probe=shows_bug, fix=request_finished)
-        for owner in (NIXL_PULL_SCHEDULER, NIXL_PUSH_SCHEDULER)
-    ),
+    NIXL_PULL_SCHEDULER.request_finished(broken=">=0.32", probe=shows_bug, fix=request_finished),
+    NIXL_PUSH_SCHEDULER.request_finished(broken=">=0.32", probe=shows_bug, fix=request_finished),
     effect="hang",
     evidence={"KVR009": r"^_reqs_to_process "},
 )

@@ -27,7 +27,7 @@ from collections.abc import Callable, Generator
 from types import ModuleType
 from typing import Any
 
-from kvfix.fixes.api import RECYCLING_MANAGERS, Fix, around, note, replaced, stubs
+from kvfix.fixes.api import CHUNKED_LOCAL_MANAGER, SLIDING_WINDOW_MANAGER, Fix, around, note, replaced, stubs
 
 #: The attribute of a manager that is the limit: its name in 0.32.0, and its name up to 0.26.0.
 _LIMITS = ("max_admission_blocks_per_request", "_max_admission_blocks_per_request")
@@ -99,10 +99,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    *(
-        manager.get_num_blocks_to_allocate(broken=">=0.20.2", probe=shows_bug, fix=fix)
-        for manager in RECYCLING_MANAGERS
-    ),
+    SLIDING_WINDOW_MANAGER.get_num_blocks_to_allocate(broken=">=0.20.2", probe=shows_bug, fix=fix),
+    CHUNKED_LOCAL_MANAGER.get_num_blocks_to_allocate(broken=">=0.20.2", probe=shows_bug, fix=fix),
     effect="hang",
     evidence={"KVD202": ""},
     scenarios=("mp-window-reserves-too-little",),
