@@ -75,10 +75,11 @@ def _is_ahead(scheduler: Any, of_stages: bool) -> bool:
 
 def _preempt(scheduler: Any, request: Any, preempted: Any) -> None:
     request._kvfix_compute = True
-    scheduler.running.remove(request)
     if hasattr(scheduler, "_preempt_request"):
-        scheduler._preempt_request(request, time.monotonic())
+        # One statement: after an error between the two, no queue would have the request.
+        _ = scheduler.running.remove(request), scheduler._preempt_request(request, time.monotonic())
     else:  # 0.11
+        scheduler.running.remove(request)
         scheduler.kv_cache_manager.free(request)
         scheduler.encoder_cache_manager.free(request)
         request.status, request.num_computed_tokens = preempted, 0
