@@ -214,7 +214,10 @@ class Fix:
     @property
     def doc(self) -> str:
         """The docstring in markdown, with all facts."""
-        facts = "\n".join(f"- {name}: {self._texts[name]}" for name in FACTS)
+        from textwrap import TextWrapper
+
+        wrapper = TextWrapper(120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        facts = "\n".join(wrapper.fill(f"- {name}: {self.section(name)}") for name in FACTS)
         sections = (f"## {name}\n{text}" for name, text in self._texts.items() if name not in FACTS)
         return "\n\n".join((self.title, *sections, facts))
 
