@@ -103,6 +103,12 @@ def _broken(dist: str, specifiers: str) -> frozenset[str]:
     return frozenset(release for release in fingerprints()[dist]["releases"] if release in admits)
 
 
+def wrong_releases(target: Target) -> frozenset[str]:
+    """Return the known releases that have this function with the bug."""
+    prints = fingerprints()[target.dist]["functions"].get(target.name, {})
+    return _broken(target.dist, target.broken).intersection(set[str]().union(*prints.values()))
+
+
 def _judge_absent(target: Target, path: Path | None, same_file: str | None = None) -> Applicability:
     """Judge a function that the installed file does not have. same_file: a release that has the installed file.
 

@@ -9,24 +9,17 @@ from tests.conftest import ROOT, Fresh, release
 
 FIX = '''"""A hit is promised twice.
 
-## Symptom
-`Planted in a test`.
+Symptom: `Planted in a test`.
 
-## Cause
-None.
+Cause: None.
 
-## Fix
-None.
+Fix: None.
 
 - Releases: LMCache 0.3.10.
-- Upstream: None.
 - Remove when: Never.
 """
 
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
-from kvfix.fixes.targets import LMCACHE_V1
-from kvfix.wrapping import after
+from kvfix.fixes.api import LMCACHE_V1, Fix, after
 
 
 def fix(adapter):
@@ -35,9 +28,8 @@ def fix(adapter):
 
 FIX = Fix(
     __name__,
-    __doc__,
+    LMCACHE_V1.get_num_new_matched_tokens(broken=">=0.3.10", fix=fix, place=99),
     effect="crash",
-    targets=(LMCACHE_V1.get_num_new_matched_tokens(broken=">=0.3.10", probe=stubs.cannot_tell, fix=fix, place=99),),
     evidence={"KVR010": "", "KVD101": "", "KVR011": "Planted"},
     scenarios=("planted-scenario",),
     no_patch={"lmcache": "it is planted"},

@@ -21,7 +21,7 @@ EVERY = pytest.mark.parametrize("found", catalogue.fixes(), ids=lambda found: fo
 
 @EVERY
 def test_the_docstring_is_complete(found: Fix) -> None:
-    headings = re.findall(r"^## (.+)$|^- (Releases|Upstream|Remove when): ", found.doc or "", re.MULTILINE)
+    headings = re.findall(r"^## (.+)$|^- (Releases|Upstream|Remove when): ", found.doc, re.MULTILINE)
     assert tuple(heading or fact for heading, fact in headings) == found.sections
     assert (MIXED_ROLL_OUT in found.sections) == found.opt_in
     assert all(found.section(name) for name in found.sections)
@@ -30,6 +30,7 @@ def test_the_docstring_is_complete(found: Fix) -> None:
     for dist in found.dists:  # the text agrees with the fingerprints
         wrong = max(fix_overview.wrong_releases(found, dist), key=Version, default="")
         assert wrong in found.section("Releases")
+        assert "\n- Remove when: " in (found.docstring or "") or fix_overview.first_right(found, dist)
 
 
 class Nothing:

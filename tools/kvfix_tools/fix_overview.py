@@ -5,7 +5,6 @@ import os
 from collections.abc import Iterable
 from functools import lru_cache
 
-from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from kvfix import applicability
@@ -104,9 +103,8 @@ def severity(name: str) -> str:
 @lru_cache(maxsize=512)
 def wrong_releases(fix: Fix, dist: str) -> frozenset[str]:
     """Return the releases that have the bug and whose fingerprints kvfix knows."""
-    wrong = [target for target in fix.targets if target.dist == dist and not target.helper]
-    broken = {target.name: SpecifierSet(target.broken, prereleases=True) for target in wrong}
-    return frozenset(each for target in wrong for each in releases_with(target) if each in broken[target.name])
+    wrong = (applicability.wrong_releases(each) for each in fix.targets if each.dist == dist and not each.helper)
+    return frozenset[str]().union(*wrong)
 
 
 def first_right(fix: Fix, dist: str) -> str | None:

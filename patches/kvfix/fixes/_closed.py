@@ -1,7 +1,6 @@
 """Closed answers: `on_fault` of the fixes of wrong KV, used if the code of the fix raises.
 
-They promise nothing, store nothing, or report a load as failed. They share no code with the fixes, which have just
-failed.
+They promise nothing, store nothing, or report a load as failed. They share no code with the fixes.
 """
 
 import time
@@ -42,16 +41,23 @@ def nothing(*_: Any, **__: Any) -> None:
     """Skip the function."""
 
 
+def set_to(name: str, value: Any) -> Callable[..., Any]:
+    """Set this attribute of the instance, from which the rest of the fix learns of the error."""
+
+    def set_to(instance: Any, *_: Any, **__: Any) -> Any:
+        setattr(instance, name, value)
+        return GO_ON
+
+    return set_to
+
+
 def refuse(*_: Any, **__: Any) -> bool:
     """The answer of a reset: the cache was not emptied."""
     return False
 
 
-# ------------------------------------------------------------------------------ LMCache in vLLM's process, scheduler
-
-
 def save_nothing_more(impl: Any, scheduler_output: Any, *_: Any, **__: Any) -> Any:
-    """Before `build_connector_meta`: store nothing more for the requests of the step that have a tracker."""
+    """LMCache in process, before `build_connector_meta`: store nothing more for the tracked requests of the step."""
     for name in scheduler_output.num_scheduled_tokens:
         if name in impl._request_trackers:
             impl._request_trackers[name].skip_save = True
@@ -59,7 +65,7 @@ def save_nothing_more(impl: Any, scheduler_output: Any, *_: Any, **__: Any) -> A
 
 
 def drop_saves(impl: Any, metadata: Any, *_: Any, **__: Any) -> Any:
-    """After `build_connector_meta`: store nothing more for the requests in the metadata, from this step on."""
+    """LMCache in process, after `build_connector_meta`: store nothing more for its requests, from this step on."""
     for meta in metadata.requests:
         if meta.req_id in impl._request_trackers:
             impl._request_trackers[meta.req_id].skip_save = True
@@ -71,11 +77,8 @@ def drop_saves(impl: Any, metadata: Any, *_: Any, **__: Any) -> Any:
     return metadata
 
 
-# --------------------------------------------------------------------------------- LMCache in vLLM's process, worker
-
-
 def worker_saves_nothing(impl: Any, *_: Any, **__: Any) -> Any:
-    """Store nothing in this step. Loads and pins stay as released."""
+    """LMCache in process: store nothing in this step. Loads and pins stay as released."""
     for meta in impl._parent._get_connector_metadata().requests:
         if meta.save_spec is not None:
             meta.save_spec.can_save = False
@@ -86,7 +89,7 @@ def worker_saves_nothing(impl: Any, *_: Any, **__: Any) -> Any:
 
 
 def worker_loads_fail(impl: Any, *_: Any, **__: Any) -> Any:
-    """Report all loads of the step as failed, even if they succeed."""
+    """LMCache in process: report all loads of the step as failed, even if they succeed."""
     for meta in impl._parent._get_connector_metadata().requests:
         load_fails(impl, meta)
     return GO_ON
@@ -100,17 +103,14 @@ def load_fails(impl: Any, meta: Any) -> None:
         impl._invalid_block_ids.update(int(slot) // impl._block_size for slot in slots)
 
 
-# --------------------------------------------------------------------------- the multi-process connectors, scheduler
-
-
 def store_nothing_more(connector: Any, scheduler_output: Any, *_: Any, **__: Any) -> Any:
-    """Before the metadata are built: store nothing more for the requests in the step."""
+    """Multi-process connector, before the metadata are built: store nothing more for the requests in the step."""
     _stored(connector, scheduler_output.num_scheduled_tokens)
     return GO_ON
 
 
 def drop_stores(connector: Any, answer: Any, scheduler_output: Any, metadata: Any, *_: Any, **__: Any) -> Any:
-    """After the metadata are built: remove their stores, and store nothing more for these requests."""
+    """Multi-process connector, after the metadata are built: remove the stores. Their requests store nothing more."""
     _stored(connector, [meta.request_id for meta in metadata.requests if meta.direction == "STORE"])
     metadata.requests[:] = [meta for meta in metadata.requests if meta.direction != "STORE"]
     return answer
@@ -128,11 +128,8 @@ def all_is_stored(tracker: Any) -> None:
     setattr(tracker, counts, _ALL)
 
 
-# --------------------------------------------------------------------------------------------------- vLLM's scheduler
-
-
 def forget_cached(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
-    """After a failed load: empty the prefix cache."""
+    """vLLM's scheduler, after a failed load: empty the prefix cache."""
     pool = scheduler.kv_cache_manager.block_pool
     for block in pool.blocks:
         pool._maybe_evict_cached_block(block)
@@ -140,7 +137,7 @@ def forget_cached(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
 
 
 def recompute_all(preempted: Any) -> Callable[..., Any]:
-    """After a failed load: preempt all requests and drop the output of their steps in flight.
+    """vLLM's scheduler, after a failed load: preempt all requests and drop the output of their steps in flight.
 
     preempted: the status of a preempted request.
     """

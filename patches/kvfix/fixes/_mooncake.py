@@ -5,8 +5,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from kvfix import engine_log
-from kvfix.fixes import stubs
+from kvfix.fixes.api import engine_log, stubs
 
 #: The parameters of a request that name its peer.
 PEER = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")

@@ -1,7 +1,6 @@
 """Shared by the fixes of the multi-process connectors: LMCache's class and vLLM's copy of it have the same hooks.
 
-LMCache counts in tokens since 0.4.7. LMCache up to 0.4.6, its two connectors for older vLLM, and vLLM's copy count in
-blocks.
+LMCache counts in tokens since 0.4.7. LMCache up to 0.4.6, its connectors for older vLLM, and vLLM's copy count blocks.
 """
 
 import inspect
@@ -9,8 +8,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.fixes import stubs
-from kvfix.fixes.targets import LMCACHE_MP, VLLM_MP
+from kvfix.fixes.api import LMCACHE_MP, VLLM_MP, stubs
 
 
 def tokens(tracker: Any, name: str, block_size: int = 16) -> int:

@@ -1,50 +1,9 @@
 """Code that the fixes of vLLM's connectors for CPU memory share. It handles failed copies and their reports."""
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection
 from typing import Any
 
-from kvfix import engine_log
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fixing, fix_after
-from kvfix.wrapping import GO_ON, View, replaced
-
-
-@contextmanager
-def completed_as_failed(scheduler: Any, output: Any, mark: str, failed: Collection[int]) -> Iterator[None]:
-    """While `update_connector_output` runs, let it complete the failed jobs of this report as failed.
-
-    The manager then drops the chunks of failed stores. Requests that still run offer all of their chunks again. The
-    request of a failed load loads nothing more.
-    mark: attribute of the scheduler. It has the failed jobs that not all workers have reported as done.
-    failed: jobs whose failure is new.
-    """
-    known = vars(scheduler).setdefault(mark, set())
-    known.update(failed)
-    known.intersection_update(scheduler._jobs)  # a reset has dropped the others
-    completed = getattr(output.kv_connector_worker_meta, "completed_jobs", {})
-    stores = {}
-    for number in known.intersection(completed):
-        job = scheduler._jobs[number]
-        if job.is_store:
-            stores[number] = job.keys, scheduler._req_status[job.req_id]
-        else:
-            scheduler._req_status[job.req_id].max_load_tokens = 0
-    manager = scheduler.manager
-
-    def complete_store(keys: Any, context: Any, success: bool = True) -> None:
-        kept = engine_log.guarded(__name__, lambda: not any(keys is each for each, _ in stores.values()))
-        manager.complete_store(keys, context, success=success and bool(kept))
-
-    with replaced(scheduler, manager=View(manager, complete_store=complete_store)):
-        yield
-    size = scheduler.config.blocks_per_chunk
-    for job, (_, request) in stores.items():
-        for number, group in enumerate(request.group_states) if job not in scheduler._jobs else ():
-            if number in scheduler._sliding_window_groups:  # blocks before this index may have left the window
-                before = group.next_stored_chunk_idx * size
-                group.block_ids[:before] = [0] * len(group.block_ids[:before])
-            group.next_stored_chunk_idx = 0
+from kvfix.fixes.api import GO_ON, Fixing, Steps, View, engine_log, fix_after, fix_around, replaced
 
 
 def all_stores_fail(scheduler: Any, *_: Any, **__: Any) -> Any:
@@ -60,6 +19,51 @@ def all_stores_fail(scheduler: Any, *_: Any, **__: Any) -> Any:
         for group in status.group_states if status.req.is_finished() else ():
             group.block_ids.clear()  # so that the request stores nothing more
     return GO_ON
+
+
+def fails_jobs(mark: str, find: Callable[[Any, Any], Collection[int]]) -> Fixing:
+    """For `update_connector_output`: complete the failed jobs of this report as failed.
+
+    The manager then drops the chunks of failed stores. Requests that still run offer all of their chunks again. The
+    request of a failed load loads nothing more.
+    mark: attribute of the scheduler. It has the failed jobs that not all workers have reported as done.
+    find: (scheduler, report) -> jobs whose failure is new.
+    """
+
+    @fix_around(on_fault=all_stores_fail)
+    def update_connector_output(scheduler: Any, output: Any) -> Steps:
+        failed = find(scheduler, output)
+        if not failed and not getattr(scheduler, mark, None):  # almost all steps
+            return (yield)
+        known = vars(scheduler).setdefault(mark, set())
+        known.update(failed)
+        known.intersection_update(scheduler._jobs)  # a reset has dropped the others
+        completed = getattr(output.kv_connector_worker_meta, "completed_jobs", {})
+        stores = {}
+        for number in known.intersection(completed):
+            job = scheduler._jobs[number]
+            if job.is_store:
+                stores[number] = job.keys, scheduler._req_status[job.req_id]
+            else:
+                scheduler._req_status[job.req_id].max_load_tokens = 0
+        manager = scheduler.manager
+
+        def complete_store(keys: Any, context: Any, success: bool = True) -> None:
+            kept = engine_log.guarded(__name__, lambda: not any(keys is each for each, _ in stores.values()))
+            manager.complete_store(keys, context, success=success and bool(kept))
+
+        with replaced(scheduler, manager=View(manager, complete_store=complete_store)):
+            answer = yield
+        size = scheduler.config.blocks_per_chunk
+        for number, (_, request) in stores.items():
+            for place, group in enumerate(request.group_states) if number not in scheduler._jobs else ():
+                if place in scheduler._sliding_window_groups:  # blocks before this index may have left the window
+                    before = group.next_stored_chunk_idx * size
+                    group.block_ids[:before] = [0] * len(group.block_ids[:before])
+                group.next_stored_chunk_idx = 0
+        return answer
+
+    return update_connector_output
 
 
 def tells_worker(mark: str) -> Fixing:
@@ -128,31 +132,3 @@ def reports_failed_loads(side: str, requests: str) -> Fixing:
         return answer
 
     return get_transfer_results
-
-
-def success_of_store(hook: Any, module: Any, **of_output: Any) -> list[bool]:
-    """For probes: end a store of block 3, and return the `success` flags with which it is completed."""
-    group = stubs.Stub(block_ids=[3], next_stored_chunk_idx=1)
-    request = stubs.Stub(
-        req=stubs.request(16, is_finished=lambda: False), group_states=(group,), transfer_jobs={7}, req_context=None,
-        finished_signaled=False,
-    )  # fmt: skip
-    job = stubs.Stub(
-        req_id=stubs.NAME, pending_count=1, keys={b"key"}, is_store=True, fenced_block_ids=None,
-        deferred_fence_block_ids=None,
-    )  # fmt: skip
-    found: list[bool] = []
-    scheduler = stubs.Stub(
-        manager=stubs.Stub(complete_store=lambda keys, context, success=True: found.append(success)),
-        _jobs={7: job}, _req_status={stubs.NAME: request}, _block_id_to_pending_jobs={}, _stale_job_threshold=0,
-        _reset_fence={}, _manager_locked=nullcontext, config=stubs.Stub(blocks_per_chunk=1),
-        _sliding_window_groups=(),
-    )  # fmt: skip
-    scheduler._update_connector_output = lambda output: module.OffloadingConnectorScheduler._update_connector_output(
-        scheduler, output
-    )
-    meta = module.OffloadingWorkerMetadata()
-    meta.mark_completed(7)
-    vars(meta).update(of_output.pop("meta", {}))
-    hook(scheduler, stubs.Stub(kv_connector_worker_meta=meta, **{"invalid_block_ids": set(), **of_output}))
-    return found

@@ -1,16 +1,15 @@
 """Shared by the fixes of NixlConnector and MooncakeConnector: which decode requests get the blocks of a prefill.
 
 The blocks of one prefill go to the first request that asks for them (KVF340, KVF363, KVF367). Only hashes of the ids
-are kept: clients choose the ids, and these can be of any length. If two prefills have the same hash, the second request
-computes its prompt.
+are kept, because clients choose the ids. If two prefills have the same hash, the second request computes its prompt.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from kvfix.fixes import _closed, stubs
-from kvfix.fixes.api import Fixing, fix_after, fix_before, note
+from kvfix.fixes import _closed
+from kvfix.fixes.api import Fixing, fix_after, fix_before, note, stubs
 
 #: Maximum prefills whose request is remembered. They take 1.5 MB.
 _KEPT = 10_000

@@ -1,4 +1,6 @@
-"""The imports of a file with a fix: the record (record.py), and decorators that make the `fix` of a target.
+"""The imports of a file with a fix: the record (record.py), and the classes of vLLM and LMCache with fixed functions.
+
+The decorators make the `fix` of a target. `stubs` are for probes.
 
 @fix_after(when=lambda connector, answer, request, *_: answer[0])
 def fix(connector, answer, request, *_): ...
@@ -10,18 +12,16 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from kvfix import wrapping
-from kvfix.acting import note as note
-from kvfix.fixes.record import AT_START as AT_START
-from kvfix.fixes.record import NEW_REQUESTS as NEW_REQUESTS
-from kvfix.fixes.record import PRIVATE as PRIVATE
-from kvfix.fixes.record import Fix as Fix
-from kvfix.fixes.record import Fixing as Fixing
-from kvfix.fixes.record import Function as Function
-from kvfix.fixes.record import Owner as Owner
-from kvfix.fixes.record import Probe as Probe
-from kvfix.fixes.record import Target as Target
-from kvfix.fixes.record import Wrapper as Wrapper
+from kvfix import engine_log, wrapping
+from kvfix.acting import note
+from kvfix.fixes import stubs
+from kvfix.fixes.record import AT_START, NEW_REQUESTS, PRIVATE, Fix, Fixing, Function, Owner, Probe, Target, Wrapper
+from kvfix.wrapping import GO_ON, View, after, around, before, instead, positional, replaced
+
+__all__ = (
+    "AT_START", "GO_ON", "NEW_REQUESTS", "PRIVATE", "Fix", "Fixing", "Function", "Owner", "Probe", "Target", "View",
+    "Wrapper", "after", "around", "before", "engine_log", "instead", "note", "positional", "replaced", "stubs",
+)  # fmt: skip
 
 #: The answer of a function under `fix_around`.
 Steps = Generator[Any, Any, Any]
@@ -47,23 +47,17 @@ class _Fixing:
         return wrapper
 
 
-def fix_before(**options: Any) -> Callable[[Function], Fixing]:
-    """Decorate the code of a fix that runs before the function. options: `when` and `on_fault`."""
-    return lambda code: _Fixing("before", code, options)
+def _decorator(kind: str, **options: Any) -> Callable[[Function], Fixing]:
+    return lambda code: _Fixing(kind, code, options)
 
 
-def fix_after(**options: Any) -> Callable[[Function], Fixing]:
-    """Decorate the code of a fix that runs after the function. options: `when` and `on_fault`."""
-    return lambda code: _Fixing("after", code, options)
-
-
-def fix_around(**options: Any) -> Callable[[Function], Fixing]:
-    """Decorate the code of a fix that runs before and after the function. options: `when` and `on_fault`.
-
-    `answer = yield` calls the function. `yield (arguments,)` calls it with other arguments. Without a `yield` the code
-    answers in place of the function.
-    """
-    return lambda code: _Fixing("around", code, options)
+#: `@fix_before(when=..., on_fault=...)` decorates the code of a fix that runs before the function.
+fix_before = functools.partial(_decorator, "before")
+#: The same for code that runs after the function.
+fix_after = functools.partial(_decorator, "after")
+#: The same for code that runs before and after the function. `answer = yield` calls the function. `yield (arguments,)`
+#: calls it with other arguments. Without a `yield` the code answers in place of the function.
+fix_around = functools.partial(_decorator, "around")
 
 
 def fix_calls(code: Function) -> Fixing:
@@ -76,3 +70,95 @@ def fix_calls(code: Function) -> Fixing:
         return functools.wraps(function)(lambda *args, **kwargs: code(function, *args, **kwargs))
 
     return lambda module: wrap
+
+
+# LMCache in vLLM's own processes
+LMCACHE_V1 = Owner("lmcache", "lmcache.integration.vllm.vllm_v1_adapter", "LMCacheConnectorV1Impl")
+REQUEST_TRACKER = Owner("lmcache", "lmcache.integration.vllm.vllm_v1_adapter", "RequestTracker")
+CACHE_ENGINE = Owner("lmcache", "lmcache.v1.cache_engine", "LMCacheEngine")
+STORAGE_MANAGER = Owner("lmcache", "lmcache.v1.storage_backend.storage_manager", "StorageManager")
+TOKEN_DATABASE = Owner("lmcache", "lmcache.v1.token_database", "TokenDatabase")
+TENSOR_MEMORY_OBJ = Owner("lmcache", "lmcache.v1.memory_management", "TensorMemoryObj")
+_LOOKUP = "lmcache.v1.lookup_client.lmcache"
+LOOKUP_CLIENT = Owner("lmcache", f"{_LOOKUP}_lookup_client", "LMCacheLookupClient", "sockets")
+BYPASS_LOOKUP_CLIENT = Owner("lmcache", f"{_LOOKUP}_lookup_client_bypass", "LMCacheBypassLookupClient", "bypass")
+ASYNC_LOOKUP_CLIENT = Owner("lmcache", f"{_LOOKUP}_async_lookup_client", "LMCacheAsyncLookupClient")
+ZMQ_CLIENT = Owner("lmcache", "lmcache.v1.rpc.zmq_transport", "ZmqReqRepClientTransport")
+LOCAL_CPU_BACKEND = Owner("lmcache", "lmcache.v1.storage_backend.local_cpu_backend", "LocalCPUBackend")
+LOCAL_DISK_BACKEND = Owner("lmcache", "lmcache.v1.storage_backend.local_disk_backend", "LocalDiskBackend")
+GPU_CONNECTOR_V2 = Owner("lmcache", "lmcache.v1.gpu_connector.gpu_connectors", "VLLMPagedMemGPUConnectorV2", "V2")
+GPU_CONNECTOR_V3 = Owner("lmcache", "lmcache.v1.gpu_connector.gpu_connectors", "VLLMPagedMemGPUConnectorV3", "V3")
+
+# LMCache's multi-process connectors. LMCache 0.4.4 to 0.5.5 have two more for older vLLM, `_0180` and `_0201`, which
+# `kv_connector_module_path` selects. vLLM has its own copy.
+_MP = "lmcache.integration.vllm.lmcache_mp_connector"
+LMCACHE_MP = Owner("lmcache", _MP, "LMCacheMPConnector", "LMCache")
+LMCACHE_MP_0201 = Owner("lmcache", f"{_MP}_0201", "LMCacheMPConnector", "lmcache_mp_connector_0201")
+LMCACHE_MP_0180 = Owner("lmcache", f"{_MP}_0180", "LMCacheMPConnector", "lmcache_mp_connector_0180")
+_V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
+VLLM_MP = Owner("vllm", f"{_V1}.lmcache_mp_connector", "LMCacheMPConnectorUpstream", "vLLM")
+_MP_ADAPTER = "lmcache.integration.vllm.vllm_multi_process_adapter"
+MP_WORKER_ADAPTER = Owner("lmcache", _MP_ADAPTER, "LMCacheMPWorkerAdapter")
+MP_SCHEDULER_ADAPTER = Owner("lmcache", _MP_ADAPTER, "LMCacheMPSchedulerAdapter")
+MP_HEARTBEAT = Owner("lmcache", _MP_ADAPTER, "HeartbeatThread")
+MP_KV_GROUPS = Owner("lmcache", "lmcache.integration.vllm.kv_cache_groups")
+MP_SERVER_TRANSFER = Owner("lmcache", "lmcache.v1.multiprocess.modules.lmcache_driven_transfer")
+# The worker's client since 0.5.6, up to then in multiprocess.mq.
+MP_CLIENT = Owner("lmcache", "lmcache.v1.multiprocess.transport.zmq_impl.mq", "MessageQueueClient")
+
+# vLLM
+SCHEDULER = Owner("vllm", "vllm.v1.core.sched.scheduler", "Scheduler")
+_OFFLOADING = f"{_V1}.offloading"
+OFFLOADING_SCHEDULER = Owner("vllm", f"{_OFFLOADING}.scheduler", "OffloadingConnectorScheduler")
+OFFLOADING_WORKER = Owner("vllm", f"{_OFFLOADING}.worker", "OffloadingConnectorWorker")
+OFFLOADING_WORKER_METADATA = Owner("vllm", f"{_OFFLOADING}.common", "OffloadingWorkerMetadata")
+OFFLOADING_CONNECTOR = Owner("vllm", f"{_OFFLOADING}_connector", "OffloadingConnector")
+OFFLOADING_TIERS = Owner("vllm", "vllm.v1.kv_offload.tiering.manager", "TieringOffloadingManager")
+OFFLOADING_P2P = Owner("vllm", "vllm.v1.kv_offload.tiering.p2p.manager", "P2PSecondaryTierManager")
+_SIMPLE = "vllm.v1.simple_kv_offload"
+SIMPLE_SCHEDULER = Owner("vllm", f"{_SIMPLE}.manager", "SimpleCPUOffloadScheduler")
+SIMPLE_WORKER = Owner("vllm", f"{_SIMPLE}.worker", "SimpleCPUOffloadWorker")
+SIMPLE_WORKER_METADATA = Owner("vllm", f"{_SIMPLE}.metadata", "SimpleCPUOffloadWorkerMetadata")
+SIMPLE_COPIES = Owner("vllm", f"{_SIMPLE}.copy_backend", "DmaCopyBackend")
+SIMPLE_DISK = Owner("vllm", f"{_SIMPLE}.disk_backend", "DiskBackend")
+_NIXL = f"{_V1}.nixl"
+NIXL_PULL_SCHEDULER = Owner("vllm", f"{_NIXL}.pull_scheduler", "NixlPullConnectorScheduler")
+NIXL_PUSH_SCHEDULER = Owner("vllm", f"{_NIXL}.push_scheduler", "NixlPushConnectorScheduler")
+NIXL_BASE_SCHEDULER = Owner("vllm", f"{_NIXL}.base_scheduler", "NixlBaseConnectorScheduler")
+NIXL_BASE_WORKER = Owner("vllm", f"{_NIXL}.base_worker", "NixlBaseConnectorWorker")
+NIXL_PULL_WORKER = Owner("vllm", f"{_NIXL}.pull_worker", "NixlPullConnectorWorker")
+NIXL_PUSH_WORKER = Owner("vllm", f"{_NIXL}.push_worker", "NixlPushConnectorWorker")
+NIXL_SCHEDULER = Owner("vllm", f"{_NIXL}.scheduler", "NixlConnectorScheduler")
+NIXL_SCHEDULER_0_15 = Owner("vllm", f"{_NIXL}_connector", "NixlConnectorScheduler")
+_MOONCAKE = f"{_V1}.mooncake"
+MOONCAKE_SCHEDULER = Owner("vllm", f"{_MOONCAKE}.mooncake_connector", "MooncakeConnectorScheduler")
+MOONCAKE_WORKER = Owner("vllm", f"{_MOONCAKE}.mooncake_connector", "MooncakeConnectorWorker")
+MOONCAKE_SCHEDULER_0_15 = Owner("vllm", f"{_MOONCAKE}_connector", "MooncakeConnectorScheduler")
+MULTI_CONNECTOR_METRICS = Owner("vllm", f"{_V1}.multi_connector", "MultiKVConnectorPromMetrics")
+_KV_MANAGERS = "vllm.v1.core.single_type_kv_cache_manager"
+SLIDING_WINDOW_MANAGER = Owner("vllm", _KV_MANAGERS, "SlidingWindowManager", "sliding window")
+CHUNKED_LOCAL_MANAGER = Owner("vllm", _KV_MANAGERS, "ChunkedLocalAttentionManager", "chunked local attention")
+CONNECTOR_BASE = Owner("vllm", f"{_V1}.base", "KVConnectorBase_V1")
+
+
+def multi_process(
+    function: str,
+    probe: Probe,
+    fix: Fixing,
+    *,
+    lmcache: str = ">=0.4.5,<=0.5.6",
+    vllm: str = ">=0.26.0",
+    for_0201: str = ">=0.4.5",
+    for_0180: str = ">=0.4.4",
+    place: int = 0,
+) -> tuple[Target, ...]:
+    """Return targets for one function of all multi-process connectors.
+
+    If the broken releases of a connector are "", it has no target.
+    """
+    broken = {LMCACHE_MP: lmcache, VLLM_MP: vllm, LMCACHE_MP_0201: for_0201, LMCACHE_MP_0180: for_0180}
+    return tuple(
+        getattr(owner, function)(broken=releases, probe=probe, fix=fix, place=place)
+        for owner, releases in broken.items()
+        if releases
+    )

@@ -1,18 +1,19 @@
 """A fix: the record of one bug.
 
 A fix is one file in a folder of `fixes/`. The name of the file has code and slug. The docstring describes the bug in
-fixed sections. `FIX` has the fixed functions, the broken releases, a probe that shows the bug on the installed
-function, and all other facts. Every list of kvfix is a query over these records.
+fixed sections: `Symptom: EngineCore dies ...`. `FIX` has the fixed functions, the broken releases, a probe that shows
+the bug on the installed function, and all other facts. Every list of kvfix is a query over these records.
 """
 
 import functools
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from types import ModuleType
+from dataclasses import dataclass
+from types import MappingProxyType, ModuleType
 from typing import Any
 
+from kvfix import applicability
 from kvfix.fixes import code_and_slug, stubs
 
 Function = Callable[..., Any]
@@ -20,15 +21,16 @@ Wrapper = Callable[[Function], Function]
 Probe = Callable[[Function, ModuleType], bool]
 Fixing = Callable[[ModuleType], Wrapper]
 
-#: Sections of a fix's docstring, in this order. `Fix.section` and the documentation read them.
+#: Sections of a fix's docstring, in this order: paragraphs that begin with the name. In `Fix.doc` it is a heading.
 SECTIONS = ("Symptom", "Cause", "Fix")
 #: Sections for a bug that cannot be fixed from outside.
 SECTIONS_UNFIXABLE = ("Symptom", "Cause", "Workaround")
 #: An opt-in fix has this section too: what happens while only some of the engines have the fix.
 MIXED_ROLL_OUT = "Mixed roll-out"
-#: The list at the end of the docstring, in this order.
+#: The list at the end of the docstring, in this order. The docstring leaves out a fact that the record can tell.
 FACTS = ("Releases", "Upstream", "Remove when")
-_END = re.compile(rf"^(?:## |- (?:{'|'.join(FACTS)}): )", re.MULTILINE)
+_PART = re.compile(rf"^(?:- )?({'|'.join((*SECTIONS, 'Workaround', MIXED_ROLL_OUT, *FACTS))}):\s", re.MULTILINE)
+_NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
 
 #: The requests for which `kvfix attach` applies a fix to a running engine. Most fixes apply to all requests. A fix that
 #: needs its own notes or changes from the start of a request skips the requests that began before (`session.before`).
@@ -96,6 +98,11 @@ class Owner:
         full_name = f"{self.name}.{function}" if self.name else function
         return Target(self.dist, self.module, full_name, **{"copy": self.copy, "probe": stubs.cannot_tell, **more})
 
+    @property
+    def imported(self) -> Any:
+        """The imported module, for the code of a fix."""
+        return sys.modules[self.module]
+
     def __getattr__(self, function: str) -> Callable[..., Target]:
         if function.startswith("__"):
             raise AttributeError(function)
@@ -109,11 +116,10 @@ PRIVATE = {"vllm": "it can be abused: vLLM's security channel comes before a pub
 EFFECTS = ("wrong output", "crash", "hang", "leak", "lost hits")
 
 
-@dataclass(frozen=True, eq=False)
 class Fix:
-    """The record of a bug: `FIX = Fix(__name__, targets=(...), ...)`.
+    """The record of a bug: `FIX = Fix(__name__, LMCACHE_V1.get_finished(...), effect="leak")`.
 
-    doc: the docstring of the module, if it is not given.
+    docstring: of the module, if it is not given.
     effect: what the bug does to the user, one of EFFECTS. A bug with several effects has the worst of them.
     evidence: {code of a rule or finding (KVR, KVD): regular expression for its message}. A match points to this bug.
     scenarios: slugs of the scenarios that show the bug in the lab. The default is the slug of the fix. If no scenario
@@ -131,29 +137,38 @@ class Fix:
     be fixed.
     """
 
-    module_name: str
-    doc: str | None = None
-    targets: tuple[Target, ...] = ()
-    effect: str = field(kw_only=True)
-    evidence: Mapping[str, str] = field(default_factory=dict, kw_only=True)
-    scenarios: tuple[str, ...] = field(default=(), kw_only=True)
-    proof: str = field(default="", kw_only=True)
-    changes_healthy: tuple[str, ...] = field(default=(), kw_only=True)
-    no_patch: Mapping[str, str] = field(default_factory=dict, kw_only=True)
-    opt_in: bool = field(default=False, kw_only=True)
-    attaches: str = field(default=ALL_REQUESTS, kw_only=True)
-    on_fault: str = field(default="", kw_only=True)
-    let_go: Callable[[], None] = field(default=lambda: None, kw_only=True)
-    harmless: Callable[[], str] = field(default=str, kw_only=True)
-
-    def __post_init__(self) -> None:
-        if self.doc is None:
-            object.__setattr__(self, "doc", sys.modules[self.module_name].__doc__)
-        if self.fixable and not self.scenarios and not self.proof:
-            object.__setattr__(self, "scenarios", (self.slug,))
-        if not self.on_fault:
-            is_closed = any(getattr(target.fix, "fails_closed", False) for target in self.targets)
-            object.__setattr__(self, "on_fault", "closed" if is_closed else "original")
+    def __init__(
+        self,
+        module_name: str,
+        *targets: Target,
+        effect: str,
+        docstring: str | None = None,
+        evidence: Mapping[str, str] = MappingProxyType({}),
+        scenarios: tuple[str, ...] = (),
+        proof: str = "",
+        changes_healthy: tuple[str, ...] = (),
+        no_patch: Mapping[str, str] = MappingProxyType({}),
+        opt_in: bool = False,
+        attaches: str = ALL_REQUESTS,
+        on_fault: str = "",
+        let_go: Callable[[], None] = lambda: None,
+        harmless: Callable[[], str] = str,
+    ) -> None:
+        self.module_name = module_name
+        self.targets = targets
+        self.effect = effect
+        self.docstring = (sys.modules[module_name].__doc__ if docstring is None else docstring) or ""
+        self.evidence = evidence
+        self.scenarios = scenarios or ((self.slug,) if self.fixable and not proof else ())
+        self.proof = proof
+        self.changes_healthy = changes_healthy
+        self.no_patch = no_patch
+        self.opt_in = opt_in
+        self.attaches = attaches
+        is_closed = any(getattr(target.fix, "fails_closed", False) for target in targets)
+        self.on_fault = on_fault or ("closed" if is_closed else "original")
+        self.let_go = let_go
+        self.harmless = harmless
 
     @property
     def code(self) -> str:
@@ -186,10 +201,44 @@ class Fix:
 
     @property
     def title(self) -> str:
-        return (self.doc or "").strip().partition("\n")[0]
+        return self.docstring.strip().partition("\n")[0]
+
+    @functools.cached_property
+    def _texts(self) -> dict[str, str]:
+        """{section or fact: its text}, with the facts that the docstring leaves out."""
+        _, *parts = _PART.split(self.docstring)
+        texts = {name: text.strip() for name, text in zip(parts[::2], parts[1::2], strict=True)}
+        facts = {name: texts.pop(name, "") or self._known(name) for name in FACTS}
+        return texts | facts
+
+    @property
+    def doc(self) -> str:
+        """The docstring in markdown, with all facts."""
+        from textwrap import TextWrapper
+
+        wrapper = TextWrapper(120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        facts = "\n".join(wrapper.fill(f"- {name}: {self.section(name)}") for name in FACTS)
+        sections = (f"## {name}\n{text}" for name, text in self._texts.items() if name not in FACTS)
+        return "\n\n".join((self.title, *sections, facts))
 
     def section(self, name: str) -> str:
-        """Text under `## name` of the docstring, or of `- name:` in the list at its end; "" if there is none."""
-        _, found, rest = (self.doc or "").partition(f"\n- {name}: " if name in FACTS else f"\n## {name}\n")
-        text = _END.split(rest, maxsplit=1)[0].strip() if found else ""
+        """Return the text of a section or fact; "" if there is none."""
+        text = self._texts.get(name, "")
         return " ".join(text.split()) if name in FACTS else text
+
+    def _known(self, fact: str) -> str:
+        """Return a fact that the docstring leaves out. A record knows the first and the last release with the bug."""
+        from packaging.version import Version
+
+        if fact == "Upstream":
+            private = " in public: the bug is a security problem (SECURITY.md)"
+            return f"None known{private if self.no_patch is PRIVATE else ''}."
+        wrong: dict[str, set[str]] = {}
+        for target in self.targets:
+            if not target.helper:
+                wrong.setdefault(target.copy or _NAMES[target.dist], set()).update(applicability.wrong_releases(target))
+        known = [(name, sorted(releases, key=Version)) for name, releases in wrong.items()]
+        if fact == "Releases":
+            spans = (f"{name} {' to '.join(dict.fromkeys(found[:1] + found[-1:]))}" for name, found in known)
+            return f"{'; '.join(spans)}."
+        return f"{' and '.join(f'{name} {found[-1]}' for name, found in known)} is no longer in use."

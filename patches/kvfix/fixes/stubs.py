@@ -131,17 +131,13 @@ def step(
     preempted: the request is preempted in this step.
     """
     known = [NAME] if tokens and new is None else []
+    cached = SimpleNamespace(
+        req_ids=known, num_computed_tokens=[computed for _ in known], resumed_req_ids=set(known) if resumed else set(),
+        new_block_ids=[None if blocks is None else (blocks,) for _ in known],
+        resumed_from_preemption=[resumed for _ in known],
+    )  # fmt: skip
     return SimpleNamespace(
-        finished_req_ids=set(),
-        scheduled_new_reqs=[] if new is None else [new],
-        scheduled_cached_reqs=SimpleNamespace(
-            req_ids=known,
-            num_computed_tokens=[computed for _ in known],
-            new_block_ids=[None if blocks is None else (blocks,) for _ in known],
-            resumed_req_ids=set(known) if resumed else set(),
-            resumed_from_preemption=[resumed for _ in known],
-        ),
-        num_scheduled_tokens={NAME: tokens} if tokens else {},
-        total_num_scheduled_tokens=tokens,
+        finished_req_ids=set(), scheduled_new_reqs=[] if new is None else [new], scheduled_cached_reqs=cached,
+        num_scheduled_tokens={NAME: tokens} if tokens else {}, total_num_scheduled_tokens=tokens,
         preempted_req_ids={NAME} if preempted else set(),
-    )
+    )  # fmt: skip

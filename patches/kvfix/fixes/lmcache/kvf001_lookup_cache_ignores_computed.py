@@ -1,7 +1,6 @@
 """EngineCore dies with `Mismatch in tokens to load`: LMCache promises a cached hit without subtracting computed tokens.
 
-## Symptom
-EngineCore dies with one of these:
+Symptom: EngineCore dies with one of these:
 
 - `AssertionError: Mismatch in tokens to load: 256 vs 256 (tokens in lmcache) - 336 (tokens in vllm) - 0 (full lmcache
   hits subtracts last token to recalculate logits) for request ...`
@@ -9,53 +8,39 @@ EngineCore dies with one of these:
 
 The log may show a second lookup of the same request: `LMCache hit tokens: 256, need to load: -80`.
 
-## Cause
-The first `get_num_new_matched_tokens` returns `hit - computed`, and the lookup client caches the hit. If there are too
-few free blocks, vLLM calls the hook again. The second call returns the cached hit unchanged. It subtracts neither the
-computed tokens nor the last token of a prompt that is cached whole, which vLLM must recompute.
+Cause: The first `get_num_new_matched_tokens` returns `hit - computed`, and the lookup client caches the hit. If there
+are too few free blocks, vLLM calls the hook again. The second call returns the cached hit unchanged. It subtracts
+neither the computed tokens nor the last token of a prompt that is cached whole, which vLLM must recompute.
 
 With a hit of 256 and 336 computed tokens, vLLM grants 256 tokens, and 0 is right. The LoadSpec has the right numbers,
-so `update_state_after_alloc` raises. Chunked prefill and preemption lead to this: vLLM's prefix cache then keeps more
-tokens than LMCache.
+so `update_state_after_alloc` raises. After chunked prefill or a preemption, vLLM can have more tokens than LMCache.
 
-## Fix
-If an answer is not hit minus computed, the fix returns `max(0, hit - computed - (1 if the hit is the whole request else
-0))` and rewrites the LoadSpec to match. The fix does not change a correct answer.
+Fix: If an answer is not hit minus computed, the fix returns `max(0, hit - computed - (1 if the hit is the whole request
+else 0))` and rewrites the LoadSpec to match. The fix does not change a correct answer.
 
-- Releases: LMCache 0.3.10. 0.3.9.post2 and earlier look up again on every call; 0.3.10.post1 subtracts from the cached
-  hit.
+- Releases: LMCache 0.3.10. 0.3.9.post2 and earlier look up on every call; 0.3.10.post1 subtracts from the hit.
 - Upstream: https://github.com/LMCache/LMCache/issues/2158 (also 2090, 2091, 2159), fixed in 0.3.10.post1.
-- Remove when: LMCache 0.3.10 is no longer in use.
 """
 
 from typing import Any
 
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, Wrapper
-from kvfix.fixes.targets import LMCACHE_V1
+from kvfix.fixes.api import LMCACHE_V1, Fix, fix_after, stubs
 from kvfix.ledger.events import balance
-from kvfix.wrapping import after
 
 
-def fix(adapter: Any) -> Wrapper:
-    load_spec = adapter.LoadSpec
-
-    def get_num_new_matched_tokens(
-        impl: Any, promised: int | None, request: Any, num_computed_tokens: int
-    ) -> int | None:
-        if not promised:  # None: the lookup is still running; 0: nothing to load
-            return promised
-        spec = impl.load_specs.get(request.request_id)
-        accounted = spec is not None and spec.vllm_cached_tokens == num_computed_tokens
-        total = request.num_tokens
-        if accounted and promised == max(0, balance(spec.lmcache_cached_tokens, num_computed_tokens, total)):
-            return promised
-        hit = promised
-        if not accounted or spec.lmcache_cached_tokens != hit:
-            impl.load_specs[request.request_id] = load_spec(num_computed_tokens, hit, can_load=False)
-        return max(0, balance(hit, num_computed_tokens, total))
-
-    return after(get_num_new_matched_tokens)
+# None: the lookup is still running; 0: nothing to load.
+@fix_after(when=lambda impl, promised, *_, **__: promised)
+def fix(impl: Any, promised: int, request: Any, num_computed_tokens: int) -> int:
+    spec = impl.load_specs.get(request.request_id)
+    accounted = spec is not None and spec.vllm_cached_tokens == num_computed_tokens
+    total = request.num_tokens
+    if accounted and promised == max(0, balance(spec.lmcache_cached_tokens, num_computed_tokens, total)):
+        return promised
+    hit = promised
+    if not accounted or spec.lmcache_cached_tokens != hit:
+        load_spec = LMCACHE_V1.imported.LoadSpec
+        impl.load_specs[request.request_id] = load_spec(num_computed_tokens, hit, can_load=False)
+    return max(0, balance(hit, num_computed_tokens, total))
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
@@ -68,8 +53,8 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    LMCACHE_V1.get_num_new_matched_tokens(broken="==0.3.10", probe=shows_bug, fix=fix, place=1),
     effect="crash",
-    targets=(LMCACHE_V1.get_num_new_matched_tokens(broken="==0.3.10", probe=shows_bug, fix=fix, place=1),),
     evidence={"KVD101": "", "KVR001": "", "KVR002": "", "KVR003": "", "KVR011": "Mismatch in tokens to load"},
     scenarios=("full-hit-asked-twice", "mismatch-in-tokens-to-load", "raw-hit-beyond-request"),
 )

@@ -1,59 +1,37 @@
 """EngineCore dies when a preempted request resumes: LMCache expects its whole hit, and vLLM took fewer or more tokens.
 
-## Symptom
-EngineCore dies in `build_connector_meta` when a preempted request is resumed. The error is one of these:
+Symptom: EngineCore dies in `build_connector_meta` when a preempted request is resumed. The error is one of these:
 - `AssertionError: Preempted request ... has num_computed_tokens 800 but expected 1024 (full_hit_adj=False)`
 - `... but max(lmcache_cached_tokens, vllm_cached_tokens) = 1024`, or `... but lmcache_cached_tokens 512`
 - `AssertionError: Request ... is preempted but was not given a load spec`
 
-LMCache 0.3.10 does not raise. But it then stores chunks for a token list that lacks some tokens in the middle. No
-request ever hits these chunks.
+LMCache 0.3.10 does not raise. But it then stores chunks for a token list with a gap, which no request hits.
 
-## Cause
-The LoadSpec holds the number of tokens that LMCache has. On a resume the connector asserts that vLLM took exactly this
-number. vLLM took another number in five cases. First, the connector itself promised less (`min_retrieve_tokens`).
-Second, vLLM took nothing (prompt_logprobs, or another connector of a MultiConnector). Third, vLLM has more cached
-tokens than LMCache (up to 0.3.10.post2). Fourth, vLLM recomputes the last token of a full hit (up to 0.4.2). Fifth,
-there is no LoadSpec (a role or a client that does not look up).
+Cause: The LoadSpec holds the number of tokens that LMCache has. On a resume the connector asserts that vLLM took
+exactly this number. vLLM took another number in five cases. First, the connector itself promised less
+(`min_retrieve_tokens`). Second, vLLM took nothing (prompt_logprobs, or another connector of a MultiConnector). Third,
+vLLM has more cached tokens than LMCache (up to 0.3.10.post2). Fourth, vLLM recomputes the last token of a full hit (up
+to 0.4.2). Fifth, there is no LoadSpec (a role or a client that does not look up).
 
-## Fix
-The fix takes vLLM's count of computed tokens. If a resumed request loads nothing, the LoadSpec holds vLLM's count while
-the hook runs. Afterwards it holds the hit again. A granted load is not changed, except for the last token of a full
-hit.
+Fix: The fix takes vLLM's count of computed tokens. If a resumed request loads nothing, the LoadSpec holds vLLM's count
+while the hook runs, and later the hit again. A granted load is not changed, except for the last token of a full hit.
 
-- Releases: LMCache 0.3.10 to 0.5.6.
-- Upstream: None known for the causes in current releases; https://github.com/LMCache/LMCache/pull/2243 for 0.3.10.post1
-  and post2.
+- Upstream: None known for current releases; https://github.com/LMCache/LMCache/pull/2243 for 0.3.10.post1 and post2.
 - Remove when: LMCache uses `request.num_computed_tokens` and no longer asserts its value.
 """
 
 from typing import Any
 
 from kvfix import scheduling
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, Steps, Wrapper, note
-from kvfix.fixes.targets import LMCACHE_V1
-from kvfix.wrapping import around
+from kvfix.fixes.api import LMCACHE_V1, Fix, Steps, fix_around, note, stubs
 
 
-def fix(adapter: Any) -> Wrapper:
-    load_spec = adapter.LoadSpec
-
-    def build_connector_meta(impl: Any, scheduler_output: Any) -> Steps | None:
-        names = scheduling.resumed(scheduler_output)
-        return _as_granted(load_spec, impl, scheduler_output, names) if names else None
-
-    # vLLM 0.11 has no `resumed_req_ids`: the wrapper then always looks for resumed requests.
-    return around(
-        build_connector_meta,
-        when=lambda impl, scheduler_output, *_, **__: getattr(
-            scheduler_output.scheduled_cached_reqs, "resumed_req_ids", True
-        ),
-    )
-
-
-def _as_granted(load_spec: Any, impl: Any, scheduler_output: Any, names: Any) -> Steps:
-    as_hit = []
+# vLLM 0.11 has no `resumed_req_ids`: the wrapper then always looks for resumed requests.
+@fix_around(when=lambda impl, output, *_, **__: getattr(output.scheduled_cached_reqs, "resumed_req_ids", True))
+def fix(impl: Any, scheduler_output: Any) -> Steps:
+    names, as_hit = scheduling.resumed(scheduler_output), []
+    if not names:
+        return (yield)
     try:
         for name in names:
             request, tracker = impl._unfinished_requests[name], impl._request_trackers[name]
@@ -63,7 +41,7 @@ def _as_granted(load_spec: Any, impl: Any, scheduler_output: Any, names: Any) ->
             tracker.token_ids = list(request.all_token_ids[:until])
             spec = impl.load_specs.get(name)
             if spec is None:
-                spec = impl.load_specs[name] = load_spec(computed, 0, can_load=False)
+                spec = impl.load_specs[name] = LMCACHE_V1.imported.LoadSpec(computed, 0, can_load=False)
             if not spec.can_load or spec.lmcache_cached_tokens == computed + 1:
                 if computed != max(spec.vllm_cached_tokens, spec.lmcache_cached_tokens):
                     note(__name__, f"request {name}: {computed} tokens are computed")
@@ -108,8 +86,8 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    LMCACHE_V1.build_connector_meta(broken=">=0.3.10", probe=shows_bug, fix=fix, place=1),
     effect="crash",
-    targets=(LMCACHE_V1.build_connector_meta(broken=">=0.3.10", probe=shows_bug, fix=fix, place=1),),
     evidence={
         "KVD103": "",
         "KVD104": "",

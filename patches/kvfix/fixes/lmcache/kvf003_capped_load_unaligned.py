@@ -1,17 +1,14 @@
 """EngineCore dies with `max_tokens_per_load`: LMCache promises the whole cap, but loads only up to a chunk boundary.
 
-## Symptom
-EngineCore dies with `AssertionError: Mismatch in tokens to load: 1024 vs 1024 (tokens in lmcache) - 80 (tokens in vllm)
-- 0 (...)`. The crash also occurs without a preemption. The crash occurs if vLLM's prefix hit is not a multiple of
-  LMCache's chunk size, and LMCache's hit is larger than the cap.
+Symptom: EngineCore dies with `AssertionError: Mismatch in tokens to load: 1024 vs 1024 (tokens in lmcache) - 80 (tokens
+in vllm) - 0 (...)`. The crash also occurs without a preemption. The crash occurs if vLLM's prefix hit is not a multiple
+of LMCache's chunk size, and LMCache's hit is larger than the cap.
 
-## Cause
-`get_num_new_matched_tokens` promises the cap, but writes a LoadSpec that ends at the chunk boundary below `computed +
-cap`. With 80 computed tokens and a cap of 1,024, the LoadSpec ends at token 1,024, and only 944 of its tokens are new
-(0.5.6 vllm_v1_adapter.py:1490-1525). `update_state_after_alloc` asserts that both numbers are equal.
+Cause: `get_num_new_matched_tokens` promises the cap, but writes a LoadSpec that ends at the chunk boundary below
+`computed + cap`. With 80 computed tokens and a cap of 1,024, the LoadSpec ends at token 1,024, and only 944 of its
+tokens are new (0.5.6 vllm_v1_adapter.py:1490-1525). `update_state_after_alloc` asserts that both numbers are equal.
 
-## Fix
-The fix promises only the tokens between vLLM's computed tokens and the end of the LoadSpec.
+Fix: The fix promises only the tokens between vLLM's computed tokens and the end of the LoadSpec.
 
 - Releases: LMCache 0.4.7 to 0.5.6, with `max_tokens_per_load` set.
 - Upstream: None known; the option came with https://github.com/LMCache/LMCache/pull/3382.
@@ -20,9 +17,7 @@ The fix promises only the tokens between vLLM's computed tokens and the end of t
 
 from typing import Any
 
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, fix_after
-from kvfix.fixes.targets import LMCACHE_V1
+from kvfix.fixes.api import LMCACHE_V1, Fix, fix_after, stubs
 
 
 @fix_after(when=lambda impl, promised, *_, **__: promised and impl._max_tokens_per_load)
@@ -45,8 +40,8 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    LMCACHE_V1.get_num_new_matched_tokens(broken=">=0.4.7", probe=shows_bug, fix=fix, place=2),
     effect="crash",
-    targets=(LMCACHE_V1.get_num_new_matched_tokens(broken=">=0.4.7", probe=shows_bug, fix=fix, place=2),),
     evidence={"KVD102": "", "KVR003": "", "KVR004": "", "KVR011": "Mismatch in tokens to load"},
     scenarios=("max-load-unaligned",),
 )

@@ -1,42 +1,32 @@
 """EngineCore dies at the first aborted request: LMCache asserts a cache engine, which the scheduler role does not have.
 
-## Symptom
-A bare `AssertionError` at `assert self.lmcache_engine is not None` in `request_finished`
+Symptom: A bare `AssertionError` at `assert self.lmcache_engine is not None` in `request_finished`
 (vllm_v1_adapter.py:1779 in 0.4.5), and EngineCore dies, when a request is aborted.
 
-## Cause
-The hook needs the cache engine, because it reports the abort to the storage. Only the workers have a cache engine. The
-scheduler role has none, unless `enable_scheduler_bypass_lookup` is set.
+Cause: The hook needs the cache engine, because it reports the abort to the storage. Only the workers have a cache
+engine. The scheduler role has none, unless `enable_scheduler_bypass_lookup` is set.
 
-## Fix
-Without a cache engine, the hook handles an abort like any other end of a request, and still cancels a lookup in flight.
+Fix: Without a cache engine, the hook handles an abort like any other end, and still cancels a lookup in flight.
 
-- Releases: LMCache 0.4.5 to 0.5.0.
 - Upstream: https://github.com/LMCache/LMCache/issues/3337, https://github.com/LMCache/LMCache/pull/3340; fixed in
   0.5.1.
-- Remove when: LMCache 0.4.5 to 0.5.0 are no longer in use.
 """
 
 from typing import Any
 
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, Steps, Wrapper
-from kvfix.fixes.targets import LMCACHE_V1
-from kvfix.wrapping import View, around
+from kvfix.fixes.api import LMCACHE_V1, Fix, Steps, View, fix_around, stubs
 
 
-def fix(adapter: Any) -> Wrapper:
-    aborted = adapter.RequestStatus.FINISHED_ABORTED
-
-    def request_finished(impl: Any, request: Any, block_ids: Any) -> Steps:
-        answer = yield View(request, status=None), block_ids
-        if impl.async_loading and impl.lookup_client is not None:
-            impl.lookup_client.cancel_lookup(request.request_id)
-        return answer
-
-    return around(
-        request_finished, when=lambda impl, request, *_, **__: impl.lmcache_engine is None and request.status == aborted
+@fix_around(
+    when=lambda impl, request, *_, **__: (
+        impl.lmcache_engine is None and request.status == LMCACHE_V1.imported.RequestStatus.FINISHED_ABORTED
     )
+)
+def fix(impl: Any, request: Any, block_ids: Any) -> Steps:
+    answer = yield View(request, status=None), block_ids
+    if impl.async_loading and impl.lookup_client is not None:
+        impl.lookup_client.cancel_lookup(request.request_id)
+    return answer
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
@@ -52,8 +42,8 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    LMCACHE_V1.request_finished(broken=">=0.4.5,<0.5.1", probe=shows_bug, fix=fix, place=1),
     effect="crash",
-    targets=(LMCACHE_V1.request_finished(broken=">=0.4.5,<0.5.1", probe=shows_bug, fix=fix, place=1),),
     evidence={"KVD108": "", "KVR011": "^request_finished: AssertionError$"},
     scenarios=("abort-engine-assert",),
 )

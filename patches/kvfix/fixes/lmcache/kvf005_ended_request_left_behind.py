@@ -1,22 +1,18 @@
 """LMCache leaks the LoadSpec, hit, priority and pins of a request that ends before it is admitted.
 
-## Symptom
-Nothing is logged at first. `load_specs` and `_requests_priority` grow. The pinned chunks cannot be evicted. After 300
-seconds LMCache logs `Pin timeout detected for MemoryObj ...`. A later request with the same id gets the hit of the
-ended request. LMCache then logs `Num retrieved tokens: 0, num expected tokens: ...`.
+Symptom: Nothing is logged at first. `load_specs` and `_requests_priority` grow. The pinned chunks cannot be evicted.
+After 300 seconds LMCache logs `Pin timeout detected for MemoryObj ...`. A later request with the same id gets the hit
+of the ended request. LMCache then logs `Num retrieved tokens: 0, num expected tokens: ...`.
 
-## Cause
-A lookup pins the chunks that it finds and keeps the hit until the request is admitted. If the client disconnects before
-the request is admitted, the pins and the hit leak. `request_finished` releases neither of them. The workers release
-pins only for requests that are in a step's metadata. With asynchronous loading, the chunks that LMCache has fetched can
-leak too. This happens if the request is aborted while another connector of a MultiConnector loads for it.
+Cause: A lookup pins the chunks that it finds and keeps the hit until the request is admitted. If the client disconnects
+before the request is admitted, the pins and the hit leak. `request_finished` releases neither of them. The workers
+release pins only for requests that are in a step's metadata. With asynchronous loading, the chunks that LMCache has
+fetched can leak too. This happens if the request is aborted while another connector of a MultiConnector loads for it.
 
 LMCache removes the priority and the decoder (`disagg_spec`) of new requests only. Those of a resumed request leak.
 
-## Fix
-When a request ends, the scheduler role drops its LoadSpec, priority, decoder and hit, and the workers release its pins.
+Fix: When a request ends, the scheduler role drops its LoadSpec, priority, decoder and hit, and the workers its pins.
 
-- Releases: LMCache 0.3.9 to 0.5.6.
 - Upstream: https://github.com/LMCache/LMCache/pull/4512 is open (pins only).
 - Remove when: `request_finished` takes the request out of `load_specs`, `_requests_priority`, `tmp_disagg_tracker` and
   the lookup client, and `get_finished` unpins.
@@ -24,34 +20,28 @@ When a request ends, the scheduler role drops its LoadSpec, priority, decoder an
 
 from typing import Any
 
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, Wrapper, fix_after, note
-from kvfix.fixes.targets import LMCACHE_V1
-from kvfix.wrapping import after
+from kvfix.fixes.api import LMCACHE_V1, Fix, fix_after, note, stubs
 
 
-def fix_scheduler(adapter: Any) -> Wrapper:
-    def request_finished(impl: Any, answer: Any, request: Any, block_ids: Any) -> Any:
-        name = request.request_id
-        note(__name__, f"request {name} has ended before it was admitted")
-        impl.load_specs.pop(name, None)
-        impl._requests_priority.pop(name, None)
-        adapter.tmp_disagg_tracker.pop(name, None)
-        # With asynchronous loading the hook itself cancels the lookup. It is cleaned up when its answer comes.
-        if impl.lookup_client is not None and not getattr(impl, "async_loading", False):
-            impl.lookup_client.clear_lookup_status(name)
-        return answer
-
-    # An admitted request is in none of the three, but a resumed one can be in the last two. Every lookup adds the
-    # request to one of the first two.
-    return after(
-        request_finished,
-        when=lambda impl, answer, request, *_, **__: (
-            request.request_id in impl.load_specs
-            or request.request_id in impl._requests_priority
-            or request.request_id in adapter.tmp_disagg_tracker
-        ),
+# An admitted request is in none of the three, but a resumed one can be in the last two. Every lookup adds the
+# request to one of the first two.
+@fix_after(
+    when=lambda impl, answer, request, *_, **__: (
+        request.request_id in impl.load_specs
+        or request.request_id in impl._requests_priority
+        or request.request_id in LMCACHE_V1.imported.tmp_disagg_tracker
     )
+)
+def fix_scheduler(impl: Any, answer: Any, request: Any, block_ids: Any) -> Any:
+    name = request.request_id
+    note(__name__, f"request {name} has ended before it was admitted")
+    impl.load_specs.pop(name, None)
+    impl._requests_priority.pop(name, None)
+    LMCACHE_V1.imported.tmp_disagg_tracker.pop(name, None)
+    # With asynchronous loading the hook itself cancels the lookup. It is cleaned up when its answer comes.
+    if impl.lookup_client is not None and not getattr(impl, "async_loading", False):
+        impl.lookup_client.clear_lookup_status(name)
+    return answer
 
 
 @fix_after(when=lambda impl, answer, finished_req_ids, *_, **__: finished_req_ids)
@@ -81,11 +71,9 @@ def worker_shows_bug(hook: Any, adapter: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    LMCACHE_V1.request_finished(broken=">=0.3.9", probe=scheduler_shows_bug, fix=fix_scheduler, place=2),
+    LMCACHE_V1.get_finished(broken=">=0.3.9", probe=worker_shows_bug, fix=fix_worker),
     effect="leak",
-    targets=(
-        LMCACHE_V1.request_finished(broken=">=0.3.9", probe=scheduler_shows_bug, fix=fix_scheduler, place=2),
-        LMCACHE_V1.get_finished(broken=">=0.3.9", probe=worker_shows_bug, fix=fix_worker),
-    ),
     evidence={
         "KVD401": "",
         "KVR009": (

@@ -1,18 +1,14 @@
 """EngineCore dies at the first prompt given as embeddings: LMCache counts token ids, and the request has none.
 
-## Symptom
-EngineCore dies with `TypeError: object of type 'NoneType' has no len()` in `RequestTracker.from_new_request`.
+Symptom: EngineCore dies with `TypeError: object of type 'NoneType' has no len()` in `RequestTracker.from_new_request`.
 
-## Cause
-The tracker counts and copies `prompt_token_ids`, which is None for a request with embeddings (0.5.6
+Cause: The tracker counts and copies `prompt_token_ids`, which is None for a request with embeddings (0.5.6
 vllm_v1_adapter.py:190). The lookup uses `all_token_ids`, which vLLM fills with zeros (vllm/v1/request.py 0.32.0:148).
 So all embedding prompts of the same length would share their KV.
 
-## Fix
-LMCache has no key for embeddings. So the fix stops LMCache from looking up, loading or storing the request.
+Fix: LMCache has no key for embeddings. So the fix stops LMCache from looking up, loading or storing the request.
 `build_connector_meta` gets a copy of the request that has the id 0 for each token.
 
-- Releases: LMCache 0.3.9 to 0.5.6.
 - Upstream: https://github.com/vllm-project/vllm/issues/42119
 - Remove when: LMCache skips such requests, or includes embeddings in its keys.
 """
@@ -20,10 +16,8 @@ LMCache has no key for embeddings. So the fix stops LMCache from looking up, loa
 import copy
 from typing import Any
 
-from kvfix.fixes import _closed, stubs
-from kvfix.fixes.api import Fix, Steps, Wrapper, fix_around
-from kvfix.fixes.targets import LMCACHE_V1
-from kvfix.wrapping import after, around, instead
+from kvfix.fixes import _closed
+from kvfix.fixes.api import LMCACHE_V1, Fix, Steps, Wrapper, after, around, fix_around, instead, stubs
 
 
 @fix_around(when=lambda impl, request, *_, **__: request.prompt_embeds is not None, on_fault=_closed.no_hit)
@@ -32,10 +26,15 @@ def fix_lookup(impl: Any, request: Any, num_computed_tokens: int) -> Any:
 
 
 def fix_metadata(adapter: Any) -> Wrapper:
-    def build_connector_meta(impl: Any, scheduler_output: Any) -> Steps | None:
-        if any(new.prompt_token_ids is None for new in scheduler_output.scheduled_new_reqs):
-            return _with_ids(scheduler_output)
-        return None
+    def build_connector_meta(impl: Any, scheduler_output: Any) -> Steps:
+        new_requests = scheduler_output.scheduled_new_reqs
+        if all(new.prompt_token_ids is not None for new in new_requests):
+            return (yield)
+        with_ids = copy.copy(scheduler_output)
+        with_ids.scheduled_new_reqs = [
+            _with_zeros(new) if new.prompt_token_ids is None else new for new in new_requests
+        ]
+        return (yield (with_ids,))
 
     def leave_out(impl: Any, metadata: Any, scheduler_output: Any) -> Any:
         names = {new.req_id for new in scheduler_output.scheduled_new_reqs if new.prompt_token_ids is None}
@@ -53,14 +52,6 @@ def fix_metadata(adapter: Any) -> Wrapper:
 
 def _has_new(impl: Any, scheduler_output: Any, *_: Any, **__: Any) -> Any:
     return scheduler_output.scheduled_new_reqs
-
-
-def _with_ids(scheduler_output: Any) -> Steps:
-    with_ids = copy.copy(scheduler_output)
-    with_ids.scheduled_new_reqs = [
-        _with_zeros(new) if new.prompt_token_ids is None else new for new in scheduler_output.scheduled_new_reqs
-    ]
-    return (yield (with_ids,))
 
 
 def _with_zeros(new_request: Any) -> Any:
@@ -91,11 +82,9 @@ def metadata_shows_bug(hook: Any, adapter: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    LMCACHE_V1.get_num_new_matched_tokens(broken=">=0.3.9", probe=lookup_shows_bug, fix=fix_lookup, place=3),
+    LMCACHE_V1.build_connector_meta(broken=">=0.3.9", probe=metadata_shows_bug, fix=fix_metadata, place=2),
     effect="crash",
-    targets=(
-        LMCACHE_V1.get_num_new_matched_tokens(broken=">=0.3.9", probe=lookup_shows_bug, fix=fix_lookup, place=3),
-        LMCACHE_V1.build_connector_meta(broken=">=0.3.9", probe=metadata_shows_bug, fix=fix_metadata, place=2),
-    ),
     evidence={"KVD113": "", "KVR011": "object of type 'NoneType' has no len|'NoneType' object is not"},
     scenarios=("prompt-embeds",),
 )

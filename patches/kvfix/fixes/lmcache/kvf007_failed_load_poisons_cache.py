@@ -1,27 +1,22 @@
 """Later requests return wrong text: after a failed load, LMCache stores the KV that the step computed on top of it.
 
-## Symptom
-Only `Request ... failed to load ... tokens across ... blocks` is logged. Later, other requests that begin with the same
-prompt return wrong text.
+Symptom: Only `Request ... failed to load ... tokens across ... blocks` is logged. Later, other requests that begin with
+the same prompt return wrong text.
 
-## Cause
-After a failed load vLLM drops the output of the step, which has run on KV that was not loaded. `wait_for_save` stores
-the result in the same step, and does not check the failed blocks (0.5.6 vllm_v1_adapter.py:1104-1259). With
+Cause: After a failed load vLLM drops the output of the step, which has run on KV that was not loaded. `wait_for_save`
+stores the result in the same step, and does not check the failed blocks (0.5.6 vllm_v1_adapter.py:1104-1259). With
 kv_load_failure_policy "recompute" the right KV comes one step later, but the cache keeps the wrong chunks.
 
-## Fix
-The worker does not save a request that has a failed block in that step. With asynchronous scheduling the worker does
-not save the request in the next step either, because vLLM schedules that step before it knows of the failure. With
+Fix: The worker does not save a request that has a failed block in that step. With asynchronous scheduling the worker
+does not save the request in the next step either, because vLLM schedules that step before it knows of the failure. With
 speculative decoding vLLM asks for the failed blocks before the step is saved (gpu_model_runner.py 0.32.0:4179, 4509).
 Otherwise vLLM asks after the step is saved. So the worker keeps the failed blocks by step.
 
 vLLM rolls the request back to its last good token, and kvfix records which requests are rolled back. When a request
 that was rolled back is scheduled, all of its tokens count as not saved. (Before 0.4.1 KVF008 does that.) The scheduler
-does not know which saves were skipped. To save all tokens again costs little, because LMCache does not store a chunk
-that it has.
+does not know which saves were skipped. To save all again costs little, because LMCache stores no chunk twice.
 
 - Releases: LMCache 0.3.9 to 0.5.6. 0.3.9 does not know which blocks failed, so the fix has no effect there.
-- Upstream: None known.
 - Remove when: `wait_for_save` skips the requests whose load failed.
 """
 
@@ -29,10 +24,8 @@ from collections import deque
 from typing import Any
 
 from kvfix import scheduling
-from kvfix.fixes import _closed, _scheduler, _worker, stubs
-from kvfix.fixes.api import Fix, fix_after, fix_before, note
-from kvfix.fixes.targets import LMCACHE_V1, SCHEDULER
-from kvfix.wrapping import GO_ON
+from kvfix.fixes import _closed, _lmcache, _scheduler
+from kvfix.fixes.api import LMCACHE_V1, SCHEDULER, Fix, fix_after, fix_before, note, stubs
 
 
 class Failed:
@@ -84,22 +77,19 @@ def _store_nothing_of_failed(impl: Any, *_: Any, **__: Any) -> None:
         if not failed.blocks():
             del impl._kvfix_failed
     for request in metadata.requests:
-        if request.save_spec is not None and _has_one_of(blocks, request.slot_mapping, impl._block_size):
+        size = impl._block_size
+        if request.save_spec is not None and any(int(slot) // size in blocks for slot in request.slot_mapping[::size]):
             note(__name__, f"request {request.req_id}: its load failed, so this step does not store it")
-            _worker.store_nothing(impl, request)
+            _lmcache.store_nothing(impl, request)
 
 
 fix_worker = fix_before(when=_some_failed, on_fault=_saves_end)(_store_nothing_of_failed)
 
 
-def _saves_end_later(impl: Any, *_: Any, **__: Any) -> Any:
-    impl._kvfix_failed = None
-    return GO_ON
-
-
 # A step that computes nothing saves nothing. But vLLM asks for its failed blocks too, so it counts as a step.
 @fix_after(
-    when=lambda impl, blocks, *_, **__: blocks or getattr(impl, "_kvfix_failed", None), on_fault=_saves_end_later
+    when=lambda impl, blocks, *_, **__: blocks or getattr(impl, "_kvfix_failed", None),
+    on_fault=_closed.set_to("_kvfix_failed", None),
 )
 def fix_failed_blocks(impl: Any, blocks: set[int]) -> set[int]:
     if getattr(impl, "_kvfix_failed", ()) is None:  # an error before: nothing is stored any more
@@ -108,10 +98,6 @@ def fix_failed_blocks(impl: Any, blocks: set[int]) -> set[int]:
         impl._kvfix_failed = Failed(impl._vllm_config)
     impl._kvfix_failed.add(getattr(impl._parent, "_connector_metadata", None), blocks)
     return blocks
-
-
-def _has_one_of(failed: Any, slot_mapping: Any, block_size: int) -> bool:
-    return any(int(slot) // block_size in failed for slot in slot_mapping[::block_size])
 
 
 def _all_rolled_back(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
@@ -142,7 +128,7 @@ def fix_scheduler(impl: Any, scheduler_output: Any) -> None:
 
 def worker_shows_bug(hook: Any, adapter: Any) -> bool:
     """Block 3 failed to load, and the step saves its request. Wrong is to save it."""
-    return _worker.stores(hook, adapter, {"_invalid_block_ids": {3}})
+    return _lmcache.stores(hook, adapter, {"_invalid_block_ids": {3}})
 
 
 def failed_blocks_are_forgotten(hook: Any, adapter: Any) -> bool:
@@ -171,18 +157,16 @@ def rollback_is_not_recorded(hook: Any, scheduler: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    effect="wrong output",
-    targets=(
-        LMCACHE_V1.wait_for_save(broken=">=0.3.9", probe=worker_shows_bug, fix=fix_worker, place=1),
-        LMCACHE_V1.start_load_kv(broken=">=0.3.9.post1", probe=stubs.cannot_tell, fix=fix_layers, place=4, helper=True),
-        LMCACHE_V1.get_block_ids_with_load_errors(
-            broken=">=0.3.9.post1", probe=failed_blocks_are_forgotten, fix=fix_failed_blocks, helper=True
-        ),
-        LMCACHE_V1.build_connector_meta(broken=">=0.4.1", probe=scheduler_shows_bug, fix=fix_scheduler, place=3),
-        SCHEDULER._update_requests_with_invalid_blocks(
-            broken=">=0.11.2", probe=rollback_is_not_recorded, fix=fix_rollback, place=1, helper=True
-        ),
+    LMCACHE_V1.wait_for_save(broken=">=0.3.9", probe=worker_shows_bug, fix=fix_worker, place=1),
+    LMCACHE_V1.start_load_kv(broken=">=0.3.9.post1", fix=fix_layers, place=4, helper=True),
+    LMCACHE_V1.get_block_ids_with_load_errors(
+        broken=">=0.3.9.post1", probe=failed_blocks_are_forgotten, fix=fix_failed_blocks, helper=True
     ),
+    LMCACHE_V1.build_connector_meta(broken=">=0.4.1", probe=scheduler_shows_bug, fix=fix_scheduler, place=3),
+    SCHEDULER._update_requests_with_invalid_blocks(
+        broken=">=0.11.2", probe=rollback_is_not_recorded, fix=fix_rollback, place=1, helper=True
+    ),
+    effect="wrong output",
     evidence={"KVD302": "", "KVD1090": ""},
     scenarios=("failed-load-poisons-cache", "failed-load-stored-last", "failed-load-stored-under-way"),
 )

@@ -1,29 +1,23 @@
 """The worker dies after a failed load: LMCache's tracker keeps tokens that vLLM has rolled back.
 
-## Symptom
-The engine dies with a bare `AssertionError` at `assert len(slot_mapping) == len(token_ids)` in `wait_for_save`. Before
-that the log has `Request ... failed to load 1024 tokens across 64 blocks` and `The number of retrieved tokens is less
-than the expected number of tokens! This should not happen!`.
+Symptom: The engine dies with a bare `AssertionError` at `assert len(slot_mapping) == len(token_ids)` in
+`wait_for_save`. Before that the log has `Request ... failed to load 1024 tokens across 64 blocks` and `The number of
+retrieved tokens is less than the expected number of tokens! This should not happen!`.
 
-## Cause
-When a load fails, vLLM rolls the request back to its last good token. The connector appends the tokens of the next step
-to the tracker's old tokens. The tracker then has more tokens than the request has slots.
+Cause: When a load fails, vLLM rolls the request back to its last good token. The connector appends the tokens of the
+next step to the tracker's old tokens. The tracker then has more tokens than the request has slots.
 
-## Fix
-Before the step's metadata are built, the fix looks for trackers with more tokens than vLLM has computed. It cuts them
-to vLLM's computed tokens, and marks these tokens as not saved. LMCache does not store a cached chunk twice.
+Fix: Before the step's metadata are built, the fix looks for trackers with more tokens than vLLM has computed. It cuts
+them to vLLM's computed tokens, and marks these tokens as not saved. LMCache does not store a cached chunk twice.
 
-- Releases: LMCache 0.3.9 to 0.3.15.
 - Upstream: https://github.com/LMCache/LMCache/issues/2294, https://github.com/LMCache/LMCache/pull/2516; fixed in
   0.4.1.
-- Remove when: LMCache 0.3.15 is no longer in use.
 """
 
 from typing import Any
 
-from kvfix.fixes import _closed, stubs
-from kvfix.fixes.api import Fix, fix_before, note
-from kvfix.fixes.targets import LMCACHE_V1
+from kvfix.fixes import _closed
+from kvfix.fixes.api import LMCACHE_V1, Fix, fix_before, note, stubs
 
 
 @fix_before(on_fault=_closed.save_nothing_more)
@@ -46,8 +40,8 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    LMCACHE_V1.build_connector_meta(broken=">=0.3.9,<0.4.1", probe=shows_bug, fix=fix, place=4),
     effect="crash",
-    targets=(LMCACHE_V1.build_connector_meta(broken=">=0.3.9,<0.4.1", probe=shows_bug, fix=fix, place=4),),
     evidence={"KVD112": "", "KVD302": "", "KVD1090": "", "KVR008": "", "KVR011": "^wait_for_save: AssertionError"},
     scenarios=("retrieve-fail-slot-mismatch",),
 )

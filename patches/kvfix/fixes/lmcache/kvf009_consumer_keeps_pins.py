@@ -1,25 +1,18 @@
 """A decode instance (kv_consumer) cannot evict chunks: it never releases the pins of its lookups.
 
-## Symptom
-A consumer logs `Pin timeout detected for MemoryObj ...` and `Force unpinned ... timeout objects`. Before the pin
-timeout, the cache cannot evict chunks that are no longer needed.
+Symptom: A consumer logs `Pin timeout detected for MemoryObj ...` and `Force unpinned ... timeout objects`. Before the
+pin timeout, the cache cannot evict chunks that are no longer needed.
 
-## Cause
-`wait_for_save` unpins the requests of the step. On a consumer, which saves nothing, the hook returns before that.
+Cause: `wait_for_save` unpins the requests of the step. On a consumer, which saves nothing, the hook returns first.
 
-## Fix
-On a consumer, the fix acts after `wait_for_save` and unpins the requests of the step.
+Fix: On a consumer, the fix acts after `wait_for_save` and unpins the requests of the step.
 
-- Releases: LMCache 0.3.9 to 0.4.2.
 - Upstream: https://github.com/LMCache/LMCache/pull/2786; fixed in 0.4.3.
-- Remove when: LMCache 0.4.2 is no longer in use.
 """
 
 from typing import Any
 
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, fix_after, note
-from kvfix.fixes.targets import LMCACHE_V1
+from kvfix.fixes.api import LMCACHE_V1, Fix, fix_after, note, stubs
 
 
 @fix_after()
@@ -41,8 +34,8 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    LMCACHE_V1.wait_for_save(broken=">=0.3.9,<0.4.3", probe=shows_bug, fix=fix, place=2),
     effect="leak",
-    targets=(LMCACHE_V1.wait_for_save(broken=">=0.3.9,<0.4.3", probe=shows_bug, fix=fix, place=2),),
     evidence={"KVD401": "", "KVR009": "^pins of the worker "},
     scenarios=("consumer-pins-left",),
 )

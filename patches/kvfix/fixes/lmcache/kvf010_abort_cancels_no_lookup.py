@@ -1,27 +1,20 @@
 """With asynchronous loading each abort makes lookups slower: the client leaks the id of every aborted request.
 
-## Symptom
-Nothing is logged. `aborted_lookups` grows by one id per aborted request, and each lookup iterates over all of them.
+Symptom: Nothing is logged. `aborted_lookups` grows by one id per aborted request, and each lookup reads all of them.
 
-## Cause
-`request_finished` cancels the lookup of every aborted request, even if its lookup was answered and used long ago (0.5.6
-vllm_v1_adapter.py:1903). `cancel_lookup` keeps the id until an answer comes, and none comes
+Cause: `request_finished` cancels the lookup of every aborted request, even if its lookup was answered and used long ago
+(0.5.6 vllm_v1_adapter.py:1903). `cancel_lookup` keeps the id until an answer comes, and none comes
 (lmcache_async_lookup_client.py 0.5.6:264-280).
 
-## Fix
-The fix does not cancel a lookup that the client does not have.
+Fix: The fix does not cancel a lookup that the client does not have.
 
 - Releases: LMCache 0.3.10 to 0.5.6, with `enable_async_loading`.
-- Upstream: None known.
 - Remove when: `cancel_lookup` checks whether the lookup exists.
 """
 
 from typing import Any
 
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, fix_around
-from kvfix.fixes.targets import ASYNC_LOOKUP_CLIENT
-from kvfix.wrapping import instead
+from kvfix.fixes.api import ASYNC_LOOKUP_CLIENT, Fix, fix_around, instead, stubs
 
 
 @fix_around()
@@ -38,8 +31,8 @@ def shows_bug(hook: Any, client: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    ASYNC_LOOKUP_CLIENT.cancel_lookup(broken=">=0.3.10", probe=shows_bug, fix=fix),
     effect="leak",
-    targets=(ASYNC_LOOKUP_CLIENT.cancel_lookup(broken=">=0.3.10", probe=shows_bug, fix=fix),),
     evidence={"KVR009": r"^lookup_client\.(aborted_lookups|reqs_status) "},
     scenarios=("async-abort-keeps-lookup",),
 )

@@ -1,18 +1,15 @@
 """EngineCore dies after a lookup timeout: the next `get_num_new_matched_tokens` of the request raises KeyError.
 
-## Symptom
-LMCache logs `Request ... is still waiting for async lookup after 3 seconds, returning 0 lmcache cached tokens so vllm
-can recompute`. Then the asynchronous lookup client raises `KeyError: '<request id>'`, and EngineCore dies.
+Symptom: LMCache logs `Request ... is still waiting for async lookup after 3 seconds, returning 0 lmcache cached tokens
+so vllm can recompute`. Then the asynchronous lookup client raises `KeyError: '<request id>'`, and EngineCore dies.
 
-## Cause
-With asynchronous loading the client gives up after `lookup_timeout_ms`. It returns 0 and deletes the start time of the
-lookup, which still counts as in flight. If vLLM has no free blocks, it asks again in the next step, and the client
-reads the deleted start time (lmcache_async_lookup_client.py 0.5.6:174, :187). Up to 0.3.15 the client also does not
-cancel the lookup, so the late answer and the fetched chunks of an ended request leak.
+Cause: With asynchronous loading the client gives up after `lookup_timeout_ms`. It returns 0 and deletes the start time
+of the lookup, which still counts as in flight. If vLLM has no free blocks, it asks again in the next step, and the
+client reads the deleted start time (lmcache_async_lookup_client.py 0.5.6:174, :187). Up to 0.3.15 the client also does
+not cancel the lookup, so the late answer and the fetched chunks of an ended request leak.
 
-## Fix
-After a timeout the fix returns 0 for the lookup. It does so until the late answer has arrived and LMCache has cleaned
-it up. Up to 0.3.15 the fix also cancels the lookup, as 0.4.1 does.
+Fix: After a timeout the fix returns 0 for the lookup. It does so until the late answer has arrived and LMCache has
+cleaned it up. Up to 0.3.15 the fix also cancels the lookup, as 0.4.1 does.
 
 - Releases: LMCache 0.3.10 to 0.5.6, with `enable_async_loading`.
 - Upstream: https://github.com/LMCache/LMCache/issues/3685, https://github.com/LMCache/LMCache/pull/3766 is open.
@@ -21,9 +18,7 @@ it up. Up to 0.3.15 the fix also cancels the lookup, as 0.4.1 does.
 
 from typing import Any
 
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, Steps, fix_around
-from kvfix.fixes.targets import ASYNC_LOOKUP_CLIENT
+from kvfix.fixes.api import ASYNC_LOOKUP_CLIENT, Fix, Steps, fix_around, stubs
 
 
 def given_up(client: Any, lookup_id: str) -> bool:
@@ -56,13 +51,11 @@ def shows_bug(hook: Any, module: Any, *tokens: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    effect="crash",
-    targets=(
-        ASYNC_LOOKUP_CLIENT.lookup_cache(broken=">=0.3.10.post1", probe=shows_bug, fix=fix),
-        ASYNC_LOOKUP_CLIENT.lookup(
-            broken="==0.3.10", probe=lambda hook, module: shows_bug(hook, module, []), fix=fix_0_3_10
-        ),
+    ASYNC_LOOKUP_CLIENT.lookup_cache(broken=">=0.3.10.post1", probe=shows_bug, fix=fix),
+    ASYNC_LOOKUP_CLIENT.lookup(
+        broken="==0.3.10", probe=lambda hook, module: shows_bug(hook, module, []), fix=fix_0_3_10
     ),
+    effect="crash",
     evidence={"KVD114": "", "KVD211": "", "KVR011": "KeyError"},
     scenarios=("async-late-answer-left", "async-lookup-timeout"),
 )

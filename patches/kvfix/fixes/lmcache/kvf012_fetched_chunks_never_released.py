@@ -1,31 +1,25 @@
 """The CPU cache fills up: LMCache never releases chunks that were fetched for a request that then loads nothing.
 
-## Symptom
-With asynchronous loading, memory of the CPU cache is never freed. Later LMCache logs `No eviction candidates found in
-local cpu backend. Local cpu memory is under pressure.`
+Symptom: With asynchronous loading, memory of the CPU cache is never freed. Later LMCache logs `No eviction candidates
+found in local cpu backend. Local cpu memory is under pressure.`
 
-## Cause
-A lookup with a hit fetches and pins the chunks. If vLLM's own prefix cache has at least as many tokens as the hit,
-LMCache loads nothing. Only a load or the clean-up of an aborted lookup releases the chunks, and neither releases the
-pins (0.3.15 cache_engine.py:1295). From 0.3.10.post1 on, the clean-up releases no chunk at all, because it treats each
-pair of key and chunk as a chunk: `Error releasing memory object: 'tuple' object has no attribute 'ref_count_down'`.
+Cause: A lookup with a hit fetches and pins the chunks. If vLLM's own prefix cache has at least as many tokens as the
+hit, LMCache loads nothing. Only a load or the clean-up of an aborted lookup releases the chunks, and neither releases
+the pins (0.3.15 cache_engine.py:1295). From 0.3.10.post1 on, the clean-up releases no chunk at all, because it takes a
+pair of key and chunk for a chunk: `Error releasing memory object: 'tuple' object has no attribute 'ref_count_down'`.
 
-## Fix
-When the pins of the request are released at the end of its step, the fix also releases the chunks that were fetched and
-not loaded. With the fix, a load and a clean-up also release the pins, and a clean-up really releases the chunks.
+Fix: When the pins of the request are released at the end of its step, the fix also releases the chunks that were
+fetched and not loaded. With the fix, a load and a clean-up also release the pins, and a clean-up releases the chunks.
 
 - Releases: LMCache 0.3.10 to 0.3.15, with `enable_async_loading`.
 - Upstream: https://github.com/LMCache/LMCache/pull/2559; fixed in 0.4.1.
-- Remove when: LMCache 0.3.15 is no longer in use.
 """
 
 import sys
 from typing import Any
 
-from kvfix.fixes import _engine, stubs
-from kvfix.fixes.api import Fix, Steps, fix_after, fix_around, note
-from kvfix.fixes.targets import CACHE_ENGINE
-from kvfix.wrapping import instead
+from kvfix.fixes import _lmcache
+from kvfix.fixes.api import CACHE_ENGINE, Fix, Steps, fix_after, fix_around, instead, note, stubs
 
 
 @fix_after()
@@ -39,26 +33,22 @@ def fix(engine: Any, answer: None, lookup_id: str) -> None:
 
 @fix_around()
 def fix_clean_up(engine: Any, lookup_id: str) -> Any:
-    chunks = _engine.fetched(engine, lookup_id)
+    chunks = _lmcache.fetched(engine, lookup_id)
     if not chunks:
         return None
     engine.event_manager.pop_event(sys.modules["lmcache.v1.event_manager"].EventType.LOADING, lookup_id)
     for chunk in chunks:
-        _engine.unpin(chunk)
+        _lmcache.unpin(chunk)
         chunk.ref_count_down()
     return instead(None)
 
 
 @fix_around()
-def fix_load(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Steps | None:
-    chunks = _engine.fetched(engine, more.get("req_id")) if engine.async_loading else []
-    return _unpinned_after(chunks) if chunks else None
-
-
-def _unpinned_after(chunks: list[Any]) -> Steps:
+def fix_load(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Steps:
+    chunks = _lmcache.fetched(engine, more.get("req_id")) if engine.async_loading else []
     answer = yield
     for chunk in chunks:
-        _engine.unpin(chunk)
+        _lmcache.unpin(chunk)
     return answer
 
 
@@ -80,12 +70,10 @@ def shows_bug(hook: Any, engine: Any) -> bool:
 BROKEN = ">=0.3.10,<0.4.1"
 FIX = Fix(
     __name__,
+    CACHE_ENGINE.lookup_unpin(broken=BROKEN, probe=shows_bug, fix=fix),
+    CACHE_ENGINE.cleanup_memory_objs(broken=BROKEN, fix=fix_clean_up),
+    CACHE_ENGINE.retrieve(broken=BROKEN, fix=fix_load, place=1),
     effect="leak",
-    targets=(
-        CACHE_ENGINE.lookup_unpin(broken=BROKEN, probe=shows_bug, fix=fix),
-        CACHE_ENGINE.cleanup_memory_objs(broken=BROKEN, probe=stubs.cannot_tell, fix=fix_clean_up),
-        CACHE_ENGINE.retrieve(broken=BROKEN, probe=stubs.cannot_tell, fix=fix_load, place=1),
-    ),
     evidence={"KVD402": "", "KVR009": "^fetched chunks of the worker "},
     scenarios=("async-fetched-left",),
 )

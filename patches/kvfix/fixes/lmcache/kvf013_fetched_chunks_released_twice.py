@@ -1,19 +1,16 @@
 """A worker dies or reads wrong KV: LMCache releases a chunk twice after an asynchronous load.
 
-## Symptom
-The worker dies at `assert memory_obj.tensor is not None`: the next request that hits the chunk finds a memory object
-without a tensor. Or that request reads other KV. Before that, LMCache sometimes logs `Double unpin occurred somewhere.`
+Symptom: The worker dies at `assert memory_obj.tensor is not None`: the next request that hits the chunk finds a memory
+object without a tensor. Or that request reads other KV. Before that, LMCache sometimes logs `Double unpin occurred
+somewhere.`
 
-## Cause
-`retrieve` releases the chunks that it has loaded (0.5.6 cache_engine.py:962-964) and those that it did not need
+Cause: `retrieve` releases the chunks that it has loaded (0.5.6 cache_engine.py:962-964) and those that it did not need
 (:1733). Then `lookup_unpin` cleans up the lookup, which releases all of them again (:1409-1441).
 
-## Fix
-The clean-up releases only chunks that `retrieve` has not released. For a chunk that `retrieve` did not need, the fix
-releases the pin too, as the clean-up would have done.
+Fix: The clean-up releases only chunks that `retrieve` has not released. For a chunk that `retrieve` did not need, the
+fix releases the pin too, as the clean-up would have done.
 
-- Releases: LMCache 0.4.1 to 0.5.6, with `enable_async_loading`. Up to 0.5.1 the bug affects only chunks that vLLM
-  already has.
+- Releases: LMCache 0.4.1 to 0.5.6, with `enable_async_loading`. Up to 0.5.1, only chunks that vLLM has are affected.
 - Upstream: https://github.com/LMCache/LMCache/issues/5090, https://github.com/LMCache/LMCache/pull/5120 are open.
 - Remove when: `cleanup_memory_objs` no longer releases the chunks that `retrieve` has released.
 """
@@ -22,18 +19,8 @@ from _thread import get_ident
 from contextlib import ExitStack
 from typing import Any
 
-from kvfix.fixes import _engine, stubs
-from kvfix.fixes.api import Fix, Steps, fix_around
-from kvfix.fixes.targets import CACHE_ENGINE
-from kvfix.wrapping import replaced
-
-
-@fix_around()
-def fix(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Steps | None:
-    lookup_id = more.get("req_id")
-    if not engine.async_loading or engine.remove_after_retrieve or not _engine.fetched(engine, lookup_id):
-        return None
-    return _consumed(engine, lookup_id)
+from kvfix.fixes import _lmcache
+from kvfix.fixes.api import CACHE_ENGINE, Fix, Steps, fix_around, replaced
 
 
 class Calls:
@@ -55,8 +42,13 @@ class Calls:
         self.counted = {"ref_count_down": ref_count_down, "unpin": take_pin}
 
 
-def _consumed(engine: Any, lookup_id: Any) -> Steps:
-    chunks = {id(chunk): (chunk, Calls(chunk)) for chunk in _engine.fetched(engine, lookup_id)}
+@fix_around()
+def fix(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Steps:
+    lookup_id = more.get("req_id")
+    consumes = engine.async_loading and not engine.remove_after_retrieve
+    chunks = {id(chunk): (chunk, Calls(chunk)) for chunk in _lmcache.fetched(engine, lookup_id)} if consumes else {}
+    if not chunks:
+        return (yield)
     try:
         with ExitStack() as stack:
             for chunk, calls in chunks.values():
@@ -67,14 +59,14 @@ def _consumed(engine: Any, lookup_id: Any) -> Steps:
         for name in gone:
             chunk, calls = chunks[name]
             if not calls.pins:
-                _engine.unpin(chunk)
-        _engine.keep_fetched(engine, lookup_id, lambda chunk: id(chunk) not in gone)
+                _lmcache.unpin(chunk)
+        _lmcache.keep_fetched(engine, lookup_id, lambda chunk: id(chunk) not in gone)
 
 
 FIX = Fix(
     __name__,
+    CACHE_ENGINE.retrieve(broken=">=0.4.1", fix=fix, place=2),
     effect="wrong output",
-    targets=(CACHE_ENGINE.retrieve(broken=">=0.4.1", probe=stubs.cannot_tell, fix=fix, place=2),),
     evidence={"KVD115": "", "KVD403": ""},
     proof="tests/lab/test_async_release.py, on LMCache's own functions: the lab has no asynchronous storage backend",
 )

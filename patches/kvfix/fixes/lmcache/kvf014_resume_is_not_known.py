@@ -1,29 +1,22 @@
 """Preempted requests return wrong text: LMCache handles a resumed request like a running one, and stores wrong KV.
 
-## Symptom
-Nothing is logged. Requests that were preempted, and others that begin with the same tokens, return wrong text.
+Symptom: Nothing is logged. Requests that were preempted, and others that begin with the same tokens, return wrong text.
 
-## Cause
-The connector promises a resumed request the tokens that LMCache has. vLLM counts them as computed, but no load starts,
-because only new requests load. The tracker keeps the tokens and blocks from before the preemption, and appends those of
-the resume. The old blocks now belong to other requests. LMCache stores the KV of the old blocks under the keys of the
-resumed request (0.3.9 vllm_v1_adapter.py, `build_connector_meta`).
+Cause: The connector promises a resumed request the tokens that LMCache has. vLLM counts them as computed, but no load
+starts, because only new requests load. The tracker keeps the tokens and blocks from before the preemption, and appends
+those of the resume. The old blocks now belong to other requests. LMCache stores the KV of the old blocks under the keys
+of the resumed request (0.3.9 vllm_v1_adapter.py, `build_connector_meta`).
 
-## Fix
-The fix promises nothing to a resumed request, and resets the tracker to vLLM's computed tokens and the new blocks.
+Fix: The fix promises nothing to a resumed request, and resets the tracker to vLLM's computed tokens and the new blocks.
 
-- Releases: LMCache 0.3.9 to 0.3.9.post2.
 - Upstream: None known; 0.3.10 handles resumed requests.
-- Remove when: LMCache 0.3.9.post2 is no longer in use.
 """
 
 from typing import Any
 
 from kvfix import scheduling
-from kvfix.fixes import _closed, stubs
-from kvfix.fixes.api import Fix, fix_around, fix_before, note
-from kvfix.fixes.targets import LMCACHE_V1
-from kvfix.wrapping import instead
+from kvfix.fixes import _closed
+from kvfix.fixes.api import LMCACHE_V1, Fix, fix_around, fix_before, instead, note, stubs
 
 
 @fix_around(on_fault=_closed.no_hit)
@@ -57,12 +50,8 @@ def metadata_shows_bug(hook: Any, adapter: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    LMCACHE_V1.get_num_new_matched_tokens(broken=">=0.3.9,<0.3.10", probe=lookup_shows_bug, fix=fix_lookup, place=4),
+    LMCACHE_V1.build_connector_meta(broken=">=0.3.9,<0.3.10", probe=metadata_shows_bug, fix=fix_metadata, place=5),
     effect="wrong output",
-    targets=(
-        LMCACHE_V1.get_num_new_matched_tokens(
-            broken=">=0.3.9,<0.3.10", probe=lookup_shows_bug, fix=fix_lookup, place=4
-        ),
-        LMCACHE_V1.build_connector_meta(broken=">=0.3.9,<0.3.10", probe=metadata_shows_bug, fix=fix_metadata, place=5),
-    ),
     evidence={"KVR006": ""},
 )

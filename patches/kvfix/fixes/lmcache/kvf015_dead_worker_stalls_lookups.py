@@ -1,31 +1,24 @@
 """The engine almost stops if one worker is dead or slow: every lookup waits for the whole timeout, in every step.
 
-## Symptom
-There is hardly any throughput: each step of the scheduler takes `lookup_timeout_ms` (3 seconds). The log repeats
-`Timeout occurred for rank 0, recreating all sockets. Error: Resource temporarily unavailable`.
+Symptom: There is hardly any throughput: each step of the scheduler takes `lookup_timeout_ms` (3 seconds). The log
+repeats `Timeout occurred for rank 0, recreating all sockets. Error: Resource temporarily unavailable`.
 
-## Cause
-A lookup that times out returns no hit, and LMCache does not remember the timeout. The next lookup waits as long again.
-The lookup blocks the scheduler during this time, and so all running requests wait.
+Cause: A lookup that times out returns no hit, and LMCache does not remember the timeout. The next lookup waits as long
+again. The lookup blocks the scheduler during this time, and so all running requests wait.
 
-## Fix
-After two timeouts in a row, the fix sends no lookups for as long as the last lookup waited. (One timeout is not enough:
-the worker may be back.) Then the fix sends one lookup. If that lookup times out too, the pause doubles, up to a minute.
-During a pause every lookup returns no hit. The first answer ends the pauses. The fix logs one line when the first pause
-begins, and one line when the pauses end.
+Fix: After two timeouts in a row, the fix sends no lookups for as long as the last lookup waited. (One timeout is not
+enough: the worker may be back.) Then the fix sends one lookup. If that lookup times out too, the pause doubles, up to a
+minute. During a pause every lookup returns no hit. The first answer ends the pauses. The fix logs one line when the
+first pause begins, and one line when the pauses end.
 
 - Releases: LMCache 0.3.9 to 0.5.6.
-- Upstream: None known.
 - Remove when: LMCache's lookup transport backs off after a timeout.
 """
 
 from typing import Any
 
 from kvfix import clock, engine_log
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, Steps, Wrapper, fix_around
-from kvfix.fixes.targets import LOOKUP_CLIENT, ZMQ_CLIENT
-from kvfix.wrapping import after, around, instead
+from kvfix.fixes.api import LOOKUP_CLIENT, ZMQ_CLIENT, Fix, Steps, fix_around, stubs
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 #: Seconds. Up to 0.3.15 a lookup does not report a timeout (3 s). An answer of 0 that took longer than SLOW counts as a
@@ -64,24 +57,17 @@ def pause_of(holder: Any) -> Pause:
     return pause
 
 
-def fix(module: Any) -> Wrapper:
-    def unless_paused(transport: Any, message: Any) -> Steps | None:
-        return instead([]) if clock.now() < transport._kvfix_pause.until else None
-
-    def send_and_recv_all(transport: Any, answers: Any, message: Any) -> Any:
-        pause = pause_of(transport)
-        if answers:
-            pause.answered()
-        else:
-            pause.failed(transport.timeout_ms / 1000)
-        return answers
-
-    def failed_before(transport: Any, *_: Any) -> bool:
-        return hasattr(transport, "_kvfix_pause")
-
-    inside = after(send_and_recv_all, when=lambda transport, answers, *_: not answers or failed_before(transport))
-    outside = around(unless_paused, when=failed_before)
-    return lambda function: outside(inside(function))
+@fix_around()
+def fix(transport: Any, message: Any) -> Steps:
+    pause = vars(transport).get("_kvfix_pause")
+    if pause is not None and clock.now() < pause.until:
+        return []
+    answers = yield
+    if not answers:
+        pause_of(transport).failed(transport.timeout_ms / 1000)
+    elif pause is not None:
+        pause.answered()
+    return answers
 
 
 @fix_around()
@@ -118,10 +104,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    ZMQ_CLIENT.send_and_recv_all(broken=">=0.4.1", probe=shows_bug, fix=fix),
+    LOOKUP_CLIENT.lookup(broken=">=0.3.9,<0.4.1", fix=fix_lookup, place=1),
     effect="hang",
-    targets=(
-        ZMQ_CLIENT.send_and_recv_all(broken=">=0.4.1", probe=shows_bug, fix=fix),
-        LOOKUP_CLIENT.lookup(broken=">=0.3.9,<0.4.1", probe=stubs.cannot_tell, fix=fix_lookup, place=1),
-    ),
     evidence={"KVD203": "", "KVD207": "", "KVR012": ""},
 )

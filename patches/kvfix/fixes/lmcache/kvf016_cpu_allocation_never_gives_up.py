@@ -1,20 +1,16 @@
 """The worker hangs: a load waits without end for memory of the CPU cache that is never freed.
 
-## Symptom
-LMCache logs this line every 0.1 seconds, for ever: `No eviction candidates found in local cpu backend. Local cpu memory
-is under pressure. Waiting for 0.1 seconds before retrying.` vLLM logs `Running: N reqs` and no throughput.
+Symptom: LMCache logs this line every 0.1 seconds, for ever: `No eviction candidates found in local cpu backend. Local
+cpu memory is under pressure. Waiting for 0.1 seconds before retrying.` vLLM logs `Running: N reqs` and no throughput.
 
-## Cause
-`allocate` evicts only chunks of the CPU cache itself. There is nothing to evict if every chunk is pinned, or with
-`local_cpu: false`, where the CPU only stages chunks for disk or remote (0.5.6 local_cpu_backend.py:686-745).
+Cause: `allocate` evicts only chunks of the CPU cache itself. There is nothing to evict if every chunk is pinned, or
+with `local_cpu: false`, where the CPU only stages chunks for disk or remote (0.5.6 local_cpu_backend.py:686-745).
 
-## Fix
-A load waits for at most ten seconds for all its chunks together. Then it gets no memory and fails, and vLLM computes
-those tokens itself. `allocate` does not know for which load it is called. So the limit holds for the thread that loads.
-After a minute the thread may wait for ten seconds again. A store does not wait, as before. A load from disk that gets
-no memory returns no chunk instead of an AssertionError.
+Fix: A load waits for at most ten seconds for all its chunks together. Then it gets no memory and fails, and vLLM
+computes those tokens itself. `allocate` does not know for which load it is called. So the limit holds for the thread
+that loads. After a minute the thread may wait for ten seconds again. A store does not wait, as before. A load from disk
+that gets no memory returns no chunk instead of an AssertionError.
 
-- Releases: LMCache 0.3.9 to 0.5.6.
 - Upstream: https://github.com/LMCache/LMCache/issues/2942 (open), https://github.com/LMCache/LMCache/issues/3804.
   Without the fix, set `local_cpu: true`, a larger `max_local_cpu_size`, or fewer requests at once.
 - Remove when: `allocate` has a timeout.
@@ -26,10 +22,7 @@ import time
 from typing import Any
 
 from kvfix import clock, engine_log
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, Wrapper, fix_calls
-from kvfix.fixes.targets import LOCAL_CPU_BACKEND, LOCAL_DISK_BACKEND
-from kvfix.wrapping import positional
+from kvfix.fixes.api import LOCAL_CPU_BACKEND, LOCAL_DISK_BACKEND, Fix, Wrapper, fix_calls, positional, stubs
 
 LONGEST_WAIT, BETWEEN = 10.0, 0.1
 #: A thread that has waited for LONGEST_WAIT may wait as long again after these seconds.
@@ -108,12 +101,10 @@ def disk_shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    LOCAL_CPU_BACKEND.allocate(broken=">=0.3.9", fix=fix),
+    LOCAL_CPU_BACKEND.batched_allocate(broken=">=0.3.9", fix=fix),
+    LOCAL_DISK_BACKEND.load_bytes_from_disk(broken=">=0.3.9", probe=disk_shows_bug, fix=fix_disk),
     effect="hang",
-    targets=(
-        LOCAL_CPU_BACKEND.allocate(broken=">=0.3.9", probe=stubs.cannot_tell, fix=fix),
-        LOCAL_CPU_BACKEND.batched_allocate(broken=">=0.3.9", probe=stubs.cannot_tell, fix=fix),
-        LOCAL_DISK_BACKEND.load_bytes_from_disk(broken=">=0.3.9", probe=disk_shows_bug, fix=fix_disk),
-    ),
     evidence={"KVD402": ""},
     proof="tests/runtime/test_cpu_allocation.py, on LMCache's own backend: the lab's cache is never full",
 )

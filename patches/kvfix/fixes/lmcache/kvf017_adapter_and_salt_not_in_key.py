@@ -1,23 +1,19 @@
 """Requests with different LoRA adapters or a different `cache_salt` share KV: LMCache's key has neither.
 
-## Symptom
-Nothing is logged. A request with a LoRA adapter returns wrong text if another adapter had the same prompt before. From
-the latency of a request, a tenant can detect that another tenant has sent the same prompt.
+Symptom: Nothing is logged. A request with a LoRA adapter returns wrong text if another adapter had the same prompt
+before. From the latency of a request, a tenant can detect that another tenant has sent the same prompt.
 
-## Cause
-LMCache's in-process connector builds its keys from token ids, model and layout. No release of vllm_v1_adapter.py
+Cause: LMCache's in-process connector builds its keys from token ids, model and layout. No release of vllm_v1_adapter.py
 mentions LoRA or cache_salt. vLLM's own prefix cache has both in its keys.
 
-## Fix
-If a request has an adapter or a salt, the fix adds a hash of both to its keys, as a tag. LMCache itself supports tags:
-a parameter in `kv_transfer_params` whose name begins with `lmcache.tag.` becomes a part of the key. With
+Fix: If a request has an adapter or a salt, the fix adds a hash of both to its keys, as a tag. LMCache itself supports
+tags: a parameter in `kv_transfer_params` whose name begins with `lmcache.tag.` becomes a part of the key. With
 `use_layerwise`, LMCache does not pass the tags to the cache engine, so the fix adds them to the call.
 
-## Mixed roll-out
-Use the fix in all engines that share a cache, or in none of them. Take a request with an adapter or a salt. An engine
-with the fix does not find chunks that an engine without the fix has stored for this request. An engine without the fix
-still shares KV between adapters. After you add or remove the fix, the chunks of requests with an adapter or a salt are
-not found until they are stored again. Requests without adapter and salt keep their keys.
+Mixed roll-out: Use the fix in all engines that share a cache, or in none of them. Take a request with an adapter or a
+salt. An engine with the fix does not find chunks that an engine without the fix has stored for this request. An engine
+without the fix still shares KV between adapters. After you add or remove the fix, the chunks of requests with an
+adapter or a salt are not found until they are stored again. Requests without adapter and salt keep their keys.
 
 - Releases: LMCache 0.3.9 to 0.5.6, with the in-process connector.
 - Upstream: https://github.com/LMCache/LMCache/issues/2961, https://github.com/vllm-project/vllm/issues/44250 are open.
@@ -28,11 +24,9 @@ import copy
 import hashlib
 from typing import Any
 
-from kvfix.fixes import _closed, _layerwise, stubs
-from kvfix.fixes.api import NEW_REQUESTS, Fix, Steps, fix_around
-from kvfix.fixes.targets import LMCACHE_V1
+from kvfix.fixes import _closed, _lmcache
+from kvfix.fixes.api import GO_ON, LMCACHE_V1, NEW_REQUESTS, Fix, Steps, View, fix_around, stubs
 from kvfix.session import session
-from kvfix.wrapping import GO_ON, View
 
 TAG = "lmcache.tag.kvfix"
 
@@ -98,8 +92,8 @@ def _add_request_configs(call: dict[str, Any], request: Any) -> None:
         call.setdefault("request_configs", request.request_configs)
 
 
-fix_layer_loads = _layerwise.loads(_add_request_configs, _layers_found_by_none)
-fix_layer_saves = _layerwise.saves(_add_request_configs, _layers_found_by_none)
+fix_layer_loads = _lmcache.layer_loads(_add_request_configs, _layers_found_by_none)
+fix_layer_saves = _lmcache.layer_saves(_add_request_configs, _layers_found_by_none)
 
 
 def lookup_shows_bug(hook: Any, adapter: Any) -> bool:
@@ -153,13 +147,11 @@ def layer_saves_show_bug(hook: Any, adapter: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    LMCACHE_V1.get_num_new_matched_tokens(broken=">=0.3.9", probe=lookup_shows_bug, fix=fix_lookup, place=5),
+    LMCACHE_V1.build_connector_meta(broken=">=0.3.9", probe=metadata_shows_bug, fix=fix_metadata, place=6),
+    LMCACHE_V1.start_load_kv(broken=">=0.3.9", probe=layer_loads_show_bug, fix=fix_layer_loads, place=1),
+    LMCACHE_V1.save_kv_layer(broken=">=0.3.9", probe=layer_saves_show_bug, fix=fix_layer_saves),
     effect="wrong output",
-    targets=(
-        LMCACHE_V1.get_num_new_matched_tokens(broken=">=0.3.9", probe=lookup_shows_bug, fix=fix_lookup, place=5),
-        LMCACHE_V1.build_connector_meta(broken=">=0.3.9", probe=metadata_shows_bug, fix=fix_metadata, place=6),
-        LMCACHE_V1.start_load_kv(broken=">=0.3.9", probe=layer_loads_show_bug, fix=fix_layer_loads, place=1),
-        LMCACHE_V1.save_kv_layer(broken=">=0.3.9", probe=layer_saves_show_bug, fix=fix_layer_saves),
-    ),
     scenarios=("cache-salt-not-in-key", "lora-not-in-key"),
     opt_in=True,
     attaches=NEW_REQUESTS,  # a lookup without the tag and a load with it would not meet

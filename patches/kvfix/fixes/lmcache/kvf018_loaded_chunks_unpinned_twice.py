@@ -1,19 +1,16 @@
 """Requests lose their hits: LMCache unpins a loaded chunk twice, and the second unpin removes another request's pin.
 
-## Symptom
-LMCache logs at every hit, once for each chunk: `Pin count of MemoryObj ... is negative: -1.Double unpin occurred
-somewhere.Setting pin count back to 0 as a hack but please find the bug.` Under pressure, LMCache evicts the hit of a
-request before the request loads it: `Num retrieved tokens: 0, num expected tokens: ...`.
+Symptom: LMCache logs at every hit, once for each chunk: `Pin count of MemoryObj ... is negative: -1.Double unpin
+occurred somewhere.Setting pin count back to 0 as a hack but please find the bug.` Under pressure, LMCache evicts the
+hit of a request before the request loads it: `Num retrieved tokens: 0, num expected tokens: ...`.
 
-## Cause
-A lookup pins the chunks that it finds in the CPU cache until `lookup_unpin`. `retrieve` (0.5.2 to 0.5.5
+Cause: A lookup pins the chunks that it finds in the CPU cache until `lookup_unpin`. `retrieve` (0.5.2 to 0.5.5
 cache_engine.py:935) unpins what it has loaded, and so does `retrieve_layer` with `use_layerwise` (0.4.3 to 0.5.6,
 0.5.6:1139). This is right for chunks read from disk. But chunks of the CPU cache are the same objects that the lookup
 pinned. If another waiting request has a pin on the same chunk, this other request loses its pin.
 
-## Fix
-When a load begins, the fix adds one pin to each chunk of the CPU cache that the request's lookup has pinned. If the
-load does not release this pin, the fix does. For loads by layers, it also passes on the request id (0.5.6
+Fix: When a load begins, the fix adds one pin to each chunk of the CPU cache that the request's lookup has pinned. If
+the load does not release this pin, the fix does. For loads by layers, it also passes on the request id (0.5.6
 vllm_v1_adapter.py:842).
 
 - Releases: LMCache 0.5.2 to 0.5.5; with `use_layerwise` 0.4.3 to 0.5.6.
@@ -27,10 +24,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from kvfix import engine_log
-from kvfix.fixes import _layerwise, stubs
-from kvfix.fixes.api import Fix, Steps, fix_after, fix_around
-from kvfix.fixes.targets import CACHE_ENGINE, LMCACHE_V1
+from kvfix.fixes import _lmcache
+from kvfix.fixes.api import CACHE_ENGINE, LMCACHE_V1, Fix, Steps, engine_log, fix_after, fix_around
 
 #: Attribute of a chunk: the loads that have added a pin to it.
 _LOADS = "_kvfix_loads"
@@ -102,12 +97,10 @@ def _pinned(engine: Any, lookup_id: Any) -> _Load | None:
 
 
 @fix_around()
-def fix(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Steps | None:
+def fix(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Steps:
     load = _pinned(engine, more.get("req_id"))
-    return _loading(load) if load else None
-
-
-def _loading(load: _Load) -> Steps:
+    if load is None:
+        return (yield)
     try:
         with load:
             return (yield)
@@ -135,17 +128,15 @@ def _layers(layers: Any, load: _Load) -> Iterator[Any]:
         engine_log.guarded(f"{__name__}.retrieve_layer", load.end)
 
 
-name_request = _layerwise.loads(lambda call, request: call.setdefault("req_id", request.req_id))
+name_request = _lmcache.layer_loads(lambda call, request: call.setdefault("req_id", request.req_id))
 
 
 FIX = Fix(
     __name__,
+    CACHE_ENGINE.retrieve(broken=">=0.5.2,<0.5.6", fix=fix, place=3),
+    CACHE_ENGINE.retrieve_layer(broken=">=0.4.3", fix=fix_layers),
+    LMCACHE_V1.start_load_kv(broken=">=0.4.3", fix=name_request, place=2, helper=True),
     effect="leak",
-    targets=(
-        CACHE_ENGINE.retrieve(broken=">=0.5.2,<0.5.6", probe=stubs.cannot_tell, fix=fix, place=3),
-        CACHE_ENGINE.retrieve_layer(broken=">=0.4.3", probe=stubs.cannot_tell, fix=fix_layers),
-        LMCACHE_V1.start_load_kv(broken=">=0.4.3", probe=stubs.cannot_tell, fix=name_request, place=2, helper=True),
-    ),
     evidence={"KVD403": ""},
     proof="tests/lab/test_async_release.py, on LMCache's own functions: the lab has no pins by chunk",
 )

@@ -1,16 +1,13 @@
 """A load returns fewer tokens than promised: LMCache counts tokens of vLLM's prefix cache as its own.
 
-## Symptom
-The log has `Num retrieved tokens: 0, num expected tokens: ...`. With kv_load_failure_policy "fail" the request ends
-with an error. Some chunks are never stored, and no hit of a prompt goes beyond them.
+Symptom: The log has `Num retrieved tokens: 0, num expected tokens: ...`. With kv_load_failure_policy "fail" the request
+ends with an error. Some chunks are never stored, and no hit of a prompt goes beyond them.
 
-## Cause
-The lookup skips the chunks that vLLM has computed and adds their tokens to the hit (0.3.11
+Cause: The lookup skips the chunks that vLLM has computed and adds their tokens to the hit (0.3.11
 lmcache_lookup_client.py:190-243). LMCache may not have these chunks. The client caches the sum for the next lookup of
 the request. vLLM may have evicted the computed tokens by then. LMCache also counts the tokens of the sum as stored.
 
-## Fix
-The lookup asks for all chunks, as in the releases before and after.
+Fix: The lookup asks for all chunks, as in the releases before and after.
 
 - Releases: LMCache 0.3.10.post2 and 0.3.11.
 - Upstream: None known; fixed in 0.3.12.
@@ -19,9 +16,8 @@ The lookup asks for all chunks, as in the releases before and after.
 
 from typing import Any
 
-from kvfix.fixes import _closed, stubs
-from kvfix.fixes.api import Fix, Steps, fix_around
-from kvfix.fixes.targets import BYPASS_LOOKUP_CLIENT, LOOKUP_CLIENT
+from kvfix.fixes import _closed
+from kvfix.fixes.api import BYPASS_LOOKUP_CLIENT, LOOKUP_CLIENT, Fix, Steps, fix_around, stubs
 
 
 @fix_around(on_fault=_closed.no_hit)
@@ -51,11 +47,9 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    LOOKUP_CLIENT.lookup(broken=">=0.3.10.post2,<0.3.12", probe=shows_bug, fix=fix, place=2),
+    BYPASS_LOOKUP_CLIENT.lookup(broken=">=0.3.10.post2,<0.3.12", probe=shows_bug, fix=fix),
     effect="lost hits",
-    targets=(
-        LOOKUP_CLIENT.lookup(broken=">=0.3.10.post2,<0.3.12", probe=shows_bug, fix=fix, place=2),
-        BYPASS_LOOKUP_CLIENT.lookup(broken=">=0.3.10.post2,<0.3.12", probe=shows_bug, fix=fix),
-    ),
     evidence={"KVD302": ""},
     # As released, 0.3.11 forgets the chunks that it found, if vLLM has them too.
     changes_healthy=("v1",),

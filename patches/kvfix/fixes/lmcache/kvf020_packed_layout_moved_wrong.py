@@ -1,20 +1,17 @@
 """Every hit returns wrong text with vLLM 0.26 and later: LMCache's in-process connector moves half of each token's KV.
 
-## Symptom
-LMCache logs nothing. A prompt served from the cache gets another answer than the same prompt computed. With
+Symptom: LMCache logs nothing. A prompt served from the cache gets another answer than the same prompt computed. With
 `use_gpu_connector_v3` the first whole chunk fails: `The size of tensor a (1024) must match the size of tensor b (2048)
 at non-singleton dimension 3`. To see the bug, run `kvfix roundtrip --backend lmcache --layout packed --no-fixes`.
 
-## Cause
-vLLM 0.26 packs K and V of a head next to each other: `[blocks, heads, block, 2 * head size]`, in any order in memory
-(0.26.0 flash_attn.py:141). LMCache's transfer operation reads this as a single plane. It takes the width of a row from
-the memory object, which has two planes: `[2, layers, tokens, heads * head size]` (0.5.6 gpu_connectors.py:325). So it
-uses half of the real distance between slots, and never moves one of the planes.
+Cause: vLLM 0.26 packs K and V of a head next to each other: `[blocks, heads, block, 2 * head size]`, in any order in
+memory (0.26.0 flash_attn.py:141). LMCache's transfer operation reads this as a single plane. It takes the width of a
+row from the memory object, which has two planes: `[2, layers, tokens, heads * head size]` (0.5.6
+gpu_connectors.py:325). So it uses half of the real distance between slots, and never moves one of the planes.
 
-## Fix
-The fix moves the KV of packed layers itself, by block and slot. K goes into the first plane of the memory object and V
-into the second, as in chunks from before vLLM 0.26. Chunks that were stored without the fix stay wrong. Clear the disk
-caches and the remote caches.
+Fix: The fix moves the KV of packed layers itself, by block and slot. K goes into the first plane of the memory object
+and V into the second, as in chunks from before vLLM 0.26. Chunks that were stored without the fix stay wrong. Clear the
+disk caches and the remote caches.
 
 - Releases: LMCache 0.4.3 to 0.5.6 under vLLM 0.26 and later; with `use_gpu_connector_v3` 0.5.0 to 0.5.6. LMCache 0.4.3
   to 0.4.6 fail on the packed layout. The layerwise connector refuses it. The multi-process mode does not have the bug.
@@ -26,9 +23,8 @@ caches and the remote caches.
 from collections.abc import Iterator
 from typing import Any
 
-from kvfix.fixes import stubs
+from kvfix.fixes import api
 from kvfix.fixes.api import Fix, Steps, Wrapper, fix_after, fix_around
-from kvfix.fixes.targets import CACHE_ENGINE, GPU_CONNECTOR_V2, GPU_CONNECTOR_V3, STORAGE_MANAGER
 from kvfix.wrapping import around, instead
 
 #: Attribute of a memory object that was not filled. On a connector, it holds the tokens that were not loaded.
@@ -188,15 +184,13 @@ def _word(torch: Any, tensors: Any, row: int) -> Any:
 
 FIX = Fix(
     __name__,
+    api.GPU_CONNECTOR_V2.from_gpu(broken=">=0.4.3", fix=fix_store),
+    api.GPU_CONNECTOR_V2.to_gpu(broken=">=0.4.3", fix=fix_load),
+    api.GPU_CONNECTOR_V3.from_gpu(broken=">=0.5.0", fix=fix_store),
+    api.GPU_CONNECTOR_V3.to_gpu(broken=">=0.5.0", fix=fix_load),
+    api.STORAGE_MANAGER.batched_put(broken=">=0.4.3", fix=fix_put, helper=True),
+    api.CACHE_ENGINE.retrieve(broken=">=0.4.3", fix=fix_retrieve, place=4, helper=True),
     effect="wrong output",
-    targets=(
-        GPU_CONNECTOR_V2.from_gpu(broken=">=0.4.3", probe=stubs.cannot_tell, fix=fix_store),
-        GPU_CONNECTOR_V2.to_gpu(broken=">=0.4.3", probe=stubs.cannot_tell, fix=fix_load),
-        GPU_CONNECTOR_V3.from_gpu(broken=">=0.5.0", probe=stubs.cannot_tell, fix=fix_store),
-        GPU_CONNECTOR_V3.to_gpu(broken=">=0.5.0", probe=stubs.cannot_tell, fix=fix_load),
-        STORAGE_MANAGER.batched_put(broken=">=0.4.3", probe=stubs.cannot_tell, fix=fix_put, helper=True),
-        CACHE_ENGINE.retrieve(broken=">=0.4.3", probe=stubs.cannot_tell, fix=fix_retrieve, place=4, helper=True),
-    ),
     no_patch={
         "lmcache": (
             "https://github.com/LMCache/LMCache/pull/4467 and"

@@ -1,23 +1,19 @@
 """Layerwise loads of an HND KV cache crash or load wrong KV: LMCache's torch operations mix up heads and tokens.
 
-## Symptom
-With `use_layerwise` and the head axis before the token axis the worker raises `IndexError: index 450 is out of bounds
-for dimension 0 with size 64`, or `RuntimeError: shape mismatch: value tensor of shape [64, 128] cannot be broadcast to
-indexing result of shape [64, 16]`. If a block has as many tokens as there are KV heads, no error is raised. Blocks that
-LMCache stores only in part then get wrong KV.
+Symptom: With `use_layerwise` and the head axis before the token axis the worker raises `IndexError: index 450 is out of
+bounds for dimension 0 with size 64`, or `RuntimeError: shape mismatch: value tensor of shape [64, 128] cannot be
+broadcast to indexing result of shape [64, 16]`. If a block has as many tokens as there are KV heads, no error is
+raised. Blocks that LMCache stores only in part then get wrong KV.
 
-## Cause
-LMCache falls back to torch operations, without a warning, if its compiled ones do not load (0.5.4 to 0.5.6 on torch
-2.11). The operation that moves one layer indexes the head axis with the token's offset in its block (0.5.6
+Cause: LMCache falls back to torch operations, without a warning, if its compiled ones do not load (0.5.4 to 0.5.6 on
+torch 2.11). The operation that moves one layer indexes the head axis with the token's offset in its block (0.5.6
 torch_ops/mem_kernels.py:323). The operation that moves all layers rejects HND.
 
-## Fix
-The fix passes a view of the KV cache with the two axes swapped, and the layout that matches it. It does not change a KV
-cache whose blocks have as many tokens as there are KV heads. Whole blocks of this cache are stored and loaded in the
-same order, so their KV is right. Another order would make chunks wrong that are already stored.
+Fix: The fix passes a view of the KV cache with the two axes swapped, and the layout that matches it. It does not change
+a KV cache whose blocks have as many tokens as there are KV heads. Whole blocks of this cache are stored and loaded in
+the same order, so their KV is right. Another order would make chunks wrong that are already stored.
 
 - Releases: LMCache 0.5.0 to 0.5.6.
-- Upstream: None known.
 - Remove when: `kvfix roundtrip --backend lmcache-layerwise --layout hnd --no-fixes` passes.
 """
 
@@ -54,8 +50,7 @@ def shows_bug(hook: Any, operations: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    effect="wrong output",
-    targets=tuple(
+    *(
         Owner("lmcache", module, copy=module).single_layer_kv_transfer(broken=broken, probe=shows_bug, fix=fix)
         for module, broken in (
             ("lmcache.python_ops_fallback", ">=0.5.0,<0.5.3"),
@@ -63,6 +58,7 @@ FIX = Fix(
             ("lmcache.v1.platform.torch_ops.mem_kernels", ">=0.5.6"),
         )
     ),
+    effect="wrong output",
     proof="tests/runtime/test_packed_layout.py, on LMCache's own kernels: the lab moves hashes, not tensors",
     # The operation has no answer for "not moved", and a worker must not raise. After an error of this fix, the
     # function's own answer is used.

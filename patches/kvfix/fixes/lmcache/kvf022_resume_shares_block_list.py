@@ -1,11 +1,9 @@
 """Preempted requests return wrong text: LMCache's tracker and the worker append to the same list of blocks.
 
-## Symptom
-Nothing is logged. After preemptions (`Preemptions:` in vLLM's statistics), the preempted requests return wrong text. So
-do other requests that begin with the same tokens, until the chunks are evicted.
+Symptom: Nothing is logged. After preemptions (`Preemptions:` in vLLM's statistics), the preempted requests return wrong
+text. So do other requests that begin with the same tokens, until the chunks are evicted.
 
-## Cause
-For a resumed request `RequestTracker.update` keeps the list of new blocks that the scheduler passes (0.5.6
+Cause: For a resumed request `RequestTracker.update` keeps the list of new blocks that the scheduler passes (0.5.6
 vllm_v1_adapter.py:245). The worker keeps the list too (vLLM 0.32.0 v1/worker/gpu_model_runner.py:1428). With one
 worker, which runs in the scheduler's process by default (`uni`), both keep the same list. In each step both append the
 new blocks to it (:1422), so from the second step on the list has each new block twice.
@@ -13,13 +11,11 @@ new blocks to it (:1422), so from the second step on the list has each new block
 The slots of the tracker are then slots of other tokens, and LMCache stores their KV under valid keys. If a request
 skips a step, the worker fills its row of the block table from the list, and then reads and writes wrong blocks.
 
-## Fix
-After `build_connector_meta`, before the worker runs, the fix copies the list of blocks for each request that this step
-resumes. (A wrapper of `update` would cost a sixth of the time of a step with 256 requests.)
+Fix: After `build_connector_meta`, before the worker runs, the fix copies the list of blocks for each request that this
+step resumes. (A wrapper of `update` would cost a sixth of the time of a step with 256 requests.)
 
 - Releases: LMCache 0.3.10 to 0.5.6 with vLLM's model runner V1. vLLM 0.32 uses V2 for most models on a GPU. V2 copies
   the list, and gets a resumed request as a new one. The multi-process connectors copy the list too.
-- Upstream: None known.
 - Remove when: LMCache copies the list.
 """
 
@@ -27,9 +23,7 @@ import inspect
 from typing import Any
 
 from kvfix import scheduling
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, fix_after, note
-from kvfix.fixes.targets import LMCACHE_V1, REQUEST_TRACKER
+from kvfix.fixes.api import LMCACHE_V1, REQUEST_TRACKER, Fix, fix_after, note, stubs
 
 
 def _own_lists(impl: Any, answer: Any, *_: Any, **__: Any) -> Any:
@@ -72,10 +66,8 @@ def step_shows_bug(hook: Any, adapter: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    REQUEST_TRACKER.update(broken=">=0.3.10", probe=shows_bug, fix=None),
+    LMCACHE_V1.build_connector_meta(broken=">=0.3.10", probe=step_shows_bug, fix=fix, place=8, helper=True),
     effect="wrong output",
-    targets=(
-        REQUEST_TRACKER.update(broken=">=0.3.10", probe=shows_bug, fix=None),
-        LMCACHE_V1.build_connector_meta(broken=">=0.3.10", probe=step_shows_bug, fix=fix, place=8, helper=True),
-    ),
     scenarios=("resume-shares-block-list", "resume-then-sits-out"),
 )

@@ -1,30 +1,23 @@
 """Preempted requests return wrong text with model runner V2: the load of a resumed request misses its generated tokens.
 
-## Symptom
-Nothing is logged. With vLLM's model runner V2, after preemptions (`Preemptions:` in vLLM's statistics), the preempted
-requests return wrong text. So do other requests that begin with the same tokens.
+Symptom: Nothing is logged. With vLLM's model runner V2, after preemptions (`Preemptions:` in vLLM's statistics), the
+preempted requests return wrong text. So do other requests that begin with the same tokens.
 
-## Cause
-vLLM passes a resumed request to runner V2 as a new one, with all of its tokens in `prefill_token_ids` (scheduler.py
-0.32.0:1418). The lookup covers all of them, and vLLM counts the hit as computed. But the tracker begins with
-`prompt_token_ids` (0.5.6 vllm_v1_adapter.py:191). So LMCache does not load the part of a hit that is after the prompt.
-LMCache also stores later tokens with the blocks of other tokens.
+Cause: vLLM passes a resumed request to runner V2 as a new one, with all of its tokens in `prefill_token_ids`
+(scheduler.py 0.32.0:1418). The lookup covers all of them, and vLLM counts the hit as computed. But the tracker begins
+with `prompt_token_ids` (0.5.6 vllm_v1_adapter.py:191). So LMCache does not load the part of a hit that is after the
+prompt. LMCache also stores later tokens with the blocks of other tokens.
 
-## Fix
-The tracker begins with all tokens of the request, as with runner V1.
+Fix: The tracker begins with all tokens of the request, as with runner V1.
 
 - Releases: LMCache 0.3.9 to 0.5.6 with vLLM's model runner V2, which vLLM 0.32 uses for most models on a GPU. A hit
-  goes beyond the prompt if `save_decode_cache` or the next turn has stored generated tokens. 0.3.9 looks up the prompt
-  only.
-- Upstream: None known.
+  goes beyond the prompt if `save_decode_cache` or the next turn stored generated tokens. 0.3.9 looks up prompts only.
 - Remove when: `RequestTracker.from_new_request` takes `prefill_token_ids`.
 """
 
 from typing import Any
 
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, fix_after, note
-from kvfix.fixes.targets import REQUEST_TRACKER
+from kvfix.fixes.api import REQUEST_TRACKER, Fix, fix_after, note, stubs
 
 
 def _found_nowhere(config: Any, tracker: Any, new_request: Any, num_tokens_to_compute: int, *_: Any, **__: Any) -> Any:
@@ -53,8 +46,8 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    REQUEST_TRACKER.from_new_request(broken=">=0.3.9", probe=shows_bug, fix=fix),
     effect="wrong output",
-    targets=(REQUEST_TRACKER.from_new_request(broken=">=0.3.9", probe=shows_bug, fix=fix),),
     evidence={"KVR004": ""},
     # With model runner V2, LMCache then stores the generated tokens that a resumed request computes again, as with V1.
     changes_healthy=("v1",),

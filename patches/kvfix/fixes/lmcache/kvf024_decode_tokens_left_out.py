@@ -1,28 +1,22 @@
 """Wrong text with `save_decode_cache` and asynchronous scheduling: generated tokens are skipped or get wrong keys.
 
-## Symptom
-Nothing is logged. A request that begins with the generated text of another request, such as the next turn of a
+Symptom: Nothing is logged. A request that begins with the generated text of another request, such as the next turn of a
 conversation, returns wrong text.
 
-## Cause
-The tracker of a running request appends the tokens from `num_computed_tokens` on (0.4.1 vllm_v1_adapter.py,
+Cause: The tracker of a running request appends the tokens from `num_computed_tokens` on (0.4.1 vllm_v1_adapter.py,
 `build_connector_meta`). With asynchronous scheduling, vLLM's default on a GPU, the token at that position is in flight
 and not yet known. So nothing is appended, and the next step starts one position later. If a request is not scheduled in
 one step, the token is already known. The tracker then appends this token at a wrong position.
 
-## Fix
-Before the step's metadata are built, the fix appends the known tokens that the tracker lacks.
+Fix: Before the step's metadata are built, the fix appends the known tokens that the tracker lacks.
 
-- Releases: LMCache 0.3.10 to 0.4.2.
 - Upstream: None known; fixed in 0.4.3, which continues from the end of the tracker.
-- Remove when: LMCache 0.4.2 is no longer in use.
 """
 
 from typing import Any
 
-from kvfix.fixes import _closed, stubs
-from kvfix.fixes.api import NEW_REQUESTS, Fix, fix_before, note
-from kvfix.fixes.targets import LMCACHE_V1
+from kvfix.fixes import _closed
+from kvfix.fixes.api import LMCACHE_V1, NEW_REQUESTS, Fix, fix_before, note, stubs
 from kvfix.session import session
 
 
@@ -46,7 +40,7 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    LMCACHE_V1.build_connector_meta(broken=">=0.3.10,<0.4.3", probe=shows_bug, fix=fix, place=7),
     effect="wrong output",
-    targets=(LMCACHE_V1.build_connector_meta(broken=">=0.3.10,<0.4.3", probe=shows_bug, fix=fix, place=7),),
     attaches=NEW_REQUESTS,  # a tracker that lacks tokens in its middle stays so
 )

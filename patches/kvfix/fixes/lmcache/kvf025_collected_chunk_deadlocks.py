@@ -1,19 +1,15 @@
 """The engine or the server hangs: to free a chunk, the garbage collector waits for a lock that its own thread holds.
 
-## Symptom
-The engine or the server hangs, at any time. `py-spy dump` shows a thread in `__del__
+Symptom: The engine or the server hangs, at any time. `py-spy dump` shows a thread in `__del__
 (lmcache/v1/memory_management.py)`, which has called `free` or `wrapper (lmcache/utils.py)` and waits for a lock. An
 outer function in the same stack holds this lock.
 
-## Cause
-`TensorMemoryObj.__del__` frees a chunk that was never released. It takes the plain locks of `AddressManager` and of all
-statistics (0.5.6 utils.py:714-731). An exception can leave a chunk in a reference cycle. The garbage collector can
-collect it at any allocation, also while `allocate` or `PrometheusLogger.GetOrCreate` holds one of the locks.
+Cause: `TensorMemoryObj.__del__` frees a chunk that was never released. It takes the plain locks of `AddressManager` and
+of all statistics (0.5.6 utils.py:714-731). An exception can leave a chunk in a reference cycle. The garbage collector
+can collect it at any allocation, also while `allocate` or `PrometheusLogger.GetOrCreate` holds one of the locks.
 
-## Fix
-`__del__` keeps the chunk. The next `ref_count_down` of any chunk first frees the kept chunk. Both locks are free there.
+Fix: `__del__` keeps the chunk. The next `ref_count_down` of any chunk frees the kept chunk. Both locks are free there.
 
-- Releases: LMCache 0.3.14 to 0.5.6.
 - Upstream: https://github.com/LMCache/LMCache/pull/4675 is open, for the lock of the statistics;
   https://github.com/LMCache/LMCache/issues/3533, about the lock of the allocator, was closed as stale.
 - Remove when: `__del__` takes no lock, or the locks are reentrant.
@@ -22,10 +18,7 @@ collect it at any allocation, also while `allocate` or `PrometheusLogger.GetOrCr
 from collections import deque
 from typing import Any
 
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, Steps, fix_around, fix_before
-from kvfix.fixes.targets import TENSOR_MEMORY_OBJ
-from kvfix.wrapping import instead
+from kvfix.fixes.api import TENSOR_MEMORY_OBJ, Fix, Steps, fix_around, fix_before, instead, stubs
 
 #: Chunks that the collector has found. append and popleft are atomic.
 COLLECTED: deque[Any] = deque()
@@ -65,11 +58,9 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    TENSOR_MEMORY_OBJ.target("__del__", broken=">=0.3.14", probe=shows_bug, fix=fix),
+    TENSOR_MEMORY_OBJ.ref_count_down(broken=">=0.3.14", fix=fix_release, helper=True),
     effect="hang",
-    targets=(
-        TENSOR_MEMORY_OBJ.target("__del__", broken=">=0.3.14", probe=shows_bug, fix=fix),
-        TENSOR_MEMORY_OBJ.ref_count_down(broken=">=0.3.14", probe=stubs.cannot_tell, fix=fix_release, helper=True),
-    ),
     let_go=free_collected,
     proof="tests/runtime/test_collected_chunks.py: the lab does not run the garbage collector in a step",
 )

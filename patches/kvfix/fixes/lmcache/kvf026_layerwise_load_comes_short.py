@@ -1,24 +1,20 @@
 """A layerwise load that finds fewer chunks than promised kills the worker, or the request returns wrong text.
 
-## Symptom
-With `use_layerwise`, if none of the promised chunks is left, EngineCore dies: `UnboundLocalError: cannot access local
-variable 'mem_obj_consumer' where it is not associated with a value`. If only some of the promised chunks are left, the
-request returns wrong text. The only sign is that the line `Retrieved ... tokens` shows fewer tokens than promised.
+Symptom: With `use_layerwise`, if none of the promised chunks is left, EngineCore dies: `UnboundLocalError: cannot
+access local variable 'mem_obj_consumer' where it is not associated with a value`. If only some of the promised chunks
+are left, the request returns wrong text. Only the line `Retrieved ... tokens` shows fewer tokens than promised.
 
-## Cause
-`retrieve_layer` loads only the chunks before the first missing chunk. A chunk is gone if it was evicted after the
-lookup, because its pins timed out or another request released them (KVF018). If no chunk is left, `retrieve_layer`
+Cause: `retrieve_layer` loads only the chunks before the first missing chunk. A chunk is gone if it was evicted after
+the lookup, because its pins timed out or another request released them (KVF018). If no chunk is left, `retrieve_layer`
 reads a variable that it has not set (0.5.6 cache_engine.py:1133). If a part is left, the adapter only logs the number
 of tokens (vllm_v1_adapter.py:990-992). Without `use_layerwise` it reports the missing blocks as failed (:886-893).
 
-## Fix
-The first value that `retrieve_layer` yields is the number of tokens that it will load. The fix reports the blocks of
-the missing tokens as failed, before the step saves anything. vLLM then computes these tokens again, or ends the request
-with an error (`kv_load_failure_policy`). If there is nothing to load, the fix yields empty results in place of the rest
-of `retrieve_layer`. KVF007 prevents the step from storing the KV that it computes for this request.
+Fix: The first value that `retrieve_layer` yields is the number of tokens that it will load. The fix reports the blocks
+of the missing tokens as failed, before the step saves anything. vLLM then computes these tokens again, or ends the
+request with an error (`kv_load_failure_policy`). If there is nothing to load, the fix yields empty results in place of
+the rest of `retrieve_layer`. KVF007 prevents the step from storing the KV that it computes for this request.
 
-- Releases: LMCache 0.3.9.post1 to 0.5.6. 0.3.9 cannot report failed blocks, so a fix there would turn a crash into
-  wrong text.
+- Releases: LMCache 0.3.9.post1 to 0.5.6. 0.3.9 cannot report failed blocks: a fix would turn a crash into wrong text.
 - Upstream: https://github.com/LMCache/LMCache/issues/899
 - Remove when: `start_load_kv` records the failed blocks of a layerwise load.
 """
@@ -26,18 +22,15 @@ of `retrieve_layer`. KVF007 prevents the step from storing the KV that it comput
 from collections.abc import Iterator
 from typing import Any
 
-from kvfix import engine_log
-from kvfix.fixes import _closed, _layerwise, stubs
-from kvfix.fixes.api import Fix, Steps, fix_around, note
-from kvfix.fixes.targets import LMCACHE_V1
-from kvfix.wrapping import replaced
+from kvfix.fixes import _closed, _lmcache
+from kvfix.fixes.api import LMCACHE_V1, Fix, Steps, engine_log, fix_around, note, replaced, stubs
 
 _WHERE = f"{__name__}.retrieve_layer"
 
 
-@fix_around(when=_layerwise.is_used, on_fault=_closed.worker_loads_fail)
+@fix_around(when=_lmcache.is_layerwise, on_fault=_closed.worker_loads_fail)
 def fix(impl: Any, *_: Any, **__: Any) -> Steps:
-    find, load = _layerwise.find_load(impl), impl.lmcache_engine.retrieve_layer
+    find, load = _lmcache.find_load(impl), impl.lmcache_engine.retrieve_layer
 
     def retrieve_layer(tokens: Any, mask: Any = None, **more: Any) -> Any:
         layers, request = load(tokens, mask, **more), engine_log.guarded(_WHERE, find, tokens)
@@ -102,8 +95,8 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    LMCACHE_V1.start_load_kv(broken=">=0.3.9.post1", probe=shows_bug, fix=fix, place=3),
     effect="wrong output",
-    targets=(LMCACHE_V1.start_load_kv(broken=">=0.3.9.post1", probe=shows_bug, fix=fix, place=3),),
     evidence={"KVD810": "", "KVR011": "mem_obj_consumer"},
     scenarios=("layerwise-load-finds-nothing", "layerwise-load-finds-a-part"),
 )

@@ -1,18 +1,15 @@
 """Old KV is hit after a weight update: `reset_prefix_cache(reset_connector=True)` does not empty LMCache's cache.
 
-## Symptom
-Nothing is logged. After an update of the weights, `POST /reset_prefix_cache?reset_external=true` answers 200, or
-`LLM.reset_prefix_cache(reset_connector=True)` answers True. Requests then hit KV of the old weights. With debug
+Symptom: Nothing is logged. After an update of the weights, `POST /reset_prefix_cache?reset_external=true` answers 200,
+or `LLM.reset_prefix_cache(reset_connector=True)` answers True. Requests then hit KV of the old weights. With debug
 logging, vLLM logs `Connector cache reset requested, but ... does not implement reset_cache().`
 
-## Cause
-LMCache's in-process connector has no `reset_cache` in any release. LMCache's multi-process connector has one since
-0.5.6. vLLM's copy of that connector has none. vLLM's base class answers None (kv_connector/v1/base.py 0.32.0:785-790),
-and `reset_connector_cache` counts every answer except False as success (scheduler.py 0.32.0:2898).
+Cause: LMCache's in-process connector has no `reset_cache` in any release. LMCache's multi-process connector has one
+since 0.5.6. vLLM's copy of that connector has none. vLLM's base class answers None (kv_connector/v1/base.py
+0.32.0:785-790), and `reset_connector_cache` counts every answer except False as success (scheduler.py 0.32.0:2898).
 
-## Fix
-If an LMCache connector has no `reset_cache`, also in a MultiConnector, the reset returns False. The fix does not empty
-LMCache's cache: it is in other processes, on disk or in a shared store. To empty it, do one of these:
+Fix: If an LMCache connector has no `reset_cache`, also in a MultiConnector, the reset returns False. The fix does not
+empty LMCache's cache: it is in other processes, on disk or in a shared store. To empty it, do one of these:
 
 - in process: `DELETE /cache/clear` at the internal API server of each worker (`internal_api_server_enabled`)
 - multi-process: `POST /cache/clear` at the server
@@ -22,16 +19,13 @@ Then call `reset_prefix_cache()` without the connector, which empties vLLM's own
 
 - Releases: vLLM 0.15.1 to 0.33.0, with one of these connectors: LMCache's in-process connector, LMCache's multi-process
   connector before 0.5.6, or vLLM's copy of the multi-process connector.
-- Upstream: None known.
 - Remove when: LMCache's connectors have a `reset_cache` that empties the cache.
 """
 
 from typing import Any
 
-from kvfix import engine_log
-from kvfix.fixes import _closed, _scheduler, stubs
-from kvfix.fixes.api import Fix, fix_after
-from kvfix.fixes.targets import SCHEDULER
+from kvfix.fixes import _closed, _scheduler
+from kvfix.fixes.api import SCHEDULER, Fix, engine_log, fix_after, stubs
 
 
 @fix_after(when=lambda scheduler, answer: answer and keeps_its_cache(scheduler), on_fault=_closed.refuse)
@@ -61,8 +55,8 @@ def shows_bug(hook: Any, scheduler: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    SCHEDULER.reset_connector_cache(broken=">=0.15.1", probe=shows_bug, fix=fix),
     effect="wrong output",
-    targets=(SCHEDULER.reset_connector_cache(broken=">=0.15.1", probe=shows_bug, fix=fix),),
     scenarios=("reset-keeps-external-cache", "mp-reset-keeps-external-cache", "mp-reset-keeps-external-cache-in-tree"),
     no_patch={
         "vllm": "connectors that have no cache answer None too; what empties LMCache's is a message to its workers, "

@@ -1,21 +1,18 @@
 """Later requests return wrong text: a load fails in one rank, and the other ranks store KV computed on top of it.
 
-## Symptom
-With tensor or pipeline parallelism one worker logs `Request ... failed to load ... tokens across ... blocks`. Nothing
-else is logged. Later, other requests that begin with the same prompt return wrong text.
+Symptom: With tensor or pipeline parallelism one worker logs `Request ... failed to load ... tokens across ... blocks`.
+Nothing else is logged. Later, other requests that begin with the same prompt return wrong text.
 
-## Cause
-Each rank loads its own part of a request's KV from its own cache. If the load fails in one rank, only that rank knows
-of the failure in the step (0.5.6 vllm_v1_adapter.py:886-893). But the result of the step depends on the KV in all
+Cause: Each rank loads its own part of a request's KV from its own cache. If the load fails in one rank, only that rank
+knows of the failure in the step (0.5.6 vllm_v1_adapter.py:886-893). But the result of the step depends on the KV in all
 ranks, and the other ranks store it in the same step (:1104-1259).
 
 After the step vLLM unites the failed blocks of all ranks and computes the tokens again. The caches of the other ranks
 keep the wrong chunks. KVF007 fixes the rank whose load failed.
 
-## Fix
-With several workers, a step that loads something saves nothing, and neither do the steps in flight behind it. The fix
-saves when vLLM has the reports of all ranks on the load, and has rolled back or ended the requests whose load failed.
-If a request ends or is preempted before its save, it is not saved, because other requests have its blocks.
+Fix: With several workers, a step that loads something saves nothing, and neither do the steps in flight behind it. The
+fix saves when vLLM has the reports of all ranks on the load, and has rolled back or ended the requests whose load
+failed. If a request ends or is preempted before its save, it is not saved, because other requests have its blocks.
 
 A kv_producer stores every request that has metadata (:1152), so the fix marks the metadata for its worker. For a
 request that names a decoder (`disagg_spec`), the store is the transfer to the decoder. This store cannot wait, because
@@ -23,7 +20,6 @@ the request ends with the step. So the decoder may still get wrong KV. With `kv_
 default, the request ends with an error at prefill. Do not set `recompute` on a prefill engine.
 
 - Releases: LMCache 0.3.9 to 0.5.6. 0.3.9 does not know which blocks failed, so the fix has no effect there.
-- Upstream: None known.
 - Remove when: The ranks agree which loads have failed before they save a step.
 """
 
@@ -31,9 +27,8 @@ import copy
 from typing import Any
 
 from kvfix import scheduling
-from kvfix.fixes import _closed, _scheduler, _worker, stubs
-from kvfix.fixes.api import Fix, fix_after, note
-from kvfix.fixes.targets import LMCACHE_V1, SCHEDULER
+from kvfix.fixes import _closed, _lmcache, _scheduler
+from kvfix.fixes.api import LMCACHE_V1, SCHEDULER, Fix, fix_after, note, stubs
 
 #: Attribute of an adapter in the scheduler: its Unsaved.
 _UNSAVED = "_kvfix_unsaved"
@@ -119,7 +114,7 @@ def _is_put_off(request: Any) -> bool:
     return getattr(request, _STORE_NOTHING, False)
 
 
-fix_stores, fix_layers = _worker.fix_producer(_is_put_off), _worker.fix_producer_layers(_is_put_off)
+fix_stores, fix_layers = _lmcache.fix_producer(_is_put_off), _lmcache.fix_producer_layers(_is_put_off)
 
 
 def _drop_all(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
@@ -151,7 +146,7 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 def stores_all_the_same(hook: Any, adapter: Any) -> bool:
     """A kv_producer's request whose metadata are marked. Wrong is to store it."""
-    return _worker.stores(hook, adapter, {"kv_role": "kv_producer"}, **{_STORE_NOTHING: True})
+    return _lmcache.stores(hook, adapter, {"kv_role": "kv_producer"}, **{_STORE_NOTHING: True})
 
 
 def rollback_is_not_recorded(hook: Any, scheduler: Any) -> bool:
@@ -163,15 +158,13 @@ def rollback_is_not_recorded(hook: Any, scheduler: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    effect="wrong output",
-    targets=(
-        LMCACHE_V1.build_connector_meta(broken=">=0.3.9", probe=shows_bug, fix=fix_metadata, place=9),
-        LMCACHE_V1.wait_for_save(broken=">=0.3.9", probe=stores_all_the_same, fix=fix_stores, place=4, helper=True),
-        LMCACHE_V1.start_load_kv(broken=">=0.3.9", probe=stubs.cannot_tell, fix=fix_layers, place=6, helper=True),
-        SCHEDULER._update_requests_with_invalid_blocks(
-            broken=">=0.11.2", probe=rollback_is_not_recorded, fix=fix_rollback, place=6, helper=True
-        ),
+    LMCACHE_V1.build_connector_meta(broken=">=0.3.9", probe=shows_bug, fix=fix_metadata, place=9),
+    LMCACHE_V1.wait_for_save(broken=">=0.3.9", probe=stores_all_the_same, fix=fix_stores, place=4, helper=True),
+    LMCACHE_V1.start_load_kv(broken=">=0.3.9", fix=fix_layers, place=6, helper=True),
+    SCHEDULER._update_requests_with_invalid_blocks(
+        broken=">=0.11.2", probe=rollback_is_not_recorded, fix=fix_rollback, place=6, helper=True
     ),
+    effect="wrong output",
     scenarios=("failed-load-of-one-rank", "failed-load-of-one-rank-in-producer"),
     no_patch={"lmcache": "upstream's ranks would agree on it within the step, by a collective"},
 )

@@ -1,28 +1,20 @@
 """EngineCore dies when a request with `ret_first_tok` is aborted before its first token: LMCache reads an empty list.
 
-## Symptom
-EngineCore of the prefill instance dies in `request_finished` with `IndexError: list index out of range`, if:
+Symptom: EngineCore of the prefill instance dies in `request_finished` with `IndexError: list index out of range`, if:
 
 - A proxy asks for the first token (`"kv_transfer_params": {"ret_first_tok": true}`) and disconnects during the prefill.
 - The load of a request with `ret_first_tok` fails, with `kv_load_failure_policy=fail`.
 
-## Cause
-`request_finished` returns `request._output_token_ids[0]` (0.5.6 vllm_v1_adapter.py:1926), which may not exist yet.
+Cause: `request_finished` returns `request._output_token_ids[0]` (0.5.6 vllm_v1_adapter.py:1926), which may not exist.
 
-## Fix
-If the request has no token, the fix hides from the hook that the request wants its first token.
+Fix: If the request has no token, the fix hides from the hook that the request wants its first token.
 
-- Releases: LMCache 0.3.9 to 0.5.6.
-- Upstream: None known.
 - Remove when: `request_finished` checks whether there is a token.
 """
 
 from typing import Any
 
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, Steps, fix_around
-from kvfix.fixes.targets import LMCACHE_V1
-from kvfix.wrapping import View
+from kvfix.fixes.api import LMCACHE_V1, Fix, Steps, View, fix_around, stubs
 
 _ASKS = "ret_first_tok"
 
@@ -45,7 +37,7 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    LMCACHE_V1.request_finished(broken=">=0.3.9", probe=shows_bug, fix=fix, place=3),
     effect="crash",
-    targets=(LMCACHE_V1.request_finished(broken=">=0.3.9", probe=shows_bug, fix=fix, place=3),),
     evidence={"KVR011": "IndexError: list index out of range"},
 )

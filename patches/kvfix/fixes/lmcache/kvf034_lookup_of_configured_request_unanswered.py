@@ -1,27 +1,21 @@
 """A request waits for the whole lookup timeout: the worker cannot decode a lookup with a setting that is not a string.
 
-## Symptom
-The worker logs `Error processing request from scheduler: Expected `str`, got `bool``. Then the scheduler logs `Request
-... is still waiting for async lookup after ... seconds`. The id of the request stays in the lookup client.
+Symptom: The worker logs `Error processing request from scheduler: Expected `str`, got `bool``. Then the scheduler logs
+`Request ... is still waiting for async lookup after ... seconds`. The id of the request stays in the lookup client.
 
-## Cause
-A request may bring settings for LMCache in its `kv_transfer_params`, such as `"lmcache.skip_save": true`. With
+Cause: A request may bring settings for LMCache in its `kv_transfer_params`, such as `"lmcache.skip_save": true`. With
 asynchronous loading the scheduler sends the settings with the lookup. But the message is declared with strings only
 (0.5.6 async_lookup_message.py:22), so the worker cannot decode it.
 
-## Fix
-The scheduler sends only the settings that are part of a key (`lmcache.tag.*`), as strings.
+Fix: The scheduler sends only the settings that are part of a key (`lmcache.tag.*`), as strings.
 
 - Releases: LMCache 0.3.10 to 0.5.6, with `enable_async_loading`.
-- Upstream: None known.
 - Remove when: `LookupRequestMsg` takes settings of any type.
 """
 
 from typing import Any
 
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, Steps, fix_around
-from kvfix.fixes.targets import ASYNC_LOOKUP_CLIENT
+from kvfix.fixes.api import ASYNC_LOOKUP_CLIENT, Fix, Steps, fix_around, stubs
 
 
 @fix_around(
@@ -48,8 +42,8 @@ def shows_bug(hook: Any, client: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    ASYNC_LOOKUP_CLIENT.lookup(broken=">=0.3.10", probe=shows_bug, fix=fix),
     effect="hang",
-    targets=(ASYNC_LOOKUP_CLIENT.lookup(broken=">=0.3.10", probe=shows_bug, fix=fix),),
     evidence={"KVR009": r"^lookup_client\.(aborted_lookups|reqs_status) "},
     scenarios=("async-lookup-of-configured",),
 )

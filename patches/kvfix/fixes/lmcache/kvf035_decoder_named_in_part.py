@@ -1,28 +1,19 @@
 """EngineCore dies when `disagg_spec` of a request names a decoder without the decoder's complete address.
 
-## Symptom
-EngineCore dies with `KeyError: 'receiver_host'`, or another key, in `update_state_after_alloc`. If the whole
+Symptom: EngineCore dies with `KeyError: 'receiver_host'`, or another key, in `update_state_after_alloc`. If the whole
 `disagg_spec` is a string, the error is `TypeError: string indices must be integers`.
 
-## Cause
-`disagg_spec` comes from the client, in the `kv_transfer_params` of its request. When vLLM has blocks for the request,
-LMCache reads five keys of `disagg_spec` and does not check that they exist (0.5.6 vllm_v1_adapter.py:1560-1574).
+Cause: `disagg_spec` comes from the client, in the `kv_transfer_params` of its request. When vLLM has blocks for the
+request, LMCache reads five keys without a check (0.5.6 vllm_v1_adapter.py:1560-1574).
 
-## Fix
-If a key is missing, the fix serves the request like one without a decoder. kvfix logs one warning about this.
+Fix: If a key is missing, the fix serves the request like one without a decoder. kvfix logs one warning about this.
 
-- Releases: LMCache 0.3.9 to 0.5.6.
-- Upstream: None known.
 - Remove when: `update_state_after_alloc` checks whether `disagg_spec` is complete.
 """
 
 from typing import Any
 
-from kvfix import engine_log
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, Steps, fix_around
-from kvfix.fixes.targets import LMCACHE_V1
-from kvfix.wrapping import View
+from kvfix.fixes.api import LMCACHE_V1, Fix, Steps, View, engine_log, fix_around, stubs
 
 _SPEC = "disagg_spec"
 _KEYS = ("req_id", "receiver_host", "receiver_init_port", "receiver_alloc_port")
@@ -54,7 +45,7 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    LMCACHE_V1.update_state_after_alloc(broken=">=0.3.9", probe=shows_bug, fix=fix),
     effect="crash",
-    targets=(LMCACHE_V1.update_state_after_alloc(broken=">=0.3.9", probe=shows_bug, fix=fix),),
     evidence={"KVR011": "KeyError: '(req_id|receiver_)"},
 )

@@ -1,33 +1,26 @@
 """A worker dies or chunks leak: LMCache uses the late answer of a timed-out lookup for the next lookup.
 
-## Symptom
-The scheduler logs `Request ... is still waiting for async lookup after 3 seconds, returning 0 lmcache cached tokens so
-vllm can recompute`, and the request is preempted later. With several workers, a worker then dies with `AssertionError:
-Event ... of type EventType.LOADING is not done or not found.` Or nothing is logged, and fetched chunks leak.
+Symptom: The scheduler logs `Request ... is still waiting for async lookup after 3 seconds, returning 0 lmcache cached
+tokens so vllm can recompute`, and the request is preempted later. With several workers, a worker then dies with
+`AssertionError: Event ... of type EventType.LOADING is not done or not found.` Or fetched chunks leak silently.
 
-## Cause
-vLLM computes a request whose lookup timed out. When the request gets its blocks, `update_state_after_alloc` deletes the
-lookup from the client (lmcache_async_lookup_client.py 0.5.6:251), although the lookup is still in flight. If vLLM
-preempts the request, LMCache looks it up again under the same id. Nothing distinguishes the answers to the two lookups.
+Cause: vLLM computes a request whose lookup timed out. When the request gets its blocks, `update_state_after_alloc`
+deletes the lookup from the client (lmcache_async_lookup_client.py 0.5.6:251), although the lookup is still in flight.
+If vLLM preempts the request, LMCache looks it up again under the same id. Nothing distinguishes the two answers.
 
 With several workers, LMCache can count two answers of one worker as the answers of different workers. The load then
 begins before the other workers have fetched their chunks. Then the client cleans up the answer to the first lookup and
 sends a third lookup. The chunks that the third lookup fetches are never released.
 
-## Fix
-The client keeps a cancelled lookup until its answer is cleaned up. Until then LMCache does not look up again (KVF011).
+Fix: The client keeps a cancelled lookup until its answer is cleaned up. Until then no new lookup is sent (KVF011).
 
 - Releases: LMCache 0.3.10 to 0.5.6, with `enable_async_loading`.
-- Upstream: None known.
 - Remove when: `clear_lookup_status` does not delete a lookup in `aborted_lookups`, or each lookup has an id of its own.
 """
 
 from typing import Any
 
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, fix_around
-from kvfix.fixes.targets import ASYNC_LOOKUP_CLIENT
-from kvfix.wrapping import instead
+from kvfix.fixes.api import ASYNC_LOOKUP_CLIENT, Fix, fix_around, instead, stubs
 
 
 # The clean-up removes the lookup from `aborted_lookups` before it clears the lookup.
@@ -45,8 +38,8 @@ def shows_bug(hook: Any, client: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    ASYNC_LOOKUP_CLIENT.clear_lookup_status(broken=">=0.3.10", probe=shows_bug, fix=fix),
     effect="crash",
-    targets=(ASYNC_LOOKUP_CLIENT.clear_lookup_status(broken=">=0.3.10", probe=shows_bug, fix=fix),),
     evidence={
         "KVR009": r"^(lookup_client\.(aborted_lookups|reqs_status)|fetched chunks of the worker) ",
         "KVR011": "EventType.LOADING is not done or not found",

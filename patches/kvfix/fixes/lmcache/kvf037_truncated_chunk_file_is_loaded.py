@@ -1,19 +1,16 @@
 """A request returns wrong text: LMCache loads a truncated chunk file from the local disk as if it were whole.
 
-## Symptom
-With `local_disk`, LMCache logs `Retrieved 256 out of 256 required tokens`, the request ends with HTTP 200, and its text
-is wrong. If the file is gone, LMCache logs `File not found on disk: ...`, then raises `KeyError`, and EngineCore dies.
+Symptom: With `local_disk`, LMCache logs `Retrieved 256 out of 256 required tokens`, and the request ends with HTTP 200
+and wrong text. If the file is gone, LMCache logs `File not found on disk: ...`, and EngineCore dies with `KeyError`.
 
-## Cause
-`read_file` does not compare the number of bytes that it read with the size of the chunk (0.5.6
+Cause: `read_file` does not compare the number of bytes that it read with the size of the chunk (0.5.6
 local_disk_backend.py:812, 816). The rest of the chunk is what the memory held before. A full disk, a crash of the
 machine, or another process in the same folder can cut a file short. If the file is missing, `read_file` deletes the
 entry of the chunk (0.5.6:820), and `load_bytes_from_disk` then reads that entry (0.5.6:773).
 
-## Fix
-Before a read, the fix writes random bytes to the end of the chunk's memory. If these bytes are still there after the
-read, or the file is smaller than the memory, the read was too short. The chunk then counts as not found. The fix frees
-its memory, and deletes its entry and its file. vLLM computes the tokens again, or ends the request with an error
+Fix: Before a read, the fix writes random bytes to the end of the chunk's memory. If these bytes are still there after
+the read, or the file is smaller than the memory, the read was too short. The chunk then counts as not found. The fix
+frees its memory, and deletes its entry and its file. vLLM computes the tokens again, or ends the request with an error
 (`kv_load_failure_policy`). If the fix itself fails during a read, the chunk counts as not found. With `use_layerwise`
 the fix only logs a warning, because LMCache cannot report a failed load there.
 
@@ -21,7 +18,6 @@ Up to 0.4.3, if a chunk is not found, LMCache also drops the previous chunk, but
 cache_engine.py:1682). The fix reports only the chunks that LMCache loads.
 
 - Releases: LMCache 0.3.9.post1 to 0.5.6. 0.3.9 has the bug too, and cannot report a failed load.
-- Upstream: None known.
 - Remove when: `read_file` raises an error when it reads fewer bytes than the chunk has.
 """
 
@@ -33,9 +29,7 @@ from typing import Any
 
 from kvfix import engine_log
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, Steps, fix_after, fix_around, fix_calls
-from kvfix.fixes.targets import CACHE_ENGINE, LOCAL_DISK_BACKEND
-from kvfix.wrapping import positional
+from kvfix.fixes.api import CACHE_ENGINE, LOCAL_DISK_BACKEND, Fix, Steps, fix_after, fix_around, fix_calls, positional
 
 _MARK_BYTES = 16
 
@@ -90,7 +84,8 @@ def fix_load(load: Any, *args: Any, **kwargs: Any) -> Any:
 def fix_prefetch(load: Any, *args: Any, **kwargs: Any) -> Any:
     """Load chunk after chunk, up to the first that is not whole. For LMCache, a shorter list means fewer chunks."""
     where, before = f"{__name__}.load_all", _READS.short
-    chunks = engine_log.guarded(where, lambda: _chunks(*positional(load)(args, kwargs)[0]))
+    # Of the arguments: paths, keys, memory objects.
+    chunks = engine_log.guarded(where, lambda: list(zip(*positional(load)(args, kwargs)[0][1:4], strict=False)))
     if chunks is None:
         answer = load(*args, **kwargs)
         return answer if _READS.short == before else []
@@ -108,10 +103,6 @@ def fix_prefetch(load: Any, *args: Any, **kwargs: Any) -> Any:
             break
         loaded.append(memory)
     return loaded
-
-
-def _chunks(backend: Any, paths: list[str], keys: list[Any], memory_objs: list[Any], *_: Any) -> list[tuple[Any, ...]]:
-    return list(zip(paths, keys, memory_objs, strict=False))
 
 
 def _is_layer(chunks: list[tuple[Any, ...]]) -> bool:
@@ -169,17 +160,13 @@ def shows_bug(hook: Any, module: Any) -> bool:
         return False
 
 
-_HELPER = {"broken": ">=0.3.9.post1", "probe": stubs.cannot_tell, "helper": True}
-
 FIX = Fix(
     __name__,
+    LOCAL_DISK_BACKEND.read_file(broken=">=0.3.9.post1", probe=shows_bug, fix=fix_read),
+    LOCAL_DISK_BACKEND.load_bytes_from_disk(broken=">=0.3.9.post1", fix=fix_load, helper=True),
+    LOCAL_DISK_BACKEND._load_chunk_into_memory(broken=">=0.5.2", fix=fix_load, helper=True),
+    LOCAL_DISK_BACKEND.batched_async_load_bytes_from_disk(broken=">=0.3.9.post1", fix=fix_prefetch, helper=True),
+    CACHE_ENGINE._process_tokens_internal(broken=">=0.3.9.post1,<0.4.4", fix=fix_report),
     effect="wrong output",
-    targets=(
-        LOCAL_DISK_BACKEND.read_file(broken=">=0.3.9.post1", probe=shows_bug, fix=fix_read),
-        LOCAL_DISK_BACKEND.load_bytes_from_disk(fix=fix_load, **_HELPER),
-        LOCAL_DISK_BACKEND._load_chunk_into_memory(fix=fix_load, **{**_HELPER, "broken": ">=0.5.2"}),
-        LOCAL_DISK_BACKEND.batched_async_load_bytes_from_disk(fix=fix_prefetch, **_HELPER),
-        CACHE_ENGINE._process_tokens_internal(broken=">=0.3.9.post1,<0.4.4", probe=stubs.cannot_tell, fix=fix_report),
-    ),
     proof="tests/runtime/test_local_disk.py, on LMCache's own backend: the lab has no disk",
 )

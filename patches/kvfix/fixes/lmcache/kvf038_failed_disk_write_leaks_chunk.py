@@ -1,21 +1,16 @@
 """After a failed disk write the chunk stays in CPU memory for ever, and LMCache never stores that chunk again.
 
-## Symptom
-When the disk of `local_disk` is full, LMCache logs `Stored 256 out of total 256 tokens`, but there are no hits. Later
+Symptom: If the disk of `local_disk` is full, LMCache logs `Stored 256 out of total 256 tokens`, but has no hit. Then
 the CPU cache is full: `No eviction candidates found in local cpu backend. Local cpu memory is under pressure.`
 
-## Cause
-After `write_file`, `async_save_bytes_to_disk` releases the memory, marks the task as done and adds the entry (0.5.6
-local_disk_backend.py:699-716). If the write raises, none of this happens. The memory stays in use. The task stays
-registered, so LMCache skips every later store of the chunk (0.5.6:381). A part of the file stays on the disk, and its
-size still counts against `max_local_disk_size`. No code reads the exception (0.5.6:428).
+Cause: After `write_file`, `async_save_bytes_to_disk` releases the memory, marks the task as done and adds the entry
+(0.5.6 local_disk_backend.py:699-716). If the write raises, none of this happens. The memory stays in use. The task
+stays registered, so LMCache skips every later store of the chunk (0.5.6:381). A part of the file stays on the disk, and
+its size still counts against `max_local_disk_size`. No code reads the exception (0.5.6:428).
 
-## Fix
-After a failed write the fix logs the error, frees the memory, ends the task, deletes the file and reverts the size
+Fix: After a failed write the fix logs the error, frees the memory, ends the task, deletes the file and reverts the size
 count. LMCache can then store the chunk again. With `use_odirect`, a file descriptor leaks all the same.
 
-- Releases: LMCache 0.3.9 to 0.5.6.
-- Upstream: None known.
 - Remove when: `async_save_bytes_to_disk` handles an error of `write_file`.
 """
 
@@ -23,11 +18,7 @@ import os
 from contextlib import nullcontext, suppress
 from typing import Any
 
-from kvfix import engine_log
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, fix_calls
-from kvfix.fixes.targets import LOCAL_DISK_BACKEND
-from kvfix.wrapping import positional
+from kvfix.fixes.api import LOCAL_DISK_BACKEND, Fix, engine_log, fix_calls, positional, stubs
 
 
 @fix_calls
@@ -83,7 +74,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    LOCAL_DISK_BACKEND.async_save_bytes_to_disk(broken=">=0.3.9", probe=shows_bug, fix=fix),
     effect="leak",
-    targets=(LOCAL_DISK_BACKEND.async_save_bytes_to_disk(broken=">=0.3.9", probe=shows_bug, fix=fix),),
     proof="tests/runtime/test_local_disk.py, on LMCache's own backend: the lab has no disk",
 )

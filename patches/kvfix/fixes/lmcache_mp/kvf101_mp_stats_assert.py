@@ -1,29 +1,23 @@
 """EngineCore dies when a client asks for cache statistics and disconnects before its lookup.
 
-## Symptom
-EngineCore dies with `AssertionError: Request tracker for request_id cmpl-... not found. ` in `request_finished`. Any
-client can cause this crash: it sends `kv_transfer_params` with `cached_token_stats` (`num_lmcache_extra_cached_tokens`
-in vLLM's copy and in LMCache 0.4.5), and disconnects while the request waits.
+Symptom: EngineCore dies with `AssertionError: Request tracker for request_id cmpl-... not found. ` in
+`request_finished`. Any client can cause this crash: it sends `kv_transfer_params` with `cached_token_stats`
+(`num_lmcache_extra_cached_tokens` in vLLM's copy and in LMCache 0.4.5), and disconnects while the request waits.
 
-## Cause
-`request_finished` reads the statistics from the request's tracker (lmcache_mp_connector.py 0.5.6:1552). The first
-`get_num_new_matched_tokens` creates the tracker. A request that is aborted before this hook runs has no tracker.
+Cause: `request_finished` reads the statistics from the request's tracker (lmcache_mp_connector.py 0.5.6:1552). The
+first `get_num_new_matched_tokens` creates the tracker. A request that is aborted before this hook runs has no tracker.
 
-## Fix
-If a request asks for statistics and has no tracker, the fix creates a tracker before `request_finished`. All numbers of
-this tracker are zero. The hook deletes it, as it does with every tracker.
+Fix: If a request asks for statistics and has no tracker, the fix creates a tracker before `request_finished`. All
+numbers of this tracker are zero. The hook deletes it, as it does with every tracker.
 
-- Releases: LMCache 0.4.5 to 0.5.6, and 0.4.5 to 0.5.5 with lmcache_mp_connector_0201. vLLM's copy: 0.26.0 to 0.33.0.
 - Upstream: https://github.com/vllm-project/vllm/pull/56780 (open).
 - Remove when: `request_finished` no longer asserts that there is a tracker.
 """
 
 from typing import Any
 
-from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix, Wrapper, note
-from kvfix.fixes.targets import multi_process
-from kvfix.wrapping import before
+from kvfix.fixes import _mp
+from kvfix.fixes.api import Fix, Wrapper, before, multi_process, note, stubs
 
 #: The statistics that a client can ask for, by release.
 STATISTICS = ("cached_token_stats", "num_lmcache_extra_cached_tokens")
@@ -51,8 +45,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    *multi_process("request_finished", shows_bug, fix, for_0180="", place=1),
     effect="crash",
-    targets=multi_process("request_finished", shows_bug, fix, for_0180="", place=1),
     evidence={"KVD110": "", "KVR011": "Request tracker for request_id"},
     scenarios=("mp-stats-assert", "mp-stats-assert-in-tree"),
 )

@@ -1,34 +1,27 @@
 """The hit of a prompt never grows past one token: each poll of a waiting request counts the hit again as stored.
 
-## Symptom
-No error. The external hit of a prompt never grows past the same token, although the prompt is used again and again. The
-chunks after that token are stored, the chunks before it are not. Requests that wait for blocks lead to this.
+Symptom: No error. The external hit of a prompt never grows past the same token, although the prompt is used again and
+again. The chunks after that token are stored, the chunks before it are not. Requests that wait for blocks lead to this.
 
-After a miss, the last tokens of a prompt are not stored. Their number is the number of tokens that vLLM's own prefix
-cache held.
+After a miss, the last tokens of a prompt are not stored: as many as vLLM's own prefix cache held.
 
-## Cause
-vLLM calls `get_num_new_matched_tokens` in every step in which the request waits. Each call adds the hit to
+Cause: vLLM calls `get_num_new_matched_tokens` in every step in which the request waits. Each call adds the hit to
 `num_stored_tokens` (lmcache_mp_connector.py 0.5.5:1148; `num_stored_blocks` in vLLM's copy). After three polls with a
 hit of 512 the first store begins at 1536.
 
 On a miss the hook returns before it records vLLM's computed tokens (0.5.5:1143), so the store ends too early.
 
-## Fix
-After each answer for a request that is not admitted yet, the fix sets the stored tokens to the hit. The fix also
+Fix: After each answer for a request that is not admitted yet, the fix sets the stored tokens to the hit. The fix also
 records the tokens that vLLM has computed.
 
-- Releases: LMCache 0.4.5 to 0.5.5, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM's copy: 0.26.0 to
-  0.33.0.
 - Upstream: https://github.com/LMCache/LMCache/issues/4508, fixed in 0.5.6. Open in vLLM's copy.
 - Remove when: LMCache 0.5.5 is no longer in use, and vLLM's copy assigns the hit instead of adding it.
 """
 
 from typing import Any
 
-from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix, fix_after
-from kvfix.fixes.targets import multi_process
+from kvfix.fixes import _mp
+from kvfix.fixes.api import Fix, fix_after, multi_process, stubs
 
 
 @fix_after(
@@ -56,8 +49,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    *multi_process("get_num_new_matched_tokens", shows_bug, fix, lmcache=">=0.4.5,<=0.5.5", place=1),
     effect="lost hits",
-    targets=multi_process("get_num_new_matched_tokens", shows_bug, fix, lmcache=">=0.4.5,<=0.5.5", place=1),
     evidence={"KVR007": ""},
     scenarios=(
         "mp-apc-hit-not-stored",

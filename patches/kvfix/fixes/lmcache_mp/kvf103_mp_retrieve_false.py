@@ -1,33 +1,25 @@
 """Requests return wrong text after a failed load: LMCache reports the load as done and reports no failed block.
 
-## Symptom
-The worker logs ERROR `Something went wrong when processing the retrieve request for request_id=..., result=False`. Then
-the request returns wrong text with HTTP 200. The log of the server has the reason: `Some keys not found during
-retrieve!`, `Cannot retrieve keys due to exception`, or `No GPU context registered for instance ID`.
+Symptom: The worker logs ERROR `Something went wrong when processing the retrieve request for request_id=...,
+result=False`. Then the request returns wrong text with HTTP 200. The log of the server has the reason: `Some keys not
+found during retrieve!`, `Cannot retrieve keys due to exception`, or `No GPU context registered for instance ID`.
 
-## Cause
-`LMCacheMPWorkerAdapter.get_finished` logs the result and drops the blocks (vllm_multi_process_adapter.py
+Cause: `LMCacheMPWorkerAdapter.get_finished` logs the result and drops the blocks (vllm_multi_process_adapter.py
 0.5.4:1635-1648). It reports the load to vLLM as done, and `get_block_ids_with_load_errors` reports no block.
 
-## Fix
-When the future of a load returns a failure, the fix adds the load's blocks to the blocks with load errors. vLLM then
-follows `kv_load_failure_policy`: With `fail` (the default) vLLM ends the request with an error. With `recompute` vLLM
-computes the tokens again. The fix wraps `submit_retrieve_request`.
+Fix: When the future of a load returns a failure, the fix adds the load's blocks to the blocks with load errors. vLLM
+then follows `kv_load_failure_policy`: With `fail` (the default) vLLM ends the request with an error. With `recompute`
+vLLM computes the tokens again. The fix wraps `submit_retrieve_request`.
 
-- Releases: LMCache 0.4.2 to 0.5.4, also with vLLM's copy of the connector. Earlier releases cannot report failed
-  blocks.
+- Releases: LMCache 0.4.2 to 0.5.4, also with vLLM's copy. Earlier releases cannot report failed blocks.
 - Upstream: https://github.com/LMCache/LMCache/issues/3388, fixed in 0.5.5.
-- Remove when: LMCache 0.5.4 is no longer in use.
 """
 
 import inspect
 from typing import Any
 
-from kvfix import engine_log
-from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix, fix_after, note
-from kvfix.fixes.targets import MP_WORKER_ADAPTER
-from kvfix.wrapping import View
+from kvfix.fixes import _mp
+from kvfix.fixes.api import MP_WORKER_ADAPTER, Fix, View, engine_log, fix_after, note, stubs
 
 
 def load(adapter: Any, future: Any, blocks: Any) -> Any:
@@ -85,8 +77,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    MP_WORKER_ADAPTER.submit_retrieve_request(broken=">=0.4.2,<=0.5.4", probe=shows_bug, fix=fix, place=2),
     effect="wrong output",
-    targets=(MP_WORKER_ADAPTER.submit_retrieve_request(broken=">=0.4.2,<=0.5.4", probe=shows_bug, fix=fix, place=2),),
     evidence={"KVD301": "", "KVD310": ""},
     scenarios=("mp-retrieve-false", "mp-retrieve-false-in-tree"),
 )

@@ -1,22 +1,19 @@
 """A request waits for ever after a failed load: LMCache promises the same tokens again, and nothing loads them.
 
-## Symptom
-With `kv_load_failure_policy=recompute` the log has `Recovered from KV load failure: 1 request(s) rescheduled`. Then the
-request stays in WAITING_FOR_REMOTE_KVS and keeps its blocks: `Running: 0 reqs, Waiting: 1 reqs`, no throughput, no
-error. LMCache 0.5.6 logs `<resume-load> req=...` for the same request in every other step, and the request never runs.
+Symptom: With `kv_load_failure_policy=recompute` the log has `Recovered from KV load failure: 1 request(s) rescheduled`.
+Then the request stays in WAITING_FOR_REMOTE_KVS and keeps its blocks: `Running: 0 reqs, Waiting: 1 reqs`, no
+throughput, no error. LMCache 0.5.6 logs `<resume-load> req=...` for the request in every other step.
 
-## Cause
-vLLM resets the request to zero computed tokens and asks again. The tracker is READY and keeps the hit, so the hook
-promises the hit again (lmcache_mp_connector.py 0.5.4:777). But `update_state_after_alloc` starts a load only for a
+Cause: vLLM resets the request to zero computed tokens and asks again. The tracker is READY and keeps the hit, so the
+hook promises the hit again (lmcache_mp_connector.py 0.5.4:777). But `update_state_after_alloc` starts a load only for a
 tracker that is PREFETCHING (0.5.4:852).
 
 LMCache 0.5.5 checks for this request and returns 0. LMCache 0.5.6 also loads for preempted requests, and gives a
 preempted request a fresh tracker before this check (0.5.6:1833). So it repeats lookup and load while the load fails.
 
-## Fix
-The fix acts before `get_num_new_matched_tokens`, on a request that was admitted with a hit, has never run since, and
-has no computed tokens. The request gets a fresh tracker and no hit. vLLM computes it, as with LMCache 0.5.5. LMCache's
-own fix misses preempted requests. In a release with LMCache's own fix, this fix handles only preempted requests.
+Fix: The fix acts before `get_num_new_matched_tokens`, on a request that was admitted with a hit, has never run since,
+and has no computed tokens. The request gets a fresh tracker and no hit. vLLM computes it, as with LMCache 0.5.5. Where
+LMCache has its own fix, this fix handles the preempted requests that LMCache's fix misses.
 
 - Releases: LMCache 0.4.5 to 0.5.4, and 0.5.6 for preempted requests; 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and
   _0201. vLLM 0.26.0 to 0.33.0, its own copy of the connector.
@@ -26,10 +23,8 @@ own fix misses preempted requests. In a release with LMCache's own fix, this fix
 
 from typing import Any
 
-from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix, Wrapper, note
-from kvfix.fixes.targets import multi_process
-from kvfix.wrapping import before
+from kvfix.fixes import _mp
+from kvfix.fixes.api import Fix, Wrapper, before, multi_process, note, stubs
 
 
 def fix(module: Any) -> Wrapper:
@@ -69,8 +64,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    *multi_process("get_num_new_matched_tokens", shows_bug, fix, lmcache=">=0.4.5,<=0.5.6,!=0.5.5", place=2),
     effect="hang",
-    targets=multi_process("get_num_new_matched_tokens", shows_bug, fix, lmcache=">=0.4.5,<=0.5.6,!=0.5.5", place=2),
     evidence={"KVD208": "", "KVR010": ""},
     scenarios=("mp-failed-load-repoll", "mp-failed-load-repoll-in-tree", "mp-resume-load-circle"),
 )

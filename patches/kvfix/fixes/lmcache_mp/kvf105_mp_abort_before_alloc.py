@@ -1,23 +1,18 @@
 """The server cannot evict chunks: a request that is aborted before its admission keeps read locks until they time out.
 
-## Symptom
-vLLM logs nothing. Chunks that were looked up stay read-locked in the LMCache server for the read TTL
+Symptom: vLLM logs nothing. Chunks that were looked up stay read-locked in the LMCache server for the read TTL
 (`read_ttl_seconds`, 300 s by default). Under pressure the server finds nothing to evict, and stores fail.
 
 Up to LMCache 0.5.4, and in vLLM's copy, a later request with the same id also gets the hit of the aborted request.
 
-## Cause
-A lookup locks the chunks it finds until they are retrieved or released with `free_lookup_locks`. `request_finished`
-ends the session (lmcache_mp_connector.py 0.5.6:1579), which releases no lock (modules/lookup.py 0.5.6:462). A prefetch
-in flight continues and locks the chunks it fetches.
+Cause: A lookup locks the chunks it finds until they are retrieved or released with `free_lookup_locks`.
+`request_finished` ends the session (lmcache_mp_connector.py 0.5.6:1579), which releases no lock (modules/lookup.py
+0.5.6:462). A prefetch in flight continues and locks the chunks it fetches.
 
-## Fix
-Before `request_finished`, the fix releases the locks of a request that was looked up and never admitted, while the
+Fix: Before `request_finished`, the fix releases the locks of a request that was looked up and never admitted, while the
 session still knows these locks. The fix also deletes the lookup. If the answer has not come yet, or the server is
 unhealthy, the session stays. The fix then polls for the answer in the following steps.
 
-- Releases: LMCache 0.4.5 to 0.5.6, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM's copy: 0.26.0 to
-  0.33.0.
 - Upstream: https://github.com/vllm-project/vllm/issues/44100, https://github.com/vllm-project/vllm/pull/44101 (open),
   https://github.com/LMCache/LMCache/pull/5248; prefetch: https://github.com/LMCache/LMCache/issues/5339 (open).
 - Remove when: `request_finished` frees the locks of a lookup that was not used.
@@ -28,10 +23,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix, Steps, fix_around, fix_before, note
-from kvfix.fixes.targets import multi_process
-from kvfix.wrapping import replaced
+from kvfix.fixes import _mp
+from kvfix.fixes.api import Fix, Steps, fix_around, fix_before, multi_process, note, replaced, stubs
 
 #: Of a connector: {request that ended before its lookup was answered: function that frees its locks}.
 _LOOKING = "_kvfix_looking"
@@ -39,7 +32,7 @@ _LOOKING = "_kvfix_looking"
 
 # The admission or the load releases the locks of an admitted request.
 @fix_around(when=lambda connector, request, *_: _mp.is_in(connector, request, "PREFETCHING"))
-def fix(connector: Any, request: Any, block_ids: Any) -> Steps | None:
+def fix(connector: Any, request: Any, block_ids: Any) -> Steps:
     name, adapter = request.request_id, connector.scheduler_adapter
     tracker = connector.request_trackers[name]
     known = ("cache_salt", "request_configs")  # arguments of the lookup
@@ -53,19 +46,15 @@ def fix(connector: Any, request: Any, block_ids: Any) -> Steps | None:
     if locked is None or (is_pending and not adapter.is_healthy):
         note(__name__, f"request {name} was aborted during its lookup")
         vars(connector).setdefault(_LOOKING, {})[name] = free
-        return _session_kept(adapter, name)
+        # The hook would end the session and the lookup. `fix_step` ends them later.
+        ends = ("cleanup_lookup_result", "end_session")
+        with replaced(adapter, **{end: _except_for(name, getattr(adapter, end)) for end in ends}):
+            return (yield)
     if locked:
         note(__name__, f"request {name} was aborted with {locked} locked tokens: its locks are released")
         free(end=locked)
     adapter.cleanup_lookup_result(name)
-    return None
-
-
-def _session_kept(adapter: Any, name: str) -> Steps:
-    """Keep the session and the lookup, which the hook would end: `fix_step` ends them later."""
-    ends = ("cleanup_lookup_result", "end_session")
-    with replaced(adapter, **{end: _except_for(name, getattr(adapter, end)) for end in ends}):
-        return (yield)
+    return (yield)
 
 
 def _except_for(name: str, end: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,11 +102,9 @@ def step_shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    *multi_process("request_finished", shows_bug, fix, place=2),
+    *multi_process("build_connector_meta", step_shows_bug, fix_step, place=1),
     effect="leak",
-    targets=(
-        *multi_process("request_finished", shows_bug, fix, place=2),
-        *multi_process("build_connector_meta", step_shows_bug, fix_step, place=1),
-    ),
     evidence={"KVR009": r"^scheduler_adapter\.|^read locks of the server "},
     scenarios=(
         "mp-abort-before-alloc",

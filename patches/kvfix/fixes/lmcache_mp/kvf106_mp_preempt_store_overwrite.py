@@ -1,22 +1,17 @@
 """Hits return wrong text after a preemption: other requests write to blocks while the server still copies them.
 
-## Symptom
-No error is logged. After preemptions, prompts that hit the cache return wrong text, until the chunks are evicted. (vLLM
-shows preemptions as `Preemptions:` in its statistics. LMCache 0.5.2 and later log `<preempted> by preempted requests`.)
+Symptom: No error is logged. After preemptions, prompts that hit the cache return wrong text, until the chunks are
+evicted. (vLLM's statistics show `Preemptions:`. LMCache 0.5.2 and later log `<preempted> by preempted requests`.)
 
-## Cause
-The server copies the blocks of a store after the step, and the engine does not wait for the copy. A preempted request
-frees its blocks at once, and the next step writes to them. The connector of LMCache up to 0.5.1 and vLLM's copy of the
-connector have no `handle_preemptions`. In LMCache 0.5.2 to 0.5.5 `handle_preemptions` calls `flush_inflight_stores`,
-which does nothing for the transfer used on CUDA (transfer_context/worker_transfer.py 0.5.5:648).
+Cause: The server copies the blocks of a store after the step, and the engine does not wait for the copy. A preempted
+request frees its blocks at once, and the next step writes to them. The connector of LMCache up to 0.5.1 and vLLM's copy
+of the connector have no `handle_preemptions`. In LMCache 0.5.2 to 0.5.5 `handle_preemptions` calls
+`flush_inflight_stores`, which does nothing on CUDA (transfer_context/worker_transfer.py 0.5.5:648).
 
-## Fix
-The scheduler marks the metadata of a step that comes after a preemption. When a worker gets marked metadata, it waits
-for the stores in flight before the step writes to any block. It waits at most LMCache's own `mq_timeout` for each
+Fix: The scheduler marks the metadata of a step that comes after a preemption. When a worker gets marked metadata, it
+waits for the stores in flight before the step writes to any block. It waits at most LMCache's own `mq_timeout` for each
 store. Steps without a preemption do not wait. KVF109 makes sure that the worker lists all stores of a request.
 
-- Releases: LMCache 0.4.5 to 0.5.5, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM's copy: 0.26.0 to
-  0.33.0.
 - Upstream: https://github.com/LMCache/LMCache/issues/5248, https://github.com/LMCache/LMCache/issues/4612, fixed in
   0.5.6.
 - Remove when: LMCache 0.5.5 is no longer in use, and vLLM's copy of the connector waits for stores in flight.
@@ -27,9 +22,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix, fix_after, fix_before, note
-from kvfix.fixes.targets import CONNECTOR_BASE, LMCACHE_MP, VLLM_MP, multi_process
-from kvfix.wrapping import GO_ON
+from kvfix.fixes.api import CONNECTOR_BASE, GO_ON, LMCACHE_MP, VLLM_MP, Fix, fix_after, fix_before, multi_process, note
 
 #: Seconds for each store, after an error of this fix.
 _LONGEST_WAIT = 10.0
@@ -111,12 +104,10 @@ def base_shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    *multi_process("build_connector_meta", connector_shows_bug, mark, lmcache=">=0.4.5,<=0.5.5", place=2),
+    CONNECTOR_BASE.handle_preemptions(broken=">=0.20.2", probe=base_shows_bug, fix=wait, helper=True),
+    LMCACHE_MP.handle_preemptions(broken=">=0.5.2,<=0.5.5", probe=own_shows_bug, fix=wait, helper=True),
     effect="wrong output",
-    targets=(
-        *multi_process("build_connector_meta", connector_shows_bug, mark, lmcache=">=0.4.5,<=0.5.5", place=2),
-        CONNECTOR_BASE.handle_preemptions(broken=">=0.20.2", probe=base_shows_bug, fix=wait, helper=True),
-        LMCACHE_MP.handle_preemptions(broken=">=0.5.2,<=0.5.5", probe=own_shows_bug, fix=wait, helper=True),
-    ),
     evidence={"KVD308": ""},
     scenarios=("mp-preempt-store-overwrite", "mp-preempt-store-overwrite-in-tree"),
 )

@@ -1,31 +1,24 @@
 """Hits return wrong text after a failed load: LMCache stores blocks whose KV was never computed.
 
-## Symptom
-Only `Recovered from KV load failure: 1 request(s) rescheduled` is logged. Every later hit on a chunk with such blocks
-is wrong. Other requests with the same prompt return wrong text, until the chunk is evicted.
+Symptom: Only `Recovered from KV load failure: 1 request(s) rescheduled` is logged. Every later hit on a chunk with such
+blocks is wrong. Other requests with the same prompt return wrong text, until the chunk is evicted.
 
-## Cause
-The tracker calculates the number of computed tokens: the larger of the two hits (vLLM's and LMCache's) plus the tokens
-that were scheduled after the lookup (lmcache_mp_metadata.py 0.5.6:275). For example, vLLM had 64 tokens and the cache
-128. The load fails and vLLM continues at 64, but the tracker still counts from 128. When 144 tokens are computed, the
-tracker counts 208. LMCache then stores the tokens 128 to 192.
+Cause: The tracker calculates the number of computed tokens: the larger of the two hits (vLLM's and LMCache's) plus the
+tokens that were scheduled after the lookup (lmcache_mp_metadata.py 0.5.6:275). For example, vLLM had 64 tokens and the
+cache 128. The load fails and vLLM continues at 64, but the tracker still counts from 128. When 144 tokens are computed,
+the tracker counts 208. LMCache then stores the tokens 128 to 192.
 
-## Fix
-The fix acts before `build_connector_meta`, on a request that is scheduled for the first time since its lookup. If the
-request has fewer computed tokens than the hits of its tracker, the fix makes the tracker count from vLLM's number of
-computed tokens. LMCache stores the part of the hit that was not loaded again, because this part may have been evicted.
+Fix: The fix acts before `build_connector_meta`, on a request that is scheduled for the first time since its lookup. If
+the request has fewer computed tokens than the hits of its tracker, the fix makes the tracker count from vLLM's number
+of computed tokens. LMCache stores the part of the hit that was not loaded again: it may have been evicted.
 
-- Releases: LMCache 0.4.5 to 0.5.6, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM's copy: 0.26.0 to
-  0.33.0.
-- Upstream: None known.
 - Remove when: The tracker gets the report of a failed load.
 """
 
 from typing import Any
 
-from kvfix.fixes import _closed, _mp, stubs
-from kvfix.fixes.api import Fix, fix_before, note
-from kvfix.fixes.targets import multi_process
+from kvfix.fixes import _closed, _mp
+from kvfix.fixes.api import Fix, fix_before, multi_process, note, stubs
 
 
 @fix_before(
@@ -74,8 +67,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    *multi_process("build_connector_meta", shows_bug, fix, place=3),
     effect="wrong output",
-    targets=multi_process("build_connector_meta", shows_bug, fix, place=3),
     evidence={"KVR008": ""},
     scenarios=("mp-failed-load-stores-ahead", "mp-failed-load-stores-ahead-in-tree"),
 )

@@ -1,19 +1,14 @@
 """A prompt given as embeddings gets the KV of another prompt of the same length: LMCache's keys are made of zeros.
 
-## Symptom
-No error. With `--enable-prompt-embeds`, a prompt of embeddings gets the answer to another prompt of embeddings of the
-same length. A prompt whose token ids are zeros gets it too.
+Symptom: No error. With `--enable-prompt-embeds`, a prompt of embeddings gets the answer to another prompt of embeddings
+of the same length. A prompt whose token ids are zeros gets it too.
 
-## Cause
-For a request with embeddings, vLLM sets `all_token_ids` to zeros (v1/request.py 0.32.0:148), and the connector builds
-its keys from them (lmcache_mp_connector.py 0.5.6:1288).
+Cause: For a request with embeddings, vLLM sets `all_token_ids` to zeros (v1/request.py 0.32.0:148), and the connector
+builds its keys from them (lmcache_mp_connector.py 0.5.6:1288).
 
-## Fix
-The fix returns no hit for a request with `prompt_embeds` and sends no lookup. Its tracker counts all of its tokens as
-stored, so nothing is stored. vLLM's own prefix cache, which hashes the embeddings, works as before.
+Fix: The fix returns no hit for a request with `prompt_embeds` and sends no lookup. Its tracker counts all of its tokens
+as stored, so nothing is stored. vLLM's own prefix cache, which hashes the embeddings, works as before.
 
-- Releases: LMCache 0.4.5 to 0.5.6, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM's copy: 0.26.0 to
-  0.33.0.
 - Upstream: https://github.com/vllm-project/vllm/issues/42119 (closed as stale).
 - Remove when: The connector distinguishes embeddings from tokens.
 """
@@ -21,9 +16,7 @@ stored, so nothing is stored. vLLM's own prefix cache, which hashes the embeddin
 from typing import Any
 
 from kvfix.fixes import _closed, _mp
-from kvfix.fixes.api import Fix, Steps, Wrapper, note
-from kvfix.fixes.targets import LMCACHE_MP, multi_process
-from kvfix.wrapping import GO_ON, around
+from kvfix.fixes.api import GO_ON, LMCACHE_MP, Fix, Steps, Wrapper, around, multi_process, note
 
 
 def _has_embeddings(connector: Any, request: Any, *_: Any, **__: Any) -> bool:
@@ -62,11 +55,9 @@ def new_request_shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    *multi_process("get_num_new_matched_tokens", shows_bug, fix, place=3),
+    LMCACHE_MP.on_new_request(broken=">=0.5.4,<=0.5.6", probe=new_request_shows_bug, fix=fix, place=1),
     effect="wrong output",
-    targets=(
-        *multi_process("get_num_new_matched_tokens", shows_bug, fix, place=3),
-        LMCACHE_MP.on_new_request(broken=">=0.5.4,<=0.5.6", probe=new_request_shows_bug, fix=fix, place=1),
-    ),
     scenarios=("mp-prompt-embeds", "mp-prompt-embeds-in-tree"),
     on_fault="closed",
 )

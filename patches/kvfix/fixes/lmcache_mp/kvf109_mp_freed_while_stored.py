@@ -1,19 +1,15 @@
 """Hits return wrong text after chunked prefill: vLLM frees a request's blocks while its second store copies them.
 
-## Symptom
-No error is logged. After chunked prefill, prompts that hit the cache return wrong text, until the chunks are evicted.
+Symptom: No error is logged. After chunked prefill, hits return wrong text until the chunks are evicted.
 
-## Cause
-A worker keeps only one store for each request: the next store replaces the previous store
+Cause: A worker keeps only one store for each request: the next store replaces the previous store
 (vllm_multi_process_adapter.py 0.5.6:1848). `finished_stores` keeps the id of a request whose first store has ended.
 When the request ends, the worker finds this id and reports all stores of the request as done (0.5.6:2651). vLLM frees
 the blocks and other requests write to them, but the server still copies the last chunks.
 
-## Fix
-The fix joins all stores of a request into one. The worker sees this joined store as done only when all stores of the
-request are done. An earlier store that has already ended no longer marks the request as done.
+Fix: The fix joins all stores of a request into one. The worker sees this joined store as done only when all stores of
+the request are done. An earlier store that has already ended no longer marks the request as done.
 
-- Releases: LMCache 0.4.2 to 0.5.6.
 - Upstream: https://github.com/LMCache/LMCache/issues/3640 (the futures of a request overwrite each other).
 - Remove when: The worker keeps all stores of a request.
 """
@@ -21,10 +17,8 @@ request are done. An earlier store that has already ended no longer marks the re
 from collections.abc import Callable
 from typing import Any
 
-from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix, Steps, fix_around, note
-from kvfix.fixes.targets import MP_WORKER_ADAPTER
-from kvfix.wrapping import View
+from kvfix.fixes import _mp
+from kvfix.fixes.api import MP_WORKER_ADAPTER, Fix, Steps, View, fix_around, note, stubs
 
 
 def both(first: Any, second: Any) -> Any:
@@ -84,8 +78,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    MP_WORKER_ADAPTER.submit_store_request(broken=">=0.4.2,<=0.5.6", probe=shows_bug, fix=fix),
     effect="wrong output",
-    targets=(MP_WORKER_ADAPTER.submit_store_request(broken=">=0.4.2,<=0.5.6", probe=shows_bug, fix=fix),),
     evidence={"KVR009": r"^worker_adapter\.finished_stores "},
     scenarios=("mp-freed-while-stored", "mp-freed-while-stored-in-tree"),
 )

@@ -1,28 +1,22 @@
 """A failed load also fails other requests that only share computed blocks with the loading request.
 
-## Symptom
-vLLM logs `Failing 2 request(s) due to KV load failure`, with ids of requests that loaded nothing or finished loading
-long ago. These requests share a prefix with the failed one, such as a system prompt. With
+Symptom: vLLM logs `Failing 2 request(s) due to KV load failure`, with ids of requests that loaded nothing or finished
+loading long ago. These requests share a prefix with the failed one, such as a system prompt. With
 `kv_load_failure_policy=recompute` they recompute tokens that they had.
 
-## Cause
-A load begins at the start of a chunk. It does not write the blocks of the chunk that vLLM has computed
+Cause: A load begins at the start of a chunk. It does not write the blocks of the chunk that vLLM has computed
 (`skip_first_n_tokens`, lmcache_mp_metadata.py 0.5.6:387). If the load fails, the worker reports all blocks of the chunk
 (vllm_multi_process_adapter.py 0.5.6:1924), and vLLM fails every request that has one of them.
 
-## Fix
-The fix removes the skipped blocks from the blocks that the worker reports if the load fails.
+Fix: The fix removes the skipped blocks from the blocks that the worker reports if the load fails.
 
-- Releases: LMCache 0.4.2 to 0.5.6.
-- Upstream: None known.
 - Remove when: The worker keeps only the blocks that a load writes.
 """
 
 from typing import Any
 
-from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix, fix_after, note
-from kvfix.fixes.targets import MP_WORKER_ADAPTER
+from kvfix.fixes import _mp
+from kvfix.fixes.api import MP_WORKER_ADAPTER, Fix, fix_after, note, stubs
 
 
 @fix_after(when=lambda adapter, answer, request_id, op, *_, **__: op.skip_first_n_tokens)
@@ -58,7 +52,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    MP_WORKER_ADAPTER.submit_retrieve_request(broken=">=0.4.2,<=0.5.6", probe=shows_bug, fix=fix, place=1),
     effect="lost hits",
-    targets=(MP_WORKER_ADAPTER.submit_retrieve_request(broken=">=0.4.2,<=0.5.6", probe=shows_bug, fix=fix, place=1),),
     scenarios=("mp-failed-load-blames-others", "mp-failed-load-blames-others-in-tree"),
 )

@@ -1,21 +1,17 @@
 """LoRA adapters share KV through the multi-process server: the name of the adapter is not in the cache key.
 
-## Symptom
-No error. With `--enable-lora`, a prompt gets the KV that another adapter (or the base model) has cached for it.
+Symptom: No error. With `--enable-lora`, a prompt gets the KV that another adapter or the base model has cached.
 
-## Cause
-The key consists of the model, the tokens and `cache_salt` (lmcache_mp_metadata.py 0.5.6:91). The adapter changes the KV
-and is not in the key. vLLM's own prefix cache has the name of the adapter in its hashes.
+Cause: The key consists of the model, the tokens and `cache_salt` (lmcache_mp_metadata.py 0.5.6:91). The adapter changes
+the KV and is not in the key. vLLM's own prefix cache has the name of the adapter in its hashes.
 
-## Fix
-The tracker of a request with a LoRA gets a `cache_salt` that combines the request's own salt and the name of the
+Fix: The tracker of a request with a LoRA gets a `cache_salt` that combines the request's own salt and the name of the
 adapter. Lookups, loads and stores read it from there.
 
-## Mixed roll-out
-Install the fix on all engines that share a server, or on none of them. The server does not need the fix. An engine with
-the fix does not find the chunks that an engine without the fix has stored for requests with a LoRA. An engine without
-the fix still shares KV between adapters. A server with quotas by `cache_salt` counts each adapter as a separate tenant.
-Requests without a LoRA keep their keys.
+Mixed roll-out: Install the fix on all engines that share a server, or on none of them. The server does not need the
+fix. An engine with the fix does not find the chunks that an engine without the fix has stored for requests with a LoRA.
+An engine without the fix still shares KV between adapters. A server with quotas by `cache_salt` counts each adapter as
+a separate tenant. Requests without a LoRA keep their keys.
 
 - Releases: LMCache 0.4.5 to 0.5.6, and 0.4.5 to 0.5.5 with lmcache_mp_connector_0201. vLLM's copy: 0.26.0 to 0.33.0.
 - Upstream: https://github.com/LMCache/LMCache/issues/2961, https://github.com/vllm-project/vllm/issues/44250 (open).
@@ -25,14 +21,7 @@ Requests without a LoRA keep their keys.
 import hashlib
 from typing import Any
 
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, Owner, fix_after, note
-from kvfix.fixes.targets import LMCACHE_MP, LMCACHE_MP_0201, VLLM_MP
-
-
-def salt(own: str, lora_name: str) -> str:
-    """The same on every machine, with characters that are safe in file names and keys."""
-    return f"{own}+lora-{hashlib.sha256(lora_name.encode()).hexdigest()[:16]}"
+from kvfix.fixes.api import LMCACHE_MP, LMCACHE_MP_0201, VLLM_MP, Fix, Owner, fix_after, note, stubs
 
 
 def _own_salt(tracker: Any, answer: None, request: Any, *_: Any, **__: Any) -> None:
@@ -46,7 +35,9 @@ def fix(tracker: Any, answer: None, request: Any) -> None:
     lora = getattr(request, "lora_request", None)
     if lora is not None:
         note(__name__, f"request {request.request_id} has a LoRA adapter")
-        tracker.cache_salt = salt(request.cache_salt or "", lora.lora_name)
+        # The same on every machine, with characters that are safe in file names and keys.
+        name = hashlib.sha256(lora.lora_name.encode()).hexdigest()[:16]
+        tracker.cache_salt = f"{request.cache_salt or ''}+lora-{name}"
     return answer
 
 
@@ -62,8 +53,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    effect="wrong output",
-    targets=tuple(
+    *(
         Owner(dist, module, "LMCacheMPRequestTracker", copy=module).target(
             "__init__", broken=broken, probe=shows_bug, fix=fix
         )
@@ -74,6 +64,7 @@ FIX = Fix(
             ("vllm", VLLM_MP.module, ">=0.11.2"),
         )
     ),
+    effect="wrong output",
     scenarios=("mp-lora-not-in-key", "mp-lora-not-in-key-in-tree"),
     opt_in=True,
 )

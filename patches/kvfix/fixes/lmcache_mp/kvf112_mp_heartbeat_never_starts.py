@@ -1,46 +1,35 @@
 """After one lookup timeout the scheduler never asks the server again: its heartbeat never starts.
 
-## Symptom
-The log has WARNING `LOOKUP to ... timed out after 300.0s. Marking server as unhealthy.` once. After this line there is
-no external hit until vLLM restarts. The line `LMCache server is healthy again` never comes.
+Symptom: The log has WARNING `LOOKUP to ... timed out after 300.0s. Marking server as unhealthy.` once. After this line
+there is no external hit until vLLM restarts. The line `LMCache server is healthy again` never comes.
 
-## Cause
-LMCache creates the collection of heartbeats as an empty dict (vllm_multi_process_adapter.py 0.5.5:731). The function
-that starts the heartbeats returns if the collection is not None (0.5.5:756), which is always true.
+Cause: LMCache creates the collection of heartbeats as an empty dict (vllm_multi_process_adapter.py 0.5.5:731). The
+function that starts the heartbeats returns if the collection is not None (0.5.5:756), which is always true.
 
-## Fix
-If there are no heartbeats after `_ensure_heartbeat_started`, the fix starts them, as this function should.
+Fix: If there are no heartbeats after `_ensure_heartbeat_started`, the fix starts them, as this function should.
 
-- Releases: LMCache 0.5.0 to 0.5.5.
 - Upstream: https://github.com/LMCache/LMCache/pull/5233, in 0.5.6.
-- Remove when: LMCache 0.5.5 is no longer in use.
 """
 
 from contextlib import nullcontext
 from typing import Any
 
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, Wrapper, note
-from kvfix.fixes.targets import MP_SCHEDULER_ADAPTER
-from kvfix.wrapping import after
+from kvfix.fixes.api import MP_SCHEDULER_ADAPTER, Fix, fix_after, note, stubs
 
 
-def fix(module: Any) -> Wrapper:
-    def _ensure_heartbeat_started(adapter: Any, answer: None) -> None:
-        if adapter._heartbeats:
-            return answer
-        note(__name__, "heartbeats are started")
-        with adapter._heartbeat_lock:
-            name = "req_client" if hasattr(adapter, "req_clients") else "mq_client"  # 0.5.5 renamed it
-            for url, client in getattr(adapter, f"{name}s").items():
-                if url not in adapter._heartbeats:
-                    event, interval = adapter._health_events[url], adapter._heartbeat_interval
-                    beats = module.HeartbeatThread(**{name: client}, health_event=event, interval=interval)
-                    beats.start()
-                    adapter._heartbeats[url] = beats
-        return answer
-
-    return after(_ensure_heartbeat_started)
+@fix_after(when=lambda adapter, answer: not adapter._heartbeats)
+def fix(adapter: Any, answer: None) -> None:
+    note(__name__, "heartbeats are started")
+    with adapter._heartbeat_lock:
+        name = "req_client" if hasattr(adapter, "req_clients") else "mq_client"  # 0.5.5 renamed it
+        for url, client in getattr(adapter, f"{name}s").items():
+            if url not in adapter._heartbeats:
+                event, interval = adapter._health_events[url], adapter._heartbeat_interval
+                thread = MP_SCHEDULER_ADAPTER.imported.HeartbeatThread
+                beats = thread(**{name: client}, health_event=event, interval=interval)
+                beats.start()
+                adapter._heartbeats[url] = beats
+    return answer
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
@@ -52,7 +41,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    MP_SCHEDULER_ADAPTER._ensure_heartbeat_started(broken=">=0.5.0,<=0.5.5", probe=shows_bug, fix=fix),
     effect="lost hits",
-    targets=(MP_SCHEDULER_ADAPTER._ensure_heartbeat_started(broken=">=0.5.0,<=0.5.5", probe=shows_bug, fix=fix),),
     evidence={"KVD205": ""},
 )

@@ -1,16 +1,13 @@
 """A worker's first load after an idle hour fails: the server drops a worker that has sent no ping.
 
-## Symptom
-The server logs `Reaped GPU instance ...: silent for 3600.0s (pinged=False)`. At the first request after that, the
-server logs `Rejecting RETRIEVE for unregistered GPU instance ID ...`. Up to 0.5.4 the server logs `No GPU context
+Symptom: The server logs `Reaped GPU instance ...: silent for 3600.0s (pinged=False)`. At the first request after that,
+the server logs `Rejecting RETRIEVE for unregistered GPU instance ID ...`. Up to 0.5.4 the server logs `No GPU context
 registered for instance ID ...` instead, and the request hangs.
 
-## Cause
-A server drops a worker that sends no ping within `worker_registration_grace_seconds` (multiprocess/config.py
+Cause: A server drops a worker that sends no ping within `worker_registration_grace_seconds` (multiprocess/config.py
 0.5.6:134). A worker pings only from its first store or load on (vllm_multi_process_adapter.py 0.5.6:1811, 1892).
 
-## Fix
-The fix starts the worker's heartbeat after `register_kv_caches`.
+Fix: The fix starts the worker's heartbeat after `register_kv_caches`.
 
 - Releases: LMCache 0.4.5 to 0.5.6; servers drop workers from 0.5.0 on.
 - Upstream: https://github.com/LMCache/LMCache/issues/4715 (open).
@@ -20,9 +17,7 @@ The fix starts the worker's heartbeat after `register_kv_caches`.
 import inspect
 from typing import Any
 
-from kvfix.fixes import stubs
-from kvfix.fixes.api import AT_START, Fix, fix_after, note
-from kvfix.fixes.targets import MP_WORKER_ADAPTER
+from kvfix.fixes.api import AT_START, MP_WORKER_ADAPTER, Fix, fix_after, note, stubs
 
 
 @fix_after()
@@ -47,8 +42,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    MP_WORKER_ADAPTER.register_kv_caches(broken=">=0.4.5,<=0.5.6", probe=shows_bug, fix=fix),
     effect="lost hits",
-    targets=(MP_WORKER_ADAPTER.register_kv_caches(broken=">=0.4.5,<=0.5.6", probe=shows_bug, fix=fix),),
     evidence={"KVD210": ""},
     attaches=AT_START,  # it acts when the worker registers
 )

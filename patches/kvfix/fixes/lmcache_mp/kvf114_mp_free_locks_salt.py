@@ -1,17 +1,13 @@
 """Chunks stay locked until a timeout: LMCache releases the locks of a request with a `cache_salt` under another key.
 
-## Symptom
-vLLM logs nothing. With `cache_salt`, chunks that vLLM already holds stay read-locked in the server for the read TTL
-(`read_ttl_seconds`, 300 s). Under pressure the server finds nothing to evict. Another request may lose its lock.
+Symptom: vLLM logs nothing. With `cache_salt`, chunks that vLLM already holds stay read-locked in the server for the
+read TTL (`read_ttl_seconds`, 300 s). Under pressure the server finds nothing to evict. Other requests may lose locks.
 
-## Cause
-`update_state_after_alloc` releases the locks of chunks that need no load, but does not pass the salt
+Cause: `update_state_after_alloc` releases the locks of chunks that need no load, but does not pass the salt
 (lmcache_mp_connector.py 0.5.0:1003). The salt is part of the key.
 
-## Fix
-While the hook runs, the client's `free_lookup_locks` gets the salt of the request.
+Fix: While the hook runs, the client's `free_lookup_locks` gets the salt of the request.
 
-- Releases: LMCache 0.4.5 to 0.5.0, and 0.4.5 to 0.5.4 with lmcache_mp_connector_0201. vLLM's copy: 0.26.0 to 0.33.0.
 - Upstream: https://github.com/LMCache/LMCache/issues/3770, fixed in 0.5.1;
   https://github.com/vllm-project/vllm/pull/44097.
 - Remove when: LMCache 0.5.0 is no longer in use, and vLLM's copy passes the salt.
@@ -20,10 +16,8 @@ While the hook runs, the client's `free_lookup_locks` gets the salt of the reque
 import functools
 from typing import Any
 
-from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix, Steps, fix_around, note
-from kvfix.fixes.targets import multi_process
-from kvfix.wrapping import replaced
+from kvfix.fixes import _mp
+from kvfix.fixes.api import Fix, Steps, fix_around, multi_process, note, replaced, stubs
 
 
 @fix_around(
@@ -47,8 +41,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    effect="leak",
-    targets=multi_process(
+    *multi_process(
         "update_state_after_alloc",
         shows_bug,
         fix,
@@ -57,6 +50,7 @@ FIX = Fix(
         for_0180="",
         place=1,
     ),
+    effect="leak",
     evidence={"KVR009": "^read locks of the server "},
     scenarios=("mp-free-locks-salt", "mp-free-locks-salt-in-tree"),
 )

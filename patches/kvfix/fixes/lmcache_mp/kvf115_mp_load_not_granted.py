@@ -1,31 +1,25 @@
 """EngineCore dies: LMCache starts a load for a request that vLLM computes itself, into blocks that are in use.
 
-## Symptom
-EngineCore dies with a bare `AssertionError` at `assert RequestStatus.is_finished(req.status)` in
+Symptom: EngineCore dies with a bare `AssertionError` at `assert RequestStatus.is_finished(req.status)` in
 `_update_from_kv_xfer_finished`. The crash needs a hit, and one of these:
 
 - `prompt_logprobs`, with which vLLM reads no cache
 - a MultiConnector that has chosen another connector
 
-## Cause
-`update_state_after_alloc` starts a load if the hit is larger than the number of tokens that vLLM has
+Cause: `update_state_after_alloc` starts a load if the hit is larger than the number of tokens that vLLM has
 (lmcache_mp_connector.py 0.5.4:850). It does so even if vLLM granted nothing of the hit (`num_external_tokens` 0).
 
-## Fix
-If nothing was granted, the tracker counts the whole hit as vLLM's own while the hook runs. The hook then starts no load
-and releases all locks.
+Fix: If nothing was granted, the tracker counts the whole hit as vLLM's own while the hook runs. The hook then starts no
+load and releases all locks.
 
-- Releases: LMCache 0.4.5 to 0.5.4, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201.
 - Upstream: https://github.com/LMCache/LMCache/issues/4355, fixed in 0.5.5.
 - Remove when: LMCache 0.5.4 is no longer in use.
 """
 
 from typing import Any
 
-from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix, Steps, fix_around, note
-from kvfix.fixes.targets import multi_process
-from kvfix.wrapping import GO_ON
+from kvfix.fixes import _mp
+from kvfix.fixes.api import GO_ON, Fix, Steps, fix_around, multi_process, note, stubs
 
 
 def _without_hit(connector: Any, request: Any, blocks: Any, num_external_tokens: int, *_: Any, **__: Any) -> Any:
@@ -62,7 +56,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    *multi_process("update_state_after_alloc", shows_bug, fix, lmcache=">=0.4.5,<=0.5.4", vllm="", place=2),
     effect="crash",
-    targets=multi_process("update_state_after_alloc", shows_bug, fix, lmcache=">=0.4.5,<=0.5.4", vllm="", place=2),
     evidence={"KVD111": "", "KVR004": ""},
 )

@@ -1,29 +1,22 @@
 """Chunks stay locked until a timeout: LMCache looks up a request that reads no cache, and never releases the locks.
 
-## Symptom
-vLLM logs nothing. Chunks stay read-locked in the server for the read TTL (`read_ttl_seconds`, 300 s), and under
-pressure the server finds nothing to evict. The requests that cause this ask for `prompt_logprobs`, or are pooling
-requests that skip the cache.
+Symptom: vLLM logs nothing. Chunks stay read-locked in the server for the read TTL (`read_ttl_seconds`, 300 s), and
+under pressure the server finds nothing to evict. Requests with `prompt_logprobs`, and pooling requests that skip the
+cache, cause this.
 
-## Cause
-vLLM asks the connector for every request and drops the answer for a request with `skip_reading_prefix_cache`
+Cause: vLLM asks the connector for every request and drops the answer for a request with `skip_reading_prefix_cache`
 (scheduler.py 0.32.0:983). If the lookup is still running, vLLM admits the request all the same. The connector then
 deletes the lookup (lmcache_mp_connector.py 0.5.6:1432), and releases no lock, because it does not know the hit.
 
-## Fix
-The fix returns no hit for a request that reads no cache, and sends no lookup. The request is stored as before.
+Fix: The fix returns no hit for a request that reads no cache, and sends no lookup. The request is stored as before.
 
-- Releases: LMCache 0.4.5 to 0.5.6, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM's copy: 0.26.0 to
-  0.33.0.
-- Upstream: None known.
 - Remove when: The connector sends no lookup for a request that reads no cache.
 """
 
 from typing import Any
 
 from kvfix.fixes import _mp
-from kvfix.fixes.api import Fix, fix_before, note
-from kvfix.fixes.targets import LMCACHE_MP, multi_process
+from kvfix.fixes.api import LMCACHE_MP, Fix, fix_before, multi_process, note
 
 
 @fix_before(when=lambda connector, request, *_, **__: getattr(request, "skip_reading_prefix_cache", False))
@@ -44,11 +37,9 @@ def new_request_shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    *multi_process("get_num_new_matched_tokens", shows_bug, fix, place=4),
+    LMCACHE_MP.on_new_request(broken=">=0.5.4,<=0.5.6", probe=new_request_shows_bug, fix=fix, place=2),
     effect="leak",
-    targets=(
-        *multi_process("get_num_new_matched_tokens", shows_bug, fix, place=4),
-        LMCACHE_MP.on_new_request(broken=">=0.5.4,<=0.5.6", probe=new_request_shows_bug, fix=fix, place=2),
-    ),
     evidence={"KVR009": "^read locks of the server "},
     scenarios=("mp-lookup-for-nothing", "mp-lookup-for-nothing-in-tree"),
 )

@@ -1,15 +1,13 @@
 """The worker leaks the id of every ended request, and a request that reuses an id never frees its blocks.
 
-## Symptom
-Nothing shows at first: the workers' memory grows with every request, by 100 to 150 bytes. If an id is reused (with a
-vLLM that takes ids from clients), the blocks of that request are never freed, and the KV cache fills up.
+Symptom: Nothing shows at first: the workers' memory grows with every request, by 100 to 150 bytes. If an id is reused
+(with a vLLM that takes ids from clients), the blocks of that request are never freed, and the KV cache fills up.
 
-## Cause
-The adapter keeps the ids that it has reported as done, because with asynchronous scheduling two steps may ask for the
-same id (`_returned_finished`, vllm_multi_process_adapter.py 0.5.6:2034). It removes no id, and reports none twice.
+Cause: The adapter keeps the ids that it has reported as done, because with asynchronous scheduling two steps may ask
+for the same id (`_returned_finished`, vllm_multi_process_adapter.py 0.5.6:2034). It removes no id, and reports none
+twice.
 
-## Fix
-The fix keeps the last 32 to 64 ids, and always all ids of the last step in which requests ended.
+Fix: The fix keeps the last 32 to 64 ids, and always all ids of the last step in which requests ended.
 
 - Releases: LMCache 0.4.3 to 0.5.6, with its own connector and with vLLM's copy.
 - Upstream: https://github.com/LMCache/LMCache/issues/5339 (open); https://github.com/LMCache/LMCache/pull/5363 (open)
@@ -19,51 +17,28 @@ The fix keeps the last 32 to 64 ids, and always all ids of the last step in whic
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, MutableSet
 from typing import Any
 
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, fix_after, note
-from kvfix.fixes.targets import MP_WORKER_ADAPTER
+from kvfix.fixes.api import MP_WORKER_ADAPTER, Fix, fix_after, note, stubs
 
 KEPT = 32
 
 
-class Recent(MutableSet[str]):
-    """A bounded set of ids. When more than KEPT ids are new, they become the old ones, and the old ones are dropped.
+class Recent(set[str]):
+    """A bounded set of ids. When more than KEPT ids are in it, they become the old ones, and the old ones are dropped.
 
-    `update` runs in every step and is the `update` of a plain set. `in` runs only once for each request that ends, so
-    it drops the old ids. It does so at most once between two updates, and never drops the ids of the last update.
+    `update` runs in every step. `in` runs only once for each request that ends, so it drops the old ids. It does so at
+    most once between two updates, and never drops the ids of the last update. LMCache calls no other function.
     """
 
-    def __init__(self) -> None:
-        self._old: set[str] = set()
-        self._new: set[str] = set()
-        self.update = self._new.update
-
-    @classmethod
-    def _from_iterable(cls, ids: Iterable[str]) -> set[str]:  # type: ignore[override]
-        return set(ids)
+    old: frozenset[str] = frozenset()
 
     def __contains__(self, request_id: object) -> bool:
-        if len(self._new) > KEPT:
-            note(__name__, f"{len(self._old)} ids of ended requests are dropped")
-            self._old = set(self._new)
-            self._new.clear()
-        return request_id in self._new or request_id in self._old
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._new | self._old)
-
-    def __len__(self) -> int:
-        return len(self._new | self._old)
-
-    def add(self, value: str) -> None:
-        self._new.add(value)
-
-    def discard(self, value: str) -> None:
-        self._new.discard(value)
-        self._old.discard(value)
+        if len(self) > KEPT:
+            note(__name__, f"{len(self.old)} ids of ended requests are dropped")
+            self.old = frozenset(self)
+            self.clear()
+        return super().__contains__(request_id) or request_id in self.old
 
 
 @fix_after()
@@ -86,8 +61,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    MP_WORKER_ADAPTER.target("__init__", broken=">=0.4.3", probe=shows_bug, fix=fix),
     effect="wrong output",
-    targets=(MP_WORKER_ADAPTER.target("__init__", broken=">=0.4.3", probe=shows_bug, fix=fix),),
     evidence={"KVR009": r"^worker_adapter\._returned_finished "},
     scenarios=("mp-ended-ids-kept", "mp-ended-ids-kept-in-tree"),
 )

@@ -1,13 +1,11 @@
 """Hits return wrong text with a sliding window: LMCache stores null blocks, or blocks that vLLM has freed.
 
-## Symptom
-No error is logged. Prompts that hit the cache return wrong text, until the chunks are evicted. The model has layers of
-full attention and of sliding windows (Gemma, gpt-oss).
+Symptom: No error is logged. Prompts that hit the cache return wrong text, until the chunks are evicted. The model has
+layers of full attention and of sliding windows (Gemma, gpt-oss).
 
-## Cause
-vLLM keeps only the blocks of a window. After a prefix hit, the request's list has null block 0 in place of the blocks
-before the window. vLLM frees more blocks as the window moves on. LMCache's tracker only adds blocks to its own list,
-which later stores use (`slice_block_ids_per_group`, v1/multiprocess/group_view.py 0.5.6:180).
+Cause: vLLM keeps only the blocks of a window. After a prefix hit, the request's list has null block 0 in place of the
+blocks before the window. vLLM frees more blocks as the window moves on. LMCache's tracker only adds blocks to its own
+list, which later stores use (`slice_block_ids_per_group`, v1/multiprocess/group_view.py 0.5.6:180).
 
 The list is wrong in two cases. In the first case, vLLM has a prefix hit on tokens that LMCache has evicted, and the
 blocks in the list are null blocks. (Up to 0.5.5 this happens after every prefix hit in vLLM for which LMCache has no
@@ -17,21 +15,18 @@ chunk is stored late, when other requests already have its blocks.
 The server leaves a chunk out only if all blocks of all its groups are null (modules/lmcache_driven_transfer.py
 0.5.6:86). So the chunk gets a valid key with wrong KV. A later hit that ends at this chunk reads the wrong KV.
 
-## Fix
-The fix ends a store before the first chunk whose window blocks vLLM no longer has, because they are null or freed. The
-request stores no later chunk, because no prefix hit would find it. One disadvantage: with `--separate-object-groups`
-the server could have stored the full-attention part of these chunks.
+Fix: The fix ends a store before the first chunk whose window blocks vLLM no longer has, because they are null or freed.
+The request stores no later chunk, because no prefix hit would find it. One disadvantage: with
+`--separate-object-groups` the server could have stored the full-attention part of these chunks.
 
 - Releases: LMCache 0.4.7 to 0.5.6. Earlier releases were not tested with several KV groups.
-- Upstream: None known.
 - Remove when: The tracker stores no block that vLLM has taken out of the list.
 """
 
 from typing import Any
 
 from kvfix.fixes import _closed, _mp, _windows
-from kvfix.fixes.api import Fix, fix_after, note
-from kvfix.fixes.targets import LMCACHE_MP
+from kvfix.fixes.api import LMCACHE_MP, Fix, fix_after, note
 
 
 @fix_after(when=_windows.has_transfers, on_fault=_closed.drop_stores)
@@ -97,11 +92,9 @@ def cached_shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    LMCACHE_MP._process_new_requests(broken=">=0.4.7,<=0.5.6", probe=new_shows_bug, fix=fix_new),
+    LMCACHE_MP._process_cached_requests(broken=">=0.4.7,<=0.5.6", probe=cached_shows_bug, fix=fix_cached),
     effect="wrong output",
-    targets=(
-        LMCACHE_MP._process_new_requests(broken=">=0.4.7,<=0.5.6", probe=new_shows_bug, fix=fix_new),
-        LMCACHE_MP._process_cached_requests(broken=">=0.4.7,<=0.5.6", probe=cached_shows_bug, fix=fix_cached),
-    ),
     evidence={"KVR014": r"null blocks|freed before"},
     scenarios=("mp-window-stored-null", "mp-window-stored-late"),
     no_patch={

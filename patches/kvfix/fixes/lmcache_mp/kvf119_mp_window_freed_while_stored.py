@@ -1,12 +1,10 @@
 """Hits return wrong text with sliding windows or Mamba states: vLLM frees a block while the server still copies it.
 
-## Symptom
-No error. Under load, prompts that hit the cache return wrong text, until the chunks are evicted. The model has full
-attention, and sliding windows (Gemma, gpt-oss) or states (Mamba, GDN: Qwen3-Next, Nemotron-H).
+Symptom: No error. Under load, prompts that hit the cache return wrong text, until the chunks are evicted. The model has
+full attention, and sliding windows (Gemma, gpt-oss) or states (Mamba, GDN: Qwen3-Next, Nemotron-H).
 
-## Cause
-The server copies the blocks of a store after the step, and the engine does not wait for the copy. In the next step the
-window begins at a later token. vLLM frees the blocks before the window at once (`remove_skipped_blocks`,
+Cause: The server copies the blocks of a store after the step, and the engine does not wait for the copy. In the next
+step the window begins at a later token. vLLM frees the blocks before the window at once (`remove_skipped_blocks`,
 v1/core/single_type_kv_cache_manager.py 0.32.0:672). vLLM may give these blocks to another request in the same step. For
 layers with states, vLLM keeps only the state of the last step and frees the earlier states.
 
@@ -14,23 +12,20 @@ At the end of a request, vLLM also frees such blocks at once (scheduler.py 0.32.
 the request only when the stores have ended. LMCache waits for its stores only after a preemption
 (`need_flush_before_forward`, lmcache_mp_connector.py 0.5.6:1478).
 
-## Fix
-The fix records which blocks of a window are being stored, and which of these blocks vLLM has already freed. When a
+Fix: The fix records which blocks of a window are being stored, and which of these blocks vLLM has already freed. When a
 freed block is in use again in a step, the fix sets the flag in the step's metadata that LMCache sets after a
 preemption. The workers then wait for the stores in flight before anything is written. They wait at most LMCache's own
 `mq_timeout` for each store. Up to 0.5.5 this needs KVF106.
 
 - Releases: LMCache 0.4.7 to 0.5.6. Earlier releases were not tested with several KV groups.
-- Upstream: None known.
 - Remove when: vLLM keeps a block, or LMCache holds it, until it is stored.
 """
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvfix.fixes import _closed, _windows, stubs
-from kvfix.fixes.api import Fix, fix_after, note
-from kvfix.fixes.targets import LMCACHE_MP
+from kvfix.fixes import _closed, _windows
+from kvfix.fixes.api import LMCACHE_MP, Fix, fix_after, note, stubs
 
 #: If more freed blocks than this may still be copied, a step waits anyway, because each step looks at all of them.
 _MOST = 1024
@@ -123,8 +118,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    LMCACHE_MP._process_cached_requests(broken=">=0.4.7,<=0.5.6", probe=shows_bug, fix=fix, place=2),
     effect="wrong output",
-    targets=(LMCACHE_MP._process_cached_requests(broken=">=0.4.7,<=0.5.6", probe=shows_bug, fix=fix, place=2),),
     evidence={"KVR014": r"used again"},
     scenarios=("mp-window-freed-while-stored", "mp-window-freed-at-end", "mp-state-freed-while-stored"),
     no_patch={"lmcache": "who keeps a block until it is stored, vLLM or the connector, is for both to decide"},

@@ -1,29 +1,24 @@
 """Hits on a streaming session return wrong text: LMCache stores chunks whose KV is not computed yet.
 
-## Symptom
-Nothing is logged. With speculative decoding or asynchronous scheduling, requests that hit the stored KV of a session
-(streaming input) return wrong text.
+Symptom: Nothing is logged. With speculative decoding or asynchronous scheduling, requests that hit the stored KV of a
+session (streaming input) return wrong text.
 
-## Cause
-The tracker adds up the tokens of all steps (`num_scheduled_tokens`, lmcache_mp_metadata.py 0.5.6:273). The sum includes
-rejected drafts, and tokens that were in flight when a turn ended and that vLLM drops. While a turn is generated, the
-number of known tokens limits what is stored. When input comes, many more tokens are known than are computed, and the
-tracker stores chunks that are not computed yet.
+Cause: The tracker adds up the tokens of all steps (`num_scheduled_tokens`, lmcache_mp_metadata.py 0.5.6:273). The sum
+includes rejected drafts, and tokens that were in flight when a turn ended and that vLLM drops. While a turn is
+generated, the number of known tokens limits what is stored. When input comes, many more tokens are known than are
+computed, and the tracker stores chunks that are not computed yet.
 
-## Fix
-If vLLM schedules a tracked request as new, the fix sets the count to the tokens that vLLM has computed.
+Fix: If vLLM schedules a tracked request as new, the fix sets the count to the tokens that vLLM has computed.
 
 - Releases: LMCache 0.4.5 to 0.5.5, and 0.5.6 with `lmcache.mp.save_decode_cache`; 0.4.4 to 0.5.5 with
   lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.33.0.
-- Upstream: None known.
 - Remove when: `_process_new_requests` sets the count from `num_computed_tokens`.
 """
 
 from typing import Any
 
-from kvfix.fixes import _closed, _mp, stubs
-from kvfix.fixes.api import Fix, fix_before, note
-from kvfix.fixes.targets import multi_process
+from kvfix.fixes import _closed, _mp
+from kvfix.fixes.api import Fix, fix_before, multi_process, note, stubs
 
 
 @fix_before(
@@ -49,8 +44,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    *multi_process("_process_new_requests", shows_bug, fix, lmcache=">=0.4.5"),
     effect="wrong output",
-    targets=multi_process("_process_new_requests", shows_bug, fix, lmcache=">=0.4.5"),
     evidence={"KVR008": ""},
     scenarios=("mp-session-stores-ahead", "mp-session-stores-ahead-in-tree"),
 )

@@ -1,32 +1,26 @@
 """Old KV is hit after a weight update: `reset_cache` answers True while chunks are still in use.
 
-## Symptom
-Nothing is logged. After an update of the weights, `reset_prefix_cache(reset_running_requests=True,
+Symptom: Nothing is logged. After an update of the weights, `reset_prefix_cache(reset_running_requests=True,
 reset_connector=True)` answers True. Later requests hit KV of the old weights and return wrong text.
 
-## Cause
-`reset_cache` (0.5.6 lmcache_mp_connector.py:1201) asks the servers to clear the chunks that have no lock, and answers
-True. A chunk of a store in flight has a lock. When the store is done, KV of the old weights is under a valid key. The
-lookup of a waiting request also locks the chunks that it finds. They are loaded after the reset.
+Cause: `reset_cache` (0.5.6 lmcache_mp_connector.py:1201) asks the servers to clear the chunks that have no lock, and
+answers True. A chunk of a store in flight has a lock. When the store is done, KV of the old weights is under a valid
+key. The lookup of a waiting request also locks the chunks that it finds. They are loaded after the reset.
 
-## Fix
-The fix answers False if vLLM still has requests: running, waiting, or ended with a store in flight. The servers still
-clear the chunks that have no lock. Call the reset again when the requests have ended.
+Fix: The fix answers False if vLLM still has requests: running, waiting, or ended with a store in flight. The servers
+still clear the chunks that have no lock. Call the reset again when the requests have ended.
 
 LMCache never clears the L2 of a server (`--l2-adapter`, v1/distributed/storage_manager.py:1244-1255). The answer is
 still True, because the connector cannot know about the L2. Empty the L2 yourself.
 
-- Releases: LMCache 0.5.6. Earlier releases and vLLM's copy of the connector have no `reset_cache`. For these, see
-  KVF029.
-- Upstream: None known.
+- Releases: LMCache 0.5.6. Earlier releases and vLLM's copy of the connector have no `reset_cache`: KVF029.
 - Remove when: The server drops chunks that were in use during a reset, as soon as they are free.
 """
 
 from typing import Any
 
-from kvfix.fixes import _closed, _scheduler, stubs
-from kvfix.fixes.api import Fix, fix_after, fix_before
-from kvfix.fixes.targets import LMCACHE_MP, SCHEDULER
+from kvfix.fixes import _closed, _scheduler
+from kvfix.fixes.api import LMCACHE_MP, SCHEDULER, Fix, fix_after, fix_before, stubs
 
 
 @fix_after(when=lambda impl, answer: answer, on_fault=_closed.refuse)
@@ -53,10 +47,8 @@ def shows_bug(hook: Any, connector: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    LMCACHE_MP.reset_cache(broken=">=0.5.6", probe=shows_bug, fix=fix),
+    SCHEDULER.reset_connector_cache(broken=">=0.15.1", fix=fix_scheduler, helper=True),
     effect="wrong output",
-    targets=(
-        LMCACHE_MP.reset_cache(broken=">=0.5.6", probe=shows_bug, fix=fix),
-        SCHEDULER.reset_connector_cache(broken=">=0.15.1", probe=stubs.cannot_tell, fix=fix_scheduler, helper=True),
-    ),
     no_patch={"lmcache": "chunks in use can be dropped only when their use ends: a change of the server's protocol"},
 )

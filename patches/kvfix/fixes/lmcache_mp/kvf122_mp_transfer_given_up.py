@@ -1,11 +1,9 @@
 """Wrong text after a late heartbeat: the server runs transfers that the worker dropped, in other requests' blocks.
 
-## Symptom
-The worker logs `LMCache server is unhealthy — entering degraded mode`, and later `LMCache server is healthy again`.
-Then running requests, and prompts that hit the cache, return wrong text with HTTP 200, until the chunks are evicted.
+Symptom: The worker logs `LMCache server is unhealthy — entering degraded mode`, and later `LMCache server is healthy
+again`. Then running requests, and hits, return wrong text with HTTP 200, until the chunks are evicted.
 
-## Cause
-A ping that has no answer within 10 seconds (`lmcache.mp.heartbeat_interval`) makes the worker unhealthy
+Cause: A ping that has no answer within 10 seconds (`lmcache.mp.heartbeat_interval`) makes the worker unhealthy
 (vllm_multi_process_adapter.py 0.5.6:583). `get_finished` then drops the futures of all transfers, and reports the loads
 as failed and the stores as done (0.5.6:2074, 2208). vLLM frees the blocks.
 
@@ -13,24 +11,21 @@ But LMCache does not recall the transfers. A server that was only slow, or stopp
 afterwards. A late load overwrites the KV of the requests that have the blocks by then. A late store saves the KV of
 these requests under wrong keys. After a preemption an unhealthy worker does not wait for stores either (0.5.6:2403).
 
-## Fix
-While the worker is unhealthy and connected, `get_finished` reports only transfers that the server has answered. After a
-preemption the worker waits for the stores in flight. It waits at most LMCache's own `mq_timeout` for each store.
+Fix: While the worker is unhealthy and connected, `get_finished` reports only transfers that the server has answered.
+After a preemption the worker waits for the stores in flight. It waits at most `mq_timeout` for each store.
 
 When the connection is lost (the server's process has ended), the client answers the transfers in flight with a failure.
 Until the client is connected again, LMCache works as it does without the fix. If a server hangs for ever, the blocks of
 its transfers stay in use until the server's process ends. With gRPC the fix changes nothing.
 
 - Releases: LMCache 0.5.6. Up to 0.5.5 the bug cannot be fixed from outside: KVF904.
-- Upstream: None known.
 - Remove when: A worker keeps a transfer until the server has answered or is gone.
 """
 
 from typing import Any
 
-from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix, Steps, fix_after, fix_around, fix_before, note
-from kvfix.fixes.targets import MP_CLIENT, MP_WORKER_ADAPTER
+from kvfix.fixes import _closed, _mp
+from kvfix.fixes.api import MP_CLIENT, MP_WORKER_ADAPTER, Fix, Steps, fix_after, fix_around, fix_before, note, stubs
 from kvfix.wrapping import GO_ON, replaced
 
 #: Operations of the client that move KV, and what the server answers if it has moved nothing: no event, no success.
@@ -59,23 +54,16 @@ def hold(adapter: Any, *_: Any, **__: Any) -> Steps:
         return (yield)
 
 
-def _connected(client: Any, *_: Any, **__: Any) -> Any:
-    client._kvfix_connected = True
-    return GO_ON
-
-
-@fix_before(when=lambda client: not getattr(client, "_kvfix_connected", False), on_fault=_connected)
+@fix_before(
+    when=lambda client: not getattr(client, "_kvfix_connected", False),
+    on_fault=_closed.set_to("_kvfix_connected", True),
+)
 def note_connection(client: Any) -> None:
     client._kvfix_connected = True
 
 
-def _lost(client: Any, answer: Any, *_: Any, **__: Any) -> Any:
-    """Drop the worker's transfers. A server that has ended writes nothing."""
-    client._kvfix_connected = False
-    return answer
-
-
-@fix_after(on_fault=_lost)
+# After an error, the worker's transfers are dropped. A server that has ended writes nothing.
+@fix_after(on_fault=_closed.set_to("_kvfix_connected", False))
 def fail_transfers(client: Any, answer: Any) -> Any:
     client._kvfix_connected = False
     if _mp.answer_in_flight(client, _FAILED):
@@ -137,14 +125,12 @@ def unanswered(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    MP_WORKER_ADAPTER.get_finished(broken="==0.5.6", probe=shows_bug, fix=hold),
+    MP_WORKER_ADAPTER.get_finished_with_lazy_offload(broken="==0.5.6", probe=shows_bug, fix=hold),
+    MP_WORKER_ADAPTER.handle_preemptions(broken="==0.5.6", probe=preemption_shows_bug, fix=hold, helper=True),
+    MP_CLIENT.process_inbound(broken="==0.5.6", probe=unnoted, fix=note_connection, helper=True),
+    MP_CLIENT.cancel_streams(broken="==0.5.6", probe=unanswered, fix=fail_transfers, helper=True),
     effect="wrong output",
-    targets=(
-        MP_WORKER_ADAPTER.get_finished(broken="==0.5.6", probe=shows_bug, fix=hold),
-        MP_WORKER_ADAPTER.get_finished_with_lazy_offload(broken="==0.5.6", probe=shows_bug, fix=hold),
-        MP_WORKER_ADAPTER.handle_preemptions(broken="==0.5.6", probe=preemption_shows_bug, fix=hold, helper=True),
-        MP_CLIENT.process_inbound(broken="==0.5.6", probe=unnoted, fix=note_connection, helper=True),
-        MP_CLIENT.cancel_streams(broken="==0.5.6", probe=unanswered, fix=fail_transfers, helper=True),
-    ),
     evidence={"KVD204": r"^a ping timed out"},
     scenarios=("mp-load-after-given-up", "mp-store-after-given-up", "mp-preempted-while-silent"),
     no_patch={"lmcache": "to recall a transfer, or to wait for it, is a change of the protocol, not of a function"},

@@ -1,33 +1,26 @@
 """Wrong text with a sliding window and several MTP modules: vLLM caches a block that LMCache did not load.
 
-## Symptom
-No error. Prompts that hit vLLM's own prefix cache return wrong text. The model has layers of full attention and of
-sliding windows, and speculative decoding with more than two modules (`num_speculative_tokens` above 2 with MTP).
+Symptom: No error. Prompts that hit vLLM's own prefix cache return wrong text. The model has layers of full attention
+and of sliding windows, and speculative decoding with more than two modules (`num_speculative_tokens` above 2 with MTP).
 
-## Cause
-With several modules, a drafter may compute the last tokens once more, so vLLM keeps `extra_retained_tokens` in front of
-a window (v1/core/single_type_kv_cache_manager.py 0.32.0:1154). After a hit vLLM has a block for these tokens, counts it
-as loaded, and caches it under its hash. LMCache registers only the window (kv_cache_groups.py 0.5.6:129), so it stores
-and loads only the window. The block keeps the KV of another request.
+Cause: With several modules, a drafter may compute the last tokens once more, so vLLM keeps `extra_retained_tokens` in
+front of a window (v1/core/single_type_kv_cache_manager.py 0.32.0:1154). After a hit vLLM has a block for these tokens,
+counts it as loaded, and caches it under its hash. LMCache registers only the window (kv_cache_groups.py 0.5.6:129), so
+it stores and loads only the window. The block keeps the KV of another request.
 
-## Fix
-The fix registers a longer window with the server: the window plus these tokens, in whole blocks.
+Fix: The fix registers a longer window with the server: the window plus these tokens, in whole blocks.
 
-## Mixed roll-out
-Install the fix on all engines that share a server, or on none of them. The engines register the sliding window with the
-server. If a window is shorter than a chunk, the stored chunks have other sizes or keys. Stop the engines, empty the
-server's L2, and start all of them with the fix.
+Mixed roll-out: Install the fix on all engines that share a server, or on none of them. The engines register the sliding
+window with the server. If a window is shorter than a chunk, the stored chunks have other sizes or keys. Stop the
+engines, empty the server's L2, and start all of them with the fix.
 
 - Releases: LMCache 0.4.7 to 0.5.6 with vLLM 0.32. Earlier releases of both were not tested with such models.
-- Upstream: None known.
 - Remove when: `_resolve_per_layer_sw_sizes` adds `extra_retained_tokens`.
 """
 
 from typing import Any
 
-from kvfix.fixes import stubs
-from kvfix.fixes.api import AT_START, Fix, fix_after
-from kvfix.fixes.targets import MP_KV_GROUPS
+from kvfix.fixes.api import AT_START, MP_KV_GROUPS, Fix, fix_after, stubs
 
 _EXTRA = "extra_retained_tokens"
 
@@ -64,8 +57,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    MP_KV_GROUPS._resolve_per_layer_sw_sizes(broken=">=0.4.7", probe=shows_bug, fix=fix),
     effect="wrong output",
-    targets=(MP_KV_GROUPS._resolve_per_layer_sw_sizes(broken=">=0.4.7", probe=shows_bug, fix=fix),),
     no_patch={"lmcache": "a patch changes the server's objects, and LMCache must decide what to do with the old ones"},
     attaches=AT_START,  # the windows are registered when the worker starts
     opt_in=True,

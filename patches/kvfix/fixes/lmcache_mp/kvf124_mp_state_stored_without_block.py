@@ -1,36 +1,30 @@
 """Hits return wrong text with Mamba or GDN layers: LMCache stores a null block or another request's block as a state.
 
-## Symptom
-No error is logged. Prompts that hit the cache return wrong text, until the chunks are evicted. The model has layers of
-attention and of states (Qwen3-Next, Nemotron-H, Granite 4).
+Symptom: No error is logged. Prompts that hit the cache return wrong text, until the chunks are evicted. The model has
+layers of attention and of states (Qwen3-Next, Nemotron-H, Granite 4).
 
-## Cause
-With `mamba_cache_mode="align"` vLLM keeps a state only at the end of each step. For every other block the request's
-list has null block 0 (`MambaManager.allocate_new_blocks`, v1/core/single_type_kv_cache_manager.py 0.32.0:1780). vLLM
-frees the state before the last one (:1624). LMCache's tracker keeps the list as vLLM first gave it.
+Cause: With `mamba_cache_mode="align"` vLLM keeps a state only at the end of each step. For every other block the
+request's list has null block 0 (`MambaManager.allocate_new_blocks`, v1/core/single_type_kv_cache_manager.py
+0.32.0:1780). vLLM frees the state before the last one (:1624). LMCache's tracker keeps the list as vLLM first gave it.
 
 For each chunk, the server stores the state that the chunk's last block holds. The server leaves the state out only if
 all blocks of the chunk are null (modules/lmcache_driven_transfer.py 0.5.6:86). In a chunk of several blocks an earlier
 block may hold a state. The server then stores the last block, although it is null. After a failed load, a store comes
 late. It then stores a block that already belongs to another request.
 
-## Fix
-The fix acts after the hooks that add stores to the step's metadata. If a chunk ends neither where the step begins nor
-where it ends, the fix sets all blocks of the chunk in the state group to null. The server then leaves the state out,
-and no hit ends there. This works with `lmcache server --separate-object-groups`. Without this option, see KVF125.
+Fix: The fix acts after the hooks that add stores to the step's metadata. If a chunk ends neither where the step begins
+nor where it ends, the fix sets all blocks of the chunk in the state group to null. The server then leaves the state
+out, and no hit ends there. This works with `lmcache server --separate-object-groups`. Without this option, see KVF125.
 
 - Releases: LMCache 0.5.4 to 0.5.6. According to their source code, 0.4.7 to 0.5.3 have the bug too. The server of 0.4.7
   to 0.5.3 stores null blocks of every model (KVF125).
-- Upstream: None known.
-- Remove when: The server leaves out a state whose own block is null, and the tracker removes blocks that vLLM has
-  freed.
+- Remove when: The server leaves out a state whose own block is null, and the tracker removes freed blocks.
 """
 
 from typing import Any
 
 from kvfix.fixes import _closed, _mp, _windows
-from kvfix.fixes.api import Fix, fix_after, note
-from kvfix.fixes.targets import LMCACHE_MP
+from kvfix.fixes.api import LMCACHE_MP, Fix, fix_after, note
 
 
 @fix_after(when=_windows.has_transfers, on_fault=_closed.drop_stores)
@@ -76,11 +70,9 @@ def _stored(hook: Any, module: Any, connector: Any, computed: int, **blocks: Any
 
 FIX = Fix(
     __name__,
+    LMCACHE_MP._process_new_requests(broken=">=0.4.7,<=0.5.6", probe=new_shows_bug, fix=fix, place=1),
+    LMCACHE_MP._process_cached_requests(broken=">=0.4.7,<=0.5.6", probe=cached_shows_bug, fix=fix, place=1),
     effect="wrong output",
-    targets=(
-        LMCACHE_MP._process_new_requests(broken=">=0.4.7,<=0.5.6", probe=new_shows_bug, fix=fix, place=1),
-        LMCACHE_MP._process_cached_requests(broken=">=0.4.7,<=0.5.6", probe=cached_shows_bug, fix=fix, place=1),
-    ),
     evidence={"KVR014": r"null blocks|freed before"},
     scenarios=("mp-state-stored-null",),
 )

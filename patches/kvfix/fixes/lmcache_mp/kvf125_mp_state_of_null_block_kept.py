@@ -1,19 +1,16 @@
 """Hits return wrong text with Mamba or GDN layers: the server stores a chunk whose state lies in a null block.
 
-## Symptom
-No error. Prompts that hit the cache return wrong text, until the chunks are evicted. The model has attention layers and
-layers with states (Mamba, GDN: Qwen3-Next, Nemotron-H, Granite 4). With the default options of `lmcache server`, one
-step with more tokens than a block triggers the bug.
+Symptom: No error. Prompts that hit the cache return wrong text, until the chunks are evicted. The model has attention
+layers and layers with states (Mamba, GDN: Qwen3-Next, Nemotron-H, Granite 4). With the default options of `lmcache
+server`, one step with more tokens than a block triggers the bug.
 
-## Cause
-In mode "align", vLLM keeps only the state block at the end of a step. Every other block of the state is the null block
-0. The server leaves a chunk out only if all blocks of all KV groups in its object are null (`all_null_chunk_masks`,
-modules/lmcache_driven_transfer.py 0.5.6:85). By default all KV groups are in one object, and the blocks of attention
-are never null. So the server stores the chunk with the null block as its state, under a valid key.
+Cause: In mode "align", vLLM keeps only the state block at the end of a step. Every other block of the state is the null
+block 0. The server leaves a chunk out only if all blocks of all KV groups in its object are null
+(`all_null_chunk_masks`, modules/lmcache_driven_transfer.py 0.5.6:85). By default all KV groups are in one object, and
+the blocks of attention are never null. So the server stores the chunk with the null block as its state.
 
-## Fix
-The fix acts in the server. It also leaves a chunk out if the chunk's last block is null in any KV group of the object.
-For a state, the server stores only this last block. For a sliding window, a hit reads the part that ends in this block.
+Fix: The fix acts in the server. It also leaves a chunk out if the chunk's last block is null in any KV group of the
+object. For a state, the server stores only this block. For a sliding window, a hit reads the part up to this block.
 
 Start the server with the fix: `kvfix run -- lmcache server ...`. The engines do not need the fix. Delete the files of
 the server's L2 adapters first, because chunks that were stored wrong stay wrong. With `--separate-object-groups` hits
@@ -21,15 +18,12 @@ are longer. Without this option all KV groups are in one object, so a hit ends b
 
 - Releases: LMCache 0.5.4 to 0.5.6. Earlier servers do not check the blocks. With such models, they refuse a step of two
   blocks.
-- Upstream: None known.
 - Remove when: The server stores no chunk with a null block in a part that a hit reads.
 """
 
 from typing import Any
 
-from kvfix.fixes import stubs
-from kvfix.fixes.api import AT_START, Fix, fix_after
-from kvfix.fixes.targets import MP_SERVER_TRANSFER
+from kvfix.fixes.api import AT_START, MP_SERVER_TRANSFER, Fix, fix_after, stubs
 
 
 # After an error of the fix, every chunk is left out of the store.
@@ -53,8 +47,8 @@ def shows_bug(function: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    MP_SERVER_TRANSFER.all_null_chunk_masks(broken=">=0.5.4", probe=shows_bug, fix=fix),
     effect="wrong output",
-    targets=(MP_SERVER_TRANSFER.all_null_chunk_masks(broken=">=0.5.4", probe=shows_bug, fix=fix),),
     scenarios=("mp-state-kept-null",),
     attaches=AT_START,  # it is for the server, which `kvfix attach` does not reach
 )

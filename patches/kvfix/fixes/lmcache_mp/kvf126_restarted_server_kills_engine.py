@@ -1,23 +1,21 @@
 """EngineCore dies 300 seconds after a restart of the LMCache server: the new server does not know the worker.
 
-## Symptom
+Symptom:
 - Server, after a restart: `non-GPU context not registered (or reaped) for instance ID ...`.
 - Engine: no line for 300 seconds, then `TimeoutError: RPC call to execute_model timed out.` and EngineDeadError.
 - With LMCache-driven transfer, no hits until the engine restarts: `Rejecting STORE for unregistered GPU instance ID`.
 
-## Cause
-A worker registers again only after a ping without an answer (vllm_multi_process_adapter.py 0.5.6:583-590). Pings are 10
-seconds apart (`lmcache.mp.heartbeat_interval`), and the new server answers pings of a worker that it does not know. So
-nobody notices a restart between two pings.
+Cause: A worker registers again only after a ping without an answer (vllm_multi_process_adapter.py 0.5.6:583-590). Pings
+are 10 seconds apart (`lmcache.mp.heartbeat_interval`), and the new server answers pings of a worker that it does not
+know. So nobody notices a restart between two pings.
 
 The new server raises at the worker's next store, and sends no answer (multiprocess/transport/zmq_impl/mq.py 0.5.6:725).
 With engine-driven transfer the worker waits for that answer in the step, for 300 seconds (`lmcache.mp.mq_timeout`).
 vLLM ends the step after 300 seconds too. A request that was in flight when the server ended gets no answer either.
 
-## Fix
-LMCache's client notices a lost connection. The fix then answers the calls in flight: a lookup has no hit, a load or
-store has failed. Until the worker has registered again, the fix answers its loads and stores in the same way, and does
-not send them. The next heartbeat counts the worker as unhealthy, so LMCache registers the worker again. The engine
+Fix: LMCache's client notices a lost connection. The fix then answers the calls in flight: a lookup has no hit, a load
+or store has failed. Until the worker has registered again, the fix answers its loads and stores in the same way, and
+does not send them. The next heartbeat counts the worker as unhealthy, so LMCache registers the worker again. The engine
 continues, without stores and loads until that heartbeat. With gRPC the fix changes nothing.
 
 If only the network was interrupted, the server still knows the worker. The loads fail until the next heartbeat all the
@@ -25,17 +23,13 @@ same, and their read locks stay on the server until they time out.
 
 - Releases: LMCache 0.5.6. Earlier releases have no fix: up to 0.5.5 the client does not notice a lost connection
   (multiprocess/mq.py 0.5.5:281). There, restart the engine together with the server.
-- Upstream: None known.
-- Remove when: A worker registers again after a lost connection, and a request in flight fails when the connection is
-  lost.
+- Remove when: A worker registers again after a lost connection, and requests in flight then fail.
 """
 
 from typing import Any
 
-from kvfix import engine_log
-from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import Fix, Steps, fix_after, fix_around, fix_before
-from kvfix.fixes.targets import MP_CLIENT, MP_HEARTBEAT
+from kvfix.fixes import _mp
+from kvfix.fixes.api import MP_CLIENT, MP_HEARTBEAT, Fix, Steps, engine_log, fix_after, fix_around, fix_before, stubs
 from kvfix.wrapping import View, replaced
 
 #: {operation: the answer of a server that has found nothing and moved nothing}. The server answers lookups of a worker
@@ -112,11 +106,9 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    MP_CLIENT.cancel_streams(broken="==0.5.6", probe=shows_bug, fix=fail_in_flight),
+    MP_CLIENT.process_outbound_task(broken="==0.5.6", fix=hold_transfers, helper=True),
+    MP_HEARTBEAT._execute(broken="==0.5.6", fix=register_again, helper=True),
     effect="hang",
-    targets=(
-        MP_CLIENT.cancel_streams(broken="==0.5.6", probe=shows_bug, fix=fail_in_flight),
-        MP_CLIENT.process_outbound_task(broken="==0.5.6", probe=stubs.cannot_tell, fix=hold_transfers, helper=True),
-        MP_HEARTBEAT._execute(broken="==0.5.6", probe=stubs.cannot_tell, fix=register_again, helper=True),
-    ),
     proof="tests/runtime/test_server_restart.py, with a real server: the lab's server answers in the step",
 )

@@ -1,34 +1,28 @@
 """EngineCore dies or a request waits for ever: MooncakeConnector does not check the parameters of a request.
 
-## Symptom
-EngineCore dies with `assert not self.is_kv_producer` or `assert not self.is_kv_consumer` in a hook of MooncakeConnector
-(before vLLM 0.20 `assert self.kv_role != ...`). Or the log has `Got invalid KVTransferParams: ... This request will not
-utilize KVTransfer`, and the request stays in WAITING_FOR_REMOTE_KVS and keeps its blocks.
+Symptom: EngineCore dies with `assert not self.is_kv_producer` or `assert not self.is_kv_consumer` in a hook of
+MooncakeConnector (before vLLM 0.20 `assert self.kv_role != ...`). Or the log has `Got invalid KVTransferParams: ...
+This request will not utilize KVTransfer`, and the request stays in WAITING_FOR_REMOTE_KVS and keeps its blocks.
 
-## Cause
-The parameters come with the request, from any client that can reach the engine. A producer asserts that no request asks
-it to load, and a consumer asserts that no request asks it to send (mooncake_connector.py 0.32.0:1022, :1048, :1076).
+Cause: The parameters come with the request, from any client that can reach the engine. A producer asserts that no
+request asks for a load, and a consumer that none asks it to send (mooncake_connector.py 0.32.0:1022, :1048, :1076).
 
 get_num_new_matched_tokens promises the whole prompt (:1023). MooncakeConnector checks only after the allocation of the
 blocks whether the request names its peer. If the request does not, MooncakeConnector only logs a warning (:1049). If a
 value is not a string, EngineCore dies, or the worker's own loop raises and the load never starts.
 
-## Fix
-If a request asks for a transfer that this engine cannot do, or names no peer, the fix promises no tokens. The hooks
-skip the request, and the engine computes its prompt. If the bootstrap address is a number, the fix passes the number to
-the worker as a string, and the load fails in the worker.
+Fix: If a request asks for a transfer that this engine cannot do, or names no peer, the fix promises no tokens. The
+hooks skip the request, and the engine computes its prompt. If the bootstrap address is a number, the fix passes the
+number to the worker as a string, and the load fails in the worker.
 
-- Releases: vLLM 0.15.1 to 0.33.0.
-- Upstream: None known in public: the bug is a security problem (SECURITY.md).
 - Remove when: vLLM checks the parameters before it promises.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from kvfix.fixes import _mooncake, _prefills, stubs
-from kvfix.fixes.api import PRIVATE, Fix, Fixing, Steps, fix_around
-from kvfix.fixes.targets import MOONCAKE_SCHEDULER, MOONCAKE_SCHEDULER_0_15
+from kvfix.fixes import _mooncake, _prefills
+from kvfix.fixes.api import MOONCAKE_SCHEDULER, MOONCAKE_SCHEDULER_0_15, PRIVATE, Fix, Fixing, Steps, fix_around, stubs
 from kvfix.wrapping import View, instead
 
 _ADDRESS = "remote_bootstrap_addr"
@@ -99,21 +93,17 @@ def _raises_with(*arguments: Any) -> Callable[[Any, Any], bool]:
     return raises
 
 
+def _targets(owner: Any, broken: str, keys: tuple[str, ...]) -> Iterator[Any]:
+    yield owner.get_num_new_matched_tokens(broken=broken, probe=promises, fix=_promises(keys))
+    yield owner.update_state_after_alloc(broken=broken, probe=_raises_with(None, 0), fix=update_state_after_alloc)
+    yield owner.request_finished(broken=broken, probe=_raises_with(([],)), fix=request_finished)
+
+
 FIX = Fix(
     __name__,
+    *_targets(MOONCAKE_SCHEDULER_0_15, ">=0.15,<0.20", _KEYS_0_15),
+    *_targets(MOONCAKE_SCHEDULER, ">=0.20", _mooncake.PEER),
     effect="crash",
-    targets=tuple(
-        target
-        for owner, broken, keys in (
-            (MOONCAKE_SCHEDULER_0_15, ">=0.15,<0.20", _KEYS_0_15),
-            (MOONCAKE_SCHEDULER, ">=0.20", _mooncake.PEER),
-        )
-        for target in (
-            owner.get_num_new_matched_tokens(broken=broken, probe=promises, fix=_promises(keys)),
-            owner.update_state_after_alloc(broken=broken, probe=_raises_with(None, 0), fix=update_state_after_alloc),
-            owner.request_finished(broken=broken, probe=_raises_with(([],)), fix=request_finished),
-        )
-    ),
     evidence={"KVR010": "", "KVD291": "", "KVD584": ""},
     scenarios=("mooncake-promise-without-peer",),
     no_patch=PRIVATE,

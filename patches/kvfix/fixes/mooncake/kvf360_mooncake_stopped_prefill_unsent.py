@@ -1,30 +1,24 @@
 """Decode waits for minutes if the first token ends the text: MooncakeConnector does not send that prefill.
 
-## Symptom
-A request whose first token is the end of the text, or a stop token, takes at least eight minutes, or fails. The decode
-engine keeps the blocks until then, and logs `pulling kv_caches for [...] failed: Timeout waiting for P side ready.`.
+Symptom: A request whose first token is the end of the text, or a stop token, takes at least eight minutes, or fails.
+The decode engine keeps its blocks, and logs `pulling kv_caches for [...] failed: Timeout waiting for P side ready.`.
 
-## Cause
-request_finished of a prefill sends only requests that ended as FINISHED_LENGTH_CAPPED, and treats every other end as an
-abort (mooncake_connector.py 0.32.0:1105). vLLM checks for a stop token before it checks max_tokens
+Cause: request_finished of a prefill sends only requests that ended as FINISHED_LENGTH_CAPPED, and treats every other
+end as an abort (mooncake_connector.py 0.32.0:1105). vLLM checks for a stop token before it checks max_tokens
 (v1/core/sched/utils.py 0.32.0:105). So a prefill with max_tokens 1 whose only token is a stop token ends as
 FINISHED_STOPPED. The decode engine gets no message, and waits VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT, 480 s. NixlConnector
 sends both kinds of requests (nixl/pull_scheduler.py 0.32.0:221).
 
-## Fix
-The fix sends a stopped prefill like a prefill that has reached its length limit.
+Fix: The fix sends a stopped prefill like a prefill that has reached its length limit.
 
 - Releases: vLLM 0.20.2 to 0.33.0. Tested: 0.32.0 and 0.33.0. In the other releases the code was read.
-- Upstream: None known.
 - Remove when: request_finished sends a prefill that has stopped.
 """
 
 from typing import Any
 
 from kvfix.fixes import _mooncake
-from kvfix.fixes.api import Fix, Steps, fix_around
-from kvfix.fixes.targets import MOONCAKE_SCHEDULER
-from kvfix.wrapping import View
+from kvfix.fixes.api import MOONCAKE_SCHEDULER, Fix, Steps, View, fix_around
 
 
 @fix_around(when=lambda connector, request, *_: request.kv_transfer_params)
@@ -43,6 +37,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    MOONCAKE_SCHEDULER.request_finished(broken=">=0.20", probe=shows_bug, fix=request_finished, place=1),
     effect="hang",
-    targets=(MOONCAKE_SCHEDULER.request_finished(broken=">=0.20", probe=shows_bug, fix=request_finished, place=1),),
 )

@@ -1,27 +1,22 @@
 """The decode engine dies when a request without a peer is aborted before it is scheduled (MooncakeConnector).
 
-## Symptom
-EngineCore of the decode engine dies with `KeyError: 'remote_engine_id'`, `KeyError: 'remote_bootstrap_addr'` or
-`TypeError: unhashable type` in `build_connector_meta`.
+Symptom: EngineCore of the decode engine dies with `KeyError: 'remote_engine_id'`, `KeyError: 'remote_bootstrap_addr'`
+or `TypeError: unhashable type` in `build_connector_meta`.
 
-## Cause
-If a request ends before it was scheduled, MooncakeConnector lets the prefill engine free its blocks. For this,
+Cause: If a request ends before it was scheduled, MooncakeConnector lets the prefill engine free its blocks. For this,
 request_finished adds the request to the list of requests that wait for KV (mooncake_connector.py 0.32.0:1096). The next
 step reads the peer from the request's parameters without a check (:693).
 
-## Fix
-Before build_connector_meta, the fix removes a request without a peer from this list.
+Fix: Before build_connector_meta, the fix removes a request without a peer from this list.
 
 - Releases: vLLM 0.20.2 to 0.33.0. 0.32.0 and 0.33.0 were tested. For the other releases, only the code was read.
-- Upstream: None known in public: the bug is a security problem (SECURITY.md).
 - Remove when: vLLM checks whether the parameters name a peer before it lets the prefill engine free the blocks.
 """
 
 from typing import Any
 
-from kvfix.fixes import _mooncake, _prefills, stubs
-from kvfix.fixes.api import PRIVATE, Fix
-from kvfix.fixes.targets import MOONCAKE_SCHEDULER
+from kvfix.fixes import _mooncake, _prefills
+from kvfix.fixes.api import MOONCAKE_SCHEDULER, PRIVATE, Fix, stubs
 
 fix = _prefills.tell_no_unknown_peer(
     __name__, lambda params: all(isinstance(params.get(key), str) for key in _mooncake.PEER)
@@ -37,8 +32,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    MOONCAKE_SCHEDULER.build_connector_meta(broken=">=0.20", probe=shows_bug, fix=fix),
     effect="crash",
-    targets=(MOONCAKE_SCHEDULER.build_connector_meta(broken=">=0.20", probe=shows_bug, fix=fix),),
     evidence={"KVR011": r"KeyError: 'remote_(engine_id|bootstrap_addr)"},
     no_patch=PRIVATE,
 )

@@ -1,19 +1,15 @@
 """Wrong text with MooncakeConnector: KV is shifted if the prefill engine has generated more than one token.
 
-## Symptom
-Wrong text, HTTP 200, if the router lets the prefill engine generate more than one token. Nothing is logged.
+Symptom: Wrong text, HTTP 200, if the router lets the prefill engine generate more than one token. Nothing is logged.
 
-## Cause
-The prefill engine sends as many blocks as the decode engine has asked for, and takes them from the end of its list
-(mooncake_connector.py 0.32.0:1811). Blocks of generated tokens are also at the end. Each of them shifts the whole KV by
-one block.
+Cause: The prefill engine sends as many blocks as the decode engine has asked for, and takes them from the end of its
+list (mooncake_connector.py 0.32.0:1811). Blocks of generated tokens are also at the end. Each of them shifts the whole
+KV by one block.
 
-## Fix
-The worker gets only the blocks of the prompt. The fix does not handle KV groups without full attention, or engines with
-several context-parallel ranks.
+Fix: The worker gets only the blocks of the prompt. The fix does not handle KV groups without full attention, or engines
+with several context-parallel ranks.
 
 - Releases: vLLM 0.20.2 to 0.33.0. Tested: 0.32.0 and 0.33.0. In the other releases the code was read.
-- Upstream: None known.
 - Remove when: vLLM counts the blocks from their start.
 """
 
@@ -21,9 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import _mooncake
-from kvfix.fixes.api import Fix, fix_before
-from kvfix.fixes.targets import MOONCAKE_SCHEDULER
-from kvfix.wrapping import GO_ON
+from kvfix.fixes.api import GO_ON, MOONCAKE_SCHEDULER, Fix, fix_before
 
 
 def _send_no_block(connector: Any, *_: Any, **__: Any) -> Any:
@@ -63,10 +57,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    MOONCAKE_SCHEDULER.request_finished(broken=">=0.20", probe=shows_bug, fix=None),
+    MOONCAKE_SCHEDULER.build_connector_meta(broken=">=0.20", fix=build_connector_meta, place=1, helper=True),
     effect="wrong output",
-    targets=(
-        MOONCAKE_SCHEDULER.request_finished(broken=">=0.20", probe=shows_bug, fix=None),
-        MOONCAKE_SCHEDULER.build_connector_meta(broken=">=0.20", fix=build_connector_meta, place=1, helper=True),
-    ),
     scenarios=("mooncake-prefill-generates-more",),
 )

@@ -1,34 +1,29 @@
 """A decode request waits for minutes or for ever: MooncakeConnector lets two decode requests read one prefill.
 
-## Symptom
-A router sends a decode request again with the same transfer_id, or a client asks for several answers (`n`). The second
-request takes eight minutes, or waits for ever in WAITING_FOR_REMOTE_KVS. Prefill logs `Request ... expired before
-sending on P side`, or nothing.
+Symptom: A router sends a decode request again with the same transfer_id, or a client asks for several answers (`n`).
+The second request takes eight minutes, or waits for ever in WAITING_FOR_REMOTE_KVS. Prefill logs `Request ... expired
+before sending on P side`, or nothing.
 
-## Cause
-Prefill frees the blocks when one request has read them (mooncake_connector.py 0.32.0:1687). It frees them even while a
-write to the second request is in flight, and this write then reads KV of other requests. A second request that is
-aborted before it is scheduled counts as one that has read the blocks.
+Cause: Prefill frees the blocks when one request has read them (mooncake_connector.py 0.32.0:1687). It frees them even
+while a write to the second request is in flight, and this write then reads KV of other requests. A second request that
+is aborted before it is scheduled counts as one that has read the blocks.
 
 If prefill gets the second request after it has freed the blocks, it waits 480 s for a prefill of that transfer_id
 (:1566). Otherwise prefill leaves the request out of its answer (:1621), and decode waits for ever.
 
-## Fix
-Only one request of an engine reads a prefill. A later request with the same remote_engine_id and transfer_id computes
-its prompt itself. The later request sends prefill no notice, even when it is aborted. The fix does not know what
-another decode engine has read. So a router that retries a request must send it to prefill again.
+Fix: Only one request of an engine reads a prefill. A later request with the same remote_engine_id and transfer_id
+computes its prompt itself. The later request sends prefill no notice, even when it is aborted. The fix does not know
+what another decode engine has read. So a router that retries a request must send it to prefill again.
 
 - Releases: vLLM 0.32.0. Earlier releases were not tested. In 0.33.0 the code was read: the second request waits for a
   timeout.
-- Upstream: None known.
 - Remove when: Prefill refuses the second read.
 """
 
 from typing import Any
 
 from kvfix.fixes import _mooncake, _prefills
-from kvfix.fixes.api import Fix
-from kvfix.fixes.targets import MOONCAKE_SCHEDULER
+from kvfix.fixes.api import MOONCAKE_SCHEDULER, Fix
 
 
 def _prefill(connector: Any, params: Any) -> tuple[Any, ...] | None:
@@ -49,11 +44,9 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    MOONCAKE_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", probe=shows_bug, fix=promise_once, place=1),
+    MOONCAKE_SCHEDULER.request_finished(broken=">=0.32", fix=end_once, place=-1, helper=True),
     effect="hang",
-    targets=(
-        MOONCAKE_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", probe=shows_bug, fix=promise_once, place=1),
-        MOONCAKE_SCHEDULER.request_finished(broken=">=0.32", fix=end_once, place=-1, helper=True),
-    ),
     scenarios=("mooncake-decode-reads-twice", "mooncake-second-reader-aborted"),
     no_patch={"vllm": "prefill has to refuse the second read"},
 )

@@ -1,22 +1,17 @@
 """Decode waits eight minutes for an aborted prefill and holds blocks: MooncakeConnector does not report the abort.
 
-## Symptom
-The decode engine keeps the blocks of the request for VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT (480 s). Both engines then log
-`Timeout waiting for P side ready`. The prefill engine may keep transfers of ended requests for ever.
+Symptom: The decode engine keeps the blocks of the request for VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT (480 s). Both engines
+then log `Timeout waiting for P side ready`. The prefill engine may keep transfers of ended requests for ever.
 
-## Cause
-At an abort the prefill's worker drops the transfer, and does not tell the decode engine that waits for it
+Cause: At an abort the prefill's worker drops the transfer, and does not tell the decode engine that waits for it
 (mooncake_connector.py 0.32.0:2584). If the prefill was aborted before it was scheduled, the worker has no transfer. The
 `pop` then raises KeyError in a coroutine that nobody waits for. The worker then does not drop the other transfers that
-it still has to drop in this step. The worker gets no message about a prefill that was preempted at its end and has no
-blocks (:1117).
+it still has to drop in this step. The worker is not told about a prefill that was preempted at its end (:1117).
 
-## Fix
-If a decode request waits for the dropped transfer, or asks for it within the timeout, the prefill worker answers that
-the transfer has failed. Decode then computes the prompt itself, or fails the request, as kv_load_failure_policy says.
+Fix: If a decode request waits for the dropped transfer, or asks for it within the timeout, the prefill worker answers
+that the transfer has failed. kv_load_failure_policy then decides.
 
 - Releases: vLLM 0.20.2 to 0.33.0. 0.32.0 and 0.33.0 were tested. For the other releases, only the code was read.
-- Upstream: None known.
 - Remove when: A prefill that is aborted answers the decode requests that wait for it.
 """
 
@@ -26,8 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import _mooncake
-from kvfix.fixes.api import NEW_REQUESTS, Fix, Steps, fix_after, fix_around, note
-from kvfix.fixes.targets import MOONCAKE_SCHEDULER, MOONCAKE_WORKER
+from kvfix.fixes.api import MOONCAKE_SCHEDULER, MOONCAKE_WORKER, NEW_REQUESTS, Fix, Steps, fix_after, fix_around, note
 from kvfix.wrapping import View
 
 #: A number of sends that is never reached. So a request whose transfer was dropped is not reported as sent.
@@ -91,11 +85,9 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    MOONCAKE_WORKER.record_send_reqs(broken=">=0.20", probe=shows_bug, fix=None),
+    MOONCAKE_WORKER.start_load_kv(broken=">=0.20", fix=start_load_kv, helper=True),
+    MOONCAKE_SCHEDULER.request_finished(broken=">=0.20", fix=request_finished, place=3, helper=True),
     effect="hang",
-    targets=(
-        MOONCAKE_WORKER.record_send_reqs(broken=">=0.20", probe=shows_bug, fix=None),
-        MOONCAKE_WORKER.start_load_kv(broken=">=0.20", fix=start_load_kv, helper=True),
-        MOONCAKE_SCHEDULER.request_finished(broken=">=0.20", fix=request_finished, place=3, helper=True),
-    ),
     attaches=NEW_REQUESTS,
 )

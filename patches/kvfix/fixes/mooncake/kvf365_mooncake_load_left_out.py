@@ -1,29 +1,24 @@
 """A decode request waits for ever and holds its blocks: MooncakeConnector leaves the load out of its answer.
 
-## Symptom
-A decode request stays in WAITING_FOR_REMOTE_KVS for ever. The prefill engine logs `Request ... expired before sending
-on P side.` The decode engine logs nothing.
+Symptom: A decode request stays in WAITING_FOR_REMOTE_KVS for ever. The prefill engine logs `Request ... expired before
+sending on P side.` The decode engine logs nothing.
 
-## Cause
-If a transfer no longer exists when its turn comes, the prefill engine names the request neither as done nor as failed
-(mooncake_connector.py 0.32.0:1621). The decode engine handles only the requests that are named (process_pulling_result,
-:2402), and ends the connection after the last answer.
+Cause: If a transfer no longer exists when its turn comes, the prefill engine names the request neither as done nor as
+failed (mooncake_connector.py 0.32.0:1621). The decode engine handles only the requests that are named
+(process_pulling_result, :2402), and ends the connection after the last answer.
 
-## Fix
-After the last answer, a request that no answer has named counts as failed. The decode engine computes the prompt
+Fix: After the last answer, a request that no answer has named counts as failed. The decode engine computes the prompt
 itself, or fails the request, as kv_load_failure_policy says.
 
 - Releases: vLLM 0.32.0. Earlier releases were not tested.
 - Upstream: None known; fixed in 0.33.0, which counts a request that the last answer leaves out as failed.
-- Remove when: vLLM 0.32.0 is no longer in use.
 """
 
 from types import SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import _mooncake
-from kvfix.fixes.api import Fix, fix_after, note
-from kvfix.fixes.targets import MOONCAKE_WORKER
+from kvfix.fixes.api import MOONCAKE_WORKER, Fix, fix_after, note
 
 
 @fix_after()
@@ -52,9 +47,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    MOONCAKE_WORKER.process_pulling_result(broken=">=0.32,<0.33", probe=shows_bug, fix=process_pulling_result),
     effect="hang",
-    targets=(
-        MOONCAKE_WORKER.process_pulling_result(broken=">=0.32,<0.33", probe=shows_bug, fix=process_pulling_result),
-    ),
     no_patch={"vllm": "0.33.0 is right"},
 )

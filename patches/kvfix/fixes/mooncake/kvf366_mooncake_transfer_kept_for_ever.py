@@ -1,19 +1,15 @@
 """The prefill worker's memory grows: MooncakeConnector keeps each transfer that decode asked for and that never came.
 
-## Symptom
-The memory grows by less than a kilobyte for each decode request whose prefill's lease is over, or that names a wrong
-transfer. Only `Timeout waiting for P side ready` is logged.
+Symptom: The memory grows by less than a kilobyte for each decode request whose prefill's lease is over, or that names a
+wrong transfer. Only `Timeout waiting for P side ready` is logged.
 
-## Cause
-A decode request that comes before its prefill makes an entry in reqs_need_send (mooncake_connector.py 0.32.0:1563).
-When the wait for the prefill times out, nothing removes the entry (:1593).
+Cause: A decode request that comes before its prefill makes an entry in reqs_need_send (mooncake_connector.py
+0.32.0:1563). When the wait for the prefill times out, nothing removes the entry (:1593).
 
-## Fix
-The fix removes an entry that has no prefill and for which nobody waits. If a prefill comes later for an entry that
+Fix: The fix removes an entry that has no prefill and for which nobody waits. If a prefill comes later for an entry that
 still exists, the fix writes the prefill's request id into the entry.
 
 - Releases: vLLM 0.20.2 to 0.33.0. Tested: 0.32.0 and 0.33.0. In the other releases the code was read.
-- Upstream: None known.
 - Remove when: vLLM removes the entry at the timeout.
 """
 
@@ -21,8 +17,7 @@ from typing import Any
 
 from kvfix import clock
 from kvfix.fixes import _mooncake
-from kvfix.fixes.api import Fix, fix_before, note
-from kvfix.fixes.targets import MOONCAKE_WORKER
+from kvfix.fixes.api import MOONCAKE_WORKER, Fix, fix_before, note
 
 #: Seconds between two looks. An entry is removed only at the second look, because its waiter comes just after the entry
 #: is made.
@@ -65,10 +60,8 @@ def _look(worker: Any) -> None:
 
 FIX = Fix(
     __name__,
+    MOONCAKE_WORKER.send_kv_to_decode(broken=">=0.20", fix=None),
+    MOONCAKE_WORKER.get_finished(broken=">=0.20", fix=get_finished, helper=True),
+    MOONCAKE_WORKER.start_load_kv(broken=">=0.20", fix=start_load_kv, place=1, helper=True),
     effect="leak",
-    targets=(
-        MOONCAKE_WORKER.send_kv_to_decode(broken=">=0.20", fix=None),
-        MOONCAKE_WORKER.get_finished(broken=">=0.20", fix=get_finished, helper=True),
-        MOONCAKE_WORKER.start_load_kv(broken=">=0.20", fix=start_load_kv, place=1, helper=True),
-    ),
 )

@@ -1,24 +1,20 @@
 """EngineCore dies or returns wrong text: MooncakeConnector reports loads as failed after they have ended, or too early.
 
-## Symptom
-The prefill engine has ended. Minutes later EngineCore of the decode engine dies with `assert req_id in self.requests`
-in `_update_from_kv_xfer_finished`. With KVF201, running requests fail or start again instead. The log has `pulling
-kv_caches for [...] failed: transfer failed: Resource temporarily unavailable`, and names requests that ended long ago.
+Symptom: The prefill engine has ended. Minutes later EngineCore of the decode engine dies with `assert req_id in
+self.requests` in `_update_from_kv_xfer_finished`. With KVF201, running requests fail or start again instead. The log
+has `pulling kv_caches for [...] failed: transfer failed: Resource temporarily unavailable`, and names ended requests.
 
 If several prefill ranks write to one decode rank, requests return wrong text after a load that failed at one rank.
 
-## Cause
-Decode sends each prefill rank one message for all loads of a step. When the connection of this message fails, decode
-reports all of these loads as failed (mooncake_connector.py 0.32.0:2370), also those that the rank has already written.
+Cause: Decode sends each prefill rank one message for all loads of a step. When the connection of this message fails,
+decode reports all of them as failed (mooncake_connector.py 0.32.0:2370), also those that the rank has written.
 
 The first rank that fails also ends the load (:2402). vLLM frees the blocks while other ranks still write into them.
 
-## Fix
-Each rank reports each load once. A load that failed at a rank is reported as failed when the last rank has reported it.
+Fix: Each rank reports each load once. A load that failed at a rank is reported as failed after the last rank's report.
 
 - Releases: vLLM 0.32.0, the first release that reports failed loads.
 - Upstream: None known; fixed in 0.33.0.
-- Remove when: vLLM 0.32.0 is no longer in use.
 """
 
 from collections.abc import Collection
@@ -26,9 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import _mooncake
-from kvfix.fixes.api import Fix, Steps, fix_around
-from kvfix.fixes.targets import MOONCAKE_WORKER
-from kvfix.wrapping import View
+from kvfix.fixes.api import MOONCAKE_WORKER, Fix, Steps, View, fix_around
 
 #: Attribute of a load: why it failed at one rank, while other ranks had not reported it yet.
 _REASON = "_kvfix_reason"
@@ -82,11 +76,9 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    MOONCAKE_WORKER._handle_failed_recv(broken=">=0.32,<0.33", probe=shows_bug, fix=handle_failed_recv),
+    MOONCAKE_WORKER.process_pulling_result(broken=">=0.32,<0.33", fix=process_pulling_result, place=1, helper=True),
     effect="wrong output",
-    targets=(
-        MOONCAKE_WORKER._handle_failed_recv(broken=">=0.32,<0.33", probe=shows_bug, fix=handle_failed_recv),
-        MOONCAKE_WORKER.process_pulling_result(broken=">=0.32,<0.33", fix=process_pulling_result, place=1, helper=True),
-    ),
     # If no rank reports a load, its request waits for ever. After an error, vLLM reports everything as it does without
     # the fix.
     on_fault="original",

@@ -1,25 +1,21 @@
 """EngineCore dies or a request waits for ever: NixlConnector promises remote tokens without knowing their blocks.
 
-## Symptom
-EngineCore of the decode engine dies with `assert num_external_tokens == 0` in `update_state_after_alloc`. Or the log
-has `Got invalid KVTransferParams: ... This request will not utilize KVTransfer`, and the request stays in
+Symptom: EngineCore of the decode engine dies with `assert num_external_tokens == 0` in `update_state_after_alloc`. Or
+the log has `Got invalid KVTransferParams: ... This request will not utilize KVTransfer`, and the request stays in
 WAITING_FOR_REMOTE_KVS and keeps its blocks.
 
-## Cause
-The parameters come with the request, from the router or from any client that can reach the engine. If the parameters
-ask for a remote prefill, get_num_new_matched_tokens promises the whole prompt (pull_scheduler.py 0.32.0:60).
+Cause: The parameters come with the request, from the router or from any client that can reach the engine. If the
+parameters ask for a remote prefill, get_num_new_matched_tokens promises the whole prompt (pull_scheduler.py 0.32.0:60).
 update_state_after_alloc checks the parameters only after the blocks were granted. It checks for remote blocks (:186,
-assertion) and for their engine (:179, warning). The blocks or the engine may be missing because a
-prefill kept no blocks (KVF314), the router is of another release, or the request is malformed.
+assertion) and for their engine (:179, warning). The blocks or the engine may be missing because a prefill kept no
+blocks (KVF314), the router is of another release, or the request is malformed.
 
 If the blocks are not in lists, or the name of engine, request or host is not a string, the worker raises later. For
 blocks in one flat list, the fix still promises the tokens if the worker can fail their load (KVF311).
 
-## Fix
-The fix promises nothing for incomplete or malformed parameters. The request computes its prompt itself.
+Fix: The fix promises nothing for incomplete or malformed parameters. The request computes its prompt itself.
 
 - Releases: vLLM 0.11.2 to 0.33.0.
-- Upstream: None known in public: the bug is a security problem (SECURITY.md).
 - Remove when: vLLM checks the parameters before it promises.
 """
 
@@ -27,9 +23,8 @@ import inspect
 import sys
 from typing import Any
 
-from kvfix.fixes import _nixl, _prefills, stubs
-from kvfix.fixes.api import PRIVATE, Fix, Fixing, Owner
-from kvfix.fixes.targets import NIXL_PULL_SCHEDULER, NIXL_SCHEDULER, NIXL_SCHEDULER_0_15
+from kvfix.fixes import _nixl, _prefills
+from kvfix.fixes.api import NIXL_PULL_SCHEDULER, NIXL_SCHEDULER, NIXL_SCHEDULER_0_15, PRIVATE, Fix, Fixing, Owner, stubs
 
 _KEYS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 
@@ -82,15 +77,12 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    effect="crash",
-    targets=tuple(
-        owner.get_num_new_matched_tokens(broken=broken, probe=shows_bug, fix=_fix(owner))
-        for owner, broken in (
-            (NIXL_SCHEDULER_0_15, ">=0.11.2,<0.20"),
-            (NIXL_SCHEDULER, ">=0.20,<0.26"),
-            (NIXL_PULL_SCHEDULER, ">=0.26"),
-        )
+    NIXL_SCHEDULER_0_15.get_num_new_matched_tokens(
+        broken=">=0.11.2,<0.20", probe=shows_bug, fix=_fix(NIXL_SCHEDULER_0_15)
     ),
+    NIXL_SCHEDULER.get_num_new_matched_tokens(broken=">=0.20,<0.26", probe=shows_bug, fix=_fix(NIXL_SCHEDULER)),
+    NIXL_PULL_SCHEDULER.get_num_new_matched_tokens(broken=">=0.26", probe=shows_bug, fix=_fix(NIXL_PULL_SCHEDULER)),
+    effect="crash",
     evidence={"KVD290": "", "KVD584": "", "KVR010": "", "KVR011": r"^update_state_after_alloc: AssertionError$"},
     scenarios=("nixl-promise-without-blocks", "nixl-promise-without-host"),
     no_patch=PRIVATE,

@@ -1,30 +1,25 @@
 """Wrong text with NixlConnector: blocks are paired from their end, and KV is shifted if prefill has more blocks.
 
-## Symptom
-Requests return wrong text without any message. This happens if the prefill engine has generated more than one token, or
-has computed a different prompt than decode. If the prefill engine has fewer blocks than the decode engine needs, the
-decode engine's worker dies with `AssertionError` in `_apply_prefix_caching`.
+Symptom: Requests return wrong text without any message. This happens if the prefill engine has generated more than one
+token, or has computed a different prompt than decode. If the prefill engine has fewer blocks than the decode engine
+needs, the decode engine's worker dies with `AssertionError` in `_apply_prefix_caching`.
 
-## Cause
-After a prefix hit, `_apply_prefix_caching` takes the blocks for the rest of the prompt from the end of the prefill
-engine's list (base_worker.py 0.32.0:3461). This is right only if both lists end at the same token. If the router does
-not set `max_tokens` to 1 and the generated tokens need a new block, the prefill engine has one block more.
+Cause: After a prefix hit, `_apply_prefix_caching` takes the blocks for the rest of the prompt from the end of the
+prefill engine's list (base_worker.py 0.32.0:3461). This is right only if both lists end at the same token. If the
+router does not set `max_tokens` to 1 and the generated tokens need a new block, the prefill engine has one block more.
 
-## Fix
-Before a read, the fix pairs the blocks from the beginning, after the prefix hit, and does not read blocks beyond the
-prompt. If there are too few blocks, the load fails, and `kv_load_failure_policy` decides. The fix does not handle KV
-groups other than full attention, engines with different block sizes, or context parallelism.
+Fix: Before a read, the fix pairs the blocks from the beginning, after the prefix hit, and does not read blocks beyond
+the prompt. If there are too few blocks, the load fails, and `kv_load_failure_policy` decides. The fix does not handle
+KV groups other than full attention, engines with different block sizes, or context parallelism.
 
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
-- Upstream: None known in public: the bug is a security problem (SECURITY.md).
 - Remove when: vLLM pairs the blocks by their position in the prompt.
 """
 
 from typing import Any
 
-from kvfix.fixes import _nixl, stubs
-from kvfix.fixes.api import PRIVATE, Fix, Steps, fix_around, note
-from kvfix.fixes.targets import NIXL_PULL_WORKER
+from kvfix.fixes import _nixl
+from kvfix.fixes.api import NIXL_PULL_WORKER, PRIVATE, Fix, Steps, fix_around, note, stubs
 
 
 @fix_around(when=lambda worker, req_id, meta: any(meta.local_block_ids), on_fault=_nixl.fail_load)
@@ -79,8 +74,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    NIXL_PULL_WORKER._read_blocks_for_req(broken=">=0.32", probe=shows_bug, fix=pair_from_start),
     effect="wrong output",
-    targets=(NIXL_PULL_WORKER._read_blocks_for_req(broken=">=0.32", probe=shows_bug, fix=pair_from_start),),
     evidence={"KVR011": r"^start_load_kv: AssertionError"},
     scenarios=("nixl-prefill-generates-more", "nixl-prefill-has-fewer-blocks"),
     no_patch=PRIVATE,

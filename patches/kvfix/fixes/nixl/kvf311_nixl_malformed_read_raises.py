@@ -1,32 +1,26 @@
 """The decode worker dies: NixlConnector raises while it prepares a read from malformed parameters of a request.
 
-## Symptom
-The worker of the decode engine dies with `AssertionError`, `TypeError` or `ValueError` in `start_load_kv`, in
+Symptom: The worker of the decode engine dies with `AssertionError`, `TypeError` or `ValueError` in `start_load_kv`, in
 `_read_blocks_for_req` or below. Or the request waits for its load for ever, if the handshake with its peer fails.
 
-## Cause
-The parameters come with the request. NixlConnector uses their remote blocks without a check (pull_worker.py
+Cause: The parameters come with the request. NixlConnector uses their remote blocks without a check (pull_worker.py
 0.32.0:174). Blocks that are not numbers raise in `_compute_desc_ids`, and other values raise elsewhere. NixlConnector
 catches only exceptions of NIXL itself (:560).
 
 NixlConnector logs a failed handshake before it reports the failure (base_worker.py 0.32.0:1354). The log line counts
 the blocks of each group. If the blocks are one flat list, the log line raises, and the failure is never reported.
 
-## Fix
-If `_read_blocks_for_req` raises, the fix logs the exception and reports the load as failed. vLLM then applies
+Fix: If `_read_blocks_for_req` raises, the fix logs the exception and reports the load as failed. vLLM then applies
 `kv_load_failure_policy`. If the log line of a failure raises, the failure is still reported.
 
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
-- Upstream: None known in public: the bug is a security problem (SECURITY.md).
 - Remove when: vLLM reports a load with malformed parameters as failed.
 """
 
 from typing import Any
 
-from kvfix import engine_log
-from kvfix.fixes import _nixl, stubs
-from kvfix.fixes.api import PRIVATE, Fix, fix_calls, note
-from kvfix.fixes.targets import NIXL_BASE_WORKER, NIXL_PULL_WORKER
+from kvfix.fixes import _nixl
+from kvfix.fixes.api import NIXL_BASE_WORKER, NIXL_PULL_WORKER, PRIVATE, Fix, engine_log, fix_calls, note, stubs
 
 
 @fix_calls
@@ -62,11 +56,9 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    NIXL_PULL_WORKER._read_blocks_for_req(broken=">=0.32", place=1, probe=shows_bug, fix=_read_blocks_for_req),
+    NIXL_BASE_WORKER._log_failure(broken=">=0.32", fix=_log_failure, helper=True),
     effect="crash",
-    targets=(
-        NIXL_PULL_WORKER._read_blocks_for_req(broken=">=0.32", place=1, probe=shows_bug, fix=_read_blocks_for_req),
-        NIXL_BASE_WORKER._log_failure(broken=">=0.32", fix=_log_failure, helper=True),
-    ),
     evidence={"KVR011": r"^start_load_kv: (AssertionError|TypeError|ValueError|IndexError)"},
     scenarios=("nixl-malformed-read-raises", "nixl-malformed-handshake-fails"),
     no_patch=PRIVATE,

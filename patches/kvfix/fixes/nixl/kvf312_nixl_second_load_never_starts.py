@@ -1,29 +1,24 @@
 """A request of a prefill engine waits for ever: NixlConnector promises blocks of a decode engine, but starts no load.
 
-## Symptom
-A request of a prefill engine stays in WAITING_FOR_REMOTE_KVS and keeps its blocks. With `bidirectional_kv_xfer` this
-happens after a preemption, or after a load that failed or was declined (`Declining expired remote read`). Without this
-option it happens to each request whose parameters name the blocks of the previous turn.
+Symptom: A request of a prefill engine stays in WAITING_FOR_REMOTE_KVS and keeps its blocks. With
+`bidirectional_kv_xfer` this happens after a preemption, or after a load that failed or was declined (`Declining expired
+remote read`). Without this option it happens to each request whose parameters name the blocks of the previous turn.
 
-## Cause
-get_num_new_matched_tokens promises `remote_num_tokens` as long as the parameters name remote blocks (pull_scheduler.py
-0.32.0:66-104). update_state_after_alloc starts a load only with `bidirectional_kv_xfer`, and only once
-(`_remote_blocks_processed`, :135-139). vLLM asks again for a preempted request, and for a request whose load failed,
-and NixlConnector promises the blocks a second time.
+Cause: get_num_new_matched_tokens promises `remote_num_tokens` as long as the parameters name remote blocks
+(pull_scheduler.py 0.32.0:66-104). update_state_after_alloc starts a load only with `bidirectional_kv_xfer`, and only
+once (`_remote_blocks_processed`, :135-139). vLLM asks again for a preempted request, and for a request whose load
+failed, and NixlConnector promises the blocks a second time.
 
-## Fix
-If update_state_after_alloc would start no load, the fix promises nothing, and the request computes its prompt itself.
+Fix: If update_state_after_alloc would start no load, the fix promises nothing, and the request computes its prompt.
 
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
-- Upstream: None known.
 - Remove when: vLLM checks the parameters in the same way in both functions.
 """
 
 from typing import Any
 
-from kvfix.fixes import _nixl, _prefills, stubs
-from kvfix.fixes.api import Fix
-from kvfix.fixes.targets import NIXL_PULL_SCHEDULER
+from kvfix.fixes import _nixl, _prefills
+from kvfix.fixes.api import NIXL_PULL_SCHEDULER, Fix, stubs
 
 
 @_prefills.promise_if
@@ -47,8 +42,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    NIXL_PULL_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", place=2, probe=shows_bug, fix=fix),
     effect="hang",
-    targets=(NIXL_PULL_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", place=2, probe=shows_bug, fix=fix),),
     evidence={"KVR010": ""},
     scenarios=("nixl-second-load-never-starts", "nixl-turn-without-bidirectional"),
 )

@@ -1,26 +1,21 @@
 """The decode engine dies when a request is aborted before it is scheduled, and its parameters lack a key of the peer.
 
-## Symptom
-EngineCore dies with `KeyError: 'remote_request_id'`, or another key of `kv_transfer_params`, in `build_connector_meta`.
+Symptom: EngineCore dies in `build_connector_meta` with `KeyError: 'remote_request_id'` or another key of the peer.
 
-## Cause
-If a request ends before it was scheduled, request_finished adds it to the list of requests that receive KV, so that the
-prefill engine frees the blocks (pull_scheduler.py 0.32.0:243). In the next step add_new_req_to_recv reads the peer's
-address from the request's parameters without a check (metadata.py 0.32.0:330).
+Cause: If a request ends before it was scheduled, request_finished adds it to the list of requests that receive KV, so
+that the prefill engine frees the blocks (pull_scheduler.py 0.32.0:243). In the next step add_new_req_to_recv reads the
+peer's address from the request's parameters without a check (metadata.py 0.32.0:330).
 
-## Fix
-Before build_connector_meta, the fix removes a request without a peer from this list.
+Fix: Before build_connector_meta, the fix removes a request without a peer from this list.
 
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
-- Upstream: None known in public: the bug is a security problem (SECURITY.md).
 - Remove when: vLLM checks whether the parameters name a peer before it sends the notice.
 """
 
 from typing import Any
 
-from kvfix.fixes import _nixl, _prefills, stubs
-from kvfix.fixes.api import PRIVATE, Fix
-from kvfix.fixes.targets import NIXL_BASE_SCHEDULER
+from kvfix.fixes import _nixl, _prefills
+from kvfix.fixes.api import NIXL_BASE_SCHEDULER, PRIVATE, Fix, stubs
 
 _KEYS = ("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 
@@ -35,8 +30,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    NIXL_BASE_SCHEDULER.build_connector_meta(broken=">=0.32", probe=shows_bug, fix=fix),
     effect="crash",
-    targets=(NIXL_BASE_SCHEDULER.build_connector_meta(broken=">=0.32", probe=shows_bug, fix=fix),),
     evidence={"KVR011": r"KeyError: 'remote_"},
     no_patch=PRIVATE,
 )

@@ -1,29 +1,24 @@
 """Decode gets no blocks and the prefill worker leaks an id if a prefill ends while it is preempted (NixlConnector).
 
-## Symptom
-With asynchronous scheduling the memory of the prefill engine's worker grows by one id for each request that is
+Symptom: With asynchronous scheduling the memory of the prefill engine's worker grows by one id for each request that is
 preempted at its end. The decode engine gets `remote_block_ids` without blocks. Without the fix for KVF301, the worker
 of the decode engine then dies with `AssertionError`.
 
-## Cause
-With asynchronous scheduling, vLLM can preempt a request while the step that computes its last token is in flight. The
-request then ends without blocks. request_finished keeps nothing for the peer, and does not tell the worker. The worker
-has the request in `_reqs_to_process` since it was scheduled (pull_scheduler.py 0.32.0:250-271).
+Cause: With asynchronous scheduling, vLLM can preempt a request while the step that computes its last token is in
+flight. The request then ends without blocks. request_finished keeps nothing for the peer, and does not tell the worker.
+The worker has the request in `_reqs_to_process` since it was scheduled (pull_scheduler.py 0.32.0:250-271).
 
-## Fix
-The fix acts after request_finished in the prefill engine. If no blocks are kept for the request, the fix tells the
+Fix: The fix acts after request_finished in the prefill engine. If no blocks are kept for the request, the fix tells the
 worker not to process the request. vLLM tells the worker the same for an aborted request.
 
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
-- Upstream: None known.
 - Remove when: vLLM tells the worker of every request that keeps no blocks.
 """
 
 from typing import Any
 
 from kvfix.fixes import _nixl
-from kvfix.fixes.api import Fix, fix_after, note
-from kvfix.fixes.targets import NIXL_PULL_SCHEDULER, NIXL_PUSH_SCHEDULER
+from kvfix.fixes.api import NIXL_PULL_SCHEDULER, NIXL_PUSH_SCHEDULER, Fix, fix_after, note
 
 
 @fix_after()
@@ -45,10 +40,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    NIXL_PULL_SCHEDULER.request_finished(broken=">=0.32", probe=shows_bug, fix=request_finished),
+    NIXL_PUSH_SCHEDULER.request_finished(broken=">=0.32", probe=shows_bug, fix=request_finished),
     effect="hang",
-    targets=tuple(
-        owner.request_finished(broken=">=0.32", probe=shows_bug, fix=request_finished)
-        for owner in (NIXL_PULL_SCHEDULER, NIXL_PUSH_SCHEDULER)
-    ),
     evidence={"KVR009": r"^_reqs_to_process "},
 )

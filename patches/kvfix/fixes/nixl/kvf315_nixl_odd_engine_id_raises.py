@@ -1,25 +1,20 @@
 """The decode engine dies: the parameters of a request name the prefill engine by a value that is not a string.
 
-## Symptom
-EngineCore of the decode engine dies with `TypeError: unhashable type` in `on_new_request`.
+Symptom: EngineCore of the decode engine dies with `TypeError: unhashable type` in `on_new_request`.
 
-## Cause
-on_new_request uses `remote_engine_id` and `remote_request_id` of the request's parameters as keys (base_scheduler.py
-0.32.0:236). The values come with the request, and may be a list.
+Cause: on_new_request uses `remote_engine_id` and `remote_request_id` of the request's parameters as keys
+(base_scheduler.py 0.32.0:236). The values come with the request, and may be a list.
 
-## Fix
-A request with a value that is not a string loads nothing: it computes its prompt itself.
+Fix: A request with a value that is not a string loads nothing: it computes its prompt itself.
 
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
-- Upstream: None known in public: the bug is a security problem (SECURITY.md).
 - Remove when: vLLM checks the types of the parameters.
 """
 
 from typing import Any
 
-from kvfix.fixes import _nixl, stubs
-from kvfix.fixes.api import PRIVATE, Fix, fix_before, note
-from kvfix.fixes.targets import NIXL_BASE_SCHEDULER
+from kvfix.fixes import _nixl
+from kvfix.fixes.api import NIXL_BASE_SCHEDULER, PRIVATE, Fix, fix_before, note, stubs
 
 
 @fix_before()
@@ -38,8 +33,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    NIXL_BASE_SCHEDULER.on_new_request(broken=">=0.32", probe=shows_bug, fix=on_new_request),
     effect="crash",
-    targets=(NIXL_BASE_SCHEDULER.on_new_request(broken=">=0.32", probe=shows_bug, fix=on_new_request),),
     evidence={"KVR011": r"TypeError: (unhashable type|cannot use 'list')"},
     scenarios=("nixl-odd-engine-id",),
     no_patch=PRIVATE,

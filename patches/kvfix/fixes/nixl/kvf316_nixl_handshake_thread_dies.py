@@ -1,27 +1,21 @@
 """No decode engine can connect to a prefill engine any more: one malformed handshake ends the thread that answers.
 
-## Symptom
-Decode engines log `NIXL transfer failure: handshake_setup_failed` with `Resource temporarily unavailable`. Every load
-fails. The prefill engine has logged `KeyError` in thread `nixl_handshake_listener` once, and looks healthy.
+Symptom: Decode engines log `NIXL transfer failure: handshake_setup_failed` with `Resource temporarily unavailable`.
+Every load fails. The prefill engine has logged `KeyError` in thread `nixl_handshake_listener` once, and looks healthy.
 
-## Cause
-A handshake message names a rank, which comes from `tp_size` and `pp_size` of a request's parameters. The thread looks
-up the rank in a dictionary (base_scheduler.py 0.32.0:368). If the dictionary does not have the rank, the thread ends
-with a KeyError. The thread also ends at any message that it cannot decode (:354).
+Cause: A handshake message names a rank, which comes from `tp_size` and `pp_size` of a request's parameters. The thread
+looks up the rank in a dictionary (base_scheduler.py 0.32.0:368). If the dictionary does not have the rank, the thread
+ends with a KeyError. The thread also ends at any message that it cannot decode (:354).
 
-## Fix
-The thread continues: it opens its socket again, and the engine that sent the message gets no answer.
+Fix: The thread continues: it opens its socket again, and the engine that sent the message gets no answer.
 
 - Releases: vLLM 0.32.0 and 0.33.0. In 0.26.0 the code was read, not tested.
-- Upstream: None known in public: the bug is a security problem (SECURITY.md).
 - Remove when: vLLM catches exceptions of a single message.
 """
 
 from typing import Any
 
-from kvfix import engine_log
-from kvfix.fixes.api import AT_START, PRIVATE, Fix, fix_calls, note
-from kvfix.fixes.targets import NIXL_BASE_SCHEDULER
+from kvfix.fixes.api import AT_START, NIXL_BASE_SCHEDULER, PRIVATE, Fix, engine_log, fix_calls, note
 
 
 @fix_calls
@@ -41,8 +35,8 @@ def _nixl_handshake_listener(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 FIX = Fix(
     __name__,
+    NIXL_BASE_SCHEDULER._nixl_handshake_listener(broken=">=0.26", fix=_nixl_handshake_listener),
     effect="hang",
-    targets=(NIXL_BASE_SCHEDULER._nixl_handshake_listener(broken=">=0.26", fix=_nixl_handshake_listener),),
     attaches=AT_START,  # already running
     no_patch=PRIVATE,
 )

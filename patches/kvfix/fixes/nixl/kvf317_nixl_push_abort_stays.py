@@ -1,32 +1,27 @@
 """The decode worker's memory grows: NixlPushConnector keeps each request that is aborted before it is scheduled.
 
-## Symptom
-The worker keeps the parameters of each request. `kvfix look` shows the id of the request in `_recving_metadata` for
-ever. If the parameters lack a key, EngineCore dies (KVF313).
+Symptom: The worker keeps the parameters of each request. `kvfix look` shows the id of the request in
+`_recving_metadata` for ever. If the parameters lack a key, EngineCore dies (KVF313).
 
-## Cause
-If a request ends before it was scheduled, request_finished adds the request, without blocks, to the requests that wait
-for KV. The worker should then tell the prefill engine (push_scheduler.py 0.32.0:231-241). In push mode, the worker does
-not tell the prefill engine. start_load_kv records the request as waiting (push_worker.py 0.32.0:206), and nothing ever
-arrives for it. The worker of pull mode does not record the request (pull_worker.py 0.32.0:73).
+Cause: If a request ends before it was scheduled, request_finished adds the request, without blocks, to the requests
+that wait for KV. The worker should then tell the prefill engine (push_scheduler.py 0.32.0:231-241). In push mode, the
+worker does not tell the prefill engine. start_load_kv records the request as waiting (push_worker.py 0.32.0:206), and
+nothing ever arrives for it. The worker of pull mode does not record the request (pull_worker.py 0.32.0:73).
 
 The same happens to a request if another connector of a MultiConnector, or vLLM's own prefix cache, has all its tokens.
 NixlPushConnector reads the parameters of this request only when it ends (:160).
 
-## Fix
-After start_load_kv, the fix removes a request without blocks from the record. The prefill engine keeps the blocks of
-the request until their lease ends, as it does without the fix.
+Fix: After start_load_kv, the fix removes a request without blocks from the record. The prefill engine keeps the blocks
+of the request until their lease ends, as it does without the fix.
 
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
-- Upstream: None known.
 - Remove when: The worker does not record a request without blocks.
 """
 
 from typing import Any
 
-from kvfix.fixes import _nixl, stubs
-from kvfix.fixes.api import Fix, fix_after, note
-from kvfix.fixes.targets import NIXL_PUSH_WORKER
+from kvfix.fixes import _nixl
+from kvfix.fixes.api import NIXL_PUSH_WORKER, Fix, fix_after, note, stubs
 
 
 @fix_after()
@@ -52,7 +47,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    NIXL_PUSH_WORKER.start_load_kv(broken=">=0.32", probe=shows_bug, fix=start_load_kv),
     effect="leak",
-    targets=(NIXL_PUSH_WORKER.start_load_kv(broken=">=0.32", probe=shows_bug, fix=start_load_kv),),
     evidence={"KVR009": r"^_recving_metadata "},
 )

@@ -1,28 +1,23 @@
 """The decode engine runs out of blocks: with `bidirectional_kv_xfer` NixlConnector never frees some blocks.
 
-## Symptom
-The decode engine runs out of blocks: `GPU KV cache usage` rises to 100% and stays there. Requests wait, and none runs.
+Symptom: The decode engine runs out of blocks: `GPU KV cache usage` rises to 100% and stays there. No request runs.
 
-## Cause
-With `bidirectional_kv_xfer` request_finished keeps the blocks of every request with `kv_transfer_params`, so that the
-next turn's prefill can read them (pull_scheduler.py 0.32.0:247-278). The worker starts a lease only for requests that
-it knows to be in a batch. update_state_after_alloc tells the worker only about requests with `do_remote_prefill` or
-`do_remote_decode` (:121-124). A router that lets a decode engine compute a prompt sends neither. The lease of this
-request never begins, and never ends.
+Cause: With `bidirectional_kv_xfer` request_finished keeps the blocks of every request with `kv_transfer_params`, so
+that the next turn's prefill can read them (pull_scheduler.py 0.32.0:247-278). The worker starts a lease only for
+requests that it knows to be in a batch. update_state_after_alloc tells the worker only about requests with
+`do_remote_prefill` or `do_remote_decode` (:121-124). A router that lets a decode engine compute a prompt sends neither.
+The lease of this request never begins, and never ends.
 
-## Fix
-After update_state_after_alloc, the fix adds to the metadata every request whose blocks will be kept.
+Fix: After update_state_after_alloc, the fix adds to the metadata every request whose blocks will be kept.
 
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
-- Upstream: None known.
 - Remove when: vLLM keeps only the blocks of requests that the worker knows.
 """
 
 from typing import Any
 
-from kvfix.fixes import _nixl, stubs
-from kvfix.fixes.api import Fix, fix_after, note
-from kvfix.fixes.targets import NIXL_PULL_SCHEDULER
+from kvfix.fixes import _nixl
+from kvfix.fixes.api import NIXL_PULL_SCHEDULER, Fix, fix_after, note, stubs
 
 
 @fix_after()
@@ -43,7 +38,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    NIXL_PULL_SCHEDULER.update_state_after_alloc(broken=">=0.32", probe=shows_bug, fix=begin_lease),
     effect="hang",
-    targets=(NIXL_PULL_SCHEDULER.update_state_after_alloc(broken=">=0.32", probe=shows_bug, fix=begin_lease),),
     evidence={"LAB020": "of the decode engine"},
 )

@@ -1,38 +1,33 @@
 """A decode engine returns wrong text: NixlConnector reads blocks after their lease has ended.
 
-## Symptom
-The prefill engine logs `Releasing expired KV blocks for request ...`, and `Potentially invalid KV blocks for
+Symptom: The prefill engine logs `Releasing expired KV blocks for request ...`, and `Potentially invalid KV blocks for
 unrecognized request ... were retrieved by a decode worker. They may have expired.` The decode engine logs nothing.
 
-## Cause
-The prefill engine keeps the blocks for `kv_lease_duration` (30 s by default). The prefill engine keeps them longer if
-the decode engine renews the lease with heartbeats (base_worker.py 0.32.0:3014). If the router or one of the engines
-hangs for longer, the prefill engine frees the blocks. The decode engine does not know when the lease ends. vLLM sets
-`remote_blocks_expiry_time` only for the other direction, where prefill reads from decode (pull_scheduler.py
+Cause: The prefill engine keeps the blocks for `kv_lease_duration` (30 s by default). The prefill engine keeps them
+longer if the decode engine renews the lease with heartbeats (base_worker.py 0.32.0:3014). If the router or one of the
+engines hangs for longer, the prefill engine frees the blocks. The decode engine does not know when the lease ends. vLLM
+sets `remote_blocks_expiry_time` only for the other direction, where prefill reads from decode (pull_scheduler.py
 0.32.0:271). NIXL reads the blocks in any case.
 
-## Fix
-The prefill engine tells the decode engine when the lease ends. The decode engine also counts the heartbeats that it has
-sent before the lease was over. A read that ends after the lease fails, and `kv_load_failure_policy` decides. With
-`bidirectional_kv_xfer` the fix does nothing, because the key `remote_blocks_expiry_time` has another meaning there.
+Fix: The prefill engine tells the decode engine when the lease ends. The decode engine also counts the heartbeats that
+it has sent before the lease was over. A read that ends after the lease fails, and `kv_load_failure_policy` decides.
+With `bidirectional_kv_xfer` the fix does nothing, where `remote_blocks_expiry_time` has another meaning.
 
-## Mixed roll-out
-Use the fix in both the prefill engine and the decode engine, or in neither. If only one has it, the decode engine still
-reads blocks whose lease has ended. The prefill engine adds `remote_blocks_expiry_time` to the `kv_transfer_params` that
-it returns, and the router must pass this key on. A decode engine with `bidirectional_kv_xfer` declines a read after
-that time, even if its heartbeats have renewed the lease. So do not set this option in only one of the two engines.
+Mixed roll-out: Use the fix in both the prefill engine and the decode engine, or in neither. If only one has it, the
+decode engine still reads blocks whose lease has ended. The prefill engine adds `remote_blocks_expiry_time` to the
+`kv_transfer_params` that it returns, and the router must pass this key on. A decode engine with `bidirectional_kv_xfer`
+declines a read after that time, even if its heartbeats have renewed the lease. So do not set this option in only one of
+the two engines.
 
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
-- Upstream: None known.
 - Remove when: vLLM fails a read that ends after its lease.
 """
 
 from typing import Any
 
-from kvfix.fixes import _nixl
-from kvfix.fixes.api import NEW_REQUESTS, Fix, Steps, fix_after, fix_around
-from kvfix.fixes.targets import NIXL_BASE_WORKER, NIXL_PULL_SCHEDULER
-from kvfix.wrapping import GO_ON, View, replaced
+from kvfix.fixes import _closed, _nixl
+from kvfix.fixes.api import NEW_REQUESTS, NIXL_BASE_WORKER, NIXL_PULL_SCHEDULER, Fix, Steps, fix_after, fix_around
+from kvfix.wrapping import View, replaced
 
 #: Seconds before the end of a lease. A heartbeat that is sent in this time may come too late, so it does not count.
 MARGIN = 1.0
@@ -52,12 +47,9 @@ def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_:
     return answer
 
 
-def _none_sent(worker: Any, *_: Any, **__: Any) -> Any:
-    worker._kvfix_heartbeats = {}
-    return GO_ON
-
-
-@fix_around(when=lambda worker, metadata: metadata.heartbeat_by_engine, on_fault=_none_sent)
+@fix_around(
+    when=lambda worker, metadata: metadata.heartbeat_by_engine, on_fault=_closed.set_to("_kvfix_heartbeats", {})
+)
 def _send_heartbeats(worker: Any, metadata: Any) -> Steps:
     """Record when a heartbeat was sent for each request that waits for its load."""
     now, agent, not_sent = _nixl.now(), worker.nixl_wrapper, set()
@@ -120,12 +112,10 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    NIXL_PULL_SCHEDULER.request_finished(broken=">=0.32", place=1, probe=shows_bug, fix=request_finished),
+    NIXL_BASE_WORKER._send_heartbeats(broken=">=0.32", fix=_send_heartbeats, helper=True),
+    NIXL_BASE_WORKER._pop_done_transfers(broken=">=0.32", fix=_pop_done_transfers, helper=True),
     effect="wrong output",
-    targets=(
-        NIXL_PULL_SCHEDULER.request_finished(broken=">=0.32", place=1, probe=shows_bug, fix=request_finished),
-        NIXL_BASE_WORKER._send_heartbeats(broken=">=0.32", fix=_send_heartbeats, helper=True),
-        NIXL_BASE_WORKER._pop_done_transfers(broken=">=0.32", fix=_pop_done_transfers, helper=True),
-    ),
     evidence={"KVR017": ""},
     attaches=NEW_REQUESTS,
     no_patch={"vllm": "the end of the lease has to be a parameter that all routers hand on, of both kinds of lease"},

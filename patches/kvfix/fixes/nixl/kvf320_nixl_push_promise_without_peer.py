@@ -1,28 +1,23 @@
 """EngineCore dies at one request: NixlPushConnector promises tokens without knowing which engine pushes them.
 
-## Symptom
-EngineCore of the decode engine dies with `KeyError: 'remote_engine_id'`, or another key of `kv_transfer_params`, in
-`update_state_after_alloc` or `build_connector_meta`. Or its worker dies with `TypeError`.
+Symptom: EngineCore of the decode engine dies with `KeyError: 'remote_engine_id'`, or another key of
+`kv_transfer_params`, in `update_state_after_alloc` or `build_connector_meta`. Or its worker dies with `TypeError`.
 
-## Cause
-The parameters come with the request, from the router or from any client that can reach the engine. If they ask for a
-remote prefill, get_num_new_matched_tokens promises the whole prompt (push_scheduler.py 0.32.0:122). After the
+Cause: The parameters come with the request, from the router or from any client that can reach the engine. If they ask
+for a remote prefill, get_num_new_matched_tokens promises the whole prompt (push_scheduler.py 0.32.0:122). After the
 allocation of the blocks, update_state_after_alloc reads the peer's address from the parameters without a check
 (:189-193). The code that builds the metadata reads `remote_request_id` in the same way (metadata.py 0.32.0:330).
 
-## Fix
-If the parameters do not name a peer, the fix promises nothing, and the request computes its prompt itself.
+Fix: If the parameters do not name a peer, the fix promises nothing, and the request computes its prompt itself.
 
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
-- Upstream: None known in public: the bug is a security problem (SECURITY.md).
 - Remove when: vLLM checks the parameters before it promises.
 """
 
 from typing import Any
 
-from kvfix.fixes import _nixl, _prefills, stubs
-from kvfix.fixes.api import PRIVATE, Fix
-from kvfix.fixes.targets import NIXL_PUSH_SCHEDULER
+from kvfix.fixes import _nixl, _prefills
+from kvfix.fixes.api import NIXL_PUSH_SCHEDULER, PRIVATE, Fix, stubs
 
 #: What update_state_after_alloc, the metadata and the handshake take out of the parameters.
 _TYPES = {
@@ -45,8 +40,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    NIXL_PUSH_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", probe=shows_bug, fix=fix),
     effect="crash",
-    targets=(NIXL_PUSH_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", probe=shows_bug, fix=fix),),
     evidence={"KVR011": r"^(update_state_after_alloc|schedule|build_connector_meta): KeyError"},
     no_patch=PRIVATE,
 )

@@ -1,19 +1,15 @@
 """Wrong text with NixlPushConnector: blocks are paired from their end, and KV is shifted if prefill has more blocks.
 
-## Symptom
-Wrong text without any message, if the prefill engine has generated more than one token.
+Symptom: Wrong text without any message, if the prefill engine has generated more than one token.
 
-## Cause
-After a prefix hit, `_apply_prefix_caching` takes the blocks for the rest of the prompt from the end of the prefill
-engine's list (push_worker.py 0.32.0:660, base_worker.py:3461). This is right only if both lists end at the same token.
-If the generated tokens need a new block, the prefill engine has one block more. KVF310 is the same bug in pull mode.
+Cause: After a prefix hit, `_apply_prefix_caching` takes the blocks for the rest of the prompt from the end of the
+prefill engine's list (push_worker.py 0.32.0:660, base_worker.py:3461). This is right only if both lists end at the same
+token. If the generated tokens need a new block, the prefill engine has one block more. KVF310 is the bug in pull mode.
 
-## Fix
-After request_finished of prefill, the fix removes the blocks after the prompt from each KV group with full attention.
-The worker does not get them.
+Fix: After request_finished of prefill, the fix removes the blocks after the prompt from each KV group with full
+attention. The worker does not get them.
 
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
-- Upstream: None known in public: the bug is a security problem (SECURITY.md).
 - Remove when: vLLM pairs the blocks by their position in the prompt.
 """
 
@@ -21,8 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import _nixl
-from kvfix.fixes.api import PRIVATE, Fix, fix_after, note
-from kvfix.fixes.targets import NIXL_PUSH_SCHEDULER
+from kvfix.fixes.api import NIXL_PUSH_SCHEDULER, PRIVATE, Fix, fix_after, note
 
 
 def _not_pushed(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any, **__: Any) -> tuple[bool, Any]:
@@ -64,8 +59,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    NIXL_PUSH_SCHEDULER.request_finished(broken=">=0.32", place=2, probe=shows_bug, fix=request_finished),
     effect="wrong output",
-    targets=(NIXL_PUSH_SCHEDULER.request_finished(broken=">=0.32", place=2, probe=shows_bug, fix=request_finished),),
     scenarios=("nixl-push-prefill-generates-more",),
     no_patch=PRIVATE,
 )

@@ -1,39 +1,34 @@
 """Requests of a decode engine wait for ever: NixlPushConnector waits for blocks that no engine will push.
 
-## Symptom
-With NixlPushConnector, requests of the decode engine stay in WAITING_FOR_REMOTE_KVS and keep their blocks. The decode
-engine logs `registration for request ... timed out after 480.0s without a push completion`. For an aborted request it
-logs nothing. `GPU KV cache usage` rises, until no request runs.
+Symptom: With NixlPushConnector, requests of the decode engine stay in WAITING_FOR_REMOTE_KVS and keep their blocks. The
+decode engine logs `registration for request ... timed out after 480.0s without a push completion`. For an aborted
+request it logs nothing. `GPU KV cache usage` rises, until no request runs.
 
-## Cause
-The decode engine sends the ids of its blocks to the prefill engine and waits. The prefill engine never reports that it
-cannot write to these blocks. For example, the request was aborted, or its lease is over. Or the prefill engine served
-another request with the same id, could not connect, or has ended. If the router sends requests to both engines at once,
-each engine may also have a request that waits for the other engine's blocks.
+Cause: The decode engine sends the ids of its blocks to the prefill engine and waits. The prefill engine never reports
+that it cannot write to these blocks. For example, the request was aborted, or its lease is over. Or the prefill engine
+served another request with the same id, could not connect, or has ended. If the router sends requests to both engines
+at once, each engine may also have a request that waits for the other engine's blocks.
 
 After `push_registration_timeout`, build_connector_meta drops the registration and logs this (push_scheduler.py
 0.32.0:297-330), but the worker continues to wait. vLLM keeps the blocks of an aborted request until the worker has an
 answer (v1/core/sched/scheduler.py 0.32.0:2703).
 
-## Fix
-The fix adds an end time to the registration. After this time the prefill engine's worker begins no write. Five seconds
-later the decode engine's worker reports the load as failed, and `kv_load_failure_policy` decides.
+Fix: The fix adds an end time to the registration. After this time the prefill engine's worker begins no write. Five
+seconds later the decode engine's worker reports the load as failed, and `kv_load_failure_policy` decides.
 
-## Mixed roll-out
-The prefill engine and the decode engine must both have the fix. In the prefill engine alone it changes nothing. In the
-decode engine alone it can be worse than the released code: a prefill engine without the fix may write into blocks of a
-load that has timed out. Restart the prefill engines with the fix first. Remove the fix from the decode engines first.
+Mixed roll-out: The prefill engine and the decode engine must both have the fix. In the prefill engine alone it changes
+nothing. In the decode engine alone it can be worse than the released code: a prefill engine without the fix may write
+into blocks of a load that has timed out. Restart the prefill engines with the fix first. Remove the fix from the decode
+engines first.
 
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
-- Upstream: None known.
 - Remove when: vLLM fails a load whose registration has timed out.
 """
 
 from typing import Any
 
-from kvfix.fixes import _closed, _nixl, stubs
+from kvfix.fixes import _closed, _nixl, api, stubs
 from kvfix.fixes.api import NEW_REQUESTS, Fix, Steps, fix_after, fix_around, fix_before, note
-from kvfix.fixes.targets import NIXL_PUSH_SCHEDULER, NIXL_PUSH_WORKER
 
 #: Key in the registration: the time of its end, by the clock of the decode engine's scheduler.
 _UNTIL = "kvfix_until"
@@ -104,13 +99,11 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    api.NIXL_PUSH_SCHEDULER.update_state_after_alloc(broken=">=0.32", probe=shows_bug, fix=update_state_after_alloc),
+    api.NIXL_PUSH_WORKER.start_load_kv(broken=">=0.32", fix=start_load_kv, helper=True),
+    api.NIXL_PUSH_WORKER.get_transfer_results(broken=">=0.32", fix=get_transfer_results, helper=True),
+    api.NIXL_PUSH_WORKER._do_start_push_kv(broken=">=0.32", fix=_do_start_push_kv, helper=True),
     effect="hang",
-    targets=(
-        NIXL_PUSH_SCHEDULER.update_state_after_alloc(broken=">=0.32", probe=shows_bug, fix=update_state_after_alloc),
-        NIXL_PUSH_WORKER.start_load_kv(broken=">=0.32", fix=start_load_kv, helper=True),
-        NIXL_PUSH_WORKER.get_transfer_results(broken=">=0.32", fix=get_transfer_results, helper=True),
-        NIXL_PUSH_WORKER._do_start_push_kv(broken=">=0.32", fix=_do_start_push_kv, helper=True),
-    ),
     evidence={
         "KVD688": "",
         "KVR009": r"^_recving_metadata ",

@@ -1,32 +1,26 @@
 """A decode engine returns wrong text: NixlPushConnector writes blocks to it after their lease has ended.
 
-## Symptom
-The prefill engine logs `Releasing expired KV blocks for request ...`; the decode engine logs nothing.
+Symptom: The prefill engine logs `Releasing expired KV blocks for request ...`; the decode engine logs nothing.
 
-## Cause
-The worker frees the blocks of a request at the end of its lease, even while a write reads them. vLLM's comment says:
-"Expired requests were already reported, even if their WRITEs finish later" (push_worker.py 0.32.0:818).
+Cause: The worker frees the blocks of a request at the end of its lease, even while a write reads them. vLLM's comment
+says: "Expired requests were already reported, even if their WRITEs finish later" (push_worker.py 0.32.0:818).
 
 The thread that writes does not check whether the lease is over. After a handshake that took longer than the lease, the
 thread writes from blocks that are already free. vLLM does not remove the expired request from `_deferred_push_inbox`
 (:240). The notice of the write tells the decode engine that all blocks have arrived.
 
-## Fix
-The fix keeps the lease of a request until its write is done. No write begins after the lease has ended. In this case
-the decode engine waits for the blocks, as after an aborted prefill. With KVF322 the load fails.
+Fix: The fix keeps the lease of a request until its write is done. No write begins after the lease has ended. In this
+case the decode engine waits for the blocks, as after an aborted prefill. With KVF322 the load fails.
 
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
-- Upstream: None known.
 - Remove when: vLLM keeps blocks as long as a write reads them.
 """
 
 import threading
 from typing import Any
 
-from kvfix.fixes import _closed, _nixl, stubs
-from kvfix.fixes.api import Fix, Steps, fix_around, note
-from kvfix.fixes.targets import NIXL_BASE_WORKER, NIXL_PUSH_WORKER
-from kvfix.wrapping import GO_ON
+from kvfix.fixes import _closed, _nixl
+from kvfix.fixes.api import GO_ON, NIXL_BASE_WORKER, NIXL_PUSH_WORKER, Fix, Steps, fix_around, note, stubs
 
 #: Held only for moments, by the thread that writes or by the worker's own thread.
 _lock = threading.Lock()
@@ -83,11 +77,9 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    NIXL_PUSH_WORKER._xfer_blocks_for_req(broken=">=0.32", probe=shows_bug, fix=_xfer_blocks_for_req),
+    NIXL_BASE_WORKER._reap_expired_send_leases(broken=">=0.32", fix=_reap_expired_send_leases, helper=True),
     effect="wrong output",
-    targets=(
-        NIXL_PUSH_WORKER._xfer_blocks_for_req(broken=">=0.32", probe=shows_bug, fix=_xfer_blocks_for_req),
-        NIXL_BASE_WORKER._reap_expired_send_leases(broken=">=0.32", fix=_reap_expired_send_leases, helper=True),
-    ),
     evidence={"KVR020": "", "KVR021": ""},
     scenarios=("nixl-push-outlives-lease", "nixl-push-begins-after-lease"),
 )

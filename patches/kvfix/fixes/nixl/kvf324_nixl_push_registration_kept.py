@@ -1,30 +1,25 @@
 """The prefill worker's memory grows: NixlPushConnector keeps registrations of requests that it does not have.
 
-## Symptom
-The memory grows with each request of the decode engine in one of three cases. The prefill was aborted, the prefill had
-ended before the registration came, or the KV was pushed to another request.
+Symptom: The memory grows with each request of the decode engine in one of three cases. The prefill was aborted, the
+prefill had ended before the registration came, or the KV was pushed to another request.
 
-## Cause
-A registration that comes before the end of its prefill waits in `_pending_d_registrations`. Its key is the decode
-engine's id of the request. The worker drops it by the prefill engine's id (push_worker.py 0.32.0:276,
+Cause: A registration that comes before the end of its prefill waits in `_pending_d_registrations`. Its key is the
+decode engine's id of the request. The worker drops it by the prefill engine's id (push_worker.py 0.32.0:276,
 `_evict_finished_inbox`). The two ids end differently (`-` and eight digits), so the worker never drops it.
 
 The worker compares ids without this suffix (:413). So it writes the KV of a later request with the same id into the
 blocks of the old registration, and the later request's own registration waits.
 
-## Fix
-The fix drops a registration after `push_registration_timeout`. The decode engine has dropped it by then.
+Fix: The fix drops a registration after `push_registration_timeout`. The decode engine has dropped it by then.
 
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
-- Upstream: None known.
 - Remove when: vLLM drops registrations for which nothing is pushed.
 """
 
 from typing import Any
 
 from kvfix.fixes import _nixl
-from kvfix.fixes.api import Fix, fix_before, note
-from kvfix.fixes.targets import NIXL_PUSH_WORKER
+from kvfix.fixes.api import NIXL_PUSH_WORKER, Fix, fix_before, note
 
 
 @fix_before(when=lambda worker: worker._pending_d_registrations)
@@ -42,7 +37,7 @@ def get_transfer_results(worker: Any) -> None:
 
 FIX = Fix(
     __name__,
+    NIXL_PUSH_WORKER.get_transfer_results(broken=">=0.32", place=1, fix=get_transfer_results),
     effect="wrong output",
-    targets=(NIXL_PUSH_WORKER.get_transfer_results(broken=">=0.32", place=1, fix=get_transfer_results),),
     evidence={"LAB022": ""},
 )

@@ -1,28 +1,22 @@
 """Requests wait for ever: one bad registration makes NixlPushConnector lose the notices that came with it.
 
-## Symptom
-With NixlPushConnector the log has `nixl-push-writer error; continuing`. Then leases of unrelated requests end early,
-and unrelated requests stay in WAITING_FOR_REMOTE_KVS.
+Symptom: With NixlPushConnector the log has `nixl-push-writer error; continuing`. Then leases of unrelated requests end
+early, and unrelated requests stay in WAITING_FOR_REMOTE_KVS.
 
-## Cause
-The push writer thread fetches all notices of the peers at once. If one notice raises, such as a registration that names
-more blocks than the prefill engine has, the thread loses the remaining notices (push_worker.py 0.32.0:355-361).
+Cause: The push writer thread fetches all notices of the peers at once. If one notice raises, such as a registration of
+more blocks than prefill has, the thread loses the remaining notices (push_worker.py 0.32.0:355-361).
 
-## Fix
-The fix logs an exception of `_handle_push_reg_notif`, and the thread continues with the next notice. If the KV of a
-request could not be written, the request waits until its lease and its registration have ended.
+Fix: The fix logs an exception of `_handle_push_reg_notif`, and the thread continues with the next notice. If the KV of
+a request could not be written, the request waits until its lease and its registration have ended.
 
 - Releases: vLLM 0.32.0 and 0.33.0. In 0.26.0 the code was read, not tested.
-- Upstream: None known.
 - Remove when: vLLM catches exceptions of a single registration.
 """
 
 from typing import Any
 
-from kvfix import engine_log
-from kvfix.fixes import _nixl, stubs
-from kvfix.fixes.api import Fix, fix_calls, note
-from kvfix.fixes.targets import NIXL_PUSH_WORKER
+from kvfix.fixes import _nixl
+from kvfix.fixes.api import NIXL_PUSH_WORKER, Fix, engine_log, fix_calls, note, stubs
 
 
 @fix_calls
@@ -44,6 +38,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    NIXL_PUSH_WORKER._handle_push_reg_notif(broken=">=0.26", probe=shows_bug, fix=_handle_push_reg_notif),
     effect="hang",
-    targets=(NIXL_PUSH_WORKER._handle_push_reg_notif(broken=">=0.26", probe=shows_bug, fix=_handle_push_reg_notif),),
 )

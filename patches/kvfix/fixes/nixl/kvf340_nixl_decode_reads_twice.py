@@ -1,32 +1,26 @@
 """Wrong text on decode: NixlConnector lets two decode requests read one prefill's blocks, and the first one frees them.
 
-## Symptom
-The decode engine logs nothing. The client gets HTTP 200 and text that does not fit the prompt. Prefill logs
+Symptom: The decode engine logs nothing. The client gets HTTP 200 and text that does not fit the prompt. Prefill logs
 `Potentially invalid KV blocks for unrecognized request ... were retrieved by a decode worker`. There are two triggers:
 
 - A router or a client has sent a decode request again with the same kv_transfer_params.
 - A request asks for several answers (`n`). Each answer is a request of its own.
 
-## Cause
-get_num_new_matched_tokens promises the prompt to every request that names remote blocks (pull_scheduler.py 0.32.0:60).
-Prefill frees the blocks when the first read is reported (pull_worker.py 0.32.0:690). Other requests then use the
-blocks, and the second decode request reads their KV.
+Cause: get_num_new_matched_tokens promises the prompt to every request that names remote blocks (pull_scheduler.py
+0.32.0:60). Prefill frees the blocks when the first read is reported (pull_worker.py 0.32.0:690). Other requests then
+use the blocks, and the second decode request reads their KV.
 
-## Fix
-In each decode engine, only the first request for a prefill reads its blocks. A later request with the same
+Fix: In each decode engine, only the first request for a prefill reads its blocks. A later request with the same
 remote_engine_id and remote_request_id computes its prompt itself, and sends prefill no notice. The fix does not know
 what another decode engine has read. So a router that retries a request must send it to the prefill engine first.
 
-- Releases: vLLM 0.20.2 to 0.33.0.
-- Upstream: None known.
 - Remove when: Prefill refuses the second read.
 """
 
 from typing import Any
 
 from kvfix.fixes import _nixl, _prefills
-from kvfix.fixes.api import Fix
-from kvfix.fixes.targets import NIXL_BASE_SCHEDULER, NIXL_PULL_SCHEDULER, NIXL_SCHEDULER
+from kvfix.fixes.api import NIXL_BASE_SCHEDULER, NIXL_PULL_SCHEDULER, NIXL_SCHEDULER, Fix
 
 
 def _prefill(connector: Any, params: Any) -> tuple[Any, ...] | None:
@@ -46,12 +40,10 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    NIXL_SCHEDULER.get_num_new_matched_tokens(broken=">=0.20,<0.26", probe=shows_bug, fix=promise_once, place=1),
+    NIXL_PULL_SCHEDULER.get_num_new_matched_tokens(broken=">=0.26", probe=shows_bug, fix=promise_once, place=1),
+    NIXL_BASE_SCHEDULER.on_new_request(broken=">=0.32", fix=arrive_once, place=-1, helper=True),
     effect="wrong output",
-    targets=(
-        NIXL_SCHEDULER.get_num_new_matched_tokens(broken=">=0.20,<0.26", probe=shows_bug, fix=promise_once, place=1),
-        NIXL_PULL_SCHEDULER.get_num_new_matched_tokens(broken=">=0.26", probe=shows_bug, fix=promise_once, place=1),
-        NIXL_BASE_SCHEDULER.on_new_request(broken=">=0.32", fix=arrive_once, place=-1, helper=True),
-    ),
     evidence={"KVR018": ""},
     scenarios=("nixl-lease-read-twice", "nixl-second-reader-aborted"),
     no_patch={"vllm": "prefill has to refuse the second read, which takes a change of NIXL's messages"},

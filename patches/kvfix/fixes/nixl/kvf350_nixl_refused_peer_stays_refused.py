@@ -1,29 +1,24 @@
 """All loads from one prefill engine fail until a restart: NixlConnector remembers the wrong rank count of one request.
 
-## Symptom
-From some time on all loads from one prefill engine fail: `NIXL transfer failure: handshake_setup_failed` with
+Symptom: From some time on all loads from one prefill engine fail: `NIXL transfer failure: handshake_setup_failed` with
 `AssertionError` in `_validate_remote_agent_handshake`. The error repeats for each request, although the parameters are
 right. Without the fix, only a restart of the engine that loads ends the errors.
 
-## Cause
-`tp_size` comes from a request's parameters. `add_remote_agent` first stores this value for the peer, and checks it
-afterwards (base_worker.py 0.32.0:2254). `register_remote_engine` never replaces the stored value (utils.py 0.32.0:467).
-Each later handshake with this peer compares its own `tp_size` with the refused value (base_worker.py 0.32.0:2425).
+Cause: `tp_size` comes from a request's parameters. `add_remote_agent` first stores this value for the peer, and checks
+it afterwards (base_worker.py 0.32.0:2254). `register_remote_engine` never replaces the stored value (utils.py
+0.32.0:467). Each later handshake with this peer compares its `tp_size` with this value (base_worker.py 0.32.0:2425).
 
-## Fix
-If a peer is refused, the fix deletes the stored values of the peer.
+Fix: If a peer is refused, the fix deletes the stored values of the peer.
 
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
-- Upstream: None known in public: the bug is a security problem (SECURITY.md).
 - Remove when: vLLM stores nothing about a peer that it has refused.
 """
 
 from contextlib import suppress
 from typing import Any
 
-from kvfix.fixes import _nixl, stubs
-from kvfix.fixes.api import PRIVATE, Fix, Steps, fix_around, note
-from kvfix.fixes.targets import NIXL_BASE_WORKER
+from kvfix.fixes import _nixl
+from kvfix.fixes.api import NIXL_BASE_WORKER, PRIVATE, Fix, Steps, fix_around, note, stubs
 
 
 @fix_around()
@@ -39,20 +34,12 @@ def add_remote_agent(worker: Any, metadata: Any, *_: Any) -> Steps:
     return answer
 
 
-class _Refused(Exception):
-    pass
-
-
 def shows_bug(hook: Any, module: Any) -> bool:
     """A peer that is refused. Wrong is to keep its ranks."""
     kept: set[str] = set()
-
-    def refuses(*_: Any) -> Any:
-        raise _Refused
-
     topo = stubs.Stub(
         tp_size=1, register_remote_engine=lambda engine, _: kept.add(engine), unregister_remote_engine=kept.discard,
-        describe=refuses,
+        describe=lambda *_: 1 // 0,
     )  # fmt: skip
     worker = _nixl.worker_side(
         transfer_topo=topo, block_len_per_layer=[1], _transfer_layer_region_indices=(), _packed_member_layouts={}
@@ -61,14 +48,14 @@ def shows_bug(hook: Any, module: Any) -> bool:
         engine_id=stubs.NAME, physical_blocks_per_logical_kv_block=1, block_size=16, block_lens=[1],
         kv_caches_base_addr=[1], packed_member_layouts={},
     )  # fmt: skip
-    with suppress(_Refused):
+    with suppress(ZeroDivisionError):
         hook(worker, metadata, 0, 2)
     return stubs.NAME in kept
 
 
 FIX = Fix(
     __name__,
+    NIXL_BASE_WORKER.add_remote_agent(broken=">=0.32", probe=shows_bug, fix=add_remote_agent),
     effect="hang",
-    targets=(NIXL_BASE_WORKER.add_remote_agent(broken=">=0.32", probe=shows_bug, fix=add_remote_agent),),
     no_patch=PRIVATE,
 )

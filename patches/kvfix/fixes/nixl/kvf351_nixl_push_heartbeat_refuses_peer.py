@@ -1,31 +1,25 @@
 """Loads fail in push mode: NixlPushConnector's heartbeat refuses a prefill engine that has more ranks than KV heads.
 
-## Symptom
-The bug needs push mode. It also needs a prefill engine with more ranks than the decode engine, and with more ranks than
-the model has KV heads. Each heartbeat logs `NIXL transfer failure: handshake_setup_failed` with `AssertionError` in
-`_validate_remote_agent_handshake`. Requests that arrive during this handshake log `push_reg_handshake_failed`, and
-their loads fail. Leases of requests that wait for blocks are not renewed.
+Symptom: The bug needs push mode. It also needs a prefill engine with more ranks than the decode engine, and with more
+ranks than the model has KV heads. Each heartbeat logs `NIXL transfer failure: handshake_setup_failed` with
+`AssertionError` in `_validate_remote_agent_handshake`. Requests that arrive during this handshake log
+`push_reg_handshake_failed`, and their loads fail. Leases of requests that wait for blocks are not renewed.
 
-## Cause
-In push mode a decode engine reads nothing from its peer. Its registrations need only the peer's agents. But if a
+Cause: In push mode a decode engine reads nothing from its peer. Its registrations need only the peer's agents. But if a
 heartbeat comes first, it starts the complete handshake, which only an engine that reads needs (base_worker.py
 0.32.0:3192). The check in this handshake refuses a peer whose ranks hold copies of the same head (:2450). A
 registration joins any handshake that is in flight (:1290), and fails with it.
 
-## Fix
-If the check would refuse the peer, the handshake of a heartbeat asks only for the peer's agents, like a registration.
+Fix: If the check would refuse the peer, a heartbeat asks only for the peer's agents, like a registration.
 
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
-- Upstream: None known.
 - Remove when: Heartbeats of push mode make the same handshake as registrations.
 """
 
 from typing import Any
 
-from kvfix.fixes import _nixl, stubs
-from kvfix.fixes.api import Fix, Steps, fix_around, note
-from kvfix.fixes.targets import NIXL_BASE_WORKER
-from kvfix.wrapping import replaced
+from kvfix.fixes import _nixl
+from kvfix.fixes.api import NIXL_BASE_WORKER, Fix, Steps, fix_around, note, replaced, stubs
 
 
 @fix_around(when=lambda worker, metadata: worker._TRANSFER_MODE == "push")
@@ -69,6 +63,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    NIXL_BASE_WORKER._send_heartbeats(broken=">=0.32", place=1, probe=shows_bug, fix=_send_heartbeats),
     effect="hang",
-    targets=(NIXL_BASE_WORKER._send_heartbeats(broken=">=0.32", place=1, probe=shows_bug, fix=_send_heartbeats),),
 )

@@ -1,22 +1,18 @@
 """Decode dies or another request returns wrong text: NixlPushConnector writes to a rank that has not registered yet.
 
-## Symptom
-In push mode, the decode engine has more ranks than the prefill engine. The decode engine dies with `KeyError:
+Symptom: In push mode, the decode engine has more ranks than the prefill engine. The decode engine dies with `KeyError:
 ('<engine>', 0)` in `get_transfer_results`. Or a rank logs `push_reg_handshake_failed` and then `Unrecognized request
 ... notif (may have expired).`, and another request returns wrong text with HTTP 200.
 
-## Cause
-Each rank of the decode engine connects to the prefill engine by itself, and then registers its blocks. Prefill takes
-the first registration and writes to all ranks (push_worker.py 0.32.0:308, :584). If a rank is still connecting when the
-write is reported, the rank looks up its peer and does not find it (base_worker.py 0.32.0:2940). If a rank could not
-connect, it has freed its blocks. They may belong to another request when prefill writes them.
+Cause: Each rank of the decode engine connects to the prefill engine by itself, and then registers its blocks. Prefill
+takes the first registration and writes to all ranks (push_worker.py 0.32.0:308, :584). If a rank is still connecting
+when the write is reported, the rank looks up its peer and does not find it (base_worker.py 0.32.0:2940). If a rank
+could not connect, it has freed its blocks. They may belong to another request when prefill writes them.
 
-## Fix
-A prefill rank begins its write only when all decode ranks that it writes to have registered. If a rank never registers,
-the decode engine waits for the blocks. With KVF322 the load fails when the registration of the request times out.
+Fix: A prefill rank begins its write only when all decode ranks that it writes to have registered. If a rank never
+registers, the decode engine waits for the blocks. With KVF322 the load fails when its registration times out.
 
 - Releases: vLLM 0.26.0 to 0.33.0. 0.32.0 and 0.33.0 were tested. For the other releases, only the code was read.
-- Upstream: None known.
 - Remove when: vLLM writes to a rank only the blocks that this rank has registered.
 """
 
@@ -25,8 +21,7 @@ from contextlib import suppress
 from typing import Any
 
 from kvfix.fixes import _closed, _nixl
-from kvfix.fixes.api import NEW_REQUESTS, Fix, Steps, fix_around
-from kvfix.fixes.targets import NIXL_PUSH_WORKER
+from kvfix.fixes.api import NEW_REQUESTS, NIXL_PUSH_WORKER, Fix, Steps, fix_around
 
 #: Maximum number of remembered requests for which only some ranks have registered. Beyond this number, the oldest are
 #: forgotten.
@@ -69,10 +64,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    NIXL_PUSH_WORKER._handle_push_reg_notif(broken=">=0.26", place=1, probe=shows_bug, fix=wait_for_all_ranks),
     effect="wrong output",
-    targets=(
-        NIXL_PUSH_WORKER._handle_push_reg_notif(broken=">=0.26", place=1, probe=shows_bug, fix=wait_for_all_ranks),
-    ),
     evidence={"KVR011": r"KeyError: \('", "KVR022": ""},
     scenarios=("nixl-push-before-all-registered", "nixl-push-notified-before-connected"),
     attaches=NEW_REQUESTS,

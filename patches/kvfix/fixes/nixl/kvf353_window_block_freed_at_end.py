@@ -1,39 +1,33 @@
 """Wrong text with a sliding window and NixlConnector: decode lacks a token in the window of the prompt's last token.
 
-## Symptom
-No message is logged. The model has sliding windows (Gemma, gpt-oss). The first generated token is computed with wrong
-KV for one token of the window. One prompt in N is affected, where N is the number of tokens in a block. If the
-router lets the prefill engine generate more than one token, all prompts longer than the window are affected.
+Symptom: No message is logged. The model has sliding windows (Gemma, gpt-oss). The first generated token is computed
+with wrong KV for one token of the window. One prompt in N is affected, where N is the number of tokens in a block. If
+the router lets the prefill engine generate more than one token, all prompts longer than the window are affected.
 
-## Cause
-vLLM keeps the part of a window that the next token needs. After a prompt of P tokens, with a window of W, this part
-begins at token P - W + 1. The decode engine loads P tokens and computes the last one again, which needs token P - W. If
-a block begins at token P - W + 1, neither engine has the block before it. Prefill frees this block at the request's end
-(scheduler.py 0.32.0:3025), and decode allocates none for the load (single_type_kv_cache_manager.py 0.32.0:350). So
-decode reads the null block.
+Cause: vLLM keeps the part of a window that the next token needs. After a prompt of P tokens, with a window of W, this
+part begins at token P - W + 1. The decode engine loads P tokens and computes the last one again, which needs token P -
+W. If a block begins at token P - W + 1, neither engine has the block before it. Prefill frees this block at the
+request's end (scheduler.py 0.32.0:3025), and decode allocates none for the load (single_type_kv_cache_manager.py
+0.32.0:350). So decode reads the null block.
 
 In models with states, with bounded replay or with MTP modules, prefill stops before the tokens that decode computes
 again (`_prefill_backoff`, nixl/base_scheduler.py 0.32.0:379). For windows it does not stop earlier.
 
-## Fix
-Prefill stops earlier for windows too: it computes the prompt without its last token, and generates one token.
+Fix: Prefill stops earlier for windows too: it computes the prompt without its last token, and generates one token.
 
-## Mixed roll-out
-Install the fix on the prefill engine and on the decode engine, or on neither. If only one of them has it, the two
-engines count tokens differently. If the last token has a block of its own, each block is then paired with its neighbour
-(base_worker.py 0.32.0:3417). The result is wrong KV, without a message.
+Mixed roll-out: Install the fix on the prefill engine and on the decode engine, or on neither. If only one of them has
+it, the two engines count tokens differently. If the last token has a block of its own, each block is then paired with
+its neighbour (base_worker.py 0.32.0:3417). The result is wrong KV, without a message.
 
 - Releases: vLLM 0.32.0 and 0.33.0. By their code, the releases from 0.20.2 on have the bug too. 0.20.2 is the first one
   whose NixlConnector supports windows. The releases before 0.32.0 do not have `_prefill_backoff`, and were not tested.
-- Upstream: None known.
 - Remove when: `_prefill_backoff` answers 1 for a model with windows.
 """
 
 from types import SimpleNamespace
 from typing import Any
 
-from kvfix.fixes.api import AT_START, Fix, fix_after
-from kvfix.fixes.targets import NIXL_BASE_SCHEDULER
+from kvfix.fixes.api import AT_START, NIXL_BASE_SCHEDULER, Fix, fix_after
 
 
 @fix_after(on_fault=lambda scheduler, tokens, *_, **__: max(tokens, 1))
@@ -51,8 +45,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    NIXL_BASE_SCHEDULER._prefill_backoff(broken=">=0.32", probe=shows_bug, fix=_prefill_backoff),
     effect="wrong output",
-    targets=(NIXL_BASE_SCHEDULER._prefill_backoff(broken=">=0.32", probe=shows_bug, fix=_prefill_backoff),),
     attaches=AT_START,
     scenarios=("nixl-window-freed-at-end", "nixl-window-freed-meanwhile"),
     opt_in=True,

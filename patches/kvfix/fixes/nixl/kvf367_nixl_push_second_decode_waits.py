@@ -1,32 +1,27 @@
 """A decode request waits for ever: two decode requests wait for one prefill, and NixlPushConnector serves only one.
 
-## Symptom
-A router sends a decode request again with the same id and kv_transfer_params. One of the two requests stays in
+Symptom: A router sends a decode request again with the same id and kv_transfer_params. One of the two requests stays in
 WAITING_FOR_REMOTE_KVS and keeps its blocks. The decode engine logs `registration for request ... timed out after 480.0s
 without a push completion`. The prefill engine logs nothing.
 
-## Cause
-NixlPushConnector promises the prompt to each request that asks for a remote prefill, and each request registers its
-blocks (push_scheduler.py 0.32.0:125, :183). The prefill engine writes into the blocks of the first registration that it
-finds, and then forgets the prefill (push_worker.py 0.32.0:404). It never answers the other registration.
+Cause: NixlPushConnector promises the prompt to each request that asks for a remote prefill, and each request registers
+its blocks (push_scheduler.py 0.32.0:125, :183). The prefill engine writes into the blocks of the first registration
+that it finds, and then forgets the prefill (push_worker.py 0.32.0:404). It never answers the other registration.
 
-## Fix
-In each decode engine, only the first request for a prefill registers. A later request for the same prefill computes its
-prompt itself. Two requests are for the same prefill if their remote_engine_id, their remote_request_id and their ids
-without the random end are equal. (The prefill engine pairs requests by the id without this end.) The fix does not know
-which requests another decode engine has registered. With KVF322 the load of a request that waits in the other engine
-fails after a timeout.
+Fix: In each decode engine, only the first request for a prefill registers. A later request for the same prefill
+computes its prompt itself. Two requests are for the same prefill if their remote_engine_id, their remote_request_id and
+their ids without the random end are equal. (The prefill engine pairs requests by the id without this end.) The fix does
+not know which requests another decode engine has registered. With KVF322 the load of a request that waits in the other
+engine fails after a timeout.
 
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
-- Upstream: None known.
 - Remove when: vLLM promises a prefill to one decode request.
 """
 
 from typing import Any
 
 from kvfix.fixes import _nixl, _prefills
-from kvfix.fixes.api import Fix, fix_after
-from kvfix.fixes.targets import NIXL_PUSH_SCHEDULER
+from kvfix.fixes.api import NIXL_PUSH_SCHEDULER, Fix, fix_after
 
 
 @fix_after(when=lambda connector, answer, request, *_: request.request_id in connector._push_pending_registrations)
@@ -64,10 +59,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    NIXL_PUSH_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", place=1, probe=shows_bug, fix=promise_once),
+    NIXL_PUSH_SCHEDULER.update_state_after_alloc(broken=">=0.32", place=1, fix=note_first, helper=True),
     effect="hang",
-    targets=(
-        NIXL_PUSH_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", place=1, probe=shows_bug, fix=promise_once),
-        NIXL_PUSH_SCHEDULER.update_state_after_alloc(broken=">=0.32", place=1, fix=note_first, helper=True),
-    ),
     evidence={"KVD688": "", "LAB003": "WAITING_FOR_REMOTE_KVS"},
 )

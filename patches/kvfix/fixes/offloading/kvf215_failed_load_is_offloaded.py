@@ -1,51 +1,36 @@
 """Later requests return wrong text: OffloadingConnector stores blocks that another connector failed to load.
 
-## Symptom
-When the load fails, only `Recovered from KV load failure` or `Failing 1 request(s) due to KV load failure` is logged.
-Later, requests that begin with the same prompt return wrong text. This needs a MultiConnector with OffloadingConnector
-and a connector that loads within the step, such as LMCache's in-process connector.
+Symptom: When the load fails, only `Recovered from KV load failure` or `Failing 1 request(s) due to KV load failure` is
+logged. Later, requests that begin with the same prompt return wrong text. This needs a MultiConnector with
+OffloadingConnector and a connector that loads within the step, such as LMCache's in-process connector.
 
-## Cause
-OffloadingConnector plans its stores together with the step. The plan includes blocks that another connector loads in
-this step, and blocks that are computed on top of them. OffloadingConnector copies the blocks at the beginning of the
-next step (offloading/worker.py 0.32.0:260).
+Cause: OffloadingConnector plans its stores together with the step. The plan includes blocks that another connector
+loads in this step, and blocks that are computed on top of them. OffloadingConnector copies the blocks at the beginning
+of the next step (offloading/worker.py 0.32.0:260).
 
 OffloadingConnector does not learn that the load has failed, because `update_connector_output` reads only the reports of
 OffloadingConnector itself (offloading/scheduler.py 0.32.0:1822). If the request ends with an error
 (`kv_load_failure_policy=fail`), OffloadingConnector even stores the rest of its prompt (:1662).
 
-## Fix
-The fix reads the failed blocks from the output that `update_connector_output` gets. If a request has a failed block,
-the fix reports its stores in flight as failed. The manager then drops their chunks. If the request continues,
+Fix: The fix reads the failed blocks from the output that `update_connector_output` gets. If a request has a failed
+block, the fix reports its stores in flight as failed. The manager then drops their chunks. If the request continues,
 OffloadingConnector stores all its chunks again. If the request has ended, OffloadingConnector stores none.
 
-- Releases: vLLM 0.26.0 to 0.33.0.
-- Upstream: None known.
 - Remove when: `update_connector_output` handles `invalid_block_ids`.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 from kvfix.fixes import _offloading
-from kvfix.fixes.api import Fix, Steps, fix_around, note
-from kvfix.fixes.targets import OFFLOADING_SCHEDULER
-
-#: Of a scheduler: failed stores.
-_STORES = "_kvfix_failed_stores"
+from kvfix.fixes.api import OFFLOADING_SCHEDULER, Fix, note, stubs
 
 
-@fix_around(on_fault=_offloading.all_stores_fail)
-def fail_stores(scheduler: Any, output: Any) -> Steps:
-    failed = _failed_stores(scheduler, output.invalid_block_ids) if output.invalid_block_ids else ()
-    if not failed and not getattr(scheduler, _STORES, None):  # almost all steps
-        return (yield)
-    with _offloading.completed_as_failed(scheduler, output, _STORES, failed):
-        return (yield)
-
-
-def _failed_stores(scheduler: Any, blocks: Any) -> set[int]:
-    """The stores in flight of all requests that have one of these blocks."""
-    jobs: set[int] = set()
+def _failed_stores(scheduler: Any, output: Any) -> set[int]:
+    """The stores in flight of all requests that have a block whose load has failed."""
+    blocks, jobs = output.invalid_block_ids, set[int]()
+    if not blocks:
+        return jobs
     note(__name__, f"stores of {len(blocks)} blocks whose load has failed do not count")
     for request in scheduler._req_status.values():
         if all(blocks.isdisjoint(group.block_ids) for group in request.group_states):
@@ -56,14 +41,39 @@ def _failed_stores(scheduler: Any, blocks: Any) -> set[int]:
     return jobs
 
 
+fail_stores = _offloading.fails_jobs("_kvfix_failed_stores", _failed_stores)
+
+
 def shows_bug(hook: Any, module: Any) -> bool:
     """A store of block 3 is done, and the load of this block has failed in the same step. Wrong is to complete it as a
     success."""
-    return _offloading.success_of_store(hook, module, invalid_block_ids={3}) == [True]
+    group = stubs.Stub(block_ids=[3], next_stored_chunk_idx=1)
+    request = stubs.Stub(
+        req=stubs.request(16, is_finished=lambda: False), group_states=(group,), transfer_jobs={7}, req_context=None,
+        finished_signaled=False,
+    )  # fmt: skip
+    job = stubs.Stub(
+        req_id=stubs.NAME, pending_count=1, keys={b"key"}, is_store=True, fenced_block_ids=None,
+        deferred_fence_block_ids=None,
+    )  # fmt: skip
+    found: list[bool] = []
+    scheduler = stubs.Stub(
+        manager=stubs.Stub(complete_store=lambda keys, context, success=True: found.append(success)),
+        _jobs={7: job}, _req_status={stubs.NAME: request}, _block_id_to_pending_jobs={}, _stale_job_threshold=0,
+        _reset_fence={}, _manager_locked=nullcontext, config=stubs.Stub(blocks_per_chunk=1),
+        _sliding_window_groups=(),
+    )  # fmt: skip
+    scheduler._update_connector_output = lambda output: module.OffloadingConnectorScheduler._update_connector_output(
+        scheduler, output
+    )
+    meta = module.OffloadingWorkerMetadata()
+    meta.mark_completed(7)
+    hook(scheduler, stubs.Stub(kv_connector_worker_meta=meta, invalid_block_ids={3}))
+    return found == [True]
 
 
 FIX = Fix(
     __name__,
+    OFFLOADING_SCHEDULER.update_connector_output(broken=">=0.26.0", probe=shows_bug, fix=fail_stores),
     effect="wrong output",
-    targets=(OFFLOADING_SCHEDULER.update_connector_output(broken=">=0.26.0", probe=shows_bug, fix=fail_stores),),
 )

@@ -1,31 +1,22 @@
 """Later requests return wrong text: another connector loads into blocks that OffloadingConnector still copies.
 
-## Symptom
-Nothing is logged. Later, requests that begin with the same prompt return wrong text. This needs a MultiConnector with
-OffloadingConnector and a connector that loads between steps, such as LMCache's multi-process connector.
+Symptom: Nothing is logged. Later, requests that begin with the same prompt return wrong text. This needs a
+MultiConnector of OffloadingConnector and a connector that loads between steps, such as LMCache's multi-process one.
 
-## Cause
-The blocks of an ended request are free while OffloadingConnector still copies them. Before another request writes to
-these blocks, OffloadingConnector waits for the copy. But it checks only the blocks that are allocated in a step. A load
-between steps allocates blocks for a request that is not yet in a step. `update_state_after_alloc` gets these blocks.
-But if another connector loads, `update_state_after_alloc` returns before it records them (offloading/scheduler.py
-0.32.0:1151).
+Cause: The blocks of an ended request are free while OffloadingConnector still copies them. Before another request
+writes to these blocks, OffloadingConnector waits for the copy. But it checks only the blocks that are allocated in a
+step. A load between steps allocates blocks for a request that is not yet in a step. If another connector loads,
+`update_state_after_alloc` does not record them (offloading/scheduler.py 0.32.0:1151).
 
-## Fix
-The fix always records the blocks.
+Fix: The fix always records the blocks.
 
-- Releases: vLLM 0.26.0 to 0.32.0.
 - Upstream: https://github.com/vllm-project/vllm/issues/46951, https://github.com/vllm-project/vllm/pull/46960; fixed in
   0.33.0.
-- Remove when: vLLM 0.32.0 is no longer in use.
 """
 
 from typing import Any
 
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, fix_before, note
-from kvfix.fixes.targets import OFFLOADING_SCHEDULER
-from kvfix.wrapping import GO_ON
+from kvfix.fixes.api import GO_ON, OFFLOADING_SCHEDULER, Fix, fix_before, note, stubs
 
 
 def _wait_for_all(scheduler: Any, *_: Any, **__: Any) -> Any:
@@ -54,10 +45,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    OFFLOADING_SCHEDULER.update_state_after_alloc(broken=">=0.26.0,<0.33", probe=shows_bug, fix=record_blocks),
     effect="wrong output",
-    targets=(
-        OFFLOADING_SCHEDULER.update_state_after_alloc(broken=">=0.26.0,<0.33", probe=shows_bug, fix=record_blocks),
-    ),
     scenarios=("mp-load-into-blocks-in-copy", "nixl-load-into-blocks-in-copy"),
     no_patch={"vllm": "fixed in 0.33.0"},
 )

@@ -1,29 +1,21 @@
 """EngineCore dies after a prefix cache reset: OffloadingConnector takes the load of a preempted request for a store.
 
-## Symptom
-EngineCore dies with a bare `AssertionError` at `assert self._jobs[any_jid].is_store` in `build_connector_meta` of
-offloading/scheduler.py, after `reset_prefix_cache` with `reset_running_requests` and without `reset_connector`.
+Symptom: EngineCore dies with a bare `AssertionError` at `assert self._jobs[any_jid].is_store` in `build_connector_meta`
+of offloading/scheduler.py, after `reset_prefix_cache` with `reset_running_requests` and without `reset_connector`.
 
-## Cause
-When a request is preempted, OffloadingConnector waits for its stores in flight, and asserts that they are stores
+Cause: When a request is preempted, OffloadingConnector waits for its stores in flight, and asserts that they are stores
 (offloading/scheduler.py 0.32.0:1862). vLLM does not admit a request in the step in which it preempts the request. But
 vLLM can admit a request that a reset has preempted between two steps. The job in flight is then its load.
 
-## Fix
-If a preempted request has a load in flight, the fix hides the request from the hook. The request has no stores to wait
-for, because vLLM grants a load only when the request's stores are done.
+Fix: If a preempted request has a load in flight, the fix hides the request from the hook. The request has no stores to
+wait for, because vLLM grants a load only when the request's stores are done.
 
-- Releases: vLLM 0.26.0 to 0.32.0.
 - Upstream: None known; fixed in 0.33.0.
-- Remove when: vLLM 0.32.0 is no longer in use.
 """
 
 from typing import Any
 
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, Steps, fix_around
-from kvfix.fixes.targets import OFFLOADING_SCHEDULER
-from kvfix.wrapping import View
+from kvfix.fixes.api import OFFLOADING_SCHEDULER, Fix, Steps, View, fix_around, stubs
 
 
 @fix_around(when=lambda scheduler, output, *_, **__: output.preempted_req_ids and scheduler._current_batch_load_jobs)
@@ -51,8 +43,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    OFFLOADING_SCHEDULER.build_connector_meta(broken=">=0.26.0,<0.33", probe=shows_bug, fix=hide_loading),
     effect="crash",
-    targets=(OFFLOADING_SCHEDULER.build_connector_meta(broken=">=0.26.0,<0.33", probe=shows_bug, fix=hide_loading),),
     evidence={"KVR011": r"^(schedule|build_connector_meta): AssertionError$"},
     no_patch={"vllm": "fixed in 0.33.0"},
 )

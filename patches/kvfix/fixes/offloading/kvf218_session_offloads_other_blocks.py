@@ -1,27 +1,20 @@
 """Later requests return wrong text: OffloadingConnector stores wrong blocks of a streaming session.
 
-## Symptom
-Nothing is logged at first. When a session ends, a `KeyError` in `_remove_pending_job` of offloading/scheduler.py may
-end EngineCore. This needs OffloadingConnector, alone or in a MultiConnector, and streaming input (a resumable request).
+Symptom: Nothing is logged at first. When a session ends, a `KeyError` in `_remove_pending_job` of
+offloading/scheduler.py may end EngineCore. This needs OffloadingConnector, alone or in a MultiConnector, and streaming
+input (a resumable request).
 
-## Cause
-When a session gets more input, vLLM schedules it as a new request, with all its blocks. OffloadingConnector appends all
-of them to its list, which already has the earlier blocks of the session (offloading/scheduler.py 0.32.0:1282).
+Cause: When a session gets more input, vLLM schedules it as a new request, with all its blocks. OffloadingConnector
+appends all of them to its list, which has the earlier blocks already (offloading/scheduler.py 0.32.0:1282).
 
-## Fix
-When a request is scheduled as new, the fix drops the blocks that OffloadingConnector has recorded for the request.
+Fix: When a request is scheduled as new, the fix drops the blocks that OffloadingConnector has recorded for the request.
 
-- Releases: vLLM 0.26.0 to 0.32.0.
 - Upstream: None known; fixed in 0.33.0.
-- Remove when: vLLM 0.32.0 is no longer in use.
 """
 
 from typing import Any
 
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, fix_before, note
-from kvfix.fixes.targets import OFFLOADING_SCHEDULER
-from kvfix.wrapping import GO_ON
+from kvfix.fixes.api import GO_ON, OFFLOADING_SCHEDULER, Fix, fix_before, note, stubs
 
 
 def forget_blocks(scheduler: Any, scheduler_output: Any, *_: Any, **__: Any) -> Any:
@@ -58,8 +51,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    OFFLOADING_SCHEDULER._update_req_states(broken=">=0.26.0,<0.33", probe=shows_bug, fix=drop_old_blocks),
     effect="wrong output",
-    targets=(OFFLOADING_SCHEDULER._update_req_states(broken=">=0.26.0,<0.33", probe=shows_bug, fix=drop_old_blocks),),
     evidence={"KVR011": "^update_from_output: KeyError: "},
     no_patch={"vllm": "fixed in 0.33.0"},
 )

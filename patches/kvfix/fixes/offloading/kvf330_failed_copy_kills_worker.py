@@ -1,31 +1,25 @@
 """EngineCore dies when OffloadingConnector fails to copy blocks: the worker asserts that every copy succeeds.
 
-## Symptom
-The worker dies with a bare `AssertionError` at `assert transfer_result.success` in `get_finished` of
+Symptom: The worker dies with a bare `AssertionError` at `assert transfer_result.success` in `get_finished` of
 offloading/worker.py, and EngineCore dies with it. vLLM's own copy between GPU and CPU memory does not trigger this bug.
 Other workers (`spec_module_path`), such as llm-d's worker for a file system, report the failure and trigger it.
 
-## Cause
-`get_finished` asserts that each copy has succeeded: "we currently do not support job failures" (offloading/worker.py
-0.32.0:288). The code to handle a failed copy exists.
+Cause: `get_finished` asserts that each copy has succeeded: "we currently do not support job failures"
+(offloading/worker.py 0.32.0:288). The code to handle a failed copy exists.
 
-## Fix
-The fix shows all copies to `get_finished` as successful. The worker's report names the copies that failed. The manager
-drops the chunks of a failed store. After a failed load vLLM computes the tokens, or ends the request
+Fix: The fix shows all copies to `get_finished` as successful. The worker's report names the copies that failed. The
+manager drops the chunks of a failed store. After a failed load vLLM computes the tokens, or ends the request
 (`kv_load_failure_policy`). The request loads nothing more. Otherwise vLLM would retry an unreadable chunk for ever.
 
-- Releases: vLLM 0.26.0 to 0.33.0. The fix is for 0.32.0 and later, because earlier releases cannot report a failed load
-  by request.
+- Releases: vLLM 0.26.0 to 0.33.0. The fix needs 0.32.0, which can report a failed load by request.
 - Upstream: https://github.com/vllm-project/vllm/issues/39732, https://github.com/vllm-project/vllm/pull/52838 (open).
 - Remove when: `get_finished` of offloading/worker.py handles a result without success.
 """
 
 from typing import Any
 
-from kvfix import engine_log
-from kvfix.fixes import _offloading, stubs
-from kvfix.fixes.api import Fix, Steps, fix_around, fix_before, note
-from kvfix.fixes.targets import CONNECTOR_BASE, OFFLOADING_SCHEDULER, OFFLOADING_WORKER, OFFLOADING_WORKER_METADATA
+from kvfix.fixes import _offloading, api, stubs
+from kvfix.fixes.api import Fix, Steps, engine_log, fix_around, fix_before, note
 from kvfix.wrapping import View, replaced
 
 #: Of the worker: requests whose load has failed. Of the worker's report, and of the scheduler: jobs that have failed.
@@ -36,6 +30,9 @@ _TOLD = "_kvfix_knows_failed_copies"
 tells_worker = _offloading.tells_worker(_TOLD)
 get_transfer_results = _offloading.reports_failed_loads("connector_worker", _REQUESTS)
 aggregate = _offloading.combines_reports(_JOBS, "completed_jobs")
+update_connector_output = _offloading.fails_jobs(
+    _JOBS, lambda scheduler, output: getattr(output.kv_connector_worker_meta, _JOBS, ())
+)
 
 
 @fix_around(when=lambda worker, *_, **__: getattr(worker, _TOLD, False))
@@ -70,15 +67,6 @@ def start_kv_transfers(worker: Any, metadata: Any) -> None:
     setattr(worker, _TOLD, True)
 
 
-@fix_around(on_fault=_offloading.all_stores_fail)
-def update_connector_output(scheduler: Any, output: Any) -> Steps:
-    failed = getattr(output.kv_connector_worker_meta, _JOBS, ())
-    if not failed and not getattr(scheduler, _JOBS, None):  # almost all steps
-        return (yield)
-    with _offloading.completed_as_failed(scheduler, output, _JOBS, failed):
-        return (yield)
-
-
 def shows_bug(hook: Any, module: Any) -> bool:
     """The copy of a load has failed. Wrong is an AssertionError."""
     result = stubs.Stub(job_id=7, success=False, transfer_size=None, transfer_time=None)
@@ -91,17 +79,15 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    api.OFFLOADING_WORKER.get_finished(broken=">=0.32", probe=shows_bug, fix=get_finished, helper=True),
+    api.CONNECTOR_BASE.get_transfer_results(broken=">=0.32", fix=get_transfer_results, helper=True),
+    api.OFFLOADING_WORKER_METADATA.aggregate(broken=">=0.32", fix=aggregate, helper=True),
+    api.OFFLOADING_SCHEDULER.build_connector_meta(broken=">=0.32", fix=tells_worker, place=5, helper=True),
+    api.OFFLOADING_WORKER.start_kv_transfers(broken=">=0.32", fix=start_kv_transfers, helper=True),
+    # get_finished is wrong in 0.26.0 too, but 0.26.0 has no get_transfer_results. The next function differs between
+    # the releases.
+    api.OFFLOADING_SCHEDULER.update_connector_output(broken=">=0.32", fix=update_connector_output, place=5),
     effect="crash",
-    targets=(
-        OFFLOADING_WORKER.get_finished(broken=">=0.32", probe=shows_bug, fix=get_finished, helper=True),
-        CONNECTOR_BASE.get_transfer_results(broken=">=0.32", fix=get_transfer_results, helper=True),
-        OFFLOADING_WORKER_METADATA.aggregate(broken=">=0.32", fix=aggregate, helper=True),
-        OFFLOADING_SCHEDULER.build_connector_meta(broken=">=0.32", fix=tells_worker, place=5, helper=True),
-        OFFLOADING_WORKER.start_kv_transfers(broken=">=0.32", fix=start_kv_transfers, helper=True),
-        # get_finished is wrong in 0.26.0 too, but 0.26.0 has no get_transfer_results. The next function differs between
-        # the releases.
-        OFFLOADING_SCHEDULER.update_connector_output(broken=">=0.32", fix=update_connector_output, place=5),
-    ),
     evidence={"KVR011": "^(wait_for_save|get_finished): AssertionError", "KVD987": ""},
     scenarios=("offload-copy-fails",),
     no_patch={"vllm": "vLLM PR 52838 is open"},

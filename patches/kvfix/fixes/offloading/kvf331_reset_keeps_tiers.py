@@ -1,31 +1,24 @@
 """Wrong text after a weight update: OffloadingConnector loads KV of the old weights from its secondary tiers.
 
-## Symptom
-Nothing is logged. After `reset_prefix_cache` with `reset_connector` (a weight update in RLHF), prompts that were
-offloaded before return wrong text. This needs `TieringOffloadingSpec` with `secondary_tiers`.
+Symptom: Nothing is logged. After `reset_prefix_cache` with `reset_connector` (a weight update in RLHF), prompts that
+were offloaded before return wrong text. This needs `TieringOffloadingSpec` with `secondary_tiers`.
 
-## Cause
-The connector's `reset_cache` empties its CPU memory, returns True, and keeps the secondary tiers
+Cause: The connector's `reset_cache` empties its CPU memory, returns True, and keeps the secondary tiers
 (`TieringOffloadingManager.reset_cache`, tiering/manager.py 0.32.0:931: "persistent stores keep their data across
 resets"). The keys of these tiers depend on the tokens only, not on the weights.
 
-## Fix
-`reset_cache` answers False and logs the reason. `reset_prefix_cache` then answers False too, so its caller learns that
-old KV is still stored. kvfix deletes no files. Delete them yourself (`root_dir`), or give each version of the weights a
-folder of its own.
+Fix: `reset_cache` answers False and logs the reason. `reset_prefix_cache` then answers False too, so its caller learns
+that old KV is still stored. kvfix deletes no files. Delete them (`root_dir`), or use a folder for each version of the
+weights.
 
-- Releases: vLLM 0.26.0 to 0.33.0.
-- Upstream: None known.
 - Remove when: `OffloadingConnector.reset_cache` answers False, or the keys of a tier change with the weights.
 """
 
 from types import SimpleNamespace
 from typing import Any
 
-from kvfix import engine_log
 from kvfix.fixes import _closed
-from kvfix.fixes.api import Fix, fix_after
-from kvfix.fixes.targets import OFFLOADING_CONNECTOR
+from kvfix.fixes.api import OFFLOADING_CONNECTOR, Fix, engine_log, fix_after
 
 
 @fix_after(
@@ -49,8 +42,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    OFFLOADING_CONNECTOR.reset_cache(broken=">=0.26.0", probe=shows_bug, fix=reset_cache),
     effect="wrong output",
-    targets=(OFFLOADING_CONNECTOR.reset_cache(broken=">=0.26.0", probe=shows_bug, fix=reset_cache),),
     scenarios=("offload-reset-keeps-files",),
     no_patch={"vllm": "vLLM keeps a tier's data on purpose, so vLLM must decide what reset_cache should answer"},
 )

@@ -1,29 +1,24 @@
 """A request waits for ever if its hit is larger than OffloadingConnector's CPU memory: its chunks evict each other.
 
-## Symptom
-Nothing is logged. A request stays in WAITING, and the file system tier reads the same chunks again and again. This
-needs `TieringOffloadingSpec` with `secondary_tiers`, and less CPU memory than the chunks of the waiting requests need.
+Symptom: Nothing is logged. A request stays in WAITING, and the file system tier reads the same chunks again and again.
+This needs `TieringOffloadingSpec` with `secondary_tiers`, and less CPU memory than the chunks of the waiting requests
+need.
 
-## Cause
-A lookup that finds a chunk in a tier allocates CPU memory for it at once, and evicts the least recently used chunk
-(`_initiate_promotion`, tiering/manager.py 0.32.0:492). The evicted chunk may be one that was just promoted for the same
-request, because a found chunk is not protected before the load is granted. The lookup answers "not yet" while a chunk
-is being promoted. So each lookup asks for the chunk that the previous lookup has evicted.
+Cause: A lookup that finds a chunk in a tier allocates CPU memory for it at once, and evicts the least recently used
+chunk (`_initiate_promotion`, tiering/manager.py 0.32.0:492). The evicted chunk may be one that was just promoted for
+the same request, because a found chunk is not protected before the load is granted. The lookup answers "not yet" while
+a chunk is being promoted. So each lookup asks for the chunk that the previous lookup has evicted.
 
-## Fix
-Until a request has loaded, the fix promotes each chunk only once for this request. If the chunk has been evicted before
-the load, the lookup counts the chunk as a miss. The request loads the earlier chunks and computes the rest.
+Fix: Until a request has loaded, the fix promotes each chunk only once for this request. If the chunk has been evicted
+before the load, the lookup counts the chunk as a miss. The request loads the earlier chunks and computes the rest.
 
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
-- Upstream: None known.
 - Remove when: `TieringOffloadingManager.lookup` protects found chunks, or promotes no chunk a second time.
 """
 
 from typing import Any
 
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, Steps, fix_around, fix_before
-from kvfix.fixes.targets import OFFLOADING_TIERS
+from kvfix.fixes.api import OFFLOADING_TIERS, Fix, Steps, fix_around, fix_before, stubs
 
 #: Of a request's context: keys that were promoted for it since its last load.
 _PROMOTED = "_kvfix_promoted"
@@ -57,10 +52,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    OFFLOADING_TIERS._initiate_promotion(broken=">=0.32", probe=shows_bug, fix=_initiate_promotion),
+    OFFLOADING_TIERS.prepare_load(broken=">=0.32", fix=prepare_load, helper=True),
     effect="hang",
-    targets=(
-        OFFLOADING_TIERS._initiate_promotion(broken=">=0.32", probe=shows_bug, fix=_initiate_promotion),
-        OFFLOADING_TIERS.prepare_load(broken=">=0.32", fix=prepare_load, helper=True),
-    ),
     scenarios=("offload-promotions-go-round",),
 )

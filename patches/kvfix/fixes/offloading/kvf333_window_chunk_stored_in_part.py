@@ -1,27 +1,23 @@
 """Later requests return wrong text: OffloadingConnector stores an incomplete chunk of a sliding window.
 
-## Symptom
-Nothing is logged. The model has sliding-window layers, and `blocks_per_chunk` (or `block_size`) is more than one block.
+Symptom: Nothing is logged. The model has sliding-window layers, and `blocks_per_chunk` (or `block_size`) is more than
+one block.
 
-## Cause
-A request that begins with a hit has null blocks in front of its window. If the window begins within a chunk,
+Cause: A request that begins with a hit has null blocks in front of its window. If the window begins within a chunk,
 OffloadingConnector checks only the chunk's last block. It stores the blocks that are not null, and counts the chunk as
 complete (offloading/scheduler.py 0.32.0:1651, 1767). The window of a later request may begin elsewhere in the chunk.
 For the missing blocks, this request loads old content of the CPU memory.
 
-## Fix
-If any block of a sliding-window chunk is null, the fix does not store this chunk.
+Fix: If any block of a sliding-window chunk is null, the fix does not store this chunk.
 
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
-- Upstream: None known.
 - Remove when: `_build_store_jobs` checks all blocks of a chunk.
 """
 
 from itertools import chain
 from typing import Any
 
-from kvfix.fixes.api import Fix, fix_before, note
-from kvfix.fixes.targets import OFFLOADING_SCHEDULER
+from kvfix.fixes.api import OFFLOADING_SCHEDULER, Fix, fix_before, note
 
 
 # In each step, the fix checks the chunks of each request that are not stored yet, as vLLM itself does.
@@ -45,7 +41,7 @@ def _build_store_jobs(scheduler: Any, scheduler_output: Any) -> None:
 
 FIX = Fix(
     __name__,
+    OFFLOADING_SCHEDULER._build_store_jobs(broken=">=0.32", fix=_build_store_jobs),
     effect="wrong output",
-    targets=(OFFLOADING_SCHEDULER._build_store_jobs(broken=">=0.32", fix=_build_store_jobs),),
     scenarios=("offload-window-chunk-stored-in-part",),
 )

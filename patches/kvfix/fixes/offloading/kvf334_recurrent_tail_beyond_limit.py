@@ -1,33 +1,25 @@
 """EngineCore dies, or too many tokens are stored: OffloadingConnector does not keep to a request's store limit.
 
-## Symptom
-EngineCore dies with a bare `AssertionError` at `assert boundary <= max_boundary` in `_build_partial_tail_store_jobs` of
-offloading/scheduler.py. With a limit of 0, all tokens are stored. The limit is a parameter of the request, so any
-client that can reach the engine can cause this. It needs all of:
+Symptom: EngineCore dies with a bare `AssertionError` at `assert boundary <= max_boundary` in
+`_build_partial_tail_store_jobs` of offloading/scheduler.py. With a limit of 0, all tokens are stored. The limit is a
+parameter of the request, so any client that can reach the engine can cause this. It needs all of:
 
 - a model with layers of recurrent state (Mamba, `mamba_cache_mode` "align")
 - chunks of one block
 - hits finer than a block (`prefix_match_unit`)
 
-## Cause
-At the end of a prompt vLLM passes the block with the recurrent state to the connector. vLLM does not know the limit,
-but the connector asserts that the block is within it (offloading/scheduler.py 0.32.0:1443). The connector treats a
-limit of 0 as no limit (:1437).
+Cause: At the end of a prompt vLLM passes the block with the recurrent state to the connector. vLLM does not know the
+limit, but the connector asserts that the block is within it (offloading/scheduler.py 0.32.0:1443). The connector treats
+a limit of 0 as no limit (:1437).
 
-## Fix
-The fix leaves out a block beyond the limit of its request.
+Fix: The fix leaves out a block beyond the limit of its request.
 
-- Releases: vLLM 0.32.0 and 0.33.0.
-- Upstream: None known.
 - Remove when: `_build_partial_tail_store_jobs` compares each block with the limit, also if the limit is 0.
 """
 
 from typing import Any
 
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, Steps, fix_around
-from kvfix.fixes.targets import OFFLOADING_SCHEDULER
-from kvfix.wrapping import View
+from kvfix.fixes.api import OFFLOADING_SCHEDULER, Fix, Steps, View, fix_around, stubs
 
 
 @fix_around(when=lambda scheduler, output, *_, **__: output.kv_connector_block_state)
@@ -62,8 +54,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    OFFLOADING_SCHEDULER._build_partial_tail_store_jobs(broken=">=0.32", probe=shows_bug, fix=keep_limit),
     effect="crash",
-    targets=(OFFLOADING_SCHEDULER._build_partial_tail_store_jobs(broken=">=0.32", probe=shows_bug, fix=keep_limit),),
     evidence={"KVR011": r"^(schedule|build_connector_meta): AssertionError$", "KVD988": ""},
     proof="tests/lab/test_offloading.py: the lab has no layers with recurrent state",
     no_patch={"vllm": "it ends EngineCore: it goes to vLLM's private channel first (SECURITY.md)"},

@@ -1,31 +1,22 @@
 """EngineCore dies when the parameters of a request describe the peer of OffloadingConnector's p2p tier in a wrong form.
 
-## Symptom
-EngineCore dies with `AttributeError: ... object has no attribute 'get'` or `TypeError: unhashable type` in
+Symptom: EngineCore dies with `AttributeError: ... object has no attribute 'get'` or `TypeError: unhashable type` in
 tiering/p2p/manager.py. This needs `TieringOffloadingSpec` with a secondary tier of type `p2p`. The peer comes from the
 parameters of the request, so any client that can reach the engine can cause this.
 
-## Cause
-In the parameters, the tier expects a dictionary under each of its own keys, such as `remote_decoder`. In the dictionary
-it expects a string, `kv_request_id`. The tier checks neither (tiering/p2p/manager.py 0.32.0:79-146), and uses
-`kv_request_id` as a key in the lookup and at the end of the request (:391, :467). No code of the scheduler catches an
-exception there.
+Cause: In the parameters, the tier expects a dictionary under each of its own keys, such as `remote_decoder`. In the
+dictionary it expects a string, `kv_request_id`. The tier checks neither (tiering/p2p/manager.py 0.32.0:79-146), and
+uses `kv_request_id` as a key in the lookup and at the end of the request (:391, :467). No code of the scheduler catches
+an exception there.
 
-## Fix
-The fix ignores malformed values. The tier then has nothing for the request, and this engine computes it.
+Fix: The fix ignores malformed values. The tier then has nothing for the request, and this engine computes it.
 
-- Releases: vLLM 0.32.0 and 0.33.0.
-- Upstream: None known in public: the bug is a security problem (SECURITY.md).
 - Remove when: `_parse_source` and `_parse_dest` check the form of the values.
 """
 
 from typing import Any
 
-from kvfix import engine_log
-from kvfix.fixes import stubs
-from kvfix.fixes.api import PRIVATE, Fix, Steps, fix_around, note
-from kvfix.fixes.targets import OFFLOADING_P2P
-from kvfix.wrapping import replaced
+from kvfix.fixes.api import OFFLOADING_P2P, PRIVATE, Fix, Steps, engine_log, fix_around, note, replaced, stubs
 
 _ROLES = ("remote_prefiller", "remote_kv_source", "remote_decoder")
 
@@ -62,8 +53,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    OFFLOADING_P2P.on_new_request(broken=">=0.32", probe=shows_bug, fix=on_new_request),
     effect="crash",
-    targets=(OFFLOADING_P2P.on_new_request(broken=">=0.32", probe=shows_bug, fix=on_new_request),),
     evidence={"KVR011": r"^(add_request|on_new_request): AttributeError: .* has no attribute 'get'"},
     proof="tests/lab/test_offload_parameters.py: the lab has no tier of other engines",
     no_patch=PRIVATE,

@@ -1,25 +1,20 @@
 """Every load waits for ever after one failed copy: the copy thread of SimpleCPUOffloadConnector ends.
 
-## Symptom
-The worker prints `Exception in thread` once, with `batch memcpy failed: err=`. With `kv_offload_backend` "disk" it
-prints an `OSError`, such as `No space left on device` (the cache file is sparse, so the disk may become full after the
-start). After that, requests that hit the CPU memory stay in WAITING_FOR_REMOTE_KVS, and blocks that were to be stored
-never become free. The engine gets slower, and stops.
+Symptom: The worker prints `Exception in thread` once, with `batch memcpy failed: err=`. With `kv_offload_backend`
+"disk" it prints an `OSError`, such as `No space left on device` (the cache file is sparse, so the disk may become full
+after the start). After that, requests that hit the CPU memory stay in WAITING_FOR_REMOTE_KVS, and blocks that were to
+be stored never become free. The engine gets slower, and stops.
 
-## Cause
-The loop of the copy thread catches no exception (copy_backend.py 0.32.0:124, disk_backend.py:231, :262). The thread
-records no event for the failed copy, nor for any later copy. The worker reports only copies that have an event.
+Cause: The loop of the copy thread catches no exception (copy_backend.py 0.32.0:124, disk_backend.py:231, :262). The
+thread records no event for the failed copy, nor for any later copy. The worker reports only copies that have an event.
 
-## Fix
-The thread continues. The worker's report names the copies that failed:
+Fix: The thread continues. The worker's report names the copies that failed:
 
 - A failed store ends. Its blocks become free, and no request finds them.
 - The worker reports a failed load as failed. vLLM then computes the tokens or ends the request
   (`kv_load_failure_policy`). No request finds the blocks that could not be loaded.
 
-- Releases: vLLM 0.26.0 to 0.33.0. The fix is for 0.32.0 and later, because earlier releases cannot report a failed load
-  by request.
-- Upstream: None known.
+- Releases: vLLM 0.26.0 to 0.33.0. The fix needs 0.32.0, which can report a failed load by request.
 - Remove when: `_copy_loop` catches what a copy raises, and the worker reports it.
 """
 
@@ -28,17 +23,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from kvfix import engine_log
-from kvfix.fixes import _offloading
-from kvfix.fixes.api import AT_START, Fix, Fixing, Steps, fix_after, fix_around, fix_before, fix_calls, note
-from kvfix.fixes.targets import (
-    CONNECTOR_BASE,
-    SIMPLE_COPIES,
-    SIMPLE_DISK,
-    SIMPLE_SCHEDULER,
-    SIMPLE_WORKER,
-    SIMPLE_WORKER_METADATA,
-)
+from kvfix.fixes import _offloading, api
+from kvfix.fixes.api import AT_START, Fix, Fixing, Steps, engine_log, fix_after, fix_around, fix_before, fix_calls, note
 from kvfix.wrapping import GO_ON, View
 
 #: Of the worker: requests whose load has failed. Of the worker's report, and of the scheduler: stores that have failed.
@@ -219,23 +205,21 @@ def _process_store_event(scheduler: Any, event: int) -> Steps:
 
 FIX = Fix(
     __name__,
+    # The loop is wrong in 0.26.0 too, but there a worker cannot name failed loads. The functions below differ
+    # between the releases.
+    api.SIMPLE_COPIES._copy_loop(broken=">=0.32", fix=_survives(4, 4, _noting_gpu), helper=True),
+    api.SIMPLE_DISK._store_loop(broken=">=0.32", fix=_survives(3, 2, _noting_disk("_store_queue"))),
+    api.SIMPLE_DISK._load_loop(broken=">=0.32", fix=_survives(3, 2, _noting_disk("_load_queue"))),
+    api.SIMPLE_WORKER.register_kv_caches(broken=">=0.32", fix=register_kv_caches, helper=True),
+    api.SIMPLE_WORKER.bind_connector_metadata(broken=">=0.32", fix=bind_connector_metadata, helper=True),
+    api.SIMPLE_SCHEDULER.build_connector_meta(broken=">=0.32", fix=tells_worker, helper=True),
+    api.SIMPLE_WORKER.get_finished(broken=">=0.32", fix=get_finished, helper=True),
+    api.SIMPLE_WORKER.build_connector_worker_meta(broken=">=0.32", fix=build_connector_worker_meta, helper=True),
+    api.SIMPLE_WORKER_METADATA.aggregate(broken=">=0.32", fix=aggregate, helper=True),
+    api.CONNECTOR_BASE.get_transfer_results(broken=">=0.32", fix=get_transfer_results, helper=True),
+    api.SIMPLE_SCHEDULER.update_connector_output(broken=">=0.32", fix=update_connector_output, helper=True),
+    api.SIMPLE_SCHEDULER._process_store_event(broken=">=0.32", fix=_process_store_event, helper=True),
     effect="hang",
-    targets=(
-        # The loop is wrong in 0.26.0 too, but there a worker cannot name failed loads. The functions below differ
-        # between the releases.
-        SIMPLE_COPIES._copy_loop(broken=">=0.32", fix=_survives(4, 4, _noting_gpu), helper=True),
-        SIMPLE_DISK._store_loop(broken=">=0.32", fix=_survives(3, 2, _noting_disk("_store_queue"))),
-        SIMPLE_DISK._load_loop(broken=">=0.32", fix=_survives(3, 2, _noting_disk("_load_queue"))),
-        SIMPLE_WORKER.register_kv_caches(broken=">=0.32", fix=register_kv_caches, helper=True),
-        SIMPLE_WORKER.bind_connector_metadata(broken=">=0.32", fix=bind_connector_metadata, helper=True),
-        SIMPLE_SCHEDULER.build_connector_meta(broken=">=0.32", fix=tells_worker, helper=True),
-        SIMPLE_WORKER.get_finished(broken=">=0.32", fix=get_finished, helper=True),
-        SIMPLE_WORKER.build_connector_worker_meta(broken=">=0.32", fix=build_connector_worker_meta, helper=True),
-        SIMPLE_WORKER_METADATA.aggregate(broken=">=0.32", fix=aggregate, helper=True),
-        CONNECTOR_BASE.get_transfer_results(broken=">=0.32", fix=get_transfer_results, helper=True),
-        SIMPLE_SCHEDULER.update_connector_output(broken=">=0.32", fix=update_connector_output, helper=True),
-        SIMPLE_SCHEDULER._process_store_event(broken=">=0.32", fix=_process_store_event, helper=True),
-    ),
     evidence={"KVD629": "", "KVD999": ""},
     scenarios=("simple-offload-copy-fails",),
     attaches=AT_START,  # the thread runs

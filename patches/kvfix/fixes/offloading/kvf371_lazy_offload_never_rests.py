@@ -1,27 +1,23 @@
 """An idle engine never rests: with `lazy_offload` SimpleCPUOffloadConnector stores the same blocks again and again.
 
-## Symptom
-Nothing is logged. EngineCore uses a whole CPU core, and the GPU keeps copying blocks. This begins when the KV of the
-prompts so far needs more memory than `cpu_bytes_to_use`. `vllm:simple_kv_offload_pending_store_blocks` never reaches 0.
+Symptom: Nothing is logged. EngineCore uses a whole CPU core, and the GPU keeps copying blocks. This begins when the KV
+of the prompts so far needs more memory than `cpu_bytes_to_use`. `vllm:simple_kv_offload_pending_store_blocks` never
+reaches 0.
 
-## Cause
-In each step `lazy_offload` stores cached blocks of the GPU's free list that the CPU memory does not have (manager.py
-0.32.0:590-640). A stored block goes to the end of that list, and is checked again. If the list has more blocks than the
-CPU memory holds, the CPU memory has evicted the block before that check. `lazy_offload` then stores the block again.
-While a store is in flight, EngineCore runs more steps (`has_pending_push_work`), and each step starts a store.
+Cause: In each step `lazy_offload` stores cached blocks of the GPU's free list that the CPU memory does not have
+(manager.py 0.32.0:590-640). A stored block goes to the end of that list, and is checked again. If the list has more
+blocks than the CPU memory holds, the CPU memory has evicted the block before that check. `lazy_offload` then stores the
+block again. While a store is in flight, EngineCore runs more steps (`has_pending_push_work`), and each starts a store.
 
-## Fix
-After the last step that computes something, the fix stores no more blocks than the CPU memory holds.
+Fix: After the last step that computes something, the fix stores no more blocks than the CPU memory holds.
 
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
-- Upstream: None known.
 - Remove when: `_prepare_lazy_store_specs` stores a block only once after each use of the block.
 """
 
 from typing import Any
 
-from kvfix.fixes.api import Fix, Steps, fix_around
-from kvfix.fixes.targets import SIMPLE_SCHEDULER
+from kvfix.fixes.api import SIMPLE_SCHEDULER, Fix, Steps, fix_around
 
 #: Of the scheduler: blocks stored since the last step that computes something.
 _STORED = "_kvfix_stored_at_rest"
@@ -42,8 +38,8 @@ def prepare_store_specs(scheduler: Any, output: Any) -> Steps:
 
 FIX = Fix(
     __name__,
+    SIMPLE_SCHEDULER.prepare_store_specs(broken=">=0.32", fix=prepare_store_specs),
     effect="hang",
-    targets=(SIMPLE_SCHEDULER.prepare_store_specs(broken=">=0.32", fix=prepare_store_specs),),
     scenarios=("simple-offload-never-rests",),
     no_patch={"vllm": "what lazy_offload is to store while nothing runs is for vLLM to decide"},
 )

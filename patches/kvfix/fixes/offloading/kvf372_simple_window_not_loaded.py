@@ -1,27 +1,22 @@
 """Later requests return wrong text: SimpleCPUOffloadConnector loads less of a sliding window than vLLM caches.
 
-## Symptom
-Nothing is logged. The model has layers of sliding windows and several modules that draft (MTP).
+Symptom: Nothing is logged. The model has layers of sliding windows and several modules that draft (MTP).
 
-## Cause
-With several modules vLLM keeps some tokens in front of the window (`extra_retained_tokens`, SlidingWindowSpec). A hit
-in the CPU memory has only the window (`_contiguous_blocks_for_hit`, single_type_kv_cache_manager.py 0.32.0:943). So
-vLLM allocates the block in front of the window, and nothing is loaded into it (simple_kv_offload/manager.py
+Cause: With several modules vLLM keeps some tokens in front of the window (`extra_retained_tokens`, SlidingWindowSpec).
+A hit in the CPU memory has only the window (`_contiguous_blocks_for_hit`, single_type_kv_cache_manager.py 0.32.0:943).
+So vLLM allocates the block in front of the window, and nothing is loaded into it (simple_kv_offload/manager.py
 0.32.0:484). When the load is done, vLLM caches this block with the others.
 
-## Fix
-The fix also looks up and loads the blocks in front of the window. Without them in the CPU memory, there is no hit.
+Fix: The fix also looks up and loads the blocks in front of the window. Without them in the CPU memory, there is no hit.
 
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
-- Upstream: None known.
 - Remove when: `find_longest_cache_hit` counts `extra_retained_tokens`, or a block that is not loaded is not cached.
 """
 
 import sys
 from typing import Any
 
-from kvfix.fixes.api import Fix, fix_after, note
-from kvfix.fixes.targets import SIMPLE_SCHEDULER
+from kvfix.fixes.api import SIMPLE_SCHEDULER, Fix, fix_after, note
 
 
 def _not_promised(scheduler: Any, promise: Any, request: Any, *_: Any, **__: Any) -> tuple[int, bool]:
@@ -63,8 +58,8 @@ def get_num_new_matched_tokens(
 
 FIX = Fix(
     __name__,
+    SIMPLE_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", fix=get_num_new_matched_tokens),
     effect="wrong output",
-    targets=(SIMPLE_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", fix=get_num_new_matched_tokens),),
     scenarios=("simple-offload-window-not-loaded",),
     no_patch={"vllm": "whether a hit has all that is kept, or what is not loaded is not cached, is for vLLM to decide"},
 )

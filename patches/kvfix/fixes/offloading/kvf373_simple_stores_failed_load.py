@@ -1,37 +1,29 @@
 """EngineCore dies or later requests return wrong text: SimpleCPUOffloadConnector stores blocks of a failed load.
 
-## Symptom
-The log has `Recovered from KV load failure` or `Failing 1 request(s) due to KV load failure`. Then EngineCore dies with
-an `AssertionError` in `_process_store_completion` of simple_kv_offload/manager.py. Or nothing more is logged, and later
-requests that begin with the same prompt return wrong text. This needs a MultiConnector with SimpleCPUOffloadConnector
-and a connector that loads within the step, such as LMCache's in-process connector.
+Symptom: The log has `Recovered from KV load failure` or `Failing 1 request(s) due to KV load failure`. Then EngineCore
+dies with an `AssertionError` in `_process_store_completion` of simple_kv_offload/manager.py. Or nothing more is logged,
+and later requests that begin with the same prompt return wrong text. This needs a MultiConnector with
+SimpleCPUOffloadConnector and a connector that loads within the step, such as LMCache's in-process connector.
 
-## Cause
-SimpleCPUOffloadConnector stores blocks in the step in which another connector loads them (manager.py 0.32.0:840).
-`update_connector_output` reads only its own reports (:1005), so it does not see that the load has failed.
+Cause: SimpleCPUOffloadConnector stores blocks in the step in which another connector loads them (manager.py
+0.32.0:840). `update_connector_output` reads only its own reports (:1005), so it does not see that the load has failed.
 
 At the end of the store, it uses the key that each block has at that time (:1081). With kv_load_failure_policy "fail"
-the failed blocks have no key, and the assertion fails. With "recompute" later requests find the wrong KV under the
-keys.
+the failed blocks have no key, and the assertion fails. With "recompute" later requests find the wrong KV.
 
-## Fix
-The fix also reads the failed blocks of the report that `update_connector_output` gets. The fix removes three kinds of
-blocks from the stores in flight. These are the failed blocks, all later blocks of the same request, and the blocks that
-have lost their keys. The removed blocks become free once they are copied, and no request finds them. The request does
-not store the removed blocks again. The next request with the same prompt stores them.
+Fix: The fix also reads the failed blocks of the report that `update_connector_output` gets. The fix removes three kinds
+of blocks from the stores in flight. These are the failed blocks, all later blocks of the same request, and the blocks
+that have lost their keys. The removed blocks become free once they are copied, and no request finds them. The request
+does not store the removed blocks again. The next request with the same prompt stores them.
 
 - Releases: vLLM 0.20.2 to 0.33.0. The fix is for 0.32.0 and later.
-- Upstream: None known.
 - Remove when: `update_connector_output` handles `invalid_block_ids`.
 """
 
 from collections.abc import Callable, Collection
 from typing import Any
 
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, fix_before, note
-from kvfix.fixes.targets import SIMPLE_SCHEDULER
-from kvfix.wrapping import GO_ON
+from kvfix.fixes.api import GO_ON, SIMPLE_SCHEDULER, Fix, fix_before, note, stubs
 
 #: Attribute of the scheduler. For each store, it names the GPU blocks that are given up when the store is over.
 _GIVEN_UP = "_kvfix_given_up"
@@ -126,11 +118,9 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    SIMPLE_SCHEDULER.update_connector_output(broken=">=0.32", probe=shows_bug, fix=update_connector_output),
+    SIMPLE_SCHEDULER._process_store_event(broken=">=0.32", fix=_process_store_event, helper=True),
     effect="wrong output",
-    targets=(
-        SIMPLE_SCHEDULER.update_connector_output(broken=">=0.32", probe=shows_bug, fix=update_connector_output),
-        SIMPLE_SCHEDULER._process_store_event(broken=">=0.32", fix=_process_store_event, helper=True),
-    ),
     evidence={"KVR011": "^update_(from|connector)_output: AssertionError", "KVD1388": ""},
     scenarios=("simple-offload-stores-failed-load", "simple-offload-store-asserts"),
 )

@@ -1,21 +1,18 @@
 """EngineCore dies when a client disconnects during its load: vLLM frees the request at the first of two reports.
 
-## Symptom
-EngineCore dies with a bare `AssertionError` at `assert req_id in self.requests` in `_update_from_kv_xfer_finished`.
-With `kv_load_failure_policy=fail`, the default, a failed load causes the crash too. The log then has `Failing 1
-request(s) due to KV load failure`, and EngineCore dies in the next step.
+Symptom: EngineCore dies with a bare `AssertionError` at `assert req_id in self.requests` in
+`_update_from_kv_xfer_finished`. With `kv_load_failure_policy=fail`, the default, a failed load causes the crash too.
+The log then has `Failing 1 request(s) due to KV load failure`, and EngineCore dies in the next step.
 
-## Cause
-A connector that keeps the blocks of a finished request makes two reports about a request that was aborted during its
-load. One report says that the load is done, the other that nothing remains to store. At the first report the scheduler
-frees the blocks and deletes the request (scheduler.py 0.32.0:3231, 3235). At the second report the assertion fails.
+Cause: A connector that keeps the blocks of a finished request makes two reports about a request that was aborted during
+its load. One report says that the load is done, the other that nothing remains to store. At the first report the
+scheduler frees the blocks and deletes the request (scheduler.py 0.32.0:3231, 3235). At the second report vLLM asserts.
 
 If the report about the store comes first, the load still writes into blocks that other requests have by then. Those
 requests return wrong text, without an error.
 
-## Fix
-Only the report of the load frees the blocks of a request that was aborted during its load. The fix also ignores reports
-about unknown requests, and about requests that are neither finished nor waiting for a load.
+Fix: Only the report of the load frees the blocks of a request that was aborted during its load. The fix also ignores
+reports about unknown requests, and about requests that are neither finished nor waiting for a load.
 
 - Releases: vLLM 0.11.2 to 0.33.0, with every connector that stores asynchronously. Tested: 0.26.0, 0.32.0 and 0.33.0.
   For the other releases the code was read.
@@ -27,9 +24,7 @@ import copy
 import inspect
 from typing import Any
 
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, Steps, fix_around, fix_before
-from kvfix.fixes.targets import SCHEDULER
+from kvfix.fixes.api import SCHEDULER, Fix, Steps, fix_around, fix_before, stubs
 
 #: Attribute of a scheduler: requests that have ended while their load was in flight.
 _ENDED_LOADING = "_kvfix_ended_loading"
@@ -77,11 +72,9 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    SCHEDULER._free_request(broken=">=0.11.2", probe=shows_bug, fix=_free_request),
+    SCHEDULER._update_from_kv_xfer_finished(broken=">=0.11.2", probe=shows_bug, fix=_update_from_kv_xfer_finished),
     effect="crash",
-    targets=(
-        SCHEDULER._free_request(broken=">=0.11.2", probe=shows_bug, fix=_free_request),
-        SCHEDULER._update_from_kv_xfer_finished(broken=">=0.11.2", probe=shows_bug, fix=_update_from_kv_xfer_finished),
-    ),
     # If a report is kept back, its request waits for ever. After an error, vLLM handles the reports as it does without
     # the fix.
     on_fault="original",

@@ -1,30 +1,23 @@
 """A request waits for ever after a failed load: vLLM counts its blocks twice, and never admits its next load.
 
-## Symptom
-With `kv_load_failure_policy=recompute` and a connector that loads between steps, the log has `Recovered from KV load
-failure: 1 request(s) rescheduled`, and then `Running: 0 reqs, Waiting: 1 reqs` for ever, although all blocks are free.
+Symptom: With `kv_load_failure_policy=recompute` and a connector that loads between steps, the log has `Recovered from
+KV load failure: 1 request(s) rescheduled`, and then `Running: 0 reqs, Waiting: 1 reqs` for ever. All blocks are free.
 
-## Cause
-To avoid a deadlock between loads, vLLM reserves the blocks that all prefills in flight still need. vLLM admits a load
-only if the other free blocks are enough (scheduler.py 0.32.0:1249). A request whose load failed completely frees its
-blocks (0.32.0:3146), but stays in the list of prefills in flight. When the request asks for its next load, vLLM also
-reserves the blocks that this request itself needs. So a request that needs more than half of all blocks never starts.
+Cause: To avoid a deadlock between loads, vLLM reserves the blocks that all prefills in flight still need. vLLM admits a
+load only if the other free blocks are enough (scheduler.py 0.32.0:1249). A request whose load failed completely frees
+its blocks (0.32.0:3146), but stays in the list of prefills in flight. When the request asks for its next load, vLLM
+also reserves the blocks that this request itself needs. So a request that needs over half of all blocks never starts.
 
-## Fix
-After `_update_waiting_for_remote_kv`, the fix removes a request without computed tokens from the prefills in flight.
-vLLM adds it again when it is admitted.
+Fix: After `_update_waiting_for_remote_kv`, the fix removes a request without computed tokens from the prefills in
+flight. vLLM adds it again when it is admitted.
 
-- Releases: vLLM 0.26.0 to 0.33.0.
-- Upstream: None known.
 - Remove when: vLLM removes a request whose load failed from `_inflight_prefills`.
 """
 
 import inspect
 from typing import Any
 
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, fix_after, note
-from kvfix.fixes.targets import SCHEDULER
+from kvfix.fixes.api import SCHEDULER, Fix, fix_after, note, stubs
 
 
 @fix_after(when=lambda scheduler, answer, request, *_, **__: not request.num_computed_tokens)
@@ -35,17 +28,11 @@ def forget_failed_load(scheduler: Any, answer: None, request: Any) -> None:
     return answer
 
 
-class _Request:
-    request_id = stubs.NAME
-    num_computed_tokens = 0
-    num_tokens = 100
-
-
 def shows_bug(hook: Any, module: Any) -> bool:
     """A load that failed completely. A scheduler without a list of prefills in flight cannot have the bug."""
     if "_inflight_prefills" not in inspect.unwrap(module.Scheduler.__init__).__code__.co_names:
         return False
-    request = _Request()
+    request = type("Request", (), {"request_id": stubs.NAME, "num_computed_tokens": 0, "num_tokens": 100})()
     scheduler = stubs.Stub(
         connector=object(), failed_recving_kv_req_ids={stubs.NAME}, finished_recving_kv_req_ids={stubs.NAME},
         kv_cache_manager=stubs.Stub(free=lambda request: None), _inflight_prefills={request},
@@ -57,7 +44,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    SCHEDULER._update_waiting_for_remote_kv(broken=">=0.26.0", probe=shows_bug, fix=forget_failed_load),
     effect="hang",
-    targets=(SCHEDULER._update_waiting_for_remote_kv(broken=">=0.26.0", probe=shows_bug, fix=forget_failed_load),),
     evidence={"KVD208": "", "KVD303": ""},
 )

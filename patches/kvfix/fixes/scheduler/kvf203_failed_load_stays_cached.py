@@ -1,19 +1,16 @@
 """Later requests return wrong text: blocks whose load failed stay in vLLM's prefix cache.
 
-## Symptom
-The log has `Recovered from KV load failure: ... request(s) rescheduled (... tokens affected).`
+Symptom: The log has `Recovered from KV load failure: ... request(s) rescheduled (... tokens affected).`
 
-## Cause
-With kv_load_failure_policy "recompute" vLLM keeps the blocks in the prefix cache, because the request recomputes them
-at once (scheduler.py 0.32.0:3412). If the request is aborted or preempted before that, nothing recomputes them.
+Cause: With kv_load_failure_policy "recompute" vLLM keeps the blocks in the prefix cache, because the request recomputes
+them at once (scheduler.py 0.32.0:3412). If the request is aborted or preempted before that, nothing recomputes them.
 
 With either policy, another request may have computed KV in the same step on top of shared blocks. This KV stays cached.
 vLLM also does not check a request that is aborted during its step, or preempted while the next step is in flight.
 
-## Fix
-With either policy, the fix evicts from the prefix cache the failed blocks, and all later blocks of every request that
-has a failed block. The requests keep the blocks; other requests cannot find them. If a request of the step no longer
-exists, its later blocks are not known: the fix evicts all blocks that no request holds.
+Fix: With either policy, the fix evicts from the prefix cache the failed blocks, and all later blocks of every request
+that has a failed block. The requests keep the blocks; other requests cannot find them. If a request of the step no
+longer exists, its later blocks are not known: the fix evicts all blocks that no request holds.
 
 - Releases: vLLM 0.11.2 to 0.33.0.
 - Upstream: None known; https://github.com/vllm-project/vllm/pull/26813 decided that the blocks stay.
@@ -24,9 +21,8 @@ import functools
 import inspect
 from typing import Any
 
-from kvfix.fixes import _closed, _scheduler, stubs
-from kvfix.fixes.api import Fix, fix_after, note
-from kvfix.fixes.targets import SCHEDULER
+from kvfix.fixes import _closed, _scheduler
+from kvfix.fixes.api import SCHEDULER, Fix, fix_after, note, stubs
 
 
 @fix_after(on_fault=_closed.forget_cached)
@@ -68,10 +64,8 @@ def shows_bug(hook: Any, scheduler: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    SCHEDULER._update_requests_with_invalid_blocks(broken=">=0.11.2", probe=shows_bug, fix=evict_failed, place=2),
     effect="wrong output",
-    targets=(
-        SCHEDULER._update_requests_with_invalid_blocks(broken=">=0.11.2", probe=shows_bug, fix=evict_failed, place=2),
-    ),
     evidence={"KVD302": "", "KVD303": "", "KVD1090": ""},
     scenarios=("failed-load-gone-under-way", "failed-load-stays-cached"),
 )

@@ -1,17 +1,14 @@
 """A request returns wrong text: it shares blocks whose load failed, and vLLM counts them as computed.
 
-## Symptom
-Only `Recovered from KV load failure: ... request(s) rescheduled (... tokens affected).` is logged. A request returns
-wrong text if it began in the same step, and with the same prompt, as a request whose load failed.
+Symptom: Only `Recovered from KV load failure: ... request(s) rescheduled (... tokens affected).` is logged. A request
+returns wrong text if it began in the same step, and with the same prompt, as a request whose load failed.
 
-## Cause
-When a connector loads within the step, vLLM puts the blocks into its prefix cache before the load is done. So other
-requests of this step share these blocks. If the load fails, vLLM rolls back only the first of these requests to the
-failed block. The other requests count all tokens as computed (scheduler.py 0.32.0:3295). If the first request is then
-aborted or preempted, or takes more than one step, the other requests read blocks that were never written.
+Cause: When a connector loads within the step, vLLM puts the blocks into its prefix cache before the load is done. So
+other requests of this step share these blocks. If the load fails, vLLM rolls back only the first of these requests to
+the failed block. The other requests count all tokens as computed (scheduler.py 0.32.0:3295). If the first request is
+then aborted or preempted, or takes more than one step, the other requests read blocks that were never written.
 
-## Fix
-The fix rolls back each request to its own first failed block. Requests that share a block write the same KV into it.
+Fix: The fix rolls back each request to its own first failed block. Requests that share a block write the same KV.
 
 - Releases: vLLM 0.11.2 to 0.33.0, with kv_load_failure_policy "recompute".
 - Upstream: https://github.com/vllm-project/vllm/pull/37827 (closed) for asynchronous loads. In
@@ -21,9 +18,8 @@ The fix rolls back each request to its own first failed block. Requests that sha
 
 from typing import Any
 
-from kvfix.fixes import _scheduler, stubs
-from kvfix.fixes.api import Fix, fix_after, note
-from kvfix.fixes.targets import SCHEDULER
+from kvfix.fixes import _scheduler
+from kvfix.fixes.api import SCHEDULER, Fix, fix_after, note, stubs
 
 
 def from_the_start(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
@@ -51,8 +47,6 @@ def shows_bug(hook: Any, scheduler: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    SCHEDULER._update_requests_with_invalid_blocks(broken=">=0.11.2", probe=shows_bug, fix=roll_back_all, place=3),
     effect="wrong output",
-    targets=(
-        SCHEDULER._update_requests_with_invalid_blocks(broken=">=0.11.2", probe=shows_bug, fix=roll_back_all, place=3),
-    ),
 )

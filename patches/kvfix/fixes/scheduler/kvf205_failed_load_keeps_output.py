@@ -1,16 +1,14 @@
 """Wrong text or a dead worker: a load fails while the next step is in flight, and vLLM keeps the output of that step.
 
-## Symptom
-The engine uses pipeline parallelism, asynchronous scheduling or model runner V2. The last two are vLLM's defaults on a
-GPU. The connector loads within the step (LMCache in process).
+Symptom: The engine uses pipeline parallelism, asynchronous scheduling or model runner V2. The last two are vLLM's
+defaults on a GPU. The connector loads within the step (LMCache in process).
 
 - With kv_load_failure_policy "recompute", vLLM logs `Recovered from KV load failure: 1 request(s) rescheduled`. Then
   the text is wrong, a request stays among `Running` and never ends, or a worker dies because of a token id -1.
 - With either policy, in rare cases, a request that was preempted when its load failed returns wrong text.
 
-## Cause
-vLLM schedules a step before it knows that a load of the last step has failed, and the step computes on top of that
-load. vLLM drops the output of the failed step (scheduler.py 0.32.0:2088), but not the output of the next steps.
+Cause: vLLM schedules a step before it knows that a load of the last step has failed, and the step computes on top of
+that load. vLLM drops the output of the failed step (scheduler.py 0.32.0:2088), but not the output of the next steps.
 `num_output_placeholders` continues to count them. With pipeline parallelism several chunks of a prompt are in flight,
 and vLLM keeps the output of the last chunk as the first token.
 
@@ -18,35 +16,32 @@ The worker uses the last token that it sampled as the next token of the request 
 Runner V2 continues from its own position (gpu/model_runner.py 0.32.0:1244), even without asynchronous scheduling. If a
 request was preempted before the failure was reported, vLLM also keeps its output of the failed step.
 
-## Fix
-The fix preempts a request that is rolled back, and drops its outputs in flight in the scheduler and in the worker. vLLM
-then computes the request, and loads nothing for it from LMCache. If vLLM has already preempted the request, the fix
-only drops the outputs. KVF203 handles its blocks, and KVF007 the KV that LMCache stores for it.
+Fix: The fix preempts a request that is rolled back, and drops its outputs in flight in the scheduler and in the worker.
+vLLM then computes the request, and loads nothing for it from LMCache. If vLLM has already preempted the request, the
+fix only drops the outputs. KVF203 handles its blocks, and KVF007 the KV that LMCache stores for it.
 
 - Releases: vLLM 0.11.2 to 0.33.0 with asynchronous scheduling or with runner V2. vLLM 0.32.0 and 0.33.0 with pipeline
-  parallelism; earlier releases were not tested with it. The fix was not tested with runner V2, because runner V2 needs
-  a GPU.
+  parallelism; earlier releases were not tested with it. The fix was not tested with runner V2, which needs a GPU.
 - Upstream: https://github.com/vllm-project/vllm/issues/45138, https://github.com/vllm-project/vllm/issues/49250,
   https://github.com/vllm-project/vllm/pull/45146 (open), https://github.com/vllm-project/vllm/pull/49252 (open),
   https://github.com/vllm-project/vllm/pull/53298 (open).
 - Remove when: `_update_requests_with_invalid_blocks` resets the outputs in flight.
 """
 
+import inspect
 import sys
 import time
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from kvfix.fixes import _closed, _in_flight, _scheduler, stubs
-from kvfix.fixes.api import Fix, fix_around, note
-from kvfix.fixes.targets import LMCACHE_V1, SCHEDULER
-from kvfix.wrapping import after, instead
+from kvfix.fixes import _closed, _scheduler
+from kvfix.fixes.api import LMCACHE_V1, SCHEDULER, Fix, after, fix_after, fix_around, fix_before, instead, note, stubs
 
 
 def fix(module: ModuleType) -> Callable[..., Any]:
     preempted = module.RequestStatus.PREEMPTED
-    drops_by_request = not _in_flight.is_needed(fix, module)
+    drops_by_request = not lacks_stale_output(fix, module)
 
     def _update_requests_with_invalid_blocks(
         scheduler: Any, answer: Any, requests: Any, invalid_block_ids: Any, *more: Any
@@ -63,7 +58,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
             with_stale_output += rolled_back
         for request in with_stale_output:
             note(__name__, f"request {request.request_id}: output in flight is dropped")
-            _in_flight.drop(scheduler, request)
+            _drop(scheduler, request)
         return answer
 
     return after(_update_requests_with_invalid_blocks, on_fault=_closed.recompute_all(preempted))
@@ -80,10 +75,11 @@ def _is_ahead(scheduler: Any, of_stages: bool) -> bool:
 
 def _preempt(scheduler: Any, request: Any, preempted: Any) -> None:
     request._kvfix_compute = True
-    scheduler.running.remove(request)
     if hasattr(scheduler, "_preempt_request"):
-        scheduler._preempt_request(request, time.monotonic())
+        # One statement: after an error between the two, no queue would have the request.
+        _ = scheduler.running.remove(request), scheduler._preempt_request(request, time.monotonic())
     else:  # 0.11
+        scheduler.running.remove(request)
         scheduler.kv_cache_manager.free(request)
         scheduler.encoder_cache_manager.free(request)
         request.status, request.num_computed_tokens = preempted, 0
@@ -110,6 +106,64 @@ def compute_again(impl: Any, request: Any, num_computed_tokens: int) -> Any:
     return instead(0)
 
 
+# To drop the output of steps in flight: up to 0.26 vLLM can only do it for all requests at once (`reset_prefix_cache`),
+# and assumes that each request has one step in flight.
+
+#: Attribute of a scheduler: {request: its first step whose output is valid again; None until it is scheduled}.
+_VALID_FROM = "_kvfix_valid_from"
+#: Attribute of a scheduler: the step whose output it handles now, if a load failed in that step.
+_CURRENT = "_kvfix_current_step"
+
+
+def _drop(scheduler: Any, request: Any) -> None:
+    """Drop all outputs in flight of this request: it is computed again."""
+    if hasattr(request, "drop_stale_output"):  # newer vLLM: a preemption marks the steps in flight as stale
+        request.drop_stale_output = request.num_stale_output_tokens > 0
+    elif request.num_output_placeholders:
+        request.num_output_placeholders = 0
+        vars(scheduler).setdefault(_VALID_FROM, {})[request.request_id] = None
+        current = getattr(scheduler, _CURRENT, None)
+        if current is not None:
+            _skip_output(request, current)
+
+
+def _skip_output(request: Any, scheduler_output: Any) -> None:
+    """Remove the request from this step. If the release counts tokens in flight, subtract its tokens."""
+    tokens = scheduler_output.num_scheduled_tokens.pop(request.request_id, 0)
+    if hasattr(request, "num_in_flight_tokens"):
+        request.num_in_flight_tokens -= tokens
+
+
+@fix_after(when=lambda scheduler, *_: getattr(scheduler, _VALID_FROM, None))
+def fix_schedule(scheduler: Any, scheduler_output: Any, *_: Any) -> Any:
+    valid_from = getattr(scheduler, _VALID_FROM)
+    for name in valid_from.keys() & scheduler_output.num_scheduled_tokens:
+        if valid_from[name] is None:
+            valid_from[name] = scheduler_output
+    return scheduler_output
+
+
+def _is_ahead_or_failed(scheduler: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+    failed = getattr(model_runner_output.kv_connector_output, "invalid_block_ids", None)
+    return getattr(scheduler, _VALID_FROM, None) or failed
+
+
+@fix_before(when=_is_ahead_or_failed)
+def fix_output(scheduler: Any, scheduler_output: Any, *_: Any) -> None:
+    setattr(scheduler, _CURRENT, scheduler_output)
+    valid_from = getattr(scheduler, _VALID_FROM, {})
+    for name, step in list(valid_from.items()):
+        if step is scheduler_output or name not in scheduler.requests:
+            del valid_from[name]
+        else:
+            _skip_output(scheduler.requests[name], scheduler_output)
+
+
+def lacks_stale_output(hook: Any, module: Any) -> bool:
+    """Return True if this release cannot drop the stale output of a step in flight."""
+    return "drop_stale_output" not in inspect.unwrap(module.Request.__init__).__code__.co_names
+
+
 def shows_bug(hook: Any, scheduler: Any) -> bool:
     """One running request with two tokens in flight. Wrong is to keep waiting for both."""
     request = stubs.request(32, num_computed_tokens=20, num_cached_tokens=16, num_output_placeholders=2)
@@ -125,19 +179,13 @@ def lookup_is_needed(hook: Any, adapter: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    effect="wrong output",
-    targets=(
-        SCHEDULER._update_requests_with_invalid_blocks(broken=">=0.11.2", probe=shows_bug, fix=fix, place=4),
-        SCHEDULER.schedule(
-            broken=">=0.11.2,<0.32", probe=_in_flight.is_needed, fix=_in_flight.fix_schedule, place=1, helper=True
-        ),
-        SCHEDULER.update_from_output(
-            broken=">=0.11.2,<0.32", probe=_in_flight.is_needed, fix=_in_flight.fix_output, helper=True
-        ),
-        LMCACHE_V1.get_num_new_matched_tokens(
-            broken=">=0.3.10", probe=lookup_is_needed, fix=compute_again, place=6, helper=True
-        ),
+    SCHEDULER._update_requests_with_invalid_blocks(broken=">=0.11.2", probe=shows_bug, fix=fix, place=4),
+    SCHEDULER.schedule(broken=">=0.11.2,<0.32", probe=lacks_stale_output, fix=fix_schedule, place=1, helper=True),
+    SCHEDULER.update_from_output(broken=">=0.11.2,<0.32", probe=lacks_stale_output, fix=fix_output, helper=True),
+    LMCACHE_V1.get_num_new_matched_tokens(
+        broken=">=0.3.10", probe=lookup_is_needed, fix=compute_again, place=6, helper=True
     ),
+    effect="wrong output",
     scenarios=("failed-load-keeps-output", "failed-load-keeps-output-of-stages", "failed-load-preempted-under-way"),
     no_patch={
         "vllm": "https://github.com/vllm-project/vllm/pull/49252 and https://github.com/vllm-project/vllm/pull/45146"

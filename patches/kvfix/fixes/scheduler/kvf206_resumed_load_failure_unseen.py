@@ -1,28 +1,22 @@
 """A preempted request returns wrong text: vLLM does not see that the load failed when the request resumed.
 
-## Symptom
-Only LMCache's `Request ... failed to load ... tokens across ... blocks` is logged. A request that was preempted returns
-wrong text, also with kv_load_failure_policy "fail".
+Symptom: Only LMCache's `Request ... failed to load ... tokens across ... blocks` is logged. A request that was
+preempted returns wrong text, also with kv_load_failure_policy "fail".
 
-## Cause
-vLLM looks for failed blocks among the first `num_cached_tokens` of each running request (scheduler.py 0.15.1:2007).
-These tokens were cached when the request was first scheduled. Tokens that are loaded after a resume come later.
+Cause: vLLM looks for failed blocks among the first `num_cached_tokens` of each running request (scheduler.py
+0.15.1:2007). These tokens were cached when the request was first scheduled. Tokens of a later load come after these.
 
-## Fix
-While `_update_requests_with_invalid_blocks` runs, the fix raises `num_cached_tokens` to the end of the request's last
-failed block.
+Fix: While `_update_requests_with_invalid_blocks` runs, the fix raises `num_cached_tokens` to the end of the request's
+last failed block.
 
 - Releases: vLLM 0.11.2 to 0.15.1.
 - Upstream: None known; fixed in 0.20.2, which counts from `num_computed_tokens`.
-- Remove when: vLLM 0.15.1 is no longer in use.
 """
 
 from typing import Any
 
-from kvfix.fixes import _scheduler, stubs
-from kvfix.fixes.api import Fix, Steps, fix_around, note
-from kvfix.fixes.targets import SCHEDULER
-from kvfix.wrapping import GO_ON
+from kvfix.fixes import _scheduler
+from kvfix.fixes.api import GO_ON, SCHEDULER, Fix, Steps, fix_around, note, stubs
 
 
 def _all_cached(scheduler: Any, *_: Any, **__: Any) -> Any:
@@ -59,10 +53,8 @@ def shows_bug(hook: Any, scheduler: Any) -> bool:
 
 FIX = Fix(
     __name__,
-    effect="wrong output",
-    targets=(
-        SCHEDULER._update_requests_with_invalid_blocks(
-            broken=">=0.11.2,<0.20", probe=shows_bug, fix=check_further, place=5
-        ),
+    SCHEDULER._update_requests_with_invalid_blocks(
+        broken=">=0.11.2,<0.20", probe=shows_bug, fix=check_further, place=5
     ),
+    effect="wrong output",
 )

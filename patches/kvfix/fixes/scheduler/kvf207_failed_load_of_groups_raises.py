@@ -1,34 +1,30 @@
 """EngineCore dies at a failed load of a model with several KV groups: vLLM cannot tell which request has failed.
 
-## Symptom
-EngineCore dies with `A KV connector reported block-level load failures (invalid_block_ids) which is not supported for
-models with multiple KV cache groups`, or before vLLM 0.32 with `too many values to unpack (expected 1)`. This needs:
+Symptom: EngineCore dies with `A KV connector reported block-level load failures (invalid_block_ids) which is not
+supported for models with multiple KV cache groups`, or before vLLM 0.32 with `too many values to unpack (expected 1)`.
+This needs:
 
 - a model with layers of full attention and of sliding windows (Gemma, gpt-oss)
 - LMCache's multi-process connector up to 0.5.5
 - a server that is not reachable or has lost a chunk
 
-## Cause
-The connector reports the blocks whose load has failed. With several KV groups vLLM needs the ids of the failed requests
-(`failed_recving`), because blocks of different groups may have the same id (scheduler.py 0.32.0:3364). Earlier releases
-assume that a request has one list of blocks (0.26.0:2694). Since 0.5.6, LMCache reports the failed requests.
+Cause: The connector reports the blocks whose load has failed. With several KV groups vLLM needs the ids of the failed
+requests (`failed_recving`), because blocks of different groups may have the same id (scheduler.py 0.32.0:3364). Earlier
+releases assume that a request has one list of blocks (0.26.0:2694). Since 0.5.6, LMCache reports the failed requests.
 
-## Fix
-The fix acts only for a model with several groups and a connector of LMCache. If all requests with a failed block are
-waiting for their load, the fix handles the failure in place of vLLM's function. The result is the same as if the
+Fix: The fix acts only for a model with several groups and a connector of LMCache. If all requests with a failed block
+are waiting for their load, the fix handles the failure in place of vLLM's function. The result is the same as if the
 connector had reported the requests by their ids. LMCache's groups take their blocks from one pool, so an id belongs to
 one group only. Null block 0 belongs to no request.
 
-- Releases: vLLM 0.20.2 to 0.33.0.
 - Upstream: https://github.com/vllm-project/vllm/issues/50687; fixed in LMCache 0.5.6.
 - Remove when: LMCache 0.5.5 is no longer in use.
 """
 
 from typing import Any
 
-from kvfix.fixes import _scheduler, stubs
-from kvfix.fixes.api import Fix, Steps, fix_around
-from kvfix.fixes.targets import SCHEDULER
+from kvfix.fixes import _scheduler
+from kvfix.fixes.api import SCHEDULER, Fix, Steps, fix_around, stubs
 
 
 @fix_around(when=lambda scheduler, *_, **__: len(scheduler.kv_cache_config.kv_cache_groups) > 1)
@@ -69,8 +65,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    SCHEDULER._handle_invalid_blocks(broken=">=0.20.2", probe=shows_bug, fix=_handle_invalid_blocks),
     effect="crash",
-    targets=(SCHEDULER._handle_invalid_blocks(broken=">=0.20.2", probe=shows_bug, fix=_handle_invalid_blocks),),
     evidence={"KVR011": r"block-level load failures|too many values to unpack"},
     scenarios=("mp-failed-load-of-groups",),
     no_patch={"vllm": "LMCache reports failed requests since 0.5.6, as vLLM asks of a connector"},

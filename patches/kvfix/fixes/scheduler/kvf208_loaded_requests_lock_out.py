@@ -1,39 +1,33 @@
 """All requests wait for ever: a loaded request needs more blocks than are free, and the requests behind it hold them.
 
-## Symptom
-`Running: 0 reqs, Waiting: N reqs` for ever, no throughput, no error. The engine has a connector that loads between
-steps, the priority policy (`--scheduling-policy priority`) and `scheduler_reserve_full_isl=False`.
+Symptom: `Running: 0 reqs, Waiting: N reqs` for ever, no throughput, no error. The engine has a connector that loads
+between steps, the priority policy (`--scheduling-policy priority`) and `scheduler_reserve_full_isl=False`.
 
-## Cause
-vLLM first tries the waiting requests that already hold blocks, in the order of their priority. `schedule` stops at the
-first request for which it has no blocks (scheduler.py 0.32.0:1275-1282). A load is admitted if the blocks that earlier
-requests need are free (:1249). Without `scheduler_reserve_full_isl`, vLLM does not check that the blocks for the rest
-of the load's own prompt are free.
+Cause: vLLM first tries the waiting requests that already hold blocks, in the order of their priority. `schedule` stops
+at the first request for which it has no blocks (scheduler.py 0.32.0:1275-1282). A load is admitted if the blocks that
+earlier requests need are free (:1249). Without `scheduler_reserve_full_isl`, vLLM does not check that the blocks for
+the rest of the load's own prompt are free.
 
 With priorities, vLLM may try the last admitted request first. The requests behind this request hold all blocks that
 they need, but wait for this request, which waits for their blocks. The same happens if the first request still has to
 load, because vLLM then reserves the blocks of all loads in flight.
 
-## Fix
-The fix acts after a step that scheduled nothing because of a request without enough blocks. In the next step, the fix
-lets another request run before this request: the first one for which enough blocks are free.
+Fix: The fix acts after a step that scheduled nothing because of a request without enough blocks. In the next step, the
+fix lets another request run before this request: the first one for which enough blocks are free.
 
-## Mixed roll-out
-The fix acts in one engine. Engines with and without the fix work together. The fix is opt-in because it changes the
-order of waiting requests after a step in which no request could run.
+Mixed roll-out: The fix acts in one engine. Engines with and without the fix work together. The fix is opt-in because it
+changes the order of waiting requests after a step in which no request could run.
 
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases have other queues: KVF903.
 - Upstream: https://github.com/vllm-project/vllm/pull/45406 describes the bug.
-  https://github.com/vllm-project/vllm/pull/57841 is about the case without priorities, which 0.32.0 solves in another
-  way.
+  https://github.com/vllm-project/vllm/pull/57841 is about the case without priorities, which 0.32.0 solves.
 - Remove when: `schedule` tries the next request that holds blocks.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
-from kvfix.fixes.api import Fix, Steps, fix_around, note
-from kvfix.fixes.targets import SCHEDULER
+from kvfix.fixes.api import SCHEDULER, Fix, Steps, fix_around, note
 
 
 # In almost all steps, no waiting request holds blocks.
@@ -81,8 +75,8 @@ def _to_step_aside(scheduler: Any) -> list[Any]:
 
 FIX = Fix(
     __name__,
+    SCHEDULER.schedule(broken=">=0.32.0", fix=schedule),
     effect="hang",
-    targets=(SCHEDULER.schedule(broken=">=0.32.0", fix=schedule),),
     evidence={"KVD202": ""},
     # After a step without tokens, because blocks were missing, another loaded request goes first. Here other requests
     # free blocks later.

@@ -1,27 +1,21 @@
 """A streaming session returns wrong text with speculative decoding: vLLM never computes the first tokens of an input.
 
-## Symptom
-Nothing is logged. The engine does not use asynchronous scheduling. Connectors store the wrong KV under valid keys.
+Symptom: Nothing is logged. The engine does not use asynchronous scheduling. Connectors store the wrong KV.
 
-## Cause
-A step may return more tokens than the turn has left: the accepted drafts, and one token more. vLLM drops the tokens
-after the stop (`_update_request_with_output`, scheduler.py 0.32.0:2506), but `num_computed_tokens` still counts them.
-The session continues from there (2471). So tokens of the next input take the places of the dropped tokens.
+Cause: A step may return more tokens than the turn has left: the accepted drafts, and one token more. vLLM drops the
+tokens after the stop (`_update_request_with_output`, scheduler.py 0.32.0:2506), but `num_computed_tokens` still counts
+them. The session continues from there (2471). So tokens of the next input take the places of the dropped tokens.
 
-## Fix
-When a turn ends, the fix limits its computed tokens to those before its last token. vLLM drops the last token anyway.
+Fix: When a turn ends, the fix limits its computed tokens to those before its last token. vLLM drops that token.
 
 - Releases: vLLM 0.15.1 to 0.32.0. With asynchronous scheduling `num_output_placeholders` counts the dropped tokens.
 - Upstream: None known; 0.33.0 counts no token that it drops (scheduler.py:2759).
-- Remove when: vLLM 0.32.0 is no longer in use.
 """
 
 from typing import Any
 
 from kvfix.fixes import _scheduler
-from kvfix.fixes.api import Fix, fix_before, note
-from kvfix.fixes.targets import SCHEDULER
-from kvfix.wrapping import GO_ON
+from kvfix.fixes.api import GO_ON, SCHEDULER, Fix, fix_before, note
 
 
 def _ahead(request: Any) -> int:
@@ -52,7 +46,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    SCHEDULER._handle_stopped_request(broken=">=0.15.1,<0.33", probe=shows_bug, fix=compute_last_again),
     effect="wrong output",
-    targets=(SCHEDULER._handle_stopped_request(broken=">=0.15.1,<0.33", probe=shows_bug, fix=compute_last_again),),
     no_patch={"vllm": "fixed in 0.33.0"},
 )

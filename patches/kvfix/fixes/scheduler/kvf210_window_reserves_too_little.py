@@ -1,12 +1,10 @@
 """Loaded requests wait for each other for ever: vLLM reserves too few blocks for a model with a sliding window.
 
-## Symptom
-The log shows `Running: 0 reqs, Waiting: N reqs` for ever, no throughput and no error. The model has layers of full
+Symptom: The log has `Running: 0 reqs, Waiting: N reqs` for ever, no throughput, no error. The model has layers of full
 attention and of sliding windows (Gemma, gpt-oss), the connector loads between steps, and the KV cache is nearly full.
 
-## Cause
-Even a long request holds only a few blocks of a window at once. The number of blocks that the request may still need is
-at most `max_admission_blocks_per_request`. vLLM subtracts from this limit all entries in the request's list
+Cause: Even a long request holds only a few blocks of a window at once. The number of blocks that the request may still
+need is at most `max_admission_blocks_per_request`. vLLM subtracts from this limit all entries in the request's list
 (`get_num_blocks_to_allocate`, v1/core/single_type_kv_cache_manager.py 0.32.0:215-253). The entries include null blocks
 in front of the window and blocks that a hit skips. After a hit that is longer than the limit, the result is 0.
 
@@ -14,10 +12,9 @@ vLLM admits a new load if it fits into the blocks that are free and not reserved
 0.32.0:1249). A loaded request holds its blocks until it runs. Each of the loaded requests may then need more blocks
 than are free, while the other loaded requests hold all of them.
 
-## Fix
-The fix calls the function without the limit, and then limits the answer to `max_admission_blocks_per_request` minus the
-blocks that the request has in use. (The fix wraps only the managers that recycle blocks. A wrapper in their base class
-costs a twelfth of the scheduler's time, with 256 requests.)
+Fix: The fix calls the function without the limit, and then limits the answer to `max_admission_blocks_per_request`
+minus the blocks that the request has in use. (The fix wraps only the managers that recycle blocks. A wrapper in their
+base class costs a twelfth of the scheduler's time, with 256 requests.)
 
 - Releases: vLLM 0.20.2 to 0.33.0; loads reserve blocks since 0.26.
 - Upstream: None known. For the reason of the limit, see https://github.com/vllm-project/vllm/issues/39734.
@@ -30,10 +27,7 @@ from collections.abc import Callable, Generator
 from types import ModuleType
 from typing import Any
 
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, note
-from kvfix.fixes.targets import RECYCLING_MANAGERS
-from kvfix.wrapping import around, replaced
+from kvfix.fixes.api import CHUNKED_LOCAL_MANAGER, SLIDING_WINDOW_MANAGER, Fix, around, note, replaced, stubs
 
 #: The attribute of a manager that is the limit: its name in 0.32.0, and its name up to 0.26.0.
 _LIMITS = ("max_admission_blocks_per_request", "_max_admission_blocks_per_request")
@@ -105,11 +99,9 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    SLIDING_WINDOW_MANAGER.get_num_blocks_to_allocate(broken=">=0.20.2", probe=shows_bug, fix=fix),
+    CHUNKED_LOCAL_MANAGER.get_num_blocks_to_allocate(broken=">=0.20.2", probe=shows_bug, fix=fix),
     effect="hang",
-    targets=tuple(
-        manager.get_num_blocks_to_allocate(broken=">=0.20.2", probe=shows_bug, fix=fix)
-        for manager in RECYCLING_MANAGERS
-    ),
     evidence={"KVD202": ""},
     scenarios=("mp-window-reserves-too-little",),
 )

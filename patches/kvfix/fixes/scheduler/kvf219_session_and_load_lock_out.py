@@ -1,25 +1,21 @@
 """All requests wait for ever: a streaming session and a loaded request each hold blocks that the other one needs.
 
-## Symptom
-`Running: 0 reqs, Waiting: N reqs` for ever, no throughput, no error, and the KV cache is nearly full. Clients send
-streaming input, and the connector loads between steps.
+Symptom: `Running: 0 reqs, Waiting: N reqs` for ever, no throughput, no error, and the KV cache is nearly full. Clients
+send streaming input, and the connector loads between steps.
 
-## Cause
-vLLM reserves the blocks for the whole prompt of a load (scheduler.py 0.32.0:1249). A running session takes blocks
-without a check of the reserved blocks, and keeps them after its turn. Its next input needs more blocks, and so does the
-finished load. `schedule` stops at the first request for which it has no blocks (:1282).
+Cause: vLLM reserves the blocks for the whole prompt of a load (scheduler.py 0.32.0:1249). A running session takes
+blocks without a check of the reserved blocks, and keeps them after its turn. Its next input needs more blocks, and so
+does the finished load. `schedule` stops at the first request for which it has no blocks (:1282).
 
-## Fix
-The fix acts when three steps in a row have scheduled nothing, nothing is in flight, and the blocks of one waiting
-request are enough for another one to run. The newest loaded request that is no session then returns its blocks, as
+Fix: The fix acts when three steps in a row have scheduled nothing and nothing is in flight. The blocks of one waiting
+request must be enough for another one to run. The newest loaded request that is no session then returns its blocks, as
 after a failed load. vLLM computes this request later.
 
 The fix acts only if LMCacheMPConnector is the only connector. Only this connector accepts a request whose computed
 tokens are zero again. So the fix does not act in a MultiConnector.
 
-## Mixed roll-out
-The fix acts in one engine: engines with and without it work together. It is opt-in because it takes the blocks of a
-loaded request. vLLM then computes the prompt of this request.
+Mixed roll-out: The fix acts in one engine: engines with and without it work together. It is opt-in because it takes the
+blocks of a loaded request. vLLM then computes the prompt of this request.
 
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases have other queues, and the bug KVF903.
 - Upstream: https://github.com/vllm-project/vllm/issues/45388, https://github.com/vllm-project/vllm/pull/57104
@@ -29,8 +25,7 @@ loaded request. vLLM then computes the prompt of this request.
 from typing import Any
 
 from kvfix.fixes import _mp
-from kvfix.fixes.api import Fix, Steps, fix_around, note
-from kvfix.fixes.targets import SCHEDULER
+from kvfix.fixes.api import SCHEDULER, Fix, Steps, fix_around, note
 
 #: Idle steps before the fix acts: a connector may report something in between.
 _STEPS = 3
@@ -94,8 +89,8 @@ def _give_back(scheduler: Any, request: Any) -> None:
 
 FIX = Fix(
     __name__,
+    SCHEDULER.schedule(broken=">=0.32.0", fix=schedule, place=1),
     effect="hang",
-    targets=(SCHEDULER.schedule(broken=">=0.32.0", fix=schedule, place=1),),
     evidence={"KVD202": ""},
     # A step of the lab can let others hold blocks. The fix then acts before they give the blocks back.
     changes_healthy=("mp",),

@@ -1,11 +1,9 @@
 """A request runs for ever without a token: with Mamba states and several MTP modules its last tokens are not scheduled.
 
-## Symptom
-The log shows `Running: 1 reqs` or more for ever, without throughput and without an error. The model has Mamba or GDN
-layers (`mamba_cache_mode="align"`) and speculative decoding with several MTP modules, and the engine is busy.
+Symptom: The log shows `Running: 1 reqs` or more for ever, without throughput and without an error. The model has Mamba
+or GDN layers (`mamba_cache_mode="align"`) and speculative decoding with several MTP modules, and the engine is busy.
 
-## Cause
-vLLM cuts a chunk of a prompt so that it ends where a state is kept (`_mamba_block_aligned_split`, scheduler.py
+Cause: vLLM cuts a chunk of a prompt so that it ends where a state is kept (`_mamba_block_aligned_split`, scheduler.py
 0.32.0:443). Then vLLM shortens the chunk so that it does not end within `num_prefill_lookahead` tokens before the
 prompt's end (`_reserve_prefill_lookahead`, :570). A chunk may still end at the prompt's end.
 
@@ -13,12 +11,10 @@ Suppose that fewer tokens than `num_prefill_lookahead` follow the last whole blo
 end with this block is then shortened. The next chunk may only go up to the block's end, so vLLM shortens it to nothing,
 in each step. The hang starts in a step whose token budget does not reach the prompt's end.
 
-## Fix
-If states are kept, the fix does not shorten a chunk to nothing. The MTP modules then guess some tokens that they could
-know, and fewer of their drafts are accepted.
+Fix: If states are kept, the fix does not shorten a chunk to nothing. The MTP modules then guess some tokens that they
+could know, and fewer of their drafts are accepted.
 
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested with states.
-- Upstream: None known.
 - Remove when: After both cuts, vLLM always schedules the remaining tokens in a later step.
 """
 
@@ -26,9 +22,7 @@ import inspect
 from types import SimpleNamespace
 from typing import Any
 
-from kvfix.fixes.api import Fix, Steps, fix_around, note
-from kvfix.fixes.targets import SCHEDULER
-from kvfix.wrapping import replaced
+from kvfix.fixes.api import SCHEDULER, Fix, Steps, fix_around, note, replaced
 
 
 # With one token of lookahead or none, no chunk is shortened.
@@ -67,9 +61,7 @@ def calls_it(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    SCHEDULER._reserve_prefill_lookahead(broken=">=0.32", probe=shows_bug, fix=None),
+    SCHEDULER.schedule(broken=">=0.32", probe=calls_it, fix=schedule, helper=True),
     effect="hang",
-    targets=(
-        SCHEDULER._reserve_prefill_lookahead(broken=">=0.32", probe=shows_bug, fix=None),
-        SCHEDULER.schedule(broken=">=0.32", probe=calls_it, fix=schedule, helper=True),
-    ),
 )

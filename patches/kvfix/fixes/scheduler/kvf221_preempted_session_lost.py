@@ -1,30 +1,24 @@
 """The client of a streaming session waits for ever: vLLM preempts the session while its turn ends, and loses it.
 
-## Symptom
-The log shows `Running: 0 reqs, Waiting: 0 reqs` for ever. The engine uses asynchronous scheduling.
+Symptom: The log shows `Running: 0 reqs, Waiting: 0 reqs` for ever. The engine uses asynchronous scheduling.
 
-## Cause
-When a turn has ended, `_handle_stopped_request` puts the session into a waiting queue for its next turn (scheduler.py
-0.32.0:2490). If the session was preempted meanwhile, vLLM then removes it from the waiting queues, like a request that
-has ended (:2298). In addition, when the next input comes, vLLM drops all tokens of the session that are not computed
-(:1659). After a preemption, no token of the session is computed.
+Cause: When a turn has ended, `_handle_stopped_request` puts the session into a waiting queue for its next turn
+(scheduler.py 0.32.0:2490). If the session was preempted meanwhile, vLLM then removes it from the waiting queues, like a
+request that has ended (:2298). In addition, when the next input comes, vLLM drops all tokens of the session that are
+not computed (:1659). After a preemption, no token of the session is computed.
 
-## Fix
-After `update_from_output`, the fix puts each session that is in no queue into a waiting queue. When the next input
+Fix: After `update_from_output`, the fix puts each session that is in no queue into a waiting queue. When the next input
 comes, the fix keeps all tokens of the session except the last one, as 0.33.0 does (scheduler.py:1889).
 
 - Releases: vLLM 0.32.0. Earlier releases were not tested with sessions.
 - Upstream: None known; 0.33.0 puts sessions into the queue after it has removed the other requests (scheduler.py:2545).
-- Remove when: vLLM 0.32.0 is no longer in use.
 """
 
 import inspect
 from typing import Any
 
 from kvfix.fixes import _scheduler
-from kvfix.fixes.api import Fix, Steps, fix_after, fix_around, note
-from kvfix.fixes.targets import SCHEDULER
-from kvfix.wrapping import GO_ON, replaced
+from kvfix.fixes.api import GO_ON, SCHEDULER, Fix, Steps, fix_after, fix_around, note, replaced
 
 #: Of a scheduler: sessions that were preempted when their turn ended, in this step.
 _SESSIONS = "_kvfix_preempted_sessions"
@@ -85,11 +79,9 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    SCHEDULER._handle_stopped_request(broken=">=0.32,<0.33", probe=shows_bug, fix=_handle_stopped_request, place=1),
+    SCHEDULER.update_from_output(broken=">=0.32,<0.33", fix=update_from_output, place=1, helper=True),
+    SCHEDULER._update_request_as_session(broken=">=0.32,<0.33", fix=_update_request_as_session, helper=True),
     effect="hang",
-    targets=(
-        SCHEDULER._handle_stopped_request(broken=">=0.32,<0.33", probe=shows_bug, fix=_handle_stopped_request, place=1),
-        SCHEDULER.update_from_output(broken=">=0.32,<0.33", fix=update_from_output, place=1, helper=True),
-        SCHEDULER._update_request_as_session(broken=">=0.32,<0.33", fix=_update_request_as_session, helper=True),
-    ),
     no_patch={"vllm": "fixed in 0.33.0"},
 )

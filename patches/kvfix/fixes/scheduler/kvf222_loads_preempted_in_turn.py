@@ -1,7 +1,6 @@
 """A prefill engine makes no progress: loads hold all blocks, and each request in turn needs one more and is preempted.
 
-## Symptom
-The log alternates between `Running: 0 reqs` and `Running: 1 reqs`. There is no throughput and no error, and
+Symptom: The log alternates between `Running: 0 reqs` and `Running: 1 reqs`. There is no throughput and no error, and
 `Preemptions` grows. This needs all of:
 
 - a prefill engine (role kv_producer) that generates more than one token
@@ -9,36 +8,30 @@ The log alternates between `Running: 0 reqs` and `Running: 1 reqs`. There is no 
 - a second connector that loads between steps, in addition to the one that sends KV to decode
 - a full KV cache
 
-## Cause
-vLLM admits a load if the blocks for its prompt are free (scheduler.py 0.32.0:1249). The first generated token may need
-one more block. If none is free, the request preempts itself while the step that computes its last prompt token is in
-flight.
+Cause: vLLM admits a load if the blocks for its prompt are free (scheduler.py 0.32.0:1249). The first generated token
+may need one more block. If none is free, the request preempts itself while the step that computes its last prompt token
+is in flight.
 
 With a connector that must send the KV to decode (`requires_kv_delivery`), vLLM drops the token that this step generates
-(:836). So the request loads again, into the blocks that it freed. Another request, whose load is done by then, does the
-same.
+(:836). So the request loads again, into the blocks that it freed. Then another loaded request does the same.
 
 Other engines are not affected. An engine that also consumes does not preempt a request with a step in flight
 (`defer_block_free`). With speculative decoding a load leaves blocks free (`_spec_decode_step_blocks`).
 
-## Fix
-In an affected engine with more than one request, a load leaves one block free in each KV group, as with speculative
-decoding. One of the requests gets this block, and its token fits.
+Fix: In an affected engine with more than one request, a load leaves one block free in each KV group, as with
+speculative decoding. One of the requests gets this block, and its token fits.
 
-## Mixed roll-out
-The fix acts in one engine: engines with and without it work together. It is opt-in because a load may start later.
+Mixed roll-out: The fix acts in one engine: engines with and without it work together. It is opt-in because a load may
+start later.
 
 - Releases: vLLM 0.32.0 and 0.33.0. 0.26.0 has the same function, but keeps the token. The fix does nothing there.
-- Upstream: None known.
-- Remove when: `schedule` admits a load only if its first generated token fits, or keeps the token of a request that it
-  preempts.
+- Remove when: `schedule` admits a load only if its first generated token fits, or keeps a preempted request's token.
 """
 
 from types import SimpleNamespace
 from typing import Any
 
-from kvfix.fixes.api import Fix, fix_after
-from kvfix.fixes.targets import SCHEDULER
+from kvfix.fixes.api import SCHEDULER, Fix, fix_after
 
 
 @fix_after()
@@ -66,8 +59,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    SCHEDULER._inflight_prefill_reserved_blocks(broken=">=0.26", probe=shows_bug, fix=reserve_one_more),
     effect="hang",
-    targets=(SCHEDULER._inflight_prefill_reserved_blocks(broken=">=0.26", probe=shows_bug, fix=reserve_one_more),),
     changes_healthy=("nixl-offload",),  # where few blocks are free a load begins later
     opt_in=True,
 )

@@ -1,33 +1,23 @@
 """The API server dies: MultiConnector gets statistics of a connector that has no Prometheus metrics.
 
-## Symptom
-After the first transfer the API server dies with `MooncakeConnector is not contained in the list of registered
+Symptom: After the first transfer the API server dies with `MooncakeConnector is not contained in the list of registered
 connectors with Prometheus metrics support`. The engine's processes stay alive, but no request is answered any more.
 
-## Cause
-Each connector in MultiConnector may send statistics. Only some have Prometheus metrics, and `observe` asserts that all
-do (multi_connector.py 0.32.0:126).
+Cause: Each connector in MultiConnector may send statistics. Only some have Prometheus metrics, and `observe` asserts
+that all do (multi_connector.py 0.32.0:126).
 
-## Fix
-`observe` gets only the statistics of connectors that have metrics.
+Fix: `observe` gets only the statistics of connectors that have metrics.
 
 - Releases: vLLM 0.11.2 to 0.32.0.
 - Upstream: https://github.com/vllm-project/vllm/issues/43828; fixed in 0.33.0.
-- Remove when: vLLM 0.32.0 is no longer in use.
 """
 
 from typing import Any
 
-from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix, Steps, fix_around
-from kvfix.fixes.targets import MULTI_CONNECTOR_METRICS
+from kvfix.fixes.api import MULTI_CONNECTOR_METRICS, Fix, Steps, fix_around, stubs
 
 
-def has_others(metrics: Any, transfer_stats_data: dict[str, Any], *_: Any) -> bool:
-    return not transfer_stats_data.keys() <= metrics._prom_metrics.keys()
-
-
-@fix_around(when=has_others)
+@fix_around(when=lambda metrics, statistics, *_: not statistics.keys() <= metrics._prom_metrics.keys())
 def observe(metrics: Any, transfer_stats_data: dict[str, Any], *engine: Any) -> Steps:
     known = {name: data for name, data in transfer_stats_data.items() if name in metrics._prom_metrics}
     return (yield (known, *engine))
@@ -40,8 +30,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     __name__,
+    MULTI_CONNECTOR_METRICS.observe(broken="<0.33", probe=shows_bug, fix=observe),
     effect="crash",
-    targets=(MULTI_CONNECTOR_METRICS.observe(broken="<0.33", probe=shows_bug, fix=observe),),
     evidence={"KVD517": ""},
     proof="tests/lab/test_promises.py: the lab has no API server",
     no_patch={"vllm": "0.33.0 is right"},

@@ -1,33 +1,28 @@
 """No process finds the chunks of another process: the keys use Python's hash, which differs between processes.
 
-## Symptom
-No request hits chunks of another process or machine, or chunks from before a restart, although LMCache has stored them.
-With tensor parallelism LMCache logs `Lookup results (number of hit tokens) differ across (TP and PP) ranks`. The log
-may also have one of these lines:
+Symptom: No request hits chunks of another process or machine, or chunks from before a restart, although LMCache has
+stored them. With tensor parallelism LMCache logs `Lookup results (number of hit tokens) differ across (TP and PP)
+ranks`. The log may also have one of these lines:
 
 - `Using builtin hash without PYTHONHASHSEED set`
 - `Centralized cache sharing detected but PYTHONHASHSEED not set`
 - `P/D Disaggregation detected but PYTHONHASHSEED not set`
 
-## Cause
-`pre_caching_hash_algorithm` is `builtin` unless it is set (0.5.6 config.py:133), and Python salts the hash of strings
-and bytes in each process. Up to 0.3.15 LMCache also hashes None. On Python 3.11 and earlier the hash of None is an
-address, so a fixed seed is not enough there. The Python interpreter sets the seed when it starts. kvfix runs later, so
-it cannot change the seed.
+Cause: `pre_caching_hash_algorithm` is `builtin` unless it is set (0.5.6 config.py:133), and Python salts the hash of
+strings and bytes in each process. Up to 0.3.15 LMCache also hashes None. On Python 3.11 and earlier the hash of None is
+an address, so a fixed seed is not enough there. Python sets the seed at its start, before kvfix runs.
 
-## Workaround
-Set PYTHONHASHSEED=0 in the environment of every vLLM and LMCache process. Or set `pre_caching_hash_algorithm:
-sha256_cbor` in LMCache's configuration, the same everywhere. A process that shares no cache needs neither.
+Workaround: Set PYTHONHASHSEED=0 in the environment of every vLLM and LMCache process. Or set
+`pre_caching_hash_algorithm: sha256_cbor` in LMCache's configuration, the same everywhere. A process that shares no
+cache needs neither.
 
-- Releases: LMCache 0.3.9 to 0.5.6.
 - Upstream: https://github.com/LMCache/LMCache/issues/2136, https://github.com/LMCache/LMCache/issues/2511
 - Remove when: The default is an algorithm that is the same everywhere.
 """
 
 import os
 
-from kvfix.fixes.api import Fix
-from kvfix.fixes.targets import TOKEN_DATABASE
+from kvfix.fixes.api import TOKEN_DATABASE, Fix
 
 
 def harmless() -> str:
@@ -38,8 +33,8 @@ def harmless() -> str:
 
 FIX = Fix(
     __name__,
+    TOKEN_DATABASE.target("__init__", broken=">=0.3.9", fix=None),
     effect="lost hits",
-    targets=(TOKEN_DATABASE.target("__init__", broken=">=0.3.9", fix=None),),
     evidence={"KVD304": "", "KVD305": ""},
     no_patch={
         "lmcache": "the default hash is LMCache's decision: with another one, no chunk that is stored now is found"

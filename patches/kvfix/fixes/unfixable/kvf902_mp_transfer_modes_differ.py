@@ -1,28 +1,23 @@
 """The worker blocks for 300 seconds and dies: worker and server use different transfer modes, and neither reports it.
 
-## Symptom
-The worker does not start: it blocks for 300 seconds (`mq_timeout`) and dies. The server sends no answer. The server
-logs `No handler registered for operation ...` (0.5.6, with `Available handlers: [...]`), or `No handler registered for
-request type ...`.
+Symptom: The worker does not start: it blocks for 300 seconds (`mq_timeout`) and dies. The server sends no answer. The
+server logs `No handler registered for operation ...` (0.5.6, with `Available handlers: [...]`), or `No handler
+registered for request type ...`.
 
-## Cause
-The server loads the handlers of one mode (`--supported-transfer-mode`). The worker chooses its mode by its device, or
-by `lmcache.mp.mp_transfer_mode` or LMCACHE_MP_TRANSFER_MODE. A request without a handler gets no reply. Each side runs
-in its own process, perhaps on another machine. So kvfix can neither read nor change the options of the other side.
+Cause: The server loads the handlers of one mode (`--supported-transfer-mode`). The worker chooses its mode by its
+device, or by `lmcache.mp.mp_transfer_mode` or LMCACHE_MP_TRANSFER_MODE. A request without a handler gets no reply. Each
+side runs in its own process, perhaps on another machine. So kvfix cannot read or change the other side's options.
 
-## Workaround
-Start `lmcache server` with `--supported-transfer-mode auto`, or set LMCACHE_MP_TRANSFER_MODE of the worker to the mode
-of the server. The server logs its mode: `Supported transfer mode: ...`.
+Workaround: Start `lmcache server` with `--supported-transfer-mode auto`, or set LMCACHE_MP_TRANSFER_MODE of the worker
+to the mode of the server. The server logs its mode: `Supported transfer mode: ...`.
 
-- Releases: LMCache 0.4.7 to 0.5.6.
 - Upstream: https://github.com/LMCache/LMCache/issues/4186 (open), https://github.com/LMCache/LMCache/pull/4194.
 - Remove when: The server answers a request that it has no handler for.
 """
 
 import os
 
-from kvfix.fixes.api import Fix
-from kvfix.fixes.targets import MP_WORKER_ADAPTER
+from kvfix.fixes.api import MP_WORKER_ADAPTER, Fix
 
 
 def harmless() -> str:
@@ -33,8 +28,8 @@ def harmless() -> str:
 
 FIX = Fix(
     __name__,
+    MP_WORKER_ADAPTER._send_register_kv_caches_request(broken=">=0.4.7", fix=None),
     effect="hang",
-    targets=(MP_WORKER_ADAPTER._send_register_kv_caches_request(broken=">=0.4.7", fix=None),),
     evidence={"KVD206": ""},
     no_patch={"lmcache": "a server that answers unknown requests is a change of the protocol, not of a function"},
     harmless=harmless,

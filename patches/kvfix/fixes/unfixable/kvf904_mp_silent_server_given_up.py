@@ -1,36 +1,28 @@
 """Wrong text after a late heartbeat: the worker drops transfers that the server still does (LMCache 0.5.5 and earlier).
 
-## Symptom
-The log has WARNING `LMCache server is unhealthy — entering degraded mode`, and some time later `LMCache server is
-healthy again`. Then running requests, and prompts that hit the cache, return wrong text with HTTP 200, until the chunks
-are evicted.
+Symptom: The log has WARNING `LMCache server is unhealthy — entering degraded mode`, and some time later `LMCache server
+is healthy again`. Then running requests, and hits, return wrong text with HTTP 200, until the chunks are evicted.
 
-## Cause
-The cause is the same as in KVF122. The worker drops the futures of all transfers, and reports the loads as failed and
-the stores as done (vllm_multi_process_adapter.py 0.5.5:1856). vLLM frees the blocks, and a server that was only slow
-does the transfers afterwards.
+Cause: The cause is the same as in KVF122. The worker drops the futures of all transfers, and reports the loads as
+failed and the stores as done (vllm_multi_process_adapter.py 0.5.5:1856). vLLM frees the blocks, and a server that was
+only slow does the transfers afterwards.
 
 A fix would have to drop only the transfers that the server will never do. Up to 0.5.5 the client does not watch the
 connection (multiprocess/mq.py 0.5.5:281), and a restarted server answers pings like the old one. So if the worker
 waited, it would wait for ever for transfers that were lost with the old server.
 
-## Workaround
-Use LMCache 0.5.6 with kvfix, which has KVF122. Or set `lmcache.mp.heartbeat_interval` to more seconds than the longest
-pause of the server.
+Workaround: Use LMCache 0.5.6 with kvfix, which has KVF122. Or set `lmcache.mp.heartbeat_interval` to more seconds than
+the longest pause of the server.
 
-- Releases: LMCache 0.4.2 to 0.5.5. Tests of kvfix show the bug in 0.4.5 to 0.4.7. For the other releases only the code
-  was read.
-- Upstream: None known.
-- Remove when: LMCache 0.5.5 is no longer in use.
+- Releases: LMCache 0.4.2 to 0.5.5. Tests of kvfix show the bug in 0.4.5 to 0.4.7. The other releases were only read.
 """
 
-from kvfix.fixes.api import Fix
-from kvfix.fixes.targets import MP_WORKER_ADAPTER
+from kvfix.fixes.api import MP_WORKER_ADAPTER, Fix
 
 FIX = Fix(
     __name__,
+    MP_WORKER_ADAPTER.get_finished(broken=">=0.4.2,<=0.5.5", fix=None),
     effect="wrong output",
-    targets=(MP_WORKER_ADAPTER.get_finished(broken=">=0.4.2,<=0.5.5", fix=None),),
     evidence={"KVD204": r"^a ping timed out"},
     scenarios=("mp-silent-server-given-up",),
 )

@@ -1,35 +1,30 @@
 """Wrong text after a failed load: MooncakeConnector's prefill writes into blocks that decode gave to another request.
 
-## Symptom
-After loads that have failed, requests return wrong text with HTTP 200. The decode engine logs `pulling kv_caches for
-[...] failed: transfer failed: Resource temporarily unavailable`. The prefill engine logs nothing.
+Symptom: After loads that have failed, requests return wrong text with HTTP 200. The decode engine logs `pulling
+kv_caches for [...] failed: transfer failed: Resource temporarily unavailable`. The prefill engine logs nothing.
 
-## Cause
-The decode engine sends its blocks to the prefill engine. It gives the load up after VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT
-and 60 s (mooncake_connector.py 0.32.0:2350), and vLLM frees the blocks. The prefill engine has the same timeout, but
-starts it when it takes the message (:1587).
+Cause: The decode engine sends its blocks to the prefill engine. It gives the load up after
+VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT and 60 s (mooncake_connector.py 0.32.0:2350), and vLLM frees the blocks. The prefill
+engine has the same timeout, but starts it when it takes the message (:1587).
 
 The prefill engine takes the message late if its process hangs, or if all of its 2 * num_workers tasks wait for prefills
 (:1456). It then writes after the decode engine has given the load up, into blocks of another request. The message
 carries no deadline, so neither engine can be fixed alone.
 
-## Workaround
-Set VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT to a larger number of seconds on the decode engine than on the prefill engine,
-for example 960 and 480. A message may then be late by the difference plus 60 s. Set a larger `num_workers` in the
-prefill engine's kv_connector_extra_config, so that messages do not wait for each other.
+Workaround: Set VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT to a larger number of seconds on the decode engine than on the
+prefill engine, for example 960 and 480. A message may then be late by the difference plus 60 s. Set a larger
+`num_workers` in the prefill engine's kv_connector_extra_config, so that messages do not wait for each other.
 
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
-- Upstream: None known.
 - Remove when: Both engines of vLLM agree on the end of a load.
 """
 
-from kvfix.fixes.api import Fix
-from kvfix.fixes.targets import MOONCAKE_WORKER
+from kvfix.fixes.api import MOONCAKE_WORKER, Fix
 
 FIX = Fix(
     __name__,
+    MOONCAKE_WORKER.register_kv_caches(broken=">=0.32", fix=None),
     effect="wrong output",
-    targets=(MOONCAKE_WORKER.register_kv_caches(broken=">=0.32", fix=None),),
     evidence={"LAB001": "", "LAB008": ""},
     scenarios=("mooncake-write-outlives-load",),
     no_patch={"vllm": "how long a write may take has to be agreed between both engines: a change of its messages"},

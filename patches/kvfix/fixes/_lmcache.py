@@ -1,0 +1,175 @@
+"""Shared by the fixes of LMCache in vLLM's process: what a lookup has fetched, prevented stores, layerwise calls."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from kvfix.fixes import _closed
+from kvfix.fixes.api import Fixing, Steps, View, engine_log, fix_after, fix_around, fix_before, replaced, stubs
+
+
+def fetched(engine: Any, lookup_id: Any) -> list[Any]:
+    """Memory objects that an asynchronous lookup has fetched. Empty if the fetch is not done or has failed."""
+    future = _done_events(engine).get(lookup_id)
+    if future is None or future.exception() is not None:
+        return []
+    return [_chunk(each) for of_backend in future.result() for each in of_backend]
+
+
+def keep_fetched(engine: Any, lookup_id: Any, wanted: Callable[[Any], bool]) -> None:
+    """Remove from the lookup the fetched memory objects that are not wanted."""
+    future = _done_events(engine).get(lookup_id)
+    if future is not None:
+        kept = [[each for each in of_backend if wanted(_chunk(each))] for of_backend in future.result()]
+        _done_events(engine)[lookup_id] = View(future, result=lambda *_: kept)
+
+
+def _done_events(engine: Any) -> Any:
+    """LMCache's own dict of finished fetches, by lookup id (0.5.6 event_manager.py:61)."""
+    events = sys.modules["lmcache.v1.event_manager"]
+    return engine.event_manager.events[events.EventType.LOADING][events.EventStatus.DONE]
+
+
+def _chunk(fetched: Any) -> Any:
+    return fetched[1] if isinstance(fetched, tuple) else fetched  # later than 0.3.10: a pair of key and chunk
+
+
+def unpin(chunk: Any) -> None:
+    """Release one pin of the chunk, if it has any."""
+    if chunk.is_pinned:
+        chunk.unpin()
+
+
+def store_nothing(impl: Any, request: Any) -> None:
+    """Store nothing for this request in this step. request: its metadata.
+
+    A kv_producer ignores `can_save` and, with layerwise stores, starts at the first token (0.5.6
+    vllm_v1_adapter.py:1022, 1152). So this function removes the request's tokens.
+    """
+    request.save_spec.can_save = False
+    if impl.kv_role == "kv_producer":
+        request.save_spec.skip_leading_tokens = 0
+        request.token_ids, request.slot_mapping = [], request.slot_mapping[:0]
+
+
+def fix_producer(is_meant: Callable[[Any], Any]) -> Fixing:
+    """For `wait_for_save`: a kv_producer stores nothing for the requests for which `is_meant` is true.
+
+    is_meant: (metadata of a request) -> True if the request must not be stored.
+    """
+    is_producer = fix_before(
+        when=lambda impl, *_, **__: impl.kv_role == "kv_producer", on_fault=_closed.worker_saves_nothing
+    )
+    return is_producer(_store_nothing_of(is_meant))
+
+
+def fix_producer_layers(is_meant: Callable[[Any], Any]) -> Fixing:
+    """For `start_load_kv`: the same as `fix_producer` for layerwise stores.
+
+    The loads need the tokens of the request. This wrapper removes the tokens after the loads have read them. A wrapper
+    of `save_kv_layer` would run once for each layer.
+    """
+    store_nothing_of = _store_nothing_of(is_meant)
+
+    @fix_after(
+        when=lambda impl, *_, **__: impl.use_layerwise and impl.kv_role == "kv_producer",
+        on_fault=_closed.worker_saves_nothing,
+    )
+    def start_load_kv(impl: Any, answer: Any, *_: Any, **__: Any) -> Any:
+        store_nothing_of(impl)
+        return answer
+
+    return start_load_kv
+
+
+def _store_nothing_of(is_meant: Callable[[Any], Any]) -> Callable[..., bool]:
+    def store_nothing_of(impl: Any, *_: Any, **__: Any) -> bool:
+        requests = impl._parent._get_connector_metadata().requests
+        meant = [request for request in requests if request.save_spec and is_meant(request)]
+        for request in meant:
+            store_nothing(impl, request)
+        return bool(meant)
+
+    return store_nothing_of
+
+
+def stores(hook: Any, adapter: Any, impl: dict[str, Any], **more: Any) -> bool:
+    """For probes of `wait_for_save`: return True if a worker stores a request in block 3.
+
+    impl: attributes of the adapter. more: attributes of the request's metadata.
+    """
+    stored: list[Any] = []
+    can_save = impl.get("kv_role") != "kv_producer"
+    request = stubs.metadata(16, save_spec=stubs.Stub(skip_leading_tokens=0, can_save=can_save), **more)
+    engine = stubs.Stub(lookup_unpin=lambda *_: None, store=lambda *_, **__: stored.append(1))
+    hook(stubs.worker_side(adapter, request, lmcache_engine=engine, **impl))
+    return bool(stored)
+
+
+#: (keyword arguments of the call, metadata of the request). It adds keyword arguments.
+Add = Callable[[dict[str, Any], Any], None]
+#: (keyword arguments of the call). It is called if `Add` raises, and makes the call find and store nothing.
+Closed = Callable[[dict[str, Any]], None]
+
+
+def is_layerwise(impl: Any, *_: Any, **__: Any) -> bool:
+    return impl.use_layerwise and impl.lmcache_engine is not None
+
+
+def find_load(impl: Any) -> Callable[[Any], Any]:
+    """Return a function for `start_load_kv`: tokens of a load -> metadata of its request, or None.
+
+    `start_load_kv` loads the requests of a step in order and slices their tokens. Each request is returned once.
+    """
+    metas = impl._parent._get_connector_metadata().requests
+    pending = [each for each in metas if each.load_spec is not None and each.load_spec.can_load]
+
+    def find(tokens: Any) -> Any:
+        place = next((at for at, each in enumerate(pending) if each.token_ids[: len(tokens)] == tokens), None)
+        return None if place is None else pending.pop(place)
+
+    return find
+
+
+def layer_loads(add: Add, closed: Closed | None = None) -> Fixing:
+    """For `start_load_kv`: add arguments that LMCache does not pass to its engine (0.5.6 vllm_v1_adapter.py:842)."""
+
+    @fix_around(when=is_layerwise, on_fault=_closed.worker_loads_fail if closed else None)
+    def start_load_kv(impl: Any, *_: Any, **__: Any) -> Steps:
+        return _with_request(impl.lmcache_engine, "retrieve_layer", find_load(impl), add, closed)
+
+    return start_load_kv
+
+
+def layer_saves(add: Add, closed: Closed) -> Fixing:
+    """The same for `save_kv_layer`, which passes the request's own list of tokens."""
+
+    @fix_around(when=is_layerwise, on_fault=_closed.worker_saves_nothing)
+    def save_kv_layer(impl: Any, *_: Any, **__: Any) -> Steps | None:
+        metadata = impl._parent._connector_metadata
+
+        def find(tokens: Any) -> Any:
+            return next((each for each in metadata.requests if each.token_ids is tokens), None)
+
+        return _with_request(impl.lmcache_engine, "store_layer", find, add, closed) if metadata is not None else None
+
+    return save_kv_layer
+
+
+def _with_request(engine: Any, name: str, find: Callable[[Any], Any], add: Add, closed: Closed | None) -> Steps:
+    """While the hook runs, let `add` add arguments to the calls of the engine's function."""
+    call = getattr(engine, name)
+
+    def add_arguments(more: dict[str, Any], tokens: Any) -> bool:
+        request = find(tokens)
+        if request is not None:
+            add(more, request)
+        return True
+
+    def with_request(tokens: Any, *args: Any, **more: Any) -> Any:
+        if not engine_log.guarded(f"{__name__}.{name}", add_arguments, more, tokens) and closed is not None:
+            closed(more)
+        return call(tokens, *args, **more)
+
+    with replaced(engine, **{name: with_request}):
+        return (yield)
