@@ -6,15 +6,11 @@ code in the fix. A fix that changes an object in place says so with `note`.
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
+from typing import Any
 
-from kvfix import engine_log
+from kvfix import engine_log, metrics
 from kvfix.session import session
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any
 
 #: Characters of a request id in a log line.
 _ID = 80
@@ -41,7 +37,6 @@ composing = NONE = Tally("")
 
 
 def of(key: str) -> Tally:
-    """The tally of this fix in this process."""
     return session.tallies.setdefault(key, Tally(key))
 
 
@@ -62,7 +57,7 @@ def acted(tally: Tally, function: Callable[..., Any] | None = None, args: tuple[
         if tally.acted == 1 and tally.key.startswith("KVF"):
             tally.first = _text(function, args, what)
             engine_log.info(f"{tally.key} acted: {tally.first}")
-        _export("acted", tally.key)
+        metrics.fix_counted("acted", tally.key)
     except Exception as error:  # noqa: BLE001
         engine_log.fault("kvfix.acting", error)
 
@@ -76,14 +71,7 @@ def changed(tally: Tally, function: Callable[..., Any], args: tuple[Any, ...], a
 
 def count_fault(tally: Tally) -> None:
     tally.faults += 1
-    engine_log.guarded("kvfix.acting", _export, "faults", tally.key)
-
-
-def _export(what: str, key: str) -> None:
-    if "prometheus_client" in sys.modules and key.startswith("KVF"):
-        from kvfix import metrics
-
-        metrics.fix_counted(what, key)
+    metrics.fix_counted("faults", tally.key)
 
 
 _PLAIN = (int, bool, str, float, type(None))

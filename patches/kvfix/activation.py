@@ -57,7 +57,11 @@ def apply(
         Config.parse(text or str(config))
     except ValueError as error:
         engine_log.warning(f"the environment has {ENV}={text!r:.200}: {error}. kvfix.apply() uses {config} instead")
-    _hand_over(config)
+    _set(ENV, str(config))
+    allowed = os.environ.get(_ALLOWED_PLUGINS)
+    if allowed is not None:
+        _set(_ALLOWED_PLUGINS, _with(allowed, "kvfix"))
+    _set(_RAY_PREFIXES, _with(os.environ.get(_RAY_PREFIXES, ""), ENV))
     import_hooks.activate(config)
 
 
@@ -103,14 +107,6 @@ def load() -> None:
         import_hooks.activate(config)
     except Exception as error:  # noqa: BLE001
         engine_log.fault("kvfix.activation.load", error)
-
-
-def _hand_over(config: Config) -> None:
-    _set(ENV, str(config))
-    allowed = os.environ.get(_ALLOWED_PLUGINS)
-    if allowed is not None:
-        _set(_ALLOWED_PLUGINS, _with(allowed, "kvfix"))
-    _set(_RAY_PREFIXES, _with(os.environ.get(_RAY_PREFIXES, ""), ENV))
 
 
 def _set(name: str, value: str) -> None:

@@ -1,9 +1,12 @@
-"""Judges one function of the installed code: is it wrong, right, or unknown?
+"""Judges one function of the installed code: is it wrong, right, or unknown? Then decides whether a fix is applied.
 
 The version number alone never decides: LMCache changed these functions in post releases, and people edit them. The hash
 of the file decides whether a release has this file. If none has it, the fingerprint of the function decides. For code
-that no release has, the behaviour probe decides; if it cannot, the function is refused. Pure: it does not read the
-session.
+that no release has, the behaviour probe decides; if it cannot, the function is refused.
+
+All functions of a fix are wrapped or none. A fix may have several groups of functions, one for each copy of the same
+code (`Owner.copy`). Each group is decided by itself. A group is refused if one of its functions is unknown, missing or
+cannot be wrapped, or if no release has all of its functions. Pure: it does not read the session.
 """
 
 from __future__ import annotations
@@ -17,11 +20,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvfix import installed_source
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
     from types import ModuleType
 
-    from kvfix.fixes.record import Target
+    from kvfix.fixes.record import Fix, Target
 
 #: The states of a function or a fix, the worst first. A fix has the worst state of its functions.
 #: refused: the code is unknown, and no behaviour probe fits it. unknown: the behaviour probe decides in the process
@@ -59,14 +62,12 @@ def judge(target: Target) -> Applicability:
     path = installed_source.source_file(target.dist, target.module)
     known = fingerprints().get(target.dist, {})
     prints: dict[str, list[str]] = known.get("functions", {}).get(target.name, {})
-    same_file = None
+    same_file = found = None
     try:
         if path is not None:
             same_file = known.get("files", {}).get(target.module, {}).get(installed_source.file_hash(path))
-        if same_file is not None:
-            found = next((found for found, releases in prints.items() if same_file in releases), None)
-        else:
-            found = installed_source.fingerprint(path, target.function) if path is not None else None
+            of_release = (each for each, releases in prints.items() if same_file in releases)
+            found = next(of_release, None) if same_file else installed_source.fingerprint(path, target.function)
     except (OSError, SyntaxError, UnicodeDecodeError, RecursionError) as error:
         return Applicability("refused", f"{path} cannot be read as Python ({error}); reinstall {target.dist}")
     if found is None:
@@ -183,3 +184,55 @@ def _silent(module: ModuleType) -> Iterator[None]:
 
 def _span(releases: list[str]) -> str:
     return ", ".join(releases) if len(releases) < 4 else f"{releases[0]} and others up to {releases[-1]}"
+
+
+class Decision(NamedTuple):
+    """The decision for one group of a fix. outcome: the state of all its functions. wrapped: the functions to wrap."""
+
+    group: tuple[Target, ...]
+    outcome: Applicability
+    wrapped: tuple[Target, ...]
+
+    @property
+    def dists(self) -> set[str]:
+        return {target.dist for target in self.group if not target.helper}
+
+
+def decide(fix: Fix, judge: Callable[[Target], Applicability]) -> list[Decision]:
+    """Return the decision for each group of the fix. judge: the verdict on a function."""
+    return [_decide(targets, {target: judge(target) for target in targets}) for _, targets in fix.groups]
+
+
+def _decide(group: tuple[Target, ...], judged: dict[Target, Applicability]) -> Decision:
+    outcome = _worst((target for target in group if not target.helper), judged)
+    if outcome.state == "applicable":
+        outcome = _obstacle(group, judged) or outcome
+    is_applied = outcome.state == "applicable"
+    return Decision(group, outcome, tuple(each for each in group if is_applied and judged[each].state == "applicable"))
+
+
+def _worst(targets: Iterable[Target], judged: dict[Target, Applicability]) -> Applicability:
+    found = [judged[target] for target in targets]
+    return min(found, key=lambda each: STATES.index(each.state), default=Applicability("not-affected", ""))
+
+
+def _obstacle(targets: tuple[Target, ...], judged: dict[Target, Applicability]) -> Applicability | None:
+    """Return why a group with a wrong function is refused; None if the fix can be applied."""
+    worst = _worst(targets, judged)
+    if worst.state in ("refused", "unknown"):
+        return worst
+    for target in targets:
+        if judged[target].state == "fixed-upstream" and judged[target].releases is None:
+            return Applicability("refused", f"{target.function} is right, but other functions of the fix have the bug")
+    for dist in {target.dist for target in targets}:
+        known = [(target, judged[target].releases) for target in targets if target.dist == dist]
+        common: frozenset[str] | None = None
+        for target, releases in known:
+            if releases is None:  # the probe has judged this function
+                continue
+            common = releases if common is None else common & releases
+            if not common:
+                return Applicability(
+                    "refused", f"no release of {dist} has both {target.function} and the other functions of the fix"
+                )
+    return None

@@ -1,6 +1,6 @@
 """Applies and removes wrappers: those of the fixes, and those of the connector events.
 
-A fix is one transaction: kvfix judges all its functions before it wraps the first one (`kvfix.transaction`). A module
+A fix is one transaction: kvfix judges all its functions before it wraps the first one (`kvfix.applicability`). A module
 that is not imported yet is judged by its file. If the module is imported later and its live function is a different
 one, the whole fix is removed again.
 
@@ -12,19 +12,14 @@ from __future__ import annotations
 
 import inspect
 import sys
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
-from kvfix import applicability, catalogue, engine_log, installed_source, transaction
-from kvfix.applicability import Applicability
+from kvfix import applicability, catalogue, engine_log, installed_source
+from kvfix.applicability import Applicability, Decision
+from kvfix.fixes.record import Fix, Target
 from kvfix.session import session
-from kvfix.wrapping import WrappedFunction
-
-if TYPE_CHECKING:
-    from types import ModuleType
-
-    from kvfix.fixes.record import Fix, Target
-    from kvfix.transaction import Decision
-    from kvfix.wrapping import Wrapper
+from kvfix.wrapping import WrappedFunction, Wrapper
 
 #: Place of a wrapper outside of all fixes.
 OUTERMOST = 1000
@@ -81,17 +76,13 @@ def remove_all() -> None:
         fix.let_go()
 
 
-def _is_wanted(fix: Fix) -> bool:
-    taken = session.config is not None and session.config.takes(fix.code, fix.opt_in)
-    return taken and fix.code not in session.held_back
-
-
 def _settle(fix: Fix, imported: str) -> None:
     """Wrap the functions of this fix, or unwrap them if the fix is not wanted or is refused.
 
     imported: the module that has just been imported.
     """
-    if not _is_wanted(fix):
+    is_taken = session.config is not None and session.config.takes(fix.code, fix.opt_in)
+    if not is_taken or fix.code in session.held_back:
         for target in fix.targets:
             session.outcomes.pop(target, None)
             session.judged.pop(target, None)
@@ -101,8 +92,8 @@ def _settle(fix: Fix, imported: str) -> None:
         if target.module == imported and not _is_wrapped(fix, target):
             session.judged.pop(target, None)
     while True:
-        decisions = transaction.decide(fix, _judged)
-        failure = _wrap(fix, [target for decision in decisions for target in decision.targets])
+        decisions = applicability.decide(fix, _judged)
+        failure = _wrap(fix, [target for decision in decisions for target in decision.wrapped])
         if failure is None:
             break
         target, error = failure
@@ -116,7 +107,8 @@ def _judged(target: Target) -> Applicability:
     if module is None or target.module in session.executing:
         return applicability.judge(target)
     if target not in session.judged:
-        if session.complete.get(target.module) is not module and _is_initializing(module):
+        is_initializing = getattr(getattr(module, "__spec__", None), "_initializing", False)
+        if is_initializing and session.complete.get(target.module) is not module:
             session.judged[target] = _HALF_IMPORTED
             return _HALF_IMPORTED
         wrapped = session.wrapped.get((target.module, target.function))
@@ -126,10 +118,6 @@ def _judged(target: Target) -> Applicability:
     return session.judged[target]
 
 
-def _is_initializing(module: ModuleType) -> bool:
-    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
-
-
 def _wrap(fix: Fix, targets: list[Target]) -> tuple[Target, Exception] | None:
     """Wrap these functions of the fix if their modules are imported, and unwrap its other functions.
 
@@ -137,24 +125,21 @@ def _wrap(fix: Fix, targets: list[Target]) -> tuple[Target, Exception] | None:
     function and the error.
     """
     new: list[tuple[WrappedFunction, Target, Wrapper]] = []
-    for target in dict.fromkeys(targets):
-        module = sys.modules.get(target.module)
-        if target.fix is None or module is None or target.module in session.executing or _is_wrapped(fix, target):
-            continue
-        try:
+    try:
+        for target in dict.fromkeys(targets):
+            module = sys.modules.get(target.module)
+            if target.fix is None or module is None or target.module in session.executing or _is_wrapped(fix, target):
+                continue
             new.append((_wrapped(target, module), target, target.fix(module)))
-        except Exception as error:  # noqa: BLE001
-            return target, error
-    for target in fix.targets:
-        if target not in targets and _is_wrapped(fix, target):
-            session.wrapped[target.module, target.function].remove(fix.code)
-    for function, target, wrapper in new:
-        try:
+        for other in fix.targets:
+            if other not in targets and _is_wrapped(fix, other):
+                session.wrapped[other.module, other.function].remove(fix.code)
+        for function, target, wrapper in new:
             function.add(fix.code, target.place, wrapper)
-        except Exception as error:  # noqa: BLE001, PERF203
-            for added, _, _ in new:
-                added.remove(fix.code)
-            return target, error
+    except Exception as error:  # noqa: BLE001
+        for function, _, _ in new:
+            function.remove(fix.code)
+        return target, error
     return None
 
 
@@ -173,9 +158,9 @@ def _wrapped(target: Target, module: ModuleType) -> WrappedFunction:
 
 def _note_outcomes(fix: Fix, decisions: list[Decision]) -> None:
     """Keep the outcome of each function whose module is imported, and log a refused fix."""
-    wrapped = {target for decision in decisions for target in decision.targets}
+    wrapped = {target for decision in decisions for target in decision.wrapped}
     for decision in decisions:
-        for target in dict(fix.groups)[decision.copy]:
+        for target in decision.group:
             if target.module not in sys.modules or target.module in session.executing:
                 continue
             if target in wrapped:

@@ -65,16 +65,11 @@ def loaded() -> list[Fix]:
 
 @functools.cache
 def _load(module: str) -> Fix | None:
-    def load() -> Fix:
-        fix: Fix = import_module(module).FIX
-        return fix
-
-    found: Fix | None = engine_log.guarded(f"loading {module}", load)
+    found: Fix | None = engine_log.guarded(f"loading {module}", lambda: import_module(module).FIX)
     return found
 
 
 def find(name: str) -> Fix | None:
-    """Return the fix with this code or slug, or None."""
     return next((fix for fix in fixes() if name.upper() == fix.code or name.lower() == fix.slug), None)
 
 

@@ -26,7 +26,6 @@ LINES, PAUSE = 8, 60.0
 
 
 def info(text: str) -> None:
-    """Log an action of kvfix."""
     _report("info", text)
 
 

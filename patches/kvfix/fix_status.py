@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvfix import applicability, catalogue, installed_source, transaction
-from kvfix.applicability import STATES, Applicability
+from kvfix import applicability, catalogue, installed_source
+from kvfix.applicability import STATES, Applicability, Decision
 from kvfix.session import session
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def rows(judge: Callable[[Target], Applicability] = applicability.judge) -> list
 
 def rows_of(fix: Fix, judge: Callable[[Target], Applicability] = applicability.judge) -> Iterator[FixRow]:
     """Yield one row for each distribution of this fix. If the code has several copies, the worst one counts."""
-    decisions = transaction.decide(fix, lambda target: session.judged.get(target) or judge(target))
+    decisions = applicability.decide(fix, lambda target: session.judged.get(target) or judge(target))
     for dist in fix.dists:
         outcomes = [_outcome(fix, decision) for decision in decisions if dist in decision.dists]
         if any(each.state == "applied" for each in outcomes):  # another copy may be applied when it is imported
@@ -42,13 +42,13 @@ def rows_of(fix: Fix, judge: Callable[[Target], Applicability] = applicability.j
         yield FixRow(fix.code, fix.slug, dist, installed_source.version(dist), state, reason)
 
 
-def _outcome(fix: Fix, decision: transaction.Decision) -> Applicability:
+def _outcome(fix: Fix, decision: Decision) -> Applicability:
     """Return the state of these functions of the fix in this process."""
     if decision.outcome.state != "applicable":
         return decision.outcome
     if not fix.fixable:
         return _unfixable(fix, decision.outcome.reason)
-    states = {session.outcomes[target].state for target in decision.targets if target in session.outcomes}
+    states = {session.outcomes[target].state for target in decision.wrapped if target in session.outcomes}
     if "applied" in states:
         return decision.outcome._replace(state="applied")
     taken = session.config is not None and session.config.takes(fix.code, fix.opt_in)

@@ -7,7 +7,6 @@ exception in a hook breaks the import, and a hook cannot be removed.
 from __future__ import annotations
 
 import sys
-from _thread import get_ident
 
 from kvfix import engine_log
 from kvfix.session import session
@@ -33,20 +32,15 @@ class Finder:
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         # The import system asks for thousands of modules: all except those of PACKAGES return here.
-        finding = get_ident(), name
-        if name.partition(".")[0] not in PACKAGES or finding in session.finding or not _is_target(name):
+        if name.partition(".")[0] not in PACKAGES or not _is_target(name):
             return None
-        session.finding.add(finding)
-        try:
-            for finder in sys.meta_path:
-                find = getattr(finder, "find_spec", None)
-                spec: ModuleSpec | None = find(name, path, target) if find is not None else None
-                if spec is not None:
-                    _settle_when_executed(spec)
-                    return spec
-            return None
-        finally:
-            session.finding.discard(finding)
+        for finder in sys.meta_path:
+            find = getattr(finder, "find_spec", None) if finder is not self else None
+            spec: ModuleSpec | None = find(name, path, target) if find is not None else None
+            if spec is not None:
+                _settle_when_executed(spec)
+                return spec
+        return None
 
 
 _finder = Finder()
@@ -76,9 +70,8 @@ def deactivate() -> None:
 
 
 def _settle_imported() -> None:
-    found = [sys.modules[name] for name in sorted(_all_modules()) if name in sys.modules]
-    initializing = {each.__name__: bool(getattr(each.__spec__, "_initializing", False)) for each in found}
-    _settle({each: not initializing[each.__name__] for each in found if each.__name__ not in session.executing})
+    found = [sys.modules[name] for name in sorted(_all_modules() - session.executing) if name in sys.modules]
+    _settle({each: not getattr(each.__spec__, "_initializing", False) for each in found})
 
 
 def _settle(modules: dict[ModuleType, bool]) -> None:

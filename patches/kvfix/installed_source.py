@@ -175,8 +175,7 @@ def live_function(module: ModuleType, function: str) -> tuple[Any, str, Any] | N
 
 def is_from_file(function: Any, path: Path) -> bool:
     """Return True if the innermost function is the one in the file, and not a replacement."""
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
+    function = inspect.unwrap(function)
     code = getattr(getattr(function, "__func__", function), "__code__", None)
     if code is None:
         return False

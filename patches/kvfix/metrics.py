@@ -24,7 +24,9 @@ def audited(chunks: int) -> None:
 
 
 def fix_counted(what: str, code: str) -> None:
-    """Count in kvfix_fix_acted_total or kvfix_faults_total. what: "acted" or "faults"."""
+    """Count in kvfix_fix_acted_total or kvfix_faults_total. what: "acted" or "faults". Count only fixes (KVF)."""
+    if not code.startswith("KVF"):
+        return
     if what == "acted":
         _count("kvfix_fix_acted", "Outcomes that a fix changed.", code=code)
     else:

@@ -96,7 +96,6 @@ def is_secret(name: str, keys: bool = True) -> bool:
 
 
 def text(words: str) -> str:
-    """Return a text without its secrets."""
     if "://" in words:
         words = _WORD.sub(_without_users, words)
     for pattern, shown in _VALUES:

@@ -13,19 +13,16 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvfix import acting, engine_log
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
-
-    Function = Callable[..., Any]
-    Wrapper = Callable[[Function], Function]
-    Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
+Function = Callable[..., Any]
+Wrapper = Callable[[Function], Function]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 #: For `on_fault`: the function's own answer.
 ORIGINAL = None
 

@@ -19,8 +19,7 @@ from statistics import mean, median, quantiles
 from typing import Any
 from unittest import mock
 
-from kvfix.ledger.looks import Look
-from kvfix.ledger.standstill import verdicts
+from kvfix.ledger.standstill import Look, verdicts
 from kvfix_tools.look import calls, inject, looking
 from tests.bench.row import Row
 from tests.engine import start

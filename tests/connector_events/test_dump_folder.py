@@ -34,11 +34,6 @@ def test_the_mode_of_a_shared_folder_does_not_change(shared: Path) -> None:
     assert (mode(shared), mode(written.parent), mode(written)) == (0o1777, 0o700, 0o600)
 
 
-def test_a_missing_folder_is_created(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVFIX_DUMP_DIR", str(shared / "a/b"))
-    assert Path(dump.write("signal")).parent == shared / "a/b" / OWN
-
-
 def test_a_planted_link_is_not_followed(shared: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir(mode=0o755)

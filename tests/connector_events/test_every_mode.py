@@ -61,14 +61,13 @@ def play_all(path: str) -> dict[str, Any]:
             "events": [[step, *event] for step, event in world.log],
         }
 
-    def now() -> list[bool]:
+    def is_original() -> list[bool]:
         return [vars(owner)[name] is original for (owner, name), original in zip(wrapped, originals, strict=True)]
 
     answer["alone"] = play(None, "alone")
     answer["fix"] = play("fix", "fix")
-    answer["fix is unwrapped"] = now()
     answer["observe"] = play("observe", "observe")
-    answer["observe is unwrapped"] = now()
+    in_observe = is_original()
     answer["bounded"] = bounded(play, folder)
     answer["check"] = play("check", "check")
     answer["strict"] = play("strict", "strict")
@@ -77,7 +76,7 @@ def play_all(path: str) -> dict[str, Any]:
     answer["suppressed"] = play("check", "suppressed", KVFIX_SUPPRESS=str(listed))
     answer["fixed"] = play("strict", "fixed", ["KVF001"])
     kvfix.revert()
-    answer["reverted"] = now(), vars(factory)["get_connector_class"] is get_class
+    answer["reverted"] = in_observe, is_original(), vars(factory)["get_connector_class"] is get_class
     answer["signal is free"] = signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
     signal.signal(signal.SIGUSR2, theirs)
     play("observe", "taken")
@@ -133,42 +132,33 @@ def of_check(folder: Path, ending: str) -> list[Path]:
     return sorted((folder / "check").rglob(f"*{ending}"), key=lambda path: int(path.name.split("-")[3]))
 
 
-@pytest.mark.parametrize("mode", ["alone", "fix", "observe", "check", "suppressed"])
-def test_only_strict_changes_the_end(mode: str, played: dict[str, Any]) -> None:
-    assert played[mode]["died"].startswith(MISMATCH)
-    assert played[mode]["events"] == played["alone"]["events"]
+@pytest.mark.parametrize(
+    ("mode", "died", "recorders", "reports"),
+    [
+        ("alone", MISMATCH, 0, 0),
+        ("fix", MISMATCH, 0, 0),
+        ("observe", MISMATCH, 1, 0),  # for the exception
+        ("check", MISMATCH, 2, 2),  # for each violation
+        ("suppressed", MISMATCH, 0, 0),
+        ("strict", f"kvfix {CHANGED}", 1, 1),  # raises at the first violation
+        ("fixed", "", 0, 0),  # strict, with the fix: nothing to raise
+    ],
+)
+def test_the_end_and_the_files_of_each_mode(
+    mode: str, died: str, recorders: int, reports: int, played: dict[str, Any]
+) -> None:
+    """Only strict changes the end, and only the owner can read the files."""
+    found = played[mode]
+    assert found["died"].startswith(died)
+    assert bool(found["died"]) is bool(died)
+    assert mode in ("strict", "fixed") or found["events"] == played["alone"]["events"]
+    assert (found["files"].count(".jsonl"), found["files"].count(".txt")) == (recorders, reports)
+    assert (found["folder"], found["modes"]) == (("0o700", ["0o600"]) if found["files"] else ("", []))
 
 
-def test_strict_raises_at_the_first_violation(played: dict[str, Any]) -> None:
-    assert played["strict"]["died"] == f"kvfix {CHANGED}"
-
-
-def test_with_the_fix_strict_has_nothing_to_raise(played: dict[str, Any]) -> None:
-    assert played["fixed"]["died"] == ""
-    assert ".txt" not in played["fixed"]["files"]
-
-
-def test_the_files_of_each_mode(played: dict[str, Any]) -> None:
-    """observe: a recorder file for the exception. check: a recorder file and a report for each violation."""
-    assert played["alone"]["files"] == played["fix"]["files"] == []
-    assert played["observe"]["files"].count(".jsonl") == 1
-    assert played["check"]["files"].count(".jsonl") == played["check"]["files"].count(".txt") == 2
-    assert played["strict"]["files"].count(".txt") == 1
-    assert played["suppressed"]["files"].count(".txt") == 0
-
-
-def test_only_the_owner_can_read_the_files(played: dict[str, Any]) -> None:
-    assert played["check"]["folder"] == "0o700"
-    assert played["check"]["modes"] == ["0o600"]
-
-
-def test_hooks_are_wrapped_and_unwrapped(played: dict[str, Any]) -> None:
-    """A revert restores the original functions."""
-    assert (played["fix is unwrapped"], played["observe is unwrapped"]) == ([True] * 4, [False] * 4)
-    assert played["reverted"] == [[True] * 4, True]
-
-
-def test_the_signal_is_used_only_if_it_is_free(played: dict[str, Any]) -> None:
+def test_a_revert_restores_hooks_factory_and_signal(played: dict[str, Any]) -> None:
+    """The signal is used only if it is free."""
+    assert played["reverted"] == [[False] * 4, [True] * 4, True]
     assert played["signal is free"]
     assert played["taken signal is theirs"]
     assert played["ready left"] == []

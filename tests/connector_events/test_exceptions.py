@@ -4,6 +4,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -100,11 +101,8 @@ def test_two_threads_in_one_connector() -> None:
         with pytest.raises(ValueError, match=name):
             connector.start_load_kv(ValueError(name), both.wait, both.wait)
 
-    threads = [threading.Thread(target=call, args=(name,)) for name in "ab"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor() as pool:
+        assert list(pool.map(call, "ab")) == [None, None]
     held: Any = vars(connector)["_kvfix_watched"]
     assert held.calls == {"start_load_kv": 3}
     assert held.running == {}

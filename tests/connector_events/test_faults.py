@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -63,8 +62,6 @@ def watch(plant: Callable[[], Any], decided: Callable[[], Any]) -> dict[str, Any
         kvfix.apply("check")
         session.reported.clear()
         session.faults.clear()
-        import_module("kvfix.connector_events.report")
-
         with plant():
             again = decided()
         names = [path.name for path in Path(folder).rglob("kvfix-*.*")]
@@ -172,7 +169,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "rule": lambda: ledger(fails),
     "a violation": violated,
     "odd object in an event": odd_event,
-    "report": lambda: violated(mock.patch("kvfix.connector_events.report.compose", fails)),
+    "report": lambda: violated(mock.patch("kvfix.connector_events.violations.compose", fails)),
     "fixes of a finding": lambda: violated(mock.patch("kvfix.fix_status.handling", fails)),
     "metrics": lambda: violated(
         mock.patch.dict(sys.modules, prometheus_client=object()), mock.patch.object(session, "metrics", {})
@@ -187,11 +184,14 @@ FAULTS: dict[str, Callable[[], Any]] = {
 
 
 #: These plant a finding, which is logged like any other, in its own line.
-WITH_FINDING = ["a violation", "odd object in an event", "report", "fixes of a finding", "metrics", "disk full"]
-WITH_FINDING += ["read-only directory", "snapshot", "sizes"]
+WITH_FINDING = (
+    "a violation", "odd object in an event", "report", "fixes of a finding", "metrics", "disk full",
+    "read-only directory", "snapshot", "sizes",
+)  # fmt: skip
 #: A clock that goes back, a signal and an object that JSON cannot encode are no faults of kvfix.
-HARMLESS = ["nothing", "a violation", "odd object in an event", "clock goes back", "wall clock goes back"]
-HARMLESS += ["signal in a hook"]
+HARMLESS = (
+    "nothing", "a violation", "odd object in an event", "clock goes back", "wall clock goes back", "signal in a hook"
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)

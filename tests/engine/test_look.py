@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from kvfix.ledger import owed
-from kvfix.ledger.looks import Look
-from kvfix.ledger.standstill import verdicts
+from kvfix.ledger.standstill import Look, verdicts
 from kvfix_tools.look import command, lmcache_server, looking
 from tests.engine.start import CROWD, TWO_PROCESSES, run, server
 

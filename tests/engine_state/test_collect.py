@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 
 import kvfix.engine_state
-from kvfix.ledger.looks import Look
-from kvfix.ledger.standstill import verdicts
 from tests.conftest import RELEASES, Fresh, Once
 from tests.engine_state import wedged
 
@@ -42,15 +40,6 @@ def test_which_request_came_first(once: Once) -> None:
     assert [each["arrived"] - rows[0]["arrived"] for each in rows] == pytest.approx(
         [came[rows[0]["id"]] - came[each["id"]] for each in rows], abs=2e-6
     )
-
-
-def test_blocks_of_two_kv_groups(once: Once) -> None:
-    """16 blocks of full attention, and one of the window: the scenario has the arithmetic."""
-    first, second = once(wedged.twice, NEWEST, "locked_out_with_windows")
-    found = row(second, "r")
-    assert (found["needs"], found["blocks"], second["scheduler"]["pool"]["free"]) == (8, 17, 5)
-    (verdict,) = verdicts([Look(0.0, [first]), Look(5.0, [second])])
-    assert verdict.message.startswith("1 request is loaded and waits behind r, which needs 8 blocks; 5 are free")
 
 
 @pytest.mark.parametrize("reserve", [True, False], ids=["whole", "step"])

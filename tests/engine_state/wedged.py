@@ -55,10 +55,9 @@ def empty_engine() -> Any:
     return _engine(MP)
 
 
-def locked_out_engine(slug: str = "loaded-requests-lock-out") -> Any:
+def locked_out_engine() -> Any:
     """KVF208's scenario: "low" is loaded and waits behind "r", which needs more blocks than are free."""
-    scenario = find(slug)
-    return scenario.played()
+    return find("loaded-requests-lock-out").played()
 
 
 def arrivals() -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -68,20 +67,12 @@ def arrivals() -> tuple[dict[str, float], list[dict[str, Any]]]:
     return {name: request.arrival_time for name, request in engine.requests.items()}, rows
 
 
-def locked_out_with_windows() -> Any:
-    """KVF210's scenario: "other" is loaded and waits behind "r", in two KV groups."""
-    return locked_out_engine("mp-window-reserves-too-little")
-
-
 def busy_engine() -> Any:
     """One request generates, one loads, one waits."""
     engine = _engine(MP)
-    engine.do("stored_elsewhere", prompt(192))
     engine.admit("running", prompt(100, seed=1), max_tokens=40)
     engine.step(6)
-    engine.admit("loading", prompt(200), max_tokens=4)
-    while not engine.connector.workers[0].adapter.retrieve_futures:
-        engine.step()
+    begin_to_load(engine, "loading")
     engine.admit("waiting", prompt(300, seed=2), max_tokens=4)
     return engine
 
@@ -101,9 +92,12 @@ def silent_server() -> Any:
 
 
 def begun_to_load() -> Any:
-    engine = _engine(MP)
+    return begin_to_load(_engine(MP), "r")
+
+
+def begin_to_load(engine: Any, name: str) -> Any:
     engine.do("stored_elsewhere", prompt(192))
-    engine.admit("r", prompt(200), max_tokens=4)
+    engine.admit(name, prompt(200), max_tokens=4)
     while not engine.connector.workers[0].adapter.retrieve_futures:
         engine.step()
     return engine

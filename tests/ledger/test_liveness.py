@@ -1,6 +1,7 @@
 """`can_move` judges a state, or returns "unknown"."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -29,24 +30,27 @@ def test_it_names_the_first_and_counts() -> None:
     assert can_move(one).message.startswith("1 request is loaded and waits behind r19, which needs 7 blocks; ")
 
 
-@pytest.mark.parametrize("owed", [{"running": 1}, {"in_flight": 2}, {"lookups": 1}, {"free": 7}, {"waiting": ()}])
-def test_something_is_owed_or_there(owed: dict[str, int]) -> None:
-    assert can_move(replace(STUCK, **owed)).verdict == "valid"
+SESSION = Waiting("s", OUTSIDE, holds=4)
 
 
-@pytest.mark.parametrize("missing", ["running", "in_flight", "lookups", "free"])
-def test_what_is_not_known_decides_nothing(missing: str) -> None:
-    assert can_move(replace(STUCK, **{missing: None})).verdict == "unknown"
-
-
-def test_what_is_known_decides() -> None:
-    """It runs: what else is unknown does not matter."""
-    assert can_move(replace(STUCK, running=1, in_flight=None, free=None)).verdict == "valid"
-
-
-def test_needs_that_are_not_known() -> None:
-    waiting = (replace(FIRST, needs=None),)
-    assert can_move(replace(STUCK, waiting=waiting)).verdict == "unknown"
+@pytest.mark.parametrize(
+    ("verdict", "changes"),
+    [
+        *(("valid", owed) for owed in ({"running": 1}, {"in_flight": 2}, {"lookups": 1}, {"free": 7}, {"waiting": ()})),
+        *(("unknown", {missing: None}) for missing in ("running", "in_flight", "lookups", "free")),
+        # it runs: what else is unknown does not matter
+        ("valid", {"running": 1, "in_flight": None, "free": None}),
+        ("unknown", {"waiting": (replace(FIRST, needs=None),)}),
+        # a session waits for its client
+        ("valid", {"waiting": (Waiting("r", OUTSIDE),)}),
+        ("valid", {"waiting": (*STUCK.waiting, SESSION)}),
+        ("violated", {"waiting": (*STUCK.waiting, replace(SESSION, holds=3))}),
+        # a request that waits for a load does not keep the next from its place
+        ("valid", {"waiting": (Waiting("r", LOAD), Waiting("s", needs=2))}),
+    ],
+)
+def test_what_can_move(verdict: str, changes: dict[str, Any]) -> None:
+    assert can_move(replace(STUCK, **changes)).verdict == verdict
 
 
 @pytest.mark.parametrize("waits_for", [LOAD, LOOKUP])
@@ -54,13 +58,3 @@ def test_all_wait_for_what_is_not_in_flight(waits_for: str) -> None:
     verdict, message, request = can_move(replace(STUCK, waiting=(Waiting("r", waits_for),)))
     assert (verdict, request) == ("violated", "r")
     assert message == f"1 request waits for a {waits_for}, and none is in flight: no request can move"
-
-
-def test_only_the_engine_owes() -> None:
-    """A session waits for its client; and one that waits for a load does not keep the next from its place."""
-    assert can_move(replace(STUCK, waiting=(Waiting("r", OUTSIDE),))).verdict == "valid"
-    session = Waiting("s", OUTSIDE, holds=4)
-    assert can_move(replace(STUCK, waiting=(*STUCK.waiting, session))).verdict == "valid"
-    assert can_move(replace(STUCK, waiting=(*STUCK.waiting, replace(session, holds=3)))).verdict == "violated"
-    waiting = (Waiting("r", LOAD), Waiting("s", needs=2))
-    assert can_move(replace(STUCK, waiting=waiting)).verdict == "valid"

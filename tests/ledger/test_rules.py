@@ -1,8 +1,6 @@
 """Each rule: histories that violate it, histories that do not, and histories that it cannot check."""
 
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -10,7 +8,7 @@ from kvfix.ledger import Ledger
 from kvfix.ledger import events as ev
 from kvfix_tools.ledger import RULES
 from kvfix_tools.ledger.events import LeaseRead, NotReturned, RankDiffers, WriteBegun, WriteEnded, Written
-from tests.conftest import ROOT, clean_environment
+from tests.conftest import ROOT, Fresh
 
 ASKED = ev.Asked("r", total=1000, computed=336, hit=256, promised=0)
 FRESH = ev.Asked("r", total=1000, computed=0, hit=512, promised=512)
@@ -213,9 +211,6 @@ def test_memory_is_bounded() -> None:
     assert ledger.histories == {}
 
 
-def test_the_ledger_is_pure() -> None:
-    code = "import sys, kvfix.ledger; print(sorted({name.partition('.')[0] for name in sys.modules}))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=clean_environment(), capture_output=True, text=True, check=True
-    )
-    assert not {"torch", "vllm", "lmcache", "msgspec", "rich"} & set(eval(done.stdout))
+def test_the_ledger_is_pure(fresh: Fresh) -> None:
+    loaded = fresh("import sys, kvfix.ledger; result = [name.partition('.')[0] for name in sys.modules]")
+    assert not {"torch", "vllm", "lmcache", "msgspec", "rich"} & set(loaded)

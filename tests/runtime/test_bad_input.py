@@ -1,5 +1,9 @@
-"""Missing, old, odd or broken input: one clear line (what, where, what to do), no traceback, no fix applied."""
+"""Missing, old, odd or broken input: one clear line (what, where, what to do), no traceback, no fix applied.
 
+Other installations are right: kvfix as bytecode only, or in a zip; an editable LMCache with its own finder.
+"""
+
+import compileall
 import os
 import shutil
 import sys
@@ -7,9 +11,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import packaging
+import pytest
+
 import kvfix
+from kvfix import fixes
 from kvfix.fixes.lmcache.kvf001_lookup_cache_ignores_computed import shows_bug
-from tests.conftest import ADAPTER, ROOT, ForkServer, Fresh, release
+from tests.conftest import ADAPTER, ROOT, ForkServer, Fresh, answers, release
 from tests.runtime.test_releases import copy
 
 STATUS = "import kvfix; kvfix.apply(); result = [row.verdict for row in kvfix.status() if row.code == 'KVF001']"
@@ -38,13 +46,10 @@ def status() -> str:
     return next(row.verdict for row in kvfix.status() if row.code == "KVF001")
 
 
-def without_target() -> str:
+@answers("refused", release="0.3.10")
+def test_target_gone_in_the_live_module() -> str:
     del import_module(ADAPTER).LMCacheConnectorV1Impl
     return status()
-
-
-def test_target_gone_in_the_live_module(fork_server: ForkServer) -> None:
-    assert fork_server(without_target, release("0.3.10")) == "refused"
 
 
 def test_unreadable_target_does_not_stop_the_others(tmp_path: Path, fresh: Fresh) -> None:
@@ -58,9 +63,9 @@ def test_unreadable_target_does_not_stop_the_others(tmp_path: Path, fresh: Fresh
 
 
 def test_a_fix_that_cannot_be_loaded_is_skipped_with_a_warning(tmp_path: Path, fresh: Fresh) -> None:
-    shutil.copytree(ROOT / "patches/kvfix", tmp_path / "kvfix")
-    (tmp_path / "kvfix/fixes/lmcache/kvf999_broken.py").write_text("raise RuntimeError('planted')")
-    (tmp_path / "kvfix/fixes/lmcache/kvf998_without_record.py").write_text("")
+    folder = package(tmp_path) / "fixes/lmcache"
+    (folder / "kvf999_broken.py").write_text("raise RuntimeError('planted')")
+    (folder / "kvf998_without_record.py").write_text("")
     code = (
         "import kvfix; kvfix.apply(); print([row.code for row in kvfix.status()], [row.code for row in kvfix.status()])"
     )
@@ -72,7 +77,21 @@ def test_a_fix_that_cannot_be_loaded_is_skipped_with_a_warning(tmp_path: Path, f
     assert done.stderr.count("loading kvfix.fixes.lmcache.kvf998_without_record: AttributeError") == 1
 
 
-def with_error_in(place: str, name: str) -> bool:
+@pytest.mark.parametrize(
+    ("place", "name", "answer"),
+    [
+        ("applying", "settle", True),
+        ("applying", "_wrapped", True),
+        ("applicability", "judge_live", True),
+        ("applicability", "fingerprints", True),
+        ("installed_source", "file_hash", True),
+        ("applicability", "decide", True),
+        ("catalogue", "fixes_of", True),
+        ("installed_source", "version", False),  # only for the log line
+    ],
+)
+@answers(also="answer", release="0.3.10")
+def test_an_error_in_kvfix_leaves_the_engine_unpatched_and_running(place: str, name: str) -> bool:
     """Return True if the hook still has the bug when this function of kvfix raises."""
 
     def raises(*_: Any, **__: Any) -> None:
@@ -81,22 +100,7 @@ def with_error_in(place: str, name: str) -> bool:
     setattr(import_module(f"kvfix.{place}"), name, raises)
     kvfix.apply()
     adapter = import_module(ADAPTER)
-    adapter.logger.disabled = True
     return shows_bug(vars(adapter.LMCacheConnectorV1Impl)["get_num_new_matched_tokens"], adapter)
-
-
-def test_an_error_in_kvfix_leaves_the_engine_unpatched_and_running(fork_server: ForkServer) -> None:
-    for place, name, unpatched in (
-        ("applying", "settle", True),
-        ("applying", "_wrapped", True),
-        ("applicability", "judge_live", True),
-        ("applicability", "fingerprints", True),
-        ("installed_source", "file_hash", True),
-        ("transaction", "decide", True),
-        ("catalogue", "fixes_of", True),
-        ("installed_source", "version", False),  # only for the log line
-    ):
-        assert fork_server(with_error_in, release("0.3.10"), place, name) is unpatched, (place, name)
 
 
 def without_stderr() -> str:
@@ -108,4 +112,86 @@ def without_stderr() -> str:
 
 
 def test_a_closed_stderr_stops_nothing(fork_server: ForkServer) -> None:
+    """Not in the lab, where nothing is logged."""
     assert fork_server(without_stderr, release("0.3.10")) == "applied"
+
+
+# ---------------------------------------------------------------------- installations
+
+#: A configuration with a fix by name, the catalogue, and a status that needs the fingerprints.
+INSTALLED = """
+import sys; sys.path.insert(0, {lmcache!r})
+import kvfix, kvfix.fixes
+kvfix.apply(only=["KVF001"])
+rows = {{row.code: row.verdict for row in kvfix.status()}}
+result = [kvfix.__file__, len(kvfix.fixes.modules()), rows.get("KVF001")]
+"""
+
+
+def package(folder: Path) -> Path:
+    """A copy of the package, without bytecode."""
+    return shutil.copytree(ROOT / "patches/kvfix", folder / "kvfix", ignore=shutil.ignore_patterns("__pycache__"))
+
+
+def compiled_only(folder: Path) -> Path:
+    made = package(folder)
+    assert compileall.compile_dir(str(made), quiet=1, legacy=True)
+    for source in made.rglob("*.py"):
+        source.unlink()
+    return folder
+
+
+def zipped(folder: Path) -> Path:
+    return Path(shutil.make_archive(str(folder / "kvfix"), "zip", package(folder / "unpacked").parent))
+
+
+@pytest.mark.parametrize("install", [compiled_only, zipped])
+def test_no_fix_is_lost(install: Any, tmp_path: Path, fresh: Fresh) -> None:
+    place = install(tmp_path)
+    found, count, status = fresh(INSTALLED.format(lmcache=str(release("0.3.10"))), PYTHONPATH=str(place))
+    assert found.startswith(str(place))
+    assert (count, status) == (len(fixes.modules()), "applicable")
+
+
+def test_an_installation_without_fixes_is_an_error(tmp_path: Path, fresh: Fresh) -> None:
+    for fix in package(tmp_path).glob("fixes/*/kvf*.py"):
+        fix.unlink()
+    path = f"{tmp_path}:{ROOT / 'tools'}"
+    applied = fresh.run(
+        [sys.executable, "-c", "import kvfix; kvfix.apply(); kvfix.apply(); print(kvfix.status(), kvfix.status())"],
+        PYTHONPATH=path,
+    )
+    assert applied.stdout == "[] []\n"
+    assert applied.stderr.count("this installation of kvfix is broken and fixes nothing") == 1
+    status = fresh.run([sys.executable, "-m", "kvfix_tools.cli", "status"], PYTHONPATH=path)
+    assert status.returncode == 2
+    assert "kvfix status: this installation of kvfix has no fixes" in status.stderr
+
+
+#: setuptools writes a finder for a package in a folder of another layout; site runs its .pth file at start.
+EDITABLE = """
+import site, sys
+site.addsitedir({site!r})
+import kvfix
+rows = {{row.code: [row.verdict, row.version] for row in kvfix.status()}}
+result = [rows["KVF001"], "lmcache" in sys.modules]
+"""
+
+
+def test_an_editable_lmcache_is_installed(tmp_path: Path, fresh: Fresh) -> None:
+    project, site = tmp_path / "project", tmp_path / "site"
+    project.mkdir()
+    (project / "src").symlink_to(release("0.3.10"))
+    (project / "setup.py").write_text(
+        "from setuptools import setup\n"
+        "setup(name='lmcache', version='0.3.10', packages=['lmcache'], package_dir={'lmcache': 'src/lmcache'})\n"
+    )
+    build = "from setuptools.build_meta import build_editable; build_editable('wheel')"
+    (project / "wheel").mkdir()
+    done = fresh.run([sys.executable, "-c", f"import os; os.chdir({str(project)!r}); {build}"])
+    assert done.returncode == 0, done.stderr
+    (wheel,) = (project / "wheel").glob("*.whl")
+    shutil.unpack_archive(wheel, site, "zip")
+    assert not (site / "lmcache").exists()
+    (site / "packaging").symlink_to(packaging.__path__[0])  # -S: site-packages has another LMCache
+    assert fresh(EDITABLE.format(site=str(site)), "-S") == [["applicable", "0.3.10"], False]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import kvfix
-from tests.conftest import ForkServer, release
+from tests.conftest import answers
 
 #: Where the thread hangs, `__del__` of the other chunk would hang too.
 KEPT: list[Any] = []
@@ -22,8 +22,16 @@ def host_memory() -> Any:
     return HostMemoryAllocator(1 << 20)
 
 
-def collect(locked: str, limit: float, revert: bool = False) -> list[Any]:
-    """Return True if the thread hangs, and otherwise the chunks allocated then and after the next release or `revert`.
+@pytest.mark.parametrize("release", ["0.3.14", "0.4.7", "0.5.6"])
+@pytest.mark.parametrize("locked", ["allocator", "statistics"])
+@pytest.mark.parametrize(
+    ("fixes", "limit", "revert", "answer"),
+    [(False, 2, False, ["hangs"]), (True, 60, False, ["goes on", 2, 0]), (True, 60, True, ["goes on", 2, 1])],
+    ids=["released", "fixed", "reverted"],
+)
+@answers(also="fixes release answer")
+def test_a_chunk_that_is_collected(locked: str, limit: float, revert: bool) -> list[Any]:
+    """Return whether the thread hangs, and otherwise the chunks allocated then and after the next release or `revert`.
 
     limit: maximum seconds to wait for the thread.
     """
@@ -31,7 +39,6 @@ def collect(locked: str, limit: float, revert: bool = False) -> list[Any]:
     import lmcache.v1.memory_management as module
     import torch
 
-    module.logger.disabled = True
     allocator = host_memory()
 
     def chunk() -> Any:
@@ -62,16 +69,3 @@ def collect(locked: str, limit: float, revert: bool = False) -> list[Any]:
     else:
         kept.ref_count_down()
     return ["goes on", after_collection, allocator.allocator.num_active_allocations]
-
-
-@pytest.mark.parametrize("name", ["0.3.14", "0.4.7", "0.5.6"])
-@pytest.mark.parametrize("locked", ["allocator", "statistics"])
-@pytest.mark.parametrize(
-    ("fixes", "limit", "result"), [(False, 2, ["hangs"]), (True, 60, ["goes on", 2, 0])], ids=["released", "fixed"]
-)
-def test_a_chunk_that_is_collected(name, locked, fixes, limit, result, fork_server: ForkServer) -> None:  # type: ignore[no-untyped-def]
-    assert fork_server(collect, release(name), locked, limit, fixes=fixes) == result
-
-
-def test_revert_frees_what_is_kept(fork_server: ForkServer) -> None:
-    assert fork_server(collect, release("0.5.6"), "allocator", 60, True, fixes=True) == ["goes on", 2, 1]

@@ -2,8 +2,10 @@
 
 import logging
 import os
-import threading
 import tracemalloc
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -47,31 +49,31 @@ def test_texts_of_a_kind_do_not_flood_the_log(caplog: pytest.LogCaptureFixture, 
     assert "too soon" not in caplog.text
 
 
-def test_what_is_remembered_is_bounded() -> None:
+@contextmanager
+def keeps_less_than(mebibytes: int) -> Iterator[None]:
     logging.disable(logging.CRITICAL)
     tracemalloc.start()
     try:
-        for number in range(20_000):
-            engine_log.warning(f"KVF{number}: {number} {'x' * 10_000}")
-        kept, _ = tracemalloc.get_traced_memory()
+        yield
+        assert tracemalloc.get_traced_memory()[0] < mebibytes << 20
     finally:
         tracemalloc.stop()
         logging.disable(logging.NOTSET)
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    with keeps_less_than(4):
+        for number in range(20_000):
+            engine_log.warning(f"KVF{number}: {number} {'x' * 10_000}")
     assert (len(session.reported), len(session.lines)) == (engine_log.TEXTS, engine_log.KINDS)
-    assert kept < 4 << 20
 
 
 def test_ids_of_clients_are_not_kept_whole() -> None:
     connector = SimpleNamespace()
-    tracemalloc.start()
-    try:
+    with keeps_less_than(1):
         for number in range(1000):
             request = SimpleNamespace(request_id=f"{'r' * 10_000}{number}", kv_transfer_params={})
             assert _prefills.loads(connector, ("p", f"{'x' * 100_000}{number}"), request)
-        kept, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert kept < 1 << 20
     prefill = ("p", f"{'x' * 100_000}7")
     second = SimpleNamespace(request_id="second", kv_transfer_params={})
     assert _prefills.has_another(connector, prefill)
@@ -81,20 +83,11 @@ def test_ids_of_clients_are_not_kept_whole() -> None:
 
 def test_a_forked_child_has_a_free_lock() -> None:
     """Another thread of the parent holds the lock at the fork, and is not in the child."""
-    held, done = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with session.lock:
-            held.set()
-            done.wait()
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    held.wait()
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0 if session.lock.acquire(blocking=False) else 1)
-    _, status = os.waitpid(pid, 0)
-    done.set()
-    thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(session.lock.acquire).result()
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0 if session.lock.acquire(blocking=False) else 1)
+        _, status = os.waitpid(pid, 0)
+        pool.submit(session.lock.release).result()
     assert status == 0

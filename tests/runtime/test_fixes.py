@@ -1,4 +1,4 @@
-"""Rules that every fix keeps, and KVF001 on the real function of its release."""
+"""Rules that every fix keeps, and the probes of the fixes on the real functions of every release that has them."""
 
 import re
 from contextlib import suppress
@@ -7,14 +7,14 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-import kvfix
-from kvfix import catalogue
-from kvfix.fixes import stubs
-from kvfix.fixes.record import MIXED_ROLL_OUT, Fix
+from kvfix import catalogue, installed_source
+from kvfix.applicability import _silent, fingerprints
+from kvfix.fixes.record import MIXED_ROLL_OUT, Fix, Target
 from kvfix_tools import fix_overview
-from tests.conftest import ADAPTER, ForkServer, release
+from tests.conftest import ForkServer, release
 
 EVERY = pytest.mark.parametrize("found", catalogue.fixes(), ids=lambda found: found.code)
 
@@ -69,74 +69,71 @@ def test_a_wrapper_that_fails_changes_nothing(found: Fix, caplog: Any) -> None:
             wrap(raises)(instance, request)
 
 
-def promises(cases: list[tuple[int, ...]], skip: list[str] | None = None) -> list[Any]:
-    """The real hook of 0.3.10, first with an empty lookup cache, then twice from the cache with other computed tokens.
+# ---------------------------------------------------------------------- probes
 
-    The lookup client is a stub that keeps a hit, like the real one. cases: hit, computed tokens at first, then, total.
+#: Fixes whose probe needs a running engine, or does not fit some releases without the bug.
+UNFIT = ("KVF007", "KVF011", "KVF014", "KVF017", "KVF019", "KVF026", "KVF030", "KVF033", "KVF034")
+KNOWN = fingerprints()
+PLAYED = [name for name in KNOWN["lmcache"]["releases"] if Version(name) >= Version("0.3.10")]
+#: Fixes whose probe calls another function than the fixed one, or more than one. KVF330 acts only if it has seen the
+#: mark of the other process.
+BLIND = [
+    "KVF029", "KVF037", "KVF038", "KVF106", "KVF112", "KVF117", "KVF201", "KVF220", "KVF221", "KVF330", "KVF367",
+    "KVF373",
+]  # fmt: skip
+
+
+def targets(dist: str, release: str) -> list[tuple[str, Target]]:
+    """Return the fixed functions with a probe. The multi-process connectors begin with 0.4.2, the first release whose
+    adapter reports failed blocks.
     """
-    if skip:
-        kvfix.apply(skip=skip)
-    adapter = import_module(ADAPTER)
-    adapter.logger.disabled = True
-    adapter.extract_request_configs = lambda params: None
+    is_early = dist == "lmcache" and Version(release) < Version("0.4.2")
+    return [
+        (found.code, target)
+        for found in catalogue.fixes()
+        for target in found.targets
+        if target.dist == dist and target.can_be_probed and found.code not in UNFIT
+        if not (is_early and found.code >= "KVF100")
+    ]
 
-    class Client:
-        supports_producer_reuse = True
 
-        def __init__(self, hit: int) -> None:
-            self.hit = hit
-            self.kept: dict[str, int] = {}
-
-        def lookup_cache(self, lookup_id: str) -> int | None:
-            return self.kept.get(lookup_id)
-
-        def clear_lookup_status(self, lookup_id: str) -> None:
-            self.kept.pop(lookup_id, None)
-
-        def lookup(self, tokens: Any, lookup_id: str, request_configs: Any) -> int:
-            return self.kept.setdefault(lookup_id, self.hit)
-
-    result = []
-    for hit, first, then, total in cases:
-        impl = adapter.LMCacheConnectorV1Impl.__new__(adapter.LMCacheConnectorV1Impl)
-        impl.kv_role, impl.lookup_client, impl.skip_last_n_tokens = "kv_both", Client(hit), 0
-        impl.load_specs, impl._requests_priority, impl._unfinished_requests = {}, {}, {}
-        request = stubs.request(total)
-        answers = [impl.get_num_new_matched_tokens(request, first)]
-        answers += [impl.get_num_new_matched_tokens(request=request, num_computed_tokens=then) for _ in range(2)]
-        spec = impl.load_specs[stubs.NAME]
-        try:
-            impl.update_state_after_alloc(request, answers[-1])
-            died = ""
-        except AssertionError as error:
-            died = str(error)
-        result.append([answers, spec.vllm_cached_tokens, spec.lmcache_cached_tokens, spec.can_load, died])
+def probed(dist: str, release: str) -> list[list[Any]]:
+    """The answers of the probes for the installed functions. None may show the bug once its fix is applied."""
+    result: list[list[Any]] = []
+    for code, target in targets(dist, release):
+        path = installed_source.source_file(target.dist, target.module)
+        if path is None or installed_source.fingerprint(path, target.function) is None:
+            continue
+        module = import_module(target.module)
+        found = installed_source.live_function(module, target.function)
+        assert found is not None
+        with _silent(module):
+            try:
+                shows: Any = target.probe(found[2], module)
+            except Exception as error:  # noqa: BLE001
+                # In a release from before the bug the probe does not fit.
+                bounds = [Version(each.version) for each in SpecifierSet(target.broken)]
+                shows = repr(error) if dist == "lmcache" and Version(release) >= min(bounds) else False
+            result.append([code, target.name, shows])
+            if shows is True and target.fix and code not in BLIND:
+                assert not target.probe(target.fix(module)(found[2]), module), (code, target.name)
     return result
 
 
-#: (hit, computed tokens at first, then, tokens of the request), the answers as released, and with KVF001: the answers,
-#: computed and hit tokens of the load, and whether there is one.
-PROMISES = [
-    ((256, 336, 336, 10009), [0, 256, 256], [[0, 0, 0], 336, 256, False]),  # the report
-    ((256, 0, 240, 10009), [256, 256, 256], [[256, 16, 16], 240, 256, True]),
-    ((256, 256, 256, 10009), [0, 256, 256], [[0, 0, 0], 256, 256, False]),
-    # a full hit leaves the last token to compute
-    ((200, 0, 0, 200), [199, 200, 200], [[199, 199, 199], 0, 200, True]),
-    ((200, 199, 199, 200), [0, 200, 200], [[0, 0, 0], 199, 200, False]),
-    ((200, 96, 96, 200), [103, 200, 200], [[103, 103, 103], 96, 200, True]),
-    # as released 1024 is promised, more than the 300 that remain
-    ((1024, 0, 800, 1100), [1024, 1024, 1024], [[1024, 224, 224], 800, 1024, True]),
-]
-CASES = [case for case, *_ in PROMISES]
+def wrong(dist: str, release: str) -> list[list[Any]]:
+    """The right answers of the probes for the functions of this release."""
+    return [
+        [code, target.name, release in SpecifierSet(target.broken, prereleases=True)]
+        for code, target in targets(dist, release)
+        if any(release in same for same in KNOWN[dist]["functions"].get(target.name, {}).values())
+    ]
 
 
-def test_kvf001(fork_server: ForkServer) -> None:
-    released = fork_server(promises, release("0.3.10"), CASES)
-    assert [answers for answers, *_ in released] == [answers for _, answers, _ in PROMISES]
-    assert released[0][4] == (
-        "Mismatch in tokens to load: 256 vs 256 (tokens in lmcache) - 336 (tokens in vllm) - 0 "
-        "(full lmcache hits subtracts last token to recalculate logits) for request kvfix-probe"
-    )
-    assert fork_server(promises, release("0.3.10"), CASES, fixes=True) == [[*fixed, ""] for *_, fixed in PROMISES]
-    off = fork_server(promises, release("0.3.10"), CASES[:1], ["KVF001"])
-    assert off[0][0] == [0, 256, 256]
+@pytest.mark.parametrize("name", PLAYED)
+def test_the_probe_agrees_with_the_fingerprint(name: str, fork_server: ForkServer) -> None:
+    assert fork_server(probed, release(name), "lmcache", name) == wrong("lmcache", name)
+
+
+def test_the_probe_on_the_installed_vllm(fork_server: ForkServer) -> None:
+    version = installed_source.version("vllm").partition("+")[0]
+    assert fork_server(probed, release("0.4.6"), "vllm", version) == wrong("vllm", version)

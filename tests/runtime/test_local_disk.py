@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import os
 import resource
+import tempfile
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +15,12 @@ import pytest
 
 from kvfix.fixes.lmcache import kvf037_truncated_chunk_file_is_loaded as kvf037
 from kvfix.session import session
-from tests.conftest import Fixes, ForkServer, release
+from tests.conftest import answers
 from tests.runtime.test_collected_chunks import host_memory
 
 CHUNKS = 3
+#: Of a chunk: one page, so that the allocator does not round it up.
+BYTES = 2 * 2 * 16 * 16 * 4
 
 
 def key_of(chunk: int) -> Any:
@@ -32,16 +35,16 @@ def key_of(chunk: int) -> Any:
 class Disk:
     """LMCache's disk backend and CPU backend, with chunks 0, 1, 2: chunk n holds the number n + 1 in each element."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self) -> None:
         import lmcache.v1.memory_management as memory
         import lmcache.v1.storage_backend.local_disk_backend as module
         import torch
         from lmcache.v1.config import LMCacheEngineConfig
         from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
-        module.logger.disabled = True
         loop = asyncio.new_event_loop()
         threading.Thread(target=loop.run_forever, daemon=True).start()
+        folder = tempfile.mkdtemp(prefix="kvfix-test-")
         config = LMCacheEngineConfig.from_defaults(local_disk=folder, max_local_disk_size=1.0, cache_policy="LFU")
         with contextlib.suppress(ModuleNotFoundError):  # in 0.3.9
             from lmcache.v1.pin_monitor import PinMonitor
@@ -76,7 +79,7 @@ class Disk:
         return Path(self.backend._key_to_path(self.keys[chunk]))
 
     def load(self, way: str) -> list[str]:
-        """Return a flag for each chunk: True if it was loaded with the right content."""
+        """Return for each chunk: "right" or "wrong" content, or "none"."""
         for key in self.keys:
             self.backend.pin(key)
         if way == "one by one":
@@ -98,98 +101,104 @@ class Disk:
                 memory.ref_count_down()
         return answers
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> list[Any]:
+        """The known chunks, their pins, allocated chunks, LMCache's two counts of chunks on the disk, and the files."""
         backend = self.backend
-        return {
-            "chunks": [self.keys.index(key) for key in backend.dict],
-            "pins": [entry.pin_count for entry in backend.dict.values()],
-            "allocated": self.allocator.allocator.num_active_allocations,
-            "bytes": [int(backend.current_cache_size), backend.usage],
-            "files": sorted(chunk for chunk in range(CHUNKS) if self.path(chunk).exists()),
-        }
+        return [
+            [self.keys.index(key) for key in backend.dict],
+            [entry.pin_count for entry in backend.dict.values()],
+            self.allocator.allocator.num_active_allocations,
+            [int(backend.current_cache_size) / BYTES, backend.usage / BYTES],
+            [chunk for chunk in range(CHUNKS) if self.path(chunk).exists()],
+        ]
 
 
-def load(folder: str, way: str, sizes: list[int | None]) -> list[Any]:
-    """For each size of the file of chunk 1 (None: deleted): the answers, the state, the answers after a new store."""
+NEWEST = "0.5.6"
+RIGHT, WRONG, NONE = ["right"] * 3, ["right", "wrong", "right"], ["right", "none", "right"]
+LEFT, WHOLE = [[0, 2], [0, 0], 0, [2, 2], [0, 2]], [[0, 1, 2], [0, 0, 0], 0, [3, 3], [0, 1, 2]]
+#: Sizes of the file of chunk 1. None: it is deleted.
+SIZES = [0, 1000, BYTES - 1, None, BYTES]
+GOOD, BAD, SHORT = [RIGHT, WHOLE, RIGHT], [WRONG, WHOLE, WRONG], [NONE, LEFT, RIGHT]
+FIXED = {"one by one": SHORT, "batched": SHORT, "prefetched": [["right"], LEFT, RIGHT]}
+AS_RELEASED = {
+    "one by one": "KeyError",
+    "batched": [NONE, [*LEFT[:3], [3, 3], [0, 2]], RIGHT],
+    "prefetched": "KeyError",
+}
+
+
+@pytest.mark.parametrize(
+    ("release", "fixes", "way", "answer"),
+    [
+        *(
+            (name, ["KVF037"], way, [FIXED[way]] * 4 + [GOOD])
+            for name in ("0.3.9.post1", "0.4.4", NEWEST)
+            for way in FIXED
+        ),
+        *((NEWEST, False, way, [BAD] * 3 + [AS_RELEASED[way], GOOD]) for way in FIXED),
+    ],
+)
+@answers(also="release fixes answer")
+def test_a_short_or_missing_file_is_no_chunk(way: str) -> list[Any]:
+    """For each size of the file of chunk 1: the answers, the state, and the answers after a new store."""
     found: list[Any] = []
-    for size in sizes:
-        disk = Disk(f"{folder}/{size}")
+    for size in SIZES:
+        disk = Disk()
         assert [disk.store(chunk) for chunk in range(CHUNKS)] == [""] * CHUNKS
         if size is None:
             disk.path(1).unlink()
         else:
             os.truncate(disk.path(1), size)
         try:
-            loaded = disk.load(way)
+            first = disk.load(way)
         except KeyError as error:
             found.append(type(error).__name__)
             continue
         state = disk.state()
         disk.store(1)
-        found.append([loaded, state, disk.load(way)])
+        found.append([first, state, disk.load(way)])
     return found
 
 
-WAYS = ["one by one", "batched", "prefetched"]
-#: Of a chunk: one page, so that the allocator does not round it up.
-BYTES = 2 * 2 * 16 * 16 * 4
-SHORT = [0, 1000, BYTES - 1, None]
-LEFT = {"chunks": [0, 2], "pins": [0, 0], "allocated": 0, "bytes": [2 * BYTES] * 2, "files": [0, 2]}
-WHOLE = {"chunks": [0, 1, 2], "pins": [0] * 3, "allocated": 0, "bytes": [3 * BYTES] * 2, "files": [0, 1, 2]}
-RIGHT = ["right"] * 3
-
-
-@pytest.mark.parametrize("name", ["0.3.9.post1", "0.4.4", "0.5.6"])
-@pytest.mark.parametrize("way", WAYS)
-def test_a_short_or_missing_file_is_no_chunk(name: str, way: str, fork_server: ForkServer, tmp_path: Path) -> None:
-    *short, whole = fork_server(load, release(name), str(tmp_path), way, [*SHORT, BYTES], fixes=["KVF037"])
-    assert whole == [RIGHT, WHOLE, RIGHT]
-    assert short == [[["right"] if way == "prefetched" else ["right", "none", "right"], LEFT, RIGHT]] * len(SHORT)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_as_released_a_short_file_is_a_chunk(way: str, fork_server: ForkServer, tmp_path: Path) -> None:
-    short, missing = fork_server(load, release("0.5.6"), str(tmp_path), way, [1000, None])
-    assert short[0] == ["right", "wrong", "right"]
-    assert missing[0] == ["right", "none", "right"] if way == "batched" else missing == "KeyError"
-
-
-def load_layer(folder: str) -> list[Any]:
-    """The chunks of one layer, as `use_layerwise` loads them; what kvfix has logged; the chunks that remain."""
-    disk = Disk(folder)
+@answers([["right", "wrong", "right"], [True], [0, 1, 2]], fixes=["KVF037"])
+def test_a_load_by_layers_has_all_chunks_and_a_warning() -> list[Any]:
+    """The chunks of one layer, as `use_layerwise` loads them; kvfix's warnings; the chunks that remain."""
+    disk = Disk()
     disk.keys = [key.split_layers(2)[1] for key in disk.keys]
     assert [disk.store(chunk) for chunk in range(CHUNKS)] == [""] * CHUNKS
     os.truncate(disk.path(1), 1000)
     loaded = disk.load("prefetched")
-    return [loaded, [text for text in session.reported if "KVF037: " in text], disk.state()["chunks"]]
+    reason = "is truncated or missing, and LMCache has loaded it (use_layerwise)"
+    return [loaded, [reason in text for text in session.reported if "KVF037: " in text], disk.state()[0]]
 
 
-def test_a_load_by_layers_has_all_chunks_and_a_warning(fork_server: ForkServer, tmp_path: Path) -> None:
-    loaded, (warning,), chunks = fork_server(load_layer, release("0.5.6"), str(tmp_path), fixes=["KVF037"])
-    assert loaded == ["right", "wrong", "right"]
-    assert "is truncated or missing, and LMCache has loaded it (use_layerwise)" in warning
-    assert chunks == [0, 1, 2]
-
-
-def load_with_fault(folder: str, way: str) -> Any:
+@pytest.mark.parametrize(
+    ("way", "answer"), [("one by one", ["none"] * 3), ("batched", ["none"] * 3), ("prefetched", [])]
+)
+@answers(also="answer", fixes=["KVF037"])
+def test_a_fault_of_the_fix_is_no_chunk(way: str) -> list[str]:
     kvf037._MARK_BYTES = "a fault of kvfix"  # type: ignore[assignment]
-    disk = Disk(folder)
-    disk.store(0), disk.store(1), disk.store(2)
+    disk = Disk()
+    for chunk in range(CHUNKS):
+        disk.store(chunk)
     return disk.load(way)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_fault_of_the_fix_is_no_chunk(way: str, fork_server: ForkServer, tmp_path: Path) -> None:
-    loaded = fork_server(load_with_fault, release("0.5.6"), str(tmp_path), way, fixes=["KVF037"])
-    assert loaded == ([] if way == "prefetched" else ["none"] * CHUNKS)
-
-
-def report() -> list[Any]:
+@pytest.mark.parametrize(
+    ("release", "fixes", "answer"),
+    [
+        ("0.4.3", False, [32, 16]),
+        ("0.4.3", ["KVF037"], [16, 16]),
+        ("0.3.9.post1", ["KVF037"], [16, 16]),
+        ("0.4.4", ["KVF037"], [32, 32]),
+    ],
+)
+@answers(also="release fixes answer")
+def test_only_loaded_chunks_are_reported() -> list[int]:
     """Load three chunks of which the last is missing. Return the tokens that LMCache reports and loads."""
     import lmcache.v1.cache_engine as module
     import torch
 
-    module.logger.disabled = True
     chunks = [(16 * chunk, 16 * chunk + 16, key_of(chunk)) for chunk in range(CHUNKS)]
     memory = SimpleNamespace(get_size=lambda: 0)
     storage = SimpleNamespace(
@@ -205,34 +214,20 @@ def report() -> list[Any]:
     return [int(reported.sum()), sum(end - start for _, _, start, end in loaded)]
 
 
+NOTHING, LEAKED, STORED = [[], [], 0, [0, 0], []], [[], [], 1, [1, 1], [0]], [[0], [0], 0, [1, 1], [0]]
+
+
+@pytest.mark.parametrize("release", ["0.3.9", "0.4.4", "0.5.6"])
 @pytest.mark.parametrize(
-    ("name", "fixes", "tokens"),
-    [
-        ("0.4.3", False, [32, 16]),
-        ("0.4.3", ["KVF037"], [16, 16]),
-        ("0.3.9.post1", ["KVF037"], [16, 16]),
-        ("0.4.4", ["KVF037"], [32, 32]),
-    ],
+    ("fixes", "answer"),
+    [(False, ["OSError", LEAKED, "not submitted", LEAKED]), (["KVF038"], ["OSError", NOTHING, "", STORED])],
 )
-def test_only_loaded_chunks_are_reported(name: str, fixes: Fixes, tokens: list[int], fork_server: ForkServer) -> None:
-    assert fork_server(report, release(name), fixes=fixes) == tokens
-
-
-def write(folder: str) -> list[Any]:
+@answers(also="fixes release answer")
+def test_a_failed_write() -> list[Any]:
     """The write of chunk 0 fails after 100 bytes; the state; then it is stored again, where there is room."""
-    disk = Disk(folder)
+    disk = Disk()
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
-    errors = [disk.store(0)]
+    error = disk.store(0)
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-    return [errors, disk.state(), disk.store(0), disk.state()]
-
-
-@pytest.mark.parametrize("name", ["0.3.9", "0.4.4", "0.5.6"])
-@pytest.mark.parametrize("fixes", [False, ["KVF038"]])
-def test_a_failed_write(name: str, fixes: Fixes, fork_server: ForkServer, tmp_path: Path) -> None:
-    nothing = {"chunks": [], "pins": [], "allocated": 0, "bytes": [0, 0], "files": []}
-    leaked = {**nothing, "allocated": 1, "bytes": [BYTES, BYTES], "files": [0]}
-    stored = {"chunks": [0], "pins": [0], "allocated": 0, "bytes": [BYTES, BYTES], "files": [0]}
-    expected = [["OSError"], nothing, "", stored] if fixes else [["OSError"], leaked, "not submitted", leaked]
-    assert fork_server(write, release(name), str(tmp_path), fixes=fixes) == expected
+    return [error, disk.state(), disk.store(0), disk.state()]

@@ -14,7 +14,7 @@ import pytest
 
 import kvfix
 from kvfix.fixes.lmcache.kvf001_lookup_cache_ignores_computed import shows_bug
-from tests.conftest import ADAPTER, ForkServer, release
+from tests.conftest import ADAPTER, answers, release
 
 HOOK = "get_num_new_matched_tokens"
 STEPS = {"import": lambda: importlib.import_module(ADAPTER), "apply": kvfix.apply, "revert": kvfix.revert}
@@ -31,7 +31,19 @@ def status() -> str:
     return next(row.verdict for row in kvfix.status() if row.code == "KVF001")
 
 
-def play(steps: tuple[str, ...]) -> list[str | None]:
+def expected(steps: tuple[str, ...]) -> list[str | None]:
+    found: list[str | None] = []
+    imported = applied = False
+    for step in steps:
+        imported |= step == "import"
+        applied = step == "apply" or (applied and step != "revert")
+        found.append(("right" if applied else "wrong") if imported else None)
+    return found
+
+
+@pytest.mark.parametrize(("steps", "answer"), [(each, expected(each)) for each in ORDERS], ids=map("-".join, ORDERS))
+@answers(also="answer", release="0.3.10")
+def test_order(steps: tuple[str, ...]) -> list[str | None]:
     originals, result = [], []
     for step in steps:
         STEPS[step]()
@@ -39,7 +51,6 @@ def play(steps: tuple[str, ...]) -> list[str | None]:
         if adapter is None:
             result.append(None)
             continue
-        adapter.logger.disabled = True
         function = vars(adapter.LMCacheConnectorV1Impl)[HOOK]
         wrong = shows_bug(function, adapter)
         if wrong:
@@ -49,22 +60,13 @@ def play(steps: tuple[str, ...]) -> list[str | None]:
     return result
 
 
-@pytest.mark.parametrize("steps", ORDERS, ids="-".join)
-def test_order(steps: tuple[str, ...], fork_server: ForkServer) -> None:
-    expected: list[str | None] = []
-    imported = applied = False
-    for step in steps:
-        imported |= step == "import"
-        applied = step == "apply" or (applied and step != "revert")
-        expected.append(("right" if applied else "wrong") if imported else None)
-    assert fork_server(play, release("0.3.10"), steps) == expected
-
-
-def wrapped_by_another(kvfix_first: bool) -> list[Any]:
+@pytest.mark.parametrize("kvfix_first", [True, False], ids=["kvfix first", "the other first"])
+@answers([False, True, False, 3, "applied"], release="0.3.10")
+def test_another_tool_wraps_the_same_hook(kvfix_first: bool) -> list[Any]:
+    """The other tool's wrapper is called in every state. Ours is added and removed inside or outside of it."""
     if kvfix_first:
         kvfix.apply()
     adapter = importlib.import_module(ADAPTER)
-    adapter.logger.disabled = True
     cls = adapter.LMCacheConnectorV1Impl
     calls = []
     inner = vars(cls)[HOOK]
@@ -74,41 +76,29 @@ def wrapped_by_another(kvfix_first: bool) -> list[Any]:
         calls.append(1)
         return inner(*args, **kwargs)
 
-    def wrong() -> bool:
-        return shows_bug(lambda *arguments: cls.get_num_new_matched_tokens(*arguments), adapter)
-
     cls.get_num_new_matched_tokens = theirs
     result = []
     for step in (kvfix.apply, kvfix.revert, kvfix.apply):
         step()
-        result.append(wrong())
+        result.append(shows_bug(lambda *arguments: cls.get_num_new_matched_tokens(*arguments), adapter))
     return [*result, len(calls), status()]
 
 
-@pytest.mark.parametrize("kvfix_first", [True, False], ids=["kvfix first", "the other first"])
-def test_another_tool_wraps_the_same_hook(kvfix_first: bool, fork_server: ForkServer) -> None:
-    """The other tool's wrapper is called in every state. Ours is added and removed inside or outside of it."""
-    assert fork_server(wrapped_by_another, release("0.3.10"), kvfix_first) == [False, True, False, 3, "applied"]
-
-
-def replaced_by_another(answer: int | None) -> list[str]:
-    """answer: None: an AttributeError."""
+@pytest.mark.parametrize(
+    ("promised", "answer"), [(256, "applied"), (0, "fixed-upstream"), (17, "refused"), (None, "refused")]
+)
+@answers(also="answer", release="0.3.10")
+def test_the_probe_decides_on_a_replaced_hook(promised: int | None) -> str:
+    """promised: None: an AttributeError."""
 
     def theirs(self: Any, request: Any, num_computed_tokens: int) -> Any:
-        return self.odd if answer is None else answer
+        return self.odd if promised is None else promised
 
     importlib.import_module(ADAPTER).LMCacheConnectorV1Impl.get_num_new_matched_tokens = theirs
     kvfix.apply()
-    return next([row.verdict, row.reason] for row in kvfix.status() if row.code == "KVF001")
-
-
-@pytest.mark.parametrize(
-    ("answer", "verdict"), [(256, "applied"), (0, "fixed-upstream"), (17, "refused"), (None, "refused")]
-)
-def test_the_probe_decides_on_a_replaced_hook(answer, verdict, fork_server: ForkServer) -> None:  # type: ignore[no-untyped-def]
-    found, reason = fork_server(replaced_by_another, release("0.3.10"), answer)
-    assert found == verdict
-    assert "was replaced by" in reason
+    (row,) = (row for row in kvfix.status() if row.code == "KVF001")
+    assert "was replaced by" in row.reason
+    return row.verdict
 
 
 def applied_in_between(early: bool) -> list[str]:
@@ -134,11 +124,12 @@ def test_applied_while_the_module_is_half_imported(early, statuses, tmp_path, fo
     assert fork_server(applied_in_between, copy(release("0.3.10"), tmp_path, edit), early) == statuses
 
 
-def reloaded() -> list[Any]:
+@answers([False, "applied"] * 4 + [True], release="0.3.10")
+def test_a_reloaded_module_is_fixed_again() -> list[Any]:
+    """By importlib.reload, and by a new import after its removal from sys.modules."""
+
     def wrong() -> bool:
-        adapter = sys.modules[ADAPTER]
-        adapter.logger.disabled = True
-        return shows_bug(vars(adapter.LMCacheConnectorV1Impl)[HOOK], adapter)
+        return shows_bug(vars(sys.modules[ADAPTER].LMCacheConnectorV1Impl)[HOOK], sys.modules[ADAPTER])
 
     def import_again() -> None:
         del sys.modules[ADAPTER]
@@ -154,8 +145,3 @@ def reloaded() -> list[Any]:
         result += [wrong(), status()]
     kvfix.revert()
     return [*result, wrong()]
-
-
-def test_a_reloaded_module_is_fixed_again(fork_server: ForkServer) -> None:
-    """By importlib.reload, and by a new import after its removal from sys.modules."""
-    assert fork_server(reloaded, release("0.3.10")) == [False, "applied"] * 4 + [True]

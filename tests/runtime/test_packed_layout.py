@@ -12,12 +12,10 @@ from unittest import mock
 import pytest
 import torch
 
-import kvfix
 from kvfix.fixes.lmcache import kvf020_packed_layout_moved_wrong as kvf020
 from kvfix.fixes.lmcache import kvf021_layerwise_takes_heads_for_tokens as kvf021
-from kvfix.session import session
 from kvfix_tools.roundtrip import cuda_stand_in
-from tests.conftest import RELEASES, Once, release
+from tests.conftest import answers
 
 LAYERS, BLOCKS, BLOCK, HEADS = 2, 5, 4, 3
 SLOTS = torch.tensor([7, 0, 19, 5, 12])
@@ -130,7 +128,12 @@ def test_lmcache_handles_other_layouts_itself(mla: bool, kvcaches: Any) -> None:
         assert hook(connector, None, 0, 5, kvcaches=kvcaches, slot_mapping=SLOTS) == "LMCache's own"
 
 
-def closed() -> dict[str, Any]:
+@answers(
+    # LMCache releases what it has stored
+    {"stored": ["of right"], "released": ["wrong", "right"], "retrieved": [False, False, False, True, True]},
+    fixes=True,
+)
+def test_what_cannot_be_moved_is_not_stored_and_not_loaded() -> dict[str, Any]:
     """Memory objects of another size than the KV cache, through LMCache's own connector and storage manager."""
     connectors = import_module("lmcache.v1.gpu_connector.gpu_connectors")
     manager = import_module("lmcache.v1.storage_backend.storage_manager").StorageManager
@@ -160,38 +163,15 @@ def closed() -> dict[str, Any]:
     return {"stored": stored, "released": released, "retrieved": retrieve(engine, []).tolist()}
 
 
-def test_what_cannot_be_moved_is_not_stored_and_not_loaded(once: Once) -> None:
-    found = once(closed, RELEASES / "0.5.6", fixes=True)
-    assert found["stored"] == ["of right"]
-    assert found["released"] == ["wrong", "right"]  # LMCache releases what it has stored
-    assert found["retrieved"] == [False, False, False, True, True]
-
-
-def applied() -> list[Any]:
-    """The status of both fixes, and the warnings about them."""
-    import_module("lmcache.v1.gpu_connector.gpu_connectors")
-    rows = {row.code: row.verdict for row in kvfix.status()}
-    warned = [line for line in session.reported if "KVF02" in line and "applied to" not in line]
-    return [rows["KVF020"], rows["KVF021"], warned]
-
-
-@pytest.mark.parametrize("name", ["0.5.2", "0.5.3", "0.5.5", "0.5.6"])
-def test_both_are_applied_without_a_warning(fork_server: Any, name: str) -> None:
-    assert fork_server(applied, release(name), fixes=True) == ["applied", "applied", []]
-
-
-def loaded_back(module: str, only: list[str]) -> bool:
+@pytest.mark.parametrize("fixed", [False, True])
+@answers(True)
+def test_kvf021_leaves_stored_chunks_readable(fixed: bool) -> bool:
     """Whole blocks that have as many tokens as there are heads, stored as released, come back by this operation."""
-    operations = import_module(module)
+    operations = import_module(kvf021.FIX.targets[-1].module)
     function = operations.single_layer_kv_transfer
-    fixed = kvf021.fix(operations)(function) if only else function
+    load = kvf021.fix(operations)(function) if fixed else function
     layout, ways = operations.EngineKVFormat.NL_X_TWO_NB_NH_BS_HS, operations.TransferDirection
     cache, back, held = torch.rand(2, 3, 4, 4, 8), torch.zeros(2, 3, 4, 4, 8), torch.zeros(2, 8, 32)
     function(held, cache, torch.arange(8), ways.D2H, layout)
-    fixed(held, back, torch.arange(4, 12), ways.H2D, layout)
+    load(held, back, torch.arange(4, 12), ways.H2D, layout)
     return torch.equal(back[:, 1:], cache[:, :2])
-
-
-@pytest.mark.parametrize("only", [[], ["KVF021"]], ids=["as released", "fixed"])
-def test_kvf021_leaves_stored_chunks_readable(fork_server: Any, only: list[str]) -> None:
-    assert fork_server(loaded_back, release("0.5.6"), kvf021.FIX.targets[-1].module, only)

@@ -11,7 +11,7 @@ import pytest
 
 import kvfix
 from kvfix.session import session
-from tests.conftest import Fresh
+from tests.conftest import Fresh, answers
 
 ACTIVE = "from kvfix.session import session; result = str(session.config) if session.config else None"
 RAY = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
@@ -24,10 +24,21 @@ def test_apply_imports_nothing_heavy(fresh: Fresh) -> None:
     assert not loaded & heavy
 
 
-def test_the_plugin_activates_the_configuration_of_the_environment(fresh: Fresh) -> None:
-    load = f"from kvfix.activation import load; load(); {ACTIVE}"
-    for text, active in (("", None), ("off", None), ("fix", "fix"), ("fix skip=KVF001", "fix skip=KVF001")):
-        assert fresh(load, KVFIX=text) == active
+LOAD, APPLY = "from kvfix.activation import load; load()", "import kvfix; kvfix.apply()"
+
+
+@pytest.mark.parametrize(
+    ("call", "text", "active"),
+    [
+        (LOAD, "", None),
+        (LOAD, "off", None),
+        (LOAD, "fix", "fix"),
+        (LOAD, "fix skip=KVF001", "fix skip=KVF001"),
+        (APPLY, "off", None),
+    ],
+)
+def test_plugin_and_apply_read_the_environment(call: str, text: str, active: str | None, fresh: Fresh) -> None:
+    assert fresh(f"{call}; {ACTIVE}", KVFIX=text) == active
 
 
 def test_without_a_configuration_nothing_changes(fresh: Fresh) -> None:
@@ -71,7 +82,8 @@ result.append([os.environ.get(name) for name in names] == before)
     assert fresh(code, **environment, **{RAY: "NCCL_, MY_"})[2] == "NCCL_,MY_,KVFIX"
 
 
-def read_by_vllm() -> list[object]:
+@answers(["fix", True])
+def test_vllm_and_ray_read_the_configuration() -> list[object]:
     """The configuration by vLLM's own loader of entry points, and whether its variables for Ray workers have it."""
     os.environ["VLLM_PLUGINS"] = "something_else"
     kvfix.apply()
@@ -84,75 +96,19 @@ def read_by_vllm() -> list[object]:
     return [str(session.config), "KVFIX" in get_env_vars_to_copy()]
 
 
-def test_vllm_and_ray_read_the_configuration(fork_server) -> None:  # type: ignore[no-untyped-def]
-    assert fork_server(read_by_vllm) == ["fix", True]
-
-
-def test_off_in_the_environment_wins(fresh: Fresh) -> None:
-    assert fresh(f"import kvfix; kvfix.apply(); {ACTIVE}", KVFIX="off") is None
-
-
 def test_apply_warns_of_a_wrong_configuration_in_the_environment(fresh: Fresh) -> None:
-    code = f"import kvfix; kvfix.apply(); {ACTIVE}; result = result, *session.reported"
+    code = f"{APPLY}; {ACTIVE}; result = result, *session.reported"
+    assert fresh(code, KVFIX="check skip=KVF001") == ["fix"]
     active, warning = fresh(code, KVFIX="bogus")
     assert active == "fix"
     assert warning.startswith("the environment has KVFIX='bogus': unknown mode 'bogus'")
-    assert fresh(code, KVFIX="check skip=KVF001") == ["fix"]
 
 
-def test_unknown_names_are_a_value_error(fresh: Fresh) -> None:
-    code = """
-import os, kvfix
-result = []
-for arguments in ({"only": ["KVF999"]}, {"skip": ["nope"]}, {"mode": "heal"}):
-    try:
-        kvfix.apply(**arguments)
-    except ValueError as error:
-        result.append(str(error))
-result.append(os.environ.get("KVFIX"))
-"""
-    only, skip, mode, environment = fresh(code)
-    assert only.startswith("unknown fix 'KVF999'")
-    assert skip.startswith("unknown fix 'nope'")
-    assert "known: fix" in mode
-    assert environment is None
-
-
-def test_fork_inherits(fresh: Fresh) -> None:
-    code = """
-import os, kvfix, kvfix.session
-kvfix.apply()
-read, write = os.pipe()
-if os.fork() == 0:
-    os.write(write, str(kvfix.session.session.config).encode())
-    os._exit(0)
-os.wait()
-result = os.read(read, 99).decode()
-"""
-    assert fresh(code) == "fix"
-
-
-def test_spawn_runs_the_main_script_again(tmp_path: Path, fresh: Fresh) -> None:
-    script = tmp_path / "serve.py"
-    script.write_text("""
-import multiprocessing, os, sys
-import kvfix, kvfix.session
-kvfix.apply(skip=["KVF001"])
-
-def child(queue):
-    finders = [f for f in sys.meta_path if type(f).__name__ == "Finder"]
-    queue.put((__name__, str(kvfix.session.session.config), os.environ["KVFIX"], len(finders)))
-
-if __name__ == "__main__":
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    process = context.Process(target=child, args=(queue,))
-    process.start()
-    print(queue.get(timeout=60))
-    process.join()
-""")
-    done = fresh.run([sys.executable, str(script)])
-    assert done.stdout.strip() == "('__mp_main__', 'fix skip=KVF001', 'fix skip=KVF001', 1)", done.stderr
+def test_an_unknown_name_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVFIX", raising=False)
+    with pytest.raises(ValueError, match="unknown fix 'nope'"):
+        kvfix.apply(skip=["nope"])
+    assert "KVFIX" not in os.environ
 
 
 class TestRun:

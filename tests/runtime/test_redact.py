@@ -4,7 +4,6 @@ import gzip
 import json
 import random
 import string
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,13 +30,8 @@ TEXTS = {
         f"LMCache Configuration: {{'remote_url': '{URL}', 'extra_config': {{'s3_secret_access_key': 'hu sh'}}}}",
         f"'remote_url': '{SHOWN}', 'extra_config': {{'s3_secret_access_key': '<hidden>'}}",
     ),
-    "JSON within a log line": ('got {"api_key": "hush", "x": 1} from', 'got {"api_key": "<hidden>", "x": 1} from'),
-    "escaped JSON within a log line": (r"{\"password\": \"hush\"} x", r"{\"password\": \"<hidden>\"} x"),
     "a URL behind a long word": (f"{'x' * 60}{URL}", SHOWN),
     "a name behind a value that ends in a backslash": (r"a=1\"password\": \"hush\"", r"\"password\": \"<hidden>\""),
-    "a query": ("GET /x?sig=1&access_token=hush&n=2", "access_token=<hidden>&n=2"),
-    "a key of a service": ("with hf_hushhushhushhushhush and sk-hushhushhushhushhush", "with <hidden> and <hidden>"),
-    "a private key": ("-----BEGIN RSA PRIVATE KEY-----\nhush\n-----END RSA PRIVATE KEY----- end", " end"),
 }
 SAME = [
     "tcp://localhost:5699",
@@ -132,9 +126,10 @@ def corpus() -> list[tuple[str, str, str]]:
     def letters(count: int, of: str = LETTERS) -> str:
         return "".join(draw.choices(of, k=count))
 
-    found = [
-        (prefix, f"uses {prefix}{secret} here", secret) for prefix in PREFIXES for secret in [key(prefix, letters)]
-    ]
+    found = []
+    for prefix in PREFIXES:
+        secret = letters(16, string.ascii_uppercase) if prefix in ("AKIA", "ASIA") else letters(36)
+        found.append((prefix, f"uses {prefix}{secret} here", secret))
     for at, (what, form) in enumerate([*FORMS.items()] * 6):
         name = NAMES[at % len(NAMES)]
         secret = letters(3) + letters(12, LETTERS + SIGNS) + letters(3)
@@ -145,11 +140,6 @@ def corpus() -> list[tuple[str, str, str]]:
         secret = f"{letters(6)}{sign}{letters(6)}"
         found.append((f"a secret with {sign}", f"password={secret} and more", secret))
     return found
-
-
-def key(prefix: str, letters: Callable[..., str]) -> str:
-    """A key behind this prefix: of AWS it has 16 capitals."""
-    return letters(16, string.ascii_uppercase) if prefix in ("AKIA", "ASIA") else letters(36)
 
 
 SECRETS = corpus()

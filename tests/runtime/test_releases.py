@@ -15,7 +15,7 @@ from packaging.specifiers import SpecifierSet
 import kvfix
 from kvfix import catalogue, fix_status
 from kvfix.applicability import fingerprints
-from tests.conftest import ADAPTER, RELEASES, ForkServer, Fresh, release, release_names
+from tests.conftest import ADAPTER, RELEASES, Fresh, answers, release, release_names
 
 FILE = Path(*ADAPTER.split(".")).with_suffix(".py")
 #: The line of 0.3.10 that is the bug.
@@ -80,13 +80,13 @@ def undecided(rows: list[list[str]]) -> set[str]:
     return {row[CODE] for row in found}
 
 
-@pytest.mark.parametrize("name", release_names())
-def test_kvf001_on_every_release(name: str, rows: list[list[str]]) -> None:
-    (row,) = (row for row in rows if (row[CODE], row[VERSION]) == ("KVF001", name))
-    before = ("0.3.9", "0.3.9.post1", "0.3.9.post2")
-    expected = "applicable" if name == "0.3.10" else "not-affected" if name in before else "fixed-upstream"
-    assert row[STATE] == expected
-    assert name in row[REASON] or "others up to" in row[REASON]
+def test_kvf001_on_every_release(rows: list[list[str]]) -> None:
+    found = {row[VERSION]: row for row in rows if row[CODE] == "KVF001"}
+    others = {"0.3.10": "applicable", **dict.fromkeys(("0.3.9", "0.3.9.post1", "0.3.9.post2"), "not-affected")}
+    assert {name: row[STATE] for name, row in found.items()} == {
+        name: others.get(name, "fixed-upstream") for name in release_names()
+    }
+    assert all(name in row[REASON] or "others up to" in row[REASON] for name, row in found.items())
 
 
 def test_no_release_is_unknown_to_any_fix(rows: list[list[str]]) -> None:
@@ -100,19 +100,18 @@ def test_no_release_of_vllm_is_unknown_to_any_fix(fresh: Fresh) -> None:
     assert undecided(fresh(SURVEY.format(folders=folders, dist="vllm"))) <= {"KVF903", "KVF905", "KVF906"}
 
 
-def refused_when_all_is_imported() -> list[list[str]]:
-    """The fixes that are not decided or refused once every module of theirs is imported that can be."""
+@pytest.mark.parametrize("release", ["0.3.10", "0.4.6", "0.5.2", "0.5.3", "0.5.5", "0.5.6"])
+@answers([], also="release")
+def test_no_fix_is_refused_on_released_code() -> list[list[str]]:
+    """The fixes that are not decided or refused once every module of theirs is imported that can be.
+
+    A class may inherit a function, or be known under an older name of a class in another file.
+    """
     kvfix.apply()
     for module in catalogue.modules_of_fixes():
         with contextlib.suppress(Exception):  # some need packages that are not here, or another release
             import_module(module)
     return [[row.code, row.reason] for row in kvfix.status() if row.verdict in ("refused", "unknown")]
-
-
-@pytest.mark.parametrize("name", ["0.3.10", "0.4.6", "0.5.6"])
-def test_no_fix_is_refused_on_released_code(name: str, fork_server: ForkServer) -> None:
-    """A class may inherit a function, or be known under an older name of a class in another file."""
-    assert fork_server(refused_when_all_is_imported, release(name)) == []
 
 
 def test_an_unfixable_bug_can_be_harmless_here(fresh: Fresh, monkeypatch: pytest.MonkeyPatch) -> None:

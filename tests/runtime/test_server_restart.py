@@ -1,31 +1,18 @@
 """KVF122 and KVF126 on LMCache's own client, worker adapter and server: the server ends or restarts, and the worker
 runs on."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
-from tests.conftest import RELEASES, Fixes, ForkServer
+from tests.conftest import Fixes, answers
 
-NEWEST = "0.5.6"
-
-
-class Connected(NamedTuple):
-    """A client of LMCache's whose server is a socket. key: of a chunk."""
-
-    context: Any
-    server: Any
-    port: int
-    client: Any
-    key: Any
-
-    def close(self) -> None:
-        self.client.close()
-        self.server.close(linger=0)
-        self.context.term()
+TRANSFERS = ["prepare_store", "commit_store", "prepare_retrieve", "commit_retrieve", "store", "retrieve"]
+LOOKUPS = ["lookup", "query_prefetch_status"]
 
 
-def connected() -> Connected:
+def connected() -> tuple[Any, Any, int, Any, Any]:
+    """Return ZeroMQ's context, a socket in place of LMCache's server, its port, a client, and the key of a chunk."""
     import zmq
     from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
     from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
@@ -37,41 +24,53 @@ def connected() -> Connected:
     port = server.bind_to_random_port("tcp://127.0.0.1")
     client = RequestClientFactory.create(f"tcp://127.0.0.1:{port}", context=context)
     key = IPCCacheServerKey("model", 1, 0, token_ids=(1,) * 16, start=0, end=16, request_id="r")
-    return Connected(context, server, port, client, key)
+    return context, server, port, client, key
 
 
-def lose_load(patience: float) -> dict[str, Any]:
+def after_loss(connected: bool, failed: bool) -> dict[str, Any]:
+    return {"connected": [False, connected, False], "failed": failed, "question": False}
+
+
+@pytest.mark.parametrize(
+    ("fixes", "patience", "answer"), [(False, 0, after_loss(False, False)), (["KVF122"], 30, after_loss(True, True))]
+)
+@answers(also="fixes answer")
+def test_the_load_has_failed_and_nothing_else(patience: float) -> dict[str, Any]:
     """A load and a question are in flight when the server goes.
 
     A stream of LMCache ends when its client notices that the server is gone.
     """
     from lmcache.v1.multiprocess.transport.zmq_impl.wire import decode_operation
 
-    here = connected()
-    client, queue = here.client, here.client._message_queue_client
-    load, ping, question = client.retrieve(here.key, 1, [[3]], b"", 0), client.ping(1), client.get_chunk_size()
+    _, server, _, client, key = connected()
+    queue = client._message_queue_client
+    load, ping, question = client.retrieve(key, 1, [[3]], b"", 0), client.ping(1), client.get_chunk_size()
     stream = client.subscribe_kv_events(1, "model", 0, 8)
-    requests = {decode_operation(message[2]): message for message in (here.server.recv_multipart() for _ in range(4))}
-    before = getattr(queue, "_kvfix_connected", False)
-    here.server.send_multipart([*requests["ping"][:3], b"\xc3"])  # true
+    requests = {decode_operation(message[2]): message for message in (server.recv_multipart() for _ in range(4))}
+    found = [getattr(queue, "_kvfix_connected", False)]
+    server.send_multipart([*requests["ping"][:3], b"\xc3"])  # true
     ping.wait()
-    is_connected = getattr(queue, "_kvfix_connected", False)
-    here.server.close(linger=0)
+    found.append(getattr(queue, "_kvfix_connected", False))
+    server.close(linger=0)
     assert list(stream) == []
     failed = load.wait(patience) and load.result() == (b"", False)
-    after = getattr(queue, "_kvfix_connected", False)
-    answer = {"connected": [before, is_connected, after], "failed": failed, "question": question.query()}
-    here.close()
-    return answer
+    found.append(getattr(queue, "_kvfix_connected", False))
+    return {"connected": found, "failed": failed, "question": question.query()}
 
 
-@pytest.mark.parametrize("fixes", [False, True])
-def test_the_load_has_failed_and_nothing_else(fixes: bool, fork_server: ForkServer) -> None:
-    done = fork_server(lose_load, RELEASES / NEWEST, 30 if fixes else 0, fixes=["KVF122"] if fixes else False)
-    assert done == {"connected": [False, fixes, False], "failed": fixes, "question": False}
+def answered(in_flight: list[str], lost: list[str], sent: list[str]) -> dict[str, list[str]]:
+    return {"in flight": in_flight, "lost": lost, "sent": sent, "behind": []}
 
 
-def lose_connection(fixed: bool) -> dict[str, list[str]]:
+@pytest.mark.parametrize(
+    ("fixes", "answer"),
+    [
+        (False, answered([], [], [*TRANSFERS, *LOOKUPS, "ping"])),
+        (["KVF126"], answered([*TRANSFERS, *LOOKUPS], TRANSFERS, [*LOOKUPS, "ping"])),
+    ],
+)
+@answers(also="answer")
+def test_a_lost_connection(fixes: Fixes) -> dict[str, list[str]]:
     """Return the answered operations: those in flight when the server goes, those sent then, and later ones.
 
     The later ones are sent after a registration.
@@ -80,8 +79,7 @@ def lose_connection(fixed: bool) -> dict[str, list[str]]:
     from lmcache.v1.multiprocess.custom_types import RegisterEngineDrivenContextPayload
     from lmcache.v1.multiprocess.transport.zmq_impl.wire import decode_operation
 
-    here = connected()
-    server, client, key = here.server, here.client, here.key
+    context, server, port, client, key = connected()
 
     def send_all() -> dict[str, Any]:
         return {
@@ -104,7 +102,7 @@ def lose_connection(fixed: bool) -> dict[str, list[str]]:
                 operations.append(decode_operation(message[2]))
         return operations
 
-    def answered(futures: dict[str, Any]) -> list[str]:
+    def done(futures: dict[str, Any]) -> list[str]:
         return [name for name, future in futures.items() if future.query()]
 
     in_flight = send_all()
@@ -113,41 +111,26 @@ def lose_connection(fixed: bool) -> dict[str, list[str]]:
     server.close(linger=0)
     assert list(stream) == []  # LMCache ends the stream when it notices
     lost = send_all()
-    server = here.context.socket(zmq.ROUTER)
-    server.bind(f"tcp://127.0.0.1:{here.port}")
-    unsent = received(len(lost) - len(TRANSFERS) * fixed)
+    server = context.socket(zmq.ROUTER)
+    server.bind(f"tcp://127.0.0.1:{port}")
+    unsent = received(len(lost) - len(TRANSFERS) * bool(fixes))
     client.register_kv_cache_engine_driven_context(
         RegisterEngineDrivenContextPayload(1, "model", 1, 1, 1, 1, "int8", False)
     )
     behind = send_all()
     assert received(1 + len(behind))[1:] == list(behind)
-    found = {"in flight": answered(in_flight), "lost": answered(lost), "sent": unsent, "behind": answered(behind)}
-    here._replace(server=server).close()
-    return found
-
-
-TRANSFERS = ["prepare_store", "commit_store", "prepare_retrieve", "commit_retrieve", "store", "retrieve"]
-LOOKUPS = ["lookup", "query_prefetch_status"]
+    return {"in flight": done(in_flight), "lost": done(lost), "sent": unsent, "behind": done(behind)}
 
 
 @pytest.mark.parametrize(
-    ("fixes", "in_flight", "lost", "sent"),
-    [
-        (False, [], [], [*TRANSFERS, *LOOKUPS, "ping"]),
-        (["KVF126"], [*TRANSFERS, *LOOKUPS], TRANSFERS, [*LOOKUPS, "ping"]),
-    ],
+    ("fixes", "patience", "answer"), [(False, 1.0, [True, False, False]), (["KVF126"], 300.0, [True, False, True])]
 )
-def test_a_lost_connection(
-    fixes: Fixes, in_flight: list[str], lost: list[str], sent: list[str], fork_server: ForkServer
-) -> None:
-    found = fork_server(lose_connection, RELEASES / NEWEST, bool(fixes), fixes=fixes)
-    assert found == {"in flight": in_flight, "lost": lost, "sent": sent, "behind": []}
-
-
-def restart(patience: float) -> list[bool]:
+@answers(also="fixes answer")
+def test_a_restarted_server(patience: float) -> list[bool]:
     """Return three flags, True if a store succeeded: before the server restarts, after that, and after a heartbeat.
 
-    patience: seconds to wait for the server. Without an answer the second store waits twice as long.
+    patience: seconds to wait for the server. Without an answer the second store waits twice as long. With the fix
+    nothing waits for the answer: a wait would take 600 seconds, and the test may take less.
     """
     import torch
     import zmq
@@ -182,12 +165,3 @@ def restart(patience: float) -> list[bool]:
     stored.append(store("registered", 200))
     server.close()
     return stored
-
-
-@pytest.mark.parametrize(("fixes", "patience", "last"), [(False, 1.0, False), (["KVF126"], 300.0, True)])
-def test_a_restarted_server(fixes: Fixes, patience: float, last: bool, fork_server: ForkServer) -> None:
-    """With the fix nothing waits for the server's answer.
-
-    A wait would take 600 seconds, and the test may take less.
-    """
-    assert fork_server(restart, RELEASES / NEWEST, patience, fixes=fixes) == [True, False, last]

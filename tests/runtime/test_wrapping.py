@@ -113,9 +113,6 @@ FAULTS = {
 }
 
 
-EVERY_FAULT = pytest.mark.parametrize(("kind", "code", "calls"), FAULTS.values(), ids=FAULTS)
-
-
 def closed(*given: Any, **named: Any) -> str:
     return "closed"
 
@@ -124,22 +121,22 @@ def go_on(*given: Any, **named: Any) -> Any:
     return GO_ON
 
 
-@EVERY_FAULT
+@pytest.mark.parametrize(("kind", "code", "calls"), FAULTS.values(), ids=FAULTS)
+@pytest.mark.parametrize("when", [None, Raises.at_once])
 @pytest.mark.parametrize(
     ("on_fault", "answer"), [(None, "own"), (closed, "closed"), (go_on, "own"), (Raises.at_once, "own")]
 )
-def test_the_answer_of_a_wrapper_that_raises(kind: Any, code: Any, calls: int, on_fault: Any, answer: str) -> None:
-    """If the closed answer raises too, all is as released."""
-    hooked = Hooked(kind(code, on_fault=on_fault))
+def test_the_answer_of_code_that_raises(
+    kind: Any, code: Any, calls: int, when: Any, on_fault: Any, answer: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The code of the wrapper, or its `when`. If the closed answer raises too, all is as released."""
+    hooked = Hooked(kind(code, when=when, on_fault=on_fault))
+    calls = calls if when is None else kind is after
     assert hooked(1) == answer
     assert hooked.calls == [((1,), {})] * (calls if answer == "closed" else 1)
-    assert on_fault is not None or sum(session.faults.values()) == 1
-
-
-@EVERY_FAULT
-def test_when_fails_closed(kind: Any, code: Any, calls: int) -> None:
-    hooked = Hooked(kind(code, when=Raises.at_once, on_fault=closed))
-    assert hooked(1) == "closed"
+    line, *more = caplog.messages
+    assert line.startswith(f"a fault of kvfix itself in {__name__}.{code.__name__}: ")
+    assert len(more) == (on_fault is Raises.at_once)
 
 
 class Counted:
@@ -220,35 +217,25 @@ def as_any(*args: Any, **kwargs: Any) -> str:
 
 
 @pytest.mark.parametrize("hook", [as_named, as_any])
-class TestWhen:
-    """`when` gets the wrapper's parameters, whatever their names in the function, and decides whether it is called."""
+def test_when_decides(hook: Callable[..., Any]) -> None:
+    """It gets the wrapper's parameters, whatever their names in the function."""
 
-    def test_true_and_false(self, hook: Callable[..., Any]) -> None:
-        def changes(hooked: Hooked, answer: str, one: int) -> str:
-            return answer + str(one)
+    def changes(hooked: Hooked, answer: str, one: int) -> str:
+        return answer + str(one)
 
-        def prepares(hooked: Hooked, one: int) -> None:
-            hooked.steps.append(one)
+    def prepares(hooked: Hooked, one: int) -> None:
+        hooked.steps.append(one)
 
-        def answers(hooked: Hooked, one: int) -> Any:
-            return instead("without")
+    def skips(hooked: Hooked, one: int) -> Any:
+        return instead("without")
 
-        hooked = Hooked(lambda _: None)
-        wrapped = before(prepares, when=lambda hooked, one: one > 1)(hook)
-        wrapped = after(changes, when=lambda hooked, answer, one: answer == "own" and one > 2)(wrapped)
-        wrapped = around(answers, when=lambda hooked, one: getattr(hooked, "one", one) == 4)(wrapped)
-        assert [wrapped(hooked, one) for one in (1, 2, 3, 4)] == ["own", "own", "own3", "without"]
-        assert hooked.steps == [2, 3]
-        assert hooked.calls == [((1,), {}), ((2,), {}), ((3,), {})]
-
-    @pytest.mark.parametrize("kind", [before, around, after])
-    def test_when_that_raises(self, kind: Any, hook: Callable[..., Any], caplog: Any) -> None:
-        def wrapper(hooked: Hooked, *more: Any) -> Any:
-            raise AssertionError("is not called")
-
-        assert kind(wrapper, when=lambda hooked, *_: hooked.no_such_attribute)(hook)(Hooked(lambda _: None), 1) == "own"
-        (line,) = caplog.messages
-        assert line.startswith("a fault of kvfix itself in tests.runtime.test_wrapping.wrapper: AttributeError")
+    hooked = Hooked(lambda _: None)
+    wrapped = before(prepares, when=lambda hooked, one: one > 1)(hook)
+    wrapped = after(changes, when=lambda hooked, answer, one: answer == "own" and one > 2)(wrapped)
+    wrapped = around(skips, when=lambda hooked, one: one == 4)(wrapped)
+    assert [wrapped(hooked, one) for one in (1, 2, 3, 4)] == ["own", "own", "own3", "without"]
+    assert hooked.steps == [2, 3]
+    assert hooked.calls == [((1,), {}), ((2,), {}), ((3,), {})]
 
 
 def test_a_wrapper_gets_arguments_by_position_with_defaults() -> None:

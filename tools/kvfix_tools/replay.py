@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvfix import catalogue
-from kvfix.connector_events import report
+from kvfix.connector_events import violations
 from kvfix.connector_events.recorder import Entry
 from kvfix.ledger import Finding, Ledger
 from kvfix.ledger import events as ev
@@ -178,7 +178,7 @@ def _report(
     who: Sequence[str] = (),
 ) -> str:
     fixes = catalogue.handling(finding.code, finding.message)
-    return report.compose(
+    return violations.compose(
         finding,
         history,
         where=where,

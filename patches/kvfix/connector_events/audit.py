@@ -16,16 +16,13 @@ from __future__ import annotations
 
 import re
 import zlib
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from kvfix import applying, engine_log, metrics
+from kvfix.engine_state.reader import Span
 from kvfix.ledger.events import Compared
 from kvfix.wrapping import after
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from kvfix.engine_state.reader import Span
 
 #: Attribute of a connector: its Audit.
 _HELD = "_kvfix_audit"

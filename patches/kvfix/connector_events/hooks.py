@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvfix import applying, clock, engine_log, metrics
-from kvfix.connector_events import leases, recorder, signals, violations, watchdog
+from kvfix.connector_events import peers, recorder, signals, violations, watchdog
 from kvfix.connector_events.watched import WatchedConnector
 from kvfix.engine_state import places
 from kvfix.session import session
@@ -64,7 +64,6 @@ def watch_factory(factory: Any) -> None:
 
 
 def release_factory() -> None:
-    """Put back the factory's own function."""
     if session.factory is not None:
         factory, factory.get_connector_class = session.factory[0], session.factory[1]
         session.factory = None
@@ -134,12 +133,19 @@ def _around(name: str, before: str, after: str, original: Callable[..., Any]) ->
 
 
 def _record(watched: WatchedConnector, what: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Call this method. Log an error in it once for all connectors.
+
+    After an error the record has gaps: no rule checks this connector any more.
+    """
     try:
         getattr(watched, what)(*args, **kwargs)
     except violations.Violation:
-        raise
+        raise  # if a hook has raised, the violation has this exception as its context
     except Exception as error:  # noqa: BLE001
-        _fault(watched, what, error)
+        watched.trusted = False
+        if session.failed_generation != session.generation:
+            session.failed_generation = session.generation
+            engine_log.fault(f"kvfix.connector_events.watched.{what}", error)
 
 
 def _raised(watched: WatchedConnector, name: str, error: Exception, args: tuple[Any, ...]) -> None:
@@ -148,20 +154,7 @@ def _raised(watched: WatchedConnector, name: str, error: Exception, args: tuple[
         return
     if thread in _errors:
         _errors[thread] = error
-    try:
-        watched.raised(name, error, args)
-    except violations.Violation:
-        raise  # the violation has the exception as its context
-    except Exception as fault:  # noqa: BLE001
-        _fault(watched, "raised", fault)
-
-
-def _fault(watched: WatchedConnector, what: str, error: Exception) -> None:
-    """Log the error once for all connectors. The record now has gaps: no rule checks this connector any more."""
-    watched.trusted = False
-    if session.failed_generation != session.generation:
-        session.failed_generation = session.generation
-        engine_log.fault(f"kvfix.connector_events.watched.{what}", error)
+    _record(watched, "raised", (name, error, args), {})
 
 
 def _begin(connector: Any, is_scheduler: bool) -> WatchedConnector | None:
@@ -170,7 +163,7 @@ def _begin(connector: Any, is_scheduler: bool) -> WatchedConnector | None:
     try:
         held[_HELD] = SimpleNamespace(generation=session.generation, running=None)  # if the next line fails
         held[_HELD] = watched = WatchedConnector(connector, next(session.numbers))
-        watched.leases = leases.watch(connector, KEY)
+        watched.leases = peers.watch(connector, KEY)
         if not is_scheduler and session.config is not None and session.config.audit:
             from kvfix.connector_events import audit
 

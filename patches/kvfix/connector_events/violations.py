@@ -9,22 +9,27 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from kvfix import engine_log, fix_status, metrics, redact
-from kvfix.connector_events import dump
-from kvfix.connector_events import report as text_report
+from kvfix.connector_events import dump, files, recorder
+from kvfix.ledger import RULES
 from kvfix.session import session
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from typing import Any
 
+    from kvfix.connector_events.recorder import Entry
     from kvfix.connector_events.watched import WatchedConnector
+    from kvfix.fix_status import FixRow
     from kvfix.ledger import Finding
-    from kvfix.ledger.events import Raised
+    from kvfix.ledger.events import Event, Raised
 
 #: Environment variable: path of a file. Each line has a finding to suppress: `KVR009` or `KVR009 _requests_priority*`.
 SUPPRESS = "KVFIX_SUPPRESS"
 #: Maximum dumps of one process, and seconds between two of the same kind.
 DUMPS, PAUSE = 16, 60.0
+RULE = "=" * 80
+#: Maximum events of the history in a report.
+LONGEST = 40
 
 
 class Violation(Exception):
@@ -45,7 +50,7 @@ def report(watched: WatchedConnector, hook: str, finding: Finding, error: Except
     if _is_due(kind):
         fixes = engine_log.guarded("kvfix.fix_status", fix_status.handling, finding) or []
         path = written(dump.write, "violation", finding)
-        path = path and written(text_report.write, watched, hook, finding, fixes, path)
+        path = path and written(_write, watched, hook, finding, fixes, path)
         handled = f" Fixed by {', '.join(f'{row.code} {row.slug}' for row in fixes)}." if fixes else ""
         where = f" Report: {path}" if path else ""
         engine_log.warning(f"{finding} (in {hook} of {watched.name}).{handled}{where}")
@@ -115,3 +120,99 @@ def _read(path: str) -> list[tuple[str, str]]:
         engine_log.warning(f"{SUPPRESS}={path} cannot be read ({error}): nothing is suppressed")
         return []
     return [(parts[0], parts[1].strip() if len(parts) > 1 else "*") for parts in lines if parts]
+
+
+# ---------------------------------------------------------------------- the text of a report
+
+
+def _write(watched: WatchedConnector, hook: str, finding: Finding, fixes: Sequence[FixRow], recording: str) -> str:
+    """Write the report next to the recorder file and return its path. Raises OSError."""
+    entries = [entry for entry in recorder.snapshot() if entry.event.request == finding.request]
+    text = compose(
+        finding,
+        [entry for entry in entries if entry.connector == watched.number],
+        where=f"{hook} of {watched.name}{f' ({watched.role})' if watched.role else ''}, pid {os.getpid()}",
+        whose=finding.request or "the engine",
+        holds=_holds(dump.scheduler_state(), dump.kept(watched)),
+        fixes=[_fix(row) for row in fixes],
+        recording=recording,
+    )
+    with files.folder() as folder:
+        return files.write(folder, f"{os.path.basename(recording).removesuffix('.jsonl')}.txt", text.encode())
+
+
+def compose(
+    finding: Finding,
+    history: list[Entry],
+    where: str,
+    whose: str,
+    holds: list[str],
+    fixes: list[str],
+    recording: str,
+    who: Sequence[str] = (),
+) -> str:
+    """Return the report of a finding from any source.
+
+    who: the process of each history entry, for records of several processes.
+    """
+    doc = next((rule.doc for rule in RULES if rule.code == finding.code), "").strip()
+    parts = [
+        RULE,
+        f"kvfix: {finding.code} {finding.name}: request {whose}",
+        f"  {finding.message}",
+        f"  in {where}",
+        "",
+        "The rule: " + doc.partition("\n")[0],
+        "",
+        "This event:",
+        f"  {_at(history, finding.event)}{finding.event.text()}",
+    ]
+    if finding.earlier is not None:
+        parts += ["", "contradicts this one:", f"  {_at(history, finding.earlier)}{finding.earlier.text()}"]
+    parts += ["", f"The history of {whose}, in seconds before its last event:", *_history(history, who)]
+    parts += ["", *holds] if holds else []
+    parts += ["", *(fixes or ["This installation of kvfix has no fix for this violation."])]
+    parts += ["", f"Recorder: {recording}", f"  kvfix replay {recording}", summary(finding), RULE, ""]
+    return "\n".join(parts)
+
+
+def summary(finding: Finding) -> str:
+    whose = f" request {finding.request}" if finding.request else ""
+    return f"SUMMARY: kvfix {finding.code} {finding.name}{whose}: {finding.message}"
+
+
+def _history(history: list[Entry], who: Sequence[str]) -> list[str]:
+    if not history:
+        return ["  (the recorder has no events of this request)"]
+    shown, end = history[-LONGEST:], history[-1].mono
+    left_out = [f"  ... {len(history) - len(shown)} before"] if len(history) > len(shown) else []
+    lines = [f"  {(entry.mono - end) / 1e9:+9.3f}  {entry.event.text()}" for entry in shown]
+    labels = [f"  [{label}]" for label in who[-LONGEST:]] or [""] * len(lines)
+    return [*left_out, *map("".join, zip(lines, labels, strict=True))]
+
+
+def _at(history: list[Entry], event: Event) -> str:
+    found = next((entry for entry in reversed(history) if entry.event == event), None)
+    return f"{(found.mono - history[-1].mono) / 1e9:+.3f} s, {found.hook}: " if found else ""
+
+
+def _holds(scheduler: dict[str, int], kept: dict[str, int]) -> list[str]:
+    lines = []
+    if scheduler:
+        free = f"{scheduler['free_blocks']} of {scheduler['blocks']} blocks free"
+        lines.append(f"Scheduler: {scheduler['running']} running, {scheduler['waiting']} waiting, {free}")
+    if kept:
+        lines.append("Connector: " + ", ".join(f"{where} {count}" for where, count in kept.items()))
+    return lines
+
+
+def _fix(row: FixRow) -> str:
+    if row.verdict == "applied":
+        what = "is applied in this process, but the rule was violated: please report this"
+    elif row.verdict == "applicable":
+        what = f"fixes this, but is not applied in this process ({row.reason}): kvfix.apply(), or kvfix run -- CMD"
+    elif row.verdict == "opt-in":
+        what = f"fixes this, but is opt-in: kvfix explain {row.code}, then kvfix run --plus {row.code} -- CMD"
+    else:
+        what = f"may fix this; {row.verdict}: {row.reason}"
+    return f"{row.code} {row.slug} {what}"

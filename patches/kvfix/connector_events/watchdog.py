@@ -19,18 +19,16 @@ from __future__ import annotations
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
 
 from kvfix import engine_log, engine_state
 from kvfix.connector_events import dump, recorder, signals, violations
 from kvfix.engine_state import places
 from kvfix.ledger import owed, standstill
-from kvfix.ledger.looks import LATE, Look
+from kvfix.ledger.standstill import LATE, Look
 from kvfix.session import session
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from types import FrameType
 
 #: Environment variable: seconds without any progress; 0 turns the watchdog off. DEFAULT: the seconds if it is not set.
 SECONDS, DEFAULT = "KVFIX_WATCHDOG", 60.0

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kvfix.connector_events.audit import Audit
-    from kvfix.connector_events.leases import Leases
+    from kvfix.connector_events.peers import Leases
     from kvfix.engine_state.reader import Span
     from kvfix.ledger.events import Event
 

@@ -22,14 +22,11 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from . import connectors, places, recorded
+from . import connectors, places
 from . import scheduler as schedulers
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from typing import Any
 
 #: Incremented when a name is removed or changes its meaning.
 SCHEMA = 1
@@ -58,7 +55,7 @@ def collect(full: bool = False, scheduler: Any = None, workers: Sequence[Any] = 
         scheduler = getattr(engine, "scheduler", None)
     found = [getattr(scheduler, "connector", None), *(workers or [read("worker", places.worker_connector)])]
     held = read("connectors", connectors.read, [each for each in found if each is not None])
-    events = read("recorder", recorded.by_request) or {}
+    events = read("recorder", places.recorded) or {}
     rows = connectors.by_request(held or ())
     state = {
         "schema": SCHEMA,
@@ -67,7 +64,7 @@ def collect(full: bool = False, scheduler: Any = None, workers: Sequence[Any] = 
         "mono": time.monotonic_ns(),
         "wall": time.time_ns(),
         "versions": read("versions", places.versions),
-        "kvfix": read("kvfix", recorded.kvfix),
+        "kvfix": read("kvfix", places.kvfix),
         "stack": read("stack", places.stack, frames),
         "hook": read("hook", places.hook, frames),
         "in_step": read("in_step", places.in_step, frames),

@@ -19,13 +19,11 @@ Each connector has a row, and so has each child of a MultiConnector:
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from typing import Any
+
 from . import lmcache_readers
 from .places import where
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from typing import Any
 
 
 def read(connectors: Sequence[Any]) -> list[dict[str, Any]]:

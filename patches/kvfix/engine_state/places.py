@@ -1,4 +1,4 @@
-"""Find the engine's objects in this process: on the stack of its main thread, or in a module of vLLM.
+"""Find the engine's objects in this process: on the stack of its main thread, or in a module of vLLM. Also kvfix's own.
 
 EngineCore's loop is on that stack as long as the engine lives (`run_busy_loop`, v1/engine/core.py 0.32.0:1547). An
 engine in the user's own process is on the stack while it computes. Otherwise a variable of the user's program holds the
@@ -10,12 +10,10 @@ from __future__ import annotations
 import os
 import sys
 import threading
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import FrameType
-    from typing import Any
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
 
 #: Hooks of vLLM's connectors (v1/base.py 0.33.0).
 HOOKS = (
@@ -152,3 +150,46 @@ def where(error: Exception) -> str:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return type(error).__name__ + ("" if trace is None else f" ({_file(trace.tb_frame)}:{trace.tb_lineno})")
+
+
+# ---------------------------------------------------------------------- of kvfix itself
+
+
+def kvfix() -> dict[str, Any] | None:
+    """Return mode and applied fixes; None if kvfix does nothing in this process."""
+    session: Any = getattr(sys.modules.get("kvfix.session"), "session", None)
+    if session is None or session.config is None:
+        return None
+    keys = {key for wrapped in list(session.wrapped.values()) for key in list(wrapped._wrappers)}
+    version = getattr(sys.modules.get("kvfix.version"), "VERSION", "")
+    return {"mode": session.mode, "version": version, "fixes": sorted(key for key in keys if key.startswith("KVF"))}
+
+
+def recorded() -> dict[str, dict[str, Any]]:
+    """Return {request: its state by the recorded events}; {} without a recorder.
+
+    {"asked": computed tokens at the last Asked event, "promised", "granted", "loading": [start, end],
+     "loaded": end, "stored": end, "event": name of the last event, "since": seconds since the last event}
+
+    """
+    recorder = sys.modules.get("kvfix.connector_events.recorder")
+    if recorder is None:
+        return {}
+    now, found = time.monotonic_ns(), dict[str, "dict[str, Any]"]()
+    for entry in recorder.snapshot():
+        event, kind = entry.event, type(entry.event).__name__
+        row = found.setdefault(event.request, {})
+        row["event"], row["since"] = kind, round((now - entry.mono) / 1e9, 3)
+        if kind == "Asked":
+            row.update(asked=event.computed, promised=event.promised, granted=None, loading=None, loaded=None)
+        elif kind == "Granted" and (event.external or not row.get("granted")):
+            row["granted"] = event.external
+        elif kind == "LoadDue":
+            row["loading"] = [event.start, event.end]
+        elif kind == "Loaded":
+            row.update(loaded=event.end, loading=None)
+        elif kind == "Stored":
+            row["stored"] = max(event.end, row.get("stored") or 0)
+        elif kind in ("Preempted", "LoadFailed"):
+            row.update(asked=None, promised=None, granted=None, loading=None, loaded=None)
+    return found

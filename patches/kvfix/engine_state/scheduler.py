@@ -2,7 +2,7 @@
 
     {"class": "Scheduler", "steps": 12, "paused": "", "policy": "fcfs", "block_size": 16,
      "pool": {"blocks": 60, "free": 5, "cached": 40, "reserved": 7},    reserved: for prefills in flight
-     "answers": 1,              steps that the workers have not answered
+     "answers": 1,              steps that the workers have not answered; None without an EngineCore
      "deferred": 0,             blocks that become free with a later answer
      "ended_reports": ["r1"],   transfers reported for requests that the scheduler does not know any more
      "ranks_left": {"r7": 1},   {request: number of ranks that have not reported its load, if others have}
@@ -26,12 +26,9 @@ hexadecimal).
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from . import needs
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
 #: vLLM's queues of waiting requests, in the order in which it admits from them. Earlier releases have only some.
 QUEUES = ("kv_holding_waiting", "skipped_waiting", "waiting")
@@ -75,7 +72,9 @@ def read(
             "cached": len(pool.cached_block_hash_to_block),
             "reserved": reserved,
         },
-        "answers": _answers(engine),
+        # EngineCore uses a queue with asynchronous scheduling or pipeline parallelism. Otherwise a step is answered
+        # before the next one begins.
+        "answers": None if engine is None else len(getattr(engine, "batch_queue", None) or ()),
         "deferred": sum(len(blocks) for _, blocks in list(getattr(scheduler, "deferred_frees", ()))),
         "ended_reports": sorted(set(scheduler.finished_recving_kv_req_ids) - set(scheduler.requests)),
         "ranks_left": _ranks_left(engine),
@@ -141,17 +140,6 @@ def _settings(scheduler: Any) -> dict[str, Any]:
         "async_scheduling": getattr(config, "async_scheduling", None),
         "groups": len(scheduler.kv_cache_config.kv_cache_groups),
     }
-
-
-def _answers(engine: Any) -> int | None:
-    """Return the number of steps in EngineCore's queue; None without an EngineCore.
-
-    EngineCore uses this queue with asynchronous scheduling or pipeline parallelism. Otherwise a step is answered before
-    the next one begins.
-    """
-    if engine is None:
-        return None
-    return len(getattr(engine, "batch_queue", None) or ())
 
 
 def _ranks_left(engine: Any) -> dict[str, int]:

@@ -55,7 +55,7 @@ class Target:
     place: order among the wrappers of one function. The wrapper with the lowest place is next to the function.
     helper: the fix needs this function, but the bug is not in it. Its code does not show the bug.
     copy: the copy of the code that the function belongs to. If it is "", every copy needs the function for its fix.
-        The functions of one copy are wrapped together or not at all (kvfix.transaction).
+        The functions of one copy are wrapped together or not at all (kvfix.applicability).
     """
 
     dist: str

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from kvfix.ledger import events as ev
+from kvfix.ledger.events import Event
 from kvfix.ledger.rules import RULES_FOR
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from kvfix.ledger.events import Event
 
 
 class Finding(NamedTuple):
@@ -57,64 +53,36 @@ class History:
         #: Tokens from the start that the external cache has or gets, according to the connector.
         self.stored_to: int | None = None
 
-    def take(self, event: Event) -> None:
+    def take(self, event: Any) -> None:
         """Add the event to the history. Called after the rules have checked the event against the history so far."""
-        kind: type = type(event)
-        if kind in _LAST:
-            setattr(self, _LAST[kind], event)
-        elif kind in _CHANGES:
-            _CHANGES[kind](self, event)
+        kind = type(event)
+        if kind is ev.Scheduled:
+            self.computed = event.computed + event.tokens
+            self.admitted = True
+        elif kind is ev.Asked:
+            self.asked, self.granted, self.admitted = event, None, False
+        elif kind is ev.Granted:
+            # vLLM calls the hook again, with 0, when it admits a request after a load between steps.
+            if event.external or self.admitted or self.granted is None or not self.granted.external:
+                if self.admitted:
+                    self.asked = None  # a session continues with more input: vLLM does not ask
+                self.granted, self.due = event, None
+        elif kind is ev.Stored:
+            self.stored_to = max(self.stored_to or 0, event.end, event.covered)
+        elif kind is ev.LoadDue:
+            self.due = event
+        elif kind in (ev.Preempted, ev.LoadFailed):
+            self.asked = self.granted = self.due = None
+        elif kind is ev.Finished:
+            self.finished = event
+        elif kind is ev.TimedOut:
+            self.timed_out_again = self.timed_out is not None and event.is_at_once_after(self.timed_out)
+            self.timed_out = event
+        elif kind is ev.Leased:
+            self.lease = event
+        elif kind is ev.LeaseEnded:
+            self.lease_ended = event
         self.events.append(event)
-
-    def admits_after_load(self, event: ev.Granted) -> bool:
-        """vLLM calls the hook again, with 0, when it admits a request after a load between steps."""
-        return event.external == 0 and self.granted is not None and bool(self.granted.external) and not self.admitted
-
-
-def _asked(history: History, event: ev.Asked) -> None:
-    history.asked = event
-    history.granted = None
-    history.admitted = False
-
-
-def _granted(history: History, event: ev.Granted) -> None:
-    if not history.admits_after_load(event):
-        if history.admitted:
-            history.asked = None  # a session continues with more input: vLLM does not ask
-        history.granted = event
-        history.due = None
-
-
-def _scheduled(history: History, event: ev.Scheduled) -> None:
-    history.computed = event.computed + event.tokens
-    history.admitted = True
-
-
-def _stored(history: History, event: ev.Stored) -> None:
-    history.stored_to = max(history.stored_to or 0, event.end, event.covered)
-
-
-def _waits_again(history: History, event: ev.Preempted | ev.LoadFailed) -> None:
-    history.asked = history.granted = history.due = None
-
-
-def _timed_out(history: History, event: ev.TimedOut) -> None:
-    history.timed_out_again = history.timed_out is not None and event.is_at_once_after(history.timed_out)
-    history.timed_out = event
-
-
-#: {type of event: attribute of the history with the last event of this type}.
-_LAST: dict[type, str] = {ev.LoadDue: "due", ev.Finished: "finished", ev.Leased: "lease", ev.LeaseEnded: "lease_ended"}
-#: {type of event: how it changes the history}. Events in neither table are only kept.
-_CHANGES: dict[type, Callable[[History, Any], None]] = {
-    ev.Asked: _asked,
-    ev.Granted: _granted,
-    ev.Scheduled: _scheduled,
-    ev.Stored: _stored,
-    ev.Preempted: _waits_again,
-    ev.LoadFailed: _waits_again,
-    ev.TimedOut: _timed_out,
-}
 
 
 class Ledger:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvfix.engine_state.scheduler import QUEUES
 from kvfix.ledger import liveness
 from kvfix.ledger.liveness import LOAD, LOOKUP, OUTSIDE, PLACE
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 #: {status of vLLM in which a request waits for something outside of the engine: what it waits for}
 OUTSIDE_STATUSES = {

@@ -19,8 +19,7 @@ from kvfix_tools.look import lmcache_server, looking, show, waits
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvfix.ledger.looks import Look
-    from kvfix.ledger.standstill import Verdict
+    from kvfix.ledger.standstill import Look, Verdict
 
 SCHEMA = 1
 #: Seconds between two looks, and the maximum number of immediate repetitions. A scheduler that is inside a step and has

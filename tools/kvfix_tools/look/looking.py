@@ -15,7 +15,7 @@ import psutil
 
 import kvfix.engine_state
 from kvfix.engine_state import places
-from kvfix.ledger.looks import Look
+from kvfix.ledger.standstill import Look
 from kvfix_tools.dump import gather, processes
 from kvfix_tools.dump.processes import Process
 from kvfix_tools.look import inject
@@ -31,7 +31,7 @@ INSIDE, RECORDER, STACKS, NOT = "inside", "by its recorder", "by its stacks only
 #: a second look sends only a call.
 MISSING = "null"
 #: The package itself ("") is last, because it imports the other modules.
-_MODULES = ("places", "recorded", "needs", "reader", "lmcache_readers", "connectors", "scheduler", "")
+_MODULES = ("places", "needs", "reader", "lmcache_readers", "connectors", "scheduler", "")
 
 _BRING = """
 import sys

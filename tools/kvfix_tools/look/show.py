@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from kvfix.ledger.looks import Look
     from kvfix.ledger.owed import Engine
-    from kvfix.ledger.standstill import Verdict
+    from kvfix.ledger.standstill import Look, Verdict
 
 #: Maximum rows of the table, and its columns.
 ROWS = 40

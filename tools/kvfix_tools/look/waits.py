@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 from kvfix.engine_state.scheduler import QUEUES
 from kvfix.ledger import liveness, owed, standstill
 from kvfix.ledger.liveness import LOAD, LOOKUP, OUTSIDE, PLACE
-from kvfix.ledger.looks import HOOK, LATE, moved, of_these_hooks
+from kvfix.ledger.standstill import HOOK, LATE, moved, of_these_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvfix.ledger.looks import Look
     from kvfix.ledger.owed import Engine
+    from kvfix.ledger.standstill import Look
 
 
 def first_refused(engine: Engine) -> str:

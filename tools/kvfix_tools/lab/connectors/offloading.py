@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm.v1.kv_offload.base import get_offload_group_idx
 
-from kvfix.connector_events import offload_readers
+from kvfix.connector_events import readers
 from kvfix_tools.lab.connectors.connector import Connector
 from kvfix_tools.lab.connectors.offload_copies import Copies
 from kvfix_tools.lab.connectors.offload_tiers import Tiers
@@ -154,7 +154,7 @@ class Offloading(BothRoles):
 
     def __init__(self, options: Options, ranks: Sequence[Rank], scheduler: Any, in_scheduler: Any) -> None:
         super().__init__(options, ranks)
-        self.reader = offload_readers.Offloading(in_scheduler)
+        self.reader = readers.Offloading(in_scheduler)
         self.scheduler = in_scheduler.connector_scheduler
         self.manager = self.scheduler.manager
         self.tiers = Tiers(self.manager, options.delay)
@@ -181,7 +181,7 @@ class Offloading(BothRoles):
 
     def _loader(self, rank: Rank) -> Callable[[str, Any, bool], None]:
         def loaded(name: str, to: Any, fails: bool) -> None:
-            span = offload_readers.span(to, [group.block_size for group in self._groups])
+            span = readers.span(to, [group.block_size for group in self._groups])
             self.has_loaded(rank.rank, name, span, sum(map(bool, to.group_sizes)) > 1, fails)
 
         return loaded

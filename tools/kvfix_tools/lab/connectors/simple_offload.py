@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, resolve_block_hashes
 
-from kvfix.connector_events import offload_readers
+from kvfix.connector_events import readers
 from kvfix_tools.lab.connectors.offload_copies import CopyQueue, stand_in
 from kvfix_tools.lab.connectors.offloading import BothRoles, Copying, note_stored
 from kvfix_tools.lab.engine import kv_layout, rules
@@ -77,7 +77,7 @@ class Offloading(BothRoles):
 
     def __init__(self, options: Options, ranks: Sequence[Rank], scheduler: Any, in_scheduler: Any) -> None:
         super().__init__(options, ranks)
-        self.reader = offload_readers.SimpleOffload(in_scheduler)
+        self.reader = readers.SimpleOffload(in_scheduler)
         self._scheduler = scheduler
         self._manager = in_scheduler.scheduler_manager
         self._hash_tokens = options.block_size

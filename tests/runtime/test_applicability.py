@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvfix import transaction
-from kvfix.applicability import Applicability
+from kvfix.applicability import Applicability, decide
 from kvfix.fixes import stubs
 from kvfix.fixes.record import Fix, Owner, Target
 from kvfix.wrapping import after
@@ -37,8 +36,8 @@ OTHERS = {
 
 
 def decided(fix: Fix, judged: dict[Target, Applicability]) -> list[tuple[str, set[Target]]]:
-    found = transaction.decide(fix, lambda each: judged.get(each, WRONG))
-    return [(decision.outcome.state, set(decision.targets)) for decision in found]
+    found = decide(fix, lambda each: judged.get(each, WRONG))
+    return [(decision.outcome.state, set(decision.wrapped)) for decision in found]
 
 
 @pytest.mark.parametrize(("known", "state"), OTHERS.values(), ids=OTHERS)
@@ -73,6 +72,6 @@ def test_each_copy_of_the_code_is_decided_by_itself() -> None:
 
 
 def test_the_reason_names_the_function() -> None:
-    (decision,) = transaction.decide(FIX, lambda each: WRONG if each is not SECOND else OTHERS["of another release"][0])
+    (decision,) = decide(FIX, lambda each: WRONG if each is not SECOND else OTHERS["of another release"][0])
     assert "One." in decision.outcome.reason
     assert "no release of vllm has both One.second" in decision.outcome.reason

@@ -1,13 +1,24 @@
-"""Readers of the connectors with which a decode instance gets its KV from a prefill instance: NIXL and Mooncake."""
+"""Connectors with which a decode instance gets its KV from a prefill instance: their readers, and leases.
+
+Leases: which ones the worker of prefill has renewed, and which have expired. The report of the worker only names the
+ended leases (nixl/base_worker.py 0.32.0:2853, mooncake_connector.py 0.32.0:2219), so kvfix wraps methods of the worker.
+NIXL has these methods since vLLM 0.26. In earlier releases kvfix does not know how a lease has ended.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Generator, Iterable
 from typing import Any
 
-from kvfix.connector_events import leases
+from kvfix import applying
 from kvfix.engine_state.reader import Reader, Span, Spans
+from kvfix.wrapping import after, around
+
+#: Attribute of a worker: its Leases.
+_HELD = "_kvfix_leases"
+#: Maximum characters of an id from a request's body.
+LONGEST = 256
 
 
 class _Peer(Reader):
@@ -29,7 +40,10 @@ class _Peer(Reader):
         self._worker = getattr(connector, "connector_worker", None)
 
     def peer(self, request: Any) -> tuple[str, str] | None:
-        return leases.named(request.kv_transfer_params, "remote_engine_id", self._PEER_REQUEST)
+        params = request.kv_transfer_params if isinstance(request.kv_transfer_params, dict) else {}
+        engine, name = params.get("remote_engine_id"), params.get(self._PEER_REQUEST)
+        is_valid = all(isinstance(each, str) and 0 < len(each) <= LONGEST for each in (engine, name))
+        return (str(engine), str(name)) if is_valid else None  # a client may have sent something else
 
     def loads(self, metadata: Any) -> Spans:
         """Leave out requests without blocks: for these, decode only notifies prefill."""
@@ -117,8 +131,87 @@ class Mooncake(_Peer):
     def lease_name(self, request: Any) -> str:
         params = request.kv_transfer_params
         found = params.get("transfer_id") if isinstance(params, dict) else ""
-        return found if isinstance(found, str) and len(found) <= leases.LONGEST else ""
+        return found if isinstance(found, str) and len(found) <= LONGEST else ""
 
 
 #: {`_TRANSFER_MODE` of a NixlConnector: its reader}
 OF_NIXL = {"pull": Nixl, "push": NixlPush}
+
+
+class Leases:
+    """The leases of one worker, until they are reported. extension: seconds that a renewal adds."""
+
+    def __init__(self, extension: float | None) -> None:
+        self.extension = extension
+        self.expired: set[str] = set()
+        self._renewed: dict[str, int] = {}
+        self._first: list[str] = []
+
+    def renew(self, names: list[str]) -> None:
+        for name in names:
+            before = self._renewed.get(name, 0)
+            self._renewed[name] = before + 1
+            if not before:
+                self._first.append(name)
+
+    def first_renewed(self) -> list[str]:
+        """Return the leases that were renewed for the first time since the last call."""
+        found, self._first = self._first, []
+        return found
+
+    def ended(self, name: str) -> tuple[bool, int]:
+        """Return `expired` and `renewed` of LeaseEnded, and forget the lease."""
+        expired = name in self.expired
+        self.expired.discard(name)
+        return expired, self._renewed.pop(name, 0)
+
+
+def watch(connector: Any, key: str) -> Leases | None:
+    """Wrap the worker of this connector, under this key of `applying.attach`. None: the worker lacks the methods."""
+    worker = getattr(connector, "connector_worker", None)
+    wrappers = next((each for known, each in _WRAPPERS.items() if hasattr(type(worker), known)), {})
+    if not wrappers or not all(hasattr(type(worker), name) for name in wrappers):
+        return None
+    for name, decorate in wrappers.items():
+        owner = next(each for each in type(worker).__mro__ if name in vars(each))
+        applying.attach(owner, name, key, decorate)
+    found = Leases(getattr(worker, "_lease_extension", None))
+    setattr(worker, _HELD, found)
+    return found
+
+
+def _is_watched(worker: Any, *_: Any, **__: Any) -> bool:
+    return _HELD in vars(worker)
+
+
+def _reap_expired_send_leases(worker: Any, done_sending: set[str], *_: Any, **__: Any) -> Generator[None, Any, Any]:
+    before = set(done_sending)
+    answer = yield
+    vars(worker)[_HELD].expired |= set(done_sending) - before
+    return answer
+
+
+def _handle_heartbeat(worker: Any, answer: Any, payload: str, *_: Any, **__: Any) -> Any:
+    vars(worker)[_HELD].renew([name for name in payload.split(",") if name in worker._reqs_to_send])
+    return answer
+
+
+def _get_finished(worker: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
+    """MooncakeConnector expires leases in this call: compare the unsent requests before and after it."""
+    before = list(worker.reqs_need_send.values())
+    answer = yield
+    if answer[0]:
+        unsent = {each.p_req_id for each in before if not each.need_send or each.sent < each.need_send}
+        vars(worker)[_HELD].expired |= unsent & answer[0]
+    return answer
+
+
+_around_expiry = around(_reap_expired_send_leases, _is_watched)
+_around_renewal = after(_handle_heartbeat, _is_watched)
+_around_report = around(_get_finished, _is_watched)
+
+#: {method by which kvfix recognizes the worker of NIXL or Mooncake: wrappers of its methods}
+_WRAPPERS: dict[str, dict[str, Callable[[Any], Any]]] = {
+    "_reap_expired_send_leases": {"_reap_expired_send_leases": _around_expiry, "_handle_heartbeat": _around_renewal},
+    "fetch_finished_sending_reqs": {"get_finished": _around_report},
+}
