@@ -5,7 +5,7 @@ thread, and a tier reports its results some steps later.
 """
 
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,16 @@ class Tiers:
     """The tiers of the connector's `manager`. delay: steps of a transfer."""
 
     def __init__(self, manager: Any, delay: int) -> None:
-        self._tiers = list(getattr(manager, "secondary_tiers", ()))
+        tiers = list(getattr(manager, "secondary_tiers", ()))
         self._manager = manager
-        self._late = [_Late(tier, delay) for tier in self._tiers]
-        self._lookups = [tier._lookup_manager for tier in self._tiers if hasattr(tier, "_lookup_manager")]
+        self._late = [_Late(tier, delay) for tier in tiers]
+        self._lookups = [tier._lookup_manager for tier in tiers if hasattr(tier, "_lookup_manager")]
         for lookups in self._lookups:
             lookups._lookup_queue.put(None)  # ends its thread
             lookups._thread.join()
             lookups._lookup_queue = AtOnce()
             lookups._lookup_queue.run = lookups._worker
-        self._files = [Path(tier.file_mapper.base_path) for tier in self._tiers if hasattr(tier, "file_mapper")]
+        self._files = [Path(tier.file_mapper.base_path) for tier in tiers if hasattr(tier, "file_mapper")]
 
     @staticmethod
     def folder(options: Options) -> tempfile.TemporaryDirectory[str] | None:
@@ -58,21 +58,25 @@ class Tiers:
 
 
 class _Late:
-    """Lets a tier report its results `delay` steps after the request."""
+    """Lets a tier report its results `delay` steps after the request.
+
+    The tier's threads work while a request is submitted: otherwise a lookup in the same step may find a file or not.
+    """
 
     def __init__(self, tier: Any, delay: int) -> None:
-        self._tier = tier
         self._delay = delay
         self._now = 0
         self._held: list[tuple[int, Any]] = []
-        self._finished = tier.get_finished_jobs
-        self._drain = tier.drain_jobs
+        self._finished, drain = tier.get_finished_jobs, tier.drain_jobs
+        tier.submit_store, tier.submit_load = (_until(drain, each) for each in (tier.submit_store, tier.submit_load))
         tier.get_finished_jobs, tier.drain_jobs = self._due, self._drained
 
     def tick(self) -> None:
         self._now += 1
-        self._drain()
-        self._held += [(self._now + self._delay - 1, done) for done in sorted(self._finished(), key=_job)]
+        self._hold(self._delay - 1)
+
+    def _hold(self, steps: int) -> None:
+        self._held += [(self._now + steps, done) for done in sorted(self._finished(), key=_job)]
 
     def _due(self) -> Iterable[Any]:
         due = [done for when, done in self._held if when <= self._now]
@@ -81,9 +85,18 @@ class _Late:
 
     def _drained(self) -> None:
         """Report all results at once, as at a reset."""
-        self._drain()
         self._held = [(self._now, done) for _, done in self._held]
-        self._held += [(self._now, done) for done in sorted(self._finished(), key=_job)]
+        self._hold(0)
+
+
+def _until(drain: Callable[[], None], submit: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return `submit`, which then waits for the tier's threads."""
+
+    def submitted(job: Any) -> None:
+        submit(job)
+        drain()
+
+    return submitted
 
 
 def _job(done: Any) -> Any:
