@@ -1,7 +1,7 @@
 """One engine with vLLM's MooncakeConnector, in both roles (pair.py has two engines).
 
-Decode sends its block ids to prefill, and prefill writes into these blocks. The lab replaces Mooncake's transfer engine
-(mooncake_network.py), the sockets, HTTP and threads (mooncake_sockets.py), the attention backend, and the clock.
+Decode sends its block ids to prefill, and prefill writes into these blocks. The lab replaces Mooncake's transfer
+engine, the sockets, HTTP and threads (mooncake_network.py), the attention backend, and the clock.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from kvfix import clock
 from kvfix.ledger import events as ev
-from kvfix_tools.lab.connectors import mooncake_sockets
+from kvfix_tools.lab.connectors import mooncake_network
 from kvfix_tools.lab.connectors.mooncake_network import Network
 from kvfix_tools.lab.engine import byte_memory, kv_layout, rules
 from kvfix_tools.lab.engine.memory import Slots
@@ -19,7 +19,6 @@ from kvfix_tools.lab.engine.request_events import STUCK, RequestEvents
 from kvfix_tools.lab.fuzz.parameters import Params
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.pair.pair_engine import PairSide, PairWorker
-from kvfix_tools.ledger.events import WriteBegun, WriteEnded
 
 #: vLLM's default timeout in seconds. No prefill of the lab takes as long.
 _LONG = 480
@@ -67,7 +66,7 @@ class MooncakeWorker(PairWorker):
         kept = {each.p_req_id for each in self.adapter.reqs_need_send.values()}
         sent, received = super().get_finished(ended)
         for name in sorted(sent):  # the order of a set differs between runs
-            self.side.add_to_pair(ev.LeaseEnded(name, name in kept))
+            self.side.network.add(ev.LeaseEnded(name, name in kept))
         for name in sorted(received):
             start, end = self.due.pop(name, (0, 0))
             failed = name in self.lost
@@ -89,9 +88,8 @@ class MooncakeSide(PairSide):
 
     def join(self) -> None:
         self._host = self.network.host(self.name)
-        mooncake_sockets.replace(self._host)
-        self.network.noted = self._noted
-        self._host.raised = self._raised
+        self._host.side = self
+        mooncake_network.replace(self._host)
         #: Requests whose blocks were kept. If a message of the peer arrives after their lease has ended, the message
         #: waits for the timeout.
         self._were_kept: set[str] = set()
@@ -102,14 +100,8 @@ class MooncakeSide(PairSide):
         #: {transfer: time when its request was first seen to have ended}
         self._ended: dict[str, float] = {}
 
-    def _noted(self, what: str, kept: str, reader: str) -> None:
-        """Record a write of the network in the ledgers of both engines."""
-        if what == "begun":
-            self.add_to_pair(WriteBegun(kept, reader))
-        else:
-            self.add_to_pair(WriteEnded(kept))
-
-    def _raised(self, error: BaseException) -> None:
+    def raised(self, error: BaseException) -> None:
+        """Report the exception of a coroutine that no code waits for."""
         where = f"a coroutine of the {self._host.name} engine raises {type(error).__name__}: {error}".rstrip(": ")
         self.events.violated(rules.COROUTINE_RAISED, "", where)
 
@@ -121,7 +113,7 @@ class MooncakeSide(PairSide):
         """Return the parameters for decode. Prefill returns none: the router knows its own request."""
         return {
             "do_remote_decode": False, "do_remote_prefill": True, "remote_engine_id": self.engine_id,
-            "remote_bootstrap_addr": f"http://{self._host.name}:{mooncake_sockets.PORT}",
+            "remote_bootstrap_addr": f"http://{self._host.name}:{mooncake_network.PORT}",
             "transfer_id": self._transfer(name),
         }  # fmt: skip
 
@@ -138,14 +130,13 @@ class MooncakeSide(PairSide):
 
     def listen(self, events: RequestEvents) -> None:
         super().listen(events)
-        self._host.look = self._look
         if self.network.timeout < _LONG:
             events.may_fail.add("")  # a prefill can take longer than the timeout
 
     def close(self) -> None:
         self._host.end()
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """Report transfers that the peer waits for and that no request here will send."""
         for request in self.events.model.requests.values():
             if request.is_finished():

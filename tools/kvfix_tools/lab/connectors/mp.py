@@ -16,8 +16,7 @@ import torch
 
 from kvfix.engine_state import lmcache_readers
 from kvfix_tools.lab.connectors.connector import Connector
-from kvfix_tools.lab.connectors.mp_answers import Heartbeat
-from kvfix_tools.lab.connectors.mp_server import Server
+from kvfix_tools.lab.connectors.mp_server import Heartbeat, Server
 from kvfix_tools.lab.engine import vllm_objects
 from kvfix_tools.lab.engine.memory import Cache, Slots
 from kvfix_tools.lab.engine.request_events import RequestEvents
@@ -223,10 +222,11 @@ class MP(Connector):
     def loading(self) -> set[str]:
         return super().loading().union(self.server.loading)
 
-    def in_flight(self, request: str) -> set[str]:
-        doing = {"looking": self.server.is_looking(request), "loading": request in self.server.loading}
-        doing["storing"] = self.server.storing[request] > 0
-        return {name for name, yes in doing.items() if yes} | super().in_flight(request)
+    def storing(self) -> set[str]:
+        return super().storing().union(+self.server.storing)
+
+    def is_looking(self, request: str) -> bool:
+        return self.server.is_looking(request)
 
     def kept(self) -> dict[str, set[str]]:
         """Include unanswered lookups, although the connector of a real engine may keep them for a while."""

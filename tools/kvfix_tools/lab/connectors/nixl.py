@@ -1,4 +1,4 @@
-"""One engine with vLLM's NixlConnector in pull mode, in both roles (pair.py has two engines).
+"""One engine with vLLM's NixlConnector in pull or push mode, in both roles (pair.py has two engines).
 
 The lab replaces the agent (nixl_agent.py, or NIXL's own agent with nixl_real.py), the sockets and threads of the
 handshake (nixl_network.py), the attention backend, and the clock of the leases. The slots are in memory of the agent.
@@ -24,7 +24,7 @@ from kvfix_tools.lab.engine.memory import Slots
 from kvfix_tools.lab.fuzz.parameters import Params
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.pair.pair_engine import PairSide, PairWorker
-from kvfix_tools.ledger.events import LeaseRead
+from kvfix_tools.ledger.events import LeaseRead, WriteBegun, WriteEnded, Written
 
 _MODULES = "base_scheduler", "pull_scheduler", "push_scheduler", "base_worker", "pull_worker", "push_worker"
 #: The parameters that the router sends to prefill.
@@ -123,7 +123,7 @@ class NixlWorker(PairWorker):
         for name in sent:
             expired = self.together.reported("sent", name, name in self._expired)
             if expired:
-                self.side.add_to_pair(ev.LeaseEnded(name, any(expired)))
+                self.side.network.add(ev.LeaseEnded(name, any(expired)))
         for name in [*(received - self._failed_requests), *self._failed_requests]:
             read = self.together.reported("read", name, name not in self._failed_requests)
             if read and all(read):
@@ -138,7 +138,7 @@ class NixlWorker(PairWorker):
 
     def has_loaded(self, name: str, of: str) -> None:
         """Record a load of the blocks that prefill keeps of its request `of`."""
-        self.side.add_to_pair(LeaseRead(of, name))
+        self.side.network.add(LeaseRead(of, name))
 
 
 def close(network: Network, worker: NixlWorker) -> None:
@@ -207,3 +207,68 @@ class NixlSide(PairSide):
             for where, names in readers.reader(worker.in_worker).kept()
         }
         return {**super().kept(), **in_workers}
+
+
+class PushWorker(NixlWorker):
+    """A worker in push mode, in which prefill writes into the blocks of decode. It records both sides of a write."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._note_writes()
+
+    def _note_writes(self) -> None:
+        write, done = self.adapter._xfer_blocks_for_req, self.adapter._pop_done_transfers
+
+        def writes(req_id: str, meta: Any) -> None:
+            write(req_id=req_id, meta=meta)
+            if req_id in self.adapter._sending_transfers:
+                self.together.writing.setdefault(req_id, set()).add(self.rank)
+                self.side.network.add(WriteBegun(req_id, meta.remote.request_id))
+
+        def pops(transfers: Any) -> Any:
+            ended, failed = done(transfers)
+            if transfers is self.adapter._sending_transfers:
+                for name in ended:
+                    ranks = self.together.writing.get(name, set())
+                    ranks.discard(self.rank)
+                    if not ranks:
+                        self.together.writing.pop(name, None)
+                        self.side.network.add(WriteEnded(name))
+            return ended, failed
+
+        self.adapter._xfer_blocks_for_req = writes
+        self.adapter._pop_done_transfers = pops
+
+    def begun(self) -> None:
+        self.side.network.write()
+
+    def get_finished(self, ended: set[str]) -> Any:
+        waiting = self.adapter._recving_metadata
+        for notice in list(self.adapter._pending_completion_notifs.queue):
+            name = notice.decode().rpartition(":")[0]
+            if name and not notice.startswith(b"HB:"):
+                self.side.network.add(Written(name, name in waiting))
+        return super().get_finished(ended)
+
+    def has_loaded(self, name: str, of: str) -> None: ...
+
+
+class PushSide(NixlSide):
+    """In push mode. Decode sends its block ids to prefill in a notice (a registration)."""
+
+    worker_class = PushWorker
+
+    def busy(self) -> bool:
+        return super().busy() or bool(self.loading())  # the peer may still push
+
+    def kept_of_peer(self) -> set[str]:
+        return set().union(*(worker.adapter._pending_d_registrations for worker in self.between))
+
+    def for_decode(self, name: str, answer: Params | None) -> Params | None:
+        if answer is not None:
+            return answer
+        return {
+            "do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [],
+            "remote_engine_id": self.engine_id, "remote_request_id": name, "remote_host": self.name,
+            "remote_port": PORT, "tp_size": len(self.workers),
+        }  # fmt: skip

@@ -19,7 +19,7 @@ import zmq
 
 from kvfix_tools.lab.connectors.connector import nothing
 from kvfix_tools.lab.connectors.nixl_agent import Agent
-from kvfix_tools.lab.pair.pair_network import PairNetwork
+from kvfix_tools.lab.pair.pair_engine import PairNetwork
 
 
 class Network(PairNetwork):

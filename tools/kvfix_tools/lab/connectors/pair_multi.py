@@ -16,8 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from kvfix.connector_events import readers
 from kvfix.ledger import events as ev
 from kvfix_tools.lab.connectors.mooncake import MooncakeSide
-from kvfix_tools.lab.connectors.nixl import NixlSide
-from kvfix_tools.lab.connectors.nixl_push import PushSide
+from kvfix_tools.lab.connectors.nixl import NixlSide, PushSide
 from kvfix_tools.lab.connectors.offloading import OffloadingSteps
 from kvfix_tools.lab.connectors.v1 import V1, V1Worker
 from kvfix_tools.lab.engine import rules

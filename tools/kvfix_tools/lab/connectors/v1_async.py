@@ -174,10 +174,6 @@ class AsyncV1(V1):
         first, *others = (each.unanswered for each in self.cache_engines)
         return first.union(*others) if others else first
 
-    def in_flight(self, request: str) -> set[str]:
-        looking = {"looking"} if request in self.looking() else set()
-        return looking | super().in_flight(request)
-
     def kept(self) -> dict[str, set[str]]:
         """Leave out aborted lookups that are answered or wait for an answer: the next lookup removes them.
 

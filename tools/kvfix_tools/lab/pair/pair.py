@@ -31,6 +31,7 @@ class Pair:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.network = side_class(options).make_network(options)
+        self.network.add = self.add
         self.router = Router(self)
         self.ask, self.ask_at_once = self.router.ask, self.router.ask_at_once
         self.seconds = 0.0
