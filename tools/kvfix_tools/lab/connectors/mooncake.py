@@ -35,14 +35,9 @@ class MooncakeWorker(PairWorker):
         super().__init__(side, 0, slots, called, called.connector_worker)
         #: Requests with a failed load that is not reported yet.
         self.lost: set[str] = set()
-        self._note_writes()
-        self._note_failures()
-        called.register_kv_caches({kv_layout.LAYER.format(0): byte_memory.tensor(slots, options).squeeze(1)})
+        build, fail = self.adapter._build_transfer_params, self.adapter._handle_failed_recv
 
-    def _note_writes(self) -> None:
-        build = self.adapter._build_transfer_params
-
-        async def noting(ready: Any, meta: Any, *regions: Any) -> Any:
+        async def built(ready: Any, meta: Any, *regions: Any) -> Any:
             answer = await build(ready, meta, *regions)
             failed = set(answer[3])
             self.side.network.requests = [
@@ -50,16 +45,12 @@ class MooncakeWorker(PairWorker):
             ]
             return answer
 
-        self.adapter._build_transfer_params = noting
-
-    def _note_failures(self) -> None:
-        fail = self.adapter._handle_failed_recv
-
-        def noting(metas: Any, names: Any, reason: str) -> None:
+        def failed(metas: Any, names: Any, reason: str) -> None:
             self.lost.update(name for name in names if name in metas)
             fail(metas, names, reason)
 
-        self.adapter._handle_failed_recv = noting
+        self.adapter._build_transfer_params, self.adapter._handle_failed_recv = built, failed
+        called.register_kv_caches({kv_layout.LAYER.format(0): byte_memory.tensor(slots, options).squeeze(1)})
 
     def get_finished(self, ended: set[str]) -> Any:
         # sent requests left the dictionary before this call: those that leave it during the call have expired

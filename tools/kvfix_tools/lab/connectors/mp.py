@@ -137,9 +137,10 @@ class MP(Connector):
 
     workers: list[MPWorker]
     _worker_class = MPWorker
+    _server_class = Server
 
     def __init__(self, options: Options, memories: Sequence[Slots], caches: Sequence[Cache]) -> None:
-        self.server = self._make_server(memories, caches[0], options)
+        self.server = self._server_class(memories, caches[0], options)
         adapter: Any = import_module(ADAPTER)
         released()
         self._replace(adapter)
@@ -152,9 +153,6 @@ class MP(Connector):
         self._join_others(options)
         self.reader = lmcache_readers.MP(self.in_scheduler)
         self.scheduler_adapter = self.in_scheduler.scheduler_adapter
-
-    def _make_server(self, memories: Sequence[Slots], cache: Cache, options: Options) -> Server:
-        return Server(memories, cache, options)
 
     def _replace(self, adapter: Any) -> None:
         """Replace LMCache's client and transfer context by the lab's server."""

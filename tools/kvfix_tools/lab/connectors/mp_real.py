@@ -281,15 +281,12 @@ class RealMP(MP):
     """Both roles, connected by a real server."""
 
     server: RealServer
-
     _worker_class = RealWorker
+    _server_class = RealServer
 
     def __init__(self, options: Options, memories: Sequence[Slots], caches: Sequence[Cache]) -> None:
         super().__init__(options, memories, caches)
         self.scheduler_adapter.model_name = self.server.model_name
-
-    def _make_server(self, memories: Sequence[Slots], cache: Cache, options: Options) -> RealServer:
-        return RealServer(memories, cache, options)
 
     def _replace(self, adapter: Any) -> None:
         server, its = self.server, released()

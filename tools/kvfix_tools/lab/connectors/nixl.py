@@ -5,8 +5,7 @@ handshake (nixl_network.py), the attention backend, and the clock of the leases.
 """
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -59,7 +58,7 @@ def replace(network: Network) -> None:
     worker.NixlWrapper = network.agent
     worker.zmq_ctx = network.socket
     worker.ThreadPoolExecutor = lambda **_: network.executor()
-    _be_rank(0, 1)
+    _be_rank()
     worker.get_current_attn_backends = lambda *_: [AnyBlockSize]
     worker.current_platform.discover_numa_topology = lambda *_: []  # otherwise the process keeps only one core
     if hasattr(worker, "check_nixl_version"):  # since 0.33
@@ -67,17 +66,9 @@ def replace(network: Network) -> None:
     module("push_worker").threading = SimpleNamespace(Thread=network.writer, Event=Signal, Lock=threading.Lock)
 
 
-def _be_rank(rank: int, ranks: int) -> None:
+def _be_rank(rank: int = 0, ranks: int = 1) -> None:
     worker: Any = module("base_worker")
     worker.get_tensor_model_parallel_rank, worker.get_tensor_model_parallel_world_size = lambda: rank, lambda: ranks
-
-
-@contextmanager
-def of_rank(rank: int, ranks: int) -> Iterator[None]:
-    """In this context a new worker has rank `rank` of `ranks`. Outside there is one rank."""
-    _be_rank(rank, ranks)
-    yield
-    _be_rank(0, 1)
 
 
 class Together:
@@ -106,16 +97,13 @@ class NixlWorker(PairWorker):
         self.together: Together
         #: Requests whose lease has expired in this step.
         self._expired: set[str] = set()
-        self._note_expired()
+        adapter._reap_expired_send_leases = self._note_expired
         called.register_kv_caches(kv_layout.kv_caches(options, byte_memory.tensor(slots, options, self.rank)))
 
-    def _note_expired(self) -> None:
-        def noting(sent: set[str]) -> None:
-            before = set(sent)
-            type(self.adapter)._reap_expired_send_leases(self.adapter, sent)  # may be kvfix's by then
-            self._expired = sent - before
-
-        self.adapter._reap_expired_send_leases = noting
+    def _note_expired(self, sent: set[str]) -> None:
+        before = set(sent)
+        type(self.adapter)._reap_expired_send_leases(self.adapter, sent)  # may be kvfix's by then
+        self._expired = sent - before
 
     def get_finished(self, ended: set[str]) -> Any:
         peers = {name: meta.remote.request_id for name, meta in self.adapter._recving_metadata.items()}
@@ -141,13 +129,6 @@ class NixlWorker(PairWorker):
         self.side.network.add(LeaseRead(of, name))
 
 
-def close(network: Network, worker: NixlWorker) -> None:
-    """End the worker's process and its registrations."""
-    network.agents[worker.adapter.nixl_wrapper.name].close()
-    with suppress(Exception):
-        worker.adapter.shutdown()
-
-
 class NixlSide(PairSide):
     """Both roles of one engine."""
 
@@ -170,8 +151,9 @@ class NixlSide(PairSide):
             worker.together = together
 
     def _worker_of_rank(self, rank: int, slots: Slots, options: Options, config: Any) -> Any:
-        with of_rank(rank, options.ranks):
-            connector = vllm_objects.worker(options, vllm_objects.of_rank(config, rank))
+        _be_rank(rank, options.ranks)
+        connector = vllm_objects.worker(options, vllm_objects.of_rank(config, rank))
+        _be_rank()
         made = self.worker_class(self, slots, connector, options)
         made.adapter.nixl_wrapper.late = options.rank_delay if rank else 0
         return made
@@ -183,9 +165,12 @@ class NixlSide(PairSide):
         return request in self.scheduler_side._reqs_need_send
 
     def close(self) -> None:
+        """End the processes of the workers, and their registrations."""
         super().close()
         for worker in self.between:
-            close(self.network, worker)
+            self.network.agents[worker.adapter.nixl_wrapper.name].close()
+            with suppress(Exception):
+                worker.adapter.shutdown()
 
     # ------------------------------------------------------------------ transfers in flight, and kept requests
 
@@ -214,9 +199,6 @@ class PushWorker(NixlWorker):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._note_writes()
-
-    def _note_writes(self) -> None:
         write, done = self.adapter._xfer_blocks_for_req, self.adapter._pop_done_transfers
 
         def writes(req_id: str, meta: Any) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from kvfix import scheduling
 from kvfix_tools.lab.engine.kv_groups import KVGroup
-from kvfix_tools.lab.engine.memory import GARBAGE, Slots
+from kvfix_tools.lab.engine.memory import GARBAGE, Slots, first_difference
 
 
 class BlockTable:
@@ -68,10 +68,7 @@ class Group:
         """Return the first token that the step reads and whose slot has wrong content, or None."""
         start, blocks = self.group.reads_from(done), self.block_table.rows[name]
         held, right = self._memories[rank].read(blocks, start, done), self.group.right(contents[start:done])
-        if held == right:
-            return None
-        same = (has == needs for has, needs in zip(held, right, strict=False))
-        return start + next((number for number, each in enumerate(same) if not each), len(held))
+        return None if held == right else start + first_difference(held, right)
 
     def write(self, name: str, done: int, contents: list[int], drafts: int, accepted: int) -> None:
         """Write the tokens that the step computes after `done`. drafts: how many of them, at the end, are drafts."""

@@ -20,7 +20,7 @@ from kvfix_tools.lab.connectors.v1 import ADAPTER
 from kvfix_tools.lab.engine import rules
 from kvfix_tools.lab.engine.kv_groups import kv_groups
 from kvfix_tools.lab.engine.liveness import Liveness
-from kvfix_tools.lab.engine.memory import Cache, Slots, SlotsOfRank, SlotsOfShard
+from kvfix_tools.lab.engine.memory import Cache, Slots, SlotsOfShard
 from kvfix_tools.lab.engine.model import Model
 from kvfix_tools.lab.engine.request_events import RequestEvents
 from kvfix_tools.lab.engine.workers import Executor
@@ -69,7 +69,7 @@ class EngineCore:
         self._faults_before = dict(session.faults)
         self.groups = kv_groups(options)
         room = options.num_blocks, options.block_size, self.groups[-1].block_size
-        memories: list[Slots] = [Slots(*room), *(SlotsOfRank(rank, *room) for rank in range(1, options.ranks))]
+        memories = [Slots(*room, rank) for rank in range(options.ranks)]
         if options.context:
             memories = [SlotsOfShard(rank, options.ranks, *room) for rank in range(options.ranks)]
         #: By rank. The server of a multi-process connector has one cache for all ranks.
