@@ -210,8 +210,6 @@ class AnyConnector(Connector):
             self.in_scheduler.set_xfer_handshake_metadata_pp_aware({(0, rank): handshake})
         return worker
 
-    # ------------------------------------------------------------------ steps of a schedule
-
     def lose_stored(self) -> None:
         """A step: the connector loses the tokens of the next grant before it loads them."""
         self.events.may_fail.add("")
@@ -228,8 +226,6 @@ class AnyConnector(Connector):
 
     def lookups_fail(self, how_many: int) -> None:
         """A step of the fuzzer without effect: the lab cannot intercept lookups of this connector."""
-
-    # ------------------------------------------------------------------ a step
 
     def tick(self) -> None:
         if self._idle and self._in_flight():
@@ -287,8 +283,6 @@ class AnyConnector(Connector):
 
     def _blocks(self, name: str) -> list[int]:
         return list(self.scheduler.kv_cache_manager.get_block_ids(name)[0])
-
-    # ------------------------------------------------------------------ transfers in flight
 
     def _in_flight(self) -> bool:
         return bool(self.sending or any(load.asynchronous for load in self.loads.values()))

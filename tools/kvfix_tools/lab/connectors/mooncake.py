@@ -154,8 +154,6 @@ class MooncakeSide(PairSide):
                 message = "a decode request waits for its KV, but the request has ended and is not sent"
                 self.events.violated(rules.AWAITED_IN_VAIN, had[transfer], message)
 
-    # ------------------------------------------------------------------ transfers in flight, and kept requests
-
     @property
     def _sends(self) -> dict[str, Any]:
         found: dict[str, Any] = self.between[0].adapter.reqs_need_send

@@ -204,15 +204,11 @@ class MP(Connector):
         """A step: an hour without requests passes, and the server drops a worker that has never pinged."""
         self.server.forget_silent_worker()
 
-    # ------------------------------------------------------------------ a step
-
     def tick(self) -> None:
         super().tick()
         self.server.tick()
         if self.server.down:
             self.server.events.met_silence.update(self.scheduler.requests)
-
-    # ------------------------------------------------------------------ transfers in flight, and kept requests
 
     def busy(self) -> bool:
         return super().busy() or bool(self.server.busy)

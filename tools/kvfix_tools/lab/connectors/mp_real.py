@@ -129,15 +129,13 @@ class RealServer(Server):
     def is_looking(self, request_id: str) -> bool:
         return request_id in self._looking
 
-    # ------------------------------------------------------------------ lookups
-
     def look(self, client: Client, key: Any, lookup: Callable[[], None]) -> Any:
         self._lookups[key.request_id] = client, key
         self._looking.add(key.request_id)
         if not self.unanswered:
             return self._answer_later(lookup)
         self.unanswered -= 1
-        self.events.lookup_unanswered()
+        self.events.counts["lookups_unanswered"] += 1
         self.unanswered_lookups.add(key.request_id)
         self._answer_later(lookup)
         return self._future()
@@ -182,8 +180,6 @@ class RealServer(Server):
         locked = self._locked.get(key.request_id, range(0))
         start, end = key.start // self.chunk_size, key.end // self.chunk_size
         self._locked[key.request_id] = range(end, locked.stop) if start <= locked.start else range(locked.start, start)
-
-    # ------------------------------------------------------------------ transfers
 
     def store(self, key: Any, blocks: list[list[int]], send: Callable[[], Any]) -> Any:
         def store() -> Any:
@@ -230,8 +226,6 @@ class RealServer(Server):
 
     def _answer_something(self, client: Client) -> None:
         client.send("ping", None)
-
-    # ------------------------------------------------------------------ state of the server
 
     def evict(self, chunks: int, forced: bool) -> int:
         """Evict the oldest chunks from L1. forced: also locked chunks, and from the disk."""

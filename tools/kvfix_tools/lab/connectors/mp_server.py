@@ -176,7 +176,7 @@ class Server:
     def lookup(self, key: Any, tp_size: int) -> Any:
         if self.unanswered > 0:
             self.unanswered -= 1
-            self.events.lookup_unanswered()
+            self.events.counts["lookups_unanswered"] += 1
             self._hits[key.request_id] = 0
             return self._answer(None)
 
@@ -252,7 +252,7 @@ class Server:
         groups: blocks in each KV group, for all tokens of the key.
         """
         request_id, rank, counts = key.request_id, key.worker_id or 0, self.events.counts
-        chunks, right = self._keys_from_start(key), self.events.right(request_id)
+        chunks, right = self._keys_from_start(key), self.events.model.right(request_id)
         if not self.chunks.covered(groups, len(chunks)):
             return False
         counts["stores_of_groups"] += len(groups) > 1

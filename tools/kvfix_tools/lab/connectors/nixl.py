@@ -172,8 +172,6 @@ class NixlSide(PairSide):
             with suppress(Exception):
                 worker.adapter.shutdown()
 
-    # ------------------------------------------------------------------ transfers in flight, and kept requests
-
     @property
     def leases(self) -> set[str]:
         """Requests whose blocks are kept for the peer."""

@@ -82,16 +82,16 @@ class Network(PairNetwork):
         self._writers.append(made)
         return made
 
-    # ------------------------------------------------------------------ the handshake
-
     def executor(self) -> Any:
         """Replaces the thread that makes the handshakes of one worker."""
-        return SimpleNamespace(submit=lambda *call: self.shake_hands(partial(*call)), shutdown=nothing)
 
-    def shake_hands(self, work: Callable[[], Any]) -> Future[Any]:
-        future: Future[Any] = Future()
-        self._handshakes.append((self.now + self.handshake_steps, copy_context(), future, work))
-        return future
+        def submit(work: Callable[..., Any], *arguments: Any) -> Future[Any]:
+            future: Future[Any] = Future()
+            due = self.now + self.handshake_steps
+            self._handshakes.append((due, copy_context(), future, partial(work, *arguments)))
+            return future
+
+        return SimpleNamespace(submit=submit, shutdown=nothing)
 
     @contextmanager
     def socket(self, kind: Any, path: str) -> Iterator[Any]:

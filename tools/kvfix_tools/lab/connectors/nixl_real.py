@@ -52,8 +52,6 @@ class RealAgent(Agent):
             for peer, notices in self._real.get_new_notifs().items():
                 self._brought += [(peer, notice) for notice in notices]
 
-    # ------------------------------------------------------------------ memory and peers
-
     def get_reg_descs(self, ranges: Any, kind: str) -> Any:
         return self._real.get_reg_descs(ranges, kind)
 
@@ -90,8 +88,6 @@ class RealAgent(Agent):
 
     def check_remote_metadata(self, name: str) -> bool:
         return bool(self._real.check_remote_metadata(name))
-
-    # ------------------------------------------------------------------ transfers and notices
 
     def prepare(
         self, handle: int, operation: str, local: int, here: Sequence[int], remote: int, there: Any, notice: bytes

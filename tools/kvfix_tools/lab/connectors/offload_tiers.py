@@ -13,12 +13,23 @@ from kvfix_tools.lab.options import Options
 
 
 class Tiers:
-    """The tiers of the connector's `manager`. delay: steps of a transfer."""
+    """The tiers of the connector's `manager`, at most one. They report their results `delay` steps after the request.
+
+    The threads of a tier work while a request is submitted: otherwise a lookup in the same step may find a file or not.
+    """
 
     def __init__(self, manager: Any, delay: int) -> None:
+        self._manager, self._delay, self._now = manager, delay, 0
         tiers = list(getattr(manager, "secondary_tiers", ()))
-        self._manager = manager
-        self._late = [_Late(tier, delay) for tier in tiers]
+        #: The functions that return the finished jobs of a tier.
+        self._finished: list[Callable[[], Iterable[Any]]] = []
+        #: (step, result) of the jobs that are not reported.
+        self._held: list[tuple[int, Any]] = []
+        for tier in tiers:
+            self._finished.append(tier.get_finished_jobs)
+            drain = tier.drain_jobs
+            tier.submit_store, tier.submit_load = _then(tier.submit_store, drain), _then(tier.submit_load, drain)
+            tier.get_finished_jobs, tier.drain_jobs = self._due, self._report_all
         self._lookups = [tier._lookup_manager for tier in tiers if hasattr(tier, "_lookup_manager")]
         for lookups in self._lookups:
             lookups._lookup_queue.put(None)  # ends its thread
@@ -32,8 +43,22 @@ class Tiers:
         return tempfile.TemporaryDirectory(prefix="kvfix-lab-") if options.tier == "fs" else None
 
     def tick(self) -> None:
-        for tier in self._late:
-            tier.tick()
+        self._now += 1
+        self._hold(self._delay - 1)
+
+    def _hold(self, steps: int) -> None:
+        for finished in self._finished:
+            self._held += [(self._now + steps, done) for done in sorted(finished(), key=lambda done: done.job_id)]
+
+    def _due(self) -> Iterable[Any]:
+        due = [done for when, done in self._held if when <= self._now]
+        self._held = [(when, done) for when, done in self._held if when > self._now]
+        return due
+
+    def _report_all(self) -> None:
+        """Report all results at once, as at a reset."""
+        self._held = [(self._now, done) for _, done in self._held]
+        self._hold(0)
 
     @property
     def looking(self) -> bool:
@@ -57,50 +82,14 @@ class Tiers:
         self._manager.shutdown()
 
 
-class _Late:
-    """Lets a tier report its results `delay` steps after the request.
-
-    The tier's threads work while a request is submitted: otherwise a lookup in the same step may find a file or not.
-    """
-
-    def __init__(self, tier: Any, delay: int) -> None:
-        self._delay = delay
-        self._now = 0
-        self._held: list[tuple[int, Any]] = []
-        self._finished, drain = tier.get_finished_jobs, tier.drain_jobs
-        tier.submit_store, tier.submit_load = (_until(drain, each) for each in (tier.submit_store, tier.submit_load))
-        tier.get_finished_jobs, tier.drain_jobs = self._due, self._drained
-
-    def tick(self) -> None:
-        self._now += 1
-        self._hold(self._delay - 1)
-
-    def _hold(self, steps: int) -> None:
-        self._held += [(self._now + steps, done) for done in sorted(self._finished(), key=_job)]
-
-    def _due(self) -> Iterable[Any]:
-        due = [done for when, done in self._held if when <= self._now]
-        self._held = [(when, done) for when, done in self._held if when > self._now]
-        return due
-
-    def _drained(self) -> None:
-        """Report all results at once, as at a reset."""
-        self._held = [(self._now, done) for _, done in self._held]
-        self._hold(0)
-
-
-def _until(drain: Callable[[], None], submit: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Return `submit`, which then waits for the tier's threads."""
+def _then(submit: Callable[[Any], None], drain: Callable[[], None]) -> Callable[[Any], None]:
+    """Return `submit`, which then waits for the threads of its tier."""
 
     def submitted(job: Any) -> None:
         submit(job)
         drain()
 
     return submitted
-
-
-def _job(done: Any) -> Any:
-    return done.job_id
 
 
 class AtOnce:

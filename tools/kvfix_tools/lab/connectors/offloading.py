@@ -18,7 +18,7 @@ from kvfix_tools.lab.connectors.offload_copies import Copies
 from kvfix_tools.lab.connectors.offload_tiers import Tiers
 from kvfix_tools.lab.engine import kv_layout, vllm_objects
 from kvfix_tools.lab.engine.byte_memory import contents_of
-from kvfix_tools.lab.engine.kv_groups import kv_groups
+from kvfix_tools.lab.engine.kv_layout import kv_groups
 from kvfix_tools.lab.engine.memory import NOTHING, Cache, Slots
 from kvfix_tools.lab.engine.request_events import RequestEvents
 from kvfix_tools.lab.engine.workers import Worker
@@ -154,8 +154,6 @@ class Offloading(BothRoles):
 
         self.scheduler.build_connector_meta = build_connector_meta
 
-    # ------------------------------------------------------------------ copies
-
     def stored_by(self, job: int) -> str:
         """Return the request of this store."""
         jobs = self.scheduler._jobs
@@ -189,7 +187,7 @@ class Offloading(BothRoles):
         self.events.counts["stores_offloaded"] += 1
         self.events.counts["stores_of_groups"] += bool(group.window)
         size, start = group.block_size, end - self._per_chunk * group.block_size
-        right = group.right(self.events.right(name)[start:end])
+        right = group.right(self.events.model.right(name)[start:end])
         for rank in self.ranks:
             found = [rank.contents(chunk, part, size) for part in range(self._per_chunk)]
             for part, contents in enumerate(found):
@@ -199,8 +197,6 @@ class Offloading(BothRoles):
                     message = f"the OffloadingConnector stores other KV as tokens {start} to {end}{where}"
                     self.events.wrong_content(name, message)
                     return
-
-    # ------------------------------------------------------------------ steps
 
     def tick(self) -> None:
         self.tiers.tick()
@@ -221,8 +217,6 @@ class Offloading(BothRoles):
             return 0
         memory.complete_store(store.keys_to_store, context, success=False)
         return int(before - memory._num_evictable_cache_chunks)
-
-    # ------------------------------------------------------------------ transfers in flight, and kept requests
 
     @property
     def busy(self) -> bool:

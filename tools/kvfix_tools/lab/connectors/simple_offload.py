@@ -14,7 +14,7 @@ from kvfix_tools.lab.connectors.offload_copies import CopyQueue, stand_in
 from kvfix_tools.lab.connectors.offloading import BothRoles, Copying, note_stored
 from kvfix_tools.lab.engine import kv_layout, rules
 from kvfix_tools.lab.engine.byte_memory import contents_of
-from kvfix_tools.lab.engine.kv_groups import KVGroup
+from kvfix_tools.lab.engine.kv_layout import KVGroup
 from kvfix_tools.lab.engine.memory import NOTHING, Slots
 from kvfix_tools.lab.options import Options
 
@@ -80,8 +80,6 @@ class Offloading(BothRoles):
         self._process_store_event = self._manager._process_store_event
         self._manager._process_store_event = self._stored
 
-    # ------------------------------------------------------------------ copies
-
     def requests_of(self, event: int, is_store: bool) -> list[str]:
         """Return the requests of a load or store."""
         of_events = self._manager._store_event_to_reqs if is_store else self._manager._load_event_to_reqs
@@ -123,7 +121,7 @@ class Offloading(BothRoles):
         owner = "", 0
         for name, end in self._owners(key, group, names):
             owner = name, end
-            if all(each == group.right(self.events.right(name)[end - group.block_size : end]) for each in found):
+            if all(each == group.right(self.events.model.right(name)[end - group.block_size : end]) for each in found):
                 return
         message = f"the SimpleCPUOffloadConnector stores other KV as tokens {owner[1] - group.block_size} to {owner[1]}"
         self.events.wrong_content(owner[0], message + (f" in KV group {group.number}" if group.window else ""))
@@ -140,8 +138,6 @@ class Offloading(BothRoles):
             if place is not None:
                 yield name, (place + 1) * group.block_size
 
-    # ------------------------------------------------------------------ steps
-
     def evict(self, chunks: int, forced: bool = False) -> int:
         """Store so many blocks of another client, which evict older ones, and drop them."""
         pool = self._manager.cpu_block_pool
@@ -151,8 +147,6 @@ class Offloading(BothRoles):
             rank.blocks[[block.block_id for block in taken]] = NOTHING
         pool.free_blocks(taken)
         return before - len(pool.cached_block_hash_to_block)
-
-    # ------------------------------------------------------------------ transfers in flight, and kept requests
 
     @property
     def busy(self) -> bool:

@@ -54,7 +54,7 @@ class LookupSocket:
     def recv(self) -> bytes:
         if self.fails > 0:
             self.fails -= 1
-            self.events.lookup_unanswered()
+            self.events.counts["lookups_unanswered"] += 1
             self.events.lookup_timed_out(self._question[2])
             raise zmq.Again
         return self._lookup(*self._question).to_bytes(4, "big")

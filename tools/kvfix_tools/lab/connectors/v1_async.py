@@ -75,7 +75,7 @@ class PrefetchingEngine(CacheEngine):
         self.unanswered.add(lookup_id)
         if self.lost > 0:
             self.lost -= 1
-            self.events.lookup_unanswered()
+            self.events.counts["lookups_unanswered"] += 1
         else:
             tags = tags_of(more.get("request_configs"))
             self._asked.append((self.delay, lookup_id, [(key, *tags) for key in hashes], list(offsets)))

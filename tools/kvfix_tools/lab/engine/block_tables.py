@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvfix import scheduling
-from kvfix_tools.lab.engine.kv_groups import KVGroup
+from kvfix_tools.lab.engine.kv_layout import KVGroup
 from kvfix_tools.lab.engine.memory import GARBAGE, Slots, first_difference
 
 

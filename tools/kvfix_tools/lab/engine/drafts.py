@@ -75,6 +75,8 @@ class Drafter:
     def propose(self, name: str, at: int, right: Callable[[str, int], list[int]]) -> None:
         """Propose drafts after token `at` of this request, which was just sampled."""
         options = self._options
+        if not options.drafter:
+            return
         contents = right(name, at + options.drafts)
         drafts = options.drafts
         if options.drafter == "ngram" and not options.async_scheduling:

@@ -18,7 +18,7 @@ from kvfix.ledger import events as ev
 from kvfix.session import session
 from kvfix_tools.lab.connectors.v1 import ADAPTER
 from kvfix_tools.lab.engine import rules
-from kvfix_tools.lab.engine.kv_groups import kv_groups
+from kvfix_tools.lab.engine.kv_layout import kv_groups
 from kvfix_tools.lab.engine.liveness import Liveness
 from kvfix_tools.lab.engine.memory import Cache, Slots, SlotsOfShard
 from kvfix_tools.lab.engine.model import Model
@@ -129,7 +129,7 @@ class EngineCore:
         metadata = output.kv_connector_metadata
         scheduled: dict[str, int] = output.num_scheduled_tokens
         events.preempted()
-        self.model.begin(output)
+        self.model.drafter.begin(output)
         events.scheduled(output, connector.metadata(metadata))
         forward = output.total_num_scheduled_tokens > 0
         self.counts["full_steps"] += not self.free()
@@ -204,7 +204,7 @@ class EngineCore:
 
     def _take_drafts(self, forward: bool) -> None:
         """Do EngineCore.post_step: with asynchronous scheduling the drafts stay in the worker."""
-        if self.model.drafter is not None and forward and not self.options.async_scheduling:
+        if self.options.drafter and forward and not self.options.async_scheduling:
             self.scheduler.update_draft_token_ids(self.model.drafter.take())
 
     def _guard(self, where: str, name: str, function: Any, *args: Any) -> Any:

@@ -12,7 +12,7 @@ from vllm.v1.request import Request
 
 from kvfix_tools.lab.engine.block_tables import BlockTable, Group, StateGroup
 from kvfix_tools.lab.engine.drafts import Drafter
-from kvfix_tools.lab.engine.kv_groups import KVGroup
+from kvfix_tools.lab.engine.kv_layout import KVGroup
 from kvfix_tools.lab.engine.memory import GARBAGE, Prefix, Slots, next_token
 from kvfix_tools.lab.engine.vllm_objects import sampled
 from kvfix_tools.lab.options import Options
@@ -29,7 +29,7 @@ class Model:
         self.groups = [(StateGroup if group.state else Group)(group, memories) for group in groups if group.number]
         #: By rank. All ranks have the same block tables.
         self.memories = memories
-        self.drafter = Drafter(options) if options.drafter else None
+        self.drafter = Drafter(options)
         self.block_table = BlockTable(copies=len(memories) > 1)
         self.requests: dict[str, Request] = {}
         self.prefixes: dict[str, Prefix] = {}
@@ -96,14 +96,9 @@ class Model:
         for slots in self.memories:
             slots.write(self.blocks(name), start, self.right(name)[start:end])
 
-    def begin(self, output: Any) -> None:
-        if self.drafter is not None:
-            self.drafter.begin(output)
-
     def start(self, name: str, tokens: int) -> int:
         """Return where the request's tokens in this step begin. The scheduler has already counted the tokens."""
-        computed = self.requests[name].num_computed_tokens - tokens
-        return computed if self.drafter is None else self.drafter.start(name, computed)
+        return self.drafter.start(name, self.requests[name].num_computed_tokens - tokens)
 
     def compute(self, output: Any, failed: set[int]) -> list[tuple[str, str]]:
         """For each request, read the KV of its computed tokens and write the KV of the scheduled tokens and drafts.
@@ -124,7 +119,7 @@ class Model:
             end = done + tokens - len(scheduled or ())
             wrong, where = self._first_wrong(name, blocks, done, right)
             contents, accepted = right[done:end], 0
-            if scheduled and self.drafter is not None:
+            if scheduled:
                 accepted, drafts = self.drafter.verify(name, scheduled, right, end, misled=wrong is not None)
                 contents += drafts
             self._ends[name] = end, end + accepted
@@ -179,8 +174,7 @@ class Model:
         end, accepted_end = self._ends[name]
         if end < self.requests[name].num_tokens:
             return []
-        if self.drafter is not None:
-            self.drafter.propose(name, accepted_end, self.right)
+        self.drafter.propose(name, accepted_end, self.right)
         contents = self.right(name, accepted_end)[end - 1 : accepted_end]
         return [next_token(content + (name in self._misled)) for content in contents]
 

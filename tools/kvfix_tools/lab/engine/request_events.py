@@ -46,8 +46,7 @@ class RequestEvents:
         self.log: list[tuple[int, ev.Event]] = []
         self.findings: list[Finding] = []
         self.counts = Counts(options)
-        if model.drafter is not None:
-            model.drafter.counts = self.counts
+        model.drafter.counts = self.counts
         #: Tokens of the block that vLLM drops at the end of a hit for EAGLE; 0 without EAGLE.
         self._dropped = options.block_size if getattr(scheduler, "use_eagle_block_drop", False) else 0
         self._by_priority = options.policy == "priority"
@@ -265,13 +264,7 @@ class RequestEvents:
     def wrong_content(self, name: str, message: str) -> None:
         self.violated(rules.WRONG_CONTENT, name, message)
 
-    def right(self, name: str) -> list[int]:
-        return self.model.right(name)
-
     def lookup_timed_out(self, name: str) -> None:
         """Record a lookup that the scheduler has waited for until its timeout."""
         self.seconds += LOOKUP_TIMEOUT
         self.add(ev.TimedOut(name, LOOKUP_TIMEOUT, self.seconds))
-
-    def lookup_unanswered(self) -> None:
-        self.counts["lookups_unanswered"] += 1
