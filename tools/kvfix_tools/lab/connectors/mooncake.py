@@ -29,8 +29,6 @@ def _transfer_of(request: Any) -> str:
 
 
 class MooncakeWorker(PairWorker):
-    """The real connector in the worker role."""
-
     def __init__(self, side: MooncakeSide, slots: Slots, called: Any, options: Options) -> None:
         super().__init__(side, 0, slots, called, called.connector_worker)
         #: Requests with a failed load that is not reported yet.
@@ -69,8 +67,6 @@ class MooncakeWorker(PairWorker):
 
 
 class MooncakeSide(PairSide):
-    """Both roles of one engine."""
-
     worker_class = MooncakeWorker
 
     @classmethod
@@ -161,7 +157,6 @@ class MooncakeSide(PairSide):
 
     @property
     def leases(self) -> set[str]:
-        """Ended requests whose blocks are kept for the peer."""
         return {each.p_req_id for each in self._sends.values() if each.local_block_ids}
 
     def kept_of_peer(self) -> set[str]:

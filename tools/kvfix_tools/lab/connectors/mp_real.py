@@ -272,8 +272,6 @@ class RealWorker(MPWorker):
 
 
 class RealMP(MP):
-    """Both roles, connected by a real server."""
-
     server: RealServer
     _worker_class = RealWorker
     _server_class = RealServer

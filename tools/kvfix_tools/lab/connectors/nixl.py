@@ -130,8 +130,6 @@ class NixlWorker(PairWorker):
 
 
 class NixlSide(PairSide):
-    """Both roles of one engine."""
-
     worker_class: Any = NixlWorker
 
     @classmethod
@@ -174,7 +172,6 @@ class NixlSide(PairSide):
 
     @property
     def leases(self) -> set[str]:
-        """Requests whose blocks are kept for the peer."""
         return set().union(*(worker.adapter._reqs_to_send for worker in self.between))
 
     def busy(self) -> bool:

@@ -14,8 +14,7 @@ from vllm.v1.kv_offload.base import ReqContext, get_offload_group_idx
 
 from kvfix.connector_events import offload_readers
 from kvfix_tools.lab.connectors.connector import Connector
-from kvfix_tools.lab.connectors.offload_copies import Copies
-from kvfix_tools.lab.connectors.offload_tiers import Tiers
+from kvfix_tools.lab.connectors.offload_copies import Copies, Tiers
 from kvfix_tools.lab.engine import kv_layout, vllm_objects
 from kvfix_tools.lab.engine.byte_memory import contents_of
 from kvfix_tools.lab.engine.kv_layout import kv_groups
@@ -82,8 +81,6 @@ class BothRoles:
 
 
 class Rank(Copying):
-    """One worker of OffloadingConnector."""
-
     def __init__(self, rank: int, slots: Slots, options: Options, in_worker: Any) -> None:
         super().__init__(rank, slots, options)
         self.connector = in_worker.connector_worker
@@ -130,8 +127,6 @@ class Rank(Copying):
 
 
 class Offloading(BothRoles):
-    """OffloadingConnector."""
-
     def __init__(self, options: Options, ranks: Sequence[Rank], scheduler: Any, in_scheduler: Any) -> None:
         super().__init__(options, ranks)
         self.reader = offload_readers.Offloading(in_scheduler)

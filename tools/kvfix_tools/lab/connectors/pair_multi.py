@@ -122,20 +122,14 @@ class MultiSide(V1, PairSide):
 
 
 class NixlAndLMCache(MultiSide, NixlSide):
-    """NixlConnector in pull mode, and LMCache."""
-
     alone = NixlSide
 
 
 class PushAndLMCache(MultiSide, PushSide):
-    """NixlConnector in push mode, and LMCache."""
-
     alone = PushSide
 
 
 class MooncakeAndLMCache(MultiSide, MooncakeSide):
-    """MooncakeConnector, and LMCache."""
-
     alone = MooncakeSide
 
 
@@ -150,8 +144,6 @@ class OffloadWorker(InMulti):
 
 
 class NixlAndOffloading(OffloadingSteps, NixlSide):
-    """NixlConnector in pull mode, and OffloadingConnector."""
-
     worker_class: Any = OffloadWorker
     workers: Sequence[OffloadWorker]
 

@@ -20,8 +20,6 @@ from kvfix_tools.lab.options import Options
 
 
 class Rank(Copying):
-    """One worker of the connector."""
-
     def __init__(self, rank: int, slots: Slots, options: Options, in_worker: Any) -> None:
         super().__init__(rank, slots, options)
         stand_in()
@@ -67,8 +65,6 @@ class Rank(Copying):
 
 
 class Offloading(BothRoles):
-    """SimpleCPUOffloadConnector."""
-
     def __init__(self, options: Options, ranks: Sequence[Rank], scheduler: Any, in_scheduler: Any) -> None:
         super().__init__(options, ranks)
         self.reader = offload_readers.SimpleOffload(in_scheduler)

@@ -165,8 +165,6 @@ class LayerwiseEngine(CacheEngine):
 
 
 class LayerwiseWorker(V1Worker):
-    """One rank with layerwise loads and saves."""
-
     def start_step(self, metadata: Any, forward: bool) -> None:
         super().start_step(metadata, forward)
         for name in LAYERS if forward else ():
@@ -179,8 +177,6 @@ class LayerwiseWorker(V1Worker):
 
 
 class LayerwiseV1(V1):
-    """The v1 connector with `use_layerwise`."""
-
     engine = LayerwiseEngine
     worker = LayerwiseWorker
 

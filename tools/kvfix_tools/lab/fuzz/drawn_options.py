@@ -3,24 +3,16 @@
 import dataclasses
 import random
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvfix_tools.lab.options import OF_VLLM, SERVER_CHUNK, Options
 from kvfix_tools.lab.releases import FEATURES
 
 
-class Drawn(NamedTuple):
-    """features: a part of FEATURES. room: maximum tokens of a request."""
-
-    options: Options
-    features: set[str]
-    room: int
-
-
 def draw(
     rng: random.Random, seed: int, connector: str, plain: bool, lacks: Collection[str], real_server: bool
-) -> Drawn:
-    """Draw the options, with the arguments of `schedule.draw`.
+) -> tuple[Options, set[str], int]:
+    """Return the options, a part of FEATURES, and the maximum tokens of a request. Arguments: of `schedule.draw`.
 
     Each option has its own random generator. So the other options and the steps of a seed stay the same if an option is
     not drawn.
@@ -65,7 +57,7 @@ def draw(
         options = _memory_of_vllm(options, random.Random(f"memory {seed}"), plain)
     elif not plain:
         options = _offloading_beside(_with_groups(options, seed, lacks), seed, lacks)
-    return Drawn(options, features, room)
+    return options, features, room
 
 
 def _with_features(options: Options, features: set[str], seed: int, plain: bool, lacks: Collection[str]) -> Options:

@@ -98,11 +98,6 @@ class PairSide(Connector):
         for worker in self.between:
             worker.events = events
 
-    @classmethod
-    @abstractmethod
-    def make_network(cls, options: Options) -> Any:
-        """Return the network between the two engines."""
-
     def configured(self, options: Options) -> Any:
         """Return vLLM's configuration of this engine."""
         config = vllm_objects.vllm_config(options)
