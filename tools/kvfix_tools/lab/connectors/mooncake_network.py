@@ -33,6 +33,8 @@ from kvfix_tools.ledger.events import WriteBegun, WriteEnded
 
 #: Maximum rounds of a loop in one step.
 _MOST = 10_000
+#: Parts of zmq that the lab does not replace.
+_OF_ZMQ = "ROUTER", "DEALER", "RCVTIMEO", "Again", "ContextTerminated"
 #: Port of a producer's bootstrap server.
 PORT = 8998
 _MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector"
@@ -290,13 +292,6 @@ class Dealer:
             raise zmq.Again from None
 
 
-def zmq_module(host: Host) -> Any:
-    names = ("ROUTER", "DEALER", "RCVTIMEO", "Again", "ContextTerminated")
-    context = SimpleNamespace(host=host, socket=lambda _: Router(host), term=nothing)
-    replaced = SimpleNamespace(Context=lambda: context, Socket=Router)
-    return SimpleNamespace(asyncio=replaced, **{name: getattr(zmq, name) for name in names})
-
-
 @contextmanager
 def make_zmq_socket(context: Any, address: str, *_: Any, **__: Any) -> Iterator[Dealer]:
     yield Dealer(context.host, address)
@@ -347,7 +342,9 @@ def replace(host: Host) -> None:
     module.asyncio = Asyncio(host)
     module.threading = SimpleNamespace(Thread=Nothing, Event=threading.Event)
     module.ThreadPoolExecutor = lambda **_: SimpleNamespace(submit=partial(network.write, host), shutdown=nothing)
-    module.zmq = zmq_module(host)
+    context = SimpleNamespace(host=host, socket=lambda _: Router(host), term=nothing)
+    module.zmq = SimpleNamespace(asyncio=SimpleNamespace(Context=lambda: context, Socket=Router))
+    vars(module.zmq).update({name: getattr(zmq, name) for name in _OF_ZMQ})
     module.make_zmq_socket = make_zmq_socket
     module.httpx = httpx_module(network)
     module.TransferEngine = lambda: transfer_engine(host)

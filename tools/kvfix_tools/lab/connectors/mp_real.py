@@ -196,11 +196,8 @@ class RealServer(Server):
         return self._answer_store_later(key, store)
 
     def retrieve(self, key: Any, send: Callable[[], Any]) -> Any:
-        request_id = key.request_id
-        self.loading[request_id] += 1
-
         def load() -> Any:
-            fails_after = self.failing[0].pop(request_id, None)
+            fails_after = self.failing[0].pop(key.request_id, None)
             if fails_after is not None:
                 self.events.may_fail.add("")  # other requests have locked these chunks too
                 self._delete(self._keys_from_start(key)[fails_after:], "all", force=True)
@@ -209,14 +206,7 @@ class RealServer(Server):
             self.released(key)
             return answer
 
-        def load_in_time() -> Any:
-            self._end_load(request_id)
-            answer = load()
-            tokens = key.end - key.start if answer[1] else 0
-            self.events.loaded(request_id, key.end if tokens else 0, tokens)
-            return answer
-
-        return self._answer_later(load_in_time, load=(0, request_id), late=load)
+        return self._answer_load_later(key, load, lambda answer: bool(answer[1]))
 
     def lose_loads(self, rank: int, unreported: set[str]) -> None:
         """Let the server finish all transfers, but let the worker treat its loads as failed, without an answer."""

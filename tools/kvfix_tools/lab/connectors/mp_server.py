@@ -272,7 +272,6 @@ class Server:
 
     def submit_retrieve(self, request_id: str, key: Any, *rest: Any, skip_first_n_tokens: int = 0, **more: Any) -> Any:
         groups, rank = _block_ids(rest), key.worker_id or 0
-        self.loading[request_id] += 1
 
         def load() -> bool:
             wanted = self._keys_from_start(key)
@@ -282,14 +281,23 @@ class Server:
             self.chunks.unlock(request_id, wanted, rank)
             return done
 
-        def load_in_time() -> bool:
+        def in_time(done: bool) -> bool:
+            self.events.counts["loads_of_groups"] += done and len(groups) > 1
+            return done
+
+        return self._answer_load_later(key, load, in_time)
+
+    def _answer_load_later(self, key: Any, load: Callable[[], Any], brought: Callable[[Any], bool]) -> Any:
+        """Return a future of `load`. brought: tells from its answer if the load has brought all tokens."""
+        request_id, rank = key.request_id, key.worker_id or 0
+        self.loading[request_id] += 1
+
+        def load_in_time() -> Any:
             self._end_load(request_id)
-            if not load():
-                self.events.loaded(request_id, 0, 0, rank)
-                return False
-            self.events.counts["loads_of_groups"] += len(groups) > 1
-            self.events.loaded(request_id, key.end, key.end - key.start, rank)
-            return True
+            answer = load()
+            tokens = key.end - key.start if brought(answer) else 0
+            self.events.loaded(request_id, key.end if tokens else 0, tokens, rank)
+            return answer
 
         return self._answer_later(load_in_time, rank, load=(rank, request_id), late=load)
 

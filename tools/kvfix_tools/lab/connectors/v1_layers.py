@@ -142,7 +142,8 @@ class LayerwiseEngine(CacheEngine):
 
     def retrieve_layer(self, tokens: Any, mask: Any = None, **more: Any) -> Iterator[Any]:
         """Load by layers. The first value is the number of loaded tokens, or None."""
-        name = self._load_name()
+        # the adapter does not pass the id, but loads the requests of a step in order
+        name = str(self._to_load.pop(0).req_id)
         real = self._as_real(_Storage(self.cache, self.failing.pop(name, sys.maxsize)))
         skipped = len(tokens) - int(mask.sum())
         for number, layer in enumerate(self._real.retrieve_layer(real, tokens, mask, **more)):
@@ -156,12 +157,6 @@ class LayerwiseEngine(CacheEngine):
         if spans:
             self.events.stored(self._name(more), list(tokens), spans[0][0], spans[-1][1], self.rank)
         yield from self._real.store_layer(self._as_real(_Storage(self.cache)), tokens, mask=mask, **more)
-
-    def _load_name(self) -> str:
-        """Return the id of the next request to load. The adapter does not pass the id, but loads the requests of a step
-        in order.
-        """
-        return str(self._to_load.pop(0).req_id)
 
 
 class LayerwiseWorker(V1Worker):

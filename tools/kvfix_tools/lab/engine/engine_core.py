@@ -230,7 +230,9 @@ class EngineCore:
         while self._answers and not self.scheduler.has_requests():
             self._take_answer()
         self.model.take_input()
-        self._take_drafts(forward)
+        if self.options.drafter and forward and not self.options.async_scheduling:
+            # EngineCore.post_step; with asynchronous scheduling the drafts stay in the worker
+            self.scheduler.update_draft_token_ids(self.model.drafter.take())
         events.ended()
         events.stuck()
         self._check_liveness(forward)
@@ -276,11 +278,6 @@ class EngineCore:
                 self.model.fill(name, start, end)
                 self.counts["loaded_beside"] += 1
             self.connector.other.loads.clear()
-
-    def _take_drafts(self, forward: bool) -> None:
-        """Do EngineCore.post_step: with asynchronous scheduling the drafts stay in the worker."""
-        if self.options.drafter and forward and not self.options.async_scheduling:
-            self.scheduler.update_draft_token_ids(self.model.drafter.take())
 
     def _guard(self, where: str, name: str, function: Any, *args: Any) -> Any:
         """Call the function for this request. Raises EngineDied if it raises."""

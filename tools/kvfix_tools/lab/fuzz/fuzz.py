@@ -180,16 +180,12 @@ def _move_request(engine: LabEngine, kind: str, name: str, chunks: int, rank: in
     elif kind == "is_beside":
         engine.has_in_other_connector(name)
     elif kind == "fail_load":
-        # With several ranks, KVF030 cannot delay the save of a transfer to a decoder. So no load of this request fails
-        # here.
-        if engine.options.ranks == 1 or not _names_decoder(engine, name):
+        # with several ranks, KVF030 cannot delay the save of a transfer to a decoder: let no load of this request fail
+        asked = getattr(engine.requests[name], "kv_transfer_params", None) or {}
+        if engine.options.ranks == 1 or "disagg_spec" not in asked:
             engine.fail_load(name, chunks, rank)
     elif engine.requests[name].status == RequestStatus.RUNNING:
         engine.preempt(name)
-
-
-def _names_decoder(engine: LabEngine, name: str) -> bool:
-    return "disagg_spec" in (getattr(engine.requests[name], "kv_transfer_params", None) or {})
 
 
 def signature(finding: Finding) -> str:
