@@ -144,10 +144,9 @@ class AnyWorker(Worker):
         starts = {name: model.start(name, tokens) for name, tokens in scheduled.items()}
         self._tokens = sum(scheduled.values())
         found = {}
-        tables = [model.block_table, *(group.block_table for group in model.groups)]
-        for group, table in zip(self.owner.groups, tables, strict=True):
+        for group, own in zip(self.owner.groups, model.groups, strict=True):
             size = group.kv_cache_spec.block_size
-            rows = [table.rows[name] for name in scheduled]
+            rows = [own.block_table.rows[name] for name in scheduled]
             slots = [
                 row[at // size] * size + at % size if at // size < len(row) else -1
                 for row, (name, tokens) in zip(rows, scheduled.items(), strict=True)

@@ -19,7 +19,7 @@ class BlockTable:
     a request joins the batch, its row is filled from the list (gpu_input_batch.py 0.32.0:393).
     """
 
-    def __init__(self, group: int = 0, copies: bool = False) -> None:
+    def __init__(self, group: int, copies: bool) -> None:
         self._group = group
         self._copies = copies
         #: {request in the batch: its row of the block table}
@@ -54,7 +54,7 @@ class BlockTable:
 
 
 class Group:
-    """A KV group with a sliding window: its block table, and the reads and writes of a step."""
+    """A KV group of full attention or with a sliding window: its block table, and the reads and writes of a step."""
 
     def __init__(self, group: KVGroup, memories: Sequence[Slots]) -> None:
         self.group = group
@@ -66,8 +66,10 @@ class Group:
 
     def first_wrong(self, name: str, done: int, contents: list[int], rank: int) -> int | None:
         """Return the first token that the step reads and whose slot has wrong content, or None."""
-        start, blocks = self.group.reads_from(done), self.block_table.rows[name]
-        held, right = self._memories[rank].read(blocks, start, done), self.group.right(contents[start:done])
+        slots, start, blocks = self._memories[rank], self.group.reads_from(done), self.block_table.rows[name]
+        if not self.group.number:
+            return slots.first_wrong(blocks, done, contents)
+        held, right = slots.read(blocks, start, done), self.group.right(contents[start:done])
         return None if held == right else start + first_difference(held, right)
 
     def write(self, name: str, done: int, contents: list[int], drafts: int, accepted: int) -> None:

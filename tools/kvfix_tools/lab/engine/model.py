@@ -12,7 +12,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from kvfix import scheduling
-from kvfix_tools.lab.engine.block_tables import BlockTable, Group, StateGroup
+from kvfix_tools.lab.engine.block_tables import Group, StateGroup
 from kvfix_tools.lab.engine.kv_layout import KVGroup
 from kvfix_tools.lab.engine.memory import GARBAGE, VOCABULARY, Prefix, Slots, next_token
 from kvfix_tools.lab.engine.vllm_objects import sampled
@@ -103,15 +103,14 @@ class Model:
     """The right contents for each request, and the steps that read and write slots (LAB001, LAB008)."""
 
     def __init__(
-        self, scheduler: Scheduler, memories: Sequence[Slots], options: Options, groups: Sequence[KVGroup] = ()
+        self, scheduler: Scheduler, memories: Sequence[Slots], options: Options, groups: Sequence[KVGroup]
     ) -> None:
         self._scheduler = scheduler
-        #: The KV groups other than the group of full attention.
-        self.groups = [(StateGroup if group.state else Group)(group, memories) for group in groups if group.number]
+        #: The first one is the group of full attention.
+        self.groups = [(StateGroup if group.state else Group)(group, memories) for group in groups]
         #: By rank. All ranks have the same block tables.
         self.memories = memories
         self.drafter = Drafter(options)
-        self.block_table = BlockTable(copies=len(memories) > 1)
         self.requests: dict[str, Request] = {}
         self.prefixes: dict[str, Prefix] = {}
         #: Number of weight changes, and the tokens that each request had at the last one.
@@ -195,18 +194,16 @@ class Model:
         found = []
         for name, tokens in output.num_scheduled_tokens.items():
             done = self.start(name, tokens)
-            blocks, right = self.block_table.rows[name], self.right(name, done + tokens)
+            blocks, right = self.groups[0].block_table.rows[name], self.right(name, done + tokens)
             scheduled = output.scheduled_spec_decode_tokens.get(name)
             end = done + tokens - len(scheduled or ())
-            wrong, where = self._first_wrong(name, blocks, done, right)
+            wrong, where = self._first_wrong(name, done, right)
             contents, accepted = right[done:end], 0
             if scheduled:
                 accepted, drafts = self.drafter.verify(name, scheduled, right, end, misled=wrong is not None)
                 contents += drafts
             self._ends[name] = end, end + accepted
             written = contents if wrong is None else [GARBAGE] * tokens
-            for slots in self.memories:
-                slots.write(blocks, done, written)
             for group in self.groups:
                 group.write(name, done, written, len(scheduled or ()), accepted)
             room = len(blocks) * self.memories[0].block_size
@@ -220,22 +217,18 @@ class Model:
             self._misled.add(name)
         return found
 
-    def _first_wrong(self, name: str, blocks: list[int], done: int, right: list[int]) -> tuple[int | None, str]:
+    def _first_wrong(self, name: str, done: int, right: list[int]) -> tuple[int | None, str]:
         """Return the first wrong token that the step reads, or None, and a text with its rank and KV group."""
-        for rank, slots in enumerate(self.memories):
-            of_rank = f" of rank {rank}" if rank else ""
-            wrong = slots.first_wrong(blocks, done, right)
-            if wrong is not None:
-                return wrong, of_rank
+        for rank, _ in enumerate(self.memories):
             for group in self.groups:
                 wrong = group.first_wrong(name, done, right, rank)
                 if wrong is not None:
-                    return wrong, f" in KV group {group.group.number}{of_rank}"
+                    of_group = f" in KV group {group.group.number}" if group.group.number else ""
+                    return wrong, of_group + (f" of rank {rank}" if rank else "")
         return None, ""
 
     def step_begins(self, output: Any) -> None:
         """Give the workers this scheduler output."""
-        self.block_table.update(output)
         for group in self.groups:
             group.begin(output)
 

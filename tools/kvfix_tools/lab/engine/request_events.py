@@ -236,7 +236,7 @@ class RequestEvents:
             if not self.may_fail.intersection((name, "")):
                 self.violated(rules.LOAD_CAME_SHORT, name, f"loaded up to {end} of {due.end} that were promised")
             self.counts["loads_partial" if tokens else "loads_failed"] += 1
-            self.counts["loads_of_groups_failed"] += bool(self.model.groups)
+            self.counts["loads_of_groups_failed"] += len(self.model.groups) > 1
             self.add(ev.LoadFailed(name, None))
         if not any(name in worker.failing for worker in self._connector.workers):
             self.may_fail.discard(name)
