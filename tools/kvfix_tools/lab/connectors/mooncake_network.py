@@ -107,7 +107,6 @@ class Write(NamedTuple):
     ended: called with the answer of the transfer engine.
     """
 
-    due: int
     of: Host
     to: str
     copy: Copy
@@ -171,8 +170,8 @@ class Network(PairNetwork):
         for _, host, deliver in messages:
             if host.alive:
                 deliver()
-        writes = [each for each in self._writes if each.due <= now]
-        self._writes = [each for each in self._writes if each.due > now]
+        writes = [each for each in self._writes if each.copy.due <= now]
+        self._writes = [each for each in self._writes if each.copy.due > now]
         for write in writes:
             self._end(write)
 
@@ -193,8 +192,8 @@ class Network(PairNetwork):
         requests, self.requests = self.requests, []
         for kept, reader in requests:
             self.add(WriteBegun(kept, reader))
-        copy = Copy(zip(sources, targets, sizes, strict=True))
-        self._writes.append(Write(self.now + self.delay, of, to, copy, requests, ended))
+        copy = Copy(zip(sources, targets, sizes, strict=True), self.now + self.delay)
+        self._writes.append(Write(of, to, copy, requests, ended))
         return done
 
     def _end(self, write: Write) -> None:

@@ -50,7 +50,6 @@ class Transfer:
     def __init__(self, peer: str, reads: bool, pairs: list[tuple[int, int, int]], notice: bytes) -> None:
         self.peer, self.reads, self.pairs, self.notice = peer, reads, pairs, notice
         self.state = ""
-        self.due = 0
         self.copy: Copy
 
 
@@ -153,8 +152,8 @@ class Agent:
             return "ERR"
         self.begin(handle, transfer)
         late = max(self.late, self._network.agents[transfer.peer].late)
-        transfer.state, transfer.due = "PROC", self._network.now + self._network.delay + late
-        transfer.copy = Copy(transfer.pairs)
+        transfer.state = "PROC"
+        transfer.copy = Copy(transfer.pairs, self._network.now + self._network.delay + late)
         return "PROC"
 
     def begin(self, handle: int, transfer: Transfer) -> None:
@@ -182,7 +181,7 @@ class Agent:
     def arrive(self, now: int) -> None:
         """End the transfers that are due. They fail if the peer has ended."""
         for handle, transfer in self._transfers.items():
-            if transfer.state == "PROC" and transfer.due <= now:
+            if transfer.state == "PROC" and transfer.copy.due <= now:
                 self.finish(handle, transfer)
 
     def finish(self, handle: int, transfer: Transfer) -> None:

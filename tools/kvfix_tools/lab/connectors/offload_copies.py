@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -25,14 +25,6 @@ from kvfix_tools.lab.options import Options
 from kvfix_tools.roundtrip import cuda_stand_in
 
 
-class Copy(NamedTuple):
-    """A submitted copy. due: the step in which it ends. done: called at its end."""
-
-    due: int
-    copy: byte_memory.Copy
-    done: Callable[[], None]
-
-
 class Copies:
     """The copies of one rank. gpu: the bytes of each block in the GPU memory."""
 
@@ -40,8 +32,8 @@ class Copies:
         self._delay = 2 * options.delay + (options.rank_delay if rank else 0)
         self.gpu = byte_memory.tensor(slots, options, rank).view(torch.int8).flatten(1)
         self.now = 0
-        self.pending: deque[Copy] = deque()
-        self.last: Copy | None = None
+        self.pending: deque[byte_memory.Copy] = deque()
+        self.last: byte_memory.Copy | None = None
         self._fails, self._done = False, nothing
 
     def take(self, handler: Any) -> None:
@@ -74,17 +66,15 @@ class Copies:
         return 0
 
     def _submit(self, pieces: Iterable[tuple[int, int, int]]) -> None:
-        self.last = Copy(self.now + self._delay, byte_memory.Copy(pieces), self._done)
+        self.last = byte_memory.Copy(pieces, self.now + self._delay, self._done)
         self.pending.append(self.last)
 
     def finish(self, now: int) -> None:
         """End all copies that are due by then, in their order."""
         while self.pending and self.pending[0].due <= now:
-            ended = self.pending.popleft()
-            ended.copy.arrive()
-            ended.done()
+            self.pending.popleft().arrive()
 
-    def is_done(self, copy: Copy | None) -> bool:
+    def is_done(self, copy: byte_memory.Copy | None) -> bool:
         return copy is None or copy not in self.pending
 
 
@@ -93,7 +83,7 @@ class Event:
 
     def __init__(self, copies: Copies) -> None:
         self._copies = copies
-        self._copy: Copy | None = None
+        self._copy: byte_memory.Copy | None = None
 
     def record(self, stream: Any = None) -> None:
         self._copy = self._copies.last

@@ -243,7 +243,7 @@ def move(pair: Pair, step: DrawnStep) -> None:
     elif kind == "ends_at_once":
         pair.router.ends_at_once(rest[0], prompt(rest[2], rest[1]))
     elif kind in ("abort", "send_again", "ask_again"):
-        names = _open(pair) if kind == "abort" else getattr(pair.router, _AGAIN[kind])
+        names = _open(pair) if kind == "abort" else list(getattr(pair.router, _AGAIN[kind]))
         if names:
             pair.do(kind, names[rest[0] % len(names)])
     elif kind == "preempt":

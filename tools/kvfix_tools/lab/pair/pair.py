@@ -198,7 +198,7 @@ class Pair:
             self.prefill = self._start(name, blocks)
         else:
             self.decode = self._start(name, blocks)
-            self.router.forget_params()  # a second decode engine of a request would read freed blocks: KVF340
+            self.router.sent.clear()  # a second decode engine of a request would read freed blocks: KVF340
 
     def on(self, name: str, step: str, *arguments: Any) -> None:
         """Make a step of one engine."""
@@ -241,7 +241,7 @@ class Pair:
         work = any(
             engine.scheduler.has_unfinished_requests() or engine.scheduler.has_requests() for engine in self.engines
         )
-        return work or self.router.busy or bool(self.network.busy)
+        return work or bool(self.router.waiting or self.network.busy)
 
     def longest(self) -> float:
         """Seconds of the longest lease or timeout."""
