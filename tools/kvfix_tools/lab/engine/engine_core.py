@@ -187,6 +187,9 @@ class EngineCore:
         went_wrong = [kind for kind, times in session.faults.items() if times > self._faults_before.get(kind, 0)]
         return events.findings + [events.finding(rules.FAULT_OF_KVFIX, "", kind) for kind in went_wrong]
 
+    def close(self) -> None:
+        self.connector.close()
+
     def free(self) -> int:
         """Return the number of free blocks, including blocks with a cached prefix."""
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
