@@ -250,7 +250,7 @@ def move(pair: Pair, step: DrawnStep) -> None:
         engine = pair.engine(rest[0])
         running = [each.request_id for each in engine.scheduler.running]
         if running:
-            engine.preempt(running[rest[1] % len(running)])
+            engine.do("preempt", running[rest[1] % len(running)])
     elif kind in ("take_blocks", "free_blocks", "budget"):
         pair.on(rest[0], kind, *rest[1:])
     elif kind == "reset":

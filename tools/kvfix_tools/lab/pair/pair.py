@@ -110,7 +110,7 @@ class Pair:
         for engine in self.engines:
             for request in [each for each in engine.requests if each.rpartition("-")[0] == name]:
                 if not engine.requests[request].is_finished():
-                    engine.abort(request)
+                    engine.do("abort", request)
 
     def add(self, event: Event) -> None:
         """Add an event of a lease. If it violates a rule, this is a finding."""

@@ -180,18 +180,6 @@ class PairEngine(LabEngine):
                 if output.finish_reason is not None:
                     self._pair.answered(self, output)
 
-    def admit(self, name: str, prompt: list[int] | None, max_tokens: int = 1, **more: Any) -> None:
-        with one_side.running(self.name):
-            super().admit(name, prompt, max_tokens, **more)
-
-    def abort(self, name: str) -> None:
-        with one_side.running(self.name):
-            super().abort(name)
-
-    def preempt(self, name: str) -> None:
-        with one_side.running(self.name):
-            super().preempt(name)
-
     def do(self, step: str, *arguments: Any, **keywords: Any) -> None:
         with one_side.running(self.name):
             super().do(step, *arguments, **keywords)

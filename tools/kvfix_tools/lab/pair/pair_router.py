@@ -139,4 +139,4 @@ class Router:
             if of_client in self._stops:
                 sampling["stop_token_ids"] = [self._stops[of_client]]
             # a copy, as in two processes: vLLM shortens the prompt of a prefill (`_truncate_request_for_prefill`)
-            engine.admit(name, list(prompt), most, sampling=sampling)
+            engine.do("admit", name, list(prompt), most, sampling=sampling)
