@@ -260,7 +260,6 @@ class AnyConnector(Connector):
             self._loaded(name, failed)
 
     def has_reported(self, report: KVConnectorOutput) -> None:
-        """Check the worker's report of this step."""
         self._idle = 0 if self.output.total_num_scheduled_tokens else self._idle + 1
         if report.finished_recving or report.finished_sending:
             self._idle = 0

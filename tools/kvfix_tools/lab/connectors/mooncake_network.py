@@ -149,7 +149,6 @@ class Network(PairNetwork):
         return next(self._ports)
 
     def host(self, name: str) -> Host:
-        """Return the host of a new engine."""
         made = Host(self, name)
         self.hosts[made.session] = made
         return made
@@ -364,8 +363,6 @@ def replace(host: Host) -> None:
     registry = import_module(_MODULE.replace("mooncake_connector", "mooncake_utils"))
 
     class Bootstrap(registry.MooncakeBootstrapServer):  # type: ignore[misc, name-defined]
-        """vLLM's bootstrap server without a socket."""
-
         payload = registry.RegisterWorkerPayload
 
         def start(self, **_: Any) -> None:

@@ -133,8 +133,6 @@ def _registered_windows(connector: Any) -> list[int]:
 
 
 class MP(Connector):
-    """Both roles, connected by the lab's server."""
-
     workers: list[MPWorker]
     _worker_class = MPWorker
     _server_class = Server

@@ -328,7 +328,6 @@ class RealMP(MP):
         return self.server.evict(chunks, forced)
 
     def close(self) -> None:
-        """Unregister the worker and clear the server's cache."""
         self.in_scheduler.shutdown()
         self.workers[0].in_worker.shutdown()
         self.server.close()

@@ -88,8 +88,6 @@ class Together:
 
 
 class NixlWorker(PairWorker):
-    """The real connector in the worker role, with the lab's agent."""
-
     def __init__(self, side: Any, slots: Slots, called: Any, options: Options) -> None:
         adapter = called.connector_worker
         super().__init__(side, adapter.tp_rank, slots, called, adapter)
@@ -163,7 +161,6 @@ class NixlSide(PairSide):
         return request in self.scheduler_side._reqs_need_send
 
     def close(self) -> None:
-        """End the processes of the workers, and their registrations."""
         super().close()
         for worker in self.between:
             self.network.agents[worker.adapter.nixl_wrapper.name].close()

@@ -69,7 +69,6 @@ class Agent:
         self._peers: set[str] = set()
 
     def close(self) -> None:
-        """End the process of the agent."""
         self.closed = True
         self.notices.clear()
         self._transfers.clear()

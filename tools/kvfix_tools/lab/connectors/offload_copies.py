@@ -70,7 +70,6 @@ class Copies:
         self.pending.append(self.last)
 
     def finish(self, now: int) -> None:
-        """End all copies that are due by then, in their order."""
         while self.pending and self.pending[0].due <= now:
             self.pending.popleft().arrive()
 
@@ -129,8 +128,6 @@ class _EventOfStream(Event):
 
 
 class _Torch(cuda_stand_in.Torch):
-    """Replaces `torch` in the copy thread."""
-
     Event = _EventOfStream  # type: ignore[assignment]
 
 
@@ -225,7 +222,6 @@ class Tiers:
 
     @property
     def looking(self) -> bool:
-        """Return True if a lookup in a tier is not answered yet."""
         return any(lookups._lookup_batch for lookups in self._lookups)
 
     def delete_files(self, how_many: int) -> int:

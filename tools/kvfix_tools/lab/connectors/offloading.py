@@ -150,7 +150,6 @@ class Offloading(BothRoles):
         self.scheduler.build_connector_meta = build_connector_meta
 
     def stored_by(self, job: int) -> str:
-        """Return the request of this store."""
         jobs = self.scheduler._jobs
         return str(jobs[job].req_id) if job in jobs else ""
 
@@ -239,8 +238,6 @@ def note_stored(events: RequestEvents, name: str, ends: list[int], size: int) ->
 
 
 class OffloadingWorker(Worker):
-    """One rank of an offloading connector that is the only connector."""
-
     offloads = by_request = True
 
     def __init__(self, rank: Any, slots: Slots, called: Any) -> None:
@@ -261,8 +258,6 @@ class OffloadingSteps:
 
 
 class Alone(OffloadingSteps, Connector):
-    """An offloading connector that is the only connector."""
-
     def __init__(self, options: Options, memories: Sequence[Slots], caches: Sequence[Cache]) -> None:
         self._folder = Tiers.folder(options)
         config = vllm_objects.vllm_config(options, self._folder.name if self._folder else "")

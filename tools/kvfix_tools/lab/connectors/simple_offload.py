@@ -77,7 +77,6 @@ class Offloading(BothRoles):
         self._manager._process_store_event = self._stored
 
     def requests_of(self, event: int, is_store: bool) -> list[str]:
-        """Return the requests of a load or store."""
         of_events = self._manager._store_event_to_reqs if is_store else self._manager._load_event_to_reqs
         return list(of_events.get(event, ()))
 

@@ -99,8 +99,6 @@ def _key(key: Any) -> object:
 
 
 class LayerwiseEngine(CacheEngine):
-    """The worker's cache with LMCache's own layerwise loads and stores."""
-
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         module: Any = importlib.import_module(_MODULE)

@@ -101,7 +101,6 @@ class Copy:
         self._found = [ctypes.string_at(source, size) for source, _, size in self._pieces]
 
     def arrive(self) -> None:
-        """End the copy."""
         for (source, target, size), found in zip(self._pieces, self._found, strict=True):
             ctypes.memmove(target, found if ctypes.string_at(source, size) == found else _garbage(size), size)
         self._done()

@@ -228,7 +228,6 @@ class Model:
         return None, ""
 
     def step_begins(self, output: Any) -> None:
-        """Give the workers this scheduler output."""
         for group in self.groups:
             group.begin(output)
 
