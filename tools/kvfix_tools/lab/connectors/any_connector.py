@@ -146,7 +146,7 @@ class AnyWorker(Worker):
         found = {}
         for group, own in zip(self.owner.groups, model.groups, strict=True):
             size = group.kv_cache_spec.block_size
-            rows = [own.block_table.rows[name] for name in scheduled]
+            rows = [own.rows[name] for name in scheduled]
             slots = [
                 row[at // size] * size + at % size if at // size < len(row) else -1
                 for row, (name, tokens) in zip(rows, scheduled.items(), strict=True)

@@ -1,7 +1,7 @@
 """One engine with vLLM's NixlConnector in pull or push mode, in both roles (pair.py has two engines).
 
-The lab replaces the agent (nixl_agent.py, or NIXL's own agent with nixl_real.py), the sockets and threads of the
-handshake (nixl_network.py), the attention backend, and the clock of the leases. The slots are in memory of the agent.
+The lab replaces the agent (nixl_network.py, or NIXL's own agent with nixl_real.py), the sockets and threads of the
+handshake, the attention backend, and the clock of the leases. The slots are in memory of the agent.
 """
 
 import threading

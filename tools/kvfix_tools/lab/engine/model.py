@@ -194,7 +194,7 @@ class Model:
         found = []
         for name, tokens in output.num_scheduled_tokens.items():
             done = self.start(name, tokens)
-            blocks, right = self.groups[0].block_table.rows[name], self.right(name, done + tokens)
+            blocks, right = self.groups[0].rows[name], self.right(name, done + tokens)
             scheduled = output.scheduled_spec_decode_tokens.get(name)
             end = done + tokens - len(scheduled or ())
             wrong, where = self._first_wrong(name, done, right)
