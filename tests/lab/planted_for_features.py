@@ -66,14 +66,14 @@ def tokens_of_the_step_before_count_twice(engine: Any) -> None:
 
 @fault("LAB001", text="the step reads", on=MP, mp={"model_runner_v2": True})
 def a_resumed_request_that_comes_as_new_keeps_its_old_blocks(engine: Any) -> None:
-    table, known = engine.model.block_table, dict[str, list[int]]()
+    table, known = engine.model.groups[0], dict[str, list[int]]()
 
     def updated(update: Any, output: Any) -> None:
         update(output)
         for new in output.scheduled_new_reqs:
             table.rows[new.req_id][:] = known.setdefault(new.req_id, list(table.rows[new.req_id]))
 
-    wrap(table, "update", updated)
+    wrap(table, "begin", updated)
 
 
 def schedule_stored(engine: Any) -> None:

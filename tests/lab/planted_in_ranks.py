@@ -167,7 +167,7 @@ def larger_blocks_are_taken_for_small_ones(engine: Any) -> None:
 
 
 row(
-    "state_of_a_rejected_draft_is_read", "model.groups.0.write",
+    "state_of_a_rejected_draft_is_read", "model.groups.1.write",
     lambda _, write, name, done, contents, drafts, accepted: write(
         name, done, contents, drafts, min(drafts, accepted + 1)
     ),

@@ -163,6 +163,8 @@ FUZZED: list[tuple[str, str, Sequence[int], str, tuple[str, ...]]] = [
     ("nixl-pull", "check", range(64), "peer_ranks", OF_RANKS),
     ("nixl-push", "check", range(119), "peer_ranks", OF_RANKS),
     *((connector, "check", range(70), "windows", OF_GROUPS) for connector in WITH_RANKS),
+    # with threads of a tier, a lookup finds a file or not
+    ("offloading", "fix", (102,) * 4, "", ()),
     # LAB026 by mistake; a request that is sent again after its abort (KVF363)
     ("mooncake", "check", (664, 1255, 1302), "", ()),
 ]

@@ -20,10 +20,10 @@ def test_who_waits_hears_of_tasks_in_their_order() -> list[int]:
     """A set of them is in the order of their addresses: one schedule would be played in several ways."""
     import asyncio
 
-    from kvfix_tools.lab.connectors import mooncake_sockets
+    from kvfix_tools.lab.connectors import mooncake_network
     from kvfix_tools.lab.connectors.mooncake_network import Network
 
-    stand_in = mooncake_sockets.Asyncio(Network(1, 480).host("a"))
+    stand_in = mooncake_network.Asyncio(Network(1, 480).host("a"))
 
     async def number(value: int) -> int:
         return value
@@ -64,14 +64,14 @@ def test_a_longer_timeout_of_the_decode_engine_prevents_late_writes(longer: floa
 
     Only the decode engine's receive timeout depends on its setting: it is raised here.
     """
-    from kvfix_tools.lab.connectors import mooncake_sockets
+    from kvfix_tools.lab.connectors import mooncake_network
 
-    released = mooncake_sockets.Dealer.setsockopt
+    released = mooncake_network.Dealer.setsockopt
 
     def setsockopt(dealer: Any, option: int, value: float) -> None:
         released(dealer, option, value + 1000 * longer)
 
-    vars(mooncake_sockets)["Dealer"].setsockopt = setsockopt
+    vars(mooncake_network)["Dealer"].setsockopt = setsockopt
     scenario = find("mooncake-write-outlives-load")
     assert scenario
     return sorted({each.code for each in scenario.played().findings})

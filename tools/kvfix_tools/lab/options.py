@@ -55,7 +55,7 @@ KNOWN = {
     "offloading": Known("OffloadingConnector", "offloading:Alone", _SINCE_0_32),
     "simple-offload": Known("SimpleCPUOffloadConnector", "offloading:Alone", _SINCE_0_32),
     "nixl-pull": Known("NixlConnector", "nixl:NixlSide", _SINCE_0_32),
-    "nixl-push": Known("NixlPushConnector", "nixl_push:PushSide", _SINCE_0_32),
+    "nixl-push": Known("NixlPushConnector", "nixl:PushSide", _SINCE_0_32),
     "nixl-multi": Known("NixlConnector", "pair_multi:NixlAndLMCache", _WITH_LMCACHE),
     "nixl-push-multi": Known("NixlPushConnector", "pair_multi:PushAndLMCache", _WITH_LMCACHE),
     "nixl-offload": Known("NixlConnector", "pair_multi:NixlAndOffloading", _SINCE_0_32),

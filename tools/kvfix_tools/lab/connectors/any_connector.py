@@ -4,6 +4,8 @@ Only the model and its layers are replaced. vLLM's factory makes the connector, 
 forward pass (KVConnectorModelRunnerMixin), with vLLM's forward context and attention metadata for the CPU.
 """
 
+from __future__ import annotations
+
 import copy
 import dataclasses
 import importlib
@@ -11,20 +13,25 @@ import shutil
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.forward_context import get_forward_context, set_forward_context
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin as _Runner
 
 from kvfix.engine_state.reader import Reader, Spans
 from kvfix.ledger import events as ev
-from kvfix_tools.lab.connectors import held
-from kvfix_tools.lab.connectors.any_worker import AnyWorker
 from kvfix_tools.lab.connectors.connector import Connector, OtherConnector
-from kvfix_tools.lab.connectors.contract import Contract, Load
+from kvfix_tools.lab.connectors.contract import Contract, Load, kept_requests
 from kvfix_tools.lab.engine import rules, vllm_objects
 from kvfix_tools.lab.engine.memory import Cache, Slots
 from kvfix_tools.lab.engine.tensor_memory import TensorMemory
+from kvfix_tools.lab.engine.workers import Worker
 from kvfix_tools.lab.options import Options
 
 #: Placeholder in the connector's configuration for a new, empty folder of each engine.
@@ -43,6 +50,122 @@ class AnyReader(Reader):
     def loads(self, metadata: Any) -> Spans:
         granted, self.granted = self.granted, []
         return granted
+
+
+class AnyWorker(Worker):
+    """The worker role, called as vLLM's model runner calls it.
+
+    The order of the calls is that of vLLM (v1/worker/gpu_model_runner.py 0.32.0:3968-4216 and
+    model_executor/layers/attention/kv_transfer_utils.py:27-47).
+    """
+
+    def __init__(self, rank: int, slots: Slots, connector: Any, config: Any, memory: TensorMemory) -> None:
+        super().__init__(rank, slots, connector, connector, None, {})
+        self._config = config
+        self.memory = memory
+        layers = {name: SimpleNamespace(kv_cache=tensor) for name, tensor in memory.kv_caches.items()}
+        config.compilation_config.static_forward_context = layers
+        connector.register_kv_caches(memory.kv_caches)
+        self._step = ExitStack()
+        self._report = KVConnectorOutput()
+        #: Blocks that the last step has reported as failed.
+        self._failed: set[int] = set()
+        self.owner: AnyConnector
+
+    def start_step(self, metadata: Any, forward: bool) -> None:
+        self._output = copy.copy(self.owner.output)
+        self._output.kv_connector_metadata = metadata
+        kv_transfer_state._KV_CONNECTOR_AGENT = self.called
+        self.called.handle_preemptions(metadata)
+        if not forward:
+            return
+        with self._step as step:
+            attention = self._attention()
+            slots = {name: each.slot_mapping for name, each in attention.items()}
+            context = set_forward_context(attention, self._config, self._tokens, slot_mapping=slots)
+            step.enter_context(context)
+            deferred = self._config.speculative_config is not None
+            self._report = step.enter_context(_Runner._get_kv_connector_output(self._output, deferred))
+            self._waits(0)
+            self.memory.begin()
+            self._step = step.pop_all()
+
+    def finish_step(self, forward: bool, ended: set[str], save_last: bool) -> KVConnectorOutput:
+        try:
+            if forward:
+                with self._step:
+                    self._saves(0)
+                    wrong = self._other_layers()
+                if self._config.speculative_config is not None:
+                    _Runner.finalize_kv_connector()
+                self._failed = self._report.invalid_block_ids
+                self.owner.has_computed(wrong, self._failed)
+            else:
+                answer = _Runner.kv_connector_no_forward(self._output, self._config)
+                self._report = answer.kv_connector_output or KVConnectorOutput()
+        finally:
+            kv_transfer_state._KV_CONNECTOR_AGENT = None
+        self._failed = self._report.invalid_block_ids
+        self.owner.has_reported(self._report)
+        return self._report
+
+    def failed_blocks(self) -> set[int]:
+        return self._failed
+
+    def _other_layers(self) -> dict[int, int]:
+        """Compute the layers after the first.
+
+        Return {block: first layer whose KV in it differs from that of layer 0}.
+        """
+        wrong: dict[int, int] = {}
+        for layer in list(self.memory.layers())[1:]:
+            self._waits(layer)
+            wrong = {**dict.fromkeys(self.memory.go_on(layer), layer), **wrong}
+            self._saves(layer)
+        return wrong
+
+    def _waits(self, layer: int) -> None:
+        for name in self._of_place(layer):
+            self.called.wait_for_layer_load(name)
+
+    def _saves(self, layer: int) -> None:
+        context = get_forward_context()
+        for name in self._of_place(layer):
+            self.called.save_kv_layer(name, self.memory.kv_caches[name], context.attn_metadata[name])
+
+    def _of_place(self, layer: int) -> list[str]:
+        """Return the layer of each group that has this place in the memory."""
+        return [group.layer_names[layer] for group in self.owner.groups]
+
+    def _attention(self) -> dict[str, CPUAttentionMetadata]:
+        """Return {layer: attention metadata of this step}, as vLLM's builder for the CPU makes it."""
+        model = self.owner.events.model
+        scheduled = self._output.num_scheduled_tokens
+        starts = {name: model.start(name, tokens) for name, tokens in scheduled.items()}
+        self._tokens = sum(scheduled.values())
+        found = {}
+        for group, own in zip(self.owner.groups, model.groups, strict=True):
+            size = group.kv_cache_spec.block_size
+            rows = [own.rows[name] for name in scheduled]
+            slots = [
+                row[at // size] * size + at % size if at // size < len(row) else -1
+                for row, (name, tokens) in zip(rows, scheduled.items(), strict=True)
+                for at in range(starts[name], starts[name] + tokens)
+            ]
+            ends = torch.tensor([starts[name] + tokens for name, tokens in scheduled.items()], dtype=torch.int32)
+            widest = max(map(len, rows))
+            metadata = CPUAttentionMetadata(
+                num_actual_tokens=self._tokens,
+                max_query_len=max(scheduled.values()),
+                query_start_loc=torch.tensor([0, *scheduled.values()], dtype=torch.int32).cumsum(0),
+                max_seq_len=int(ends.max()),
+                seq_lens=ends,
+                block_table=torch.tensor([row + [0] * (widest - len(row)) for row in rows], dtype=torch.int32),
+                slot_mapping=torch.tensor(slots, dtype=torch.int64),
+                scheduler_metadata=None,
+            )
+            found.update(dict.fromkeys(group.layer_names, metadata))
+        return found
 
 
 class AnyConnector(Connector):
@@ -86,8 +209,6 @@ class AnyConnector(Connector):
             self.in_scheduler.set_xfer_handshake_metadata_pp_aware({(0, rank): handshake})
         return worker
 
-    # ------------------------------------------------------------------ steps of a schedule
-
     def lose_stored(self) -> None:
         """A step: the connector loses the tokens of the next grant before it loads them."""
         self.events.may_fail.add("")
@@ -104,8 +225,6 @@ class AnyConnector(Connector):
 
     def lookups_fail(self, how_many: int) -> None:
         """A step of the fuzzer without effect: the lab cannot intercept lookups of this connector."""
-
-    # ------------------------------------------------------------------ a step
 
     def tick(self) -> None:
         if self._idle and self._in_flight():
@@ -141,7 +260,6 @@ class AnyConnector(Connector):
             self._loaded(name, failed)
 
     def has_reported(self, report: KVConnectorOutput) -> None:
-        """Check the worker's report of this step."""
         self._idle = 0 if self.output.total_num_scheduled_tokens else self._idle + 1
         if report.finished_recving or report.finished_sending:
             self._idle = 0
@@ -164,8 +282,6 @@ class AnyConnector(Connector):
     def _blocks(self, name: str) -> list[int]:
         return list(self.scheduler.kv_cache_manager.get_block_ids(name)[0])
 
-    # ------------------------------------------------------------------ transfers in flight
-
     def _in_flight(self) -> bool:
         return bool(self.sending or any(load.asynchronous for load in self.loads.values()))
 
@@ -175,11 +291,11 @@ class AnyConnector(Connector):
     def loading(self) -> set[str]:
         return {name for name, load in self.loads.items() if load.asynchronous}
 
-    def in_flight(self, request: str) -> set[str]:
-        looking = {"looking"} if request in self.events.undecided else set()
-        return looking | {
-            kind for kind, names in (("loading", self.loading()), ("storing", self.sending)) if request in names
-        }
+    def storing(self) -> set[str]:
+        return self.sending
+
+    def is_looking(self, request: str) -> bool:
+        return request in self.events.undecided
 
     def metadata(self, metadata: Any) -> Any:
         return metadata
@@ -187,7 +303,7 @@ class AnyConnector(Connector):
     def kept(self) -> dict[str, set[str]]:
         places: dict[str, set[str]] = {}
         for role, connector in (("scheduler", self.in_scheduler), ("worker", self.workers[0].called)):
-            for where, names in held.names(connector, set(self.events.model.requests)).items():
+            for where, names in kept_requests(connector, set(self.events.model.requests)).items():
                 places[f"{where} ({role})"] = names
         return places
 

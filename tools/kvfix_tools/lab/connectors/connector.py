@@ -22,7 +22,6 @@ from kvfix_tools.lab.options import Options
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from kvfix_tools.lab.connectors.offloading import BothRoles
     from kvfix_tools.lab.engine.memory import Cache, Slots
     from kvfix_tools.lab.engine.request_events import RequestEvents
     from kvfix_tools.lab.engine.workers import Worker
@@ -49,7 +48,7 @@ class Connector:
     events: RequestEvents
     #: The other connectors of a MultiConnector.
     other: OtherConnector | None = None
-    offloading: BothRoles | None = None
+    offloading: Any = None
     _place = 0
 
     def listen(self, events: RequestEvents) -> None:
@@ -146,7 +145,7 @@ class Connector:
 
     def busy(self) -> bool:
         """Return True if a transfer or a lookup is in flight."""
-        return self.offloading is not None and self.offloading.busy
+        return self.offloading is not None and bool(self.offloading.busy)
 
     def loading(self) -> set[str]:
         """Return the requests with a load in flight."""
@@ -156,9 +155,18 @@ class Connector:
         """Return the requests whose lookup is not answered yet."""
         return set()
 
+    def storing(self) -> set[str]:
+        """Return the requests with a store in flight."""
+        return set() if self.offloading is None else self.offloading.requests(loads=False)
+
+    def is_looking(self, request: str) -> bool:
+        return request in self.looking()
+
     def in_flight(self, request: str) -> set[str]:
         """Return what is in flight for this request between steps: "looking", "loading", "storing"."""
-        return set() if self.offloading is None else self.offloading.in_flight(request)
+        doing = {"loading": request in self.loading(), "storing": request in self.storing()}
+        doing["looking"] = self.is_looking(request)
+        return {name for name, yes in doing.items() if yes}
 
 
 def nothing(*_: Any, **__: Any) -> None:

@@ -1,7 +1,7 @@
 """One engine with vLLM's MooncakeConnector, in both roles (pair.py has two engines).
 
-Decode sends its block ids to prefill, and prefill writes into these blocks. The lab replaces Mooncake's transfer engine
-(mooncake_network.py), the sockets, HTTP and threads (mooncake_sockets.py), the attention backend, and the clock.
+Decode sends its block ids to prefill, and prefill writes into these blocks. The lab replaces Mooncake's transfer
+engine, the sockets, HTTP and threads (mooncake_network.py), the attention backend, and the clock.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from kvfix import clock
 from kvfix.ledger import events as ev
-from kvfix_tools.lab.connectors import mooncake_sockets
+from kvfix_tools.lab.connectors import mooncake_network
 from kvfix_tools.lab.connectors.mooncake_network import Network
 from kvfix_tools.lab.engine import byte_memory, kv_layout, rules
 from kvfix_tools.lab.engine.memory import Slots
@@ -19,7 +19,6 @@ from kvfix_tools.lab.engine.request_events import STUCK, RequestEvents
 from kvfix_tools.lab.fuzz.parameters import Params
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.pair.pair_engine import PairSide, PairWorker
-from kvfix_tools.ledger.events import WriteBegun, WriteEnded
 
 #: vLLM's default timeout in seconds. No prefill of the lab takes as long.
 _LONG = 480
@@ -30,20 +29,13 @@ def _transfer_of(request: Any) -> str:
 
 
 class MooncakeWorker(PairWorker):
-    """The real connector in the worker role."""
-
     def __init__(self, side: MooncakeSide, slots: Slots, called: Any, options: Options) -> None:
         super().__init__(side, 0, slots, called, called.connector_worker)
         #: Requests with a failed load that is not reported yet.
         self.lost: set[str] = set()
-        self._note_writes()
-        self._note_failures()
-        called.register_kv_caches({kv_layout.LAYER.format(0): byte_memory.tensor(slots, options).squeeze(1)})
+        build, fail = self.adapter._build_transfer_params, self.adapter._handle_failed_recv
 
-    def _note_writes(self) -> None:
-        build = self.adapter._build_transfer_params
-
-        async def noting(ready: Any, meta: Any, *regions: Any) -> Any:
+        async def built(ready: Any, meta: Any, *regions: Any) -> Any:
             answer = await build(ready, meta, *regions)
             failed = set(answer[3])
             self.side.network.requests = [
@@ -51,23 +43,19 @@ class MooncakeWorker(PairWorker):
             ]
             return answer
 
-        self.adapter._build_transfer_params = noting
-
-    def _note_failures(self) -> None:
-        fail = self.adapter._handle_failed_recv
-
-        def noting(metas: Any, names: Any, reason: str) -> None:
+        def failed(metas: Any, names: Any, reason: str) -> None:
             self.lost.update(name for name in names if name in metas)
             fail(metas, names, reason)
 
-        self.adapter._handle_failed_recv = noting
+        self.adapter._build_transfer_params, self.adapter._handle_failed_recv = built, failed
+        called.register_kv_caches({kv_layout.LAYER.format(0): byte_memory.tensor(slots, options).squeeze(1)})
 
     def get_finished(self, ended: set[str]) -> Any:
         # sent requests left the dictionary before this call: those that leave it during the call have expired
         kept = {each.p_req_id for each in self.adapter.reqs_need_send.values()}
         sent, received = super().get_finished(ended)
         for name in sorted(sent):  # the order of a set differs between runs
-            self.side.add_to_pair(ev.LeaseEnded(name, name in kept))
+            self.side.network.add(ev.LeaseEnded(name, name in kept))
         for name in sorted(received):
             start, end = self.due.pop(name, (0, 0))
             failed = name in self.lost
@@ -79,8 +67,6 @@ class MooncakeWorker(PairWorker):
 
 
 class MooncakeSide(PairSide):
-    """Both roles of one engine."""
-
     worker_class = MooncakeWorker
 
     @classmethod
@@ -89,9 +75,8 @@ class MooncakeSide(PairSide):
 
     def join(self) -> None:
         self._host = self.network.host(self.name)
-        mooncake_sockets.replace(self._host)
-        self.network.noted = self._noted
-        self._host.raised = self._raised
+        self._host.side = self
+        mooncake_network.replace(self._host)
         #: Requests whose blocks were kept. If a message of the peer arrives after their lease has ended, the message
         #: waits for the timeout.
         self._were_kept: set[str] = set()
@@ -102,14 +87,8 @@ class MooncakeSide(PairSide):
         #: {transfer: time when its request was first seen to have ended}
         self._ended: dict[str, float] = {}
 
-    def _noted(self, what: str, kept: str, reader: str) -> None:
-        """Record a write of the network in the ledgers of both engines."""
-        if what == "begun":
-            self.add_to_pair(WriteBegun(kept, reader))
-        else:
-            self.add_to_pair(WriteEnded(kept))
-
-    def _raised(self, error: BaseException) -> None:
+    def raised(self, error: BaseException) -> None:
+        """Report the exception of a coroutine that no code waits for."""
         where = f"a coroutine of the {self._host.name} engine raises {type(error).__name__}: {error}".rstrip(": ")
         self.events.violated(rules.COROUTINE_RAISED, "", where)
 
@@ -121,7 +100,7 @@ class MooncakeSide(PairSide):
         """Return the parameters for decode. Prefill returns none: the router knows its own request."""
         return {
             "do_remote_decode": False, "do_remote_prefill": True, "remote_engine_id": self.engine_id,
-            "remote_bootstrap_addr": f"http://{self._host.name}:{mooncake_sockets.PORT}",
+            "remote_bootstrap_addr": f"http://{self._host.name}:{mooncake_network.PORT}",
             "transfer_id": self._transfer(name),
         }  # fmt: skip
 
@@ -138,14 +117,13 @@ class MooncakeSide(PairSide):
 
     def listen(self, events: RequestEvents) -> None:
         super().listen(events)
-        self._host.look = self._look
         if self.network.timeout < _LONG:
             events.may_fail.add("")  # a prefill can take longer than the timeout
 
     def close(self) -> None:
         self._host.end()
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """Report transfers that the peer waits for and that no request here will send."""
         for request in self.events.model.requests.values():
             if request.is_finished():
@@ -172,8 +150,6 @@ class MooncakeSide(PairSide):
                 message = "a decode request waits for its KV, but the request has ended and is not sent"
                 self.events.violated(rules.AWAITED_IN_VAIN, had[transfer], message)
 
-    # ------------------------------------------------------------------ transfers in flight, and kept requests
-
     @property
     def _sends(self) -> dict[str, Any]:
         found: dict[str, Any] = self.between[0].adapter.reqs_need_send
@@ -181,7 +157,6 @@ class MooncakeSide(PairSide):
 
     @property
     def leases(self) -> set[str]:
-        """Ended requests whose blocks are kept for the peer."""
         return {each.p_req_id for each in self._sends.values() if each.local_block_ids}
 
     def kept_of_peer(self) -> set[str]:

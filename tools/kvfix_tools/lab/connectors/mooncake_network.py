@@ -1,27 +1,43 @@
-"""The network between two engines with MooncakeConnector, with a stand-in for Mooncake's transfer engine.
+"""The network between two engines with MooncakeConnector, and stand-ins for what its coroutines communicate with.
 
-The transfer engine writes from one engine's memory to the other's, as mooncake.engine.TransferEngine does. A write
-takes some steps (byte_memory.py). vLLM's own coroutines run in event loops that use the lab's steps and time
-(mooncake_sockets.py), without threads, sockets or HTTP.
+Mooncake's transfer engine writes from one engine's memory to the other's. A write takes some steps (byte_memory.py).
+vLLM's own coroutines run in event loops that use the lab's steps and time. `replace` sets the stand-ins for asyncio's
+threads, zmq, httpx and the transfer engine in the module of the connector.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
-from collections.abc import Callable, Coroutine, Sequence
+import json
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import httpx
+import torch
+import zmq
 
 from kvfix import clock
+from kvfix_tools.lab.connectors.connector import Nothing, nothing
+from kvfix_tools.lab.connectors.nixl import AnyBlockSize
 from kvfix_tools.lab.engine.byte_memory import Copy
-from kvfix_tools.lab.pair.pair_network import PairNetwork
-
-if TYPE_CHECKING:
-    from kvfix_tools.lab.connectors.mooncake_sockets import Router
+from kvfix_tools.lab.pair.pair_engine import PairNetwork
+from kvfix_tools.ledger.events import WriteBegun, WriteEnded
 
 #: Maximum rounds of a loop in one step.
 _MOST = 10_000
+#: Parts of zmq that the lab does not replace.
+_OF_ZMQ = "ROUTER", "DEALER", "RCVTIMEO", "Again", "ContextTerminated"
+#: Port of a producer's bootstrap server.
+PORT = 8998
+_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector"
 
 
 class Loop(asyncio.SelectorEventLoop):
@@ -48,13 +64,11 @@ class Host:
         self.network = network
         self.name = name
         self.loop = Loop()
-        self.loop.set_exception_handler(lambda _, what: self.raised(what.get("exception") or Exception()))
+        self.loop.set_exception_handler(lambda _, what: self.side.raised(what.get("exception") or Exception()))
         self.session = f"{name}:{network.port()}"
         self.alive = True
-        #: Called with the exception of a coroutine that no code waits for.
-        self.raised: Callable[[BaseException], None] = lambda _: None
-        #: Called in each step, after all messages that are due have arrived.
-        self.look: Callable[[], None] = lambda: None
+        #: The connector of the engine.
+        self.side: Any
 
     def end(self) -> None:
         self.alive = False
@@ -79,7 +93,7 @@ class Host:
             if error is None:
                 done.set_result(task.result())
             else:
-                self.raised(error)
+                self.side.raised(error)
                 done.set_exception(error)
 
         self.loop.create_task(work).add_done_callback(ended)
@@ -88,14 +102,16 @@ class Host:
 
 
 class Write(NamedTuple):
-    """A write in flight. requests: (request of the producer, request of the consumer) of each load in it."""
+    """A write in flight. requests: (request of the producer, request of the consumer) of each load in it.
 
-    due: int
-    future: Future[int]
+    ended: called with the answer of the transfer engine.
+    """
+
     of: Host
     to: str
     copy: Copy
     requests: list[tuple[str, str]]
+    ended: Callable[[int], None]
 
 
 class Network(PairNetwork):
@@ -114,8 +130,6 @@ class Network(PairNetwork):
         self.bootstrap: dict[str, Any] = {}
         #: {request: how often the router has sent it}. Each transfer has a new id.
         self.transfers: dict[str, int] = {}
-        #: Called for each write with ("begun", "ended" or "failed", request of the producer, request of the consumer).
-        self.noted: Callable[[str, str, str], None] = lambda *_: None
         #: The requests of the next write.
         self.requests: list[tuple[str, str]] = []
         self._messages: list[tuple[int, Host, Callable[[], None]]] = []
@@ -135,7 +149,6 @@ class Network(PairNetwork):
         return next(self._ports)
 
     def host(self, name: str) -> Host:
-        """Return the host of a new engine."""
         made = Host(self, name)
         self.hosts[made.session] = made
         return made
@@ -145,7 +158,7 @@ class Network(PairNetwork):
         self._arrive(self.now)
         for host in list(self.hosts.values()):
             host.loop.go_on()
-            host.look()
+            host.side.look()
 
     def time_passes(self) -> None:
         self._arrive(self.now + self.delay)
@@ -156,8 +169,8 @@ class Network(PairNetwork):
         for _, host, deliver in messages:
             if host.alive:
                 deliver()
-        writes = [each for each in self._writes if each.due <= now]
-        self._writes = [each for each in self._writes if each.due > now]
+        writes = [each for each in self._writes if each.copy.due <= now]
+        self._writes = [each for each in self._writes if each.copy.due > now]
         for write in writes:
             self._end(write)
 
@@ -165,64 +178,196 @@ class Network(PairNetwork):
         """Send a message to this host. The message is lost if the host has ended when it arrives."""
         self._messages.append((self.now + self.handshake_steps, host, deliver))
 
-    # ------------------------------------------------------------------ writes
+    def write(
+        self, of: Host, send: Any, to: str, sources: list[int], targets: list[int], sizes: list[int]
+    ) -> Future[int]:
+        """Begin a write, and call `send` (`_send_blocks`) at its end. Return a future with its answer."""
+        done: Future[int] = Future()
 
-    def write(self, of: Host, to: str, sources: list[int], targets: list[int], sizes: list[int]) -> Future[int]:
-        """Write, and return a future with the answer of the transfer engine."""
-        future: Future[int] = Future()
+        def ended(answer: int) -> None:
+            send.__self__.engine.answer = answer
+            done.set_result(send(to, sources, targets, sizes))
+
         requests, self.requests = self.requests, []
-        for pair in requests:
-            self.noted("begun", *pair)
-        copy = Copy(zip(sources, targets, sizes, strict=True))
-        self._writes.append(Write(self.now + self.delay, future, of, to, copy, requests))
-        return future
+        for kept, reader in requests:
+            self.add(WriteBegun(kept, reader))
+        copy = Copy(zip(sources, targets, sizes, strict=True), self.now + self.delay)
+        self._writes.append(Write(of, to, copy, requests, ended))
+        return done
 
     def _end(self, write: Write) -> None:
         failed = self.fails("transfer") or not write.of.alive or write.to not in self.hosts
         if not failed:
             write.copy.arrive()
-        for pair in write.requests:
-            self.noted("failed" if failed else "ended", *pair)
+        for kept, _ in write.requests:
+            self.add(WriteEnded(kept))
         if write.of.alive:
-            write.future.set_result(-1 if failed else 0)
+            write.ended(-1 if failed else 0)
 
 
-class Executor:
-    """Replaces the threads that call the transfer engine and wait for the write."""
-
-    def __init__(self, host: Host) -> None:
-        self._host = host
-
-    def submit(self, send: Any, session: str, sources: list[int], targets: list[int], sizes: list[int]) -> Future[int]:
-        """Begin a write, and call `send` (`_send_blocks`) at its end."""
-        done: Future[int] = Future()
-
-        def ended(answer: Future[int]) -> None:
-            send.__self__.engine.answer = answer.result()
-            done.set_result(send(session, sources, targets, sizes))
-
-        self._host.network.write(self._host, session, sources, targets, sizes).add_done_callback(ended)
-        return done
-
-    def shutdown(self, wait: bool = True) -> None: ...
+def transfer_engine(host: Host) -> Any:
+    """Return a stand-in for mooncake.engine.TransferEngine. answer: the result of the write that has just ended."""
+    engine = SimpleNamespace(answer=0, initialize=lambda *_: 0, batch_register_memory=lambda *_: 0)
+    engine.get_rpc_port = lambda: int(host.session.rpartition(":")[2])
+    engine.batch_transfer_sync_write = lambda *_: engine.answer
+    return engine
 
 
-class TransferEngine:
-    """A stand-in for mooncake.engine.TransferEngine. answer: the result of the write that has just ended."""
-
-    answer = 0
+class Asyncio:
+    """asyncio with loops that run in the lab's steps."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
 
-    def initialize(self, host: str, *_: str) -> int:
-        return 0
+    def new_event_loop(self) -> Any:
+        self._host.loop.host = self._host  # type: ignore[attr-defined]
+        return self._host.loop
 
-    def get_rpc_port(self) -> int:
-        return int(self._host.session.rpartition(":")[2])
+    def run_coroutine_threadsafe(self, work: Any, loop: Any) -> Any:
+        return loop.host.run(work)
 
-    def batch_register_memory(self, addresses: Sequence[int], sizes: Sequence[int]) -> int:
-        return 0
+    async def wait(self, tasks: Sequence[Any], **options: Any) -> tuple[list[Any], list[Any]]:
+        """Return the tasks in their own order. A set has the order of their addresses, which differs between runs."""
+        done, pending = await asyncio.wait(tasks, **options)
+        return [each for each in tasks if each in done], [each for each in tasks if each in pending]
 
-    def batch_transfer_sync_write(self, *_: Any) -> int:
-        return self.answer
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+
+class Router:
+    """The socket of the producer."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self._came: asyncio.Queue[tuple[bytes, bytes]] = asyncio.Queue()
+        self._asking: dict[bytes, Dealer] = {}
+
+    def bind_to_random_port(self, address: str) -> int:
+        port = self.host.network.port()
+        self.host.network.bound[f"tcp://{self.host.name}:{port}"] = self
+        return port
+
+    def take(self, dealer: Dealer, message: bytes) -> None:
+        self._asking[dealer.name] = dealer
+        self._came.put_nowait((dealer.name, message))
+
+    async def recv_multipart(self) -> tuple[bytes, bytes]:
+        return await self._came.get()
+
+    async def send_multipart(self, parts: tuple[bytes, bytes]) -> None:
+        dealer, message = self._asking[parts[0]], parts[1]
+        self.host.network.send(dealer.host, lambda: dealer.take(message))
+
+    def close(self) -> None: ...
+
+
+class Dealer:
+    """The socket of the consumer."""
+
+    def __init__(self, host: Host, address: str) -> None:
+        self.host, self._address = host, address
+        self.name = f"{host.session} {host.network.port()}".encode()
+        self._came: asyncio.Queue[bytes] = asyncio.Queue()
+        self._timeout = 0.0
+
+    def setsockopt(self, option: int, value: float) -> None:
+        self._timeout = value / 1000
+
+    def take(self, message: bytes) -> None:
+        self._came.put_nowait(message)
+
+    async def send(self, message: bytes) -> None:
+        """Send a message. A message to an unused address never arrives."""
+        bound = self.host.network.bound.get(self._address)
+        if bound is not None:
+            self.host.network.send(bound.host, lambda: bound.take(self, message))
+
+    async def recv(self) -> bytes:
+        try:
+            return await asyncio.wait_for(self._came.get(), self._timeout)
+        except asyncio.TimeoutError:
+            raise zmq.Again from None
+
+
+@contextmanager
+def make_zmq_socket(context: Any, address: str, *_: Any, **__: Any) -> Iterator[Dealer]:
+    yield Dealer(context.host, address)
+
+
+def httpx_module(network: Network) -> Any:
+    """Return a replacement for httpx: vLLM's own bootstrap server answers without a socket."""
+
+    class AsyncClient:
+        def __init__(self, **_: Any) -> None: ...
+
+        async def __aenter__(self) -> Any:
+            return self
+
+        async def __aexit__(self, *_: Any) -> None: ...
+
+        async def post(self, url: str, json: Any) -> Any:
+            server = self._server(url, "/register")
+            return _answer(await server.register_worker(server.payload(**json)))
+
+        async def get(self, url: str) -> Any:
+            server = self._server(url, "/query")
+            if network.fails("handshake"):
+                raise httpx.ConnectError("refused")
+            return _answer({number: dataclasses.asdict(each) for number, each in (await server.query()).items()})
+
+        @staticmethod
+        def _server(url: str, path: str) -> Any:
+            server = network.bootstrap.get(url.removesuffix(path))
+            if server is None:
+                raise httpx.ConnectError("refused")
+            return server
+
+    kept = ("ConnectError", "TimeoutException", "RequestError", "HTTPStatusError")
+    return SimpleNamespace(AsyncClient=AsyncClient, **{name: getattr(httpx, name) for name in kept})
+
+
+def _answer(content: Any) -> Any:
+    text = json.dumps(content)
+    return SimpleNamespace(json=lambda: json.loads(text), raise_for_status=lambda: None)
+
+
+def replace(host: Host) -> None:
+    """Replace the modules for the next engine, which is made on this host."""
+    module: Any = import_module(_MODULE)
+    network = host.network
+    module.time = SimpleNamespace(perf_counter=lambda: clock.now(), monotonic=lambda: clock.now())
+    module.asyncio = Asyncio(host)
+    module.threading = SimpleNamespace(Thread=Nothing, Event=threading.Event)
+    module.ThreadPoolExecutor = lambda **_: SimpleNamespace(submit=partial(network.write, host), shutdown=nothing)
+    context = SimpleNamespace(host=host, socket=lambda _: Router(host), term=nothing)
+    module.zmq = SimpleNamespace(asyncio=SimpleNamespace(Context=lambda: context, Socket=Router))
+    vars(module.zmq).update({name: getattr(zmq, name) for name in _OF_ZMQ})
+    module.make_zmq_socket = make_zmq_socket
+    module.httpx = httpx_module(network)
+    module.TransferEngine = lambda: transfer_engine(host)
+    module.get_ip = lambda: host.name
+    module.envs = SimpleNamespace(
+        VLLM_MOONCAKE_CONNECTOR_TIMEOUT=5, VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT=network.timeout
+    )
+    module.torch = SimpleNamespace(accelerator=SimpleNamespace(current_device_index=lambda: 0), Tensor=torch.Tensor)
+    module.current_platform = SimpleNamespace(set_device=lambda _: None)
+    module.get_tensor_model_parallel_rank = lambda: 0
+    module.get_tensor_model_parallel_world_size = lambda: 1
+    module.get_pp_group = lambda: SimpleNamespace(rank_in_group=0)
+    module.get_current_attn_backends = lambda *_: [AnyBlockSize]
+    module.get_mooncake_bootstrap_addr = lambda config: (
+        config.kv_transfer_config.engine_id.partition("-")[0],
+        PORT,
+    )
+    registry = import_module(_MODULE.replace("mooncake_connector", "mooncake_utils"))
+
+    class Bootstrap(registry.MooncakeBootstrapServer):  # type: ignore[misc, name-defined]
+        payload = registry.RegisterWorkerPayload
+
+        def start(self, **_: Any) -> None:
+            network.bootstrap[f"http://{host.name}:{self.port}"] = self
+
+        def shutdown(self) -> None: ...
+
+    module.MooncakeBootstrapServer = Bootstrap

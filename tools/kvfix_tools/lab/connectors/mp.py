@@ -16,8 +16,7 @@ import torch
 
 from kvfix.engine_state import lmcache_readers
 from kvfix_tools.lab.connectors.connector import Connector
-from kvfix_tools.lab.connectors.mp_answers import Heartbeat
-from kvfix_tools.lab.connectors.mp_server import Server
+from kvfix_tools.lab.connectors.mp_server import Heartbeat, Server
 from kvfix_tools.lab.engine import vllm_objects
 from kvfix_tools.lab.engine.memory import Cache, Slots
 from kvfix_tools.lab.engine.request_events import RequestEvents
@@ -134,13 +133,12 @@ def _registered_windows(connector: Any) -> list[int]:
 
 
 class MP(Connector):
-    """Both roles, connected by the lab's server."""
-
     workers: list[MPWorker]
     _worker_class = MPWorker
+    _server_class = Server
 
     def __init__(self, options: Options, memories: Sequence[Slots], caches: Sequence[Cache]) -> None:
-        self.server = self._make_server(memories, caches[0], options)
+        self.server = self._server_class(memories, caches[0], options)
         adapter: Any = import_module(ADAPTER)
         released()
         self._replace(adapter)
@@ -153,9 +151,6 @@ class MP(Connector):
         self._join_others(options)
         self.reader = lmcache_readers.MP(self.in_scheduler)
         self.scheduler_adapter = self.in_scheduler.scheduler_adapter
-
-    def _make_server(self, memories: Sequence[Slots], cache: Cache, options: Options) -> Server:
-        return Server(memories, cache, options)
 
     def _replace(self, adapter: Any) -> None:
         """Replace LMCache's client and transfer context by the lab's server."""
@@ -207,15 +202,11 @@ class MP(Connector):
         """A step: an hour without requests passes, and the server drops a worker that has never pinged."""
         self.server.forget_silent_worker()
 
-    # ------------------------------------------------------------------ a step
-
     def tick(self) -> None:
         super().tick()
         self.server.tick()
         if self.server.down:
             self.server.events.met_silence.update(self.scheduler.requests)
-
-    # ------------------------------------------------------------------ transfers in flight, and kept requests
 
     def busy(self) -> bool:
         return super().busy() or bool(self.server.busy)
@@ -223,10 +214,11 @@ class MP(Connector):
     def loading(self) -> set[str]:
         return super().loading().union(self.server.loading)
 
-    def in_flight(self, request: str) -> set[str]:
-        doing = {"looking": self.server.is_looking(request), "loading": request in self.server.loading}
-        doing["storing"] = self.server.storing[request] > 0
-        return {name for name, yes in doing.items() if yes} | super().in_flight(request)
+    def storing(self) -> set[str]:
+        return super().storing().union(+self.server.storing)
+
+    def is_looking(self, request: str) -> bool:
+        return self.server.is_looking(request)
 
     def kept(self) -> dict[str, set[str]]:
         """Include unanswered lookups, although the connector of a real engine may keep them for a while."""

@@ -5,7 +5,7 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
-from kvfix_tools.lab.engine.kv_groups import KVGroup, StoredObject, kv_groups, stored_objects
+from kvfix_tools.lab.engine.kv_layout import KVGroup, StoredObject, kv_groups, stored_objects
 from kvfix_tools.lab.engine.memory import Cache, Prefix, Slots, of_rank
 from kvfix_tools.lab.options import Options
 

@@ -9,7 +9,10 @@ them, and waits for each answer, so that a schedule always plays the same way. C
 a step returns, its work is complete. Only evictions by the server itself depend on real time.
 """
 
+from __future__ import annotations
+
 import dataclasses
+import functools
 import itertools
 import math
 import os
@@ -22,7 +25,6 @@ import torch
 
 from kvfix_tools.lab.connectors import server_process
 from kvfix_tools.lab.connectors.mp import MP, MPWorker, released
-from kvfix_tools.lab.connectors.mp_client import Client, RequestId
 from kvfix_tools.lab.connectors.mp_server import Server
 from kvfix_tools.lab.engine import kv_layout
 from kvfix_tools.lab.engine.byte_memory import SharedBlock
@@ -31,6 +33,61 @@ from kvfix_tools.lab.options import Options
 
 #: Each engine has its own model name, so that no engine finds chunks of another one.
 _ENGINES = itertools.count()
+
+
+class RequestId(str):
+    """The id of a request of the lab."""
+
+
+class Client:
+    """LMCache's client. The lab waits for each answer. While the adapter waits, the lab's time passes."""
+
+    def __init__(self, server: RealServer, client: Any) -> None:
+        self._server = server
+        self._client = client
+        self._message_queue_client = client._message_queue_client
+
+    def __getattr__(self, operation: str) -> Callable[..., Any]:
+        return functools.partial(self.send, operation)
+
+    def send(self, operation: str, *arguments: Any, **more: Any) -> Any:
+        """Return a future with the answer, unless the server is stopped."""
+        future = getattr(self._client, operation)(*map(self._server.named, arguments), **more)
+        if not (self._server.down or future.wait(server_process.PATIENCE)):
+            raise RuntimeError(f"the server does not answer {operation}: ... {self._server.process.log[-1500:]}")
+        return future
+
+    def lookup(self, key: Any, tp_size: int) -> Any:
+        return self._server.look(self, key, lambda: self.send("lookup", key, tp_size).result())
+
+    def query_prefetch_status(self, request_id: str) -> Any:
+        """Wait for the answer, because it is not known how many steps the server needs to read from its disk."""
+        answer = self.send("wait_prefetch_status", RequestId(request_id), server_process.PATIENCE)
+        self._server.found(request_id, answer.result())
+        return answer
+
+    def end_session(self, request_id: str) -> Any:
+        return self.send("end_session", RequestId(request_id))
+
+    def clear(self, force: bool = False) -> Any:
+        """Clear the server's L1, and its disk, which the server does not clear (KVF121)."""
+        self._server.empty_disk()
+        return self.send("clear", force)
+
+    def free_lookup_locks(self, key: Any, tp_size: int) -> Any:
+        self._server.released(key)
+        return self.send("free_lookup_locks", key, tp_size)
+
+    def store(self, key: Any, worker: int, blocks: list[list[int]], event: bytes) -> Any:
+        blocks = [list(group) for group in blocks]  # a copy: the list may change before the transfer ends
+        return self._server.store(key, blocks, lambda: self.send("store", key, worker, blocks, event).result())
+
+    def retrieve(self, key: Any, worker: int, blocks: list[list[int]], event: bytes, skip: int) -> Any:
+        arguments = (key, worker, [list(group) for group in blocks], event, skip)
+        return self._server.retrieve(key, lambda: self.send("retrieve", *arguments).result())
+
+    def close(self) -> None:
+        self._client.close()
 
 
 class RealServer(Server):
@@ -72,15 +129,13 @@ class RealServer(Server):
     def is_looking(self, request_id: str) -> bool:
         return request_id in self._looking
 
-    # ------------------------------------------------------------------ lookups
-
     def look(self, client: Client, key: Any, lookup: Callable[[], None]) -> Any:
         self._lookups[key.request_id] = client, key
         self._looking.add(key.request_id)
         if not self.unanswered:
             return self._answer_later(lookup)
         self.unanswered -= 1
-        self.events.lookup_unanswered()
+        self.events.counts["lookups_unanswered"] += 1
         self.unanswered_lookups.add(key.request_id)
         self._answer_later(lookup)
         return self._future()
@@ -126,8 +181,6 @@ class RealServer(Server):
         start, end = key.start // self.chunk_size, key.end // self.chunk_size
         self._locked[key.request_id] = range(end, locked.stop) if start <= locked.start else range(locked.start, start)
 
-    # ------------------------------------------------------------------ transfers
-
     def store(self, key: Any, blocks: list[list[int]], send: Callable[[], Any]) -> Any:
         def store() -> Any:
             self._store(key, blocks)
@@ -143,11 +196,8 @@ class RealServer(Server):
         return self._answer_store_later(key, store)
 
     def retrieve(self, key: Any, send: Callable[[], Any]) -> Any:
-        request_id = key.request_id
-        self.loading[request_id] += 1
-
         def load() -> Any:
-            fails_after = self.failing[0].pop(request_id, None)
+            fails_after = self.failing[0].pop(key.request_id, None)
             if fails_after is not None:
                 self.events.may_fail.add("")  # other requests have locked these chunks too
                 self._delete(self._keys_from_start(key)[fails_after:], "all", force=True)
@@ -156,14 +206,7 @@ class RealServer(Server):
             self.released(key)
             return answer
 
-        def load_in_time() -> Any:
-            self._end_load(request_id)
-            answer = load()
-            tokens = key.end - key.start if answer[1] else 0
-            self.events.loaded(request_id, key.end if tokens else 0, tokens)
-            return answer
-
-        return self._answer_later(load_in_time, load=(0, request_id), late=load)
+        return self._answer_load_later(key, load, lambda answer: bool(answer[1]))
 
     def lose_loads(self, rank: int, unreported: set[str]) -> None:
         """Let the server finish all transfers, but let the worker treat its loads as failed, without an answer."""
@@ -173,8 +216,6 @@ class RealServer(Server):
 
     def _answer_something(self, client: Client) -> None:
         client.send("ping", None)
-
-    # ------------------------------------------------------------------ state of the server
 
     def evict(self, chunks: int, forced: bool) -> int:
         """Evict the oldest chunks from L1. forced: also locked chunks, and from the disk."""
@@ -221,18 +262,13 @@ class RealWorker(MPWorker):
 
 
 class RealMP(MP):
-    """Both roles, connected by a real server."""
-
     server: RealServer
-
     _worker_class = RealWorker
+    _server_class = RealServer
 
     def __init__(self, options: Options, memories: Sequence[Slots], caches: Sequence[Cache]) -> None:
         super().__init__(options, memories, caches)
         self.scheduler_adapter.model_name = self.server.model_name
-
-    def _make_server(self, memories: Sequence[Slots], cache: Cache, options: Options) -> RealServer:
-        return RealServer(memories, cache, options)
 
     def _replace(self, adapter: Any) -> None:
         server, its = self.server, released()
@@ -292,7 +328,6 @@ class RealMP(MP):
         return self.server.evict(chunks, forced)
 
     def close(self) -> None:
-        """Unregister the worker and clear the server's cache."""
         self.in_scheduler.shutdown()
         self.workers[0].in_worker.shutdown()
         self.server.close()

@@ -1,21 +1,75 @@
 """Replaces `lmcache server`, its client and the transfer context: does lookups with their locks, loads and stores.
 
-mp_answers.py decides when it answers.
+An action ends `delay` steps after its request, or at once. Its answer is a future.
 """
 
+from __future__ import annotations
+
+import bisect
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 from kvfix_tools.lab import releases
-from kvfix_tools.lab.connectors.mp_answers import Answers, Due
 from kvfix_tools.lab.connectors.mp_chunks import Chunks
 from kvfix_tools.lab.engine.memory import Cache, Slots
 from kvfix_tools.lab.engine.request_events import RequestEvents
 from kvfix_tools.lab.options import Options
 
 
-class Server(Answers):
+class Heartbeat:
+    """Replaces LMCache's HeartbeatThread: one heartbeat in each step."""
+
+    def __init__(self, server: Server, health_event: Any, instance_id: int | None = None, **more: Any) -> None:
+        self._server = server
+        self._event = health_event
+        self.is_of_worker = instance_id is not None
+        self.stop_requested = False
+        self._recover: Callable[[], bool] = lambda: True
+
+    def register_recover_callback(self, callback: Callable[[], bool]) -> None:
+        self._recover = callback
+
+    def start(self) -> None:
+        self._server.heartbeats.append(self)
+
+    def stop(self, *_: Any, **__: Any) -> None:
+        self.stop_requested = True
+
+    def beat(self) -> None:
+        if self._server.down:
+            self._event.clear()
+        elif not self._event.is_set() and self._recover():
+            self._event.set()
+
+
+def _client_without_socket() -> Any:
+    """Return LMCache's client of 0.5.6 and later, without its socket: the lab needs its code for a new connection."""
+    try:
+        from lmcache.v1.multiprocess.transport.zmq_impl.mq import MessageQueueClient
+    except ImportError:
+        return None
+    client = MessageQueueClient.__new__(MessageQueueClient)
+    vars(client).update(pending_futures={}, pending_streams={}, socket=SimpleNamespace(recv_multipart=list))
+    client.process_inbound()
+    return client
+
+
+class Due(NamedTuple):
+    """An action of the server, its step, and its answer.
+
+    load: (rank, request) of a load. late: the action to do instead if the worker has dropped the load.
+    """
+
+    step: int
+    action: Callable[[], Any]
+    load: tuple[int, str] | None = None
+    late: Callable[[], Any] | None = None
+
+
+class Server:
     """The functions of the client and the transfer context that LMCache's adapters call, under their own names.
 
     The server serves all ranks. LMCache's key of a transfer has the rank (`worker_id`), the key of a lookup has None.
@@ -25,7 +79,34 @@ class Server(Answers):
     events: RequestEvents
 
     def __init__(self, memories: Sequence[Slots], cache: Cache, options: Options) -> None:
-        super().__init__(options)
+        from lmcache.v1.multiprocess.futures import MessagingFuture
+
+        server = self
+
+        class Future(MessagingFuture):  # type: ignore[misc]
+            """A future whose `wait` lets time pass: it does the actions in flight in their order."""
+
+            def wait(self, timeout: float | None = None) -> bool:
+                while not self.query() and server._later and not server.down:
+                    server._later.popleft().action()
+                return bool(super().wait(0))
+
+            def to_cuda_future(self, device: Any = None) -> Any:
+                """Return the future itself: a transfer of the lab ends with its future."""
+                return self
+
+        self._future = Future
+        self._delay = options.delay
+        self._rank_delay = options.rank_delay
+        self._now = 0
+        #: Sorted by the step in which an action is due.
+        self._later: deque[Due] = deque()
+        self._message_queue_client = _client_without_socket()
+        #: True: the server does nothing, and answers no heartbeat.
+        self.down = False
+        self.heartbeats: list[Heartbeat] = []
+        #: A client has lost its connection since the last step.
+        self.was_disconnected = False
         self.chunks = Chunks(memories, cache, options)
         self.chunk_size = options.chunk_size
         #: Number of next lookups without an answer.
@@ -41,6 +122,48 @@ class Server(Answers):
         #: {request: chunks found}, until the answer is read. None: the prefetch is in flight.
         self._hits: dict[str, int | None] = {}
 
+    def tick(self) -> None:
+        """Begin a step of the engine: do the actions that are due."""
+        self._now += 1
+        for heartbeat in self.heartbeats:
+            heartbeat.beat()
+        self.was_disconnected = False
+        while self._later and self._later[0].step <= self._now and not self.down:
+            self._later.popleft().action()
+
+    @property
+    def busy(self) -> int:
+        return len(self._later)
+
+    def _answer(self, result: Any) -> Any:
+        future = self._future()
+        future.set_result(result)
+        return future
+
+    def _answer_later(self, action: Callable[[], Any], rank: int = 0, **of_load: Any) -> Any:
+        """Return a future of `action`, which runs when it is due. of_load: `load` and `late` of `Due`."""
+        delay = self._delay + rank * self._rank_delay
+        if not (delay or self.down):
+            return self._answer(action())
+        future = self._future()
+        due = Due(self._now + delay, lambda: future.set_result(action()), **of_load)
+        self._later.insert(bisect.bisect_right(self._later, due.step, key=lambda each: each.step), due)
+        return future
+
+    @contextmanager
+    def disconnected(self, client: Any) -> Iterator[None]:
+        """In this context the client has lost its connection, as if its thread had found this out."""
+        queue = getattr(client, "_message_queue_client", None)
+        if queue is not None:
+            self.was_disconnected = True
+            queue.cancel_streams()
+        yield
+        if queue is not None:
+            self._answer_something(client)
+
+    def _answer_something(self, client: Any) -> None:
+        client._message_queue_client.process_inbound()
+
     # ------------------------------------------------------------------ lookups and their locks
 
     def _keys_from_start(self, key: Any) -> list[Any]:
@@ -53,7 +176,7 @@ class Server(Answers):
     def lookup(self, key: Any, tp_size: int) -> Any:
         if self.unanswered > 0:
             self.unanswered -= 1
-            self.events.lookup_unanswered()
+            self.events.counts["lookups_unanswered"] += 1
             self._hits[key.request_id] = 0
             return self._answer(None)
 
@@ -129,7 +252,7 @@ class Server(Answers):
         groups: blocks in each KV group, for all tokens of the key.
         """
         request_id, rank, counts = key.request_id, key.worker_id or 0, self.events.counts
-        chunks, right = self._keys_from_start(key), self.events.right(request_id)
+        chunks, right = self._keys_from_start(key), self.events.model.right(request_id)
         if not self.chunks.covered(groups, len(chunks)):
             return False
         counts["stores_of_groups"] += len(groups) > 1
@@ -149,7 +272,6 @@ class Server(Answers):
 
     def submit_retrieve(self, request_id: str, key: Any, *rest: Any, skip_first_n_tokens: int = 0, **more: Any) -> Any:
         groups, rank = _block_ids(rest), key.worker_id or 0
-        self.loading[request_id] += 1
 
         def load() -> bool:
             wanted = self._keys_from_start(key)
@@ -159,14 +281,23 @@ class Server(Answers):
             self.chunks.unlock(request_id, wanted, rank)
             return done
 
-        def load_in_time() -> bool:
+        def in_time(done: bool) -> bool:
+            self.events.counts["loads_of_groups"] += done and len(groups) > 1
+            return done
+
+        return self._answer_load_later(key, load, in_time)
+
+    def _answer_load_later(self, key: Any, load: Callable[[], Any], brought: Callable[[Any], bool]) -> Any:
+        """Return a future of `load`. brought: tells from its answer if the load has brought all tokens."""
+        request_id, rank = key.request_id, key.worker_id or 0
+        self.loading[request_id] += 1
+
+        def load_in_time() -> Any:
             self._end_load(request_id)
-            if not load():
-                self.events.loaded(request_id, 0, 0, rank)
-                return False
-            self.events.counts["loads_of_groups"] += len(groups) > 1
-            self.events.loaded(request_id, key.end, key.end - key.start, rank)
-            return True
+            answer = load()
+            tokens = key.end - key.start if brought(answer) else 0
+            self.events.loaded(request_id, key.end if tokens else 0, tokens, rank)
+            return answer
 
         return self._answer_later(load_in_time, rank, load=(rank, request_id), late=load)
 

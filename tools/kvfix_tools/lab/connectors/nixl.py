@@ -1,12 +1,11 @@
-"""One engine with vLLM's NixlConnector in pull mode, in both roles (pair.py has two engines).
+"""One engine with vLLM's NixlConnector in pull or push mode, in both roles (pair.py has two engines).
 
-The lab replaces the agent (nixl_agent.py, or NIXL's own agent with nixl_real.py), the sockets and threads of the
-handshake (nixl_network.py), the attention backend, and the clock of the leases. The slots are in memory of the agent.
+The lab replaces the agent (nixl_network.py, or NIXL's own agent with nixl_real.py), the sockets and threads of the
+handshake, the attention backend, and the clock of the leases. The slots are in memory of the agent.
 """
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +23,7 @@ from kvfix_tools.lab.engine.memory import Slots
 from kvfix_tools.lab.fuzz.parameters import Params
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.pair.pair_engine import PairSide, PairWorker
-from kvfix_tools.ledger.events import LeaseRead
+from kvfix_tools.ledger.events import LeaseRead, WriteBegun, WriteEnded, Written
 
 _MODULES = "base_scheduler", "pull_scheduler", "push_scheduler", "base_worker", "pull_worker", "push_worker"
 #: The parameters that the router sends to prefill.
@@ -59,7 +58,7 @@ def replace(network: Network) -> None:
     worker.NixlWrapper = network.agent
     worker.zmq_ctx = network.socket
     worker.ThreadPoolExecutor = lambda **_: network.executor()
-    _be_rank(0, 1)
+    _be_rank()
     worker.get_current_attn_backends = lambda *_: [AnyBlockSize]
     worker.current_platform.discover_numa_topology = lambda *_: []  # otherwise the process keeps only one core
     if hasattr(worker, "check_nixl_version"):  # since 0.33
@@ -67,17 +66,9 @@ def replace(network: Network) -> None:
     module("push_worker").threading = SimpleNamespace(Thread=network.writer, Event=Signal, Lock=threading.Lock)
 
 
-def _be_rank(rank: int, ranks: int) -> None:
+def _be_rank(rank: int = 0, ranks: int = 1) -> None:
     worker: Any = module("base_worker")
     worker.get_tensor_model_parallel_rank, worker.get_tensor_model_parallel_world_size = lambda: rank, lambda: ranks
-
-
-@contextmanager
-def of_rank(rank: int, ranks: int) -> Iterator[None]:
-    """In this context a new worker has rank `rank` of `ranks`. Outside there is one rank."""
-    _be_rank(rank, ranks)
-    yield
-    _be_rank(0, 1)
 
 
 class Together:
@@ -97,8 +88,6 @@ class Together:
 
 
 class NixlWorker(PairWorker):
-    """The real connector in the worker role, with the lab's agent."""
-
     def __init__(self, side: Any, slots: Slots, called: Any, options: Options) -> None:
         adapter = called.connector_worker
         super().__init__(side, adapter.tp_rank, slots, called, adapter)
@@ -106,16 +95,13 @@ class NixlWorker(PairWorker):
         self.together: Together
         #: Requests whose lease has expired in this step.
         self._expired: set[str] = set()
-        self._note_expired()
+        adapter._reap_expired_send_leases = self._note_expired
         called.register_kv_caches(kv_layout.kv_caches(options, byte_memory.tensor(slots, options, self.rank)))
 
-    def _note_expired(self) -> None:
-        def noting(sent: set[str]) -> None:
-            before = set(sent)
-            type(self.adapter)._reap_expired_send_leases(self.adapter, sent)  # may be kvfix's by then
-            self._expired = sent - before
-
-        self.adapter._reap_expired_send_leases = noting
+    def _note_expired(self, sent: set[str]) -> None:
+        before = set(sent)
+        type(self.adapter)._reap_expired_send_leases(self.adapter, sent)  # may be kvfix's by then
+        self._expired = sent - before
 
     def get_finished(self, ended: set[str]) -> Any:
         peers = {name: meta.remote.request_id for name, meta in self.adapter._recving_metadata.items()}
@@ -123,7 +109,7 @@ class NixlWorker(PairWorker):
         for name in sent:
             expired = self.together.reported("sent", name, name in self._expired)
             if expired:
-                self.side.add_to_pair(ev.LeaseEnded(name, any(expired)))
+                self.side.network.add(ev.LeaseEnded(name, any(expired)))
         for name in [*(received - self._failed_requests), *self._failed_requests]:
             read = self.together.reported("read", name, name not in self._failed_requests)
             if read and all(read):
@@ -138,19 +124,10 @@ class NixlWorker(PairWorker):
 
     def has_loaded(self, name: str, of: str) -> None:
         """Record a load of the blocks that prefill keeps of its request `of`."""
-        self.side.add_to_pair(LeaseRead(of, name))
-
-
-def close(network: Network, worker: NixlWorker) -> None:
-    """End the worker's process and its registrations."""
-    network.agents[worker.adapter.nixl_wrapper.name].close()
-    with suppress(Exception):
-        worker.adapter.shutdown()
+        self.side.network.add(LeaseRead(of, name))
 
 
 class NixlSide(PairSide):
-    """Both roles of one engine."""
-
     worker_class: Any = NixlWorker
 
     @classmethod
@@ -170,8 +147,9 @@ class NixlSide(PairSide):
             worker.together = together
 
     def _worker_of_rank(self, rank: int, slots: Slots, options: Options, config: Any) -> Any:
-        with of_rank(rank, options.ranks):
-            connector = vllm_objects.worker(options, vllm_objects.of_rank(config, rank))
+        _be_rank(rank, options.ranks)
+        connector = vllm_objects.worker(options, vllm_objects.of_rank(config, rank))
+        _be_rank()
         made = self.worker_class(self, slots, connector, options)
         made.adapter.nixl_wrapper.late = options.rank_delay if rank else 0
         return made
@@ -185,13 +163,12 @@ class NixlSide(PairSide):
     def close(self) -> None:
         super().close()
         for worker in self.between:
-            close(self.network, worker)
-
-    # ------------------------------------------------------------------ transfers in flight, and kept requests
+            self.network.agents[worker.adapter.nixl_wrapper.name].close()
+            with suppress(Exception):
+                worker.adapter.shutdown()
 
     @property
     def leases(self) -> set[str]:
-        """Requests whose blocks are kept for the peer."""
         return set().union(*(worker.adapter._reqs_to_send for worker in self.between))
 
     def busy(self) -> bool:
@@ -207,3 +184,65 @@ class NixlSide(PairSide):
             for where, names in readers.reader(worker.in_worker).kept()
         }
         return {**super().kept(), **in_workers}
+
+
+class PushWorker(NixlWorker):
+    """A worker in push mode, in which prefill writes into the blocks of decode. It records both sides of a write."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        write, done = self.adapter._xfer_blocks_for_req, self.adapter._pop_done_transfers
+
+        def writes(req_id: str, meta: Any) -> None:
+            write(req_id=req_id, meta=meta)
+            if req_id in self.adapter._sending_transfers:
+                self.together.writing.setdefault(req_id, set()).add(self.rank)
+                self.side.network.add(WriteBegun(req_id, meta.remote.request_id))
+
+        def pops(transfers: Any) -> Any:
+            ended, failed = done(transfers)
+            if transfers is self.adapter._sending_transfers:
+                for name in ended:
+                    ranks = self.together.writing.get(name, set())
+                    ranks.discard(self.rank)
+                    if not ranks:
+                        self.together.writing.pop(name, None)
+                        self.side.network.add(WriteEnded(name))
+            return ended, failed
+
+        self.adapter._xfer_blocks_for_req = writes
+        self.adapter._pop_done_transfers = pops
+
+    def begun(self) -> None:
+        self.side.network.write()
+
+    def get_finished(self, ended: set[str]) -> Any:
+        waiting = self.adapter._recving_metadata
+        for notice in list(self.adapter._pending_completion_notifs.queue):
+            name = notice.decode().rpartition(":")[0]
+            if name and not notice.startswith(b"HB:"):
+                self.side.network.add(Written(name, name in waiting))
+        return super().get_finished(ended)
+
+    def has_loaded(self, name: str, of: str) -> None: ...
+
+
+class PushSide(NixlSide):
+    """In push mode. Decode sends its block ids to prefill in a notice (a registration)."""
+
+    worker_class = PushWorker
+
+    def busy(self) -> bool:
+        return super().busy() or bool(self.loading())  # the peer may still push
+
+    def kept_of_peer(self) -> set[str]:
+        return set().union(*(worker.adapter._pending_d_registrations for worker in self.between))
+
+    def for_decode(self, name: str, answer: Params | None) -> Params | None:
+        if answer is not None:
+            return answer
+        return {
+            "do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [],
+            "remote_engine_id": self.engine_id, "remote_request_id": name, "remote_host": self.name,
+            "remote_port": PORT, "tp_size": len(self.workers),
+        }  # fmt: skip

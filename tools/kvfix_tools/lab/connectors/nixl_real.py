@@ -1,4 +1,4 @@
-"""Real NIXL over UCX instead of its model (nixl_agent.py): NIXL's agents move the bytes and deliver the notices.
+"""Real NIXL over UCX instead of its model (nixl_network.py): NIXL's agents move the bytes and deliver the notices.
 
 The lab decides when a transfer ends: a schedule plays the same way each time, and the same way as with the model. NIXL
 gets a transfer in the step in which the model ends it, and the lab waits for NIXL. In an engine NIXL may read the
@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy
 
-from kvfix_tools.lab.connectors.nixl_agent import GONE, Agent, AgentError, Transfer
-from kvfix_tools.lab.connectors.nixl_network import Network
+from kvfix_tools.lab.connectors.nixl_network import GONE, Agent, AgentError, Network, Transfer
 
 # Without this NIXL logs each refused call, which is also an exception. NIXL reads it when vLLM loads NIXL.
 os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
@@ -51,8 +50,6 @@ class RealAgent(Agent):
         if self._real is not None:
             for peer, notices in self._real.get_new_notifs().items():
                 self._brought += [(peer, notice) for notice in notices]
-
-    # ------------------------------------------------------------------ memory and peers
 
     def get_reg_descs(self, ranges: Any, kind: str) -> Any:
         return self._real.get_reg_descs(ranges, kind)
@@ -90,8 +87,6 @@ class RealAgent(Agent):
 
     def check_remote_metadata(self, name: str) -> bool:
         return bool(self._real.check_remote_metadata(name))
-
-    # ------------------------------------------------------------------ transfers and notices
 
     def prepare(
         self, handle: int, operation: str, local: int, here: Sequence[int], remote: int, there: Any, notice: bytes

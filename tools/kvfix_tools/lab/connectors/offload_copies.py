@@ -1,34 +1,28 @@
-"""Replacements for the GPU driver's copies, streams and events between GPU and CPU memory, and for copy threads.
+"""Replacements for the GPU driver's copies, streams and events between GPU and CPU memory, and for threads.
 
-A copy (byte_memory.py) ends some steps after it was submitted, or when vLLM waits for its event.
-SimpleCPUOffloadConnector's worker, the loop of its thread, and its computation of addresses are real. The thread begins
-a copy at once.
+A seed must always play the same way, so threads must not change the order of events. A copy (byte_memory.py) ends some
+steps after it was submitted, or when vLLM waits for its event. SimpleCPUOffloadConnector's worker, the loop of its
+thread, and its computation of addresses are real. OffloadingConnector's secondary tiers are vLLM's own, with files in a
+temporary folder.
 """
 
 import ctypes
 import functools
+import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from kvfix_tools.lab.connectors.connector import nothing
-from kvfix_tools.lab.connectors.offload_tiers import AtOnce
 from kvfix_tools.lab.engine import byte_memory
 from kvfix_tools.lab.engine.memory import Slots
 from kvfix_tools.lab.options import Options
 from kvfix_tools.roundtrip import cuda_stand_in
-
-
-class Copy(NamedTuple):
-    """A submitted copy. due: the step in which it ends. done: called at its end."""
-
-    due: int
-    copy: byte_memory.Copy
-    done: Callable[[], None]
 
 
 class Copies:
@@ -38,8 +32,8 @@ class Copies:
         self._delay = 2 * options.delay + (options.rank_delay if rank else 0)
         self.gpu = byte_memory.tensor(slots, options, rank).view(torch.int8).flatten(1)
         self.now = 0
-        self.pending: deque[Copy] = deque()
-        self.last: Copy | None = None
+        self.pending: deque[byte_memory.Copy] = deque()
+        self.last: byte_memory.Copy | None = None
         self._fails, self._done = False, nothing
 
     def take(self, handler: Any) -> None:
@@ -72,17 +66,14 @@ class Copies:
         return 0
 
     def _submit(self, pieces: Iterable[tuple[int, int, int]]) -> None:
-        self.last = Copy(self.now + self._delay, byte_memory.Copy(pieces), self._done)
+        self.last = byte_memory.Copy(pieces, self.now + self._delay, self._done)
         self.pending.append(self.last)
 
     def finish(self, now: int) -> None:
-        """End all copies that are due by then, in their order."""
         while self.pending and self.pending[0].due <= now:
-            ended = self.pending.popleft()
-            ended.copy.arrive()
-            ended.done()
+            self.pending.popleft().arrive()
 
-    def is_done(self, copy: Copy | None) -> bool:
+    def is_done(self, copy: byte_memory.Copy | None) -> bool:
         return copy is None or copy not in self.pending
 
 
@@ -91,7 +82,7 @@ class Event:
 
     def __init__(self, copies: Copies) -> None:
         self._copies = copies
-        self._copy: Copy | None = None
+        self._copy: byte_memory.Copy | None = None
 
     def record(self, stream: Any = None) -> None:
         self._copy = self._copies.last
@@ -110,6 +101,24 @@ class Event:
 # ---------------------------------------------------------------------- the copy thread of SimpleCPUOffloadConnector
 
 
+class AtOnce:
+    """Replaces the queue to a thread: run the loop of the thread for each item."""
+
+    #: The loop of the thread. It gets an item, and then None, which ends the thread.
+    run: Any
+
+    def __init__(self) -> None:
+        self._items: list[Any] = []
+
+    def put(self, item: Any) -> None:
+        if item is not None:
+            self._items = [item, None]
+            self.run()
+
+    def get(self) -> Any:
+        return self._items.pop(0)
+
+
 class _EventOfStream(Event):
     def __init__(self) -> None: ...
 
@@ -119,8 +128,6 @@ class _EventOfStream(Event):
 
 
 class _Torch(cuda_stand_in.Torch):
-    """Replaces `torch` in the copy thread."""
-
     Event = _EventOfStream  # type: ignore[assignment]
 
 
@@ -160,3 +167,85 @@ def stand_in() -> None:
         threading=SimpleNamespace(Thread=_thread),
     )
     cuda_mem_ops._batch_memcpy = None, 0
+
+
+# ---------------------------------------------------------------------- the tiers of OffloadingConnector
+
+
+class Tiers:
+    """The tiers of the connector's `manager`, at most one. They report their results `delay` steps after the request.
+
+    The threads of a tier work while a request is submitted: otherwise a lookup in the same step may find a file or not.
+    """
+
+    def __init__(self, manager: Any, delay: int) -> None:
+        self._manager, self._delay, self._now = manager, delay, 0
+        tiers = list(getattr(manager, "secondary_tiers", ()))
+        #: The functions that return the finished jobs of a tier.
+        self._finished: list[Callable[[], Iterable[Any]]] = []
+        #: (step, result) of the jobs that are not reported.
+        self._held: list[tuple[int, Any]] = []
+        for tier in tiers:
+            self._finished.append(tier.get_finished_jobs)
+            drain = tier.drain_jobs
+            tier.submit_store, tier.submit_load = _then(tier.submit_store, drain), _then(tier.submit_load, drain)
+            tier.get_finished_jobs, tier.drain_jobs = self._due, self._report_all
+        self._lookups = [tier._lookup_manager for tier in tiers if hasattr(tier, "_lookup_manager")]
+        for lookups in self._lookups:
+            lookups._lookup_queue.put(None)  # ends its thread
+            lookups._thread.join()
+            lookups._lookup_queue = AtOnce()
+            lookups._lookup_queue.run = lookups._worker
+        self._files = [Path(tier.file_mapper.base_path) for tier in tiers if hasattr(tier, "file_mapper")]
+
+    @staticmethod
+    def folder(options: Options) -> tempfile.TemporaryDirectory[str] | None:
+        return tempfile.TemporaryDirectory(prefix="kvfix-lab-") if options.tier == "fs" else None
+
+    def tick(self) -> None:
+        self._now += 1
+        self._hold(self._delay - 1)
+
+    def _hold(self, steps: int) -> None:
+        for finished in self._finished:
+            self._held += [(self._now + steps, done) for done in sorted(finished(), key=lambda done: done.job_id)]
+
+    def _due(self) -> Iterable[Any]:
+        due = [done for when, done in self._held if when <= self._now]
+        self._held = [(when, done) for when, done in self._held if when > self._now]
+        return due
+
+    def _report_all(self) -> None:
+        """Report all results at once, as at a reset."""
+        self._held = [(self._now, done) for _, done in self._held]
+        self._hold(0)
+
+    @property
+    def looking(self) -> bool:
+        return any(lookups._lookup_batch for lookups in self._lookups)
+
+    def delete_files(self, how_many: int) -> int:
+        """Delete the oldest files, as other processes can do."""
+        files = sorted(path for folder in self._files for path in folder.parent.rglob("*.bin"))[:how_many]
+        for path in files:
+            path.unlink()
+        return len(files)
+
+    def kept(self) -> dict[str, set[str]]:
+        kept = {"TieringOffloadingManager._req_state": set(getattr(self._manager, "_req_state", ()))}
+        for lookups in self._lookups:
+            kept["AsyncLookupManager._req_keys"] = set(lookups._req_keys)
+        return kept
+
+    def close(self) -> None:
+        self._manager.shutdown()
+
+
+def _then(submit: Callable[[Any], None], drain: Callable[[], None]) -> Callable[[Any], None]:
+    """Return `submit`, which then waits for the threads of its tier."""
+
+    def submitted(job: Any) -> None:
+        submit(job)
+        drain()
+
+    return submitted

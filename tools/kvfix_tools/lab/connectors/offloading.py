@@ -5,33 +5,34 @@ memory managers, tiers and the worker that copies are real. The lab only replace
 streams (offload_copies.py).
 """
 
-from abc import abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from vllm.v1.kv_offload.base import get_offload_group_idx
+from vllm.v1.kv_offload.base import ReqContext, get_offload_group_idx
 
 from kvfix.connector_events import readers
 from kvfix_tools.lab.connectors.connector import Connector
-from kvfix_tools.lab.connectors.offload_copies import Copies
-from kvfix_tools.lab.connectors.offload_tiers import Tiers
+from kvfix_tools.lab.connectors.offload_copies import Copies, Tiers
 from kvfix_tools.lab.engine import kv_layout, vllm_objects
 from kvfix_tools.lab.engine.byte_memory import contents_of
-from kvfix_tools.lab.engine.kv_groups import kv_groups
+from kvfix_tools.lab.engine.kv_layout import kv_groups
 from kvfix_tools.lab.engine.memory import NOTHING, Cache, Slots
 from kvfix_tools.lab.engine.request_events import RequestEvents
 from kvfix_tools.lab.engine.workers import Worker
 from kvfix_tools.lab.options import Options
 from kvfix_tools.roundtrip.backends.vllm_offload import offload
 
-#: A request of another client, whose chunks replace the oldest ones.
+#: The request of another client, whose chunks replace the oldest ones.
 _OTHERS = "others"
 
 
 class Copying:
     """One worker of an offloading connector, which copies between the slots and the CPU memory of this rank."""
+
+    #: The side that has this worker.
+    owner: Any
 
     def __init__(self, rank: int, slots: Slots, options: Options) -> None:
         self.rank = rank
@@ -52,6 +53,8 @@ class BothRoles:
 
     def __init__(self, options: Options, ranks: Sequence[Any]) -> None:
         self.ranks = ranks
+        for rank in ranks:
+            rank.owner = self
         self._groups = kv_groups(options)
 
     def has_loaded(self, rank: int, name: str, span: tuple[int, int], several_groups: bool, fails: bool) -> None:
@@ -72,40 +75,16 @@ class BothRoles:
     def others_take(self, blocks: Collection[int]) -> None:
         """Give GPU blocks to others: the connector must first end its copies from them, or keep the blocks."""
 
-    @property
-    @abstractmethod
-    def busy(self) -> bool:
-        """Return True if a copy is in flight or not reported."""
-
-    @abstractmethod
-    def evict(self, chunks: int, forced: bool) -> int:
-        """Store so many chunks of another client, which evict older ones. Return how many were evicted."""
-
-    @abstractmethod
-    def kept(self) -> dict[str, set[str]]:
-        """Return {place: requests}, in addition to the places of the reader if this is the only connector."""
-
-    @abstractmethod
-    def requests(self, loads: bool) -> set[str]:
-        """Return the requests with a load in flight, or with a store in flight."""
-
-    def in_flight(self, request: str) -> set[str]:
-        return {name for name, loads in (("loading", True), ("storing", False)) if request in self.requests(loads)}
-
     def never_given_back(self) -> None: ...
 
     def close(self) -> None: ...
 
 
 class Rank(Copying):
-    """One worker of OffloadingConnector."""
-
     def __init__(self, rank: int, slots: Slots, options: Options, in_worker: Any) -> None:
         super().__init__(rank, slots, options)
         self.connector = in_worker.connector_worker
         offload("cpu")  # vLLM's worker, with streams that do nothing
-        #: Called with (request, target of the copies, True if it has failed) at the end of a load.
-        self.loaded: Callable[[str, Any, bool], None]
         self._failed: set[int] = set()
         spec = self.connector.spec
         spec.get_worker = spec.create_worker  # get_worker needs a GPU
@@ -124,12 +103,13 @@ class Rank(Copying):
             name = self.connector._load_jobs[job]
             fails = self.failing.pop(name, None) is not None
             self._failed.update([job] if fails else [])
-            with self.copies.of_job(fails, lambda: self.loaded(name, to, fails)):
+            with self.copies.of_job(fails, lambda: self.owner.loaded(self.rank, name, to, fails)):
                 return submit_load(job, source, to)
 
         def store(job: int, source: Any, to: Any) -> Any:
-            fails = self.stored_by(job) in self.failing_stores
-            self.failing_stores.discard(self.stored_by(job))
+            name = self.owner.stored_by(job)
+            fails = name in self.failing_stores
+            self.failing_stores.discard(name)
             self._failed.update([job] if fails else [])
             self.chunks[to.block_ids.tolist()] = NOTHING  # a chunk can be copied in part: the rest is empty
             with self.copies.of_job(fails):
@@ -142,16 +122,11 @@ class Rank(Copying):
 
         worker.submit_load, worker.submit_store, worker.get_finished = load, store, finished
 
-    #: {job of a store: its request}
-    stored_by: Callable[[int], str]
-
     def contents(self, chunk: int, part: int, size: int) -> list[int]:
         return contents_of(self.chunks[chunk, part * self.copies.gpu.shape[1] :], size)
 
 
 class Offloading(BothRoles):
-    """OffloadingConnector."""
-
     def __init__(self, options: Options, ranks: Sequence[Rank], scheduler: Any, in_scheduler: Any) -> None:
         super().__init__(options, ranks)
         self.reader = readers.Offloading(in_scheduler)
@@ -159,9 +134,6 @@ class Offloading(BothRoles):
         self.manager = self.scheduler.manager
         self.tiers = Tiers(self.manager, options.delay)
         self._per_chunk = self.scheduler.config.blocks_per_chunk
-        for rank in ranks:
-            rank.stored_by = lambda job: self.scheduler._jobs[job].req_id if job in self.scheduler._jobs else ""
-            rank.loaded = self._loader(rank)
         #: The manager of the CPU memory.
         self.memory = getattr(self.manager, "primary_tier", self.manager)
         self._watch(self.manager)
@@ -177,14 +149,14 @@ class Offloading(BothRoles):
 
         self.scheduler.build_connector_meta = build_connector_meta
 
-    # ------------------------------------------------------------------ copies
+    def stored_by(self, job: int) -> str:
+        jobs = self.scheduler._jobs
+        return str(jobs[job].req_id) if job in jobs else ""
 
-    def _loader(self, rank: Rank) -> Callable[[str, Any, bool], None]:
-        def loaded(name: str, to: Any, fails: bool) -> None:
-            span = readers.span(to, [group.block_size for group in self._groups])
-            self.has_loaded(rank.rank, name, span, sum(map(bool, to.group_sizes)) > 1, fails)
-
-        return loaded
+    def loaded(self, rank: int, name: str, to: Any, fails: bool) -> None:
+        """Record the end of a load. to: the targets of its copies."""
+        span = readers.span(to, [group.block_size for group in self._groups])
+        self.has_loaded(rank, name, span, sum(map(bool, to.group_sizes)) > 1, fails)
 
     def _watch(self, manager: Any) -> None:
         """Check the content of each chunk when the manager completes its store."""
@@ -209,7 +181,7 @@ class Offloading(BothRoles):
         self.events.counts["stores_offloaded"] += 1
         self.events.counts["stores_of_groups"] += bool(group.window)
         size, start = group.block_size, end - self._per_chunk * group.block_size
-        right = group.right(self.events.right(name)[start:end])
+        right = group.right(self.events.model.right(name)[start:end])
         for rank in self.ranks:
             found = [rank.contents(chunk, part, size) for part in range(self._per_chunk)]
             for part, contents in enumerate(found):
@@ -219,8 +191,6 @@ class Offloading(BothRoles):
                     message = f"the OffloadingConnector stores other KV as tokens {start} to {end}{where}"
                     self.events.wrong_content(name, message)
                     return
-
-    # ------------------------------------------------------------------ steps
 
     def tick(self) -> None:
         self.tiers.tick()
@@ -233,23 +203,14 @@ class Offloading(BothRoles):
         """Store so many chunks of another client, which evict older ones. forced: delete files of a tier."""
         if forced:
             return self.tiers.delete_files(chunks)
-        memory = self.memory
+        memory, context = self.memory, ReqContext(req_id=_OTHERS)
         before = memory._num_evictable_cache_chunks
         keys = [f"{_OTHERS} {number}".encode() + bytes(4) for number in range(min(chunks, memory._num_chunks))]
-        context = type(self)._context()
         store = memory.prepare_store(keys, context) if keys else None
         if store is None:
             return 0
         memory.complete_store(store.keys_to_store, context, success=False)
         return int(before - memory._num_evictable_cache_chunks)
-
-    @staticmethod
-    def _context() -> Any:
-        from vllm.v1.kv_offload.base import ReqContext
-
-        return ReqContext(req_id=_OTHERS)
-
-    # ------------------------------------------------------------------ transfers in flight, and kept requests
 
     @property
     def busy(self) -> bool:
@@ -258,6 +219,7 @@ class Offloading(BothRoles):
         return bool(self.scheduler._jobs or copying or self.manager.has_pending_work() or self.tiers.looking)
 
     def requests(self, loads: bool) -> set[str]:
+        """Return the requests with a load in flight, or with a store in flight."""
         return {job.req_id for job in self.scheduler._jobs.values() if job.is_store != loads}
 
     def kept(self) -> dict[str, set[str]]:
@@ -276,8 +238,6 @@ def note_stored(events: RequestEvents, name: str, ends: list[int], size: int) ->
 
 
 class OffloadingWorker(Worker):
-    """One rank of an offloading connector that is the only connector."""
-
     offloads = by_request = True
 
     def __init__(self, rank: Any, slots: Slots, called: Any) -> None:
@@ -298,8 +258,6 @@ class OffloadingSteps:
 
 
 class Alone(OffloadingSteps, Connector):
-    """An offloading connector that is the only connector."""
-
     def __init__(self, options: Options, memories: Sequence[Slots], caches: Sequence[Cache]) -> None:
         self._folder = Tiers.folder(options)
         config = vllm_objects.vllm_config(options, self._folder.name if self._folder else "")
@@ -315,9 +273,8 @@ class Alone(OffloadingSteps, Connector):
         self.offloading.take_due(metadata)
         return metadata
 
-    def in_flight(self, request: str) -> set[str]:
-        looking = {"looking"} if request in self.events.undecided else set()
-        return super().in_flight(request) | looking
+    def is_looking(self, request: str) -> bool:
+        return request in self.events.undecided
 
     def not_to_store(self, request: Any) -> str:
         asked = (request.kv_transfer_params or {}).get("max_offload_tokens")

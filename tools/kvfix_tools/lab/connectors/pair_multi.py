@@ -6,7 +6,6 @@ store. Each engine has its own cache or CPU memory.
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +15,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from kvfix.connector_events import readers
 from kvfix.ledger import events as ev
 from kvfix_tools.lab.connectors.mooncake import MooncakeSide
-from kvfix_tools.lab.connectors.nixl import NixlSide
-from kvfix_tools.lab.connectors.nixl_push import PushSide
+from kvfix_tools.lab.connectors.nixl import NixlSide, PushSide
 from kvfix_tools.lab.connectors.offloading import OffloadingSteps
 from kvfix_tools.lab.connectors.v1 import V1, V1Worker
 from kvfix_tools.lab.engine import rules
 from kvfix_tools.lab.engine.memory import Cache, Slots
-from kvfix_tools.lab.engine.model import Model
 from kvfix_tools.lab.engine.request_events import RequestEvents
 from kvfix_tools.lab.engine.workers import Worker
 from kvfix_tools.lab.options import Options
@@ -33,11 +30,7 @@ class Counted:
     """Counts loads of the other connector, which are not events of LMCache, and reports their failures."""
 
     def __init__(self, events: RequestEvents) -> None:
-        self._events = events
-
-    @property
-    def model(self) -> Model:
-        return self._events.model
+        self._events, self.model = events, events.model
 
     def loaded(self, name: str, end: int, tokens: int, rank: int = 0) -> None:
         self._events.counts["loaded_beside"] += bool(tokens)
@@ -49,28 +42,19 @@ class Counted:
                 self._events.violated(rules.LOAD_CAME_SHORT, name, "the connector beside LMCache's has loaded nothing")
 
 
-class InTurn:
-    """A connector whose reports the MultiConnector reads. Mixed into a worker class."""
+def _in_turn(child: Any) -> Any:
+    """Return this worker of a pair, after it lets the MultiConnector read its reports."""
+    called = child.called
+    child.called = SimpleNamespace(get_transfer_results=called.get_transfer_results)
 
-    called: Any
-    _failed_requests: set[str]
-
-    def __init__(self, side: Any, slots: Slots, called: Any, options: Options) -> None:
-        super().__init__(side, slots, called, options)  # type: ignore[call-arg]
-        self.called = SimpleNamespace(get_transfer_results=called.get_transfer_results)
-        called.get_transfer_results = self._results
-
-    def _results(self, ended: set[str]) -> KVConnectorTransferResults:
-        sending, receiving = self.get_finished(ended)  # type: ignore[attr-defined]
+    def results(ended: set[str]) -> KVConnectorTransferResults:
+        sending, receiving = child.get_finished(ended)
         return KVConnectorTransferResults(
-            finished_sending=sending, finished_recving=receiving, failed_recving=self._failed_requests
+            finished_sending=sending, finished_recving=receiving, failed_recving=child._failed_requests
         )
 
-
-@functools.cache
-def _in_turn(worker_class: Any) -> Any:
-    """Return this class of workers as children of a MultiConnector."""
-    return type(f"{worker_class.__name__}InTurn", (InTurn, worker_class), {})
+    called.get_transfer_results = results
+    return child
 
 
 class InMulti(Worker):
@@ -114,7 +98,7 @@ class MultiSide(V1, PairSide):
         self.beside = self.scheduler.connector._connectors[worker.place]
         self.scheduler_side = self.beside.connector_scheduler
         in_worker = worker.called._connectors[worker.place]
-        self.child = worker.child = _in_turn(self.alone.worker_class)(self, memories[0], in_worker, options)
+        self.child = worker.child = _in_turn(self.alone.worker_class(self, memories[0], in_worker, options))
         self._reader_beside = readers.reader(self.beside)
         self.introduce(self.beside)
 
@@ -138,20 +122,14 @@ class MultiSide(V1, PairSide):
 
 
 class NixlAndLMCache(MultiSide, NixlSide):
-    """NixlConnector in pull mode, and LMCache."""
-
     alone = NixlSide
 
 
 class PushAndLMCache(MultiSide, PushSide):
-    """NixlConnector in push mode, and LMCache."""
-
     alone = PushSide
 
 
 class MooncakeAndLMCache(MultiSide, MooncakeSide):
-    """MooncakeConnector, and LMCache."""
-
     alone = MooncakeSide
 
 
@@ -161,13 +139,11 @@ class OffloadWorker(InMulti):
     def __init__(self, side: Any, slots: Slots, called: Any, options: Options) -> None:
         self.place = options.asked_before
         in_worker = called._connectors[self.place]
-        self.child = _in_turn(NixlSide.worker_class)(side, slots, in_worker, options)
+        self.child = _in_turn(NixlSide.worker_class(side, slots, in_worker, options))
         super().__init__(0, slots, called, in_worker, self.child.adapter, {})
 
 
 class NixlAndOffloading(OffloadingSteps, NixlSide):
-    """NixlConnector in pull mode, and OffloadingConnector."""
-
     worker_class: Any = OffloadWorker
     workers: Sequence[OffloadWorker]
 

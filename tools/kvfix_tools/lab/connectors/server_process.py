@@ -71,8 +71,6 @@ class ServerProcess:
         self.close = Finalize(self, ServerProcess._close, (self,), exitpriority=1)
         self.start()
 
-    # ------------------------------------------------------------------ start and end
-
     def start(self) -> None:
         log = Path(self._folder.name, "log")
         with open(log, "w") as file:
@@ -115,8 +113,6 @@ class ServerProcess:
     def _close(server: ServerProcess) -> None:
         server.kill()
         server._folder.cleanup()
-
-    # ------------------------------------------------------------------ state of the server
 
     def request(self, method: str, path: str, body: Any = None) -> Any:
         connection = HTTPConnection("localhost", self._http_port, timeout=PATIENCE)

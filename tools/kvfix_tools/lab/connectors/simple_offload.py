@@ -3,7 +3,7 @@
 The lab replaces the GPU and the copy thread (offload_copies.py).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -14,23 +14,15 @@ from kvfix_tools.lab.connectors.offload_copies import CopyQueue, stand_in
 from kvfix_tools.lab.connectors.offloading import BothRoles, Copying, note_stored
 from kvfix_tools.lab.engine import kv_layout, rules
 from kvfix_tools.lab.engine.byte_memory import contents_of
-from kvfix_tools.lab.engine.kv_groups import KVGroup
+from kvfix_tools.lab.engine.kv_layout import KVGroup
 from kvfix_tools.lab.engine.memory import NOTHING, Slots
 from kvfix_tools.lab.options import Options
 
 
 class Rank(Copying):
-    """One worker of the connector."""
-
     def __init__(self, rank: int, slots: Slots, options: Options, in_worker: Any) -> None:
         super().__init__(rank, slots, options)
         stand_in()
-        #: {number of a load or store: its requests}
-        self.of_event: Callable[[int, bool], list[str]]
-        #: Called with the number and the blocks of a store.
-        self.store_begins: Callable[[int, list[int]], None] = lambda event, blocks: None
-        #: Called with (request, True if it has failed) at the end of a load.
-        self.loaded: Callable[[str, bool], None]
         self._handler = handler = in_worker.worker_handler
         in_worker.register_kv_caches(kv_layout.kv_caches(options, self.copies.gpu))
         self._thread: CopyQueue = handler._backend._queue
@@ -45,24 +37,24 @@ class Rank(Copying):
     ) -> None:
         if self._thread.died:
             return
-        names = self.of_event(event_idx, is_store)
+        names = self.owner.requests_of(event_idx, is_store)
         failing = self.failing_stores.intersection(names) if is_store else self.failing.keys() & set(names)
         for name in failing:
             self.failing_stores.discard(name) if is_store else self.failing.pop(name)
 
         def done() -> None:
             for name in () if is_store or self._thread.died else names:
-                self.loaded(name, bool(failing))
+                self.owner.loaded(self.rank, name, bool(failing))
 
         if is_store:
-            self.store_begins(event_idx, source)
+            self.owner.store_begins(self.rank, event_idx, source)
             self.blocks[to] = NOTHING
         with self.copies.of_job(bool(failing), done):
             self._launch_copy(source, to, is_store, event_idx, events_list, wait_event)
 
     def loading(self) -> set[str]:
         """Return requests whose load will be reported. Reports are in order: an ended load waits for earlier ones."""
-        return {name for event, _ in self._handler._load_events for name in self.of_event(event, False)}
+        return {name for event, _ in self._handler._load_events for name in self.owner.requests_of(event, False)}
 
     @property
     def died(self) -> bool:
@@ -73,8 +65,6 @@ class Rank(Copying):
 
 
 class Offloading(BothRoles):
-    """SimpleCPUOffloadConnector."""
-
     def __init__(self, options: Options, ranks: Sequence[Rank], scheduler: Any, in_scheduler: Any) -> None:
         super().__init__(options, ranks)
         self.reader = readers.SimpleOffload(in_scheduler)
@@ -83,43 +73,34 @@ class Offloading(BothRoles):
         self._hash_tokens = options.block_size
         #: {request: (first token, end) of its load in flight}
         self._due: dict[str, tuple[int, int]] = {}
-        for rank in self.ranks:
-            rank.of_event = self._requests_of
-            rank.loaded = self._loader(rank)
-        self.ranks[0].store_begins = self._begins
         self._process_store_event = self._manager._process_store_event
         self._manager._process_store_event = self._stored
 
-    # ------------------------------------------------------------------ copies
-
-    def _requests_of(self, event: int, is_store: bool) -> list[str]:
+    def requests_of(self, event: int, is_store: bool) -> list[str]:
         of_events = self._manager._store_event_to_reqs if is_store else self._manager._load_event_to_reqs
         return list(of_events.get(event, ()))
 
     def take_due(self, metadata: Any) -> None:
         self._due.update({name: (start, end) for name, start, end in self.reader.loads(metadata) or ()})
 
-    def _begins(self, event: int, source: list[int]) -> None:
+    def store_begins(self, rank: int, event: int, source: list[int]) -> None:
         """Record a store at its begin, as the hooks do: at its end the request may have lost its blocks."""
         blocks, size = set(source), self._groups[0].block_size
-        for name in self._requests_of(event, True) if self.alone else ():
+        for name in self.requests_of(event, True) if self.alone and not rank else ():
             of_request = self._scheduler.kv_cache_manager.get_block_ids(name)[0]
             ends = [(place + 1) * size for place, block in enumerate(of_request) if block in blocks]
             blocks.difference_update(of_request)
             note_stored(self.events, name, ends, size)
 
-    def _loader(self, rank: Rank) -> Callable[[str, bool], None]:
-        def loaded(name: str, fails: bool) -> None:
-            if fails:
-                self.events.may_fail.add(name)
-            self.has_loaded(rank.rank, name, self._due[name] if self.alone else (0, 0), len(self._groups) > 1, fails)
-
-        return loaded
+    def loaded(self, rank: int, name: str, fails: bool) -> None:
+        if fails:
+            self.events.may_fail.add(name)
+        self.has_loaded(rank, name, self._due[name] if self.alone else (0, 0), len(self._groups) > 1, fails)
 
     def _stored(self, event: int) -> None:
         """Check the content of each block when the scheduler completes its store."""
         transfer = self._manager._store_event_to_blocks.get(event)
-        names = self._requests_of(event, True)
+        names = self.requests_of(event, True)
         self._process_store_event(event)
         for block in transfer.cpu_block_ids if transfer else ():
             key = self._manager.cpu_block_pool.blocks[block].block_hash
@@ -135,7 +116,7 @@ class Offloading(BothRoles):
         owner = "", 0
         for name, end in self._owners(key, group, names):
             owner = name, end
-            if all(each == group.right(self.events.right(name)[end - group.block_size : end]) for each in found):
+            if all(each == group.right(self.events.model.right(name)[end - group.block_size : end]) for each in found):
                 return
         message = f"the SimpleCPUOffloadConnector stores other KV as tokens {owner[1] - group.block_size} to {owner[1]}"
         self.events.wrong_content(owner[0], message + (f" in KV group {group.number}" if group.window else ""))
@@ -152,8 +133,6 @@ class Offloading(BothRoles):
             if place is not None:
                 yield name, (place + 1) * group.block_size
 
-    # ------------------------------------------------------------------ steps
-
     def evict(self, chunks: int, forced: bool = False) -> int:
         """Store so many blocks of another client, which evict older ones, and drop them."""
         pool = self._manager.cpu_block_pool
@@ -163,8 +142,6 @@ class Offloading(BothRoles):
             rank.blocks[[block.block_id for block in taken]] = NOTHING
         pool.free_blocks(taken)
         return before - len(pool.cached_block_hash_to_block)
-
-    # ------------------------------------------------------------------ transfers in flight, and kept requests
 
     @property
     def busy(self) -> bool:

@@ -54,7 +54,7 @@ class LookupSocket:
     def recv(self) -> bytes:
         if self.fails > 0:
             self.fails -= 1
-            self.events.lookup_unanswered()
+            self.events.counts["lookups_unanswered"] += 1
             self.events.lookup_timed_out(self._question[2])
             raise zmq.Again
         return self._lookup(*self._question).to_bytes(4, "big")
@@ -162,8 +162,6 @@ def tags_of(configs: dict[str, Any] | None) -> list[tuple[str, Any]]:
 
 
 class V1Worker(Worker):
-    """One rank: the real adapter in the worker role, with the lab's cache engine."""
-
     def __init__(self, cache_engine: CacheEngine, called: Any, in_worker: Any, adapter: Any) -> None:
         super().__init__(cache_engine.rank, cache_engine.slots, called, in_worker, adapter, cache_engine.failing)
         self.cache_engine = cache_engine
@@ -177,8 +175,6 @@ class V1Worker(Worker):
 
 
 class V1(Connector):
-    """Both roles, connected by the lab's memory."""
-
     engine: type[CacheEngine] = CacheEngine
     worker: type[V1Worker] = V1Worker
 

@@ -75,7 +75,7 @@ class PrefetchingEngine(CacheEngine):
         self.unanswered.add(lookup_id)
         if self.lost > 0:
             self.lost -= 1
-            self.events.lookup_unanswered()
+            self.events.counts["lookups_unanswered"] += 1
         else:
             tags = tags_of(more.get("request_configs"))
             self._asked.append((self.delay, lookup_id, [(key, *tags) for key in hashes], list(offsets)))
@@ -173,10 +173,6 @@ class AsyncV1(V1):
     def looking(self) -> set[str]:
         first, *others = (each.unanswered for each in self.cache_engines)
         return first.union(*others) if others else first
-
-    def in_flight(self, request: str) -> set[str]:
-        looking = {"looking"} if request in self.looking() else set()
-        return looking | super().in_flight(request)
 
     def kept(self) -> dict[str, set[str]]:
         """Leave out aborted lookups that are answered or wait for an answer: the next lookup removes them.

@@ -99,8 +99,6 @@ def _key(key: Any) -> object:
 
 
 class LayerwiseEngine(CacheEngine):
-    """The worker's cache with LMCache's own layerwise loads and stores."""
-
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         module: Any = importlib.import_module(_MODULE)
@@ -142,7 +140,8 @@ class LayerwiseEngine(CacheEngine):
 
     def retrieve_layer(self, tokens: Any, mask: Any = None, **more: Any) -> Iterator[Any]:
         """Load by layers. The first value is the number of loaded tokens, or None."""
-        name = self._load_name()
+        # the adapter does not pass the id, but loads the requests of a step in order
+        name = str(self._to_load.pop(0).req_id)
         real = self._as_real(_Storage(self.cache, self.failing.pop(name, sys.maxsize)))
         skipped = len(tokens) - int(mask.sum())
         for number, layer in enumerate(self._real.retrieve_layer(real, tokens, mask, **more)):
@@ -157,16 +156,8 @@ class LayerwiseEngine(CacheEngine):
             self.events.stored(self._name(more), list(tokens), spans[0][0], spans[-1][1], self.rank)
         yield from self._real.store_layer(self._as_real(_Storage(self.cache)), tokens, mask=mask, **more)
 
-    def _load_name(self) -> str:
-        """Return the id of the next request to load. The adapter does not pass the id, but loads the requests of a step
-        in order.
-        """
-        return str(self._to_load.pop(0).req_id)
-
 
 class LayerwiseWorker(V1Worker):
-    """One rank with layerwise loads and saves."""
-
     def start_step(self, metadata: Any, forward: bool) -> None:
         super().start_step(metadata, forward)
         for name in LAYERS if forward else ():
@@ -179,8 +170,6 @@ class LayerwiseWorker(V1Worker):
 
 
 class LayerwiseV1(V1):
-    """The v1 connector with `use_layerwise`."""
-
     engine = LayerwiseEngine
     worker = LayerwiseWorker
 

@@ -4,29 +4,31 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvfix import scheduling
-from kvfix_tools.lab.engine.kv_groups import KVGroup
-from kvfix_tools.lab.engine.memory import GARBAGE, Slots
+from kvfix_tools.lab.engine.kv_layout import KVGroup
+from kvfix_tools.lab.engine.memory import GARBAGE, Slots, first_difference
 
 
-class BlockTable:
-    """The block lists that vLLM's model runner keeps for each request.
+class Group:
+    """A KV group of full attention or with a sliding window: its block table, and the reads and writes of a step.
 
-    With one worker the executor runs in the process of the scheduler and serialises nothing. The runner keeps list
-    objects that the connector has too. It appends to them (v1/worker/gpu_model_runner.py 0.32.0:1284 for a new
-    request, 1419-1428 for a running or resumed one; 0.11.2.post2:745 and 830-839). With several workers it has copies.
+    The block table has the block lists that vLLM's model runner keeps for each request. With one worker the executor
+    runs in the process of the scheduler and serialises nothing. The runner keeps list objects that the connector has
+    too. It appends to them (v1/worker/gpu_model_runner.py 0.32.0:1284 for a new request, 1419-1428 for a running or
+    resumed one; 0.11.2.post2:745 and 830-839). With several workers it has copies.
 
     A request in the batch also has a row in the block table, and each step appends its blocks to this row (1450). When
     a request joins the batch, its row is filled from the list (gpu_input_batch.py 0.32.0:393).
     """
 
-    def __init__(self, group: int = 0, copies: bool = False) -> None:
-        self._group = group
-        self._copies = copies
+    def __init__(self, group: KVGroup, memories: Sequence[Slots]) -> None:
+        self.group = group
+        self._memories = [slots.of_group(group.block_size) for slots in memories]
+        self._copies = len(memories) > 1
         #: {request in the batch: its row of the block table}
         self.rows: dict[str, list[int]] = {}
         self._blocks: dict[str, list[int]] = {}
 
-    def update(self, output: Any) -> None:
+    def begin(self, output: Any) -> None:
         """Begin a step with this scheduler output, as `_update_states` does."""
         for name in output.finished_req_ids:
             self._blocks.pop(name, None)
@@ -35,11 +37,11 @@ class BlockTable:
         for name in [name for name in self.rows if name not in output.num_scheduled_tokens or name in resumed]:
             del self.rows[name]
         for new in output.scheduled_new_reqs:
-            self._blocks[new.req_id] = self._own(new.block_ids[self._group])
-            self.rows[new.req_id] = list(new.block_ids[self._group])
+            self._blocks[new.req_id] = self._own(new.block_ids[self.group.number])
+            self.rows[new.req_id] = list(new.block_ids[self.group.number])
         cached = output.scheduled_cached_reqs
         for name, groups in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            blocks = groups[self._group] if groups is not None else []
+            blocks = groups[self.group.number] if groups is not None else []
             if name in resumed:
                 self._blocks[name] = self._own(blocks)
             else:
@@ -52,32 +54,19 @@ class BlockTable:
     def _own(self, blocks: list[int]) -> list[int]:
         return list(blocks) if self._copies else blocks
 
-
-class Group:
-    """A KV group with a sliding window: its block table, and the reads and writes of a step."""
-
-    def __init__(self, group: KVGroup, memories: Sequence[Slots]) -> None:
-        self.group = group
-        self._memories = [slots.of_group(group.block_size) for slots in memories]
-        self.block_table = BlockTable(group.number, len(memories) > 1)
-
-    def begin(self, output: Any) -> None:
-        self.block_table.update(output)
-
     def first_wrong(self, name: str, done: int, contents: list[int], rank: int) -> int | None:
         """Return the first token that the step reads and whose slot has wrong content, or None."""
-        start, blocks = self.group.reads_from(done), self.block_table.rows[name]
-        held, right = self._memories[rank].read(blocks, start, done), self.group.right(contents[start:done])
-        if held == right:
-            return None
-        same = (has == needs for has, needs in zip(held, right, strict=False))
-        return start + next((number for number, each in enumerate(same) if not each), len(held))
+        slots, start, blocks = self._memories[rank], self.group.reads_from(done), self.rows[name]
+        if not self.group.number:
+            return slots.first_wrong(blocks, done, contents)
+        held, right = slots.read(blocks, start, done), self.group.right(contents[start:done])
+        return None if held == right else start + first_difference(held, right)
 
     def write(self, name: str, done: int, contents: list[int], drafts: int, accepted: int) -> None:
         """Write the tokens that the step computes after `done`. drafts: how many of them, at the end, are drafts."""
         right = self.group.right(contents)
         for slots in self._memories:
-            slots.write(self.block_table.rows[name], done, right)
+            slots.write(self.rows[name], done, right)
 
 
 class StateGroup(Group):
@@ -104,7 +93,7 @@ class StateGroup(Group):
     def first_wrong(self, name: str, done: int, contents: list[int], rank: int) -> int | None:
         size = self.group.block_size
         start = self._last.get(name, (done - 1) // size) * size
-        held = self._memories[rank].read(self.block_table.rows[name], start, start + size) if done else []
+        held = self._memories[rank].read(self.rows[name], start, start + size) if done else []
         right = self.group.right(contents[done - 1 : done] * size) if done else []
         return None if held == right else done - 1
 
@@ -124,7 +113,7 @@ class StateGroup(Group):
 
         Null block 0 belongs to no request: other requests may write to it, so its content is garbage.
         """
-        size, row = self.group.block_size, self.block_table.rows[name]
+        size, row = self.group.block_size, self.rows[name]
         is_null = number < len(row) and not row[number]
         right = [GARBAGE] * size if is_null else self.group.right([content] * size)
         for slots in self._memories:

@@ -5,7 +5,7 @@ copy before other requests write there.
 """
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy
@@ -88,16 +88,22 @@ def _garbage(size: int) -> bytes:
 
 
 class Copy:
-    """A copy in flight. pieces: (source address, target address, bytes)."""
+    """A copy in flight. pieces: (source address, target address, bytes). due: the step in which it ends.
 
-    def __init__(self, pieces: Iterable[tuple[int, int, int]]) -> None:
+    done: called at its end.
+    """
+
+    def __init__(
+        self, pieces: Iterable[tuple[int, int, int]], due: int, done: Callable[[], None] = lambda: None
+    ) -> None:
+        self.due, self._done = due, done
         self._pieces = list(pieces)
         self._found = [ctypes.string_at(source, size) for source, _, size in self._pieces]
 
     def arrive(self) -> None:
-        """End the copy."""
         for (source, target, size), found in zip(self._pieces, self._found, strict=True):
             ctypes.memmove(target, found if ctypes.string_at(source, size) == found else _garbage(size), size)
+        self._done()
 
 
 def spoil(pieces: Iterable[tuple[int, int, int]]) -> None:

@@ -10,17 +10,19 @@ from collections import deque
 from importlib import import_module
 from typing import Any
 
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from kvfix import clock
+from kvfix.engine_state.scheduler import QUEUES
 from kvfix.ledger import Finding, liveness
 from kvfix.ledger import events as ev
+from kvfix.ledger.owed import OUTSIDE_STATUSES
 from kvfix.session import session
 from kvfix_tools.lab.connectors.v1 import ADAPTER
 from kvfix_tools.lab.engine import rules
-from kvfix_tools.lab.engine.kv_groups import kv_groups
-from kvfix_tools.lab.engine.liveness import Liveness
-from kvfix_tools.lab.engine.memory import Cache, Slots, SlotsOfRank, SlotsOfShard
+from kvfix_tools.lab.engine.kv_layout import kv_groups
+from kvfix_tools.lab.engine.memory import Cache, Slots, SlotsOfShard
 from kvfix_tools.lab.engine.model import Model
 from kvfix_tools.lab.engine.request_events import RequestEvents
 from kvfix_tools.lab.engine.workers import Executor
@@ -61,6 +63,79 @@ def _forget_configuration() -> None:
             sys.modules[name]._config_instance = None  # type: ignore[attr-defined]
 
 
+class Liveness:
+    """Makes a state for `liveness.can_move` from the scheduler, after a step without any tokens.
+
+    It records the request that the scheduler found no blocks for, and how many blocks it needs.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._manager = manager = scheduler.kv_cache_manager
+        coordinator: Any = manager.coordinator
+        allocate, count = manager.allocate_slots, coordinator.get_num_blocks_to_allocate
+        #: vLLM's last count of needed blocks, and True if it is for the whole request (kv_cache_manager.py 0.32.0:499,
+        #: 540).
+        self._counted = (0, False)
+        self._refused: tuple[Any, int] = (None, 0)
+
+        def get_num_blocks_to_allocate(*args: Any, **more: Any) -> Any:
+            number = count(*args, **more)
+            self._counted = number, more.get("apply_admission_cap", False)
+            return number
+
+        def allocate_slots(request: Any, *args: Any, **more: Any) -> Any:
+            blocks = allocate(request, *args, **more)
+            if blocks is None:
+                number, whole = self._counted
+                self._refused = request, number + (0 if whole else more.get("reserved_blocks", 0))
+            return blocks
+
+        coordinator.get_num_blocks_to_allocate = get_num_blocks_to_allocate
+        manager.allocate_slots = allocate_slots
+
+    def begin(self) -> None:
+        self._refused = (None, 0)
+
+    def state(self, in_flight: int, undecided: set[str], lookups: int) -> liveness.State:
+        """Return the state after a step that scheduled nothing.
+
+        - in_flight: transfers, answers to steps, and blocks of `take_blocks`
+        - undecided: requests whose promise is not known yet
+        - lookups: lookups in flight
+        """
+        scheduler = self._scheduler
+        queues = [getattr(scheduler, name) for name in QUEUES if hasattr(scheduler, name)]
+        waiting = [self._waiting(request, undecided) for queue in queues for request in queue]
+        ended = len(scheduler.requests) - len(waiting) - len(scheduler.running)  # kept until their stores have ended
+        free = self._manager.block_pool.get_num_free_blocks()
+        return liveness.State(tuple(waiting), free, len(scheduler.running), in_flight + ended, lookups)
+
+    def session_with_blocks(self) -> str:
+        """Return a session that keeps blocks while it waits for input or for more blocks, or ""."""
+        names = (name for name, each in self._scheduler.requests.items() if getattr(each, "resumable", False))
+        return next((name for name in names if any(self._manager.get_block_ids(name))), "")
+
+    def _waiting(self, request: Any, undecided: set[str]) -> liveness.Waiting:
+        name, status = request.request_id, request.status
+        waits_for = liveness.PLACE
+        if status == RequestStatus.WAITING_FOR_REMOTE_KVS and name not in self._scheduler.finished_recving_kv_req_ids:
+            waits_for = liveness.LOAD
+        elif status.name in OUTSIDE_STATUSES or self._clients_hold_all_places():
+            waits_for = liveness.OUTSIDE
+        elif name in undecided:
+            waits_for = liveness.LOOKUP
+        refused, needs = self._refused
+        groups = self._manager.get_block_ids(name)
+        held = sum(block != 0 for blocks in groups for block in blocks)  # block 0 replaces a freed block
+        return liveness.Waiting(name, waits_for, needs if request is refused else None, held)
+
+    def _clients_hold_all_places(self) -> bool:
+        """Return True if sessions that wait for input use all places of a step: vLLM then admits no other request."""
+        sessions = getattr(self._scheduler, "num_waiting_for_streaming_input", 0)
+        return bool(sessions) and sessions >= self._scheduler.max_num_active_reqs
+
+
 class EngineCore:
     """log: the events. requests: all requests that arrived. counts: see counts.py."""
 
@@ -69,7 +144,7 @@ class EngineCore:
         self._faults_before = dict(session.faults)
         self.groups = kv_groups(options)
         room = options.num_blocks, options.block_size, self.groups[-1].block_size
-        memories: list[Slots] = [Slots(*room), *(SlotsOfRank(rank, *room) for rank in range(1, options.ranks))]
+        memories = [Slots(*room, rank) for rank in range(options.ranks)]
         if options.context:
             memories = [SlotsOfShard(rank, options.ranks, *room) for rank in range(options.ranks)]
         #: By rank. The server of a multi-process connector has one cache for all ranks.
@@ -112,6 +187,9 @@ class EngineCore:
         went_wrong = [kind for kind, times in session.faults.items() if times > self._faults_before.get(kind, 0)]
         return events.findings + [events.finding(rules.FAULT_OF_KVFIX, "", kind) for kind in went_wrong]
 
+    def close(self) -> None:
+        self.connector.close()
+
     def free(self) -> int:
         """Return the number of free blocks, including blocks with a cached prefix."""
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
@@ -129,7 +207,7 @@ class EngineCore:
         metadata = output.kv_connector_metadata
         scheduled: dict[str, int] = output.num_scheduled_tokens
         events.preempted()
-        self.model.begin(output)
+        self.model.drafter.begin(output)
         events.scheduled(output, connector.metadata(metadata))
         forward = output.total_num_scheduled_tokens > 0
         self.counts["full_steps"] += not self.free()
@@ -155,7 +233,9 @@ class EngineCore:
         while self._answers and not self.scheduler.has_requests():
             self._take_answer()
         self.model.take_input()
-        self._take_drafts(forward)
+        if self.options.drafter and forward and not self.options.async_scheduling:
+            # EngineCore.post_step; with asynchronous scheduling the drafts stay in the worker
+            self.scheduler.update_draft_token_ids(self.model.drafter.take())
         events.ended()
         events.stuck()
         self._check_liveness(forward)
@@ -201,11 +281,6 @@ class EngineCore:
                 self.model.fill(name, start, end)
                 self.counts["loaded_beside"] += 1
             self.connector.other.loads.clear()
-
-    def _take_drafts(self, forward: bool) -> None:
-        """Do EngineCore.post_step: with asynchronous scheduling the drafts stay in the worker."""
-        if self.model.drafter is not None and forward and not self.options.async_scheduling:
-            self.scheduler.update_draft_token_ids(self.model.drafter.take())
 
     def _guard(self, where: str, name: str, function: Any, *args: Any) -> Any:
         """Call the function for this request. Raises EngineDied if it raises."""

@@ -20,8 +20,6 @@ IDLE = 64
 
 
 class LabEngine(EngineCore):
-    """The real scheduler and connector, with the steps of a schedule."""
-
     def do(self, step: str, *arguments: Any, **keywords: Any) -> None:
         """Make the step of this name: a method of this class or of the connector."""
         getattr(self if hasattr(self, step) else self.connector, step)(*arguments, **keywords)

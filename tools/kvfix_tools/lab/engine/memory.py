@@ -7,18 +7,30 @@ offset and a chunk under a wrong key.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 #: The content of a slot. NOTHING: it was never written. GARBAGE: a step wrote it after it had read wrong KV.
 NOTHING = 0
 GARBAGE = -1
 VOCABULARY = 512
+#: A rank has the contents of the first rank, combined with its number in the bits from this one on.
+_MARK = 32
 
 
 def next_token(content: int) -> int:
     """Return the token that the lab's model samples after the token with this content."""
     return content % VOCABULARY
+
+
+def first_difference(one: Iterable[int], other: Iterable[int]) -> int:
+    """Return the first place at which two sequences differ: at the latest the end of the shorter one."""
+    same = 0
+    for has, needs in zip(one, other, strict=False):
+        if has != needs:
+            break
+        same += 1
+    return same
 
 
 class Prefix:
@@ -43,8 +55,7 @@ class Prefix:
 
     def keep(self, tokens: Sequence[int]) -> None:
         """Forget contents of tokens that the request does not have any more."""
-        pairs = enumerate(zip(self._tokens, tokens, strict=False))
-        end = next((at for at, (has, is_to_have) in pairs if has != is_to_have), min(len(self._tokens), len(tokens)))
+        end = first_difference(self._tokens, tokens)
         del self._tokens[end:], self.contents[end:]
 
     def is_prefix(self, tokens: Sequence[int]) -> bool:
@@ -54,11 +65,12 @@ class Prefix:
 class Slots:
     """vLLM's paged KV memory: `num_blocks` blocks of `block_size` slots.
 
-    room: slots of a block of the KV group whose blocks are larger.
+    room: slots of a block of the KV group whose blocks are larger. rank: the KV of each rank has other contents.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, room: int = 0) -> None:
+    def __init__(self, num_blocks: int, block_size: int, room: int = 0, rank: int = 0) -> None:
         self.block_size = block_size
+        self._rank = rank
         #: Slots of the largest block.
         self.room = max(block_size, room)
         self._blocks = [[NOTHING] * self.room for _ in range(num_blocks)]
@@ -105,11 +117,11 @@ class Slots:
 
     def put(self, slot: int, content: int) -> None:
         block, offset = divmod(slot, self.block_size)
-        self._blocks[block][offset] = content
+        self._blocks[block][offset] = content ^ self._rank << _MARK
 
     def get(self, slot: int) -> int:
         block, offset = divmod(slot, self.block_size)
-        return self._blocks[block][offset]
+        return self._blocks[block][offset] ^ self._rank << _MARK
 
     def first_wrong(self, blocks: Sequence[int], until: int, contents: Sequence[int]) -> int | None:
         """Return the first token of [0, until) whose slot has wrong content, or None."""
@@ -122,7 +134,7 @@ class Slots:
             held = self._blocks[blocks[number]]
             right = contents[start:end]
             if (held if end - start == len(held) else held[: end - start]) != right:
-                return start + next(i for i, (has, needs) in enumerate(zip(held, right, strict=False)) if has != needs)
+                return start + first_difference(held, right)
         return None
 
 
@@ -139,29 +151,15 @@ class Block:
         return bool(self[:] == other)
 
 
-class SlotsOfRank(Slots):
-    """The memory of a rank after the first: the KV of each rank has other contents."""
-
-    def __init__(self, rank: int, num_blocks: int, block_size: int, room: int = 0) -> None:
-        super().__init__(num_blocks, block_size, room)
-        self._mark = _mark(rank)
-
-    def put(self, slot: int, content: int) -> None:
-        super().put(slot, content ^ self._mark)
-
-    def get(self, slot: int) -> int:
-        return super().get(slot) ^ self._mark
-
-
-class SlotsOfShard(SlotsOfRank):
+class SlotsOfShard(Slots):
     """The memory of a rank with context parallelism: each of n ranks has every n-th token of a block.
 
     The slot of a token has the same number in all ranks. The slots of tokens in other ranks stay empty.
     """
 
     def __init__(self, rank: int, ranks: int, num_blocks: int, block_size: int, room: int = 0) -> None:
-        super().__init__(rank, num_blocks, block_size, room)
-        self._rank, self._ranks = rank, ranks
+        super().__init__(num_blocks, block_size, room, rank)
+        self._ranks = ranks
 
     def own(self, contents: list[int], start: int = 0) -> list[int]:
         found = [NOTHING] * len(contents)
@@ -173,10 +171,8 @@ class SlotsOfShard(SlotsOfRank):
         super().write(blocks, start, self.own(list(contents), start))
 
     def first_wrong(self, blocks: Sequence[int], until: int, contents: Sequence[int]) -> int | None:
-        held = self.own(self.read(blocks, 0, until))
-        right = self.own(list(contents[:until]))
-        pairs = enumerate(zip(held, right, strict=False))
-        return None if held == right else next((at for at, (has, needs) in pairs if has != needs), len(held))
+        held, right = self.own(self.read(blocks, 0, until)), self.own(list(contents[:until]))
+        return None if held == right else first_difference(held, right)
 
     def put(self, slot: int, content: int) -> None:
         if slot % self._ranks == self._rank:
@@ -186,13 +182,9 @@ class SlotsOfShard(SlotsOfRank):
         return super().get(slot) if slot % self._ranks == self._rank else NOTHING
 
 
-def _mark(rank: int) -> int:
-    return rank << 32
-
-
 def of_rank(rank: int, contents: list[int]) -> list[int]:
     """Return the contents that a cache has of these tokens from this rank."""
-    return [content ^ _mark(rank) for content in contents] if rank else contents
+    return [content ^ rank << _MARK for content in contents] if rank else contents
 
 
 class Cache(dict[object, list[int]]):

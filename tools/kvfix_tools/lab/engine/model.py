@@ -3,34 +3,114 @@
 A sampled token is a function of all tokens before it.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 
-from kvfix_tools.lab.engine.block_tables import BlockTable, Group, StateGroup
-from kvfix_tools.lab.engine.drafts import Drafter
-from kvfix_tools.lab.engine.kv_groups import KVGroup
-from kvfix_tools.lab.engine.memory import GARBAGE, Prefix, Slots, next_token
+from kvfix import scheduling
+from kvfix_tools.lab.engine.block_tables import Group, StateGroup
+from kvfix_tools.lab.engine.kv_layout import KVGroup
+from kvfix_tools.lab.engine.memory import GARBAGE, VOCABULARY, Prefix, Slots, next_token
 from kvfix_tools.lab.engine.vllm_objects import sampled
 from kvfix_tools.lab.options import Options
+
+
+class Drafter:
+    """Speculative decoding as vLLM's model runner does it, without a draft model.
+
+    A step computes the last sampled token and the drafts after it. It accepts the first drafts that equal the tokens
+    that the model samples, and samples one more token after these. The KV of rejected drafts stays in its slots until
+    a later step writes there.
+
+    With asynchronous scheduling the scheduler assumes that all drafts of the last step were accepted, and does not have
+    their tokens. The runner has the number of accepted drafts, and the tokens (v1/spec_decode/utils.py 0.32.0:816).
+    """
+
+    #: Drafts proposed, accepted and rejected.
+    counts: Counter[str]
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        #: {request that had drafts in the last step: its first token in this step}
+        self._starts: dict[str, int] = {}
+        self._next_starts: dict[str, int] = {}
+        #: {request: drafts that the last step has proposed}
+        self._last: dict[str, list[int]] = {}
+        self._proposed: dict[str, list[int]] = {}
+
+    def begin(self, output: Any) -> None:
+        self._starts, self._next_starts = self._next_starts, {}
+        self._last, self._proposed = self._proposed, {}
+        for name in (*scheduling.resumed(output), *(new.req_id for new in output.scheduled_new_reqs)):
+            self._starts.pop(name, None)
+            self._last.pop(name, None)
+
+    def start(self, name: str, computed: int) -> int:
+        """Return the first token of this request in the step. computed: the scheduler's number of computed tokens."""
+        return self._starts.get(name, computed)
+
+    def verify(
+        self, name: str, scheduled: list[int], right: Sequence[int], end: int, misled: bool
+    ) -> tuple[int, list[int]]:
+        """Return how many of the drafts after token `end` are accepted, and the contents that all drafts write.
+
+        - scheduled: the drafts of the scheduler, with -1 for each unknown token
+        - right: the right contents, up to the last draft or further
+        - misled: the step has read wrong KV, so it samples none of the drafts
+        """
+        options = self._options
+        drafts = self._last.get(name, scheduled)[: len(scheduled)] if options.async_scheduling else scheduled
+        accepted = 0
+        while not misled and accepted < len(drafts) and drafts[accepted] == next_token(right[end + accepted - 1]):
+            accepted += 1
+        self.counts.update(
+            drafts_proposed=len(drafts), drafts_accepted=accepted, drafts_rejected=len(drafts) - accepted
+        )
+        self.counts[f"steps_with_{len(drafts)}_drafts"] += 1
+        self.counts["no_draft_accepted" if not accepted else "all_drafts_accepted"] += accepted in (0, len(drafts))
+        if options.async_scheduling:
+            self._next_starts[name] = end + accepted
+        contents = list(right[end : end + accepted])
+        for draft in drafts[accepted:]:
+            contents.append(hash((contents[-1] if contents else right[end - 1], draft)))
+        return accepted, contents
+
+    def propose(self, name: str, at: int, right: Callable[[str, int], list[int]]) -> None:
+        """Propose drafts after token `at` of this request, which was just sampled."""
+        options = self._options
+        if not options.drafter:
+            return
+        contents = right(name, at + options.drafts)
+        drafts = options.drafts
+        if options.drafter == "ngram" and not options.async_scheduling:
+            drafts = contents[at] % (options.drafts + 1)  # an n-gram drafter does not always find all drafts
+        self._proposed[name] = proposed = []
+        wrong = 0
+        for content in contents[at : at + drafts]:
+            wrong = wrong or hash((content, 1)) % 100 >= options.acceptance
+            proposed.append((next_token(content) + wrong) % VOCABULARY)
+
+    def take(self) -> DraftTokenIds:
+        """Return the drafts of the last step, as vLLM's runner does without asynchronous scheduling."""
+        return DraftTokenIds(list(self._proposed), [list(drafts) for drafts in self._proposed.values()])
 
 
 class Model:
     """The right contents for each request, and the steps that read and write slots (LAB001, LAB008)."""
 
     def __init__(
-        self, scheduler: Scheduler, memories: Sequence[Slots], options: Options, groups: Sequence[KVGroup] = ()
+        self, scheduler: Scheduler, memories: Sequence[Slots], options: Options, groups: Sequence[KVGroup]
     ) -> None:
         self._scheduler = scheduler
-        #: The KV groups other than the group of full attention.
-        self.groups = [(StateGroup if group.state else Group)(group, memories) for group in groups if group.number]
+        #: The first one is the group of full attention.
+        self.groups = [(StateGroup if group.state else Group)(group, memories) for group in groups]
         #: By rank. All ranks have the same block tables.
         self.memories = memories
-        self.drafter = Drafter(options) if options.drafter else None
-        self.block_table = BlockTable(copies=len(memories) > 1)
+        self.drafter = Drafter(options)
         self.requests: dict[str, Request] = {}
         self.prefixes: dict[str, Prefix] = {}
         #: Number of weight changes, and the tokens that each request had at the last one.
@@ -96,14 +176,9 @@ class Model:
         for slots in self.memories:
             slots.write(self.blocks(name), start, self.right(name)[start:end])
 
-    def begin(self, output: Any) -> None:
-        if self.drafter is not None:
-            self.drafter.begin(output)
-
     def start(self, name: str, tokens: int) -> int:
         """Return where the request's tokens in this step begin. The scheduler has already counted the tokens."""
-        computed = self.requests[name].num_computed_tokens - tokens
-        return computed if self.drafter is None else self.drafter.start(name, computed)
+        return self.drafter.start(name, self.requests[name].num_computed_tokens - tokens)
 
     def compute(self, output: Any, failed: set[int]) -> list[tuple[str, str]]:
         """For each request, read the KV of its computed tokens and write the KV of the scheduled tokens and drafts.
@@ -119,18 +194,16 @@ class Model:
         found = []
         for name, tokens in output.num_scheduled_tokens.items():
             done = self.start(name, tokens)
-            blocks, right = self.block_table.rows[name], self.right(name, done + tokens)
+            blocks, right = self.groups[0].rows[name], self.right(name, done + tokens)
             scheduled = output.scheduled_spec_decode_tokens.get(name)
             end = done + tokens - len(scheduled or ())
-            wrong, where = self._first_wrong(name, blocks, done, right)
+            wrong, where = self._first_wrong(name, done, right)
             contents, accepted = right[done:end], 0
-            if scheduled and self.drafter is not None:
+            if scheduled:
                 accepted, drafts = self.drafter.verify(name, scheduled, right, end, misled=wrong is not None)
                 contents += drafts
             self._ends[name] = end, end + accepted
             written = contents if wrong is None else [GARBAGE] * tokens
-            for slots in self.memories:
-                slots.write(blocks, done, written)
             for group in self.groups:
                 group.write(name, done, written, len(scheduled or ()), accepted)
             room = len(blocks) * self.memories[0].block_size
@@ -144,22 +217,17 @@ class Model:
             self._misled.add(name)
         return found
 
-    def _first_wrong(self, name: str, blocks: list[int], done: int, right: list[int]) -> tuple[int | None, str]:
+    def _first_wrong(self, name: str, done: int, right: list[int]) -> tuple[int | None, str]:
         """Return the first wrong token that the step reads, or None, and a text with its rank and KV group."""
-        for rank, slots in enumerate(self.memories):
-            of_rank = f" of rank {rank}" if rank else ""
-            wrong = slots.first_wrong(blocks, done, right)
-            if wrong is not None:
-                return wrong, of_rank
+        for rank, _ in enumerate(self.memories):
             for group in self.groups:
                 wrong = group.first_wrong(name, done, right, rank)
                 if wrong is not None:
-                    return wrong, f" in KV group {group.group.number}{of_rank}"
+                    of_group = f" in KV group {group.group.number}" if group.group.number else ""
+                    return wrong, of_group + (f" of rank {rank}" if rank else "")
         return None, ""
 
     def step_begins(self, output: Any) -> None:
-        """Give the workers this scheduler output."""
-        self.block_table.update(output)
         for group in self.groups:
             group.begin(output)
 
@@ -179,8 +247,7 @@ class Model:
         end, accepted_end = self._ends[name]
         if end < self.requests[name].num_tokens:
             return []
-        if self.drafter is not None:
-            self.drafter.propose(name, accepted_end, self.right)
+        self.drafter.propose(name, accepted_end, self.right)
         contents = self.right(name, accepted_end)[end - 1 : accepted_end]
         return [next_token(content + (name in self._misled)) for content in contents]
 

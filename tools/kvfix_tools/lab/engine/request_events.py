@@ -35,7 +35,7 @@ class RequestEvents:
     def __init__(self, scheduler: Scheduler, connector: Connector, model: Model, options: Options) -> None:
         self._scheduler = scheduler
         self._connector = connector
-        self._model = model
+        self.model = model
         self._ranks = options.ranks
         #: {request: [(end, tokens) of each rank that has loaded]}
         self._arrived: dict[str, dict[int, tuple[int, int]]] = {}
@@ -46,8 +46,7 @@ class RequestEvents:
         self.log: list[tuple[int, ev.Event]] = []
         self.findings: list[Finding] = []
         self.counts = Counts(options)
-        if model.drafter is not None:
-            model.drafter.counts = self.counts
+        model.drafter.counts = self.counts
         #: Tokens of the block that vLLM drops at the end of a hit for EAGLE; 0 without EAGLE.
         self._dropped = options.block_size if getattr(scheduler, "use_eagle_block_drop", False) else 0
         self._by_priority = options.policy == "priority"
@@ -70,10 +69,6 @@ class RequestEvents:
         self.hits: dict[str, int] = {}
         #: Requests whose loads the schedule lets fail; "" for all requests.
         self.may_fail: set[str] = set()
-
-    @property
-    def model(self) -> Model:
-        return self._model
 
     def add(self, event: ev.Event) -> None:
         """Add an event and check the rules of the ledger."""
@@ -123,7 +118,7 @@ class RequestEvents:
     def admitted(self, name: str) -> None:
         """Forget an earlier request with this id."""
         self._ended.discard(name)
-        self._open[name] = self._model.requests[name]
+        self._open[name] = self.model.requests[name]
         self._preemptions[name] = 0
 
     def preempted(self) -> None:
@@ -144,15 +139,15 @@ class RequestEvents:
             self._count_priority(first)
         drafts = output.scheduled_spec_decode_tokens
         for name, tokens in output.num_scheduled_tokens.items():
-            done = self._model.start(name, tokens)
+            done = self.model.start(name, tokens)
             tokens -= len(drafts.get(name, ()))
-            capacity = len(self._model.blocks(name)) * self._model.memories[0].block_size
+            capacity = len(self.model.blocks(name)) * self.model.memories[0].block_size
             self.add(ev.Scheduled(name, done, tokens, capacity, name in first))
 
     def _count_priority(self, admitted: set[str]) -> None:
         """Count requests that were admitted before an earlier one."""
         waiting = [request.arrival_time for request in self._scheduler.waiting]
-        requests = (self._model.requests[name] for name in admitted if waiting)
+        requests = (self.model.requests[name] for name in admitted if waiting)
         self.counts["came_first_by_priority"] += sum(each.arrival_time > min(waiting) for each in requests)
 
     def ended(self) -> None:
@@ -165,7 +160,7 @@ class RequestEvents:
 
     def check_text(self, name: str) -> None:
         """Check the text of a request at its end, and of a session that waits for input."""
-        at = self._model.wrong_text(name)
+        at = self.model.wrong_text(name)
         if at is not None:
             self.violated(rules.WRONG_TEXT, name, f"token {at} is not what the model says there")
 
@@ -207,7 +202,7 @@ class RequestEvents:
 
     def never_end(self) -> None:
         """Report requests that have not ended after many steps with free blocks."""
-        for name, request in self._model.requests.items():
+        for name, request in self.model.requests.items():
             if not request.is_finished():
                 self.violated(rules.NEVER_ENDS, name, f"is {request.status.name} for ever")
 
@@ -241,7 +236,7 @@ class RequestEvents:
             if not self.may_fail.intersection((name, "")):
                 self.violated(rules.LOAD_CAME_SHORT, name, f"loaded up to {end} of {due.end} that were promised")
             self.counts["loads_partial" if tokens else "loads_failed"] += 1
-            self.counts["loads_of_groups_failed"] += bool(self._model.groups)
+            self.counts["loads_of_groups_failed"] += len(self.model.groups) > 1
             self.add(ev.LoadFailed(name, None))
         if not any(name in worker.failing for worker in self._connector.workers):
             self.may_fail.discard(name)
@@ -253,7 +248,7 @@ class RequestEvents:
         If stores skip cached chunks, a store of an ended request is not recorded: no event has the tokens of its last
         step.
         """
-        request = self._model.requests[name]
+        request = self.model.requests[name]
         if not rank:
             self.counts.stored(end - start)
             leaves_out = self._connector.reader.leaves_out_stored
@@ -263,19 +258,13 @@ class RequestEvents:
         why_not = self._connector.not_to_store(request)
         if why_not:
             self.violated(rules.STORED_AGAINST_POLICY, name, f"tokens {start} to {end} are stored, and {why_not}")
-        if not self._model.prefixes[name].is_prefix(tokens):
+        if not self.model.prefixes[name].is_prefix(tokens):
             self.wrong_content(name, f"stores {len(tokens)} tokens that are not the first ones of the request")
 
     def wrong_content(self, name: str, message: str) -> None:
         self.violated(rules.WRONG_CONTENT, name, message)
 
-    def right(self, name: str) -> list[int]:
-        return self._model.right(name)
-
     def lookup_timed_out(self, name: str) -> None:
         """Record a lookup that the scheduler has waited for until its timeout."""
         self.seconds += LOOKUP_TIMEOUT
         self.add(ev.TimedOut(name, LOOKUP_TIMEOUT, self.seconds))
-
-    def lookup_unanswered(self) -> None:
-        self.counts["lookups_unanswered"] += 1

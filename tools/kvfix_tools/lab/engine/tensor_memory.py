@@ -36,10 +36,10 @@ class TensorMemory:
         marks = numpy.random.default_rng(7).integers(0, 256, (len(names), elements), dtype=numpy.uint8)
         self._marks = list(marks)
         #: {block: contents of its slots in the current layer}
-        self._contents: list[list[int]] = []
+        self.contents: list[list[int]] = []
         self._layer = 0
         #: Reads and writes of the step in the first layer: (block, first slot, contents, True for a write).
-        self._done: list[tuple[int, int, list[int], bool]] = []
+        self.done: list[tuple[int, int, list[int], bool]] = []
         for block in range(config.num_blocks):
             self.poison(block)
         self.begin()
@@ -51,41 +51,28 @@ class TensorMemory:
     def layers(self) -> range:
         return range(len(self._arrays))
 
-    def poison(self, block: int, start: int = 0, end: int | None = None) -> None:
-        """Fill these slots with garbage in all layers."""
+    def poison(self, block: int) -> None:
+        """Fill the block with garbage in all layers."""
         for array in self._arrays:
-            array[block, :, start:end] = 0
+            array[block] = 0
 
     def begin(self) -> None:
-        self._done.clear()
+        self.done.clear()
         self._look(0)
 
     def go_on(self, layer: int) -> set[int]:
         """Compute this layer. Return the blocks in which the step reads other KV than in the first layer."""
         self._look(layer)
         wrong = set()
-        for block, start, contents, written in self._done:
+        for block, start, contents, written in self.done:
             if written:
-                self._put(block, start, contents)
-            elif self._contents[block][start : start + len(contents)] != contents:
+                self.put(block, start, contents)
+            elif self.contents[block][start : start + len(contents)] != contents:
                 wrong.add(block)
         return wrong
 
-    def get(self, block: int, place: slice) -> list[int]:
-        contents = self._contents[block][place]
-        self._done.append((block, place.start or 0, contents, False))
-        return contents
-
-    def put(self, block: int, place: slice, contents: Sequence[int]) -> None:
-        start = place.start or 0
-        self._done.append((block, start, list(contents), True))
-        self._put(block, start, contents)
-
-    def room(self) -> int:
-        return int(self._arrays[0].shape[2])
-
-    def _put(self, block: int, start: int, contents: Sequence[int]) -> None:
-        self._contents[block][start : start + len(contents)] = contents
+    def put(self, block: int, start: int, contents: Sequence[int]) -> None:
+        self.contents[block][start : start + len(contents)] = contents
         array, mark = self._arrays[self._layer], self._marks[self._layer]
         array[block, :, start : start + len(contents)] = _encoded(numpy.array(contents, dtype=numpy.int64), mark)
 
@@ -95,7 +82,7 @@ class TensorMemory:
         with numpy.errstate(invalid="ignore"):
             content = (array[:, 0, :, :_BYTES].astype(numpy.uint8) ^ mark[:_BYTES]).view(numpy.int64)[..., 0]
         right = (_encoded(content, mark)[:, None] == array).all(axis=(1, 3))
-        self._contents = numpy.where(right, content, GARBAGE).tolist()
+        self.contents = numpy.where(right, content, GARBAGE).tolist()
 
 
 def _encoded(contents: Any, mark: Any) -> Any:
@@ -109,10 +96,14 @@ class TensorBlock(Block):
         self._block = block
 
     def __len__(self) -> int:
-        return self._memory.room()
+        return len(self._memory.contents[self._block])
 
     def __getitem__(self, place: slice) -> list[int]:
-        return self._memory.get(self._block, place)
+        contents = self._memory.contents[self._block][place]
+        self._memory.done.append((self._block, place.start or 0, contents, False))
+        return contents
 
     def __setitem__(self, place: slice, contents: Sequence[int]) -> None:
-        self._memory.put(self._block, place, contents)
+        start = place.start or 0
+        self._memory.done.append((self._block, start, list(contents), True))
+        self._memory.put(self._block, start, contents)

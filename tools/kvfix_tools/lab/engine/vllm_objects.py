@@ -119,14 +119,6 @@ def _simple_offloading(options: Options) -> dict[str, Any]:
     return {"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
-def _named(connector: str) -> tuple[str, str | None]:
-    """Return the class that vLLM loads, and its module if vLLM needs it."""
-    if connector in KNOWN:
-        return KNOWN[connector].name, KNOWN[connector].module
-    module, _, name = connector.rpartition(":")
-    return name, module or None
-
-
 def vllm_config(options: Options, folder: str = "") -> VllmConfig:
     """Return the configuration that `vllm serve` makes from these options.
 
@@ -141,10 +133,12 @@ def vllm_config(options: Options, folder: str = "") -> VllmConfig:
     if options.lmcache.get("enable_async_loading"):
         # early releases need it, and set it only when they read their own configuration
         extra.setdefault("lmcache.save_unfull_chunk", False)
-    name, module = _named(options.connector)
+    module, _, name = options.connector.rpartition(":")
+    if options.connector in KNOWN:
+        name, module = KNOWN[options.connector].name, KNOWN[options.connector].module or ""
     transfer: dict[str, Any] = {
         "kv_connector": name,
-        "kv_connector_module_path": module,
+        "kv_connector_module_path": module or None,
         "kv_role": options.kv_role,
         "kv_connector_extra_config": options.extra if options.connector in PAIRS else extra,
         # before 0.13 vLLM has no such option, and recomputes

@@ -10,6 +10,7 @@ import copyreg
 import io
 import pickle
 from collections import Counter
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,33 +24,30 @@ from kvfix_tools.lab.engine.memory import Slots
 _TENSORS = {**copyreg.dispatch_table, torch.Tensor: lambda tensor: (torch.from_numpy, (tensor.numpy(),))}
 
 
+@dataclass(eq=False)
 class Worker:
     """One rank. in_worker: LMCache's connector. adapter: the object behind it.
 
     called: the connector that vLLM calls, which can be a MultiConnector with `in_worker` as a child.
     """
 
+    rank: int
+    slots: Slots
+    called: Any
+    in_worker: Any
+    adapter: Any
+    #: {request: chunks after which its next load fails}
+    failing: dict[str, int]
+    #: True: the server does not answer the multi-process connector in this step.
+    unanswered = False
+    #: Requests whose load the last step has reported as failed.
+    _failed_requests = set[str]()
     #: True if the MultiConnector has an OffloadingConnector.
     offloads = False
     #: True if the connector's metadata are cleared at the end of a step.
     clears = False
     #: True if the connector reports failed loads by request.
     by_request = False
-
-    def __init__(
-        self, rank: int, slots: Slots, called: Any, in_worker: Any, adapter: Any, failing: dict[str, int]
-    ) -> None:
-        self.rank = rank
-        self.slots = slots
-        self.called = called
-        self.in_worker = in_worker
-        self.adapter = adapter
-        #: {request: chunks after which its next load fails}
-        self.failing = failing
-        #: True: the server does not answer the multi-process connector in this step.
-        self.unanswered = False
-        #: Requests whose load the last step has reported as failed.
-        self._failed_requests: set[str] = set()
 
     def start_step(self, metadata: Any, forward: bool) -> None:
         """Make the calls of vLLM's worker before the forward pass."""

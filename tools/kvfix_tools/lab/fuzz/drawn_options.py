@@ -3,26 +3,16 @@
 import dataclasses
 import random
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvfix_tools.lab.options import OF_VLLM, SERVER_CHUNK, Options
 from kvfix_tools.lab.releases import FEATURES
 
-_ROLES = ("kv_producer", "kv_consumer", "kv_both")
-
-
-class Drawn(NamedTuple):
-    """features: a part of FEATURES. room: maximum tokens of a request."""
-
-    options: Options
-    features: set[str]
-    room: int
-
 
 def draw(
     rng: random.Random, seed: int, connector: str, plain: bool, lacks: Collection[str], real_server: bool
-) -> Drawn:
-    """Draw the options, with the arguments of `schedule.draw`.
+) -> tuple[Options, set[str], int]:
+    """Return the options, a part of FEATURES, and the maximum tokens of a request. Arguments: of `schedule.draw`.
 
     Each option has its own random generator. So the other options and the steps of a seed stay the same if an option is
     not drawn.
@@ -67,7 +57,7 @@ def draw(
         options = _memory_of_vllm(options, random.Random(f"memory {seed}"), plain)
     elif not plain:
         options = _offloading_beside(_with_groups(options, seed, lacks), seed, lacks)
-    return Drawn(options, features, room)
+    return options, features, room
 
 
 def _with_features(options: Options, features: set[str], seed: int, plain: bool, lacks: Collection[str]) -> Options:
@@ -79,7 +69,7 @@ def _with_features(options: Options, features: set[str], seed: int, plain: bool,
     if may_load_by_layers and "use_layerwise" not in lacks and random.Random(f"use_layerwise {seed}").random() < 0.2:
         switches["lmcache"] = {**options.lmcache, "use_layerwise": True}
     if "roles" in features:
-        switches["kv_role"] = random.Random(f"role {seed}").choice(_ROLES)
+        switches["kv_role"] = random.Random(f"role {seed}").choice(("kv_producer", "kv_consumer", "kv_both"))
     if "drafter" in features:
         switches |= _drafts(random.Random(f"drafts {seed}"), options.block_size)
     may_have_ranks = not plain and not options.beside and "ranks" not in lacks
@@ -126,7 +116,14 @@ def _offloading_beside(options: Options, seed: int, lacks: Collection[str]) -> O
         return dataclasses.replace(options, offloading=own.choice(("first", "last")))
     own = random.Random(f"simple offloading {seed}")
     if options.connector == "v1" and own.random() < 0.15:
-        return _offloads_simply(options, own)
+        return dataclasses.replace(
+            options,
+            offloading=own.choice(("first", "last")),
+            simple_offloading=True,
+            prefix_caching=True,
+            extra={"lazy_offload": own.random() < 0.3},
+            cpu_blocks=own.choice(_cpu_sizes(options)),
+        )
     return options
 
 
@@ -164,18 +161,6 @@ def _memory_of_vllm(options: Options, rng: random.Random, plain: bool) -> Option
     if not tier and rng.random() < 0.3:
         extra |= {"store_threshold": 2, "max_tracker_size": rng.choice((4, 64))}
     return dataclasses.replace(options, extra=extra, cpu_blocks=rng.choice(sizes), tier=tier)
-
-
-def _offloads_simply(options: Options, rng: random.Random) -> Options:
-    """Add SimpleCPUOffloadConnector to LMCache's connector."""
-    return dataclasses.replace(
-        options,
-        offloading=rng.choice(("first", "last")),
-        simple_offloading=True,
-        prefix_caching=True,
-        extra={"lazy_offload": rng.random() < 0.3},
-        cpu_blocks=rng.choice(_cpu_sizes(options)),
-    )
 
 
 def _with_windows(options: Options, rng: random.Random) -> Options:

@@ -39,20 +39,34 @@ class Played(NamedTuple):
 
 def play(schedule: Schedule, end: int = 4000) -> Played:
     """Play all steps, then free all blocks and run the engine until it has no work, for at most `end` steps."""
-    if schedule.options.connector in PAIRS:
-        return _play_with_pair(schedule, end)
-    if schedule.options.neighbours:
-        return _play_neighbours(schedule, end)
-    engine = LabEngine(schedule.options)
+    options = schedule.options
+    if options.real_transfers:  # play it with the model of NIXL too
+        done: Played = nixl_compare.play_both(options, lambda pair: _played(pair, _play_pair, schedule, end))
+        return done
+    if options.connector in PAIRS:
+        return _played(Pair(options), _play_pair, schedule, end)
+    if options.neighbours:
+        return _played(Neighbours(options), _play_neighbours, schedule, end)
+    return _played(LabEngine(options), _play_engine, schedule, end)
+
+
+def _played(engines: Any, plays: Callable[[Any, Schedule, int], Any], schedule: Schedule, end: int) -> Played:
+    """Return the results of one or two engines. plays: returns the number of steps, if that is not the engines'."""
     steps = None
     with reported() as reports, suppress(EngineDied):  # the error is in a finding
-        for step in schedule.steps:
-            move(engine, step)
-        if _ends(engine, end):
-            steps = engine.steps
-            let_leaks_be_reported(engine)
-    engine.connector.close()
-    return Played(engine.findings + reports, steps or engine.steps, engine.counts, engine.log)
+        steps = plays(engines, schedule, end)
+    engines.close()
+    return Played(engines.findings + reports, steps or engines.steps, engines.counts, engines.log)
+
+
+def _play_engine(engine: LabEngine, schedule: Schedule, end: int) -> int | None:
+    for step in schedule.steps:
+        move(engine, step)
+    if not _ends(engine, end):
+        return None
+    steps = engine.steps
+    let_leaks_be_reported(engine)
+    return steps
 
 
 def _ends(engine: LabEngine, end: int) -> bool:
@@ -69,44 +83,27 @@ def _ends(engine: LabEngine, end: int) -> bool:
     return engine.expect_all_ended()
 
 
-def _play_neighbours(schedule: Schedule, end: int) -> Played:
-    """Play the schedule with two engines that share a cache (neighbours.py)."""
-    two = Neighbours(schedule.options)
-    with suppress(EngineDied):
-        for number, step in enumerate(schedule.steps):
-            for engine in two.of(number, step):
-                with engine.running():
-                    move(engine, step)
-        for engine in two.engines:
+def _play_neighbours(two: Neighbours, schedule: Schedule, end: int) -> None:
+    for number, step in enumerate(schedule.steps):
+        for engine in two.of(number, step):
             with engine.running():
-                _ends(engine, end)
+                move(engine, step)
     for engine in two.engines:
-        engine.connector.close()
-    return Played(two.findings, two.steps, two.counts, two.log)
+        with engine.running():
+            _ends(engine, end)
 
 
-def _play_with_pair(schedule: Schedule, end: int) -> Played:
-    """Play the schedule with a prefill and a decode engine (pair.py). With real NIXL, play it with the model too."""
-    if schedule.options.real_transfers:
-        done: Played = nixl_compare.play_both(schedule.options, lambda pair: _play_pair(pair, schedule, end))
-        return done
-    return _play_pair(Pair(schedule.options), schedule, end)
-
-
-def _play_pair(pair: Any, schedule: Schedule, end: int) -> Played:
-    with reported() as reports, suppress(EngineDied):
-        for step in schedule.steps:
-            pair.move(step)
-        pair.free_blocks()
-        pair.budget(schedule.options.max_num_batched_tokens)
-        if schedule.options.peer_ranks:
-            pair.run(4 * end)
-            pair.faults_end()
-            pair.ask("last", prompt(2 * schedule.options.block_size + 1, 7), 2)
-        pair.run(4 * end)  # one request after the other waits for the timeout of a peer
-        pair.expect_all_ended()
-    pair.close()
-    return Played(pair.findings + reports, pair.steps, pair.counts, pair.log)
+def _play_pair(pair: Pair, schedule: Schedule, end: int) -> None:
+    for step in schedule.steps:
+        pair.move(step)
+    pair.free_blocks()
+    pair.budget(schedule.options.max_num_batched_tokens)
+    if schedule.options.peer_ranks:
+        pair.run(4 * end)
+        pair.faults_end()
+        pair.ask("last", prompt(2 * schedule.options.block_size + 1, 7), 2)
+    pair.run(4 * end)  # one request after the other waits for the timeout of a peer
+    pair.expect_all_ended()
 
 
 def move(engine: LabEngine, step: DrawnStep) -> None:
@@ -180,16 +177,12 @@ def _move_request(engine: LabEngine, kind: str, name: str, chunks: int, rank: in
     elif kind == "is_beside":
         engine.has_in_other_connector(name)
     elif kind == "fail_load":
-        # With several ranks, KVF030 cannot delay the save of a transfer to a decoder. So no load of this request fails
-        # here.
-        if engine.options.ranks == 1 or not _names_decoder(engine, name):
+        # with several ranks, KVF030 cannot delay the save of a transfer to a decoder: let no load of this request fail
+        asked = getattr(engine.requests[name], "kv_transfer_params", None) or {}
+        if engine.options.ranks == 1 or "disagg_spec" not in asked:
             engine.fail_load(name, chunks, rank)
     elif engine.requests[name].status == RequestStatus.RUNNING:
         engine.preempt(name)
-
-
-def _names_decoder(engine: LabEngine, name: str) -> bool:
-    return "disagg_spec" in (getattr(engine.requests[name], "kv_transfer_params", None) or {})
 
 
 def signature(finding: Finding) -> str:

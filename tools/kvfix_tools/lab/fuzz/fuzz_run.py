@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -42,16 +42,16 @@ class Violation(NamedTuple):
     seed: int
     message: str
     schedule: Schedule
-    signature: str
 
     def as_json(self) -> dict[str, Any]:
         steps = [list(step) for step in self.schedule.steps]
+        schedule = {"options": vars(self.schedule.options), "steps": steps}
         return {
             "rule": self.rule,
             "count": self.times,
             "seed": self.seed,
             "message": self.message,
-            "schedule": {"options": vars(self.schedule.options), "steps": steps},
+            "schedule": schedule,
         }
 
 
@@ -79,12 +79,9 @@ class Fuzzed(NamedTuple):
         return ", ".join(missing for count, missing in needed.items() if not self.counts[count])
 
     def as_json(self) -> dict[str, Any]:
+        names = {"preemptions": "preemptions", "retrieved_tokens": "loaded_tokens", "stored_tokens": "stored_tokens"}
+        counts = {name: self.counts[count] for name, count in names.items()}
         violations = [violation.as_json() for violation in self.violations]
-        counts = {
-            "preemptions": self.counts["preemptions"],
-            "retrieved_tokens": self.counts["loaded_tokens"],
-            "stored_tokens": self.counts["stored_tokens"],
-        }
         return {**self._asdict(), **counts, "violations": violations, "tested_nothing": self.tested_nothing}
 
 
@@ -234,7 +231,7 @@ def fuzz(
             if shrinking:
                 schedule = shrink(schedule, wanted, shrinking)
                 message = str(next(each for each in play(schedule).findings if signature(each) == wanted))
-            violations.append(Violation(rule, times, seed, message, schedule, wanted))
+            violations.append(Violation(rule, times, seed, message, schedule))
     counts = {**dict.fromkeys(COUNTED, 0), **tally.counts}
     return Fuzzed(tally.steps, tally.seeds, round(tally.seconds, 3), tally.options, counts, violations)
 
@@ -242,32 +239,26 @@ def fuzz(
 def _batches(run: Run, seeds: range, until: float, jobs: int) -> Iterator[Tally]:
     """Yield tallies of the seeds in order. The first batch that runs out of time is the last one."""
     batches = (seeds[at : at + BATCH] for at in range(0, len(seeds), BATCH))
-    if jobs == 1:
-        for batch in batches:
-            done = run.play(batch, until)
-            yield done
-            if done.seeds < len(batch):
-                return
-        return
+    here = ((batch, run.play(batch, until)) for batch in batches)
+    for batch, done in here if jobs == 1 else _in_processes(run, batches, until, jobs):
+        yield done
+        if done.seeds < len(batch):
+            return
+
+
+def _in_processes(run: Run, batches: Iterable[range], until: float, jobs: int) -> Iterator[tuple[range, Tally]]:
     with ProcessPoolExecutor(jobs, get_context("fork")) as pool:
         ahead: deque[tuple[range, Future[Tally]]] = deque()
         try:
             for batch in batches:
                 ahead.append((batch, pool.submit(run.play, batch, until)))
-                if len(ahead) > 2 * jobs and not (yield from _first(ahead)):
-                    return
-            while ahead and (yield from _first(ahead)):
-                pass
+                if len(ahead) > 2 * jobs:
+                    first, future = ahead.popleft()
+                    yield first, future.result()
+            for first, future in ahead:
+                yield first, future.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _first(ahead: deque[tuple[range, Future[Tally]]]) -> Generator[Tally, None, bool]:
-    """Yield the tally of the first batch. Return True if it was played to its end."""
-    batch, future = ahead.popleft()
-    done = future.result()
-    yield done
-    return done.seeds == len(batch)
 
 
 def _noted(now: Notes, notes: Path) -> Tally:

@@ -243,14 +243,14 @@ def move(pair: Pair, step: DrawnStep) -> None:
     elif kind == "ends_at_once":
         pair.router.ends_at_once(rest[0], prompt(rest[2], rest[1]))
     elif kind in ("abort", "send_again", "ask_again"):
-        names = _open(pair) if kind == "abort" else getattr(pair.router, _AGAIN[kind])
+        names = _open(pair) if kind == "abort" else list(getattr(pair.router, _AGAIN[kind]))
         if names:
             pair.do(kind, names[rest[0] % len(names)])
     elif kind == "preempt":
         engine = pair.engine(rest[0])
         running = [each.request_id for each in engine.scheduler.running]
         if running:
-            engine.preempt(running[rest[1] % len(running)])
+            engine.do("preempt", running[rest[1] % len(running)])
     elif kind in ("take_blocks", "free_blocks", "budget"):
         pair.on(rest[0], kind, *rest[1:])
     elif kind == "reset":

@@ -13,10 +13,10 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from kvfix_tools.lab.fuzz import drawn_options, pair_schedule, parameters
+from kvfix_tools.lab.fuzz.pair_schedule import DrawnStep as DrawnStep
 from kvfix_tools.lab.options import CONNECTORS, OF_VLLM, PAIRS, Options
 
 FORMAT = 1
-DrawnStep = tuple[Any, ...]
 
 #: Weight of each step. A plain schedule has no faults.
 _PLAIN = {"step": 60, "admit": 10, "take_blocks": 2, "free_blocks": 3, "budget": 1, "reset_prefix_cache": 1}

@@ -65,6 +65,10 @@ class Neighbours:
                 engine.request_events.may_fail.add("")
         return (self.engines[number % 2],)
 
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.connector.close()
+
     @property
     def steps(self) -> int:
         return sum(engine.steps for engine in self.engines)

@@ -31,6 +31,7 @@ class Pair:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.network = side_class(options).make_network(options)
+        self.network.add = self.add
         self.router = Router(self)
         self.ask, self.ask_at_once = self.router.ask, self.router.ask_at_once
         self.seconds = 0.0
@@ -109,7 +110,7 @@ class Pair:
         for engine in self.engines:
             for request in [each for each in engine.requests if each.rpartition("-")[0] == name]:
                 if not engine.requests[request].is_finished():
-                    engine.abort(request)
+                    engine.do("abort", request)
 
     def add(self, event: Event) -> None:
         """Add an event of a lease. If it violates a rule, this is a finding."""
@@ -197,7 +198,7 @@ class Pair:
             self.prefill = self._start(name, blocks)
         else:
             self.decode = self._start(name, blocks)
-            self.router.forget_params()  # a second decode engine of a request would read freed blocks: KVF340
+            self.router.sent.clear()  # a second decode engine of a request would read freed blocks: KVF340
 
     def on(self, name: str, step: str, *arguments: Any) -> None:
         """Make a step of one engine."""
@@ -240,7 +241,7 @@ class Pair:
         work = any(
             engine.scheduler.has_unfinished_requests() or engine.scheduler.has_requests() for engine in self.engines
         )
-        return work or self.router.busy or bool(self.network.busy)
+        return work or bool(self.router.waiting or self.network.busy)
 
     def longest(self) -> float:
         """Seconds of the longest lease or timeout."""

@@ -1,8 +1,9 @@
-"""One of two engines (pair.py), and the base class of its connector, which extends Connector (connector.py)."""
+"""One of two engines (pair.py), and the base classes of its connector and of the network between the engines."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,15 +25,39 @@ if TYPE_CHECKING:
     from kvfix_tools.lab.pair.pair import Pair
 
 
+class PairNetwork:
+    """The messages and transfers in flight between two engines. delay: steps of a transfer."""
+
+    #: Adds events of a lease to the ledger of both engines.
+    add: Callable[[Event], None]
+
+    def __init__(self, delay: int) -> None:
+        self.delay = delay
+        self.now = 0
+        self.counts: Counter[str] = Counter()
+        #: Addresses whose listener thread has died.
+        self.dead_listeners: list[str] = []
+        #: {kind: number of next failures}. setup: of a transfer.
+        self.failing = {"transfer": 0, "handshake": 0, "setup": 0, "notice": 0}
+        #: Steps of a handshake or a message.
+        self.handshake_steps = 1
+        #: Steps from waking a writer thread to its work.
+        self.writers_take = 0
+
+    def fails(self, what: str) -> bool:
+        """Return True if the next handshake or transfer fails."""
+        if not self.failing[what]:
+            return False
+        self.failing[what] -= 1
+        return True
+
+
 class PairSide(Connector):
     """A connector between two engines: both roles in one of the engines.
 
-    name: of the engine's host. engine_id: changes with each start. Both engines share the network of `make_network`
-    (pair_network.py).
+    name: of the engine's host. engine_id: changes with each start. Both engines share the network of `make_network`.
     """
 
-    #: Adds events of a lease to the ledgers of both engines.
-    add_to_pair: Callable[[Event], None]
     #: The class of `workers`.
     worker_class: Any
     #: The scheduler's part of the connector between the engines.
@@ -73,11 +98,6 @@ class PairSide(Connector):
         for worker in self.between:
             worker.events = events
 
-    @classmethod
-    @abstractmethod
-    def make_network(cls, options: Options) -> Any:
-        """Return the network between the two engines."""
-
     def configured(self, options: Options) -> Any:
         """Return vLLM's configuration of this engine."""
         config = vllm_objects.vllm_config(options)
@@ -101,9 +121,8 @@ class PairSide(Connector):
     def leases(self) -> set[str]:
         """Requests whose blocks are kept for the peer."""
 
-    def in_flight(self, request: str) -> set[str]:
-        doing = {"loading": request in self.loading(), "storing": request in self.leases}
-        return {name for name, yes in doing.items() if yes} | super().in_flight(request)
+    def storing(self) -> set[str]:
+        return super().storing() | self.leases
 
     def kept_of_peer(self) -> set[str]:
         """Return requests of the peer whose state is kept."""
@@ -153,27 +172,13 @@ class PairEngine(LabEngine):
             super().__init__(options)
 
     def _connected(self, options: Options, memories: Sequence[Slots]) -> Any:
-        made = side_class(options)(options, memories, self._pair.network, self.name, self._engine_id)
-        made.add_to_pair = self._pair.add
-        return made
+        return side_class(options)(options, memories, self._pair.network, self.name, self._engine_id)
 
     def answered(self, outputs: Any) -> None:
         for of_client in outputs.values():
             for output in of_client.outputs:
                 if output.finish_reason is not None:
                     self._pair.answered(self, output)
-
-    def admit(self, name: str, prompt: list[int] | None, max_tokens: int = 1, **more: Any) -> None:
-        with one_side.running(self.name):
-            super().admit(name, prompt, max_tokens, **more)
-
-    def abort(self, name: str) -> None:
-        with one_side.running(self.name):
-            super().abort(name)
-
-    def preempt(self, name: str) -> None:
-        with one_side.running(self.name):
-            super().preempt(name)
 
     def do(self, step: str, *arguments: Any, **keywords: Any) -> None:
         with one_side.running(self.name):

@@ -31,30 +31,18 @@ class Router:
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
         self.counts: Counter[str] = Counter()
-        self._asked: dict[str, _Asked] = {}
+        self.asked: dict[str, _Asked] = {}
         #: Steps from an answer to the next message, and messages to send: (step, request, parameters).
         self._takes = 0
         self._to_send: list[tuple[int, str, Params | None]] = []
-        #: The last parameters of each request, and the faults for the next parameters.
-        self._params: dict[str, Params] = {}
+        #: {request that the router can send to decode again: its last parameters}
+        self.sent: dict[str, Params] = {}
+        #: The faults for the next parameters.
         self.malformed: list[str] = []
         #: {request: token that ends its text}
         self._stops: dict[str, int] = {}
         #: {request: number of its ids}. vLLM adds a suffix to the router's id.
         self._ids: Counter[str] = Counter()
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._to_send)
-
-    @property
-    def asked(self) -> list[str]:
-        return list(self._asked)
-
-    @property
-    def sent(self) -> list[str]:
-        """Requests that the router can send to decode again."""
-        return list(self._params)
 
     @property
     def waiting(self) -> set[str]:
@@ -66,7 +54,7 @@ class Router:
     ) -> None:
         """Send a new request. prefill_tokens: tokens that prefill generates. at_once: send it to both engines."""
         prefill = self._pair.prefill
-        self._asked[name] = _Asked(prompt, max_tokens, at_once)
+        self.asked[name] = _Asked(prompt, max_tokens, at_once)
         self._admit(prefill, self._id(name), prompt, prefill_tokens, prefill.connector.for_prefill(name))
         if at_once:
             self.counts["at_once"] += 1
@@ -83,16 +71,16 @@ class Router:
     def ask_again(self, name: str) -> None:
         """Give a request up, tell both engines, and begin the request again."""
         self._pair.abort(name)
-        asked = self._asked[name]
+        asked = self.asked[name]
         self.counts["asked_again"] += 1
         self.ask(name, asked.prompt, asked.max_tokens, at_once=asked.at_once)
 
     def send_again(self, name: str) -> None:
         """Send a request to decode again, as a router does without an answer."""
-        params = self._params.get(name)
+        params = self.sent.get(name)
         if params is not None:
             self.counts["sent_again"] += 1
-            asked = self._asked[name]
+            asked = self.asked[name]
             self._admit(self._pair.decode, self._id(name), asked.prompt, asked.max_tokens, dict(params))
 
     def ends_at_once(self, name: str, prompt: list[int]) -> None:
@@ -111,20 +99,17 @@ class Router:
         """Drop a request whose client has disconnected."""
         self._to_send = [each for each in self._to_send if each[1] != name]
 
-    def forget_params(self) -> None:
-        self._params.clear()
-
     def answered(self, engine: PairEngine, output: Any) -> None:
         """Handle the end of a request in an engine."""
         name = output.request_id.rpartition("-")[0]
         params = output.kv_transfer_params
         aborted = "abort" in str(output.finish_reason).lower()
-        if engine is not self._pair.prefill or name not in self._asked or aborted:
+        if engine is not self._pair.prefill or name not in self.asked or aborted:
             return
         if params is not None:
             self.counts["leases"] += engine.connector.keeps(output.request_id)
             self.counts["stored_tokens"] += params.get("remote_num_tokens", 0)
-        if not self._asked[name].at_once:
+        if not self.asked[name].at_once:
             due = self._pair.network.now + self._takes
             self._to_send.append((due, name, engine.connector.for_decode(name, params)))
 
@@ -134,13 +119,13 @@ class Router:
         due = [each for each in self._to_send if each[0] <= now]
         self._to_send = [each for each in self._to_send if each[0] > now]
         for _, name, params in due:
-            asked = self._asked[name]
+            asked = self.asked[name]
             if params and self.malformed:
                 params = MALFORMED[self.malformed.pop(0)](params)
                 self.counts["malformed"] += 1
                 self._pair.may_fail()
             elif params:
-                self._params[name] = params
+                self.sent[name] = params
             self._admit(self._pair.decode, self._id(name), asked.prompt, asked.max_tokens, dict(params or {}))
 
     def _id(self, name: str) -> str:
@@ -154,4 +139,4 @@ class Router:
             if of_client in self._stops:
                 sampling["stop_token_ids"] = [self._stops[of_client]]
             # a copy, as in two processes: vLLM shortens the prompt of a prefill (`_truncate_request_for_prefill`)
-            engine.admit(name, list(prompt), most, sampling=sampling)
+            engine.do("admit", name, list(prompt), most, sampling=sampling)
