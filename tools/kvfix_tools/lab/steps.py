@@ -34,3 +34,8 @@ def continued(tokens: list[int], more: int) -> list[int]:
     for _ in range(more):
         whole.append(next_token(prefix.of(whole)[-1]))
     return whole
+
+
+def malformed(fault: str) -> list[Step]:
+    """Return the steps of one request with this fault in its parameters for decode (parameters.MALFORMED)."""
+    return [Step("malform", (fault,), {}), Step("ask", ("r", prompt(64)), {})]
