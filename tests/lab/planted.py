@@ -4,11 +4,13 @@ import dataclasses
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial, reduce
+from math import inf
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 from unittest import mock
 
 from kvfix_tools.lab import runner
+from kvfix_tools.lab import steps as do
 from kvfix_tools.lab.options import PAIRS, SERVER_CHUNK, Options
 from kvfix_tools.lab.scenario import scenarios
 from kvfix_tools.lab.steps import prompt
@@ -121,31 +123,54 @@ def is_found(fault: Fault, done: dict[str, Any]) -> bool:
 # ---------------------------------------------------------------------- one engine
 
 
-def schedule_v1(engine: Any) -> None:
-    """Compute, store, preempt, resume with a load, and hit vLLM's cache and LMCache's. Clean on a sound release."""
-    engine.store("first", prompt(300), max_tokens=3)
-    engine.admit("again", prompt(300), max_tokens=20)
-    engine.admit("other", prompt(200, seed=1), max_tokens=20)
-    engine.step(4)
-    engine.preempt("again")
-    engine.keep_blocks(3)
-    engine.step(2)
-    engine.free_blocks()
-    engine.run()
-    engine.settle()
+def steps(*parts: Any) -> Plant:
+    """Return a schedule with these parts: steps, functions of the engine, or sequences of parts."""
+    whole = list(do.flat(parts))
+
+    def play(engine: Any) -> None:
+        for part in whole:
+            (part.play if isinstance(part, do.Step) else part)(engine)
+
+    return play
 
 
-def schedule_mp(engine: Any) -> None:
-    engine.do("stored_elsewhere", prompt(64))
-    engine.admit("a", prompt(200), max_tokens=12)
-    engine.step(2)
-    engine.admit("b", prompt(120, seed=1), max_tokens=12)
-    while engine.requests["b"] not in engine.scheduler.running:
-        engine.step()
-    engine.preempt("b")
-    engine.run()
-    engine.serve("c", prompt(200), max_tokens=4)
-    engine.settle()
+def until(condition: Callable[[Any], Any]) -> Plant:
+    """Return a part of a schedule: the engine makes steps until this holds."""
+
+    def play(engine: Any) -> None:
+        while not condition(engine):
+            engine.step()
+
+    return play
+
+
+def counted(name: str, least: int, most: float = inf) -> Plant:
+    """Return a part of a schedule: so many of these have happened."""
+
+    def check(engine: Any) -> None:
+        assert least <= engine.counts[name] <= most, f"{engine.counts[name]} {name}"
+
+    return check
+
+
+#: Compute, store, preempt, resume with a load, and hit vLLM's cache and LMCache's. Clean on a sound release.
+V1 = steps(
+    do.store("first", prompt(300), max_tokens=3),
+    [do.admit("again", prompt(300), max_tokens=20), do.admit("other", prompt(200, seed=1), max_tokens=20)],
+    [do.step(4), do.preempt("again"), do.keep_blocks(3), do.step(2), do.free_blocks(), do.run(), do.settle()],
+)
+MP = steps(
+    [do.stored_elsewhere(prompt(64)), do.admit("a", prompt(200), max_tokens=12), do.step(2)],
+    do.admit("b", prompt(120, seed=1), max_tokens=12),
+    until(lambda engine: engine.requests["b"] in engine.scheduler.running),
+    [do.preempt("b"), do.run(), do.serve("c", prompt(200), max_tokens=4), do.settle()],
+)
+#: LMCache has two prompts, SimpleCPUOffloadConnector one of them, and another that LMCache has lost.
+V1_AND_SIMPLE = steps(
+    [do.stored_elsewhere(prompt(100)), do.store("of lmcache", prompt(100), 5), do.serve("of both", prompt(100), 5)],
+    [do.store("stored", prompt(150, seed=1), 5), do.evict(100), do.serve("of the other", prompt(150, seed=1), 5)],
+    do.expect_all_ended(),
+)
 
 
 def schedule_offloading(engine: Any) -> None:
@@ -166,17 +191,6 @@ def schedule_offloading(engine: Any) -> None:
     engine.step(2)
     engine.free_blocks()
     engine.run()
-    engine.expect_all_ended()
-
-
-def schedule_v1_and_simple(engine: Any) -> None:
-    """LMCache has two prompts, SimpleCPUOffloadConnector one of them, and another that LMCache has lost."""
-    engine.do("stored_elsewhere", prompt(100))
-    engine.store("of lmcache", prompt(100), 5)
-    engine.serve("of both", prompt(100), 5)
-    engine.store("stored", prompt(150, seed=1), 5)
-    engine.evict(100)
-    engine.serve("of the other", prompt(150, seed=1), 5)
     engine.expect_all_ended()
 
 
@@ -236,20 +250,18 @@ _PAIR = Options(num_blocks=40, max_num_batched_tokens=64)
 _replace = dataclasses.replace
 _MULTI = _replace(_PAIR, multi=("prefill", "decode"), chunk_size=32, prefix_caching=False)
 SETUPS = {
-    "v1": Setup(Options(chunk_size=64, num_blocks=64, max_num_batched_tokens=256), schedule_v1),
-    "mp": Setup(_MP, schedule_mp),
-    "mp-windows": Setup(_replace(_MP, num_blocks=100, windows=(32, 64), separate_object_groups=True), schedule_mp),
+    "v1": Setup(Options(chunk_size=64, num_blocks=64, max_num_batched_tokens=256), V1),
+    "mp": Setup(_MP, MP),
+    "mp-windows": Setup(_replace(_MP, num_blocks=100, windows=(32, 64), separate_object_groups=True), MP),
     # a chunk has one block, and so has a step
     "mp-states": Setup(
-        _replace(_MP, chunk_size=16, max_num_batched_tokens=16, states=True, separate_object_groups=True), schedule_mp
+        _replace(_MP, chunk_size=16, max_num_batched_tokens=16, states=True, separate_object_groups=True), MP
     ),
     "mp-window-freed": Setup(_FREED.options, _FREED.play, True, "check"),
-    "mp-real": Setup(_REAL, schedule_mp, True),
+    "mp-real": Setup(_REAL, MP, True),
     "offloading": Setup(_replace(_PAIR, connector="offloading", max_num_batched_tokens=256), schedule_offloading),
     "simple-offload": Setup(_replace(_PAIR, connector="simple-offload", delay=2), schedule_offloading),
-    "v1-simple": Setup(
-        _replace(_PAIR, offloading="last", simple_offloading=True, chunk_size=32), schedule_v1_and_simple
-    ),
+    "v1-simple": Setup(_replace(_PAIR, offloading="last", simple_offloading=True, chunk_size=32), V1_AND_SIMPLE),
     "nixl-pull": Setup(_replace(_PAIR, connector="nixl-pull"), schedule_pair),
     "nixl-push": Setup(_replace(_PAIR, connector="nixl-push"), schedule_pair),
     "nixl-push-at-once": Setup(_replace(_PAIR, connector="nixl-push"), partial(schedule_pair, at_once="abc")),

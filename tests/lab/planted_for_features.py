@@ -2,9 +2,11 @@
 
 from typing import Any
 
+from kvfix_tools.lab import steps as do
 from kvfix_tools.lab.engine.memory import GARBAGE
+from kvfix_tools.lab.fuzz.parameters import CONFIGURED
 from kvfix_tools.lab.steps import prompt
-from tests.lab.planted import fault, row, wrap
+from tests.lab.planted import counted, fault, row, steps, until, wrap
 from tests.lab.planted_faults import BUILD, MP, V1, in_metadata
 from tests.lab.planted_in_ranks import tokens_of_a_step_in_flight_count_twice
 
@@ -76,13 +78,10 @@ def a_resumed_request_that_comes_as_new_keeps_its_old_blocks(engine: Any) -> Non
     wrap(table, "update", updated)
 
 
-def schedule_stored(engine: Any) -> None:
-    engine.serve("r", prompt(200), max_tokens=3)
-    engine.settle()
-    engine.expect_stored("r")
+STORED = steps(do.serve("r", prompt(200), max_tokens=3), do.settle(), do.expect_stored("r"))
 
 
-@fault("LAB004", on=MP, schedule=schedule_stored, **SAVE_LAST)
+@fault("LAB004", on=MP, schedule=STORED, **SAVE_LAST)
 def nothing_is_saved_after_the_report(engine: Any) -> None:
     called = engine.workers[0].called
 
@@ -96,39 +95,26 @@ def nothing_is_saved_after_the_report(engine: Any) -> None:
 # ---------------------------------------------------------------------- sessions, priorities, pauses, resets
 
 
-def schedule_session(engine: Any) -> None:
-    engine.serve("r", prompt(70), max_tokens=4, resumable=True)
-    engine.add_input("r", prompt(90, seed=1), max_tokens=4)
-    engine.run()
-    engine.end_input("r")
-    engine.settle()
+SESSION = steps(
+    [do.serve("r", prompt(70), max_tokens=4, resumable=True), do.add_input("r", prompt(90, seed=1), max_tokens=4)],
+    [do.run(), do.end_input("r"), do.settle()],
+)
 
 
-@fault("LAB001", text="the step reads token", at="scheduler._update_request_as_session", schedule=schedule_session)
+@fault("LAB001", text="the step reads token", at="scheduler._update_request_as_session", schedule=SESSION)
 def dropped_token_of_a_turn_counts_as_computed(_: Any, update: Any, session: Any, more: Any) -> None:
     update(session, more)
     session.num_computed_tokens += 1
 
 
-def schedule_priority(engine: Any) -> None:
-    """The request that came first gives way to the second one."""
-    engine.admit("low", prompt(120), max_tokens=60, priority=1)
-    engine.step(4)
-    engine.keep_blocks(3)
-    engine.admit("high", prompt(30, seed=1), max_tokens=60, priority=0)
-    while not engine.requests["low"].num_preemptions:
-        engine.step()
-    assert engine.requests["high"].num_preemptions == 0
-    engine.free_blocks()
-    engine.run()
-
-
-def schedule_reset(engine: Any) -> None:
-    engine.admit("first", prompt(100), max_tokens=30)
-    engine.step(6)
-    engine.reset_prefix_cache(True)
-    engine.run()
-    engine.settle()
+#: The request that came first gives way to the second one.
+GIVES_WAY = steps(
+    [do.admit("low", prompt(120), max_tokens=60, priority=1), do.step(4), do.keep_blocks(3)],
+    do.admit("high", prompt(30, seed=1), max_tokens=60, priority=0),
+    until(lambda engine: engine.requests["low"].num_preemptions and not engine.requests["high"].num_preemptions),
+    [do.free_blocks(), do.run()],
+)
+BEGUN = do.admit("first", prompt(100), max_tokens=30), do.step(6)
 
 
 def _keeps_computed(engine: Any, preempt: Any, request: Any, *more: Any, **named: Any) -> None:
@@ -138,36 +124,22 @@ def _keeps_computed(engine: Any, preempt: Any, request: Any, *more: Any, **named
 
 
 for name, options in {
-    "the_request_that_gives_way_keeps_its_computed_tokens": {"schedule": schedule_priority, **PRIORITY},
-    "a_request_that_a_reset_preempts_keeps_its_computed_tokens": {"schedule": schedule_reset},
+    "the_request_that_gives_way_keeps_its_computed_tokens": {"schedule": GIVES_WAY, **PRIORITY},
+    "a_request_that_a_reset_preempts_keeps_its_computed_tokens": {
+        "schedule": steps(BEGUN, do.reset_prefix_cache(True), do.run(), do.settle())
+    },
 }.items():
     row(name, "scheduler._preempt_request", _keeps_computed, "LAB001", "KVR011", **options)
 
 
-def schedule_pause(engine: Any) -> None:
-    engine.admit("first", prompt(100), max_tokens=20)
-    engine.step(3)
-    engine.pause()
-    engine.admit("second", prompt(100, seed=1))
-    engine.step(3)
-    engine.unpause()
-    engine.run()
-
-
-row("a_pause_never_ends", "unpause", lambda *_: None, "LAB003", text="is WAITING for ever", schedule=schedule_pause)
-
-
-def schedule_new_weights(engine: Any) -> None:
-    """Reset all KV while a request runs."""
-    engine.admit("first", prompt(200), max_tokens=30)
-    engine.step(12)
-    engine.new_weights()
-    engine.run()
-    engine.serve("again", prompt(200), max_tokens=3)
-    engine.settle()
-
-
-WEIGHTS: dict[str, Any] = {"on": MP, "schedule": schedule_new_weights}
+PAUSE = steps(BEGUN, do.pause(), do.admit("second", prompt(100, seed=1)), do.step(3), do.unpause(), do.run())
+row("a_pause_never_ends", "unpause", lambda *_: None, "LAB003", text="is WAITING for ever", schedule=PAUSE)
+#: Reset all KV while a request runs.
+NEW_WEIGHTS = steps(
+    [do.admit("first", prompt(200), max_tokens=30), do.step(12), do.new_weights(), do.run()],
+    [do.serve("again", prompt(200), max_tokens=3), do.settle()],
+)
+WEIGHTS: dict[str, Any] = {"on": MP, "schedule": NEW_WEIGHTS}
 row("the_cache_keeps_kv_of_old_weights", "scheduler.reset_connector_cache", lambda *_: True, "LAB001", **WEIGHTS)
 row(
     "vllm_keeps_kv_of_old_weights", "scheduler.kv_cache_manager.reset_prefix_cache", lambda *_: True, "LAB001",
@@ -191,41 +163,32 @@ def chunks_that_were_fetched_are_mixed_up(engine: Any) -> None:
     worker_engine.chunk = lambda name, key: next(reversed(worker_engine.fetched[name].values()))
 
 
-def schedule_decoder(engine: Any) -> None:
-    """A request whose KV is for a decoder, and a request that must not be stored."""
-    from kvfix_tools.lab.fuzz.parameters import CONFIGURED
-
-    for name, seed in (("prefill", 1), ("skip_save", 2)):
-        asked = {"extra_args": {"kv_transfer_params": CONFIGURED[name]}}
-        engine.serve(name, prompt(100, seed=seed), max_tokens=2, sampling=asked)
-    engine.settle()
-
-
+#: A request whose KV is for a decoder, and a request that must not be stored.
+FOR_DECODER = steps(
+    do.serve(name, prompt(100, seed), max_tokens=2, sampling={"extra_args": {"kv_transfer_params": CONFIGURED[name]}})
+    for seed, name in enumerate(("prefill", "skip_save"), 1)
+)
 in_metadata(
     "what_is_not_to_be_stored_is_stored", lambda _, meta: setattr(meta.save_spec, "can_save", True),
-    "LAB010", text="it asks for lmcache.skip_save", schedule=schedule_decoder,
+    "LAB010", text="it asks for lmcache.skip_save", schedule=FOR_DECODER,
 )  # fmt: skip
 
 
 # ---------------------------------------------------------------------- a server that stops
 
 
-def schedule_silent_server(engine: Any) -> None:
-    """The server stops during a store and counts as dead. Then it continues, and ends the store."""
-    engine.admit("r", prompt(200), max_tokens=3)
-    while not engine.connector.server.storing["r"]:
-        engine.step()
-    engine.do("server_stops")
-    engine.step(2)
-    engine.do("server_goes_on")
-    engine.run()
-    engine.settle()
-    assert engine.counts["server_stops"] == 1
+#: The server stops during a store and counts as dead. Then it continues, and ends the store.
+SILENT_SERVER = steps(
+    do.admit("r", prompt(200), max_tokens=3),
+    until(lambda engine: engine.connector.server.storing["r"]),
+    [do.server_stops(), do.step(2), do.server_goes_on(), do.run(), do.settle()],
+    counted("server_stops", 1, 1),
+)
 
 
 @fault(
     "LAB001", text="is stored under their key", on=MP,
-    at="connector.server._store", schedule=schedule_silent_server, mp={"delay": 3},
+    at="connector.server._store", schedule=SILENT_SERVER, mp={"delay": 3},
 )  # fmt: skip
 def a_store_after_silence_takes_other_blocks(engine: Any, store: Any, key: Any, groups: list[list[int]]) -> Any:
     return store(key, [group[::-1] for group in groups] if engine.counts["server_stops"] else groups)

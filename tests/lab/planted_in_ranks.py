@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
+from kvfix_tools.lab import steps as do
 from kvfix_tools.lab.steps import prompt
-from tests.lab.planted import fault, row, wrap
+from tests.lab.planted import fault, row, steps, wrap
 from tests.lab.planted_faults import MP, V1
 
 #: Two ranks, of which the second takes longer.
@@ -87,17 +88,13 @@ row(
 )  # fmt: skip
 
 
-def schedule_failing_rank(engine: Any) -> None:
-    """Load computed tokens again, and let the load fail in the second rank."""
-    engine.store("first", prompt(300))
-    engine.admit("again", prompt(300), max_tokens=5)
-    engine.fail_load("again", 1, 1)
-    engine.run()
-
-
+#: Load computed tokens again, and let the load fail in the second rank.
+FAILING_RANK = steps(
+    do.store("first", prompt(300)), do.admit("again", prompt(300), max_tokens=5), do.fail_load("again", 1, 1), do.run()
+)
 row(
     "a_rank_keeps_its_failure_to_itself", "workers.1.called.get_block_ids_with_load_errors", lambda *_: set(),
-    "LAB001", "LAB008", on=V1, schedule=schedule_failing_rank, **RANKS,
+    "LAB001", "LAB008", on=V1, schedule=FAILING_RANK, **RANKS,
 )  # fmt: skip
 
 
@@ -148,16 +145,12 @@ for name, (method, changed, text, on, options) in BLOCKS.items():
     row(name, f"connector.server.chunks.{method}", call, "LAB001", text=text, on=on, **options)
 
 
-def schedule_failed_load(engine: Any) -> None:
-    engine.do("stored_elsewhere", prompt(128))
-    engine.admit("r", prompt(160), max_tokens=5)
-    engine.fail_load("r")
-    engine.run()
-
-
+FAILED_LOAD = steps(
+    do.stored_elsewhere(prompt(128)), do.admit("r", prompt(160), max_tokens=5), do.fail_load("r"), do.run()
+)
 row(
     "a_failed_load_of_groups_is_not_reported", "workers.0.also_reported", lambda *_: {}, "LAB003", "LAB008", "KVR010",
-    on=WINDOWS, schedule=schedule_failed_load,
+    on=WINDOWS, schedule=FAILED_LOAD,
 )  # fmt: skip
 
 

@@ -2,12 +2,11 @@
 
 A file in `scenarios/` has a dict `SCENARIOS` of one family: {slug: scenario}. It has a tuple of two scenarios if vLLM's
 copy of the connector has the bug too. A fix names its scenarios (kvfix.fixes). Listing scenarios imports neither vLLM
-nor LMCache.
+nor LMCache. The record of the fix has the cause: comments in a scenario explain only its steps and numbers.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import pkgutil
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvfix import catalogue
+from kvfix_tools.lab import steps as do
 from kvfix_tools.lab.options import KNOWN, PAIRS
 from kvfix_tools.lab.options import Options as Options
 from kvfix_tools.lab.steps import Step
@@ -90,10 +90,8 @@ class Scenario:
 
     def play(self, engine: LabEngine) -> None:
         """Raises EngineDied if an exception leaves the scheduler."""
-        for step in (*self.schedule, Step("run", (), {}), Step("expect_all_ended", (), {})):
-            # a copy: vLLM and LMCache may change their arguments
-            arguments, keywords = copy.deepcopy((step.arguments, step.keywords))
-            engine.do(step.method, *arguments, **keywords)
+        for step in (*self.schedule, do.run(), do.expect_all_ended()):
+            step.play(engine)
 
     def played(self, then: Callable[[LabEngine], None] = lambda _: None) -> Any:
         """Play the schedule on a new engine, call `then`, and return the engine. If it died, a finding says so."""
@@ -111,8 +109,7 @@ def scenario(*parts: Step | Sequence[Step], shows: str, **more: Any) -> Scenario
 
     more: fields of `Scenario`.
     """
-    schedule = [step for part in parts for step in ((part,) if isinstance(part, Step) else part)]
-    return Scenario(schedule, shows, **more)
+    return Scenario(list(do.flat(parts)), shows, **more)
 
 
 def mp_scenarios(

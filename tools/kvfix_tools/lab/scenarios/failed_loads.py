@@ -26,8 +26,6 @@ def _layerwise(after_chunks: int, **more: Any) -> Scenario:
 
 SCENARIOS = {
     "failed-load-gone-under-way": scenario(
-        # vLLM checks only running requests for failed blocks. A request can be aborted between a step and its answer
-        # or, with asynchronous scheduling, be preempted.
         [do.stored_elsewhere(prompt(96)), do.fail_load("before"), do.admit("before", prompt(100), max_tokens=4)],
         [do.step(), do.abort("before"), do.step()],
         do.admit("r", prompt(100), max_tokens=2),
@@ -38,9 +36,7 @@ SCENARIOS = {
         options=Options(chunk_size=32, max_num_batched_tokens=256, async_scheduling=True),
     ),
     "failed-load-keeps-output": scenario(
-        # With asynchronous scheduling, the default on a GPU, vLLM schedules a step before it has the answer of the last
-        # one. The load brings none of the 160 promised tokens. vLLM rolls the request back to token 0 and drops the
-        # output of the failed step (scheduler.py 0.32.0:2088), but not the output of the next step.
+        # The load brings none of the 160 promised tokens, and vLLM rolls the request back to token 0.
         [do.store("first", prompt(192)), do.fail_load("r"), do.admit("r", prompt(193), max_tokens=8)],
         doc="A load fails while the next step is in flight: vLLM keeps the token of that step.",
         shows="LAB008 is not what the model says",
@@ -59,9 +55,7 @@ SCENARIOS = {
         options=Options(chunk_size=16, num_blocks=40, max_num_batched_tokens=64, ranks=3, pipeline=True),
     ),
     "failed-load-left-to-another": scenario(
-        # Both requests come in one step. A load within the step is in the prefix cache before it has ended, so the
-        # second request shares its blocks. After the failure only the first request is rolled back (vLLM 0.32
-        # scheduler.py:3295).
+        # Both requests come in one step and share the blocks of the load.
         [do.stored_elsewhere(prompt(96)), do.admit("first", prompt(100))],
         [do.admit("r", prompt(104), max_tokens=2), do.fail_load("first", after_chunks=1), do.step()],
         do.abort("first"),
@@ -71,10 +65,8 @@ SCENARIOS = {
         options=Options(chunk_size=32, max_num_batched_tokens=256),
     ),
     "failed-load-of-one-rank": scenario(
-        # The load of the second rank brings none of 128 promised tokens. The KV of tokens 128 to 300 is wrong in both
-        # ranks: each layer needs the attention of all ranks. Only the second rank knows of the failure; with KVF007 it
-        # does not store. The first rank stores tokens 128 to 256 in the same step (vllm_v1_adapter.py 0.5.6:1104-1259),
-        # and the next request with this prompt hits them.
+        # The load of the second rank brings none of 128 promised tokens. The first rank stores tokens 128 to 256 in the
+        # same step, and the next request with this prompt hits them.
         _poisoned(rank=1),
         doc="A load fails in one of two ranks, and the other rank stores the KV that the step computes on top of it.",
         shows="LAB001 the step reads token 128 of",
@@ -83,11 +75,7 @@ SCENARIOS = {
         options=Options(max_num_batched_tokens=512, ranks=2),
     ),
     "failed-load-poisons-cache": scenario(
-        # The load brings none of 128 promised tokens. vLLM drops the output of the request, but in the same step
-        # `wait_for_save` stores tokens 128 to 256, computed from missing KV: it does not read the failed blocks that
-        # `start_load_kv` has just recorded (vllm_v1_adapter.py 0.5.6:1104-1259). The next request with this prompt hits
-        # them. With kv_load_failure_policy "recompute" the right KV is computed a step later, but the cache keeps its
-        # chunks.
+        # The load brings none of 128 promised tokens. The next request hits the stored tokens 128 to 256.
         _poisoned(rank=0),
         doc="A load fails, and LMCache stores the KV that the step computes on top of it.",
         shows="LAB001 the step reads token 128 of",
@@ -108,8 +96,6 @@ SCENARIOS = {
         options=Options(chunk_size=32, max_num_batched_tokens=256, async_scheduling=True),
     ),
     "failed-load-stays-cached": scenario(
-        # With kv_load_failure_policy=recompute vLLM keeps the blocks in the prefix cache, because the request is to
-        # compute them again (scheduler.py 0.32.0:3412). An abort or a preemption prevents that.
         [do.stored_elsewhere(prompt(96)), do.admit("before", prompt(100), max_tokens=4), do.fail_load("before")],
         [do.step(), do.abort("before"), do.admit("r", prompt(100), max_tokens=2)],
         doc="The load of a request fails, and the request is aborted: its blocks stay in the prefix cache.",
@@ -155,8 +141,6 @@ SCENARIOS = {
         not_in_hooks=LAYERS,
     ),
     "resumed-load-failure-unseen": scenario(
-        # vLLM looks for failed blocks among the tokens that were cached when the request was first scheduled
-        # (scheduler.py 0.15.1:2007).
         [do.admit("r", prompt(100), max_tokens=4), do.step(), do.preempt("r")],
         [do.reset_prefix_cache(), do.fail_load("r")],
         shows="LAB001 its slot holds other KV",

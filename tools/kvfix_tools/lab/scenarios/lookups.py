@@ -24,17 +24,12 @@ SCENARIOS = {
         options=Options(chunk_size=256, max_num_batched_tokens=512),
     ),
     "async-abort-keeps-lookup": asynchronous(
-        # `request_finished` cancels the lookup of an aborted request even if none is in flight. The id stays in
-        # `aborted_lookups` and waits for an answer that has already come (lmcache_async_lookup_client.py
-        # 0.5.6:267-280).
         [do.admit("r", prompt(300), max_tokens=8), do.step(2), do.abort("r")],
         do.admit("next", prompt(300, seed=1)),
         shows="KVR009 lookup_client.aborted_lookups",
         wrong={"lmcache": ">=0.3.10,!=0.4.5,!=0.4.6,!=0.4.7,!=0.5.0"},
     ),
     "async-abort-while-other-loads": scenario(
-        # A MultiConnector asks both connectors, and LMCache's lookup fetches. Only a step with the request releases the
-        # chunks.
         [do.serve("first", prompt(300)), do.step(3), do.reset_prefix_cache()],
         do.admit("r", prompt(300), max_tokens=2),
         do.step(2),  # looked up; the OffloadingConnector is granted the load
@@ -47,17 +42,13 @@ SCENARIOS = {
         needs={"vllm": ">=0.32", "lmcache": ">=0.5.6"},
     ),
     "async-fetched-left": asynchronous(
-        # vLLM has as many tokens of the prompt as LMCache, so LMCache promises and loads nothing. The fetched chunks
-        # keep their references and pins (LMCache PR 2559). 0.3.10 dies before that (mismatch-in-tokens-to-load).
+        # 0.3.10 dies before that (mismatch-in-tokens-to-load).
         [do.serve("first", prompt(300)), do.admit("r", prompt(300))],
         shows="KVR009 fetched chunks of the worker",
         not_in_hooks=WORKER,
         wrong={"lmcache": ">=0.3.10.post1,<0.4.1"},
     ),
     "async-given-up-asked-again": asynchronous(
-        # With asynchronous loading both lookups have the id of the request. The client cleans up the answer to the
-        # first lookup while the second is in flight, and sends a third (lmcache_async_lookup_client.py 0.5.6:251 and
-        # 163).
         [do.stored_elsewhere(prompt(256)), do.slow_lookups(6), do.admit("r", prompt(300), max_tokens=5)],
         do.step(),  # match(0): the lookup is sent
         do.wait(4),  # lookup_timeout_ms is 3,000
@@ -68,9 +59,7 @@ SCENARIOS = {
         needs={"lmcache": ">=0.3.11"},  # in 0.3.10 a resumed request ends the engine before
     ),
     "async-given-up-of-one-rank": scenario(
-        # The client counts the first rank's answers to two lookups as one answer of each rank, cleans up, and sends a
-        # third lookup. Then two answers begin the load: the second rank's to the second lookup, and the first rank's to
-        # the third. The second rank has not fetched yet (lmcache_async_lookup_client.py 0.5.6:233-246).
+        # Two answers begin the load: the second rank's to the second lookup, and the first rank's to the third.
         [do.stored_elsewhere(prompt(256)), do.lookups_fail(1), do.admit("r", prompt(300), max_tokens=5)],
         do.step(),  # match(0): the lookup is sent
         do.wait(4),  # lookup_timeout_ms is 3,000
@@ -106,9 +95,6 @@ SCENARIOS = {
         options=Options(lmcache={"enable_async_loading": True}),
     ),
     "async-lookup-timeout": asynchronous(
-        # After `lookup_timeout_ms` the client answers 0 and forgets when the lookup began, but still counts the lookup
-        # as in flight. If vLLM has no blocks for the request, it asks again, and the client reads the time that it has
-        # forgotten (lmcache_async_lookup_client.py 0.5.6:174, :187). LMCache issue 3685; PR 3766 is open.
         [do.slow_lookups(99), do.keep_blocks(0), do.admit("r", prompt(300))],
         do.step(),  # match(0): the lookup is sent
         do.step(),  # match(0): not known yet
@@ -126,16 +112,14 @@ SCENARIOS = {
         options=Options(chunk_size=256, max_num_batched_tokens=1024, kv_role="kv_consumer"),
     ),
     "dead-worker-stalls-lookups": scenario(
-        # vLLM has no blocks for the request, so it asks in every step. LMCache does not remember that the lookup timed
-        # out.
+        # vLLM has no blocks for the request, so it asks in every step.
         [do.lookups_fail(4), do.keep_blocks(0), do.admit("r", prompt(300)), do.step(4), do.free_blocks()],
         shows="KVR012",
         options=Options(chunk_size=256, max_num_batched_tokens=512),
     ),
     "full-hit-asked-twice": scenario(
-        # LMCache has all 200 tokens. The first answer is 199, because the last token must be computed for its logits.
-        # vLLM has too few blocks and asks again: the second answer is 200, and vLLM asserts that there are new tokens
-        # (scheduler.py 0.32.0:1170).
+        # LMCache has all 200 tokens. The first answer is 199, the second one 200, and vLLM asserts that there are new
+        # tokens (scheduler.py 0.32.0:1170).
         [do.store("before", prompt(200)), do.keep_blocks(0), do.admit("r", prompt(200), max_tokens=2)],
         do.step(),  # match(0) by a lookup
         do.step(),  # match(0) from the lookup cache
@@ -146,11 +130,8 @@ SCENARIOS = {
         options=Options(block_size=8, num_blocks=40, chunk_size=40, max_num_batched_tokens=256),
     ),
     "lookup-skips-computed": scenario(
-        # The lookup skips chunks that vLLM has computed and counts them as found (lmcache_lookup_client.py
-        # 0.3.11:190-243). The sum is cached for the next question about the request. LMCache has evicted the 256
-        # tokens. vLLM has them, but too few free blocks for the request. Until blocks are free, other requests take the
-        # blocks of the 256 tokens too. The load comes short: vLLM computes the tokens again, or ends the request with
-        # kv_load_failure_policy "fail". The tokens also count as stored, so they are never stored (KVR007).
+        # LMCache has evicted the 256 tokens. vLLM has them, but too few free blocks for the request. Until blocks are
+        # free, other requests take the blocks of the 256 tokens too, and the load comes short.
         [do.serve("before", prompt(300)), do.evict(9)],
         do.keep_blocks(20),  # including the prefix
         do.admit("r", prompt(600)),
@@ -196,9 +177,8 @@ SCENARIOS = {
         ),
     ),
     "raw-hit-beyond-request": scenario(
-        # 1,101 tokens: 1,024 in LMCache, 800 in the prefix cache after a preemption. The first answer is 224. vLLM has
-        # too few blocks and asks again: the second answer is 1,024, and vLLM asserts on 1,824 computed tokens
-        # (vllm/v1/core/sched/scheduler.py 0.32.0:1048).
+        # 1,101 tokens: 1,024 in LMCache, 800 in the prefix cache after a preemption. The first answer is 224, the
+        # second one 1,024, and vLLM asserts on 1,824 computed tokens (vllm/v1/core/sched/scheduler.py 0.32.0:1048).
         [do.admit("r", prompt(1100), max_tokens=8), do.step(), do.preempt("r")],
         do.keep_blocks(50),  # of its 69 blocks, 50 stay in the prefix cache: 800 tokens
         do.step(),  # match(800) by a lookup

@@ -9,8 +9,6 @@ ASKS = {"cached_token_stats": True, "num_lmcache_extra_cached_tokens": True}
 
 SCENARIOS = {
     "kv-xfer-finished-assert": mp_scenarios(
-        # The request is aborted during its load. vLLM frees it at the first report and asserts at the second
-        # (scheduler.py 0.32.0:3222-3235).
         [do.stored_elsewhere(prompt(128)), do.admit("r", prompt(140), max_tokens=4), do.step(5)],
         do.abort("r"),
         do.admit("next", prompt(200)),  # if EngineCore is alive, it serves this request
@@ -51,9 +49,7 @@ SCENARIOS = {
         not_in_hooks=MEMORY,
     ),
     "mp-failed-load-blames-others": mp_scenarios(
-        # The load begins with a chunk of which vLLM has the first blocks. LMCache reports these blocks as failed too,
-        # and another request runs on them. With kv_load_failure_policy=fail, vLLM's default, that request ends with an
-        # error.
+        # With kv_load_failure_policy=fail, vLLM's default, "other" ends with an error.
         do.admit("other", prompt(90), max_tokens=20),  # five blocks, one chunk
         [do.step(4), do.stored_elsewhere(prompt(128))],
         do.admit("r", prompt(140)),  # vLLM has five blocks, the second chunk is loaded
@@ -136,8 +132,6 @@ SCENARIOS = {
         shows="LAB001",
     ),
     "mp-reset-keeps-external-cache": mp_scenarios(
-        # LMCache's multi-process connector has `reset_cache` since 0.5.6, vLLM's copy does not have it. vLLM treats the
-        # None of its base class as success (scheduler.py 0.32.0:2898).
         NEW_WEIGHTS,
         shows="LAB001 the step reads token 0 of",
         doc="A weight update does not reset the LMCache server, vLLM answers True, and old KV is hit.",

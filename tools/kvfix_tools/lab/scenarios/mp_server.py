@@ -61,9 +61,6 @@ SCENARIOS = {
         options=Options(connector="mp", num_blocks=50, max_num_batched_tokens=1024, delay=9),
     ),
     "mp-reset-keeps-what-is-in-flight": mp(
-        # A store is in flight during the reset and ends after it. `reset_cache` (lmcache_mp_connector.py 0.5.6:1201)
-        # clears only chunks without a lock and answers True. With the fix it answers False: the caller knows that the
-        # cache may have old KV.
         do.admit("r", prompt(200), max_tokens=4),
         do.step(3),  # the lookup is answered, and the prompt is computed and stored
         do.new_weights(),

@@ -42,9 +42,6 @@ SCENARIOS = {
         options=Options(connector="nixl-pull", prefix_caching=False, num_blocks=60),
     ),
     "nixl-load-into-blocks-in-copy": pull(
-        # Decode has a MultiConnector of NixlConnector and OffloadingConnector. vLLM allocates the blocks of a load by
-        # NIXL before the request is in a step. OffloadingConnector waits only for copies of blocks that are allocated
-        # in a step.
         [do.on("decode", "keep_blocks", 5), do.ask_decode("a", prompt(64))],
         do.ask("r", prompt(64, seed=1)),  # its load gets the blocks of "a", which has ended
         [do.run(), do.on("decode", "free_blocks")],

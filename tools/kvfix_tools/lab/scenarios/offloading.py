@@ -19,8 +19,6 @@ def _failed_load(shows: str, *then: Step, doc: str = "", **options: Any) -> Scen
 
 
 SCENARIOS = {
-    # OffloadingConnector plans its stores with the step, and copies the blocks at the beginning of the next step, even
-    # if LMCache's load into them has failed.
     "failed-load-is-offloaded": _failed_load("LAB001 the OffloadingConnector stores other KV"),
     "load-after-reset-asserts": scenario(
         # The request is preempted between two steps, as by a reset.
@@ -35,8 +33,6 @@ SCENARIOS = {
         needs={"vllm": ">=0.32", "lmcache": ">=0.5.6"},
     ),
     "mp-load-into-blocks-in-copy": scenario(
-        # A MultiConnector of both. If a load runs between steps, vLLM allocates its blocks before the request is in a
-        # step. OffloadingConnector waits only for copies of blocks that are allocated in a step.
         [do.stored_elsewhere(prompt(256)), do.stored_elsewhere(prompt(256, seed=1)), do.keep_blocks(20)],
         do.admit("a", prompt(256)),  # LMCache has the prompt, so no store keeps the blocks
         do.admit("r", prompt(256, seed=1)),  # its load gets the blocks of "a", which has ended
@@ -67,8 +63,6 @@ SCENARIOS = {
         options=Options(connector="offloading", tier="fs", max_num_batched_tokens=512),
     ),
     "offload-window-chunk-stored-in-part": scenario(
-        # The window begins within a chunk, and OffloadingConnector stores only the end of the chunk. Another request,
-        # whose window begins elsewhere, loads the old content of the CPU memory.
         [do.serve("before", prompt(129)), do.evict(100)],
         # vLLM has 128 tokens, with blocks 5 to 7 of the window: only block 5 of the chunk 4 to 5 is stored
         do.serve("hit", prompt(130)),
@@ -84,8 +78,6 @@ SCENARIOS = {
         ),
     ),
     "session-offloads-other-blocks": scenario(
-        # With new input, vLLM schedules a session as a new request with all its blocks. OffloadingConnector appends
-        # them to the blocks that it knows.
         [do.admit("r", prompt(40), resumable=True), do.run(5), do.add_input("r", prompt(100, seed=1))],
         [do.run(5), do.end_input("r")],
         shows="LAB001 the OffloadingConnector stores other KV",
@@ -114,8 +106,6 @@ SCENARIOS = {
         not_in_hooks="no hook call is wrong: repeated stores of the same blocks violate no rule of the hooks",
     ),
     "simple-offload-store-asserts": _failed_load(
-        # As in simple-offload-stores-failed-load. With `kv_load_failure_policy=fail`, the default, vLLM removes the
-        # keys of the blocks, and the connector asserts that they have keys.
         "KVR011 update_from_output: AssertionError",
         do.admit("other", prompt(50, seed=1), max_tokens=8),  # so that the engine makes steps
         doc="A load of LMCache fails, and EngineCore dies when SimpleCPUOffloadConnector's store of the blocks ends.",
@@ -123,15 +113,11 @@ SCENARIOS = {
         kv_load_failure_policy="fail",
     ),
     "simple-offload-stores-failed-load": _failed_load(
-        # SimpleCPUOffloadConnector counts tokens of a load within the step as computed, and stores their blocks in the
-        # same step. vLLM then computes the tokens again into the same blocks, which have keys when the store ends.
         "LAB001 the SimpleCPUOffloadConnector stores other KV",
         doc="A load of LMCache fails, and SimpleCPUOffloadConnector stores the blocks under valid keys.",
         simple_offloading=True,
     ),
     "simple-offload-window-not-loaded": scenario(
-        # SimpleCPUOffloadConnector loads only the window, and vLLM caches all blocks that it keeps. Another request,
-        # whose window begins in a block that was not loaded, reads its old content.
         [do.serve("before", prompt(145)), do.settle(), do.reset_prefix_cache()],
         [do.serve("loads", prompt(145)), do.admit("r", [*prompt(120), 5, 5, 5], max_tokens=2)],
         shows="LAB001 in KV group 1",

@@ -18,8 +18,6 @@ FEWER_IN_VLLM = (
 
 SCENARIOS = {
     "decoder-left-after-resume": scenario(
-        # `update_state_after_alloc` adds the decoder at each admission. It is removed only for a new request, not for a
-        # resumed one.
         [do.admit("r", prompt(300), max_tokens=2, sampling=ASKS), do.step(), do.preempt("r")],
         doc="A preempted request with a disagg_spec is resumed, and LMCache keeps its decoder for ever.",
         shows="KVR009 tmp_disagg_tracker still holds it",
@@ -43,8 +41,7 @@ SCENARIOS = {
         options=Options(num_blocks=80, chunk_size=256, max_num_batched_tokens=2048),
     ),
     "preempt-min-retrieve": scenario(
-        # min_retrieve_tokens is 512. LMCache has 1,024 tokens and vLLM 800, so LMCache promises nothing. Its LoadSpec
-        # still says 1,024, and `build_connector_meta` asserts that the resumed request has 1,024 computed tokens.
+        # min_retrieve_tokens is 512. LMCache has 1,024 tokens and vLLM 800, so LMCache promises nothing.
         [do.admit("r", prompt(1100), max_tokens=8), do.step(), do.preempt("r")],
         do.keep_blocks(50),  # 800 tokens stay in the prefix cache, 1,024 are in LMCache
         [do.step(), do.free_blocks()],
@@ -56,8 +53,6 @@ SCENARIOS = {
         needs={"lmcache": ">=0.3.14"},
     ),
     "preempt-multiconnector-loser": scenario(
-        # vLLM asks all connectors and takes the first promise. LMCache's LoadSpec keeps LMCache's own hit, and
-        # `build_connector_meta` asserts that the resumed request has it.
         [do.admit("r", prompt(1100), max_tokens=8), do.step(), do.preempt("r")],
         # 800 tokens stay in the prefix cache, LMCache has 1,024 tokens, the other connector 1,088
         [do.keep_blocks(50), do.has_in_other_connector("r"), do.free_blocks()],
@@ -67,8 +62,7 @@ SCENARIOS = {
         options=Options(num_blocks=100, chunk_size=256, max_num_batched_tokens=2048, beside=True),
     ),
     "preempt-prompt-logprobs": scenario(
-        # vLLM reads no prefix cache for this request (scheduler.py 0.32.0:982). The LoadSpec keeps the hit, and
-        # `build_connector_meta` asserts that the resumed request has it.
+        # vLLM reads no prefix cache for this request (scheduler.py 0.32.0:982).
         [do.admit("r", prompt(1100), max_tokens=8, sampling={"prompt_logprobs": 1}), do.step(), do.preempt("r")],
         doc="With prompt_logprobs vLLM takes nothing of a promise, and EngineCore dies when the request resumes.",
         shows="KVR011 Preempted request r has num_computed_tokens 0 but",
@@ -90,8 +84,7 @@ SCENARIOS = {
         options=Options(chunk_size=256, max_num_batched_tokens=512),
     ),
     "resume-shares-block-list": scenario(
-        # Tracker and worker share the list of blocks with which the request resumed. Both append the blocks of the
-        # third step. In the fourth step the tracker looks for tokens 384 to 512 in the blocks of tokens 256 to 384.
+        # In the fourth step the tracker looks for tokens 384 to 512 in the blocks of tokens 256 to 384.
         [do.admit("preempted", prompt(520)), do.step(), do.preempt("preempted")],
         [do.run(), do.reset_prefix_cache(), do.admit("r", prompt(520))],
         doc="LMCache takes blocks of other tokens for the last tokens of a resumed request, and stores their KV.",
@@ -101,9 +94,7 @@ SCENARIOS = {
         options=Options(max_num_batched_tokens=128),
     ),
     "resume-then-sits-out": scenario(
-        # Tracker and worker share the list of blocks with which the request resumed, and both have appended the blocks
-        # of tokens 256 to 384. When the request joins the batch again, the worker takes blocks from this list: tokens
-        # 384 to 512 overwrite tokens 256 to 384.
+        # Tokens 384 to 512 overwrite tokens 256 to 384.
         [do.admit("other", prompt(1, seed=1), max_tokens=20), do.budget(129), do.admit("r", prompt(520))],
         [do.step(), do.preempt("r"), do.step(2)],
         do.budget(1),  # "other" uses it
@@ -114,9 +105,7 @@ SCENARIOS = {
         options=Options(max_num_batched_tokens=129),
     ),
     "resumed-as-new-loses-tokens": scenario(
-        # For model runner V2 a resumed request is a new request, and LMCache loads only its prompt. The cache has 96
-        # tokens, 64 of them the prompt. The request has generated 33 tokens when it is preempted. LMCache promises 96
-        # of its 97 tokens, but does not load the 32 generated ones.
+        # The cache has 96 tokens, 64 of them the prompt. After 33 generated tokens, LMCache promises 96 and loads 64.
         [do.stored_elsewhere(continued(prompt(64), 32)), do.admit("r", prompt(64), max_tokens=40), do.step(33)],
         [do.preempt("r"), do.reset_prefix_cache()],
         shows="KVR004 tokens 0 to 64 are to be loaded",

@@ -31,8 +31,6 @@ SCENARIOS = {
         options=Options(chunk_size=256, max_num_batched_tokens=512),
     ),
     "abort-wants-first-token": scenario(
-        # LMCache's hook for an ended request reads the first generated token, which a proxy requests from a prefill
-        # instance.
         do.admit("r", prompt(300), sampling={"extra_args": {"kv_transfer_params": {"ret_first_tok": True}}}),
         do.step(),  # 128 of 300 tokens
         do.abort("r"),
@@ -45,9 +43,6 @@ SCENARIOS = {
         "Two tenants share KV: LMCache's key does not have the cache_salt.", "cache_salt"
     ),
     "decode-tokens-left-out": scenario(
-        # LMCache up to 0.4.2 adds to its tracker the tokens after the computed ones. The first of these is in flight
-        # and not known. If the request was left out of a step, the token is known, and LMCache appends it after the
-        # tokens of the tracker.
         [do.admit("other", prompt(20, seed=1), max_tokens=9), do.admit("r", prompt(43), max_tokens=9)],
         [do.step(2), do.budget(1), do.step(2)],
         do.budget(128),
@@ -65,8 +60,6 @@ SCENARIOS = {
         "Two LoRA adapters share KV: LMCache's key does not have the name of the adapter.", "lora"
     ),
     "producer-stores-what-it-must-not": scenario(
-        # Each request with a lookup has metadata for the worker, and a kv_producer stores every request in the
-        # metadata.
         do.admit("r", prompt(300), sampling={"extra_args": {"kv_transfer_params": {"lmcache.skip_save": True}}}),
         shows="LAB010 and it asks for lmcache.skip_save",
         wrong={"lmcache": ">=0.3.12"},  # in earlier releases another bug ends the schedule
@@ -78,8 +71,7 @@ SCENARIOS = {
         options=Options(chunk_size=256, max_num_batched_tokens=1024),
     ),
     "reset-keeps-external-cache": scenario(
-        # LMCache's in-process connector has no `reset_cache`. vLLM treats the None of its base class as success
-        # (scheduler.py 0.32.0:2898). With the fix the answer is False: the caller knows that the cache has old KV.
+        # With the fix the answer is False: the caller knows that the cache has old KV.
         NEW_WEIGHTS,
         doc="A weight update does not reset LMCache, vLLM answers True, and old KV is hit.",
         shows="LAB001 the step reads token 0 of",

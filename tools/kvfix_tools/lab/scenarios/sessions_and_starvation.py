@@ -6,8 +6,6 @@ from kvfix_tools.lab.steps import prompt
 
 SCENARIOS = {
     "failed-load-reserves-itself": scenario(
-        # vLLM admits a load only if the free blocks exceed the needs of all prefills in flight (scheduler.py
-        # 0.32.0:1249). A request whose load failed releases its blocks, but still counts as a prefill in flight.
         [do.admit("r", prompt(140), max_tokens=8), do.step(6), do.preempt("r")],
         do.keep_blocks(0),  # vLLM's prefix cache has no block of the request when it resumes
         [do.step(), do.free_blocks(), do.fail_load("r")],
@@ -75,8 +73,6 @@ SCENARIOS = {
         ),
     ),
     "preempted-session-lost": scenario(
-        # The session is preempted while the last step of its turn is in flight, and vLLM removes it from all queues. It
-        # has its next input by then.
         [do.admit("r", prompt(30), resumable=True), do.step(), do.preempt("r")],
         [do.add_input("r", prompt(16, seed=1)), do.run(), do.end_input("r")],
         shows="LAB003 for ever",
@@ -95,8 +91,7 @@ SCENARIOS = {
         options=Options(connector="mp", delay=20, num_blocks=21, max_num_batched_tokens=256),
     ),
     "session-state-has-drafts": scenario(
-        # The last step computes four tokens, and the turn ends after two. The next input overwrites the KV of
-        # attention, but a state cannot be rolled back.
+        # The last step computes four tokens, and the turn ends after two.
         [do.admit("r", prompt(20), max_tokens=7, resumable=True), do.add_input("r", prompt(21), max_tokens=5)],
         [do.run(), do.end_input("r")],
         doc="A session's turn ends within accepted drafts: vLLM drops the tokens after its end, but not their state.",
@@ -105,8 +100,7 @@ SCENARIOS = {
         options=Options(connector="mp", states=True, drafter="mtp", drafts=3, acceptance=100),
     ),
     "session-state-runs-ahead": scenario(
-        # Three pipeline stages, so three steps are in flight. The sixth token is computed before vLLM knows that the
-        # fifth token ends the turn. The next input overwrites the KV of attention, but a state cannot be rolled back.
+        # Three steps are in flight: the sixth token is computed before vLLM knows that the fifth token ends the turn.
         [do.admit("r", prompt(1), max_tokens=5, resumable=True), do.add_input("r", prompt(21), max_tokens=5)],
         [do.run(), do.end_input("r")],
         doc="A session's turn ends while its next token is computed: vLLM drops the token, but the state includes it.",
@@ -115,8 +109,7 @@ SCENARIOS = {
         options=Options(connector="mp", ranks=3, pipeline=True, async_scheduling=True, states=True),
     ),
     "trimmed-drafts-stay-computed": scenario(
-        # A step brings four tokens, and the session may have one. vLLM drops the others, but counts their KV as
-        # computed: two tokens of the next input get slots and KV of dropped tokens.
+        # A step brings four tokens, and the session may have one.
         [do.admit("r", prompt(20), max_tokens=2, resumable=True), do.step(2)],
         [do.add_input("r", prompt(60, seed=1), max_tokens=4), do.run(), do.end_input("r")],
         shows="LAB001 the step reads token 22 of 24 computed ones",
