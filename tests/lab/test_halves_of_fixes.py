@@ -53,7 +53,7 @@ FIXES = [fix.code for fix in catalogue.fixes() if fix.scenarios and halves(fix)]
 def failed_store(connector: str) -> Case:
     """A store fails, and another request has the same prompt."""
 
-    def findings(fixes: bool, _: str) -> Any:
+    def findings(fixes: bool = True) -> Any:
         with runner.applied(fixes), suppress(late.EngineDied):
             engine = late.LabEngine(Options(connector=connector, max_num_batched_tokens=512))
             engine.do("fail_store", "before")
@@ -72,11 +72,11 @@ def play_all() -> dict[str, list[str]]:
     for fix in map(catalogue.find, FIXES):
         found[fix.code] = []
         for case in cases(fix) + [failed_store(connector) for connector in STORES.get(fix.code, ())]:
-            released = {*CLOSED, *(each.code for each in case.released())}
+            released = {*CLOSED, *(each.code for each in case.findings(False))}
             for targets in halves(fix):
                 # a helper alone does not show the bug: each function counts
                 with with_targets(fix, tuple(replace(each, helper=False) for each in targets)):
-                    new = [str(each) for each in case.fixed() if each.code not in released]
+                    new = [str(each) for each in case.findings() if each.code not in released]
                 found[fix.code] += [f"{case.name} with {targets[0].function}: {each}" for each in new]
     return found
 
@@ -149,10 +149,10 @@ def incomplete() -> dict[str, list[str]]:
     return {
         "KVF007": without("KVF007", "", shared),
         "no note": without("KVF007", "_update_requests_with_invalid_blocks", shared),
-        "no memory": without("KVF007", "get_block_ids_with_load_errors", in_flight.fixed),
+        "no memory": without("KVF007", "get_block_ids_with_load_errors", in_flight.findings),
         "KVF205": without("KVF205", "", fails_again),
         "no lookup": without("KVF205", "get_num_new_matched_tokens", fails_again),
-        "no tokens": without("KVF221", "_update_request_as_session", session.fixed),
+        "no tokens": without("KVF221", "_update_request_as_session", session.findings),
         # Last: it leaves notes.
         "nothing that follows": without("KVF007", "build_connector_meta", shared),
     }
