@@ -210,36 +210,27 @@ def schedule_pair(pair: Any, at_once: str = "") -> None:
     pair.step(3)
 
 
-def schedule_ranks(pair: Any) -> None:
-    """Play requests. Then others take and write prefill's free blocks in each of some steps."""
-    schedule = [("a", prompt(100)), ("b", prompt(150)), ("c", prompt(60, seed=1))]
-    for name, tokens in schedule:
-        pair.ask(name, tokens, 5)
-        pair.step(0 if name == "a" else 3)
-    for number in range(12):  # an engine without requests makes no step
-        pair.ask(f"other-{number}", prompt(40, seed=2 + number))
-        pair.on("prefill", "take_blocks", pair.prefill.free())
-        pair.step()
-        pair.on("prefill", "free_blocks")
-    pair.run()
+def _others_write(pair: Any) -> None:
+    pair.on("prefill", "take_blocks", pair.prefill.free())
+    pair.step()
+    pair.on("prefill", "free_blocks")
 
 
-def schedule_multi(pair: Any) -> None:
-    """Load from prefill, from decode's own memory, and where both have the prompt."""
-
-    def forget() -> None:
-        pair.run()
-        pair.step(5)
-        for engine in pair.engines:
-            engine.reset_prefix_cache()
-
-    pair.ask("a", prompt(100), 5)
-    forget()
-    pair.router.ask_decode("b", prompt(100), 5)  # decode has it
-    forget()
-    pair.ask("c", prompt(100), 5)  # and so has prefill
-    pair.run()
-    pair.step(3)
+#: Play requests. Then others take and write prefill's free blocks in each of some steps.
+OF_RANKS = steps(
+    [do.ask("a", prompt(100), 5), do.ask("b", prompt(150), 5), do.step(3), do.ask("c", prompt(60, seed=1), 5)],
+    do.step(3),
+    # an engine without requests makes no step
+    [[do.ask(f"other-{number}", prompt(40, seed=2 + number)), _others_write] for number in range(12)],
+    do.run(),
+)
+_FORGET = do.run(), do.step(5), [do.on(engine, "reset_prefix_cache") for engine in ("prefill", "decode")]
+#: Load from prefill, from decode's own memory, and where both have the prompt.
+OF_MULTI = steps(
+    [do.ask("a", prompt(100), 5), _FORGET],
+    [do.ask_decode("b", prompt(100), 5), _FORGET],  # decode has it
+    [do.ask("c", prompt(100), 5), do.run(), do.step(3)],  # and so has prefill
+)
 
 
 #: A store is in flight when vLLM frees blocks before the window.
@@ -266,11 +257,11 @@ SETUPS = {
     "nixl-push": Setup(_replace(_PAIR, connector="nixl-push"), schedule_pair),
     "nixl-push-at-once": Setup(_replace(_PAIR, connector="nixl-push"), partial(schedule_pair, at_once="abc")),
     "mooncake": Setup(_replace(_PAIR, connector="mooncake"), partial(schedule_pair, at_once="b")),
-    "nixl-pull-ranks": Setup(_replace(_PAIR, connector="nixl-pull"), schedule_ranks, True),
-    "nixl-push-ranks": Setup(_replace(_PAIR, connector="nixl-push"), schedule_ranks, True),
-    "nixl-multi": Setup(_replace(_MULTI, connector="nixl-multi"), schedule_multi),
+    "nixl-pull-ranks": Setup(_replace(_PAIR, connector="nixl-pull"), OF_RANKS, True),
+    "nixl-push-ranks": Setup(_replace(_PAIR, connector="nixl-push"), OF_RANKS, True),
+    "nixl-multi": Setup(_replace(_MULTI, connector="nixl-multi"), OF_MULTI),
     # as released, its worker waits for what LMCache has loaded (KVF317)
-    "nixl-push-multi": Setup(_replace(_MULTI, connector="nixl-push-multi"), schedule_multi, True),
-    "mooncake-multi": Setup(_replace(_MULTI, connector="mooncake-multi"), schedule_multi),
-    "nixl-offload": Setup(_replace(_PAIR, connector="nixl-offload", chunk_size=16), schedule_multi),
+    "nixl-push-multi": Setup(_replace(_MULTI, connector="nixl-push-multi"), OF_MULTI, True),
+    "mooncake-multi": Setup(_replace(_MULTI, connector="mooncake-multi"), OF_MULTI),
+    "nixl-offload": Setup(_replace(_PAIR, connector="nixl-offload", chunk_size=16), OF_MULTI),
 }  # fmt: skip
