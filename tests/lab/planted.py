@@ -30,13 +30,12 @@ class Setup(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """rules: one of them must find the fault, with this text in its message.
+    """shows: each is the code of a rule, and a part of its message. One of them must be found.
 
     options: of the lab, in addition to those of the setup. schedule: if it is not that of the setup.
     """
 
-    rules: tuple[str, ...]
-    text: str
+    shows: tuple[str, ...]
     plant: Plant
     options: dict[str, Any] = {}
     schedule: Plant | None = None
@@ -47,12 +46,7 @@ FAULTS: dict[tuple[str, str], Fault] = {}
 
 
 def fault(
-    *rules: str,
-    text: str = "",
-    on: tuple[str, ...] = ("v1", "mp"),
-    at: str = "",
-    schedule: Plant | None = None,
-    **options: Any,
+    *shows: str, on: tuple[str, ...] = ("v1", "mp"), at: str = "", schedule: Plant | None = None, **options: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a fault for these setups. options: by setup, with "_" for "-"; those of `every` are for all setups.
 
@@ -65,16 +59,16 @@ def fault(
         planted = partial(_replace_method, at, plant) if at else plant
         for setup in on:
             changed = by_setup.get(setup, options.get("every", {}))
-            FAULTS[setup, plant.__name__] = Fault(rules, text, planted, changed, schedule)
+            FAULTS[setup, plant.__name__] = Fault(shows, planted, changed, schedule)
         return plant
 
     return register
 
 
-def row(name: str, at: str, call: Callable[..., Any], *rules: str, **more: Any) -> None:
+def row(name: str, at: str, call: Callable[..., Any], *shows: str, **more: Any) -> None:
     """Register a fault of one expression. more: as for `fault`."""
     call.__name__ = name
-    fault(*rules, at=at, **more)(call)
+    fault(*shows, at=at, **more)(call)
 
 
 def _replace_method(path: str, call: Callable[..., Any], engine: Any) -> None:
@@ -95,7 +89,7 @@ def played(setup: str, name: str = "", planted: bool = True, **options: Any) -> 
 
     name: "" for no fault. planted: False plays the schedule of the fault without the fault.
     """
-    made, fault = SETUPS[setup], FAULTS[setup, name] if name else Fault((), "", lambda _: None)
+    made, fault = SETUPS[setup], FAULTS[setup, name] if name else Fault((), lambda _: None)
     changed = dataclasses.replace(made.options, **{**fault.options, **options})
     with (
         TemporaryDirectory() as folder,
@@ -117,7 +111,8 @@ def played(setup: str, name: str = "", planted: bool = True, **options: Any) -> 
 
 
 def is_found(fault: Fault, done: dict[str, Any]) -> bool:
-    return any(code in fault.rules and fault.text in message for code, message in done["found"])
+    wanted = [each.partition(" ")[::2] for each in fault.shows]
+    return any(code == rule and text in message for code, message in done["found"] for rule, text in wanted)
 
 
 # ---------------------------------------------------------------------- one engine

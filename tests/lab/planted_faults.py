@@ -25,35 +25,35 @@ row(
     lambda _, write, blocks, start, kv: write(blocks, start, [*kv[:-1], 7] if len(kv) > 40 else kv), "LAB001", on=MP,
 )  # fmt: skip
 row("chunk_is_lost", "cache.get", lambda *_: None, "LAB002")
-row("a_hook_raises", BUILD, lambda *_: 1 // 0, "KVR011", text="ZeroDivisionError")
-row("pins_are_kept", "cache.unpin", lambda *_: None, "KVR009", text="pins of the worker", on=V1)
+row("a_hook_raises", BUILD, lambda *_: 1 // 0, "KVR011 ZeroDivisionError")
+row("pins_are_kept", "cache.unpin", lambda *_: None, "KVR009 pins of the worker", on=V1)
 row(
-    "a_load_is_reported_before_it_is_done", f"{COPIES}.is_done", lambda *_: True, "LAB001",
-    text="the step reads", on=(*OFFLOADING, *SIMPLE),
+    "a_load_is_reported_before_it_is_done", f"{COPIES}.is_done", lambda *_: True, "LAB001 the step reads",
+    on=(*OFFLOADING, *SIMPLE),
 )  # fmt: skip
 # the worker does not wait for the copies of blocks that others get
 row(
-    "a_store_is_not_waited_for", "connector.offloading.ranks.0.connector.worker.wait", lambda *_: None, "LAB001",
-    text="the OffloadingConnector stores", on=OFFLOADING,
+    "a_store_is_not_waited_for", "connector.offloading.ranks.0.connector.worker.wait", lambda *_: None,
+    "LAB001 the OffloadingConnector stores", on=OFFLOADING,
 )  # fmt: skip
 row(
-    "load_comes_short_for_no_reason", "", lambda engine: engine.workers[0].failing.update(again=3), "LAB002",
-    text="loaded up to 192 of 256", on=V1,
+    "load_comes_short_for_no_reason", "", lambda engine: engine.workers[0].failing.update(again=3),
+    "LAB002 loaded up to 192 of 256", on=V1,
 )  # fmt: skip
 row(
-    "blocks_of_others_never_come_free", "free_blocks", lambda engine, _: engine._held.clear(), "LAB009",
-    text="again needs ", on=V1,
+    "blocks_of_others_never_come_free", "free_blocks", lambda engine, _: engine._held.clear(), "LAB009 again needs ",
+    on=V1,
 )  # fmt: skip
 
 
-@fault("LAB001", text="Connector stores", on=("v1", "mp", *OFFLOADING, *SIMPLE, *BOTH), at=f"{COPIES}._submit", **LAST)
+@fault("LAB001 Connector stores", on=("v1", "mp", *OFFLOADING, *SIMPLE, *BOTH), at=f"{COPIES}._submit", **LAST)
 def copy_takes_the_next_block(engine: Any, submit: Any, pieces: Any) -> Any:
     memory = engine.connector.offloading.ranks[0].copies.gpu
     start, block, end = memory.data_ptr(), memory.shape[1], memory.data_ptr() + memory.numel()
     return submit([(source + block * (start <= source < end - block), *more) for source, *more in pieces])
 
 
-@fault("LAB001", text="the step reads", on=OFFLOADING, offloading={"tier": "fs"})
+@fault("LAB001 the step reads", on=OFFLOADING, offloading={"tier": "fs"})
 def a_file_is_that_of_another_chunk(engine: Any) -> None:
     tier = engine.connector.offloading.manager.secondary_tiers[0]
     name, names = tier.file_mapper.get_file_name, []
@@ -70,7 +70,7 @@ def a_file_is_that_of_another_chunk(engine: Any) -> None:
     wrap(tier, "submit_load", submit_load)
 
 
-@fault("LAB010", text="max_offload_tokens 0", on=OFFLOADING, at="connector.offloading.scheduler.on_new_request")
+@fault("LAB010 max_offload_tokens 0", on=OFFLOADING, at="connector.offloading.scheduler.on_new_request")
 def what_a_request_asks_for_is_not_read(engine: Any, on_new_request: Any, request: Any) -> None:
     on_new_request(request)
     request.kv_transfer_params = {"max_offload_tokens": 0}
@@ -84,7 +84,7 @@ def promise_is_granted_to_another(engine: Any, grant: Any, request: Any, blocks:
     grant(request, blocks, external)
 
 
-@fault("LAB010", text="this instance is a kv_consumer", on=V1, v1={"kv_role": "kv_consumer"})
+@fault("LAB010 this instance is a kv_consumer", on=V1, v1={"kv_role": "kv_consumer"})
 def a_consumer_does_not_know_its_role(engine: Any) -> None:
     engine.connector.scheduler_adapter.kv_role = engine.workers[0].adapter.kv_role = "kv_both"
 
@@ -111,7 +111,7 @@ def promises_one_too_many(engine: Any) -> None:
     _answer(engine, lambda request, computed, promised: promised if promised is None else request.num_tokens - computed)
 
 
-@fault("KVR002", text="promised 0 where", on=V1)
+@fault("KVR002 promised 0 where", on=V1)
 def changes_its_mind(engine: Any) -> None:
     asked = []
 
@@ -138,7 +138,7 @@ def changes_its_promise(engine: Any) -> None:
     engine.free_blocks()
 
 
-@fault("LAB003", text="is PREEMPTED for ever", on=V1)
+@fault("LAB003 is PREEMPTED for ever", on=V1)
 def no_question_is_ever_answered(engine: Any) -> None:
     _answer(engine, lambda request, computed, promised: None if request.num_preemptions else promised)
 
@@ -161,7 +161,7 @@ def _answer(engine: Any, change: Callable[[Any, int, Any], Any]) -> None:
 # ---------------------------------------------------------------------- metadata and events
 
 
-def in_metadata(name: str, change: Callable[[Any, Any], None], *rules: str, **more: Any) -> None:
+def in_metadata(name: str, change: Callable[[Any, Any], None], *shows: str, **more: Any) -> None:
     """Register a fault in each request's metadata between the adapter in the scheduler and the one in the worker."""
 
     def built(engine: Any, build: Any, output: Any) -> Any:
@@ -170,7 +170,7 @@ def in_metadata(name: str, change: Callable[[Any, Any], None], *rules: str, **mo
             change(engine, meta)
         return metadata
 
-    row(name, "connector.scheduler_adapter.build_connector_meta", built, *rules, on=V1, **more)
+    row(name, "connector.scheduler_adapter.build_connector_meta", built, *shows, on=V1, **more)
 
 
 def _less(engine: Any, meta: Any) -> None:
@@ -184,11 +184,8 @@ def _skip(engine: Any, meta: Any) -> None:
 
 
 in_metadata("load_of_less_than_was_granted", _less, "KVR004")
-in_metadata(
-    "load_is_forgotten", lambda _, meta: setattr(meta, "load_spec", None),
-    "KVR006", text="no load of them was started",
-)  # fmt: skip
-in_metadata("store_skips_a_chunk", _skip, "KVR007", text="never are")
+in_metadata("load_is_forgotten", lambda _, meta: setattr(meta, "load_spec", None), "KVR006 no load of them was started")
+in_metadata("store_skips_a_chunk", _skip, "KVR007 never are")
 
 
 @fault("KVR006", "KVR010", on=MP, at=BUILD)
@@ -208,7 +205,7 @@ def _stored(start_later: int, end_later: int) -> Any:
 
 
 row("store_has_a_gap", "request_events.stored", _stored(32, 32), "KVR007", on=MP)
-row("store_reports_more_than_there_is", "request_events.stored", _stored(0, 64), "KVR008", text="are computed")
+row("store_reports_more_than_there_is", "request_events.stored", _stored(0, 64), "KVR008 are computed")
 
 
 # ---------------------------------------------------------------------- what stays
@@ -228,13 +225,13 @@ def _keep(owner: Any, name: str) -> None:
 
 
 row(
-    "a_load_spec_is_kept", "", lambda engine: _keep(engine.connector.scheduler_adapter, "load_specs"), "KVR009",
-    text="load_specs", on=V1,
+    "a_load_spec_is_kept", "", lambda engine: _keep(engine.connector.scheduler_adapter, "load_specs"),
+    "KVR009 load_specs", on=V1,
 )  # fmt: skip
 # a request keeps its state as long as it has a store in flight
 row(
-    "a_job_is_never_reported", "", lambda engine: _keep(engine.connector.offloading.scheduler, "_req_status"), "KVR009",
-    text="_req_status", on=OFFLOADING,
+    "a_job_is_never_reported", "", lambda engine: _keep(engine.connector.offloading.scheduler, "_req_status"),
+    "KVR009 _req_status", on=OFFLOADING,
 )  # fmt: skip
 
 
@@ -273,8 +270,8 @@ def a_hit_is_kept(engine: Any) -> None:
 
 row(
     "a_load_ends_a_block_early", "connector.reader.loads",
-    lambda _, loads, metadata: [(name, start, end - 16) for name, start, end in loads(metadata)],
-    "KVR004", "LAB002", on=SIMPLE,
+    lambda _, loads, metadata: [(name, start, end - 16) for name, start, end in loads(metadata)], "KVR004", "LAB002",
+    on=SIMPLE,
 )  # fmt: skip
 
 
@@ -297,7 +294,7 @@ def load_other_kv(connector: Any) -> None:
     wrap(connector.cache_engines[0], "chunk", lambda chunk, name, key: [7] * len(chunk(name, key) or ()) or None)
 
 
-row("lmcache_loads_other_kv", "", lambda engine: load_other_kv(engine.connector), "LAB001", text="the step", on=BOTH)
+row("lmcache_loads_other_kv", "", lambda engine: load_other_kv(engine.connector), "LAB001 the step", on=BOTH)
 # LMCache, which is asked first, has the request: the other connector's hit is not used
 MANAGER = "connector.offloading._manager"
 row("a_hit_is_never_released", f"{MANAGER}._free_pending_cpu_hit", lambda *_: None, "LAB028", on=BOTH)

@@ -25,7 +25,7 @@ PRIORITY: dict[str, Any] = {"every": {"policy": "priority", "num_blocks": 32}}
 # ---------------------------------------------------------------------- speculative decoding
 
 
-@fault("LAB001", text="store", at=BUILD, **DRAFTS)
+@fault("LAB001 store", at=BUILD, **DRAFTS)
 def drafts_are_stored_before_they_are_accepted(engine: Any, build: Any, output: Any) -> Any:
     """The connector takes the scheduled drafts for tokens of the request."""
     known = {name: len(engine.requests[name].all_token_ids) for name in output.scheduled_spec_decode_tokens}
@@ -38,7 +38,7 @@ def drafts_are_stored_before_they_are_accepted(engine: Any, build: Any, output: 
             del engine.requests[name]._all_token_ids[tokens:]
 
 
-@fault("LAB001", text="the step reads", at="scheduler.update_from_output", **DRAFTS)
+@fault("LAB001 the step reads", at="scheduler.update_from_output", **DRAFTS)
 def rejected_drafts_stay_computed(engine: Any, update: Any, output: Any, answer: Any) -> Any:
     """The scheduler does not take back the computed tokens of rejected drafts."""
     computed = {name: engine.requests[name].num_computed_tokens for name in output.scheduled_spec_decode_tokens}
@@ -48,10 +48,7 @@ def rejected_drafts_stay_computed(engine: Any, update: Any, output: Any, answer:
     return outputs
 
 
-@fault(
-    "LAB001", text="the step reads", on=MP,
-    at="scheduler.kv_cache_manager.coordinator.find_longest_cache_hit", **DRAFTS,
-)  # fmt: skip
+@fault("LAB001 the step reads", on=MP, at="scheduler.kv_cache_manager.coordinator.find_longest_cache_hit", **DRAFTS)
 def last_block_of_a_hit_is_dropped_and_counts(_: Any, find: Any, *args: Any) -> Any:
     """vLLM drops it for EAGLE, and counts its tokens as computed."""
     blocks, hit, more = find(*args)
@@ -61,12 +58,12 @@ def last_block_of_a_hit_is_dropped_and_counts(_: Any, find: Any, *args: Any) -> 
 # ---------------------------------------------------------------------- the order of a step
 
 
-@fault("LAB001", text="the step reads", **AHEAD)
+@fault("LAB001 the step reads", **AHEAD)
 def tokens_of_the_step_before_count_twice(engine: Any) -> None:
     tokens_of_a_step_in_flight_count_twice(engine)
 
 
-@fault("LAB001", text="the step reads", on=MP, mp={"model_runner_v2": True})
+@fault("LAB001 the step reads", on=MP, mp={"model_runner_v2": True})
 def a_resumed_request_that_comes_as_new_keeps_its_old_blocks(engine: Any) -> None:
     table, known = engine.model.block_table, dict[str, list[int]]()
 
@@ -101,7 +98,7 @@ SESSION = steps(
 )
 
 
-@fault("LAB001", text="the step reads token", at="scheduler._update_request_as_session", schedule=SESSION)
+@fault("LAB001 the step reads token", at="scheduler._update_request_as_session", schedule=SESSION)
 def dropped_token_of_a_turn_counts_as_computed(_: Any, update: Any, session: Any, more: Any) -> None:
     update(session, more)
     session.num_computed_tokens += 1
@@ -133,7 +130,7 @@ for name, options in {
 
 
 PAUSE = steps(BEGUN, do.pause(), do.admit("second", prompt(100, seed=1)), do.step(3), do.unpause(), do.run())
-row("a_pause_never_ends", "unpause", lambda *_: None, "LAB003", text="is WAITING for ever", schedule=PAUSE)
+row("a_pause_never_ends", "unpause", lambda *_: None, "LAB003 is WAITING for ever", schedule=PAUSE)
 #: Reset all KV while a request runs.
 NEW_WEIGHTS = steps(
     [do.admit("first", prompt(200), max_tokens=30), do.step(12), do.new_weights(), do.run()],
@@ -142,8 +139,8 @@ NEW_WEIGHTS = steps(
 WEIGHTS: dict[str, Any] = {"on": MP, "schedule": NEW_WEIGHTS}
 row("the_cache_keeps_kv_of_old_weights", "scheduler.reset_connector_cache", lambda *_: True, "LAB001", **WEIGHTS)
 row(
-    "vllm_keeps_kv_of_old_weights", "scheduler.kv_cache_manager.reset_prefix_cache", lambda *_: True, "LAB001",
-    text="the step reads", **WEIGHTS,
+    "vllm_keeps_kv_of_old_weights", "scheduler.kv_cache_manager.reset_prefix_cache", lambda *_: True,
+    "LAB001 the step reads", **WEIGHTS,
 )  # fmt: skip
 
 
@@ -152,12 +149,12 @@ row(
 
 row(
     "the_last_layer_is_not_loaded", "slots.put",
-    lambda _, put, slot, content: put(slot, content) if content == GARBAGE else None,
-    "LAB001", text="the step reads", on=V1, v1={"lmcache": {"use_layerwise": True}},
+    lambda _, put, slot, content: put(slot, content) if content == GARBAGE else None, "LAB001 the step reads", on=V1,
+    v1={"lmcache": {"use_layerwise": True}},
 )  # fmt: skip
 
 
-@fault("LAB001", text="the step reads", on=V1, v1={"lmcache": {"enable_async_loading": True}})
+@fault("LAB001 the step reads", on=V1, v1={"lmcache": {"enable_async_loading": True}})
 def chunks_that_were_fetched_are_mixed_up(engine: Any) -> None:
     (worker_engine,) = engine.connector.cache_engines
     worker_engine.chunk = lambda name, key: next(reversed(worker_engine.fetched[name].values()))
@@ -170,7 +167,7 @@ FOR_DECODER = steps(
 )
 in_metadata(
     "what_is_not_to_be_stored_is_stored", lambda _, meta: setattr(meta.save_spec, "can_save", True),
-    "LAB010", text="it asks for lmcache.skip_save", schedule=FOR_DECODER,
+    "LAB010 it asks for lmcache.skip_save", schedule=FOR_DECODER,
 )  # fmt: skip
 
 
@@ -186,9 +183,6 @@ SILENT_SERVER = steps(
 )
 
 
-@fault(
-    "LAB001", text="is stored under their key", on=MP,
-    at="connector.server._store", schedule=SILENT_SERVER, mp={"delay": 3},
-)  # fmt: skip
+@fault("LAB001 is stored under their key", on=MP, at="connector.server._store", schedule=SILENT_SERVER, mp={"delay": 3})
 def a_store_after_silence_takes_other_blocks(engine: Any, store: Any, key: Any, groups: list[list[int]]) -> Any:
     return store(key, [group[::-1] for group in groups] if engine.counts["server_stops"] else groups)

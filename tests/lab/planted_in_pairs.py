@@ -80,9 +80,8 @@ for rule, on in (("LAB003", ("nixl-push-multi",)), ("LAB002", ("nixl-multi", "mo
 
 row("registrations_are_lost", f"decode.{ADAPTER}._do_send_reg_notif", lambda *_: None, "LAB003", on=PUSH)
 row(
-    "blocks_stay_when_they_are_sent", "prefill.scheduler._free_blocks", lambda *_: None,
-    "LAB020", on=(*PULL, *MOONCAKE),
-)  # fmt: skip
+    "blocks_stay_when_they_are_sent", "prefill.scheduler._free_blocks", lambda *_: None, "LAB020", on=(*PULL, *MOONCAKE)
+)
 
 
 row(
@@ -181,10 +180,10 @@ for name, factor, options in (
     ("a_copied_head_is_read_from_the_place_of_another", 1, COPIED),
 ):
     at = "decode.connector.workers.1.adapter._build_fa_remote"
-    row(name, at, _reads_at(factor), "LAB001", text="other KV of rank 1", on=PULL_RANKS, every=options)
+    row(name, at, _reads_at(factor), "LAB001 other KV of rank 1", on=PULL_RANKS, every=options)
 
 
-@fault("LAB001", text="other KV of rank 1", on=PULL_RANKS, every=MORE)
+@fault("LAB001 other KV of rank 1", on=PULL_RANKS, every=MORE)
 def blocks_are_free_after_the_first_of_two_notices(pair: Any) -> None:
     def adds(add: Any, metadata: Any, *more: Any) -> Any:
         answer, mappings = add(metadata, *more), add.__self__.tp_mappings
@@ -197,12 +196,11 @@ def blocks_are_free_after_the_first_of_two_notices(pair: Any) -> None:
 
 row(
     "heads_of_two_ranks_are_mixed_up", f"decode.{ADAPTER}._build_local_splits_from_plan",
-    lambda _, build, *arguments: reversed(list(build(*arguments))),
-    "LAB001", text="other KV", on=PULL_RANKS, every=FEWER,
+    lambda _, build, *arguments: reversed(list(build(*arguments))), "LAB001 other KV", on=PULL_RANKS, every=FEWER,
 )  # fmt: skip
 
 
-@fault("LAB001", text="other KV", on=PUSH_RANKS, every=FEWER)
+@fault("LAB001 other KV", on=PUSH_RANKS, every=FEWER)
 def the_second_writer_is_not_waited_for(pair: Any) -> None:
     def make(original: Any, *places: Any, notif_msg: bytes) -> Any:
         return original(*places, notif_msg=notif_msg.rpartition(b":")[0] + b":1")
@@ -211,13 +209,13 @@ def the_second_writer_is_not_waited_for(pair: Any) -> None:
         wrap(adapter.nixl_wrapper, "make_prepped_xfer", make)
 
 
-@fault("LAB001", text=GROUP, on=PULL_RANKS, every=GROUPS, at=f"decode.{ADAPTER}._read_blocks")
+@fault(f"LAB001 {GROUP}", on=PULL_RANKS, every=GROUPS, at=f"decode.{ADAPTER}._read_blocks")
 def blocks_of_a_window_are_read_in_another_order(_: Any, read: Any, read_spec: Any, **more: Any) -> Any:
     whole, window = read_spec.remote_block_ids
     return read(dataclasses.replace(read_spec, remote_block_ids=[whole, window[::-1]]), **more)
 
 
-@fault("LAB001", text=GROUP, on=PUSH_RANKS, every=GROUPS, at=f"prefill.{ADAPTER}._xfer_blocks")
+@fault(f"LAB001 {GROUP}", on=PUSH_RANKS, every=GROUPS, at=f"prefill.{ADAPTER}._xfer_blocks")
 def a_window_is_not_written(_: Any, write: Any, read_spec: Any, **more: Any) -> Any:
     ours, theirs = ([each[0], []] for each in (read_spec.local_block_ids, read_spec.remote_block_ids))
     return write(dataclasses.replace(read_spec, local_block_ids=ours, remote_block_ids=theirs), **more)

@@ -18,7 +18,7 @@ SHARES: dict[str, dict[str, Any]] = {"mp": {"ranks": 2, "context": True}}
 STAGES: dict[str, Any] = {"every": {"ranks": 3, "pipeline": True}}
 
 
-@fault("LAB001", text="the step reads", **STAGES)
+@fault("LAB001 the step reads", **STAGES)
 def tokens_of_a_step_in_flight_count_twice(engine: Any) -> None:
     """The scheduler adds a block to the computed tokens of a request, for a step in flight."""
     done = set()
@@ -35,11 +35,11 @@ def tokens_of_a_step_in_flight_count_twice(engine: Any) -> None:
 
 row(
     "report_of_one_rank_counts_for_all", "", lambda engine: vars(engine.executor).update(_aggregator=None),
-    "LAB001", text="of rank 1", on=MP, **RANKS,
+    "LAB001 of rank 1", on=MP, **RANKS,
 )  # fmt: skip
 
 
-@fault("LAB001", text="of rank 1", on=MP, at="connector.server.submit_retrieve", **RANKS)
+@fault("LAB001 of rank 1", on=MP, at="connector.server.submit_retrieve", **RANKS)
 def a_rank_reports_a_load_before_it_is_done(
     engine: Any, submit: Any, name: str, key: Any, *more: Any, **named: Any
 ) -> Any:
@@ -47,19 +47,18 @@ def a_rank_reports_a_load_before_it_is_done(
     return engine.connector.server._answer(True) if key.worker_id else future
 
 
-@fault("LAB001", text="is stored under their key", on=MP, **SHARES)
+@fault("LAB001 is stored under their key", on=MP, **SHARES)
 def a_block_is_taken_for_that_of_one_rank(engine: Any) -> None:
     engine.scheduler.connector._group_tokens_per_block = [engine.options.block_of_rank]
 
 
 row(
     "a_rank_loads_the_tokens_of_another", "connector.server.chunks.load",
-    lambda _, load, groups, keys, skip, rank: load(groups, keys, skip, 0),
-    "LAB001", text="of rank 1", on=MP, **SHARES,
+    lambda _, load, groups, keys, skip, rank: load(groups, keys, skip, 0), "LAB001 of rank 1", on=MP, **SHARES,
 )  # fmt: skip
 
 
-@fault("LAB001", text="is stored under their key", on=MP, **RANKS)
+@fault("LAB001 is stored under their key", on=MP, **RANKS)
 def a_rank_stores_after_it_has_said_so(engine: Any) -> None:
     """Others write to the blocks meanwhile."""
     server, done = engine.connector.server, []
@@ -84,7 +83,7 @@ def a_rank_stores_after_it_has_said_so(engine: Any) -> None:
 
 row(
     "a_rank_loads_what_another_has_stored", "caches.1.get", lambda engine, _, key: engine.caches[0].get(key),
-    "LAB001", text="of rank 1", on=V1, **RANKS,
+    "LAB001 of rank 1", on=V1, **RANKS,
 )  # fmt: skip
 
 
@@ -93,8 +92,8 @@ FAILING_RANK = steps(
     do.store("first", prompt(300)), do.admit("again", prompt(300), max_tokens=5), do.fail_load("again", 1, 1), do.run()
 )
 row(
-    "a_rank_keeps_its_failure_to_itself", "workers.1.called.get_block_ids_with_load_errors", lambda *_: set(),
-    "LAB001", "LAB008", on=V1, schedule=FAILING_RANK, **RANKS,
+    "a_rank_keeps_its_failure_to_itself", "workers.1.called.get_block_ids_with_load_errors", lambda *_: set(), "LAB001",
+    "LAB008", on=V1, schedule=FAILING_RANK, **RANKS,
 )  # fmt: skip
 
 
@@ -142,7 +141,7 @@ def _changed(changed: Callable[[Any], Any], place: int) -> Callable[..., Any]:
 
 for name, (method, changed, text, on, options) in BLOCKS.items():
     call = _changed(changed, 0 if method == "load" else 1)
-    row(name, f"connector.server.chunks.{method}", call, "LAB001", text=text, on=on, **options)
+    row(name, f"connector.server.chunks.{method}", call, f"LAB001 {text}", on=on, **options)
 
 
 FAILED_LOAD = steps(
@@ -154,7 +153,7 @@ row(
 )  # fmt: skip
 
 
-@fault("LAB001", text=STORED, on=WINDOWS, mp_windows=LARGER_BLOCKS)
+@fault(f"LAB001 {STORED}", on=WINDOWS, mp_windows=LARGER_BLOCKS)
 def larger_blocks_are_taken_for_small_ones(engine: Any) -> None:
     engine.scheduler.connector._group_tokens_per_block = [16, 16]
 
@@ -163,8 +162,7 @@ row(
     "state_of_a_rejected_draft_is_read", "model.groups.0.write",
     lambda _, write, name, done, contents, drafts, accepted: write(
         name, done, contents, drafts, min(drafts, accepted + 1)
-    ),
-    "LAB001", text="in KV group 1", on=STATES, mp_states=STATES_AND_DRAFTS,
+    ), "LAB001 in KV group 1", on=STATES, mp_states=STATES_AND_DRAFTS,
 )  # fmt: skip
 
 
@@ -190,6 +188,6 @@ for name, block, text in (
     ("no_step_waits_for_the_store_of_a_window", None, "blocks freed after the step and used again"),
 ):
     row(
-        name, "connector.in_scheduler._process_cached_requests", _in_metadata_of_stores(block), "KVR014",
-        text=f"of KV group 1 are stored from {text}", on=("mp-window-freed",),
+        name, "connector.in_scheduler._process_cached_requests", _in_metadata_of_stores(block),
+        f"KVR014 of KV group 1 are stored from {text}", on=("mp-window-freed",),
     )  # fmt: skip

@@ -27,13 +27,13 @@ def _reversed(_: Any, submit: Any, request: str, key: Any, caches: Any, blocks: 
 # vLLM has what a lookup has locked, and the server is not asked to release it
 row(
     "end_of_a_hit_is_not_sent", "connector.scheduler_adapter.free_lookup_locks", lambda *_, **__: None,
-    "KVR009", text="read locks of the server", **LOADS,
+    "KVR009 read locks of the server", **LOADS,
 )  # fmt: skip
 for name, method, found in (
     ("load_goes_to_other_blocks", "submit_retrieve", "the step reads token 0"),
     ("store_takes_other_blocks", "submit_store", "other KV than that of tokens 0 on is stored"),
 ):
-    row(name, f"workers.0.adapter.transfer_ctx.{method}", _reversed, "LAB001", text=found, **LOADS)
+    row(name, f"workers.0.adapter.transfer_ctx.{method}", _reversed, f"LAB001 {found}", **LOADS)
 
 
 def on_disk(engine: Any) -> None:
@@ -59,7 +59,7 @@ KILLED = steps(
 )
 row(
     "a_load_from_a_dead_server_counts_as_done", "workers.0.adapter.get_block_ids_with_load_errors", lambda *_: set(),
-    "LAB001", text="the step reads", on=REAL, schedule=KILLED, every={"delay": 3},
+    "LAB001 the step reads", on=REAL, schedule=KILLED, every={"delay": 3},
 )  # fmt: skip
 
 
@@ -79,7 +79,7 @@ FILLED = steps(
 CHECK = "connector.scheduler_adapter.check_lookup_result"
 
 
-@fault("LAB002", text="loaded up to 0 of 96", on=REAL, at=CHECK, schedule=FILLED)
+@fault("LAB002 loaded up to 0 of 96", on=REAL, at=CHECK, schedule=FILLED)
 def what_the_server_has_evicted_counts_as_hit(_: Any, check: Any, name: str) -> int | None:
     found: int | None = check(name)
     return 96 if name == "again" and found is not None else found
@@ -92,7 +92,7 @@ UNANSWERED = steps(
 )
 
 
-@fault("LAB003", text="is WAITING for ever", on=REAL, at=CHECK, schedule=UNANSWERED)
+@fault("LAB003 is WAITING for ever", on=REAL, at=CHECK, schedule=UNANSWERED)
 def a_lookup_that_times_out_is_waited_for(engine: Any, check: Any, name: str) -> Any:
     return None if name in engine.connector.server.unanswered_lookups else check(name)
 
@@ -103,7 +103,7 @@ FROM_DISK = steps(
 )
 
 
-@fault("LAB001", text="the step reads", on=REAL, at="evict", schedule=FROM_DISK)
+@fault("LAB001 the step reads", on=REAL, at="evict", schedule=FROM_DISK)
 def files_on_the_disk_are_mixed_up(engine: Any, evict: Any, chunks: int) -> None:
     server = engine.connector.server
     files = sorted(file for file in Path(server.process.disk).rglob("*") if server.model_name in file.name)
