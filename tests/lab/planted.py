@@ -82,6 +82,12 @@ def wrap(owner: Any, name: str, call: Callable[..., Any]) -> None:
     setattr(owner, name, partial(call, getattr(owner, name)))
 
 
+def noted(engine: Any) -> dict[Any, Any]:
+    """Return what a planted fault has noted of this engine."""
+    notes: dict[Any, Any] = vars(engine).setdefault("noted_by_fault", {})
+    return notes
+
+
 def played(setup: str, name: str = "", planted: bool = True, **options: Any) -> dict[str, Any]:
     """Play a setup, with this fault or without one. Return codes and messages of the findings, counters and hits.
 

@@ -3,15 +3,17 @@
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 from kvfix_tools.lab.steps import prompt
-from tests.lab.planted import fault, row, wrap
+from tests.lab.planted import fault, noted, row, wrap
 
 V1, MP, OFFLOADING, SIMPLE, BOTH = ("v1",), ("mp",), ("offloading",), ("simple-offload",), ("v1-simple",)
 #: LMCache's connector in a MultiConnector with OffloadingConnector.
 LAST: dict[str, Any] = {"v1": {"offloading": "last"}, "mp": {"offloading": "last"}}
 #: Methods in which faults are planted.
 COPIES, BUILD = "connector.offloading.ranks.0.copies", "scheduler.connector.build_connector_meta"
+TIER = "connector.offloading.manager.secondary_tiers.0"
 
 row("load_goes_one_slot_too_far", "slots.put", lambda _, put, slot, kv: put(slot + (slot % 16 < 15), kv), "LAB001")
 row("load_moves_nothing_and_says_it_did", "slots.put", lambda *_: None, "LAB001")
@@ -53,21 +55,12 @@ def copy_takes_the_next_block(engine: Any, submit: Any, pieces: Any) -> Any:
     return submit([(source + block * (start <= source < end - block), *more) for source, *more in pieces])
 
 
-@fault("LAB001 the step reads", on=OFFLOADING, offloading={"tier": "fs"})
-def a_file_is_that_of_another_chunk(engine: Any) -> None:
-    tier = engine.connector.offloading.manager.secondary_tiers[0]
-    name, names = tier.file_mapper.get_file_name, []
-
-    def first(key: Any) -> Any:
-        names.append(name(key))
-        return names[0]
-
-    def submit_load(load: Any, job: Any) -> None:
-        tier.file_mapper.get_file_name = first
+@fault("LAB001 the step reads", on=OFFLOADING, at=f"{TIER}.submit_load", offloading={"tier": "fs"})
+def a_file_is_that_of_another_chunk(engine: Any, load: Any, job: Any) -> None:
+    mapper = engine.connector.offloading.manager.secondary_tiers[0].file_mapper
+    name, noting = mapper.get_file_name, noted(engine)
+    with mock.patch.object(mapper, "get_file_name", lambda key: noting.setdefault("name", name(key))):
         load(job)
-        tier.file_mapper.get_file_name = name
-
-    wrap(tier, "submit_load", submit_load)
 
 
 @fault("LAB010 max_offload_tokens 0", on=OFFLOADING, at="connector.offloading.scheduler.on_new_request")
@@ -89,18 +82,13 @@ def a_consumer_does_not_know_its_role(engine: Any) -> None:
     engine.connector.scheduler_adapter.kv_role = engine.workers[0].adapter.kv_role = "kv_both"
 
 
-@fault("LAB001", on=V1)
-def two_blocks_are_exchanged(engine: Any) -> None:
-    memory, done = engine.slots._blocks, []
-
-    def exchange(iterate: Any) -> None:
-        iterate()
-        blocks = engine.model.blocks("again")
-        if not done and len(blocks) > 1:
-            memory[blocks[0]], memory[blocks[1]] = memory[blocks[1]], memory[blocks[0]]
-            done.append(True)
-
-    wrap(engine, "iterate", exchange)
+@fault("LAB001", on=V1, at="iterate")
+def two_blocks_are_exchanged(engine: Any, iterate: Any) -> None:
+    iterate()
+    memory, blocks = engine.slots._blocks, engine.model.blocks("again")
+    if not noted(engine) and len(blocks) > 1:
+        memory[blocks[0]], memory[blocks[1]] = memory[blocks[1]], memory[blocks[0]]
+        noted(engine)["done"] = True
 
 
 # ---------------------------------------------------------------------- promises

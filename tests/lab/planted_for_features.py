@@ -6,20 +6,14 @@ from kvfix_tools.lab import steps as do
 from kvfix_tools.lab.engine.memory import GARBAGE
 from kvfix_tools.lab.fuzz.parameters import CONFIGURED
 from kvfix_tools.lab.steps import prompt
-from tests.lab.planted import counted, fault, row, steps, until, wrap
+from tests.lab.planted import counted, fault, noted, row, steps, until
 from tests.lab.planted_faults import BUILD, MP, V1, in_metadata
-from tests.lab.planted_in_ranks import tokens_of_a_step_in_flight_count_twice
 
 #: Speculative decoding, and a connector that stores generated tokens.
 DRAFTS: dict[str, dict[str, Any]] = {
     "v1": {"drafter": "eagle", "drafts": 3, "acceptance": 70, "lmcache": {"save_decode_cache": True}},
     "mp": {"drafter": "eagle", "drafts": 3, "acceptance": 70, "lmcache": {"mp.save_decode_cache": True}},
 }
-#: A step is scheduled before the answer of the last one.
-AHEAD: dict[str, Any] = {"every": {"async_scheduling": True}}
-#: A worker reports before it has the step saved.
-SAVE_LAST: dict[str, Any] = {"every": {"save_last": True}}
-PRIORITY: dict[str, Any] = {"every": {"policy": "priority", "num_blocks": 32}}
 
 
 # ---------------------------------------------------------------------- speculative decoding
@@ -58,35 +52,21 @@ def last_block_of_a_hit_is_dropped_and_counts(_: Any, find: Any, *args: Any) -> 
 # ---------------------------------------------------------------------- the order of a step
 
 
-@fault("LAB001 the step reads", **AHEAD)
-def tokens_of_the_step_before_count_twice(engine: Any) -> None:
-    tokens_of_a_step_in_flight_count_twice(engine)
-
-
-@fault("LAB001 the step reads", on=MP, mp={"model_runner_v2": True})
-def a_resumed_request_that_comes_as_new_keeps_its_old_blocks(engine: Any) -> None:
-    table, known = engine.model.block_table, dict[str, list[int]]()
-
-    def updated(update: Any, output: Any) -> None:
-        update(output)
-        for new in output.scheduled_new_reqs:
-            table.rows[new.req_id][:] = known.setdefault(new.req_id, list(table.rows[new.req_id]))
-
-    wrap(table, "update", updated)
+@fault("LAB001 the step reads", on=MP, at="model.block_table.update", mp={"model_runner_v2": True})
+def a_resumed_request_that_comes_as_new_keeps_its_old_blocks(engine: Any, update: Any, output: Any) -> None:
+    update(output)
+    rows = engine.model.block_table.rows
+    for new in output.scheduled_new_reqs:
+        rows[new.req_id][:] = noted(engine).setdefault(new.req_id, list(rows[new.req_id]))
 
 
 STORED = steps(do.serve("r", prompt(200), max_tokens=3), do.settle(), do.expect_stored("r"))
 
 
-@fault("LAB004", on=MP, schedule=STORED, **SAVE_LAST)
-def nothing_is_saved_after_the_report(engine: Any) -> None:
-    called = engine.workers[0].called
-
-    def reported(report: Any, ended: set[str]) -> Any:
-        called.wait_for_save = lambda: None
-        return report(ended)
-
-    wrap(called, "get_finished", reported)
+@fault("LAB004", on=MP, at="workers.0.called.get_finished", schedule=STORED, every={"save_last": True})
+def nothing_is_saved_after_the_report(engine: Any, report: Any, ended: set[str]) -> Any:
+    engine.workers[0].called.wait_for_save = lambda: None
+    return report(ended)
 
 
 # ---------------------------------------------------------------------- sessions, priorities, pauses, resets
@@ -112,6 +92,7 @@ GIVES_WAY = steps(
     [do.free_blocks(), do.run()],
 )
 BEGUN = do.admit("first", prompt(100), max_tokens=30), do.step(6)
+RESET = steps(BEGUN, do.reset_prefix_cache(True), do.run(), do.settle())
 
 
 def _keeps_computed(engine: Any, preempt: Any, request: Any, *more: Any, **named: Any) -> None:
@@ -120,13 +101,11 @@ def _keeps_computed(engine: Any, preempt: Any, request: Any, *more: Any, **named
     request.num_computed_tokens = computed
 
 
-for name, options in {
-    "the_request_that_gives_way_keeps_its_computed_tokens": {"schedule": GIVES_WAY, **PRIORITY},
-    "a_request_that_a_reset_preempts_keeps_its_computed_tokens": {
-        "schedule": steps(BEGUN, do.reset_prefix_cache(True), do.run(), do.settle())
-    },
-}.items():
-    row(name, "scheduler._preempt_request", _keeps_computed, "LAB001", "KVR011", **options)
+for name, schedule, options in (
+    ("the_request_that_gives_way_keeps_its_computed_tokens", GIVES_WAY, {"policy": "priority", "num_blocks": 32}),
+    ("a_request_that_a_reset_preempts_keeps_its_computed_tokens", RESET, {}),
+):
+    row(name, "scheduler._preempt_request", _keeps_computed, "LAB001", "KVR011", schedule=schedule, every=options)
 
 
 PAUSE = steps(BEGUN, do.pause(), do.admit("second", prompt(100, seed=1)), do.step(3), do.unpause(), do.run())

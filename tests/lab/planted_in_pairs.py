@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from tests.lab.planted import fault, row, wrap
+from tests.lab.planted import fault, noted, row, wrap
 from tests.lab.planted_faults import load_other_kv
 
 PULL, PUSH, MOONCAKE = ("nixl-pull",), ("nixl-push",), ("mooncake",)
@@ -108,18 +108,12 @@ row(
 )  # fmt: skip
 
 
-@fault("KVR015", on=PULL)
-def what_is_sent_is_reported_again(pair: Any) -> None:
-    sent = set()
-
-    def get_transfer_results(results: Any, ended: set[str]) -> Any:
-        answer = results(ended)
-        again = set(sent)
-        sent.update(answer.finished_sending)
-        answer.finished_sending.update(again)
-        return answer
-
-    wrap(_worker(pair.prefill).called, "get_transfer_results", get_transfer_results)
+@fault("KVR015", on=PULL, at="prefill.connector.workers.0.called.get_transfer_results")
+def what_is_sent_is_reported_again(pair: Any, results: Any, ended: set[str]) -> Any:
+    answer, again = results(ended), list(noted(pair))
+    noted(pair).update(dict.fromkeys(answer.finished_sending))
+    answer.finished_sending.update(again)
+    return answer
 
 
 @fault("KVR017", on=PULL)

@@ -5,7 +5,7 @@ from typing import Any
 
 from kvfix_tools.lab import steps as do
 from kvfix_tools.lab.steps import prompt
-from tests.lab.planted import fault, row, steps, wrap
+from tests.lab.planted import fault, noted, row, steps, wrap
 from tests.lab.planted_faults import MP, V1
 
 #: Two ranks, of which the second takes longer.
@@ -14,25 +14,22 @@ RANKS: dict[str, dict[str, Any]] = {"v1": {"ranks": 2}, "mp": {"ranks": 2, "rank
 #: Two ranks that have every other token each.
 SHARES: dict[str, dict[str, Any]] = {"mp": {"ranks": 2, "context": True}}
 
-#: Three stages: up to three steps are in flight.
-STAGES: dict[str, Any] = {"every": {"ranks": 3, "pipeline": True}}
 
-
-@fault("LAB001 the step reads", **STAGES)
-def tokens_of_a_step_in_flight_count_twice(engine: Any) -> None:
+def _count_twice(engine: Any, schedule: Any) -> Any:
     """The scheduler adds a block to the computed tokens of a request, for a step in flight."""
-    done = set()
-
-    def scheduled(schedule: Any) -> Any:
-        for request in engine.scheduler.running if engine._answers else ():
-            if request.request_id not in done and request.num_computed_tokens + 16 < request.num_prompt_tokens:
-                done.add(request.request_id)
-                request.num_computed_tokens += 16
-        return schedule()
-
-    wrap(engine.scheduler, "schedule", scheduled)
+    done = noted(engine)
+    for request in engine.scheduler.running if engine._answers else ():
+        if request.request_id not in done and request.num_computed_tokens + 16 < request.num_prompt_tokens:
+            done[request.request_id] = True
+            request.num_computed_tokens += 16
+    return schedule()
 
 
+for name, options in (
+    ("tokens_of_a_step_in_flight_count_twice", {"ranks": 3, "pipeline": True}),
+    ("tokens_of_the_step_before_count_twice", {"async_scheduling": True}),
+):
+    row(name, "scheduler.schedule", _count_twice, "LAB001 the step reads", every=options)
 row(
     "report_of_one_rank_counts_for_all", "", lambda engine: vars(engine.executor).update(_aggregator=None),
     "LAB001 of rank 1", on=MP, **RANKS,
