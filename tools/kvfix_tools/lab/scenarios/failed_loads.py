@@ -27,8 +27,7 @@ def _layerwise(after_chunks: int, **more: Any) -> Scenario:
 SCENARIOS = {
     "failed-load-gone-under-way": scenario(
         [do.stored_elsewhere(prompt(96)), do.fail_load("before"), do.admit("before", prompt(100), max_tokens=4)],
-        [do.step(), do.abort("before"), do.step()],
-        do.admit("r", prompt(100), max_tokens=2),
+        [do.step(), do.abort("before"), do.step(), do.admit("r", prompt(100), max_tokens=2)],
         doc="A load fails, and the request is aborted before vLLM knows: its blocks stay in the prefix cache.",
         shows="LAB001",
         wrong={"vllm": ">=0.11.2", "lmcache": ">=0.4.1,!=0.4.5,!=0.4.6,!=0.4.7,!=0.5.0"},
@@ -56,9 +55,8 @@ SCENARIOS = {
     ),
     "failed-load-left-to-another": scenario(
         # Both requests come in one step and share the blocks of the load.
-        [do.stored_elsewhere(prompt(96)), do.admit("first", prompt(100))],
-        [do.admit("r", prompt(104), max_tokens=2), do.fail_load("first", after_chunks=1), do.step()],
-        do.abort("first"),
+        [do.stored_elsewhere(prompt(96)), do.admit("first", prompt(100)), do.admit("r", prompt(104), max_tokens=2)],
+        [do.fail_load("first", after_chunks=1), do.step(), do.abort("first")],
         shows="LAB001",
         wrong={"vllm": ">=0.11.2", "lmcache": ">=0.3.9.post1,!=0.4.5,!=0.4.6,!=0.4.7,!=0.5.0"},
         needs={"lmcache": ">=0.3.9.post1"},  # 0.3.9 does not report failed loads

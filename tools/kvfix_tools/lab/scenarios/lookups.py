@@ -161,8 +161,7 @@ SCENARIOS = {
         # answers the first time with 0, the lookup cache answers later.
         # "other" has 637 of the 659 usable blocks, which are full after its third token, and generates six tokens.
         [do.admit("other", prompt(10190, seed=1), max_tokens=6), do.step()],
-        [do.admit(LONG, prompt(10009, seed=2), max_tokens=2), do.budget(1 + 336), do.step()],
-        do.budget(1 + 1),
+        [do.admit(LONG, prompt(10009, seed=2), max_tokens=2), do.budget(1 + 336), do.step(), do.budget(1 + 1)],
         do.step(),  # the long request gets its 22nd block: none is free now
         do.budget(16384),
         do.step(),  # the other request needs a block: the long request is preempted
@@ -190,9 +189,8 @@ SCENARIOS = {
         options=Options(num_blocks=100, chunk_size=256, max_num_batched_tokens=2048),
     ),
     "reused-id-gets-dead-hit": scenario(
-        [do.store("before", prompt(600)), do.keep_blocks(0), do.admit("r", prompt(600), max_tokens=2)],
-        [do.step(), do.abort("r"), do.step()],
-        do.free_blocks(),
+        [do.store("before", prompt(600)), do.keep_blocks(0), do.admit("r", prompt(600), max_tokens=2), do.step()],
+        [do.abort("r"), do.step(), do.free_blocks()],
         do.admit("r", prompt(700, seed=5), max_tokens=2),  # another prompt, without a cached chunk
         doc="A request with the id of an aborted one gets its hit: LMCache promises KV that it does not have.",
         shows="LAB002",

@@ -12,9 +12,8 @@ mooncake = partial(scenario, options=OPTIONS)
 
 SCENARIOS = {
     "mooncake-abort-names-no-peer": mooncake(
-        [do.malform("no_address"), do.on("decode", "take_blocks", 60), do.ask("r", prompt(64))],
-        [do.step(4), do.abort("r"), do.free_blocks()],
-        [do.ask("s", prompt(32, seed=1)), do.step(4)],
+        [do.malform("no_address"), do.on("decode", "take_blocks", 60), do.ask("r", prompt(64)), do.step(4)],
+        [do.abort("r"), do.free_blocks(), do.ask("s", prompt(32, seed=1)), do.step(4)],
         shows="KVR011 KeyError",
     ),
     "mooncake-aborted-prefill-awaited": mooncake(
@@ -61,10 +60,9 @@ SCENARIOS = {
     ),
     "mooncake-write-outlives-load": mooncake(
         # Prefill reads decode's message when decode has already dropped the load.
-        [do.ask("a", prompt(32, seed=2)), do.run(), do.on("prefill", "take_blocks", 60)],
-        [do.handshakes_take(20), do.ask_at_once("r", prompt(64)), do.step(2)],
-        [do.time_passes(541.0), do.step(2), do.on("prefill", "free_blocks")],
-        do.ask_decode("s", prompt(200, seed=1), 40),
+        [do.ask("a", prompt(32, seed=2)), do.run(), do.on("prefill", "take_blocks", 60), do.handshakes_take(20)],
+        [do.ask_at_once("r", prompt(64)), do.step(2), do.time_passes(541.0), do.step(2)],
+        [do.on("prefill", "free_blocks"), do.ask_decode("s", prompt(200, seed=1), 40)],
         shows="LAB001",
         options=replace(OPTIONS, decode_blocks=18, kv_load_failure_policy="fail"),
     ),

@@ -9,16 +9,14 @@ ASKS = {"cached_token_stats": True, "num_lmcache_extra_cached_tokens": True}
 
 SCENARIOS = {
     "kv-xfer-finished-assert": mp_scenarios(
-        [do.stored_elsewhere(prompt(128)), do.admit("r", prompt(140), max_tokens=4), do.step(5)],
-        do.abort("r"),
+        [do.stored_elsewhere(prompt(128)), do.admit("r", prompt(140), max_tokens=4), do.step(5), do.abort("r")],
         do.admit("next", prompt(200)),  # if EngineCore is alive, it serves this request
         shows="KVR011 update_from_output: AssertionError",
         delay=4,
     ),
     "mp-abort-before-alloc": mp_scenarios(
-        [do.stored_elsewhere(prompt(128)), do.keep_blocks(0), do.admit("r", prompt(140))],
-        [do.step(3), do.abort("r"), do.free_blocks()],
-        do.admit("next", prompt(200)),
+        [do.stored_elsewhere(prompt(128)), do.keep_blocks(0), do.admit("r", prompt(140)), do.step(3)],
+        [do.abort("r"), do.free_blocks(), do.admit("next", prompt(200))],
         shows="KVR009 read locks of the server",
         doc="A request is aborted after its lookup, before its admission: the server keeps its read locks.",
         # only in these releases the scheduler's connector knows of the locks

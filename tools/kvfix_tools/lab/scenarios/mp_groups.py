@@ -105,8 +105,7 @@ SCENARIOS = {
     "mp-window-stored-null": scenario(
         # After its prefix hit, the block list of `r` in the window's KV group begins with null block 0. A later,
         # shorter hit reads the chunk.
-        [do.serve("first", prompt(256)), do.evict(4), do.store("r", prompt(512))],
-        do.admit("short", prompt(100)),
+        [do.serve("first", prompt(256)), do.evict(4), do.store("r", prompt(512)), do.admit("short", prompt(100))],
         doc="LMCache stores null blocks of a window, because vLLM has a prefix that LMCache has evicted.",
         shows="LAB001 the step reads token",
         needs={"lmcache": ">=0.4.7", "vllm": ">=0.32"},

@@ -53,8 +53,7 @@ SCENARIOS = {
         do.step(),  # the worker believes that the server is dead
         do.preempt("r"),
         do.keep_blocks(0),  # other requests take its blocks and write to them
-        [do.step(2), do.server_goes_on(), do.step(4)],
-        do.free_blocks(),
+        [do.step(2), do.server_goes_on(), do.step(4), do.free_blocks()],
         doc="A slow server misses a heartbeat: the worker does not wait for the store of a preempted request.",
         shows="LAB001 is stored under their key",
         needs={"vllm": ">=0.22.0", "lmcache": ">=0.5.6"},
@@ -84,8 +83,7 @@ SCENARIOS = {
         do.server_stops(),
         do.step(2),  # the worker reports that the store is done; vLLM frees the blocks
         do.keep_blocks(0),  # other requests take these blocks and write to them
-        [do.step(), do.server_goes_on(), do.step(4)],
-        do.free_blocks(),
+        [do.step(), do.server_goes_on(), do.step(4), do.free_blocks()],
         doc="A slow server misses a heartbeat: the worker drops its store, and the server stores KV of other requests.",
         shows="LAB001 is stored under their key",
         needs={"vllm": ">=0.22.0", "lmcache": ">=0.5.6"},

@@ -20,9 +20,8 @@ OTHERS_WRITE = (
 
 SCENARIOS = {
     "nixl-abort-names-no-peer": pull(
-        [do.malform("no_request"), do.on("decode", "keep_blocks", 0), do.ask("r", prompt(64))],
-        [do.step(3), do.abort("r"), do.step()],
-        do.on("decode", "free_blocks"),
+        [do.malform("no_request"), do.on("decode", "keep_blocks", 0), do.ask("r", prompt(64)), do.step(3)],
+        [do.abort("r"), do.step(), do.on("decode", "free_blocks")],
         shows="KVR011 KeyError: 'remote_request_id'",
     ),
     "nixl-decode-blocks-held": pull(
@@ -115,9 +114,8 @@ SCENARIOS = {
         ),
     ),
     "nixl-second-reader-aborted": pull(
-        [do.on("decode", "keep_blocks", 0), do.ask("r", prompt(64), 2), do.step(3)],
-        [do.send_again("r"), do.step(), do.on("decode", "abort", "r-00000003")],
-        do.step(3),
+        [do.on("decode", "keep_blocks", 0), do.ask("r", prompt(64), 2), do.step(3), do.send_again("r")],
+        [do.step(), do.on("decode", "abort", "r-00000003"), do.step(3)],
         *OTHERS_WRITE,
         shows="LAB001 holds other KV",
         doc="A router sends a request again and aborts the second one: the first request reads freed blocks.",

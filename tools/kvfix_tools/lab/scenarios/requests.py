@@ -43,9 +43,8 @@ SCENARIOS = {
         "Two tenants share KV: LMCache's key does not have the cache_salt.", "cache_salt"
     ),
     "decode-tokens-left-out": scenario(
-        [do.admit("other", prompt(20, seed=1), max_tokens=9), do.admit("r", prompt(43), max_tokens=9)],
-        [do.step(2), do.budget(1), do.step(2)],
-        do.budget(128),
+        [do.admit("other", prompt(20, seed=1), max_tokens=9), do.admit("r", prompt(43), max_tokens=9), do.step(2)],
+        [do.budget(1), do.step(2), do.budget(128)],
         shows="LAB001 not the first ones",
         wrong={"vllm": ">=0.11.2", "lmcache": ">=0.3.10,<0.4.3"},
         needs={"lmcache": ">=0.3.10"},

@@ -58,8 +58,7 @@ SCENARIOS = {
     "lookahead-stops-prefill": scenario(
         # The first steps compute 16 tokens each. The third chunk, from token 32 on, ends at token 46 of 50, before the
         # end of a block, and the next chunk gets no token.
-        [do.admit("r", prompt(50)), do.budget(16), do.step(4)],
-        do.budget(64),
+        [do.admit("r", prompt(50)), do.budget(16), do.step(4), do.budget(64)],
         shows="LAB003 is RUNNING for ever",
         needs={"lmcache": ">=0.5.4", "vllm": ">=0.32"},
         options=Options(
@@ -82,10 +81,9 @@ SCENARIOS = {
     ),
     "session-and-load-lock-out": scenario(
         # "session" takes blocks that were reserved for the load of "r", and keeps them at the end of its turn.
-        do.stored_elsewhere(prompt(264)),
-        [do.admit("session", prompt(40, seed=1), max_tokens=12, resumable=True), do.step()],
-        [do.admit("r", prompt(264), max_tokens=2), do.step(30), do.add_input("session", prompt(48, seed=2))],
-        [do.step(30), do.end_input("session")],
+        [do.stored_elsewhere(prompt(264)), do.admit("session", prompt(40, seed=1), max_tokens=12, resumable=True)],
+        [do.step(), do.admit("r", prompt(264), max_tokens=2), do.step(30)],
+        [do.add_input("session", prompt(48, seed=2)), do.step(30), do.end_input("session")],
         shows="LAB009",
         needs={"vllm": ">=0.32.0", "lmcache": ">=0.4.5"},
         options=Options(connector="mp", delay=20, num_blocks=21, max_num_batched_tokens=256),
