@@ -198,17 +198,14 @@ def schedule_offloading(engine: Any) -> None:
 # ---------------------------------------------------------------------- two engines
 
 
-def schedule_pair(pair: Any, at_once: str = "") -> None:
+def of_pair(at_once: str = "") -> Plant:
     """Ask for three requests, of which the second begins as the first one does.
 
     at_once: requests that the router sends to both engines at once.
     """
-    for name, tokens in (("a", prompt(100)), ("b", prompt(150)), ("c", prompt(60, seed=1))):
-        if name == "c":
-            pair.step(3)
-        (pair.ask_at_once if name in at_once else pair.ask)(name, tokens, 5)
-    pair.run()
-    pair.step(3)
+    prompts = {"a": prompt(100), "b": prompt(150), "c": prompt(60, seed=1)}
+    a, b, c = ((do.ask_at_once if name in at_once else do.ask)(name, tokens, 5) for name, tokens in prompts.items())
+    return steps(a, b, do.step(3), c, do.run(), do.step(3))
 
 
 def _others_write(pair: Any) -> None:
@@ -254,10 +251,10 @@ SETUPS = {
     "offloading": Setup(_replace(_PAIR, connector="offloading", max_num_batched_tokens=256), schedule_offloading),
     "simple-offload": Setup(_replace(_PAIR, connector="simple-offload", delay=2), schedule_offloading),
     "v1-simple": Setup(_replace(_PAIR, offloading="last", simple_offloading=True, chunk_size=32), V1_AND_SIMPLE),
-    "nixl-pull": Setup(_replace(_PAIR, connector="nixl-pull"), schedule_pair),
-    "nixl-push": Setup(_replace(_PAIR, connector="nixl-push"), schedule_pair),
-    "nixl-push-at-once": Setup(_replace(_PAIR, connector="nixl-push"), partial(schedule_pair, at_once="abc")),
-    "mooncake": Setup(_replace(_PAIR, connector="mooncake"), partial(schedule_pair, at_once="b")),
+    "nixl-pull": Setup(_replace(_PAIR, connector="nixl-pull"), of_pair()),
+    "nixl-push": Setup(_replace(_PAIR, connector="nixl-push"), of_pair()),
+    "nixl-push-at-once": Setup(_replace(_PAIR, connector="nixl-push"), of_pair("abc")),
+    "mooncake": Setup(_replace(_PAIR, connector="mooncake"), of_pair("b")),
     "nixl-pull-ranks": Setup(_replace(_PAIR, connector="nixl-pull"), OF_RANKS, True),
     "nixl-push-ranks": Setup(_replace(_PAIR, connector="nixl-push"), OF_RANKS, True),
     "nixl-multi": Setup(_replace(_MULTI, connector="nixl-multi"), OF_MULTI),

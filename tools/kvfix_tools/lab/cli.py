@@ -32,9 +32,7 @@ app = typer.Typer(help="Play the bugs on the real vLLM scheduler and connectors,
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 LMCachePath = Annotated[
     str | None,
-    typer.Option(
-        metavar="DIR", help="Use the LMCache release in this folder (pip install --no-deps --target DIR ...)."
-    ),
+    typer.Option(metavar="DIR", help="Use the LMCache release in this folder (pip install --target DIR ...)."),
 ]
 Fixes = Annotated[bool, typer.Option(help="Play with the fixes of kvfix, or as released.")]
 
@@ -94,12 +92,7 @@ def fuzz_connector(
     steps: Annotated[float, typer.Option(help="Stop after this many steps of the scheduler.")] = math.inf,
     fixes: Fixes = True,
     mode: Annotated[
-        str,
-        typer.Option(
-            help=(
-                "fix: apply the fixes. check: run kvfix in mode check, and count each report of kvfix as a violation."
-            )
-        ),
+        str, typer.Option(help="fix: apply the fixes. check: run in mode check, and count each report as a violation.")
     ] = "fix",
     fixes_in: Annotated[
         str,
@@ -113,11 +106,7 @@ def fuzz_connector(
         bool, typer.Option(help="Draw default options, no aborts, no failed loads, no evictions.")
     ] = False,
     shrink: Annotated[
-        float,
-        typer.Option(
-            metavar="SECONDS",
-            help="Shrink each violation for at most this many seconds; 0: show the schedule as drawn.",
-        ),
+        float, typer.Option(metavar="SECONDS", help="Shrink each violation for so long; 0: show the drawn schedule.")
     ] = 20.0,
     jobs: Annotated[int, typer.Option(min=1, metavar="N", help="Use this many processes.")] = 1,
     notes: Annotated[
