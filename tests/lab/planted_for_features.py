@@ -84,12 +84,15 @@ def dropped_token_of_a_turn_counts_as_computed(_: Any, update: Any, session: Any
     session.num_computed_tokens += 1
 
 
-#: The request that came first gives way to the second one.
+def _gives_way(engine: Any) -> bool:
+    """The request that came first gives way to the second one."""
+    assert engine.requests["high"].num_preemptions == 0
+    return bool(engine.requests["low"].num_preemptions)
+
+
 GIVES_WAY = steps(
     [do.admit("low", prompt(120), max_tokens=60, priority=1), do.step(4), do.keep_blocks(3)],
-    do.admit("high", prompt(30, seed=1), max_tokens=60, priority=0),
-    until(lambda engine: engine.requests["low"].num_preemptions and not engine.requests["high"].num_preemptions),
-    [do.free_blocks(), do.run()],
+    [do.admit("high", prompt(30, seed=1), max_tokens=60, priority=0), until(_gives_way), do.free_blocks(), do.run()],
 )
 BEGUN = do.admit("first", prompt(100), max_tokens=30), do.step(6)
 RESET = steps(BEGUN, do.reset_prefix_cache(True), do.run(), do.settle())

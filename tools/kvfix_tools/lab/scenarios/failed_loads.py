@@ -89,7 +89,6 @@ SCENARIOS = {
         doc="A load fails, and the request is preempted before vLLM knows: vLLM keeps the output of the failed step.",
         shows="LAB008 is not what the model says",
         not_in_hooks=CONTENT,
-        wrong={"vllm": ">=0.11.2"},
         needs={"lmcache": ">=0.4.1"},
         options=Options(chunk_size=32, max_num_batched_tokens=256, async_scheduling=True),
     ),
@@ -110,7 +109,6 @@ SCENARIOS = {
         [do.store("sharing", prompt(260)), do.admit("r", prompt(300))],
         doc="A load fails with speculative decoding: vLLM reads the failed blocks before `wait_for_save` runs.",
         shows="LAB001 the step reads token 128 of",
-        wrong={"lmcache": ">=0.3.9.post1"},
         needs={"lmcache": ">=0.4.1"},  # earlier releases die of this request (KVF008)
         options=Options(max_num_batched_tokens=1024, save_last=True),
     ),
@@ -121,7 +119,6 @@ SCENARIOS = {
         do.admit("r", prompt(324), max_tokens=4),
         doc="A load fails while the next step is in flight, and LMCache stores the KV of that step.",
         shows="LAB001",
-        wrong={"vllm": ">=0.11.2"},
         needs={"lmcache": ">=0.4.1"},  # earlier releases die of this request (KVF008)
         options=Options(max_num_batched_tokens=64, async_scheduling=True),
     ),
