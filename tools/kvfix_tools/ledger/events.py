@@ -41,7 +41,7 @@ class NotReturned(NamedTuple):
     """Request `reader` of the peer does not need the kept blocks any more, but no release message has arrived.
 
     loaded: True if `reader` has loaded the blocks, False if it has ended without loading them. expired: True if the
-    lease timed out, False if the blocks are still kept. Only the records of both engines together show this (peers.py).
+    lease timed out, False if the blocks are still kept. Only the records of both engines show this.
     """
 
     request: str
