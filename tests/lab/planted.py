@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial, reduce
+from functools import partial
 from math import inf
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -50,8 +50,8 @@ def fault(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a fault for these setups. options: by setup, with "_" for "-"; those of `every` are for all setups.
 
-    at: path of a method from the engine. The fault is then called in its place, with the engine, the method and the
-    arguments.
+    at: path of a method from the engine; `*` is each item of a list. The fault is then called in place of the method,
+    with the engine, the method and the arguments.
     """
     by_setup = {name.replace("_", "-"): each for name, each in options.items()}
 
@@ -72,9 +72,14 @@ def row(name: str, at: str, call: Callable[..., Any], *shows: str, **more: Any) 
 
 
 def _replace_method(path: str, call: Callable[..., Any], engine: Any) -> None:
-    *places, name = path.split(".")
-    owner = reduce(lambda place, part: place[int(part)] if part.isdigit() else getattr(place, part), places, engine)
-    wrap(owner, name, partial(call, engine))
+    owners, (*places, name) = [engine], path.split(".")
+    for part in places:
+        if part == "*":
+            owners = [each for owner in owners for each in owner]
+        else:
+            owners = [owner[int(part)] if part.isdigit() else getattr(owner, part) for owner in owners]
+    for owner in owners:
+        wrap(owner, name, partial(call, engine))
 
 
 def wrap(owner: Any, name: str, call: Callable[..., Any]) -> None:

@@ -5,14 +5,16 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from kvfix_tools.lab import steps as do
 from kvfix_tools.lab.steps import prompt
-from tests.lab.planted import fault, noted, row, wrap
+from tests.lab.planted import fault, noted, row, steps, wrap
 
 V1, MP, OFFLOADING, SIMPLE, BOTH = ("v1",), ("mp",), ("offloading",), ("simple-offload",), ("v1-simple",)
 #: LMCache's connector in a MultiConnector with OffloadingConnector.
 LAST: dict[str, Any] = {"v1": {"offloading": "last"}, "mp": {"offloading": "last"}}
 #: Methods in which faults are planted.
 COPIES, BUILD = "connector.offloading.ranks.0.copies", "scheduler.connector.build_connector_meta"
+IN_SCHEDULER = "connector.in_scheduler.scheduler_manager"
 TIER = "connector.offloading.manager.secondary_tiers.0"
 
 row("load_goes_one_slot_too_far", "slots.put", lambda _, put, slot, kv: put(slot + (slot % 16 < 15), kv), "LAB001")
@@ -119,10 +121,7 @@ def changes_its_promise(engine: Any) -> None:
         return promised if promised is None or len(answers) % 2 else 0
 
     _answer(engine, change)
-    engine.do("stored_elsewhere", prompt(64))
-    engine.keep_blocks(0)
-    engine.admit("z", prompt(64))
-    engine.step(5)
+    steps(do.stored_elsewhere(prompt(64)), do.keep_blocks(0), do.admit("z", prompt(64)), do.step(5))(engine)
     engine.free_blocks()
 
 
@@ -243,17 +242,13 @@ def a_store_holds_no_blocks(engine: Any) -> None:
     )  # fmt: skip
 
 
-@fault("KVR009", on=SIMPLE)
-def a_hit_is_kept(engine: Any) -> None:
+@fault("KVR009", on=SIMPLE, at=f"{IN_SCHEDULER}.get_num_new_matched_tokens")
+def a_hit_is_kept(engine: Any, ask: Any, request: Any, computed: int) -> Any:
     manager = engine.connector.in_scheduler.scheduler_manager
-
-    def get_num_new_matched_tokens(ask: Any, request: Any, computed: int) -> Any:
-        answer = ask(request, computed)
-        manager._pending_cpu_hits.setdefault(request.request_id, (([],), 0, computed))
-        return answer
-
-    wrap(manager, "get_num_new_matched_tokens", get_num_new_matched_tokens)
     manager.request_finished_all_groups = lambda request, blocks: (False, None)
+    answer = ask(request, computed)
+    manager._pending_cpu_hits.setdefault(request.request_id, (([],), 0, computed))
+    return answer
 
 
 row(

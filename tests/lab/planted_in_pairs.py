@@ -15,16 +15,12 @@ FEWER: dict[str, Any] = {"ranks": 2, "peer_ranks": 1, "kv_heads": 2, "rank_delay
 COPIED: dict[str, Any] = {"ranks": 1, "peer_ranks": 4, "kv_heads": 2}
 GROUPS: dict[str, Any] = {"windows": (32,), "num_blocks": 80}
 GROUP = "other KV in KV group 1"
-#: Of an engine with one connector.
-ADAPTER = "connector.workers.0.adapter"
+#: Of an engine with one connector: in the first rank, and in each rank.
+ADAPTER, ADAPTERS = "connector.workers.0.adapter", "connector.workers.*.adapter"
 
 
 def _worker(engine: Any) -> Any:
     return getattr(engine.connector, "child", engine.connector.workers[0])
-
-
-def _adapters(engine: Any) -> list[Any]:
-    return [worker.adapter for worker in engine.connector.workers]
 
 
 # ---------------------------------------------------------------------- wrong KV
@@ -177,15 +173,11 @@ for name, factor, options in (
     row(name, at, _reads_at(factor), "LAB001 other KV of rank 1", on=PULL_RANKS, every=options)
 
 
-@fault("LAB001 other KV of rank 1", on=PULL_RANKS, every=MORE)
-def blocks_are_free_after_the_first_of_two_notices(pair: Any) -> None:
-    def adds(add: Any, metadata: Any, *more: Any) -> Any:
-        answer, mappings = add(metadata, *more), add.__self__.tp_mappings
-        mappings[metadata.engine_id] = dataclasses.replace(mappings[metadata.engine_id], local_consumers=1)
-        return answer
-
-    for adapter in _adapters(pair.decode):
-        wrap(adapter, "add_remote_agent", adds)
+@fault("LAB001 other KV of rank 1", on=PULL_RANKS, every=MORE, at=f"decode.{ADAPTERS}.add_remote_agent")
+def blocks_are_free_after_the_first_of_two_notices(_: Any, add: Any, metadata: Any, *more: Any) -> Any:
+    answer, mappings = add(metadata, *more), add.__self__.tp_mappings
+    mappings[metadata.engine_id] = dataclasses.replace(mappings[metadata.engine_id], local_consumers=1)
+    return answer
 
 
 row(
@@ -194,13 +186,11 @@ row(
 )  # fmt: skip
 
 
-@fault("LAB001 other KV", on=PUSH_RANKS, every=FEWER)
-def the_second_writer_is_not_waited_for(pair: Any) -> None:
-    def make(original: Any, *places: Any, notif_msg: bytes) -> Any:
-        return original(*places, notif_msg=notif_msg.rpartition(b":")[0] + b":1")
-
-    for adapter in _adapters(pair.prefill):
-        wrap(adapter.nixl_wrapper, "make_prepped_xfer", make)
+row(
+    "the_second_writer_is_not_waited_for", f"prefill.{ADAPTERS}.nixl_wrapper.make_prepped_xfer",
+    lambda _, make, *places, notif_msg: make(*places, notif_msg=notif_msg.rpartition(b":")[0] + b":1"),
+    "LAB001 other KV", on=PUSH_RANKS, every=FEWER,
+)  # fmt: skip
 
 
 @fault(f"LAB001 {GROUP}", on=PULL_RANKS, every=GROUPS, at=f"decode.{ADAPTER}._read_blocks")
