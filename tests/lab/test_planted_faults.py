@@ -6,7 +6,6 @@ docs/lab-features.md names a planted fault for each feature of the lab.
 import dataclasses
 import re
 from collections import Counter
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -18,8 +17,9 @@ from kvfix_tools.lab.scenario import find
 from tests import late
 from tests.conftest import ROOT
 from tests.healthy import own_blocks
+from tests.lab import planted_in_real_server  # noqa: F401  it plants its faults
 from tests.lab.planted import FAULTS, Fault, is_found, played
-from tests.lab.planted_for_features import DRAFTS
+from tests.lab.planted_faults import DRAFTS
 from tests.lab.planted_in_pairs import COPIED, FEWER, GROUPS, MORE
 from tests.lab.planted_in_ranks import LARGER_BLOCKS, ONE_OBJECT, RANKS, SHARES, STATES_AND_DRAFTS
 
@@ -69,8 +69,6 @@ SOUND: list[tuple[str, dict[str, Any], dict[str, int]]] = [
     ("nixl-offload", {"offloading": "first"}, {"loads_of_kv_consumer": 1, "loads_offloaded": 3}),
     ("nixl-offload", {"offloading": "last"}, {"loads_of_kv_consumer": 2, "loads_offloaded": 2, "stores_offloaded": 1}),
 ]
-for module in ("faults", "for_features", "in_ranks", "in_pairs", "in_real_server"):
-    import_module(f"tests.lab.planted_{module}")
 PLANTED = {each: fault for each, fault in FAULTS.items() if each[0] != "mp-real"}
 
 
