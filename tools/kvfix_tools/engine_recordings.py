@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from kvfix.connector_events.recorder import Entry
 from kvfix.ledger import events as ev
 from kvfix.ledger.events import Event
-from kvfix_tools.ledger.events import RankDiffers
+from kvfix_tools.ledger import RankDiffers
 from kvfix_tools.recording import Recording
 
 

@@ -17,7 +17,7 @@ from kvfix.ledger import Finding, Ledger
 from kvfix.ledger import events as ev
 from kvfix.ledger.events import Event
 from kvfix_tools.engine_recordings import Clock, Engine, Part
-from kvfix_tools.ledger.events import LeaseRead, NotReturned
+from kvfix_tools.ledger import LeaseRead, NotReturned
 
 #: cmpl-ID-0 or chatcmpl-ID, where ID is the router's X-Request-Id, with the random suffix that vLLM appends.
 _OF_CLIENT = re.compile(r"(?:chat)?cmpl-(.+?)(?:-\d+)?(?:-[0-9a-f]{8})?$")

@@ -21,7 +21,7 @@ from kvfix.ledger import Finding, Ledger
 from kvfix.ledger import events as ev
 from kvfix_tools import engine_recordings, recording
 from kvfix_tools.engine_recordings import Engine, Part
-from kvfix_tools.ledger.events import RankDiffers
+from kvfix_tools.ledger import RankDiffers
 from kvfix_tools.peer_recordings import Peers, RouterLog
 from kvfix_tools.recording import Recording
 

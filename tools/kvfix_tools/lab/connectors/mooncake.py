@@ -19,7 +19,7 @@ from kvfix_tools.lab.engine.request_events import STUCK, RequestEvents
 from kvfix_tools.lab.fuzz.parameters import Params
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.pair.pair_engine import PairSide, PairWorker
-from kvfix_tools.ledger.events import WriteBegun, WriteEnded
+from kvfix_tools.ledger import WriteBegun, WriteEnded
 
 #: vLLM's default timeout in seconds. No prefill of the lab takes as long.
 _LONG = 480

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvfix_tools.lab.connectors.nixl import PORT, NixlSide, NixlWorker
 from kvfix_tools.lab.fuzz.parameters import Params
-from kvfix_tools.ledger.events import WriteBegun, WriteEnded, Written
+from kvfix_tools.ledger import WriteBegun, WriteEnded, Written
 
 
 class PushWorker(NixlWorker):
