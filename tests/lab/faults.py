@@ -185,17 +185,6 @@ CLOSED = ("LAB002", "LAB004", "LAB006")
 UNTIL_TIMEOUT = ("KVF321", "KVF322", "KVF323", "KVF352")
 
 
-@contextmanager
-def with_targets(fix: Any, targets: tuple[Any, ...]) -> Iterator[None]:
-    """In this context the fix has these targets."""
-    whole = fix.targets
-    object.__setattr__(fix, "targets", targets)
-    try:
-        yield
-    finally:
-        object.__setattr__(fix, "targets", whole)
-
-
 class Case(NamedTuple):
     """findings: plays with the fixes, or without; skipped: code of a fix that is left out."""
 

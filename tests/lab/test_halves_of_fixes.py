@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -20,7 +21,7 @@ from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.steps import prompt
 from tests import late
 from tests.conftest import RELEASES, Once, answers
-from tests.lab.faults import CLOSED, Case, cases, of_scenario, with_targets
+from tests.lab.faults import CLOSED, Case, cases, of_scenario
 from tests.lab.planted import counted, steps, until
 
 #: Functions of connectors that run in a worker. Classes of workers have "Worker" in their name.
@@ -79,7 +80,7 @@ def play_all() -> dict[str, list[str]]:
             released = {*CLOSED, *(each.code for each in case.findings(False))}
             for targets in halves(fix):
                 # a helper alone does not show the bug: each function counts
-                with with_targets(fix, tuple(replace(each, helper=False) for each in targets)):
+                with mock.patch.dict(vars(fix), targets=tuple(replace(each, helper=False) for each in targets)):
                     new = [str(each) for each in case.findings() if each.code not in released]
                 found[fix.code] += [f"{case.name} with {targets[0].function}: {each}" for each in new]
     return found
@@ -137,7 +138,7 @@ def without(code: str, function: str, play: Callable[[], Any]) -> list[str]:
     """Return the findings of a play with this fix without this function. "": with the whole fix."""
     fix: Any = catalogue.find(code)
     left = [each for each in fix.targets if not function or not each.function.endswith(function)]
-    with with_targets(fix, tuple(left)):
+    with mock.patch.dict(vars(fix), targets=tuple(left)):
         return [str(found) for found in play()]
 
 
