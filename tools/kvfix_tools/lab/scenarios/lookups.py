@@ -7,6 +7,8 @@ from kvfix_tools.lab.scenario import WORKER, Options, scenario
 from kvfix_tools.lab.steps import prompt
 
 LONG = "long"
+#: match(0): the lookup is sent. It times out (lookup_timeout_ms is 3,000), and the request is computed.
+TIMED_OUT = do.step(), do.wait(4), do.step()
 asynchronous = partial(
     scenario,
     needs={"lmcache": ">=0.3.10"},
@@ -50,10 +52,7 @@ SCENARIOS = {
     ),
     "async-given-up-asked-again": asynchronous(
         [do.stored_elsewhere(prompt(256)), do.slow_lookups(6), do.admit("r", prompt(300), max_tokens=5)],
-        do.step(),  # match(0): the lookup is sent
-        do.wait(4),  # lookup_timeout_ms is 3,000
-        do.step(),  # match(0): timed out; "r" is computed
-        do.preempt("r"),
+        [TIMED_OUT, do.preempt("r")],
         doc="A lookup times out and the request is preempted. The late result is never released.",
         shows="KVR009 fetched chunks of the worker",
         needs={"lmcache": ">=0.3.11"},  # in 0.3.10 a resumed request ends the engine before
@@ -61,10 +60,7 @@ SCENARIOS = {
     "async-given-up-of-one-rank": scenario(
         # Two answers begin the load: the second rank's to the second lookup, and the first rank's to the third.
         [do.stored_elsewhere(prompt(256)), do.lookups_fail(1), do.admit("r", prompt(300), max_tokens=5)],
-        do.step(),  # match(0): the lookup is sent
-        do.wait(4),  # lookup_timeout_ms is 3,000
-        do.step(),  # match(0): timed out; "r" is computed
-        [do.preempt("r"), do.reset_prefix_cache()],
+        [TIMED_OUT, do.preempt("r"), do.reset_prefix_cache()],
         do.step(),  # match(0): the lookup is sent, and answered by both ranks
         do.slow_lookups(3),  # of the second rank
         doc="The lookup of one of two ranks times out, the request is preempted, and a worker dies at its load.",
@@ -76,10 +72,7 @@ SCENARIOS = {
     "async-late-answer-left": asynchronous(
         # The client stops waiting after `lookup_timeout_ms`, but before 0.4.1 it does not cancel the lookup.
         [do.stored_elsewhere(prompt(256)), do.slow_lookups(3), do.admit("r", prompt(300))],
-        do.step(),  # match(0): the lookup is sent
-        do.wait(4),  # lookup_timeout_ms is 3,000
-        do.step(),  # match(0): timed out; "r" is computed and ends
-        do.slow_lookups(0),
+        [TIMED_OUT, do.slow_lookups(0)],
         do.serve("next 1", prompt(300, seed=1)),  # the answer arrives; other lookups would remove it
         do.admit("next 2", prompt(300, seed=2)),
         doc="A lookup times out and the request ends without it: LMCache keeps the late answer and the fetched chunks.",
