@@ -104,8 +104,8 @@ class Scenario:
         return engine
 
 
-def scenario(*parts: Step | Sequence[Step], shows: str, **more: Any) -> Scenario:
-    """Return a scenario with these steps, in this order. A part is a step, or several steps.
+def scenario(*parts: Any, shows: str, **more: Any) -> Scenario:
+    """Return a scenario with these steps, in this order. A part is a step, or a sequence of parts.
 
     more: fields of `Scenario`.
     """
@@ -113,7 +113,7 @@ def scenario(*parts: Step | Sequence[Step], shows: str, **more: Any) -> Scenario
 
 
 def mp_scenarios(
-    *parts: Step | Sequence[Step], shows: str, wrong: str = ">=0.4.5", vllm: str = ">=0.22.0", **more: Any
+    *parts: Any, shows: str, wrong: str = ">=0.4.5", vllm: str = ">=0.22.0", **more: Any
 ) -> tuple[Scenario, Scenario]:
     """Return scenarios with these steps for LMCache's multi-process connector and for vLLM's copy of it.
 

@@ -11,17 +11,17 @@ from kvfix_tools.lab.steps import prompt
 
 ASKS = {"cached_token_stats": True, "num_lmcache_extra_cached_tokens": True}
 mp = partial(scenario, options=Options(connector="mp", num_blocks=60, max_num_batched_tokens=256))
+windows = partial(scenario, needs={"lmcache": ">=0.4.7", "vllm": ">=0.32"})
 
 
 def _window_freed(max_tokens: int, doc: str) -> Scenario:
     """Return a scenario of a store that is in flight when vLLM frees the blocks before the window."""
-    return scenario(
+    return windows(
         [do.admit("r", prompt(256), max_tokens=max_tokens), do.step()],
         # one step after "r" it takes the blocks before the window of "r", and writes to them
         do.admit("other", prompt(288, seed=1)),
         doc=doc,
         shows="LAB001 is stored under their key",
-        needs={"lmcache": ">=0.4.7", "vllm": ">=0.32"},
         hooks_rule="KVR014",
         options=Options(connector="mp", num_blocks=60, windows=(64,), max_num_batched_tokens=1024, delay=4),
     )
@@ -271,13 +271,12 @@ SCENARIOS: dict[str, Any] = {
         options=Options(connector="mp", num_blocks=50, max_num_batched_tokens=1024, delay=5),
     ),
     # ------------------------------------------------------------------ models with several KV groups
-    "mp-failed-load-of-groups": scenario(
+    "mp-failed-load-of-groups": windows(
         [do.stored_elsewhere(prompt(128)), do.admit("r", prompt(200), max_tokens=2), do.step(2)],
         do.lose_loads(),  # the load was in flight
         [do.run(), do.expect_unharmed("r")],
         shows="KVR011 RuntimeError",
         wrong={"lmcache": ">=0.4.7,<0.5.6", "vllm": ">=0.32"},
-        needs={"lmcache": ">=0.4.7", "vllm": ">=0.32"},
         options=Options(connector="mp", num_blocks=60, windows=(64,)),
     ),
     "mp-state-freed-while-stored": scenario(
@@ -308,14 +307,13 @@ SCENARIOS: dict[str, Any] = {
     "mp-window-freed-while-stored": _window_freed(
         20, "The window moves on while a store is in flight: another request writes to the freed blocks."
     ),
-    "mp-window-loaded-short": scenario(
+    "mp-window-loaded-short": windows(
         # For three MTP modules vLLM keeps two tokens before the window of 32. LMCache loads the last two blocks of "r".
         # vLLM also keeps the block before these, from token 80 on, and caches it. "other", without a hit in LMCache,
         # hits 112 tokens in vLLM and reads from token 81 on.
         [do.stored_elsewhere(prompt(128)), do.serve("r", prompt(160), max_tokens=2), do.lookups_fail(1)],
         do.admit("other", prompt(128) + prompt(40, seed=1), max_tokens=2),
         shows="LAB001 in KV group 1",
-        needs={"lmcache": ">=0.4.7", "vllm": ">=0.32"},
         options=Options(connector="mp", num_blocks=60, windows=(32,), drafter="mtp", drafts=3, acceptance=50),
     ),
     "mp-window-reserves-too-little": scenario(
@@ -340,13 +338,12 @@ SCENARIOS: dict[str, Any] = {
         hooks_rule="KVR014",
         options=Options(connector="mp", num_blocks=32, windows=(64,), max_num_batched_tokens=16),
     ),
-    "mp-window-stored-null": scenario(
+    "mp-window-stored-null": windows(
         # After its prefix hit, the block list of `r` in the window's KV group begins with null block 0. A later,
         # shorter hit reads the chunk.
         [do.serve("first", prompt(256)), do.evict(4), do.store("r", prompt(512)), do.admit("short", prompt(100))],
         doc="LMCache stores null blocks of a window, because vLLM has a prefix that LMCache has evicted.",
         shows="LAB001 the step reads token",
-        needs={"lmcache": ">=0.4.7", "vllm": ">=0.32"},
         hooks_rule="KVR014",
         options=Options(connector="mp", num_blocks=60, windows=(64,)),
     ),

@@ -1,26 +1,29 @@
 """vLLM's OffloadingConnector and SimpleCPUOffloadConnector, alone or with LMCache's connector."""
 
+from functools import partial
 from typing import Any
 
 from kvfix_tools.lab import steps as do
 from kvfix_tools.lab.scenario import Options, Scenario, scenario
 from kvfix_tools.lab.steps import Step, prompt
 
+#: Scenarios of LMCache's connectors in a MultiConnector with an offloading connector.
+beside = partial(scenario, needs={"vllm": ">=0.32", "lmcache": ">=0.5.6"})
+
 
 def _failed_load(shows: str, *then: Step, doc: str = "", **options: Any) -> Scenario:
     """Return a scenario of a failed load of LMCache into blocks that an offloading connector stores."""
-    return scenario(
+    return beside(
         [do.stored_elsewhere(prompt(256)), do.fail_load("r"), do.admit("r", prompt(300), max_tokens=4), *then],
         shows=shows,
         options=Options(offloading="last", max_num_batched_tokens=512, **options),
-        needs={"vllm": ">=0.32", "lmcache": ">=0.5.6"},
         doc=doc,
     )
 
 
 SCENARIOS = {
     "failed-load-is-offloaded": _failed_load("LAB001 the OffloadingConnector stores other KV"),
-    "load-after-reset-asserts": scenario(
+    "load-after-reset-asserts": beside(
         # The request is preempted between two steps, as by a reset.
         do.admit("r", prompt(300), max_tokens=30),
         do.step(10),  # its prompt is stored
@@ -30,9 +33,8 @@ SCENARIOS = {
         shows="KVR011 schedule: AssertionError",
         wrong={"vllm": ">=0.32,<0.33"},
         options=Options(connector="mp", offloading="first", delay=0, max_num_batched_tokens=512),
-        needs={"vllm": ">=0.32", "lmcache": ">=0.5.6"},
     ),
-    "mp-load-into-blocks-in-copy": scenario(
+    "mp-load-into-blocks-in-copy": beside(
         [do.stored_elsewhere(prompt(256)), do.stored_elsewhere(prompt(256, seed=1)), do.keep_blocks(20)],
         do.admit("a", prompt(256)),  # LMCache has the prompt, so no store keeps the blocks
         do.admit("r", prompt(256, seed=1)),  # its load gets the blocks of "a", which has ended
@@ -40,7 +42,6 @@ SCENARIOS = {
         shows="LAB001 the OffloadingConnector stores other KV",
         wrong={"vllm": ">=0.32,<0.33"},
         options=Options(connector="mp", offloading="last", delay=3, max_num_batched_tokens=128, prefix_caching=False),
-        needs={"vllm": ">=0.32", "lmcache": ">=0.5.6"},
     ),
     "offload-copy-fails": scenario(
         [do.store("before", prompt(128)), do.fail_load("r"), do.admit("r", prompt(128), max_tokens=3)],
@@ -77,13 +78,12 @@ SCENARIOS = {
             extra={"blocks_per_chunk": 2},
         ),
     ),
-    "session-offloads-other-blocks": scenario(
+    "session-offloads-other-blocks": beside(
         [do.admit("r", prompt(40), resumable=True), do.run(5), do.add_input("r", prompt(100, seed=1))],
         [do.run(5), do.end_input("r")],
         shows="LAB001 the OffloadingConnector stores other KV",
         wrong={"vllm": ">=0.32,<0.33"},
         options=Options(offloading="last"),
-        needs={"vllm": ">=0.32", "lmcache": ">=0.5.6"},
     ),
     "simple-offload-copy-fails": scenario(
         [do.serve("before", prompt(128)), do.settle(), do.reset_prefix_cache()],
