@@ -6,6 +6,7 @@ difference of their clocks (`Clock`). Two facts order the records without clocks
 forward its parameters. A request of the peer arrives before the release message that it sends.
 """
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -92,7 +93,8 @@ class Peers:
                 else:
                     kept = names.get((keeps.name, event.peer), event.peer)
                     self.links.append(Link(reads, event.request, keeps, kept))
-        self._clocks: dict[tuple[Engine, Engine], Clock] = {}
+        #: clock(reads, keeps): how far the clock of `reads`' scheduler is ahead of `keeps`' scheduler.
+        self.clock = functools.cache(self._clock)
 
     def _named(self, name: str, reads: Engine) -> Engine | None:
         """Return a replica of the engine with this name that has a scheduler on record."""
@@ -105,12 +107,6 @@ class Peers:
         return {event.request for event in _events(keeps, ev.Leased)} - read
 
     # ------------------------------------------------------------------ clocks
-
-    def clock(self, reads: Engine, keeps: Engine) -> Clock:
-        """Return how far the clock of `reads`' scheduler is ahead of `keeps`' scheduler."""
-        if (reads, keeps) not in self._clocks:
-            self._clocks[reads, keeps] = self._clock(reads, keeps)
-        return self._clocks[reads, keeps]
 
     def _clock(self, reads: Engine, keeps: Engine) -> Clock:
         here, there = _scheduler(keeps), _scheduler(reads)
