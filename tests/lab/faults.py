@@ -291,6 +291,7 @@ def main(
     only: Annotated[str, typer.Option(help="Codes of fixes, with commas.")] = "",
     lmcache_path: str | None = None,
 ) -> None:
+    """Raise at random lines of the fixes, and print each outcome that is worse than without the fix."""
     from kvfix_tools.lab import runner
 
     runner.prepare(lmcache_path)
