@@ -4,7 +4,6 @@ By hand, for thousands of draws: `python -m tests.lab.faults DRAWS [--seed N] [-
 It must be installed before the first fix is loaded: it replaces the functions of `kvfix.wrapping` that fixes use.
 """
 
-import argparse
 import ast
 import functools
 import inspect
@@ -15,7 +14,9 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import typer
 
 from kvfix import acting, wrapping
 
@@ -29,15 +30,14 @@ class Fault(Exception):
 
 
 class Plan:
-    """Where to raise, and what was executed. The code of one fix at a time is traced."""
+    """Where to raise, and what was executed. The code of one fix at a time is traced.
 
-    def __init__(self, code: str = "") -> None:
-        self.code = code
+    time: at this execution the line raises; always: at each later one too.
+    """
+
+    def __init__(self, code: str = "", line: Line | None = None, time: int = 0, always: bool = False) -> None:
+        self.code, self.line, self.time, self.always = code, line, time, always
         self.lines: Counter[Line] = Counter()
-        self.line: Line | None = None
-        #: The time at which the line raises.
-        self.time = 0
-        self.always = False
         self.raised = 0
         self.inner = False
         self.entered: set[tuple[Any, int]] = set()
@@ -70,6 +70,17 @@ class Plan:
 
 
 PLAN = Plan()
+
+
+@contextmanager
+def planned(*plan: Any) -> Iterator[None]:
+    """In this context PLAN is this plan."""
+    PLAN.__init__(*plan)  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        PLAN.__init__()  # type: ignore[misc]
+
 
 #: Nodes of a statement that cannot raise.
 _SAFE = (
@@ -174,31 +185,11 @@ CLOSED = ("LAB002", "LAB004", "LAB006")
 UNTIL_TIMEOUT = ("KVF321", "KVF322", "KVF323", "KVF352")
 
 
-@contextmanager
-def with_targets(fix: Any, targets: tuple[Any, ...]) -> Iterator[None]:
-    """In this context the fix has these targets."""
-    whole = fix.targets
-    object.__setattr__(fix, "targets", targets)
-    try:
-        yield
-    finally:
-        object.__setattr__(fix, "targets", whole)
-
-
 class Case(NamedTuple):
-    """findings: plays with the fixes or without, and without a fix that is left out ("": none)."""
+    """findings: plays with the fixes, or without; skipped: code of a fix that is left out."""
 
     name: str
-    findings: Callable[[bool, str], Any]
-
-    def released(self) -> Any:
-        return self.findings(False, "")
-
-    def fixed(self) -> Any:
-        return self.findings(True, "")
-
-    def without(self, code: str) -> Any:
-        return self.findings(True, code)
+    findings: Function
 
 
 def of_scenario(slug: str) -> Case:
@@ -207,7 +198,7 @@ def of_scenario(slug: str) -> Case:
 
     scenario = find(slug)
 
-    def findings(fixes: bool, skipped: str) -> Any:
+    def findings(fixes: bool = True, skipped: str = "") -> Any:
         codes = [code for code in runner.played(*scenario.fixes) if code != skipped]
         return runner.play(scenario, fixes, only=codes).findings
 
@@ -219,7 +210,7 @@ def _seed(connector: str, seed: int) -> Case:
     from kvfix_tools.lab.fuzz.schedule import draw
     from kvfix_tools.lab.runner import applied, played
 
-    def findings(fixes: bool, skipped: str) -> Any:
+    def findings(fixes: bool = True, skipped: str = "") -> Any:
         with applied(fixes, only=[code for code in played() if code != skipped]):
             return play(draw(seed, connector)).findings
 
@@ -247,23 +238,17 @@ class Counted(NamedTuple):
 
 def counted(fix: Any, case: Case) -> Counted:
     """Return the findings without the fix, and how often each line of the fix runs."""
-    released = frozenset(found.code for found in (*case.released(), *case.without(fix.code)))
-    PLAN.__init__(fix.code)  # type: ignore[misc]
-    case.fixed()
-    lines = dict(PLAN.lines)
-    PLAN.__init__()  # type: ignore[misc]
-    return Counted(case, released, lines)
+    released = frozenset(found.code for found in (*case.findings(False), *case.findings(skipped=fix.code)))
+    with planned(fix.code):
+        case.findings()
+        return Counted(case, released, dict(PLAN.lines))
 
 
 def outcome(fix: Any, counted: Counted, line: Line, time: int, always: bool) -> str:
     """Play the case with the fix, and raise at this line. Return the outcome if it is worse than without; else ""."""
-    PLAN.__init__(fix.code)  # type: ignore[misc]
-    PLAN.line, PLAN.time, PLAN.always = line, time, always
-    try:
-        found = counted.case.fixed()
-    finally:
+    with planned(fix.code, line, time, always):
+        found = counted.case.findings()
         raised = PLAN.raised
-        PLAN.__init__()  # type: ignore[misc]
     is_closed = fix.on_fault == "closed"
     allowed = (counted.released | {"LAB007"} | set(CLOSED if is_closed else ())) - set(["LAB001"] if is_closed else ())
     if fix.code in UNTIL_TIMEOUT:
@@ -299,23 +284,22 @@ def faults(
     return {"draws": dict(done), "worse": worse}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("draws", type=int, help="draws for each fix")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seeds", type=int, default=4, help="random schedules for each connector of a fix")
-    parser.add_argument("--only", default="", help="codes of fixes, with commas")
-    parser.add_argument("--lmcache-path")
-    arguments = parser.parse_args()
+def main(
+    draws: Annotated[int, typer.Argument(help="Draws for each fix.")],
+    seed: int = 0,
+    seeds: Annotated[int, typer.Option(help="Random schedules for each connector of a fix.")] = 4,
+    only: Annotated[str, typer.Option(help="Codes of fixes, with commas.")] = "",
+    lmcache_path: str | None = None,
+) -> None:
+    """Raise at random lines of the fixes, and print each outcome that is worse than without the fix."""
     from kvfix_tools.lab import runner
 
-    runner.prepare(arguments.lmcache_path)
-    only = tuple(filter(None, arguments.only.split(",")))
+    runner.prepare(lmcache_path)
     with runner.quiet():
-        found = faults(arguments.draws, arguments.seed, arguments.seeds, only, lambda text: print(text, flush=True))
+        found = faults(draws, seed, seeds, tuple(filter(None, only.split(","))), functools.partial(print, flush=True))
     print(json.dumps({"draws": sum(found["draws"].values()), "worse": len(found["worse"])}))
     raise SystemExit(bool(found["worse"]))
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

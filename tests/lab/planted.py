@@ -3,12 +3,14 @@
 import dataclasses
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial, reduce
+from functools import partial
+from math import inf
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 from unittest import mock
 
 from kvfix_tools.lab import runner
+from kvfix_tools.lab import steps as do
 from kvfix_tools.lab.options import PAIRS, SERVER_CHUNK, Options
 from kvfix_tools.lab.scenario import scenarios
 from kvfix_tools.lab.steps import prompt
@@ -28,13 +30,12 @@ class Setup(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """rules: one of them must find the fault, with this text in its message.
+    """shows: each is the code of a rule, and a part of its message. One of them must be found.
 
     options: of the lab, in addition to those of the setup. schedule: if it is not that of the setup.
     """
 
-    rules: tuple[str, ...]
-    text: str
+    shows: tuple[str, ...]
     plant: Plant
     options: dict[str, Any] = {}
     schedule: Plant | None = None
@@ -45,17 +46,12 @@ FAULTS: dict[tuple[str, str], Fault] = {}
 
 
 def fault(
-    *rules: str,
-    text: str = "",
-    on: tuple[str, ...] = ("v1", "mp"),
-    at: str = "",
-    schedule: Plant | None = None,
-    **options: Any,
+    *shows: str, on: tuple[str, ...] = ("v1", "mp"), at: str = "", schedule: Plant | None = None, **options: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a fault for these setups. options: by setup, with "_" for "-"; those of `every` are for all setups.
 
-    at: path of a method from the engine. The fault is then called in its place, with the engine, the method and the
-    arguments.
+    at: path of a method from the engine; `*` is each item of a list. The fault is then called in place of the method,
+    with the engine, the method and the arguments.
     """
     by_setup = {name.replace("_", "-"): each for name, each in options.items()}
 
@@ -63,27 +59,38 @@ def fault(
         planted = partial(_replace_method, at, plant) if at else plant
         for setup in on:
             changed = by_setup.get(setup, options.get("every", {}))
-            FAULTS[setup, plant.__name__] = Fault(rules, text, planted, changed, schedule)
+            FAULTS[setup, plant.__name__] = Fault(shows, planted, changed, schedule)
         return plant
 
     return register
 
 
-def row(name: str, at: str, call: Callable[..., Any], *rules: str, **more: Any) -> None:
+def row(name: str, at: str, call: Callable[..., Any], *shows: str, **more: Any) -> None:
     """Register a fault of one expression. more: as for `fault`."""
     call.__name__ = name
-    fault(*rules, at=at, **more)(call)
+    fault(*shows, at=at, **more)(call)
 
 
 def _replace_method(path: str, call: Callable[..., Any], engine: Any) -> None:
-    *places, name = path.split(".")
-    owner = reduce(lambda place, part: place[int(part)] if part.isdigit() else getattr(place, part), places, engine)
-    wrap(owner, name, partial(call, engine))
+    owners, (*places, name) = [engine], path.split(".")
+    for part in places:
+        if part == "*":
+            owners = [each for owner in owners for each in owner]
+        else:
+            owners = [owner[int(part)] if part.isdigit() else getattr(owner, part) for owner in owners]
+    for owner in owners:
+        wrap(owner, name, partial(call, engine))
 
 
 def wrap(owner: Any, name: str, call: Callable[..., Any]) -> None:
     """Replace the method of this object by `call`, which gets the method as its first argument."""
     setattr(owner, name, partial(call, getattr(owner, name)))
+
+
+def noted(engine: Any) -> dict[Any, Any]:
+    """Return what a planted fault has noted of this engine."""
+    notes: dict[Any, Any] = vars(engine).setdefault("noted_by_fault", {})
+    return notes
 
 
 def played(setup: str, name: str = "", planted: bool = True, **options: Any) -> dict[str, Any]:
@@ -93,7 +100,7 @@ def played(setup: str, name: str = "", planted: bool = True, **options: Any) -> 
 
     name: "" for no fault. planted: False plays the schedule of the fault without the fault.
     """
-    made, fault = SETUPS[setup], FAULTS[setup, name] if name else Fault((), "", lambda _: None)
+    made, fault = SETUPS[setup], FAULTS[setup, name] if name else Fault((), lambda _: None)
     changed = dataclasses.replace(made.options, **{**fault.options, **options})
     with (
         TemporaryDirectory() as folder,
@@ -115,37 +122,61 @@ def played(setup: str, name: str = "", planted: bool = True, **options: Any) -> 
 
 
 def is_found(fault: Fault, done: dict[str, Any]) -> bool:
-    return any(code in fault.rules and fault.text in message for code, message in done["found"])
+    wanted = [each.partition(" ")[::2] for each in fault.shows]
+    return any(code == rule and text in message for code, message in done["found"] for rule, text in wanted)
 
 
 # ---------------------------------------------------------------------- one engine
 
 
-def schedule_v1(engine: Any) -> None:
-    """Compute, store, preempt, resume with a load, and hit vLLM's cache and LMCache's. Clean on a sound release."""
-    engine.store("first", prompt(300), max_tokens=3)
-    engine.admit("again", prompt(300), max_tokens=20)
-    engine.admit("other", prompt(200, seed=1), max_tokens=20)
-    engine.step(4)
-    engine.preempt("again")
-    engine.keep_blocks(3)
-    engine.step(2)
-    engine.free_blocks()
-    engine.run()
-    engine.settle()
+def steps(*parts: Any) -> Plant:
+    """Return a schedule with these parts: steps, functions of the engine, or sequences of parts."""
+    whole = list(do.flat(parts))
+
+    def play(engine: Any) -> None:
+        for part in whole:
+            (part.play if isinstance(part, do.Step) else part)(engine)
+
+    return play
 
 
-def schedule_mp(engine: Any) -> None:
-    engine.do("stored_elsewhere", prompt(64))
-    engine.admit("a", prompt(200), max_tokens=12)
-    engine.step(2)
-    engine.admit("b", prompt(120, seed=1), max_tokens=12)
-    while engine.requests["b"] not in engine.scheduler.running:
-        engine.step()
-    engine.preempt("b")
-    engine.run()
-    engine.serve("c", prompt(200), max_tokens=4)
-    engine.settle()
+def until(condition: Callable[[Any], Any]) -> Plant:
+    """Return a part of a schedule: the engine makes steps until this holds."""
+
+    def play(engine: Any) -> None:
+        while not condition(engine):
+            engine.step()
+
+    return play
+
+
+def counted(name: str, least: int, most: float = inf) -> Plant:
+    """Return a part of a schedule: so many of these have happened."""
+
+    def check(engine: Any) -> None:
+        assert least <= engine.counts[name] <= most, f"{engine.counts[name]} {name}"
+
+    return check
+
+
+#: Compute, store, preempt, resume with a load, and hit vLLM's cache and LMCache's. Clean on a sound release.
+V1 = steps(
+    do.store("first", prompt(300), max_tokens=3),
+    [do.admit("again", prompt(300), max_tokens=20), do.admit("other", prompt(200, seed=1), max_tokens=20)],
+    [do.step(4), do.preempt("again"), do.keep_blocks(3), do.step(2), do.free_blocks(), do.run(), do.settle()],
+)
+MP = steps(
+    [do.stored_elsewhere(prompt(64)), do.admit("a", prompt(200), max_tokens=12), do.step(2)],
+    do.admit("b", prompt(120, seed=1), max_tokens=12),
+    until(lambda engine: engine.requests["b"] in engine.scheduler.running),
+    [do.preempt("b"), do.run(), do.serve("c", prompt(200), max_tokens=4), do.settle()],
+)
+#: LMCache has two prompts, SimpleCPUOffloadConnector one of them, and another that LMCache has lost.
+V1_AND_SIMPLE = steps(
+    [do.stored_elsewhere(prompt(100)), do.store("of lmcache", prompt(100), 5), do.serve("of both", prompt(100), 5)],
+    [do.store("stored", prompt(150, seed=1), 5), do.evict(100), do.serve("of the other", prompt(150, seed=1), 5)],
+    do.expect_all_ended(),
+)
 
 
 def schedule_offloading(engine: Any) -> None:
@@ -169,63 +200,40 @@ def schedule_offloading(engine: Any) -> None:
     engine.expect_all_ended()
 
 
-def schedule_v1_and_simple(engine: Any) -> None:
-    """LMCache has two prompts, SimpleCPUOffloadConnector one of them, and another that LMCache has lost."""
-    engine.do("stored_elsewhere", prompt(100))
-    engine.store("of lmcache", prompt(100), 5)
-    engine.serve("of both", prompt(100), 5)
-    engine.store("stored", prompt(150, seed=1), 5)
-    engine.evict(100)
-    engine.serve("of the other", prompt(150, seed=1), 5)
-    engine.expect_all_ended()
-
-
 # ---------------------------------------------------------------------- two engines
 
 
-def schedule_pair(pair: Any, at_once: str = "") -> None:
+def of_pair(at_once: str = "") -> Plant:
     """Ask for three requests, of which the second begins as the first one does.
 
     at_once: requests that the router sends to both engines at once.
     """
-    for name, tokens in (("a", prompt(100)), ("b", prompt(150)), ("c", prompt(60, seed=1))):
-        if name == "c":
-            pair.step(3)
-        (pair.ask_at_once if name in at_once else pair.ask)(name, tokens, 5)
-    pair.run()
-    pair.step(3)
+    prompts = {"a": prompt(100), "b": prompt(150), "c": prompt(60, seed=1)}
+    a, b, c = ((do.ask_at_once if name in at_once else do.ask)(name, tokens, 5) for name, tokens in prompts.items())
+    return steps(a, b, do.step(3), c, do.run(), do.step(3))
 
 
-def schedule_ranks(pair: Any) -> None:
-    """Play requests. Then others take and write prefill's free blocks in each of some steps."""
-    schedule = [("a", prompt(100)), ("b", prompt(150)), ("c", prompt(60, seed=1))]
-    for name, tokens in schedule:
-        pair.ask(name, tokens, 5)
-        pair.step(0 if name == "a" else 3)
-    for number in range(12):  # an engine without requests makes no step
-        pair.ask(f"other-{number}", prompt(40, seed=2 + number))
-        pair.on("prefill", "take_blocks", pair.prefill.free())
-        pair.step()
-        pair.on("prefill", "free_blocks")
-    pair.run()
+def _others_write(pair: Any) -> None:
+    pair.on("prefill", "take_blocks", pair.prefill.free())
+    pair.step()
+    pair.on("prefill", "free_blocks")
 
 
-def schedule_multi(pair: Any) -> None:
-    """Load from prefill, from decode's own memory, and where both have the prompt."""
-
-    def forget() -> None:
-        pair.run()
-        pair.step(5)
-        for engine in pair.engines:
-            engine.reset_prefix_cache()
-
-    pair.ask("a", prompt(100), 5)
-    forget()
-    pair.router.ask_decode("b", prompt(100), 5)  # decode has it
-    forget()
-    pair.ask("c", prompt(100), 5)  # and so has prefill
-    pair.run()
-    pair.step(3)
+#: Play requests. Then others take and write prefill's free blocks in each of some steps.
+OF_RANKS = steps(
+    [do.ask("a", prompt(100), 5), do.ask("b", prompt(150), 5), do.step(3), do.ask("c", prompt(60, seed=1), 5)],
+    do.step(3),
+    # an engine without requests makes no step
+    [[do.ask(f"other-{number}", prompt(40, seed=2 + number)), _others_write] for number in range(12)],
+    do.run(),
+)
+_FORGET = do.run(), do.step(5), [do.on(engine, "reset_prefix_cache") for engine in ("prefill", "decode")]
+#: Load from prefill, from decode's own memory, and where both have the prompt.
+OF_MULTI = steps(
+    [do.ask("a", prompt(100), 5), _FORGET],
+    [do.ask_decode("b", prompt(100), 5), _FORGET],  # decode has it
+    [do.ask("c", prompt(100), 5), do.run(), do.step(3)],  # and so has prefill
+)
 
 
 #: A store is in flight when vLLM frees blocks before the window.
@@ -236,29 +244,27 @@ _PAIR = Options(num_blocks=40, max_num_batched_tokens=64)
 _replace = dataclasses.replace
 _MULTI = _replace(_PAIR, multi=("prefill", "decode"), chunk_size=32, prefix_caching=False)
 SETUPS = {
-    "v1": Setup(Options(chunk_size=64, num_blocks=64, max_num_batched_tokens=256), schedule_v1),
-    "mp": Setup(_MP, schedule_mp),
-    "mp-windows": Setup(_replace(_MP, num_blocks=100, windows=(32, 64), separate_object_groups=True), schedule_mp),
+    "v1": Setup(Options(chunk_size=64, num_blocks=64, max_num_batched_tokens=256), V1),
+    "mp": Setup(_MP, MP),
+    "mp-windows": Setup(_replace(_MP, num_blocks=100, windows=(32, 64), separate_object_groups=True), MP),
     # a chunk has one block, and so has a step
     "mp-states": Setup(
-        _replace(_MP, chunk_size=16, max_num_batched_tokens=16, states=True, separate_object_groups=True), schedule_mp
+        _replace(_MP, chunk_size=16, max_num_batched_tokens=16, states=True, separate_object_groups=True), MP
     ),
     "mp-window-freed": Setup(_FREED.options, _FREED.play, True, "check"),
-    "mp-real": Setup(_REAL, schedule_mp, True),
+    "mp-real": Setup(_REAL, MP, True),
     "offloading": Setup(_replace(_PAIR, connector="offloading", max_num_batched_tokens=256), schedule_offloading),
     "simple-offload": Setup(_replace(_PAIR, connector="simple-offload", delay=2), schedule_offloading),
-    "v1-simple": Setup(
-        _replace(_PAIR, offloading="last", simple_offloading=True, chunk_size=32), schedule_v1_and_simple
-    ),
-    "nixl-pull": Setup(_replace(_PAIR, connector="nixl-pull"), schedule_pair),
-    "nixl-push": Setup(_replace(_PAIR, connector="nixl-push"), schedule_pair),
-    "nixl-push-at-once": Setup(_replace(_PAIR, connector="nixl-push"), partial(schedule_pair, at_once="abc")),
-    "mooncake": Setup(_replace(_PAIR, connector="mooncake"), partial(schedule_pair, at_once="b")),
-    "nixl-pull-ranks": Setup(_replace(_PAIR, connector="nixl-pull"), schedule_ranks, True),
-    "nixl-push-ranks": Setup(_replace(_PAIR, connector="nixl-push"), schedule_ranks, True),
-    "nixl-multi": Setup(_replace(_MULTI, connector="nixl-multi"), schedule_multi),
+    "v1-simple": Setup(_replace(_PAIR, offloading="last", simple_offloading=True, chunk_size=32), V1_AND_SIMPLE),
+    "nixl-pull": Setup(_replace(_PAIR, connector="nixl-pull"), of_pair()),
+    "nixl-push": Setup(_replace(_PAIR, connector="nixl-push"), of_pair()),
+    "nixl-push-at-once": Setup(_replace(_PAIR, connector="nixl-push"), of_pair("abc")),
+    "mooncake": Setup(_replace(_PAIR, connector="mooncake"), of_pair("b")),
+    "nixl-pull-ranks": Setup(_replace(_PAIR, connector="nixl-pull"), OF_RANKS, True),
+    "nixl-push-ranks": Setup(_replace(_PAIR, connector="nixl-push"), OF_RANKS, True),
+    "nixl-multi": Setup(_replace(_MULTI, connector="nixl-multi"), OF_MULTI),
     # as released, its worker waits for what LMCache has loaded (KVF317)
-    "nixl-push-multi": Setup(_replace(_MULTI, connector="nixl-push-multi"), schedule_multi, True),
-    "mooncake-multi": Setup(_replace(_MULTI, connector="mooncake-multi"), schedule_multi),
-    "nixl-offload": Setup(_replace(_PAIR, connector="nixl-offload", chunk_size=16), schedule_multi),
+    "nixl-push-multi": Setup(_replace(_MULTI, connector="nixl-push-multi"), OF_MULTI, True),
+    "mooncake-multi": Setup(_replace(_MULTI, connector="mooncake-multi"), OF_MULTI),
+    "nixl-offload": Setup(_replace(_PAIR, connector="nixl-offload", chunk_size=16), OF_MULTI),
 }  # fmt: skip

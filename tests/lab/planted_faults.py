@@ -1,17 +1,28 @@
-"""Faults planted in one engine of the lab."""
+"""Faults planted in one engine of the lab: in its parts, and one and more for each feature that the fuzzer draws."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+from kvfix_tools.lab import steps as do
+from kvfix_tools.lab.engine.memory import GARBAGE
+from kvfix_tools.lab.fuzz.parameters import CONFIGURED
 from kvfix_tools.lab.steps import prompt
-from tests.lab.planted import fault, row, wrap
+from tests.lab.planted import counted, fault, noted, row, steps, until, wrap
 
 V1, MP, OFFLOADING, SIMPLE, BOTH = ("v1",), ("mp",), ("offloading",), ("simple-offload",), ("v1-simple",)
 #: LMCache's connector in a MultiConnector with OffloadingConnector.
 LAST: dict[str, Any] = {"v1": {"offloading": "last"}, "mp": {"offloading": "last"}}
+#: Speculative decoding, and a connector that stores generated tokens.
+DRAFTS: dict[str, dict[str, Any]] = {
+    "v1": {"drafter": "eagle", "drafts": 3, "acceptance": 70, "lmcache": {"save_decode_cache": True}},
+    "mp": {"drafter": "eagle", "drafts": 3, "acceptance": 70, "lmcache": {"mp.save_decode_cache": True}},
+}
 #: Methods in which faults are planted.
 COPIES, BUILD = "connector.offloading.ranks.0.copies", "scheduler.connector.build_connector_meta"
+IN_SCHEDULER = "connector.in_scheduler.scheduler_manager"
+TIER = "connector.offloading.manager.secondary_tiers.0"
 
 row("load_goes_one_slot_too_far", "slots.put", lambda _, put, slot, kv: put(slot + (slot % 16 < 15), kv), "LAB001")
 row("load_moves_nothing_and_says_it_did", "slots.put", lambda *_: None, "LAB001")
@@ -25,52 +36,43 @@ row(
     lambda _, write, blocks, start, kv: write(blocks, start, [*kv[:-1], 7] if len(kv) > 40 else kv), "LAB001", on=MP,
 )  # fmt: skip
 row("chunk_is_lost", "cache.get", lambda *_: None, "LAB002")
-row("a_hook_raises", BUILD, lambda *_: 1 // 0, "KVR011", text="ZeroDivisionError")
-row("pins_are_kept", "cache.unpin", lambda *_: None, "KVR009", text="pins of the worker", on=V1)
+row("a_hook_raises", BUILD, lambda *_: 1 // 0, "KVR011 ZeroDivisionError")
+row("pins_are_kept", "cache.unpin", lambda *_: None, "KVR009 pins of the worker", on=V1)
 row(
-    "a_load_is_reported_before_it_is_done", f"{COPIES}.is_done", lambda *_: True, "LAB001",
-    text="the step reads", on=(*OFFLOADING, *SIMPLE),
+    "a_load_is_reported_before_it_is_done", f"{COPIES}.is_done", lambda *_: True, "LAB001 the step reads",
+    on=(*OFFLOADING, *SIMPLE),
 )  # fmt: skip
 # the worker does not wait for the copies of blocks that others get
 row(
-    "a_store_is_not_waited_for", "connector.offloading.ranks.0.connector.worker.wait", lambda *_: None, "LAB001",
-    text="the OffloadingConnector stores", on=OFFLOADING,
+    "a_store_is_not_waited_for", "connector.offloading.ranks.0.connector.worker.wait", lambda *_: None,
+    "LAB001 the OffloadingConnector stores", on=OFFLOADING,
 )  # fmt: skip
 row(
-    "load_comes_short_for_no_reason", "", lambda engine: engine.workers[0].failing.update(again=3), "LAB002",
-    text="loaded up to 192 of 256", on=V1,
+    "load_comes_short_for_no_reason", "", lambda engine: engine.workers[0].failing.update(again=3),
+    "LAB002 loaded up to 192 of 256", on=V1,
 )  # fmt: skip
 row(
-    "blocks_of_others_never_come_free", "free_blocks", lambda engine, _: engine._held.clear(), "LAB009",
-    text="again needs ", on=V1,
+    "blocks_of_others_never_come_free", "free_blocks", lambda engine, _: engine._held.clear(), "LAB009 again needs ",
+    on=V1,
 )  # fmt: skip
 
 
-@fault("LAB001", text="Connector stores", on=("v1", "mp", *OFFLOADING, *SIMPLE, *BOTH), at=f"{COPIES}._submit", **LAST)
+@fault("LAB001 Connector stores", on=("v1", "mp", *OFFLOADING, *SIMPLE, *BOTH), at=f"{COPIES}._submit", **LAST)
 def copy_takes_the_next_block(engine: Any, submit: Any, pieces: Any) -> Any:
     memory = engine.connector.offloading.ranks[0].copies.gpu
     start, block, end = memory.data_ptr(), memory.shape[1], memory.data_ptr() + memory.numel()
     return submit([(source + block * (start <= source < end - block), *more) for source, *more in pieces])
 
 
-@fault("LAB001", text="the step reads", on=OFFLOADING, offloading={"tier": "fs"})
-def a_file_is_that_of_another_chunk(engine: Any) -> None:
-    tier = engine.connector.offloading.manager.secondary_tiers[0]
-    name, names = tier.file_mapper.get_file_name, []
-
-    def first(key: Any) -> Any:
-        names.append(name(key))
-        return names[0]
-
-    def submit_load(load: Any, job: Any) -> None:
-        tier.file_mapper.get_file_name = first
+@fault("LAB001 the step reads", on=OFFLOADING, at=f"{TIER}.submit_load", offloading={"tier": "fs"})
+def a_file_is_that_of_another_chunk(engine: Any, load: Any, job: Any) -> None:
+    mapper = engine.connector.offloading.manager.secondary_tiers[0].file_mapper
+    name, noting = mapper.get_file_name, noted(engine)
+    with mock.patch.object(mapper, "get_file_name", lambda key: noting.setdefault("name", name(key))):
         load(job)
-        tier.file_mapper.get_file_name = name
-
-    wrap(tier, "submit_load", submit_load)
 
 
-@fault("LAB010", text="max_offload_tokens 0", on=OFFLOADING, at="connector.offloading.scheduler.on_new_request")
+@fault("LAB010 max_offload_tokens 0", on=OFFLOADING, at="connector.offloading.scheduler.on_new_request")
 def what_a_request_asks_for_is_not_read(engine: Any, on_new_request: Any, request: Any) -> None:
     on_new_request(request)
     request.kv_transfer_params = {"max_offload_tokens": 0}
@@ -84,23 +86,18 @@ def promise_is_granted_to_another(engine: Any, grant: Any, request: Any, blocks:
     grant(request, blocks, external)
 
 
-@fault("LAB010", text="this instance is a kv_consumer", on=V1, v1={"kv_role": "kv_consumer"})
+@fault("LAB010 this instance is a kv_consumer", on=V1, v1={"kv_role": "kv_consumer"})
 def a_consumer_does_not_know_its_role(engine: Any) -> None:
     engine.connector.scheduler_adapter.kv_role = engine.workers[0].adapter.kv_role = "kv_both"
 
 
-@fault("LAB001", on=V1)
-def two_blocks_are_exchanged(engine: Any) -> None:
-    memory, done = engine.slots._blocks, []
-
-    def exchange(iterate: Any) -> None:
-        iterate()
-        blocks = engine.model.blocks("again")
-        if not done and len(blocks) > 1:
-            memory[blocks[0]], memory[blocks[1]] = memory[blocks[1]], memory[blocks[0]]
-            done.append(True)
-
-    wrap(engine, "iterate", exchange)
+@fault("LAB001", on=V1, at="iterate")
+def two_blocks_are_exchanged(engine: Any, iterate: Any) -> None:
+    iterate()
+    memory, blocks = engine.slots._blocks, engine.model.blocks("again")
+    if not noted(engine) and len(blocks) > 1:
+        memory[blocks[0]], memory[blocks[1]] = memory[blocks[1]], memory[blocks[0]]
+        noted(engine)["done"] = True
 
 
 # ---------------------------------------------------------------------- promises
@@ -111,7 +108,7 @@ def promises_one_too_many(engine: Any) -> None:
     _answer(engine, lambda request, computed, promised: promised if promised is None else request.num_tokens - computed)
 
 
-@fault("KVR002", text="promised 0 where", on=V1)
+@fault("KVR002 promised 0 where", on=V1)
 def changes_its_mind(engine: Any) -> None:
     asked = []
 
@@ -131,14 +128,11 @@ def changes_its_promise(engine: Any) -> None:
         return promised if promised is None or len(answers) % 2 else 0
 
     _answer(engine, change)
-    engine.do("stored_elsewhere", prompt(64))
-    engine.keep_blocks(0)
-    engine.admit("z", prompt(64))
-    engine.step(5)
+    steps(do.stored_elsewhere(prompt(64)), do.keep_blocks(0), do.admit("z", prompt(64)), do.step(5))(engine)
     engine.free_blocks()
 
 
-@fault("LAB003", text="is PREEMPTED for ever", on=V1)
+@fault("LAB003 is PREEMPTED for ever", on=V1)
 def no_question_is_ever_answered(engine: Any) -> None:
     _answer(engine, lambda request, computed, promised: None if request.num_preemptions else promised)
 
@@ -161,7 +155,7 @@ def _answer(engine: Any, change: Callable[[Any, int, Any], Any]) -> None:
 # ---------------------------------------------------------------------- metadata and events
 
 
-def in_metadata(name: str, change: Callable[[Any, Any], None], *rules: str, **more: Any) -> None:
+def in_metadata(name: str, change: Callable[[Any, Any], None], *shows: str, **more: Any) -> None:
     """Register a fault in each request's metadata between the adapter in the scheduler and the one in the worker."""
 
     def built(engine: Any, build: Any, output: Any) -> Any:
@@ -170,7 +164,7 @@ def in_metadata(name: str, change: Callable[[Any, Any], None], *rules: str, **mo
             change(engine, meta)
         return metadata
 
-    row(name, "connector.scheduler_adapter.build_connector_meta", built, *rules, on=V1, **more)
+    row(name, "connector.scheduler_adapter.build_connector_meta", built, *shows, on=V1, **more)
 
 
 def _less(engine: Any, meta: Any) -> None:
@@ -184,11 +178,8 @@ def _skip(engine: Any, meta: Any) -> None:
 
 
 in_metadata("load_of_less_than_was_granted", _less, "KVR004")
-in_metadata(
-    "load_is_forgotten", lambda _, meta: setattr(meta, "load_spec", None),
-    "KVR006", text="no load of them was started",
-)  # fmt: skip
-in_metadata("store_skips_a_chunk", _skip, "KVR007", text="never are")
+in_metadata("load_is_forgotten", lambda _, meta: setattr(meta, "load_spec", None), "KVR006 no load of them was started")
+in_metadata("store_skips_a_chunk", _skip, "KVR007 never are")
 
 
 @fault("KVR006", "KVR010", on=MP, at=BUILD)
@@ -208,7 +199,7 @@ def _stored(start_later: int, end_later: int) -> Any:
 
 
 row("store_has_a_gap", "request_events.stored", _stored(32, 32), "KVR007", on=MP)
-row("store_reports_more_than_there_is", "request_events.stored", _stored(0, 64), "KVR008", text="are computed")
+row("store_reports_more_than_there_is", "request_events.stored", _stored(0, 64), "KVR008 are computed")
 
 
 # ---------------------------------------------------------------------- what stays
@@ -228,13 +219,13 @@ def _keep(owner: Any, name: str) -> None:
 
 
 row(
-    "a_load_spec_is_kept", "", lambda engine: _keep(engine.connector.scheduler_adapter, "load_specs"), "KVR009",
-    text="load_specs", on=V1,
+    "a_load_spec_is_kept", "", lambda engine: _keep(engine.connector.scheduler_adapter, "load_specs"),
+    "KVR009 load_specs", on=V1,
 )  # fmt: skip
 # a request keeps its state as long as it has a store in flight
 row(
-    "a_job_is_never_reported", "", lambda engine: _keep(engine.connector.offloading.scheduler, "_req_status"), "KVR009",
-    text="_req_status", on=OFFLOADING,
+    "a_job_is_never_reported", "", lambda engine: _keep(engine.connector.offloading.scheduler, "_req_status"),
+    "KVR009 _req_status", on=OFFLOADING,
 )  # fmt: skip
 
 
@@ -258,23 +249,19 @@ def a_store_holds_no_blocks(engine: Any) -> None:
     )  # fmt: skip
 
 
-@fault("KVR009", on=SIMPLE)
-def a_hit_is_kept(engine: Any) -> None:
+@fault("KVR009", on=SIMPLE, at=f"{IN_SCHEDULER}.get_num_new_matched_tokens")
+def a_hit_is_kept(engine: Any, ask: Any, request: Any, computed: int) -> Any:
     manager = engine.connector.in_scheduler.scheduler_manager
-
-    def get_num_new_matched_tokens(ask: Any, request: Any, computed: int) -> Any:
-        answer = ask(request, computed)
-        manager._pending_cpu_hits.setdefault(request.request_id, (([],), 0, computed))
-        return answer
-
-    wrap(manager, "get_num_new_matched_tokens", get_num_new_matched_tokens)
     manager.request_finished_all_groups = lambda request, blocks: (False, None)
+    answer = ask(request, computed)
+    manager._pending_cpu_hits.setdefault(request.request_id, (([],), 0, computed))
+    return answer
 
 
 row(
     "a_load_ends_a_block_early", "connector.reader.loads",
-    lambda _, loads, metadata: [(name, start, end - 16) for name, start, end in loads(metadata)],
-    "KVR004", "LAB002", on=SIMPLE,
+    lambda _, loads, metadata: [(name, start, end - 16) for name, start, end in loads(metadata)], "KVR004", "LAB002",
+    on=SIMPLE,
 )  # fmt: skip
 
 
@@ -297,8 +284,162 @@ def load_other_kv(connector: Any) -> None:
     wrap(connector.cache_engines[0], "chunk", lambda chunk, name, key: [7] * len(chunk(name, key) or ()) or None)
 
 
-row("lmcache_loads_other_kv", "", lambda engine: load_other_kv(engine.connector), "LAB001", text="the step", on=BOTH)
+row("lmcache_loads_other_kv", "", lambda engine: load_other_kv(engine.connector), "LAB001 the step", on=BOTH)
 # LMCache, which is asked first, has the request: the other connector's hit is not used
 MANAGER = "connector.offloading._manager"
 row("a_hit_is_never_released", f"{MANAGER}._free_pending_cpu_hit", lambda *_: None, "LAB028", on=BOTH)
 row("a_load_keeps_its_request", f"{MANAGER}.request_finished", lambda *_: (False, None), "KVR009", on=BOTH)
+
+
+# ---------------------------------------------------------------------- speculative decoding
+
+
+@fault("LAB001 store", at=BUILD, **DRAFTS)
+def drafts_are_stored_before_they_are_accepted(engine: Any, build: Any, output: Any) -> Any:
+    """The connector takes the scheduled drafts for tokens of the request."""
+    known = {name: len(engine.requests[name].all_token_ids) for name in output.scheduled_spec_decode_tokens}
+    for name, drafts in output.scheduled_spec_decode_tokens.items():
+        engine.requests[name]._all_token_ids += drafts
+    try:
+        return build(output)
+    finally:
+        for name, tokens in known.items():
+            del engine.requests[name]._all_token_ids[tokens:]
+
+
+@fault("LAB001 the step reads", at="scheduler.update_from_output", **DRAFTS)
+def rejected_drafts_stay_computed(engine: Any, update: Any, output: Any, answer: Any) -> Any:
+    """The scheduler does not take back the computed tokens of rejected drafts."""
+    computed = {name: engine.requests[name].num_computed_tokens for name in output.scheduled_spec_decode_tokens}
+    outputs = update(output, answer)
+    for name, tokens in computed.items():
+        engine.requests[name].num_computed_tokens = tokens
+    return outputs
+
+
+@fault("LAB001 the step reads", on=MP, at="scheduler.kv_cache_manager.coordinator.find_longest_cache_hit", **DRAFTS)
+def last_block_of_a_hit_is_dropped_and_counts(_: Any, find: Any, *args: Any) -> Any:
+    """vLLM drops it for EAGLE, and counts its tokens as computed."""
+    blocks, hit, more = find(*args)
+    return blocks, hit + 16 if hit else 0, more
+
+
+# ---------------------------------------------------------------------- the order of a step
+
+
+@fault("LAB001 the step reads", on=MP, at="model.groups.0.begin", mp={"model_runner_v2": True})
+def a_resumed_request_that_comes_as_new_keeps_its_old_blocks(engine: Any, update: Any, output: Any) -> None:
+    update(output)
+    rows = engine.model.groups[0].rows
+    for new in output.scheduled_new_reqs:
+        rows[new.req_id][:] = noted(engine).setdefault(new.req_id, list(rows[new.req_id]))
+
+
+STORED = steps(do.serve("r", prompt(200), max_tokens=3), do.settle(), do.expect_stored("r"))
+
+
+@fault("LAB004", on=MP, at="workers.0.called.get_finished", schedule=STORED, every={"save_last": True})
+def nothing_is_saved_after_the_report(engine: Any, report: Any, ended: set[str]) -> Any:
+    engine.workers[0].called.wait_for_save = lambda: None
+    return report(ended)
+
+
+# ---------------------------------------------------------------------- sessions, priorities, pauses, resets
+
+
+SESSION = steps(
+    [do.serve("r", prompt(70), max_tokens=4, resumable=True), do.add_input("r", prompt(90, seed=1), max_tokens=4)],
+    [do.run(), do.end_input("r"), do.settle()],
+)
+
+
+@fault("LAB001 the step reads token", at="scheduler._update_request_as_session", schedule=SESSION)
+def dropped_token_of_a_turn_counts_as_computed(_: Any, update: Any, session: Any, more: Any) -> None:
+    update(session, more)
+    session.num_computed_tokens += 1
+
+
+def _gives_way(engine: Any) -> bool:
+    """The request that came first gives way to the second one."""
+    assert engine.requests["high"].num_preemptions == 0
+    return bool(engine.requests["low"].num_preemptions)
+
+
+GIVES_WAY = steps(
+    [do.admit("low", prompt(120), max_tokens=60, priority=1), do.step(4), do.keep_blocks(3)],
+    [do.admit("high", prompt(30, seed=1), max_tokens=60, priority=0), until(_gives_way), do.free_blocks(), do.run()],
+)
+BEGUN = do.admit("first", prompt(100), max_tokens=30), do.step(6)
+RESET = steps(BEGUN, do.reset_prefix_cache(True), do.run(), do.settle())
+
+
+def _keeps_computed(engine: Any, preempt: Any, request: Any, *more: Any, **named: Any) -> None:
+    computed = request.num_computed_tokens
+    preempt(request, *more, **named)
+    request.num_computed_tokens = computed
+
+
+for name, schedule, options in (
+    ("the_request_that_gives_way_keeps_its_computed_tokens", GIVES_WAY, {"policy": "priority", "num_blocks": 32}),
+    ("a_request_that_a_reset_preempts_keeps_its_computed_tokens", RESET, {}),
+):
+    row(name, "scheduler._preempt_request", _keeps_computed, "LAB001", "KVR011", schedule=schedule, every=options)
+
+
+PAUSE = steps(BEGUN, do.pause(), do.admit("second", prompt(100, seed=1)), do.step(3), do.unpause(), do.run())
+row("a_pause_never_ends", "unpause", lambda *_: None, "LAB003 is WAITING for ever", schedule=PAUSE)
+#: Reset all KV while a request runs.
+NEW_WEIGHTS = steps(
+    [do.admit("first", prompt(200), max_tokens=30), do.step(12), do.new_weights(), do.run()],
+    [do.serve("again", prompt(200), max_tokens=3), do.settle()],
+)
+WEIGHTS: dict[str, Any] = {"on": MP, "schedule": NEW_WEIGHTS}
+row("the_cache_keeps_kv_of_old_weights", "scheduler.reset_connector_cache", lambda *_: True, "LAB001", **WEIGHTS)
+row(
+    "vllm_keeps_kv_of_old_weights", "scheduler.kv_cache_manager.reset_prefix_cache", lambda *_: True,
+    "LAB001 the step reads", **WEIGHTS,
+)  # fmt: skip
+
+
+# ---------------------------------------------------------------------- LMCache's other ways to load, and its roles
+
+
+row(
+    "the_last_layer_is_not_loaded", "slots.put",
+    lambda _, put, slot, content: put(slot, content) if content == GARBAGE else None, "LAB001 the step reads", on=V1,
+    v1={"lmcache": {"use_layerwise": True}},
+)  # fmt: skip
+
+
+@fault("LAB001 the step reads", on=V1, v1={"lmcache": {"enable_async_loading": True}})
+def chunks_that_were_fetched_are_mixed_up(engine: Any) -> None:
+    (worker_engine,) = engine.connector.cache_engines
+    worker_engine.chunk = lambda name, key: next(reversed(worker_engine.fetched[name].values()))
+
+
+#: A request whose KV is for a decoder, and a request that must not be stored.
+FOR_DECODER = steps(
+    do.serve(name, prompt(100, seed), max_tokens=2, sampling={"extra_args": {"kv_transfer_params": CONFIGURED[name]}})
+    for seed, name in enumerate(("prefill", "skip_save"), 1)
+)
+in_metadata(
+    "what_is_not_to_be_stored_is_stored", lambda _, meta: setattr(meta.save_spec, "can_save", True),
+    "LAB010 it asks for lmcache.skip_save", schedule=FOR_DECODER,
+)  # fmt: skip
+
+
+# ---------------------------------------------------------------------- a server that stops
+
+
+#: The server stops during a store and counts as dead. Then it continues, and ends the store.
+SILENT_SERVER = steps(
+    do.admit("r", prompt(200), max_tokens=3),
+    until(lambda engine: engine.connector.server.storing["r"]),
+    [do.server_stops(), do.step(2), do.server_goes_on(), do.run(), do.settle()],
+    counted("server_stops", 1, 1),
+)
+
+
+@fault("LAB001 is stored under their key", on=MP, at="connector.server._store", schedule=SILENT_SERVER, mp={"delay": 3})
+def a_store_after_silence_takes_other_blocks(engine: Any, store: Any, key: Any, groups: list[list[int]]) -> Any:
+    return store(key, [group[::-1] for group in groups] if engine.counts["server_stops"] else groups)

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from tests.lab.planted import fault, row, wrap
+from tests.lab.planted import fault, noted, row, wrap
 from tests.lab.planted_faults import load_other_kv
 
 PULL, PUSH, MOONCAKE = ("nixl-pull",), ("nixl-push",), ("mooncake",)
@@ -15,16 +15,12 @@ FEWER: dict[str, Any] = {"ranks": 2, "peer_ranks": 1, "kv_heads": 2, "rank_delay
 COPIED: dict[str, Any] = {"ranks": 1, "peer_ranks": 4, "kv_heads": 2}
 GROUPS: dict[str, Any] = {"windows": (32,), "num_blocks": 80}
 GROUP = "other KV in KV group 1"
-#: Of an engine with one connector.
-ADAPTER = "connector.workers.0.adapter"
+#: Of an engine with one connector: in the first rank, and in each rank.
+ADAPTER, ADAPTERS = "connector.workers.0.adapter", "connector.workers.*.adapter"
 
 
 def _worker(engine: Any) -> Any:
     return getattr(engine.connector, "child", engine.connector.workers[0])
-
-
-def _adapters(engine: Any) -> list[Any]:
-    return [worker.adapter for worker in engine.connector.workers]
 
 
 # ---------------------------------------------------------------------- wrong KV
@@ -80,9 +76,8 @@ for rule, on in (("LAB003", ("nixl-push-multi",)), ("LAB002", ("nixl-multi", "mo
 
 row("registrations_are_lost", f"decode.{ADAPTER}._do_send_reg_notif", lambda *_: None, "LAB003", on=PUSH)
 row(
-    "blocks_stay_when_they_are_sent", "prefill.scheduler._free_blocks", lambda *_: None,
-    "LAB020", on=(*PULL, *MOONCAKE),
-)  # fmt: skip
+    "blocks_stay_when_they_are_sent", "prefill.scheduler._free_blocks", lambda *_: None, "LAB020", on=(*PULL, *MOONCAKE)
+)
 
 
 row(
@@ -109,18 +104,12 @@ row(
 )  # fmt: skip
 
 
-@fault("KVR015", on=PULL)
-def what_is_sent_is_reported_again(pair: Any) -> None:
-    sent = set()
-
-    def get_transfer_results(results: Any, ended: set[str]) -> Any:
-        answer = results(ended)
-        again = set(sent)
-        sent.update(answer.finished_sending)
-        answer.finished_sending.update(again)
-        return answer
-
-    wrap(_worker(pair.prefill).called, "get_transfer_results", get_transfer_results)
+@fault("KVR015", on=PULL, at="prefill.connector.workers.0.called.get_transfer_results")
+def what_is_sent_is_reported_again(pair: Any, results: Any, ended: set[str]) -> Any:
+    answer, again = results(ended), list(noted(pair))
+    noted(pair).update(dict.fromkeys(answer.finished_sending))
+    answer.finished_sending.update(again)
+    return answer
 
 
 @fault("KVR017", on=PULL)
@@ -181,43 +170,36 @@ for name, factor, options in (
     ("a_copied_head_is_read_from_the_place_of_another", 1, COPIED),
 ):
     at = "decode.connector.workers.1.adapter._build_fa_remote"
-    row(name, at, _reads_at(factor), "LAB001", text="other KV of rank 1", on=PULL_RANKS, every=options)
+    row(name, at, _reads_at(factor), "LAB001 other KV of rank 1", on=PULL_RANKS, every=options)
 
 
-@fault("LAB001", text="other KV of rank 1", on=PULL_RANKS, every=MORE)
-def blocks_are_free_after_the_first_of_two_notices(pair: Any) -> None:
-    def adds(add: Any, metadata: Any, *more: Any) -> Any:
-        answer, mappings = add(metadata, *more), add.__self__.tp_mappings
-        mappings[metadata.engine_id] = dataclasses.replace(mappings[metadata.engine_id], local_consumers=1)
-        return answer
-
-    for adapter in _adapters(pair.decode):
-        wrap(adapter, "add_remote_agent", adds)
+@fault("LAB001 other KV of rank 1", on=PULL_RANKS, every=MORE, at=f"decode.{ADAPTERS}.add_remote_agent")
+def blocks_are_free_after_the_first_of_two_notices(_: Any, add: Any, metadata: Any, *more: Any) -> Any:
+    answer, mappings = add(metadata, *more), add.__self__.tp_mappings
+    mappings[metadata.engine_id] = dataclasses.replace(mappings[metadata.engine_id], local_consumers=1)
+    return answer
 
 
 row(
     "heads_of_two_ranks_are_mixed_up", f"decode.{ADAPTER}._build_local_splits_from_plan",
-    lambda _, build, *arguments: reversed(list(build(*arguments))),
-    "LAB001", text="other KV", on=PULL_RANKS, every=FEWER,
+    lambda _, build, *arguments: reversed(list(build(*arguments))), "LAB001 other KV", on=PULL_RANKS, every=FEWER,
 )  # fmt: skip
 
 
-@fault("LAB001", text="other KV", on=PUSH_RANKS, every=FEWER)
-def the_second_writer_is_not_waited_for(pair: Any) -> None:
-    def make(original: Any, *places: Any, notif_msg: bytes) -> Any:
-        return original(*places, notif_msg=notif_msg.rpartition(b":")[0] + b":1")
-
-    for adapter in _adapters(pair.prefill):
-        wrap(adapter.nixl_wrapper, "make_prepped_xfer", make)
+row(
+    "the_second_writer_is_not_waited_for", f"prefill.{ADAPTERS}.nixl_wrapper.make_prepped_xfer",
+    lambda _, make, *places, notif_msg: make(*places, notif_msg=notif_msg.rpartition(b":")[0] + b":1"),
+    "LAB001 other KV", on=PUSH_RANKS, every=FEWER,
+)  # fmt: skip
 
 
-@fault("LAB001", text=GROUP, on=PULL_RANKS, every=GROUPS, at=f"decode.{ADAPTER}._read_blocks")
+@fault(f"LAB001 {GROUP}", on=PULL_RANKS, every=GROUPS, at=f"decode.{ADAPTER}._read_blocks")
 def blocks_of_a_window_are_read_in_another_order(_: Any, read: Any, read_spec: Any, **more: Any) -> Any:
     whole, window = read_spec.remote_block_ids
     return read(dataclasses.replace(read_spec, remote_block_ids=[whole, window[::-1]]), **more)
 
 
-@fault("LAB001", text=GROUP, on=PUSH_RANKS, every=GROUPS, at=f"prefill.{ADAPTER}._xfer_blocks")
+@fault(f"LAB001 {GROUP}", on=PUSH_RANKS, every=GROUPS, at=f"prefill.{ADAPTER}._xfer_blocks")
 def a_window_is_not_written(_: Any, write: Any, read_spec: Any, **more: Any) -> Any:
     ours, theirs = ([each[0], []] for each in (read_spec.local_block_ids, read_spec.remote_block_ids))
     return write(dataclasses.replace(read_spec, local_block_ids=ours, remote_block_ids=theirs), **more)

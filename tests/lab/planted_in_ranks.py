@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
+from kvfix_tools.lab import steps as do
 from kvfix_tools.lab.steps import prompt
-from tests.lab.planted import fault, row, wrap
+from tests.lab.planted import fault, noted, row, steps, wrap
 from tests.lab.planted_faults import MP, V1
 
 #: Two ranks, of which the second takes longer.
@@ -13,32 +14,30 @@ RANKS: dict[str, dict[str, Any]] = {"v1": {"ranks": 2}, "mp": {"ranks": 2, "rank
 #: Two ranks that have every other token each.
 SHARES: dict[str, dict[str, Any]] = {"mp": {"ranks": 2, "context": True}}
 
-#: Three stages: up to three steps are in flight.
-STAGES: dict[str, Any] = {"every": {"ranks": 3, "pipeline": True}}
 
-
-@fault("LAB001", text="the step reads", **STAGES)
-def tokens_of_a_step_in_flight_count_twice(engine: Any) -> None:
+def _count_twice(engine: Any, schedule: Any) -> Any:
     """The scheduler adds a block to the computed tokens of a request, for a step in flight."""
-    done = set()
-
-    def scheduled(schedule: Any) -> Any:
-        for request in engine.scheduler.running if engine._answers else ():
-            if request.request_id not in done and request.num_computed_tokens + 16 < request.num_prompt_tokens:
-                done.add(request.request_id)
-                request.num_computed_tokens += 16
-        return schedule()
-
-    wrap(engine.scheduler, "schedule", scheduled)
+    done = noted(engine)
+    for request in engine.scheduler.running if engine._answers else ():
+        if request.request_id not in done and request.num_computed_tokens + 16 < request.num_prompt_tokens:
+            done[request.request_id] = True
+            request.num_computed_tokens += 16
+    return schedule()
 
 
+AHEAD: dict[str, dict[str, Any]] = {
+    "tokens_of_a_step_in_flight_count_twice": {"ranks": 3, "pipeline": True},
+    "tokens_of_the_step_before_count_twice": {"async_scheduling": True},
+}
+for name in AHEAD:
+    row(name, "scheduler.schedule", _count_twice, "LAB001 the step reads", every=AHEAD[name])
 row(
     "report_of_one_rank_counts_for_all", "", lambda engine: vars(engine.executor).update(_aggregator=None),
-    "LAB001", text="of rank 1", on=MP, **RANKS,
+    "LAB001 of rank 1", on=MP, **RANKS,
 )  # fmt: skip
 
 
-@fault("LAB001", text="of rank 1", on=MP, at="connector.server.submit_retrieve", **RANKS)
+@fault("LAB001 of rank 1", on=MP, at="connector.server.submit_retrieve", **RANKS)
 def a_rank_reports_a_load_before_it_is_done(
     engine: Any, submit: Any, name: str, key: Any, *more: Any, **named: Any
 ) -> Any:
@@ -46,19 +45,18 @@ def a_rank_reports_a_load_before_it_is_done(
     return engine.connector.server._answer(True) if key.worker_id else future
 
 
-@fault("LAB001", text="is stored under their key", on=MP, **SHARES)
+@fault("LAB001 is stored under their key", on=MP, **SHARES)
 def a_block_is_taken_for_that_of_one_rank(engine: Any) -> None:
     engine.scheduler.connector._group_tokens_per_block = [engine.options.block_of_rank]
 
 
 row(
     "a_rank_loads_the_tokens_of_another", "connector.server.chunks.load",
-    lambda _, load, groups, keys, skip, rank: load(groups, keys, skip, 0),
-    "LAB001", text="of rank 1", on=MP, **SHARES,
+    lambda _, load, groups, keys, skip, rank: load(groups, keys, skip, 0), "LAB001 of rank 1", on=MP, **SHARES,
 )  # fmt: skip
 
 
-@fault("LAB001", text="is stored under their key", on=MP, **RANKS)
+@fault("LAB001 is stored under their key", on=MP, **RANKS)
 def a_rank_stores_after_it_has_said_so(engine: Any) -> None:
     """Others write to the blocks meanwhile."""
     server, done = engine.connector.server, []
@@ -83,21 +81,17 @@ def a_rank_stores_after_it_has_said_so(engine: Any) -> None:
 
 row(
     "a_rank_loads_what_another_has_stored", "caches.1.get", lambda engine, _, key: engine.caches[0].get(key),
-    "LAB001", text="of rank 1", on=V1, **RANKS,
+    "LAB001 of rank 1", on=V1, **RANKS,
 )  # fmt: skip
 
 
-def schedule_failing_rank(engine: Any) -> None:
-    """Load computed tokens again, and let the load fail in the second rank."""
-    engine.store("first", prompt(300))
-    engine.admit("again", prompt(300), max_tokens=5)
-    engine.fail_load("again", 1, 1)
-    engine.run()
-
-
+#: Load computed tokens again, and let the load fail in the second rank.
+FAILING_RANK = steps(
+    do.store("first", prompt(300)), do.admit("again", prompt(300), max_tokens=5), do.fail_load("again", 1, 1), do.run()
+)
 row(
-    "a_rank_keeps_its_failure_to_itself", "workers.1.called.get_block_ids_with_load_errors", lambda *_: set(),
-    "LAB001", "LAB008", on=V1, schedule=schedule_failing_rank, **RANKS,
+    "a_rank_keeps_its_failure_to_itself", "workers.1.called.get_block_ids_with_load_errors", lambda *_: set(), "LAB001",
+    "LAB008", on=V1, schedule=FAILING_RANK, **RANKS,
 )  # fmt: skip
 
 
@@ -145,23 +139,19 @@ def _changed(changed: Callable[[Any], Any], place: int) -> Callable[..., Any]:
 
 for name, (method, changed, text, on, options) in BLOCKS.items():
     call = _changed(changed, 0 if method == "load" else 1)
-    row(name, f"connector.server.chunks.{method}", call, "LAB001", text=text, on=on, **options)
+    row(name, f"connector.server.chunks.{method}", call, f"LAB001 {text}", on=on, **options)
 
 
-def schedule_failed_load(engine: Any) -> None:
-    engine.do("stored_elsewhere", prompt(128))
-    engine.admit("r", prompt(160), max_tokens=5)
-    engine.fail_load("r")
-    engine.run()
-
-
+FAILED_LOAD = steps(
+    do.stored_elsewhere(prompt(128)), do.admit("r", prompt(160), max_tokens=5), do.fail_load("r"), do.run()
+)
 row(
     "a_failed_load_of_groups_is_not_reported", "workers.0.also_reported", lambda *_: {}, "LAB003", "LAB008", "KVR010",
-    on=WINDOWS, schedule=schedule_failed_load,
+    on=WINDOWS, schedule=FAILED_LOAD,
 )  # fmt: skip
 
 
-@fault("LAB001", text=STORED, on=WINDOWS, mp_windows=LARGER_BLOCKS)
+@fault(f"LAB001 {STORED}", on=WINDOWS, mp_windows=LARGER_BLOCKS)
 def larger_blocks_are_taken_for_small_ones(engine: Any) -> None:
     engine.scheduler.connector._group_tokens_per_block = [16, 16]
 
@@ -170,8 +160,7 @@ row(
     "state_of_a_rejected_draft_is_read", "model.groups.1.write",
     lambda _, write, name, done, contents, drafts, accepted: write(
         name, done, contents, drafts, min(drafts, accepted + 1)
-    ),
-    "LAB001", text="in KV group 1", on=STATES, mp_states=STATES_AND_DRAFTS,
+    ), "LAB001 in KV group 1", on=STATES, mp_states=STATES_AND_DRAFTS,
 )  # fmt: skip
 
 
@@ -197,6 +186,6 @@ for name, block, text in (
     ("no_step_waits_for_the_store_of_a_window", None, "blocks freed after the step and used again"),
 ):
     row(
-        name, "connector.in_scheduler._process_cached_requests", _in_metadata_of_stores(block), "KVR014",
-        text=f"of KV group 1 are stored from {text}", on=("mp-window-freed",),
+        name, "connector.in_scheduler._process_cached_requests", _in_metadata_of_stores(block),
+        f"KVR014 of KV group 1 are stored from {text}", on=("mp-window-freed",),
     )  # fmt: skip

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from kvfix.ledger.events import LoadFailed, Scheduled, Stored
+from kvfix_tools.lab import steps as do
 from kvfix_tools.lab.fuzz.schedule import Schedule, draw
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.runner import applied, played
@@ -12,6 +13,7 @@ from kvfix_tools.lab.scenario import find
 from kvfix_tools.lab.steps import prompt
 from tests import late
 from tests.conftest import RELEASES, Once, answers
+from tests.lab.planted import steps, until
 
 NEWEST = RELEASES / "0.5.6"
 #: What was not drawn yet when the schedule was found.
@@ -129,16 +131,14 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def saved(ranks: int, options: dict[str, Any]) -> dict[str, Any]:
     """Chunks in each rank's cache: before a step that loads 128 of 300 tokens, after it, and in the end."""
-    engine = late.LabEngine(Options(max_num_batched_tokens=512, ranks=ranks, **options))
-    engine.store("first", prompt(128))
-    chunks = [[len(cache) for cache in engine.caches]]
-    engine.admit("second", prompt(300), 6)
-    while not engine.counts["loaded_tokens"]:
-        engine.step()
-    chunks.append([len(cache) for cache in engine.caches])
-    engine.run()
-    engine.settle()
-    chunks.append([len(cache) for cache in engine.caches])
+    engine, chunks = late.LabEngine(Options(max_num_batched_tokens=512, ranks=ranks, **options)), []
+    for part in (
+        do.store("first", prompt(128)),
+        [do.admit("second", prompt(300), 6), until(lambda engine: engine.counts["loaded_tokens"])],
+        [do.run(), do.settle()],
+    ):
+        steps(part)(engine)
+        chunks.append([len(cache) for cache in engine.caches])
     return {"chunks": chunks, "found": [str(found) for found in engine.findings]}
 
 

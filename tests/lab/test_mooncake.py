@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
+from kvfix_tools.lab import steps as do
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.scenario import find
 from kvfix_tools.lab.steps import prompt
 from tests import late
 from tests.conftest import RELEASES, Once, answers
+from tests.lab.planted import steps
 
 OPTIONS = Options(connector="mooncake", num_blocks=40, max_num_batched_tokens=64)
 
@@ -44,16 +46,12 @@ def test_abort_leaves_another_prefill_of_its_transfer(aborted_first: bool) -> li
     """
     pair = late.Pair(OPTIONS)
     pair.prefill.connector._transfer = lambda name: "shared"
-    pair.router.router_takes(8)
-    pair.budget(16)
-    pair.ask("sent", prompt(100 if aborted_first else 16), 5)
-    pair.step()
-    pair.ask("aborted", prompt(100, seed=1), 5)
-    pair.step(2 if not aborted_first else 1)
+    steps(
+        [do.router_takes(8), do.budget(16), do.ask("sent", prompt(100 if aborted_first else 16), 5), do.step()],
+        [do.ask("aborted", prompt(100, seed=1), 5), do.step(1 if aborted_first else 2)],
+    )(pair)
     held = len(pair.prefill.connector.leases)
-    pair.abort("aborted")
-    pair.run()
-    pair.expect_all_ended()
+    steps(do.abort("aborted"), do.run(), do.expect_all_ended())(pair)
     return [held, [str(each) for each in pair.findings]]
 
 
@@ -99,12 +97,10 @@ def played() -> list[str]:
     )
     for ranks in adapter._remote_agents.values():
         ranks[0][1] = ADDRESS
-    pair.ask("r", prompt(64))
-    pair.may_fail()
-    pair.step(8)
-    pair.router.ask_decode("s", prompt(200, seed=1), 40)
-    pair.run()
-    pair.expect_all_ended()
+    steps(
+        [do.ask("r", prompt(64)), do.may_fail(), do.step(8), do.ask_decode("s", prompt(200, seed=1), 40)],
+        [do.run(), do.expect_all_ended()],
+    )(pair)
     return sorted({each.code for each in pair.findings})
 
 
@@ -128,11 +124,8 @@ def test_a_request_that_has_loaded_goes_on() -> str:
     Return the status of the request whose load it has written.
     """
     pair = late.Pair(replace(RANKS, decode_blocks=60, delay=1))
-    pair.budget(16)
-    pair.ask_at_once("r", prompt(16), 60)
-    pair.ask_at_once("s", prompt(200, seed=1))
-    pair.step(8)
-    pair.restart("prefill", 60)
-    pair.time_passes(541.0)
-    pair.run()
+    steps(
+        [do.budget(16), do.ask_at_once("r", prompt(16), 60), do.ask_at_once("s", prompt(200, seed=1)), do.step(8)],
+        [do.restart("prefill", 60), do.time_passes(541.0), do.run()],
+    )(pair)
     return str(pair.decode.requests["r-00000002"].status.name)

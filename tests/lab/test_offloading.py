@@ -10,13 +10,14 @@ from typing import Any
 
 import kvfix
 from kvfix.session import session
+from kvfix_tools.lab import steps as do
 from kvfix_tools.lab.fuzz.schedule import Schedule
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.runner import applied
 from kvfix_tools.lab.steps import prompt
 from tests import late
 from tests.conftest import RELEASES, Once, answers
-from tests.lab.planted import SETUPS, schedule_offloading
+from tests.lab.planted import SETUPS, counted, schedule_offloading, steps
 
 #: Tokens of a prompt with a state that is handed over, and what a request allows: nothing said, 0, less, as many.
 TOKENS = 40
@@ -70,18 +71,13 @@ def test_a_load_that_fails_behind_another_has_no_finding() -> list[str]:
     """The worker reports loads in their order: the second load, which has failed, after the first. This is right."""
     with applied(True, "check"):
         engine = late.LabEngine(replace(SIMPLE, delay=6))
-        for seed in range(2):
-            engine.serve(f"first {seed}", prompt(100, seed=seed), max_tokens=1)
-        engine.reset_prefix_cache()
-        engine.admit("again 0", prompt(100), max_tokens=1)
-        engine.step()
-        engine.admit("again 1", prompt(100, seed=1), max_tokens=1)
-        engine.fail_load("again 1")
-        engine.step(2)
+        steps(
+            [do.serve("first", prompt(100)), do.serve("second", prompt(100, seed=1)), do.reset_prefix_cache()],
+            [do.admit("again 0", prompt(100)), do.step(), do.admit("again 1", prompt(100, seed=1))],
+            [do.fail_load("again 1"), do.step(2)],
+        )(engine)
         assert set(engine.connector.loading()) == {"again 0", "again 1"}
-        engine.run()
-        engine.expect_all_ended()
-        assert engine.counts["loads_failed"] == 1
+        steps(do.run(), do.expect_all_ended(), counted("loads_failed", 1, 1))(engine)
     return [f"{found.code} {found.message}" for found in engine.findings]
 
 

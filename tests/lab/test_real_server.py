@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 from kvfix_tools.lab import runner
+from kvfix_tools.lab import steps as do
 from kvfix_tools.lab.options import SERVER_CHUNK, Options
 from kvfix_tools.lab.steps import prompt
 from tests import late
-from tests.lab.planted import FAULTS, is_found, played
+from tests.lab.planted import FAULTS, is_found, played, steps
 from tests.lab.planted_in_real_server import begin_load_and_store
 
 SEEDS = range(20)
@@ -33,11 +34,8 @@ def play_all() -> dict[str, Any]:
 
 
 def _measured() -> dict[str, Any]:
-    done = late.fuzz(late.Run("mp", True, real_server=True), SEEDS, inf, shrinking=0)
     return {
-        "counts": done.counts,
-        "nothing": done.tested_nothing,
-        "violations": [violation.message for violation in done.violations],
+        **late.fuzz(late.Run("mp", True, real_server=True), SEEDS, inf, shrinking=0).as_json(),
         "same": _played_twice(),
         "sound": {name: played("mp-real", name, False) for name in PLANTED},
         "slow": {fixes: _slow(fixes) for fixes in ("as released", "fixed")},
@@ -62,16 +60,14 @@ def _slow(fixes: str) -> list[str]:
     sizes = {"chunk_size": SERVER_CHUNK, "num_blocks": 28, "max_num_batched_tokens": 1024}
     with runner.applied(fixes == "fixed"):
         engine = late.LabEngine(Options(connector="mp", real_server=True, delay=5, **sizes))
-        begin_load_and_store(engine)
-        engine.connector.server_stops()
-        engine.step(2)
-        for seed in (2, 3):
-            engine.admit(f"other {seed}", prompt(160, seed=seed), max_tokens=10)
-        engine.step(2)
-        engine.connector.server_goes_on()
-        engine.connector.server.process.transfers_end()  # the other requests still run, whatever else the machine does
-        engine.run()
-        engine.settle()
+        steps(
+            [begin_load_and_store, do.server_stops(), do.step(2)],
+            [do.admit(f"other {seed}", prompt(160, seed=seed), max_tokens=10) for seed in (2, 3)],
+            [do.step(2), do.server_goes_on()],
+            # the other requests still run, whatever else the machine does
+            lambda engine: engine.connector.server.process.transfers_end(),
+            [do.run(), do.settle()],
+        )(engine)
         engine.connector.close()
     return sorted({found.code for found in engine.findings})
 
@@ -85,7 +81,7 @@ def measured(outcomes: dict[str, Any]) -> dict[str, Any]:
 
 def test_random_schedules_are_clean_and_have_tested_something(measured: dict[str, Any]) -> None:
     assert measured["violations"] == []
-    assert measured["nothing"] == ""
+    assert measured["tested_nothing"] == ""
     happened = (
         "loads_failed", "evicted", "evicted_by_server", "read_from_disk", "server_restarts", "lookups_unanswered",
         "aborted_looking", "aborted_loading", "preemptions",

@@ -18,7 +18,7 @@ from kvfix_tools import ledger
 from kvfix_tools.lab import releases, runner
 from kvfix_tools.lab.engine.rules import RULES
 from kvfix_tools.lab.scenario import Scenario, find, scenarios
-from kvfix_tools.lab.scenarios import lookups, nixl_pull
+from kvfix_tools.lab.scenarios import lookups, nixl
 from tests.conftest import RELEASES, ROOT, Fresh, Once, run_forked
 
 #: The releases in which a bug appears or goes, and the newest. `make matrix` plays all of them.
@@ -213,7 +213,7 @@ def test_a_scenario_violates_a_known_rule() -> None:
 
 def test_two_files_do_not_have_the_same_scenario(monkeypatch: pytest.MonkeyPatch) -> None:
     name, scenario = next(iter(lookups.SCENARIOS.items()))
-    monkeypatch.setitem(nixl_pull.SCENARIOS, name, scenario)
+    monkeypatch.setitem(nixl.SCENARIOS, name, scenario)
     scenarios.cache_clear()
     with pytest.raises(ValueError, match=f"two files have the scenario {name}"):
         scenarios()

@@ -10,6 +10,7 @@ from dataclasses import replace
 from importlib import import_module
 from types import FunctionType
 from typing import Any
+from unittest import mock
 
 import kvfix
 from kvfix import applicability, catalogue, installed_source
@@ -18,7 +19,6 @@ from kvfix.fixes.record import Fix, Target
 from kvfix.session import session
 from kvfix_tools.lab import runner
 from kvfix_tools.lab.scenario import find
-from tests.lab.faults import with_targets
 
 
 @contextmanager
@@ -26,21 +26,17 @@ def replaced(fix: Fix, target: Target) -> Iterator[None]:
     """The function is one of another file that does the same, and that no behaviour probe can judge."""
     found = installed_source.live_function(import_module(target.module), target.function)
     owner, name, original = found
-    is_static, own = isinstance(original, staticmethod), name in vars(owner)
+    is_static = isinstance(original, staticmethod)
     inner = original.__func__ if is_static else original
     code = inner.__code__.replace(co_filename="/site/patched.py")
     other = FunctionType(code, inner.__globals__, name, inner.__defaults__, inner.__closure__)
     other.__kwdefaults__, other.__module__ = inner.__kwdefaults__, "site_patch"
-    setattr(owner, name, staticmethod(other) if is_static else other)
     same = [replace(each, probe=stubs.cannot_tell) if each.name == target.name else each for each in fix.targets]
-    try:
-        with with_targets(fix, tuple(same)):
-            yield
-    finally:
-        if own:
-            setattr(owner, name, original)
-        else:
-            delattr(owner, name)
+    with (
+        mock.patch.object(owner, name, staticmethod(other) if is_static else other),
+        mock.patch.dict(vars(fix), targets=tuple(same)),
+    ):
+        yield
 
 
 def of_several_functions() -> Iterator[tuple[Fix, str, tuple[Target, ...]]]:

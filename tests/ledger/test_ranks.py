@@ -3,7 +3,7 @@
 import pytest
 
 from kvfix.ledger import events as ev
-from kvfix_tools.ledger.ranks import compare
+from kvfix_tools.engine_recordings import compare
 
 
 def sequence(text: str) -> list[ev.Event]:

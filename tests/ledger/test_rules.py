@@ -6,8 +6,7 @@ import pytest
 
 from kvfix.ledger import Ledger
 from kvfix.ledger import events as ev
-from kvfix_tools.ledger import RULES
-from kvfix_tools.ledger.events import LeaseRead, NotReturned, RankDiffers, WriteBegun, WriteEnded, Written
+from kvfix_tools.ledger import RULES, LeaseRead, NotReturned, RankDiffers, WriteBegun, WriteEnded, Written
 from tests.conftest import ROOT, Fresh
 
 ASKED = ev.Asked("r", total=1000, computed=336, hit=256, promised=0)

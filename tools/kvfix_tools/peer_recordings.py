@@ -2,9 +2,11 @@
 
 vLLM's request ids differ between prefill and decode. The `kv_transfer_params` of a decode request name the engine and
 the request whose blocks it reads, and the event ReadsFrom records both. Messages between two engines bound the
-difference of their clocks (`Clock`).
+difference of their clocks (`Clock`). Two facts order the records without clocks. A lease begins before the router can
+forward its parameters. A request of the peer arrives before the release message that it sends.
 """
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,12 +16,14 @@ from typing import Any, NamedTuple
 from kvfix.connector_events.recorder import Entry
 from kvfix.ledger import Finding, Ledger
 from kvfix.ledger import events as ev
+from kvfix.ledger.events import Event
 from kvfix_tools.engine_recordings import Clock, Engine, Part
-from kvfix_tools.ledger.events import LeaseRead, NotReturned
-from kvfix_tools.ledger.peers import Kept, Reader, compare
+from kvfix_tools.ledger import LeaseRead, NotReturned
 
 #: cmpl-ID-0 or chatcmpl-ID, where ID is the router's X-Request-Id, with the random suffix that vLLM appends.
 _OF_CLIENT = re.compile(r"(?:chat)?cmpl-(.+?)(?:-\d+)?(?:-[0-9a-f]{8})?$")
+#: Maximum nanoseconds until a release message has arrived and the engine, if it makes steps, has read it.
+NOTICE = 1_000_000_000
 
 
 class Link(NamedTuple):
@@ -29,6 +33,23 @@ class Link(NamedTuple):
     reader: str
     keeps: Engine
     kept: str
+
+
+class Reader(NamedTuple):
+    """A request of the peer that reads kept blocks, from the record of its own engine.
+
+    loaded: the request has loaded the blocks.
+    failed: the load has failed, or the request ended before the blocks were pushed. vLLM then sends no release message.
+    done: latest possible time at which the load or the request ended, in ns of the keeping engine's clock. None if a
+        load is in flight, the request has not ended, or the difference of the clocks has no bound.
+    pushed: as in ReadsFrom.
+    """
+
+    request: str
+    loaded: bool
+    failed: bool
+    done: int | None
+    pushed: bool
 
 
 class RouterLog:
@@ -72,7 +93,8 @@ class Peers:
                 else:
                     kept = names.get((keeps.name, event.peer), event.peer)
                     self.links.append(Link(reads, event.request, keeps, kept))
-        self._clocks: dict[tuple[Engine, Engine], Clock] = {}
+        #: clock(reads, keeps): how far the clock of `reads`' scheduler is ahead of `keeps`' scheduler.
+        self.clock = functools.cache(self._clock)
 
     def _named(self, name: str, reads: Engine) -> Engine | None:
         """Return a replica of the engine with this name that has a scheduler on record."""
@@ -85,12 +107,6 @@ class Peers:
         return {event.request for event in _events(keeps, ev.Leased)} - read
 
     # ------------------------------------------------------------------ clocks
-
-    def clock(self, reads: Engine, keeps: Engine) -> Clock:
-        """Return how far the clock of `reads`' scheduler is ahead of `keeps`' scheduler."""
-        if (reads, keeps) not in self._clocks:
-            self._clocks[reads, keeps] = self._clock(reads, keeps)
-        return self._clocks[reads, keeps]
 
     def _clock(self, reads: Engine, keeps: Engine) -> Clock:
         here, there = _scheduler(keeps), _scheduler(reads)
@@ -123,15 +139,10 @@ class Peers:
         for links in by_kept.values():
             keeps, kept = links[0].keeps, links[0].kept
             ledger = Ledger()
-            for event in compare(self._kept(keeps, kept), [self._reader(link) for link in links]):
+            for event in _with_readers(keeps, kept, [self._reader(link) for link in links]):
                 findings = ledger.feed(event)
                 if isinstance(event, LeaseRead | NotReturned):
                     yield from ((finding, keeps, self.history(links)) for finding in findings)
-
-    def _kept(self, engine: Engine, kept: str) -> Kept:
-        ended, expired = _end(engine.history(kept))
-        events = [entry.event for entry in _of_scheduler(engine, kept)]
-        return Kept(kept, events, ended, expired, int(_scheduler(engine).line.get("stepped") or 0))
 
     def _reader(self, link: Link) -> Reader:
         own = _of_scheduler(link.reads, link.reader)
@@ -183,6 +194,31 @@ class Peers:
             elif clock.high is not None and clock.low > clock.high:
                 lines.append("  the records of the two engines contradict each other: their order is unknown")
         return lines
+
+
+def _with_readers(engine: Engine, kept: str, readers: Sequence[Reader]) -> Iterator[Event]:
+    """Yield the scheduler's events of a kept request, with the events of its readers inserted in order."""
+    ended, expired = _end(engine.history(kept))
+    events = [entry.event for entry in _of_scheduler(engine, kept)]
+    leased = any(isinstance(event, ev.Leased) for event in events)
+    read = [each for each in readers if each.loaded and not each.failed]
+    reads: list[Event] = [LeaseRead(kept, each.request, each.pushed) for each in read]
+    ends: list[Event] = [ev.LeaseEnded(kept, expired)] if leased and ended is not None else []
+    lost = None
+    if ended is None or expired:
+        lost = _lost(readers, int(_scheduler(engine).line.get("stepped") or 0) if ended is None else ended)
+    yield from (event for event in events if not isinstance(event, ev.LeaseEnded))
+    yield from [*ends, *reads] if lost is None else [*reads, *ends]
+    if lost is not None and leased:
+        yield NotReturned(kept, lost.request, lost.loaded, expired is True)
+
+
+def _lost(readers: Sequence[Reader], until: int) -> Reader | None:
+    """Return a reader whose release message is missing: all readers were done well before this time."""
+    times = [each.done for each in readers if each.done is not None and not each.failed]
+    if not times or len(times) < len(readers) or max(times) + NOTICE >= until:
+        return None
+    return next((each for each in readers if each.loaded), readers[0])
 
 
 def _scheduler(engine: Engine) -> Part:

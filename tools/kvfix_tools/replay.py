@@ -11,7 +11,6 @@ record of that time.
 
 import json as jsonlib
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from kvfix.ledger import Finding, Ledger
 from kvfix.ledger import events as ev
 from kvfix_tools import engine_recordings, recording
 from kvfix_tools.engine_recordings import Engine, Part
-from kvfix_tools.ledger.events import RankDiffers
+from kvfix_tools.ledger import RankDiffers
 from kvfix_tools.peer_recordings import Peers, RouterLog
 from kvfix_tools.recording import Recording
 
@@ -107,10 +106,7 @@ def _replay_process(found: Recording, json: bool) -> int:
     violated = _violated(findings)
     if json:
         rows = [
-            {
-                **_as_dict(each.finding),
-                **{name: getattr(each.entry, name) for name in ("connector", "hook", "mono", "wall")},
-            }
+            _as_dict(each.finding) | {name: getattr(each.entry, name) for name in ("connector", "hook", "mono", "wall")}
             for each in findings
         ]
         print(jsonlib.dumps({"recorder": found.head, "events": len(found.entries), "findings": rows}, indent=2))
@@ -156,7 +152,7 @@ def _process_report(found: Recording, each: Judged) -> str:
         if (one.connector, one.event.request) == (entry.connector, finding.request) and one.mono <= entry.mono
     ]
     where = f"{entry.hook} of {connector.get('name', 'a connector')}{role}, pid {found.head['pid']}"
-    return _report(finding, history, where, found, [])
+    return _report(finding, history, found, where=where, holds=[])
 
 
 def _engine_report(engine: Engine, each: Judged, peers: Peers) -> str:
@@ -165,29 +161,16 @@ def _engine_report(engine: Engine, each: Judged, peers: Peers) -> str:
     where = f"{entry.hook} of {engine.connector} ({part.label})" if of_peers is None else "the records of both engines"
     history = of_peers if of_peers is not None else [(one.label, other) for one, other in _until(engine, each)]
     holds = [peers.router.text(finding.request)] if peers.router is not None and of_peers is not None else []
-    who = [label for label, _ in history]
-    return _report(finding, [one for _, one in history], where, part.recording, holds, who)
+    labels, entries = [label for label, _ in history], [one for _, one in history]
+    return _report(finding, entries, part.recording, where=where, holds=holds, who=labels)
 
 
-def _report(
-    finding: Finding,
-    history: list[Entry],
-    where: str,
-    found: Recording,
-    holds: list[str],
-    who: Sequence[str] = (),
-) -> str:
+def _report(finding: Finding, history: list[Entry], found: Recording, **more: Any) -> str:
+    """more: arguments of `report.compose`."""
     fixes = catalogue.handling(finding.code, finding.message)
-    return violations.compose(
-        finding,
-        history,
-        where=where,
-        whose=finding.request or "the engine",
-        holds=holds,
-        fixes=[f"{fix.code} {fix.slug} may fix it: kvfix explain {fix.code}" for fix in fixes],
-        recording=found.path,
-        who=who,
-    )
+    texts = [f"{fix.code} {fix.slug} may fix it: kvfix explain {fix.code}" for fix in fixes]
+    whose = finding.request or "the engine"
+    return violations.compose(finding, history, whose=whose, fixes=texts, recording=found.path, **more)
 
 
 def _until(engine: Engine, each: Judged) -> list[tuple[Part, Entry]]:

@@ -1,4 +1,6 @@
-"""The commands of `kvfix lab`."""
+"""The commands of `kvfix lab`, and their text output."""
+
+from __future__ import annotations
 
 import gc
 import json as jsonlib
@@ -7,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,19 +17,22 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from kvfix_tools import screen
-from kvfix_tools.lab import cli_text, releases, runner
+from kvfix_tools.lab import releases, runner
 from kvfix_tools.lab.fuzz.schedule import Schedule
 from kvfix_tools.lab.options import BY_NIXL, CONNECTORS, PAIRS, SHARED
 from kvfix_tools.lab.scenario import Scenario, scenarios
+
+if TYPE_CHECKING:
+    from kvfix_tools.lab.continue_state import Continued
+    from kvfix_tools.lab.fuzz.fuzz_run import Fuzzed
+    from kvfix_tools.lab.replay_recording import Replayed
 
 app = typer.Typer(help="Play the bugs on the real vLLM scheduler and connectors, without a GPU.", no_args_is_help=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 LMCachePath = Annotated[
     str | None,
-    typer.Option(
-        metavar="DIR", help="Use the LMCache release in this folder (pip install --no-deps --target DIR ...)."
-    ),
+    typer.Option(metavar="DIR", help="Use the LMCache release in this folder (pip install --target DIR ...)."),
 ]
 Fixes = Annotated[bool, typer.Option(help="Play with the fixes of kvfix, or as released.")]
 
@@ -44,7 +49,7 @@ def list_scenarios(json: Json = False) -> None:
     table = Table("scenario", "fixed by", "violated on", "what happens", box=None, pad_edge=False, header_style="bold")
     for scenario in scenarios():
         table.add_row(
-            scenario.slug, " ".join(scenario.fixes) or "nothing yet", cli_text.versions(scenario.wrong), scenario.title
+            scenario.slug, " ".join(scenario.fixes) or "nothing yet", _versions(scenario.wrong), scenario.title
         )
     screen.console().print(table)
 
@@ -66,7 +71,7 @@ def run_scenarios(
         if sys.stderr.isatty():
             print(f"\r{scenario.slug:60}", end="\r", file=sys.stderr)
         results.append(runner.play(scenario, fixes))
-    _print([result.as_json() for result in results], json, lambda: cli_text.print_results(wanted, results))
+    _print([result.as_json() for result in results], json, lambda: _print_results(wanted, results))
     raise typer.Exit(int(any(result.outcome == "violated" for result in results)))
 
 
@@ -87,12 +92,7 @@ def fuzz_connector(
     steps: Annotated[float, typer.Option(help="Stop after this many steps of the scheduler.")] = math.inf,
     fixes: Fixes = True,
     mode: Annotated[
-        str,
-        typer.Option(
-            help=(
-                "fix: apply the fixes. check: run kvfix in mode check, and count each report of kvfix as a violation."
-            )
-        ),
+        str, typer.Option(help="fix: apply the fixes. check: run in mode check, and count each report as a violation.")
     ] = "fix",
     fixes_in: Annotated[
         str,
@@ -106,11 +106,7 @@ def fuzz_connector(
         bool, typer.Option(help="Draw default options, no aborts, no failed loads, no evictions.")
     ] = False,
     shrink: Annotated[
-        float,
-        typer.Option(
-            metavar="SECONDS",
-            help="Shrink each violation for at most this many seconds; 0: show the schedule as drawn.",
-        ),
+        float, typer.Option(metavar="SECONDS", help="Shrink each violation for so long; 0: show the drawn schedule.")
     ] = 20.0,
     jobs: Annotated[int, typer.Option(min=1, metavar="N", help="Use this many processes.")] = 1,
     notes: Annotated[
@@ -142,7 +138,7 @@ def fuzz_connector(
         runner.prepare(lmcache_path)
         why = releases.cannot_play(connector)
         if why:
-            raise ValueError(f"not applicable: {why}; installed: {cli_text.versions(releases.versions())}")
+            raise ValueError(f"not applicable: {why}; installed: {_versions(releases.versions())}")
     if transfers == "real" and (lacks := releases.no_nixl()):
         print(f"kvfix lab fuzz: not checked: {lacks}", file=sys.stderr)
         raise typer.Exit(77)
@@ -166,7 +162,7 @@ def fuzz_connector(
         for violation in done.violations:
             text = violation.schedule.to_json(releases.versions())
             (save / f"{connector}-{violation.rule}-{violation.seed}.json").write_text(text + "\n")
-    _print(done.as_json(), json, lambda: cli_text.print_fuzzed(done))
+    _print(done.as_json(), json, lambda: _print_fuzzed(done))
     with _refusing("fuzz"):
         if done.tested_nothing:
             raise ValueError(f"the run tested nothing: {done.tested_nothing}")
@@ -185,7 +181,7 @@ def play_schedule(
         schedule, found_on = Schedule.from_json(file.read_text())
         here = releases.versions()
         if found_on != here:
-            was, has = map(cli_text.versions, (found_on, here))
+            was, has = map(_versions, (found_on, here))
             raise ValueError(f"the schedule was found on {was}; installed here: {has}")
         why = releases.cannot_play_schedule(schedule)
         if why:
@@ -213,7 +209,7 @@ def replay_recording(
             from kvfix_tools.lab.replay_recording import kinds, replay_file
         done = replay_file(file, fixes)
     answer = {"on_record": kinds(done.on_record), "here": kinds(done.findings), "short": done.short}
-    _print(answer, json, lambda: cli_text.print_replayed(done))
+    _print(answer, json, lambda: _print_replayed(done))
     raise typer.Exit(int(bool(done.findings)))
 
 
@@ -238,7 +234,7 @@ def continue_state(
         done = continued(file)
     if save is not None and done.as_released.stuck:
         save.write_text(shortest(done, shrink).to_json(releases.versions()) + "\n")
-    _print(done.as_json(releases.versions()), json, lambda: cli_text.print_continued(done))
+    _print(done.as_json(releases.versions()), json, lambda: _print_continued(done))
     raise typer.Exit(int(bool(done.as_released.stuck or done.as_released.also)))
 
 
@@ -270,3 +266,64 @@ def _print(answer: Any, json: bool, show: Callable[[], None]) -> None:
         print(jsonlib.dumps(answer, indent=2))
     else:
         show()
+
+
+# ---------------------------------------------------------------------- text output
+
+
+def _versions(installed: dict[str, str]) -> str:
+    return ", ".join(f"{dist} {version}" for dist, version in installed.items())
+
+
+def _print_results(wanted: list[Scenario], results: list[runner.Result]) -> None:
+    table = Table(
+        box=None, pad_edge=False, header_style="bold", title=_versions(releases.versions()), title_justify="left"
+    )
+    for heading in ("scenario", "outcome", "expected as released", "message"):
+        table.add_column(heading, overflow="fold")
+    for scenario, result in zip(wanted, results, strict=True):
+        style = {"violated": "[red]", "clean": "[green]"}.get(result.outcome, "[yellow]")
+        text = result.message + "".join(f"\nalso: {other}" for other in dict.fromkeys(result.also))
+        table.add_row(result.slug, style + result.outcome, runner.expected(scenario), text)
+    screen.console().print(table)
+
+
+def _print_fuzzed(done: Fuzzed) -> None:
+    console = screen.console()
+    rate = done.steps / done.seconds if done.seconds else 0
+    console.print(
+        f"{_versions(releases.versions())}: {done.seeds} seeds, {done.steps} steps ({rate:.0f} a second), "
+        f"{done.counts['preemptions']} preemptions"
+    )
+    for title, counts in (("happened", done.counts), ("played with", done.options)):
+        listed = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
+        console.print(f"{title}: {listed}", style="dim", highlight=False)
+    for violation in done.violations:
+        console.print(f"\n[red]{violation.times} times[/], first with seed {violation.seed}: {violation.message}")
+        console.print(f"  {violation.schedule.options}", style="dim", highlight=False)
+        for step in violation.schedule.steps:
+            console.print("  " + " ".join(str(part) for part in step), highlight=False)
+    if not done.violations:
+        console.print("[green]nothing was violated[/]")
+
+
+def _print_continued(done: Continued) -> None:
+    console = screen.console()
+    console.print(f"{_versions(releases.versions())}, as released: {done.as_released}", highlight=False)
+    console.print(f"with the fixes: {done.with_fixes}", highlight=False)
+    for name in done.frees:
+        console.print(f"all other requests end if {name} is aborted", highlight=False)
+    if done.as_released.stuck and not done.frees:
+        console.print("no abort of one request lets all other requests end", highlight=False)
+    for text in done.differs:
+        console.print(f"different from the state: {text}", style="yellow", highlight=False)
+
+
+def _print_replayed(done: Replayed) -> None:
+    console = screen.console()
+    for title, findings in (("on record", done.on_record), ("in the lab", done.findings)):
+        console.print(f"{title}: {len(findings) or 'no'} violations")
+        for finding in findings:
+            console.print(f"  {finding}", highlight=False)
+    for text in done.short:
+        console.print(f"different from the record: {text}", style="yellow", highlight=False)

@@ -17,7 +17,8 @@ from rich.table import Table
 from kvfix.ledger import events as ev
 from kvfix_tools.lab import releases, runner
 from kvfix_tools.lab.runner import Result
-from kvfix_tools.lab.scenario import find
+from kvfix_tools.lab.scenario import Scenario, find
+from kvfix_tools.lab.scenarios.lookups import LONG
 
 
 def main(lmcache_path: Path = Path(".cache/lmcache/0.3.10"), json: bool = False) -> None:
@@ -29,24 +30,29 @@ def main(lmcache_path: Path = Path(".cache/lmcache/0.3.10"), json: bool = False)
         print(f"kvfix demo: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
     print("importing vLLM and LMCache, a quarter of a minute ...", file=sys.stderr)
-    both = released, fixed = runner.play(scenario, fixes=False), runner.play(scenario, fixes=True)
+    both = released, fixed = [_play(scenario, fixes) for fixes in (False, True)]
     if json:
-        histories = [[f"step {step}: {event.text()}" for step, event in each.history] for each in both]
-        rows = [{**each.as_json(), "story": lines} for each, lines in zip(both, histories, strict=True)]
+        rows = [{**each.as_json(), "story": [f"step {step}: {it.text()}" for step, it in each.log]} for each in both]
         print(jsonlib.dumps(rows, indent=2))
     else:
         show(released, fixed)
     raise typer.Exit(0 if died_as_reported(released) and finished(fixed) else 1)
 
 
+def _play(scenario: Scenario, fixes: bool) -> Result:
+    """Return the result with the events of the long request only, and with those of no request."""
+    done = runner.play(scenario, fixes)
+    return done._replace(log=[(step, event) for step, event in done.log if event.request in (LONG, "")])
+
+
 def died_as_reported(result: Result) -> bool:
     """Return True if EngineCore died with the message of the report."""
-    return result.outcome == "violated" and isinstance(result.history[-1][1], ev.Raised)
+    return result.outcome == "violated" and isinstance(result.log[-1][1], ev.Raised)
 
 
 def finished(result: Result) -> bool:
     """Return True if the request finished without a load and without a violation."""
-    events = [event for _, event in result.history]
+    events = [event for _, event in result.log]
     loaded = sum(event.tokens for event in events if isinstance(event, ev.Loaded))
     return result.outcome == "clean" and loaded == 0 and any(isinstance(event, ev.Finished) for event in events)
 
@@ -66,7 +72,7 @@ def show(released: Result, fixed: Result) -> None:
     console.print(table)
     ending = "[bold red]EngineCore is dead.[/]" if died_as_reported(released) else "It did not die as reported."
     console.print(f"As released: {ending}")
-    for _, event in released.history:
+    for _, event in released.log:
         if isinstance(event, ev.Raised):  # not folded, so that a user can search for the message
             console.print(f"    {event.error}", soft_wrap=True, markup=False, highlight=False)
     good = "[bold green]admitted, nothing loaded twice, finished.[/]"
@@ -78,7 +84,7 @@ def show(released: Result, fixed: Result) -> None:
 def _cells(result: Result) -> dict[int, list[str]]:
     """Return {step: lines}. Leaks are printed below the table."""
     cells: dict[int, list[str]] = {}
-    for step, event in result.history:
+    for step, event in result.log:
         if not isinstance(event, ev.Left):
             text = f"{event.where} raises the error below" if isinstance(event, ev.Raised) else event.text()
             marked = f"[red]{text}[/]" if " raises " in text or ", but hit " in text else text

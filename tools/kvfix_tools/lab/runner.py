@@ -37,14 +37,17 @@ REPORTED = "kvfix reports: "
 
 
 class Result(NamedTuple):
-    """outcome: violated (the expected rule), clean, or not-applicable. also: findings of other rules."""
+    """outcome: violated (the expected rule), clean, or not-applicable. also: findings of other rules.
+
+    log: (step, event) of each event.
+    """
 
     slug: str
     fixes: bool
     outcome: str
     message: str
     also: list[str]
-    history: list[tuple[int, Event]] = []
+    log: list[tuple[int, Event]] = []
     findings: list[Finding] = []
     counts: dict[str, int] = {}
 
@@ -111,7 +114,7 @@ def play(scenario: Scenario, fixes: bool, only: Sequence[str] = ()) -> Result:
         "violated" if hits else "clean",
         str(hits[0]) if hits else "",
         [str(found) for found in findings if found not in hits],
-        [(step, event) for step, event in engine.log if event.request in (scenario.request, "")],
+        engine.log,
         findings,
         engine.counts,
     )

@@ -2,12 +2,11 @@
 
 A file in `scenarios/` has a dict `SCENARIOS` of one family: {slug: scenario}. It has a tuple of two scenarios if vLLM's
 copy of the connector has the bug too. A fix names its scenarios (kvfix.fixes). Listing scenarios imports neither vLLM
-nor LMCache.
+nor LMCache. The record of the fix has the cause: comments in a scenario explain only its steps and numbers.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import pkgutil
 from collections.abc import Callable, Sequence
@@ -18,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvfix import catalogue
 from kvfix_tools.lab import steps as do
-from kvfix_tools.lab.options import PAIRS
+from kvfix_tools.lab.options import KNOWN, PAIRS
 from kvfix_tools.lab.options import Options as Options
-from kvfix_tools.lab.steps import Step, prompt
+from kvfix_tools.lab.steps import Step
 
 if TYPE_CHECKING:
     from kvfix_tools.lab.engine.lab_engine import LabEngine
@@ -41,8 +40,8 @@ class Scenario:
     """A schedule, and the rule that it must violate. The steps `run` and `expect_all_ended` follow the schedule.
 
     - shows: code of a finding, and a part of its message
-    - wrong: {distribution: PEP 440 specifiers} of the releases with the bug. In all other releases that `needs` allows,
-      the schedule must have no finding.
+    - wrong: {distribution: PEP 440 specifiers} of the releases with the bug; {}: all that `needs` allows, or else all
+      that the lab plays. In all other releases that `needs` allows, the schedule must have no finding.
     - not_in_hooks: why an engine, where kvfix watches only hooks, does not show the bug; "": the hooks show it. By
       default hooks show the rules of the ledger, but not those of the lab.
     - hooks_rule: the rule that the hooks show, if that is not `rule`
@@ -51,9 +50,7 @@ class Scenario:
 
     schedule: Sequence[Step]
     shows: str
-    wrong: dict[str, str]
-    #: The request of the finding.
-    request: str = "r"
+    wrong: dict[str, str] = field(default_factory=dict)
     options: Options = field(default_factory=Options)
     needs: dict[str, str] = field(default_factory=dict)
     not_in_hooks: str = ""
@@ -65,6 +62,8 @@ class Scenario:
     doc: str = ""
 
     def __post_init__(self) -> None:
+        played = {dist: specifier for dist, (specifier, _) in KNOWN[self.options.connector].needs.items()}
+        object.__setattr__(self, "wrong", self.wrong or self.needs or played)
         if self.rule.startswith("LAB") and not (self.not_in_hooks or self.hooks_rule):
             object.__setattr__(self, "not_in_hooks", CONTENT if self.rule in _CONTENT_RULES else REQUEST)
 
@@ -91,10 +90,8 @@ class Scenario:
 
     def play(self, engine: LabEngine) -> None:
         """Raises EngineDied if an exception leaves the scheduler."""
-        for step in (*self.schedule, Step("run", (), {}), Step("expect_all_ended", (), {})):
-            # a copy: vLLM and LMCache may change their arguments
-            arguments, keywords = copy.deepcopy((step.arguments, step.keywords))
-            engine.do(step.method, *arguments, **keywords)
+        for step in (*self.schedule, do.run(), do.expect_all_ended()):
+            step.play(engine)
 
     def played(self, then: Callable[[LabEngine], None] = lambda _: None) -> Any:
         """Play the schedule on a new engine, call `then`, and return the engine. If it died, a finding says so."""
@@ -107,10 +104,18 @@ class Scenario:
         return engine
 
 
+def scenario(*parts: Any, shows: str, **more: Any) -> Scenario:
+    """Return a scenario with these steps, in this order. A part is a step, or a sequence of parts.
+
+    more: fields of `Scenario`.
+    """
+    return Scenario(list(do.flat(parts)), shows, **more)
+
+
 def mp_scenarios(
-    schedule: Sequence[Step], shows: str, *, wrong: str = ">=0.4.5", vllm: str = ">=0.22.0", **more: Any
+    *parts: Any, shows: str, wrong: str = ">=0.4.5", vllm: str = ">=0.22.0", **more: Any
 ) -> tuple[Scenario, Scenario]:
-    """Return scenarios with this schedule for LMCache's multi-process connector and for vLLM's copy of it.
+    """Return scenarios with these steps for LMCache's multi-process connector and for vLLM's copy of it.
 
     wrong: releases of LMCache that have the bug. vLLM's copy has the bugs of LMCache 0.4.4 to 0.4.6.
     vllm: releases of vLLM that show the bug.
@@ -118,30 +123,14 @@ def mp_scenarios(
     """
     names = {each.name for each in fields(Options)} & set(more)
     sizes = {"num_blocks": 60, "max_num_batched_tokens": 256, **{name: more.pop(name) for name in names}}
-    own, copied = {"lmcache": ">=0.4.5"}, {"lmcache": ">=0.4.4,<0.4.7"}
-
-    def scenario(connector: str, wrong: dict[str, str], needs: dict[str, str]) -> Scenario:
-        options = Options(connector=connector, **sizes)
-        return Scenario(schedule, shows, {"vllm": vllm, **wrong}, needs=needs, options=options, **more)
-
-    return scenario("mp", {"lmcache": wrong}, own), scenario("mp-in-tree", copied, copied)
-
-
-def pair_scenario(
-    schedule: Sequence[Step], shows: str, *, wrong: str = ">=0.32", request: str = "r-00000002", **more: Any
-) -> Scenario:
-    """Return a scenario for two engines, which the lab plays with vLLM 0.32 and later.
-
-    wrong: releases of vLLM that have the bug. request: by default decode's id of the first request.
-    more: fields of `Scenario`.
-    """
-    return Scenario(schedule, shows, {"vllm": wrong}, request=request, needs={"vllm": ">=0.32"}, **more)
-
-
-def malformed(what: str, shows: str, *, options: Options, request: str = "", **more: Any) -> Scenario:
-    """Return a scenario of one request with this fault in its parameters for decode (parameters.MALFORMED)."""
-    schedule = [do.malform(what), do.ask("r", prompt(64))]
-    return pair_scenario(schedule, shows, options=options, request=request, **more)
+    own, copied = (
+        scenario(*parts, shows=shows, wrong={"vllm": vllm, "lmcache": releases}, options=options, **more)
+        for releases, options in (
+            (wrong, Options(connector="mp", **sizes)),
+            (">=0.4.4,<0.4.7", Options(connector="mp-in-tree", **sizes)),
+        )
+    )
+    return own, copied
 
 
 def _pair(options: Options) -> Any:

@@ -4,7 +4,8 @@
 docstring says what it does.
 """
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from kvfix_tools.lab.engine.memory import Prefix, next_token
@@ -15,12 +16,26 @@ class Step(NamedTuple):
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
 
+    def play(self, engine: Any) -> None:
+        """Make the step with copies of its arguments, which vLLM and LMCache may change."""
+        arguments, keywords = copy.deepcopy((self.arguments, self.keywords))
+        engine.do(self.method, *arguments, **keywords)
+
 
 def __getattr__(method: str) -> Callable[..., Step]:
     """Return a function that makes a step of this method. The name is checked only when the step is played."""
     if method.startswith("_"):
         raise AttributeError(method)
     return lambda *arguments, **keywords: Step(method, arguments, keywords)
+
+
+def flat(parts: Iterable[Any]) -> Iterator[Any]:
+    """Yield the steps in their order. A part is a step, a function of the engine, or several parts."""
+    for part in parts:
+        if isinstance(part, Step) or callable(part):
+            yield part
+        else:
+            yield from flat(part)
 
 
 def prompt(tokens: int, seed: int = 0) -> list[int]:
@@ -34,3 +49,8 @@ def continued(tokens: list[int], more: int) -> list[int]:
     for _ in range(more):
         whole.append(next_token(prefix.of(whole)[-1]))
     return whole
+
+
+def malformed(fault: str) -> list[Step]:
+    """Return the steps of one request with this fault in its parameters for decode (parameters.MALFORMED)."""
+    return [Step("malform", (fault,), {}), Step("ask", ("r", prompt(64)), {})]

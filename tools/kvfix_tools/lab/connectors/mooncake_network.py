@@ -29,7 +29,7 @@ from kvfix_tools.lab.connectors.connector import Nothing, nothing
 from kvfix_tools.lab.connectors.nixl import AnyBlockSize
 from kvfix_tools.lab.engine.byte_memory import Copy
 from kvfix_tools.lab.pair.pair_engine import PairNetwork
-from kvfix_tools.ledger.events import WriteBegun, WriteEnded
+from kvfix_tools.ledger import WriteBegun, WriteEnded
 
 #: Maximum rounds of a loop in one step.
 _MOST = 10_000

@@ -23,7 +23,7 @@ from kvfix_tools.lab.engine.memory import Slots
 from kvfix_tools.lab.fuzz.parameters import Params
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.pair.pair_engine import PairSide, PairWorker
-from kvfix_tools.ledger.events import LeaseRead, WriteBegun, WriteEnded, Written
+from kvfix_tools.ledger import LeaseRead, WriteBegun, WriteEnded, Written
 
 _MODULES = "base_scheduler", "pull_scheduler", "push_scheduler", "base_worker", "pull_worker", "push_worker"
 #: The parameters that the router sends to prefill.

@@ -4,25 +4,20 @@ from dataclasses import replace
 from typing import Any
 
 from kvfix_tools.lab import steps as do
-from kvfix_tools.lab.scenario import CONTENT, LAYERS, Options, Scenario
+from kvfix_tools.lab.scenario import CONTENT, LAYERS, Options, Scenario, scenario
 from kvfix_tools.lab.steps import Step, prompt
 
 
 def _poisoned(rank: int) -> list[Step]:
     """Let a load of 128 tokens fail in this rank, and hit what the step has stored."""
-    return [
-        do.store("first", prompt(128)),
-        do.fail_load("failing", rank=rank),
-        do.store("failing", prompt(300)),
-        do.admit("r", prompt(300)),
-    ]
+    failing = [do.fail_load("failing", rank=rank), do.store("failing", prompt(300))]
+    return [do.store("first", prompt(128)), *failing, do.admit("r", prompt(300))]
 
 
 def _layerwise(after_chunks: int, **more: Any) -> Scenario:
     """Return a scenario of a layerwise load that brings so many of four chunks."""
-    return Scenario(
+    return scenario(
         [do.stored_elsewhere(prompt(256)), do.fail_load("r", after_chunks), do.admit("r", prompt(300), max_tokens=4)],
-        wrong={"lmcache": ">=0.3.15"},
         needs={"lmcache": ">=0.3.15"},
         options=Options(lmcache={"use_layerwise": True}, max_num_batched_tokens=512),
         **more,
@@ -30,161 +25,100 @@ def _layerwise(after_chunks: int, **more: Any) -> Scenario:
 
 
 SCENARIOS = {
-    "failed-load-gone-under-way": Scenario(
-        doc=(
-            "A load fails, and the request is aborted before vLLM learns of the failure: its blocks stay in the "
-            "prefix cache."
-        ),
-        # vLLM checks only running requests for failed blocks. A request can be aborted between a step and its answer
-        # or, with asynchronous scheduling, be preempted.
-        schedule=[
-            do.stored_elsewhere(prompt(96)),
-            do.fail_load("before"),
-            do.admit("before", prompt(100), max_tokens=4),
-            do.step(),
-            do.abort("before"),
-            do.step(),
-            do.admit("r", prompt(100), max_tokens=2),
-        ],
+    "failed-load-gone-under-way": scenario(
+        [do.stored_elsewhere(prompt(96)), do.fail_load("before"), do.admit("before", prompt(100), max_tokens=4)],
+        [do.step(), do.abort("before"), do.step(), do.admit("r", prompt(100), max_tokens=2)],
+        doc="A load fails, and the request is aborted before vLLM knows: its blocks stay in the prefix cache.",
         shows="LAB001",
         wrong={"vllm": ">=0.11.2", "lmcache": ">=0.4.1,!=0.4.5,!=0.4.6,!=0.4.7,!=0.5.0"},
         needs={"lmcache": ">=0.4.1"},
         options=Options(chunk_size=32, max_num_batched_tokens=256, async_scheduling=True),
     ),
-    "failed-load-keeps-output": Scenario(
+    "failed-load-keeps-output": scenario(
+        # The load brings none of the 160 promised tokens, and vLLM rolls the request back to token 0.
+        [do.store("first", prompt(192)), do.fail_load("r"), do.admit("r", prompt(193), max_tokens=8)],
         doc="A load fails while the next step is in flight: vLLM keeps the token of that step.",
-        # With asynchronous scheduling, the default on a GPU, vLLM schedules a step before it has the answer of the last
-        # one. The load brings none of the 160 promised tokens. vLLM rolls the request back to token 0 and drops the
-        # output of the failed step (scheduler.py 0.32.0:2088), but not the output of the next step.
-        schedule=[do.store("first", prompt(192)), do.fail_load("r"), do.admit("r", prompt(193), max_tokens=8)],
         shows="LAB008 is not what the model says",
         not_in_hooks=CONTENT,
         wrong={"vllm": ">=0.15"},
         needs={"lmcache": ">=0.4.1"},  # earlier releases die of this request (KVF008)
         options=Options(max_num_batched_tokens=512, async_scheduling=True, kv_load_failure_policy="recompute"),
     ),
-    "failed-load-keeps-output-of-stages": Scenario(
-        doc="A load fails while two more chunks of the prompt are in flight: vLLM keeps the token of the last chunk.",
+    "failed-load-keeps-output-of-stages": scenario(
         # Three pipeline stages. The load brings 16 of 64 tokens. When vLLM learns of it, the workers already have the
         # chunks up to token 192 and up to the end.
-        schedule=[do.stored_elsewhere(prompt(64)), do.admit("r", prompt(230), max_tokens=2), do.fail_load("r", 1)],
+        [do.stored_elsewhere(prompt(64)), do.admit("r", prompt(230), max_tokens=2), do.fail_load("r", 1)],
+        doc="A load fails while two more chunks of the prompt are in flight: vLLM keeps the token of the last chunk.",
         shows="LAB008",
-        wrong={"lmcache": ">=0.4.5", "vllm": ">=0.32"},
         needs={"lmcache": ">=0.4.5", "vllm": ">=0.32"},
         options=Options(chunk_size=16, num_blocks=40, max_num_batched_tokens=64, ranks=3, pipeline=True),
     ),
-    "failed-load-left-to-another": Scenario(
-        # Both requests come in one step. A load within the step is in the prefix cache before it has ended, so the
-        # second request shares its blocks. After the failure only the first request is rolled back (vLLM 0.32
-        # scheduler.py:3295).
-        schedule=[
-            do.stored_elsewhere(prompt(96)),
-            do.admit("first", prompt(100)),
-            do.admit("r", prompt(104), max_tokens=2),
-            do.fail_load("first", after_chunks=1),
-            do.step(),
-            do.abort("first"),
-        ],
+    "failed-load-left-to-another": scenario(
+        # Both requests come in one step and share the blocks of the load.
+        [do.stored_elsewhere(prompt(96)), do.admit("first", prompt(100)), do.admit("r", prompt(104), max_tokens=2)],
+        [do.fail_load("first", after_chunks=1), do.step(), do.abort("first")],
         shows="LAB001",
         wrong={"vllm": ">=0.11.2", "lmcache": ">=0.3.9.post1,!=0.4.5,!=0.4.6,!=0.4.7,!=0.5.0"},
         needs={"lmcache": ">=0.3.9.post1"},  # 0.3.9 does not report failed loads
         options=Options(chunk_size=32, max_num_batched_tokens=256),
     ),
-    "failed-load-of-one-rank": Scenario(
+    "failed-load-of-one-rank": scenario(
+        # The load of the second rank brings none of 128 promised tokens. The first rank stores tokens 128 to 256 in the
+        # same step, and the next request with this prompt hits them.
+        _poisoned(rank=1),
         doc="A load fails in one of two ranks, and the other rank stores the KV that the step computes on top of it.",
-        # The load of the second rank brings none of 128 promised tokens. The KV of tokens 128 to 300 is wrong in both
-        # ranks: each layer needs the attention of all ranks. Only the second rank knows of the failure; with KVF007 it
-        # does not store. The first rank stores tokens 128 to 256 in the same step (vllm_v1_adapter.py 0.5.6:1104-1259),
-        # and the next request with this prompt hits them.
-        schedule=_poisoned(rank=1),
         shows="LAB001 the step reads token 128 of",
-        wrong={"lmcache": ">=0.4.1"},
         # up to 0.3.15 another bug ends the schedule first; earlier releases of vLLM were not tested with several ranks
         needs={"lmcache": ">=0.4.1", "vllm": ">=0.32"},
         options=Options(max_num_batched_tokens=512, ranks=2),
     ),
-    "failed-load-poisons-cache": Scenario(
+    "failed-load-poisons-cache": scenario(
+        # The load brings none of 128 promised tokens. The next request hits the stored tokens 128 to 256.
+        _poisoned(rank=0),
         doc="A load fails, and LMCache stores the KV that the step computes on top of it.",
-        # The load brings none of 128 promised tokens. vLLM drops the output of the request, but in the same step
-        # `wait_for_save` stores tokens 128 to 256, computed from missing KV: it does not read the failed blocks that
-        # `start_load_kv` has just recorded (vllm_v1_adapter.py 0.5.6:1104-1259). The next request with this prompt hits
-        # them. With kv_load_failure_policy "recompute" the right KV is computed a step later, but the cache keeps its
-        # chunks.
-        schedule=_poisoned(rank=0),
         shows="LAB001 the step reads token 128 of",
-        wrong={"lmcache": ">=0.3.9.post1"},
         # LMCache 0.3.9 does not report failed loads; vLLM has kv_load_failure_policy since 0.13
         needs={"lmcache": ">=0.3.9.post1", "vllm": ">=0.13.0"},
         options=Options(max_num_batched_tokens=512, kv_load_failure_policy="fail"),
     ),
-    "failed-load-preempted-under-way": Scenario(
-        doc=(
-            "A load fails, and the request is preempted before vLLM learns of the failure: vLLM keeps the output of "
-            "the failed step."
-        ),
+    "failed-load-preempted-under-way": scenario(
         # vLLM checks only running requests. Here another request needs a block for its first token, and none is free.
-        schedule=[
-            do.stored_elsewhere(prompt(96)),
-            do.fail_load("r"),
-            do.admit("other", prompt(32, seed=1), max_tokens=4),
-            do.admit("r", prompt(100), max_tokens=4),
-            do.step(),
-            do.keep_blocks(0),
-            do.step(),
-            do.free_blocks(),
-        ],
+        [do.stored_elsewhere(prompt(96)), do.fail_load("r"), do.admit("other", prompt(32, seed=1), max_tokens=4)],
+        [do.admit("r", prompt(100), max_tokens=4), do.step(), do.keep_blocks(0)],
+        [do.step(), do.free_blocks()],
+        doc="A load fails, and the request is preempted before vLLM knows: vLLM keeps the output of the failed step.",
         shows="LAB008 is not what the model says",
         not_in_hooks=CONTENT,
-        wrong={"vllm": ">=0.11.2"},
         needs={"lmcache": ">=0.4.1"},
         options=Options(chunk_size=32, max_num_batched_tokens=256, async_scheduling=True),
     ),
-    "failed-load-stays-cached": Scenario(
+    "failed-load-stays-cached": scenario(
+        [do.stored_elsewhere(prompt(96)), do.admit("before", prompt(100), max_tokens=4), do.fail_load("before")],
+        [do.step(), do.abort("before"), do.admit("r", prompt(100), max_tokens=2)],
         doc="The load of a request fails, and the request is aborted: its blocks stay in the prefix cache.",
-        # With kv_load_failure_policy=recompute vLLM keeps the blocks in the prefix cache, because the request is to
-        # compute them again (scheduler.py 0.32.0:3412). An abort or a preemption prevents that.
-        schedule=[
-            do.stored_elsewhere(prompt(96)),
-            do.admit("before", prompt(100), max_tokens=4),
-            do.fail_load("before"),
-            do.step(),
-            do.abort("before"),
-            do.admit("r", prompt(100), max_tokens=2),
-        ],
         shows="LAB001",
         wrong={"vllm": ">=0.11.2", "lmcache": ">=0.3.9.post1,!=0.4.5,!=0.4.6,!=0.4.7,!=0.5.0"},
         needs={"lmcache": ">=0.3.9.post1"},  # 0.3.9 does not report failed loads
         options=Options(chunk_size=32, max_num_batched_tokens=256),
     ),
-    "failed-load-stored-last": Scenario(
-        doc="A load fails with speculative decoding: vLLM reads the failed blocks before `wait_for_save` runs.",
+    "failed-load-stored-last": scenario(
         # With a drafter vLLM runs `wait_for_save` after the drafts, and reads the failed blocks before that
         # (gpu_model_runner.py 0.32.0:4179, 4509). `failing` and `sharing` begin in one step with the same 128 tokens,
         # compute the rest of their prompts on top of the failed load, and are stored.
-        schedule=[
-            do.stored_elsewhere(prompt(128)),
-            do.fail_load("failing"),
-            do.admit("failing", prompt(300)),
-            do.store("sharing", prompt(260)),
-            do.admit("r", prompt(300)),
-        ],
+        [do.stored_elsewhere(prompt(128)), do.fail_load("failing"), do.admit("failing", prompt(300))],
+        [do.store("sharing", prompt(260)), do.admit("r", prompt(300))],
+        doc="A load fails with speculative decoding: vLLM reads the failed blocks before `wait_for_save` runs.",
         shows="LAB001 the step reads token 128 of",
-        wrong={"lmcache": ">=0.3.9.post1"},
         needs={"lmcache": ">=0.4.1"},  # earlier releases die of this request (KVF008)
         options=Options(max_num_batched_tokens=1024, save_last=True),
     ),
-    "failed-load-stored-under-way": Scenario(
-        doc="A load fails while the next step is in flight, and LMCache stores the KV of that step.",
+    "failed-load-stored-under-way": scenario(
         # Asynchronous scheduling, 64 tokens per step. The load brings none of 128 promised tokens, and the second step
         # stores the tokens that it computes after the first.
-        schedule=[
-            do.stored_elsewhere(prompt(128)),
-            do.fail_load("first"),
-            do.store("first", prompt(320)),
-            do.admit("r", prompt(324), max_tokens=4),
-        ],
+        [do.stored_elsewhere(prompt(128)), do.fail_load("first"), do.store("first", prompt(320))],
+        do.admit("r", prompt(324), max_tokens=4),
+        doc="A load fails while the next step is in flight, and LMCache stores the KV of that step.",
         shows="LAB001",
-        wrong={"vllm": ">=0.11.2"},
         needs={"lmcache": ">=0.4.1"},  # earlier releases die of this request (KVF008)
         options=Options(max_num_batched_tokens=64, async_scheduling=True),
     ),
@@ -201,27 +135,17 @@ SCENARIOS = {
         shows="KVR011 mem_obj_consumer",
         not_in_hooks=LAYERS,
     ),
-    "resumed-load-failure-unseen": Scenario(
-        # vLLM looks for failed blocks among the tokens that were cached when the request was first scheduled
-        # (scheduler.py 0.15.1:2007).
-        schedule=[
-            do.admit("r", prompt(100), max_tokens=4),
-            do.step(),
-            do.preempt("r"),
-            do.reset_prefix_cache(),
-            do.fail_load("r"),
-        ],
+    "resumed-load-failure-unseen": scenario(
+        [do.admit("r", prompt(100), max_tokens=4), do.step(), do.preempt("r")],
+        [do.reset_prefix_cache(), do.fail_load("r")],
         shows="LAB001 its slot holds other KV",
         wrong={"vllm": ">=0.11.2,<0.20"},
         needs={"lmcache": ">=0.3.10"},  # in earlier releases a resumed request loads nothing
         options=Options(chunk_size=32, max_num_batched_tokens=256),
     ),
-    "retrieve-fail-slot-mismatch": Scenario(
-        schedule=[
-            do.stored_elsewhere(prompt(1536)),
-            do.admit("r", prompt(1540), max_tokens=2),
-            do.fail_load("r", after_chunks=1),
-        ],
+    "retrieve-fail-slot-mismatch": scenario(
+        [do.stored_elsewhere(prompt(1536)), do.admit("r", prompt(1540), max_tokens=2)],
+        do.fail_load("r", after_chunks=1),
         shows="KVR011 wait_for_save: AssertionError",
         wrong={"lmcache": ">=0.3.10,<=0.3.15"},  # earlier trackers are wrong too, but then nothing is saved
         needs={"lmcache": ">=0.3.9.post1"},  # 0.3.9 does not report failed loads

@@ -1,300 +1,191 @@
 """Lookups of LMCache's in-process connector: repeated, timed out, aborted, answered late."""
 
+from functools import partial
+
 from kvfix_tools.lab import steps as do
-from kvfix_tools.lab.scenario import WORKER, Options, Scenario
+from kvfix_tools.lab.scenario import WORKER, Options, scenario
 from kvfix_tools.lab.steps import prompt
 
 LONG = "long"
+#: match(0): the lookup is sent. It times out (lookup_timeout_ms is 3,000), and the request is computed.
+TIMED_OUT = do.step(), do.wait(4), do.step()
+asynchronous = partial(
+    scenario,
+    needs={"lmcache": ">=0.3.10"},
+    options=Options(lmcache={"enable_async_loading": True}, max_num_batched_tokens=512),
+)
 
 SCENARIOS = {
-    "abort-while-waiting": Scenario(
-        doc=(
-            "A request is aborted after its lookup and before its admission: LMCache keeps its LoadSpec, hit, "
-            "priority and pins."
-        ),
+    "abort-while-waiting": scenario(
         # The pins prevent eviction of the chunks until they time out (300 s).
-        schedule=[
-            do.store("before", prompt(600)),
-            do.keep_blocks(0),
-            do.admit("r", prompt(600), max_tokens=2),
-            do.step(),
-            do.abort("r"),
-            do.free_blocks(),
-        ],
+        [do.store("before", prompt(600)), do.keep_blocks(0), do.admit("r", prompt(600), max_tokens=2)],
+        [do.step(), do.abort("r"), do.free_blocks()],
+        doc="A request is aborted before its admission: LMCache keeps its LoadSpec, hit, priority and pins.",
         shows="KVR009",
         wrong={"lmcache": ">=0.3.9,!=0.4.5,!=0.4.6,!=0.4.7,!=0.5.0"},
         options=Options(chunk_size=256, max_num_batched_tokens=512),
     ),
-    "async-abort-keeps-lookup": Scenario(
-        # `request_finished` cancels the lookup of an aborted request even if none is in flight. The id stays in
-        # `aborted_lookups` and waits for an answer that has already come (lmcache_async_lookup_client.py
-        # 0.5.6:267-280).
-        schedule=[
-            do.admit("r", prompt(300), max_tokens=8),
-            do.step(2),
-            do.abort("r"),
-            do.admit("next", prompt(300, seed=1)),
-        ],
+    "async-abort-keeps-lookup": asynchronous(
+        [do.admit("r", prompt(300), max_tokens=8), do.step(2), do.abort("r")],
+        do.admit("next", prompt(300, seed=1)),
         shows="KVR009 lookup_client.aborted_lookups",
         wrong={"lmcache": ">=0.3.10,!=0.4.5,!=0.4.6,!=0.4.7,!=0.5.0"},
-        options=Options(lmcache={"enable_async_loading": True}, max_num_batched_tokens=512),
-        needs={"lmcache": ">=0.3.10"},
     ),
-    "async-abort-while-other-loads": Scenario(
-        doc=(
-            "A request is aborted while OffloadingConnector loads for it: LMCache keeps the chunks that it has fetched."
-        ),
-        # A MultiConnector asks both connectors, and LMCache's lookup fetches. Only a step with the request releases the
-        # chunks.
-        schedule=[
-            do.serve("first", prompt(300)),
-            do.step(3),
-            do.reset_prefix_cache(),
-            do.admit("r", prompt(300), max_tokens=2),
-            do.step(2),  # looked up; the OffloadingConnector is granted the load
-            do.abort("r"),
-        ],
+    "async-abort-while-other-loads": scenario(
+        [do.serve("first", prompt(300)), do.step(3), do.reset_prefix_cache()],
+        do.admit("r", prompt(300), max_tokens=2),
+        do.step(2),  # looked up; the OffloadingConnector is granted the load
+        do.abort("r"),
+        doc="A request is aborted while OffloadingConnector loads for it: LMCache keeps the chunks that it fetched.",
         shows="KVR009 fetched chunks of the worker",
-        wrong={"lmcache": ">=0.5.6"},
         options=Options(
             lmcache={"enable_async_loading": True}, offloading="first", delay=3, max_num_batched_tokens=512
         ),
         needs={"vllm": ">=0.32", "lmcache": ">=0.5.6"},
     ),
-    "async-fetched-left": Scenario(
-        # vLLM has as many tokens of the prompt as LMCache, so LMCache promises and loads nothing. The fetched chunks
-        # keep their references and pins (LMCache PR 2559). 0.3.10 dies before that (mismatch-in-tokens-to-load).
-        schedule=[do.serve("first", prompt(300)), do.admit("r", prompt(300))],
+    "async-fetched-left": asynchronous(
+        # 0.3.10 dies before that (mismatch-in-tokens-to-load).
+        [do.serve("first", prompt(300)), do.admit("r", prompt(300))],
         shows="KVR009 fetched chunks of the worker",
         not_in_hooks=WORKER,
         wrong={"lmcache": ">=0.3.10.post1,<0.4.1"},
-        options=Options(lmcache={"enable_async_loading": True}, max_num_batched_tokens=512),
-        needs={"lmcache": ">=0.3.10"},
     ),
-    "async-given-up-asked-again": Scenario(
+    "async-given-up-asked-again": asynchronous(
+        [do.stored_elsewhere(prompt(256)), do.slow_lookups(6), do.admit("r", prompt(300), max_tokens=5)],
+        [TIMED_OUT, do.preempt("r")],
         doc="A lookup times out and the request is preempted. The late result is never released.",
-        # With asynchronous loading both lookups have the id of the request. The client cleans up the answer to the
-        # first lookup while the second is in flight, and sends a third (lmcache_async_lookup_client.py 0.5.6:251 and
-        # 163).
-        schedule=[
-            do.stored_elsewhere(prompt(256)),
-            do.slow_lookups(6),
-            do.admit("r", prompt(300), max_tokens=5),
-            do.step(),  # match(0): the lookup is sent
-            do.wait(4),  # lookup_timeout_ms is 3,000
-            do.step(),  # match(0): timed out; "r" is computed
-            do.preempt("r"),
-        ],
         shows="KVR009 fetched chunks of the worker",
-        wrong={"lmcache": ">=0.3.11"},
-        options=Options(lmcache={"enable_async_loading": True}, max_num_batched_tokens=512),
         needs={"lmcache": ">=0.3.11"},  # in 0.3.10 a resumed request ends the engine before
     ),
-    "async-given-up-of-one-rank": Scenario(
-        doc=(
-            "A lookup that one of two ranks has not answered times out, the request is preempted, and a worker dies "
-            "at its load."
-        ),
-        # The client counts the first rank's answers to two lookups as one answer of each rank, cleans up, and sends a
-        # third lookup. Then two answers begin the load: the second rank's to the second lookup, and the first rank's to
-        # the third. The second rank has not fetched yet (lmcache_async_lookup_client.py 0.5.6:233-246).
-        schedule=[
-            do.stored_elsewhere(prompt(256)),
-            do.lookups_fail(1),
-            do.admit("r", prompt(300), max_tokens=5),
-            do.step(),  # match(0): the lookup is sent
-            do.wait(4),  # lookup_timeout_ms is 3,000
-            do.step(),  # match(0): timed out; "r" is computed
-            do.preempt("r"),
-            do.reset_prefix_cache(),
-            do.step(),  # match(0): the lookup is sent, and answered by both ranks
-            do.slow_lookups(3),  # of the second rank
-        ],
+    "async-given-up-of-one-rank": scenario(
+        # Two answers begin the load: the second rank's to the second lookup, and the first rank's to the third.
+        [do.stored_elsewhere(prompt(256)), do.lookups_fail(1), do.admit("r", prompt(300), max_tokens=5)],
+        [TIMED_OUT, do.preempt("r"), do.reset_prefix_cache()],
+        do.step(),  # match(0): the lookup is sent, and answered by both ranks
+        do.slow_lookups(3),  # of the second rank
+        doc="The lookup of one of two ranks times out, the request is preempted, and a worker dies at its load.",
         shows="KVR011 is not done or not found",
-        request="",
-        wrong={"lmcache": ">=0.4.1"},
         options=Options(lmcache={"enable_async_loading": True}, max_num_batched_tokens=512, ranks=2),
         # up to 0.3.15 the second rank does not clean up; earlier releases of vLLM were not tested with several ranks
         needs={"lmcache": ">=0.4.1", "vllm": ">=0.32"},
     ),
-    "async-late-answer-left": Scenario(
-        doc="A lookup times out and the request ends without it: LMCache keeps the late answer and the fetched chunks.",
+    "async-late-answer-left": asynchronous(
         # The client stops waiting after `lookup_timeout_ms`, but before 0.4.1 it does not cancel the lookup.
-        schedule=[
-            do.stored_elsewhere(prompt(256)),
-            do.slow_lookups(3),
-            do.admit("r", prompt(300)),
-            do.step(),  # match(0): the lookup is sent
-            do.wait(4),  # lookup_timeout_ms is 3,000
-            do.step(),  # match(0): timed out; "r" is computed and ends
-            do.slow_lookups(0),
-            do.serve("next 1", prompt(300, seed=1)),  # the answer arrives; other lookups would remove it
-            do.admit("next 2", prompt(300, seed=2)),
-        ],
+        [do.stored_elsewhere(prompt(256)), do.slow_lookups(3), do.admit("r", prompt(300))],
+        [TIMED_OUT, do.slow_lookups(0)],
+        do.serve("next 1", prompt(300, seed=1)),  # the answer arrives; other lookups would remove it
+        do.admit("next 2", prompt(300, seed=2)),
+        doc="A lookup times out and the request ends without it: LMCache keeps the late answer and the fetched chunks.",
         shows="KVR009 fetched chunks of the worker",
         not_in_hooks=WORKER,
         wrong={"lmcache": ">=0.3.10,<0.4.1"},
-        options=Options(lmcache={"enable_async_loading": True}, max_num_batched_tokens=512),
-        needs={"lmcache": ">=0.3.10"},
     ),
-    "async-lookup-of-configured": Scenario(
-        schedule=[
-            do.stored_elsewhere(prompt(256)),
-            do.serve("r", prompt(300), sampling={"extra_args": {"kv_transfer_params": {"lmcache.skip_save": True}}}),
-            do.expect_hit("r"),
-        ],
+    "async-lookup-of-configured": asynchronous(
+        do.stored_elsewhere(prompt(256)),
+        do.serve("r", prompt(300), sampling={"extra_args": {"kv_transfer_params": {"lmcache.skip_save": True}}}),
+        do.expect_hit("r"),
         shows="LAB006",
-        wrong={"lmcache": ">=0.3.10"},
         options=Options(lmcache={"enable_async_loading": True}),
-        needs={"lmcache": ">=0.3.10"},
     ),
-    "async-lookup-timeout": Scenario(
+    "async-lookup-timeout": asynchronous(
+        [do.slow_lookups(99), do.keep_blocks(0), do.admit("r", prompt(300))],
+        do.step(),  # match(0): the lookup is sent
+        do.step(),  # match(0): not known yet
+        do.wait(4),  # the worker is busy; lookup_timeout_ms is 3,000
+        do.step(),  # match(0): timed out, 0; no free blocks
+        do.step(),  # match(0) again
+        do.free_blocks(),
         doc="A lookup times out while no blocks are free: the next `get_num_new_matched_tokens` raises KeyError.",
-        # After `lookup_timeout_ms` the client answers 0 and forgets when the lookup began, but still counts the lookup
-        # as in flight. If vLLM has no blocks for the request, it asks again, and the client reads the time that it has
-        # forgotten (lmcache_async_lookup_client.py 0.5.6:174, :187). LMCache issue 3685; PR 3766 is open.
-        schedule=[
-            do.slow_lookups(99),
-            do.keep_blocks(0),
-            do.admit("r", prompt(300)),
-            do.step(),  # match(0): the lookup is sent
-            do.step(),  # match(0): not known yet
-            do.wait(4),  # the worker is busy; lookup_timeout_ms is 3,000
-            do.step(),  # match(0): timed out, 0; no free blocks
-            do.step(),  # match(0) again
-            do.free_blocks(),
-        ],
         shows="KVR011 schedule: KeyError: 'r'",
-        wrong={"lmcache": ">=0.3.10"},
-        options=Options(lmcache={"enable_async_loading": True}, max_num_batched_tokens=512),
-        needs={"lmcache": ">=0.3.10"},
     ),
-    "consumer-pins-left": Scenario(
-        schedule=[do.stored_elsewhere(prompt(512)), do.admit("r", prompt(600), max_tokens=2)],
+    "consumer-pins-left": scenario(
+        [do.stored_elsewhere(prompt(512)), do.admit("r", prompt(600), max_tokens=2)],
         shows="KVR009 pins of the worker",
         wrong={"lmcache": "<0.4.3"},
         options=Options(chunk_size=256, max_num_batched_tokens=1024, kv_role="kv_consumer"),
     ),
-    "dead-worker-stalls-lookups": Scenario(
-        # vLLM has no blocks for the request, so it asks in every step. LMCache does not remember that the lookup timed
-        # out.
-        schedule=[do.lookups_fail(4), do.keep_blocks(0), do.admit("r", prompt(300)), do.step(4), do.free_blocks()],
+    "dead-worker-stalls-lookups": scenario(
+        # vLLM has no blocks for the request, so it asks in every step.
+        [do.lookups_fail(4), do.keep_blocks(0), do.admit("r", prompt(300)), do.step(4), do.free_blocks()],
         shows="KVR012",
-        wrong={"lmcache": ">=0.3.9"},
         options=Options(chunk_size=256, max_num_batched_tokens=512),
     ),
-    "full-hit-asked-twice": Scenario(
+    "full-hit-asked-twice": scenario(
+        # LMCache has all 200 tokens. The first answer is 199, the second one 200, and vLLM asserts that there are new
+        # tokens (scheduler.py 0.32.0:1170).
+        [do.store("before", prompt(200)), do.keep_blocks(0), do.admit("r", prompt(200), max_tokens=2)],
+        do.step(),  # match(0) by a lookup
+        do.step(),  # match(0) from the lookup cache
+        do.free_blocks(),
         doc="The whole prompt is hit, and the second answer promises all of it: no token is left to compute.",
-        # LMCache has all 200 tokens. The first answer is 199, because the last token must be computed for its logits.
-        # vLLM has too few blocks and asks again: the second answer is 200, and vLLM asserts that there are new tokens
-        # (scheduler.py 0.32.0:1170).
-        schedule=[
-            do.store("before", prompt(200)),
-            do.keep_blocks(0),
-            do.admit("r", prompt(200), max_tokens=2),
-            do.step(),  # match(0) by a lookup
-            do.step(),  # match(0) from the lookup cache
-            do.free_blocks(),
-        ],
         shows="KVR001",
         wrong={"lmcache": "==0.3.10"},
         options=Options(block_size=8, num_blocks=40, chunk_size=40, max_num_batched_tokens=256),
     ),
-    "lookup-skips-computed": Scenario(
-        # The lookup skips chunks that vLLM has computed and counts them as found (lmcache_lookup_client.py
-        # 0.3.11:190-243). The sum is cached for the next question about the request. LMCache has evicted the 256
-        # tokens. vLLM has them, but too few free blocks for the request. Until blocks are free, other requests take the
-        # blocks of the 256 tokens too. The load comes short: vLLM computes the tokens again, or ends the request with
-        # kv_load_failure_policy "fail". The tokens also count as stored, so they are never stored (KVR007).
-        schedule=[
-            do.serve("before", prompt(300)),
-            do.evict(9),
-            do.keep_blocks(20),  # including the prefix
-            do.admit("r", prompt(600)),
-            do.step(),  # match(288): hit 256, but LMCache has no chunk; no free blocks
-            do.keep_blocks(0),
-            do.step(),  # match(0) from the lookup cache: 256 are promised
-            do.free_blocks(),
-        ],
+    "lookup-skips-computed": scenario(
+        # LMCache has evicted the 256 tokens. vLLM has them, but too few free blocks for the request. Until blocks are
+        # free, other requests take the blocks of the 256 tokens too, and the load comes short.
+        [do.serve("before", prompt(300)), do.evict(9)],
+        do.keep_blocks(20),  # including the prefix
+        do.admit("r", prompt(600)),
+        do.step(),  # match(288): hit 256, but LMCache has no chunk; no free blocks
+        do.keep_blocks(0),
+        do.step(),  # match(0) from the lookup cache: 256 are promised
+        do.free_blocks(),
         shows="LAB002",
         wrong={"lmcache": ">=0.3.10.post2,<0.3.12"},
         options=Options(num_blocks=64, chunk_size=256, max_num_batched_tokens=512),
     ),
-    "max-load-unaligned": Scenario(
+    "max-load-unaligned": scenario(
         # max_tokens_per_load is 1024, and vLLM has 80 tokens. LMCache promises 1,024, but its LoadSpec ends at token
         # 1,024: 1,024 - 80 are due. No preemption is needed.
-        schedule=[
-            do.store("before", prompt(1500)),
-            do.serve("short", prompt(80)),
-            do.admit("r", prompt(1500), max_tokens=2),
-        ],
+        [do.store("before", prompt(1500)), do.serve("short", prompt(80))],
+        do.admit("r", prompt(1500), max_tokens=2),
         shows="KVR011 Mismatch in tokens to load: 1024 vs 1024 (tokens in lmcache) - 80 (tokens in vllm)",
-        wrong={"lmcache": ">=0.4.7"},
         options=Options(
             num_blocks=120, chunk_size=256, max_num_batched_tokens=2048, lmcache={"max_tokens_per_load": 1024}
         ),
         needs={"lmcache": ">=0.4.7"},
     ),
-    "mismatch-in-tokens-to-load": Scenario(
-        doc="LMCache issue 2158: LMCache promises 256 tokens although vLLM has computed 336, and EngineCore dies.",
+    "mismatch-in-tokens-to-load": scenario(
         # Prompt of 10,009 tokens, block size 16, chunk size 256. One step computes 336 tokens, and LMCache stores one
         # chunk. The next step computes one more token, so all 21 blocks of the 336 tokens are full and stay in the
         # prefix cache when the request is preempted. While too few blocks are free, vLLM asks in every step: a lookup
         # answers the first time with 0, the lookup cache answers later.
-        schedule=[
-            # it has 637 of the 659 usable blocks, which are full after its third token, and generates six tokens
-            do.admit("other", prompt(10190, seed=1), max_tokens=6),
-            do.step(),
-            do.admit(LONG, prompt(10009, seed=2), max_tokens=2),
-            do.budget(1 + 336),
-            do.step(),
-            do.budget(1 + 1),
-            do.step(),  # the long request gets its 22nd block: none is free now
-            do.budget(16384),
-            do.step(),  # the other request needs a block: the long request is preempted
-            do.step(),  # match(336) by a lookup; too few blocks
-            do.step(),  # match(336) from the lookup cache; too few blocks; the other request ends
-        ],
+        # "other" has 637 of the 659 usable blocks, which are full after its third token, and generates six tokens.
+        [do.admit("other", prompt(10190, seed=1), max_tokens=6), do.step()],
+        [do.admit(LONG, prompt(10009, seed=2), max_tokens=2), do.budget(1 + 336), do.step(), do.budget(1 + 1)],
+        do.step(),  # the long request gets its 22nd block: none is free now
+        do.budget(16384),
+        do.step(),  # the other request needs a block: the long request is preempted
+        do.step(),  # match(336) by a lookup; too few blocks
+        do.step(),  # match(336) from the lookup cache; too few blocks; the other request ends
+        doc="LMCache issue 2158: LMCache promises 256 tokens although vLLM has computed 336, and EngineCore dies.",
         shows="KVR011 Mismatch in tokens to load: 256 vs 256 (tokens in lmcache) - 336 (tokens in vllm) - 0 (full "
         f"lmcache hits subtracts last token to recalculate logits) for request {LONG}",
-        request=LONG,
         wrong={"lmcache": "==0.3.10"},
         options=Options(
             num_blocks=660, chunk_size=256, max_num_batched_tokens=16384, max_model_len=12288, reserve_full_isl=False
         ),
     ),
-    "raw-hit-beyond-request": Scenario(
+    "raw-hit-beyond-request": scenario(
+        # 1,101 tokens: 1,024 in LMCache, 800 in the prefix cache after a preemption. The first answer is 224, the
+        # second one 1,024, and vLLM asserts on 1,824 computed tokens (vllm/v1/core/sched/scheduler.py 0.32.0:1048).
+        [do.admit("r", prompt(1100), max_tokens=8), do.step(), do.preempt("r")],
+        do.keep_blocks(50),  # of its 69 blocks, 50 stay in the prefix cache: 800 tokens
+        do.step(),  # match(800) by a lookup
+        do.step(),  # match(800) from the lookup cache
+        do.free_blocks(),
         doc="The lookup cache promises a hit without subtracting computed tokens: their sum exceeds the request.",
-        # 1,101 tokens: 1,024 in LMCache, 800 in the prefix cache after a preemption. The first answer is 224. vLLM has
-        # too few blocks and asks again: the second answer is 1,024, and vLLM asserts on 1,824 computed tokens
-        # (vllm/v1/core/sched/scheduler.py 0.32.0:1048).
-        schedule=[
-            do.admit("r", prompt(1100), max_tokens=8),
-            do.step(),
-            do.preempt("r"),
-            do.keep_blocks(50),  # of its 69 blocks, 50 stay in the prefix cache: 800 tokens
-            do.step(),  # match(800) by a lookup
-            do.step(),  # match(800) from the lookup cache
-            do.free_blocks(),
-        ],
         shows="KVR001",
         wrong={"lmcache": "==0.3.10"},
         options=Options(num_blocks=100, chunk_size=256, max_num_batched_tokens=2048),
     ),
-    "reused-id-gets-dead-hit": Scenario(
-        doc=(
-            "A request reuses the id of an aborted request and gets its hit: LMCache promises KV that it does not have."
-        ),
-        schedule=[
-            do.store("before", prompt(600)),
-            do.keep_blocks(0),
-            do.admit("r", prompt(600), max_tokens=2),
-            do.step(),
-            do.abort("r"),
-            do.step(),
-            do.free_blocks(),
-            do.admit("r", prompt(700, seed=5), max_tokens=2),  # another prompt, without a cached chunk
-        ],
+    "reused-id-gets-dead-hit": scenario(
+        [do.store("before", prompt(600)), do.keep_blocks(0), do.admit("r", prompt(600), max_tokens=2), do.step()],
+        [do.abort("r"), do.step(), do.free_blocks()],
+        do.admit("r", prompt(700, seed=5), max_tokens=2),  # another prompt, without a cached chunk
+        doc="A request with the id of an aborted one gets its hit: LMCache promises KV that it does not have.",
         shows="LAB002",
         wrong={"lmcache": ">=0.3.9,!=0.4.5,!=0.4.6,!=0.4.7,!=0.5.0"},
         options=Options(chunk_size=256, max_num_batched_tokens=512),

@@ -1,248 +1,356 @@
-"""LMCache's multi-process connector and vLLM's copy of it."""
+"""LMCache's multi-process connector and, where a scenario says so, vLLM's copy of it."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from kvfix_tools.lab import steps as do
-from kvfix_tools.lab.scenario import MEMORY, SERVER, mp_scenarios
+from kvfix_tools.lab.scenario import MEMORY, SERVER, Options, Scenario, mp_scenarios, scenario
 from kvfix_tools.lab.scenarios.requests import NEW_WEIGHTS
 from kvfix_tools.lab.steps import prompt
 
 ASKS = {"cached_token_stats": True, "num_lmcache_extra_cached_tokens": True}
+mp = partial(scenario, options=Options(connector="mp", num_blocks=60, max_num_batched_tokens=256))
+windows = partial(scenario, needs={"lmcache": ">=0.4.7", "vllm": ">=0.32"})
 
-SCENARIOS = {
+
+def _window_freed(max_tokens: int, doc: str) -> Scenario:
+    """Return a scenario of a store that is in flight when vLLM frees the blocks before the window."""
+    return windows(
+        [do.admit("r", prompt(256), max_tokens=max_tokens), do.step()],
+        # one step after "r" it takes the blocks before the window of "r", and writes to them
+        do.admit("other", prompt(288, seed=1)),
+        doc=doc,
+        shows="LAB001 is stored under their key",
+        hooks_rule="KVR014",
+        options=Options(connector="mp", num_blocks=60, windows=(64,), max_num_batched_tokens=1024, delay=4),
+    )
+
+
+def _null_state(tokens: int, options: dict[str, Any], **more: Any) -> Scenario:
+    """Return a scenario of a stored chunk without a state. A prompt of so many tokens hits the chunk."""
+    return scenario(
+        [do.store("first", prompt(110)), do.admit("short", prompt(tokens))],
+        shows="LAB001 in KV group 1",
+        needs={"lmcache": ">=0.5.4", "vllm": ">=0.32"},
+        options=Options(connector="mp", max_num_batched_tokens=48, states=True, **options),
+        **more,
+    )
+
+
+SCENARIOS: dict[str, Any] = {
+    # ------------------------------------------------------------------ also of vLLM's copy
     "kv-xfer-finished-assert": mp_scenarios(
-        # The request is aborted during its load. vLLM frees it at the first report and asserts at the second
-        # (scheduler.py 0.32.0:3222-3235).
-        [
-            do.stored_elsewhere(prompt(128)),
-            do.admit("r", prompt(140), max_tokens=4),
-            do.step(5),
-            do.abort("r"),
-            do.admit("next", prompt(200)),  # if EngineCore is alive, it serves this request
-        ],
-        "KVR011 update_from_output: AssertionError",
+        [do.stored_elsewhere(prompt(128)), do.admit("r", prompt(140), max_tokens=4), do.step(5), do.abort("r")],
+        do.admit("next", prompt(200)),  # if EngineCore is alive, it serves this request
+        shows="KVR011 update_from_output: AssertionError",
         delay=4,
     ),
     "mp-abort-before-alloc": mp_scenarios(
-        [
-            do.stored_elsewhere(prompt(128)),
-            do.keep_blocks(0),
-            do.admit("r", prompt(140)),
-            do.step(3),
-            do.abort("r"),
-            do.free_blocks(),
-            do.admit("next", prompt(200)),
-        ],
-        "KVR009 read locks of the server",
-        doc=(
-            "A request is aborted between its lookup and its admission: the server keeps its read locks until a "
-            "timeout."
-        ),
+        [do.stored_elsewhere(prompt(128)), do.keep_blocks(0), do.admit("r", prompt(140)), do.step(3)],
+        [do.abort("r"), do.free_blocks(), do.admit("next", prompt(200))],
+        shows="KVR009 read locks of the server",
+        doc="A request is aborted after its lookup, before its admission: the server keeps its read locks.",
         # only in these releases the scheduler's connector knows of the locks
         hooks_releases=("0.4.6", "0.5.4"),
     ),
     "mp-abort-while-prefetching": mp_scenarios(
-        [
-            do.stored_elsewhere(prompt(128)),
-            do.admit("r", prompt(140)),
-            do.step(),
-            do.abort("r"),
-            do.admit("next", prompt(200)),
-        ],
-        "KVR009 read locks of the server",
-        doc=(
-            "A request is aborted while the server prefetches for it: the server then locks the chunks and never "
-            "unlocks them."
-        ),
+        [do.stored_elsewhere(prompt(128)), do.admit("r", prompt(140)), do.step()],
+        [do.abort("r"), do.admit("next", prompt(200))],
+        shows="KVR009 read locks of the server",
+        doc="A request is aborted while the server prefetches for it: the server never unlocks the chunks.",
         # only in this release the scheduler's connector knows of the locks
         hooks_releases=("0.5.4",),
         delay=5,
     ),
     "mp-apc-hit-not-stored": mp_scenarios(
-        [
-            do.serve("before", prompt(140)),
-            do.settle(),
-            do.evict(8),  # vLLM still has the prompt
-            do.serve("r", prompt(270)),
-            do.settle(),
-            do.expect_stored("r"),
-        ],
-        "LAB004",
-        doc=(
-            "vLLM has a prefix of the prompt that LMCache lacks. The same number of tokens at the end of the prompt is "
-            "never stored."
-        ),
+        [do.serve("before", prompt(140)), do.settle()],
+        do.evict(8),  # vLLM still has the prompt
+        [do.serve("r", prompt(270)), do.settle(), do.expect_stored("r")],
+        shows="LAB004",
+        doc="vLLM has a prefix that LMCache lacks: as many tokens at the end of the prompt are never stored.",
         wrong=">=0.4.5,<0.5.6",
     ),
     "mp-ended-ids-kept": mp_scenarios(
-        [
-            do.serve("r", prompt(20)),
-            *[do.serve(f"r{number}", prompt(20)) for number in range(80)],
-            do.expect_forgotten("r"),
-        ],
-        "KVR009 worker_adapter._returned_finished",
+        do.serve("r", prompt(20)),
+        *[do.serve(f"r{number}", prompt(20)) for number in range(80)],
+        do.expect_forgotten("r"),
+        shows="KVR009 worker_adapter._returned_finished",
         not_in_hooks=MEMORY,
     ),
     "mp-failed-load-blames-others": mp_scenarios(
-        # The load begins with a chunk of which vLLM has the first blocks. LMCache reports these blocks as failed too,
-        # and another request runs on them. With kv_load_failure_policy=fail, vLLM's default, that request ends with an
-        # error.
-        [
-            do.admit("other", prompt(90), max_tokens=20),  # five blocks, one chunk
-            do.step(4),
-            do.stored_elsewhere(prompt(128)),
-            do.admit("r", prompt(140)),  # vLLM has five blocks, the second chunk is loaded
-            do.step(2),
-            do.lose_loads(),
-            do.expect_unharmed("other"),
-        ],
-        "LAB005",
-        request="other",
+        # With kv_load_failure_policy=fail, vLLM's default, "other" ends with an error.
+        do.admit("other", prompt(90), max_tokens=20),  # five blocks, one chunk
+        [do.step(4), do.stored_elsewhere(prompt(128))],
+        do.admit("r", prompt(140)),  # vLLM has five blocks, the second chunk is loaded
+        [do.step(2), do.lose_loads(), do.expect_unharmed("other")],
+        shows="LAB005",
         kv_load_failure_policy="fail",
     ),
     "mp-failed-load-repoll": mp_scenarios(
         # The worker loses the server for a moment. These releases report this failure, but not others
         # (mp-retrieve-false).
-        [
-            do.stored_elsewhere(prompt(128)),
-            do.admit("r", prompt(140), max_tokens=2),
-            do.step(6),  # the load is in flight
-            do.lose_loads(),
-        ],
-        "KVR010",
-        doc=(
-            "A load fails, and LMCache promises the same tokens again without loading them: the request waits for ever."
-        ),
+        [do.stored_elsewhere(prompt(128)), do.admit("r", prompt(140), max_tokens=2)],
+        do.step(6),  # the load is in flight
+        do.lose_loads(),
+        shows="KVR010",
+        doc="A load fails, and LMCache promises the same tokens again without a load: the request waits for ever.",
         wrong=">=0.4.5,<0.5.5",
         delay=4,
     ),
     "mp-failed-load-stores-ahead": mp_scenarios(
         # vLLM has 64 tokens, the cache 128. The load fails, and vLLM continues at token 64. The tracker still counts
         # the 128 tokens of the hit, so it stores tokens 128 to 192 when only 144 are computed.
-        [
-            do.serve("short", prompt(70)),
-            do.stored_elsewhere(prompt(128)),
-            do.admit("r", prompt(300), max_tokens=2),
-            do.step(2),
-            do.lose_loads(),  # the load was in flight
-        ],
-        "KVR008",
+        [do.serve("short", prompt(70)), do.stored_elsewhere(prompt(128))],
+        [do.admit("r", prompt(300), max_tokens=2), do.step(2)],
+        do.lose_loads(),  # the load was in flight
+        shows="KVR008",
         max_num_batched_tokens=40,
     ),
     "mp-free-locks-salt": mp_scenarios(
-        [
-            do.serve("before", prompt(140), cache_salt="tenant"),
-            do.admit("r", prompt(140), cache_salt="tenant"),  # vLLM has all tokens of the hit
-        ],
-        "KVR009 read locks of the server",
+        do.serve("before", prompt(140), cache_salt="tenant"),
+        do.admit("r", prompt(140), cache_salt="tenant"),  # vLLM has all tokens of the hit
+        shows="KVR009 read locks of the server",
         not_in_hooks=SERVER,
         wrong=">=0.4.5,<0.5.1",
     ),
     "mp-freed-while-stored": mp_scenarios(
         # The store of the first chunk ends early. The last chunk is still copied when the request ends.
-        [
-            do.admit("r", prompt(256)),
-            do.run_until_finished("r"),
-            do.step(),  # the worker learns of the end, and answers
-            do.keep_blocks(0),  # other requests take its blocks and write to them
-            do.step(4),
-            do.free_blocks(),
-        ],
-        "LAB001 is stored under their key",
+        [do.admit("r", prompt(256)), do.run_until_finished("r")],
+        do.step(),  # the worker learns of the end, and answers
+        do.keep_blocks(0),  # other requests take its blocks and write to them
+        [do.step(4), do.free_blocks()],
+        shows="LAB001 is stored under their key",
         hooks_rule="KVR009",
         max_num_batched_tokens=16,
         delay=3,
     ),
     "mp-lookup-double-count": mp_scenarios(
-        [
-            do.stored_elsewhere(prompt(128)),
-            do.keep_blocks(4),
-            do.admit("r", prompt(800), max_tokens=2),
-            do.step(4),  # the lookup, then three polls without enough blocks
-            do.free_blocks(),
-        ],
-        "KVR007",
-        doc=(
-            "Each poll of a waiting request counts its hit again as stored: the stores leave a hole, and no later "
-            "token is hit."
-        ),
+        [do.stored_elsewhere(prompt(128)), do.keep_blocks(4), do.admit("r", prompt(800), max_tokens=2)],
+        do.step(4),  # the lookup, then three polls without enough blocks
+        do.free_blocks(),
+        shows="KVR007",
+        doc="Each poll of a waiting request counts its hit again as stored: no token after the hole is hit.",
         wrong=">=0.4.5,<0.5.6",
     ),
     "mp-lookup-for-nothing": mp_scenarios(
         # With `prompt_logprobs` vLLM reads no cache, and admits the request before the lookup is answered.
         [do.stored_elsewhere(prompt(128)), do.admit("r", prompt(200), max_tokens=4, sampling={"prompt_logprobs": 1})],
-        "KVR009 read locks of the server",
+        shows="KVR009 read locks of the server",
         not_in_hooks=SERVER,
         vllm=">=0.31.0",  # before, this request takes the promise of the connector
     ),
     "mp-lora-not-in-key": mp_scenarios(
         [do.serve("before", prompt(140), lora="one"), do.admit("r", prompt(140), max_tokens=2, lora="other")],
-        "LAB001",
+        shows="LAB001",
     ),
     "mp-preempt-store-overwrite": mp_scenarios(
-        [
-            do.admit("r", prompt(200), max_tokens=20),
-            do.step(4),
-            do.step(),  # computed and handed over; the server copies some steps later
-            do.preempt("r"),
-            do.keep_blocks(0),  # other requests take its blocks and write to them
-            do.step(3),
-            do.free_blocks(),
-        ],
-        "LAB001 is stored under their key",
+        [do.admit("r", prompt(200), max_tokens=20), do.step(4)],
+        do.step(),  # computed and handed over; the server copies some steps later
+        do.preempt("r"),
+        do.keep_blocks(0),  # other requests take its blocks and write to them
+        [do.step(3), do.free_blocks()],
+        shows="LAB001 is stored under their key",
         wrong=">=0.4.5,<0.5.6",
         num_blocks=50,
         max_num_batched_tokens=1024,
         delay=3,
     ),
     "mp-prompt-embeds": mp_scenarios(
-        [
-            do.store("before", None, embeddings=(140, 0.0)),
-            do.serve("r", None, max_tokens=2, embeddings=(140, 1.0)),
-            do.admit("next", [7] * 140),
-        ],
-        "LAB001",
+        do.store("before", None, embeddings=(140, 0.0)),
+        [do.serve("r", None, max_tokens=2, embeddings=(140, 1.0)), do.admit("next", [7] * 140)],
+        shows="LAB001",
     ),
     "mp-reset-keeps-external-cache": mp_scenarios(
-        # LMCache's multi-process connector has `reset_cache` since 0.5.6, vLLM's copy does not have it. vLLM treats the
-        # None of its base class as success (scheduler.py 0.32.0:2898).
         NEW_WEIGHTS,
-        "LAB001 the step reads token 0 of",
+        shows="LAB001 the step reads token 0 of",
         doc="A weight update does not reset the LMCache server, vLLM answers True, and old KV is hit.",
         wrong=">=0.4.5,<0.5.6",
         max_num_batched_tokens=128,
     ),
     "mp-retrieve-false": mp_scenarios(
-        [
-            do.stored_elsewhere(prompt(128)),
-            do.admit("r", prompt(140), max_tokens=2),
-            do.fail_load("r"),
-        ],
-        "LAB001",
+        [do.stored_elsewhere(prompt(128)), do.admit("r", prompt(140), max_tokens=2), do.fail_load("r")],
+        shows="LAB001",
         wrong=">=0.4.5,<0.5.5",
     ),
     "mp-session-stores-ahead": mp_scenarios(
         # 63 drafts were rejected in nine steps, and the tracker counts them as computed. The next step computes 64 of
         # the 200 input tokens, up to token 113. The tracker counts 176 and stores tokens 64 to 128.
-        [
-            do.serve("r", prompt(40), max_tokens=10, resumable=True),
-            do.add_input("r", prompt(200, seed=1)),
-            do.step(3),
-            do.run(),
-            do.end_input("r"),
-        ],
-        "LAB001 other KV than that of tokens 64 on is stored under their key",
+        [do.serve("r", prompt(40), max_tokens=10, resumable=True), do.add_input("r", prompt(200, seed=1))],
+        [do.step(3), do.run(), do.end_input("r")],
+        shows="LAB001 other KV than that of tokens 64 on is stored under their key",
         hooks_rule="KVR008",
         max_num_batched_tokens=64,
         drafter="eagle",
         drafts=7,
-        acceptance=0,
         lmcache={"mp.save_decode_cache": True},
     ),
     "mp-stats-assert": mp_scenarios(
-        [
-            do.admit("r", prompt(140), sampling={"extra_args": {"kv_transfer_params": ASKS}}),
-            do.abort("r"),
-            do.admit("next", prompt(140)),  # if EngineCore is alive, it serves this request
-        ],
-        "KVR011 Request tracker for request_id r not found",
+        [do.admit("r", prompt(140), sampling={"extra_args": {"kv_transfer_params": ASKS}}), do.abort("r")],
+        do.admit("next", prompt(140)),  # if EngineCore is alive, it serves this request
+        shows="KVR011 Request tracker for request_id r not found",
+    ),
+    # ------------------------------------------------------------------ failures of the server, and single releases
+    "mp-heartbeat-never-starts": mp(
+        [do.stored_elsewhere(prompt(128)), do.admit("before", prompt(140, seed=1)), do.step()],
+        [do.lookup_times_out(), do.run()],
+        do.step(),  # a heartbeat would have found the server before this step
+        [do.serve("r", prompt(140)), do.settle(), do.expect_hit("r")],
+        shows="LAB006",
+        not_in_hooks=SERVER,
+        wrong={"lmcache": ">=0.5.0,<0.5.6"},
+    ),
+    "mp-idle-worker-forgotten": mp(
+        [do.stored_elsewhere(prompt(128)), do.hour_of_silence(), do.admit("r", prompt(200))],
+        shows="LAB002",
+        wrong={"lmcache": ">=0.5.0"},
+    ),
+    "mp-load-after-given-up": mp(
+        [do.stored_elsewhere(prompt(128)), do.admit("r", prompt(140))],
+        do.step(5),  # looked up, found, granted; the load is in flight
+        do.server_stops(),
+        do.step(2),  # the worker reports that the load has failed; vLLM frees the blocks
+        do.admit("other", prompt(200, seed=1), max_tokens=10),
+        [do.admit("another", prompt(200, seed=2), max_tokens=10), do.step(2), do.server_goes_on()],
+        doc="The worker drops the load of a slow server, and the server writes into blocks of other requests.",
+        shows="LAB001 computed ones, its slot holds other KV",
+        needs={"vllm": ">=0.22.0", "lmcache": ">=0.5.6"},
+        options=Options(connector="mp", num_blocks=28, max_num_batched_tokens=1024, delay=3),
+    ),
+    "mp-load-not-granted": mp(
+        # With `prompt_logprobs` vLLM reads no cache. It still asks the connector, and tells it that nothing is granted.
+        do.stored_elsewhere(prompt(128)),
+        do.admit("r", prompt(200), max_tokens=4, sampling={"prompt_logprobs": 1}),
+        shows="KVR004",
+        # before vLLM 0.31 this request takes the promise of the connector
+        wrong={"vllm": ">=0.31.0", "lmcache": ">=0.4.5,<0.5.5"},
+        options=Options(connector="mp", num_blocks=60, max_num_batched_tokens=256, delay=0),
+    ),
+    "mp-preempted-while-silent": mp(
+        # Other requests write to the blocks, and the server stores their KV under the keys of the request.
+        do.admit("r", prompt(200), max_tokens=20),
+        do.step(5),  # computed and handed over
+        do.server_stops(),
+        do.step(),  # the worker believes that the server is dead
+        do.preempt("r"),
+        do.keep_blocks(0),  # other requests take its blocks and write to them
+        [do.step(2), do.server_goes_on(), do.step(4), do.free_blocks()],
+        doc="A slow server misses a heartbeat: the worker does not wait for the store of a preempted request.",
+        shows="LAB001 is stored under their key",
+        needs={"vllm": ">=0.22.0", "lmcache": ">=0.5.6"},
+        options=Options(connector="mp", num_blocks=50, max_num_batched_tokens=1024, delay=9),
+    ),
+    "mp-reset-keeps-what-is-in-flight": mp(
+        do.admit("r", prompt(200), max_tokens=4),
+        do.step(3),  # the lookup is answered, and the prompt is computed and stored
+        do.new_weights(),
+        shows="LAB001 other KV than that of tokens 0 on is stored under their key",
+        needs={"lmcache": ">=0.5.6", "vllm": ">=0.22.0"},
+        options=Options(connector="mp", num_blocks=60, max_num_batched_tokens=256, delay=2),
+    ),
+    "mp-resume-load-circle": mp(
+        [do.admit("r", prompt(140), max_tokens=8), do.step(6), do.preempt("r")],
+        do.keep_blocks(0),  # vLLM's prefix cache has no block of the request when it resumes
+        [do.step(), do.free_blocks()],
+        *[do.fail_load("r"), do.step()] * 40,
+        do.expect_all_ended(),
+        doc="The load of a preempted request fails again and again, and the request never runs.",
+        shows="LAB003",
+        wrong={"lmcache": ">=0.5.6"},
+    ),
+    "mp-store-after-given-up": mp(
+        do.admit("r", prompt(200)),
+        do.step(6),  # computed, handed over and ended; vLLM keeps its blocks
+        do.server_stops(),
+        do.step(2),  # the worker reports that the store is done; vLLM frees the blocks
+        do.keep_blocks(0),  # other requests take these blocks and write to them
+        [do.step(), do.server_goes_on(), do.step(4), do.free_blocks()],
+        doc="A slow server misses a heartbeat: the worker drops its store, and the server stores KV of other requests.",
+        shows="LAB001 is stored under their key",
+        needs={"vllm": ">=0.22.0", "lmcache": ">=0.5.6"},
+        options=Options(connector="mp", num_blocks=50, max_num_batched_tokens=1024, delay=5),
+    ),
+    # ------------------------------------------------------------------ models with several KV groups
+    "mp-failed-load-of-groups": windows(
+        [do.stored_elsewhere(prompt(128)), do.admit("r", prompt(200), max_tokens=2), do.step(2)],
+        do.lose_loads(),  # the load was in flight
+        [do.run(), do.expect_unharmed("r")],
+        shows="KVR011 RuntimeError",
+        wrong={"lmcache": ">=0.4.7,<0.5.6", "vllm": ">=0.32"},
+        options=Options(connector="mp", num_blocks=60, windows=(64,)),
+    ),
+    "mp-state-freed-while-stored": scenario(
+        do.admit("r", prompt(256), max_tokens=2),
+        doc="vLLM frees the block of a state during its store: the request writes a later state to the block.",
+        shows="LAB001 is stored under their key",
+        needs={"lmcache": ">=0.5.4", "vllm": ">=0.32"},
+        not_in_hooks="the block is used again after the next step, when the store may have ended",
+        options=Options(
+            connector="mp",
+            num_blocks=24,
+            chunk_size=16,
+            max_num_batched_tokens=16,
+            states=True,
+            separate_object_groups=True,
+            delay=20,
+        ),
+    ),
+    # The step computes three blocks, and only the last one has a state. Without --separate-object-groups, the chunks of
+    # the other blocks are stored too.
+    "mp-state-kept-null": _null_state(40, {"chunk_size": 16}),
+    # A chunk has two blocks. vLLM keeps a state at the end of each step, here after 48 and 96 tokens, in the third and
+    # the sixth block. The second chunk has the third block, and the fourth, which is null.
+    "mp-state-stored-null": _null_state(70, {"chunk_size": 32, "separate_object_groups": True}, hooks_rule="KVR014"),
+    "mp-window-freed-at-end": _window_freed(
+        1, "A request ends while its store is in flight: another request writes to blocks before the window."
+    ),
+    "mp-window-freed-while-stored": _window_freed(
+        20, "The window moves on while a store is in flight: another request writes to the freed blocks."
+    ),
+    "mp-window-loaded-short": windows(
+        # For three MTP modules vLLM keeps two tokens before the window of 32. LMCache loads the last two blocks of "r".
+        # vLLM also keeps the block before these, from token 80 on, and caches it. "other", without a hit in LMCache,
+        # hits 112 tokens in vLLM and reads from token 81 on.
+        [do.stored_elsewhere(prompt(128)), do.serve("r", prompt(160), max_tokens=2), do.lookups_fail(1)],
+        do.admit("other", prompt(128) + prompt(40, seed=1), max_tokens=2),
+        shows="LAB001 in KV group 1",
+        options=Options(connector="mp", num_blocks=60, windows=(32,), drafter="mtp", drafts=3, acceptance=50),
+    ),
+    "mp-window-reserves-too-little": scenario(
+        # LMCache loads 256 of 320 tokens: 16 blocks of full attention, and one block of the window after 15 null
+        # blocks. The rest needs 4 blocks in each KV group. vLLM reserves 4 blocks for "r" when it admits the load of
+        # "other": 5 of 39 blocks stay free.
+        [do.stored_elsewhere(prompt(256)), do.stored_elsewhere(prompt(256, seed=1))],
+        [do.admit("r", prompt(320), max_tokens=2), do.admit("other", prompt(320, seed=1), max_tokens=2)],
+        shows="LAB009 1 request is loaded and waits behind r, which needs 8 blocks; 5 are free",
+        needs={"vllm": ">=0.32.0", "lmcache": ">=0.4.7"},
+        options=Options(connector="mp", num_blocks=40, windows=(16,), max_num_batched_tokens=64),
+    ),
+    "mp-window-stored-late": scenario(
+        # vLLM has 64 tokens, the cache 128. After the failure the tracker counts from 0, so each chunk is stored 64
+        # tokens after it was computed.
+        [do.serve("short", prompt(65)), do.stored_elsewhere(prompt(128))],
+        [do.admit("r", prompt(400), max_tokens=2), do.step(2)],
+        do.lose_loads(),  # the load was in flight
+        doc="After a failed load LMCache stores each chunk too late: other requests have the window's blocks by then.",
+        shows="LAB001 is stored under their key",
+        needs={"lmcache": ">=0.5.6", "vllm": ">=0.32"},
+        hooks_rule="KVR014",
+        options=Options(connector="mp", num_blocks=32, windows=(64,), max_num_batched_tokens=16),
+    ),
+    "mp-window-stored-null": windows(
+        # After its prefix hit, the block list of `r` in the window's KV group begins with null block 0. A later,
+        # shorter hit reads the chunk.
+        [do.serve("first", prompt(256)), do.evict(4), do.store("r", prompt(512)), do.admit("short", prompt(100))],
+        doc="LMCache stores null blocks of a window, because vLLM has a prefix that LMCache has evicted.",
+        shows="LAB001 the step reads token",
+        hooks_rule="KVR014",
+        options=Options(connector="mp", num_blocks=60, windows=(64,)),
     ),
 }
+SCENARIOS["mp-silent-server-given-up"] = replace(
+    SCENARIOS["mp-load-after-given-up"],
+    doc="",  # the title of KVF904
+    wrong={"vllm": ">=0.22.0", "lmcache": ">=0.4.5,<0.5"},
+    needs={"lmcache": "<0.5"},
+)

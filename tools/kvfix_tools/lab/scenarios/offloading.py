@@ -1,106 +1,75 @@
 """vLLM's OffloadingConnector and SimpleCPUOffloadConnector, alone or with LMCache's connector."""
 
+from functools import partial
 from typing import Any
 
 from kvfix_tools.lab import steps as do
-from kvfix_tools.lab.scenario import Options, Scenario
+from kvfix_tools.lab.scenario import Options, Scenario, scenario
 from kvfix_tools.lab.steps import Step, prompt
+
+#: Scenarios of LMCache's connectors in a MultiConnector with an offloading connector.
+beside = partial(scenario, needs={"vllm": ">=0.32", "lmcache": ">=0.5.6"})
 
 
 def _failed_load(shows: str, *then: Step, doc: str = "", **options: Any) -> Scenario:
     """Return a scenario of a failed load of LMCache into blocks that an offloading connector stores."""
-    load = [do.stored_elsewhere(prompt(256)), do.fail_load("r"), do.admit("r", prompt(300), max_tokens=4)]
-    return Scenario(
-        schedule=[*load, *then],
+    return beside(
+        [do.stored_elsewhere(prompt(256)), do.fail_load("r"), do.admit("r", prompt(300), max_tokens=4), *then],
         shows=shows,
-        wrong={"vllm": ">=0.32"},
         options=Options(offloading="last", max_num_batched_tokens=512, **options),
-        needs={"vllm": ">=0.32", "lmcache": ">=0.5.6"},
         doc=doc,
     )
 
 
 SCENARIOS = {
-    # OffloadingConnector plans its stores with the step, and copies the blocks at the beginning of the next step, even
-    # if LMCache's load into them has failed.
     "failed-load-is-offloaded": _failed_load("LAB001 the OffloadingConnector stores other KV"),
-    "load-after-reset-asserts": Scenario(
+    "load-after-reset-asserts": beside(
         # The request is preempted between two steps, as by a reset.
-        schedule=[
-            do.admit("r", prompt(300), max_tokens=30),
-            do.step(10),  # its prompt is stored
-            do.preempt("r"),
-            do.keep_blocks(10),  # vLLM's prefix cache loses the end of the prompt
-            do.free_blocks(),
-        ],
+        do.admit("r", prompt(300), max_tokens=30),
+        do.step(10),  # its prompt is stored
+        do.preempt("r"),
+        do.keep_blocks(10),  # vLLM's prefix cache loses the end of the prompt
+        do.free_blocks(),
         shows="KVR011 schedule: AssertionError",
-        request="",
         wrong={"vllm": ">=0.32,<0.33"},
         options=Options(connector="mp", offloading="first", delay=0, max_num_batched_tokens=512),
-        needs={"vllm": ">=0.32", "lmcache": ">=0.5.6"},
     ),
-    "mp-load-into-blocks-in-copy": Scenario(
+    "mp-load-into-blocks-in-copy": beside(
+        [do.stored_elsewhere(prompt(256)), do.stored_elsewhere(prompt(256, seed=1)), do.keep_blocks(20)],
+        do.admit("a", prompt(256)),  # LMCache has the prompt, so no store keeps the blocks
+        do.admit("r", prompt(256, seed=1)),  # its load gets the blocks of "a", which has ended
         doc="LMCache loads into blocks of an ended request that OffloadingConnector still copies.",
-        # A MultiConnector of both. If a load runs between steps, vLLM allocates its blocks before the request is in a
-        # step. OffloadingConnector waits only for copies of blocks that are allocated in a step.
-        schedule=[
-            do.stored_elsewhere(prompt(256)),
-            do.stored_elsewhere(prompt(256, seed=1)),
-            do.keep_blocks(20),
-            do.admit("a", prompt(256)),  # LMCache has the prompt, so no store keeps the blocks
-            do.admit("r", prompt(256, seed=1)),  # its load gets the blocks of "a", which has ended
-        ],
         shows="LAB001 the OffloadingConnector stores other KV",
         wrong={"vllm": ">=0.32,<0.33"},
         options=Options(connector="mp", offloading="last", delay=3, max_num_batched_tokens=128, prefix_caching=False),
-        needs={"vllm": ">=0.32", "lmcache": ">=0.5.6"},
-        request="a",
     ),
-    "offload-copy-fails": Scenario(
-        schedule=[do.store("before", prompt(128)), do.fail_load("r"), do.admit("r", prompt(128), max_tokens=3)],
+    "offload-copy-fails": scenario(
+        [do.store("before", prompt(128)), do.fail_load("r"), do.admit("r", prompt(128), max_tokens=3)],
         shows="KVR011 wait_for_save: AssertionError",
-        wrong={"vllm": ">=0.32"},
         options=Options(connector="offloading", max_num_batched_tokens=512),
-        request="",
     ),
-    "offload-promotions-go-round": Scenario(
+    "offload-promotions-go-round": scenario(
         # Each lookup needs room for the next chunk and evicts a chunk that the previous lookup has requested.
-        schedule=[
-            do.budget(4),  # each chunk is in the tier before the next one is computed
-            do.store("before", prompt(193)),
-            do.admit("r", prompt(193), max_tokens=2),
-        ],
+        do.budget(4),  # each chunk is in the tier before the next one is computed
+        [do.store("before", prompt(193)), do.admit("r", prompt(193), max_tokens=2)],
         shows="LAB003 is WAITING for ever",
-        wrong={"vllm": ">=0.32"},
         options=Options(
             connector="offloading", tier="fs", cpu_blocks=4, max_num_batched_tokens=32, extra={"blocks_per_chunk": 2}
         ),
     ),
-    "offload-reset-keeps-files": Scenario(
+    "offload-reset-keeps-files": scenario(
         # OffloadingConnector empties its CPU memory, but not the files of its tier, and reports success.
-        schedule=[
-            do.serve("before", prompt(128)),
-            do.new_weights(),
-            do.admit("r", prompt(128), max_tokens=3),
-        ],
+        [do.serve("before", prompt(128)), do.new_weights(), do.admit("r", prompt(128), max_tokens=3)],
         shows="LAB001 its slot holds other KV",
-        wrong={"vllm": ">=0.32"},
         options=Options(connector="offloading", tier="fs", max_num_batched_tokens=512),
     ),
-    "offload-window-chunk-stored-in-part": Scenario(
-        # The window begins within a chunk, and OffloadingConnector stores only the end of the chunk. Another request,
-        # whose window begins elsewhere, loads the old content of the CPU memory.
-        schedule=[
-            do.serve("before", prompt(129)),
-            do.evict(100),
-            # vLLM has 128 tokens, with blocks 5 to 7 of the window: only block 5 of the chunk 4 to 5 is stored
-            do.serve("hit", prompt(130)),
-            do.serve("shorter", prompt(97)),  # its window has blocks 3 to 5: blocks 4 and 5 count as stored
-            do.reset_prefix_cache(),
-            do.admit("r", prompt(120), max_tokens=2),
-        ],
+    "offload-window-chunk-stored-in-part": scenario(
+        [do.serve("before", prompt(129)), do.evict(100)],
+        # vLLM has 128 tokens, with blocks 5 to 7 of the window: only block 5 of the chunk 4 to 5 is stored
+        do.serve("hit", prompt(130)),
+        do.serve("shorter", prompt(97)),  # its window has blocks 3 to 5: blocks 4 and 5 count as stored
+        [do.reset_prefix_cache(), do.admit("r", prompt(120), max_tokens=2)],
         shows="LAB001 in KV group 1",
-        wrong={"vllm": ">=0.32"},
         options=Options(
             connector="offloading",
             windows=(40,),
@@ -109,40 +78,24 @@ SCENARIOS = {
             extra={"blocks_per_chunk": 2},
         ),
     ),
-    "session-offloads-other-blocks": Scenario(
-        # With new input, vLLM schedules a session as a new request with all its blocks. OffloadingConnector appends
-        # them to the blocks that it knows.
-        schedule=[
-            do.admit("r", prompt(40), resumable=True),
-            do.run(5),
-            do.add_input("r", prompt(100, seed=1)),
-            do.run(5),
-            do.end_input("r"),
-        ],
+    "session-offloads-other-blocks": beside(
+        [do.admit("r", prompt(40), resumable=True), do.run(5), do.add_input("r", prompt(100, seed=1))],
+        [do.run(5), do.end_input("r")],
         shows="LAB001 the OffloadingConnector stores other KV",
         wrong={"vllm": ">=0.32,<0.33"},
         options=Options(offloading="last"),
-        needs={"vllm": ">=0.32", "lmcache": ">=0.5.6"},
     ),
-    "simple-offload-copy-fails": Scenario(
-        schedule=[
-            do.serve("before", prompt(128)),
-            do.settle(),
-            do.reset_prefix_cache(),
-            do.fail_load("r"),
-            do.admit("r", prompt(128), max_tokens=3),
-        ],
+    "simple-offload-copy-fails": scenario(
+        [do.serve("before", prompt(128)), do.settle(), do.reset_prefix_cache()],
+        [do.fail_load("r"), do.admit("r", prompt(128), max_tokens=3)],
         shows="LAB003",
-        wrong={"vllm": ">=0.32"},
         options=Options(connector="simple-offload", max_num_batched_tokens=512),
         not_in_hooks="the load was started, and the hooks do not show how long it takes",
     ),
-    "simple-offload-never-rests": Scenario(
+    "simple-offload-never-rests": scenario(
         # The prompt is larger than the CPU memory.
-        schedule=[do.admit("r", prompt(480))],
+        do.admit("r", prompt(480)),
         shows="LAB029",
-        wrong={"vllm": ">=0.32"},
-        request="",
         options=Options(
             connector="simple-offload",
             extra={"lazy_offload": True},
@@ -153,8 +106,6 @@ SCENARIOS = {
         not_in_hooks="no hook call is wrong: repeated stores of the same blocks violate no rule of the hooks",
     ),
     "simple-offload-store-asserts": _failed_load(
-        # As in simple-offload-stores-failed-load. With `kv_load_failure_policy=fail`, the default, vLLM removes the
-        # keys of the blocks, and the connector asserts that they have keys.
         "KVR011 update_from_output: AssertionError",
         do.admit("other", prompt(50, seed=1), max_tokens=8),  # so that the engine makes steps
         doc="A load of LMCache fails, and EngineCore dies when SimpleCPUOffloadConnector's store of the blocks ends.",
@@ -162,24 +113,14 @@ SCENARIOS = {
         kv_load_failure_policy="fail",
     ),
     "simple-offload-stores-failed-load": _failed_load(
-        # SimpleCPUOffloadConnector counts tokens of a load within the step as computed, and stores their blocks in the
-        # same step. vLLM then computes the tokens again into the same blocks, which have keys when the store ends.
         "LAB001 the SimpleCPUOffloadConnector stores other KV",
         doc="A load of LMCache fails, and SimpleCPUOffloadConnector stores the blocks under valid keys.",
         simple_offloading=True,
     ),
-    "simple-offload-window-not-loaded": Scenario(
-        # SimpleCPUOffloadConnector loads only the window, and vLLM caches all blocks that it keeps. Another request,
-        # whose window begins in a block that was not loaded, reads its old content.
-        schedule=[
-            do.serve("before", prompt(145)),
-            do.settle(),
-            do.reset_prefix_cache(),
-            do.serve("loads", prompt(145)),
-            do.admit("r", [*prompt(120), 5, 5, 5], max_tokens=2),
-        ],
+    "simple-offload-window-not-loaded": scenario(
+        [do.serve("before", prompt(145)), do.settle(), do.reset_prefix_cache()],
+        [do.serve("loads", prompt(145)), do.admit("r", [*prompt(120), 5, 5, 5], max_tokens=2)],
         shows="LAB001 in KV group 1",
-        wrong={"vllm": ">=0.32"},
         options=Options(
             connector="simple-offload",
             windows=(64,),

@@ -1,48 +1,32 @@
 """Streaming sessions, and requests that wait for each other's blocks."""
 
 from kvfix_tools.lab import steps as do
-from kvfix_tools.lab.scenario import Options, Scenario
+from kvfix_tools.lab.scenario import Options, scenario
 from kvfix_tools.lab.steps import prompt
 
 SCENARIOS = {
-    "failed-load-reserves-itself": Scenario(
-        # vLLM admits a load only if the free blocks exceed the needs of all prefills in flight (scheduler.py
-        # 0.32.0:1249). A request whose load failed releases its blocks, but still counts as a prefill in flight.
-        schedule=[
-            do.admit("r", prompt(140), max_tokens=8),
-            do.step(6),
-            do.preempt("r"),
-            do.keep_blocks(0),  # vLLM's prefix cache has no block of the request when it resumes
-            do.step(),
-            do.free_blocks(),
-            do.fail_load("r"),
-        ],
+    "failed-load-reserves-itself": scenario(
+        [do.admit("r", prompt(140), max_tokens=8), do.step(6), do.preempt("r")],
+        do.keep_blocks(0),  # vLLM's prefix cache has no block of the request when it resumes
+        [do.step(), do.free_blocks(), do.fail_load("r")],
         shows="LAB003",
         wrong={"vllm": ">=0.26.0", "lmcache": ">=0.5.6"},
-        needs={"lmcache": ">=0.4.5"},
         options=Options(connector="mp", num_blocks=16, max_num_batched_tokens=256),
     ),
-    "loaded-requests-lock-out": Scenario(
+    "loaded-requests-lock-out": scenario(
         # "low" has 8 of 20 blocks, is loaded and needs one more block, but no step has tokens left for it. "r" has a
         # higher priority, has loaded 8 of its 16 blocks, and needs 8 more. 4 blocks are free, and `schedule` stops at
         # "r" (scheduler.py 0.32.0:1275-1282). With `scheduler_reserve_full_isl` vLLM would admit "r" only when all 16
         # blocks are free.
-        schedule=[
-            do.stored_elsewhere(prompt(128)),
-            do.stored_elsewhere(prompt(128, seed=1)),
-            do.admit("running", prompt(16, seed=2), max_tokens=16),
-            do.step(),
-            do.admit("low", prompt(140), max_tokens=2, priority=1),
-            do.step(),
-            do.admit("r", prompt(256, seed=1), max_tokens=2, priority=0),
-            do.step(7),  # both load
-            do.budget(1),  # "running" uses it
-            do.step(5),
-            do.budget(256),
-        ],
+        [do.stored_elsewhere(prompt(128)), do.stored_elsewhere(prompt(128, seed=1))],
+        [do.admit("running", prompt(16, seed=2), max_tokens=16), do.step()],
+        [do.admit("low", prompt(140), max_tokens=2, priority=1), do.step()],
+        do.admit("r", prompt(256, seed=1), max_tokens=2, priority=0),
+        do.step(7),  # both load
+        do.budget(1),  # "running" uses it
+        [do.step(5), do.budget(256)],
         shows="LAB009 1 request is loaded and waits behind r, which needs 8 blocks; 4 are free",
-        wrong={"vllm": ">=0.32.0", "lmcache": ">=0.4.5"},
-        needs={"lmcache": ">=0.4.5", "vllm": ">=0.32.0"},
+        needs={"vllm": ">=0.32.0", "lmcache": ">=0.4.5"},
         options=Options(
             connector="mp",
             delay=5,
@@ -52,21 +36,15 @@ SCENARIOS = {
             policy="priority",
         ),
     ),
-    "loads-preempted-in-turn": Scenario(
+    "loads-preempted-in-turn": scenario(
         # A kv_producer whose router lets it generate two tokens, with asynchronous scheduling. The prompts end with a
         # full block. While one request loads again, the load of the other one ends. Each preemption drops the generated
         # tokens.
-        schedule=[
-            do.ask("a", prompt(64)),
-            do.ask("b", prompt(64, seed=1)),
-            do.run(),  # the OffloadingConnector has both prompts
-            do.ask("r", prompt(64), prefill_tokens=2),
-            do.step(3),
-            do.ask("other", prompt(64, seed=1), prefill_tokens=2),
-        ],
+        [do.ask("a", prompt(64)), do.ask("b", prompt(64, seed=1))],
+        do.run(),  # the OffloadingConnector has both prompts
+        [do.ask("r", prompt(64), prefill_tokens=2), do.step(3)],
+        do.ask("other", prompt(64, seed=1), prefill_tokens=2),
         shows="LAB003",
-        request="r-00000001",
-        wrong={"vllm": ">=0.32"},
         options=Options(
             connector="nixl-offload",
             offloading="first",
@@ -76,19 +54,12 @@ SCENARIOS = {
             prefix_caching=False,
             async_scheduling=True,
         ),
-        needs={"vllm": ">=0.32"},
     ),
-    "lookahead-stops-prefill": Scenario(
+    "lookahead-stops-prefill": scenario(
         # The first steps compute 16 tokens each. The third chunk, from token 32 on, ends at token 46 of 50, before the
         # end of a block, and the next chunk gets no token.
-        schedule=[
-            do.admit("r", prompt(50)),
-            do.budget(16),
-            do.step(4),
-            do.budget(64),
-        ],
+        [do.admit("r", prompt(50)), do.budget(16), do.step(4), do.budget(64)],
         shows="LAB003 is RUNNING for ever",
-        wrong={"vllm": ">=0.32"},
         needs={"lmcache": ">=0.5.4", "vllm": ">=0.32"},
         options=Options(
             connector="mp",
@@ -100,82 +71,45 @@ SCENARIOS = {
             acceptance=50,
         ),
     ),
-    "preempted-session-lost": Scenario(
-        # The session is preempted while the last step of its turn is in flight, and vLLM removes it from all queues. It
-        # has its next input by then.
-        schedule=[
-            do.admit("r", prompt(30), resumable=True),
-            do.step(),
-            do.preempt("r"),
-            do.add_input("r", prompt(16, seed=1)),
-            do.run(),
-            do.end_input("r"),
-        ],
+    "preempted-session-lost": scenario(
+        [do.admit("r", prompt(30), resumable=True), do.step(), do.preempt("r")],
+        [do.add_input("r", prompt(16, seed=1)), do.run(), do.end_input("r")],
         shows="LAB003 for ever",
         wrong={"vllm": ">=0.32,<0.33"},
         needs={"vllm": ">=0.32"},
         options=Options(async_scheduling=True),
     ),
-    "session-and-load-lock-out": Scenario(
+    "session-and-load-lock-out": scenario(
         # "session" takes blocks that were reserved for the load of "r", and keeps them at the end of its turn.
-        schedule=[
-            do.stored_elsewhere(prompt(264)),
-            do.admit("session", prompt(40, seed=1), max_tokens=12, resumable=True),
-            do.step(),
-            do.admit("r", prompt(264), max_tokens=2),
-            do.step(30),
-            do.add_input("session", prompt(48, seed=2)),
-            do.step(30),
-            do.end_input("session"),
-        ],
+        [do.stored_elsewhere(prompt(264)), do.admit("session", prompt(40, seed=1), max_tokens=12, resumable=True)],
+        [do.step(), do.admit("r", prompt(264), max_tokens=2), do.step(30)],
+        [do.add_input("session", prompt(48, seed=2)), do.step(30), do.end_input("session")],
         shows="LAB009",
-        wrong={"vllm": ">=0.32.0", "lmcache": ">=0.4.5"},
-        needs={"lmcache": ">=0.4.5", "vllm": ">=0.32.0"},
+        needs={"vllm": ">=0.32.0", "lmcache": ">=0.4.5"},
         options=Options(connector="mp", delay=20, num_blocks=21, max_num_batched_tokens=256),
     ),
-    "session-state-has-drafts": Scenario(
-        doc=(
-            "A session's turn ends within accepted drafts: vLLM drops the tokens after its end, but the state "
-            "includes them."
-        ),
-        # The last step computes four tokens, and the turn ends after two. The next input overwrites the KV of
-        # attention, but a state cannot be rolled back.
-        schedule=[
-            do.admit("r", prompt(20), max_tokens=7, resumable=True),
-            do.add_input("r", prompt(21), max_tokens=5),
-            do.run(),
-            do.end_input("r"),
-        ],
+    "session-state-has-drafts": scenario(
+        # The last step computes four tokens, and the turn ends after two.
+        [do.admit("r", prompt(20), max_tokens=7, resumable=True), do.add_input("r", prompt(21), max_tokens=5)],
+        [do.run(), do.end_input("r")],
+        doc="A session's turn ends within accepted drafts: vLLM drops the tokens after its end, but not their state.",
         shows="LAB001 the step reads token",
-        wrong={"vllm": ">=0.32"},
         needs={"lmcache": ">=0.5.4", "vllm": ">=0.32"},
         options=Options(connector="mp", states=True, drafter="mtp", drafts=3, acceptance=100),
     ),
-    "session-state-runs-ahead": Scenario(
+    "session-state-runs-ahead": scenario(
+        # Three steps are in flight: the sixth token is computed before vLLM knows that the fifth token ends the turn.
+        [do.admit("r", prompt(1), max_tokens=5, resumable=True), do.add_input("r", prompt(21), max_tokens=5)],
+        [do.run(), do.end_input("r")],
         doc="A session's turn ends while its next token is computed: vLLM drops the token, but the state includes it.",
-        # Three pipeline stages, so three steps are in flight. The sixth token is computed before vLLM knows that the
-        # fifth token ends the turn. The next input overwrites the KV of attention, but a state cannot be rolled back.
-        schedule=[
-            do.admit("r", prompt(1), max_tokens=5, resumable=True),
-            do.add_input("r", prompt(21), max_tokens=5),
-            do.run(),
-            do.end_input("r"),
-        ],
         shows="LAB001 the step reads token 4 of 5 computed ones, its slot holds other KV in KV group 1",
-        wrong={"vllm": ">=0.32"},
         needs={"lmcache": ">=0.5.4", "vllm": ">=0.32"},
         options=Options(connector="mp", ranks=3, pipeline=True, async_scheduling=True, states=True),
     ),
-    "trimmed-drafts-stay-computed": Scenario(
-        # A step brings four tokens, and the session may have one. vLLM drops the others, but counts their KV as
-        # computed: two tokens of the next input get slots and KV of dropped tokens.
-        schedule=[
-            do.admit("r", prompt(20), max_tokens=2, resumable=True),
-            do.step(2),
-            do.add_input("r", prompt(60, seed=1), max_tokens=4),
-            do.run(),
-            do.end_input("r"),
-        ],
+    "trimmed-drafts-stay-computed": scenario(
+        # A step brings four tokens, and the session may have one.
+        [do.admit("r", prompt(20), max_tokens=2, resumable=True), do.step(2)],
+        [do.add_input("r", prompt(60, seed=1), max_tokens=4), do.run(), do.end_input("r")],
         shows="LAB001 the step reads token 22 of 24 computed ones",
         wrong={"vllm": ">=0.32,<0.33"},
         needs={"vllm": ">=0.32"},

@@ -1,0 +1,233 @@
+"""vLLM's NixlConnector in pull mode and in push mode, between a prefill and a decode engine."""
+
+from functools import partial
+
+from kvfix_tools.lab import steps as do
+from kvfix_tools.lab.scenario import CONTENT, MEMORY, REQUEST, Options, scenario
+from kvfix_tools.lab.steps import malformed, prompt
+
+pull, push = (partial(scenario, options=Options(connector=name)) for name in ("nixl-pull", "nixl-push"))
+
+#: Other requests write to the blocks that prefill has freed. Then decode gets blocks for its loads.
+OTHERS_WRITE = (
+    do.on("prefill", "take_blocks", 60),
+    do.step(),
+    do.ask("s", prompt(32, seed=1)),
+    do.step(),
+    do.on("prefill", "free_blocks"),
+    do.on("decode", "free_blocks"),
+)
+
+SCENARIOS = {
+    "nixl-abort-names-no-peer": pull(
+        [do.malform("no_request"), do.on("decode", "keep_blocks", 0), do.ask("r", prompt(64)), do.step(3)],
+        [do.abort("r"), do.step(), do.on("decode", "free_blocks")],
+        shows="KVR011 KeyError: 'remote_request_id'",
+    ),
+    "nixl-decode-blocks-held": pull(
+        # Decode computes the prompt itself.
+        malformed("alone"),
+        shows="LAB020 of the decode engine",
+        options=Options(connector="nixl-pull", extra={"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": 3}),
+    ),
+    # The parameters of the request ask for a rank that prefill does not have.
+    "nixl-handshake-thread-dies": pull(malformed("more_ranks"), shows="LAB021 answers no handshake"),
+    "nixl-lease-read-twice": pull(
+        [do.ask("r", prompt(64), 2), do.step(2), do.on("decode", "keep_blocks", 0)],
+        [do.send_again("r"), do.step(4)],
+        *OTHERS_WRITE,
+        shows="LAB001 holds other KV",
+        doc="A router sends a request to decode again: the second request reads blocks that prefill has freed.",
+        options=Options(connector="nixl-pull", prefix_caching=False, num_blocks=60),
+    ),
+    "nixl-load-into-blocks-in-copy": pull(
+        [do.on("decode", "keep_blocks", 5), do.ask_decode("a", prompt(64))],
+        do.ask("r", prompt(64, seed=1)),  # its load gets the blocks of "a", which has ended
+        [do.run(), do.on("decode", "free_blocks")],
+        shows="LAB001 the OffloadingConnector stores other KV",
+        doc="NIXL loads into blocks of an ended request that OffloadingConnector still copies.",
+        wrong={"vllm": ">=0.32,<0.33"},
+        options=Options(connector="nixl-offload", offloading="last", delay=3, prefix_caching=False),
+    ),
+    "nixl-malformed-handshake-fails": pull(
+        [do.malform("flat_blocks"), do.fail("handshake"), do.ask("r", prompt(64))],
+        shows="LAB003 WAITING_FOR_REMOTE_KVS for ever",
+        doc="A request names its blocks in a flat list, and the handshake fails: the request waits for ever.",
+    ),
+    "nixl-malformed-read-raises": pull(
+        malformed("odd_blocks"),
+        shows="KVR011 start_load_kv: ValueError",
+        doc="The parameters of a request name a block by a value that is not a number: the decode worker dies.",
+    ),
+    "nixl-odd-engine-id": pull(malformed("odd_engine"), shows="KVR011 add_request: TypeError"),
+    "nixl-prefill-generates-more": pull(
+        do.ask("r", prompt(64), 2, 5),
+        shows="LAB001 holds other KV",
+        doc="Prefill generates tokens beyond the last block of the prompt: decode loads all KV shifted by a block.",
+    ),
+    "nixl-prefill-has-fewer-blocks": pull(
+        malformed("fewer_blocks"),
+        shows="KVR011 start_load_kv: AssertionError",
+        doc="Prefill names fewer blocks than the prompt has: the decode engine dies.",
+    ),
+    "nixl-prefill-preempted-at-its-end": pull(
+        do.router_takes(1000),  # otherwise decode dies (KVF301)
+        [do.ask("r", prompt(28)), do.step(3), do.on("prefill", "preempt", "r-00000001")],
+        do.on("prefill", "keep_blocks", 0),  # the request does not resume before the answer
+        [do.step(2), do.on("prefill", "free_blocks")],
+        shows="KVR009 _reqs_to_process",
+        options=Options(connector="nixl-pull", async_scheduling=True, block_size=4, max_num_batched_tokens=13),
+        not_in_hooks=MEMORY,
+    ),
+    "nixl-promise-without-blocks": pull(
+        malformed("no_blocks"),
+        shows="KVR011 schedule: AssertionError",
+        doc="A request asks for a remote prefill and names no blocks: EngineCore of decode dies.",
+    ),
+    "nixl-promise-without-host": pull(
+        malformed("no_host"),
+        shows="KVR010",
+        doc="A request does not name the host of its prefill engine: it waits for ever.",
+    ),
+    "nixl-read-outlives-lease": pull(
+        # Both engines hang while the request waits for blocks. Its lease expires, and another request writes to the
+        # blocks.
+        [do.on("decode", "keep_blocks", 0), do.ask("r", prompt(64), 2), do.step(3)],
+        [do.ask("q", prompt(16, seed=2)), do.time_passes(31.0), do.step_alone("prefill")],
+        [do.ask("s", prompt(64, seed=1)), do.step_alone("prefill", 3), do.on("decode", "free_blocks")],
+        shows="LAB001 holds other KV",
+        options=Options(connector="nixl-pull", prefix_caching=False, num_blocks=20),
+    ),
+    "nixl-refused-peer-stays-refused": pull(
+        [do.malform("other_tp_size"), do.ask("wrong", prompt(64)), do.run()],
+        [do.faults_end(), do.ask("r", prompt(64, 1))],
+        shows="LAB002 loaded up to 0 of 64",
+    ),
+    "nixl-second-load-never-starts": pull(
+        [do.malform("decode_too"), do.ask("r", prompt(64), 5), do.step(5), do.on("decode", "preempt", "r-00000002")],
+        shows="KVR010",
+        doc="With `bidirectional_kv_xfer` a preempted request that loads blocks of the last turn waits for ever.",
+        options=Options(
+            connector="nixl-pull",
+            prefix_caching=False,
+            extra={"bidirectional_kv_xfer": True, "kv_recompute_threshold": 8},
+        ),
+    ),
+    "nixl-second-reader-aborted": pull(
+        [do.on("decode", "keep_blocks", 0), do.ask("r", prompt(64), 2), do.step(3), do.send_again("r")],
+        [do.step(), do.on("decode", "abort", "r-00000003"), do.step(3)],
+        *OTHERS_WRITE,
+        shows="LAB001 holds other KV",
+        doc="A router sends a request again and aborts the second one: the first request reads freed blocks.",
+        options=Options(connector="nixl-pull", prefix_caching=False, num_blocks=60),
+    ),
+    "nixl-turn-without-bidirectional": pull(
+        malformed("decode_too"),
+        shows="KVR010",
+        doc="A request names blocks of the previous turn, but `bidirectional_kv_xfer` is off: it waits for ever.",
+    ),
+    "nixl-window-freed-at-end": pull(
+        do.ask("r", prompt(63), 2),
+        shows="LAB001 the step reads token 47 of 62 computed ones, its slot holds other KV in KV group 1",
+        doc="Recomputing the last prompt token needs one token more than prefill keeps of the window.",
+        options=Options(connector="nixl-pull", windows=(16,)),
+    ),
+    "nixl-window-freed-meanwhile": pull(
+        do.ask("r", prompt(60), 2, prefill_tokens=4),
+        shows="LAB001 the step reads token 44 of 59 computed ones, its slot holds other KV in KV group 1",
+        doc="Prefill generates more than one token and frees blocks of the window that decode needs.",
+        options=Options(connector="nixl-pull", windows=(16,)),
+    ),
+    "nixl-push-abort-keeps-blocks": push(
+        [do.fail("setup"), do.ask("r", prompt(64)), do.step(6), do.abort("r")],
+        shows="LAB020 of the decode engine",
+        doc="Prefill cannot write, and the request is aborted: decode keeps its blocks for ever.",
+        options=Options(connector="nixl-push", extra={"push_registration_timeout": 5.0}),
+        hooks_rule="KVR009",
+    ),
+    "nixl-push-abort-stays": push(
+        [do.on("decode", "keep_blocks", 0), do.ask("r", prompt(64)), do.step(4)],
+        [do.abort("r"), do.on("decode", "free_blocks"), do.ask("s", prompt(32), 60)],
+        shows="KVR009 _recving_metadata still holds it",
+    ),
+    "nixl-push-before-all-registered": push(
+        [do.fail("handshake", 1), do.ask_at_once("r", prompt(64))],
+        shows="KVR022 of a request that does not wait",
+        doc="One of two decode ranks cannot connect and fails the load: prefill still writes to it.",
+        options=Options(connector="nixl-push", peer_ranks=2, kv_heads=2, extra={"push_registration_timeout": 5.0}),
+        not_in_hooks=REQUEST,
+    ),
+    "nixl-push-begins-after-lease": push(
+        [do.ask_at_once("r", prompt(300)), do.step(3), do.handshakes_take(45)],
+        [do.step(5), do.step_alone("prefill", 45)],
+        shows="KVR020",
+        doc="Prefill takes long to connect to decode: it writes from blocks whose lease has expired.",
+        options=Options(connector="nixl-push", max_num_batched_tokens=64, extra={"kv_lease_duration": 3}),
+        not_in_hooks=CONTENT,
+    ),
+    "nixl-push-engines-wait-for-each-other": push(
+        [do.router_takes(10), do.ask("r", prompt(64)), do.step(3), do.ask_at_once("s", prompt(64, seed=1))],
+        shows="LAB003 is WAITING",
+        doc="Prefill waits for decode's blocks for one request, and decode for prefill's blocks for another request.",
+        options=Options(connector="nixl-push", num_blocks=7, extra={"push_registration_timeout": 5.0}),
+    ),
+    "nixl-push-heartbeat-refuses-peer": push(
+        # The heartbeat runs while the request waits for blocks.
+        [do.handshakes_take(3), do.on("decode", "take_blocks", 39), do.ask_at_once("r", prompt(64))],
+        [do.step(6), do.on("decode", "free_blocks")],
+        shows="LAB002 loaded up to 0 of 64",
+        options=Options(
+            connector="nixl-push",
+            num_blocks=40,
+            ranks=2,
+            peer_ranks=1,
+            extra={"kv_lease_duration": 3, "push_registration_timeout": 30.0},
+        ),
+    ),
+    "nixl-push-never-arrives": push(
+        [do.fail("setup"), do.ask("r", prompt(64))],
+        shows="LAB003 WAITING_FOR_REMOTE_KVS",
+        doc="Prefill cannot write: decode waits for ever.",
+        options=Options(connector="nixl-push", extra={"push_registration_timeout": 5.0}),
+    ),
+    "nixl-push-notified-before-connected": push(
+        [do.fail("handshake", 1), do.ask_at_once("before", prompt(64))],
+        do.step(8),  # one rank has connected, the other one not
+        [do.handshakes_take(10), do.ask_at_once("r", prompt(64, 1))],
+        shows="KVR011 KeyError",
+        doc="One of two decode ranks is notified of a write before it has connected: decode dies.",
+        options=Options(connector="nixl-push", peer_ranks=2, kv_heads=2, extra={"push_registration_timeout": 5.0}),
+    ),
+    "nixl-push-outlives-lease": push(
+        [do.ask("r", prompt(64), 2), do.step(5), do.step_alone("prefill", 35)],
+        [do.ask("s", prompt(64, seed=1)), do.step_alone("prefill", 5)],
+        shows="KVR021",
+        doc="Decode hangs during a write: the lease ends, and another request writes to blocks that prefill sends.",
+        options=Options(
+            connector="nixl-push", num_blocks=8, delay=40, prefix_caching=False, extra={"kv_lease_duration": 3}
+        ),
+        not_in_hooks=CONTENT,
+    ),
+    "nixl-push-prefill-generates-more": push(do.ask("r", prompt(64), 2, 5), shows="LAB001 holds other KV"),
+    "nixl-push-promise-without-peer": push(malformed("no_host"), shows="KVR011 KeyError: 'remote_host'"),
+    "nixl-push-registration-kept": push(
+        # The router sends the request to both engines at once, and aborts it.
+        [do.ask_at_once("r", prompt(300)), do.step(4), do.abort("r")],
+        shows="LAB022 the prefill engine keeps it",
+        options=Options(connector="nixl-push", max_num_batched_tokens=64, extra={"push_registration_timeout": 5.0}),
+        not_in_hooks=MEMORY,
+    ),
+    "nixl-push-second-decode-waits": push(
+        [do.ask("r", prompt(64), 2), do.step(3), do.send_again("r")],
+        shows="LAB003 WAITING_FOR_REMOTE_KVS",
+        # During a longer timeout the engines would make no steps, and after such a pause a load may come short.
+        options=Options(connector="nixl-push", prefix_caching=False, extra={"push_registration_timeout": 0.5}),
+    ),
+    "nixl-push-thread-loses-notices": push(
+        # One registration has more blocks than an earlier prefill request with the same id.
+        [do.router_takes(100), do.ask("r", prompt(32)), do.step(3)],
+        [do.ask_at_once("r", prompt(200)), do.ask_at_once("s", prompt(200, seed=1))],
+        shows="LAB003 WAITING_FOR_REMOTE_KVS",
+        options=Options(connector="nixl-push", max_num_batched_tokens=64, extra={"push_registration_timeout": 5.0}),
+    ),
+}
