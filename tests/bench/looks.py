@@ -21,7 +21,7 @@ from unittest import mock
 
 from kvfix.ledger.looks import Look
 from kvfix.ledger.standstill import verdicts
-from kvfix_tools.look import calls, inject, looking
+from kvfix_tools.look import inject, looking, ptrace
 from tests.bench.row import Row
 from tests.engine import start
 
@@ -52,8 +52,8 @@ class _Timed:
 
 
 def _timed_stop(file: Path) -> Callable[..., Any]:
-    """In place of `calls._performed`."""
-    performed = calls._performed
+    """In place of `ptrace._performed`."""
+    performed = ptrace._performed
 
     def timed(thread: int, *work: Any) -> Any:
         threads = (thread, os.getpid())
@@ -102,7 +102,7 @@ def measure() -> Iterator[Row]:
                 (folder / "stop").touch()
 
         timed = (
-            mock.patch.object(calls, "_performed", _timed_stop(stopped)),
+            mock.patch.object(ptrace, "_performed", _timed_stop(stopped)),
             mock.patch.object(inject, "_CODE", _Timed(run)),
         )
         with timed[0], timed[1]:

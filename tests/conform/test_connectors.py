@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from kvfix_tools.conform import contract
 from maintain import connectors
@@ -10,13 +11,9 @@ from tests.conftest import ROOT, Once
 
 
 def example() -> Any:
-    from kvfix_tools.conform import command, verdicts
-    from kvfix_tools.conform.player import Subject
-
     (wanted,) = (each for each in connectors.SUBJECTS if each.name == "ExampleConnector")
-    with command.chosen(fixes=True):
-        done = verdicts.run(Subject(wanted.connector, wanted.config), 0, range(0), shrinking=0)
-    return {each.rule: each.outcome for each in done.verdicts}
+    with mock.patch.object(connectors, "SEEDS", 0):
+        return connectors.ask(wanted).verdicts
 
 
 def test_each_connector_that_vllm_ships_is_in_the_table() -> None:

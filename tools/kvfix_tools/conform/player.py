@@ -6,7 +6,7 @@ import functools
 import importlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.request import RequestStatus
@@ -123,7 +123,7 @@ class Player:
 
     def preempt(self, name: str) -> None:
         """Preempt a request if it runs."""
-        if self._status(name) == RequestStatus.RUNNING:
+        if self.engine.requests[name].status == RequestStatus.RUNNING:
             self.engine.preempt(name)
 
     def store(self, name: str, prompt: list[int], max_tokens: int = 1, **more: Any) -> None:
@@ -135,11 +135,10 @@ class Player:
 
     def until_loading(self, name: str) -> None:
         """Step until a load of this request is in flight or over."""
-        self._until(name, lambda: self._status(name) == RequestStatus.WAITING_FOR_REMOTE_KVS)
+        self._until(name, RequestStatus.WAITING_FOR_REMOTE_KVS)
 
     def until_running(self, name: str) -> None:
-        """Step until this request runs."""
-        self._until(name, lambda: self._status(name) == RequestStatus.RUNNING)
+        self._until(name, RequestStatus.RUNNING)
 
     def restart(self) -> None:
         """End the engine, and start another one with the connector's folder."""
@@ -150,29 +149,20 @@ class Player:
         self.engine = LabEngine(options)
         self.engine.connector.folder = before.connector.folder
 
-    def _until(self, name: str, so: Callable[[], bool]) -> None:
+    def _until(self, name: str, status: RequestStatus) -> None:
         for _ in range(_STEPS):
-            if so() or name not in self.engine.requests or self.engine.requests[name].is_finished():
+            request = self.engine.requests.get(name)
+            if request is None or request.status == status or request.is_finished():
                 return
             self.engine.step()
 
-    def _status(self, name: str) -> Any:
-        return self.engine.requests[name].status if name in self.engine.requests else None
 
-
-class ScenarioSchedule(NamedTuple):
-    """The schedule of a scenario, which can be shrunk like a fuzzer's schedule."""
-
-    options: Options
-    steps: tuple[Step, ...]
-
-
-def play(schedule: ScenarioSchedule) -> Played:
-    """Play a schedule to its end, or until the engine dies."""
+def play(schedule: Schedule) -> Played:
+    """Play the schedule of a scenario to its end, or until the engine dies. Its steps are of type Step."""
     player = Player(schedule.options)
     with suppress(EngineDied):  # the findings include it
         for step in schedule.steps:
-            player.do(step)
+            player.do(Step(*step))
         player.end()
     return player.played()
 
@@ -194,7 +184,7 @@ def drawn(seed: int, subject: Subject) -> Schedule:
 
 
 def shortest(
-    schedule: Any, wanted: str, seconds: float, player: Callable[[Any], Played], done: Played
+    schedule: Schedule, wanted: str, seconds: float, player: Callable[[Schedule], Played], done: Played
 ) -> tuple[Sequence[Any], Finding, Played]:
     """Shrink a schedule. Return the shortest one with a finding of this signature, the finding, and the result.
 

@@ -25,10 +25,6 @@ OK, VIOLATED, NOT_APPLICABLE = "ok", "violated", "not applicable"
 NO_LOAD = "the connector had no hit and no load, so its loads were not tested"
 
 
-def _quiet(what: str) -> None:
-    """Show no progress."""
-
-
 class Violation(NamedTuple):
     """A violation. rule: of the contract. code: of the lab's or the ledger's rule. where: scenario or fuzzer seed.
 
@@ -131,13 +127,14 @@ class Run:
     def scenario(self, name: str) -> Case:
         """Play a scenario, and add its violations to `found`."""
         from kvfix_tools.conform import player
+        from kvfix_tools.lab.fuzz.schedule import Schedule
 
         scenario = next(each for each in SCENARIOS if each.name == name)
         start = time.monotonic()
         why = next((NEEDS[need] for need in ("alone", *scenario.needs) if need in self.subject.lacks), "")
         outcome = NOT_APPLICABLE
         if not why:
-            schedule = player.ScenarioSchedule(self.subject.options(**scenario.options), tuple(scenario.schedule))
+            schedule = Schedule(self.subject.options(**scenario.options), tuple(scenario.schedule))
             done = self._done(player.play(schedule))
             found = self._violations(scenario.name, scenario.rule, schedule, done, player.play)
             untested = (WITHOUT[count] for count in scenario.proof if not done.counts.get(count))
@@ -147,7 +144,7 @@ class Run:
         self.cases.append(case)
         return case
 
-    def fuzz(self, seconds: float, seeds: Iterable[int], progress: Callable[[str], None] = _quiet) -> None:
+    def fuzz(self, seconds: float, seeds: Iterable[int], progress: Callable[[str], None] = lambda what: None) -> None:
         """Play the schedules that the fuzzer draws from these seeds, for some seconds."""
         from kvfix_tools.conform import player
         from kvfix_tools.lab.fuzz import fuzz
@@ -193,11 +190,13 @@ def run(
     subject: Subject,
     seconds: float,
     seeds: Iterable[int],
-    progress: Callable[[str], None] = _quiet,
+    progress: Callable[[str], None] = lambda what: None,
     shrinking: float = _SHRINK_ALL,
 ) -> Run:
-    """Run all scenarios, then the fuzzer for some seconds or until the seeds end. shrinking: seconds to shrink all
-    violations."""
+    """Run all scenarios, then the fuzzer for some seconds or until the seeds end.
+
+    progress: shows what runs now. shrinking: seconds to shrink all violations.
+    """
     start, done = time.monotonic(), Run(subject, shrinking)
     try:
         progress("first engine")

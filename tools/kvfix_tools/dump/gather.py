@@ -38,17 +38,20 @@ def gather(tree: list[Process]) -> list[Gathered]:
     return [Gathered(process, *stacks(process.pid), *recorded[process.pid]) for process in tree]
 
 
+def program(name: str) -> str | None:
+    """Return the path of a program beside this Python or on PATH."""
+    folders = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+    return shutil.which(name, path=os.pathsep.join(folders))
+
+
 def stacks(pid: int) -> tuple[list[dict[str, Any]] | None, str]:
     """Return py-spy's threads of this process, or None and the reason."""
-    program = shutil.which(
-        "py-spy", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    )
-    if program is None:
+    py_spy = program("py-spy")
+    if py_spy is None:
         return None, "py-spy is not installed. Run: pip install py-spy"
+    command = [py_spy, "dump", "--json", "--pid", str(pid)]
     try:
-        done = subprocess.run(
-            [program, "dump", "--json", "--pid", str(pid)], capture_output=True, text=True, timeout=STACKS, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=STACKS, check=False)
         if done.returncode == 0:
             return list(json.loads(done.stdout)), ""
         lines = done.stderr.partition("Stack backtrace:")[0].strip().splitlines()
@@ -125,10 +128,17 @@ def _connectors(of: Gathered) -> list[dict[str, Any]]:
         return []
 
 
+def main_frames(threads: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the frames of the main thread, the innermost first; [] if py-spy has not found it."""
+    for each in threads:
+        if each.get("thread_name") == "MainThread" or each.get("os_thread_id") == each.get("pid"):
+            return list(each["frames"])
+    return []
+
+
 def where(of: Gathered) -> str:
     """Return the connector hook that the process is in, for how long and at which line; "" if it is in none."""
-    main = next((thread for thread in of.stacks or () if thread.get("thread_name") == "MainThread"), None)
-    frames = list(main["frames"]) if main else []  # the innermost is first
+    frames = main_frames(of.stacks or [])
     line = f", at {frames[0]['name']} ({frames[0]['filename']}:{frames[0]['line']})" if frames else ""
     inside = [each for each in _connectors(of) if each.get("inside")]
     if inside:  # the innermost hook is the one that began last

@@ -18,8 +18,8 @@ import time
 from contextlib import suppress
 
 from kvfix_tools.look import other_process
-from kvfix_tools.look.calls import Refused
 from kvfix_tools.look.other_process import Process
+from kvfix_tools.look.ptrace import Refused
 from kvfix_tools.look.shared_folder import SharedFolder
 
 __all__ = ["FAILED", "Refused", "Silent", "run"]

@@ -226,7 +226,7 @@ class Looker:
             "process": process.name,
             "name": process.name,
             "silent": reason,
-            **of_stack(next(([_frame(frame) for frame in each["frames"]] for each in threads if _is_main(each)), [])),
+            **of_stack([_frame(frame) for frame in gather.main_frames(threads)]),
         }
 
 
@@ -235,10 +235,6 @@ def of_stack(frames: list[tuple[str, str, int]]) -> dict[str, Any]:
     hooks = [name for name, file, _ in frames if places.is_hook(name, file)]
     shown = [f"{name} ({'/'.join(file.split('/')[-2:])}:{line})" for name, file, line in frames]
     return {"stack": shown, "hook": hooks[-1] if hooks else ""}
-
-
-def _is_main(thread: dict[str, Any]) -> bool:
-    return thread.get("thread_name") == "MainThread" or thread.get("os_thread_id") == thread.get("pid")
 
 
 def _frame(frame: dict[str, Any]) -> tuple[str, str, int]:

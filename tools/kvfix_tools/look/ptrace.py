@@ -1,11 +1,11 @@
-"""Stop a thread of another process with ptrace, and call C functions in it, on Linux for x86-64 and aarch64.
+"""Stop a thread of another process for a tenth of a millisecond, and call C functions in it (x86-64 and aarch64).
 
 ptrace stops only this thread, without a signal. Afterwards all registers are restored, including vector registers,
 because the thread may be inside a computation. kvfix writes only a return address below the thread's stack: the address
 of a breakpoint instruction that the process's code already has. The thread stops there again.
 
-The tracing process must stay alive. Without it the thread hits the breakpoint, and the process dies. So `calls` uses a
-separate process for tracing.
+The tracing process must stay alive. Without it the thread hits the breakpoint, and the process dies. So each call has
+its own tracing process, which completes the call if the user ends kvfix.
 """
 
 import ctypes
@@ -15,10 +15,16 @@ import platform
 import re
 import signal
 import struct
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
+from functools import lru_cache
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
 
+#: Time limit of a call in seconds.
+_SECONDS = 20.0
 _POKEDATA, _CONT, _DETACH = 5, 7, 17
 _GETREGSET, _SETREGSET, _SEIZE, _INTERRUPT, _GETSIGMASK, _SETSIGMASK = 0x4204, 0x4205, 0x4206, 0x4207, 0x420A, 0x420B
 #: Option of waitpid to wait for threads too.
@@ -32,6 +38,15 @@ _BELOW = 128 + 128
 _FLAGS = 0xC00
 #: Signals after which the function has reached the breakpoint or has crashed.
 _ENDS = {signal.SIGTRAP, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
+
+
+class Refused(Exception):
+    """The call is not possible. setting: what the user can change; "" if nothing helps."""
+
+    def __init__(self, reason: str, setting: str = "") -> None:
+        super().__init__(f"{reason}. {setting}" if setting else reason)
+        self.reason = reason
+        self.setting = setting
 
 
 class Machine(NamedTuple):
@@ -82,6 +97,63 @@ class _Vector(ctypes.Structure):
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+#: Work in a stopped thread. The argument calls a C function there: (address, arguments).
+Work = Callable[[Callable[..., int]], int]
+
+
+@lru_cache(maxsize=1)
+def _cores() -> threading.Semaphore:
+    """Limit the threads that are stopped at once, so that no stopped thread waits for a core."""
+    return threading.Semaphore(len(os.sched_getaffinity(0)))
+
+
+def stop(thread: int, wait: str, trap: int, work: Work) -> int | None:
+    """Stop the thread, do the work in it, and let it run. Return None if it had left its wait. Raise Refused.
+
+    wait: the thread's system call as in `man proc_pid_syscall`; "": the thread may be anywhere. trap: address of a
+    breakpoint instruction.
+    """
+    with _cores():
+        pipe, there = Pipe(duplex=False)
+        tracer = os.fork()
+        if tracer == 0:
+            _trace(there, thread, wait, trap, work)
+        there.close()
+        try:
+            if not pipe.poll(_SECONDS):
+                reason = f"thread {thread} did not return from a call within {_SECONDS:g} s"
+                raise Refused(reason, f"Do not end process {tracer}: it waits for the thread.")
+            answer: int | str | None = pipe.recv()
+        except (EOFError, OSError) as error:
+            raise Refused(f"thread {thread} cannot be called: process {tracer} has ended") from error
+        os.waitpid(tracer, 0)
+    if isinstance(answer, str):
+        raise Refused(f"thread {thread} cannot be called: {answer}")
+    return answer
+
+
+def _trace(pipe: "Connection[int | str | None, None]", *work: Any) -> None:
+    """Do the work in the tracing process, and end this process."""
+    try:
+        with suppress(PermissionError):  # root only: a stopped thread must not wait for this to get a core
+            os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+        os.setsid()
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        os.closerange(0, pipe.fileno())  # whoever reads the output of kvfix must not wait for this process
+        os.closerange(pipe.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+        pipe.send(_performed(*work))
+    finally:
+        os._exit(0)
+
+
+def _performed(thread: int, wait: str, trap: int, work: Work) -> int | str | None:
+    try:
+        with stopped(thread, trap) as found:
+            return None if wait and not found.is_in(wait) else work(found.call)
+    except OSError as error:
+        return str(error)
 
 
 class Stopped:

@@ -47,11 +47,6 @@ def _warnings(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.WARNING
 
 
-def in_children() -> bool:
-    """Return True if the fixes are applied in engines that this process starts."""
-    return os.environ.get("KVFIX", "off") != "off"
-
-
 def codes() -> list[str]:
     """Return the codes of the fixes that are applied in this process."""
     kvfix = sys.modules.get("kvfix")

@@ -68,14 +68,15 @@ def _verify(options: Options, about: dict[str, Any], subject: Server, reference:
         raise Refused(f"{reference.url} has no model {options.model!r}. Give --model with one of: {names}")
     subject.model = reference.model = about["model"] = chosen["id"]
     about["vllm"] = reference.version()
-    metrics = reference.metrics()
-    if metrics is None:
+    try:
+        metrics = reference.metrics()
+    except Refused:
         raise Inconclusive(
             f"{reference.url} has no /metrics of vLLM, so kvfix cannot count tokens from the connector."
             " Use the port of the engine, not of a proxy"
-        )
+        ) from None
     maker, sizes = _plan(options, reference, metrics, _context_length(models, chosen))
-    rounds = Rounds(subject, reference, maker, sizes, options.clients, screen.progress)
+    rounds = Rounds(subject, reference, maker, sizes, metrics.capacity, options.clients, screen.progress)
     if options.dry_run:
         return _dry_run(options, maker, sizes, rounds)
     started = time.monotonic()

@@ -22,8 +22,6 @@ TOO_NOISY = 2.0
 FAR = 20.0
 #: Number of fresh prompts in the second test, in addition to those that must differ.
 SPARE = 2
-
-
 #: vLLM's smallest log probability. It also stands for NaN here.
 SMALLEST = -9999.0
 
@@ -103,8 +101,9 @@ class Judge:
         pairs: differences of prompts that have a control. The test uses the probability that the m largest differences
         of n controls and N pairs all belong to pairs.
         """
-        above = sum(map(self.exceeds, pairs))
-        return above > 0 and _all_on_one_side(above, len(pairs), len(self.controls)) < FALSE_ALARMS / 2
+        above, every = sum(map(self.exceeds, pairs)), len(pairs) + len(self.controls)
+        chance = math.prod((len(pairs) - number) / (every - number) for number in range(above))
+        return above > 0 and chance < FALSE_ALARMS / 2
 
     def needed(self, compared: int) -> int:
         """Return how many of `needed + SPARE` fresh prompts must differ to confirm a suspect (second test).
@@ -124,10 +123,6 @@ class Judge:
 def is_decided(differs: int, asked: int, needed: int) -> bool:
     """Return True if the second test is decided: enough prompts differ, or too few are left."""
     return differs >= needed or differs + (needed + SPARE - asked) < needed
-
-
-def _all_on_one_side(most: int, pairs: int, controls: int) -> float:
-    return math.prod((pairs - number) / (pairs + controls - number) for number in range(most))
 
 
 def _second(needed: int, controls: int) -> float:

@@ -37,7 +37,7 @@ class Case:
     """One prompt.
 
     control: difference between two answers without the connector; None without a clean pair of answers.
-    hits: tokens from the connector in the warm round; None if requests of other clients hide the number.
+    warm: the answer of the warm round.
     cached: {mode: difference between the computed answer and the answer with KV from the connector}.
     """
 
@@ -45,9 +45,13 @@ class Case:
     tokens: int
     computed: Reply
     control: float | None = None
-    hits: int | None = 0
     warm: Reply | None = None
     cached: dict[str, Difference] = field(default_factory=dict)
+
+    @property
+    def hits(self) -> int | None:
+        """Tokens from the connector in the warm round; None if requests of other clients hide the number."""
+        return self.warm.hits if self.warm else 0
 
 
 @dataclass
@@ -69,9 +73,6 @@ class Confirmation:
 class Outcome:
     """The results of a run.
 
-    error_rate: bound of the probability that a healthy run is called different.
-    expected, hits: minimum and actual number of tokens from the connector in the warm round. hits is None if requests
-        of other clients hide the number.
     shared_with: an adapter that got KV of another adapter.
     not_numbers: number of prompts of the survey whose answer became NaN with KV from the connector. NaN stays in the
         engine's memory, and spoils the later rounds.
@@ -80,15 +81,34 @@ class Outcome:
     sizes: Sizes
     judge: Judge
     cases: list[Case]
-    first_test: bool
-    confirmations: list[Confirmation]
-    error_rate: float
-    expected: int
-    hits: int | None
     preemptions: int
     flushed_by: str
+    not_numbers: int
+    confirmations: list[Confirmation] = field(default_factory=list)
     shared_with: str = ""
-    not_numbers: int = 0
+
+    @property
+    def compared(self) -> int:
+        """The number of comparisons."""
+        return sum(len(case.cached) for case in self.cases)
+
+    @property
+    def hits(self) -> int | None:
+        """Tokens from the connector in the warm round; None if requests of other clients hide the number."""
+        known = [case.hits for case in self.cases if case.hits is not None]
+        return sum(known) if known else None
+
+    @property
+    def expected(self) -> int:
+        """How many tokens must at least come from the connector: whole chunks of prompts that share no prefix."""
+        known = [case for case in self.cases if case.hits is not None and case.prompt.kind != "shared prefix"]
+        return sum((case.computed.prompt_tokens - 1) // self.sizes.chunk * self.sizes.chunk for case in known)
+
+    @property
+    def first_test(self) -> bool:
+        return self.judge.first_test(
+            [max(each.size for each in case.cached.values()) for case in self.cases if case.control is not None]
+        )
 
     @property
     def is_different(self) -> bool:
@@ -157,11 +177,6 @@ def _chunks(case: Case, outcome: Outcome) -> int:
     return math.ceil((case.hits or 0) / outcome.sizes.chunk)
 
 
-def worst(outcome: Outcome) -> tuple[str, Case] | None:
-    wrong = [(mode, case) for mode in MODES for case in outcome.above(mode)]
-    return max(wrong, key=lambda pair: pair[1].cached[pair[0]].size, default=None)
-
-
 def first_tokens(outcome: Outcome) -> tuple[float, float]:
     """Return the median seconds until the first token, computed and with KV from the connector."""
     pairs = [(case.computed.first, case.warm.first) for case in outcome.cases if case.hits and case.warm]
@@ -182,7 +197,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
             },
             "above_limit": {mode: len(outcome.above(mode, kind)) for mode in MODES},
         }
-        for kind, cases in _by_kind(outcome).items()
+        for kind, cases in by_kind(outcome.cases).items()
     }
     return {
         "chunk": outcome.sizes.chunk, "block": outcome.sizes.block,
@@ -190,7 +205,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         "first_token_seconds": {"computed": computed, "cached": cached},
         "flushed_by": outcome.flushed_by, "preemptions": outcome.preemptions,
         "controls": len(judge.controls), "noise": judge.noise, "limit": judge.limit, "is_exact": judge.is_exact,
-        "false_alarm_rate": outcome.error_rate, "kinds": kinds, "shared_with": outcome.shared_with,
+        "false_alarm_rate": judge.error_rate(outcome.compared), "kinds": kinds, "shared_with": outcome.shared_with,
         "not_numbers": outcome.not_numbers,
         "confirmations": [vars(each) | {"holds": each.holds} for each in outcome.confirmations],
     }  # fmt: skip
@@ -208,12 +223,12 @@ def lines(outcome: Outcome, vllm: str) -> list[str]:
         f"GPU cache emptied:  {outcome.flushed_by}",
         f"Noise:              {noise}",
         f"Limit:              {judge.limit:.3g}, {MARGIN:g} times the noise; rate of false alarms below"
-        f" {outcome.error_rate:.0e}",
+        f" {judge.error_rate(outcome.compared):.0e}",
         "",
         f"{'prompts':33} {'from the':>9}  largest difference of a log probability",
         f"{'':33} {'connector':>9}  {'alone':>12}  {'under load':>12}",
     ]
-    for kind, cases in _by_kind(outcome).items():
+    for kind, cases in by_kind(outcome.cases).items():
         sizes = [max((case.cached[mode].size for case in cases), default=0.0) for mode in MODES]
         marks = ["*" if judge.exceeds(size) else " " for size in sizes]
         hits = sum(case.hits or 0 for case in cases)
@@ -221,7 +236,11 @@ def lines(outcome: Outcome, vllm: str) -> list[str]:
             f"{len(cases):3} {kind:29} {hits:>9}  {sizes[0]:>12.3g}{marks[0]} {sizes[1]:>12.3g}{marks[1]}".rstrip()
         )
     text.append("* above the limit" if any(map(outcome.above, MODES)) else "")
-    text += [_confirmed(each) for each in outcome.confirmations]
+    text += [
+        f"Fresh prompts of '{each.kind}', {each.mode}: {each.differs} of {each.asked} differ;"
+        f" {each.needed} are needed to confirm"
+        for each in outcome.confirmations
+    ]
     if outcome.preemptions:
         text.append(f"Under load, vLLM preempted {outcome.preemptions} times.")
     if code == DIFFERENT:
@@ -240,25 +259,17 @@ def summary(outcome: Outcome) -> str:
     return f"same: {len(outcome.cases)} prompts, {outcome.hits} tokens from the connector"
 
 
-def _by_kind(outcome: Outcome) -> dict[str, list[Case]]:
+def by_kind(cases: list[Case]) -> dict[str, list[Case]]:
     kinds: dict[str, list[Case]] = {}
-    for case in outcome.cases:
+    for case in cases:
         kinds.setdefault(case.prompt.kind, []).append(case)
     return kinds
 
 
-def _confirmed(each: Confirmation) -> str:
-    return (
-        f"Fresh prompts of '{each.kind}', {each.mode}: {each.differs} of {each.asked} differ;"
-        f" {each.needed} are needed to confirm"
-    )
-
-
 def _example(outcome: Outcome) -> list[str]:
-    found = worst(outcome)
-    text = []
-    if found:
-        mode, case = found
+    wrong, text = [(mode, case) for mode in MODES for case in outcome.above(mode)], list[str]()
+    if wrong:
+        mode, case = max(wrong, key=lambda pair: pair[1].cached[pair[0]].size)
         different, chunk = case.cached[mode], outcome.sizes.chunk
         text = [
             f"Largest: a prompt of {case.computed.prompt_tokens} tokens ('{case.prompt.kind}'), {mode}.",

@@ -4,8 +4,9 @@ It is the reference for other backends. It indexes the engine's tensors by their
 of the check (layout.py).
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -13,12 +14,44 @@ from kvfix_tools.roundtrip.backends import Backend
 from kvfix_tools.roundtrip.cell_check import CellCheck, Transfer
 from kvfix_tools.roundtrip.layout import Geometry
 from kvfix_tools.roundtrip.region import Region
-from kvfix_tools.roundtrip.streams import CudaStream, Work
 
 #: Axes of a host buffer, outermost first. Each chunk has a buffer.
 HOST = "layer token kv head"
 #: Number of chunks in flight, each with its own stream and staging buffer.
 IN_FLIGHT = 2
+#: Clock cycles that a slow stream sleeps: tens of milliseconds, longer than the work of other streams.
+SLEEP = 50_000_000
+Work = Callable[[], Any]
+
+
+class CudaStream:
+    def __init__(self, device: torch.device, slow: bool = False) -> None:
+        self.device, self.native = device, torch.cuda.Stream(device)
+        self.kept: list[Work] = []  # keeps tensors alive until the device has read them
+        if slow:
+            with torch.cuda.stream(self.native):
+                torch.cuda._sleep(SLEEP)
+
+    def submit(self, work: Work, host: bool = False) -> None:
+        """Submit work. host: wait for all earlier work of the stream, then run this work on the host."""
+        if host:
+            self.native.synchronize()
+            work()
+            return
+        self.kept.append(work)
+        self.native.wait_stream(torch.cuda.current_stream(self.device))  # the current stream made the operands
+        with torch.cuda.stream(self.native):
+            work()
+
+    def record(self) -> Any:
+        return self.native.record_event()
+
+    def wait(self, event: Any) -> None:
+        self.native.wait_event(event)
+
+    def synchronize(self) -> None:
+        self.native.synchronize()
+        self.kept.clear()
 
 
 class TorchCopy(Transfer):
