@@ -36,7 +36,6 @@ def hanging(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         text=True,
     )
     try:
-        assert process.stdout is not None
         assert process.stdout.readline() == "hangs\n"
         yield process
     finally:

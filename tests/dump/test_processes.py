@@ -9,16 +9,12 @@ import pytest
 
 from kvfix.connector_events import dump
 from kvfix_tools.dump import processes
-from kvfix_tools.dump.processes import Process
-
-OWN = f"kvfix-{os.getuid()}"
 
 
 def test_children_follow_their_parents() -> None:
     """With the kernel's letter for the state, and the start by which a ready file names a process."""
     program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(1, flush=True); input()'])"
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"1\n"
         parent, child = processes.tree(process.pid)
         process.communicate(b"\n")
@@ -29,29 +25,15 @@ def test_children_follow_their_parents() -> None:
     assert processes.tree(process.pid) == []
 
 
-@pytest.fixture
-def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def test_only_a_file_of_its_own_user_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process has announced that it answers. Neither a linked folder nor that of another user is read."""
     monkeypatch.setenv("KVFIX_DUMP_DIR", str(tmp_path))
-    return tmp_path
-
-
-@pytest.fixture
-def process(shared: Path) -> Process:
-    """This one, which has announced that it answers."""
     dump.announce()
-    return processes.tree(os.getpid())[0]
-
-
-def test_its_own_file_is_read(process: Process) -> None:
+    process = processes.tree(os.getpid())[0]
     announced = processes.ready(process)
     assert (announced["pid"], announced["began"]) == (os.getpid(), process.began)
-
-
-def test_a_linked_folder_is_not(process: Process, shared: Path) -> None:
-    (shared / OWN).rename(shared / "moved")
-    (shared / OWN).symlink_to(shared / "moved")
-    assert processes.ready(process) == {}
-
-
-def test_another_users_is_not(process: Process) -> None:
     assert processes.ready(process._replace(owner=process.owner + 1)) == {}
+    own = tmp_path / f"kvfix-{os.getuid()}"
+    own.rename(tmp_path / "moved")
+    own.symlink_to(tmp_path / "moved")
+    assert processes.ready(process) == {}

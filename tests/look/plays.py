@@ -15,7 +15,6 @@ from kvfix_tools.lab.scenario import find
 lmcache, slug, *flag = sys.argv[1:]
 runner.prepare(lmcache)
 scenario = find(slug)
-assert scenario is not None
 
 
 def originals() -> dict[str, int]:

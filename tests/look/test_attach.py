@@ -8,13 +8,14 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvfix_tools.look import attach, inject, ptrace
+from kvfix_tools.roundtrip import real_engine
 from tests.conftest import ROOT, clean_environment, release
 from tests.forked import Forked
 
@@ -39,34 +40,24 @@ class Playing:
         """
         until = time.monotonic() + 120
         while self.lines()[-count:] != [text] * count:
-            assert self._process.poll() is None, self._log.with_name("errors").read_text()
+            assert self._process.poll() is None, self._log.read_text()[-3000:]
             assert time.monotonic() < until, self.lines()[-10:]
             time.sleep(0.05)
 
-    def asked(self, code: str) -> Any:
-        return json.loads(
-            inject.run(self.pid, f"import json, __main__\nopen(ANSWER, 'w').write(json.dumps({code}))", seconds=20)
-        )
+    def asked(self, expression: str) -> Any:
+        code = f"import json, __main__\nopen(ANSWER, 'w').write(json.dumps({expression}))"
+        return json.loads(inject.run(self.pid, code, seconds=20))
 
 
 @contextmanager
 def playing(folder: Path, lmcache: Path, slug: str, *flag: Path) -> Iterator[Playing]:
-    log, errors = folder / "log", folder / "errors"
-    log.touch()
-    errors.touch()
     environment = clean_environment(
         PYTHONPATH=os.pathsep.join(map(str, (lmcache, ROOT / "patches", ROOT / "tools"))),
         KVFIX_DUMP_DIR=str(folder / "dumps"),
     )
     command = [sys.executable, str(PROGRAM), str(lmcache), slug, *map(str, flag)]
-    with log.open("a") as out, errors.open("a") as err:
-        process = Forked(command, env=environment, stdout=out, stderr=err, cwd=folder)
-    try:
-        yield Playing(process, log)
-    finally:
-        with suppress(ProcessLookupError):
-            os.kill(process.pid, 9)
-        process.wait(10)
+    with real_engine.started(command, folder / "log", environment, Forked, cwd=folder) as process:
+        yield Playing(process, folder / "log")
 
 
 def rows(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]:

@@ -39,7 +39,7 @@ def gather(tree: list[Process]) -> list[Gathered]:
 
 
 def program(name: str) -> str | None:
-    """Return the path of a program beside this Python or on PATH."""
+    """Return the path of a program of this Python, or on PATH."""
     folders = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
     return shutil.which(name, path=os.pathsep.join(folders))
 

@@ -85,11 +85,11 @@ def own_text(process: Process, path: Path) -> str:
 
     The reader may be root. A folder planted by another user must not make it signal a process or show another file.
     """
-    parent = os.open(path.parents[1], os.O_PATH | os.O_DIRECTORY)
-    folder = SharedFolder(parent, str(path.parent), process.owner)
-    if not folder.is_of_user():
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
+    shared = SharedFolder(folder, process.owner)
+    if os.fstat(folder).st_uid != process.owner:
         raise PermissionError(f"{path.parent} does not belong to the user of process {process.pid}")
-    return folder.read(path.name)
+    return shared.read(str(path))
 
 
 def _described(pid: int) -> Process | None:

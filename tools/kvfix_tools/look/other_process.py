@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kvfix_tools.look import ptrace, shared_folder
 from kvfix_tools.look.ptrace import Refused
+from kvfix_tools.look.shared_folder import SharedFolder
 
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 OTHER_NAMESPACE = (
@@ -66,9 +67,9 @@ class Process:
     def write(self, address: int, content: bytes) -> None:
         os.pwrite(self._memory, content, address)
 
-    def folder(self, path: str) -> int:
+    def folder(self, path: str) -> SharedFolder:
         """Open a folder of the process, which may be in another container. Raise OSError, also for a link."""
-        return self._opened(path, os.O_PATH | os.O_DIRECTORY)
+        return SharedFolder(self._opened(path, os.O_PATH | os.O_DIRECTORY), self.user)
 
     def _opened(self, path: str, flags: int) -> int:
         return shared_folder.opened(os.open(self._proc / "root", os.O_PATH | os.O_DIRECTORY), path, flags)

@@ -19,6 +19,7 @@ import importlib.metadata
 import importlib.util
 import itertools
 import os
+from collections import deque
 from dataclasses import replace
 from typing import Any
 
@@ -82,8 +83,7 @@ class Connector(Transfer):
     def store(self, slots: torch.Tensor) -> None:
         to = {"kvcaches": self.caches, "slot_mapping": slots}
         if self.kind == "layerwise":
-            for _ in self.connector.batched_from_gpu(self.by_layer, self.starts, self.ends, sync=True, **to):
-                pass
+            deque(self.connector.batched_from_gpu(self.by_layer, self.starts, self.ends, sync=True, **to), maxlen=0)
         else:
             self.connector.batched_from_gpu(self.objects, self.starts, self.ends, **to)
 
@@ -94,8 +94,7 @@ class Connector(Transfer):
             next(mover)
             for objects in self.by_layer:
                 mover.send(objects)
-            for _ in mover:
-                pass
+            deque(mover, maxlen=0)
             return
         # The first loaded chunk is the one in which the engine's own tokens end (0.5.6 vllm_v1_adapter.py).
         chunks = slice(skip // self.chunk, None)
@@ -121,7 +120,7 @@ class ThroughEngine(Transfer):
         keys = ChunkedTokenDatabase(config, metadata)
         # A new engine collects garbage, which takes more than a second for the objects of vLLM's imports.
         gc.freeze()
-        self.engine = LMCacheEngine(config, metadata, keys, connector, _same, _same)
+        self.engine = LMCacheEngine(config, metadata, keys, connector, lambda tensor, _: tensor, lambda thing, _: thing)
         gc.unfreeze()
         self.engine.post_init()
         moved_by = operations(check.device, "multi_layer_kv_transfer")
@@ -145,10 +144,6 @@ class ThroughEngine(Transfer):
 
     def _more(self, slots: torch.Tensor) -> dict[str, Any]:
         return {"kvcaches": self.caches, "slot_mapping": slots, "req_id": "kvfix"}
-
-
-def _same(thing: Any, source: int) -> Any:
-    return thing
 
 
 class BlockTransfer(Transfer):
@@ -268,16 +263,15 @@ MP_AXES = {
 }
 MP = "the block transfer of LMCache's multi-process mode"
 ENGINE = "LMCache's cache engine and its CPU storage"
-
-
-def _backend(kind: str) -> Backend:
-    axes = {"layout": LAYOUTS, **({"skip": ("none",)} if kind == "layerwise" else {})}
-    summary = f"LMCache's {CLASSES[kind]}"
-    return Backend(f"lmcache-{kind}", summary, lambda check: Connector(kind, check), missing, "lmcache", axes)
-
-
+LAYERWISE_AXES = {"layout": LAYOUTS, "skip": ("none",)}
 BACKENDS = (
-    *map(_backend, CLASSES),
+    *(
+        Backend(
+            f"lmcache-{kind}", f"LMCache's {name}", functools.partial(Connector, kind), missing, "lmcache",
+            LAYERWISE_AXES if kind == "layerwise" else {"layout": LAYOUTS},
+        )
+        for kind, name in CLASSES.items()
+    ),
     Backend("lmcache-mp", MP, BlockTransfer, missing, "lmcache", MP_AXES),
     Backend("lmcache-engine", ENGINE, ThroughEngine, missing, axes={"layout": LAYOUTS}),
-)
+)  # fmt: skip
