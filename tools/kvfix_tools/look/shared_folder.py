@@ -34,7 +34,7 @@ def content(handle: int) -> bytes:
 class SharedFolder:
     """folder: its descriptor, which this object closes. user: user of the process, who owns the files.
 
-    Of the path of a file only its name counts.
+    The methods take the path of a file, and use only its name.
     """
 
     def __init__(self, folder: int, user: int) -> None:

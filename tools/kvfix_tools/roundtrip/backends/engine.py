@@ -71,7 +71,7 @@ def check(kind: str, device: torch.device, result: Result) -> Result:
     fixed = "as released" if os.environ.get("KVFIX", "off") == "off" else "with kvfix's fixes"
     operations = (
         f"{releases}, {CONNECTORS[kind][0]}, {fixed}{stood_in}: of {warm['asked']} prompt tokens {warm['hits']} were "
-        f"promised and {warm['loads']['loaded']} loaded"
+        f"promised and {warm['loaded']} loaded"
     )
     return replace(result, verdict="failed" if wrong else "passed", reason=wrong or "", operations=operations)
 
@@ -86,13 +86,13 @@ def judge(plain: dict[str, Any], ran: dict[str, Any]) -> str | None:
     alike = sum(one == other for one, other in zip(plain["cold"]["tokens"], plain["changed"]["tokens"], strict=True))
     if alike:
         return f"{alike} outputs do not change with the first tokens, so the model cannot show wrong KV"
-    warm, loads = ran["warm"], ran["warm"]["loads"]
+    warm = ran["warm"]
     if not warm["hits"]:
         return "warm: no token came from the external cache, so nothing was checked"
-    if loads["loaded"] < warm["hits"]:
-        return f"warm: {warm['hits']} tokens were promised, but only {loads['loaded']} loaded"
-    if loads["failed"]:
-        return f"warm: the load of {loads['failed']} blocks failed, so vLLM computed them"
+    if warm["loaded"] < warm["hits"]:
+        return f"warm: {warm['hits']} tokens were promised, but only {warm['loaded']} loaded"
+    if warm["failed"]:
+        return f"warm: the load of {warm['failed']} blocks failed, so vLLM computed them"
     if ran["cold"]["hits"]:
         return f"cold: {ran['cold']['hits']} tokens came from the external cache, which was not empty"
     return f"kvfix reports a violation: {ran['violations'][0]}" if ran["violations"] else None
@@ -150,20 +150,16 @@ def ask(job: dict[str, Any]) -> None:
         **job["engine"],
     )  # fmt: skip
     answer = {}
+
+    def counts() -> dict[str, int]:
+        return {"hits": real_engine.counter(engine, "vllm:external_prefix_cache_hits"), **loads(Path(job["loads"]))}
+
     for name, prompts in ROUNDS.items():
-        hits, before = hit_tokens(engine), loads(Path(job["loads"]))
-        answer[name] = {
-            "tokens": real_engine.generate(engine, [(one, GENERATE) for one in prompts]),
-            "hits": hit_tokens(engine) - hits,
-            "loads": {kind: count - before[kind] for kind, count in loads(Path(job["loads"])).items()},
-            "asked": sum(map(len, prompts)),
-        }
+        before = counts()
+        tokens = real_engine.generate(engine, [(one, GENERATE) for one in prompts])
+        more = {kind: count - before[kind] for kind, count in counts().items()}
+        answer[name] = {"tokens": tokens, "asked": sum(map(len, prompts)), **more}
     Path(job["out"]).write_text(json.dumps(answer))
-
-
-def hit_tokens(engine: Any) -> int:
-    """Return the number of tokens granted from the external cache so far."""
-    return real_engine.counter(engine, "vllm:external_prefix_cache_hits")
 
 
 def loads(file: Path) -> dict[str, int]:
